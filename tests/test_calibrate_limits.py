@@ -113,6 +113,15 @@ def test_the_comparison_is_saved_with_the_posterior(folds: int, tmp_path: Path) 
     assert type(again.calibration)(**older) == posterior.calibration
 
 
+@pytest.mark.filterwarnings("ignore:the held-out data are all predicted right:flowbnn.FlowBNNWarning")
+def test_one_example_is_told_in_the_singular() -> None:
+    data, network = [(torch.ones(1, 2), torch.tensor([0]))], nn.Linear(2, 2)
+    with pytest.warns(fb.FlowBNNWarning, match="by 1 held-out example; give at least 20"):
+        posterior = fb.calibrate(network, data, prior="fixed", progress=False)
+    assert str(posterior.calibration).endswith(" 2 dimensions, fixed prior, 1 held-out example")
+    assert "1 layer with noise" in repr(posterior)
+
+
 def test_targets_that_the_network_gives_exactly_leave_a_noise_level() -> None:
     x = torch.randn(100, 2, generator=torch.Generator().manual_seed(0))
     network = nn.Linear(2, 1).requires_grad_(False)

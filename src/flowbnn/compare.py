@@ -21,7 +21,7 @@ from torch import nn
 
 from flowbnn.batches import device_of, fingerprint
 from flowbnn.candidates import CANDIDATES, PLAIN, Candidate, find_candidates, measure, warm_up
-from flowbnn.errors import FlowBNNError, warn
+from flowbnn.errors import FlowBNNError, counted, warn
 from flowbnn.methods import Method, Temperature
 from flowbnn.methods.fitting import FitOptions, LikelihoodName
 from flowbnn.options import Count, File, Positive, Seed, checked
@@ -279,7 +279,7 @@ class Comparison:
         if not ranked:
             return "No method has numbers yet."
         best, seeds = ranked[0], len(parts.seeds)
-        mean = f"{parts.mean(best.key, 'nll'):.4f}, {seeds} seed{'s' if seeds > 1 else ''}"
+        mean = f"{parts.mean(best.key, 'nll'):.4f}, {counted(seeds, 'seed')}"
         text = f"By NLL {best.label} is best ({mean})"
         text += (
             f", then {listed(parts, ranked[1:3], 'nll', '.4f')}.\n{self._certainty()}" if ranked[1:] else "."
@@ -352,7 +352,7 @@ class Comparison:
             "command": self.call,
             "created": datetime.now(UTC).isoformat(timespec="seconds"),
             "seconds": round(sum(part.get("seconds", 0.0) for part in self.parts.content.values()), 1),
-            "device": f"{self.settings.get('device', 'cpu')}, {threads} thread{'s' if threads > 1 else ''}",
+            "device": f"{self.settings.get('device', 'cpu')}, {counted(threads, 'thread')}",
             "versions": {**versions, "python": platform.python_version()},
             "seeds": self.parts.seeds,
             "settings": self.settings,

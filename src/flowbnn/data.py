@@ -8,7 +8,7 @@ from typing import Annotated, Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from flowbnn.errors import FlowBNNError
+from flowbnn.errors import FlowBNNError, counted
 from flowbnn.options import Count, Interval, NonNegative, Positive, checked
 
 __all__ = [
@@ -85,7 +85,9 @@ class TensorLoader:
         elif len(places) > 1:
             problem = f"takes tensors on one device, not {', '.join(places)}"
         elif drop_last and not self.num_data:
-            problem = f"with drop_last leaves nothing of {number} examples in batches of {batch_size}"
+            problem = (
+                f"with drop_last leaves nothing of {counted(number, 'example')} in batches of {batch_size}"
+            )
         if problem:
             raise FlowBNNError(f"a TensorLoader {problem}", kind="loader")
         self.batch_size, self.shuffle, self.generator = batch_size, shuffle, generator

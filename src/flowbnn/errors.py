@@ -62,6 +62,15 @@ def some_of(names: Sequence[str], most: int = 5) -> str:
     return shown + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
+def counted(number: int, noun: str) -> str:
+    """A number with its noun.
+
+    >>> counted(1, "held-out example"), counted(3000, "epoch")
+    ('1 held-out example', '3,000 epochs')
+    """
+    return f"{number:,} {noun}{'s' if number != 1 else ''}"
+
+
 def close_words(word: str, known: Sequence[str]) -> list[str]:
     """Up to three words of ``known`` that resemble ``word``, the nearest first."""
     short = "".join(part[:1] for part in word.split("_")) if "_" in word else word  # of learning_rate

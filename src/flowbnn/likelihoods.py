@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from flowbnn.errors import FlowBNNError, nearest
+from flowbnn.errors import FlowBNNError, counted, nearest
 from flowbnn.options import Count, Positive, checked
 from flowbnn.predictive import CategoricalPredictive, GaussianPredictive
 from flowbnn.predictive.base import check_samples
@@ -115,13 +115,13 @@ class Categorical(Likelihood):
             elif targets.shape == outputs.shape:
                 advice = "of one-hot labels give labels.argmax(1)" if _one_hot(targets) else SEVERAL_LABELS
             return (
-                f"{len(outputs)} rows of outputs need a vector of {len(outputs)} integers as class labels, "
+                f"class labels are one integer for each of {counted(len(outputs), 'row')} of outputs, "
                 f"not {targets.dtype} of shape {tuple(targets.shape)}; {advice}"
             )
         classes = outputs.shape[1]
         if targets.numel() and (int(targets.min()) < 0 or int(targets.max()) >= classes):
             return (
-                f"labels run from {int(targets.min())} to {int(targets.max())}, but the network has {classes} outputs, "
+                f"labels run from {int(targets.min())} to {int(targets.max())}, but the network has {counted(classes, 'output')}, "
                 f"so labels must lie in 0 to {classes - 1}"
             )
         return ""
@@ -253,7 +253,8 @@ class Gaussian(Likelihood):
             )
             if 2 * targets.numel() == rows * width:
                 labels = "; where the network gives log-variances too, say likelihood=Gaussian('predicted')"
-            return f"targets of shape {tuple(targets.shape)} do not fit {rows} rows of {width} predicted values{labels}"
+            given = f"{counted(rows, 'row')} of {counted(width, 'predicted value')}"
+            return f"targets of shape {tuple(targets.shape)} do not fit {given}{labels}"
         return ""
 
     def to_dict(self) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from flowbnn.batches import device_of
 from flowbnn.diagnostics.pareto import log_mean
 from flowbnn.distributions.draws import reparameterized
-from flowbnn.errors import FlowBNNError, shown
+from flowbnn.errors import FlowBNNError, counted, shown
 from flowbnn.flows import FlowModel
 from flowbnn.options import Count, Positive, Seed, Share, checked, options, takes
 from flowbnn.training import Clock, History, TrainingOptions, train
@@ -41,7 +41,7 @@ class TargetFit:
     history: History
 
     def __repr__(self) -> str:
-        return f"TargetFit({type(self.flow).__name__}, {self.history.epochs} epochs)"
+        return f"TargetFit({type(self.flow).__name__}, {counted(self.history.epochs, 'epoch')})"
 
     @checked
     def evidence(self, samples: Count = 10_000, seed: Seed = 0) -> dict[str, float]:

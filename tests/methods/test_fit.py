@@ -110,7 +110,7 @@ def test_regression_in_any_unit():
     )
     assert float(posterior.likelihood.log_scale.detach().exp()) == pytest.approx(50.0, rel=0.25)
     assert 0.8 < fb.evaluate(posterior, data, samples=32, progress=False)["coverage_90"] < 0.97
-    assert "NoisePosterior(Sequential, 1 layers with noise" in repr(posterior)
+    assert "NoisePosterior(Sequential, 1 layer with noise" in repr(posterior)
 
 
 def test_bernoulli_from_one_logit():

@@ -79,7 +79,7 @@ def test_the_checkpoint_of_a_run_that_was_cut_is_kept(tmp_path):
     last, before = tmp_path / "last.safetensors", tmp_path / "last-before.safetensors"
     assert epochs_in(last) == 2
     with pytest.warns(
-        FlowBNNWarning, match=r"after 2 epochs.*'last-before.safetensors'.*resume=True"
+        FlowBNNWarning, match=r"in epoch 3, after 0 of .*'last-before.safetensors'.*resume=True"
     ) as told:
         fb.fit(noisy(), loader(), epochs=1, checkpoint=tmp_path, **QUIET)
     assert len(told) == 1
@@ -94,7 +94,7 @@ def test_a_second_run_that_was_cut_does_not_push_out_a_longer_one(tmp_path):
     cut(tmp_path, 2)
     with pytest.warns(FlowBNNWarning, match="keeps it as"):
         cut(tmp_path, 1)
-    with pytest.warns(FlowBNNWarning, match=r"after 1 epochs.*had come further, stays"):
+    with pytest.warns(FlowBNNWarning, match=r"in epoch 2, after 0 of .*had come further, stays"):
         cut(tmp_path, 3)
     assert epochs_in(tmp_path / "last-before.safetensors") == 2
     with pytest.warns(FlowBNNWarning, match="keeps it as"):

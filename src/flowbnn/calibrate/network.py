@@ -17,7 +17,7 @@ from flowbnn.batches import copied, device_of, dtype_of, move, pick, take
 from flowbnn.calibrate.flow import fit_flow
 from flowbnn.convert import Rule, to_stochastic
 from flowbnn.distributions import NormalBase
-from flowbnn.errors import FlowBNNError, FlowBNNWarning, warn
+from flowbnn.errors import FlowBNNError, FlowBNNWarning, counted, warn
 from flowbnn.likelihoods import Gaussian, Likelihood, learns_noise
 from flowbnn.methods.fitting import learn_noise, prepare
 from flowbnn.methods.temperature import TemperedPosterior, temper
@@ -145,7 +145,7 @@ def calibrate(
     folds = min(folds, len(targets) // 2) if len(targets) >= 4 else 0
     if len(targets) < FEW:
         warn(
-            f"{len(targets)} held-out examples say little about calibration; give at least {FEW}",
+            f"calibration is hard to tell by {counted(len(targets), 'held-out example')}; give at least {FEW}",
             kind="examples",
         )
     kinds: list[Prior] = ["fixed", "fitted"] if prior == "auto" else [prior]

@@ -15,7 +15,7 @@ from flowbnn.batches import check_finite, device_of, dtype_of, evaluating, move
 from flowbnn.data import TensorLoader
 from flowbnn.density.examples import BESIDE, LOADER, ROWS, as_tensor, batches, in_memory, loaded, pair
 from flowbnn.distributions.support import is_everywhere
-from flowbnn.errors import FlowBNNError, some_of, warn
+from flowbnn.errors import FlowBNNError, counted, some_of, warn
 from flowbnn.options import (
     Count,
     Interval,
@@ -203,7 +203,8 @@ class Density(nn.Module):
         if rate * (1 + len(scores)) < 1:
             least = math.ceil(1 / rate) - 1
             warn(
-                f"a rate of {rate:g} takes at least {least} held-out examples; with {len(scores)} of them no example is called novel",
+                f"a rate of {rate:g} takes at least {counted(least, 'held-out example')}; with {len(scores)} of them no example is "
+                "called novel",
                 kind="data",
                 argument="held_out",
             )
@@ -371,7 +372,7 @@ def _loaders(data: Any, run: DensityOptions, flow: nn.Module) -> tuple[Any, Any]
         check("validation", share, Fraction)
         if len(tensors[0]) < 2:
             raise FlowBNNError(
-                f"{len(tensors[0])} examples leave none to hold out; give more, or say validation=0",
+                f"{counted(len(tensors[0]), 'example')} cannot leave any to hold out; give more, or say validation=0",
                 kind="data",
                 argument="validation",
             )

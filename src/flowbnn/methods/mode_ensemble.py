@@ -20,7 +20,7 @@ from flowbnn.batches import device_of, dtype_of, move, pick, take
 from flowbnn.convert import to_stochastic
 from flowbnn.distributions import Base, NormalBase
 from flowbnn.distributions.draws import standard_normal
-from flowbnn.errors import FlowBNNError
+from flowbnn.errors import FlowBNNError, counted
 from flowbnn.likelihoods import Gaussian, Likelihood, learns_noise
 from flowbnn.methods.base import FitOptions, Method, register_method
 from flowbnn.methods.fitting import first_batch, prepare
@@ -275,7 +275,7 @@ class ModePosterior(NoisePosterior):
         return len(self.base.loc)
 
     def __repr__(self) -> str:
-        found = f"{len(self)} climbs to {self.distinct} mode{'s' * (self.distinct > 1)}"
+        found = f"{counted(len(self), 'climb')} to {counted(self.distinct, 'mode')}"
         return f"ModePosterior({found} of the noise of {type(self.model).__name__}, {self.likelihood!r})"
 
 

@@ -45,7 +45,7 @@ from flowbnn.batches import (
     move,
     split_batch,
 )
-from flowbnn.errors import FlowBNNError
+from flowbnn.errors import FlowBNNError, counted
 from flowbnn.likelihoods import Likelihood, make_likelihood
 from flowbnn.noise import noise_layers
 from flowbnn.options import checked, descendants, takes
@@ -114,8 +114,9 @@ class Posterior:
 
     def __repr__(self) -> str:
         noisy = len(noise_layers(self.model))
-        layers = f", {noisy} layers with noise" if noisy else ""
-        return f"{type(self).__name__}({type(self.model).__name__}{layers}, {self.likelihood!r}, {self.history.epochs} epochs)"
+        layers = f", {counted(noisy, 'layer')} with noise" if noisy else ""
+        trained = counted(self.history.epochs, "epoch")
+        return f"{type(self).__name__}({type(self.model).__name__}{layers}, {self.likelihood!r}, {trained})"
 
     def outputs(self, inputs: Any, samples: range, prediction: Prediction) -> Tensor:
         """Outputs ``[len(samples), batch, ...]`` of these samples, for one batch of inputs: what a posterior defines.

@@ -24,7 +24,7 @@ from flowbnn.batches import (
     take,
     tensors_of,
 )
-from flowbnn.errors import FlowBNNError, warn
+from flowbnn.errors import FlowBNNError, counted, warn
 from flowbnn.likelihoods import Likelihood
 from flowbnn.options import Count, Positive, options
 from flowbnn.posterior.adaptive import Adaptive
@@ -306,7 +306,7 @@ def check_rows(outputs: Tensor, count: int) -> Tensor:
     """The outputs, if there is one row for each row of the inputs."""
     if outputs.shape[:1] != (count,):
         raise FlowBNNError(
-            f"the network gave {tuple(outputs.shape[:1])} rows of outputs for {count} rows of inputs; "
+            f"the network gave {tuple(outputs.shape[:1])} rows of outputs for {counted(count, 'row')} of inputs; "
             "one row each is needed, with the examples on the first axis (a single one is given as inputs[None])",
             kind="shape",
         )

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from flowbnn.diagnostics.chains import FEWEST, effective_sample_size, split_rhat
-from flowbnn.errors import FlowBNNError, warn
+from flowbnn.errors import FlowBNNError, counted, warn
 from flowbnn.methods.mcmc.chains import Chains
 from flowbnn.methods.mcmc.hamiltonian import nuts_kernel
 from flowbnn.options import Count, Ge, Probability, Seed, checked
@@ -51,7 +51,8 @@ class NoiseChains:
         chains, draws, dimensions = self.position.shape
         verdict = "certified" if self.certified else f"not certified: R-hat is above {RHAT}"
         return (
-            f"NoiseChains({chains} chains x {draws} draws x {dimensions} dimensions, R-hat {self.rhat:.3f} in layer '{self.worst}', "
+            f"NoiseChains({counted(chains, 'chain')} x {counted(draws, 'draw')} x {counted(dimensions, 'dimension')}, "
+            f"R-hat {self.rhat:.3f} in layer '{self.worst}', "
             f"smallest effective sample size {self.effective:.0f}, divergences {self.divergences}; {verdict})"
         )
 

@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from flowbnn.errors import counted
 from flowbnn.options import NonNegative, Seed, checked
 from flowbnn.posterior.base import Posterior
 from flowbnn.quality.chains import NoiseChains, noise_chains, seconds_for
@@ -108,7 +109,7 @@ class Report:
         """Name, value and what to compare it with."""
         k, gap, chains, near = self.pareto, self.gap, self.chains, self.agreement
         rows = [
-            ("noise", f"{self.dimensions:,} dimensions", f"{self.examples:,} examples"),
+            ("noise", counted(self.dimensions, "dimension"), counted(self.examples, "example")),
             ("Pareto k-hat", f"{k.k:.2f}", f"{k.verdict}: below 0.5 good, below {k.usable:.2f} usable"),
             ("ELBO", f"{k.elbo:.2f} ± {k.elbo_error:.2f}", "nats"),
         ]

@@ -157,8 +157,8 @@ class State:
         else:
             kept = f"'{other.name}', which had come further, stays"
         warn(
-            f"'{path}' is of a run that was interrupted after {former.epoch} epochs and {former.batches} batches; this run begins "
-            f"again, replaces it and {kept}: to continue it, stop here and give resume=True",
+            f"'{path}' is of a run that was interrupted in epoch {former.epoch + 1}, after {former.batches} of its batches; this run "
+            f"begins again, replaces it and {kept}: to continue it, stop here and give resume=True",
             kind="unfinished checkpoint",
             path=str(path),
             step=former.step,

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, distributed, nn
 
-from flowbnn.errors import FlowBNNError
+from flowbnn.errors import FlowBNNError, counted
 from flowbnn.training.options import TrainingOptions
 
 Result = TypeVar("Result")
@@ -218,13 +218,13 @@ def planned(options: TrainingOptions) -> tuple[str, int, int]:
         argument, trouble = "precision", "precision='16-mixed' needs a CUDA device: use 'bf16-mixed'"
     elif kind == "cpu" and devices > MOST_PER_CORE * cores:
         trouble = (
-            f"devices={devices} would start {devices} processes on {cores} core{'s' if cores > 1 else ''}, which would mostly wait "
+            f"devices={devices} would start {devices} processes on {counted(cores, 'core')}, which would mostly wait "
             f"for each other: ask for at most {MOST_PER_CORE * cores}"
         )
     elif kind != "cpu" and devices > there:
         name = torch.cuda.get_device_name(0) if kind == "cuda" else "Apple's GPU"
         trouble = (
-            f"devices={devices} was asked for and this machine has {there} GPU{'s' if there > 1 else ''} ({name}): ask for at most "
+            f"devices={devices} was asked for and this machine has {counted(there, 'GPU')} ({name}): ask for at most "
             f"{there}, or use accelerator='cpu', which takes any number of processes"
         )
     elif devices > 1 and not launched() and not _script():

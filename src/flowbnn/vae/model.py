@@ -19,7 +19,7 @@ from torch.distributions import constraints
 from flowbnn.batches import device_of, evaluating
 from flowbnn.density import DensityOptions, fit_density
 from flowbnn.distributions import DiagonalNormal, Flow
-from flowbnn.errors import FlowBNNError, nearest
+from flowbnn.errors import FlowBNNError, counted, nearest
 from flowbnn.flows import FlowModel, drawn_flow, named_flows
 from flowbnn.nets.mlp import check_context
 from flowbnn.numerics import exactly, readable, soft_clamp
@@ -114,7 +114,7 @@ class Autoencoder(nn.Module):
         """The context of so many examples."""
         context = check_context(context, self.context_dim, type(self).__name__)
         if context.shape[:-1] != (count,):
-            text = f"the context of {count} examples has a row for each, not the shape {tuple(context.shape)}"
+            text = f"the context of {counted(count, 'example')} has a row for each, not the shape {tuple(context.shape)}"
             raise FlowBNNError(text, kind="shape", argument="context")
         return context
 

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from flowbnn import errors
 from flowbnn.diagnostics import marginal
 from flowbnn.errors import FlowBNNError
 from flowbnn.noise import noise_layers
@@ -243,7 +244,7 @@ def counted(number: int, noun: str = "seed") -> str:
     >>> counted(1), counted(3, "split")
     ('1 seed', '3 splits')
     """
-    return f"{number} {noun}{'s' if number != 1 else ''}"
+    return errors.counted(number, noun)
 
 
 def ranking(

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from flowbnn.batches import call, check_finite, device_of, dtype_of, evaluating, explaining, move, take
+from flowbnn.errors import counted
 from flowbnn.likelihoods import Likelihood
 from flowbnn.methods.laplace.blocks import BLOCKS, Block, Diagonal, Kronecker
 from flowbnn.methods.laplace.derivatives import Jacobian, check_likelihood, flat_outputs
@@ -67,7 +68,7 @@ class LaplacePosterior(WeightPosterior):
     def __repr__(self) -> str:
         layers, size = len(self.precisions), sum(block.size for block in self.blocks)
         return (
-            f"LaplacePosterior({self.blocks[0].kind}, {size:,} weights of {layers} layer{'s' * (layers > 1)} of "
+            f"LaplacePosterior({self.blocks[0].kind}, {counted(size, 'weight')} of {counted(layers, 'layer')} of "
             f"{type(self.model).__name__}, {self.likelihood!r}, {self.predictive})"
         )
 

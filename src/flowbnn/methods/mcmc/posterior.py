@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from flowbnn.diagnostics.chains import FEWEST, effective_sample_size, split_rhat
-from flowbnn.errors import warn
+from flowbnn.errors import counted, warn
 from flowbnn.likelihoods import Likelihood
 from flowbnn.methods.mcmc.potential import LOG_NOISE, Sites, noisy_weights
 from flowbnn.noise.layout import layout_of
@@ -61,8 +61,9 @@ class ChainDiagnostics:
 
     def __str__(self) -> str:
         return (
-            f"{self.chains} chains of {self.draws} draws: R-hat {self.rhat_outputs:.3f} and ESS {self.ess_outputs:.0f} of function "
-            f"values, R-hat {self.rhat_weights:.3f} of weights, {self.divergences} divergences, acceptance {self.acceptance:.2f}"
+            f"{counted(self.chains, 'chain')} of {counted(self.draws, 'draw')}: R-hat {self.rhat_outputs:.3f} and ESS "
+            f"{self.ess_outputs:.0f} of function values, R-hat {self.rhat_weights:.3f} of weights, "
+            f"{counted(self.divergences, 'divergence')}, acceptance {self.acceptance:.2f}"
         )
 
 
