@@ -233,3 +233,15 @@ def test_sequences_have_a_base_of_as_many_numbers() -> None:
         fb.flows.FlowModel(NormalBase(1), wave)()
     flow = fb.flows.FlowModel(NormalBase(7), Compose(Reshape((7,), (7, 1)), wave))
     assert flow().log_prob(flow().sample((3,))).shape == (3,)
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "FFJORD"])  # whose solver says that it fails
+def test_the_density_far_out_is_zero_where_the_way_there_overflows(name: str) -> None:
+    signs = torch.tensor([[1.0, -1.0, 1.0], [1.0, 1.0, 1.0]])
+    flow = small(name, 3).float()
+    for size in (1e25, 1e38, 3e38):
+        assert flow().log_prob(size * signs).tolist() == [-torch.inf, -torch.inf]
+    assert flow().log_prob(torch.tensor([torch.nan, 3e38, 1.0])).isnan()
+    with torch.no_grad():
+        next(flow.parameters()).fill_(torch.nan)  # which is no overflow
+    assert flow().log_prob(signs).isnan().all()
