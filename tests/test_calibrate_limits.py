@@ -9,9 +9,10 @@ from torch import nn
 from torch.distributions import MultivariateNormal
 
 import flowbnn as fb
+from flowbnn.calibrate.flow import fit_flow
 from flowbnn.errors import FlowBNNError
 from flowbnn.methods.variational import natural
-from flowbnn.noise import NormalAffine, NormalPlanar
+from flowbnn.noise import Dropout, NormalAffine, NormalPlanar
 from flowbnn.noise.joint import independent_vectors
 
 SCALE = 0.5
@@ -330,3 +331,23 @@ def test_the_report_has_the_folds_that_there_were(count: int, folds: int) -> Non
     x = torch.randn(count, 2, generator=torch.Generator().manual_seed(0))
     report = fb.calibrate(nn.Linear(2, 2), [(x, torch.arange(count) % 2)], progress=False).calibration
     assert (report.folds, bool(report.nll)) == (folds, folds > 0)
+
+
+@pytest.mark.parametrize("structure", ["full", "factorized"])
+@pytest.mark.parametrize("flow", [Dropout(), Dropout(site="channel"), NormalAffine(), "gaussian"], ids=str)
+def test_noise_without_a_flow_is_refused_as_one(flow, structure: str) -> None:
+    data = [(torch.randn(30, 2), torch.zeros(30, dtype=torch.long))]
+    with pytest.raises(FlowBNNError, match=r"has no flow .* take flow='nsf' .* or leave flow out") as refused:
+        fb.calibrate(nn.Linear(2, 2), data, flow=flow, structure=structure, folds=0, progress=False)
+    assert refused.value.argument == "flow"
+
+
+@pytest.mark.parametrize("flow", ["nsf", "planar"])
+def test_the_flow_of_each_layer_begins_at_its_gaussian(flow: str, monkeypatch) -> None:
+    monkeypatch.setitem(fit_flow.__kwdefaults__, "steps", 0)
+    x = torch.randn(40, 2, generator=torch.Generator().manual_seed(0))
+    network = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1)).requires_grad_(False)
+    data = [(x, network(x) + 0.3 * torch.randn(40, 1))]
+    given = {"structure": "factorized", "prior": "fixed", "folds": 0, "progress": False}
+    report = fb.calibrate(network, data, flow=flow, **given).calibration
+    assert abs(report.flow_gain) < 0.2 + 3 * report.flow_error

@@ -267,6 +267,11 @@ class _Work:
         check_rows(NoisyNetwork(model, likelihood), inputs)
         if flow is not None:
             recipe = flow if isinstance(flow, Recipe) else FLOWS[flow]()
+            if type(recipe).transforms is Recipe.transforms:
+                raise FlowBNNError(
+                    f"{recipe} has no flow to lie on the Gaussian; take flow='nsf' or fb.noise.NormalPlanar(), or leave flow out",
+                    argument="flow",
+                )
             shared = [field.name for field in fields(Recipe)]
             rules = {
                 rule: None

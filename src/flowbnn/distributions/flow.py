@@ -182,7 +182,9 @@ class Flow(Distribution):
             self._validate_sample(value)
         z, log_det, outside = self._pull_back(value)
         log_prob = self._batch_base(self.base.log_prob(z)) + log_det
-        if value.is_floating_point():  # numbers that overflow on their way to the base, as inf - inf, lie far out
+        if (
+            value.is_floating_point()
+        ):  # numbers that overflow on their way to the base, as inf - inf, lie far out
             axes, most = len(self.event_shape), torch.finfo(value.dtype).max ** 0.5
             large = any_rightmost(value.abs() > most, axes) & ~any_rightmost(value.isnan(), axes)
             outside = outside | (large & log_prob.isnan())

@@ -205,10 +205,10 @@ class Affine(TwoWay):
         return torch.addcmul(self._offset(scale), value, scale), log_det
 
     @torch.no_grad()
-    def start(self, loc: float, scale: float) -> None:
+    def start(self, loc: float | Tensor, scale: float | Tensor) -> None:
         """Become the map of standard normal numbers to normal ones of this mean and deviation, as far as the bound allows."""
-        self.raw_log_scale.copy_(inverse_soft_clamp(torch.tensor(scale).log(), self.bound))
-        self.shift.fill_(loc).sub_((1.0 - scale) * self.center)
+        self.raw_log_scale.copy_(inverse_soft_clamp(torch.as_tensor(scale).log(), self.bound))
+        self.shift.copy_(torch.as_tensor(loc - (1.0 - scale) * self.center))
 
     def push_normal(self, loc: Tensor, scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Mean, deviation and log-scale of the image of a diagonal normal: fewer steps than two forward passes."""
