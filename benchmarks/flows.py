@@ -1,7 +1,7 @@
 """What a flow costs beside zuko, normflows and nflows: value, log-determinant and backward pass, in turns in one process.
 
-    python benchmarks/zoo.py [--dim 16] [--batch 512] [--length 4] [--hidden 64] [--rounds 60] [--threads 1] [--out results]
-    python benchmarks/zoo.py --only spline-coupling
+    python benchmarks/flows.py [--dim 16] [--batch 512] [--length 4] [--hidden 64] [--rounds 60] [--threads 1] [--out results]
+    python benchmarks/flows.py --only spline-coupling
 
 Each is run in its cheap direction. All have the same number of steps, the same widths (two hidden layers, an activation after each)
 and 8 bins, and the networks of couplings are the same modules. "(reads q)" is ours as it is by default, with networks that read
