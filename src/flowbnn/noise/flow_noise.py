@@ -100,9 +100,7 @@ class InputNoise(Noise):
             )
         if isinstance(parts[-1], BlockTriangular):
             parts[-1].assign(mean, roots, links)
-        elif self.start is None and isinstance(
-            parts[-1], Affine
-        ):  # a flow between a standard normal and the learnable scale and location
+        elif self.start is None and isinstance(parts[-1], Affine):  # after a flow
             parts[-1].start(mean, width)
         else:
             base, affine, _ = self.start
