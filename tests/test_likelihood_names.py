@@ -4,9 +4,13 @@ import math
 
 import pytest
 import torch
+from torch import Tensor, nn
 
+import flowbnn as fb
+from flowbnn.data import TensorLoader
 from flowbnn.errors import FlowBNNError
-from flowbnn.likelihoods import Categorical, Gaussian, make_likelihood
+from flowbnn.likelihoods import Categorical, Gaussian, Likelihood, make_likelihood
+from flowbnn.predictive import CategoricalPredictive
 
 
 def test_labels_as_real_numbers_are_not_taken_for_regression():
@@ -71,3 +75,27 @@ def test_noise_of_an_exact_fit_stays_within_the_targets_own_scale():
         likelihood = Gaussian()
         likelihood.start(truth.clone(), truth)
         assert likelihood.log_scale.exp().item() == pytest.approx(expected, rel=0.01)
+
+
+class OfPixels(Likelihood):
+    """A class for each pixel: outputs ``[B, C, H, W]``, targets ``[B, H, W]``."""
+
+    def log_prob(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return -nn.functional.cross_entropy(outputs, targets, reduction="none").flatten(1).sum(1)
+
+    def predictive(self, outputs: Tensor, spent: Tensor | None = None) -> CategoricalPredictive:
+        return CategoricalPredictive(outputs.movedim(2, -1).flatten(1, -2), spent)
+
+
+def test_labels_of_pixels_take_a_likelihood_of_ones_own_which_is_saved_and_loaded(tmp_path):
+    inputs, targets = torch.randn(20, 1, 4, 4), torch.randint(3, (20, 4, 4))
+    network, loader = nn.Conv2d(1, 3, 3, padding=1), TensorLoader(inputs, targets, batch_size=10)
+    with pytest.raises(FlowBNNError, match="pixels or tokens give fb.fit a subclass of fb.likelihoods.Likel"):
+        fb.calibrate(network, [(inputs, targets)], progress=False)
+    model = fb.to_stochastic(network, {"*": fb.noise.NormalAffine()})
+    posterior = fb.fit(model, loader, epochs=1, likelihood=OfPixels(), progress=False)
+    again = fb.load_posterior(posterior.save(tmp_path / "one"), network)
+    assert isinstance(again.likelihood, OfPixels)
+    expected = posterior.predict(inputs, samples=2, seed=0).probabilities
+    assert torch.equal(again.predict(inputs, samples=2, seed=0).probabilities, expected)
+    assert expected.shape == (20 * 16, 3)

@@ -246,7 +246,7 @@ def test_auto_looks_at_the_targets():
         (lambda: Categorical().check(torch.zeros(2, 3), torch.tensor([-1, 2])), "labels must lie in 0 to 2"),
         (
             lambda: Categorical().check(torch.zeros(2, 3), torch.zeros(2)),
-            "need a vector of 2 integers",
+            "one integer for each of 2 rows",
         ),
         (
             lambda: Categorical().check(torch.zeros(2, 3, 4), torch.zeros(2)),
@@ -263,7 +263,7 @@ def test_auto_looks_at_the_targets():
         (lambda: Gaussian(0.1).check(torch.zeros(2, 1, 4), torch.zeros(2, 4)), r"give outputs.flatten\(1\)"),
         (
             lambda: Categorical().check(torch.zeros(2, 3, 4), torch.zeros(2, 4).long()),
-            "none for pixels or tokens",
+            "for labels of pixels or tokens give fb.fit a subclass of fb.likelihoods.Likelihood",
         ),
         (
             lambda: Categorical().check(torch.zeros(2, 3), torch.zeros(5).long()),

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from flowbnn.errors import FlowBNNError, counted, nearest
-from flowbnn.options import Count, Positive, checked
+from flowbnn.options import Count, Positive, checked, descendants
 from flowbnn.predictive import CategoricalPredictive, GaussianPredictive
 from flowbnn.predictive.base import check_samples
 
@@ -99,9 +99,9 @@ class Categorical(Likelihood):
 
     def problem(self, outputs: Tensor, targets: Tensor) -> str:
         if outputs.ndim != 2:
-            advice = (
-                "; it has one label for each example, none for pixels or tokens" if outputs.ndim > 2 else ""
-            )
+            advice = ""
+            if outputs.ndim > 2:
+                advice = "; for labels of pixels or tokens give fb.fit a subclass of fb.likelihoods.Likelihood that sums over them"
             return (
                 "a categorical likelihood takes outputs of shape (batch, classes), but the network gives "
                 f"{tuple(outputs.shape)}{advice}"
@@ -358,11 +358,8 @@ def make_likelihood(
         dict(likelihood) if isinstance(likelihood, dict) else {"likelihood": likelihood}
     )
     name = str(settings.pop("likelihood", None)).lower()
-    kinds: dict[str, type[Likelihood]] = {
-        "categorical": Categorical,
-        "bernoulli": Bernoulli,
-        "gaussian": Gaussian,
-    }
+    kinds: dict[str, Any] = {kind.__name__.lower(): kind for kind in descendants(Likelihood)}  # type: ignore[type-abstract]
+    kinds |= {"categorical": Categorical, "bernoulli": Bernoulli, "gaussian": Gaussian}
     problem = ""
     if name == "auto" and targets is None:
         problem = "likelihood='auto' needs targets to look at; say 'categorical', 'bernoulli' or 'gaussian'"
