@@ -110,8 +110,8 @@ def _shares(table: np.ndarray) -> list[np.ndarray]:
     return [rest[: len(rest) - aside], rest[len(rest) - aside :], test]
 
 
-def _standardized(parts: list[np.ndarray], fitted: np.ndarray) -> list[np.ndarray]:
-    mean, deviation = fitted.mean(0), fitted.std(0)
+def _standardized(parts: list[np.ndarray], fitted: np.ndarray, ddof: int = 0) -> list[np.ndarray]:
+    mean, deviation = fitted.mean(0), fitted.std(0, ddof=ddof)
     return [(part - mean) / deviation for part in parts]
 
 
@@ -136,8 +136,7 @@ def _gas(paths: list[Path]) -> list[np.ndarray]:
     values = table.to_numpy(dtype=np.float64)
     while ((correlated := np.corrcoef(values.T) > 0.98).sum(1) > 1).any():
         values = np.delete(values, int((correlated.sum(1) > 1).argmax()), axis=1)
-    values = (values - values.mean(0)) / values.std(0, ddof=1)
-    return _shares(values)
+    return _shares(_standardized([values], values, ddof=1)[0])
 
 
 def _hepmass(paths: list[Path]) -> list[np.ndarray]:
@@ -145,7 +144,7 @@ def _hepmass(paths: list[Path]) -> list[np.ndarray]:
     train, test = (np.loadtxt(path, delimiter=",", skiprows=1) for path in paths)
     train, test = train[train[:, 0] == 1, 1:], test[test[:, 0] == 1, 1:]
     test = test[:, :-1] if test.shape[1] > train.shape[1] else test
-    test, train = _standardized([test, train], train)
+    test, train = _standardized([test, train], train, ddof=1)  # as pandas has it
     repeated = [np.unique(column, return_counts=True)[1][0] for column in train.T]  # as the authors do
     kept = [place for place, count in enumerate(repeated) if count <= 5]
     train, test = train[:, kept], test[:, kept]

@@ -29,34 +29,58 @@ def test_power_and_miniboone_are_split_and_standardized(tmp_path):
     np.testing.assert_allclose(boone[2].numpy(), expected, rtol=1e-4, atol=1e-5)
 
 
-def test_hepmass_keeps_the_signal_and_columns_without_repetition(tmp_path):
+@pytest.mark.parametrize("mass", [False, True])
+def test_hepmass_keeps_the_signal_and_columns_without_repetition(tmp_path, mass):
+    """The header of the published test file names a column more than that of the other; rows that have it lose it."""
     random = np.random.RandomState(0)
     (tmp_path / "hepmass").mkdir()
+    tables = {}
     for part, rows in (("train", 200), ("test", 60)):
-        table = random.rand(rows, 4)
+        table = tables[part] = random.rand(rows, 5)
         table[:, 0] = np.arange(rows) % 2  # the label
         table[:, 2] = np.arange(rows) // 2 % 3  # steps
-        file = tmp_path / "hepmass" / f"1000_{part}.csv"
-        np.savetxt(file, table, delimiter=",", header="a,b,c,d", comments="")
+        table[10:40, 4] = 2.0  # repeated, but not the least value, which is what the authors count
+        names, rows_ = "# label,f0,f1,f2,f3", table
+        if part == "test":
+            names += ",mass"
+            rows_ = np.hstack((table, np.full((rows, 1), 1000.0))) if mass else table
+        np.savetxt(tmp_path / "hepmass" / f"1000_{part}.csv", rows_, "%.18e", ",", header=names, comments="")
     parts = load_table("hepmass", tmp_path)
-    assert [tuple(part.shape) for part in parts] == [(90, 2), (10, 2), (30, 2)]
+    assert [tuple(part.shape) for part in parts] == [(90, 3), (10, 3), (30, 3)]
+    train, test = (table[table[:, 0] == 1][:, [1, 3, 4]] for table in tables.values())
+    for found, rows_ in zip(parts, (train[:90], train[90:], test), strict=True):
+        expected = (rows_ - train.mean(0)) / train.std(0, ddof=1)
+        np.testing.assert_allclose(found.numpy(), expected, rtol=1e-6, atol=1e-6)
 
 
 def test_gas_keeps_one_of_columns_that_say_the_same(tmp_path, monkeypatch):
-    sensors = np.random.RandomState(0).rand(1000, 3)
+    """Of each group the last, as columns go one by one, and the first that still has a twin is the next to go."""
+    random = np.random.RandomState(0)
+    sensors = random.rand(1000, 6)
     sensors[:, 0] = sensors[:, 2] + 1e-3 * sensors[:, 1]
+    sensors[:, 4] = -sensors[:, 1]  # which is no correlation above 0.98
+    sensors[:, 5] = sensors[:, 2] - 1e-3 * sensors[:, 1]
     (tmp_path / "gas").mkdir()
     (tmp_path / "gas" / "ethylene_CO.pickle").write_bytes(b"")
     monkeypatch.setitem(sys.modules, "pandas", None)
     with pytest.raises(FlowBNNError, match="pip install pandas"):
         load_table("gas", tmp_path)
-    table = SimpleNamespace(drop=lambda columns: SimpleNamespace(to_numpy=lambda dtype: sensors))
-    monkeypatch.setitem(sys.modules, "pandas", SimpleNamespace(read_pickle=lambda path: table))
+    asked = []
+
+    def drop(columns):
+        asked.extend(columns)
+        return SimpleNamespace(to_numpy=lambda dtype: sensors)
+
+    monkeypatch.setitem(
+        sys.modules, "pandas", SimpleNamespace(read_pickle=lambda path: SimpleNamespace(drop=drop))
+    )
     train, aside, test = load_table("gas", tmp_path)
+    assert sorted(asked) == ["Eth", "Meth", "Time"]
     assert [len(train), len(aside), len(test)] == [810, 90, 100]
-    kept = sensors[:, 1:]
-    expected = (kept[900:] - kept.mean(0)) / kept.std(0, ddof=1)
-    np.testing.assert_allclose(test.numpy(), expected, rtol=1e-4, atol=1e-5)
+    kept = sensors[:, [1, 3, 4, 5]]
+    expected = (kept - kept.mean(0)) / kept.std(0, ddof=1)
+    for found, rows in zip((train, aside, test), np.split(expected, [810, 900]), strict=True):
+        np.testing.assert_allclose(found.numpy(), rows, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("content", [b"rubbish", b""])
