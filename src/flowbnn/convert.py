@@ -65,7 +65,7 @@ def to_stochastic(
 
     The result is a copy of the network in which every chosen layer holds a noise module and multiplies its input by a draw
     of it. Classes, names, weights, ties, hooks and parametrizations stay as they were; ``state_dict`` gains the noise's
-    entries. With the noise held at one (``with noise(model, "off")``) it computes what the original does.
+    entries. With the noise held at one (``with noise_mode(model, "off")``) it computes what the original does.
 
     Args:
         model: any ``nn.Module``; linear, convolution (also transposed), recurrent and attention layers take noise on their

@@ -6,6 +6,7 @@ from torch import nn
 from torch.distributions import MultivariateNormal, kl_divergence
 
 import flowbnn as fb
+from flowbnn.diagnostics import posterior_health
 from flowbnn.distributions import Flow, NormalBase, divergence
 from flowbnn.models import MLP
 from flowbnn.noise import NormalAffine, NormalCoupling, noise_layers
@@ -121,6 +122,16 @@ def test_only_layers_with_the_same_recipe_are_joined() -> None:
     rules = {"fc1": NormalAffine(joint="full"), "fc2": NormalAffine(joint="full"), "fc3": NormalAffine()}
     model = fb.to_stochastic(network(), rules)
     assert [names for _, names in independent_vectors(model)] == [["fc1", "fc2"], ["fc3"]]
+
+
+def test_two_joint_vectors_have_a_name_each() -> None:
+    wide = NormalAffine(joint="full", base_scale=0.2)
+    rules = {"fc1": wide, "fc2": wide, "fc3": NormalAffine(joint="full"), "fc4": NormalAffine(joint="full")}
+    model = fb.to_stochastic(MLP(4, (5, 5, 5), 3), rules)
+    kl = divergences(noise_layers(model))
+    assert list(kl) == ["joint", "joint from fc3"] == [health.layer for health in posterior_health(model)]
+    assert kl.total is not None
+    torch.testing.assert_close(sum(part.kl for part in kl.values()), kl.total.kl)
 
 
 def test_a_part_of_a_joined_network_is_refused() -> None:

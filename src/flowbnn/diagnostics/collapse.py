@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from flowbnn.errors import FlowBNNWarning, some_of
-from flowbnn.noise.joint import independent_vectors
+from flowbnn.noise.joint import independent_vectors, joint_name
 from flowbnn.options import Count, Seed, checked
 
 POINT = 0.005  # a posterior narrower than this share of its prior is a point; much precise data makes it as narrow as 0.02
@@ -71,7 +71,7 @@ def posterior_health(model: nn.Module, samples: Count = 512, seed: Seed = 0) -> 
     >>> [health.state for health in posterior_health(to_stochastic(nn.Linear(3, 2), {"*": NormalAffine(base_scale=0.5)}))]
     ['prior']
     """
-    healths = []
+    healths: dict[str, LayerHealth] = {}
     for noise, names in independent_vectors(model):
         prior = noise.prior.distribution()
         generator = torch.Generator(prior.mean.device).manual_seed(seed)
@@ -79,5 +79,6 @@ def posterior_health(model: nn.Module, samples: Count = 512, seed: Seed = 0) -> 
         kl = float(noise.divergence(samples, generator).kl)
         per_dim = kl / noise.layout.dim / noise.count
         state = "point" if spread < POINT else "prior" if per_dim < PRIOR else "healthy"
-        healths.append(LayerHealth(names[0] if len(names) == 1 else "joint", kl, per_dim, spread, state))
-    return healths
+        name = names[0] if len(names) == 1 else joint_name(names[0], healths)
+        healths[name] = LayerHealth(name, kl, per_dim, spread, state)
+    return list(healths.values())

@@ -17,7 +17,7 @@ from flowbnn.distributions import Divergence
 from flowbnn.kernels import Group
 from flowbnn.noise.base import BLOCK, Noise, blocks
 from flowbnn.noise.batched_normals import Gaussians, Mixtures
-from flowbnn.noise.joint import JointPart
+from flowbnn.noise.joint import JointPart, joint_name
 from flowbnn.noise.passes import Forward, NoisePass, Setting, governing, innermost, pass_of
 
 
@@ -164,7 +164,7 @@ def _completed(
             if part is None:
                 continue
             totals.append(part)
-        named["joint" if isinstance(noise, JointPart) else name] = part
+        named[joint_name(name, named) if isinstance(noise, JointPart) else name] = part
     if len(totals) > 1:
         kls, entropies = zip(*totals, strict=True)
         totals = [Divergence(torch.stack(kls).sum(), torch.stack(entropies).sum())]

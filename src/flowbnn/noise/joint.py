@@ -3,7 +3,7 @@
 The noise of a layer depends on that of other layers as strongly as on itself, which no posterior of single layers can say.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,11 @@ from flowbnn.noise.layout import Layout
 from flowbnn.noise.passes import Share, Sizes, Source, pass_of
 
 DENSE = 6_000  # dimensions up to which a covariance has a matrix of its own
+
+
+def joint_name(first: str, taken: Collection[str]) -> str:
+    """What noise that layers share is called: a network's second such vector is named after its first layer."""
+    return f"joint from {first}" if "joint" in taken else "joint"
 
 
 class JointPart(Noise):

@@ -261,7 +261,7 @@ class Sylvester(TwoWay):
         return (value - step, -log_det) if backwards else (value + step, log_det)
 
     def _solved(self, rest: Tensor, right: Tensor, left: Tensor, slopes: Tensor) -> Tensor:
-        r"""The arguments of the tanh, from :math:`Q^\\top x`."""
+        r"""The arguments of the tanh, from :math:`Q^\top x`."""
         # row i of v + R tanh(left v + b) = Q'x holds v_i, v_{i+1}, ...: solve from the last row upwards
         known = self.bias.expand_as(rest)
         rows: list[Tensor] = []
