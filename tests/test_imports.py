@@ -79,6 +79,20 @@ def test_imports_point_down(path):
         )
 
 
+def test_no_method_imports_another():
+    methods = {
+        cls.__module__: name
+        for name, cls in vars(flowbnn.methods).items()
+        if isinstance(cls, type) and cls.__module__.startswith("flowbnn.methods.") and name in flowbnn.__all__
+    }
+    assert "flowbnn.methods.laplace.laplace" in methods
+    for path in (ROOT / "methods").rglob("*.py"):
+        used = {name.rpartition(".")[0] for name in imported(path)} if path.stem != "__init__" else set()
+        assert not used & set(methods), (
+            f"{path.name} imports a method; what methods share has a file of its own"
+        )
+
+
 def test_no_file_imports_itself_through_others():
     sys.path.insert(0, str(ROOT.parents[1] / "benchmarks"))
     try:
