@@ -1,6 +1,6 @@
 """The elephant in the office of Ravenda's report: a class that training never saw, and rejecting it as new."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any, ClassVar
@@ -29,6 +29,11 @@ MEANINGS = {
     "probability, log K when all K classes are equally likely.",
     "variance": "The total variance is that of each class's probability over the sampled networks, summed over the classes: 0 when all "
     "of them say the same; a single network has none.",
+}
+READ: dict[str, Callable[[CategoricalPredictive], Tensor]] = {
+    "nll": CategoricalPredictive.nll,
+    "entropy": lambda predictive: predictive.entropy,
+    "variance": lambda predictive: predictive.total_variance,
 }
 KNOWN, NOVEL, REJECTING = "The classes it knows", "Detecting the new class", "Rejecting as a new class"
 Kept = Annotated[float, Interval(gt=0, le=1)]
@@ -168,23 +173,6 @@ class ElephantFashion(Elephant, PictureStudy):
         return scores(posterior, data, job.settings, self.classes, pictures=job.seed == 0)
 
 
-def uncertainty(predictive: CategoricalPredictive, name: str) -> Tensor:
-    r"""The uncertainties of Ravenda's report, section 1.6, from the mean probabilities :math:`p_k^* = \frac1T \sum_t p_{kt}`.
-
-    .. math:: NLL^* = -\log \max_k p_k^*, \qquad H^* = -\sum_k p_k^* \log p_k^*, \qquad
-              V_{tot} = \sum_k \frac1T \sum_t (p_{kt} - p_k^*)^2
-
-    >>> import torch
-    >>> samples = torch.tensor([[[1.0, 0.0]], [[0.0, 1.0]]])  # two networks that contradict each other
-    >>> predictive = CategoricalPredictive.from_probabilities(samples)
-    >>> [round(float(uncertainty(predictive, name)), 4) for name in UNCERTAINTIES]  # log 2, log 2, 2 / 4
-    [0.6931, 0.6931, 0.5]
-    """
-    if name == "nll":
-        return predictive.nll()
-    return predictive.entropy if name == "entropy" else predictive.total_variance
-
-
 @checked
 def threshold_for(scores: Tensor, kept: Kept = 0.95) -> float:
     """The smallest of the scores that at least the share ``kept`` of them does not exceed; no novel input is needed to choose it.
@@ -234,14 +222,14 @@ def scores(
     known, novel, held_out = (predict(posterior, one, s.samples) for one in images)
     targets = digits.test[1].cpu()
     values: dict[str, float | None] = dict(known.evaluate(targets))
-    for key in UNCERTAINTIES:
+    for key, read in READ.items():
         if key == "variance" and posterior.default_samples == 1:
             values["known_variance"] = values["novel_variance"] = None
             continue
-        own, new = uncertainty(known, key), uncertainty(novel, key)
+        own, new = read(known), read(novel)
         values[f"known_{key}"], values[f"novel_{key}"] = float(own.mean()), float(new.mean())
         values[f"auroc_{key}"] = novelty_auroc(own, new)
-        threshold = threshold_for(uncertainty(held_out, key), s.kept)
+        threshold = threshold_for(read(held_out), s.kept)
         rejecting = accuracy_with_new(known.labels, targets, own, new, threshold)
         values[f"with_new_{key}"] = rejecting["accuracy"]
         if key == "entropy":
@@ -265,9 +253,7 @@ def scores(
 def _side(one: CategoricalPredictive, image: Tensor, title: str, drawn: int) -> dict[str, Any]:
     """One image with the sampled predictions for it."""
     sampled = {"pixels": short(image[0], 3), "samples": short(one.samples[:drawn, 0], 3)}
-    return {"title": title, **sampled} | {
-        key: round(float(uncertainty(one, key)), 4) for key in UNCERTAINTIES
-    }
+    return {"title": title, **sampled} | {key: round(float(read(one)), 4) for key, read in READ.items()}
 
 
 def figures(

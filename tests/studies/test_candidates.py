@@ -9,9 +9,8 @@ from flowbnn.candidates import CANDIDATES, find_candidates
 from flowbnn.data import curve_points, ring, true_curve
 from flowbnn.errors import FlowBNNError
 from flowbnn.methods import METHODS, NodeNoise
-from flowbnn.predictive import CategoricalPredictive
 from flowbnn_studies import Parts, get_study
-from flowbnn_studies.elephant import accuracy_with_new, threshold_for, uncertainty
+from flowbnn_studies.elephant import accuracy_with_new, threshold_for
 from flowbnn_studies.regression_1d import growth_of, scaled
 
 
@@ -96,16 +95,6 @@ def test_the_ring_is_a_ring():
     assert float(points.mean(0).norm()) < 1.5
     with pytest.raises(FlowBNNError, match="radius"):
         ring(5, -1.0)
-
-
-def test_the_uncertainties_by_hand():
-    # two networks: (0.9, 0.1, 0) and (0.5, 0.1, 0.4); p* = (0.7, 0.1, 0.2)
-    samples = torch.tensor([[[0.9, 0.1, 0.0]], [[0.5, 0.1, 0.4]]], dtype=torch.float64)
-    found = CategoricalPredictive.from_probabilities(samples)
-    assert float(uncertainty(found, "nll")) == pytest.approx(-math.log(0.7))
-    entropy = -(0.7 * math.log(0.7) + 0.1 * math.log(0.1) + 0.2 * math.log(0.2))
-    assert float(uncertainty(found, "entropy")) == pytest.approx(entropy)
-    assert float(uncertainty(found, "variance")) == pytest.approx(0.04 + 0.0 + 0.04)  # 0.2^2 for two classes
 
 
 def test_the_threshold_keeps_the_share_it_says():
