@@ -25,7 +25,7 @@ from flowbnn_studies.runner.findings import (
     short,
     training_figure,
 )
-from flowbnn_studies.runner.methods import shuffled
+from flowbnn_studies.runner.methods import predict, shuffled
 from flowbnn_studies.runner.study import Findings, Job, Study, Variant
 
 # fmt: off
@@ -119,8 +119,8 @@ class DigitsStudy(Study):
         loader = shuffled(digits.train, s.batch, job.seed)
         network = SmallConv(classes=len(digits.known), width=s.width, hidden=s.hidden)
         if job.after is None:
-            posterior = job.fit(network, loader, epochs=s.start_epochs)
-            return {"values": posterior.predict(digits.validation[0]).cpu().evaluate(digits.validation[1])}
+            job.fit(network, loader, epochs=s.start_epochs)
+            return {"values": {}}
         rules = rules_of(s, job.variant)
         posterior = job.fit(job.load_start(network), loader, rules, CosineAnnealingLR)
         return self.evaluate(job, posterior, digits)
@@ -128,20 +128,16 @@ class DigitsStudy(Study):
     def evaluate(self, job: Job, posterior: Posterior, digits: Digits) -> dict[str, Any]:
         """Everything the table and the figures need of one trained network."""
         s: Settings = job.settings
-        samples = 1 if job.variant == "plain" else s.samples
-        known: CategoricalPredictive = posterior.predict(digits.test[0], samples, seed=0).cpu()
-        novel: CategoricalPredictive = posterior.predict(digits.novel[0], samples, seed=0).cpu()
+        known, novel = (predict(posterior, some[0], s.samples) for some in (digits.test, digits.novel))
         values = known.evaluate(digits.test[1])
         values["auroc"] = novelty_auroc(known.entropy, novel.entropy)
         values["aupr"] = novelty_aupr(known.entropy, novel.entropy)
-        if samples > 1:
+        if posterior.default_samples > 1:
             values["auroc_mi"] = novelty_auroc(known.mutual_information, novel.mutual_information)
             values["aupr_mi"] = novelty_aupr(known.mutual_information, novel.mutual_information)
-        held_out = posterior.predict(digits.validation[0], samples, seed=0).cpu()
         history, names = posterior.history, ("elbo", "log_likelihood", "kl")
         content: dict[str, Any] = {
             "values": values,
-            "validation": held_out.evaluate(digits.validation[1]),
             "history": {name: history[name] for name in names if name in history},
             "bins": reliability(known.probabilities, digits.test[1]),
             "entropy": {

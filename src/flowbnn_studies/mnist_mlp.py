@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from flowbnn.methods import MLE, BayesByBackprop, MCDropout, Method, Posterior
+from flowbnn.methods import MLE, BayesByBackprop, MCDropout, Method
 from flowbnn.models import MLP
 from flowbnn.options import Count, NonNegative, Positive, Probability, options
 from flowbnn.results import Parts, figure
@@ -15,7 +15,7 @@ from flowbnn.training import cosine
 from flowbnn_studies.images.data import SPLIT_SEED, read_images
 from flowbnn_studies.images.settings import PictureData
 from flowbnn_studies.runner.findings import counted, line, panel
-from flowbnn_studies.runner.methods import shuffled
+from flowbnn_studies.runner.methods import predict, shuffled
 from flowbnn_studies.runner.study import Findings, Job, Study, Variant, metrics_of, regrouped
 
 SCALE = 126.0  # pixels are divided by it, as in the paper: the empty ground stays at zero
@@ -140,8 +140,10 @@ class MnistMlp(Study):
         network = network_of(int(units), s if key == "dropout" else None)
         options = job.brief(seed=1 + seed, num_data=len(learned))
         posterior = method_of(key, s).fit(network.to(job.device), loader, **options)
-        found = scores(posterior, tensors(tested.images, tested.labels), s)
-        return {"values": {f"{name}_{units}": value for name, value in found.items()}}
+        images, labels = tensors(tested.images, tested.labels)
+        found = predict(posterior, images, s.samples).evaluate(labels.cpu())
+        values = {"error": 1.0 - found["accuracy"], "nll": found["nll"], "ece": found["ece"]}
+        return {"values": {f"{name}_{units}": value for name, value in values.items()}}
 
     def findings(self, settings: Settings, parts: Parts) -> Findings:
         by_row = regrouped(parts, lambda variant, name: (variant.rpartition("-")[0], name))
@@ -200,13 +202,6 @@ def method_of(key: str, s: Settings) -> Method:
     given |= {"pi": s.pi, "sigma1": s.sigma1, "sigma2": s.sigma2, "prior_scale": s.prior, **common}
     given |= {"prior": "gaussian" if key.startswith("gaussian") else "scale-mixture"}
     return BayesByBackprop(**{**given, **CHOICES.get(key, {})})
-
-
-def scores(posterior: Posterior, tested: tuple[Tensor, Tensor], s: Settings) -> dict[str, float]:
-    """Error, NLL and ECE."""
-    number = 1 if posterior.default_samples == 1 else s.samples
-    found = posterior.predict(tested[0], number, seed=0, progress=False).cpu().evaluate(tested[1].cpu())
-    return {"error": 1.0 - found["accuracy"], "nll": found["nll"], "ece": found["ece"]}
 
 
 def curves(s: Settings, parts: Parts, present: dict[str, tuple[str, str]]) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from flowbnn_studies.runner.findings import (
     short,
     training_figure,
 )
-from flowbnn_studies.runner.methods import shuffled
+from flowbnn_studies.runner.methods import predict, shuffled
 from flowbnn_studies.runner.study import Findings, Job, Study, Variant
 
 PUBLISHED = {"plain": {"accuracy": 0.953, "ece": 0.094}, "flow": {"ece": 0.009}}
@@ -122,9 +122,8 @@ class TwoClusters(Study):
     def evaluate(self, job: Job, posterior: Posterior, test: tuple[Tensor, Tensor]) -> dict[str, Any]:
         """Everything the table and the figures need of one trained network."""
         s: Settings = job.settings
-        samples = s.samples if job.variant in NOISY else 1
         points, targets = test
-        predictive = posterior.predict(points, samples, seed=0).cpu()
+        predictive = predict(posterior, points, s.samples)
         history, names = posterior.history, ("elbo", "log_likelihood", "kl")
         content: dict[str, Any] = {
             "values": predictive.evaluate(targets),
@@ -138,13 +137,13 @@ class TwoClusters(Study):
         if job.variant in ("plain", "longer", "flow"):
             axis = torch.linspace(-8, 8, s.grid)
             grid = torch.cartesian_prod(axis, axis)
-            field = posterior.predict(grid, samples, seed=0).cpu()
+            field = predict(posterior, grid, s.samples)
             content["field"] = {
                 "points": short(points[:1500], 2),
                 "point_class": targets[:1500].tolist(),
                 "grid": short(grid, 3),
                 "grid_class": field.labels.tolist(),
-                "grid_uncertainty": short(field.total_variance.sqrt()) if samples > 1 else None,
+                "grid_uncertainty": short(field.total_variance.sqrt()) if job.variant in NOISY else None,
             }
         if job.variant == "flow":
             content["densities"] = density_panels(posterior.model, ["fc1", "fc2"], 2, s.samples)

@@ -132,7 +132,6 @@ class DlgmPlanar(Study):
         rows = 20_000 if job.device == "cuda" else 1000
         nll = -float(model.log_likelihood(test, s.importance, rows=rows).double().mean())
         content: dict[str, Any] = {"values": {"nll": nll, "bound": bound, "gap": bound - nll}}
-        content["history"] = {"elbo": model.history["elbo"], "nll": model.history["validation_nll"]}
         if job.seed == 0:
             content["samples"] = picture_grid(model.sample(40, seed=0, mean=True), 8)
         return content
