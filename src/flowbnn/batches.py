@@ -97,7 +97,10 @@ def copied(
     network: nn.Module,
     advice: str = "for weight_norm and spectral_norm take those of torch.nn.utils.parametrizations",
 ) -> nn.Module:
-    """A deep copy; a network of which torch makes none, or none that can be worked with, is refused."""
+    """A deep copy, of what ``torch.compile`` was given where it is compiled, whose layers have their own names and take hooks.
+
+    A network of which torch makes none, or none that can be worked with, is refused.
+    """
     trouble = ""
     for module in network.modules():
         if isinstance(module, torch.jit.ScriptModule):
@@ -109,12 +112,19 @@ def copied(
             advice = "run one batch through the lazy network first"
     try:
         if not trouble:
-            return deepcopy(network)
+            return _uncompiled(deepcopy(network))
     except RuntimeError as error:
         trouble = str(error).splitlines()[0]
     raise FlowBNNError(
         f"this network cannot be copied ({trouble}); {advice}", kind="network", argument="network"
     )
+
+
+def _uncompiled(network: nn.Module) -> nn.Module:
+    for parent in list(network.modules()):
+        for name, child in parent.named_children():
+            parent._modules[name] = child._modules.get("_orig_mod", child)
+    return network._modules.get("_orig_mod", network)  # type: ignore[return-value]
 
 
 def dtype_of(model: nn.Module) -> torch.dtype | None:

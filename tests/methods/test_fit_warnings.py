@@ -68,3 +68,32 @@ def test_one_warning_for_each_ailment():
     assert (
         "'deep.4' and 3 more has fallen back onto its prior" in prior
     )  # the idle ones are not told of twice
+
+
+@pytest.mark.parametrize(
+    ("last", "told"),
+    [
+        (nn.Sigmoid(), True),
+        (torch.sigmoid, True),
+        (lambda outputs: outputs.squeeze(1).sigmoid(), True),
+        (lambda outputs: 0.5 + 0.1 * outputs.tanh(), False),  # logits of one sign
+        (lambda outputs: torch.sigmoid(outputs).logit(), False),
+    ],
+    ids=["module", "function", "method", "logits", "undone"],
+)
+def test_a_sigmoid_at_the_end_is_warned_of(last, told):
+    class Ended(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.last = nn.Linear(4, 1), last
+
+        def forward(self, x):
+            return self.last(self.layer(x))
+
+    data = [(torch.randn(30, 4), torch.arange(30) % 2)]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", FlowBNNWarning)
+        fb.MLE(epochs=1).fit(Ended(), data, **QUIET)
+    lines = [str(one.message) for one in caught if "gives probabilities" in str(one.message)]
+    assert len(lines) == told
+    assert all("(it ends in a sigmoid)" in line for line in lines)

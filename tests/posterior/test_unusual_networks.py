@@ -246,3 +246,24 @@ def test_eight_threads_predict_as_one_does():
         thread.join()
     assert all(torch.equal(a, b) for a, b in zip(found, truth, strict=True))
     assert all(torch.allclose(one, off) for one in plainly)
+
+
+def test_a_compiled_network_is_taken_for_the_one_within(tmp_path):
+    """Its layers had other names, and hooks that they did not call."""
+    plain = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
+    inside = nn.Sequential(torch.compile(plain[0], backend="eager"), *plain[1:])
+    data = [(torch.randn(30, 4), torch.arange(30) % 2)]
+    quiet = {"progress": False, "seed": 0}
+    found = []
+    for network in (plain, torch.compile(plain, backend="eager"), inside):
+        posterior = fb.calibrate(network, data, folds=0, **quiet)
+        again = fb.load_posterior(posterior.save(tmp_path / "one"), network)
+        laplace = fb.Laplace(layers="last", epochs=0).fit(network, data, **quiet)
+        kept = fb.load_posterior(laplace.save(tmp_path / "two"), network)
+        assert list(noise_layers(posterior.model)) == ["0", "2"]
+        found.append(
+            [one.predict(data[0][0], 4, seed=0).probabilities for one in (posterior, again, laplace, kept)]
+        )
+    for others in found[1:]:
+        for ours, theirs in zip(others, found[0], strict=True):
+            assert torch.equal(ours, theirs)

@@ -39,6 +39,7 @@ from flowbnn.noise import Recipe, noise_layers, noise_mode, weight_parameters
 from flowbnn.options import Count, made_by, options
 from flowbnn.posterior.base import Posterior
 from flowbnn.posterior.prediction import check_rows, new_seed
+from flowbnn.posterior.recording import Sigmoids
 from flowbnn.training import Clock, History, TrainingOptions, train
 from flowbnn.training.options import length_of
 from flowbnn.training.randomness import Randomness, loader_generators
@@ -232,7 +233,9 @@ def prepare(
         return torch.cat([_outputs(model, some, "first batch") for some in looked_at])
 
     with evaluating(model), at_the_mean(model), torch.random.fork_rng(_cuda(device)):
-        outputs = _outputs(model, inputs, "first batch")
+        with Sigmoids() as sigmoids:
+            outputs = _outputs(model, inputs, "first batch")
+        by_sigmoid = sigmoids.gave(outputs)
         chosen = deepcopy(make_likelihood(likelihood, outputs, targets)).to(device)
         chosen.check(outputs, targets)
         if len(batches) > 1:
@@ -240,7 +243,7 @@ def prepare(
             chosen.check(outputs, targets)
         if trains is not None and settle_units(model, chosen, loader, seed, trains):
             outputs = outputs_of_all()
-    _warn_of_probabilities(model, chosen, outputs)
+    _warn_of_probabilities(chosen, outputs, by_sigmoid)
     chosen.start(outputs, targets.to(outputs.device))
     row = outputs[:1].detach()
 
@@ -269,14 +272,14 @@ def _outputs(
             raise FlowBNNError(f"the {what} does not fit: {error}", **error.fields) from error.__cause__
 
 
-def _warn_of_probabilities(model: nn.Module, likelihood: Likelihood, outputs: Tensor) -> None:
+def _warn_of_probabilities(likelihood: Likelihood, outputs: Tensor, by_sigmoid: bool) -> None:
     """Likelihoods take logits: a softmax or a sigmoid at the end of the network would be applied twice."""
     inside = bool(((outputs >= 0) & (outputs <= 1)).all())
     evidence = ""
     if isinstance(likelihood, Categorical) and inside and bool(((outputs.sum(-1) - 1).abs() < 1e-3).all()):
         evidence = "every row sums to one"
-    elif isinstance(likelihood, Bernoulli) and inside and isinstance(list(model.modules())[-1], nn.Sigmoid):
-        evidence = "it ends in a Sigmoid"
+    elif isinstance(likelihood, Bernoulli) and inside and by_sigmoid:
+        evidence = "it ends in a sigmoid"
     if evidence:
         warn(
             f"the network gives probabilities ({evidence}), where logits are expected: it will be far less sure than it could be; "

@@ -36,6 +36,7 @@ from torch import Tensor, nn
 from flowbnn.batches import (
     call,
     check_finite,
+    copied,
     device_of,
     dtype_of,
     evaluating,
@@ -311,11 +312,11 @@ class Posterior:
         device = device_of(network)
         with reading(file):
             settings = dict(file.document["settings"])
-        point = Posterior.restore(deepcopy(network).cpu(), file, read=False)
+        point = Posterior.restore(copied(network).cpu(), file, read=False)
         with reading(file):  # what does not fit is refused before it is read
             known = cls.restored(point, part_of(file.views, "posterior"), settings).tensors()
         file.check_names(known)
-        point = Posterior.restore(deepcopy(network), file)
+        point = Posterior.restore(copied(network), file)
         state = {name: value.to(device) for name, value in part_of(file.tensors, "posterior").items()}
         with reading(file):
             return cls.restored(point, state, settings)

@@ -13,7 +13,6 @@ with two samples in the batch gives for the first one what that sample gives alo
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from copy import deepcopy
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -22,7 +21,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from flowbnn.batches import call, device_of, divisible, evaluating, repeat, rows, take
+from flowbnn.batches import call, copied, device_of, divisible, evaluating, repeat, rows, take
 from flowbnn.convert import at_draw, to_stochastic
 from flowbnn.errors import FlowBNNError
 from flowbnn.noise import Noise, noise_layers
@@ -147,7 +146,7 @@ class NoisePosterior(Posterior):
         file = opened(path, network, [cls.kind])
         with reading(file):
             if noise_layers(network):
-                network = deepcopy(network)
+                network = copied(network)
             else:
                 saved = file.document["recipes"].items()
                 rules = {name or "*": recipe_from_dict(recipe) for name, recipe in saved}
