@@ -55,6 +55,10 @@ def test_a_trial_takes_two_seeds_unless_told(tmp_path):
 def test_a_trial_of_another_study_has_tiny_settings():
     from flowbnn_studies.runner.run import mark_trial
 
-    marked = mark_trial({"title": "Digits", "rows": [], "figures": [], "notes": []})
+    exact = {"label": "closed form", "x": [0.0], "mean": [1.0], "style": "dashed"}
+    panels = [{"title": "Density", "lines": [exact], "levels": [{"label": "limit", "value": 1.0}]}]
+    drawn = {"kind": "curves", "title": "Densities", "caption": "", "data": {"panels": panels}}
+    marked = mark_trial({"title": "Digits", "rows": [], "figures": [drawn], "notes": []})
+    assert marked["figures"][0]["data"]["panels"] == panels  # none of it is published
     assert marked["title"] == "Digits (tiny settings, a trial run: the numbers mean nothing)"
     assert "generated" not in marked["answer"]
