@@ -99,3 +99,27 @@ def test_labels_of_pixels_take_a_likelihood_of_ones_own_which_is_saved_and_loade
     expected = posterior.predict(inputs, samples=2, seed=0).probabilities
     assert torch.equal(again.predict(inputs, samples=2, seed=0).probabilities, expected)
     assert expected.shape == (20 * 16, 3)
+
+
+def test_a_loop_of_ones_own_gets_no_wrong_mean_in_silence():
+    """Averaged over pixels, too, a log-likelihood is too small beside the KL; labels that are cut off are other labels."""
+    inputs, targets = torch.randn(6, 1, 4, 4), torch.randint(3, (6, 4, 4))
+    pixels = fb.to_stochastic(nn.Conv2d(1, 3, 3, padding=1), {"*": fb.noise.NormalAffine()})
+    with pytest.raises(FlowBNNError, match=r"one number for each of 6 examples, not \(6, 4, 4\); sum over"):
+        fb.ELBO(Categorical(), num_data=6)(pixels, inputs, targets)
+    assert fb.ELBO(OfPixels(), num_data=6)(pixels, inputs, targets).log_likelihood < -16 * 0.5
+
+    class Unsummed(OfPixels):
+        def log_prob(self, outputs, targets):
+            return -nn.functional.cross_entropy(outputs, targets, reduction="none")
+
+    loader = TensorLoader(inputs, targets, batch_size=6)
+    for method in (fb.MLE(epochs=1), fb.NodeNoise(epochs=1), fb.BayesByBackprop(epochs=1)):
+        with pytest.raises(FlowBNNError, match=r"Unsummed.log_prob must give one number for each of 6 exam"):
+            method.fit(nn.Conv2d(1, 3, 3, padding=1), loader, likelihood=Unsummed(), progress=False)
+
+    elbo, model = fb.ELBO(Categorical(), 6), fb.to_stochastic(nn.Linear(2, 2), {"*": fb.noise.NormalAffine()})
+    with pytest.raises(FlowBNNError, match="the batch has no examples"):
+        elbo(model, torch.zeros(0, 2), torch.zeros(0, dtype=torch.long))
+    with pytest.raises(FlowBNNError, match="must be integers, but these have fractions"):
+        elbo(model, torch.zeros(2, 2), torch.tensor([0.2, 0.9]))

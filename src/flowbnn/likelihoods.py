@@ -37,6 +37,18 @@ class Likelihood(nn.Module, ABC):
     def log_prob(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """``[B]``."""
 
+    def mean_log_prob(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """The mean over examples; log-likelihoods of pixels, say, must be sums over them, to weigh right beside a KL."""
+        each = self.log_prob(outputs, targets)
+        if each.shape != outputs.shape[:1]:
+            one = f"one number for each of {counted(len(outputs), 'example')}"
+            raise FlowBNNError(
+                f"{type(self).__name__}.log_prob must give {one}, not {tuple(each.shape)}; sum over all but the first axis",
+                kind="shape",
+                argument="likelihood",
+            )
+        return each.mean()
+
     @abstractmethod
     @checked
     def predictive(self, outputs: Tensor, spent: Tensor | None = None) -> Any:
@@ -85,6 +97,8 @@ class Categorical(Likelihood):
 
     def log_prob(self, outputs: Tensor, targets: Tensor) -> Tensor:
         outputs = _single(outputs)
+        if targets.is_floating_point():
+            targets = self.canonical(targets)
         # torch ignores the label -100 by default; no label is special here
         return -F.cross_entropy(outputs, targets.long(), reduction="none", ignore_index=-(2**62))
 

@@ -142,13 +142,17 @@ class ELBO:
             sizes = f"outputs of shape {tuple(outputs.shape)} and targets of shape {tuple(targets.shape)}"
             line = f"{sizes} do not have the same number of examples on their first axis"
             raise FlowBNNError(line, kind="shape", argument="targets")
+        if not len(outputs) and share is None:
+            raise FlowBNNError(
+                "the batch has no examples, and their mean is no number: leave it out", kind="shape"
+            )
         if check:
             self.likelihood.check(outputs, targets)
         return self.terms(outputs, targets, known, scale)
 
     def terms(self, outputs: Tensor, targets: Any, known: Divergences, scale: Any = 1.0) -> Terms:
         """The terms for outputs and divergences that are there already."""
-        log_likelihood = self.likelihood.log_prob(outputs, targets).mean()
+        log_likelihood = self.likelihood.mean_log_prob(outputs, targets)
         zero = log_likelihood.new_zeros(())
         kl, entropy = known.total or Divergence(zero, zero)
         penalty = self.beta * scale * kl - self.gamma * entropy if self.gamma else self.beta * scale * kl

@@ -407,7 +407,7 @@ def negative_log_likelihood(likelihood: Likelihood, outputs_of: Outputs, batch: 
     outputs = outputs_of(inputs)
     if checks_targets(targets, clock):
         likelihood.check(outputs, targets)
-    log_likelihood = likelihood.log_prob(outputs, targets).mean()
+    log_likelihood = likelihood.mean_log_prob(outputs, targets)
     return -log_likelihood, {"log_likelihood": log_likelihood.detach()}
 
 
