@@ -29,10 +29,10 @@ def split_batch(batch: Any) -> tuple[Any, Any]:
         return batch[0], None
     inputs, targets = (batch[0] if len(batch) == 2 else tuple(batch[:-1])), batch[-1]
     if not isinstance(targets, Tensor):
-        given = type(targets).__name__
-        raise FlowBNNError(
-            f"targets are a tensor, not a {given}; give torch.as_tensor(targets)", kind="targets"
-        )
+        text = f"targets are a tensor, not a {type(targets).__name__}; give torch.as_tensor(targets)"
+        if isinstance(batch[0], float | int) and isinstance(targets, float | int):
+            text = "a batch holds tensors, not numbers; of a list of rows make one by torch.tensor(rows)"
+        raise FlowBNNError(text, kind="targets")
     return inputs, targets
 
 

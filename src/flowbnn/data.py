@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, NamedTuple, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -141,6 +142,10 @@ def _as_tensor(values: Any) -> Tensor:
     if isinstance(values, Tensor):
         return values
     try:
+        if isinstance(
+            values, np.ndarray
+        ):  # torch refuses flipped arrays, and warns of those that are read only
+            values = np.require(values, requirements=("C", "W"))
         tensor = torch.as_tensor(values)
     except (TypeError, ValueError, RuntimeError) as error:
         kind = type(values).__name__

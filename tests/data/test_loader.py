@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+import flowbnn as fb
 from flowbnn.batches import count_data
 from flowbnn.data import TensorLoader
 from flowbnn.errors import FlowBNNError
@@ -61,3 +62,21 @@ def test_bad_requests_are_told_in_a_line(make):
     with pytest.raises(FlowBNNError) as caught:
         make()
     assert "\n" not in str(caught.value)
+
+
+def test_arrays_that_are_flipped_or_read_only_are_taken_as_they_are():
+    rows, labels = np.arange(6.0, dtype=np.float32).reshape(3, 2), np.arange(3)
+    ((inputs, targets),) = TensorLoader(rows[::-1], labels[::-1], batch_size=3)
+    assert inputs.tolist() == [[4.0, 5.0], [2.0, 3.0], [0.0, 1.0]]
+    assert targets.tolist() == [2, 1, 0]
+    rows.setflags(write=False)
+    ((inputs,),) = TensorLoader(rows, batch_size=3)
+    assert inputs.tolist() == rows.tolist()
+    density = fb.fit_density(fb.flows.NICE(2, hidden=(4,)), rows.repeat(8, 0)[::-1], epochs=1, progress=False)
+    assert density.log_prob(rows[::-1]).shape == (3,)
+
+
+def test_a_list_of_rows_is_told_to_become_a_tensor():
+    posterior = fb.posterior.PointPosterior(torch.nn.Linear(2, 2), fb.likelihoods.Categorical())
+    with pytest.raises(FlowBNNError, match=r"^a batch holds tensors, not numbers; .* torch.tensor\(rows\)$"):
+        posterior.predict([[1.0, 2.0], [3.0, 4.0]])
