@@ -189,7 +189,7 @@ def test_labels_that_do_not_fit_are_refused_in_one_line(name):
     inputs, labels = blobs().tensors
     for bad, match in (
         (labels + 1, "labels run from 1 to 3"),
-        (labels.view(-1, 1), "vector of"),
+        (labels.view(-1, 1), "labels.squeeze"),
         (labels - 1, "-1"),
     ):
         with pytest.raises(FlowBNNError, match=match) as refused:

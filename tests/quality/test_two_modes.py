@@ -88,7 +88,7 @@ def test_chains_that_do_not_mix_are_not_certified():
     assert not chains.certified
     assert told[0].message.fields["layers"] == ["one"]
     assert chains.position.shape == (4, 100, 1)
-    assert "4 chains x 100 draws x 1 dimensions" in str(chains)
+    assert "4 chains x 100 draws x 1 dimension," in str(chains)
     assert "not certified" in str(chains)
     assert "tensor" not in repr(chains)
     found = fb.quality.modes(known.posterior, known.loader, starts=8)
