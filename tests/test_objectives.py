@@ -270,6 +270,7 @@ def test_auto_looks_at_the_targets():
             r"\(5,\); every example has one",
         ),
         (lambda: Gaussian("predicted").check(torch.zeros(2, 3), torch.zeros(2)), "a mean and a log-variance"),
+        (lambda: Gaussian("predicted").check(torch.zeros(2, 1), torch.zeros(2)), "but has 1 output$"),
         (lambda: Gaussian(0.0), "above 0, got 0.0"),
         (lambda: Gaussian("guess"), "'learned' or 'predicted' or a number"),
         (lambda: make_likelihood("categorial"), "did you mean 'categorical'"),

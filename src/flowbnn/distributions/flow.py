@@ -88,7 +88,8 @@ class Flow(Distribution):
         if len(shape) < transform.event_dim:
             vector = transform.event_dim == 1
             wish = "give the base a vector of parameters" if vector else "begin the flow with Reshape"
-            text = f"works on events of {transform.event_dim} axes, but the base draws have shape {tuple(shape)}; {wish}"
+            events = "vectors" if vector else f"events of {transform.event_dim} axes"
+            text = f"works on {events}, but the base draws have shape {tuple(shape)}; {wish}"
             raise refused(transform, text, "shape")
         image(base, transform)  # which refuses numbers that a map does not take
         axes = max(len(base.event_shape), transform.event_dim)
