@@ -257,7 +257,8 @@ class Gaussian(Likelihood):
             )
         rows, width = outputs.shape
         if self.noise == "predicted" and width % 2:
-            return f"with noise='predicted' the network gives a mean and a log-variance for each target, but has {counted(width, 'output')}"
+            given = counted(width, "output")
+            return f"with noise='predicted' the network gives a mean and a log-variance for each target, but has {given}"
         if self.noise == "learned" and width != self.dim:
             return f"the network gives {width} targets; say Gaussian(dim={width})"
         width = width // 2 if self.noise == "predicted" else width

@@ -45,7 +45,7 @@ SEQUENCES = {"tuple": tuple, "deque": deque}
 def save_tensors(path: str | Path, tensors: Mapping[str, Any], document: Mapping[str, Any]) -> Path:
     """Write named tensors and a JSON document to one safetensors file, atomically.
 
-    Tensors that are the same memory (tied weights) are stored once and come back as one tensor. If anything fails,
+    Tensors that are the same memory (tied weights) are stored once and come back as one tensor, all in their order. If anything fails,
     what was at ``path`` before is still there. Missing parent folders are made.
 
     Args:
@@ -64,7 +64,7 @@ def save_tensors(path: str | Path, tensors: Mapping[str, Any], document: Mapping
     path = Path(path)
     with replacing(path) as temporary:
         stored, aliases = _without_aliases(tensors)
-        content = json.dumps({"aliases": aliases, "document": document})
+        content = json.dumps({"aliases": aliases, "document": document, "order": list(tensors)})
         header = json.dumps({"format": FORMAT, "checksum": _checksum(stored, content), "content": content})
         save_file(stored, temporary, metadata={HEADER: header})
     return path
@@ -107,7 +107,8 @@ class TensorFile:
             self.checksum, self.content = header["checksum"], header["content"]
             parts = json.loads(self.content)
             self.aliases, self.document = dict(parts["aliases"]), dict(parts["document"])
-            self.views = self.stored | {name: self.stored[of] for name, of in self.aliases.items()}
+            self.order = parts.get("order", [])  # safetensors sorts by name
+            self.views = self._all(self.stored)
 
     def _open(self) -> Any:
         """Map the tensors and return the header.
@@ -143,7 +144,12 @@ class TensorFile:
                 text = f"'{self.path}' is damaged: its bytes are not those that were written"
                 raise FlowBNNError(text, kind="file")
             read = {name: view.clone() for name, view in self.stored.items()}
-            return read | {name: read[of] for name, of in self.aliases.items()}
+            return self._all(read)
+
+    def _all(self, stored: dict[str, Any]) -> dict[str, Any]:
+        """The tensors with their aliases, in the order in which they were saved."""
+        found = stored | {name: stored[of] for name, of in self.aliases.items()}
+        return {name: found[name] for name in dict.fromkeys([*self.order, *found]) if name in found}
 
     @contextmanager
     def _bytes(self) -> Iterator[Bytes | None]:
