@@ -1,6 +1,7 @@
 """The No-U-Turn sampler: its kernel on densities that are known, its tree against a recursive one, and networks."""
 
 import math
+import warnings
 
 import pytest
 import torch
@@ -159,3 +160,11 @@ def test_a_network_is_sampled_and_learns():
     assert accuracy > 0.9
     assert posterior.record["depth"].max() <= 4
     assert repr(posterior) == "ChainPosterior(NUTS, 2 chains of 8 draws, Categorical())"
+
+
+def test_one_chain_of_one_draw_is_told_in_the_singular():
+    method = fb.NUTS(samples=1, warmup=1, chains=1, max_depth=1, epochs=0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", fb.FlowBNNWarning)
+        posterior = method.fit(network(), [blobs().tensors], seed=0, **QUIET)
+    assert repr(posterior) == "ChainPosterior(NUTS, 1 chain of 1 draw, Categorical())"

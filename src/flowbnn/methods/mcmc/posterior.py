@@ -98,7 +98,8 @@ class ChainPosterior(MemberPosterior):
 
     def __repr__(self) -> str:
         chains, draws = self.record["energy"].shape
-        return f"{type(self).__name__}({self.sampler['method']}, {chains} chains of {draws} draws, {self.likelihood!r})"
+        found = f"{counted(chains, 'chain')} of {counted(draws, 'draw')}"
+        return f"{type(self).__name__}({self.sampler['method']}, {found}, {self.likelihood!r})"
 
     @property
     def chains(self) -> dict[str, Tensor]:
