@@ -37,18 +37,6 @@ class Likelihood(nn.Module, ABC):
     def log_prob(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """``[B]``."""
 
-    def mean_log_prob(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """The mean over examples; log-likelihoods of pixels, say, must be sums over them, to weigh right beside a KL."""
-        each = self.log_prob(outputs, targets)
-        if each.shape != outputs.shape[:1]:
-            one = f"one number for each of {counted(len(outputs), 'example')}"
-            raise FlowBNNError(
-                f"{type(self).__name__}.log_prob must give {one}, not {tuple(each.shape)}; sum over all but the first axis",
-                kind="shape",
-                argument="likelihood",
-            )
-        return each.mean()
-
     @abstractmethod
     @checked
     def predictive(self, outputs: Tensor, spent: Tensor | None = None) -> Any:
@@ -314,6 +302,19 @@ def compared(pairs: Iterable[tuple[Tensor, Tensor]]) -> Compared | None:
     a, b, aa, bb, ab, error = sums / count
     variances = (aa - a * a).clamp_min(0.0), (bb - b * b).clamp_min(0.0)
     return Compared(count, near[0] + a, variances[0], near[1] + b, variances[1], ab - a * b, error)
+
+
+def mean_log_prob(likelihood: Likelihood, outputs: Tensor, targets: Tensor) -> Tensor:
+    """The mean over examples; log-likelihoods of pixels, say, must be sums over them, to weigh right beside a KL."""
+    each = likelihood.log_prob(outputs, targets)
+    if each.shape != outputs.shape[:1]:
+        one = f"one number for each of {counted(len(outputs), 'example')}"
+        raise FlowBNNError(
+            f"{type(likelihood).__name__}.log_prob must give {one}, not {tuple(each.shape)}; sum over all but the first axis",
+            kind="shape",
+            argument="likelihood",
+        )
+    return each.mean()
 
 
 def least_variance(center: Tensor, variance: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from flowbnn.batches import call, repeat_each, tensors_of
 from flowbnn.distributions import Divergence
 from flowbnn.errors import FlowBNNError
-from flowbnn.likelihoods import Likelihood
+from flowbnn.likelihoods import Likelihood, mean_log_prob
 from flowbnn.noise import noise_layers
 from flowbnn.noise.batched import Divergences, ahead, divergences
 from flowbnn.noise.passes import NoisePass, current_share, pass_of
@@ -152,7 +152,7 @@ class ELBO:
 
     def terms(self, outputs: Tensor, targets: Any, known: Divergences, scale: Any = 1.0) -> Terms:
         """The terms for outputs and divergences that are there already."""
-        log_likelihood = self.likelihood.mean_log_prob(outputs, targets)
+        log_likelihood = mean_log_prob(self.likelihood, outputs, targets)
         zero = log_likelihood.new_zeros(())
         kl, entropy = known.total or Divergence(zero, zero)
         penalty = self.beta * scale * kl - self.gamma * entropy if self.gamma else self.beta * scale * kl

@@ -367,6 +367,8 @@ def test_ranks_of_simulated_noise_are_uniform_for_exact_fits_only(known):
     assert repr(ranks[0]).startswith("Ranks(64 simulations x 5 dimensions, 63 draws; p-value ")
     assert ranks[0].p_value > 0.01
     assert max(ranks[1].p_value, ranks[2].p_value) < 1e-4
+    with pytest.raises(FlowBNNError, match="fit must give posteriors of the noise .* of 5 numbers, not of 0"):
+        fb.quality.simulation_ranks(known.exact, known.loader, lambda batches: None)
 
 
 @pytest.mark.parametrize("draws", [1, 5, 10, 63])

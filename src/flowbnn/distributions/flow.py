@@ -183,12 +183,12 @@ class Flow(Distribution):
             self._validate_sample(value)
         z, log_det, outside = self._pull_back(value)
         log_prob = self._batch_base(self.base.log_prob(z)) + log_det
-        if (
-            value.is_floating_point()
-        ):  # numbers that overflow on their way to the base, as inf - inf, lie far out
-            axes, most = len(self.event_shape), torch.finfo(value.dtype).max ** 0.5
-            large = any_rightmost(value.abs() > most, axes) & ~any_rightmost(value.isnan(), axes)
-            outside = outside | (large & log_prob.isnan())
+        if value.is_floating_point():
+            # numbers that overflow on their way to the base, as inf - inf, lie far out
+            largest = value.detach().abs()
+            for _ in self.event_shape:
+                largest = largest.amax(-1)  # NaN where one is, and then not large
+            outside = outside | ((largest > torch.finfo(value.dtype).max ** 0.5) & log_prob.isnan())
         return torch.where(outside, torch.full_like(log_prob, -torch.inf), log_prob)
 
     @checked

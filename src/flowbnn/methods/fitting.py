@@ -34,6 +34,7 @@ from flowbnn.likelihoods import (
     compared,
     learns_noise,
     make_likelihood,
+    mean_log_prob,
 )
 from flowbnn.noise import Recipe, noise_layers, noise_mode, weight_parameters
 from flowbnn.options import Count, made_by, options
@@ -407,7 +408,7 @@ def negative_log_likelihood(likelihood: Likelihood, outputs_of: Outputs, batch: 
     outputs = outputs_of(inputs)
     if checks_targets(targets, clock):
         likelihood.check(outputs, targets)
-    log_likelihood = likelihood.mean_log_prob(outputs, targets)
+    log_likelihood = mean_log_prob(likelihood, outputs, targets)
     return -log_likelihood, {"log_likelihood": log_likelihood.detach()}
 
 

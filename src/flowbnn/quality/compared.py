@@ -308,7 +308,7 @@ def simulation_ranks(
         predictive = target.likelihood.predictive(target.outputs(truth[None]))
         drawn = predictive.sample(1, seed=seed + number)[0]
         made = fit([(target.inputs, drawn.reshape(target.targets.shape).to(target.targets))])
-        noise = made.draws(draws, seed=seed + number)
+        noise = made.draws(draws, seed=seed + number) if isinstance(made, Posterior) else {}
         found = torch.cat([noise[name] for name in target.names if name in noise] or [truth[None, :0]], -1)
         if found.shape[1:] != truth.shape:
             raise FlowBNNError(
