@@ -81,7 +81,8 @@ def compare(
     """Fit methods on a network and data of your own; say which is best and what each costs.
 
     Args:
-        network: any module; every method works on a copy. The plain network (maximum likelihood) is always among the methods.
+        network: any module; every method works on a copy and trains it on from its weights, but for deep ensembles, whose members
+            start anew. The plain network (maximum likelihood) is always among the methods.
         train_loader, test_loader: batches of ``(inputs, targets)`` that can be iterated over repeatedly.
         novel: inputs unlike the training data, or a loader of them; adds the novelty AUROC.
         validation: held-out batches for methods that learn from them, as temperature scaling does; without it they take a part of

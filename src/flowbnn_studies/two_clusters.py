@@ -163,7 +163,7 @@ class TwoClusters(Study):
             f"The blobs' standard deviation is {settings.spread:g}, so that the best possible accuracy is "
             f"{best.accuracy:.4f} and the best possible NLL {best.nll:.4f} (by quadrature over the true class probabilities). The last "
             "row scores those probabilities on the same test points: its ECE is what chance alone gives.",
-            "The report does not state its blobs, widths, rates or epochs. Ours were chosen on points of other seeds than "
+            "Xiong's report does not state its blobs, widths, rates or epochs. Ours were chosen on points of other seeds than "
             "those of the table, after about ten tries, some of which had shown the table's seeds too: the plain MLP had 7 "
             "epochs until its accuracy on the table's seeds came out at 0.947. Its 12 epochs are the fewest whose accuracy, "
             "over 20 other seeds, clears the report's 0.953 with a margin; 8 match the report most closely there.",
