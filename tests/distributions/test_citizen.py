@@ -36,9 +36,11 @@ from flowbnn.transforms import (
     Logit,
     LULinear,
     Planar,
+    Reshape,
     Reverse,
     Sigmoid,
     Softplus,
+    Squeeze,
     Tanh,
     Transform,
 )
@@ -282,14 +284,38 @@ def test_a_bounded_base_of_other_numbers_than_the_map_takes_is_refused(base, tra
         Independent(VonMises(torch.zeros(2), torch.ones(2)), 1),
         Uniform(torch.full((2,), -math.pi), torch.full((2,), math.pi)),
         Uniform(-torch.ones(2), torch.ones(2)),
+        MixtureSameFamily(
+            Categorical(torch.ones(2)),
+            Independent(VonMises(torch.tensor([[-1.0, 0.0], [1.0, 2.0]]), torch.ones(2, 2)), 1),
+        ),
+        # of these torch says that they are of all real numbers, as of any affine map
+        TransformedDistribution(
+            VonMises(torch.zeros(2), torch.ones(2)), torch_transforms.AffineTransform(1.0, 1.0)
+        ),
+        TransformedDistribution(
+            Uniform(torch.zeros(2), torch.ones(2), validate_args=False),
+            torch_transforms.AffineTransform(-1.0, 2.0),
+        ),
     ],
-    ids=["uniform", "von-mises", "interval", "arc"],
+    ids=["uniform", "von-mises", "interval", "arc", "mixture", "rotated", "scaled"],
 )
 def test_a_base_on_the_circle_carries_a_circular_map(base):
     flow = Flow(base, Compose(Reverse(2), CIRCLE))
     side = torch.linspace(-math.pi, math.pi, 401, dtype=DOUBLE)
     density = flow.log_prob(torch.cartesian_prod(side, side)).exp().view(401, 401)
     assert torch.trapezoid(torch.trapezoid(density, side), side).item() == pytest.approx(1, abs=0.02)
+
+
+@pytest.mark.parametrize(
+    "transform", [Reverse(4), Reshape((4,), (2, 2)), Compose(Reshape((4,), (1, 1, 4)), Inverse(Squeeze()))]
+)
+def test_bounds_move_with_their_numbers(transform):
+    low = torch.tensor([0.0, 10.0, 20.0, 30.0])
+    flow = Flow(Independent(Uniform(low, low + 1), 1), transform, validate_args=True)
+    x = flow.sample((3,))
+    assert flow.log_prob(x).tolist() == [0.0] * 3
+    with pytest.raises(ValueError, match="within the support"):
+        flow.log_prob(x + 5)
 
 
 def test_validation_is_off_unless_asked_for_and_is_torchs():

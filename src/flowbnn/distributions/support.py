@@ -5,7 +5,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributions import VonMises, constraints, transform_to
+from torch.distributions import (
+    MixtureSameFamily,
+    TransformedDistribution,
+    VonMises,
+    constraints,
+    transform_to,
+)
 from torch.distributions.constraints import Constraint
 
 from flowbnn.distributions.bases import numbers_of
@@ -79,7 +85,10 @@ def _words(constraint: Any) -> str:
 
 
 def _base_support(base: Any) -> Any:
-    if isinstance(numbers_of(base), VonMises):  # which says that it is of all real numbers
+    numbers = numbers_of(base)
+    if isinstance(numbers, MixtureSameFamily):
+        numbers = numbers_of(numbers.component_distribution)
+    if isinstance(numbers, VonMises):  # which says that it is of all real numbers
         return Angles(math.pi)
     try:
         return base.support
@@ -115,7 +124,10 @@ def image(base: Any, transform: Transform) -> Constraint | None:
     >>> image(torch.distributions.Normal(0.0, 1.0), Compose(Sigmoid(), Logit(), Exp()))
     GreaterThan(lower_bound=0.0)
     """
-    region = _of_numbers(_base_support(base))
+    region, numbers, moved = _of_numbers(_base_support(base)), numbers_of(base), False
+    mapped = isinstance(numbers, TransformedDistribution) and not is_everywhere(numbers.base_dist)
+    if mapped and _is_real(region):  # torch tells the range of the last map, whatever that gets
+        return None
     for step in _steps(transform):
         moves = isinstance(step.part, Permutation | Rearrangement)
         if not moves and _misfit(region, step):
@@ -127,6 +139,10 @@ def image(base: Any, transform: Transform) -> Constraint | None:
             region = step.range
         elif not moves:
             return None
+        else:
+            moved = True
+    if moved and any(end.numel() > 1 for end in _bounds(region)):  # which would have to move along
+        return None
     return region
 
 
