@@ -78,8 +78,10 @@ def test_one_warning_for_each_ailment():
         (lambda outputs: outputs.squeeze(1).sigmoid(), True),
         (lambda outputs: 0.5 + 0.1 * outputs.tanh(), False),  # logits of one sign
         (lambda outputs: torch.sigmoid(outputs).logit(), False),
+        (lambda outputs: torch.sigmoid(outputs).clamp(1e-6, 1 - 1e-6).double().float(), True),
+        (lambda outputs: torch.func.vmap(lambda row: row * torch.sigmoid(row))(outputs), False),
     ],
-    ids=["module", "function", "method", "logits", "undone"],
+    ids=["module", "function", "method", "logits", "undone", "clamped", "vmap"],
 )
 def test_a_sigmoid_at_the_end_is_warned_of(last, told):
     class Ended(nn.Module):
