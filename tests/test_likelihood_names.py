@@ -123,3 +123,12 @@ def test_a_loop_of_ones_own_gets_no_wrong_mean_in_silence():
         elbo(model, torch.zeros(0, 2), torch.zeros(0, dtype=torch.long))
     with pytest.raises(FlowBNNError, match="must be integers, but these have fractions"):
         elbo(model, torch.zeros(2, 2), torch.tensor([0.2, 0.9]))
+
+
+def test_labels_as_real_numbers_pass_the_compiler_and_vmap():
+    outputs, labels = torch.randn(6, 3), torch.tensor([0, 1, 2, 0, 1, 2])
+    truth = Categorical().log_prob(outputs, labels)
+    compiled = torch.compile(Categorical().log_prob, fullgraph=True, backend="eager")
+    assert torch.equal(compiled(outputs, labels.float()), truth)
+    each = torch.func.vmap(lambda row, label: Categorical().log_prob(row[None], label[None])[0])
+    assert torch.equal(each(outputs, labels.float()), truth)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from flowbnn.errors import FlowBNNError, counted, nearest
+from flowbnn.numerics import readable
 from flowbnn.options import Count, Positive, checked, descendants
 from flowbnn.predictive import CategoricalPredictive, GaussianPredictive
 from flowbnn.predictive.base import check_samples
@@ -70,7 +71,7 @@ class Likelihood(nn.Module, ABC):
 
 def _integers(targets: Tensor, advice: str) -> Tensor:
     """Class labels as integers; floating-point numbers without fractions are taken."""
-    if targets.is_floating_point() and not bool((targets == targets.round()).all()):
+    if targets.is_floating_point() and readable(targets) and not bool((targets == targets.round()).all()):
         line = f"class labels must be integers, but these have fractions; {advice}"
         raise FlowBNNError(line, kind="targets", argument="targets")
     return targets.long()
