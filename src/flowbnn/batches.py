@@ -112,7 +112,7 @@ def copied(
             advice = "run one batch through the lazy network first"
     try:
         if not trouble:
-            return _uncompiled(deepcopy(network))
+            return uncompiled(deepcopy(network))
     except RuntimeError as error:
         trouble = str(error).splitlines()[0]
     raise FlowBNNError(
@@ -120,10 +120,12 @@ def copied(
     )
 
 
-def _uncompiled(network: nn.Module) -> nn.Module:
+def uncompiled(network: nn.Module) -> nn.Module:
+    """What ``torch.compile`` was given, of the network and, in place, of its parts."""
     for parent in list(network.modules()):
-        for name, child in parent.named_children():
-            parent._modules[name] = child._modules.get("_orig_mod", child)
+        for name, child in parent._modules.items():  # named_children names a shared part once
+            if child is not None:
+                parent._modules[name] = child._modules.get("_orig_mod", child)
     return network._modules.get("_orig_mod", network)  # type: ignore[return-value]
 
 

@@ -267,3 +267,17 @@ def test_a_compiled_network_is_taken_for_the_one_within(tmp_path):
     for others in found[1:]:
         for ours, theirs in zip(others, found[0], strict=True):
             assert torch.equal(ours, theirs)
+
+
+def test_a_network_that_was_compiled_after_its_conversion_is_fitted_saved_and_loaded(tmp_path):
+    shared = torch.compile(nn.Linear(4, 4), backend="eager")
+    plain = nn.Sequential(shared, nn.Tanh(), shared, nn.Linear(4, 2))
+    model = fb.to_stochastic(plain, {"*": fb.noise.NormalAffine()})
+    assert [type(part) for part in model] == [nn.Linear, nn.Tanh, nn.Linear, nn.Linear]
+    x, quiet = torch.randn(30, 4), {"progress": False, "seed": 0}
+    posterior = fb.fit(torch.compile(model, backend="eager"), [(x, torch.arange(30) % 2)], epochs=1, **quiet)
+    assert posterior.model is model
+    again = fb.load_posterior(posterior.save(tmp_path / "one"), plain)
+    assert torch.equal(
+        again.predict(x, 4, seed=0).probabilities, posterior.predict(x, 4, seed=0).probabilities
+    )
