@@ -132,3 +132,17 @@ def test_labels_as_real_numbers_pass_the_compiler_and_vmap():
     assert torch.equal(compiled(outputs, labels.float()), truth)
     each = torch.func.vmap(lambda row, label: Categorical().log_prob(row[None], label[None])[0])
     assert torch.equal(each(outputs, labels.float()), truth)
+
+
+class Halved(Gaussian):
+    """A Gaussian of half the outputs."""
+
+    def predictive(self, outputs, spent=None):
+        return super().predictive(outputs / 2, spent)
+
+
+def test_a_kind_of_gaussian_of_ones_own_is_loaded_as_that_kind(tmp_path):
+    inputs, network = torch.randn(20, 2), nn.Linear(2, 1)
+    posterior = fb.MLE(epochs=1).fit(network, [(inputs, inputs[:, :1])], likelihood=Halved(), progress=False)
+    again = fb.load_posterior(posterior.save(tmp_path / "one"), network)
+    assert torch.equal(again.predict(inputs).mean, posterior.predict(inputs).mean)

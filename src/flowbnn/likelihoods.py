@@ -262,7 +262,7 @@ class Gaussian(Likelihood):
         return ""
 
     def to_dict(self) -> dict[str, Any]:
-        return {"likelihood": "Gaussian", "noise": self.noise, "dim": self.dim, "shape": self.shape}
+        return {**super().to_dict(), "noise": self.noise, "dim": self.dim, "shape": self.shape}
 
 
 LIMIT = 30.0  # of the logarithm of a standard deviation: from 1e-13 to 1e13, whose squares float32 holds with room to spare
