@@ -6,7 +6,6 @@ import torch
 from torch.distributions import Categorical, Independent, MixtureSameFamily, Normal
 
 import flowbnn as fb
-from flowbnn import transforms
 from flowbnn.distributions import (
     CircularBase,
     CircularUniform,
@@ -148,12 +147,9 @@ def test_density_moments_entropy_and_draws_are_those_of_scipy(ours, theirs):
     assert found.expand((3,)).rsample().shape == (3, 2)
 
 
-@pytest.mark.parametrize(
-    ("kind", "transform"),
-    [(LaplaceBase, transforms.Affine), (LogisticBase, transforms.Affine), (CircularBase, transforms.Reverse)],
-)
-def test_fixed_bases_carry_flows(kind, transform):
-    flow = fb.flows.FlowModel(kind(2), transform(2))
+@pytest.mark.parametrize("kind", [LaplaceBase, LogisticBase, CircularBase])
+def test_fixed_bases_carry_flows(kind):
+    flow = fb.flows.FlowModel(kind(2), fb.transforms.Affine(2))
     x, log_prob = flow().rsample_and_log_prob((5,))
     torch.testing.assert_close(flow().log_prob(x), log_prob)
     torch.testing.assert_close(flow().entropy(), kind(2).distribution().entropy())

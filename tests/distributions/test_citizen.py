@@ -7,7 +7,6 @@ import torch
 from torch.distributions import (
     Categorical,
     Exponential,
-    Gamma,
     HalfNormal,
     Independent,
     Laplace,
@@ -239,42 +238,25 @@ def test_the_density_at_infinity_is_zero_as_torchs_normals_is(transform):
 
 @pytest.mark.parametrize(
     ("transform", "place"),
-    [(Logit(), (0,)), (Compose(Affine(2), Inverse(Exp())), (1,)), (Compose(Affine(2), CIRCLE), (1,))],
-    ids=["logit", "log", "circle"],
+    [(Logit(), (0,)), (Compose(Affine(2), Inverse(Exp())), (1,))],
+    ids=["logit", "log"],
 )
 def test_a_base_with_mass_where_the_map_takes_nothing_is_refused(transform, place):
-    words = rf"^part {place[0]} of the flow: .* takes (numbers|angles) .*, and in this flow it gets all real numbers"
+    flow = Flow(standard(), transform)  # the density of which would integrate to less than one
+    words = rf"^part {place[0]} of the flow: .* takes numbers .*, and in this flow it gets all real numbers"
     with pytest.raises(FlowBNNError, match=words) as caught:
-        Flow(standard(), transform)  # the density of which would integrate to less than one
+        flow.log_prob(torch.ones(2))
     assert caught.value.fields["path"] == place
 
 
-@pytest.mark.parametrize(
-    ("base", "transform", "words"),
-    [
-        (Gamma(torch.ones(2), torch.ones(2)), Logit(), "from 0.0 to 1.0, .* it gets numbers of at least 0"),
-        (
-            Uniform(-torch.ones(2), torch.ones(2)),
-            Logit(),
-            "from 0.0 to 1.0, .* it gets numbers from -1.0 to 1",
-        ),
-        (Uniform(torch.zeros(2), 5 * torch.ones(2)), CIRCLE, "Coupling takes angles up to 3.14.* to 5"),
-        (
-            CircularBase(2, 180.0)(),
-            CIRCLE,
-            "takes angles up to 3.14159, and in this flow it gets angles up to 180",
-        ),
-        (
-            CircularBase(2)(),
-            Compose(Reverse(2), Affine(2)),
-            "part 1 .* Affine takes all real numbers, .* angles",
-        ),
-    ],
-    ids=["half-line", "interval", "half-circle", "degrees", "affine"],
-)
-def test_a_bounded_base_of_other_numbers_than_the_map_takes_is_refused(base, transform, words):
-    with pytest.raises(FlowBNNError, match=words):
-        Flow(base, transform)
+def test_angles_on_a_base_of_all_real_numbers_are_refused():
+    words = "^part 1 of the flow: Coupling takes angles, .* all real numbers; take CircularBase"
+    base = DiagonalNormal(torch.zeros(2, dtype=DOUBLE), torch.ones(2, dtype=DOUBLE))
+    for part in (CIRCLE, Inverse(CIRCLE)):  # the density of which would integrate to less than one
+        with pytest.raises(FlowBNNError, match=words):
+            Flow(base, Compose(Affine(2).double(), part)).log_prob(torch.ones(2, dtype=DOUBLE))
+    onto_an_arc = Flow(base, Compose(Tanh(), CIRCLE))
+    assert onto_an_arc.log_prob(torch.zeros(2, dtype=DOUBLE)).isfinite()
 
 
 @pytest.mark.parametrize(
@@ -406,9 +388,9 @@ def test_samples_take_a_generator():
 
 
 def test_names():
-    flow = Flow(standard(), Compose(Affine(2), Inverse(Planar(2))))
+    flow = Flow(standard(), Compose(Affine(2), Inverse(Exp())))
     assert repr(flow) == (
-        "Flow(Independent(Normal(loc: torch.Size([2]), scale: torch.Size([2])), 1), Compose(Affine, Inverse(Planar)))"
+        "Flow(Independent(Normal(loc: torch.Size([2]), scale: torch.Size([2])), 1), Compose(Affine, Inverse(Exp)))"
     )
 
 

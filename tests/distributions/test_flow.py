@@ -74,7 +74,7 @@ def test_it_is_a_citizen():
 def test_refusals():
     with pytest.raises(FlowBNNError, match=r"not a NormalBase; .*FlowModel\(base, transform\)"):
         Flow(NormalBase(2, 0.0, 1.0), Affine(2))
-    with pytest.raises(FlowBNNError, match="works on vectors, but"):
+    with pytest.raises(FlowBNNError, match="works on 1-dimensional events, but"):
         Flow(Normal(torch.zeros(()), torch.ones(())), Planar(3))
     with pytest.raises(FlowBNNError, match="takes no generator"):
         Flow(Normal(torch.zeros(2), torch.ones(2)), Affine(2)).rsample(generator=torch.Generator())

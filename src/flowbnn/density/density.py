@@ -412,7 +412,8 @@ def _units(
     first, made = _first(flow, loader, "data")
     if standardize is None:
         standardize = first.is_floating_point() and first.ndim == 2 and not _bounded(flow)
-        standardize = standardize and is_everywhere(made)  # angles and bounded numbers have their own units
+        periodic = getattr(getattr(made, "base", made), "periodic", False)  # angles have their own units
+        standardize = standardize and is_everywhere(made) and not periodic
     if not standardize:
         return None, None
     # sums of distances to one example, which leave the variance of numbers far from zero its digits

@@ -18,7 +18,6 @@ from torch.nn import functional as F
 from flowbnn.distributions.draws import chosen_normal, components_of, standard_normal
 from flowbnn.errors import FlowBNNError
 from flowbnn.options import Count, Interval, NonNegative, Positive, check, checked
-from flowbnn.transforms.base import Angles
 
 Freedom = Annotated[float, Interval(gt=2)]  # of a Student-t that has a variance
 _LOG_2PI = math.log(2.0 * math.pi)
@@ -79,7 +78,7 @@ class _Vectors(Distribution):
 class Diagonal(_Vectors):
     """Independent numbers on the last axis, each ``loc`` and ``scale`` times a symmetric variable, which a subclass gives."""
 
-    axes = 1
+    axes, periodic = 1, False
     standard_variance: float = 1.0
     standard_entropy: float
     standard: Callable[[torch.Size, torch.Generator | None], Tensor]  # draws of the standard variable
@@ -217,11 +216,8 @@ class CircularUniform(Diagonal):
     tensor(-1.8379)
     """
 
+    periodic = True
     standard_variance, standard_entropy = 1.0 / 3.0, math.log(2.0)
-
-    @property
-    def support(self) -> Any:  # type: ignore[override]
-        return constraints.independent(Angles(self.scale), 1)
 
     def standard(self, shape: torch.Size, generator: torch.Generator | None) -> Tensor:
         return 2.0 * self._uniform(shape, generator) - 1.0

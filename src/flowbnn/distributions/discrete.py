@@ -121,8 +121,7 @@ class DiscretizedLogisticBase(Base):
         self, dim: Count, components: Count = 5, values: Positive = 256.0, data_start: bool = False
     ) -> None:
         super().__init__()
-        self.dim, self.components, self.values = dim, components, values
-        self.numbers = "integers"
+        self.dim, self.components, self.values, self.numbers = dim, components, values, "integers"
         self.raw = nn.Parameter(torch.zeros(dim * 3 * components))
         starts_at_data(self, data_start)
 
@@ -148,8 +147,7 @@ class DiscretizedLogisticBase(Base):
             far = (share * (z - loc).abs()).sum(0) / (2.0 * math.log(2.0))
             scale = NARROW + (scale + far) / (1.0 + count)
         width = inverse_soft_clamp(((scale - NARROW) * 6.0 * k / self.values).log(), 8.0, 0.95)
-        raw = torch.stack([(loc - start) / self.values, width / PACE, logits / PACE], 1)
-        self.raw.copy_(raw.flatten())
+        self.raw.copy_(torch.stack([(loc - start) / self.values, width / PACE, logits / PACE], 1).flatten())
         self.initialized.fill_(True)
         self.started = True
         with torch.enable_grad():

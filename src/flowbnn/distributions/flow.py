@@ -88,10 +88,8 @@ class Flow(Distribution):
         if len(shape) < transform.event_dim:
             vector = transform.event_dim == 1
             wish = "give the base a vector of parameters" if vector else "begin the flow with Reshape"
-            events = "vectors" if vector else f"events of {transform.event_dim} axes"
-            text = f"works on {events}, but the base draws have shape {tuple(shape)}; {wish}"
+            text = f"works on {transform.event_dim}-dimensional events, but the base draws have shape {tuple(shape)}; {wish}"
             raise refused(transform, text, "shape")
-        image(base, transform)  # which refuses numbers that a map does not take
         axes = max(len(base.event_shape), transform.event_dim)
         batch_shape, start = shape[: len(shape) - axes], shape[len(shape) - axes :]
         if context is not None:
@@ -156,8 +154,9 @@ class Flow(Distribution):
     def rsample(self, sample_shape: Any = torch.Size(), generator: torch.Generator | None = None) -> Tensor:
         """Reparameterized draws of shape ``sample_shape + batch_shape + event_shape``."""
         if self.transform.discrete:
-            text = "samples of this flow are integers, which no gradient passes: use sample"
-            raise NotImplementedError(text)
+            raise NotImplementedError(
+                "samples of this flow are integers, which no gradient passes: use sample"
+            )
         return self._push(reparameterized(self.base, sample_shape, generator), generator)[0]
 
     def _push(self, z: Tensor, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
@@ -183,12 +182,9 @@ class Flow(Distribution):
             self._validate_sample(value)
         z, log_det, outside = self._pull_back(value)
         log_prob = self._batch_base(self.base.log_prob(z)) + log_det
-        if value.is_floating_point():
-            # numbers that overflow on their way to the base, as inf - inf, lie far out
-            largest = value.detach().abs()
-            for _ in self.event_shape:
-                largest = largest.amax(-1)  # NaN where one is, and then not large
-            outside = outside | ((largest > torch.finfo(value.dtype).max ** 0.5) & log_prob.isnan())
+        size = sum_rightmost(value.detach().abs(), len(self.event_shape))
+        far = size > torch.finfo(log_prob.dtype).max ** 0.5
+        outside = outside | (far & log_prob.isnan())  # overflowed on the way to the base, as inf - inf
         return torch.where(outside, torch.full_like(log_prob, -torch.inf), log_prob)
 
     @checked

@@ -1,27 +1,18 @@
 """The support of a flow: domain and range of each map, and an inverse that notices points without a preimage."""
 
-import math
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributions import (
-    MixtureSameFamily,
-    TransformedDistribution,
-    VonMises,
-    constraints,
-    transform_to,
-)
+from torch.distributions import constraints, transform_to
 from torch.distributions.constraints import Constraint
 
-from flowbnn.distributions.bases import numbers_of
 from flowbnn.errors import FlowBNNError
-from flowbnn.numerics import readable
 from flowbnn.options import Interval
-from flowbnn.transforms.base import Angles, Transform, refused
+from flowbnn.transforms.base import Transform, refused
 from flowbnn.transforms.compose import Compose, Inverse, placed, run_part
-from flowbnn.transforms.images import Rearrangement
 from flowbnn.transforms.linear import Permutation
+from flowbnn.transforms.univariate import CircularSplineMap
 
 _REAL = constraints.real
 
@@ -60,36 +51,13 @@ def _is_real(constraint: Any) -> bool:
 def _same(first: Any, second: Any) -> bool:
     if first is second or (_is_real(first) and _is_real(second)):
         return True
-    if not isinstance(first, type(constraints.unit_interval) | Angles) or not isinstance(second, type(first)):
+    if not isinstance(first, type(constraints.unit_interval)) or not isinstance(second, type(first)):
         return False
-    return _within(first, second) and _within(second, first)
-
-
-def _within(inner: Any, outer: Any) -> bool:
-    """Whether one interval lies in another, as far as their bounds are known and may be looked at."""
-    (low, high), (least, most) = _bounds(inner), _bounds(outer)
-    return not any(readable(past) and bool(past.any()) for past in (low < least, high > most))
-
-
-def _bounds(constraint: Any) -> tuple[Tensor, Tensor]:
-    ends = getattr(constraint, "lower_bound", -torch.inf), getattr(constraint, "upper_bound", torch.inf)
-    return torch.as_tensor(ends[0]), torch.as_tensor(ends[1])
-
-
-def _words(constraint: Any) -> str:
-    if _is_real(constraint):
-        return "all real numbers"
-    low, high = (float(end.flatten()[0]) for end in _bounds(constraint))
-    bounded = f"numbers {Interval(ge=low, le=high)}"
-    return f"angles up to {high:g}" if isinstance(constraint, Angles) else bounded
+    lower = torch.as_tensor(first.lower_bound == second.lower_bound)
+    return bool((lower & torch.as_tensor(first.upper_bound == second.upper_bound)).all())
 
 
 def _base_support(base: Any) -> Any:
-    numbers = numbers_of(base)
-    if isinstance(numbers, MixtureSameFamily):
-        numbers = numbers_of(numbers.component_distribution)
-    if isinstance(numbers, VonMises):  # which says that it is of all real numbers
-        return Angles(math.pi)
     try:
         return base.support
     except (AttributeError, NotImplementedError):
@@ -118,41 +86,26 @@ def _point_of(constraint: Any, like: Tensor) -> Tensor:
 def image(base: Any, transform: Transform) -> Constraint | None:
     """What the pushed distribution's numbers satisfy, or None where no simple constraint says it.
 
-    A base that is larger than what the maps take, or of angles where they take none, is refused.
-
     >>> from flowbnn.transforms import Exp, Logit, Sigmoid
     >>> image(torch.distributions.Normal(0.0, 1.0), Compose(Sigmoid(), Logit(), Exp()))
     GreaterThan(lower_bound=0.0)
     """
-    region, numbers, moved = _of_numbers(_base_support(base)), numbers_of(base), False
-    mapped = isinstance(numbers, TransformedDistribution) and not is_everywhere(numbers.base_dist)
-    if mapped and _is_real(region):  # torch tells the range of the last map, whatever that gets
-        return None
+    region = _of_numbers(_base_support(base))
     for step in _steps(transform):
-        moves = isinstance(step.part, Permutation | Rearrangement)
-        if not moves and _misfit(region, step):
-            name = f"{'the inverse of ' if step.backwards else ''}{type(step.part).__name__}"
-            text = f"{name} takes {_words(step.domain)}, and in this flow it gets {_words(region)};"
-            text = f"{text} take a base of such numbers, or put a map onto them before it"
+        circular = isinstance(getattr(step.part, "univariate", None), CircularSplineMap)
+        if circular and _is_real(region) and getattr(base, "periodic", None) is False:
+            text = "takes angles, and in this flow it gets all real numbers; take CircularBase for its base"
+            raise placed(refused(step.part, text, "range"), step.part, step.path or (0,))
+        if step.backwards and _is_real(region) and not _is_real(step.domain):
+            wanted = Interval(ge=step.domain.lower_bound, le=getattr(step.domain, "upper_bound", torch.inf))
+            text = f"the inverse of {type(step.part).__name__} takes numbers {wanted}, and in this flow it gets all"
+            text = f"{text} real numbers; take a base of such numbers, or put a map onto them before it"
             raise placed(FlowBNNError(text, kind="range"), step.part, step.path or (0,))
         if _is_real(region) or _same(region, step.domain):
             region = step.range
-        elif not moves:
-            return None
-        else:
-            moved = True
-    if moved and any(end.numel() > 1 for end in _bounds(region)):  # which would have to move along
-        return None
+        elif not isinstance(step.part, Permutation) or isinstance(getattr(region, "lower_bound", 0), Tensor):
+            return None  # bounds that each number has of its own would have to move along
     return region
-
-
-def _misfit(region: Any, step: Step) -> bool:
-    """Whether a map gets numbers that it does not take; on its way to the sample, Dequantization clamps."""
-    if isinstance(region, Angles):
-        return not _same(region, step.domain)
-    bounded = _is_real(region) or hasattr(region, "lower_bound") or hasattr(region, "upper_bound")
-    strict = isinstance(step.domain, Angles) or (step.backwards and not _is_real(step.domain))
-    return strict and bounded and not _within(region, step.domain)
 
 
 def covers_everything(base: Any, transform: Transform) -> bool:
@@ -171,6 +124,7 @@ def pull_back(
 
     Each range is checked on the way, and what lies outside goes on from a point inside, of the base's support in the end.
     """
+    image(base, transform)  # which refuses a base that is larger than what the first maps take
     far = value.isinf()
     value, outside = torch.where(far, torch.zeros_like(value), value), any_rightmost(far, event_axes)
     log_det = value.new_zeros(value.shape[: value.ndim - event_axes])

@@ -291,12 +291,11 @@ class DiscreteFlow(FlowModel):
     ) -> None:
         modular, size = transforms.ModularMap(categories, scaled, temperature), dim * categories
         given: dict[str, Any] = {"hidden": hidden, "context_dim": context_dim}
-        parts: list[Transform] = []
-        for turned in (bool(number % 2) for number in range(length)):
-            if kind == "bipartite":
-                parts.append(Coupling(size, modular, "alternating", turned, **given))
-            else:
-                order = range(dim)[:: -1 if turned else 1]
-                parts.append(transforms.Autoregressive(size, modular, order=order, **given))
+        turns, orders = [number % 2 for number in range(length)], (range(dim), range(dim)[::-1])
+        parts: list[Transform]
+        if kind == "bipartite":
+            parts = [Coupling(size, modular, "alternating", bool(turned), **given) for turned in turns]
+        else:
+            parts = [transforms.Autoregressive(size, modular, order=orders[one], **given) for one in turns]
         transform = Compose(*parts, transforms.OneHot(dim, categories))
         super().__init__(CategoricalBase(dim, categories), transform, context_dim)

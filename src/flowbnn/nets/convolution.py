@@ -214,5 +214,4 @@ class PixelCNN(nn.Module):
 def _spread(value: Tensor, context: Tensor | None, size: int, axes: int) -> Tensor:
     """The context of each event of ``value`` with axes of length one for its places, channels second."""
     events = value.new_zeros(*value.shape[: -axes - 1], 0)
-    rows = with_context(events, context, size)
-    return rows.reshape(events.shape[:-1].numel(), size, *(1,) * axes)
+    return with_context(events, context, size).reshape(events.shape[:-1].numel(), size, *(1,) * axes)

@@ -251,8 +251,7 @@ class LipschitzMLP(SmoothMLP):
         if weight.shape[2:].numel() == 1:  # a matrix, or a convolution that is one at each pixel
             matrix = weight.flatten(1)
             short = matrix if len(matrix) <= matrix.shape[1] else matrix.mT
-            gram = short @ short.mT
-            return torch.linalg.eigvalsh(at_least_single(gram))[-1].clamp(min=floor**2).sqrt()
+            return torch.linalg.eigvalsh(at_least_single(short @ short.mT))[-1].clamp(min=floor**2).sqrt()
         left = getattr(self, f"left_{index}")
         with torch.no_grad():
             for _ in range(STEPS):

@@ -53,20 +53,6 @@ from flowbnn.numerics import readable
 from flowbnn.options import Interval
 
 
-class Angles(constraints.Constraint):
-    """Numbers of which only the place on a circle counts: those from minus ``bound`` to ``bound``, and all others modulo a turn."""
-
-    def __init__(self, bound: float | Tensor) -> None:
-        self.lower_bound, self.upper_bound = -bound, bound
-        super().__init__()
-
-    def check(self, value: Tensor) -> Tensor:
-        return value.isfinite()
-
-    def __repr__(self) -> str:
-        return f"Angles({self.upper_bound})"
-
-
 class Transform(nn.Module):
     """A bijection with a tractable log-determinant. The contract is at the top of this file."""
 

@@ -6,7 +6,6 @@ from typing import Annotated
 
 import torch
 from torch import Tensor, nn
-from torch.distributions import constraints
 from torch.func import functional_call, vmap
 
 from flowbnn.errors import FlowBNNError
@@ -187,8 +186,8 @@ class Amortized(TwoWay):
         for declared in ("event_dim", "inverse_kind", "linearity", "cheap", "solver"):
             setattr(self, declared, getattr(transform, declared))
         self.sizes = [parameter.numel() for parameter in transform.parameters()]
-        kinds = {kind for part in transform.modules() if isinstance(part, Transform) for kind in part.ends()}
-        vectors = transform.event_dim == transform.sample_dim == 1 and kinds == {constraints.real}
+        kinds = {getattr(type(part), "ends", Transform.ends) for part in transform.modules()}
+        vectors = transform.event_dim == transform.sample_dim == 1 and kinds == {Transform.ends}
         if not vectors or transform.stochastic or not sum(self.sizes):
             text = "Amortized takes a transform of all real vectors that has parameters and draws nothing; put Sigmoid after it"
             raise FlowBNNError(f"{text}, not {type(transform).__name__}", argument="transform")

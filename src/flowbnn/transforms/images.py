@@ -102,8 +102,7 @@ class Squeeze(Rearrangement):
             return squares.flatten(-5, -4).flatten(-3, -2)
         fits = value.ndim >= 3 and value.shape[-3] % 2 == value.shape[-2] % 2 == 0
         self._need(fits, value, f"{IMAGES} with sides divisible by 2")
-        squares = value.unflatten(-2, (-1, 2)).unflatten(-4, (-1, 2))
-        return squares.movedim((-4, -2), (-2, -1)).flatten(-3)
+        return value.unflatten(-2, (-1, 2)).unflatten(-4, (-1, 2)).movedim((-4, -2), (-2, -1)).flatten(-3)
 
 
 class Checkerboard(Rearrangement):

@@ -126,8 +126,7 @@ class Residual(Transform):
             return torch.linalg.slogdet(self._one_plus_jacobian(pull, like)).logabsdet.to(like.dtype)
         terms = self.terms if self.training or how == "truncated" or self.log_det else EVAL_TERMS
         extra = 0 if how == "truncated" else int(torch.empty(()).geometric_(1 - self.go_on)) - 1
-        weights = [1.0] * terms + [self.go_on**-j for j in range(1, extra + 1)]
-        return self._series(pull, like, weights)
+        return self._series(pull, like, [1.0] * terms + [self.go_on**-j for j in range(1, extra + 1)])
 
     def _series(self, pull: Product, like: Tensor, weights: Sequence[float]) -> Tensor:
         sign = torch.empty_like(like).bernoulli_(0.5).mul_(2).sub_(1)

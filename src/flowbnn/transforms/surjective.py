@@ -208,8 +208,7 @@ class MaxPool(Transform):
         return (x.unsqueeze(-1) - gaps).flatten(-2), -self._log_density(gaps.sum(-1))
 
     def _log_density(self, gaps: Tensor) -> Tensor:
-        each = (self.size - 1) * self.log_rate - self.log_rate.exp() * gaps - math.log(self.size)
-        return each.sum(-1)
+        return ((self.size - 1) * self.log_rate - self.log_rate.exp() * gaps - math.log(self.size)).sum(-1)
 
 
 class ToIntegers(Drawing):

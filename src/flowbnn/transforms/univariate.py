@@ -11,15 +11,13 @@ from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.distributions import constraints
-from torch.distributions.constraints import Constraint
 from torch.nn import functional as F
 
 from flowbnn.errors import FlowBNNError
 from flowbnn.nets.mlp import check_net
 from flowbnn.numerics import monotone_root, soft_clamp
 from flowbnn.options import Count, Ge, Positive, options
-from flowbnn.transforms.base import Angles, TwoWay, check_vectors
+from flowbnn.transforms.base import TwoWay, check_vectors
 
 
 class Univariate(ABC):
@@ -32,11 +30,6 @@ class Univariate(ABC):
     """How many numbers of a vector are one entry, side by side."""
     features: int = 1
     """How many numbers a network reads of one entry."""
-
-    @property
-    def numbers(self) -> Constraint:
-        """What it maps onto itself."""
-        return constraints.real
 
     @property
     @abstractmethod
@@ -71,9 +64,6 @@ class Conditioned(TwoWay):
         # where the first parameter is, once and for all: looking for it takes as long as a layer does
         places = ((part, name) for part in net.modules() for name, _ in part.named_parameters(recurse=False))
         self.first = next(places, None)
-
-    def ends(self) -> tuple[Any, Any]:
-        return self.univariate.numbers, self.univariate.numbers
 
     def _check(self, value: Tensor) -> None:
         """Refuse vectors of another length or precision."""
@@ -363,10 +353,6 @@ class CircularSplineMap(SplineMap):
 
     bound: Positive = math.pi
     features = 2
-
-    @property
-    def numbers(self) -> Constraint:
-        return Angles(self.bound)
 
     @property
     def per_entry(self) -> int:
