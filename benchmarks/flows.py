@@ -221,7 +221,7 @@ def main() -> None:
         rows.append(row)
         told = "   ".join(f"{name} {value:.2f} ms" for name, value in row["milliseconds"].items())
         print(f"{kind:26} {'no peer' if ratio is None else format(ratio, '.2f'):8} {told}", flush=True)
-    write(found, "zoo", rows)
+    write(found, "flows", rows)
 
 
 if __name__ == "__main__":

@@ -235,9 +235,8 @@ def test_sequences_have_a_base_of_as_many_numbers() -> None:
     assert flow().log_prob(flow().sample((3,))).shape == (3,)
 
 
-@pytest.mark.parametrize(
-    "name", [name for name in NAMES if name != "FFJORD"]
-)  # whose solver says that it fails
+# the solver of FFJORD says that it fails
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "FFJORD"])
 def test_the_density_far_out_is_zero_where_the_way_there_overflows(name: str) -> None:
     signs = torch.tensor([[1.0, -1.0, 1.0], [1.0, 1.0, 1.0]])
     flow = small(name, 3).float()

@@ -142,9 +142,8 @@ def _as_tensor(values: Any) -> Tensor:
     if isinstance(values, Tensor):
         return values
     try:
-        if isinstance(
-            values, np.ndarray
-        ):  # torch refuses flipped arrays, and warns of those that are read only
+        # torch refuses flipped arrays, and warns of those that are read only
+        if isinstance(values, np.ndarray):
             values = np.require(values, requirements=("C", "W"))
         tensor = torch.as_tensor(values)
     except (TypeError, ValueError, RuntimeError) as error:

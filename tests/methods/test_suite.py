@@ -96,9 +96,8 @@ def test_saving_and_loading_changes_no_prediction(name, tmp_path):
     samples = posterior.default_samples if posterior.default_samples < 8 else 8
     before, after = (each.predict(inputs, samples=samples, seed=2) for each in (posterior, loaded))
     assert torch.equal(before.log_samples, after.log_samples)
-    assert list(loaded.tensors()) == list(
-        posterior.tensors()
-    )  # names in the network's order, not by the alphabet
+    # names in the network's order, not by the alphabet
+    assert list(loaded.tensors()) == list(posterior.tensors())
     other = nn.Sequential(nn.Linear(4, 7), nn.Tanh(), nn.Linear(7, 3))
     kept = copied(other)
     with pytest.raises(FlowBNNError, match="architecture|damaged") as refused:

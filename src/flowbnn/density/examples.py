@@ -42,9 +42,8 @@ def as_tensor(data: Any) -> Any:
     """Arrays and lists of numbers as tensors, in the precision they have; a loader would round them. The rest as it is."""
     with suppress(TypeError, ValueError, RuntimeError):
         known = data is None or isinstance(data, Tensor)
-        return (
-            data if known else torch.as_tensor(np.require(data, requirements=("C", "W")))
-        )  # what torch takes
+        # torch refuses flipped arrays, and warns of those that are read only
+        return data if known else torch.as_tensor(np.require(data, requirements=("C", "W")))
     return data
 
 

@@ -54,12 +54,10 @@ class NoisePosterior(Posterior):
     kind = "node noise"
     compiles = True
     calibration: Calibration | None = None  # what cross-validation says, where fb.calibrate fitted the noise
-    bound: Gain | None = (
-        None  # ELBO of the network that was given and of this posterior, where fb.fit made it
-    )
-    gain: Gain | None = (
-        None  # held-out log-likelihoods before and after the fit, where it was given validation data
-    )
+    # ELBO of the network that was given and of this posterior, where fb.fit made it
+    bound: Gain | None = None
+    # held-out log-likelihoods before and after the fit, where it was given validation data
+    gain: Gain | None = None
 
     def outputs(self, inputs: Any, samples: range, prediction: Prediction) -> Tensor:
         """The one place where the way to take samples is chosen: compiled, folded into the batch, or one by one."""
