@@ -283,8 +283,10 @@ def fit(
     engine = optimizer_for(groups, optimizer)
 
     def loss(outputs_of: Outputs, batch: Any, clock: Clock) -> Logged:
+        nonlocal ceiling
         some, targets = split_batch(batch)
         if level is not None:
+            ceiling = ceiling.to(level.device)  # training has moved the likelihood to its device
             # what the noise's first, wide draws add to the residuals is not the targets' noise
             with torch.no_grad():
                 level.clamp_(max=ceiling)
