@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 OUT ?= results
 export PYTHONDONTWRITEBYTECODE =  # the tests start many processes, each of which would compile the library anew
 
-.PHONY: demo test lint bench attack clean
+.PHONY: demo test lint bench stress clean
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11) and 'flowbnn needs Python 3.11 or newer, this is ' + sys.version.split()[0])"
@@ -19,8 +19,8 @@ demo: $(STAMP)  ## run the demo studies and write the report
 	$(BIN)/flowbnn demo --out $(OUT)
 
 lint: $(STAMP)  ## linter and type checker
-	$(BIN)/ruff check src tests benchmarks attack
-	$(BIN)/ruff format --check src tests benchmarks attack
+	$(BIN)/ruff check src tests benchmarks
+	$(BIN)/ruff format --check src tests benchmarks
 	$(BIN)/mypy
 
 test: lint  ## linter, type checker, tests, doctests and the import-order test
@@ -40,8 +40,8 @@ bench: $(STAMP)  ## speed, as ratios to the plain network; what the defaults do;
 	$(BIN)/python benchmarks/threads.py
 	$(BIN)/python benchmarks/structure.py --out $(OUT)
 
-attack: $(STAMP)  ## kills, hostile files, wrong arguments, threads: 15 minutes, fails on any wrong answer, trace, hang or loss
-	$(BIN)/python -m attack --minutes 15 --seed 0
+stress: $(STAMP)  ## random kills, hostile files, wrong arguments and threads for 15 minutes; fails on any wrong answer
+	$(BIN)/python -m tests.stress --minutes 15 --seed 0
 
 clean:
 	rm -rf $(VENV) $(OUT) build dist *.egg-info src/*.egg-info

@@ -77,11 +77,11 @@ def main() -> None:
     images, labels = images[: arguments.images], labels[: arguments.images]
     posterior.predict(images[:256], 16)  # finds the plan
     count = arguments.samples
-    full, spent = timed(posterior.predict, images, count, seed=1)
+    full, sample_counts = timed(posterior.predict, images, count, seed=1)
     other = posterior.predict(images, count, seed=2)
     print(
         f"{arguments.data}, {len(images)} {judged} images: accuracy {full.evaluate(labels)['accuracy']:.4f}; {count} other samples "
-        f"give the same decision on {(full.labels == other.labels).double().mean():.4f} of them; all samples take {spent:.2f} s"
+        f"give the same decision on {(full.labels == other.labels).double().mean():.4f} of them; all samples take {sample_counts:.2f} s"
     )
     rows = []
     for name, rule in {
@@ -94,14 +94,14 @@ def main() -> None:
         gap = (found.probabilities - full.probabilities).abs().amax(-1)
         row = {
             "until": name,
-            "spent": float(found.samples_spent.double().mean()),
-            "time": taken / spent,
+            "spent": float(found.sample_counts.double().mean()),
+            "time": taken / sample_counts,
             "same": float((found.labels == full.labels).double().mean()),
             "accuracy": found.evaluate(labels)["accuracy"],
             "differ_median": float(gap.median()),
             "differ_most": float(gap.max()),
         }
-        stopped = found.samples_spent < count
+        stopped = found.sample_counts < count
         early = gap[stopped]
         row |= {
             "confidence": float((found.confidence - full.confidence)[stopped].mean()),

@@ -36,7 +36,7 @@ def seconds(network: nn.Module, shape: tuple[int, ...], examples: int, structure
         posterior = fb.calibrate(network, loader, folds=folds, **given)
         print(f"{name}, {examples:,} examples, {folds} folds: {time.perf_counter() - began:.1f} s")
     began = time.perf_counter()
-    fb.quality.pareto_k(posterior, loader)
+    fb.diagnostics.pareto_k(posterior, loader)
     print(f"{name}, {examples:,} examples, k-hat: {time.perf_counter() - began:.1f} s")
 
 

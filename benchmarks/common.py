@@ -19,7 +19,7 @@ from flowbnn.models import VGG16, LeNet
 from flowbnn.objectives import ELBO
 from flowbnn.training import TrainingOptions
 from flowbnn.training.cuda_graph import Recorder
-from flowbnn.training.device import keep_memory
+from flowbnn.training.device import raise_malloc_trim_threshold
 from flowbnn.training.options import Clock
 
 __all__ = [
@@ -92,7 +92,7 @@ class Stepping:
         acceleration: str,
     ) -> None:
         torch.manual_seed(0)
-        keep_memory()  # as every training does
+        raise_malloc_trim_threshold()  # as every training does
         network: nn.Module = MODELS[model]().to(device)
         images, labels = (
             torch.randn(batch, *shape_of(model), device=device),

@@ -37,14 +37,14 @@ def state():
 
 def memory():
     """The peak of what one tensor takes, and the pages that twenty passes over maps of 48 MB have faulted in."""
-    from flowbnn.candidates import PeakMemory
-    from flowbnn.training.device import keep_memory
+    from flowbnn.compare.candidates import PeakMemory
+    from flowbnn.training.device import raise_malloc_trim_threshold
 
     peak = PeakMemory()
     held = torch.ones(30 * 2**20)
     answer = {"peak": peak.read(), "value": float(held[0]), "faults": []}
     del held
-    keep_memory()
+    raise_malloc_trim_threshold()
 
     def passes(number, size):
         for _ in range(number):

@@ -12,12 +12,12 @@ from torch.distributions import MultivariateNormal
 import flowbnn as fb
 from flowbnn.calibrate.flow import FlowFit, fit_flow, score
 from flowbnn.calibrate.network import _Work
+from flowbnn.diagnostics.noise_target import NoiseTarget
 from flowbnn.methods.variational import natural
 from flowbnn.methods.variational.block_gaussian import BlockGaussian
 from flowbnn.methods.variational.natural import NoisyNetwork, fit_gaussian
 from flowbnn.noise import NormalAffine, NormalCoupling, NormalPlanar, Recipe, noise_layers
 from flowbnn.noise.joint import independent_vectors
-from flowbnn.quality.target import NoiseTarget
 
 LEVEL, SCALE = 0.3, 0.5
 
@@ -358,7 +358,7 @@ def test_a_flow_never_ends_below_its_gaussian() -> None:
         fit, plain, data = on_top(seed, 0.5, recipe, steps=6, draws=8, lr=0.05)
         taken += fit.better
         assert (fit.posterior is plain) != fit.better
-        ours, theirs = (fb.quality.pareto_k(one, data, 400, seed=99) for one in (fit.posterior, plain))
+        ours, theirs = (fb.diagnostics.pareto_k(one, data, 400, seed=99) for one in (fit.posterior, plain))
         assert ours.elbo > theirs.elbo - 3 * math.hypot(ours.elbo_error, theirs.elbo_error)
     assert taken < 10  # the test would be idle if none had to be left out
 
@@ -366,7 +366,7 @@ def test_a_flow_never_ends_below_its_gaussian() -> None:
 def test_a_flow_gains_where_the_posterior_is_not_gaussian() -> None:
     fit, plain, data = on_top(1, 2.0, NormalCoupling(), steps=80, draws=32, lr=0.02)
     assert fit.better
-    ours, theirs = (fb.quality.pareto_k(one, data, 2000, seed=99) for one in (fit.posterior, plain))
+    ours, theirs = (fb.diagnostics.pareto_k(one, data, 2000, seed=99) for one in (fit.posterior, plain))
     assert ours.elbo > theirs.elbo + 0.1 + 2 * math.hypot(ours.elbo_error, theirs.elbo_error)
 
 

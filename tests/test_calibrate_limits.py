@@ -37,7 +37,7 @@ def test_data_that_tell_the_noise_to_a_millionth_give_a_posterior_as_narrow(
     assert float(normal.mean) == pytest.approx(mean, abs=0.05 * precision**-0.5)
     assert float(normal.stddev) == pytest.approx(precision**-0.5, rel=1e-3)
     evidence = MultivariateNormal(x[:, 0], level**2 * torch.eye(50).double() + SCALE**2 * x @ x.T)
-    found = fb.quality.pareto_k(posterior, (x, y), samples=50)
+    found = fb.diagnostics.pareto_k(posterior, (x, y), samples=50)
     if level == 1e-4:  # beyond, the exact evidence is lost in rounding
         assert found.elbo == pytest.approx(float(evidence.log_prob(y[:, 0])), abs=0.01)
     assert found.verdict == "good"
@@ -145,7 +145,7 @@ def test_a_network_that_mixes_the_rows_of_a_batch_is_refused() -> None:
     assert told.value.kind == "network"
     model = fb.to_stochastic(network(False), {"*": fb.noise.NormalAffine()})
     with pytest.raises(fb.FlowBNNError, match="depends on the other examples"):
-        fb.quality.pareto_k(fb.posterior.NoisePosterior(model, given["likelihood"]), data)
+        fb.diagnostics.pareto_k(fb.posterior.NoisePosterior(model, given["likelihood"]), data)
     fb.calibrate(network(True), data, **given)
 
 
@@ -263,7 +263,7 @@ def test_one_logit_may_be_squeezed() -> None:
     networks = network, nn.Sequential(*network, nn.Flatten(0))
     rows, flat = (fb.calibrate(one, data, **given) for one in networks)
     assert flat.history[-1] == rows.history[-1]
-    assert fb.quality.pareto_k(flat, data, 50) == fb.quality.pareto_k(rows, data, 50)
+    assert fb.diagnostics.pareto_k(flat, data, 50) == fb.diagnostics.pareto_k(rows, data, 50)
     assert torch.equal(*(one.predict(inputs, seed=0).probabilities for one in (rows, flat)))
 
 
@@ -303,12 +303,12 @@ def test_likelihoods_that_are_not_numbers_are_one_line() -> None:
     assert posterior.predict(x, 4).probabilities.isfinite().all()
     wide = fb.posterior.NoisePosterior(fb.to_stochastic(Root(), {"*": NormalAffine()}), posterior.likelihood)
     with pytest.raises(FlowBNNError, match=r"not finite at \d+ of 400 draws"):
-        fb.quality.pareto_k(wide, data)
+        fb.diagnostics.pareto_k(wide, data)
     network = Root()
     for broken in (network, posterior.model):
         nn.init.constant_(broken.two.weight, float("nan"))
     with pytest.raises(FlowBNNError, match="gives NaN for the first examples"):
-        fb.quality.pareto_k(posterior, data)
+        fb.diagnostics.pareto_k(posterior, data)
     with pytest.raises(FlowBNNError, match="gives NaN for the first examples"):
         fb.calibrate(network, data, folds=0, progress=False)
 

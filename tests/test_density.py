@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 import flowbnn as fb
 from flowbnn.density import Density
+from flowbnn.density.target import TargetFit
 from flowbnn.distributions import DiagonalNormal
-from flowbnn.target import TargetFit
 from flowbnn.transforms import ActNorm, Affine, Compose, Dequantization, Exp
 
 FEW = {"epochs": 2, "seed": 0, "progress": False, "accelerator": "cpu"}

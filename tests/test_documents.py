@@ -124,7 +124,7 @@ def test_the_lines_of_the_page_on_prediction_run():
     torch.manual_seed(0)
     exec(code, names)
     assert names["full"].probabilities.shape == (64, 10)
-    assert 8 <= names["quick"].samples_spent.double().mean() <= 128
+    assert 8 <= names["quick"].sample_counts.double().mean() <= 128
 
 
 @pytest.mark.filterwarnings(

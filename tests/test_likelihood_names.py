@@ -83,8 +83,8 @@ class OfPixels(Likelihood):
     def log_prob(self, outputs: Tensor, targets: Tensor) -> Tensor:
         return -nn.functional.cross_entropy(outputs, targets, reduction="none").flatten(1).sum(1)
 
-    def predictive(self, outputs: Tensor, spent: Tensor | None = None) -> CategoricalPredictive:
-        return CategoricalPredictive(outputs.movedim(2, -1).flatten(1, -2), spent)
+    def predictive(self, outputs: Tensor, sample_counts: Tensor | None = None) -> CategoricalPredictive:
+        return CategoricalPredictive(outputs.movedim(2, -1).flatten(1, -2), sample_counts)
 
 
 def test_labels_of_pixels_take_a_likelihood_of_ones_own_which_is_saved_and_loaded(tmp_path):
@@ -137,8 +137,8 @@ def test_labels_as_real_numbers_pass_the_compiler_and_vmap():
 class Halved(Gaussian):
     """A Gaussian of half the outputs."""
 
-    def predictive(self, outputs, spent=None):
-        return super().predictive(outputs / 2, spent)
+    def predictive(self, outputs, sample_counts=None):
+        return super().predictive(outputs / 2, sample_counts)
 
 
 def test_a_kind_of_gaussian_of_ones_own_is_loaded_as_that_kind(tmp_path):

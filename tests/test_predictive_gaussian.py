@@ -127,11 +127,11 @@ def test_decide() -> None:
 
 
 @pytest.mark.parametrize("spent", [None, torch.tensor([1, 3, 5, 2])])
-def test_crps_is_the_integral_of_the_squared_distance_of_the_cdfs(spent):
+def test_crps_is_the_integral_of_the_squared_distance_of_the_cdfs(sample_counts):
     generator = torch.Generator().manual_seed(0)
     mean = torch.randn(5, 4, 1, generator=generator).double()
     variance = 0.05 + torch.rand(5, 4, 1, generator=generator).double()
-    prediction = GaussianPredictive(mean, variance, spent)
+    prediction = GaussianPredictive(mean, variance, sample_counts)
     targets = torch.tensor([[-2.0], [0.1], [0.5], [3.0]]).double()
     axis = torch.linspace(-12, 12, 48001).double()
     below = torch.stack([prediction.cdf(at.expand(4, 1)) for at in axis[::40]])[:, :, 0]

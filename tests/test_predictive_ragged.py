@@ -30,7 +30,7 @@ ALONE = {
         for i, n in enumerate(SPENT.tolist())
     ],
 }
-BOTH = ["standard_error", "sampling_error", "samples_spent"]
+BOTH = ["standard_error", "sampling_error", "sample_counts"]
 CASES = [
     *(
         (CLASSES, name)
@@ -81,10 +81,10 @@ def test_evaluation_is_of_the_whole():
 
 @pytest.mark.parametrize("predictive", [CLASSES, NUMBERS])
 def test_cutting_and_moving_keep_the_counts(predictive):
-    assert predictive[1:4].samples_spent.tolist() == [3, 7, 8]
-    assert predictive[-1].samples_spent.tolist() == [4]
-    assert predictive[:2].samples_spent.tolist() == SPENT[:2].tolist()
-    assert predictive.to(torch.bfloat16).samples_spent.dtype == torch.int64
+    assert predictive[1:4].sample_counts.tolist() == [3, 7, 8]
+    assert predictive[-1].sample_counts.tolist() == [4]
+    assert predictive[:2].sample_counts.tolist() == SPENT[:2].tolist()
+    assert predictive.to(torch.bfloat16).sample_counts.dtype == torch.int64
     assert "samples=1 to 8, 4.6 on average" in repr(predictive)
 
 
@@ -117,9 +117,9 @@ def test_the_strength_of_a_decision_by_hand():
         (torch.tensor([1, 1, 1, 1, 9]), "from 1 to 8"),
     ],
 )
-def test_counts_that_do_not_fit(spent, line):
+def test_counts_that_do_not_fit(sample_counts, line):
     with pytest.raises(FlowBNNError, match=line):
-        CategoricalPredictive(LOGITS, spent)
+        CategoricalPredictive(LOGITS, sample_counts)
 
 
 def test_a_sample_that_was_spent_must_be_a_number():

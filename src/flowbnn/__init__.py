@@ -23,7 +23,6 @@ from flowbnn import (
     noise,
     posterior,
     predictive,
-    quality,
     training,
     transforms,
     vae,
@@ -31,7 +30,8 @@ from flowbnn import (
 from flowbnn.calibrate import calibrate
 from flowbnn.compare import compare
 from flowbnn.convert import describe, to_deterministic, to_stochastic
-from flowbnn.density import fit_density, load_density
+from flowbnn.density import fit_density, fit_target, load_density
+from flowbnn.diagnostics import diagnose
 from flowbnn.errors import FlowBNNError, FlowBNNWarning
 from flowbnn.methods import (
     DAMP,
@@ -54,8 +54,6 @@ from flowbnn.methods import (
 from flowbnn.noise import noise_mode, parameter_groups
 from flowbnn.objectives import ELBO
 from flowbnn.posterior import Posterior, evaluate, load_posterior
-from flowbnn.quality import diagnose
-from flowbnn.target import fit_target
 
 __version__ = "0.1.0"
 
@@ -103,7 +101,6 @@ __all__ = [
     "parameter_groups",
     "posterior",
     "predictive",
-    "quality",
     "to_deterministic",
     "to_stochastic",
     "training",

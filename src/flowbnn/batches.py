@@ -267,7 +267,7 @@ def check_finite(inputs: Any, what: str = "inputs") -> None:
 
 
 @contextmanager
-def explaining(inputs: Any, what: str = "the network fails on inputs of") -> Iterator[None]:
+def rewrap_forward_errors(inputs: Any, what: str = "the network fails on inputs of") -> Iterator[None]:
     """Where a function of the inputs fails in the ``with`` block, one line has their shapes, what it said, and what may help."""
     try:
         yield

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flowbnn.errors import FlowBNNError, counted
+from flowbnn.errors import FlowBNNError, pluralize
 from flowbnn.options import Count, Interval, NonNegative, Positive, checked
 
 __all__ = [
@@ -87,7 +87,7 @@ class TensorLoader:
             problem = f"takes tensors on one device, not {', '.join(places)}"
         elif drop_last and not self.num_data:
             problem = (
-                f"with drop_last leaves nothing of {counted(number, 'example')} in batches of {batch_size}"
+                f"with drop_last leaves nothing of {pluralize(number, 'example')} in batches of {batch_size}"
             )
         if problem:
             raise FlowBNNError(f"a TensorLoader {problem}", kind="loader")

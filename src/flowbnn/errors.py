@@ -52,20 +52,20 @@ def warn(message: str, **fields: Any) -> None:
     warnings.warn(FlowBNNWarning(message, **fields), stacklevel=outermost + 2)
 
 
-def some_of(names: Sequence[str], most: int = 5) -> str:
+def quote_names(names: Sequence[str], most: int = 5) -> str:
     """The first few names, and how many more there are.
 
-    >>> some_of(["fc1", "fc2", "fc3"], most=2)
+    >>> quote_names(["fc1", "fc2", "fc3"], most=2)
     "'fc1', 'fc2' and 1 more"
     """
-    shown = ", ".join(f"'{name}'" for name in names[:most])
-    return shown + (f" and {len(names) - most} more" if len(names) > most else "")
+    describe_value = ", ".join(f"'{name}'" for name in names[:most])
+    return describe_value + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
-def counted(number: int, noun: str) -> str:
+def pluralize(number: int, noun: str) -> str:
     """A number with its noun.
 
-    >>> counted(1, "held-out example"), counted(3000, "epoch")
+    >>> pluralize(1, "held-out example"), pluralize(3000, "epoch")
     ('1 held-out example', '3,000 epochs')
     """
     return f"{number:,} {noun}{'s' if number != 1 else ''}"
@@ -91,13 +91,13 @@ def nearest(word: str, known: Iterable[str]) -> str:
     known = list(dict.fromkeys(known))
     if close := close_words(word, known):
         return "; did you mean " + " or ".join(f"'{name}'" for name in close) + "?"
-    return f"; there {'are' if known[1:] else 'is'} {some_of(known, 8)}" if known else ""
+    return f"; there {'are' if known[1:] else 'is'} {quote_names(known, 8)}" if known else ""
 
 
-def shown(value: object) -> str:
+def describe_value(value: object) -> str:
     """A plain value as it is, a class by its name, anything else by its kind, for an error message.
 
-    >>> shown("adam"), shown(dict), shown([1, 2])
+    >>> describe_value("adam"), describe_value(dict), describe_value([1, 2])
     ("'adam'", 'the class dict', 'a list')
     """
     if isinstance(value, type):

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from flowbnn.errors import FlowBNNError, counted, nearest
-from flowbnn.numerics import readable
-from flowbnn.options import Count, Positive, checked, descendants
+from flowbnn.errors import FlowBNNError, nearest, pluralize
+from flowbnn.numerics import is_concrete
+from flowbnn.options import Count, Positive, all_subclasses, checked
 from flowbnn.predictive import CategoricalPredictive, GaussianPredictive
 from flowbnn.predictive.base import check_samples
 
@@ -40,7 +40,7 @@ class Likelihood(nn.Module, ABC):
 
     @abstractmethod
     @checked
-    def predictive(self, outputs: Tensor, spent: Tensor | None = None) -> Any:
+    def predictive(self, outputs: Tensor, sample_counts: Tensor | None = None) -> Any:
         """From outputs ``[S, B, ...]`` to a :class:`~flowbnn.predictive.Predictive`; each input had ``spent`` of the S samples."""
 
     def problem(self, outputs: Tensor, targets: Tensor) -> str:
@@ -71,7 +71,7 @@ class Likelihood(nn.Module, ABC):
 
 def _integers(targets: Tensor, advice: str) -> Tensor:
     """Class labels as integers; floating-point numbers without fractions are taken."""
-    if targets.is_floating_point() and readable(targets) and not bool((targets == targets.round()).all()):
+    if targets.is_floating_point() and is_concrete(targets) and not bool((targets == targets.round()).all()):
         line = f"class labels must be integers, but these have fractions; {advice}"
         raise FlowBNNError(line, kind="targets", argument="targets")
     return targets.long()
@@ -97,8 +97,8 @@ class Categorical(Likelihood):
     def average(self, outputs: Sequence[Tensor]) -> Tensor:
         return _stacked(outputs).log_softmax(-1).logsumexp(0) - math.log(len(outputs))
 
-    def predictive(self, outputs: Tensor, spent: Tensor | None = None) -> CategoricalPredictive:
-        return CategoricalPredictive(outputs, spent)
+    def predictive(self, outputs: Tensor, sample_counts: Tensor | None = None) -> CategoricalPredictive:
+        return CategoricalPredictive(outputs, sample_counts)
 
     def problem(self, outputs: Tensor, targets: Tensor) -> str:
         if outputs.ndim != 2:
@@ -118,13 +118,13 @@ class Categorical(Likelihood):
             elif targets.shape == outputs.shape:
                 advice = "of one-hot labels give labels.argmax(1)" if _one_hot(targets) else SEVERAL_LABELS
             return (
-                f"class labels are one integer for each of {counted(len(outputs), 'row')} of outputs, "
+                f"class labels are one integer for each of {pluralize(len(outputs), 'row')} of outputs, "
                 f"not {targets.dtype} of shape {tuple(targets.shape)}; {advice}"
             )
         classes = outputs.shape[1]
         if targets.numel() and (int(targets.min()) < 0 or int(targets.max()) >= classes):
             return (
-                f"labels run from {int(targets.min())} to {int(targets.max())}, but the network has {counted(classes, 'output')}, "
+                f"labels run from {int(targets.min())} to {int(targets.max())}, but the network has {pluralize(classes, 'output')}, "
                 f"so labels must lie in 0 to {classes - 1}"
             )
         return ""
@@ -150,9 +150,9 @@ class Bernoulli(Likelihood):
         return F.logsigmoid(logits).logsumexp(0) - F.logsigmoid(-logits).logsumexp(0)
 
     @checked
-    def predictive(self, outputs: Tensor, spent: Tensor | None = None) -> CategoricalPredictive:
+    def predictive(self, outputs: Tensor, sample_counts: Tensor | None = None) -> CategoricalPredictive:
         rows = outputs.flatten(1) if outputs.ndim > 1 else outputs.unsqueeze(-1)
-        return CategoricalPredictive.from_bernoulli(rows, spent)
+        return CategoricalPredictive.from_bernoulli(rows, sample_counts)
 
     def problem(self, outputs: Tensor, targets: Tensor) -> str:
         if outputs.numel() != outputs.shape[0]:
@@ -233,9 +233,9 @@ class Gaussian(Likelihood):
         return torch.cat([means.mean(0), variance.log()], -1)
 
     @checked
-    def predictive(self, outputs: Tensor, spent: Tensor | None = None) -> GaussianPredictive:
+    def predictive(self, outputs: Tensor, sample_counts: Tensor | None = None) -> GaussianPredictive:
         outputs, _ = check_samples(outputs, "outputs", "[S, B, D]")
-        return GaussianPredictive(*self.moments(outputs), spent, self.shape)
+        return GaussianPredictive(*self.moments(outputs), sample_counts, self.shape)
 
     def problem(self, outputs: Tensor, targets: Tensor) -> str:
         if outputs.ndim != 2:
@@ -246,7 +246,7 @@ class Gaussian(Likelihood):
             )
         rows, width = outputs.shape
         if self.noise == "predicted" and width % 2:
-            given = counted(width, "output")
+            given = pluralize(width, "output")
             return f"with noise='predicted' the network gives a mean and a log-variance for each target, but has {given}"
         if self.noise == "learned" and width != self.dim:
             return f"the network gives {width} targets; say Gaussian(dim={width})"
@@ -257,7 +257,7 @@ class Gaussian(Likelihood):
             )
             if 2 * targets.numel() == rows * width:
                 labels = "; where the network gives log-variances too, say likelihood=Gaussian('predicted')"
-            given = f"{counted(rows, 'row')} of {counted(width, 'predicted value')}"
+            given = f"{pluralize(rows, 'row')} of {pluralize(width, 'predicted value')}"
             return f"targets of shape {tuple(targets.shape)} do not fit {given}{labels}"
         return ""
 
@@ -309,7 +309,7 @@ def mean_log_prob(likelihood: Likelihood, outputs: Tensor, targets: Tensor) -> T
     """The mean over examples; log-likelihoods of pixels, say, must be sums over them, to weigh right beside a KL."""
     each = likelihood.log_prob(outputs, targets)
     if each.shape != outputs.shape[:1]:
-        one = f"one number for each of {counted(len(outputs), 'example')}"
+        one = f"one number for each of {pluralize(len(outputs), 'example')}"
         raise FlowBNNError(
             f"{type(likelihood).__name__}.log_prob must give {one}, not {tuple(each.shape)}; sum over all but the first axis",
             kind="shape",
@@ -375,7 +375,7 @@ def make_likelihood(
         dict(likelihood) if isinstance(likelihood, dict) else {"likelihood": likelihood}
     )
     name = str(settings.pop("likelihood", None)).lower()
-    kinds: dict[str, Any] = {kind.__name__.lower(): kind for kind in descendants(Likelihood)}  # type: ignore[type-abstract]
+    kinds: dict[str, Any] = {kind.__name__.lower(): kind for kind in all_subclasses(Likelihood)}  # type: ignore[type-abstract]
     kinds |= {"categorical": Categorical, "bernoulli": Bernoulli, "gaussian": Gaussian}
     problem = ""
     if name == "auto" and targets is None:

@@ -17,13 +17,13 @@ def sum_rightmost(value: Tensor, dims: int) -> Tensor:
     return value if dims == 0 else value.flatten(-dims).sum(-1) if dims > 1 else value.sum(-1)
 
 
-def exactly(tensor: Tensor) -> AbstractContextManager[Any]:
+def full_precision(tensor: Tensor) -> AbstractContextManager[Any]:
     """Flows and their densities, which half precision would spoil, compute in that of their weights under autocast as well."""
     device = tensor.device.type
     return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
 
 
-def readable(value: Tensor) -> bool:
+def is_concrete(value: Tensor) -> bool:
     """Whether a decision may depend on the numbers: not in a graph that is compiled or recorded, nor under ``torch.func``."""
     traced = torch.compiler.is_compiling() or torch.jit.is_tracing()
     if traced or torch._C._functorch.maybe_current_level() is not None:

@@ -45,7 +45,7 @@ from typing import (
 import torch
 from torch import Tensor
 
-from flowbnn.errors import FlowBNNError, close_words, nearest, shown
+from flowbnn.errors import FlowBNNError, close_words, describe_value, nearest
 
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
@@ -85,7 +85,7 @@ class Hint:
 Count = Annotated[int, Ge(1)]
 Positive = Annotated[float, Interval(gt=0)]
 NonNegative = Annotated[float, Ge(0)]
-Share = Annotated[float, Interval(ge=0, le=1)]
+UnitInterval = Annotated[float, Interval(ge=0, le=1)]
 Probability = Annotated[float, Interval(gt=0, lt=1)]
 Seed = Annotated[int, Interval(ge=0, lt=2**32)]
 File = str | PathLike[str]
@@ -104,7 +104,7 @@ _ARTICLES[Tensor] = "a dense tensor of real numbers"
 def check(name: str, value: Any, annotation: Any, owner: str = "") -> None:
     """Refuse a value that its annotation does not allow, in one line.
 
-    >>> check("rate", 1.5, Share)
+    >>> check("rate", 1.5, UnitInterval)
     Traceback (most recent call last):
     flowbnn.errors.FlowBNNError: rate must be a number from 0 to 1, got 1.5
     >>> check("widths", [4, 0], Sequence[Count])
@@ -134,14 +134,14 @@ def check(name: str, value: Any, annotation: Any, owner: str = "") -> None:
     elif annotation is Tensor and hasattr(value, "__len__") and not isinstance(value, Tensor | str):
         close = "; torch.as_tensor makes one of numbers"
     where = f"{owner}({name}=...)" if owner else name
-    text = f"{where} must {verb} {_describe(annotation)}{hints}, got {shown(value)}{close}"
+    text = f"{where} must {verb} {_describe(annotation)}{hints}, got {describe_value(value)}{close}"
     raise FlowBNNError(text, argument=name)
 
 
-def made_by(function: Callable[..., Any], *given: Any, name: str, kind: type) -> Any:
+def call_factory(function: Callable[..., Any], *given: Any, name: str, kind: type) -> Any:
     """What a user's function makes of these arguments: of this kind, or one line that names the setting.
 
-    >>> made_by(dict, name="optimizer", kind=torch.optim.Optimizer)
+    >>> call_factory(dict, name="optimizer", kind=torch.optim.Optimizer)
     Traceback (most recent call last):
     flowbnn.errors.FlowBNNError: optimizer must be an Optimizer (which the function returns), got a dict
     """
@@ -230,11 +230,11 @@ def _describe(annotation: Any) -> str:
     return f"{'an' if name[0].lower() in 'aeiou' else 'a'} {name}"
 
 
-def descendants(kind: type[T]) -> Iterator[type[T]]:
+def all_subclasses(kind: type[T]) -> Iterator[type[T]]:
     """The subclasses of a class and theirs, which files and messages name."""
     for below in kind.__subclasses__():
         yield below
-        yield from descendants(below)
+        yield from all_subclasses(below)
 
 
 @cache
@@ -303,7 +303,7 @@ def _checked(function: F, annotated: Any, owner: str) -> F:
     return wrapper  # type: ignore[return-value]
 
 
-def takes(kind: type) -> Callable[[F], F]:
+def accepts_options_of(kind: type) -> Callable[[F], F]:
     """Let a function with ``**settings`` take the arguments of a class, which ``help``, editors and :func:`checked` see."""
 
     def decorate(function: F) -> F:

@@ -6,7 +6,7 @@
 
 from importlib import import_module
 
-from flowbnn.results import Metric, Parts
+from flowbnn.compare.results import Metric, Parts
 from flowbnn_studies.runner.run import open_workers, run_study
 from flowbnn_studies.runner.study import Findings, Job, Study, Variant, get_study, register_study, studies
 

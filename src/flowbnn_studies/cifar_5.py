@@ -6,13 +6,13 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from flowbnn.candidates import Candidate
+from flowbnn.compare.candidates import Candidate
+from flowbnn.compare.results import CLASSIFICATION, Metric, Parts, best_first, figure, listed
 from flowbnn.errors import FlowBNNError, nearest
 from flowbnn.methods import MAP, MNF, BayesByBackprop, DeepEnsemble, MCDropout, Method
 from flowbnn.methods.variational.base import Variational
 from flowbnn.metrics import novelty_auroc
 from flowbnn.options import Count, NonNegative, Positive, Probability, options
-from flowbnn.results import CLASSIFICATION, Metric, Parts, best_first, figure, listed
 from flowbnn.training import cosine
 from flowbnn_studies.data import CropAndFlip
 from flowbnn_studies.images.data import PictureSettings, PictureStudy

@@ -8,6 +8,8 @@ from pathlib import Path
 from shlex import quote
 from typing import Annotated, Any
 
+from flowbnn.errors import pluralize
+
 try:
     import typer
 except ImportError:
@@ -105,11 +107,10 @@ def list_studies() -> None:
     """The studies there are."""
     with _one_line():
         from flowbnn_studies import studies
-        from flowbnn_studies.runner.findings import counted
 
         width = max(len(study.name) for study in studies())
         for study in studies():
-            typer.echo(f"{study.name:<{width}}  {study.description}; {counted(study.seeds)}")
+            typer.echo(f"{study.name:<{width}}  {study.description}; {pluralize(study.seeds, 'seed')}")
 
 
 @app.command()

@@ -8,14 +8,14 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from flowbnn.candidates import Candidate
+from flowbnn.compare.candidates import Candidate
+from flowbnn.compare.results import CLASSIFICATION, Metric, Parts, figure, reliability_figure
 from flowbnn.data import TensorLoader, clusters, ring
 from flowbnn.methods import Posterior
 from flowbnn.metrics import novelty_auroc, reliability
 from flowbnn.models import MLP
 from flowbnn.options import Count, Positive, options
-from flowbnn.results import CLASSIFICATION, Metric, Parts, figure, reliability_figure
-from flowbnn_studies.runner.findings import counted, ranking, short
+from flowbnn_studies.runner.findings import pluralize, ranking, short
 from flowbnn_studies.runner.methods import MethodSettings, MethodStudy, predict, shuffled
 from flowbnn_studies.runner.study import Findings, Job
 
@@ -173,8 +173,8 @@ def answer(parts: Parts, chosen: Sequence[Candidate]) -> str:
     rank = partial(ranking, parts, chosen)
     blind = sum(parts.mean(one.key, "auroc") <= 0.5 for one in chosen)
     return (
-        f"The ring is distinguished from the test points, {counted(len(parts.seeds))}, best by {rank('auroc', higher=True)} (AUROC by "
-        f"entropy); {blind} of {len(chosen)} methods are no better than guessing.\n"
+        f"The ring is distinguished from the test points, {pluralize(len(parts.seeds))}, best by {rank('auroc', higher=True)} (AUROC "
+        f"by entropy); {blind} of {len(chosen)} methods are no better than guessing.\n"
         f"The entropy on the ring is at most {math.log(2):.3f}: {rank('ring_entropy', higher=True)}.\n"
         f"The calibration error on known points, which is another matter: {rank('ece')}."
     )

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from flowbnn.candidates import PLAIN, Candidate, find_candidates, measure, warm_up
 from flowbnn.compare import Comparison
+from flowbnn.compare.candidates import PLAIN, Candidate, find_candidates, measure, warm_up
+from flowbnn.compare.results import Parts
 from flowbnn.data import TensorLoader, clusters, load_digits, ring
 from flowbnn.errors import FlowBNNError
 from flowbnn.models import MLP, VGG16, LeNet, ResNet18, SmallConv
 from flowbnn.options import Ge, options
-from flowbnn.results import Parts
 from flowbnn_studies.data import load_images, novel_noise
 from flowbnn_studies.runner.methods import MethodSettings, MethodStudy, shuffled
 from flowbnn_studies.runner.study import Findings, Job

@@ -6,22 +6,22 @@ from typing import Annotated, Any, ClassVar
 from torch import Tensor
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
+from flowbnn.compare.results import CLASSIFICATION, Metric, Parts, figure, reliability_figure
 from flowbnn.data import Digits, load_digits
 from flowbnn.methods import Posterior
 from flowbnn.metrics import novelty_aupr, novelty_auroc, reliability
 from flowbnn.models import SmallConv
 from flowbnn.noise import Dropout, NormalAffine, NormalInvConv, NormalPlanar, Recipe
-from flowbnn.options import Count, Interval, NonNegative, Share, options
+from flowbnn.options import Count, Interval, NonNegative, UnitInterval, options
 from flowbnn.predictive import CategoricalPredictive
-from flowbnn.results import CLASSIFICATION, Metric, Parts, figure, reliability_figure
 from flowbnn_studies.runner.findings import (
-    counted,
     density_figure,
     density_pair,
     density_panels,
     histogram,
     histogram_panels,
     paired,
+    pluralize,
     short,
     training_figure,
 )
@@ -66,7 +66,7 @@ class Settings:
     epochs: Count = 20
     weight_lr: NonNegative = 1e-2
     noise_lr: NonNegative = 5e-2
-    dropout: Share = 0.05
+    dropout: UnitInterval = 0.05
     flow_length: Count = 2
     samples: Count = 128
 
@@ -208,7 +208,7 @@ def answer(parts: Parts, labels: Mapping[str, str]) -> str:
         verdict = f"flow noise does {'better' if flow.mean > 0 else 'worse'} than Gaussian noise"
     accuracies = [parts.mean(key, "accuracy") for key in labels]
     return (
-        f"Probabilities (NLL, {counted(len(parts.seeds), 'split')}): {ranking('nll', False)}\nThe unseen digit (AUROC by entropy): "
+        f"Probabilities (NLL, {pluralize(len(parts.seeds), 'split')}): {ranking('nll', False)}\nThe unseen digit (AUROC by entropy): "
         f"{ranking('auroc', True)}\nAccuracy lies between {min(accuracies):.3f} and {max(accuracies):.3f}.\nFor novelty {verdict}: "
         f"{flow.words(3)}."
     ).replace("gaussian", "Gaussian")

@@ -7,17 +7,17 @@ from typing import Annotated, Any, ClassVar
 
 from torch import Tensor
 
-from flowbnn.candidates import Candidate
+from flowbnn.compare.candidates import Candidate
+from flowbnn.compare.results import CLASSIFICATION, Metric, Parts, best_first, figure
 from flowbnn.data import Digits, TensorLoader, load_digits
 from flowbnn.methods import Posterior
 from flowbnn.metrics import novelty_auroc
 from flowbnn.models import LeNet, SmallConv
 from flowbnn.options import Count, Interval, Positive, checked, options
 from flowbnn.predictive import CategoricalPredictive
-from flowbnn.results import CLASSIFICATION, Metric, Parts, best_first, figure
 from flowbnn_studies.data.images import SOURCES
 from flowbnn_studies.images.data import PictureSettings, PictureStudy
-from flowbnn_studies.runner.findings import counted, histogram, histogram_panels, ranking, short
+from flowbnn_studies.runner.findings import histogram, histogram_panels, pluralize, ranking, short
 from flowbnn_studies.runner.methods import MethodSettings, MethodStudy, predict, shuffled
 from flowbnn_studies.runner.study import Findings, Job
 
@@ -305,7 +305,7 @@ def answer(parts: Parts, chosen: Sequence[Candidate]) -> str:
     by_both = [(parts.mean(one.key, f"auroc_{name}") for name in ("variance", "entropy")) for one in known]
     ahead = sum(variance > entropy for variance, entropy in by_both)
     return (
-        f"Calling new what has a high entropy* is right most often, {counted(len(parts.seeds), 'split')}, with "
+        f"Calling new what has a high entropy* is right most often, {pluralize(len(parts.seeds), 'split')}, with "
         f"{rank('with_new_entropy', higher=True)} (accuracy with “new” as a class).\n"
         f"New images found: {rank('found', higher=True, form='.0%')}; known ones lost: {rank('lost', form='.0%')}.\n"
         f"The sampled networks disagree most about the new class with {rank('novel_variance', higher=True)} (total variance), by which "

@@ -5,12 +5,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from flowbnn.compare.results import CLASSIFICATION, Metric, Parts, figure
 from flowbnn.models import MLP
 from flowbnn.noise import NormalPlanar, noise_layers
 from flowbnn.options import Count, NonNegative, options
 from flowbnn.posterior import NoisePosterior
-from flowbnn.results import CLASSIFICATION, Metric, Parts, figure
-from flowbnn_studies.runner.findings import counted, curve, paired, panel
+from flowbnn_studies.runner.findings import curve, paired, panel, pluralize
 from flowbnn_studies.runner.methods import predict, shuffled
 from flowbnn_studies.runner.study import Findings, Job, Study, Variant
 from flowbnn_studies.two_clusters import ClusterSettings, points_of
@@ -147,7 +147,7 @@ def answer(parts: Parts, lengths: tuple[int, ...]) -> str:
     order = sorted(lengths, key=means.__getitem__)
     best, worst = order[0], order[-1]
     text = (
-        f"Over {counted(len(parts.seeds))} length {best} has the best bound (negative ELBO {means[best]:.4f}) and length {worst} the "
+        f"Over {pluralize(len(parts.seeds))} length {best} has the best bound (negative ELBO {means[best]:.4f}) and length {worst} the "
         f"worst ({means[worst]:.4f})."
     )
     if len(lengths) > 1:

@@ -8,15 +8,15 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from flowbnn.compare.results import Parts, figure
 from flowbnn.diagnostics import effective_sample_size
 from flowbnn.likelihoods import Gaussian
 from flowbnn.methods import HMC, BayesByBackprop, ChainPosterior
 from flowbnn.methods.mcmc.hmc import Metropolis
 from flowbnn.methods.variational.bayes_by_backprop import GaussianWeightPosterior
 from flowbnn.options import Count, Positive, options
-from flowbnn.results import Parts, figure
 from flowbnn.training import cosine
-from flowbnn_studies.runner.findings import counted, kernel_density, line, panel, short
+from flowbnn_studies.runner.findings import kernel_density, line, panel, pluralize, short
 from flowbnn_studies.runner.study import Findings, Job, Study, Variant, metrics_of
 
 VARIANTS = (
@@ -360,8 +360,9 @@ def answer(s: Settings, parts: Parts) -> str:
 
     keys = [one.key for one in VARIANTS]
     lines = [
-        f"Of a line ({counted(len(parts.seeds))}) the KL to the exact posterior is: {told(keys, few)} nats. The samplers are exact up "
-        "to the number of their draws; the factorized Gaussian misses the correlation of slope and intercept, and no longer fit helps.",
+        f"Of a line ({pluralize(len(parts.seeds))}) the KL to the exact posterior is: {told(keys, few)} nats. The samplers are exact "
+        "up to the number of their draws; the factorized Gaussian misses the correlation of slope and intercept, and no longer fit "
+        "helps.",
         f"For a thousand evaluations HMC has {ratio(few):.1f} times as many effective draws as random-walk Metropolis with "
         f"{weights(few)} and {ratio(many):.1f} times as many with {weights(many)}, where the KLs are: {told(keys, many)}.",
     ]

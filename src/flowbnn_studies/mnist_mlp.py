@@ -7,14 +7,14 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from flowbnn.compare.results import Parts, figure
 from flowbnn.methods import MLE, BayesByBackprop, MCDropout, Method
 from flowbnn.models import MLP
 from flowbnn.options import Count, NonNegative, Positive, Probability, options
-from flowbnn.results import Parts, figure
 from flowbnn.training import cosine
 from flowbnn_studies.images.data import SPLIT_SEED, read_images
 from flowbnn_studies.images.settings import PictureData
-from flowbnn_studies.runner.findings import counted, line, panel
+from flowbnn_studies.runner.findings import line, panel, pluralize
 from flowbnn_studies.runner.methods import predict, shuffled
 from flowbnn_studies.runner.study import Findings, Job, Study, Variant, metrics_of, regrouped
 
@@ -236,7 +236,7 @@ def answer(s: Settings, parts: Parts, present: dict[str, tuple[str, str]]) -> st
         (best, key), (worst, last) = known[0], known[-1]
         return f"On the validation images {labels[key]} errs least ({best:.2%}), {labels[last]} most ({worst:.2%})."
     told = ", ".join(f"{labels[key]} {value:.2%}" for value, key in known)
-    text = f"With {s.units[-1]} units and {counted(len(parts.seeds))} the test errors are: {told}."
+    text = f"With {s.units[-1]} units and {pluralize(len(parts.seeds))} the test errors are: {told}."
     value = parts.mean("mixture", error)
     if not math.isnan(value) and error in PUBLISHED["mixture"]:
         least = parts.mean("mixture-all", error)

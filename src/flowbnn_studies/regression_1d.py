@@ -7,14 +7,14 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from flowbnn.candidates import Candidate
+from flowbnn.compare.candidates import Candidate
+from flowbnn.compare.results import Metric, Parts, figure
 from flowbnn.data import SPAN, TensorLoader, curve_points, true_curve
 from flowbnn.likelihoods import Gaussian
 from flowbnn.methods import Posterior
 from flowbnn.models import MLP
 from flowbnn.options import Count, Positive, options
-from flowbnn.results import Metric, Parts, figure
-from flowbnn_studies.runner.findings import counted, ranking, short
+from flowbnn_studies.runner.findings import pluralize, ranking, short
 from flowbnn_studies.runner.methods import MethodSettings, MethodStudy, predict, shuffled
 from flowbnn_studies.runner.study import Findings, Job
 
@@ -165,7 +165,7 @@ def answer(parts: Parts, chosen: Sequence[Candidate]) -> str:
     """The answer, put together from the numbers."""
     rank = partial(ranking, parts, chosen)
     return (
-        f"Inside the training range the best probabilities, {counted(len(parts.seeds))}, are those of {rank('nll')} (NLL).\n"
+        f"Inside the training range the best probabilities, {pluralize(len(parts.seeds))}, are those of {rank('nll')} (NLL).\n"
         f"Outside it the spread grows most with {rank('growth', higher=True, form='.1f')} (times that inside).\n"
         f"There the 90 % intervals hold {rank('coverage_outside', higher=True, form='.0%')} of the targets."
     )

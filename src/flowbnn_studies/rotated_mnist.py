@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from flowbnn.candidates import Candidate
+from flowbnn.compare.candidates import Candidate
+from flowbnn.compare.results import CLASSIFICATION, Metric, Parts, figure
 from flowbnn.metrics import calibration_error
 from flowbnn.models import LeNet
 from flowbnn.options import Count, Positive, options
 from flowbnn.posterior import Posterior
-from flowbnn.results import CLASSIFICATION, Metric, Parts, figure
 from flowbnn_studies.images.data import PictureSettings, PictureStudy
-from flowbnn_studies.runner.findings import counted, line, panel, ranking, short
+from flowbnn_studies.runner.findings import line, panel, pluralize, ranking, short
 from flowbnn_studies.runner.methods import predict
 from flowbnn_studies.runner.study import Findings, Job
 
@@ -194,7 +194,7 @@ def figures(
 def answer(parts: Parts, chosen: Sequence[Candidate]) -> str:
     """The answer, put together from the numbers."""
     return (
-        f"Turned digits are least often given a wrong class with a probability above {SURE:g}, {counted(len(parts.seeds))}, by "
+        f"Turned digits are least often given a wrong class with a probability above {SURE:g}, {pluralize(len(parts.seeds))}, by "
         f"{ranking(parts, chosen, 'sure_wrong')} (share of all).\n"
         f"The best probabilities of turned digits are those of {ranking(parts, chosen, 'turned_nll')} (NLL)."
     )

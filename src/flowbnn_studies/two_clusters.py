@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
+from flowbnn.compare.results import CLASSIFICATION, Parts, figure, reliability_figure
 from flowbnn.data import TensorLoader, best_possible, clusters, true_probability
 from flowbnn.methods import Posterior
 from flowbnn.metrics import reliability
@@ -15,12 +16,11 @@ from flowbnn.models import MLP
 from flowbnn.noise import NormalAffine, NormalPlanar
 from flowbnn.options import Count, NonNegative, Positive, options
 from flowbnn.predictive import CategoricalPredictive
-from flowbnn.results import CLASSIFICATION, Parts, figure, reliability_figure
 from flowbnn_studies.runner.findings import (
-    counted,
     density_figure,
     density_panels,
     paired,
+    pluralize,
     short,
     training_figure,
 )
@@ -185,7 +185,7 @@ def answer(parts: Parts, exact: Parts) -> str:
     beside = "at most" if parts.mean("flow", "ece") <= PUBLISHED["flow"]["ece"] else "above"
     text = (
         f"{head}: with flow noise the ECE on unseen points is {ece('flow')} against {ece('plain')} for the plain MLP (mean of "
-        f"{counted(len(parts.seeds))}), {beside} the published 0.009, and the accuracy {parts.mean('flow', 'accuracy'):.4f} against "
+        f"{pluralize(len(parts.seeds))}), {beside} the published 0.009, and the accuracy {parts.mean('flow', 'accuracy'):.4f} against "
         f"{parts.mean('plain', 'accuracy'):.4f}; the Bayes-optimal classifier scores {exact.mean('exact', 'ece'):.4f} and "
         f"{exact.mean('exact', 'accuracy'):.4f} on the same points."
     )

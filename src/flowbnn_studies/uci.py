@@ -6,13 +6,13 @@ from typing import Any, ClassVar
 
 import torch
 
-from flowbnn.candidates import CANDIDATES, Candidate
+from flowbnn.compare.candidates import CANDIDATES, Candidate
+from flowbnn.compare.results import Parts, best_first, listed
 from flowbnn.data import TensorLoader
 from flowbnn.likelihoods import Gaussian
 from flowbnn.methods import HMC, NUTS
 from flowbnn.models import MLP
 from flowbnn.options import Count, Positive, options
-from flowbnn.results import Parts, best_first, listed
 from flowbnn.training import cosine
 from flowbnn_studies.data.tables import FOLDERS, load_uci, standardized
 from flowbnn_studies.runner.methods import MethodSettings, MethodStudy, predict, shuffled

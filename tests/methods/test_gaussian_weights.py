@@ -16,7 +16,7 @@ from flowbnn.methods.variational.bayes_by_backprop import (
     log_uniform_kl,
     mixture_kl,
 )
-from flowbnn.methods.variational.layers import (
+from flowbnn.methods.variational.random_weights import (
     apply_weights,
     base_scales,
     chosen_weights,

@@ -6,7 +6,6 @@ import pytest
 import torch
 from chain_problems import assert_gaussian, exact_draws, gaussian, logistic
 
-from flowbnn.methods.mcmc.chains import Chains, Warmup, reasonable_step, window_ends
 from flowbnn.methods.mcmc.hamiltonian import (
     begin,
     hmc_kernel,
@@ -15,6 +14,7 @@ from flowbnn.methods.mcmc.hamiltonian import (
     metropolis_kernel,
     with_gradient,
 )
+from flowbnn.methods.mcmc.warmup import Chains, Warmup, reasonable_step, window_ends
 
 
 def test_leapfrog_goes_back_the_way_it_came():

@@ -15,8 +15,8 @@ from flowbnn.diagnostics import standard_error
 from flowbnn.errors import FlowBNNError, FlowBNNWarning
 from flowbnn.methods import ChainPosterior, NoiseChainPosterior
 from flowbnn.methods.mcmc import hmc as methods
-from flowbnn.methods.mcmc.chains import Chains
 from flowbnn.methods.mcmc.potential import NetworkPotential
+from flowbnn.methods.mcmc.warmup import Chains
 from flowbnn.posterior import PredictOptions
 from flowbnn.training import load_tensors, save_tensors
 

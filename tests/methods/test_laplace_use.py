@@ -121,7 +121,7 @@ def test_many_images_cost_what_one_pass_shows():
     half = posterior.predict(inputs, samples=8, seed=3, precision="bf16-mixed").samples
     assert torch.allclose(whole, half, atol=0.1)
     adaptive = posterior.predict(inputs, samples=64, seed=3, adaptive=0.05)
-    assert int(adaptive.samples_spent.max()) <= 64
+    assert int(adaptive.sample_counts.max()) <= 64
 
 
 def test_noise_that_nothing_trained_is_that_of_all_residuals_and_degrees_of_freedom():
@@ -149,7 +149,7 @@ def test_part_of_the_data_can_stand_for_all():
 def test_too_much_memory_is_refused_before_it_is_taken(monkeypatch):
     network = nn.Sequential(nn.Linear(4, 100), nn.ReLU(), nn.Linear(100, 3))
     inputs, labels = torch.randn(8, 4), torch.randint(3, (8,))
-    monkeypatch.setattr("flowbnn.methods.laplace.layers.available_bytes", lambda device: 10_000_000)
+    monkeypatch.setattr("flowbnn.methods.laplace.layer_choice.available_bytes", lambda device: 10_000_000)
     with pytest.raises(
         fb.FlowBNNError,
         match=r"of 803 weights needs 0.0288 GiB of memory, and 0.00931 GiB are free: take 'kron'",
@@ -157,7 +157,7 @@ def test_too_much_memory_is_refused_before_it_is_taken(monkeypatch):
         fb.Laplace("full", layers="all", epochs=0).fit(network, [(inputs, labels)], **QUIET)
     fb.Laplace("kron", epochs=0).fit(network, [(inputs, labels)], **QUIET)
     needed = 8 * (6 * 101**2 + 2 * 3**2)
-    monkeypatch.setattr("flowbnn.methods.laplace.layers.available_bytes", lambda device: 2 * needed - 1)
+    monkeypatch.setattr("flowbnn.methods.laplace.layer_choice.available_bytes", lambda device: 2 * needed - 1)
     with pytest.raises(fb.FlowBNNError, match="take 'diag', or fewer layers"):
         fb.Laplace("kron", epochs=0).fit(network, [(inputs, labels)], **QUIET)
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import flowbnn as fb
 from flowbnn import FlowBNNError
 from flowbnn.methods import FitOptions, Method
-from flowbnn.options import Count, options, takes
+from flowbnn.options import Count, accepts_options_of, options
 
 QUIET: dict[str, Any] = {"progress": False, "accelerator": "cpu"}
 BATCHES = [(torch.linspace(-1.0, 1.0, 32).reshape(8, 4), torch.arange(8) % 3)] * 2
@@ -62,7 +62,7 @@ def test_a_method_of_the_users_own() -> None:
     class MyOwnMLP(Method):
         depth: Count = 1
 
-        @takes(FitOptions)
+        @accepts_options_of(FitOptions)
         def fit(self, network: nn.Module, loader: Iterable[Any], **given: Any) -> Any:
             """Returns what it was given."""
             return self.setup(network, loader, given)[1]

@@ -10,7 +10,7 @@ from torch import nn
 
 import flowbnn as fb
 from flowbnn.methods.dropout import DropoutPosterior, MaskedDropout, example_axes
-from flowbnn.methods.layers import without_dropout
+from flowbnn.methods.layer_modes import without_dropout
 
 
 @pytest.fixture(autouse=True)
@@ -93,9 +93,9 @@ def test_adaptive_answers_are_the_first_samples(case):
     posterior, x = case
     full = posterior.predict(x, 64, seed=2)
     found = posterior.predict(x, 64, seed=2, adaptive=fb.posterior.Adaptive(0.05, growth=2))
-    spent = found.samples_spent.tolist()
-    assert min(spent) < 64
-    for row, count in enumerate(spent):
+    sample_counts = found.sample_counts.tolist()
+    assert min(sample_counts) < 64
+    for row, count in enumerate(sample_counts):
         wanted = full.samples[:count, row].mean(0)
         torch.testing.assert_close(found.probabilities[row], wanted, rtol=1e-4, atol=1e-5)
 

@@ -10,9 +10,9 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import flowbnn as fb
-from flowbnn.diagnostics.chains import effective_sample_size
 from flowbnn.errors import FlowBNNError
 from flowbnn.methods import METHODS
+from flowbnn.metrics.convergence import effective_sample_size
 from flowbnn.noise import noise_layers
 
 # chains that are given a moment for their warm-up say so

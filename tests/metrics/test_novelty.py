@@ -11,7 +11,7 @@ from flowbnn.errors import FlowBNNError
 from flowbnn.metrics import novelty_aupr, novelty_auroc
 
 
-def counted(known: Tensor, novel: Tensor) -> float:
+def pluralize(known: Tensor, novel: Tensor) -> float:
     pairs = [(n > k) + 0.5 * (n == k) for k in known.tolist() for n in novel.tolist()]
     return sum(pairs) / len(pairs)
 
@@ -33,7 +33,7 @@ def test_against_counting(decimals: int, scale: float) -> None:
     generator = torch.Generator().manual_seed(decimals)
     known = torch.randn(40, generator=generator, dtype=torch.float64).round(decimals=decimals) * scale
     novel = (torch.randn(25, generator=generator, dtype=torch.float64) + 0.7).round(decimals=decimals) * scale
-    assert novelty_auroc(known, novel) == pytest.approx(counted(known, novel), abs=1e-6)
+    assert novelty_auroc(known, novel) == pytest.approx(pluralize(known, novel), abs=1e-6)
     assert novelty_aupr(known, novel) == pytest.approx(average_precision(known, novel), abs=1e-6)
     other_way = novelty_aupr(known, novel, positive="known")
     assert other_way == pytest.approx(average_precision(-novel, -known), abs=1e-6)

@@ -19,7 +19,7 @@ from flowbnn.noise import noise_layers, noise_mode
 from flowbnn.noise.batched import ahead, divergences
 from flowbnn.noise.batched_normals import Mixtures
 from flowbnn.noise.flow_noise import InputNoise
-from flowbnn.noise.passes import NoisePass, Share
+from flowbnn.noise.passes import NoisePass, RowShard
 from flowbnn.objectives import ELBO
 from flowbnn.transforms import Affine, Compose
 
@@ -169,7 +169,7 @@ def test_processes_draw_what_one_would_draw():
 
     whole = drawn(None, 10)
     for start, stop in ((0, 4), (4, 10)):
-        part = drawn(Share(start, stop, 10), stop - start)
+        part = drawn(RowShard(start, stop, 10), stop - start)
         torch.testing.assert_close(part[: stop - start], whole[start:stop])
         torch.testing.assert_close(part[stop - start :], whole[10:])  # the fresh draws are the same for all
 

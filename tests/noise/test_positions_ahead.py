@@ -11,7 +11,7 @@ import flowbnn as fb
 from flowbnn import kernels
 from flowbnn.noise import batched, batched_normals, noise_layers
 from flowbnn.noise.batched import ahead, divergences
-from flowbnn.noise.passes import NoisePass, Share, pass_of, share_batch
+from flowbnn.noise.passes import NoisePass, RowShard, pass_of, share_batch
 from flowbnn.objectives import ELBO
 
 RULES = {
@@ -195,7 +195,7 @@ def test_all_processes_draw_ahead_or_none():
     for total in (5, 4, 5):
         cut, kls, states = (total + 1) // 2, [], []
         for model, objective, (start, stop) in zip(models, objectives, ((0, cut), (cut, total)), strict=True):
-            share_batch(Share(start, stop, total))
+            share_batch(RowShard(start, stop, total))
             torch.manual_seed(total)
             terms = objective(model, torch.ones(stop - start, 3, 6, 6), torch.zeros(stop - start).long())
             share_batch(None)

@@ -37,12 +37,12 @@ def test_easy_inputs_cost_few_samples_and_hard_ones_all():
     )
     asked: list = []
     rule = fb.posterior.Adaptive(tolerance=0.01, certainty=0.99, start=4, growth=2)
-    outputs, spent = adaptive_outputs(
+    outputs, sample_counts = adaptive_outputs(
         drawing(logits_of(lead), asked), torch.arange(3), 64, rule, CategoricalPredictive
     )
-    assert spent.tolist() == [4, 8, 64]
+    assert sample_counts.tolist() == [4, 8, 64]
     assert asked == [(3, 0, 4), (2, 4, 8), (1, 8, 16), (1, 16, 32), (1, 32, 64)]
-    for index, count in enumerate(spent.tolist()):
+    for index, count in enumerate(sample_counts.tolist()):
         torch.testing.assert_close(outputs[:count, index], logits_of(lead)[:count, index])
         assert outputs[count:, index].isnan().all()
 
@@ -62,15 +62,15 @@ def test_the_decision_is_rarely_turned_by_the_samples_that_were_spared():
     means = 0.02 * torch.randn(inputs, generator=generator)
     lead = (means + 0.1 * torch.randn(samples, inputs, generator=generator)).clamp(-0.99, 0.99)
     rule = fb.posterior.Adaptive(certainty=certainty, until="decision", start=4)
-    outputs, spent = adaptive_outputs(
+    outputs, sample_counts = adaptive_outputs(
         drawing(logits_of(lead)), torch.arange(inputs), samples, rule, CategoricalPredictive
     )
-    found = CategoricalPredictive(outputs, spent)
+    found = CategoricalPredictive(outputs, sample_counts)
     full = CategoricalPredictive(logits_of(lead))
     mistakes = float((found.labels != full.labels).double().mean())
     assert 0.0 < mistakes < 1 - certainty
-    assert spent.double().mean() < 0.9 * samples
-    early = spent < samples
+    assert sample_counts.double().mean() < 0.9 * samples
+    early = sample_counts < samples
     assert early.any()
     assert torch.equal(found.labels[~early], full.labels[~early])
 
@@ -85,11 +85,11 @@ def test_a_near_tie_goes_on_although_its_probabilities_have_settled():
     turned, cost = {}, {}
     for number in (0.0, 1.0, 2.0):
         rule = fb.posterior.Adaptive(tolerance=0.01, certainty=0.999, start=8, lead=number)
-        outputs, spent = adaptive_outputs(
+        outputs, sample_counts = adaptive_outputs(
             drawing(logits_of(lead)), torch.arange(inputs), samples, rule, CategoricalPredictive
         )
-        turned[number] = float((CategoricalPredictive(outputs, spent).labels != full).double().mean())
-        cost[number] = float(spent.double().mean()) / samples
+        turned[number] = float((CategoricalPredictive(outputs, sample_counts).labels != full).double().mean())
+        cost[number] = float(sample_counts.double().mean()) / samples
     assert cost[0.0] == 8 / samples
     assert turned[2.0] < turned[1.0] < turned[0.0] / 2
     assert cost[0.0] < cost[1.0] < cost[2.0] < 0.5
@@ -97,10 +97,10 @@ def test_a_near_tie_goes_on_although_its_probabilities_have_settled():
 
 def test_a_tie_that_no_sample_breaks_costs_no_more():
     rule = fb.posterior.Adaptive(start=4)
-    _, spent = adaptive_outputs(
+    _, sample_counts = adaptive_outputs(
         drawing(torch.zeros(64, 3, 2)), torch.arange(3), 64, rule, CategoricalPredictive
     )
-    assert spent.tolist() == [4, 4, 4]
+    assert sample_counts.tolist() == [4, 4, 4]
 
 
 def test_probabilities_are_within_the_tolerance_the_standard_error_promises():
@@ -109,11 +109,11 @@ def test_probabilities_are_within_the_tolerance_the_standard_error_promises():
     inputs, samples, tolerance = 5000, 256, 0.01
     lead = (0.3 + 0.12 * torch.randn(samples, inputs, generator=generator)).clamp(-0.99, 0.99)
     rule = fb.posterior.Adaptive(tolerance, until="probabilities", start=16)
-    outputs, spent = adaptive_outputs(
+    outputs, sample_counts = adaptive_outputs(
         drawing(logits_of(lead)), torch.arange(inputs), samples, rule, CategoricalPredictive
     )
-    found = CategoricalPredictive(outputs, spent)
-    assert spent.max() < samples
+    found = CategoricalPredictive(outputs, sample_counts)
+    assert sample_counts.max() < samples
     assert (found.sampling_error <= tolerance).all()
     error = (found.probabilities[:, 0] - 0.65).abs()
     assert float((error > 2.6 * tolerance).double().mean()) < 0.02
@@ -122,14 +122,14 @@ def test_probabilities_are_within_the_tolerance_the_standard_error_promises():
 def test_numbers_settle_by_their_own_spread():
     generator = torch.Generator().manual_seed(0)
     means = torch.tensor([0.01, 1.0])[:, None] * torch.randn(64, 2, 1, generator=generator)
-    _, spent = adaptive_outputs(
+    _, sample_counts = adaptive_outputs(
         drawing(means),
         torch.arange(2),
         64,
         fb.posterior.Adaptive(0.05),
         lambda part: GaussianPredictive(part, 1.0),
     )
-    assert spent.tolist() == [18, 64]  # the first look with 16 samples or more, and all
+    assert sample_counts.tolist() == [18, 64]  # the first look with 16 samples or more, and all
     with pytest.raises(fb.FlowBNNError, match="regression has no decision"):
         adaptive_outputs(
             drawing(means),
@@ -156,15 +156,15 @@ def test_a_posterior_samples_adaptively(posterior, as_loader):
     full = posterior.predict(x, 128, seed=1)
     inputs = list(x.split(50)) if as_loader else x
     found = posterior.predict(inputs, 128, seed=1, adaptive=fb.posterior.Adaptive(0.01, 0.99, growth=2.0))
-    spent = found.samples_spent
-    assert spent.shape == (720,)
-    assert set(spent.tolist()) <= {8, 16, 32, 64, 128}
-    assert spent.double().mean() < 128 / 4
+    sample_counts = found.sample_counts
+    assert sample_counts.shape == (720,)
+    assert set(sample_counts.tolist()) <= {8, 16, 32, 64, 128}
+    assert sample_counts.double().mean() < 128 / 4
     # a mistake has probability below 0.01 for each input; three deviations of the number of mistakes above that
     assert int((found.labels != full.labels).sum()) <= 720 * 0.01 + 3 * math.sqrt(720 * 0.01 * 0.99)
-    for count in spent.unique().tolist():
+    for count in sample_counts.unique().tolist():
         own = posterior_prefix(full, count)
-        chosen = spent == count
+        chosen = sample_counts == count
         torch.testing.assert_close(
             found.probabilities[chosen], own.probabilities[chosen], rtol=1e-4, atol=1e-5
         )
@@ -177,15 +177,15 @@ def posterior_prefix(full: CategoricalPredictive, count: int) -> CategoricalPred
 
 def test_evaluation_passes_it_on(posterior):
     report = fb.evaluate(posterior, blobs().tensors, adaptive=0.01, progress=False)
-    assert 8 <= report["samples_spent"] < 128
+    assert 8 <= report["sample_counts"] < 128
     assert report["accuracy"] > 0.9
-    assert "samples_spent" not in fb.evaluate(posterior, blobs().tensors, samples=4, progress=False)
+    assert "sample_counts" not in fb.evaluate(posterior, blobs().tensors, samples=4, progress=False)
 
 
 def test_a_tighter_rule_spends_more(posterior):
     x = blobs().tensors[0]
     counts = [
-        float(posterior.predict(x, 128, seed=0, adaptive=rule).samples_spent.double().mean())
+        float(posterior.predict(x, 128, seed=0, adaptive=rule).sample_counts.double().mean())
         for rule in (
             fb.posterior.Adaptive(0.05),
             fb.posterior.Adaptive(0.005, until="probabilities"),
@@ -197,12 +197,12 @@ def test_a_tighter_rule_spends_more(posterior):
 
 def test_a_point_and_a_regression():
     point = fb.posterior.PointPosterior(nn.Linear(4, 3), fb.likelihoods.Categorical())
-    assert point.predict(torch.randn(5, 4), adaptive=0.01).samples_spent.tolist() == [1] * 5
+    assert point.predict(torch.randn(5, 4), adaptive=0.01).sample_counts.tolist() == [1] * 5
     model = fb.to_stochastic(nn.Linear(4, 1), {"*": fb.noise.NormalAffine()})
     regression = fb.posterior.NoisePosterior(model, fb.likelihoods.Gaussian(noise=0.1))
     found = regression.predict([torch.randn(30, 4), torch.zeros(1, 4)], 64, seed=0, adaptive=0.2)
-    assert found.samples_spent[-1] == 8, "at nought the noise has no say"
-    assert (found.standard_error[:, 0] / found.std[:, 0])[found.samples_spent < 64].max() <= 0.2
+    assert found.sample_counts[-1] == 8, "at nought the noise has no say"
+    assert (found.standard_error[:, 0] / found.std[:, 0])[found.sample_counts < 64].max() <= 0.2
 
 
 @pytest.mark.parametrize(
@@ -243,7 +243,7 @@ def test_a_strangers_posterior_takes_part():
     coins = Coins(nn.Linear(1, 1), fb.likelihoods.Categorical())
     x = torch.tensor([[4.0, 0.0], [0.0, 0.0]])
     found = coins.predict(x, 64, seed=0, adaptive=0.02)
-    assert found.samples_spent[0] < found.samples_spent[1]
+    assert found.sample_counts[0] < found.sample_counts[1]
     with pytest.raises(fb.FlowBNNError, match="Coins does not compile"):
         coins.predict(x, compile=True)
     loader = DataLoader(TensorDataset(x, torch.tensor([0, 1])), batch_size=1)
@@ -267,11 +267,11 @@ def adaptively(
     logits: torch.Tensor, rule
 ) -> tuple[CategoricalPredictive, CategoricalPredictive, torch.Tensor]:
     """The adaptive answer, the full one, and which inputs stopped early."""
-    outputs, spent = adaptive_outputs(
+    outputs, sample_counts = adaptive_outputs(
         drawing(logits), torch.arange(logits.shape[1]), len(logits), rule, CategoricalPredictive
     )
-    found = CategoricalPredictive(outputs[: int(spent.max())], spent)
-    return found, CategoricalPredictive(logits), spent < len(logits)
+    found = CategoricalPredictive(outputs[: int(sample_counts.max())], sample_counts)
+    return found, CategoricalPredictive(logits), sample_counts < len(logits)
 
 
 @pytest.mark.parametrize(
@@ -284,7 +284,7 @@ def test_of_those_that_stop_at_95_percent_at_most_5_are_further_off(kind, tolera
     assert 0.02 < early.float().mean() < 0.98
     assert (gap > tolerance).float().mean() < 0.05
     assert (gap > 2 * tolerance).float().mean() < 0.01
-    assert int(found.samples_spent.min()) >= 16
+    assert int(found.sample_counts.min()) >= 16
 
 
 @pytest.mark.parametrize(("kind", "errors"), [("tied", 2.0), ("2-2", 0.3), ("2-4", 0.3), ("10-2", 0.3)])

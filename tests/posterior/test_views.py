@@ -71,11 +71,11 @@ def test_adaptive_samples_are_a_beginning_of_all():
     posterior, x = noisy(), images(40)
     full = posterior.predict(x, 64, seed=0, views=[mirrored])
     quick = posterior.predict(x, 64, seed=0, views=[mirrored], adaptive=0.02)
-    assert quick.samples_spent.min() < 64
+    assert quick.sample_counts.min() < 64
     for row in range(40):
-        spent = int(quick.samples_spent[row])
+        sample_counts = int(quick.sample_counts[row])
         torch.testing.assert_close(
-            quick.samples[:spent, row], full.samples[:spent, row], atol=1e-6, rtol=1e-5
+            quick.samples[:sample_counts, row], full.samples[:sample_counts, row], atol=1e-6, rtol=1e-5
         )
 
 

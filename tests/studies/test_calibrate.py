@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from flowbnn.calibrate.flow import fit_flow
-from flowbnn.results import Parts
+from flowbnn.compare.results import Parts
 from flowbnn_studies import get_study
 from flowbnn_studies.images import evaluation
 from flowbnn_studies.posteriors import calibrate as study

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import nn
 
+from flowbnn.compare.results import Parts
 from flowbnn.data import TensorLoader
 from flowbnn.likelihoods import Categorical
 from flowbnn.posterior import PointPosterior
-from flowbnn.results import Parts
 from flowbnn_studies import get_study, run_study
 from flowbnn_studies.posteriors import calibrate_cifar10 as study
 from flowbnn_studies.posteriors.calibrate import scale_by_class

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from flowbnn.candidates import CANDIDATES, find_candidates
+from flowbnn.compare.candidates import CANDIDATES, find_candidates
 from flowbnn.data import curve_points, ring, true_curve
 from flowbnn.errors import FlowBNNError
 from flowbnn.methods import METHODS, NodeNoise

@@ -8,11 +8,11 @@ from torch import nn
 from typer.testing import CliRunner
 
 import flowbnn as fb
-from flowbnn.candidates import find_candidates, kept_numbers
 from flowbnn.compare import Comparison
+from flowbnn.compare.candidates import find_candidates, kept_numbers
+from flowbnn.compare.results import Parts
 from flowbnn.data import TensorLoader, clusters, ring
 from flowbnn.errors import FlowBNNError, FlowBNNWarning
-from flowbnn.results import Parts
 from flowbnn_studies.cli import app
 from flowbnn_studies.compare import DATA, NETWORKS, prepare_data
 from flowbnn_studies.report import load_results

@@ -33,7 +33,7 @@ def test_a_study_runs_and_its_results_can_be_read(name, tmp_path):
 
 
 def test_published_numbers_of_autoencoders_stand_beside_ours():
-    from flowbnn.results import Parts
+    from flowbnn.compare.results import Parts
 
     study = get_study("dlgm-planar")
     contents = {("planar-80", 0): {"values": {"nll": 85.0}}, ("planar-0", 0): {"values": {"nll": 90.0}}}

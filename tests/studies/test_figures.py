@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from flowbnn import to_stochastic
+from flowbnn.compare.results import pooled_bins
 from flowbnn.noise import NormalAffine, NormalPlanar, noise_layers
-from flowbnn.results import pooled_bins
 from flowbnn_studies.runner.findings import (
     curve,
     density_pair,

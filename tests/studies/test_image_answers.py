@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from flowbnn.results import CLASSIFICATION
+from flowbnn.compare.results import CLASSIFICATION
 from flowbnn_studies import Parts, get_study
 from flowbnn_studies.images.evaluation import image_metrics, matched, nll_at, tempered
 from flowbnn_studies.images.findings import PLAIN, answer, comparisons, notes, present, rows, training_figure

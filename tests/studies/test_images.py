@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import nn
 
+from flowbnn.compare.results import Parts
 from flowbnn.data import TensorLoader
 from flowbnn.errors import FlowBNNError
 from flowbnn.models import Block
-from flowbnn.results import Parts
 from flowbnn_studies import get_study
 from flowbnn_studies.data import CORRUPTIONS, Moved, mirrored
 from flowbnn_studies.images import study as image_study

@@ -42,7 +42,7 @@ def test_a_study_runs_and_its_page_shows_it(name, tmp_path, sketched):
 
 
 def test_published_numbers_stand_beside_ours():
-    from flowbnn.results import Parts
+    from flowbnn.compare.results import Parts
 
     for name, key, metric, value in (
         ("mnist-mlp", "mixture-1200", "error_1200", 0.0132),

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from flowbnn.candidates import find_candidates
+from flowbnn.compare.candidates import find_candidates
 from flowbnn_studies import get_study
 from flowbnn_studies.report import load_results, write_report
 from flowbnn_studies.runner.run import run_study

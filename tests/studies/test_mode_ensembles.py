@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
+from flowbnn.compare.results import Parts
 from flowbnn.models import Block
-from flowbnn.results import Parts
 from flowbnn_studies import get_study, run_study
 from flowbnn_studies.posteriors import mode_ensembles as study
 from flowbnn_studies.runner.study import Job

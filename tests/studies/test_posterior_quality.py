@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from flowbnn import quality
-from flowbnn.results import Parts
+from flowbnn import diagnostics
+from flowbnn.compare.results import Parts
 from flowbnn.transforms import BlockTriangular
 from flowbnn_studies import get_study
 from flowbnn_studies.posteriors import posterior_quality as study
@@ -14,14 +14,14 @@ from flowbnn_studies.runner.run import run_study
 
 
 def test_the_study_runs(tmp_path, monkeypatch):
-    one, seeds, exact = get_study("posterior-quality"), [], quality.pareto_k
+    one, seeds, exact = get_study("posterior-quality"), [], diagnostics.pareto_k
     settings = one.make_settings(quick=True)  # whose chains are too short to have mixed
 
     def noted(posterior, loader, samples, seed):
         seeds.append(seed)
         return exact(posterior, loader, samples, seed)
 
-    monkeypatch.setattr(quality, "pareto_k", noted)
+    monkeypatch.setattr(diagnostics, "pareto_k", noted)
     results = run_study(one, settings=settings, seeds=1, out=tmp_path, progress=False)
     rows = {row["key"]: row["values"] for row in results["rows"]}
     assert list(rows) == ["exact", "factorized", "natural", "full", "flow", "factorized-along"]
@@ -66,7 +66,7 @@ def test_joint_noise_starts_at_the_gaussian_that_it_is_given():
         model = study.to_stochastic(case.network, {"*": study.RECIPES[key][1]})
         study.start_at(model, start.model)
         same = study.NoisePosterior(model, case.likelihood)
-        bounds = [quality.pareto_k(one, case.loader, 200).elbo for one in (same, start)]
+        bounds = [diagnostics.pareto_k(one, case.loader, 200).elbo for one in (same, start)]
         assert bounds[0] == pytest.approx(bounds[1], abs=1e-3)
     assert torch.equal(case.network.fc1.weight, start.model.fc1.weight)
 

@@ -6,8 +6,8 @@ import warnings
 import numpy as np
 import pytest
 
+from flowbnn.compare.results import Parts, recorded_warnings, summary
 from flowbnn.errors import FlowBNNError, FlowBNNWarning
-from flowbnn.results import Parts, recorded_warnings, summary
 from flowbnn_studies.runner.findings import paired, sign_flip
 
 

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
+from flowbnn.compare.results import Parts
 from flowbnn.errors import FlowBNNError
-from flowbnn.results import Parts
 from flowbnn_studies import get_study
 from flowbnn_studies.runner.run import run_study
 from flowbnn_studies.uci import PUBLISHED, SPLITS, _reaches, load_uci

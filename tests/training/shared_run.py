@@ -177,8 +177,8 @@ def predictions(posterior, folder, rank):
             tensors[f"{name} {shared}"] = found.probabilities
             if targets is not None:
                 tensors[f"{name} {shared} targets"] = targets
-    spent = posterior.predict(loaders["ordered"], 40, adaptive=0.05, progress=False)
-    tensors |= {"adaptive": spent.probabilities, "spent": spent.samples_spent}
+    sample_counts = posterior.predict(loaders["ordered"], 40, adaptive=0.05, progress=False)
+    tensors |= {"adaptive": sample_counts.probabilities, "spent": sample_counts.sample_counts}
     spoilt = [held_out, (torch.full_like(held_out[0], torch.nan), held_out[1])]
     try:
         posterior.predict(spoilt[rank : rank + 1] * 2, 2, progress=False, shared=False)

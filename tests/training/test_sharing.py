@@ -12,7 +12,7 @@ from flowbnn.data import TensorLoader
 from flowbnn.errors import FlowBNNError
 from flowbnn.noise import noise_layers
 from flowbnn.noise.batched import divergences
-from flowbnn.noise.passes import Share, current_share, share_batch
+from flowbnn.noise.passes import RowShard, current_share, share_batch
 from flowbnn.training import TrainingOptions, connect
 from flowbnn.training.device import TORCHRUN, device_kind, planned, silent_on_interrupt
 from flowbnn.training.distributed import (
@@ -81,17 +81,17 @@ def test_rows_that_are_no_multiple_of_the_examples_are_refused():
 
     model = fb.to_stochastic(Odd(), {"*": fb.noise.NormalAffine()})
     with pytest.raises(FlowBNNError, match="sees 5 rows where this process has 4 examples"):
-        outputs(model, torch.ones(4, 3), Share(0, 4, 8))
+        outputs(model, torch.ones(4, 3), RowShard(0, 4, 8))
 
 
 def test_a_prediction_forgets_the_share_and_training_finds_it_again():
     model = fb.to_stochastic(nn.Sequential(nn.Linear(3, 2)), {"*": fb.noise.NormalAffine()})
-    share_batch(Share(0, 2, 4))
+    share_batch(RowShard(0, 2, 4))
     try:
         found = fb.posterior.NoisePosterior(model, fb.likelihoods.Categorical()).predict(
             torch.ones(5, 3), 2, shared=False, seed=0
         )
-        assert current_share() == Share(0, 2, 4)
+        assert current_share() == RowShard(0, 2, 4)
     finally:
         share_batch(None)
     expected = fb.posterior.NoisePosterior(model, fb.likelihoods.Categorical()).predict(

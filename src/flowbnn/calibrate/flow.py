@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from flowbnn.diagnostics.noise_target import NoiseTarget
 from flowbnn.noise.flow_noise import InputNoise
 from flowbnn.noise.joint import independent_vectors
 from flowbnn.posterior.noise import NoisePosterior
-from flowbnn.quality.target import NoiseTarget
 from flowbnn.training.progress import track
 from flowbnn.transforms.linear import BlockTriangular
 

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from flowbnn.batches import copied, device_of, dtype_of, move, pick, take
 from flowbnn.calibrate.flow import fit_flow
 from flowbnn.convert import Rule, to_stochastic
+from flowbnn.diagnostics.noise_target import check_rows, fixed_data
 from flowbnn.distributions import NormalBase
-from flowbnn.errors import FlowBNNError, FlowBNNWarning, counted, warn
+from flowbnn.errors import FlowBNNError, FlowBNNWarning, pluralize, warn
 from flowbnn.likelihoods import Gaussian, Likelihood, learns_noise
 from flowbnn.methods.fitting import learn_noise, prepare
 from flowbnn.methods.temperature import TemperedPosterior, temper
@@ -34,7 +35,6 @@ from flowbnn.posterior.base import Posterior
 from flowbnn.posterior.calibration import Calibration
 from flowbnn.posterior.noise import NoisePosterior
 from flowbnn.posterior.point import PointPosterior
-from flowbnn.quality.target import check_rows, fixed_data
 from flowbnn.training.device import device_kind
 from flowbnn.training.progress import History, terminal, track
 from flowbnn.training.randomness import seeded
@@ -145,7 +145,7 @@ def calibrate(
     folds = min(folds, len(targets) // 2) if len(targets) >= 4 else 0
     if len(targets) < FEW:
         warn(
-            f"calibration is hard to tell by {counted(len(targets), 'held-out example')}; give at least {FEW}",
+            f"calibration is hard to tell by {pluralize(len(targets), 'held-out example')}; give at least {FEW}",
             kind="examples",
         )
     kinds: list[Prior] = ["fixed", "fitted"] if prior == "auto" else [prior]

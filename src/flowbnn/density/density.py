@@ -15,18 +15,18 @@ from flowbnn.batches import check_finite, device_of, dtype_of, evaluating, move
 from flowbnn.data import TensorLoader
 from flowbnn.density.examples import BESIDE, LOADER, ROWS, as_tensor, batches, in_memory, loaded, pair
 from flowbnn.distributions.support import is_everywhere
-from flowbnn.errors import FlowBNNError, counted, some_of, warn
+from flowbnn.errors import FlowBNNError, pluralize, quote_names, warn
 from flowbnn.options import (
     Count,
     Interval,
     Positive,
     Probability,
     Seed,
-    Share,
+    UnitInterval,
+    accepts_options_of,
     check,
     checked,
     options,
-    takes,
 )
 from flowbnn.training import (
     Clock,
@@ -75,7 +75,7 @@ class DensityOptions(TrainingOptions):
     validation: Any = 0.1
     batch_size: Count = 256
     lr: Positive = 2e-3
-    rise: Share = 0.02
+    rise: UnitInterval = 0.02
     weight_decay: Annotated[float, Interval(ge=0)] = 0.0
     patience: Count = 20
     standardize: bool | None = None
@@ -203,7 +203,7 @@ class Density(nn.Module):
         if rate * (1 + len(scores)) < 1:
             least = math.ceil(1 / rate) - 1
             warn(
-                f"a rate of {rate:g} takes at least {counted(least, 'held-out example')}; with {len(scores)} of them no example is "
+                f"a rate of {rate:g} takes at least {pluralize(least, 'held-out example')}; with {len(scores)} of them no example is "
                 "called novel",
                 kind="data",
                 argument="held_out",
@@ -256,7 +256,7 @@ class NoveltyDetector:
 
 
 @checked
-@takes(DensityOptions)
+@accepts_options_of(DensityOptions)
 def fit_density(flow: nn.Module, data: Data, **given: Any) -> Density:
     r"""Fit a copy of a flow by maximum likelihood, :math:`\max_\theta \frac1N \sum_i \log p_\theta(x_i)`.
 
@@ -372,7 +372,7 @@ def _loaders(data: Any, run: DensityOptions, flow: nn.Module) -> tuple[Any, Any]
         check("validation", share, Fraction)
         if len(tensors[0]) < 2:
             raise FlowBNNError(
-                f"{counted(len(tensors[0]), 'example')} cannot leave any to hold out; give more, or say validation=0",
+                f"{pluralize(len(tensors[0]), 'example')} cannot leave any to hold out; give more, or say validation=0",
                 kind="data",
                 argument="validation",
             )
@@ -430,7 +430,7 @@ def _units(
     varies = scale > (1e-15 * loc.abs()).clamp_min(least)
     if not bool(varies.all()):
         flat = [f"data[:, {', '.join(map(str, place))}]" for place in (~varies).nonzero().tolist()]
-        text = f"a column that does not vary has no density: drop {some_of(flat)}"
+        text = f"a column that does not vary has no density: drop {quote_names(flat)}"
         warn(text, kind="data", argument="data")
     scale = torch.where(varies, scale, 1.0)
     return loc.to(device_of(flow), exact), scale.to(device_of(flow), exact)

@@ -1,19 +1,31 @@
-"""Is the posterior any good?"""
+"""Diagnostics of a posterior: convergence, Pareto k-hat, evidence, agreement with reference chains, modes, collapsed layers."""
 
-from flowbnn.diagnostics.chains import effective_sample_size, split_rhat, standard_error
-from flowbnn.diagnostics.collapse import LayerHealth, health_warnings, posterior_health
-from flowbnn.diagnostics.modes import Marginal, count_modes, marginal
-from flowbnn.diagnostics.pareto import pareto_smoothed
+from flowbnn.diagnostics.agreement import agreement, modes, simulation_ranks
+from flowbnn.diagnostics.evidence import elbo_gap, evidence, pareto_k
+from flowbnn.diagnostics.marginals import Marginal, count_modes, marginal
+from flowbnn.diagnostics.noise_chains import noise_chains
+from flowbnn.diagnostics.report import diagnose
+from flowbnn.metrics.convergence import effective_sample_size, split_rhat, standard_error
+from flowbnn.metrics.pareto import pareto_smoothed
+from flowbnn.noise.collapse import LayerHealth, health_warnings, posterior_health
 
 __all__ = [
     "LayerHealth",
     "Marginal",
+    "agreement",
     "count_modes",
+    "diagnose",
     "effective_sample_size",
+    "elbo_gap",
+    "evidence",
     "health_warnings",
     "marginal",
+    "modes",
+    "noise_chains",
+    "pareto_k",
     "pareto_smoothed",
     "posterior_health",
+    "simulation_ranks",
     "split_rhat",
     "standard_error",
 ]

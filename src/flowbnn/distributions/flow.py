@@ -29,7 +29,7 @@ from flowbnn.distributions.bases import (
 from flowbnn.distributions.draws import TURNS, reparameterized
 from flowbnn.distributions.support import any_rightmost, covers_everything, image, pull_back
 from flowbnn.errors import FlowBNNError
-from flowbnn.numerics import exactly, sum_rightmost
+from flowbnn.numerics import full_precision, sum_rightmost
 from flowbnn.options import checked
 from flowbnn.transforms.base import Transform, check_dense, check_events, refused
 from flowbnn.transforms.compose import Compose, Inverse, together
@@ -162,7 +162,7 @@ class Flow(Distribution):
     def _push(self, z: Tensor, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
         """The transform; while it draws, the global generator follows the given one."""
         known = generator is None or not self.transform.stochastic
-        with exactly(z), nullcontext() if known else _following(generator):
+        with full_precision(z), nullcontext() if known else _following(generator):
             return self.transform(z, self.context)
 
     def sample(self, sample_shape: Any = torch.Size(), generator: torch.Generator | None = None) -> Tensor:
@@ -203,7 +203,7 @@ class Flow(Distribution):
         check_dense(value, self.transform)
         if value.ndim < len(self.event_shape):
             check_events(value, self.event_shape, self)
-        with exactly(value):
+        with full_precision(value):
             return pull_back(self.base, self.transform, value, self.context, len(self.event_shape))
 
     def rsample_and_log_prob(

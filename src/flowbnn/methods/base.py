@@ -53,12 +53,12 @@ from flowbnn.methods.fitting import (
     negative_log_likelihood,
     optimizer_for,
     prepare,
+    preserve_rng_state,
     train_posterior,
-    undisturbed,
 )
 from flowbnn.methods.noise_level import warn_of_level
 from flowbnn.noise import noise_layers
-from flowbnn.options import Ge, Positive, options, takes
+from flowbnn.options import Ge, Positive, accepts_options_of, options
 from flowbnn.posterior.base import Posterior
 from flowbnn.posterior.point import PointPosterior
 
@@ -107,7 +107,7 @@ class Method:
         ]
         return f"{type(self).__name__}({', '.join(changed)})"
 
-    @takes(FitOptions)
+    @accepts_options_of(FitOptions)
     def fit(self, network: nn.Module, loader: Iterable[Any], **given: Any) -> Posterior:
         """The posterior of a copy of ``network`` given the data.
 
@@ -172,7 +172,7 @@ class Method:
             posterior.history = train_posterior(
                 posterior, loss, engine, loader, run, self.schedule, check_batch=check
             )
-        with undisturbed(loader, run.seed or 0):
+        with preserve_rng_state(loader, run.seed or 0):
             learn_noise(model, likelihood, loader)
         return posterior
 
@@ -190,7 +190,7 @@ class Method:
 class PointMethod(Method):
     """A method that gives one network, the one of :meth:`Method.start`."""
 
-    @takes(FitOptions)
+    @accepts_options_of(FitOptions)
     def fit(self, network: nn.Module, loader: Iterable[Any], **given: Any) -> PointPosterior:
         """As :meth:`Method.fit`."""
         model, run = self.setup(network, loader, given)

@@ -25,17 +25,17 @@ from torch import Tensor, nn
 
 from flowbnn.batches import call, device_of, divisible, dtype_of, evaluating, move, repeat, take, watching
 from flowbnn.convert import to_stochastic
-from flowbnn.errors import some_of, warn
+from flowbnn.errors import quote_names, warn
 from flowbnn.likelihoods import Likelihood
 from flowbnn.methods.base import FitOptions, Method, register_method
 from flowbnn.methods.fitting import first_batch
-from flowbnn.methods.layers import inner_dropout, own_dropout, without_nested
+from flowbnn.methods.layer_modes import inner_dropout, own_dropout, without_nested
 from flowbnn.methods.noise_level import learn_level
 from flowbnn.methods.variational.base import fit
 from flowbnn.noise import Dropout
 from flowbnn.noise.layout import wrappable_layers
 from flowbnn.numerics import constant
-from flowbnn.options import Probability, options, takes
+from flowbnn.options import Probability, accepts_options_of, options
 from flowbnn.posterior.base import Posterior, Prediction
 from flowbnn.posterior.noise import NoisePosterior
 from flowbnn.posterior.prediction import new_seed
@@ -70,7 +70,7 @@ class MCDropout(Method):
     rate: Probability | None = None
     layers: str | None = field(default=None, kw_only=True)
 
-    @takes(FitOptions)
+    @accepts_options_of(FitOptions)
     def fit(self, network: nn.Module, loader: Iterable[Any], **given: Any) -> Posterior:
         """As :meth:`Method.fit`. With ``epochs=0`` the dropout of a trained network is turned on and nothing is learned."""
         model, run = self.setup(network, loader, given)
@@ -108,8 +108,8 @@ def warn_of_unsampled(model: nn.Module, uncalled: Sequence[str] = ()) -> None:
     names = [*inner_dropout(model), *uncalled]
     if names:
         line = (
-            f"dropout of {some_of(names, 3)} is not sampled in predictions: only that of layers such as nn.Dropout, which the network "
-            "calls, is"
+            f"dropout of {quote_names(names, 3)} is not sampled in predictions: only that of layers such as nn.Dropout, which the "
+            "network calls, is"
         )
         warn(line, kind="dropout", layers=names)
 

@@ -13,11 +13,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from flowbnn.errors import some_of, warn
+from flowbnn.errors import quote_names, warn
 from flowbnn.likelihoods import learns_noise
 from flowbnn.methods.base import FitOptions, Method, register_method
-from flowbnn.methods.fitting import undisturbed
-from flowbnn.options import Count, options, takes
+from flowbnn.methods.fitting import preserve_rng_state
+from flowbnn.options import Count, accepts_options_of, options
 from flowbnn.posterior.point import PointPosterior
 from flowbnn.posterior.weights import MemberPosterior, state_of
 from flowbnn.training import History
@@ -53,7 +53,7 @@ class DeepEnsemble(Method):
     epochs: Count = field(default=20, kw_only=True)
     initialize: Callable[[nn.Module], Any] | None = field(default=None, kw_only=True)
 
-    @takes(FitOptions)
+    @accepts_options_of(FitOptions)
     def fit(self, network: nn.Module, loader: Iterable[Any], **given: Any) -> "EnsemblePosterior":
         """As :meth:`Method.fit`."""
         plain, run = self.setup(network, loader, given)
@@ -63,7 +63,7 @@ class DeepEnsemble(Method):
             own = (seed * 1_000_003 + index) % 2**32
             member = self._started(plain, own, tell=not points)
             part = run.part(f"member-{index}", f"member {index + 1} of {self.members}", seed=own)
-            with undisturbed(loader):
+            with preserve_rng_state(loader):
                 for generator in loader_generators(loader):
                     generator.manual_seed(own)
                 points.append(self.start(member, loader, part))
@@ -79,7 +79,7 @@ class DeepEnsemble(Method):
             left = initialize_anew(network)
         if left and tell:
             warn(
-                f"no reset_parameters() gives {some_of(left, 3)} a new start, so all members begin with the given values there; "
+                f"no reset_parameters() gives {quote_names(left, 3)} a new start, so all members begin with the given values there; "
                 "say initialize= to start them yourself",
                 kind="start",
                 layers=left,

@@ -20,8 +20,8 @@ from flowbnn.batches import (
     device_of,
     dtype_of,
     evaluating,
-    explaining,
     move,
+    rewrap_forward_errors,
     rows,
     split_batch,
 )
@@ -37,7 +37,7 @@ from flowbnn.likelihoods import (
     mean_log_prob,
 )
 from flowbnn.noise import Recipe, noise_layers, noise_mode, weight_parameters
-from flowbnn.options import Count, made_by, options
+from flowbnn.options import Count, call_factory, options
 from flowbnn.posterior.base import Posterior
 from flowbnn.posterior.prediction import check_rows, new_seed
 from flowbnn.posterior.recording import Sigmoids
@@ -142,7 +142,7 @@ class Objective(nn.Module):
 
 
 @contextmanager
-def undisturbed(loader: Any, seed: int | None = None) -> Iterator[None]:
+def preserve_rng_state(loader: Any, seed: int | None = None) -> Iterator[None]:
     """The loader may be gone through in the ``with`` block: all global generators and the loader's own are put back afterwards.
 
     Args:
@@ -192,7 +192,7 @@ def first_batches(
     """Inputs and targets of the first batches: where targets are real numbers, so many that they have ``count`` rows, else one."""
     check_loader(loader, use)
     found: list[tuple[Any, Any]] = []
-    with undisturbed(loader, seed):
+    with preserve_rng_state(loader, seed):
         for batch in loader:
             check_loader([batch], use)
             found.append(split_batch(batch))
@@ -263,7 +263,7 @@ def _outputs(
     model: nn.Module, inputs: Any, what: str, check: Callable[[Tensor], Any] | None = None
 ) -> Tensor:
     """Outputs of a first batch, or one line that says why there are none, or why they do not pass the check."""
-    with explaining(inputs, f"the network fails on the {what}, of"):
+    with rewrap_forward_errors(inputs, f"the network fails on the {what}, of"):
         try:
             outputs = check_rows(call(model, inputs), rows(inputs))
             if check is not None:
@@ -296,7 +296,7 @@ def settle_units(
     if not isinstance(likelihood, Gaussian):
         return False
     try:
-        with undisturbed(loader, seed), evaluating(model), at_the_mean(model):
+        with preserve_rng_state(loader, seed), evaluating(model), at_the_mean(model):
             seen = compared((likelihood.moments(f)[0], y) for f, y in pairs(model, loader))
     except Exception:  # the training meets the same batches, and says what is wrong with them and where
         return False
@@ -336,7 +336,9 @@ def optimizer_for(
     groups = [group for group in groups if group["params"]]
     if optimizer is None:
         return torch.optim.Adam(groups, fused=True)
-    made: torch.optim.Optimizer = made_by(optimizer, groups, name="optimizer", kind=torch.optim.Optimizer)
+    made: torch.optim.Optimizer = call_factory(
+        optimizer, groups, name="optimizer", kind=torch.optim.Optimizer
+    )
     return made
 
 
@@ -376,7 +378,9 @@ def train_posterior(
     planned = None
     if schedule is not None:
         steps = steps_of(loader, options.epochs, "a learning-rate schedule")
-        planned = made_by(schedule, engine, steps, name="schedule", kind=torch.optim.lr_scheduler.LRScheduler)
+        planned = call_factory(
+            schedule, engine, steps, name="schedule", kind=torch.optim.lr_scheduler.LRScheduler
+        )
     history = train(
         Objective(model, posterior.likelihood, loss, check_batch, beside),
         engine,

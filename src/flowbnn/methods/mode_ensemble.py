@@ -20,7 +20,7 @@ from flowbnn.batches import device_of, dtype_of, move, pick, take
 from flowbnn.convert import to_stochastic
 from flowbnn.distributions import Base, NormalBase
 from flowbnn.distributions.draws import standard_normal
-from flowbnn.errors import FlowBNNError, counted
+from flowbnn.errors import FlowBNNError, pluralize
 from flowbnn.likelihoods import Gaussian, Likelihood, learns_noise
 from flowbnn.methods.base import FitOptions, Method, register_method
 from flowbnn.methods.fitting import first_batch, prepare
@@ -31,7 +31,7 @@ from flowbnn.noise import Layout, Noise, Recipe, noise_layers
 from flowbnn.noise.flow_noise import InputNoise
 from flowbnn.noise.joint import independent_vectors, join
 from flowbnn.noise.modes import align_batch_axes
-from flowbnn.options import Count, Positive, options, takes
+from flowbnn.options import Count, Positive, accepts_options_of, options
 from flowbnn.posterior.base import Posterior
 from flowbnn.posterior.noise import NoisePosterior
 from flowbnn.training import track
@@ -83,7 +83,7 @@ class ModeEnsemble(Method):
     def needs_weights(self) -> bool:  # type: ignore[override]
         return self.epochs > 0
 
-    @takes(FitOptions)
+    @accepts_options_of(FitOptions)
     def fit(self, network: nn.Module, loader: Iterable[Any], **given: Any) -> "ModePosterior":
         """As :meth:`Method.fit`."""
         plain, run = self.setup(network, loader, given)
@@ -275,7 +275,7 @@ class ModePosterior(NoisePosterior):
         return len(self.base.loc)
 
     def __repr__(self) -> str:
-        found = f"{counted(len(self), 'climb')} to {counted(self.distinct, 'mode')}"
+        found = f"{pluralize(len(self), 'climb')} to {pluralize(self.distinct, 'mode')}"
         return f"ModePosterior({found} of the noise of {type(self.model).__name__}, {self.likelihood!r})"
 
 

@@ -18,7 +18,7 @@ from flowbnn.methods.base import FitOptions, register_method
 from flowbnn.methods.fitting import Schedule
 from flowbnn.methods.variational.base import FLOWS, FlowName, Variational, fit
 from flowbnn.noise import NormalAffine, Recipe
-from flowbnn.options import Count, NonNegative, Positive, options, takes
+from flowbnn.options import Count, NonNegative, Positive, accepts_options_of, options
 from flowbnn.posterior.noise import NoisePosterior
 from flowbnn.training.randomness import seeded
 
@@ -79,7 +79,7 @@ class NodeNoise(Variational):
             return {"*": NormalAffine(components=self.components, **common)}
         return {"*": FLOWS[self.kind](**common)}
 
-    @takes(FitOptions)
+    @accepts_options_of(FitOptions)
     def fit(self, network: nn.Module, loader: Iterable[Any], **given: Any) -> "NoisePosterior":
         """As :meth:`Method.fit`; weights and noise are trained together."""
         model, run = self.setup(network, loader, given)

@@ -9,7 +9,7 @@ from torch import Tensor
 from flowbnn.batches import split_batch
 from flowbnn.errors import warn
 from flowbnn.likelihoods import Gaussian, learns_noise, least_variance, log_variance
-from flowbnn.methods.fitting import undisturbed
+from flowbnn.methods.fitting import preserve_rng_state
 from flowbnn.posterior.base import Posterior
 from flowbnn.training import is_main_process
 
@@ -36,7 +36,7 @@ def learn_level(posterior: Posterior, loader: Iterable[Any], seed: int | None, a
     likelihood = posterior.likelihood
     if not learns_noise(likelihood):
         return False
-    with undisturbed(loader, seed or 0):
+    with preserve_rng_state(loader, seed or 0):
         predictive, targets = posterior.predict_with_targets(loader, MIXED, seed=0, progress=False)
     outputs, variances = predictive.samples.cpu(), predictive.sample_variances.cpu()
     truth = torch.as_tensor(targets).to(outputs).reshape(outputs.shape[1:])
@@ -103,7 +103,7 @@ def warn_of_level(posterior: Posterior, loader: Iterable[Any], seed: int | None)
         return
     batches: list[Any] = []
     rows = 0
-    with undisturbed(loader, seed or 0):
+    with preserve_rng_state(loader, seed or 0):
         for batch in loader:
             batches.append(batch)
             rows += len(split_batch(batch)[1])

@@ -32,9 +32,9 @@ from flowbnn.methods.fitting import (
     steps_of,
     train_posterior,
 )
-from flowbnn.methods.layers import normalizers, statistics, trained_parameters, without_dropout
+from flowbnn.methods.layer_modes import normalizers, statistics, trained_parameters, without_dropout
 from flowbnn.methods.noise_level import APART, learn_level
-from flowbnn.options import Count, Ge, Interval, NonNegative, Positive, options, takes
+from flowbnn.options import Count, Ge, Interval, NonNegative, Positive, accepts_options_of, options
 from flowbnn.posterior.base import Posterior
 from flowbnn.posterior.point import PointPosterior
 from flowbnn.posterior.weights import NOISE, MemberPosterior, state_of
@@ -86,7 +86,7 @@ class SGLD(Method):
     damping: Positive = 1e-3
     temperature: NonNegative = 1.0
 
-    @takes(FitOptions)
+    @accepts_options_of(FitOptions)
     def fit(self, network: nn.Module, loader: Iterable[Any], **given: Any) -> "SGLDPosterior":
         """As :meth:`Method.fit`; what is validated at each epoch is the present network."""
         model, run = self.setup(network, loader, given, "sampling by SGLD")

@@ -18,8 +18,8 @@ from flowbnn.errors import FlowBNNError
 from flowbnn.likelihoods import Gaussian, Likelihood
 from flowbnn.methods.base import FitOptions, Method, register_method
 from flowbnn.methods.fitting import Logged, Outputs, negative_log_likelihood, prepare, train_posterior
-from flowbnn.methods.layers import normalizers, refresh, statistics, trained_parameters
-from flowbnn.options import Count, Ge, Interval, Positive, options, takes
+from flowbnn.methods.layer_modes import normalizers, refresh, statistics, trained_parameters
+from flowbnn.options import Count, Ge, Interval, Positive, accepts_options_of, options
 from flowbnn.posterior.base import Posterior
 from flowbnn.posterior.point import PointPosterior
 from flowbnn.posterior.weights import WeightPosterior, check_members, generator_of, named_parts
@@ -61,7 +61,7 @@ class SWAG(Method):
     scale: Positive = field(default=0.5, kw_only=True)
     batch_norm_samples: Count = field(default=30, kw_only=True)
 
-    @takes(FitOptions)
+    @accepts_options_of(FitOptions)
     def fit(self, network: nn.Module, loader: Iterable[Any], **given: Any) -> "SWAGPosterior":
         """As :meth:`Method.fit`. ``checkpoint`` names a folder: training and walk have a file each."""
         model, run = self.setup(network, loader, given)

@@ -21,7 +21,7 @@ from flowbnn.errors import FlowBNNError, warn
 from flowbnn.likelihoods import Gaussian
 from flowbnn.methods.base import FitOptions, Method, register_method
 from flowbnn.methods.fitting import first_batch
-from flowbnn.options import Count, Positive, Probability, Seed, checked, options, takes
+from flowbnn.options import Count, Positive, Probability, Seed, accepts_options_of, checked, options
 from flowbnn.posterior.base import Posterior, Prediction, PredictOptions, load_posterior, opened, reading
 from flowbnn.predictive import CategoricalPredictive, GaussianPredictive
 from flowbnn.training.storage import TensorFile
@@ -57,7 +57,7 @@ class Temperature(Method):
                 argument=changed,
             )
 
-    @takes(FitOptions)
+    @accepts_options_of(FitOptions)
     def fit(self, network: nn.Module, loader: Iterable[Any], **given: Any) -> "TemperedPosterior":
         """As :meth:`Method.fit`; ``validation`` is what the temperature is fitted to, a held-out share of the loader unless given."""
         model, run = (self.method or self).setup(network, loader, given)
@@ -249,8 +249,8 @@ class TemperedPosterior(Posterior):
         """Outputs of the posterior within."""
         return self.posterior.outputs(inputs, samples, prediction)
 
-    def _predictive(self, outputs: Tensor, spent: Tensor | None = None) -> Any:
-        return tempered(self.posterior._predictive(outputs, spent), self.temperature, spent)
+    def _predictive(self, outputs: Tensor, sample_counts: Tensor | None = None) -> Any:
+        return tempered(self.posterior._predictive(outputs, sample_counts), self.temperature, sample_counts)
 
     def sample(self, seed: int | None = None) -> nn.Module:
         """One network of the posterior within; of classes, its logits are divided by the temperature."""
@@ -294,11 +294,11 @@ class Divided(nn.Module):
         return call(self.network, named or inputs) / self.temperature
 
 
-def tempered(plain: Any, temperature: Any, spent: Tensor | None = None) -> Any:
+def tempered(plain: Any, temperature: Any, sample_counts: Tensor | None = None) -> Any:
     """A predictive at a temperature, a number or a tensor of one."""
-    spent = None if spent is None else plain.samples_spent
+    sample_counts = None if sample_counts is None else plain.sample_counts
     if isinstance(plain, CategoricalPredictive):  # log-probabilities are logits
-        return CategoricalPredictive(plain.log_samples / temperature, spent)
+        return CategoricalPredictive(plain.log_samples / temperature, sample_counts)
     center = plain.mean.reshape(plain.samples.shape[1:])
     means = center + temperature * (plain.samples - center)
-    return GaussianPredictive(means, temperature**2 * plain.sample_variances, spent, plain.shape)
+    return GaussianPredictive(means, temperature**2 * plain.sample_variances, sample_counts, plain.shape)

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.distributions import Normal
 from torch.nn import functional as F
 
-from flowbnn.errors import FlowBNNError, shown
+from flowbnn.errors import FlowBNNError, describe_value
 from flowbnn.numerics import soft_clamp
-from flowbnn.options import Count, Ge, Positive, checked, made_by
+from flowbnn.options import Count, Ge, Positive, call_factory, checked
 
 Length = Annotated[int, Ge(0)]
 
@@ -22,7 +22,7 @@ def check_context(context: Tensor | None, context_dim: int, owner: str = "") -> 
     """The context, if it has the length that a network reads; whose it is, its transform says."""
     if isinstance(context, Tensor) and context.shape[-1:] == (context_dim,):
         return context
-    given, rows = "no context" if context is None else shown(context), ""
+    given, rows = "no context" if context is None else describe_value(context), ""
     if isinstance(context, Tensor):
         given = f"a context of shape {tuple(context.shape)}"
         if context.ndim == 1 and context_dim:
@@ -77,7 +77,7 @@ def _read_started(module: Any, keys: Any) -> None:
 
 def _stacked(layers: Sequence[nn.Module], last: nn.Module, activation: Callable[[], nn.Module]) -> nn.Module:
     """Layers with activations after each, and a last one of zeros."""
-    pairs = ((layer, made_by(activation, name="activation", kind=nn.Module)) for layer in layers)
+    pairs = ((layer, call_factory(activation, name="activation", kind=nn.Module)) for layer in layers)
     return nn.Sequential(*(part for pair in pairs for part in pair), zeroed(last))
 
 

@@ -18,7 +18,7 @@ from torch.nn.utils.rnn import PackedSequence
 from flowbnn.distributions import Divergence
 from flowbnn.errors import FlowBNNError
 from flowbnn.noise.layout import Layout
-from flowbnn.noise.passes import Mode, NoisePass, Setting, Share, Sizes, Source, Unfolded, new_key, pass_of
+from flowbnn.noise.passes import Mode, NoisePass, RowShard, Setting, Sizes, Source, Unfolded, new_key, pass_of
 
 Site = Literal["channel", "position"]
 BLOCK = 32  # shared draws that come from one seed
@@ -68,7 +68,7 @@ class Noise(nn.Module, ABC):
     def mean(self) -> Tensor:
         """The posterior mean, ``[dim]``."""
 
-    def draw_rows(self, rows: int, at: Sizes, generator: Source, share: Share | None) -> Tensor:
+    def draw_rows(self, rows: int, at: Sizes, generator: Source, share: RowShard | None) -> Tensor:
         """Draws for the rows of a batch, at positions ``at``; of a shared batch, the rows of this process."""
         if share is None:
             return self.draw((rows, *at), generator)

@@ -18,7 +18,7 @@ from flowbnn import kernels
 from flowbnn.distributions import Divergence
 from flowbnn.distributions.draws import chosen_normal, components_of, standard_normal
 from flowbnn.kernels import Group
-from flowbnn.noise.passes import Share, Source
+from flowbnn.noise.passes import RowShard, Source
 from flowbnn.numerics import soft_clamp
 
 _HALF_LOG_2PI = 0.5 * math.log(2.0 * math.pi)
@@ -95,7 +95,7 @@ class Gaussians:
             volumes.append(volume)
         return draws, torch.stack(volumes)[:, rows:] if log_det else None
 
-    def draws(self, rows: int, generator: Source, share: Share | None) -> dict[int, Tensor]:
+    def draws(self, rows: int, generator: Source, share: RowShard | None) -> dict[int, Tensor]:
         """Draws ``[rows, dim]`` of each layer, by its key."""
         return self.draws_from(self._shared(rows, 0, generator, share))
 
@@ -111,7 +111,7 @@ class Gaussians:
         return self.summary(normal, *self.sample(normal, 0))
 
     def ahead(
-        self, rows: int, generator: Source, share: Share | None
+        self, rows: int, generator: Source, share: RowShard | None
     ) -> tuple[dict[int, Tensor], dict[int, Divergence], Divergence]:
         """Draws for ``rows`` rows, and KL and entropy on fresh draws of the flows, in one go."""
         normal = self._shared(rows, self.fresh, generator, share)
@@ -155,7 +155,7 @@ class Gaussians:
     def _by_key(self, values: Any) -> dict[int, Any]:
         return {noise.key: value for noise, value in zip(self.layers, values, strict=True)}
 
-    def _shared(self, rows: int, fresh: int, generator: Source, share: Share | None) -> Tensor:
+    def _shared(self, rows: int, fresh: int, generator: Source, share: RowShard | None) -> Tensor:
         """Normal numbers for ``rows`` rows and ``fresh`` more, in one draw, of which a process that has a share keeps its own rows."""
         whole = rows if share is None else share.whole(rows)
         drawn = self.normal(whole + fresh, len(self.mean), generator)
@@ -213,7 +213,9 @@ class Mixtures:
         # generators by `is`: not every version of torch.compile knows the id of None
         return len(kinds) == 1 and all(generator is generators[0] for generator in generators)
 
-    def start(self, rows: int, fresh: int, generator: Source, share: Share | None) -> tuple[Tensor, Tensor]:
+    def start(
+        self, rows: int, fresh: int, generator: Source, share: RowShard | None
+    ) -> tuple[Tensor, Tensor]:
         """Components ``[rows + fresh, layers]`` and normal numbers ``[rows + fresh, numbers]``; of shared rows those that are here."""
         loc = self.layers[0].mixed[0].loc
         whole = (rows if share is None else share.whole(rows)) + fresh
@@ -242,7 +244,7 @@ class Mixtures:
         pushed = [noise.push(z) for noise, z in zip(self.layers, drawn.split(self.sizes, -1), strict=True)]
         return torch.cat([x for x, _ in pushed], -1), torch.stack([log_dets for _, log_dets in pushed])
 
-    def draws(self, rows: int, generator: Source, share: Share | None) -> dict[int, Tensor]:
+    def draws(self, rows: int, generator: Source, share: RowShard | None) -> dict[int, Tensor]:
         """Draws ``[rows, dim]`` of each layer, by its key."""
         starts = self.draw(*self.start(rows, 0, generator, share)).split(self.sizes, -1)
         return {noise.key: noise.push(z, False)[0] for noise, z in zip(self.layers, starts, strict=True)}
@@ -252,7 +254,7 @@ class Mixtures:
         return self.ahead(0, generator, None)[1:]
 
     def ahead(
-        self, rows: int, generator: Source, share: Share | None
+        self, rows: int, generator: Source, share: RowShard | None
     ) -> tuple[dict[int, Tensor], dict[int, Divergence], Divergence]:
         """Draws for ``rows`` rows, and KL and entropy on fresh draws, in one go."""
         starts = self.draw(*self.start(rows, self.fresh, generator, share))

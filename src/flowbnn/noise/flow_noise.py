@@ -14,7 +14,7 @@ from flowbnn.errors import FlowBNNError
 from flowbnn.kernels import Chain
 from flowbnn.noise.base import Noise, Site
 from flowbnn.noise.layout import Layout
-from flowbnn.noise.passes import NoisePass, Share, Sizes, Source, pass_of
+from flowbnn.noise.passes import NoisePass, RowShard, Sizes, Source, pass_of
 from flowbnn.numerics import sum_rightmost
 from flowbnn.transforms import ActNorm, Affine, BatchNorm, BlockTriangular, Compose, PlanarLU, Transform
 
@@ -114,7 +114,7 @@ class InputNoise(Noise):
         with nullcontext() if half is None else torch.autocast(device, enabled=False):
             return self.push(self._begin(shape, generator, half), False, half is not None)[0]
 
-    def draw_rows(self, rows: int, at: Sizes, generator: Source, share: Share | None) -> Tensor:
+    def draw_rows(self, rows: int, at: Sizes, generator: Source, share: RowShard | None) -> Tensor:
         if share is None or self.reads_batch:
             return super().draw_rows(rows, at, generator, share)
         device, half = self._autocast()
@@ -141,7 +141,7 @@ class InputNoise(Noise):
             return self.push(start, False, half is not None)[0]
 
     def begin_rows(
-        self, rows: int, at: Sizes, generator: Source, share: Share | None, half: torch.dtype | None = None
+        self, rows: int, at: Sizes, generator: Source, share: RowShard | None, half: torch.dtype | None = None
     ) -> Tensor:
         """What the draws of :meth:`draw_rows` start from: drawn for the whole batch, of which the flow sees the rows that are here."""
         if share is None:

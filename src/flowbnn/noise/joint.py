@@ -14,7 +14,7 @@ from flowbnn.errors import FlowBNNError
 from flowbnn.noise.base import Noise, noise_layers
 from flowbnn.noise.flow_noise import InputNoise
 from flowbnn.noise.layout import Layout
-from flowbnn.noise.passes import Share, Sizes, Source, pass_of
+from flowbnn.noise.passes import RowShard, Sizes, Source, pass_of
 
 DENSE = 6_000  # dimensions up to which a covariance has a matrix of its own
 
@@ -55,7 +55,7 @@ class JointPart(Noise):
     def draw(self, shape: Sizes, generator: Source = None) -> Tensor:
         return self.whole.draw(shape, generator)[..., self.span]
 
-    def draw_rows(self, rows: int, at: Sizes, generator: Source, share: Share | None) -> Tensor:
+    def draw_rows(self, rows: int, at: Sizes, generator: Source, share: RowShard | None) -> Tensor:
         raise FlowBNNError(
             "joint noise is drawn for the whole network at once: call the network and not a part of it, without activation "
             "checkpointing, or leave out joint=",

@@ -45,7 +45,7 @@ class Setting(NamedTuple):
     generator: Source = None
 
 
-class Share(NamedTuple):
+class RowShard(NamedTuple):
     """The rows ``[start, stop)`` of a global batch of ``total`` rows: what one process holds of it.
 
     Every process draws for the whole batch, from generators in the same state, and keeps its own rows. So the draws
@@ -54,7 +54,7 @@ class Share(NamedTuple):
     >>> import torch
     >>> def draw(rows):
     ...     return torch.arange(rows)
-    >>> Share(2, 4, 5).of(2, draw), Share(2, 4, 5).of(6, draw)
+    >>> RowShard(2, 4, 5).of(2, draw), RowShard(2, 4, 5).of(6, draw)
     (tensor([2, 3]), tensor([ 6,  7,  8,  9, 10, 11]))
     """
 
@@ -86,15 +86,17 @@ class Share(NamedTuple):
 
 
 class _Process:
-    share: Share | None = None  # the same for all threads: a backward pass may run parts again in another one
+    share: RowShard | None = (
+        None  # the same for all threads: a backward pass may run parts again in another one
+    )
 
 
-def share_batch(share: Share | None) -> None:
+def share_batch(share: RowShard | None) -> None:
     """Say which rows of a global batch this process holds, until the next call; None: all of them."""
     _Process.share = share
 
 
-def current_share() -> Share | None:
+def current_share() -> RowShard | None:
     """The rows of the global batch that this process holds, or None where it holds all of them."""
     return _Process.share
 
@@ -190,7 +192,7 @@ class NoisePass:
             _thread.innermost = self
 
     @property
-    def share(self) -> Share | None:
+    def share(self) -> RowShard | None:
         return _Process.share if self.shares else None
 
 

@@ -9,13 +9,13 @@ from typing import Annotated, Any, Literal
 
 from flowbnn.distributions import Base, MixtureBase, NormalBase, StudentBase
 from flowbnn.distributions.bases import Freedom
-from flowbnn.errors import FlowBNNError, nearest, shown
+from flowbnn.errors import FlowBNNError, describe_value, nearest
 from flowbnn.flows import drawn_flow, named_flows
 from flowbnn.noise.base import DropoutNoise, Noise, Site
 from flowbnn.noise.flow_noise import InputNoise
 from flowbnn.noise.joint import check_size, join
 from flowbnn.noise.layout import Layout
-from flowbnn.options import Count, Hint, Interval, Positive, check, descendants, options
+from flowbnn.options import Count, Hint, Interval, Positive, all_subclasses, check, options
 from flowbnn.transforms import (
     AffineCoupling,
     BlockTriangular,
@@ -276,7 +276,7 @@ class FlowNoise(Recipe):
         if not isinstance(made, Transform):
             raise FlowBNNError(
                 "FlowNoise needs a function of the dimension that gives a flowbnn transform, such as "
-                f"FlowNoise(lambda dim: Planar(dim)), not {shown(made if usable else self.factory)}"
+                f"FlowNoise(lambda dim: Planar(dim)), not {describe_value(made if usable else self.factory)}"
             )
         return [made]
 
@@ -317,7 +317,7 @@ def recipe_from_dict(document: dict[str, Any]) -> Recipe:
     check("recipe", document, dict)
     settings = dict(document)
     name = settings.pop("recipe", "")
-    known = {kind.__name__: kind for kind in descendants(Recipe)}
+    known = {kind.__name__: kind for kind in all_subclasses(Recipe)}
     if name not in known:
         raise FlowBNNError(f"there is no recipe {name!r}{nearest(str(name), known)}")
     if name == "FlowNoise":

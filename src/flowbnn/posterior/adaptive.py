@@ -117,21 +117,21 @@ def adaptive_outputs(
         predictive: makes a predictive of outputs.
     """
     low, some, cut = 0, inputs, divisible(inputs)
-    outputs = spent = going_on = torch.empty(0)
+    outputs = sample_counts = going_on = torch.empty(0)
     for high in rule.looks(samples):
         drawn = draw(some, range(low, high))
         if low == 0:
             number = drawn.shape[1]
             outputs = drawn.new_full((samples, number, *drawn.shape[2:]), math.nan)
-            spent = torch.full((number,), samples, device=drawn.device)
+            sample_counts = torch.full((number,), samples, device=drawn.device)
             going_on = torch.arange(number, device=drawn.device)
         outputs[low:high, going_on] = drawn if cut else drawn[:, going_on]
         if high == samples:
             break
         settled = rule.settled(predictive(outputs[:high, going_on]), samples)
-        spent[going_on[settled]] = high
+        sample_counts[going_on[settled]] = high
         going_on, low = going_on[~settled], high
         if not len(going_on):
             break
         some = pick(inputs, going_on) if cut else inputs
-    return outputs, spent
+    return outputs, sample_counts

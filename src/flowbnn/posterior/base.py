@@ -40,16 +40,16 @@ from flowbnn.batches import (
     device_of,
     dtype_of,
     evaluating,
-    explaining,
     first_nonfinite_tensor,
     is_batch,
     move,
+    rewrap_forward_errors,
     split_batch,
 )
-from flowbnn.errors import FlowBNNError, counted
+from flowbnn.errors import FlowBNNError, pluralize
 from flowbnn.likelihoods import Likelihood, make_likelihood
 from flowbnn.noise import noise_layers
-from flowbnn.options import checked, descendants, takes
+from flowbnn.options import accepts_options_of, all_subclasses, checked
 from flowbnn.posterior.adaptive import Adaptive, adaptive_outputs
 from flowbnn.posterior.loaders import Collected, grouped, sharing
 from flowbnn.posterior.prediction import Kept, Prediction, PredictOptions, averaged, casting
@@ -115,8 +115,8 @@ class Posterior:
 
     def __repr__(self) -> str:
         noisy = len(noise_layers(self.model))
-        layers = f", {counted(noisy, 'layer')} with noise" if noisy else ""
-        trained = counted(self.history.epochs, "epoch")
+        layers = f", {pluralize(noisy, 'layer')} with noise" if noisy else ""
+        trained = pluralize(self.history.epochs, "epoch")
         return f"{type(self).__name__}({type(self.model).__name__}{layers}, {self.likelihood!r}, {trained})"
 
     def outputs(self, inputs: Any, samples: range, prediction: Prediction) -> Tensor:
@@ -126,7 +126,7 @@ class Posterior:
         """
         return self._without("outputs(inputs, samples, prediction), which it must define")
 
-    @takes(PredictOptions)
+    @accepts_options_of(PredictOptions)
     def predict(self, inputs: Any, samples: int | None = None, **options: Any) -> Any:
         """The predictive distribution for a tensor of inputs, or for everything a loader gives.
 
@@ -140,17 +140,17 @@ class Posterior:
             A :class:`~flowbnn.predictive.CategoricalPredictive` or :class:`~flowbnn.predictive.GaussianPredictive`.
         """
         chosen = PredictOptions(samples, **options)
-        outputs, spent, _ = self.collect(inputs, chosen)
-        return self._explained(outputs, spent, inputs, chosen)
+        outputs, sample_counts, _ = self.collect(inputs, chosen)
+        return self._explained(outputs, sample_counts, inputs, chosen)
 
-    @takes(PredictOptions)
+    @accepts_options_of(PredictOptions)
     def predict_with_targets(
         self, inputs: Any, samples: int | None = None, **options: Any
     ) -> tuple[Any, Tensor | None]:
         """As :meth:`predict`, with the targets the loader gave, in the same order."""
         chosen = PredictOptions(samples, **options)
-        outputs, spent, targets = self.collect(inputs, chosen)
-        predictive = self._explained(outputs, spent, inputs, chosen)
+        outputs, sample_counts, targets = self.collect(inputs, chosen)
+        predictive = self._explained(outputs, sample_counts, inputs, chosen)
         return predictive, None if targets is None else self.likelihood.canonical(targets)
 
     def collect(self, inputs: Any, options: PredictOptions) -> tuple[Tensor, Tensor | None, Tensor | None]:
@@ -189,7 +189,7 @@ class Posterior:
         """Outputs ``[samples, batch, ...]`` and, where sampling is adaptive, the samples that each input had."""
         draw = averaged(self.outputs, self.likelihood) if prediction.options.views else self.outputs
         rule, samples = prediction.options.adaptive, prediction.samples
-        with explaining(inputs):
+        with rewrap_forward_errors(inputs):
             if rule is None:
                 return draw(inputs, range(samples), prediction), None
             rule = rule if isinstance(rule, Adaptive) else Adaptive(tolerance=rule)
@@ -197,7 +197,7 @@ class Posterior:
                 lambda some, part: draw(some, part, prediction), inputs, samples, rule, self._predictive
             )
 
-    def _predictive(self, outputs: Tensor, spent: Tensor | None = None) -> Any:
+    def _predictive(self, outputs: Tensor, sample_counts: Tensor | None = None) -> Any:
         """The predictive distribution that the likelihood makes of outputs."""
         likelihood = self._observation_model()
         for value in likelihood.parameters():
@@ -205,18 +205,22 @@ class Posterior:
                 likelihood = deepcopy(likelihood).to(outputs.device)
                 break
         with torch.no_grad():
-            if spent is None:
+            if sample_counts is None:
                 return likelihood.predictive(outputs)
-            return likelihood.predictive(outputs[: int(spent.max())], spent.to(outputs.device))
+            return likelihood.predictive(
+                outputs[: int(sample_counts.max())], sample_counts.to(outputs.device)
+            )
 
     def _observation_model(self) -> Likelihood:
         """The likelihood that makes a predictive distribution of outputs."""
         return self.likelihood
 
-    def _explained(self, outputs: Tensor, spent: Tensor | None, inputs: Any, options: PredictOptions) -> Any:
+    def _explained(
+        self, outputs: Tensor, sample_counts: Tensor | None, inputs: Any, options: PredictOptions
+    ) -> Any:
         """The predictive distribution; where outputs are not finite, an error that names what spoils them."""
         try:
-            return self._predictive(outputs, spent)
+            return self._predictive(outputs, sample_counts)
         except NotFinite as error:
             with self.kept.lock:
                 why, bad = self._why_not_finite(inputs, options), error.fields
@@ -392,6 +396,6 @@ def load_posterior(path: "str | Path | TensorFile", network: nn.Module) -> Poste
     Raises:
         FlowBNNError: where the file is damaged or was made from another architecture.
     """
-    kinds = {kind.kind: kind for kind in descendants(Posterior)}
+    kinds = {kind.kind: kind for kind in all_subclasses(Posterior)}
     file = opened(path, network, list(kinds))
     return kinds[file.document["kind"]].load(file, network)

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from flowbnn.errors import counted, warn
+from flowbnn.errors import pluralize, warn
 
 
 @dataclass(frozen=True)
@@ -52,8 +52,8 @@ class Calibration:
                 f"{name:<12} {value:>7.4f}" + (f"  {self.ece[name]:>6.4f}" if name in self.ece else "")
             )
         lines.append(
-            f"{self.structure} posterior over {counted(self.dimensions, 'dimension')}, {self.prior} prior, "
-            f"{counted(self.examples, 'held-out example')}"
+            f"{self.structure} posterior over {pluralize(self.dimensions, 'dimension')}, {self.prior} prior, "
+            f"{pluralize(self.examples, 'held-out example')}"
         )
         if self.flow_gain is not None:
             verdict_of_flow = (

@@ -8,12 +8,12 @@ from torch import Tensor
 from flowbnn.batches import as_loader
 from flowbnn.errors import FlowBNNError
 from flowbnn.metrics import novelty_aupr, novelty_auroc
-from flowbnn.options import checked, takes
+from flowbnn.options import accepts_options_of, checked
 from flowbnn.posterior.base import Posterior, PredictOptions
 from flowbnn.predictive import CategoricalPredictive
 
 
-@takes(PredictOptions)
+@accepts_options_of(PredictOptions)
 @checked
 def evaluate(
     posterior: Posterior,
@@ -30,7 +30,7 @@ def evaluate(
         novel: inputs of a kind the network has not seen, a loader or a pair likewise, or a tensor; adds ``novelty_auroc`` and
             ``novelty_aupr``, the chance that a novel input has a larger predictive entropy than a known one, and the average
             precision of finding it so.
-        seed, options: of the prediction, as in :class:`PredictOptions`; adaptive sampling adds ``samples_spent``, the mean over the
+        seed, options: of the prediction, as in :class:`PredictOptions`; adaptive sampling adds ``sample_counts``, the mean over the
             inputs of ``loader``.
     """
     predictive, targets = posterior.predict_with_targets(as_loader(loader), seed=seed, **options)
@@ -40,7 +40,7 @@ def evaluate(
         )
     report = {name: float(value) for name, value in predictive.evaluate(targets).items()}
     if options.get("adaptive") is not None:
-        report["samples_spent"] = float(predictive.samples_spent.double().mean())
+        report["sample_counts"] = float(predictive.sample_counts.double().mean())
     if novel is not None:
         strange = posterior.predict(as_loader(novel), seed=seed, **options)
         scores = novelty_scores(predictive), novelty_scores(strange)

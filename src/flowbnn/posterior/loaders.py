@@ -1,6 +1,6 @@
 """Batches of a loader joined into full passes, and their outputs collected in order.
 
-Where several processes share a loader, each has a :class:`Share` of its batches and all get the whole.
+Where several processes share a loader, each has a :class:`ShardedLoader` of its batches and all get the whole.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -70,13 +70,19 @@ class Collected:
         self.loader, self.expected, self.filled = loader, expected_rows(loader), 0
         self.tensor: Tensor | None = None
         self.targets: list[Tensor] = []
-        self.spent: list[Tensor] = []
+        self.sample_counts: list[Tensor] = []
 
     def number(self, group: int) -> int:
         """The number in the whole loader of a batch that this process predicts by itself."""
-        return self.loader.numbers[group] if isinstance(self.loader, Share) and not self.loader.cut else group
+        return (
+            self.loader.numbers[group]
+            if isinstance(self.loader, ShardedLoader) and not self.loader.cut
+            else group
+        )
 
-    def add(self, outputs: Tensor, spent: Tensor | None = None, targets: Sequence[Tensor] = ()) -> None:
+    def add(
+        self, outputs: Tensor, sample_counts: Tensor | None = None, targets: Sequence[Tensor] = ()
+    ) -> None:
         """Take the next rows, the samples that each had, and their targets."""
         start, stop, old = self.filled, self.filled + outputs.shape[1], self.tensor
         if old is None and stop >= self.expected:
@@ -91,19 +97,19 @@ class Collected:
             self.tensor[:, start:stop] = outputs
         self.filled = stop
         self.targets.extend([part.cpu() for part in targets])
-        if spent is not None:
-            self.spent.append(spent)
+        if sample_counts is not None:
+            self.sample_counts.append(sample_counts)
 
     def gathered(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """All outputs, the samples that each input had, and the targets: those of this process, or of all that share the loader."""
         outputs = None if self.tensor is None else self.tensor[:, : self.filled]
-        spent = torch.cat(self.spent) if self.spent else None
+        sample_counts = torch.cat(self.sample_counts) if self.sample_counts else None
         targets = torch.cat(self.targets) if self.targets else None
-        if isinstance(self.loader, Share):
-            outputs, spent, targets = self.loader.gather(outputs, spent, targets)
+        if isinstance(self.loader, ShardedLoader):
+            outputs, sample_counts, targets = self.loader.gather(outputs, sample_counts, targets)
         if outputs is None:
             raise FlowBNNError("the loader is empty: there is nothing to predict", kind="empty")
-        return outputs, spent, targets
+        return outputs, sample_counts, targets
 
 
 def _empty_like(outputs: Tensor, rows: int, old: Tensor | None) -> Tensor:
@@ -124,10 +130,10 @@ def sharing(loader: Any, sharded: bool, cut: bool) -> AbstractContextManager[Any
     Args:
         cut: whether batches can be cut, since the draws are the same for all inputs; else each is predicted whole.
     """
-    return Share(loader, cut) if sharded and processes() > 1 else nullcontext(loader)
+    return ShardedLoader(loader, cut) if sharded and processes() > 1 else nullcontext(loader)
 
 
-class Share:
+class ShardedLoader:
     """A loader of this process's share; at the end of its ``with`` block, the other processes hear of an error.
 
     With draws that are shared by all inputs every process takes some rows of every batch. With draws of its own for every
@@ -147,7 +153,7 @@ class Share:
         self.numbers: list[int] = []  # of the batches of which it has any
         self.num_data = -(-expected_rows(loader) // self.world)
 
-    def __enter__(self) -> "Share":
+    def __enter__(self) -> "ShardedLoader":
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
@@ -184,14 +190,16 @@ class Share:
         return reports
 
     def gather(
-        self, outputs: Tensor | None, spent: Tensor | None, targets: Tensor | None
+        self, outputs: Tensor | None, sample_counts: Tensor | None, targets: Tensor | None
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Everybody's outputs ``[samples, rows, ...]``, sample counts and targets, in the order of the loader."""
         home = torch.device("cpu") if outputs is None else outputs.device
-        own = [None if tensor is None else tensor.cpu() for tensor in (outputs, spent, targets)]
+        own = [None if tensor is None else tensor.cpu() for tensor in (outputs, sample_counts, targets)]
         _, sizes, tensors = zip(*self.report(None, *own), strict=True)
-        outputs, spent, targets = map(partial(_in_order, sizes), zip(*tensors, strict=True), (1, 0, 0))
-        return None if outputs is None else outputs.to(home), spent, targets
+        outputs, sample_counts, targets = map(
+            partial(_in_order, sizes), zip(*tensors, strict=True), (1, 0, 0)
+        )
+        return None if outputs is None else outputs.to(home), sample_counts, targets
 
 
 def _in_order(sizes: Sequence[list[int]], parts: Sequence[Tensor | None], axis: int) -> Tensor | None:

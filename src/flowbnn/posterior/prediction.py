@@ -16,21 +16,21 @@ from flowbnn.batches import (
     divisible,
     dtype_of,
     evaluating,
-    explaining,
     move,
     out_of_memory,
     pad,
+    rewrap_forward_errors,
     rows,
     take,
     tensors_of,
 )
-from flowbnn.errors import FlowBNNError, counted, warn
+from flowbnn.errors import FlowBNNError, pluralize, warn
 from flowbnn.likelihoods import Likelihood
 from flowbnn.options import Count, Positive, options
 from flowbnn.posterior.adaptive import Adaptive
 from flowbnn.posterior.recording import Recording, record
 from flowbnn.posterior.twin import twin
-from flowbnn.training.device import MIXED, keep_memory
+from flowbnn.training.device import MIXED, raise_malloc_trim_threshold
 from flowbnn.training.options import MixedPrecision
 
 Result = TypeVar("Result")
@@ -39,7 +39,7 @@ Outputs = Callable[[Any, range, Any], Tensor]
 
 TOGETHER = 4096  # inputs that adaptive sampling takes through its rounds together
 # past its caches a CPU gains nothing from more rows at once, and loses where the C library gives memory back between passes: beyond
-# 64 MB, see flowbnn.training.device.keep_memory
+# 64 MB, see flowbnn.training.device.raise_malloc_trim_threshold
 CPU_BYTES = 3 * 2**24
 GPU_BYTES = 2**33  # nor does a GPU when it is full
 LEAST, MOST = 16, 2**17  # rows of a pass
@@ -57,7 +57,7 @@ class PredictOptions:
         max_batch: rows in one pass; None estimates what the device holds.
         adaptive: stop sampling an input when the standard error of its probabilities is at most this number or its decision is
             certain; an :class:`~flowbnn.posterior.Adaptive` says more. ``samples`` is then the most that an
-            input gets, and ``samples_spent`` of the result says what each had.
+            input gets, and ``sample_counts`` of the result says what each had.
         views: functions from a batch of inputs to as many others that mean the same, such as their mirror images: every
             sampled network answers by the mean of its predictions for the input and for its views (test-time augmentation), at the
             price of as many more passes.
@@ -143,7 +143,7 @@ class Prediction:
         self.drawn = Kept()
         self.stack = ExitStack()
         if self.device.type == "cpu":
-            keep_memory()
+            raise_malloc_trim_threshold()
 
     def __enter__(self) -> Self:
         with ExitStack() as stack:
@@ -306,7 +306,7 @@ def check_rows(outputs: Tensor, count: int) -> Tensor:
     """The outputs, if there is one row for each row of the inputs."""
     if outputs.shape[:1] != (count,):
         raise FlowBNNError(
-            f"the network gave {tuple(outputs.shape[:1])} rows of outputs for {counted(count, 'row')} of inputs; "
+            f"the network gave {tuple(outputs.shape[:1])} rows of outputs for {pluralize(count, 'row')} of inputs; "
             "one row each is needed, with the examples on the first axis (a single one is given as inputs[None])",
             kind="shape",
         )
@@ -325,7 +325,7 @@ def averaged(outputs: Outputs, likelihood: Likelihood) -> Outputs:
 
 def _seen(view: View, inputs: Any) -> Any:
     name = getattr(view, "__name__", type(view).__name__)
-    with explaining(inputs, f"the view {name} fails on inputs of"):
+    with rewrap_forward_errors(inputs, f"the view {name} fails on inputs of"):
         seen = view(inputs)
     if type(seen) is not type(inputs) or rows(seen) != rows(inputs):
         given = f"{rows(seen)} rows" if type(seen) is type(inputs) else f"a {type(seen).__name__}"

@@ -16,7 +16,7 @@ from flowbnn.batches import call, evaluating, out_of_memory, rows, watching
 from flowbnn.noise import Noise, noise_layers
 from flowbnn.noise.base import settings_of
 from flowbnn.noise.passes import NoisePass
-from flowbnn.numerics import readable
+from flowbnn.numerics import is_concrete
 
 Result = TypeVar("Result")
 
@@ -214,7 +214,7 @@ class Sigmoids(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         known = getattr(func, "__name__", "") in ("sigmoid", "sigmoid_", "special_expit")
-        if known and type(result) is Tensor and readable(result):
+        if known and type(result) is Tensor and is_concrete(result):
             self.given.append(result)
         return result
 

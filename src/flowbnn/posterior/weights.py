@@ -12,7 +12,7 @@ from typing import Annotated, Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-from flowbnn.errors import FlowBNNError, counted
+from flowbnn.errors import FlowBNNError, pluralize
 from flowbnn.likelihoods import Gaussian, Likelihood, with_level
 from flowbnn.options import Count, Interval, check
 from flowbnn.posterior.base import Posterior, Prediction
@@ -236,7 +236,7 @@ class MemberPosterior(WeightPosterior):
         return self.size
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({counted(self.size, 'network')} of {type(self.model).__name__}, {self.likelihood!r})"
+        return f"{type(self).__name__}({pluralize(self.size, 'network')} of {type(self.model).__name__}, {self.likelihood!r})"
 
     @property
     def names(self) -> list[str]:

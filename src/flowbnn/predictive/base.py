@@ -19,19 +19,21 @@ class Predictive(ABC):
     A subclass keeps its tensors ``[S, B, K]`` in ``_tensors``, has a property for each name in :attr:`uncertainties`, and
     defines ``samples``, ``sampling_error``, ``nll``, ``sample``, ``quantiles``, ``decide`` and ``evaluate``. Means over samples go
     through :meth:`_mean` and sums of probabilities through :meth:`_log_mean_exp`, which know that inputs may have had different numbers
-    of samples (adaptive sampling): the first :attr:`samples_spent` of the S are then an input's own, and the others are NaN.
+    of samples (adaptive sampling): the first :attr:`sample_counts` of the S are then an input's own, and the others are NaN.
     """
 
     uncertainties: tuple[str, ...] = ()
     shares: tuple[str, ...] = ()  # those of them that lie in [0, 1]
     _tensors: tuple[Tensor, ...]
-    _spent: Tensor | None = None  # [1, B], where inputs differ in it
+    _sample_counts: Tensor | None = None  # [1, B], where inputs differ in it
     shape: tuple[int, ...] | None = None  # of one target, where that is not [K]
 
     @classmethod
-    def _of(cls, *tensors: Tensor, spent: Tensor | None = None, shape: tuple[int, ...] | None = None) -> Self:
+    def _of(
+        cls, *tensors: Tensor, sample_counts: Tensor | None = None, shape: tuple[int, ...] | None = None
+    ) -> Self:
         made = cls.__new__(cls)
-        made._tensors, made._spent, made.shape = tensors, spent, shape
+        made._tensors, made._sample_counts, made.shape = tensors, sample_counts, shape
         return made
 
     def _shaped(self, values: Tensor) -> Tensor:
@@ -49,18 +51,21 @@ class Predictive(ABC):
         return self._tensors[0].shape[0]
 
     @property
-    def samples_spent(self) -> Tensor:
+    def sample_counts(self) -> Tensor:
         """How many samples each input had, ``[B]``."""
-        if self._spent is not None:
-            return self._spent[0]
+        if self._sample_counts is not None:
+            return self._sample_counts[0]
         return torch.full((len(self),), self.num_samples, device=self._tensors[0].device)
 
     @cached_property
     def _absent(self) -> Tensor | None:
         """Where an input did not have a sample, ``[S, B]``; None if each had all."""
-        if self._spent is None:
+        if self._sample_counts is None:
             return None
-        return torch.arange(self.num_samples, device=self._spent.device).unsqueeze(1) >= self._spent
+        return (
+            torch.arange(self.num_samples, device=self._sample_counts.device).unsqueeze(1)
+            >= self._sample_counts
+        )
 
     def _present(self, values: Tensor, otherwise: float) -> Tensor:
         """Values ``[S, B, ...]`` with ``otherwise`` in place of the samples an input did not have."""
@@ -72,11 +77,11 @@ class Predictive(ABC):
 
     def _counts(self, values: Tensor) -> Tensor:
         """Samples of each input, to divide sums over samples of ``values`` ``[S, B, ...]``."""
-        return self.samples_spent.to(values.dtype).view(-1, *(1,) * (values.ndim - 2))
+        return self.sample_counts.to(values.dtype).view(-1, *(1,) * (values.ndim - 2))
 
     def _mean(self, values: Tensor) -> Tensor:
         """Mean over the samples that each input had."""
-        if self._spent is None:
+        if self._sample_counts is None:
             return values.mean(0)
         return self._present(values, 0.0).sum(0) / self._counts(values)
 
@@ -94,8 +99,10 @@ class Predictive(ABC):
     def __getitem__(self, index: int | slice | Tensor | Sequence[int]) -> Self:
         """The same predictive for some of the inputs; one integer gives a predictive of one input."""
         chosen = [index] if isinstance(index, int) else index
-        spent = None if self._spent is None else self._spent[:, chosen]
-        return self._of(*(tensor[:, chosen] for tensor in self._tensors), spent=spent, shape=self.shape)
+        sample_counts = None if self._sample_counts is None else self._sample_counts[:, chosen]
+        return self._of(
+            *(tensor[:, chosen] for tensor in self._tensors), sample_counts=sample_counts, shape=self.shape
+        )
 
     @checked
     def part(self, samples: slice) -> Self:
@@ -105,8 +112,8 @@ class Predictive(ABC):
     def to(self, *args: Any, **kwargs: Any) -> Self:
         """Move or convert, with the arguments of :meth:`torch.Tensor.to`."""
         tensors = [tensor.to(*args, **kwargs) for tensor in self._tensors]
-        spent = None if self._spent is None else self._spent.to(tensors[0].device)
-        return self._of(*tensors, spent=spent, shape=self.shape)
+        sample_counts = None if self._sample_counts is None else self._sample_counts.to(tensors[0].device)
+        return self._of(*tensors, sample_counts=sample_counts, shape=self.shape)
 
     def cpu(self) -> Self:
         return self.to("cpu")
@@ -140,8 +147,8 @@ class Predictive(ABC):
         generator = torch.Generator(device)
         generator.manual_seed(int(torch.randint(2**31 - 1, ())) if seed is None else seed)
         share = torch.rand(number, 1, generator=generator, device=device, dtype=torch.float64)
-        chosen = (share * self.samples_spent).long()
-        return torch.minimum(chosen, self.samples_spent - 1), generator
+        chosen = (share * self.sample_counts).long()
+        return torch.minimum(chosen, self.sample_counts - 1), generator
 
     @property
     @abstractmethod
@@ -155,9 +162,10 @@ class Predictive(ABC):
 
     def _samples_text(self) -> str:
         """The number of samples, for the representation."""
-        if self._spent is None or not len(self):
+        if self._sample_counts is None or not len(self):
             return str(self.num_samples)
-        return f"{int(self._spent.min())} to {int(self._spent.max())}, {self._spent.double().mean():.1f} on average"
+        counts = self._sample_counts
+        return f"{int(counts.min())} to {int(counts.max())}, {counts.double().mean():.1f} on average"
 
     def _above(self, threshold: float | Tensor, by: str) -> Tensor:
         uncertainty = self.uncertainty(by)
@@ -186,7 +194,7 @@ def check_samples(
     values: Tensor,
     name: str,
     wanted: str,
-    spent: Tensor | None = None,
+    sample_counts: Tensor | None = None,
     least: int = 0,
     most: float = math.inf,
 ) -> tuple[Tensor, Tensor | None]:
@@ -205,16 +213,18 @@ def check_samples(
         single = values.ndim == 3 and values.shape[-1] < least
         advice = "for one logit per input use from_bernoulli" if single else "flatten other axes into B"
         trouble = f"{name} must be {wanted}, samples first, with at least one sample, not {list(values.shape)}; {advice}"
-    elif spent is not None:
+    elif sample_counts is not None:
         samples, inputs = values.shape[:2]
-        fits = spent.shape == (inputs,) and not spent.is_floating_point()
-        if not fits or not bool(((spent >= 1) & (spent <= samples)).all()):
-            given = f"{spent.dtype} {list(spent.shape)}"
-            trouble = f"spent must be a vector of {inputs} integers from 1 to {samples}, not {given}"
+        fits = sample_counts.shape == (inputs,) and not sample_counts.is_floating_point()
+        if not fits or not bool(((sample_counts >= 1) & (sample_counts <= samples)).all()):
+            given = f"{sample_counts.dtype} {list(sample_counts.shape)}"
+            trouble = f"sample_counts must be a vector of {inputs} integers from 1 to {samples}, not {given}"
     if trouble:
         raise FlowBNNError(trouble, argument=name)
-    spent = None if spent is None else spent.to(values.device, torch.int64).unsqueeze(0)
-    return values.to(torch.promote_types(values.dtype, torch.float32)), spent
+    sample_counts = (
+        None if sample_counts is None else sample_counts.to(values.device, torch.int64).unsqueeze(0)
+    )
+    return values.to(torch.promote_types(values.dtype, torch.float32)), sample_counts
 
 
 def quantile_levels(q: float | Sequence[float] | Tensor, closed: bool) -> list[float]:

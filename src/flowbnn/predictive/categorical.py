@@ -39,8 +39,8 @@ class CategoricalPredictive(Predictive):
     shares = ("entropy", "risk")
 
     @checked
-    def __init__(self, logits: Tensor, spent: Tensor | None = None) -> None:
-        logits, self._spent = check_samples(logits, "logits", "[S, B, C]", spent, least=2)
+    def __init__(self, logits: Tensor, sample_counts: Tensor | None = None) -> None:
+        logits, self._sample_counts = check_samples(logits, "logits", "[S, B, C]", sample_counts, least=2)
         self._tensors = (logits,)
         self._tensors = (self._present(F.log_softmax(logits, dim=-1), math.nan),)
         check_finite(self._present(self._tensors[0], 0.0).isnan())
@@ -59,7 +59,7 @@ class CategoricalPredictive(Predictive):
 
     @classmethod
     @checked
-    def from_bernoulli(cls, logits: Tensor, spent: Tensor | None = None) -> Self:
+    def from_bernoulli(cls, logits: Tensor, sample_counts: Tensor | None = None) -> Self:
         r"""From one logit per input, ``[S, B]`` or ``[S, B, 1]``: class 1 has probability :math:`\sigma(l)`, class 0 the rest.
 
         >>> CategoricalPredictive.from_bernoulli(torch.zeros(3, 1)).probabilities
@@ -67,7 +67,7 @@ class CategoricalPredictive(Predictive):
         """
         logits = logits.unsqueeze(-1) if logits.ndim == 2 else logits
         logits, _ = check_samples(logits, "Bernoulli logits", "[S, B] or [S, B, 1]", most=1)
-        return cls(torch.cat([torch.zeros_like(logits), logits], dim=-1), spent)
+        return cls(torch.cat([torch.zeros_like(logits), logits], dim=-1), sample_counts)
 
     @property
     def log_samples(self) -> Tensor:
@@ -172,7 +172,7 @@ class CategoricalPredictive(Predictive):
         mean = self._mean(lead)
         error = (self._spread(lead) / (self._counts(lead) - 1.0).clamp(min=1.0)).sqrt()
         ahead = torch.where(mean > 0, mean / error, 0.0).scatter(-1, top, math.inf).amin(-1)
-        return ahead.masked_fill(self.samples_spent == 1, 0.0)
+        return ahead.masked_fill(self.sample_counts == 1, 0.0)
 
     def uncertainty(self, by: str) -> Tensor:
         r"""An uncertainty by name, ``[B]``, as :meth:`decide` compares it.
@@ -210,7 +210,7 @@ class CategoricalPredictive(Predictive):
         levels = quantile_levels(q, closed=True)
         # torch.quantile refuses more than 16 million numbers; samples that an input did not have come last
         ordered = self.samples.sort(0).values
-        steps = (self.samples_spent - 1).to(ordered.dtype).view(1, -1, 1).expand(1, *ordered.shape[1:])
+        steps = (self.sample_counts - 1).to(ordered.dtype).view(1, -1, 1).expand(1, *ordered.shape[1:])
         quantiles = []
         for level in levels:
             place = level * steps
@@ -255,7 +255,7 @@ class CategoricalPredictive(Predictive):
         if inputs:
             means = [average(x) for x in (self.confidence, self.entropy, self.aleatoric, self.epistemic)]
             text = "; confidence {:.3f}, entropy {:.3f} = aleatoric {:.3f} + epistemic {:.3f}".format(*means)
-            if self._spent is not None:
+            if self._sample_counts is not None:
                 text = text.replace(",", f" ± {average(self.confidence_error):.3f},", 1)
         return (
             f"CategoricalPredictive(samples={self._samples_text()}, inputs={inputs}, classes={classes}{text})"

@@ -53,11 +53,11 @@ class GaussianPredictive(Predictive):
         self,
         mean: Tensor,
         variance: Tensor | float,
-        spent: Tensor | None = None,
+        sample_counts: Tensor | None = None,
         shape: tuple[int, ...] | None = None,
     ) -> None:
         self.shape = shape
-        mean, self._spent = check_samples(mean, "mean", "[S, B, D]", spent)
+        mean, self._sample_counts = check_samples(mean, "mean", "[S, B, D]", sample_counts)
         variance = torch.as_tensor(variance, dtype=mean.dtype, device=mean.device)
         try:
             variance = variance.expand(mean.shape)

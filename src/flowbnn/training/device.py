@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, distributed, nn
 
-from flowbnn.errors import FlowBNNError, counted
+from flowbnn.errors import FlowBNNError, pluralize
 from flowbnn.training.options import TrainingOptions
 
 Result = TypeVar("Result")
@@ -53,7 +53,7 @@ class Process:
             self.autocast = partial(torch.autocast, kind, self.half)
         self.scaler = torch.amp.GradScaler(kind) if self.half == torch.float16 else None
         if kind == "cpu":
-            keep_memory()
+            raise_malloc_trim_threshold()
 
     def wrap(self, objective: nn.Module) -> nn.Module:
         """The objective on this device, as the loop calls it."""
@@ -128,7 +128,7 @@ def unlimited_recompiles() -> AbstractContextManager[Any]:
 
 
 @cache
-def keep_memory() -> None:
+def raise_malloc_trim_threshold() -> None:
     """Let the C library keep what a pass on a CPU frees, for the next one.
 
     glibc gives free memory back to the system beyond twice the largest block that was ever freed, and the next pass has it faulted in
@@ -218,13 +218,13 @@ def planned(options: TrainingOptions) -> tuple[str, int, int]:
         argument, trouble = "precision", "precision='16-mixed' needs a CUDA device: use 'bf16-mixed'"
     elif kind == "cpu" and devices > MOST_PER_CORE * cores:
         trouble = (
-            f"devices={devices} would start {devices} processes on {counted(cores, 'core')}, which would mostly wait "
+            f"devices={devices} would start {devices} processes on {pluralize(cores, 'core')}, which would mostly wait "
             f"for each other: ask for at most {MOST_PER_CORE * cores}"
         )
     elif kind != "cpu" and devices > there:
         name = torch.cuda.get_device_name(0) if kind == "cuda" else "Apple's GPU"
         trouble = (
-            f"devices={devices} was asked for and this machine has {counted(there, 'GPU')} ({name}): ask for at most "
+            f"devices={devices} was asked for and this machine has {pluralize(there, 'GPU')} ({name}): ask for at most "
             f"{there}, or use accelerator='cpu', which takes any number of processes"
         )
     elif devices > 1 and not launched() and not _script():

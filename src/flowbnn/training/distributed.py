@@ -2,7 +2,7 @@
 
 The loss is a mean over rows, so the gradient of the whole batch is the mean of the processes' gradients, each weighted by its share
 of the rows: every process multiplies its loss by that weight. All processes draw from generators in the same state
-(:class:`flowbnn.noise.Share`), so that noise and dropout are those of one process.
+(:class:`flowbnn.noise.RowShard`), so that noise and dropout are those of one process.
 """
 
 import os
@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from flowbnn.batches import batch_size
 from flowbnn.errors import FlowBNNError, warn
-from flowbnn.noise.passes import Share, share_batch
+from flowbnn.noise.passes import RowShard, share_batch
 from flowbnn.training.device import Process
 from flowbnn.training.options import TrainingOptions
 from flowbnn.training.randomness import seed_all
@@ -35,7 +35,7 @@ from flowbnn.training.storage import is_alive
 Pick = Callable[[int, int], tuple[int, int]]
 
 
-def share_of(total: int, rank: int, world: int) -> tuple[Share, float]:
+def share_of(total: int, rank: int, world: int) -> tuple[RowShard, float]:
     """The rows of one process, and the weight of their mean so that the mean over processes is the mean over all rows.
 
     Shares differ by one row at most. Where there are fewer rows than processes, those left over repeat a row at no weight.
@@ -47,9 +47,9 @@ def share_of(total: int, rank: int, world: int) -> tuple[Share, float]:
     """
     start, stop = rank * total // world, (rank + 1) * total // world
     if start < stop:
-        return Share(start, stop, total), (stop - start) * world / total
+        return RowShard(start, stop, total), (stop - start) * world / total
     start = min(start, total - 1)
-    return Share(start, start + 1, total), 0.0
+    return RowShard(start, start + 1, total), 0.0
 
 
 def take_rows(batch: Any, start: int, stop: int) -> Any:
@@ -90,10 +90,12 @@ class SharedLoader:
     ``announce`` is called with the share and its weight before each batch.
     """
 
-    def __init__(self, loader: Any, rank: int, world: int, announce: Callable[[Share, float], None]) -> None:
+    def __init__(
+        self, loader: Any, rank: int, world: int, announce: Callable[[RowShard, float], None]
+    ) -> None:
         self.loader, self.rank, self.world, self.announce = loader, rank, world, announce
         self.sampler = getattr(loader, "sampler", None)
-        self.shares: deque[tuple[Share, float]] = deque()  # a DataLoader asks some batches ahead
+        self.shares: deque[tuple[RowShard, float]] = deque()  # a DataLoader asks some batches ahead
         self.part = pick_rows(loader, self._pick, rank)
 
     def _pick(self, number: int, rows: int) -> tuple[int, int]:
@@ -169,8 +171,8 @@ def _seed_apart(rank: int, then: Callable[[int], None] | None, worker: int) -> N
 
 
 @contextmanager
-def shared_dropout(model: nn.Module, share: Callable[[], Share | None]) -> Iterator[None]:
-    """For the length of a ``with`` block, the network's own dropout layers draw as its noise does (:class:`Share`)."""
+def shared_dropout(model: nn.Module, share: Callable[[], RowShard | None]) -> Iterator[None]:
+    """For the length of a ``with`` block, the network's own dropout layers draw as its noise does (:class:`RowShard`)."""
     kinds = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
     layers = [module for module in model.modules() if type(module) in kinds and "forward" not in vars(module)]
     for module in layers:
@@ -182,7 +184,7 @@ def shared_dropout(model: nn.Module, share: Callable[[], Share | None]) -> Itera
             del vars(module)["forward"]
 
 
-def _dropout(module: Any, share: Callable[[], Share | None], x: Tensor) -> Tensor:
+def _dropout(module: Any, share: Callable[[], RowShard | None], x: Tensor) -> Tensor:
     rows = share()
     known = rows is not None and x.ndim > 1 and x.shape[0] % (rows.stop - rows.start) == 0
     if rows is None or not known or not module.training or not 0.0 < module.p < 1.0:
@@ -294,7 +296,7 @@ class Worker(Process):
     def __init__(self, options: TrainingOptions) -> None:
         super().__init__(options)
         self.rank, self.processes = distributed.get_rank(), distributed.get_world_size()
-        self.share: Share | None = None
+        self.share: RowShard | None = None
         self.everyone: list[Any] = [None] * self.processes
         distributed.all_gather_object(self.everyone, (socket.gethostname(), os.getpid()))
 
@@ -325,7 +327,7 @@ class Worker(Process):
     def share_out(self, loader: Any) -> Any:
         return SharedLoader(loader, self.rank, self.processes, self.take_share)
 
-    def take_share(self, share: Share | None, weight: float) -> None:
+    def take_share(self, share: RowShard | None, weight: float) -> None:
         """Which rows of the global batch the next step holds."""
         self.weight, self.rows = weight, None if share is None else share.total
         if share != self.share:

@@ -10,7 +10,7 @@ from torch.optim import LBFGS, Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
 from flowbnn.errors import FlowBNNError, nearest
-from flowbnn.options import Count, File, Hint, NonNegative, Positive, Seed, Share, checked, options
+from flowbnn.options import Count, File, Hint, NonNegative, Positive, Seed, UnitInterval, checked, options
 
 Accelerator = Literal["auto", "cpu", "cuda", "gpu", "mps"]
 MixedPrecision = Literal["32-true", "bf16-mixed", "16-mixed"]  # with the weights as they are
@@ -194,7 +194,7 @@ def check_result(result: Any) -> None:
 
 
 @checked
-def cosine(optimizer: Optimizer, steps: Count, rise: Share = 0.0) -> LRScheduler:
+def cosine(optimizer: Optimizer, steps: Count, rise: UnitInterval = 0.0) -> LRScheduler:
     """Rates that fall from full to zero along half a cosine, after growing along a line over the first share ``rise`` of the steps.
 
     >>> import torch

@@ -49,7 +49,7 @@ from torch import Tensor, nn
 from torch.distributions import constraints
 
 from flowbnn.errors import FlowBNNError, warn
-from flowbnn.numerics import readable
+from flowbnn.numerics import is_concrete
 from flowbnn.options import Interval
 
 
@@ -138,7 +138,7 @@ def check_tensor(value: Any, owner: object) -> None:
 
 def check_range(value: Tensor, low: float, high: float, owner: str, hint: str = "") -> None:
     """Refuse numbers outside an interval, where they can be looked at; the ends belong to it."""
-    if readable(value) and bool((wrong := (value < low) | (value > high)).any()):
+    if is_concrete(value) and bool((wrong := (value < low) | (value > high)).any()):
         worst = value[wrong][0].item()
         text = f"{owner} takes numbers {Interval(ge=low, le=high)}, not {worst:.8g}{hint}"
         raise FlowBNNError(text, kind="range", value=worst)

@@ -159,7 +159,7 @@ class NeuralODE(TwoWay):
 
         count = 0
 
-        def counted(time: Tensor, state: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        def counting_velocity(time: Tensor, state: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
             nonlocal count
             count += 1
             if count > self.most_evaluations:
@@ -175,7 +175,7 @@ class NeuralODE(TwoWay):
         steps = {"norm": worst_row, "step_t": times[1:]}
         tolerances = {"rtol": max(self.rtol, least), "atol": max(self.atol, least)}
         try:
-            path = odeint(counted, state, times, method="dopri5", options=steps, **tolerances)
+            path = odeint(counting_velocity, state, times, method="dopri5", options=steps, **tolerances)
         except AssertionError:  # torchdiffeq's: a step of no length, or a value that is not finite
             raise self._failure(count) from None
         return tuple(part[-1] for part in path), count

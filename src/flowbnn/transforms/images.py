@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from flowbnn.errors import FlowBNNError
 from flowbnn.nets.convolution import GatedConvNet
 from flowbnn.nets.mlp import ConditionalNormal, Length
-from flowbnn.options import Count, checked, made_by
+from flowbnn.options import Count, call_factory, checked
 from flowbnn.transforms.base import Transform, TwoWay, check_dense, check_events, refused
 from flowbnn.transforms.compose import Compose, Inverse
 from flowbnn.transforms.surjective import Augment
@@ -165,11 +165,13 @@ class MultiScale(Compose):
         parts: list[Transform] = []  # from the data to the base
         for level in range(levels):
             height, width, channels = height // 2, width // 2, 4 * channels
-            steps = [made_by(step, channels, number, name="step", kind=Transform) for number in range(length)]
+            steps = [
+                call_factory(step, channels, number, name="step", kind=Transform) for number in range(length)
+            ]
             parts += [Inverse(Squeeze()), *steps]
             for _ in range(1 if level < levels - 1 else last):
                 channels = channels // 2
-                made = made_by(noise, height, width, channels, name="noise", kind=nn.Module)
+                made = call_factory(noise, height, width, channels, name="noise", kind=nn.Module)
                 parts.append(Augment(channels, channels, made, context_dim=context_dim))
         self.dim = height * width * channels
         super().__init__(Reshape((self.dim,), (height, width, channels)), *reversed(parts))

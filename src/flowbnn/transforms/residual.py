@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from flowbnn.errors import FlowBNNError
 from flowbnn.nets.mlp import Length, check_net
 from flowbnn.nets.smooth import LipschitzConv, LipschitzMLP, Product, SmoothMLP, Traced
-from flowbnn.numerics import at_least_single, readable, sum_rightmost
+from flowbnn.numerics import at_least_single, is_concrete, sum_rightmost
 from flowbnn.options import Count, Probability, checked
 from flowbnn.transforms.base import Transform, check_dense, check_events, check_vectors, refused
 from flowbnn.transforms.compose import together
@@ -151,7 +151,7 @@ class Residual(Transform):
     def _root(self, step: Any, x: Tensor) -> Tensor:
         """Fixed point of ``z = x - step(z)`` to half of the digits, which Newton steps double, or all that a net in TF32 has."""
         z, least, since, half = x, 1.0, 0, torch.finfo(x.dtype).eps ** 0.5
-        if not readable(x) or not x.numel():
+        if not is_concrete(x) or not x.numel():
             for _ in range(200):  # a number that is the same for all: 0.9**200 is below half of the digits
                 z = x - step(z)
             return z

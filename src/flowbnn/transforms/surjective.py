@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributions import Distribution, constraints
 from torch.nn import functional as F
 
-from flowbnn.errors import FlowBNNError, shown
+from flowbnn.errors import FlowBNNError, describe_value
 from flowbnn.nets.mlp import MLP, ConditionalNormal, Length, with_context
 from flowbnn.numerics import sum_rightmost
 from flowbnn.options import Count, Ge, checked
@@ -41,7 +41,11 @@ class Drawing(Transform):
 
     def _given(self, module: Any, known: Tensor, context: Tensor | None, axes: int, size: int) -> Any:
         made = module(with_context(known, context, self.context_dim, axes))
-        shape = tuple(made.batch_shape + made.event_shape) if isinstance(made, Distribution) else shown(made)
+        shape = (
+            tuple(made.batch_shape + made.event_shape)
+            if isinstance(made, Distribution)
+            else describe_value(made)
+        )
         if shape[-1:] != (size,):  # which might broadcast
             text = f"needs a distribution of {size} numbers of its {type(module).__name__}, not {shape}"
             raise refused(self, text, "shape")

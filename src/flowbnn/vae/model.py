@@ -19,11 +19,22 @@ from torch.distributions import constraints
 from flowbnn.batches import device_of, evaluating
 from flowbnn.density import DensityOptions, fit_density
 from flowbnn.distributions import DiagonalNormal, Flow
-from flowbnn.errors import FlowBNNError, counted, nearest
+from flowbnn.errors import FlowBNNError, nearest, pluralize
 from flowbnn.flows import FlowModel, drawn_flow, named_flows
 from flowbnn.nets.mlp import check_context
-from flowbnn.numerics import exactly, readable, soft_clamp
-from flowbnn.options import Count, Ge, Hint, NonNegative, Seed, Share, check, checked, made_by, takes
+from flowbnn.numerics import full_precision, is_concrete, soft_clamp
+from flowbnn.options import (
+    Count,
+    Ge,
+    Hint,
+    NonNegative,
+    Seed,
+    UnitInterval,
+    accepts_options_of,
+    call_factory,
+    check,
+    checked,
+)
 from flowbnn.training import Clock, History
 from flowbnn.training.randomness import drawing
 from flowbnn.transforms import Compose, Transform
@@ -114,7 +125,7 @@ class Autoencoder(nn.Module):
         """The context of so many examples."""
         context = check_context(context, self.context_dim, type(self).__name__)
         if context.shape[:-1] != (count,):
-            text = f"the context of {counted(count, 'example')} has a row for each, not the shape {tuple(context.shape)}"
+            text = f"the context of {pluralize(count, 'example')} has a row for each, not the shape {tuple(context.shape)}"
             raise FlowBNNError(text, kind="shape", argument="context")
         return context
 
@@ -132,7 +143,7 @@ class Autoencoder(nn.Module):
     def encode(self, x: Tensor, context: Tensor | None = None) -> Tensor:
         """The code of each example; of a variational autoencoder, where the middle of its posterior's base goes."""
         features = self.features_of(x, context)
-        with exactly(features):
+        with full_precision(features):
             return self.code(features)
 
     @property
@@ -143,7 +154,7 @@ class Autoencoder(nn.Module):
     def check(self, x: Tensor) -> None:
         """Refuse data that the decoder cannot give, where they can be looked at."""
         check("x", x, Tensor, type(self).__name__)
-        if readable(x):
+        if is_concrete(x):
             self.decoder.check(x)
 
     def log_prob(self, x: Tensor, context: Tensor | None = None) -> Tensor:
@@ -226,7 +237,7 @@ class VAE(Autoencoder):
     heads = 2
 
     @checked
-    @takes(Autoencoder)
+    @accepts_options_of(Autoencoder)
     def __init__(
         self,
         shape: Sequence[Count],
@@ -237,7 +248,7 @@ class VAE(Autoencoder):
         prior: Annotated[FlowModel | None, Hint("such as fb.flows.NSF(latent_dim)")] = None,
         beta: NonNegative = 1.0,
         reconstruction: NonNegative = 1.0,
-        warmup: Share = 0.0,
+        warmup: UnitInterval = 0.0,
         **more: Any,
     ) -> None:
         super().__init__(shape, latent_dim, **more)
@@ -252,7 +263,9 @@ class VAE(Autoencoder):
                 raise FlowBNNError(text, kind="shape", argument="prior")
         context = self.features + self.context_dim
         if callable(posterior):
-            self.flow: Transform = made_by(posterior, latent_dim, context, name="posterior", kind=Transform)
+            self.flow: Transform = call_factory(
+                posterior, latent_dim, context, name="posterior", kind=Transform
+            )
         elif posterior in POSTERIORS:
             self.flow = drawn_flow(POSTERIORS[posterior], latent_dim, context, length=length)
         elif posterior == "gaussian":
@@ -267,13 +280,13 @@ class VAE(Autoencoder):
     def posterior(self, x: Tensor, context: Tensor | None = None) -> Flow:
         r"""The distribution :math:`q(z \mid x)` of each example's code."""
         features = self.features_of(x, context)
-        with exactly(features):
+        with full_precision(features):
             loc, raw = self.code(features).chunk(2, -1)
         return Flow(DiagonalNormal(loc, soft_clamp(raw, 8.0).exp()), self.flow, features)
 
     def encode(self, x: Tensor, context: Tensor | None = None) -> Tensor:
         q = self.posterior(x, context)
-        with exactly(q.base.loc):
+        with full_precision(q.base.loc):
             return self.flow(q.base.loc, q.context)[0]
 
     @property
@@ -389,7 +402,7 @@ class Generator:
 
 
 @checked
-@takes(DensityOptions)
+@accepts_options_of(DensityOptions)
 def fit_autoencoder(
     model: Autoencoder,
     data: Any,

@@ -5,12 +5,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from flowbnn.compare.results import Metric, Parts
 from flowbnn.options import Count, Positive, options
-from flowbnn.results import Metric, Parts
 from flowbnn.vae import VAE, Autoencoder, fit_autoencoder
 from flowbnn_studies.images.data import read_bytes
 from flowbnn_studies.images.settings import PictureData
-from flowbnn_studies.runner.findings import counted, grid_figures, picture_grid, short
+from flowbnn_studies.runner.findings import grid_figures, picture_grid, pluralize, short
 from flowbnn_studies.runner.study import Findings, Job, Study, Variant
 
 SHAPE = (1, 28, 28)
@@ -127,7 +127,7 @@ class AutoencoderVsVae(Study):
             figures += grid_figures(title, text, drawn, name)
         notes = [
             f"Two hidden layers of {settings.hidden} units each way, Bernoulli likelihood of grey values, {settings.epochs} epochs of "
-            f"{settings.batch} images by Adam; {counted(len(parts.seeds))}. With the KL alone the decoder is never trained.",
+            f"{settings.batch} images by Adam; {pluralize(len(parts.seeds))}. With the KL alone the decoder is never trained.",
         ]
         rows = self.rows(settings, parts, METRICS)
         return Findings(answer(parts), METRICS, rows, figures, notes)

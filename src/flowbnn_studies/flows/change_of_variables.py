@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 from torch.distributions import Independent, Uniform
 
+from flowbnn.compare.results import Metric, Parts, figure
 from flowbnn.density import fit_density
 from flowbnn.distributions import Flow, NormalMixture
 from flowbnn.flows import NSF
 from flowbnn.options import Count, Positive, options
-from flowbnn.results import Metric, Parts, figure
 from flowbnn.transforms import Transform
-from flowbnn_studies.runner.findings import counted, histogram, middles, panel, short
+from flowbnn_studies.runner.findings import histogram, middles, panel, pluralize, short
 from flowbnn_studies.runner.study import Findings, Job, Study, Variant
 
 VARIANTS = (
@@ -210,7 +210,7 @@ def answer(parts: Parts) -> str:
     )
     return (
         f"Where the map is known the density is exact to {max(square, quantile):.0e}, and draws are {draws} "
-        f"({counted(len(parts.seeds))}).\n"
+        f"({pluralize(len(parts.seeds))}).\n"
         f"The learned map of the mixture falls {parts.mean('mixture', 'gap'):.4f} nats short of the true density on unseen points; "
         f"its density is off by at most {parts.mean('mixture', 'density_error'):.3f}."
     )

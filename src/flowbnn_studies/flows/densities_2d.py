@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from flowbnn import flows
+from flowbnn.compare.results import Parts, figure
 from flowbnn.density import Density, fit_density
 from flowbnn.options import Count, Positive, options
-from flowbnn.results import Parts, figure
-from flowbnn_studies.runner.findings import counted, middles, over_plane, ranking, short
+from flowbnn_studies.runner.findings import middles, over_plane, pluralize, ranking, short
 from flowbnn_studies.runner.study import Findings, Job, Study, Variant, metrics_of, timed
 
 PI = math.pi
@@ -281,7 +281,7 @@ class Densities2d(Study):
             met = f"not within it: {', '.join(far)}" if far else "all within it"
             if wanted:
                 lines = [
-                    f"NSF against the goal of {GOAL:g} nats ({counted(len(parts.seeds))}): {told}; {met}."
+                    f"NSF against the goal of {GOAL:g} nats ({pluralize(len(parts.seeds))}): {told}; {met}."
                 ]
         for name in settings.data:
             nearest = ranking(parts, self.variants(settings), f"gap_{name}")

@@ -6,16 +6,16 @@ from typing import Any, ClassVar, Literal
 
 import torch
 
+from flowbnn.compare.results import Metric, Parts, figure
 from flowbnn.data import TensorLoader
 from flowbnn.density import Density
 from flowbnn.flows import IAF, Sylvester
-from flowbnn.options import Count, Positive, Share, options
-from flowbnn.results import Metric, Parts, figure
+from flowbnn.options import Count, Positive, UnitInterval, options
 from flowbnn.transforms import Transform
 from flowbnn.vae import VAE, GatedConvDecoder, GatedConvEncoder, fit_autoencoder
 from flowbnn_studies.images.data import binarise, read_binary, read_bytes
 from flowbnn_studies.images.settings import PictureData
-from flowbnn_studies.runner.findings import counted, grid_figures, line, panel, picture_grid
+from flowbnn_studies.runner.findings import grid_figures, line, panel, picture_grid, pluralize
 from flowbnn_studies.runner.study import Findings, Job, Study, Variant
 
 SHAPE = (1, 28, 28)
@@ -71,7 +71,7 @@ class Settings(PictureData):
     epochs: Count = 400
     batch: Count = 500
     lr: Positive = 1e-3
-    warmup: Share = 0.2
+    warmup: UnitInterval = 0.2
     conv_epochs: Count = 120
     conv_batch: Count = 250
     conv_lr: Positive = 1e-3
@@ -152,7 +152,7 @@ class DlgmPlanar(Study):
             "RMSprop). All parameters of the flows are linear functions of what the encoder gives.",
             f"Convolutions: the gated networks of van den Berg et al., a code of {settings.conv_latent}, {settings.conv_length} flows, "
             f"{settings.conv_epochs} epochs of {settings.conv_batch} images in a step (the paper has up to 2,000 of 100) and "
-            f"{counted(settings.conv_seeds)}; Sylvester flows have 8 Householder reflections, IAF masked networks of "
+            f"{pluralize(settings.conv_seeds)}; Sylvester flows have 8 Householder reflections, IAF masked networks of "
             f"{settings.made} units. The weight of the KL grows over the first {settings.warmup:.0%} of a training.",
         ]
         rows = self.rows(settings, parts, METRICS, PUBLISHED)

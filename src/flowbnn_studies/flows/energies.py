@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from flowbnn import flows
+from flowbnn.compare.results import Parts, figure
+from flowbnn.density.target import TargetFit, fit_target
 from flowbnn.options import Count, Positive, options
-from flowbnn.results import Parts, figure
-from flowbnn.target import TargetFit, fit_target
-from flowbnn_studies.runner.findings import counted, middles, over_plane, ranking, short
+from flowbnn_studies.runner.findings import middles, over_plane, pluralize, ranking, short
 from flowbnn_studies.runner.study import Findings, Job, Study, Variant, metrics_of, timed
 
 RECIPES: Mapping[str, tuple[str, str, dict[str, Any], float]] = {  # label, flow, its settings, cost
@@ -128,7 +128,7 @@ class Energies(Study):
             )
             long = ", ".join(key.removeprefix("planar-") for key in lengths)
             lines.append(
-                f"Nats between the ELBO and log Z by planar flows of length {long} ({counted(len(parts.seeds))}): {told}."
+                f"Nats between the ELBO and log Z by planar flows of length {long} ({pluralize(len(parts.seeds))}): {told}."
             )
         for number in settings.energies:
             nearest = ranking(parts, self.variants(settings), f"gap_{number}")

@@ -8,11 +8,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from flowbnn.compare.results import Metric, Parts, read_json, write_json
 from flowbnn.data import TensorLoader
 from flowbnn.density import fit_density
 from flowbnn.flows import IDF, FlowModel, Glow, ResidualFlow
 from flowbnn.options import Count, NonNegative, Positive, options
-from flowbnn.results import Metric, Parts, read_json, write_json
 from flowbnn_studies.images.data import read_bytes
 from flowbnn_studies.images.settings import BelowOne, PictureData
 from flowbnn_studies.runner.findings import grid_figures, picture_grid

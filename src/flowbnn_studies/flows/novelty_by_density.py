@@ -5,6 +5,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from flowbnn.compare.results import Metric, Parts, figure
 from flowbnn.data import TensorLoader
 from flowbnn.density import Density, fit_density
 from flowbnn.flows import NSF, Glow
@@ -12,10 +13,9 @@ from flowbnn.methods import MLE
 from flowbnn.metrics import novelty_auroc
 from flowbnn.models import LeNet
 from flowbnn.options import Count, Positive, Probability, options
-from flowbnn.results import Metric, Parts, figure
 from flowbnn_studies.images.data import read_bytes, read_images
 from flowbnn_studies.images.settings import PictureData
-from flowbnn_studies.runner.findings import counted, histogram, histogram_panels
+from flowbnn_studies.runner.findings import histogram, histogram_panels, pluralize
 from flowbnn_studies.runner.methods import shuffled
 from flowbnn_studies.runner.study import Findings, Job, Study, Variant, regrouped
 
@@ -186,7 +186,7 @@ class NoveltyByDensity(Study):
             "flows, whatever they show. By typicality both very high and very low densities are strange.",
             "Typicality is the distance of an image's log-density to the mean of those put aside (Nalisnick et al. 2019), for single "
             "images. Features are the 84 numbers before the last layer's ReLU of a LeNet that was trained on the labels of the "
-            f"familiar set, with a neural spline flow for their density. {counted(len(parts.seeds)).capitalize()}.",
+            f"familiar set, with a neural spline flow for their density. {pluralize(len(parts.seeds)).capitalize()}.",
         ]
         return Findings(answer(by_method), metrics, rows, figures, notes)
 

@@ -7,12 +7,12 @@ import torch
 from torch import Tensor
 from torch.distributions import MultivariateNormal
 
+from flowbnn.compare.results import Metric, Parts
 from flowbnn.density import fit_density
 from flowbnn.flows import MAF, NSF
 from flowbnn.options import Count, NonNegative, Positive, options
-from flowbnn.results import Metric, Parts
 from flowbnn_studies.data.tables import FILES, FOLDERS, load_table, load_uci
-from flowbnn_studies.runner.findings import counted
+from flowbnn_studies.runner.findings import pluralize
 from flowbnn_studies.runner.study import Findings, Job, Study, Variant
 
 LABELS = {"gaussian": "Gaussian, full covariance", "maf": "MAF", "nsf": "NSF"}
@@ -100,7 +100,7 @@ class TabularDensities(Study):
             "no density is infinite; then all have mean 0 and standard deviation 1. All of this is decided on the training rows alone.",
             f"Flows of {settings.length} steps with networks of two hidden layers of {settings.width} units, at most "
             f"{settings.epochs} epochs by AdamW; a tenth of the training rows chooses the "
-            f"epoch. What is called a seed is one of the published splits of a table: {counted(len(parts.seeds), 'split')} here.",
+            f"epoch. What is called a seed is one of the published splits of a table: {pluralize(len(parts.seeds), 'split')} here.",
         ]
         rows = self.rows(settings, parts, metrics, PUBLISHED)
         return Findings(answer(settings, parts), metrics, rows, [], notes)
@@ -179,5 +179,5 @@ def answer(s: Settings, parts: Parts) -> str:
     )
     return (
         f"NSF has the highest held-out log-likelihood on {len(best)} of {len(known)} tables, "
-        f"{counted(len(parts.seeds), 'split')}.\nGaussian, MAF and NSF: {told}."
+        f"{pluralize(len(parts.seeds), 'split')}.\nGaussian, MAF and NSF: {told}."
     )

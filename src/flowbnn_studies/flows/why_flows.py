@@ -11,12 +11,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from flowbnn.compare.results import Metric, Parts
 from flowbnn.density import Density, fit_density
 from flowbnn.flows import FFJORD, MAF, RealNVP, ResidualFlow
 from flowbnn.options import Count, Positive, options
-from flowbnn.results import Metric, Parts
 from flowbnn.vae import VAE
-from flowbnn_studies.runner.findings import counted
+from flowbnn_studies.runner.findings import pluralize
 from flowbnn_studies.runner.study import Findings, Job, Study, Variant, regrouped, timed
 
 LABELS = {
@@ -229,7 +229,7 @@ def answer(by_model: Parts) -> str:
     )
     bound, weighted = (by_model.mean(key, "gap") for key in ("vae", "vae-weighted"))
     return (
-        f"Time of a density and of a sample, in those of the coupling flow: {taken} ({counted(len(by_model.seeds))}).\n"
+        f"Time of a density and of a sample, in those of the coupling flow: {taken} ({pluralize(len(by_model.seeds))}).\n"
         f"Inverses are off by at most: {told('inverse_error', '.0e')}; log-determinants: {told('log_det_error', '.0e')}.\n"
         f"Nats short of the true density: {told('gap', '.2f')}.\n"
         f"The VAE samples in {by_model.mean('vae', 'sampling_ratio'):.1f} of the coupling flow's time, but its density is only "

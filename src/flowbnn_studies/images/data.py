@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from flowbnn.candidates import CANDIDATES, Candidate
+from flowbnn.compare.candidates import CANDIDATES, Candidate
 from flowbnn.data import Augment, Digits, TensorLoader
 from flowbnn.methods import Posterior
 from flowbnn.options import Count, options

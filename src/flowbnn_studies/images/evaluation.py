@@ -7,13 +7,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flowbnn.candidates import sample_count
+from flowbnn.compare.candidates import sample_count
+from flowbnn.compare.results import CLASSIFICATION, Metric, Parts
 from flowbnn.methods import Posterior
 from flowbnn.metrics import calibration_error, novelty_auroc, reliability
 from flowbnn.posterior.adaptive import Adaptive
 from flowbnn.posterior.prediction import View
 from flowbnn.predictive import CategoricalPredictive
-from flowbnn.results import CLASSIFICATION, Metric, Parts
 from flowbnn_studies.data import Moved, mirrored
 from flowbnn_studies.images.data import STRENGTHS, Pictures
 from flowbnn_studies.images.settings import ImageSettings, Training
@@ -157,7 +157,7 @@ def evaluate(
     }
     if number > RULE.start:
         sparing = predict(posterior, images, settings.samples, precision, RULE)
-        values["adaptive"] = float(sparing.samples_spent.double().mean()) / settings.samples
+        values["adaptive"] = float(sparing.sample_counts.double().mean()) / settings.samples
         values["agreement"] = float((sparing.labels == known.labels).double().mean())
         del sparing
     del known

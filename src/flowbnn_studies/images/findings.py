@@ -5,10 +5,10 @@ from dataclasses import asdict
 from statistics import fmean
 from typing import Any
 
+from flowbnn.compare.results import Metric, Parts, figure, reliability_figure, summary
 from flowbnn.metrics import calibration_floor
-from flowbnn.results import Metric, Parts, figure, reliability_figure, summary
 from flowbnn_studies.images.settings import EPOCHS, METHODS, NAMES, SITES, ImageSettings, Published, split_key
-from flowbnn_studies.runner.findings import Paired, counted, curve, histogram_panels, line, paired, panel
+from flowbnn_studies.runner.findings import Paired, curve, histogram_panels, line, paired, panel, pluralize
 from flowbnn_studies.runner.study import Variant
 
 RECIPES = {"xiong": "Xiong's recipe", "best": "best recipe", "long": "longer recipe"}
@@ -157,7 +157,7 @@ def answer(parts: Parts, variants: Sequence[Variant], metrics: Sequence[Metric],
             number = len(parts.common(flow, gaussian, "nll")[0])
             rest = _elsewhere(parts, flow, gaussian, metrics)
             name = RECIPES[recipe][0].upper() + RECIPES[recipe][1:]
-            lines.append(f"{name}, {site}, {counted(number)}: {text}{rest}.")
+            lines.append(f"{name}, {site}, {pluralize(number)}: {text}{rest}.")
             kinds += some
     if kinds:
         better, worse = kinds.count("better"), kinds.count("worse")

@@ -7,7 +7,7 @@ from torch import nn
 
 from flowbnn.models import VGG16, LeNet, ResNet18
 from flowbnn.noise import Dropout, NormalAffine, NormalInvConv, NormalPlanar, Recipe
-from flowbnn.options import Count, Ge, Interval, NonNegative, Positive, Share, options
+from flowbnn.options import Count, Ge, Interval, NonNegative, Positive, UnitInterval, options
 from flowbnn_studies.data.augment import Kind
 from flowbnn_studies.runner.study import Variant
 
@@ -54,7 +54,7 @@ class Training:
     flip: bool = False
     cutout: Natural = 0
     beta: NonNegative = 1.0
-    warmup: Share = 0.0
+    warmup: UnitInterval = 0.0
     prior_scale: Positive = 0.5
     base_scale: Positive = 0.5
     components: Count = 16

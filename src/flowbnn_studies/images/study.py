@@ -7,10 +7,10 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
+from flowbnn.compare.results import Parts
 from flowbnn.methods import SWAG, Posterior
 from flowbnn.methods.ensemble import EnsemblePosterior
 from flowbnn.posterior import PointPosterior
-from flowbnn.results import Parts
 from flowbnn.training import History
 from flowbnn_studies.data import CORRUPTIONS
 from flowbnn_studies.images.data import Pictures, load_pictures

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from flowbnn import evaluate
 from flowbnn.calibrate import calibrate
+from flowbnn.compare.results import Metric, Parts
 from flowbnn.data import TensorLoader
 from flowbnn.methods import MLE, Laplace
 from flowbnn.methods.temperature import TemperedPosterior, temper
@@ -19,12 +20,11 @@ from flowbnn.noise import NormalCoupling, NormalPlanar
 from flowbnn.options import Count, Interval, Positive, options
 from flowbnn.posterior import PointPosterior, Posterior
 from flowbnn.posterior.base import PredictOptions
-from flowbnn.results import Metric, Parts
 from flowbnn_studies.data.tables import load_uci, standardized
 from flowbnn_studies.images.data import Pictures, load_pictures
 from flowbnn_studies.images.evaluation import evaluate_beyond, predict
 from flowbnn_studies.images.settings import ImageSettings, PictureData
-from flowbnn_studies.runner.findings import counted, paired
+from flowbnn_studies.runner.findings import paired, pluralize
 from flowbnn_studies.runner.study import Findings, Job, Study, Variant, by_rows, metrics_of, timed
 
 NOISE = "node-noise-gaussian"
@@ -387,7 +387,7 @@ def answer(settings: Settings, parts: Parts) -> str:
             told = "; ".join(
                 f"{verdict} on {', '.join(where)}" for verdict, where in sorted(verdicts.items())
             )
-            lines.append(f"Test NLL of joint noise against {label}, {counted(len(parts.seeds))}: {told}.")
+            lines.append(f"Test NLL of joint noise against {label}, {pluralize(len(parts.seeds))}: {told}.")
     for case in (case for case in cases if case.endswith("same")):
         joint, factorized = parts.common("joint", "factorized", f"nll_{case}")
         if joint:

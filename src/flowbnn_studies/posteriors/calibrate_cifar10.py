@@ -5,18 +5,18 @@ from typing import Any, ClassVar
 
 import torch
 
+from flowbnn.compare.results import Parts
 from flowbnn.data import TensorLoader
 from flowbnn.likelihoods import Categorical
 from flowbnn.methods.temperature import TemperedPosterior, temper
 from flowbnn.options import Count, Positive, options
 from flowbnn.posterior import PointPosterior
-from flowbnn.results import Parts
 from flowbnn_studies.images.data import Pictures, load_pictures
 from flowbnn_studies.images.settings import Training, make_network
 from flowbnn_studies.images.study import SHORT_RESNET18
 from flowbnn_studies.images.training import fit_variant
 from flowbnn_studies.posteriors.calibrate import CORRUPTED, FIRST, NUMBERS, OWN, Evaluated, fits_of, scores
-from flowbnn_studies.runner.findings import counted, paired
+from flowbnn_studies.runner.findings import paired, pluralize
 from flowbnn_studies.runner.study import Findings, Job, Study, Variant, by_rows, metrics_of
 
 NETWORKS = {"lenet": "LeNet", "vgg16": "VGG16", "resnet18": "ResNet18"}
@@ -200,7 +200,7 @@ def answer(parts: Parts) -> str:
         if (whole := parts.common("chosen", "all", nll))[0]:
             more += f" A network on all images, tempered, has {parts.mean('all', nll):.4f}; the noise: {paired(*whole).words()}."
         lines.append(
-            f"{label}, {counted(number)}: NLL {parts.mean('plain', nll):.4f} plain, {parts.mean('temperature', nll):.4f} tempered, "
+            f"{label}, {pluralize(number)}: NLL {parts.mean('plain', nll):.4f} plain, {parts.mean('temperature', nll):.4f} tempered, "
             f"{parts.mean('chosen', nll):.4f} with the noise that the ELBO chooses: {verdict} temperature ({against.words()}). Its ECE "
             f"{parts.mean('chosen', ece):.4f} {reached} {TARGET:g}.{more}"
         )

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from flowbnn import evaluate
 from flowbnn.calibrate import calibrate
-from flowbnn.candidates import kept_numbers, sample_count
+from flowbnn.compare.candidates import kept_numbers, sample_count
+from flowbnn.compare.results import Parts
 from flowbnn.data import TensorLoader, clusters
 from flowbnn.methods import MLE, ModeEnsemble
 from flowbnn.methods.ensemble import EnsemblePosterior
@@ -22,7 +23,6 @@ from flowbnn.methods.temperature import temper
 from flowbnn.models import MLP, LeNet
 from flowbnn.options import Count, Positive, options
 from flowbnn.posterior import PointPosterior, Posterior
-from flowbnn.results import Parts
 from flowbnn.training import cosine
 from flowbnn_studies.data.tables import load_uci, standardized
 from flowbnn_studies.images.data import Pictures, load_pictures

@@ -11,10 +11,12 @@ from typing import Any, ClassVar, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from flowbnn import fit, quality
+from flowbnn import diagnostics, fit
 from flowbnn.calibrate import calibrate
+from flowbnn.compare.results import Metric, Parts
 from flowbnn.convert import to_stochastic
 from flowbnn.data import clusters, load_digits
+from flowbnn.diagnostics.noise_chains import NoiseChains
 from flowbnn.errors import FlowBNNWarning
 from flowbnn.likelihoods import Categorical, Gaussian, Likelihood
 from flowbnn.methods import MLE
@@ -23,13 +25,11 @@ from flowbnn.noise import NormalAffine, NormalCoupling, NormalPlanar, Recipe, fr
 from flowbnn.noise.joint import independent_vectors
 from flowbnn.options import Count, Positive, options
 from flowbnn.posterior import NoisePosterior
-from flowbnn.quality.chains import NoiseChains
-from flowbnn.results import Metric, Parts
 from flowbnn.training import cosine
 from flowbnn.transforms import BlockTriangular
 from flowbnn_studies.data import load_images
 from flowbnn_studies.data.tables import load_uci, standardized
-from flowbnn_studies.runner.findings import counted, gated, paired, uncertified
+from flowbnn_studies.runner.findings import gated, paired, pluralize, uncertified
 from flowbnn_studies.runner.study import Findings, Job, Study, Variant, by_rows, timed
 
 Data = tuple[Tensor, Tensor]
@@ -216,7 +216,7 @@ def posterior_of(
         if start is None or recipe.joint != "full":
             return posterior
         # what it starts at is a special case of it
-        choice = partial(quality.pareto_k, loader=case.loader, samples=s.predictions, seed=seed + CHOICE)
+        choice = partial(diagnostics.pareto_k, loader=case.loader, samples=s.predictions, seed=seed + CHOICE)
         return max(start, posterior, key=lambda one: choice(one).elbo)
 
 
@@ -273,7 +273,7 @@ def match(map_: BlockTriangular, mean: Tensor, covariance: Tensor) -> None:
 def chains_of(posterior: NoisePosterior, case: Case, s: Settings, seed: int) -> NoiseChains:
     """The exact posterior; whether it may be taken for that is in its R-hat."""
     with quiet():
-        return quality.noise_chains(
+        return diagnostics.noise_chains(
             posterior, case.loader, samples=s.samples, warmup=s.warmup, chains=s.chains, seed=seed
         )
 
@@ -283,9 +283,9 @@ def measured(
 ) -> tuple[dict[str, float], dict[str, float]]:
     """The numbers of a posterior, and those that the chains have against themselves."""
     with quiet():
-        k = quality.pareto_k(posterior, case.loader, s.predictions, seed)
-        gap = quality.elbo_gap(posterior, case.loader, chains, s.predictions, seed)
-        near = quality.agreement(posterior, case.loader, chains, [case.test], s.predictions, seed)
+        k = diagnostics.pareto_k(posterior, case.loader, s.predictions, seed)
+        gap = diagnostics.elbo_gap(posterior, case.loader, chains, s.predictions, seed)
+        near = diagnostics.agreement(posterior, case.loader, chains, [case.test], s.predictions, seed)
     own = {
         "gap": gap.nats,
         "per_example": gap.per_example,
@@ -340,7 +340,7 @@ class PosteriorQuality(Study):
         start, seconds = timed(natural, case, job.seed, device)
         chains, long = timed(chains_of, start, case, s, job.seed)
         own, floor = measured(start, chains, case, s, job.seed)
-        modes = quality.modes(start, case.loader, starts=s.climbs, seed=job.seed)
+        modes = diagnostics.modes(start, case.loader, starts=s.climbs, seed=job.seed)
         table[EXACT] = floor | {"modes": len(modes), "seconds": long}
         table[NATURAL] = own | {"seconds": seconds}
         layers = sum(isinstance(part, nn.Linear | nn.Conv2d) for part in case.network.modules())
@@ -405,7 +405,7 @@ def answer(settings: Settings, parts: Parts) -> str:
             )
             continue
         text = (
-            f"{PROBLEMS[name].label}, {counted(number)}: the joint Gaussian is {mean('full', 'gap'):.2f} nats from the exact "
+            f"{PROBLEMS[name].label}, {pluralize(number)}: the joint Gaussian is {mean('full', 'gap'):.2f} nats from the exact "
             f"posterior, the factorized {mean('factorized', 'gap'):.2f}; k-hat {mean('full', 'k'):.2f}, below 0.7 in "
             f"{sum(k is not None and k < 0.7 for k in ks)} of {len(ks)}; total variation {mean('full', 'variation'):.4f} against "
             f"{mean('factorized', 'variation'):.4f} ({mean(EXACT, 'variation'):.4f} between halves of the chains), agreement "

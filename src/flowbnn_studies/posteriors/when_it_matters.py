@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
+from flowbnn.compare.results import Metric, Parts, figure
 from flowbnn.options import options
-from flowbnn.results import Metric, Parts, figure
 from flowbnn_studies.posteriors.posterior_quality import (
     PROBLEMS,
     ProblemName,
@@ -16,7 +16,7 @@ from flowbnn_studies.posteriors.posterior_quality import (
     measured,
     natural,
 )
-from flowbnn_studies.runner.findings import counted, gated, line, paired, panel, uncertified
+from flowbnn_studies.runner.findings import gated, line, paired, panel, pluralize, uncertified
 from flowbnn_studies.runner.study import Findings, Job, Study, Variant
 
 ROWS = {"factorized": "Factorized", "full": "Joint"}
@@ -175,7 +175,7 @@ def answer(settings: MattersSettings, parts: Parts) -> str:
             if gain.clear and gain.mean > SHOWS:
                 pays.append(f"{int(key.partition('-')[2]):,} ({gain.words(3)})")
         lines.append(
-            f"{label_of(name)}, {counted(len(parts.seeds))}: a joint Gaussian predicts better than a factorized one by more than "
+            f"{label_of(name)}, {pluralize(len(parts.seeds))}: a joint Gaussian predicts better than a factorized one by more than "
             f"{SHOWS} nats, and chance, with {', '.join(pays) or 'no number of'} examples."
         )
     small = [gap for gap, cost in found if cost > SHOWS]

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from flowbnn import errors
+from flowbnn.compare.results import Parts, best_first, figure, listed, summary
 from flowbnn.diagnostics import marginal
+from flowbnn.diagnostics.noise_chains import RHAT
 from flowbnn.errors import FlowBNNError
 from flowbnn.noise import noise_layers
 from flowbnn.noise.flow_noise import InputNoise
-from flowbnn.quality.chains import RHAT
-from flowbnn.results import Parts, best_first, figure, listed, summary
 
 
 def short(values: Tensor, digits: int = 4) -> list[Any]:
@@ -238,13 +238,13 @@ AGAINST = ("gap", "per_example", "variation", "agreement", "excess")  # numbers 
 # -------------------- statistics over seeds
 
 
-def counted(number: int, noun: str = "seed") -> str:
+def pluralize(number: int, noun: str = "seed") -> str:
     """A number with its noun.
 
-    >>> counted(1), counted(3, "split")
+    >>> pluralize(1), pluralize(3, "split")
     ('1 seed', '3 splits')
     """
-    return errors.counted(number, noun)
+    return errors.pluralize(number, noun)
 
 
 def ranking(

@@ -1,4 +1,4 @@
-"""Studies with a row for each method: one variant for each candidate of :mod:`flowbnn.candidates`, all trained alike."""
+"""Studies with a row for each method: one variant for each candidate of :mod:`flowbnn.compare.candidates`, all trained alike."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -7,12 +7,12 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from flowbnn.candidates import CANDIDATES, Candidate, find_candidates, sample_count
+from flowbnn.compare.candidates import CANDIDATES, Candidate, find_candidates, sample_count
+from flowbnn.compare.results import Parts
 from flowbnn.data import TensorLoader
 from flowbnn.errors import FlowBNNError
 from flowbnn.methods import Method, Posterior
 from flowbnn.options import Count, Positive, options
-from flowbnn.results import Parts
 from flowbnn_studies.runner.study import Job, Study, Variant
 
 KEPT = ("checkpoint", "checkpoint_every", "resume")
@@ -27,7 +27,7 @@ class MethodSettings:
         epochs, lr: of the training.
         prior: standard deviation of the prior of the weights, where a method has one.
         samples: networks averaged in a prediction.
-        methods: keys of :data:`~flowbnn.candidates.CANDIDATES`; none for all.
+        methods: keys of :data:`~flowbnn.compare.candidates.CANDIDATES`; none for all.
     """
 
     batch: Count = 64

@@ -22,9 +22,9 @@ from typing import Any
 
 import torch
 
+from flowbnn.compare.results import Parts, plain, recorded_warnings, write_json
 from flowbnn.errors import FlowBNNError, nearest
 from flowbnn.options import Count, checked
-from flowbnn.results import Parts, plain, recorded_warnings, write_json
 from flowbnn.training import (
     TrainingOptions,
     alone,

@@ -17,11 +17,11 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import nn
 
+from flowbnn.compare.results import Metric, Parts, plain, read_json, write_json
 from flowbnn.convert import to_stochastic
 from flowbnn.errors import FlowBNNError, nearest
 from flowbnn.methods import MLE, PointPosterior, Posterior, fit
 from flowbnn.noise import Recipe
-from flowbnn.results import Metric, Parts, plain, read_json, write_json
 
 POSTERIOR = "posterior.safetensors"
 GPUS = ("cuda", "gpu")

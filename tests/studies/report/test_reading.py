@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from flowbnn.compare.results import read_json
 from flowbnn.errors import FlowBNNError
-from flowbnn.results import read_json
 from flowbnn_studies.data.load import read_cifar_binary, read_idx
 from flowbnn_studies.report import find_results, load_results, write_report
 

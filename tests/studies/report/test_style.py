@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from flowbnn.candidates import CANDIDATES
+from flowbnn.compare.candidates import CANDIDATES
 from flowbnn.methods import METHODS
 from flowbnn_studies import get_study
 from flowbnn_studies.images.settings import image_variants

@@ -25,7 +25,7 @@ from flowbnn.errors import FlowBNNError
 from flowbnn.likelihoods import Likelihood
 from flowbnn.methods.laplace.blocks import Block, Diagonal, Full, Kronecker
 from flowbnn.methods.laplace.derivatives import Jacobian, OutputHessian, flat_outputs, output_hessian
-from flowbnn.methods.laplace.layers import Layers, Survey, shares_weights
+from flowbnn.methods.laplace.layer_choice import Layers, Survey, shares_weights
 
 PATCH_BYTES = 2**26  # of a convolution's windows that are held at once
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)

@@ -16,14 +16,14 @@ from torch import nn
 
 from flowbnn.likelihoods import Gaussian, learns_noise
 from flowbnn.methods.base import FitOptions, Method, register_method
-from flowbnn.methods.fitting import learn_noise, prepare, undisturbed
+from flowbnn.methods.fitting import learn_noise, prepare, preserve_rng_state
 from flowbnn.methods.laplace.curvature import Problem
 from flowbnn.methods.laplace.derivatives import check_likelihood
-from flowbnn.methods.laplace.layers import choose_layers, survey
+from flowbnn.methods.laplace.layer_choice import choose_layers, survey
 from flowbnn.methods.laplace.posterior import LaplacePosterior, PredictiveName
 from flowbnn.methods.laplace.prior import Prior, make_louder, newton_step, warn_of_slope, with_prior
-from flowbnn.methods.layers import without_nested
-from flowbnn.options import Ge, Positive, options, takes
+from flowbnn.methods.layer_modes import without_nested
+from flowbnn.options import Ge, Positive, accepts_options_of, options
 from flowbnn.posterior.point import PointPosterior
 from flowbnn.training import is_main_process, track
 
@@ -69,7 +69,7 @@ class Laplace(Method):
     curvature: Literal["ggn", "fisher", "sampled"] = "ggn"
     newton: Annotated[int, Ge(0)] = 0
 
-    @takes(FitOptions)
+    @accepts_options_of(FitOptions)
     def fit(self, network: nn.Module, loader: Iterable[Any], **given: Any) -> LaplacePosterior:
         """As :meth:`Method.fit`. With ``num_data`` the loader's examples stand for so many."""
         model, run = self.setup(network, loader, given)
@@ -101,7 +101,7 @@ class Laplace(Method):
             seed=run.some_seed,
             total=run.num_data,
         )
-        with undisturbed(loader, run.seed):
+        with preserve_rng_state(loader, run.seed):
             if prior.learns:
                 learn_noise(model, likelihood, batches("noise"))
             curvature = problem.measure()

@@ -8,12 +8,21 @@ from typing import Any, ClassVar, Literal, Self
 import torch
 from torch import Tensor, nn
 
-from flowbnn.batches import call, check_finite, device_of, dtype_of, evaluating, explaining, move, take
-from flowbnn.errors import counted
+from flowbnn.batches import (
+    call,
+    check_finite,
+    device_of,
+    dtype_of,
+    evaluating,
+    move,
+    rewrap_forward_errors,
+    take,
+)
+from flowbnn.errors import pluralize
 from flowbnn.likelihoods import Likelihood
 from flowbnn.methods.laplace.blocks import BLOCKS, Block, Diagonal, Kronecker
 from flowbnn.methods.laplace.derivatives import Jacobian, check_likelihood, flat_outputs
-from flowbnn.methods.layers import without_nested
+from flowbnn.methods.layer_modes import without_nested
 from flowbnn.options import checked
 from flowbnn.posterior.base import Posterior, Prediction, part_of
 from flowbnn.posterior.twin import twin
@@ -68,7 +77,7 @@ class LaplacePosterior(WeightPosterior):
     def __repr__(self) -> str:
         layers, size = len(self.precisions), sum(block.size for block in self.blocks)
         return (
-            f"LaplacePosterior({self.blocks[0].kind}, {counted(size, 'weight')} of {counted(layers, 'layer')} of "
+            f"LaplacePosterior({self.blocks[0].kind}, {pluralize(size, 'weight')} of {pluralize(layers, 'layer')} of "
             f"{type(self.model).__name__}, {self.likelihood!r}, {self.predictive})"
         )
 
@@ -113,7 +122,7 @@ class LaplacePosterior(WeightPosterior):
 
     def _variance(self, network: nn.Module, inputs: Any, diagonal: bool) -> Tensor:
         inputs, block = move(inputs, device_of(network), dtype_of(network)), self.blocks[0]
-        with evaluating(network), explaining(inputs):
+        with evaluating(network), rewrap_forward_errors(inputs):
             if self.direct is not None and isinstance(block, Diagonal | Kronecker):
                 features = self._with_features(network, inputs)[1]
                 ones = features.new_ones(len(features), 1)

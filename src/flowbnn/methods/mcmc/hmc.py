@@ -19,7 +19,6 @@ from flowbnn.errors import FlowBNNError, warn
 from flowbnn.likelihoods import Likelihood
 from flowbnn.methods.base import FitOptions, Method, register_method
 from flowbnn.methods.fitting import prepare
-from flowbnn.methods.mcmc.chains import Chains, Kernel
 from flowbnn.methods.mcmc.hamiltonian import (
     Potential,
     State,
@@ -31,7 +30,8 @@ from flowbnn.methods.mcmc.hamiltonian import (
 )
 from flowbnn.methods.mcmc.posterior import ChainPosterior, NoiseChainPosterior
 from flowbnn.methods.mcmc.potential import LOG_NOISE, Data, NetworkPotential, gather, noise_sites
-from flowbnn.options import Count, Ge, Interval, Positive, Probability, options, takes
+from flowbnn.methods.mcmc.warmup import Chains, Kernel
+from flowbnn.options import Count, Ge, Interval, Positive, Probability, accepts_options_of, options
 from flowbnn.posterior.weights import generator_of, named_parts
 
 MANY = 1_000_000  # weights
@@ -91,7 +91,7 @@ class ChainMethod(Method):
     def kernel(self, potential: Potential) -> Kernel:
         """One transition of all chains, from ``(state, step size, inverse mass, generators)``."""
 
-    @takes(FitOptions)
+    @accepts_options_of(FitOptions)
     def fit(self, network: nn.Module, loader: Iterable[Any], **given: Any) -> ChainPosterior:
         """As :meth:`Method.fit`.
 

@@ -7,10 +7,10 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-from flowbnn.diagnostics.chains import FEWEST, effective_sample_size, split_rhat
-from flowbnn.errors import counted, warn
+from flowbnn.errors import pluralize, warn
 from flowbnn.likelihoods import Likelihood
 from flowbnn.methods.mcmc.potential import LOG_NOISE, Sites, noisy_weights
+from flowbnn.metrics.convergence import FEWEST, effective_sample_size, split_rhat
 from flowbnn.noise.layout import layout_of
 from flowbnn.posterior.base import Posterior, part_of
 from flowbnn.posterior.weights import MemberPosterior, check_members
@@ -61,9 +61,9 @@ class ChainDiagnostics:
 
     def __str__(self) -> str:
         return (
-            f"{counted(self.chains, 'chain')} of {counted(self.draws, 'draw')}: R-hat {self.rhat_outputs:.3f} and ESS "
+            f"{pluralize(self.chains, 'chain')} of {pluralize(self.draws, 'draw')}: R-hat {self.rhat_outputs:.3f} and ESS "
             f"{self.ess_outputs:.0f} of function values, R-hat {self.rhat_weights:.3f} of weights, "
-            f"{counted(self.divergences, 'divergence')}, acceptance {self.acceptance:.2f}"
+            f"{pluralize(self.divergences, 'divergence')}, acceptance {self.acceptance:.2f}"
         )
 
 
@@ -98,7 +98,7 @@ class ChainPosterior(MemberPosterior):
 
     def __repr__(self) -> str:
         chains, draws = self.record["energy"].shape
-        found = f"{counted(chains, 'chain')} of {counted(draws, 'draw')}"
+        found = f"{pluralize(chains, 'chain')} of {pluralize(draws, 'draw')}"
         return f"{type(self).__name__}({self.sampler['method']}, {found}, {self.likelihood!r})"
 
     @property

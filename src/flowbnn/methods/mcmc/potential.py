@@ -30,7 +30,7 @@ from flowbnn.batches import (
 )
 from flowbnn.errors import FlowBNNError, nearest
 from flowbnn.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood, learns_noise, with_level
-from flowbnn.methods.fitting import undisturbed
+from flowbnn.methods.fitting import preserve_rng_state
 from flowbnn.methods.mcmc.hamiltonian import with_gradient
 from flowbnn.noise.layout import absorbs, layout_of, weight_scale, wrappable_layers
 from flowbnn.posterior.weights import named_parts
@@ -45,7 +45,7 @@ Sites = dict[str, tuple[nn.Module, Tensor]]  # layers that get noise, with their
 def gather(loader: Iterable[Any], check: Callable[[Any], None], seed: int) -> Data:
     """Everything that one pass over the loader gives; all generators are restored."""
     batches = []
-    with undisturbed(loader, seed):
+    with preserve_rng_state(loader, seed):
         for number, batch in enumerate(loader):
             check_finite_batch(batch, None, number)
             check(batch)

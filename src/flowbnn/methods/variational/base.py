@@ -10,9 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from flowbnn.batches import repeat, split_batch, uncompiled
-from flowbnn.diagnostics import health_warnings, posterior_health
 from flowbnn.distributions import Divergence
-from flowbnn.errors import FlowBNNError, some_of, warn
+from flowbnn.errors import FlowBNNError, quote_names, warn
 from flowbnn.likelihoods import learns_noise
 from flowbnn.methods.base import FitOptions, Method
 from flowbnn.methods.fitting import (
@@ -24,9 +23,9 @@ from flowbnn.methods.fitting import (
     learn_noise,
     optimizer_for,
     prepare,
+    preserve_rng_state,
     settle_units,
     train_posterior,
-    undisturbed,
     validator,
 )
 from flowbnn.methods.noise_level import learn_level, spread_of_draws, warn_of_level
@@ -53,9 +52,10 @@ from flowbnn.noise import (
     parameter_groups,
 )
 from flowbnn.noise.batched import Divergences
+from flowbnn.noise.collapse import health_warnings, posterior_health
 from flowbnn.noise.modes import align_batch_axes
 from flowbnn.objectives import ELBO, warm_up
-from flowbnn.options import Count, NonNegative, Positive, Share, checked, options, takes
+from flowbnn.options import Count, NonNegative, Positive, UnitInterval, accepts_options_of, checked, options
 from flowbnn.posterior.noise import NoisePosterior
 from flowbnn.posterior.weights import WeightPosterior
 from flowbnn.training import Clock, History, cosine, is_main_process
@@ -101,7 +101,7 @@ class Variational(Method):
     base_scale: Positive = 0.1
     noise_lr: Positive = 5e-3
     beta: NonNegative = 1.0
-    warmup: Share = 0.0
+    warmup: UnitInterval = 0.0
     samples: Count = 1
 
 
@@ -166,7 +166,7 @@ def fit_elbo(
 
 
 @checked
-@takes(FitOptions)
+@accepts_options_of(FitOptions)
 def fit(
     model: nn.Module,
     loader: Iterable[Any],
@@ -176,7 +176,7 @@ def fit(
     noise_lr: NonNegative | None = None,
     weight_decay: NonNegative = 0.0,
     beta: NonNegative = 1.0,
-    warmup: Share = 0.0,
+    warmup: UnitInterval = 0.0,
     gamma: NonNegative = 0.0,
     samples: Count = 1,
     optimizer: Callable[..., torch.optim.Optimizer] | None = None,
@@ -253,13 +253,13 @@ def fit(
     if idle:
         subject, them, their = ("layer", "it", "its") if len(idle) == 1 else ("layers", "them", "their")
         warn(
-            f"{subject} {some_of(idle)} {'carries' if len(idle) == 1 else 'carry'} noise but the network never calls {them} "
+            f"{subject} {quote_names(idle)} {'carries' if len(idle) == 1 else 'carry'} noise but the network never calls {them} "
             f"({their} weights are read by another module), so {their} noise has no effect; leave {them} plain with None in "
             "the rules",
             kind="idle",
             layers=idle,
         )
-    with undisturbed(loader, run.seed or 0):
+    with preserve_rng_state(loader, run.seed or 0):
         learn_noise(model, chosen, loader)
     objective = ELBO(chosen, run.count(loader), beta, gamma)
     posterior, before = NoisePosterior(model, chosen), None
@@ -268,7 +268,7 @@ def fit(
         warn_of_memory(posterior, loader, before, run.seed)
     bound = bound_of_given(model, objective, loader, run.seed)
     if settle_units(model, chosen, loader, run.seed, weight_lr > 0):
-        with undisturbed(loader, run.seed or 0):
+        with preserve_rng_state(loader, run.seed or 0):
             learn_noise(model, chosen, loader)
     level = chosen.log_scale if learns_noise(chosen) else None
     ceiling = torch.tensor(0.0) if level is None else level.detach().clone()

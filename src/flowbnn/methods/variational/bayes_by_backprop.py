@@ -22,7 +22,7 @@ from flowbnn.likelihoods import Likelihood
 from flowbnn.methods.base import FitOptions, register_method
 from flowbnn.methods.fitting import prepare
 from flowbnn.methods.variational.base import Variational, fit_elbo
-from flowbnn.methods.variational.layers import (
+from flowbnn.methods.variational.random_weights import (
     DrawnNetwork,
     LayerChoice,
     Way,
@@ -34,7 +34,7 @@ from flowbnn.methods.variational.layers import (
     ways_of,
 )
 from flowbnn.noise.passes import current_share
-from flowbnn.options import Count, Positive, Probability, options, takes
+from flowbnn.options import Count, Positive, Probability, accepts_options_of, options
 from flowbnn.posterior.base import Posterior, Prediction, part_of
 from flowbnn.posterior.weights import WeightPosterior, generator_of, named_parts
 from flowbnn.training import History
@@ -82,7 +82,7 @@ class BayesByBackprop(Variational):
     sigma2: Positive = field(default=0.0025, kw_only=True)
     kl_samples: Count = field(default=1, kw_only=True)
 
-    @takes(FitOptions)
+    @accepts_options_of(FitOptions)
     def fit(self, network: nn.Module, loader: Iterable[Any], **given: Any) -> "GaussianWeightPosterior":
         """As :meth:`Method.fit`; the means start at the network's weights, fresh or trained.
 

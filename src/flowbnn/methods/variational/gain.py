@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from flowbnn.batches import device_of, dtype_of, evaluating, move, split_batch
 from flowbnn.errors import warn
-from flowbnn.methods.fitting import undisturbed
+from flowbnn.methods.fitting import preserve_rng_state
 from flowbnn.noise import noise_mode
 from flowbnn.objectives import ELBO
 from flowbnn.posterior.base import Posterior
@@ -49,7 +49,7 @@ def warn_of_memory(
     posterior: NoisePosterior, loader: Iterable[Any], held_out: Tensor, seed: int | None
 ) -> None:
     """Warn where the given weights score far better on the loader than on held-out data: noise fitted there is over-confident."""
-    with undisturbed(loader, seed):
+    with preserve_rng_state(loader, seed):
         seen = plain_log_likelihoods(posterior, list(islice(iter(loader), BATCHES)))
     if memorised(seen, held_out):
         warn(
@@ -81,7 +81,7 @@ def elbos(model: nn.Module, objective: ELBO, batches: Iterable[Any]) -> Tensor:
     device, dtype, found = device_of(model), dtype_of(model), []
     # one of its own: what an earlier pass has asked for is drawn in another order
     objective = ELBO(objective.likelihood, objective.num_data, objective.beta, objective.gamma)
-    with undisturbed(None), evaluating(model), noise_mode(model, "sample"):
+    with preserve_rng_state(None), evaluating(model), noise_mode(model, "sample"):
         seed_all(0)
         for batch in batches:
             inputs, targets = split_batch(batch)
@@ -96,7 +96,7 @@ def bound_of_given(
 ) -> tuple[list[Any], Tensor] | None:
     """Batches spread evenly over the loader, and the ELBO of their examples before the fit. None where they cannot be served."""
     try:
-        with undisturbed(loader, seed):
+        with preserve_rng_state(loader, seed):
             # the first alone say little of a loader that is in order
             step = -(-(length_of(loader) or 0) // BATCHES) or 1
             batches = list(islice(iter(loader), 0, step * BATCHES, step))

@@ -36,7 +36,7 @@ from flowbnn.likelihoods import Likelihood
 from flowbnn.methods.base import FitOptions, register_method
 from flowbnn.methods.fitting import prepare
 from flowbnn.methods.variational.base import FLOWS, FlowName, Variational, fit_elbo
-from flowbnn.methods.variational.layers import (
+from flowbnn.methods.variational.random_weights import (
     DrawnNetwork,
     LayerChoice,
     base_scales,
@@ -53,8 +53,8 @@ from flowbnn.methods.variational.layers import (
 from flowbnn.noise import FlowNoise, Recipe
 from flowbnn.noise.passes import current_share
 from flowbnn.noise.recipes import recipe_from_dict
-from flowbnn.numerics import exactly, sum_rightmost
-from flowbnn.options import Count, Positive, options, takes
+from flowbnn.numerics import full_precision, sum_rightmost
+from flowbnn.options import Count, Positive, accepts_options_of, options
 from flowbnn.posterior.base import Posterior
 from flowbnn.posterior.weights import WeightPosterior, generator_of
 from flowbnn.training import History
@@ -95,7 +95,7 @@ class MNF(Variational):
     z_scale: Positive = field(default=0.01, kw_only=True)
     kl_samples: Count = field(default=4, kw_only=True)
 
-    @takes(FitOptions)
+    @accepts_options_of(FitOptions)
     def fit(self, network: nn.Module, loader: Iterable[Any], **given: Any) -> "MNFPosterior":
         """As :meth:`Method.fit`; the means start at the network's weights, fresh or trained.
 
@@ -303,7 +303,7 @@ class MultiplicativeLayer(nn.Module):
 
     def z(self, normal: Tensor) -> Tensor:
         """``z`` from standard normal vectors ``[..., dim]``."""
-        with exactly(normal):
+        with full_precision(normal):
             for part in self.flow:
                 normal = part(normal)[0]
             return torch.addcmul(self.z_mean, self.z_log_std.exp(), normal)
@@ -415,7 +415,7 @@ class MultiplicativeWeights(DrawnNetwork):
             like, columns = part.mean, part.mean.numel() // part.dim
             shape = torch.Size((samples, part.dim + columns))
             normal, noise = standard_normal(shape, like.dtype, like.device).split([part.dim, columns], -1)
-            with exactly(like):
+            with full_precision(like):
                 bounds.append(part.kl_bound(normal, prior_scale, noise))
         total = torch.stack(bounds).sum()
         return Divergence(total, torch.zeros_like(total).detach())

@@ -21,15 +21,15 @@ from typing import Any
 
 import numpy as np
 import torch
+from tests.stress import Budget, Tally, short
+from tests.stress.doors import SEVERAL, Door, doors, results_of
+from tests.stress.subjects import FITS, drawn, numbers, vectors
 from torch import nn
 
 import flowbnn as fb
-from attack import Budget, Tally, short
-from attack.doors import SEVERAL, Door, doors, results_of
-from attack.subjects import FITS, drawn, numbers, vectors
 from flowbnn.options import _allows as allows
 
-__all__ = ["attack", "quiet", "trace", "tried"]
+__all__ = ["quiet", "stress", "trace", "tried"]
 
 SECONDS = 20  # for one call
 NAN = float("nan")
@@ -173,7 +173,7 @@ def possible(door: Door, name: str, label: str) -> bool:
     return label != "2**70" or not allows(annotation, 2**70) or annotation is Any
 
 
-def attack(seed: int, budget: Budget, opened: bool = True) -> Tally:
+def stress(seed: int, budget: Budget, opened: bool = True) -> Tally:
     """Every door with good arguments, if they are to be ``opened``, then wrong ones until the budget is over."""
     tally = Tally("fuzz", seed)
     before = os.getcwd()

@@ -13,10 +13,22 @@ from functools import cache
 from typing import Any
 
 import torch
+from tests.stress.subjects import (
+    FITS,
+    GIVEN,
+    Fit,
+    fitted,
+    hints,
+    loader,
+    network,
+    noisy,
+    public,
+    small,
+    vectors,
+)
 from torch import Tensor, nn
 
 import flowbnn as fb
-from attack.subjects import FITS, GIVEN, Fit, fitted, hints, loader, network, noisy, public, small, vectors
 from flowbnn.options import _allows as allows
 from flowbnn.transforms import Transform, Univariate
 from flowbnn.vae import Decoder

@@ -18,9 +18,9 @@ from flowbnn.batches import (
     device_of,
     divisible,
     dtype_of,
-    explaining,
     in_memory,
     move,
+    rewrap_forward_errors,
     split_batch,
     take,
     tensors_of,
@@ -65,7 +65,7 @@ class NoiseTarget:
     def read(self, loader: Iterable[Any], use: str) -> tuple[Any, Tensor]:
         """All inputs and targets of a loader, on the network's device; what does not fit the network is refused."""
         inputs, targets = move(fixed_data(loader, self.seed, use), self.device, dtype_of(self.network.model))
-        with explaining(inputs), torch.no_grad():
+        with rewrap_forward_errors(inputs), torch.no_grad():
             two = self.network.outputs(take(inputs, 0, 2), self.draw(min(2, len(targets)))[0].to(self.dtype))
         self.likelihood.check(two[:1].expand(len(targets), *two.shape[1:]), targets)
         check_rows(self.network, inputs)

@@ -5,13 +5,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from flowbnn.errors import counted
+from flowbnn.diagnostics.agreement import TEST, Agreement, agreement, climb
+from flowbnn.diagnostics.evidence import Draws, Gap, ParetoK, elbo_gap, pareto_k
+from flowbnn.diagnostics.noise_chains import NoiseChains, noise_chains, seconds_for
+from flowbnn.diagnostics.noise_target import DENSE, NoiseTarget
+from flowbnn.errors import pluralize
 from flowbnn.options import NonNegative, Seed, checked
 from flowbnn.posterior.base import Posterior
-from flowbnn.quality.chains import NoiseChains, noise_chains, seconds_for
-from flowbnn.quality.compared import TEST, Agreement, agreement, climb
-from flowbnn.quality.evidence import Draws, Gap, ParetoK, elbo_gap, pareto_k
-from flowbnn.quality.target import DENSE, NoiseTarget
 
 SMALL = 0.01  # nats for each example: a gap that predictions do not show
 LEAST = 1.0  # nat in all: a gap that is small however few the examples
@@ -91,7 +91,9 @@ class Report:
         verdict = f"{first}, {'and' if self.good == (self.richer == 'nothing') else 'but'} {need}."
         if self.modes > 1:
             verdict += (
-                f" The exact posterior has {self.modes} modes or more: quality.modes() gives them, evidence(method='tempered') weighs "
+                f" The exact posterior has {self.modes} modes or more: diagnostics.modes() gives them, "
+                "evidence(method='tempered') weighs"
+                f" "
                 "them, and fb.ModeEnsemble has a member at each."
             )
         return verdict
@@ -109,7 +111,7 @@ class Report:
         """Name, value and what to compare it with."""
         k, gap, chains, near = self.pareto, self.gap, self.chains, self.agreement
         rows = [
-            ("noise", counted(self.dimensions, "dimension"), counted(self.examples, "example")),
+            ("noise", pluralize(self.dimensions, "dimension"), pluralize(self.examples, "example")),
             ("Pareto k-hat", f"{k.k:.2f}", f"{k.verdict}: below 0.5 good, below {k.usable:.2f} usable"),
             ("ELBO", f"{k.elbo:.2f} ± {k.elbo_error:.2f}", "nats"),
         ]

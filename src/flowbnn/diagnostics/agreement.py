@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flowbnn.diagnostics.noise_chains import RHAT, NoiseChains, noise_chains
+from flowbnn.diagnostics.noise_target import NoiseTarget, Whitened, fixed_data
 from flowbnn.errors import FlowBNNError, warn
 from flowbnn.methods.mcmc.posterior import ChainPosterior
 from flowbnn.options import Count, Seed, checked
 from flowbnn.posterior.base import Posterior
 from flowbnn.predictive import GaussianPredictive
-from flowbnn.quality.chains import RHAT, NoiseChains, noise_chains
-from flowbnn.quality.target import NoiseTarget, Whitened, fixed_data
 
 GRID = 201  # points of a target's density
 TEST = "the comparison at test data"
@@ -66,8 +66,9 @@ def agreement(
     Args:
         posterior: of noise, fitted; of any kind where the chains are of weights.
         loader: the data that it was fitted to.
-        chains: of :func:`~flowbnn.quality.noise_chains`, of this posterior or another with the same prior; made here unless given. Or
-            a posterior of :class:`flowbnn.HMC` or :class:`flowbnn.NUTS`, for predictions of any posterior of the same network.
+        chains: of :func:`~flowbnn.diagnostics.noise_chains`, of this posterior or another with the same prior; made here unless
+            given. Or a posterior of :class:`flowbnn.HMC` or :class:`flowbnn.NUTS`, for predictions of any posterior of the same
+            network.
         test: where predictions are compared; at the loader's data unless given.
         samples: draws of the posterior, and of the chains at most.
         seed: of all draws.

@@ -16,13 +16,13 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from tests.stress import Budget, Tally
+from tests.stress.fuzz import trace
+from tests.stress.subjects import FITS, Fit, alike, drawn, numbers
 
-from attack import Budget, Tally
-from attack.fuzz import trace
-from attack.subjects import FITS, Fit, alike, drawn, numbers
 from flowbnn.training import load_tensors, save_tensors
 
-__all__ = ["RESUMABLE", "Child", "attack", "same", "train"]
+__all__ = ["RESUMABLE", "Child", "same", "stress", "train"]
 
 RESUMABLE = tuple(name for name in FITS if Fit(name).saves)
 
@@ -102,7 +102,7 @@ def same(one: Path, other: Path) -> bool:
     return alike(*(load_tensors(folder / "result.safetensors")[0] for folder in (one, other)))
 
 
-def attack(seed: int, budget: Budget, names: tuple[str, ...] = RESUMABLE) -> Tally:
+def stress(seed: int, budget: Budget, names: tuple[str, ...] = RESUMABLE) -> Tally:
     """Fits in turn, with settings at random, each with one to eight kills."""
     tally, dice = Tally("kills", seed), random.Random(seed)
     if not hasattr(os, "fork"):

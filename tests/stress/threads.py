@@ -13,16 +13,16 @@ from functools import lru_cache, partial
 from typing import Any
 
 import torch
+from tests.stress import Budget, Tally
+from tests.stress.doors import Door, results_of
+from tests.stress.fuzz import trace
+from tests.stress.subjects import FITS, Fit, drawn, few, fitted, loader, numbers, public, vectors
 from torch import Tensor
 
 import flowbnn as fb
-from attack import Budget, Tally
-from attack.doors import Door, results_of
-from attack.fuzz import trace
-from attack.subjects import FITS, Fit, drawn, few, fitted, loader, numbers, public, vectors
 from flowbnn.noise import noise_layers, noise_mode
 
-__all__ = ["answer", "attack", "questions"]
+__all__ = ["answer", "questions", "stress"]
 
 THREADS, CALLS = 8, 48
 OFTEN = {
@@ -45,7 +45,7 @@ def questions(fit: Fit) -> dict[str, Door]:
                     f"{last}.posterior": partial(fitted, fit),
                 }
                 data[f"{last}.fit"] = lambda: lambda batches: fitted(fit)
-                if thing is not fb.quality.noise_chains:
+                if thing is not fb.diagnostics.noise_chains:
                     data[f"{last}.chains"] = partial(chains, fit)
                 asked[last] = Door(name, thing, data)
         asked["network"] = Door("network", partial(used, fitted(fit)))
@@ -56,7 +56,7 @@ def questions(fit: Fit) -> dict[str, Door]:
 @lru_cache(maxsize=64)
 def chains(fit: Fit) -> Any:
     """A few steps of chains."""
-    make = fb.quality.noise_chains
+    make = fb.diagnostics.noise_chains
     return make(fitted(fit), loader(8, fit.real), **few(make))
 
 
@@ -87,7 +87,7 @@ def used(posterior: Any, inputs: Tensor, seed: int) -> Any:
     return outputs, (deepcopy(own) if seed else own).state_dict()
 
 
-def attack(seed: int, budget: Budget, names: tuple[str, ...] = FITS, calls: int = CALLS) -> Tally:
+def stress(seed: int, budget: Budget, names: tuple[str, ...] = FITS, calls: int = CALLS) -> Tally:
     """Fits in turn, the first time as they are, then with settings at random: 48 calls of 8 threads each."""
     tally, dice = Tally("threads", seed), random.Random(seed)
     warnings.simplefilter("ignore")

@@ -20,12 +20,8 @@ import torch
 from torch import nn
 
 from flowbnn.batches import device_of, fingerprint
-from flowbnn.candidates import CANDIDATES, PLAIN, Candidate, find_candidates, measure, warm_up
-from flowbnn.errors import FlowBNNError, counted, warn
-from flowbnn.methods import Method, Temperature
-from flowbnn.methods.fitting import FitOptions, LikelihoodName
-from flowbnn.options import Count, File, Positive, Seed, checked
-from flowbnn.results import (
+from flowbnn.compare.candidates import CANDIDATES, PLAIN, Candidate, find_candidates, measure, warm_up
+from flowbnn.compare.results import (
     CLASSIFICATION,
     KeptParts,
     Metric,
@@ -38,6 +34,10 @@ from flowbnn.results import (
     summary,
     write_json,
 )
+from flowbnn.errors import FlowBNNError, pluralize, warn
+from flowbnn.methods import Method, Temperature
+from flowbnn.methods.fitting import FitOptions, LikelihoodName
+from flowbnn.options import Count, File, Positive, Seed, checked
 from flowbnn.training import track
 from flowbnn.training.options import Accelerator, Precision, length_of
 
@@ -280,7 +280,7 @@ class Comparison:
         if not ranked:
             return "No method has numbers yet."
         best, seeds = ranked[0], len(parts.seeds)
-        mean = f"{parts.mean(best.key, 'nll'):.4f}, {counted(seeds, 'seed')}"
+        mean = f"{parts.mean(best.key, 'nll'):.4f}, {pluralize(seeds, 'seed')}"
         text = f"By NLL {best.label} is best ({mean})"
         text += (
             f", then {listed(parts, ranked[1:3], 'nll', '.4f')}.\n{self._certainty()}" if ranked[1:] else "."
@@ -353,7 +353,7 @@ class Comparison:
             "command": self.call,
             "created": datetime.now(UTC).isoformat(timespec="seconds"),
             "seconds": round(sum(part.get("seconds", 0.0) for part in self.parts.content.values()), 1),
-            "device": f"{self.settings.get('device', 'cpu')}, {counted(threads, 'thread')}",
+            "device": f"{self.settings.get('device', 'cpu')}, {pluralize(threads, 'thread')}",
             "versions": {**versions, "python": platform.python_version()},
             "seeds": self.parts.seeds,
             "settings": self.settings,

@@ -1,6 +1,6 @@
 """Runs the parts one after the other and prints one table; exits with 1 where anything failed.
 
-python -m attack [--minutes 15] [--tries 5000] [--seed 0] [--part kills] [--jobs 1]
+python -m tests.stress [--minutes 15] [--tries 5000] [--seed 0] [--part kills] [--jobs 1]
 """
 
 import argparse
@@ -17,7 +17,7 @@ from functools import reduce
 from importlib import import_module
 from operator import add
 
-from attack import Budget, Tally, short
+from tests.stress import Budget, Tally, short
 
 PARTS = {
     "fuzz": 0.15,
@@ -50,12 +50,12 @@ def here(given: argparse.Namespace) -> Iterator[Tally]:
     whole = sum(PARTS[name] for name in given.part)
     for name in given.part:
         try:
-            attack = import_module(f"attack.{name}").attack
+            stress = import_module(f"tests.stress.{name}").stress
         except ModuleNotFoundError as error:
             yield Tally(name, given.seed, counts={f"tried, since {error.name} is not installed": 0})
             continue
         began = time.monotonic()
-        tally = attack(given.seed, Budget(60.0 * given.minutes * PARTS[name] / whole, given.tries))
+        tally = stress(given.seed, Budget(60.0 * given.minutes * PARTS[name] / whole, given.tries))
         seconds = time.monotonic() - began
         lines = [
             f"{name}: {tally.tries} tries in {seconds:.0f} s, seed {given.seed}",
@@ -69,7 +69,7 @@ def elsewhere(given: argparse.Namespace, seed: int) -> list[Tally]:
     """The parts in a process of their own, with one thread for torch."""
     parts = [word for name in given.part for word in ("--part", name)]
     limits = ["--minutes", str(given.minutes), "--tries", str(given.tries / given.jobs)]
-    command = [sys.executable, "-m", "attack", "--told", "--seed", str(seed), *limits, *parts]
+    command = [sys.executable, "-m", "tests.stress", "--told", "--seed", str(seed), *limits, *parts]
     tallies = []
     with subprocess.Popen(
         command, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, text=True
@@ -89,7 +89,7 @@ def elsewhere(given: argparse.Namespace, seed: int) -> list[Tally]:
 
 def main() -> int:
     """The parts asked for."""
-    parser = argparse.ArgumentParser(prog="attack", description=short(__doc__))
+    parser = argparse.ArgumentParser(prog="python -m tests.stress", description=short(__doc__))
     parser.add_argument("--minutes", type=float, help="time in all; 15 unless a number of tries is given")
     parser.add_argument("--tries", type=float, default=float("inf"), help="of every part, over all jobs")
     parser.add_argument("--seed", type=int, default=0, help="what repeats a run; jobs count up from it")

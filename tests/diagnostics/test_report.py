@@ -14,6 +14,11 @@ from torch import Tensor, nn
 from torch.distributions import MultivariateNormal
 
 import flowbnn as fb
+from flowbnn.diagnostics.agreement import Ranks, sliced_wasserstein
+from flowbnn.diagnostics.evidence import GROUPS, Evidence, warn_of_disagreement
+from flowbnn.diagnostics.noise_chains import NoiseChains, seconds_for
+from flowbnn.diagnostics.noise_target import NoiseTarget
+from flowbnn.diagnostics.report import Report
 from flowbnn.errors import FlowBNNError, FlowBNNWarning
 from flowbnn.likelihoods import Gaussian
 from flowbnn.methods import MemberPosterior
@@ -22,11 +27,6 @@ from flowbnn.methods.temperature import TemperedPosterior
 from flowbnn.noise.joint import independent_vectors
 from flowbnn.posterior import PointPosterior
 from flowbnn.posterior.noise import NoisePosterior
-from flowbnn.quality.chains import NoiseChains, seconds_for
-from flowbnn.quality.compared import Ranks, sliced_wasserstein
-from flowbnn.quality.evidence import GROUPS, Evidence, warn_of_disagreement
-from flowbnn.quality.report import Report
-from flowbnn.quality.target import NoiseTarget
 
 NOISE, SIZES = 0.3, [3, 2]  # of the data, and of the layers
 
@@ -87,8 +87,8 @@ class Known:
     @cached_property
     def report(self) -> Report:
         with pytest.MonkeyPatch.context() as patch:  # shorter chains than a user's
-            few = partial(fb.quality.noise_chains, samples=250, warmup=40)
-            patch.setattr("flowbnn.quality.report.noise_chains", few)
+            few = partial(fb.diagnostics.noise_chains, samples=250, warmup=40)
+            patch.setattr("flowbnn.diagnostics.report.noise_chains", few)
             return fb.diagnose(self.factorized, self.loader, progress=False)
 
     @property
@@ -102,21 +102,21 @@ def known() -> Known:
 
 
 def test_the_exact_posterior_has_equal_weights(known):
-    found = fb.quality.pareto_k(known.exact, known.loader, samples=200)
+    found = fb.diagnostics.pareto_k(known.exact, known.loader, samples=200)
     assert found.elbo == pytest.approx(known.evidence, abs=1e-3)
     assert found.evidence == pytest.approx(known.evidence, abs=1e-3)
     assert found.effective > 199
 
 
 def test_importance_sampling_finds_the_evidence(known):
-    found = fb.quality.pareto_k(known.wide, known.loader, samples=4000)
+    found = fb.diagnostics.pareto_k(known.wide, known.loader, samples=4000)
     assert found.verdict == "good"
     assert abs(found.evidence - known.evidence) < 4 * found.evidence_error < 0.2
-    found = fb.quality.pareto_k(known.factorized, known.loader, samples=4000)
+    found = fb.diagnostics.pareto_k(known.factorized, known.loader, samples=4000)
     gap = 0.5 * float(known.precision.diagonal().log().sum() - torch.linalg.slogdet(known.precision)[1])
     assert abs(known.evidence - found.elbo - gap) < 4 * found.elbo_error
     narrow = known.posterior(known.mean, 0.05 * known.covariance)
-    assert fb.quality.pareto_k(narrow, known.loader).verdict == "bad"
+    assert fb.diagnostics.pareto_k(narrow, known.loader).verdict == "bad"
 
 
 def test_chains_are_the_exact_posterior(known):
@@ -137,7 +137,7 @@ def test_evidence_by_three_methods(known):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for method in ("bridge", "psis", "tempered"):
-            found = fb.quality.evidence(known.wide, known.loader, method, known.chains, samples=2000)
+            found = fb.diagnostics.evidence(known.wide, known.loader, method, known.chains, samples=2000)
             assert found.trusted
             assert abs(found.value - known.evidence) < 4 * found.error + 1e-3, method
             assert found.error < 0.3
@@ -160,7 +160,7 @@ def test_the_gap_is_split_into_what_correlation_gains(known):
     diagonal, whole = known.precision.diagonal().log().sum(), torch.linalg.slogdet(known.precision)[1]
     within, across = 0.5 * float(diagonal - sum(blocks)), 0.5 * float(sum(blocks) - whole)
     assert min(within, across) > 0.1
-    gap = fb.quality.elbo_gap(known.factorized, known.loader, known.chains, samples=4000)
+    gap = fb.diagnostics.elbo_gap(known.factorized, known.loader, known.chains, samples=4000)
     assert gap.within == pytest.approx(within, abs=0.05)
     assert gap.across == pytest.approx(across, abs=0.05)
     assert abs(gap.rest) < 0.15
@@ -185,7 +185,7 @@ def test_data_that_change_and_posteriors_without_a_density_are_refused(known):
         np.random.rand,
     ]  # by the generators of torch, Python and numpy
     shuffled = fb.data.TensorLoader(known.inputs, known.targets, batch_size=8, shuffle=True)
-    same = fb.quality.pareto_k(known.exact, shuffled, samples=50)
+    same = fb.diagnostics.pareto_k(known.exact, shuffled, samples=50)
     assert same.elbo == pytest.approx(known.evidence, abs=1e-3)
     dropout = fb.MCDropout(epochs=1, rate=0.01).fit(known.network, known.loader, seed=0, progress=False)
     cases = [
@@ -207,10 +207,10 @@ def test_data_that_change_and_posteriors_without_a_density_are_refused(known):
     ]
     for posterior, loader, text, kind in cases:
         with pytest.raises(FlowBNNError, match=text) as told:
-            fb.quality.pareto_k(posterior, loader)
+            fb.diagnostics.pareto_k(posterior, loader)
         assert told.value.kind == kind
         assert "\n" not in str(told.value)
-    for ask in (fb.diagnose, fb.quality.agreement):  # before chains are run
+    for ask in (fb.diagnose, fb.diagnostics.agreement):  # before chains are run
         for test, text in (
             ([], "empty: .* test data"),
             ([(torch.ones(3, 7), torch.ones(3, 1))], r"\(3, 7\)"),
@@ -220,13 +220,13 @@ def test_data_that_change_and_posteriors_without_a_density_are_refused(known):
 
 
 def test_predictions_of_the_exact_posterior_are_within_the_floor(known):
-    exact = fb.quality.agreement(known.exact, known.loader, known.chains, samples=1600)
+    exact = fb.diagnostics.agreement(known.exact, known.loader, known.chains, samples=1600)
     assert exact.variation < 1.5 * exact.variation_floor < 0.05
     assert exact.agreement == 1.0
     assert exact.wasserstein < 2 * exact.wasserstein_floor
     assert abs(exact.excess) < 0.02
     moved = known.posterior(known.mean + 0.5, known.covariance)
-    away = fb.quality.agreement(moved, known.loader, known.chains)
+    away = fb.diagnostics.agreement(moved, known.loader, known.chains)
     # each input's predictive is a normal whose mean has moved
     features = known.features
     spread = (NOISE**2 + ((features @ known.covariance) * features).sum(1)).sqrt()
@@ -326,14 +326,16 @@ def test_any_posterior_is_compared_with_chains_over_weights(known):
     chains = ChainPosterior(network, Gaussian(1.0), draws(800), record=record, sampler={"method": "nuts"})
     loader = [(inputs, targets)]
     exact = MemberPosterior(network, Gaussian(1.0), draws(800))
-    same = fb.quality.agreement(exact, loader, chains, samples=800)
+    same = fb.diagnostics.agreement(exact, loader, chains, samples=800)
     assert same.variation < 2 * same.variation_floor < 0.05
     assert same.agreement == 1.0
     assert abs(same.excess) < 0.01
     assert math.isnan(same.wasserstein)
     # one network has the same means, and a variance of 1 where the exact predictions have more
     test = [(3.0 * inputs, 3.0 * targets)]
-    point = fb.quality.agreement(PointPosterior(network, Gaussian(1.0)), loader, chains, test, samples=800)
+    point = fb.diagnostics.agreement(
+        PointPosterior(network, Gaussian(1.0)), loader, chains, test, samples=800
+    )
     spread = (1.0 + ((3.0 * inputs @ covariance) * 3.0 * inputs).sum(1)).sqrt()
     cross = (
         2.0 * spread.square() * spread.log() / (spread.square() - 1.0)
@@ -345,13 +347,13 @@ def test_any_posterior_is_compared_with_chains_over_weights(known):
     assert point.excess == pytest.approx(float(excess), abs=0.1)
     labels = PointPosterior(nn.Linear(2, 3), fb.likelihoods.Categorical())
     with pytest.raises(FlowBNNError, match="predict different things"):
-        fb.quality.agreement(labels, loader, chains)
+        fb.diagnostics.agreement(labels, loader, chains)
 
 
 def test_chains_of_another_density_are_refused(known):
     other = [(known.inputs, known.targets + 1.0)]
     with pytest.raises(FlowBNNError, match="another network, prior or data"):
-        fb.quality.elbo_gap(known.exact, other, known.chains)
+        fb.diagnostics.elbo_gap(known.exact, other, known.chains)
 
 
 def test_ranks_of_simulated_noise_are_uniform_for_exact_fits_only(known):
@@ -360,7 +362,7 @@ def test_ranks_of_simulated_noise_are_uniform_for_exact_fits_only(known):
         return known.posterior(known.mean_for(targets), width * known.covariance)
 
     ranks = [
-        fb.quality.simulation_ranks(known.exact, known.loader, partial(fit, width))
+        fb.diagnostics.simulation_ranks(known.exact, known.loader, partial(fit, width))
         for width in (1.0, 0.2, 5.0)
     ]
     assert ranks[0].ranks.shape == (64, 5)
@@ -368,7 +370,7 @@ def test_ranks_of_simulated_noise_are_uniform_for_exact_fits_only(known):
     assert ranks[0].p_value > 0.01
     assert max(ranks[1].p_value, ranks[2].p_value) < 1e-4
     with pytest.raises(FlowBNNError, match="fit must give posteriors of the noise .* of 5 numbers, not of 0"):
-        fb.quality.simulation_ranks(known.exact, known.loader, lambda batches: None)
+        fb.diagnostics.simulation_ranks(known.exact, known.loader, lambda batches: None)
 
 
 @pytest.mark.parametrize("draws", [1, 5, 10, 63])
@@ -380,11 +382,11 @@ def test_uniform_ranks_are_rejected_as_often_as_the_level_says(draws):
 
 
 def test_too_many_dimensions_for_a_mass_matrix_are_refused_in_one_line(known, monkeypatch):
-    monkeypatch.setattr("flowbnn.quality.target.DENSE", 3)
+    monkeypatch.setattr("flowbnn.diagnostics.noise_target.DENSE", 3)
     with pytest.raises(FlowBNNError, match="5 numbers of noise .* pareto_k") as told:
-        fb.quality.noise_chains(known.exact, known.loader)
+        fb.diagnostics.noise_chains(known.exact, known.loader)
     assert told.value.kind == "size"
-    assert fb.quality.pareto_k(known.exact, known.loader, samples=50).samples == 50
+    assert fb.diagnostics.pareto_k(known.exact, known.loader, samples=50).samples == 50
 
 
 def test_the_prior_is_that_of_the_noise_and_may_differ_by_layer(known):
@@ -397,6 +399,6 @@ def test_the_prior_is_that_of_the_noise_and_may_differ_by_layer(known):
     ((vector, _),) = independent_vectors(posterior.model)
     vector.prior.loc.copy_(loc)
     vector.prior.scale.copy_(scale)
-    found = fb.quality.pareto_k(posterior, known.loader, samples=100)
+    found = fb.diagnostics.pareto_k(posterior, known.loader, samples=100)
     assert found.elbo == pytest.approx(evidence, abs=1e-3)
     assert found.effective > 99

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from flowbnn.errors import FlowBNNError, nearest
 from flowbnn.noise import noise_layers
 from flowbnn.noise.flow_noise import InputNoise
-from flowbnn.options import Count, Ge, Seed, Share, checked
+from flowbnn.options import Count, Ge, Seed, UnitInterval, checked
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ def _kernel_density(samples: Tensor, grid: Tensor) -> Tensor:
 
 
 @checked
-def count_modes(density: Tensor, prominence: Share = 0.1) -> int:
+def count_modes(density: Tensor, prominence: UnitInterval = 0.1) -> int:
     """Peaks of a density on a grid that rise above the valleys beside them by ``prominence`` of the highest peak.
 
     >>> x = torch.linspace(-6, 6, 200)

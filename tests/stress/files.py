@@ -24,16 +24,16 @@ from typing import Any
 
 import numpy as np
 import torch
+from tests.stress import Budget, Tally
+from tests.stress.fuzz import NAN, quiet, trace
+from tests.stress.subjects import FITS, Fit, alike, drawn, fitted, numbers
 
 import flowbnn as fb
-from attack import Budget, Tally
-from attack.fuzz import NAN, quiet, trace
-from attack.subjects import FITS, Fit, alike, drawn, fitted, numbers
 from flowbnn_studies.data.images import Piece, Source
 from flowbnn_studies.data.load import load_source
 from flowbnn_studies.report.reading import load_results
 
-__all__ = ["attack"]
+__all__ = ["stress"]
 
 MEMORY = 2**31
 TOGETHER = 25  # files of one process
@@ -230,7 +230,7 @@ def batch(found: dict[str, Any], right: dict[str, Any], place: Path, seed: int) 
     return outcomes
 
 
-def attack(seed: int, budget: Budget, names: tuple[str, ...] = FITS) -> Tally:
+def stress(seed: int, budget: Budget, names: tuple[str, ...] = FITS) -> Tally:
     """Batch by batch, each in a process of its own."""
     tally = Tally("files", seed)
     warnings.simplefilter("ignore")

@@ -28,8 +28,8 @@ from flowbnn.batches import call, device_of, dtype_of, evaluating, move, watchin
 from flowbnn.distributions.draws import standard_normal
 from flowbnn.errors import FlowBNNError, nearest
 from flowbnn.noise.layout import FORWARD, absorbs
-from flowbnn.noise.passes import Share
-from flowbnn.numerics import exactly
+from flowbnn.noise.passes import RowShard
+from flowbnn.numerics import full_precision
 from flowbnn.posterior.weights import StandIns
 
 Way = Literal["reparameterization", "local", "flipout"]
@@ -184,7 +184,7 @@ def apply_weights(module: nn.Module, x: Tensor, weight: Tensor, bias: Tensor | N
 
 
 def rows_of(
-    share: Share | None, shape: torch.Size, batched: bool, like: Tensor, signs: bool = False
+    share: RowShard | None, shape: torch.Size, batched: bool, like: Tensor, signs: bool = False
 ) -> Tensor:
     """Normal numbers (or signs) of this shape; where a batch is spread over processes, the rows that are here of the whole's."""
 
@@ -201,7 +201,7 @@ def rows_of(
 
 
 def local_noise(
-    module: nn.Module, x: Tensor, std: Tensor, bias_std: Tensor | None, share: Share | None = None
+    module: nn.Module, x: Tensor, std: Tensor, bias_std: Tensor | None, share: RowShard | None = None
 ) -> Tensor:
     r"""What random weights add to a layer's output: :math:`\sqrt{\sigma_W^2 * x^2 + \sigma_b^2} \circ \epsilon`.
 
@@ -211,7 +211,7 @@ def local_noise(
     """
     # variances are too small for float16
     narrow = torch.get_autocast_dtype(x.device.type) == torch.float16
-    with exactly(x) if narrow else nullcontext():
+    with full_precision(x) if narrow else nullcontext():
         bias = None if bias_std is None else bias_std.square()
         variance = apply_weights(module, x.square(), std.square(), bias)
         normal = rows_of(share, variance.shape, _batched(module, x), variance)
@@ -219,7 +219,7 @@ def local_noise(
 
 
 def flipout_noise(
-    module: nn.Module, x: Tensor, delta: Tensor, bias_delta: Tensor | None, share: Share | None = None
+    module: nn.Module, x: Tensor, delta: Tensor, bias_delta: Tensor | None, share: RowShard | None = None
 ) -> Tensor:
     r"""What one draw of the weights' noise adds to a layer's output, its signs flipped for every example.
 

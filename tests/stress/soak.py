@@ -16,15 +16,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tests.stress import Budget, Tally
+from tests.stress.fuzz import trace
+from tests.stress.subjects import FITS, Fit, alike, drawn, fitted, network, numbers, vectors
+from tests.stress.threads import answer, questions
 from torch import Tensor
 
 import flowbnn as fb
-from attack import Budget, Tally
-from attack.fuzz import trace
-from attack.subjects import FITS, Fit, alike, drawn, fitted, network, numbers, vectors
-from attack.threads import answer, questions
 
-__all__ = ["attack"]
+__all__ = ["stress"]
 
 GROWTH = 300  # MiB that memory may grow by, after the first rounds
 
@@ -87,7 +87,7 @@ def predictions(posterior: Any, seed: int) -> Iterator[tuple[str, bool]]:
     yield "a refused call leaves nothing behind", torch.equal(outputs(inputs), first)
 
 
-def attack(seed: int, budget: Budget, names: tuple[str, ...] = FITS) -> Tally:
+def stress(seed: int, budget: Budget, names: tuple[str, ...] = FITS) -> Tally:
     """Fits at random."""
     tally, dice = Tally("soak", seed), random.Random(seed)
     warnings.simplefilter("ignore")

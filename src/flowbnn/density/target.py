@@ -16,11 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from flowbnn.batches import device_of
-from flowbnn.diagnostics.pareto import log_mean
 from flowbnn.distributions.draws import reparameterized
-from flowbnn.errors import FlowBNNError, counted, shown
+from flowbnn.errors import FlowBNNError, describe_value, pluralize
 from flowbnn.flows import FlowModel
-from flowbnn.options import Count, Positive, Seed, Share, checked, options, takes
+from flowbnn.metrics.pareto import log_mean
+from flowbnn.options import Count, Positive, Seed, UnitInterval, accepts_options_of, checked, options
 from flowbnn.training import Clock, History, TrainingOptions, train
 from flowbnn.training.randomness import drawing
 from flowbnn.transforms.base import check_gives_distribution, warn_of_slow_draws
@@ -41,14 +41,14 @@ class TargetFit:
     history: History
 
     def __repr__(self) -> str:
-        return f"TargetFit({type(self.flow).__name__}, {counted(self.history.epochs, 'epoch')})"
+        return f"TargetFit({type(self.flow).__name__}, {pluralize(self.history.epochs, 'epoch')})"
 
     @checked
     def evidence(self, samples: Count = 10_000, seed: Seed = 0) -> dict[str, float]:
         r"""The ELBO :math:`E_q[\log \tilde p - \log q] \le \log Z`, :math:`\log Z` by importance sampling, and how far to trust it.
 
         ``k_hat`` is the shape of the weights' tail: below 0.7 ``log_evidence`` and the flow are usable, above not
-        (:func:`flowbnn.diagnostics.pareto.log_mean`).
+        (:func:`flowbnn.metrics.pareto.log_mean`).
         """
         with drawing(device_of(self.flow), seed):
             x, log_prob = _draw(self.flow(), samples)
@@ -77,13 +77,13 @@ class TargetOptions(TrainingOptions):
     epochs: Count = 20
     samples: Count = 256
     lr: Positive = 5e-3
-    warmup: Share = 0.3
+    warmup: UnitInterval = 0.3
     clip_gradient: Positive | None = 10.0
     description: str = "fitting the target"
 
 
 @checked
-@takes(TargetOptions)
+@accepts_options_of(TargetOptions)
 def fit_target(flow: nn.Module, log_density: Callable[[Tensor], Tensor], **given: Any) -> TargetFit:
     r"""Variational inference of any density: a copy of a flow is fitted by :math:`\max_q E_q[\log \tilde p(x) - \log q(x)]`.
 
@@ -121,7 +121,9 @@ class _Reverse(nn.Module):
         x, log_prob = _draw(made, self.samples)
         log_density = self.log_density(x)
         if not isinstance(log_density, Tensor) or log_density.shape != log_prob.shape:
-            found = tuple(log_density.shape) if isinstance(log_density, Tensor) else shown(log_density)
+            found = (
+                tuple(log_density.shape) if isinstance(log_density, Tensor) else describe_value(log_density)
+            )
             raise FlowBNNError(
                 f"log_density must give a tensor with one number for each point, {tuple(log_prob.shape)} here, not {found}",
                 kind="shape",

@@ -10,14 +10,14 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
-from flowbnn.diagnostics.chains import FEWEST, effective_sample_size, split_rhat
-from flowbnn.errors import FlowBNNError, counted, warn
-from flowbnn.methods.mcmc.chains import Chains
+from flowbnn.diagnostics.noise_target import NoiseTarget, Whitened
+from flowbnn.errors import FlowBNNError, pluralize, warn
 from flowbnn.methods.mcmc.hamiltonian import nuts_kernel
+from flowbnn.methods.mcmc.warmup import Chains
+from flowbnn.metrics.convergence import FEWEST, effective_sample_size, split_rhat
 from flowbnn.options import Count, Ge, Probability, Seed, checked
 from flowbnn.posterior.base import Posterior
 from flowbnn.posterior.weights import generator_of
-from flowbnn.quality.target import NoiseTarget, Whitened
 
 RHAT = 1.01  # up to which chains are taken for the truth
 TRANSITIONS, PILOT = 800, 12  # of chains, and those that tell how long they take
@@ -51,7 +51,7 @@ class NoiseChains:
         chains, draws, dimensions = self.position.shape
         verdict = "certified" if self.certified else f"not certified: R-hat is above {RHAT}"
         return (
-            f"NoiseChains({counted(chains, 'chain')} x {counted(draws, 'draw')} x {counted(dimensions, 'dimension')}, "
+            f"NoiseChains({pluralize(chains, 'chain')} x {pluralize(draws, 'draw')} x {pluralize(dimensions, 'dimension')}, "
             f"R-hat {self.rhat:.3f} in layer '{self.worst}', "
             f"smallest effective sample size {self.effective:.0f}, divergences {self.divergences}; {verdict})"
         )

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from flowbnn.errors import FlowBNNWarning, some_of
+from flowbnn.errors import FlowBNNWarning, quote_names
 from flowbnn.noise.joint import independent_vectors, joint_name
 from flowbnn.options import Count, Seed, checked
 
@@ -49,7 +49,7 @@ def health_warnings(healths: Sequence[LayerHealth]) -> list[FlowBNNWarning]:
 def _line(ill: Sequence[LayerHealth]) -> str:
     """What is wrong with layers in the same state."""
     plural, most = ("s", "at most ") if len(ill) > 1 else ("", "")
-    noise = f"the noise of layer{plural} {some_of([health.layer for health in ill])}"
+    noise = f"the noise of layer{plural} {quote_names([health.layer for health in ill])}"
     if ill[0].state == "point":
         return (
             f"{noise} has collapsed to a point (its spread is {most}{max(h.spread for h in ill):.1%} of the prior's), so it "

@@ -1,9 +1,9 @@
-"""A short piece of every part of the attack; ``make attack`` runs the whole."""
+"""A short piece of every part of the stress tests; ``make stress`` runs the whole."""
 
 import os
 
 import pytest
-from attack import Budget, files, fuzz, kills, processes, soak, threads
+from tests.stress import Budget, files, fuzz, kills, processes, soak, threads
 
 forks = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork and SIGKILL")
 
@@ -51,29 +51,29 @@ def test_wrong_arguments_are_refused_in_one_line(name, argument, label, tmp_path
 
 
 def test_fuzz_finds_no_trace():
-    tally = fuzz.attack(seed=0, budget=Budget(60.0, tries=100), opened=False)
+    tally = fuzz.stress(seed=0, budget=Budget(60.0, tries=100), opened=False)
     assert tally.failures == []
     assert tally.tries == 100
 
 
 def test_a_part_without_time_makes_one_try():
-    assert fuzz.attack(seed=0, budget=Budget(0.0), opened=False).tries == 1
+    assert fuzz.stress(seed=0, budget=Budget(0.0), opened=False).tries == 1
 
 
 def test_hostile_files_are_refused():
-    tally = files.attack(seed=0, budget=Budget(60.0, tries=50), names=("map", "fit_density"))
+    tally = files.stress(seed=0, budget=Budget(60.0, tries=50), names=("map", "fit_density"))
     assert tally.failures == []
     assert tally.tries == 50
 
 
 @forks
 def test_kills_and_second_processes_lose_nothing():
-    assert kills.attack(seed=0, budget=Budget(60.0, tries=1), names=("map",)).failures == []
-    assert processes.attack(seed=0, budget=Budget(60.0, tries=1), names=("map",)).failures == []
+    assert kills.stress(seed=0, budget=Budget(60.0, tries=1), names=("map",)).failures == []
+    assert processes.stress(seed=0, budget=Budget(60.0, tries=1), names=("map",)).failures == []
 
 
 def test_threads_and_soak():
     assert (
-        threads.attack(seed=0, budget=Budget(60.0, tries=33), names=("mle", "swag"), calls=4).failures == []
+        threads.stress(seed=0, budget=Budget(60.0, tries=33), names=("mle", "swag"), calls=4).failures == []
     )
-    assert soak.attack(seed=0, budget=Budget(60.0, tries=10), names=("mle", "node-noise")).failures == []
+    assert soak.stress(seed=0, budget=Budget(60.0, tries=10), names=("mle", "node-noise")).failures == []

@@ -11,15 +11,15 @@ from typing import Annotated, Any, Literal
 import torch
 from torch import Tensor
 
-from flowbnn.diagnostics.chains import effective_sample_size
-from flowbnn.diagnostics.pareto import FEWEST, GOOD, log_mean, usable
+from flowbnn.diagnostics.noise_chains import NoiseChains, noise_chains
+from flowbnn.diagnostics.noise_target import NoiseTarget
 from flowbnn.distributions.draws import standard_normal
 from flowbnn.errors import warn
 from flowbnn.methods.mcmc.hamiltonian import begin, hmc_kernel
+from flowbnn.metrics.convergence import effective_sample_size
+from flowbnn.metrics.pareto import FEWEST, GOOD, log_mean, usable
 from flowbnn.options import Interval, Seed, checked
 from flowbnn.posterior.base import Posterior
-from flowbnn.quality.chains import NoiseChains, noise_chains
-from flowbnn.quality.target import NoiseTarget
 
 Draws = Annotated[int, Interval(ge=FEWEST, le=1_000_000)]
 # of tempering: independent groups, particles of each, leapfrog steps of a move
@@ -72,7 +72,7 @@ def pareto_k(posterior: Posterior, loader: Iterable[Any], samples: Draws = 400, 
 
     .. math:: w_s = \frac{p(D \mid z_s)\, p(z_s)}{q(z_s)}, \qquad z_s \sim q
 
-    :math:`\hat k` is the shape of their tail (:mod:`flowbnn.diagnostics.pareto`). It grows with the number of dimensions for an
+    :math:`\hat k` is the shape of their tail (:mod:`flowbnn.metrics.pareto`). It grows with the number of dimensions for an
     approximation that is off by the same amount in each, so a large one is a reason to look at predictions, not a verdict on them.
     A small one says that weighted draws can stand for the exact posterior; a posterior that is too wide has one, and a large ``gap``.
 
@@ -141,7 +141,7 @@ def evidence(
     Args:
         posterior: of noise, fitted.
         loader: the data.
-        chains: of :func:`~flowbnn.quality.noise_chains`, where there are any; of this posterior or another with the same prior.
+        chains: of :func:`~flowbnn.diagnostics.noise_chains`, where there are any; of this posterior or another with the same prior.
         samples: draws of ``"psis"``.
         seed: of all draws.
     """
@@ -343,7 +343,7 @@ def elbo_gap(
     Args:
         posterior: of noise, fitted.
         loader: the data.
-        chains: of :func:`~flowbnn.quality.noise_chains`, of this posterior or another with the same prior; made here unless given.
+        chains: of :func:`~flowbnn.diagnostics.noise_chains`, of this posterior or another with the same prior; made here unless given.
         samples: draws of the ELBO.
         seed: of all draws.
     """

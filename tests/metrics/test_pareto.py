@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from flowbnn.diagnostics.pareto import generalized_pareto, log_mean, pareto_smoothed, usable
+from flowbnn.metrics.pareto import generalized_pareto, log_mean, pareto_smoothed, usable
 
 
 def test_a_generalized_pareto_distribution_is_found():

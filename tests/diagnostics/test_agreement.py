@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 
 import flowbnn as fb
+from flowbnn.diagnostics import compared
 from flowbnn.errors import FlowBNNWarning
 from flowbnn.likelihoods import Gaussian
 from flowbnn.noise.joint import independent_vectors
 from flowbnn.posterior.noise import NoisePosterior
-from flowbnn.quality import compared
 
 
 class Squared(nn.Module):
@@ -50,7 +50,7 @@ class TwoModes:
 
 def test_two_modes_are_found_with_the_dip_between_them():
     known = TwoModes()
-    found = fb.quality.modes(known.posterior, known.loader, starts=8)
+    found = fb.diagnostics.modes(known.posterior, known.loader, starts=8)
     assert len(found) == 2
     assert sum(found.found) == 8
     best, dip = float(known.density.max()), float(known.density[40_000])
@@ -65,7 +65,7 @@ def test_climbs_that_are_cut_are_told(monkeypatch):
     monkeypatch.setattr(compared, "STEPS", 1)
     known = TwoModes()
     with pytest.warns(FlowBNNWarning, match="climbs were not at their ends after 1 steps") as told:
-        fb.quality.modes(known.posterior, known.loader, starts=8)
+        fb.diagnostics.modes(known.posterior, known.loader, starts=8)
     assert told[0].message.fields["kind"] == "modes"
     assert 0 < told[0].message.fields["cut"] <= 8
 
@@ -73,25 +73,25 @@ def test_climbs_that_are_cut_are_told(monkeypatch):
 def test_a_mode_that_is_missed_is_told():
     known = TwoModes()
     with pytest.warns(FlowBNNWarning, match="nats apart") as told:
-        found = fb.quality.evidence(known.posterior, known.loader, "tempered", samples=1000)
+        found = fb.diagnostics.evidence(known.posterior, known.loader, "tempered", samples=1000)
     assert told[0].message.fields["kind"] == "evidence"
     assert abs(told[0].message.fields["difference"] - math.log(2)) < 4 * found.error + 0.02
     assert abs(found.value - known.evidence) < 4 * found.error < 0.6
-    half = fb.quality.evidence(known.posterior, known.loader, "psis", samples=1000)
+    half = fb.diagnostics.evidence(known.posterior, known.loader, "psis", samples=1000)
     assert abs(half.value - (known.evidence - math.log(2))) < 4 * half.error + 0.01
 
 
 def test_chains_that_do_not_mix_are_not_certified():
     known = TwoModes()
     with pytest.warns(FlowBNNWarning, match="have not mixed .* modes") as told:
-        chains = fb.quality.noise_chains(known.posterior, known.loader, samples=25, warmup=20)
+        chains = fb.diagnostics.noise_chains(known.posterior, known.loader, samples=25, warmup=20)
     assert not chains.certified
     assert told[0].message.fields["layers"] == ["one"]
     assert chains.position.shape == (4, 100, 1)
     assert "4 chains x 100 draws x 1 dimension," in str(chains)
     assert "not certified" in str(chains)
     assert "tensor" not in repr(chains)
-    found = fb.quality.modes(known.posterior, known.loader, starts=8)
+    found = fb.diagnostics.modes(known.posterior, known.loader, starts=8)
     for vectors, missed in (
         (chains.vectors.abs(), 1),
         (chains.vectors * torch.tensor([1.0, -1.0, 1.0, -1.0])[:, None, None], 0),

@@ -9,15 +9,14 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from tests.stress import Budget, Tally
+from tests.stress.kills import RESUMABLE, Child, files, same, train
+from tests.stress.subjects import drawn
 
-from attack import Budget, Tally
-from attack.kills import RESUMABLE, Child, files, same, train
-from attack.subjects import drawn
-
-__all__ = ["attack"]
+__all__ = ["stress"]
 
 
-def attack(seed: int, budget: Budget, names: tuple[str, ...] = RESUMABLE) -> Tally:
+def stress(seed: int, budget: Budget, names: tuple[str, ...] = RESUMABLE) -> Tally:
     """Fits in turn, with settings at random."""
     tally, dice = Tally("processes", seed), random.Random(seed)
     torch.set_num_threads(1)

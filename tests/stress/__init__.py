@@ -1,8 +1,8 @@
-"""The attack: what a hostile or careless world does to the library, tried at random, with seeds.
+"""Stress tests: what a hostile or careless world does to the library, tried at random, with seeds.
 
-    python -m attack [--minutes 15] [--tries 5000] [--seed 0] [--part fuzz] [--jobs 1]
+    python -m tests.stress [--minutes 15] [--tries 5000] [--seed 0] [--part fuzz] [--jobs 1]
 
-Each part is a module with one function, ``attack(seed, budget)``, which tries until its budget is over and returns a
+Each part is a module with one function, ``stress(seed, budget)``, which tries until its budget is over and returns a
 :class:`Tally`. A try survives if it ends as the documents say: the right answer, or one line that says what is wrong. A wrong answer, a
 trace, a hang, a lost or left-over file, or code that ran out of a file fails it.
 """

@@ -1,0 +1,5 @@
+"""Comparison of methods on a user's own network and data."""
+
+from flowbnn.compare.comparison import Comparison, compare
+
+__all__ = ["Comparison", "compare"]
