@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from flowbnn.errors import FlowBNNError, pluralize
-from flowbnn.options import Count, Interval, NonNegative, Positive, checked
+from flowbnn.options import Bounds, Count, NonNegative, Positive, checked
 
 __all__ = [
     "CENTRES",
@@ -197,7 +197,7 @@ def ring(
     number: Count,
     radius: Positive,
     generator: torch.Generator | None = None,
-    thickness: Annotated[float, Interval(ge=0, lt=1)] = 0.05,
+    thickness: Annotated[float, Bounds(ge=0, lt=1)] = 0.05,
 ) -> Tensor:
     """Points ``[number, 2]`` on a circle around the origin, far from all blobs where ``radius`` is large.
 
@@ -323,7 +323,7 @@ class Digits:
 
 
 @checked
-def load_digits(novel: Annotated[int, Interval(ge=0, le=9)] = 8, seed: int = 0) -> Digits:
+def load_digits(novel: Annotated[int, Bounds(ge=0, le=9)] = 8, seed: int = 0) -> Digits:
     """The 1,797 digits of scikit-learn (extra ``studies``), which come with the package and need no network.
 
     Every class is split alike, by an order drawn from ``seed``: 60 % to train, 15 % to validate, the rest to test.

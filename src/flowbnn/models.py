@@ -6,11 +6,11 @@ from typing import Annotated
 import torch
 from torch import Tensor, nn
 
-from flowbnn.options import Count, Interval, checked
+from flowbnn.options import Bounds, Count, checked
 
 __all__ = ["MLP", "VGG16", "LeNet", "ResNet18", "SmallConv"]
 
-Scale = Annotated[float, Interval(gt=0, le=8)]
+Scale = Annotated[float, Bounds(gt=0, le=8)]
 
 
 class LeNet(nn.Module):

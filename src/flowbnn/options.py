@@ -7,7 +7,7 @@ the annotations, so that bad input ends in one line which names the setting, say
 ... class Walk:
 ...     steps: Count = 10
 ...     gait: Literal["slow", "fast"] = "slow"
-...     stride: Annotated[float, Interval(gt=0), Hint("metres")] = 0.7
+...     stride: Annotated[float, Bounds(gt=0), Hint("metres")] = 0.7
 >>> Walk(steps=2.5)
 Traceback (most recent call last):
 flowbnn.errors.FlowBNNError: Walk(steps=...) must be an integer of at least 1, got 2.5
@@ -52,7 +52,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True, kw_only=True)
-class Interval:
+class Bounds:
     """Bounds of a number: at least ``ge``, above ``gt``, at most ``le``, below ``lt``."""
 
     ge: float = -math.inf
@@ -70,9 +70,9 @@ class Interval:
         return " and ".join(f"{words} {bound}" for words, bound in bounds.items() if math.isfinite(bound))
 
 
-def Ge(bound: float) -> Interval:
+def Ge(bound: float) -> Bounds:
     """At least."""
-    return Interval(ge=bound)
+    return Bounds(ge=bound)
 
 
 @dataclass(frozen=True)
@@ -83,11 +83,11 @@ class Hint:
 
 
 Count = Annotated[int, Ge(1)]
-Positive = Annotated[float, Interval(gt=0)]
+Positive = Annotated[float, Bounds(gt=0)]
 NonNegative = Annotated[float, Ge(0)]
-UnitInterval = Annotated[float, Interval(ge=0, le=1)]
-Probability = Annotated[float, Interval(gt=0, lt=1)]
-Seed = Annotated[int, Interval(ge=0, lt=2**32)]
+UnitInterval = Annotated[float, Bounds(ge=0, le=1)]
+Probability = Annotated[float, Bounds(gt=0, lt=1)]
+Seed = Annotated[int, Bounds(ge=0, lt=2**32)]
 File = str | PathLike[str]
 
 _NOUNS: dict[Any, str] = {
@@ -160,7 +160,7 @@ def _allows(annotation: Any, value: Any) -> bool:
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         return _allows(arguments[0], value) and all(
-            value in one for one in arguments[1:] if isinstance(one, Interval)
+            value in one for one in arguments[1:] if isinstance(one, Bounds)
         )
     if origin in (Union, UnionType):
         return any(_allows(one, value) for one in arguments)
@@ -218,7 +218,7 @@ def _describe(annotation: Any) -> str:
     """What a setting may be, in words."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
-        bounds = [str(one) for one in arguments[1:] if isinstance(one, Interval)]
+        bounds = [str(one) for one in arguments[1:] if isinstance(one, Bounds)]
         return " ".join([_describe(arguments[0]), *bounds]) + _hints_of(annotation)
     if origin in (Union, UnionType, Literal):
         parts = [repr(one) if origin is Literal else _describe(one) for one in arguments]

@@ -12,7 +12,7 @@ from flowbnn.methods import Posterior
 from flowbnn.metrics import novelty_aupr, novelty_auroc, reliability
 from flowbnn.models import SmallConv
 from flowbnn.noise import Dropout, NormalAffine, NormalInvConv, NormalPlanar, Recipe
-from flowbnn.options import Count, Interval, NonNegative, UnitInterval, options
+from flowbnn.options import Bounds, Count, NonNegative, UnitInterval, options
 from flowbnn.predictive import CategoricalPredictive
 from flowbnn_studies.runner.findings import (
     density_figure,
@@ -58,7 +58,7 @@ class Settings:
         samples: networks averaged in a prediction.
     """
 
-    novel: Annotated[int, Interval(ge=0, le=9)] = 8
+    novel: Annotated[int, Bounds(ge=0, le=9)] = 8
     width: Count = 12
     hidden: Count = 64
     batch: Count = 128

@@ -13,7 +13,7 @@ from flowbnn.data import Digits, TensorLoader, load_digits
 from flowbnn.methods import Posterior
 from flowbnn.metrics import novelty_auroc
 from flowbnn.models import LeNet, SmallConv
-from flowbnn.options import Count, Interval, Positive, checked, options
+from flowbnn.options import Bounds, Count, Positive, checked, options
 from flowbnn.predictive import CategoricalPredictive
 from flowbnn_studies.data.images import SOURCES
 from flowbnn_studies.images.data import PictureSettings, PictureStudy
@@ -36,7 +36,7 @@ READ: dict[str, Callable[[CategoricalPredictive], Tensor]] = {
     "variance": lambda predictive: predictive.total_variance,
 }
 KNOWN, NOVEL, REJECTING = "The classes it knows", "Detecting the new class", "Rejecting as a new class"
-Kept = Annotated[float, Interval(gt=0, le=1)]
+Kept = Annotated[float, Bounds(gt=0, le=1)]
 
 # fmt: off
 METRICS = (
@@ -71,8 +71,8 @@ class Settings(MethodSettings):
         kept: share of held-out known images that the threshold of rejection keeps.
     """
 
-    novel: Annotated[int, Interval(ge=0, le=9)] = 8
-    shown: Annotated[int, Interval(ge=0, le=9)] = 3
+    novel: Annotated[int, Bounds(ge=0, le=9)] = 8
+    shown: Annotated[int, Bounds(ge=0, le=9)] = 3
     width: Count = 12
     hidden: Count = 64
     batch: Count = 128
@@ -132,8 +132,8 @@ class Elephant(MethodStudy):
 class FashionSettings(PictureSettings, Settings):
     """As :class:`Settings`, on Fashion-MNIST: the sneaker is left out, the ankle boot is shown; a LeNet, whose widths are fixed."""
 
-    novel: Annotated[int, Interval(ge=0, le=9)] = 7
-    shown: Annotated[int, Interval(ge=0, le=9)] = 9
+    novel: Annotated[int, Bounds(ge=0, le=9)] = 7
+    shown: Annotated[int, Bounds(ge=0, le=9)] = 9
     batch: Count = 256
     epochs: Count = 15
     lr: Positive = 1e-3

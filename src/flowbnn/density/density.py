@@ -17,8 +17,8 @@ from flowbnn.density.examples import BESIDE, LOADER, ROWS, as_tensor, batches, i
 from flowbnn.distributions.support import is_everywhere
 from flowbnn.errors import FlowBNNError, pluralize, quote_names, warn
 from flowbnn.options import (
+    Bounds,
     Count,
-    Interval,
     Positive,
     Probability,
     Seed,
@@ -46,7 +46,7 @@ from flowbnn.transforms.base import check_gives_distribution, check_tensor
 
 Data = Any  # a tensor or an array with the examples on its first axis, or a loader
 PACE = 5.0  # of the scales of ActNorm
-Fraction = Annotated[float, Interval(ge=0, lt=1)]
+Fraction = Annotated[float, Bounds(ge=0, lt=1)]
 
 
 @options(kw_only=True, of="fit_density")
@@ -76,7 +76,7 @@ class DensityOptions(TrainingOptions):
     batch_size: Count = 256
     lr: Positive = 2e-3
     rise: UnitInterval = 0.02
-    weight_decay: Annotated[float, Interval(ge=0)] = 0.0
+    weight_decay: Annotated[float, Bounds(ge=0)] = 0.0
     patience: Count = 20
     standardize: bool | None = None
     objective: Literal["likelihood", "flow-matching"] = "likelihood"

@@ -18,10 +18,10 @@ from flowbnn.errors import warn
 from flowbnn.methods.mcmc.hamiltonian import begin, hmc_kernel
 from flowbnn.metrics.convergence import effective_sample_size
 from flowbnn.metrics.pareto import FEWEST, GOOD, log_mean, usable
-from flowbnn.options import Interval, Seed, checked
+from flowbnn.options import Bounds, Seed, checked
 from flowbnn.posterior.base import Posterior
 
-Draws = Annotated[int, Interval(ge=FEWEST, le=1_000_000)]
+Draws = Annotated[int, Bounds(ge=FEWEST, le=1_000_000)]
 # of tempering: independent groups, particles of each, leapfrog steps of a move
 GROUPS, PARTICLES, STEPS = 8, 32, 8
 

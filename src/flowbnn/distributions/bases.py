@@ -17,9 +17,9 @@ from torch.nn import functional as F
 
 from flowbnn.distributions.draws import chosen_normal, components_of, standard_normal
 from flowbnn.errors import FlowBNNError
-from flowbnn.options import Count, Interval, NonNegative, Positive, check, checked
+from flowbnn.options import Bounds, Count, NonNegative, Positive, check, checked
 
-Freedom = Annotated[float, Interval(gt=2)]  # of a Student-t that has a variance
+Freedom = Annotated[float, Bounds(gt=2)]  # of a Student-t that has a variance
 _LOG_2PI = math.log(2.0 * math.pi)
 
 

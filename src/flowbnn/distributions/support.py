@@ -8,7 +8,7 @@ from torch.distributions import constraints, transform_to
 from torch.distributions.constraints import Constraint
 
 from flowbnn.errors import FlowBNNError
-from flowbnn.options import Interval
+from flowbnn.options import Bounds
 from flowbnn.transforms.base import Transform, refused
 from flowbnn.transforms.compose import Compose, Inverse, placed, run_part
 from flowbnn.transforms.linear import Permutation
@@ -97,7 +97,7 @@ def image(base: Any, transform: Transform) -> Constraint | None:
             text = "takes angles, and in this flow it gets all real numbers; take CircularBase for its base"
             raise placed(refused(step.part, text, "range"), step.part, step.path or (0,))
         if step.backwards and _is_real(region) and not _is_real(step.domain):
-            wanted = Interval(ge=step.domain.lower_bound, le=getattr(step.domain, "upper_bound", torch.inf))
+            wanted = Bounds(ge=step.domain.lower_bound, le=getattr(step.domain, "upper_bound", torch.inf))
             text = f"the inverse of {type(step.part).__name__} takes numbers {wanted}, and in this flow it gets all"
             text = f"{text} real numbers; take a base of such numbers, or put a map onto them before it"
             raise placed(FlowBNNError(text, kind="range"), step.part, step.path or (0,))

@@ -34,7 +34,7 @@ from flowbnn.methods.fitting import (
 )
 from flowbnn.methods.layer_modes import normalizers, statistics, trained_parameters, without_dropout
 from flowbnn.methods.noise_level import APART, learn_level
-from flowbnn.options import Count, Ge, Interval, NonNegative, Positive, accepts_options_of, options
+from flowbnn.options import Bounds, Count, Ge, NonNegative, Positive, accepts_options_of, options
 from flowbnn.posterior.base import Posterior
 from flowbnn.posterior.point import PointPosterior
 from flowbnn.posterior.weights import NOISE, MemberPosterior, state_of
@@ -81,7 +81,7 @@ class SGLD(Method):
     schedule: None = None
     samples: Count = 20
     cycles: Annotated[int, Ge(0)] = 4
-    exploration: Annotated[float, Interval(ge=0, lt=1)] = 0.5
+    exploration: Annotated[float, Bounds(ge=0, lt=1)] = 0.5
     preconditioned: bool = True
     damping: Positive = 1e-3
     temperature: NonNegative = 1.0

@@ -19,7 +19,7 @@ from flowbnn.likelihoods import Gaussian, Likelihood
 from flowbnn.methods.base import FitOptions, Method, register_method
 from flowbnn.methods.fitting import Logged, Outputs, negative_log_likelihood, prepare, train_posterior
 from flowbnn.methods.layer_modes import normalizers, refresh, statistics, trained_parameters
-from flowbnn.options import Count, Ge, Interval, Positive, accepts_options_of, options
+from flowbnn.options import Bounds, Count, Ge, Positive, accepts_options_of, options
 from flowbnn.posterior.base import Posterior
 from flowbnn.posterior.point import PointPosterior
 from flowbnn.posterior.weights import WeightPosterior, check_members, generator_of, named_parts
@@ -54,9 +54,9 @@ class SWAG(Method):
 
     rank: Literal[0] | Annotated[int, Ge(2)] = 20
     epochs: Count = field(default=20, kw_only=True)
-    begin: Annotated[float, Interval(ge=0, lt=1)] = field(default=0.5, kw_only=True)
+    begin: Annotated[float, Bounds(ge=0, lt=1)] = field(default=0.5, kw_only=True)
     swag_lr: Positive = field(default=1e-2, kw_only=True)
-    momentum: Annotated[float, Interval(ge=0, lt=1)] = field(default=0.9, kw_only=True)
+    momentum: Annotated[float, Bounds(ge=0, lt=1)] = field(default=0.9, kw_only=True)
     per_epoch: Count = field(default=1, kw_only=True)
     scale: Positive = field(default=0.5, kw_only=True)
     batch_norm_samples: Count = field(default=30, kw_only=True)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from flowbnn.errors import FlowBNNError
 from flowbnn.metrics.checks import check_scores
-from flowbnn.options import Interval, checked
+from flowbnn.options import Bounds, checked
 
 
 @checked
@@ -65,7 +65,7 @@ class RiskCoverage:
     area: float
 
     @checked
-    def risk_at(self, coverage: Annotated[float, Interval(gt=0, le=1)]) -> float:
+    def risk_at(self, coverage: Annotated[float, Bounds(gt=0, le=1)]) -> float:
         """Error rate when at least this share of the inputs is answered.
 
         >>> curve = risk_coverage(torch.tensor([0.1, 0.2, 0.3, 0.4]), torch.tensor([True, True, True, False]))

@@ -15,7 +15,7 @@ from flowbnn.noise.base import DropoutNoise, Noise, Site
 from flowbnn.noise.flow_noise import InputNoise
 from flowbnn.noise.joint import check_size, join
 from flowbnn.noise.layout import Layout
-from flowbnn.options import Count, Hint, Interval, Positive, all_subclasses, check, options
+from flowbnn.options import Bounds, Count, Hint, Positive, all_subclasses, check, options
 from flowbnn.transforms import (
     AffineCoupling,
     BlockTriangular,
@@ -30,8 +30,8 @@ from flowbnn.transforms import (
 from flowbnn.transforms.base import warn_of_slow_draws
 from flowbnn.transforms.elementwise import Affine
 
-Size = Annotated[int, Interval(ge=1, le=10_000)]
-Length = Annotated[int, Interval(ge=0, le=10_000)]
+Size = Annotated[int, Bounds(ge=1, le=10_000)]
+Length = Annotated[int, Bounds(ge=0, le=10_000)]
 
 
 @options(kw_only=True)
@@ -294,7 +294,7 @@ class Dropout(Recipe):
     It drops single values; ``site="channel"`` drops whole channels.
     """
 
-    rate: Annotated[float, Interval(ge=0, lt=1)] = 0.1
+    rate: Annotated[float, Bounds(ge=0, lt=1)] = 0.1
     site: Site = field(default="position", kw_only=True)
 
     def build(self, layout: Layout) -> Noise:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from flowbnn.batches import divisible, pick
 from flowbnn.errors import FlowBNNError
-from flowbnn.options import Ge, Interval, NonNegative, Positive, Probability, options
+from flowbnn.options import Bounds, Ge, NonNegative, Positive, Probability, options
 from flowbnn.predictive import CategoricalPredictive, Predictive
 
 Draw = Callable[[Any, range], Tensor]
@@ -72,7 +72,7 @@ class Adaptive:
     certainty: Probability = 0.95
     until: Literal["probabilities", "decision", "either"] = "either"
     start: Annotated[int, Ge(2)] = 8
-    growth: Annotated[float, Interval(gt=1)] = 1.5
+    growth: Annotated[float, Bounds(gt=1)] = 1.5
     lead: NonNegative = 2.0
 
     def looks(self, samples: int) -> list[int]:

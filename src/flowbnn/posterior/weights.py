@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from flowbnn.errors import FlowBNNError, pluralize
 from flowbnn.likelihoods import Gaussian, Likelihood, with_level
-from flowbnn.options import Count, Interval, check
+from flowbnn.options import Bounds, Count, check
 from flowbnn.posterior.base import Posterior, Prediction
 from flowbnn.posterior.prediction import new_seed
 from flowbnn.training import History
@@ -285,7 +285,7 @@ class MemberPosterior(WeightPosterior):
 
     def member(self, index: int) -> nn.Module:
         """The network of this number."""
-        check("index", index, Annotated[int, Interval(ge=0, lt=self.size)])
+        check("index", index, Annotated[int, Bounds(ge=0, lt=self.size)])
         return self.network_of(self.weights(index, 0))
 
     def state(self) -> dict[str, Tensor]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from flowbnn.errors import FlowBNNError
-from flowbnn.options import Hint, Interval, check, checked
+from flowbnn.options import Bounds, Hint, check, checked
 
 
 class Predictive(ABC):
@@ -173,7 +173,7 @@ class Predictive(ABC):
         if isinstance(threshold, Tensor) and threshold.numel() == 1:
             threshold = threshold.item()
         if not (isinstance(threshold, float) and threshold == math.inf):
-            bounds = Interval(ge=0, le=1) if by in self.shares else Interval(ge=0)
+            bounds = Bounds(ge=0, le=1) if by in self.shares else Bounds(ge=0)
             check("abstain_above", threshold, Annotated[float, bounds, Hint("or infinity to answer always")])
         return uncertainty > threshold
 

@@ -50,7 +50,7 @@ from torch.distributions import constraints
 
 from flowbnn.errors import FlowBNNError, warn
 from flowbnn.numerics import is_concrete
-from flowbnn.options import Interval
+from flowbnn.options import Bounds
 
 
 class Transform(nn.Module):
@@ -140,7 +140,7 @@ def check_range(value: Tensor, low: float, high: float, owner: str, hint: str = 
     """Refuse numbers outside an interval, where they can be looked at; the ends belong to it."""
     if is_concrete(value) and bool((wrong := (value < low) | (value > high)).any()):
         worst = value[wrong][0].item()
-        text = f"{owner} takes numbers {Interval(ge=low, le=high)}, not {worst:.8g}{hint}"
+        text = f"{owner} takes numbers {Bounds(ge=low, le=high)}, not {worst:.8g}{hint}"
         raise FlowBNNError(text, kind="range", value=worst)
 
 

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from flowbnn.nets.mlp import starts_at_data
 from flowbnn.numerics import inverse_soft_clamp, inverse_softplus, soft_clamp
-from flowbnn.options import Count, Interval, Positive, checked
+from flowbnn.options import Bounds, Count, Positive, checked
 from flowbnn.transforms.base import Transform, TwoWay, check_range, check_tensor, check_vectors
 from flowbnn.transforms.compose import Inverse
 
@@ -87,7 +87,7 @@ class Sigmoid(_Monotone):
     inverse_name = "Logit (the inverse of Sigmoid)"
 
     @checked
-    def __init__(self, margin: Annotated[float, Interval(ge=0, lt=0.5)] = 0.0) -> None:
+    def __init__(self, margin: Annotated[float, Bounds(ge=0, lt=0.5)] = 0.0) -> None:
         super().__init__()
         beyond = margin / (1.0 - 2.0 * margin)
         self.onto = constraints.interval(-beyond, 1.0 + beyond) if margin else constraints.unit_interval
@@ -298,7 +298,7 @@ class BatchNorm(TwoWay):
     def __init__(
         self,
         dim: Count,
-        momentum: Annotated[float, Interval(gt=0, le=1)] = 0.1,
+        momentum: Annotated[float, Bounds(gt=0, le=1)] = 0.1,
         eps: Positive = 1e-5,
         bound: Positive = 8.0,
     ) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from flowbnn.errors import FlowBNNError
-from flowbnn.options import Count, Ge, Interval, check, checked, options
+from flowbnn.options import Bounds, Count, Ge, check, checked, options
 
 
 @options
@@ -196,7 +196,7 @@ def corrupt(images: Tensor, kind: str, strength: int, generator: Random = None) 
     tensor([0.5000, 0.9000])
     """
     check("kind", kind, Kind)
-    check("strength", strength, Annotated[int, Interval(ge=1, le=5)])
+    check("strength", strength, Annotated[int, Bounds(ge=1, le=5)])
     unit = images.ndim >= 3 and images.is_floating_point()
     if not unit or not bool(((images >= 0) & (images <= 1)).all()):
         raise FlowBNNError(

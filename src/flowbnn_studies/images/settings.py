@@ -7,7 +7,7 @@ from torch import nn
 
 from flowbnn.models import VGG16, LeNet, ResNet18
 from flowbnn.noise import Dropout, NormalAffine, NormalInvConv, NormalPlanar, Recipe
-from flowbnn.options import Count, Ge, Interval, NonNegative, Positive, UnitInterval, options
+from flowbnn.options import Bounds, Count, Ge, NonNegative, Positive, UnitInterval, options
 from flowbnn_studies.data.augment import Kind
 from flowbnn_studies.runner.study import Variant
 
@@ -19,7 +19,7 @@ GROUPS = (
 )
 RIVALS = ("joint_channel", "output_channel", "swag", "long")  # of ResNet18
 Natural = Annotated[int, Ge(0)]
-BelowOne = Annotated[float, Interval(ge=0, lt=1)]
+BelowOne = Annotated[float, Bounds(ge=0, lt=1)]
 
 
 @options

@@ -17,7 +17,7 @@ from flowbnn.methods import MLE, Laplace
 from flowbnn.methods.temperature import TemperedPosterior, temper
 from flowbnn.models import MLP, LeNet
 from flowbnn.noise import NormalCoupling, NormalPlanar
-from flowbnn.options import Count, Interval, Positive, options
+from flowbnn.options import Bounds, Count, Positive, options
 from flowbnn.posterior import PointPosterior, Posterior
 from flowbnn.posterior.base import PredictOptions
 from flowbnn_studies.data.tables import load_uci, standardized
@@ -130,7 +130,7 @@ class Settings(Evaluated):
     tables: tuple[str, ...] = ("concrete", "energy")
     table_epochs: Count = 200
     fits: tuple[str, ...] = tuple(FITS)
-    flow_rows: Annotated[int, Interval(ge=0)] = 1_000
+    flow_rows: Annotated[int, Bounds(ge=0)] = 1_000
     lr: Positive = 1e-3
     test: Count = 10_000
 

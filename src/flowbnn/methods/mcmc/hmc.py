@@ -31,7 +31,7 @@ from flowbnn.methods.mcmc.hamiltonian import (
 from flowbnn.methods.mcmc.posterior import ChainPosterior, NoiseChainPosterior
 from flowbnn.methods.mcmc.potential import LOG_NOISE, Data, NetworkPotential, gather, noise_sites
 from flowbnn.methods.mcmc.warmup import Chains, Kernel
-from flowbnn.options import Count, Ge, Interval, Positive, Probability, accepts_options_of, options
+from flowbnn.options import Bounds, Count, Ge, Positive, Probability, accepts_options_of, options
 from flowbnn.posterior.weights import generator_of, named_parts
 
 MANY = 1_000_000  # weights
@@ -216,7 +216,7 @@ class NUTS(ChainMethod):
     0
     """
 
-    max_depth: Annotated[int, Interval(ge=1, le=15)] = 10
+    max_depth: Annotated[int, Bounds(ge=1, le=15)] = 10
 
     def kernel(self, potential: Potential) -> Kernel:
         return partial(nuts_kernel, potential, max_depth=self.max_depth)
