@@ -56,6 +56,9 @@ class Recipe:
             within a layer, and across layers a ``"chain"``, ``"low-rank"``, or nothing (``"layers"``). The recipe's flow, if it has
             one, acts on the whole vector, before the covariance. None: every layer has noise of its own, which begins factorized.
         rank: of ``joint="low-rank"``.
+
+    >>> print(Recipe(prior_scale=0.3, joint="full"))
+    Recipe(prior_scale=0.3, joint='full')
     """
 
     site: Annotated[Site, Hint("for noise on outputs say side='output'")] = "channel"
@@ -150,7 +153,11 @@ class NormalAffine(Recipe):
 
 @options
 class NormalPlanar(Recipe):
-    """``length`` planar flows after the learnable Gaussian; Xiong's report has two."""
+    """``length`` planar flows after the learnable Gaussian; Xiong's report has two.
+
+    >>> NormalPlanar(length=3).build(Layout(8)).draw((2,)).shape
+    torch.Size([2, 8])
+    """
 
     length: Length = 2
 
@@ -160,7 +167,11 @@ class NormalPlanar(Recipe):
 
 @options
 class NormalRadial(Recipe):
-    """``length`` radial flows after the learnable Gaussian."""
+    """``length`` radial flows after the learnable Gaussian.
+
+    >>> NormalRadial().build(Layout(8)).draw((2,)).shape
+    torch.Size([2, 8])
+    """
 
     length: Length = 2
 
@@ -170,7 +181,11 @@ class NormalRadial(Recipe):
 
 @options
 class NormalSylvester(Recipe):
-    """``length`` Householder Sylvester flows after the learnable Gaussian (van den Berg et al., 2018)."""
+    """``length`` Householder Sylvester flows after the learnable Gaussian (van den Berg et al., 2018).
+
+    >>> NormalSylvester(reflections=2).build(Layout(8)).draw((2,)).shape
+    torch.Size([2, 8])
+    """
 
     length: Length = 2
     reflections: Size = 4
@@ -185,6 +200,9 @@ class NormalInvConv(Recipe):
 
     The features lie on the last axis, where the LU map *is* the invertible 1x1 convolution, so that this recipe serves a
     linear layer just as well.
+
+    >>> NormalInvConv(convolutions=1).build(Layout(8)).draw((2,)).shape
+    torch.Size([2, 8])
     """
 
     planar: Length = 2
@@ -196,7 +214,11 @@ class NormalInvConv(Recipe):
 
 @options
 class NormalCoupling(Recipe):
-    """``length`` affine couplings (RealNVP) with a reversal between them; one-dimensional noise stays Gaussian."""
+    """``length`` affine couplings (RealNVP) with a reversal between them; one-dimensional noise stays Gaussian.
+
+    >>> NormalCoupling(hidden=16).build(Layout(8)).draw((2,)).shape
+    torch.Size([2, 8])
+    """
 
     length: Length = 2
     hidden: Size = 32
@@ -210,7 +232,11 @@ class NormalCoupling(Recipe):
 
 @options
 class NormalGlow(Recipe):
-    """``length`` Glow steps: the block that diverged in Xiong's report, with bounded couplings."""
+    """``length`` Glow steps: the block that diverged in Xiong's report, with bounded couplings.
+
+    >>> NormalGlow(length=1).build(Layout(8)).draw((2,)).shape
+    torch.Size([2, 8])
+    """
 
     length: Length = 2
     hidden: Size = 32
@@ -292,6 +318,9 @@ class Dropout(Recipe):
     """Dropout on the layer's input, kept on at prediction (MC dropout); no KL, nothing to train.
 
     It drops single values; ``site="channel"`` drops whole channels.
+
+    >>> print(Dropout(0.2))
+    Dropout(rate=0.2)
     """
 
     rate: Annotated[float, Bounds(ge=0, lt=1)] = 0.1
