@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from flowbnn.batches import call, repeat_each, tensors_of
 from flowbnn.distributions import Divergence
 from flowbnn.errors import FlowBNNError
-from flowbnn.likelihoods import Likelihood, mean_log_prob
+from flowbnn.likelihoods.base import Likelihood, mean_log_prob
 from flowbnn.noise import noise_layers
 from flowbnn.noise.batched import Divergences, ahead, divergences
 from flowbnn.noise.passes import NoisePass, current_share, pass_of

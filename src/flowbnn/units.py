@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from flowbnn.batches import device_of, dtype_of
 from flowbnn.errors import warn
-from flowbnn.likelihoods import Compared, Gaussian, varies
+from flowbnn.likelihoods.regression import Compared, Gaussian, varies
 
 LOC, SCALE = "flowbnn_loc", "flowbnn_scale"
 

@@ -31,11 +31,11 @@ from flowbnn.likelihoods import (
     Categorical,
     Gaussian,
     Likelihood,
-    compared,
     learns_noise,
     make_likelihood,
-    mean_log_prob,
 )
+from flowbnn.likelihoods.base import mean_log_prob
+from flowbnn.likelihoods.regression import compared
 from flowbnn.noise import Recipe, noise_layers, noise_mode, weight_parameters
 from flowbnn.options import Count, call_factory, options
 from flowbnn.posterior.base import Posterior

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from flowbnn.batches import split_batch
 from flowbnn.errors import warn
-from flowbnn.likelihoods import Gaussian, learns_noise, least_variance, log_variance
+from flowbnn.likelihoods.regression import Gaussian, learns_noise, least_variance, log_variance
 from flowbnn.methods.fitting import preserve_rng_state
 from flowbnn.posterior.base import Posterior
 from flowbnn.training import is_main_process

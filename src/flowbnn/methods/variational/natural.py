@@ -25,7 +25,8 @@ from torch import Tensor, nn
 
 from flowbnn.batches import call, dtype_of, evaluating, in_memory, repeat, take
 from flowbnn.errors import FlowBNNError
-from flowbnn.likelihoods import Likelihood, learns_noise, least_variance
+from flowbnn.likelihoods import Likelihood, learns_noise
+from flowbnn.likelihoods.regression import least_variance
 from flowbnn.methods.laplace.derivatives import output_hessian
 from flowbnn.methods.variational.block_gaussian import BlockGaussian, average, factorized
 from flowbnn.noise.base import Noise, noise_layers, settings_of
