@@ -93,7 +93,7 @@ def call(model: nn.Module, inputs: Any) -> Tensor:
     )
 
 
-def copied(
+def copy_network(
     network: nn.Module,
     advice: str = "for weight_norm and spectral_norm take those of torch.nn.utils.parametrizations",
 ) -> nn.Module:
@@ -112,7 +112,7 @@ def copied(
             advice = "run one batch through the lazy network first"
     try:
         if not trouble:
-            return uncompiled(deepcopy(network))
+            return unwrap_compiled(deepcopy(network))
     except RuntimeError as error:
         trouble = str(error).splitlines()[0]
     raise FlowBNNError(
@@ -120,7 +120,7 @@ def copied(
     )
 
 
-def uncompiled(network: nn.Module) -> nn.Module:
+def unwrap_compiled(network: nn.Module) -> nn.Module:
     """What ``torch.compile`` was given, of the network and, in place, of its parts."""
     for parent in list(network.modules()):
         for name, child in parent._modules.items():  # named_children names a shared part once
@@ -152,7 +152,7 @@ def move(inputs: Any, device: torch.device, dtype: torch.dtype | None = None) ->
     return apply(inputs, to)
 
 
-class Called(nn.Module):
+class NetworkCaller(nn.Module):
     """A network called with whatever form its inputs have: a tensor, a tuple or a dictionary, in the precision of the weights."""
 
     def __init__(self, network: nn.Module) -> None:
@@ -167,7 +167,7 @@ def take(inputs: Any, start: int, stop: int) -> Any:
     return apply(inputs, lambda tensor: tensor[start:stop])
 
 
-def divisible(inputs: Any) -> bool:
+def has_row_axis(inputs: Any) -> bool:
     """Whether all tensors have the examples on their first axis, so that some can be taken; not so a graph with its edges, say."""
     if isinstance(inputs, Tensor):
         return inputs.ndim > 0
@@ -287,7 +287,7 @@ def rewrap_forward_errors(inputs: Any, what: str = "the network fails on inputs 
 
 
 @contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
     """Evaluation mode and no gradients; every module's own training flag comes back afterwards.
 
     Modules that have a ``train`` of their own, which may do more than set flags (adapters that merge their weights), have it called.
@@ -311,7 +311,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def watching(
+def watch_modules(
     modules: Mapping[str, nn.Module], before: Callable[..., None] | None, after: Callable[..., None] | None
 ) -> Iterator[None]:
     """Meanwhile modules call ``before(name, module, args, kwargs)`` and ``after(name, module, args, kwargs, output)``."""
@@ -327,20 +327,20 @@ def watching(
 WORDS = ("out of memory", "not enough memory", "can't allocate memory", "ALLOC_FAILED")
 
 
-def out_of_memory(error: BaseException) -> bool:
+def is_out_of_memory(error: BaseException) -> bool:
     """Whether an exception says that memory ran out, on a CUDA device or on the CPU."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
     return isinstance(error, RuntimeError) and any(word in str(error) for word in WORDS)
 
 
-def in_memory(holder: Any, work: Callable[[], Result]) -> Result:
+def halve_rows_on_oom(holder: Any, work: Callable[[], Result]) -> Result:
     """What ``work`` gives, with half of ``holder.rows`` at once whenever memory runs out."""
     while True:
         try:
             return work()
         except (RuntimeError, MemoryError) as error:
-            if not out_of_memory(error) or holder.rows < 2:
+            if not is_out_of_memory(error) or holder.rows < 2:
                 raise
             holder.rows //= 2
 

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 import torch
 from torch import Tensor, nn
 
-from flowbnn.batches import copied, device_of
+from flowbnn.batches import copy_network, device_of
 from flowbnn.errors import FlowBNNError, nearest, warn
 from flowbnn.noise import Layout, Noise, Recipe, noise_layers
 from flowbnn.noise.base import layers_with_noise, settings_of
@@ -104,7 +104,7 @@ def to_stochastic(
             kind="model",
         )
     if not inplace:
-        model = copied(model, "pass inplace=True to wrap it as it is")
+        model = copy_network(model, "pass inplace=True to wrap it as it is")
         layers = wrappable_layers(model)
     chosen = _choose(model, layers, rules)
     if joint is not None:

@@ -1,4 +1,4 @@
-"""The one exception users meet, and the helper that names the nearest right word."""
+"""The exception and the warning of the library, and helpers that word their messages."""
 
 import sys
 import warnings
@@ -8,42 +8,52 @@ from typing import Any
 
 
 class FlowBNNError(ValueError):
-    """Bad input, in one line that says what is wrong and what to do.
+    """Exception for invalid input, with a message of one line that says what is wrong and what to do.
 
-    The command line prints the line and nothing else; from Python it is an ordinary ``ValueError``. What a program may want to know is
-    in ``fields``, so that nothing has to read the text:
+    The command line prints the message without a traceback. In Python the exception is an ordinary ``ValueError``. Programs read its
+    fields instead of its text:
 
     >>> error = FlowBNNError("epochs must be an integer of at least 1, got 0", kind="value", argument="epochs")
     >>> error.kind, error.argument, error.layer
     ('value', 'epochs', None)
 
     Args:
-        message: the line.
-        fields: ``kind`` (``"value"`` unless given: something handed over is not what it should be), ``argument``, ``layer`` and
-            whatever else the place that raises it knows.
+        message: Message of one line.
+        fields: Machine-readable details. ``kind`` names the kind of error (``"value"`` by default), ``argument`` the argument at fault,
+            ``layer`` the layer at fault.
     """
 
     def __init__(self, message: str = "", **fields: Any) -> None:
         super().__init__(message)
-        self.fields = fields = {"kind": "value", **fields}
-        self.kind, self.argument, self.layer = map(fields.get, ("kind", "argument", "layer"))
+        self.fields: dict[str, Any] = {"kind": "value", **fields}
+        self.kind, self.argument, self.layer = map(self.fields.get, ("kind", "argument", "layer"))
 
 
 class FlowBNNWarning(UserWarning):
-    """Something that is allowed but rarely meant: a collapsed posterior, a layer that is never called.
+    """Warning about input or results that are valid but rarely intended, such as a collapsed posterior.
+
+    >>> warning = FlowBNNWarning("layer 'fc1' has collapsed", kind="collapse", layer="fc1")
+    >>> warning.kind, warning.argument, warning.layer
+    ('collapse', None, 'fc1')
 
     Args:
-        message: the line.
-        fields: ``kind``, ``layers`` and whatever else the place that warns knows.
+        message: Message of one line.
+        fields: Machine-readable details, as in :class:`FlowBNNError`. ``kind`` is None by default.
     """
 
     def __init__(self, message: str = "", **fields: Any) -> None:
         super().__init__(message)
-        self.fields = fields
+        self.fields: dict[str, Any] = fields
+        self.kind, self.argument, self.layer = map(fields.get, ("kind", "argument", "layer"))
 
 
 def warn(message: str, **fields: Any) -> None:
-    """Give a :class:`FlowBNNWarning` that points at the caller's own line, outside of this package."""
+    """Issues a :class:`FlowBNNWarning` that points at the user's line of code.
+
+    Args:
+        message: Message of one line.
+        fields: Machine-readable details, as in :class:`FlowBNNWarning`.
+    """
     frame, level, outermost = sys._getframe(1), 1, 1
     while frame.f_back is not None:
         frame, level = frame.f_back, level + 1
@@ -52,18 +62,22 @@ def warn(message: str, **fields: Any) -> None:
     warnings.warn(FlowBNNWarning(message, **fields), stacklevel=outermost + 2)
 
 
-def quote_names(names: Sequence[str], most: int = 5) -> str:
-    """The first few names, and how many more there are.
+def quote_names(names: Sequence[str], limit: int = 5) -> str:
+    """Returns the first names in quotes, and how many are left out.
 
-    >>> quote_names(["fc1", "fc2", "fc3"], most=2)
+    Args:
+        names: Names to quote.
+        limit: Largest number of names to write out.
+
+    >>> quote_names(["fc1", "fc2", "fc3"], limit=2)
     "'fc1', 'fc2' and 1 more"
     """
-    describe_value = ", ".join(f"'{name}'" for name in names[:most])
-    return describe_value + (f" and {len(names) - most} more" if len(names) > most else "")
+    quoted = ", ".join(f"'{name}'" for name in names[:limit])
+    return quoted + (f" and {len(names) - limit} more" if len(names) > limit else "")
 
 
 def pluralize(number: int, noun: str) -> str:
-    """A number with its noun.
+    """Returns a number with its noun, in the plural where needed.
 
     >>> pluralize(1, "held-out example"), pluralize(3000, "epoch")
     ('1 held-out example', '3,000 epochs')
@@ -71,31 +85,38 @@ def pluralize(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'s' if number != 1 else ''}"
 
 
-def close_words(word: str, known: Sequence[str]) -> list[str]:
-    """Up to three words of ``known`` that resemble ``word``, the nearest first."""
-    short = "".join(part[:1] for part in word.split("_")) if "_" in word else word  # of learning_rate
-    parts = [name for name in known if {word, short} & set(name.split("_"))]  # noise_lr for lr
-    if parts and not get_close_matches(word, known, cutoff=0.8):
-        return parts[:3]
-    return get_close_matches(word, known, n=3, cutoff=0.5)
+def close_words(word: str, choices: Sequence[str]) -> list[str]:
+    """Returns up to three of the choices that resemble a word, the closest first.
+
+    >>> close_words("lr", ["noise_lr", "weight_lr", "epochs"])
+    ['noise_lr', 'weight_lr']
+    """
+    # "lr" stands for "learning_rate"
+    initials = "".join(part[:1] for part in word.split("_")) if "_" in word else word
+    compounds = [name for name in choices if {word, initials} & set(name.split("_"))]
+    if compounds and not get_close_matches(word, choices, cutoff=0.8):
+        return compounds[:3]
+    return get_close_matches(word, choices, n=3, cutoff=0.5)
 
 
-def nearest(word: str, known: Iterable[str]) -> str:
-    """Words of ``known`` that resemble ``word``, or the first of them, as the tail of an error message.
+def nearest(word: str, choices: Iterable[str]) -> str:
+    """Returns the end of an error message that suggests the choices closest to a word, or lists the choices.
 
     >>> nearest("fc11", ["conv1", "fc1", "fc2"])
     "; did you mean 'fc1' or 'fc2'?"
     >>> nearest("zebra", ["conv1"]), nearest("zebra", ["conv1", "fc1"])
     ("; there is 'conv1'", "; there are 'conv1', 'fc1'")
     """
-    known = list(dict.fromkeys(known))
-    if close := close_words(word, known):
+    choices = list(dict.fromkeys(choices))
+    if close := close_words(word, choices):
         return "; did you mean " + " or ".join(f"'{name}'" for name in close) + "?"
-    return f"; there {'are' if known[1:] else 'is'} {quote_names(known, 8)}" if known else ""
+    return f"; there {'are' if choices[1:] else 'is'} {quote_names(choices, 8)}" if choices else ""
 
 
 def describe_value(value: object) -> str:
-    """A plain value as it is, a class by its name, anything else by its kind, for an error message.
+    """Returns a short description of a value for an error message.
+
+    Numbers and strings are shown as they are, classes by their name, other objects by the name of their class.
 
     >>> describe_value("adam"), describe_value(dict), describe_value([1, 2])
     ("'adam'", 'the class dict', 'a list')

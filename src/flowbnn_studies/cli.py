@@ -149,7 +149,7 @@ def run(
 ) -> None:
     """Run one study and write OUT/STUDY/results.json."""
     with _one_line(_command(context)):
-        from flowbnn.training import is_main_process, launched
+        from flowbnn.training import is_main_process, is_torchrun_worker
         from flowbnn_studies import get_study
         from flowbnn_studies.runner.run import best_place
 
@@ -158,7 +158,7 @@ def run(
         if epochs is not None:
             changes["epochs" if hasattr(chosen.make_settings(), "epochs") else "*.epochs"] = epochs
         settings = chosen.make_settings(quick=quick, **changes)
-        alone = devices * nodes == 1 and not launched()
+        alone = devices * nodes == 1 and not is_torchrun_worker()
         with _study_runner(
             context, _jobs(jobs, best_place(chosen, accelerator)[0] if alone else "several")
         ) as run_one:

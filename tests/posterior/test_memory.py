@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import flowbnn as fb
-from flowbnn.batches import out_of_memory
+from flowbnn.batches import is_out_of_memory
 from flowbnn.posterior.loaders import Collected, expected_rows, grouped
 
 KINDS = {
@@ -87,8 +87,8 @@ def test_one_row_that_does_not_fit_is_told_in_one_line(plan):
 
 
 def test_other_errors_are_not_taken_for_it():
-    assert not out_of_memory(RuntimeError("mat1 and mat2 shapes cannot be multiplied (2x3 and 4x3)"))
-    assert not out_of_memory(ValueError("out of memory"))
+    assert not is_out_of_memory(RuntimeError("mat1 and mat2 shapes cannot be multiplied (2x3 and 4x3)"))
+    assert not is_out_of_memory(ValueError("out of memory"))
     model = fb.to_stochastic(nn.Linear(4, 3), {"*": fb.noise.NormalAffine()})
     with pytest.raises(RuntimeError, match="must match the size|cannot be multiplied"):
         sample_outputs(model, torch.randn(2, 5), 3)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from flowbnn.batches import evaluating
+from flowbnn.batches import evaluation_mode
 
 
 class Frozen(nn.Sequential):
@@ -28,7 +28,7 @@ def test_every_modules_own_flag_comes_back(mode):
     )
     network[1].training = not mode
     before = [part.training for part in network.modules()]
-    with evaluating(network):
+    with evaluation_mode(network):
         assert not any(part.training for part in network.modules())
         assert not torch.is_grad_enabled()
     assert [part.training for part in network.modules()] == before
@@ -39,7 +39,7 @@ def test_flags_come_back_after_an_error_and_whoever_changed_them():
     network = nn.Sequential(nn.Dropout(), nn.Linear(2, 2)).eval()
 
     def changed() -> None:
-        with evaluating(network):
+        with evaluation_mode(network):
             network.train()
             raise RuntimeError("in the pass")
 
@@ -51,11 +51,11 @@ def test_flags_come_back_after_an_error_and_whoever_changed_them():
 def test_a_network_that_is_evaluated_already_is_left_alone():
     network = Frozen(nn.BatchNorm1d(2), nn.Dropout()).eval()
     asked = network.asked
-    with evaluating(network):
+    with evaluation_mode(network):
         pass
     assert network.asked == asked
     network.train()
-    with evaluating(network):
+    with evaluation_mode(network):
         assert not network[1].training
     assert network.asked == asked + 3, "train, eval, and train again"
     assert network[1].training

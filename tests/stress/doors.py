@@ -123,9 +123,9 @@ INTERNAL = """
     Base Likelihood Predictive Posterior Transform Noise InputNoise NoiseGroup NoisePass Setting Share Layout Prediction
     Divergences Divergence Digits Optimum LayerHealth Marginal ReliabilityBin RiskCoverage Decision Interval Clock FlowBNNError
     FlowBNNWarning absorbs ahead align_batch_axes current_share divergences layout_of pass_of recipe_from_dict register_layer
-    settings_of share_batch shared_draws weight_scale wrappable alone check_weights connect first_nonfinite_layer track train
-    launched is_main_process processes MemberPosterior NoisePosterior PointPosterior WeightPosterior Recipe FlowNoise VGG16
-    History outputs collect state settings restored document tensors read restore weights stream chosen log_density network_of
+    settings_of share_batch shared_draws weight_scale wrappable check_weights connect first_nonfinite_layer track train run_on_main
+    is_torchrun_worker is_main_process num_processes MemberPosterior NoisePosterior PointPosterior WeightPosterior Recipe FlowNoise
+    VGG16 History outputs collect state settings restored document tensors read restore weights stream chosen log_density network_of
     from_states kernel plan rules looks settled bounded share distribution problem moments settle start canonical average to_dict
     from_dict improves expand check terms setup potential cut fix join split move move_back from_points push push_normal
     NormalMixture DiagonalNormal FixedNoise Flow check_members divergence flat_draw Categorical.log_prob Gaussian.log_prob

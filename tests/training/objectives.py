@@ -16,5 +16,5 @@ class Objective(nn.Module):
 
 def train(network, loss, optimizer, *args, validate=None, **more):
     check = None if validate is None else lambda: validate(network)
-    more = {"names_below": "network", "validate": check, **more}
+    more = {"name_prefix": "network", "validate": check, **more}
     return train_objective(Objective(network, loss), optimizer, *args, **more)

@@ -193,7 +193,7 @@ def test_names_are_those_that_the_user_knows(tmp_path):
         optimizer = torch.optim.SGD(objective.parameters(), lr=options.pop("lr", 0.01))
         settings = TrainingOptions(accelerator="cpu", epochs=2, **options)
         with pytest.raises(FlowBNNError) as caught:
-            train_objective(objective, optimizer, clean(), settings, names_below="network")
+            train_objective(objective, optimizer, clean(), settings, name_prefix="network")
         return str(caught.value), caught.value.layer
 
     class Spoilt(Beside):

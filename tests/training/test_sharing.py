@@ -14,13 +14,13 @@ from flowbnn.noise import noise_layers
 from flowbnn.noise.batched import divergences
 from flowbnn.noise.passes import RowShard, current_share, share_batch
 from flowbnn.training import TrainingOptions, connect
-from flowbnn.training.device import TORCHRUN, device_kind, planned, silent_on_interrupt
+from flowbnn.training.device import TORCHRUN, device_kind, resolve_devices, silent_on_interrupt
 from flowbnn.training.distributed import (
-    SharedLoader,
-    pick_rows,
-    share_of,
-    shared_dropout,
-    synchronised_statistics,
+    RowShardLoader,
+    row_shard,
+    select_rows,
+    sharded_dropout,
+    synchronized_batch_norm,
     take_rows,
 )
 
@@ -61,7 +61,7 @@ def test_the_noise_does_not_depend_on_how_many_share_the_batch(name):
     parts = []
     for rank in range(3):
         model.load_state_dict(start)
-        share, _ = share_of(7, rank, 3)
+        share, _ = row_shard(7, rank, 3)
         found = outputs(model, images[share.start : share.stop], share)
         parts.append(found[0])
         assert torch.equal(torch.as_tensor(found[1]), torch.as_tensor(kl))
@@ -110,12 +110,12 @@ def test_dropout_of_the_networks_own_masks_as_one_process_does():
     whole = network(images)
     parts = []
     for rank in range(3):
-        share, _ = share_of(7, rank, 3)
+        share, _ = row_shard(7, rank, 3)
         torch.manual_seed(1)
-        with shared_dropout(network, lambda share=share: share):
+        with sharded_dropout(network, lambda share=share: share):
             parts.append(network(images[share.start : share.stop]))
     assert torch.equal(torch.cat(parts), whole)
-    with shared_dropout(network.eval(), lambda: share):
+    with sharded_dropout(network.eval(), lambda: share):
         assert torch.equal(network(images), images)
     assert not any("forward" in vars(layer) for layer in network)
 
@@ -124,9 +124,9 @@ def test_batch_norm_keeps_its_hooks_and_its_class():
     network = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
     seen = []
     network[1].register_forward_hook(lambda *args: seen.append(1))
-    with synchronised_statistics(network, torch.device("cpu")) as able:
+    with synchronized_batch_norm(network, torch.device("cpu")) as able:
         assert not able
-    with synchronised_statistics(network, torch.device("cuda")) as able:
+    with synchronized_batch_norm(network, torch.device("cuda")) as able:
         assert able
         assert type(network[1]) is nn.SyncBatchNorm
         network.eval()(torch.ones(4, 2))
@@ -167,7 +167,9 @@ def test_the_shares_of_a_loader_make_its_batches(name):
     for rank in range(3):
         source.set_state(state)
         heard = []
-        mine = SharedLoader(loader, rank, 3, lambda share, weight, heard=heard: heard.append((share, weight)))
+        mine = RowShardLoader(
+            loader, rank, 3, lambda share, weight, heard=heard: heard.append((share, weight))
+        )
         parts.append(list(mine))
         told.append(heard)
         assert len(mine) == len(loader)
@@ -188,8 +190,8 @@ def test_a_loader_that_is_shared_out_already_is_not_cut_again():
     data = TensorDataset(torch.arange(8.0))
     loader = DataLoader(data, batch_size=2, sampler=DistributedSampler(data, 2, 1, shuffle=False))
     for share_out in (
-        lambda: SharedLoader(loader, 1, 2, lambda *told: None),
-        lambda: pick_rows(loader, lambda number, rows: (0, rows), 1),
+        lambda: RowShardLoader(loader, 1, 2, lambda *told: None),
+        lambda: select_rows(loader, lambda number, rows: (0, rows), 1),
     ):
         with pytest.raises(FlowBNNError, match="leave the sampler out"):
             share_out()
@@ -226,10 +228,10 @@ def test_devices_that_are_not_there(monkeypatch, there, asked, words):
 def test_what_torchrun_started_is_what_there_is(monkeypatch):
     for name, value in (("TORCHELASTIC_RUN_ID", "x"), ("WORLD_SIZE", "4"), ("LOCAL_WORLD_SIZE", "2")):
         monkeypatch.setenv(name, value)
-    assert planned(TrainingOptions(accelerator="cpu")) == ("cpu", 2, 2)
-    assert planned(TrainingOptions(accelerator="cpu", devices="auto", num_nodes=2)) == ("cpu", 2, 2)
+    assert resolve_devices(TrainingOptions(accelerator="cpu")) == ("cpu", 2, 2)
+    assert resolve_devices(TrainingOptions(accelerator="cpu", devices="auto", num_nodes=2)) == ("cpu", 2, 2)
     with pytest.raises(FlowBNNError, match="torchrun started 2 processes on each of 2 machines"):
-        planned(TrainingOptions(accelerator="cpu", devices=3))
+        resolve_devices(TrainingOptions(accelerator="cpu", devices=3))
     assert device_kind("cpu") == "cpu"
 
 

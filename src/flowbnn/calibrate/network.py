@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 import torch
 from torch import Tensor, nn
 
-from flowbnn.batches import copied, device_of, dtype_of, move, pick, take
+from flowbnn.batches import copy_network, device_of, dtype_of, move, pick, take
 from flowbnn.calibrate.flow import fit_flow
 from flowbnn.convert import Rule, to_stochastic
 from flowbnn.diagnostics.noise_target import check_rows, fixed_data
@@ -37,7 +37,7 @@ from flowbnn.posterior.noise import NoisePosterior
 from flowbnn.posterior.point import PointPosterior
 from flowbnn.training.device import device_kind
 from flowbnn.training.progress import History, terminal, track
-from flowbnn.training.randomness import seeded
+from flowbnn.training.randomness import temporary_seed
 
 FEW = 20  # held-out examples
 ROWS = 256  # that go through the plain network at once
@@ -118,7 +118,7 @@ def calibrate(
             argument="prior_scale",
         )
     data = fixed_data(held_out, seed, "calibration")
-    plain = copied(network).to(_device(network, accelerator)).eval()
+    plain = copy_network(network).to(_device(network, accelerator)).eval()
     plain.requires_grad_(False)
     batches = [take(data, low, low + ROWS) for low in range(0, len(data[1]), ROWS)]
     chosen, first, check = prepare(plain, batches, likelihood, seed, trains=False)
@@ -279,7 +279,7 @@ class _Work:
                 else replace(recipe, **{name: getattr(own, name) for name in shared})
                 for rule, own in self.rules.items()
             }
-            with seeded(seed):
+            with temporary_seed(seed):
                 self.with_flow = self._noisy(rules, self.structure)
 
     def _noisy(self, rules: Mapping[Rule, Recipe | None], structure: Structure = "factorized") -> nn.Module:

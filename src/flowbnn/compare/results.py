@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from flowbnn.errors import FlowBNNWarning, warn
-from flowbnn.training.storage import replacing
+from flowbnn.training.storage import atomic_write
 
 Bins = list[dict[str, float | None]]
 
@@ -232,7 +232,7 @@ def plain(value: Any) -> Any:
 
 def write_json(path: Path, content: dict[str, Any]) -> Path:
     """Write plain values to a file that appears whole or not at all."""
-    with replacing(path) as temporary:
+    with atomic_write(path) as temporary:
         temporary.write_text(json.dumps(plain(content), allow_nan=False), encoding="utf-8")
     return path
 

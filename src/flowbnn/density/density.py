@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 import torch
 from torch import Tensor, nn
 
-from flowbnn.batches import check_finite, device_of, dtype_of, evaluating, move
+from flowbnn.batches import check_finite, device_of, dtype_of, evaluation_mode, move
 from flowbnn.data import TensorLoader
 from flowbnn.density.examples import BESIDE, LOADER, ROWS, as_tensor, batches, in_memory, loaded, pair
 from flowbnn.distributions.support import is_everywhere
@@ -39,7 +39,7 @@ from flowbnn.training import (
     train,
 )
 from flowbnn.training.options import length_of
-from flowbnn.training.randomness import drawing
+from flowbnn.training.randomness import sampling_context
 from flowbnn.training.storage import TensorFile
 from flowbnn.transforms import ActNorm, flow_matching_loss
 from flowbnn.transforms.base import check_gives_distribution, check_tensor
@@ -142,7 +142,7 @@ class Density(nn.Module):
     @checked
     def sample(self, count: Count, context: Any = None, seed: Seed | None = None) -> Tensor:
         """So many examples; with a context, so many for each of its rows. None draws from torch's own generator."""
-        with evaluating(self), drawing(device_of(self), seed):
+        with evaluation_mode(self), sampling_context(device_of(self), seed):
             drawn = self._given(context).sample((count,))
         return drawn if self.loc is None or self.scale is None else self.loc + self.scale * drawn
 
@@ -150,7 +150,7 @@ class Density(nn.Module):
     def score(self, data: Data, context: Any = None, seed: Seed = 0) -> Tensor:
         """The log-densities of a data set, in batches, without gradients; random bounds draw from ``seed``."""
         parts = [torch.zeros(0, dtype=dtype_of(self.flow))]
-        with evaluating(self), drawing(device_of(self), seed):
+        with evaluation_mode(self), sampling_context(device_of(self), seed):
             for x, beside in batches(data, context, self.flow):
                 parts.append(self.log_prob(x, beside).cpu())
                 if parts[-1].shape != x.shape[:1]:
@@ -285,7 +285,7 @@ def fit_density(flow: nn.Module, data: Data, **given: Any) -> Density:
     schedule = cosine(engine, length * run.epochs, run.rise) if length else None
     objective = _Objective(density, run.objective)
     density.history = train(
-        objective, engine, loader, run, schedule=schedule, validate=validate, names_below="density.flow"
+        objective, engine, loader, run, schedule=schedule, validate=validate, name_prefix="density.flow"
     )
     losses = density.history["loss"]
     rise = losses[-1] - losses[0]

@@ -22,7 +22,7 @@ from flowbnn.flows import FlowModel
 from flowbnn.metrics.pareto import log_mean
 from flowbnn.options import Count, Positive, Seed, UnitInterval, accepts_options_of, checked, options
 from flowbnn.training import Clock, History, TrainingOptions, train
-from flowbnn.training.randomness import drawing
+from flowbnn.training.randomness import sampling_context
 from flowbnn.transforms.base import check_gives_distribution, warn_of_slow_draws
 
 
@@ -50,7 +50,7 @@ class TargetFit:
         ``k_hat`` is the shape of the weights' tail: below 0.7 ``log_evidence`` and the flow are usable, above not
         (:func:`flowbnn.metrics.pareto.log_mean`).
         """
-        with drawing(device_of(self.flow), seed):
+        with sampling_context(device_of(self.flow), seed):
             x, log_prob = _draw(self.flow(), samples)
         log_weights = (self.log_density(x).double() - log_prob.double()).cpu()
         found = log_mean(log_weights)
@@ -102,7 +102,7 @@ def fit_target(flow: nn.Module, log_density: Callable[[Tensor], Tensor], **given
     engine = torch.optim.Adam(flow.parameters(), lr=run.lr, fused=True)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(engine, len(steps) * run.epochs)
     objective = _Reverse(flow, log_density, run.samples, run.warmup)
-    history = train(objective, engine, steps, run, schedule=schedule, names_below="flow")
+    history = train(objective, engine, steps, run, schedule=schedule, name_prefix="flow")
     return TargetFit(flow.eval(), log_density, history)
 
 

@@ -16,9 +16,9 @@ from torch import Tensor
 from flowbnn.batches import (
     as_loader,
     device_of,
-    divisible,
     dtype_of,
-    in_memory,
+    halve_rows_on_oom,
+    has_row_axis,
     move,
     rewrap_forward_errors,
     split_batch,
@@ -132,7 +132,7 @@ class NoiseTarget:
                 total[some] += fitted.reshape(some.stop - some.start, -1).sum(1, dtype=torch.float64)
             return total
 
-        return in_memory(self, run)
+        return halve_rows_on_oom(self, run)
 
     @torch.no_grad()
     def outputs(self, vectors: Tensor, data: tuple[Any, Tensor] | None = None) -> Tensor:
@@ -151,7 +151,7 @@ class NoiseTarget:
     def gradient(self, vectors: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
         r""":math:`\log p(z) + \beta \log p(D \mid z)`, ``[S]``, and its gradient, ``[S, D]``; :math:`\beta` is the temperature."""
         prior, slope = with_gradient(self.log_prior)(vectors)
-        fitted, own = in_memory(self, lambda: self.network.gradients(vectors, *self.data, self.rows))
+        fitted, own = halve_rows_on_oom(self, lambda: self.network.gradients(vectors, *self.data, self.rows))
         return prior + temperature * fitted, slope + temperature * own
 
     # -------------------- coordinates in which the density is nearly a standard normal
@@ -272,7 +272,7 @@ def fixed_data(loader: Iterable[Any], seed: int, use: str) -> tuple[Any, Tensor]
     def check(batch: Any) -> None:
         check_loader([batch], use)
         inputs, targets = split_batch(batch)
-        if not divisible((inputs, targets)):
+        if not has_row_axis((inputs, targets)):
             given = ", ".join(str(tuple(tensor.shape)) for tensor in tensors_of(inputs))
             raise FlowBNNError(
                 f"inputs of shape {given} and targets of shape {tuple(targets.shape)} do not have the same examples on their first "

@@ -41,7 +41,7 @@ from typing import Annotated, Any, ClassVar
 import torch
 from torch import nn
 
-from flowbnn.batches import copied
+from flowbnn.batches import copy_network
 from flowbnn.errors import FlowBNNError
 from flowbnn.methods.fitting import (
     NOISE_RATE,
@@ -143,7 +143,7 @@ class Method:
             raise FlowBNNError(reason, kind=problem, argument=misplaced or "network")
         run = FitOptions(**{"epochs": max(1, self.epochs), "description": description, **given})
         check_loader(loader)
-        return copied(network), run
+        return copy_network(network), run
 
     def start(
         self, model: nn.Module, loader: Iterable[Any], run: FitOptions, weight_decay: float | None = None

@@ -23,7 +23,17 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from flowbnn.batches import call, device_of, divisible, dtype_of, evaluating, move, repeat, take, watching
+from flowbnn.batches import (
+    call,
+    device_of,
+    dtype_of,
+    evaluation_mode,
+    has_row_axis,
+    move,
+    repeat,
+    take,
+    watch_modules,
+)
 from flowbnn.convert import to_stochastic
 from flowbnn.errors import quote_names, warn
 from flowbnn.likelihoods import Likelihood
@@ -185,8 +195,8 @@ def example_axes(model: nn.Module, inputs: Any) -> dict[str, list[int | None]]:
         def note(name: str, part: nn.Module, args: Any, kwargs: Any, shapes: Any = shapes) -> None:
             shapes.setdefault(name, []).append(args[0].shape)
 
-        with watching(parts, note, None), evaluating(model):
-            if not divisible(inputs) or isinstance(
+        with watch_modules(parts, note, None), evaluation_mode(model):
+            if not has_row_axis(inputs) or isinstance(
                 outcome(partial(call, model, repeat(take(inputs, 0, 1), count))), Exception
             ):
                 return {}

@@ -21,7 +21,7 @@ from flowbnn.options import Count, accepts_options_of, options
 from flowbnn.posterior.point import PointPosterior
 from flowbnn.posterior.weights import MemberPosterior, state_of
 from flowbnn.training import History
-from flowbnn.training.randomness import loader_generators, seeded
+from flowbnn.training.randomness import loader_generators, temporary_seed
 from flowbnn.units import SCALE, set_units
 
 
@@ -72,7 +72,7 @@ class DeepEnsemble(Method):
     def _started(self, plain: nn.Module, seed: int, tell: bool) -> nn.Module:
         """A copy of the network at a start of its own; torch's generator is left as it was."""
         network = deepcopy(plain)
-        with seeded(seed):
+        with temporary_seed(seed):
             if self.initialize is not None:
                 self.initialize(network)
                 return network

@@ -19,7 +19,7 @@ from flowbnn.batches import (
     count_data,
     device_of,
     dtype_of,
-    evaluating,
+    evaluation_mode,
     move,
     rewrap_forward_errors,
     rows,
@@ -43,7 +43,7 @@ from flowbnn.posterior.prediction import check_rows, new_seed
 from flowbnn.posterior.recording import Sigmoids
 from flowbnn.training import Clock, History, TrainingOptions, train
 from flowbnn.training.options import length_of
-from flowbnn.training.randomness import Randomness, loader_generators
+from flowbnn.training.randomness import RandomState, loader_generators
 from flowbnn.units import take_units
 
 ROWS = 8  # of real-valued targets, which tell their noise
@@ -148,7 +148,7 @@ def preserve_rng_state(loader: Any, seed: int | None = None) -> Iterator[None]:
     Args:
         seed: of them all meanwhile, so that a shuffled loader gives the same batches whenever it is asked.
     """
-    randomness = Randomness(loader_generators(loader))
+    randomness = RandomState(loader_generators(loader))
     state = randomness.state()
     if seed is not None:
         randomness.seed(seed)
@@ -233,7 +233,7 @@ def prepare(
     def outputs_of_all() -> Tensor:
         return torch.cat([_outputs(model, some, "first batch") for some in looked_at])
 
-    with evaluating(model), at_the_mean(model), torch.random.fork_rng(_cuda(device)):
+    with evaluation_mode(model), at_the_mean(model), torch.random.fork_rng(_cuda(device)):
         with Sigmoids() as sigmoids:
             outputs = _outputs(model, inputs, "first batch")
         by_sigmoid = sigmoids.gave(outputs)
@@ -296,7 +296,7 @@ def settle_units(
     if not isinstance(likelihood, Gaussian):
         return False
     try:
-        with preserve_rng_state(loader, seed), evaluating(model), at_the_mean(model):
+        with preserve_rng_state(loader, seed), evaluation_mode(model), at_the_mean(model):
             seen = compared((likelihood.moments(f)[0], y) for f, y in pairs(model, loader))
     except Exception:  # the training meets the same batches, and says what is wrong with them and where
         return False
@@ -317,7 +317,7 @@ def validator(
     check_finite(inputs, "validation inputs")
     check_finite(targets, "validation targets")
     model, device = posterior.model, device_of(posterior.model)
-    with evaluating(model), torch.random.fork_rng(_cuda(device)):
+    with evaluation_mode(model), torch.random.fork_rng(_cuda(device)):
         inputs = move(inputs, device, dtype_of(model))
         check = partial(posterior.likelihood.check, targets=targets)
         _outputs(model, inputs, "first batch of the validation data", check)
@@ -390,8 +390,8 @@ def train_posterior(
         validate=validate,
         settings=settings,
         structure={name: _settings_of(layer.recipe) for name, layer in noise_layers(posterior.model).items()},
-        names_below="network" if around is None else "network.network",
-        until=until,
+        name_prefix="network" if around is None else "network.network",
+        num_epochs=until,
     )
     model.eval()
     return history
@@ -436,7 +436,7 @@ def learn_noise(model: nn.Module, likelihood: Likelihood, loader: Iterable[Any])
     """
     if not learns_noise(likelihood):
         return False
-    with evaluating(model), at_the_mean(model):
+    with evaluation_mode(model), at_the_mean(model):
         likelihood.settle(pairs(model, loader))
     return True
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flowbnn.batches import call, device_of, dtype_of, evaluating, move, split_batch
+from flowbnn.batches import call, device_of, dtype_of, evaluation_mode, move, split_batch
 from flowbnn.methods.fitting import preserve_rng_state
 from flowbnn.training import is_main_process, track
 
@@ -63,7 +63,7 @@ def refresh(model: nn.Module, loader: Iterable[Any], seed: int) -> None:
     """Running statistics as plain means over the batches of one pass, everything else in evaluation mode."""
     layers = normalizers(model)
     momenta = [layer.momentum for layer in layers]
-    with evaluating(model), preserve_rng_state(loader, seed):
+    with evaluation_mode(model), preserve_rng_state(loader, seed):
         for layer in layers:
             layer.reset_running_stats()  # type: ignore[operator]
             layer.momentum = None  # type: ignore[assignment]

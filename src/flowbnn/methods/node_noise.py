@@ -20,7 +20,7 @@ from flowbnn.methods.variational.base import FLOWS, FlowName, Variational, fit
 from flowbnn.noise import NormalAffine, Recipe
 from flowbnn.options import Count, NonNegative, Positive, accepts_options_of, options
 from flowbnn.posterior.noise import NoisePosterior
-from flowbnn.training.randomness import seeded
+from flowbnn.training.randomness import temporary_seed
 
 SHARED = ("site", "side", "prior_scale", "base_scale", "joint")  # settings of every recipe
 
@@ -83,7 +83,7 @@ class NodeNoise(Variational):
     def fit(self, network: nn.Module, loader: Iterable[Any], **given: Any) -> "NoisePosterior":
         """As :meth:`Method.fit`; weights and noise are trained together."""
         model, run = self.setup(network, loader, given)
-        with seeded(run.seed):
+        with temporary_seed(run.seed):
             noisy = to_stochastic(model, self.rules(), inplace=True)
         same = ("epochs", "noise_lr", "beta", "gamma", "warmup", "samples", "optimizer", "schedule")
         settings = {name: getattr(self, name) for name in same}

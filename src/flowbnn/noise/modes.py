@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from flowbnn.batches import apply, call, evaluating, rows, take, watching
+from flowbnn.batches import apply, call, evaluation_mode, rows, take, watch_modules
 from flowbnn.errors import warn
 from flowbnn.noise.base import Noise, layers_with_noise, noise_layers, settings_of
 from flowbnn.noise.passes import Mode, NoisePass
@@ -194,7 +194,7 @@ def _observed(model: nn.Module, inputs: Any) -> dict[str, Tensor]:
 
     modules = {name: model.get_submodule(name) for name in layers}
     try:
-        with watching(modules, None, record), evaluating(model), noise_mode(model, "off"):
+        with watch_modules(modules, None, record), evaluation_mode(model), noise_mode(model, "off"):
             call(model, inputs)
     except Exception:  # a network made for one size of batch: take its layers at their word
         return {}

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 import torch
 from torch import Tensor
 
-from flowbnn.batches import divisible, pick
+from flowbnn.batches import has_row_axis, pick
 from flowbnn.errors import FlowBNNError
 from flowbnn.options import Bounds, Ge, NonNegative, Positive, Probability, options
 from flowbnn.predictive import CategoricalPredictive, Predictive
@@ -116,7 +116,7 @@ def adaptive_outputs(
         samples: the most that an input gets.
         predictive: makes a predictive of outputs.
     """
-    low, some, cut = 0, inputs, divisible(inputs)
+    low, some, cut = 0, inputs, has_row_axis(inputs)
     outputs = sample_counts = going_on = torch.empty(0)
     for high in rule.looks(samples):
         drawn = draw(some, range(low, high))

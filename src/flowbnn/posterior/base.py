@@ -36,10 +36,10 @@ from torch import Tensor, nn
 from flowbnn.batches import (
     call,
     check_finite,
-    copied,
+    copy_network,
     device_of,
     dtype_of,
-    evaluating,
+    evaluation_mode,
     first_nonfinite_tensor,
     is_batch,
     move,
@@ -63,7 +63,7 @@ from flowbnn.training import (
     save_tensors,
     track,
 )
-from flowbnn.training.checkpoint import kinds_of, warn_of_other_kinds
+from flowbnn.training.checkpoint import layer_classes, warn_changed_layers
 from flowbnn.training.device import MIXED
 from flowbnn.training.storage import TensorFile
 from flowbnn.units import LOC, SCALE, set_units
@@ -239,7 +239,7 @@ class Posterior:
                 some = move(
                     batch if is_batch(inputs) else split_batch(batch)[0], device, dtype_of(self.model)
                 )
-                with evaluating(network), casting(device, precision):
+                with evaluation_mode(network), casting(device, precision):
                     name = first_nonfinite_layer(network, partial(call, network, some))
                 if name:
                     where[precision] = f"layer '{name}'"
@@ -289,7 +289,7 @@ class Posterior:
             "kind": self.kind,
             "likelihood": self.likelihood.to_dict(),
             "history": self.history.to_dict(),
-            "modules": kinds_of(self.model),
+            "modules": layer_classes(self.model),
             "settings": self.settings(),
         }
 
@@ -316,11 +316,11 @@ class Posterior:
         device = device_of(network)
         with reading(file):
             settings = dict(file.document["settings"])
-        point = Posterior.restore(copied(network).cpu(), file, read=False)
+        point = Posterior.restore(copy_network(network).cpu(), file, read=False)
         with reading(file):  # what does not fit is refused before it is read
             known = cls.restored(point, part_of(file.views, "posterior"), settings).tensors()
         file.check_names(known)
-        point = Posterior.restore(copied(network), file)
+        point = Posterior.restore(copy_network(network), file)
         state = {name: value.to(device) for name, value in part_of(file.tensors, "posterior").items()}
         with reading(file):
             return cls.restored(point, state, settings)
@@ -350,7 +350,7 @@ class Posterior:
         bad = first_nonfinite_tensor(iter(file.tensors.items()))
         if bad:
             raise FlowBNNError(f"'{file}' is damaged: '{bad}' holds NaN or infinity", kind="file")
-        warn_of_other_kinds(model, file.document.get("modules") or {}, file)
+        warn_changed_layers(model, file.document.get("modules") or {}, file)
         for part, target in filled.items():
             target.load_state_dict(part_of(file.tensors, part))
         return cls(model, likelihood, history)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flowbnn.batches import call, dtype_of, evaluating, pad, repeat, rows, take
+from flowbnn.batches import call, dtype_of, evaluation_mode, pad, repeat, rows, take
 from flowbnn.noise import Noise, noise_layers
 from flowbnn.noise.base import settings_of
 from flowbnn.noise.batched import shared_draws
@@ -135,7 +135,7 @@ def _make_form(prediction: Prediction, inputs: Any, shown: Recording, half: torc
     asks.sort(key=lambda ask: layers[ask[0]].site == "position")
     weights = None
     if half is not None:
-        with evaluating(model), NoisePass(settings_of(model, "off"), shares=False):
+        with evaluation_mode(model), NoisePass(settings_of(model, "off"), shares=False):
             few = take(inputs, 0, 2)
             weights = _fitting(prediction, few, half, call(model, few))
     return Form(tuple(asks), weights)
@@ -276,7 +276,7 @@ def compiled_outputs(
             passes = prediction.drawn.get(
                 ("passes", id(form)), lambda: CompiledPasses(prediction, form, state)
             )
-            with evaluating(prediction.own):
+            with evaluation_mode(prediction.own):
                 return passes(inputs, samples, plan)
         # what is compiled asserts how tensors lie, and fails where torch's libraries have changed their mind since
         except failures as error:

@@ -11,11 +11,20 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 
-from flowbnn.batches import check_finite, count_data, divisible, join, rows, shapes, split_batch, tensors_of
+from flowbnn.batches import (
+    check_finite,
+    count_data,
+    has_row_axis,
+    join,
+    rows,
+    shapes,
+    split_batch,
+    tensors_of,
+)
 from flowbnn.errors import FlowBNNError
-from flowbnn.training.device import processes
-from flowbnn.training.distributed import WorkerLost, is_connection_loss, pick_rows
-from flowbnn.training.randomness import Randomness, loader_generators
+from flowbnn.training.device import num_processes
+from flowbnn.training.distributed import WorkerLost, is_connection_loss, select_rows
+from flowbnn.training.randomness import RandomState, loader_generators
 
 MOST_BYTES = 2**28  # of inputs that wait to go through together
 
@@ -48,7 +57,7 @@ def grouped(batches: Iterable[Any], enough: Callable[[Any], int]) -> Iterator[tu
         if not waiting:
             size = sum([tensor.numel() * tensor.element_size() for tensor in tensors_of(inputs)])
             room = MOST_BYTES * max(1, number) // max(1, size)
-            most = min(enough(inputs), room) if divisible(inputs) else 0
+            most = min(enough(inputs), room) if has_row_axis(inputs) else 0
         waiting.append(inputs)
         count += number
         if truth is not None:
@@ -130,7 +139,7 @@ def sharing(loader: Any, sharded: bool, cut: bool) -> AbstractContextManager[Any
     Args:
         cut: whether batches can be cut, since the draws are the same for all inputs; else each is predicted whole.
     """
-    return ShardedLoader(loader, cut) if sharded and processes() > 1 else nullcontext(loader)
+    return ShardedLoader(loader, cut) if sharded and num_processes() > 1 else nullcontext(loader)
 
 
 class ShardedLoader:
@@ -145,7 +154,7 @@ class ShardedLoader:
         self.rank, self.world = distributed.get_rank(), distributed.get_world_size()
         on_gpu = distributed.get_backend() == "nccl"  # where its messages lie
         device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
-        random = Randomness(loader_generators(loader), device)
+        random = RandomState(loader_generators(loader), device)
         state = [random.torch_state()]
         _exchange(lambda: distributed.broadcast_object_list(state, 0))
         random.restore(state[0])
@@ -175,7 +184,7 @@ class ShardedLoader:
 
     def __iter__(self) -> Iterator[Any]:
         self.sizes, self.numbers = [], []
-        return iter(pick_rows(self.loader, self._pick, self.rank))
+        return iter(select_rows(self.loader, self._pick, self.rank))
 
     def report(self, trouble: str | None = None, *tensors: Tensor | None) -> list[Any]:
         """What all processes report, in their order: their trouble, or the sizes of their shares and their tensors."""

@@ -21,7 +21,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from flowbnn.batches import call, copied, device_of, divisible, evaluating, repeat, rows, take
+from flowbnn.batches import call, copy_network, device_of, evaluation_mode, has_row_axis, repeat, rows, take
 from flowbnn.convert import at_draw, to_stochastic
 from flowbnn.errors import FlowBNNError
 from flowbnn.noise import Noise, noise_layers
@@ -94,7 +94,7 @@ class NoisePosterior(Posterior):
         At site ``position`` these are the vectors at one position of the feature map.
         """
         device, settings = device_of(self.model), settings_of(self.model, "shared", samples, seed)
-        with evaluating(self.model):
+        with evaluation_mode(self.model):
             return {
                 name: layer.shared_vectors(samples, settings[layer.key].seed, device)
                 for name, layer in noise_layers(self.model).items()
@@ -109,7 +109,7 @@ class NoisePosterior(Posterior):
                 trouble = f"the noise of layer '{name}' is {layer.label}, which has no density"
         if trouble:
             raise FlowBNNError(trouble, kind="unsupported")
-        with evaluating(self.model):
+        with evaluation_mode(self.model):
             each = [
                 vector.posterior().log_prob(torch.cat([values[name] for name in names], -1))
                 for vector, names in independent_vectors(self.model)
@@ -144,7 +144,7 @@ class NoisePosterior(Posterior):
         file = opened(path, network, [cls.kind])
         with reading(file):
             if noise_layers(network):
-                network = copied(network)
+                network = copy_network(network)
             else:
                 saved = file.document["recipes"].items()
                 rules = {name or "*": recipe_from_dict(recipe) for name, recipe in saved}
@@ -217,7 +217,7 @@ def plan_for(prediction: Prediction, inputs: Any) -> SamplingPlan:
     for name in called:
         plan.times[layers[name].key] = _times(layers[name], shown, name)
     certain = True
-    if divisible(inputs) and not shown.unusual and min(plan.times.values()) > 0:
+    if has_row_axis(inputs) and not shown.unusual and min(plan.times.values()) > 0:
         late = plan.before > 0.0 and first.layout.batch_axis == 0 and plan.times[first.key] == 1
         for plan.fold in ("late", "input") if late else ("input",):
             right = _try_fold(prediction, take(inputs, 0, 2), plan, shown)
@@ -288,7 +288,7 @@ def worth_compiling(prediction: Prediction, inputs: Any, plan: SamplingPlan) -> 
         prediction.warn_once(
             "compile", "compile=True has no effect: draws are not shared, so the passes run as they are"
         )
-    if not asked or not prediction.shared or not divisible(inputs):
+    if not asked or not prediction.shared or not has_row_axis(inputs):
         return False
     if asked is True:
         return True

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from flowbnn.batches import (
     call,
     device_of,
-    divisible,
     dtype_of,
-    evaluating,
+    evaluation_mode,
+    has_row_axis,
+    is_out_of_memory,
     move,
-    out_of_memory,
     pad,
     rewrap_forward_errors,
     rows,
@@ -148,7 +148,7 @@ class Prediction:
     def __enter__(self) -> Self:
         with ExitStack() as stack:
             stack.enter_context(self.kept.lock)
-            stack.enter_context(evaluating(self.model))
+            stack.enter_context(evaluation_mode(self.model))
             stack.enter_context(casting(self.device, self.half))
             self.stack = stack.pop_all()
         return self
@@ -193,7 +193,7 @@ class Prediction:
         """One pass over two rows of the inputs, made once for every shape of a row and kept with the posterior."""
         key = ("recorded", self.half, tuple([(part.shape[1:], part.dtype) for part in tensors_of(inputs)]))
         if key not in self.kept.values:
-            few = move(take(inputs, 0, 2) if divisible(inputs) else inputs, self.device, self.dtype)
+            few = move(take(inputs, 0, 2) if has_row_axis(inputs) else inputs, self.device, self.dtype)
             self.kept.values[key] = record(self.model, few)
         return self.kept.values[key]
 
@@ -202,7 +202,7 @@ class Prediction:
         try:
             return work()
         except (RuntimeError, MemoryError) as error:
-            if not out_of_memory(error):
+            if not is_out_of_memory(error):
                 raise
         # here the exception, and with it what the failed pass held, is gone
         if torch.cuda.is_available():
@@ -252,7 +252,7 @@ class Prediction:
         self, inputs: Any, network: Callable[[Any], Tensor]
     ) -> Iterator[tuple[Tensor, int, int, int]]:
         """Outputs of chunk after chunk, with its first and last row and the number of all."""
-        if not divisible(inputs):
+        if not has_row_axis(inputs):
             outputs = network(inputs)
             yield outputs, 0, len(outputs), len(outputs)
             return

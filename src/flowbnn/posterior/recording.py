@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from flowbnn.batches import call, evaluating, out_of_memory, rows, watching
+from flowbnn.batches import call, evaluation_mode, is_out_of_memory, rows, watch_modules
 from flowbnn.noise import Noise, noise_layers
 from flowbnn.noise.base import settings_of
 from flowbnn.noise.passes import NoisePass
@@ -26,7 +26,7 @@ def outcome(work: Callable[[], Result]) -> Result | Exception:
     try:
         return work()
     except Exception as error:
-        if out_of_memory(error):
+        if is_out_of_memory(error):
             raise
         return error
 
@@ -184,7 +184,7 @@ def record(model: nn.Module, inputs: Any) -> Recording:
     if noisy:
         noise = NoisePass(settings_of(model, "shared", 1, 0), shares=False)
         noise.given = TrialDraws(1, recording.asked)
-    with watching(dict(model.named_modules()), begin, end), evaluating(model), noise, operations:
+    with watch_modules(dict(model.named_modules()), begin, end), evaluation_mode(model), noise, operations:
         shown = outcome(partial(call, model, inputs))
     if isinstance(shown, Exception):  # the real pass will say what is wrong
         recording.error = shown

@@ -1,7 +1,7 @@
 """Training: one loop over any objective, with checkpoints that survive a kill."""
 
 from flowbnn.training.checkpoint import check_weights
-from flowbnn.training.device import alone, connect, is_main_process, launched, processes
+from flowbnn.training.device import connect, is_main_process, is_torchrun_worker, num_processes, run_on_main
 from flowbnn.training.finite import first_nonfinite_layer
 from flowbnn.training.loop import train
 from flowbnn.training.options import Clock, EarlyStop, TrainingOptions, cosine
@@ -13,16 +13,16 @@ __all__ = [
     "EarlyStop",
     "History",
     "TrainingOptions",
-    "alone",
     "check_weights",
     "check_writable",
     "connect",
     "cosine",
     "first_nonfinite_layer",
     "is_main_process",
-    "launched",
+    "is_torchrun_worker",
     "load_tensors",
-    "processes",
+    "num_processes",
+    "run_on_main",
     "save_tensors",
     "track",
     "train",

@@ -14,8 +14,8 @@ from flowbnn.batches import fingerprint, first_nonfinite_tensor
 from flowbnn.errors import FlowBNNError, warn
 from flowbnn.training.options import EarlyStop, TrainingOptions
 from flowbnn.training.progress import History
-from flowbnn.training.randomness import Randomness
-from flowbnn.training.storage import TensorFile, decode_state, keep_as, save_state
+from flowbnn.training.randomness import RandomState
+from flowbnn.training.storage import TensorFile, copy_file, decode_state, save_state
 
 # of an optimizer: how it computes, which is no state
 HOW = ("foreach", "fused", "capturable", "differentiable")
@@ -76,13 +76,13 @@ class State:
     objective: nn.Module
     optimizer: Optimizer
     schedule: LRScheduler | None
-    randomness: Randomness
+    randomness: RandomState
     scaler: torch.amp.GradScaler | None
     options: TrainingOptions
     steps_per_epoch: int | None
     settings: Mapping[str, Any]
     structure: Mapping[str, Mapping[str, Any]]
-    names_below: str
+    name_prefix: str
     position: Position = field(default_factory=Position)
     best_weights: dict[str, Any] | None = None
     random_start: dict[str, Any] | None = None
@@ -121,7 +121,7 @@ class State:
         """Write the checkpoint."""
         assert self.path is not None
         if self.kept_as is not None:
-            keep_as(self.path, self.kept_as)
+            copy_file(self.path, self.kept_as)
             self.kept_as = None
         contents = {
             "kind": "training",
@@ -177,7 +177,7 @@ class State:
                     stored = decode_state(file.document, getattr(file, tensors))
                     kept = stored["weights"], stored["best_weights"] or stored["weights"]
                 for weights in kept:
-                    check_weights(self.objective, weights, path, self.names_below, finite)
+                    check_weights(self.objective, weights, path, self.name_prefix, finite)
             position = Position.from_dict(stored["position"])
             begun = position.epoch + (position.batches > 0)
             for what in stored["facts"] | self.facts:
@@ -277,10 +277,10 @@ def load_optimizer(optimizer: Optimizer, stored: dict[str, Any]) -> None:
 # -------------------- does a stored state fit a network?
 
 
-def name_below(name: str, root: str) -> str:
+def strip_prefix(name: str, root: str) -> str:
     """The name of a module or parameter as seen from the submodule ``root``; one outside it keeps its name.
 
-    >>> name_below("network.fc1.weight", "network"), name_below("likelihood.scale", "network")
+    >>> strip_prefix("network.fc1.weight", "network"), strip_prefix("likelihood.scale", "network")
     ('fc1.weight', 'likelihood.scale')
     """
     if not root:
@@ -292,13 +292,13 @@ def check_weights(
     model: nn.Module,
     state: Mapping[str, Any],
     source: str | Path,
-    names_below: str = "",
+    name_prefix: str = "",
     finite: Iterable[str] = (),
 ) -> None:
     """Refuse a state that does not fit the model's names, shapes and kinds of numbers, or is not finite, naming the first few.
 
     Args:
-        names_below: is left out of the names, as in :func:`flowbnn.training.train`.
+        name_prefix: is left out of the names, as in :func:`flowbnn.training.train`.
         finite: names of tensors that must be.
 
     >>> check_weights(nn.Linear(2, 1), nn.Linear(3, 1).state_dict(), "a.safetensors")
@@ -308,15 +308,17 @@ def check_weights(
     own = model.state_dict()
     unlike = {name: _unlike(state[name], own[name]) for name in own if name in state}
     differences = {
-        "it lacks": [name_below(name, names_below) for name in own if name not in state],
-        "it has besides": [name_below(name, names_below) for name in state if name not in own],
-        "it differs in": [f"{name_below(name, names_below)} ({how})" for name, how in unlike.items() if how],
+        "it lacks": [strip_prefix(name, name_prefix) for name in own if name not in state],
+        "it has besides": [strip_prefix(name, name_prefix) for name in state if name not in own],
+        "it differs in": [
+            f"{strip_prefix(name, name_prefix)} ({how})" for name, how in unlike.items() if how
+        ],
     }
     words = [f"{what} {_few(names)}" for what, names in differences.items() if names]
     trouble = f"is of another architecture: {'; '.join(words)}" if words else ""
     layer = None if trouble else first_nonfinite_tensor((name, state[name]) for name in finite)
     if layer is not None:
-        layer = name_below(layer, names_below)
+        layer = strip_prefix(layer, name_prefix)
         trouble = f"holds NaN or infinite weights in {layer!r}; take an earlier file or begin again"
     if trouble:
         raise FlowBNNError(
@@ -338,10 +340,10 @@ def _few(names: list[str], most: int = 3) -> str:
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
-def kinds_of(model: nn.Module) -> dict[str, str]:
+def layer_classes(model: nn.Module) -> dict[str, str]:
     """The class of every module that holds no others: what computes with the weights, or between them.
 
-    >>> kinds_of(nn.Sequential(nn.Linear(2, 3), nn.ReLU()))
+    >>> layer_classes(nn.Sequential(nn.Linear(2, 3), nn.ReLU()))
     {'0': 'Linear', '1': 'ReLU'}
     """
     return {
@@ -351,9 +353,9 @@ def kinds_of(model: nn.Module) -> dict[str, str]:
     }
 
 
-def warn_of_other_kinds(model: nn.Module, stored: Mapping[str, str], path: Any) -> None:
+def warn_changed_layers(model: nn.Module, stored: Mapping[str, str], path: Any) -> None:
     """Weights fit a network whose activations are others, and mean something else there."""
-    own = kinds_of(model)
+    own = layer_classes(model)
     changed = {name: (stored[name], own[name]) for name in own if stored.get(name, own[name]) != own[name]}
     if changed:
         words = _few([f"'{name}' was {before} and is {now}" for name, (before, now) in changed.items()])

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from flowbnn.batches import apply, batch_size, named_tensors
 from flowbnn.errors import warn
-from flowbnn.training.device import kept_modes, quiet_compiler, unlimited_recompiles
+from flowbnn.training.device import preserve_training_modes, quiet_compiler, unlimited_recompiles
 from flowbnn.training.options import Clock, TrainingOptions
 
 _WARM = 3  # steps taken one by one before the recording: allocations, autotuning, the optimizer's state
@@ -211,7 +211,11 @@ class Recorder:
         """One pass outside the compiler that leaves no trace: from it, noise at positions learns how many there are."""
         self.looked = True
         # what fails here fails again, and with a message, when it matters
-        with kept_modes(self.objective), suppress(Exception), torch.random.fork_rng([self.device]):
+        with (
+            preserve_training_modes(self.objective),
+            suppress(Exception),
+            torch.random.fork_rng([self.device]),
+        ):
             for module in self.objective.modules():
                 module.training = False
             self._function(self.batch, self.shown, clock)

@@ -38,7 +38,7 @@ class Process:
     """
 
     rank: int = 0
-    processes: int = 1
+    num_processes: int = 1
     weight: float = 1.0
     rows: int | None = None
 
@@ -102,7 +102,7 @@ def move_batch(batch: Any, device: torch.device) -> Any:
 
 
 @contextmanager
-def kept_modes(objective: nn.Module) -> Iterator[None]:
+def preserve_training_modes(objective: nn.Module) -> Iterator[None]:
     """Around what changes between training and evaluation mode: every module ends in the mode it had."""
     modes = [(module, module.training) for module in objective.modules()]
     try:
@@ -141,17 +141,17 @@ def raise_malloc_trim_threshold() -> None:
 # -------------------- processes
 
 
-def launched() -> bool:
+def is_torchrun_worker() -> bool:
     """Whether torchrun started this process, as one of several."""
     return "TORCHELASTIC_RUN_ID" in os.environ and int(os.environ.get("WORLD_SIZE", 1)) > 1
 
 
 def is_main_process() -> bool:
     """Whether this process is the only one, or the first of several: the one that writes files and prints."""
-    return processes() == 1 or distributed.get_rank() == 0
+    return num_processes() == 1 or distributed.get_rank() == 0
 
 
-def processes() -> int:
+def num_processes() -> int:
     """How many processes are connected to each other, this one counted."""
     connected = distributed.is_available() and distributed.is_initialized()
     return distributed.get_world_size() if connected else 1
@@ -163,10 +163,10 @@ def connect(options: TrainingOptions) -> int:
     >>> connect(TrainingOptions(accelerator="cpu"))
     1
     """
-    kind, devices, num_nodes = planned(options)
-    if devices * num_nodes > 1 and not launched():
+    kind, devices, num_nodes = resolve_devices(options)
+    if devices * num_nodes > 1 and not is_torchrun_worker():
         _start_torchrun(devices)
-    if devices * num_nodes > 1 and processes() == 1:
+    if devices * num_nodes > 1 and num_processes() == 1:
         if kind == "cuda":
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         distributed.init_process_group("nccl" if kind == "cuda" else "gloo")
@@ -186,17 +186,17 @@ def silent_on_interrupt(hook: Callable[..., Any]) -> Callable[..., Any]:
     return told
 
 
-def planned(options: TrainingOptions) -> tuple[str, int, int]:
+def resolve_devices(options: TrainingOptions) -> tuple[str, int, int]:
     """The kind of device, how many of them each machine uses, and machines; or one line that says why that cannot be.
 
-    >>> planned(TrainingOptions(accelerator="cpu", num_nodes=1))
+    >>> resolve_devices(TrainingOptions(accelerator="cpu", num_nodes=1))
     ('cpu', 1, 1)
     """
     kind, cores = device_kind(options.accelerator), os.cpu_count() or 1
     there = torch.cuda.device_count() if kind == "cuda" else 1
     devices = there if options.devices == "auto" else int(options.devices)
     asked, num_nodes, argument, trouble = options.devices, options.num_nodes, "devices", ""
-    if launched():
+    if is_torchrun_worker():
         world, here = int(os.environ["WORLD_SIZE"]), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         if asked not in (1, "auto", here) or num_nodes not in (1, world // here):
             trouble = (
@@ -227,7 +227,7 @@ def planned(options: TrainingOptions) -> tuple[str, int, int]:
             f"devices={devices} was asked for and this machine has {pluralize(there, 'GPU')} ({name}): ask for at most "
             f"{there}, or use accelerator='cpu', which takes any number of processes"
         )
-    elif devices > 1 and not launched() and not _script():
+    elif devices > 1 and not is_torchrun_worker() and not _script():
         trouble = (
             f"devices={devices} runs the script again in several processes, and there is none (a notebook, python -c): write it to "
             "a file, or use torchrun"
@@ -267,15 +267,15 @@ def device_kind(accelerator: str) -> str:
     return next((kind for kind in allowed if there[kind]), "")
 
 
-def alone(function: Callable[[], Result]) -> Result:
+def run_on_main(function: Callable[[], Result]) -> Result:
     """What a function, which only the first process calls, returns there, sent to all; none goes on before all have it.
 
     Where that is an error, the first process raises it and the others end in silence.
 
-    >>> alone(lambda: 3)
+    >>> run_on_main(lambda: 3)
     3
     """
-    if processes() == 1:
+    if num_processes() == 1:
         return function()
     box: list[Any] = [None, False]
     trouble: BaseException = SystemExit(2)

@@ -35,15 +35,15 @@ from flowbnn.training.storage import is_alive
 Pick = Callable[[int, int], tuple[int, int]]
 
 
-def share_of(total: int, rank: int, world: int) -> tuple[RowShard, float]:
+def row_shard(total: int, rank: int, world: int) -> tuple[RowShard, float]:
     """The rows of one process, and the weight of their mean so that the mean over processes is the mean over all rows.
 
     Shares differ by one row at most. Where there are fewer rows than processes, those left over repeat a row at no weight.
 
-    >>> [share_of(5, rank, 2) for rank in (0, 1)]
-    [(Share(start=0, stop=2, total=5), 0.8), (Share(start=2, stop=5, total=5), 1.2)]
-    >>> share_of(1, 0, 2)
-    (Share(start=0, stop=1, total=1), 0.0)
+    >>> [row_shard(5, rank, 2) for rank in (0, 1)]
+    [(RowShard(start=0, stop=2, total=5), 0.8), (RowShard(start=2, stop=5, total=5), 1.2)]
+    >>> row_shard(1, 0, 2)
+    (RowShard(start=0, stop=1, total=1), 0.0)
     """
     start, stop = rank * total // world, (rank + 1) * total // world
     if start < stop:
@@ -84,7 +84,7 @@ def take_rows(batch: Any, start: int, stop: int) -> Any:
     return take(batch)
 
 
-class SharedLoader:
+class RowShardLoader:
     """This process's rows of every batch that a loader gives: the batches, and their order, are those of one process.
 
     ``announce`` is called with the share and its weight before each batch.
@@ -96,10 +96,10 @@ class SharedLoader:
         self.loader, self.rank, self.world, self.announce = loader, rank, world, announce
         self.sampler = getattr(loader, "sampler", None)
         self.shares: deque[tuple[RowShard, float]] = deque()  # a DataLoader asks some batches ahead
-        self.part = pick_rows(loader, self._pick, rank)
+        self.part = select_rows(loader, self._pick, rank)
 
     def _pick(self, number: int, rows: int) -> tuple[int, int]:
-        self.shares.append(share_of(rows, self.rank, self.world))
+        self.shares.append(row_shard(rows, self.rank, self.world))
         return self.shares[-1][0][:2]
 
     def __len__(self) -> int:
@@ -112,14 +112,14 @@ class SharedLoader:
             yield batch
 
 
-def pick_rows(loader: Any, pick: Pick, rank: int) -> Iterable[Any]:
+def select_rows(loader: Any, pick: Pick, rank: int) -> Iterable[Any]:
     """The rows ``pick(number, rows) -> (start, stop)`` of every batch of a loader; batches without any are left out.
 
     A plain ``DataLoader`` fetches only those examples. Any other loader is gone through in full, and its batches are cut. One that
     gives each process other examples already is refused: it would be cut twice.
 
     >>> batches = [torch.arange(4), torch.arange(4, 6)]
-    >>> list(pick_rows(batches, lambda number, rows: (0, rows - 2), rank=0))
+    >>> list(select_rows(batches, lambda number, rows: (0, rows - 2), rank=0))
     [tensor([0, 1])]
     """
     if isinstance(getattr(loader, "sampler", None), DistributedSampler):
@@ -171,7 +171,7 @@ def _seed_apart(rank: int, then: Callable[[int], None] | None, worker: int) -> N
 
 
 @contextmanager
-def shared_dropout(model: nn.Module, share: Callable[[], RowShard | None]) -> Iterator[None]:
+def sharded_dropout(model: nn.Module, share: Callable[[], RowShard | None]) -> Iterator[None]:
     """For the length of a ``with`` block, the network's own dropout layers draw as its noise does (:class:`RowShard`)."""
     kinds = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
     layers = [module for module in model.modules() if type(module) in kinds and "forward" not in vars(module)]
@@ -200,7 +200,7 @@ def _dropout(module: Any, share: Callable[[], RowShard | None], x: Tensor) -> Te
 
 
 @contextmanager
-def synchronised_statistics(model: nn.Module, device: torch.device) -> Iterator[bool]:
+def synchronized_batch_norm(model: nn.Module, device: torch.device) -> Iterator[bool]:
     """For the length of a ``with`` block, BatchNorm layers measure the whole batch; yields False where torch cannot (CPU).
 
     A layer changes its class and nothing else, so that its hooks and its place in the optimizer stay.
@@ -295,9 +295,9 @@ class Worker(Process):
 
     def __init__(self, options: TrainingOptions) -> None:
         super().__init__(options)
-        self.rank, self.processes = distributed.get_rank(), distributed.get_world_size()
+        self.rank, self.num_processes = distributed.get_rank(), distributed.get_world_size()
         self.share: RowShard | None = None
-        self.everyone: list[Any] = [None] * self.processes
+        self.everyone: list[Any] = [None] * self.num_processes
         distributed.all_gather_object(self.everyone, (socket.gethostname(), os.getpid()))
 
     def wrap(self, objective: nn.Module) -> nn.Module:
@@ -314,18 +314,18 @@ class Worker(Process):
             stack.callback(self.take_share, None, 1.0)
             stack.enter_context(warnings.catch_warnings())
             warnings.filterwarnings("ignore", "find_unused_parameters=True was specified")
-            stack.enter_context(shared_dropout(objective, lambda: self.share))
-            whole = stack.enter_context(synchronised_statistics(objective, self.device))
+            stack.enter_context(sharded_dropout(objective, lambda: self.share))
+            whole = stack.enter_context(synchronized_batch_norm(objective, self.device))
             if not whole and self.rank == 0:
                 warn(
-                    f"on a CPU, BatchNorm in {self.processes} processes takes its statistics from each one's own rows (torch "
+                    f"on a CPU, BatchNorm in {self.num_processes} processes takes its statistics from each one's own rows (torch "
                     "synchronises them on GPUs only), so the result depends on their number",
                     kind="batch norm",
                 )
             yield
 
     def share_out(self, loader: Any) -> Any:
-        return SharedLoader(loader, self.rank, self.processes, self.take_share)
+        return RowShardLoader(loader, self.rank, self.num_processes, self.take_share)
 
     def take_share(self, share: RowShard | None, weight: float) -> None:
         """Which rows of the global batch the next step holds."""
@@ -337,7 +337,7 @@ class Worker(Process):
     def average(self, numbers: Mapping[str, Any]) -> Mapping[str, Any]:
         names = sorted(numbers)  # the processes must agree on what they exchange
         values = [torch.as_tensor(numbers[name], device=self.device).detach().double() for name in names]
-        packed = torch.stack(values) * (self.weight / self.processes)
+        packed = torch.stack(values) * (self.weight / self.num_processes)
         distributed.all_reduce(packed)
         return dict(zip(names, packed.unbind(), strict=True))
 
@@ -359,10 +359,10 @@ class Worker(Process):
         gone = self.gone(0.5 if terminated else 3.0)
         if gone:
             names = " and ".join(str(rank) for rank in gone)
-            return f"worker{'s' if len(gone) > 1 else ''} {names} of {self.processes} died"
+            return f"worker{'s' if len(gone) > 1 else ''} {names} of {self.num_processes} died"
         if terminated:
-            return f"worker {self.rank} of {self.processes} was asked to end (SIGTERM)"
-        return f"one of {self.processes} workers does not answer"
+            return f"worker {self.rank} of {self.num_processes} was asked to end (SIGTERM)"
+        return f"one of {self.num_processes} workers does not answer"
 
     def gone(self, seconds: float) -> list[int]:
         """The processes of this machine that are no more, looked for until there is one."""

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from flowbnn.batches import check_finite_batch, first_nonfinite_tensor, named_tensors, watching
+from flowbnn.batches import check_finite_batch, first_nonfinite_tensor, named_tensors, watch_modules
 from flowbnn.errors import FlowBNNError
-from flowbnn.training.checkpoint import State, name_below
+from flowbnn.training.checkpoint import State, strip_prefix
 from flowbnn.training.cuda_graph import Recorder, is_fused
 from flowbnn.training.device import Process
 from flowbnn.training.options import Clock
@@ -43,7 +43,7 @@ class Guard:
         state = self.state
         broken = first_nonfinite_tensor(zip(state.names, state.parameters, strict=True))
         if broken is not None:
-            broken = name_below(broken, state.names_below)
+            broken = strip_prefix(broken, state.name_prefix)
             self.fail(f"parameter {broken!r} is not finite {state.position}", broken)
 
     def explain_loss(
@@ -60,7 +60,7 @@ class Guard:
 
         layer = first_nonfinite_tensor(state.objective.named_parameters())
         if layer is not None:
-            layer = name_below(layer, state.names_below)
+            layer = strip_prefix(layer, state.name_prefix)
             cause = f"parameter {layer!r} is not finite, so an earlier gradient was not"
         else:
             source, receiver = _watch(state.objective, again)
@@ -68,7 +68,7 @@ class Guard:
             term = first_nonfinite_tensor(named_tensors(logs))
             if layer:
                 kind = type(state.objective.get_submodule(layer)).__name__
-                layer = name_below(layer, state.names_below)
+                layer = strip_prefix(layer, state.name_prefix)
                 cause = f"layer {layer!r} ({kind})" if layer else f"the model itself ({kind})"
                 made = (
                     "made it first" if source else "was given inputs that are not finite, which no layer made"
@@ -85,7 +85,7 @@ class Guard:
         pairs = zip(self.state.names, self.state.parameters, strict=True)
         name = first_nonfinite_tensor((name, p.grad) for name, p in pairs if p.grad is not None)
         if name is not None:
-            name = name_below(name, self.state.names_below)
+            name = strip_prefix(name, self.state.name_prefix)
             self.fail(
                 f"the gradient of {name!r} is not finite {when} although the loss is; lower the learning rate or bound what that "
                 f"layer computes{more}",
@@ -229,6 +229,6 @@ def _watch(model: nn.Module, call: Callable[[], Any]) -> tuple[str | None, str |
         if inputs_finite.pop() and not sources and first_nonfinite_tensor(named_tensors(output)):
             sources.append(name)
 
-    with watching(dict(model.named_modules()), before, after), torch.no_grad():
+    with watch_modules(dict(model.named_modules()), before, after), torch.no_grad():
         call()
     return next(iter(sources), None), next(iter(receivers), None)

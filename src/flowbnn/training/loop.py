@@ -20,12 +20,12 @@ from flowbnn.batches import batch_size, check_finite_batch, fingerprint, named_t
 from flowbnn.errors import FlowBNNError, warn
 from flowbnn.training.checkpoint import State
 from flowbnn.training.cuda_graph import make_recorder
-from flowbnn.training.device import Process, connect, kept_modes, move_batch
+from flowbnn.training.device import Process, connect, move_batch, preserve_training_modes
 from flowbnn.training.distributed import Interrupts, Worker
 from flowbnn.training.finite import Guard, dense
 from flowbnn.training.options import Clock, TrainingOptions, check_arguments, check_result, length_of
 from flowbnn.training.progress import Display, History, open_tensorboard, terminal
-from flowbnn.training.randomness import Randomness, loader_generators, seed_all
+from flowbnn.training.randomness import RandomState, loader_generators, seed_all
 from flowbnn.training.storage import check_writable
 
 Validate = Callable[[], Mapping[str, float]]
@@ -42,8 +42,8 @@ def train(
     validate: Validate | None = None,
     settings: Mapping[str, Any] | None = None,
     structure: Mapping[str, Mapping[str, Any]] | None = None,
-    names_below: str = "",
-    until: Callable[[History], int] | None = None,
+    name_prefix: str = "",
+    num_epochs: Callable[[History], int] | None = None,
 ) -> History:
     """Minimise an objective over batches, in place, and return the record of the run.
 
@@ -63,8 +63,8 @@ def train(
         validate: called after every epoch, while the objective is in evaluation mode; its numbers are recorded as ``validation_...``.
         settings: plain values to keep in the checkpoint, such as the weight of the KL; a resumed run warns of those that have changed.
         structure: plain values of each layer that must not change when a run is resumed, such as the recipe of its noise.
-        names_below: a submodule's name that messages leave out: with ``"network"``, a layer ``network.fc1`` is called ``fc1``.
-        until: asked after every epoch and when a run is resumed, gives the number of epochs of the run from its record so far;
+        name_prefix: a submodule's name that messages leave out: with ``"network"``, a layer ``network.fc1`` is called ``fc1``.
+        num_epochs: asked after every epoch and when a run is resumed, gives the number of epochs of the run from its record so far;
             ``options.epochs`` is then the most that there are.
 
     >>> class SquaredError(nn.Module):
@@ -83,9 +83,9 @@ def train(
     (8, True)
     """
     options = options or TrainingOptions()
-    kept = {"settings": settings or {}, "structure": structure or {}, "names_below": names_below}
+    kept = {"settings": settings or {}, "structure": structure or {}, "name_prefix": name_prefix}
     check_arguments(objective, optimizer, options, schedule, validate is not None)
-    run = Run(objective, optimizer, loader, options, schedule, validate, until, kept)
+    run = Run(objective, optimizer, loader, options, schedule, validate, num_epochs, kept)
     with run.open() as interrupts:
         while not run.finished:
             with interrupts:
@@ -111,18 +111,18 @@ class Run:
         options: TrainingOptions,
         schedule: LRScheduler | None,
         validate: Validate | None,
-        until: Callable[[History], int] | None,
+        num_epochs: Callable[[History], int] | None,
         kept: dict[str, Any],
     ) -> None:
         self.objective, self.optimizer, self.schedule = objective, optimizer, schedule
-        self.options, self.validate, self.until = options, validate, until
+        self.options, self.validate, self.num_epochs = options, validate, num_epochs
         self.path: Path | None = options.checkpoint_path
         if self.path is not None:
             check_writable(self.path)
         self.process = process = Process(options) if connect(options) == 1 else Worker(options)
         self.main, self.on_host = process.rank == 0, process.device.type == "cpu"
-        own = process.device if process.processes > 1 else None
-        self.randomness = Randomness(loader_generators(loader), own)
+        own = process.device if process.num_processes > 1 else None
+        self.randomness = RandomState(loader_generators(loader), own)
         self.steps_per_epoch = length_of(loader)
         kept |= {"options": options, "steps_per_epoch": self.steps_per_epoch, "scaler": process.scaler}
         self.state = State(objective, optimizer, schedule, self.randomness, **kept)
@@ -130,13 +130,13 @@ class Run:
         self.module = process.wrap(objective)
         self.loader = process.share_out(loader)
         self.guard = Guard(self.state, process)
-        self.recorder = make_recorder(objective, optimizer, options, process.device, process.processes)
+        self.recorder = make_recorder(objective, optimizer, options, process.device, process.num_processes)
         self.updating = False  # whether weights and position do not belong together
         self.batch: Any = END
         if options.resume and self.path is not None and process.agree(self.path.exists()):
             self.state.load(warn=self.main)
             self.plan()
-            if process.processes == 1:
+            if process.num_processes == 1:
                 self.state.compare_data(lambda: next(self.batches(0), END))
             if self.finished and self.state.random_now is not None:
                 self.randomness.restore(self.state.random_now)  # what comes after the run draws on from there
@@ -150,7 +150,7 @@ class Run:
     @contextmanager
     def open(self) -> Iterator[Interrupts]:
         """Around all epochs: signals, the display, training mode, and what several processes share."""
-        interrupts = Interrupts(terminate=self.process.processes > 1)
+        interrupts = Interrupts(terminate=self.process.num_processes > 1)
         folder = self.options.tensorboard if self.main else None
         console = terminal() if self.main and self.options.progress else None
         self.display: Display | None = None
@@ -163,7 +163,7 @@ class Run:
             if console is not None:
                 self.display = stack.enter_context(Display(self.options, self.steps_per_epoch, console))
             stack.enter_context(self.process.sharing(self.objective))
-            stack.enter_context(kept_modes(self.objective))
+            stack.enter_context(preserve_training_modes(self.objective))
             self.objective.train()
             for part in self.objective.modules():
                 if isinstance(part, _BatchNorm) and part.affine and not part.weight.requires_grad:
@@ -181,8 +181,8 @@ class Run:
 
     def plan(self) -> None:
         """Ask how many epochs there are to be, which follows from the record alone: in every process, and when resumed, the same."""
-        if self.until is not None:
-            self.state.epochs = min(self.options.epochs, self.until(self.position.history))
+        if self.num_epochs is not None:
+            self.state.epochs = min(self.options.epochs, self.num_epochs(self.position.history))
 
     def begin_epoch(self) -> Iterator[Any]:
         """The epoch's batches, without those that are done."""
@@ -190,7 +190,7 @@ class Run:
         known = state.random_start or state.random_now
         if known is not None:
             self.randomness.restore(known)
-        if self.process.processes > 1:
+        if self.process.num_processes > 1:
             # they have drawn alike, unless a layer or a data set of the user's drew as often as it had rows
             self.randomness.restore(self.process.agree(self.randomness.state()))
         if self.path is not None:
@@ -223,7 +223,7 @@ class Run:
         if batch is END:
             self.state.random_now = None
             return False
-        if position.step == 0 and process.processes == 1 and self.path is not None:
+        if position.step == 0 and process.num_processes == 1 and self.path is not None:
             self.state.data = {"random": self.state.random_start, "first": fingerprint(batch)}
         epochs, length = options.epochs, self.steps_per_epoch
         done = position.epoch / epochs if length is None else position.step / (length * epochs)
@@ -256,7 +256,7 @@ class Run:
             if guard.loss_gate is not None and not guard.loss_gate.finite():
                 guard.explain_loss(batch, clock, logs, before)
             numbers: Mapping[str, Any] = {"loss": loss, **logs}
-            if process.processes > 1:
+            if process.num_processes > 1:
                 numbers = process.average(numbers)
             self.update()
             self.count(numbers, process.rows or rows)
@@ -349,7 +349,7 @@ class Run:
                 self.save()
         record = self.means() | {"learning_rate": float(self.optimizer.param_groups[0]["lr"])}
         if self.validate is not None:
-            with kept_modes(self.objective), torch.no_grad():
+            with preserve_training_modes(self.objective), torch.no_grad():
                 self.objective.eval()
                 values = self.validate()
             for name, value in values.items():

@@ -31,14 +31,14 @@ def loader_generators(loader: Any) -> list[torch.Generator]:
     return list(dict.fromkeys(one for one in generators if isinstance(one, torch.Generator)))
 
 
-class Randomness:
+class RandomState:
     """The global generators of torch (CPU and CUDA), numpy and ``random``, and any generators handed in.
 
     ``device`` is that of one of several processes; its state is then the only one of ``cuda``, so that all processes, each on a device
     of its own, can share one state. None keeps those of all devices.
 
     >>> source = torch.Generator().manual_seed(0)
-    >>> randomness = Randomness([source])
+    >>> randomness = RandomState([source])
     >>> before = randomness.state()
     >>> first = torch.rand(1), torch.rand(1, generator=source), random.random()
     >>> randomness.restore(before)
@@ -96,7 +96,7 @@ class Randomness:
 
 
 @contextmanager
-def seeded(seed: int | None) -> Iterator[None]:
+def temporary_seed(seed: int | None) -> Iterator[None]:
     """Parameters that begin at random begin from this seed; torch's generator is put back afterwards. None leaves it alone."""
     if seed is None:
         yield
@@ -107,7 +107,7 @@ def seeded(seed: int | None) -> Iterator[None]:
 
 
 @contextmanager
-def drawing(device: torch.device, seed: int | None) -> Iterator[None]:
+def sampling_context(device: torch.device, seed: int | None) -> Iterator[None]:
     """Without gradients, from torch's generators at this seed, which are put back afterwards; None leaves them alone."""
     with torch.no_grad():
         if seed is None:

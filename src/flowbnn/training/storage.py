@@ -62,7 +62,7 @@ def save_tensors(path: str | Path, tensors: Mapping[str, Any], document: Mapping
     (True, {'epoch': 3})
     """
     path = Path(path)
-    with replacing(path) as temporary:
+    with atomic_write(path) as temporary:
         stored, aliases = _without_aliases(tensors)
         content = json.dumps({"aliases": aliases, "document": document, "order": list(tensors)})
         header = json.dumps({"format": FORMAT, "checksum": _checksum(stored, content), "content": content})
@@ -277,9 +277,9 @@ def decode_state(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
     return SEQUENCES[kind](decode_state(part, tensors) for part in tree["items"])
 
 
-def keep_as(path: Path, other: Path) -> None:
+def copy_file(path: Path, other: Path) -> None:
     """Copy a file under another name, atomically; what had that name is replaced."""
-    with replacing(other) as temporary:
+    with atomic_write(other) as temporary:
         shutil.copyfile(path, temporary)
 
 
@@ -315,7 +315,7 @@ def is_alive(process: int) -> bool:
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[Path]:
+def atomic_write(path: Path) -> Iterator[Path]:
     """A temporary file that takes the place of ``path``, flushed to the disk, when the block has ended well.
 
     Where ``path`` is a link, its target is replaced and the link stays.

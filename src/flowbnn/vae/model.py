@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributions import constraints
 
-from flowbnn.batches import device_of, evaluating
+from flowbnn.batches import device_of, evaluation_mode
 from flowbnn.density import DensityOptions, fit_density
 from flowbnn.distributions import DiagonalNormal, Flow
 from flowbnn.errors import FlowBNNError, nearest, pluralize
@@ -36,7 +36,7 @@ from flowbnn.options import (
     checked,
 )
 from flowbnn.training import Clock, History
-from flowbnn.training.randomness import drawing
+from flowbnn.training.randomness import sampling_context
 from flowbnn.transforms import Compose, Transform
 from flowbnn.transforms.base import warn_of_slow_draws
 from flowbnn.vae.decoders import BernoulliDecoder, Decoder, GaussianDecoder, LogisticDecoder
@@ -95,7 +95,7 @@ class Autoencoder(nn.Module):
         self.decoder = DECODERS[decoder]() if isinstance(decoder, str) else decoder
         outputs = (shape[0] * self.decoder.per_number, *shape[1:])
         self.encoder = encoder or encoder_of(shape, hidden)
-        with evaluating(self.encoder):
+        with evaluation_mode(self.encoder):
             self.features = self.encoder(torch.zeros(1, *shape, device=device_of(self.encoder))).shape[-1]
         self.code = nn.Linear(self.features + context_dim, self.heads * latent_dim)
         self.net = net or decoder_of(latent_dim + context_dim, tuple(reversed(hidden)), outputs)
@@ -175,7 +175,7 @@ class Autoencoder(nn.Module):
     @torch.no_grad()
     def reconstruct(self, x: Tensor, context: Tensor | None = None) -> Tensor:
         """The mean of the decoder at the code of each example."""
-        with evaluating(self):
+        with evaluation_mode(self):
             return self.decoder.mean(self.decode(self.encode(x, context), context))
 
     @checked
@@ -187,7 +187,7 @@ class Autoencoder(nn.Module):
         if first.shape != second.shape:
             text = f"both batches have as many examples, not shapes {tuple(first.shape)} and {tuple(second.shape)}"
             raise FlowBNNError(text, kind="shape", argument="second")
-        with evaluating(self):
+        with evaluation_mode(self):
             ends = self.encode(first, context), self.encode(second, context)
             weights = torch.linspace(0.0, 1.0, steps, device=ends[0].device)
             return torch.stack(
@@ -209,7 +209,7 @@ class Autoencoder(nn.Module):
         """
         if context is not None:
             self._rows(context, count)
-        with evaluating(self), drawing(device_of(self), seed):
+        with evaluation_mode(self), sampling_context(device_of(self), seed):
             outputs = self.decode(self.draw(count, context), context)
             return self.decoder.mean(outputs) if mean else self.decoder.sample(outputs)
 
@@ -350,7 +350,7 @@ class VAE(Autoencoder):
         device = device_of(self)
         self.check(x)
         found = [torch.zeros(0, dtype=self.code.weight.dtype)]
-        with evaluating(self), drawing(device, seed):
+        with evaluation_mode(self), sampling_context(device, seed):
             for start in range(0, len(x), rows):
                 part = x[start : start + rows].to(device)
                 beside = None if context is None else context[start : start + rows].to(device)

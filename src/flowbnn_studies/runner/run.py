@@ -27,12 +27,12 @@ from flowbnn.errors import FlowBNNError, nearest
 from flowbnn.options import Count, checked
 from flowbnn.training import (
     TrainingOptions,
-    alone,
     check_writable,
     connect,
     is_main_process,
-    launched,
-    processes,
+    is_torchrun_worker,
+    num_processes,
+    run_on_main,
 )
 from flowbnn_studies.runner.findings import mark_trial
 from flowbnn_studies.runner.study import GPUS, Job, Study, Variant, get_study
@@ -53,7 +53,7 @@ def work(job: Job) -> Job:
     threads, random = torch.get_num_threads(), torch.get_rng_state()
     torch.set_num_threads(1)
     try:
-        alone(job.begin)
+        run_on_main(job.begin)
         torch.manual_seed(job.seed)
         with recorded_warnings() as warned:
             content = get_study(job.study).train(job)
@@ -61,14 +61,15 @@ def work(job: Job) -> Job:
         torch.set_num_threads(threads)
         torch.set_rng_state(random)
     machine = {
-        "device": device_name(job.accelerator) + (f", {processes()} processes" if processes() > 1 else ""),
+        "device": device_name(job.accelerator)
+        + (f", {num_processes()} processes" if num_processes() > 1 else ""),
         "torch": torch.__version__,
         "python": platform.python_version(),
     }
     if job.accelerator in GPUS:
         machine["acceleration"] = job.acceleration  # which changes times
     content |= {"warnings": warned, "seconds": time.monotonic() - started, "machine": machine}
-    alone(lambda: write_json(job.part, {"identity": job.identity(), "content": content}))
+    run_on_main(lambda: write_json(job.part, {"identity": job.identity(), "content": content}))
     return job
 
 
@@ -208,7 +209,7 @@ def run_study(
     accelerator, precision = best_place(study, accelerator, precision)
     where: dict[str, Any] = {"accelerator": accelerator, "precision": precision}
     where |= {"devices": devices, "num_nodes": num_nodes, "acceleration": acceleration}
-    together = str(devices) != "1" or num_nodes > 1 or launched()
+    together = str(devices) != "1" or num_nodes > 1 or is_torchrun_worker()
     if together and (workers.number if workers is not None else jobs) > 1:
         raise FlowBNNError(
             "jobs train side by side and devices train one together: use one or the other", argument="jobs"
@@ -232,7 +233,7 @@ def run_study(
         todo = [] if collect else _with_starts(every, [job for job in chosen if job not in done])
         return done, todo, 0 if resume else _put_aside(todo)
 
-    done, todo, aside = alone(plan)
+    done, todo, aside = run_on_main(plan)
     shown = progress and is_main_process()
     if aside and shown:
         print(
@@ -249,7 +250,7 @@ def run_study(
                         line = f"{study.name}: {labels[job.variant]}, seed {job.seed} done ({place})"
                         print(line, file=sys.stderr, flush=True)
                 if not study.keeps_networks:
-                    alone(lambda: _tidy(every))
+                    run_on_main(lambda: _tidy(every))
 
     def conclude() -> dict[str, Any]:
         stored = {(job.variant, job.seed): job.stored(anywhere=collect) for job in every}
@@ -277,7 +278,7 @@ def run_study(
         write_json(folder / "results.json", results)
         return plain(results)
 
-    return alone(conclude)
+    return run_on_main(conclude)
 
 
 def best_place(study: Study, accelerator: str = "auto", precision: str = "auto") -> tuple[str, str]:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, jvp, vjp, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from flowbnn.batches import Called, apply, call, out_of_memory, rows, take
+from flowbnn.batches import NetworkCaller, apply, call, is_out_of_memory, rows, take
 from flowbnn.errors import FlowBNNError
 from flowbnn.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood
 
@@ -40,7 +40,7 @@ class Jacobian:
     """The derivatives of the outputs of a network, in evaluation mode, with respect to the weights of these names."""
 
     def __init__(self, model: nn.Module, names: list[str]) -> None:
-        self.caller, self.names = Called(model), names
+        self.caller, self.names = NetworkCaller(model), names
         self.values = {f"network.{name}": model.get_parameter(name).detach() for name in names}
         self.size = sum(value.numel() for value in self.values.values())
         # the ways from the fastest on; one that torch has not for a layer of this network is dropped
@@ -122,13 +122,13 @@ def _first_that_works(ways: list[Callable[..., Any]], *args: Any) -> Any:
             return way(*args)
         except (RuntimeError, NotImplementedError, ValueError, TypeError) as error:
             failed = error
-            if out_of_memory(error):
+            if is_out_of_memory(error):
                 break
             if len(ways) > 1:
                 ways.remove(way)
     reason = str(failed).partition("\n")[0][:120]
     line = f"torch cannot differentiate this network in its weights ({reason}); cover fewer layers, or take predictive='sampled'"
-    raise failed if out_of_memory(failed) else FlowBNNError(line, kind="derivative")
+    raise failed if is_out_of_memory(failed) else FlowBNNError(line, kind="derivative")
 
 
 # -------------------- the Hessian of the loss in the outputs

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from flowbnn.batches import call, device_of, evaluating, rows, take
+from flowbnn.batches import call, device_of, evaluation_mode, rows, take
 from flowbnn.errors import FlowBNNError, nearest
 from flowbnn.methods.laplace.blocks import Shapes
 
@@ -64,7 +64,7 @@ def survey(model: nn.Module, inputs: Any) -> Survey:
     def after(name: str, module: nn.Module, args: Any, output: Any) -> None:
         results[name] = output
 
-    with ExitStack() as hooks, evaluating(model):
+    with ExitStack() as hooks, evaluation_mode(model):
         for name, module in layers.items():
             hooks.enter_context(module.register_forward_pre_hook(partial(before, name)))
             hooks.enter_context(module.register_forward_hook(partial(after, name), prepend=True))

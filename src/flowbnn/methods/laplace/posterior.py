@@ -13,7 +13,7 @@ from flowbnn.batches import (
     check_finite,
     device_of,
     dtype_of,
-    evaluating,
+    evaluation_mode,
     move,
     rewrap_forward_errors,
     take,
@@ -122,7 +122,7 @@ class LaplacePosterior(WeightPosterior):
 
     def _variance(self, network: nn.Module, inputs: Any, diagonal: bool) -> Tensor:
         inputs, block = move(inputs, device_of(network), dtype_of(network)), self.blocks[0]
-        with evaluating(network), rewrap_forward_errors(inputs):
+        with evaluation_mode(network), rewrap_forward_errors(inputs):
             if self.direct is not None and isinstance(block, Diagonal | Kronecker):
                 features = self._with_features(network, inputs)[1]
                 ones = features.new_ones(len(features), 1)

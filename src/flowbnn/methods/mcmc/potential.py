@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, vmap
 
 from flowbnn.batches import (
-    Called,
+    NetworkCaller,
     check_finite_batch,
     device_of,
     dtype_of,
@@ -91,7 +91,7 @@ class NetworkPotential:
         prior_scale: float,
         sites: Sites | None = None,
     ) -> None:
-        self.model, self.likelihood = Called(model.eval()), likelihood.eval()
+        self.model, self.likelihood = NetworkCaller(model.eval()), likelihood.eval()
         self.inputs, self.targets = move(data, device_of(model), dtype_of(model))
         self.scale = num_data / len(self.targets)
         self.sites = sites

@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from flowbnn.batches import repeat, split_batch, uncompiled
+from flowbnn.batches import repeat, split_batch, unwrap_compiled
 from flowbnn.distributions import Divergence
 from flowbnn.errors import FlowBNNError, quote_names, warn
 from flowbnn.likelihoods import learns_noise
@@ -219,7 +219,7 @@ def fit(
         compares the held-out log-likelihood. A loss, and weights that have memorised the loader, are warned of.
         So is an ELBO that has not settled within the budget, or that fell, as it does where a loader is in order.
     """
-    model, automatic, length, pace = uncompiled(model), noise_lr is None, length_of(loader), None
+    model, automatic, length, pace = unwrap_compiled(model), noise_lr is None, length_of(loader), None
     steps = length or 25
     if epochs is None:
         epochs = min(120, max(10, math.ceil(BUDGET / steps)))

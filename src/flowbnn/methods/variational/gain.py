@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flowbnn.batches import device_of, dtype_of, evaluating, move, split_batch
+from flowbnn.batches import device_of, dtype_of, evaluation_mode, move, split_batch
 from flowbnn.errors import warn
 from flowbnn.methods.fitting import preserve_rng_state
 from flowbnn.noise import noise_mode
@@ -81,7 +81,7 @@ def elbos(model: nn.Module, objective: ELBO, batches: Iterable[Any]) -> Tensor:
     device, dtype, found = device_of(model), dtype_of(model), []
     # one of its own: what an earlier pass has asked for is drawn in another order
     objective = ELBO(objective.likelihood, objective.num_data, objective.beta, objective.gamma)
-    with preserve_rng_state(None), evaluating(model), noise_mode(model, "sample"):
+    with preserve_rng_state(None), evaluation_mode(model), noise_mode(model, "sample"):
         seed_all(0)
         for batch in batches:
             inputs, targets = split_batch(batch)

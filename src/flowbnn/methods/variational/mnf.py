@@ -58,7 +58,7 @@ from flowbnn.options import Count, Positive, accepts_options_of, options
 from flowbnn.posterior.base import Posterior
 from flowbnn.posterior.weights import WeightPosterior, generator_of
 from flowbnn.training import History
-from flowbnn.training.randomness import seeded
+from flowbnn.training.randomness import temporary_seed
 from flowbnn.transforms import Transform
 
 
@@ -114,7 +114,7 @@ class MNF(Variational):
         scales = base_scales({one.weight: own[one.weight].detach() for one in served}, 1.0, 1.0)
         sizes = [float(scales[one.weight].flatten()[0]) for one in served]
         recipe = FLOWS[self.flow]() if isinstance(self.flow, str) else self.flow
-        with seeded(run.seed):
+        with temporary_seed(run.seed):
             parts = [
                 _part(model, one, self.base_scale * size, self.z_scale, recipe)
                 for one, size in zip(served, sizes, strict=True)
@@ -260,7 +260,7 @@ class MNFPosterior(WeightPosterior):
     def restored(cls, point: Posterior, state: dict[str, Tensor], settings: dict[str, Any]) -> "MNFPosterior":
         recipe = recipe_from_dict(settings["flow"])
         served = [Served(*map(str, one)) for one in settings["layers"]]
-        with seeded(0):  # where the parts start is of no account here
+        with temporary_seed(0):  # where the parts start is of no account here
             parts = [_part(point.model, one, 1.0, 1.0, recipe) for one in served]
         weights = MultiplicativeWeights(point.model, served, parts)
         weights.release()

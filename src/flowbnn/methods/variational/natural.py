@@ -23,7 +23,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from flowbnn.batches import call, dtype_of, evaluating, in_memory, repeat, take
+from flowbnn.batches import call, dtype_of, evaluation_mode, halve_rows_on_oom, repeat, take
 from flowbnn.errors import FlowBNNError
 from flowbnn.likelihoods import Likelihood, learns_noise
 from flowbnn.likelihoods.regression import least_variance
@@ -207,7 +207,7 @@ class _Problem:
 
     def estimate(self, q: BlockGaussian, labels: int = EXACT) -> Estimate:
         """One pass over the data."""
-        estimate = in_memory(self, lambda: self._estimate(q, labels))
+        estimate = halve_rows_on_oom(self, lambda: self._estimate(q, labels))
         self.passes += 1
         return estimate
 
@@ -354,7 +354,7 @@ def fit_gaussian(
     """
     likelihood = deepcopy(likelihood)
     network = NoisyNetwork(model, likelihood)
-    with evaluating(model), torch.no_grad():
+    with evaluation_mode(model), torch.no_grad():
         problem = _Problem(network, inputs, targets, structure, seed)
         loc, scale = (
             torch.as_tensor(value).to(targets.device, torch.float64).expand(sum(network.sizes))

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from flowbnn.batches import call, device_of, dtype_of, evaluating, move, watching
+from flowbnn.batches import call, device_of, dtype_of, evaluation_mode, move, watch_modules
 from flowbnn.distributions.draws import standard_normal
 from flowbnn.errors import FlowBNNError, nearest
 from flowbnn.noise.layout import FORWARD, absorbs
@@ -121,7 +121,7 @@ def seen_by(model: nn.Module, inputs: Any) -> dict[str, list[int]]:
     def record(name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         axes[name].append((args[0] if args else kwargs["input"]).ndim)
 
-    with watching(maps, record, None), evaluating(model):
+    with watch_modules(maps, record, None), evaluation_mode(model):
         call(model, move(inputs, device_of(model), dtype_of(model)))
     return axes
 
