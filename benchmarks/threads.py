@@ -51,7 +51,7 @@ def lock_seconds(posterior: Any, times: int = 2_000) -> float:
     for _ in range(10):
         begin = time.perf_counter()
         for _ in range(times):
-            with posterior.kept.lock:
+            with posterior.cache.lock:
                 pass
         found.append((time.perf_counter() - begin) / times)
     return min(found)

@@ -9,7 +9,7 @@ import torch
 import flowbnn as fb
 from flowbnn.posterior import noise
 from flowbnn.posterior import prediction as passes
-from flowbnn.posterior.prediction import Kept, Prediction, PredictOptions
+from flowbnn.posterior.prediction import Prediction, PredictionCache, PredictOptions
 
 MIXED = {
     "conv1": fb.noise.Dropout(0.3, site="channel"),
@@ -47,7 +47,7 @@ def drawing(model, samples, plan="auto", kept=None, **options):
     Args:
         plan: ``"absorb"`` and ``"fold"`` insist on one of the plain ways, where the network allows it.
     """
-    kept = KEPT.setdefault(model, Kept()) if kept is None else kept
+    kept = KEPT.setdefault(model, PredictionCache()) if kept is None else kept
     with Prediction(model, PredictOptions(samples, **options), samples, kept) as prediction:
         posterior = noise.NoisePosterior(model, fb.likelihoods.Categorical())
 
@@ -65,7 +65,7 @@ def drawing(model, samples, plan="auto", kept=None, **options):
                 if shown is not None:
                     shown.plan = found
 
-        draw.sampler = prediction.drawn.get("sampler", lambda: noise.Sampler(prediction))
+        draw.sampler = prediction.state.get("sampler", lambda: noise.Sampler(prediction))
         draw.prediction = prediction
         yield draw
 
@@ -83,5 +83,5 @@ def sample_outputs(model, inputs, samples, plan="auto", **options):
 
 def plan_for(model, inputs, **options):
     """The plan of a first prediction."""
-    with drawing(model, 4, kept=Kept(), **options) as draw:
+    with drawing(model, 4, kept=PredictionCache(), **options) as draw:
         return noise.plan_for(draw.prediction, draw.prediction.ready(inputs))

@@ -303,7 +303,7 @@ def test_noise_melts_into_the_kernels_that_are_there_anyway(monkeypatch):
     torch._dynamo.reset()
     metrics.reset()
     with torch.no_grad():
-        passes.compiled(passes.Kept(), graphs=False)(plain, x)
+        passes.compiled(passes.PredictionCache(), graphs=False)(plain, x)
     alone = metrics.generated_kernel_count
     model = fb.to_stochastic(
         plain, {"*": fb.noise.NormalAffine(), "0.3": fb.noise.NormalAffine(site="position")}

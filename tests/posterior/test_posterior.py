@@ -10,7 +10,7 @@ from torch import nn
 import flowbnn as fb
 from flowbnn.methods.temperature import TemperedPosterior
 from flowbnn.posterior import MemberPosterior, PredictOptions
-from flowbnn.posterior.prediction import Kept, Prediction
+from flowbnn.posterior.prediction import Prediction, PredictionCache
 from flowbnn.posterior.recording import record
 
 
@@ -57,12 +57,39 @@ def test_threads_take_turns(make):
     assert not wrong
 
 
-def test_a_copy_begins_with_nothing_kept():
+def test_methods_of_a_subclass_are_neither_locked_nor_checked():
+    """A method that predicts from two threads deadlocked while the posterior's lock was held around it."""
+
+    class Service(MemberPosterior):
+        def predict_many(self, batches: int) -> list:
+            found: list = [None] * len(batches)
+
+            def work(index):
+                found[index] = self.predict(batches[index], 3, seed=index).probabilities
+
+            threads = [threading.Thread(target=work, args=(index,), daemon=True) for index in range(2)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join(timeout=20.0)
+            return found
+
+        def sample(self, seed: int | None = None):
+            return seed
+
+    source = members()
+    posterior = Service(source.model, source.likelihood, source.members)
+    batches = [torch.randn(4, 4), torch.randn(5, 4)]
+    assert [len(found) for found in posterior.predict_many(batches)] == [4, 5]
+    assert posterior.sample("any value") == "any value"
+
+
+def test_copies_start_with_an_empty_cache():
     posterior = members()
     posterior.predict(torch.zeros(2, 4), 2)
-    assert posterior.kept.values
-    assert not copy.deepcopy(posterior).kept.values
-    assert TemperedPosterior(posterior, 2.0).kept is posterior.kept, "one network, one lock"
+    assert posterior.cache.values
+    assert not copy.deepcopy(posterior).cache.values
+    assert TemperedPosterior(posterior, 2.0).cache is posterior.cache, "one network, one lock"
 
 
 class Graph(nn.Module):
@@ -124,7 +151,9 @@ def test_a_recording_is_made_once_and_a_network_that_fails_has_none():
     failed = record(nn.Linear(4, 3), torch.zeros(2, 5))
     assert failed.error is not None
     assert failed.flops is None
-    assert Prediction(nn.Linear(4, 3), PredictOptions(), 1, Kept()).full_pass(torch.zeros(2, 5)) >= 16
+    assert (
+        Prediction(nn.Linear(4, 3), PredictOptions(), 1, PredictionCache()).full_pass(torch.zeros(2, 5)) >= 16
+    )
 
 
 def test_a_recording_shows_operations_and_calls():

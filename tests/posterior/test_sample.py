@@ -42,7 +42,7 @@ def test_it_is_the_first_network_of_a_prediction(case, site):
     inputs = double(x.movedim(case.batch_axis, 0) for x in case.inputs())
     first = logits(posterior, inputs, 5, seed=3)[0]
     one = posterior.sample(3)
-    posterior.kept.values.clear()
+    posterior.cache.values.clear()
     fresh = posterior.sample(3)  # of a posterior that has not predicted
     with torch.no_grad():
         found = one(*inputs)

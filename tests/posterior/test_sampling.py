@@ -12,7 +12,7 @@ from flowbnn.noise import noise_layers
 from flowbnn.noise.base import settings_of
 from flowbnn.noise.modes import align_batch_axes
 from flowbnn.noise.passes import NoisePass, governing, pass_of
-from flowbnn.posterior.prediction import Kept, Prediction, PredictOptions
+from flowbnn.posterior.prediction import Prediction, PredictionCache, PredictOptions
 from flowbnn.posterior.recording import record
 
 
@@ -198,7 +198,8 @@ def test_the_chunk_follows_the_width_of_the_network():
         nn.Sequential(nn.Linear(8, 200_000), nn.Linear(200_000, 1)), {"*": fb.noise.NormalAffine()}
     )
     few, many = (
-        Prediction(model, PredictOptions(), 1, Kept()).full_pass(torch.ones(3, 8)) for model in (wide, narrow)
+        Prediction(model, PredictOptions(), 1, PredictionCache()).full_pass(torch.ones(3, 8))
+        for model in (wide, narrow)
     )
     assert 16 <= few < many
 

@@ -45,7 +45,7 @@ from flowbnn.methods.variational.base import fit
 from flowbnn.noise import Dropout
 from flowbnn.noise.layout import wrappable_layers
 from flowbnn.numerics import constant
-from flowbnn.options import Probability, accepts_options_of, options
+from flowbnn.options import Probability, accepts_options_of, checked, options
 from flowbnn.posterior.base import Posterior, Prediction
 from flowbnn.posterior.noise import NoisePosterior
 from flowbnn.posterior.prediction import new_seed
@@ -148,7 +148,7 @@ class DropoutPosterior(Posterior):
         """Outputs of the network with the masks of one sample after the other."""
         if self.axes is None:
             self.axes = example_axes(prediction.model, move(inputs, prediction.device, prediction.dtype))
-        masks = prediction.drawn.get("masks", lambda: Masks(prediction.model, self.axes or {}))
+        masks = prediction.state.get("masks", lambda: Masks(prediction.model, self.axes or {}))
 
         def networks() -> Iterator[Callable[[Any], Tensor]]:
             for index in samples:
@@ -158,6 +158,7 @@ class DropoutPosterior(Posterior):
         with masks:
             return prediction.run(inputs, networks(), len(samples))
 
+    @checked
     def sample(self, seed: int | None = None) -> nn.Module:
         """The first network of a prediction with this seed: a copy whose masks stay as they are."""
         network = deepcopy(self.model).eval()

@@ -239,7 +239,7 @@ class TemperedPosterior(Posterior):
     def __init__(self, posterior: Posterior, temperature: Positive) -> None:
         super().__init__(posterior.model, posterior.likelihood, posterior.history)
         self.posterior, self.temperature = posterior, float(temperature)
-        self.default_samples, self.kept = posterior.default_samples, posterior.kept
+        self.default_samples, self.cache = posterior.default_samples, posterior.cache
         self.compiles, self.only_shared = posterior.compiles, posterior.only_shared
 
     def __repr__(self) -> str:

@@ -21,13 +21,12 @@ some of these networks, its samples, for a batch of inputs. Everything else is d
 torch.Size([5, 3])
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
-from functools import partial, wraps
+from functools import partial
 from itertools import islice
 from pathlib import Path
-from types import FunctionType
 from typing import Any, ClassVar
 
 import torch
@@ -52,7 +51,7 @@ from flowbnn.noise import noise_layers
 from flowbnn.options import accepts_options_of, all_subclasses, checked
 from flowbnn.posterior.adaptive import Adaptive, adaptive_outputs
 from flowbnn.posterior.loaders import Collected, grouped, sharing
-from flowbnn.posterior.prediction import Kept, Prediction, PredictOptions, averaged, casting
+from flowbnn.posterior.prediction import Prediction, PredictionCache, PredictOptions, averaged, casting
 from flowbnn.posterior.twin import twin
 from flowbnn.predictive.base import NotFinite
 from flowbnn.training import (
@@ -69,18 +68,6 @@ from flowbnn.training.storage import TensorFile
 from flowbnn.units import LOC, SCALE, set_units
 
 PRECISIONS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)  # that a run may have
-CHECKED = {"sample", "draws", "log_prob", "member"}  # methods whose arguments users write
-
-
-def _take_turns(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Let a method of a posterior wait for the predictions of other threads; ``outputs`` is called by one, which holds the lock."""
-
-    @wraps(method)
-    def wait(self: "Posterior", *args: Any, **kwargs: Any) -> Any:
-        with self.kept.lock:
-            return method(self, *args, **kwargs)
-
-    return wait
 
 
 class Posterior:
@@ -89,8 +76,8 @@ class Posterior:
     To write one, define :meth:`outputs`, and for saving :meth:`state`, :meth:`settings` and :meth:`restored` where it has more than a
     network, a likelihood and a history.
 
-    Predictions of several threads take turns (see :class:`Kept`). They run in a twin of the network, so that ``model`` may be called,
-    copied and saved meanwhile; where they are compiled, which is for these very modules, it is the posterior's own.
+    Predictions are thread-safe: concurrent calls are serialized by the lock that :class:`Prediction` holds, and return the same results
+    as sequential calls. They run in a clone of the network, so that ``model`` may be called, copied and saved meanwhile.
 
     Args:
         model: the network.
@@ -103,15 +90,9 @@ class Posterior:
     compiles: bool = False  # whether predictions may pass the network through torch.compile
     only_shared: bool = False  # whether a draw always serves all inputs
 
-    def __init_subclass__(cls) -> None:
-        super().__init_subclass__()
-        for name, value in dict(vars(cls)).items():
-            if isinstance(value, FunctionType) and not name.startswith("_") and name != "outputs":
-                setattr(cls, name, _take_turns(checked(value) if name in CHECKED else value))
-
     def __init__(self, model: nn.Module, likelihood: Likelihood, history: History | None = None) -> None:
         self.model, self.likelihood, self.history = model, likelihood, history or History()
-        self.kept = Kept()
+        self.cache = PredictionCache()
 
     def __repr__(self) -> str:
         noisy = len(noise_layers(self.model))
@@ -158,11 +139,11 @@ class Posterior:
         self._refuse(inputs, options)
         if is_batch(inputs):  # one batch, which is this process's own affair
             check_finite(inputs)
-            with Prediction(self.model, options, self.default_samples, self.kept) as prediction:
+            with Prediction(self.model, options, self.default_samples, self.cache) as prediction:
                 return *self._sampled(inputs, prediction), None
         with sharing(inputs, bool(options.sharded), options.shared) as share:
             collected, shown = Collected(share), options.progress and is_main_process()
-            with Prediction(self.model, options, self.default_samples, self.kept) as prediction:
+            with Prediction(self.model, options, self.default_samples, self.cache) as prediction:
                 prediction.total = collected.expected
                 batches = track(share, "predicting") if shown else share
                 for number, (some, targets) in enumerate(grouped(batches, prediction.at_once)):
@@ -222,7 +203,7 @@ class Posterior:
         try:
             return self._predictive(outputs, sample_counts)
         except NotFinite as error:
-            with self.kept.lock:
+            with self.cache.lock:
                 why, bad = self._why_not_finite(inputs, options), error.fields
             message = f"samples are not finite for {bad['inputs']} of {bad['total']} inputs: {why}"
             raise FlowBNNError(message, **bad) from None
@@ -305,7 +286,7 @@ class Posterior:
     @checked
     def save(self, path: str | Path) -> Path:
         """Write the posterior to one safetensors file, atomically; plain tensors and JSON, nothing that can run code."""
-        with self.kept.lock:
+        with self.cache.lock:
             return save_tensors(path, self.tensors(), self.document())
 
     @classmethod

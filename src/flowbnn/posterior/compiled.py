@@ -113,7 +113,7 @@ class Form:
 def form_for(prediction: Prediction, inputs: Any) -> Form:
     """The form for inputs of this shape, made once and kept with the posterior."""
     shown, half = prediction.recorded(inputs), prediction.half
-    return prediction.kept.get(("form", id(shown)), lambda: _make_form(prediction, inputs, shown, half))
+    return prediction.cache.get(("form", id(shown)), lambda: _make_form(prediction, inputs, shown, half))
 
 
 def _make_form(prediction: Prediction, inputs: Any, shown: Recording, half: torch.dtype | None) -> Form:
@@ -216,7 +216,7 @@ class GivenDraws:
         self.dtype = torch.promote_types(dtype_of(model) or torch.float32, torch.float32)
         self.weights: AbstractContextManager[Any] = nullcontext()
         if form.weights is not None and half is not None:
-            kept: dict[Any, nn.Parameter] = prediction.kept.get("half weights", dict)
+            kept: dict[Any, nn.Parameter] = prediction.cache.get("half weights", dict)
             self.weights = HalfWeights(model, half, form.weights, kept)
         self.block: tuple[int, Tensor] = (0, torch.empty(0))
 
@@ -273,7 +273,7 @@ def compiled_outputs(
     failures: tuple[type[Exception], ...] = (*uncompilable(), Unasked, AssertionError)
     if not form.failure:
         try:
-            passes = prediction.drawn.get(
+            passes = prediction.state.get(
                 ("passes", id(form)), lambda: CompiledPasses(prediction, form, state)
             )
             with evaluation_mode(prediction.own):
@@ -359,7 +359,7 @@ class CompiledPasses:
         several = self.several(plan, len(samples))
         self.given.table.entry = (plan.first, several) if plan.fold == "late" else (-1, 1)
         graphs = graphed(prediction.device, plan.work * size * several)
-        return several, graphs, compiled(prediction.kept, graphs, pass_given, whole=True), pieces
+        return several, graphs, compiled(prediction.cache, graphs, pass_given, whole=True), pieces
 
     def several(self, plan: Any, number: int) -> int:
         """How many samples a pass takes so that it fills the device; one, where only some of them are asked for."""

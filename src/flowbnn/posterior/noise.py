@@ -61,7 +61,7 @@ class NoisePosterior(Posterior):
 
     def outputs(self, inputs: Any, samples: range, prediction: Prediction) -> Tensor:
         """The one place where the way to take samples is chosen: compiled, folded into the batch, or one by one."""
-        sampler: Sampler = prediction.drawn.get("sampler", lambda: Sampler(prediction))
+        sampler: Sampler = prediction.state.get("sampler", lambda: Sampler(prediction))
         inputs = prediction.ready(inputs)
         if sampler.generator is not None:  # every batch its own draws
             sampler.generator.manual_seed(prediction.seed + prediction.batch)
@@ -79,15 +79,17 @@ class NoisePosterior(Posterior):
             plan.fold = ""
             return sampler.one_by_one(inputs, samples, plan)
 
+    @checked
     def sample(self, seed: int | None = None) -> nn.Module:
         """The first network of a prediction with this seed, plain: one draw of the noise is in its weights.
 
         Layers whose weights cannot take it (attention, recurrent, tied, site ``position``, side ``output``) have it as a buffer that
         multiplies.
         """
-        shown = [value for value in self.kept.values.values() if isinstance(value, Recording)]
+        shown = [value for value in self.cache.values.values() if isinstance(value, Recording)]
         return at_draw(self.model, seed, {name for one in shown for name in one.read_elsewhere})
 
+    @checked
     def draws(self, samples: Count, seed: int | None = None) -> dict[str, Tensor]:
         """Noise vectors ``{layer: [samples, dim]}``; the same seed gives those that a prediction with it uses.
 
@@ -100,6 +102,7 @@ class NoisePosterior(Posterior):
                 for name, layer in noise_layers(self.model).items()
             }
 
+    @checked
     def log_prob(self, values: Mapping[str, Tensor]) -> Tensor:
         """Log-density ``[S]`` of noise vectors ``{layer: [S, dim]}`` of all layers, as :meth:`draws` gives them."""
         layers, given = noise_layers(self.model), set(values)
@@ -353,7 +356,7 @@ class Sampler:
                 self.state.part = (index, index + 1) if self.prediction.shared else None
                 yield one_pass
             return
-        weights = self.prediction.drawn.get(
+        weights = self.prediction.state.get(
             plan.absorbed, lambda: ScaledWeights(self.model, plan.absorbed, self.state)
         )
         with weights:

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from flowbnn.options import Count
+from flowbnn.options import Count, checked
 from flowbnn.posterior.base import Posterior, Prediction
 
 
@@ -21,10 +21,12 @@ class PointPosterior(Posterior):
         one = prediction.run(inputs)
         return one.expand(len(samples), *(-1,) * (one.ndim - 1))
 
+    @checked
     def sample(self, seed: int | None = None) -> nn.Module:
         """A copy of the one network."""
         return deepcopy(self.model).eval()
 
+    @checked
     def draws(self, samples: Count, seed: int | None = None) -> dict[str, Tensor]:
         """The weights of the one network, ``samples`` times."""
         own = self.model.named_parameters()

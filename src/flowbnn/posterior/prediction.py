@@ -87,7 +87,7 @@ def new_seed() -> int:
     return int(torch.randint(2**31 - 1, ()))
 
 
-class Kept:
+class PredictionCache:
     """What a posterior keeps from one prediction to the next: its lock, measurements, plans, compiled passes and their buffers.
 
     It is not saved, and a copy of the posterior begins with nothing kept.
@@ -104,7 +104,7 @@ class Kept:
         return self.values[key]
 
     def __reduce__(self) -> Any:
-        return Kept, ()
+        return PredictionCache, ()
 
 
 class Prediction:
@@ -132,22 +132,24 @@ class Prediction:
         stack: contexts of the posterior's own that last as long as the prediction.
     """
 
-    def __init__(self, model: nn.Module, options: PredictOptions, samples: int, kept: Kept) -> None:
-        self.own, self.options, self.kept = model, options, kept
+    def __init__(
+        self, model: nn.Module, options: PredictOptions, samples: int, kept: PredictionCache
+    ) -> None:
+        self.own, self.options, self.cache = model, options, kept
         # what is compiled is compiled for these very modules
         self.model = model if options.compile is True else twin(model)
         self.device, self.dtype, self.half = device_of(model), dtype_of(model), MIXED.get(options.precision)
         self.samples, self.shared = options.samples or samples, options.shared
         self.seed = new_seed() if options.seed is None else int(options.seed)
         self.total = self.batch = self.limit = self.fixed = 0
-        self.drawn = Kept()
+        self.state = PredictionCache()
         self.stack = ExitStack()
         if self.device.type == "cpu":
             raise_malloc_trim_threshold()
 
     def __enter__(self) -> Self:
         with ExitStack() as stack:
-            stack.enter_context(self.kept.lock)
+            stack.enter_context(self.cache.lock)
             stack.enter_context(evaluation_mode(self.model))
             stack.enter_context(casting(self.device, self.half))
             self.stack = stack.pop_all()
@@ -158,7 +160,7 @@ class Prediction:
 
     def warn_once(self, kind: str, line: str) -> None:
         """A warning of a kind that a prediction gives once."""
-        self.drawn.get(kind, lambda: warn(line, kind=kind))
+        self.state.get(kind, lambda: warn(line, kind=kind))
 
     def at_once(self, inputs: Any) -> int:
         """How many rows like these to take from a loader: those of a full pass, and several where settled inputs leave gaps."""
@@ -192,10 +194,10 @@ class Prediction:
     def recorded(self, inputs: Any) -> Recording:
         """One pass over two rows of the inputs, made once for every shape of a row and kept with the posterior."""
         key = ("recorded", self.half, tuple([(part.shape[1:], part.dtype) for part in tensors_of(inputs)]))
-        if key not in self.kept.values:
+        if key not in self.cache.values:
             few = move(take(inputs, 0, 2) if has_row_axis(inputs) else inputs, self.device, self.dtype)
-            self.kept.values[key] = record(self.model, few)
-        return self.kept.values[key]
+            self.cache.values[key] = record(self.model, few)
+        return self.cache.values[key]
 
     def attempt(self, work: Callable[[], Result], tried: int) -> Result | None:
         """Do ``work``, which takes ``tried`` rows; None when memory ran out, after which :attr:`limit` is smaller."""
@@ -225,7 +227,7 @@ class Prediction:
         if self.options.compile is not True or 2 * (count := rows(inputs)) < self.fixed:
             return call(self.model, inputs)
         graphs = self.device.type == "cuda" and self.fixed <= 1024
-        one_pass = compiled(self.kept, graphs)
+        one_pass = compiled(self.cache, graphs)
         return one_pass(self.model, inputs if count == self.fixed else pad(inputs, self.fixed))[:count]
 
     def run(
@@ -277,7 +279,7 @@ def casting(device: torch.device, half: torch.dtype | None) -> AbstractContextMa
 
 
 def compiled(
-    kept: Kept, graphs: bool, forward: Callable[..., Tensor] = call, whole: bool = False
+    kept: PredictionCache, graphs: bool, forward: Callable[..., Tensor] = call, whole: bool = False
 ) -> Callable[..., Tensor]:
     """The network's forward pass through ``torch.compile``, kept with the posterior; give it inputs of few shapes.
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from flowbnn.errors import FlowBNNError, pluralize
 from flowbnn.likelihoods import Gaussian, Likelihood, with_level
-from flowbnn.options import Bounds, Count, check
+from flowbnn.options import Bounds, Count, check, checked
 from flowbnn.posterior.base import Posterior, Prediction
 from flowbnn.posterior.prediction import new_seed
 from flowbnn.training import History
@@ -123,6 +123,7 @@ class WeightPosterior(Posterior):
         """Log-density of one set of weights."""
         return self._without("density that could be computed")
 
+    @checked
     def draws(self, samples: Count, seed: int | None = None) -> dict[str, Tensor]:
         """Weights ``{name: [samples, ...]}``; the same seed gives those that a prediction with it uses."""
         seed = new_seed() if seed is None else seed
@@ -130,6 +131,7 @@ class WeightPosterior(Posterior):
             sets = [self.weights(index, seed) for index in range(samples)]
         return {name: torch.stack([one[name] for one in sets]) for name in sets[0]}
 
+    @checked
     def log_prob(self, values: Mapping[str, Tensor]) -> Tensor:
         """Log-density ``[S]`` of weights ``{name: [S, ...]}``, as :meth:`draws` gives them."""
         missing = [name for name in self.names if name not in values]
@@ -141,6 +143,7 @@ class WeightPosterior(Posterior):
             each = [self.log_density({k: v[i] for k, v in values.items()}) for i in range(counts.pop())]
         return torch.stack(each)
 
+    @checked
     def sample(self, seed: int | None = None) -> nn.Module:
         """One network of the posterior: a copy with weights drawn from it."""
         return self.network_of({name: value[0] for name, value in self.draws(1, seed).items()})
@@ -156,7 +159,7 @@ class WeightPosterior(Posterior):
 
     def outputs(self, inputs: Any, samples: range, prediction: Prediction) -> Tensor:
         """Outputs of the network with the weights of one sample after the other."""
-        exchange = prediction.drawn.get("exchange", lambda: Exchange(prediction.model, self.names))
+        exchange = prediction.state.get("exchange", lambda: Exchange(prediction.model, self.names))
 
         def networks() -> Iterator[Callable[[Any], Tensor]]:
             for values in self.stream(samples, prediction):
@@ -255,6 +258,7 @@ class MemberPosterior(WeightPosterior):
             return (first + self.chosen(index, samples)) % self.size
         return index * self.size // samples if samples < self.size else index % self.size
 
+    @checked
     def draws(self, samples: Count, seed: int | None = None) -> dict[str, Tensor]:
         """Members ``{name: [samples, ...]}``, those that a prediction with so many samples and this seed takes."""
         taken = [self.chosen(index, samples, seed) for index in range(samples)]
@@ -279,10 +283,12 @@ class MemberPosterior(WeightPosterior):
         each.shape = getattr(self.likelihood, "shape", None)
         return each
 
+    @checked
     def sample(self, seed: int | None = None) -> nn.Module:
         """One of the networks, at random."""
         return self.member(self.chosen(0, 1, new_seed() if seed is None else seed))
 
+    @checked
     def member(self, index: int) -> nn.Module:
         """The network of this number."""
         check("index", index, Annotated[int, Bounds(ge=0, lt=self.size)])

@@ -168,7 +168,7 @@ class LaplacePosterior(WeightPosterior):
 
     def _linearized(self, samples: range, prediction: Prediction) -> Iterator[Callable[[Any], Tensor]]:
         r"""The network made linear in its weights, :math:`f(x) + J(x) (w - \hat w)`, for one draw of the weights after the other."""
-        jacobian = prediction.drawn.get("jacobian", lambda: Jacobian(prediction.model, self.names))
+        jacobian = prediction.state.get("jacobian", lambda: Jacobian(prediction.model, self.names))
         for index in samples:
             tangents = self._moves(index, prediction.seed)
             yield lambda rows, tangents=tangents: sum(jacobian.push(rows, tangents))  # type: ignore[misc]
@@ -200,7 +200,7 @@ class LaplacePosterior(WeightPosterior):
         with torch.autocast(prediction.device.type, enabled=False):
             for place, index in enumerate(samples):
                 drawn = partial(moves, index)
-                weight, bias = prediction.drawn.get(("moves", index), drawn) if few else drawn()
+                weight, bias = prediction.state.get(("moves", index), drawn) if few else drawn()
                 result[place] = torch.addmm(outputs + bias, features, weight)
         return result
 

@@ -190,7 +190,7 @@ class GaussianWeightPosterior(WeightPosterior):
             self.flat_std = self.join(named_parts(self.live.log_std.exp(), self.live.shapes))
 
     def outputs(self, inputs: Any, samples: range, prediction: Prediction) -> Tensor:
-        prediction.drawn.get("follow", self.follow)
+        prediction.state.get("follow", self.follow)
         return super().outputs(inputs, samples, prediction)
 
     def weights(self, index: int, seed: int) -> dict[str, Tensor]:
