@@ -26,7 +26,7 @@ lint: $(STAMP)  ## linter and type checker
 test: lint  ## linter, type checker, tests, doctests and the import-order test
 	$(BIN)/python -m pytest -n 2 --dist worksteal
 
-bench: $(STAMP)  ## speed, as ratios to the plain network; what the defaults do; threads; structure
+bench: $(STAMP)  ## speed, as ratios to the plain network; what the defaults do; threads; structure (a table, no limits)
 	$(BIN)/python benchmarks/training_step.py --out $(OUT)
 	$(BIN)/python benchmarks/prediction.py --out $(OUT)
 	$(BIN)/python benchmarks/adaptive.py --out $(OUT)
