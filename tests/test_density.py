@@ -386,7 +386,7 @@ def test_a_training_that_diverged_is_warned_of() -> None:
 
 def test_scales_of_actnorm_learn_five_times_as_fast() -> None:
     """The first step of Adam is the rate, whatever the gradient."""
-    flow = fb.flows.FlowModel(fb.distributions.NormalBase(2, 0.0, 1.0), ActNorm(2, data_start=False))
+    flow = fb.flows.FlowModel(fb.distributions.NormalBase(2, 0.0, 1.0), ActNorm(2, data_init=False))
     given = {"batch_size": 64, "lr": 1e-3, "rise": 0.0, "weight_decay": 0.0, "validation": 0.0}
     fit = fb.fit_density(flow, points(64), standardize=False, **given, **ONE)
     learned = fit.flow.transform

@@ -117,7 +117,7 @@ def test_every_pair_of_normals_has_torchs_kl(q_kind, p_kind):
 
 
 def test_a_full_matrix_on_torchs_normals():
-    transform = Compose(moved(), LULinear(3, spread=0.5).double(), Reverse(3)).requires_grad_(False)
+    transform = Compose(moved(), LULinear(3, init_std=0.5).double(), Reverse(3)).requires_grad_(False)
     q = Flow(Independent(Normal(Q_LOC, Q_SCALE), 1), transform)
     offset = transform(torch.zeros(3, dtype=DOUBLE))[0]
     matrix = (transform(torch.eye(3, dtype=DOUBLE))[0] - offset).T

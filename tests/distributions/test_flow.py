@@ -138,7 +138,7 @@ def test_sampled_kl_is_the_integral(make):
 
 def test_mixture_kl_is_the_integral():
     torch.manual_seed(0)
-    base = MixtureBase(1, 2, spread=1.0).double()
+    base = MixtureBase(1, 2, init_std=1.0).double()
     q, prior = Flow(base(), Affine(1).double()), normal(1)
     grid = torch.linspace(-8, 10, 20_000, dtype=DOUBLE)[:, None]
     with torch.no_grad():

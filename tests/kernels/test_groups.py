@@ -20,14 +20,14 @@ SMALL = [
 ]
 
 
-def groups_of(cases, device="cpu", coarse=False, dtype=torch.float32):
+def groups_of(cases, device="cpu", allow_tf32=False, dtype=torch.float32):
     torch.manual_seed(2)
     return [
         Group(
             [flow.to(dtype).chain for flow in flows_of(case, device)],
             torch.randn(rows, sum(dim for dim, _ in case)).to(device, dtype).requires_grad_(),
             log_det,
-            coarse and not log_det,
+            allow_tf32 and not log_det,
         )
         for case, rows, log_det in cases
     ]
@@ -56,9 +56,9 @@ def same(first, second):
     return len(first) == len(second) and all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
-@pytest.mark.parametrize("coarse", [False, True])
-def test_without_kernels_the_groups_go_one_after_the_other(coarse):
-    groups = groups_of(SMALL, coarse=coarse, dtype=torch.float64)
+@pytest.mark.parametrize("allow_tf32", [False, True])
+def test_without_kernels_the_groups_go_one_after_the_other(allow_tf32):
+    groups = groups_of(SMALL, allow_tf32=allow_tf32, dtype=torch.float64)
     found = derived(evaluate_many, groups)
     for group, (x, lines) in zip(groups, evaluate_many(groups), strict=True):
         starts = group.starts.split([chain.plan.dim for chain in group.chains], -1)
@@ -79,7 +79,7 @@ def test_a_flow_without_kernels_leaves_the_other_groups_theirs(monkeypatch):
         "push",
         lambda groups: launched.extend(g[2:] for g in groups) or [(g.starts, None) for g in groups],
     )
-    groups = groups_of([SMALL[1], SMALL[2]], coarse=True)
+    groups = groups_of([SMALL[1], SMALL[2]], allow_tf32=True)
     (alone, _), (_, _) = evaluate_many(groups)
     assert launched == [(False, True)]
     torch.testing.assert_close(alone, reference.forward(*groups[0].chains[0], groups[0].starts, False)[0])
@@ -88,9 +88,9 @@ def test_a_flow_without_kernels_leaves_the_other_groups_theirs(monkeypatch):
 @needs_gpu
 @pytest.mark.gpu
 @pytest.mark.parametrize("cases", [SMALL, [KL, *POSITION]], ids=["small", "vgg"])
-@pytest.mark.parametrize("coarse", [False, True])
-def test_on_a_gpu_side_by_side_is_the_same_to_the_last_bit(cases, coarse):
-    groups = groups_of(cases, "cuda", coarse)
+@pytest.mark.parametrize("allow_tf32", [False, True])
+def test_on_a_gpu_side_by_side_is_the_same_to_the_last_bit(cases, allow_tf32):
+    groups = groups_of(cases, "cuda", allow_tf32)
     expected = derived(one_by_one, groups)
     for _ in range(5):
         assert same(derived(evaluate_many, groups), expected)

@@ -77,8 +77,10 @@ def one_by_one(flows, starts, log_det):
     return [x for x, _ in ends], [log for _, log in ends] if log_det else None
 
 
-def together(flows, starts, log_det, coarse=False):
-    x, log_dets = kernels.evaluate_many([Group([flow.chain for flow in flows], starts, log_det, coarse)])[0]
+def together(flows, starts, log_det, allow_tf32=False):
+    x, log_dets = kernels.evaluate_many([Group([flow.chain for flow in flows], starts, log_det, allow_tf32)])[
+        0
+    ]
     return list(x.split([flow.dim for flow in flows], -1)), list(log_dets.unbind()) if log_det else None
 
 
@@ -149,8 +151,8 @@ def test_parts_of_rows_are_few_and_none_is_empty(rows):
 def test_noise_that_will_be_rounded_may_be_coarse_and_its_divergence_never_is(monkeypatch):
     asked = []
 
-    def watched(chain, z, log_det=True, coarse=False):
-        asked.append(coarse)
+    def watched(chain, z, log_det=True, allow_tf32=False):
+        asked.append(allow_tf32)
         return z, z.new_zeros(len(z)) if log_det else None
 
     monkeypatch.setattr(kernels, "evaluate", watched)
@@ -283,14 +285,14 @@ def test_on_a_gpu_coarse_products_are_good_to_a_thousandth_and_few_rows_stay_exa
     case = [(dim, REPORT)]
     flows, wide = flows_of(case, "cuda"), wide_of(case, rows, "cuda")
 
-    def coarse(flows, starts, log_det):
-        return together(flows, starts, log_det, coarse=True)
+    def allow_tf32(flows, starts, log_det):
+        return together(flows, starts, log_det, allow_tf32=True)
 
-    first, again = (derived(coarse, flows, wide, case, True) for _ in range(2))
+    first, again = (derived(allow_tf32, flows, wide, case, True) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
     assert 1e-5 < error(first, truth(flows, wide, case, True)) < 5e-3
     few = wide_of(case, 100, "cuda")
-    exact, same = (derived(push, flows, few, case, True) for push in (together, coarse))
+    exact, same = (derived(push, flows, few, case, True) for push in (together, allow_tf32))
     assert all(torch.equal(a, b) for a, b in zip(exact, same, strict=True))
 
 

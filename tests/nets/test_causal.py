@@ -17,12 +17,12 @@ def woken(net: nn.Module, spread: float = 0.4) -> nn.Module:
     return net
 
 
-def dependence(net: nn.Module, shape: tuple[int, ...], per_entry: int) -> Tensor:
-    """Whether an output's entry depends on an input's, both in the order of the event, ``[entries, per_entry, entries]``."""
+def dependence(net: nn.Module, shape: tuple[int, ...], params_per_entry: int) -> Tensor:
+    """Whether an output's entry depends on an input's, both in the order of the event, ``[entries, params_per_entry, entries]``."""
     jacobian = torch.func.jacrev(net)(torch.randn(shape).double())
     places, channels = torch.Size(shape[:-1]).numel(), shape[-1]
-    jacobian = jacobian.reshape(places, per_entry, channels, -1).movedim(1, 2)
-    return jacobian.reshape(places * channels, per_entry, places * channels) != 0
+    jacobian = jacobian.reshape(places, params_per_entry, channels, -1).movedim(1, 2)
+    return jacobian.reshape(places * channels, params_per_entry, places * channels) != 0
 
 
 @pytest.mark.parametrize("kernel", [2, 3])

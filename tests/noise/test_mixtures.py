@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import flowbnn as fb
 from flowbnn.distributions import Flow, MixtureBase, NormalBase, NormalMixture
-from flowbnn.distributions.draws import chosen_normal
+from flowbnn.distributions.draws import select_normal
 from flowbnn.noise import batched_normals as mixtures
 from flowbnn.noise import noise_layers, noise_mode
 from flowbnn.noise.batched import ahead, divergences
@@ -191,7 +191,7 @@ def test_gradients_of_chosen_components_once_and_twice():
     which, normal = torch.randint(3, (5, 2)), torch.randn(5, 2, 4, dtype=torch.float64)
 
     def drawn(loc, scale):
-        return chosen_normal(loc, scale, which, normal)
+        return select_normal(loc, scale, which, normal)
 
     wanted = loc.requires_grad_(), scale.requires_grad_()
     assert torch.autograd.gradcheck(drawn, wanted)
@@ -297,7 +297,7 @@ def test_half_precision_leaves_the_choice_exact():
     expected = torch.autograd.grad(truth.square().sum(), (loc, scale))
 
     def drawn(loc, scale):
-        return chosen_normal(loc, scale, which, normal)
+        return select_normal(loc, scale, which, normal)
 
     torch._dynamo.reset()
     whole = torch.compile(drawn, fullgraph=True, backend="aot_eager")
@@ -324,7 +324,7 @@ def test_what_a_subclass_defines_is_kept():
     layers = noise_layers(model)
     narrow = {
         name: InputNoise(
-            Narrow(4, 3, spread=0.0), Compose(Affine(4, center=1.0)), NormalBase(4), layer.layout
+            Narrow(4, 3, init_std=0.0), Compose(Affine(4, center=1.0)), NormalBase(4), layer.layout
         )
         for name, layer in layers.items()
     }
@@ -355,7 +355,7 @@ def test_batches_of_several_sizes_compile_and_forward_derivatives_and_traces_wor
             forward_ad.make_dual(loc, torch.ones(3, 4)),
             forward_ad.make_dual(scale, torch.full((3, 4), 2.0)),
         )
-        tangent = forward_ad.unpack_dual(chosen_normal(*duals, which, normal)).tangent
+        tangent = forward_ad.unpack_dual(select_normal(*duals, which, normal)).tangent
     torch.testing.assert_close(tangent, 1.0 + 2.0 * normal)
     model = network({"*": fb.noise.NormalAffine(components=3, site="position")})
     with warnings.catch_warnings():

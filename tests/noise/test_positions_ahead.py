@@ -116,7 +116,7 @@ def test_the_objective_remembers_the_positions_of_each_size_of_batch(monkeypatch
     monkeypatch.setattr(
         batched.kernels,
         "evaluate_many",
-        lambda groups: drew.append([g.coarse for g in groups]) or push(groups),
+        lambda groups: drew.append([g.allow_tf32 for g in groups]) or push(groups),
     )
     for rows in (6, 4, 6, 4):
         assert objective(model, torch.randn(rows, 3, 6, 6), torch.zeros(rows, dtype=torch.long)).kl > 0
@@ -177,7 +177,7 @@ def test_a_pass_that_rounds_is_not_served_by_exact_draws_and_the_next_one_is_coa
     monkeypatch.setattr(
         batched.kernels,
         "evaluate_many",
-        lambda groups: (coarse.append([g.coarse for g in groups]), push(groups))[1],
+        lambda groups: (coarse.append([g.allow_tf32 for g in groups]), push(groups))[1],
     )
     objective(model, images, labels)
     for _ in range(2):

@@ -50,9 +50,7 @@ def test_histograms_hold_everything_once():
 def test_densities_are_densities_of_the_dimensions_that_moved():
     model = to_stochastic(nn.Sequential(nn.Linear(4, 3)), {"0": NormalPlanar(1)})
     with torch.no_grad():
-        noise_layers(model)["0"].transform.parts[0].shift[2] = (
-            1.5  # this dimension is moved away from its prior
-        )
+        noise_layers(model)["0"].transform[0].shift[2] = 1.5  # this dimension is moved away from its prior
     (panel,) = density_panels(model, ["0"], 1)
     assert panel["title"] == "0, noise dimension 2"
     mass = torch.trapezoid(torch.tensor(panel["posterior"]), torch.tensor(panel["x"]))

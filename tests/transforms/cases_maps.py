@@ -109,7 +109,7 @@ CASES: list[Case] = [
     Case(
         "glow-step",
         GlowStep,
-        lambda dim: seen(GlowStep(dim, hidden=(16, 16), data_start=True), dim),
+        lambda dim: seen(GlowStep(dim, hidden=(16, 16), data_init=True), dim),
         dim=5,
         quadrature=(2,),
         no_quadrature=COUPLED,

@@ -173,15 +173,15 @@ class Blowup(nn.Module):
 
 
 def test_a_solver_that_does_not_converge_says_so_and_where():
-    flow = Compose(Affine(1), NeuralODE(1, net=Blowup(), most_evaluations=300))
+    flow = Compose(Affine(1), NeuralODE(1, net=Blowup(), max_evaluations=300))
     with pytest.raises(
         FlowBNNError, match="part 1 of the flow: NeuralODE: the solver did not converge"
     ) as caught:
         flow(torch.ones(3, 1))
     assert (caught.value.kind, caught.value.fields["place"]) == ("convergence", 1)
-    few = trained(2, (6,), most_evaluations=40)
+    few = trained(2, (6,), max_evaluations=40)
     value = few(points(3, 2))[0]
-    few.most_evaluations = 5
+    few.max_evaluations = 5
     with pytest.raises(FlowBNNError, match="in 6 evaluations"):
         value.sum().backward()
 

@@ -47,7 +47,9 @@ def everything(dim: int, categories: int) -> Tensor:
 def test_probabilities_of_categories_sum_to_one_and_the_inverse_is_exact(kind: str, scaled: bool) -> None:
     torch.manual_seed(0)
     flow = moved(
-        fb.flows.DiscreteFlow(3, 4, context_dim=2, length=2, hidden=(8,), kind=kind, scaled=scaled).double()
+        fb.flows.DiscreteFlow(
+            3, 4, context_dim=2, length=2, hidden=(8,), kind=kind, learn_scale=scaled
+        ).double()
     )
     x, context = everything(3, 4), torch.ones(2).double()
     probabilities = flow(context).log_prob(x).exp()
@@ -95,15 +97,15 @@ def test_integers_pass_exactly_as_far_as_the_precision_goes() -> None:
 
 def test_which_side_has_integers_is_declared() -> None:
     turned = Inverse(Integers())
-    assert (turned.discrete, turned.takes_integers) == (False, True)
+    assert (turned.discrete, turned.discrete_base) == (False, True)
     assert Inverse(turned).discrete
     assert Compose(Integers(), ChannelsFirst()).discrete
     assert not Compose(Integers(), Inverse(Integers())).discrete
-    assert Compose(Inverse(Dequantization()), Affine(1)).takes_integers
+    assert Compose(Inverse(Dequantization()), Affine(1)).discrete_base
 
 
 def test_a_modular_map_is_its_arithmetic() -> None:
-    modular = ModularMap(6, scaled=True)
+    modular = ModularMap(6, learn_scale=True)
     for z, shift, scale in itertools.product(range(6), range(6), (0, 1)):
         logits = torch.zeros(2, 6)
         logits[0, shift] = logits[1, (1, 5)[scale]] = 1.0
@@ -158,7 +160,7 @@ def test_couplings_of_integers_soon_learn_neighbours() -> None:
     """Shifts of a fixed small gain took thousands of steps to reach the differences of neighbouring pixels."""
     torch.manual_seed(0)
     x = (torch.randint(40, 200, (256, 1, 1, 1)) + 2 * torch.randn(256, 1, 8, 8)).round().long()
-    flow = fb.flows.IDF((1, 8, 8), length=4, hidden=(16, 16), levels=2, data_start=True)
+    flow = fb.flows.IDF((1, 8, 8), length=4, hidden=(16, 16), levels=2, data_init=True)
     optimizer = torch.optim.Adam(flow.parameters(), lr=1e-3)
     for step in range(60):
         loss = -flow().log_prob(x[torch.arange(32) + 32 * (step % 8)]).mean() / (64 * math.log(2))
@@ -177,7 +179,7 @@ def test_rounding_passes_gradients_straight_through() -> None:
 
 def test_a_discretized_logistic_base_starts_at_the_first_batch() -> None:
     """Pixels that are nearly always 0 take hundredths of a bit, which took the base hundreds of steps."""
-    base = DiscretizedLogisticBase(2, data_start=True)
+    base = DiscretizedLogisticBase(2, data_init=True)
     dark, wide = 200.0 * (torch.arange(500) % 100 == 0), torch.arange(500.0) % 100
     pixels = torch.stack([dark, wide], -1)
     assert base.eval()().log_prob(pixels).mean() < -10.0  # where nothing is learned nothing starts
@@ -186,7 +188,7 @@ def test_a_discretized_logistic_base_starts_at_the_first_batch() -> None:
     loss.backward()
     assert base.raw.grad.isfinite().all()
     once = base.raw.detach().clone()
-    other = DiscretizedLogisticBase(2, data_start=True)
+    other = DiscretizedLogisticBase(2, data_init=True)
     other.load_state_dict(base.state_dict())
     for started in (base, other):
         started().log_prob(pixels + 7.0)
@@ -195,7 +197,7 @@ def test_a_discretized_logistic_base_starts_at_the_first_batch() -> None:
 
 def test_integers_that_leave_an_image_start_at_data_and_follow_the_others() -> None:
     torch.manual_seed(0)
-    flow = fb.flows.IDF((1, 4, 4), length=1, hidden=(4,), levels=2, components=2, data_start=True).double()
+    flow = fb.flows.IDF((1, 4, 4), length=1, hidden=(4,), levels=2, components=2, data_init=True).double()
     x = 100 + 5 * torch.randn(64, 1, 4, 4).round().long()
     assert flow().log_prob(x).mean() > -16 * 4.5  # it was 16 * 7
     *_, noise = (part.noise for part in flow.transform[0] if hasattr(part, "noise"))
@@ -255,7 +257,7 @@ def test_the_map_of_flow_pp_and_its_implicit_gradients() -> None:
 @pytest.mark.parametrize("kind", [LogisticMixtureMap, SigmoidalMap])
 def test_far_out_the_slope_of_a_mixture_keeps_its_digits(kind: type[LogisticMixtureMap]) -> None:
     mixture = kind(3)
-    parameters = torch.randn(6, mixture.per_entry, generator=torch.Generator().manual_seed(0))
+    parameters = torch.randn(6, mixture.params_per_entry, generator=torch.Generator().manual_seed(0))
     far = torch.tensor([[-1e10], [-1e6], [-1e4], [1e4], [1e6], [1e10]])
     for direction in (mixture.forward, mixture.inverse):
         log_slope = direction(far, parameters)[1]

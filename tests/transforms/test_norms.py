@@ -66,7 +66,7 @@ def test_actnorm_survives_a_batch_that_is_not_finite_and_one_beyond_its_bound() 
 
 
 def test_actnorm_does_not_start_in_evaluation_nor_when_told_not_to() -> None:
-    for norm in (ActNorm(2).eval(), ActNorm(2, data_start=False)):
+    for norm in (ActNorm(2).eval(), ActNorm(2, data_init=False)):
         value, _ = norm(rows(10, 2).float())
         assert torch.equal(value, rows(10, 2).float())
 

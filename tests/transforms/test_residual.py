@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from flowbnn.distributions import Flow, NormalBase
 from flowbnn.errors import FlowBNNError
 from flowbnn.nets import MLP
-from flowbnn.nets.smooth import LipschitzMLP, applied
+from flowbnn.nets.smooth import LipschitzMLP, apply_linear
 from flowbnn.transforms import Inverse, Residual, residual
 from flowbnn.transforms.base import Transform
 
@@ -100,7 +100,7 @@ def test_lipschitz_bound_holds_in_eval_for_any_weights():
             parameter += 2.0 * torch.randn_like(parameter)
     sizes = torch.stack([torch.linalg.matrix_norm(weight, 2) for weight in net.weights()])
     torch.testing.assert_close(sizes * torch.tensor([1, 1.1, 1.1]), torch.full((3,), 0.8 ** (1 / 3)).double())
-    slopes = net.given().slopes(3 * torch.randn(1000, 3, dtype=torch.float64))[1]
+    slopes = net.at_context().slopes(3 * torch.randn(1000, 3, dtype=torch.float64))[1]
     assert max(slope.max() for slope in slopes) <= 1.1
     before = {name: buffer.clone() for name, buffer in net.named_buffers()}
     net(torch.ones(3, dtype=torch.float64))
@@ -183,7 +183,9 @@ def test_convolutions_keep_the_bound_and_the_log_det():
     for index, weight in enumerate(block.net.weights()):
         start = torch.zeros(4, 3, weight.shape[1], dtype=torch.float64)
         matrix = (
-            torch.func.jacrev(lambda x, weight=weight: applied(x, weight))(start).flatten(3).flatten(0, 2)
+            torch.func.jacrev(lambda x, weight=weight: apply_linear(x, weight))(start)
+            .flatten(3)
+            .flatten(0, 2)
         )
         size = torch.linalg.matrix_norm(matrix, 2).item() * (1.1 if index else 1.0)
         assert size == pytest.approx(0.8 ** (1 / 3), rel=1e-3)

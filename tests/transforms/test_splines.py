@@ -23,7 +23,7 @@ def usual_inverse(y: Tensor, x0: Tensor, w: Tensor, y0: Tensor, h: Tensor, d0: T
 def steep(count: int = 20_000, dtype: torch.dtype = torch.float32) -> tuple[SplineMap, Tensor, Tensor]:
     """A spline whose bins and slopes are as extreme as it allows, and points near the upper ends of its bins and between."""
     spline = SplineMap(bins=4, bound=3.0)
-    parameters = 12 * torch.randn(count, spline.per_entry, dtype=dtype)
+    parameters = 12 * torch.randn(count, spline.params_per_entry, dtype=dtype)
     y0, h = spline._bin(6 * torch.rand(count, 1, dtype=dtype) - 3, parameters, 1)[2:4]
     return spline, parameters, y0 + h * (1 - torch.rand(count, 1, dtype=dtype).pow(8))
 
@@ -54,7 +54,7 @@ def test_it_is_the_usual_formula_where_that_works() -> None:
 
 def test_no_gradient_comes_from_the_branch_that_is_not_taken() -> None:
     spline = SplineMap(bins=4, bound=3.0)
-    parameters = torch.randn(6, spline.per_entry)
+    parameters = torch.randn(6, spline.params_per_entry)
     far = torch.tensor([[-1e30], [-50.0], [-3.0], [3.0], [50.0], [1e30]])
     y = far.clone().requires_grad_()
     x0, w, y0, h, d0, d1 = spline._bin(y, parameters, 1)
@@ -74,14 +74,14 @@ def test_no_point_and_only_points_outside(count: int) -> None:
     spline = SplineMap(bins=3, bound=1.0)
     value = torch.full((count, 2), 7.0)
     for direction in (spline.forward, spline.inverse):
-        moved, log_slope = direction(value, torch.randn(count, 2 * spline.per_entry))
+        moved, log_slope = direction(value, torch.randn(count, 2 * spline.params_per_entry))
         torch.testing.assert_close(moved, value)
         assert log_slope.shape == (count, 2)
 
 
 def test_a_spline_by_hand() -> None:
     """Two equal bins of width 1 whose heights are 1/2 and 3/2, of slope one at every knot."""
-    spline = SplineMap(bins=2, bound=1.0, smallest=1e-9)
+    spline = SplineMap(bins=2, bound=1.0, min_size=1e-9)
     parameters = torch.tensor([0.0, 0.0, 0.0, math.log(3.0), 0.0], dtype=torch.float64)
     x, log_slope = spline.forward(torch.tensor([-0.5], dtype=torch.float64), parameters)
     # in the first bin s = 1/2 and xi = 1/2: h (s / 4 + 1 / 4) / (s + (2 - 2 s) / 4) = 1/4, slope s^2 (1/4 + 1/4 + s/2) / (3/4)^2 = 1/3
@@ -121,6 +121,6 @@ def test_networks_of_angles_see_no_seam() -> None:
 
 def test_bins_that_do_not_fit_are_refused() -> None:
     with pytest.raises(FlowBNNError, match="do not fit"):
-        SplineMap(bins=8, smallest=0.2)
+        SplineMap(bins=8, min_size=0.2)
     with pytest.raises(FlowBNNError, match="at least 2"):
         CircularSplineMap(bins=1)

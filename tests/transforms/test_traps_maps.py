@@ -11,7 +11,7 @@ from flowbnn.kernels.reference import triangles
 from flowbnn.nets import MLP
 from flowbnn.transforms.compose import Compose
 from flowbnn.transforms.coupling import AdditiveCoupling, AffineCoupling, GlowStep
-from flowbnn.transforms.linear import LULinear, Permutation, Reverse, Shuffle, reflected, unit_rows
+from flowbnn.transforms.linear import LULinear, Permutation, Reverse, Shuffle, normalize_rows, reflect
 
 
 def seeded(seed: int) -> torch.Generator:
@@ -102,7 +102,7 @@ def test_widening_couplings_only_shrink_what_comes_from_data(loud: float) -> Non
         def forward(self, value: Tensor, context: Tensor | None = None) -> Tensor:
             return torch.full((*value.shape[:-1], 4), loud)
 
-    coupling = AffineCoupling(4, net=Says(), bound=2.0, widening=True)
+    coupling = AffineCoupling(4, net=Says(), bound=2.0, positive_log_scale=True)
     x = torch.randn(3, 4, generator=seeded(0))
     z, log_det = coupling.inverse(x)
     assert log_det.min() >= -4.0
@@ -113,18 +113,18 @@ def test_widening_couplings_only_shrink_what_comes_from_data(loud: float) -> Non
         torch.testing.assert_close(scale[0, 0], torch.tensor(0.8808), rtol=0.0, atol=2e-4)
 
 
-def glow(dim: int, steps: int, data_start: bool) -> Compose:
+def glow(dim: int, steps: int, data_init: bool) -> Compose:
     torch.manual_seed(0)
-    return Compose(*(GlowStep(dim, flip=bool(i % 2), data_start=data_start) for i in range(steps)))
+    return Compose(*(GlowStep(dim, flip=bool(i % 2), data_init=data_init) for i in range(steps)))
 
 
 def test_a_fresh_glow_step_at_scale_100() -> None:
     assert max(worst_round_trip(glow(19, 4, False), 19, scale) for scale in (1, 10, 100)) < 2e-6
 
 
-@pytest.mark.parametrize("data_start", [False, True], ids=["from-identity", "from-data"])
-def test_a_trained_glow_step_at_scale_100(data_start: bool) -> None:
-    flow = glow(19, 4, data_start)
+@pytest.mark.parametrize("data_init", [False, True], ids=["from-identity", "from-data"])
+def test_a_trained_glow_step_at_scale_100(data_init: bool) -> None:
+    flow = glow(19, 4, data_init)
     losses = train(flow, bent_data(19, 128, 1.0))
     assert losses[-1] < losses[0]
     assert max(worst_round_trip(flow, 19, scale) for scale in (1, 10, 100)) < 1e-5
@@ -184,7 +184,7 @@ def test_a_saved_mask_is_the_mask_after_loading() -> None:
 
 
 def test_the_linear_map_is_the_product_of_its_factors() -> None:
-    linear = LULinear(4, bias=True, permute=True, spread=1.0, generator=seeded(0)).double()
+    linear = LULinear(4, bias=True, permute=True, init_std=1.0, generator=seeded(0)).double()
     nn.init.normal_(linear.bias, generator=seeded(1))
     with torch.no_grad():
         linear.factors.diagonal().copy_(torch.tensor([0.5, -1.0, 2.0, 0.1]))
@@ -201,7 +201,7 @@ def test_the_linear_map_is_the_product_of_its_factors() -> None:
 
 
 def test_on_the_last_axis_the_linear_map_is_a_1x1_convolution() -> None:
-    linear = LULinear(3, spread=1.0, generator=seeded(0)).double()
+    linear = LULinear(3, init_std=1.0, generator=seeded(0)).double()
     z = torch.randn(2, 5, 4, 3, generator=seeded(1), dtype=torch.float64)
     lower, upper, _ = triangles(linear.factors, linear.bound)
     weight = (lower @ upper)[:, :, None, None]
@@ -211,7 +211,7 @@ def test_on_the_last_axis_the_linear_map_is_a_1x1_convolution() -> None:
 
 
 def test_the_linear_map_starts_at_its_permutation() -> None:
-    linear = LULinear(5, permute=True, spread=0.0, generator=seeded(3))
+    linear = LULinear(5, permute=True, init_std=0.0, generator=seeded(3))
     z = torch.randn(2, 5, generator=seeded(0))
     x, log_det = linear(z)
     assert torch.equal(x, z[:, linear.order])
@@ -269,6 +269,6 @@ def test_reflections_at_once_are_those_one_after_the_other():
     product = torch.eye(5, dtype=torch.float64)
     for row in rows:
         product = product if not row.any() else product @ (torch.eye(5) - 2 * row.outer(row) / (row @ row))
-    units = unit_rows(rows)
-    assert torch.allclose(reflected(torch.eye(5, dtype=torch.float64), units), product, atol=1e-14)
-    assert torch.allclose(reflected(reflected(rows, units), units.flip(0)), rows, atol=1e-14)
+    units = normalize_rows(rows)
+    assert torch.allclose(reflect(torch.eye(5, dtype=torch.float64), units), product, atol=1e-14)
+    assert torch.allclose(reflect(reflect(rows, units), units.flip(0)), rows, atol=1e-14)

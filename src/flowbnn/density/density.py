@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from flowbnn.batches import check_finite, device_of, dtype_of, evaluation_mode, move
 from flowbnn.data import TensorLoader
 from flowbnn.density.examples import BESIDE, LOADER, ROWS, as_tensor, batches, in_memory, loaded, pair
-from flowbnn.distributions.support import is_everywhere
+from flowbnn.distributions.support import has_full_support
 from flowbnn.errors import FlowBNNError, pluralize, quote_names, warn
 from flowbnn.options import (
     Bounds,
@@ -42,7 +42,7 @@ from flowbnn.training.options import length_of
 from flowbnn.training.randomness import sampling_context
 from flowbnn.training.storage import TensorFile
 from flowbnn.transforms import ActNorm, flow_matching_loss
-from flowbnn.transforms.base import check_gives_distribution, check_tensor
+from flowbnn.transforms.base import check_distribution_module, check_tensor
 
 Data = Any  # a tensor or an array with the examples on its first axis, or a loader
 PACE = 5.0  # of the scales of ActNorm
@@ -269,7 +269,7 @@ def fit_density(flow: nn.Module, data: Data, **given: Any) -> Density:
         given: as in :class:`DensityOptions`: ``validation``, ``epochs``, ``lr``, ``seed``, ``checkpoint``, ``resume`` and the rest.
     """
     run = DensityOptions(**given)
-    check_gives_distribution(flow)
+    check_distribution_module(flow)
     flow = deepcopy(flow)
     loader, held_out = _loaders(data, run, flow)
     density = Density(flow, *_units(flow, loader, run.standardize))
@@ -413,7 +413,7 @@ def _units(
     if standardize is None:
         standardize = first.is_floating_point() and first.ndim == 2 and not _bounded(flow)
         periodic = getattr(getattr(made, "base", made), "periodic", False)  # angles have their own units
-        standardize = standardize and is_everywhere(made) and not periodic
+        standardize = standardize and has_full_support(made) and not periodic
     if not standardize:
         return None, None
     # sums of distances to one example, which leave the variance of numbers far from zero its digits

@@ -16,14 +16,14 @@ import torch
 from torch import Tensor, nn
 
 from flowbnn.batches import device_of
-from flowbnn.distributions.draws import reparameterized
+from flowbnn.distributions.draws import reparameterized_sample
 from flowbnn.errors import FlowBNNError, describe_value, pluralize
 from flowbnn.flows import FlowModel
 from flowbnn.metrics.pareto import log_mean
 from flowbnn.options import Count, Positive, Seed, UnitInterval, accepts_options_of, checked, options
 from flowbnn.training import Clock, History, TrainingOptions, train
 from flowbnn.training.randomness import sampling_context
-from flowbnn.transforms.base import check_gives_distribution, warn_of_slow_draws
+from flowbnn.transforms.base import check_distribution_module, warn_slow_sampling
 
 
 @dataclass(frozen=True)
@@ -94,10 +94,10 @@ def fit_target(flow: nn.Module, log_density: Callable[[Tensor], Tensor], **given
         given: as in :class:`TargetOptions`: ``epochs``, ``samples``, ``lr``, ``seed``, ``checkpoint``, ``resume`` and the rest.
     """
     run = TargetOptions(**given)
-    check_gives_distribution(flow)
+    check_distribution_module(flow)
     flow = deepcopy(flow)
     if isinstance(flow, FlowModel):
-        warn_of_slow_draws(flow.transform, type(flow).__name__)
+        warn_slow_sampling(flow.transform, type(flow).__name__)
     steps = [torch.zeros(run.samples, 1)] * 100
     engine = torch.optim.Adam(flow.parameters(), lr=run.lr, fused=True)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(engine, len(steps) * run.epochs)
@@ -147,5 +147,5 @@ def _draw(distribution: Any, samples: int) -> tuple[Tensor, Tensor]:
     both = getattr(distribution, "rsample_and_log_prob", None)
     if both is not None:
         return both((samples,))
-    x = reparameterized(distribution, (samples,))
+    x = reparameterized_sample(distribution, (samples,))
     return x, distribution.log_prob(x)

@@ -15,15 +15,15 @@ from torch import Tensor, nn
 from torch.distributions import Distribution, Independent, Normal, constraints
 from torch.nn import functional as F
 
-from flowbnn.distributions.draws import chosen_normal, components_of, standard_normal
+from flowbnn.distributions.draws import draw_components, select_normal, standard_normal
 from flowbnn.errors import FlowBNNError
 from flowbnn.options import Bounds, Count, NonNegative, Positive, check, checked
 
-Freedom = Annotated[float, Bounds(gt=2)]  # of a Student-t that has a variance
+DegreesOfFreedom = Annotated[float, Bounds(gt=2)]  # of a Student-t that has a variance
 _LOG_2PI = math.log(2.0 * math.pi)
 
 
-class _Vectors(Distribution):
+class _VectorDistribution(Distribution):
     """A reparameterized distribution of real vectors, whose draws take a generator; its parameters have ``axes`` of their own."""
 
     axes: int
@@ -75,7 +75,7 @@ class _Vectors(Distribution):
             return self.rsample(sample_shape, generator)  # type: ignore[call-arg]
 
 
-class Diagonal(_Vectors):
+class Diagonal(_VectorDistribution):
     """Independent numbers on the last axis, each ``loc`` and ``scale`` times a symmetric variable, which a subclass gives."""
 
     axes, periodic = 1, False
@@ -226,7 +226,7 @@ class CircularUniform(Diagonal):
         return torch.full_like(value, -math.log(2.0))
 
 
-class NormalMixture(_Vectors):
+class NormalMixture(_VectorDistribution):
     r"""Equal mixture of :math:`K` diagonal normals, :math:`\tfrac1K \sum_k \mathcal N(x; \mu_k, \sigma_k^2)`.
 
     The weights are fixed and equal, as in the implicit Bayesian network of Trinh et al. (2020), so that drawing a component and then
@@ -250,10 +250,10 @@ class NormalMixture(_Vectors):
     def rsample(self, sample_shape: Any = torch.Size(), generator: torch.Generator | None = None) -> Tensor:
         shape = torch.Size(sample_shape) + self.batch_shape
         device = self.loc.device
-        which = components_of(self.components, shape, device, generator)
+        which = draw_components(self.components, shape, device, generator)
         noise = standard_normal(shape + self.event_shape, self.loc.dtype, device, generator)
         if not self.batch_shape:
-            return chosen_normal(self.loc, self.scale, which, noise)
+            return select_normal(self.loc, self.scale, which, noise)
         index = which[..., None, None].expand(*shape, 1, self.event_shape[0])
         full = shape + self.loc.shape[-2:]
         loc, scale = (part.expand(full).gather(-2, index).squeeze(-2) for part in (self.loc, self.scale))
@@ -266,9 +266,11 @@ class NormalMixture(_Vectors):
         return torch.logsumexp(each, -1) - math.log(self.components)
 
 
-def numbers_of(distribution: Any) -> Any:
+def unwrap_independent(distribution: Any) -> Any:
     """What stands inside of torch's ``Independent``."""
-    return numbers_of(distribution.base_dist) if isinstance(distribution, Independent) else distribution
+    return (
+        unwrap_independent(distribution.base_dist) if isinstance(distribution, Independent) else distribution
+    )
 
 
 def as_diagonal_normal(distribution: Any, event_axes: int = 0) -> DiagonalNormal | None:
@@ -281,7 +283,7 @@ def as_diagonal_normal(distribution: Any, event_axes: int = 0) -> DiagonalNormal
     """
     if isinstance(distribution, DiagonalNormal):
         return distribution if event_axes <= 1 else None
-    numbers = numbers_of(distribution)
+    numbers = unwrap_independent(distribution)
     if type(numbers) is not Normal or max(len(distribution.event_shape), event_axes) != 1:
         return None
     return DiagonalNormal(numbers.loc, numbers.scale)
@@ -291,7 +293,7 @@ class Base(nn.Module, ABC):
     """The owner of a base distribution's tensors. Subclasses set ``dim``, and ``numbers``, and define ``distribution()``."""
 
     dim: int
-    numbers: str = "real numbers"
+    value_kind: str = "real numbers"
 
     @abstractmethod
     def distribution(self) -> Any:
@@ -301,7 +303,7 @@ class Base(nn.Module, ABC):
         return self.distribution()
 
 
-class _Fixed(Base):
+class _FixedBase(Base):
     """Independent numbers of one location and one scale, which are not learned."""
 
     kind: type[Diagonal]
@@ -319,7 +321,7 @@ class _Fixed(Base):
         return self.kind(self.loc, self.scale)
 
 
-class NormalBase(_Fixed):
+class NormalBase(_FixedBase):
     r"""A fixed diagonal normal; Xiong's report starts its noise, and sets its prior, at :math:`\mathcal N(1, 0.5^2)`.
 
     >>> NormalBase(2).distribution().mean
@@ -329,7 +331,7 @@ class NormalBase(_Fixed):
     kind = DiagonalNormal
 
 
-class LaplaceBase(_Fixed):
+class LaplaceBase(_FixedBase):
     r"""A fixed Laplace distribution for every number, of standard deviation :math:`\sqrt 2 b`.
 
     >>> LaplaceBase(2, scale=2.0).distribution().stddev
@@ -339,7 +341,7 @@ class LaplaceBase(_Fixed):
     kind = DiagonalLaplace
 
 
-class LogisticBase(_Fixed):
+class LogisticBase(_FixedBase):
     r"""A fixed logistic distribution for every number, of standard deviation :math:`\pi s / \sqrt 3`.
 
     >>> LogisticBase(2, scale=1.0).distribution().stddev
@@ -349,7 +351,7 @@ class LogisticBase(_Fixed):
     kind = DiagonalLogistic
 
 
-class CircularBase(_Fixed):
+class CircularBase(_FixedBase):
     """Uniform angles, from minus ``bound`` to ``bound``: radians by default.
 
     >>> CircularBase(2).distribution().log_prob(torch.zeros(2))
@@ -361,10 +363,10 @@ class CircularBase(_Fixed):
     @checked
     def __init__(self, dim: Count, bound: Positive = math.pi) -> None:
         super().__init__(dim, 0.0, bound)
-        self.numbers = f"angles up to {bound:g}"
+        self.value_kind = f"angles up to {bound:g}"
 
 
-class StudentBase(_Fixed):
+class StudentBase(_FixedBase):
     r"""A fixed Student-t with ``df`` degrees of freedom for every number, of standard deviation :math:`\sigma \sqrt{\nu / (\nu - 2)}`.
 
     >>> StudentBase(2, df=4.0).distribution().stddev
@@ -372,7 +374,9 @@ class StudentBase(_Fixed):
     """
 
     @checked
-    def __init__(self, dim: Count, loc: float = 1.0, scale: Positive = 0.5, df: Freedom = 4.0) -> None:
+    def __init__(
+        self, dim: Count, loc: float = 1.0, scale: Positive = 0.5, df: DegreesOfFreedom = 4.0
+    ) -> None:
         super().__init__(dim, loc, scale)
         self.df = df
 
@@ -383,7 +387,7 @@ class StudentBase(_Fixed):
 class MixtureBase(Base):
     r"""An equal mixture of ``components`` diagonal normals whose means and scales are learned.
 
-    The means start spread around ``loc`` by ``spread`` so that the components can part; each starts at ``scale``.
+    The means start spread around ``loc`` by ``init_std`` so that the components can part; each starts at ``scale``.
 
     >>> MixtureBase(4, components=3).distribution().components
     3
@@ -396,12 +400,12 @@ class MixtureBase(Base):
         components: Count = 4,
         loc: float = 1.0,
         scale: Positive = 0.5,
-        spread: NonNegative = 0.1,
+        init_std: NonNegative = 0.1,
         generator: torch.Generator | None = None,
     ) -> None:
         super().__init__()
         self.dim = dim
-        self.loc = nn.Parameter(loc + spread * torch.randn(components, dim, generator=generator))
+        self.loc = nn.Parameter(loc + init_std * torch.randn(components, dim, generator=generator))
         self.log_scale = nn.Parameter(torch.full((components, dim), math.log(scale)))
 
     @staticmethod

@@ -11,7 +11,7 @@ from torch.distributions import Distribution, constraints
 from torch.nn import functional as F
 
 from flowbnn.distributions.bases import Base
-from flowbnn.nets.mlp import starts_at_data
+from flowbnn.nets.mlp import register_data_init
 from flowbnn.numerics import inverse_soft_clamp, soft_clamp
 from flowbnn.options import Count, Positive, checked
 
@@ -82,9 +82,9 @@ class _FirstBatch(DiscretizedLogistic):
         return self.start(value).log_prob(value)
 
 
-STRAY = 2.0**-12  # the share of integers that may be anything
-NARROW = 1 / 16  # least scale: the integer at a centre then costs a thousandth of a bit
-PACE = 30.0  # how much faster than its places a base learns its widths and weights, which go far
+OUTLIER_WEIGHT = 2.0**-12  # the share of integers that may be anything
+MIN_SCALE = 1 / 16  # least scale: the integer at a centre then costs a thousandth of a bit
+RATE_FACTOR = 30.0  # how much faster than its places a base learns its widths and weights, which go far
 
 
 def discretized_logistic(raw: Tensor, components: int, values: float, pace: float = 1) -> DiscretizedLogistic:
@@ -95,10 +95,10 @@ def discretized_logistic(raw: Tensor, components: int, values: float, pace: floa
     """
     loc, log_scale, logits = raw.unflatten(-1, (-1, 3, components)).unbind(-2)
     places = (torch.arange(components, dtype=loc.dtype, device=loc.device) + 0.5) / components
-    scale = NARROW + values / (6.0 * components) * soft_clamp(pace * log_scale, 8.0).exp()
-    weights = F.log_softmax(pace * logits, -1) + math.log(1.0 - STRAY)
+    scale = MIN_SCALE + values / (6.0 * components) * soft_clamp(pace * log_scale, 8.0).exp()
+    weights = F.log_softmax(pace * logits, -1) + math.log(1.0 - OUTLIER_WEIGHT)
     loc = values * (loc + places)
-    stray = (loc, values / 2.0), (scale, values / 6.0), (weights, math.log(STRAY))
+    stray = (loc, values / 2.0), (scale, values / 6.0), (weights, math.log(OUTLIER_WEIGHT))
     return DiscretizedLogistic(*(F.pad(each, (0, 1), value=broad) for each, broad in stray))
 
 
@@ -108,7 +108,7 @@ class DiscretizedLogisticBase(Base):
     Args:
         dim: number of integers.
         components, values: of each mixture, and about the number of values of an integer.
-        data_start: in training mode, the first batch moves the mixtures by expectation maximisation.
+        data_init: in training mode, the first batch moves the mixtures by expectation maximisation.
 
     >>> DiscretizedLogisticBase(3)().sample((2,)).shape
     torch.Size([2, 3])
@@ -118,25 +118,29 @@ class DiscretizedLogisticBase(Base):
 
     @checked
     def __init__(
-        self, dim: Count, components: Count = 5, values: Positive = 256.0, data_start: bool = False
+        self, dim: Count, components: Count = 5, values: Positive = 256.0, data_init: bool = False
     ) -> None:
         super().__init__()
-        self.dim, self.components, self.values, self.numbers = dim, components, values, "integers"
+        self.dim, self.components, self.values, self.value_kind = dim, components, values, "integers"
         self.raw = nn.Parameter(torch.zeros(dim * 3 * components))
-        starts_at_data(self, data_start)
+        register_data_init(self, data_init)
 
     def distribution(self, moved: Tensor | None = None) -> DiscretizedLogistic:
         """With numbers that a net adds for images, channels last, of ``dim`` integers."""
         raw = self.raw if moved is None else self.raw.view(moved.shape[-3:]) + moved
-        made = discretized_logistic(raw, self.components, self.values, PACE)
-        return made if self.started or not self.training else _FirstBatch(made, partial(self._start, moved))
+        made = discretized_logistic(raw, self.components, self.values, RATE_FACTOR)
+        return (
+            made
+            if self.is_initialized or not self.training
+            else _FirstBatch(made, partial(self._start, moved))
+        )
 
     @torch.no_grad()
     def _start(self, moved: Tensor | None, value: Tensor) -> DiscretizedLogistic:
         """Expectation maximisation, in which each component has one observation, and half a one for its weight, as it is."""
         rows, k = value.reshape(-1, self.dim), self.components
         z = rows.unsqueeze(-1)
-        made = discretized_logistic(self.raw, k, self.values, PACE)
+        made = discretized_logistic(self.raw, k, self.values, RATE_FACTOR)
         loc, scale, logits = (each[..., :-1] for each in (made.loc, made.scale, made.logits))
         start = loc - self.values * self.raw.view(-1, 3, k)[:, 0]
         for _ in range(20):
@@ -145,11 +149,13 @@ class DiscretizedLogisticBase(Base):
             logits = (count + 0.5).log()
             loc = (loc + (share * z).sum(0)) / (1.0 + count)
             far = (share * (z - loc).abs()).sum(0) / (2.0 * math.log(2.0))
-            scale = NARROW + (scale + far) / (1.0 + count)
-        width = inverse_soft_clamp(((scale - NARROW) * 6.0 * k / self.values).log(), 8.0, 0.95)
-        self.raw.copy_(torch.stack([(loc - start) / self.values, width / PACE, logits / PACE], 1).flatten())
+            scale = MIN_SCALE + (scale + far) / (1.0 + count)
+        width = inverse_soft_clamp(((scale - MIN_SCALE) * 6.0 * k / self.values).log(), 8.0, 0.95)
+        self.raw.copy_(
+            torch.stack([(loc - start) / self.values, width / RATE_FACTOR, logits / RATE_FACTOR], 1).flatten()
+        )
         self.initialized.fill_(True)
-        self.started = True
+        self.is_initialized = True
         with torch.enable_grad():
             return self.distribution(moved)
 

@@ -15,7 +15,9 @@ from flowbnn.errors import FlowBNNError
 _SCALAR_FILL = platform.machine().lower() in ("aarch64", "arm64")
 _WORTH_A_SEED = 4096  # numbers; below this, seeding costs what the ziggurat saves
 
-TURNS = threading.RLock()  # of whoever seeds torch's global generators for a while, which all threads share
+GENERATOR_LOCK = (
+    threading.RLock()
+)  # of whoever seeds torch's global generators for a while, which all threads share
 
 
 def standard_normal(
@@ -42,7 +44,7 @@ def standard_normal(
     return torch.randn(shape, dtype=dtype, device=device, **named)
 
 
-def components_of(
+def draw_components(
     number: int, shape: Sequence[int], device: torch.device, generator: torch.Generator | None = None
 ) -> Tensor:
     """Which of ``number`` equal components each draw of a mixture comes from."""
@@ -50,13 +52,13 @@ def components_of(
     return torch.randint(number, tuple(shape), device=device, **named)
 
 
-def chosen_normal(loc: Tensor, scale: Tensor, which: Tensor, normal: Tensor) -> Tensor:
+def select_normal(loc: Tensor, scale: Tensor, which: Tensor, normal: Tensor) -> Tensor:
     r""":math:`\mu_k + \sigma_k \epsilon` with a component ``which`` of its own for every draw.
 
     ``loc`` and ``scale`` are ``[components, dim]``, ``which`` has any shape, and ``normal`` that shape and ``dim``.
 
     >>> loc = torch.tensor([[0.0, 1.0], [2.0, 3.0]])
-    >>> chosen_normal(loc, torch.ones(2, 2), torch.tensor([1, 0]), torch.zeros(2, 2)).tolist()
+    >>> select_normal(loc, torch.ones(2, 2), torch.tensor([1, 0]), torch.zeros(2, 2)).tolist()
     [[2.0, 3.0], [0.0, 1.0]]
     """
     if not (torch.is_grad_enabled() and (loc.requires_grad or scale.requires_grad)):
@@ -68,12 +70,12 @@ def chosen_normal(loc: Tensor, scale: Tensor, which: Tensor, normal: Tensor) -> 
         return torch.addcmul(chosen @ loc, chosen @ scale, normal)
 
 
-def reparameterized(
+def reparameterized_sample(
     distribution: Any, sample_shape: Any = torch.Size(), generator: torch.Generator | None = None
 ) -> Tensor:
     """Draws that gradients pass through, from any distribution that has them.
 
-    >>> reparameterized(torch.distributions.Normal(0.0, 1.0), (3,)).shape
+    >>> reparameterized_sample(torch.distributions.Normal(0.0, 1.0), (3,)).shape
     torch.Size([3])
     """
     if not distribution.has_rsample:

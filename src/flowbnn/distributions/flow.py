@@ -24,19 +24,21 @@ from flowbnn.distributions.bases import (
     DiagonalNormal,
     NormalMixture,
     as_diagonal_normal,
-    numbers_of,
+    unwrap_independent,
 )
-from flowbnn.distributions.draws import TURNS, reparameterized
-from flowbnn.distributions.support import any_rightmost, covers_everything, image, pull_back
+from flowbnn.distributions.draws import GENERATOR_LOCK, reparameterized_sample
+from flowbnn.distributions.support import any_rightmost, has_full_range, output_support, pull_back
 from flowbnn.errors import FlowBNNError
 from flowbnn.numerics import full_precision, sum_rightmost
 from flowbnn.options import checked
-from flowbnn.transforms.base import Transform, check_dense, check_events, refused
-from flowbnn.transforms.compose import Compose, Inverse, together
+from flowbnn.transforms.base import Transform, check_dense, check_events, transform_error
+from flowbnn.transforms.compose import Compose, Inverse, broadcast_batch_shapes
 from flowbnn.transforms.linear import BlockTriangular
 
 
-def spread(transform: Transform, context: Tensor | None, mean: Tensor, loc: Tensor, scale: Tensor) -> Tensor:
+def affine_variance(
+    transform: Transform, context: Tensor | None, mean: Tensor, loc: Tensor, scale: Tensor
+) -> Tensor:
     r"""Variances of :math:`f(z)` for affine :math:`f`, ``mean`` being :math:`f(\mathrm{loc})`.
 
     ``scale`` is the deviation of each entry, or a matrix :math:`F` with the covariance :math:`F F^\top`.
@@ -89,11 +91,11 @@ class Flow(Distribution):
             vector = transform.event_dim == 1
             wish = "give the base a vector of parameters" if vector else "begin the flow with Reshape"
             text = f"works on {transform.event_dim}-dimensional events, but the base draws have shape {tuple(shape)}; {wish}"
-            raise refused(transform, text, "shape")
+            raise transform_error(transform, text, "shape")
         axes = max(len(base.event_shape), transform.event_dim)
         batch_shape, start = shape[: len(shape) - axes], shape[len(shape) - axes :]
         if context is not None:
-            wide = together(batch_shape, context.shape[:-1], "the base")
+            wide = broadcast_batch_shapes(batch_shape, context.shape[:-1], "the base")
             if wide != batch_shape:
                 base = base.expand(wide + start[: axes - len(base.event_shape)])
                 batch_shape = wide
@@ -108,7 +110,7 @@ class Flow(Distribution):
     @property
     def support(self) -> constraints.Constraint:
         """Where the density is not zero, as far as the parts declare their ranges."""
-        region = image(self.base, self.transform)
+        region = output_support(self.base, self.transform)
         if region is None:
             return _Image(self)
         return constraints.independent(region, len(self.event_shape)) if self.event_shape else region
@@ -128,16 +130,16 @@ class Flow(Distribution):
     def variance(self) -> Tensor:
         base, diagonal = self.base, self.transform.linearity == "diagonal"
         joint = isinstance(base, NormalMixture | MultivariateNormal)
-        numbers = numbers_of(base)
+        numbers = unwrap_independent(base)
         known = diagonal or joint or isinstance(numbers, Diagonal) or not numbers.event_shape
         self._need_closed_form("variance", "flow.sample((10_000,)).var(0)", known)
         if isinstance(base, NormalMixture) and not diagonal:
             loc, scale = base.loc.movedim(-2, 0), base.scale.movedim(-2, 0)
             means = self.transform(loc, self.context)[0]
-            inside = spread(self.transform, self.context, means, loc, scale)
+            inside = affine_variance(self.transform, self.context, means, loc, scale)
             return inside.mean(0) + means.var(0, correction=0)
         scale = base.scale_tril if isinstance(base, MultivariateNormal) and not diagonal else base.stddev
-        return spread(self.transform, self.context, self.mean, base.mean, scale)
+        return affine_variance(self.transform, self.context, self.mean, base.mean, scale)
 
     def entropy(self) -> Tensor:
         known = type(self.base).entropy is not Distribution.entropy
@@ -157,12 +159,12 @@ class Flow(Distribution):
             raise NotImplementedError(
                 "samples of this flow are integers, which no gradient passes: use sample"
             )
-        return self._push(reparameterized(self.base, sample_shape, generator), generator)[0]
+        return self._push(reparameterized_sample(self.base, sample_shape, generator), generator)[0]
 
     def _push(self, z: Tensor, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
         """The transform; while it draws, the global generator follows the given one."""
         known = generator is None or not self.transform.stochastic
-        with full_precision(z), nullcontext() if known else _following(generator):
+        with full_precision(z), nullcontext() if known else _seed_global_generator(generator):
             return self.transform(z, self.context)
 
     def sample(self, sample_shape: Any = torch.Size(), generator: torch.Generator | None = None) -> Tensor:
@@ -191,7 +193,7 @@ class Flow(Distribution):
     @torch.no_grad()
     def check(self, value: Tensor) -> None:
         """Refuse values where the density is zero, in a line that names the part of the flow that does not reach them."""
-        if covers_everything(self.base, self.transform):
+        if has_full_range(self.base, self.transform):
             return
         outside = self._pull_back(value)[2]
         if bool(outside.any()):
@@ -215,7 +217,7 @@ class Flow(Distribution):
 
     def _draw(self, sample_shape: Any, generator: torch.Generator | None) -> tuple[Tensor, Tensor, Tensor]:
         """Draws, the base's log-density at their preimages, and the log-det."""
-        z = reparameterized(self.base, sample_shape, generator)
+        z = reparameterized_sample(self.base, sample_shape, generator)
         x, log_det = self._push(z, generator)
         return x, self._batch_base(self.base.log_prob(z)), self._batch_log_det(log_det)
 
@@ -225,13 +227,13 @@ class Flow(Distribution):
         return Flow(self.base.expand(inner), self.transform, self.context, self._validate_args)
 
     def __repr__(self) -> str:
-        return f"Flow({self.base!r}, {_title(self.transform)})"
+        return f"Flow({self.base!r}, {_transform_name(self.transform)})"
 
 
 @contextmanager
-def _following(generator: Any) -> Iterator[None]:
+def _seed_global_generator(generator: Any) -> Iterator[None]:
     seed = int(torch.randint(2**62, (), generator=generator, device=generator.device))
-    with TURNS, torch.random.fork_rng():
+    with GENERATOR_LOCK, torch.random.fork_rng():
         torch.manual_seed(seed)
         yield
 
@@ -248,11 +250,11 @@ class _Image(constraints.Constraint):
         return ~outside & ~any_rightmost(z.isnan(), len(self.flow._start))
 
 
-def _title(transform: Transform) -> str:
+def _transform_name(transform: Transform) -> str:
     name = type(transform).__name__
     if isinstance(transform, Compose):
-        return f"{name}({', '.join(_title(part) for part in transform)})"
-    return f"{name}({_title(transform.part)})" if isinstance(transform, Inverse) else name
+        return f"{name}({', '.join(_transform_name(part) for part in transform)})"
+    return f"{name}({_transform_name(transform.part)})" if isinstance(transform, Inverse) else name
 
 
 class Divergence(NamedTuple):
@@ -282,7 +284,7 @@ def divergence(q: Any, prior: Any, samples: int = 16, generator: torch.Generator
     if known is not None:
         return known
     if not isinstance(q, Flow):
-        x = reparameterized(q, (samples,), generator)
+        x = reparameterized_sample(q, (samples,), generator)
         log_q = q.log_prob(x)
         entropy = -log_q.mean(0)
     else:
@@ -301,7 +303,7 @@ def _closed_form(q: Any, p: Any) -> Divergence | None:
     mean, variance, log_det = base.loc, base.variance, torch.zeros_like(base.loc[..., 0])
     if isinstance(q, Flow):
         mean, log_det = q.transform(base.loc, q.context)
-        variance = spread(q.transform, q.context, mean, base.loc, base.scale)
+        variance = affine_variance(q.transform, q.context, mean, base.loc, base.scale)
         log_det = q._batch_log_det(log_det)
     square = (variance + (mean - prior.loc).square()) / prior.scale.square()
     kl = (0.5 * (square - 1.0) + prior.scale.log() - base.scale.log()).sum(-1)

@@ -62,7 +62,7 @@ def named_flows() -> dict[str, Callable[..., FlowModel]]:
     return {name.lower(): globals()[name] for name in __all__ if name not in discrete}
 
 
-def drawn_flow(name: str, dim: int, context_dim: int = 0, **settings: Any) -> Transform:
+def make_posterior_transform(name: str, dim: int, context_dim: int = 0, **settings: Any) -> Transform:
     """The transform of a flow by its name for noise and posteriors: draws are cheap, and log-determinants exact, where a setting lets
     one choose.
 
@@ -75,7 +75,7 @@ def drawn_flow(name: str, dim: int, context_dim: int = 0, **settings: Any) -> Tr
     if "length" not in takes:
         settings.pop("length", None)
     made = kind(dim, context_dim, **settings)
-    if made.base.numbers != "real numbers":
-        text = f"noise and posteriors are real numbers, and the flow {name!r} of these settings has {made.base.numbers}"
+    if made.base.value_kind != "real numbers":
+        text = f"noise and posteriors are real numbers, and the flow {name!r} of these settings has {made.base.value_kind}"
         raise FlowBNNError(text, argument="settings")
     return made.transform

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import InitVar, field
-from typing import Annotated, Any, Literal, TypeVar, dataclass_transform
+from typing import Any, Literal, TypeVar, dataclass_transform
 
 import torch
 from torch import Tensor
@@ -12,11 +12,11 @@ from flowbnn import transforms
 from flowbnn.distributions import Base, CircularBase, Flow, NormalBase
 from flowbnn.errors import FlowBNNError
 from flowbnn.nets.mlp import Length, check_context
-from flowbnn.options import Count, Ge, Positive, checked, options
+from flowbnn.options import Count, Positive, checked, options
 from flowbnn.transforms import AffineMap, Autoregressive, Compose, Coupling, SplineMap, Transform, Univariate
+from flowbnn.transforms.surjective import AtLeastTwo
 
 Widths = Sequence[Count]
-Bins = Annotated[int, Ge(2)]
 Cheap = Literal["forward", "inverse"]
 Kind = TypeVar("Kind", bound=type)
 
@@ -80,8 +80,8 @@ class Named(FlowModel):
         transform = Compose(*self.parts())
         size = transform.inverse_shape([self.dim] if isinstance(self.dim, int) else self.dim)[-1]
         own = self.own_base(size)
-        if base is not None and (base.dim, base.numbers) != (size, own.numbers):
-            wanted = f"needs a base of {size} {own.numbers}, not of {base.dim} {base.numbers}"
+        if base is not None and (base.dim, base.value_kind) != (size, own.value_kind):
+            wanted = f"needs a base of {size} {own.value_kind}, not of {base.dim} {base.value_kind}"
             raise FlowBNNError(f"{type(self).__name__}({self.dim}) {wanted}", kind="shape", argument="base")
         super().__init__(base or own, transform, self.context_dim)
 
@@ -213,7 +213,7 @@ class NSF(Steps):
     torch.Size([1])
     """
 
-    bins: Bins = 8
+    bins: AtLeastTwo = 8
     bound: Positive | None = None
     autoregressive: bool = False
     circular: bool = False

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from flowbnn import transforms
 from flowbnn.distributions import CategoricalBase, DiscretizedLogistic, DiscretizedLogisticBase, Flow
 from flowbnn.errors import FlowBNNError
-from flowbnn.flows.base import Bins, FlowModel, Steps, Widths, recipe
+from flowbnn.flows.base import AtLeastTwo, FlowModel, Steps, Widths, recipe
 from flowbnn.nets.convolution import GatedConvNet
 from flowbnn.nets.mlp import ConditionalNormal, Length
 from flowbnn.numerics import soft_clamp
@@ -57,7 +57,9 @@ class ImageFlow(Steps):
         if not self.images:
             return super().net(size, number, univariate)
         kept = size // 2
-        return {"net": self.conv(kept, univariate.per_entry * (size - kept), self.context_dim, self.bias)}
+        return {
+            "net": self.conv(kept, univariate.params_per_entry * (size - kept), self.context_dim, self.bias)
+        }
 
     def split_noise(self, height: int, width: int, channels: int) -> nn.Module:
         """The distribution of the channels that leave, for as many that stay."""
@@ -72,8 +74,8 @@ class ImageFlow(Steps):
 class PixelFlow(ImageFlow):
     """A flow of real vectors, or of images; pixels that have ``values`` are integers, dequantized and seen through a logit."""
 
-    values: Bins | None = 256
-    data_start: bool = False
+    values: AtLeastTwo | None = 256
+    data_init: bool = False
 
     def door(self) -> Sequence[Transform]:
         if not self.images or self.values is None:
@@ -98,7 +100,7 @@ class Glow(PixelFlow):
         hidden: widths of the networks; of images, one residual block of so many channels for each.
         levels, values: of images: number of levels, and of values of a pixel, which is an integer from 0. Such densities are
             bounds on log-probabilities by uniform dequantization; with ``values=None`` pixels are real numbers.
-        data_start: ActNorm normalises the first training batch, for densities of data; noise starts at the identity.
+        data_init: ActNorm normalises the first training batch, for densities of data; noise starts at the identity.
         context_dim, base: as in :class:`NICE`.
 
     >>> flow = Glow((1, 4, 4), length=1, levels=2, hidden=(4,))
@@ -108,8 +110,8 @@ class Glow(PixelFlow):
 
     def step(self, size: int, number: int) -> Transform:
         if size == 1:  # which has nothing to mix
-            return Compose(ActNorm(1, data_start=self.data_start), self.coupling(1, number, AffineMap()))
-        return transforms.GlowStep(size, self.images, self.data_start, **self.net(size, number, AffineMap()))
+            return Compose(ActNorm(1, data_init=self.data_init), self.coupling(1, number, AffineMap()))
+        return transforms.GlowStep(size, self.images, self.data_init, **self.net(size, number, AffineMap()))
 
 
 @recipe
@@ -123,7 +125,7 @@ class ResidualFlow(PixelFlow):
     Args:
         lipschitz, log_det: of each :class:`~flowbnn.transforms.Residual`; exact in few dimensions, else estimated.
         cheap: the direction that costs one pass: densities of points (``"inverse"``) or draws.
-        dim, context_dim, length, hidden, levels, values, data_start, base: as in :class:`Glow`.
+        dim, context_dim, length, hidden, levels, values, data_init, base: as in :class:`Glow`.
 
     >>> ResidualFlow(2, length=2, hidden=(8,))().log_prob(torch.zeros(5, 2)).shape
     torch.Size([5])
@@ -135,14 +137,14 @@ class ResidualFlow(PixelFlow):
     cheap: Literal["forward", "inverse"] = "inverse"
 
     def parts(self) -> Sequence[Transform]:
-        start = [] if self.images else [ActNorm(self.dim, data_start=self.data_start)]  # type: ignore[arg-type]
+        start = [] if self.images else [ActNorm(self.dim, data_init=self.data_init)]  # type: ignore[arg-type]
         return [*start, *super().parts()]
 
     def step(self, size: int, number: int) -> Transform:
         shape = (self.side(1, size), self.side(2, size), size) if self.images else size
         residual = transforms.Residual(shape, self.hidden, self.context_dim, self.lipschitz, self.log_det)
         turned = residual if self.cheap == "forward" else Inverse(residual)
-        return Compose(turned, ActNorm(size, data_start=self.data_start))
+        return Compose(turned, ActNorm(size, data_init=self.data_init))
 
 
 @recipe
@@ -154,7 +156,7 @@ class FlowPP(PixelFlow):
 
     Args:
         components: of the mixture of each :class:`~flowbnn.transforms.LogisticMixtureMap`.
-        dim, context_dim, length, hidden, levels, values, data_start, base: as in :class:`Glow`.
+        dim, context_dim, length, hidden, levels, values, data_init, base: as in :class:`Glow`.
 
     >>> flow = FlowPP((1, 4, 4), length=1, levels=1, hidden=(4,))
     >>> flow().log_prob(torch.randint(256, (5, 1, 4, 4))).shape
@@ -168,7 +170,7 @@ class FlowPP(PixelFlow):
         board = self.images and number % 2 and self.side(2, size) % 2 == 0
         mixture = transforms.LogisticMixtureMap(self.components)
         coupling = self.coupling(2 * size if board else size, number, mixture)
-        start = ActNorm(size, data_start=self.data_start)
+        start = ActNorm(size, data_init=self.data_init)
         return Compose(start, transforms.LULinear(size), _checkered(coupling) if board else coupling)
 
     def pixel_noise(self) -> nn.Module:
@@ -206,7 +208,7 @@ class IDF(ImageFlow):
         levels: of images; half of the channels leave at every level, at the last one twice.
         values: about the number of values that an integer takes, which sets the units of networks and base; all integers are allowed.
         components: of the mixtures of discretized logistics that the integers have in the end.
-        data_start: these mixtures start at the first training batch, for densities of data.
+        data_init: these mixtures start at the first training batch, for densities of data.
         context_dim, base: as in :class:`~flowbnn.flows.NICE`; the base has integers.
 
     >>> flow = IDF(2, length=2, values=10)
@@ -218,7 +220,7 @@ class IDF(ImageFlow):
     levels: Count = 2
     values: Positive = 256
     components: Count = 5
-    data_start: bool = False
+    data_init: bool = False
 
     def step(self, size: int, number: int) -> Transform:
         coupling = self.coupling(size, number, transforms.IntegerShiftMap(float(self.values)))
@@ -228,7 +230,7 @@ class IDF(ImageFlow):
         return [transforms.Integers(), *super().door()]
 
     def own_base(self, size: int) -> DiscretizedLogisticBase:
-        return DiscretizedLogisticBase(size, self.components, self.values, self.data_start)
+        return DiscretizedLogisticBase(size, self.components, self.values, self.data_init)
 
     def split_noise(self, height: int, width: int, channels: int) -> nn.Module:
         return _IntegerNoise(self.conv, self.own_base(height * width * channels), channels, self.context_dim)
@@ -269,7 +271,7 @@ class DiscreteFlow(FlowModel):
     Args:
         dim, categories: of the vectors, which have integers from 0 to ``categories - 1``.
         kind: ``"bipartite"``, couplings, or ``"autoregressive"``, whose draws cost ``dim`` passes and probabilities one.
-        scaled, temperature: of each :class:`~flowbnn.transforms.ModularMap`.
+        learn_scale, temperature: of each :class:`~flowbnn.transforms.ModularMap`.
         context_dim, length, hidden: as in :class:`~flowbnn.flows.NICE`.
 
     >>> flow = DiscreteFlow(3, categories=4)
@@ -280,16 +282,16 @@ class DiscreteFlow(FlowModel):
     @checked
     def __init__(
         self,
-        dim: Bins,
-        categories: Bins,
+        dim: AtLeastTwo,
+        categories: AtLeastTwo,
         context_dim: Length = 0,
         length: Count = 4,
         hidden: Widths = (64, 64),
         kind: Literal["bipartite", "autoregressive"] = "bipartite",
-        scaled: bool = False,
+        learn_scale: bool = False,
         temperature: Positive = 1.0,
     ) -> None:
-        modular, size = transforms.ModularMap(categories, scaled, temperature), dim * categories
+        modular, size = transforms.ModularMap(categories, learn_scale, temperature), dim * categories
         given: dict[str, Any] = {"hidden": hidden, "context_dim": context_dim}
         turns, orders = [number % 2 for number in range(length)], (range(dim), range(dim)[::-1])
         parts: list[Transform]

@@ -50,14 +50,14 @@ class Group(NamedTuple):
         chains: the chains.
         starts: the vectors that they are applied to, end to end in ``[rows, sum of their lengths]``.
         log_det: whether the log-dets are wanted.
-        coarse: the values will be rounded to half precision anyway: products of some hundred rows and more may be made in one pass of
-            TF32, with errors of about a thousandth, instead of three.
+        allow_tf32: the values will be rounded to half precision anyway: products of some hundred rows and more may be made in one
+            pass of TF32, with errors of about a thousandth, instead of three.
     """
 
     chains: Sequence[Chain]
     starts: Tensor
     log_det: bool
-    coarse: bool = False
+    allow_tf32: bool = False
 
 
 def available(z: Tensor) -> bool:
@@ -72,7 +72,7 @@ def available(z: Tensor) -> bool:
 
 
 def evaluate(
-    chain: Chain, z: Tensor, log_det: bool = True, coarse: bool = False
+    chain: Chain, z: Tensor, log_det: bool = True, allow_tf32: bool = False
 ) -> tuple[Tensor, Tensor | None]:
     """A chain applied to the rows ``z`` ``[rows, dim]``: the values, and the log-dets ``[rows]`` or None.
 
@@ -83,7 +83,7 @@ def evaluate(
     (torch.Size([2, 2]), tensor([-0.3665, -0.3665]))
     """
     if _on_gpu(chain, z, z):
-        x, log_dets = gpu.push([Group([chain], z, log_det, coarse)])[0]
+        x, log_dets = gpu.push([Group([chain], z, log_det, allow_tf32)])[0]
         return x, None if log_dets is None else log_dets[0]
     if chain.weights and cpu.serves(z):
         return cpu.ChainFunction.apply(chain.plan, log_det, z, *chain.weights)
@@ -114,7 +114,7 @@ def _on_gpu(chain: Chain, z: Tensor, first: Tensor) -> bool:
 def _one_by_one(group: Group) -> tuple[Tensor, Tensor | None]:
     starts = group.starts.split([chain.plan.dim for chain in group.chains], -1)
     ends = [
-        evaluate(chain, start, group.log_det, group.coarse)
+        evaluate(chain, start, group.log_det, group.allow_tf32)
         for chain, start in zip(group.chains, starts, strict=True)
     ]
     log_dets = [log_det for _, log_det in ends if log_det is not None]

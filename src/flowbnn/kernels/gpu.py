@@ -24,10 +24,10 @@ class OperatorLists(NamedTuple):
     runs: Sequence[int]  # of all chains: of planar maps above zero, of LU maps below, ended by zero
     limits: Sequence[float]  # margin and bound of all chains
     log_dets: Sequence[bool]  # of each group
-    coarse: Sequence[bool]
+    allow_tf32: Sequence[bool]
 
 
-LAYOUT = "int[] counts, int[] dims, int[] runs, float[] limits, bool[] log_dets, bool[] coarse"
+LAYOUT = "int[] counts, int[] dims, int[] runs, float[] limits, bool[] log_dets, bool[] allow_tf32"
 
 
 def write(plans: Sequence[ChainShape]) -> tuple[list[int], list[int], list[float]]:
@@ -70,7 +70,9 @@ def _parts(layout: OperatorLists, starts: Sequence[Tensor], weights: Sequence[Te
         own = plans[first : first + count]
         places = slice(place, place + sum(len(weight_names(plan)) for plan in own))
         parts.append(
-            Part(own, starts[index], weights[places], places, layout.log_dets[index], layout.coarse[index])
+            Part(
+                own, starts[index], weights[places], places, layout.log_dets[index], layout.allow_tf32[index]
+            )
         )
         first, place = first + count, places.stop
     return parts
@@ -84,7 +86,7 @@ def push(groups: Sequence[Any]) -> list[tuple[Tensor, Tensor | None]]:
     keep = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (*starts, *weights))
     outputs = torch.ops.flowbnn.push_chains(
         starts, weights, keep, [len(group.chains) for group in groups], *write([chain.plan for chain in chains]),
-        [group.log_det for group in groups], [group.coarse for group in groups],
+        [group.log_det for group in groups], [group.allow_tf32 for group in groups],
     )  # fmt: skip
     xs, lines, _ = _thirds(outputs)
     return [(x, line if group.log_det else None) for x, line, group in zip(xs, lines, groups, strict=True)]

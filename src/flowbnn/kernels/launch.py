@@ -26,7 +26,7 @@ SMALL_DIM, SMALL_MAPS = 32, 30  # what one program holds; bits of the code of it
 SMALL_ROWS, SMALL_WARPS = 16, 4  # of a program on 16 numbers: more rows do not fit into its registers
 # sums over up to FEW rows are made in one go; over more, in at most PARTS parts of at least PART rows or so
 FEW, PART, PARTS = 512, 256, 64
-COARSE = 256  # rows from which on time goes into products, so that coarse ones are worth it
+COARSE = 256  # rows from which on time goes into products, so that allow_tf32 ones are worth it
 # tiles: for few rows many small ones, which are there sooner; for many large ones, which read less
 FEW_ROWS: Arguments = {"ROWS": 16, "COLUMNS": 32, "DEPTH": 32, "BLOCKS": 2, "num_warps": 4, "num_stages": 3}
 MANY_ROWS: Arguments = {"ROWS": 64, "COLUMNS": 64, "DEPTH": 32, "BLOCKS": 1, "num_warps": 4, "num_stages": 3}
@@ -137,7 +137,7 @@ class Part:
     all_weights: Sequence[Tensor]
     places: slice  # where these lie among the weights of the call
     log_det: bool
-    coarse: bool
+    allow_tf32: bool
 
     def __post_init__(self) -> None:
         self.rows, self.dims = self.starts.shape[0], [plan.dim for plan in self.plans]
@@ -153,7 +153,7 @@ class Part:
     @property
     def precision(self) -> str:
         """Products of a float32's accuracy, or of TF32's, where time goes into them and nobody sees more."""
-        return "tf32" if self.coarse and self.rows >= COARSE else "tf32x3"
+        return "tf32" if self.allow_tf32 and self.rows >= COARSE else "tf32x3"
 
     def outputs(self, keep: bool) -> tuple[Tensor, Tensor, Tensor]:
         """Memory for the values, the log-dets and what is kept for the backward pass."""

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from flowbnn.nets.mlp import Length, with_context, zeroed
+from flowbnn.nets.mlp import Length, with_context, zero_init
 from flowbnn.options import Count, checked
 
 
@@ -47,7 +47,7 @@ class GatedConvNet(nn.Module):
         self.first = conv(channels_in + context_dim, hidden, 3, padding=1)
         self.wide = nn.ModuleList(conv(hidden, hidden, 3, padding=1) for _ in range(blocks))
         self.gates = nn.ModuleList(conv(hidden, 2 * hidden, 1) for _ in range(blocks))
-        self.last = zeroed(conv(hidden, channels_out, 3, padding=1))
+        self.last = zero_init(conv(hidden, channels_out, 3, padding=1))
 
     def forward(self, value: Tensor, context: Tensor | None = None) -> Tensor:
         value = with_context(value, context, self.context_dim, event_dim=3)
@@ -57,7 +57,7 @@ class GatedConvNet(nn.Module):
         return self.last(F.elu(h)).movedim(1, -1).reshape(*value.shape[:-1], self.last.out_channels)
 
 
-def _gated(value: Tensor) -> Tensor:
+def _gate(value: Tensor) -> Tensor:
     a, b = value.chunk(2, 1)
     return torch.tanh(a) * torch.sigmoid(b)
 
@@ -71,7 +71,7 @@ class WaveNet(nn.Module):
 
     Args:
         channels: of the sequences.
-        per_entry: numbers for each channel of each step.
+        params_per_entry: numbers for each channel of each step.
         hidden: channels inside.
         layers: number of gated layers, whose dilations are 1, 2, 4, ...
         kernel: steps that each convolution reads.
@@ -88,7 +88,7 @@ class WaveNet(nn.Module):
     def __init__(
         self,
         channels: Count,
-        per_entry: Count,
+        params_per_entry: Count,
         hidden: Count = 32,
         layers: Count = 4,
         kernel: Count = 2,
@@ -101,7 +101,7 @@ class WaveNet(nn.Module):
         apart = (2**layer for layer in range(layers))
         self.gates = nn.ModuleList(nn.Conv1d(hidden, 2 * hidden, kernel, dilation=gap) for gap in apart)
         self.steps = nn.ModuleList(nn.Conv1d(hidden, 2 * hidden, 1) for _ in range(layers))
-        self.last = zeroed(nn.Conv1d(hidden, per_entry * channels, 1))
+        self.last = zero_init(nn.Conv1d(hidden, params_per_entry * channels, 1))
 
     def passes(self, shape: Any) -> int:
         """One for each step of a sequence."""
@@ -112,10 +112,10 @@ class WaveNet(nn.Module):
         rows = value.reshape(value.shape[:-2].numel(), *value.shape[-2:]).mT
         h = self.first(F.pad(rows, (self.kernel, 0)))[..., :-1]  # the step itself is left out
         if self.place is not None:
-            h = h + self.place(_spread(value, context, self.context_dim, 1))
+            h = h + self.place(_expand_context(value, context, self.context_dim, 1))
         skip: Any = 0.0
         for number, (gate, step) in enumerate(zip(self.gates, self.steps, strict=True)):
-            changed, out = step(_gated(gate(F.pad(h, ((self.kernel - 1) * 2**number, 0))))).chunk(2, 1)
+            changed, out = step(_gate(gate(F.pad(h, ((self.kernel - 1) * 2**number, 0))))).chunk(2, 1)
             h, skip = h + changed, skip + out
         result = self.last(F.elu(skip))
         return result.mT.reshape(*value.shape[:-1], result.shape[1])
@@ -144,7 +144,7 @@ class PixelCNN(nn.Module):
 
     Args:
         channels: of the images.
-        per_entry: numbers for each channel of each pixel.
+        params_per_entry: numbers for each channel of each pixel.
         hidden: channels inside, for each channel of the images.
         layers: number of gated layers.
         kernel: odd width of the convolutions.
@@ -162,7 +162,7 @@ class PixelCNN(nn.Module):
     def __init__(
         self,
         channels: Count,
-        per_entry: Count,
+        params_per_entry: Count,
         hidden: Count = 16,
         layers: Count = 3,
         kernel: Count = 3,
@@ -188,8 +188,8 @@ class PixelCNN(nn.Module):
             self.across.append(MaskedConv2d(row))
             self.joins.append(nn.Conv2d(len(pairs), len(pairs), 1))
             self.outs.append(MaskedConv2d((inside[:, None] >= inside).float()[..., None, None]))
-        outputs = colours.repeat(per_entry)
-        self.last = zeroed(MaskedConv2d((outputs[:, None] >= inside).float()[..., None, None]))
+        outputs = colours.repeat(params_per_entry)
+        self.last = zero_init(MaskedConv2d((outputs[:, None] >= inside).float()[..., None, None]))
 
     def passes(self, shape: Any) -> int:
         """One for each channel of each pixel."""
@@ -201,17 +201,17 @@ class PixelCNN(nn.Module):
         left, rest = above, None
         extra: Any = (0.0, 0.0)
         if self.place is not None:
-            extra = self.place(_spread(value, context, self.context_dim, 2)).chunk(2, 1)
+            extra = self.place(_expand_context(value, context, self.context_dim, 2)).chunk(2, 1)
         for down, across, join, out in zip(self.down, self.across, self.joins, self.outs, strict=True):
             above = down(above) + extra[0]
-            left = out(_gated(across(left) + join(above) + extra[1]))
-            above, extra = _gated(above), (0.0, 0.0)
+            left = out(_gate(across(left) + join(above) + extra[1]))
+            above, extra = _gate(above), (0.0, 0.0)
             left = rest = left if rest is None else rest + left
         result = self.last(F.elu(left))
         return result.movedim(1, -1).reshape(*value.shape[:-1], result.shape[1])
 
 
-def _spread(value: Tensor, context: Tensor | None, size: int, axes: int) -> Tensor:
+def _expand_context(value: Tensor, context: Tensor | None, size: int, axes: int) -> Tensor:
     """The context of each event of ``value`` with axes of length one for its places, channels second."""
     events = value.new_zeros(*value.shape[: -axes - 1], 0)
     return with_context(events, context, size).reshape(events.shape[:-1].numel(), size, *(1,) * axes)

@@ -56,29 +56,31 @@ def check_net(net: nn.Module, owner: str) -> None:
         raise FlowBNNError(f"{text}; nets such as flowbnn.nets.MLP do", argument="net") from None
 
 
-def zeroed(layer: Any) -> Any:
+def zero_init(layer: Any) -> Any:
     """A last layer that starts at zero, so that what it conditions starts at the identity."""
     for parameter in layer.parameters():
         nn.init.zeros_(parameter)
     return layer
 
 
-def starts_at_data(module: Any, wanted: bool) -> None:
+def register_data_init(module: Any, wanted: bool) -> None:
     """Keep whether a module has ``started``, which may wait for the first batch; a loaded one does not start again."""
     module.register_buffer("initialized", torch.tensor(not wanted))
     # the same fact for Python, because a compiled graph must not branch on a tensor
-    module.started = not wanted
-    module.register_load_state_dict_post_hook(_read_started)
+    module.is_initialized = not wanted
+    module.register_load_state_dict_post_hook(_read_initialized)
 
 
-def _read_started(module: Any, keys: Any) -> None:
-    module.started = bool(module.initialized)
+def _read_initialized(module: Any, keys: Any) -> None:
+    module.is_initialized = bool(module.initialized)
 
 
-def _stacked(layers: Sequence[nn.Module], last: nn.Module, activation: Callable[[], nn.Module]) -> nn.Module:
+def _stack_layers(
+    layers: Sequence[nn.Module], last: nn.Module, activation: Callable[[], nn.Module]
+) -> nn.Module:
     """Layers with activations after each, and a last one of zeros."""
     pairs = ((layer, call_factory(activation, name="activation", kind=nn.Module)) for layer in layers)
-    return nn.Sequential(*(part for pair in pairs for part in pair), zeroed(last))
+    return nn.Sequential(*(part for pair in pairs for part in pair), zero_init(last))
 
 
 class MLP(nn.Module):
@@ -111,7 +113,7 @@ class MLP(nn.Module):
         widths = [dim_in + context_dim, *hidden, dim_out]
         self.context_dim = context_dim
         layers = [nn.Linear(before, after) for before, after in pairwise(widths[:-1])]
-        self.layers = _stacked(layers, nn.Linear(widths[-2], dim_out), activation)
+        self.layers = _stack_layers(layers, nn.Linear(widths[-2], dim_out), activation)
 
     def forward(self, value: Tensor, context: Tensor | None = None) -> Tensor:
         """``value`` is ``(..., dim_in)``; ``context`` is ``(..., context_dim)`` and broadcasts to its batch axes."""
@@ -165,7 +167,7 @@ class MaskedMLP(MLP):
 
     Args:
         dim: number :math:`D` of entries.
-        per_entry: numbers for each entry, ``per_entry * dim`` on the last axis.
+        params_per_entry: numbers for each entry, ``params_per_entry * dim`` on the last axis.
         hidden: width of each hidden layer, any number of any width.
         order: the entries from first to last, every number from 0 to ``dim - 1`` once; by default as they are.
         activation: makes the nonlinearity between layers.
@@ -182,7 +184,7 @@ class MaskedMLP(MLP):
     def __init__(
         self,
         dim: Count,
-        per_entry: Count,
+        params_per_entry: Count,
         hidden: Sequence[Count] = (64, 64),
         order: Sequence[int] | None = None,
         activation: Callable[[], nn.Module] = nn.ReLU,
@@ -202,9 +204,9 @@ class MaskedMLP(MLP):
         degrees = [torch.cat([place.repeat_interleave(features), place.new_zeros(context_dim)])]
         for width in hidden:
             degrees.append(torch.linspace(0 if context_dim else 1, dim - 1, width).floor().long())
-        outputs = place.repeat_interleave(per_entry) if interleaved else place.repeat(per_entry)
+        outputs = place.repeat_interleave(params_per_entry) if interleaved else place.repeat(params_per_entry)
         layers = [MaskedLinear(after[:, None] >= before) for before, after in pairwise(degrees)]
-        self.layers = _stacked(layers, MaskedLinear(outputs[:, None] > degrees[-1]), activation)
+        self.layers = _stack_layers(layers, MaskedLinear(outputs[:, None] > degrees[-1]), activation)
 
     def passes(self, shape: Any) -> int:
         """The longest chain of entries that depend on each other, for events of this shape."""

@@ -13,10 +13,10 @@ from flowbnn.nets.mlp import Length, check_context
 from flowbnn.numerics import at_least_single, inverse_softplus
 from flowbnn.options import Count, Probability, checked
 
-Product = Callable[[Tensor], Tensor]
+LinearMap = Callable[[Tensor], Tensor]
 
 
-def applied(x: Tensor, weight: Tensor, shift: Tensor | None = None) -> Tensor:
+def apply_linear(x: Tensor, weight: Tensor, shift: Tensor | None = None) -> Tensor:
     """A matrix on the last axis; or, for a weight of four axes, a convolution of images with the channels last."""
     shared = shift if shift is not None and shift.ndim == 1 else None
     if weight.ndim == 2:
@@ -26,21 +26,21 @@ def applied(x: Tensor, weight: Tensor, shift: Tensor | None = None) -> Tensor:
     return y if shift is None or shift.ndim == 1 else y + shift
 
 
-def transposed(v: Tensor, weight: Tensor) -> Tensor:
+def apply_transpose(v: Tensor, weight: Tensor) -> Tensor:
     """The transpose of the linear part of :func:`applied`."""
     if weight.ndim == 2:
         return v @ weight
     return _on_images(v, lambda rows: F.conv_transpose2d(rows, weight, padding=weight.shape[-1] // 2))
 
 
-def _on_images(x: Tensor, convolve: Product) -> Tensor:
+def _on_images(x: Tensor, convolve: LinearMap) -> Tensor:
     first = x.movedim(-1, -3)
     y = convolve(first.reshape(-1, *first.shape[-3:]))
     return y.reshape(*first.shape[:-3], *y.shape[-3:]).movedim(-3, -1)
 
 
 @dataclass(frozen=True)
-class Evaluated:
+class FixedContextNet:
     """A :class:`SmoothMLP` (or ``LipschitzConv``) with its weights and its context worked in: what a solver calls many times.
 
     ``shifts[0]`` may have batch axes, since the context is in it; ``rates`` are those of the Swish after every layer but the last.
@@ -57,25 +57,25 @@ class Evaluated:
         """The output, and the slopes of the activations on the way to it."""
         slopes = []
         for weight, shift, rate in zip(self.weights, self.shifts, self.rates, strict=False):
-            x = applied(x, weight, shift)
+            x = apply_linear(x, weight, shift)
             gate = torch.sigmoid(rate * x)
             x = x * gate
             slopes.append(torch.lerp(gate, gate.new_ones(()), rate * x))  # gate + rate x (1 - gate)
-        return applied(x, self.weights[-1], self.shifts[-1]), slopes
+        return apply_linear(x, self.weights[-1], self.shifts[-1]), slopes
 
-    def linearize(self, x: Tensor) -> tuple[Tensor, Product, Product]:
+    def linearize(self, x: Tensor) -> tuple[Tensor, LinearMap, LinearMap]:
         r"""The output, :math:`v \mapsto J^\top v` and :math:`u \mapsto J u`; further axes of the vectors come before the batch's."""
         y, slopes = self.slopes(x)
 
         def pull(v: Tensor) -> Tensor:
             for weight, slope in zip(self.weights[:0:-1], slopes[::-1], strict=True):
-                v = transposed(v, weight) * slope
-            return transposed(v, self.weights[0])
+                v = apply_transpose(v, weight) * slope
+            return apply_transpose(v, self.weights[0])
 
         def push(u: Tensor) -> Tensor:
             for weight, slope in zip(self.weights, slopes, strict=False):
-                u = applied(u, weight) * slope
-            return applied(u, self.weights[-1])
+                u = apply_linear(u, weight) * slope
+            return apply_linear(u, self.weights[-1])
 
         return y, pull, push
 
@@ -138,7 +138,7 @@ class SmoothMLP(nn.Module):
         """The matrices of the layers, as the network applies them."""
         return [layer.weight for layer in self.layers]  # type: ignore[misc]
 
-    def given(self, context: Tensor | None = None) -> Evaluated:
+    def at_context(self, context: Tensor | None = None) -> FixedContextNet:
         """The network for one context, its weights worked out once."""
         shifts: list[Tensor] = [layer.bias for layer in self.layers]  # type: ignore[misc]
         if self.condition is not None:
@@ -146,15 +146,15 @@ class SmoothMLP(nn.Module):
             shift = F.linear(context, self.condition.weight, shifts[0])
             images = self.layers[0].weight.ndim == 4
             shifts[0] = shift[..., None, None, :] if images else shift
-        return Evaluated(self.weights(), shifts, F.softplus(self.raw_rate).unbind())
+        return FixedContextNet(self.weights(), shifts, F.softplus(self.raw_rate).unbind())
 
     def forward(self, x: Tensor, context: Tensor | None = None) -> Tensor:
         """``x`` is ``(..., dim_in)``; ``context`` is ``(..., context_dim)`` and broadcasts to its batch axes."""
-        return self.given(context)(x)
+        return self.at_context(context)(x)
 
 
 @dataclass(frozen=True)
-class Traced:
+class AutogradNet:
     """A user's net, whose products with the Jacobian are traced."""
 
     net: Callable[..., Tensor]
@@ -167,17 +167,17 @@ class Traced:
             raise FlowBNNError(text, kind="shape", argument="net")
         return moved
 
-    def linearize(self, z: Tensor) -> tuple[Tensor, Product, Product]:
-        step, transposed, *_ = torch.func.vjp(self, z)
+    def linearize(self, z: Tensor) -> tuple[Tensor, LinearMap, LinearMap]:
+        step, apply_transpose, *_ = torch.func.vjp(self, z)
 
-        def each(product: Product, v: Tensor) -> Tensor:
+        def each(product: LinearMap, v: Tensor) -> Tensor:
             if v.ndim == z.ndim:
                 return product(v)
             return torch.func.vmap(product)(v.expand(v.shape[0], *z.shape))
 
         return (
             step,
-            lambda v: each(lambda one: transposed(one)[0], v),
+            lambda v: each(lambda one: apply_transpose(one)[0], v),
             lambda u: each(lambda one: torch.func.jvp(self, (z,), (one,))[1], u),
         )
 
@@ -297,9 +297,9 @@ class LipschitzConv(LipschitzMLP):
 def power_step(weight: Tensor, left: Tensor) -> tuple[Tensor, Tensor]:
     """An estimate of the largest singular value, with its gradient, and the next left vector."""
     with torch.no_grad():
-        right = transposed(left, weight)
+        right = apply_transpose(left, weight)
         right = right / torch.linalg.vector_norm(right).clamp(min=1e-12)
-    image = applied(right, weight)
+    image = apply_linear(right, weight)
     size = torch.linalg.vector_norm(image)
     # zeros have no vector to find
     return size, torch.where(size > 0, image / size.clamp(min=1e-12), left).detach()

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from flowbnn import kernels
 from flowbnn.distributions import Divergence
-from flowbnn.distributions.draws import chosen_normal, components_of, standard_normal
+from flowbnn.distributions.draws import draw_components, select_normal, standard_normal
 from flowbnn.kernels import Group
 from flowbnn.noise.passes import RowShard, Source
 from flowbnn.numerics import soft_clamp
@@ -219,7 +219,7 @@ class Mixtures:
         """Components ``[rows + fresh, layers]`` and normal numbers ``[rows + fresh, numbers]``; of shared rows those that are here."""
         loc = self.layers[0].mixed[0].loc
         whole = (rows if share is None else share.whole(rows)) + fresh
-        which = components_of(len(loc), (whole, len(self.layers)), loc.device, generator)
+        which = draw_components(len(loc), (whole, len(self.layers)), loc.device, generator)
         normal = standard_normal(torch.Size((whole, sum(self.sizes))), loc.dtype, loc.device, generator)
         if share is None:
             return which, normal
@@ -232,7 +232,7 @@ class Mixtures:
         if normal.numel() >= MANY * len(self.sizes):
             tables = (tensor.split(self.sizes, -1) for tensor in (self.mean, self.deviation, normal))
             parts = enumerate(zip(*tables, strict=True))
-            return torch.cat([chosen_normal(m, d, which[:, i], some) for i, (m, d, some) in parts], -1)
+            return torch.cat([select_normal(m, d, which[:, i], some) for i, (m, d, some) in parts], -1)
         columns = [which[:, i : i + 1].expand(-1, size) for i, size in enumerate(self.sizes)]
         index = torch.cat(columns, -1)
         return torch.addcmul(self.mean.gather(0, index), self.deviation.gather(0, index), normal)

@@ -9,7 +9,12 @@ import torch
 from torch import Tensor
 
 from flowbnn.distributions import Base, Divergence, Flow, MixtureBase, NormalBase, NormalMixture, divergence
-from flowbnn.distributions.draws import chosen_normal, components_of, reparameterized, standard_normal
+from flowbnn.distributions.draws import (
+    draw_components,
+    reparameterized_sample,
+    select_normal,
+    standard_normal,
+)
 from flowbnn.errors import FlowBNNError
 from flowbnn.kernels import Chain
 from flowbnn.noise.base import Noise, Site
@@ -101,7 +106,7 @@ class InputNoise(Noise):
         if isinstance(parts[-1], BlockTriangular):
             parts[-1].assign(mean, roots, links)
         elif self.start is None and isinstance(parts[-1], Affine):  # after a flow
-            parts[-1].start(mean, width)
+            parts[-1].set_loc_and_scale(mean, width)
         else:
             base, affine, _ = self.start
             base.scale.copy_(width)
@@ -132,12 +137,12 @@ class InputNoise(Noise):
             shape, which, normal = torch.Size((*at, self.layout.dim)), [], []
             for source in generators:
                 if self.mixed is not None:
-                    which.append(components_of(len(mean), at, mean.device, source))
+                    which.append(draw_components(len(mean), at, mean.device, source))
                 normal.append(standard_normal(shape, mean.dtype, mean.device, source))
             if self.mixed is None:
                 start = torch.addcmul(mean, torch.stack(normal), deviation)
             else:
-                start = chosen_normal(mean, deviation, torch.stack(which), torch.stack(normal))
+                start = select_normal(mean, deviation, torch.stack(which), torch.stack(normal))
             return self.push(start, False, half is not None)[0]
 
     def begin_rows(
@@ -151,7 +156,7 @@ class InputNoise(Noise):
     def _begin(self, shape: Sizes, generator: Source, half: torch.dtype | None = None) -> Tensor:
         """Draws of the base, pushed through the affine map that follows a normal or a mixture of normals."""
         if self.start is None and self.mixed is None:
-            return reparameterized(self.base.distribution(), shape, generator)
+            return reparameterized_sample(self.base.distribution(), shape, generator)
         mean, deviation = self._normals()
         if self.mixed is not None:
             return NormalMixture(mean, deviation).rsample(shape, generator)
@@ -167,11 +172,11 @@ class InputNoise(Noise):
         first = base if self.mixed is None else base.distribution()
         return affine.push_normal(first.loc, first.scale)[:2]
 
-    def push(self, z: Tensor, log_det: bool = True, coarse: bool = False) -> tuple[Tensor, Tensor | None]:
-        """What the flow makes of the draws that it starts from; ``coarse``: as in :class:`flowbnn.kernels.Group`."""
+    def push(self, z: Tensor, log_det: bool = True, allow_tf32: bool = False) -> tuple[Tensor, Tensor | None]:
+        """What the flow makes of the draws that it starts from; ``allow_tf32``: as in :class:`flowbnn.kernels.Group`."""
         total: Tensor | None = None
         for part in self.rest:
-            z, own = part.push(z, log_det, coarse) if isinstance(part, PlanarLU) else part(z)
+            z, own = part.push(z, log_det, allow_tf32) if isinstance(part, PlanarLU) else part(z)
             if log_det and own is not None:
                 own = own if part.event_dim == 1 else sum_rightmost(own, 1 - part.event_dim)
                 total = own if total is None else total + own
@@ -202,7 +207,7 @@ class InputNoise(Noise):
     @property
     def reads_batch(self) -> bool:
         """Whether a draw depends on what else is drawn with it: a flow that normalises by the batch in training."""
-        return any(not getattr(part, "started", False) for part in self.normalising)
+        return any(not getattr(part, "is_initialized", False) for part in self.normalising)
 
     def _autocast(self) -> tuple[str, torch.dtype | None]:
         """The device, and the precision of the product that the noise goes into, which rounds it; None where it does not."""

@@ -8,9 +8,9 @@ from dataclasses import asdict, field, fields
 from typing import Annotated, Any, Literal
 
 from flowbnn.distributions import Base, MixtureBase, NormalBase, StudentBase
-from flowbnn.distributions.bases import Freedom
+from flowbnn.distributions.bases import DegreesOfFreedom
 from flowbnn.errors import FlowBNNError, describe_value, nearest
-from flowbnn.flows import drawn_flow, named_flows
+from flowbnn.flows import make_posterior_transform, named_flows
 from flowbnn.noise.base import DropoutNoise, Noise, Site
 from flowbnn.noise.flow_noise import InputNoise
 from flowbnn.noise.joint import check_size, join
@@ -27,7 +27,7 @@ from flowbnn.transforms import (
     Sylvester,
     Transform,
 )
-from flowbnn.transforms.base import warn_of_slow_draws
+from flowbnn.transforms.base import warn_slow_sampling
 from flowbnn.transforms.elementwise import Affine
 
 Size = Annotated[int, Bounds(ge=1, le=10_000)]
@@ -67,8 +67,8 @@ class Recipe:
     prior_scale: Positive = 0.5
     base_loc: float = 1.0
     base_scale: Positive = 0.1
-    prior_df: Freedom | None = None
-    base_df: Freedom | None = None
+    prior_df: DegreesOfFreedom | None = None
+    base_df: DegreesOfFreedom | None = None
     components: Size = 1
     positions: Count | Literal["mean"] = "mean"
     kl_samples: Count = 16
@@ -119,7 +119,7 @@ class Recipe:
             raise FlowBNNError(
                 f"{self} is no bijection of real vectors, which noise needs", kind="unsupported"
             )
-        warn_of_slow_draws(transform, self)
+        warn_slow_sampling(transform, self)
         base = _of_kind(layout.dim, loc, scale, self.base_df)
         if self.components != 1:
             base = MixtureBase(layout.dim, self.components, loc, scale)
@@ -277,11 +277,11 @@ class NormalFlow(Recipe):
             )
 
     def transforms(self, dim: int) -> Sequence[Transform]:
-        return [drawn_flow(self.flow, dim, length=self.length, **self.settings)]
+        return [make_posterior_transform(self.flow, dim, length=self.length, **self.settings)]
 
     def build(self, layout: Layout) -> Noise:
         affine = Affine(layout.dim)
-        affine.start(self.base_loc, self.base_scale)
+        affine.set_loc_and_scale(self.base_loc, self.base_scale)
         return self._noise(layout, Compose(*self.transforms(layout.dim), affine), 0.0, 1.0)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from flowbnn.distributions.draws import TURNS
+from flowbnn.distributions.draws import GENERATOR_LOCK
 
 
 def seed_all(seed: int) -> None:
@@ -101,7 +101,7 @@ def temporary_seed(seed: int | None) -> Iterator[None]:
     if seed is None:
         yield
         return
-    with TURNS, torch.random.fork_rng([]):
+    with GENERATOR_LOCK, torch.random.fork_rng([]):
         torch.default_generator.manual_seed(seed)
         yield
 
@@ -113,6 +113,6 @@ def sampling_context(device: torch.device, seed: int | None) -> Iterator[None]:
         if seed is None:
             yield
             return
-        with TURNS, torch.random.fork_rng([device] if device.type == "cuda" else []):
+        with GENERATOR_LOCK, torch.random.fork_rng([device] if device.type == "cuda" else []):
             torch.manual_seed(seed)
             yield

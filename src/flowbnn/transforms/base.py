@@ -17,7 +17,7 @@ What a transform cannot do it declares in class attributes; nothing is caught an
 ``linearity``        ``"diagonal"``, ``"affine"`` or ``"none"``: what a closed-form KL may assume of the map
 ``draws``            ``"none"``, or which direction draws random numbers: ``"forward"``, ``"inverse"`` or ``"both"``
 ``discrete``         whether samples are integers, so that no gradient passes through them and p(x) is a probability
-``takes_integers``   the same of the base's side
+``discrete_base``   the same of the base's side
 ``sample_dim``       how many trailing axes an event has on the side of the sample, if not ``event_dim``
 ``cheap``            ``"both"``, ``"forward"``, ``"inverse"`` or ``"none"``: the directions that cost one pass; another costs
                      a pass for every entry, or a solver
@@ -64,7 +64,7 @@ class Transform(nn.Module):
     log_det_kind: Literal["exact", "estimate"] = "exact"
     draws: Literal["none", "forward", "inverse", "both"] = "none"
     discrete: bool = False
-    takes_integers: bool = False
+    discrete_base: bool = False
     lengths: tuple[int, int] | None = None
     sample_axes: int | None = None
 
@@ -101,21 +101,21 @@ class Transform(nn.Module):
         raise NotImplementedError(f"{type(self).__name__} {text}")
 
 
-class TwoWay(Transform, ABC):
+class BidirectionalTransform(Transform, ABC):
     """A transform whose directions are one computation, which a subclass gives as :meth:`run`."""
 
     @abstractmethod
-    def run(self, value: Tensor, context: Tensor | None, backwards: bool) -> tuple[Tensor, Tensor]:
+    def compute(self, value: Tensor, context: Tensor | None, inverse: bool) -> tuple[Tensor, Tensor]:
         """:meth:`forward`, or :meth:`inverse` if ``backwards``."""
 
     def forward(self, z: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        return self.run(z, context, backwards=False)
+        return self.compute(z, context, inverse=False)
 
     def inverse(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        return self.run(x, context, backwards=True)
+        return self.compute(x, context, inverse=True)
 
 
-def refused(owner: object, text: str, kind: str) -> FlowBNNError:
+def transform_error(owner: object, text: str, kind: str) -> FlowBNNError:
     """What a transform says of its arguments."""
     return FlowBNNError(f"{type(owner).__name__} {text}", kind=kind)
 
@@ -125,7 +125,7 @@ def check_dense(value: Any, owner: object, wanted: str = "dense tensor of real n
     if not isinstance(value, Tensor) or value.layout is not torch.strided or value.is_complex():
         known = isinstance(value, Tensor)
         given = f"tensor of {value.dtype}, {value.layout}" if known else type(value).__name__
-        raise refused(owner, f"takes a {wanted}, not a {given}", "dtype")
+        raise transform_error(owner, f"takes a {wanted}, not a {given}", "dtype")
 
 
 def check_tensor(value: Any, owner: object) -> None:
@@ -133,7 +133,7 @@ def check_tensor(value: Any, owner: object) -> None:
     if not isinstance(value, Tensor) or not value.is_floating_point() or value.layout is not torch.strided:
         check_dense(value, owner, "dense floating point tensor")
         text = f"takes a dense floating point tensor, not a tensor of {value.dtype}; dequantize integers: end the flow with"
-        raise refused(owner, f"{text} Dequantization, or give it .float()", "dtype")
+        raise transform_error(owner, f"{text} Dequantization, or give it .float()", "dtype")
 
 
 def check_range(value: Tensor, low: float, high: float, owner: str, hint: str = "") -> None:
@@ -148,7 +148,9 @@ def check_events(value: Tensor, shape: Sequence[int], owner: object) -> torch.Si
     """The batch shape; events of another shape are refused."""
     cut = value.ndim - len(shape)
     if cut < 0 or value.shape[cut:] != torch.Size(shape):
-        raise refused(owner, f"takes events of shape {tuple(shape)}, not shape {tuple(value.shape)}", "shape")
+        raise transform_error(
+            owner, f"takes events of shape {tuple(shape)}, not shape {tuple(value.shape)}", "shape"
+        )
     return value.shape[:cut]
 
 
@@ -157,20 +159,20 @@ def check_vectors(value: Tensor, dim: int, owner: object, parameter: Tensor | No
     check_tensor(value, owner)
     if value.ndim == 0 or value.shape[-1] != dim:  # which would broadcast to a wrong log-det
         text = f"takes vectors of length {dim} on the last axis, not shape {tuple(value.shape)}"
-        raise refused(owner, text, "shape")
+        raise transform_error(owner, text, "shape")
     if parameter is not None and value.dtype != parameter.dtype:
         text = f"has {parameter.dtype} parameters but got {value.dtype} input; cast one with .to(dtype)"
-        raise refused(owner, text, "dtype")
+        raise transform_error(owner, text, "dtype")
 
 
-def check_gives_distribution(flow: nn.Module) -> None:
+def check_distribution_module(flow: nn.Module) -> None:
     """Refuse a transform where a module that gives a distribution is wanted: it has no base."""
     if isinstance(flow, Transform):
         text = "is a transform, which has no base: give fb.flows.FlowModel(base, transform)"
         raise FlowBNNError(f"{type(flow).__name__} {text}", argument="flow")
 
 
-def warn_of_slow_draws(transform: Transform, owner: object) -> None:
+def warn_slow_sampling(transform: Transform, owner: object) -> None:
     """Where something that draws at every step is made of a transform whose forward direction costs many passes."""
     if transform.cheap not in ("both", "forward"):
         text = "a draw costs many passes; take a flow with cheap draws, such as IAF in place of MAF, or cheap='forward' if it has that"

@@ -12,7 +12,13 @@ from flowbnn.errors import FlowBNNError
 from flowbnn.nets.mlp import MLP, check_context
 from flowbnn.numerics import sum_rightmost
 from flowbnn.options import Count, Hint, checked
-from flowbnn.transforms.base import Transform, TwoWay, check_dense, check_tensor, refused
+from flowbnn.transforms.base import (
+    BidirectionalTransform,
+    Transform,
+    check_dense,
+    check_tensor,
+    transform_error,
+)
 
 # what a chain declares is the weakest of its parts: the first of these ...
 _WEAKEST = {
@@ -25,8 +31,8 @@ _DIRECTIONS = {"draws": ("none", "both"), "solver": ("none", "both"), "cheap": (
 _TURNED = {"none": "none", "forward": "inverse", "inverse": "forward", "both": "both"}
 
 
-def run_part(
-    part: Transform, value: Tensor, context: Tensor | None, backwards: bool, extra: int, path: tuple[int, ...]
+def apply_transform(
+    part: Transform, value: Tensor, context: Tensor | None, inverse: bool, extra: int, path: tuple[int, ...]
 ) -> tuple[Tensor, Tensor]:
     """One part of a chain, whose events have ``extra`` axes more than the part's; an error tells its place."""
     try:
@@ -34,19 +40,23 @@ def run_part(
             check_dense(value, part)
             check_dense(context, part)
             if context.ndim == 0:
-                raise refused(part, f"takes a context of vectors, not the number {context.item():g}", "shape")
+                raise transform_error(
+                    part, f"takes a context of vectors, not the number {context.item():g}", "shape"
+                )
             context = context.to(value.dtype) if value.is_floating_point() else context
             context = context.reshape(*context.shape[:-1], *(1,) * extra, *context.shape[-1:])
-            cut = max(0, value.ndim - (part.sample_dim if backwards else part.event_dim))
-            batch = together(value.shape[:cut], context.shape[:-1], f"the values of {type(part).__name__}")
+            cut = max(0, value.ndim - (part.sample_dim if inverse else part.event_dim))
+            batch = broadcast_batch_shapes(
+                value.shape[:cut], context.shape[:-1], f"the values of {type(part).__name__}"
+            )
             value = value.expand(batch + value.shape[cut:])
-        value, log_det = part.inverse(value, context) if backwards else part.forward(value, context)
+        value, log_det = part.inverse(value, context) if inverse else part.forward(value, context)
     except FlowBNNError as error:
-        raise placed(error, part, path) from None
+        raise add_location(error, part, path) from None
     return value, sum_rightmost(log_det, extra)
 
 
-def placed(error: FlowBNNError, part: Transform, path: tuple[int, ...]) -> FlowBNNError:
+def add_location(error: FlowBNNError, part: Transform, path: tuple[int, ...]) -> FlowBNNError:
     """What a part of a chain says, with its place."""
     fields = {"reason": str(error), **error.fields, "place": path[0]}
     fields["path"] = (*path, *error.fields.get("path", ()))  # 0.2 is the third part of the first
@@ -56,7 +66,7 @@ def placed(error: FlowBNNError, part: Transform, path: tuple[int, ...]) -> FlowB
     return FlowBNNError(f"part {where} of the flow: {fields['reason']}", **fields)
 
 
-def together(batch: torch.Size, context: torch.Size, name: str) -> torch.Size:
+def broadcast_batch_shapes(batch: torch.Size, context: torch.Size, name: str) -> torch.Size:
     """The batch shape of what is named and of the context."""
     try:
         return torch.broadcast_shapes(batch, context)
@@ -65,7 +75,7 @@ def together(batch: torch.Size, context: torch.Size, name: str) -> torch.Size:
         raise FlowBNNError(text, kind="shape", argument="context") from None
 
 
-class Compose(TwoWay):
+class Compose(BidirectionalTransform):
     r"""One transform after another: ``Compose(f, g)`` maps :math:`z \mapsto g(f(z))`, the order of application.
 
     Its events have as many axes as the parts need, and log-dets are summed to that shape; a part of smaller events, such as one that
@@ -94,15 +104,15 @@ class Compose(TwoWay):
             kinds = {getattr(part, name) for part in parts} - {least}
             setattr(self, name, most if len(kinds) > 1 else min(kinds, default=least))
         for part in parts:  # the last that says so
-            self.discrete = part.discrete or (self.discrete and not part.takes_integers)
+            self.discrete = part.discrete or (self.discrete and not part.discrete_base)
         for part in reversed(parts):
-            self.takes_integers = part.takes_integers or (self.takes_integers and not part.discrete)
+            self.discrete_base = part.discrete_base or (self.discrete_base and not part.discrete)
 
-    def run(self, value: Tensor, context: Tensor | None, backwards: bool) -> tuple[Tensor, Tensor]:
+    def compute(self, value: Tensor, context: Tensor | None, inverse: bool) -> tuple[Tensor, Tensor]:
         parts = list(enumerate(self))
         total: Tensor | None = None
-        for place, part in reversed(parts) if backwards else parts:
-            value, log_det = run_part(part, value, context, backwards, self._extra[place], (place,))
+        for place, part in reversed(parts) if inverse else parts:
+            value, log_det = apply_transform(part, value, context, inverse, self._extra[place], (place,))
             total = log_det if total is None else total + log_det
         if total is None:
             check_tensor(value, self)
@@ -129,7 +139,7 @@ class Compose(TwoWay):
         return self.parts[index]  # type: ignore[return-value]
 
 
-class Inverse(TwoWay):
+class Inverse(BidirectionalTransform):
     r"""The same map run backwards: its forward is the part's inverse.
 
     A surjection that gives a bound on log-densities gives them exactly when it is run backwards, and the reverse.
@@ -150,10 +160,10 @@ class Inverse(TwoWay):
             setattr(self, name, getattr(part, name))
         for name in _DIRECTIONS:
             setattr(self, name, _TURNED[getattr(part, name)])
-        self.discrete, self.takes_integers = part.takes_integers, part.discrete
+        self.discrete, self.discrete_base = part.discrete_base, part.discrete
 
-    def run(self, value: Tensor, context: Tensor | None, backwards: bool) -> tuple[Tensor, Tensor]:
-        return self.part.forward(value, context) if backwards else self.part.inverse(value, context)
+    def compute(self, value: Tensor, context: Tensor | None, inverse: bool) -> tuple[Tensor, Tensor]:
+        return self.part.forward(value, context) if inverse else self.part.inverse(value, context)
 
     def forward_shape(self, shape: Sequence[int]) -> torch.Size:
         return self.part.inverse_shape(shape)
@@ -162,7 +172,7 @@ class Inverse(TwoWay):
         return self.part.forward_shape(shape)
 
 
-class Amortized(TwoWay):
+class Amortized(BidirectionalTransform):
     r"""A transform whose parameters are :math:`\theta + \mathrm{net}(c)`, others for every context :math:`c`.
 
     This is how planar, radial and Sylvester flows are conditioned on an encoder (Rezende and Mohamed 2015; van den Berg et al. 2018).
@@ -195,20 +205,20 @@ class Amortized(TwoWay):
         self._turned: tuple[Inverse, ...] = (Inverse(transform),) if transform.inverse_kind != "none" else ()
         self.net = MLP(context_dim, sum(self.sizes), hidden)
 
-    def run(self, value: Tensor, context: Tensor | None, backwards: bool) -> tuple[Tensor, Tensor]:
-        if backwards and not self._turned:
+    def compute(self, value: Tensor, context: Tensor | None, inverse: bool) -> tuple[Tensor, Tensor]:
+        if inverse and not self._turned:
             return Transform.inverse(self, value)
         context = check_context(context, self.context_dim)
-        batch = together(value.shape[:-1], context.shape[:-1], "the values of Amortized")
+        batch = broadcast_batch_shapes(value.shape[:-1], context.shape[:-1], "the values of Amortized")
         if value.ndim == 0:
-            raise refused(self, "takes vectors, not a number", "shape")
+            raise transform_error(self, "takes vectors, not a number", "shape")
         value = value.expand(*batch, value.shape[-1])
         if not value.numel():  # vmap takes no empty batch
-            return self.transform.inverse(value) if backwards else self.transform.forward(value)
+            return self.transform.inverse(value) if inverse else self.transform.forward(value)
         flat = self.net(context)
         parts = flat.expand(*batch, flat.shape[-1]).flatten(0, -2) if batch else flat.unsqueeze(0)
         parts = parts.split(self.sizes, -1)
-        whole, prefix = (self._turned[0], "part.") if backwards else (self.transform, "")
+        whole, prefix = (self._turned[0], "part.") if inverse else (self.transform, "")
         given = {
             prefix + name: own + part.reshape(-1, *own.shape)
             for (name, own), part in zip(self.transform.named_parameters(), parts, strict=True)

@@ -9,10 +9,10 @@ from torch.distributions import Distribution
 
 from flowbnn.errors import FlowBNNError
 from flowbnn.nets.mlp import Length, check_context, check_net
-from flowbnn.nets.smooth import Evaluated, SmoothMLP, Traced
+from flowbnn.nets.smooth import AutogradNet, FixedContextNet, SmoothMLP
 from flowbnn.options import Count, NonNegative, Positive, checked
-from flowbnn.transforms.base import Transform, TwoWay, check_vectors
-from flowbnn.transforms.compose import Compose, together
+from flowbnn.transforms.base import BidirectionalTransform, Transform, check_vectors
+from flowbnn.transforms.compose import Compose, broadcast_batch_shapes
 from flowbnn.transforms.residual import EXACT_IN_EVAL, EXACT_IN_TRAINING
 
 # time, place, weights: velocity and divergence
@@ -20,7 +20,7 @@ Dynamics = Callable[[Tensor, Tensor, Sequence[Tensor]], tuple[Tensor, Tensor]]
 Ends = tuple[float, float]
 
 
-class NeuralODE(TwoWay):
+class NeuralODE(BidirectionalTransform):
     r"""The flow of a vector field: :math:`\dot z = f(t, z, c)` from :math:`z(0)` to :math:`x = z(1)`, solved by torchdiffeq.
 
     .. math:: \log|\det| = \int_0^1 \operatorname{tr} \frac{\partial f}{\partial z}(t, z(t), c)\, dt
@@ -41,7 +41,7 @@ class NeuralODE(TwoWay):
             in ``eval()`` up to 256.
         rtol, atol: relative and absolute tolerance of a step, in float32 of at least 2e-6.
         adjoint: gradients by the adjoint equation.
-        most_evaluations: of the network in one solve; more are an error.
+        max_evaluations: of the network in one solve; more are an error.
         net: a module called as ``net(z, tc)`` that gives the velocity, where ``tc`` is the time with the context behind it.
 
     >>> flow = NeuralODE(2, hidden=(8,)).eval()
@@ -65,12 +65,12 @@ class NeuralODE(TwoWay):
         rtol: Positive = 1e-5,
         atol: Positive = 1e-5,
         adjoint: bool = True,
-        most_evaluations: Count = 10_000,
+        max_evaluations: Count = 10_000,
         net: nn.Module | None = None,
     ) -> None:
         super().__init__()
         self.dim, self.context_dim, self.trace = dim, context_dim, trace
-        self.rtol, self.atol, self.adjoint, self.most_evaluations = rtol, atol, adjoint, most_evaluations
+        self.rtol, self.atol, self.adjoint, self.max_evaluations = rtol, atol, adjoint, max_evaluations
         self.net = net or SmoothMLP(dim, dim, hidden, 1 + context_dim, start=0.1)
         check_net(self.net, "NeuralODE")
         self.closed_form = isinstance(self.net, SmoothMLP) and len(self.net.layers) in (2, 3)
@@ -88,34 +88,34 @@ class NeuralODE(TwoWay):
         """The network at a time, as a function of the time and of the tensors that gradients are wanted for; and these."""
         behind = check_context(context, self.context_dim) if self.context_dim else like.new_zeros(0)
         if isinstance(self.net, SmoothMLP):
-            given = self.net.given(torch.cat([behind.new_zeros(*behind.shape[:-1], 1), behind], -1))
+            given = self.net.at_context(torch.cat([behind.new_zeros(*behind.shape[:-1], 1), behind], -1))
             size, rate = len(given.weights), self.net.condition.weight[:, 0]  # type: ignore[union-attr]
 
-            def smooth(time: Tensor, tensors: Sequence[Tensor]) -> Evaluated:
+            def smooth(time: Tensor, tensors: Sequence[Tensor]) -> FixedContextNet:
                 rate, first, *rest = tensors
                 shifts = first + time * rate, *rest[: size - 1]
-                return Evaluated(rest[size - 1 : 2 * size - 1], shifts, rest[2 * size - 1 :])
+                return FixedContextNet(rest[size - 1 : 2 * size - 1], shifts, rest[2 * size - 1 :])
 
             return smooth, [rate, *given.shifts, *given.weights, *given.rates]
         names = [name for name, _ in self.net.named_parameters()]
 
-        def traced(time: Tensor, tensors: Sequence[Tensor]) -> Traced:
+        def traced(time: Tensor, tensors: Sequence[Tensor]) -> AutogradNet:
             shape = torch.broadcast_shapes(like.shape[:-1], behind.shape[:-1], time.shape[:-1])
             parts = time.reshape(*time.shape[:-1], 1), tensors[-1]
             both = torch.cat([part.expand(*shape, part.shape[-1]) for part in parts], -1)
             state = dict(zip(names, tensors, strict=False))
-            return Traced(lambda z, tc: torch.func.functional_call(self.net, state, (z, tc)), both)
+            return AutogradNet(lambda z, tc: torch.func.functional_call(self.net, state, (z, tc)), both)
 
         return traced, [*self.net.parameters(), behind]
 
-    def run(self, value: Tensor, context: Tensor | None, backwards: bool) -> tuple[Tensor, Tensor]:
+    def compute(self, value: Tensor, context: Tensor | None, inverse: bool) -> tuple[Tensor, Tensor]:
         check_vectors(value, self.dim, self, next(self.net.parameters(), None))
         if torch._C._functorch.maybe_current_level() is not None:
             text = "NeuralODE is not for torch.func: its solver looks at values; use torch.autograd"
             raise FlowBNNError(text, kind="functorch")
         at, tensors = self._field(value, context)
         if context is not None and self.context_dim:
-            batch = together(value.shape[:-1], context.shape[:-1], "the values of NeuralODE")
+            batch = broadcast_batch_shapes(value.shape[:-1], context.shape[:-1], "the values of NeuralODE")
             value = value.expand(*batch, self.dim)
         if not value.numel():
             return value.clone(), value.new_zeros(value.shape[:-1])
@@ -134,12 +134,12 @@ class NeuralODE(TwoWay):
         def dynamics(time: Tensor, z: Tensor, tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
             if closed:
                 velocity, slopes = at(time, tensors[1:]).slopes(z)
-                return velocity, Evaluated.trace(slopes, tensors[0])
+                return velocity, FixedContextNet.trace(slopes, tensors[0])
             velocity, pull, _ = at(time, tensors).linearize(z)
             product = (pull(signs) * signs).sum(-1)
             return velocity, product.sum(0) if exact else product
 
-        ends = (1.0, 0.0) if backwards else (0.0, 1.0)
+        ends = (1.0, 0.0) if inverse else (0.0, 1.0)
         if not self.adjoint or not torch.is_grad_enabled():
             return self._integrate(dynamics, ends, value, tensors)
         return _Adjoint.apply(self, dynamics, ends, value, *tensors)
@@ -148,10 +148,10 @@ class NeuralODE(TwoWay):
         self, dynamics: Dynamics, ends: Ends, value: Tensor, tensors: Sequence[Tensor]
     ) -> tuple[Tensor, Tensor]:
         state = value, value.new_zeros(value.shape[:-1])
-        found, self.evaluations = self._run(lambda time, at: dynamics(time, at[0], tensors), state, ends)
+        found, self.evaluations = self._solve(lambda time, at: dynamics(time, at[0], tensors), state, ends)
         return found[0], found[1]
 
-    def _run(
+    def _solve(
         self, function: Callable[..., Any], state: tuple[Tensor, ...], ends: Ends
     ) -> tuple[tuple[Tensor, ...], int]:
         """The state at the end, and the number of evaluations; the first two parts, which have rows, keep to the tolerances."""
@@ -162,7 +162,7 @@ class NeuralODE(TwoWay):
         def counting_velocity(time: Tensor, state: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
             nonlocal count
             count += 1
-            if count > self.most_evaluations:
+            if count > self.max_evaluations:
                 raise self._failure(count)
             return function(time, state)
 
@@ -182,7 +182,7 @@ class NeuralODE(TwoWay):
 
     def _failure(self, count: int) -> FlowBNNError:
         why = f"in {count} evaluations: its field is too steep or not finite at these points"
-        remedy = "lower the learning rate, loosen rtol and atol, or raise most_evaluations"
+        remedy = "lower the learning rate, loosen rtol and atol, or raise max_evaluations"
         text = f"NeuralODE: the solver did not converge {why}; {remedy}"
         return FlowBNNError(text, kind="convergence", evaluations=count)
 
@@ -212,7 +212,7 @@ class _Adjoint(torch.autograd.Function):
         scale = max(grad.abs().max() for grad in grads).clamp(min=torch.finfo(end.dtype).tiny)
         volume = grads[1] / scale
 
-        def backwards(time: Tensor, state: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        def adjoint_dynamics(time: Tensor, state: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
             with torch.enable_grad():
                 place, *leaves = sources = [one.detach().requires_grad_() for one in (state[0], *tensors)]
                 velocity, divergence = ctx.dynamics(time, place, leaves)
@@ -223,7 +223,7 @@ class _Adjoint(torch.autograd.Function):
             return velocity.detach(), *slopes
 
         state = end, grads[0] / scale, *(torch.zeros_like(one) for one in tensors)
-        found, ctx.owner.adjoint_evaluations = ctx.owner._run(backwards, state, ctx.ends[::-1])
+        found, ctx.owner.adjoint_evaluations = ctx.owner._solve(adjoint_dynamics, state, ctx.ends[::-1])
         return None, None, None, *(scale * slope for slope in found[1:])
 
 

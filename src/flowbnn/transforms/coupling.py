@@ -13,13 +13,13 @@ from flowbnn.options import Count, Ge, Hint, Positive, checked
 from flowbnn.transforms.compose import Compose
 from flowbnn.transforms.elementwise import ActNorm
 from flowbnn.transforms.linear import LULinear
-from flowbnn.transforms.univariate import AffineMap, Conditioned, ShiftMap, Univariate
+from flowbnn.transforms.univariate import AffineMap, ConditionedTransform, ShiftMap, Univariate
 
 Mask = Literal["half", "alternating"] | Sequence[bool] | Tensor
-AtLeastTwo = Annotated[int, Ge(2), Hint("for one dimension use Affine")]
+CouplingDim = Annotated[int, Ge(2), Hint("for one dimension use Affine")]
 
 
-class Coupling(Conditioned):
+class Coupling(ConditionedTransform):
     r"""The mechanism: :math:`x_A = z_A,\; x_B = g(z_B;\, \mathrm{net}(q(z_A), c))` with :math:`g` increasing in each entry.
 
     The net reads :math:`q(z) = z / (1 + |z| / 5)`, nearly :math:`z` where noise lives and flat far out. A number of size
@@ -35,7 +35,7 @@ class Coupling(Conditioned):
             boolean per entry.
         flip: exchange what is kept and what is moved.
         hidden, activation, context_dim: of the :class:`~flowbnn.nets.MLP` that is made when no net is given.
-        net: a module called as ``net(q(kept), context)`` that gives ``univariate.per_entry`` numbers for each moved entry.
+        net: a module called as ``net(q(kept), context)`` that gives ``univariate.params_per_entry`` numbers for each moved entry.
             With a convolution, such as :class:`~flowbnn.nets.GatedConvNet`, events are images, channels last.
         compress: whether the net reads :math:`q(z_A)`, or else :math:`z_A` itself, as the papers have it.
 
@@ -52,7 +52,7 @@ class Coupling(Conditioned):
     @checked
     def __init__(
         self,
-        dim: AtLeastTwo,
+        dim: CouplingDim,
         univariate: Univariate,
         mask: Mask = "half",
         flip: bool = False,
@@ -67,7 +67,7 @@ class Coupling(Conditioned):
         kept = int(keep.sum())
         if net is None:
             size_in = kept // univariate.width * univariate.features if compress else kept
-            net = MLP(size_in, univariate.per_entry * (dim - kept), hidden, activation, context_dim)
+            net = MLP(size_in, univariate.params_per_entry * (dim - kept), hidden, activation, context_dim)
         super().__init__(dim, univariate, net, compress)
         self.register_buffer("mask", keep)
         for name in ("order", "restore"):
@@ -85,13 +85,13 @@ class Coupling(Conditioned):
         self.order = torch.argsort(1 - keep, stable=True)
         self.restore = torch.argsort(self.order)
 
-    def run(self, value: Tensor, context: Tensor | None, backwards: bool) -> tuple[Tensor, Tensor]:
+    def compute(self, value: Tensor, context: Tensor | None, inverse: bool) -> tuple[Tensor, Tensor]:
         self._check(value)
         value = value.index_select(-1, self.order) if self._scattered else value
         halves = value.split_with_sizes(self._sizes, -1)
         kept, moved = halves[:: self._turn]
         parameters = self._parameters_for(kept, context, moved.shape[-1])
-        move = self.univariate.inverse if backwards else self.univariate.forward
+        move = self.univariate.inverse if inverse else self.univariate.forward
         moved, log_slope = move(moved, parameters)
         value = torch.cat((kept, moved)[:: self._turn], dim=-1)
         value = value.index_select(-1, self.restore) if self._scattered else value
@@ -109,7 +109,7 @@ class AdditiveCoupling(Coupling):
     """
 
     @checked
-    def __init__(self, dim: AtLeastTwo, mask: Mask = "half", flip: bool = False, **settings: Any) -> None:
+    def __init__(self, dim: CouplingDim, mask: Mask = "half", flip: bool = False, **settings: Any) -> None:
         super().__init__(dim, ShiftMap(), mask, flip, **settings)
 
 
@@ -127,15 +127,15 @@ class AffineCoupling(Coupling):
     @checked
     def __init__(
         self,
-        dim: AtLeastTwo,
+        dim: CouplingDim,
         mask: Mask = "half",
         flip: bool = False,
         *,
         bound: Positive = 2.0,
-        widening: bool = False,
+        positive_log_scale: bool = False,
         **settings: Any,
     ) -> None:
-        super().__init__(dim, AffineMap(bound, widening), mask, flip, **settings)
+        super().__init__(dim, AffineMap(bound, positive_log_scale), mask, flip, **settings)
 
 
 def _read_mask(mask: Mask, dim: int, width: int) -> Tensor:
@@ -158,7 +158,7 @@ class GlowStep(Compose):
     Args:
         dim: length of the vectors, at least 2.
         permute: draw a random permutation for the linear map, which mixes the halves of stacked steps sooner.
-        data_start: normalise the first training batch as Glow does when it learns the density of data. By default
+        data_init: normalise the first training batch as Glow does when it learns the density of data. By default
             ActNorm starts at the identity, because noise that multiplies a trained network must keep its mean of one. The
             coupling is then ``widening``, as in :class:`~flowbnn.transforms.AffineMap`.
         generator: where the draws of the linear map come from; torch's own by default.
@@ -175,20 +175,20 @@ class GlowStep(Compose):
     @checked
     def __init__(
         self,
-        dim: AtLeastTwo,
+        dim: CouplingDim,
         permute: bool = False,
-        data_start: bool = False,
+        data_init: bool = False,
         generator: torch.Generator | None = None,
         **coupling: Any,
     ) -> None:
         super().__init__(
-            ActNorm(dim, data_start=data_start),
+            ActNorm(dim, data_init=data_init),
             LULinear(dim, permute=permute, generator=generator),
-            AffineCoupling(dim, widening=data_start, **coupling),
+            AffineCoupling(dim, positive_log_scale=data_init, **coupling),
         )
 
 
-class Autoregressive(Conditioned):
+class Autoregressive(ConditionedTransform):
     r"""Each entry moved by an increasing map whose parameters depend on the entries before it.
 
     .. math:: x_i = g(z_i;\, \mathrm{net}_i(q(x_{<i}), c)) \quad\text{(cheap inverse)}, \qquad
@@ -208,8 +208,8 @@ class Autoregressive(Conditioned):
         univariate: the map :math:`g` of single numbers.
         cheap: the direction that costs one pass.
         hidden, order, activation, context_dim: of the :class:`~flowbnn.nets.MaskedMLP` that is made when no net is given.
-        net: a module called as ``net(q(value), context)`` that gives ``univariate.per_entry`` numbers for each entry, laid out as
-            its ``interleaved`` says, or ``univariate.interleaved`` if it has none; its ``passes(event_shape)`` is the longest chain
+        net: a module called as ``net(q(value), context)`` that gives ``univariate.params_per_entry`` numbers for each entry, laid out
+            as its ``interleaved`` says, or ``univariate.interleaved`` if it has none; its ``passes(event_shape)`` is the longest chain
             of entries that depend on each other, its ``event_dim`` the number of axes of an event, one if it has none. Sequences
             have :class:`~flowbnn.nets.WaveNet`, images :class:`~flowbnn.nets.PixelCNN`, features last.
         compress: whether the net reads :math:`q`, or else the values themselves, as the papers have it.
@@ -236,7 +236,7 @@ class Autoregressive(Conditioned):
         if net is None:
             width = univariate.width
             layout = univariate.interleaved, univariate.features if compress else width
-            sizes = dim // width, univariate.per_entry * width
+            sizes = dim // width, univariate.params_per_entry * width
             net = MaskedMLP(*sizes, hidden, order, activation, context_dim, *layout)
         super().__init__(dim, univariate, net, compress)
         if not callable(getattr(self.net, "passes", None)):
@@ -245,10 +245,10 @@ class Autoregressive(Conditioned):
         self.reads = cheap  # the input of which direction the net reads
         self.cheap = cheap if self.event_dim > 1 or self.net.passes(torch.Size([dim])) > 1 else "both"
 
-    def run(self, value: Tensor, context: Tensor | None, backwards: bool) -> tuple[Tensor, Tensor]:
+    def compute(self, value: Tensor, context: Tensor | None, inverse: bool) -> tuple[Tensor, Tensor]:
         self._check(value)
-        move = self.univariate.inverse if backwards else self.univariate.forward
-        at_once = self.reads == ("inverse" if backwards else "forward")
+        move = self.univariate.inverse if inverse else self.univariate.forward
+        at_once = self.reads == ("inverse" if inverse else "forward")
         result = value if at_once else torch.zeros_like(value)
         # after pass k the first k entries of the order are right, and no later pass changes them or the path of their gradients
         for _ in range(1 if at_once else self.net.passes(value.shape[value.ndim - self.event_dim :])):

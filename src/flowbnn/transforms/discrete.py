@@ -13,15 +13,15 @@ from flowbnn.nets.mlp import MLP, ConditionalNormal, Length
 from flowbnn.numerics import inverse_softplus
 from flowbnn.options import Count, Positive, checked, options
 from flowbnn.transforms.base import check_events, check_tensor, check_vectors
-from flowbnn.transforms.surjective import Several, ToIntegers
+from flowbnn.transforms.surjective import AtLeastTwo, IntegerTransform
 from flowbnn.transforms.univariate import ShiftMap, Univariate
 
 
-class _Categories(ToIntegers):
+class _CategoricalTransform(IntegerTransform):
     """Vectors of ``dim`` categories from ``categories`` numbers for each, one after the other."""
 
     @checked
-    def __init__(self, dim: Count, categories: Several) -> None:
+    def __init__(self, dim: Count, categories: AtLeastTwo) -> None:
         super().__init__()
         self.dim, self.categories, self.lengths = dim, categories, (dim * categories, dim)
 
@@ -40,7 +40,7 @@ class _Categories(ToIntegers):
         return one_hot(x, self.categories)
 
 
-class Argmax(_Categories):
+class Argmax(_CategoricalTransform):
     r"""Categories from scores, :math:`x_d = \arg\max_k z_{dk}`; backwards, scores with that maximum are drawn (Hoogeboom et al. 2021).
 
     Vectors of ``dim`` categories come from vectors of ``dim * categories`` real numbers, which any continuous flow can model:
@@ -65,7 +65,7 @@ class Argmax(_Categories):
     def __init__(
         self,
         dim: Count,
-        categories: Several,
+        categories: AtLeastTwo,
         noise: nn.Module | None = None,
         hidden: Sequence[Count] = (64, 64),
         context_dim: Length = 0,
@@ -106,7 +106,7 @@ def one_hot(index: Tensor, categories: int) -> Tensor:
     return index.unsqueeze(-1) == torch.arange(categories, device=index.device)
 
 
-class Integers(ToIntegers):
+class Integers(IntegerTransform):
     """The door of a flow of integers: inside they are held in floats, which gradients pass, outside they have an integer type.
 
     Integers that a float does not hold exactly, above 16777216 in single precision, are refused.
@@ -127,7 +127,7 @@ class Integers(ToIntegers):
         return z, torch.zeros_like(z)
 
 
-class OneHot(_Categories):
+class OneHot(_CategoricalTransform):
     """The door of a flow of categories: inside they are one-hot codes of floats, one after the other, outside integers.
 
     Args:
@@ -185,7 +185,7 @@ class ModularMap(Univariate):
 
     Args:
         categories: :math:`K`.
-        scaled: learn :math:`\sigma`, or else it is one.
+        learn_scale: learn :math:`\sigma`, or else it is one.
         temperature: of the softmax.
 
     >>> z, logits = torch.eye(3)[1], torch.tensor([0.0, 0.0, 5.0])
@@ -193,14 +193,14 @@ class ModularMap(Univariate):
     tensor([1., 0., 0.])
     """
 
-    categories: Several = 2
-    scaled: bool = False
+    categories: AtLeastTwo = 2
+    learn_scale: bool = False
     temperature: Positive = 1.0
     interleaved = True
 
     @property
-    def per_entry(self) -> int:
-        return 2 if self.scaled else 1
+    def params_per_entry(self) -> int:
+        return 2 if self.learn_scale else 1
 
     @property
     def width(self) -> int:  # type: ignore[override]
@@ -214,10 +214,10 @@ class ModularMap(Univariate):
     def _matrix(self, parameters: Tensor) -> Tensor:
         """Which category each one becomes, ``(..., variables, categories, categories)``."""
         k = self.categories
-        parts = parameters.unflatten(-1, (-1, self.per_entry, k)).unbind(-2)
+        parts = parameters.unflatten(-1, (-1, self.params_per_entry, k)).unbind(-2)
         index = torch.arange(k, device=parameters.device)
         matrix = self._chosen(parts[0])[..., (index - index.unsqueeze(-1)) % k]
-        if not self.scaled:
+        if not self.learn_scale:
             return matrix
         units = [number for number in range(1, k) if math.gcd(number, k) == 1]
         factors = torch.tensor(units, device=parameters.device)

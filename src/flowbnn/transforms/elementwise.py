@@ -14,10 +14,16 @@ from torch import Tensor, nn
 from torch.distributions import constraints
 from torch.nn import functional as F
 
-from flowbnn.nets.mlp import starts_at_data
+from flowbnn.nets.mlp import register_data_init
 from flowbnn.numerics import inverse_soft_clamp, inverse_softplus, soft_clamp
 from flowbnn.options import Bounds, Count, Positive, checked
-from flowbnn.transforms.base import Transform, TwoWay, check_range, check_tensor, check_vectors
+from flowbnn.transforms.base import (
+    BidirectionalTransform,
+    Transform,
+    check_range,
+    check_tensor,
+    check_vectors,
+)
 from flowbnn.transforms.compose import Inverse
 
 
@@ -166,7 +172,7 @@ class Exp(_Monotone):
         return z, -z
 
 
-class Affine(TwoWay):
+class Affine(BidirectionalTransform):
     r"""Elementwise affine map :math:`x = c + t + e^{s} \odot (z - c)` with :math:`\log|\det| = \sum_i s_i`.
 
     Starts at the identity. The log-scale is bounded softly, :math:`s = b \tanh(a / b)`, so that neither direction can overflow.
@@ -196,16 +202,16 @@ class Affine(TwoWay):
     def log_scale(self) -> Tensor:
         return soft_clamp(self.raw_log_scale, self.bound)
 
-    def run(self, value: Tensor, context: Tensor | None, backwards: bool) -> tuple[Tensor, Tensor]:
+    def compute(self, value: Tensor, context: Tensor | None, inverse: bool) -> tuple[Tensor, Tensor]:
         check_vectors(value, len(self.shift), self)
         log_scale = self.log_scale
         scale, log_det = log_scale.exp(), log_scale.sum().expand(value.shape[:-1])
-        if backwards:
+        if inverse:
             return (value - self._offset(scale)) * (-log_scale).exp(), -log_det
         return torch.addcmul(self._offset(scale), value, scale), log_det
 
     @torch.no_grad()
-    def start(self, loc: float | Tensor, scale: float | Tensor) -> None:
+    def set_loc_and_scale(self, loc: float | Tensor, scale: float | Tensor) -> None:
         """Become the map of standard normal numbers to normal ones of this mean and deviation, as far as the bound allows."""
         self.raw_log_scale.copy_(inverse_soft_clamp(torch.as_tensor(scale).log(), self.bound))
         self.shift.copy_(torch.as_tensor(loc - (1.0 - scale) * self.center))
@@ -231,7 +237,7 @@ class ActNorm(Affine):
     Args:
         dim: length of the vectors.
         bound: largest size of the log-scale; the start stays within 0.95 of it, where gradients still pass.
-        data_start: start from the first batch; if not, at the identity, and this is :class:`Affine`.
+        data_init: start from the first batch; if not, at the identity, and this is :class:`Affine`.
 
     >>> norm = ActNorm(2)
     >>> x, log_det = norm(torch.tensor([[1.0, 5.0], [3.0, 5.0]]))
@@ -243,32 +249,32 @@ class ActNorm(Affine):
     initialized: Tensor
 
     @checked
-    def __init__(self, dim: Count, bound: Positive = 8.0, data_start: bool = True) -> None:
+    def __init__(self, dim: Count, bound: Positive = 8.0, data_init: bool = True) -> None:
         super().__init__(dim, bound)
-        starts_at_data(self, data_start)
+        register_data_init(self, data_init)
 
-    def run(self, value: Tensor, context: Tensor | None, backwards: bool) -> tuple[Tensor, Tensor]:
+    def compute(self, value: Tensor, context: Tensor | None, inverse: bool) -> tuple[Tensor, Tensor]:
         check_vectors(value, len(self.shift), self)
-        if self.training and not self.started and value.shape[:-1].numel() >= 2:
-            self._start(value.detach().flatten(0, -2), backwards)
-        return super().run(value, context, backwards)
+        if self.training and not self.is_initialized and value.shape[:-1].numel() >= 2:
+            self._start(value.detach().flatten(0, -2), inverse)
+        return super().compute(value, context, inverse)
 
     @torch.no_grad()
-    def _start(self, rows: Tensor, backwards: bool) -> None:
+    def _start(self, rows: Tensor, inverse: bool) -> None:
         mean = rows.mean(0)
         deviation = (rows - mean).square().mean(0).sqrt()
         # a constant column has a deviation of rounding errors only
         varies = deviation > 8.0 * torch.finfo(rows.dtype).eps * mean.abs()
         mean = torch.where(torch.isfinite(mean), mean, torch.zeros_like(mean))
         deviation = torch.where(varies & torch.isfinite(deviation), deviation, torch.ones_like(deviation))
-        raw = inverse_soft_clamp(deviation.log() if backwards else -deviation.log(), self.bound, 0.95)
+        raw = inverse_soft_clamp(deviation.log() if inverse else -deviation.log(), self.bound, 0.95)
         self.raw_log_scale.copy_(raw)
-        self.shift.copy_(mean if backwards else -mean * self.log_scale.exp())
+        self.shift.copy_(mean if inverse else -mean * self.log_scale.exp())
         self.initialized.fill_(True)
-        self.started = True
+        self.is_initialized = True
 
 
-class BatchNorm(TwoWay):
+class BatchNorm(BidirectionalTransform):
     r"""Batch norm, :math:`x = \alpha \odot (z - \hat\mu) / \sqrt{\hat\sigma^2 + \epsilon} + \beta`, as a flow.
 
     Its log-det is :math:`\sum_i \log\alpha_i - \tfrac12\log(\hat\sigma_i^2 + \epsilon)`, the statistics taken as given
@@ -309,12 +315,12 @@ class BatchNorm(TwoWay):
         self.register_buffer("running_mean", torch.zeros(dim))
         self.register_buffer("running_variance", torch.ones(dim))
 
-    def run(self, value: Tensor, context: Tensor | None, backwards: bool) -> tuple[Tensor, Tensor]:
+    def compute(self, value: Tensor, context: Tensor | None, inverse: bool) -> tuple[Tensor, Tensor]:
         check_vectors(value, self.dim, self)
-        own = self.training and not backwards and value.shape[:-1].numel() >= 2
+        own = self.training and not inverse and value.shape[:-1].numel() >= 2
         mean, log_scale = self._statistics(value if own else None)
         log_det = log_scale.sum().expand(value.shape[:-1])
-        if backwards:
+        if inverse:
             return (value - self.shift) * (-log_scale).exp() + mean, -log_det
         return (value - mean) * log_scale.exp() + self.shift, log_det
 

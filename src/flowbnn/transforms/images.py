@@ -15,14 +15,20 @@ from flowbnn.errors import FlowBNNError
 from flowbnn.nets.convolution import GatedConvNet
 from flowbnn.nets.mlp import ConditionalNormal, Length
 from flowbnn.options import Count, call_factory, checked
-from flowbnn.transforms.base import Transform, TwoWay, check_dense, check_events, refused
+from flowbnn.transforms.base import (
+    BidirectionalTransform,
+    Transform,
+    check_dense,
+    check_events,
+    transform_error,
+)
 from flowbnn.transforms.compose import Compose, Inverse
 from flowbnn.transforms.surjective import Augment
 
 IMAGES = "images (..., height, width, channels)"
 
 
-class Rearrangement(TwoWay):
+class Rearrangement(BidirectionalTransform):
     """A bijection that only moves numbers, integers as well, to where a subclass says."""
 
     linearity = "affine"
@@ -30,12 +36,12 @@ class Rearrangement(TwoWay):
 
     moved: Callable[[Tensor, bool], Tensor]
 
-    def run(self, value: Tensor, context: Tensor | None, backwards: bool) -> tuple[Tensor, Tensor]:
+    def compute(self, value: Tensor, context: Tensor | None, inverse: bool) -> tuple[Tensor, Tensor]:
         check_dense(value, self)
-        axes = self.sample_dim if backwards else self.event_dim
+        axes = self.sample_dim if inverse else self.event_dim
         dtype = value.dtype if value.is_floating_point() else torch.get_default_dtype()
         zeros = torch.zeros(value.shape[: value.ndim - axes], dtype=dtype, device=value.device)
-        return self.moved(value, backwards), zeros
+        return self.moved(value, inverse), zeros
 
     def forward_shape(self, shape: Sequence[int]) -> torch.Size:
         return self.moved(torch.empty(torch.Size(shape)), False).shape
@@ -45,7 +51,7 @@ class Rearrangement(TwoWay):
 
     def _need(self, fits: bool, value: Tensor, wanted: str) -> None:
         if not fits:
-            raise refused(self, f"takes {wanted}, not shape {tuple(value.shape)}", "shape")
+            raise transform_error(self, f"takes {wanted}, not shape {tuple(value.shape)}", "shape")
 
 
 class Reshape(Rearrangement):
@@ -67,8 +73,8 @@ class Reshape(Rearrangement):
             raise FlowBNNError(text, argument="after")
         self.event_dim, self.sample_axes = len(self.before), len(self.after)
 
-    def moved(self, value: Tensor, backwards: bool) -> Tensor:
-        before, after = (self.after, self.before) if backwards else (self.before, self.after)
+    def moved(self, value: Tensor, inverse: bool) -> Tensor:
+        before, after = (self.after, self.before) if inverse else (self.before, self.after)
         return value.reshape(check_events(value, before, self) + after)
 
 
@@ -79,9 +85,9 @@ class ChannelsFirst(Rearrangement):
     torch.Size([5, 3, 32, 32])
     """
 
-    def moved(self, value: Tensor, backwards: bool) -> Tensor:
+    def moved(self, value: Tensor, inverse: bool) -> Tensor:
         self._need(value.ndim >= 3, value, "images of three axes")
-        return value.movedim(-3, -1) if backwards else value.movedim(-1, -3)
+        return value.movedim(-3, -1) if inverse else value.movedim(-1, -3)
 
 
 class Squeeze(Rearrangement):
@@ -94,8 +100,8 @@ class Squeeze(Rearrangement):
     torch.Size([5, 16, 16, 12])
     """
 
-    def moved(self, value: Tensor, backwards: bool) -> Tensor:
-        if backwards:
+    def moved(self, value: Tensor, inverse: bool) -> Tensor:
+        if inverse:
             fits = value.ndim >= 3 and value.shape[-1] % 4 == 0
             self._need(fits, value, f"{IMAGES} with channels divisible by 4")
             squares = value.unflatten(-1, (-1, 2, 2)).movedim((-2, -1), (-4, -2))
@@ -116,13 +122,13 @@ class Checkerboard(Rearrangement):
             [3., 2.]])
     """
 
-    def moved(self, value: Tensor, backwards: bool) -> Tensor:
-        wanted = f"{IMAGES} with an even number of channels" if backwards else f"{IMAGES} of even width"
-        self._need(value.ndim >= 3 and value.shape[-1 if backwards else -2] % 2 == 0, value, wanted)
-        pairs = value.unflatten(-1, (2, -1)) if backwards else value.unflatten(-2, (-1, 2))
+    def moved(self, value: Tensor, inverse: bool) -> Tensor:
+        wanted = f"{IMAGES} with an even number of channels" if inverse else f"{IMAGES} of even width"
+        self._need(value.ndim >= 3 and value.shape[-1 if inverse else -2] % 2 == 0, value, wanted)
+        pairs = value.unflatten(-1, (2, -1)) if inverse else value.unflatten(-2, (-1, 2))
         odd = torch.arange(pairs.shape[-4], device=pairs.device) % 2 == 1
         exchanged = torch.where(odd[:, None, None, None], pairs.flip(-2), pairs)  # in every second row
-        return exchanged.flatten(-3, -2) if backwards else exchanged.flatten(-2)
+        return exchanged.flatten(-3, -2) if inverse else exchanged.flatten(-2)
 
 
 class MultiScale(Compose):
@@ -159,7 +165,9 @@ class MultiScale(Compose):
     ) -> None:
         if len(shape) != 3 or shape[0] % 2**levels or shape[1] % 2**levels:
             text = f"takes images (height, width, channels) with sides divisible by {2**levels} for {levels} levels"
-            raise refused(self, f"{text}, not {tuple(shape)}; take fewer levels, or pad the images", "shape")
+            raise transform_error(
+                self, f"{text}, not {tuple(shape)}; take fewer levels, or pad the images", "shape"
+            )
         height, width, channels = shape
         noise = noise or (lambda high, wide, c: ConditionalNormal(GatedConvNet(c + context_dim, 2 * c)))
         parts: list[Transform] = []  # from the data to the base

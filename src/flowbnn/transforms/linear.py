@@ -11,10 +11,10 @@ from flowbnn.errors import FlowBNNError
 from flowbnn.kernels.reference import solve, triangles
 from flowbnn.numerics import soft_clamp, solve_triangular
 from flowbnn.options import Count, NonNegative, Positive, checked
-from flowbnn.transforms.base import Transform, TwoWay, check_vectors
+from flowbnn.transforms.base import BidirectionalTransform, Transform, check_vectors
 
 
-class LULinear(TwoWay):
+class LULinear(BidirectionalTransform):
     r"""Linear map in factored form, :math:`x = P L U z + b`, with :math:`\log|\det| = \sum_i d_i`.
 
     :math:`P` is a fixed permutation, :math:`L` unit lower triangular and :math:`U` upper triangular with the positive
@@ -31,7 +31,7 @@ class LULinear(TwoWay):
         bias: add a shift :math:`b`.
         permute: draw a random :math:`P`, kept in the ``state_dict``; by default :math:`P = I`.
         bound: largest size of :math:`d`.
-        spread: standard deviation of the parameter's first off-diagonal entries; 0 starts exactly at :math:`P`.
+        init_std: standard deviation of the parameter's first off-diagonal entries; 0 starts exactly at :math:`P`.
         generator: where the draws come from; torch's own by default.
 
     >>> linear = LULinear(3, generator=torch.Generator().manual_seed(0))
@@ -51,23 +51,23 @@ class LULinear(TwoWay):
         bias: bool = False,
         permute: bool = False,
         bound: Positive = 4.0,
-        spread: NonNegative = 0.01,
+        init_std: NonNegative = 0.01,
         generator: torch.Generator | None = None,
     ) -> None:
         super().__init__()
         self.dim, self.bound, self.permute = dim, bound, permute
-        factors = torch.randn(dim, dim, generator=generator) * spread
+        factors = torch.randn(dim, dim, generator=generator) * init_std
         self.factors = nn.Parameter(factors.fill_diagonal_(0.0))
         self.bias = nn.Parameter(torch.zeros(dim)) if bias else None
         order = torch.randperm(dim, generator=generator) if permute else torch.arange(dim)
         self.register_buffer("order", order)
         self.register_buffer("restore", torch.argsort(order))
 
-    def run(self, value: Tensor, context: Tensor | None, backwards: bool) -> tuple[Tensor, Tensor]:
+    def compute(self, value: Tensor, context: Tensor | None, inverse: bool) -> tuple[Tensor, Tensor]:
         check_vectors(value, self.dim, self, self.factors)
         lower, upper, logs = triangles(self.factors, self.bound)
         log_det = logs.sum().expand(value.shape[:-1])
-        if backwards:
+        if inverse:
             x = value if self.bias is None else value - self.bias
             x = x.index_select(-1, self.restore) if self.permute else x
             return solve(lower, upper, x.reshape(-1, self.dim)).reshape(value.shape), -log_det
@@ -76,7 +76,7 @@ class LULinear(TwoWay):
         return x if self.bias is None else x + self.bias, log_det
 
 
-class Householder(TwoWay):
+class Householder(BidirectionalTransform):
     r"""Reflections one after the other, :math:`x = H_K \cdots H_1 z` with :math:`H_k = I - 2 v_k v_k^\top / \lVert v_k \rVert^2`.
 
     An orthogonal map, so that :math:`\log|\det| = 0`; after a Gaussian with independent entries it gives one with a full covariance
@@ -102,20 +102,20 @@ class Householder(TwoWay):
         noise = 0.05 * torch.randn(reflections, dim, generator=generator)
         self.mirrors = nn.Parameter(pairs[:reflections] + noise)
 
-    def run(self, value: Tensor, context: Tensor | None, backwards: bool) -> tuple[Tensor, Tensor]:
+    def compute(self, value: Tensor, context: Tensor | None, inverse: bool) -> tuple[Tensor, Tensor]:
         check_vectors(value, self.dim, self, self.mirrors)
-        units = unit_rows(self.mirrors)
-        return reflected(value, units.flip(0) if backwards else units), value.new_zeros(value.shape[:-1])
+        units = normalize_rows(self.mirrors)
+        return reflect(value, units.flip(0) if inverse else units), value.new_zeros(value.shape[:-1])
 
 
-def reflected(value: Tensor, units: Tensor) -> Tensor:
+def reflect(value: Tensor, units: Tensor) -> Tensor:
     r"""Vectors reflected by one unit vector after the other: the rows :math:`u_1, \dots, u_K` of ``units``.
 
     All at once, by the compact form of a product of reflections (Schreiber and Van Loan 1989):
 
     .. math:: H_1 \cdots H_K = I - U^\top S\, U, \qquad S^{-1} = \tfrac12 I + \mathrm{triu}(U U^\top, 1)
 
-    >>> reflected(torch.tensor([3.0, 4.0]), torch.eye(2))
+    >>> reflect(torch.tensor([3.0, 4.0]), torch.eye(2))
     tensor([-3., -4.])
     """
     half = 0.5 * torch.eye(len(units), dtype=units.dtype, device=units.device)
@@ -124,13 +124,13 @@ def reflected(value: Tensor, units: Tensor) -> Tensor:
     return value - torch.matmul(torch.matmul(value, units.mT), weighted)
 
 
-def unit_rows(rows: Tensor) -> Tensor:
+def normalize_rows(rows: Tensor) -> Tensor:
     """Each row divided by its length; a row of zeros stays."""
     square = rows.square().sum(-1, keepdim=True)
     return rows * torch.where(square > 0, square, 1.0).rsqrt()
 
 
-class Permutation(TwoWay):
+class Permutation(BidirectionalTransform):
     r"""A fixed reordering, :math:`x_i = z_{\mathrm{order}(i)}`, with :math:`\log|\det| = 0`.
 
     The order is kept in the ``state_dict``, so that a shuffle survives saving and loading.
@@ -156,9 +156,9 @@ class Permutation(TwoWay):
         self.register_buffer("order", index.to(torch.long, copy=True))
         self.register_buffer("restore", torch.argsort(index))
 
-    def run(self, value: Tensor, context: Tensor | None, backwards: bool) -> tuple[Tensor, Tensor]:
+    def compute(self, value: Tensor, context: Tensor | None, inverse: bool) -> tuple[Tensor, Tensor]:
         check_vectors(value, self.order.numel(), self)
-        index = self.restore if backwards else self.order
+        index = self.restore if inverse else self.order
         return value.index_select(-1, index), value.new_zeros(value.shape[:-1])
 
 

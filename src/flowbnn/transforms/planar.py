@@ -12,8 +12,8 @@ from flowbnn.errors import FlowBNNError
 from flowbnn.kernels import Chain, ChainShape, reference
 from flowbnn.numerics import safe_norm, tanh_root, tanh_slope
 from flowbnn.options import Count, Ge, Positive, checked
-from flowbnn.transforms.base import Transform, TwoWay, check_vectors
-from flowbnn.transforms.linear import LULinear, reflected, unit_rows
+from flowbnn.transforms.base import BidirectionalTransform, Transform, check_vectors
+from flowbnn.transforms.linear import LULinear, normalize_rows, reflect
 
 
 class PlanarLU(Transform):
@@ -72,11 +72,11 @@ class PlanarLU(Transform):
     def forward(self, z: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
         return self.push(z)  # type: ignore[return-value]
 
-    def push(self, z: Tensor, log_det: bool = True, coarse: bool = False) -> tuple[Tensor, Tensor | None]:
-        """:meth:`forward`; ``log_det=False`` spares what only the density needs, ``coarse`` is as in :class:`flowbnn.kernels.Group`."""
+    def push(self, z: Tensor, log_det: bool = True, allow_tf32: bool = False) -> tuple[Tensor, Tensor | None]:
+        """:meth:`forward`; ``log_det=False`` skips the density, ``allow_tf32`` is as in :class:`flowbnn.kernels.Group`."""
         chain = self.chain
         check_vectors(z, self.dim, self, *chain.weights[:1])
-        x, total = kernels.evaluate(chain, z.reshape(-1, self.dim), log_det, coarse)
+        x, total = kernels.evaluate(chain, z.reshape(-1, self.dim), log_det, allow_tf32)
         return x.view(z.shape), None if total is None else total.view(z.shape[:-1])
 
     def inverse(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -123,7 +123,7 @@ class Planar(PlanarLU):
         super().__init__(dim, [("planar", 1)], generator=generator)
 
 
-class Radial(TwoWay):
+class Radial(BidirectionalTransform):
     r"""Pushes away from a centre, or draws towards it: :math:`x = z + \frac{\beta}{\alpha + r} (z - z_0)`.
 
     .. math:: r = \lVert z - z_0 \rVert, \qquad \log|\det| = \log\left(1 + \frac{\alpha\beta}{(\alpha + r)^2}\right)
@@ -152,13 +152,13 @@ class Radial(TwoWay):
         self.raw_alpha = nn.Parameter(one + 0.05 * torch.randn((), generator=generator))
         self.raw_beta = nn.Parameter(one + 0.05 * torch.randn((), generator=generator))
 
-    def run(self, value: Tensor, context: Tensor | None, backwards: bool) -> tuple[Tensor, Tensor]:
+    def compute(self, value: Tensor, context: Tensor | None, inverse: bool) -> tuple[Tensor, Tensor]:
         check_vectors(value, self.dim, self)
         alpha = F.softplus(self.raw_alpha).clamp(min=1e-3)
         stretch = F.softplus(self.raw_beta).clamp(min=1e-3)  # alpha + beta
         offset = value - self.center
         radius = safe_norm(offset)
-        if backwards:
+        if inverse:
             distance, half = radius, 0.5 * (radius - stretch)
             unit = (half.abs() + alpha).detach()  # in which no square overflows
             root = unit * torch.sqrt((half / unit).square() + (alpha / unit) * (distance / unit))
@@ -166,17 +166,17 @@ class Radial(TwoWay):
             total = half.abs() + root
             radius = torch.where(half >= 0, total, alpha * (distance / total))
         reach, stretched = radius + alpha, radius + stretch
-        factor = reach / stretched if backwards else stretched / reach
+        factor = reach / stretched if inverse else stretched / reach
         near, far, center = alpha / reach, radius / reach, stretch / reach
         log_det = torch.log(far * (1 + near) + near * center) + (self.dim - 1) * torch.log(far + center)
-        return self.center + factor.unsqueeze(-1) * offset, -log_det if backwards else log_det
+        return self.center + factor.unsqueeze(-1) * offset, -log_det if inverse else log_det
 
 
 BOUND = 0.995
 """Largest size of a diagonal entry: the product of two stays above -0.991, so that a slope is never below 0.009."""
 
 
-class Sylvester(TwoWay):
+class Sylvester(BidirectionalTransform):
     r"""Sylvester flow :math:`x = z + Q R \tanh(\tilde R Q^\top z + b)` in :math:`M` directions (van den Berg et al. 2018).
 
     .. math:: \log|\det| = \sum_{i=1}^{M} \log\left(1 + \tanh'(a_i)\, R_{ii} \tilde R_{ii}\right), \qquad
@@ -233,8 +233,8 @@ class Sylvester(TwoWay):
     def _turning(self) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:
         r"""What a row vector times :math:`Q`, and one times :math:`Q^\top`, is."""
         if self.basis == "householder":
-            units = unit_rows(self.mirrors)
-            return lambda v: reflected(v, units), lambda v: reflected(v, units.flip(0))
+            units = normalize_rows(self.mirrors)
+            return lambda v: reflect(v, units), lambda v: reflect(v, units.flip(0))
         if self.basis == "orthogonal":
             frame = torch.linalg.qr(self.frame).Q
             return lambda v: torch.matmul(v, frame), lambda v: torch.matmul(v, frame.mT)
@@ -249,16 +249,16 @@ class Sylvester(TwoWay):
         left = self.triangles.tril(-1).mT + torch.diag(other)
         return right, left, 1 + diagonal * other
 
-    def run(self, value: Tensor, context: Tensor | None, backwards: bool) -> tuple[Tensor, Tensor]:
+    def compute(self, value: Tensor, context: Tensor | None, inverse: bool) -> tuple[Tensor, Tensor]:
         check_vectors(value, self.dim, self, self.bias)
         right, left, slopes = self._factors()
         turn, back = self._turning()
         turned = turn(value)
-        a = self._solved(turned, right, left, slopes) if backwards else turned @ left.mT + self.bias
+        a = self._solved(turned, right, left, slopes) if inverse else turned @ left.mT + self.bias
         tanh = torch.tanh(a)
         step = back(tanh @ right.mT)
         log_det = torch.log(tanh * tanh + tanh_slope(a) * slopes).sum(-1)
-        return (value - step, -log_det) if backwards else (value + step, log_det)
+        return (value - step, -log_det) if inverse else (value + step, log_det)
 
     def _solved(self, rest: Tensor, right: Tensor, left: Tensor, slopes: Tensor) -> Tensor:
         r"""The arguments of the tanh, from :math:`Q^\top x`."""

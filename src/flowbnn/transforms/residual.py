@@ -8,11 +8,11 @@ from torch import Tensor, nn
 
 from flowbnn.errors import FlowBNNError
 from flowbnn.nets.mlp import Length, check_net
-from flowbnn.nets.smooth import LipschitzConv, LipschitzMLP, Product, SmoothMLP, Traced
+from flowbnn.nets.smooth import AutogradNet, LinearMap, LipschitzConv, LipschitzMLP, SmoothMLP
 from flowbnn.numerics import at_least_single, is_concrete, sum_rightmost
 from flowbnn.options import Count, Probability, checked
-from flowbnn.transforms.base import Transform, check_dense, check_events, check_vectors, refused
-from flowbnn.transforms.compose import together
+from flowbnn.transforms.base import Transform, check_dense, check_events, check_vectors, transform_error
+from flowbnn.transforms.compose import broadcast_batch_shapes
 
 EXACT_IN_TRAINING = 8  # dimensions up to which the whole Jacobian costs less than an estimate ...
 EXACT_IN_EVAL = 256  # ... and up to which a fitted density is given exactly
@@ -30,9 +30,9 @@ class Residual(Transform):
     - ``"exact"``: the determinant of :math:`I + J`. :math:`D` products with :math:`J`, deterministic, every derivative.
     - ``"truncated"``: the first ``terms`` terms of the series with :math:`v^\top J^k v` for the trace, :math:`v` of random signs
       (Hutchinson). Biased by what is cut off, at most :math:`D L^{n+1} / ((n + 1)(1 - L))`.
-    - ``"roulette"``: ``terms`` terms, and then one more as long as a coin of probability ``go_on`` falls heads, the :math:`j`-th of
-      these divided by its probability, ``go_on**j`` (Residual Flows, Chen et al. 2019). Unbiased; the variance is finite if the
-      squared spectral radius of :math:`J` is below ``go_on``.
+    - ``"roulette"``: ``terms`` terms, and then one more with probability ``continue_probability`` each time. The :math:`j`-th of these
+      is divided by its probability, ``continue_probability**j`` (Residual Flows, Chen et al. 2019). Unbiased; the variance is
+      finite if the squared spectral radius of :math:`J` is below ``continue_probability``.
     - ``None``: exact up to 8 dimensions, in ``eval()`` up to 256; else the roulette, in ``eval()`` with 20 terms at least.
 
     Both estimates have the gradient :math:`w^\top \frac{\partial J}{\partial\theta} v` with :math:`w = \sum_k (-1)^k (J^\top)^k v`,
@@ -49,7 +49,7 @@ class Residual(Transform):
             the :class:`~flowbnn.nets.LipschitzConv`.
         log_det: one of the above; ``log_det_kind`` is ``"estimate"`` where random numbers may be drawn for it.
         terms: how many terms of the series are always computed.
-        go_on: probability of each further term of the roulette.
+        continue_probability: probability of each further term of the roulette.
         net: a module called as ``net(z, context)`` with a Lipschitz constant below one, which is not checked.
 
     >>> block = Residual(2, hidden=(8,)).eval()
@@ -71,7 +71,7 @@ class Residual(Transform):
         lipschitz: Probability = 0.9,
         log_det: Literal["exact", "truncated", "roulette"] | None = None,
         terms: Count = 2,
-        go_on: Probability = 0.5,
+        continue_probability: Probability = 0.5,
         net: nn.Module | None = None,
     ) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ class Residual(Transform):
             net = LipschitzMLP(self.dim, self.dim, hidden, context_dim, lipschitz=lipschitz)
         self.net = net or LipschitzConv(tuple(self.shape), hidden, context_dim, lipschitz=lipschitz)  # type: ignore[arg-type]
         check_net(self.net, "Residual")
-        self.log_det, self.terms, self.go_on = log_det, terms, go_on
+        self.log_det, self.terms, self.continue_probability = log_det, terms, continue_probability
         exact = self.dim <= EXACT_IN_TRAINING if log_det is None else log_det == "exact"
         self.log_det_kind = "exact" if exact else "estimate"
 
@@ -114,21 +114,29 @@ class Residual(Transform):
         batch = check_events(value, self.shape, self)
         if context is not None:
             check_dense(context, self)
-            together(batch, context.shape[:-1], "the values of Residual")
+            broadcast_batch_shapes(batch, context.shape[:-1], "the values of Residual")
 
     def _given(self, context: Tensor | None) -> Any:
-        return self.net.given(context) if isinstance(self.net, SmoothMLP) else Traced(self.net, context)
+        return (
+            self.net.at_context(context)
+            if isinstance(self.net, SmoothMLP)
+            else AutogradNet(self.net, context)
+        )
 
-    def _log_det(self, pull: Product, like: Tensor) -> Tensor:
+    def _log_det(self, pull: LinearMap, like: Tensor) -> Tensor:
         small = self.dim <= (EXACT_IN_TRAINING if self.training else EXACT_IN_EVAL)
         how = self.log_det or ("exact" if small else "roulette")
         if how == "exact":
             return torch.linalg.slogdet(self._one_plus_jacobian(pull, like)).logabsdet.to(like.dtype)
         terms = self.terms if self.training or how == "truncated" or self.log_det else EVAL_TERMS
-        extra = 0 if how == "truncated" else int(torch.empty(()).geometric_(1 - self.go_on)) - 1
-        return self._series(pull, like, [1.0] * terms + [self.go_on**-j for j in range(1, extra + 1)])
+        extra = (
+            0 if how == "truncated" else int(torch.empty(()).geometric_(1 - self.continue_probability)) - 1
+        )
+        return self._series(
+            pull, like, [1.0] * terms + [self.continue_probability**-j for j in range(1, extra + 1)]
+        )
 
-    def _series(self, pull: Product, like: Tensor, weights: Sequence[float]) -> Tensor:
+    def _series(self, pull: LinearMap, like: Tensor, weights: Sequence[float]) -> Tensor:
         sign = torch.empty_like(like).bernoulli_(0.5).mul_(2).sub_(1)
         with torch.no_grad():
             power, neumann, traces = sign, torch.zeros_like(like), torch.zeros_like(like)
@@ -142,7 +150,7 @@ class Residual(Transform):
         slope = sum_rightmost(pull(neumann) * sign, self.event_dim)
         return total + (slope - slope.detach())
 
-    def _one_plus_jacobian(self, pull: Product, like: Tensor) -> Tensor:
+    def _one_plus_jacobian(self, pull: LinearMap, like: Tensor) -> Tensor:
         eye = torch.eye(self.dim, dtype=like.dtype, device=like.device)
         batch = like.shape[: like.ndim - self.event_dim]
         rows = pull(eye.reshape(self.dim, *(1,) * len(batch), *self.shape))
@@ -166,14 +174,14 @@ class Residual(Transform):
             if move <= half or (count - since > 400 and move < 0.01):
                 return z
         text = "has no inverse to find: z = x - net(z) did not settle in 1000 steps; give a net that contracts, or a smaller lipschitz"
-        raise refused(self, text, "convergence")
+        raise transform_error(self, text, "convergence")
 
 
 class _Solve(torch.autograd.Function):
     r"""A constant :math:`(I + J)^{-1}` for the derivatives; near a root, where its argument is zero, the value is the argument."""
 
     @staticmethod
-    def forward(ctx: Any, value: Tensor, pull: Product, push: Product, solve: bool = False) -> Tensor:
+    def forward(ctx: Any, value: Tensor, pull: LinearMap, push: LinearMap, solve: bool = False) -> Tensor:
         ctx.products = pull, push
         result = value.clone()
         if solve:  # result = value - J result, by iteration

@@ -20,21 +20,21 @@ from flowbnn.nets.mlp import MLP, ConditionalNormal, Length, with_context
 from flowbnn.numerics import sum_rightmost
 from flowbnn.options import Count, Ge, checked
 from flowbnn.transforms.base import (
+    BidirectionalTransform,
     Transform,
-    TwoWay,
     check_dense,
     check_events,
     check_range,
     check_tensor,
     check_vectors,
-    refused,
+    transform_error,
 )
 from flowbnn.transforms.compose import Inverse
 
-Several = Annotated[int, Ge(2)]
+AtLeastTwo = Annotated[int, Ge(2)]
 
 
-class Drawing(Transform):
+class StochasticTransform(Transform):
     """A map with modules that give the distribution of a draw for known events, the context behind them on the last axis."""
 
     context_dim: int
@@ -48,7 +48,7 @@ class Drawing(Transform):
         )
         if shape[-1:] != (size,):  # which might broadcast
             text = f"needs a distribution of {size} numbers of its {type(module).__name__}, not {shape}"
-            raise refused(self, text, "shape")
+            raise transform_error(self, text, "shape")
         return made
 
     def _log_prob(
@@ -71,7 +71,7 @@ class Drawing(Transform):
         return value, sum_rightmost(log_prob, log_prob.ndim - known.ndim + axes)
 
 
-class Augment(Drawing):
+class Augment(StochasticTransform):
     r"""Noise is put behind the vector, :math:`x = (z, e)` with :math:`e \sim p(e \mid z)`; backwards it is sliced off.
 
     :math:`\log p(x) = \log p(z) + \log p(e \mid z)` is exact. On the channels of an image it is the split of a multi-scale flow (Dinh,
@@ -135,7 +135,7 @@ class Slice(Inverse):
         super().__init__(Augment(kept, dropped, noise, **settings))
 
 
-class AbsoluteValue(TwoWay):
+class AbsoluteValue(BidirectionalTransform):
     r"""The absolute value :math:`x = |z|`; backwards, signs :math:`s \sim q(s \mid x)` are drawn, :math:`z = s x`.
 
     ``Inverse(AbsoluteValue())`` gives symmetric densities exactly: :math:`\log p(x) = \log p(|x|) + \log q(s \mid |x|)`.
@@ -160,17 +160,17 @@ class AbsoluteValue(TwoWay):
     def ends(self) -> tuple[Any, Any]:
         return constraints.real, constraints.nonnegative
 
-    def run(self, value: Tensor, context: Tensor | None, backwards: bool) -> tuple[Tensor, Tensor]:
+    def compute(self, value: Tensor, context: Tensor | None, inverse: bool) -> tuple[Tensor, Tensor]:
         check_tensor(value, self)
-        if backwards:
+        if inverse:
             check_range(value, 0.0, math.inf, "the inverse of AbsoluteValue")
-        x = value if backwards else value.abs()
+        x = value if inverse else value.abs()
         log_odds = torch.zeros_like(x)
         if self.net is not None:
             log_odds = self.net(with_context(x, context, self.context_dim, self.event_dim))
-        negative = torch.rand_like(x) > torch.sigmoid(log_odds) if backwards else value < 0
+        negative = torch.rand_like(x) > torch.sigmoid(log_odds) if inverse else value < 0
         log_prob = sum_rightmost(F.logsigmoid(torch.where(negative, -log_odds, log_odds)), self.event_dim)
-        return (torch.where(negative, -x, x), -log_prob) if backwards else (x, log_prob)
+        return (torch.where(negative, -x, x), -log_prob) if inverse else (x, log_prob)
 
 
 class MaxPool(Transform):
@@ -192,7 +192,7 @@ class MaxPool(Transform):
     draws = "inverse"
 
     @checked
-    def __init__(self, dim: Count, size: Several = 4) -> None:
+    def __init__(self, dim: Count, size: AtLeastTwo = 4) -> None:
         super().__init__()
         self.dim, self.size, self.lengths = dim, size, (dim * size, dim)
         self.log_rate = nn.Parameter(torch.zeros(dim))
@@ -215,7 +215,7 @@ class MaxPool(Transform):
         return ((self.size - 1) * self.log_rate - self.log_rate.exp() * gaps - math.log(self.size)).sum(-1)
 
 
-class ToIntegers(Drawing):
+class IntegerTransform(StochasticTransform):
     """A map from real numbers to integers, which computes in the precision that the module was brought to."""
 
     discrete = True
@@ -230,14 +230,14 @@ class ToIntegers(Drawing):
         check_dense(x, self)
         if x.is_floating_point():
             hint = "floats that hold integers are cast with .long()"
-            raise refused(self, f"takes a tensor of integers, not of {x.dtype}; {hint}", "dtype")
+            raise transform_error(self, f"takes a tensor of integers, not of {x.dtype}; {hint}", "dtype")
         precision = torch.finfo(self._zero.dtype)
         far = int(2.0 / precision.eps) >> bits
         more = f"; bring the flow to .{'float' if precision.bits < 32 else 'double'}()" if high > far else ""
         check_range(x.long(), max(low, -far), min(high, far), type(self).__name__, more)
 
 
-class Dequantization(ToIntegers):
+class Dequantization(IntegerTransform):
     r"""Rounding, :math:`x = \lfloor L z \rfloor`; backwards integers are dequantized, :math:`z = (x + u) / L`.
 
     The noise is :math:`u \sim q(u \mid x)`. It ends a continuous flow whose data are integers, and
@@ -262,7 +262,7 @@ class Dequantization(ToIntegers):
 
     @checked
     def __init__(
-        self, levels: Several | None = None, noise: nn.Module | None = None, context_dim: Length = 0
+        self, levels: AtLeastTwo | None = None, noise: nn.Module | None = None, context_dim: Length = 0
     ) -> None:
         super().__init__()
         self.levels, self.noise, self.context_dim = levels, noise, context_dim
@@ -307,7 +307,7 @@ class Dequantization(ToIntegers):
         return sum_rightmost(each, self.event_dim)
 
 
-class VAELayer(Drawing):
+class VAELayer(StochasticTransform):
     r"""A variational autoencoder as a layer: :math:`x \sim p(x \mid z)` forward and :math:`z \sim q(z \mid x)` backwards.
 
     :math:`\log p(x) \ge E_q[\log p(z) + \log p(x \mid z) - \log q(z \mid x)]` (Kingma & Welling 2014), with whatever flow stands before

@@ -1,7 +1,7 @@
 r"""Increasing maps of one number, whose parameters a network computes: couplings and autoregressive maps take any of them.
 
 To write one, subclass :class:`Univariate`: say how many parameters an entry takes, and give both directions for values
-``(..., D)`` and parameters ``(..., per_entry * D)``. Each returns the new values and the *logarithms of the slopes of the map it
+``(..., D)`` and parameters ``(..., params_per_entry * D)``. Each returns the new values and the *logarithms of the slopes of the map it
 applied*, both ``(..., D)``. With all parameters zero the map should be the identity or next to it: networks start there.
 """
 
@@ -17,7 +17,7 @@ from flowbnn.errors import FlowBNNError
 from flowbnn.nets.mlp import check_net
 from flowbnn.numerics import monotone_root, soft_clamp
 from flowbnn.options import Count, Ge, Positive, options
-from flowbnn.transforms.base import TwoWay, check_vectors
+from flowbnn.transforms.base import BidirectionalTransform, check_vectors
 
 
 class Univariate(ABC):
@@ -33,7 +33,7 @@ class Univariate(ABC):
 
     @property
     @abstractmethod
-    def per_entry(self) -> int:
+    def params_per_entry(self) -> int:
         """How many parameters a number takes."""
 
     def read(self, value: Tensor) -> Tensor:
@@ -49,7 +49,7 @@ class Univariate(ABC):
         """The inverse map for the same parameters and the logarithms of its slopes."""
 
 
-class Conditioned(TwoWay):
+class ConditionedTransform(BidirectionalTransform):
     """What couplings and autoregressive maps share: a univariate map, and a net that computes its parameters."""
 
     net: Any
@@ -72,7 +72,7 @@ class Conditioned(TwoWay):
     def _parameters_for(self, known: Tensor, context: Tensor | None, count: int) -> Tensor:
         """Those of ``count`` entries, from what is known."""
         parameters = self.net(self.univariate.read(known) if self.compress else known, context)
-        wanted = (*known.shape[:-1], self.univariate.per_entry * count)
+        wanted = (*known.shape[:-1], self.univariate.params_per_entry * count)
         if parameters.shape != wanted:
             text = f"the net of {type(self).__name__} must give {wanted} here, not {tuple(parameters.shape)}"
             raise FlowBNNError(text, kind="shape")
@@ -90,7 +90,7 @@ class ShiftMap(Univariate):
     tensor([2., 3.])
     """
 
-    per_entry = 1
+    params_per_entry = 1
 
     def forward(self, value: Tensor, parameters: Tensor) -> tuple[Tensor, Tensor]:
         return value + parameters, torch.zeros_like(value)
@@ -107,16 +107,15 @@ class AffineMap(Univariate):
 
     Args:
         bound: largest size :math:`b` of the log-scale.
-        widening: :math:`s = b \tanh(\mathrm{softplus}(a - 2) / b) > 0`, much as in Glow: on the way from data to the base numbers only
-            shrink, so that no stack of steps carries an unusual image off to infinity. It does not start at the identity.
-
+        positive_log_scale: :math:`s = b \tanh(\mathrm{softplus}(a - 2) / b) > 0`, much as in Glow. On the way from data to the base
+            numbers only shrink, so that no stack of steps carries an unusual image off to infinity. It does not start at the identity.
     >>> AffineMap().forward(torch.ones(1), torch.tensor([0.0, 2.0]))
     (tensor([3.]), tensor([0.]))
     """
 
     bound: Positive = 2.0
-    widening: bool = False
-    per_entry = 2
+    positive_log_scale: bool = False
+    params_per_entry = 2
 
     def forward(self, value: Tensor, parameters: Tensor) -> tuple[Tensor, Tensor]:
         raw, shift = self._read(parameters)
@@ -130,7 +129,7 @@ class AffineMap(Univariate):
 
     def _read(self, parameters: Tensor) -> tuple[Tensor, Tensor]:
         raw, shift = parameters.split_with_sizes([parameters.shape[-1] // 2] * 2, -1)  # chunk takes longer
-        return F.softplus(raw - 2.0) if self.widening else raw, shift
+        return F.softplus(raw - 2.0) if self.positive_log_scale else raw, shift
 
 
 @options
@@ -159,7 +158,7 @@ class SigmoidalMap(Univariate):
     inverse_kind = "numerical"
 
     @property
-    def per_entry(self) -> int:
+    def params_per_entry(self) -> int:
         return 3 * self.units
 
     def forward(self, value: Tensor, parameters: Tensor) -> tuple[Tensor, Tensor]:
@@ -224,11 +223,11 @@ class LogisticMixtureMap(Univariate):
     inverse_kind = "numerical"
 
     @property
-    def per_entry(self) -> int:
+    def params_per_entry(self) -> int:
         return 3 * self.components + 2
 
     def _read(self, value: Tensor, parameters: Tensor) -> tuple[Tensor, Tensor, Any]:
-        each = parameters.unflatten(-1, (value.shape[-1], self.per_entry))
+        each = parameters.unflatten(-1, (value.shape[-1], self.params_per_entry))
         return soft_clamp(each[..., 0], self.bound), each[..., 1], _units(each[..., 2:], self.bound)
 
     def forward(self, value: Tensor, parameters: Tensor) -> tuple[Tensor, Tensor]:
@@ -261,7 +260,7 @@ class SplineMap(Univariate):
     Args:
         bins: number :math:`K` of bins; an entry takes ``3 * bins - 1`` numbers: widths, heights, and slopes at the inner knots.
         bound: half the width :math:`B` of the interval.
-        smallest: least width and height of a bin, as a share of the interval; slopes are between ``smallest`` and its reciprocal.
+        min_size: least width and height of a bin, as a share of the interval; slopes are between ``min_size`` and its reciprocal.
 
     >>> spline = SplineMap(bins=4, bound=2.0)
     >>> x, log_slope = spline.forward(torch.tensor([0.5, 7.0]), torch.linspace(-1, 1, 22))
@@ -271,16 +270,16 @@ class SplineMap(Univariate):
 
     bins: Annotated[int, Ge(2)] = 8
     bound: Positive = 3.0
-    smallest: Positive = 1e-3
+    min_size: Positive = 1e-3
     interleaved = True
 
     def __post_init__(self) -> None:
-        if self.smallest * self.bins >= 1:
-            text = f"{self.bins} bins of at least {self.smallest} of the interval do not fit into it"
+        if self.min_size * self.bins >= 1:
+            text = f"{self.bins} bins of at least {self.min_size} of the interval do not fit into it"
             raise FlowBNNError(text, argument="smallest")
 
     @property
-    def per_entry(self) -> int:
+    def params_per_entry(self) -> int:
         return 3 * self.bins - 1
 
     def forward(self, value: Tensor, parameters: Tensor) -> tuple[Tensor, Tensor]:
@@ -313,7 +312,7 @@ class SplineMap(Univariate):
         bins = self.bins
         parameters = parameters.unflatten(-1, (value.shape[-1], -1))
         sizes = F.softmax(parameters[..., : 2 * bins].unflatten(-1, (2, bins)), -1)
-        sizes = 2.0 * self.bound * (self.smallest + (1.0 - self.smallest * bins) * sizes[..., :-1])
+        sizes = 2.0 * self.bound * (self.min_size + (1.0 - self.min_size * bins) * sizes[..., :-1])
         # the ends are exact, so that the slopes outside are
         knots = F.pad(sizes.cumsum(-1) - self.bound, (1, 0), value=-self.bound)
         knots = F.pad(knots, (0, 1), value=self.bound)
@@ -322,7 +321,7 @@ class SplineMap(Univariate):
         index = torch.stack([index, index + 1], -1).unsqueeze(-2).expand(*index.shape, 3, 2)
         (x0, x1), (y0, y1), logs = (part.unbind(-1) for part in table.gather(-1, index).unbind(-2))
         w, h = x1 - x0, y1 - y0
-        d0, d1 = (soft_clamp(log, -math.log(self.smallest)).exp() * (w / h) for log in logs)
+        d0, d1 = (soft_clamp(log, -math.log(self.min_size)).exp() * (w / h) for log in logs)
         return x0, w, y0, h, d0, d1
 
 
@@ -343,7 +342,7 @@ class CircularSplineMap(SplineMap):
     Args:
         bins: number of bins; an entry takes ``3 * bins + 1`` numbers: widths, heights, slopes and the angle of the turn.
         bound: :math:`B`; the default is for angles in radians.
-        smallest: as in :class:`SplineMap`.
+        min_size: as in :class:`SplineMap`.
 
     >>> circle = CircularSplineMap(bins=4)
     >>> x, _ = circle.forward(torch.tensor([3.0, 3.0 + 2 * math.pi]), torch.linspace(-1, 1, 13).repeat(2))
@@ -355,7 +354,7 @@ class CircularSplineMap(SplineMap):
     features = 2
 
     @property
-    def per_entry(self) -> int:
+    def params_per_entry(self) -> int:
         return 3 * self.bins + 1
 
     def read(self, value: Tensor) -> Tensor:

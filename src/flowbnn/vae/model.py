@@ -20,7 +20,7 @@ from flowbnn.batches import device_of, evaluation_mode
 from flowbnn.density import DensityOptions, fit_density
 from flowbnn.distributions import DiagonalNormal, Flow
 from flowbnn.errors import FlowBNNError, nearest, pluralize
-from flowbnn.flows import FlowModel, drawn_flow, named_flows
+from flowbnn.flows import FlowModel, make_posterior_transform, named_flows
 from flowbnn.nets.mlp import check_context
 from flowbnn.numerics import full_precision, is_concrete, soft_clamp
 from flowbnn.options import (
@@ -38,7 +38,7 @@ from flowbnn.options import (
 from flowbnn.training import Clock, History
 from flowbnn.training.randomness import sampling_context
 from flowbnn.transforms import Compose, Transform
-from flowbnn.transforms.base import warn_of_slow_draws
+from flowbnn.transforms.base import warn_slow_sampling
 from flowbnn.vae.decoders import BernoulliDecoder, Decoder, GaussianDecoder, LogisticDecoder
 from flowbnn.vae.nets import decoder_of, encoder_of
 
@@ -255,7 +255,7 @@ class VAE(Autoencoder):
         self.beta, self.reconstruction, self.warmup = beta, reconstruction, warmup
         self.prior = prior
         if prior is not None:
-            size, numbers = tuple(prior.transform.forward_shape([prior.base.dim])), prior.base.numbers
+            size, numbers = tuple(prior.transform.forward_shape([prior.base.dim])), prior.base.value_kind
             if size != (latent_dim,) or numbers != "real numbers":
                 text = (
                     f"the prior of codes is a flow of ({latent_dim},) real numbers, not of {size} {numbers}"
@@ -267,7 +267,7 @@ class VAE(Autoencoder):
                 posterior, latent_dim, context, name="posterior", kind=Transform
             )
         elif posterior in POSTERIORS:
-            self.flow = drawn_flow(POSTERIORS[posterior], latent_dim, context, length=length)
+            self.flow = make_posterior_transform(POSTERIORS[posterior], latent_dim, context, length=length)
         elif posterior == "gaussian":
             self.flow = Compose()
         else:
@@ -275,7 +275,7 @@ class VAE(Autoencoder):
                 f"there is no posterior {posterior!r}{nearest(posterior, ['gaussian', *POSTERIORS])}",
                 argument="posterior",
             )
-        warn_of_slow_draws(self.flow, "the posterior of VAE")
+        warn_slow_sampling(self.flow, "the posterior of VAE")
 
     def posterior(self, x: Tensor, context: Tensor | None = None) -> Flow:
         r"""The distribution :math:`q(z \mid x)` of each example's code."""

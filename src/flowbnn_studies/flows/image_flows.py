@@ -147,9 +147,9 @@ def flow_of(kind: str, shape: tuple[int, ...], s: Settings) -> FlowModel:
     length, width = (s.length, s.width) if colour else (max(1, s.length // 2), max(1, s.width // 2))
     common: dict[str, Any] = {"hidden": (width, width), "levels": 3 if colour else 2}
     if kind == "glow":
-        return Glow(shape, length=length, data_start=True, **common)
+        return Glow(shape, length=length, data_init=True, **common)
     recipe = ResidualFlow if kind == "residual" else IDF
-    return recipe(shape, length=max(1, length // 2), data_start=True, **common)
+    return recipe(shape, length=max(1, length // 2), data_init=True, **common)
 
 
 def planned(job: Job, estimate: Callable[[], int]) -> int:

@@ -96,7 +96,7 @@ class NoveltyByDensity(Study):
         learned, aside = images[: -s.validation], images[-s.validation :]
         torch.manual_seed(job.seed)
         shape, hidden = tuple(images.shape[1:]), (s.width, s.width)
-        flow = Glow(shape, length=s.length, hidden=hidden, data_start=True, levels=s.levels)
+        flow = Glow(shape, length=s.length, hidden=hidden, data_init=True, levels=s.levels)
         exact = job.brief(precision="32-true")
         common = {"epochs": s.epochs, "batch_size": s.batch, "lr": s.lr, "validation": 0.0}
         density = fit_density(flow.to(job.device), learned, **common, **exact)

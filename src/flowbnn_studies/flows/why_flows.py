@@ -180,7 +180,7 @@ def fitted(key: str, data: Tensor, job: Job) -> tuple[Density, float]:
         "coupling": lambda: RealNVP(dim, hidden=hidden),
         "autoregressive": lambda: MAF(dim, hidden=hidden),
         "continuous": lambda: FFJORD(dim, hidden=hidden),
-        "residual": lambda: ResidualFlow(dim, hidden=hidden, data_start=True),
+        "residual": lambda: ResidualFlow(dim, hidden=hidden, data_init=True),
         "vae": lambda: VAE((dim,), latent_dim=dim, hidden=hidden, decoder="gaussian"),
     }
     own: dict[str, Any] = {"objective": "flow-matching"} if key == "continuous" else {}
