@@ -126,7 +126,7 @@ def test_decide() -> None:
     assert prediction.decide(2.0, by="epistemic").abstained.tolist() == [[False], [True]]
 
 
-@pytest.mark.parametrize("spent", [None, torch.tensor([1, 3, 5, 2])])
+@pytest.mark.parametrize("sample_counts", [None, torch.tensor([1, 3, 5, 2])])
 def test_crps_is_the_integral_of_the_squared_distance_of_the_cdfs(sample_counts):
     generator = torch.Generator().manual_seed(0)
     mean = torch.randn(5, 4, 1, generator=generator).double()

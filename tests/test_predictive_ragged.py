@@ -109,7 +109,7 @@ def test_the_strength_of_a_decision_by_hand():
 
 
 @pytest.mark.parametrize(
-    ("spent", "line"),
+    ("sample_counts", "line"),
     [
         (torch.ones(4, dtype=torch.long), "a vector of 5 integers"),
         (torch.ones(5), "a vector of 5 integers .* not torch.float32"),

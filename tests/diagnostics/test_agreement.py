@@ -2,13 +2,13 @@
 
 import math
 from dataclasses import replace
+from importlib import import_module
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import flowbnn as fb
-from flowbnn.diagnostics import compared
 from flowbnn.errors import FlowBNNWarning
 from flowbnn.likelihoods import Gaussian
 from flowbnn.noise.joint import independent_vectors
@@ -62,7 +62,7 @@ def test_two_modes_are_found_with_the_dip_between_them():
 
 
 def test_climbs_that_are_cut_are_told(monkeypatch):
-    monkeypatch.setattr(compared, "STEPS", 1)
+    monkeypatch.setattr(import_module("flowbnn.diagnostics.agreement"), "STEPS", 1)
     known = TwoModes()
     with pytest.warns(FlowBNNWarning, match="climbs were not at their ends after 1 steps") as told:
         fb.diagnostics.modes(known.posterior, known.loader, starts=8)

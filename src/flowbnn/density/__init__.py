@@ -14,13 +14,12 @@ of your own. Where its ``log_prob`` is a bound (``lower_bound`` is True), so is 
 """
 
 from flowbnn.density.density import Density, DensityOptions, NoveltyDetector, fit_density, load_density
-from flowbnn.density.target import TargetFit, fit_target
+from flowbnn.density.target import fit_target
 
 __all__ = [
     "Density",
     "DensityOptions",
     "NoveltyDetector",
-    "TargetFit",
     "fit_density",
     "fit_target",
     "load_density",

@@ -202,7 +202,7 @@ def check_samples(
 
     Args:
         wanted: their shape, for the message.
-        spent: samples that each input had, ``[B]``; None where each had all.
+        sample_counts: samples that each input had, ``[B]``; None where each had all.
         least: the smallest K.
         most: the largest K.
     """

@@ -23,7 +23,7 @@ class CategoricalPredictive(Predictive):
 
     Args:
         logits: ``[S, B, C]``, unnormalised; minus infinity rules a class out.
-        spent: how many samples each input had, ``[B]``, where they differ: the first ones of the S.
+        sample_counts: how many samples each input had, ``[B]``, where they differ: the first ones of the S.
 
     >>> logits = torch.tensor([[[2.0, 0.0], [3.0, 0.0]], [[2.0, 0.0], [-3.0, 0.0]]])  # 2 samples, 2 inputs, 2 classes
     >>> prediction = CategoricalPredictive(logits)

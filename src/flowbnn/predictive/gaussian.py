@@ -36,7 +36,7 @@ class GaussianPredictive(Predictive):
     Args:
         mean: ``[S, B, D]``.
         variance: of the noise, above zero; a number, or a tensor that broadcasts to the mean's shape.
-        spent: how many samples each input had, ``[B]``, where they differ: the first ones of the S.
+        sample_counts: how many samples each input had, ``[B]``, where they differ: the first ones of the S.
         shape: of one target, ``()`` for a number; mean, variances, quantiles and intervals have it in place of ``[D]``.
 
     >>> prediction = GaussianPredictive(torch.tensor([[[1.0]], [[3.0]]]), 0.25)  # 2 samples, 1 input, 1 output
