@@ -11,6 +11,7 @@ from flowbnn.data import TensorLoader
 from flowbnn.errors import FlowBNNError
 from flowbnn.likelihoods import Categorical, Gaussian, Likelihood, make_likelihood
 from flowbnn.predictive import CategoricalPredictive
+from flowbnn.regression import set_noise_scale
 
 
 def test_labels_as_real_numbers_are_not_taken_for_regression():
@@ -57,7 +58,7 @@ def test_noise_is_learned_in_any_unit(unit):
     outputs, targets = (unit * torch.randn(5000, 2, generator=generator) for _ in range(2))
     targets = torch.tensor([0.1, 3.0]) * targets + outputs
     learned = Gaussian(dim=2)
-    learned.start(outputs, targets)
+    set_noise_scale(learned, [(outputs, targets)])
     _, variance = learned.moments(outputs)
     torch.testing.assert_close(variance[0].sqrt(), unit * torch.tensor([0.1, 3.0]), rtol=0.03, atol=0.0)
     predicted = Gaussian("predicted")
@@ -73,7 +74,7 @@ def test_noise_of_an_exact_fit_stays_within_the_targets_own_scale():
     targets = 100.0 + 5.0 * torch.randn(400, 1, generator=torch.Generator().manual_seed(0))
     for truth, expected in ((targets, 1e-4 * targets.std().item()), (torch.zeros(4, 1), 1e-4)):
         likelihood = Gaussian()
-        likelihood.start(truth.clone(), truth)
+        set_noise_scale(likelihood, [(truth.clone(), truth)])
         assert likelihood.log_scale.exp().item() == pytest.approx(expected, rel=0.01)
 
 

@@ -10,6 +10,11 @@ QUIET = {"progress": False, "accelerator": "cpu"}
 NOISE, PRIOR = 0.5, 0.8
 
 
+def of_kind(caught, kind: str) -> list:
+    """Returns the FlowBNN warnings of one kind among those that were caught."""
+    return [one.message for one in caught if getattr(one.message, "fields", {}).get("kind") == kind]
+
+
 @dataclass(frozen=True)
 class Conjugate:
     """Bayesian linear regression with known noise: the posterior of the weights is a Gaussian in closed form."""

@@ -81,7 +81,7 @@ def test_the_gain_is_measured_example_by_example(tmp_path):
     assert str(again.gain) == str(posterior.gain)
 
 
-@pytest.mark.filterwarnings("ignore:predictions have a standard deviation")
+@pytest.mark.filterwarnings("ignore:the predictive standard deviation")
 def test_a_loss_is_warned_of():
     network, loader, _ = trained(curve, 1)
     model = fb.to_stochastic(network, {"*": NormalAffine(base_scale=0.5, prior_scale=0.3)})
@@ -258,7 +258,7 @@ def test_rates_are_cut_where_the_elbo_falls_and_no_fall_counts_as_settled():
 
 
 @pytest.mark.filterwarnings("ignore:the fit has made the ELBO worse")
-@pytest.mark.filterwarnings("ignore:predictions have a standard deviation")
+@pytest.mark.filterwarnings("ignore:the predictive standard deviation")
 def test_an_elbo_that_falls_is_warned_of():
     class Drifting(TensorLoader):  # falls on every machine; what a sorted loader does is chaotic
         def __iter__(self):

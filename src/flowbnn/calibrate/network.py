@@ -20,7 +20,7 @@ from flowbnn.diagnostics.noise_target import check_rows, fixed_data
 from flowbnn.distributions import NormalBase
 from flowbnn.errors import FlowBNNError, FlowBNNWarning, pluralize, warn
 from flowbnn.likelihoods import Gaussian, Likelihood, learns_noise
-from flowbnn.methods.fitting import learn_noise, prepare
+from flowbnn.methods.fitting import prepare
 from flowbnn.methods.temperature import TemperedPosterior, temper
 from flowbnn.methods.variational.base import FLOWS, FlowName
 from flowbnn.methods.variational.block_gaussian import BlockGaussian
@@ -35,6 +35,7 @@ from flowbnn.posterior.base import Posterior
 from flowbnn.posterior.calibration import Calibration
 from flowbnn.posterior.noise import NoisePosterior
 from flowbnn.posterior.point import PointPosterior
+from flowbnn.regression import fit_residual_scale
 from flowbnn.training.device import device_kind
 from flowbnn.training.progress import History, terminal, track
 from flowbnn.training.randomness import temporary_seed
@@ -336,7 +337,7 @@ class _Work:
         """The plain network, with the noise level that it was given, or with the size of its residuals at these examples."""
         likelihood = deepcopy(self.likelihood)
         if not self.knows_level:
-            learn_noise(self.plain, likelihood, self._batches(index))
+            fit_residual_scale(self.plain, likelihood, self._batches(index))
         return PointPosterior(self.plain, likelihood)
 
     def tempered(self, index: Tensor) -> TemperedPosterior:

@@ -1,8 +1,8 @@
 """Observation models of real-valued targets."""
 
 import math
-from collections.abc import Iterable, Sequence
-from typing import Any, Literal, NamedTuple, TypeGuard
+from collections.abc import Sequence
+from typing import Any, Literal, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -53,22 +53,9 @@ class Gaussian(Likelihood):
         error = (targets.to(mean.dtype).reshape(mean.shape) - mean).square() / variance
         return -0.5 * (error + variance.log() + math.log(2.0 * math.pi)).flatten(1).sum(-1)
 
-    @torch.no_grad()
     def start(self, outputs: Tensor, targets: Tensor) -> None:
-        """A learned noise that is still at one starts at the size of the residuals: targets come in all units."""
+        """Stores the shape of one target, so that predictions get the same shape."""
         self.shape = tuple(targets.shape[1:])
-        if self.noise == "learned" and not bool(self.log_scale.any()):
-            self.settle([(outputs, targets)])
-
-    @torch.no_grad()
-    def settle(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
-        """The learned noise is the size of the residuals over all ``(outputs, targets)``.
-
-        No smaller than a ten-thousandth of the targets' own spread, which a network that interpolates them would ask for.
-        """
-        if (seen := compared(pairs)) is not None:
-            least = least_variance(seen.center, seen.variance)
-            self.log_scale.copy_(torch.maximum(seen.error, least).log() / 2)
 
     def canonical(self, targets: Tensor) -> Tensor:
         return targets if targets.is_floating_point() else targets.float()
@@ -115,54 +102,6 @@ class Gaussian(Likelihood):
 
 
 LIMIT = 30.0  # of the logarithm of a standard deviation: from 1e-13 to 1e13, whose squares float32 holds with room to spare
-
-
-class Compared(NamedTuple):
-    """Outputs beside their targets, over all examples: means and variances of both, covariance, mean squared error."""
-
-    examples: int
-    center: Tensor
-    variance: Tensor
-    given_center: Tensor  # of the outputs
-    given_variance: Tensor
-    covariance: Tensor
-    error: Tensor
-
-
-@torch.no_grad()
-def compared(pairs: Iterable[tuple[Tensor, Tensor]]) -> Compared | None:
-    """Compare outputs ``[B, D]`` with targets over all pairs, in float64; None where there are none.
-
-    Sums are taken around the means of the first pair, so that targets far from zero keep their digits.
-
-    >>> seen = compared([(torch.zeros(2, 1), torch.tensor([1e6, 1e6 + 2]))])
-    >>> seen.center.item(), seen.variance.item()
-    (1000001.0, 1.0)
-    """
-    count, near, sums = 0, None, torch.zeros(6, 1, dtype=torch.float64)
-    for outputs, targets in pairs:
-        given = outputs.cpu().double()
-        truth = targets.cpu().double().reshape(given.shape)
-        near = (truth.mean(0), given.mean(0)) if near is None else near
-        a, b = truth - near[0], given - near[1]
-        sums = sums + torch.stack([a, b, a * a, b * b, a * b, (truth - given).square()]).sum(1)
-        count += len(truth)
-    if near is None or not count:
-        return None
-    a, b, aa, bb, ab, error = sums / count
-    variances = (aa - a * a).clamp_min(0.0), (bb - b * b).clamp_min(0.0)
-    return Compared(count, near[0] + a, variances[0], near[1] + b, variances[1], ab - a * b, error)
-
-
-def least_variance(center: Tensor, variance: Tensor) -> Tensor:
-    """The smallest variance that a noise is learned to, from mean and variance of the targets; of constant ones, from their size."""
-    size = torch.where(center != 0, center.square(), torch.ones_like(center))
-    return 1e-8 * torch.where(varies(center, variance), variance, size)
-
-
-def varies(center: Tensor, variance: Tensor) -> Tensor:
-    """Whether targets of this mean and variance vary by more than rounding."""
-    return variance > 1e-26 * center.square()
 
 
 @checked

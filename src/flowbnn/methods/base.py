@@ -49,18 +49,17 @@ from flowbnn.methods.fitting import (
     Logged,
     Schedule,
     check_loader,
-    learn_noise,
     negative_log_likelihood,
     optimizer_for,
     prepare,
-    preserve_rng_state,
     train_posterior,
 )
-from flowbnn.methods.noise_level import warn_of_level
 from flowbnn.noise import noise_layers
 from flowbnn.options import Ge, Positive, accepts_options_of, options
 from flowbnn.posterior.base import Posterior
 from flowbnn.posterior.point import PointPosterior
+from flowbnn.regression import check_noise_scale, fit_residual_scale
+from flowbnn.training.randomness import preserve_rng_state
 
 METHODS: dict[str, type["Method"]] = {}
 
@@ -173,7 +172,7 @@ class Method:
                 posterior, loss, engine, loader, run, self.schedule, check_batch=check
             )
         with preserve_rng_state(loader, run.seed or 0):
-            learn_noise(model, likelihood, loader)
+            fit_residual_scale(model, likelihood, loader)
         return posterior
 
     def _loss(self, model: nn.Module) -> Callable[..., Logged]:
@@ -195,5 +194,5 @@ class PointMethod(Method):
         """As :meth:`Method.fit`."""
         model, run = self.setup(network, loader, given)
         posterior = self.start(model, loader, run)
-        warn_of_level(posterior, loader, run.seed)
+        check_noise_scale(posterior, loader, run.seed)
         return posterior

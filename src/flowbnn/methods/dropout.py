@@ -40,7 +40,6 @@ from flowbnn.likelihoods import Likelihood
 from flowbnn.methods.base import FitOptions, Method, register_method
 from flowbnn.methods.fitting import first_batch
 from flowbnn.methods.layer_modes import inner_dropout, own_dropout, without_nested
-from flowbnn.methods.noise_level import learn_level
 from flowbnn.methods.variational.base import fit
 from flowbnn.noise import Dropout
 from flowbnn.noise.layout import wrappable_layers
@@ -51,6 +50,7 @@ from flowbnn.posterior.noise import NoisePosterior
 from flowbnn.posterior.prediction import new_seed
 from flowbnn.posterior.recording import outcome
 from flowbnn.posterior.weights import generator_of
+from flowbnn.regression import fit_noise_scale
 from flowbnn.training import History
 
 
@@ -94,14 +94,14 @@ class MCDropout(Method):
             axes = example_axes(point.model, inputs)
             warn_of_unsampled(point.model, [name for name, calls in axes.items() if not calls])
             posterior: Posterior = DropoutPosterior(point.model, point.likelihood, point.history, axes)
-            learn_level(posterior, loader, run.seed)
+            fit_noise_scale(posterior, loader, run.seed)
             return posterior
         if self.rate is None and self.layers is None:
             warn_of_unsampled(model)
         if not self.epochs:
             likelihood = self.start(deepcopy(model), loader, run).likelihood
             posterior = NoisePosterior(self._with_dropout(model, rate).eval(), likelihood)
-            learn_level(posterior, loader, run.seed)
+            fit_noise_scale(posterior, loader, run.seed)
             return posterior
         noisy = self._with_dropout(model, rate)
         settings = {name: getattr(self, name) for name in ("epochs", "optimizer", "schedule")}

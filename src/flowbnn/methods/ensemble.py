@@ -16,13 +16,12 @@ from torch import Tensor, nn
 from flowbnn.errors import quote_names, warn
 from flowbnn.likelihoods import learns_noise
 from flowbnn.methods.base import FitOptions, Method, register_method
-from flowbnn.methods.fitting import preserve_rng_state
 from flowbnn.options import Count, accepts_options_of, options
 from flowbnn.posterior.point import PointPosterior
 from flowbnn.posterior.weights import MemberPosterior, state_of
+from flowbnn.regression import SCALE, set_output_scale
 from flowbnn.training import History
-from flowbnn.training.randomness import loader_generators, temporary_seed
-from flowbnn.units import SCALE, set_units
+from flowbnn.training.randomness import loader_generators, preserve_rng_state, temporary_seed
 
 
 @register_method
@@ -32,7 +31,7 @@ class DeepEnsemble(Method):
 
     Args:
         members: how many.
-        initialize: gives a copy of the network its start, in place, with torch's generator seeded for the member; unless given,
+        initialize: gives a copy of the network its start, in place, with torch's generator temporary_seed for the member; unless given,
             ``reset_parameters`` of all its layers, what is frozen (``requires_grad=False``) excepted. ``lambda network: None`` lets
             all start from the given weights.
         prior_scale: of each member's Gaussian prior, as in :class:`~flowbnn.MAP`.
@@ -142,11 +141,11 @@ class EnsemblePosterior(MemberPosterior):
     def from_points(
         cls, points: Sequence[PointPosterior], history: History | None = None
     ) -> "EnsemblePosterior":
-        """From one trained network for each member; where one has units of the targets (:mod:`flowbnn.units`), all have."""
+        """From one trained network for each member; where one has a scale of the targets (:mod:`flowbnn.regression`), all have."""
         known = [point.model.get_buffer(SCALE) for point in points if SCALE in point.model._buffers]
         for point in points if known else ():
             if SCALE not in point.model._buffers:
-                set_units(point.model, torch.zeros_like(known[0]), torch.ones_like(known[0]))
+                set_output_scale(point.model, torch.zeros_like(known[0]), torch.ones_like(known[0]))
         states = [state_of(point.model) for point in points]
         levels = [point.likelihood.log_scale.detach() for point in points if learns_noise(point.likelihood)]
         return cls.from_states(

@@ -1,7 +1,6 @@
 """What every method that trains by gradients shares: the options of a fit, the first look at the data, the training itself."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Mapping
 from copy import deepcopy
 from dataclasses import fields, replace
 from functools import partial
@@ -15,7 +14,6 @@ from flowbnn.batches import (
     as_loader,
     call,
     check_finite,
-    check_finite_batch,
     count_data,
     device_of,
     dtype_of,
@@ -35,16 +33,21 @@ from flowbnn.likelihoods import (
     make_likelihood,
 )
 from flowbnn.likelihoods.base import mean_log_prob
-from flowbnn.likelihoods.regression import compared
-from flowbnn.noise import Recipe, noise_layers, noise_mode, weight_parameters
+from flowbnn.noise import Recipe, noise_layers, weight_parameters
 from flowbnn.options import Count, call_factory, options
 from flowbnn.posterior.base import Posterior
 from flowbnn.posterior.prediction import check_rows, new_seed
 from flowbnn.posterior.recording import Sigmoids
+from flowbnn.regression import (
+    TargetStatistics,
+    noise_at_mean,
+    outputs_and_targets,
+    set_noise_scale,
+    standardize_targets,
+)
 from flowbnn.training import Clock, History, TrainingOptions, train
 from flowbnn.training.options import length_of
-from flowbnn.training.randomness import RandomState, loader_generators
-from flowbnn.units import take_units
+from flowbnn.training.randomness import preserve_rng_state
 
 ROWS = 8  # of real-valued targets, which tell their noise
 NOISE_RATE = 0.01  # of the logarithm of a Gaussian's noise, under Adam: halved or doubled within 70 steps
@@ -141,23 +144,6 @@ class Objective(nn.Module):
         return outputs.float() if outputs.dtype in (torch.bfloat16, torch.float16) else outputs
 
 
-@contextmanager
-def preserve_rng_state(loader: Any, seed: int | None = None) -> Iterator[None]:
-    """The loader may be gone through in the ``with`` block: all global generators and the loader's own are put back afterwards.
-
-    Args:
-        seed: of them all meanwhile, so that a shuffled loader gives the same batches whenever it is asked.
-    """
-    randomness = RandomState(loader_generators(loader))
-    state = randomness.state()
-    if seed is not None:
-        randomness.seed(seed)
-    try:
-        yield
-    finally:
-        randomness.restore(state)
-
-
 def check_loader(loader: Any, use: str = "training", planned: str = "") -> None:
     """Refuse what is no loader, or an empty one, before anything is read from it; or one without a length for what is ``planned``."""
     reason = None
@@ -223,7 +209,7 @@ def prepare(
 
     Args:
         trains: whether the weights are to be trained. Then a fresh network takes the units of real-valued targets that are far from
-            its own (:mod:`flowbnn.units`); one whose weights stay is left as it is. None leaves that to :func:`settle_units`.
+            its own (:mod:`flowbnn.regression`); one whose weights stay is left as it is. None leaves that to :func:`settle_units`.
     """
     batches = first_batches(loader, seed, ROWS)
     device = device_of(model)
@@ -233,7 +219,7 @@ def prepare(
     def outputs_of_all() -> Tensor:
         return torch.cat([_outputs(model, some, "first batch") for some in looked_at])
 
-    with evaluation_mode(model), at_the_mean(model), torch.random.fork_rng(_cuda(device)):
+    with evaluation_mode(model), noise_at_mean(model), torch.random.fork_rng(_cuda(device)):
         with Sigmoids() as sigmoids:
             outputs = _outputs(model, inputs, "first batch")
         by_sigmoid = sigmoids.gave(outputs)
@@ -246,6 +232,8 @@ def prepare(
             outputs = outputs_of_all()
     _warn_of_probabilities(chosen, outputs, by_sigmoid)
     chosen.start(outputs, targets.to(outputs.device))
+    if learns_noise(chosen) and not bool(chosen.log_scale.any()):
+        set_noise_scale(chosen, [(outputs, targets)])
     row = outputs[:1].detach()
 
     def check(batch: Any) -> None:
@@ -296,12 +284,13 @@ def settle_units(
     if not isinstance(likelihood, Gaussian):
         return False
     try:
-        with preserve_rng_state(loader, seed), evaluation_mode(model), at_the_mean(model):
-            seen = compared((likelihood.moments(f)[0], y) for f, y in pairs(model, loader))
+        with preserve_rng_state(loader, seed), evaluation_mode(model), noise_at_mean(model):
+            outputs, targets = map(torch.cat, zip(*outputs_and_targets(model, loader), strict=True))
+        statistics = TargetStatistics.of(targets)
     except Exception:  # the training meets the same batches, and says what is wrong with them and where
         return False
     trains = trains and any(parameter.requires_grad for parameter in weight_parameters(model))
-    return seen is not None and take_units(model, likelihood, seen, trains)
+    return standardize_targets(model, likelihood, outputs, targets, statistics, trains)
 
 
 def validator(
@@ -419,32 +408,3 @@ def negative_log_likelihood(likelihood: Likelihood, outputs_of: Outputs, batch: 
 def checks_targets(targets: Tensor, clock: Clock) -> bool:
     """Whether targets are checked in this step: on a GPU, where that waits for the device, in the first epoch only."""
     return not clock.recording and (clock.epoch == 0 or targets.device.type == "cpu")
-
-
-def at_the_mean(model: nn.Module) -> AbstractContextManager[Any]:
-    """While it lasts, a network with noise is the one network that its noise is around."""
-    layers = noise_layers(model).values()
-    if not layers:
-        return nullcontext()
-    return noise_mode(model, "mean" if any(layer.fitted for layer in layers) else "off")
-
-
-def learn_noise(model: nn.Module, likelihood: Likelihood, loader: Iterable[Any]) -> bool:
-    """Set a learned noise to its maximum-likelihood value, the size of the residuals on all the data. False if none is learned.
-
-    Noise on the network's layers is held at its mean.
-    """
-    if not learns_noise(likelihood):
-        return False
-    with evaluation_mode(model), at_the_mean(model):
-        likelihood.settle(pairs(model, loader))
-    return True
-
-
-def pairs(model: nn.Module, loader: Iterable[Any]) -> Iterator[tuple[Tensor, Tensor]]:
-    """Outputs of the network and targets of every batch."""
-    device, dtype = device_of(model), dtype_of(model)
-    for number, batch in enumerate(loader):
-        check_finite_batch(batch, None, number)
-        inputs, targets = split_batch(batch)
-        yield call(model, move(inputs, device, dtype)), targets

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from flowbnn.batches import call, device_of, dtype_of, evaluation_mode, move, split_batch
-from flowbnn.methods.fitting import preserve_rng_state
 from flowbnn.training import is_main_process, track
+from flowbnn.training.randomness import preserve_rng_state
 
 DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 

@@ -34,6 +34,7 @@ from flowbnn.noise.modes import align_batch_axes
 from flowbnn.options import Count, Positive, accepts_options_of, options
 from flowbnn.posterior.base import Posterior
 from flowbnn.posterior.noise import NoisePosterior
+from flowbnn.regression import set_noise_scale
 from flowbnn.training import track
 from flowbnn.transforms import Compose
 
@@ -218,7 +219,8 @@ class _Climb:
     def settle(self, likelihood: Gaussian, modes: Tensor) -> None:
         """Let the noise level be the size of the members' residuals."""
         passes = self.network.passes(modes, self.inputs, self.targets, ROWS)
-        likelihood.settle((self.network.outputs(inputs, noise), truth) for _, inputs, truth, noise in passes)
+        pairs = ((self.network.outputs(inputs, noise), targets) for _, inputs, targets, noise in passes)
+        set_noise_scale(likelihood, pairs)
 
 
 class ModePosterior(NoisePosterior):

@@ -33,11 +33,11 @@ from flowbnn.methods.fitting import (
     train_posterior,
 )
 from flowbnn.methods.layer_modes import normalizers, statistics, trained_parameters, without_dropout
-from flowbnn.methods.noise_level import APART, learn_level
 from flowbnn.options import Bounds, Count, Ge, NonNegative, Positive, accepts_options_of, options
 from flowbnn.posterior.base import Posterior
 from flowbnn.posterior.point import PointPosterior
 from flowbnn.posterior.weights import NOISE, MemberPosterior, state_of
+from flowbnn.regression import MAX_RATIO, fit_noise_scale
 from flowbnn.training import Clock, History, is_main_process
 
 SHORTEST = 100  # steps of which a preconditioner knows at least
@@ -133,7 +133,7 @@ class SGLD(Method):
         if normalizers(model):
             of_each = statistics(posterior.member, self.samples, loader, run.seed or 0, run.progress)
             posterior.members |= of_each
-        learn_level(posterior, loader, run.seed, APART)
+        fit_noise_scale(posterior, loader, run.seed, MAX_RATIO)
         return posterior
 
     def _warn_of_divergence(self, history: History, weights: float) -> None:

@@ -23,9 +23,9 @@ from flowbnn.options import Bounds, Count, Ge, Positive, accepts_options_of, opt
 from flowbnn.posterior.base import Posterior
 from flowbnn.posterior.point import PointPosterior
 from flowbnn.posterior.weights import WeightPosterior, check_members, generator_of, named_parts
+from flowbnn.regression import output_scale
 from flowbnn.training import Clock, History
 from flowbnn.training.options import length_of
-from flowbnn.units import units_of
 
 
 @register_method
@@ -178,7 +178,7 @@ def noise_variance(model: nn.Module, likelihood: Likelihood) -> float:
     if not isinstance(likelihood, Gaussian) or likelihood.noise == "predicted":
         return 1.0
     variance = likelihood.moments(torch.zeros(1, likelihood.dim))[1].detach()[0]
-    scale = units_of(model, likelihood.dim)[1]  # of the targets in the unit of the weights' outputs
+    scale = output_scale(model, likelihood.dim)[1]  # of the targets in the unit of the weights' outputs
     return float((variance.cpu() / scale.square()).mean())
 
 

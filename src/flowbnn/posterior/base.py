@@ -54,6 +54,7 @@ from flowbnn.posterior.loaders import Collected, grouped, sharing
 from flowbnn.posterior.prediction import Prediction, PredictionCache, PredictOptions, averaged, casting
 from flowbnn.posterior.twin import twin
 from flowbnn.predictive.base import NotFinite
+from flowbnn.regression import LOC, SCALE, set_output_scale
 from flowbnn.training import (
     History,
     check_weights,
@@ -65,7 +66,6 @@ from flowbnn.training import (
 from flowbnn.training.checkpoint import layer_classes, warn_changed_layers
 from flowbnn.training.device import MIXED
 from flowbnn.training.storage import TensorFile
-from flowbnn.units import LOC, SCALE, set_units
 
 PRECISIONS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)  # that a run may have
 
@@ -321,7 +321,7 @@ class Posterior:
         filled = {"network": model, "likelihood": likelihood}
         units = [view for name, view in part_of(file.views, "network").items() if name in (LOC, SCALE)]
         if len(units) == 2:
-            set_units(
+            set_output_scale(
                 model, *(torch.zeros(view.shape, dtype=view.dtype, device=device_of(model)) for view in units)
             )
         for part, target in filled.items():

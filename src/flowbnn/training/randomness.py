@@ -96,6 +96,24 @@ class RandomState:
 
 
 @contextmanager
+def preserve_rng_state(loader: Any, seed: int | None = None) -> Iterator[None]:
+    """Context manager that restores all global generators and those of a loader, so that the loader can be read inside.
+
+    Args:
+        loader: Loader whose generators are restored, or None.
+        seed: Seed of all generators inside the block. With a seed, a shuffled loader always gives the same batches.
+    """
+    randomness = RandomState(loader_generators(loader))
+    state = randomness.state()
+    if seed is not None:
+        randomness.seed(seed)
+    try:
+        yield
+    finally:
+        randomness.restore(state)
+
+
+@contextmanager
 def temporary_seed(seed: int | None) -> Iterator[None]:
     """Parameters that begin at random begin from this seed; torch's generator is put back afterwards. None leaves it alone."""
     if seed is None:

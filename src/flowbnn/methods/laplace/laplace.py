@@ -16,7 +16,7 @@ from torch import nn
 
 from flowbnn.likelihoods import Gaussian, learns_noise
 from flowbnn.methods.base import FitOptions, Method, register_method
-from flowbnn.methods.fitting import learn_noise, prepare, preserve_rng_state
+from flowbnn.methods.fitting import prepare
 from flowbnn.methods.laplace.curvature import Problem
 from flowbnn.methods.laplace.derivatives import check_likelihood
 from flowbnn.methods.laplace.layer_choice import choose_layers, survey
@@ -25,7 +25,9 @@ from flowbnn.methods.laplace.prior import Prior, make_louder, newton_step, warn_
 from flowbnn.methods.layer_modes import without_nested
 from flowbnn.options import Ge, Positive, accepts_options_of, options
 from flowbnn.posterior.point import PointPosterior
+from flowbnn.regression import fit_residual_scale
 from flowbnn.training import is_main_process, track
+from flowbnn.training.randomness import preserve_rng_state
 
 
 @register_method
@@ -103,7 +105,7 @@ class Laplace(Method):
         )
         with preserve_rng_state(loader, run.seed):
             if prior.learns:
-                learn_noise(model, likelihood, batches("noise"))
+                fit_residual_scale(model, likelihood, batches("noise"))
             curvature = problem.measure()
             if not self.newton:
                 relative, noise = prior.choose(problem, curvature)
@@ -114,7 +116,7 @@ class Laplace(Method):
             for number in range(self.newton):
                 # one factor serves all: how they compare is read anew
                 if number and prior.learns and several:
-                    learn_noise(model, likelihood, batches("noise"))
+                    fit_residual_scale(model, likelihood, batches("noise"))
                     curvature = problem.measure()
                 curvature, deltas, more = newton_step(problem, curvature, prior)
                 if not more:

@@ -30,10 +30,10 @@ from flowbnn.batches import (
 )
 from flowbnn.errors import FlowBNNError, nearest
 from flowbnn.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood, learns_noise, with_level
-from flowbnn.methods.fitting import preserve_rng_state
 from flowbnn.methods.mcmc.hamiltonian import with_gradient
 from flowbnn.noise.layout import absorbs, layout_of, weight_scale, wrappable_layers
 from flowbnn.posterior.weights import named_parts
+from flowbnn.training.randomness import preserve_rng_state
 
 ROWS = 4096  # examples in one pass
 SEEN = 32  # at which chains are compared by what their networks give

@@ -20,15 +20,12 @@ from flowbnn.methods.fitting import (
     Outputs,
     Schedule,
     checks_targets,
-    learn_noise,
     optimizer_for,
     prepare,
-    preserve_rng_state,
     settle_units,
     train_posterior,
     validator,
 )
-from flowbnn.methods.noise_level import learn_level, spread_of_draws, warn_of_level
 from flowbnn.methods.variational.gain import (
     bound_gain,
     bound_of_given,
@@ -58,9 +55,11 @@ from flowbnn.objectives import ELBO, warm_up
 from flowbnn.options import Count, NonNegative, Positive, UnitInterval, accepts_options_of, checked, options
 from flowbnn.posterior.noise import NoisePosterior
 from flowbnn.posterior.weights import WeightPosterior
+from flowbnn.regression import check_noise_scale, draw_variance_term, fit_noise_scale, fit_residual_scale
 from flowbnn.training import Clock, History, cosine, is_main_process
 from flowbnn.training.options import length_of
 from flowbnn.training.progress import terminal
+from flowbnn.training.randomness import preserve_rng_state
 
 VALIDATION_SAMPLES = 8
 FASTEST = 0.05  # rate of the noise by default
@@ -139,7 +138,7 @@ def fit_elbo(
         if level is not None:
             with torch.no_grad():
                 other = outputs_of(inputs)
-            correction = spread_of_draws(level, outputs, other)
+            correction = draw_variance_term(level, outputs, other)
         if samples > 1:  # each with weights of its own, which all examples share
             outputs = torch.cat([outputs, *(outputs_of(inputs) for _ in range(samples - 1))])
             targets = repeat(targets, samples)
@@ -161,8 +160,8 @@ def fit_elbo(
         settings=settings,
         check_batch=check,
     )
-    if not learn_level(posterior, loader, run.seed):
-        warn_of_level(posterior, loader, run.seed)
+    if fit_noise_scale(posterior, loader, run.seed) is None:
+        check_noise_scale(posterior, loader, run.seed)
 
 
 @checked
@@ -260,7 +259,7 @@ def fit(
             layers=idle,
         )
     with preserve_rng_state(loader, run.seed or 0):
-        learn_noise(model, chosen, loader)
+        fit_residual_scale(model, chosen, loader)
     objective = ELBO(chosen, run.count(loader), beta, gamma)
     posterior, before = NoisePosterior(model, chosen), None
     if validator(posterior, run.validation, validation_samples) is not None:  # which tries the first batch
@@ -269,7 +268,7 @@ def fit(
     bound = bound_of_given(model, objective, loader, run.seed)
     if settle_units(model, chosen, loader, run.seed, weight_lr > 0):
         with preserve_rng_state(loader, run.seed or 0):
-            learn_noise(model, chosen, loader)
+            fit_residual_scale(model, chosen, loader)
     level = chosen.log_scale if learns_noise(chosen) else None
     ceiling = torch.tensor(0.0) if level is None else level.detach().clone()
     if level is not None and automatic:
@@ -313,8 +312,8 @@ def fit(
         layer.fitted = True
     lines = []
     reached = [] if bound is None else [elbos(model, objective, bound[0])]
-    if not learn_level(posterior, loader, run.seed):
-        warn_of_level(posterior, loader, run.seed)
+    if fit_noise_scale(posterior, loader, run.seed) is None:
+        check_noise_scale(posterior, loader, run.seed)
     if bound is not None:
         # by the better level: that of the ELBO follows the last batches, that of predictions leaves out their spread
         reached.append(elbos(model, objective, bound[0]))

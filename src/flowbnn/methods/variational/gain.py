@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from flowbnn.batches import device_of, dtype_of, evaluation_mode, move, split_batch
 from flowbnn.errors import warn
-from flowbnn.methods.fitting import preserve_rng_state
 from flowbnn.noise import noise_mode
 from flowbnn.objectives import ELBO
 from flowbnn.posterior.base import Posterior
@@ -17,7 +16,7 @@ from flowbnn.posterior.calibration import Gain
 from flowbnn.posterior.noise import NoisePosterior
 from flowbnn.posterior.point import PointPosterior
 from flowbnn.training.options import length_of
-from flowbnn.training.randomness import seed_all
+from flowbnn.training.randomness import preserve_rng_state, seed_all
 
 BATCHES = 10  # of the training data that are looked at
 SAMPLES = 64

@@ -26,11 +26,11 @@ from torch import Tensor, nn
 from flowbnn.batches import call, dtype_of, evaluation_mode, halve_rows_on_oom, repeat, take
 from flowbnn.errors import FlowBNNError
 from flowbnn.likelihoods import Likelihood, learns_noise
-from flowbnn.likelihoods.regression import least_variance
 from flowbnn.methods.laplace.derivatives import output_hessian
 from flowbnn.methods.variational.block_gaussian import BlockGaussian, average, factorized
 from flowbnn.noise.base import Noise, noise_layers, settings_of
 from flowbnn.noise.passes import NoisePass
+from flowbnn.regression import min_noise_variance
 
 Structure = Literal["full", "chain", "layers", "factorized"]
 
@@ -363,7 +363,9 @@ def fit_gaussian(
         current = problem.start(loc, scale) if start is None else start
         labels, least = 1, targets.new_zeros(())
         if learns_noise(likelihood):
-            least = least_variance(*torch.var_mean(targets.reshape(len(targets), -1), 0, correction=0)[::-1])
+            least = min_noise_variance(
+                *torch.var_mean(targets.reshape(len(targets), -1), 0, correction=0)[::-1]
+            )
         estimate = problem.estimate(current, labels)
         if not estimate.finite:
             raise FlowBNNError(

@@ -1,0 +1,405 @@
+r"""Regression: the units of the targets and the standard deviation of the observation noise.
+
+.. math:: y \sim \mathcal N(\hat y, \sigma^2), \qquad \hat y = m + s \circ f(x)
+
+*Units.* Fresh weights give outputs of about zero mean and unit size, but targets come in any unit. The mean :math:`m` and the standard
+deviation :math:`s` of the training targets are two buffers of the network, which a forward hook applies. The weights are trained as if
+the targets had been standardized, and the outputs of the network are in the units of the targets.
+
+*Noise.* A learned :math:`\sigma` starts at the size of the residuals. After training it is fitted once more: for a single network to
+its residuals (:func:`fit_residual_scale`), for a posterior to the likelihood of its predictions (:func:`fit_noise_scale`).
+"""
+
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from flowbnn.batches import call, check_finite_batch, device_of, dtype_of, evaluation_mode, move, split_batch
+from flowbnn.errors import warn
+from flowbnn.likelihoods import Gaussian, Likelihood, learns_noise, log_variance
+from flowbnn.noise import noise_layers, noise_mode
+from flowbnn.training import is_main_process
+from flowbnn.training.randomness import preserve_rng_state
+
+LOC, SCALE = "flowbnn_loc", "flowbnn_scale"  # names of the two buffers
+MAX_RATIO = 1.5  # largest ratio of predicted and actual errors without a warning; short fits reach 1.3
+
+
+# -------------------- statistics of the targets
+
+
+class TargetStatistics:
+    """Count, mean and variance of targets, accumulated batch by batch in float64.
+
+    >>> statistics = TargetStatistics()
+    >>> for targets in torch.tensor([1e6, 1e6 + 2, 1e6, 1e6 + 2]).split(3):
+    ...     statistics.add(targets)
+    >>> statistics.count, statistics.mean.item(), round(statistics.variance.item(), 6)
+    (4, 1000001.0, 1.0)
+    """
+
+    def __init__(self) -> None:
+        self.count, self.mean, self._squares = 0, torch.zeros(()), torch.zeros(())
+
+    def add(self, targets: Tensor) -> None:
+        """Adds a batch ``[B, ...]``. A batch of another width than the first is left out: training refuses it."""
+        values = targets.detach().cpu().double().reshape(len(targets), -1)
+        if not len(values) or (self.count and values.shape[1:] != self.mean.shape):
+            return
+        if not self.count:
+            self.mean, self._squares = torch.zeros_like(values[0]), torch.zeros_like(values[0])
+        share, difference = len(values) / (self.count + len(values)), values.mean(0) - self.mean
+        # Chan, Golub and LeVeque 1979: stable for targets far from zero
+        self._squares += (values - values.mean(0)).square().sum(0) + difference.square() * share * self.count
+        self.mean = self.mean + difference * share
+        self.count += len(values)
+
+    @property
+    def variance(self) -> Tensor:
+        """Variance ``[D]`` of each target."""
+        return self._squares / self.count
+
+    @classmethod
+    def of(cls, targets: Tensor) -> "TargetStatistics":
+        """Returns the statistics of one batch."""
+        statistics = cls()
+        statistics.add(targets)
+        return statistics
+
+
+def is_varying(mean: Tensor, variance: Tensor) -> Tensor:
+    """Returns True for each target that varies by more than rounding errors."""
+    return variance > 1e-26 * mean.square()
+
+
+def min_noise_variance(mean: Tensor, variance: Tensor) -> Tensor:
+    """Returns the smallest variance that a learned noise may have: 1e-8 of the variance of the targets.
+
+    A network that interpolates its targets would ask for zero. Constant targets are measured by their size.
+
+    Args:
+        mean: Mean of each target.
+        variance: Variance of each target.
+    """
+    size = torch.where(mean != 0, mean.square(), torch.ones_like(mean))
+    return 1e-8 * torch.where(is_varying(mean, variance), variance, size)
+
+
+# -------------------- units of the targets
+
+
+def rescale_outputs(network: nn.Module, args: Any, outputs: Tensor) -> Tensor:
+    """Forward hook that brings the outputs of a network to the units of the targets."""
+    return outputs * network.get_buffer(SCALE) + network.get_buffer(LOC)
+
+
+def set_output_scale(network: nn.Module, loc: Tensor, scale: Tensor) -> None:
+    """Lets a network return ``loc + scale * outputs``, in place of the scale it may have.
+
+    >>> network = nn.Identity()
+    >>> set_output_scale(network, torch.tensor([5.0]), torch.tensor([2.0]))
+    >>> network(torch.ones(1, 1))
+    tensor([[7.]])
+    """
+    if SCALE not in network._buffers:
+        network.register_forward_hook(rescale_outputs)
+    network.register_buffer(LOC, loc)
+    network.register_buffer(SCALE, scale)
+
+
+def output_scale(network: nn.Module, width: int) -> tuple[Tensor, Tensor]:
+    """Returns mean and standard deviation of the first ``width`` outputs; 0 and 1 if the network has none."""
+    if SCALE not in network._buffers:
+        return torch.zeros(width, dtype=torch.float64), torch.ones(width, dtype=torch.float64)
+    loc, scale = (network.get_buffer(name).cpu().double()[:width] for name in (LOC, SCALE))
+    return loc, scale
+
+
+def needs_standardization(
+    network: nn.Module, outputs: Tensor, targets: Tensor, statistics: TargetStatistics
+) -> Tensor:
+    """Returns True for each target whose mean or standard deviation a fresh network does not reach.
+
+    A network that already predicts in the units of the targets needs no standardization. Its outputs lie around the targets, and their
+    spread is similar (0.1 to 4 times) or their regression slope is (0.5 to 2). A network with outputs far above 1 is not fresh.
+
+    Args:
+        network: Network whose outputs are compared, with the scale it has now.
+        outputs: Mean predictions ``[B, D]`` for some examples.
+        targets: Targets ``[B, D]`` of these examples.
+        statistics: Statistics of all targets.
+    """
+    loc, scale = output_scale(network, outputs.shape[1])
+    mean, std = (statistics.mean - loc) / scale, statistics.variance.sqrt() / scale
+    outputs, targets = (outputs - loc) / scale, (targets - loc) / scale
+    output_mean, output_std = outputs.mean(0), outputs.var(0, correction=0).sqrt()
+    slope = ((outputs - output_mean) * (targets - targets.mean(0))).mean(0) / output_std.square()
+    far = (mean.abs() > 2.0) | (
+        is_varying(statistics.mean, statistics.variance) & ((std > 3.0) | (std < 1.0 / 3.0))
+    )
+    fresh = output_mean.square() + output_std.square() < 9.0
+    similar = ((output_std >= 0.1 * std) & (output_std <= 4.0 * std)) | ((slope > 0.5) & (slope < 2.0))
+    return far & fresh & ~(similar & ((targets.mean(0) - output_mean).abs() <= std))
+
+
+@torch.no_grad()
+def standardize_targets(
+    network: nn.Module,
+    likelihood: Gaussian,
+    outputs: Tensor,
+    targets: Tensor,
+    statistics: TargetStatistics,
+    trained: bool,
+) -> bool:
+    """Gives a fresh network the mean and the standard deviation of targets that it would not reach. Returns True if it did.
+
+    A warning is raised if the outputs remain more than 5 standard deviations away from the targets (3 if the weights are not trained).
+
+    Args:
+        network: Network to change in place.
+        likelihood: Gaussian likelihood of the targets.
+        outputs: Outputs of the network for some examples.
+        targets: Targets of these examples.
+        statistics: Statistics of all targets.
+        trained: Whether the weights will be trained. Otherwise, the network is not changed.
+    """
+    predictions = likelihood.moments(outputs)[0].cpu().double()
+    targets = targets.cpu().double().reshape(predictions.shape)
+    far = needs_standardization(network, predictions, targets, statistics) & trained
+    loc, scale = output_scale(network, len(far))
+    varying, std = is_varying(statistics.mean, statistics.variance), statistics.variance.sqrt()
+    if changed := bool(far.any()):
+        loc = torch.where(far, statistics.mean, loc)
+        scale = torch.where(far & varying, std, scale)
+        if likelihood.noise == "predicted":  # the second half of the outputs is the log-variance
+            loc, scale = torch.cat([loc, 2.0 * scale.log()]), torch.cat([scale, torch.ones_like(scale)])
+        device, dtype = device_of(network), dtype_of(network)
+        set_output_scale(network, loc.to(device, dtype), scale.to(device, dtype))
+    error = (targets - predictions).square().mean(0).sqrt()
+    away = ~far & (error > (5.0 if trained else 3.0) * std) & varying
+    if len(targets) >= 8 and bool(away.any()):
+        worst = int((error / std.clamp_min(1e-300) * away).argmax())
+        advice = (
+            "train the network first, or standardize its inputs"
+            if trained
+            else "check that they are in the units that the network was trained on"
+        )
+        warn(
+            f"the outputs of the network are about {error[worst]:.3g} away from the targets, which have mean "
+            f"{statistics.mean[worst]:.3g} and standard deviation {std[worst]:.3g}; {advice}",
+            kind="units",
+            output=worst,
+        )
+    return changed
+
+
+# -------------------- standard deviation of the observation noise
+
+
+def noise_at_mean(model: nn.Module) -> AbstractContextManager[Any]:
+    """Context manager that holds fitted noise of a network at its mean, and fresh noise at one."""
+    layers = noise_layers(model).values()
+    if not layers:
+        return nullcontext()
+    return noise_mode(model, "mean" if any(layer.fitted for layer in layers) else "off")
+
+
+@torch.no_grad()
+def set_noise_scale(likelihood: Gaussian, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+    """Sets the noise of a Gaussian likelihood to the root mean square of the residuals.
+
+    Args:
+        likelihood: Likelihood with learned noise, which is changed in place.
+        pairs: Outputs ``[B, D]`` of a network and their targets, batch by batch.
+    """
+    statistics, squares = TargetStatistics(), torch.zeros(())
+    for outputs, targets in pairs:
+        outputs = outputs.cpu().double()
+        targets = targets.cpu().double().reshape(outputs.shape)
+        squares = squares + (targets - outputs).square().sum(0)
+        statistics.add(targets)
+    if statistics.count:
+        smallest = min_noise_variance(statistics.mean, statistics.variance)
+        variance = torch.maximum(squares / statistics.count, smallest)
+        likelihood.log_scale.copy_(variance.log() / 2)
+
+
+def fit_residual_scale(model: nn.Module, likelihood: Likelihood, loader: Iterable[Any]) -> bool:
+    """Sets a learned noise to its maximum-likelihood value for one network. Returns False if no noise is learned.
+
+    Args:
+        model: Network; noise on its layers is held at its mean.
+        likelihood: Likelihood, which is changed in place.
+        loader: Batches of ``(inputs, targets)``.
+    """
+    if not learns_noise(likelihood):
+        return False
+    with evaluation_mode(model), noise_at_mean(model):
+        set_noise_scale(likelihood, outputs_and_targets(model, loader))
+    return True
+
+
+def outputs_and_targets(model: nn.Module, loader: Iterable[Any]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yields the outputs of the network and the targets of every batch."""
+    device, dtype = device_of(model), dtype_of(model)
+    for number, batch in enumerate(loader):
+        check_finite_batch(batch, None, number)
+        inputs, targets = split_batch(batch)
+        yield call(model, move(inputs, device, dtype)), targets
+
+
+class NoiseScale(NamedTuple):
+    """Observation noise of a fit, for the target where it disagrees most with the data.
+
+    Args:
+        noise: Standard deviation of the observation noise.
+        predicted: Standard deviation that the posterior predicts: of the observation noise alone, or of the whole prediction.
+        residual: Root mean square of the residuals on the training data.
+    """
+
+    noise: float
+    predicted: float
+    residual: float
+
+
+@torch.no_grad()
+def fit_noise_scale(
+    posterior: Any, loader: Iterable[Any], seed: int | None, min_ratio: float = 0.0, samples: int = 32
+) -> NoiseScale | None:
+    r"""Sets a learned noise to the maximum of the predictive likelihood. Returns None if no noise is learned.
+
+    .. math:: \max_\sigma \sum_i \log \frac1S \sum_s \mathcal N(y_i \mid f_s(x_i), \sigma^2)
+
+    The ELBO fits :math:`\sigma` to the residuals of single draws. These contain the spread of the draws, which the prediction adds
+    again. If the networks have a noise of their own (``log_noise``), all are multiplied by one factor. A warning is raised if the
+    predictions remain more than 1.5 times as wide as their residuals.
+
+    Args:
+        posterior: Posterior whose likelihood is changed in place.
+        loader: Batches of training data.
+        seed: Seed for the order of a shuffled loader.
+        min_ratio: The noise is left unchanged if predictions are at most this many times as wide as their residuals.
+        samples: Number :math:`S` of networks.
+    """
+    likelihood = posterior.likelihood
+    if not learns_noise(likelihood):
+        return None
+    with preserve_rng_state(loader, seed or 0):
+        predictive, targets = posterior.predict_with_targets(loader, samples, seed=0, progress=False)
+    outputs, variances = predictive.samples.cpu(), predictive.sample_variances.cpu()
+    targets = torch.as_tensor(targets).to(outputs).reshape(outputs.shape[1:])
+    error = (targets - outputs.mean(0)).square().mean(0).double()
+    noise, spread = variances.double().mean((0, 1)), outputs.double().var(0, correction=0).mean(0)
+    if bool((noise + spread > min_ratio**2 * error).any()):
+        factor = mixture_variance_factor((targets - outputs).square(), variances)
+        smallest = min_noise_variance(targets.double().mean(0), targets.double().var(0, correction=0))
+        noise, before = torch.maximum(factor * noise, smallest), noise
+        for log_scale in (likelihood.log_scale, getattr(posterior, "log_noise", None)):
+            if log_scale is not None:
+                log_scale += ((noise / before).log() / 2.0).to(log_scale)
+    width, error = (noise + spread).sqrt(), error.sqrt()
+    worst = int((width / error.clamp_min(1e-300)).argmax())
+    scale = NoiseScale(float(noise[worst].sqrt()), float(width[worst]), float(error[worst]))
+    if width[worst] > MAX_RATIO * error[worst] and (spread > noise)[worst] and is_main_process():
+        warn(
+            f"the predictive standard deviation is {width[worst]:.3g}, but the residuals on the training data are {error[worst]:.3g}, "
+            "so intervals will be too wide; fit longer (epochs=...), reduce the spread of the networks (a smaller dropout rate or "
+            "prior_scale), or use fb.Temperature on held-out data",
+            kind="width",
+            width=scale.predicted,
+            residuals=scale.residual,
+        )
+    return scale
+
+
+def mixture_variance_factor(squares: Tensor, variances: Tensor, max_steps: int = 200) -> Tensor:
+    """Returns the factor ``[D]`` of the variances that maximizes the likelihood of residuals under a mixture of Gaussians.
+
+    It is found by expectation maximization, which raises the likelihood at every step.
+
+    Args:
+        squares: Squared residuals ``[S, B, D]`` of S networks.
+        variances: Variances ``[S, B, D]`` of the S Gaussians.
+        max_steps: Largest number of steps.
+
+    >>> mixture_variance_factor(torch.full((1, 4, 1), 9.0), torch.ones(1, 4, 1))  # for one network, the mean square
+    tensor([9.], dtype=torch.float64)
+    """
+    scaled, factor = squares / variances, torch.ones(squares.shape[-1], dtype=torch.float64)
+    for _ in range(max_steps):
+        previous = factor
+        density = -0.5 * (scaled / factor.to(scaled) + variances.log()).sum(-1)
+        factor = (torch.softmax(density, 0).unsqueeze(-1) * scaled).sum(0, dtype=torch.float64).mean(0)
+        factor = factor.clamp_min(1e-30)
+        if bool(((factor / previous).log().abs() < 1e-4).all()):
+            break
+    return factor
+
+
+def draw_variance_term(log_scale: Tensor, first: Tensor, second: Tensor) -> Tensor:
+    """Returns a loss term of value zero that lets the noise follow the residuals of the mean of the draws.
+
+    The squared residual of one draw exceeds that of the mean by the variance of the draws. This is half the mean squared difference of
+    two draws.
+
+    Args:
+        log_scale: Logarithm of the standard deviation of the noise.
+        first: Outputs of one draw.
+        second: Outputs of another draw for the same inputs.
+    """
+    variance = 0.5 * (first.detach() - second.detach()).square().mean(0)
+    term = -0.5 * (variance * (-log_variance(log_scale)).exp().to(variance)).sum()
+    return term - term.detach()
+
+
+@torch.no_grad()
+def check_noise_scale(
+    posterior: Any, loader: Iterable[Any], seed: int | None, max_rows: int = 4096, samples: int = 8
+) -> NoiseScale | None:
+    """Compares the observation noise with the residuals of single draws. Returns None if there is no single noise scale.
+
+    A warning is raised if they differ by more than a factor of 1.5.
+
+    Args:
+        posterior: Posterior with a Gaussian likelihood. Noise that is predicted from the inputs is not checked.
+        loader: Batches of training data.
+        seed: Seed for the order of a shuffled loader.
+        max_rows: Number of examples to read.
+        samples: Number of networks, at most the default of the posterior.
+    """
+    likelihood = posterior.likelihood
+    if not isinstance(likelihood, Gaussian) or likelihood.noise == "predicted":
+        return None
+    batches: list[Any] = []
+    rows = 0
+    with preserve_rng_state(loader, seed or 0):
+        for batch in loader:
+            batches.append(batch)
+            rows += len(split_batch(batch)[1])
+            if rows >= max_rows:
+                break
+    samples = min(samples, posterior.default_samples)
+    predictive, targets = posterior.predict_with_targets(batches, samples, seed=0, progress=False)
+    outputs, variances = predictive.samples.double(), predictive.sample_variances.double()
+    targets = torch.as_tensor(targets).to(outputs).reshape(outputs.shape[1:])
+    residuals, scales = (value.mean((0, 1)).sqrt() for value in ((targets - outputs).square(), variances))
+    smallest = min_noise_variance(targets.mean(0), targets.var(0, correction=0))
+    residuals = torch.maximum(residuals, smallest.sqrt())
+    worst = int((residuals / scales).log().abs().argmax())
+    residual, scale = float(residuals[worst]), float(scales[worst])
+    agrees = scale <= MAX_RATIO * residual and residual <= MAX_RATIO * scale
+    if not agrees and residual and is_main_process():
+        target = f" of target {worst}" if len(residuals) > 1 else ""
+        advice = "" if learns_noise(likelihood) else ", or learn the noise (likelihood='gaussian')"
+        warn(
+            f"the noise scale{target} is {scale:.3g}, but the residuals on the training data are {residual:.3g}, so intervals will be "
+            f"too {'narrow' if residual > scale else 'wide'}; fit longer (epochs=...){advice}",
+            kind="noise_level",
+            target=worst,
+            level=scale,
+            residuals=residual,
+        )
+    return NoiseScale(scale, scale, residual)
