@@ -16,13 +16,24 @@ def regression(count: int = 40, width: int = 3, outputs: int = 1):
 
 
 def conjugate(inputs, targets, scale=SCALE, noise=NOISE):
-    """Mean, covariance and log evidence of a Bayesian linear regression with one output and a bias, for one scale or one a weight."""
+    """Returns mean, covariance and log evidence of a Bayesian linear regression with one output and a bias.
+
+    Args:
+        inputs: Inputs ``[N, D]``.
+        targets: Targets ``[N, 1]``.
+        scale: Standard deviation of the prior, one for all weights or one for each.
+        noise: Standard deviation of the noise.
+    """
     features = torch.cat([inputs, torch.ones_like(inputs[:, :1])], 1)
     variances = torch.as_tensor(scale, dtype=torch.float64).square().expand(features.shape[1])
-    spread = (features.T @ features / noise**2 + variances.reciprocal().diag()).inverse()
+    covariance = (features.T @ features / noise**2 + variances.reciprocal().diag()).inverse()
     total = noise**2 * torch.eye(len(inputs), dtype=torch.float64) + features @ variances.diag() @ features.T
     evidence = torch.distributions.MultivariateNormal(torch.zeros_like(targets[:, 0]), total)
-    return spread @ features.T @ targets[:, 0] / noise**2, spread, float(evidence.log_prob(targets[:, 0]))
+    return (
+        covariance @ features.T @ targets[:, 0] / noise**2,
+        covariance,
+        float(evidence.log_prob(targets[:, 0])),
+    )
 
 
 def classes(count: int = 20, width: int = 4, number: int = 3):
@@ -30,7 +41,7 @@ def classes(count: int = 20, width: int = 4, number: int = 3):
 
 
 def small_conv() -> nn.Sequential:
-    """With BatchNorm whose statistics and scales are no longer those of the beginning."""
+    """Convolutional network with BatchNorm layers whose statistics and scales are not at their initial values."""
     network = nn.Sequential(
         nn.Conv2d(1, 2, 3, padding=1, stride=2),
         nn.BatchNorm2d(2),
@@ -43,15 +54,15 @@ def small_conv() -> nn.Sequential:
     ).double()
     network(torch.randn(30, 1, 6, 6, dtype=torch.float64))
     with torch.no_grad():
-        for part in network.modules():
-            if isinstance(part, nn.BatchNorm1d | nn.BatchNorm2d):
-                part.weight.normal_(1.0, 0.3)
-                part.bias.normal_()
+        for module in network.modules():
+            if isinstance(module, nn.BatchNorm1d | nn.BatchNorm2d):
+                module.weight.normal_(1.0, 0.3)
+                module.bias.normal_()
     return network.eval()
 
 
 class Branches(nn.Module):
-    """Not a Sequential: the layer that is called last stands first."""
+    """Network whose first registered layer is called last."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,7 +74,7 @@ class Branches(nn.Module):
 
 
 class Tied(nn.Module):
-    """One weight in two layers."""
+    """Network with one weight shared by two layers."""
 
     def __init__(self) -> None:
         super().__init__()

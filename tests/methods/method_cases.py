@@ -175,7 +175,7 @@ CASES: dict[str, Case] = {
     ),
     "laplace": Case(
         lambda **more: fb.Laplace(**TRAINED | more),
-        lambda: fb.Laplace("full", layers="all", newton=1, **SETTLED | {"epochs": 20}),
+        lambda: fb.Laplace("full", layers="all", newton_steps=1, **SETTLED | {"epochs": 20}),
         "exact",
         "of a network that is linear in its weights and of Gaussian noise",
         samples=4000,
@@ -184,7 +184,7 @@ CASES: dict[str, Case] = {
             {"prior_scale": "evidence"},
             {"predictive": "probits"},
             {"curvature": "hessian"},
-            {"newton": -1},
+            {"newton_steps": -1},
             {"layers": 3},
         ),
     ),

@@ -1,4 +1,4 @@
-"""Laplace: exact where it can be, and else what its structure says, against curvatures written out."""
+"""Tests of Laplace against conjugate models and reference curvatures."""
 
 import math
 
@@ -19,45 +19,45 @@ from torch import nn
 
 import flowbnn as fb
 from flowbnn.errors import FlowBNNWarning
-from flowbnn.methods.laplace.prior import Quadratic
+from flowbnn.methods.laplace.prior import QuadraticModel
 from flowbnn.posterior import PredictOptions
 
 
 @pytest.mark.parametrize("structure", ["full", "kron"])
-def test_a_linear_regression_is_exact(structure):
-    """Kronecker factors are exact for one linear layer too: the curvature in the outputs is the same for all examples."""
+def test_linear_regression_is_exact(structure):
+    """Kronecker factors are exact for one linear layer, because all examples have the same curvature in the outputs."""
     inputs, targets = regression()
     network = nn.Linear(3, 1).double()
     before = network.weight.clone()
-    posterior = fb.Laplace(structure, prior_scale=SCALE, epochs=0, newton=1).fit(
+    posterior = fb.Laplace(structure, prior_scale=SCALE, epochs=0, newton_steps=1).fit(
         network, truth.batches(inputs, targets), likelihood=fb.likelihoods.Gaussian(noise=NOISE), **QUIET
     )
-    mean, spread, evidence = conjugate(inputs, targets)
-    found = torch.cat([posterior.model.weight.flatten(), posterior.model.bias])
-    assert torch.allclose(found, mean, atol=1e-9)
-    assert torch.allclose(truth.covariance(posterior), spread, atol=1e-9)
+    mean, covariance, evidence = conjugate(inputs, targets)
+    weights = torch.cat([posterior.model.weight.flatten(), posterior.model.bias])
+    assert torch.allclose(weights, mean, atol=1e-9)
+    assert torch.allclose(truth.covariance(posterior), covariance, atol=1e-9)
     assert posterior.log_evidence == pytest.approx(evidence, abs=1e-8)
     assert torch.equal(network.weight, before)
     new = torch.randn(5, 3, dtype=torch.float64)
     features = torch.cat([new, torch.ones(5, 1, dtype=torch.float64)], 1)
-    variance = torch.einsum("nd,de,ne->n", features, spread, features)
+    variance = torch.einsum("nd,de,ne->n", features, covariance, features)
     assert torch.allclose(posterior.functional_variance(new)[:, 0, 0], variance, atol=1e-9)
 
 
-def test_several_outputs_with_noise_of_their_own_are_exact_under_kron():
+def test_kron_is_exact_for_outputs_with_different_noise():
     inputs, targets = regression(outputs=2)
     likelihood = fb.likelihoods.Gaussian("learned", dim=2).requires_grad_(False)
     likelihood.log_scale.copy_(torch.tensor([-1.0, 0.5]))
     network = nn.Linear(3, 2).double()
-    found = fb.Laplace("kron", prior_scale=SCALE, epochs=0).fit(
+    posterior = fb.Laplace("kron", prior_scale=SCALE, epochs=0).fit(
         network, truth.batches(inputs, targets), likelihood=likelihood, **QUIET
     )
-    curvature = truth.explicit_ggn(network, found.names, likelihood, inputs, targets)
-    spread = (curvature + torch.eye(8, dtype=torch.float64) / SCALE**2).inverse()
-    assert torch.allclose(truth.covariance(found), spread, rtol=1e-5, atol=1e-9)
+    curvature = truth.explicit_ggn(network, posterior.names, likelihood, inputs, targets)
+    covariance = (curvature + torch.eye(8, dtype=torch.float64) / SCALE**2).inverse()
+    assert torch.allclose(truth.covariance(posterior), covariance, rtol=1e-5, atol=1e-9)
 
 
-def test_diag_is_the_inverse_of_the_precisions_diagonal():
+def test_diag_is_the_inverse_of_the_diagonal_precision():
     inputs, targets = regression()
     posterior = fb.Laplace("diag", prior_scale=SCALE, epochs=0).fit(
         nn.Linear(3, 1).double(),
@@ -65,34 +65,37 @@ def test_diag_is_the_inverse_of_the_precisions_diagonal():
         likelihood=fb.likelihoods.Gaussian(noise=NOISE),
         **QUIET,
     )
-    _, spread, _ = conjugate(inputs, targets)
+    _, covariance, _ = conjugate(inputs, targets)
     assert torch.allclose(
-        truth.covariance(posterior), spread.inverse().diagonal().reciprocal().diag(), atol=1e-9
+        truth.covariance(posterior), covariance.inverse().diagonal().reciprocal().diag(), atol=1e-9
     )
 
 
 @pytest.mark.parametrize("structure", ["full", "kron"])
 def test_one_newton_step_with_a_fitted_prior_is_exact(structure):
-    """The mode is that of the prior with the highest exact evidence, wherever training stopped."""
+    """The mode is that of the prior with the highest exact evidence, for any initial weights."""
     inputs, targets = regression(count=12)
-    posterior = fb.Laplace(structure, epochs=0, newton=1).fit(
+    posterior = fb.Laplace(structure, epochs=0, newton_steps=1).fit(
         nn.Linear(3, 1).double(),
         truth.batches(inputs, targets),
         likelihood=fb.likelihoods.Gaussian(noise=NOISE),
         **QUIET,
     )
     scale = posterior.prior_scale
-    mean, spread, best = conjugate(inputs, targets, scale)
+    mean, covariance, best = conjugate(inputs, targets, scale)
     assert torch.allclose(
         torch.cat([posterior.model.weight.flatten(), posterior.model.bias]), mean, atol=1e-9
     )
-    assert torch.allclose(truth.covariance(posterior), spread, atol=1e-9)
+    assert torch.allclose(truth.covariance(posterior), covariance, atol=1e-9)
     assert posterior.log_evidence == pytest.approx(best, abs=1e-8)
-    assert max(conjugate(inputs, targets, scale * by)[2] for by in (0.3, 0.8, 0.999, 1.001, 1.2, 3.0)) < best
+    assert (
+        max(conjugate(inputs, targets, scale * factor)[2] for factor in (0.3, 0.8, 0.999, 1.001, 1.2, 3.0))
+        < best
+    )
 
 
-class TwoParts(nn.Module):
-    """A linear function in two layers."""
+class TwoLayerLinear(nn.Module):
+    """Linear function computed by two layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -102,11 +105,11 @@ class TwoParts(nn.Module):
         return self.left(x[:, :1]) + self.right(x[:, 1:])
 
 
-def test_a_fitted_prior_for_each_layer_is_exact_too():
+def test_a_fitted_prior_per_layer_is_exact():
     inputs, targets = regression()
     inputs = inputs * torch.tensor([0.02, 1.0, 1.0])  # the weights of the two layers differ in size
-    posterior = fb.Laplace("full", layers="all", per_layer=True, epochs=0, newton=1).fit(
-        TwoParts().double(),
+    posterior = fb.Laplace("full", layers="all", per_layer=True, epochs=0, newton_steps=1).fit(
+        TwoLayerLinear().double(),
         truth.batches(inputs, targets),
         likelihood=fb.likelihoods.Gaussian(NOISE),
         **QUIET,
@@ -117,83 +120,86 @@ def test_a_fitted_prior_for_each_layer_is_exact_too():
         scale = torch.tensor([scales["left"] * left, *[scales["right"] * right] * 3], dtype=torch.float64)
         return conjugate(inputs, targets, scale)
 
-    mean, spread, best = exact()
-    found = torch.cat([value.flatten() for value in posterior.model.parameters()])
-    assert torch.allclose(found, mean, atol=1e-8)
-    assert torch.allclose(truth.covariance(posterior), spread, atol=1e-8)
+    mean, covariance, best = exact()
+    weights = torch.cat([value.flatten() for value in posterior.model.parameters()])
+    assert torch.allclose(weights, mean, atol=1e-8)
+    assert torch.allclose(truth.covariance(posterior), covariance, atol=1e-8)
     assert posterior.log_evidence == pytest.approx(best, abs=1e-7)
     assert scales["left"] > 3 * scales["right"]
-    assert max(exact(*by)[2] for by in ((0.99, 1), (1.01, 1), (1, 0.99), (1, 1.01))) < best
+    assert max(exact(*factors)[2] for factors in ((0.99, 1), (1.01, 1), (1, 0.99), (1, 1.01))) < best
 
 
 @pytest.mark.parametrize("prior_scale", ["marginal likelihood", SCALE])
-def test_learned_noise_is_that_of_the_highest_evidence(prior_scale):
-    """Not the size of the residuals, which is too small by the degrees of freedom of the weights."""
+def test_learned_noise_maximizes_the_evidence(prior_scale):
+    """The size of the residuals would be too small by the degrees of freedom of the weights."""
     inputs, targets = regression(count=12)
-    posterior = fb.Laplace("full", epochs=0, newton=1, prior_scale=prior_scale).fit(
+    posterior = fb.Laplace("full", epochs=0, newton_steps=1, prior_scale=prior_scale).fit(
         nn.Linear(3, 1).double(), truth.batches(inputs, targets), **QUIET
     )
     scale, noise = posterior.prior_scale, posterior.likelihood.log_scale.detach().exp().item()
-    mean, spread, best = conjugate(inputs, targets, scale, noise)
-    found = torch.cat([posterior.model.weight.flatten(), posterior.model.bias])
-    assert torch.allclose(found, mean, atol=1e-6)
-    assert torch.allclose(truth.covariance(posterior), spread, rtol=1e-6)
+    mean, covariance, best = conjugate(inputs, targets, scale, noise)
+    weights = torch.cat([posterior.model.weight.flatten(), posterior.model.bias])
+    assert torch.allclose(weights, mean, atol=1e-6)
+    assert torch.allclose(truth.covariance(posterior), covariance, rtol=1e-6)
     assert posterior.log_evidence == pytest.approx(best, abs=1e-5)
-    beside = [conjugate(inputs, targets, scale, noise * by)[2] for by in (0.5, 0.95, 1.05, 2.0)]
-    assert max(beside) < best
+    others = [conjugate(inputs, targets, scale, noise * factor)[2] for factor in (0.5, 0.95, 1.05, 2.0)]
+    assert max(others) < best
     if prior_scale != SCALE:
-        assert max(conjugate(inputs, targets, scale * by, noise)[2] for by in (0.9, 1.1)) < best
+        assert max(conjugate(inputs, targets, scale * factor, noise)[2] for factor in (0.9, 1.1)) < best
 
 
-@pytest.mark.filterwarnings(
-    "ignore:the weights are not at the mode"
-)  # which is far from a network that is not trained
+# an untrained network is far from the mode
+@pytest.mark.filterwarnings("ignore:the weights are not at the mode")
 @pytest.mark.parametrize("structure", ["full", "kron"])
 @pytest.mark.parametrize("per_layer", [False, True])
-def test_directions_without_curvature_do_not_hide_the_noise(structure, per_layer):
-    """In float32 units that never fire leave slopes of rounding, which a prior without end and no noise at all would explain."""
+def test_noise_is_finite_with_directions_of_zero_curvature(structure, per_layer):
+    """Inactive units leave gradients of rounding error, which must not be explained by an infinite prior and zero noise."""
     torch.manual_seed(0)
     inputs = 4.0 * torch.rand(400, 1) - 2.0
     targets = (2.0 * inputs).sin() + 0.05 * torch.randn(400, 1)
     network = nn.Sequential(nn.Linear(1, 20), nn.ReLU(), nn.Linear(20, 1))
-    method = fb.Laplace(structure, epochs=0, newton=4, layers="all", per_layer=per_layer)
+    method = fb.Laplace(structure, epochs=0, newton_steps=4, layers="all", per_layer=per_layer)
     posterior = method.fit(network, [(inputs, targets)], **QUIET)
     residuals = (posterior.model(inputs) - targets).square().mean().sqrt().item()
     assert posterior.likelihood.log_scale.exp().item() == pytest.approx(residuals, rel=0.1)
 
 
-def test_newton_ends_at_the_mode_of_its_own_prior():
-    """Of a network that is not linear: the gradient of the log posterior is zero, and the prior is the best at these weights."""
+def test_newton_steps_converge_to_the_mode():
+    """For a nonlinear network, the gradient of the log posterior is zero and the prior maximizes the evidence."""
     inputs, labels = classes(40)
     network = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
     data = truth.batches(inputs, labels)
-    posterior = fb.Laplace("full", layers="all", epochs=50, lr=0.02, newton=30).fit(network, data, **QUIET)
+    posterior = fb.Laplace("full", layers="all", epochs=50, lr=0.02, newton_steps=30).fit(
+        network, data, **QUIET
+    )
     model = posterior.model.requires_grad_()
     loss = nn.functional.cross_entropy(model(inputs), labels, reduction="sum")
     loss = loss + sum(p.square().sum() for p in model.parameters()) / (2 * posterior.prior_scale**2)
-    slope = torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(model.parameters()))])
-    assert float(slope @ truth.covariance(posterior) @ slope) < 1e-6  # in standard deviations, squared
-    again = fb.Laplace("full", layers="all", epochs=0).fit(model, data, **QUIET)
-    assert again.prior_scale == pytest.approx(posterior.prior_scale, rel=1e-3)
+    gradient = torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(model.parameters()))])
+    assert float(gradient @ truth.covariance(posterior) @ gradient) < 1e-6  # in standard deviations, squared
+    refit = fb.Laplace("full", layers="all", epochs=0).fit(model, data, **QUIET)
+    assert refit.prior_scale == pytest.approx(posterior.prior_scale, rel=1e-3)
 
 
-def test_a_network_that_newton_leaves_off_the_mode_is_told():
-    """Of correlated inputs a diagonal does not hold the curvature; the density that is left to gain there is the warning's."""
+def test_missing_the_mode_raises_a_warning():
+    """A diagonal does not represent the curvature of correlated inputs. The warning reports the log-density left to gain."""
     inputs, targets = regression()
     inputs[:, 1] = inputs[:, 0] + 0.1 * inputs[:, 1]
-    fit = {"likelihood": fb.likelihoods.Gaussian(noise=NOISE), **QUIET}
-    method = fb.Laplace("diag", prior_scale=SCALE, epochs=0, newton=1)
-    with pytest.warns(FlowBNNWarning, match="not at the mode") as caught:
-        model = method.fit(nn.Linear(3, 1).double(), truth.batches(inputs, targets), **fit).model
+    options = {"likelihood": fb.likelihoods.Gaussian(noise=NOISE), **QUIET}
+    method = fb.Laplace("diag", prior_scale=SCALE, epochs=0, newton_steps=1)
+    with pytest.warns(FlowBNNWarning) as caught:
+        model = method.fit(nn.Linear(3, 1).double(), truth.batches(inputs, targets), **options).model
     design = torch.cat([inputs, torch.ones(len(inputs), 1).double()], 1)
     weights = torch.cat([model.weight[0], model.bias]).detach()
-    slope = design.T @ (targets.flatten() - design @ weights) / NOISE**2 - weights / SCALE**2
-    left = 0.5 * (slope.square() / (design.square().sum(0) / NOISE**2 + SCALE**-2)).sum()
-    assert caught[0].message.fields["left"] == pytest.approx(float(left))
+    gradient = design.T @ (targets.flatten() - design @ weights) / NOISE**2 - weights / SCALE**2
+    gain = 0.5 * (gradient.square() / (design.square().sum(0) / NOISE**2 + SCALE**-2)).sum()
+    fields = caught[0].message.fields
+    assert fields["kind"] == "mode"
+    assert fields["gain"] == pytest.approx(float(gain))
 
 
-def test_the_best_precision_is_the_best():
-    """Against a grid over the evidence written out, for one precision and for one per group of a full curvature."""
+def test_best_precisions_maximize_the_evidence():
+    """Compares with a grid over the exact evidence, for one precision and for one per group of a full curvature."""
     root = torch.randn(6, 4, dtype=torch.float64)
     curvature = root @ root.T
     weights = torch.randn(6, dtype=torch.float64)
@@ -205,33 +211,35 @@ def test_the_best_precision_is_the_best():
         )
 
     values = torch.linalg.eigvalsh(curvature).clamp_min(0.0)
-    (best,) = Quadratic(values, weights, None, [6]).best()
+    (best,) = QuadraticModel(values, weights, None, [6]).best_precisions()
     grid = [evidence(best * math.exp(step / 10)) for step in range(-50, 51) if step]
     assert evidence(best) > max(grid)
-    two = Quadratic(curvature, weights, None, [3, 3]).best(start=[best, best])
-    beside = [
+    two = QuadraticModel(curvature, weights, None, [3, 3]).best_precisions(start=[best, best])
+    neighbors = [
         evidence(two[0] * a, two[1] * b) for a in (0.9, 1.0, 1.1) for b in (0.9, 1.0, 1.1) if (a, b) != (1, 1)
     ]
-    assert evidence(*two) > max(beside)
+    assert evidence(*two) > max(neighbors)
     assert evidence(*two) > evidence(best)
 
 
 @pytest.mark.parametrize("structure", STRUCTURES)
-def test_a_prior_for_each_layer_has_the_higher_evidence(structure):
+def test_a_prior_per_layer_has_higher_evidence(structure):
     inputs, labels = classes()
     network = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
     with torch.no_grad():
         network[0].weight.mul_(10.0)
-    one = fb.Laplace(structure, layers="all", epochs=0).fit(network, truth.batches(inputs, labels), **QUIET)
-    each = fb.Laplace(structure, layers="all", per_layer=True, epochs=0).fit(
+    shared = fb.Laplace(structure, layers="all", epochs=0).fit(
         network, truth.batches(inputs, labels), **QUIET
     )
-    assert isinstance(one.prior_scale, float)
-    assert set(each.prior_scale) == {"0", "2"}
-    assert each.prior_scale["0"] > each.prior_scale["2"]
-    assert each.log_evidence > one.log_evidence
-    fixed = fb.Laplace(structure, layers="all", prior_scale=one.prior_scale * 1.1, epochs=0)
-    assert fixed.fit(network, truth.batches(inputs, labels), **QUIET).log_evidence < one.log_evidence
+    separate = fb.Laplace(structure, layers="all", per_layer=True, epochs=0).fit(
+        network, truth.batches(inputs, labels), **QUIET
+    )
+    assert isinstance(shared.prior_scale, float)
+    assert set(separate.prior_scale) == {"0", "2"}
+    assert separate.prior_scale["0"] > separate.prior_scale["2"]
+    assert separate.log_evidence > shared.log_evidence
+    fixed = fb.Laplace(structure, layers="all", prior_scale=shared.prior_scale * 1.1, epochs=0)
+    assert fixed.fit(network, truth.batches(inputs, labels), **QUIET).log_evidence < shared.log_evidence
 
 
 @pytest.mark.parametrize("structure", STRUCTURES)
@@ -242,14 +250,14 @@ def test_draws_have_the_covariance_and_the_density(structure):
         network, truth.batches(inputs, labels), **QUIET
     )
     draws, count = posterior.draws(2000, seed=0), 2000
-    flat, spread = truth.flat(draws, posterior.names), truth.covariance(posterior)
-    centre = truth.flat({name: value[None] for name, value in posterior.centre.items()}, posterior.names)[0]
-    found = (flat - centre).T @ (flat - centre) / count
-    deviation = ((spread.diagonal().outer(spread.diagonal()) + spread.square()) / count).sqrt()
-    assert float(((found - spread) / deviation).abs().max()) < 5.0
-    some = {name: value[:3] for name, value in draws.items()}
-    exact = torch.distributions.MultivariateNormal(centre, spread).log_prob(flat[:3])
-    assert torch.allclose(posterior.log_prob(some), exact, atol=1e-8)
+    flat, covariance = truth.flat(draws, posterior.names), truth.covariance(posterior)
+    mode = truth.flat({name: value[None] for name, value in posterior.mode.items()}, posterior.names)[0]
+    sample_covariance = (flat - mode).T @ (flat - mode) / count
+    deviation = ((covariance.diagonal().outer(covariance.diagonal()) + covariance.square()) / count).sqrt()
+    assert float(((sample_covariance - covariance) / deviation).abs().max()) < 5.0
+    first = {name: value[:3] for name, value in draws.items()}
+    exact = torch.distributions.MultivariateNormal(mode, covariance).log_prob(flat[:3])
+    assert torch.allclose(posterior.log_prob(first), exact, atol=1e-8)
 
 
 @pytest.mark.parametrize("structure", STRUCTURES)
@@ -260,19 +268,19 @@ def test_linearized_outputs_are_outputs_plus_jacobian_times_draw(structure):
         network, truth.batches(inputs, labels), **QUIET
     )
     new = torch.randn(5, 1, 6, 6, dtype=torch.float64)
-    found = posterior.collect(new, PredictOptions(4, seed=2, max_batch=2))[0]
+    outputs = posterior.collect(new, PredictOptions(4, seed=2, max_batch=2))[0]
     draws = truth.flat(posterior.draws(4, seed=2), posterior.names)
-    centre = truth.flat({name: value[None] for name, value in posterior.centre.items()}, posterior.names)
+    mode = truth.flat({name: value[None] for name, value in posterior.mode.items()}, posterior.names)
     jacobian = truth.explicit_jacobian(network, posterior.names, new)
-    expected = network(new) + torch.einsum("bcp,sp->sbc", jacobian, draws - centre)
-    assert torch.allclose(found, expected, atol=1e-9)
+    expected = network(new) + torch.einsum("bcp,sp->sbc", jacobian, draws - mode)
+    assert torch.allclose(outputs, expected, atol=1e-9)
     sampled = posterior.use("sampled").collect(new, PredictOptions(2, seed=2))[0]
-    own = posterior.sample(seed=2)
-    assert torch.allclose(sampled[0], own(new), atol=1e-12)
-    assert not torch.allclose(sampled[0], found[0], atol=1e-3)
+    network = posterior.sample(seed=2)
+    assert torch.allclose(sampled[0], network(new), atol=1e-12)
+    assert not torch.allclose(sampled[0], outputs[0], atol=1e-3)
 
 
-def test_probit_shrinks_by_the_variance_and_needs_no_draws():
+def test_probit_scales_logits_without_sampling():
     inputs, labels = classes()
     posterior = fb.Laplace("kron", predictive="probit", epochs=0).fit(
         nn.Linear(4, 3).double(), truth.batches(inputs, labels), **QUIET

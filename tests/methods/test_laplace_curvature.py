@@ -1,4 +1,4 @@
-"""The curvatures that Laplace is made of, against the same ones written out by automatic differentiation."""
+"""Tests of the curvatures of Laplace against automatic differentiation."""
 
 import math
 
@@ -9,11 +9,11 @@ from laplace_problems import NOISE, QUIET, SCALE, STRUCTURES, Tied, classes, sma
 from torch import nn
 
 import flowbnn as fb
-from flowbnn.methods.laplace.curvature import patches
+from flowbnn.methods.laplace.accumulators import input_patches
 from flowbnn.posterior import PredictOptions
 
 
-def test_logistic_regression_has_the_hessian():
+def test_curvature_of_logistic_regression_is_the_hessian():
     """For a model linear in its weights the generalized Gauss-Newton matrix is the Hessian."""
     inputs, labels = classes()
     network = nn.Linear(4, 3).double()
@@ -25,20 +25,25 @@ def test_logistic_regression_has_the_hessian():
         outputs = inputs @ values[:12].view(3, 4).T + values[12:]
         return nn.functional.cross_entropy(outputs, labels, reduction="sum")
 
-    at = torch.cat([network.weight.detach().flatten(), network.bias.detach()])
-    hessian = torch.func.jacrev(torch.func.jacrev(loss))(at)
-    spread = (hessian + torch.eye(15, dtype=torch.float64) / SCALE**2).inverse()
-    assert torch.allclose(truth.covariance(posterior), spread, atol=1e-10)
-    evidence = -loss(at) - at.square().sum() / (2 * SCALE**2) + 0.5 * spread.logdet() - 15 * math.log(SCALE)
+    weights = torch.cat([network.weight.detach().flatten(), network.bias.detach()])
+    hessian = torch.func.jacrev(torch.func.jacrev(loss))(weights)
+    covariance = (hessian + torch.eye(15, dtype=torch.float64) / SCALE**2).inverse()
+    assert torch.allclose(truth.covariance(posterior), covariance, atol=1e-10)
+    evidence = (
+        -loss(weights)
+        - weights.square().sum() / (2 * SCALE**2)
+        + 0.5 * covariance.logdet()
+        - 15 * math.log(SCALE)
+    )
     assert posterior.log_evidence == pytest.approx(float(evidence), abs=1e-9)
 
 
 @pytest.mark.parametrize("structure", STRUCTURES)
 @pytest.mark.parametrize("outputs", [1, 3])
-def test_the_last_layer_by_its_features_is_the_last_layer_by_differentiation(structure, outputs):
-    """The shortcut for a layer that gives the outputs, against the same layer behind a reshape, which hides that."""
+def test_output_layer_shortcut_equals_differentiation(structure, outputs):
+    """Compares the shortcut for an output layer with the same layer before a multiplication, for which it does not apply."""
 
-    class Behind(nn.Module):
+    class Wrapper(nn.Module):
         def __init__(self, network):
             super().__init__()
             self.network = network
@@ -49,22 +54,22 @@ def test_the_last_layer_by_its_features_is_the_last_layer_by_differentiation(str
     inputs, labels = classes(number=max(2, outputs))
     network = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, outputs)).double()
     method = fb.Laplace(structure, prior_scale=SCALE, epochs=0)
-    short = method.fit(network, truth.batches(inputs, labels), **QUIET)
-    long = method.fit(Behind(network), truth.batches(inputs, labels), **QUIET)
-    assert short.direct == "2"
-    assert long.direct is None
-    assert torch.allclose(truth.covariance(short), truth.covariance(long), atol=1e-10)
-    assert short.log_evidence == pytest.approx(long.log_evidence, abs=1e-9)
+    shortcut = method.fit(network, truth.batches(inputs, labels), **QUIET)
+    general = method.fit(Wrapper(network), truth.batches(inputs, labels), **QUIET)
+    assert shortcut.output_layer == "2"
+    assert general.output_layer is None
+    assert torch.allclose(truth.covariance(shortcut), truth.covariance(general), atol=1e-10)
+    assert shortcut.log_evidence == pytest.approx(general.log_evidence, abs=1e-9)
     new = torch.randn(3, 4, dtype=torch.float64)
-    assert torch.allclose(short.functional_variance(new), long.functional_variance(new), atol=1e-10)
-    many = PredictOptions(4, seed=1)
+    assert torch.allclose(shortcut.functional_variance(new), general.functional_variance(new), atol=1e-10)
+    options = PredictOptions(4, seed=1)
     for predictive in ("linearized", "sampled", "probit"):
-        a, b = short.use(predictive).collect(new, many)[0], long.use(predictive).collect(new, many)[0]
-        assert torch.allclose(a, b, atol=1e-10)
+        outputs, expected = (p.use(predictive).collect(new, options)[0] for p in (shortcut, general))
+        assert torch.allclose(outputs, expected, atol=1e-10)
 
 
 @pytest.mark.parametrize("structure", ["diag", "full"])
-def test_conv_and_batch_norm_against_the_explicit_curvature(structure):
+def test_curvature_of_convolution_and_batch_norm(structure):
     inputs, labels = torch.randn(12, 1, 6, 6, dtype=torch.float64), torch.randint(3, (12,))
     network = small_conv()
     posterior = fb.Laplace(structure, layers="all", prior_scale=SCALE, epochs=0).fit(
@@ -73,25 +78,27 @@ def test_conv_and_batch_norm_against_the_explicit_curvature(structure):
     assert posterior.names == [name for name, _ in network.named_parameters()]
     precision = truth.explicit_ggn(network, posterior.names, fb.likelihoods.Categorical(), inputs, labels)
     precision += torch.eye(len(precision), dtype=torch.float64) / SCALE**2
-    spread = precision.diagonal().reciprocal().diag() if structure == "diag" else precision.inverse()
-    assert torch.allclose(truth.covariance(posterior), spread, atol=1e-9)
+    covariance = precision.diagonal().reciprocal().diag() if structure == "diag" else precision.inverse()
+    assert torch.allclose(truth.covariance(posterior), covariance, atol=1e-9)
     new = torch.randn(4, 1, 6, 6, dtype=torch.float64)
     jacobian = truth.explicit_jacobian(network, posterior.names, new)
-    variance = jacobian @ spread @ jacobian.transpose(1, 2)
+    variance = jacobian @ covariance @ jacobian.transpose(1, 2)
     assert torch.allclose(posterior.functional_variance(new), variance, atol=1e-9)
     assert torch.allclose(
         posterior.functional_variance(new, diagonal=True), variance.diagonal(dim1=1, dim2=2), atol=1e-9
     )
 
 
-def test_kronecker_factors_against_gradients_layer_by_layer():
-    """``B (x) A`` per layer, from inputs and output gradients written out, for a convolution and a linear layer with their biases."""
+def test_kronecker_factors_of_convolution_and_linear_layers():
+    """Compares with ``B (x) A`` of each layer, bias included, from explicit inputs and output gradients."""
     inputs, labels = torch.randn(12, 1, 6, 6, dtype=torch.float64), torch.randint(3, (12,))
     network = small_conv()
     posterior = fb.Laplace("kron", layers="all", prior_scale=SCALE, epochs=0).fit(
         network, truth.batches(inputs, labels), **QUIET
     )
-    assert posterior.names == [f"{n}.{k}" for n in (0, 4, 7) for k in ("weight", "bias")]  # norms as trained
+    assert posterior.names == [
+        f"{n}.{k}" for n in (0, 4, 7) for k in ("weight", "bias")
+    ]  # normalization layers are excluded
     hidden = network[0](inputs)
     offset = torch.zeros_like(hidden, requires_grad=True)
     outputs = network[1:]((hidden + offset).clone())
@@ -107,7 +114,7 @@ def test_kronecker_factors_against_gradients_layer_by_layer():
     precision = curvature + torch.eye(len(curvature), dtype=torch.float64) / SCALE**2
     block = posterior.blocks[0]
     rows = block.unpack(torch.eye(20, dtype=torch.float64).view(20, 2, 10))
-    roots = block.roots({name: value.unsqueeze(1) for name, value in rows.items()})[:, 0]
+    roots = block.whiten({name: value.unsqueeze(1) for name, value in rows.items()})[:, 0]
     assert torch.allclose(roots @ roots.T, precision.inverse(), atol=1e-9)
 
 
@@ -119,29 +126,29 @@ def test_kronecker_factors_against_gradients_layer_by_layer():
         (nn.Conv3d(1, 2, 2, padding_mode="replicate", padding=1), (1, 3, 3, 3)),
     ],
 )
-def test_every_convolution_multiplies_its_patches(layer, shape):
+def test_convolution_is_a_product_with_input_patches(layer, shape):
     x = torch.randn(2, *shape)
-    found = patches(layer, x) @ layer.weight.flatten(1).T
+    outputs = input_patches(layer, x) @ layer.weight.flatten(1).T
     if layer.bias is not None:
-        found = found + layer.bias
-    assert torch.allclose(found.transpose(1, 2).reshape(layer(x).shape), layer(x), atol=1e-5)
+        outputs = outputs + layer.bias
+    assert torch.allclose(outputs.transpose(1, 2).reshape(layer(x).shape), layer(x), atol=1e-5)
 
 
-def test_grouped_convolutions_under_diag_and_full():
+def test_curvature_of_grouped_convolutions():
     inputs, labels = torch.randn(6, 2, 5, dtype=torch.float64), torch.randint(3, (6,))
     network = nn.Sequential(nn.Conv1d(2, 4, 3, groups=2), nn.Tanh(), nn.Flatten(), nn.Linear(12, 3)).double()
     for structure in ("diag", "full"):
-        found = fb.Laplace(structure, layers="0", prior_scale=SCALE, epochs=0).fit(
+        posterior = fb.Laplace(structure, layers="0", prior_scale=SCALE, epochs=0).fit(
             network, truth.batches(inputs, labels), **QUIET
         )
-        precision = truth.explicit_ggn(network, found.names, fb.likelihoods.Categorical(), inputs, labels)
+        precision = truth.explicit_ggn(network, posterior.names, fb.likelihoods.Categorical(), inputs, labels)
         precision += torch.eye(len(precision), dtype=torch.float64) / SCALE**2
-        spread = precision.diagonal().reciprocal().diag() if structure == "diag" else precision.inverse()
-        assert torch.allclose(truth.covariance(found), spread, atol=1e-9)
+        covariance = precision.diagonal().reciprocal().diag() if structure == "diag" else precision.inverse()
+        assert torch.allclose(truth.covariance(posterior), covariance, atol=1e-9)
 
 
 @pytest.mark.parametrize("structure", ["diag", "full"])
-def test_tied_weights_are_counted_once_with_all_their_uses(structure):
+def test_tied_weights_are_counted_once(structure):
     inputs, labels = classes(count=9)
     network = Tied().double()
     posterior = fb.Laplace(structure, layers="all", prior_scale=SCALE, epochs=0).fit(
@@ -150,18 +157,19 @@ def test_tied_weights_are_counted_once_with_all_their_uses(structure):
     assert "second.weight" not in posterior.names
     precision = truth.explicit_ggn(network, posterior.names, fb.likelihoods.Categorical(), inputs, labels)
     precision += torch.eye(len(precision), dtype=torch.float64) / SCALE**2
-    spread = precision.diagonal().reciprocal().diag() if structure == "diag" else precision.inverse()
-    assert torch.allclose(truth.covariance(posterior), spread, atol=1e-9)
-    drawn = posterior.sample(seed=3)
-    assert drawn.first.weight is drawn.second.weight
-    with pytest.raises(fb.FlowBNNError, match=r"'first'.*shares its weights with 'second'.*'diag'"):
+    covariance = precision.diagonal().reciprocal().diag() if structure == "diag" else precision.inverse()
+    assert torch.allclose(truth.covariance(posterior), covariance, atol=1e-9)
+    network = posterior.sample(seed=3)
+    assert network.first.weight is network.second.weight
+    with pytest.raises(fb.FlowBNNError, match="'second'") as error:
         fb.Laplace("kron", layers="all", epochs=0).fit(network, truth.batches(inputs, labels), **QUIET)
+    assert (error.value.kind, error.value.layer) == ("layer", "first")
 
 
 @pytest.mark.parametrize("kind", ["ggn", "fisher", "sampled"])
 @pytest.mark.parametrize("likelihood", ["categorical", "bernoulli", "gaussian"])
-def test_each_curvature_is_its_definition(kind, likelihood):
-    """The empirical Fisher from gradients written out; the sampled one has the exact one as its mean."""
+def test_curvature_kinds(kind, likelihood):
+    """The empirical Fisher equals explicit gradients. The mean of the sampled curvature is the exact curvature."""
     count, outputs = (40, 3) if likelihood == "categorical" else (40, 1)
     inputs = torch.randn(count, 2, dtype=torch.float64)
     targets = {
@@ -169,7 +177,7 @@ def test_each_curvature_is_its_definition(kind, likelihood):
         "bernoulli": torch.randint(2, (count,)),
         "gaussian": torch.randn(count, 1, dtype=torch.float64),
     }[likelihood]
-    speaks = {
+    observation = {
         "categorical": fb.likelihoods.Categorical(),
         "bernoulli": fb.likelihoods.Bernoulli(),
         "gaussian": fb.likelihoods.Gaussian(NOISE),
@@ -178,21 +186,21 @@ def test_each_curvature_is_its_definition(kind, likelihood):
 
     def matrix(kind: str, seed: int = 0, times: int = 1) -> torch.Tensor:
         data = [(inputs.repeat(times, 1), targets.repeat(times, *[1] * (targets.ndim - 1)))]
-        found = fb.Laplace("full", curvature=kind, prior_scale=1.0, epochs=0).fit(
-            network, data, likelihood=speaks, progress=False, seed=seed
+        posterior = fb.Laplace("full", curvature=kind, prior_scale=1.0, epochs=0).fit(
+            network, data, likelihood=observation, progress=False, seed=seed
         )
-        return truth.covariance(found).inverse() - torch.eye(3 * outputs, dtype=torch.float64)
+        return truth.covariance(posterior).inverse() - torch.eye(3 * outputs, dtype=torch.float64)
 
-    exact = truth.explicit_ggn(network, ["weight", "bias"], speaks, inputs, targets)
+    exact = truth.explicit_ggn(network, ["weight", "bias"], observation, inputs, targets)
     if kind == "ggn":
         assert torch.allclose(matrix("ggn"), exact, atol=1e-7)
     elif kind == "fisher":
         total = torch.zeros_like(exact)
         for x, y in zip(inputs, targets, strict=True):
-            parts = torch.autograd.grad(
-                speaks.log_prob(network(x[None]), y[None]).sum(), list(network.parameters())
+            gradients = torch.autograd.grad(
+                observation.log_prob(network(x[None]), y[None]).sum(), list(network.parameters())
             )
-            gradient = torch.cat([part.flatten() for part in parts])
+            gradient = torch.cat([value.flatten() for value in gradients])
             total += torch.outer(gradient, gradient)
         assert torch.allclose(matrix("fisher"), total, rtol=1e-6, atol=1e-6)
     else:

@@ -90,7 +90,7 @@ def test_unknown_options_point_to_the_right_ones():
     one_line(lambda: fb.fit(model, loader(), device="cuda", **QUIET), "'device'", "'devices'")
     one_line(lambda: fb.fit(model, loader(), nose_lr=1e-3, **QUIET), "did you mean 'noise_lr'")
     one_line(lambda: fb.MLE().fit(network(), loader(), weight_lr=1.0, **QUIET), "'weight_lr'")
-    one_line(lambda: fb.Laplace(newton=-1), "newton", "an integer of at least 0")
+    one_line(lambda: fb.Laplace(newton_steps=-1), "newton_steps", "an integer of at least 0")
 
 
 def test_a_posterior_where_a_network_belongs_is_told_of_its_model():

@@ -1,1 +1,1 @@
-"""Laplace approximations: diagonal, Kronecker-factored and full."""
+"""Laplace approximations of the posterior over weights: diagonal, Kronecker-factored and full."""

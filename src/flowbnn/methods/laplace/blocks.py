@@ -1,7 +1,7 @@
-r"""Gaussians over groups of weights, whose precision is a curvature plus the precision of the prior.
+r"""Zero-mean Gaussians over groups of weights. Their precision is a curvature plus the precision of the prior.
 
-Each is kept in the eigenbasis of its curvature, with eigenvalues :math:`\lambda`: drawing, densities, solving and the evidence
-then need only the numbers :math:`\lambda + \delta`, whatever the prior precision :math:`\delta` is.
+Each block is stored in the eigenbasis of its curvature, with eigenvalues :math:`\lambda`. Sampling, densities, linear solves and
+the evidence then need only :math:`\lambda + \delta`, for any prior precision :math:`\delta`.
 """
 
 import math
@@ -15,15 +15,20 @@ from torch import Tensor
 Shapes = dict[str, tuple[int, ...]]
 
 
-class Block:
-    """A Gaussian around zero over some weights.
+class CurvatureBlock:
+    """Base class for zero-mean Gaussians over a group of weights.
 
-    ``tensors`` are eigenvalues (float64) and eigenvectors of the curvature; ``prior``, its precision, is added to every eigenvalue.
-    Subclasses define ``to_basis`` and ``from_basis``, and where weights are not one vector ``kept_axes`` and ``eigenvalues``.
+    Subclasses define :meth:`to_basis` and :meth:`from_basis`. Subclasses that pack weights into a matrix also define ``row_axes`` and
+    :attr:`eigenvalues`.
+
+    Args:
+        shapes: Shapes of the weights, by name.
+        tensors: Eigenvalues (in float64) and eigenvectors of the curvature, by name.
+        prior: Precision of the prior, which is added to every eigenvalue.
     """
 
     kind: ClassVar[str]
-    kept_axes: ClassVar[int] = 0  # of a weight, in front of those that become columns
+    row_axes: ClassVar[int] = 0  # leading axes of a weight that stay rows when the other axes are packed
 
     def __init__(
         self, shapes: Mapping[str, Sequence[int]], tensors: Mapping[str, Tensor], prior: float = 0.0
@@ -34,64 +39,69 @@ class Block:
 
     @property
     def eigenvalues(self) -> Tensor:
-        """Of the curvature, in float64."""
+        """Eigenvalues of the curvature, in float64."""
         return self.tensors["values"]
 
     @abstractmethod
     def to_basis(self, values: Tensor) -> Tensor:
-        """Packed weights in the eigenbasis."""
+        """Transforms packed weights to the eigenbasis."""
 
     @abstractmethod
     def from_basis(self, values: Tensor) -> Tensor:
-        """The inverse of :meth:`to_basis`."""
+        """Transforms from the eigenbasis to packed weights; the inverse of :meth:`to_basis`."""
 
     def pack(self, values: Mapping[str, Tensor]) -> Tensor:
-        """Weights by name, possibly with leading axes, as one tensor."""
-        parts = []
+        """Concatenates weights into one tensor. The weights may have leading batch axes."""
+        columns = []
         for name, shape in self.shapes.items():
-            value, end = values[name], values[name].ndim - len(shape) + self.kept_axes
-            parts.append(value.reshape(*value.shape[:end], -1))
-        return torch.cat(parts, -1)
+            value = values[name]
+            first_column_axis = value.ndim - len(shape) + self.row_axes
+            columns.append(value.reshape(*value.shape[:first_column_axis], -1))
+        return torch.cat(columns, -1)
 
     def unpack(self, values: Tensor) -> dict[str, Tensor]:
-        """The inverse of :meth:`pack`."""
-        sizes = [math.prod(shape[self.kept_axes :]) for shape in self.shapes.values()]
-        lead = values.shape[: values.ndim - 1 - self.kept_axes]
-        parts = zip(self.shapes.items(), values.split(sizes, -1), strict=True)
-        return {name: part.reshape(*lead, *shape) for (name, shape), part in parts}
+        """Splits a packed tensor into weights by name; the inverse of :meth:`pack`."""
+        sizes = [math.prod(shape[self.row_axes :]) for shape in self.shapes.values()]
+        batch_shape = values.shape[: values.ndim - 1 - self.row_axes]
+        pieces = zip(self.shapes.items(), values.split(sizes, -1), strict=True)
+        return {name: piece.reshape(*batch_shape, *shape) for (name, shape), piece in pieces}
 
     @property
     def precision(self) -> Tensor:
-        """In the eigenbasis."""
+        """Eigenvalues of the precision matrix, prior included."""
         return self.eigenvalues + self.prior
 
     def log_det(self) -> float:
-        """Of the precision."""
+        """Returns the log-determinant of the precision matrix."""
         return float(self.precision.log().sum())
 
     def draw(self, generator: torch.Generator, dtype: torch.dtype) -> dict[str, Tensor]:
-        """Weights drawn with the symmetric root of the covariance, which does not depend on the signs and order of eigenvectors."""
+        """Samples weights with the symmetric root of the covariance, which does not depend on the signs and order of eigenvectors."""
         precision = self.precision
         noise = torch.randn(precision.shape, generator=generator, dtype=dtype).to(precision.device)
         return self.unpack(self.from_basis(self.to_basis(noise) * precision.rsqrt().to(dtype)))
 
-    def quadratic(self, values: Mapping[str, Tensor]) -> Tensor:
-        r""":math:`w^T P w` with the precision P."""
+    def quadratic_form(self, values: Mapping[str, Tensor]) -> Tensor:
+        r"""Returns :math:`w^T P w` for the precision matrix :math:`P`."""
         return (self.to_basis(self.pack(values)).double().square() * self.precision).sum()
 
     def solve(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        r""":math:`P^{-1} w`."""
-        inside = self.to_basis(self.pack(values))
-        return self.unpack(self.from_basis(inside / self.precision.to(inside.dtype)))
+        r"""Returns :math:`P^{-1} w` for the precision matrix :math:`P`."""
+        coordinates = self.to_basis(self.pack(values))
+        return self.unpack(self.from_basis(coordinates / self.precision.to(coordinates.dtype)))
 
-    def roots(self, rows: Mapping[str, Tensor]) -> Tensor:
-        r"""Rows ``{name: [b, c, ...]}`` of a Jacobian times :math:`P^{-1/2}`, ``[b, c, size]``: their products are covariances."""
-        inside = self.to_basis(self.pack(rows))
-        return (inside * self.precision.rsqrt().to(inside.dtype)).flatten(2)
+    def whiten(self, jacobian: Mapping[str, Tensor]) -> Tensor:
+        r"""Returns :math:`J P^{-1/2}` as ``[b, c, size]``. Products of its rows are covariances.
+
+        Args:
+            jacobian: Rows of a Jacobian, ``{name: [b, c, ...]}``.
+        """
+        coordinates = self.to_basis(self.pack(jacobian))
+        return (coordinates * self.precision.rsqrt().to(coordinates.dtype)).flatten(2)
 
 
-class Diagonal(Block):
-    """Independent weights."""
+class DiagonalBlock(CurvatureBlock):
+    """Gaussian with independent weights."""
 
     kind = "diag"
 
@@ -101,22 +111,27 @@ class Diagonal(Block):
     from_basis = to_basis
 
     def linear_variance(self, columns: Sequence[Tensor]) -> Tensor:
-        """Covariance ``[b, C, C]`` of a linear layer's outputs, for the inputs ``[b, D]`` that multiply each of its weights."""
+        """Returns the covariance ``[b, C, C]`` of the outputs of a linear layer.
+
+        Args:
+            columns: Inputs ``[b, D]`` that multiply each of the weights of the layer.
+        """
         variances = self.unpack(self.precision.reciprocal().to(columns[0].dtype)).values()
-        parts = [
+        terms = [
             column.square() @ variance.view(len(variance), -1).T
             for column, variance in zip(columns, variances, strict=True)
         ]
-        return torch.diag_embed(torch.stack(parts).sum(0))
+        return torch.diag_embed(torch.stack(terms).sum(0))
 
 
-class Full(Block):
-    """Weights with all their covariances."""
+class FullBlock(CurvatureBlock):
+    """Gaussian with a full covariance matrix."""
 
     kind = "full"
 
     @classmethod
-    def of(cls, shapes: Shapes, curvature: Tensor, dtype: torch.dtype) -> "Full":
+    def from_matrix(cls, shapes: Shapes, curvature: Tensor, dtype: torch.dtype) -> "FullBlock":
+        """Builds a block from a curvature matrix in float64; eigenvectors are stored in ``dtype``."""
         values, vectors = torch.linalg.eigh(curvature)
         return cls(shapes, {"values": values.clamp_min(0.0), "vectors": vectors.to(dtype).contiguous()})
 
@@ -127,17 +142,20 @@ class Full(Block):
         return values @ self.tensors["vectors"].T
 
 
-class Kronecker(Block):
-    r"""One layer with the curvature :math:`B \otimes A`: a factor for its outputs and one for its inputs.
+class KroneckerBlock(CurvatureBlock):
+    r"""Gaussian over one layer with the curvature :math:`B \otimes A`: factor B of the outputs and factor A of the inputs.
 
-    The bias is one more column of the weight matrix, with an input that is always one.
+    The bias is one more column of the weight matrix, whose input is always one.
     """
 
     kind = "kron"
-    kept_axes = 1
+    row_axes = 1
 
     @classmethod
-    def of(cls, shapes: Shapes, inner: Tensor, outer: Tensor, dtype: torch.dtype) -> "Kronecker":
+    def from_factors(
+        cls, shapes: Shapes, inner: Tensor, outer: Tensor, dtype: torch.dtype
+    ) -> "KroneckerBlock":
+        """Builds a block from the factors of the inputs (``inner``) and outputs (``outer``) in float64."""
         tensors: dict[str, Tensor] = {}
         for name, factor in (("inner", inner), ("outer", outer)):
             values, vectors = torch.linalg.eigh(factor)
@@ -155,11 +173,13 @@ class Kronecker(Block):
         return self.tensors["outer_vectors"] @ values @ self.tensors["inner_vectors"].T
 
     def linear_variance(self, columns: Sequence[Tensor]) -> Tensor:
-        """As :meth:`Diagonal.linear_variance`."""
-        inside = torch.cat(list(columns), 1) @ self.tensors["inner_vectors"]
-        variances = inside.square() @ self.precision.reciprocal().to(inside.dtype).T  # [b, out]
+        """Returns the covariance ``[b, C, C]`` of the outputs of a linear layer; see :meth:`DiagonalBlock.linear_variance`."""
+        coordinates = torch.cat(list(columns), 1) @ self.tensors["inner_vectors"]
+        variances = coordinates.square() @ self.precision.reciprocal().to(coordinates.dtype).T  # [b, out]
         outer = self.tensors["outer_vectors"]
         return (outer * variances.unsqueeze(1)) @ outer.T
 
 
-BLOCKS: dict[str, type[Block]] = {kind.kind: kind for kind in (Diagonal, Full, Kronecker)}
+BLOCK_TYPES: dict[str, type[CurvatureBlock]] = {
+    cls.kind: cls for cls in (DiagonalBlock, FullBlock, KroneckerBlock)
+}

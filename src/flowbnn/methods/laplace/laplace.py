@@ -3,9 +3,9 @@ r"""Laplace approximation: a Gaussian around the trained network (MacKay 1992; R
 .. math:: q(w) = \mathcal N(\hat w, (H + \delta I)^{-1}), \qquad H = \sum_i J_i^T \Lambda_i J_i
 
 with the Jacobian :math:`J_i` of the outputs at the trained weights :math:`\hat w`, the Hessian :math:`\Lambda_i` of the loss in the
-outputs, and the prior precision :math:`\delta`, by default the one with the highest marginal likelihood of the training data. So is
-the learned noise of a Gaussian likelihood, one factor of what the residuals of each output say. The network
-is differentiated in evaluation mode, with the running statistics of its BatchNorm layers. https://arxiv.org/abs/2106.14806
+outputs, and the prior precision :math:`\delta`. By default :math:`\delta` maximizes the marginal likelihood of the training data.
+So does a common factor of the learned noise of a Gaussian likelihood. The network is differentiated in evaluation mode, with the
+running statistics of its BatchNorm layers. https://arxiv.org/abs/2106.14806
 """
 
 from collections.abc import Iterable
@@ -17,11 +17,17 @@ from torch import nn
 from flowbnn.likelihoods import Gaussian, learns_noise
 from flowbnn.methods.base import FitOptions, Method, register_method
 from flowbnn.methods.fitting import prepare
-from flowbnn.methods.laplace.curvature import Problem
+from flowbnn.methods.laplace.curvature import Curvature, CurvatureFit
 from flowbnn.methods.laplace.derivatives import check_likelihood
-from flowbnn.methods.laplace.layer_choice import choose_layers, survey
+from flowbnn.methods.laplace.layer_selection import record_calls, select_layers
 from flowbnn.methods.laplace.posterior import LaplacePosterior, PredictiveName
-from flowbnn.methods.laplace.prior import Prior, make_louder, newton_step, warn_of_slope, with_prior
+from flowbnn.methods.laplace.prior import (
+    PriorSearch,
+    add_prior,
+    newton_step,
+    scale_noise,
+    warn_not_at_mode,
+)
 from flowbnn.methods.layer_modes import without_nested
 from flowbnn.options import Ge, Positive, accepts_options_of, options
 from flowbnn.posterior.point import PointPosterior
@@ -33,27 +39,28 @@ from flowbnn.training.randomness import preserve_rng_state
 @register_method
 @options(repr=False)
 class Laplace(Method):
-    r"""A Gaussian around the trained weights, from the curvature of the loss.
+    r"""Gaussian around the trained weights, from the curvature of the loss.
 
-    ``epochs=0`` uses a trained network as it is, and then costs little more than one pass over the data for the last layer.
+    ``epochs=0`` uses a trained network as it is. For the last layer this costs little more than one pass over the data.
 
     Args:
-        structure: of the covariance: ``"kron"``, a Kronecker product for each layer, its bias included; ``"diag"``; ``"full"``.
-            Kronecker factors serve Linear and Conv1d, 2d, 3d layers; the scales and shifts of normalization layers then stay as
-            trained. "diag" and "full" serve any layer, tied weights included.
-        layers: ``"last"``, the layer with weights that is called last; ``"all"``; or a glob of names. Frozen weights stay out.
-        prior_scale: standard deviation of the Gaussian prior; ``"marginal likelihood"`` chooses it by the evidence. The network is
-            trained (``epochs`` above 0) under the given one, or under 1.
-        per_layer: choose one prior scale for each layer.
-        predictive: ``"linearized"``, the network made linear in its weights, for which the approximation is exact;
-            ``"sampled"``, networks with drawn weights; ``"probit"``, linearized logits shrunk by their variance, without draws (for
-            classes). For a last layer that gives the outputs the first two are the same, at the price of one pass.
-        curvature: ``"ggn"``, exact in the outputs, with a backward pass for each class; ``"sampled"``, an unbiased estimate
-            of it from one drawn target, with one backward pass; ``"fisher"``, the empirical Fisher of the observed targets.
-        newton: steps of Newton's method, each with two passes over the data or more, to the mode under the prior; a prior (and noise)
-            chosen by marginal likelihood is chosen together with the mode that goes with it. One makes a network that is linear in
-            its weights exact, wherever training stopped, if the structure holds the whole curvature ("full" always does); with
-            "diag" train first. It stops when there is nothing left to gain; what is left after the last one is warned of.
+        structure: Structure of the covariance: ``"kron"`` (a Kronecker product per layer, bias included), ``"diag"`` or ``"full"``.
+            Kronecker factors support Linear, Conv1d, Conv2d and Conv3d layers, and leave normalization layers as trained. ``"diag"``
+            and ``"full"`` support any layer, tied weights included.
+        layers: Layers with a posterior: ``"last"`` (the layer with weights that is called last), ``"all"``, or a glob of names.
+            Frozen weights are excluded.
+        prior_scale: Standard deviation of the Gaussian prior; ``"marginal likelihood"`` maximizes the evidence. Training
+            (``epochs`` above 0) uses this prior, or one of scale 1.
+        per_layer: True for one prior scale per layer.
+        predictive: Method of prediction. ``"linearized"`` linearizes the network in its weights, for which the approximation is
+            exact. ``"sampled"`` uses networks with sampled weights. ``"probit"`` divides linearized logits by a function of their
+            variance, without sampling (classification only). For an output layer the first two are the same, at the cost of one pass.
+        curvature: Hessian in the outputs. ``"ggn"`` is exact and takes one backward pass per class. ``"sampled"`` is an unbiased
+            estimate from one drawn target, with one backward pass. ``"fisher"`` is the empirical Fisher of the observed targets.
+        newton_steps: Maximum number of Newton steps to the mode under the prior, of at least two passes over the data each. A prior
+            (and noise) that maximizes the evidence is found together with its mode. One step is exact for a network that is linear
+            in its weights if the structure represents the curvature, as ``"full"`` does; train first with ``"diag"``. The steps end
+            at convergence. A warning is raised if the last step did not converge.
 
     >>> import torch
     >>> loader = [(torch.randn(8, 2), torch.arange(8) % 3)]
@@ -69,61 +76,46 @@ class Laplace(Method):
     per_layer: bool = False
     predictive: PredictiveName = "linearized"
     curvature: Literal["ggn", "fisher", "sampled"] = "ggn"
-    newton: Annotated[int, Ge(0)] = 0
+    newton_steps: Annotated[int, Ge(0)] = 0
 
     @accepts_options_of(FitOptions)
-    def fit(self, network: nn.Module, loader: Iterable[Any], **given: Any) -> LaplacePosterior:
-        """As :meth:`Method.fit`. With ``num_data`` the loader's examples stand for so many."""
-        model, run = self.setup(network, loader, given)
-        trains = self.epochs > 0 or self.newton > 0
-        likelihood, inputs, check = prepare(without_nested(model), loader, run.likelihood, run.seed, trains)
+    def fit(self, network: nn.Module, loader: Iterable[Any], **kwargs: Any) -> LaplacePosterior:
+        """Fits the posterior; see :meth:`Method.fit`. With ``num_data`` the examples of the loader represent that many."""
+        model, options = self.setup(network, loader, kwargs)
+        trains = self.epochs > 0 or self.newton_steps > 0
+        likelihood, inputs, check = prepare(
+            without_nested(model), loader, options.likelihood, options.seed, trains
+        )
         check_likelihood(likelihood, self.predictive)
-        seen = survey(model, inputs)
-        layers = choose_layers(model, seen, self.layers, self.structure)
+        calls = record_calls(model, inputs)
+        layers = select_layers(model, calls, self.layers, self.structure)
         scale = None if isinstance(self.prior_scale, str) else float(self.prior_scale)
         point = PointPosterior(model, likelihood)
         if self.epochs:
-            point = self.start(model, loader, run, 1.0 / ((scale or 1.0) ** 2 * run.count(loader)))
+            point = self.start(model, loader, options, 1.0 / ((scale or 1.0) ** 2 * options.count(loader)))
         model, likelihood = model.eval(), point.likelihood
-        several = isinstance(likelihood, Gaussian) and likelihood.dim > 1
-        prior = Prior(scale, self.per_layer, learns=learns_noise(likelihood))
 
         def batches(description: str) -> Any:
-            return track(loader, description, run.progress and is_main_process())
+            return track(loader, description, options.progress and is_main_process())
 
-        problem = Problem(
+        fit = CurvatureFit(
             model=model,
             layers=layers,
-            seen=seen,
+            calls=calls,
             likelihood=likelihood,
             batches=batches,
             check=check,
             structure=self.structure,
-            kind=self.curvature,
-            seed=run.some_seed,
-            total=run.num_data,
+            hessian=self.curvature,
+            seed=options.some_seed,
+            num_data=options.num_data,
         )
-        with preserve_rng_state(loader, run.seed):
-            if prior.learns:
-                fit_residual_scale(model, likelihood, batches("noise"))
-            curvature = problem.measure()
-            if not self.newton:
-                relative, noise = prior.choose(problem, curvature)
-                deltas = [delta / noise for delta in relative]
-                if prior.learns:
-                    make_louder(problem, noise)
-                    curvature = problem.measure()
-            for number in range(self.newton):
-                # one factor serves all: how they compare is read anew
-                if number and prior.learns and several:
-                    fit_residual_scale(model, likelihood, batches("noise"))
-                    curvature = problem.measure()
-                curvature, deltas, more = newton_step(problem, curvature, prior)
-                if not more:
-                    break
-            blocks, evidence = with_prior(problem, curvature, deltas)
-            if self.newton and more:
-                warn_of_slope(problem, curvature, blocks, deltas)
+        prior = PriorSearch(scale, self.per_layer, learns_noise(likelihood))
+        with preserve_rng_state(loader, options.seed):
+            curvature, deltas, converged = self._find_mode(fit, prior)
+            blocks, evidence = add_prior(fit, curvature, deltas)
+            if not converged:
+                warn_not_at_mode(fit, curvature, blocks, deltas)
         return LaplacePosterior(
             model,
             likelihood,
@@ -131,6 +123,33 @@ class Laplace(Method):
             self.predictive,
             log_evidence=evidence,
             precisions=dict(zip(layers, deltas, strict=True)),
-            direct=problem.direct,
+            output_layer=fit.output_layer,
             history=point.history,
         )
+
+    def _find_mode(self, fit: CurvatureFit, prior: PriorSearch) -> tuple[Curvature, list[float], bool]:
+        """Finds prior, noise and, by Newton steps, the mode.
+
+        Returns:
+            The curvature at the final weights, the prior precision of each layer, and False if the Newton steps did not converge.
+        """
+        likelihood = fit.likelihood
+        if prior.learns_noise:
+            fit_residual_scale(fit.model, likelihood, fit.batches("noise"))
+        curvature = fit.measure()
+        if not self.newton_steps:
+            relative, noise = prior.maximize_evidence(fit, curvature)
+            if prior.learns_noise:
+                scale_noise(fit, noise)
+                curvature = fit.measure()
+            return curvature, [delta / noise for delta in relative], True
+        several_targets = isinstance(likelihood, Gaussian) and likelihood.dim > 1
+        for number in range(self.newton_steps):
+            # the evidence finds one common factor; the ratios between targets are estimated again from the residuals
+            if number and prior.learns_noise and several_targets:
+                fit_residual_scale(fit.model, likelihood, fit.batches("noise"))
+                curvature = fit.measure()
+            curvature, deltas, gained = newton_step(fit, curvature, prior)
+            if not gained:
+                break
+        return curvature, deltas, not gained

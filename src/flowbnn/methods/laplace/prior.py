@@ -1,11 +1,11 @@
-r"""The evidence of a Laplace approximation, the prior and the noise at which it is highest, and the mode under them.
+r"""Evidence of a Laplace approximation, the prior and the noise that maximize it, and the mode under them.
 
 .. math:: \log p(D) \approx \log p(D \mid \hat w) + \tfrac12 \sum_g (n_g \log \delta_g - \delta_g \|\hat w_g\|^2)
           - \tfrac12 \log\det (H + \delta)
 
 with one precision :math:`\delta_g` for all layers or for each (MacKay 1992; Daxberger et al. 2021, https://arxiv.org/abs/2106.14806).
 The learned noise of a Gaussian likelihood is a factor :math:`s^2` of all its variances: with the curvature :math:`H / s^2` and the
-precision :math:`\delta = \delta' / s^2` the mode depends on :math:`\delta'` alone. At the best of both
+precision :math:`\delta = \delta' / s^2` the mode depends on :math:`\delta'` alone. At the maximum over both
 
 .. math:: \delta'_g \|\hat w_g\|^2 = s^2 \gamma_g, \qquad \sum_i \|y_i - \hat y_i\|^2 / \sigma^2 = s^2 (N - \textstyle\sum_g \gamma_g),
           \qquad \gamma_g = \sum \lambda / (\lambda + \delta'_g).
@@ -20,289 +20,330 @@ from torch import Tensor
 
 from flowbnn.errors import FlowBNNError, warn
 from flowbnn.likelihoods import Gaussian, log_variance
-from flowbnn.methods.laplace.blocks import Block, Full
-from flowbnn.methods.laplace.curvature import Curvature, Problem
+from flowbnn.methods.laplace.blocks import CurvatureBlock, FullBlock
+from flowbnn.methods.laplace.curvature import Curvature, CurvatureFit
 from flowbnn.training import is_main_process
 
-LEAST, MOST = 1e-10, 1e10  # of a prior precision
-QUIETER, LOUDER = 1e-8, 1e4  # of the factor of the noise's variance
-ROUNDS = 500  # of MacKay's iteration
-CONVERGED = 1e-9  # of the log-density that a step would gain
-LEFT = 1.0  # of the log-density, that the last step may leave
+# beyond these precisions the prior has no effect, or the weights are zero, in float32
+PRECISION_BOUNDS = (1e-10, 1e10)
 
 
-def crossing(grows: Callable[[float], bool], low: float, high: float) -> float:
-    """Where a function of a positive number stops to grow, by bisection of its logarithm."""
+def bisect_log(increases: Callable[[float], bool], low: float, high: float) -> float:
+    """Returns the positive number at which a function stops increasing, by bisection of its logarithm.
+
+    >>> round(bisect_log(lambda x: x < 2.0, 0.1, 10.0), 6)
+    2.0
+    """
     low, high = math.log(low), math.log(high)
     while high - low > 1e-11:
         middle = 0.5 * (low + high)
-        low, high = (middle, high) if grows(math.exp(middle)) else (low, middle)
+        low, high = (middle, high) if increases(math.exp(middle)) else (low, middle)
     return math.exp(0.5 * (low + high))
 
 
 @dataclass
-class Quadratic:
-    r"""The log-likelihood as a function of some weights: :math:`g^T (w - w_0) - \tfrac12 (w - w_0)^T H (w - w_0)`.
+class QuadraticModel:
+    r"""Quadratic log-likelihood of some weights, :math:`g^T (w - w_0) - \tfrac12 (w - w_0)^T H (w - w_0)`.
 
-    Without a slope :math:`g` the weights stay at :math:`w_0`, else they are the mode of the prior that is asked for.
+    Without a gradient :math:`g` the weights stay at :math:`w_0`. With one they are at the mode under the prior.
 
     Args:
-        curvature: eigenvalues of :math:`H`, with weights and slope in its eigenbasis, or :math:`H` itself, for several priors.
-        sizes: the numbers of weights that have a prior each.
+        curvature: Eigenvalues of :math:`H`, with weights and gradient in its eigenbasis; or the matrix :math:`H` for several priors.
+        weights: Weights :math:`w_0`.
+        gradient: Gradient :math:`g`, or None.
+        sizes: Number of weights under each prior.
     """
 
     curvature: Tensor
     weights: Tensor
-    slope: Tensor | None
+    gradient: Tensor | None
     sizes: list[int]
 
-    def at(self, deltas: list[float]) -> tuple[list[float], list[float], float]:
-        r""":math:`\gamma` and :math:`\|w\|^2` for each prior of these precisions, and the change of :math:`-2 \log p(D \mid w)`."""
+    def evaluate(self, deltas: list[float]) -> tuple[list[float], list[float], float]:
+        r"""Returns :math:`\gamma` and :math:`\|w\|^2` for each prior precision, and the change of :math:`-2 \log p(D \mid w)`."""
         prior = torch.cat([self.weights.new_full((n,), d) for n, d in zip(self.sizes, deltas, strict=True)])
-        full = self.curvature.ndim == 2
-        if full:
+        is_matrix = self.curvature.ndim == 2
+        if is_matrix:
             root = torch.linalg.cholesky(self.curvature + prior.diag())
-            gains = 1.0 - prior * torch.cholesky_inverse(root).diagonal()
+            gamma = 1.0 - prior * torch.cholesky_inverse(root).diagonal()
         else:
-            gains = self.curvature / (self.curvature + prior)
+            gamma = self.curvature / (self.curvature + prior)
         weights, change = self.weights, 0.0
-        if self.slope is not None:
-            uphill = self.slope - prior * weights
-            if full:
-                step = torch.cholesky_solve(uphill[:, None], root)[:, 0]
-                bent = self.curvature @ step
+        if self.gradient is not None:
+            ascent = self.gradient - prior * weights
+            if is_matrix:
+                step = torch.cholesky_solve(ascent[:, None], root)[:, 0]
+                curved_step = self.curvature @ step
             else:
-                step = uphill / (self.curvature + prior)
-                bent = self.curvature * step
-            weights, change = weights + step, float(step @ (bent - 2.0 * self.slope))
-        squares = [float(part.square().sum()) for part in weights.split(self.sizes)]
-        return [float(part.sum()) for part in gains.split(self.sizes)], squares, change
+                step = ascent / (self.curvature + prior)
+                curved_step = self.curvature * step
+            weights, change = weights + step, float(step @ (curved_step - 2.0 * self.gradient))
+        squares = [float(group.square().sum()) for group in weights.split(self.sizes)]
+        return [float(group.sum()) for group in gamma.split(self.sizes)], squares, change
 
-    def best(self, noise: float = 1.0, start: list[float] | None = None) -> list[float]:
-        r"""The precisions :math:`\delta'` at which the evidence is highest, for this factor of the noise's variance.
+    def best_precisions(
+        self, noise: float = 1.0, start: list[float] | None = None, max_iterations: int = 500
+    ) -> list[float]:
+        r"""Returns the precisions :math:`\delta'` that maximize the evidence.
 
-        One is found by bisection, several by MacKay's iteration from ``start``.
+        One precision is found by bisection, several by MacKay's fixed-point iteration.
 
-        >>> one = Quadratic(torch.tensor([3.0]), torch.tensor([0.75]).sqrt(), None, [1])
-        >>> round(one.best()[0], 6)  # 3 / (3 + d) = 0.75 d
+        Args:
+            noise: Factor :math:`s^2` of the variance of the noise.
+            start: Initial precisions of the iteration.
+            max_iterations: Maximum number of iterations.
+
+        >>> model = QuadraticModel(torch.tensor([3.0]), torch.tensor([0.75]).sqrt(), None, [1])
+        >>> round(model.best_precisions()[0], 6)  # solves 3 / (3 + d) = 0.75 d
         1.0
         """
+        low, high = PRECISION_BOUNDS
         if len(self.sizes) == 1:
 
-            def grows(delta: float) -> bool:
-                (gain,), (square,), _ = self.at([delta])
-                return noise * gain > delta * square
+            def increases(delta: float) -> bool:
+                (gamma,), (square,), _ = self.evaluate([delta])
+                return noise * gamma > delta * square
 
-            return [crossing(grows, LEAST, MOST)]
+            return [bisect_log(increases, low, high)]
         deltas = start or [1.0] * len(self.sizes)
-        for _ in range(ROUNDS):
-            gains, squares, _ = self.at(deltas)
-            last = deltas
+        for _ in range(max_iterations):
+            gammas, squares, _ = self.evaluate(deltas)
+            previous = deltas
             deltas = [
-                min(max(noise * gain / max(square, 1e-300), LEAST), MOST)
-                for gain, square in zip(gains, squares, strict=True)
+                min(max(noise * gamma / max(square, 1e-300), low), high)
+                for gamma, square in zip(gammas, squares, strict=True)
             ]
-            if max(abs(math.log(new / old)) for new, old in zip(deltas, last, strict=True)) < 1e-8:
+            if max(abs(math.log(new / old)) for new, old in zip(deltas, previous, strict=True)) < 1e-8:
                 break
         return deltas
 
 
 @dataclass(frozen=True)
-class Prior:
-    """How the prior is found: its ``scale``, or None for the best of all layers together or of each (``per_layer``).
+class PriorSearch:
+    """Search of the prior precision, and of the learned noise of a Gaussian likelihood, by the evidence.
 
-    ``learns`` says that the noise of a Gaussian likelihood is found along with it.
+    Args:
+        scale: Standard deviation of the prior; None to maximize the evidence.
+        per_layer: True for one prior per layer.
+        learns_noise: True if the noise of a Gaussian likelihood is learned with the prior.
     """
 
     scale: float | None
     per_layer: bool
-    learns: bool
+    learns_noise: bool
 
-    def choose(
-        self, problem: Problem, curvature: Curvature, slope: Mapping[str, Tensor] | None = None
+    def maximize_evidence(
+        self, fit: CurvatureFit, curvature: Curvature, gradient: Mapping[str, Tensor] | None = None
     ) -> tuple[list[float], float]:
-        r"""The precision :math:`\delta'` of each layer and the factor :math:`s^2` of the noise with the highest evidence.
+        r"""Returns the precision :math:`\delta'` of each layer and the factor :math:`s^2` of the noise with the highest evidence.
 
-        At the present weights; or, with the slope of the log-likelihood, at the mode that goes with them.
+        Args:
+            fit: Network, data and layers.
+            curvature: Curvature at the current weights.
+            gradient: Gradient of the log-likelihood; if given, the evidence is that at the mode under each prior.
         """
-        layers = len(problem.layers)
-        if self.scale is not None and not self.learns:
-            return [self.scale**-2] * layers, 1.0
-        parts = self._parts(problem, curvature, slope)
-        precisions = [[1.0] * len(part.sizes) for part in parts]
+        num_layers = len(fit.layers)
+        if self.scale is not None and not self.learns_noise:
+            return [self.scale**-2] * num_layers, 1.0
+        models = self._quadratic_models(fit, curvature, gradient)
+        precisions = [[1.0] * len(model.sizes) for model in models]
 
-        def follow(noise: float) -> None:
-            for index, part in enumerate(parts):
-                known = None if self.scale is None else [self.scale**-2 * noise]
-                precisions[index] = known or part.best(noise, precisions[index])
+        def update_precisions(noise: float) -> None:
+            for index, model in enumerate(models):
+                fixed = None if self.scale is None else [self.scale**-2 * noise]
+                precisions[index] = fixed or model.best_precisions(noise, precisions[index])
 
-        def grows(noise: float) -> bool:
-            follow(noise)
-            gain, error = 0.0, misfit
-            for part, deltas in zip(parts, precisions, strict=True):
-                gains, _, change = part.at(deltas)
-                gain, error = gain + sum(gains), error + change
-            return error / noise + gain > count
+        def increases(noise: float) -> bool:
+            update_precisions(noise)
+            total_gamma, error = 0.0, squared_error
+            for model, deltas in zip(models, precisions, strict=True):
+                gammas, _, change = model.evaluate(deltas)
+                total_gamma, error = total_gamma + sum(gammas), error + change
+            return error / noise + total_gamma > num_targets
 
         noise = 1.0
-        if self.learns:
-            count, misfit = _misfit(problem, curvature)
-            noise = crossing(grows, QUIETER, LOUDER)
-        follow(noise)
-        deltas = [delta for each in precisions for delta in each]
-        return (deltas if len(deltas) == layers else deltas * layers), noise
+        if self.learns_noise:
+            num_targets, squared_error = _squared_error(fit, curvature)
+            # the variance starts at the mean squared residual, from which it falls by overfitting and rises by underfitting
+            noise = bisect_log(increases, 1e-8, 1e4)
+        update_precisions(noise)
+        deltas = [delta for group in precisions for delta in group]
+        return (deltas if len(deltas) == num_layers else deltas * num_layers), noise
 
-    def _parts(
-        self, problem: Problem, curvature: Curvature, slope: Mapping[str, Tensor] | None
-    ) -> list[Quadratic]:
-        """One for all layers together; or, with a prior for each, one for each, or one with several priors of a full curvature."""
-        blocks, separate = curvature.blocks, self.scale is None and self.per_layer and len(problem.layers) > 1
+    def _quadratic_models(
+        self, fit: CurvatureFit, curvature: Curvature, gradient: Mapping[str, Tensor] | None
+    ) -> list[QuadraticModel]:
+        """Returns one model for all layers, one for each layer, or one with several priors for a full curvature matrix."""
+        blocks, separate = curvature.blocks, self.scale is None and self.per_layer and len(fit.layers) > 1
 
-        def uphill(group: list[Block]) -> Tensor | None:
-            if slope is None:
+        def group_gradient(group: list[CurvatureBlock]) -> Tensor | None:
+            if gradient is None:
                 return None
-            return torch.cat([steepness(block, slope) for block in group])
+            return torch.cat([eigenbasis_gradient(block, gradient) for block in group])
 
         if separate and curvature.matrix is not None:
-            block, steep = blocks[0], uphill(blocks)
+            block, slope = blocks[0], group_gradient(blocks)
             basis = block.tensors["vectors"].double()
-            steep = None if steep is None else basis @ steep
-            weights = block.pack(problem.weights).detach().double()
-            return [Quadratic((basis * block.eigenvalues) @ basis.T, weights, steep, _sizes(problem))]
-        parts = []
+            slope = None if slope is None else basis @ slope
+            weights = block.pack(fit.weights).detach().double()
+            return [QuadraticModel((basis * block.eigenvalues) @ basis.T, weights, slope, _layer_sizes(fit))]
+        models = []
         for group in [[block] for block in blocks] if separate else [blocks]:
             values = torch.cat([block.eigenvalues.flatten() for block in group])
-            weights = torch.cat([inside(block, problem.weights) for block in group])
-            parts.append(Quadratic(values, weights, uphill(group), [len(values)]))
-        return parts
+            weights = torch.cat([eigenbasis_coordinates(block, fit.weights) for block in group])
+            models.append(QuadraticModel(values, weights, group_gradient(group), [len(values)]))
+        return models
 
 
-def inside(block: Block, values: Mapping[str, Tensor]) -> Tensor:
-    """Values in the basis in which the block's curvature is diagonal."""
+def eigenbasis_coordinates(block: CurvatureBlock, values: Mapping[str, Tensor]) -> Tensor:
+    """Returns weights in the eigenbasis of the block."""
     return block.to_basis(block.pack(values)).detach().double().flatten()
 
 
-def steepness(block: Block, slope: Mapping[str, Tensor]) -> Tensor:
-    """The slope in that basis, where there is curvature: elsewhere it is rounding, which a weak prior would follow without end."""
-    values, rounding = block.eigenvalues.flatten(), 10.0 * torch.finfo(next(iter(slope.values())).dtype).eps
-    return torch.where(values > rounding * values.max(), inside(block, slope), 0.0)
+def eigenbasis_gradient(block: CurvatureBlock, gradient: Mapping[str, Tensor]) -> Tensor:
+    """Returns the gradient in the eigenbasis of the block, set to zero where the curvature is zero up to rounding.
+
+    The gradient is rounding error there, and a weak prior would follow it without bound.
+    """
+    values = block.eigenvalues.flatten()
+    rounding = 10.0 * torch.finfo(next(iter(gradient.values())).dtype).eps
+    return torch.where(values > rounding * values.max(), eigenbasis_coordinates(block, gradient), 0.0)
 
 
-def _sizes(problem: Problem) -> list[int]:
-    """The number of weights of each layer."""
-    return [sum(math.prod(shape) for shape in shapes.values()) for shapes in problem.layers.values()]
+def _layer_sizes(fit: CurvatureFit) -> list[int]:
+    """Returns the number of weights of each layer."""
+    return [sum(math.prod(shape) for shape in shapes.values()) for shapes in fit.layers.values()]
 
 
-def _misfit(problem: Problem, curvature: Curvature) -> tuple[float, float]:
-    """The number of target values, and the sum of their squared errors over the noise's variance."""
-    likelihood = problem.likelihood
+def _squared_error(fit: CurvatureFit, curvature: Curvature) -> tuple[float, float]:
+    """Returns the number of target values, and the sum of their squared errors over the variance of the noise."""
+    likelihood = fit.likelihood
     assert isinstance(likelihood, Gaussian)
-    rows = curvature.seen if problem.total is None else problem.total
-    logs = float(log_variance(likelihood.log_scale.detach().double()).sum())
-    constant = rows * (logs + likelihood.dim * math.log(2.0 * math.pi))
-    return float(rows * likelihood.dim), max(0.0, -2.0 * curvature.log_likelihood - constant)
+    num_rows = curvature.num_examples if fit.num_data is None else fit.num_data
+    log_variances = float(log_variance(likelihood.log_scale.detach().double()).sum())
+    constant = num_rows * (log_variances + likelihood.dim * math.log(2.0 * math.pi))
+    return float(num_rows * likelihood.dim), max(0.0, -2.0 * curvature.log_likelihood - constant)
 
 
-def with_prior(problem: Problem, curvature: Curvature, deltas: list[float]) -> tuple[list[Block], float]:
-    """The blocks with a prior of these precisions for each layer, and the log evidence."""
-    sizes, blocks, matrix = _sizes(problem), curvature.blocks, curvature.matrix
+def add_prior(
+    fit: CurvatureFit, curvature: Curvature, deltas: list[float]
+) -> tuple[list[CurvatureBlock], float]:
+    """Returns the blocks with a prior of these precisions for each layer, and the log evidence."""
+    sizes, blocks, matrix = _layer_sizes(fit), curvature.blocks, curvature.matrix
     if matrix is not None and len(set(deltas)) > 1:
-        # different precisions are not diagonal in the eigenbasis of the curvature: they become part of the matrix
+        # different precisions are not diagonal in the eigenbasis of the curvature, so they are added to the matrix
         prior = torch.cat([matrix.new_full((n,), d) for n, d in zip(sizes, deltas, strict=True)])
-        blocks = [
-            Full.of(blocks[0].shapes, matrix + prior.diag(), next(iter(problem.weights.values())).dtype)
-        ]
-        blocks[0].tensors["values"].clamp_(min=min(deltas))  # which rounding must not hide
+        dtype = next(iter(fit.weights.values())).dtype
+        blocks = [FullBlock.from_matrix(blocks[0].shapes, matrix + prior.diag(), dtype)]
+        blocks[0].tensors["values"].clamp_(min=min(deltas))  # rounding may lower eigenvalues below the prior
     else:
         for block, delta in zip(blocks, deltas, strict=False):
             block.prior = delta
     evidence = curvature.log_likelihood - 0.5 * sum(block.log_det() for block in blocks)
-    for size, delta, shapes in zip(sizes, deltas, problem.layers.values(), strict=True):
-        square = sum(float(problem.weights[name].detach().double().square().sum()) for name in shapes)
+    for size, delta, shapes in zip(sizes, deltas, fit.layers.values(), strict=True):
+        square = sum(float(fit.weights[name].detach().double().square().sum()) for name in shapes)
         evidence += 0.5 * (size * math.log(delta) - delta * square)
     return blocks, evidence
 
 
-def newton_step(problem: Problem, curvature: Curvature, prior: Prior) -> tuple[Curvature, list[float], bool]:
-    """The best prior and noise at the mode that goes with them, and a step of Newton's method to it, halved until the density grows.
+def newton_step(
+    fit: CurvatureFit, curvature: Curvature, prior: PriorSearch
+) -> tuple[Curvature, list[float], bool]:
+    """Takes a Newton step to the mode under the best prior and noise, halved until the log-density increases.
 
-    Returns the curvature there, the precision of each layer, and whether there was anything left to gain.
+    Returns:
+        The curvature at the new weights, the prior precision of each layer, and True if the step gained log-density.
     """
-    weights = problem.weights
+    weights = fit.weights
     start = {name: value.detach().clone() for name, value in weights.items()}
-    slope = problem.gradient(curvature.seen)
-    relative, noise = prior.choose(problem, curvature, slope)
-    names = {
-        name: delta
-        for shapes, delta in zip(problem.layers.values(), relative, strict=True)
-        for name in shapes
+    gradient = fit.gradient(curvature.num_examples)
+    relative, noise = prior.maximize_evidence(fit, curvature, gradient)
+    delta_by_name = {
+        name: delta for shapes, delta in zip(fit.layers.values(), relative, strict=True) for name in shapes
     }
-    uphill = {name: slope[name] - names[name] * value for name, value in start.items()}
-    blocks = with_prior(problem, curvature, relative)[0]
-    step = {name: value for block in blocks for name, value in block.solve(uphill).items()}
+    ascent = {name: gradient[name] - delta_by_name[name] * value for name, value in start.items()}
+    blocks = add_prior(fit, curvature, relative)[0]
+    step = {name: value for block in blocks for name, value in block.solve(ascent).items()}
     deltas = [delta / noise for delta in relative]
-    before = curvature.log_likelihood
-    if prior.learns:
-        count, misfit = _misfit(problem, curvature)
-        before += 0.5 * misfit * (1.0 - 1.0 / noise) - 0.5 * count * math.log(noise)
-        make_louder(problem, noise)
+    log_likelihood = curvature.log_likelihood
+    if prior.learns_noise:
+        count, error = _squared_error(fit, curvature)
+        log_likelihood += 0.5 * error * (1.0 - 1.0 / noise) - 0.5 * count * math.log(noise)
+        scale_noise(fit, noise)
 
     def penalty() -> float:
         squares = (
-            names[name] * float(value.detach().double().square().sum()) for name, value in weights.items()
+            delta_by_name[name] * float(value.detach().double().square().sum())
+            for name, value in weights.items()
         )
         return 0.5 * sum(squares) / noise
 
-    @torch.no_grad()
-    def move_by(share: float) -> None:
-        for name, value in start.items():
-            weights[name].copy_(value + share * step[name] if share else value)
+    gain = 0.5 * sum(float((step[name].double() * ascent[name].double()).sum()) for name in step) / noise
+    tolerance = 1e-9 if next(iter(start.values())).dtype == torch.float64 else 1e-6
+    log_density = log_likelihood - penalty()
+    after = _line_search(fit, start, step, penalty, log_density - tolerance * abs(log_density))
+    if after is None:
+        after, gain = fit.measure(), 0.0
+    if prior.learns_noise:
+        # the noise is at least the size of the residuals, also if these are larger than the quadratic model predicts
+        count, error = _squared_error(fit, after)
+        if error > (1.0 + tolerance) * count:
+            scale_noise(fit, error / count)
+            after = fit.measure()
+            deltas = deltas if prior.scale is not None else [delta * count / error for delta in deltas]
+    return after, deltas, gain > 1e-9  # nats
 
-    before -= penalty()
-    gain = 0.5 * sum(float((step[name].double() * uphill[name].double()).sum()) for name in step) / noise
-    slack = 1e-9 if next(iter(start.values())).dtype == torch.float64 else 1e-6
+
+@torch.no_grad()
+def _line_search(
+    fit: CurvatureFit,
+    start: Mapping[str, Tensor],
+    step: Mapping[str, Tensor],
+    penalty: Callable[[], float],
+    threshold: float,
+) -> Curvature | None:
+    """Halves a step until the log-density exceeds the threshold; returns None, at the start, if it does not in 12 halvings."""
+    weights = fit.weights
     for halvings in range(12):
-        move_by(0.5**halvings)
+        for name, value in start.items():
+            weights[name].copy_(value + 0.5**halvings * step[name])
         try:
-            after = problem.measure()
-        except FlowBNNError:  # too far: the likelihood is not finite there
+            curvature = fit.measure()
+        except FlowBNNError:  # the step is too long: the likelihood is not finite
             continue
-        if after.log_likelihood - penalty() >= before - slack * abs(before):
-            break
-    else:
-        move_by(0.0)
-        after, gain = problem.measure(), 0.0
-    if prior.learns:
-        # the noise is at least the size of the residuals, also where these are larger than the step had promised
-        count, misfit = _misfit(problem, after)
-        if misfit > (1.0 + slack) * count:
-            make_louder(problem, misfit / count)
-            after = problem.measure()
-            deltas = deltas if prior.scale is not None else [delta * count / misfit for delta in deltas]
-    return after, deltas, gain > CONVERGED
+        if curvature.log_likelihood - penalty() >= threshold:
+            return curvature
+    for name, value in start.items():
+        weights[name].copy_(value)
+    return None
 
 
-def warn_of_slope(problem: Problem, curvature: Curvature, blocks: list[Block], deltas: list[float]) -> None:
-    """Warn where one more step of Newton's method would raise the log-density much: the weights are not at its mode."""
-    slope = problem.gradient(curvature.seen)
-    for shapes, delta in zip(problem.layers.values(), deltas, strict=True):
+def warn_not_at_mode(
+    fit: CurvatureFit,
+    curvature: Curvature,
+    blocks: list[CurvatureBlock],
+    deltas: list[float],
+    tolerance: float = 1.0,
+) -> None:
+    """Warns if another Newton step would increase the log-density by more than ``tolerance`` nats."""
+    gradient = fit.gradient(curvature.num_examples)
+    for shapes, delta in zip(fit.layers.values(), deltas, strict=True):
         for name in shapes:
-            slope[name] = slope[name] - delta * problem.weights[name].detach()
-    left = 0.0
+            gradient[name] = gradient[name] - delta * fit.weights[name].detach()
+    gain = 0.0
     for block in blocks:
-        left += 0.5 * float(
-            (steepness(block, slope).square() / (block.eigenvalues.flatten() + block.prior)).sum()
-        )
-    if left > LEFT and is_main_process():
+        squares = eigenbasis_gradient(block, gradient).square()
+        gain += 0.5 * float((squares / (block.eigenvalues.flatten() + block.prior)).sum())
+    if gain > tolerance and is_main_process():
         warn(
-            f"the weights are not at the mode yet: another step of Newton's method would raise the log-density by {left:.3g}, and "
-            "the evidence is too low; take more steps (newton=...), or train first (epochs=...)",
+            f"the weights are not at the mode: another Newton step would increase the log-density by {gain:.3g}; "
+            "increase newton_steps, or train first with epochs",
             kind="mode",
-            left=left,
+            gain=gain,
         )
 
 
 @torch.no_grad()
-def make_louder(problem: Problem, noise: float) -> None:
-    """Multiply the variances of the learned noise."""
-    problem.likelihood.log_scale.add_(0.5 * math.log(noise))  # type: ignore[operator]
+def scale_noise(fit: CurvatureFit, factor: float) -> None:
+    """Multiplies the variances of the learned noise by a factor."""
+    fit.likelihood.log_scale.add_(0.5 * math.log(factor))  # type: ignore[operator]

@@ -1,0 +1,201 @@
+"""Selection of the layers that a Laplace approximation covers, and checks of its structure and memory."""
+
+import math
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from flowbnn.batches import call, device_of, evaluation_mode, rows, take
+from flowbnn.errors import FlowBNNError, nearest
+from flowbnn.methods.laplace.blocks import Shapes
+
+Layers = dict[str, Shapes]  # for each layer, the shapes of its parameters by their names in the network
+
+
+@dataclass
+class LayerCalls:
+    """Record of the layers that a network called in one small forward pass."""
+
+    num_rows: int  # examples in the pass
+    order: list[str] = field(default_factory=list)  # layers with parameters, in the order of their calls
+    counts: Counter[str] = field(default_factory=Counter)  # number of calls of each layer
+    shapes: dict[str, torch.Size] = field(default_factory=dict)  # shape of the first input of each layer
+    output_layer: str | None = None  # the Linear layer whose output is that of the network, if there is one
+
+
+def own_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
+    """Yields the parameters of a module without those of its children, including parametrized ones."""
+    yield from module.parameters(recurse=False)
+    if parametrize.is_parametrized(module):
+        yield from module.parametrizations.parameters()  # type: ignore[union-attr]
+
+
+def parameter_modules(model: nn.Module) -> dict[str, nn.Module]:
+    """Returns the modules that hold parameters themselves, by name."""
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if "parametrizations" not in name.split(".") and next(own_parameters(module), None) is not None
+    }
+
+
+def record_calls(model: nn.Module, inputs: Any) -> LayerCalls:
+    """Runs up to three examples and records the layers that are called."""
+    layers, results = parameter_modules(model), dict[str, Any]()
+    calls = LayerCalls(min(3, rows(inputs)))
+
+    def before(name: str, module: nn.Module, args: Any) -> None:
+        calls.order.append(name)
+        calls.counts[name] += 1
+        if args and isinstance(args[0], Tensor):
+            calls.shapes.setdefault(name, args[0].shape)
+
+    def after(name: str, module: nn.Module, args: Any, output: Any) -> None:
+        results[name] = output
+
+    with ExitStack() as hooks, evaluation_mode(model):
+        for name, module in layers.items():
+            hooks.enter_context(module.register_forward_pre_hook(partial(before, name)))
+            hooks.enter_context(module.register_forward_hook(partial(after, name), prepend=True))
+        outputs = call(model, take(inputs, 0, calls.num_rows))
+    last = calls.order[-1] if calls.order else ""
+    if (
+        results.get(last) is outputs
+        and outputs.ndim == 2
+        and calls.counts[last] == 1
+        and _is_torch_layer(layers[last], (nn.Linear,))
+        and shares_weights(model, last) is None
+    ):
+        calls.output_layer = last
+    return calls
+
+
+def select_layers(model: nn.Module, calls: LayerCalls, pattern: str, structure: str) -> Layers:
+    """Returns the layers that a pattern selects.
+
+    Args:
+        model: Network.
+        calls: Record of a forward pass of the network.
+        pattern: ``"last"``, ``"all"`` or a glob of layer names.
+        structure: Structure of the curvature, ``"kron"``, ``"diag"`` or ``"full"``.
+
+    Raises:
+        FlowBNNError: If no layer matches, the structure does not support a layer, or memory is insufficient.
+    """
+    modules, selected, assigned = parameter_modules(model), Layers(), set[str]()
+    names = [name for name in modules if pattern == "all" or fnmatchcase(name, pattern)]
+    names = calls.order[-1:] if pattern == "last" else names
+    if not names:
+        message = (
+            f"layers='{pattern}' matches no layer with weights{nearest(pattern, ['last', 'all', *modules])}"
+        )
+        raise FlowBNNError(message, kind="layer", argument="layers")
+    parameter_names = {id(parameter): name for name, parameter in model.named_parameters()}
+    norms = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm)
+    for name in names:
+        module = modules[name]
+        shapes = {
+            parameter_names[id(parameter)]: tuple(parameter.shape)
+            for parameter in own_parameters(module)
+            if parameter_names[id(parameter)] not in assigned
+            and (pattern == "last" or parameter.requires_grad)
+        }
+        if not shapes or (structure == "kron" and isinstance(module, norms)):
+            continue
+        assigned.update(shapes)
+        selected[name] = shapes
+        if structure == "kron":
+            _check_kronecker(model, name, module, calls)
+    if not selected:
+        raise FlowBNNError(
+            f"layers='{pattern}' selects no trainable weights (Kronecker factors do not cover normalization layers)",
+            kind="layer",
+            argument="layers",
+        )
+    _check_memory(structure, selected, free_memory(device_of(model)))
+    return selected
+
+
+def shares_weights(model: nn.Module, name: str) -> str | None:
+    """Returns the name of another layer that has a parameter of this one, or None."""
+    layer = model.get_submodule(name)
+    parameters = {id(parameter) for parameter in own_parameters(layer)}
+    for other, module in model.named_modules():
+        if module is not layer and any(id(p) in parameters for p in module.parameters(recurse=False)):
+            return other or "the network itself"
+    return None
+
+
+def _is_torch_layer(module: nn.Module, types: tuple[type[nn.Module], ...]) -> bool:
+    """Returns True if the module computes exactly what one of these torch layers does, with unparametrized weights."""
+    return (
+        any(isinstance(module, cls) and type(module).forward is cls.forward for cls in types)
+        and not parametrize.is_parametrized(module)
+        and all(name in ("weight", "bias") for name, _ in module.named_parameters(recurse=False))
+    )
+
+
+def _check_kronecker(model: nn.Module, name: str, module: nn.Module, calls: LayerCalls) -> None:
+    """Raises FlowBNNError if Kronecker factors do not support this layer."""
+    reason = None
+    if not _is_torch_layer(module, (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)):
+        reason = "it is not Linear or Conv"
+    elif getattr(module, "groups", 1) != 1:
+        reason = f"it has {module.groups} groups"
+    elif (other := shares_weights(model, name)) is not None:
+        reason = f"it shares weights with '{other}'"
+    elif calls.counts[name] != 1:
+        reason = f"it is called {calls.counts[name]} times"
+    if reason is not None:
+        raise FlowBNNError(
+            f"Laplace('kron') does not support layer '{name}' ({type(module).__name__}): {reason}; use Laplace('diag') or "
+            "exclude it with layers=",
+            kind="layer",
+            argument="layers",
+            layer=name,
+        )
+
+
+def _check_memory(structure: str, layers: Layers, available: float) -> None:
+    """Raises FlowBNNError if the matrices need more than half of the available bytes."""
+    if structure == "diag":
+        return
+    num_weights = sum(math.prod(shape) for shapes in layers.values() for shape in shapes.values())
+    sides = [num_weights]
+    if structure == "kron":
+        sides = [next(iter(shapes.values()))[0] for shapes in layers.values()]
+        sides += [sum(math.prod(shape[1:]) for shape in shapes.values()) for shapes in layers.values()]
+    # float64 sums and their eigenvectors, and the workspace of the largest eigendecomposition
+    needed = 8 * (2 * sum(side**2 for side in sides) + 4 * max(sides) ** 2)
+    if needed > available / 2:
+        cheaper = "'kron' or 'diag'" if structure == "full" else "'diag'"
+        raise FlowBNNError(
+            f"Laplace('{structure}') of {num_weights:,} weights needs {needed / 2**30:.3g} GiB of memory, and "
+            f"{available / 2**30:.3g} GiB are free; use {cheaper}, or fewer layers",
+            kind="memory",
+            argument="structure",
+            needed=needed,
+        )
+
+
+def free_memory(device: torch.device) -> float:
+    """Returns the free memory of a device in bytes, infinity if it is unknown."""
+    if device.type == "cuda":
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + cached
+    limits = [math.inf]
+    with suppress(OSError, ValueError):
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        limits += [int(line.split()[1]) * 1024.0 for line in lines if line.startswith("MemAvailable:")]
+        group = Path("/sys/fs/cgroup")  # the limit of a container may be lower than that of the machine
+        limits.append(int((group / "memory.max").read_text()) - int((group / "memory.current").read_text()))
+    return max(0.0, min(limits))

@@ -1,0 +1,62 @@
+"""Tests of the layers and structures that Laplace supports, and of its memory check."""
+
+import pytest
+import torch
+from laplace_problems import QUIET
+from torch import nn
+
+import flowbnn as fb
+
+
+def test_insufficient_memory_is_refused(monkeypatch):
+    network = nn.Sequential(nn.Linear(4, 100), nn.ReLU(), nn.Linear(100, 3))
+    data = [(torch.randn(8, 4), torch.randint(3, (8,)))]
+    free_memory = "flowbnn.methods.laplace.layer_selection.free_memory"
+    monkeypatch.setattr(free_memory, lambda device: 10_000_000)
+    with pytest.raises(fb.FlowBNNError, match="803 weights needs 0.0288 GiB") as error:
+        fb.Laplace("full", layers="all", epochs=0).fit(network, data, **QUIET)
+    assert (error.value.kind, error.value.argument) == ("memory", "structure")
+    fb.Laplace("kron", epochs=0).fit(network, data, **QUIET)
+    needed = 8 * (6 * 101**2 + 2 * 3**2)
+    monkeypatch.setattr(free_memory, lambda device: 2 * needed - 1)
+    with pytest.raises(fb.FlowBNNError) as error:
+        fb.Laplace("kron", epochs=0).fit(network, data, **QUIET)
+    assert error.value.kind == "memory"
+    assert error.value.fields["needed"] == needed
+
+
+def test_kron_refuses_unsupported_layers():
+    inputs, labels = torch.randn(8, 2, 5), torch.randint(3, (8,))
+    method = fb.Laplace("kron", layers="all", epochs=0)
+    grouped = nn.Sequential(nn.Conv1d(2, 4, 3, groups=2), nn.Flatten(), nn.Linear(12, 3))
+    with pytest.raises(fb.FlowBNNError, match="2 groups") as error:
+        method.fit(grouped, [(inputs, labels)], **QUIET)
+    assert (error.value.kind, error.value.layer) == ("layer", "0")
+    layer = nn.Linear(4, 4)
+    network = nn.Sequential(layer, nn.ReLU(), layer, nn.Linear(4, 3))
+    with pytest.raises(fb.FlowBNNError, match="called 2 times") as error:
+        method.fit(network, [(torch.randn(8, 4), labels)], **QUIET)
+    assert (error.value.kind, error.value.layer) == ("layer", "0")
+
+
+def test_invalid_arguments_are_refused():
+    inputs, labels = torch.randn(8, 2, 5), torch.randint(3, (8,))
+    network = nn.Sequential(nn.Flatten(), nn.Linear(10, 3))
+    data, regression_data = [(inputs, labels)], [(inputs[..., 0], inputs[:, :1, 1])]
+    with pytest.raises(fb.FlowBNNError) as error:
+        fb.Laplace("kron", layers="fc*", epochs=0).fit(network, data, **QUIET)
+    assert (error.value.kind, error.value.argument) == ("layer", "layers")
+    with pytest.raises(fb.FlowBNNError) as error:
+        fb.Laplace(epochs=0).fit(
+            nn.Linear(2, 2), regression_data, likelihood=fb.likelihoods.Gaussian("predicted"), **QUIET
+        )
+    assert (error.value.kind, error.value.argument) == ("likelihood", "likelihood")
+    with pytest.raises(fb.FlowBNNError) as error:
+        fb.Laplace(epochs=0, predictive="probit").fit(nn.Linear(2, 1), regression_data, **QUIET)
+    assert (error.value.kind, error.value.argument) == ("likelihood", "predictive")
+    with pytest.raises(fb.FlowBNNError) as error:
+        fb.Laplace(epochs=0).fit(network, [*data, (inputs, labels + 3)], **QUIET)
+    assert (error.value.kind, error.value.argument) == ("targets", "targets")
+    with pytest.raises(fb.FlowBNNError) as error:
+        fb.Laplace(epochs=0).fit(network, data, sed=1)
+    assert (error.value.kind, error.value.argument) == ("unknown setting", "sed")
