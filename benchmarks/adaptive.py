@@ -25,7 +25,7 @@ import flowbnn as fb
 from flowbnn.data import TensorLoader, load_digits
 from flowbnn.models import LeNet, SmallConv
 from flowbnn_studies.data import load_images
-from flowbnn_studies.runner.study import timed
+from flowbnn_studies.runner.study import time_call
 
 FAR = {"further": 1.0, "twice": 2.0}  # tolerances
 
@@ -77,7 +77,7 @@ def main() -> None:
     images, labels = images[: arguments.images], labels[: arguments.images]
     posterior.predict(images[:256], 16)  # finds the plan
     count = arguments.samples
-    full, sample_counts = timed(posterior.predict, images, count, seed=1)
+    full, sample_counts = time_call(posterior.predict, images, count, seed=1)
     other = posterior.predict(images, count, seed=2)
     print(
         f"{arguments.data}, {len(images)} {judged} images: accuracy {full.evaluate(labels)['accuracy']:.4f}; {count} other samples "
@@ -90,7 +90,7 @@ def main() -> None:
         "decision": replace(usual, until="decision"),
         "probabilities": replace(usual, until="probabilities"),
     }.items():
-        found, taken = timed(posterior.predict, images, count, seed=1, adaptive=rule)
+        found, taken = time_call(posterior.predict, images, count, seed=1, adaptive=rule)
         gap = (found.probabilities - full.probabilities).abs().amax(-1)
         row = {
             "until": name,

@@ -21,7 +21,7 @@ import flowbnn as fb
 from flowbnn.data import TensorLoader
 from flowbnn.methods.temperature import temper
 from flowbnn.models import MLP, VGG16, LeNet, SmallConv
-from flowbnn_studies.runner.findings import paired
+from flowbnn_studies.runner.findings import paired_difference
 
 
 def seconds(network: nn.Module, shape: tuple[int, ...], examples: int, structure: str, device: str) -> None:
@@ -93,7 +93,7 @@ def few_digits(seeds: int, case: Few) -> None:
             losses.setdefault(name, []).append(loss)
     base = losses["factorized, fixed prior"]
     for name, values in losses.items():
-        gap = paired(values, base)
+        gap = paired_difference(values, base)
         bound = f"   ELBO {mean(bounds[name]):.1f} nats" if name in bounds else ""
         print(
             f"{name:<26} NLL {mean(values):.4f}   to factorized {gap.mean:+.4f} +- {gap.high - gap.mean:.4f}{bound}"

@@ -26,7 +26,7 @@ from flowbnn.data import TensorLoader
 from flowbnn.models import MLP, LeNet, SmallConv
 from flowbnn_studies.data import load_images
 from flowbnn_studies.data.load import data_folder
-from flowbnn_studies.runner.findings import paired
+from flowbnn_studies.runner.findings import paired_difference
 
 Data = tuple[Tensor, Tensor, Tensor, Tensor]
 
@@ -109,7 +109,7 @@ def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         for key in ("nll", "ece"):
             values = {kind: [row[kind][key] for row in some] for kind in ("plain", "noise")}
             line |= {f"{key} {kind}": mean(own) for kind, own in values.items()}
-            gap = paired(values["noise"], values["plain"])
+            gap = paired_difference(values["noise"], values["plain"])
             line[f"{key} difference"], line[f"{key} half"] = gap.mean, gap.high - gap.mean
         lines.append(line)
     return lines

@@ -13,8 +13,14 @@ from common import options
 
 from flowbnn import quality
 from flowbnn.noise import NormalAffine, Recipe
-from flowbnn_studies.posteriors.posterior_quality import PROBLEMS, Settings, case_of, natural, posterior_of
-from flowbnn_studies.runner.findings import paired
+from flowbnn_studies.posteriors.posterior_quality import (
+    PROBLEMS,
+    Settings,
+    fit_by_calibrate,
+    fit_posterior,
+    make_case,
+)
+from flowbnn_studies.runner.findings import paired_difference
 
 RANKS = (1, 2, 4, 8, 16, 32)
 RECIPES: dict[str, Recipe] = {
@@ -27,10 +33,10 @@ RECIPES: dict[str, Recipe] = {
 def elbos(problem: str, seed: int, settings: Settings) -> dict[str, float]:
     """The ELBO of every structure, in nats."""
     device = {"accelerator": "cpu"}
-    case = case_of(problem, settings, seed, device)
-    start = natural(case, seed, device)
+    case = make_case(problem, settings, seed, device)
+    start = fit_by_calibrate(case, seed, device)
     posteriors = {
-        name: posterior_of(recipe, case, settings, seed, device, start) for name, recipe in RECIPES.items()
+        name: fit_posterior(recipe, case, settings, seed, device, start) for name, recipe in RECIPES.items()
     }
     return {
         name: quality.pareto_k(posterior, case.loader, settings.predictions, seed).elbo
@@ -47,8 +53,8 @@ def main() -> None:
         found = [elbos(problem, seed, Settings()) for seed in range(given.seeds)]
         print(PROBLEMS[problem].label)
         for name in list(RECIPES)[:-1]:
-            below = paired([one["full"] for one in found], [one[name] for one in found])
-            print(f"  {name:8} {below.words(2)} nats below a full covariance")
+            below = paired_difference([one["full"] for one in found], [one[name] for one in found])
+            print(f"  {name:8} {below.describe(2)} nats below a full covariance")
 
 
 if __name__ == "__main__":

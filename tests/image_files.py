@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from flowbnn_studies.data.images import Download, Piece, Source
+from flowbnn_studies.data.images import DataFile, Download, PublishedDataset
 
 GREY, COLOUR = (1, 5, 4), (3, 4, 4)
 Batch = tuple[np.ndarray, np.ndarray]
@@ -20,9 +20,9 @@ def batch(count: int, shape: tuple[int, ...], seed: int) -> Batch:
     return random.integers(0, 256, (count, *shape), np.uint8), random.integers(0, 3, count, np.uint8)
 
 
-def piece(files: tuple[str, ...], content: Batch, pickle_md5: str = "") -> Piece:
+def piece(files: tuple[str, ...], content: Batch, pickle_md5: str = "") -> DataFile:
     digests = [hashlib.sha256(array.tobytes()).hexdigest() for array in content]
-    return Piece(files, len(content[1]), *digests, pickle_md5)
+    return DataFile(files, len(content[1]), *digests, pickle_md5)
 
 
 def idx(array: np.ndarray) -> bytes:
@@ -50,7 +50,7 @@ def pickled_by_python2(content: Batch) -> bytes:
     return b"\x80\x02}(" + short(b"data") + array + short(b"labels") + b"](" + numbers + b"e" + b"u."
 
 
-def grey_source(seed: int = 0, mirrors: tuple[str, ...] = ()) -> tuple[Source, dict[str, Batch]]:
+def grey_source(seed: int = 0, mirrors: tuple[str, ...] = ()) -> tuple[PublishedDataset, dict[str, Batch]]:
     content = {"train": batch(12, GREY, seed), "test": batch(7, GREY, seed + 1)}
     names = {
         split: (f"{stem}-images-idx3-ubyte", f"{stem}-labels-idx1-ubyte")
@@ -61,7 +61,7 @@ def grey_source(seed: int = 0, mirrors: tuple[str, ...] = ()) -> tuple[Source, d
         for name, array in zip(files, (content[split][0][:, 0], content[split][1]), strict=True):
             raw = gzip.compress(idx(array), mtime=0)
             downloads.append(download(f"{name}.gz", raw, mirrors))
-    source = Source(
+    source = PublishedDataset(
         name="grey",
         title="Grey",
         layout="idx",
@@ -76,7 +76,7 @@ def grey_source(seed: int = 0, mirrors: tuple[str, ...] = ()) -> tuple[Source, d
     return source, content
 
 
-def write_grey(source: Source, content: dict[str, Batch], root: Path, packed: bool = False) -> None:
+def write_grey(source: PublishedDataset, content: dict[str, Batch], root: Path, packed: bool = False) -> None:
     folder = root / source.folder
     folder.mkdir(parents=True, exist_ok=True)
     for split, (pixels, labels) in content.items():
@@ -86,14 +86,14 @@ def write_grey(source: Source, content: dict[str, Batch], root: Path, packed: bo
             path.write_bytes(gzip.compress(raw, mtime=0) if packed else raw)
 
 
-def colour_source(mirrors: tuple[str, ...] = ()) -> tuple[Source, dict[str, Batch], bytes]:
+def colour_source(mirrors: tuple[str, ...] = ()) -> tuple[PublishedDataset, dict[str, Batch], bytes]:
     content = {name: batch(6, COLOUR, seed) for seed, name in enumerate(("one", "two", "three"))}
     archive = tar({f"colour-bin/{name}.bin": binary(part) for name, part in content.items()})
     pieces = {
         name: piece((name,), part, hashlib.md5(pickled_by_python2(part)).hexdigest())
         for name, part in content.items()
     }
-    source = Source(
+    source = PublishedDataset(
         name="colour",
         title="Colour",
         layout="cifar",

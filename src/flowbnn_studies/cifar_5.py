@@ -15,7 +15,7 @@ from flowbnn.metrics import novelty_auroc
 from flowbnn.options import Count, NonNegative, Positive, Probability, options
 from flowbnn.training import cosine
 from flowbnn_studies.data import CropAndFlip
-from flowbnn_studies.images.data import PictureSettings, PictureStudy
+from flowbnn_studies.images.data import ImageMethodSettings, ImageMethodStudy
 from flowbnn_studies.runner.findings import histogram, histogram_panels, line, panel
 from flowbnn_studies.runner.methods import predict
 from flowbnn_studies.runner.study import Findings, Job
@@ -69,7 +69,7 @@ METRICS = (
 
 
 @options(kw_only=True)
-class Settings(PictureSettings):
+class Settings(ImageMethodSettings):
     """What the study depends on, besides :class:`~flowbnn_studies.images.data.PictureSettings`.
 
     Args:
@@ -101,7 +101,7 @@ class Settings(PictureSettings):
     methods: tuple[str, ...] = ()
 
 
-class Cifar5(PictureStudy):
+class Cifar5(ImageMethodStudy):
     name = "cifar-5"
     title = "Five classes of CIFAR-10, and five never seen"
     description = (
@@ -133,9 +133,9 @@ class Cifar5(PictureStudy):
             raise FlowBNNError(f"there is no row '{wrong}'{nearest(wrong, known)}", argument="methods")
         return [one for key, one in known.items() if not settings.methods or key in settings.methods]
 
-    def prepared(self, job: Job, candidate: Candidate, steps: int) -> tuple[Method, dict[str, Any]]:
+    def make_method(self, job: Job, candidate: Candidate, steps: int) -> tuple[Method, dict[str, Any]]:
         s: Settings = job.settings
-        method, options = super().prepared(job, candidate, steps)
+        method, options = super().make_method(job, candidate, steps)
         method = replace(method, schedule=cosine)
         long = LONG in candidate.key
         if long:
@@ -147,10 +147,10 @@ class Cifar5(PictureStudy):
 
     def evaluate(self, job: Job, candidate: Candidate) -> dict[str, Any]:
         s: Settings = job.settings
-        data = self.parts(job)
+        data = self.load_data(job)
         network = lenet(s.width, s.hidden, s.rate if candidate.method is MCDropout else 0.0)
         augment = CropAndFlip(4, True) if MOVED in candidate.key or LONG in candidate.key else None
-        posterior = self.learned(job, candidate, network, data, augment)
+        posterior = self.fit_candidate(job, candidate, network, data, augment)
         images, labels = data.validation if s.choose else data.test
         known, novel = (predict(posterior, some, s.samples) for some in (images, data.novel[0]))
         found = known.evaluate(labels.cpu())
@@ -167,7 +167,7 @@ class Cifar5(PictureStudy):
         }
 
     def findings(self, settings: Settings, parts: Parts) -> Findings:
-        chosen = self.measured(settings, parts)
+        chosen = self.evaluated_candidates(settings, parts)
         published = {key: {"error": value} for key, value in PUBLISHED.items()}
         notes = [
             f"Airplane, automobile, bird, cat and deer; {settings.validation:,} of their 25,000 training images are put aside, and the "

@@ -151,7 +151,7 @@ def run(
     with _one_line(_command(context)):
         from flowbnn.training import is_main_process, is_torchrun_worker
         from flowbnn_studies import get_study
-        from flowbnn_studies.runner.run import best_place
+        from flowbnn_studies.runner.run import resolve_device
 
         chosen = get_study(study)
         changes = dict(map(_setting, change or []))
@@ -160,7 +160,7 @@ def run(
         settings = chosen.make_settings(quick=quick, **changes)
         alone = devices * nodes == 1 and not is_torchrun_worker()
         with _study_runner(
-            context, _jobs(jobs, best_place(chosen, accelerator)[0] if alone else "several")
+            context, _jobs(jobs, resolve_device(chosen, accelerator)[0] if alone else "several")
         ) as run_one:
             results = run_one(
                 chosen,
@@ -363,11 +363,11 @@ def _seeds(asked: str | None) -> int | list[int] | None:
 
 
 def _jobs(asked: int | None, accelerator: str = "cpu") -> int:
-    from flowbnn_studies.runner.run import cores
+    from flowbnn_studies.runner.run import available_cores
 
     if asked is not None:
         return asked
-    return min(4, cores()) if accelerator == "cpu" else 1
+    return min(4, available_cores()) if accelerator == "cpu" else 1
 
 
 def _show(results: dict[str, Any], folder: Path | None = None, every: bool = False) -> None:

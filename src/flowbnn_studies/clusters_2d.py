@@ -15,8 +15,8 @@ from flowbnn.methods import Posterior
 from flowbnn.metrics import novelty_auroc, reliability
 from flowbnn.models import MLP
 from flowbnn.options import Count, Positive, options
-from flowbnn_studies.runner.findings import pluralize, ranking, short
-from flowbnn_studies.runner.methods import MethodSettings, MethodStudy, predict, shuffled
+from flowbnn_studies.runner.findings import pluralize, ranking, round_values
+from flowbnn_studies.runner.methods import MethodSettings, MethodStudy, predict, shuffled_loader
 from flowbnn_studies.runner.study import Findings, Job
 
 # fmt: off
@@ -88,7 +88,7 @@ class Clusters2d(MethodStudy):
         held_out = clusters(max(50, s.train // 4), s.spread, generator)
         far = ring(s.ring, s.radius, generator)
         validation = TensorLoader(*held_out, batch_size=s.train)
-        posterior = self.fit(job, candidate, network, shuffled(train, s.batch, job.seed), validation)
+        posterior = self.fit(job, candidate, network, shuffled_loader(train, s.batch, job.seed), validation)
         known, novel = predict(posterior, test[0], s.samples), predict(posterior, far, s.samples)
         values = known.evaluate(test[1]) | {
             "auroc": novelty_auroc(known.entropy, novel.entropy),
@@ -100,19 +100,19 @@ class Clusters2d(MethodStudy):
         content: dict[str, Any] = {"values": values, "bins": reliability(known.probabilities, test[1])}
         if job.seed == 0:
             content["map"] = _map(posterior, s)
-            content["points"] = short(train[0], 2)
+            content["points"] = round_values(train[0], 2)
             content["point_class"] = train[1].tolist()
         return content
 
     def findings(self, settings: Settings, parts: Parts) -> Findings:
-        chosen = self.measured(settings, parts)
+        chosen = self.evaluated_candidates(settings, parts)
         notes = [
             f"Four blobs of standard deviation {settings.spread:g}, {settings.train} points to learn from; the ring has a radius of "
             f"{settings.radius:g}. All methods have the same network of hidden layers {settings.hidden}, the same points of their seed "
             f"and {settings.epochs} epochs or what their own settings say; nothing was chosen on the ring.",
         ]
         rows = self.rows(settings, parts, METRICS)
-        drawn = figures(settings, parts, chosen, self.of_first_seed(settings, parts, "map"))
+        drawn = figures(settings, parts, chosen, self.first_seed_parts(settings, parts, "map"))
         return Findings(answer(parts, chosen), METRICS, rows, drawn, notes)
 
 
@@ -125,7 +125,7 @@ def _map(posterior: Posterior, s: Settings) -> dict[str, Any]:
     predictive = predict(posterior, torch.cartesian_prod(axis, axis), s.samples)
 
     def table(values: Tensor) -> list[Any]:
-        return short(values.reshape(s.grid, s.grid).T, 3)  # a row for each y
+        return round_values(values.reshape(s.grid, s.grid).T, 3)  # a row for each y
 
     epistemic = table(predictive.mutual_information) if posterior.default_samples > 1 else None
     return {"entropy": table(predictive.entropy), "epistemic": epistemic}
@@ -160,7 +160,7 @@ def figures(
             if part["map"][name] is not None:
                 panels.append({"title": method, "note": note, "values": part["map"][name]})
         if panels:
-            first, axis = next(iter(drawn.values())), short(axis_of(s), 3)
+            first, axis = next(iter(drawn.values())), round_values(axis_of(s), 3)
             points = {"points": first["points"], "point_class": first["point_class"], "ring": s.radius}
             data = {"label": label, "x": axis, "y": axis, "top": math.log(2), **points, "panels": panels}
             made.append(figure("map", title, caption, data))

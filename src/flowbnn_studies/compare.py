@@ -17,21 +17,21 @@ from flowbnn.errors import FlowBNNError
 from flowbnn.models import MLP, VGG16, LeNet, ResNet18, SmallConv
 from flowbnn.options import Ge, options
 from flowbnn_studies.data import load_images, novel_noise
-from flowbnn_studies.runner.methods import MethodSettings, MethodStudy, shuffled
+from flowbnn_studies.runner.methods import MethodSettings, MethodStudy, shuffled_loader
 from flowbnn_studies.runner.study import Findings, Job
 
-Pair = tuple[Tensor, Tensor]
+TensorPair = tuple[Tensor, Tensor]
 SPREAD, RADIUS = 1.2, 18.0  # of the blobs, and of the ring about them
 HELD_OUT = 5000  # images put aside of the large sets
 
 
 @dataclass(frozen=True)
-class Data:
+class ComparisonData:
     """A data set as a network takes it: inputs and targets, novel inputs, and what these are, in words."""
 
-    train: Pair
-    validation: Pair
-    test: Pair
+    train: TensorPair
+    validation: TensorPair
+    test: TensorPair
     novel: Tensor
     classes: int
     strange: str
@@ -57,20 +57,24 @@ NETWORKS: dict[str, tuple[Callable[[tuple[int, ...], int], nn.Module], int]] = {
 }
 
 
-def _digits(seed: int) -> Data:
+def _digits(seed: int) -> ComparisonData:
     digits = load_digits(8, seed)
     strange = "the digit 8, never seen"
-    return Data(digits.train, digits.validation, digits.test, digits.novel[0], len(digits.known), strange)
+    return ComparisonData(
+        digits.train, digits.validation, digits.test, digits.novel[0], len(digits.known), strange
+    )
 
 
-def _clusters(seed: int) -> Data:
+def _clusters(seed: int) -> ComparisonData:
     generator = torch.Generator().manual_seed(1000 + seed)
     train, validation, test = (clusters(number, SPREAD, generator) for number in (800, 200, 4000))
-    return Data(train, validation, test, ring(1000, RADIUS, generator), 2, "a ring of far-away points")
+    return ComparisonData(
+        train, validation, test, ring(1000, RADIUS, generator), 2, "a ring of far-away points"
+    )
 
 
-def _images(name: str, novel: str) -> Callable[[int], Data]:
-    def load(seed: int) -> Data:
+def _images(name: str, novel: str) -> Callable[[int], ComparisonData]:
+    def load(seed: int) -> ComparisonData:
         train, aside = load_images(name, "train").split(HELD_OUT, seed)
         test, normalize = load_images(name, "test"), train.normalizer()
         if novel == "noise":
@@ -80,12 +84,12 @@ def _images(name: str, novel: str) -> Callable[[int], Data]:
             strange = load_images(novel, "test").to_unit()
         validation, tested = ((normalize(one.images), one.labels) for one in (aside, test))
         pairs = ((train.normalized(), train.labels), validation, tested)
-        return Data(*pairs, normalize(strange), len(train.classes), f"images of {novel}")
+        return ComparisonData(*pairs, normalize(strange), len(train.classes), f"images of {novel}")
 
     return load
 
 
-DATA: dict[str, Callable[[int], Data]] = {
+DATA: dict[str, Callable[[int], ComparisonData]] = {
     "digits": _digits,
     "clusters": _clusters,
     "mnist": _images("mnist", "fashion-mnist"),
@@ -94,7 +98,7 @@ DATA: dict[str, Callable[[int], Data]] = {
 }
 
 
-def prepare_data(network: str, data: str, seed: int, train: int = 0, test: int = 0) -> Data:
+def prepare_data(network: str, data: str, seed: int, train: int = 0, test: int = 0) -> ComparisonData:
     """A data set as a network takes it: images of another size are scaled to the one it needs.
 
     Args:
@@ -113,7 +117,7 @@ def prepare_data(network: str, data: str, seed: int, train: int = 0, test: int =
         smaller = size < inputs.shape[-1]
         return F.interpolate(inputs, (size, size), mode="bilinear", align_corners=False, antialias=smaller)
 
-    def cut(pair: Pair, most: int) -> Pair:
+    def cut(pair: TensorPair, most: int) -> TensorPair:
         inputs, targets = (part[: most or None] for part in pair)
         return fitted(inputs), targets
 
@@ -182,9 +186,9 @@ class CompareStudy(MethodStudy):
         weights = sum(parameter.numel() for parameter in network.parameters())
         if weights > (candidate.most_weights or math.inf):
             return {"values": {}, "refused": f"with {weights:,} weights it would take hours"}
-        loader = shuffled(data.train, s.batch, job.seed)
+        loader = shuffled_loader(data.train, s.batch, job.seed)
         warm_up(network, loader)
-        method, more = self.prepared(job, candidate, len(loader))
+        method, more = self.make_method(job, candidate, len(loader))
         test, novel = TensorLoader(*data.test, batch_size=512), TensorLoader(data.novel, batch_size=512)
         held_out = TensorLoader(*data.validation, batch_size=s.batch) if candidate.held_out else None
         more |= {"novel": novel, "validation": held_out, "samples": s.samples}
@@ -194,7 +198,7 @@ class CompareStudy(MethodStudy):
         return {**content, **told}
 
     def findings(self, settings: Settings, parts: Parts) -> Findings:
-        one = parts.of(self.measured(settings, parts)[0].key)[0]
+        one = parts.of(self.evaluated_candidates(settings, parts)[0].key)[0]
         table = Comparison(self.candidates(settings), parts)
         sizes = one["sizes"]
         notes = [

@@ -20,12 +20,12 @@ from flowbnn_studies.runner.findings import (
     density_panels,
     histogram,
     histogram_panels,
-    paired,
+    paired_difference,
     pluralize,
-    short,
+    round_values,
     training_figure,
 )
-from flowbnn_studies.runner.methods import predict, shuffled
+from flowbnn_studies.runner.methods import predict, shuffled_loader
 from flowbnn_studies.runner.study import Findings, Job, Study, Variant
 
 # fmt: off
@@ -71,7 +71,7 @@ class Settings:
     samples: Count = 128
 
 
-def rules_of(settings: Settings, variant: str) -> dict[Any, Recipe | None]:
+def noise_rules(settings: Settings, variant: str) -> dict[Any, Recipe | None]:
     """The noise of a variant; the flows sit where Xiong's report puts them in its LeNet."""
     if variant == "plain":
         return {}
@@ -101,12 +101,12 @@ class DigitsStudy(Study):
     seeds = 3
     settings = Settings
     partial = False
-    keeps_networks = True
+    keep_networks = True
     quick: ClassVar[dict[str, Any]] = {"start_epochs": 1, "epochs": 2, "samples": 8}
 
     def variants(self, settings: Settings) -> tuple[Variant, ...]:
         return (
-            Variant("start", "Common start", shown=False),
+            Variant("start", "Common start", in_table=False),
             Variant("plain", "Plain", "mle", "start"),
             Variant("dropout", "Dropout", "mc-dropout", "start", cost=1.5),
             Variant("gaussian", "Gaussian noise", "node-noise-gaussian", "start", cost=2),
@@ -116,13 +116,13 @@ class DigitsStudy(Study):
     def train(self, job: Job) -> dict[str, Any]:
         s: Settings = job.settings
         digits = load_digits(s.novel, job.seed)
-        loader = shuffled(digits.train, s.batch, job.seed)
+        loader = shuffled_loader(digits.train, s.batch, job.seed)
         network = SmallConv(classes=len(digits.known), width=s.width, hidden=s.hidden)
-        if job.after is None:
+        if job.start_from is None:
             job.fit(network, loader, epochs=s.start_epochs)
             return {"values": {}}
-        rules = rules_of(s, job.variant)
-        posterior = job.fit(job.load_start(network), loader, rules, CosineAnnealingLR)
+        rules = noise_rules(s, job.variant)
+        posterior = job.fit(job.load_start_network(network), loader, rules, CosineAnnealingLR)
         return self.evaluate(job, posterior, digits)
 
     def evaluate(self, job: Job, posterior: Posterior, digits: Digits) -> dict[str, Any]:
@@ -154,7 +154,7 @@ class DigitsStudy(Study):
         return content
 
     def findings(self, settings: Settings, parts: Parts) -> Findings:
-        labels = self.shown(settings)
+        labels = self.row_labels(settings)
         notes = [
             f"Every variant starts from the same network of its seed, trained for {settings.start_epochs} epochs, and is trained for "
             f"{settings.epochs} more. Each seed has a split of its own: 60 % of the known digits to learn from, 15 % to choose "
@@ -180,7 +180,7 @@ def _images(
             for value, label in zip(probabilities, labels, strict=True)
         ]
         title = f"{name}, entropy {float(predictive.entropy[index]):.2f}"
-        panels.append({"title": title, "pixels": short(images[index, 0], 3), "bars": bars})
+        panels.append({"title": title, "pixels": round_values(images[index, 0], 3), "bars": bars})
     return panels
 
 
@@ -191,7 +191,11 @@ def answer(parts: Parts, labels: Mapping[str, str]) -> str:
         order = sorted(labels, key=lambda key: parts.mean(key, metric), reverse=higher)
         best = order[0]
         means = ", ".join(f"{labels[key].lower()} {parts.mean(key, metric):.3f}" for key in order)
-        near = [k for k in order[1:] if not paired(parts.values(best, metric), parts.values(k, metric)).clear]
+        near = [
+            k
+            for k in order[1:]
+            if not paired_difference(parts.values(best, metric), parts.values(k, metric)).significant
+        ]
         if len(parts.seeds) == 1:
             lead = "which one split does not settle"
         elif not near:
@@ -202,15 +206,15 @@ def answer(parts: Parts, labels: Mapping[str, str]) -> str:
             lead = f"within chance of {' and '.join(labels[key].lower() for key in near)}"
         return f"{labels[best].lower()} is best, {lead} ({means})."
 
-    flow = paired(parts.values("flow", "auroc"), parts.values("gaussian", "auroc"))
+    flow = paired_difference(parts.values("flow", "auroc"), parts.values("gaussian", "auroc"))
     verdict = "there is no clear difference between flow and Gaussian noise"
-    if flow.clear:
+    if flow.significant:
         verdict = f"flow noise does {'better' if flow.mean > 0 else 'worse'} than Gaussian noise"
     accuracies = [parts.mean(key, "accuracy") for key in labels]
     return (
         f"Probabilities (NLL, {pluralize(len(parts.seeds), 'split')}): {ranking('nll', False)}\nThe unseen digit (AUROC by entropy): "
         f"{ranking('auroc', True)}\nAccuracy lies between {min(accuracies):.3f} and {max(accuracies):.3f}.\nFor novelty {verdict}: "
-        f"{flow.words(3)}."
+        f"{flow.describe(3)}."
     ).replace("gaussian", "Gaussian")
 
 

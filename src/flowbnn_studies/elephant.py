@@ -15,10 +15,10 @@ from flowbnn.metrics import novelty_auroc
 from flowbnn.models import LeNet, SmallConv
 from flowbnn.options import Bounds, Count, Positive, checked, options
 from flowbnn.predictive import CategoricalPredictive
-from flowbnn_studies.data.images import SOURCES
-from flowbnn_studies.images.data import PictureSettings, PictureStudy
-from flowbnn_studies.runner.findings import histogram, histogram_panels, pluralize, ranking, short
-from flowbnn_studies.runner.methods import MethodSettings, MethodStudy, predict, shuffled
+from flowbnn_studies.data.images import DATASETS
+from flowbnn_studies.images.data import ImageMethodSettings, ImageMethodStudy
+from flowbnn_studies.runner.findings import histogram, histogram_panels, pluralize, ranking, round_values
+from flowbnn_studies.runner.methods import MethodSettings, MethodStudy, predict, shuffled_loader
 from flowbnn_studies.runner.study import Findings, Job
 
 UNCERTAINTIES = {"nll": "NLL*", "entropy": "entropy*", "variance": "total variance"}
@@ -109,13 +109,13 @@ class Elephant(MethodStudy):
         s: Settings = job.settings
         digits = load_digits(s.novel, job.seed)
         network = SmallConv(classes=len(digits.known), width=s.width, hidden=s.hidden)
-        loader = shuffled(digits.train, s.batch, job.seed)
+        loader = shuffled_loader(digits.train, s.batch, job.seed)
         validation = TensorLoader(*digits.validation, batch_size=s.batch)
         posterior = self.fit(job, candidate, network, loader, validation)
         return scores(posterior, digits, s, self.classes, pictures=job.seed == 0)
 
     def findings(self, settings: Settings, parts: Parts) -> Findings:
-        chosen = self.measured(settings, parts)
+        chosen = self.evaluated_candidates(settings, parts)
         notes = [
             f"{self.split} The threshold of each uncertainty is the one that {settings.kept:.0%} of the held-out known images do not "
             "exceed; no image of the new class has a part in choosing it.",
@@ -124,12 +124,14 @@ class Elephant(MethodStudy):
             "those of the known one do not, and with variational inference more so than with MC dropout.",
         ]
         rows = self.rows(settings, parts, METRICS)
-        drawn = figures(settings, parts, chosen, self.of_first_seed(settings, parts, "sides"), self.classes)
+        drawn = figures(
+            settings, parts, chosen, self.first_seed_parts(settings, parts, "sides"), self.classes
+        )
         return Findings(answer(parts, chosen), METRICS, rows, drawn, notes)
 
 
 @options(kw_only=True)
-class FashionSettings(PictureSettings, Settings):
+class FashionSettings(ImageMethodSettings, Settings):
     """As :class:`Settings`, on Fashion-MNIST: the sneaker is left out, the ankle boot is shown; a LeNet, whose widths are fixed."""
 
     novel: Annotated[int, Bounds(ge=0, le=9)] = 7
@@ -140,7 +142,7 @@ class FashionSettings(PictureSettings, Settings):
     samples: Count = 64
 
 
-class ElephantFashion(Elephant, PictureStudy):
+class ElephantFashion(Elephant, ImageMethodStudy):
     name = "elephant-fashion"
     title = "The elephant in the office: a sneaker nobody has shown it"
     description = "Fashion-MNIST without the sneaker, then sneakers at test (Ravenda's report): T predictions, and rejecting as new"
@@ -156,7 +158,7 @@ class ElephantFashion(Elephant, PictureStudy):
         "methods": ("mle", "mc-dropout", "bayes-by-backprop"),
     }  # fmt: skip
     data = "fashion-mnist"
-    classes = SOURCES["fashion-mnist"].classes
+    classes = DATASETS["fashion-mnist"].classes
     split = (
         "The training images without the sneakers are split alike for all seeds: 5,000 are held out; known test images and test images "
         "of sneakers are all there are. A LeNet; the report's network is not told. HMC, NUTS and modes of the noise, which take all "
@@ -167,9 +169,9 @@ class ElephantFashion(Elephant, PictureStudy):
         return (settings.novel,)
 
     def evaluate(self, job: Job, candidate: Candidate) -> dict[str, Any]:
-        data = self.parts(job)
+        data = self.load_data(job)
         network = LeNet(1, len(data.known))
-        posterior = self.learned(job, candidate, network, data)
+        posterior = self.fit_candidate(job, candidate, network, data)
         return scores(posterior, data, job.settings, self.classes, pictures=job.seed == 0)
 
 
@@ -252,7 +254,7 @@ def scores(
 
 def _side(one: CategoricalPredictive, image: Tensor, title: str, drawn: int) -> dict[str, Any]:
     """One image with the sampled predictions for it."""
-    sampled = {"pixels": short(image[0], 3), "samples": short(one.samples[:drawn, 0], 3)}
+    sampled = {"pixels": round_values(image[0], 3), "samples": round_values(one.samples[:drawn, 0], 3)}
     return {"title": title, **sampled} | {key: round(float(read(one)), 4) for key, read in READ.items()}
 
 

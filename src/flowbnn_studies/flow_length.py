@@ -10,10 +10,10 @@ from flowbnn.models import MLP
 from flowbnn.noise import NormalPlanar, noise_layers
 from flowbnn.options import Count, NonNegative, options
 from flowbnn.posterior import NoisePosterior
-from flowbnn_studies.runner.findings import curve, paired, panel, pluralize
-from flowbnn_studies.runner.methods import predict, shuffled
+from flowbnn_studies.runner.findings import curve, paired_difference, panel, pluralize
+from flowbnn_studies.runner.methods import predict, shuffled_loader
 from flowbnn_studies.runner.study import Findings, Job, Study, Variant
-from flowbnn_studies.two_clusters import ClusterSettings, points_of
+from flowbnn_studies.two_clusters import ClusterSettings, sample_points
 
 # fmt: off
 METRICS = (
@@ -57,7 +57,7 @@ class FlowLength(Study):
     source = "Xiong's report, figure 4"
     settings = Settings
     partial = False
-    keeps_networks = True
+    keep_networks = True
     # fmt: off
     quick: ClassVar[dict[str, Any]] = {
         "lengths": (0, 3), "train": 800, "test": 1000, "epochs": 2, "short_epochs": 1, "draws": 4, "kl_draws": 64, "samples": 8,
@@ -69,18 +69,18 @@ class FlowLength(Study):
             Variant(f"length-{n}", f"Length {n}", "node-noise-planar", "plain", cost=1 + n)
             for n in settings.lengths
         ]
-        return (Variant("plain", "Plain MLP", "mle", shown=False), *lengths)
+        return (Variant("plain", "Plain MLP", "mle", in_table=False), *lengths)
 
     def train(self, job: Job) -> dict[str, Any]:
         s: Settings = job.settings
-        train, test = points_of(s, job.seed)
-        loader = shuffled(train, s.batch, job.seed)
+        train, test = sample_points(s, job.seed)
+        loader = shuffled_loader(train, s.batch, job.seed)
         network = MLP(2, (s.hidden,), 2)
         if job.variant == "plain":
             job.fit(network, loader, epochs=s.short_epochs, weight_lr=s.short_lr)
             return {"values": {}}
         rules = {"*": NormalPlanar(int(job.variant.removeprefix("length-")), base_scale=0.5)}
-        posterior = job.fit(job.load_start(network), loader, rules)
+        posterior = job.fit(job.load_start_network(network), loader, rules)
         return {
             "values": {
                 **final_bound(posterior, train, s.draws, s.kl_draws),
@@ -90,7 +90,7 @@ class FlowLength(Study):
         }
 
     def findings(self, settings: Settings, parts: Parts) -> Findings:
-        labels = self.shown(settings)
+        labels = self.row_labels(settings)
 
         def lines(name: str, scale: float = 1.0) -> list[dict[str, Any]]:
             return [
@@ -151,22 +151,29 @@ def answer(parts: Parts, lengths: tuple[int, ...]) -> str:
         f"worst ({means[worst]:.4f})."
     )
     if len(lengths) > 1:
-        second = paired(bound[order[1]], bound[best])
+        second = paired_difference(bound[order[1]], bound[best])
         text += (
-            f"\nThe runner-up, length {order[1]}, differs from the best by {second.words()}, which is "
-            + ("more than chance." if second.clear else f"{second.even}: the best length is not settled.")
+            f"\nThe runner-up, length {order[1]}, differs from the best by {second.describe()}, which is "
+            + (
+                "more than chance."
+                if second.significant
+                else f"{second.inconclusive}: the best length is not settled."
+            )
         )
     if 0 in lengths and len(lengths) > 1:
         rival = best if best != 0 else order[1]
-        gap = paired(bound[0], bound[rival])
-        if worst == 0 and gap.clear:
-            text += f"\nAs in the report, no flow is the worst: {gap.words()} nats per point behind length {rival}, seed by seed."
+        gap = paired_difference(bound[0], bound[rival])
+        if worst == 0 and gap.significant:
+            text += f"\nAs in the report, no flow is the worst: {gap.describe()} nats per point behind length {rival}, seed by seed."
         elif worst == 0:
-            text += f"\nNo flow comes last, as in the report, but its distance to length {rival}, {gap.words()}, is {gap.even}."
+            text += (
+                f"\nNo flow is the worst, as in the report, but its difference to length {rival} is {gap.inconclusive}: "
+                f"{gap.describe()}."
+            )
         else:
             text += (
                 f"\nUnlike in the report, no flow is not the worst: its negative ELBO is {means[0]:.4f}, rank "
-                f"{order.index(0) + 1} of {len(order)}, {gap.words()} from length {rival}."
+                f"{order.index(0) + 1} of {len(order)}, {gap.describe()} from length {rival}."
             )
     if 12 in lengths:
         text += (

@@ -16,8 +16,8 @@ from flowbnn.methods.mcmc.hmc import Metropolis
 from flowbnn.methods.variational.bayes_by_backprop import GaussianWeightPosterior
 from flowbnn.options import Count, Positive, options
 from flowbnn.training import cosine
-from flowbnn_studies.runner.findings import kernel_density, line, panel, pluralize, short
-from flowbnn_studies.runner.study import Findings, Job, Study, Variant, metrics_of
+from flowbnn_studies.runner.findings import kernel_density, line, panel, pluralize, round_values
+from flowbnn_studies.runner.study import Findings, Job, Study, Variant, make_metrics
 
 VARIANTS = (
     Variant("metropolis", "Random-walk Metropolis", "metropolis"),
@@ -72,7 +72,7 @@ class Settings:
     lr: Positive = 0.05
 
 
-class Normal(NamedTuple):
+class GaussianMoments(NamedTuple):
     """A normal distribution over weights, in the order slopes, intercept."""
 
     mean: Tensor
@@ -103,11 +103,13 @@ class LinearRegression(Study):
         s: Settings = job.settings
         content: dict[str, Any] = {"values": {}, "curves": {}}
         for number in s.inputs:
-            inputs, targets = problem(s, number, job.seed)
-            exact = posterior_of(inputs, targets, s)
+            inputs, targets = make_problem(s, number, job.seed)
+            exact = exact_posterior(inputs, targets, s)
             started, more = time.perf_counter(), dict[str, Any]()
             if job.variant == "factorized":
-                best = Normal(exact.mean, torch.linalg.inv(exact.covariance).diagonal().reciprocal().diag())
+                best = GaussianMoments(
+                    exact.mean, torch.linalg.inv(exact.covariance).diagonal().reciprocal().diag()
+                )
                 found = best
             else:
                 found, more = self.fitted(job, inputs, targets)
@@ -116,12 +118,12 @@ class LinearRegression(Study):
             values = {**distances(found, exact), **more}
             content["values"] |= {f"{name}_{number}": value for name, value in values.items()}
             if chains is not None:
-                content["curves"][str(number)] = growing(chains, exact, more["evaluations"])
+                content["curves"][str(number)] = kl_by_draws(chains, exact, more["evaluations"])
             if job.seed == 0 and number == 1:
                 content |= pictures(found, chains, exact, inputs, targets, s)
         return content
 
-    def fitted(self, job: Job, inputs: Tensor, targets: Tensor) -> tuple[Normal, dict[str, Any]]:
+    def fitted(self, job: Job, inputs: Tensor, targets: Tensor) -> tuple[GaussianMoments, dict[str, Any]]:
         """What a method makes of the data."""
         s: Settings = job.settings
         network = nn.Linear(inputs.shape[1], 1).double()
@@ -133,8 +135,10 @@ class LinearRegression(Study):
                 epochs=s.fit_steps, lr=s.lr, noise_lr=s.lr, schedule=cosine, prior_scale=s.prior
             )
             fit: GaussianWeightPosterior = method.fit(network, data, **given)
-            std = joined(fit.std)
-            return Normal(joined(fit.mean), std.square().diag()), {"evaluations": float(s.fit_steps)}
+            std = flatten_weights(fit.std)
+            return GaussianMoments(flatten_weights(fit.mean), std.square().diag()), {
+                "evaluations": float(s.fit_steps)
+            }
         common: dict[str, Any] = {"samples": s.draws, "chains": s.chains, "prior_scale": s.prior}
         common |= {"epochs": max(1, s.fit_steps // 3), "lr": s.lr, "schedule": cosine}
         thin = max(1, (s.steps + 1) // 2) if job.variant == "metropolis" else 1
@@ -143,7 +147,7 @@ class LinearRegression(Study):
             posterior = Metropolis(thin=thin, warmup=thin * s.warmup, **common).fit(network, data, **given)
         else:
             posterior = HMC(steps=s.steps, warmup=s.warmup, **common).fit(network, data, **given)
-        chains = joined(posterior.chains, 2)
+        chains = flatten_weights(posterior.chains, 2)
         evaluations = thin * float(posterior.record["gradients"].sum())
         told = posterior.diagnostics()
         least = float(effective_sample_size(chains, "bulk").min())
@@ -153,10 +157,10 @@ class LinearRegression(Study):
             "efficiency": 1e3 * least / evaluations,
             "rhat": told.rhat_weights,
         }
-        return Normal(flat.mean(0), flat.T.cov()), {**more, "chains": chains}
+        return GaussianMoments(flat.mean(0), flat.T.cov()), {**more, "chains": chains}
 
     def findings(self, settings: Settings, parts: Parts) -> Findings:
-        metrics = metrics_of(NUMBERS, {number: weights(number) for number in settings.inputs})
+        metrics = make_metrics(NUMBERS, {number: weights_label(number) for number in settings.inputs})
         notes = [
             f"Every seed has data of its own: {settings.points} points for each weight, inputs that share a common factor (with one "
             f"input: even between 0 and 3), a line of spread 1 and noise of {settings.noise:g}, which all methods know, a prior "
@@ -170,20 +174,20 @@ class LinearRegression(Study):
             "for some 10 to 100 variables.",
         ]
         rows = self.rows(settings, parts, metrics)
-        drawn = figures(settings, parts, self.of_first_seed(settings, parts, "joint"))
+        drawn = figures(settings, parts, self.first_seed_parts(settings, parts, "joint"))
         return Findings(answer(settings, parts), metrics, rows, drawn, notes)
 
 
-def weights(number: int) -> str:
+def weights_label(number: int) -> str:
     """A regression in words.
 
-    >>> weights(1), weights(20)
+    >>> weights_label(1), weights_label(20)
     ('2 weights', '21 weights')
     """
     return f"{number + 1} weights"
 
 
-def problem(s: Settings, number: int, seed: int) -> tuple[Tensor, Tensor]:
+def make_problem(s: Settings, number: int, seed: int) -> tuple[Tensor, Tensor]:
     """Inputs ``[N, number]`` and targets ``[N, 1]``."""
     source = torch.Generator().manual_seed(1000 * number + seed)
     count = s.points * (number + 1)
@@ -203,26 +207,27 @@ def design(inputs: Tensor) -> Tensor:
     return torch.cat([inputs, torch.ones_like(inputs[:, :1])], 1)
 
 
-def posterior_of(inputs: Tensor, targets: Tensor, s: Settings) -> Normal:
+def exact_posterior(inputs: Tensor, targets: Tensor, s: Settings) -> GaussianMoments:
     r"""The exact one: precision :math:`\Lambda = X^\top X / \sigma^2 + I / s^2`, mean :math:`\Lambda^{-1} X^\top y / \sigma^2`."""
     columns = design(inputs)
     precision = columns.T @ columns / s.noise**2 + torch.eye(columns.shape[1]).double() / s.prior**2
     covariance = torch.linalg.inv(precision)
-    return Normal(covariance @ (columns.T @ targets / s.noise**2)[:, 0], covariance)
+    return GaussianMoments(covariance @ (columns.T @ targets / s.noise**2)[:, 0], covariance)
 
 
-def joined(values: Mapping[str, Tensor], leading: int = 0) -> Tensor:
+def flatten_weights(values: Mapping[str, Tensor], leading: int = 0) -> Tensor:
     """Slopes and intercept on the last axis."""
     return torch.cat([values[name].flatten(leading) for name in ("weight", "bias")], -1)
 
 
-def distances(found: Normal, exact: Normal) -> dict[str, float]:
+def distances(found: GaussianMoments, exact: GaussianMoments) -> dict[str, float]:
     r"""How far a normal distribution is from the exact one, where that is scaled to a standard normal.
 
     .. math:: \mathrm{KL} = \tfrac12 (\mathrm{tr}\, S + m^\top m - d - \log\det S)
 
-    >>> one = torch.eye(2).double()
-    >>> {name: round(value, 4) for name, value in distances(Normal(torch.ones(2).double(), one), Normal(0 * one[0], one)).items()}
+    >>> unit, zero = torch.eye(2).double(), torch.zeros(2).double()
+    >>> values = distances(GaussianMoments(zero + 1, unit), GaussianMoments(zero, unit))
+    >>> {name: round(value, 4) for name, value in values.items()}
     {'kl': 1.0, 'mean': 1.0, 'covariance': 0.0}
     """
     root = torch.linalg.cholesky(exact.covariance)
@@ -235,7 +240,7 @@ def distances(found: Normal, exact: Normal) -> dict[str, float]:
     return {"kl": float(kl), "mean": float(away.square().mean().sqrt()), "covariance": float(error)}
 
 
-def growing(chains: Tensor, exact: Normal, evaluations: float) -> dict[str, list[float]]:
+def kl_by_draws(chains: Tensor, exact: GaussianMoments, evaluations: float) -> dict[str, list[float]]:
     """The KL after a half, a quarter and so on of all draws, against the thousands of evaluations that they took."""
     draws = chains.shape[1]
     counts = [draws >> halvings for halvings in reversed(range(PREFIXES))]
@@ -243,14 +248,19 @@ def growing(chains: Tensor, exact: Normal, evaluations: float) -> dict[str, list
     for count in counts:
         flat = chains[:, :count].flatten(0, 1)
         if len(flat) > 2 * flat.shape[1]:  # else its covariance is nearly singular
-            kl = distances(Normal(flat.mean(0), flat.T.cov()), exact)["kl"]
+            kl = distances(GaussianMoments(flat.mean(0), flat.T.cov()), exact)["kl"]
             made["x"].append(math.log10(evaluations * count / draws))
             made["kl"].append(math.log10(kl))
     return made
 
 
 def pictures(
-    found: Normal, chains: Tensor | None, exact: Normal, inputs: Tensor, targets: Tensor, s: Settings
+    found: GaussianMoments,
+    chains: Tensor | None,
+    exact: GaussianMoments,
+    inputs: Tensor,
+    targets: Tensor,
+    s: Settings,
 ) -> dict[str, Any]:
     """The line of one input: joint and marginal densities, and the band of the line."""
     deviation = exact.covariance.diagonal().sqrt()
@@ -258,27 +268,27 @@ def pictures(
     axis = torch.linspace(-1.0, 4.0, 51).double()
     columns = design(axis[:, None])
 
-    def joint(normal: Normal) -> Tensor:
+    def joint(normal: GaussianMoments) -> Tensor:
         points = torch.cartesian_prod(grids[1], grids[0])[:, [1, 0]]
         density = torch.distributions.MultivariateNormal(*normal).log_prob(points).exp()
         return density.view(len(grids[1]), len(grids[0]))
 
-    def band(normal: Normal) -> dict[str, Any]:
+    def band(normal: GaussianMoments) -> dict[str, Any]:
         variance = ((columns @ normal.covariance) * columns).sum(1)
         total = (variance + s.noise**2).sqrt()
         return {
-            "x": short(axis),
-            "mean": short(columns @ normal.mean),
-            "epistemic": short(variance.sqrt()),
-            "total": short(total),
+            "x": round_values(axis),
+            "mean": round_values(columns @ normal.mean),
+            "epistemic": round_values(variance.sqrt()),
+            "total": round_values(total),
         }
 
     density = joint(found) if chains is None else kernel_density(*chains.flatten(0, 1).T, *grids)
     return {
-        "joint": {"x": short(grids[0]), "y": short(grids[1]), "density": short(density)},
+        "joint": {"x": round_values(grids[0]), "y": round_values(grids[1]), "density": round_values(density)},
         "band": band(found),
-        "exact": {"joint": short(joint(exact)), "band": band(exact)},
-        "points": {"x": short(inputs[:, 0]), "y": short(targets[:, 0])},
+        "exact": {"joint": round_values(joint(exact)), "band": band(exact)},
+        "points": {"x": round_values(inputs[:, 0]), "y": round_values(targets[:, 0])},
     }
 
 
@@ -313,7 +323,7 @@ def figures(s: Settings, parts: Parts, drawn: Mapping[str, dict[str, Any]]) -> l
         made.append(
             figure("bands", "The line that they predict", caption, {"x_label": "x", **exact, "panels": bands})
         )
-    made.append(falling(s, parts))
+    made.append(kl_figure(s, parts))
     labels = {one.key: one.label for one in VARIANTS if one.key in SAMPLED}
     lines = []
     for key, label in labels.items():
@@ -325,7 +335,7 @@ def figures(s: Settings, parts: Parts, drawn: Mapping[str, dict[str, Any]]) -> l
     return [*made, figure("curves", title, caption, {"x_label": "weights, log10", "panels": panels})]
 
 
-def falling(s: Settings, parts: Parts) -> dict[str, Any]:
+def kl_figure(s: Settings, parts: Parts) -> dict[str, Any]:
     """The distance to the exact posterior as chains grow."""
     panels = []
     for number in s.inputs:
@@ -337,7 +347,7 @@ def falling(s: Settings, parts: Parts) -> dict[str, Any]:
                 lines.append(line(one.label, places, zip(*(run["kl"] for run in runs), strict=True)))
         known = [math.log10(value) for value in parts.values("factorized", f"kl_{number}")]
         levels = [{"label": "Best factorized Gaussian", "value": sum(known) / len(known)}]
-        panels.append(panel(weights(number), "KL to the exact posterior, log10", lines, levels=levels))
+        panels.append(panel(weights_label(number), "KL to the exact posterior, log10", lines, levels=levels))
     return figure(
         "curves",
         "Chains come nearer as they grow, a factorized Gaussian does not",
@@ -364,6 +374,6 @@ def answer(s: Settings, parts: Parts) -> str:
         "up to the number of their draws; the factorized Gaussian misses the correlation of slope and intercept, and no longer fit "
         "helps.",
         f"For a thousand evaluations HMC has {ratio(few):.1f} times as many effective draws as random-walk Metropolis with "
-        f"{weights(few)} and {ratio(many):.1f} times as many with {weights(many)}, where the KLs are: {told(keys, many)}.",
+        f"{weights_label(few)} and {ratio(many):.1f} times as many with {weights_label(many)}, where the KLs are: {told(keys, many)}.",
     ]
     return "\n".join(lines)

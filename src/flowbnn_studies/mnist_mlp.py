@@ -13,10 +13,10 @@ from flowbnn.models import MLP
 from flowbnn.options import Count, NonNegative, Positive, Probability, options
 from flowbnn.training import cosine
 from flowbnn_studies.images.data import SPLIT_SEED, read_images
-from flowbnn_studies.images.settings import PictureData
+from flowbnn_studies.images.settings import ImageSource
 from flowbnn_studies.runner.findings import line, panel, pluralize
-from flowbnn_studies.runner.methods import predict, shuffled
-from flowbnn_studies.runner.study import Findings, Job, Study, Variant, metrics_of, regrouped
+from flowbnn_studies.runner.methods import predict, shuffled_loader
+from flowbnn_studies.runner.study import Findings, Job, Study, Variant, make_metrics, regroup_parts
 
 SCALE = 126.0  # pixels are divided by it, as in the paper: the empty ground stays at zero
 CHOICE_SEED = 100
@@ -52,7 +52,7 @@ CHOICES: dict[str, dict[str, Any]] = {
 
 
 @options(kw_only=True)
-class Settings(PictureData):
+class Settings(ImageSource):
     """What the study depends on, besides :class:`~flowbnn_studies.images.settings.PictureData`.
 
     Args:
@@ -135,20 +135,22 @@ class MnistMlp(Study):
             return images.to(job.device).flatten(1) / SCALE, labels.to(job.device)
 
         seed = job.seed + (CHOICE_SEED if s.choose else 0)
-        loader = shuffled(tensors(learned.images, learned.labels), s.batch, seed, job.device, drop_last=True)
+        loader = shuffled_loader(
+            tensors(learned.images, learned.labels), s.batch, seed, job.device, drop_last=True
+        )
         torch.manual_seed(seed)
-        network = network_of(int(units), s if key == "dropout" else None)
-        options = job.brief(seed=1 + seed, num_data=len(learned))
-        posterior = method_of(key, s).fit(network.to(job.device), loader, **options)
+        network = make_network(int(units), s if key == "dropout" else None)
+        options = job.short_options(seed=1 + seed, num_data=len(learned))
+        posterior = make_method(key, s).fit(network.to(job.device), loader, **options)
         images, labels = tensors(tested.images, tested.labels)
         found = predict(posterior, images, s.samples).evaluate(labels.cpu())
         values = {"error": 1.0 - found["accuracy"], "nll": found["nll"], "ece": found["ece"]}
         return {"values": {f"{name}_{units}": value for name, value in values.items()}}
 
     def findings(self, settings: Settings, parts: Parts) -> Findings:
-        by_row = regrouped(parts, lambda variant, name: (variant.rpartition("-")[0], name))
+        by_row = regroup_parts(parts, lambda variant, name: (variant.rpartition("-")[0], name))
         widths = settings.units[-1:] if settings.choose else settings.units
-        metrics = metrics_of(NUMBERS, {units: f"{units} units" for units in widths})
+        metrics = make_metrics(NUMBERS, {units: f"{units} units" for units in widths})
         labels = {key: (key, "bayes-by-backprop") for key in CHOICES} if settings.choose else METHODS
         present = {key: value for key, value in labels.items() if by_row.of(key)}
         rows = [
@@ -171,10 +173,10 @@ class MnistMlp(Study):
         return Findings(answer(settings, by_row, present), metrics, rows, drawn, notes)
 
 
-def network_of(units: int, dropped: Settings | None, inputs: int = 784) -> nn.Module:
+def make_network(units: int, dropped: Settings | None, inputs: int = 784) -> nn.Module:
     """Two hidden layers of as many units, with dropout of its own where there are rates.
 
-    >>> len(network_of(4, None).state_dict()), sum(isinstance(part, nn.Dropout) for part in network_of(4, Settings()).modules())
+    >>> len(make_network(4, None).state_dict()), sum(isinstance(part, nn.Dropout) for part in make_network(4, Settings()).modules())
     (6, 3)
     """
     if dropped is None:
@@ -186,7 +188,7 @@ def network_of(units: int, dropped: Settings | None, inputs: int = 784) -> nn.Mo
     )
 
 
-def method_of(key: str, s: Settings) -> Method:
+def make_method(key: str, s: Settings) -> Method:
     """The method of a row, or of a choice."""
     common: dict[str, Any] = {"epochs": s.epochs, "lr": s.lr, "schedule": cosine}
     if key == "plain":

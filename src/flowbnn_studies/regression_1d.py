@@ -14,8 +14,8 @@ from flowbnn.likelihoods import Gaussian
 from flowbnn.methods import Posterior
 from flowbnn.models import MLP
 from flowbnn.options import Count, Positive, options
-from flowbnn_studies.runner.findings import pluralize, ranking, short
-from flowbnn_studies.runner.methods import MethodSettings, MethodStudy, predict, shuffled
+from flowbnn_studies.runner.findings import pluralize, ranking, round_values
+from flowbnn_studies.runner.methods import MethodSettings, MethodStudy, predict, shuffled_loader
 from flowbnn_studies.runner.study import Findings, Job
 
 # fmt: off
@@ -59,16 +59,16 @@ class Settings(MethodSettings):
     grid: Count = 121
 
 
-def scaled(inputs: Tensor) -> Tensor:
+def scale_inputs(inputs: Tensor) -> Tensor:
     """Inputs as the network takes them: the training range is from -2 to 2."""
     middle, half = (SPAN[0] + SPAN[1]) / 2, (SPAN[1] - SPAN[0]) / 2
     return 2.0 * (inputs - middle) / half
 
 
-def growth_of(inputs: Tensor, deviation: Tensor) -> float | None:
+def spread_growth(inputs: Tensor, deviation: Tensor) -> float | None:
     """Mean epistemic standard deviation outside the training range over that inside; None where there is none inside.
 
-    >>> growth_of(torch.tensor([-0.1, 0.1, 0.4, 0.7]), torch.tensor([3.0, 1.0, 1.0, 5.0]))
+    >>> spread_growth(torch.tensor([-0.1, 0.1, 0.4, 0.7]), torch.tensor([3.0, 1.0, 1.0, 5.0]))
     4.0
     """
     inside = (inputs >= SPAN[0]) & (inputs <= SPAN[1])
@@ -101,22 +101,27 @@ class Regression1d(MethodStudy):
         generator = torch.Generator().manual_seed(1000 + job.seed)
         inputs, targets = curve_points(s.train, generator)
         held_out = curve_points(s.train // 4, generator)
-        loader = shuffled((scaled(inputs), targets), s.batch, job.seed)
-        validation = TensorLoader(scaled(held_out[0]), held_out[1], batch_size=s.train)
+        loader = shuffled_loader((scale_inputs(inputs), targets), s.batch, job.seed)
+        validation = TensorLoader(scale_inputs(held_out[0]), held_out[1], batch_size=s.train)
         posterior = self.fit(job, candidate, network, loader, validation, likelihood=Gaussian(noise=s.noise))
         axis = torch.linspace(s.low, s.high, s.grid)
-        curve = predict(posterior, scaled(axis.unsqueeze(1)), s.samples)
+        curve = predict(posterior, scale_inputs(axis.unsqueeze(1)), s.samples)
         spread = curve.epistemic.sqrt().squeeze(1)
-        values = {**_values(posterior, s, generator), "growth": growth_of(axis, spread)}
+        values = {**_values(posterior, s, generator), "growth": spread_growth(axis, spread)}
         content: dict[str, Any] = {"values": values}
         if job.seed == 0:
-            mean, total = short(curve.mean.squeeze(1)), short(curve.std.squeeze(1))
-            content["curve"] = {"x": short(axis), "mean": mean, "epistemic": short(spread), "total": total}
-            content["points"] = {"x": short(inputs.squeeze(1)), "y": short(targets.squeeze(1))}
+            mean, total = round_values(curve.mean.squeeze(1)), round_values(curve.std.squeeze(1))
+            content["curve"] = {
+                "x": round_values(axis),
+                "mean": mean,
+                "epistemic": round_values(spread),
+                "total": total,
+            }
+            content["points"] = {"x": round_values(inputs.squeeze(1)), "y": round_values(targets.squeeze(1))}
         return content
 
     def findings(self, settings: Settings, parts: Parts) -> Findings:
-        chosen = self.measured(settings, parts)
+        chosen = self.evaluated_candidates(settings, parts)
         notes = [
             f"The lecture shows the curve without its formula; ours is that of Blundell et al., with the 0.02 taken as the standard "
             f"deviation of the noise. All methods are given a noise of {settings.noise:g}, the root mean square of what the "
@@ -124,7 +129,7 @@ class Regression1d(MethodStudy):
             f"All methods have the same network (one hidden layer of {settings.hidden}), the same {settings.train} points of their "
             f"seed and {settings.epochs} epochs or what their own settings say; nothing was chosen on the test points.",
         ]
-        first = self.of_first_seed(settings, parts, "curve")
+        first = self.first_seed_parts(settings, parts, "curve")
         drawn = [gallery(settings, first)] if first else []
         rows = self.rows(settings, parts, METRICS)
         return Findings(answer(parts, chosen), METRICS, rows, drawn, notes)
@@ -136,7 +141,7 @@ def _values(posterior: Posterior, s: Settings, generator: torch.Generator) -> di
     right = curve_points(s.test - s.test // 2, generator, span=(SPAN[1], s.high))
     beyond = (torch.cat([left[0], right[0]]), torch.cat([left[1], right[1]]))
     near, far = (
-        predict(posterior, scaled(inputs), s.samples).evaluate(targets)
+        predict(posterior, scale_inputs(inputs), s.samples).evaluate(targets)
         for inputs, targets in (inside, beyond)
     )
     return {**near, "coverage_outside": far["coverage_90"], "nll_outside": far["nll"]}
@@ -150,7 +155,7 @@ def gallery(s: Settings, first: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
         note = "" if growth is None else f"spread × {growth:.1f} outside"
         panels.append({"title": label, "note": note, **part["curve"], "points": part["points"]})
     axis = torch.linspace(s.low, s.high, s.grid)
-    truth = {"x": short(axis), "y": short(true_curve(axis))}
+    truth = {"x": round_values(axis), "y": round_values(true_curve(axis))}
     return figure(
         "bands",
         "What each method says of the curve",

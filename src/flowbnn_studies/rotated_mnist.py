@@ -15,8 +15,8 @@ from flowbnn.metrics import calibration_error
 from flowbnn.models import LeNet
 from flowbnn.options import Count, Positive, options
 from flowbnn.posterior import Posterior
-from flowbnn_studies.images.data import PictureSettings, PictureStudy
-from flowbnn_studies.runner.findings import line, panel, pluralize, ranking, short
+from flowbnn_studies.images.data import ImageMethodSettings, ImageMethodStudy
+from flowbnn_studies.runner.findings import line, panel, pluralize, ranking, round_values
 from flowbnn_studies.runner.methods import predict
 from flowbnn_studies.runner.study import Findings, Job
 
@@ -37,7 +37,7 @@ METRICS = (
 
 
 @options(kw_only=True)
-class Settings(PictureSettings):
+class Settings(ImageMethodSettings):
     """What the study depends on, besides :class:`~flowbnn_studies.images.data.PictureSettings`.
 
     Args:
@@ -59,7 +59,7 @@ class Settings(PictureSettings):
         return [180.0 * place / max(1, self.angles - 1) for place in range(self.angles)]
 
 
-class RotatedMnist(PictureStudy):
+class RotatedMnist(ImageMethodStudy):
     name = "rotated-mnist"
     title = "A digit turned from 0 to 180 degrees"
     description = "LeNet on MNIST, all methods: what they say of a digit that is turned from 0 to 180 degrees"
@@ -78,8 +78,8 @@ class RotatedMnist(PictureStudy):
 
     def evaluate(self, job: Job, candidate: Candidate) -> dict[str, Any]:
         s: Settings = job.settings
-        data = self.parts(job)
-        posterior = self.learned(job, candidate, LeNet(1, len(data.known)), data)
+        data = self.load_data(job)
+        posterior = self.fit_candidate(job, candidate, LeNet(1, len(data.known)), data)
         images, labels = data.test
         values = predict(posterior, images, s.samples).evaluate(labels.cpu())
         found, curves = over_angles(posterior, images[: s.turned], labels[: s.turned], s)
@@ -88,12 +88,12 @@ class RotatedMnist(PictureStudy):
             place = int((labels == s.shown).nonzero()[0, 0])
             several = torch.cat([rotate(images[place : place + 1], angle) for angle in s.degrees()])
             one = predict(posterior, several, s.samples)
-            content["shares"] = short(one.probabilities, 3)
-            content["pixels"] = [short(image[0], 2) for image in several]
+            content["shares"] = round_values(one.probabilities, 3)
+            content["pixels"] = [round_values(image[0], 2) for image in several]
         return content
 
     def findings(self, settings: Settings, parts: Parts) -> Findings:
-        chosen = self.measured(settings, parts)
+        chosen = self.evaluated_candidates(settings, parts)
         notes = [
             f"A LeNet, trained for {settings.epochs} epochs on {60_000 - settings.validation:,} upright digits that are not moved; the "
             f"first {settings.turned:,} test digits are turned by {settings.angles} angles, bilinear, the corners filled with the "
@@ -102,7 +102,7 @@ class RotatedMnist(PictureStudy):
             "multiplicative normalizing flows, uncertain there. HMC, NUTS and modes of the noise, which take all images in every step, "
             "are left out.",
         ]
-        drawn = figures(settings, parts, chosen, self.of_first_seed(settings, parts, "shares"))
+        drawn = figures(settings, parts, chosen, self.first_seed_parts(settings, parts, "shares"))
         rows = self.rows(settings, parts, METRICS)
         return Findings(answer(parts, chosen), METRICS, rows, drawn, notes)
 

@@ -19,12 +19,12 @@ from flowbnn.predictive import CategoricalPredictive
 from flowbnn_studies.runner.findings import (
     density_figure,
     density_panels,
-    paired,
+    paired_difference,
     pluralize,
-    short,
+    round_values,
     training_figure,
 )
-from flowbnn_studies.runner.methods import predict, shuffled
+from flowbnn_studies.runner.methods import predict, shuffled_loader
 from flowbnn_studies.runner.study import Findings, Job, Study, Variant
 
 PUBLISHED = {"plain": {"accuracy": 0.953, "ece": 0.094}, "flow": {"ece": 0.009}}
@@ -68,7 +68,9 @@ class Settings(ClusterSettings):
     grid: Count = 40
 
 
-def points_of(settings: ClusterSettings, seed: int) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+def sample_points(
+    settings: ClusterSettings, seed: int
+) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
     """Training and test points of one seed."""
     generator = torch.Generator().manual_seed(1000 + seed)
     train = clusters(settings.train, settings.spread, generator)
@@ -88,7 +90,7 @@ class TwoClusters(Study):
     source = "Xiong's report, figure 3"
     settings = Settings
     partial = False
-    keeps_networks = True
+    keep_networks = True
     # fmt: off
     quick: ClassVar[dict[str, Any]] = {
         "train": 800, "test": 2000, "short_epochs": 2, "epochs": 3, "samples": 16, "grid": 15,
@@ -105,8 +107,8 @@ class TwoClusters(Study):
 
     def train(self, job: Job) -> dict[str, Any]:
         s: Settings = job.settings
-        train, test = points_of(s, job.seed)
-        loader: TensorLoader = shuffled(train, s.batch, job.seed)
+        train, test = sample_points(s, job.seed)
+        loader: TensorLoader = shuffled_loader(train, s.batch, job.seed)
         network = MLP(2, (s.hidden,), 2)
         if job.variant == "plain":
             posterior = job.fit(network, loader, epochs=s.short_epochs, weight_lr=s.short_lr)
@@ -116,7 +118,7 @@ class TwoClusters(Study):
                 "gaussian": NormalAffine(base_scale=0.5),
             }.get(job.variant)
             rules = {"*": recipe} if recipe else None
-            posterior = job.fit(job.load_start(network), loader, rules, CosineAnnealingLR)
+            posterior = job.fit(job.load_start_network(network), loader, rules, CosineAnnealingLR)
         return self.evaluate(job, posterior, test)
 
     def evaluate(self, job: Job, posterior: Posterior, test: tuple[Tensor, Tensor]) -> dict[str, Any]:
@@ -139,18 +141,20 @@ class TwoClusters(Study):
             grid = torch.cartesian_prod(axis, axis)
             field = predict(posterior, grid, s.samples)
             content["field"] = {
-                "points": short(points[:1500], 2),
+                "points": round_values(points[:1500], 2),
                 "point_class": targets[:1500].tolist(),
-                "grid": short(grid, 3),
+                "grid": round_values(grid, 3),
                 "grid_class": field.labels.tolist(),
-                "grid_uncertainty": short(field.total_variance.sqrt()) if job.variant in NOISY else None,
+                "grid_uncertainty": round_values(field.total_variance.sqrt())
+                if job.variant in NOISY
+                else None,
             }
         if job.variant == "flow":
             content["densities"] = density_panels(posterior.model, ["fc1", "fc2"], 2, s.samples)
         return content
 
     def findings(self, settings: Settings, parts: Parts) -> Findings:
-        labels = self.shown(settings)
+        labels = self.row_labels(settings)
         rows = self.rows(settings, parts, CLASSIFICATION, PUBLISHED)
         exact = Parts(
             parts.seeds,
@@ -179,9 +183,9 @@ def answer(parts: Parts, exact: Parts) -> str:
 
     flow = parts.values("flow", "ece")
     gain, longer, gaussian = (
-        paired(parts.values(key, "ece"), flow) for key in ("plain", "longer", "gaussian")
+        paired_difference(parts.values(key, "ece"), flow) for key in ("plain", "longer", "gaussian")
     )
-    head = "Yes" if gain.mean > 0 and gain.clear else "No" if gain.mean <= 0 else "Not clearly"
+    head = "Yes" if gain.mean > 0 and gain.significant else "No" if gain.mean <= 0 else "Not clearly"
     beside = "at most" if parts.mean("flow", "ece") <= PUBLISHED["flow"]["ece"] else "above"
     text = (
         f"{head}: with flow noise the ECE on unseen points is {ece('flow')} against {ece('plain')} for the plain MLP (mean of "
@@ -189,17 +193,17 @@ def answer(parts: Parts, exact: Parts) -> str:
         f"{parts.mean('plain', 'accuracy'):.4f}; the Bayes-optimal classifier scores {exact.mean('exact', 'ece'):.4f} and "
         f"{exact.mean('exact', 'accuracy'):.4f} on the same points."
     )
-    if longer.clear and longer.mean > 0:
+    if longer.significant and longer.mean > 0:
         text += f"\nThe noise does more than the longer training that comes with it: without noise that gives {ece('longer')}."
     else:
-        verdict = "is in its favour" if longer.clear else f"is {longer.even}"
+        verdict = "is in its favour" if longer.significant else f"is {longer.inconclusive}"
         text += (
             "\nBut the credit belongs to the longer training as much as to the noise: the plain MLP trained for as many epochs "
-            f"reaches {ece('longer')}, and the difference, {longer.words()}, {verdict}."
+            f"reaches {ece('longer')}, and the difference, {longer.describe()}, {verdict}."
         )
     verdict = "worse than the flow" if gaussian.mean > 0 else "better than the flow"
-    if not gaussian.clear:
-        verdict = "within chance of the flow" if gaussian.number > 1 else gaussian.even
+    if not gaussian.significant:
+        verdict = "within chance of the flow" if gaussian.number > 1 else gaussian.inconclusive
     return f"{text}\nGaussian noise gives {ece('gaussian')}, {verdict}."
 
 

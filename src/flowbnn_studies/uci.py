@@ -14,11 +14,11 @@ from flowbnn.methods import HMC, NUTS
 from flowbnn.models import MLP
 from flowbnn.options import Count, Positive, options
 from flowbnn.training import cosine
-from flowbnn_studies.data.tables import FOLDERS, load_uci, standardized
-from flowbnn_studies.runner.methods import MethodSettings, MethodStudy, predict, shuffled
-from flowbnn_studies.runner.study import Findings, Job, metrics_of
+from flowbnn_studies.data.tables import UCI_FOLDERS, load_uci, standardize
+from flowbnn_studies.runner.methods import MethodSettings, MethodStudy, predict, shuffled_loader
+from flowbnn_studies.runner.study import Findings, Job, make_metrics
 
-SPLITS = {name: 5 if name == "protein" else 20 for name in FOLDERS}
+SPLITS = {name: 5 if name == "protein" else 20 for name in UCI_FOLDERS}
 
 # Lakshminarayanan et al. 2017 (https://arxiv.org/abs/1612.01474), table 1: log-likelihood and RMSE, each with its standard deviation
 # over splits. Its column for dropout is that of Gal and Ghahramani 2016, who give the same means with standard errors, smaller by the
@@ -66,7 +66,7 @@ class Settings(MethodSettings):
         chain_rows: HMC and NUTS, of which every step goes through all rows, leave out sets with more training rows.
     """
 
-    sets: tuple[str, ...] = tuple(FOLDERS)
+    sets: tuple[str, ...] = tuple(UCI_FOLDERS)
     hidden: Count = 50
     batch: Count = 32
     large_batch: Count = 256
@@ -88,7 +88,7 @@ class Uci(MethodStudy):
     source = "Hernández-Lobato and Adams 2015; Gal and Ghahramani 2016; Lakshminarayanan et al. 2017, table 1"
     settings = Settings
     seeds = 20
-    headline = tuple(f"log_likelihood_{name}" for name in FOLDERS)
+    headline = tuple(f"log_likelihood_{name}" for name in UCI_FOLDERS)
     common: ClassVar[dict[str, Any]] = {"schedule": cosine}
     specific: ClassVar[dict[str, dict[str, Any]]] = {
         "hmc": {"samples": 100, "warmup": 100, "chains": 2, "steps": 32},
@@ -118,11 +118,11 @@ class Uci(MethodStudy):
             inputs, targets, *test = load_uci(name, job.seed)
             if candidate.method in (HMC, NUTS) and len(inputs) > s.chain_rows:
                 continue
-            inputs, test[0] = standardized(inputs, test[0])
+            inputs, test[0] = standardize(inputs, test[0])
             held_out = max(1, len(inputs) // 10) if candidate.held_out else 0
             large = len(inputs) > 5000
             batch, epochs = (s.large_batch, s.large_epochs) if large else (s.batch, s.epochs)
-            loader = shuffled((inputs[held_out:], targets[held_out:]), batch, job.seed)
+            loader = shuffled_loader((inputs[held_out:], targets[held_out:]), batch, job.seed)
             validation = (
                 TensorLoader(inputs[:held_out], targets[:held_out], batch_size=1024) if held_out else None
             )
@@ -131,8 +131,8 @@ class Uci(MethodStudy):
             network = MLP(inputs.shape[1], (width,), 2 if predicted else 1)
             likelihood = Gaussian("predicted") if predicted else "auto"
             own = replace(s, epochs=epochs, lr=s.lr * (batch / s.batch) ** 0.5)
-            method, _ = self.prepared(replace(job, settings=own), candidate, len(loader))
-            given = job.brief(validation=validation, likelihood=likelihood)
+            method, _ = self.make_method(replace(job, settings=own), candidate, len(loader))
+            given = job.short_options(validation=validation, likelihood=likelihood)
             posterior = method.fit(network, loader, **given)
             numbers = predict(posterior, test[0], s.samples).evaluate(test[1])
             values[f"log_likelihood_{name}"] = -numbers["nll"]
@@ -157,15 +157,17 @@ class Uci(MethodStudy):
             )
         if others := [one.label for one in CANDIDATES if one not in run]:
             notes.append(f"Not run: {'; '.join(others)}.")
-        metrics = metrics_of(NUMBERS, {name: name for name in FOLDERS if name in settings.sets}, "{1}")
+        metrics = make_metrics(NUMBERS, {name: name for name in UCI_FOLDERS if name in settings.sets}, "{1}")
         rows = []
-        for candidate in self.measured(settings, parts):
+        for candidate in self.evaluated_candidates(settings, parts):
             known: dict[str, float] = {}
             published = PUBLISHED.get(candidate.key.removesuffix(SUFFIX), {})
             for name, (likelihood, _, error, _) in published.items():
                 known |= {f"log_likelihood_{name}": likelihood, f"rmse_{name}": error}
             rows.append(parts.row(candidate.key, candidate.label, metrics, known, candidate.method_name))
-        return Findings(answer(settings, parts, self.measured(settings, parts)), metrics, rows, [], notes)
+        return Findings(
+            answer(settings, parts, self.evaluated_candidates(settings, parts)), metrics, rows, [], notes
+        )
 
 
 def answer(settings: Settings, parts: Parts, chosen: Sequence[Candidate]) -> str:
@@ -193,7 +195,7 @@ def _reaches(parts: Parts, key: str, name: str) -> bool:
     Its own spread does not count: it would excuse a method that fails on some splits.
     """
     values = [value for value in parts.values(key, f"log_likelihood_{name}") if value is not None]
-    if len(values) < 2 or name not in FOLDERS:
+    if len(values) < 2 or name not in UCI_FOLDERS:
         return False
     mean = sum(values) / len(values)
     return all(mean >= table[name][0] - table[name][1] / SPLITS[name] ** 0.5 for table in PUBLISHED.values())

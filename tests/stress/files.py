@@ -29,7 +29,7 @@ from tests.stress.fuzz import NAN, quiet, trace
 from tests.stress.subjects import FITS, Fit, alike, drawn, fitted, numbers
 
 import flowbnn as fb
-from flowbnn_studies.data.images import Piece, Source
+from flowbnn_studies.data.images import DataFile, PublishedDataset
 from flowbnn_studies.data.load import load_source
 from flowbnn_studies.report.reading import load_results
 
@@ -52,13 +52,13 @@ class Bomb:
 
 def image_source(
     layout: Any, folder: str, raw: dict[str, bytes], content: tuple[np.ndarray, np.ndarray]
-) -> Source:
+) -> PublishedDataset:
     """A set of six images in the layout of MNIST or CIFAR-10."""
     digests = [hashlib.sha256(array.tobytes()).hexdigest() for array in content]
     names = tuple(name.removesuffix(".bin") for name in raw)
     md5 = hashlib.md5(next(iter(raw.values()))).hexdigest()
-    piece = Piece(names, len(content[1]), digests[0], digests[1], md5)
-    return Source(
+    piece = DataFile(names, len(content[1]), digests[0], digests[1], md5)
+    return PublishedDataset(
         "tiny",
         "Tiny",
         layout,
@@ -71,7 +71,7 @@ def image_source(
     )
 
 
-def images(source: Source, root: Path, path: Path) -> torch.Tensor:
+def images(source: PublishedDataset, root: Path, path: Path) -> torch.Tensor:
     """The images of a set."""
     return load_source(source, "train", root, False).images
 

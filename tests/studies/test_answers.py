@@ -40,7 +40,7 @@ def test_two_clusters_says_yes_no_and_who_deserves_it():
     assert "worse than the flow" in good
     same = clusters(plain=0.09, flow=0.004, gaussian=0.004, longer=0.004)
     assert "credit belongs to the longer training" in same
-    assert "within chance" in same
+    assert "not significant" in same
     bad = clusters(plain=0.01, flow=0.05, gaussian=0.02, longer=0.005)
     assert bad.startswith("No:")
     assert "above the published 0.009" in bad
@@ -64,7 +64,7 @@ def test_flow_length_names_the_best_and_whether_no_flow_is_worst():
     assert "no flow is not the worst" in other
     assert "rank 3 of 3" in other
     close = lengths(n0=0.1001, n3=0.1, n12=0.1)
-    assert "within chance" in close
+    assert "not significant" in close
 
 
 LABELS = {key: key.title() for key in ("plain", "dropout", "gaussian", "flow")}

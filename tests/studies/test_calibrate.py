@@ -69,4 +69,4 @@ def test_joint_noise_is_compared_with_its_rivals_seed_by_seed() -> None:
     # of -0.1 and -0.2: a mean of -0.15, and t of 0.975 with one degree of freedom, 12.706, times 0.05
     assert first["mean"] == pytest.approx(-0.15)
     assert first["high"] == pytest.approx(-0.15 + 12.7062 * 0.05, rel=1e-4)
-    assert "a plain network on all data, 2 seeds: within chance on 1,000 + 100" in findings.answer
+    assert "a plain network on all data, 2 seeds: not significant on 1,000 + 100" in findings.answer

@@ -12,7 +12,7 @@ from flowbnn.likelihoods import Categorical
 from flowbnn.posterior import PointPosterior
 from flowbnn_studies import get_study, run_study
 from flowbnn_studies.posteriors import calibrate_cifar10 as study
-from flowbnn_studies.posteriors.calibrate import scale_by_class
+from flowbnn_studies.posteriors.calibrate import fit_vector_scaling
 
 
 def tiny(architecture, channels, width):
@@ -34,7 +34,7 @@ def test_the_study_runs_in_parts_and_takes_over_what_is_done(tmp_path, monkeypat
     names = set(study.NUMBERS) | set(study.MORE)
     assert set(rows["joint"]) == {f"{name}_vgg16" for name in names}
     assert set(rows["plain"]) == {f"{name}_vgg16" for name in names - {"elbo"}}
-    assert first["answer"].startswith("VGG16, 1 seed: NLL")
+    assert first["answer"].startswith("VGG16, 1 seed: the NLL is")
     part = tmp_path / "calibrate-cifar10" / "parts" / "vgg16-seed0.json"
     stamp = part.stat().st_mtime_ns
     both = run_study(one, only=["vgg16", "vgg16-all"], resume=True, **how)
@@ -76,16 +76,15 @@ def test_the_elbo_chooses_for_every_seed():
             **{("vgg16-all", seed): {"values": {}, "table": {"all": {"nll": 0.2}}} for seed in (0, 1)},
         },
     )
-    by_row = study.rows_of(parts)
+    by_row = study.network_parts_by_row(parts)
     assert by_row.values("chosen", "nll_vgg16") == [0.3, 0.35]
     assert by_row.values("chosen", "seconds_vgg16") == [4.0, 4.0]
-    assert "factorized" not in study.answer(study.rows_of(without_factorized(parts)))
+    assert "factorized" not in study.answer(study.network_parts_by_row(without_factorized(parts)))
     told = study.answer(by_row)
     assert "0.3250 with the noise that the ELBO chooses" in told
     assert "misses 0.008" in told
-    assert (
-        "on all images, tempered, has 0.2000; the noise: +0.1250 (95 % interval -0.1927 to +0.4427)." in told
-    )
+    difference = "difference of the noise: +0.1250 (95 % CI -0.1927 to +0.4427)."
+    assert f"The tempered network on all images has 0.2000; {difference}" in told
 
 
 def test_vector_scaling_finds_the_scales_and_offsets_that_made_the_labels():
@@ -96,7 +95,7 @@ def test_vector_scaling_finds_the_scales_and_offsets_that_made_the_labels():
     drawn = torch.multinomial(labels, 1, generator=source)[:, 0]
     point = PointPosterior(nn.Identity(), Categorical())
     point.model.register_buffer("none", torch.zeros(()))
-    scaled = scale_by_class(point, TensorLoader(logits, drawn, batch_size=5_000))
+    scaled = fit_vector_scaling(point, TensorLoader(logits, drawn, batch_size=5_000))
     assert torch.allclose(scaled.model.factor, factor, atol=0.05)
     # a number that is added to all offsets changes nothing
     assert torch.allclose(scaled.model.offset - scaled.model.offset.mean(), offset, atol=0.05)

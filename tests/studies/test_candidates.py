@@ -11,7 +11,7 @@ from flowbnn.errors import FlowBNNError
 from flowbnn.methods import METHODS, NodeNoise
 from flowbnn_studies import Parts, get_study
 from flowbnn_studies.elephant import accuracy_with_new, threshold_for
-from flowbnn_studies.regression_1d import growth_of, scaled
+from flowbnn_studies.regression_1d import scale_inputs, spread_growth
 
 
 def test_every_method_has_a_candidate_and_every_candidate_a_method():
@@ -82,9 +82,9 @@ def test_the_noise_of_the_curve_is_what_its_formula_gives():
 
 def test_growth_is_outside_over_inside():
     inputs = torch.tensor([-0.2, 0.0, 0.25, 0.5, 0.6])
-    assert growth_of(inputs, torch.tensor([4.0, 1.0, 2.0, 3.0, 8.0])) == pytest.approx(6.0 / 2.0)
-    assert growth_of(inputs, torch.zeros(5)) is None
-    assert scaled(torch.tensor([0.0, 0.25, 0.5])).tolist() == [-2.0, 0.0, 2.0]
+    assert spread_growth(inputs, torch.tensor([4.0, 1.0, 2.0, 3.0, 8.0])) == pytest.approx(6.0 / 2.0)
+    assert spread_growth(inputs, torch.zeros(5)) is None
+    assert scale_inputs(torch.tensor([0.0, 0.25, 0.5])).tolist() == [-2.0, 0.0, 2.0]
 
 
 def test_the_ring_is_a_ring():

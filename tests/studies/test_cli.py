@@ -43,7 +43,7 @@ def test_run_writes_results_and_shows_the_table_then_report_makes_the_page(tmp_p
     assert results["settings"]["epochs"] == 1
     assert "Flow noise" in done.output
     assert "published" not in done.output  # beside numbers that mean nothing
-    assert "a trial run: the numbers mean nothing" in done.output
+    assert "trial run with tiny settings" in done.output
     assert results["answer"] in done.output
     kept = {**results, "figures": results["figures"][2:3]}
     (tmp_path / "two-clusters" / "results.json").write_text(json.dumps(kept))
@@ -195,7 +195,7 @@ def test_a_gpu_trains_one_variant_at_a_time(monkeypatch, words, side_by_side):
         raise FlowBNNError("enough")
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(running, "cores", lambda: 8)
+    monkeypatch.setattr(running, "available_cores", lambda: 8)
     monkeypatch.setattr(cli, "_study_runner", runner)
     assert "enough" in call("run", *words).output
     assert asked == [4 if side_by_side else 1]

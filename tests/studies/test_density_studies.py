@@ -43,10 +43,10 @@ def test_published_numbers_of_autoencoders_stand_beside_ours():
 
 
 def test_pictures_lie_in_a_grid_row_by_row():
-    from flowbnn_studies.runner.findings import picture_grid
+    from flowbnn_studies.runner.findings import image_grid
 
     images = torch.arange(6).view(6, 1, 1, 1).expand(6, 3, 2, 1) / 10
-    grid = torch.tensor(picture_grid(images, 3))
+    grid = torch.tensor(image_grid(images, 3))
     assert grid.shape == (4, 3, 3)
     torch.testing.assert_close(grid[..., 0], torch.tensor([[0.0, 0.1, 0.2]] * 2 + [[0.3, 0.4, 0.5]] * 2))
 
@@ -59,7 +59,7 @@ def test_a_flow_of_images_keeps_to_a_budget_of_less_than_an_epoch_and_goes_on_af
     study = get_study("images")
     values = study.make_settings(quick=True)
     settings = replace(values, minutes=1.0, batch=8, flows=("glow",))
-    monkeypatch.setattr(image_flows, "affordable", lambda *_: 4)  # of the 8 steps of an epoch
+    monkeypatch.setattr(image_flows, "estimate_steps", lambda *_: 4)  # of the 8 steps of an epoch
     given = {"settings": settings, "out": tmp_path, "progress": False, "accelerator": "cpu"}
     whole = run_study(study, **given)
     assert whole["rows"][0]["values"]["epochs"]["mean"] == 0.5
@@ -68,6 +68,6 @@ def test_a_flow_of_images_keeps_to_a_budget_of_less_than_an_epoch_and_goes_on_af
     with pytest.raises(ZeroDivisionError):
         run_study(study, **given)
     monkeypatch.setattr(Density, "bits_per_dimension", evaluate)
-    monkeypatch.setattr(image_flows, "affordable", lambda *_: 9)  # another estimate, which does not count
+    monkeypatch.setattr(image_flows, "estimate_steps", lambda *_: 9)  # another estimate, which does not count
     resumed = run_study(study, resume=True, **given)
     assert resumed["rows"][0]["values"]["bits"] == whole["rows"][0]["values"]["bits"]

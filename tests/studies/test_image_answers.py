@@ -7,8 +7,16 @@ import torch
 
 from flowbnn.compare.results import CLASSIFICATION
 from flowbnn_studies import Parts, get_study
-from flowbnn_studies.images.evaluation import image_metrics, matched, nll_at, tempered
-from flowbnn_studies.images.findings import PLAIN, answer, comparisons, notes, present, rows, training_figure
+from flowbnn_studies.images.evaluation import add_matched_nll, image_metrics, nll_at_entropy, tempering_curve
+from flowbnn_studies.images.findings import (
+    PLAIN,
+    answer,
+    comparisons,
+    notes,
+    table_rows,
+    trained_variants,
+    training_figure,
+)
 from flowbnn_studies.images.settings import (
     EPOCHS,
     FASHION,
@@ -17,7 +25,7 @@ from flowbnn_studies.images.settings import (
     ImageSettings,
     image_variants,
 )
-from flowbnn_studies.report.tables import compare_table, make_tables
+from flowbnn_studies.report.tables import comparison_table, make_tables
 from flowbnn_studies.runner.study import Variant
 
 VARIANTS = image_variants("LeNet", (3, 5))
@@ -61,7 +69,10 @@ def test_an_answer_of_a_few_parts_speaks_of_those():
     few = Parts(
         whole.seeds, {key: part for key, part in whole.content.items() if key[0].startswith("best-flow")}
     )
-    assert [variant.key for variant in present(few, VARIANTS)] == ["best-flow-position", "best-flow-channel"]
+    assert [variant.key for variant in trained_variants(few, VARIANTS)] == [
+        "best-flow-position",
+        "best-flow-channel",
+    ]
     assert answer(few, VARIANTS, CLASSIFICATION, FASHION).startswith("Best means: Accuracy 0.9000")
     assert comparisons(few, CLASSIFICATION) == []
 
@@ -73,10 +84,10 @@ def test_comparisons_pair_the_seeds_that_both_have():
     assert one["mean"] == pytest.approx(0.01 - 0.02, abs=1e-9)
     assert one["number"] == 5
     assert one["p"] == 2 / 32
-    heads, table = compare_table({"comparisons": found, "metrics": [vars(m) for m in CLASSIFICATION]})
+    heads, table = comparison_table({"comparisons": found, "metrics": [vars(m) for m in CLASSIFICATION]})
     assert heads == ["Accuracy ↑", "NLL ↓", "ECE ↓"]
     cell = dict(table)[title][2]
-    assert cell.clear
+    assert cell.significant
     assert cell.mean == "−0.0100"
 
 
@@ -90,7 +101,7 @@ def test_a_row_with_fewer_seeds_than_others_says_so_and_wins_nothing():
         {k: part for k, part in whole.content.items() if k[0] != "best-mixture-position" or k[1] == 0},
     )
     for found, number in ((whole, 5), (few, 1)):
-        table = rows(found, VARIANTS, CLASSIFICATION, VGG16_CIFAR10)
+        table = table_rows(found, VARIANTS, CLASSIFICATION, VGG16_CIFAR10)
         results = {"seeds": [0, 1, 2, 3, 4], "metrics": [vars(m) for m in CLASSIFICATION], "rows": table}
         (made,) = make_tables(results)
         row = next(row for row in made.rows if row.label.startswith("Best: mixture noise, position"))
@@ -103,7 +114,7 @@ def test_a_row_with_fewer_seeds_than_others_says_so_and_wins_nothing():
 
 
 def test_cited_rows_stand_for_themselves_and_are_never_the_best():
-    table = rows(parts(), VARIANTS, CLASSIFICATION, VGG16_CIFAR10)
+    table = table_rows(parts(), VARIANTS, CLASSIFICATION, VGG16_CIFAR10)
     assert table[-1]["label"] == "To be reached"
     results = {"seeds": [0, 1, 2, 3, 4], "metrics": [vars(m) for m in CLASSIFICATION], "rows": table}
     (made,) = make_tables(results)
@@ -168,7 +179,7 @@ def test_a_figure_of_a_site_needs_noise_at_that_site():
         ),
     ):
         some = Parts(known.seeds, {key: part for key, part in known.content.items() if key[0] in keep})
-        shown = present(some, VARIANTS)
+        shown = trained_variants(some, VARIANTS)
         sites = [("position", FASHION), ("channel", None)]
         found = [
             training_figure(
@@ -202,17 +213,17 @@ def test_nll_at_matched_entropy_is_that_of_the_temperature_worked_by_hand(times)
     odds = torch.tensor([[math.log(4.0), 0.0]], dtype=torch.float64).repeat(2, 1)
     labels = torch.tensor([0, 1])
     curves = {
-        "best-plain": tempered(torch.log_softmax(odds, -1), labels),
-        "best-swag": tempered(torch.log_softmax(times * odds, -1), labels),
+        "best-plain": tempering_curve(torch.log_softmax(odds, -1), labels),
+        "best-swag": tempering_curve(torch.log_softmax(times * odds, -1), labels),
     }
     content = {
         (key, 0): {"values": {"nll": 1.0}, "tempered": {"fog": [curve]}} for key, curve in curves.items()
     }
     content["best-ensemble", 0] = {"values": {"nll": 1.0}}  # of a run before there was such a value
     variants = [Variant(key, key) for key in ("best-plain", "best-swag", "best-ensemble")]
-    made = matched(Parts([0], content), variants, PLAIN)
+    made = add_matched_nll(Parts([0], content), variants, PLAIN)
     truth = -(math.log(0.8) + math.log(0.2)) / 2
     assert made.mean("best-plain", "shift_matched_nll") == pytest.approx(truth, abs=1e-9)
     assert made.mean("best-swag", "shift_matched_nll") == pytest.approx(truth, abs=1e-4)
     assert not made.values("best-ensemble", "shift_matched_nll")
-    assert nll_at(curves["best-plain"], math.log(2.0)) is None  # no temperature makes it know nothing
+    assert nll_at_entropy(curves["best-plain"], math.log(2.0)) is None  # no temperature makes it know nothing

@@ -52,7 +52,7 @@ def test_every_variant_has_a_training_and_starts_from_one_before_it():
     assert len(set(keys)) == len(keys) == 18
     assert [variant.seeds for variant in variants].count(5) == 8
     for place, variant in enumerate(variants):
-        assert variant.after is None or variant.after in keys[:place]
+        assert variant.start_from is None or variant.start_from in keys[:place]
 
 
 def test_rates_follow_the_schedule_and_end_near_zero():

@@ -15,7 +15,7 @@ from flowbnn_studies import get_study
 from flowbnn_studies.data import CORRUPTIONS, Moved, mirrored
 from flowbnn_studies.images import study as image_study
 from flowbnn_studies.images import training
-from flowbnn_studies.images.data import load_pictures
+from flowbnn_studies.images.data import load_image_data
 from flowbnn_studies.images.evaluation import VIEWS
 from flowbnn_studies.images.settings import GROUPS, ImageSettings
 from flowbnn_studies.report import load_results
@@ -59,7 +59,7 @@ def test_a_study_runs_in_parts_that_make_a_whole(tmp_path):
     check_numbers(study, results, tmp_path)
     keys = [row["key"] for row in results["rows"] if not row.get("cited")]
     assert keys == ["xiong-plain", *only[:1], "xiong-gaussian-position", only[1], only[3]]
-    assert any("still missing: xiong-dropout" in note for note in results["notes"])
+    assert any("trainings are missing: xiong-dropout" in note for note in results["notes"])
     redrawn = results["figures"][0]
     assert redrawn["kind"] == "curves"
     assert [panel["title"] for panel in redrawn["data"]["panels"]] == [
@@ -149,13 +149,13 @@ def test_the_cost_is_a_ratio_to_plain(tmp_path):
 
 def test_settings_are_chosen_on_validation_images_and_the_test_set_stays_closed(tmp_path, monkeypatch):
     opened = []
-    original = load_pictures.__globals__["generated_images"]
+    original = load_image_data.__globals__["generated_images"]
 
     def watched(number, name, split):
         opened.append((name, split))
         return original(number, name, split)
 
-    monkeypatch.setitem(load_pictures.__globals__, "generated_images", watched)
+    monkeypatch.setitem(load_image_data.__globals__, "generated_images", watched)
     study, settings = small("lenet-fashion", choose=True, validation=16, moved=True)
     only = ["xiong-flow-channel", "best-flow-channel"]
     results = run(study, settings, tmp_path, only=only, seeds=[100])
@@ -172,9 +172,9 @@ def test_settings_are_chosen_on_validation_images_and_the_test_set_stays_closed(
 
 def test_pictures_are_the_same_for_every_method_and_kept_apart():
     settings = ImageSettings(source="generated", generated=80, validation=16)
-    tested = load_pictures(settings, "cifar10", ["fashion-mnist", "noise"], "cpu")
-    chosen = load_pictures(replace(settings, choose=True), "cifar10", [], "cpu")
-    again = load_pictures(replace(settings, choose=True), "cifar10", [], "cpu")
+    tested = load_image_data(settings, "cifar10", ["fashion-mnist", "noise"], "cpu")
+    chosen = load_image_data(replace(settings, choose=True), "cifar10", [], "cpu")
+    again = load_image_data(replace(settings, choose=True), "cifar10", [], "cpu")
     assert torch.equal(again.tested.images, chosen.tested.images)
     whole = torch.cat([chosen.learned.images, chosen.tested.images]).flatten(1).tolist()
     assert sorted(whole) == sorted(tested.learned.images.flatten(1).tolist())
@@ -299,7 +299,7 @@ def test_what_was_finished_is_put_aside_by_a_new_run_and_not_lost(tmp_path, caps
     first = (folder / "parts" / "best-plain-seed0.json").read_bytes()
     capsys.readouterr()
     run(study, settings, tmp_path, only=["best-plain", "best-dropout"], progress=True)
-    assert "1 finished trainings of an earlier run were put aside" in capsys.readouterr().out
+    assert "Archived 1 finished trainings" in capsys.readouterr().out
     assert (folder / "earlier" / "best-plain-seed0.json").read_bytes() == first
     assert (folder / "parts" / "best-plain-seed0.json").exists()
     before = run(study, settings, tmp_path, only=["best-plain"], resume=True)

@@ -4,7 +4,13 @@ import pytest
 import torch
 
 from flowbnn_studies import get_study
-from flowbnn_studies.linear_regression import Normal, Settings, distances, posterior_of, problem
+from flowbnn_studies.linear_regression import (
+    GaussianMoments,
+    Settings,
+    distances,
+    exact_posterior,
+    make_problem,
+)
 from flowbnn_studies.report import load_results, write_report
 from flowbnn_studies.rotated_mnist import rotate
 from flowbnn_studies.runner.run import run_study
@@ -86,14 +92,14 @@ def test_settings_are_chosen_without_the_test_images(name, tmp_path, monkeypatch
 
 def test_the_exact_posterior_has_no_slope_left_and_the_curvature_of_the_density():
     settings = Settings()
-    inputs, targets = problem(settings, 3, seed=0)
+    inputs, targets = make_problem(settings, 3, seed=0)
 
     def energy(weights):
         columns = torch.cat([inputs, torch.ones(len(inputs), 1, dtype=torch.float64)], 1)
         error = (targets[:, 0] - columns @ weights) / settings.noise
         return 0.5 * error.square().sum() + 0.5 * (weights / settings.prior).square().sum()
 
-    exact = posterior_of(inputs, targets, settings)
+    exact = exact_posterior(inputs, targets, settings)
     mean = exact.mean.clone().requires_grad_()
     (slope,) = torch.autograd.grad(energy(mean), mean)
     hessian = torch.autograd.functional.hessian(energy, exact.mean)
@@ -106,7 +112,9 @@ def test_distances_are_those_of_torch_distributions():
 
     def normal():
         root = torch.randn(3, 3, generator=source, dtype=torch.float64)
-        return Normal(torch.randn(3, generator=source, dtype=torch.float64), root @ root.T + torch.eye(3))
+        return GaussianMoments(
+            torch.randn(3, generator=source, dtype=torch.float64), root @ root.T + torch.eye(3)
+        )
 
     one, other = normal(), normal()
     truth = torch.distributions.kl_divergence(

@@ -61,7 +61,7 @@ def test_only_unfinished_methods_are_trained_again(tmp_path):
     assert {name: (parts / name).stat().st_mtime_ns for name in stamps} == stamps
     assert again["rows"][:2] == first["rows"]
     assert [row["key"] for row in again["rows"]] == list(FEW)
-    assert any("taken over (--resume)" in note for note in again["notes"])
+    assert any("reused from an earlier run" in note for note in again["notes"])
 
 
 def test_a_method_that_refuses_is_told_of_and_does_not_spoil_the_others(tmp_path, monkeypatch):
@@ -76,4 +76,4 @@ def test_a_method_that_refuses_is_told_of_and_does_not_spoil_the_others(tmp_path
     settings = study.make_settings(quick=True, methods=FEW[:2], **SETTINGS["clusters-2d"])
     results = run_study(study, settings=settings, seeds=1, out=tmp_path, progress=False)
     assert [row["key"] for row in results["rows"]] == ["mle"]
-    assert "MC dropout is not in the table: layer 'fc1' cannot be served; MAP can." in results["notes"]
+    assert "MC dropout could not be fitted: layer 'fc1' cannot be served; MAP can." in results["notes"]

@@ -9,7 +9,7 @@ from flowbnn.transforms import BlockTriangular
 from flowbnn_studies import get_study
 from flowbnn_studies.posteriors import posterior_quality as study
 from flowbnn_studies.posteriors import when_it_matters as matters
-from flowbnn_studies.runner.findings import AGAINST, uncertified
+from flowbnn_studies.runner.findings import CHAIN_METRICS, describe_convergence
 from flowbnn_studies.runner.run import run_study
 
 
@@ -26,7 +26,7 @@ def test_the_study_runs(tmp_path, monkeypatch):
     rows = {row["key"]: row["values"] for row in results["rows"]}
     assert list(rows) == ["exact", "factorized", "natural", "full", "flow", "factorized-along"]
     assert {"k_blobs", "seconds_blobs"} <= set(rows["full"])
-    assert not {f"{key}_blobs" for key in AGAINST} & {key for row in rows.values() for key in row}
+    assert not {f"{key}_blobs" for key in CHAIN_METRICS} & {key for row in rows.values() for key in row}
     assert "no chains have mixed" in results["answer"]
     assert "R-hat is above 1.01: blobs seed 0, exact (" in results["notes"][-1]
     assert (
@@ -36,9 +36,9 @@ def test_the_study_runs(tmp_path, monkeypatch):
 
 
 def test_chains_that_have_not_mixed_are_named():
-    line = uncertified([("blobs seed 0", 1.2), ("blobs seed 1", None), ("blobs seed 2", 1.01)])
+    line = describe_convergence([("blobs seed 0", 1.2), ("blobs seed 1", None), ("blobs seed 2", 1.01)])
     assert line.endswith("above 1.01: blobs seed 0 (1.200), blobs seed 1 (infinite).")
-    assert "All chains" in uncertified([("blobs seed 0", 1.005)])
+    assert "All chains" in describe_convergence([("blobs seed 0", 1.005)])
 
 
 def test_seeds_whose_chains_have_not_mixed_are_left_out():
@@ -51,7 +51,7 @@ def test_seeds_whose_chains_have_not_mixed_are_left_out():
         }
         for seed, rhat in enumerate((1.002, None, 1.3, 1.004))
     }
-    parts = study.rows_of(Parts([0, 1, 2, 3], content))
+    parts = study.problem_parts_by_row(Parts([0, 1, 2, 3], content))
     assert parts.values("full", "gap_blobs") == [0.0, 3.0]
     assert parts.values("full", "k_blobs") == [0.3] * 4
     settings = get_study("posterior-quality").make_settings(quick=True)
@@ -60,11 +60,11 @@ def test_seeds_whose_chains_have_not_mixed_are_left_out():
 
 def test_joint_noise_starts_at_the_gaussian_that_it_is_given():
     settings = get_study("posterior-quality").make_settings(quick=True)
-    case = study.case_of("blobs", settings, 0, {})
-    start = study.natural(case, 0, {})
+    case = study.make_case("blobs", settings, 0, {})
+    start = study.fit_by_calibrate(case, 0, {})
     for key in ("full", "flow"):
         model = study.to_stochastic(case.network, {"*": study.RECIPES[key][1]})
-        study.start_at(model, start.model)
+        study.initialize_joint_noise(model, start.model)
         same = study.NoisePosterior(model, case.likelihood)
         bounds = [diagnostics.pareto_k(one, case.loader, 200).elbo for one in (same, start)]
         assert bounds[0] == pytest.approx(bounds[1], abs=1e-3)
@@ -83,7 +83,7 @@ def test_the_curve_over_the_number_of_examples(tmp_path):
 
 def test_a_line_goes_from_left_to_right():
     parts = Parts([0], {(key, 0): {"values": {"excess": 0.1 * place}} for place, key in enumerate("abc")})
-    line = matters.line_of("one", parts, ["a", "b", "c"], "excess", [0.3, -0.1, 0.2])
+    line = matters.sorted_line("one", parts, ["a", "b", "c"], "excess", [0.3, -0.1, 0.2])
     assert line["x"] == [None, 0.2, 0.3]  # what is not above zero has no place on the logarithmic axis
     assert line["mean"] == pytest.approx([0.1, 0.2, 0.0])
 
@@ -97,9 +97,9 @@ def test_gaps_that_show_are_told():
         for seed in range(3)
     }
     text = matters.answer(settings, Parts([0, 1, 2], content))
-    assert "with 20 (+0.079 (95 % interval" in text
+    assert "with 20 (+0.079 (95 % CI" in text
     assert "gap below 0.300 nats per example" in text
-    assert "does not show is 0.100" in text
+    assert "without such an effect is 0.100" in text
 
 
 def test_a_chain_matches_a_chain_and_low_rank_what_lies_below() -> None:
@@ -112,7 +112,7 @@ def test_a_chain_matches_a_chain_and_low_rank_what_lies_below() -> None:
     covariance = columns @ columns.mT
     for across, rank in (("chain", 1), ("low-rank", 7)):
         map_ = BlockTriangular(sizes, across, rank).double()
-        study.match(map_, torch.zeros(7), covariance)
+        study.match_gaussian(map_, torch.zeros(7), covariance)
         columns = (map_(torch.eye(7, dtype=torch.float64))[0] - map_.shift).mT
         torch.testing.assert_close(columns @ columns.mT, covariance)
 
@@ -121,7 +121,7 @@ def test_independent_blocks_match_the_blocks_of_the_precision() -> None:
     root = torch.randn(5, 10, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     covariance = root @ root.mT / 5
     map_ = BlockTriangular((2, 3)).double()
-    study.match(map_, torch.zeros(5), covariance)
+    study.match_gaussian(map_, torch.zeros(5), covariance)
     columns = (map_(torch.eye(5, dtype=torch.float64))[0] - map_.shift).mT
     precision = covariance.inverse()
     torch.testing.assert_close((columns @ columns.mT)[:2, :2], precision[:2, :2].inverse())

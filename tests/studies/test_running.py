@@ -12,7 +12,7 @@ from tiny_study import Settings, Tiny, registered
 from flowbnn.errors import FlowBNNError, FlowBNNWarning
 from flowbnn_studies import Study, Variant
 from flowbnn_studies.report import load_results
-from flowbnn_studies.runner.run import _held_back, run_study
+from flowbnn_studies.runner.run import block_interrupts, run_study
 
 
 @pytest.fixture
@@ -134,7 +134,7 @@ def test_a_lost_network_is_trained_again(study, tmp_path):
 
 def test_what_saves_no_network_is_not_done_again(tmp_path):
     class Bare(Tiny):
-        keeps_networks = Study.keeps_networks
+        keep_networks = Study.keep_networks
 
         def variants(self, settings):
             return (Variant("more", "More"),)
@@ -211,7 +211,7 @@ def test_settings_keep_their_kind(study):
 
 def test_processes_that_are_started_never_see_ctrl_c():
     look = "import signal; print(signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, []))"
-    with _held_back():
+    with block_interrupts():
         inside = subprocess.run([sys.executable, "-c", look], capture_output=True, text=True, check=True)
     assert inside.stdout.strip() == "True"
     assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, [])

@@ -8,7 +8,7 @@ import pytest
 
 from flowbnn.compare.results import Parts, recorded_warnings, summary
 from flowbnn.errors import FlowBNNError, FlowBNNWarning
-from flowbnn_studies.runner.findings import paired, sign_flip
+from flowbnn_studies.runner.findings import paired_difference, sign_flip_p_value
 
 
 def test_mean_and_standard_deviation_by_hand():
@@ -31,22 +31,22 @@ def test_one_seed_has_no_spread_and_a_gap_no_mean():
 def test_a_paired_comparison_by_hand():
     # differences 1, 2, 3: mean 2, standard deviation 1, so 2 +- t / sqrt(3); two degrees of freedom have t in closed form
     t = 0.95 * math.sqrt(2 / (1 - 0.95**2))
-    found = paired([2.0, 4.0, 6.0], [1.0, 2.0, 3.0])
+    found = paired_difference([2.0, 4.0, 6.0], [1.0, 2.0, 3.0])
     assert found.mean == 2.0
     assert found.low == pytest.approx(2 - t / math.sqrt(3), abs=1e-12)
     assert found.high == pytest.approx(2 + t / math.sqrt(3), abs=1e-12)
-    assert not found.clear
-    assert paired([2.0, 4.0, 6.0], [1.0, 2.9, 5.1]).clear
+    assert not found.significant
+    assert paired_difference([2.0, 4.0, 6.0], [1.0, 2.9, 5.1]).significant
 
 
 def test_one_seed_is_never_clear():
-    assert not paired([1.0], [0.0]).clear
-    assert "one seed" in paired([1.0], [0.0]).words()
+    assert not paired_difference([1.0], [0.0]).significant
+    assert "one seed" in paired_difference([1.0], [0.0]).describe()
 
 
 def test_unequal_numbers_of_seeds_are_refused():
     with pytest.raises(FlowBNNError, match="same seeds"):
-        paired([1.0, 2.0], [1.0])
+        paired_difference([1.0, 2.0], [1.0])
 
 
 def test_a_warning_of_many_layers_counts_for_each():
@@ -95,13 +95,13 @@ def test_many_seeds_have_a_p_value_too():
     for difference in differences:
         sums = np.concatenate([sums + difference, sums - difference])
     exact = float((np.abs(sums) >= abs(sum(differences)) * (1 - 1e-12)).mean())
-    assert abs(sign_flip(differences) - exact) < 4 * (exact * (1 - exact) / 100_000) ** 0.5
-    assert 0 < sign_flip([1.0] * 30) < 1e-4
+    assert abs(sign_flip_p_value(differences) - exact) < 4 * (exact * (1 - exact) / 100_000) ** 0.5
+    assert 0 < sign_flip_p_value([1.0] * 30) < 1e-4
 
 
 def test_the_sign_flip_test_by_hand():
     # sums of +-1 +-2 +-4: only all of one sign reach 7
-    assert sign_flip([1.0, 2.0, 4.0]) == 2 / 8
+    assert sign_flip_p_value([1.0, 2.0, 4.0]) == 2 / 8
     # 1 + 2 - 4 = -1: all but none; |sum| >= 1 always
-    assert sign_flip([1.0, 2.0, -4.0]) == 1.0
-    assert sign_flip([0.3, 0.1, 0.2, 0.4, 0.5]) == 2 / 32
+    assert sign_flip_p_value([1.0, 2.0, -4.0]) == 1.0
+    assert sign_flip_p_value([0.3, 0.1, 0.2, 0.4, 0.5]) == 2 / 32

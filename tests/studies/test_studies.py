@@ -52,7 +52,7 @@ def test_a_study_runs_and_its_results_follow_the_schema(name, tmp_path, request)
         folder, results = tmp_path, run_study(study, settings=settings, seeds=1, out=tmp_path, progress=False)
     assert load_results(folder / name) == results
     assert [figure["kind"] for figure in results["figures"]] == FIGURES[name]
-    shown = list(study.shown(settings))
+    shown = list(study.row_labels(settings))
     assert [row["key"] for row in results["rows"]][: len(shown)] == shown
     assert all(row["values"] for row in results["rows"])
     for row in results["rows"]:

@@ -1,4 +1,4 @@
-"""A trial of the program says that it is one, wherever it is shown."""
+"""Tests that a trial run is marked as such in every output."""
 
 from tiny_study import Tiny, registered
 
@@ -7,10 +7,10 @@ from flowbnn_studies.report import console_lines, write_report
 from flowbnn_studies.report.tables import make_tables
 from flowbnn_studies.runner.run import run_study
 
-WORDS = "(generated data, a trial run: the numbers mean nothing)"
+TRIAL = "(trial run with generated data)"
 
 
-def test_a_trial_on_generated_images_has_no_published_value_and_no_best(tmp_path):
+def test_trial_run_on_generated_images_shows_no_published_or_best_values(tmp_path):
     study = get_study("lenet-fashion")
     changes = {"generated": 40, "shift_images": 4, "*.batch": 20, "*.epochs": 1, "rounds": 0}
     settings = study.make_settings(quick=True, **changes)
@@ -19,9 +19,9 @@ def test_a_trial_on_generated_images_has_no_published_value_and_no_best(tmp_path
     real = run_study(study, settings=settings, **options)
     assert any(row.get("cited") for row in real["rows"])
     marked = run_study(study, settings=settings, **options, collect=True, trial=True)
-    assert marked["title"] == f"LeNet on Fashion-MNIST {WORDS}"
-    assert "mean nothing" in marked["answer"]
-    assert "mean nothing" in marked["notes"][0]
+    assert marked["title"] == f"LeNet on Fashion-MNIST {TRIAL}"
+    assert "not meaningful" in marked["answer"]
+    assert "not meaningful" in marked["notes"][0]
     assert not any(row.get("cited") for row in marked["rows"])
     assert not any(cell["published"] for row in marked["rows"] for cell in row["values"].values())
     first, redrawn = real["figures"][0], marked["figures"][0]
@@ -34,15 +34,15 @@ def test_a_trial_on_generated_images_has_no_published_value_and_no_best(tmp_path
     assert "Dashed" not in redrawn["caption"]
     cells = [cell for row in make_tables(marked)[0].rows for cell in row.cells]
     assert not any(cell.best for cell in cells)
-    told = "\n".join(console_lines(marked))
-    assert WORDS in told
-    assert "published" not in told.split(WORDS)[1].split("Xiong's")[0]
+    text = "\n".join(console_lines(marked))
+    assert TRIAL in text
+    assert "published" not in text.split(TRIAL)[1].split("Xiong's")[0]
     page = write_report([{**marked, "figures": []}], tmp_path / "page.html").read_text()
-    assert WORDS in page
+    assert TRIAL in page
     assert "Bold with a dot: the best" not in page
 
 
-def test_a_trial_takes_two_seeds_unless_told(tmp_path):
+def test_trial_run_takes_two_seeds_by_default(tmp_path):
     class Many(Tiny):
         seeds = 10
 
@@ -52,13 +52,13 @@ def test_a_trial_takes_two_seeds_unless_told(tmp_path):
         assert run_study(study, **options, seeds=3)["seeds"] == [0, 1, 2]
 
 
-def test_a_trial_of_another_study_has_tiny_settings():
+def test_trial_run_keeps_dashed_lines_that_are_not_published():
     from flowbnn_studies.runner.run import mark_trial
 
     exact = {"label": "closed form", "x": [0.0], "mean": [1.0], "style": "dashed"}
     panels = [{"title": "Density", "lines": [exact], "levels": [{"label": "limit", "value": 1.0}]}]
-    drawn = {"kind": "curves", "title": "Densities", "caption": "", "data": {"panels": panels}}
-    marked = mark_trial({"title": "Digits", "rows": [], "figures": [drawn], "notes": []})
-    assert marked["figures"][0]["data"]["panels"] == panels  # none of it is published
-    assert marked["title"] == "Digits (tiny settings, a trial run: the numbers mean nothing)"
+    entry = {"kind": "curves", "title": "Densities", "caption": "", "data": {"panels": panels}}
+    marked = mark_trial({"title": "Digits", "rows": [], "figures": [entry], "notes": []})
+    assert marked["figures"][0]["data"]["panels"] == panels  # nothing in it is published
+    assert marked["title"] == "Digits (trial run with tiny settings)"
     assert "generated" not in marked["answer"]

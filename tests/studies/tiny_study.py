@@ -21,7 +21,7 @@ class Tiny(Study):
     title = description = question = source = "tiny"
     seeds = 2
     settings = Settings
-    keeps_networks = True
+    keep_networks = True
     partial = False
 
     def __init__(self) -> None:
@@ -29,15 +29,15 @@ class Tiny(Study):
         self.stop_at: tuple[str, int] | None = None
 
     def variants(self, settings):
-        return Variant("base", "Base"), Variant("more", "More", after="base")
+        return Variant("base", "Base"), Variant("more", "More", start_from="base")
 
     def train(self, job):
         if (job.variant, job.seed) == self.stop_at:
             raise KeyboardInterrupt
         self.calls.append((job.variant, job.seed))
-        if job.after is not None:
-            assert job.start.exists(), "the variant it starts from has left nothing"
-        job.posterior.write_text("weights")
+        if job.start_from is not None:
+            assert job.start_path.exists(), "the variant it starts from has left nothing"
+        job.network_path.write_text("weights")
         return {"values": {"score": job.settings.slope * (job.seed + 1) + (job.variant == "more")}}
 
     def findings(self, settings, parts):

@@ -153,7 +153,7 @@ def novel_noise(number: Count, shape: Sequence[int], generator: torch.Generator 
 
 # -------------------- corruptions, after Hendrycks and Dietterich (2019, https://arxiv.org/abs/1903.12261), made here
 
-Kind = Literal[
+CorruptionKind = Literal[
     "noise", "blur", "brightness", "contrast", "shot", "impulse", "speckle", "defocus", "motion", "zoom", "fog", "elastic",
     "pixelate", "jpeg",
 ]  # fmt: skip
@@ -195,7 +195,7 @@ def corrupt(images: Tensor, kind: str, strength: int, generator: Random = None) 
     >>> corrupt(grey, "brightness", 5).flatten()
     tensor([0.5000, 0.9000])
     """
-    check("kind", kind, Kind)
+    check("kind", kind, CorruptionKind)
     check("strength", strength, Annotated[int, Bounds(ge=1, le=5)])
     unit = images.ndim >= 3 and images.is_floating_point()
     if not unit or not bool(((images >= 0) & (images <= 1)).all()):

@@ -224,7 +224,7 @@ FileFormat = Literal["idx", "cifar"]
 
 
 @dataclass(frozen=True)
-class Piece:
+class DataFile:
     """One file of CIFAR, or one pair of IDX files.
 
     Args:
@@ -252,7 +252,7 @@ class Download:
 
 
 @dataclass(frozen=True)
-class Source:
+class PublishedDataset:
     """One data set as it lies on a disk.
 
     Args:
@@ -274,18 +274,18 @@ class Source:
     classes: tuple[str, ...]
     mean: tuple[float, ...]
     deviation: tuple[float, ...]
-    splits: Mapping[str, tuple[Piece, ...]]
+    splits: Mapping[str, tuple[DataFile, ...]]
     downloads: tuple[Download, ...] = field(default=())
 
 
 def _idx(
     name: str, title: str, classes: str, moments: tuple[float, float], table: str, mirrors: tuple[str, ...]
-) -> Source:
+) -> PublishedDataset:
     """A set of IDX files; the table has, for images and labels of both splits, length and MD5 of the .gz, SHA-256 of its content."""
     files = [f"{stem}-{kind}-ubyte" for stem in ("train", "t10k") for kind in ("images-idx3", "labels-idx1")]
     rows = [line.split() for line in table.strip().splitlines()]
     sizes, sums, digests = zip(*rows, strict=True)
-    return Source(
+    return PublishedDataset(
         name,
         title,
         "idx",
@@ -295,8 +295,8 @@ def _idx(
         moments[:1],
         moments[1:],
         {
-            "train": (Piece(tuple(files[:2]), 60_000, *digests[:2]),),
-            "test": (Piece(tuple(files[2:]), 10_000, *digests[2:]),),
+            "train": (DataFile(tuple(files[:2]), 60_000, *digests[:2]),),
+            "test": (DataFile(tuple(files[2:]), 10_000, *digests[2:]),),
         },
         tuple(
             Download(f"{file}.gz", int(size), md5, tuple(f"{mirror}{file}.gz" for mirror in mirrors))
@@ -355,9 +355,9 @@ test_batch 177777c33ba79825320efa646ad04a94bdc3c80e4ebe3bd21724f8cdfd4b9d56
     cec8a24a1e92aa2ecaa0bbd3dbfa86bf6cd8759fbd209a832824c8cf0afca9d5 40351d587109b95175f43aff81a1287e
 """
 _BATCHES = [
-    Piece((name,), 10_000, *digests) for name, *digests in zip(*[iter(_CIFAR10.split())] * 4, strict=True)
+    DataFile((name,), 10_000, *digests) for name, *digests in zip(*[iter(_CIFAR10.split())] * 4, strict=True)
 ]
-CIFAR10 = Source(
+CIFAR10 = PublishedDataset(
     name="cifar10",
     title="CIFAR-10",
     layout="cifar",
@@ -381,4 +381,4 @@ CIFAR10 = Source(
     ),
 )
 
-SOURCES: dict[str, Source] = {source.name: source for source in (MNIST, FASHION_MNIST, CIFAR10)}
+DATASETS: dict[str, PublishedDataset] = {source.name: source for source in (MNIST, FASHION_MNIST, CIFAR10)}

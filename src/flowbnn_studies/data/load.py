@@ -22,7 +22,7 @@ import torch
 from flowbnn.errors import FlowBNNError
 from flowbnn.options import File, check
 from flowbnn.training.progress import track
-from flowbnn_studies.data.images import SOURCES, Download, ImageSet, Piece, Source
+from flowbnn_studies.data.images import DATASETS, DataFile, Download, ImageSet, PublishedDataset
 
 REMEDY = "delete it and load again with download=True, or copy it anew"
 CHUNK = 1 << 16
@@ -54,7 +54,7 @@ def load_images(name: str, split: str = "train", root: File | None = None, downl
     flowbnn.errors.FlowBNNError: name must be 'mnist', 'fashion-mnist' or 'cifar10', got 'cifar-10'; did you mean 'cifar10'?
     """
     check("name", name, Literal["mnist", "fashion-mnist", "cifar10"])
-    return load_source(SOURCES[name], split, data_folder(root), download)
+    return load_source(DATASETS[name], split, data_folder(root), download)
 
 
 def data_folder(root: File | None = None) -> Path:
@@ -72,7 +72,7 @@ def data_folder(root: File | None = None) -> Path:
     return folder
 
 
-def load_source(source: Source, split: str, root: Path, download: bool) -> ImageSet:
+def load_source(source: PublishedDataset, split: str, root: Path, download: bool) -> ImageSet:
     """One split of the set that ``source`` describes."""
     check("split", split, Literal["train", "test"])
     pieces = source.splits[split]
@@ -95,7 +95,9 @@ def load_source(source: Source, split: str, root: Path, download: bool) -> Image
     )
 
 
-def _verified(source: Source, piece: Piece, paths: tuple[Path, ...]) -> tuple[np.ndarray, np.ndarray]:
+def _verified(
+    source: PublishedDataset, piece: DataFile, paths: tuple[Path, ...]
+) -> tuple[np.ndarray, np.ndarray]:
     """Pixels ``[N, C, H, W]`` and labels ``[N]`` of one piece."""
     if source.layout == "idx":
         shape = (piece.count, *source.shape[1:])
@@ -116,13 +118,13 @@ def _verified(source: Source, piece: Piece, paths: tuple[Path, ...]) -> tuple[np
     return pixels.reshape(piece.count, *source.shape), labels
 
 
-def _title(source: Source, piece: Piece, what: str) -> str:
+def _title(source: PublishedDataset, piece: DataFile, what: str) -> str:
     split = next(name for name, pieces in source.splits.items() if piece in pieces)
     where = f", {piece.files[0]}" if len(source.splits[split]) > 1 else ""
     return f"the {what} of {source.title} ({split}{where})"
 
 
-def _find(source: Source, pieces: tuple[Piece, ...], root: Path) -> list[Path]:
+def _find(source: PublishedDataset, pieces: tuple[DataFile, ...], root: Path) -> list[Path]:
     """A path for every name: of the two formats of CIFAR, the one that is complete, else the binary one."""
     names = [name for piece in pieces for name in piece.files]
     if source.layout == "idx":
@@ -138,7 +140,7 @@ def _find(source: Source, pieces: tuple[Piece, ...], root: Path) -> list[Path]:
     return pickled if lacking[1] < lacking[0] else binary
 
 
-def _supply(source: Source, missing: list[Path], root: Path, download: bool) -> None:
+def _supply(source: PublishedDataset, missing: list[Path], root: Path, download: bool) -> None:
     archive = root / source.downloads[0].file if source.layout == "cifar" and source.downloads else None
     if not download and not (archive and archive.is_file()):
         raise FlowBNNError(
@@ -166,7 +168,7 @@ def _advice(missing: list[Path], archive: Path | None) -> str:
     return f"put {names}{whole} into {missing[0].parent}, or name the folder that has them by root= or FLOWBNN_DATA"
 
 
-def _unpack(source: Source, archive: Path) -> None:
+def _unpack(source: PublishedDataset, archive: Path) -> None:
     """The binary files out of the published archive, which is kept only if it was there before."""
     wanted = source.downloads[0]
     fetched = not archive.is_file()

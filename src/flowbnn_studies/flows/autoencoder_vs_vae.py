@@ -9,8 +9,8 @@ from flowbnn.compare.results import Metric, Parts
 from flowbnn.options import Count, Positive, options
 from flowbnn.vae import VAE, Autoencoder, fit_autoencoder
 from flowbnn_studies.images.data import read_bytes
-from flowbnn_studies.images.settings import PictureData
-from flowbnn_studies.runner.findings import grid_figures, picture_grid, pluralize, short
+from flowbnn_studies.images.settings import ImageSource
+from flowbnn_studies.runner.findings import grid_figures, image_grid, pluralize, round_values
 from flowbnn_studies.runner.study import Findings, Job, Study, Variant
 
 SHAPE = (1, 28, 28)
@@ -30,7 +30,7 @@ REACH = 3.0349  # of 99 % of a standard normal in two dimensions: sqrt(-2 log 0.
 
 
 @options(kw_only=True)
-class Settings(PictureData):
+class Settings(ImageSource):
     """What the study depends on.
 
     Args:
@@ -75,11 +75,14 @@ class AutoencoderVsVae(Study):
 
     def train(self, job: Job) -> dict[str, Any]:
         s: Settings = job.settings
-        train, (test, labels) = unit(read_bytes(job, "mnist", "train")[0]), read_bytes(job, "mnist", "test")
-        test, labels = unit(test)[: s.shown], labels[: s.shown]
+        train, (test, labels) = (
+            to_unit(read_bytes(job, "mnist", "train")[0]),
+            read_bytes(job, "mnist", "test"),
+        )
+        test, labels = to_unit(test)[: s.shown], labels[: s.shown]
         torch.manual_seed(job.seed)
-        given = job.brief(validation=0.0, epochs=s.epochs, lr=s.lr, batch_size=s.batch)
-        model = fit_autoencoder(model_of(job.variant, s).to(job.device), train, **given)
+        given = job.short_options(validation=0.0, epochs=s.epochs, lr=s.lr, batch_size=s.batch)
+        model = fit_autoencoder(make_model(job.variant, s).to(job.device), train, **given)
         with torch.no_grad():
             codes = model.encode(test)
             generator = torch.Generator().manual_seed(job.seed)
@@ -100,16 +103,16 @@ class AutoencoderVsVae(Study):
             some = test[:COLUMNS]
             path = model.interpolate(some[:4], some[4:8], COLUMNS).transpose(0, 1).flatten(0, 1)
             content |= {
-                "codes": plane(codes, labels),
-                "samples": picture_grid(made[:40], COLUMNS),
-                "reconstruction": picture_grid(torch.cat([some, model.reconstruct(some)]), COLUMNS),
-                "interpolation": picture_grid(path, COLUMNS),
+                "codes": code_image(codes, labels),
+                "samples": image_grid(made[:40], COLUMNS),
+                "reconstruction": image_grid(torch.cat([some, model.reconstruct(some)]), COLUMNS),
+                "interpolation": image_grid(path, COLUMNS),
                 "reach": float(codes.abs().max()),
             }
         return content
 
     def findings(self, settings: Settings, parts: Parts) -> Findings:
-        first = self.of_first_seed(settings, parts, "codes")
+        first = self.first_seed_parts(settings, parts, "codes")
         caption = {
             "codes": ("Codes", f"Seed 0: the codes of the first {settings.shown:,} test images, each panel on its own scale (the note "
                       "gives the largest coordinate), a colour for each digit."),
@@ -133,12 +136,12 @@ class AutoencoderVsVae(Study):
         return Findings(answer(parts), METRICS, rows, figures, notes)
 
 
-def unit(images: Tensor) -> Tensor:
+def to_unit(images: Tensor) -> Tensor:
     """Bytes as numbers from 0 to 1."""
     return images.float() / 255
 
 
-def model_of(variant: str, s: Settings) -> Autoencoder:
+def make_model(variant: str, s: Settings) -> Autoencoder:
     """The model of a variant."""
     hidden = (s.hidden, s.hidden)
     if variant == "reconstruction":
@@ -146,10 +149,10 @@ def model_of(variant: str, s: Settings) -> Autoencoder:
     return VAE(SHAPE, 2, hidden=hidden, reconstruction=1.0 if variant == "both" else 0.0)
 
 
-def plane(codes: Tensor, labels: Tensor) -> list[Any]:
+def code_image(codes: Tensor, labels: Tensor) -> list[Any]:
     """Codes as a picture of the plane in colour, white where there is none: a hue for each class, the last code on top.
 
-    >>> picture = plane(torch.tensor([[1.0, 1.0], [-1.0, -1.0]]), torch.tensor([0, 5]))
+    >>> picture = code_image(torch.tensor([[1.0, 1.0], [-1.0, -1.0]]), torch.tensor([0, 5]))
     >>> len(picture), picture[0][PLANE - 1] == picture[PLANE - 1][0], picture[0][0]
     (64, False, [1.0, 1.0, 1.0])
     """
@@ -159,7 +162,7 @@ def plane(codes: Tensor, labels: Tensor) -> list[Any]:
     dark = torch.where(labels % 2 == 0, 0.35, 0.5)[:, None]
     canvas = torch.ones(PLANE, PLANE, 3)
     canvas[PLANE - 1 - places[:, 1], places[:, 0]] = (dark + 0.35 * angle.cos()).clamp(0, 1)
-    return short(canvas, 2)
+    return round_values(canvas, 2)
 
 
 def answer(parts: Parts) -> str:

@@ -14,7 +14,7 @@ from flowbnn.distributions import Flow, NormalMixture
 from flowbnn.flows import NSF
 from flowbnn.options import Count, Positive, options
 from flowbnn.transforms import Transform
-from flowbnn_studies.runner.findings import histogram, middles, panel, pluralize, short
+from flowbnn_studies.runner.findings import cell_centers, histogram, panel, pluralize, round_values
 from flowbnn_studies.runner.study import Findings, Job, Study, Variant
 
 VARIANTS = (
@@ -111,7 +111,7 @@ class ChangeOfVariables(Study):
             how: dict[str, Any] = {"epochs": s.epochs, "batch_size": s.batch, "lr": s.lr}
             flow = fit_density(NSF(1), data, **how, seed=job.seed, progress=False)
             draws = flow.sample(s.draws, seed=job.seed)[:, 0].double()
-            axis = middles(-4.0, 4.0, s.grid)
+            axis = cell_centers(-4.0, 4.0, s.grid)
             density = flow.score(axis[:, None].float()).double().exp()
             true = truth.log_prob(axis[:, None]).exp()
             values["gap"] = float((truth.log_prob(test.double()) - flow.score(test).double()).mean())
@@ -121,7 +121,7 @@ class ChangeOfVariables(Study):
             base = Independent(Uniform(0 * unit, two if square else unit), 1)
             known = Flow(base, Square() if square else ExponentialQuantile())
             draws = known.sample((s.draws,))[:, 0]
-            axis = middles(0.0, 4.0, s.grid)
+            axis = cell_centers(0.0, 4.0, s.grid)
             density = known.log_prob(axis[:, None]).exp()
             true = 0.25 / axis.sqrt() if square else RATE * (-RATE * axis).exp()
             ordered = draws.sort().values
@@ -134,7 +134,11 @@ class ChangeOfVariables(Study):
         }
         content: dict[str, Any] = {"values": values}
         if job.seed == 0:
-            content["curve"] = {"x": short(axis), "flow": short(density), "truth": short(true)}
+            content["curve"] = {
+                "x": round_values(axis),
+                "flow": round_values(density),
+                "truth": round_values(true),
+            }
             low, high = (-4.0 if job.variant == "mixture" else 0.0), 4.0
             inside = draws[(draws > low) & (draws < high)]
             counted_in = histogram(inside, low, high, 40)
@@ -154,7 +158,7 @@ class ChangeOfVariables(Study):
         ]
         rows = self.rows(settings, parts, METRICS)
         return Findings(
-            answer(parts), METRICS, rows, figures(self.of_first_seed(settings, parts, "curve")), notes
+            answer(parts), METRICS, rows, figures(self.first_seed_parts(settings, parts, "curve")), notes
         )
 
 

@@ -12,14 +12,14 @@ from flowbnn import flows
 from flowbnn.compare.results import Parts, figure
 from flowbnn.density import Density, fit_density
 from flowbnn.options import Count, Positive, options
-from flowbnn_studies.runner.findings import middles, over_plane, pluralize, ranking, short
-from flowbnn_studies.runner.study import Findings, Job, Study, Variant, metrics_of, timed
+from flowbnn_studies.runner.findings import cell_centers, evaluate_on_grid, pluralize, ranking, round_values
+from flowbnn_studies.runner.study import Findings, Job, Study, Variant, make_metrics, time_call
 
 PI = math.pi
 
 
 @dataclass(frozen=True)
-class Plane:
+class PlanarDensity:
     """A distribution in the plane: draws, and the logarithm of its density.
 
     >>> points = TOYS["rings"].sample(5, torch.Generator().manual_seed(0))
@@ -38,7 +38,7 @@ class Plane:
 
 
 @dataclass(frozen=True)
-class Curves(Plane):
+class NoisyCurves(PlanarDensity):
     r"""Points on curves with Gaussian noise, :math:`p(x) = \int N(x; c(t), \sigma^2 I)\, p(t)\, dt`.
 
     The integral is a sum over nodes that are even in :math:`t`. They are less than :math:`\sigma` apart on the curve, where the
@@ -79,7 +79,7 @@ class Curves(Plane):
 
 
 @dataclass(frozen=True)
-class Rings(Plane):
+class Rings(PlanarDensity):
     r"""Circles with Gaussian noise of the radius, :math:`p(x) = \frac{1}{2 \pi r} \frac1K \sum_k N(r; r_k, \sigma^2)`."""
 
     radii: tuple[float, ...] = (0.75, 1.5, 2.25, 3.0)
@@ -102,7 +102,7 @@ class Rings(Plane):
 
 
 @dataclass(frozen=True)
-class Checkerboard(Plane):
+class Checkerboard(PlanarDensity):
     """Uniform on the dark fields of a board of four by four, of side 4."""
 
     def sample(self, number: int, generator: torch.Generator) -> Tensor:
@@ -120,7 +120,7 @@ class Checkerboard(Plane):
 
 
 @dataclass(frozen=True)
-class Pinwheel(Plane):
+class Pinwheel(PlanarDensity):
     r"""Five Gaussian arms, turned around the origin by an angle that grows with the distance from it.
 
     Such a turn preserves areas, so :math:`\log p(x)` is that of the straight arms at :math:`x` turned back.
@@ -149,12 +149,12 @@ class Pinwheel(Plane):
         return logs.logsumexp(-1) - math.log(self.arms)
 
 
-TOYS: Mapping[str, Plane] = {
-    "moons": Curves("Two moons", 2.0, kind="moons"),
-    "gaussians": Curves("Eight Gaussians", kind="gaussians", spread=0.2, nodes=16),
+TOYS: Mapping[str, PlanarDensity] = {
+    "moons": NoisyCurves("Two moons", 2.0, kind="moons"),
+    "gaussians": NoisyCurves("Eight Gaussians", kind="gaussians", spread=0.2, nodes=16),
     "rings": Rings("Rings", 3.6),
     "checkerboard": Checkerboard("Checkerboard", 2.5),
-    "spirals": Curves("Two spirals", 3.6, kind="spirals", nodes=640),
+    "spirals": NoisyCurves("Two spirals", 3.6, kind="spirals", nodes=640),
     "pinwheel": Pinwheel("Pinwheel"),
 }
 
@@ -233,8 +233,10 @@ class Densities2d(Study):
             torch.manual_seed(job.seed)
             flow = flows.named_flows()[job.variant](2, **RECIPES[job.variant][1])
             own: dict[str, Any] = {"objective": "flow-matching"} if job.variant == "ffjord" else {}
-            own |= job.brief(seed=job.seed, epochs=s.epochs, batch_size=s.batch, lr=s.lr, patience=s.patience)
-            density, seconds = timed(fit_density, flow, data, **own)
+            own |= job.short_options(
+                seed=job.seed, epochs=s.epochs, batch_size=s.batch, lr=s.lr, patience=s.patience
+            )
+            density, seconds = time_call(fit_density, flow, data, **own)
             score = density.score(test).double().cpu()
             content["values"] |= {
                 f"gap_{name}": float((toy.log_prob(test.double()) - score).mean()),
@@ -251,8 +253,8 @@ class Densities2d(Study):
             "log_likelihood": ("Log-likelihood", "higher", ".3f", "Mean log-density of unseen points, in nats."),
             "seconds": ("Seconds", "none", ".1f", "Of the fit."),
         }  # fmt: skip
-        metrics = metrics_of(kinds, {name: TOYS[name].label for name in settings.data}, "{1}")
-        missing = [label for key, label in self.shown(settings).items() if not parts.of(key)]
+        metrics = make_metrics(kinds, {name: TOYS[name].label for name in settings.data}, "{1}")
+        missing = [label for key, label in self.row_labels(settings).items() if not parts.of(key)]
         notes = [
             f"{settings.train:,} points to learn from, a tenth of them held out to choose the epoch, and {settings.test:,} to test on, "
             "drawn anew for every seed. All flows but NSF have the architecture that they have by default, and all the same training: "
@@ -293,12 +295,12 @@ class Densities2d(Study):
         made = []
         for name in settings.data:
             toy = TOYS[name]
-            axis = middles(-toy.reach, toy.reach, settings.grid)
-            truth = over_plane(toy.log_prob, axis).exp()
+            axis = cell_centers(-toy.reach, toy.reach, settings.grid)
+            truth = evaluate_on_grid(toy.log_prob, axis).exp()
             drawn = toy.sample(settings.draws, torch.Generator().manual_seed(0))
-            panels: list[dict[str, Any]] = [{"title": "Truth", "values": short(truth, 3)}]
-            panels.append({"title": "Truth, samples", "points": short(drawn, 2)})
-            for label, part in self.of_first_seed(settings, parts, "pictures").items():
+            panels: list[dict[str, Any]] = [{"title": "Truth", "values": round_values(truth, 3)}]
+            panels.append({"title": "Truth, samples", "points": round_values(drawn, 2)})
+            for label, part in self.first_seed_parts(settings, parts, "pictures").items():
                 if own := part["pictures"].get(name):
                     note = f"gap {part['values'][f'gap_{name}']:.3f}"
                     panels.append({"title": label, "note": note, "values": own["density"]})
@@ -307,14 +309,22 @@ class Densities2d(Study):
                 f"Seed 0: the density of each flow, on one colour scale, and {settings.draws} samples of it. Behind a name: how many "
                 "nats it falls short of the truth on unseen points."
             )
-            data = {"label": "density", "x": short(axis, 3), "y": short(axis, 3), "top": float(truth.max())}
+            data = {
+                "label": "density",
+                "x": round_values(axis, 3),
+                "y": round_values(axis, 3),
+                "top": float(truth.max()),
+            }
             made.append(figure("map", toy.label, caption, {**data, "columns": 4, "panels": panels}))
         return made
 
 
 @torch.no_grad()
-def picture(density: Density, toy: Plane, s: Settings) -> dict[str, Any]:
+def picture(density: Density, toy: PlanarDensity, s: Settings) -> dict[str, Any]:
     """The density on a grid, and points drawn from it."""
-    axis = middles(-toy.reach, toy.reach, s.grid)
-    values = over_plane(density.score, axis.float())
-    return {"density": short(values.exp(), 3), "points": short(density.sample(s.draws, seed=0), 2)}
+    axis = cell_centers(-toy.reach, toy.reach, s.grid)
+    values = evaluate_on_grid(density.score, axis.float())
+    return {
+        "density": round_values(values.exp(), 3),
+        "points": round_values(density.sample(s.draws, seed=0), 2),
+    }

@@ -14,8 +14,8 @@ from flowbnn.options import Count, Positive, UnitInterval, options
 from flowbnn.transforms import Transform
 from flowbnn.vae import VAE, GatedConvDecoder, GatedConvEncoder, fit_autoencoder
 from flowbnn_studies.images.data import binarise, read_binary, read_bytes
-from flowbnn_studies.images.settings import PictureData
-from flowbnn_studies.runner.findings import grid_figures, line, panel, picture_grid, pluralize
+from flowbnn_studies.images.settings import ImageSource
+from flowbnn_studies.runner.findings import grid_figures, image_grid, line, panel, pluralize
 from flowbnn_studies.runner.study import Findings, Job, Study, Variant
 
 SHAPE = (1, 28, 28)
@@ -41,7 +41,7 @@ PUBLISHED: dict[str, dict[str, float]] = {
 
 
 @options(kw_only=True)
-class Settings(PictureData):
+class Settings(ImageSource):
     """What the study depends on.
 
     Args:
@@ -126,14 +126,14 @@ class DlgmPlanar(Study):
         augment = binarise if s.binary == "anew" else None
         seen = TensorLoader(grey[: -s.validation], batch_size=batch, shuffle=True, augment=augment)
         torch.manual_seed(job.seed)
-        given = job.brief(validation=images[-s.validation :], epochs=epochs, patience=epochs, lr=lr)
-        model = fit_autoencoder(model_of(job.variant, s).to(job.device), seen, **given)
+        given = job.short_options(validation=images[-s.validation :], epochs=epochs, patience=epochs, lr=lr)
+        model = fit_autoencoder(make_model(job.variant, s).to(job.device), seen, **given)
         bound = -float(Density(model).score(test).double().mean())
         rows = 20_000 if job.device == "cuda" else 1000
         nll = -float(model.log_likelihood(test, s.importance, rows=rows).double().mean())
         content: dict[str, Any] = {"values": {"nll": nll, "bound": bound, "gap": bound - nll}}
         if job.seed == 0:
-            content["samples"] = picture_grid(model.sample(40, seed=0, mean=True), 8)
+            content["samples"] = image_grid(model.sample(40, seed=0, mean=True), 8)
         return content
 
     def findings(self, settings: Settings, parts: Parts) -> Findings:
@@ -157,16 +157,16 @@ class DlgmPlanar(Study):
         ]
         rows = self.rows(settings, parts, METRICS, PUBLISHED)
         caption = "The decoder's means at codes from the prior, seed 0."
-        first = self.of_first_seed(settings, parts, "samples")
+        first = self.first_seed_parts(settings, parts, "samples")
         figures = [length_figure(settings, parts), *grid_figures("New digits", caption, first, "samples")]
-        return Findings(answer(settings, parts, self.shown(settings)), METRICS, rows, figures, notes)
+        return Findings(answer(settings, parts, self.row_labels(settings)), METRICS, rows, figures, notes)
 
 
-def model_of(variant: str, s: Settings) -> VAE:
+def make_model(variant: str, s: Settings) -> VAE:
     """The autoencoder of a variant.
 
     >>> s = Settings(latent=2, conv_latent=2, hidden=8, width=1, features=4, made=4, conv_length=2)
-    >>> [len(model_of(name, s).flow) for name in ("planar-0", "planar-10", "conv-iaf", "conv-sylvester")]
+    >>> [len(make_model(name, s).flow) for name in ("planar-0", "planar-10", "conv-iaf", "conv-sylvester")]
     [0, 1, 2, 2]
     """
     kind, _, what = variant.partition("-")

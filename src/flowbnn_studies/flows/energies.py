@@ -12,8 +12,8 @@ from flowbnn import flows
 from flowbnn.compare.results import Parts, figure
 from flowbnn.density.target import TargetFit, fit_target
 from flowbnn.options import Count, Positive, options
-from flowbnn_studies.runner.findings import middles, over_plane, pluralize, ranking, short
-from flowbnn_studies.runner.study import Findings, Job, Study, Variant, metrics_of, timed
+from flowbnn_studies.runner.findings import cell_centers, evaluate_on_grid, pluralize, ranking, round_values
+from flowbnn_studies.runner.study import Findings, Job, Study, Variant, make_metrics, time_call
 
 RECIPES: Mapping[str, tuple[str, str, dict[str, Any], float]] = {  # label, flow, its settings, cost
     "planar-2": ("Planar (2)", "planar", {"length": 2}, 1.0),
@@ -78,9 +78,9 @@ class Energies(Study):
         content: dict[str, Any] = {"values": {}, "pictures": {}}
         for number in s.energies:
             torch.manual_seed(job.seed)
-            flow, given = flows.named_flows()[name](2, **own), job.brief(seed=job.seed)
+            flow, given = flows.named_flows()[name](2, **own), job.short_options(seed=job.seed)
             given |= {"epochs": s.epochs, "samples": s.samples, "lr": s.lr}
-            fitted, seconds = timed(fit_target, flow, log_density(number), **given)
+            fitted, seconds = time_call(fit_target, flow, log_density(number), **given)
             found, truth = fitted.evidence(s.draws, seed=100 + job.seed), log_normaliser(number, s.nodes)
             content["values"] |= {
                 f"gap_{number}": truth - found["elbo"],
@@ -101,7 +101,7 @@ class Energies(Study):
             "elbo": ("ELBO", "higher", ".3f", "Mean over draws of the flow of -U(z) - log q(z), in nats; at most log Z."),
             "seconds": ("Seconds", "none", ".1f", "Of the fit."),
         }  # fmt: skip
-        metrics = metrics_of(kinds, {number: f"Energy {number}" for number in settings.energies}, "{1}")
+        metrics = make_metrics(kinds, {number: f"Energy {number}" for number in settings.energies}, "{1}")
         truth = {f"elbo_{number}": log_normaliser(number, settings.nodes) for number in settings.energies}
         exact = Parts([0], {("truth", 0): {"values": truth}}).row("truth", "log Z by quadrature", metrics)
         notes = [
@@ -148,12 +148,12 @@ class Energies(Study):
     def figures(self, settings: Settings, parts: Parts) -> list[dict[str, Any]]:
         """For each energy the target and the densities of the first seed."""
         made = []
-        axis = middles(-REACH, REACH, settings.grid)
+        axis = cell_centers(-REACH, REACH, settings.grid)
         for number in settings.energies:
-            log_target = over_plane(log_density(number), axis)
+            log_target = evaluate_on_grid(log_density(number), axis)
             target = (log_target - log_normaliser(number, settings.nodes)).exp()
-            panels: list[dict[str, Any]] = [{"title": "Target", "values": short(target, 3)}]
-            for label, part in self.of_first_seed(settings, parts, "pictures").items():
+            panels: list[dict[str, Any]] = [{"title": "Target", "values": round_values(target, 3)}]
+            for label, part in self.first_seed_parts(settings, parts, "pictures").items():
                 if own := part["pictures"].get(str(number)):
                     note = f"gap {part['values'][f'gap_{number}']:.3f}"
                     panels.append({"title": label, "note": note, "values": own})
@@ -161,7 +161,12 @@ class Energies(Study):
                 "Seed 0: the target and the density of each flow, on one colour scale. Behind a name: how many nats its ELBO falls "
                 "short of log Z."
             )
-            data = {"label": "density", "x": short(axis, 3), "y": short(axis, 3), "top": float(target.max())}
+            data = {
+                "label": "density",
+                "x": round_values(axis, 3),
+                "y": round_values(axis, 3),
+                "top": float(target.max()),
+            }
             made.append(figure("map", NAMES[number], caption, {**data, "columns": 4, "panels": panels}))
         return made
 
@@ -207,13 +212,13 @@ def log_normaliser(number: int, nodes: int) -> float:
     >>> round(math.log((8 + 0.4 * math.sqrt(2 * math.pi)) * 0.4 * math.sqrt(2 * math.pi)), 4)
     2.2002
     """
-    axis = middles(-ROOM, ROOM, nodes)
-    logs = over_plane(log_density(number), axis)
+    axis = cell_centers(-ROOM, ROOM, nodes)
+    logs = evaluate_on_grid(log_density(number), axis)
     return float(logs.flatten().logsumexp(0)) + 2 * math.log(2 * ROOM / nodes)
 
 
 @torch.no_grad()
 def picture(fitted: TargetFit, s: Settings) -> list[Any]:
     """The density of a fitted flow on a grid."""
-    axis = middles(-REACH, REACH, s.grid)
-    return short(over_plane(fitted.flow().log_prob, axis.float()).exp(), 3)
+    axis = cell_centers(-REACH, REACH, s.grid)
+    return round_values(evaluate_on_grid(fitted.flow().log_prob, axis.float()).exp(), 3)

@@ -14,8 +14,8 @@ from flowbnn.density import fit_density
 from flowbnn.flows import IDF, FlowModel, Glow, ResidualFlow
 from flowbnn.options import Count, NonNegative, Positive, options
 from flowbnn_studies.images.data import read_bytes
-from flowbnn_studies.images.settings import BelowOne, PictureData
-from flowbnn_studies.runner.findings import grid_figures, picture_grid
+from flowbnn_studies.images.settings import BelowOne, ImageSource
+from flowbnn_studies.runner.findings import grid_figures, image_grid
 from flowbnn_studies.runner.study import Findings, Job, Study, Variant
 
 FLOWS = {"glow": "Glow", "residual": "Residual flow", "idf": "Integer discrete flow"}
@@ -38,7 +38,7 @@ PUBLISHED = {
 
 
 @options(kw_only=True)
-class Settings(PictureData):
+class Settings(ImageSource):
     """What the study depends on.
 
     Args:
@@ -88,7 +88,7 @@ class ImageFlows(Study):
 
     def variants(self, settings: Settings) -> tuple[Variant, ...]:
         return tuple(
-            Variant(f"{flow}-{name}", f"{FLOWS[flow]}, {SETS[name]}", alone=settings.minutes > 0)
+            Variant(f"{flow}-{name}", f"{FLOWS[flow]}, {SETS[name]}", exclusive=settings.minutes > 0)
             for name in settings.sets
             for flow in settings.flows
         )
@@ -98,16 +98,20 @@ class ImageFlows(Study):
         kind, _, name = job.variant.partition("-")
         images, test = read_bytes(job, name, "train")[0], read_bytes(job, name, "test")[0][: s.tested]
         torch.manual_seed(job.seed)
-        flow = flow_of(kind, tuple(images.shape[1:]), s).to(job.device)
-        common = job.brief(precision="32-true", batch_size=s.batch, lr=s.lr, validation=0.0)
+        flow = make_flow(kind, tuple(images.shape[1:]), s).to(job.device)
+        common = job.short_options(precision="32-true", batch_size=s.batch, lr=s.lr, validation=0.0)
         common["clip_gradient"] = None if kind == "idf" else s.clip or None
         whole = max(1, len(images) // s.batch)  # steps of an epoch
         steps = whole * s.epochs
         if s.minutes:
-            steps = planned(job, partial(affordable, flow, images, s.batch, s.minutes, common))
+            steps = load_or_plan_steps(job, partial(estimate_steps, flow, images, s.batch, s.minutes, common))
         some = images[: steps * s.batch]  # a budget may end before all images were seen
         epochs = max(1, steps // whole)
-        kept = {"checkpoint": job.state, "checkpoint_every": max(1, steps // 5), "resume": job.resume}
+        kept = {
+            "checkpoint": job.checkpoint_folder,
+            "checkpoint_every": max(1, steps // 5),
+            "resume": job.resume,
+        }
         # the best epoch is kept, and none is left out
         best = {"validation": s.validation, "patience": epochs}
         density = fit_density(flow, some, epochs=epochs, **common | best, **kept)
@@ -117,13 +121,13 @@ class ImageFlows(Study):
         values["minutes"] = density.history.seconds / 60
         content: dict[str, Any] = {"values": values}
         if job.seed == 0:
-            content["samples"] = picture_grid(density.sample(32, seed=0).float() / 255, 8)
+            content["samples"] = image_grid(density.sample(32, seed=0).float() / 255, 8)
         return content
 
     def findings(self, settings: Settings, parts: Parts) -> Findings:
-        labels = self.shown(settings)
+        labels = self.row_labels(settings)
         rows = self.rows(settings, parts, METRICS, PUBLISHED)
-        first = self.of_first_seed(settings, parts, "samples")
+        first = self.first_seed_parts(settings, parts, "samples")
         figures = grid_figures("Samples", "Drawn from each flow, seed 0.", first, "samples")
         notes = [
             f"{settings.minutes:g} minutes of training each; the number of steps follows from the time that some take, so that "
@@ -137,10 +141,10 @@ class ImageFlows(Study):
         return Findings(answer(parts, labels), METRICS, rows, figures, notes)
 
 
-def flow_of(kind: str, shape: tuple[int, ...], s: Settings) -> FlowModel:
+def make_flow(kind: str, shape: tuple[int, ...], s: Settings) -> FlowModel:
     """A flow for images of a shape.
 
-    >>> type(flow_of("idf", (1, 28, 28), Settings(length=2, width=4))).__name__
+    >>> type(make_flow("idf", (1, 28, 28), Settings(length=2, width=4))).__name__
     'IDF'
     """
     colour = shape[0] == 3
@@ -152,15 +156,17 @@ def flow_of(kind: str, shape: tuple[int, ...], s: Settings) -> FlowModel:
     return recipe(shape, length=max(1, length // 2), data_init=True, **common)
 
 
-def planned(job: Job, estimate: Callable[[], int]) -> int:
+def load_or_plan_steps(job: Job, estimate: Callable[[], int]) -> int:
     """How many steps there are to be; a run that is resumed keeps to what was planned when it began."""
-    path = job.state / "plan.json"
+    path = job.checkpoint_folder / "plan.json"
     plan = read_json(path) or {"steps": estimate()}
     write_json(path, plan)
     return int(plan["steps"])
 
 
-def affordable(flow: FlowModel, images: Tensor, batch: int, minutes: float, common: dict[str, Any]) -> int:
+def estimate_steps(
+    flow: FlowModel, images: Tensor, batch: int, minutes: float, common: dict[str, Any]
+) -> int:
     """How many steps a budget allows, from the time of two short trainings of different length, after one that wakes the device."""
     some = images[: 20 * batch]
     took = []

@@ -14,10 +14,10 @@ from flowbnn.metrics import novelty_auroc
 from flowbnn.models import LeNet
 from flowbnn.options import Count, Positive, Probability, options
 from flowbnn_studies.images.data import read_bytes, read_images
-from flowbnn_studies.images.settings import PictureData
+from flowbnn_studies.images.settings import ImageSource
 from flowbnn_studies.runner.findings import histogram, histogram_panels, pluralize
-from flowbnn_studies.runner.methods import shuffled
-from flowbnn_studies.runner.study import Findings, Job, Study, Variant, regrouped
+from flowbnn_studies.runner.methods import shuffled_loader
+from flowbnn_studies.runner.study import Findings, Job, Study, Variant, regroup_parts
 
 SETS = {"fashion-mnist": "Fashion-MNIST", "mnist": "MNIST"}
 OTHER = {"fashion-mnist": "mnist", "mnist": "fashion-mnist"}
@@ -38,7 +38,7 @@ NUMBERS = {  # label of the column, which names the familiar or the novel set
 
 
 @options(kw_only=True)
-class Settings(PictureData):
+class Settings(ImageSource):
     """What the study depends on.
 
     Args:
@@ -97,22 +97,22 @@ class NoveltyByDensity(Study):
         torch.manual_seed(job.seed)
         shape, hidden = tuple(images.shape[1:]), (s.width, s.width)
         flow = Glow(shape, length=s.length, hidden=hidden, data_init=True, levels=s.levels)
-        exact = job.brief(precision="32-true")
+        exact = job.short_options(precision="32-true")
         common = {"epochs": s.epochs, "batch_size": s.batch, "lr": s.lr, "validation": 0.0}
         density = fit_density(flow.to(job.device), learned, **common, **exact)
         values: dict[str, float] = {}
         for by in ("density", "typicality"):
-            values |= judged(density, by, aside, tested, novel, s.rate)
+            values |= evaluate_detector(density, by, aside, tested, novel, s.rate)
         bits = [density.bits_per_dimension(some) for some in (tested, novel)]
         values |= {"density_own": bits[0], "density_novel": bits[1]}
 
         prepare = read_images(job.variant, "train", s).normalizer()
-        loader = shuffled(
+        loader = shuffled_loader(
             (prepare(learned), labels[: -s.validation]), s.batch, job.seed, job.device, drop_last=True
         )
         method = MLE(epochs=s.classifier_epochs, lr=s.lr)
         network = method.fit(
-            LeNet(1, 10).to(job.device), loader, **job.brief(), num_data=len(learned)
+            LeNet(1, 10).to(job.device), loader, **job.short_options(), num_data=len(learned)
         ).model.eval()
         features, logits = zip(
             *(read_features(network, prepare(some)) for some in (learned, aside, tested, novel)), strict=True
@@ -120,7 +120,7 @@ class NoveltyByDensity(Study):
         own = NSF(features[0].shape[1], length=s.features_length, hidden=(s.features_width, s.features_width))
         common |= {"epochs": s.features_epochs, "validation": 0.1}
         of_features = fit_density(own.to(job.device), features[0], **common, **exact)
-        values |= judged(
+        values |= evaluate_detector(
             of_features, "density", features[1], features[2], features[3], s.rate, name="features"
         )
         unsure = [1.0 - each.softmax(1).amax(1).cpu() for each in logits]
@@ -148,7 +148,7 @@ class NoveltyByDensity(Study):
 
     def findings(self, settings: Settings, parts: Parts) -> Findings:
         # from density_auroc of a set to auroc_mnist of a method
-        by_method = regrouped(
+        by_method = regroup_parts(
             parts, lambda variant, name: (name.partition("_")[0], f"{name.partition('_')[2]}_{variant}")
         )
         metrics = []
@@ -191,7 +191,7 @@ class NoveltyByDensity(Study):
         return Findings(answer(by_method), metrics, rows, figures, notes)
 
 
-def judged(
+def evaluate_detector(
     density: Density, by: Any, aside: Tensor, tested: Tensor, novel: Tensor, rate: float, name: str = ""
 ) -> dict[str, float]:
     """How well a detector tells novel from familiar ones."""

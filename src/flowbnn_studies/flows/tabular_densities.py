@@ -11,7 +11,7 @@ from flowbnn.compare.results import Metric, Parts
 from flowbnn.density import fit_density
 from flowbnn.flows import MAF, NSF
 from flowbnn.options import Count, NonNegative, Positive, options
-from flowbnn_studies.data.tables import FILES, FOLDERS, load_table, load_uci
+from flowbnn_studies.data.tables import TABLE_FILES, UCI_FOLDERS, load_table, load_uci
 from flowbnn_studies.runner.findings import pluralize
 from flowbnn_studies.runner.study import Findings, Job, Study, Variant
 
@@ -37,7 +37,7 @@ class Settings:
     """
 
     source: Literal["files", "generated"] = "files"
-    sets: tuple[str, ...] = tuple(FOLDERS)
+    sets: tuple[str, ...] = tuple(UCI_FOLDERS)
     length: Count = 5
     width: Count = 64
     bins: Count = 8
@@ -62,7 +62,7 @@ class TabularDensities(Study):
     settings = Settings
     seeds = 5
     accelerator = "auto"
-    headline = tuple(FOLDERS)
+    headline = tuple(UCI_FOLDERS)
     quick: ClassVar[dict[str, Any]] = {
         "source": "generated", "sets": ("yacht",), "length": 1, "width": 8, "epochs": 2,
     }  # fmt: skip
@@ -76,7 +76,7 @@ class TabularDensities(Study):
         s: Settings = job.settings
         values = {}
         for name in s.sets:
-            train, aside, test = (part.to(job.device) for part in rows_of(name, job.seed, s.source))
+            train, aside, test = (part.to(job.device) for part in load_rows(name, job.seed, s.source))
             if job.variant == "gaussian":
                 values[name] = gaussian(torch.cat([train, aside]), test)
                 continue
@@ -86,7 +86,7 @@ class TabularDensities(Study):
             flow = MAF(dim, **given) if job.variant == "maf" else NSF(dim, bins=s.bins, **given)
             own = {name: getattr(s, name) for name in ("epochs", "patience", "lr", "weight_decay")}
             own["batch_size"] = max(32, min(s.batch, len(train) // 16))
-            how = job.brief(precision="32-true", validation=aside, **own)
+            how = job.short_options(precision="32-true", validation=aside, **own)
             density = fit_density(flow.to(job.device), train, **how)
             values[name] = float(density.score(test).double().mean())
         return {"values": values}
@@ -106,33 +106,33 @@ class TabularDensities(Study):
         return Findings(answer(settings, parts), metrics, rows, [], notes)
 
 
-def rows_of(name: str, split: int, source: str) -> tuple[Tensor, Tensor, Tensor]:
+def load_rows(name: str, split: int, source: str) -> tuple[Tensor, Tensor, Tensor]:
     """Rows to learn from, to choose on and to test on."""
     if source == "generated":
         drawn = torch.randn(120, 3, generator=torch.Generator().manual_seed(split))
         drawn[:, 2] = (drawn[:, 2] + drawn[:, 0]).round()
         train, test = drawn[:90], drawn[90:]
-    elif name in FILES:
+    elif name in TABLE_FILES:
         return load_table(name)
     else:
         inputs, targets, *tested = load_uci(name, split)
         train, test = torch.cat([inputs, targets], 1), torch.cat(tested, 1)
-    train, test = prepared(train, test, torch.Generator().manual_seed(split))
+    train, test = prepare_rows(train, test, torch.Generator().manual_seed(split))
     order = torch.randperm(len(train), generator=torch.Generator().manual_seed(split))
     count = max(1, len(order) // 10)
     return train[order[count:]], train[order[:count]], test
 
 
-def prepared(train: Tensor, test: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+def prepare_rows(train: Tensor, test: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     """Columns that have a density, dequantized where they have steps, of mean 0 and standard deviation 1 on the training rows.
 
     Which columns stay, their steps, means and deviations are those of the training rows alone.
 
     >>> steps = torch.tensor([[0.0, 0.0, 3.0], [1.0, 2.0, 3.0], [0.0, 0.1, 3.0], [1.0, 2.1, 3.0]]).repeat(3, 1)
-    >>> train, test = prepared(steps, steps, torch.Generator().manual_seed(0))
+    >>> train, test = prepare_rows(steps, steps, torch.Generator().manual_seed(0))
     >>> train.shape, len(train.unique())  # of two correlated columns the first stays, the constant one goes
     (torch.Size([12, 1]), 12)
-    >>> torch.equal(train, prepared(steps, steps.square() - 7.3, torch.Generator().manual_seed(0))[0])
+    >>> torch.equal(train, prepare_rows(steps, steps.square() - 7.3, torch.Generator().manual_seed(0))[0])
     True
     """
     train, test = train.double(), test.double()

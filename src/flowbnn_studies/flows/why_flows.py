@@ -17,7 +17,7 @@ from flowbnn.flows import FFJORD, MAF, RealNVP, ResidualFlow
 from flowbnn.options import Count, Positive, options
 from flowbnn.vae import VAE
 from flowbnn_studies.runner.findings import pluralize
-from flowbnn_studies.runner.study import Findings, Job, Study, Variant, regrouped, timed
+from flowbnn_studies.runner.study import Findings, Job, Study, Variant, regroup_parts, time_call
 
 LABELS = {
     "coupling": "Coupling flow (RealNVP)",
@@ -61,7 +61,7 @@ class Settings:
         hidden: width of the two hidden layers of every network.
         samples: for each point, of the importance-weighted likelihood.
         checked: points at which exactness is measured.
-        timed, rounds: points in a timed batch, and batches of each model in turn.
+        timed_points, rounds: points in a timed batch, and batches of each model in turn.
     """
 
     dim: Count = 16
@@ -73,7 +73,7 @@ class Settings:
     hidden: Count = 64
     samples: Count = 100
     checked: Count = 50
-    timed: Count = 500
+    timed_points: Count = 500
     rounds: Count = 7
 
 
@@ -93,27 +93,28 @@ class WhyFlows(Study):
     seeds = 3
     headline = ("gap", "inverse_error", "log_det_error", "density_ratio", "sampling_ratio")
     quick: ClassVar[dict[str, Any]] = {
-        "dim": 3, "train": 100, "test": 20, "epochs": 1, "batch": 50, "hidden": 8, "samples": 3, "checked": 2, "timed": 5, "rounds": 1,
+        "dim": 3, "train": 100, "test": 20, "epochs": 1, "batch": 50, "hidden": 8, "samples": 3, "checked": 2,
+        "timed_points": 5, "rounds": 1,
     }  # fmt: skip
 
     def variants(self, settings: Settings) -> tuple[Variant, ...]:
-        return (Variant("together", "All models, side by side", shown=False, alone=True),)
+        return (Variant("together", "All models, side by side", in_table=False, exclusive=True),)
 
     def train(self, job: Job) -> dict[str, Any]:
         s: Settings = job.settings
         generator = torch.Generator().manual_seed(100 + job.seed)
         data, test = (chain(number, s.dim, generator) for number in (s.train, s.test))
-        models = {key: fitted(key, data, job) for key in (*FLOWS, "vae")}
+        models = {key: fit_model(key, data, job) for key in (*FLOWS, "vae")}
         vae: Any = models["vae"][0].flow
         scores = {key: density.score(test).double() for key, (density, _) in models.items()}
         scores["vae-weighted"] = vae.log_likelihood(test, s.samples).double()
         works: dict[str, Callable[[], Any]] = {}
-        some = test[: s.timed]
+        some = test[: s.timed_points]
         for key, (density, _) in models.items():
             works[f"{key}/density"] = partial(density.score, some)
             works[f"{key}/sampling"] = partial(density.sample, len(some))
         works["vae-weighted/density"] = partial(vae.log_likelihood, some, s.samples)
-        taken = times(works, s.rounds)
+        taken = median_times(works, s.rounds)
         taken["vae-weighted/sampling"] = taken["vae/sampling"]
         truth = chain_log_prob(test.double())
         values: dict[str, float] = {}
@@ -128,12 +129,12 @@ class WhyFlows(Study):
                 found[f"{what}_ms"] = 1000 * taken[f"{key}/{what}"]
                 found[f"{what}_ratio"] = taken[f"{key}/{what}"] / taken[f"coupling/{what}"]
             if key in FLOWS:
-                found |= exactness(density.flow, density.scaled(test[: s.checked]))
+                found |= measure_exactness(density.flow, density.scaled(test[: s.checked]))
             values |= {f"{key}/{name}": value for name, value in found.items()}
         return {"values": values}
 
     def findings(self, settings: Settings, parts: Parts) -> Findings:
-        by_model = regrouped(parts, lambda _, name: (name.partition("/")[0], name.partition("/")[2]))
+        by_model = regroup_parts(parts, lambda _, name: (name.partition("/")[0], name.partition("/")[2]))
         rows = [by_model.row(key, label, METRICS) for key, label in LABELS.items() if by_model.of(key)]
         notes = [
             f"A point is a chain of {settings.dim} numbers, x1 from N(0, 1) and then x = {PULL:g} sin(x before) + N(0, {NOISE:g}²), so "
@@ -145,8 +146,8 @@ class WhyFlows(Study):
             "Exactness is that of the fitted flows in double precision: what is left is the tolerance of a solver or rounding. The "
             "residual flow's log-determinant is exact in so few dimensions; in many it is an unbiased estimate.",
             f"Times are medians of the processor's time over {settings.rounds} rounds, in which all models take their turn on one "
-            f"thread, for {settings.timed} points. The importance-weighted likelihood of the VAE has {settings.samples} samples for "
-            "each point; both of its rows sample alike.",
+            f"thread, for {settings.timed_points} points. The importance-weighted likelihood of the VAE has {settings.samples} samples "
+            "for each point; both of its rows sample alike.",
         ]
         return Findings(answer(by_model), METRICS, rows, [], notes)
 
@@ -171,7 +172,7 @@ def chain_log_prob(x: Tensor) -> Tensor:
     return -0.5 * (squares + x.shape[1] * math.log(2 * math.pi)) - rest.shape[1] * math.log(NOISE)
 
 
-def fitted(key: str, data: Tensor, job: Job) -> tuple[Density, float]:
+def fit_model(key: str, data: Tensor, job: Job) -> tuple[Density, float]:
     """A model of the data, and the seconds of its training."""
     s: Settings = job.settings
     hidden, dim = (s.hidden, s.hidden), s.dim
@@ -186,13 +187,13 @@ def fitted(key: str, data: Tensor, job: Job) -> tuple[Density, float]:
     own: dict[str, Any] = {"objective": "flow-matching"} if key == "continuous" else {}
     own |= {"standardize": False} if key == "vae" else {}
     own |= {"epochs": s.epochs, "batch_size": s.batch, "lr": s.lr}
-    return timed(fit_density, made[key](), data, **own, **job.brief(seed=job.seed))
+    return time_call(fit_density, made[key](), data, **own, **job.short_options(seed=job.seed))
 
 
-def exactness(flow: nn.Module, points: Tensor) -> dict[str, float]:
+def measure_exactness(flow: nn.Module, points: Tensor) -> dict[str, float]:
     """How far the inverse and the log-determinant of a flow are off, in double precision.
 
-    >>> found = exactness(RealNVP(3), torch.randn(4, 3))
+    >>> found = measure_exactness(RealNVP(3), torch.randn(4, 3))
     >>> max(found.values()) < 1e-12
     True
     """
@@ -206,7 +207,7 @@ def exactness(flow: nn.Module, points: Tensor) -> dict[str, float]:
     return {"inverse_error": float(away.abs().max()), "log_det_error": float(off.abs().max())}
 
 
-def times(works: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
+def median_times(works: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
     """Median processor seconds of each, all in turn, so that what else the machine does counts little; a first round does not count."""
     taken: dict[str, list[float]] = {name: [] for name in works}
     for _ in range(rounds + 1):

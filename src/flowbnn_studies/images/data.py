@@ -20,19 +20,19 @@ from flowbnn_studies.data import (
     load_images,
     novel_noise,
 )
-from flowbnn_studies.images.settings import ImageSettings, PictureData, Training
-from flowbnn_studies.runner.methods import MethodSettings, MethodStudy, shuffled
+from flowbnn_studies.images.settings import ImageSettings, ImageSource, Training
+from flowbnn_studies.runner.methods import MethodSettings, MethodStudy, shuffled_loader
 from flowbnn_studies.runner.study import Job
 
 STRENGTHS = tuple(range(1, 6))
 SPLIT_SEED = 0  # the same images are put aside for every seed and every method
 BINARY_SEED = 2008  # of the one draw by which grey images become binary
 
-Pair = tuple[Tensor, Tensor]
+TensorPair = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True)
-class Pictures:
+class ImageData:
     """What one job computes on.
 
     Args:
@@ -58,7 +58,7 @@ class Pictures:
         return self.learned.images.shape[1]
 
     @property
-    def test(self) -> Pair:
+    def test(self) -> TensorPair:
         """The images to test on as the network takes them, and their labels."""
         return self.learned.normalizer()(self.tested.images), self.tested.labels
 
@@ -87,16 +87,16 @@ class Pictures:
             novel[key] = self.learned.normalizer()(strange)
         return novel
 
-    def corrupted(self, kind: str, strength: int, number: int) -> Pair:
+    def corrupted(self, kind: str, strength: int, number: int) -> TensorPair:
         """The first ``number`` test images corrupted, as the network takes them, and their labels; the same for all methods."""
         some = self.tested.subset(slice(0, number))
         generator = torch.Generator().manual_seed(strength)
         return self.learned.normalizer()(corrupt(some.to_unit(), kind, strength, generator)), some.labels
 
 
-def load_pictures(
+def load_image_data(
     settings: ImageSettings, data: str, novel: Sequence[str], device: torch.device | str
-) -> Pictures:
+) -> ImageData:
     """The images of a study.
 
     Args:
@@ -118,10 +118,10 @@ def load_pictures(
         return (images.in_colour(learned.images.shape[-1]) if colour else images).to(device)
 
     strangers = {name: None if name == "noise" else stranger(name) for name in novel}
-    return Pictures(learned.to(device), tested.to(device), strangers)
+    return ImageData(learned.to(device), tested.to(device), strangers)
 
 
-def read_images(name: str, split: str, given: PictureData) -> ImageSet:
+def read_images(name: str, split: str, given: ImageSource) -> ImageSet:
     """A published set, or for trials pictures of its shape, as the settings say."""
     if given.source == "files":
         return _read(name, split)
@@ -152,12 +152,12 @@ def binarise(images: Tensor, generator: torch.Generator | None = None) -> Tensor
     )
 
 
-def known_and_novel(
-    name: str, novel: Sequence[int], validation: int, device: str, given: PictureData
+def split_classes(
+    name: str, novel: Sequence[int], validation: int, device: str, given: ImageSource
 ) -> Digits:
     """A set without some of its classes, on a device and as a network takes it; ``novel`` are test images of those classes.
 
-    >>> parts = known_and_novel("cifar10", [1, 8], 10, "cpu", PictureData(source="generated", generated=100))
+    >>> parts = split_classes("cifar10", [1, 8], 10, "cpu", ImageSource(source="generated", generated=100))
     >>> [len(labels) for _, labels in (parts.train, parts.validation, parts.test, parts.novel)], parts.known
     ([70, 10, 20, 5], (0, 2, 3, 4, 5, 6, 7, 9))
     """
@@ -168,7 +168,7 @@ def known_and_novel(
     learned, aside = whole.subset(seen[0]).split(validation, SPLIT_SEED)
     strange = tested.subset(~seen[1])
 
-    def pair(some: ImageSet) -> Pair:
+    def pair(some: ImageSet) -> TensorPair:
         return whole.normalizer()(some.images.to(device)), places[some.labels].to(device)
 
     labelled = (pair(strange)[0], strange.labels.to(device))
@@ -207,7 +207,7 @@ FAST = tuple(one.key for one in CANDIDATES if one.key not in SLOW)
 
 
 @options(kw_only=True)
-class PictureSettings(PictureData, MethodSettings):
+class ImageMethodSettings(ImageSource, MethodSettings):
     """The settings of a study of methods on images, besides :class:`PictureData` and :class:`MethodSettings`.
 
     Args:
@@ -218,7 +218,7 @@ class PictureSettings(PictureData, MethodSettings):
     methods: tuple[str, ...] = FAST
 
 
-class PictureStudy(MethodStudy):
+class ImageMethodStudy(MethodStudy):
     """A study of methods on a published set of images, on a GPU where there is one; subclasses say which set, and what is put aside."""
 
     data: ClassVar[str]
@@ -232,20 +232,20 @@ class PictureStudy(MethodStudy):
         for split in ("train", "test"):
             read_images(self.data, split, settings)
 
-    def parts(self, job: Job) -> Digits:
+    def load_data(self, job: Job) -> Digits:
         """The images, on the device of the job."""
-        s: PictureSettings = job.settings
-        return known_and_novel(self.data, self.novel(s), s.validation, job.device, s)
+        s: ImageMethodSettings = job.settings
+        return split_classes(self.data, self.novel(s), s.validation, job.device, s)
 
-    def learned(
+    def fit_candidate(
         self, job: Job, candidate: Candidate, network: nn.Module, data: Digits, augment: Augment | None = None
     ) -> Posterior:
         """The method's posterior; a training of seconds keeps no checkpoints."""
         images, batch = data.train[0], job.settings.batch
         device = str(images.device.type)
-        loader = shuffled(data.train, batch, job.seed, device, drop_last=True, augment=augment)
-        method, _ = self.prepared(job, candidate, len(loader))
+        loader = shuffled_loader(data.train, batch, job.seed, device, drop_last=True, augment=augment)
+        method, _ = self.make_method(job, candidate, len(loader))
         held_out = TensorLoader(*data.validation, batch_size=batch) if candidate.held_out else None
         return method.fit(
-            network.to(device), loader, validation=held_out, num_data=len(images), **job.brief()
+            network.to(device), loader, validation=held_out, num_data=len(images), **job.short_options()
         )

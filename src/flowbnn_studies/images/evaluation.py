@@ -15,15 +15,15 @@ from flowbnn.posterior.adaptive import Adaptive
 from flowbnn.posterior.prediction import View
 from flowbnn.predictive import CategoricalPredictive
 from flowbnn_studies.data import Moved, mirrored
-from flowbnn_studies.images.data import STRENGTHS, Pictures
+from flowbnn_studies.images.data import STRENGTHS, ImageData
 from flowbnn_studies.images.settings import ImageSettings, Training
 from flowbnn_studies.runner.findings import histogram
 from flowbnn_studies.runner.study import Variant
 
-RULE = Adaptive()
+ADAPTIVE = Adaptive()
 TEMPERATURES = tuple(2.0 ** (step / 4) for step in range(-24, 25))  # from 1/64 to 64; 1 is among them
 Curve = dict[str, list[float]]
-ROWS = 16384  # in one pass on a GPU, whose memory several jobs share
+MAX_BATCH = 16384  # in one pass on a GPU, whose memory several jobs share
 MIRROR = (
     "Of the mean of every network's predictions for the image and for its mirror image (test-time augmentation); where there "
     "are many networks with half of them, so that it costs the same."
@@ -55,8 +55,8 @@ def image_metrics(novel: dict[str, str]) -> tuple[Metric, ...]:
         "moved": ("six views", MOVED, "Six views of an image together"),
     }
     adaptive = (
-        f"Share of the samples that adaptive sampling spends on the test images, with a tolerance of {RULE.tolerance} in "
-        f"probability or a decision certain to {100 * RULE.certainty:g} %."
+        f"Share of the samples that adaptive sampling spends on the test images, with a tolerance of {ADAPTIVE.tolerance} in "
+        f"probability or a decision certain to {100 * ADAPTIVE.certainty:g} %."
     )
     # fmt: off
     return (
@@ -100,13 +100,13 @@ def predict(
         seed=0,
         adaptive=adaptive,
         views=views,
-        max_batch=ROWS if images.device.type == "cuda" else None,
+        max_batch=MAX_BATCH if images.device.type == "cuda" else None,
         precision="bf16-mixed" if half else "32-true",
         progress=False,
     )
 
 
-def _by_views(
+def _evaluate_views(
     posterior: Posterior,
     pair: tuple[Tensor, Tensor],
     settings: ImageSettings,
@@ -142,7 +142,7 @@ def _curves(posterior: Posterior, number: int) -> dict[str, list[float]]:
 
 
 def evaluate(
-    posterior: Posterior, pictures: Pictures, settings: ImageSettings, training: Training, precision: str
+    posterior: Posterior, pictures: ImageData, settings: ImageSettings, training: Training, precision: str
 ) -> dict[str, Any]:
     """Everything the table and the figures need of one trained network."""
     images, labels = pictures.test
@@ -155,20 +155,20 @@ def evaluate(
         "curves": _curves(posterior, pictures.num_data),
         "bins": reliability(known.probabilities, labels),
     }
-    if number > RULE.start:
-        sparing = predict(posterior, images, settings.samples, precision, RULE)
+    if number > ADAPTIVE.start:
+        sparing = predict(posterior, images, settings.samples, precision, ADAPTIVE)
         values["adaptive"] = float(sparing.sample_counts.double().mean()) / settings.samples
         values["agreement"] = float((sparing.labels == known.labels).double().mean())
         del sparing
     del known
-    values |= _by_views(posterior, pictures.test, settings, training, precision)
-    more, beyond = evaluate_beyond(posterior, pictures, settings, precision)
+    values |= _evaluate_views(posterior, pictures.test, settings, training, precision)
+    more, beyond = evaluate_shift(posterior, pictures, settings, precision)
     values |= more
     return content | beyond
 
 
-def evaluate_beyond(
-    posterior: Posterior, pictures: Pictures, settings: ImageSettings, precision: str
+def evaluate_shift(
+    posterior: Posterior, pictures: ImageData, settings: ImageSettings, precision: str
 ) -> tuple[dict[str, float], dict[str, Any]]:
     """Metrics on novel and on corrupted images, and what the figures need of them."""
     # of the same number of samples as what it is compared with
@@ -192,17 +192,17 @@ def evaluate_beyond(
             curves["accuracy"].append(float((predictive.labels == truth).double().mean()))
             curves["nll"].append(float(predictive.nll(truth).mean()))
             curves["ece"].append(calibration_error(predictive.probabilities, truth))
-            tempering[kind].append(tempered(predictive.log_probabilities, truth))
+            tempering[kind].append(tempering_curve(predictive.log_probabilities, truth))
     for name in ("accuracy", "nll", "ece"):
         numbers = [value for curves in shift.values() for value in curves[name]]
         values[f"shift_{name}"] = sum(numbers) / len(numbers)
     return values, {"entropy": entropy, "shift": shift, "tempered": tempering}
 
 
-def tempered(log_probabilities: Tensor, labels: Tensor) -> Curve:
+def tempering_curve(log_probabilities: Tensor, labels: Tensor) -> Curve:
     """Mean entropy and NLL of log-probabilities ``[B, C]`` at each of the :data:`TEMPERATURES`.
 
-    >>> curve = tempered(torch.tensor([[0.8, 0.2]]).log(), torch.tensor([0]))
+    >>> curve = tempering_curve(torch.tensor([[0.8, 0.2]]).log(), torch.tensor([0]))
     >>> round(curve["nll"][24], 4), round(curve["nll"][28], 4)  # as it is: -log 0.8; at 2: -log 2/3
     (0.2231, 0.4055)
     """
@@ -215,7 +215,7 @@ def tempered(log_probabilities: Tensor, labels: Tensor) -> Curve:
     }
 
 
-def nll_at(curve: Curve, entropy: float) -> float | None:
+def nll_at_entropy(curve: Curve, entropy: float) -> float | None:
     """The NLL at a mean entropy, by cubic splines over the logarithm of the temperature; None where the grid does not come to it."""
     from scipy.interpolate import CubicSpline  # not above: every command would wait for it
     from scipy.optimize import brentq
@@ -228,7 +228,7 @@ def nll_at(curve: Curve, entropy: float) -> float | None:
     return float(CubicSpline(np.log(TEMPERATURES), curve["nll"])(place))
 
 
-def matched(parts: Parts, variants: Sequence[Variant], plain: dict[str, str]) -> Parts:
+def add_matched_nll(parts: Parts, variants: Sequence[Variant], plain: dict[str, str]) -> Parts:
     r"""The parts with ``shift_matched_nll``: what is left of the NLL under corruption once a method may not gain by being less certain.
 
     Corrupted images are harder than any validation image, so whatever spreads the probabilities lowers the NLL there. To compare
@@ -254,7 +254,7 @@ def matched(parts: Parts, variants: Sequence[Variant], plain: dict[str, str]) ->
             if "tempered" not in part or set(other.get("tempered", ())) != set(part["tempered"]):
                 continue
             values = [
-                nll_at(curve, reference["entropy"][own])
+                nll_at_entropy(curve, reference["entropy"][own])
                 for kind, curves in part["tempered"].items()
                 for curve, reference in zip(curves, other["tempered"][kind], strict=True)
             ]

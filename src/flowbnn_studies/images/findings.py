@@ -8,7 +8,15 @@ from typing import Any
 from flowbnn.compare.results import Metric, Parts, figure, reliability_figure, summary
 from flowbnn.metrics import calibration_floor
 from flowbnn_studies.images.settings import EPOCHS, METHODS, NAMES, SITES, ImageSettings, Published, split_key
-from flowbnn_studies.runner.findings import Paired, curve, histogram_panels, line, paired, panel, pluralize
+from flowbnn_studies.runner.findings import (
+    PairedDifference,
+    curve,
+    histogram_panels,
+    line,
+    paired_difference,
+    panel,
+    pluralize,
+)
 from flowbnn_studies.runner.study import Variant
 
 RECIPES = {"xiong": "Xiong's recipe", "best": "best recipe", "long": "longer recipe"}
@@ -28,14 +36,14 @@ PANELS = {
 }
 
 
-def _beyond(metric: Metric) -> bool:
+def _is_shift_metric(metric: Metric) -> bool:
     """Whether a metric is of corrupted or novel images."""
     return metric.key.startswith(("auroc", "shift_accuracy", "shift_matched_nll", "shift_ece"))
 
 
-def present(parts: Parts, variants: Sequence[Variant]) -> list[Variant]:
+def trained_variants(parts: Parts, variants: Sequence[Variant]) -> list[Variant]:
     """The variants with a row of their own that have been trained."""
-    return [variant for variant in variants if variant.shown and parts.of(variant.key)]
+    return [variant for variant in variants if variant.in_table and parts.of(variant.key)]
 
 
 def missing_seeds(parts: Parts, shown: Sequence[Variant]) -> dict[str, str]:
@@ -46,19 +54,19 @@ def missing_seeds(parts: Parts, shown: Sequence[Variant]) -> dict[str, str]:
     return {key: f"{counts[key]} of {full[key]} seeds" for key in counts if counts[key] < full[key]}
 
 
-def finished(parts: Parts, variants: Sequence[Variant]) -> list[Variant]:
+def complete_variants(parts: Parts, variants: Sequence[Variant]) -> list[Variant]:
     """The variants that have as many seeds as the others of their recipe."""
-    shown = present(parts, variants)
+    shown = trained_variants(parts, variants)
     missing = missing_seeds(parts, shown)
     return [variant for variant in shown if variant.key not in missing]
 
 
-def rows(
+def table_rows(
     parts: Parts, variants: Sequence[Variant], metrics: Sequence[Metric], published: Published
 ) -> list[dict[str, Any]]:
     """Our rows with the values of Xiong's report beside them and what the methods cost, then rows of other sources."""
     costs = parts.of("cost")[0]["ratios"] if parts.of("cost") else {}
-    shown = present(parts, variants)
+    shown = trained_variants(parts, variants)
     missing = missing_seeds(parts, shown)
     last = "best" if any(variant.key.startswith("best-") for variant in shown) else "xiong"
     table = []
@@ -78,10 +86,10 @@ def rows(
     return table
 
 
-def compare(parts: Parts, first: str, second: str, metric: Metric) -> Paired | None:
+def compare(parts: Parts, first: str, second: str, metric: Metric) -> PairedDifference | None:
     """The difference of two variants seed by seed; None where they share no seed."""
     a, b = parts.common(first, second, metric.key)
-    return paired(a, b) if a else None
+    return paired_difference(a, b) if a else None
 
 
 def comparisons(parts: Parts, metrics: Sequence[Metric]) -> list[dict[str, Any]]:
@@ -97,20 +105,26 @@ def comparisons(parts: Parts, metrics: Sequence[Metric]) -> list[dict[str, Any]]
         words = f"{method} − {other}, {site}".replace("gaussian", "Gaussian")
         title = f"{RECIPES[recipe].removesuffix(' recipe').capitalize()}: {words}"
         for metric in metrics:
-            result = compare(parts, first, second, metric) if metric.key in MAIN or _beyond(metric) else None
+            result = (
+                compare(parts, first, second, metric)
+                if metric.key in MAIN or _is_shift_metric(metric)
+                else None
+            )
             if result is not None and result.number > 1:
                 table.append({"title": title, "metric": metric.key, **asdict(result)})
     return table
 
 
-def verdict(result: Paired, metric: Metric) -> str:
+def verdict(result: PairedDifference, metric: Metric) -> str:
     """``"better"``, ``"worse"``, or ``"even"`` where the interval includes zero."""
-    if not result.clear:
+    if not result.significant:
         return "even"
     return "better" if (result.mean > 0) == (metric.better == "higher") else "worse"
 
 
-def statement(parts: Parts, first: str, second: str, metrics: Sequence[Metric]) -> tuple[str, list[str]]:
+def describe_comparison(
+    parts: Parts, first: str, second: str, metrics: Sequence[Metric]
+) -> tuple[str, list[str]]:
     """One comparison in words, on accuracy, NLL and ECE, and its verdicts."""
     lines: dict[str, list[str]] = {"better": [], "worse": [], "even": []}
     for metric in metrics:
@@ -123,25 +137,25 @@ def statement(parts: Parts, first: str, second: str, metrics: Sequence[Metric]) 
             lines[kind].append(name if kind == "even" else f"{name} by {result.mean:+.4f} ({one})")
     even = "within chance" if len(parts.common(first, second, "nll")[0]) > 1 else "undecided with one seed"
     words = {"better": "better in ", "worse": "worse in ", "even": f"{even} in "}
-    text = "; ".join(words[kind] + _listed(some) for kind, some in lines.items() if some)
+    text = "; ".join(words[kind] + _join_words(some) for kind, some in lines.items() if some)
     return text, [kind for kind, some in lines.items() for _ in some]
 
 
-def _elsewhere(parts: Parts, first: str, second: str, metrics: Sequence[Metric]) -> str:
+def _describe_shift_differences(parts: Parts, first: str, second: str, metrics: Sequence[Metric]) -> str:
     """Where else the two differ by more than chance: on corrupted and on novel images."""
     lines = []
     for metric in metrics:
-        result = compare(parts, first, second, metric) if _beyond(metric) else None
-        if result is not None and result.clear:
+        result = compare(parts, first, second, metric) if _is_shift_metric(metric) else None
+        if result is not None and result.significant:
             interval = f"({result.low:+.3f} to {result.high:+.3f})"
             lines.append(f"{verdict(result, metric)} in {metric.label} by {result.mean:+.3f} {interval}")
-    return f" (besides, {_listed(lines)})" if lines else ""
+    return f" (besides, {_join_words(lines)})" if lines else ""
 
 
-def _listed(words: list[str]) -> str:
+def _join_words(words: list[str]) -> str:
     """Words as a sentence lists them.
 
-    >>> _listed(["a", "b", "c"])
+    >>> _join_words(["a", "b", "c"])
     'a, b and c'
     """
     return " and ".join(filter(None, (", ".join(words[:-1]), words[-1])))
@@ -152,10 +166,10 @@ def answer(parts: Parts, variants: Sequence[Variant], metrics: Sequence[Metric],
     lines, kinds = [], []
     for recipe, site in ((recipe, site) for recipe in RECIPES for site in SITES):
         flow, gaussian = f"{recipe}-flow-{site}", f"{recipe}-gaussian-{site}"
-        text, some = statement(parts, flow, gaussian, metrics)
+        text, some = describe_comparison(parts, flow, gaussian, metrics)
         if text:
             number = len(parts.common(flow, gaussian, "nll")[0])
-            rest = _elsewhere(parts, flow, gaussian, metrics)
+            rest = _describe_shift_differences(parts, flow, gaussian, metrics)
             name = RECIPES[recipe][0].upper() + RECIPES[recipe][1:]
             lines.append(f"{name}, {site}, {pluralize(number)}: {text}{rest}.")
             kinds += some
@@ -173,16 +187,16 @@ def answer(parts: Parts, variants: Sequence[Variant], metrics: Sequence[Metric],
             f"better by more than chance in {better}, worse in {worse}, and within chance in {kinds.count('even')}.",
         )
     for recipe, trained in (("xiong", "trained as long"), ("best", "trained as well")):
-        keys = [split_key(v.key) for v in finished(parts, variants)]
+        keys = [split_key(v.key) for v in complete_variants(parts, variants)]
         noisy = [f"{recipe}-{method}-{site}" for one, method, site in keys if one == recipe and site]
-        kinds = [kind for key in noisy for kind in statement(parts, key, PLAIN[recipe], metrics)[1]]
+        kinds = [kind for key in noisy for kind in describe_comparison(parts, key, PLAIN[recipe], metrics)[1]]
         if kinds and len(parts.of(PLAIN[recipe])) > 1:
             lines.append(
                 f"Noise against the plain network {trained} ({RECIPES[recipe]}, {len(noisy)} kinds of noise): better by more than "
                 f"chance in {kinds.count('better')} of {len(kinds)} comparisons, worse in {kinds.count('worse')}."
             )
     lines += _rivals(parts, metrics) if len(parts.of("best-gaussian-channel")) > 1 else []
-    lines += _reached(parts, variants, metrics, published)
+    lines += _describe_targets(parts, variants, metrics, published)
     return "\n".join(lines) or "Too little has been trained for an answer."
 
 
@@ -195,11 +209,11 @@ def _rivals(parts: Parts, metrics: Sequence[Metric]) -> list[str]:
         "best-swag": "SWAG",
         "best-ensemble": "A deep ensemble",
     }
-    stated = {name: statement(parts, key, gaussian, metrics)[0] for key, name in names.items()}
+    stated = {name: describe_comparison(parts, key, gaussian, metrics)[0] for key, name in names.items()}
     return [f"{name} against Gaussian noise: {text}." for name, text in stated.items() if text]
 
 
-def _reached(
+def _describe_targets(
     parts: Parts, variants: Sequence[Variant], metrics: Sequence[Metric], published: Published
 ) -> list[str]:
     """The best mean of each metric that has a target, whether it gets there, and who reaches all of them."""
@@ -211,7 +225,7 @@ def _reached(
             name = metric.key.removeprefix(prefix)
             if not metric.key.startswith(prefix) or name not in published.target:
                 continue
-            all_means = {v.label: parts.mean(v.key, metric.key) for v in finished(parts, variants)}
+            all_means = {v.label: parts.mean(v.key, metric.key) for v in complete_variants(parts, variants)}
             means = {label: mean for label, mean in all_means.items() if mean == mean}
             if not means:
                 continue
@@ -275,7 +289,7 @@ def notes(
         )
     floors = {
         v.label: fmean(calibration_floor(part["bins"], settings.tested) for part in parts.of(v.key))
-        for v in present(parts, variants)
+        for v in trained_variants(parts, variants)
         if all("bins" in part for part in parts.of(v.key))
     }
     if floors:
@@ -284,10 +298,10 @@ def notes(
             f"No ECE is zero: on {settings.tested:,} images a network with such confidences shows, when every one of them is exactly "
             f"right, {floors[least]:.4f} ({least}) to {floors[most]:.4f} ({most}) by chance alone."
         )
-    return lines + _pace(parts, settings, published)
+    return lines + _describe_training_fit(parts, settings, published)
 
 
-def _pace(parts: Parts, settings: ImageSettings, published: Published) -> list[str]:
+def _describe_training_fit(parts: Parts, settings: ImageSettings, published: Published) -> list[str]:
     """How well Xiong's recipe fits the training images at its end, here and in the report."""
     own, theirs = [], []
     for method, curves in (("gaussian", published.gaussian), ("flow", published.flow)):
@@ -305,8 +319,8 @@ def _pace(parts: Parts, settings: ImageSettings, published: Published) -> list[s
         unsaid = "states neither its batch nor whether its images were moved and mirrored"
     return [
         f"Xiong's report {unsaid}; here the plain network has {settings.start.batch} images in a step and what starts from it "
-        f"{settings.xiong.batch}. At the end of its recipe the log-likelihood of a training image is {_listed(own)} here, "
-        f"{_listed(theirs)} in its figure: where the two are far apart, so are the ECEs, and this is not quite Xiong's recipe."
+        f"{settings.xiong.batch}. At the end of its recipe the log-likelihood of a training image is {_join_words(own)} here, "
+        f"{_join_words(theirs)} in its figure: where the two are far apart, so are the ECEs, and this is not quite Xiong's recipe."
     ]
 
 
@@ -314,7 +328,7 @@ def figures(
     parts: Parts, variants: Sequence[Variant], published: Published, novel: dict[str, str], source: str
 ) -> list[dict[str, Any]]:
     """The figures, in the order of the page; those whose parts are missing are left out."""
-    shown = present(parts, variants)
+    shown = trained_variants(parts, variants)
 
     def some(recipe: str, site: str = "") -> list[Variant]:
         keys = [(variant, *split_key(variant.key)) for variant in shown]

@@ -8,7 +8,7 @@ from torch import nn
 from flowbnn.models import VGG16, LeNet, ResNet18
 from flowbnn.noise import Dropout, NormalAffine, NormalInvConv, NormalPlanar, Recipe
 from flowbnn.options import Bounds, Count, Ge, NonNegative, Positive, UnitInterval, options
-from flowbnn_studies.data.augment import Kind
+from flowbnn_studies.data.augment import CorruptionKind
 from flowbnn_studies.runner.study import Variant
 
 SITES = ("position", "channel")
@@ -64,7 +64,7 @@ class Training:
 
 
 @options(kw_only=True)
-class PictureData:
+class ImageSource:
     """Where images come from.
 
     Args:
@@ -77,7 +77,7 @@ class PictureData:
 
 
 @options(kw_only=True)
-class ImageSettings(PictureData):
+class ImageSettings(ImageSource):
     """What a study on images depends on, besides :class:`PictureData`.
 
     Args:
@@ -102,7 +102,7 @@ class ImageSettings(PictureData):
     samples: Count = 128
     shift_samples: Count = 32
     shift_images: Count = 2000
-    corruptions: tuple[Kind, ...] = ("noise", "blur", "brightness", "contrast")
+    corruptions: tuple[CorruptionKind, ...] = ("noise", "blur", "brightness", "contrast")
     curve_samples: Natural = 8
     moved: bool = False
     rounds: Natural = 5
@@ -248,7 +248,7 @@ def image_variants(name: str, seeds: tuple[int, int]) -> tuple[Variant, ...]:
         price = cost.get(method, 1.0) * (2.0 if site == "position" else 1.0)
         return Variant(key, label, NAMES[method], **{"cost": price, "seeds": number, **more})
 
-    start = {"after": "xiong-plain"}
+    start = {"start_from": "xiong-plain"}
     xiong = [
         variant("xiong-plain", f"{name}, plain", cost=0.5),
         variant("xiong-longer", f"{name}, plain, trained as long", **start),
@@ -263,7 +263,7 @@ def image_variants(name: str, seeds: tuple[int, int]) -> tuple[Variant, ...]:
         variant("best-dropout", "Best: dropout", cost=1.2),
         *(variant(f"best-{m}-{s}", f"Best: {METHODS[m]}, {s}") for m, s in noisy),
     ]
-    return (*xiong, *best, Variant("cost", "Cost", shown=False, seeds=1, alone=True))
+    return (*xiong, *best, Variant("cost", "Cost", in_table=False, seeds=1, exclusive=True))
 
 
 # -------------------- numbers of the literature

@@ -13,9 +13,9 @@ from flowbnn.methods.ensemble import EnsemblePosterior
 from flowbnn.posterior import PointPosterior
 from flowbnn.training import History
 from flowbnn_studies.data import CORRUPTIONS
-from flowbnn_studies.images.data import Pictures, load_pictures
-from flowbnn_studies.images.evaluation import evaluate, image_metrics, matched
-from flowbnn_studies.images.findings import PLAIN, answer, comparisons, figures, notes, rows
+from flowbnn_studies.images.data import ImageData, load_image_data
+from flowbnn_studies.images.evaluation import add_matched_nll, evaluate, image_metrics
+from flowbnn_studies.images.findings import PLAIN, answer, comparisons, figures, notes, table_rows
 from flowbnn_studies.images.settings import (
     FASHION,
     GROUPS,
@@ -97,9 +97,9 @@ class ImageStudy(Study):
         every = image_variants(self.network, SEEDS)
         return every if settings.rounds else every[:-1]
 
-    def pictures(self, settings: ImageSettings, device: str) -> Pictures:
+    def pictures(self, settings: ImageSettings, device: str) -> ImageData:
         """The data on a device."""
-        return load_pictures(settings, self.data, list(self.novel), device)
+        return load_image_data(settings, self.data, list(self.novel), device)
 
     def check(self, settings: ImageSettings, jobs: Sequence[Job]) -> None:
         if jobs:
@@ -109,11 +109,11 @@ class ImageStudy(Study):
         settings: ImageSettings = job.settings
         pictures = self.pictures(settings, job.device)
         if job.variant == "cost":
-            return measure_cost(self.architecture, settings, pictures, job.brief(), job.precision)
+            return measure_cost(self.architecture, settings, pictures, job.short_options(), job.precision)
         training = settings.training(job.variant)
         network = make_network(self.architecture, pictures.channels, settings.width)
-        if job.after is not None:
-            network = job.load_start(network)
+        if job.start_from is not None:
+            network = job.load_start_network(network)
         steps = max(1, pictures.num_data // training.batch)
         options = job.options(training.epochs, steps)
         # few checkpoints: each is three networks large
@@ -122,14 +122,14 @@ class ImageStudy(Study):
         posterior = fit_variant(
             job.variant, self.architecture, training, network, pictures, options, job.seed, curve_samples
         )
-        posterior.save(job.posterior)
+        posterior.save(job.network_path)
         return evaluate(posterior, pictures, settings.evaluating(job.variant), training, job.precision)
 
     def findings(self, settings: ImageSettings, parts: Parts) -> Findings:
         variants = self.variants(settings)
-        parts = matched(parts, variants, PLAIN)
+        parts = add_matched_nll(parts, variants, PLAIN)
         metrics = image_metrics(self.novel)
-        table = rows(parts, variants, metrics, self.published)
+        table = table_rows(parts, variants, metrics, self.published)
         shown = [metric for metric in metrics if any(metric.key in row["values"] for row in table)]
         return Findings(
             answer(parts, variants, shown, self.published),
@@ -293,7 +293,7 @@ class RivalStudy(ImageStudy):
         )
 
     def train(self, job: Job) -> dict[str, Any]:
-        if job.after is None:
+        if job.start_from is None:
             return super().train(job)
         settings: ImageSettings = job.settings
         pictures = self.pictures(settings, job.device)
@@ -301,27 +301,27 @@ class RivalStudy(ImageStudy):
         made = self._walk if job.variant == "best-swag" else self._members
         return evaluate(made(job, pictures, training), pictures, settings, training, job.precision)
 
-    def _start(self, job: Job, pictures: Pictures) -> nn.Module:
+    def _start(self, job: Job, pictures: ImageData) -> nn.Module:
         """The plain network of the same seed, laid out as convolutions on a GPU are fastest."""
-        network = job.load_start(self._fresh(job, pictures)).to(pictures.device)
+        network = job.load_start_network(self._fresh(job, pictures)).to(pictures.device)
         return network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 
-    def _fresh(self, job: Job, pictures: Pictures) -> nn.Module:
+    def _fresh(self, job: Job, pictures: ImageData) -> nn.Module:
         return make_network(self.architecture, pictures.channels, job.settings.width)
 
-    def _walk(self, job: Job, pictures: Pictures, training: Training) -> Posterior:
+    def _walk(self, job: Job, pictures: ImageData, training: Training) -> Posterior:
         """SWAG from the plain network."""
         scale = (training.weight_decay * pictures.num_data) ** -0.5 if training.weight_decay else 1.0
         walk: dict[str, Any] = {"epochs": training.epochs, "begin": 0.0, "swag_lr": training.weight_lr}
         method = SWAG(**walk, per_epoch=COLLECTED, prior_scale=scale, batch_norm_samples=NORMALIZED)
         loader = pictures.loader(training, job.seed)
-        return method.fit(self._start(job, pictures), loader, **job.brief())
+        return method.fit(self._start(job, pictures), loader, **job.short_options())
 
-    def _members(self, job: Job, pictures: Pictures, training: Training) -> Posterior:
+    def _members(self, job: Job, pictures: ImageData, training: Training) -> Posterior:
         """The plain network and others like it, with seeds of their own."""
         points = []
         for seed in range(job.seed + 1000, job.seed + 1000 * MEMBERS, 1000):
-            given = job.brief(seed=1 + seed)
+            given = job.short_options(seed=1 + seed)
             network = self._fresh(job, pictures)
             point = fit_variant("best-plain", self.architecture, training, network, pictures, given, seed)
             assert isinstance(point, PointPosterior)

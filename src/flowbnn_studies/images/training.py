@@ -24,7 +24,7 @@ from flowbnn.convert import to_stochastic
 from flowbnn.data import TensorLoader
 from flowbnn.errors import FlowBNNWarning
 from flowbnn.methods import MLE, FitOptions, Posterior, fit
-from flowbnn_studies.images.data import Pictures
+from flowbnn_studies.images.data import ImageData
 from flowbnn_studies.images.evaluation import predict
 from flowbnn_studies.images.settings import GROUPS, ImageSettings, Training, make_network, rules_for
 
@@ -74,7 +74,7 @@ def fit_variant(
     architecture: str,
     training: Training,
     network: nn.Module,
-    pictures: Pictures,
+    pictures: ImageData,
     options: dict[str, Any],
     seed: int,
     curve_samples: int = 0,
@@ -116,7 +116,7 @@ STEPS, PASSES, FEW = 100, 4, 12
 IMAGES, ON_GPU = 500, 2000  # to predict; with fewer on a GPU the launches would be measured
 
 
-class Timed:
+class TimedLoader:
     """A loader that ends each of its passes after some steps and records how long a step took."""
 
     def __init__(self, loader: TensorLoader, steps: int) -> None:
@@ -136,7 +136,7 @@ class Timed:
 
 
 def measure_cost(
-    architecture: str, settings: ImageSettings, pictures: Pictures, options: dict[str, Any], precision: str
+    architecture: str, settings: ImageSettings, pictures: ImageData, options: dict[str, Any], precision: str
 ) -> dict[str, Any]:
     """Medians of every method, and their ratios to the plain network's.
 
@@ -162,7 +162,7 @@ def measure_cost(
             memory[name] = [_peak(train, name, training, pictures)] if pictures.device.type == "cuda" else []
         for _ in range(settings.rounds):
             for name, training in methods.items():
-                loader = Timed(pictures.loader(training, 0), STEPS)
+                loader = TimedLoader(pictures.loader(training, 0), STEPS)
                 posteriors[name] = train(name, training, loader)
                 steps[name].append(statistics.median(loader.seconds[1:]))  # the first pass warms up
     number = min(ON_GPU if pictures.device.type == "cuda" else IMAGES, len(pictures.tested))
@@ -204,7 +204,7 @@ def _training(settings: ImageSettings, group: str) -> Training:
     return replace(settings.plain, epochs=PASSES, **same)
 
 
-def _peak(train: Train, name: str, training: Training, pictures: Pictures) -> float:
+def _peak(train: Train, name: str, training: Training, pictures: ImageData) -> float:
     """Bytes at the peak of a few steps on one batch, which is there before; what earlier methods left behind is cleared away."""
     batch = tuple(tensor.clone() for tensor in next(iter(pictures.loader(training, 0))))
     gc.collect()  # a recorded step keeps its memory until then

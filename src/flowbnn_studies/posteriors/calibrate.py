@@ -20,23 +20,23 @@ from flowbnn.noise import NormalCoupling, NormalPlanar
 from flowbnn.options import Bounds, Count, Positive, options
 from flowbnn.posterior import PointPosterior, Posterior
 from flowbnn.posterior.base import PredictOptions
-from flowbnn_studies.data.tables import load_uci, standardized
-from flowbnn_studies.images.data import Pictures, load_pictures
-from flowbnn_studies.images.evaluation import evaluate_beyond, predict
-from flowbnn_studies.images.settings import ImageSettings, PictureData
-from flowbnn_studies.runner.findings import paired, pluralize
-from flowbnn_studies.runner.study import Findings, Job, Study, Variant, by_rows, metrics_of, timed
+from flowbnn_studies.data.tables import load_uci, standardize
+from flowbnn_studies.images.data import ImageData, load_image_data
+from flowbnn_studies.images.evaluation import evaluate_shift, predict
+from flowbnn_studies.images.settings import ImageSettings, ImageSource
+from flowbnn_studies.runner.findings import paired_difference, pluralize
+from flowbnn_studies.runner.study import Findings, Job, Study, Variant, make_metrics, parts_by_row, time_call
 
 NOISE = "node-noise-gaussian"
 FOLDS = 5  # for the temperature of a network on all data
-OWN = "Noise, as fb.calibrate chooses"  # its structure, and its prior by the first of its folds
+CALIBRATE_DEFAULT = "Noise, as fb.calibrate chooses"  # its structure, and its prior by the first of its folds
 FITS: dict[str, tuple[str, str, dict[str, Any]]] = {  # label, method, and what calibrate is given
     "factorized": ("Noise, factorized", NOISE, {"structure": "factorized", "prior": "fixed"}),
     "layers": ("Noise, full within layers", NOISE, {"structure": "layers", "prior": "fixed"}),
     "chain": ("Noise, chain of layers", NOISE, {"structure": "chain", "prior": "fixed"}),
     "joint": ("Noise, joint", NOISE, {"structure": "full", "prior": "fixed"}),
     "joint-fitted": ("Noise, joint, fitted prior", NOISE, {"structure": "full", "prior": "fitted"}),
-    "own": (OWN, NOISE, {"folds": 5}),
+    "own": (CALIBRATE_DEFAULT, NOISE, {"folds": 5}),
     "flow-layers": (
         "Noise, planar flows within layers",
         "node-noise-planar",
@@ -87,7 +87,7 @@ TABLE = {
 
 
 @options(kw_only=True)
-class Evaluated(PictureData):
+class EvaluationSettings(ImageSource):
     """How calibrated networks are evaluated on images.
 
     Args:
@@ -101,11 +101,11 @@ class Evaluated(PictureData):
 
     def images(self) -> ImageSettings:
         """What the evaluation on novel and corrupted images depends on."""
-        return ImageSettings(**{one.name: getattr(self, one.name) for one in fields(Evaluated)})
+        return ImageSettings(**{one.name: getattr(self, one.name) for one in fields(EvaluationSettings)})
 
 
 @options(kw_only=True)
-class Settings(Evaluated):
+class Settings(EvaluationSettings):
     """What the study depends on, besides :class:`Evaluated`.
 
     Args:
@@ -140,10 +140,10 @@ class Settings(Evaluated):
         return cases | {f"{size}-same": (f"{size}-same",) for size in self.same}
 
 
-def title(case: str) -> str:
+def case_label(case: str) -> str:
     """A case in words.
 
-    >>> title("1000-100"), title("1000-same"), title("energy")
+    >>> case_label("1000-100"), case_label("1000-same"), case_label("energy")
     ('1,000 + 100', '1,000, the same', 'energy')
     """
     train, _, out = case.partition("-")
@@ -173,7 +173,7 @@ class CalibrateStudy(Study):
     def variants(self, settings: Settings) -> tuple[Variant, ...]:
         """One network each, with all that is fitted on top of it."""
         images = [
-            Variant(key, f"{title(key)} images", "mle", cost=3.0 * len(cases))
+            Variant(key, f"{case_label(key)} images", "mle", cost=3.0 * len(cases))
             for key, cases in settings.cases().items()
         ]
         return *images, *(Variant(name, name, "mle") for name in settings.tables)
@@ -181,36 +181,38 @@ class CalibrateStudy(Study):
     def train(self, job: Job) -> dict[str, Any]:
         s: Settings = job.settings
         if job.variant in s.tables:
-            return {"values": {}, "table": {job.variant: table_of(job)}}
+            return {"values": {}, "table": {job.variant: evaluate_table(job)}}
         size = int(job.variant.partition("-")[0])
-        pictures = load_pictures(s.images(), s.data, ["mnist"], job.device)
+        pictures = load_image_data(s.images(), s.data, ["mnist"], job.device)
         order = torch.randperm(pictures.num_data, generator=torch.Generator().manual_seed(job.seed))
-        plain = network_of(images_of(pictures, order[:size]), size, job)
+        plain = train_lenet(select_images(pictures, order[:size]), size, job)
         table = {}
         for case in s.cases()[job.variant]:
             fresh = case.partition("-")[2]
             index = order[:size] if fresh == "same" else order[-int(fresh) :]
-            held_out = images_of(pictures, index)
+            held_out = select_images(pictures, index)
             names = NUMBERS | BEYOND
             table[case] = {
-                key: scores(one, pictures, s, names, most=s.test) | {"seconds": seconds}
-                for key, one, seconds in fitted(plain, held_out, job)
+                key: evaluate_images(one, pictures, s, names, most=s.test) | {"seconds": seconds}
+                for key, one, seconds in fit_all(plain, held_out, job)
             }
             if fresh != "same":
-                both = images_of(pictures, torch.cat([order[:size], index]))
-                whole, seconds = timed(
-                    tempered_on_all, lambda data: network_of(data, size, job), both, job.seed
+                both = select_images(pictures, torch.cat([order[:size], index]))
+                whole, seconds = time_call(
+                    train_on_all_data, lambda data: train_lenet(data, size, job), both, job.seed
                 )
-                table[case]["all"] = scores(whole, pictures, s, names, most=s.test) | {"seconds": seconds}
+                table[case]["all"] = evaluate_images(whole, pictures, s, names, most=s.test) | {
+                    "seconds": seconds
+                }
         return {"values": {}, "table": table}
 
     def findings(self, settings: Settings, parts: Parts) -> Findings:
         tables = ((seed, part["table"]) for (_, seed), part in parts.content.items())
         each = ((seed, case, rows) for seed, table in tables for case, rows in table.items())
-        by_row = by_rows(parts.seeds, each)
-        cases = {case: title(case) for some in settings.cases().values() for case in some}
-        metrics = metrics_of(NUMBERS | BEYOND, cases)
-        metrics += metrics_of(TABLE, {name: name for name in settings.tables})
+        by_row = parts_by_row(parts.seeds, each)
+        cases = {case: case_label(case) for some in settings.cases().values() for case in some}
+        metrics = make_metrics(NUMBERS | BEYOND, cases)
+        metrics += make_metrics(TABLE, {name: name for name in settings.tables})
         rows = [by_row.row(key, label, metrics, None, method) for key, (label, method) in ROWS.items()]
         notes = [
             "Columns: images that the weights are trained on + fresh images that all else is fitted to. “The same”: "
@@ -226,17 +228,17 @@ class CalibrateStudy(Study):
         return Findings(answer(settings, by_row), metrics, shown, [], notes, comparisons(by_row, metrics))
 
 
-Data = tuple[Tensor, Tensor]
+TensorPair = tuple[Tensor, Tensor]
 
 
-def images_of(pictures: Pictures, index: Tensor) -> Data:
+def select_images(pictures: ImageData, index: Tensor) -> TensorPair:
     """These images as the network takes them, and their labels."""
     learned = pictures.learned
     index = index.to(learned.images.device)
     return learned.normalizer()(learned.images[index]), learned.labels[index]
 
 
-def network_of(data: Data, size: int, job: Job) -> PointPosterior:
+def train_lenet(data: TensorPair, size: int, job: Job) -> PointPosterior:
     """A LeNet trained on these images, as for so many."""
     s: Settings = job.settings
     number = s.train.index(size)
@@ -247,7 +249,7 @@ def network_of(data: Data, size: int, job: Job) -> PointPosterior:
     return method.fit(LeNet(data[0].shape[1]), loader, **given)
 
 
-def fits_of(
+def fit_posteriors(
     plain: PointPosterior, held_out: TensorLoader, job: Job, fits: Mapping[str, Mapping[str, Any]]
 ) -> Iterator[tuple[str, Posterior, float]]:
     """A network as it is, scaled and by Laplace on held-out data, and with noise by each of ``fits``, which calibrate is given.
@@ -255,30 +257,30 @@ def fits_of(
     Each comes with its seconds.
     """
     yield "plain", plain, 0.0
-    yield "temperature", *timed(temper, plain, held_out, progress=False)
+    yield "temperature", *time_call(temper, plain, held_out, progress=False)
     if not held_out.tensors[1].is_floating_point():
-        yield "vector", *timed(scale_by_class, plain, held_out)
+        yield "vector", *time_call(fit_vector_scaling, plain, held_out)
     given: dict[str, Any] = {"seed": job.seed, "progress": False, "accelerator": job.accelerator}
-    yield "laplace", *timed(Laplace(layers="last", epochs=0).fit, plain.model, held_out, **given)
+    yield "laplace", *time_call(Laplace(layers="last", epochs=0).fit, plain.model, held_out, **given)
     for key, how in fits.items():
-        yield key, *timed(calibrate, plain.model, held_out, **{"folds": 0, **how}, **given)
+        yield key, *time_call(calibrate, plain.model, held_out, **{"folds": 0, **how}, **given)
 
 
-def fitted(plain: PointPosterior, held_out: Data, job: Job) -> Iterator[tuple[str, Posterior, float]]:
+def fit_all(plain: PointPosterior, held_out: TensorPair, job: Job) -> Iterator[tuple[str, Posterior, float]]:
     """All that is fitted to held-out data on top of a network, each with its seconds."""
     s: Settings = job.settings
     loader = TensorLoader(*held_out, batch_size=1000)
     chosen = {key: how for key, (_, _, how) in FITS.items() if key in s.fits}
     few = len(held_out[1]) <= s.flow_rows
-    yield from fits_of(
+    yield from fit_posteriors(
         plain, loader, job, {key: how for key, how in chosen.items() if few or "flow" not in how}
     )
 
 
-def scores(
+def evaluate_images(
     posterior: Posterior,
-    pictures: Pictures,
-    settings: Evaluated,
+    pictures: ImageData,
+    settings: EvaluationSettings,
     names: Container[str],
     precision: str = "32-true",
     most: int | None = None,
@@ -286,27 +288,27 @@ def scores(
     """Those of the metrics on test images, at most so many, and on novel and corrupted ones that are called by these names."""
     images, labels = (part[:most] for part in pictures.test)
     known = predict(posterior, images, settings.samples, precision).evaluate(labels)
-    beyond, _ = evaluate_beyond(posterior, pictures, settings.images(), precision)
+    beyond, _ = evaluate_shift(posterior, pictures, settings.images(), precision)
     return {name: value for name, value in (known | beyond).items() if name in names}
 
 
-def table_of(job: Job) -> dict[str, dict[str, float]]:
+def evaluate_table(job: Job) -> dict[str, dict[str, float]]:
     """The rows of one UCI set: weights on one half of the training rows, all else on the other."""
     s: Settings = job.settings
     inputs, targets, *test = load_uci(job.variant, job.seed)
-    inputs, test[0] = standardized(inputs, test[0])
+    inputs, test[0] = standardize(inputs, test[0])
     order = torch.randperm(len(inputs), generator=torch.Generator().manual_seed(job.seed))
     first, second = order[: len(order) // 2], order[len(order) // 2 :]
 
-    def network(data: Data) -> PointPosterior:
+    def network(data: TensorPair) -> PointPosterior:
         torch.manual_seed(job.seed)
         loader = TensorLoader(*data, batch_size=32, shuffle=True)
         given: dict[str, Any] = {"seed": job.seed, "progress": False, "accelerator": job.accelerator}
         return MLE(epochs=s.table_epochs, lr=1e-2).fit(MLP(inputs.shape[1], (50,), 1), loader, **given)
 
     plain = network((inputs[first], targets[first]))
-    rows = [*fitted(plain, (inputs[second], targets[second]), job)]
-    rows.append(("all", *timed(tempered_on_all, network, (inputs, targets), job.seed)))
+    rows = [*fit_all(plain, (inputs[second], targets[second]), job)]
+    rows.append(("all", *time_call(train_on_all_data, network, (inputs, targets), job.seed)))
     table = {}
     for key, posterior, seconds in rows:
         numbers = evaluate(posterior, (test[0], test[1]), samples=s.samples, progress=False)
@@ -314,7 +316,9 @@ def table_of(job: Job) -> dict[str, dict[str, float]]:
     return table
 
 
-def tempered_on_all(network: Callable[[Data], PointPosterior], data: Data, seed: int) -> TemperedPosterior:
+def train_on_all_data(
+    network: Callable[[TensorPair], PointPosterior], data: TensorPair, seed: int
+) -> TemperedPosterior:
     """A network on all data with the temperature of networks on the data that each has not seen."""
     parts = torch.randperm(len(data[1]), generator=torch.Generator().manual_seed(seed)).chunk(FOLDS)
     logs = []
@@ -325,7 +329,7 @@ def tempered_on_all(network: Callable[[Data], PointPosterior], data: Data, seed:
     return TemperedPosterior(network(data), math.exp(sum(logs) / FOLDS))
 
 
-class Scaled(nn.Module):
+class VectorScaledNetwork(nn.Module):
     """A network whose logits are multiplied by, and added to, a number for each class."""
 
     def __init__(self, network: nn.Module, factor: Tensor, offset: Tensor) -> None:
@@ -337,7 +341,7 @@ class Scaled(nn.Module):
         return self.network(inputs) * self.factor + self.offset
 
 
-def scale_by_class(plain: PointPosterior, held_out: TensorLoader) -> PointPosterior:
+def fit_vector_scaling(plain: PointPosterior, held_out: TensorLoader) -> PointPosterior:
     r"""Vector scaling (Guo et al. 2017, https://arxiv.org/abs/1706.04599): :math:`a \circ f(x) + b` with the largest likelihood."""
     outputs, _, targets = plain.collect(held_out, PredictOptions(1, progress=False))
     assert targets is not None
@@ -353,7 +357,7 @@ def scale_by_class(plain: PointPosterior, held_out: TensorLoader) -> PointPoster
         return value
 
     engine.step(loss)
-    scaled = Scaled(plain.model, factor.detach().float(), offset.detach().float())
+    scaled = VectorScaledNetwork(plain.model, factor.detach().float(), offset.detach().float())
     return PointPosterior(scaled.eval(), plain.likelihood)
 
 
@@ -364,7 +368,7 @@ def comparisons(parts: Parts, metrics: Sequence[Metric]) -> list[dict[str, Any]]
         for metric in metrics:
             values = parts.common("joint", rival, metric.key) if metric.key.startswith("nll_") else ([], [])
             if len(values[0]) > 1:
-                difference = asdict(paired(*values))
+                difference = asdict(paired_difference(*values))
                 table.append({"title": f"joint noise − {label}", "metric": metric.key, **difference})
     return table
 
@@ -379,10 +383,10 @@ def answer(settings: Settings, parts: Parts) -> str:
             values = parts.common("joint", rival, f"nll_{case}")
             if case.endswith("same") or not values[0]:
                 continue
-            found = paired(*values)
-            verdict = ("better" if found.mean < 0 else "worse") if found.clear else found.even
+            found = paired_difference(*values)
+            verdict = ("better" if found.mean < 0 else "worse") if found.significant else found.inconclusive
             numbers = f"{statistics.fmean(values[0]):.3f} against {statistics.fmean(values[1]):.3f}"
-            verdicts.setdefault(verdict, []).append(f"{title(case)} ({numbers})")
+            verdicts.setdefault(verdict, []).append(f"{case_label(case)} ({numbers})")
         if verdicts:
             told = "; ".join(
                 f"{verdict} on {', '.join(where)}" for verdict, where in sorted(verdicts.items())
@@ -391,9 +395,9 @@ def answer(settings: Settings, parts: Parts) -> str:
     for case in (case for case in cases if case.endswith("same")):
         joint, factorized = parts.common("joint", "factorized", f"nll_{case}")
         if joint:
-            against = paired(joint, factorized)
+            against = paired_difference(joint, factorized)
             lines.append(
                 f"On images that the weights have memorised a joint posterior is {'better' if against.mean < 0 else 'worse'} than a "
-                f"factorized one: {statistics.fmean(joint):.3f} against {statistics.fmean(factorized):.3f}, {against.words(3)}."
+                f"factorized one: {statistics.fmean(joint):.3f} against {statistics.fmean(factorized):.3f}, {against.describe(3)}."
             )
     return "\n".join(lines) or "Too little has been trained for an answer."

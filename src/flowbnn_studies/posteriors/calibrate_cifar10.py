@@ -11,13 +11,21 @@ from flowbnn.likelihoods import Categorical
 from flowbnn.methods.temperature import TemperedPosterior, temper
 from flowbnn.options import Count, Positive, options
 from flowbnn.posterior import PointPosterior
-from flowbnn_studies.images.data import Pictures, load_pictures
+from flowbnn_studies.images.data import ImageData, load_image_data
 from flowbnn_studies.images.settings import Training, make_network
 from flowbnn_studies.images.study import SHORT_RESNET18
 from flowbnn_studies.images.training import fit_variant
-from flowbnn_studies.posteriors.calibrate import CORRUPTED, FIRST, NUMBERS, OWN, Evaluated, fits_of, scores
-from flowbnn_studies.runner.findings import paired, pluralize
-from flowbnn_studies.runner.study import Findings, Job, Study, Variant, by_rows, metrics_of
+from flowbnn_studies.posteriors.calibrate import (
+    CALIBRATE_DEFAULT,
+    CORRUPTED,
+    FIRST,
+    NUMBERS,
+    EvaluationSettings,
+    evaluate_images,
+    fit_posteriors,
+)
+from flowbnn_studies.runner.findings import paired_difference, pluralize
+from flowbnn_studies.runner.study import Findings, Job, Study, Variant, make_metrics, parts_by_row
 
 NETWORKS = {"lenet": "LeNet", "vgg16": "VGG16", "resnet18": "ResNet18"}
 FITS: dict[str, tuple[str, dict[str, Any]]] = {  # label, and what calibrate is given
@@ -26,7 +34,7 @@ FITS: dict[str, tuple[str, dict[str, Any]]] = {  # label, and what calibrate is 
     "chain": ("Noise, chain of layers", {"structure": "chain", "prior": "fitted"}),
     "joint": ("Noise, joint", {"structure": "full", "prior": "fitted"}),
     "joint-fixed": ("Noise, joint, fixed prior", {"structure": "full", "prior": "fixed"}),
-    "own": (OWN, {"folds": 5}),
+    "own": (CALIBRATE_DEFAULT, {"folds": 5}),
 }
 ROWS = {
     **FIRST,
@@ -48,7 +56,7 @@ TARGET = 0.008  # of the ECE
 
 
 @options(kw_only=True)
-class Settings(Evaluated):
+class Settings(EvaluationSettings):
     """What the study depends on, besides :class:`~flowbnn_studies.posteriors.calibrate.Evaluated`.
 
     Args:
@@ -97,7 +105,7 @@ class CalibrateCifar10(Study):
         """A variant for each network with all its fits, then the networks on all images."""
         cost = {"lenet": 0.5, "vgg16": 1.0, "resnet18": 2.0}
         return tuple(Variant(key, label, "mle", cost=cost[key]) for key, label in NETWORKS.items()) + tuple(
-            Variant(f"{key}-all", f"{label} on all images", "mle", after=key, cost=cost[key])
+            Variant(f"{key}-all", f"{label} on all images", "mle", start_from=key, cost=cost[key])
             for key, label in NETWORKS.items()
         )
 
@@ -105,31 +113,34 @@ class CalibrateCifar10(Study):
         s: Settings = job.settings
         network, _, whole = job.variant.partition("-")
         names = NUMBERS | MORE
-        pictures = load_pictures(s.images(), "cifar10", list(NOVEL), job.device)
+        pictures = load_image_data(s.images(), "cifar10", list(NOVEL), job.device)
         rest, fresh = pictures.learned.split(min(s.held_out, len(pictures.learned) // 3), job.seed)
         held_out = TensorLoader(rest.normalizer()(fresh.images), fresh.labels, batch_size=1000)
         if whole:
             start = make_network(network, pictures.channels, s.width)
-            point = PointPosterior(job.load_start(start).to(pictures.device), Categorical())
+            point = PointPosterior(job.load_start_network(start).to(pictures.device), Categorical())
             temperature = temper(point, held_out, progress=False).temperature
             posterior = TemperedPosterior(_plain(job, network, pictures), temperature)
-            return {"values": {}, "table": {"all": scores(posterior, pictures, s, names, job.precision)}}
+            return {
+                "values": {},
+                "table": {"all": evaluate_images(posterior, pictures, s, names, job.precision)},
+            }
         plain = _plain(job, network, replace(pictures, learned=rest))
-        plain.save(job.posterior)
+        plain.save(job.network_path)
         table = {}
         fits = {key: how for key, (_, how) in FITS.items() if key in s.fits}
-        for key, one, seconds in fits_of(plain, held_out, job, fits):
-            table[key] = scores(one, pictures, s, names, job.precision) | {"seconds": seconds}
+        for key, one, seconds in fit_posteriors(plain, held_out, job, fits):
+            table[key] = evaluate_images(one, pictures, s, names, job.precision) | {"seconds": seconds}
             if key in fits:
                 last = one.history["elbo"][-8:]
                 table[key] |= {"elbo": sum(last) / len(last), "passes": one.history.epochs}
         return {"values": {}, "table": table, "minutes": plain.history.seconds / 60}
 
     def findings(self, settings: Settings, parts: Parts) -> Findings:
-        by_row = rows_of(parts)
+        by_row = network_parts_by_row(parts)
         known = by_row.of("plain")[0]["values"] if by_row.of("plain") else {}
         trained = {key: label for key, label in NETWORKS.items() if f"nll_{key}" in known}
-        metrics = metrics_of(NUMBERS | MORE, trained)
+        metrics = make_metrics(NUMBERS | MORE, trained)
         rows = [by_row.row(key, label, metrics, None, method) for key, (label, method) in ROWS.items()]
         minutes = {
             label: sum(part["minutes"] for part in parts.of(key)) / len(parts.of(key))
@@ -156,19 +167,19 @@ class CalibrateCifar10(Study):
         return Findings(answer(by_row), metrics, [row for row in rows if row["values"]], [], notes)
 
 
-def _plain(job: Job, network: str, pictures: Pictures) -> PointPosterior:
+def _plain(job: Job, network: str, pictures: ImageData) -> PointPosterior:
     """A network trained on these pictures, laid out as convolutions on a GPU are fastest."""
     s: Settings = job.settings
     training: Training = getattr(s, network)
     made = make_network(network, pictures.channels, s.width)
-    posterior = fit_variant("best-plain", network, training, made, pictures, job.brief(), job.seed)
+    posterior = fit_variant("best-plain", network, training, made, pictures, job.short_options(), job.seed)
     assert isinstance(posterior, PointPosterior)
     if pictures.device.type == "cuda":
         posterior.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     return posterior
 
 
-def rows_of(parts: Parts) -> Parts:
+def network_parts_by_row(parts: Parts) -> Parts:
     """From parts by network to parts by row, with values ``nll_vgg16``; and the row that the ELBO chooses."""
     tables = []
     for (variant, seed), part in parts.content.items():
@@ -179,7 +190,7 @@ def rows_of(parts: Parts) -> Parts:
             best = max(fits, key=lambda key: table[key]["elbo"])
             table["chosen"] = {**table[best], "seconds": sum(table[key]["seconds"] for key in fits)}
         tables.append((seed, variant.partition("-")[0], table))
-    return by_rows(parts.seeds, tables)
+    return parts_by_row(parts.seeds, tables)
 
 
 def answer(parts: Parts) -> str:
@@ -190,18 +201,22 @@ def answer(parts: Parts) -> str:
         number = len(parts.common("chosen", "temperature", nll)[0])
         if not number:
             continue
-        against = paired(*parts.common("chosen", "temperature", nll))
-        verdict = "better than" if against.mean < 0 else "worse than"
-        verdict = verdict if against.clear else f"{against.even} of"
+        difference = paired_difference(*parts.common("chosen", "temperature", nll))
+        verdict = (
+            "better than temperature scaling" if difference.mean < 0 else "worse than temperature scaling"
+        )
+        verdict = verdict if difference.significant else difference.inconclusive
         reached = "reaches" if parts.mean("chosen", ece) <= TARGET else "misses"
         more = ""
-        if (simple := parts.common("joint", "factorized", nll))[0]:
-            more += f" Joint against factorized noise: {paired(*simple).words()}."
-        if (whole := parts.common("chosen", "all", nll))[0]:
-            more += f" A network on all images, tempered, has {parts.mean('all', nll):.4f}; the noise: {paired(*whole).words()}."
+        if (pair := parts.common("joint", "factorized", nll))[0]:
+            more += f" Joint versus factorized noise: {paired_difference(*pair).describe()}."
+        if (pair := parts.common("chosen", "all", nll))[0]:
+            gain = paired_difference(*pair).describe()
+            more += f" The tempered network on all images has {parts.mean('all', nll):.4f}; difference of the noise: {gain}."
         lines.append(
-            f"{label}, {pluralize(number)}: NLL {parts.mean('plain', nll):.4f} plain, {parts.mean('temperature', nll):.4f} tempered, "
-            f"{parts.mean('chosen', nll):.4f} with the noise that the ELBO chooses: {verdict} temperature ({against.words()}). Its ECE "
-            f"{parts.mean('chosen', ece):.4f} {reached} {TARGET:g}.{more}"
+            f"{label}, {pluralize(number)}: the NLL is {parts.mean('plain', nll):.4f} without calibration, "
+            f"{parts.mean('temperature', nll):.4f} with temperature scaling and {parts.mean('chosen', nll):.4f} with the noise "
+            f"that the ELBO chooses ({verdict}: {difference.describe()}). "
+            f"Its ECE {parts.mean('chosen', ece):.4f} {reached} {TARGET:g}.{more}"
         )
     return "\n".join(lines) or "Too little has been trained for an answer."

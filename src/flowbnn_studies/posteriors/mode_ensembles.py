@@ -24,16 +24,16 @@ from flowbnn.models import MLP, LeNet
 from flowbnn.options import Count, Positive, options
 from flowbnn.posterior import PointPosterior, Posterior
 from flowbnn.training import cosine
-from flowbnn_studies.data.tables import load_uci, standardized
-from flowbnn_studies.images.data import Pictures, load_pictures
+from flowbnn_studies.data.tables import load_uci, standardize
+from flowbnn_studies.images.data import ImageData, load_image_data
 from flowbnn_studies.images.settings import ImageSettings, Training, make_network
 from flowbnn_studies.images.study import SHORT_RESNET18
 from flowbnn_studies.images.training import fit_variant
-from flowbnn_studies.runner.findings import paired
-from flowbnn_studies.runner.methods import shuffled
-from flowbnn_studies.runner.study import Findings, Job, Study, Variant, by_rows, metrics_of, timed
+from flowbnn_studies.runner.findings import paired_difference
+from flowbnn_studies.runner.methods import shuffled_loader
+from flowbnn_studies.runner.study import Findings, Job, Study, Variant, make_metrics, parts_by_row, time_call
 
-Pair = tuple[Tensor, Tensor]
+TensorPair = tuple[Tensor, Tensor]
 ROWS = {
     "plain": ("Plain, all data", "mle"),
     "temperature": ("Temperature scaling", "temperature"),
@@ -65,7 +65,7 @@ NUMBERS = {
 
 
 @options
-class Small:
+class SmallTraining:
     """How the weights of a small network are trained: Adam, with a rate that falls to zero as a cosine."""
 
     epochs: Count = 100
@@ -97,9 +97,9 @@ class Settings:
     few_steps: Count = 100
     widths: tuple[Positive, ...] = WIDTHS
     samples: Count = 64
-    blobs: Small = Small(batch=20)
-    tables: Small = Small()
-    lenet: Small = Small(epochs=30, batch=50, lr=1e-3)
+    blobs: SmallTraining = SmallTraining(batch=20)
+    tables: SmallTraining = SmallTraining()
+    lenet: SmallTraining = SmallTraining(epochs=30, batch=50, lr=1e-3)
     resnet18: Training = replace(SHORT_RESNET18, epochs=16)
 
     def relevant(self, variant: str) -> dict[str, Any]:
@@ -109,7 +109,7 @@ class Settings:
 
 
 @dataclass
-class Problem:
+class EnsembleProblem:
     """Data in four parts, and how weights are learned from some of them.
 
     Args:
@@ -120,9 +120,9 @@ class Problem:
         unit: of the targets of a regression, in units of the file.
     """
 
-    data: Pair
+    data: TensorPair
     sizes: tuple[int, int, int]
-    test: Pair
+    test: TensorPair
     learn: Callable[[slice, int], PointPosterior]
     unit: float = 1.0
 
@@ -150,7 +150,7 @@ class ModeEnsembles(Study):
     headline = tuple(f"nll_{problem}" for problem in PROBLEMS)
     quick: ClassVar[dict[str, Any]] = {
         "source": "generated", "share": 0.002, "width": 0.0625, "members": 2, "few_members": 2, "steps": 2, "few_steps": 1,
-        "widths": (0.5,), "samples": 2, **dict.fromkeys(("blobs", "tables", "lenet"), Small(epochs=1)),
+        "widths": (0.5,), "samples": 2, **dict.fromkeys(("blobs", "tables", "lenet"), SmallTraining(epochs=1)),
         "resnet18": replace(SHORT_RESNET18, epochs=1, batch=20),
     }  # fmt: skip
 
@@ -207,7 +207,7 @@ class ModeEnsembles(Study):
         }
         table: dict[str, dict[str, float]] = {}
         for key, fit in fits.items():
-            made, seconds = timed(fit)
+            made, seconds = time_call(fit)
             posterior, *width = made if isinstance(made, tuple) else (made,)
             numbers = told(posterior, problem.test)
             table[key] = {
@@ -224,8 +224,8 @@ class ModeEnsembles(Study):
 
     def findings(self, settings: Settings, parts: Parts) -> Findings:
         tables = ((seed, problem, part["table"]) for (problem, seed), part in parts.content.items())
-        by_row = by_rows(parts.seeds, tables)
-        every = metrics_of(NUMBERS, {problem: problem for problem in PROBLEMS})
+        by_row = parts_by_row(parts.seeds, tables)
+        every = make_metrics(NUMBERS, {problem: problem for problem in PROBLEMS})
         metrics = [one for one in every if any(by_row.values(row, one.key) for row in ROWS)]
         rows = [by_row.row(key, label, metrics, None, method) for key, (label, method) in ROWS.items()]
         numbers = ", ".join(f"{problem} {len(parts.of(problem))}" for problem in PROBLEMS)
@@ -250,11 +250,11 @@ def claims(parts: Parts) -> list[str]:
             pair = parts.common(first, second, f"nll_{problem}")
             if len(pair[0]) < (3 if problem == LARGE else 2):
                 continue
-            result = paired(*pair)
+            result = paired_difference(*pair)
             near = second == "ensemble"
             better += result.high < (NEAR if near else 0.0)
             worse += result.low > 0.0 and not near
-            told.append(f"{problem} {result.words()}")
+            told.append(f"{problem} {result.describe()}")
         if told:
             met = "met" if better >= wanted and not worse else "not met"
             lines.append(
@@ -266,7 +266,7 @@ def claims(parts: Parts) -> list[str]:
 # -------------------- problems
 
 
-def _problem(job: Job) -> Problem:
+def _problem(job: Job) -> EnsembleProblem:
     name = job.variant
     make = {"blobs": _blobs, "lenet-fashion": _fashion, LARGE: _cifar10}.get(name, _table)
     return make(job)
@@ -276,12 +276,12 @@ def _count(settings: Settings, number: int) -> int:
     return max(20, round(settings.share * number))
 
 
-def _small(job: Job, data: Pair, training: Small, network: Callable[[], nn.Module]) -> Any:
+def _small(job: Job, data: TensorPair, training: SmallTraining, network: Callable[[], nn.Module]) -> Any:
     """How a small network learns from some of the data."""
 
     def learn(some: slice, seed: int) -> PointPosterior:
         torch.manual_seed(seed)
-        loader = shuffled([tensor[some] for tensor in data], training.batch, seed)
+        loader = shuffled_loader([tensor[some] for tensor in data], training.batch, seed)
         fused = partial(torch.optim.Adam, fused=True)  # whose steps can be recorded as a CUDA graph
         method = MLE(epochs=training.epochs, lr=training.lr, schedule=cosine, optimizer=fused)
         return method.fit(network(), loader, seed=seed, progress=False, accelerator=job.accelerator)
@@ -289,15 +289,15 @@ def _small(job: Job, data: Pair, training: Small, network: Callable[[], nn.Modul
     return learn
 
 
-def _blobs(job: Job) -> Problem:
+def _blobs(job: Job) -> EnsembleProblem:
     s: Settings = job.settings
     source = torch.Generator().manual_seed(1000 + job.seed)
     size = _count(s, 100)
     data, test = clusters(3 * size, 1.95, source), clusters(_count(s, 10_000), 1.95, source)
-    return Problem(data, (size,) * 3, test, _small(job, data, s.blobs, lambda: MLP(2, (32,), 2)))
+    return EnsembleProblem(data, (size,) * 3, test, _small(job, data, s.blobs, lambda: MLP(2, (32,), 2)))
 
 
-def _table(job: Job) -> Problem:
+def _table(job: Job) -> EnsembleProblem:
     """A UCI table: its published split, the training rows in an order of the seed's, in units of their deviations."""
     s: Settings = job.settings
     source = torch.Generator().manual_seed(job.seed)
@@ -309,34 +309,34 @@ def _table(job: Job) -> Problem:
         targets, test = targets + 0.1 * noise, [test[0], test[0].sum(1, keepdim=True).sin()]
     order = torch.randperm(len(inputs), generator=source)
     inputs, targets = inputs[order], targets[order]
-    inputs, unseen = standardized(inputs, test[0])
+    inputs, unseen = standardize(inputs, test[0])
     level, unit = targets.mean(), float(targets.std())
     data = inputs, (targets - level) / unit
     fifth = len(inputs) // 5
     sizes = (len(inputs) - 2 * fifth, fifth, fifth)
     learn = _small(job, data, s.tables, lambda: MLP(inputs.shape[1], (50,), 1))
-    return Problem(data, sizes, (unseen, (test[1] - level) / unit), learn, unit)
+    return EnsembleProblem(data, sizes, (unseen, (test[1] - level) / unit), learn, unit)
 
 
-def _pictures(job: Job, data: str) -> tuple[Pictures, Tensor]:
+def _pictures(job: Job, data: str) -> tuple[ImageData, Tensor]:
     """The images, and an order of those to learn from."""
     s: Settings = job.settings
     generated = max(80, round(s.share * 50_000))
-    pictures = load_pictures(ImageSettings(source=s.source, generated=generated), data, [], job.device)
+    pictures = load_image_data(ImageSettings(source=s.source, generated=generated), data, [], job.device)
     order = torch.randperm(pictures.num_data, generator=torch.Generator().manual_seed(job.seed))
     return pictures, order.to(pictures.device)
 
 
-def _fashion(job: Job) -> Problem:
+def _fashion(job: Job) -> EnsembleProblem:
     s: Settings = job.settings
     pictures, order = _pictures(job, "fashion-mnist")
     sizes = _count(s, 5_000), _count(s, 1_000), _count(s, 1_000)
     chosen = pictures.learned.subset(order[: sum(sizes)])
     data = chosen.normalizer()(chosen.images), chosen.labels
-    return Problem(data, sizes, pictures.test, _small(job, data, s.lenet, lambda: LeNet(1)))
+    return EnsembleProblem(data, sizes, pictures.test, _small(job, data, s.lenet, lambda: LeNet(1)))
 
 
-def _cifar10(job: Job) -> Problem:
+def _cifar10(job: Job) -> EnsembleProblem:
     s: Settings = job.settings
     pictures, order = _pictures(job, "cifar10")
     chosen = pictures.learned.subset(order)
@@ -347,9 +347,9 @@ def _cifar10(job: Job) -> Problem:
         torch.manual_seed(seed)
         network = make_network("resnet18", 3, s.width)
         part = replace(pictures, learned=chosen.subset(some))
-        given = job.brief(seed=1 + seed)
+        given = job.short_options(seed=1 + seed)
         made = fit_variant("best-plain", "resnet18", s.resnet18, network, part, given, seed)
         assert isinstance(made, PointPosterior)
         return made
 
-    return Problem(data, (len(chosen) - 2 * tenth, tenth, tenth), pictures.test, learn)
+    return EnsembleProblem(data, (len(chosen) - 2 * tenth, tenth, tenth), pictures.test, learn)

@@ -28,11 +28,16 @@ from flowbnn.posterior import NoisePosterior
 from flowbnn.training import cosine
 from flowbnn.transforms import BlockTriangular
 from flowbnn_studies.data import load_images
-from flowbnn_studies.data.tables import load_uci, standardized
-from flowbnn_studies.runner.findings import gated, paired, pluralize, uncertified
-from flowbnn_studies.runner.study import Findings, Job, Study, Variant, by_rows, timed
+from flowbnn_studies.data.tables import load_uci, standardize
+from flowbnn_studies.runner.findings import (
+    describe_convergence,
+    drop_unconverged,
+    paired_difference,
+    pluralize,
+)
+from flowbnn_studies.runner.study import Findings, Job, Study, Variant, parts_by_row, time_call
 
-Data = tuple[Tensor, Tensor]
+TensorPair = tuple[Tensor, Tensor]
 ProblemName = Literal["blobs", "boston", "digits", "conv", "lenet"]
 PosteriorName = Literal[
     "factorized", "planar", "coupling", "layers", "low-rank", "chain", "natural", "full", "flow"
@@ -53,7 +58,7 @@ EXACT = "exact"
 
 
 @dataclass(frozen=True)
-class Problem:
+class ProblemSize:
     """A network, and how many examples its weights, its noise and the predictions get."""
 
     label: str
@@ -63,11 +68,11 @@ class Problem:
 
 
 PROBLEMS = {
-    "blobs": Problem("Blobs, D = 34, N = 100", 100, 100, 2000),
-    "boston": Problem("Boston, D = 63, N = 100", 100, 100, 300),
-    "digits": Problem("Few-shot digits, D = 128, N = 50", 50, 50, 1000),
-    "conv": Problem("Digits, small conv net, D = 173, N = 1,000", 300, 1000, 323),
-    "lenet": Problem("Fashion-MNIST, LeNet, D = 467, N = 1,000", 1000, 1000, 1000),
+    "blobs": ProblemSize("Blobs, D = 34, N = 100", 100, 100, 2000),
+    "boston": ProblemSize("Boston, D = 63, N = 100", 100, 100, 300),
+    "digits": ProblemSize("Few-shot digits, D = 128, N = 50", 50, 50, 1000),
+    "conv": ProblemSize("Digits, small conv net, D = 173, N = 1,000", 300, 1000, 323),
+    "lenet": ProblemSize("Fashion-MNIST, LeNet, D = 467, N = 1,000", 1000, 1000, 1000),
 }
 LARGE, LARGE_SEEDS = ("conv", "lenet"), 3
 CHOICE = 500_000  # added to the seed of draws that choose: those that measure are others
@@ -128,15 +133,15 @@ class Case:
 
     network: nn.Module
     likelihood: Likelihood
-    data: Data
-    test: Data
+    data: TensorPair
+    test: TensorPair
 
     @property
-    def loader(self) -> list[Data]:
+    def loader(self) -> list[TensorPair]:
         return [self.data]
 
 
-def points_of(name: str, seed: int, number: int) -> tuple[Data, Data | None, nn.Module]:
+def load_problem(name: str, seed: int, number: int) -> tuple[TensorPair, TensorPair | None, nn.Module]:
     """Examples in random order, test examples where these are apart, and an untrained network."""
     source = torch.Generator().manual_seed(seed)
     torch.manual_seed(seed)
@@ -145,7 +150,7 @@ def points_of(name: str, seed: int, number: int) -> tuple[Data, Data | None, nn.
     if name == "boston":
         inputs, targets, *test = load_uci("boston", seed)
         middle, width, targets = targets.mean(), targets.std(), torch.cat([targets, test[1]])
-        inputs = torch.cat(standardized(inputs, test[0]))
+        inputs = torch.cat(standardize(inputs, test[0]))
         return (inputs, (targets - middle) / width), None, MLP(13, (50,), 1)
     if name == "lenet":
         known, test_set = load_images("fashion-mnist"), load_images("fashion-mnist", "test")
@@ -160,13 +165,13 @@ def points_of(name: str, seed: int, number: int) -> tuple[Data, Data | None, nn.
     return (images[order], labels[order]), None, network
 
 
-def case_of(
+def make_case(
     name: str, s: Settings, seed: int, device: Mapping[str, Any], examples: int | None = None
 ) -> Case:
     """A problem with one seed: weights are trained on some examples, and their noise is fitted to others."""
     problem = PROBLEMS[name]
     first, second = problem.weights, problem.weights + (examples or problem.examples)
-    data, test, network = points_of(name, seed, second + problem.test)
+    data, test, network = load_problem(name, seed, second + problem.test)
     seen, fresh, rest = (
         tuple(part[some] for part in data)
         for some in (slice(first), slice(first, second), slice(second, None))
@@ -188,7 +193,7 @@ def case_of(
 quiet = partial(warnings.catch_warnings, action="ignore", category=FlowBNNWarning)
 
 
-def posterior_of(
+def fit_posterior(
     recipe: Recipe,
     case: Case,
     s: Settings,
@@ -202,7 +207,7 @@ def posterior_of(
     if start is not None:
         freeze(model, "weights")
         if recipe.joint:
-            start_at(model, start.model)
+            initialize_joint_noise(model, start.model)
             rate = s.fine_lr
     with quiet():
         how: dict[str, Any] = {
@@ -220,7 +225,9 @@ def posterior_of(
         return max(start, posterior, key=lambda one: choice(one).elbo)
 
 
-def natural(case: Case, seed: int, device: Mapping[str, Any], structure: Any = "full") -> NoisePosterior:
+def fit_by_calibrate(
+    case: Case, seed: int, device: Mapping[str, Any], structure: Any = "full"
+) -> NoisePosterior:
     """The Gaussian that :func:`~flowbnn.calibrate` gives."""
     how: dict[str, Any] = {
         "structure": structure,
@@ -233,18 +240,18 @@ def natural(case: Case, seed: int, device: Mapping[str, Any], structure: Any = "
 
 
 @torch.no_grad()
-def start_at(model: nn.Module, gaussian: nn.Module) -> None:
+def initialize_joint_noise(model: nn.Module, gaussian: nn.Module) -> None:
     """Give joint noise the covariance of a Gaussian, before any flow has learned."""
     ((vector, _),), ((known, _),) = independent_vectors(model), independent_vectors(gaussian)
     unit = torch.eye(known.layout.dim, device=next(known.parameters()).device)
     mean = known.transform(torch.zeros_like(unit[0]))[0]
     root = (known.transform(unit)[0] - mean).double()
     map_ = next(part for part in vector.transform.modules() if isinstance(part, BlockTriangular))
-    match(map_, mean, root.mT @ root)
+    match_gaussian(map_, mean, root.mT @ root)
 
 
 @torch.no_grad()
-def match(map_: BlockTriangular, mean: Tensor, covariance: Tensor) -> None:
+def match_gaussian(map_: BlockTriangular, mean: Tensor, covariance: Tensor) -> None:
     """Let a map make a Gaussian of standard normal numbers, or one as near to it as its structure allows."""
     covariance = covariance.double()
     factor = torch.linalg.cholesky(covariance)
@@ -270,7 +277,7 @@ def match(map_: BlockTriangular, mean: Tensor, covariance: Tensor) -> None:
             reader.zero_()[:, :keep] = right[:keep, last].mT * width
 
 
-def chains_of(posterior: NoisePosterior, case: Case, s: Settings, seed: int) -> NoiseChains:
+def sample_chains(posterior: NoisePosterior, case: Case, s: Settings, seed: int) -> NoiseChains:
     """The exact posterior; whether it may be taken for that is in its R-hat."""
     with quiet():
         return diagnostics.noise_chains(
@@ -278,7 +285,7 @@ def chains_of(posterior: NoisePosterior, case: Case, s: Settings, seed: int) -> 
         )
 
 
-def measured(
+def measure_posterior(
     posterior: NoisePosterior, chains: NoiseChains, case: Case, s: Settings, seed: int
 ) -> tuple[dict[str, float], dict[str, float]]:
     """The numbers of a posterior, and those that the chains have against themselves."""
@@ -329,30 +336,32 @@ class PosteriorQuality(Study):
         s: Settings = job.settings
         name, _, along = job.variant.partition("-")
         device = {"accelerator": job.accelerator}
-        case = case_of(name, s, job.seed, device)
+        case = make_case(name, s, job.seed, device)
         table: dict[str, dict[str, float]] = {}
         if along:  # weights that are trained have a density of their own
             for key in s.along:
-                posterior, seconds = timed(posterior_of, RECIPES[key][1], case, s, job.seed, device)
-                own, _ = measured(posterior, chains_of(posterior, case, s, job.seed), case, s, job.seed)
+                posterior, seconds = time_call(fit_posterior, RECIPES[key][1], case, s, job.seed, device)
+                own, _ = measure_posterior(
+                    posterior, sample_chains(posterior, case, s, job.seed), case, s, job.seed
+                )
                 table[f"{key}-along"] = own | {"seconds": seconds}
             return {"values": {}, "table": table}
-        start, seconds = timed(natural, case, job.seed, device)
-        chains, long = timed(chains_of, start, case, s, job.seed)
-        own, floor = measured(start, chains, case, s, job.seed)
+        start, seconds = time_call(fit_by_calibrate, case, job.seed, device)
+        chains, long = time_call(sample_chains, start, case, s, job.seed)
+        own, floor = measure_posterior(start, chains, case, s, job.seed)
         modes = diagnostics.modes(start, case.loader, starts=s.climbs, seed=job.seed)
         table[EXACT] = floor | {"modes": len(modes), "seconds": long}
         table[NATURAL] = own | {"seconds": seconds}
         layers = sum(isinstance(part, nn.Linear | nn.Conv2d) for part in case.network.modules())
         done = {NATURAL, "chain"} if layers == 2 else {NATURAL}  # a chain of two is a full covariance
         for key in sorted((one for one in s.posteriors if one not in done), key=lambda key: key != "full"):
-            posterior, seconds = timed(posterior_of, RECIPES[key][1], case, s, job.seed, device, start)
+            posterior, seconds = time_call(fit_posterior, RECIPES[key][1], case, s, job.seed, device, start)
             start = posterior if key == "full" else start
-            table[key] = measured(posterior, chains, case, s, job.seed)[0] | {"seconds": seconds}
+            table[key] = measure_posterior(posterior, chains, case, s, job.seed)[0] | {"seconds": seconds}
         return {"values": {}, "table": table}
 
     def findings(self, settings: Settings, parts: Parts) -> Findings:
-        by_row = rows_of(parts)
+        by_row = problem_parts_by_row(parts)
         metrics = [
             Metric(f"{key}_{name}", label, better, form, meaning, PROBLEMS[name].label)
             for name in settings.problems
@@ -371,7 +380,7 @@ class PosteriorQuality(Study):
             "Posteriors are fitted by stochastic gradients until the rate is zero, joint ones from what fb.calibrate finds by natural "
             "gradients; the full covariance, and the flow after it, is what it starts from where that has the higher ELBO, on "
             "other draws than those of the table. A chain of two layers is a full covariance, and has no row.",
-            uncertified(
+            describe_convergence(
                 (f"{variant} seed {seed}, {row}", numbers["rhat"])
                 for (variant, seed), part in sorted(parts.content.items())
                 for row, numbers in part["table"].items()
@@ -381,13 +390,13 @@ class PosteriorQuality(Study):
         return Findings(answer(settings, by_row), metrics, [row for row in rows if row["values"]], [], notes)
 
 
-def rows_of(parts: Parts) -> Parts:
+def problem_parts_by_row(parts: Parts) -> Parts:
     """Parts by the rows of the table, instead of by the problems that were run."""
     tables = (
-        (seed, variant.partition("-")[0], {row: gated(own) for row, own in part["table"].items()})
+        (seed, variant.partition("-")[0], {row: drop_unconverged(own) for row, own in part["table"].items()})
         for (variant, seed), part in parts.content.items()
     )
-    return by_rows(parts.seeds, tables)
+    return parts_by_row(parts.seeds, tables)
 
 
 def answer(settings: Settings, parts: Parts) -> str:
@@ -410,10 +419,10 @@ def answer(settings: Settings, parts: Parts) -> str:
             f"{sum(k is not None and k < 0.7 for k in ks)} of {len(ks)}; total variation {mean('full', 'variation'):.4f} against "
             f"{mean('factorized', 'variation'):.4f} ({mean(EXACT, 'variation'):.4f} between halves of the chains), agreement "
             f"{mean('full', 'agreement'):.1%} ({mean(EXACT, 'agreement'):.1%}); test NLL "
-            f"{paired(*parts.common('full', 'factorized', f'excess_{name}')).words()} from factorized."
+            f"{paired_difference(*parts.common('full', 'factorized', f'excess_{name}')).describe()} from factorized."
         )
         if parts.values("flow", f"gap_{name}"):
-            gain = paired(*parts.common("flow", "full", f"gap_{name}"))
-            text += f" A flow on it changes the gap by {gain.words(2)} nats."
+            gain = paired_difference(*parts.common("flow", "full", f"gap_{name}"))
+            text += f" A flow on it changes the gap by {gain.describe(2)} nats."
         lines.append(text)
     return "\n".join(lines)

@@ -11,16 +11,23 @@ from flowbnn_studies.posteriors.posterior_quality import (
     PROBLEMS,
     ProblemName,
     Settings,
-    case_of,
-    chains_of,
-    measured,
-    natural,
+    fit_by_calibrate,
+    make_case,
+    measure_posterior,
+    sample_chains,
 )
-from flowbnn_studies.runner.findings import gated, line, paired, panel, pluralize, uncertified
+from flowbnn_studies.runner.findings import (
+    describe_convergence,
+    drop_unconverged,
+    line,
+    paired_difference,
+    panel,
+    pluralize,
+)
 from flowbnn_studies.runner.study import Findings, Job, Study, Variant
 
 ROWS = {"factorized": "Factorized", "full": "Joint"}
-SHOWS = 0.01  # nats of a test example's log-likelihood
+MIN_EXCESS = 0.01  # nats of a test example's log-likelihood
 COLUMNS = {
     "per_example": ("Gap per example", "lower", ".4f", "Log-evidence less ELBO over the number of examples, in nats."),
     "excess": ("NLL - HMC's", "lower", "+.4f", "Test NLL less that of the chains' predictions."),
@@ -49,7 +56,7 @@ class MattersSettings(Settings):
     sizes: tuple[int, ...] = (20, 50, 100, 200, 500, 1000, 2000)
 
 
-MOST = {"digits": 1000, "boston": 200}  # examples of the noise that leave some to test on
+MAX_SIZES = {"digits": 1000, "boston": 200}  # examples of the noise that leave some to test on
 
 
 class WhenItMatters(Study):
@@ -70,31 +77,33 @@ class WhenItMatters(Study):
 
     def variants(self, settings: MattersSettings) -> tuple[Variant, ...]:
         return tuple(
-            Variant(f"{name}-{size}", f"{label_of(name)}, N = {size:,}", cost=200 + size)
+            Variant(f"{name}-{size}", f"{problem_label(name)}, N = {size:,}", cost=200 + size)
             for name in settings.problems
             for size in settings.sizes
-            if size <= MOST.get(name, size)
+            if size <= MAX_SIZES.get(name, size)
         )
 
     def train(self, job: Job) -> dict[str, Any]:
         s: MattersSettings = job.settings
         name, _, size = job.variant.partition("-")
         device = {"accelerator": job.accelerator}
-        case = case_of(name, s, job.seed, device, int(size))
-        posteriors = {key: natural(case, job.seed, device, key) for key in ROWS}
-        chains = chains_of(posteriors["full"], case, s, job.seed)
+        case = make_case(name, s, job.seed, device, int(size))
+        posteriors = {key: fit_by_calibrate(case, job.seed, device, key) for key in ROWS}
+        chains = sample_chains(posteriors["full"], case, s, job.seed)
         values: dict[str, float] = {"rhat": chains.rhat}
         for key, posterior in posteriors.items():
-            own, _ = measured(posterior, chains, case, s, job.seed)
+            own, _ = measure_posterior(posterior, chains, case, s, job.seed)
             values |= {f"{column}_{key}": own[column] for column in COLUMNS}
         return {"values": values}
 
     def findings(self, settings: MattersSettings, parts: Parts) -> Findings:
-        told = uncertified(
+        told = describe_convergence(
             (f"{key} seed {seed}", part["values"]["rhat"])
             for (key, seed), part in sorted(parts.content.items())
         )
-        trusted = {key: part | {"values": gated(part["values"])} for key, part in parts.content.items()}
+        trusted = {
+            key: part | {"values": drop_unconverged(part["values"])} for key, part in parts.content.items()
+        }
         parts = Parts(parts.seeds, trusted)
         rows = self.rows(settings, parts, METRICS)
         notes = [
@@ -109,10 +118,12 @@ class WhenItMatters(Study):
         """What a gap costs."""
         panels = []
         for name in settings.problems:
-            keys = keys_of(settings, name)
+            keys = variant_keys(settings, name)
             gaps = {row: [parts.mean(key, f"per_example_{row}") for key in keys] for row in ROWS}
-            lines = [line_of(label, parts, keys, f"excess_{row}", gaps[row]) for row, label in ROWS.items()]
-            panels.append(panel(label_of(name), "test NLL minus HMC's", lines))
+            lines = [
+                sorted_line(label, parts, keys, f"excess_{row}", gaps[row]) for row, label in ROWS.items()
+            ]
+            panels.append(panel(problem_label(name), "test NLL minus HMC's", lines))
         caption = (
             "Mean over seeds for every number of examples, the band is one standard deviation; few examples are on the right. Where a "
             "line is at zero, no posterior would predict better."
@@ -125,30 +136,34 @@ class WhenItMatters(Study):
         panels = []
         for column in ("per_example", "excess"):
             for name in settings.problems:
-                keys = keys_of(settings, name)
+                keys = variant_keys(settings, name)
                 sizes = [float(key.partition("-")[2]) for key in keys]
-                lines = [line_of(label, parts, keys, f"{column}_{row}", sizes) for row, label in ROWS.items()]
-                panels.append(panel(f"{COLUMNS[column][0]}, {label_of(name)}", "nats", lines))
+                lines = [
+                    sorted_line(label, parts, keys, f"{column}_{row}", sizes) for row, label in ROWS.items()
+                ]
+                panels.append(panel(f"{COLUMNS[column][0]}, {problem_label(name)}", "nats", lines))
         caption = "Mean over seeds, the band is one standard deviation."
         data = {"x_label": "examples", "log": True, "panels": panels}
         return figure("curves", "Over the number of examples", caption, data)
 
 
-def label_of(name: str) -> str:
+def problem_label(name: str) -> str:
     """The name of a problem without its number of examples.
 
-    >>> label_of("blobs")
+    >>> problem_label("blobs")
     'Blobs, D = 34'
     """
     return PROBLEMS[name].label.rpartition(", N")[0]
 
 
-def keys_of(settings: MattersSettings, name: ProblemName) -> list[str]:
+def variant_keys(settings: MattersSettings, name: ProblemName) -> list[str]:
     """The variants of a problem."""
     return [one.key for one in WhenItMatters().variants(replace(settings, problems=(name,)))]
 
 
-def line_of(label: str, parts: Parts, keys: Sequence[str], metric: str, x: Sequence[float]) -> dict[str, Any]:
+def sorted_line(
+    label: str, parts: Parts, keys: Sequence[str], metric: str, x: Sequence[float]
+) -> dict[str, Any]:
     """A line of a figure, in the order of its places."""
     order = sorted(range(len(keys)), key=lambda index: x[index] if math.isfinite(x[index]) else math.inf)
     places = [x[index] if x[index] > 0 else None for index in order]  # the axis is logarithmic
@@ -160,7 +175,7 @@ def answer(settings: MattersSettings, parts: Parts) -> str:
     lines = []
     found: list[tuple[float, float]] = []
     for name in settings.problems:
-        keys = keys_of(settings, name)
+        keys = variant_keys(settings, name)
         found += [
             (parts.mean(key, f"per_example_{row}"), parts.mean(key, f"excess_{row}"))
             for key in keys
@@ -171,22 +186,22 @@ def answer(settings: MattersSettings, parts: Parts) -> str:
         for key in keys:
             if not parts.values(key, "excess_full"):
                 continue
-            gain = paired(parts.values(key, "excess_factorized"), parts.values(key, "excess_full"))
-            if gain.clear and gain.mean > SHOWS:
-                pays.append(f"{int(key.partition('-')[2]):,} ({gain.words(3)})")
+            gain = paired_difference(parts.values(key, "excess_factorized"), parts.values(key, "excess_full"))
+            if gain.significant and gain.mean > MIN_EXCESS:
+                pays.append(f"{int(key.partition('-')[2]):,} ({gain.describe(3)})")
         lines.append(
-            f"{label_of(name)}, {pluralize(len(parts.seeds))}: a joint Gaussian predicts better than a factorized one by more than "
-            f"{SHOWS} nats, and chance, with {', '.join(pays) or 'no number of'} examples."
+            f"{problem_label(name)}, {pluralize(len(parts.seeds))}: a joint Gaussian predicts significantly better than a factorized "
+            f"one, by more than {MIN_EXCESS} nats, with {', '.join(pays) or 'no number of'} examples."
         )
-    small = [gap for gap, cost in found if cost > SHOWS]
-    large = [gap for gap, cost in found if cost <= SHOWS]
+    small = [gap for gap, cost in found if cost > MIN_EXCESS]
+    large = [gap for gap, cost in found if cost <= MIN_EXCESS]
     if small:
         lines.append(
-            f"No posterior with a gap below {min(small):.3f} nats per example is behind the exact one by more than {SHOWS} in test "
-            f"NLL; the largest gap that does not show is {max(large, default=math.nan):.3f}."
+            f"No posterior with a gap below {min(small):.3f} nats per example has a test NLL more than {MIN_EXCESS} above that of the "
+            f"exact posterior; the largest gap without such an effect is {max(large, default=math.nan):.3f}."
         )
     elif large:
         lines.append(
-            f"No gap, up to {max(large):.3f} nats per example, shows by more than {SHOWS} in test NLL."
+            f"No gap, up to {max(large):.3f} nats per example, raises the test NLL by more than {MIN_EXCESS}."
         )
     return "\n".join(lines)

@@ -67,7 +67,7 @@ STEPS = tuple(f"step{number}" for number in range(1, 9))
 
 
 @dataclass(frozen=True)
-class Kind:
+class MethodFamily:
     """A kind of method: its name in a legend, its colour on every page, and the methods that belong to it with their variants."""
 
     name: str
@@ -76,17 +76,17 @@ class Kind:
 
 
 # The first that fits counts: a variant of a method comes before the method.
-KINDS = (
-    Kind("variational weights", "crimson", ("bayes-by-backprop", "mnf")),
-    Kind("Laplace", "amber", ("laplace",)),
-    Kind("ensembles", "olive", ("deep-ensemble", "mode-ensemble", "swag")),
-    Kind("Markov chains", "violet", ("sgld", "hmc", "nuts")),
-    Kind("dropout", "green", ("mc-dropout",)),
-    Kind("mixture noise", "purple", ("node-noise-mixture",)),
-    Kind("Gaussian noise", "blue", ("node-noise-gaussian",)),
-    Kind("flow noise", "vermillion", ("node-noise",)),
-    Kind("one network, trained as long", "brown", ("mle-longer",)),
-    Kind("one network", "slate", ("mle", "map", "damp", "temperature")),
+METHOD_FAMILIES = (
+    MethodFamily("variational weights", "crimson", ("bayes-by-backprop", "mnf")),
+    MethodFamily("Laplace", "amber", ("laplace",)),
+    MethodFamily("ensembles", "olive", ("deep-ensemble", "mode-ensemble", "swag")),
+    MethodFamily("Markov chains", "violet", ("sgld", "hmc", "nuts")),
+    MethodFamily("dropout", "green", ("mc-dropout",)),
+    MethodFamily("mixture noise", "purple", ("node-noise-mixture",)),
+    MethodFamily("Gaussian noise", "blue", ("node-noise-gaussian",)),
+    MethodFamily("flow noise", "vermillion", ("node-noise",)),
+    MethodFamily("one network, trained as long", "brown", ("mle-longer",)),
+    MethodFamily("one network", "slate", ("mle", "map", "damp", "temperature")),
 )
 
 # For matplotlib: one point is one pixel of the page, because figures are saved at 72 dots an inch.
@@ -106,23 +106,23 @@ RC: dict[str, Any] = {
 # fmt: on
 
 
-def light(name: str) -> str:
+def light_colour(name: str) -> str:
     """The code of the colour that figures are drawn in.
 
-    >>> light("blue")
+    >>> light_colour("blue")
     '#0072b2'
     """
     return COLOURS[name][0]
 
 
-def kind_of(method: str | None) -> Kind | None:
+def family_of(method: str | None) -> MethodFamily | None:
     """The kind of a method by its kebab-case name, if it is known.
 
-    >>> [kind_of(method).name for method in ("node-noise-planar", "mle-longer", "mle")]
+    >>> [family_of(method).name for method in ("node-noise-planar", "mle-longer", "mle")]
     ['flow noise', 'one network, trained as long', 'one network']
-    >>> kind_of("mine")
+    >>> family_of("mine")
     """
-    names = {one: kind for kind in reversed(KINDS) for one in kind.methods}
+    names = {one: kind for kind in reversed(METHOD_FAMILIES) for one in kind.methods}
     while method and method not in names:
         method = method.rpartition("-")[0]
     return names.get(method or "")
@@ -141,16 +141,16 @@ def assign_colours(rows: Iterable[Mapping[str, Any]]) -> dict[str, str]:
     if 2 < count <= len(STEPS) and len(set(methods.values())) == 1 and all(methods.values()):
         last = 5.0 if count <= 6 else 7.0
         return {label: STEPS[round(last * at / (count - 1) + 1e-9)] for at, label in enumerate(methods)}
-    known = {label: kind.colour for label, method in methods.items() if (kind := kind_of(method))}
-    spare = (kind.colour for kind in KINDS if kind.colour not in known.values())
+    known = {label: kind.colour for label, method in methods.items() if (kind := family_of(method))}
+    spare = (kind.colour for kind in METHOD_FAMILIES if kind.colour not in known.values())
     hues = cycle(("teal", "indigo", "sand", "sky", *spare))
     return {label: known.get(label) or next(hues) for label in methods}
 
 
-def decimal(value: object, form: str = ".3f") -> str:
+def format_number(value: object, form: str = ".3f") -> str:
     """A number for reading: a real minus sign, an en dash where there is none.
 
-    >>> decimal(-0.25, ".2f"), decimal(None), decimal(float("nan")), decimal(float("inf"))
+    >>> format_number(-0.25, ".2f"), format_number(None), format_number(float("nan")), format_number(float("inf"))
     ('−0.25', '–', '–', '∞')
     """
     if not isinstance(value, int | float) or math.isnan(value):
@@ -160,10 +160,10 @@ def decimal(value: object, form: str = ".3f") -> str:
     return format(value, form).replace("-", "−")
 
 
-def tick(value: float, _position: object = None) -> str:
+def format_tick(value: float, _position: object = None) -> str:
     """The label of a tick: as short as it can be.
 
-    >>> tick(0.30000000000000004), tick(-2.0), tick(0.00002), tick(3e7)
+    >>> format_tick(0.30000000000000004), format_tick(-2.0), format_tick(0.00002), format_tick(3e7)
     ('0.3', '−2', '2e−5', '3e7')
     """
     text = f"{value:.6g}"
@@ -173,10 +173,10 @@ def tick(value: float, _position: object = None) -> str:
     return text.replace("-", "−")
 
 
-def duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """Seconds in the units a person would use.
 
-    >>> duration(7.26), duration(83), duration(7320)
+    >>> format_duration(7.26), format_duration(83), format_duration(7320)
     ('7.3 s', '1 min 23 s', '2 h 2 min')
     """
     if not math.isfinite(seconds):
@@ -229,7 +229,7 @@ class Plot:
     size: tuple[int, int] = (300, 225)
 
 
-def panels_of(data: dict[str, Any], draw: Callable[[Axes, dict[str, Any]], None]) -> list[Panel]:
+def make_panels(data: dict[str, Any], draw: Callable[[Axes, dict[str, Any]], None]) -> list[Panel]:
     """A panel for each of ``data["panels"]``, drawn on axes of its own."""
 
     def make(one: dict[str, Any]) -> Panel:
@@ -238,20 +238,20 @@ def panels_of(data: dict[str, Any], draw: Callable[[Axes, dict[str, Any]], None]
     return [make(one) for one in data["panels"]]
 
 
-def numbers(value: object) -> np.ndarray:
+def to_floats(value: object) -> np.ndarray:
     """An array of floats; null and infinity become NaN, which figures leave blank.
 
-    >>> numbers([1, None, float("inf")])
+    >>> to_floats([1, None, float("inf")])
     array([ 1., nan, nan])
     """
     array = np.array(value, dtype=np.float64)
     return np.where(np.isfinite(array), array, np.nan)
 
 
-def extent(*arrays: np.ndarray) -> tuple[float, float] | None:
+def value_range(*arrays: np.ndarray) -> tuple[float, float] | None:
     """The least and the greatest of all finite numbers, or None where they do not differ.
 
-    >>> extent(np.array([3.0, np.nan]), np.array([1.0])), extent(np.array([np.nan]))
+    >>> value_range(np.array([3.0, np.nan]), np.array([1.0])), value_range(np.array([np.nan]))
     ((1.0, 3.0), None)
     """
     flat = np.concatenate([np.zeros(0), *[array.ravel() for array in arrays]])
@@ -269,10 +269,10 @@ def set_ticks(axes: Axes, x: int = 5, y: int = 5, integer: bool = False) -> None
         else:
             whole = integer and axis is axes.xaxis
             axis.set_major_locator(MaxNLocator(most, steps=[1, 2, 2.5, 5, 10], integer=whole))
-        axis.set_major_formatter(FuncFormatter(tick))
+        axis.set_major_formatter(FuncFormatter(format_tick))
 
 
-def pattern(dashes: str) -> Any:
+def line_style(dashes: str) -> Any:
     """Lengths of dashes and gaps, as matplotlib takes them; none is a solid line."""
     return (0, tuple(float(part) for part in dashes.split())) if dashes else "-"
 
@@ -379,7 +379,7 @@ def to_png(plot: Plot, title: str, scale: float = 2.0) -> bytes:
                 bbox_to_anchor=(2 / width, 1 - 30 / heights[0]),
                 ncols=columns,
                 handler_map={tuple: HandlerTuple(ndivide=None)},
-                labelcolor=light("muted"),
+                labelcolor=light_colour("muted"),
                 borderaxespad=0.3,
             )
             legend.set_in_layout(False)
@@ -403,7 +403,7 @@ def _handle(key: Key) -> Any:
     """What stands before a label of the legend."""
 
     def mark(size: float, marker: str = "o", alpha: float = key.alpha, edge: float = 0.0) -> Line2D:
-        style: Any = {"color": light(key.colour), "alpha": alpha, "linestyle": "none"}
+        style: Any = {"color": light_colour(key.colour), "alpha": alpha, "linestyle": "none"}
         return Line2D([], [], marker=marker, markersize=size, markeredgewidth=edge, **style)
 
     match key.mark:
@@ -417,4 +417,4 @@ def _handle(key: Key) -> Any:
             return mark(6)
         case "cross":
             return mark(9, "+", 1.0, edge=1.2)
-    return Line2D([], [], color=light(key.colour), linestyle=pattern(key.dashes), alpha=key.alpha)
+    return Line2D([], [], color=light_colour(key.colour), linestyle=line_style(key.dashes), alpha=key.alpha)

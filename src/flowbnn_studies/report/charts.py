@@ -12,21 +12,21 @@ from matplotlib.ticker import FuncFormatter
 from flowbnn_studies.report.canvas import (
     CLASSES,
     DASHED,
-    KINDS,
+    METHOD_FAMILIES,
     Group,
     Key,
     Panel,
     Plot,
     Sheet,
     assign_colours,
-    decimal,
-    extent,
-    kind_of,
-    light,
-    numbers,
-    panels_of,
-    pattern,
+    family_of,
+    format_number,
+    light_colour,
+    line_style,
+    make_panels,
     set_ticks,
+    to_floats,
+    value_range,
 )
 
 Data = dict[str, Any]
@@ -49,7 +49,7 @@ def _styles(panels: list[Data], colours: Mapping[str, str]) -> dict[str, Style]:
     }
     like = {line["label"]: line["like"] for line in lines if line.get("like") in own}
     dashed = {line["label"] for line in lines if line.get("style") == "dashed"}
-    patterns = [pattern for pattern in DASHES if not dashed or pattern != DASHES[1]]
+    patterns = [dashes for dashes in DASHES if not dashed or dashes != DASHES[1]]
     seen: dict[str, int] = {}
     styles: dict[str, Style] = {}
     for label in labels:
@@ -65,7 +65,8 @@ def _styles(panels: list[Data], colours: Mapping[str, str]) -> dict[str, Style]:
 
 def _curve_panel(panel: Data, data: Data, styles: Mapping[str, Style]) -> Panel:
     lines = {
-        line["label"]: (numbers(line["x"]), numbers(line["mean"]), line.get("std")) for line in panel["lines"]
+        line["label"]: (to_floats(line["x"]), to_floats(line["mean"]), line.get("std"))
+        for line in panel["lines"]
     }
     base = lines.get(data.get("baseline") or "")
 
@@ -73,17 +74,21 @@ def _curve_panel(panel: Data, data: Data, styles: Mapping[str, Style]) -> Panel:
         axes = sheet.subplots()
         for level in panel.get("levels") or []:
             colour, dashes = styles[level["label"]]
-            axes.axhline(level["value"], color=light(colour), linestyle=pattern(dashes), linewidth=1.3)
+            axes.axhline(
+                level["value"], color=light_colour(colour), linestyle=line_style(dashes), linewidth=1.3
+            )
         for label, (x, mean, std) in lines.items():
             colour, dashes = styles[label]
             if base is not None:
                 mean = mean - base[1] if mean.shape == base[1].shape else np.full_like(mean, np.nan)
                 std = std if label == data["baseline"] else None
             if std is not None:
-                low, high = mean - numbers(std), mean + numbers(std)
-                axes.fill_between(x, low, high, color=light(colour), alpha=0.16, linewidth=0)
+                low, high = mean - to_floats(std), mean + to_floats(std)
+                axes.fill_between(x, low, high, color=light_colour(colour), alpha=0.16, linewidth=0)
             marker = "o" if np.isfinite(mean).sum() < 3 or data.get("log") else ""
-            axes.plot(x, mean, color=light(colour), linestyle=pattern(dashes), marker=marker, markersize=4)
+            axes.plot(
+                x, mean, color=light_colour(colour), linestyle=line_style(dashes), marker=marker, markersize=4
+            )
         if data.get("log"):
             axes.set_xscale("log")
         places = np.concatenate([np.zeros(0), *(x for x, _, _ in lines.values())])
@@ -125,8 +130,8 @@ def histogram(data: Data, colours: Mapping[str, str]) -> Plot:
     groups = [group for panel in panels for group in panel["groups"]]
     labels = list(dict.fromkeys(group["label"] for group in groups))
     by_method = all(panel["title"] in colours for panel in panels)
-    span = extent(*[numbers(group["edges"]) for group in groups])
-    top = (extent(np.zeros(1), *[numbers(group["fraction"]) for group in groups]) or (0.0, 1.0))[1]
+    span = value_range(*[to_floats(group["edges"]) for group in groups])
+    top = (value_range(np.zeros(1), *[to_floats(group["fraction"]) for group in groups]) or (0.0, 1.0))[1]
 
     def colour_of(panel: Data, place: int) -> str:
         if not by_method:
@@ -136,11 +141,11 @@ def histogram(data: Data, colours: Mapping[str, str]) -> Plot:
     def draw(axes: Axes, panel: Data) -> None:
         for group in panel["groups"]:
             place = labels.index(group["label"])
-            colour = light(colour_of(panel, place))
-            height, edges = np.nan_to_num(numbers(group["fraction"])), numbers(group["edges"])
+            colour = light_colour(colour_of(panel, place))
+            height, edges = np.nan_to_num(to_floats(group["fraction"])), to_floats(group["edges"])
             if len(height) and bool(np.isfinite(edges).all()):
                 shade, width = (0.18, 1.5) if place else (0.6, 0.8)
-                dashes = pattern(DASHES[max(0, place - 1) % 4])
+                dashes = line_style(DASHES[max(0, place - 1) % 4])
                 axes.stairs(height, edges, fill=True, color=colour, alpha=shade, linewidth=0)
                 axes.stairs(height, edges, color=colour, linewidth=width, linestyle=dashes)
         if span is not None:
@@ -158,7 +163,7 @@ def histogram(data: Data, colours: Mapping[str, str]) -> Plot:
         else:
             keys.append(Key(label, colour_of({}, place), "area", alpha=0.5))
     columns, size = _layout(len(panels))
-    return Plot([Group(panels_of(data, draw))], keys, columns, size)
+    return Plot([Group(make_panels(data, draw))], keys, columns, size)
 
 
 FEW = 0.01  # the share of inputs below which a bin is drawn faint: its accuracy is mostly chance
@@ -170,7 +175,7 @@ BIN_KEYS = [
 
 def _columns(bins: list[Data]) -> dict[str, np.ndarray]:
     return {
-        name: numbers([item.get(name) for item in bins])
+        name: to_floats([item.get(name) for item in bins])
         for name in ("low", "high", "confidence", "accuracy", "fraction")
     }
 
@@ -179,13 +184,13 @@ def draw_accuracy(axes: Axes, bins: list[Data], colour: str) -> None:
     """Bars up to the accuracy of each bin, and a stem from the diagonal to it: the calibration gap."""
     table = _columns(bins)
     strength = np.clip(np.sqrt(np.nan_to_num(table["fraction"]) / FEW), 0.15, 1.0)
-    axes.plot([0, 1], [0, 1], color=light("muted"), linestyle=DASHED, linewidth=1.1)
+    axes.plot([0, 1], [0, 1], color=light_colour("muted"), linestyle=DASHED, linewidth=1.1)
     columns = (table[name] for name in ("low", "high", "confidence", "accuracy"))
-    ink = light("ink")
+    ink = light_colour("ink")
     for low, high, confidence, accuracy, alpha in zip(*columns, strength, strict=True):
         if np.isfinite([confidence, accuracy]).all():
             middle, width = (low + high) / 2, 0.86 * (high - low)
-            axes.bar(middle, accuracy, width, color=light(colour), alpha=0.45 * alpha, linewidth=0)
+            axes.bar(middle, accuracy, width, color=light_colour(colour), alpha=0.45 * alpha, linewidth=0)
             axes.vlines(confidence, *sorted((confidence, accuracy)), color=ink, alpha=alpha)
             dot: Any = {"markersize": 3.8, "markeredgewidth": 0, "clip_on": False, "zorder": 5}
             axes.plot(confidence, accuracy, "o", color=ink, alpha=alpha, **dot)
@@ -197,7 +202,7 @@ def draw_accuracy(axes: Axes, bins: list[Data], colour: str) -> None:
 
 
 def bin_keys(models: list[Data]) -> list[Key]:
-    shares = numbers([item["fraction"] for model in models for item in model["bins"]])
+    shares = to_floats([item["fraction"] for model in models for item in model["bins"]])
     faint = bool(np.any((shares > 0) & (shares < FEW)))
     return (
         [*BIN_KEYS, Key("faint: a bin with under 1 % of the inputs", "ink", "dot", alpha=0.3)]
@@ -210,7 +215,7 @@ def reliability(data: Data, colours: Mapping[str, str]) -> Plot:
     """Accuracy against confidence for each model, above the share of inputs in each bin."""
     models = data["models"]
     top = (
-        extent(np.zeros(1), numbers([item["fraction"] for model in models for item in model["bins"]]))
+        value_range(np.zeros(1), to_floats([item["fraction"] for model in models for item in model["bins"]]))
         or (0.0, 1.0)
     )[1]
 
@@ -223,7 +228,12 @@ def reliability(data: Data, colours: Mapping[str, str]) -> Plot:
             table = _columns(model["bins"])
             middle, width = (table["low"] + table["high"]) / 2, 0.86 * (table["high"] - table["low"])
             lower.bar(
-                middle, np.nan_to_num(table["fraction"]), width, color=light(colour), alpha=0.75, linewidth=0
+                middle,
+                np.nan_to_num(table["fraction"]),
+                width,
+                color=light_colour(colour),
+                alpha=0.75,
+                linewidth=0,
             )
             lower.set_ylim(0, 1.06 * top if top > 0 else 1)
             set_ticks(lower, 5, 2)
@@ -233,7 +243,7 @@ def reliability(data: Data, colours: Mapping[str, str]) -> Plot:
             lower.set_title("share of inputs")
             lower.set_xlabel("confidence")
 
-        note = f"ECE\N{NO-BREAK SPACE}{decimal(model['ece'])}" if model.get("ece") is not None else ""
+        note = f"ECE\N{NO-BREAK SPACE}{format_number(model['ece'])}" if model.get("ece") is not None else ""
         return Panel(model["label"], draw, note)
 
     columns = 1 if len(models) == 1 else 2 if len(models) in (2, 4) else 3
@@ -246,16 +256,18 @@ def bars(data: Data, colours: Mapping[str, str]) -> Plot:
 
     def draw(axes: Axes, panel: Data) -> None:
         items, level = panel["bars"], panel.get("level")
-        values = np.nan_to_num(numbers([item["value"] for item in items]))
+        values = np.nan_to_num(to_floats([item["value"] for item in items]))
         places = np.arange(len(items))[::-1]
         own = assign_colours(items)
-        shades = [light(colours.get(item["label"], own[item["label"]])) for item in items]
+        shades = [light_colour(colours.get(item["label"], own[item["label"]])) for item in items]
         axes.barh(places, values, 0.66, color=shades, alpha=0.75, linewidth=0)
         top = max([*values.tolist(), level or 0.0, 1e-9])
         for place, value in zip(places, values, strict=True):
-            axes.text(value + 0.015 * top, place, decimal(float(value), ".3g"), va="center", fontsize=9.5)
+            axes.text(
+                value + 0.015 * top, place, format_number(float(value), ".3g"), va="center", fontsize=9.5
+            )
         if level is not None:
-            axes.axvline(level, color=light("ink"), linestyle=DASHED, linewidth=1.1)
+            axes.axvline(level, color=light_colour("ink"), linestyle=DASHED, linewidth=1.1)
         axes.set_xlim(0, 1.14 * top)
         axes.grid(False)
         set_ticks(axes, 4)
@@ -270,7 +282,7 @@ def bars(data: Data, colours: Mapping[str, str]) -> Plot:
         else []
     )
     size = (320 if count > 2 else 400, 60 + 24 * longest)
-    return Plot([Group(panels_of(data, draw))], keys, min(3, max(1, count)), size)
+    return Plot([Group(make_panels(data, draw))], keys, min(3, max(1, count)), size)
 
 
 def front_of(costs: Sequence[float], losses: Sequence[float]) -> list[int]:
@@ -335,9 +347,11 @@ def _draw_labels(axes: Axes, labels: Sequence[str], places: np.ndarray, edge: np
     for index, (across, up) in spots.items():
         far = abs(across) > 9 or abs(up) > 13
         align = "left" if across > 0 else "right" if across < 0 else "center"
-        style: Any = {"ha": align, "va": "center", "fontsize": 9, "color": light("ink"), "zorder": 2.5}
-        style["bbox"] = {"facecolor": light("surface"), "linewidth": 0, "pad": 1}
-        style["arrowprops"] = {"arrowstyle": "-", "color": light("faint"), "linewidth": 0.8} if far else None
+        style: Any = {"ha": align, "va": "center", "fontsize": 9, "color": light_colour("ink"), "zorder": 2.5}
+        style["bbox"] = {"facecolor": light_colour("surface"), "linewidth": 0, "pad": 1}
+        style["arrowprops"] = (
+            {"arrowstyle": "-", "color": light_colour("faint"), "linewidth": 0.8} if far else None
+        )
         move: Any = (across, up)
         text = axes.annotate(labels[index], places[index], move, textcoords="offset points", **style)
         text.set_in_layout(False)
@@ -349,7 +363,7 @@ def _front_panel(panel: Data, colours: Mapping[str, str]) -> Panel:
         return x is not None and y is not None and bool(np.isfinite([x, y]).all()) and x > 0
 
     items = [item for item in panel["items"] if usable(item)]
-    places = numbers([[item["x"], item["y"]] for item in items]).reshape(-1, 2)
+    places = to_floats([[item["x"], item["y"]] for item in items]).reshape(-1, 2)
     # one bad method would flatten all others on a linear scale
     steep = bool(items) and places[:, 1].min() > 0 and places[:, 1].max() > 5 * places[:, 1].min()
 
@@ -368,11 +382,11 @@ def _front_panel(panel: Data, colours: Mapping[str, str]) -> Panel:
             front = places[front_of(places[:, 0].tolist(), places[:, 1].tolist())]
             # up from the cheapest and on from the best: nothing lies on the lower left of the line
             edge = np.vstack([[front[0, 0], axes.get_ylim()[1]], front, [axes.get_xlim()[1], front[-1, 1]]])
-            line: Any = {"color": light("accent"), "linewidth": 1.3, "alpha": 0.7, "zorder": 1.5}
+            line: Any = {"color": light_colour("accent"), "linewidth": 1.3, "alpha": 0.7, "zorder": 1.5}
             axes.step(edge[:, 0], edge[:, 1], where="post", **line)
             _draw_labels(axes, [item["label"] for item in items], places, edge)
         for item in items:
-            colour = light(colours.get(item["label"], "sky"))
+            colour = light_colour(colours.get(item["label"], "sky"))
             style: Any = {"fmt": "none", "ecolor": colour, "elinewidth": 1.2, "alpha": 0.55, "zorder": 2.7}
             for axis in ("x", "y"):
                 error = item.get(f"{axis}_std") or 0.0
@@ -390,10 +404,10 @@ def _front_panel(panel: Data, colours: Mapping[str, str]) -> Panel:
 def pareto(data: Data, colours: Mapping[str, str]) -> Plot:
     """A dot with error bars for each method, low and left being better, and the line of those that no other beats."""
     items = [item for panel in data["panels"] for item in panel["items"]]
-    kinds = [kind_of(item.get("method")) for item in items]
+    kinds = [family_of(item.get("method")) for item in items]
     keys = [Key("no other method is both cheaper and better", "accent")]
     if any(item.get("x_std") or item.get("y_std") for item in items):
         keys.append(Key("± 1 standard deviation over seeds", "muted", "cross"))
-    keys += [Key(kind.name, kind.colour, "dot") for kind in KINDS if kind in kinds]
+    keys += [Key(kind.name, kind.colour, "dot") for kind in METHOD_FAMILIES if kind in kinds]
     panels = [_front_panel(panel, colours) for panel in data["panels"]]
     return Plot([Group(panels)], keys if panels else [], min(2, max(1, len(panels))), FRONT)

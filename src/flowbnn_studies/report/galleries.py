@@ -10,19 +10,19 @@ from matplotlib.colors import LinearSegmentedColormap, to_rgb
 from flowbnn_studies.report.canvas import (
     CLASSES,
     DASHED,
-    KINDS,
+    METHOD_FAMILIES,
     Group,
     Key,
     Panel,
     Plot,
     Sheet,
-    decimal,
-    extent,
-    light,
-    numbers,
-    panels_of,
+    format_number,
+    format_tick,
+    light_colour,
+    make_panels,
     set_ticks,
-    tick,
+    to_floats,
+    value_range,
 )
 from flowbnn_studies.report.charts import bin_keys, draw_accuracy
 
@@ -33,7 +33,7 @@ BLANK = 0.03  # a map whose greatest value is below this share of the scale show
 
 def _ramp(name: str) -> LinearSegmentedColormap:
     """From nothing to the colour, so that empty ground is the page's own, light or dark."""
-    colour = to_rgb(light(name))
+    colour = to_rgb(light_colour(name))
     return LinearSegmentedColormap.from_list("ramp", [(*colour, 0.0), (*colour, 1.0)])
 
 
@@ -42,17 +42,17 @@ def _decisions(model: Data, largest: float, span: Any, width: int) -> Panel:
 
     def draw(sheet: Sheet) -> None:
         axes = sheet.subplots()
-        points, classes = numbers(model["points"]).reshape(-1, 2), numbers(model["point_class"])
-        grid, decided = numbers(model["grid"]).reshape(-1, 2), numbers(model["grid_class"])
+        points, classes = to_floats(model["points"]).reshape(-1, 2), to_floats(model["point_class"])
+        grid, decided = to_floats(model["grid"]).reshape(-1, 2), to_floats(model["grid_class"])
         spacing = (width - 40) / max([2, *(len(np.unique(column)) for column in grid.T)])
         size = np.full(len(grid), 0.26 * spacing)
         if model.get("grid_uncertainty") is not None and largest > 0:
             size = spacing * (
-                0.26 + 0.74 * np.clip(np.nan_to_num(numbers(model["grid_uncertainty"])) / largest, 0, 1)
+                0.26 + 0.74 * np.clip(np.nan_to_num(to_floats(model["grid_uncertainty"])) / largest, 0, 1)
             )
         for label in np.unique(np.concatenate([classes, decided])):
             if np.isfinite(label):
-                colour = light(CLASSES[int(label) % len(CLASSES)])
+                colour = light_colour(CLASSES[int(label) % len(CLASSES)])
                 style: Any = {"color": colour, "linewidths": 0, "rasterized": True}
                 (x, y), (left, up) = points[classes == label].T, grid[decided == label].T
                 axes.scatter(x, y, s=7, alpha=0.36, **style)
@@ -63,7 +63,9 @@ def _decisions(model: Data, largest: float, span: Any, width: int) -> Panel:
         axes.grid(False)
         set_ticks(axes)
         named = (("accuracy", model.get("accuracy")), ("ECE", model.get("ece")))
-        axes.set_title(", ".join(f"{name} {decimal(value)}" for name, value in named if value is not None))
+        axes.set_title(
+            ", ".join(f"{name} {format_number(value)}" for name, value in named if value is not None)
+        )
 
     return Panel(model["label"], draw)
 
@@ -71,9 +73,12 @@ def _decisions(model: Data, largest: float, span: Any, width: int) -> Panel:
 def field(data: Data, colours: Mapping[str, str]) -> Plot:
     """A column for each model: decisions over the plane, with the uncertainty as dot size, above the calibration."""
     models, size = data["models"], (300, 280)
-    spreads = [numbers(model["grid_uncertainty"]) for model in models if model.get("grid_uncertainty")]
-    largest = (extent(np.zeros(1), *spreads) or (0.0, 0.0))[1]
-    axes = [extent(*[numbers(model["grid"]).reshape(-1, 2)[:, axis] for model in models]) for axis in (0, 1)]
+    spreads = [to_floats(model["grid_uncertainty"]) for model in models if model.get("grid_uncertainty")]
+    largest = (value_range(np.zeros(1), *spreads) or (0.0, 0.0))[1]
+    axes = [
+        value_range(*[to_floats(model["grid"]).reshape(-1, 2)[:, axis] for model in models])
+        for axis in (0, 1)
+    ]
     span = None
     if axes[0] is not None and axes[1] is not None:
         span = [(low - 0.02 * (high - low), high + 0.02 * (high - low)) for low, high in (axes[0], axes[1])]
@@ -84,7 +89,7 @@ def field(data: Data, colours: Mapping[str, str]) -> Plot:
             lambda sheet: draw_accuracy(sheet.subplots(), model["bins"], colours.get(model["label"], "sky")),
         )
 
-    present = numbers([label for model in models for label in model["point_class"]])
+    present = to_floats([label for model in models for label in model["point_class"]])
     classes = sorted({int(label) for label in present[np.isfinite(present)]})
     keys = [Key(f"class {label}", CLASSES[label % len(CLASSES)], "dot") for label in classes]
     keys.append(Key("grid: predicted class; larger where sampled networks disagree", "muted", "sizes"))
@@ -109,32 +114,36 @@ def bands(data: Data, colours: Mapping[str, str]) -> Plot:
     panels = data["panels"]
     truth = data.get("truth") or {"x": [], "y": []}
     # what all panels show: points and truth, with room for the common bands but not for the widest
-    ends = [numbers(one["mean"]) + side * numbers(one["total"]) for one in panels for side in (-WIDE, WIDE)]
+    ends = [
+        to_floats(one["mean"]) + side * to_floats(one["total"]) for one in panels for side in (-WIDE, WIDE)
+    ]
     reach = np.concatenate([np.zeros(0), *ends])
     reach = reach[np.isfinite(reach)]
-    near = [numbers(truth["y"]), *(numbers(panel["points"]["y"]) for panel in panels)]
-    limits = extent(*near, np.quantile(reach, [0.02, 0.98]) if reach.size else reach)
+    near = [to_floats(truth["y"]), *(to_floats(panel["points"]["y"]) for panel in panels)]
+    limits = value_range(*near, np.quantile(reach, [0.02, 0.98]) if reach.size else reach)
 
     def draw(axes: Axes, panel: Data) -> None:
         colour, x, mean = (
-            light(colours.get(panel["title"], "sky")),
-            numbers(panel["x"]),
-            numbers(panel["mean"]),
+            light_colour(colours.get(panel["title"], "sky")),
+            to_floats(panel["x"]),
+            to_floats(panel["mean"]),
         )
         for name, alpha in (("total", 0.18), ("epistemic", 0.38)):
-            spread = WIDE * np.nan_to_num(numbers(panel[name]))
+            spread = WIDE * np.nan_to_num(to_floats(panel[name]))
             axes.fill_between(x, mean - spread, mean + spread, color=colour, alpha=alpha, linewidth=0)
-        true = (numbers(truth[axis]) for axis in "xy")
-        axes.plot(*true, color=light("ink"), linestyle=DASHED, linewidth=1.1)
+        true = (to_floats(truth[axis]) for axis in "xy")
+        axes.plot(*true, color=light_colour("ink"), linestyle=DASHED, linewidth=1.1)
         axes.plot(x, mean, color=colour)
         dots: Any = {"markersize": 2.2, "alpha": 0.6, "markeredgewidth": 0}
-        axes.plot(*(numbers(panel["points"][axis]) for axis in "xy"), "o", color=light("ink"), **dots)
-        for edge in filter(np.isfinite, numbers(data.get("span") or [])):
-            axes.axvline(edge, color=light("faint"), linewidth=0.9)
+        axes.plot(
+            *(to_floats(panel["points"][axis]) for axis in "xy"), "o", color=light_colour("ink"), **dots
+        )
+        for edge in filter(np.isfinite, to_floats(data.get("span") or [])):
+            axes.axvline(edge, color=light_colour("faint"), linewidth=0.9)
         if limits is not None:
             room = 0.04 * (limits[1] - limits[0])
             axes.set_ylim(limits[0] - room, limits[1] + room)
-        if (span := extent(x)) is not None:
+        if (span := value_range(x)) is not None:
             axes.set_xlim(*span)
         set_ticks(axes)
         axes.set_xlabel(data.get("x_label") or "")
@@ -147,22 +156,28 @@ def bands(data: Data, colours: Mapping[str, str]) -> Plot:
         Key(data.get("truth_label") or "true curve", "ink", "line", "4 3"),
     ]
     keys += [Key("ends of the training range", "faint")] if data.get("span") else []
-    return Plot([Group(panels_of(data, draw))], keys if panels else [], 3, (300, 215))
+    return Plot([Group(make_panels(data, draw))], keys if panels else [], 3, (300, 215))
 
 
 def maps(data: Data, colours: Mapping[str, str]) -> Plot:
     """A quantity over the plane, such as how unsure each method is, on one colour scale for all panels, or a panel's own points."""
     panels = data["panels"]
-    greatest = extent(np.zeros(1), *[numbers(panel.get("values") or []) for panel in panels])
+    greatest = value_range(np.zeros(1), *[to_floats(panel.get("values") or []) for panel in panels])
     top = float(data.get("top") or 0.0)
     top = top if top > 0 else greatest[1] if greatest else 1.0
-    x, y = numbers(data.get("x") or []), numbers(data.get("y") or [])
-    points, labels = numbers(data.get("points") or []).reshape(-1, 2), numbers(data.get("point_class") or [])
+    x, y = to_floats(data.get("x") or []), to_floats(data.get("y") or [])
+    points, labels = (
+        to_floats(data.get("points") or []).reshape(-1, 2),
+        to_floats(data.get("point_class") or []),
+    )
     classes = [int(label) for label in np.unique(labels[np.isfinite(labels)])]
     regular = all(axis.size > 1 and bool(np.all(np.diff(axis) > 0)) for axis in (x, y))
 
     def draw(axes: Axes, panel: Data) -> None:
-        values, own = numbers(panel.get("values") or []), numbers(panel.get("points") or []).reshape(-1, 2)
+        values, own = (
+            to_floats(panel.get("values") or []),
+            to_floats(panel.get("points") or []).reshape(-1, 2),
+        )
         most = float(np.nanmax(values)) if np.isfinite(values).any() else 0.0
         if regular and values.size:
             half_x, half_y = (x[1] - x[0]) / 2, (y[1] - y[0]) / 2
@@ -171,30 +186,32 @@ def maps(data: Data, colours: Mapping[str, str]) -> Plot:
             axes.imshow(np.nan_to_num(values), extent=box, origin="lower", **shading)
         dots: Any = {"linewidths": 0, "rasterized": True}
         for label in classes:
-            (left, up), colour = points[labels == label].T, light(CLASSES[label % len(CLASSES)])
+            (left, up), colour = points[labels == label].T, light_colour(CLASSES[label % len(CLASSES)])
             axes.scatter(left, up, s=4, alpha=0.7, color=colour, **dots)
         if own.size:
-            axes.scatter(own[:, 0], own[:, 1], s=3, alpha=0.5, color=light("ink"), **dots)
+            axes.scatter(own[:, 0], own[:, 1], s=3, alpha=0.5, color=light_colour("ink"), **dots)
             if regular:
                 axes.set(xlim=(x[0], x[-1]), ylim=(y[0], y[-1]))
         if data.get("ring") is not None and regular:
             angle = np.linspace(0, 2 * np.pi, 181)
             circle = data["ring"] * np.array([np.cos(angle), np.sin(angle)])
-            axes.plot(*circle, color=light("ink"), linestyle=DASHED, linewidth=1.1)
+            axes.plot(*circle, color=light_colour("ink"), linestyle=DASHED, linewidth=1.1)
         axes.set_aspect("equal")
         axes.grid(False)
         set_ticks(axes)
         if values.size and most < BLANK * top:
-            text = f"blank: nowhere above {tick(round(most, 3)) if most > 0 else '0'}"
+            text = f"blank: nowhere above {format_tick(round(most, 3)) if most > 0 else '0'}"
             style: Any = {"transform": axes.transAxes, "ha": "center", "va": "top", "fontsize": 10}
-            style["bbox"] = {"facecolor": light("surface"), "edgecolor": "none", "pad": 2.0}
+            style["bbox"] = {"facecolor": light_colour("surface"), "edgecolor": "none", "pad": 2.0}
             axes.text(0.5, 0.97, text, **style)
 
-    keys = [Key(f"{data.get('label') or 'uncertainty'}, from 0 to {tick(round(top, 3))}", "sky", "ramp")]
+    keys = [
+        Key(f"{data.get('label') or 'uncertainty'}, from 0 to {format_tick(round(top, 3))}", "sky", "ramp")
+    ]
     keys += [Key(f"class {label}", CLASSES[label % len(CLASSES)], "dot") for label in classes]
     keys += [Key("ring of far-away inputs", "ink", "line", "4 3")] if data.get("ring") is not None else []
     columns, size = (4, (225, 215)) if data.get("columns") == 4 else (3, (300, 275))
-    return Plot([Group(panels_of(data, draw))], keys if panels else [], columns, size)
+    return Plot([Group(make_panels(data, draw))], keys if panels else [], columns, size)
 
 
 def _after_pictures(pictures: list[Data], rows: int, size: float, panels: list[Panel]) -> list[Panel]:
@@ -205,7 +222,7 @@ def _after_pictures(pictures: list[Data], rows: int, size: float, panels: list[P
         for axes in places:
             axes.set_axis_off()
         for axes, image in zip(places, pictures, strict=False):
-            if (pixels := numbers(image["pixels"])).size:
+            if (pixels := to_floats(image["pixels"])).size:
                 axes.imshow(np.nan_to_num(pixels), cmap="gray_r", interpolation="nearest")
             axes.set_title(image["title"], loc="center", fontsize=size)
 
@@ -239,10 +256,10 @@ def draws(data: Data, colours: Mapping[str, str]) -> Plot:
         def draw(sheet: Sheet) -> None:
             row = sheet.subplots(1, max(1, len(panel["sides"])), sharey=True, squeeze=False)[0]
             for place, (axes, side) in enumerate(zip(row, panel["sides"], strict=True)):
-                samples = numbers(side["samples"])
+                samples = to_floats(side["samples"])
                 if samples.ndim == 2 and samples.size:
                     distribution(
-                        axes, samples, light(colours.get(panel["title"], "sky") if place else "slate")
+                        axes, samples, light_colour(colours.get(panel["title"], "sky") if place else "slate")
                     )
                     axes.set_title(side.get("note") or "", fontsize=9.5)
 
@@ -265,15 +282,15 @@ def draws(data: Data, colours: Mapping[str, str]) -> Plot:
 def shares(data: Data, colours: Mapping[str, str]) -> Plot:
     """The probabilities of all classes as the parts of a bar, at each of several places, with the images that they are of."""
     classes, pictures = data.get("classes") or [], data.get("images") or []
-    hues = [kind.colour for kind in KINDS]  # which say nothing of a method here
+    hues = [kind.colour for kind in METHOD_FAMILIES]  # which say nothing of a method here
 
     def draw(axes: Axes, panel: Data) -> None:
-        x, parts = numbers(panel["x"]), np.nan_to_num(numbers(panel["shares"]))
+        x, parts = to_floats(panel["x"]), np.nan_to_num(to_floats(panel["shares"]))
         width = 0.8 * (float(np.diff(x).min()) if x.size > 1 else 1.0)
         if parts.shape == (x.size, len(classes)):
             below = np.zeros(x.size)
             for place, part in enumerate(parts.T):
-                axes.bar(x, part, width, below, color=light(hues[place % len(hues)]), linewidth=0)
+                axes.bar(x, part, width, below, color=light_colour(hues[place % len(hues)]), linewidth=0)
                 below = below + part
         axes.set_ylim(0, 1)
         set_ticks(axes, 5, 2)
@@ -282,7 +299,7 @@ def shares(data: Data, colours: Mapping[str, str]) -> Plot:
         axes.set_xticks(x[:: next(even)])
         axes.set_xlabel(data.get("x_label") or "")
 
-    panels = _after_pictures(pictures, 2, 8.5, panels_of(data, draw))
+    panels = _after_pictures(pictures, 2, 8.5, make_panels(data, draw))
     keys = [Key(label, hues[place % len(hues)], "area") for place, label in enumerate(classes)]
     return Plot([Group(panels)], keys if panels else [], 3, (300, 165))
 
@@ -303,15 +320,17 @@ def mass_levels(values: np.ndarray, masses: tuple[float, ...]) -> list[float]:
 def density(data: Data, colours: Mapping[str, str]) -> Plot:
     """Densities of single noise dimensions with the number of their modes, then of pairs of dimensions."""
     panels, pairs = data["panels"], data.get("pairs") or []
-    limits = extent(*[numbers(panel["x"]) for panel in panels])
+    limits = value_range(*[to_floats(panel["x"]) for panel in panels])
 
     def line(panel: Data) -> Panel:
         def draw(sheet: Sheet) -> None:
-            axes, x, posterior = sheet.subplots(), numbers(panel["x"]), numbers(panel["posterior"])
-            axes.fill_between(x, 0, posterior, color=light("teal"), alpha=0.2, linewidth=0)
-            axes.plot(x, posterior, color=light("teal"))
+            axes, x, posterior = sheet.subplots(), to_floats(panel["x"]), to_floats(panel["posterior"])
+            axes.fill_between(x, 0, posterior, color=light_colour("teal"), alpha=0.2, linewidth=0)
+            axes.plot(x, posterior, color=light_colour("teal"))
             if panel.get("prior") is not None:
-                axes.plot(x, numbers(panel["prior"]), color=light("muted"), linestyle=DASHED, linewidth=1.3)
+                axes.plot(
+                    x, to_floats(panel["prior"]), color=light_colour("muted"), linestyle=DASHED, linewidth=1.3
+                )
             if limits is not None:
                 axes.set_xlim(*limits)
             axes.set_ylim(bottom=0)
@@ -328,7 +347,11 @@ def density(data: Data, colours: Mapping[str, str]) -> Plot:
     def pair(panel: Data) -> Panel:
         def draw(sheet: Sheet) -> None:
             axes = sheet.subplots()
-            x, y, values = numbers(panel["x"]), numbers(panel["y"]), np.nan_to_num(numbers(panel["density"]))
+            x, y, values = (
+                to_floats(panel["x"]),
+                to_floats(panel["y"]),
+                np.nan_to_num(to_floats(panel["density"])),
+            )
             box = (x[0], x[-1], y[0], y[-1])
             axes.imshow(
                 values, extent=box, origin="lower", aspect="auto", cmap=_ramp("teal"), interpolation="bicubic"
@@ -337,7 +360,7 @@ def density(data: Data, colours: Mapping[str, str]) -> Plot:
                 level for level in mass_levels(values, (0.5, 0.9)) if values.min() < level < values.max()
             ]
             if levels:
-                axes.contour(x, y, values, levels=levels, colors=[light("ink")], linewidths=1.0)
+                axes.contour(x, y, values, levels=levels, colors=[light_colour("ink")], linewidths=1.0)
             axes.grid(False)
             set_ticks(axes)
             axes.set_xlabel(panel.get("x_label") or "")
@@ -356,7 +379,7 @@ def images(data: Data, colours: Mapping[str, str]) -> Plot:
     """Examples, each beside the probabilities it was given."""
 
     def make(panel: Data) -> Panel:
-        pixels = numbers(panel["pixels"])
+        pixels = to_floats(panel["pixels"])
         bars = [bar for bar in panel.get("bars") or [] if bar.get("value") is not None]
         best = max([float(bar["value"]) for bar in bars], default=0.0)
 
@@ -366,17 +389,17 @@ def images(data: Data, colours: Mapping[str, str]) -> Plot:
             )[0]
             picture.set_axis_off()
             if pixels.size:
-                span = extent(pixels)
+                span = value_range(pixels)
                 shown = (pixels - span[0]) / (span[1] - span[0]) if span and pixels.ndim == 3 else pixels
                 picture.imshow(shown, cmap="gray_r", interpolation="nearest")
             for chart in charts:
                 likely = sorted(sorted(bars, key=lambda bar: -bar["value"])[:10], key=bars.index)
                 for place, bar in enumerate(likely):
-                    colour = light("teal" if bar["value"] == best else "faint")
+                    colour = light_colour("teal" if bar["value"] == best else "faint")
                     chart.barh(place, bar["value"], height=0.72, color=colour)
                     if bar["value"] >= 0.05 * max(best, 1e-12):
-                        style: Any = {"va": "center", "fontsize": 9, "color": light("muted")}
-                        chart.text(bar["value"] + 0.03, place, decimal(bar["value"], ".2f"), **style)
+                        style: Any = {"va": "center", "fontsize": 9, "color": light_colour("muted")}
+                        chart.text(bar["value"] + 0.03, place, format_number(bar["value"], ".2f"), **style)
                 chart.set_yticks(range(len(likely)), [bar["label"][:14] for bar in likely], fontsize=9)
                 chart.invert_yaxis()
                 chart.set_xlim(0, max(1.0, best) * 1.28)

@@ -12,20 +12,20 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from flowbnn.errors import FlowBNNError
-from flowbnn_studies.report.canvas import COLOURS, Plot, assign_colours, duration, to_png, to_svg
+from flowbnn_studies.report.canvas import COLOURS, Plot, assign_colours, format_duration, to_png, to_svg
 from flowbnn_studies.report.charts import bars, curves, histogram, pareto, reliability
 from flowbnn_studies.report.galleries import bands, density, draws, field, images, maps, shares
-from flowbnn_studies.report.reading import Source, load_results
+from flowbnn_studies.report.reading import ResultsSource, load_results
 from flowbnn_studies.report.tables import (
-    SOURCES,
+    REFERENCES,
     Cell,
     best_numbers,
-    compare_table,
-    definitions,
+    comparison_table,
     flatten,
+    group_definitions,
+    has_uneven_seeds,
     headline_metrics,
     make_tables,
-    uneven,
 )
 
 Data = dict[str, Any]
@@ -50,7 +50,7 @@ def page_colours(studies: Sequence[Data]) -> dict[str, str]:
     return colours
 
 
-def write_report(results: Sequence[Source], out: Path | str) -> Path:
+def write_report(results: Sequence[ResultsSource], out: Path | str) -> Path:
     """Write the studies as one self-contained HTML page, whole or not at all.
 
     The page asks the network for nothing and runs no script; figures are inline and follow the reader's colour scheme.
@@ -73,7 +73,7 @@ def write_report(results: Sequence[Source], out: Path | str) -> Path:
     loader = PackageLoader("flowbnn_studies", "report")
     style: Any = {"undefined": StrictUndefined, "trim_blocks": True, "lstrip_blocks": True}
     template = Environment(loader=loader, autoescape=True, **style).get_template("report.html.j2")
-    html = template.render(studies=studies, colours=COLOURS, sources=SOURCES)
+    html = template.render(studies=studies, colours=COLOURS, sources=REFERENCES)
     path = Path(out)
     path = path / "report.html" if path.is_dir() else path
     write_file(path, html.encode("utf-8", errors="replace"))
@@ -94,7 +94,7 @@ def write_file(path: Path, content: bytes) -> None:
             scratch.unlink()
 
 
-def save_figures(results: Sequence[Source], folder: Path | str) -> list[Path]:
+def save_figures(results: Sequence[ResultsSource], folder: Path | str) -> list[Path]:
     """Write every figure of the studies as a PNG of its own, ``<study>-<number>-<kind>.png``, for a README or a paper."""
     checked = [load_results(source) for source in results]
     colours = page_colours(checked)
@@ -115,7 +115,7 @@ def _study(results: Data, index: int, first: int, colours: Mapping[str, str]) ->
     tables = [table for table in make_tables(results, colours) if table.rows and table.columns]
     facts = {
         "Seeds": ", ".join(str(seed) for seed in results["seeds"]),
-        "Time": duration(results["seconds"]) if results.get("seconds") is not None else "",
+        "Time": format_duration(results["seconds"]) if results.get("seconds") is not None else "",
         "Device": results.get("device") or "",
         "Versions": ", ".join(
             f"{name} {version}" for name, version in (results.get("versions") or {}).items()
@@ -132,11 +132,11 @@ def _study(results: Data, index: int, first: int, colours: Mapping[str, str]) ->
         "best": best_numbers(results),
         "facts": {name: value for name, value in facts.items() if value},
         "seeds": results["seeds"],
-        "uneven": uneven(results),
+        "uneven": has_uneven_seeds(results),
         "unfinished": any(row.get("unfinished") for row in results["rows"]),
         "tables": tables,
-        "meanings": definitions(column for table in tables for column in table.columns),
-        "differences": compare_table(results),
+        "meanings": group_definitions(column for table in tables for column in table.columns),
+        "differences": comparison_table(results),
         "settings": flatten(results.get("settings") or {}),
         "notes": results.get("notes") or [],
         "figures": [
@@ -187,7 +187,7 @@ def _cell(cell: Cell, best: str = "**", brackets: str = "()") -> str:
 
 
 def _differences(results: Data) -> list[str]:
-    compared = compare_table(results)
+    compared = comparison_table(results)
     if compared is None:
         return []
     heads, rows = compared
@@ -195,7 +195,7 @@ def _differences(results: Data) -> list[str]:
     for title, cells in rows:
         texts = []
         for cell in cells:
-            mean = "–" if cell is None else f"**{cell.mean}**" if cell.clear else cell.mean
+            mean = "–" if cell is None else f"**{cell.mean}**" if cell.significant else cell.mean
             texts.append(mean if cell is None else f"{mean} ({', '.join(filter(None, (cell.span, cell.p)))})")
         lines.append([_escape(title), *texts])
     return _table(["", *map(_escape, heads)], lines)
@@ -219,7 +219,7 @@ def _markdown(results: Data) -> list[str]:
         body = _table(["", *heads], rows)
         lines += _folded(table.group, body) if table.group else body
     words = [f"Seeds {_escape(', '.join(map(str, results['seeds'])))}"]
-    words[0] += ", or as many as a row has" if uneven(results) else ""
+    words[0] += ", or as many as a row has" if has_uneven_seeds(results) else ""
     words += ["mean ± standard deviation over seeds"] if any(table.spread for table in tables) else []
     published = any(table.published for table in tables)
     words += (
@@ -232,7 +232,7 @@ def _markdown(results: Data) -> list[str]:
     versions = ", ".join(
         _escape(f"{name} {value}") for name, value in (results.get("versions") or {}).items()
     )
-    time = duration(results["seconds"]) if results.get("seconds") is not None else ""
+    time = format_duration(results["seconds"]) if results.get("seconds") is not None else ""
     facts = [
         f"`{' '.join(results['command'].replace('`', chr(39)).split())}`" if results.get("command") else "",
         _escape(results.get("device") or ""),
@@ -242,7 +242,7 @@ def _markdown(results: Data) -> list[str]:
     return [*lines, "Reproduce: " + "; ".join(fact for fact in facts if fact) + ".", ""]
 
 
-def write_markdown(results: Sequence[Source], out: Path | str) -> Path:
+def write_markdown(results: Sequence[ResultsSource], out: Path | str) -> Path:
     """Write the question, answer and tables of each study to one Markdown file, atomically."""
     checked = [load_results(source) for source in results]
     lines = [
@@ -262,7 +262,7 @@ def write_markdown(results: Sequence[Source], out: Path | str) -> Path:
     for one in checked:
         lines += _markdown(one)
     columns = [column for one in checked for table in make_tables(one) for column in table.columns]
-    if meanings := definitions(columns):
+    if meanings := group_definitions(columns):
         lines += ["## What the columns mean", ""]
         lines += [
             f"- **{'; '.join(_escape(column.label) for column in named)}**: {_escape(text)}"
@@ -270,7 +270,7 @@ def write_markdown(results: Sequence[Source], out: Path | str) -> Path:
         ]
         lines += [""]
     lines += ["## Sources", ""]
-    for source in SOURCES:
+    for source in REFERENCES:
         title = f"[{source.title}]({source.link})" if source.link else f"*{source.title}*"
         lines.append(f"- **{source.name}**: {source.author}, {title}")
     write_file(Path(out), ("\n".join(lines).rstrip() + "\n").encode())
@@ -312,7 +312,9 @@ def console_lines(results: Data, every: bool = False) -> list[str]:
             for line in cells
         ]
     told = (
-        definitions(column for table in tables for column in table.columns) if results.get("headline") else []
+        group_definitions(column for table in tables for column in table.columns)
+        if results.get("headline")
+        else []
     )
     lines += [""]
     for named, text in told:

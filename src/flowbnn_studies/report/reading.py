@@ -11,7 +11,7 @@ from flowbnn.errors import FlowBNNError, nearest
 
 FILE = "results.json"
 SCHEMA = 1
-Source = Path | str | dict[str, Any]
+ResultsSource = Path | str | dict[str, Any]
 
 # What a value must be: a type; a list of one shape; a dictionary of fields ("name?" may be missing or null); the dimensions of an array
 # (null for a gap); or in words: an array as long as a field beside it ("x", "edges-1"), a table ("y x"), "pairs", "increasing" numbers.
@@ -59,7 +59,7 @@ _RESULTS: dict[str, Any] = {
 _WORDS = {str: "a string", float: "a number", int: "a number", dict: "an object", list: "a list"}
 
 
-def load_results(source: Source) -> dict[str, Any]:
+def load_results(source: ResultsSource) -> dict[str, Any]:
     """Read and check one study's results: a file, the folder that holds it, or the dictionary itself.
 
     >>> load_results({"schema": 7})

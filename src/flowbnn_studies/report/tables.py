@@ -5,15 +5,15 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from flowbnn_studies.report.canvas import decimal
+from flowbnn_studies.report.canvas import format_number
 
-Data = dict[str, Any]
+JsonObject = dict[str, Any]
 ARROWS = {"higher": ("↑", "higher is better"), "lower": ("↓", "lower is better")}
 HEADLINE = ("accuracy", "nll", "ece", "auroc", "negative_elbo", "log_likelihood", "kl")
 
 
 @dataclass(frozen=True)
-class Source:
+class Reference:
     """A text that results cite: ``name`` is what they call it, ``link`` is empty where none is known."""
 
     name: str
@@ -23,16 +23,16 @@ class Source:
 
 
 # fmt: off
-SOURCES = (
-    Source("Xiong's report", "Weijiang Xiong (supervisor: Markus Heinonen)",
+REFERENCES = (
+    Reference("Xiong's report", "Weijiang Xiong (supervisor: Markus Heinonen)",
            "Normalizing Flows for Implicit Bayesian Neural Networks (project report)"),
-    Source("Ahn and Lee's lecture", "Sungsoo Ahn and Kimin Lee",
+    Reference("Ahn and Lee's lecture", "Sungsoo Ahn and Kimin Lee",
            "Bayesian Deep Learning (slides of lecture 8 of KAIST's EE807, Recent Advances in Deep Learning)"),
-    Source("Nielsen's lecture", "Didrik Nielsen", "Normalizing Flows (slides)"),
-    Source("Ravenda's report", "Federico Ravenda", "Probabilistic Deep Learning (report, Università degli Studi di Milano Bicocca)"),
-    Source("Trinh et al. 2020", "Trung Trinh, Samuel Kaski and Markus Heinonen",
+    Reference("Nielsen's lecture", "Didrik Nielsen", "Normalizing Flows (slides)"),
+    Reference("Ravenda's report", "Federico Ravenda", "Probabilistic Deep Learning (report, Università degli Studi di Milano Bicocca)"),
+    Reference("Trinh et al. 2020", "Trung Trinh, Samuel Kaski and Markus Heinonen",
            "Scalable Bayesian neural networks by layer-wise input augmentation (2020)", "https://arxiv.org/abs/2010.13498"),
-    Source("Blundell et al. 2015", "Charles Blundell, Julien Cornebise, Koray Kavukcuoglu and Daan Wierstra",
+    Reference("Blundell et al. 2015", "Charles Blundell, Julien Cornebise, Koray Kavukcuoglu and Daan Wierstra",
            "Weight Uncertainty in Neural Networks (2015)", "https://arxiv.org/abs/1505.05424"),
 )
 # fmt: on
@@ -72,7 +72,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Table:
+class ResultTable:
     """The metrics of one group; ``spread`` and ``published`` say whether any cell has a ± and a published value."""
 
     group: str
@@ -88,10 +88,10 @@ class Table:
         return any(cell.published for row in self.rows for cell in row.cells)
 
 
-def row_name(row: Data) -> str:
+def row_label(row: JsonObject) -> str:
     """What a table calls a row: its label, and how far it is where seeds are missing that the others have.
 
-    >>> row_name({"label": "Flow noise"}), row_name({"label": "Flow noise", "unfinished": "1 of 5 seeds"})
+    >>> row_label({"label": "Flow noise"}), row_label({"label": "Flow noise", "unfinished": "1 of 5 seeds"})
     ('Flow noise', 'Flow noise (1 of 5 seeds)')
     """
     return f"{row['label']} ({row['unfinished']})" if row.get("unfinished") else row["label"]
@@ -101,11 +101,11 @@ def _finite(value: object) -> bool:
     return isinstance(value, int | float) and math.isfinite(value)
 
 
-def _form(metric: Data) -> str:
+def _form(metric: JsonObject) -> str:
     return metric.get("format") or ".3f"
 
 
-def _best(results: Data, metric: Data) -> list[Data]:
+def _best(results: JsonObject, metric: JsonObject) -> list[JsonObject]:
     """The rows with the best mean of a metric: all that read the same; none where nothing is better than another.
 
     Published rows, references such as the true probabilities, unfinished rows and trial runs do not compete.
@@ -123,7 +123,7 @@ def _best(results: Data, metric: Data) -> list[Data]:
     return [results["rows"][place] for place, mean in means.items() if format(mean, _form(metric)) == best]
 
 
-def make_tables(results: Data, colours: Mapping[str, str] | None = None) -> list[Table]:
+def make_tables(results: JsonObject, colours: Mapping[str, str] | None = None) -> list[ResultTable]:
     """Rows by metrics, one table for each group of metrics: mean ± standard deviation over seeds, the published value, the best.
 
     Rows that are ``cited`` have published values alone, which stand in the place of the mean. Rows without any value of a group are
@@ -135,7 +135,7 @@ def make_tables(results: Data, colours: Mapping[str, str] | None = None) -> list
     >>> table.rows[0].cells[0]
     Cell(mean='0.031', std='0.004', published='0.094', best=False, per_seed=['0.028', '0.034'])
     """
-    groups: dict[str, list[Data]] = {}
+    groups: dict[str, list[JsonObject]] = {}
     for metric in results["metrics"]:
         groups.setdefault(metric.get("group") or "", []).append(metric)
     for metrics in groups.values():  # the ECE is among the first three, which a phone shows without scrolling
@@ -156,32 +156,32 @@ def make_tables(results: Data, colours: Mapping[str, str] | None = None) -> list
                     _cell(value, metric, row, len(results["seeds"]), any(row is one for one in winners))
                     for value, metric, winners in zip(values, metrics, best, strict=True)
                 ]
-                rows.append(Row(row_name(row), (colours or {}).get(row["label"], ""), cells))
-        tables.append(Table(group, columns, rows))
+                rows.append(Row(row_label(row), (colours or {}).get(row["label"], ""), cells))
+        tables.append(ResultTable(group, columns, rows))
     return tables
 
 
-def _cell(value: Data, metric: Data, row: Data, seeds: int, best: bool) -> Cell:
+def _cell(value: JsonObject, metric: JsonObject, row: JsonObject, seeds: int, best: bool) -> Cell:
     form, per_seed = _form(metric), value.get("per_seed") or []
     if row.get("cited"):
-        return Cell(decimal(value.get("published"), form), "", "", False, [])
+        return Cell(format_number(value.get("published"), form), "", "", False, [])
     spread = _finite(value.get("std")) and _finite(value.get("mean")) and seeds > 1 and len(per_seed) != 1
     return Cell(
-        decimal(value.get("mean"), form),
-        decimal(value["std"], form.lstrip("+")) if spread else "",
-        decimal(value["published"], form) if _finite(value.get("published")) else "",
+        format_number(value.get("mean"), form),
+        format_number(value["std"], form.lstrip("+")) if spread else "",
+        format_number(value["published"], form) if _finite(value.get("published")) else "",
         best,
-        [decimal(item, form) for item in per_seed],
+        [format_number(item, form) for item in per_seed],
     )
 
 
-def uneven(results: Data) -> bool:
+def has_uneven_seeds(results: JsonObject) -> bool:
     """Whether rows have different numbers of seeds."""
     cells = [cell for row in results["rows"] for cell in row["values"].values() if cell]
     return len({len(cell.get("per_seed") or ()) for cell in cells} - {0}) > 1
 
 
-def headline_metrics(results: Data) -> list[Data]:
+def headline_metrics(results: JsonObject) -> list[JsonObject]:
     """The metrics to show first: those that the study names as its ``headline``, or the usual ones."""
     names = list(results.get("headline") or HEADLINE)
     chosen = [metric for metric in results["metrics"] if metric["key"] in names]
@@ -190,7 +190,7 @@ def headline_metrics(results: Data) -> list[Data]:
     )
 
 
-def best_numbers(results: Data) -> list[tuple[str, str, str]]:
+def best_numbers(results: JsonObject) -> list[tuple[str, str, str]]:
     """For the first four headline metrics that have one: name (and group, where others share it), the best mean, and whose it is."""
     metrics = headline_metrics(results)
     if not any(metric.get("better") in ARROWS for metric in metrics):
@@ -202,16 +202,16 @@ def best_numbers(results: Data) -> list[tuple[str, str, str]]:
             shared = labels.count(metric["label"]) > 1 and metric.get("group")
             label = f"{metric['label']}, {metric['group']}" if shared else metric["label"]
             others = f" and {len(rows) - 1} more" if len(rows) > 1 else ""
-            mean = decimal(rows[0]["values"][metric["key"]]["mean"], _form(metric))
+            mean = format_number(rows[0]["values"][metric["key"]]["mean"], _form(metric))
             numbers.append((label, mean, rows[0]["label"] + others))
     return numbers[:4]
 
 
-def definitions(columns: Iterable[Column]) -> list[tuple[list[Column], str]]:
+def group_definitions(columns: Iterable[Column]) -> list[tuple[list[Column], str]]:
     """What the columns mean; those that share their words stand together.
 
     >>> some = [Column("NLL", "", "", "Of both."), Column("ECE", "", "", "Of both."), Column("Time", "", "", "")]
-    >>> [([column.label for column in named], text) for named, text in definitions(some)]
+    >>> [([column.label for column in named], text) for named, text in group_definitions(some)]
     [(['NLL', 'ECE'], 'Of both.')]
     """
     named: dict[str, list[Column]] = {}
@@ -228,23 +228,25 @@ class Difference:
     mean: str
     span: str
     p: str
-    clear: bool
+    significant: bool
 
 
-def compare_table(results: Data) -> tuple[list[str], list[tuple[str, list[Difference | None]]]] | None:
+def comparison_table(
+    results: JsonObject,
+) -> tuple[list[str], list[tuple[str, list[Difference | None]]]] | None:
     """Paired comparisons by metrics: heads, and rows of a title and its cells; None where there are none."""
     comparisons = results.get("comparisons") or []
     by_place = {(one["title"], one["metric"]): one for one in comparisons}
     metrics = [metric for metric in results["metrics"] if any(metric["key"] == key for _, key in by_place)]
 
-    def cell(one: Data | None, form: str) -> Difference | None:
+    def cell(one: JsonObject | None, form: str) -> Difference | None:
         if one is None:
             return None
         low, high = one.get("low"), one.get("high")
         known = _finite(low) and _finite(high)
         return Difference(
-            decimal(one["mean"], form),
-            f"{decimal(low, form)} to {decimal(high, form)}" if known else "",
+            format_number(one["mean"], form),
+            f"{format_number(low, form)} to {format_number(high, form)}" if known else "",
             f"p {one['p']:.2g}" if _finite(one.get("p")) else "",
             known and bool(low > 0 or high < 0),  # type: ignore[operator]
         )
@@ -260,7 +262,7 @@ def compare_table(results: Data) -> tuple[list[str], list[tuple[str, list[Differ
     return (heads, rows) if comparisons else None
 
 
-def flatten(settings: Data, prefix: str = "") -> list[tuple[str, str]]:
+def flatten(settings: JsonObject, prefix: str = "") -> list[tuple[str, str]]:
     """Nested settings as (dotted name, value) lines.
 
     >>> flatten({"train": {"epochs": 20, "rates": [0.1, 0.2]}, "site": None})
@@ -273,7 +275,11 @@ def flatten(settings: Data, prefix: str = "") -> list[tuple[str, str]]:
         if isinstance(value, list):
             return ", ".join(plain(item) for item in value) or "–"
         return (
-            decimal(value, ".6g") if isinstance(value, float) else "–" if value in (None, {}) else str(value)
+            format_number(value, ".6g")
+            if isinstance(value, float)
+            else "–"
+            if value in (None, {})
+            else str(value)
         )
 
     lines = []

@@ -1,1 +1,1 @@
-"""One way to run any study: what a study is, its jobs, the processes that do them, and the results they make together."""
+"""Runs any study: the base class, its jobs, the worker processes, and the results that they produce."""

@@ -1,4 +1,4 @@
-"""Running a study: the jobs that are not done yet, the processes that do them, their progress, and the results they make together."""
+"""Runs a study: finds the jobs to do, runs them in worker processes, reports progress, and writes the results."""
 
 import multiprocessing
 import os
@@ -37,29 +37,29 @@ from flowbnn.training import (
 from flowbnn_studies.runner.findings import mark_trial
 from flowbnn_studies.runner.study import GPUS, Job, Study, Variant, get_study
 
-EARLIER = "earlier"  # folder of finished trainings that a new run put aside
-SCHEMA = 1
-ENOUGH = 2  # seeds of a trial, from which on there is a spread
+ARCHIVE = "earlier"  # folder of finished trainings that a new run replaces
+SCHEMA = 1  # version of the results file
+TRIAL_SEEDS = 2  # the fewest seeds that have a standard deviation
 
 
-def cores() -> int:
-    """CPU cores that this process may use."""
+def available_cores() -> int:
+    """Returns the number of CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def work(job: Job) -> Job:
-    """Do one job and store its result; with one thread, so that the numbers do not depend on the machine's cores."""
+def run_job(job: Job) -> Job:
+    """Runs one job and stores its result. One thread is used, so that the numbers do not depend on the number of cores."""
     started = time.monotonic()
-    threads, random = torch.get_num_threads(), torch.get_rng_state()
+    threads, rng_state = torch.get_num_threads(), torch.get_rng_state()
     torch.set_num_threads(1)
     try:
-        run_on_main(job.begin)
+        run_on_main(job.prepare_folder)
         torch.manual_seed(job.seed)
-        with recorded_warnings() as warned:
+        with recorded_warnings() as warning_records:
             content = get_study(job.study).train(job)
     finally:
         torch.set_num_threads(threads)
-        torch.set_rng_state(random)
+        torch.set_rng_state(rng_state)
     machine = {
         "device": device_name(job.accelerator)
         + (f", {num_processes()} processes" if num_processes() > 1 else ""),
@@ -67,14 +67,14 @@ def work(job: Job) -> Job:
         "python": platform.python_version(),
     }
     if job.accelerator in GPUS:
-        machine["acceleration"] = job.acceleration  # which changes times
-    content |= {"warnings": warned, "seconds": time.monotonic() - started, "machine": machine}
-    run_on_main(lambda: write_json(job.part, {"identity": job.identity(), "content": content}))
+        machine["acceleration"] = job.acceleration  # it affects times
+    content |= {"warnings": warning_records, "seconds": time.monotonic() - started, "machine": machine}
+    run_on_main(lambda: write_json(job.result_path, {"identity": job.identity(), "content": content}))
     return job
 
 
 def device_name(accelerator: str) -> str:
-    """The machine, in words.
+    """Returns a description of the machine.
 
     >>> device_name("cpu").startswith("cpu, ")
     True
@@ -85,20 +85,24 @@ def device_name(accelerator: str) -> str:
 
 
 class Workers:
-    """Does jobs: with a pool of ``number`` processes, or one after the other in this process."""
+    """Runs jobs in a pool of processes, or one after the other in this process.
+
+    Args:
+        number: Number of processes.
+    """
 
     def __init__(self, number: int = 1) -> None:
         self.number = number
         context = multiprocessing.get_context("spawn")
-        self.pool = ProcessPoolExecutor(number, context, initializer=_prepare) if number > 1 else None
+        self.pool = ProcessPoolExecutor(number, context, initializer=_init_worker) if number > 1 else None
 
-    def do(self, jobs: Sequence[Job]) -> Iterator[Job]:
-        """Yield each job as it is done, in any order."""
+    def run(self, jobs: Sequence[Job]) -> Iterator[Job]:
+        """Yields each job when it is finished, in any order."""
         if self.pool is None:
-            yield from map(work, jobs)
+            yield from map(run_job, jobs)
             return
-        with _held_back():
-            waiting: set[Future[Job]] = {self.pool.submit(work, job) for job in jobs}
+        with block_interrupts():
+            waiting: set[Future[Job]] = {self.pool.submit(run_job, job) for job in jobs}
         try:
             while waiting:
                 done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
@@ -106,41 +110,45 @@ class Workers:
                     yield future.result()
         except BrokenProcessPool:
             raise FlowBNNError(
-                "a worker process died (out of memory?); what is finished is kept: go on with --resume, and --jobs 1 needs the least",
+                "a worker process died, possibly out of memory; continue with --resume, and with fewer processes by --jobs",
                 kind="worker",
             ) from None
 
 
 @contextmanager
-def _held_back() -> Iterator[None]:
-    """Hold Ctrl-C back: processes that are started inside never see it, not even while they import."""
+def block_interrupts() -> Iterator[None]:
+    """Context manager that blocks Ctrl-C, so that processes started inside never receive it."""
     if not hasattr(signal, "pthread_sigmask"):  # Windows
         yield
         return
-    former = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    previous = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, former)
+        signal.pthread_sigmask(signal.SIG_SETMASK, previous)
 
 
-def _prepare() -> None:
-    """A worker leaves Ctrl-C to its parent, and does not outlive it."""
+def _init_worker() -> None:
+    """Makes a worker ignore Ctrl-C and exit together with its parent."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = multiprocessing.parent_process()
     if parent is not None:
 
-        def follow() -> None:
+        def exit_with_parent() -> None:
             wait_for([parent.sentinel])
             os._exit(1)
 
-        threading.Thread(target=follow, daemon=True).start()
+        threading.Thread(target=exit_with_parent, daemon=True).start()
 
 
 @contextmanager
 @checked
 def open_workers(jobs: Count = 1) -> Iterator[Workers]:
-    """Workers for the length of a ``with`` block; with ``jobs`` above 1, that many processes."""
+    """Context manager that provides workers.
+
+    Args:
+        jobs: Number of processes; 1 runs the jobs in this process.
+    """
     before = set(multiprocessing.active_children())
     workers = Workers(jobs)
     try:
@@ -174,103 +182,70 @@ def run_study(
     command: str | None = None,
     trial: bool = False,
 ) -> dict[str, Any]:
-    """Run a study and write ``out/<study>/results.json``.
+    """Runs a study and writes ``out/<study>/results.json``.
 
-    Every finished pair of variant and seed is stored at once under ``parts``, every training keeps a checkpoint under
-    ``checkpoints``. With ``resume`` nothing that is finished is done again and an interrupted training goes on; what other
-    settings left behind is not used. Without it, the study starts clean; an older ``results.json`` stays until the new one
-    replaces it.
+    Every finished pair of variant and seed is stored under ``parts``, and every training keeps a checkpoint under ``checkpoints``.
+    With ``resume``, finished trainings are reused and an interrupted one continues; results of other settings are ignored.
+    Otherwise all trainings start anew, and earlier ones are archived. An existing ``results.json`` stays until the new one replaces
+    it.
 
     Args:
-        study: from :func:`flowbnn_studies.get_study`.
-        settings: the study's own class; None takes its defaults.
-        seeds: how many (0, 1, ...), or which; None is each variant's own number, of a trial two at most.
-        out: folder of all studies.
-        resume: go on where a run was interrupted.
-        progress: a line on standard error for each finished training.
-        accelerator, precision: as in :class:`~flowbnn.training.TrainingOptions`; ``"auto"`` is what suits the study.
-        devices, num_nodes: processes that train each variant together, as in
-            :class:`~flowbnn.training.TrainingOptions`; they are started by running the caller's script again, up to here.
-            The first one writes the results.
-        acceleration: how steps are taken on a GPU, as in :class:`~flowbnn.training.TrainingOptions`.
-        only: globs on the variants' keys: train these alone, and those they start from; for studies whose results can be
-            put together from several runs. What was finished before stays.
-        collect: train nothing; make the results of the parts that are there, on whatever device they were made.
-        jobs: processes; above 1 the caller must be a script that multiprocessing can import.
-        workers: open ones, instead of ``jobs``.
-        command: what to type to do this again.
-        trial: the settings are too small to mean anything: say so, and show nothing published beside the numbers.
+        study: Study, from :func:`flowbnn_studies.get_study`.
+        settings: Settings of the study; None for the defaults.
+        seeds: Number of seeds, or a list of seeds; None for the number of each variant, at most two in a trial run.
+        out: Folder of all studies.
+        resume: Continue an interrupted run.
+        progress: Print a line to standard error for each finished training.
+        accelerator, precision: Device and precision, as in :class:`~flowbnn.training.TrainingOptions`; ``"auto"`` takes what suits
+            the study.
+        devices, num_nodes: Number of devices and machines that train each variant together, as in
+            :class:`~flowbnn.training.TrainingOptions`. The first process writes the results.
+        acceleration: Execution of training steps on a GPU, as in :class:`~flowbnn.training.TrainingOptions`.
+        only: Globs of the keys of the variants to train. Variants that they start from are trained as well. Requires a study with
+            ``partial``.
+        collect: Train nothing, and make the results from the stored parts of any device.
+        jobs: Number of processes; above 1 the caller must be a script that multiprocessing can import.
+        workers: Open workers, used instead of ``jobs``.
+        command: Command that reproduces the run.
+        trial: Mark the results as a trial run and remove published values.
 
     Returns:
-        What was written.
+        Content of ``results.json``.
     """
     started = time.monotonic()
     settings = study.make_settings() if settings is None else settings
-    accelerator, precision = best_place(study, accelerator, precision)
+    accelerator, precision = resolve_device(study, accelerator, precision)
     where: dict[str, Any] = {"accelerator": accelerator, "precision": precision}
     where |= {"devices": devices, "num_nodes": num_nodes, "acceleration": acceleration}
-    together = str(devices) != "1" or num_nodes > 1 or is_torchrun_worker()
-    if together and (workers.number if workers is not None else jobs) > 1:
-        raise FlowBNNError(
-            "jobs train side by side and devices train one together: use one or the other", argument="jobs"
-        )
+    distributed = str(devices) != "1" or num_nodes > 1 or is_torchrun_worker()
+    if distributed and (workers.number if workers is not None else jobs) > 1:
+        raise FlowBNNError("jobs > 1 cannot be combined with several devices; set jobs=1", argument="jobs")
     connect(TrainingOptions(**where))
     folder = Path(out) / study.folder(settings)
-    variants, most = study.variants(settings), ENOUGH if trial else None
-    every = [
-        Job(study.name, variant.key, seed, settings, folder, variant.after, resume, **where)
-        for variant in variants
-        for seed in (_seeds(variant.seeds or study.seeds)[:most] if seeds is None else _seeds(seeds))
-    ]
-    chosen = _choose(study, every, only)
+    all_jobs = _make_jobs(study, settings, folder, seeds, trial, resume=resume, **where)
+    selected = _select_jobs(study, all_jobs, only)
     if not (collect or resume):
-        study.check(settings, chosen)
+        study.check(settings, selected)
 
     def plan() -> tuple[list[Job], list[Job], int]:
-        """What is done already, what is to do, and how many finished trainings that puts aside."""
+        """Returns the finished jobs, the jobs to run, and the number of archived results."""
         check_writable(folder / "results.json")
-        done = [job for job in chosen if resume and not collect and job.stored(study.keeps_networks)]
-        todo = [] if collect else _with_starts(every, [job for job in chosen if job not in done])
-        return done, todo, 0 if resume else _put_aside(todo)
+        done = [job for job in selected if resume and not collect and job.load_result(study.keep_networks)]
+        todo = [] if collect else _add_start_jobs(all_jobs, [job for job in selected if job not in done])
+        return done, todo, 0 if resume else _archive_results(todo)
 
-    done, todo, aside = run_on_main(plan)
-    shown = progress and is_main_process()
-    if aside and shown:
-        print(
-            f"{aside} finished trainings of an earlier run were put aside in '{folder / EARLIER}'; --resume would have kept them."
-        )
+    done, todo, archived = run_on_main(plan)
+    progress = progress and is_main_process()
+    if archived and progress:
+        print(f"Archived {archived} finished trainings in '{folder / ARCHIVE}'. Use --resume to reuse them.")
     if todo:
-        labels, number = {variant.key: variant.label for variant in variants}, len(done)
-        with nullcontext(workers) if workers is not None else open_workers(min(jobs, len(todo))) as staff:
-            for stage in _stages(variants, todo):
-                for job in staff.do(stage):
-                    number += 1
-                    if shown:
-                        place = f"{number} of {len(done) + len(todo)}, {time.monotonic() - started:.0f} s"
-                        line = f"{study.name}: {labels[job.variant]}, seed {job.seed} done ({place})"
-                        print(line, file=sys.stderr, flush=True)
-                if not study.keeps_networks:
-                    run_on_main(lambda: _tidy(every))
+        with nullcontext(workers) if workers is not None else open_workers(min(jobs, len(todo))) as pool:
+            _run_jobs(study, settings, all_jobs, todo, pool, len(done), started if progress else None)
 
     def conclude() -> dict[str, Any]:
-        stored = {(job.variant, job.seed): job.stored(anywhere=collect) for job in every}
-        content = {key: part for key, part in stored.items() if part is not None}
-        missing = [variant for variant, seed in stored if (variant, seed) not in content]
-        if not content or (missing and not study.partial):
-            raise FlowBNNError(
-                f"'{folder}' has results of {len(content)} of the {len(every)} trainings of these settings; run the study first",
-                kind="file",
-            )
-        notes = []
-        if missing:
-            names = ", ".join(dict.fromkeys(missing))
-            notes.append(f"{len(missing)} of {len(every)} trainings are still missing: {names}.")
-        if done:
-            notes.append(
-                f"{len(done)} of {len(every)} trainings were finished by an earlier run and taken over (--resume)."
-            )
-        results = _results(study, settings, content, notes, command, collect)
-        # else it is the time of all trainings, which were put together from several runs
+        content, notes = _load_parts(study, all_jobs, len(done), folder, collect)
+        results = _build_results(study, settings, content, notes, command, collect)
+        # otherwise the time is the sum over trainings, which come from several runs
         if not (study.partial or done or collect):
             results["seconds"] = round(time.monotonic() - started, 1)
         if trial:
@@ -281,8 +256,69 @@ def run_study(
     return run_on_main(conclude)
 
 
-def best_place(study: Study, accelerator: str = "auto", precision: str = "auto") -> tuple[str, str]:
-    """Where and how to compute: what was asked for, or else what suits the study and this machine."""
+def _make_jobs(
+    study: Study,
+    settings: Any,
+    folder: Path,
+    seeds: int | Sequence[int] | None,
+    trial: bool,
+    **options: Any,
+) -> list[Job]:
+    """Returns a job for every variant and seed."""
+    limit = TRIAL_SEEDS if trial else None
+    return [
+        Job(study.name, variant.key, seed, settings, folder, variant.start_from, **options)
+        for variant in study.variants(settings)
+        for seed in (_seeds(variant.seeds or study.seeds)[:limit] if seeds is None else _seeds(seeds))
+    ]
+
+
+def _run_jobs(
+    study: Study,
+    settings: Any,
+    all_jobs: Sequence[Job],
+    todo: Sequence[Job],
+    workers: Workers,
+    num_done: int,
+    started: float | None,
+) -> None:
+    """Runs the jobs in stages, and prints a line for each unless ``started`` is None."""
+    variants = study.variants(settings)
+    labels, number = {variant.key: variant.label for variant in variants}, num_done
+    for stage in _stages(variants, todo):
+        for job in workers.run(stage):
+            number += 1
+            if started is not None:
+                count_and_time = f"{number} of {num_done + len(todo)}, {time.monotonic() - started:.0f} s"
+                line = f"{study.name}: finished {labels[job.variant]}, seed {job.seed} ({count_and_time})"
+                print(line, file=sys.stderr, flush=True)
+        if not study.keep_networks:
+            run_on_main(lambda: _delete_checkpoints(all_jobs))
+
+
+def _load_parts(
+    study: Study, all_jobs: Sequence[Job], num_reused: int, folder: Path, collect: bool
+) -> tuple[dict[tuple[str, int], dict[str, Any]], list[str]]:
+    """Returns the stored results by variant and seed, and notes on missing and reused ones."""
+    stored = {(job.variant, job.seed): job.load_result(anywhere=collect) for job in all_jobs}
+    content = {key: part for key, part in stored.items() if part is not None}
+    missing = [variant for variant, seed in stored if (variant, seed) not in content]
+    if not content or (missing and not study.partial):
+        raise FlowBNNError(
+            f"'{folder}' has {len(content)} of {len(all_jobs)} results for these settings; run the study first",
+            kind="file",
+        )
+    notes = []
+    if missing:
+        names = ", ".join(dict.fromkeys(missing))
+        notes.append(f"{len(missing)} of {len(all_jobs)} trainings are missing: {names}.")
+    if num_reused:
+        notes.append(f"{num_reused} of {len(all_jobs)} trainings were reused from an earlier run (--resume).")
+    return content, notes
+
+
+def resolve_device(study: Study, accelerator: str = "auto", precision: str = "auto") -> tuple[str, str]:
+    """Returns the accelerator and the precision, where "auto" takes what suits the study and this machine."""
     if accelerator == "auto":
         accelerator = study.accelerator
     if accelerator == "auto":
@@ -293,93 +329,93 @@ def best_place(study: Study, accelerator: str = "auto", precision: str = "auto")
 
 
 def _seeds(seeds: int | Sequence[int]) -> list[int]:
-    chosen = list(range(seeds)) if isinstance(seeds, int) else list(seeds)
-    if not chosen or len(set(chosen)) < len(chosen) or min(chosen) < 0:
+    numbers = list(range(seeds)) if isinstance(seeds, int) else list(seeds)
+    if not numbers or len(set(numbers)) < len(numbers) or min(numbers) < 0:
         raise FlowBNNError(
-            f"seeds must be a number of at least 1, or different integers of at least 0, got {seeds}",
+            f"seeds must be a number of at least 1 or a list of different integers of at least 0, got {seeds}",
             argument="seeds",
         )
-    return chosen
+    return numbers
 
 
-def _choose(study: Study, every: Sequence[Job], only: Sequence[str] | None) -> list[Job]:
-    """The jobs whose variant one of the globs matches; all of them without globs."""
+def _select_jobs(study: Study, all_jobs: Sequence[Job], only: Sequence[str] | None) -> list[Job]:
+    """Returns the jobs whose variant matches one of the globs; all jobs without globs."""
     if not only:
-        return list(every)
+        return list(all_jobs)
     if not study.partial:
-        raise FlowBNNError(f"study '{study.name}' is run as a whole; leave out --only", argument="only")
-    keys = list(dict.fromkeys(job.variant for job in every))
+        raise FlowBNNError(f"study '{study.name}' cannot be run in parts; remove --only", argument="only")
+    keys = list(dict.fromkeys(job.variant for job in all_jobs))
     for glob in only:
         if not any(fnmatchcase(key, glob) for key in keys):
             raise FlowBNNError(
                 f"'{glob}' matches no variant of '{study.name}'{nearest(glob, keys)}", argument="only"
             )
-    return [job for job in every if any(fnmatchcase(job.variant, glob) for glob in only)]
+    return [job for job in all_jobs if any(fnmatchcase(job.variant, glob) for glob in only)]
 
 
-def _with_starts(every: Sequence[Job], todo: Sequence[Job]) -> list[Job]:
-    """The jobs, and those whose trained network they start from where it is missing; one that is there is taken as it is."""
-    by_name = {job.name: job for job in every}
+def _add_start_jobs(all_jobs: Sequence[Job], todo: Sequence[Job]) -> list[Job]:
+    """Returns the jobs in order, with those whose trained networks they start from and which are not stored."""
+    by_name = {job.name: job for job in all_jobs}
     needed = {job.name for job in todo}
     waiting = list(todo)
     while waiting:
         job = waiting.pop()
-        start = by_name.get(f"{job.after}-seed{job.seed}")
-        if job.after is not None and start is None:
+        start = by_name.get(f"{job.start_from}-seed{job.seed}")
+        if job.start_from is not None and start is None:
             raise FlowBNNError(
-                f"'{job.variant}' starts from '{job.after}', which has no seed {job.seed}", argument="seeds"
+                f"'{job.variant}' starts from '{job.start_from}', which has no seed {job.seed}",
+                argument="seeds",
             )
-        if start is not None and start.name not in needed and start.stored(network=True) is None:
+        if start is not None and start.name not in needed and start.load_result(network=True) is None:
             needed.add(start.name)
             waiting.append(start)
-    return [job for job in every if job.name in needed]
+    return [job for job in all_jobs if job.name in needed]
 
 
 def _stages(variants: Sequence[Variant], todo: Sequence[Job]) -> list[list[Job]]:
-    """Jobs that need nothing, then those that start from them, and so on; at the end, one by one, those that run alone."""
+    """Returns the jobs in stages: a stage starts from networks of earlier ones. Exclusive jobs come last, one by one."""
     by_key = {variant.key: variant for variant in variants}
     depth: dict[str, int] = {}
     for variant in variants:
-        depth[variant.key] = 0 if variant.after is None else depth[variant.after] + 1
+        depth[variant.key] = 0 if variant.start_from is None else depth[variant.start_from] + 1
     ordered = sorted(todo, key=lambda job: -by_key[job.variant].cost)
-    side_by_side = [job for job in ordered if not by_key[job.variant].alone]
+    concurrent = [job for job in ordered if not by_key[job.variant].exclusive]
     levels = [
-        [job for job in side_by_side if depth[job.variant] == level]
-        for level in range(max(depth.values()) + 1)
+        [job for job in concurrent if depth[job.variant] == level] for level in range(max(depth.values()) + 1)
     ]
-    return [level for level in levels if level] + [[job] for job in ordered if by_key[job.variant].alone]
+    return [level for level in levels if level] + [[job] for job in ordered if by_key[job.variant].exclusive]
 
 
-def _tidy(every: Sequence[Job]) -> None:
-    """Delete the trained networks and checkpoints of finished jobs, but for those that an unfinished one starts from."""
-    unfinished = [job for job in every if job.stored() is None]
-    needed = {job.state for job in unfinished} | {job.start.parent for job in unfinished}
-    for job in every:
-        if job.state not in needed:
-            shutil.rmtree(job.state, ignore_errors=True)
+def _delete_checkpoints(all_jobs: Sequence[Job]) -> None:
+    """Deletes the networks and checkpoints of finished jobs, except those that an unfinished job starts from."""
+    unfinished = [job for job in all_jobs if job.load_result() is None]
+    needed = {job.checkpoint_folder for job in unfinished} | {job.start_path.parent for job in unfinished}
+    for job in all_jobs:
+        if job.checkpoint_folder not in needed:
+            shutil.rmtree(job.checkpoint_folder, ignore_errors=True)
 
 
-def _put_aside(jobs: Sequence[Job]) -> int:
-    """Move finished trainings to where nothing overwrites them, since hours may have gone into them; how many were moved.
+def _archive_results(jobs: Sequence[Job]) -> int:
+    """Moves finished results to the archive folder, where nothing overwrites them. Returns their number.
 
-    A trained network that is still there goes with its result, under the same name. Other checkpoints lose their mark, so that no
-    later run goes on from them, and are deleted when their job begins.
+    A trained network is moved together with its result, under the same name. Other checkpoints lose their identity file, so that no
+    later run continues from them.
     """
-    finished = [job for job in jobs if job.part.exists()]
+    finished = [job for job in jobs if job.result_path.exists()]
     for job in finished:
-        aside = job.folder / EARLIER
-        aside.mkdir(exist_ok=True)
-        names = (aside / f"{job.name}{f'-{number}' if number > 1 else ''}.json" for number in count(1))
-        place = next(name for name in names if not name.exists())
-        if job.posterior.exists():  # first: without its result nobody would come for it
-            job.posterior.replace(place.with_suffix(job.posterior.suffix))
-        job.part.replace(place)
+        archive = job.folder / ARCHIVE
+        archive.mkdir(exist_ok=True)
+        names = (archive / f"{job.name}{f'-{number}' if number > 1 else ''}.json" for number in count(1))
+        target = next(name for name in names if not name.exists())
+        if job.network_path.exists():  # first, because a network without its result would be lost
+            job.network_path.replace(target.with_suffix(job.network_path.suffix))
+        job.result_path.replace(target)
     for job in jobs:
-        job.mark.unlink(missing_ok=True)
+        job.identity_path.unlink(missing_ok=True)
     return len(finished)
 
 
-def _results(
+def _build_results(
     study: Study,
     settings: Any,
     content: dict[tuple[str, int], dict[str, Any]],
@@ -387,20 +423,20 @@ def _results(
     command: str | None,
     collect: bool,
 ) -> dict[str, Any]:
-    """The results that the parts make together."""
+    """Returns the content of ``results.json``."""
     parts = Parts(sorted({seed for _, seed in content}), content)
     findings = study.findings(settings, parts)
     machines = [part["machine"] for part in content.values()]
 
     def machine(name: str) -> str:
-        return " and ".join(dict.fromkeys(str(one.get(name, "not stored")) for one in machines))
+        return " and ".join(dict.fromkeys(str(entry.get(name, "not stored")) for entry in machines))
 
     command = command or f"flowbnn run {study.name}"
-    usual = best_place(study, machine("accelerator"))[1]
-    if collect and machine("precision") != usual and "--precision" not in command:
+    default_precision = resolve_device(study, machine("accelerator"))[1]
+    if collect and machine("precision") != default_precision and "--precision" not in command:
         command += f" --precision {machine('precision')}"
-    known = {name for one in machines for name in one}
-    where = [name for name in ("accelerator", "precision", "acceleration") if name in known]
+    fields = {name for entry in machines for name in entry}
+    where = [name for name in ("accelerator", "precision", "acceleration") if name in fields]
     results = {
         "schema": SCHEMA,
         "study": study.folder(settings),
@@ -416,7 +452,7 @@ def _results(
         "metrics": [asdict(metric) for metric in findings.metrics],
         "rows": findings.rows,
         "figures": findings.figures,
-        "notes": [*findings.notes, *study.shortfalls(settings, parts), *notes],
+        "notes": [*findings.notes, *study.warning_notes(settings, parts), *notes],
         "headline": list(study.headline),
         "comparisons": findings.comparisons,
         "command": command,

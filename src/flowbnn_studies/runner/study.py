@@ -1,8 +1,9 @@
-"""What a study is: one figure or table of the literature, as variants that are trained once for every seed.
+"""Base class of studies: a study reproduces one figure or table of the literature.
 
-To add one, subclass :class:`Study`: a class of settings, the list of variants, ``train`` for one variant and one seed, which is a
-:class:`Job`, and ``findings``, which makes rows, figures and an answer from what ``train`` returned. Everything else (processes,
-checkpoints, resuming, ``results.json``) is the same for all studies and lives in :mod:`flowbnn_studies.runner.run`.
+A study has variants, each of which is trained once for every seed. To add one, subclass :class:`Study`: a class of settings, the
+list of variants, ``train`` for one variant and one seed (a :class:`Job`), and ``findings``, which makes rows, figures and an answer
+from the results of ``train``. Processes, checkpoints, resuming and ``results.json`` are the same for all studies and live in
+:mod:`flowbnn_studies.runner.run`.
 """
 
 import shutil
@@ -23,13 +24,22 @@ from flowbnn.errors import FlowBNNError, nearest
 from flowbnn.methods import MLE, PointPosterior, Posterior, fit
 from flowbnn.noise import Recipe
 
-POSTERIOR = "posterior.safetensors"
-GPUS = ("cuda", "gpu")
-Made = TypeVar("Made")
+NETWORK_FILE = "posterior.safetensors"
+GPUS = ("cuda", "gpu")  # names of the accelerators for which torch's device is "cuda"
+Result = TypeVar("Result")
 
 
-def timed(work: Callable[..., Made], *given: Any, **options: Any) -> tuple[Made, float]:
-    """What a function gives, and the seconds that it took; a GPU has done what was before it, and what it asked for."""
+def time_call(function: Callable[..., Result], *arguments: Any, **options: Any) -> tuple[Result, float]:
+    """Calls a function and measures its wall-clock time. Pending work on the GPU is synchronized before and after.
+
+    Args:
+        function: Function to call.
+        arguments: Positional arguments of the function.
+        options: Keyword arguments of the function.
+
+    Returns:
+        Result of the function, and the seconds that the call took.
+    """
 
     def now() -> float:
         if torch.cuda.is_initialized():
@@ -37,24 +47,24 @@ def timed(work: Callable[..., Made], *given: Any, **options: Any) -> tuple[Made,
         return time.perf_counter()
 
     started = now()
-    made = work(*given, **options)
-    return made, now() - started
+    result = function(*arguments, **options)
+    return result, now() - started
 
 
 @dataclass(frozen=True)
 class Job:
-    """A piece of a study's work, which a worker process can do on its own.
+    """One training of a study: a variant with a seed. A worker process can run it on its own.
 
     Args:
-        study: name of the study.
-        variant, seed: what to train.
-        settings: the study's settings.
-        folder: of the study's results.
-        after: key of the variant whose network this one starts from.
-        resume: go on from the checkpoint of a run that was interrupted.
-        accelerator, precision: where and how to compute, as in :class:`~flowbnn.training.TrainingOptions`.
-        devices, num_nodes: on how many devices; the result does not depend on it.
-        acceleration: how steps are taken on a GPU, which changes their time.
+        study: Name of the study.
+        variant, seed: Variant to train, and its seed.
+        settings: Settings of the study.
+        folder: Folder of the study's results.
+        start_from: Key of the variant whose trained network is the starting point, or None.
+        resume: Continue from the checkpoint of an interrupted run.
+        accelerator, precision: Device and precision, as in :class:`~flowbnn.training.TrainingOptions`.
+        devices, num_nodes: Number of devices and of machines. The result does not depend on them.
+        acceleration: Execution of training steps on a GPU. It affects the time, not the result.
     """
 
     study: str
@@ -62,7 +72,7 @@ class Job:
     seed: int
     settings: Any
     folder: Path
-    after: str | None = None
+    start_from: str | None = None
     resume: bool = False
     accelerator: str = "cpu"
     precision: str = "32-true"
@@ -76,37 +86,37 @@ class Job:
 
     @property
     def device(self) -> str:
-        """Where it computes, as torch calls it."""
+        """Device of the computation, by torch's name."""
         return "cuda" if self.accelerator in GPUS else self.accelerator
 
     @property
-    def part(self) -> Path:
-        """Where the job's result is stored when it is done."""
+    def result_path(self) -> Path:
+        """Path of the finished result."""
         return self.folder / "parts" / f"{self.name}.json"
 
     @property
-    def state(self) -> Path:
-        """The folder of its checkpoint and of its trained network."""
+    def checkpoint_folder(self) -> Path:
+        """Folder of the checkpoint and of the trained network."""
         return self.folder / "checkpoints" / self.name
 
     @property
-    def mark(self) -> Path:
-        """What the state in that folder belongs to."""
-        return self.state / "identity.json"
+    def identity_path(self) -> Path:
+        """Path of the file that identifies the job of the checkpoint folder."""
+        return self.checkpoint_folder / "identity.json"
 
     @property
-    def posterior(self) -> Path:
-        """Its trained network."""
-        return self.state / POSTERIOR
+    def network_path(self) -> Path:
+        """Path of the trained network."""
+        return self.checkpoint_folder / NETWORK_FILE
 
     @property
-    def start(self) -> Path:
-        """The trained network it starts from."""
-        return self.folder / "checkpoints" / f"{self.after}-seed{self.seed}" / POSTERIOR
+    def start_path(self) -> Path:
+        """Path of the trained network that this job starts from."""
+        return self.folder / "checkpoints" / f"{self.start_from}-seed{self.seed}" / NETWORK_FILE
 
-    def load_start(self, network: nn.Module) -> nn.Module:
-        """The network it starts from, in the architecture of ``network``."""
-        return PointPosterior.load(self.start, network).model
+    def load_start_network(self, network: nn.Module) -> nn.Module:
+        """Loads the network that this job starts from, in the architecture of ``network``."""
+        return PointPosterior.load(self.start_path, network).model
 
     def fit(
         self,
@@ -116,9 +126,17 @@ class Job:
         schedule: Any = None,
         **changes: Any,
     ) -> Any:
-        """Train a network, by maximum likelihood or with noise where there are rules, and save it for those that start from it.
+        """Trains a network and saves it for the jobs that start from it.
 
-        The epochs, ``weight_lr`` and ``noise_lr`` are those of the settings but for ``changes``.
+        A network without rules is trained by maximum likelihood. The epochs, ``weight_lr`` and ``noise_lr`` are taken from the
+        settings unless ``changes`` overrides them.
+
+        Args:
+            network: Network to train.
+            loader: Batches of the training data.
+            rules: Noise of the layers, as in :func:`~flowbnn.to_stochastic`; None for no noise.
+            schedule: Learning-rate schedule.
+            changes: Settings that differ from those of the study.
         """
         s = {**vars(self.settings), **changes}
         options = {**self.options(s["epochs"], len(loader)), "schedule": schedule}
@@ -127,88 +145,108 @@ class Job:
             rates = {name: s[name] for name in ("weight_lr", "noise_lr")}
             posterior = fit(to_stochastic(network, rules), loader, **rates, **options)
         else:
-            own = {name: options.pop(name) for name in ("epochs", "schedule")}
-            posterior = MLE(lr=s["weight_lr"], **own).fit(network, loader, **options)
-        posterior.save(self.posterior)
+            method_options = {name: options.pop(name) for name in ("epochs", "schedule")}
+            posterior = MLE(lr=s["weight_lr"], **method_options).fit(network, loader, **options)
+        posterior.save(self.network_path)
         return posterior
 
     def identity(self) -> dict[str, Any]:
-        """Everything the result depends on: a stored part or checkpoint is used only if all of it is the same.
+        """Returns everything that the result depends on. A stored result or checkpoint is used only if all of it is equal.
 
-        Settings may say which of them a variant depends on, by a method ``relevant(variant)``.
+        Settings may restrict the list by a method ``relevant(variant)``.
         """
         relevant = getattr(self.settings, "relevant", None)
-        names = ("study", "variant", "seed", "after", "accelerator", "precision")
+        names = ("study", "variant", "seed", "start_from", "accelerator", "precision")
         settings = relevant(self.variant) if relevant else asdict(self.settings)
-        own = {name: getattr(self, name) for name in names}
-        return plain({**own, "settings": settings, "flowbnn": version("flowbnn")})
+        fields = {name: getattr(self, name) for name in names}
+        return plain({**fields, "settings": settings, "flowbnn": version("flowbnn")})
 
-    def stored(self, network: bool = False, anywhere: bool = False) -> dict[str, Any] | None:
-        """The result of an earlier run of this very job, or None.
+    def load_result(self, network: bool = False, anywhere: bool = False) -> dict[str, Any] | None:
+        """Returns the result of an earlier run of the same job, or None.
 
         Args:
-            network: only if its trained network is there too.
-            anywhere: whatever the device and the precision it was made with.
+            network: Require that the trained network is stored as well.
+            anywhere: Accept results of any device and precision.
         """
-        part = read_json(self.part) or {}
-        identity, content = part.get("identity"), part.get("content")
+        stored = read_json(self.result_path) or {}
+        identity, content = stored.get("identity"), stored.get("content")
         if not isinstance(identity, dict) or not isinstance(content, dict):
             return None
-        free = {"accelerator": self.accelerator, "precision": self.precision} if anywhere else {}
-        if {**identity, **free} != self.identity() or (network and not self.posterior.exists()):
+        ignored = {"accelerator": self.accelerator, "precision": self.precision} if anywhere else {}
+        if {**identity, **ignored} != self.identity() or (network and not self.network_path.exists()):
             return None
-        made = {name: identity[name] for name in ("accelerator", "precision", "flowbnn")}
-        return {**content, "machine": {**content["machine"], **made}}
+        machine = {name: identity[name] for name in ("accelerator", "precision", "flowbnn")}
+        return {**content, "machine": {**content["machine"], **machine}}
 
-    def begin(self) -> None:
-        """Make the state folder; a checkpoint that another kind of run left there is deleted."""
-        if not self.resume or read_json(self.mark) != self.identity():
-            shutil.rmtree(self.state, ignore_errors=True)
-            write_json(self.mark, self.identity())
+    def prepare_folder(self) -> None:
+        """Creates the checkpoint folder. A checkpoint of another job is deleted."""
+        if not self.resume or read_json(self.identity_path) != self.identity():
+            shutil.rmtree(self.checkpoint_folder, ignore_errors=True)
+            write_json(self.identity_path, self.identity())
 
     def options(self, epochs: int, steps_per_epoch: int) -> dict[str, Any]:
-        """Options for the fit functions; about ten checkpoints in a run, since each waits for the disk."""
-        own = ("resume", "accelerator", "precision", "devices", "num_nodes", "acceleration")
-        every = max(1, epochs // 10) * steps_per_epoch
-        kept = {"checkpoint": self.state, "checkpoint_every": every}
-        run = {"epochs": epochs, "seed": 1 + self.seed, "progress": False}
-        return {**run, **kept, **{name: getattr(self, name) for name in own}}
+        """Returns the options of a fit. There are about ten checkpoints in a run because each waits for the disk.
 
-    def brief(self, **more: Any) -> dict[str, Any]:
-        """Options of a training of seconds, which needs no checkpoints."""
+        Args:
+            epochs: Number of epochs.
+            steps_per_epoch: Number of steps in an epoch.
+        """
+        names = ("resume", "accelerator", "precision", "devices", "num_nodes", "acceleration")
+        every = max(1, epochs // 10) * steps_per_epoch
+        checkpoints = {"checkpoint": self.checkpoint_folder, "checkpoint_every": every}
+        options = {"epochs": epochs, "seed": 1 + self.seed, "progress": False}
+        return {**options, **checkpoints, **{name: getattr(self, name) for name in names}}
+
+    def short_options(self, **changes: Any) -> dict[str, Any]:
+        """Returns the options of a training of seconds, which needs no checkpoints.
+
+        Args:
+            changes: Options that are added or replaced.
+        """
         names = ("seed", "accelerator", "precision", "acceleration", "progress")
-        known = self.options(1, 1)
-        return {name: known[name] for name in names} | more
+        options = self.options(1, 1)
+        return {name: options[name] for name in names} | changes
 
 
 @dataclass(frozen=True)
 class Variant:
-    """One way of doing it.
+    """One configuration of a study that is trained and evaluated.
 
     Args:
-        key: short name, used in files.
-        label: name in the table and the figures.
-        method: its kebab-case name, from which its colour follows: ``mle``, ``mc-dropout``, ``node-noise-planar``.
-        after: key of the variant whose trained network it starts from, or None.
-        shown: whether it has a row of its own.
-        cost: of one training against the others; the expensive ones are started first, so that all processes end together.
-        seeds: how many it is trained with; None takes the study's own number.
-        alone: started when all others are done, with nothing beside it, because it measures time.
+        key: Short name, used in file names.
+        label: Name in the table and the figures.
+        method: Name of the method in kebab case, which determines the colour: ``mle``, ``mc-dropout``, ``node-noise-planar``.
+        start_from: Key of the variant whose trained network is the starting point, or None.
+        in_table: Show the variant as a row of the table.
+        cost: Relative cost of one training. Expensive trainings start first, so that all processes end together.
+        seeds: Number of seeds; None for the number of the study.
+        exclusive: Run after all other trainings and one at a time, because the training measures time.
     """
 
     key: str
     label: str
     method: str = ""
-    after: str | None = None
-    shown: bool = True
+    start_from: str | None = None
+    in_table: bool = True
     cost: float = 1.0
     seeds: int | None = None
-    alone: bool = False
+    exclusive: bool = False
 
 
 @dataclass
 class Findings:
-    """What a study makes of its parts. A figure may have ``published``: a sentence of its caption that trial runs leave out."""
+    """Conclusions of a study: the answer, the table and the figures.
+
+    A figure may have a field ``published``, a sentence of its caption that trial runs leave out.
+
+    Args:
+        answer: Answer to the question of the study. The first line is the short answer.
+        metrics: Columns of the table.
+        rows: Rows of the table.
+        figures: Figures as plain data.
+        notes: Remarks on the conditions of the run.
+        comparisons: Paired comparisons of rows.
+    """
 
     answer: str
     metrics: Sequence[Metric]
@@ -218,33 +256,44 @@ class Findings:
     comparisons: list[dict[str, Any]] = field(default_factory=list)
 
 
-def metrics_of(
+def make_metrics(
     numbers: Mapping[str, tuple[str, str, str, str]], cases: Mapping[Any, str], heads: str = "{0}, {1}"
 ) -> tuple[Metric, ...]:
-    """A column ``key_case`` for every number of every case, in a table for each number.
+    """Returns a column ``key_case`` for every number and every case, with one table for each number.
 
     Args:
-        numbers: by key, as a :class:`Metric` has them: label, better, format, and the definition, in which ``{}`` is the case.
-        cases: in words.
-        heads: of the columns, from the label and the case.
+        numbers: Fields of a :class:`Metric` by key: label, better, format, and the definition, in which ``{}`` stands for the case.
+        cases: Names of the cases in words, by key.
+        heads: Format of the column heads, given the label and the case.
 
-    >>> one, other = metrics_of({"nll": ("NLL", "lower", ".2f", "On {}.")}, {"a": "blobs", "b": "digits"})
-    >>> one.key, one.label, one.definition, one.group, other.key
+    >>> first, second = make_metrics({"nll": ("NLL", "lower", ".2f", "On {}.")}, {"a": "blobs", "b": "digits"})
+    >>> first.key, first.label, first.definition, first.group, second.key
     ('nll_a', 'NLL, blobs', 'On blobs.', 'NLL', 'nll_b')
     """
     return tuple(
-        Metric(f"{key}_{case}", heads.format(label, words), better, form, meaning.format(words), label)
-        for key, (label, better, form, meaning) in numbers.items()
-        for case, words in cases.items()
+        Metric(
+            f"{key}_{case}",
+            heads.format(label, case_label),
+            better,
+            format_,
+            definition.format(case_label),
+            label,
+        )
+        for key, (label, better, format_, definition) in numbers.items()
+        for case, case_label in cases.items()
     )
 
 
-def by_rows(
+def parts_by_row(
     seeds: Sequence[int], tables: Iterable[tuple[int, str, Mapping[str, Mapping[str, Any]]]]
 ) -> Parts:
-    """Parts by the rows of tables, each of a seed and a case, whose numbers are then called ``name_case``.
+    """Returns parts by the rows of several tables. The numbers are renamed to ``name_case``.
 
-    >>> by_rows([0], [(0, "a", {"plain": {"nll": 1.0}}), (0, "b", {"plain": {"nll": 2.0}})]).of("plain")
+    Args:
+        seeds: Seeds of the study.
+        tables: Seed, case and table of each; a table has the numbers of each row.
+
+    >>> parts_by_row([0], [(0, "a", {"plain": {"nll": 1.0}}), (0, "b", {"plain": {"nll": 2.0}})]).of("plain")
     [{'values': {'nll_a': 1.0, 'nll_b': 2.0}}]
     """
     content: dict[tuple[str, int], dict[str, Any]] = {}
@@ -255,8 +304,13 @@ def by_rows(
     return Parts(seeds, content)
 
 
-def regrouped(parts: Parts, place: Callable[[str, str], tuple[str, str]]) -> Parts:
-    """Parts by the rows of a table: ``place`` tells the row and the metric of a variant's value by its name."""
+def regroup_parts(parts: Parts, place: Callable[[str, str], tuple[str, str]]) -> Parts:
+    """Returns parts by the rows of a table.
+
+    Args:
+        parts: Results by variant and seed.
+        place: Function that maps a variant and the name of a value to a row and a metric.
+    """
     content: dict[tuple[str, int], dict[str, Any]] = {}
     for (variant, seed), part in parts.content.items():
         for name, value in part["values"].items():
@@ -266,11 +320,11 @@ def regrouped(parts: Parts, place: Callable[[str, str], tuple[str, str]]) -> Par
 
 
 class Study:
-    """One figure or table. Subclasses fill in the class attributes and the three methods.
+    """Base class of studies. Subclasses define the class attributes and the three methods below.
 
-    ``headline`` names the metrics of the console's table (none: accuracy, NLL, ECE); ``quick`` the settings of a trial run;
-    ``accelerator`` what "auto" means (small networks are fastest on a CPU; "auto" prefers a GPU); ``partial`` whether findings can be
-    made while variants are missing; ``keeps_networks`` whether trained networks stay when no training needs them any more.
+    ``headline`` names the metrics of the terminal's table (default: accuracy, NLL, ECE). ``quick`` has the settings of a trial run.
+    ``accelerator`` is the meaning of "auto": small networks are fastest on a CPU, and "auto" prefers a GPU. ``partial`` allows
+    findings while variants are missing. ``keep_networks`` keeps the trained networks after the run.
     """
 
     name: ClassVar[str]
@@ -284,34 +338,34 @@ class Study:
     quick: ClassVar[dict[str, Any]] = {}
     accelerator: ClassVar[str] = "cpu"
     partial: ClassVar[bool] = True
-    keeps_networks: ClassVar[bool] = False
+    keep_networks: ClassVar[bool] = False
 
     def folder(self, settings: Any) -> str:
-        """The name of the results' folder."""
+        """Returns the name of the results folder."""
         return self.name
 
     def heading(self, settings: Any) -> str:
-        """The title of the results."""
+        """Returns the title of the results."""
         return self.title
 
     def variants(self, settings: Any) -> tuple[Variant, ...]:
-        """What is trained, in the order of the table; a variant comes after the one it starts from."""
+        """Returns the variants in the order of the table. A variant follows the one that it starts from."""
         raise NotImplementedError
 
     def train(self, job: Job) -> dict[str, Any]:
-        """Train and evaluate one variant with one seed; plain values, the metrics under ``values``."""
+        """Trains and evaluates one variant with one seed. Returns plain values, with the metrics under ``values``."""
         raise NotImplementedError
 
     def findings(self, settings: Any, parts: Parts) -> Findings:
-        """Rows, figures and the answer, from the numbers alone."""
+        """Computes rows, figures and the answer from the numbers alone."""
         raise NotImplementedError
 
-    def shortfalls(self, settings: Any, parts: Parts) -> list[str]:
-        """What the fits warned about, which stands after the notes of the findings."""
+    def warning_notes(self, settings: Any, parts: Parts) -> list[str]:
+        """Returns the warnings of the fits as notes."""
         return parts.warnings({variant.key: variant.label for variant in self.variants(settings)})
 
     def check(self, settings: Any, jobs: Sequence[Job]) -> None:
-        """Raise one line if the jobs cannot be run, before the results of an earlier run are cleared for them."""
+        """Raises an error if the jobs cannot be run. Called before the results of an earlier run are archived."""
 
     def rows(
         self,
@@ -320,38 +374,52 @@ class Study:
         metrics: Sequence[Metric],
         published: Mapping[str, Mapping[str, float]] | None = None,
     ) -> list[dict[str, Any]]:
-        """A row for each variant that is shown and has numbers, with published values by its key."""
-        chosen = [
-            one
-            for one in self.variants(settings)
-            if one.shown and any(p["values"] for p in parts.of(one.key))
+        """Returns a row for each variant of the table that has numbers.
+
+        Args:
+            settings: Settings of the study.
+            parts: Results by variant and seed.
+            metrics: Columns of the table.
+            published: Published values by the key of the variant.
+        """
+        variants = [
+            variant
+            for variant in self.variants(settings)
+            if variant.in_table and any(part["values"] for part in parts.of(variant.key))
         ]
-        given = published or {}
-        return [parts.row(one.key, one.label, metrics, given.get(one.key), one.method) for one in chosen]
+        published = published or {}
+        return [
+            parts.row(variant.key, variant.label, metrics, published.get(variant.key), variant.method)
+            for variant in variants
+        ]
 
-    def shown(self, settings: Any) -> dict[str, str]:
-        """Keys and labels of the variants that have a row."""
-        return {variant.key: variant.label for variant in self.variants(settings) if variant.shown}
+    def row_labels(self, settings: Any) -> dict[str, str]:
+        """Returns the labels of the variants of the table, by key."""
+        return {variant.key: variant.label for variant in self.variants(settings) if variant.in_table}
 
-    def of_first_seed(self, settings: Any, parts: Parts, name: str) -> dict[str, dict[str, Any]]:
-        """By label, the parts of seed 0 that have something to draw under ``name``."""
-        first = {label: parts.content.get((key, 0), {}) for key, label in self.shown(settings).items()}
+    def first_seed_parts(self, settings: Any, parts: Parts, name: str) -> dict[str, dict[str, Any]]:
+        """Returns the parts of seed 0 that have a field ``name``, by label."""
+        first = {label: parts.content.get((key, 0), {}) for key, label in self.row_labels(settings).items()}
         return {label: part for label, part in first.items() if name in part}
 
     def make_settings(self, *, quick: bool = False, **changes: Any) -> Any:
-        """The settings, with changes by name; ``quick`` gives a trial run whose numbers mean nothing.
+        """Returns the settings of the study.
 
         A setting inside a group is named ``group.name``, and the group may be a glob: ``{"flow_*.noise_lr": 0.01}``.
+
+        Args:
+            quick: Use the settings of a trial run, whose numbers mean nothing.
+            changes: Settings to change, by name.
         """
         settings = self.settings(**(self.quick if quick else {}))
         for name, value in changes.items():
             glob, _, inner = name.partition(".")
-            known: dict[str, Any] = {one: part for one, part in vars(settings).items() if is_dataclass(part)}
-            groups = {group: part for group, part in known.items() if inner and fnmatchcase(group, glob)}
+            nested: dict[str, Any] = {key: part for key, part in vars(settings).items() if is_dataclass(part)}
+            groups = {key: part for key, part in nested.items() if inner and fnmatchcase(key, glob)}
             if inner and not groups:
-                raise FlowBNNError(f"there is no setting '{name}'{nearest(glob, known)}", argument=name)
-            parts = {group: replace(part, **{inner: value}) for group, part in groups.items()}
-            settings = replace(settings, **(parts or {name: value}))
+                raise FlowBNNError(f"there is no setting '{name}'{nearest(glob, nested)}", argument=name)
+            updates = {key: replace(part, **{inner: value}) for key, part in groups.items()}
+            settings = replace(settings, **(updates or {name: value}))
         return settings
 
 
@@ -359,12 +427,12 @@ STUDIES: dict[str, Study] = {}
 
 
 def studies() -> list[Study]:
-    """Every study there is."""
+    """Returns all registered studies."""
     return list(STUDIES.values())
 
 
 def get_study(name: str) -> Study:
-    """A study by its name.
+    """Returns a study by its name.
 
     >>> import flowbnn_studies
     >>> get_study("two-cluster")
@@ -377,5 +445,5 @@ def get_study(name: str) -> Study:
 
 
 def register_study(study: Study) -> None:
-    """Add a study of your own; with several processes the module that registers it must be imported by each."""
+    """Adds a study. With several processes, every process must import the module that registers it."""
     STUDIES[study.name] = study

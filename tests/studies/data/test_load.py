@@ -11,7 +11,7 @@ import torch
 
 from flowbnn.errors import FlowBNNError
 from flowbnn_studies.data import data_folder, load_images
-from flowbnn_studies.data.images import SOURCES
+from flowbnn_studies.data.images import DATASETS
 from flowbnn_studies.data.load import load_source
 from image_files import (
     binary,
@@ -228,18 +228,18 @@ def test_the_folder_comes_from_the_argument_then_the_environment_then_the_cache(
 
 
 def test_the_published_sets_are_described_whole():
-    pieces = [piece for source in SOURCES.values() for split in source.splits.values() for piece in split]
+    pieces = [piece for source in DATASETS.values() for split in source.splits.values() for piece in split]
     digests = [digest for piece in pieces for digest in (piece.pixels, piece.labels)]
     assert len(set(digests)) == len(digests) == 20
     assert all(len(digest) == 64 and int(digest, 16) for digest in digests)
     assert {
-        name: [sum(p.count for p in s) for s in source.splits.values()] for name, source in SOURCES.items()
+        name: [sum(p.count for p in s) for s in source.splits.values()] for name, source in DATASETS.items()
     } == {
         "mnist": [60_000, 10_000],
         "fashion-mnist": [60_000, 10_000],
         "cifar10": [50_000, 10_000],
     }
-    for source in SOURCES.values():
+    for source in DATASETS.values():
         assert len(source.classes) == 10
         assert len(source.mean) == len(source.deviation) == source.shape[0]
         assert all(len(wanted.md5) == 32 and len(wanted.mirrors) > 1 for wanted in source.downloads)

@@ -8,13 +8,13 @@ import torch
 
 import flowbnn_studies.data
 from flowbnn_studies.data import CORRUPTIONS, ImageSet
-from flowbnn_studies.data.images import SOURCES
+from flowbnn_studies.data.images import DATASETS
 
 PAGE = (Path(__file__).parents[3] / "docs" / "data.md").read_text()
 
 
 def generated(name: str, split: str = "train") -> ImageSet:
-    source = SOURCES[name]
+    source = DATASETS[name]
     number = 6000 if split == "train" else 50
     images = torch.randint(0, 256, (number, *source.shape), dtype=torch.uint8)
     return ImageSet(
@@ -40,9 +40,9 @@ def test_its_table_of_corruptions_is_the_codes(kind):
     assert tuple(float(cell) for cell in row.split("|")) == CORRUPTIONS[kind]
 
 
-@pytest.mark.parametrize("name", SOURCES)
+@pytest.mark.parametrize("name", DATASETS)
 def test_its_table_of_sets_is_the_codes(name):
-    source = SOURCES[name]
+    source = DATASETS[name]
     (row,) = re.findall(rf"^\| `{name}` \|(.*)\|$", PAGE, re.MULTILINE)
     shape, counts, constants = row.split("|")
     assert "x".join(map(str, source.shape)) in shape

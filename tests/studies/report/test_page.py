@@ -13,7 +13,7 @@ import pytest
 import flowbnn_studies.report
 from flowbnn.errors import FlowBNNError
 from flowbnn_studies.report import save_figures, write_markdown, write_report
-from flowbnn_studies.report.tables import SOURCES, make_tables
+from flowbnn_studies.report.tables import REFERENCES, make_tables
 
 VOID = {"meta", "link", "br", "img", "hr", "input"}
 LOADS = {"src", "srcset", "data", "poster", "action", "background"}
@@ -98,7 +98,7 @@ def test_whole_page(page: str, two_clusters: dict[str, Any], digits: dict[str, A
 def test_nothing_is_loaded(page: str) -> None:
     reader = Reader(page)
     assert all(load.startswith(("data:", "#")) for load in reader.loads)
-    cited = [source.link for source in SOURCES if source.link]  # to be clicked on, nothing more
+    cited = [source.link for source in REFERENCES if source.link]  # to be clicked on, nothing more
     assert [link for link in reader.links if not link.startswith("#")] == cited
     assert "http://" not in page
     assert page.count("https://") == len(cited)

@@ -8,7 +8,15 @@ from flowbnn.compare.candidates import CANDIDATES
 from flowbnn.methods import METHODS
 from flowbnn_studies import get_study
 from flowbnn_studies.images.settings import image_variants
-from flowbnn_studies.report.canvas import CLASSES, COLOURS, KINDS, STEPS, assign_colours, kind_of, light
+from flowbnn_studies.report.canvas import (
+    CLASSES,
+    COLOURS,
+    METHOD_FAMILIES,
+    STEPS,
+    assign_colours,
+    family_of,
+    light_colour,
+)
 from flowbnn_studies.report.page import make_plot, page_colours
 
 
@@ -21,18 +29,18 @@ def test_every_method_of_every_study_has_its_colour() -> None:
         "flow": "vermillion",
         "mixture": "purple",
     }
-    variants = [one for one in image_variants("LeNet", (1, 1)) if one.shown]
-    variants += [one for one in get_study("digits").variants(None) if one.shown]
+    variants = [one for one in image_variants("LeNet", (1, 1)) if one.in_table]
+    variants += [one for one in get_study("digits").variants(None) if one.in_table]
     variants += get_study("two-clusters").variants(None)
     for variant in variants:
         (name,) = [name for name in expected if name in variant.key.split("-")]
-        kind = kind_of(variant.method)
+        kind = family_of(variant.method)
         assert kind is not None, variant.label
         assert kind.colour == expected[name], variant.label
     kinds: dict[str, set[str]] = {}
-    assert all(kind_of(method) is not None for method in METHODS)
+    assert all(family_of(method) is not None for method in METHODS)
     for rival in CANDIDATES:
-        kind = kind_of(rival.method_name)
+        kind = family_of(rival.method_name)
         assert kind is not None, rival.label
         kinds.setdefault(rival.method.name, set()).add(kind.name)
     assert kinds.pop("node-noise") == {"Gaussian noise", "mixture noise", "flow noise"}
@@ -50,10 +58,10 @@ def test_every_method_of_every_study_has_its_colour() -> None:
 
 
 def test_no_two_kinds_share_a_colour_and_no_class_has_that_of_a_method() -> None:
-    colours = {kind.colour for kind in KINDS}
-    assert len(colours) == len(KINDS)
+    colours = {kind.colour for kind in METHOD_FAMILIES}
+    assert len(colours) == len(METHOD_FAMILIES)
     assert not colours & {*CLASSES, "sky", "teal"}
-    assert len({light(name) for name in COLOURS}) == len(COLOURS)
+    assert len({light_colour(name) for name in COLOURS}) == len(COLOURS)
     for count in range(3, 9):
         rows = [{"label": f"length {number}", "method": "node-noise-planar"} for number in range(count)]
         assert len(set(assign_colours(rows).values())) == count
@@ -98,7 +106,7 @@ def test_contrast(scheme: int) -> None:
     for ground in ("surface", "page"):
         for text in ("ink", "muted", "accent"):
             assert contrast(COLOURS[text][scheme], COLOURS[ground][scheme]) >= 4.5, text
-    for name in {*(kind.colour for kind in KINDS), *CLASSES}:
+    for name in {*(kind.colour for kind in METHOD_FAMILIES), *CLASSES}:
         assert contrast(COLOURS[name][scheme], COLOURS["surface"][scheme]) >= 2.9, name
     for name in STEPS:
         assert contrast(COLOURS[name][scheme], COLOURS["surface"][scheme]) >= 1.9, name

@@ -4,7 +4,7 @@ import re
 from typing import Any
 
 from flowbnn_studies.report import console_lines, write_markdown, write_report
-from flowbnn_studies.report.tables import best_numbers, compare_table, make_tables
+from flowbnn_studies.report.tables import best_numbers, comparison_table, make_tables
 
 
 def one_line(lines: list[str]) -> str:
@@ -58,18 +58,23 @@ def test_the_ece_is_among_the_first_three_columns(flow_length: dict[str, Any]) -
 
 
 def test_comparisons_mark_what_excludes_zero(lenet: dict[str, Any]) -> None:
-    compared = compare_table(lenet)
+    compared = comparison_table(lenet)
     assert compared is not None
     heads, rows = compared
     assert heads == ["Accuracy ↑", "ECE ↓"]
     table: dict[str, list[Any]] = dict(rows)
     clear, unclear = table["flow − Gaussian"]
-    assert (clear.mean, clear.span, clear.p, clear.clear) == ("+0.020", "+0.010 to +0.030", "p 0.062", True)
-    assert not unclear.clear
+    assert (clear.mean, clear.span, clear.p, clear.significant) == (
+        "+0.020",
+        "+0.010 to +0.030",
+        "p 0.062",
+        True,
+    )
+    assert not unclear.significant
     missing, bare = table["Gaussian − plain"]
     assert missing is None
-    assert (bare.span, bare.p, bare.clear) == ("", "", False)
-    assert compare_table({**lenet, "comparisons": []}) is None
+    assert (bare.span, bare.p, bare.significant) == ("", "", False)
+    assert comparison_table({**lenet, "comparisons": []}) is None
 
 
 def test_markdown_holds_every_number_and_word(
