@@ -46,11 +46,11 @@ from flowbnn.errors import FlowBNNError
 from flowbnn.methods.fitting import (
     NOISE_RATE,
     FitOptions,
-    Logged,
-    Schedule,
+    LossAndLogs,
+    SchedulerFactory,
     check_loader,
+    make_optimizer,
     negative_log_likelihood,
-    optimizer_for,
     prepare,
     train_posterior,
 )
@@ -89,7 +89,7 @@ class Method:
     epochs: Annotated[int, Ge(0)] = 20
     lr: Positive = 1e-3
     optimizer: Callable[..., torch.optim.Optimizer] | None = None
-    schedule: Schedule | None = None
+    schedule: SchedulerFactory | None = None
     prior_scale: Positive = 1.0
 
     def __init_subclass__(cls, **more: Any) -> None:
@@ -161,13 +161,15 @@ class Method:
         posterior = PointPosterior(model.eval(), likelihood)
         if self.epochs:
             if weight_decay is None:
-                weight_decay = 1.0 / (self.prior_scale**2 * run.count(loader)) if self.has_prior else 0.0
+                weight_decay = (
+                    1.0 / (self.prior_scale**2 * run.num_examples(loader)) if self.has_prior else 0.0
+                )
             weights = [parameter for parameter in model.parameters() if parameter.requires_grad]
             groups = [
                 {"params": weights, "lr": self.lr, "weight_decay": weight_decay},
                 {"params": list(likelihood.parameters()), "lr": self.noise_rate, "weight_decay": 0.0},
             ]
-            engine, loss = optimizer_for(groups, self.optimizer), partial(self._loss(model), likelihood)
+            engine, loss = make_optimizer(groups, self.optimizer), partial(self._loss(model), likelihood)
             posterior.history = train_posterior(
                 posterior, loss, engine, loader, run, self.schedule, check_batch=check
             )
@@ -175,7 +177,7 @@ class Method:
             fit_residual_scale(model, likelihood, loader)
         return posterior
 
-    def _loss(self, model: nn.Module) -> Callable[..., Logged]:
+    def _loss(self, model: nn.Module) -> Callable[..., LossAndLogs]:
         """What :meth:`start` minimises: of the likelihood and what an :class:`Objective`'s loss takes."""
         return negative_log_likelihood
 

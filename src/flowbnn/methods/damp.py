@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from flowbnn.batches import device_of, split_batch, take
 from flowbnn.likelihoods import Likelihood
 from flowbnn.methods.base import PointMethod, register_method
-from flowbnn.methods.fitting import Logged, Outputs, negative_log_likelihood
+from flowbnn.methods.fitting import Forward, LossAndLogs, negative_log_likelihood
 from flowbnn.options import Count, Positive, options
 from flowbnn.posterior.weights import StandIns
 from flowbnn.training import Clock
@@ -42,7 +42,7 @@ class DAMP(PointMethod):
     scale: Positive = 0.2
     parts: Count = 1
 
-    def _loss(self, model: nn.Module) -> Callable[..., Logged]:
+    def _loss(self, model: nn.Module) -> Callable[..., LossAndLogs]:
         return partial(_perturbed, model, self.scale, self.parts)
 
 
@@ -51,10 +51,10 @@ def _perturbed(
     scale: float,
     parts: int,
     likelihood: Likelihood,
-    outputs_of: Outputs,
+    forward: Forward,
     batch: Any,
     clock: Clock,
-) -> Logged:
+) -> LossAndLogs:
     """The loss of a batch at perturbed weights, whose gradients in these go to the weights themselves."""
     held = [part._parameters for part in model.modules()]
     places = [
@@ -72,8 +72,6 @@ def _perturbed(
             if id(own) not in moved:
                 moved[id(own)] = own + scale * own.detach() * torch.randn_like(own)
         with StandIns((each, key, moved[id(own)]) for each, key, own in places):
-            loss, _ = negative_log_likelihood(
-                likelihood, outputs_of, take(split_batch(batch), low, high), clock
-            )
+            loss, _ = negative_log_likelihood(likelihood, forward, take(split_batch(batch), low, high), clock)
         total = total + loss * ((high - low) / rows)
     return total, {"log_likelihood": -total.detach()}

@@ -87,7 +87,7 @@ class MCDropout(Method):
         rates = [part.p for part in own_dropout(model)]
         own = bool(rates) and self.rate is None and self.layers is None
         rate = sum(rates) / len(rates) if own else 0.1 if self.rate is None else self.rate
-        decay = (1.0 - rate) / (self.prior_scale**2 * run.count(loader))
+        decay = (1.0 - rate) / (self.prior_scale**2 * run.num_examples(loader))
         if own:
             point = self.start(without_nested(model), loader, run, decay)
             inputs = move(first_batch(loader, run.seed)[0], device_of(point.model), dtype_of(point.model))

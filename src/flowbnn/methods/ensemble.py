@@ -56,12 +56,12 @@ class DeepEnsemble(Method):
     def fit(self, network: nn.Module, loader: Iterable[Any], **given: Any) -> "EnsemblePosterior":
         """As :meth:`Method.fit`."""
         plain, run = self.setup(network, loader, given)
-        seed = run.some_seed
+        seed = run.resolve_seed()
         points: list[PointPosterior] = []
         for index in range(self.members):
             own = (seed * 1_000_003 + index) % 2**32
             member = self._started(plain, own, tell=not points)
-            part = run.part(f"member-{index}", f"member {index + 1} of {self.members}", seed=own)
+            part = run.for_stage(f"member-{index}", f"member {index + 1} of {self.members}", seed=own)
             with preserve_rng_state(loader):
                 for generator in loader_generators(loader):
                     generator.manual_seed(own)

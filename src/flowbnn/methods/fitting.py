@@ -72,20 +72,19 @@ class FitOptions(TrainingOptions):
         super().__post_init__()
         object.__setattr__(self, "validation", as_loader(self.validation))
 
-    @property
-    def some_seed(self) -> int:
-        """The seed; where none is given, a number of torch's generator."""
+    def resolve_seed(self) -> int:
+        """Returns the seed, or a random one from torch's generator if none is set."""
         return new_seed() if self.seed is None else self.seed
 
-    def count(self, loader: Iterable[Any]) -> int:
-        """The number of training examples."""
+    def num_examples(self, loader: Iterable[Any]) -> int:
+        """Returns the number of training examples."""
         number = count_data(loader) if self.num_data is None else self.num_data
         if not number:
             raise FlowBNNError("the loader gives no examples", kind="loader", argument="loader")
         return number
 
-    def part(self, name: str, description: str, **changes: Any) -> "FitOptions":
-        """The options of one of several trainings, whose file lies by its name in the folder ``checkpoint``."""
+    def for_stage(self, name: str, description: str, **changes: Any) -> "FitOptions":
+        """Returns the options of one of several training runs, which has its own file in the folder ``checkpoint``."""
         folder, board = self.checkpoint, self.tensorboard
         if folder is not None:
             changes["checkpoint"] = Path(str(folder).removesuffix(".safetensors")) / f"{name}.safetensors"
@@ -94,10 +93,10 @@ class FitOptions(TrainingOptions):
         return replace(self, description=description, **changes)
 
 
-Outputs = Callable[[Any], Tensor]
-Logged = tuple[Tensor, dict[str, Tensor]]
-Schedule = Callable[[torch.optim.Optimizer, int], Any]
-Loss = Callable[[Outputs, Any, Clock], Logged]
+Forward = Callable[[Any], Tensor]
+LossAndLogs = tuple[Tensor, dict[str, Tensor]]
+SchedulerFactory = Callable[[torch.optim.Optimizer, int], Any]
+Loss = Callable[[Forward, Any, Clock], LossAndLogs]
 
 
 class Objective(nn.Module):
@@ -108,9 +107,9 @@ class Objective(nn.Module):
     Args:
         network: or a module around it that holds other parameters, such as the spread of its weights.
         likelihood: the observation model.
-        loss: ``loss(outputs_of, batch, clock)`` returns the loss and a dictionary of logs; ``outputs_of(inputs)`` runs the network.
+        loss: ``loss(forward, batch, clock)`` returns the loss and a dictionary of logs; ``forward(inputs)`` runs the network.
         check_batch: looks at a batch on the host, where the loss decides nothing there and may be recorded as a CUDA graph.
-        beside: what the loss collects on the way, to be kept in checkpoints.
+        extra_state: what the loss collects on the way, to be kept in checkpoints.
     """
 
     def __init__(
@@ -119,13 +118,17 @@ class Objective(nn.Module):
         likelihood: Likelihood,
         loss: Loss,
         check_batch: Callable[[Any], None] | None = None,
-        beside: nn.Module | None = None,
+        extra_state: nn.Module | None = None,
     ) -> None:
         super().__init__()
         self.network, self.likelihood, self.loss = network, likelihood, loss
-        self.capturable, self.check_batch, self.beside = check_batch is not None, check_batch, beside
+        self.capturable, self.check_batch, self.extra_state = (
+            check_batch is not None,
+            check_batch,
+            extra_state,
+        )
 
-    def forward(self, batch: Any, clock: Clock) -> Logged:
+    def forward(self, batch: Any, clock: Clock) -> LossAndLogs:
         device = device_of(self.network).type
         if not torch.is_autocast_enabled(device):
             return self.loss(self.outputs, batch, clock)
@@ -318,7 +321,7 @@ def validator(
     return validate
 
 
-def optimizer_for(
+def make_optimizer(
     groups: list[dict[str, Any]], optimizer: Callable[..., torch.optim.Optimizer] | None
 ) -> torch.optim.Optimizer:
     """The optimizer of the groups that have parameters; Adam unless given, fused for all the small vectors of the noise."""
@@ -331,7 +334,7 @@ def optimizer_for(
     return made
 
 
-def steps_of(loader: Any, epochs: int, what: str) -> int:
+def total_steps(loader: Any, epochs: int, what: str) -> int:
     """The number of steps of a run, for what has to know it ahead."""
     check_loader(loader, planned=what)
     return len(loader) * epochs
@@ -340,47 +343,47 @@ def steps_of(loader: Any, epochs: int, what: str) -> int:
 def train_posterior(
     posterior: Posterior,
     loss: Loss,
-    engine: torch.optim.Optimizer,
+    optimizer: torch.optim.Optimizer,
     loader: Any,
     options: FitOptions,
-    schedule: Schedule | None = None,
+    schedule: SchedulerFactory | None = None,
     samples: int = 1,
     *,
-    around: nn.Module | None = None,
-    beside: nn.Module | None = None,
+    module: nn.Module | None = None,
+    extra_state: nn.Module | None = None,
     settings: dict[str, Any] | None = None,
     check_batch: Callable[[Any], None] | None = None,
-    until: Callable[[History], int] | None = None,
+    num_epochs: Callable[[History], int] | None = None,
 ) -> History:
     """Train the network and the likelihood of a posterior as one, and leave the network ready to predict.
 
     Args:
         samples: of the predictions for the validation data.
-        around: what is trained where that is more than the network: a module that holds it as ``network`` beside other parameters.
+        module: what is trained where that is more than the network: a module that holds it as ``network`` beside other parameters.
         settings: plain values of the method, kept in the checkpoint, so that a resumed run warns of those that have changed.
-        beside, check_batch: as in :class:`Objective`.
-        until: as in :func:`~flowbnn.training.train`.
+        extra_state, check_batch: as in :class:`Objective`.
+        num_epochs: as in :func:`~flowbnn.training.train`.
     """
     validate = validator(posterior, options.validation, samples)
-    model = posterior.model if around is None else around
+    model = posterior.model if module is None else module
     model.train()
     planned = None
     if schedule is not None:
-        steps = steps_of(loader, options.epochs, "a learning-rate schedule")
+        steps = total_steps(loader, options.epochs, "a learning-rate schedule")
         planned = call_factory(
-            schedule, engine, steps, name="schedule", kind=torch.optim.lr_scheduler.LRScheduler
+            schedule, optimizer, steps, name="schedule", kind=torch.optim.lr_scheduler.LRScheduler
         )
     history = train(
-        Objective(model, posterior.likelihood, loss, check_batch, beside),
-        engine,
+        Objective(model, posterior.likelihood, loss, check_batch, extra_state),
+        optimizer,
         loader,
         options,
         schedule=planned,
         validate=validate,
         settings=settings,
         structure={name: _settings_of(layer.recipe) for name, layer in noise_layers(posterior.model).items()},
-        name_prefix="network" if around is None else "network.network",
-        num_epochs=until,
+        name_prefix="network" if module is None else "network.network",
+        num_epochs=num_epochs,
     )
     model.eval()
     return history
@@ -395,16 +398,18 @@ def _settings_of(recipe: Any) -> dict[str, Any]:
     return {"recipe": type(recipe).__name__, **plain}
 
 
-def negative_log_likelihood(likelihood: Likelihood, outputs_of: Outputs, batch: Any, clock: Clock) -> Logged:
+def negative_log_likelihood(
+    likelihood: Likelihood, forward: Forward, batch: Any, clock: Clock
+) -> LossAndLogs:
     """The loss of a plain network, and its logs."""
     inputs, targets = split_batch(batch)
-    outputs = outputs_of(inputs)
-    if checks_targets(targets, clock):
+    outputs = forward(inputs)
+    if should_check_targets(targets, clock):
         likelihood.check(outputs, targets)
     log_likelihood = mean_log_prob(likelihood, outputs, targets)
     return -log_likelihood, {"log_likelihood": log_likelihood.detach()}
 
 
-def checks_targets(targets: Tensor, clock: Clock) -> bool:
+def should_check_targets(targets: Tensor, clock: Clock) -> bool:
     """Whether targets are checked in this step: on a GPU, where that waits for the device, in the first epoch only."""
     return not clock.recording and (clock.epoch == 0 or targets.device.type == "cpu")

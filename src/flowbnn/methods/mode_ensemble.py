@@ -88,13 +88,13 @@ class ModeEnsemble(Method):
     def fit(self, network: nn.Module, loader: Iterable[Any], **given: Any) -> "ModePosterior":
         """As :meth:`Method.fit`."""
         plain, run = self.setup(network, loader, given)
-        seed = run.some_seed
+        seed = run.resolve_seed()
         trial, first, check = prepare(plain, loader, run.likelihood, seed, self.epochs > 0)
         if self.width == "laplace":
             check_likelihood(trial, "sampled")
         if run.validation is not None:
             first_batch(run.validation, use="validation")
-        number = run.count(loader)
+        number = run.num_examples(loader)
         data = gather(loader, check, seed)
         point = self.start(plain, loader, run, weight_decay=1.0 / number)
         model, likelihood = point.model.eval(), point.likelihood

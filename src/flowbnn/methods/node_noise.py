@@ -15,7 +15,7 @@ from torch import nn
 from flowbnn.convert import to_stochastic
 from flowbnn.errors import FlowBNNError
 from flowbnn.methods.base import FitOptions, register_method
-from flowbnn.methods.fitting import Schedule
+from flowbnn.methods.fitting import SchedulerFactory
 from flowbnn.methods.variational.base import FLOWS, FlowName, Variational, fit
 from flowbnn.noise import NormalAffine, Recipe
 from flowbnn.options import Count, NonNegative, Positive, accepts_options_of, options
@@ -54,7 +54,7 @@ class NodeNoise(Variational):
     joint: Literal["full", "chain", "low-rank", "layers"] | None = field(default=None, kw_only=True)
     base_scale: Positive = field(default=0.1, kw_only=True)
     noise_lr: Positive | None = field(default=None, kw_only=True)  # type: ignore[assignment]
-    schedule: Schedule | Literal["cosine"] | None = field(default="cosine", kw_only=True)  # type: ignore[assignment]
+    schedule: SchedulerFactory | Literal["cosine"] | None = field(default="cosine", kw_only=True)  # type: ignore[assignment]
     gamma: NonNegative = field(default=0.0, kw_only=True)
     prior_scale: Positive = field(default=0.5, kw_only=True)
 

@@ -25,11 +25,11 @@ from flowbnn.errors import FlowBNNError, warn
 from flowbnn.likelihoods import learns_noise
 from flowbnn.methods.base import FitOptions, Method, register_method
 from flowbnn.methods.fitting import (
-    Logged,
-    Outputs,
+    Forward,
+    LossAndLogs,
     negative_log_likelihood,
     prepare,
-    steps_of,
+    total_steps,
     train_posterior,
 )
 from flowbnn.methods.layer_modes import normalizers, statistics, trained_parameters, without_dropout
@@ -90,7 +90,7 @@ class SGLD(Method):
     def fit(self, network: nn.Module, loader: Iterable[Any], **given: Any) -> "SGLDPosterior":
         """As :meth:`Method.fit`; what is validated at each epoch is the present network."""
         model, run = self.setup(network, loader, given, "sampling by SGLD")
-        total, number = steps_of(loader, self.epochs, "SGLD"), run.count(loader)
+        total, number = total_steps(loader, self.epochs, "SGLD"), run.num_examples(loader)
         plan = self.plan(total)
         if run.early_stop is not None or len(plan.kept) < self.samples:
             reason = (
@@ -112,10 +112,10 @@ class SGLD(Method):
         level = likelihood.log_scale if learns_noise(likelihood) else None
         snapshots = Snapshots(model, level, sorted(plan.kept))
 
-        def loss(outputs_of: Outputs, batch: Any, clock: Clock) -> Logged:
+        def loss(forward: Forward, batch: Any, clock: Clock) -> LossAndLogs:
             snapshots.look(clock.step)
             engine.adapts = not plan.samples_at(clock.step)
-            found, logs = negative_log_likelihood(likelihood, outputs_of, batch, clock)
+            found, logs = negative_log_likelihood(likelihood, forward, batch, clock)
             return found + snapshots.energy() / number, logs
 
         def schedule(optimizer: torch.optim.Optimizer, total: int) -> LambdaLR:
@@ -123,7 +123,7 @@ class SGLD(Method):
 
         point = PointPosterior(model, likelihood)
         with without_dropout(model):
-            history = train_posterior(point, loss, engine, loader, run, schedule, beside=snapshots)
+            history = train_posterior(point, loss, engine, loader, run, schedule, extra_state=snapshots)
         snapshots.look(total)
         self._warn_of_divergence(history, sum(p.numel() for p in trained_parameters(model).values()) / number)
         members = snapshots.stacked()

@@ -17,7 +17,7 @@ from torch.distributions import LowRankMultivariateNormal
 from flowbnn.errors import FlowBNNError
 from flowbnn.likelihoods import Gaussian, Likelihood
 from flowbnn.methods.base import FitOptions, Method, register_method
-from flowbnn.methods.fitting import Logged, Outputs, negative_log_likelihood, prepare, train_posterior
+from flowbnn.methods.fitting import Forward, LossAndLogs, negative_log_likelihood, prepare, train_posterior
 from flowbnn.methods.layer_modes import normalizers, refresh, statistics, trained_parameters
 from flowbnn.options import Bounds, Count, Ge, Positive, accepts_options_of, options
 from flowbnn.posterior.base import Posterior
@@ -74,16 +74,16 @@ class SWAG(Method):
                 argument="epochs",
             )
         if first:
-            point = self.start(model, loader, run.part("training", "training", epochs=first))
+            point = self.start(model, loader, run.for_stage("training", "training", epochs=first))
         else:
             point = PointPosterior(model, prepare(model, loader, run.likelihood, run.seed)[0])
         before = point.history
         moments = Moments(model, self.rank)
-        history = self._walk(moments, point, loader, run.part("walk", "walk", epochs=left))
+        history = self._walk(moments, point, loader, run.for_stage("walk", "walk", epochs=left))
         joined = History(
             before.records + history.records, before.steps + history.steps, before.seconds + history.seconds
         )
-        seed = run.some_seed
+        seed = run.resolve_seed()
         posterior = SWAGPosterior(model, point.likelihood, *moments.result(), self.scale, joined, None, seed)
         with torch.no_grad():
             for name, value in named_parts(posterior.mean, posterior.shapes).items():
@@ -109,18 +109,18 @@ class SWAG(Method):
         weights: dict[str, Any] = {
             "params": list(trained_parameters(model).values()),
             "lr": self.swag_lr * noise_variance(model, likelihood),
-            "weight_decay": 1.0 / (self.prior_scale**2 * run.count(loader)),
+            "weight_decay": 1.0 / (self.prior_scale**2 * run.num_examples(loader)),
         }
         learned = [parameter for parameter in likelihood.parameters() if parameter.requires_grad]
         groups: list[dict[str, Any]] = [weights, {"params": learned}] if learned else [weights]
         engine = torch.optim.SGD(groups, lr=self.swag_lr, momentum=self.momentum)
 
-        def loss(outputs_of: Outputs, batch: Any, clock: Clock) -> Logged:
+        def loss(forward: Forward, batch: Any, clock: Clock) -> LossAndLogs:
             if self._due(clock, int(moments.count)):
                 moments.collect(model)
-            return negative_log_likelihood(likelihood, outputs_of, batch, clock)
+            return negative_log_likelihood(likelihood, forward, batch, clock)
 
-        history = train_posterior(point, loss, engine, loader, run, beside=moments)
+        history = train_posterior(point, loss, engine, loader, run, extra_state=moments)
         moments.collect(model)
         return history
 

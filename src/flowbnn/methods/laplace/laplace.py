@@ -92,7 +92,7 @@ class Laplace(Method):
         scale = None if isinstance(self.prior_scale, str) else float(self.prior_scale)
         point = PointPosterior(model, likelihood)
         if self.epochs:
-            point = self.start(model, loader, options, 1.0 / ((scale or 1.0) ** 2 * options.count(loader)))
+            point = self.start(model, loader, options, 1.0 / ((scale or 1.0) ** 2 * options.num_examples(loader)))
         model, likelihood = model.eval(), point.likelihood
 
         def batches(description: str) -> Any:
@@ -107,7 +107,7 @@ class Laplace(Method):
             check=check,
             structure=self.structure,
             hessian=self.curvature,
-            seed=options.some_seed,
+            seed=options.resolve_seed(),
             num_data=options.num_data,
         )
         prior = PriorSearch(scale, self.per_layer, learns_noise(likelihood))

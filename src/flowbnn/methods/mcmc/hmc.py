@@ -100,10 +100,10 @@ class ChainMethod(Method):
         """
         kind = type(self).__name__
         model, run = self.setup(network, loader, given, f"training the start of {kind}")
-        seed = run.some_seed
+        seed = run.resolve_seed()
         trains = self.over == "weights" or self.epochs > 0
         trial, _, check = prepare(model, loader, run.likelihood, seed, trains)
-        data, number = gather(loader, check, seed), run.count(loader)
+        data, number = gather(loader, check, seed), run.num_examples(loader)
         self._try_out(self.potential(model, trial, take(data, 0, 256), 256), run)
         trained = any(parameter.requires_grad for parameter in model.parameters())
         point = (self if trained else replace(self, epochs=0)).start(model, loader, run)

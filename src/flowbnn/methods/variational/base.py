@@ -16,13 +16,13 @@ from flowbnn.likelihoods import learns_noise
 from flowbnn.methods.base import FitOptions, Method
 from flowbnn.methods.fitting import (
     NOISE_RATE,
-    Logged,
-    Outputs,
-    Schedule,
-    checks_targets,
-    optimizer_for,
+    Forward,
+    LossAndLogs,
+    SchedulerFactory,
+    make_optimizer,
     prepare,
     settle_units,
+    should_check_targets,
     train_posterior,
     validator,
 )
@@ -125,22 +125,22 @@ def fit_elbo(
     level = likelihood.log_scale if learns_noise(likelihood) else None
     groups = [*groups, {"name": "points", "params": points, "lr": method.lr}]
     groups.append({"name": "likelihood", "params": extra, "lr": max(method.noise_lr, method.noise_rate)})
-    engine = optimizer_for(groups, method.optimizer)
-    number = run.count(loader)
+    engine = make_optimizer(groups, method.optimizer)
+    number = run.num_examples(loader)
     objective = ELBO(likelihood, number, method.beta)
 
-    def loss(outputs_of: Outputs, batch: Any, clock: Clock) -> Logged:
+    def loss(forward: Forward, batch: Any, clock: Clock) -> LossAndLogs:
         inputs, targets = split_batch(batch)
-        outputs = outputs_of(inputs)
-        if checks_targets(targets, clock):
+        outputs = forward(inputs)
+        if should_check_targets(targets, clock):
             likelihood.check(outputs, targets)
         correction: Tensor | float = 0.0
         if level is not None:
             with torch.no_grad():
-                other = outputs_of(inputs)
+                other = forward(inputs)
             correction = draw_variance_term(level, outputs, other)
         if samples > 1:  # each with weights of its own, which all examples share
-            outputs = torch.cat([outputs, *(outputs_of(inputs) for _ in range(samples - 1))])
+            outputs = torch.cat([outputs, *(forward(inputs) for _ in range(samples - 1))])
             targets = repeat(targets, samples)
         known = Divergences({}, divergence())
         terms = objective.terms(outputs, targets, known, warm_up(clock.progress, method.warmup))
@@ -156,7 +156,7 @@ def fit_elbo(
         run,
         method.schedule,
         VALIDATION_SAMPLES,
-        around=around,
+        module=around,
         settings=settings,
         check_batch=check,
     )
@@ -179,7 +179,7 @@ def fit(
     gamma: NonNegative = 0.0,
     samples: Count = 1,
     optimizer: Callable[..., torch.optim.Optimizer] | None = None,
-    schedule: Schedule | Literal["cosine"] | None = "cosine",
+    schedule: SchedulerFactory | Literal["cosine"] | None = "cosine",
     validation_samples: Count = 8,
     **given: Any,
 ) -> NoisePosterior:
@@ -260,7 +260,7 @@ def fit(
         )
     with preserve_rng_state(loader, run.seed or 0):
         fit_residual_scale(model, chosen, loader)
-    objective = ELBO(chosen, run.count(loader), beta, gamma)
+    objective = ELBO(chosen, run.num_examples(loader), beta, gamma)
     posterior, before = NoisePosterior(model, chosen), None
     if validator(posterior, run.validation, validation_samples) is not None:  # which tries the first batch
         before = plain_log_likelihoods(posterior, run.validation)  # type: ignore[arg-type]
@@ -279,9 +279,9 @@ def fit(
         group["betas"] = (0.9, 0.99)
         if group["name"] == "likelihood":
             group["lr"] = max(group["lr"], NOISE_RATE)
-    engine = optimizer_for(groups, optimizer)
+    engine = make_optimizer(groups, optimizer)
 
-    def loss(outputs_of: Outputs, batch: Any, clock: Clock) -> Logged:
+    def loss(forward: Forward, batch: Any, clock: Clock) -> LossAndLogs:
         nonlocal ceiling
         some, targets = split_batch(batch)
         if level is not None:
@@ -290,7 +290,7 @@ def fit(
             with torch.no_grad():
                 level.clamp_(max=ceiling)
         scale = warm_up(clock.progress, warmup)
-        terms = objective(model, some, targets, scale, samples, outputs_of, checks_targets(targets, clock))
+        terms = objective(model, some, targets, scale, samples, forward, should_check_targets(targets, clock))
         return terms.loss, terms.logs()
 
     settings = {"beta": beta, "gamma": gamma, "warmup": warmup, "samples": samples}
@@ -306,7 +306,7 @@ def fit(
             validation_samples,
             settings=settings,
             check_batch=check_batch,
-            until=pace,
+            num_epochs=pace,
         )
     for layer in noise_layers(model).values():
         layer.fitted = True
