@@ -92,7 +92,9 @@ class Laplace(Method):
         scale = None if isinstance(self.prior_scale, str) else float(self.prior_scale)
         point = PointPosterior(model, likelihood)
         if self.epochs:
-            point = self.start(model, loader, options, 1.0 / ((scale or 1.0) ** 2 * options.num_examples(loader)))
+            point = self.start(
+                model, loader, options, 1.0 / ((scale or 1.0) ** 2 * options.num_examples(loader))
+            )
         model, likelihood = model.eval(), point.likelihood
 
         def batches(description: str) -> Any:
