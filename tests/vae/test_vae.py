@@ -9,7 +9,7 @@ from torch.distributions import MultivariateNormal
 
 import flowbnn as fb
 from flowbnn.density import Density
-from flowbnn.density.density import _Objective
+from flowbnn.density.fit import DensityObjective
 from flowbnn.transforms import Amortized, Compose, LULinear, Residual, Sigmoid
 
 FEW = {"epochs": 2, "seed": 0, "progress": False, "accelerator": "cpu"}
@@ -283,7 +283,7 @@ def test_a_step_decides_nothing_on_the_host_and_reads_the_clock_as_a_tensor() ->
 
     x = torch.randint(2, (5, 1, 4, 4), dtype=torch.uint8)
     model = fb.vae.VAE((1, 4, 4), 2, hidden=(4,), posterior="planar", length=2, warmup=0.5)
-    objective = _Objective(Density(model), "likelihood")
+    objective = DensityObjective(Density(model), "likelihood")
     assert objective.capturable
 
     def step(progress, recording=True, epoch=0):

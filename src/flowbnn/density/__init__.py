@@ -1,4 +1,4 @@
-r"""Densities: a flow fitted to data by maximum likelihood, and what it is good for.
+r"""Densities: flows fitted to data by maximum likelihood, and to unnormalized densities by variational inference.
 
 >>> import torch, flowbnn as fb
 >>> data = torch.randn(500, 2, generator=torch.Generator().manual_seed(0)) * torch.tensor([1.0, 30.0])
@@ -9,11 +9,12 @@ r"""Densities: a flow fitted to data by maximum likelihood, and what it is good 
 >>> detector.is_novel(torch.tensor([[0.0, 0.0], [9.0, 900.0]])).tolist()
 [False, True]
 
-What is fitted is any module that, called, gives a distribution: a :class:`~flowbnn.flows.FlowModel`, a variational autoencoder, or one
-of your own. Where its ``log_prob`` is a bound (``lower_bound`` is True), so is everything made of it here.
+A flow is any module that returns a distribution when it is called: a :class:`~flowbnn.flows.FlowModel`, a variational autoencoder, or a
+user-defined module. If its ``log_prob`` is a lower bound (``lower_bound`` is True), so are the densities computed here.
 """
 
-from flowbnn.density.density import Density, DensityOptions, NoveltyDetector, fit_density, load_density
+from flowbnn.density.density import Density, NoveltyDetector, load_density
+from flowbnn.density.fit import DensityOptions, fit_density
 from flowbnn.density.target import fit_target
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""Examples of a density, with their contexts: in memory, or from a loader."""
+"""Examples and their contexts as batches, from tensors, arrays, lists or loaders."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
@@ -14,13 +14,17 @@ from flowbnn.data import TensorLoader
 from flowbnn.errors import FlowBNNError
 from flowbnn.options import Hint, check
 
-LOADER = Annotated[Iterable[Any], Hint("a tensor, an array or a loader")]
-ROWS = 4096  # evaluated at a time
-BESIDE = "a loader gives the context beside the examples; leave out context="
+Loader = Annotated[Iterable[Any], Hint("a tensor, an array or a loader")]
 
 
-def in_memory(data: Any) -> bool:
-    """Whether it is no loader: a list of numbers, or of rows of them, is none, a list of batches is one."""
+def is_in_memory(data: Any) -> bool:
+    """Returns whether data are a tensor, an array, a tuple of them, or a list of numbers.
+
+    A list of tensors, or of tuples that begin with one, is a list of batches. It counts as a loader.
+
+    >>> is_in_memory(torch.zeros(3, 2)), is_in_memory([[0.0, 1.0]]), is_in_memory([torch.zeros(3, 2)])
+    (True, True, False)
+    """
     first = data[0] if isinstance(data, list) and data else None
     while isinstance(first, list | tuple) and first and not isinstance(first[0], np.ndarray):
         first = first[0]
@@ -28,46 +32,68 @@ def in_memory(data: Any) -> bool:
     return rows or isinstance(data, Tensor | np.ndarray | tuple)
 
 
-def loaded(data: Any, context: Any, flow: nn.Module) -> TensorLoader:
-    """Examples, and contexts if there are any, that lie in memory: a tensor or a tuple of them."""
+def make_loader(data: Any, context: Any, flow: nn.Module, batch_size: int = 4096) -> TensorLoader:
+    """Returns a loader of examples in memory and, if given, of their contexts.
+
+    Args:
+        data: Tensor or array of examples, or a tuple of examples and contexts.
+        context: Contexts, one row for each example, or None.
+        flow: Flow that reads the batches.
+        batch_size: Number of examples in a batch.
+    """
     if context is not None and not getattr(flow, "context_dim", 0):
         raise FlowBNNError(
-            f"a context is given, but {type(flow).__name__} has no context_dim", argument="context"
+            f"{type(flow).__name__} takes no context (it has no context_dim)", argument="context"
         )
-    tensors = [as_tensor(one) for one in (data if isinstance(data, tuple) else (data,))]
-    return TensorLoader(*tensors, *(() if context is None else (context,)), batch_size=ROWS)
+    tensors = [as_tensor(values) for values in (data if isinstance(data, tuple) else (data,))]
+    return TensorLoader(*tensors, *(() if context is None else (context,)), batch_size=batch_size)
 
 
 def as_tensor(data: Any) -> Any:
-    """Arrays and lists of numbers as tensors, in the precision they have; a loader would round them. The rest as it is."""
+    """Returns arrays and lists of numbers as tensors of the same precision, and everything else unchanged."""
     with suppress(TypeError, ValueError, RuntimeError):
-        known = data is None or isinstance(data, Tensor)
-        # torch refuses flipped arrays, and warns of those that are read only
-        return data if known else torch.as_tensor(np.require(data, requirements=("C", "W")))
+        if data is None or isinstance(data, Tensor):
+            return data
+        # torch does not accept arrays with negative strides and warns about read-only arrays
+        return torch.as_tensor(np.require(data, requirements=("C", "W")))
     return data
 
 
-def batches(data: Any, context: Any, flow: nn.Module) -> Iterator[tuple[Tensor, Tensor | None]]:
-    """Examples and their contexts, from a tensor or a loader."""
-    if not in_memory(data):
-        check("data", data, LOADER)
-        if context is not None:
-            raise FlowBNNError(BESIDE, argument="context")
-    for batch in loaded(data, context, flow) if in_memory(data) else data:
-        yield pair(batch, flow)
+def iterate_batches(data: Any, context: Any, flow: nn.Module) -> Iterator[tuple[Tensor, Tensor | None]]:
+    """Yields the examples and the context of each batch.
+
+    Args:
+        data: Examples in memory, or a loader.
+        context: Contexts of examples in memory. The batches of a loader contain theirs.
+        flow: Flow that reads the batches.
+    """
+    if is_in_memory(data):
+        data = make_loader(data, context, flow)
+    else:
+        check_loader(data, context)
+    for batch in data:
+        yield split_batch(batch, flow)
 
 
-def pair(batch: Any, flow: nn.Module) -> tuple[Tensor, Tensor | None]:
-    """Examples and context of a batch, as the flow takes them; labels are left out where it takes no context."""
+def check_loader(data: Any, context: Any) -> None:
+    """Raises FlowBNNError if data are no loader, or if a context is given beside one."""
+    check("data", data, Loader)
+    if context is not None:
+        raise FlowBNNError("context= needs data in memory; a loader yields (x, context)", argument="context")
+
+
+def split_batch(batch: Any, flow: nn.Module) -> tuple[Tensor, Tensor | None]:
+    """Returns the examples and the context of a batch on the device of a flow.
+
+    Labels and other tensors are left out. A flow without ``context_dim`` gets no context.
+    """
     if not isinstance(batch, Tensor | tuple | list):
-        found = type(batch).__name__
-        raise FlowBNNError(
-            f"a batch is a tensor, or a tuple that begins with one, not of type {found}", argument="data"
-        )
-    parts = (batch,) if isinstance(batch, Tensor) else tuple(batch)
+        kind = type(batch).__name__
+        raise FlowBNNError(f"a batch must be a tensor or begin with one, got {kind}", argument="data")
+    tensors = (batch,) if isinstance(batch, Tensor) else tuple(batch)
     count = 2 if getattr(flow, "context_dim", 0) else 1
-    for one in parts[:count]:
-        if isinstance(one, Tensor):  # what else there is, is refused where it is moved
-            check("data", one, Tensor)
-    x, *context = move(parts[:count], device_of(flow))
+    for tensor in tensors[:count]:
+        if isinstance(tensor, Tensor):  # `move` refuses everything else
+            check("data", tensor, Tensor)
+    x, *context = move(tensors[:count], device_of(flow))
     return x, move(context[0], x.device, dtype_of(flow)) if context else None

@@ -1,4 +1,4 @@
-r"""Variational inference of any density that is known up to a constant.
+r"""Variational inference of densities that are known up to a constant.
 
 >>> import torch, flowbnn as fb
 >>> fitted = fb.fit_target(fb.flows.Planar(2), lambda x: -0.5 * x.square().sum(-1), epochs=1, progress=False)
@@ -28,12 +28,12 @@ from flowbnn.transforms.base import check_distribution_module, warn_slow_samplin
 
 @dataclass(frozen=True)
 class TargetFit:
-    r"""A flow :math:`q` that stands for a density :math:`p(x) = \tilde p(x) / Z` of which :math:`\log \tilde p` is known.
+    r"""Flow :math:`q` that approximates a density :math:`p(x) = \tilde p(x) / Z` with known :math:`\log \tilde p`.
 
     Args:
-        flow: the fitted module; ``flow()`` is the distribution.
-        log_density: :math:`\log \tilde p`.
-        history: the record of its training, ``elbo`` in it.
+        flow: Fitted module. ``flow()`` returns the distribution :math:`q`.
+        log_density: Unnormalized log-density :math:`\log \tilde p`.
+        history: History of the training, with ``elbo``.
     """
 
     flow: nn.Module
@@ -45,32 +45,38 @@ class TargetFit:
 
     @checked
     def evidence(self, samples: Count = 10_000, seed: Seed = 0) -> dict[str, float]:
-        r"""The ELBO :math:`E_q[\log \tilde p - \log q] \le \log Z`, :math:`\log Z` by importance sampling, and how far to trust it.
+        r"""Estimates the normalizing constant :math:`\log Z` and the reliability of the estimate.
 
-        ``k_hat`` is the shape of the weights' tail: below 0.7 ``log_evidence`` and the flow are usable, above not
-        (:func:`flowbnn.metrics.pareto.log_mean`).
+        Args:
+            samples: Number of draws from the flow.
+            seed: Seed of the draws.
+
+        Returns:
+            ``elbo``, the lower bound :math:`E_q[\log \tilde p - \log q] \le \log Z`, with its standard error ``elbo_error``.
+            ``log_evidence``, an estimate of :math:`\log Z` by importance sampling. ``k_hat``, the tail shape of the importance weights:
+            above 0.7 neither ``log_evidence`` nor the flow is reliable (:func:`flowbnn.metrics.pareto.log_mean`).
         """
         with sampling_context(device_of(self.flow), seed):
-            x, log_prob = _draw(self.flow(), samples)
+            x, log_prob = _sample_with_log_prob(self.flow(), samples)
         log_weights = (self.log_density(x).double() - log_prob.double()).cpu()
-        found = log_mean(log_weights)
+        estimate = log_mean(log_weights)
         return {
             "elbo": float(log_weights.mean()),
             "elbo_error": float(log_weights.std()) / math.sqrt(samples),
-            "log_evidence": found.value,
-            "k_hat": found.k,
+            "log_evidence": estimate.value,
+            "k_hat": estimate.k,
         }
 
 
 @options(kw_only=True, of="fit_target")
 class TargetOptions(TrainingOptions):
-    """What :func:`fit_target` takes besides the flow and the target: the options of the training run, and these.
+    """Options of :func:`fit_target`: those of :class:`~flowbnn.training.TrainingOptions`, and these.
 
     Args:
-        epochs: of 100 steps each.
-        samples: fresh draws in each step.
-        lr: the rate of Adam, which falls to zero along a cosine.
-        warmup: share of the run over which the target's weight grows from 0.01 to 1, so that no mode is lost early
+        epochs: Number of epochs, 100 steps each.
+        samples: Number of fresh draws in each step.
+        lr: Learning rate of Adam. It decays to zero along a cosine.
+        warmup: Share of the training over which the weight of the target grows from 0.01 to 1, so that no mode is lost early
             (Rezende and Mohamed 2015, section 6.1).
     """
 
@@ -84,29 +90,34 @@ class TargetOptions(TrainingOptions):
 
 @checked
 @accepts_options_of(TargetOptions)
-def fit_target(flow: nn.Module, log_density: Callable[[Tensor], Tensor], **given: Any) -> TargetFit:
-    r"""Variational inference of any density: a copy of a flow is fitted by :math:`\max_q E_q[\log \tilde p(x) - \log q(x)]`.
+def fit_target(flow: nn.Module, log_density: Callable[[Tensor], Tensor], **kwargs: Any) -> TargetFit:
+    r"""Fits a copy of a flow to a density known up to a constant, :math:`\max_q E_q[\log \tilde p(x) - \log q(x)]`.
 
     Args:
-        flow: a module that, called, gives a distribution which samples with gradients, such as ``fb.flows.IAF(2)``.
-        log_density: the logarithm of the target, up to a constant, for points whose numbers are on the last axis. It is finite where
-            the flow draws: for a target of positive numbers end the flow with ``Exp``, for one of the unit interval with ``Sigmoid``.
-        given: as in :class:`TargetOptions`: ``epochs``, ``samples``, ``lr``, ``seed``, ``checkpoint``, ``resume`` and the rest.
+        flow: Module that returns a distribution with reparameterized samples when it is called, such as ``fb.flows.IAF(2)``.
+        log_density: Unnormalized log-density of points ``[..., dim]``. It must be finite on the support of the flow: end the flow with
+            ``Exp`` for a target of positive numbers, with ``Sigmoid`` for one on the unit interval.
+        kwargs: Options of :class:`TargetOptions`, such as ``epochs``, ``samples``, ``lr``, ``seed``, ``checkpoint`` and ``resume``.
+
+    Returns:
+        The fitted flow, with its estimate of the normalizing constant.
     """
-    run = TargetOptions(**given)
+    options = TargetOptions(**kwargs)
     check_distribution_module(flow)
     flow = deepcopy(flow)
     if isinstance(flow, FlowModel):
         warn_slow_sampling(flow.transform, type(flow).__name__)
-    steps = [torch.zeros(run.samples, 1)] * 100
-    engine = torch.optim.Adam(flow.parameters(), lr=run.lr, fused=True)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(engine, len(steps) * run.epochs)
-    objective = _Reverse(flow, log_density, run.samples, run.warmup)
-    history = train(objective, engine, steps, run, schedule=schedule, name_prefix="flow")
+    steps = [torch.zeros(options.samples, 1)] * 100
+    optimizer = torch.optim.Adam(flow.parameters(), lr=options.lr, fused=True)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, len(steps) * options.epochs)
+    objective = _ReverseKL(flow, log_density, options.samples, options.warmup)
+    history = train(objective, optimizer, steps, options, schedule=schedule, name_prefix="flow")
     return TargetFit(flow.eval(), log_density, history)
 
 
-class _Reverse(nn.Module):
+class _ReverseKL(nn.Module):
+    r"""Training loss :math:`E_q[\log q(x) - w \log \tilde p(x)]`, with a weight :math:`w` that grows during the warm-up."""
+
     def __init__(
         self, flow: nn.Module, log_density: Callable[[Tensor], Tensor], samples: int, warmup: float
     ) -> None:
@@ -114,38 +125,43 @@ class _Reverse(nn.Module):
         self.flow, self.log_density, self.samples, self.warmup = flow, log_density, samples, warmup
 
     def forward(self, batch: Any, clock: Clock) -> tuple[Tensor, dict[str, Tensor]]:
-        made = self.flow()
-        if getattr(getattr(made, "transform", None), "discrete", False):
-            text = "the flow's draws are integers, which carry no gradient to fit it by; take a flow of real numbers"
-            raise FlowBNNError(text, argument="flow")
-        x, log_prob = _draw(made, self.samples)
-        log_density = self.log_density(x)
-        if not isinstance(log_density, Tensor) or log_density.shape != log_prob.shape:
-            found = (
-                tuple(log_density.shape) if isinstance(log_density, Tensor) else describe_value(log_density)
-            )
+        """Returns the loss of fresh draws and the values to log. The batch is ignored."""
+        distribution = self.flow()
+        if getattr(getattr(distribution, "transform", None), "discrete", False):
             raise FlowBNNError(
-                f"log_density must give a tensor with one number for each point, {tuple(log_prob.shape)} here, not {found}",
-                kind="shape",
-                argument="log_density",
+                "fit_target needs a flow of real numbers, got one of integers", argument="flow"
             )
-        if not x.requires_grad:
-            text = "the flow's draws carry no gradient to fit it by; take one whose rsample passes gradients"
-            raise FlowBNNError(text, argument="flow")
-        if not log_density.requires_grad:
-            text = "log_density gives no gradient in the points: compute it by torch alone, without detach, no_grad or NumPy"
-            raise FlowBNNError(text, argument="log_density")
-        done = float(clock.progress) / self.warmup if self.warmup else 1.0
-        weight = min(1.0, 0.01 + 0.99 * done)
+        x, log_prob = _sample_with_log_prob(distribution, self.samples)
+        log_density = self.log_density(x)
+        _check_log_density(log_density, x, log_prob)
+        fraction = float(clock.progress) / self.warmup if self.warmup else 1.0
+        weight = min(1.0, 0.01 + 0.99 * fraction)
         elbo = (log_density - log_prob).mean()
         logs = {"log_density": log_density.detach().mean(), "elbo": elbo.detach()}
         return (log_prob - weight * log_density).mean(), logs
 
 
-def _draw(distribution: Any, samples: int) -> tuple[Tensor, Tensor]:
-    """Draws with gradients and their log-density, in one pass where the distribution has it."""
-    both = getattr(distribution, "rsample_and_log_prob", None)
-    if both is not None:
-        return both((samples,))
+def _check_log_density(log_density: Any, x: Tensor, log_prob: Tensor) -> None:
+    """Raises FlowBNNError if log-densities have another shape than the points or carry no gradient."""
+    if not isinstance(log_density, Tensor) or log_density.shape != log_prob.shape:
+        result = tuple(log_density.shape) if isinstance(log_density, Tensor) else describe_value(log_density)
+        raise FlowBNNError(
+            f"log_density must return one number for each point, a tensor of shape {tuple(log_prob.shape)}, got {result}",
+            kind="shape",
+            argument="log_density",
+        )
+    if not x.requires_grad:
+        text = "the draws of the flow carry no gradient; use a flow with rsample"
+        raise FlowBNNError(text, kind="gradient", argument="flow")
+    if not log_density.requires_grad:
+        text = "log_density has no gradient; compute it with torch, without detach, no_grad or NumPy"
+        raise FlowBNNError(text, kind="gradient", argument="log_density")
+
+
+def _sample_with_log_prob(distribution: Any, samples: int) -> tuple[Tensor, Tensor]:
+    """Returns reparameterized draws and their log-densities, from one pass if the distribution supports it."""
+    method = getattr(distribution, "rsample_and_log_prob", None)
+    if method is not None:
+        return method((samples,))
     x = reparameterized_sample(distribution, (samples,))
     return x, distribution.log_prob(x)

@@ -198,7 +198,7 @@ def evaluate_detector(
     detector = density.novelty(aside, rate, by)
     name = name or by
     return {
-        f"{name}_auroc": novelty_auroc(detector.strangeness(tested), detector.strangeness(novel)),
+        f"{name}_auroc": novelty_auroc(detector.novelty_score(tested), detector.novelty_score(novel)),
         f"{name}_found": float(detector.is_novel(novel).double().mean()),
         f"{name}_alarms": float(detector.is_novel(tested).double().mean()),
     }
