@@ -130,7 +130,7 @@ INTERNAL = """
     from_dict improves expand check terms setup potential cut fix join split move move_back from_points push push_normal
     NormalMixture DiagonalNormal FixedNoise Flow check_members divergence flat_draw Categorical.log_prob Gaussian.log_prob
     DiscretizedLogistic OneHotVectors Univariate Amortized flow_matching_loss velocity forward_shape inverse_shape run moved ends
-    step ordered coupling net split_noise prior_log_prob transforms features_of posterior build build_joint
+    step ordered coupling net split_noise prior_log_prob transforms extract_features sample_codes posterior build build_joint
     standard standard_log_prob scales side pixel_noise passes like training_loss draw
     Decoder DiagonalStudent Bernoulli.log_prob log_variance with_level BlockTriangular.assign BlockTriangular.variances
 """.split()  # noqa: SIM905

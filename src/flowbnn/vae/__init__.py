@@ -1,4 +1,4 @@
-"""Autoencoders: plain ones, and variational ones with flows as posteriors and priors.
+"""Autoencoders, and variational autoencoders with flows as posteriors and priors.
 
 >>> import torch, flowbnn as fb
 >>> images = torch.rand(64, 1, 8, 8, generator=torch.Generator().manual_seed(0)).round()

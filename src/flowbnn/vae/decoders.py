@@ -1,7 +1,7 @@
-r"""What a decoder says of an example: the distribution :math:`p(x \mid z)` made of a network's outputs.
+r"""Decoders: the distribution :math:`p(x \mid z)` of an example given the outputs of a network.
 
-All numbers of an example are independent given the outputs, of which each takes ``per_number``, stacked along the first axis of an
-example.
+The numbers of an example are independent given the outputs. Each of them takes ``outputs_per_number`` outputs, which are stacked along
+the first axis of the example.
 """
 
 import math
@@ -15,44 +15,44 @@ from torch.nn import functional as F
 from flowbnn.errors import FlowBNNError
 from flowbnn.options import Ge, checked
 
-LEAST = -7.0  # of the logarithm of a scale, so that no pixel that is always black takes over
+MIN_LOG_SCALE = -7.0  # otherwise a pixel that is always black would dominate the likelihood
 
 
 class Decoder(nn.Module, ABC):
-    """Each number of an example is independent of the others given ``per_number`` outputs of the network."""
+    """Base class for decoders: the distribution of examples given the outputs of a network.
 
-    per_number: int = 1
+    The numbers of an example are independent given the outputs. A subclass implements ``log_prob``, ``mean`` and ``sample``.
+
+    Attributes:
+        outputs_per_number: Number of outputs of the network for each number of an example.
+    """
+
+    outputs_per_number: int = 1
 
     @abstractmethod
     def log_prob(self, outputs: Tensor, x: Tensor) -> Tensor:
-        """The log-probability or -density of each example, ``[B]``."""
+        """Returns the log-probability or log-density of each example, ``[B]``."""
 
     @abstractmethod
     def mean(self, outputs: Tensor) -> Tensor:
-        """What a reconstruction shows."""
+        """Returns the mean of each example, which is its reconstruction."""
 
     @abstractmethod
     def sample(self, outputs: Tensor) -> Tensor:
-        """A draw of each example."""
+        """Draws each example."""
 
-    def read(self, x: Tensor) -> Tensor:
-        """Examples as the encoder reads them."""
+    def encoder_input(self, x: Tensor) -> Tensor:
+        """Returns examples in the units in which the encoder reads them."""
         return x
 
-    def problem(self, x: Tensor) -> str:
-        """What is wrong with data that this decoder cannot give; empty where it can."""
-        return ""
-
     def check(self, x: Tensor) -> None:
-        """Refuse data that this decoder cannot give."""
-        if problem := self.problem(x):
-            raise FlowBNNError(problem, kind="data", argument="x")
+        """Raises FlowBNNError if examples lie outside the support of the decoder."""
 
 
 class BernoulliDecoder(Decoder):
-    r"""Binary numbers: :math:`\log p(x \mid z) = \sum_i x_i \log\sigma(f_i) + (1 - x_i) \log\sigma(-f_i)`.
+    r"""Decoder of binary numbers, :math:`\log p(x \mid z) = \sum_i x_i \log\sigma(f_i) + (1 - x_i) \log\sigma(-f_i)`.
 
-    Grey values between 0 and 1 are taken as well, as many papers do; the sum is then no log-probability any more.
+    Grey values between 0 and 1 are allowed, as in many papers. The sum is then no log-probability.
 
     >>> BernoulliDecoder().log_prob(torch.zeros(1, 2), torch.tensor([[0.0, 1.0]])) / math.log(2.0)
     tensor([-2.])
@@ -71,17 +71,14 @@ class BernoulliDecoder(Decoder):
     def sample(self, outputs: Tensor) -> Tensor:
         return torch.bernoulli(torch.sigmoid(outputs))
 
-    def problem(self, x: Tensor) -> str:
+    def check(self, x: Tensor) -> None:
         if bool(((x < 0) | (x > 1)).any()):
-            return (
-                f"a Bernoulli decoder takes numbers from 0 to 1, not from {float(x.min()):g} to {float(x.max()):g}; divide them, or "
-                "say decoder='gaussian'"
-            )
-        return ""
+            text = f"BernoulliDecoder needs numbers from 0 to 1, got {float(x.min()):g} to {float(x.max()):g}"
+            raise FlowBNNError(f"{text}; rescale them, or set decoder='gaussian'", kind="data", argument="x")
 
 
 class GaussianDecoder(Decoder):
-    r"""Real numbers: :math:`x_i \sim \mathcal N(f_i, \sigma^2)`, one learned :math:`\sigma` for all.
+    r"""Decoder of real numbers, :math:`x_i \sim \mathcal N(f_i, \sigma^2)`, with one learned :math:`\sigma`.
 
     >>> decoder = GaussianDecoder()
     >>> round(decoder.log_prob(torch.zeros(1, 1), torch.zeros(1, 1)).item(), 4)  # -log(2 pi) / 2
@@ -93,7 +90,7 @@ class GaussianDecoder(Decoder):
         self.log_scale = nn.Parameter(torch.zeros(()))
 
     def log_prob(self, outputs: Tensor, x: Tensor) -> Tensor:
-        log_scale = self.log_scale.clamp(min=LEAST)
+        log_scale = self.log_scale.clamp(min=MIN_LOG_SCALE)
         error = ((x - outputs) * (-log_scale).exp()).square()
         return -0.5 * (error + 2.0 * log_scale + math.log(2.0 * math.pi)).flatten(1).sum(1)
 
@@ -101,16 +98,19 @@ class GaussianDecoder(Decoder):
         return outputs
 
     def sample(self, outputs: Tensor) -> Tensor:
-        return outputs + self.log_scale.clamp(min=LEAST).exp() * torch.randn_like(outputs)
+        return outputs + self.log_scale.clamp(min=MIN_LOG_SCALE).exp() * torch.randn_like(outputs)
 
 
 class LogisticDecoder(Decoder):
-    r"""Integers from 0 to ``levels - 1``, such as bytes: a logistic distribution cut into bins (Kingma et al. 2016).
+    r"""Decoder of integers from 0 to ``levels - 1``, such as bytes: a discretized logistic distribution (Kingma et al. 2016).
 
     .. math:: P(x \mid z) = \sigma\left(\frac{x + \frac12 - \mu}{s}\right) - \sigma\left(\frac{x - \frac12 - \mu}{s}\right)
 
-    with the tails in the first and the last bin. A network gives :math:`\mu` and :math:`\log s` in units of half the range, around its
-    middle, and the encoder reads examples in these units, from -1 to 1.
+    The first and the last bin contain the tails. The network predicts :math:`\mu` and :math:`\log s` in units of half the range, around
+    its centre. The encoder reads examples in the same units, from -1 to 1.
+
+    Args:
+        levels: Number of integers.
 
     >>> decoder = LogisticDecoder(levels=4)
     >>> outputs = torch.tensor([[0.3, -1.0]]).expand(4, 2)
@@ -118,45 +118,46 @@ class LogisticDecoder(Decoder):
     1.0
     """
 
-    per_number = 2
+    outputs_per_number = 2
 
     @checked
     def __init__(self, levels: Annotated[int, Ge(2)] = 256) -> None:
         super().__init__()
         self.levels = levels
 
-    def read(self, x: Tensor) -> Tensor:
+    def encoder_input(self, x: Tensor) -> Tensor:
         return x / (0.5 * (self.levels - 1)) - 1.0
 
-    def _located(self, outputs: Tensor) -> tuple[Tensor, Tensor]:
+    def _location_and_log_scale(self, outputs: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the two parameters of the logistic distribution in the units of the data."""
         mean, log_scale = outputs.chunk(2, 1)
         half = 0.5 * (self.levels - 1)
-        return half * (1.0 + mean), log_scale.clamp(LEAST, 5.0) + math.log(half)
+        return half * (1.0 + mean), log_scale.clamp(MIN_LOG_SCALE, 5.0) + math.log(half)
 
     def log_prob(self, outputs: Tensor, x: Tensor) -> Tensor:
-        mean, log_scale = self._located(outputs)
+        mean, log_scale = self._location_and_log_scale(outputs)
         x = x.to(mean.dtype)
         inverse = (-log_scale).exp()
         upper, lower = (x + 0.5 - mean) * inverse, (x - 0.5 - mean) * inverse
         # sigmoid(u) - sigmoid(l) = sigmoid(u) sigmoid(-l) (1 - exp(l - u)), without cancellation
         inside = F.logsigmoid(upper) + F.logsigmoid(-lower) + torch.log(-torch.expm1(-inverse))
-        ends = torch.where(x < 0.5, F.logsigmoid(upper), F.logsigmoid(-lower))
-        edge = (x < 0.5) | (x > self.levels - 1.5)
-        return torch.where(edge, ends, inside).flatten(1).sum(1)
+        tail = torch.where(x < 0.5, F.logsigmoid(upper), F.logsigmoid(-lower))
+        is_edge = (x < 0.5) | (x > self.levels - 1.5)
+        return torch.where(is_edge, tail, inside).flatten(1).sum(1)
 
     def mean(self, outputs: Tensor) -> Tensor:
-        return self._located(outputs)[0].clamp(0.0, self.levels - 1.0)
+        return self._location_and_log_scale(outputs)[0].clamp(0.0, self.levels - 1.0)
 
     def sample(self, outputs: Tensor) -> Tensor:
-        mean, log_scale = self._located(outputs)
+        mean, log_scale = self._location_and_log_scale(outputs)
         uniform = torch.rand_like(mean).clamp(1e-6, 1.0 - 1e-6)
-        drawn = mean + log_scale.exp() * torch.logit(uniform)
-        return drawn.round().clamp(0.0, self.levels - 1.0)
+        draws = mean + log_scale.exp() * torch.logit(uniform)
+        return draws.round().clamp(0.0, self.levels - 1.0)
 
-    def problem(self, x: Tensor) -> str:
+    def check(self, x: Tensor) -> None:
         if bool((x != x.round()).any()) or bool(((x < 0) | (x > self.levels - 1.0)).any()):
-            return f"a logistic decoder takes integers from 0 to {self.levels - 1}; multiply and round, or say decoder='gaussian'"
-        return ""
+            text = f"LogisticDecoder needs integers from 0 to {self.levels - 1}; rescale and round, or set decoder='gaussian'"
+            raise FlowBNNError(text, kind="data", argument="x")
 
     def extra_repr(self) -> str:
         return f"levels={self.levels}"

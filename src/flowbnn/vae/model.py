@@ -2,8 +2,8 @@ r"""Autoencoders and variational autoencoders.
 
 .. math:: \log p(x) \ge E_{q(z \mid x)}\left[\log p(x \mid z) + \log p(z) - \log q(z \mid x)\right]
 
-(Kingma and Welling 2014, https://arxiv.org/abs/1312.6114; Rezende, Mohamed and Wierstra 2014). The posterior begins with a Gaussian
-that the encoder gives, and goes on with a flow that is conditioned on the encoder: :math:`z_0 \sim \mathcal N(\mu(x), \sigma(x)^2)`,
+(Kingma and Welling 2014, https://arxiv.org/abs/1312.6114; Rezende, Mohamed and Wierstra 2014). The posterior is a Gaussian that the
+encoder predicts, followed by a flow conditioned on the features of the encoder: :math:`z_0 \sim \mathcal N(\mu(x), \sigma(x)^2)`,
 :math:`z = f(z_0; h(x))`, :math:`\log q(z \mid x) = \log q(z_0 \mid x) - \log|\det \partial f / \partial z_0|`.
 """
 
@@ -40,7 +40,7 @@ from flowbnn.training.randomness import sampling_context
 from flowbnn.transforms import Compose, Transform
 from flowbnn.transforms.base import warn_slow_sampling
 from flowbnn.vae.decoders import BernoulliDecoder, Decoder, GaussianDecoder, LogisticDecoder
-from flowbnn.vae.nets import decoder_of, encoder_of
+from flowbnn.vae.nets import make_mlp_decoder, make_mlp_encoder
 
 DECODERS: dict[str, type[Decoder]] = {
     "bernoulli": BernoulliDecoder,
@@ -51,28 +51,28 @@ POSTERIORS = {name: name for name in named_flows()} | {"coupling": "realnvp"}
 
 
 class Autoencoder(nn.Module):
-    r"""An encoder and a decoder with a narrow code between them: :math:`\max \log p(x \mid z),\; z = \mu(x)`.
+    r"""Autoencoder: an encoder and a decoder with a low-dimensional code between them, :math:`\max \log p(x \mid z),\; z = \mu(x)`.
 
-    It has no density; its :meth:`log_prob` is the likelihood of the reconstruction.
+    It has no density. Its :meth:`log_prob` is the log-likelihood of the reconstruction.
 
     Args:
-        shape: of an example, such as ``(1, 28, 28)``.
-        latent_dim: length of the code.
-        hidden: widths of the fully connected encoder and decoder that are made unless others are given.
-        encoder: a network that makes a vector of any length of each example, which it gets in the units of the decoder; a linear
-            layer reads the code off it.
-        net: a network that makes of codes (with the context after them) the decoder's outputs, of the shape of an example with
-            ``per_number`` times as many entries on its first axis.
-        decoder: what the outputs mean: ``"bernoulli"``, ``"gaussian"``, ``"logistic"``, or a :class:`~flowbnn.vae.Decoder`.
-        context_dim: length of the context, such as a one-hot label, that encoder and decoder get as well.
+        shape: Shape of an example, such as ``(1, 28, 28)``.
+        latent_dim: Length of the code.
+        hidden: Widths of the hidden layers of the default encoder and decoder, which are fully connected.
+        encoder: Network that maps examples to feature vectors of any length. A linear layer computes the code from the features.
+        decoder_net: Network that maps codes, concatenated with the context, to the outputs that ``decoder`` needs. The outputs have the
+            shape of an example, with ``outputs_per_number`` times as many entries on the first axis.
+        decoder: Distribution of examples given the outputs: ``"bernoulli"``, ``"gaussian"``, ``"logistic"``, or a
+            :class:`~flowbnn.vae.Decoder`.
+        context_dim: Length of the context, such as a one-hot label, that encoder and decoder also read.
 
     >>> model = Autoencoder((1, 8, 8), latent_dim=2, hidden=(16,))
     >>> model.reconstruct(torch.zeros(3, 1, 8, 8)).shape, model.encode(torch.zeros(3, 1, 8, 8)).shape
     (torch.Size([3, 1, 8, 8]), torch.Size([3, 2]))
     """
 
-    lower_bound = False  # what it gives bounds no density
-    heads = 1  # numbers that the encoder gives for each entry of the code
+    lower_bound = False  # an autoencoder has no density
+    outputs_per_code = 1  # numbers that the encoder predicts for each entry of the code
     history: History
 
     @checked
@@ -83,98 +83,104 @@ class Autoencoder(nn.Module):
         *,
         hidden: Sequence[Count] = (400, 400),
         encoder: nn.Module | None = None,
-        net: nn.Module | None = None,
+        decoder_net: nn.Module | None = None,
         decoder: Literal["bernoulli", "gaussian", "logistic"] | Decoder = "bernoulli",
         context_dim: Annotated[int, Ge(0)] = 0,
     ) -> None:
         super().__init__()
         if not shape:
-            text = "an example has at least one axis, as in shape=(64,) or shape=(1, 28, 28)"
-            raise FlowBNNError(text, kind="shape", argument="shape")
+            raise FlowBNNError(
+                "shape must not be empty; use (64,) or (1, 28, 28)", kind="shape", argument="shape"
+            )
         self.shape, self.latent_dim, self.context_dim = tuple(shape), latent_dim, context_dim
         self.decoder = DECODERS[decoder]() if isinstance(decoder, str) else decoder
-        outputs = (shape[0] * self.decoder.per_number, *shape[1:])
-        self.encoder = encoder or encoder_of(shape, hidden)
+        outputs = (shape[0] * self.decoder.outputs_per_number, *shape[1:])
+        self.encoder = encoder or make_mlp_encoder(shape, hidden)
         with evaluation_mode(self.encoder):
             self.features = self.encoder(torch.zeros(1, *shape, device=device_of(self.encoder))).shape[-1]
-        self.code = nn.Linear(self.features + context_dim, self.heads * latent_dim)
-        self.net = net or decoder_of(latent_dim + context_dim, tuple(reversed(hidden)), outputs)
+        self.code = nn.Linear(self.features + context_dim, self.outputs_per_code * latent_dim)
+        self.decoder_net = decoder_net or make_mlp_decoder(
+            latent_dim + context_dim, tuple(reversed(hidden)), outputs
+        )
         self.history = History()
 
-    def forward(self, context: Tensor | None = None) -> "Generator":
-        """The distribution of examples, given the context."""
-        return Generator(self, context)
+    def forward(self, context: Tensor | None = None) -> "ExampleDistribution":
+        """Returns the distribution of examples given the context."""
+        return ExampleDistribution(self, context)
 
-    def features_of(self, x: Tensor, context: Tensor | None) -> Tensor:
-        """What the encoder says, with the context."""
+    def extract_features(self, x: Tensor, context: Tensor | None) -> Tensor:
+        """Returns the features of the encoder, concatenated with the context."""
         check("x", x, Tensor, type(self).__name__)
         if x.shape[1:] != self.shape:
-            given = "one example: write x[None]" if x.shape == self.shape else f"shape {tuple(x.shape)}"
-            text = f"{type(self).__name__} takes a batch of examples of shape {self.shape}, not {given}"
+            result = "one example; use x[None]" if x.shape == self.shape else f"shape {tuple(x.shape)}"
+            text = f"{type(self).__name__} takes batches of examples of shape {self.shape}, got {result}"
             raise FlowBNNError(text, kind="shape", argument="x")
-        features = self.encoder(self.decoder.read(x.to(self.code.weight.dtype))).to(self.code.weight.dtype)
-        return self._beside(features, context)
+        features = self.encoder(self.decoder.encoder_input(x.to(self.code.weight.dtype))).to(
+            self.code.weight.dtype
+        )
+        return self._append_context(features, context)
 
-    def _beside(self, value: Tensor, context: Tensor | None) -> Tensor:
-        """The value with the context after it."""
+    def _append_context(self, value: Tensor, context: Tensor | None) -> Tensor:
+        """Returns a value with the context appended."""
         if self.context_dim == 0 and context is None:
             return value
-        return torch.cat([value, self._rows(context, len(value))], -1)
+        return torch.cat([value, self._check_rows(context, len(value))], -1)
 
-    def _rows(self, context: Tensor | None, count: int) -> Tensor:
-        """The context of so many examples."""
+    def _check_rows(self, context: Tensor | None, count: int) -> Tensor:
+        """Returns the context if it has one row for each of ``count`` examples."""
         context = check_context(context, self.context_dim, type(self).__name__)
         if context.shape[:-1] != (count,):
-            text = f"the context of {pluralize(count, 'example')} has a row for each, not the shape {tuple(context.shape)}"
+            text = f"the context of {pluralize(count, 'example')} must have {count} rows, got shape {tuple(context.shape)}"
             raise FlowBNNError(text, kind="shape", argument="context")
         return context
 
     def decode(self, z: Tensor, context: Tensor | None = None) -> Tensor:
-        """The decoder's outputs for codes ``[B, latent_dim]``."""
+        """Returns the outputs of the decoder network for codes ``[B, latent_dim]``."""
         check("z", z, Tensor, type(self).__name__)
         if z.ndim != 2 or z.shape[1] != self.latent_dim:
             raise FlowBNNError(
-                f"{type(self).__name__} takes codes of shape (batch, {self.latent_dim}), not {tuple(z.shape)}",
+                f"{type(self).__name__} takes codes of shape (batch, {self.latent_dim}), got {tuple(z.shape)}",
                 kind="shape",
                 argument="z",
             )
-        return self.net(self._beside(z, context)).to(z.dtype)
+        return self.decoder_net(self._append_context(z, context)).to(z.dtype)
 
     def encode(self, x: Tensor, context: Tensor | None = None) -> Tensor:
-        """The code of each example; of a variational autoencoder, where the middle of its posterior's base goes."""
-        features = self.features_of(x, context)
+        """Returns the code of each example. For a variational autoencoder it is the image of the mean of the base under the flow."""
+        features = self.extract_features(x, context)
         with full_precision(features):
             return self.code(features)
 
     @property
     def capturable(self) -> bool:
-        """Whether a training step decides nothing on the host, so that it may be recorded as a CUDA graph."""
+        """True if a training step has no control flow on the host, so that it can be recorded as a CUDA graph."""
         return True
 
     def check(self, x: Tensor) -> None:
-        """Refuse data that the decoder cannot give, where they can be looked at."""
+        """Raises FlowBNNError if examples lie outside the support of the decoder. Does nothing while torch traces the call."""
         check("x", x, Tensor, type(self).__name__)
         if is_concrete(x):
             self.decoder.check(x)
 
     def log_prob(self, x: Tensor, context: Tensor | None = None) -> Tensor:
-        """The log-likelihood of each reconstruction, ``[B]``."""
+        """Returns the log-likelihood of the reconstruction of each example, ``[B]``."""
         self.check(x)
-        return self._fidelity(x, context)
+        return self._reconstruction_log_prob(x, context)
 
-    def _fidelity(self, x: Tensor, context: Tensor | None) -> Tensor:
+    def _reconstruction_log_prob(self, x: Tensor, context: Tensor | None) -> Tensor:
+        """Returns the log-likelihoods without a check of the examples."""
         return self.decoder.log_prob(self.decode(self.encode(x, context), context), x)
 
     def training_loss(
         self, x: Tensor, context: Tensor | None, clock: Clock
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """What :func:`fit_autoencoder` minimises, and what is recorded."""
-        value = self._fidelity(x, context).mean()
+        """Returns the loss that :func:`fit_autoencoder` minimizes, and the values to log."""
+        value = self._reconstruction_log_prob(x, context).mean()
         return -value, {"reconstruction": value.detach()}
 
     @torch.no_grad()
     def reconstruct(self, x: Tensor, context: Tensor | None = None) -> Tensor:
-        """The mean of the decoder at the code of each example."""
+        """Returns the mean of the decoder at the code of each example."""
         with evaluation_mode(self):
             return self.decoder.mean(self.decode(self.encode(x, context), context))
 
@@ -183,9 +189,19 @@ class Autoencoder(nn.Module):
     def interpolate(
         self, first: Tensor, second: Tensor, steps: Annotated[int, Ge(2)] = 8, context: Tensor | None = None
     ) -> Tensor:
-        """From each example of one batch to that of another along a line between their codes, ``[steps, B, ...]``."""
+        """Decodes points on the lines between the codes of two batches.
+
+        Args:
+            first: Examples at the beginning of each line, ``[B, ...]``.
+            second: Examples at the end of each line, ``[B, ...]``.
+            steps: Number of points on each line, ends included.
+            context: Contexts of both batches, or None.
+
+        Returns:
+            Means of the decoder, ``[steps, B, ...]``.
+        """
         if first.shape != second.shape:
-            text = f"both batches have as many examples, not shapes {tuple(first.shape)} and {tuple(second.shape)}"
+            text = f"first and second must have the same shape, got {tuple(first.shape)} and {tuple(second.shape)}"
             raise FlowBNNError(text, kind="shape", argument="second")
         with evaluation_mode(self):
             ends = self.encode(first, context), self.encode(second, context)
@@ -194,39 +210,47 @@ class Autoencoder(nn.Module):
                 [self.decoder.mean(self.decode(torch.lerp(*ends, weight), context)) for weight in weights]
             )
 
-    def draw(self, count: int, context: Tensor | None = None) -> Tensor:
-        raise FlowBNNError(
-            "a plain autoencoder has no distribution of codes to sample from; use VAE", kind="unsupported"
-        )
+    def sample_codes(self, count: int, context: Tensor | None = None) -> Tensor:
+        """Draws codes from the prior. An autoencoder has none and raises FlowBNNError."""
+        raise FlowBNNError("Autoencoder has no prior to sample from; use VAE", kind="unsupported")
 
     @checked
     def sample(
         self, count: Count, context: Tensor | None = None, seed: Seed | None = None, mean: bool = False
     ) -> Tensor:
-        """New examples ``[count, ...]``: a code from the prior, and the decoder's draw, or its ``mean``, from that.
+        """Draws new examples: codes from the prior, then examples from the decoder.
 
-        A context has a row for each of them.
+        Args:
+            count: Number of examples.
+            context: Contexts, one row for each example, or None.
+            seed: Seed of the draws. None draws from the global generator of torch.
+            mean: Returns the means of the decoder instead of draws from it.
+
+        Returns:
+            Examples, ``[count, ...]``.
         """
         if context is not None:
-            self._rows(context, count)
+            self._check_rows(context, count)
         with evaluation_mode(self), sampling_context(device_of(self), seed):
-            outputs = self.decode(self.draw(count, context), context)
+            outputs = self.decode(self.sample_codes(count, context), context)
             return self.decoder.mean(outputs) if mean else self.decoder.sample(outputs)
 
 
 class VAE(Autoencoder):
-    r"""A variational autoencoder, whose posterior and prior may be flows.
+    r"""Variational autoencoder, whose posterior and prior may be flows.
 
     Args:
+        shape: Shape of an example, such as ``(1, 28, 28)``.
+        latent_dim: Length of the code.
         posterior: ``"gaussian"``, or a flow after that Gaussian, conditioned on the encoder: ``"planar"``, ``"radial"``,
-            ``"sylvester"``, ``"householder"``, ``"iaf"``, ``"coupling"``, ``"nsf"``, or another of :mod:`flowbnn.flows`, in small
-            letters; or a function of ``(dim, context_dim)`` that gives a transform.
-        length: of the flow, in layers.
-        prior: a flow of codes, which is trained along; standard normal unless given.
-        beta: the weight of the KL; 0 leaves reconstruction alone (Higgins et al. 2017 have it above 1).
-        reconstruction: the weight of the reconstruction.
-        warmup: the share of the training over which the KL's weight grows from zero, so that the code does not die early.
-        more: as in :class:`Autoencoder`.
+            ``"sylvester"``, ``"householder"``, ``"iaf"``, ``"coupling"``, ``"nsf"``, or another flow of :mod:`flowbnn.flows`, in lower
+            case. Or a function of ``(dim, context_dim)`` that returns a transform.
+        length: Number of layers of the flow.
+        prior: Flow of codes that is trained with the rest. None is a standard normal.
+        beta: Weight of the KL divergence. 0 trains the reconstruction only. Higgins et al. 2017 use more than 1.
+        reconstruction: Weight of the reconstruction.
+        warmup: Share of the training over which the weight of the KL divergence grows from zero, to avoid an early collapse.
+        kwargs: Arguments of :class:`Autoencoder`.
 
     >>> vae = VAE((1, 8, 8), latent_dim=2, hidden=(16,), posterior="planar", length=3)
     >>> vae.log_prob(torch.zeros(3, 1, 8, 8)).shape
@@ -234,7 +258,7 @@ class VAE(Autoencoder):
     """
 
     lower_bound = True
-    heads = 2
+    outputs_per_code = 2
 
     @checked
     @accepts_options_of(Autoencoder)
@@ -249,17 +273,15 @@ class VAE(Autoencoder):
         beta: NonNegative = 1.0,
         reconstruction: NonNegative = 1.0,
         warmup: UnitInterval = 0.0,
-        **more: Any,
+        **kwargs: Any,
     ) -> None:
-        super().__init__(shape, latent_dim, **more)
+        super().__init__(shape, latent_dim, **kwargs)
         self.beta, self.reconstruction, self.warmup = beta, reconstruction, warmup
         self.prior = prior
         if prior is not None:
             size, numbers = tuple(prior.transform.forward_shape([prior.base.dim])), prior.base.value_kind
             if size != (latent_dim,) or numbers != "real numbers":
-                text = (
-                    f"the prior of codes is a flow of ({latent_dim},) real numbers, not of {size} {numbers}"
-                )
+                text = f"prior must be a flow of ({latent_dim},) real numbers, got {size} {numbers}"
                 raise FlowBNNError(text, kind="shape", argument="prior")
         context = self.features + self.context_dim
         if callable(posterior):
@@ -272,14 +294,15 @@ class VAE(Autoencoder):
             self.flow = Compose()
         else:
             raise FlowBNNError(
-                f"there is no posterior {posterior!r}{nearest(posterior, ['gaussian', *POSTERIORS])}",
+                f"unknown posterior {posterior!r}{nearest(posterior, ['gaussian', *POSTERIORS])}",
+                kind="name",
                 argument="posterior",
             )
         warn_slow_sampling(self.flow, "the posterior of VAE")
 
     def posterior(self, x: Tensor, context: Tensor | None = None) -> Flow:
-        r"""The distribution :math:`q(z \mid x)` of each example's code."""
-        features = self.features_of(x, context)
+        r"""Returns the distribution :math:`q(z \mid x)` of the code of each example."""
+        features = self.extract_features(x, context)
         with full_precision(features):
             loc, raw = self.code(features).chunk(2, -1)
         return Flow(DiagonalNormal(loc, soft_clamp(raw, 8.0).exp()), self.flow, features)
@@ -291,19 +314,19 @@ class VAE(Autoencoder):
 
     @property
     def capturable(self) -> bool:
-        settled = self.flow.solver in ("none", "inverse") and self.flow.log_det_kind == "exact"
-        return settled and (self.prior is None or self.prior.capturable)
+        deterministic = self.flow.solver in ("none", "inverse") and self.flow.log_det_kind == "exact"
+        return deterministic and (self.prior is None or self.prior.capturable)
 
     def prior_log_prob(self, z: Tensor, context: Tensor | None = None) -> Tensor:
-        """The log-density of codes."""
+        """Returns the log-density of codes under the prior."""
         if self.prior is None:
             return -0.5 * (z.square() + math.log(2.0 * math.pi)).sum(-1)
         return self.prior(context if self.prior.context_dim else None).log_prob(z)
 
     def terms(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        r""":math:`\log p(x \mid z)` and :math:`\log q(z \mid x) - \log p(z)` for one draw of :math:`z` each, ``[B]``.
+        r"""Returns :math:`\log p(x \mid z)` and :math:`\log q(z \mid x) - \log p(z)` for one draw of :math:`z` per example, ``[B]``.
 
-        Where posterior and prior are Gaussians the second is their KL in closed form.
+        If posterior and prior are Gaussians, the second term is their KL divergence in closed form.
         """
         q = self.posterior(x, context)
         if self.prior is None and isinstance(self.flow, Compose) and not len(self.flow):
@@ -315,7 +338,7 @@ class VAE(Autoencoder):
         return self.decoder.log_prob(self.decode(z, context), x), kl
 
     def log_prob(self, x: Tensor, context: Tensor | None = None) -> Tensor:
-        """The ELBO of each example, of one draw: a lower bound on the log-density."""
+        """Returns the ELBO of each example, estimated from one draw. It is a lower bound on the log-density."""
         self.check(x)
         likelihood, kl = self.terms(x, context)
         return likelihood - kl
@@ -325,7 +348,7 @@ class VAE(Autoencoder):
     ) -> tuple[Tensor, dict[str, Tensor]]:
         likelihood, kl = (term.mean() for term in self.terms(x, context))
         weight: float | Tensor = self.beta
-        if self.warmup:  # by a tensor where the step is recorded
+        if self.warmup:  # progress is a tensor while a CUDA graph is recorded
             weight = self.beta * torch.as_tensor(clock.progress / self.warmup).clamp(max=1.0)
         loss = weight * kl - self.reconstruction * likelihood
         logs = {"elbo": likelihood - kl, "reconstruction": likelihood, "kl": kl}
@@ -340,38 +363,48 @@ class VAE(Autoencoder):
         seed: Seed = 0,
         rows: Count = 5000,
     ) -> Tensor:
-        r"""The log-likelihood of each example by importance sampling, a bound that tightens with ``samples`` (Burda et al. 2016).
+        r"""Estimates the log-likelihood of each example by importance sampling (Burda et al. 2016).
+
+        It is a lower bound that tightens with ``samples``.
 
         .. math:: \log \frac1S \sum_s \frac{p(x \mid z_s)\, p(z_s)}{q(z_s \mid x)}, \qquad z_s \sim q(z \mid x)
 
         Args:
-            rows: examples times samples that are evaluated at a time; another number draws other samples from the same seed.
+            x: Examples.
+            samples: Number of draws from the posterior for each example.
+            context: Contexts, one row for each example, or None.
+            seed: Seed of the draws.
+            rows: Number of examples times samples that are evaluated at a time. The draws of a seed depend on it.
         """
         device = device_of(self)
         self.check(x)
-        found = [torch.zeros(0, dtype=self.code.weight.dtype)]
+        results = [torch.zeros(0, dtype=self.code.weight.dtype)]
         with evaluation_mode(self), sampling_context(device, seed):
             for start in range(0, len(x), rows):
-                part = x[start : start + rows].to(device)
-                beside = None if context is None else context[start : start + rows].to(device)
-                found.append(self._weighted(part, beside, samples, max(1, rows // len(part))).cpu())
-        return torch.cat(found)
+                batch = x[start : start + rows].to(device)
+                contexts = None if context is None else context[start : start + rows].to(device)
+                draws_per_pass = max(1, rows // len(batch))
+                results.append(self._importance_sampling(batch, contexts, samples, draws_per_pass).cpu())
+        return torch.cat(results)
 
-    def _weighted(self, x: Tensor, context: Tensor | None, samples: int, together: int) -> Tensor:
+    def _importance_sampling(
+        self, x: Tensor, context: Tensor | None, samples: int, draws_per_pass: int
+    ) -> Tensor:
+        """Returns the log of the mean importance weight of each example of one batch."""
         q = self.posterior(x, context)
         total = torch.full_like(q.base.loc[:, 0], -torch.inf)
-        for first in range(0, samples, together):
-            count = min(together, samples - first)
-            z, log_q = (part.flatten(0, 1) for part in q.rsample_and_log_prob((count,)))
-            wide = x.repeat(count, *(1,) * (x.ndim - 1))
-            beside = None if context is None else context.repeat(count, 1)
-            likelihood = self.decoder.log_prob(self.decode(z, beside), wide)
-            weights = likelihood + self.prior_log_prob(z, beside) - log_q
+        for first in range(0, samples, draws_per_pass):
+            count = min(draws_per_pass, samples - first)
+            z, log_q = (tensor.flatten(0, 1) for tensor in q.rsample_and_log_prob((count,)))
+            examples = x.repeat(count, *(1,) * (x.ndim - 1))
+            contexts = None if context is None else context.repeat(count, 1)
+            likelihood = self.decoder.log_prob(self.decode(z, contexts), examples)
+            weights = likelihood + self.prior_log_prob(z, contexts) - log_q
             total = torch.logaddexp(total, weights.reshape(count, len(x)).logsumexp(0))
         return total - math.log(samples)
 
-    def draw(self, count: int, context: Tensor | None = None) -> Tensor:
-        """So many codes from the prior."""
+    def sample_codes(self, count: int, context: Tensor | None = None) -> Tensor:
+        """Draws codes from the prior."""
         if self.prior is None:
             return torch.randn(count, self.latent_dim, device=device_of(self), dtype=self.code.weight.dtype)
         if self.prior.context_dim and context is not None:
@@ -380,25 +413,30 @@ class VAE(Autoencoder):
 
 
 @dataclass(frozen=True)
-class Generator:
-    """An autoencoder with its context, as a distribution of examples."""
+class ExampleDistribution:
+    """Distribution of examples that an autoencoder defines for a context.
 
-    support = constraints.dependent  # as the decoder has it
+    Args:
+        model: Autoencoder.
+        context: Contexts, or None.
+    """
+
+    support = constraints.dependent  # it is that of the decoder
     model: Autoencoder
     context: Tensor | None = None
 
     def log_prob(self, x: Tensor) -> Tensor:
-        """As :meth:`Autoencoder.log_prob`."""
+        """Returns the result of :meth:`Autoencoder.log_prob`."""
         return self.model.log_prob(x, self.context)
 
     def sample(self, sample_shape: Any = (1,)) -> Tensor:
-        """So many examples, ``[*sample_shape, ...]``; with a context, so many for each of its rows."""
+        """Draws examples, ``[*sample_shape, ...]``. With a context, as many for each of its rows."""
         shape, context = torch.Size(sample_shape), self.context
         if context is not None:
             shape = shape + context.shape[:-1]
             context = context.expand(*shape, context.shape[-1]).reshape(shape.numel(), context.shape[-1])
-        drawn = self.model.sample(shape.numel(), context)
-        return drawn.reshape(*shape, *drawn.shape[1:])
+        draws = self.model.sample(shape.numel(), context)
+        return draws.reshape(*shape, *draws.shape[1:])
 
 
 @checked
@@ -409,18 +447,22 @@ def fit_autoencoder(
     *,
     standardize: Literal[False] = False,
     objective: Literal["likelihood"] = "likelihood",
-    **given: Any,
+    **kwargs: Any,
 ) -> Any:
-    """Train a copy of an autoencoder; its record is its ``history``.
+    """Trains a copy of an autoencoder.
 
     Args:
-        model: an :class:`Autoencoder` or a :class:`VAE`.
-        data: a tensor of examples, or a loader, as in :func:`~flowbnn.fit_density`.
-        standardize, objective: as they are: examples keep the units of the decoder, and the model has a loss of its own.
-        given: as in :class:`~flowbnn.density.DensityOptions`: ``validation``, ``epochs``, ``lr``, ``seed``, ``checkpoint``,
-            ``resume`` and the rest.
+        model: :class:`Autoencoder` or :class:`VAE`.
+        data: Tensor of examples, or a loader, as in :func:`~flowbnn.fit_density`.
+        standardize: False, because examples keep the units of the decoder.
+        objective: ``"likelihood"``, because the model has its own training loss.
+        kwargs: Options of :class:`~flowbnn.density.DensityOptions`, such as ``validation``, ``epochs``, ``lr``, ``seed``,
+            ``checkpoint`` and ``resume``.
+
+    Returns:
+        The trained copy. Its attribute ``history`` holds the history of the training.
     """
-    density = fit_density(model, data, standardize=standardize, objective=objective, **given)
+    density = fit_density(model, data, standardize=standardize, objective=objective, **kwargs)
     trained: Any = density.flow
     trained.history = density.history
     return trained

@@ -183,7 +183,7 @@ def make_model(variant: str, s: Settings) -> VAE:
         SHAPE,
         s.conv_latent,
         encoder=GatedConvEncoder(SHAPE, s.features, s.width),
-        net=GatedConvDecoder(s.conv_latent, SHAPE, s.width),
+        decoder_net=GatedConvDecoder(s.conv_latent, SHAPE, s.width),
         posterior=flow if what in ("iaf", "sylvester") else what,
         length=s.conv_length,
         warmup=s.warmup,
