@@ -1,4 +1,4 @@
-"""Densities and a regression whose moments are known, for the samplers."""
+"""Densities and a regression with known moments, for the tests of the samplers."""
 
 import math
 
@@ -7,20 +7,20 @@ from torch import nn
 
 from flowbnn.diagnostics import standard_error
 from flowbnn.methods import ChainPosterior
-from flowbnn.methods.mcmc.hamiltonian import with_gradient
+from flowbnn.methods.mcmc.hamiltonian import make_potential
 
 COVARIANCE = torch.tensor([[1.0, 1.6], [1.6, 4.0]], dtype=torch.float64)
 MEAN = torch.tensor([1.0, -1.0], dtype=torch.float64)
 PRECISION = torch.linalg.inv(COVARIANCE)
 
 
-@with_gradient
+@make_potential
 def gaussian(position):
-    away = position - MEAN
-    return 0.5 * ((away @ PRECISION) * away).sum(-1)
+    deviation = position - MEAN
+    return 0.5 * ((deviation @ PRECISION) * deviation).sum(-1)
 
 
-@with_gradient
+@make_potential
 def logistic(position):
     return (position + 2.0 * nn.functional.softplus(-position)).sum(-1)
 
@@ -31,16 +31,16 @@ def exact_draws(count: int, seed: int) -> torch.Tensor:
 
 
 def assert_gaussian(draws: torch.Tensor, errors: float = 4.0) -> None:
-    """Mean and covariance of independent draws within so many standard errors."""
-    away = draws - MEAN
-    products = torch.stack([away[:, 0] ** 2, away[:, 1] ** 2, away[:, 0] * away[:, 1]], 1)
-    for found, true in ((draws, MEAN), (products, COVARIANCE[[0, 1, 0], [0, 1, 1]])):
-        error = found.std(0) / math.sqrt(len(found))
-        assert ((found.mean(0) - true).abs() < errors * error).all()
+    """Asserts that mean and covariance of independent draws are exact within ``errors`` standard errors."""
+    first, second = (draws - MEAN).unbind(1)
+    products = torch.stack([first**2, second**2, first * second], 1)
+    for values, expected in ((draws, MEAN), (products, COVARIANCE[[0, 1, 0], [0, 1, 1]])):
+        error = values.std(0) / math.sqrt(len(values))
+        assert ((values.mean(0) - expected).abs() < errors * error).all()
 
 
 def regression(count: int = 40):
-    """Linear regression with known noise, and the mean and covariance of its posterior under the prior N(0, 2^2)."""
+    """Returns a linear regression with known noise, and the mean and covariance of its posterior under the prior N(0, 2^2)."""
     generator = torch.Generator().manual_seed(3)
     inputs = torch.randn(count, 2, generator=generator, dtype=torch.float64)
     inputs[:, 1] += 0.8 * inputs[:, 0]
@@ -52,10 +52,10 @@ def regression(count: int = 40):
 
 
 def assert_recovered(posterior: ChainPosterior, mean: torch.Tensor, covariance: torch.Tensor) -> None:
-    """Within four Monte Carlo standard errors, by the effective sample size."""
+    """Asserts that the posterior is exact within four Monte Carlo standard errors, by the effective sample size."""
     chains = posterior.chains
     draws = torch.cat([chains["weight"].flatten(2), chains["bias"]], -1)
     assert ((draws.mean((0, 1)) - mean).abs() < 4 * standard_error(draws)).all()
-    away = draws - mean
-    products = away[..., :, None] * away[..., None, :]
+    deviations = draws - mean
+    products = deviations[..., :, None] * deviations[..., None, :]
     assert ((products.mean((0, 1)) - covariance).abs() < 4 * standard_error(products)).all()

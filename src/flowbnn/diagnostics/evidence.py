@@ -15,7 +15,7 @@ from flowbnn.diagnostics.noise_chains import NoiseChains, noise_chains
 from flowbnn.diagnostics.noise_target import NoiseTarget
 from flowbnn.distributions.draws import standard_normal
 from flowbnn.errors import warn
-from flowbnn.methods.mcmc.hamiltonian import begin, hmc_kernel
+from flowbnn.methods.mcmc.hamiltonian import hmc_kernel, initial_state
 from flowbnn.metrics.convergence import effective_sample_size
 from flowbnn.metrics.pareto import FEWEST, GOOD, log_mean, usable
 from flowbnn.options import Bounds, Seed, checked
@@ -251,7 +251,7 @@ def _tempered(target: NoiseTarget) -> Evidence:
         chosen = _systematic(weights.softmax(1), source)
         vectors = torch.cat([one[at] for one, at in zip(vectors.split(PARTICLES), chosen, strict=True)])
         space = target.whitening(beta)
-        state = begin(space, space.position(vectors))
+        state = initial_state(space, space.position(vectors))
         for _ in range(2):
             steps = 1 + int(torch.randint(STEPS, (), generator=source, device=target.device))
             state, went = hmc_kernel(space, state, size, torch.ones_like(state.position), steps, source)

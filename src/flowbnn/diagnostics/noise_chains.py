@@ -12,8 +12,8 @@ from torch import Tensor
 
 from flowbnn.diagnostics.noise_target import NoiseTarget, Whitened
 from flowbnn.errors import FlowBNNError, pluralize, warn
+from flowbnn.methods.mcmc.chain_sampler import ChainSampler
 from flowbnn.methods.mcmc.hamiltonian import nuts_kernel
-from flowbnn.methods.mcmc.warmup import Chains
 from flowbnn.metrics.convergence import FEWEST, effective_sample_size, split_rhat
 from flowbnn.options import Count, Ge, Probability, Seed, checked
 from flowbnn.posterior.base import Posterior
@@ -142,11 +142,11 @@ def noise_chains(
     return found
 
 
-def _begun(target: NoiseTarget, samples: int, warmup: int, chains: int, target_accept: float) -> Chains:
+def _begun(target: NoiseTarget, samples: int, warmup: int, chains: int, target_accept: float) -> ChainSampler:
     """Half of the chains are at draws of the prior, half at draws of the posterior."""
     space = target.whitening()
     starts = torch.cat([target.draw_prior(chains // 2), target.draw(chains - chains // 2, 97)[0]])
-    return Chains(
+    return ChainSampler(
         space,
         partial(nuts_kernel, space, max_depth=10),
         space.position(starts),

@@ -27,8 +27,8 @@ from flowbnn.batches import (
 )
 from flowbnn.errors import FlowBNNError
 from flowbnn.methods.fitting import check_loader
-from flowbnn.methods.mcmc.hamiltonian import with_gradient
-from flowbnn.methods.mcmc.potential import gather
+from flowbnn.methods.mcmc.hamiltonian import make_potential
+from flowbnn.methods.mcmc.potential import gather_data
 from flowbnn.methods.variational.natural import NoisyNetwork
 from flowbnn.noise import noise_layers
 from flowbnn.noise.flow_noise import InputNoise
@@ -150,7 +150,7 @@ class NoiseTarget:
 
     def gradient(self, vectors: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
         r""":math:`\log p(z) + \beta \log p(D \mid z)`, ``[S]``, and its gradient, ``[S, D]``; :math:`\beta` is the temperature."""
-        prior, slope = with_gradient(self.log_prior)(vectors)
+        prior, slope = make_potential(self.log_prior)(vectors)
         fitted, own = halve_rows_on_oom(self, lambda: self.network.gradients(vectors, *self.data, self.rows))
         return prior + temperature * fitted, slope + temperature * own
 
@@ -283,7 +283,7 @@ def fixed_data(loader: Iterable[Any], seed: int, use: str) -> tuple[Any, Tensor]
 
     def once(number: int) -> tuple[Any, Tensor]:
         try:
-            return gather(loader, check, number)
+            return gather_data(loader, check, number)
         except IndexError:
             raise FlowBNNError(
                 f"the loader gives no examples: there is nothing for {use}", kind="loader", argument="loader"

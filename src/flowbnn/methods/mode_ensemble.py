@@ -25,7 +25,7 @@ from flowbnn.likelihoods import Gaussian, Likelihood, learns_noise
 from flowbnn.methods.base import FitOptions, Method, register_method
 from flowbnn.methods.fitting import first_batch, prepare
 from flowbnn.methods.laplace.derivatives import check_likelihood
-from flowbnn.methods.mcmc.potential import gather
+from flowbnn.methods.mcmc.potential import gather_data
 from flowbnn.methods.variational.natural import NoisyNetwork
 from flowbnn.noise import Layout, Noise, Recipe, noise_layers
 from flowbnn.noise.flow_noise import InputNoise
@@ -95,7 +95,7 @@ class ModeEnsemble(Method):
         if run.validation is not None:
             first_batch(run.validation, use="validation")
         number = run.num_examples(loader)
-        data = gather(loader, check, seed)
+        data = gather_data(loader, check, seed)
         point = self.start(plain, loader, run, weight_decay=1.0 / number)
         model, likelihood = point.model.eval(), point.likelihood
         inputs, targets = move(data, device_of(model), dtype_of(model))

@@ -1,1 +1,1 @@
-"""Markov chain Monte Carlo over weights or noise: HMC and NUTS."""
+"""Markov chain Monte Carlo over weights or noise: HMC, NUTS and random-walk Metropolis."""

@@ -1,16 +1,17 @@
-r"""Hamiltonian dynamics of several chains at once, and the transitions of Hamiltonian Monte Carlo and the No-U-Turn sampler.
+r"""Hamiltonian dynamics of several chains, and the transition kernels of HMC, NUTS and random-walk Metropolis.
 
-The target is :math:`p(q) \propto e^{-U(q)}`. A momentum :math:`p \sim \mathcal N(0, M)` is added and the pair follows
+The target is :math:`p(q) \propto e^{-U(q)}`. With a momentum :math:`p \sim \mathcal N(0, M)` the Hamiltonian is
 
 .. math:: H(q, p) = U(q) + \tfrac12 p^\top M^{-1} p
 
-by leapfrog steps, whose end is accepted with probability :math:`\min(1, e^{-\Delta H})` (Neal 2012, https://arxiv.org/abs/1206.1901).
+Leapfrog steps follow it, and their end is accepted with probability :math:`\min(1, e^{-\Delta H})` (Neal 2012,
+https://arxiv.org/abs/1206.1901).
 
-A *potential* maps positions ``[chains, dim]`` to energies ``[chains]`` and gradients ``[chains, dim]``; :func:`with_gradient` makes one
-from a differentiable function. Every chain draws from a generator of its own, so its draws do not depend on the other chains.
+A *potential* maps positions ``[chains, dim]`` to energies ``[chains]`` and gradients ``[chains, dim]``; :func:`make_potential` makes
+one from a differentiable function. Each chain has its own generator, so its draws do not depend on the other chains.
 
->>> potential = with_gradient(lambda q: 0.5 * q.square().sum(-1))
->>> state = begin(potential, torch.zeros(2, 3))
+>>> potential = make_potential(lambda q: 0.5 * q.square().sum(-1))
+>>> state = initial_state(potential, torch.zeros(2, 3))
 >>> state, transition = hmc_kernel(potential, state, 0.5, torch.ones(3), 5, torch.Generator().manual_seed(0))
 >>> state.position.shape, bool(transition.divergent.any())
 (torch.Size([2, 3]), False)
@@ -23,37 +24,37 @@ import torch
 from torch import Tensor
 
 Potential = Callable[[Tensor], tuple[Tensor, Tensor]]
-Source = torch.Generator | Sequence[torch.Generator]
-DIVERGENT = 1000.0  # a change of energy that no useful step size makes
+Generators = torch.Generator | Sequence[torch.Generator]
+DIVERGENCE_THRESHOLD = 1000.0  # energy error in nats, as in Stan
 
 
-class State(NamedTuple):
-    """Where chains are: positions ``[C, D]``, energies ``[C]`` in float64 and gradients ``[C, D]``."""
+class ChainState(NamedTuple):
+    """State of several chains: positions ``[C, D]``, energies ``[C]`` in float64 and gradients ``[C, D]``."""
 
     position: Tensor
     energy: Tensor
     gradient: Tensor
 
-    def of(self, chains: Tensor) -> "State":
-        """The state of some chains, by index or mask."""
-        return State(*(part[chains] for part in self))
+    def select(self, chains: Tensor) -> "ChainState":
+        """Returns the state of some chains, by index or mask."""
+        return ChainState(*(values[chains] for values in self))
 
-    def put(self, chains: Tensor, values: "State") -> "State":
-        """This state with that of some chains replaced."""
-        return State(*(part.index_copy(0, chains, value) for part, value in zip(self, values, strict=True)))
+    def replace(self, chains: Tensor, states: "ChainState") -> "ChainState":
+        """Returns a copy in which the states of some chains, by index, are replaced."""
+        return ChainState(*(old.index_copy(0, chains, new) for old, new in zip(self, states, strict=True)))
 
 
 class Transition(NamedTuple):
-    """How a transition went, for each chain: mean acceptance probability, divergence, gradients taken, tree depth (0 for HMC)."""
+    """Statistics of a transition, for each chain."""
 
-    acceptance: Tensor
-    divergent: Tensor
-    gradients: Tensor
-    depth: Tensor
+    acceptance: Tensor  # mean acceptance probability
+    divergent: Tensor  # True if the energy error exceeded the threshold
+    gradients: Tensor  # number of gradient evaluations
+    depth: Tensor  # depth of the tree of NUTS, 0 for other kernels
 
 
-def with_gradient(function: Callable[[Tensor], Tensor]) -> Potential:
-    """A potential from a differentiable function of positions ``[C, D]`` to energies ``[C]``, each of its own chain's position."""
+def make_potential(function: Callable[[Tensor], Tensor]) -> Potential:
+    """Makes a potential from a differentiable function of positions ``[C, D]`` to energies ``[C]``, one chain per row."""
 
     def potential(position: Tensor) -> tuple[Tensor, Tensor]:
         with torch.enable_grad():
@@ -65,229 +66,295 @@ def with_gradient(function: Callable[[Tensor], Tensor]) -> Potential:
     return potential
 
 
-def begin(potential: Potential, position: Tensor) -> State:
-    """The state of chains at these positions."""
-    return State(position, *potential(position))
+def initial_state(potential: Potential, position: Tensor) -> ChainState:
+    """Returns the state of chains at these positions ``[C, D]``."""
+    return ChainState(position, *potential(position))
 
 
-def normals(sources: Sequence[torch.Generator], like: Tensor) -> Tensor:
-    """Standard normals of the shape ``[C, D]`` of ``like``, each chain's from its own generator."""
-    draws = [torch.randn(like.shape[1], generator=g, dtype=like.dtype, device=g.device) for g in sources]
+def draw_normals(generators: Sequence[torch.Generator], like: Tensor) -> Tensor:
+    """Draws standard normals of the shape ``[C, D]`` of ``like``, each chain from its own generator."""
+    draws = [torch.randn(like.shape[1], generator=g, dtype=like.dtype, device=g.device) for g in generators]
     return torch.stack(draws).to(like.device)
 
 
-def uniforms(sources: Sequence[torch.Generator], count: int, device: torch.device) -> Tensor:
-    """Numbers between 0 and 1, ``[C, count]`` in float64."""
-    draws = [torch.rand(count, generator=g, dtype=torch.float64, device=g.device) for g in sources]
+def draw_uniforms(generators: Sequence[torch.Generator], count: int, device: torch.device) -> Tensor:
+    """Draws uniform numbers in [0, 1), ``[C, count]`` in float64, each chain from its own generator."""
+    draws = [torch.rand(count, generator=g, dtype=torch.float64, device=g.device) for g in generators]
     return torch.stack(draws).to(device)
 
 
-def kinetic(momentum: Tensor, inverse_mass: Tensor) -> Tensor:
-    """Kinetic energies ``[C]`` in float64."""
+def kinetic_energy(momentum: Tensor, inverse_mass: Tensor) -> Tensor:
+    """Returns kinetic energies ``[C]`` in float64."""
     return 0.5 * (momentum.square() * inverse_mass).sum(-1, dtype=torch.float64)
 
 
 def leapfrog(
-    potential: Potential, state: State, momentum: Tensor, step_size: Tensor, inverse_mass: Tensor
-) -> tuple[State, Tensor]:
-    """One step: half a kick, a drift, half a kick; step sizes are a column ``[C, 1]``, and negative ones go back in time."""
+    potential: Potential, state: ChainState, momentum: Tensor, step_size: Tensor, inverse_mass: Tensor
+) -> tuple[ChainState, Tensor]:
+    """Takes one leapfrog step and returns the new state and momentum.
+
+    Args:
+        potential: Potential of the target.
+        state: State of the chains.
+        momentum: Momenta ``[C, D]``.
+        step_size: Step sizes ``[C, 1]``; negative ones go backward in time.
+        inverse_mass: Diagonals of the inverse mass matrix ``[C, D]``.
+    """
     momentum = momentum - 0.5 * step_size * state.gradient
-    after = begin(potential, state.position + step_size * inverse_mass * momentum)
+    after = initial_state(potential, state.position + step_size * inverse_mass * momentum)
     return after, momentum - 0.5 * step_size * after.gradient
 
 
-def energy_change(state: State, momentum: Tensor, inverse_mass: Tensor, before: Tensor) -> Tensor:
-    """The change of the total energy; infinite where it is not a number."""
-    change = state.energy + kinetic(momentum, inverse_mass) - before
-    return torch.where(torch.isnan(change), torch.inf, change)
+def energy_error(state: ChainState, momentum: Tensor, inverse_mass: Tensor, initial_energy: Tensor) -> Tensor:
+    """Returns the change of the total energy, infinity if it is NaN."""
+    error = state.energy + kinetic_energy(momentum, inverse_mass) - initial_energy
+    return torch.where(torch.isnan(error), torch.inf, error)
 
 
-def choose(which: Tensor, one: State, other: State) -> State:
-    """For each chain the first state where ``which`` is true, else the other."""
-    masks = which[:, None], which, which[:, None]
-    return State(*map(torch.where, masks, one, other))
+def where_state(mask: Tensor, state: ChainState, other: ChainState) -> ChainState:
+    """Returns ``state`` for the chains where ``mask`` is True, and ``other`` for the rest."""
+    masks = mask[:, None], mask, mask[:, None]
+    return ChainState(*map(torch.where, masks, state, other))
 
 
-class Start:
-    """What every transition begins with: fresh momenta, and step size, mass and generator for each chain."""
+class TransitionStart:
+    """Start of a transition: fresh momenta, and step size, mass and generator of each chain.
 
-    def __init__(self, state: State, step_size: float | Tensor, inverse_mass: Tensor, source: Source) -> None:
-        position, chains = state.position, len(state.position)
-        self.sources = [source] * chains if isinstance(source, torch.Generator) else list(source)
-        self.mass = inverse_mass.to(position).expand_as(position)
-        size = torch.as_tensor(step_size, dtype=position.dtype, device=position.device)
-        self.size = size.reshape(-1, 1).expand(chains, 1)
-        self.momentum = normals(self.sources, position) / self.mass.sqrt()
-        self.energy = state.energy + kinetic(self.momentum, self.mass)
+    Args:
+        state: State of the chains.
+        step_size: Step size, one for all chains or one for each.
+        inverse_mass: Diagonal of the inverse mass matrix, ``[D]`` or ``[C, D]``.
+        generators: Generator, one for all chains or one for each.
+    """
+
+    def __init__(
+        self, state: ChainState, step_size: float | Tensor, inverse_mass: Tensor, generators: Generators
+    ) -> None:
+        position, num_chains = state.position, len(state.position)
+        self.generators = (
+            [generators] * num_chains if isinstance(generators, torch.Generator) else list(generators)
+        )
+        self.inverse_mass = inverse_mass.to(position).expand_as(position)
+        step_size = torch.as_tensor(step_size, dtype=position.dtype, device=position.device)
+        self.step_size = step_size.reshape(-1, 1).expand(num_chains, 1)
+        self.momentum = draw_normals(self.generators, position) / self.inverse_mass.sqrt()
+        self.energy = state.energy + kinetic_energy(self.momentum, self.inverse_mass)
 
 
 def hmc_kernel(
     potential: Potential,
-    state: State,
+    state: ChainState,
     step_size: float | Tensor,
     inverse_mass: Tensor,
-    steps: int | Tensor,
-    source: Source,
-) -> tuple[State, Transition]:
-    """One transition of Hamiltonian Monte Carlo.
+    num_steps: int | Tensor,
+    generators: Generators,
+) -> tuple[ChainState, Transition]:
+    """Takes one transition of Hamiltonian Monte Carlo.
 
     Args:
-        state: from :func:`begin` or the transition before.
-        step_size: of a leapfrog step, one number or one for each chain.
-        inverse_mass: the diagonal of the inverse mass matrix, ``[D]`` or ``[C, D]``; ideally the variances of the target.
-        steps: leapfrog steps, one number or one for each chain.
-        source: a generator, or one for each chain.
+        potential: Potential of the target.
+        state: State from :func:`initial_state` or the previous transition.
+        step_size: Leapfrog step size, one for all chains or one for each.
+        inverse_mass: Diagonal of the inverse mass matrix, ``[D]`` or ``[C, D]``; ideally the variances of the target.
+        num_steps: Number of leapfrog steps, one for all chains or one for each.
+        generators: Generator, one for all chains or one for each.
     """
-    chains, device = len(state.position), state.position.device
-    start = Start(state, step_size, inverse_mass, source)
-    counts = torch.as_tensor(steps).expand(chains)
-    moved, momentum, size, mass = state, start.momentum, start.size, start.mass
+    num_chains, device = len(state.position), state.position.device
+    start = TransitionStart(state, step_size, inverse_mass, generators)
+    counts = torch.as_tensor(num_steps).expand(num_chains)
+    proposal, momentum, size, mass = state, start.momentum, start.step_size, start.inverse_mass
     for number in range(int(counts.max())):
-        going = counts > number
-        if bool(going.all()):
-            moved, momentum = leapfrog(potential, moved, momentum, size, mass)
+        active = counts > number
+        if bool(active.all()):
+            proposal, momentum = leapfrog(potential, proposal, momentum, size, mass)
             continue
-        at = going.nonzero().squeeze(1).to(device)
-        after, kicked = leapfrog(potential, moved.of(at), momentum[at], size[at], mass[at])
-        moved, momentum = moved.put(at, after), momentum.index_copy(0, at, kicked)
-    change = energy_change(moved, momentum, mass, start.energy)
-    acceptance = torch.exp(-change).clamp(max=1.0)
-    accepted = uniforms(start.sources, 1, device)[:, 0] < acceptance
-    depth = torch.zeros(chains, dtype=torch.long)
-    transition = Transition(acceptance.cpu(), (change > DIVERGENT).cpu(), counts.clone(), depth)
-    return choose(accepted, moved, state), transition
+        index = active.nonzero().squeeze(1).to(device)
+        after, new_momentum = leapfrog(
+            potential, proposal.select(index), momentum[index], size[index], mass[index]
+        )
+        proposal = proposal.replace(index, after)
+        momentum = momentum.index_copy(0, index, new_momentum)
+    error = energy_error(proposal, momentum, mass, start.energy)
+    acceptance = torch.exp(-error).clamp(max=1.0)
+    accepted = draw_uniforms(start.generators, 1, device)[:, 0] < acceptance
+    depth = torch.zeros(num_chains, dtype=torch.long)
+    divergent = (error > DIVERGENCE_THRESHOLD).cpu()
+    return where_state(accepted, proposal, state), Transition(
+        acceptance.cpu(), divergent, counts.clone(), depth
+    )
 
 
 def metropolis_kernel(
-    potential: Potential, state: State, step_size: float | Tensor, inverse_mass: Tensor, source: Source
-) -> tuple[State, Transition]:
-    r"""One transition of random-walk Metropolis (Metropolis et al. 1953, https://doi.org/10.1063/1.1699114).
+    potential: Potential,
+    state: ChainState,
+    step_size: float | Tensor,
+    inverse_mass: Tensor,
+    generators: Generators,
+) -> tuple[ChainState, Transition]:
+    r"""Takes one transition of random-walk Metropolis (Metropolis et al. 1953, https://doi.org/10.1063/1.1699114).
 
     A proposal :math:`q' \sim \mathcal N(q, \epsilon^2 M^{-1})` is accepted with probability :math:`\min(1, e^{U(q) - U(q')})`.
-    The gradient is not used, and one evaluation counts as one gradient.
+    The gradient is not used. One evaluation of the energy counts as one gradient.
 
     Args:
-        state, step_size, inverse_mass, source: as in :func:`hmc_kernel`.
+        potential: Potential of the target.
+        state: State from :func:`initial_state` or the previous transition.
+        step_size: Step size :math:`\epsilon`, one for all chains or one for each.
+        inverse_mass: Diagonal of :math:`M^{-1}`, ``[D]`` or ``[C, D]``.
+        generators: Generator, one for all chains or one for each.
     """
-    start = Start(state, step_size, inverse_mass, source)
-    moved = begin(potential, state.position + start.size * start.mass * start.momentum)
-    change = torch.where(torch.isnan(moved.energy), torch.inf, moved.energy - state.energy)
-    acceptance = torch.exp(-change).clamp(max=1.0)
-    accepted = uniforms(start.sources, 1, moved.position.device)[:, 0] < acceptance
-    none = torch.zeros(len(change), dtype=torch.long)
-    return choose(accepted, moved, state), Transition(acceptance.cpu(), none.bool(), none + 1, none)
+    start = TransitionStart(state, step_size, inverse_mass, generators)
+    proposal = initial_state(
+        potential, state.position + start.step_size * start.inverse_mass * start.momentum
+    )
+    error = torch.where(torch.isnan(proposal.energy), torch.inf, proposal.energy - state.energy)
+    acceptance = torch.exp(-error).clamp(max=1.0)
+    accepted = draw_uniforms(start.generators, 1, proposal.position.device)[:, 0] < acceptance
+    zeros = torch.zeros(len(error), dtype=torch.long)
+    transition = Transition(acceptance.cpu(), zeros.bool(), zeros + 1, zeros)
+    return where_state(accepted, proposal, state), transition
 
 
 def nuts_kernel(
     potential: Potential,
-    state: State,
+    state: ChainState,
     step_size: float | Tensor,
     inverse_mass: Tensor,
-    source: Source,
+    generators: Generators,
     max_depth: int = 10,
-) -> tuple[State, Transition]:
-    """One transition of the No-U-Turn sampler (Hoffman and Gelman 2014, https://arxiv.org/abs/1111.4246).
+) -> tuple[ChainState, Transition]:
+    """Takes one transition of the No-U-Turn sampler (Hoffman and Gelman 2014, https://arxiv.org/abs/1111.4246).
 
-    A trajectory doubles, forward or backward in time at random, until its ends turn towards each other; the new state is drawn from its
-    points with multinomial weights, with a preference for the later half (Betancourt 2017, https://arxiv.org/abs/1701.02434).
+    A trajectory doubles, forward or backward in time at random, until its ends turn towards each other. The new state is drawn from
+    its points with multinomial weights, with a preference for the later half (Betancourt 2017, https://arxiv.org/abs/1701.02434).
 
     Args:
-        state, step_size, inverse_mass, source: as in :func:`hmc_kernel`.
-        max_depth: doublings at most: a trajectory has at most ``2 ** max_depth - 1`` steps.
+        potential: Potential of the target.
+        state: State from :func:`initial_state` or the previous transition.
+        step_size: Leapfrog step size, one for all chains or one for each.
+        inverse_mass: Diagonal of the inverse mass matrix, ``[D]`` or ``[C, D]``.
+        generators: Generator, one for all chains or one for each.
+        max_depth: Maximum number of doublings; a trajectory has at most ``2 ** max_depth - 1`` steps.
     """
-    chains, device = len(state.position), state.position.device
-    begun = Start(state, step_size, inverse_mass, source)
-    mass, size = begun.mass, begun.size
-    left, right = (state, begun.momentum), (state, begun.momentum)
-    chosen, total = state, begun.momentum
-    weight = torch.zeros(chains, dtype=torch.float64, device=device)
-    acceptance, leaves = torch.zeros_like(weight), torch.zeros_like(weight)
-    depth = torch.zeros(chains, dtype=torch.long, device=device)
-    divergent = torch.zeros(chains, dtype=torch.bool, device=device)
-    at = torch.arange(chains, device=device)  # those that still double
+    num_chains, device = len(state.position), state.position.device
+    start = TransitionStart(state, step_size, inverse_mass, generators)
+    mass, size = start.inverse_mass, start.step_size
+    left, right = (state, start.momentum), (state, start.momentum)
+    sample, momentum_sum = state, start.momentum
+    log_weight = torch.zeros(num_chains, dtype=torch.float64, device=device)
+    acceptance, num_leaves = torch.zeros_like(log_weight), torch.zeros_like(log_weight)
+    depth = torch.zeros(num_chains, dtype=torch.long, device=device)
+    divergent = torch.zeros(num_chains, dtype=torch.bool, device=device)
+    index = torch.arange(num_chains, device=device)  # chains that still double
     for level in range(max_depth):
-        draws = uniforms([begun.sources[chain] for chain in at.tolist()], 2**level + 2, device)
-        forth = draws[:, 0] < 0.5
-        start = choose(forth, right[0].of(at), left[0].of(at))
-        kick = torch.where(forth[:, None], right[1][at], left[1][at])
-        tree = _Subtree(start, kick, mass[at], begun.energy[at], level)
-        tree.grow(potential, torch.where(forth[:, None], size[at], -size[at]), torch.log(draws[:, 2:]))
-        acceptance[at] += tree.acceptance
-        leaves[at] += tree.leaves
-        divergent[at] |= tree.divergent
-        depth[at] += 1
-        live = tree.live  # those whose new half neither turned back nor diverged
-        at, forth = at[live], forth[live]
-        if not len(at):
+        draws = draw_uniforms([start.generators[chain] for chain in index.tolist()], 2**level + 2, device)
+        forward = draws[:, 0] < 0.5
+        end = where_state(forward, right[0].select(index), left[0].select(index))
+        momentum = torch.where(forward[:, None], right[1][index], left[1][index])
+        tree = _Subtree(end, momentum, mass[index], start.energy[index], level)
+        signed_size = torch.where(forward[:, None], size[index], -size[index])
+        tree.grow(potential, signed_size, torch.log(draws[:, 2:]))
+        acceptance[index] += tree.acceptance
+        num_leaves[index] += tree.num_leaves
+        divergent[index] |= tree.divergent
+        depth[index] += 1
+        active = tree.active  # chains whose new half neither turned nor diverged
+        index, forward = index[active], forward[active]
+        if not len(index):
             break
-        accepted = torch.log(draws[live, 1]) < tree.weight - weight[at]
-        chosen = chosen.put(at[accepted], tree.chosen.of(accepted))
+        accepted = torch.log(draws[active, 1]) < tree.log_weight - log_weight[index]
+        sample = sample.replace(index[accepted], tree.sample.select(accepted))
         left, right = (
-            (end.put(at[side], tree.end.of(side)), momentum.index_copy(0, at[side], tree.momentum[side]))
-            for (end, momentum), side in ((left, ~forth), (right, forth))
+            (
+                state.replace(index[side], tree.end.select(side)),
+                momentum.index_copy(0, index[side], tree.momentum[side]),
+            )
+            for (state, momentum), side in ((left, ~forward), (right, forward))
         )
-        weight[at] = torch.logaddexp(weight[at], tree.weight)
-        total = total.index_add(0, at, tree.total)
-        at = at[~turning(left[1][at], right[1][at], total[at], mass[at])]
-        if not len(at):
+        log_weight[index] = torch.logaddexp(log_weight[index], tree.log_weight)
+        momentum_sum = momentum_sum.index_add(0, index, tree.momentum_sum)
+        index = index[~has_turned(left[1][index], right[1][index], momentum_sum[index], mass[index])]
+        if not len(index):
             break
-    return chosen, Transition((acceptance / leaves).cpu(), divergent.cpu(), leaves.long().cpu(), depth.cpu())
+    return sample, Transition(
+        (acceptance / num_leaves).cpu(), divergent.cpu(), num_leaves.long().cpu(), depth.cpu()
+    )
 
 
-def turning(left: Tensor, right: Tensor, total: Tensor, inverse_mass: Tensor) -> Tensor:
-    """Whether trajectories with these momenta at their ends, and this sum of momenta, have begun to turn back."""
-    middle = (total - 0.5 * (left + right)) * inverse_mass
-    return ((middle * left).sum(-1) <= 0) | ((middle * right).sum(-1) <= 0)
+def has_turned(left: Tensor, right: Tensor, momentum_sum: Tensor, inverse_mass: Tensor) -> Tensor:
+    """Returns True for trajectories whose ends approach each other.
+
+    Args:
+        left: Momenta at the left end.
+        right: Momenta at the right end.
+        momentum_sum: Sums of the momenta of all points.
+        inverse_mass: Diagonals of the inverse mass matrix.
+    """
+    inner_sum = (momentum_sum - 0.5 * (left + right)) * inverse_mass
+    return ((inner_sum * left).sum(-1) <= 0) | ((inner_sum * right).sum(-1) <= 0)
 
 
 class _Subtree:
-    """A doubling: ``2 ** level`` new points, or fewer where they turn back or diverge; such chains drop out of ``live``."""
+    """Doubling of a trajectory by ``2 ** level`` points.
+
+    Chains that turn or diverge end early and leave ``active``.
+    """
 
     def __init__(
-        self, start: State, momentum: Tensor, inverse_mass: Tensor, before: Tensor, level: int
+        self, start: ChainState, momentum: Tensor, inverse_mass: Tensor, initial_energy: Tensor, level: int
     ) -> None:
-        self.end, self.chosen, self.momentum = start, start, momentum
-        self.mass, self.before, self.level = inverse_mass, before, level
-        self.total = torch.zeros_like(momentum)
-        self.weight = torch.full_like(before, -torch.inf)
-        self.acceptance, self.leaves = torch.zeros_like(before), torch.zeros_like(before)
-        self.divergent = torch.zeros_like(before, dtype=torch.bool)
-        self.live = torch.arange(len(before), device=before.device)
-        # momentum and sum of momenta at the leaves that subtrees begin with
-        self.kept: list[tuple[Tensor, Tensor]] = []
+        self.end, self.sample, self.momentum = start, start, momentum
+        self.mass, self.initial_energy, self.level = inverse_mass, initial_energy, level
+        self.momentum_sum = torch.zeros_like(momentum)
+        self.log_weight = torch.full_like(initial_energy, -torch.inf)
+        self.acceptance, self.num_leaves = torch.zeros_like(initial_energy), torch.zeros_like(initial_energy)
+        self.divergent = torch.zeros_like(initial_energy, dtype=torch.bool)
+        self.active = torch.arange(len(initial_energy), device=initial_energy.device)
+        # momentum and sum of momenta at the first leaves of subtrees
+        self.first_leaves: list[tuple[Tensor, Tensor]] = []
 
-    def grow(self, potential: Potential, size: Tensor, log_draws: Tensor) -> None:
-        """Go through the leaves, by steps of this size, with the logarithm of a uniform number for every chain and leaf."""
+    def grow(self, potential: Potential, step_size: Tensor, log_uniforms: Tensor) -> None:
+        """Visits the leaves by leapfrog steps.
+
+        Args:
+            potential: Potential of the target.
+            step_size: Step sizes ``[C, 1]``.
+            log_uniforms: Logarithm of a uniform number for every chain and leaf.
+        """
         for leaf in range(2**self.level):
-            self.end, self.momentum = leapfrog(potential, self.end, self.momentum, size, self.mass)
-            change = energy_change(self.end, self.momentum, self.mass, self.before)
-            weight = torch.logaddexp(self.weight, -change)
-            self.chosen = choose(log_draws[:, leaf] < -change - weight, self.end, self.chosen)
-            self.total, self.weight = self.total + self.momentum, weight
-            self.acceptance[self.live] += torch.exp(-change).clamp(max=1.0)
-            self.leaves[self.live] += 1.0
-            diverges = change > DIVERGENT
+            self.end, self.momentum = leapfrog(potential, self.end, self.momentum, step_size, self.mass)
+            error = energy_error(self.end, self.momentum, self.mass, self.initial_energy)
+            log_weight = torch.logaddexp(self.log_weight, -error)
+            self.sample = where_state(log_uniforms[:, leaf] < -error - log_weight, self.end, self.sample)
+            self.momentum_sum, self.log_weight = self.momentum_sum + self.momentum, log_weight
+            self.acceptance[self.active] += torch.exp(-error).clamp(max=1.0)
+            self.num_leaves[self.active] += 1.0
+            diverges = error > DIVERGENCE_THRESHOLD
             stop = diverges | self._turns(leaf) if leaf % 2 else diverges
             if bool(stop.any()):
-                self.divergent[self.live] |= diverges
-                size, log_draws = size[~stop], log_draws[~stop]
-                self._keep_only(~stop)
-                if not len(self.live):
+                self.divergent[self.active] |= diverges
+                step_size, log_uniforms = step_size[~stop], log_uniforms[~stop]
+                self._restrict(~stop)
+                if not len(self.active):
                     return
-            if leaf % 2 == 0:  # it begins as many subtrees as there are zeros at the end of its number
-                self.kept[(leaf >> 1).bit_count() :] = [(self.momentum, self.total)]
+            if leaf % 2 == 0:  # an even leaf is the first of as many subtrees as its index has trailing zeros
+                self.first_leaves[(leaf >> 1).bit_count() :] = [(self.momentum, self.momentum_sum)]
 
     def _turns(self, leaf: int) -> Tensor:
-        """Whether one of the subtrees that end with this leaf turns back."""
+        """Returns True for chains in which a subtree that ends with this leaf turns."""
         last = (leaf >> 1).bit_count()
-        ending = (leaf ^ (leaf + 1)).bit_count() - 1  # ones at the end of the number
-        turns = torch.zeros_like(self.live, dtype=torch.bool)
-        for first, before in self.kept[last - ending + 1 : last + 1]:
-            turns = turns | turning(first, self.momentum, self.total - before + first, self.mass)
+        num_subtrees = (leaf ^ (leaf + 1)).bit_count() - 1  # trailing ones of the index
+        turns = torch.zeros_like(self.active, dtype=torch.bool)
+        for first, sum_before in self.first_leaves[last - num_subtrees + 1 : last + 1]:
+            momentum_sum = self.momentum_sum - sum_before + first
+            turns = turns | has_turned(first, self.momentum, momentum_sum, self.mass)
         return turns
 
-    def _keep_only(self, stay: Tensor) -> None:
-        self.live, self.mass, self.before = self.live[stay], self.mass[stay], self.before[stay]
-        self.end, self.chosen = self.end.of(stay), self.chosen.of(stay)
-        self.momentum, self.total, self.weight = self.momentum[stay], self.total[stay], self.weight[stay]
-        self.kept = [(first[stay], before[stay]) for first, before in self.kept]
+    def _restrict(self, mask: Tensor) -> None:
+        """Keeps only the chains of this mask."""
+        self.active, self.mass = self.active[mask], self.mass[mask]
+        self.initial_energy = self.initial_energy[mask]
+        self.end, self.sample = self.end.select(mask), self.sample.select(mask)
+        self.momentum, self.momentum_sum = self.momentum[mask], self.momentum_sum[mask]
+        self.log_weight = self.log_weight[mask]
+        self.first_leaves = [(first[mask], before[mask]) for first, before in self.first_leaves]

@@ -1,4 +1,4 @@
-"""Posteriors that are the states of Markov chains, and the diagnostics of these chains."""
+"""Posteriors made of draws of Markov chains, and their convergence diagnostics."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,37 +9,41 @@ from torch import Tensor, nn
 
 from flowbnn.errors import pluralize, warn
 from flowbnn.likelihoods import Likelihood
-from flowbnn.methods.mcmc.potential import LOG_NOISE, Sites, noisy_weights
+from flowbnn.methods.mcmc.potential import LOG_NOISE, NoiseSites, noisy_weights
 from flowbnn.metrics.convergence import FEWEST, effective_sample_size, split_rhat
 from flowbnn.noise.layout import layout_of
 from flowbnn.posterior.base import Posterior, part_of
 from flowbnn.posterior.weights import MemberPosterior, check_members
 from flowbnn.training import History
 
-RHAT = 1.05
-ENOUGH = 100  # draws of a chain from which on its R-hat is worth a warning
-COLUMNS = 4096  # weights whose chains are compared at once
+RHAT_THRESHOLD = 1.05  # between the 1.01 of Vehtari et al. (2021), strict for networks, and the classical 1.1
 
 
 @dataclass(frozen=True)
 class ChainDiagnostics:
-    """How well chains have mixed.
+    """Convergence diagnostics of Markov chains.
 
-    A network computes the same with its hidden units in another order, so chains may sit in different copies of one function and the
-    R-hat of single weights says little: look at the function values (``*_outputs``: log-probabilities, or outputs of a regression, at
-    training inputs) and at the log-density.
+    A network computes the same function with permuted hidden units, so chains may sample different permutations, and the R-hat of
+    single weights says little. Check the function values (``*_outputs``: log-probabilities, or outputs of a regression, at training
+    inputs) and the log-density.
 
     Args:
-        rhat_outputs, ess_outputs, tail_ess_outputs: the worst over the function values.
-        rhat_density, ess_density: of the log posterior density.
-        rhat_weights, ess_weights, tail_ess_weights: the worst over the weights (or noise variables); ``mixed_weights`` is the share
-            of them with an R-hat below 1.05.
-        divergences: transitions whose energy error was so large that the step size did not resolve the curvature there.
-        acceptance: mean acceptance probability of the draws.
-        step_size: of every chain after warm-up.
-        gradients: per draw, on average.
-        depth: doublings of NUTS's trajectories, on average (0 for HMC).
-        chains, draws: their number, and draws of each.
+        rhat_outputs: Largest R-hat of the function values.
+        ess_outputs: Smallest bulk effective sample size of the function values.
+        tail_ess_outputs: Smallest tail effective sample size of the function values.
+        rhat_density: R-hat of the log posterior density.
+        ess_density: Bulk effective sample size of the log posterior density.
+        rhat_weights: Largest R-hat of the weights (or noise variables).
+        ess_weights: Smallest bulk effective sample size of the weights.
+        tail_ess_weights: Smallest tail effective sample size of the weights.
+        mixed_weights: Fraction of the weights with an R-hat below 1.05.
+        divergences: Number of transitions whose energy error was too large for the step size.
+        acceptance: Mean acceptance probability of the draws.
+        step_size: Step size of every chain after warm-up.
+        gradients: Mean number of gradient evaluations per transition.
+        depth: Mean number of doublings of the trajectories of NUTS (0 for HMC).
+        chains: Number of chains.
+        draws: Number of draws of each chain.
     """
 
     rhat_outputs: float
@@ -68,14 +72,16 @@ class ChainDiagnostics:
 
 
 class ChainPosterior(MemberPosterior):
-    """The draws of Markov chains over weights.
+    """Posterior made of the draws of Markov chains over weights.
 
     Args:
-        model, likelihood, history: as in :class:`~flowbnn.methods.Posterior`.
-        members: weights ``{name: [C * S, ...]}``, chain after chain.
-        record: for each draw ``[C, S]`` its ``energy``, ``acceptance``, ``divergent``, ``gradients`` and ``depth``; ``outputs``,
-            function values ``[C, S, K]``; ``step_size``, of every chain; ``log_noise`` ``[C, S, D]``, where noise was learned.
-        sampler: the method and its settings, as plain values.
+        model: Network.
+        likelihood: Observation model of the targets.
+        members: Weights ``{name: [C * S, ...]}``, chain after chain.
+        history: Training record.
+        record: Statistics of each draw ``[C, S]`` (``energy``, ``acceptance``, ``divergent``, ``gradients``, ``depth``), function
+            values ``outputs`` ``[C, S, K]``, ``step_size`` of every chain, and ``log_noise`` ``[C, S, D]`` if noise was learned.
+        sampler: Name of the method and its settings, as plain values.
     """
 
     kind: ClassVar[str] = "chains"
@@ -90,29 +96,29 @@ class ChainPosterior(MemberPosterior):
         record: Mapping[str, Tensor],
         sampler: Mapping[str, Any],
     ) -> None:
-        levels = record.get(LOG_NOISE)
+        log_noise = record.get(LOG_NOISE)
         super().__init__(
-            model, likelihood, members, history, None if levels is None else levels.flatten(0, 1)
+            model, likelihood, members, history, None if log_noise is None else log_noise.flatten(0, 1)
         )
         self.record, self.sampler = dict(record), dict(sampler)
 
     def __repr__(self) -> str:
         chains, draws = self.record["energy"].shape
-        found = f"{pluralize(chains, 'chain')} of {pluralize(draws, 'draw')}"
-        return f"{type(self).__name__}({self.sampler['method']}, {found}, {self.likelihood!r})"
+        size = f"{pluralize(chains, 'chain')} of {pluralize(draws, 'draw')}"
+        return f"{type(self).__name__}({self.sampler['method']}, {size}, {self.likelihood!r})"
 
     @property
     def chains(self) -> dict[str, Tensor]:
-        """What was sampled, by chain: ``{name: [C, S, ...]}``."""
+        """Sampled variables by chain, ``{name: [C, S, ...]}``."""
         shape = self.record["energy"].shape
         return {name: value.unflatten(0, shape) for name, value in self.members.items()}
 
     def diagnostics(self) -> ChainDiagnostics:
-        """R-hat, effective sample sizes, divergences and acceptance."""
+        """Computes R-hat, effective sample sizes, divergences and acceptance."""
         record = self.record
-        outputs = _worst(record["outputs"].double())
-        density = _worst(record["energy"][..., None])
-        weights = _worst(*(value.flatten(2) for value in self.chains.values()))
+        outputs = _worst_diagnostics(record["outputs"].double())
+        density = _worst_diagnostics(record["energy"][..., None])
+        weights = _worst_diagnostics(*(value.flatten(2) for value in self.chains.values()))
         return ChainDiagnostics(
             *outputs[:3],
             *density[:2],
@@ -126,22 +132,26 @@ class ChainPosterior(MemberPosterior):
             draws=record["energy"].shape[1],
         )
 
-    def warn(self) -> None:
-        """Warn of divergences, and of chains that do not agree."""
+    def warn_not_converged(self) -> None:
+        """Warns if transitions diverged, or if the chains disagree."""
         divergent = self.record["divergent"]
-        if bool(divergent.any()):
-            line = (
-                f"{int(divergent.sum())} of {divergent.numel()} transitions diverged: near them the posterior is narrower than a "
-                "step, so draws there are missing; raise target_accept, or the warm-up"
+        divergences = int(divergent.sum())
+        if divergences:
+            warn(
+                f"{divergences} of {divergent.numel()} transitions diverged, so narrow regions of the posterior are undersampled; "
+                "increase target_accept or warmup",
+                kind="divergence",
+                divergences=divergences,
             )
-            warn(line, kind="divergence", divergences=int(divergent.sum()))
         outputs = self.record["outputs"].double()
-        if outputs.shape[1] >= ENOUGH and (rhat := _worst(outputs)[0]) > RHAT:
-            line = (
-                f"the chains do not agree on the function yet (R-hat {rhat:.2f} of outputs at training inputs, above {RHAT}); run "
-                "them longer, or read posterior.diagnostics() before trusting them"
+        # R-hat of fewer than 100 draws is too noisy for a warning
+        if outputs.shape[1] >= 100 and (rhat := _worst_diagnostics(outputs)[0]) > RHAT_THRESHOLD:
+            warn(
+                f"the chains have not converged: R-hat {rhat:.2f} of the outputs exceeds {RHAT_THRESHOLD}; increase samples or warmup, "
+                "and see posterior.diagnostics()",
+                kind="rhat",
+                rhat=rhat,
             )
-            warn(line, kind="rhat", rhat=rhat)
 
     def state(self) -> dict[str, Tensor]:
         members = {f"member.{name}": value for name, value in self.members.items()}
@@ -158,23 +168,24 @@ class ChainPosterior(MemberPosterior):
 
 
 class NoiseChainPosterior(ChainPosterior):
-    """The draws of Markov chains over one vector of noise for every layer; a sample is the network with that noise in its weights.
+    """Posterior made of the draws of Markov chains over one noise vector per layer.
 
-    ``members`` holds the noise, ``{layer: [C * S, dim]}``, and ``draws`` gives it; ``sample`` and ``member`` give networks.
+    ``members`` and ``draws`` hold the noise, ``{layer: [C * S, dim]}``. ``sample`` and ``member`` return networks with the noise
+    absorbed into their weights.
     """
 
     kind: ClassVar[str] = "noise-chains"
 
-    def __init__(self, *args: Any, **more: Any) -> None:
-        super().__init__(*args, **more)
-        parts = {name: self.model.get_submodule(name) for name in self.members}
-        # the present weights, in whose place a prediction puts others
-        self.sites: Sites = {name: (part, part.weight.detach()) for name, part in parts.items()}  # type: ignore[operator]
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        modules = {name: self.model.get_submodule(name) for name in self.members}
+        # the original weights, which predictions replace by scaled ones
+        self.sites: NoiseSites = {name: (module, module.weight.detach()) for name, module in modules.items()}  # type: ignore[operator,misc]
 
     def check_members(self, members: Mapping[str, Tensor]) -> None:
-        parts = dict(self.model.named_modules())
-        own = {name: torch.empty(layout_of(parts[name]).dim) for name in members if name in parts}
-        check_members(own, members)
+        modules = dict(self.model.named_modules())
+        expected = {name: torch.empty(layout_of(modules[name]).dim) for name in members if name in modules}
+        check_members(expected, members)
 
     @property
     def names(self) -> list[str]:
@@ -184,15 +195,23 @@ class NoiseChainPosterior(ChainPosterior):
         return noisy_weights(self.sites, super().weights(index, seed))
 
 
-def _worst(*parts: Tensor) -> tuple[float, float, float, float]:
-    """The worst R-hat, bulk and tail effective sample size of quantities ``[C, S, K]``, and the share with an R-hat below 1.05."""
+def _worst_diagnostics(*groups: Tensor, columns: int = 4096) -> tuple[float, float, float, float]:
+    """Returns the worst diagnostics of quantities ``[C, S, K]``.
+
+    Args:
+        groups: Groups of quantities.
+        columns: Number of quantities to process at a time.
+
+    Returns:
+        Largest R-hat, smallest bulk and tail effective sample size, and the fraction with an R-hat below 1.05.
+    """
     rhat, bulk, tail, mixed, count = 1.0, float("inf"), float("inf"), 0, 0
-    for part in (chunk for whole in parts for chunk in whole.split(COLUMNS, -1)):
-        if part.shape[1] < FEWEST:
+    for draws in (chunk for group in groups for chunk in group.split(columns, -1)):
+        if draws.shape[1] < FEWEST:
             return (float("nan"),) * 4
-        each = split_rhat(part)
-        rhat = max(rhat, float(each.max()))
-        bulk = min(bulk, float(effective_sample_size(part, "bulk").min()))
-        tail = min(tail, float(effective_sample_size(part, "tail").min()))
-        mixed, count = mixed + int((each < RHAT).sum()), count + each.numel()
+        rhats = split_rhat(draws)
+        rhat = max(rhat, float(rhats.max()))
+        bulk = min(bulk, float(effective_sample_size(draws, "bulk").min()))
+        tail = min(tail, float(effective_sample_size(draws, "tail").min()))
+        mixed, count = mixed + int((rhats < RHAT_THRESHOLD).sum()), count + rhats.numel()
     return rhat, bulk, tail, mixed / max(1, count)

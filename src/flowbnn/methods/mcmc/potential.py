@@ -1,10 +1,10 @@
-r"""The potential of a network's weights, or of the noise on its layers, under all training data.
+r"""Potential of the weights of a network, or of the noise on its layers, under all training data.
 
 .. math:: U(w) = -\sum_i \log p(y_i \mid x_i, w) - \log p(w)
 
-Energies and gradients of several chains come from one vectorised pass (``torch.func.vmap``) where the network allows it, else from
-one pass for each chain, with the same results up to rounding. The network is in evaluation mode: BatchNorm uses its running statistics
-and dropout is off.
+Energies and gradients of several chains come from one vectorized pass (``torch.func.vmap``) if the network supports it, else from one
+pass per chain. The results are equal up to rounding. The network is in evaluation mode: BatchNorm uses its running statistics and
+dropout is off.
 """
 
 import warnings
@@ -30,20 +30,24 @@ from flowbnn.batches import (
 )
 from flowbnn.errors import FlowBNNError, nearest
 from flowbnn.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood, learns_noise, with_level
-from flowbnn.methods.mcmc.hamiltonian import with_gradient
+from flowbnn.methods.mcmc.hamiltonian import make_potential
 from flowbnn.noise.layout import absorbs, layout_of, weight_scale, wrappable_layers
 from flowbnn.posterior.weights import named_parts
 from flowbnn.training.randomness import preserve_rng_state
 
-ROWS = 4096  # examples in one pass
-SEEN = 32  # at which chains are compared by what their networks give
-LOG_NOISE = "log_noise"  # of a regression, where it is learned
-Data = tuple[Any, Tensor]  # the inputs and targets of all training examples
-Sites = dict[str, tuple[nn.Module, Tensor]]  # layers that get noise, with their weights
+LOG_NOISE = "log_noise"  # name of the learned noise of a regression among the sampled variables
+TrainingData = tuple[Any, Tensor]  # inputs and targets of all training examples
+NoiseSites = dict[str, tuple[nn.Module, Tensor]]  # layers with noise, and their weights
 
 
-def gather(loader: Iterable[Any], check: Callable[[Any], None], seed: int) -> Data:
-    """Everything that one pass over the loader gives; all generators are restored."""
+def gather_data(loader: Iterable[Any], check: Callable[[Any], None], seed: int) -> TrainingData:
+    """Concatenates the batches of one pass over the loader; all generators are restored.
+
+    Args:
+        loader: Batches of inputs and targets.
+        check: Function that checks the targets of a batch.
+        seed: Seed of a shuffled loader.
+    """
     batches = []
     with preserve_rng_state(loader, seed):
         for number, batch in enumerate(loader):
@@ -52,15 +56,15 @@ def gather(loader: Iterable[Any], check: Callable[[Any], None], seed: int) -> Da
             batches.append(split_batch(batch))
     if len({shapes(batch) for batch in batches}) > 1:
         raise FlowBNNError(
-            "batches of different shapes or dtypes cannot be joined, and all examples are needed together; pad them to one length",
+            "batches of different shapes or dtypes cannot be concatenated; pad them to one length",
             kind="loader",
             argument="loader",
         )
     return join(batches)
 
 
-def noisy_weights(sites: Sites, noise: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    r"""The weights :math:`W \mathrm{diag}\, z` of layers that compute what theirs do for inputs :math:`z \circ x`."""
+def noisy_weights(sites: NoiseSites, noise: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    r"""Returns the weights :math:`W \mathrm{diag}\, z`, which are equivalent to inputs :math:`z \circ x`, by parameter name."""
     return {
         f"{name}.weight" if name else "weight": weight * weight_scale(module, noise[name].to(weight))
         for name, (module, weight) in sites.items()
@@ -68,49 +72,54 @@ def noisy_weights(sites: Sites, noise: Mapping[str, Tensor]) -> dict[str, Tensor
 
 
 class NetworkPotential:
-    r"""The potential of all weights that can be trained, tied ones once, or of noise with the weights fixed.
+    r"""Potential of all trainable weights, tied ones once, or of noise with fixed weights.
 
-    The logarithm of a Gaussian likelihood's learned noise is one more variable for each target, with a normal prior of standard
-    deviation 1 around the value that the likelihood has, which is the size of the residuals at the start.
+    The logarithm of the learned noise of a Gaussian likelihood is one more variable per target. Its prior is normal with standard
+    deviation 1 around the current value of the likelihood, the size of the residuals at the start.
 
     Args:
-        model: the network; it is put into evaluation mode.
-        likelihood: observation model of the targets given the outputs.
-        data: all training examples.
-        num_data: number of examples that the data stand for; their log-likelihood is scaled to it.
-        prior_scale: of the prior :math:`\mathcal N(0, \sigma^2)` of the weights, or :math:`\mathcal N(1, \sigma^2)` of the noise.
-        sites: the layers that get one vector of noise each; None samples the weights.
+        model: Network; it is set to evaluation mode.
+        likelihood: Observation model of the targets.
+        data: All training examples.
+        num_data: Number of examples that the data represent; the log-likelihood is scaled to it.
+        prior_scale: Standard deviation of the prior :math:`\mathcal N(0, \sigma^2)` of the weights, or
+            :math:`\mathcal N(1, \sigma^2)` of the noise.
+        sites: Layers with one noise vector each; None to sample the weights.
+        rows_per_pass: Maximum number of examples in one pass.
     """
 
     def __init__(
         self,
         model: nn.Module,
         likelihood: Likelihood,
-        data: Data,
+        data: TrainingData,
         num_data: int,
         prior_scale: float,
-        sites: Sites | None = None,
+        sites: NoiseSites | None = None,
+        rows_per_pass: int = 4096,
     ) -> None:
         self.model, self.likelihood = NetworkCaller(model.eval()), likelihood.eval()
         self.inputs, self.targets = move(data, device_of(model), dtype_of(model))
         self.scale = num_data / len(self.targets)
-        self.sites = sites
+        self.sites, self.rows_per_pass = sites, rows_per_pass
         values = {name: value.detach() for name, value in model.named_parameters() if value.requires_grad}
         if sites is not None:
-            values = {name: weight.new_ones(layout_of(part).dim) for name, (part, weight) in sites.items()}
+            values = {
+                name: weight.new_ones(layout_of(module).dim) for name, (module, weight) in sites.items()
+            }
         self.start = torch.cat([value.flatten() for value in values.values()])
         self.prior_loc = torch.full_like(self.start, 0.0 if sites is None else 1.0)
         self.prior_scale = torch.full_like(self.start, prior_scale)
         if learns_noise(likelihood):
             values[LOG_NOISE] = level = likelihood.log_scale.detach().to(self.start)
-            self.likelihood = Gaussian("predicted")  # by one more output for each target
+            self.likelihood = Gaussian("predicted")  # with one more output per target
             self.start, self.prior_loc = torch.cat([self.start, level]), torch.cat([self.prior_loc, level])
             self.prior_scale = torch.cat([self.prior_scale, torch.ones_like(level)])
         self.shapes = {name: value.shape for name, value in values.items()}
-        self.vectorised: bool | None = None  # not known yet
+        self.vectorized: bool | None = None  # None until the first call
 
     def outputs(self, vector: Tensor, inputs: Any) -> Tensor:
-        """What the network gives with the weights that a vector determines."""
+        """Returns the outputs of the network with the variables of a vector ``[D]``."""
         values = named_parts(vector, self.shapes)
         level = values.pop(LOG_NOISE, None)
         weights = values if self.sites is None else noisy_weights(self.sites, values)
@@ -119,49 +128,53 @@ class NetworkPotential:
         return outputs if level is None else with_level(outputs, level)
 
     def __call__(self, position: Tensor) -> tuple[Tensor, Tensor]:
-        """Energies ``[C]`` in float64 and gradients ``[C, D]``."""
-        away = (position - self.prior_loc) / self.prior_scale
-        energy = 0.5 * away.square().sum(-1, dtype=torch.float64)
-        gradient = away / self.prior_scale
-        if self.vectorised is None and len(position) > 1:
-            self.vectorised = self._can_be_vectorised(position[:2])
-        for low in range(0, len(self.targets), ROWS):
-            inputs, targets = take((self.inputs, self.targets), low, low + ROWS)
-            more, slope = self._log_likelihood(position, inputs, targets, bool(self.vectorised))
-            energy, gradient = energy + more, gradient + slope
+        """Returns energies ``[C]`` in float64 and gradients ``[C, D]`` at positions ``[C, D]``."""
+        deviation = (position - self.prior_loc) / self.prior_scale
+        energy = 0.5 * deviation.square().sum(-1, dtype=torch.float64)
+        gradient = deviation / self.prior_scale
+        if self.vectorized is None and len(position) > 1:
+            self.vectorized = self._supports_vmap(position[:2])
+        for low in range(0, len(self.targets), self.rows_per_pass):
+            inputs, targets = take((self.inputs, self.targets), low, low + self.rows_per_pass)
+            loss, loss_gradient = self._data_energy(position, inputs, targets, bool(self.vectorized))
+            energy, gradient = energy + loss, gradient + loss_gradient
         return energy, gradient
 
-    def _can_be_vectorised(self, position: Tensor) -> bool:
-        """Whether vmap runs the network, without a loop of its own that it would warn of."""
+    def _supports_vmap(self, position: Tensor) -> bool:
+        """Returns True if vmap runs the network without a warning about a slow fallback."""
         inputs, targets = take((self.inputs, self.targets), 0, 2)
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("error")
-                self._log_likelihood(position, inputs, targets, vectorised=True)
-        except Exception:  # any layer may raise anything here; what is really wrong is raised again by one chain after the other
+                self._data_energy(position, inputs, targets, vectorized=True)
+        except Exception:  # any layer may raise anything; a real error is raised again without vmap
             return False
         return True
 
-    def _log_likelihood(
-        self, position: Tensor, inputs: Any, targets: Tensor, vectorised: bool
+    def _data_energy(
+        self, position: Tensor, inputs: Any, targets: Tensor, vectorized: bool
     ) -> tuple[Tensor, Tensor]:
-        """The negative log-likelihood of some examples for each chain, and its gradient."""
+        """Returns the negative log-likelihood of some examples for each chain, and its gradient."""
 
         def energy(vector: Tensor) -> Tensor:
-            fitted = self.likelihood.log_prob(self.outputs(vector, inputs), targets)
-            return -self.scale * fitted.sum(dtype=torch.float64)
+            log_likelihood = self.likelihood.log_prob(self.outputs(vector, inputs), targets)
+            return -self.scale * log_likelihood.sum(dtype=torch.float64)
 
-        if vectorised and len(position) > 1:
-            return with_gradient(lambda leaf: vmap(energy)(leaf))(position)
-        parts = [with_gradient(lambda leaf: energy(leaf[0])[None])(one[None]) for one in position]
-        return torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
+        if vectorized and len(position) > 1:
+            return make_potential(lambda leaf: vmap(energy)(leaf))(position)
+        results = [make_potential(lambda leaf: energy(leaf[0])[None])(vector[None]) for vector in position]
+        return torch.cat([result[0] for result in results]), torch.cat([result[1] for result in results])
 
-    def function_values(self, positions: Tensor) -> Tensor:
-        """Log-probabilities, or outputs of a regression, at some training inputs for positions ``[C, S, D]``, as ``[C, S, K]``.
+    def function_values(self, positions: Tensor, num_inputs: int = 32) -> Tensor:
+        """Returns log-probabilities, or outputs of a regression, at training inputs, as ``[C, S, K]``.
 
         Unlike weights, they do not depend on the order of hidden units.
+
+        Args:
+            positions: Positions of the chains ``[C, S, D]``.
+            num_inputs: Number of training inputs.
         """
-        inputs, likelihood = take(self.inputs, 0, SEEN), self.likelihood
+        inputs, likelihood = take(self.inputs, 0, num_inputs), self.likelihood
         values = []
         with torch.no_grad():
             for vector in positions.flatten(0, 1):
@@ -170,24 +183,31 @@ class NetworkPotential:
                     outputs = outputs.log_softmax(-1)
                 elif isinstance(likelihood, Bernoulli):
                     outputs = nn.functional.logsigmoid(outputs)
-                values.append(outputs.flatten()[: 4 * SEEN].cpu())
+                values.append(outputs.flatten()[: 4 * num_inputs].cpu())
         return torch.stack(values).unflatten(0, positions.shape[:2])
 
 
-def noise_sites(model: nn.Module, layers: str | None, name: str) -> Sites:
-    """The layers that get noise; one that cannot take it into its weights is refused by name."""
-    known = wrappable_layers(model)
-    chosen = {key: part for key, part in known.items() if layers is None or fnmatchcase(key, layers)}
-    uses = Counter(id(own) for part in model.modules() for own in part._parameters.values())
-    unfit = (key for key, part in chosen.items() if not absorbs(part) or uses[id(part.weight)] > 1)
-    problem, layer = "", next(unfit, None)
-    if layer is not None:
-        problem = (
-            f"{name}(over='noise') cannot serve layer '{layer}', a {type(chosen[layer]).__name__} that shares its weight or cannot "
-            "take noise into it; leave it out with layers=..., or use fb.NodeNoise"
-        )
-    elif not chosen:
-        problem = f"layers={layers!r} matches no layer that can carry noise{nearest(layers or '', known)}"
-    if problem:
-        raise FlowBNNError(problem, kind="layer", layer=layer, argument="layers")
-    return {key: (part, part.weight.detach()) for key, part in chosen.items()}
+def noise_sites(model: nn.Module, layers: str | None) -> NoiseSites:
+    """Returns the layers that match a glob, or all that support noise for None.
+
+    Raises:
+        FlowBNNError: If no layer matches, or if a layer cannot absorb noise into its weights.
+    """
+    candidates = wrappable_layers(model)
+    selected = {
+        name: module for name, module in candidates.items() if layers is None or fnmatchcase(name, layers)
+    }
+    if not selected:
+        message = f"layers={layers!r} matches no layer that supports noise{nearest(layers or '', candidates)}"
+        raise FlowBNNError(message, kind="layer", argument="layers")
+    uses = Counter(id(parameter) for module in model.modules() for parameter in module._parameters.values())
+    for name, module in selected.items():
+        if not absorbs(module) or uses[id(module.weight)] > 1:
+            raise FlowBNNError(
+                f"variables='noise' does not support layer '{name}' ({type(module).__name__}), whose weight is shared or cannot absorb "
+                "noise; exclude it with layers=, or use fb.NodeNoise",
+                kind="layer",
+                layer=name,
+                argument="layers",
+            )
+    return {name: (module, module.weight.detach()) for name, module in selected.items()}

@@ -1,0 +1,200 @@
+"""Sampler of several Markov chains, with checkpoints from which an interrupted run resumes to the same draws."""
+
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flowbnn.errors import FlowBNNError, warn
+from flowbnn.methods.mcmc.hamiltonian import ChainState, Potential, Transition, initial_state
+from flowbnn.methods.mcmc.warmup import Warmup
+from flowbnn.training import check_writable, is_main_process, track
+from flowbnn.training.storage import TensorFile, decode_state, encode_state, save_state
+
+Kernel = Callable[[ChainState, Tensor, Tensor, Sequence[torch.Generator]], tuple[ChainState, Transition]]
+RECORD_NAMES = ("position", "energy", *Transition._fields)
+
+
+class ChainSampler:
+    """Warm-up and sampling of several chains.
+
+    Args:
+        potential: Potential of the target.
+        kernel: Function from state, step size, inverse mass and generators to the next state and its statistics.
+        starts: Initial positions ``[C, D]``.
+        generators: Generator of each chain.
+        warmup: Number of transitions of the warm-up.
+        samples: Number of draws of each chain.
+        thin: Number of transitions per draw.
+        target: Target of the mean acceptance probability.
+        path: Checkpoint file, or None.
+        every: Number of transitions between checkpoints; None for every 30 seconds.
+        settings: Plain values that a resumed run must share.
+
+    >>> from functools import partial
+    >>> from flowbnn.methods.mcmc.hamiltonian import make_potential, nuts_kernel
+    >>> potential = make_potential(lambda q: 0.5 * q.square().sum(-1))
+    >>> generators = [torch.Generator().manual_seed(chain) for chain in range(2)]
+    >>> sampler = ChainSampler(potential, partial(nuts_kernel, potential), torch.zeros(2, 3), generators, warmup=20, samples=5)
+    >>> sampler.run(progress=False)["position"].shape
+    torch.Size([2, 5, 3])
+    """
+
+    def __init__(
+        self,
+        potential: Potential,
+        kernel: Kernel,
+        starts: Tensor,
+        generators: Sequence[torch.Generator],
+        *,
+        warmup: int,
+        samples: int,
+        thin: int = 1,
+        target: float = 0.8,
+        path: Path | None = None,
+        every: int | None = None,
+        settings: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.potential, self.kernel, self.generators = potential, kernel, list(generators)
+        self.num_warmup, self.samples, self.thin = warmup, samples, thin
+        self.path, self.every, self.settings = path, every, dict(settings or {})
+        self.warmup = Warmup(potential, self.generators, starts, warmup, target)
+        self.starts = starts
+        self.state: ChainState | None = None
+        self.number = 0
+        self.draws: dict[str, list[Tensor]] = {name: [] for name in RECORD_NAMES}
+        self.last_save = time.monotonic()
+
+    def run(
+        self, resume: bool = False, progress: bool = True, description: str = "sampling"
+    ) -> dict[str, Tensor]:
+        """Runs all remaining transitions.
+
+        Args:
+            resume: True to continue from the checkpoint file, if it exists.
+            progress: True to show a progress bar.
+            description: Label of the progress bar.
+
+        Returns:
+            ``position`` ``[C, S, D]``; ``energy`` and the fields of :class:`Transition` ``[C, S]``; ``step_size`` ``[C]``.
+        """
+        if self.path is not None:
+            check_writable(self.path)
+            if resume and self.path.exists():
+                self.load(self.path)
+        total = self.num_warmup + self.samples * self.thin
+        with torch.no_grad():
+            if self.state is None:
+                self.state = initial_state(self.potential, self.starts)
+                self.warmup.restart(self.state)
+            previous = self.snapshot()
+            try:
+                for number in track(range(self.number, total), description, progress and is_main_process()):
+                    previous = self.snapshot()
+                    self.advance(number)
+                    if self.number == total or self.is_save_due():
+                        self.save(self.snapshot())
+            finally:
+                if self.number < total and self.save(previous):
+                    message = f"stopped after {previous['number']} transitions, saved in '{self.path}'; continue with resume=True"
+                    print(f"flowbnn: {message}", file=sys.stderr)
+        record = {name: torch.stack(draws, 1) for name, draws in self.draws.items()}
+        return {**record, "step_size": self.warmup.step_size.clone()}
+
+    def advance(self, number: int) -> None:
+        """Takes one transition of every chain."""
+        assert self.state is not None
+        warmup = self.warmup
+        state, transition = self.kernel(self.state, warmup.step_size, warmup.inverse_mass, self.generators)
+        if number < self.num_warmup:
+            warmup.update(number, state, transition.acceptance)
+        elif (number - self.num_warmup + 1) % self.thin == 0:
+            values = {"position": state.position.cpu(), "energy": state.energy.cpu(), **transition._asdict()}
+            for name, draws in self.draws.items():
+                draws.append(values[name])
+        self.state, self.number = state, number + 1
+
+    def is_save_due(self) -> bool:
+        """Returns True if it is time to write the checkpoint."""
+        if self.every is not None:
+            return self.number % self.every == 0
+        return time.monotonic() - self.last_save > 30.0
+
+    def snapshot(self) -> dict[str, Any]:
+        """Returns the current state without copies, because its tensors are never modified in place."""
+        assert self.state is not None
+        return {
+            "number": self.number,
+            "state": self.state._asdict(),
+            "warmup": self.warmup.state(),
+            "generators": [generator.get_state() for generator in self.generators],
+        }
+
+    def save(self, snapshot: dict[str, Any]) -> bool:
+        """Writes the checkpoint of a snapshot with its draws. Returns False if there is no file to write."""
+        if self.path is None or not is_main_process():
+            return False
+        count = max(0, snapshot["number"] - self.num_warmup) // self.thin
+        draws = {name: torch.stack(values[:count], 1) for name, values in self.draws.items() if count}
+        save_state(self.path, {**snapshot, "draws": draws, "settings": self.settings})
+        self.last_save = time.monotonic()
+        return True
+
+    def load(self, path: Path) -> None:
+        """Continues from a checkpoint of a run with the same settings; warns if its energies differ under the current data.
+
+        Raises:
+            FlowBNNError: If the settings or the shapes in the file differ.
+        """
+        file = TensorFile(path, self.starts.shape[1])
+        settings = file.document.get("settings") or {}
+        changed = next((name for name in self.settings if settings.get(name) != self.settings[name]), None)
+        if changed is not None:
+            raise FlowBNNError(
+                f"'{path}' has {changed}={settings.get(changed)!r}, but this run has {changed}={self.settings[changed]!r}; use the "
+                "same value, or resume=False",
+                kind="resume",
+                argument=changed,
+            )
+        shapes = {name: view.shape for name, view in file.views.items()}
+        if shapes != self._expected_shapes(file.document.get("number", 0)):  # before any tensor is read
+            raise FlowBNNError(f"'{path}' is not a checkpoint of these chains", kind="file")
+        saved = decode_state(file.document, file.tensors)
+        self.number = saved["number"]
+        self.state = ChainState(
+            **{name: value.to(self.starts.device) for name, value in saved["state"].items()}
+        )
+        self.warmup.load(saved["warmup"])
+        for generator, state in zip(self.generators, saved["generators"], strict=True):
+            generator.set_state(state)
+        self.draws |= {name: list(draws.unbind(1)) for name, draws in saved["draws"].items()}
+        with torch.no_grad():
+            state = initial_state(self.potential, self.state.position)
+        if not torch.allclose(state.energy, self.state.energy, rtol=1e-4, atol=1e-3):
+            self.state = state
+            warn(
+                f"'{path}' was written with different data; its draws are kept, use resume=False to discard them",
+                kind="changed data",
+                path=str(path),
+            )
+
+    def _expected_shapes(self, number: int) -> dict[str, torch.Size]:
+        """Returns the shapes of all tensors in a checkpoint after this number of transitions."""
+        num_chains, dim = self.starts.shape
+        count = max(0, number - self.num_warmup) // self.thin
+        positions = self.starts.new_empty(num_chains, count, dim, device="meta")
+        draws = dict.fromkeys(RECORD_NAMES, positions[..., 0]) | {"position": positions}
+        tensors: dict[str, Tensor] = {}
+        contents = {
+            "state": ChainState(self.starts, self.warmup.step_size, self.starts)._asdict(),
+            "warmup": self.warmup.state(),
+            "generators": [generator.get_state() for generator in self.generators],
+            "draws": draws if count else {},
+        }
+        for name, values in contents.items():
+            encode_state(values, name, tensors)
+        return {name: tensor.shape for name, tensor in tensors.items()}
