@@ -1,99 +1,111 @@
-"""Diagnostics on a density of the noise that has two modes, known on a grid."""
+"""Tests of the comparison of posteriors with Markov chains."""
 
 import math
-from dataclasses import replace
-from importlib import import_module
 
 import pytest
 import torch
+from tests.diagnostics.linear_problem import NOISE_SCALE
 from torch import Tensor, nn
 
 import flowbnn as fb
-from flowbnn.errors import FlowBNNWarning
+from flowbnn.diagnostics.agreement import sliced_wasserstein
+from flowbnn.errors import FlowBNNError
 from flowbnn.likelihoods import Gaussian
-from flowbnn.noise.joint import independent_vectors
-from flowbnn.posterior.noise import NoisePosterior
+from flowbnn.methods import MemberPosterior
+from flowbnn.methods.mcmc.posterior import ChainPosterior
+from flowbnn.posterior import PointPosterior
 
 
-class Squared(nn.Module):
-    """Its output is z^2 x: noise of both signs explains the data."""
+def test_exact_posterior_is_within_the_floor(problem):
+    exact = fb.diagnostics.agreement(problem.exact, problem.loader, problem.chains, samples=1600)
+    assert exact.variation < 1.5 * exact.variation_floor < 0.05
+    assert exact.agreement == 1.0
+    assert exact.wasserstein < 2 * exact.wasserstein_floor
+    assert abs(exact.excess) < 0.02
+
+
+def test_total_variation_of_a_shifted_posterior(problem):
+    """The predictive of each input is a normal distribution with a shifted mean."""
+    posterior = problem.posterior(problem.mean + 0.5, problem.covariance)
+    shifted = fb.diagnostics.agreement(posterior, problem.loader, problem.chains)
+    features = problem.features
+    std = (NOISE_SCALE**2 + ((features @ problem.covariance) * features).sum(1)).sqrt()
+    shift = (0.5 * features.sum(1)).abs() / std
+    assert shifted.variation == pytest.approx(float(torch.erf(shift / 8**0.5).mean()), abs=0.02)
+    assert shifted.wasserstein > 3 * shifted.wasserstein_floor
+
+
+def test_sliced_wasserstein_of_two_normals():
+    generator = torch.Generator().manual_seed(0)
+    first, second = torch.randn(2, 4000, 6, generator=generator, dtype=torch.float64)
+    # in every direction the distance of N(0, 1) and N(0, 9) is 2 E|z|
+    distance = sliced_wasserstein(first, 3.0 * second)
+    assert distance == pytest.approx(2.0 * math.sqrt(2.0 / math.pi), rel=0.02)
+    assert sliced_wasserstein(first, second) < 0.05
+
+
+class WeightChains:
+    """Linear regression with exact draws of its weights, as if they were Markov chains."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.one = nn.Linear(1, 1, bias=False)
-        nn.init.ones_(self.one.weight)
+        self.generator = torch.Generator().manual_seed(0)
+        self.network = nn.Linear(2, 1, bias=False)
+        self.inputs = torch.randn(40, 2, generator=self.generator)
+        noise = torch.randn(40, 1, generator=self.generator)
+        self.targets = self.inputs.sum(1, keepdim=True) + noise
+        # the prior of the weights is a standard normal
+        self.covariance = torch.linalg.inv(self.inputs.T @ self.inputs + torch.eye(2))
+        self.mean = self.covariance @ self.inputs.T @ self.targets[:, 0]
+        self.network.weight.data.copy_(self.mean)
+        self.loader = [(self.inputs, self.targets)]
+        names = ("energy", "divergent", "acceptance", "gradients", "depth")
+        record = {name: torch.zeros(2, 400) for name in names}
+        record |= {"outputs": torch.randn(2, 400, 3, generator=self.generator), "step_size": torch.ones(2)}
+        self.chains = ChainPosterior(
+            self.network, Gaussian(1.0), self.draws(800), record=record, sampler={"method": "nuts"}
+        )
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.one(torch.ones_like(x)).square() * x
-
-
-class TwoModes:
-    """The density of the noise of :class:`Squared` on a grid, and a posterior at one of its modes."""
-
-    def __init__(self) -> None:
-        rules = {"*": fb.noise.NormalAffine(prior_scale=2.0, prior_loc=0.0)}
-        model = fb.to_stochastic(Squared(), rules, joint="full")
-        x = torch.linspace(0.5, 1.5, 10)[:, None]
-        self.loader = [(x, x)]
-        grid = torch.linspace(-4, 4, 80_001, dtype=torch.float64)
-        squares = float(x.square().sum())
-        self.density = -0.5 * ((1 - grid**2).square() * squares / 0.5**2 + (grid / 2) ** 2)
-        self.density += -10 * math.log(0.5) - math.log(2) - 5.5 * math.log(2 * math.pi)
-        self.evidence = float(self.density.logsumexp(0) + (grid[1] - grid[0]).log())
-        right = self.density[grid > 0].softmax(0)
-        mean = (right * grid[grid > 0]).sum()
-        variance = (right * (grid[grid > 0] - mean).square()).sum()
-        ((vector, _),) = independent_vectors(model)
-        vector.set_gaussian(mean[None], [(1.3 * variance).sqrt()[None, None]])
-        self.posterior = NoisePosterior(model, Gaussian(0.5))
+    def draws(self, number: int) -> dict[str, Tensor]:
+        """Returns draws of the exact posterior of the weights."""
+        normal = torch.randn(number, 1, 2, generator=self.generator)
+        return {"weight": self.mean + normal @ torch.linalg.cholesky(self.covariance).T}
 
 
-def test_two_modes_are_found_with_the_dip_between_them():
-    known = TwoModes()
-    found = fb.diagnostics.modes(known.posterior, known.loader, starts=8)
-    assert len(found) == 2
-    assert sum(found.found) == 8
-    best, dip = float(known.density.max()), float(known.density[40_000])
-    assert found.log_density.tolist() == pytest.approx([best, best], abs=1e-3)
-    assert sorted(found.vectors[:, 0].sign().tolist()) == [-1.0, 1.0]
-    assert float(found.dips[0, 1]) == pytest.approx(best - dip, abs=1e-3)
-    assert repr(found).startswith("Modes(2 found by 8 climbs; log-density ")
-    assert "tensor" not in repr(found)
+@pytest.fixture(scope="module")
+def regression() -> WeightChains:
+    return WeightChains()
 
 
-def test_climbs_that_are_cut_are_told(monkeypatch):
-    monkeypatch.setattr(import_module("flowbnn.diagnostics.agreement"), "STEPS", 1)
-    known = TwoModes()
-    with pytest.warns(FlowBNNWarning, match="climbs were not at their ends after 1 steps") as told:
-        fb.diagnostics.modes(known.posterior, known.loader, starts=8)
-    assert told[0].message.fields["kind"] == "modes"
-    assert 0 < told[0].message.fields["cut"] <= 8
+def test_exact_posterior_agrees_with_chains_over_weights(regression):
+    exact = MemberPosterior(regression.network, Gaussian(1.0), regression.draws(800))
+    result = fb.diagnostics.agreement(exact, regression.loader, regression.chains, samples=800)
+    assert result.variation < 2 * result.variation_floor < 0.05
+    assert result.agreement == 1.0
+    assert abs(result.excess) < 0.01
+    assert math.isnan(result.wasserstein)
 
 
-def test_a_mode_that_is_missed_is_told():
-    known = TwoModes()
-    with pytest.warns(FlowBNNWarning, match="nats apart") as told:
-        found = fb.diagnostics.evidence(known.posterior, known.loader, "tempered", samples=1000)
-    assert told[0].message.fields["kind"] == "evidence"
-    assert abs(told[0].message.fields["difference"] - math.log(2)) < 4 * found.error + 0.02
-    assert abs(found.value - known.evidence) < 4 * found.error < 0.6
-    half = fb.diagnostics.evidence(known.posterior, known.loader, "psis", samples=1000)
-    assert abs(half.value - (known.evidence - math.log(2))) < 4 * half.error + 0.01
+def test_point_estimate_against_chains_over_weights(regression):
+    """A single network has the exact means, and a variance of 1 that is too small."""
+    inputs, targets = regression.inputs, regression.targets
+    point = fb.diagnostics.agreement(
+        PointPosterior(regression.network, Gaussian(1.0)),
+        regression.loader,
+        regression.chains,
+        [(3.0 * inputs, 3.0 * targets)],
+        samples=800,
+    )
+    std = (1.0 + ((3.0 * inputs @ regression.covariance) * 3.0 * inputs).sum(1)).sqrt()
+    crossing = (2.0 * std.square() * std.log() / (std.square() - 1.0)).sqrt()  # both densities are equal
+    variation = torch.erf(crossing / 2**0.5) - torch.erf(crossing / std / 2**0.5)
+    assert point.variation == pytest.approx(float(variation.mean()), abs=0.01)
+    square = (3.0 * (targets[:, 0] - inputs @ regression.mean)).square()
+    excess = 0.5 * (square - square / std.square() - 2.0 * std.log()).mean()
+    assert point.excess == pytest.approx(float(excess), abs=0.1)
 
 
-def test_chains_that_do_not_mix_are_not_certified():
-    known = TwoModes()
-    with pytest.warns(FlowBNNWarning, match="have not mixed .* modes") as told:
-        chains = fb.diagnostics.noise_chains(known.posterior, known.loader, samples=25, warmup=20)
-    assert not chains.certified
-    assert told[0].message.fields["layers"] == ["one"]
-    assert chains.position.shape == (4, 100, 1)
-    assert "4 chains x 100 draws x 1 dimension," in str(chains)
-    assert "not certified" in str(chains)
-    assert "tensor" not in repr(chains)
-    found = fb.diagnostics.modes(known.posterior, known.loader, starts=8)
-    for vectors, missed in (
-        (chains.vectors.abs(), 1),
-        (chains.vectors * torch.tensor([1.0, -1.0, 1.0, -1.0])[:, None, None], 0),
-    ):
-        assert found.missed(replace(chains, position=chains.space.position(vectors))) == missed
+def test_chains_with_other_outputs_are_refused(regression):
+    labels = PointPosterior(nn.Linear(2, 3), fb.likelihoods.Categorical())
+    with pytest.raises(FlowBNNError) as caught:
+        fb.diagnostics.agreement(labels, regression.loader, regression.chains)
+    assert (caught.value.kind, caught.value.argument) == ("shape", "chains")

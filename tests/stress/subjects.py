@@ -48,7 +48,7 @@ FEW: dict[str, list[Any]] = {
     "steps": [2],
     "cycles": [1],
     "per_epoch": [2],
-    "longest": [1],
+    "max_extension": [1],
     "seconds": [0.0],
     "simulations": [2],
     "starts": [2],

@@ -108,7 +108,7 @@ def _train(
     best, kept = -math.inf, [p.detach().clone() for p in trained]
     for number in track(range(1, steps + 1), "flow", show):
         drawn = [vector.posterior().rsample_and_log_prob((draws,), source) for vector in vectors]
-        vector_of_all = target.joined([value for value, _ in drawn])
+        vector_of_all = target.join([value for value, _ in drawn])
         _, slope = target.gradient(vector_of_all.detach())
         gain = (slope * vector_of_all).sum()
         for vector, (value, density) in zip(vectors, drawn, strict=True):
@@ -142,4 +142,4 @@ def _bounds(vectors: list[InputNoise], target: NoiseTarget, draws: int, number: 
     source = torch.Generator(target.device).manual_seed(target.seed + 7919 * number)
     drawn = [vector.posterior().rsample_and_log_prob((draws,), source) for vector in vectors]
     density = torch.stack([one.double() for _, one in drawn]).sum(0)
-    return target.log_joint(target.joined([value for value, _ in drawn])) - density
+    return target.log_joint(target.join([value for value, _ in drawn])) - density

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from flowbnn.batches import copy_network, device_of, dtype_of, move, pick, take
 from flowbnn.calibrate.flow import fit_flow
 from flowbnn.convert import Rule, to_stochastic
-from flowbnn.diagnostics.noise_target import check_rows, fixed_data
+from flowbnn.diagnostics.fixed_data import check_row_independence, read_fixed_data
 from flowbnn.distributions import NormalBase
 from flowbnn.errors import FlowBNNError, FlowBNNWarning, pluralize, warn
 from flowbnn.likelihoods import Gaussian, Likelihood, learns_noise
@@ -118,7 +118,7 @@ def calibrate(
             kind="rules",
             argument="prior_scale",
         )
-    data = fixed_data(held_out, seed, "calibration")
+    data = read_fixed_data(held_out, seed, "calibration")
     plain = copy_network(network).to(_device(network, accelerator)).eval()
     plain.requires_grad_(False)
     batches = [take(data, low, low + ROWS) for low in range(0, len(data[1]), ROWS)]
@@ -265,7 +265,7 @@ class _Work:
                     argument="rules",
                 )
         self.model, self.dim, self.with_flow = model, sum(sizes), None
-        check_rows(NoisyNetwork(model, likelihood), inputs)
+        check_row_independence(NoisyNetwork(model, likelihood), inputs)
         if flow is not None:
             recipe = flow if isinstance(flow, Recipe) else FLOWS[flow]()
             if type(recipe).transforms is Recipe.transforms:

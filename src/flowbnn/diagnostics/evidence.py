@@ -1,10 +1,10 @@
-r"""How far a posterior is from the exact one, in nats: k-hat, the evidence, and the gap of the ELBO.
+r"""Log-evidence of a network with noise, by importance sampling, bridge sampling and tempering.
 
-.. math:: \mathrm{KL}[q(z) \,\|\, p(z \mid D)] = \log p(D) - \mathrm{ELBO}(q)
+.. math:: \log p(D) = \log \int p(D \mid z)\, p(z)\, dz
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -17,25 +17,28 @@ from flowbnn.distributions.draws import standard_normal
 from flowbnn.errors import warn
 from flowbnn.methods.mcmc.hamiltonian import hmc_kernel, initial_state
 from flowbnn.metrics.convergence import effective_sample_size
-from flowbnn.metrics.pareto import FEWEST, GOOD, log_mean, usable
+from flowbnn.metrics.pareto import GOOD_K, MIN_WEIGHTS, log_mean, max_usable_k
 from flowbnn.options import Bounds, Seed, checked
 from flowbnn.posterior.base import Posterior
 
-Draws = Annotated[int, Bounds(ge=FEWEST, le=1_000_000)]
-# of tempering: independent groups, particles of each, leapfrog steps of a move
-GROUPS, PARTICLES, STEPS = 8, 32, 8
+Draws = Annotated[int, Bounds(ge=MIN_WEIGHTS, le=1_000_000)]
+NUM_GROUPS = (
+    8  # independent particle groups of tempering; with fewer, four standard errors are no rare deviation
+)
 
 
 @dataclass(frozen=True)
 class ParetoK:
-    r"""What importance sampling from a posterior says of it.
+    r"""Result of importance sampling from a posterior.
 
     Args:
-        k: :math:`\hat k`, below 0.5 good, usable below 0.7, or below less where draws are few (``usable``).
-        elbo, elbo_error: mean and standard error of the log-weights, in nats.
-        evidence, evidence_error: the log-evidence by Pareto-smoothed weights, trusted where ``k`` is usable.
-        effective: number of draws of the exact posterior that the draws are worth.
-        samples: draws.
+        k: Shape :math:`\hat k` of the tail of the weights. Good below 0.5, usable below :attr:`max_usable_k`.
+        elbo: Evidence lower bound (ELBO), the mean of the log-weights, in nats.
+        elbo_error: Standard error of the ELBO.
+        evidence: Log-evidence estimated by Pareto-smoothed weights. Reliable if ``k`` is usable.
+        evidence_error: Standard error of the log-evidence.
+        effective: Number of draws of the exact posterior that carry the same information.
+        samples: Number of draws.
     """
 
     k: float
@@ -48,39 +51,40 @@ class ParetoK:
 
     @property
     def verdict(self) -> Literal["good", "usable", "bad"]:
-        return "bad" if self.k >= self.usable else "good" if self.k < GOOD else "usable"
+        """Reliability of the weights: ``"good"``, ``"usable"`` or ``"bad"``."""
+        return "bad" if self.k >= self.max_usable_k else "good" if self.k < GOOD_K else "usable"
 
     @property
-    def usable(self) -> float:
-        """The k-hat up to which so many draws suffice."""
-        return usable(self.samples)
+    def max_usable_k(self) -> float:
+        r"""Largest :math:`\hat k` that is usable with this many draws."""
+        return max_usable_k(self.samples)
 
     @property
     def gap(self) -> float:
-        """Nats from the exact posterior, by these weights; a posterior that is too wide has a good ``k`` and a large gap."""
+        """Estimated KL divergence to the exact posterior, in nats. A posterior that is too wide has a good ``k`` and a large gap."""
         return self.evidence - self.elbo
 
     @property
     def smoothed(self) -> "Evidence":
-        """The log-evidence by Pareto-smoothed weights."""
-        return Evidence(self.evidence, self.evidence_error, "psis", self.k < self.usable)
+        """Log-evidence estimated by Pareto-smoothed weights."""
+        return Evidence(self.evidence, self.evidence_error, "psis", self.k < self.max_usable_k)
 
 
 @checked
 def pareto_k(posterior: Posterior, loader: Iterable[Any], samples: Draws = 400, seed: Seed = 0) -> ParetoK:
-    r"""How well draws of a posterior of noise can stand for the exact one, by their importance weights. Needs no chains.
+    r"""Judges a posterior of noise by the importance weights of its draws, without chains.
 
     .. math:: w_s = \frac{p(D \mid z_s)\, p(z_s)}{q(z_s)}, \qquad z_s \sim q
 
-    :math:`\hat k` is the shape of their tail (:mod:`flowbnn.metrics.pareto`). It grows with the number of dimensions for an
-    approximation that is off by the same amount in each, so a large one is a reason to look at predictions, not a verdict on them.
-    A small one says that weighted draws can stand for the exact posterior; a posterior that is too wide has one, and a large ``gap``.
+    :math:`\hat k` is the shape of the tail of the weights (:mod:`flowbnn.metrics.pareto`). If it is small, weighted draws can replace
+    the exact posterior. It grows with the number of dimensions, so a large value does not imply poor predictions. A posterior that is
+    too wide has a small :math:`\hat k` and a large ``gap``.
 
     Args:
-        posterior: of noise, fitted.
-        loader: the data that it was fitted to.
-        samples: draws, one pass over the data each.
-        seed: of the draws.
+        posterior: Fitted posterior of noise.
+        loader: Data that the posterior was fitted to.
+        samples: Number of draws. Each takes one pass over the data.
+        seed: Seed of the draws.
 
     >>> import flowbnn as fb
     >>> inputs = torch.randn(30, 3, generator=torch.Generator().manual_seed(0))
@@ -90,25 +94,28 @@ def pareto_k(posterior: Posterior, loader: Iterable[Any], samples: Draws = 400, 
     >>> pareto_k(posterior, data).samples
     400
     """
-    return _importance(NoiseTarget(posterior, loader, seed), samples)
+    return importance_sampling(NoiseTarget(posterior, loader, seed), samples)
 
 
-def _importance(target: NoiseTarget, samples: int) -> ParetoK:
+def importance_sampling(target: NoiseTarget, samples: int) -> ParetoK:
+    """Returns the result of importance sampling from the posterior of a target density."""
     vectors, density = target.draw(samples)
     weights = target.log_joint(vectors) - density
-    found = log_mean(weights)
+    mean = log_mean(weights)
     elbo, error = float(weights.mean()), float(weights.std()) / math.sqrt(samples)
-    return ParetoK(found.k, elbo, error, found.value, found.error, found.effective, samples)
+    return ParetoK(mean.k, elbo, error, mean.value, mean.error, mean.effective, samples)
 
 
 @dataclass(frozen=True)
 class Evidence:
-    r"""A log-evidence :math:`\log p(D)` in nats, its standard error, and whether to believe it.
+    r"""Estimate of the log-evidence :math:`\log p(D)`.
 
     Args:
-        value, error: in nats.
-        method: how it was found.
-        trusted: whether k-hat is usable (``"psis"``), or R-hat at most 1.01 (``"bridge"``).
+        value: Log-evidence in nats.
+        error: Standard error in nats.
+        method: Name of the estimator.
+        trusted: True if the estimate is reliable: k-hat is usable (``"psis"``), R-hat is at most 1.01 (``"bridge"``), or the standard
+            error is below one nat (``"tempered"``).
     """
 
     value: float
@@ -126,86 +133,93 @@ def evidence(
     samples: Draws = 400,
     seed: Seed = 0,
 ) -> Evidence:
-    r"""The log-evidence :math:`\log \int p(D \mid z)\, p(z)\, dz` of the network with this noise, and its standard error.
+    r"""Estimates the log-evidence :math:`\log \int p(D \mid z)\, p(z)\, dz` of a network with noise.
 
     ==============  =========================================================================================================
-    ``"bridge"``    bridge sampling between long chains and a Gaussian that is fitted to one half of them; the most accurate
-    ``"psis"``      the mean of Pareto-smoothed weights of the posterior's own draws; no chains, right where k-hat is usable
-    ``"tempered"``  particles from the prior, through :math:`p(z)\, p(D \mid z)^\beta` with :math:`\beta` from 0 to 1, moved by HMC (Del
-                    Moral et al. 2006, https://doi.org/10.1111/j.1467-9868.2006.00553.x); finds what chains around one mode miss
+    ``"bridge"``    Bridge sampling between long chains and a Gaussian that is fitted to half of them. The most accurate.
+    ``"psis"``      Mean of Pareto-smoothed weights of the posterior's draws. Needs no chains; accurate if k-hat is usable.
+    ``"tempered"``  Particles from the prior pass through :math:`p(z)\, p(D \mid z)^\beta` with :math:`\beta` from 0 to 1, moved by HMC
+                    (Del Moral et al. 2006, https://doi.org/10.1111/j.1467-9868.2006.00553.x). Finds modes that chains miss.
     ==============  =========================================================================================================
 
-    The cheaper estimates are made beside it; where two that are to be trusted differ by more than four standard errors, a
-    :class:`~flowbnn.FlowBNNWarning` of kind ``"evidence"`` says so.
+    The cheaper estimates are computed as well. A :class:`~flowbnn.FlowBNNWarning` of kind ``"evidence"`` is raised if two trusted
+    estimates differ by more than four standard errors.
 
     Args:
-        posterior: of noise, fitted.
-        loader: the data.
-        chains: of :func:`~flowbnn.diagnostics.noise_chains`, where there are any; of this posterior or another with the same prior.
-        samples: draws of ``"psis"``.
-        seed: of all draws.
+        posterior: Fitted posterior of noise.
+        loader: Data that the posterior was fitted to.
+        method: Estimator.
+        chains: Chains of :func:`~flowbnn.diagnostics.noise_chains`, of this posterior or of another one with the same prior. They are
+            run here by default if the estimator is ``"bridge"``.
+        samples: Number of draws of ``"psis"``.
+        seed: Seed of all draws.
     """
     target = NoiseTarget(posterior, loader, seed)
     if method == "bridge" and chains is None:
         chains = noise_chains(posterior, loader, seed=seed)
-    bridged = None if chains is None else _bridge(chains.checked_for(target))
-    smoothed = _importance(target, samples).smoothed
-    found = _tempered(target) if method == "tempered" else smoothed if method == "psis" else bridged
-    assert found is not None
+    bridged = None if chains is None else bridge_evidence(chains.check_target(target))
+    smoothed = importance_sampling(target, samples).smoothed
+    estimate = (
+        _tempered_evidence(target) if method == "tempered" else smoothed if method == "psis" else bridged
+    )
+    assert estimate is not None
     for other in (bridged, smoothed):
-        warn_of_disagreement(found, other)
-    return found
+        warn_if_different(estimate, other)
+    return estimate
 
 
-def warn_of_disagreement(one: Evidence, other: Evidence | None) -> None:
-    """Warn where two estimates that are both to be trusted differ."""
-    if other is None or not (one.trusted and other.trusted):
+def warn_if_different(first: Evidence, second: Evidence | None) -> None:
+    """Warns if two trusted estimates of the log-evidence differ by more than four standard errors."""
+    if second is None or not (first.trusted and second.trusted):
         return
-    away, error = abs(one.value - other.value), math.hypot(one.error, other.error)
-    if away > 4.0 * error + 0.01:
+    difference, error = abs(first.value - second.value), math.hypot(first.error, second.error)
+    if difference > 4.0 * error + 0.01:
         warn(
-            f"the log-evidence is {one.value:.2f} by {one.method} and {other.value:.2f} by {other.method}, {away:.2f} nats apart "
-            f"where chance explains {error:.2f}: there may be modes that one of them does not see; method='tempered' and modes() "
-            "look for them",
+            f"the log-evidence is {first.value:.2f} by {first.method} and {second.value:.2f} by {second.method}; they differ by "
+            f"{difference:.2f} nats with a standard error of {error:.2f}; look for missed modes with modes() and method='tempered'",
             kind="evidence",
-            difference=away,
+            difference=difference,
         )
 
 
-def _bridge(chains: NoiseChains) -> Evidence:
-    """The first half of every chain gives the proposal, a Gaussian drawn to the coordinates' own; the second half is bridged to."""
+def bridge_evidence(chains: NoiseChains) -> Evidence:
+    """Returns the log-evidence by bridge sampling.
+
+    The first half of every chain gives the proposal, a Gaussian. Its covariance is shrunk towards the identity in the whitened
+    coordinates. The second half is bridged to the proposal.
+    """
     space, position = chains.space, chains.position.to(chains.target.device)
     half = position.shape[1] // 2
     early, late = position[:, :half].flatten(0, 1), position[:, half:]
     dim, count = early.shape[1], len(early)
-    unit = torch.eye(dim, dtype=early.dtype, device=early.device)
-    covariance = (count * early.T.cov(correction=0).reshape(dim, dim) + dim * unit) / (count + dim)
+    identity = torch.eye(dim, dtype=early.dtype, device=early.device)
+    covariance = (count * early.T.cov(correction=0).reshape(dim, dim) + dim * identity) / (count + dim)
     proposal = torch.distributions.MultivariateNormal(early.mean(0), covariance, validate_args=False)
-    source = torch.Generator(early.device).manual_seed(chains.target.seed + 2)
-    normal = standard_normal(late.flatten(0, 1).shape, early.dtype, early.device, source)
-    drawn = proposal.loc + normal @ proposal.scale_tril.T
-    inner = -chains.energy[:, half:].to(late) - proposal.log_prob(late) + space.log_det
-    outer = chains.target.log_joint(space.vectors(drawn)) - proposal.log_prob(drawn) + space.log_det
-    value, error = bridge_sampling(inner, outer)
+    generator = torch.Generator(early.device).manual_seed(chains.target.seed + 2)
+    normal = standard_normal(late.flatten(0, 1).shape, early.dtype, early.device, generator)
+    draws = proposal.loc + normal @ proposal.scale_tril.T
+    at_chains = -chains.energy[:, half:].to(late) - proposal.log_prob(late) + space.log_det
+    at_proposal = chains.target.log_joint(space.vectors(draws)) - proposal.log_prob(draws) + space.log_det
+    value, error = bridge_sampling(at_chains, at_proposal)
     return Evidence(value, error, "bridge", chains.certified)
 
 
 def bridge_sampling(chains: Tensor, proposal: Tensor) -> tuple[float, float]:
-    r"""The log-evidence and its standard error from draws of the posterior and of a proposal :math:`g`: bridge sampling.
+    r"""Returns the log-evidence and its standard error by bridge sampling between a posterior and a proposal :math:`g`.
 
     .. math:: p(D) = \frac{E_g[h(z)\, p(D, z)]}{E_{p(z \mid D)}[h(z)\, g(z)]}, \qquad
               h(z) \propto \frac{1}{s_1\, p(D, z) + s_2\, p(D)\, g(z)}
 
-    with the optimal bridge :math:`h` of Meng and Wong 1996 found by iteration (Gronau et al. 2017, https://arxiv.org/abs/1703.05984).
-    Both expectations are of bounded quantities, so that the proposal may have lighter tails than the posterior.
+    The optimal bridge :math:`h` of Meng and Wong 1996 is found by iteration (Gronau et al. 2017, https://arxiv.org/abs/1703.05984).
+    Both expectations are of bounded quantities, so the proposal may have lighter tails than the posterior.
 
     Args:
-        chains: :math:`\log p(D, z) - \log g(z)` at draws of the posterior, ``[chains, draws]``.
-        proposal: the same at draws of :math:`g`, ``[S]``.
+        chains: Log-ratios :math:`\log p(D, z) - \log g(z)` at draws of the posterior, ``[chains, draws]``.
+        proposal: Log-ratios at draws of :math:`g`, ``[S]``.
 
-    >>> source = torch.Generator().manual_seed(0)
-    >>> draws = torch.randn(4, 1000, generator=source, dtype=torch.float64)
-    >>> others = 1.5 * torch.randn(4000, generator=source, dtype=torch.float64)
+    >>> generator = torch.Generator().manual_seed(0)
+    >>> draws = torch.randn(4, 1000, generator=generator, dtype=torch.float64)
+    >>> others = 1.5 * torch.randn(4000, generator=generator, dtype=torch.float64)
     >>> def ratio(z):  # exp(-z^2 / 2), whose integral is 2.5066, over N(0, 1.5^2)
     ...     return -z**2 / 2 + (z / 1.5) ** 2 / 2 + math.log(1.5 * math.sqrt(2 * math.pi))
     >>> log_evidence, error = bridge_sampling(ratio(draws), ratio(others))
@@ -213,194 +227,84 @@ def bridge_sampling(chains: Tensor, proposal: Tensor) -> tuple[float, float]:
     True
     """
     chains, proposal = chains.double(), proposal.double().to(chains.device)
-    own = float(effective_sample_size(chains, "mean").clamp(max=chains.numel()))
-    first, second = (math.log(n / (own + len(proposal))) for n in (own, float(len(proposal))))
-    low = float(proposal.median())
-    inner, outer = chains.flatten() - low, proposal - low
+    effective = float(effective_sample_size(chains, "mean").clamp(max=chains.numel()))
+    first, second = (math.log(n / (effective + len(proposal))) for n in (effective, float(len(proposal))))
+    offset = float(proposal.median())
+    inner, outer = chains.flatten() - offset, proposal - offset
     log_evidence = torch.zeros((), dtype=torch.float64, device=chains.device)
     counts = math.log(len(inner) / len(outer))
     for _ in range(1000):
-        top = (outer - torch.logaddexp(first + outer, second + log_evidence)).logsumexp(0)
-        bottom = (-torch.logaddexp(first + inner, second + log_evidence)).logsumexp(0)
-        before, log_evidence = log_evidence, top - bottom + counts
-        if abs(float(log_evidence - before)) < 1e-9:
+        numerator = (outer - torch.logaddexp(first + outer, second + log_evidence)).logsumexp(0)
+        denominator = (-torch.logaddexp(first + inner, second + log_evidence)).logsumexp(0)
+        previous, log_evidence = log_evidence, numerator - denominator + counts
+        if abs(float(log_evidence - previous)) < 1e-9:
             break
     bridge = torch.full_like(log_evidence, second)
-    # relative mean squared error, Fruehwirth-Schnatter 2004
+    # relative mean squared error of Fruehwirth-Schnatter 2004
     above = torch.exp(outer - log_evidence - torch.logaddexp(first + outer - log_evidence, bridge))
     below = torch.exp(-torch.logaddexp(first + inner - log_evidence, bridge)).reshape(chains.shape)
     count = float(effective_sample_size(below, "mean"))
     square = above.var() / above.mean().square() / len(outer) + below.var() / below.mean().square() / count
-    return float(log_evidence) + low, math.sqrt(float(square))
+    return float(log_evidence) + offset, math.sqrt(float(square))
 
 
 @torch.no_grad()
-def _tempered(target: NoiseTarget) -> Evidence:
-    """Groups of particles share the temperatures and nothing else, so that their spread is an honest error."""
-    total = GROUPS * PARTICLES
-    vectors = target.draw_prior(total)
-    source = torch.Generator(target.device).manual_seed(target.seed + 3)
-    groups = vectors.new_zeros(GROUPS)
-    beta, size = 0.0, 0.3
+def _tempered_evidence(target: NoiseTarget, num_particles: int = 32, max_leapfrog: int = 8) -> Evidence:
+    """Returns the log-evidence by sequential Monte Carlo from the prior to the posterior.
+
+    Groups of particles share the temperatures and nothing else, so their spread is an unbiased standard error.
+
+    Args:
+        target: Density of the noise given the data.
+        num_particles: Number of particles of a group.
+        max_leapfrog: Largest number of leapfrog steps of a move.
+    """
+    vectors = target.draw_prior(NUM_GROUPS * num_particles)
+    generator = torch.Generator(target.device).manual_seed(target.seed + 3)
+    log_means = vectors.new_zeros(NUM_GROUPS)
+    beta, step_size = 0.0, 0.3
     while beta < 1.0:
-        fitted = target.log_likelihood(vectors)
-        step = _next_step(fitted, 1.0 - beta)
-        weights = (step * fitted).reshape(GROUPS, PARTICLES)
-        groups += weights.logsumexp(1) - math.log(PARTICLES)
-        beta = min(1.0, beta + step)
-        chosen = _systematic(weights.softmax(1), source)
-        vectors = torch.cat([one[at] for one, at in zip(vectors.split(PARTICLES), chosen, strict=True)])
+        log_likelihood = target.log_likelihood(vectors)
+        increment = _next_increment(log_likelihood, 1.0 - beta)
+        weights = (increment * log_likelihood).reshape(NUM_GROUPS, num_particles)
+        log_means += weights.logsumexp(1) - math.log(num_particles)
+        beta = min(1.0, beta + increment)
+        indices = _resample(weights.softmax(1), generator)
+        groups = vectors.split(num_particles)
+        vectors = torch.cat([group[index] for group, index in zip(groups, indices, strict=True)])
         space = target.whitening(beta)
         state = initial_state(space, space.position(vectors))
         for _ in range(2):
-            steps = 1 + int(torch.randint(STEPS, (), generator=source, device=target.device))
-            state, went = hmc_kernel(space, state, size, torch.ones_like(state.position), steps, source)
-            size *= math.exp(0.5 * (float(went.acceptance.mean()) - 0.8))
+            steps = 1 + int(torch.randint(max_leapfrog, (), generator=generator, device=target.device))
+            state, move = hmc_kernel(
+                space, state, step_size, torch.ones_like(state.position), steps, generator
+            )
+            step_size *= math.exp(0.5 * (float(move.acceptance.mean()) - 0.8))
         vectors = space.vectors(state.position)
-    value = float(groups.logsumexp(0)) - math.log(GROUPS)
-    error = float((groups - value).exp().std()) / math.sqrt(GROUPS)
+    value = float(log_means.logsumexp(0)) - math.log(NUM_GROUPS)
+    error = float((log_means - value).exp().std()) / math.sqrt(NUM_GROUPS)
     return Evidence(value, error, "tempered", error < 1.0)
 
 
-def _next_step(fitted: Tensor, rest: float) -> float:
-    """How far the temperature may rise until the weights are worth half of the particles, at most the rest."""
+def _next_increment(log_likelihood: Tensor, remaining: float) -> float:
+    """Returns the increment of the temperature at which the effective number of particles is half of their number."""
 
-    def worth(step: float) -> float:
-        return float(1.0 / torch.softmax(step * fitted, 0).square().sum()) / len(fitted)
+    def effective_fraction(increment: float) -> float:
+        weights = torch.softmax(increment * log_likelihood, 0)
+        return float(1.0 / weights.square().sum()) / len(log_likelihood)
 
-    if worth(rest) >= 0.5:
-        return rest
-    low, high = 0.0, rest
+    if effective_fraction(remaining) >= 0.5:
+        return remaining
+    low, high = 0.0, remaining
     for _ in range(50):
         middle = 0.5 * (low + high)
-        low, high = (middle, high) if worth(middle) >= 0.5 else (low, middle)
+        low, high = (middle, high) if effective_fraction(middle) >= 0.5 else (low, middle)
     return max(low, 1e-12)
 
 
-def _systematic(weights: Tensor, source: torch.Generator) -> Tensor:
-    """Indices ``[G, P]`` of particles by systematic resampling of weights ``[G, P]``."""
+def _resample(weights: Tensor, generator: torch.Generator) -> Tensor:
+    """Returns indices ``[G, P]`` of particles by systematic resampling of weights ``[G, P]``."""
     groups, count = weights.shape
-    first = torch.rand(groups, 1, generator=source, dtype=weights.dtype, device=weights.device)
-    places = (first + torch.arange(count, device=weights.device)) / count
-    return torch.searchsorted(weights.cumsum(1).contiguous(), places).clamp(max=count - 1)
-
-
-@dataclass(frozen=True)
-class Gap:
-    r"""The KL divergence from a posterior to the exact one, :math:`\log p(D) - \mathrm{ELBO}`, in nats, and what it is made of.
-
-    Args:
-        nats, error: the whole, and its standard error.
-        within: what correlation within layers would gain.
-        across: what correlation across layers would gain.
-        dimensions, examples: of the noise, and of the data.
-        evidence: that it was measured by.
-        elbo: of the posterior.
-    """
-
-    nats: float
-    error: float
-    within: float
-    across: float
-    dimensions: int
-    examples: int
-    evidence: Evidence
-    elbo: float
-
-    @property
-    def rest(self) -> float:
-        """What no Gaussian correlation explains: means and widths that are off, and shapes that are not Gaussian."""
-        return self.nats - self.within - self.across
-
-    @property
-    def per_dimension(self) -> float:
-        return self.nats / self.dimensions
-
-    @property
-    def per_example(self) -> float:
-        """What tells whether it can matter in predictions."""
-        return self.nats / self.examples
-
-
-@checked
-def elbo_gap(
-    posterior: Posterior,
-    loader: Iterable[Any],
-    chains: NoiseChains | None = None,
-    samples: Draws = 400,
-    seed: Seed = 0,
-) -> Gap:
-    r"""How many nats the ELBO of a posterior lies below the log-evidence, and how many of them correlation would gain.
-
-    With :math:`T(\Lambda)` the nats that a Gaussian's correlations within, or across, layers are worth
-    (:func:`correlation_nats`) and :math:`\Lambda_r = E_r[G(z)] + V^{-1}` the precision that natural
-    gradients at draws of :math:`r` ask for (:math:`G`: Gauss-Newton matrix, :math:`V`: variance of the prior), the posterior lacks
-
-    .. math:: T(\Lambda_p) \Big(1 - \frac{T(C_q^{-1})}{T(\Lambda_q)}\Big)
-
-    what they are worth in the exact posterior :math:`p`, by the share that is missing from its own covariance :math:`C_q`.
-
-    Args:
-        posterior: of noise, fitted.
-        loader: the data.
-        chains: of :func:`~flowbnn.diagnostics.noise_chains`, of this posterior or another with the same prior; made here unless given.
-        samples: draws of the ELBO.
-        seed: of all draws.
-    """
-    target = NoiseTarget(posterior, loader, seed)
-    chains = (chains or noise_chains(posterior, loader, seed=seed)).checked_for(target)
-    found, best = _importance(target, samples), _bridge(chains)
-    warn_of_disagreement(best, found.smoothed)
-    own = target.draw(max(4096, 16 * target.dim), 98)[0]
-    covariance = own.T.cov().reshape(target.dim, target.dim)
-    has = correlation_nats(torch.linalg.inv(covariance), target.sizes, len(own) - 1.0)
-    wants = correlation_nats(target.precision(own), target.sizes)
-    exact = correlation_nats(target.precision(chains.vectors.flatten(0, 1)), target.sizes)
-    within, across = (
-        worth * min(1.0, max(0.0, 1.0 - got / max(want, 1e-3)))
-        for worth, got, want in zip(exact, has, wants, strict=True)
-    )
-    nats, error = best.value - found.elbo, math.hypot(best.error, found.elbo_error)
-    return Gap(nats, error, within, across, target.dim, target.count, best, found.elbo)
-
-
-def correlation_nats(
-    precision: Tensor, sizes: Sequence[int], freedom: float | None = None
-) -> tuple[float, float]:
-    r"""By how much the ELBO of a Gaussian falls when it loses its correlations within blocks, and those across them.
-
-    Of a Gaussian with precision :math:`\Lambda`, in blocks :math:`l` with entries :math:`i`, the best approximation by independent
-    blocks, or by independent numbers, has its diagonal blocks, or its diagonal, as precision, and
-
-    .. math:: \mathrm{across} = \tfrac12 \Big(\sum_l \log|\Lambda_{ll}| - \log|\Lambda|\Big), \qquad
-              \mathrm{within} = \tfrac12 \Big(\sum_i \log\Lambda_{ii} - \sum_l \log|\Lambda_{ll}|\Big)
-
-    (Turner and Sahani 2011, https://doi.org/10.1017/CBO9780511984679.006).
-
-    Args:
-        precision: ``[D, D]``.
-        sizes: of the blocks, D in all.
-        freedom: where it is the inverse of a sample covariance, the degrees of freedom of that, draws less one: the bias of the
-            determinants of Wishart matrices is taken out.
-
-    Returns:
-        ``(within, across)``.
-
-    >>> precision = torch.linalg.inv(torch.tensor([[1.0, 0.8], [0.8, 1.0]]))  # correlation 0.8: -log(1 - 0.64) / 2 = 0.51
-    >>> [[round(value, 2) for value in correlation_nats(precision, sizes)] for sizes in ([2], [1, 1])]
-    [[0.51, 0.0], [0.0, 0.51]]
-    """
-    dim = len(precision)
-
-    def log_det(matrix: Tensor) -> float:
-        value, own = float(torch.linalg.slogdet(matrix.double())[1]), len(matrix)
-        if freedom is None:
-            return value
-        # the inverse of a diagonal block is Wishart with the degrees of freedom that the other dimensions leave
-        ranks = freedom - (dim - own) - torch.arange(own, dtype=torch.float64)
-        return value + float(torch.special.digamma(ranks / 2.0).sum()) + own * math.log(2.0 / freedom)
-
-    blocks = [block.split(list(sizes), 1)[at] for at, block in enumerate(precision.split(list(sizes)))]
-    diagonal = sum(log_det(entry.reshape(1, 1)) for entry in precision.diagonal())
-    between = sum(log_det(block) for block in blocks)
-    return 0.5 * (diagonal - between), 0.5 * (between - log_det(precision))
+    first = torch.rand(groups, 1, generator=generator, dtype=weights.dtype, device=weights.device)
+    positions = (first + torch.arange(count, device=weights.device)) / count
+    return torch.searchsorted(weights.cumsum(1).contiguous(), positions).clamp(max=count - 1)

@@ -1,4 +1,4 @@
-"""Is the posterior multimodal? Marginal densities of the noise, and how many modes they have."""
+"""Marginal densities of the noise, and their numbers of modes."""
 
 import math
 from dataclasses import dataclass
@@ -15,7 +15,16 @@ from flowbnn.options import Count, Ge, Seed, UnitInterval, checked
 
 @dataclass(frozen=True)
 class Marginal:
-    """The density of one noise dimension on a grid, with its prior and its number of modes."""
+    """Marginal density of one noise variable on a grid.
+
+    Args:
+        layer: Name of the layer.
+        dimension: Index of the noise variable.
+        grid: Values of the noise variable, ``[G]``.
+        density: Posterior density at the grid, ``[G]``.
+        prior: Prior density at the grid, ``[G]``.
+        modes: Number of modes of the posterior density.
+    """
 
     layer: str
     dimension: int
@@ -26,23 +35,30 @@ class Marginal:
 
 
 def _kernel_density(samples: Tensor, grid: Tensor) -> Tensor:
-    """With the kernel width under which each draw is most likely given the others.
+    """Returns a Gaussian kernel density estimate at a grid.
 
-    Rules of thumb take the spread of the whole for the width of one mode and wash several modes out.
+    The bandwidth maximizes the leave-one-out likelihood. Rules of thumb base it on the overall spread, which blurs several modes.
     """
-    few = samples[:1000]
-    distance = (few[:, None] - few[None]).square().fill_diagonal_(torch.inf)
-    thumb = 0.9 * float(few.std().clamp_min(1e-6)) * len(few) ** -0.2
-    widths = [thumb * 0.7**k for k in range(10)]
-    likely = [float((torch.logsumexp(-0.5 * distance / w**2, 1) - math.log(w)).sum()) for w in widths]
-    width = widths[likely.index(max(likely))] * (len(samples) / len(few)) ** -0.2
-    away = (grid[:, None] - samples[None]) / width
-    return torch.exp(-0.5 * away.square()).mean(1) / (width * (2 * torch.pi) ** 0.5)
+    subset = samples[:1000]
+    distance = (subset[:, None] - subset[None]).square().fill_diagonal_(torch.inf)
+    rule_of_thumb = 0.9 * float(subset.std().clamp_min(1e-6)) * len(subset) ** -0.2
+    widths = [rule_of_thumb * 0.7**k for k in range(10)]
+    scores = [float((torch.logsumexp(-0.5 * distance / w**2, 1) - math.log(w)).sum()) for w in widths]
+    width = widths[scores.index(max(scores))] * (len(samples) / len(subset)) ** -0.2
+    scaled = (grid[:, None] - samples[None]) / width
+    return torch.exp(-0.5 * scaled.square()).mean(1) / (width * (2 * torch.pi) ** 0.5)
 
 
 @checked
 def count_modes(density: Tensor, prominence: UnitInterval = 0.1) -> int:
-    """Peaks of a density on a grid that rise above the valleys beside them by ``prominence`` of the highest peak.
+    """Counts the peaks of a density on a grid.
+
+    Args:
+        density: Density at the grid, ``[G]``.
+        prominence: Height of a peak above the adjacent valleys, as a fraction of the highest peak. Lower peaks are ignored.
+
+    Raises:
+        FlowBNNError: If the density is not a non-empty vector.
 
     >>> x = torch.linspace(-6, 6, 200)
     >>> bump = lambda m: torch.exp(-0.5 * (x - m) ** 2)
@@ -51,22 +67,23 @@ def count_modes(density: Tensor, prominence: UnitInterval = 0.1) -> int:
     """
     if density.ndim != 1 or not len(density):
         raise FlowBNNError(
-            f"density must be a vector on a grid, not {tuple(density.shape)}",
+            f"density must be a non-empty vector, got shape {tuple(density.shape)}",
+            kind="shape",
             argument="density",
         )
     values = density.tolist()
-    need = prominence * max(values)
+    min_height = prominence * max(values)
     modes, rising, low, high = 0, True, 0.0, 0.0
     for value in values:
         if rising:
             high = max(high, value)
-            if high - low >= need and high - value >= need:
+            if high - low >= min_height and high - value >= min_height:
                 modes, rising, low = modes + 1, False, value
         else:
             low = min(low, value)
-            if value - low >= need:
+            if value - low >= min_height:
                 rising, high = True, value
-    if rising and high - low >= need:
+    if rising and high - low >= min_height:
         modes += 1
     return modes
 
@@ -76,7 +93,17 @@ def count_modes(density: Tensor, prominence: UnitInterval = 0.1) -> int:
 def marginal(
     model: nn.Module, layer: str, dimension: Annotated[int, Ge(0)], samples: Count = 4000, seed: Seed = 0
 ) -> Marginal:
-    """The marginal density of one dimension of a layer's noise, from draws.
+    """Estimates the marginal density of one noise variable from draws.
+
+    Args:
+        model: Network with noise.
+        layer: Name of the layer.
+        dimension: Index of the noise variable in the layer.
+        samples: Number of draws.
+        seed: Seed of the draws.
+
+    Raises:
+        FlowBNNError: If the layer has no flow noise, or no such noise variable.
 
     >>> from flowbnn.noise import NormalAffine
     >>> from flowbnn import to_stochastic
@@ -84,12 +111,17 @@ def marginal(
     1
     """
     layers = {name: noise for name, noise in noise_layers(model).items() if isinstance(noise, InputNoise)}
-    problem = "" if layer in layers else f"no layer {layer!r} carries flow noise{nearest(layer, layers)}"
-    if not problem and not dimension < (size := layers[layer].layout.dim):
-        problem = f"the noise of layer {layer!r} has dimensions 0 to {size - 1}, not {dimension}"
-    if problem:
-        raise FlowBNNError(problem, layer=layer)
+    if layer not in layers:
+        raise FlowBNNError(
+            f"layer '{layer}' has no flow noise{nearest(layer, layers)}", argument="layer", layer=layer
+        )
     noise = layers[layer]
+    if dimension >= (size := noise.layout.dim):
+        raise FlowBNNError(
+            f"dimension must be below {size}, the size of the noise of layer '{layer}', got {dimension}",
+            argument="dimension",
+            layer=layer,
+        )
     prior = noise.prior.distribution()
     generator = torch.Generator(prior.mean.device).manual_seed(seed)
     draws = noise.draw((samples,), generator)[:, dimension].double().cpu()
@@ -98,7 +130,7 @@ def marginal(
     high = max(float(draws.max()), mean + 3.5 * scale)
     grid = torch.linspace(low, high, 240, dtype=torch.float64)
     density = _kernel_density(draws, grid)
-    own = slice(dimension, dimension + 1)
-    alone = prior.like(prior.loc[own].double().cpu(), prior.scale[own].double().cpu())
-    believed = alone.log_prob(grid[:, None]).exp()
-    return Marginal(layer, dimension, grid, density, believed, count_modes(density))
+    index = slice(dimension, dimension + 1)
+    marginal_prior = prior.like(prior.loc[index].double().cpu(), prior.scale[index].double().cpu())
+    prior_density = marginal_prior.log_prob(grid[:, None]).exp()
+    return Marginal(layer, dimension, grid, density, prior_density, count_modes(density))

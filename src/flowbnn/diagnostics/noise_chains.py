@@ -1,4 +1,4 @@
-r"""The exact posterior of a network's noise by long chains, which approximations are measured against."""
+r"""Long Markov chains over the noise of a network, the reference for approximate posteriors."""
 
 import math
 import time
@@ -14,28 +14,27 @@ from flowbnn.diagnostics.noise_target import NoiseTarget, Whitened
 from flowbnn.errors import FlowBNNError, pluralize, warn
 from flowbnn.methods.mcmc.chain_sampler import ChainSampler
 from flowbnn.methods.mcmc.hamiltonian import nuts_kernel
-from flowbnn.metrics.convergence import FEWEST, effective_sample_size, split_rhat
+from flowbnn.metrics.convergence import MIN_DRAWS, effective_sample_size, split_rhat
 from flowbnn.options import Count, Ge, Probability, Seed, checked
 from flowbnn.posterior.base import Posterior
 from flowbnn.posterior.weights import generator_of
 
-RHAT = 1.01  # up to which chains are taken for the truth
-TRANSITIONS, PILOT = 800, 12  # of chains, and those that tell how long they take
+MAX_RHAT = 1.01  # threshold for mixed chains (Vehtari et al. 2021)
 
 
 @dataclass(frozen=True, eq=False)
 class NoiseChains:
-    r"""Draws of the exact posterior of all noise, and whether they may be taken for it.
+    r"""Draws of the exact posterior of the noise of all layers, with convergence diagnostics.
 
     Args:
-        target: the density that they are of.
-        space: the coordinates in which they ran.
-        position: there, ``[chains, draws, D]``.
-        energy: minus the log-density, ``[chains, draws]``.
-        rhat: the largest :math:`\hat R` over dimensions.
-        worst: the layer that it is in.
-        effective: the smallest effective number of draws over dimensions.
-        divergences: transitions whose energy was not conserved.
+        target: Density that the chains sample from.
+        space: Whitened coordinates of the chains.
+        position: Draws in these coordinates, ``[chains, draws, D]``.
+        energy: Negative log-density, ``[chains, draws]``.
+        rhat: Largest :math:`\hat R` over the dimensions.
+        worst_layer: Name of the layer with the largest :math:`\hat R`.
+        effective: Smallest effective sample size over the dimensions.
+        divergences: Number of divergent transitions.
     """
 
     target: NoiseTarget
@@ -43,43 +42,51 @@ class NoiseChains:
     position: Tensor
     energy: Tensor
     rhat: float
-    worst: str
+    worst_layer: str
     effective: float
     divergences: int
 
     def __repr__(self) -> str:
         chains, draws, dimensions = self.position.shape
-        verdict = "certified" if self.certified else f"not certified: R-hat is above {RHAT}"
+        verdict = "certified" if self.certified else f"not certified: R-hat is above {MAX_RHAT}"
         return (
             f"NoiseChains({pluralize(chains, 'chain')} x {pluralize(draws, 'draw')} x {pluralize(dimensions, 'dimension')}, "
-            f"R-hat {self.rhat:.3f} in layer '{self.worst}', "
+            f"R-hat {self.rhat:.3f} in layer '{self.worst_layer}', "
             f"smallest effective sample size {self.effective:.0f}, divergences {self.divergences}; {verdict})"
         )
 
     @property
     def certified(self) -> bool:
-        """Whether R-hat is at most 1.01."""
-        return self.rhat <= RHAT
+        """True if R-hat is at most 1.01."""
+        return self.rhat <= MAX_RHAT
 
     @property
     def vectors(self) -> Tensor:
-        """The noise of all layers, ``[chains, draws, D]``."""
+        """Noise of all layers, ``[chains, draws, D]``."""
         return self.space.vectors(self.position.to(self.target.device))
 
     @property
     def draws(self) -> dict[str, Tensor]:
-        """The noise of each layer, ``{layer: [chains, draws, dim]}``."""
+        """Noise of each layer, ``{layer: [chains, draws, dim]}``."""
         return self.target.by_layer(self.vectors)
 
-    def checked_for(self, target: NoiseTarget) -> "NoiseChains":
-        """These chains, if they are of this density: of the same network, prior and data."""
+    def check_target(self, target: NoiseTarget) -> "NoiseChains":
+        """Returns these chains if they sample from the given density.
+
+        Args:
+            target: Density of a posterior of noise.
+
+        Raises:
+            FlowBNNError: If the chains are of another network, prior or data.
+        """
         same = target.sizes == self.target.sizes and target.device == self.target.device
         if same:
-            there = -target.log_joint(self.vectors[:, -1])
-            same = torch.allclose(there, self.energy[:, -1].to(there), rtol=1e-4, atol=1e-2)
+            energy = -target.log_joint(self.vectors[:, -1])
+            same = torch.allclose(energy, self.energy[:, -1].to(energy), rtol=1e-4, atol=1e-2)
         if not same:
             raise FlowBNNError(
-                "these chains are of another network, prior or data; run noise_chains with this posterior and loader",
+                "the chains are of another network, prior or data; run noise_chains with this posterior and loader",
+                kind="chains",
                 argument="chains",
             )
         return self
@@ -89,61 +96,64 @@ class NoiseChains:
 def noise_chains(
     posterior: Posterior,
     loader: Iterable[Any],
-    samples: Annotated[int, Ge(FEWEST)] = 500,
+    samples: Annotated[int, Ge(MIN_DRAWS)] = 500,
     warmup: Count = 300,
     chains: Annotated[int, Ge(2)] = 4,
     target_accept: Probability = 0.8,
-    longest: Count = 4,
+    max_extension: Count = 4,
     seed: Seed = 0,
     progress: bool = False,
 ) -> NoiseChains:
-    r"""Sample the exact posterior of all noise jointly by the No-U-Turn sampler, the weights fixed.
+    r"""Samples the exact joint posterior of the noise of all layers by the No-U-Turn sampler (NUTS), with fixed weights.
 
-    The prior is that of the posterior's own noise. Chains run in the coordinates in which a Gaussian of precision
-    :math:`E_q[G(z)] + V^{-1}` is a standard normal (:math:`G`: the Gauss-Newton matrix, :math:`V`: the variance of the prior), which is
-    a dense mass matrix known from the start. Half of them begin at draws of the prior, half at draws of the posterior.
+    The prior is that of the noise of the posterior. Chains run in coordinates in which a Gaussian of precision
+    :math:`E_q[G(z)] + V^{-1}` is a standard normal, with the Gauss-Newton matrix :math:`G` and the prior variance :math:`V`. This
+    equals a dense mass matrix that is known from the start. Half of the chains start at draws of the prior, half at draws of the
+    posterior.
 
     Args:
-        posterior: of noise, fitted; up to 6,000 dimensions.
-        loader: the data.
-        samples: draws of each chain, which double where R-hat is above 1.01.
-        warmup: transitions of each before.
-        chains: run beside each other.
-        target_accept: mean acceptance probability that the step size is tuned to.
-        longest: times the draws asked for, at most.
-        seed: of all draws.
-        progress: show a bar.
+        posterior: Fitted posterior of noise with at most 6,000 dimensions.
+        loader: Data that the posterior was fitted to.
+        samples: Number of draws of each chain. It doubles as long as R-hat is above 1.01.
+        warmup: Number of warm-up transitions of each chain.
+        chains: Number of chains.
+        target_accept: Mean acceptance probability that the step size is tuned to.
+        max_extension: Largest number of draws, as a multiple of ``samples``.
+        seed: Seed of all draws.
+        progress: If True, shows a progress bar.
 
     Returns:
-        The chains; a :class:`~flowbnn.FlowBNNWarning` of kind ``"chains"`` says where they are not to be trusted.
+        The chains. A :class:`~flowbnn.FlowBNNWarning` of kind ``"chains"`` is raised if they have not mixed, or if more than 1 % of the
+        transitions diverged.
     """
     target = NoiseTarget(posterior, loader, seed)
-    run = _begun(target, samples, warmup, chains, target_accept)
+    sampler = _make_sampler(target, samples, warmup, chains, target_accept)
     while True:
-        record = run.run(progress=progress, description="sampling the noise")
+        record = sampler.run(progress=progress, description="sampling the noise")
         position = record["position"]
         rhat = split_rhat(position)
-        if float(rhat.max()) <= RHAT or 2 * run.samples > longest * samples:
+        if float(rhat.max()) <= MAX_RHAT or 2 * sampler.samples > max_extension * samples:
             break
-        run.samples *= 2
-    place = int(rhat.argmax())
-    owners = [name for name, size in zip(target.names, target.sizes, strict=True) for _ in range(size)]
-    found = NoiseChains(
+        sampler.samples *= 2
+    layers = [name for name, size in zip(target.names, target.sizes, strict=True) for _ in range(size)]
+    result = NoiseChains(
         target,
         target.whitening(),
         position,
         record["energy"],
         float(rhat.max()),
-        owners[place],
+        layers[int(rhat.argmax())],
         float(effective_sample_size(position, "bulk").min()),
         int(record["divergent"].sum()),
     )
-    _warn(found, warmup)
-    return found
+    _warn_not_mixed(result, warmup)
+    return result
 
 
-def _begun(target: NoiseTarget, samples: int, warmup: int, chains: int, target_accept: float) -> ChainSampler:
-    """Half of the chains are at draws of the prior, half at draws of the posterior."""
+def _make_sampler(
+    target: NoiseTarget, samples: int, warmup: int, chains: int, target_accept: float
+) -> ChainSampler:
+    """Returns a NUTS sampler with half of its chains at draws of the prior, and half at draws of the posterior."""
     space = target.whitening()
     starts = torch.cat([target.draw_prior(chains // 2), target.draw(chains - chains // 2, 97)[0]])
     return ChainSampler(
@@ -157,35 +167,44 @@ def _begun(target: NoiseTarget, samples: int, warmup: int, chains: int, target_a
     )
 
 
-def seconds_for(target: NoiseTarget, limit: float) -> float:
-    """What :func:`noise_chains` will take, by a few of its transitions; infinite where a gradient says that it is beyond the limit."""
-    began = time.perf_counter()
+def estimate_seconds(target: NoiseTarget, limit: float, transitions: int = 800, pilot: int = 12) -> float:
+    """Estimates the running time of :func:`noise_chains` from a few transitions.
+
+    Args:
+        target: Density of the noise given the data.
+        limit: Number of seconds above which the estimate is not needed. If single gradients already exceed it, the result is infinite.
+        transitions: Number of transitions of :func:`noise_chains` with its default arguments.
+        pilot: Number of transitions that are timed.
+    """
+    start = time.perf_counter()
     target.gradient(target.draw(4, 97)[0])
-    if TRANSITIONS * (time.perf_counter() - began) > limit:  # of one leapfrog step each
+    if transitions * (time.perf_counter() - start) > limit:  # a transition takes at least one gradient
         return math.inf
-    run = _begun(target, FEWEST, PILOT, 4, 0.8)
-    # from the posterior, since the way there from the prior is soon over
-    run.starts = run.starts[2:].repeat(2, 1)
-    run.run(progress=False)
-    began = time.perf_counter()
-    for number in range(PILOT):
-        run.advance(number + PILOT)
-    return TRANSITIONS * (time.perf_counter() - began) / PILOT
+    sampler = _make_sampler(target, MIN_DRAWS, pilot, 4, 0.8)
+    # start at the posterior, because chains from the prior soon arrive there
+    sampler.starts = sampler.starts[2:].repeat(2, 1)
+    sampler.run(progress=False)
+    start = time.perf_counter()
+    for number in range(pilot):
+        sampler.advance(number + pilot)
+    return transitions * (time.perf_counter() - start) / pilot
 
 
-def _warn(chains: NoiseChains, warmup: int) -> None:
+def _warn_not_mixed(chains: NoiseChains, warmup: int) -> None:
+    """Warns if chains have not mixed, or if more than 1 % of their transitions diverged."""
     count, samples, _ = chains.position.shape
-    share = chains.divergences / (count * samples)
+    divergent = chains.divergences / (count * samples)
     if not chains.certified:
-        line = (
-            f"{count} chains of {samples} draws after {warmup} have not mixed (R-hat {chains.rhat:.3f} in layer '{chains.worst}', "
-            f"above {RHAT}): do not take them for the exact posterior. Run them longer (samples=, warmup=), look for several modes "
-            "with modes(), and trust pareto_k and evidence(method='tempered') meanwhile, which need no chains"
+        warn(
+            f"{count} chains of {samples} draws after {warmup} warm-up transitions have not mixed (R-hat {chains.rhat:.3f} in layer "
+            f"'{chains.worst_layer}', above {MAX_RHAT}); increase samples or warmup, or look for several modes with modes()",
+            kind="chains",
+            rhat=chains.rhat,
+            layers=[chains.worst_layer],
         )
-        warn(line, kind="chains", rhat=chains.rhat, layers=[chains.worst])
-    elif share > 0.01:
-        line = (
-            f"{share:.1%} of the transitions diverged: narrow parts of the density may be missing; target_accept=0.95 takes smaller "
-            "steps"
+    elif divergent > 0.01:
+        warn(
+            f"{divergent:.1%} of the transitions diverged, so draws may miss narrow regions; set target_accept=0.95",
+            kind="chains",
+            divergences=chains.divergences,
         )
-        warn(line, kind="chains", divergences=chains.divergences)

@@ -1,34 +1,39 @@
-"""One table and one sentence: is the posterior good, and could a richer one matter here?"""
+"""Report on the quality of a posterior of noise: a table and a verdict."""
 
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
-from flowbnn.diagnostics.agreement import TEST, Agreement, agreement, climb
-from flowbnn.diagnostics.evidence import Draws, Gap, ParetoK, elbo_gap, pareto_k
-from flowbnn.diagnostics.noise_chains import NoiseChains, noise_chains, seconds_for
+from flowbnn.diagnostics.agreement import TEST_DATA, Agreement, agreement
+from flowbnn.diagnostics.evidence import Draws, ParetoK, pareto_k
+from flowbnn.diagnostics.gap import Gap, elbo_gap
+from flowbnn.diagnostics.modes import find_modes
+from flowbnn.diagnostics.noise_chains import NoiseChains, estimate_seconds, noise_chains
 from flowbnn.diagnostics.noise_target import DENSE, NoiseTarget
 from flowbnn.errors import pluralize
 from flowbnn.options import NonNegative, Seed, checked
 from flowbnn.posterior.base import Posterior
 
-SMALL = 0.01  # nats for each example: a gap that predictions do not show
-LEAST = 1.0  # nat in all: a gap that is small however few the examples
-NEAR = 0.03  # total variation that hardly anyone would notice
+SMALL_GAP = 0.01  # nats per example; predictions do not show a smaller gap
+
+Upgrade = Literal["none", "unknown", "within", "across", "shape"]
 
 
 @dataclass(frozen=True, eq=False)
 class Report:
-    """What :func:`diagnose` found; ``print(report)`` shows the table and the sentence.
+    """Result of :func:`diagnose`. ``print(report)`` shows a table and the verdict.
 
     Args:
-        pareto: importance sampling from the posterior.
-        dimensions, examples: of the noise, and of the data.
-        chains, gap, agreement: None where chains were left out.
-        modes, missed: distinct maxima of the exact density that climbs from the prior end at, and those that no chain has visited; 0
-            where chains were left out.
-        needed: seconds that chains should take; infinite where that is beyond all limits, or was not looked at.
+        pareto: Result of importance sampling from the posterior.
+        dimensions: Number of noise variables.
+        examples: Number of examples.
+        chains: Markov chains over the noise, or None if none were run.
+        gap: KL divergence to the exact posterior, or None without chains.
+        agreement: Agreement with the chains, or None without chains.
+        modes: Number of modes of the exact density that were found, or 0 without chains.
+        missed: Number of these modes that no chain visited.
+        required_seconds: Estimated running time of chains. Infinite if it exceeds all limits or was not estimated.
     """
 
     pareto: ParetoK
@@ -39,110 +44,128 @@ class Report:
     agreement: Agreement | None = None
     modes: int = 0
     missed: int = 0
-    needed: float = math.inf
+    required_seconds: float = math.inf
 
     @property
-    def judged(self) -> bool:
-        """Whether chains that have mixed, and have been at every mode, stand behind the verdict."""
+    def verified(self) -> bool:
+        """True if the verdict is based on chains that have mixed and have visited every mode."""
         return self.agreement is not None and self.agreement.certified and not self.missed
 
     @property
-    def vouched(self) -> bool:
-        """Whether importance sampling alone says that the posterior is good: usable weights, and a small gap by them."""
-        near = self.pareto.gap < max(LEAST, SMALL * self.examples)
-        return self.pareto.verdict != "bad" and near and not self.missed  # which its own draws do not see
+    def importance_sampling_ok(self) -> bool:
+        """True if importance sampling alone supports the posterior: usable weights, a small gap, and no missed modes."""
+        # with few examples, one nat in total is small as well
+        small = self.pareto.gap < max(1.0, SMALL_GAP * self.examples)
+        return self.pareto.verdict != "bad" and small and not self.missed
 
     @property
     def good(self) -> bool:
-        """Whether predictions could hardly be nearer to those of the exact posterior."""
-        if self.agreement is None or not self.judged:
-            return self.vouched
-        return self.agreement.variation <= max(NEAR, 1.5 * self.agreement.variation_floor)
+        """True if the predictions are close to those of the exact posterior.
+
+        With verified chains, this means a total variation of at most 0.03, or of 1.5 times its floor. Otherwise it is
+        :attr:`importance_sampling_ok`.
+        """
+        if self.agreement is None or not self.verified:
+            return self.importance_sampling_ok
+        return self.agreement.variation <= max(0.03, 1.5 * self.agreement.variation_floor)
 
     @property
-    def richer(self) -> str:
-        """What a posterior would need to be better by enough to matter: ``"nothing"``, or the largest part of the gap."""
-        if self.gap is None or self.agreement is None or not self.judged:
-            return "nothing" if self.pareto.verdict == "good" and self.vouched else "unknown"
-        if self.good and (self.gap.per_example < SMALL or self.agreement.within_floor):
-            return "nothing"
-        parts = {"within": self.gap.within, "across": self.gap.across, "shape": self.gap.rest}
-        return max(parts, key=lambda name: parts[name] if parts[name] == parts[name] else -1.0)
+    def suggested_upgrade(self) -> Upgrade:
+        """Change of the posterior that would gain the most.
+
+        One of ``"none"``, ``"unknown"``, ``"within"`` and ``"across"`` (correlation within or across layers), and ``"shape"`` (longer
+        training, or a flow).
+        """
+        if self.gap is None or self.agreement is None or not self.verified:
+            return "none" if self.pareto.verdict == "good" and self.importance_sampling_ok else "unknown"
+        if self.good and (self.gap.per_example < SMALL_GAP or self.agreement.within_floor):
+            return "none"
+        gains: dict[Upgrade, float] = {
+            "within": self.gap.within,
+            "across": self.gap.across,
+            "shape": self.gap.remainder,
+        }
+        return max(gains, key=lambda name: -1.0 if math.isnan(gains[name]) else gains[name])
 
     @property
     def sentence(self) -> str:
-        unknown = "Importance sampling cannot vouch for this posterior"
-        first = (
-            f"This posterior is {'' if self.good else 'not '}good" if self.good or self.judged else unknown
-        )
-        need = {
-            "nothing": "a richer one could hardly matter here",
-            "unknown": "whether a richer one would matter only chains can tell "
-            + (f"({self._unrun})" if self.chains is None else "that have been at every mode"),
-            "within": "one with correlation within layers (joint='layers') could matter here",
-            "across": "one with correlation across layers (joint='full', or 'chain' for large networks) could matter here",
-            "shape": "correlation would not help it; train it longer, or put a flow on it",
-        }[self.richer]
-        if self.chains is not None and not self.judged:
-            why = f"have not mixed, R-hat {self.chains.rhat:.3f}"
+        """Verdict in one or two sentences."""
+        if self.good or self.verified:
+            verdict = f"This posterior is {'' if self.good else 'not '}good"
+        else:
+            verdict = "Importance sampling cannot confirm this posterior"
+        if self.chains is not None and not self.verified:
+            problem = f"have not mixed, R-hat {self.chains.rhat:.3f}"
             if self.missed:
-                why = f"have missed {self.missed} of {self.modes} modes"
-            first += f" ({'by its own draws only: ' if self.good else ''}the chains {why})"
-        verdict = f"{first}, {'and' if self.good == (self.richer == 'nothing') else 'but'} {need}."
+                problem = f"missed {self.missed} of {self.modes} modes"
+            verdict += f" ({'judged by importance sampling only: ' if self.good else ''}the chains {problem})"
+        advice = {
+            "none": "a richer one would hardly improve predictions",
+            "unknown": f"only chains can tell if a richer one would help ({self._missing_chains_reason})",
+            "within": "correlation within layers (joint='layers') could improve it",
+            "across": "correlation across layers (joint='full', or 'chain' for large networks) could improve it",
+            "shape": "correlation would not improve it; train it longer, or add a flow",
+        }[self.suggested_upgrade]
+        conjunction = "and" if self.good == (self.suggested_upgrade == "none") else "but"
+        text = f"{verdict}, {conjunction} {advice}."
         if self.modes > 1:
-            verdict += (
-                f" The exact posterior has {self.modes} modes or more: diagnostics.modes() gives them, "
-                "evidence(method='tempered') weighs"
-                f" "
-                "them, and fb.ModeEnsemble has a member at each."
+            text += (
+                f" The exact posterior has at least {self.modes} modes: see diagnostics.modes(), "
+                "evidence(method='tempered') and fb.ModeEnsemble."
             )
-        return verdict
+        return text
 
     @property
-    def _unrun(self) -> str:
-        """Why there are no chains."""
+    def _missing_chains_reason(self) -> str:
+        """Reason why no verified chains are available."""
+        if self.chains is not None:
+            return "which visit every mode"
         if self.dimensions > DENSE:
-            return f"which run up to {DENSE:,} dimensions"
-        if self.needed < math.inf:
-            return f"which should take {self.needed:.0f} s: give more seconds="
-        return "which are run where seconds= allows"
+            return f"they support at most {DENSE:,} dimensions"
+        if self.required_seconds < math.inf:
+            return f"they need about {self.required_seconds:.0f} s; increase seconds"
+        return "they run if seconds is large enough"
 
     def rows(self) -> list[tuple[str, str, str]]:
-        """Name, value and what to compare it with."""
-        k, gap, chains, near = self.pareto, self.gap, self.chains, self.agreement
+        """Returns the rows of the table: name, value and explanation."""
+        k = self.pareto
         rows = [
             ("noise", pluralize(self.dimensions, "dimension"), pluralize(self.examples, "example")),
-            ("Pareto k-hat", f"{k.k:.2f}", f"{k.verdict}: below 0.5 good, below {k.usable:.2f} usable"),
+            ("Pareto k-hat", f"{k.k:.2f}", f"{k.verdict}: good below 0.5, usable below {k.max_usable_k:.2f}"),
             ("ELBO", f"{k.elbo:.2f} ± {k.elbo_error:.2f}", "nats"),
         ]
-        if gap is None or chains is None or near is None:
-            rows.append(
-                ("log-evidence", f"{k.evidence:.2f} ± {k.evidence_error:.2f}", "by importance sampling")
-            )
-            if k.verdict != "bad":
-                rows.append(("gap", f"{k.gap:.2f}", f"{k.gap / self.examples:.4f} per example"))
-            return rows
-        draws, halves = chains.position[..., 0].numel(), "between halves of the chains"
-        best = gap.evidence
-        return [
-            *rows,
-            ("log-evidence", f"{best.value:.2f} ± {best.error:.2f}", f"by {best.method}"),
-            ("gap", f"{gap.nats:.2f} ± {gap.error:.2f}", f"{gap.per_dimension:.4f} per dimension, {gap.per_example:.4f} per example"),
-            ("  within layers", f"{gap.within:.2f}", "nats that correlation there would gain"),
-            ("  across layers", f"{gap.across:.2f}", "nats that correlation there would gain"),
-            ("  rest", f"{gap.rest:.2f}", "means, widths, shape"),
-            ("chains", f"R-hat {chains.rhat:.3f}", f"{draws:,} draws worth {chains.effective:.0f}, {chains.divergences} divergences"),
-            ("total variation", f"{near.variation:.4f}", f"{near.variation_floor:.4f} {halves}"),
-            ("agreement", f"{near.agreement:.1%}", f"{near.agreement_floor:.1%} {halves}"),
-            ("modes", f"{self.modes}", f"found by climbs, {self.missed} missed by the chains"),
-            ("NLL", f"{near.excess:+.4f}", "against the chains' predictions"),
-        ]  # fmt: skip
+        if self.gap is not None and self.chains is not None and self.agreement is not None:
+            return rows + _chain_rows(self.gap, self.chains, self.agreement, self.modes, self.missed)
+        rows.append(("log-evidence", f"{k.evidence:.2f} ± {k.evidence_error:.2f}", "by importance sampling"))
+        if k.verdict != "bad":
+            rows.append(("gap", f"{k.gap:.2f}", f"{k.gap / self.examples:.4f} per example"))
+        return rows
 
     def __str__(self) -> str:
         rows = self.rows()
-        wide = [max(len(row[column]) for row in rows) for column in (0, 1)]
-        lines = [f"{name:<{wide[0]}}  {value:>{wide[1]}}  {beside}" for name, value, beside in rows]
+        widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
+        lines = [f"{name:<{widths[0]}}  {value:>{widths[1]}}  {note}" for name, value, note in rows]
         return "\n".join([*lines, self.sentence])
+
+
+def _chain_rows(
+    gap: Gap, chains: NoiseChains, agreement: Agreement, modes: int, missed: int
+) -> list[tuple[str, str, str]]:
+    """Returns the rows of the table that need chains."""
+    draws, halves = chains.position[..., 0].numel(), "between halves of the chains"
+    evidence = gap.evidence
+    return [
+        ("log-evidence", f"{evidence.value:.2f} ± {evidence.error:.2f}", f"by {evidence.method}"),
+        ("gap", f"{gap.nats:.2f} ± {gap.error:.2f}", f"{gap.per_dimension:.4f} per dimension, {gap.per_example:.4f} per example"),
+        ("  within layers", f"{gap.within:.2f}", "nats that correlation within layers would gain"),
+        ("  across layers", f"{gap.across:.2f}", "nats that correlation across layers would gain"),
+        ("  remainder", f"{gap.remainder:.2f}", "means, variances, shape"),
+        ("chains", f"R-hat {chains.rhat:.3f}", f"{draws:,} draws, ESS {chains.effective:.0f}, {chains.divergences} divergences"),
+        ("total variation", f"{agreement.variation:.4f}", f"{agreement.variation_floor:.4f} {halves}"),
+        ("agreement", f"{agreement.agreement:.1%}", f"{agreement.agreement_floor:.1%} {halves}"),
+        ("modes", f"{modes}", f"{missed} missed by the chains"),
+        ("NLL", f"{agreement.excess:+.4f}", "relative to the predictions of the chains"),
+    ]  # fmt: skip
 
 
 @checked
@@ -155,19 +178,22 @@ def diagnose(
     seed: Seed = 0,
     progress: bool = True,
 ) -> Report:
-    """Say how good a posterior of noise is, and whether a richer one could matter: print a table and a sentence.
+    """Judges a posterior of noise, suggests an upgrade, and prints a table.
 
-    Importance sampling always; chains, and climbs for modes, where chains should take no longer than ``seconds``, by the time that a
-    few transitions take.
+    Importance sampling is always done. Markov chains and the search for modes are run if the chains are estimated to take at most
+    ``seconds``.
 
     Args:
-        posterior: of noise, fitted.
-        loader: the data that it was fitted to; they must be the same in every pass.
-        samples: draws for importance sampling.
-        seconds: for chains; 0 leaves them out.
-        test: where predictions are compared with those of the chains; at the loader's data unless given.
-        seed: of all draws.
-        progress: show a bar, and print.
+        posterior: Fitted posterior of noise.
+        loader: Data that the posterior was fitted to. Every pass must give the same examples.
+        samples: Number of draws of importance sampling.
+        seconds: Time limit of the chains. No chains are run if it is 0.
+        test: Data at which predictions are compared with those of the chains. The default is the data of the loader.
+        seed: Seed of all draws.
+        progress: If True, shows a progress bar and prints the report.
+
+    Returns:
+        The report.
 
     >>> import flowbnn as fb
     >>> import torch
@@ -180,17 +206,22 @@ def diagnose(
     (3, 30, None)
     """
     target = NoiseTarget(posterior, loader, seed)
-    data, test = [target.data], None if test is None else [target.read(test, TEST)]
-    needed = seconds_for(target, seconds) if target.dim <= DENSE and seconds else math.inf
-    report = Report(pareto_k(posterior, data, samples, seed), target.dim, target.count, needed=needed)
-    if needed <= seconds:
-        longest = int(min(4, seconds // needed))
-        chains = noise_chains(posterior, data, longest=longest, seed=seed, progress=progress)
-        gap = elbo_gap(posterior, data, chains, samples, seed)
-        near = agreement(posterior, data, chains, test, seed=seed)
-        found = climb(chains.target)
+    data, test = [target.data], None if test is None else [target.read(test, TEST_DATA)]
+    required = estimate_seconds(target, seconds) if target.dim <= DENSE and seconds else math.inf
+    report = Report(
+        pareto_k(posterior, data, samples, seed), target.dim, target.count, required_seconds=required
+    )
+    if required <= seconds:
+        extension = int(min(4, seconds // required))
+        chains = noise_chains(posterior, data, max_extension=extension, seed=seed, progress=progress)
+        modes = find_modes(chains.target)
         report = replace(
-            report, chains=chains, gap=gap, agreement=near, modes=len(found), missed=found.missed(chains)
+            report,
+            chains=chains,
+            gap=elbo_gap(posterior, data, chains, samples, seed),
+            agreement=agreement(posterior, data, chains, test, seed=seed),
+            modes=len(modes),
+            missed=modes.missed(chains),
         )
     if progress:
         print(report)

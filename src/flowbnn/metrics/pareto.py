@@ -1,59 +1,70 @@
-r"""Importance sampling that tells how far it can be trusted: Pareto-smoothed weights and their shape :math:`\hat k`.
+r"""Pareto-smoothed importance sampling (PSIS), computed by ``arviz-stats``.
 
 Draws of an approximation :math:`q` of a posterior have the weights :math:`w_s = p(D, z_s) / q(z_s)`, whose mean is the evidence
-:math:`p(D)`. The largest of them are replaced by quantiles of a generalized Pareto distribution that is fitted to them; its shape
-:math:`\hat k` says how heavy the tail is. Vehtari et al. 2024 (https://arxiv.org/abs/1507.02646); as a judge of variational inference,
-Yao et al. 2018 (https://arxiv.org/abs/1802.02538).
+:math:`p(D)`. PSIS fits a generalized Pareto distribution to the largest weights and replaces them by its quantiles. The shape
+:math:`\hat k` of that distribution says how heavy the tail is (Vehtari et al. 2024, https://arxiv.org/abs/1507.02646). Yao et al.
+2018 (https://arxiv.org/abs/1802.02538) use it to judge variational inference.
 """
 
 import math
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from flowbnn.errors import FlowBNNError
+from flowbnn.metrics.convergence import array_statistics
 from flowbnn.options import checked
 
-GOOD, USABLE = 0.5, 0.7  # of k-hat
-FEWEST = 25  # weights, of which the five largest make a tail
-HEAVIEST = 0.95  # tail whose mean is computed: from k = 1 on there is none
+GOOD_K = 0.5  # below it the variance of the weights is finite (Vehtari et al. 2024)
+MIN_WEIGHTS = 25  # arviz-stats fits the tail to a fifth of few weights, and needs five
 
 
-def usable(samples: int) -> float:
-    r"""The largest :math:`\hat k` for which so many draws suffice, :math:`\min(0.7, 1 - 1 / \log_{10} S)` (Vehtari et al. 2024).
+def max_usable_k(samples: int) -> float:
+    r"""Returns the largest :math:`\hat k` that is usable with this many draws, :math:`\min(0.7, 1 - 1 / \log_{10} S)`.
 
-    >>> [round(usable(samples), 2) for samples in (100, 400, 10_000)]
+    The rule is by Vehtari et al. 2024.
+
+    Args:
+        samples: Number of draws.
+
+    >>> [round(max_usable_k(samples), 2) for samples in (100, 400, 10_000)]
     [0.5, 0.62, 0.7]
     """
-    return min(USABLE, 1.0 - 1.0 / math.log10(samples))
+    return min(0.7, 1.0 - 1.0 / math.log10(samples))
 
 
 @checked
 def pareto_smoothed(log_weights: Tensor) -> tuple[Tensor, float]:
-    r"""Log-weights with a smoothed tail, and :math:`\hat k`.
+    r"""Returns log-weights with a smoothed tail, and :math:`\hat k`.
 
-    Below 0.5 the weights are reliable, below :func:`usable` usable, above not; from 1 on they have no mean that draws could find.
-    It is infinite where the weights of the tail are too far apart for floating point, and 0 where they are equal.
+    Weights are reliable if :math:`\hat k < 0.5`, and usable up to :func:`max_usable_k`. From 1 on they have no finite mean.
+    :math:`\hat k` is 0 if the largest weights are equal. It is infinite if they are too far apart for floating point.
 
     Args:
-        log_weights: ``[S]``.
+        log_weights: Logarithms of the importance weights, ``[S]``.
+
+    Returns:
+        The smoothed log-weights ``[S]``, which are not normalized, and :math:`\hat k`.
 
     >>> log_weights = torch.randn(2000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     >>> smoothed, k = pareto_smoothed(log_weights)
     >>> bool(k < 0.5), bool((smoothed.logsumexp(0) - log_weights.logsumexp(0)).abs() < 0.05)
     (True, True)
     """
-    return _smoothed(log_weights)[:2]
+    tail = _smooth(log_weights)
+    return tail.log_weights, tail.k
 
 
 class LogMean(NamedTuple):
-    """The logarithm of the mean of weights, and how far to trust it.
+    """Logarithm of the mean of importance weights.
 
     Args:
-        value, error: of the smoothed weights, and its standard error.
-        k: of the tail.
-        effective: number of equal weights that they are worth.
+        value: Logarithm of the mean of the smoothed weights.
+        error: Standard error of ``value``.
+        k: Shape of the tail of the weights.
+        effective: Effective number of equal weights.
     """
 
     value: float
@@ -63,77 +74,106 @@ class LogMean(NamedTuple):
 
 
 def log_mean(log_weights: Tensor) -> LogMean:
-    r"""The logarithm of the mean of weights by Pareto smoothing.
+    r"""Returns the logarithm of the mean of importance weights, estimated by Pareto smoothing.
 
-    Smoothed weights end at the largest that was drawn, and a few draws of a heavy tail look lighter than it is. So the error has,
-    beside the spread of the weights, what a tail of :math:`\hat k + (1 + \hat k) / \sqrt{T}`, one standard error above the shape of the
-    :math:`T` largest weights, has beyond them. It is infinite from :math:`\hat k = 1` on.
+    The standard error has two parts. The first is the spread of the weights. The second accounts for the tail beyond the largest
+    draw, which smoothed weights leave out: it assumes a tail of shape :math:`\hat k + (1 + \hat k) / \sqrt{T}`, one standard error
+    above the shape of the :math:`T` largest weights. The error is infinite if :math:`\hat k \ge 1`.
+
+    Args:
+        log_weights: Logarithms of the importance weights, ``[S]``.
 
     >>> log_weights = torch.randn(2000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    >>> found = log_mean(log_weights)  # the exact one is 0.5
-    >>> abs(found.value - 0.5) < 2 * found.error < 0.5
+    >>> estimate = log_mean(log_weights)  # the exact value is 0.5
+    >>> abs(estimate.value - 0.5) < 2 * estimate.error < 0.5
     True
     """
-    smoothed, k, beyond = _smoothed(log_weights)
-    count, effective = len(smoothed), float(1.0 / torch.softmax(smoothed, 0).square().sum())
+    tail = _smooth(log_weights)
+    count = len(tail.log_weights)
+    effective = float(1.0 / torch.softmax(tail.log_weights, 0).square().sum())
     spread = math.sqrt(max(0.0, 1.0 / effective - 1.0 / count))
-    return LogMean(float(smoothed.logsumexp(0)) - math.log(count), spread + beyond, k, effective)
+    value = float(tail.log_weights.logsumexp(0)) - math.log(count)
+    return LogMean(value, spread + tail.mass_beyond(), tail.k, effective)
 
 
-def _smoothed(log_weights: Tensor) -> tuple[Tensor, float, float]:
-    """Smoothed log-weights, k-hat, and what a heavier tail has beyond the weights, as a share of their mean."""
-    if log_weights.ndim != 1 or len(log_weights) < FEWEST:
+class SmoothedTail(NamedTuple):
+    r"""Log-weights whose largest are quantiles of a generalized Pareto distribution.
+
+    Args:
+        log_weights: Smoothed log-weights ``[S]``.
+        k: Shape :math:`\hat k` of the tail.
+        cutoff: Largest log-weight below the tail.
+        size: Number of weights in the tail.
+    """
+
+    log_weights: Tensor
+    k: float
+    cutoff: float = 0.0
+    size: int = 0
+
+    @property
+    def scale(self) -> float:
+        r"""Scale :math:`\sigma` of the generalized Pareto distribution, as a multiple of the cutoff.
+
+        arviz-stats does not return it. The middle quantile gives it back: :math:`x_p = c + \sigma ((1 - p)^{-k} - 1) / k`.
+        """
+        middle = self.size // 2
+        place = (middle + 0.5) / self.size
+        quantile = float(self.log_weights.sort().values[middle - self.size])
+        growth = -math.log1p(-place)
+        return math.expm1(quantile - self.cutoff) / (
+            math.expm1(self.k * growth) / self.k if self.k else growth
+        )
+
+    def mass_beyond(self) -> float:
+        """Returns the mass of a slightly heavier tail beyond the smoothed weights, as a share of the mass of all weights."""
+        if not self.size or self.k >= 1.0:
+            return 0.0 if self.k < 1.0 else math.inf
+        # a tail of shape 1 or more has no mean
+        heavier = min(0.95, self.k + (1.0 + self.k) / math.sqrt(self.size))
+        weights = (self.log_weights - self.cutoff).exp()
+        tail = weights.sort().values[-self.size :].sum()
+        mass = (1.0 + self.scale / (1.0 - heavier)) * self.size
+        return max(0.0, float((mass - tail) / weights.sum()))
+
+
+def _smooth(log_weights: Tensor) -> SmoothedTail:
+    """Returns log-weights with a smoothed tail.
+
+    Raises:
+        FlowBNNError: If there are too few weights, or some are not finite.
+    """
+    if log_weights.ndim != 1 or len(log_weights) < MIN_WEIGHTS:
         raise FlowBNNError(
-            f"log_weights must be a vector of at least {FEWEST} numbers, got {tuple(log_weights.shape)}",
+            f"log_weights must be a vector of at least {MIN_WEIGHTS} numbers, got {tuple(log_weights.shape)}",
+            kind="shape",
             argument="log_weights",
         )
-    if bad := int((~log_weights.isfinite()).sum()):
+    if infinite := int((~log_weights.isfinite()).sum()):
         raise FlowBNNError(
-            f"the likelihood or a density is not finite at {bad} of {len(log_weights)} draws: look for a logarithm, root or division "
-            "in the network, or for a posterior that is far too wide",
+            f"the likelihood or a density is not finite at {infinite} of {len(log_weights)} draws; look for a logarithm, root or "
+            "division in the network, or for a posterior that is far too wide",
             kind="not finite",
             argument="log_weights",
         )
-    order = log_weights.double().sort()
-    top, count = order.values[-1], len(log_weights)
-    values = (order.values - top).exp()
-    tail = math.ceil(min(0.2 * count, 3.0 * math.sqrt(count)))
-    cutoff = values[-tail - 1]
-    if bool(order.values[-tail - 1] == top):
-        return log_weights.double(), 0.0, 0.0
-    if not bool(cutoff >= torch.finfo(cutoff.dtype).tiny):
-        return log_weights.double(), math.inf, math.inf
-    k, scale = generalized_pareto(values[-tail:] - cutoff)
-    places = (torch.arange(tail, dtype=torch.float64, device=values.device) + 0.5) / tail
-    far = -torch.log1p(-places)
-    excess = scale * (torch.expm1(k * far) / k if abs(k) > 1e-8 else far)
-    smoothed = order.values.clone()
-    smoothed[-tail:] = (cutoff + excess).log().clamp(max=0.0) + top
-    heavier = min(HEAVIEST, k + (1.0 + k) / math.sqrt(tail))
-    new = (smoothed - top).exp()
-    beyond = float((cutoff + scale / (1.0 - heavier)) * tail - new[-tail:].sum()) / float(new.sum())
-    beyond = max(0.0, beyond) if k < 1.0 else math.inf
-    return torch.empty_like(smoothed).index_copy_(0, order.indices, smoothed), k, beyond
+    weights = log_weights.detach().double()
+    ordered = weights.sort().values
+    size = _tail_size(len(weights))
+    cutoff, top = ordered[-size - 1], ordered[-1]
+    if ordered[-size] == top:
+        return SmoothedTail(weights, 0.0)
+    if (cutoff - top).exp() < torch.finfo(torch.float64).tiny:
+        return SmoothedTail(weights, math.inf)
+    with np.errstate(all="ignore"):
+        normalized, k = array_statistics().psislw(-weights.cpu().numpy())
+    if not np.isfinite(normalized).all():  # no fit to a tail most of which is tied
+        return SmoothedTail(weights, math.inf)
+    smoothed = torch.as_tensor(normalized, device=weights.device)
+    lowest = int(weights.argmin())  # below the tail, where smoothing changes the normalization only
+    smoothed = smoothed + (weights[lowest] - smoothed[lowest])
+    return SmoothedTail(smoothed, float(k), float(cutoff), size)
 
 
-def generalized_pareto(excess: Tensor) -> tuple[float, float]:
-    r"""Shape :math:`k` and scale :math:`\sigma` of :math:`p(x) \propto (1 + k x / \sigma)^{-1/k - 1}` for sorted positive numbers.
-
-    The mean of a posterior over a grid of one parameter, which profile likelihood leaves (Zhang and Stephens 2009,
-    https://doi.org/10.1198/tech.2009.08017), with :math:`k` drawn a little to 0.5 as Vehtari et al. do.
-
-    >>> places = (torch.arange(1000, dtype=torch.float64) + 0.5) / 1000
-    >>> k, scale = generalized_pareto(2.0 * torch.expm1(-0.3 * torch.log1p(-places)) / 0.3)
-    >>> round(k, 1), round(scale, 1)
-    (0.3, 2.0)
-    """
-    count = len(excess)
-    points = 30 + int(math.sqrt(count))
-    grid = torch.arange(1, points + 1, dtype=torch.float64, device=excess.device)
-    quartile = excess[int(count / 4 + 0.5) - 1].clamp_min(1e-300)
-    rate = (1.0 - torch.sqrt(points / (grid - 0.5))) / (3.0 * quartile) + 1.0 / excess[-1]
-    shape = torch.log1p(-rate[:, None] * excess).mean(1)
-    weight = torch.softmax(count * (torch.log(-rate / shape) - shape - 1.0), 0)
-    mean = (weight * rate).sum()
-    k = torch.log1p(-mean * excess).mean()
-    return float((count * k + 5.0) / (count + 10.0)), float(-k / mean)
+def _tail_size(samples: int) -> int:
+    """Returns the number of weights that arviz-stats takes for the tail."""
+    return int(3.0 * math.sqrt(samples)) if samples > 225 else samples // 5

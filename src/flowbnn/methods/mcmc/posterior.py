@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from flowbnn.errors import pluralize, warn
 from flowbnn.likelihoods import Likelihood
 from flowbnn.methods.mcmc.potential import LOG_NOISE, NoiseSites, noisy_weights
-from flowbnn.metrics.convergence import FEWEST, effective_sample_size, split_rhat
+from flowbnn.metrics.convergence import MIN_DRAWS, arviz_is_installed, effective_sample_size, split_rhat
 from flowbnn.noise.layout import layout_of
 from flowbnn.posterior.base import Posterior, part_of
 from flowbnn.posterior.weights import MemberPosterior, check_members
@@ -145,7 +145,8 @@ class ChainPosterior(MemberPosterior):
             )
         outputs = self.record["outputs"].double()
         # R-hat of fewer than 100 draws is too noisy for a warning
-        if outputs.shape[1] >= 100 and (rhat := _worst_diagnostics(outputs)[0]) > RHAT_THRESHOLD:
+        can_check = outputs.shape[1] >= 100 and arviz_is_installed()
+        if can_check and (rhat := float(split_rhat(outputs).max())) > RHAT_THRESHOLD:
             warn(
                 f"the chains have not converged: R-hat {rhat:.2f} of the outputs exceeds {RHAT_THRESHOLD}; increase samples or warmup, "
                 "and see posterior.diagnostics()",
@@ -207,7 +208,7 @@ def _worst_diagnostics(*groups: Tensor, columns: int = 4096) -> tuple[float, flo
     """
     rhat, bulk, tail, mixed, count = 1.0, float("inf"), float("inf"), 0, 0
     for draws in (chunk for group in groups for chunk in group.split(columns, -1)):
-        if draws.shape[1] < FEWEST:
+        if draws.shape[1] < MIN_DRAWS:
             return (float("nan"),) * 4
         rhats = split_rhat(draws)
         rhat = max(rhat, float(rhats.max()))

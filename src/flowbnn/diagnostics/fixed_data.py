@@ -1,0 +1,95 @@
+"""Reading of data whose likelihood is evaluated as a whole, and checks of networks that evaluate it."""
+
+from collections.abc import Iterable
+from typing import Any
+from zlib import crc32
+
+import torch
+from torch import Tensor
+
+from flowbnn.batches import as_loader, device_of, has_row_axis, split_batch, take, tensors_of
+from flowbnn.errors import FlowBNNError
+from flowbnn.methods.fitting import check_loader
+from flowbnn.methods.mcmc.potential import gather_data
+from flowbnn.methods.variational.natural import NoisyNetwork
+
+
+@torch.no_grad()
+def check_row_independence(network: NoisyNetwork, inputs: Any) -> None:
+    """Checks that the output of an example is finite and does not depend on the other examples of its batch.
+
+    Otherwise an example has no likelihood of its own.
+
+    Args:
+        network: Network with noise.
+        inputs: Inputs of the network.
+
+    Raises:
+        FlowBNNError: If the output is NaN, or depends on other examples.
+    """
+    large, small = take(inputs, 0, 8), take(inputs, 0, 2)
+    ones = torch.ones(8, sum(network.sizes), dtype=network.dtype, device=device_of(network.model))
+    batched, single = (network.outputs(batch, ones[: len(tensors_of(batch)[0])]) for batch in (large, small))
+    if batched.isnan().any():
+        raise FlowBNNError(
+            "the network returns NaN for the first examples; look for NaN or infinity in its weights",
+            kind="not finite",
+        )
+    tolerance = max(1e-3, 10.0 * torch.finfo(batched.dtype).eps) * float(batched.abs().max())
+    if not torch.allclose(batched[: len(single)], single, rtol=0.0, atol=tolerance):
+        raise FlowBNNError(
+            "the output for an example depends on the other examples of its batch, as with BatchNorm(track_running_stats=False); "
+            "use layers that process every example by itself",
+            kind="network",
+        )
+
+
+def read_fixed_data(loader: Iterable[Any], seed: int, purpose: str) -> tuple[Any, Tensor]:
+    """Returns all inputs and targets of a loader.
+
+    Args:
+        loader: Loader of batches, or one pair of inputs and targets.
+        seed: Seed of the generators of the loader.
+        purpose: Purpose of the data, for error messages.
+
+    Raises:
+        FlowBNNError: If the loader is empty, or if two passes over it give different examples. The order may differ.
+    """
+    loader = as_loader(loader)
+    check_loader(loader, purpose)
+
+    def check_batch(batch: Any) -> None:
+        check_loader([batch], purpose)
+        inputs, targets = split_batch(batch)
+        if not has_row_axis((inputs, targets)):
+            shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors_of(inputs))
+            raise FlowBNNError(
+                f"inputs of shape {shapes} and targets of shape {tuple(targets.shape)} differ in the number of examples",
+                kind="targets",
+                argument="loader",
+            )
+
+    def read(seed: int) -> tuple[Any, Tensor]:
+        try:
+            return gather_data(loader, check_batch, seed)
+        except IndexError:
+            raise FlowBNNError(
+                f"the loader for {purpose} has no examples", kind="loader", argument="loader"
+            ) from None
+
+    data = read(seed)
+    if not isinstance(loader, list | tuple) and _row_checksums(data) != _row_checksums(read(seed + 1)):
+        raise FlowBNNError(
+            f"two passes over the loader for {purpose} give different examples; disable random augmentation and drop_last "
+            "(shuffling is allowed)",
+            kind="loader",
+            argument="loader",
+        )
+    return data
+
+
+def _row_checksums(data: tuple[Any, Tensor]) -> list[tuple[int, ...]]:
+    """Returns the sorted checksums of all examples."""
+    dense = [tensor.cpu() for tensor in tensors_of(data) if tensor.layout == torch.strided]
+    raw = [tensor.reshape(len(tensor), -1).contiguous().view(torch.uint8).numpy() for tensor in dense]
+    return sorted(zip(*([crc32(row) for row in rows] for rows in raw), strict=True))

@@ -1,0 +1,149 @@
+r"""KL divergence from a posterior of noise to the exact one, and the part of it that correlations explain.
+
+.. math:: \mathrm{KL}[q(z) \,\|\, p(z \mid D)] = \log p(D) - \mathrm{ELBO}(q)
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flowbnn.diagnostics.evidence import (
+    Draws,
+    Evidence,
+    bridge_evidence,
+    importance_sampling,
+    warn_if_different,
+)
+from flowbnn.diagnostics.noise_chains import NoiseChains, noise_chains
+from flowbnn.diagnostics.noise_target import NoiseTarget
+from flowbnn.options import Seed, checked
+from flowbnn.posterior.base import Posterior
+
+
+@dataclass(frozen=True)
+class Gap:
+    r"""KL divergence from a posterior to the exact one, :math:`\log p(D) - \mathrm{ELBO}`, and its parts.
+
+    Args:
+        nats: KL divergence in nats.
+        error: Standard error of the KL divergence.
+        within: Nats that correlation within layers would gain.
+        across: Nats that correlation across layers would gain.
+        dimensions: Number of noise variables.
+        examples: Number of examples.
+        evidence: Estimate of the log-evidence.
+        elbo: ELBO of the posterior.
+    """
+
+    nats: float
+    error: float
+    within: float
+    across: float
+    dimensions: int
+    examples: int
+    evidence: Evidence
+    elbo: float
+
+    @property
+    def remainder(self) -> float:
+        """Nats that no Gaussian correlation explains: wrong means and variances, and non-Gaussian shapes."""
+        return self.nats - self.within - self.across
+
+    @property
+    def per_dimension(self) -> float:
+        """KL divergence per noise variable."""
+        return self.nats / self.dimensions
+
+    @property
+    def per_example(self) -> float:
+        """KL divergence per example, which indicates the effect on predictions."""
+        return self.nats / self.examples
+
+
+@checked
+def elbo_gap(
+    posterior: Posterior,
+    loader: Iterable[Any],
+    chains: NoiseChains | None = None,
+    samples: Draws = 400,
+    seed: Seed = 0,
+) -> Gap:
+    r"""Returns the gap between the log-evidence and the ELBO, and the part of it that correlations would close.
+
+    :math:`T(\Lambda)` denotes the nats that the correlations of a Gaussian within, or across, layers are worth
+    (:func:`correlation_nats`). :math:`\Lambda_r = E_r[G(z)] + V^{-1}` is the optimal precision at draws of :math:`r`, with the
+    Gauss-Newton matrix :math:`G` and the prior variance :math:`V`. The posterior lacks
+
+    .. math:: T(\Lambda_p) \Big(1 - \frac{T(C_q^{-1})}{T(\Lambda_q)}\Big),
+
+    the worth of the correlations in the exact posterior :math:`p` times the fraction that is missing from its covariance :math:`C_q`.
+
+    Args:
+        posterior: Fitted posterior of noise.
+        loader: Data that the posterior was fitted to.
+        chains: Chains of :func:`~flowbnn.diagnostics.noise_chains`, of this posterior or of another one with the same prior. They are
+            run here by default.
+        samples: Number of draws of the ELBO.
+        seed: Seed of all draws.
+    """
+    target = NoiseTarget(posterior, loader, seed)
+    chains = (chains or noise_chains(posterior, loader, seed=seed)).check_target(target)
+    sampled, bridged = importance_sampling(target, samples), bridge_evidence(chains)
+    warn_if_different(bridged, sampled.smoothed)
+    draws = target.draw(max(4096, 16 * target.dim), 98)[0]
+    covariance = draws.T.cov().reshape(target.dim, target.dim)
+    present = correlation_nats(torch.linalg.inv(covariance), target.sizes, len(draws) - 1.0)
+    optimal = correlation_nats(target.precision(draws), target.sizes)
+    exact = correlation_nats(target.precision(chains.vectors.flatten(0, 1)), target.sizes)
+    within, across = (
+        worth * min(1.0, max(0.0, 1.0 - have / max(want, 1e-3)))
+        for worth, have, want in zip(exact, present, optimal, strict=True)
+    )
+    nats, error = bridged.value - sampled.elbo, math.hypot(bridged.error, sampled.elbo_error)
+    return Gap(nats, error, within, across, target.dim, target.count, bridged, sampled.elbo)
+
+
+def correlation_nats(
+    precision: Tensor, sizes: Sequence[int], freedom: float | None = None
+) -> tuple[float, float]:
+    r"""Returns the decrease of the ELBO of a Gaussian if it loses its correlations within blocks, and across blocks.
+
+    A Gaussian has the precision :math:`\Lambda`, in blocks :math:`l` with entries :math:`i`. Its best approximation by independent
+    blocks has the diagonal blocks as precision, and its best factorized approximation has the diagonal. Therefore
+
+    .. math:: \mathrm{across} = \tfrac12 \Big(\sum_l \log|\Lambda_{ll}| - \log|\Lambda|\Big), \qquad
+              \mathrm{within} = \tfrac12 \Big(\sum_i \log\Lambda_{ii} - \sum_l \log|\Lambda_{ll}|\Big)
+
+    (Turner and Sahani 2011, https://doi.org/10.1017/CBO9780511984679.006).
+
+    Args:
+        precision: Precision matrix ``[D, D]``.
+        sizes: Sizes of the blocks, which add up to D.
+        freedom: Degrees of freedom if the precision is the inverse of a sample covariance: the number of draws minus one. The bias of
+            the determinants of Wishart matrices is then removed.
+
+    Returns:
+        ``(within, across)`` in nats.
+
+    >>> precision = torch.linalg.inv(torch.tensor([[1.0, 0.8], [0.8, 1.0]]))  # correlation 0.8: -log(1 - 0.64) / 2 = 0.51
+    >>> [[round(value, 2) for value in correlation_nats(precision, sizes)] for sizes in ([2], [1, 1])]
+    [[0.51, 0.0], [0.0, 0.51]]
+    """
+    dim = len(precision)
+
+    def log_det(matrix: Tensor) -> float:
+        value, size = float(torch.linalg.slogdet(matrix.double())[1]), len(matrix)
+        if freedom is None:
+            return value
+        # the inverse of a diagonal block is Wishart with the degrees of freedom that the other dimensions leave
+        ranks = freedom - (dim - size) - torch.arange(size, dtype=torch.float64)
+        return value + float(torch.special.digamma(ranks / 2.0).sum()) + size * math.log(2.0 / freedom)
+
+    blocks = [block.split(list(sizes), 1)[index] for index, block in enumerate(precision.split(list(sizes)))]
+    diagonal = sum(log_det(entry.reshape(1, 1)) for entry in precision.diagonal())
+    block_diagonal = sum(log_det(block) for block in blocks)
+    return 0.5 * (diagonal - block_diagonal), 0.5 * (block_diagonal - log_det(precision))
