@@ -3,7 +3,7 @@
 import os
 
 import pytest
-from tests.stress import Budget, files, fuzz, kills, processes, soak, threads
+from tests.stress import Budget, files, fuzz, interruptions, processes, soak, threads
 
 forks = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork and SIGKILL")
 
@@ -46,34 +46,34 @@ forks = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork and SIGKI
 )
 def test_wrong_arguments_are_refused_in_one_line(name, argument, label, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    door = next(door for door in fuzz.doors() if door.name == name)
-    assert fuzz.tried(door, {argument: label}) == ("refused", "")
+    entry_point = next(entry_point for entry_point in fuzz.entry_points() if entry_point.name == name)
+    assert fuzz.try_call(entry_point, {argument: label}) == ("rejected", "")
 
 
 def test_fuzz_finds_no_trace():
-    tally = fuzz.stress(seed=0, budget=Budget(60.0, tries=100), opened=False)
-    assert tally.failures == []
-    assert tally.tries == 100
+    result = fuzz.stress(seed=0, budget=Budget(60.0, trials=100), opened=False)
+    assert result.failures == []
+    assert result.trials == 100
 
 
 def test_a_part_without_time_makes_one_try():
-    assert fuzz.stress(seed=0, budget=Budget(0.0), opened=False).tries == 1
+    assert fuzz.stress(seed=0, budget=Budget(0.0), opened=False).trials == 1
 
 
 def test_hostile_files_are_refused():
-    tally = files.stress(seed=0, budget=Budget(60.0, tries=50), names=("map", "fit_density"))
-    assert tally.failures == []
-    assert tally.tries == 50
+    result = files.stress(seed=0, budget=Budget(60.0, trials=50), names=("map", "fit_density"))
+    assert result.failures == []
+    assert result.trials == 50
 
 
 @forks
 def test_kills_and_second_processes_lose_nothing():
-    assert kills.stress(seed=0, budget=Budget(60.0, tries=1), names=("map",)).failures == []
-    assert processes.stress(seed=0, budget=Budget(60.0, tries=1), names=("map",)).failures == []
+    assert interruptions.stress(seed=0, budget=Budget(60.0, trials=1), names=("map",)).failures == []
+    assert processes.stress(seed=0, budget=Budget(60.0, trials=1), names=("map",)).failures == []
 
 
 def test_threads_and_soak():
     assert (
-        threads.stress(seed=0, budget=Budget(60.0, tries=33), names=("mle", "swag"), calls=4).failures == []
+        threads.stress(seed=0, budget=Budget(60.0, trials=33), names=("mle", "swag"), calls=4).failures == []
     )
-    assert soak.stress(seed=0, budget=Budget(60.0, tries=10), names=("mle", "node-noise")).failures == []
+    assert soak.stress(seed=0, budget=Budget(60.0, trials=10), names=("mle", "node-noise")).failures == []

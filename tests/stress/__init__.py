@@ -1,53 +1,53 @@
-"""Stress tests: what a hostile or careless world does to the library, tried at random, with seeds.
+"""Stress tests: what a hostile or careless world does to the library, try_call at random, with seeds.
 
-    python -m tests.stress [--minutes 15] [--tries 5000] [--seed 0] [--part fuzz] [--jobs 1]
+    python -m tests.stress [--minutes 15] [--trials 5000] [--seed 0] [--part fuzz] [--jobs 1]
 
-Each part is a module with one function, ``stress(seed, budget)``, which tries until its budget is over and returns a
-:class:`Tally`. A try survives if it ends as the documents say: the right answer, or one line that says what is wrong. A wrong answer, a
-trace, a hang, a lost or left-over file, or code that ran out of a file fails it.
+Each suite is a module with one function ``stress(seed, budget)``. It runs trials until the budget is spent and returns a
+:class:`StressResult`. A trial passes if it returns the right answer or raises an error of one line. A wrong answer, another exception,
+a hang, a lost or left-over file, or the execution of code inside a file is a failure.
 """
 
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-__all__ = ["Budget", "Tally", "short"]
+__all__ = ["Budget", "StressResult", "short"]
 
 
 class Budget:
-    """Seconds to spend, or a number of tries, whichever is over first; one try is made in any case."""
+    """Seconds to spend, or a number of trials, whichever is over first; one try is made in any case."""
 
-    def __init__(self, seconds: float, tries: float = float("inf")) -> None:
-        self.end, self.tries = time.monotonic() + seconds, tries
+    def __init__(self, seconds: float, trials: float = float("inf")) -> None:
+        self.end, self.trials = time.monotonic() + seconds, trials
 
-    def allows(self, tally: "Tally") -> bool:
+    def allows(self, result: "StressResult") -> bool:
         """Whether there is more to try."""
-        return not tally.tries or (tally.tries < self.tries and time.monotonic() < self.end)
+        return not result.trials or (result.trials < self.trials and time.monotonic() < self.end)
 
 
 @dataclass
-class Tally:
-    """What became of the tries of one part.
+class StressResult:
+    """What became of the trials of one part.
 
     ``failures`` holds a line for each that failed, with what repeats it; ``counts`` how many ended how; ``most`` the largest of
     something.
     """
 
-    part: str
+    suite: str
     seed: int
-    tries: int = 0
+    trials: int = 0
     failures: list[str] = field(default_factory=list)
     counts: dict[str, int] = field(default_factory=dict)
     most: dict[str, float] = field(default_factory=dict)
 
     def add(self, outcome: str, failure: str = "") -> None:
         """One try, by a word for how it ended; with a ``failure`` it failed."""
-        self.tries += 1
+        self.trials += 1
         self.counts[outcome] = self.counts.get(outcome, 0) + 1
         if failure:
             self.failures.append(failure)
 
-    def __add__(self, other: "Tally") -> "Tally":
+    def __add__(self, other: "StressResult") -> "StressResult":
         """Both together."""
         counts = {
             word: self.counts.get(word, 0) + other.counts.get(word, 0) for word in self.counts | other.counts
@@ -55,12 +55,12 @@ class Tally:
         most = {
             word: max(self.most.get(word, 0.0), other.most.get(word, 0.0)) for word in self.most | other.most
         }
-        return Tally(
-            self.part, self.seed, self.tries + other.tries, self.failures + other.failures, counts, most
+        return StressResult(
+            self.suite, self.seed, self.trials + other.trials, self.failures + other.failures, counts, most
         )
 
 
-Part = Callable[[int, Budget], Tally]
+Part = Callable[[int, Budget], StressResult]
 
 
 def short(text: object, most: int = 200) -> str:

@@ -24,9 +24,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from tests.stress import Budget, Tally
-from tests.stress.fuzz import NAN, quiet, trace
-from tests.stress.subjects import FITS, Fit, alike, drawn, fitted, numbers
+from tests.stress import Budget, StressResult
+from tests.stress.cases import FITS, Fit, equal_bits, fitted, named_tensors, random_fit
+from tests.stress.fuzz import NAN, describe_error, silenced
 
 import flowbnn as fb
 from flowbnn_studies.data.images import DataFile, PublishedDataset
@@ -103,7 +103,7 @@ def subjects(
             (below / name).write_bytes(data)
         source = image_source(layout, folder, raw, (pixels, labels))
         found[kind] = below / next(iter(raw)), partial(images, source, root)
-    for number, fit in enumerate(fit for name in names for fit in (Fit(name), drawn(name, dice))):
+    for number, fit in enumerate(fit for name in names for fit in (Fit(name), random_fit(name, dice))):
         result, at = fitted(fit), place / f"fit-{number}"
         if hasattr(result, "save"):
             found[str(fit)] = result.save(place / f"fit-{number}.safetensors"), fit.restored
@@ -194,15 +194,19 @@ def strange(path: Path, dice: random.Random) -> str:
 
 def one(path: Path, read: Callable[[Path], Any], right: Any, marker: Path, label: str) -> tuple[str, str]:
     """Read one file: how it ended, and what failed."""
-    with quiet():
+    with silenced():
         try:
             found = read(path)
         except fb.FlowBNNError as error:
             ended = ("refused", "") if "\n" not in str(error) else ("failed", f"not one line: {error}")
         except BaseException as error:
-            ended = ("failed", trace(error))
+            ended = ("failed", describe_error(error))
         else:
-            same = found == right if isinstance(right, dict) else alike(numbers(found), numbers(right))
+            same = (
+                found == right
+                if isinstance(right, dict)
+                else equal_bits(named_tensors(found), named_tensors(right))
+            )
             ended = ("read as it was", "") if same else ("failed", "read as something else")
     if marker.exists():
         marker.rmdir()
@@ -230,9 +234,9 @@ def batch(found: dict[str, Any], right: dict[str, Any], place: Path, seed: int) 
     return outcomes
 
 
-def stress(seed: int, budget: Budget, names: tuple[str, ...] = FITS) -> Tally:
+def stress(seed: int, budget: Budget, names: tuple[str, ...] = FITS) -> StressResult:
     """Batch by batch, each in a process of its own."""
-    tally = Tally("files", seed)
+    result = StressResult("files", seed)
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
@@ -245,14 +249,14 @@ def stress(seed: int, budget: Budget, names: tuple[str, ...] = FITS) -> Tally:
             except fb.FlowBNNError:
                 right[name] = None  # results that are too short for a report
         number = 0
-        while budget.allows(tally):
+        while budget.allows(result):
             number += 1
-            for ended in limited(lambda: batch(found, right, place, 1000 * seed + number), tally):  # noqa: B023
-                tally.add(*ended)
-    return tally
+            for ended in limited(lambda: batch(found, right, place, 1000 * seed + number), result):  # noqa: B023
+                result.add(*ended)
+    return result
 
 
-def limited(work: Callable[[], list[tuple[str, str]]], tally: Tally) -> list[tuple[str, str]]:
+def limited(work: Callable[[], list[tuple[str, str]]], result: StressResult) -> list[tuple[str, str]]:
     """What a forked process answers that may take 2 GiB more than this one has."""
     reading, writing = os.pipe()
     child = os.fork()
@@ -272,7 +276,7 @@ def limited(work: Callable[[], list[tuple[str, str]]], tally: Tally) -> list[tup
     with os.fdopen(reading, "rb") as pipe:
         answer = pipe.read()
     _, status, usage = os.wait4(child, 0)
-    tally.most["GiB"] = max(tally.most.get("GiB", 0.0), round(usage.ru_maxrss / 2**20, 2))
+    result.most["GiB"] = max(result.most.get("GiB", 0.0), round(usage.ru_maxrss / 2**20, 2))
     if status or not answer:
         return [("failed", f"a batch of {TOGETHER} files died with status {status}")]
     return [(ended, failure) for ended, failure in json.loads(answer)]

@@ -1,8 +1,8 @@
 """Every public function, class and method with wrong arguments.
 
-A try calls a door with arguments that it serves, but for one or two, which are of the wrong type, shape or size. It is *served* (a
-result without NaN, and no argument that its annotation forbids), *refused* (a ``FlowBNNError`` of one line, or Python's own
-``TypeError`` at the call), or it has failed: any other exception, a hang, or nonsense.
+A trial calls an entry point with valid arguments, except for one or two of the wrong type, shape or size. The call is *accepted* (a
+result without NaN, and no argument that its annotation forbids) or *rejected* (a ``FlowBNNError`` of one line, or a ``TypeError`` of
+Python at the call). Any other exception, a hang, or a meaningless result is a failure.
 """
 
 import contextlib
@@ -21,22 +21,22 @@ from typing import Any
 
 import numpy as np
 import torch
-from tests.stress import Budget, Tally, short
-from tests.stress.doors import SEVERAL, Door, doors, results_of
-from tests.stress.subjects import FITS, drawn, numbers, vectors
+from tests.stress import Budget, StressResult, short
+from tests.stress.cases import FITS, named_tensors, random_fit, vectors
+from tests.stress.entry_points import VARIADIC, EntryPoint, entry_points, results_of
 from torch import nn
 
 import flowbnn as fb
 from flowbnn.options import _allows as allows
 
-__all__ = ["quiet", "stress", "trace", "tried"]
+__all__ = ["describe_error", "silenced", "stress", "try_call"]
 
 SECONDS = 20  # for one call
 NAN = float("nan")
-VARIED = 0.1  # of the tries are at what a fit with other settings gives
+VARIED = 0.1  # of the trials are at what a fit with other settings gives
 
 # fmt: off
-WRONG: dict[str, Callable[[], Any]] = {
+INVALID_VALUES: dict[str, Callable[[], Any]] = {
     "None": lambda: None, "True": lambda: True, "0": lambda: 0, "-1": lambda: -1, "2.5": lambda: 2.5, "nan": lambda: NAN,
     "inf": lambda: math.inf, "1e30": lambda: 1e30, "2**70": lambda: 2**70, "'x'": lambda: "x", "'0.9'": lambda: "0.9",
     "''": lambda: "", "b'x'": lambda: b"x", "[]": list, "[1, 2]": lambda: [1, 2], "[[1.0], [2.0]]": lambda: [[1.0], [2.0]],
@@ -68,7 +68,7 @@ WRONG: dict[str, Callable[[], Any]] = {
 
 
 def _nan(result: Any) -> bool:
-    """Whether NaN is among the numbers of a result."""
+    """Whether NaN is among the named_tensors of a result."""
     if is_dataclass(result):
         return False  # where NaN says that something could not be measured
     if isinstance(result, tuple):
@@ -79,12 +79,12 @@ def _nan(result: Any) -> bool:
         result = result.tensors()
     return any(
         one.is_floating_point() and one.device.type != "meta" and bool(one.isnan().any())
-        for one in numbers(result).values()
+        for one in named_tensors(result).values()
     )
 
 
 @contextlib.contextmanager
-def quiet() -> Iterator[None]:
+def silenced() -> Iterator[None]:
     """No output, no warnings, an alarm against hangs."""
 
     def late(*_: Any) -> None:
@@ -105,100 +105,114 @@ def quiet() -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def tried(door: Door, wrong: Mapping[str, str]) -> tuple[str, str]:
-    """One try, with the arguments of ``wrong`` replaced by values of :data:`WRONG`: how it ended, and what failed, if anything."""
-    with quiet():
-        arguments = door.arguments()
-        changes = {name: WRONG[label]() for name, label in wrong.items()}
-        forbidden = [name for name, value in changes.items() if not allows(door.parameters[name][0], value)]
-        arguments |= {name: [value] if name == SEVERAL else value for name, value in changes.items()}
-        flow = door.name.endswith((".forward", ".inverse"))  # which is exact up to inputs of scale 100
+def try_call(entry_point: EntryPoint, wrong: Mapping[str, str]) -> tuple[str, str]:
+    """Calls an entry point with some invalid arguments.
+
+    Args:
+        entry_point: Entry point to call.
+        wrong: Labels of :data:`INVALID_VALUES` by the name of the argument they replace.
+
+    Returns:
+        The outcome (``"accepted"``, ``"rejected"`` or ``"failed"``), and a description of the failure or an empty string.
+    """
+    with silenced():
+        arguments = entry_point.arguments()
+        changes = {name: INVALID_VALUES[label]() for name, label in wrong.items()}
+        forbidden = [
+            name for name, value in changes.items() if not allows(entry_point.parameters[name][0], value)
+        ]
+        arguments |= {name: [value] if name == VARIADIC else value for name, value in changes.items()}
+        flow = entry_point.name.endswith((".forward", ".inverse"))  # which is exact up to inputs of scale 100
         sick = any(label[:3] in ("nan", "inf", "hug" if flow else "nan") for label in wrong.values())
         try:
-            result = door.call(arguments)
+            result = entry_point.call(arguments)
         except fb.FlowBNNError as error:
             text = str(error)
             return (
-                ("refused", "") if text and "\n" not in text else ("failed", f"not one line: {text!r:.200}")
+                ("rejected", "") if text and "\n" not in text else ("failed", f"not one line: {text!r:.200}")
             )
         except TypeError as error:
             if len(traceback.extract_tb(error.__traceback__)) <= 3 and "argument" in str(error):
-                return "refused", ""
-            return "failed", trace(error)
+                return "rejected", ""
+            return "failed", describe_error(error)
         except Exception as error:
-            return "failed", trace(error)
+            return "failed", describe_error(error)
     if _nan(result) and not sick:
-        return "failed", "served with NaN"
+        return "failed", "accepted, with NaN in the result"
     if forbidden and forbidden[0] not in (
-        SEVERAL,
+        VARIADIC,
         "context",
         "abstain_above",
     ):  # which may be unused, or infinity
-        return "failed", f"served, though the annotation of {forbidden[0]} does not allow it"
-    return "served", ""
+        return "failed", f"accepted, though the annotation of {forbidden[0]} does not allow it"
+    return "accepted", ""
 
 
-def trace(error: BaseException) -> str:
-    """What a bare trace ends with, and the last place of ours in it."""
+def describe_error(error: BaseException) -> str:
+    """What a bare describe_error ends with, and the last place of ours in it."""
     ours = [frame for frame in traceback.extract_tb(error.__traceback__) if "flowbnn" in frame.filename]
     where = f" in {os.path.basename(ours[-1].filename)}:{ours[-1].lineno}" if ours else ""
     return f"{type(error).__name__}{where}: {short(error)}"
 
 
-def cases(seed: int, every: bool = False) -> Iterator[tuple[Door, dict[str, str]]]:
-    """Wrong arguments without end: one of a door's, sometimes two. Or every argument with every value, once."""
+def cases(seed: int, every: bool = False) -> Iterator[tuple[EntryPoint, dict[str, str]]]:
+    """Wrong arguments without end: one of a entry_point's, sometimes two. Or every argument with every value, once."""
     dice = random.Random(seed)
-    open_doors = [door for door in doors() if door.parameters]
+    callable_points = [entry_point for entry_point in entry_points() if entry_point.parameters]
     while not every:
-        door = dice.choice(open_doors)
+        entry_point = dice.choice(callable_points)
         if dice.random() < VARIED:
-            with quiet(), contextlib.suppress(Exception):  # which the soak counts
-                door = dice.choice(
-                    [one for one in results_of(drawn(dice.choice(FITS), dice)) if one.parameters]
+            with silenced(), contextlib.suppress(Exception):  # which the soak counts
+                entry_point = dice.choice(
+                    [one for one in results_of(random_fit(dice.choice(FITS), dice)) if one.parameters]
                 )
-        names = dice.sample(list(door.parameters), min(len(door.parameters), dice.choice([1, 1, 1, 2])))
-        labels = {name: dice.choice(list(WRONG)) for name in names}
-        if all(possible(door, name, label) for name, label in labels.items()):
-            yield door, labels
-    for door in open_doors:
-        for name in door.parameters:
-            yield from ((door, {name: label}) for label in WRONG if possible(door, name, label))
+        names = dice.sample(
+            list(entry_point.parameters), min(len(entry_point.parameters), dice.choice([1, 1, 1, 2]))
+        )
+        labels = {name: dice.choice(list(INVALID_VALUES)) for name in names}
+        if all(possible(entry_point, name, label) for name, label in labels.items()):
+            yield entry_point, labels
+    for entry_point in callable_points:
+        for name in entry_point.parameters:
+            yield from (
+                (entry_point, {name: label}) for label in INVALID_VALUES if possible(entry_point, name, label)
+            )
 
 
-def possible(door: Door, name: str, label: str) -> bool:
-    """Not so an integer that is allowed and asks for a thousand years, and a tensor without numbers where none are looked at."""
-    annotation = door.parameters[name][0]
-    if label == "meta tensor" and door.name.endswith((".forward", ".inverse")):
+def possible(entry_point: EntryPoint, name: str, label: str) -> bool:
+    """Not so an integer that is allowed and asks for a thousand years, and a tensor without named_tensors where none are looked at."""
+    annotation = entry_point.parameters[name][0]
+    if label == "meta tensor" and entry_point.name.endswith((".forward", ".inverse")):
         return False  # which torch serves
     return label != "2**70" or not allows(annotation, 2**70) or annotation is Any
 
 
-def stress(seed: int, budget: Budget, opened: bool = True) -> Tally:
-    """Every door with good arguments, if they are to be ``opened``, then wrong ones until the budget is over."""
-    tally = Tally("fuzz", seed)
+def stress(seed: int, budget: Budget, opened: bool = True) -> StressResult:
+    """Every entry_point with good arguments, if they are to be ``opened``, then wrong ones until the budget is over."""
+    result = StressResult("fuzz", seed)
     before = os.getcwd()
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)
         try:
-            for door in doors() if opened else ():
-                with quiet():
-                    served = _served(door)
+            for entry_point in entry_points() if opened else ():
+                with silenced():
+                    served = _served(entry_point)
                 if served:
-                    tally.add("failed", f"{door.name}() with good arguments: {served}")
-            for door, wrong in cases(seed):
-                if not budget.allows(tally):
+                    result.add("failed", f"{entry_point.name}() with good arguments: {served}")
+            for entry_point, wrong in cases(seed):
+                if not budget.allows(result):
                     break
-                outcome, failure = tried(door, wrong)
-                tally.add(outcome, failure and f"{door.name}({wrong}): {failure}")
+                outcome, failure = try_call(entry_point, wrong)
+                result.add(outcome, failure and f"{entry_point.name}({wrong}): {failure}")
         finally:
             os.chdir(before)
-    return tally
+    return result
 
 
-def _served(door: Door) -> str:
+def _served(entry_point: EntryPoint) -> str:
     try:
-        return "NaN" if _nan(door.call(deepcopy(door.arguments()))) else ""
+        return "NaN" if _nan(entry_point.call(deepcopy(entry_point.arguments()))) else ""
     except Exception as error:
         if isinstance(error, fb.FlowBNNError) and error.kind == "unsupported":
             return ""
-        return trace(error)
+        return describe_error(error)

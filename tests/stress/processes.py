@@ -9,20 +9,22 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from tests.stress import Budget, Tally
-from tests.stress.kills import RESUMABLE, Child, files, same, train
-from tests.stress.subjects import drawn
+from tests.stress import Budget, StressResult
+from tests.stress.cases import random_fit
+from tests.stress.interruptions import RESUMABLE, Child, files, same, train
 
 __all__ = ["stress"]
 
 
-def stress(seed: int, budget: Budget, names: tuple[str, ...] = RESUMABLE) -> Tally:
+def stress(seed: int, budget: Budget, names: tuple[str, ...] = RESUMABLE) -> StressResult:
     """Fits in turn, with settings at random."""
-    tally, dice = Tally("processes", seed), random.Random(seed)
+    result, dice = StressResult("processes", seed), random.Random(seed)
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as place:
-        while hasattr(os, "fork") and budget.allows(tally):
-            fit = drawn(names[tally.tries % len(names)], dice)  # what is imported late is imported once, here
+        while hasattr(os, "fork") and budget.allows(result):
+            fit = random_fit(
+                names[result.trials % len(names)], dice
+            )  # what is imported late is imported once, here
             quiet, folder = Path(place) / "one", Path(place) / "two"
             began = time.monotonic()
             trouble = Child(partial(train, fit, quiet)).ended()
@@ -38,10 +40,10 @@ def stress(seed: int, budget: Budget, names: tuple[str, ...] = RESUMABLE) -> Tal
                 trouble = "another result"
             if not trouble and (left := files(folder) - files(quiet)):
                 trouble = f"left over: {sorted(left)[:3]}"
-            tally.add(
+            result.add(
                 "failed" if trouble else "survived",
                 trouble and f"{fit}, one killed after {moment:.3f} s: {trouble}",
             )
             for one in (quiet, folder):
                 shutil.rmtree(one, ignore_errors=True)
-    return tally
+    return result

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tests.stress import Budget, Tally
-from tests.stress.fuzz import trace
-from tests.stress.subjects import FITS, Fit, alike, drawn, fitted, network, numbers, vectors
-from tests.stress.threads import answer, questions
+from tests.stress import Budget, StressResult
+from tests.stress.cases import FITS, Fit, equal_bits, fitted, named_tensors, network, random_fit, vectors
+from tests.stress.fuzz import describe_error
+from tests.stress.threads import answer, seeded_calls
 from torch import Tensor
 
 import flowbnn as fb
@@ -42,26 +42,26 @@ def resources() -> tuple[int, int, float]:
 def checks(fit: Fit, dice: random.Random, folder: Path) -> Iterator[tuple[str, bool]]:
     """One round with one fit: what must hold, and whether it does."""
     result, seed, before = fitted(fit), dice.randrange(100), torch.get_rng_state()
-    known = questions(fit)
+    known = seeded_calls(fit)
     for name in dice.sample([*known], min(3, len(known))):
-        door, rows = known[name], dice.randint(1, 16)
-        first = answer(door, seed, rows)
-        yield f"{name}: a seed gives the same answer", alike(first, answer(door, seed, rows))
+        entry_point, rows = known[name], dice.randint(1, 16)
+        first = answer(entry_point, seed, rows)
+        yield f"{name}: a seed gives the same answer", equal_bits(first, answer(entry_point, seed, rows))
         yield f"{name} leaves torch's generator alone", torch.equal(before, torch.get_rng_state())
     if isinstance(result, fb.Posterior):
         yield from predictions(result, seed)
     if hasattr(result, "save"):
         loaded = fit.restored(result.save(folder / "saved.safetensors"))
-        whole = fb.Posterior.tensors if isinstance(result, fb.Posterior) else numbers
-        yield "loaded is as saved", alike(whole(loaded), whole(result))
+        whole = fb.Posterior.tensors if isinstance(result, fb.Posterior) else named_tensors
+        yield "loaded is as saved", equal_bits(whole(loaded), whole(result))
     if dice.random() < 0.3:
         given = {"network": network()} if "network" in inspect.signature(fit.function).parameters else {}
         again = fit(**given)
-        yield "a fit with the same seed is the same", alike(numbers(again), numbers(result))
+        yield "a fit with the same seed is the same", equal_bits(named_tensors(again), named_tensors(result))
         kept = network()
         yield (
             "the network handed in is unchanged",
-            all(alike(numbers(one), numbers(kept)) for one in given.values()),
+            all(equal_bits(named_tensors(one), named_tensors(kept)) for one in given.values()),
         )
     yield "only the files asked for", set(os.listdir(folder)) <= {"saved.safetensors"}
 
@@ -87,27 +87,27 @@ def predictions(posterior: Any, seed: int) -> Iterator[tuple[str, bool]]:
     yield "a refused call leaves nothing behind", torch.equal(outputs(inputs), first)
 
 
-def stress(seed: int, budget: Budget, names: tuple[str, ...] = FITS) -> Tally:
+def stress(seed: int, budget: Budget, names: tuple[str, ...] = FITS) -> StressResult:
     """Fits at random."""
-    tally, dice = Tally("soak", seed), random.Random(seed)
+    result, dice = StressResult("soak", seed), random.Random(seed)
     warnings.simplefilter("ignore")
     with tempfile.TemporaryDirectory() as folder:
         base, rounds = resources(), 0
-        while budget.allows(tally):
-            fit = Fit(names[rounds]) if rounds < len(names) else drawn(dice.choice(names), dice)
+        while budget.allows(result):
+            fit = Fit(names[rounds]) if rounds < len(names) else random_fit(dice.choice(names), dice)
             rounds += 1
             try:
                 for what, holds in checks(fit, dice, Path(folder)):
-                    tally.add(
+                    result.add(
                         "held" if holds else "failed", "" if holds else f"{fit}, round {rounds}: {what}"
                     )
             except Exception as error:
-                tally.add("failed", f"{fit}, round {rounds}: {trace(error)}")
+                result.add("failed", f"{fit}, round {rounds}: {describe_error(error)}")
             if rounds == 5 * len(names):
                 base = resources()  # all is imported and warm
         files, threads, memory = (now - then for now, then in zip(resources(), base, strict=True))
-        tally.most["MiB grown"] = round(memory, 1)
+        result.most["MiB grown"] = round(memory, 1)
         bad = rounds > 5 * len(names) and (files > 2 or threads > 2 or memory > GROWTH)
         grown = f"grown by {files} files, {threads} threads, {memory:.0f} MiB"
-        tally.add("failed" if bad else "held", grown if bad else "")
-    return tally
+        result.add("failed" if bad else "held", grown if bad else "")
+    return result

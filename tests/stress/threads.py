@@ -13,29 +13,39 @@ from functools import lru_cache, partial
 from typing import Any
 
 import torch
-from tests.stress import Budget, Tally
-from tests.stress.doors import Door, results_of
-from tests.stress.fuzz import trace
-from tests.stress.subjects import FITS, Fit, drawn, few, fitted, loader, numbers, public, vectors
+from tests.stress import Budget, StressResult
+from tests.stress.cases import (
+    FITS,
+    Fit,
+    fitted,
+    loader,
+    named_tensors,
+    public,
+    random_fit,
+    small_settings,
+    vectors,
+)
+from tests.stress.entry_points import EntryPoint, results_of
+from tests.stress.fuzz import describe_error
 from torch import Tensor
 
 import flowbnn as fb
 from flowbnn.noise import noise_layers, noise_mode
 
-__all__ = ["answer", "questions", "stress"]
+__all__ = ["answer", "seeded_calls", "stress"]
 
 THREADS, CALLS = 8, 48
 OFTEN = {
     "predict": 20,
     "sample": 6,
     "network": 6,
-}  # what users ask, so many times as often as other questions
+}  # what users ask, so many times as often as other seeded_calls
 
 
 @lru_cache(maxsize=64)
-def questions(fit: Fit) -> dict[str, Door]:
+def seeded_calls(fit: Fit) -> dict[str, EntryPoint]:
     """What can be asked of a fit's result, with a seed."""
-    asked = {door.name.split(".")[-1]: door for door in results_of(fit)}
+    asked = {entry_point.name.split(".")[-1]: entry_point for entry_point in results_of(fit)}
     if isinstance(fitted(fit), fb.Posterior):
         for name, thing in public():
             if inspect.isfunction(thing) and "posterior" in inspect.signature(thing).parameters:
@@ -47,36 +57,36 @@ def questions(fit: Fit) -> dict[str, Door]:
                 data[f"{last}.fit"] = lambda: lambda batches: fitted(fit)
                 if thing is not fb.diagnostics.noise_chains:
                     data[f"{last}.chains"] = partial(chains, fit)
-                asked[last] = Door(name, thing, data)
-        asked["network"] = Door("network", partial(used, fitted(fit)))
-    asked = {name: door for name, door in asked.items() if "seed" in door.parameters}
-    return {name: door for name, door in asked.items() if answers(door)}
+                asked[last] = EntryPoint(name, thing, data)
+        asked["network"] = EntryPoint("network", partial(used, fitted(fit)))
+    asked = {name: entry_point for name, entry_point in asked.items() if "seed" in entry_point.parameters}
+    return {name: entry_point for name, entry_point in asked.items() if answers(entry_point)}
 
 
 @lru_cache(maxsize=64)
 def chains(fit: Fit) -> Any:
-    """A few steps of chains."""
+    """A small_settings steps of chains."""
     make = fb.diagnostics.noise_chains
-    return make(fitted(fit), loader(8, fit.real), **few(make))
+    return make(fitted(fit), loader(8, fit.real), **small_settings(make))
 
 
-def answers(door: Door) -> bool:
+def answers(entry_point: EntryPoint) -> bool:
     """Whether it does: not of every posterior there is all to be known."""
     try:
-        answer(door, 0, 2)
+        answer(entry_point, 0, 2)
     except fb.FlowBNNError:
         return False
     return True
 
 
-def answer(door: Door, seed: int, rows: int) -> dict[str, Tensor]:
-    """The numbers of one answer."""
-    arguments = door.arguments() | few(door.function) | {"seed": seed}
-    if "inputs" in door.parameters:
+def answer(entry_point: EntryPoint, seed: int, rows: int) -> dict[str, Tensor]:
+    """The named_tensors of one answer."""
+    arguments = entry_point.arguments() | small_settings(entry_point.function) | {"seed": seed}
+    if "inputs" in entry_point.parameters:
         arguments["inputs"] = vectors(16, 3)[:rows]
-    if "progress" in door.parameters:
+    if "progress" in entry_point.parameters:
         arguments["progress"] = False
-    return numbers(door.call(arguments))
+    return named_tensors(entry_point.call(arguments))
 
 
 def used(posterior: Any, inputs: Tensor, seed: int) -> Any:
@@ -87,19 +97,19 @@ def used(posterior: Any, inputs: Tensor, seed: int) -> Any:
     return outputs, (deepcopy(own) if seed else own).state_dict()
 
 
-def stress(seed: int, budget: Budget, names: tuple[str, ...] = FITS, calls: int = CALLS) -> Tally:
+def stress(seed: int, budget: Budget, names: tuple[str, ...] = FITS, calls: int = CALLS) -> StressResult:
     """Fits in turn, the first time as they are, then with settings at random: 48 calls of 8 threads each."""
-    tally, dice = Tally("threads", seed), random.Random(seed)
+    result, dice = StressResult("threads", seed), random.Random(seed)
     warnings.simplefilter("ignore")
     number = 0
-    while budget.allows(tally):
+    while budget.allows(result):
         name = names[number % len(names)]
-        fit = Fit(name) if number < len(names) else drawn(name, dice)
+        fit = Fit(name) if number < len(names) else random_fit(name, dice)
         number += 1
         try:
-            known = questions(fit)
+            known = seeded_calls(fit)
         except Exception as error:
-            tally.add("failed", f"{fit}: {trace(error)}")
+            result.add("failed", f"{fit}: {describe_error(error)}")
             continue
         often = [OFTEN.get(name, 1) for name in known]
         cases = [
@@ -111,9 +121,9 @@ def stress(seed: int, budget: Budget, names: tuple[str, ...] = FITS, calls: int 
             given = [pool.submit(answer, known[case[0]], *case[1:]) for case in asked]
         for case, future in zip(asked, given, strict=True):
             broken = future.exception()
-            wrong = trace(broken) if broken else apart(future.result(), right[case])
-            tally.add("failed" if wrong else "right", wrong and f"{fit} {case}: {wrong}")
-    return tally
+            wrong = describe_error(broken) if broken else apart(future.result(), right[case])
+            result.add("failed" if wrong else "right", wrong and f"{fit} {case}: {wrong}")
+    return result
 
 
 def apart(one: dict[str, Tensor], other: dict[str, Tensor]) -> str:

@@ -24,20 +24,20 @@ from flowbnn.options import _allows as allows
 __all__ = [
     "FITS",
     "Fit",
-    "alike",
-    "drawn",
+    "annotations_of",
+    "equal_bits",
     "fitted",
-    "hints",
     "loader",
+    "named_tensors",
     "network",
-    "noisy",
-    "numbers",
-    "small",
+    "noisy_network",
+    "random_fit",
+    "small_method",
     "vectors",
 ]
 
 # settings of a moment's work: the first of these values that a setting of this name takes
-FEW: dict[str, list[Any]] = {
+SMALL_SETTINGS: dict[str, list[Any]] = {
     "epochs": [2],
     "fit_target.epochs": [1],  # of a hundred steps
     "evidence.samples": [40],
@@ -54,7 +54,7 @@ FEW: dict[str, list[Any]] = {
     "starts": [2],
 }
 # settings that are not chosen, and values: those of devices, of what is shown, of compilation and of fits that take half a minute
-UNCHOSEN = {
+FIXED_SETTINGS = {
     "accelerator",
     "acceleration",
     "devices",
@@ -69,7 +69,7 @@ UNCHOSEN = {
 
 
 def network() -> nn.Module:
-    """Three numbers in, two out."""
+    """Three named_tensors in, two out."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
 
@@ -86,13 +86,13 @@ def autoencoder() -> nn.Module:
     return fb.vae.VAE((3,), 2, hidden=(4,))
 
 
-def noisy() -> nn.Module:
+def noisy_network() -> nn.Module:
     """With noise on its layers."""
     return fb.to_stochastic(network(), {"*": fb.noise.NormalAffine()})
 
 
 def loader(rows: int = 24, real: bool = False) -> Any:
-    """Batches of four, in another order in every pass; with classes as targets, or real numbers."""
+    """Batches of four, in another order in every pass; with classes as targets, or real named_tensors."""
     targets = vectors(rows, 2) if real else torch.arange(rows) % 2
     source = torch.Generator().manual_seed(3)
     return fb.data.TensorLoader(vectors(rows, 3), targets, batch_size=4, shuffle=True, generator=source)
@@ -104,9 +104,9 @@ def vectors(*shape: int) -> Tensor:
 
 
 # what a function fits, and to what
-GIVEN: dict[str, Callable[[], Any]] = {
+FIT_ARGUMENTS: dict[str, Callable[[], Any]] = {
     "network": network,
-    "model": noisy,
+    "model": noisy_network,
     "flow": flow,
     "data": lambda: vectors(24, 3),
     "log_density": lambda: lambda x: -x.square().sum(-1),
@@ -126,7 +126,7 @@ def public() -> list[tuple[str, Any]]:
     return list(found.values())
 
 
-def hints(function: Callable[..., Any]) -> dict[str, Any]:
+def annotations_of(function: Callable[..., Any]) -> dict[str, Any]:
     """The annotations of a function, or of what makes an object of a class."""
     owner: Any = function.__init__ if inspect.isclass(function) else function
     try:
@@ -152,7 +152,7 @@ def choices(annotation: Any) -> list[Any]:
 
 @dataclass(frozen=True)
 class Fit:
-    """One way to fit, by its name, with some settings; to classes, or to ``real`` numbers."""
+    """One way to fit, by its name, with some settings; to classes, or to ``real`` named_tensors."""
 
     name: str
     settings: tuple[tuple[str, Any], ...] = ()
@@ -160,7 +160,7 @@ class Fit:
 
     def __str__(self) -> str:
         given = ", ".join(f"{name}={value!r}" for name, value in self.settings)
-        return f"{self.name}({given}){' of real numbers' if self.real else ''}"
+        return f"{self.name}({given}){' of real named_tensors' if self.real else ''}"
 
     @property
     def function(self) -> Callable[..., Any]:
@@ -169,13 +169,13 @@ class Fit:
         if kind is None:
             return FUNCTIONS[self.name]
         own = {field.name for field in fields(kind)}
-        return small(self.name, **{name: value for name, value in self.settings if name in own}).fit
+        return small_method(self.name, **{name: value for name, value in self.settings if name in own}).fit
 
     def __call__(self, **run: Any) -> Any:
         """The result, of the same seed unless another is given."""
         function = self.function
         takes = inspect.signature(function).parameters
-        given = {name: GIVEN.get(f"{self.name}.{name}") or GIVEN.get(name) for name in takes}
+        given = {name: FIT_ARGUMENTS.get(f"{self.name}.{name}") or FIT_ARGUMENTS.get(name) for name in takes}
         arguments = {
             name: make()
             for name, make in given.items()
@@ -186,7 +186,7 @@ class Fit:
         if self.name == "temperature":
             arguments["validation"] = loader(real=self.real)
         if self.name not in METHODS:
-            arguments |= few(function)
+            arguments |= small_settings(function)
         arguments |= {name: value for name, value in self.settings if name in takes}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -205,13 +205,13 @@ class Fit:
         return fb.load_density(path, flow().to(next(result.parameters()).dtype))
 
 
-def few(function: Callable[..., Any]) -> dict[str, Any]:
+def small_settings(function: Callable[..., Any]) -> dict[str, Any]:
     """Settings of a moment's work that a function, or a method, takes; those of its own first."""
     own, found = getattr(function, "__name__", ""), {}
-    for name, kind in hints(function).items():
+    for name, kind in annotations_of(function).items():
         fitting = [
             one
-            for one in FEW.get(f"{own}.{name}") or FEW.get(name) or []
+            for one in SMALL_SETTINGS.get(f"{own}.{name}") or SMALL_SETTINGS.get(name) or []
             if allows(kind, one) and kind is not Any
         ]
         if fitting:
@@ -219,9 +219,9 @@ def few(function: Callable[..., Any]) -> dict[str, Any]:
     return found
 
 
-def small(name: str, **settings: Any) -> Any:
+def small_method(name: str, **settings: Any) -> Any:
     """A method that fits in a moment."""
-    return METHODS[name](**few(METHODS[name]) | settings)
+    return METHODS[name](**small_settings(METHODS[name]) | settings)
 
 
 def _functions() -> Iterator[tuple[str, Callable[..., Any]]]:
@@ -244,17 +244,19 @@ def settings_of(name: str) -> tuple[tuple[str, Any], ...]:
     owners: list[Callable[..., Any]] = [METHODS[name], function] if name in METHODS else [function]
     found = []
     for owner in owners:
-        defaults = {key: one.default for key, one in inspect.signature(owner).parameters.items()} | few(owner)
-        for key, kind in hints(owner).items():
+        defaults = {
+            key: one.default for key, one in inspect.signature(owner).parameters.items()
+        } | small_settings(owner)
+        for key, kind in annotations_of(owner).items():
             found += [
                 (key, value)
                 for value in choices(kind)
-                if not UNCHOSEN & {key, f"{name}.{key}", value} and value != defaults[key]
+                if not FIXED_SETTINGS & {key, f"{name}.{key}", value} and value != defaults[key]
             ]
     return tuple(found)
 
 
-def drawn(name: str, dice: random.Random) -> Fit:
+def random_fit(name: str, dice: random.Random) -> Fit:
     """One way to fit with none, one or two of its choices, which it does not refuse."""
     while True:
         known = settings_of(name)
@@ -275,8 +277,8 @@ def fitted(fit: Fit | str) -> Any:
     return (Fit(fit) if isinstance(fit, str) else fit)()
 
 
-def numbers(result: Any, name: str = "") -> dict[str, Tensor]:
-    """All numbers of a result, by where they are in it; what it took in time is left out."""
+def named_tensors(result: Any, name: str = "") -> dict[str, Tensor]:
+    """All named_tensors of a result, by where they are in it; what it took in time is left out."""
     if isinstance(result, Tensor):
         return {name: result.detach()}
     if isinstance(result, int | float):
@@ -298,12 +300,14 @@ def numbers(result: Any, name: str = "") -> dict[str, Tensor]:
     elif isinstance(result, Sequence) and not isinstance(result, str):
         parts = dict(enumerate(result))
     return {
-        key: value for own, part in parts.items() for key, value in numbers(part, f"{name}/{own}").items()
+        key: value
+        for own, part in parts.items()
+        for key, value in named_tensors(part, f"{name}/{own}").items()
     }
 
 
-def alike(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
-    """Whether two results have the same numbers, to the bit."""
+def equal_bits(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
+    """Whether two results have the same named_tensors, to the bit."""
     kinds = [{key: (value.shape, value.dtype) for key, value in part.items()} for part in (one, other)]
     return kinds[0] == kinds[1] and all(bits(one[key]).equal(bits(other[key])) for key in one)
 

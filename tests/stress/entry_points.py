@@ -1,6 +1,6 @@
 """Every public function, class and method, and arguments that it serves, made from the signatures themselves.
 
-A door is something a user calls: what the public modules list in ``__all__``, and the methods of objects made from it.
+A entry_point is something a user calls: what the public modules list in ``__all__``, and the methods of objects made from it.
 """
 
 import contextlib
@@ -13,17 +13,17 @@ from functools import cache
 from typing import Any
 
 import torch
-from tests.stress.subjects import (
+from tests.stress.cases import (
+    FIT_ARGUMENTS,
     FITS,
-    GIVEN,
     Fit,
+    annotations_of,
     fitted,
-    hints,
     loader,
     network,
-    noisy,
+    noisy_network,
     public,
-    small,
+    small_method,
     vectors,
 )
 from torch import Tensor, nn
@@ -33,9 +33,9 @@ from flowbnn.options import _allows as allows
 from flowbnn.transforms import Transform, Univariate
 from flowbnn.vae import Decoder
 
-__all__ = ["SEVERAL", "Door", "doors", "methods_of"]
+__all__ = ["VARIADIC", "EntryPoint", "entry_points", "methods_of"]
 
-SEVERAL = "*"  # the arguments of a function that takes any number of them
+VARIADIC = "*"  # the arguments of a function that takes any number of them
 
 
 def few_rows() -> Any:
@@ -46,11 +46,11 @@ def probabilities() -> Tensor:
     return torch.softmax(vectors(5, 3), -1)
 
 
-# arguments that a door serves, by its name and the argument's, or by the argument's alone, where the annotation does not tell
+# arguments that a entry_point serves, by its name and the argument's, or by the argument's alone, where the annotation does not tell
 # fmt: off
-SERVED: dict[str, Callable[[], Any]] = {
-    **GIVEN, "loader": few_rows, "train_loader": few_rows, "test_loader": few_rows, "held_out": few_rows,
-    "to_stochastic.model": network, "describe.model": noisy, "rules": lambda: {"*": fb.noise.NormalAffine()},
+VALID_ARGUMENTS: dict[str, Callable[[], Any]] = {
+    **FIT_ARGUMENTS, "loader": few_rows, "train_loader": few_rows, "test_loader": few_rows, "held_out": few_rows,
+    "to_stochastic.model": network, "describe.model": noisy_network, "rules": lambda: {"*": fb.noise.NormalAffine()},
     "likelihood": fb.likelihoods.Categorical, "posterior": lambda: fitted("mle"),
     "pareto_k.posterior": lambda: fitted("node-noise"), "log_weights": lambda: vectors(50),
     "load_posterior.path": lambda: fitted("mle").save("saved.safetensors"),
@@ -67,7 +67,7 @@ SERVED: dict[str, Callable[[], Any]] = {
     "abstain_above": lambda: 0.3, "optimizer": lambda: torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1),
     "first": lambda: vectors(5, 3), "second": lambda: vectors(5, 3), "decode.z": lambda: vectors(5, 2),
     "points": lambda: vectors(5, 2), "density": lambda: vectors(20),
-    "draws": lambda: vectors(2, 20), "healths": lambda: fb.diagnostics.posterior_health(noisy(), samples=8),
+    "draws": lambda: vectors(2, 20), "healths": lambda: fb.diagnostics.posterior_health(noisy_network(), samples=8),
     "base": lambda: fb.distributions.NormalBase(3).distribution(), "transform": lambda: fb.transforms.Affine(3),
     "part": lambda: fb.transforms.Affine(3), "freeze.part": lambda: "noise", "unfreeze.part": lambda: "noise",
     "loc": lambda: vectors(3), "NormalMixture.loc": lambda: vectors(2, 3), "scale": lambda: 0.5,
@@ -98,7 +98,7 @@ SERVED: dict[str, Callable[[], Any]] = {
     "simulation_ranks.fit": lambda: lambda batches: fitted("node-noise"), "simulation_ranks.simulations": lambda: 2,
 }
 # fmt: on
-# of Gaussian kinds, whose targets are real numbers
+# of Gaussian kinds, whose targets are real named_tensors
 REAL: dict[str, Callable[[], Any]] = {
     "outputs": lambda: vectors(5, 1),
     "targets": lambda: vectors(5, 1),
@@ -112,7 +112,7 @@ BINARY: dict[str, Callable[[], Any]] = {
     "targets": lambda: torch.tensor([0, 1, 1, 0, 1]),
     "predictive.outputs": lambda: vectors(4, 5, 1),
 }
-OWN = {
+CLASS_ARGUMENTS = {
     "GaussianPredictive": REAL,
     "Gaussian": REAL,
     "Bernoulli": BINARY,
@@ -120,25 +120,25 @@ OWN = {
 }
 # what the rooms of the library say to each other, and what training calls at every step and therefore does not look at its arguments
 INTERNAL = """
-    Base Likelihood Predictive Posterior Transform Noise InputNoise NoiseGroup NoisePass Setting Share Layout Prediction
-    Divergences Divergence Digits Optimum LayerHealth Marginal ReliabilityBin RiskCoverage Decision Interval Clock FlowBNNError
-    FlowBNNWarning absorbs ahead align_batch_axes current_share divergences layout_of pass_of recipe_from_dict register_layer
-    settings_of share_batch shared_draws weight_scale wrappable check_weights connect first_nonfinite_layer track train run_on_main
-    is_torchrun_worker is_main_process num_processes MemberPosterior NoisePosterior PointPosterior WeightPosterior Recipe FlowNoise
-    VGG16 History outputs collect state settings restored document tensors read restore weights stream chosen log_density network_of
-    from_states kernel plan rules looks settled bounded share distribution problem moments settle start canonical average to_dict
-    from_dict improves expand check terms setup potential cut fix join split move move_back from_points push push_normal
-    NormalMixture DiagonalNormal FixedNoise Flow check_members divergence flat_draw Categorical.log_prob Gaussian.log_prob
-    DiscretizedLogistic OneHotVectors Univariate Amortized flow_matching_loss velocity forward_shape inverse_shape run moved ends
-    step ordered coupling net split_noise prior_log_prob transforms extract_features sample_codes posterior build build_joint
-    standard standard_log_prob scales side pixel_noise passes like training_loss draw
-    Decoder DiagonalStudent Bernoulli.log_prob log_variance with_level BlockTriangular.assign BlockTriangular.variances
+    absorbs ahead align_batch_axes Amortized average Base Bernoulli.log_prob BlockTriangular.assign BlockTriangular.variances
+    bounded build build_joint canonical Categorical.log_prob check check_members check_weights chosen Clock collect compute
+    connect coupling current_share cut Decision Decoder DiagonalNormal DiagonalStudent Digits DiscretizedLogistic distribution
+    Divergence divergence divergences Divergences document draw ends expand extract_features first_nonfinite_layer fix FixedNoise
+    flat_draw Flow flow_matching_loss FlowBNNError FlowBNNWarning FlowNoise forward_shape from_dict from_points from_states
+    Gaussian.log_prob History improves InputNoise Interval inverse_shape is_main_process is_torchrun_worker join kernel
+    LayerHealth Layout layout_of like Likelihood log_density log_variance looks Marginal MemberPosterior moments move moved net
+    network_of Noise NoiseGroup NoisePass NoisePosterior NormalMixture num_processes OneHotVectors Optimum ordered outputs pass_of
+    passes pixel_noise plan PointPosterior Posterior posterior potential Prediction Predictive prior_log_prob problem push
+    push_normal read Recipe recipe_from_dict register_layer ReliabilityBin restore restored RiskCoverage rules run_on_main
+    sample_codes scales set_loc_and_scale Setting settings settings_of settle settled setup share share_batch shared_draws side
+    split split_noise standard standard_log_prob start state step stream tensors terms to_dict track train training_loss Transform
+    transforms Univariate velocity VGG16 weight_scale WeightPosterior weights with_level wrappable
 """.split()  # noqa: SIM905
-UNTRIED = {"devices", "num_nodes", "strategy", "self", "_instance"}  # would start other processes
+SKIPPED_ARGUMENTS = {"devices", "num_nodes", "strategy", "self", "_instance"}  # would start other processes
 
 
 @dataclass
-class Door:
+class EntryPoint:
     """Something that users call, and how to make arguments that it serves."""
 
     name: str
@@ -148,14 +148,14 @@ class Door:
     @property
     def parameters(self) -> dict[str, tuple[Any, bool]]:
         """Names with the annotation and whether a value must be given; ``*`` for any number of them."""
-        known, found = hints(self.function), {}
+        known, found = annotations_of(self.function), {}
         for one in inspect.signature(self.function).parameters.values():
-            if one.kind is not one.VAR_KEYWORD and one.name not in UNTRIED:
+            if one.kind is not one.VAR_KEYWORD and one.name not in SKIPPED_ARGUMENTS:
                 several = one.kind is one.VAR_POSITIONAL
-                if several and f"{self.name.split('.')[-1]}.*" not in SERVED:
+                if several and f"{self.name.split('.')[-1]}.*" not in VALID_ARGUMENTS:
                     continue  # of torch's own Module
                 annotation = Any if known[one.name] is one.empty else known[one.name]
-                found[SEVERAL if several else one.name] = (annotation, several or one.default is one.empty)
+                found[VARIADIC if several else one.name] = (annotation, several or one.default is one.empty)
         return found
 
     def arguments(self) -> dict[str, Any]:
@@ -165,14 +165,14 @@ class Door:
         return {
             name: self.value(name, kind)
             for name, (kind, needed) in parameters
-            if needed or f"{last}.{name}" in {*SERVED, *self.served}
+            if needed or f"{last}.{name}" in {*VALID_ARGUMENTS, *self.served}
         }
 
     def value(self, name: str, annotation: Any) -> Any:
-        """One such argument: of this door, or of this name where the annotation allows it, or what the annotation names."""
+        """One such argument: of this entry_point, or of this name where the annotation allows it, or what the annotation names."""
         last = self.name.split(".")[-1]
         for key in (f"{last}.{name}", name):
-            for table in (self.served, SERVED):
+            for table in (self.served, VALID_ARGUMENTS):
                 value = table[key]() if key in table else None
                 if key in table and (key != name or allows(annotation, value)):
                     return value
@@ -180,8 +180,8 @@ class Door:
 
     def call(self, arguments: Mapping[str, Any]) -> Any:
         """The result, with iterators and context managers gone through."""
-        named = {name: value for name, value in arguments.items() if name != SEVERAL}
-        result = self.function(*arguments.get(SEVERAL, ()), **named)
+        named = {name: value for name, value in arguments.items() if name != VARIADIC}
+        result = self.function(*arguments.get(VARIADIC, ()), **named)
         if isinstance(result, contextlib.AbstractContextManager) and not isinstance(result, nn.Module):
             with result:
                 return None
@@ -200,40 +200,40 @@ def _simple(annotation: Any) -> Any:
 
 
 @cache
-def doors() -> tuple[Door, ...]:
+def entry_points() -> tuple[EntryPoint, ...]:
     """All of them, from the public names."""
-    found = [Door(name, thing) for name, thing in public() if name.split(".")[-1] not in INTERNAL]
-    made: list[Door] = []
-    for door in found:
-        if inspect.isclass(door.function):
-            name = door.name.split(".")[-1]
-            kind: Any = door.function
+    found = [EntryPoint(name, thing) for name, thing in public() if name.split(".")[-1] not in INTERNAL]
+    made: list[EntryPoint] = []
+    for entry_point in found:
+        if inspect.isclass(entry_point.function):
+            name = entry_point.name.split(".")[-1]
+            kind: Any = entry_point.function
             known = issubclass(kind, fb.methods.Method)
-            thing = small(kind.name) if known else door.call(door.arguments())
+            thing = small_method(kind.name) if known else entry_point.call(entry_point.arguments())
             if isinstance(thing, nn.Module):
                 thing.eval()
             name = thing.name if known else name
-            made += methods_of(name, thing, OWN.get(name) or _points(name, thing))
-    made += [door for fit in FITS for door in results_of(fit)]
+            made += methods_of(name, thing, CLASS_ARGUMENTS.get(name) or _points(name, thing))
+    made += [entry_point for fit in FITS for entry_point in results_of(fit)]
     return (*found, *made)
 
 
-def results_of(fit: Fit | str) -> list[Door]:
-    """The doors of what a fit gives."""
+def results_of(fit: Fit | str) -> list[EntryPoint]:
+    """The entry_points of what a fit gives."""
     result = fitted(fit)
     kind = "posterior" if isinstance(result, fb.Posterior) else "result"
     return methods_of(f"{fit}.{kind}", result, _of(result))
 
 
 # shapes of what a map of vectors of length 3 does not take
-STARTS = {
+INPUT_SHAPES = {
     "Argmax": (5, 9),
     "Augment": (5, 2),
     "ChannelsFirst": (4, 4, 4),
     "Checkerboard": (4, 4, 4),
     "MaxPool": (5, 12),
 }
-STARTS |= {
+INPUT_SHAPES |= {
     "MultiScale": (5, 16),
     "OneHot": (5, 9),
     "Reshape": (5, 12),
@@ -241,14 +241,14 @@ STARTS |= {
     "Squeeze": (4, 4, 4),
     "VAELayer": (5, 2),
 }
-STARTS |= {"Dequantization": (5, 3), "Integers": (5, 3)}
+INPUT_SHAPES |= {"Dequantization": (5, 3), "Integers": (5, 3)}
 
 
 def _points(name: str, transform: Any) -> dict[str, Callable[[], Any]]:
     """Where the two directions of a transform are defined, if not at vectors of length 3."""
-    if name not in STARTS or not isinstance(transform, Transform):
+    if name not in INPUT_SHAPES or not isinstance(transform, Transform):
         return {}
-    start = vectors(*STARTS[name])
+    start = vectors(*INPUT_SHAPES[name])
     end = transform(start)[0].detach()
     return {"z": lambda: start, "x": lambda: end}
 
@@ -262,7 +262,7 @@ def _of(result: Any) -> dict[str, Callable[[], Any]]:
     }
 
 
-def methods_of(name: str, thing: Any, served: Mapping[str, Any]) -> list[Door]:
+def methods_of(name: str, thing: Any, served: Mapping[str, Any]) -> list[EntryPoint]:
     """The public methods that our own classes define; how networks and distributions are called is torch's to say."""
     if isinstance(thing, Univariate | Decoder):
         return []
@@ -278,7 +278,7 @@ def methods_of(name: str, thing: Any, served: Mapping[str, Any]) -> list[Door]:
     }
     names -= theirs - ({"forward"} if isinstance(thing, Transform) else set())
     return [
-        Door(f"{name}.{key}", getattr(thing, key), served)
+        EntryPoint(f"{name}.{key}", getattr(thing, key), served)
         for key in sorted(names)
         if not {key, f"{name}.{key}"} & {*INTERNAL}
     ]

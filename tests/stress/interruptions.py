@@ -1,7 +1,7 @@
 """Every fit with a checkpoint, killed by SIGKILL at random moments and resumed: the same result to the bit, and no file left.
 
 Children are forked from a process that has imported torch, and killed by their parent after a random time, or by themselves just
-before or after a file takes its place. Where fork is not to be had, nothing is tried.
+before or after a file takes its place. Where fork is not to be had, nothing is try_call.
 """
 
 import os
@@ -16,9 +16,9 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from tests.stress import Budget, Tally
-from tests.stress.fuzz import trace
-from tests.stress.subjects import FITS, Fit, alike, drawn, numbers
+from tests.stress import Budget, StressResult
+from tests.stress.cases import FITS, Fit, equal_bits, named_tensors, random_fit
+from tests.stress.fuzz import describe_error
 
 from flowbnn.training import load_tensors, save_tensors
 
@@ -36,7 +36,7 @@ def train(fit: Fit, folder: Path, prepare: Callable[[], None] | None = None) -> 
         prepare()
     torch.manual_seed(os.getpid())  # a resumed run must not need the state of the process before
     result = fit(checkpoint=folder / "run", checkpoint_every=2, resume=True)
-    save_tensors(folder / "result.safetensors", numbers(result), {})
+    save_tensors(folder / "result.safetensors", named_tensors(result), {})
 
 
 def die_writing(number: int, after: bool) -> Callable[[], None]:
@@ -73,7 +73,7 @@ class Child:
                 self.work()
                 code = 0
             except BaseException as error:
-                os.write(writing, trace(error).encode())
+                os.write(writing, describe_error(error).encode())
             finally:
                 os._exit(code)
         os.close(writing)
@@ -98,26 +98,26 @@ def files(folder: Path) -> set[str]:
 
 
 def same(one: Path, other: Path) -> bool:
-    """Whether two results have the same numbers, to the bit."""
-    return alike(*(load_tensors(folder / "result.safetensors")[0] for folder in (one, other)))
+    """Whether two results have the same named_tensors, to the bit."""
+    return equal_bits(*(load_tensors(folder / "result.safetensors")[0] for folder in (one, other)))
 
 
-def stress(seed: int, budget: Budget, names: tuple[str, ...] = RESUMABLE) -> Tally:
+def stress(seed: int, budget: Budget, names: tuple[str, ...] = RESUMABLE) -> StressResult:
     """Fits in turn, with settings at random, each with one to eight kills."""
-    tally, dice = Tally("kills", seed), random.Random(seed)
+    result, dice = StressResult("kills", seed), random.Random(seed)
     if not hasattr(os, "fork"):
-        return tally
+        return result
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as place:
-        while budget.allows(tally):
-            fit = drawn(
-                names[tally.tries % len(names)], dice
+        while budget.allows(result):
+            fit = random_fit(
+                names[result.trials % len(names)], dice
             )  # what is imported late is imported before the clock runs
             quiet, folder = Path(place) / "peaceful", Path(place) / "killed"
             began, kills, plan = time.monotonic(), 0, []
             ended = Child(partial(train, fit, quiet)).ended()
             if ended != "done":
-                tally.add("failed", f"{fit}, not killed: {ended}")
+                result.add("failed", f"{fit}, not killed: {ended}")
                 continue
             seconds = time.monotonic() - began
             for _ in range(dice.randint(1, MOST)):
@@ -136,8 +136,8 @@ def stress(seed: int, budget: Budget, names: tuple[str, ...] = RESUMABLE) -> Tal
             left = files(folder) - files(quiet)
             if not trouble and left:
                 trouble = f"left over: {sorted(left)[:3]}"
-            tally.counts["kills"] = tally.counts.get("kills", 0) + kills
-            tally.add("failed" if trouble else "resumed", trouble and f"{fit}, killed {plan}: {trouble}")
+            result.counts["kills"] = result.counts.get("kills", 0) + kills
+            result.add("failed" if trouble else "resumed", trouble and f"{fit}, killed {plan}: {trouble}")
             for one in (quiet, folder):
                 shutil.rmtree(one, ignore_errors=True)
-    return tally
+    return result
