@@ -1,4 +1,5 @@
-"""One file for each figure or table of the literature: its settings, the published numbers, a run that writes results.json.
+"""Studies: one file for each figure or table of the literature, with settings, published numbers and a run that writes
+results.json.
 
 >>> [study.name for study in studies()][:4]
 ['two-clusters', 'flow-length', 'digits', 'linear-regression']
@@ -24,7 +25,8 @@ __all__ = [
     "studies",
 ]
 
-ORDER = (  # of ``flowbnn list`` and of the report: file and class, or studies that are made of one class
+# file and class (or tuple of studies), in the order of ``flowbnn list`` and of the report
+ORDER = (
     "two_clusters:TwoClusters",
     "flow_length:FlowLength",
     "digits:DigitsStudy",
@@ -54,8 +56,8 @@ ORDER = (  # of ``flowbnn list`` and of the report: file and class, or studies t
     "flows.why_flows:WhyFlows",
     "images.study:IMAGE_STUDIES",
 )
-for _place in ORDER:
-    _file, _, _name = _place.partition(":")
-    _found = getattr(import_module(f"flowbnn_studies.{_file}"), _name)
-    for _study in _found if isinstance(_found, tuple) else (_found,):
+for _entry in ORDER:
+    _file, _, _name = _entry.partition(":")
+    _attribute = getattr(import_module(f"flowbnn_studies.{_file}"), _name)
+    for _study in _attribute if isinstance(_attribute, tuple) else (_attribute,):
         register_study(_study() if isinstance(_study, type) else _study)

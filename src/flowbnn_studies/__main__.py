@@ -1,4 +1,4 @@
-"""``python -m flowbnn_studies`` is the command line."""
+"""Runs the command line by ``python -m flowbnn_studies``."""
 
 from flowbnn_studies.cli import main
 

@@ -1,4 +1,4 @@
-"""The command line: ``flowbnn list``, ``run``, ``compare``, ``demo``, ``report``. Thin: words to objects, errors to a line."""
+"""Command line: ``flowbnn list``, ``run``, ``compare``, ``demo`` and ``report``."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -13,56 +13,63 @@ from flowbnn.errors import pluralize
 try:
     import typer
 except ImportError:
-    sys.exit("flowbnn: the command line needs typer: pip install flowbnn[studies]")
+    sys.exit("flowbnn: typer is not installed; run pip install flowbnn[studies]")
 
 app = typer.Typer(
-    help="Trained networks made Bayesian by noise from normalizing flows.",
+    help="Turns trained PyTorch networks into Bayesian ones by noise from normalizing flows.",
     add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
-OPTIONS = {  # the options of arguments that have another name in Python
+OPTIONS = {  # command-line names of arguments that differ from Python
     "accelerator": "--device",
     "num_nodes": "--nodes",
 }
 
 Out = Annotated[Path, typer.Option("--out", help="Folder of the results.")]
 Resume = Annotated[
-    bool, typer.Option("--resume", help="Go on where a run was interrupted; nothing finished is done again.")
+    bool, typer.Option("--resume", help="Continue an interrupted run; finished trainings are reused.")
 ]
 Jobs = Annotated[
     int | None,
     typer.Option(
-        "--jobs", help="Processes that train side by side.", show_default="cores, at most 4; one on a GPU"
+        "--jobs",
+        help="Number of processes that train in parallel.",
+        show_default="cores, at most 4; one on a GPU",
     ),
 ]
-NoProgress = Annotated[bool, typer.Option("--no-progress", help="No lines for finished trainings.")]
+NoProgress = Annotated[bool, typer.Option("--no-progress", help="Print no progress lines.")]
 Quick = Annotated[
     bool,
-    typer.Option("--quick", help="A trial with tiny settings, of minutes at most; its numbers mean nothing."),
+    typer.Option("--quick", help="Trial run of minutes with tiny settings; its numbers are not meaningful."),
 ]
 Seeds = Annotated[
     str | None,
     typer.Option(
-        "--seeds", help="How many seeds: 0, 1, ...; or which, as in: 3,4.", show_default="the study's own"
+        "--seeds", help="Number of seeds, or a list such as 3,4.", show_default="chosen by the study"
     ),
 ]
 Epochs = Annotated[
-    int | None, typer.Option("--epochs", help="Epochs of each variant.", show_default="the study's own")
+    int | None, typer.Option("--epochs", help="Epochs of each variant.", show_default="chosen by the study")
 ]
 Set = Annotated[
-    list[str] | None, typer.Option("--set", help="A setting, as in: --set noise_lr=0.05; may be repeated.")
+    list[str] | None,
+    typer.Option("--set", help="Change a setting, for example --set noise_lr=0.05; may be repeated."),
 ]
 
 
 def main() -> None:
-    """The entry point."""
+    """Entry point of the command line."""
     app()
 
 
 @contextmanager
-def _one_line(again: str = "") -> Iterator[None]:
-    """Errors that users can mend, missing packages and Ctrl-C, as one line on standard error."""
+def _one_line_errors(resume_command: str = "") -> Iterator[None]:
+    """Context manager that prints errors, missing packages and Ctrl-C as one line on standard error.
+
+    Args:
+        resume_command: Command that continues the run, printed after Ctrl-C.
+    """
     from flowbnn.errors import FlowBNNError
 
     try:
@@ -74,19 +81,19 @@ def _one_line(again: str = "") -> Iterator[None]:
     except ModuleNotFoundError as error:
         if error.name not in ("matplotlib", "jinja2", "sklearn"):
             raise
-        typer.echo(f"flowbnn: this needs {error.name}: pip install flowbnn[studies]", err=True)
+        typer.echo(f"flowbnn: {error.name} is not installed; run pip install flowbnn[studies]", err=True)
         raise typer.Exit(2) from None
     except KeyboardInterrupt:
         from flowbnn.training import is_main_process
 
-        advice = f"; what is finished is kept, go on with: {again} --resume" if again else ""
+        advice = f"; continue with: {resume_command} --resume" if resume_command else ""
         if is_main_process():
             typer.echo(f"flowbnn: interrupted{advice}", err=True)
         raise typer.Exit(130) from None
 
 
-def _version(asked: bool) -> None:
-    if asked:
+def _version(requested: bool) -> None:
+    if requested:
         from importlib.metadata import version
 
         typer.echo(version("flowbnn"))
@@ -104,8 +111,8 @@ def _options(
 
 @app.command("list")
 def list_studies() -> None:
-    """The studies there are."""
-    with _one_line():
+    """List all studies."""
+    with _one_line_errors():
         from flowbnn_studies import studies
 
         width = max(len(study.name) for study in studies())
@@ -116,7 +123,7 @@ def list_studies() -> None:
 @app.command()
 def run(
     context: typer.Context,
-    study: Annotated[str, typer.Argument(help="Name of the study, as in: flowbnn list.")],
+    study: Annotated[str, typer.Argument(help="Name of the study; flowbnn list shows all.")],
     out: Out = Path("results"),
     seeds: Seeds = None,
     epochs: Epochs = None,
@@ -125,45 +132,50 @@ def run(
     quick: Quick = False,
     accelerator: Annotated[
         str,
-        typer.Option("--device", "--accelerator", help="auto, cpu, cuda, mps; auto is what suits the study."),
+        typer.Option(
+            "--device", "--accelerator", help="auto, cpu, cuda or mps; auto takes what suits the study."
+        ),
     ] = "auto",
     precision: Annotated[
-        str, typer.Option("--precision", help="32-true, bf16-mixed, ...; auto is what suits the study.")
+        str, typer.Option("--precision", help="32-true, bf16-mixed, ...; auto takes what suits the study.")
     ] = "auto",
     devices: Annotated[
-        int, typer.Option("--devices", help="GPUs, or CPU processes, that train each variant together.")
+        int,
+        typer.Option("--devices", help="Number of GPUs or CPU processes that train each variant together."),
     ] = 1,
-    nodes: Annotated[int, typer.Option("--nodes", help="Machines; see docs/devices.md.")] = 1,
+    nodes: Annotated[int, typer.Option("--nodes", help="Number of machines; see docs/devices.md.")] = 1,
     acceleration: Annotated[
-        str, typer.Option("--acceleration", help="Steps on a GPU: auto, off, graph or compile.")
+        str, typer.Option("--acceleration", help="Execution of steps on a GPU: auto, off, graph or compile.")
     ] = "auto",
     only: Annotated[
         list[str] | None,
-        typer.Option("--only", help="Train these variants alone, as in: --only 'best-*'; may be repeated."),
+        typer.Option(
+            "--only", help="Train only these variants, for example --only 'best-*'; may be repeated."
+        ),
     ] = None,
     collect: Annotated[
-        bool, typer.Option("--collect", help="Train nothing: results of the parts that are there.")
+        bool, typer.Option("--collect", help="Train nothing; write the results of the stored parts.")
     ] = False,
     jobs: Jobs = None,
     no_progress: NoProgress = False,
 ) -> None:
     """Run one study and write OUT/STUDY/results.json."""
-    with _one_line(_command(context)):
+    with _one_line_errors(_command(context)):
         from flowbnn.training import is_main_process, is_torchrun_worker
         from flowbnn_studies import get_study
         from flowbnn_studies.runner.run import resolve_device
 
-        chosen = get_study(study)
+        selected = get_study(study)
         changes = dict(map(_setting, change or []))
         if epochs is not None:
-            changes["epochs" if hasattr(chosen.make_settings(), "epochs") else "*.epochs"] = epochs
-        settings = chosen.make_settings(quick=quick, **changes)
-        alone = devices * nodes == 1 and not is_torchrun_worker()
+            changes["epochs" if hasattr(selected.make_settings(), "epochs") else "*.epochs"] = epochs
+        settings = selected.make_settings(quick=quick, **changes)
+        single_device = devices * nodes == 1 and not is_torchrun_worker()
         with _study_runner(
-            context, _jobs(jobs, resolve_device(chosen, accelerator)[0] if alone else "several")
+            context, _jobs(jobs, resolve_device(selected, accelerator)[0] if single_device else "several")
         ) as run_one:
             results = run_one(
-                chosen,
+                selected,
                 settings=settings,
                 seeds=_seeds(seeds),
                 accelerator=accelerator,
@@ -191,7 +203,7 @@ def compare(
     methods: Annotated[
         str | None,
         typer.Option(
-            "--methods", help="Names or globs with commas between, as in: map,laplace*.", show_default="all"
+            "--methods", help="Comma-separated names or globs, for example map,laplace*.", show_default="all"
         ),
     ] = None,
     epochs: Epochs = None,
@@ -203,8 +215,8 @@ def compare(
     jobs: Jobs = None,
     no_progress: NoProgress = False,
 ) -> None:
-    """Which method to use on a network and data, and what each costs; writes OUT/compare-NETWORK-DATA/results.json."""
-    with _one_line(_command(context)):
+    """Compare all methods on a network and a data set, and write OUT/compare-NETWORK-DATA/results.json."""
+    with _one_line_errors(_command(context)):
         from flowbnn_studies import get_study
 
         study = get_study("compare")
@@ -216,7 +228,7 @@ def compare(
         settings = study.make_settings(quick=quick, network=network, data=data, **changes)
         with _study_runner(context, _jobs(jobs)) as run_one:
             results = run_one(study, settings=settings, seeds=_seeds(seeds))
-        _show(results, _folder(out, quick), every=True)
+        _show(results, _folder(out, quick), all_metrics=True)
 
 
 @app.command()
@@ -228,8 +240,8 @@ def demo(
     jobs: Jobs = None,
     no_progress: NoProgress = False,
 ) -> None:
-    """Run two-clusters and digits and write the report: one to two minutes on two cores."""
-    with _one_line(_command(context)):
+    """Run two-clusters and digits and write the report; takes one to two minutes on two cores."""
+    with _one_line_errors(_command(context)):
         from flowbnn.training import check_writable
         from flowbnn_studies import get_study
         from flowbnn_studies.report import write_report
@@ -242,24 +254,24 @@ def demo(
                 command = f"flowbnn run {study.name}{' --quick' if quick else ''}"
                 _show(run_one(study, settings=study.make_settings(quick=quick), command=command))
         page = write_report([folder / name / "results.json" for name in names], folder / "report.html")
-        typer.echo(f"\nThe report: {page}")
+        typer.echo(f"\nReport: {page}")
 
 
 @app.command()
 def report(
-    folder: Annotated[Path, typer.Argument(help="Folder that studies wrote to.")] = Path("results"),
+    folder: Annotated[Path, typer.Argument(help="Folder of the results.")] = Path("results"),
     out: Annotated[
-        Path | None, typer.Option("--out", help="The page.", show_default="FOLDER/report.html")
+        Path | None, typer.Option("--out", help="HTML file to write.", show_default="FOLDER/report.html")
     ] = None,
     markdown: Annotated[
-        Path | None, typer.Option("--markdown", help="Also write the tables as Markdown, to this file.")
+        Path | None, typer.Option("--markdown", help="Also write the tables to this Markdown file.")
     ] = None,
     figures: Annotated[
-        Path | None, typer.Option("--figures", help="Also write every figure as a PNG, into this folder.")
+        Path | None, typer.Option("--figures", help="Also write every figure as a PNG into this folder.")
     ] = None,
 ) -> None:
-    """Write the page again from stored results; nothing is trained."""
-    with _one_line():
+    """Write the report from stored results; nothing is trained."""
+    with _one_line_errors():
         from flowbnn_studies import studies
         from flowbnn_studies.report import find_results, save_figures, write_markdown, write_report
 
@@ -268,38 +280,43 @@ def report(
         paths.sort(
             key=lambda path: order.index(path.parent.name) if path.parent.name in order else len(order)
         )
-        typer.echo(f"The report: {write_report(paths, out or folder / 'report.html')}")
+        typer.echo(f"Report: {write_report(paths, out or folder / 'report.html')}")
         if markdown is not None:
-            typer.echo(f"The tables: {write_markdown(paths, markdown)}")
+            typer.echo(f"Tables: {write_markdown(paths, markdown)}")
         if figures is not None:
-            typer.echo(f"The figures: {len(save_figures(paths, figures))} in {figures}")
+            typer.echo(f"Figures: {len(save_figures(paths, figures))} in {figures}")
 
 
 @contextmanager
 def _study_runner(context: typer.Context, jobs: int) -> Iterator[Callable[..., dict[str, Any]]]:
-    """``run_study`` with the options that all commands share, and open workers."""
+    """Context manager that provides ``run_study`` with the options that all commands share, and with open workers."""
     from flowbnn_studies import open_workers, run_study
 
-    given = context.params
+    parameters = context.params
     with open_workers(jobs) as workers:
         yield partial(
             run_study,
-            out=_folder(given["out"], given["quick"]),
-            resume=given["resume"],
-            progress=not given["no_progress"],
+            out=_folder(parameters["out"], parameters["quick"]),
+            resume=parameters["resume"],
+            progress=not parameters["no_progress"],
             workers=workers,
-            command=_command(context, here=False),
-            trial=given["quick"],
+            command=_command(context, local=False),
+            trial=parameters["quick"],
         )
 
 
-def _command(context: typer.Context, here: bool = True) -> str:
-    """The command with the options that differ from their defaults; ``here``: also those that change no number."""
+def _command(context: typer.Context, local: bool = True) -> str:
+    """Returns the command with the options that differ from their defaults.
+
+    Args:
+        context: Context of the command.
+        local: Include options that do not affect the numbers, such as the output folder.
+    """
     words = ["flowbnn", str(context.info_name)]
-    machine = {"out", "jobs", "no_progress", "only"}
+    local_options = {"out", "jobs", "no_progress", "only"}
     for parameter in context.command.params:
         name, value = str(parameter.name), context.params.get(str(parameter.name))
-        if name in ("resume", "collect") or (name in machine and not here):
+        if name in ("resume", "collect") or (name in local_options and not local):
             continue
         if name == "out":
             value = _folder(context.params["out"], context.params.get("quick", False))
@@ -310,18 +327,18 @@ def _command(context: typer.Context, here: bool = True) -> str:
         elif value is True:
             words.append(parameter.opts[0])
         else:
-            many = value if isinstance(value, list | tuple) else [value]
-            words += [f"{parameter.opts[0]} {quote(str(one))}" for one in many]
+            values = value if isinstance(value, list | tuple) else [value]
+            words += [f"{parameter.opts[0]} {quote(str(entry))}" for entry in values]
     return " ".join(words)
 
 
 def _folder(out: Path, quick: bool) -> Path:
-    """A trial run does not replace real results unless it is sent there."""
+    """Returns the output folder. Trial runs have a folder of their own by default, so that they replace no real results."""
     return Path("results-quick") if quick and out == Path("results") else out
 
 
 def _setting(pair: str) -> tuple[str, Any]:
-    """The name and the value of ``name=value``, whose value is written as in Python: 0.05, or 0,6,12, or true; words need no quotes.
+    """Parses ``name=value``. The value is written as in Python: 0.05, or 0,6,12, or true; words need no quotes.
 
     >>> _setting("data=cifar10"), _setting("methods=mnf-kl0.1,map"), _setting("problems=conv,")
     (('data', 'cifar10'), ('methods', ('mnf-kl0.1', 'map')), ('problems', ('conv',)))
@@ -330,21 +347,21 @@ def _setting(pair: str) -> tuple[str, Any]:
 
     from flowbnn.errors import FlowBNNError
 
-    name, _, text = (part.strip() for part in pair.partition("="))
+    name, _, text = (text.strip() for text in pair.partition("="))
     if text.lower() in ("true", "false"):
         return name, text.lower() == "true"
-    if text and text[0].isalpha() and all(one.isalnum() or one in "_-*.," for one in text):
+    if text and text[0].isalpha() and all(char.isalnum() or char in "_-*.," for char in text):
         return name, tuple(word for word in text.split(",") if word) if "," in text else text
     try:
         return name, literal_eval(text)
     except (ValueError, SyntaxError):
         raise FlowBNNError(
-            f"--set takes name=value, as in --set noise_lr=0.05, not '{pair}'", argument="set"
+            f"--set expects name=value, for example --set noise_lr=0.05, got '{pair}'", argument="set"
         ) from None
 
 
-def _seeds(asked: str | None) -> int | list[int] | None:
-    """How many seeds, or which.
+def _seeds(text: str | None) -> int | list[int] | None:
+    """Parses a number of seeds or a list of seeds.
 
     >>> _seeds("5"), _seeds("3,4"), _seeds("4,"), _seeds(None)
     (5, [3, 4], [4], None)
@@ -352,32 +369,35 @@ def _seeds(asked: str | None) -> int | list[int] | None:
     from flowbnn.errors import FlowBNNError
 
     try:
-        if asked is None or "," not in asked:
-            return None if asked is None else int(asked)
-        return [int(seed) for seed in asked.split(",") if seed.strip()]
+        if text is None or "," not in text:
+            return None if text is None else int(text)
+        return [int(seed) for seed in text.split(",") if seed.strip()]
     except ValueError:
         raise FlowBNNError(
-            f"--seeds takes a number, as in --seeds 5, or seeds with commas between, as in --seeds 3,4, not '{asked}'",
+            f"--seeds expects a number or a list such as 3,4, got '{text}'",
             argument="seeds",
         ) from None
 
 
-def _jobs(asked: int | None, accelerator: str = "cpu") -> int:
+def _jobs(number: int | None, accelerator: str = "cpu") -> int:
+    """Returns the number of processes."""
     from flowbnn_studies.runner.run import available_cores
 
-    if asked is not None:
-        return asked
+    if number is not None:
+        return number
     return min(4, available_cores()) if accelerator == "cpu" else 1
 
 
-def _show(results: dict[str, Any], folder: Path | None = None, every: bool = False) -> None:
-    """The main table: a study's rows, mean and spread over seeds, the published value where there is one."""
+def _show(results: dict[str, Any], folder: Path | None = None, all_metrics: bool = False) -> None:
+    """Prints the main table of a study: mean and standard deviation over seeds, and published values."""
     from flowbnn_studies.report import console_lines
 
-    for line in console_lines(results, every):
+    for line in console_lines(results, all_metrics):
         typer.echo(line)
     if folder is not None:
-        typer.echo(f"\n{folder / results['study'] / 'results.json'}; a page of it: flowbnn report {folder}")
+        typer.echo(
+            f"\nResults: {folder / results['study'] / 'results.json'}. Create the report with: flowbnn report {folder}"
+        )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The command line: its words, its errors in one line, and its exit codes."""
+"""Tests of the command line: commands, one-line errors and exit codes."""
 
 import json
 import runpy
@@ -31,7 +31,7 @@ def test_version_and_list():
     assert [line.split()[0] for line in listed.output.splitlines()] == [study.name for study in studies()]
 
 
-def test_run_writes_results_and_shows_the_table_then_report_makes_the_page(tmp_path):
+def test_run_writes_results_and_report_writes_the_page(tmp_path):
     done = call("run", "two-clusters", "--out", tmp_path, *SMALL, "--set", "grid=7", "--set", "noise_lr=1")
     assert done.exit_code == 0, done.output
     results = json.loads((tmp_path / "two-clusters" / "results.json").read_text())
@@ -42,11 +42,11 @@ def test_run_writes_results_and_shows_the_table_then_report_makes_the_page(tmp_p
     assert len(results["figures"][0]["data"]["models"][0]["grid"]) == 49
     assert results["settings"]["epochs"] == 1
     assert "Flow noise" in done.output
-    assert "published" not in done.output  # beside numbers that mean nothing
+    assert "published" not in done.output  # trial runs show no published values
     assert "trial run with tiny settings" in done.output
     assert results["answer"] in done.output
-    kept = {**results, "figures": results["figures"][2:3]}
-    (tmp_path / "two-clusters" / "results.json").write_text(json.dumps(kept))
+    content = {**results, "figures": results["figures"][2:3]}
+    (tmp_path / "two-clusters" / "results.json").write_text(json.dumps(content))
     page = call("report", tmp_path, "--out", tmp_path / "page.html")
     assert page.exit_code == 0, page.output
     assert results["title"] in (tmp_path / "page.html").read_text()
@@ -57,16 +57,16 @@ def test_run_writes_results_and_shows_the_table_then_report_makes_the_page(tmp_p
     [
         (["run", "two-cluster"], "did you mean 'two-clusters'"),
         (["run", "digits", "--seeds", "0"], "seeds must be a number of at least 1"),
-        (["run", "digits", "--seeds", "a"], "or seeds with commas between, as in --seeds 3,4, not 'a'"),
+        (["run", "digits", "--seeds", "a"], "expects a number or a list such as 3,4, got 'a'"),
         (["run", "digits", "--epochs", "0"], "(epochs=...) must be an integer of at least 1, got 0"),
         (["run", "digits", "--jobs", "0"], "(jobs=...) must be an integer of at least 1, got 0"),
-        (["run", "digits", "--set", "novel"], "--set takes name=value"),
+        (["run", "digits", "--set", "novel"], "--set expects name=value"),
         (["run", "digits", "--set", "novl=3"], "did you mean 'novel'"),
         (["run", "digits", "--set", "width=1.5"], "(width=...) must be an integer of at least 1, got 1.5"),
         (["report", "no-such-folder"], "no-such-folder"),
     ],
 )
-def test_errors_are_one_line_and_exit_code_2(words, message):
+def test_errors_are_one_line_with_exit_code_2(words, message):
     result = call(*words)
     assert result.exit_code == 2
     assert message in result.stderr
@@ -75,12 +75,12 @@ def test_errors_are_one_line_and_exit_code_2(words, message):
 
 
 @pytest.mark.parametrize("word", ["true", "True", "false", "FALSE"])
-def test_a_setting_that_is_true_or_false_may_be_written_as_usual(word):
+def test_boolean_settings_ignore_case(word):
     assert _setting(f"flip={word}") == ("flip", word.lower() == "true")
 
 
 @pytest.mark.parametrize("command", [["run", "two-clusters"], ["demo"]])
-def test_an_unwritable_folder_is_told_before_any_work(tmp_path, command):
+def test_unwritable_folder_is_reported_before_training(tmp_path, command):
     (tmp_path / "file").write_text("")
     result = call(*command, "--quick", "--jobs", "1", "--out", tmp_path / "file")
     assert result.exit_code == 2
@@ -88,7 +88,7 @@ def test_an_unwritable_folder_is_told_before_any_work(tmp_path, command):
     assert "cannot write" in result.stderr
 
 
-def test_ctrl_c_while_torch_is_imported_is_one_line():
+def test_interrupt_during_import_is_one_line():
     code = """
 import os, signal, sys, flowbnn_command
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -103,7 +103,7 @@ flowbnn_command.main()
     assert (ended.returncode, ended.stderr) == (130, "flowbnn: interrupted\n")
 
 
-def test_ctrl_c_says_how_to_go_on(tmp_path, monkeypatch):
+def test_interrupt_prints_the_command_to_continue(tmp_path, monkeypatch):
     from flowbnn_studies.two_clusters import TwoClusters
 
     def interrupted(self, job):
@@ -114,7 +114,7 @@ def test_ctrl_c_says_how_to_go_on(tmp_path, monkeypatch):
     result = call("run", "two-clusters", "--out", folder, "--acceleration", "off", *SMALL)
     assert result.exit_code == 130
     line = result.stderr.strip().splitlines()[-1]
-    words = shlex.split(line.partition("go on with: ")[2])
+    words = shlex.split(line.partition("continue with: ")[2])
     assert words[:3] == ["flowbnn", "run", "two-clusters"]
     assert words[words.index("--out") + 1] == str(folder)
     assert words[words.index("--acceleration") + 1] == "off"
@@ -122,7 +122,7 @@ def test_ctrl_c_says_how_to_go_on(tmp_path, monkeypatch):
     assert words[-1] == "--resume"
 
 
-def test_demo_runs_both_studies_and_prints_the_path_of_the_page(tmp_path, monkeypatch, sketched):
+def test_demo_runs_two_studies_and_writes_the_report(tmp_path, monkeypatch, sketched):
     tiny = {"train": 200, "test": 200, "short_epochs": 1, "epochs": 1, "samples": 2, "grid": 5}
     for study, settings in (
         ("two_clusters.TwoClusters", tiny),
@@ -139,18 +139,18 @@ def test_demo_runs_both_studies_and_prints_the_path_of_the_page(tmp_path, monkey
 
 
 @pytest.mark.parametrize("wrong", ["epochs=-1", "weight_lr=-1", "hidden=0", "novel=12", "samples=0"])
-def test_settings_are_refused_before_anything_is_put_aside(wrong, tmp_path):
-    kept = [tmp_path / "digits" / place / "plain-seed0.json" for place in ("parts", "earlier")]
-    for path in kept:
+def test_invalid_settings_are_refused_before_archiving(wrong, tmp_path):
+    paths = [tmp_path / "digits" / place / "plain-seed0.json" for place in ("parts", "earlier")]
+    for path in paths:
         path.parent.mkdir(parents=True)
         path.write_text(path.parent.name)
     for _ in range(2):
         assert call("run", "digits", "--seeds", "1", "--set", wrong, "--out", tmp_path).exit_code == 2
-    assert [path.read_text() for path in kept] == ["parts", "earlier"]
+    assert [path.read_text() for path in paths] == ["parts", "earlier"]
 
 
 @pytest.mark.parametrize("device", ["tpu", "abacus"])
-def test_a_device_that_is_not_there_is_refused_before_anything_is_cleared(device, tmp_path):
+def test_missing_device_is_refused_before_archiving(device, tmp_path):
     finished = tmp_path / "digits" / "parts" / "plain-seed0.json"
     finished.parent.mkdir(parents=True)
     finished.write_text("{}")
@@ -162,24 +162,25 @@ def test_a_device_that_is_not_there_is_refused_before_anything_is_cleared(device
 
 
 @pytest.mark.parametrize("missing", ["jinja2", "matplotlib"])
-def test_a_missing_package_is_one_line_that_says_what_to_install(missing, monkeypatch):
-    def write_report(*given):
+def test_missing_package_is_one_line(missing, monkeypatch):
+    def write_report(*arguments):
         raise ModuleNotFoundError(f"No module named {missing!r}", name=missing)
 
     monkeypatch.setattr("flowbnn_studies.report.write_report", write_report)
     done = call("report", Path(__file__).parents[2] / "docs" / "results")
     assert done.exit_code == 2
-    assert done.stderr == f"flowbnn: this needs {missing}: pip install flowbnn[studies]\n"
+    assert done.stderr == f"flowbnn: {missing} is not installed; run pip install flowbnn[studies]\n"
 
 
-def test_without_typer_the_command_line_says_what_to_install(monkeypatch):
+def test_missing_typer_is_one_line(monkeypatch):
     monkeypatch.setitem(sys.modules, "typer", None)
-    with pytest.raises(SystemExit, match="needs typer: pip install flowbnn\\[studies\\]"):
+    with pytest.raises(SystemExit) as caught:
         runpy.run_path(cli.__file__)
+    assert caught.value.code == "flowbnn: typer is not installed; run pip install flowbnn[studies]"
 
 
 @pytest.mark.parametrize(
-    ("words", "side_by_side"),
+    ("words", "parallel"),
     [
         (["images"], False),
         (["images", "--device", "cpu"], True),
@@ -187,15 +188,15 @@ def test_without_typer_the_command_line_says_what_to_install(monkeypatch):
         (["two-clusters", "--device", "cuda"], False),
     ],
 )
-def test_a_gpu_trains_one_variant_at_a_time(monkeypatch, words, side_by_side):
-    asked = []
+def test_gpu_trains_one_variant_at_a_time(monkeypatch, words, parallel):
+    numbers = []
 
     def runner(context, jobs):
-        asked.append(jobs)
+        numbers.append(jobs)
         raise FlowBNNError("enough")
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(running, "available_cores", lambda: 8)
     monkeypatch.setattr(cli, "_study_runner", runner)
     assert "enough" in call("run", *words).output
-    assert asked == [4 if side_by_side else 1]
+    assert numbers == [4 if parallel else 1]

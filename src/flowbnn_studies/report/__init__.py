@@ -1,4 +1,4 @@
-"""The report: figures, tables and one HTML page, from ``results.json`` alone, never from a model.
+"""Report of studies: figures, tables and one HTML page, made from ``results.json`` alone and never from a model.
 
 >>> from flowbnn_studies.report import find_results, write_report
 >>> write_report(find_results("results"), "results/report.html")  # doctest: +SKIP

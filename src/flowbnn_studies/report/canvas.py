@@ -1,8 +1,8 @@
-"""How figures are drawn: colours and fonts, how numbers are written, and from panels to inline SVG or one PNG.
+"""Drawing of figures: colours, fonts, formatting of numbers, and conversion of panels to inline SVG or one PNG.
 
-A figure is a :class:`Plot`: panels that each draw themselves on an empty matplotlib figure, and a key that says what their symbols
-mean. The page shows every panel as a picture of its own, so that a phone stacks them; :func:`to_png` puts all on one sheet. No other
-file names a colour by its code.
+A figure is a :class:`Plot`: panels that draw themselves on an empty matplotlib figure, and a legend. The page shows every panel as
+a picture of its own, so that a phone stacks them. :func:`to_png` puts all panels on one sheet. No other file names a colour by its
+code.
 """
 
 import io
@@ -26,8 +26,8 @@ from matplotlib.legend_handler import HandlerTuple
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
-# Each name is a custom property of the page: (light scheme, dark scheme). Figures are drawn in the light value and the page replaces it
-# by the name, so that a figure follows the reader's scheme. Hues are those of Okabe and Ito (2008), darkened to stand out on white.
+# Each name is a custom property of the page: (light scheme, dark scheme). Figures are drawn in the light value, which the page replaces
+# by the name, so that a figure follows the reader's scheme. The hues are those of Okabe and Ito (2008), darkened for contrast on white.
 COLOURS: dict[str, tuple[str, str]] = {
     "ink": ("#20242c", "#e9ebef"),
     "muted": ("#5f6673", "#a7aebb"),
@@ -47,7 +47,7 @@ COLOURS: dict[str, tuple[str, str]] = {
     "crimson": ("#a6163a", "#f2617c"),
     "amber": ("#c78500", "#f0b23c"),
     "violet": ("#7a52b8", "#a98be0"),
-    # what is no method: classes of points, heat maps
+    # classes of points and heat maps
     "indigo": ("#4560b0", "#8fa6ea"),
     "sand": ("#b58f4e", "#dcbd85"),
     "sky": ("#3b9fd6", "#8fd0f7"),
@@ -68,14 +68,20 @@ STEPS = tuple(f"step{number}" for number in range(1, 9))
 
 @dataclass(frozen=True)
 class MethodFamily:
-    """A kind of method: its name in a legend, its colour on every page, and the methods that belong to it with their variants."""
+    """A family of methods that share a colour.
+
+    Args:
+        name: Name in a legend.
+        colour: Name of the colour.
+        methods: Names of the methods in kebab case. Their variants belong to the family as well.
+    """
 
     name: str
     colour: str
     methods: tuple[str, ...]
 
 
-# The first that fits counts: a variant of a method comes before the method.
+# The first match counts: a variant of a method comes before the method.
 METHOD_FAMILIES = (
     MethodFamily("variational weights", "crimson", ("bayes-by-backprop", "mnf")),
     MethodFamily("Laplace", "amber", ("laplace",)),
@@ -85,11 +91,11 @@ METHOD_FAMILIES = (
     MethodFamily("mixture noise", "purple", ("node-noise-mixture",)),
     MethodFamily("Gaussian noise", "blue", ("node-noise-gaussian",)),
     MethodFamily("flow noise", "vermillion", ("node-noise",)),
-    MethodFamily("one network, trained as long", "brown", ("mle-longer",)),
-    MethodFamily("one network", "slate", ("mle", "map", "damp", "temperature")),
+    MethodFamily("deterministic network, same number of epochs", "brown", ("mle-longer",)),
+    MethodFamily("deterministic network", "slate", ("mle", "map", "damp", "temperature")),
 )
 
-# For matplotlib: one point is one pixel of the page, because figures are saved at 72 dots an inch.
+# Settings of matplotlib. One point is one pixel of the page because figures are saved at 72 dots per inch.
 # fmt: off
 RC: dict[str, Any] = {
     "figure.dpi": 72, "figure.facecolor": "none", "savefig.facecolor": "none", "svg.fonttype": "none", "text.parse_math": False,
@@ -107,7 +113,7 @@ RC: dict[str, Any] = {
 
 
 def light_colour(name: str) -> str:
-    """The code of the colour that figures are drawn in.
+    """Returns the code of a colour in the light scheme, in which figures are drawn.
 
     >>> light_colour("blue")
     '#0072b2'
@@ -116,20 +122,23 @@ def light_colour(name: str) -> str:
 
 
 def family_of(method: str | None) -> MethodFamily | None:
-    """The kind of a method by its kebab-case name, if it is known.
+    """Returns the family of a method by its kebab-case name, or None.
 
     >>> [family_of(method).name for method in ("node-noise-planar", "mle-longer", "mle")]
-    ['flow noise', 'one network, trained as long', 'one network']
+    ['flow noise', 'deterministic network, same number of epochs', 'deterministic network']
     >>> family_of("mine")
     """
-    names = {one: kind for kind in reversed(METHOD_FAMILIES) for one in kind.methods}
-    while method and method not in names:
+    families = {name: family for family in reversed(METHOD_FAMILIES) for name in family.methods}
+    while method and method not in families:
         method = method.rpartition("-")[0]
-    return names.get(method or "")
+    return families.get(method or "")
 
 
 def assign_colours(rows: Iterable[Mapping[str, Any]]) -> dict[str, str]:
-    """A colour for each label: that of its method, a ramp where more than two rows share one method, hues where there is none.
+    """Assigns a colour to each label.
+
+    A label has the colour of its method. Labels without a method have hues of their own. If more than two rows share one method,
+    the colours are a ramp.
 
     >>> assign_colours([{"label": "Flow", "method": "node-noise-planar"}, {"label": "mine"}, {"label": "yours"}])
     {'Flow': 'vermillion', 'mine': 'teal', 'yours': 'indigo'}
@@ -141,14 +150,14 @@ def assign_colours(rows: Iterable[Mapping[str, Any]]) -> dict[str, str]:
     if 2 < count <= len(STEPS) and len(set(methods.values())) == 1 and all(methods.values()):
         last = 5.0 if count <= 6 else 7.0
         return {label: STEPS[round(last * at / (count - 1) + 1e-9)] for at, label in enumerate(methods)}
-    known = {label: kind.colour for label, method in methods.items() if (kind := family_of(method))}
-    spare = (kind.colour for kind in METHOD_FAMILIES if kind.colour not in known.values())
+    assigned = {label: family.colour for label, method in methods.items() if (family := family_of(method))}
+    spare = (family.colour for family in METHOD_FAMILIES if family.colour not in assigned.values())
     hues = cycle(("teal", "indigo", "sand", "sky", *spare))
-    return {label: known.get(label) or next(hues) for label in methods}
+    return {label: assigned.get(label) or next(hues) for label in methods}
 
 
 def format_number(value: object, form: str = ".3f") -> str:
-    """A number for reading: a real minus sign, an en dash where there is none.
+    """Formats a number with a real minus sign. A missing number is an en dash.
 
     >>> format_number(-0.25, ".2f"), format_number(None), format_number(float("nan")), format_number(float("inf"))
     ('−0.25', '–', '–', '∞')
@@ -161,7 +170,7 @@ def format_number(value: object, form: str = ".3f") -> str:
 
 
 def format_tick(value: float, _position: object = None) -> str:
-    """The label of a tick: as short as it can be.
+    """Formats the label of a tick as briefly as possible.
 
     >>> format_tick(0.30000000000000004), format_tick(-2.0), format_tick(0.00002), format_tick(3e7)
     ('0.3', '−2', '2e−5', '3e7')
@@ -174,7 +183,7 @@ def format_tick(value: float, _position: object = None) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """Seconds in the units a person would use.
+    """Formats seconds in readable units.
 
     >>> format_duration(7.26), format_duration(83), format_duration(7320)
     ('7.3 s', '1 min 23 s', '2 h 2 min')
@@ -183,8 +192,8 @@ def format_duration(seconds: float) -> str:
         return "–"
     if seconds < 60:
         return f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
+    minutes, remainder = divmod(round(seconds), 60)
+    return f"{minutes} min {remainder} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
 
 
 Sheet = Figure | SubFigure
@@ -193,7 +202,15 @@ DASHED = (0, (4, 3))
 
 @dataclass(frozen=True)
 class Key:
-    """One entry of a legend; ``mark`` is 'line', 'area', 'dot', 'sizes' (two dots), 'cross' (error bars) or 'ramp' (of a heat map)."""
+    """One entry of a legend.
+
+    Args:
+        label: Text of the entry.
+        colour: Name of the colour.
+        mark: Symbol: 'line', 'area', 'dot', 'sizes' (two dots), 'cross' (error bars) or 'ramp' (of a heat map).
+        dashes: Lengths of dashes and gaps; empty for a solid line.
+        alpha: Opacity.
+    """
 
     label: str
     colour: str
@@ -204,7 +221,13 @@ class Key:
 
 @dataclass(frozen=True)
 class Panel:
-    """One picture; ``note`` is the quiet remark after its title."""
+    """One picture.
+
+    Args:
+        title: Title above the picture.
+        draw: Function that draws on an empty figure.
+        note: Remark after the title.
+    """
 
     title: str
     draw: Callable[[Sheet], None]
@@ -213,7 +236,12 @@ class Panel:
 
 @dataclass(frozen=True)
 class Group:
-    """Panels that stand together, under a heading if it has one."""
+    """Panels that are shown together.
+
+    Args:
+        panels: Panels of the group.
+        heading: Heading of the group; empty for none.
+    """
 
     panels: list[Panel]
     heading: str = ""
@@ -221,7 +249,14 @@ class Group:
 
 @dataclass(frozen=True)
 class Plot:
-    """A whole figure; ``size`` is that of one panel, in pixels."""
+    """A complete figure.
+
+    Args:
+        groups: Groups of panels.
+        keys: Entries of the legend.
+        columns: Number of panels in a row.
+        size: Width and height of one panel, in pixels.
+    """
 
     groups: list[Group]
     keys: list[Key] = field(default_factory=list)
@@ -230,16 +265,16 @@ class Plot:
 
 
 def make_panels(data: dict[str, Any], draw: Callable[[Axes, dict[str, Any]], None]) -> list[Panel]:
-    """A panel for each of ``data["panels"]``, drawn on axes of its own."""
+    """Returns a panel for each entry of ``data["panels"]``, drawn on axes of its own."""
 
-    def make(one: dict[str, Any]) -> Panel:
-        return Panel(one["title"], lambda sheet: draw(sheet.subplots(), one), one.get("note") or "")
+    def make(entry: dict[str, Any]) -> Panel:
+        return Panel(entry["title"], lambda sheet: draw(sheet.subplots(), entry), entry.get("note") or "")
 
-    return [make(one) for one in data["panels"]]
+    return [make(entry) for entry in data["panels"]]
 
 
 def to_floats(value: object) -> np.ndarray:
-    """An array of floats; null and infinity become NaN, which figures leave blank.
+    """Converts to an array of floats. Null and infinity become NaN, which figures leave blank.
 
     >>> to_floats([1, None, float("inf")])
     array([ 1., nan, nan])
@@ -249,7 +284,7 @@ def to_floats(value: object) -> np.ndarray:
 
 
 def value_range(*arrays: np.ndarray) -> tuple[float, float] | None:
-    """The least and the greatest of all finite numbers, or None where they do not differ.
+    """Returns the smallest and the largest finite number, or None if they are equal or missing.
 
     >>> value_range(np.array([3.0, np.nan]), np.array([1.0])), value_range(np.array([np.nan]))
     ((1.0, 3.0), None)
@@ -260,28 +295,31 @@ def value_range(*arrays: np.ndarray) -> tuple[float, float] | None:
 
 
 def set_ticks(axes: Axes, x: int = 5, y: int = 5, integer: bool = False) -> None:
-    """At most that many ticks on each axis, with short labels; on a logarithmic axis at 1, 2 and 5 where the range is small."""
-    for axis, most in ((axes.xaxis, x), (axes.yaxis, y)):
+    """Sets at most the given number of ticks on each axis, with short labels.
+
+    A logarithmic axis of small range has ticks at 1, 2 and 5.
+    """
+    for axis, limit in ((axes.xaxis, x), (axes.yaxis, y)):
         if axis.get_scale() == "log":
             low, high = axis.get_view_interval()
             axis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 100 * low else (1,), numticks=9))
             axis.set_minor_locator(NullLocator())
         else:
-            whole = integer and axis is axes.xaxis
-            axis.set_major_locator(MaxNLocator(most, steps=[1, 2, 2.5, 5, 10], integer=whole))
+            integer_axis = integer and axis is axes.xaxis
+            axis.set_major_locator(MaxNLocator(limit, steps=[1, 2, 2.5, 5, 10], integer=integer_axis))
         axis.set_major_formatter(FuncFormatter(format_tick))
 
 
 def line_style(dashes: str) -> Any:
-    """Lengths of dashes and gaps, as matplotlib takes them; none is a solid line."""
+    """Returns lengths of dashes and gaps in matplotlib's format; an empty text is a solid line."""
     return (0, tuple(float(part) for part in dashes.split())) if dashes else "-"
 
 
 @contextmanager
 def _drawing(seed: str = "flowbnn") -> Iterator[None]:
-    """Our settings for the length of one drawing; the user's own matplotlib settings stay as they are."""
+    """Context manager that applies our matplotlib settings to one drawing and then restores those of the user."""
     with warnings.catch_warnings(), matplotlib.rc_context():
-        # A label in a script that the measuring font lacks is still shown, by the fonts of the browser.
+        # The browser's fonts show characters that the measuring font lacks.
         warnings.filterwarnings("ignore", message=r"Glyph .* missing from")
         start: Any = {
             name: value for name, value in matplotlib.rcParamsDefault.items() if "backend" not in name
@@ -291,21 +329,29 @@ def _drawing(seed: str = "flowbnn") -> Iterator[None]:
 
 
 def to_svg(panel: Panel, size: tuple[int, int], name: str, alt: str) -> str:
-    """The panel as an ``<svg>`` element to set into a page: colours by name, no identifiers but its own.
+    """Returns the panel as an ``<svg>`` element for a page, with named colours and identifiers of its own.
 
     Args:
-        panel: what to draw.
-        size: width and height, in pixels.
-        name: a prefix for the identifiers inside, different for every picture of a page.
-        alt: what a reader who cannot see the picture is told.
+        panel: Panel to draw.
+        size: Width and height, in pixels.
+        name: Prefix of the identifiers, different for every picture of a page.
+        alt: Text for readers who cannot see the picture.
     """
     with _drawing(name):
         figure = Figure(figsize=(size[0] / 72, size[1] / 72), layout="constrained")
         panel.draw(figure)
-        figure.set_dpi(150)  # of what is rasterized inside; everything else stays a drawing
+        figure.set_dpi(150)  # resolution of rasterized parts; the rest stays vector graphics
         stream = io.BytesIO()
         FigureCanvasSVG(figure).print_svg(stream, metadata={"Date": None})
     tree = ElementTree.fromstring(stream.getvalue())
+    _strip(tree)
+    _rename_identifiers(tree, name)
+    tree.attrib = {"viewBox": f"0 0 {size[0]} {size[1]}", "role": "img", "aria-label": alt}
+    return ElementTree.tostring(tree, encoding="unicode")
+
+
+def _strip(tree: ElementTree.Element) -> None:
+    """Removes namespaces, metadata, styles and white space."""
     for element in tree.iter():
         element.tag = element.tag.rpartition("}")[2]
         element.attrib = {key.rpartition("}")[2]: value for key, value in element.attrib.items()}
@@ -315,20 +361,24 @@ def to_svg(panel: Panel, size: tuple[int, int], name: str, alt: str) -> str:
         element.tail = None
         if element.tag != "text":
             element.text = None
+
+
+def _rename_identifiers(tree: ElementTree.Element, prefix: str) -> None:
+    """Prefixes the identifiers in use, removes the others, replaces colours by names and shortens coordinates."""
     reference = re.compile(r"(?<=^#)[\w-]+$|(?<=url\(#)[\w-]+")
-    used = {
+    references = {
         match
         for element in tree.iter()
         for value in element.attrib.values()
-        if len(value) < 200
+        if len(value) < 200  # longer values are images
         for match in reference.findall(value)
     }
     for element in tree.iter():
-        if element.attrib.get("id") not in used:
+        if element.attrib.get("id") not in references:
             element.attrib.pop("id", None)
         for key, value in element.attrib.items():
             if key == "id":
-                element.attrib[key] = f"{name}-{value}"
+                element.attrib[key] = f"{prefix}-{value}"
             elif key == "style":
                 element.attrib[key] = _with_names(value)
             elif key == "d":
@@ -336,13 +386,11 @@ def to_svg(panel: Panel, size: tuple[int, int], name: str, alt: str) -> str:
                     re.sub(r"-?\d+\.\d+", lambda match: f"{float(match[0]):.1f}", value).split()
                 )
             elif key in ("href", "clip-path") and len(value) < 200:
-                element.attrib[key] = value.replace("#", f"#{name}-")
-    tree.attrib = {"viewBox": f"0 0 {size[0]} {size[1]}", "role": "img", "aria-label": alt}
-    return ElementTree.tostring(tree, encoding="unicode")
+                element.attrib[key] = value.replace("#", f"#{prefix}-")
 
 
 def _with_names(style: str) -> str:
-    """A style attribute with the page's names for colours, and the page's font."""
+    """Returns a style attribute with the page's names of colours and the page's font."""
     names = {pair[0]: f"var(--{name})" for name, pair in COLOURS.items()}
     style = re.sub(r"#[0-9a-fA-F]{6}\b", lambda match: names.get(match[0].lower(), match[0]), style)
     style = re.sub(r"\bfont: ([\d.]+px) [^;]*", r"font-size: \1", style)
@@ -350,7 +398,7 @@ def _with_names(style: str) -> str:
 
 
 def to_png(plot: Plot, title: str, scale: float = 2.0) -> bytes:
-    """The whole figure on one white sheet, with its title, its key and its panels' titles."""
+    """Returns the figure as one PNG on a white sheet, with its title, legend and the titles of its panels."""
     rows = [
         (group.heading if start == 0 else "", group.panels[start : start + plot.columns])
         for group in plot.groups
@@ -367,31 +415,19 @@ def to_png(plot: Plot, title: str, scale: float = 2.0) -> bytes:
         figure = Figure(
             figsize=(width / 72, sum(heights) / 72), dpi=72 * scale, facecolor="white", layout="constrained"
         )
-        head, *parts = figure.subfigures(len(heights), 1, height_ratios=heights, squeeze=False).ravel()
+        head, *bodies = figure.subfigures(len(heights), 1, height_ratios=heights, squeeze=False).ravel()
         head.text(10 / width, 1 - 10 / heights[0], title, va="top", fontsize=13, weight="bold")
         if plot.keys:
-            # matplotlib drops entries that begin with an underscore
-            labels = [f" {key.label}" if key.label.startswith("_") else key.label for key in plot.keys]
-            legend = head.legend(
-                [_handle(key) for key in plot.keys],
-                labels,
-                loc="upper left",
-                bbox_to_anchor=(2 / width, 1 - 30 / heights[0]),
-                ncols=columns,
-                handler_map={tuple: HandlerTuple(ndivide=None)},
-                labelcolor=light_colour("muted"),
-                borderaxespad=0.3,
-            )
-            legend.set_in_layout(False)
-        for part, (heading, panels) in zip(parts, rows, strict=True):
+            _draw_legend(head, plot.keys, columns, width, heights[0])
+        for row, (heading, panels) in zip(bodies, rows, strict=True):
             if heading:
-                part.suptitle(heading, x=10 / width, ha="left", fontsize=12, weight="bold")
+                row.suptitle(heading, x=10 / width, ha="left", fontsize=12, weight="bold")
             for cell, panel in zip(
-                part.subfigures(1, plot.columns, squeeze=False).ravel(), panels, strict=False
+                row.subfigures(1, plot.columns, squeeze=False).ravel(), panels, strict=False
             ):
                 text = f"{panel.title} ({panel.note})" if panel.note else panel.title
-                most = int(plot.size[0] / 6.4)
-                text = text if len(text) <= most else text[: most - 1].rstrip() + "…"
+                limit = int(plot.size[0] / 6.4)  # characters that fit, by their mean width
+                text = text if len(text) <= limit else text[: limit - 1].rstrip() + "…"
                 cell.suptitle(text, x=10 / plot.size[0], ha="left", fontsize=10.5, weight="bold")
                 panel.draw(cell)
         stream = io.BytesIO()
@@ -399,8 +435,25 @@ def to_png(plot: Plot, title: str, scale: float = 2.0) -> bytes:
     return stream.getvalue()
 
 
+def _draw_legend(head: SubFigure, keys: list[Key], columns: int, width: float, height: float) -> None:
+    """Draws the legend below the title."""
+    # matplotlib drops entries that begin with an underscore
+    labels = [f" {key.label}" if key.label.startswith("_") else key.label for key in keys]
+    legend = head.legend(
+        [_handle(key) for key in keys],
+        labels,
+        loc="upper left",
+        bbox_to_anchor=(2 / width, 1 - 30 / height),
+        ncols=columns,
+        handler_map={tuple: HandlerTuple(ndivide=None)},
+        labelcolor=light_colour("muted"),
+        borderaxespad=0.3,
+    )
+    legend.set_in_layout(False)
+
+
 def _handle(key: Key) -> Any:
-    """What stands before a label of the legend."""
+    """Returns the symbol of a legend entry."""
 
     def mark(size: float, marker: str = "o", alpha: float = key.alpha, edge: float = 0.0) -> Line2D:
         style: Any = {"color": light_colour(key.colour), "alpha": alpha, "linestyle": "none"}

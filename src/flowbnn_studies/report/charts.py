@@ -29,41 +29,44 @@ from flowbnn_studies.report.canvas import (
     value_range,
 )
 
-Data = dict[str, Any]
+JsonObject = dict[str, Any]
 Style = tuple[str, str]  # colour and dashes
-DASHES = ("", "5 2", "1.5 1.5", "6 2 1.5 2")
-LEVELS = ("1 3", "4 2 1 2", "8 3")
+DASHES = ("", "5 2", "1.5 1.5", "6 2 1.5 2")  # of lines that share a colour; published lines have the second
+LEVELS = ("1 3", "4 2 1 2", "8 3")  # of horizontal levels
 
 
 def _layout(count: int) -> tuple[int, tuple[int, int]]:
-    """Columns and the size of one panel: few panels are drawn larger, four make a square."""
+    """Returns the number of columns and the size of one panel. Few panels are larger, and four form a square."""
     return (1, (420, 260)) if count == 1 else (2, (380, 240)) if count in (2, 4) else (3, (300, 225))
 
 
-def _styles(panels: list[Data], colours: Mapping[str, str]) -> dict[str, Style]:
-    """Colour and dashes of each label: lines of one colour differ in their dashes, published ones are dashed, levels dotted."""
+def _styles(panels: list[JsonObject], colours: Mapping[str, str]) -> dict[str, Style]:
+    """Returns the colour and the dashes of each label.
+
+    Lines of one colour differ in their dashes. Published lines are dashed, levels are dotted.
+    """
     lines = [line for panel in panels for line in panel["lines"]]
     labels = list(dict.fromkeys(line["label"] for line in lines))
-    own = assign_colours({"label": label} for label in labels) | {
+    line_colours = assign_colours({"label": label} for label in labels) | {
         label: colours[label] for label in labels if label in colours
     }
-    like = {line["label"]: line["like"] for line in lines if line.get("like") in own}
+    like = {line["label"]: line["like"] for line in lines if line.get("like") in line_colours}
     dashed = {line["label"] for line in lines if line.get("style") == "dashed"}
     patterns = [dashes for dashes in DASHES if not dashed or dashes != DASHES[1]]
-    seen: dict[str, int] = {}
+    counts: dict[str, int] = {}
     styles: dict[str, Style] = {}
     for label in labels:
-        colour = own[like.get(label, label)]
+        colour = line_colours[like.get(label, label)]
         if label in dashed:
             styles[label] = (colour, DASHES[1])
         else:
-            seen[colour] = seen.get(colour, -1) + 1
-            styles[label] = (colour, patterns[seen[colour] % len(patterns)])
+            counts[colour] = counts.get(colour, -1) + 1
+            styles[label] = (colour, patterns[counts[colour] % len(patterns)])
     levels = dict.fromkeys(level["label"] for panel in panels for level in panel.get("levels") or [])
     return styles | {label: ("muted", LEVELS[index % len(LEVELS)]) for index, label in enumerate(levels)}
 
 
-def _curve_panel(panel: Data, data: Data, styles: Mapping[str, Style]) -> Panel:
+def _curve_panel(panel: JsonObject, data: JsonObject, styles: Mapping[str, Style]) -> Panel:
     lines = {
         line["label"]: (to_floats(line["x"]), to_floats(line["mean"]), line.get("std"))
         for line in panel["lines"]
@@ -97,7 +100,7 @@ def _curve_panel(panel: Data, data: Data, styles: Mapping[str, Style]) -> Panel:
         axes.set_xlabel(data.get("x_label") or "")
         label = panel.get("y_label") or data.get("y_label") or ""
         if base is not None:
-            axes.set_title("difference to the plain network")
+            axes.set_title("difference to the deterministic network")
         elif label.lower() != panel["title"].lower():
             axes.set_title(label)
 
@@ -105,10 +108,11 @@ def _curve_panel(panel: Data, data: Data, styles: Mapping[str, Style]) -> Panel:
     return Panel(panel["title"], draw, better if base is not None else "")
 
 
-def curves(data: Data, colours: Mapping[str, str]) -> Plot:
-    """The mean over seeds in a band of one standard deviation; with ``baseline``, the differences of the means to that line.
+def curves(data: JsonObject, colours: Mapping[str, str]) -> Plot:
+    """Plots the mean over seeds with a band of one standard deviation.
 
-    With ``log`` the axis across is logarithmic, and the points are marked.
+    With ``baseline``, differences of the means to that line are plotted. With ``log``, the horizontal axis is logarithmic and the
+    points are marked.
     """
     styles = _styles(data["panels"], colours)
     columns, size = (4, (245, 205)) if data.get("columns") == 4 else _layout(len(data["panels"]))
@@ -116,16 +120,18 @@ def curves(data: Data, colours: Mapping[str, str]) -> Plot:
     spread = any(line.get("std") for panel in data["panels"] for line in panel["lines"])
     if spread and data.get("baseline"):
         keys.append(
-            Key("± 1 standard deviation of the plain network over seeds", "slate", "area", alpha=0.25)
+            Key("± 1 standard deviation of the deterministic network over seeds", "slate", "area", alpha=0.25)
         )
     elif spread:
         keys.append(Key("± 1 standard deviation over seeds", "faint", "area", alpha=0.5))
     return Plot([Group([_curve_panel(panel, data, styles) for panel in data["panels"]])], keys, columns, size)
 
 
-def histogram(data: Data, colours: Mapping[str, str]) -> Plot:
-    """Shares of inputs over a quantity, all panels on the same axes. In the panel of a method the known inputs are grey and the
-    others have the colour of the method."""
+def histogram(data: JsonObject, colours: Mapping[str, str]) -> Plot:
+    """Plots fractions of inputs over a quantity, with the same axes for all panels.
+
+    In the panel of a method, known inputs are grey and the others have the colour of the method.
+    """
     panels = data["panels"]
     groups = [group for panel in panels for group in panel["groups"]]
     labels = list(dict.fromkeys(group["label"] for group in groups))
@@ -133,12 +139,12 @@ def histogram(data: Data, colours: Mapping[str, str]) -> Plot:
     span = value_range(*[to_floats(group["edges"]) for group in groups])
     top = (value_range(np.zeros(1), *[to_floats(group["fraction"]) for group in groups]) or (0.0, 1.0))[1]
 
-    def colour_of(panel: Data, place: int) -> str:
+    def colour_of(panel: JsonObject, place: int) -> str:
         if not by_method:
             return CLASSES[place % len(CLASSES)]
         return "faint" if place == 0 and len(labels) > 1 else colours[panel["title"]]
 
-    def draw(axes: Axes, panel: Data) -> None:
+    def draw(axes: Axes, panel: JsonObject) -> None:
         for group in panel["groups"]:
             place = labels.index(group["label"])
             colour = light_colour(colour_of(panel, place))
@@ -153,7 +159,7 @@ def histogram(data: Data, colours: Mapping[str, str]) -> Plot:
         axes.set_ylim(0, 1.05 * top if top > 0 else 1)
         set_ticks(axes, 5, 4)
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:g} %"))
-        axes.set_title("share of inputs")
+        axes.set_title("fraction of inputs")
         axes.set_xlabel(data.get("x_label") or "")
 
     keys = []
@@ -166,24 +172,24 @@ def histogram(data: Data, colours: Mapping[str, str]) -> Plot:
     return Plot([Group(make_panels(data, draw))], keys, columns, size)
 
 
-FEW = 0.01  # the share of inputs below which a bin is drawn faint: its accuracy is mostly chance
+MIN_FRACTION = 0.01  # bins with a smaller fraction of inputs are faint because their accuracy is mostly noise
 BIN_KEYS = [
     Key("perfect calibration", "muted", "line", "4 3"),
-    Key("accuracy of a bin; stem: gap to its confidence", "ink", "dot"),
+    Key("accuracy of a bin; stem: difference to its confidence", "ink", "dot"),
 ]
 
 
-def _columns(bins: list[Data]) -> dict[str, np.ndarray]:
+def _columns(bins: list[JsonObject]) -> dict[str, np.ndarray]:
     return {
         name: to_floats([item.get(name) for item in bins])
         for name in ("low", "high", "confidence", "accuracy", "fraction")
     }
 
 
-def draw_accuracy(axes: Axes, bins: list[Data], colour: str) -> None:
-    """Bars up to the accuracy of each bin, and a stem from the diagonal to it: the calibration gap."""
+def draw_accuracy(axes: Axes, bins: list[JsonObject], colour: str) -> None:
+    """Draws a bar up to the accuracy of each bin, and a stem from the diagonal to it: the calibration gap."""
     table = _columns(bins)
-    strength = np.clip(np.sqrt(np.nan_to_num(table["fraction"]) / FEW), 0.15, 1.0)
+    strength = np.clip(np.sqrt(np.nan_to_num(table["fraction"]) / MIN_FRACTION), 0.15, 1.0)
     axes.plot([0, 1], [0, 1], color=light_colour("muted"), linestyle=DASHED, linewidth=1.1)
     columns = (table[name] for name in ("low", "high", "confidence", "accuracy"))
     ink = light_colour("ink")
@@ -201,25 +207,26 @@ def draw_accuracy(axes: Axes, bins: list[Data], colour: str) -> None:
     axes.set_xlabel("confidence")
 
 
-def bin_keys(models: list[Data]) -> list[Key]:
+def bin_keys(models: list[JsonObject]) -> list[Key]:
+    """Returns the legend of reliability diagrams."""
     shares = to_floats([item["fraction"] for model in models for item in model["bins"]])
-    faint = bool(np.any((shares > 0) & (shares < FEW)))
+    faint = bool(np.any((shares > 0) & (shares < MIN_FRACTION)))
     return (
-        [*BIN_KEYS, Key("faint: a bin with under 1 % of the inputs", "ink", "dot", alpha=0.3)]
+        [*BIN_KEYS, Key("faint: bin with less than 1 % of the inputs", "ink", "dot", alpha=0.3)]
         if faint
         else BIN_KEYS
     )
 
 
-def reliability(data: Data, colours: Mapping[str, str]) -> Plot:
-    """Accuracy against confidence for each model, above the share of inputs in each bin."""
+def reliability(data: JsonObject, colours: Mapping[str, str]) -> Plot:
+    """Plots accuracy against confidence for each model, above the fraction of inputs in each bin."""
     models = data["models"]
     top = (
         value_range(np.zeros(1), to_floats([item["fraction"] for model in models for item in model["bins"]]))
         or (0.0, 1.0)
     )[1]
 
-    def make(model: Data) -> Panel:
+    def make(model: JsonObject) -> Panel:
         colour = colours.get(model["label"], "sky")
 
         def draw(sheet: Sheet) -> None:
@@ -240,7 +247,7 @@ def reliability(data: Data, colours: Mapping[str, str]) -> Plot:
             lower.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:.4g} %"))
             upper.tick_params(axis="x", length=0, labelbottom=False)
             upper.set_xlabel("")
-            lower.set_title("share of inputs")
+            lower.set_title("fraction of inputs")
             lower.set_xlabel("confidence")
 
         note = f"ECE\N{NO-BREAK SPACE}{format_number(model['ece'])}" if model.get("ece") is not None else ""
@@ -251,15 +258,15 @@ def reliability(data: Data, colours: Mapping[str, str]) -> Plot:
     return Plot([Group([make(model) for model in models])], bin_keys(models) if models else [], columns, size)
 
 
-def bars(data: Data, colours: Mapping[str, str]) -> Plot:
-    """One number for each method, such as its cost over the plain network's, and a line at the level that it is measured against."""
+def bars(data: JsonObject, colours: Mapping[str, str]) -> Plot:
+    """Plots one number for each method, such as its cost relative to the deterministic network, with a line at the reference level."""
 
-    def draw(axes: Axes, panel: Data) -> None:
+    def draw(axes: Axes, panel: JsonObject) -> None:
         items, level = panel["bars"], panel.get("level")
         values = np.nan_to_num(to_floats([item["value"] for item in items]))
         places = np.arange(len(items))[::-1]
-        own = assign_colours(items)
-        shades = [light_colour(colours.get(item["label"], own[item["label"]])) for item in items]
+        defaults = assign_colours(items)
+        shades = [light_colour(colours.get(item["label"], defaults[item["label"]])) for item in items]
         axes.barh(places, values, 0.66, color=shades, alpha=0.75, linewidth=0)
         top = max([*values.tolist(), level or 0.0, 1e-9])
         for place, value in zip(places, values, strict=True):
@@ -277,7 +284,7 @@ def bars(data: Data, colours: Mapping[str, str]) -> Plot:
     count = len(data["panels"])
     longest = max([len(panel["bars"]) for panel in data["panels"]], default=1)
     keys = (
-        [Key("the plain network", "ink", "line", "4 3")]
+        [Key("deterministic network", "ink", "line", "4 3")]
         if any(panel.get("level") for panel in data["panels"])
         else []
     )
@@ -285,44 +292,52 @@ def bars(data: Data, colours: Mapping[str, str]) -> Plot:
     return Plot([Group(make_panels(data, draw))], keys, min(3, max(1, count)), size)
 
 
-def front_of(costs: Sequence[float], losses: Sequence[float]) -> list[int]:
-    """Places of the points that no other beats (at most as dear, at most as bad, and better in one of them), the cheapest first.
+def pareto_front(costs: Sequence[float], losses: Sequence[float]) -> list[int]:
+    """Returns the indices of the points that no other point dominates, the cheapest first.
 
-    >>> front_of([1.0, 2.0, 3.0, 2.5], [0.5, 0.3, 0.4, 0.3])
+    A point dominates another if it is at most as expensive, at most as bad, and better in one of the two.
+
+    >>> pareto_front([1.0, 2.0, 3.0, 2.5], [0.5, 0.3, 0.4, 0.3])
     [0, 1]
     """
     points = list(zip(costs, losses, strict=True))
 
-    def beaten(x: float, y: float) -> bool:
+    def dominated(x: float, y: float) -> bool:
         return any(a <= x and b <= y and (a, b) != (x, y) for a, b in points)
 
-    front = [place for place, point in enumerate(points) if not beaten(*point)]
+    front = [place for place, point in enumerate(points) if not dominated(*point)]
     return sorted(front, key=points.__getitem__)
 
 
-# where a label may stand, as the move from its dot in points; the nearest places first
+# offsets of a label from its dot, in points, the nearest first
 NEAR = ((8, 0), (-8, 0), (6, 9), (6, -9), (-6, 9), (-6, -9), (0, 12), (0, -12))
 SPOTS = [(across * far, up * far) for far in (1.0, 1.7, 2.6, 3.6, 4.8) for across, up in NEAR]
-FRONT, ROOM = (480, 380), np.array([430.0, 315.0])  # the size of a panel, and about that of its axes
+PARETO_SIZE, AXES_SIZE = (
+    (480, 380),
+    np.array([430.0, 315.0]),
+)  # size of a panel, and approximate size of its axes
 Box = tuple[float, float, float, float]
 
 
-def _overlaps(box: Box, others: Sequence[Box]) -> int:
-    return sum(box[0] < b[2] and b[0] < box[2] and box[1] < b[3] and b[1] < box[3] for b in others)
+def _overlaps(box: Box, boxes: Sequence[Box]) -> int:
+    """Returns the number of boxes that overlap with a box."""
+    return sum(
+        box[0] < other[2] and other[0] < box[2] and box[1] < other[3] and other[1] < box[3] for other in boxes
+    )
 
 
 def _place_labels(
     dots: np.ndarray, edge: np.ndarray, widths: Sequence[float]
 ) -> dict[int, tuple[float, float]]:
-    """For each dot the first spot whose label covers no dot, no other label and no step of the front, and lies inside."""
-    around: list[Box] = [(x - 5, y - 5, x + 5, y + 5) for x, y in dots]
-    steps: list[Box] = []  # of the front: across, then down
+    """Returns for each dot the offset of its label that covers no dot, no other label and no step of the front, if there is one."""
+    dot_boxes: list[Box] = [(x - 5, y - 5, x + 5, y + 5) for x, y in dots]
+    steps: list[Box] = []  # horizontal and vertical steps of the front
     for (x, y), (right, lower) in pairwise(edge):
         steps += [(x, y - 1, right, y + 1), (right - 1, min(y, lower), right + 1, max(y, lower))]
-    taken: dict[int, Box] = {}
+    label_boxes: dict[int, Box] = {}
     spots: dict[int, tuple[float, float]] = {}
     for index in np.argsort(-dots[:, 1], kind="stable").tolist():
-        others = [*taken.values(), *around[:index], *around[index + 1 :]]
+        others = [*label_boxes.values(), *dot_boxes[:index], *dot_boxes[index + 1 :]]
 
         def box_at(spot: tuple[float, float], index: int = index) -> Box:
             x, y = dots[index] + spot
@@ -331,19 +346,21 @@ def _place_labels(
 
         def score(spot: tuple[float, float], others: Sequence[Box] = others) -> float:
             box = box_at(spot)
-            inside = box[0] >= 0 and box[1] >= 0 and box[2] <= ROOM[0] and box[3] <= ROOM[1]
+            inside = box[0] >= 0 and box[1] >= 0 and box[2] <= AXES_SIZE[0] and box[3] <= AXES_SIZE[1]
             return _overlaps(box, others) + 0.5 * bool(_overlaps(box, steps)) + (0 if inside else 3)
 
         spots[index] = min(SPOTS, key=score)
-        taken[index] = box_at(spots[index])
+        label_boxes[index] = box_at(spots[index])
     return spots
 
 
 def _draw_labels(axes: Axes, labels: Sequence[str], places: np.ndarray, edge: np.ndarray) -> None:
-    """A name beside each dot, on a ground of the page's colour; a thin line leads to far ones."""
-    fractions = axes.transScale + axes.transLimits  # known before the layout is
+    """Draws a name beside each dot on the page's colour. A thin line leads to distant names."""
+    fractions = axes.transScale + axes.transLimits  # available before the layout
     widths = [TextPath((0, 0), label, size=9).get_extents().width for label in labels]
-    spots = _place_labels(fractions.transform(places) * ROOM, fractions.transform(edge) * ROOM, widths)
+    spots = _place_labels(
+        fractions.transform(places) * AXES_SIZE, fractions.transform(edge) * AXES_SIZE, widths
+    )
     for index, (across, up) in spots.items():
         far = abs(across) > 9 or abs(up) > 13
         align = "left" if across > 0 else "right" if across < 0 else "center"
@@ -357,14 +374,14 @@ def _draw_labels(axes: Axes, labels: Sequence[str], places: np.ndarray, edge: np
         text.set_in_layout(False)
 
 
-def _front_panel(panel: Data, colours: Mapping[str, str]) -> Panel:
-    def usable(item: Data) -> bool:
+def _front_panel(panel: JsonObject, colours: Mapping[str, str]) -> Panel:
+    def usable(item: JsonObject) -> bool:
         x, y = item.get("x"), item.get("y")
         return x is not None and y is not None and bool(np.isfinite([x, y]).all()) and x > 0
 
     items = [item for item in panel["items"] if usable(item)]
     places = to_floats([[item["x"], item["y"]] for item in items]).reshape(-1, 2)
-    # one bad method would flatten all others on a linear scale
+    # on a linear scale, one bad method would flatten all others
     steep = bool(items) and places[:, 1].min() > 0 and places[:, 1].max() > 5 * places[:, 1].min()
 
     def draw(sheet: Sheet) -> None:
@@ -379,8 +396,8 @@ def _front_panel(panel: Data, colours: Mapping[str, str]) -> Panel:
             else:
                 span = (top - bottom) or max(abs(top), 1e-3)
                 axes.set_ylim(bottom - 0.12 * span, top + 0.1 * span)
-            front = places[front_of(places[:, 0].tolist(), places[:, 1].tolist())]
-            # up from the cheapest and on from the best: nothing lies on the lower left of the line
+            front = places[pareto_front(places[:, 0].tolist(), places[:, 1].tolist())]
+            # the line extends up from the cheapest point and right from the best one
             edge = np.vstack([[front[0, 0], axes.get_ylim()[1]], front, [axes.get_xlim()[1], front[-1, 1]]])
             line: Any = {"color": light_colour("accent"), "linewidth": 1.3, "alpha": 0.7, "zorder": 1.5}
             axes.step(edge[:, 0], edge[:, 1], where="post", **line)
@@ -398,16 +415,16 @@ def _front_panel(panel: Data, colours: Mapping[str, str]) -> Panel:
         axes.set_title(panel.get("y_label") or "")
         axes.set_xlabel(panel.get("x_label") or "")
 
-    return Panel(panel["title"], draw, "log scales" if steep else "log scale across")
+    return Panel(panel["title"], draw, "log scales" if steep else "log scale of costs")
 
 
-def pareto(data: Data, colours: Mapping[str, str]) -> Plot:
-    """A dot with error bars for each method, low and left being better, and the line of those that no other beats."""
+def pareto(data: JsonObject, colours: Mapping[str, str]) -> Plot:
+    """Plots a dot with error bars for each method and the Pareto front. Lower left is better."""
     items = [item for panel in data["panels"] for item in panel["items"]]
-    kinds = [family_of(item.get("method")) for item in items]
-    keys = [Key("no other method is both cheaper and better", "accent")]
+    families = [family_of(item.get("method")) for item in items]
+    keys = [Key("Pareto front: no other method is both cheaper and better", "accent")]
     if any(item.get("x_std") or item.get("y_std") for item in items):
         keys.append(Key("± 1 standard deviation over seeds", "muted", "cross"))
-    keys += [Key(kind.name, kind.colour, "dot") for kind in METHOD_FAMILIES if kind in kinds]
+    keys += [Key(family.name, family.colour, "dot") for family in METHOD_FAMILIES if family in families]
     panels = [_front_panel(panel, colours) for panel in data["panels"]]
-    return Plot([Group(panels)], keys if panels else [], min(2, max(1, len(panels))), FRONT)
+    return Plot([Group(panels)], keys if panels else [], min(2, max(1, len(panels))), PARETO_SIZE)

@@ -26,52 +26,52 @@ from flowbnn_studies.report.canvas import (
 )
 from flowbnn_studies.report.charts import bin_keys, draw_accuracy
 
-Data = dict[str, Any]
-WIDE = 2.0  # standard deviations to either side
-BLANK = 0.03  # a map whose greatest value is below this share of the scale shows no colour, and says so
+JsonObject = dict[str, Any]
+BAND_WIDTH = 2.0  # standard deviations on either side of the mean
+BLANK = 0.03  # maps whose maximum is below this fraction of the scale show no colour and get a remark
 
 
 def _ramp(name: str) -> LinearSegmentedColormap:
-    """From nothing to the colour, so that empty ground is the page's own, light or dark."""
+    """Returns a colour map from transparent to a colour, so that the background is the page's own."""
     colour = to_rgb(light_colour(name))
     return LinearSegmentedColormap.from_list("ramp", [(*colour, 0.0), (*colour, 1.0)])
 
 
-def _decisions(model: Data, largest: float, span: Any, width: int) -> Panel:
-    """Points, and on a grid the predicted class, with the uncertainty as the size of the dots."""
+def _decisions(model: JsonObject, largest: float, span: Any, width: int) -> Panel:
+    """Plots the points and the predicted class on a grid. The size of a grid dot is the uncertainty."""
 
     def draw(sheet: Sheet) -> None:
         axes = sheet.subplots()
         points, classes = to_floats(model["points"]).reshape(-1, 2), to_floats(model["point_class"])
-        grid, decided = to_floats(model["grid"]).reshape(-1, 2), to_floats(model["grid_class"])
+        grid, predicted = to_floats(model["grid"]).reshape(-1, 2), to_floats(model["grid_class"])
         spacing = (width - 40) / max([2, *(len(np.unique(column)) for column in grid.T)])
         size = np.full(len(grid), 0.26 * spacing)
         if model.get("grid_uncertainty") is not None and largest > 0:
             size = spacing * (
                 0.26 + 0.74 * np.clip(np.nan_to_num(to_floats(model["grid_uncertainty"])) / largest, 0, 1)
             )
-        for label in np.unique(np.concatenate([classes, decided])):
+        for label in np.unique(np.concatenate([classes, predicted])):
             if np.isfinite(label):
                 colour = light_colour(CLASSES[int(label) % len(CLASSES)])
                 style: Any = {"color": colour, "linewidths": 0, "rasterized": True}
-                (x, y), (left, up) = points[classes == label].T, grid[decided == label].T
+                (x, y), (left, up) = points[classes == label].T, grid[predicted == label].T
                 axes.scatter(x, y, s=7, alpha=0.36, **style)
-                axes.scatter(left, up, s=size[decided == label] ** 2, **style)
+                axes.scatter(left, up, s=size[predicted == label] ** 2, **style)
         if span is not None:
             axes.set_xlim(*span[0])
             axes.set_ylim(*span[1])
         axes.grid(False)
         set_ticks(axes)
-        named = (("accuracy", model.get("accuracy")), ("ECE", model.get("ece")))
+        scores = (("accuracy", model.get("accuracy")), ("ECE", model.get("ece")))
         axes.set_title(
-            ", ".join(f"{name} {format_number(value)}" for name, value in named if value is not None)
+            ", ".join(f"{name} {format_number(value)}" for name, value in scores if value is not None)
         )
 
     return Panel(model["label"], draw)
 
 
-def field(data: Data, colours: Mapping[str, str]) -> Plot:
-    """A column for each model: decisions over the plane, with the uncertainty as dot size, above the calibration."""
+def field(data: JsonObject, colours: Mapping[str, str]) -> Plot:
+    """Plots a column for each model: predictions over the plane with the uncertainty as dot size, and the calibration below."""
     models, size = data["models"], (300, 280)
     spreads = [to_floats(model["grid_uncertainty"]) for model in models if model.get("grid_uncertainty")]
     largest = (value_range(np.zeros(1), *spreads) or (0.0, 0.0))[1]
@@ -83,7 +83,7 @@ def field(data: Data, colours: Mapping[str, str]) -> Plot:
     if axes[0] is not None and axes[1] is not None:
         span = [(low - 0.02 * (high - low), high + 0.02 * (high - low)) for low, high in (axes[0], axes[1])]
 
-    def calibration(model: Data) -> Panel:
+    def calibration(model: JsonObject) -> Panel:
         return Panel(
             model["label"],
             lambda sheet: draw_accuracy(sheet.subplots(), model["bins"], colours.get(model["label"], "sky")),
@@ -92,14 +92,14 @@ def field(data: Data, colours: Mapping[str, str]) -> Plot:
     present = to_floats([label for model in models for label in model["point_class"]])
     classes = sorted({int(label) for label in present[np.isfinite(present)]})
     keys = [Key(f"class {label}", CLASSES[label % len(CLASSES)], "dot") for label in classes]
-    keys.append(Key("grid: predicted class; larger where sampled networks disagree", "muted", "sizes"))
+    keys.append(Key("grid: predicted class; larger dots where sampled networks disagree", "muted", "sizes"))
     seed = f", seed {data['seed']}" if data.get("seed") is not None else ""
     groups = [
         Group(
             [_decisions(model, largest, span, size[0]) for model in models],
-            f"What is decided, and how sure{seed}",
+            f"Predicted class and uncertainty{seed}",
         ),
-        Group([calibration(model) for model in models], f"How often a confidence is right{seed}"),
+        Group([calibration(model) for model in models], f"Accuracy against confidence{seed}"),
     ]
     return Plot(
         groups if models else [],
@@ -109,27 +109,29 @@ def field(data: Data, colours: Mapping[str, str]) -> Plot:
     )
 
 
-def bands(data: Data, colours: Mapping[str, str]) -> Plot:
-    """The mean of each method, its epistemic band inside the band of the whole prediction, in the colour of the method."""
+def bands(data: JsonObject, colours: Mapping[str, str]) -> Plot:
+    """Plots the mean of each method with its epistemic band inside the predictive band."""
     panels = data["panels"]
     truth = data.get("truth") or {"x": [], "y": []}
-    # what all panels show: points and truth, with room for the common bands but not for the widest
+    # limits of all panels: points, truth and most of the bands, but not the widest ones
     ends = [
-        to_floats(one["mean"]) + side * to_floats(one["total"]) for one in panels for side in (-WIDE, WIDE)
+        to_floats(panel["mean"]) + side * to_floats(panel["total"])
+        for panel in panels
+        for side in (-BAND_WIDTH, BAND_WIDTH)
     ]
-    reach = np.concatenate([np.zeros(0), *ends])
-    reach = reach[np.isfinite(reach)]
+    band_ends = np.concatenate([np.zeros(0), *ends])
+    band_ends = band_ends[np.isfinite(band_ends)]
     near = [to_floats(truth["y"]), *(to_floats(panel["points"]["y"]) for panel in panels)]
-    limits = value_range(*near, np.quantile(reach, [0.02, 0.98]) if reach.size else reach)
+    limits = value_range(*near, np.quantile(band_ends, [0.02, 0.98]) if band_ends.size else band_ends)
 
-    def draw(axes: Axes, panel: Data) -> None:
+    def draw(axes: Axes, panel: JsonObject) -> None:
         colour, x, mean = (
             light_colour(colours.get(panel["title"], "sky")),
             to_floats(panel["x"]),
             to_floats(panel["mean"]),
         )
         for name, alpha in (("total", 0.18), ("epistemic", 0.38)):
-            spread = WIDE * np.nan_to_num(to_floats(panel[name]))
+            spread = BAND_WIDTH * np.nan_to_num(to_floats(panel[name]))
             axes.fill_between(x, mean - spread, mean + spread, color=colour, alpha=alpha, linewidth=0)
         true = (to_floats(truth[axis]) for axis in "xy")
         axes.plot(*true, color=light_colour("ink"), linestyle=DASHED, linewidth=1.1)
@@ -141,8 +143,8 @@ def bands(data: Data, colours: Mapping[str, str]) -> Plot:
         for edge in filter(np.isfinite, to_floats(data.get("span") or [])):
             axes.axvline(edge, color=light_colour("faint"), linewidth=0.9)
         if limits is not None:
-            room = 0.04 * (limits[1] - limits[0])
-            axes.set_ylim(limits[0] - room, limits[1] + room)
+            margin = 0.04 * (limits[1] - limits[0])
+            axes.set_ylim(limits[0] - margin, limits[1] + margin)
         if (span := value_range(x)) is not None:
             axes.set_xlim(*span)
         set_ticks(axes)
@@ -151,20 +153,20 @@ def bands(data: Data, colours: Mapping[str, str]) -> Plot:
     keys = [
         Key("training points", "ink", "dot", alpha=0.6),
         Key("predictive mean, in the colour of the method", "muted"),
-        Key("± 2 standard deviations: epistemic", "muted", "area", alpha=0.5),
-        Key("± 2 standard deviations: whole prediction", "muted", "area", alpha=0.2),
+        Key("± 2 standard deviations, epistemic", "muted", "area", alpha=0.5),
+        Key("± 2 standard deviations, predictive", "muted", "area", alpha=0.2),
         Key(data.get("truth_label") or "true curve", "ink", "line", "4 3"),
     ]
     keys += [Key("ends of the training range", "faint")] if data.get("span") else []
     return Plot([Group(make_panels(data, draw))], keys if panels else [], 3, (300, 215))
 
 
-def maps(data: Data, colours: Mapping[str, str]) -> Plot:
-    """A quantity over the plane, such as how unsure each method is, on one colour scale for all panels, or a panel's own points."""
+def maps(data: JsonObject, colours: Mapping[str, str]) -> Plot:
+    """Plots a quantity over the plane, such as the uncertainty of each method, with one colour scale, or the points of each panel."""
     panels = data["panels"]
-    greatest = value_range(np.zeros(1), *[to_floats(panel.get("values") or []) for panel in panels])
+    maximum_range = value_range(np.zeros(1), *[to_floats(panel.get("values") or []) for panel in panels])
     top = float(data.get("top") or 0.0)
-    top = top if top > 0 else greatest[1] if greatest else 1.0
+    top = top if top > 0 else maximum_range[1] if maximum_range else 1.0
     x, y = to_floats(data.get("x") or []), to_floats(data.get("y") or [])
     points, labels = (
         to_floats(data.get("points") or []).reshape(-1, 2),
@@ -173,12 +175,12 @@ def maps(data: Data, colours: Mapping[str, str]) -> Plot:
     classes = [int(label) for label in np.unique(labels[np.isfinite(labels)])]
     regular = all(axis.size > 1 and bool(np.all(np.diff(axis) > 0)) for axis in (x, y))
 
-    def draw(axes: Axes, panel: Data) -> None:
-        values, own = (
+    def draw(axes: Axes, panel: JsonObject) -> None:
+        values, panel_points = (
             to_floats(panel.get("values") or []),
             to_floats(panel.get("points") or []).reshape(-1, 2),
         )
-        most = float(np.nanmax(values)) if np.isfinite(values).any() else 0.0
+        maximum = float(np.nanmax(values)) if np.isfinite(values).any() else 0.0
         if regular and values.size:
             half_x, half_y = (x[1] - x[0]) / 2, (y[1] - y[0]) / 2
             box = (x[0] - half_x, x[-1] + half_x, y[0] - half_y, y[-1] + half_y)
@@ -188,8 +190,10 @@ def maps(data: Data, colours: Mapping[str, str]) -> Plot:
         for label in classes:
             (left, up), colour = points[labels == label].T, light_colour(CLASSES[label % len(CLASSES)])
             axes.scatter(left, up, s=4, alpha=0.7, color=colour, **dots)
-        if own.size:
-            axes.scatter(own[:, 0], own[:, 1], s=3, alpha=0.5, color=light_colour("ink"), **dots)
+        if panel_points.size:
+            axes.scatter(
+                panel_points[:, 0], panel_points[:, 1], s=3, alpha=0.5, color=light_colour("ink"), **dots
+            )
             if regular:
                 axes.set(xlim=(x[0], x[-1]), ylim=(y[0], y[-1]))
         if data.get("ring") is not None and regular:
@@ -199,8 +203,8 @@ def maps(data: Data, colours: Mapping[str, str]) -> Plot:
         axes.set_aspect("equal")
         axes.grid(False)
         set_ticks(axes)
-        if values.size and most < BLANK * top:
-            text = f"blank: nowhere above {format_tick(round(most, 3)) if most > 0 else '0'}"
+        if values.size and maximum < BLANK * top:
+            text = f"blank: maximum {format_tick(round(maximum, 3)) if maximum > 0 else '0'}"
             style: Any = {"transform": axes.transAxes, "ha": "center", "va": "top", "fontsize": 10}
             style["bbox"] = {"facecolor": light_colour("surface"), "edgecolor": "none", "pad": 2.0}
             axes.text(0.5, 0.97, text, **style)
@@ -209,13 +213,24 @@ def maps(data: Data, colours: Mapping[str, str]) -> Plot:
         Key(f"{data.get('label') or 'uncertainty'}, from 0 to {format_tick(round(top, 3))}", "sky", "ramp")
     ]
     keys += [Key(f"class {label}", CLASSES[label % len(CLASSES)], "dot") for label in classes]
-    keys += [Key("ring of far-away inputs", "ink", "line", "4 3")] if data.get("ring") is not None else []
+    keys += (
+        [Key("ring of out-of-distribution inputs", "ink", "line", "4 3")]
+        if data.get("ring") is not None
+        else []
+    )
     columns, size = (4, (225, 215)) if data.get("columns") == 4 else (3, (300, 275))
     return Plot([Group(make_panels(data, draw))], keys if panels else [], columns, size)
 
 
-def _after_pictures(pictures: list[Data], rows: int, size: float, panels: list[Panel]) -> list[Panel]:
-    """The panels, after one of the images that they are of, in so many rows and with titles of this size."""
+def _after_pictures(pictures: list[JsonObject], rows: int, size: float, panels: list[Panel]) -> list[Panel]:
+    """Returns the panels preceded by one panel with the images.
+
+    Args:
+        pictures: Images and their titles.
+        rows: Number of rows of images.
+        size: Font size of the titles.
+        panels: Panels that follow.
+    """
 
     def draw(sheet: Sheet) -> None:
         places = sheet.subplots(rows, -(-len(pictures) // rows), squeeze=False).ravel()
@@ -226,20 +241,20 @@ def _after_pictures(pictures: list[Data], rows: int, size: float, panels: list[P
                 axes.imshow(np.nan_to_num(pixels), cmap="gray_r", interpolation="nearest")
             axes.set_title(image["title"], loc="center", fontsize=size)
 
-    return [Panel("The images", draw), *panels] if panels and pictures else panels
+    return [Panel("Images", draw), *panels] if panels and pictures else panels
 
 
-def draws(data: Data, colours: Mapping[str, str]) -> Plot:
-    """The class probabilities that single sampled networks give to a known image (grey) and to a novel one (the method's colour)."""
+def draws(data: JsonObject, colours: Mapping[str, str]) -> Plot:
+    """Plots the class probabilities of sampled networks for a known image (grey) and a novel one (colour of the method)."""
     classes = data.get("classes") or []
     long = any(len(name) > 3 for name in classes)
 
     def distribution(axes: Axes, samples: np.ndarray, colour: str) -> None:
         count, width = samples.shape
         axes.bar(np.arange(width), np.nan_to_num(samples.mean(0)), 0.8, color=colour, alpha=0.3, linewidth=0)
-        # a fixed spread of the dots within their bar, so that equal ones are seen to be many
-        aside = (np.arange(count) * 0.61803399 % 1.0 - 0.5) * (0.62 if count > 1 else 0.0)
-        places = np.arange(width)[None, :] + aside[:, None]
+        # the dots are spread within their bar by a fixed pattern, so that equal ones remain visible
+        jitter = (np.arange(count) * 0.61803399 % 1.0 - 0.5) * (0.62 if count > 1 else 0.0)
+        places = np.arange(width)[None, :] + jitter[:, None]
         size = 5 if count > 1 else 14
         axes.scatter(
             places.ravel(), samples.ravel(), s=size, color=colour, alpha=0.6, linewidths=0, rasterized=True
@@ -252,7 +267,7 @@ def draws(data: Data, colours: Mapping[str, str]) -> Plot:
             range(width), classes or [str(place) for place in range(width)], **{"fontsize": 9, **words}
         )
 
-    def make(panel: Data) -> Panel:
+    def make(panel: JsonObject) -> Panel:
         def draw(sheet: Sheet) -> None:
             row = sheet.subplots(1, max(1, len(panel["sides"])), sharey=True, squeeze=False)[0]
             for place, (axes, side) in enumerate(zip(row, panel["sides"], strict=True)):
@@ -273,25 +288,25 @@ def draws(data: Data, colours: Mapping[str, str]) -> Plot:
         for image, (colour, words) in zip(pictures, marks, strict=False)
     ]
     keys += [
-        Key("a dot for each sampled network", "muted", "dot"),
-        Key("bar: their mean", "muted", "area", alpha=0.3),
+        Key("dot: one sampled network", "muted", "dot"),
+        Key("bar: mean of the networks", "muted", "area", alpha=0.3),
     ]
     return Plot([Group(panels)], keys if panels else [], 2, (420, 185 if long else 150))
 
 
-def shares(data: Data, colours: Mapping[str, str]) -> Plot:
-    """The probabilities of all classes as the parts of a bar, at each of several places, with the images that they are of."""
+def shares(data: JsonObject, colours: Mapping[str, str]) -> Plot:
+    """Plots the probabilities of all classes as parts of a bar at each of several places, with the images."""
     classes, pictures = data.get("classes") or [], data.get("images") or []
-    hues = [kind.colour for kind in METHOD_FAMILIES]  # which say nothing of a method here
+    hues = [family.colour for family in METHOD_FAMILIES]  # here they stand for classes
 
-    def draw(axes: Axes, panel: Data) -> None:
-        x, parts = to_floats(panel["x"]), np.nan_to_num(to_floats(panel["shares"]))
+    def draw(axes: Axes, panel: JsonObject) -> None:
+        x, fractions = to_floats(panel["x"]), np.nan_to_num(to_floats(panel["shares"]))
         width = 0.8 * (float(np.diff(x).min()) if x.size > 1 else 1.0)
-        if parts.shape == (x.size, len(classes)):
-            below = np.zeros(x.size)
-            for place, part in enumerate(parts.T):
-                axes.bar(x, part, width, below, color=light_colour(hues[place % len(hues)]), linewidth=0)
-                below = below + part
+        if fractions.shape == (x.size, len(classes)):
+            bottom = np.zeros(x.size)
+            for place, heights in enumerate(fractions.T):
+                axes.bar(x, heights, width, bottom, color=light_colour(hues[place % len(hues)]), linewidth=0)
+                bottom = bottom + heights
         axes.set_ylim(0, 1)
         set_ticks(axes, 5, 2)
         last = max(1, x.size - 1)
@@ -305,7 +320,7 @@ def shares(data: Data, colours: Mapping[str, str]) -> Plot:
 
 
 def mass_levels(values: np.ndarray, masses: tuple[float, ...]) -> list[float]:
-    """Heights whose level sets hold the given shares of the whole: the regions of highest density.
+    """Returns the density levels whose level sets hold the given fractions of the mass: regions of highest density.
 
     >>> mass_levels(np.array([[4.0, 3.0], [2.0, 1.0]]), (0.5, 0.9))
     [2.0, 3.0]
@@ -313,16 +328,16 @@ def mass_levels(values: np.ndarray, masses: tuple[float, ...]) -> list[float]:
     ordered = np.sort(np.nan_to_num(values).clip(min=0).ravel())[::-1]
     if ordered.size == 0 or ordered.sum() <= 0:
         return []
-    held = np.cumsum(ordered) / ordered.sum()
-    return sorted({float(ordered[int(np.searchsorted(held, mass))]) for mass in masses})
+    cumulative = np.cumsum(ordered) / ordered.sum()
+    return sorted({float(ordered[int(np.searchsorted(cumulative, mass))]) for mass in masses})
 
 
-def density(data: Data, colours: Mapping[str, str]) -> Plot:
-    """Densities of single noise dimensions with the number of their modes, then of pairs of dimensions."""
+def density(data: JsonObject, colours: Mapping[str, str]) -> Plot:
+    """Plots densities of single noise dimensions with their number of modes, then of pairs of dimensions."""
     panels, pairs = data["panels"], data.get("pairs") or []
     limits = value_range(*[to_floats(panel["x"]) for panel in panels])
 
-    def line(panel: Data) -> Panel:
+    def line(panel: JsonObject) -> Panel:
         def draw(sheet: Sheet) -> None:
             axes, x, posterior = sheet.subplots(), to_floats(panel["x"]), to_floats(panel["posterior"])
             axes.fill_between(x, 0, posterior, color=light_colour("teal"), alpha=0.2, linewidth=0)
@@ -344,7 +359,7 @@ def density(data: Data, colours: Mapping[str, str]) -> Plot:
         note = "" if modes is None else f"{int(modes)} mode{'' if int(modes) == 1 else 's'}"
         return Panel(panel["title"].replace("noise dimension", "dimension"), draw, note)
 
-    def pair(panel: Data) -> Panel:
+    def pair(panel: JsonObject) -> Panel:
         def draw(sheet: Sheet) -> None:
             axes = sheet.subplots()
             x, y, values = (
@@ -368,17 +383,17 @@ def density(data: Data, colours: Mapping[str, str]) -> Plot:
 
         return Panel(panel["title"].replace("noise dimension", "dimension"), draw)
 
-    made = [*(line(panel) for panel in panels), *(pair(panel) for panel in pairs)]
+    all_panels = [*(line(panel) for panel in panels), *(pair(panel) for panel in pairs)]
     keys = [Key("posterior", "teal", "area", alpha=0.5)] if panels else []
     keys += [Key("prior", "muted", "line", "4 3")] if any(panel.get("prior") for panel in panels) else []
-    keys += [Key("lines hold 50 % and 90 % of the mass", "ink")] if pairs else []
-    return Plot([Group(made)], keys, 3, (300, 225 if pairs else 190))
+    keys += [Key("contours of 50 % and 90 % of the mass", "ink")] if pairs else []
+    return Plot([Group(all_panels)], keys, 3, (300, 225 if pairs else 190))
 
 
-def images(data: Data, colours: Mapping[str, str]) -> Plot:
-    """Examples, each beside the probabilities it was given."""
+def images(data: JsonObject, colours: Mapping[str, str]) -> Plot:
+    """Plots examples, each beside its predicted probabilities."""
 
-    def make(panel: Data) -> Panel:
+    def make(panel: JsonObject) -> Panel:
         pixels = to_floats(panel["pixels"])
         bars = [bar for bar in panel.get("bars") or [] if bar.get("value") is not None]
         best = max([float(bar["value"]) for bar in bars], default=0.0)
@@ -390,8 +405,8 @@ def images(data: Data, colours: Mapping[str, str]) -> Plot:
             picture.set_axis_off()
             if pixels.size:
                 span = value_range(pixels)
-                shown = (pixels - span[0]) / (span[1] - span[0]) if span and pixels.ndim == 3 else pixels
-                picture.imshow(shown, cmap="gray_r", interpolation="nearest")
+                scaled = (pixels - span[0]) / (span[1] - span[0]) if span and pixels.ndim == 3 else pixels
+                picture.imshow(scaled, cmap="gray_r", interpolation="nearest")
             for chart in charts:
                 likely = sorted(sorted(bars, key=lambda bar: -bar["value"])[:10], key=bars.index)
                 for place, bar in enumerate(likely):
@@ -410,10 +425,10 @@ def images(data: Data, colours: Mapping[str, str]) -> Plot:
         return Panel(panel["title"], draw)
 
     keys = [
-        Key("probability of the likeliest class", "teal", "area"),
-        Key("of other classes", "faint", "area"),
+        Key("probability of the most likely class", "teal", "area"),
+        Key("probability of other classes", "faint", "area"),
     ]
-    made = [make(panel) for panel in data["panels"]]
+    all_panels = [make(panel) for panel in data["panels"]]
     return Plot(
-        [Group(made)], keys if any(panel.get("bars") for panel in data["panels"]) else [], 3, (300, 160)
+        [Group(all_panels)], keys if any(panel.get("bars") for panel in data["panels"]) else [], 3, (300, 160)
     )

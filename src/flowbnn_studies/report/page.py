@@ -1,4 +1,4 @@
-"""The results as one HTML page that needs nothing but itself, as one Markdown file, and as a table for the terminal."""
+"""Writes results as one self-contained HTML page, as one Markdown file, and as a table for the terminal."""
 
 import os
 import re
@@ -19,6 +19,7 @@ from flowbnn_studies.report.reading import ResultsSource, load_results
 from flowbnn_studies.report.tables import (
     REFERENCES,
     Cell,
+    ResultTable,
     best_numbers,
     comparison_table,
     flatten,
@@ -28,52 +29,57 @@ from flowbnn_studies.report.tables import (
     make_tables,
 )
 
-Data = dict[str, Any]
-WIDTH = 110  # of the terminal
-PLOTS: dict[str, Callable[[Data, Mapping[str, str]], Plot]] = {
+JsonObject = dict[str, Any]
+WIDTH = 110  # characters of a line in the terminal
+PLOTS: dict[str, Callable[[JsonObject, Mapping[str, str]], Plot]] = {
     **{plot.__name__: plot for plot in (bands, bars, curves, density, draws, field, histogram, images)},
     **{"map": maps, "pareto": pareto, "reliability": reliability, "shares": shares},
 }
 
 
-def make_plot(figure: Data, colours: Mapping[str, str]) -> Plot:
-    """The plot of one checked entry of ``figures``, in the colours of its labels."""
+def make_plot(figure: JsonObject, colours: Mapping[str, str]) -> Plot:
+    """Returns the plot of one checked entry of ``figures``.
+
+    Args:
+        figure: Figure as plain data.
+        colours: Names of colours by label.
+    """
     return PLOTS[figure["kind"]](figure["data"], colours)
 
 
-def page_colours(studies: Sequence[Data]) -> dict[str, str]:
-    """One colour for each label of a row, the same in all tables and figures of the page; steps of a quantity have a ramp."""
+def page_colours(studies: Sequence[JsonObject]) -> dict[str, str]:
+    """Assigns one colour to each label of a row, the same in all tables and figures of the page. Steps of a quantity have a ramp."""
     colours = assign_colours(row for study in studies for row in study["rows"])
     for study in studies:
-        own = assign_colours(study["rows"])
-        colours |= {label: colour for label, colour in own.items() if colour.startswith("step")}
+        ramp = assign_colours(study["rows"])
+        colours |= {label: colour for label, colour in ramp.items() if colour.startswith("step")}
     return colours
 
 
 def write_report(results: Sequence[ResultsSource], out: Path | str) -> Path:
-    """Write the studies as one self-contained HTML page, whole or not at all.
+    """Writes the studies as one self-contained HTML page. The page is complete or not written at all.
 
-    The page asks the network for nothing and runs no script; figures are inline and follow the reader's colour scheme.
+    The page loads nothing from the network and runs no script. Figures are inline and follow the reader's colour scheme.
 
     Args:
-        results: ``results.json`` files, folders that hold one, or their dictionaries; one study each.
-        out: the HTML file to write; in an existing folder, ``report.html``.
+        results: Files ``results.json``, folders that hold one, or their contents; one for each study.
+        out: HTML file to write; in an existing folder, ``report.html``.
 
     Returns:
-        The path of the page.
+        Path of the page.
     """
-    checked = [load_results(source) for source in results]
-    if not checked:
+    contents = [load_results(source) for source in results]
+    if not contents:
         raise FlowBNNError("there are no results to report; run a study first", kind="file")
-    colours = page_colours(checked)
-    studies: list[Data] = []
-    for index, one in enumerate(checked):
+    colours = page_colours(contents)
+    studies: list[JsonObject] = []
+    for index, content in enumerate(contents):
         first = 1 + sum(len(study["figures"]) for study in studies)
-        studies.append(_study(one, index, first, colours))
+        studies.append(_study_context(content, index, first, colours))
     loader = PackageLoader("flowbnn_studies", "report")
     style: Any = {"undefined": StrictUndefined, "trim_blocks": True, "lstrip_blocks": True}
     template = Environment(loader=loader, autoescape=True, **style).get_template("report.html.j2")
-    html = template.render(studies=studies, colours=COLOURS, sources=REFERENCES)
+    html = template.render(studies=studies, colours=COLOURS, references=REFERENCES)
     path = Path(out)
     path = path / "report.html" if path.is_dir() else path
     write_file(path, html.encode("utf-8", errors="replace"))
@@ -81,7 +87,7 @@ def write_report(results: Sequence[ResultsSource], out: Path | str) -> Path:
 
 
 def write_file(path: Path, content: bytes) -> None:
-    """Write all or nothing: a reader never sees half a file, and an old one survives a failure."""
+    """Writes a file atomically: readers never see half a file, and an old file survives a failure."""
     scratch = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -95,13 +101,21 @@ def write_file(path: Path, content: bytes) -> None:
 
 
 def save_figures(results: Sequence[ResultsSource], folder: Path | str) -> list[Path]:
-    """Write every figure of the studies as a PNG of its own, ``<study>-<number>-<kind>.png``, for a README or a paper."""
-    checked = [load_results(source) for source in results]
-    colours = page_colours(checked)
+    """Writes every figure of the studies as a PNG ``<study>-<number>-<kind>.png``.
+
+    Args:
+        results: Results of the studies, as in :func:`write_report`.
+        folder: Folder of the images.
+
+    Returns:
+        Paths of the images.
+    """
+    contents = [load_results(source) for source in results]
+    colours = page_colours(contents)
     paths: list[Path] = []
-    for one in checked:
-        for index, figure in enumerate(one["figures"], start=1):
-            paths.append(Path(folder) / f"{_slug(one['study'])}-{index}-{figure['kind']}.png")
+    for content in contents:
+        for index, figure in enumerate(content["figures"], start=1):
+            paths.append(Path(folder) / f"{_slug(content['study'])}-{index}-{figure['kind']}.png")
             write_file(paths[-1], to_png(make_plot(figure, colours), figure["title"]))
     return paths
 
@@ -110,8 +124,8 @@ def _slug(text: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")[:60] or "study"
 
 
-def _study(results: Data, index: int, first: int, colours: Mapping[str, str]) -> Data:
-    """What the template shows of one study; its figures are numbered from ``first``."""
+def _study_context(results: JsonObject, index: int, first: int, colours: Mapping[str, str]) -> JsonObject:
+    """Returns the values that the template shows of one study. Its figures are numbered from ``first``."""
     tables = [table for table in make_tables(results, colours) if table.rows and table.columns]
     facts = {
         "Seeds": ", ".join(str(seed) for seed in results["seeds"]),
@@ -135,18 +149,19 @@ def _study(results: Data, index: int, first: int, colours: Mapping[str, str]) ->
         "uneven": has_uneven_seeds(results),
         "unfinished": any(row.get("unfinished") for row in results["rows"]),
         "tables": tables,
-        "meanings": group_definitions(column for table in tables for column in table.columns),
+        "definitions": group_definitions(column for table in tables for column in table.columns),
         "differences": comparison_table(results),
         "settings": flatten(results.get("settings") or {}),
         "notes": results.get("notes") or [],
         "figures": [
-            _figure(figure, f"s{index}f{place}", first + place, colours)
+            _figure_context(figure, f"s{index}f{place}", first + place, colours)
             for place, figure in enumerate(results["figures"])
         ],
     }
 
 
-def _figure(figure: Data, name: str, number: int, colours: Mapping[str, str]) -> Data:
+def _figure_context(figure: JsonObject, name: str, number: int, colours: Mapping[str, str]) -> JsonObject:
+    """Returns the values that the template shows of one figure."""
     plot = make_plot(figure, colours)
     groups = []
     for index, group in enumerate(plot.groups):
@@ -163,16 +178,18 @@ def _figure(figure: Data, name: str, number: int, colours: Mapping[str, str]) ->
 
 
 def _escape(text: object) -> str:
-    """Text as Markdown that shows it as it is: no table cell, emphasis, link or HTML begins in it."""
+    """Escapes text for Markdown, so that it starts no table cell, emphasis, link or HTML."""
     return re.sub(r"([\\|*\[\]<`])", r"\\\1", " ".join(str(text).splitlines()))
 
 
 def _table(heads: list[str], rows: list[list[str]]) -> list[str]:
+    """Returns the lines of a Markdown table."""
     lines = [f"| {' | '.join(cells)} |" for cells in (heads, *rows)]
     return [lines[0], "|---" * len(heads) + "|", *lines[1:], ""]
 
 
-def _folded(title: str, lines: list[str]) -> list[str]:
+def _details(title: str, lines: list[str]) -> list[str]:
+    """Returns lines that are folded under a title; nothing if there are no lines."""
     return (
         [f"<details><summary>{escape(' '.join(title.split()))}</summary>", "", *lines, "", "</details>", ""]
         if lines
@@ -181,16 +198,18 @@ def _folded(title: str, lines: list[str]) -> list[str]:
 
 
 def _cell(cell: Cell, best: str = "**", brackets: str = "()") -> str:
+    """Formats a cell: mean, standard deviation and published value."""
     text = f"{cell.mean} ± {cell.std}" if cell.std else cell.mean
     text = f"{best}{text}{best}" if cell.best else text
     return f"{text} {brackets[0]}{cell.published}{brackets[1]}" if cell.published else text
 
 
-def _differences(results: Data) -> list[str]:
-    compared = comparison_table(results)
-    if compared is None:
+def _differences(results: JsonObject) -> list[str]:
+    """Returns the paired comparisons as a Markdown table."""
+    table = comparison_table(results)
+    if table is None:
         return []
-    heads, rows = compared
+    heads, rows = table
     lines = []
     for title, cells in rows:
         texts = []
@@ -201,8 +220,9 @@ def _differences(results: Data) -> list[str]:
     return _table(["", *map(_escape, heads)], lines)
 
 
-def _markdown(results: Data) -> list[str]:
-    first, *others = results["answer"].splitlines() or [""]
+def _markdown(results: JsonObject) -> list[str]:
+    """Returns the Markdown of one study."""
+    first, *details = results["answer"].splitlines() or [""]
     lines = [
         f"## {_escape(results['title'])}",
         "",
@@ -211,24 +231,26 @@ def _markdown(results: Data) -> list[str]:
         f"**{_escape(first)}**",
         "",
     ]
-    lines += [*(f"- {_escape(line)}" for line in others), ""] if others else []
+    lines += [*(f"- {_escape(line)}" for line in details), ""] if details else []
     tables = make_tables(results)
     for table in tables:
         heads = [_escape(f"{column.label} {column.arrow}".strip()) for column in table.columns]
         rows = [[_escape(row.label), *map(_cell, row.cells)] for row in table.rows]
         body = _table(["", *heads], rows)
-        lines += _folded(table.group, body) if table.group else body
+        lines += _details(table.group, body) if table.group else body
     words = [f"Seeds {_escape(', '.join(map(str, results['seeds'])))}"]
-    words[0] += ", or as many as a row has" if has_uneven_seeds(results) else ""
+    words[0] += " (fewer for some rows)" if has_uneven_seeds(results) else ""
     words += ["mean ± standard deviation over seeds"] if any(table.spread for table in tables) else []
     published = any(table.published for table in tables)
     words += (
-        [f"in brackets the value of {_escape(results.get('source') or 'the source')}"] if published else []
+        [f"published values of {_escape(results.get('source') or 'the source')} in parentheses"]
+        if published
+        else []
     )
     lines += ["; ".join(words) + ".", ""]
-    title = "Differences, seed by seed (mean, 95 % interval, p of the exact sign-flip test; bold: the interval excludes zero)"
-    lines += _folded(title, _differences(results))
-    lines += _folded("Notes and shortfalls", [f"- {_escape(note)}" for note in results.get("notes") or []])
+    title = "Paired differences over seeds (mean, 95 % CI, p-value of the exact sign-flip test; bold: the interval excludes zero)"
+    lines += _details(title, _differences(results))
+    lines += _details("Notes and limitations", [f"- {_escape(note)}" for note in results.get("notes") or []])
     versions = ", ".join(
         _escape(f"{name} {value}") for name, value in (results.get("versions") or {}).items()
     )
@@ -243,55 +265,65 @@ def _markdown(results: Data) -> list[str]:
 
 
 def write_markdown(results: Sequence[ResultsSource], out: Path | str) -> Path:
-    """Write the question, answer and tables of each study to one Markdown file, atomically."""
-    checked = [load_results(source) for source in results]
+    """Writes the question, answer and tables of each study to one Markdown file, atomically.
+
+    Args:
+        results: Results of the studies, as in :func:`write_report`.
+        out: File to write.
+
+    Returns:
+        Path of the file.
+    """
+    contents = [load_results(source) for source in results]
     lines = [
         "# Results",
         "",
-        "Written by `flowbnn report --markdown` from the stored results. Figures, settings and every seed are in the page that "
-        "`flowbnn report` makes of the same folder.",
+        "Written by `flowbnn report --markdown` from the stored results. `flowbnn report` writes a page with figures, settings and the "
+        "values of every seed.",
         "",
     ]
     rows = []
-    for one in checked:
+    for content in contents:
         best = "; ".join(
-            f"{_escape(label)} {mean} ({_escape(row)})" for label, mean, row in best_numbers(one)
+            f"{_escape(label)} {mean} ({_escape(row)})" for label, mean, row in best_numbers(content)
         )
-        rows.append([_escape(one["study"]), _escape((one["answer"].splitlines() or [""])[0]), best or "–"])
-    lines += _table(["study", "answer", "best means"], rows)
-    for one in checked:
-        lines += _markdown(one)
-    columns = [column for one in checked for table in make_tables(one) for column in table.columns]
-    if meanings := group_definitions(columns):
-        lines += ["## What the columns mean", ""]
+        answer = (content["answer"].splitlines() or [""])[0]
+        rows.append([_escape(content["study"]), _escape(answer), best or "–"])
+    lines += _table(["study", "answer", "best mean values"], rows)
+    for content in contents:
+        lines += _markdown(content)
+    columns = [column for content in contents for table in make_tables(content) for column in table.columns]
+    if definitions := group_definitions(columns):
+        lines += ["## Definitions of the columns", ""]
         lines += [
-            f"- **{'; '.join(_escape(column.label) for column in named)}**: {_escape(text)}"
-            for named, text in meanings
+            f"- **{'; '.join(_escape(column.label) for column in group)}**: {_escape(text)}"
+            for group, text in definitions
         ]
         lines += [""]
-    lines += ["## Sources", ""]
-    for source in REFERENCES:
-        title = f"[{source.title}]({source.link})" if source.link else f"*{source.title}*"
-        lines.append(f"- **{source.name}**: {source.author}, {title}")
+    lines += ["## References", ""]
+    for reference in REFERENCES:
+        title = f"[{reference.title}]({reference.link})" if reference.link else f"*{reference.title}*"
+        lines.append(f"- **{reference.name}**: {reference.author}, {title}")
     write_file(Path(out), ("\n".join(lines).rstrip() + "\n").encode())
     return Path(out)
 
 
 def _note(name: str, text: str) -> list[str]:
+    """Returns a remark wrapped to the width of the terminal."""
     return wrap(
         f"{name}: {text}", WIDTH, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False
     )
 
 
-def console_lines(results: Data, every: bool = False) -> list[str]:
-    """A study's rows with mean and spread over seeds and what is published in brackets, what the columns mean, and the answer.
+def console_lines(results: JsonObject, all_metrics: bool = False) -> list[str]:
+    """Returns the lines that the terminal shows of a study: the table, the definitions of the columns, and the answer.
 
     Args:
-        results: of one study.
-        every: show all metrics; else those of :func:`~flowbnn_studies.report.tables.headline_metrics`.
+        results: Results of one study.
+        all_metrics: Show all metrics instead of :func:`~flowbnn_studies.report.tables.headline_metrics`.
     """
-    metrics = results["metrics"] if every else headline_metrics(results)
-    if len({metric["label"] for metric in metrics}) == len(metrics):  # labels that tell without their groups
+    metrics = results["metrics"] if all_metrics else headline_metrics(results)
+    if len({metric["label"] for metric in metrics}) == len(metrics):  # labels are unique without their groups
         metrics = [{**metric, "group": ""} for metric in metrics]
     tables = make_tables({**results, "metrics": metrics})
     count = len(results["seeds"])
@@ -299,32 +331,29 @@ def console_lines(results: Data, every: bool = False) -> list[str]:
     published = " [published]" if any(table.published for table in tables) else ""
     lines = ["", f"{results['study']}: {results['title']}", f"  {spread}{published}"]
     for table in tables:
-        cells = [["", *(column.label for column in table.columns)]]
-        cells += [
-            [row.label, *(_cell(cell, "", "[]") for cell in row.cells)]
-            for row in table.rows
-            if any(row.cells)
-        ]
-        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-        lines += ["", f"  {table.group}"] if table.group else []
-        lines += [
-            "  " + "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
-            for line in cells
-        ]
-    told = (
-        group_definitions(column for table in tables for column in table.columns)
-        if results.get("headline")
-        else []
-    )
+        lines += _console_table(table)
+    definitions = group_definitions(column for table in tables for column in table.columns)
     lines += [""]
-    for named, text in told:
-        lines += _note("; ".join(column.label for column in named), text)
-    lines += [""] if told else []
+    if results.get("headline") and definitions:
+        for group, text in definitions:
+            lines += _note("; ".join(column.label for column in group), text)
+        lines += [""]
     lines += [f"  {line}" for line in results["answer"].splitlines()]
     if remarks := results.get("notes"):
-        words = f"{len(remarks)} notes go" if len(remarks) > 1 else "One note goes"
-        lines += [
-            "",
-            *_note(f"{words} with these numbers, in the file and on its page; the last", remarks[-1]),
-        ]
+        number = f"{len(remarks)} notes" if len(remarks) > 1 else "1 note"
+        lines += ["", *_note(f"{number} in the results file and the report; the last", remarks[-1])]
     return [*lines, "", *_note("Source", results["source"])] if results.get("source") else lines
+
+
+def _console_table(table: ResultTable) -> list[str]:
+    """Returns the lines of a table with aligned columns."""
+    cells = [["", *(column.label for column in table.columns)]]
+    cells += [
+        [row.label, *(_cell(cell, "", "[]") for cell in row.cells)] for row in table.rows if any(row.cells)
+    ]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    aligned = [
+        "  " + "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+        for line in cells
+    ]
+    return ["", f"  {table.group}", *aligned] if table.group else aligned

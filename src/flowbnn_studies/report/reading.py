@@ -1,4 +1,4 @@
-"""Finding and reading ``results.json``; what is wrong with one is said in one line that names the file and the field."""
+"""Reads and checks ``results.json``. An error names the file and the field."""
 
 import json
 import re
@@ -10,11 +10,11 @@ import numpy as np
 from flowbnn.errors import FlowBNNError, nearest
 
 FILE = "results.json"
-SCHEMA = 1
+SCHEMA = 1  # version of the file that this package reads
 ResultsSource = Path | str | dict[str, Any]
 
-# What a value must be: a type; a list of one shape; a dictionary of fields ("name?" may be missing or null); the dimensions of an array
-# (null for a gap); or in words: an array as long as a field beside it ("x", "edges-1"), a table ("y x"), "pairs", "increasing" numbers.
+# Schema of a value: a type; a list of one schema; a dictionary of fields ("name?" may be missing or null); the dimensions of an array
+# (null for a gap); an array as long as another field ("x", "edges-1"); a table ("y x"); "pairs"; or "increasing" numbers.
 # fmt: off
 _BINS = [{"low": float, "high": float, "confidence?": float, "accuracy?": float, "fraction": float}]
 _LINE = {"label": str, "x": 1, "mean": "x", "std?": "x", "style?": str, "like?": str}
@@ -60,11 +60,17 @@ _WORDS = {str: "a string", float: "a number", int: "a number", dict: "an object"
 
 
 def load_results(source: ResultsSource) -> dict[str, Any]:
-    """Read and check one study's results: a file, the folder that holds it, or the dictionary itself.
+    """Reads and checks the results of one study.
+
+    Args:
+        source: Path of the file, folder that holds it, or its content.
+
+    Raises:
+        FlowBNNError: The file cannot be read, or a field is missing or invalid. The error has the name of the field.
 
     >>> load_results({"schema": 7})
     Traceback (most recent call last):
-    flowbnn.errors.FlowBNNError: results has schema 7, but this flowbnn reads schema 1; run the study again
+    flowbnn.errors.FlowBNNError: results has schema 7, expected 1; run the study again
     """
     if isinstance(source, dict):
         return _checked(source, str(source.get("study") or "results"))
@@ -72,7 +78,7 @@ def load_results(source: ResultsSource) -> dict[str, Any]:
     if path.is_dir():
         path = path / FILE
     if path.exists() and not path.is_file():
-        _refuse(str(path), "is a pipe or a device, which is never read")
+        _refuse(str(path), "is not a regular file")
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -88,27 +94,27 @@ def load_results(source: ResultsSource) -> dict[str, Any]:
 
 
 def find_results(folder: Path | str) -> list[Path]:
-    """Every ``results.json`` in the folder itself or in one of its immediate subfolders, by name; or the file itself, if it is one.
+    """Returns every ``results.json`` in a folder or its immediate subfolders, by name. A file is returned as it is.
 
     >>> find_results("no-such-folder")
     Traceback (most recent call last):
     flowbnn.errors.FlowBNNError: no results.json in no-such-folder or its subfolders; run a study with this output folder first
     """
     root = Path(folder)
-    found = (
+    paths = (
         [root]
         if root.is_file()
         else [path for path in (root / FILE, *sorted(root.glob(f"*/{FILE}"))) if path.is_file()]
     )
-    if not found:
+    if not paths:
         raise FlowBNNError(
             f"no {FILE} in {root} or its subfolders; run a study with this output folder first", kind="file"
         )
-    return found
+    return paths
 
 
 def _drawable(value: Any) -> Any:
-    """The value with a mark in place of characters that no font, XML or file takes: controls and halves of surrogate pairs.
+    """Replaces characters that no font, XML or file accepts: control characters and unpaired surrogates.
 
     >>> _drawable({"title": "a\\0b", "values": [1.0, 2.0]})
     {'title': 'a\ufffdb', 'values': [1.0, 2.0]}
@@ -116,30 +122,34 @@ def _drawable(value: Any) -> Any:
     if isinstance(value, str):
         return re.sub(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]", "\ufffd", value)
     if isinstance(value, dict):
-        return {_drawable(name): _drawable(part) for name, part in value.items()}
+        return {_drawable(name): _drawable(item) for name, item in value.items()}
     numbers = isinstance(value, list) and value and isinstance(value[0], int | float)
-    return [_drawable(part) for part in value] if isinstance(value, list) and not numbers else value
+    return [_drawable(item) for item in value] if isinstance(value, list) and not numbers else value
 
 
 def _checked(results: Any, origin: str) -> dict[str, Any]:
-    """The results, with text that can be drawn, if they have the shape that the report draws."""
+    """Returns the results with drawable text.
+
+    Raises:
+        FlowBNNError: The results do not follow the schema.
+    """
     try:
         results = _drawable(results)
     except RecursionError:
         _refuse(origin, "is nested too deeply")
     if not isinstance(results, dict):
-        _refuse(origin, "should hold one JSON object")
+        _refuse(origin, "must be one JSON object")
     if results.get("schema") != SCHEMA:
         _refuse(
             origin,
-            f"has schema {results.get('schema')!r}, but this flowbnn reads schema {SCHEMA}; run the study again",
+            f"has schema {results.get('schema')!r}, expected {SCHEMA}; run the study again",
         )
     _check(results, _RESULTS, origin, {})
     for index, metric in enumerate(results["metrics"]):
         if not re.fullmatch(r"[+,]?(\.\d{1,2})?[efg%]", metric.get("format") or ".3f"):
             _refuse(
                 f"{origin}.metrics[{index}].format",
-                f"is {metric['format']!r}; write one like '.3f', '.2e' or '.1%'",
+                f"is {metric['format']!r}, expected a format such as '.3f', '.2e' or '.1%'",
             )
     for index, row in enumerate(results["rows"]):
         for key, value in row["values"].items():
@@ -155,59 +165,69 @@ def _checked(results: Any, origin: str) -> dict[str, Any]:
             if panel.get("values") is not None and _shape(panel["values"]) != sides:
                 _refuse(
                     f"{where}.data.panels[{place}].values",
-                    "should have a row for each y and a column for each x of the map",
+                    "must have a row for each y and a column for each x of the map",
                 )
     return results
 
 
-def _refuse(where: str, problem: str) -> NoReturn:
-    raise FlowBNNError(f"{where} {problem}", kind="results", field=where)
+def _refuse(field: str, problem: str) -> NoReturn:
+    """Raises an error that names the field."""
+    raise FlowBNNError(f"{field} {problem}", kind="results", field=field)
 
 
 def _shape(value: Any) -> tuple[int, ...]:
-    """The shape of nested lists of numbers; none where they are no array."""
+    """Returns the shape of nested lists of numbers; empty if they are no array."""
     try:
         return np.array(value, dtype=np.float64).shape
     except (TypeError, ValueError, OverflowError):
         return ()
 
 
-def _check(value: Any, shape: Any, where: str, beside: dict[str, Any]) -> None:
+def _check(value: Any, shape: Any, field: str, siblings: dict[str, Any]) -> None:
+    """Checks a value against its schema.
+
+    Args:
+        value: Value to check.
+        shape: Schema of the value.
+        field: Path of the field, for the error.
+        siblings: Fields of the same object.
+    """
     match shape:
         case type():
-            wanted = int | float if shape in (int, float) else shape
-            if not isinstance(value, wanted) or isinstance(value, bool):
-                _refuse(where, f"should be {_WORDS[shape]}, not {type(value).__name__}")
+            expected = int | float if shape in (int, float) else shape
+            if not isinstance(value, expected) or isinstance(value, bool):
+                _refuse(field, f"must be {_WORDS[shape]}, not {type(value).__name__}")
         case dict():
             if not isinstance(value, dict):
-                _refuse(where, f"should be an object with fields {', '.join(shape)}")
-            for field, inner in shape.items():
-                name = field.removesuffix("?")
+                _refuse(field, f"must be an object with fields {', '.join(shape)}")
+            for key, inner in shape.items():
+                name = key.removesuffix("?")
                 if value.get(name) is not None:
-                    _check(value[name], inner, f"{where}.{name}", value)
-                elif name == field:
-                    _refuse(where, f"lacks the field '{name}'")
+                    _check(value[name], inner, f"{field}.{name}", value)
+                elif name == key:
+                    _refuse(f"{field}.{name}", "is missing")
         case list():
             if not isinstance(value, list):
-                _refuse(where, "should be a list")
+                _refuse(field, "must be a list")
             for index, item in enumerate(value):
-                _check(item, shape[0], f"{where}[{index}]", {})
+                _check(item, shape[0], f"{field}[{index}]", {})
         case _:
-            _check_array(value, shape, where, beside)
+            _check_array(value, shape, field, siblings)
 
 
-def _check_array(value: Any, shape: Any, where: str, beside: dict[str, Any]) -> None:
+def _check_array(value: Any, shape: Any, field: str, siblings: dict[str, Any]) -> None:
+    """Checks an array against its schema. The arguments are those of :func:`_check`."""
     sizes = _shape(value)
     dimensions = shape if isinstance(shape, tuple) else (2 if shape in ("pairs", "y x") else 1,)
     if len(sizes) not in dimensions and sizes != (0,):
         depth = " or ".join(str(number) for number in dimensions)
-        _refuse(where, f"should be numbers in a list of depth {depth}, rows of equal length")
+        _refuse(field, f"must be numbers in a list of depth {depth}, rows of equal length")
     if shape == "pairs" and sizes != (0,) and sizes[1] != 2:
-        _refuse(where, "should be a list of [x, y]")
+        _refuse(field, "must be a list of [x, y]")
     if shape == "increasing" and (sizes[0] < 2 or not np.all(np.diff(np.array(value, float)) > 0)):
-        _refuse(where, "should be a grid of at least two increasing numbers")
-    if shape == "y x" and sizes != (len(beside["y"]), len(beside["x"])):
-        _refuse(where, f"should have {len(beside['y'])} rows (y) of {len(beside['x'])} (x)")
+        _refuse(field, "must be a grid of at least two increasing numbers")
+    if shape == "y x" and sizes != (len(siblings["y"]), len(siblings["x"])):
+        _refuse(field, f"must have {len(siblings['y'])} rows (y) of {len(siblings['x'])} (x)")
     name, _, less = shape.partition("-") if isinstance(shape, str) else ("", "", "")
-    if name in beside and sizes[0] != (wanted := len(beside[name]) - int(less or 0)):
-        _refuse(where, f"has {sizes[0]} values, but {wanted} go with its {name}")
+    if name in siblings and sizes[0] != (expected := len(siblings[name]) - int(less or 0)):
+        _refuse(field, f"has {sizes[0]} values, expected {expected} to match {name}")

@@ -1,4 +1,4 @@
-"""The numbers of a study, laid out for a table, and the sources that studies cite."""
+"""Layout of a study's numbers as tables, and the references that studies cite."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -14,7 +14,14 @@ HEADLINE = ("accuracy", "nll", "ece", "auroc", "negative_elbo", "log_likelihood"
 
 @dataclass(frozen=True)
 class Reference:
-    """A text that results cite: ``name`` is what they call it, ``link`` is empty where none is known."""
+    """A text that results cite.
+
+    Args:
+        name: Short name in the results.
+        author: Authors.
+        title: Title.
+        link: Address; empty if none is known.
+    """
 
     name: str
     author: str
@@ -40,7 +47,14 @@ REFERENCES = (
 
 @dataclass(frozen=True)
 class Column:
-    """A metric: its name, the arrow of the better direction in sign and words, and what it means."""
+    """A metric of a table.
+
+    Args:
+        label: Name of the metric.
+        arrow: Arrow of the better direction.
+        direction: Better direction in words.
+        definition: Definition of the metric.
+    """
 
     label: str
     arrow: str
@@ -50,7 +64,15 @@ class Column:
 
 @dataclass(frozen=True)
 class Cell:
-    """One mean with its spread; every field is ready to show, empty where there is nothing."""
+    """One mean with its standard deviation. All fields are formatted; empty means missing.
+
+    Args:
+        mean: Mean over seeds.
+        std: Standard deviation over seeds.
+        published: Published value.
+        best: The mean is the best of its column.
+        per_seed: Values of the seeds.
+    """
 
     mean: str
     std: str
@@ -64,7 +86,13 @@ class Cell:
 
 @dataclass(frozen=True)
 class Row:
-    """A model and its cells, in the order of the columns."""
+    """A model and its cells.
+
+    Args:
+        label: Name of the model.
+        colour: Name of its colour.
+        cells: Cells in the order of the columns.
+    """
 
     label: str
     colour: str
@@ -73,7 +101,13 @@ class Row:
 
 @dataclass(frozen=True)
 class ResultTable:
-    """The metrics of one group; ``spread`` and ``published`` say whether any cell has a ± and a published value."""
+    """Table of the metrics of one group.
+
+    Args:
+        group: Name of the group.
+        columns: Metrics.
+        rows: Models.
+    """
 
     group: str
     columns: list[Column]
@@ -81,15 +115,17 @@ class ResultTable:
 
     @property
     def spread(self) -> bool:
+        """True if any cell has a standard deviation."""
         return any(cell.std for row in self.rows for cell in row.cells)
 
     @property
     def published(self) -> bool:
+        """True if any cell has a published value."""
         return any(cell.published for row in self.rows for cell in row.cells)
 
 
 def row_label(row: JsonObject) -> str:
-    """What a table calls a row: its label, and how far it is where seeds are missing that the others have.
+    """Returns the label of a row. If seeds are missing, their number follows.
 
     >>> row_label({"label": "Flow noise"}), row_label({"label": "Flow noise", "unfinished": "1 of 5 seeds"})
     ('Flow noise', 'Flow noise (1 of 5 seeds)')
@@ -101,12 +137,12 @@ def _finite(value: object) -> bool:
     return isinstance(value, int | float) and math.isfinite(value)
 
 
-def _form(metric: JsonObject) -> str:
+def _format(metric: JsonObject) -> str:
     return metric.get("format") or ".3f"
 
 
 def _best(results: JsonObject, metric: JsonObject) -> list[JsonObject]:
-    """The rows with the best mean of a metric: all that read the same; none where nothing is better than another.
+    """Returns the rows with the best mean of a metric. Rows that read the same are all returned.
 
     Published rows, references such as the true probabilities, unfinished rows and trial runs do not compete.
     """
@@ -117,17 +153,21 @@ def _best(results: JsonObject, metric: JsonObject) -> list[JsonObject]:
         mean = (row["values"].get(metric["key"]) or {}).get("mean")
         if _finite(mean) and not (row.get("cited") or row.get("reference") or row.get("unfinished")):
             means[place] = mean
-    if len({format(mean, _form(metric)) for mean in means.values()}) < 2:
+    if len({format(mean, _format(metric)) for mean in means.values()}) < 2:
         return []
-    best = format((max if metric["better"] == "higher" else min)(means.values()), _form(metric))
-    return [results["rows"][place] for place, mean in means.items() if format(mean, _form(metric)) == best]
+    best = format((max if metric["better"] == "higher" else min)(means.values()), _format(metric))
+    return [results["rows"][place] for place, mean in means.items() if format(mean, _format(metric)) == best]
 
 
 def make_tables(results: JsonObject, colours: Mapping[str, str] | None = None) -> list[ResultTable]:
-    """Rows by metrics, one table for each group of metrics: mean ± standard deviation over seeds, the published value, the best.
+    """Returns one table for each group of metrics, with rows by metrics: mean ± standard deviation, published value, best value.
 
-    Rows that are ``cited`` have published values alone, which stand in the place of the mean. Rows without any value of a group are
-    left out of its table.
+    Rows that are ``cited`` have only published values, which take the place of the mean. A row without any value of a group is
+    omitted from its table.
+
+    Args:
+        results: Content of ``results.json``.
+        colours: Names of colours by label.
 
     >>> cell = {"mean": 0.0312, "std": 0.004, "per_seed": [0.028, 0.034], "published": 0.094}
     >>> (table,) = make_tables({"seeds": [0, 1], "metrics": [{"key": "ece", "label": "ECE", "better": "lower"}],
@@ -138,14 +178,18 @@ def make_tables(results: JsonObject, colours: Mapping[str, str] | None = None) -
     groups: dict[str, list[JsonObject]] = {}
     for metric in results["metrics"]:
         groups.setdefault(metric.get("group") or "", []).append(metric)
-    for metrics in groups.values():  # the ECE is among the first three, which a phone shows without scrolling
+    for metrics in groups.values():  # a phone shows the first three columns, which include the ECE
         place = next((place for place, metric in enumerate(metrics) if metric["key"] == "ece"), 0)
         metrics.insert(min(place, 2), metrics.pop(place))
     tables = []
     for group, metrics in groups.items():
         columns = [
-            Column(one["label"], *ARROWS.get(one.get("better") or "", ("", "")), one.get("definition") or "")
-            for one in metrics
+            Column(
+                metric["label"],
+                *ARROWS.get(metric.get("better") or "", ("", "")),
+                metric.get("definition") or "",
+            )
+            for metric in metrics
         ]
         best = [_best(results, metric) for metric in metrics]
         rows = []
@@ -153,7 +197,7 @@ def make_tables(results: JsonObject, colours: Mapping[str, str] | None = None) -
             values = [row["values"].get(metric["key"]) or {} for metric in metrics]
             if any(values) or len(groups) == 1:
                 cells = [
-                    _cell(value, metric, row, len(results["seeds"]), any(row is one for one in winners))
+                    _cell(value, metric, row, len(results["seeds"]), any(row is winner for winner in winners))
                     for value, metric, winners in zip(values, metrics, best, strict=True)
                 ]
                 rows.append(Row(row_label(row), (colours or {}).get(row["label"], ""), cells))
@@ -162,36 +206,36 @@ def make_tables(results: JsonObject, colours: Mapping[str, str] | None = None) -
 
 
 def _cell(value: JsonObject, metric: JsonObject, row: JsonObject, seeds: int, best: bool) -> Cell:
-    form, per_seed = _form(metric), value.get("per_seed") or []
+    format_, per_seed = _format(metric), value.get("per_seed") or []
     if row.get("cited"):
-        return Cell(format_number(value.get("published"), form), "", "", False, [])
+        return Cell(format_number(value.get("published"), format_), "", "", False, [])
     spread = _finite(value.get("std")) and _finite(value.get("mean")) and seeds > 1 and len(per_seed) != 1
     return Cell(
-        format_number(value.get("mean"), form),
-        format_number(value["std"], form.lstrip("+")) if spread else "",
-        format_number(value["published"], form) if _finite(value.get("published")) else "",
+        format_number(value.get("mean"), format_),
+        format_number(value["std"], format_.lstrip("+")) if spread else "",
+        format_number(value["published"], format_) if _finite(value.get("published")) else "",
         best,
-        [format_number(item, form) for item in per_seed],
+        [format_number(item, format_) for item in per_seed],
     )
 
 
 def has_uneven_seeds(results: JsonObject) -> bool:
-    """Whether rows have different numbers of seeds."""
+    """Returns True if rows have different numbers of seeds."""
     cells = [cell for row in results["rows"] for cell in row["values"].values() if cell]
     return len({len(cell.get("per_seed") or ()) for cell in cells} - {0}) > 1
 
 
 def headline_metrics(results: JsonObject) -> list[JsonObject]:
-    """The metrics to show first: those that the study names as its ``headline``, or the usual ones."""
+    """Returns the metrics to show first: the ``headline`` of the study, or the usual ones."""
     names = list(results.get("headline") or HEADLINE)
-    chosen = [metric for metric in results["metrics"] if metric["key"] in names]
+    metrics = [metric for metric in results["metrics"] if metric["key"] in names]
     return (
-        sorted(chosen, key=lambda metric: names.index(metric["key"])) if results.get("headline") else chosen
+        sorted(metrics, key=lambda metric: names.index(metric["key"])) if results.get("headline") else metrics
     )
 
 
 def best_numbers(results: JsonObject) -> list[tuple[str, str, str]]:
-    """For the first four headline metrics that have one: name (and group, where others share it), the best mean, and whose it is."""
+    """Returns name, best mean and winner for the first four headline metrics. The group is added to names that occur twice."""
     metrics = headline_metrics(results)
     if not any(metric.get("better") in ARROWS for metric in metrics):
         metrics = results["metrics"]
@@ -202,28 +246,35 @@ def best_numbers(results: JsonObject) -> list[tuple[str, str, str]]:
             shared = labels.count(metric["label"]) > 1 and metric.get("group")
             label = f"{metric['label']}, {metric['group']}" if shared else metric["label"]
             others = f" and {len(rows) - 1} more" if len(rows) > 1 else ""
-            mean = format_number(rows[0]["values"][metric["key"]]["mean"], _form(metric))
+            mean = format_number(rows[0]["values"][metric["key"]]["mean"], _format(metric))
             numbers.append((label, mean, rows[0]["label"] + others))
     return numbers[:4]
 
 
 def group_definitions(columns: Iterable[Column]) -> list[tuple[list[Column], str]]:
-    """What the columns mean; those that share their words stand together.
+    """Groups the columns by their definitions.
 
-    >>> some = [Column("NLL", "", "", "Of both."), Column("ECE", "", "", "Of both."), Column("Time", "", "", "")]
-    >>> [([column.label for column in named], text) for named, text in group_definitions(some)]
+    >>> columns = [Column("NLL", "", "", "Of both."), Column("ECE", "", "", "Of both."), Column("Time", "", "", "")]
+    >>> [([column.label for column in group], text) for group, text in group_definitions(columns)]
     [(['NLL', 'ECE'], 'Of both.')]
     """
-    named: dict[str, list[Column]] = {}
+    groups: dict[str, list[Column]] = {}
     for column in columns:
-        if column.definition and column not in named.setdefault(column.definition, []):
-            named[column.definition].append(column)
-    return [(group, text) for text, group in named.items()]
+        if column.definition and column not in groups.setdefault(column.definition, []):
+            groups[column.definition].append(column)
+    return [(group, text) for text, group in groups.items()]
 
 
 @dataclass(frozen=True)
 class Difference:
-    """One paired comparison: the difference, its interval and p-value, and whether the interval excludes zero."""
+    """One paired comparison.
+
+    Args:
+        mean: Mean difference.
+        span: 95 % confidence interval.
+        p: p-value.
+        significant: The confidence interval excludes zero.
+    """
 
     mean: str
     span: str
@@ -234,21 +285,21 @@ class Difference:
 def comparison_table(
     results: JsonObject,
 ) -> tuple[list[str], list[tuple[str, list[Difference | None]]]] | None:
-    """Paired comparisons by metrics: heads, and rows of a title and its cells; None where there are none."""
+    """Returns the paired comparisons as heads and rows, each with a title and cells; None without comparisons."""
     comparisons = results.get("comparisons") or []
-    by_place = {(one["title"], one["metric"]): one for one in comparisons}
-    metrics = [metric for metric in results["metrics"] if any(metric["key"] == key for _, key in by_place)]
+    by_title = {(entry["title"], entry["metric"]): entry for entry in comparisons}
+    metrics = [metric for metric in results["metrics"] if any(metric["key"] == key for _, key in by_title)]
 
-    def cell(one: JsonObject | None, form: str) -> Difference | None:
-        if one is None:
+    def cell(entry: JsonObject | None, format_: str) -> Difference | None:
+        if entry is None:
             return None
-        low, high = one.get("low"), one.get("high")
-        known = _finite(low) and _finite(high)
+        low, high = entry.get("low"), entry.get("high")
+        has_interval = _finite(low) and _finite(high)
         return Difference(
-            format_number(one["mean"], form),
-            f"{format_number(low, form)} to {format_number(high, form)}" if known else "",
-            f"p {one['p']:.2g}" if _finite(one.get("p")) else "",
-            known and bool(low > 0 or high < 0),  # type: ignore[operator]
+            format_number(entry["mean"], format_),
+            f"{format_number(low, format_)} to {format_number(high, format_)}" if has_interval else "",
+            f"p {entry['p']:.2g}" if _finite(entry.get("p")) else "",
+            has_interval and bool(low > 0 or high < 0),  # type: ignore[operator]
         )
 
     heads = [
@@ -256,14 +307,14 @@ def comparison_table(
         for metric in metrics
     ]
     rows = []
-    for title in dict.fromkeys(title for title, _ in by_place):
-        found = ((by_place.get((title, metric["key"])), _form(metric)) for metric in metrics)
-        rows.append((title, [cell(one, "+" + form.lstrip("+")) for one, form in found]))
+    for title in dict.fromkeys(title for title, _ in by_title):
+        entries = ((by_title.get((title, metric["key"])), _format(metric)) for metric in metrics)
+        rows.append((title, [cell(entry, "+" + format_.lstrip("+")) for entry, format_ in entries]))
     return (heads, rows) if comparisons else None
 
 
 def flatten(settings: JsonObject, prefix: str = "") -> list[tuple[str, str]]:
-    """Nested settings as (dotted name, value) lines.
+    """Returns nested settings as pairs of dotted name and value.
 
     >>> flatten({"train": {"epochs": 20, "rates": [0.1, 0.2]}, "site": None})
     [('train.epochs', '20'), ('train.rates', '0.1, 0.2'), ('site', '–')]

@@ -1,4 +1,4 @@
-"""The page: whole, self-contained, escaped, and it holds every number."""
+"""Tests that the page is complete, self-contained and escaped, and has every number."""
 
 import ast
 import re
@@ -20,7 +20,7 @@ LOADS = {"src", "srcset", "data", "poster", "action", "background"}
 
 
 class Reader(HTMLParser):
-    """Checks that tags match and gathers what the page says and asks for."""
+    """Parser that checks that tags match, and collects the texts, links and requests of the page."""
 
     def __init__(self, page: str) -> None:
         super().__init__()
@@ -56,13 +56,13 @@ class Reader(HTMLParser):
 
     def _note(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.append(tag)
-        given = dict(attrs)
-        self.identifiers += [given["id"] or ""] if "id" in given else []
-        self.loads += [given[name] or "" for name in LOADS & set(given)]
-        if "href" in given:
-            (self.links if tag == "a" else self.loads).append(given["href"] or "")
-        if tag == "svg" and given.get("role") == "img":
-            self.labels.append(given["aria-label"] or "")
+        attributes = dict(attrs)
+        self.identifiers += [attributes["id"] or ""] if "id" in attributes else []
+        self.loads += [attributes[name] or "" for name in LOADS & set(attributes)]
+        if "href" in attributes:
+            (self.links if tag == "a" else self.loads).append(attributes["href"] or "")
+        if tag == "svg" and attributes.get("role") == "img":
+            self.labels.append(attributes["aria-label"] or "")
 
     @property
     def words(self) -> str:
@@ -73,7 +73,9 @@ def page_of(results: list[Any], folder: Path) -> str:
     return write_report(results, folder / "report.html").read_text(encoding="utf-8")
 
 
-def test_whole_page(page: str, two_clusters: dict[str, Any], digits: dict[str, Any]) -> None:
+def test_page_has_every_text_and_number(
+    page: str, two_clusters: dict[str, Any], digits: dict[str, Any]
+) -> None:
     words = Reader(page).words
     assert len(page.encode()) < 2_000_000
     for study in (two_clusters, digits):
@@ -87,18 +89,25 @@ def test_whole_page(page: str, two_clusters: dict[str, Any], digits: dict[str, A
     for expected in (
         *("0.953 ± 0.002", "published 0.953", "0.024 ± 0.005", "published 0.009", "1,290"),
         *("ECE ↓", "Accuracy ↑", "lower is better", "5 seeds", "train.epochs", "41.3 s", "2 modes"),
-        *("Differences, seed by seed", "+0.010 to +0.030", "Elsewhere", "Swipe the table for 4 columns →"),
+        *(
+            "Paired differences over seeds",
+            "+0.010 to +0.030",
+            "Elsewhere",
+            "Scroll sideways for 4 columns →",
+        ),
         "0.100",  # from a per-seed value: 0.0943 + 1.1 * 0.0051
     ):
         assert expected in words
-    # No number that is none; the word stands only inside other words.
+    # no missing number is printed
     assert not re.search(r"\b(nan|inf|None|null)\b", words, re.IGNORECASE)
 
 
-def test_nothing_is_loaded(page: str) -> None:
+def test_page_loads_nothing(page: str) -> None:
     reader = Reader(page)
     assert all(load.startswith(("data:", "#")) for load in reader.loads)
-    cited = [source.link for source in REFERENCES if source.link]  # to be clicked on, nothing more
+    cited = [
+        reference.link for reference in REFERENCES if reference.link
+    ]  # links to click on, nothing is loaded
     assert [link for link in reader.links if not link.startswith("#")] == cited
     assert "http://" not in page
     assert page.count("https://") == len(cited)
@@ -107,8 +116,8 @@ def test_nothing_is_loaded(page: str) -> None:
     assert not {"script", "iframe", "object", "embed", "form"} & set(reader.tags)
 
 
-def test_structure(page: str) -> None:
-    """An overview with a row for each study, contents, then each study folded."""
+def test_page_has_overview_contents_and_folded_studies(page: str) -> None:
+    """The page has an overview with a row for each study, a table of contents, and each study folded."""
     reader = Reader(page)
     assert reader.headings[0] == 1
     assert reader.headings.count(1) == 1
@@ -116,7 +125,7 @@ def test_structure(page: str) -> None:
     assert len(reader.identifiers) == len(set(reader.identifiers))
     targets = [link[1:] for link in reader.links if link.startswith("#")]
     assert targets[0] == "overview"
-    assert targets.count("sources") == 1
+    assert targets.count("references") == 1
     assert set(targets) <= set(reader.identifiers)
     assert all(
         targets.count(target) == 2 for target in targets if target.startswith("study-")
@@ -128,11 +137,11 @@ def test_structure(page: str) -> None:
     assert len(reader.labels) == 45
     assert all(len(label) > 20 for label in reader.labels)
     assert (
-        reader.labels[0] == "Figure 1, Where each network decides. What is decided, and how sure. Plain MLP"
+        reader.labels[0] == "Figure 1, Where each network decides. Predicted class and uncertainty. Plain MLP"
     )
 
 
-def test_one_study_needs_no_contents_and_is_open(two_clusters: dict[str, Any], tmp_path: Path) -> None:
+def test_single_study_has_no_contents_and_is_open(two_clusters: dict[str, Any], tmp_path: Path) -> None:
     two_clusters["figures"] = []
     page = page_of([two_clusters], tmp_path)
     assert not [link for link in Reader(page).links if link.startswith("#")]
@@ -165,7 +174,7 @@ def test_text_is_escaped(two_clusters: dict[str, Any], tmp_path: Path) -> None:
     assert bad in unescape(page)
 
 
-def test_characters_that_cannot_be_drawn_are_marked(two_clusters: dict[str, Any], tmp_path: Path) -> None:
+def test_control_characters_are_replaced(two_clusters: dict[str, Any], tmp_path: Path) -> None:
     bad = "bell \x07 nul \x00 half \ud800 tab \t"
     two_clusters["figures"] = two_clusters["figures"][1:2]
     two_clusters |= {"title": bad, "answer": bad, "notes": [bad], "versions": {bad: bad}}
@@ -180,7 +189,7 @@ def test_characters_that_cannot_be_drawn_are_marked(two_clusters: dict[str, Any]
     save_figures([two_clusters], tmp_path)
 
 
-def test_one_seed_has_no_spread(two_clusters: dict[str, Any], tmp_path: Path) -> None:
+def test_one_seed_has_no_standard_deviation(two_clusters: dict[str, Any], tmp_path: Path) -> None:
     two_clusters["seeds"] = [7]
     two_clusters["figures"] = []
     for row in two_clusters["rows"]:
@@ -188,11 +197,11 @@ def test_one_seed_has_no_spread(two_clusters: dict[str, Any], tmp_path: Path) ->
             value["std"], value["per_seed"] = 0.0, [value["mean"]]
     words = Reader(page_of([two_clusters], tmp_path)).words
     assert "±" not in words
-    assert "One seed, so no spread is shown" in words
-    assert "Every seed" not in words
+    assert "One seed, so there is no standard deviation" in words
+    assert "Values of every seed" not in words
 
 
-def test_values_that_are_not_there(two_clusters: dict[str, Any], tmp_path: Path) -> None:
+def test_missing_values_are_dashes(two_clusters: dict[str, Any], tmp_path: Path) -> None:
     values = two_clusters["rows"][0]["values"]
     values["accuracy"] = None
     values["nll"] = {"mean": float("nan"), "std": float("nan"), "per_seed": [None, float("nan")]}
@@ -207,7 +216,7 @@ def test_values_that_are_not_there(two_clusters: dict[str, Any], tmp_path: Path)
     assert not re.search(r"\b(nan|inf|None)\b", words)
 
 
-def test_written_whole_or_not_at_all(
+def test_page_is_written_atomically(
     two_clusters: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "made" / "here" / "report.html"
@@ -220,51 +229,56 @@ def test_written_whole_or_not_at_all(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("os.replace", refuse)
-    with pytest.raises(FlowBNNError, match=r"cannot write .*report\.html: No space left on device"):
+    with pytest.raises(FlowBNNError) as error:
         write_report([two_clusters], out)
+    assert error.value.kind == "file"
+    assert "No space left on device" in str(error.value)
     assert out.read_text() == before
     assert [path.name for path in out.parent.iterdir()] == ["report.html"]
 
 
-def test_folder_gets_report_html(two_clusters: dict[str, Any], tmp_path: Path) -> None:
+def test_folder_as_output_gets_report_html(two_clusters: dict[str, Any], tmp_path: Path) -> None:
     two_clusters["figures"] = []
     assert write_report([two_clusters], tmp_path) == tmp_path / "report.html"
 
 
-def test_unwritable(two_clusters: dict[str, Any], tmp_path: Path) -> None:
+def test_unwritable_output_is_refused(two_clusters: dict[str, Any], tmp_path: Path) -> None:
     two_clusters["figures"] = two_clusters["figures"][1:2]
     two_clusters["figures"][0]["data"]["models"] = two_clusters["figures"][0]["data"]["models"][:1]
     (tmp_path / "file").write_text("kept")
-    with pytest.raises(FlowBNNError, match="cannot write"):
+    with pytest.raises(FlowBNNError) as error:
         write_report([two_clusters], tmp_path / "file" / "report.html")
-    with pytest.raises(FlowBNNError, match="cannot write"):
+    assert error.value.kind == "file"
+    with pytest.raises(FlowBNNError) as error:
         save_figures([two_clusters], tmp_path / "file")
+    assert error.value.kind == "file"
     assert (tmp_path / "file").read_text() == "kept"
 
 
-def test_no_results(tmp_path: Path) -> None:
-    with pytest.raises(FlowBNNError, match="no results to report; run a study first"):
+def test_empty_results_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(FlowBNNError) as error:
         write_report([], tmp_path / "report.html")
+    assert error.value.kind == "file"
     assert list(tmp_path.iterdir()) == []
 
 
-def test_report_stands_on_results_alone() -> None:
-    """No torch, and of flowbnn only its errors: a report never needs a model."""
+def test_report_imports_no_torch() -> None:
+    """The report imports no torch, and of flowbnn only its errors."""
     folder = Path(flowbnn_studies.report.__file__).parent
-    found = set()
+    imports = set()
     for path in folder.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Import):
-                found.update(alias.name for alias in node.names)
+                imports.update(alias.name for alias in node.names)
             elif isinstance(node, ast.ImportFrom):
                 assert node.level == 0
-                found.add(node.module or "")
-    assert "flowbnn.errors" in found
-    ours = {
+                imports.add(node.module or "")
+    assert "flowbnn.errors" in imports
+    own_imports = {
         name
-        for name in found
+        for name in imports
         if name.split(".")[0] == "flowbnn" and not name.startswith("flowbnn_studies.report")
     }
-    assert ours == {"flowbnn.errors"}
-    assert not {name for name in found if name.split(".")[0] in ("torch", "lightning", "torchmetrics")}
-    assert "matplotlib.pyplot" not in found
+    assert own_imports == {"flowbnn.errors"}
+    assert not {name for name in imports if name.split(".")[0] in ("torch", "lightning", "torchmetrics")}
+    assert "matplotlib.pyplot" not in imports

@@ -1,10 +1,10 @@
-"""Made-up results, shaped like the real ones: small, with every kind of figure once."""
+"""Synthetic results in the format of real ones: small, with every kind of figure once."""
 
 from typing import Any
 
 import numpy as np
 
-Data = dict[str, Any]
+JsonObject = dict[str, Any]
 MODELS = ("Plain MLP", "Stochastic MLP")
 RIVALS = ("Maximum likelihood", "MC dropout", "Deep ensemble of 5", "Node noise, planar flow")
 METHODS = {
@@ -22,28 +22,28 @@ METHODS = {
 }
 
 
-def figure(kind: str, title: str, caption: str, data: Data) -> Data:
+def figure(kind: str, title: str, caption: str, data: JsonObject) -> JsonObject:
     return {"kind": kind, "title": title, "caption": caption, "data": data}
 
 
-def value(mean: float | None, std: float | None = None, published: float | None = None) -> Data:
+def value(mean: float | None, std: float | None = None, published: float | None = None) -> JsonObject:
     seeds = [] if mean is None else [mean + (std or 0.0) * step for step in (-1.2, -0.6, 0.1, 0.6, 1.1)]
     return {"mean": mean, "std": std, "per_seed": seeds, "published": published}
 
 
-def bins(gap: float) -> list[Data]:
-    made = []
+def bins(gap: float) -> list[JsonObject]:
+    entries = []
     for low, share in zip((0.0, 0.25, 0.5, 0.75), (0.0, 0.005, 0.2, 0.795), strict=True):
         middle = low + 0.125
         accuracy = float(np.clip(middle + gap * 4 * middle * (1 - middle), 0, 1))
         full = (
             {"confidence": middle, "accuracy": accuracy} if share else {"confidence": None, "accuracy": None}
         )
-        made.append({"low": low, "high": low + 0.25, "fraction": share, **full})
-    return made
+        entries.append({"low": low, "high": low + 0.25, "fraction": share, **full})
+    return entries
 
 
-def curves_figure() -> Data:
+def curves_figure() -> JsonObject:
     epochs = np.arange(1, 9)
     panels = []
     for title, start, end in (("Negative ELBO", 0.5, 0.1), ("KL", 1e-4, 2e-3)):
@@ -67,7 +67,7 @@ def curves_figure() -> Data:
     )
 
 
-def reliability_figure(labels: tuple[str, ...] = MODELS) -> Data:
+def reliability_figure(labels: tuple[str, ...] = MODELS) -> JsonObject:
     models = [
         {"label": label, "ece": 0.094 / (place + 1) ** 2, "bins": bins(0.2 / (place + 1))}
         for place, label in enumerate(labels)
@@ -80,7 +80,7 @@ def reliability_figure(labels: tuple[str, ...] = MODELS) -> Data:
     )
 
 
-def histogram_figure(labels: tuple[str, ...] = MODELS) -> Data:
+def histogram_figure(labels: tuple[str, ...] = MODELS) -> JsonObject:
     edges = np.linspace(0, 2.2, 9)
     panels = []
     for place, label in enumerate(labels):
@@ -97,7 +97,7 @@ def histogram_figure(labels: tuple[str, ...] = MODELS) -> Data:
     )
 
 
-def density_figure(pairs: bool = True) -> Data:
+def density_figure(pairs: bool = True) -> JsonObject:
     x = np.linspace(-1, 3, 41)
 
     def bell(centre: float, width: float) -> np.ndarray:
@@ -117,7 +117,7 @@ def density_figure(pairs: bool = True) -> Data:
         }
         for title, height, modes in shapes
     ]
-    data: Data = {"panels": panels}
+    data: JsonObject = {"panels": panels}
     if pairs:
         grid = np.linspace(-1, 3, 11)
         across, up = np.meshgrid(grid, grid)
@@ -129,7 +129,7 @@ def density_figure(pairs: bool = True) -> Data:
     )
 
 
-def field_figure() -> Data:
+def field_figure() -> JsonObject:
     rng = np.random.default_rng(1)
     classes = rng.integers(0, 2, 60)
     points = np.array([[-3.0, -3.0], [3.0, 3.0]])[classes] + rng.normal(0, 1.6, (60, 2))
@@ -158,7 +158,7 @@ def field_figure() -> Data:
     )
 
 
-def images_figure() -> Data:
+def images_figure() -> JsonObject:
     rng = np.random.default_rng(2)
     panels = []
     for title, spread in (("Known: a 3, and it is sure", 0.05), ("Novel: a 9 it has never seen", 1.2)):
@@ -172,7 +172,7 @@ def images_figure() -> Data:
     )
 
 
-def bands_figure(labels: tuple[str, ...]) -> Data:
+def bands_figure(labels: tuple[str, ...]) -> JsonObject:
     x = np.linspace(-0.25, 0.75, 9)
     panels = []
     for place, label in enumerate(labels):
@@ -195,7 +195,7 @@ def bands_figure(labels: tuple[str, ...]) -> Data:
     )
 
 
-def shares_figure(labels: tuple[str, ...]) -> Data:
+def shares_figure(labels: tuple[str, ...]) -> JsonObject:
     parts = np.array([[0.9, 0.1, 0.0], [0.2, 0.3, 0.5]]).tolist()
     panels = [{"title": labels[0], "note": "mean confidence 0.70", "x": [0.0, 180.0], "shares": parts}]
     images = [{"title": f"{angle}°", "pixels": np.eye(4).tolist()} for angle in (0, 180)]
@@ -203,7 +203,7 @@ def shares_figure(labels: tuple[str, ...]) -> Data:
     return figure("shares", "A digit that is turned", "Shares.", data)
 
 
-def map_figure(labels: tuple[str, ...]) -> Data:
+def map_figure(labels: tuple[str, ...]) -> JsonObject:
     axis = np.linspace(-20, 20, 9)
     panels = [
         {
@@ -228,7 +228,7 @@ def map_figure(labels: tuple[str, ...]) -> Data:
     )
 
 
-def draws_figure(labels: tuple[str, ...]) -> Data:
+def draws_figure(labels: tuple[str, ...]) -> JsonObject:
     rng = np.random.default_rng(3)
     images = [{"title": title, "pixels": rng.random((8, 8)).tolist()} for title in ("a 3", "an unseen 8")]
     panels = []
@@ -240,7 +240,7 @@ def draws_figure(labels: tuple[str, ...]) -> Data:
     )
 
 
-def pareto_figure(labels: tuple[str, ...]) -> Data:
+def pareto_figure(labels: tuple[str, ...]) -> JsonObject:
     items = [
         {
             **{"label": label, "method": METHODS[label], "x_std": 0.01, "y_std": 0.02},
@@ -252,7 +252,7 @@ def pareto_figure(labels: tuple[str, ...]) -> Data:
     return figure("pareto", "What it costs", "Front.", {"panels": [panel]})
 
 
-def base(study: str, title: str, labels: tuple[str, ...]) -> Data:
+def base(study: str, title: str, labels: tuple[str, ...]) -> JsonObject:
     names = ("key", "label", "better", "definition", "format")
     metrics = [
         (
@@ -309,13 +309,13 @@ def base(study: str, title: str, labels: tuple[str, ...]) -> Data:
     }
 
 
-def make_two_clusters() -> Data:
+def make_two_clusters() -> JsonObject:
     results = base("two-clusters", "Two classes on a plane", MODELS)
     results["figures"] = [field_figure(), reliability_figure(), histogram_figure(), density_figure()]
     return results
 
 
-def make_digits() -> Data:
+def make_digits() -> JsonObject:
     labels = ("Plain network", "Dropout", "Gaussian noise", "Flow noise")
     results = base("digits", "Handwritten digits with one class held out", labels)
     results["figures"] = [
@@ -327,7 +327,7 @@ def make_digits() -> Data:
     return results
 
 
-def make_flow_length() -> Data:
+def make_flow_length() -> JsonObject:
     results = base(
         "flow-length", "How long a flow should be", tuple(f"Length {length}" for length in (0, 6, 12))
     )
@@ -335,7 +335,7 @@ def make_flow_length() -> Data:
     return results
 
 
-def make_lenet() -> Data:
+def make_lenet() -> JsonObject:
     """Groups of metrics, cited rows, paired comparisons, bars, differences, and curves beside published ones."""
     labels = ("Gaussian noise", "Flow noise")
     results = base("lenet", "LeNet on pictures", labels)
@@ -345,7 +345,7 @@ def make_lenet() -> Data:
 
     def compare(
         title: str, metric: str, mean: float, low: float | None, high: float | None, p: float | None
-    ) -> Data:
+    ) -> JsonObject:
         return {"title": title, "metric": metric, "mean": mean, "low": low, "high": high, "p": p, "number": 5}
 
     results["comparisons"] = [
@@ -389,7 +389,7 @@ def make_lenet() -> Data:
     return results
 
 
-def make_rivals() -> Data:
+def make_rivals() -> JsonObject:
     """Galleries of methods."""
     results = base("rivals", "All methods", RIVALS)
     results["figures"] = [
