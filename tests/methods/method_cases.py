@@ -105,13 +105,13 @@ CASES: dict[str, Case] = {
         "it is one network",
     ),
     "damp": Case(
-        lambda **more: fb.DAMP(parts=2, **TRAINED | more),
+        lambda **more: fb.DAMP(sub_batches=2, **TRAINED | more),
         lambda: fb.DAMP(scale=0.1, **SETTLED),
         "near",
         "where the loss is quadratic the mean of its gradients is that of MAP; the noise of its steps remains",
         refuses=(
             {"scale": 0.0},
-            {"parts": 0},
+            {"sub_batches": 0},
         ),
     ),
     "mc-dropout": Case(
@@ -153,7 +153,7 @@ CASES: dict[str, Case] = {
             {"rank": -1},
             {"begin": 1.0},
             {"momentum": 1.0},
-            {"per_epoch": 0},
+            {"snapshots_per_epoch": 0},
             {"scale": 0.0},
             {"swag_lr": 0.0},
             {"batch_norm_samples": 0},

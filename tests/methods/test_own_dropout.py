@@ -10,7 +10,7 @@ from torch import nn
 
 import flowbnn as fb
 from flowbnn.methods.dropout import DropoutPosterior, MaskedDropout, example_axes
-from flowbnn.methods.layer_modes import without_dropout
+from flowbnn.methods.network_layers import disable_dropout
 
 
 @pytest.fixture(autouse=True)
@@ -203,7 +203,7 @@ def test_dropout_that_is_not_sampled_is_named():
         posterior = posterior_of(Inside(), x)
     assert [each.message.fields["layers"] for each in told] == [["recurrent", "attention", "idle"]]
     assert posterior.predict(x, 4, seed=0).log_samples.std(0).max() > 0
-    with without_dropout(network := Inside().train()):
+    with disable_dropout(network := Inside().train()):
         assert torch.equal(network(x), network(x))
     assert (network.recurrent.dropout, network.attention.dropout, network.drop.p) == (0.5, 0.4, 0.3)
 

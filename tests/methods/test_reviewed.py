@@ -100,12 +100,12 @@ def test_an_ensemble_leaves_frozen_weights_as_they_are() -> None:
 
 
 def test_a_new_start_keeps_the_statistics_of_frozen_layers() -> None:
-    from flowbnn.methods.ensemble import initialize_anew
+    from flowbnn.methods.ensemble import reset_parameters
 
     plain = nn.Sequential(nn.BatchNorm1d(3).requires_grad_(False), nn.Linear(3, 2), nn.BatchNorm1d(2))
     for layer in (plain[0], plain[2]):
         layer.running_mean.fill_(5.0)  # type: ignore[operator]
-    assert initialize_anew(plain) == []
+    assert reset_parameters(plain) == []
     assert plain[0].running_mean.tolist() == [5.0] * 3  # type: ignore[operator]
     assert plain[2].running_mean.tolist() == [0.0] * 2  # type: ignore[operator]
 
@@ -146,7 +146,7 @@ def test_every_posterior_has_draws_or_says_why_not() -> None:
         (lambda: fb.MAP().fit(network(), torch.ones(3, 4)), "takes a loader of batches"),
         (lambda: fb.MAP().fit(network(), iter(classes())), "only once"),
         (
-            lambda: fb.SWAG(epochs=2, per_epoch=2).fit(network(), classes()[:1]),
+            lambda: fb.SWAG(epochs=2, snapshots_per_epoch=2).fit(network(), classes()[:1]),
             "one set of weights and no variance",
         ),
         (lambda: fb.load_posterior("missing.safetensors", "network"), "network=.* must be a Module"),  # type: ignore[arg-type]

@@ -47,7 +47,7 @@ SMALL_SETTINGS: dict[str, list[Any]] = {
     "chains": [1, 2],
     "steps": [2],
     "cycles": [1],
-    "per_epoch": [2],
+    "snapshots_per_epoch": [2],
     "max_extension": [1],
     "seconds": [0.0],
     "simulations": [2],

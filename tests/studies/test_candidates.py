@@ -36,11 +36,11 @@ def test_short_runs_get_settings_that_suit_them():
         made = swag.make(epochs=epochs)
         first = round(made.begin * made.epochs)
         assert first >= 1
-        assert (made.epochs - first) * made.per_epoch >= 2
+        assert (made.epochs - first) * made.snapshots_per_epoch >= 2
     assert repr(swag.make(epochs=6)) == "SWAG(epochs=6)"
     for epochs, batches in ((2, 2), (3, 2), (3, 20), (20, 50)):
         made = sgld.make(epochs=epochs, batches=batches)
-        assert len(made.plan(epochs * batches).kept) == made.samples >= 2
+        assert len(made.step_schedule(epochs * batches).snapshot_steps) == made.samples >= 2
     assert repr(made) == repr(sgld.make(epochs=20))
     assert sgld.make(epochs=3, batches=20).cycles == 4
 

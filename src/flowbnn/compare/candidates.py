@@ -94,15 +94,15 @@ def _short_sgld(epochs: int, batches: int | None) -> dict[str, Any]:
     usual = SGLD()
     for cycles in (usual.cycles, 1, 0) if batches is not None else ():
         for samples in range(usual.samples, 1, -1):
-            plan = SGLD(cycles=cycles, samples=samples).plan(epochs * (batches or 1))
-            if len(plan.kept) == samples:
+            schedule = SGLD(cycles=cycles, samples=samples).step_schedule(epochs * (batches or 1))
+            if len(schedule.snapshot_steps) == samples:
                 return {"cycles": cycles, "samples": samples}
     return {}
 
 
 def _short_swag(epochs: int, batches: int | None) -> dict[str, Any]:
     """Let SWAG collect two sets of weights in two or three epochs."""
-    return {"per_epoch": 2} if epochs in (2, 3) else {}
+    return {"snapshots_per_epoch": 2} if epochs in (2, 3) else {}
 
 
 _CHAIN = {"samples": 50, "warmup": 50, "chains": 2}

@@ -2,8 +2,8 @@ r"""DAMP: training under multiplicative perturbations of the weights (Trinh et a
 
 .. math:: w \leftarrow w - \eta \Big( \nabla L(w \circ \xi) + \lambda w \Big), \qquad \xi \sim \mathcal N(1, \sigma^2)
 
-The perturbed weights stand for corrupted inputs. The result is one plain network: noise without a posterior, which shows what of the
-robustness of node noise is a matter of training alone.
+Perturbed weights simulate corrupted inputs. The result is one deterministic network. As a baseline it shows how much of the robustness
+of node noise comes from training alone.
 """
 
 from collections.abc import Callable
@@ -25,14 +25,13 @@ from flowbnn.training import Clock
 @register_method
 @options(kw_only=True, repr=False)
 class DAMP(PointMethod):
-    r"""Maximum a posteriori with weights that are multiplied by fresh Gaussian noise at every step; the plain network at the end.
+    r"""Maximum a posteriori with weights multiplied by fresh Gaussian noise at every step.
 
-    As in the paper's algorithm, the gradient is taken at the perturbed weights and applied to the unperturbed ones. Biases have no
-    noise.
+    As in the paper, the gradient is taken at the perturbed weights and applied to the unperturbed ones. Biases have no noise.
 
     Args:
-        scale: standard deviation :math:`\sigma` of the noise, which is around one.
-        parts: of a batch, each with noise of its own; the paper has 8, and BatchNorm statistics of the whole batch.
+        scale: Standard deviation :math:`\sigma` of the noise, whose mean is one.
+        sub_batches: Number of parts of a batch with independent noise. The paper uses 8, with BatchNorm statistics of the full batch.
 
     >>> loader = [(torch.randn(8, 2), torch.arange(8) % 3)]
     >>> DAMP(epochs=2).fit(nn.Linear(2, 3), loader, progress=False)
@@ -40,38 +39,39 @@ class DAMP(PointMethod):
     """
 
     scale: Positive = 0.2
-    parts: Count = 1
+    sub_batches: Count = 1
 
     def _loss(self, model: nn.Module) -> Callable[..., LossAndLogs]:
-        return partial(_perturbed, model, self.scale, self.parts)
+        return partial(_perturbed_loss, model, self.scale, self.sub_batches)
 
 
-def _perturbed(
+def _perturbed_loss(
     model: nn.Module,
     scale: float,
-    parts: int,
+    sub_batches: int,
     likelihood: Likelihood,
     forward: Forward,
     batch: Any,
     clock: Clock,
 ) -> LossAndLogs:
-    """The loss of a batch at perturbed weights, whose gradients in these go to the weights themselves."""
-    held = [part._parameters for part in model.modules()]
-    places = [
-        (each, key, own)
-        for each in held
-        for key, own in each.items()
-        if own is not None and own.requires_grad and "bias" not in key
+    """Returns the loss of a batch at perturbed weights, whose gradients reach the unperturbed weights."""
+    locations = [
+        (parameters, key, parameter)
+        for parameters in (module._parameters for module in model.modules())
+        for key, parameter in parameters.items()
+        if parameter is not None and parameter.requires_grad and "bias" not in key
     ]
-    total, rows = torch.zeros((), device=device_of(model)), len(split_batch(batch)[1])
-    for low, high in ((rows * part // parts, rows * (part + 1) // parts) for part in range(parts)):
+    total, num_rows = torch.zeros((), device=device_of(model)), len(split_batch(batch)[1])
+    for index in range(sub_batches):
+        low, high = num_rows * index // sub_batches, num_rows * (index + 1) // sub_batches
         if low == high:
             continue
-        moved: dict[int, Tensor] = {}  # tied weights move together
-        for _, _, own in places:
-            if id(own) not in moved:
-                moved[id(own)] = own + scale * own.detach() * torch.randn_like(own)
-        with StandIns((each, key, moved[id(own)]) for each, key, own in places):
+        perturbed: dict[int, Tensor] = {}  # by id, so that tied weights have the same noise
+        for _, _, parameter in locations:
+            if id(parameter) not in perturbed:
+                noise = torch.randn_like(parameter)
+                perturbed[id(parameter)] = parameter + scale * parameter.detach() * noise
+        with StandIns((parameters, key, perturbed[id(p)]) for parameters, key, p in locations):
             loss, _ = negative_log_likelihood(likelihood, forward, take(split_batch(batch), low, high), clock)
-        total = total + loss * ((high - low) / rows)
+        total = total + loss * ((high - low) / num_rows)
     return total, {"log_likelihood": -total.detach()}

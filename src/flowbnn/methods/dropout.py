@@ -39,7 +39,7 @@ from flowbnn.errors import quote_names, warn
 from flowbnn.likelihoods import Likelihood
 from flowbnn.methods.base import FitOptions, Method, register_method
 from flowbnn.methods.fitting import first_batch
-from flowbnn.methods.layer_modes import inner_dropout, own_dropout, without_nested
+from flowbnn.methods.network_layers import disable_nested_tensors, dropout_layers, layers_with_inner_dropout
 from flowbnn.methods.variational.base import fit
 from flowbnn.noise import Dropout
 from flowbnn.noise.layout import wrappable_layers
@@ -84,12 +84,12 @@ class MCDropout(Method):
     def fit(self, network: nn.Module, loader: Iterable[Any], **given: Any) -> Posterior:
         """As :meth:`Method.fit`. With ``epochs=0`` the dropout of a trained network is turned on and nothing is learned."""
         model, run = self.setup(network, loader, given)
-        rates = [part.p for part in own_dropout(model)]
+        rates = [part.p for part in dropout_layers(model)]
         own = bool(rates) and self.rate is None and self.layers is None
         rate = sum(rates) / len(rates) if own else 0.1 if self.rate is None else self.rate
         decay = (1.0 - rate) / (self.prior_scale**2 * run.num_examples(loader))
         if own:
-            point = self.start(without_nested(model), loader, run, decay)
+            point = self.start(disable_nested_tensors(model), loader, run, decay)
             inputs = move(first_batch(loader, run.seed)[0], device_of(point.model), dtype_of(point.model))
             axes = example_axes(point.model, inputs)
             warn_of_unsampled(point.model, [name for name, calls in axes.items() if not calls])
@@ -115,7 +115,7 @@ class MCDropout(Method):
 
 def warn_of_unsampled(model: nn.Module, uncalled: Sequence[str] = ()) -> None:
     """Name the dropout that predictions do not sample: that inside of layers, and layers that the network does not call."""
-    names = [*inner_dropout(model), *uncalled]
+    names = [*layers_with_inner_dropout(model), *uncalled]
     if names:
         line = (
             f"dropout of {quote_names(names, 3)} is not sampled in predictions: only that of layers such as nn.Dropout, which the "
@@ -141,7 +141,7 @@ class DropoutPosterior(Posterior):
         history: History | None = None,
         axes: Mapping[str, list[int | None]] | None = None,
     ) -> None:
-        super().__init__(without_nested(model), likelihood, history)
+        super().__init__(disable_nested_tensors(model), likelihood, history)
         self.axes = axes
 
     def outputs(self, inputs: Any, samples: range, prediction: Prediction) -> Tensor:
@@ -165,7 +165,7 @@ class DropoutPosterior(Posterior):
         masks = Masks(network, self.axes or {})
         masks.hold(new_seed() if seed is None else seed, 0)
         masks.__enter__()
-        for part in own_dropout(network):
+        for part in dropout_layers(network):
             part.p = 0.0  # nothing more is dropped in training mode
         return network
 
@@ -188,7 +188,7 @@ def example_axes(model: nn.Module, inputs: Any) -> dict[str, list[int | None]]:
     It is None where none does, and a dropout that is not called has no calls; nothing is known of a network that fails on one input,
     or takes no single ones.
     """
-    own = {id(part) for part in own_dropout(model)}
+    own = {id(part) for part in dropout_layers(model)}
     parts = {name: part for name, part in model.named_modules() if id(part) in own}
     seen: list[dict[str, list[torch.Size]]] = [{}, {}]
     for count, shapes in enumerate(seen, start=2):
@@ -268,7 +268,7 @@ class Masks:
     """
 
     def __init__(self, model: nn.Module, axes: Mapping[str, list[int | None]]) -> None:
-        own = {id(part) for part in own_dropout(model)}
+        own = {id(part) for part in dropout_layers(model)}
         self.model, self.stack = model, ExitStack()
         self.parts = {
             part: MaskedDropout(part, axes.get(name, []))

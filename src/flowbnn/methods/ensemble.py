@@ -1,8 +1,7 @@
 r"""Deep ensembles (Lakshminarayanan et al. 2017, https://arxiv.org/abs/1612.01474).
 
-Several networks are trained, each from an initialization of its own and in its own order of the data.
-
-Each member is a maximum a posteriori fit; the predictive is their mixture, :math:`\frac1M \sum_m p(y \mid x, \hat w_m)`.
+Several networks are trained, each from its own initialization and with its own order of the data. Each member is a maximum a
+posteriori fit. The predictive is their mixture, :math:`\frac1M \sum_m p(y \mid x, \hat w_m)`.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -29,18 +28,18 @@ from flowbnn.training.randomness import loader_generators, preserve_rng_state, t
 class DeepEnsemble(Method):
     """Several networks of one architecture, each with its own initialization and order of the data.
 
+    ``checkpoint`` is a folder with one file per member. With ``resume=True`` finished members are not trained again, and an interrupted
+    one continues. A larger ensemble may be resumed from a smaller one.
+
+    The history has means over members by name, and the values of member ``m`` as ``name/m``.
+
     Args:
-        members: how many.
-        initialize: gives a copy of the network its start, in place, with torch's generator temporary_seed for the member; unless given,
-            ``reset_parameters`` of all its layers, what is frozen (``requires_grad=False``) excepted. ``lambda network: None`` lets
-            all start from the given weights.
-        prior_scale: of each member's Gaussian prior, as in :class:`~flowbnn.MAP`.
-        epochs: of each member, at least 1.
-
-    ``checkpoint`` names a folder, in which each member has a file; with ``resume=True`` members that are done are not trained again,
-    and one that was interrupted goes on. A larger ensemble may be resumed from a smaller one.
-
-    The history has means over members by name, and those of member ``m`` as ``name/m``.
+        members: Number of networks.
+        initialize: Function that initializes a copy of the network in place, with torch's generator seeded for the member. By
+            default ``reset_parameters`` of all layers, except frozen ones (``requires_grad=False``). ``lambda network: None`` starts
+            all members from the weights of the network.
+        prior_scale: Standard deviation of the Gaussian prior of each member, as in :class:`~flowbnn.MAP`.
+        epochs: Number of epochs of each member, at least 1.
 
     >>> loader = [(torch.randn(8, 2), torch.arange(8) % 3)]
     >>> posterior = DeepEnsemble(3, epochs=2).fit(nn.Linear(2, 3), loader, progress=False)
@@ -53,87 +52,88 @@ class DeepEnsemble(Method):
     initialize: Callable[[nn.Module], Any] | None = field(default=None, kw_only=True)
 
     @accepts_options_of(FitOptions)
-    def fit(self, network: nn.Module, loader: Iterable[Any], **given: Any) -> "EnsemblePosterior":
-        """As :meth:`Method.fit`."""
-        plain, run = self.setup(network, loader, given)
-        seed = run.resolve_seed()
+    def fit(self, network: nn.Module, loader: Iterable[Any], **kwargs: Any) -> "EnsemblePosterior":
+        """Fits all members, one after the other; see :meth:`Method.fit`."""
+        model, options = self.setup(network, loader, kwargs)
+        seed = options.resolve_seed()
         points: list[PointPosterior] = []
         for index in range(self.members):
-            own = (seed * 1_000_003 + index) % 2**32
-            member = self._started(plain, own, tell=not points)
-            part = run.for_stage(f"member-{index}", f"member {index + 1} of {self.members}", seed=own)
+            member_seed = (seed * 1_000_003 + index) % 2**32
+            member = self._initialized_copy(model, member_seed, warns=index == 0)
+            description = f"member {index + 1} of {self.members}"
+            member_options = options.for_stage(f"member-{index}", description, seed=member_seed)
             with preserve_rng_state(loader):
                 for generator in loader_generators(loader):
-                    generator.manual_seed(own)
-                points.append(self.start(member, loader, part))
-        return EnsemblePosterior.from_points(points, _joined([point.history for point in points]))
+                    generator.manual_seed(member_seed)
+                points.append(self.start(member, loader, member_options))
+        return EnsemblePosterior.from_points(points, _merge_histories([point.history for point in points]))
 
-    def _started(self, plain: nn.Module, seed: int, tell: bool) -> nn.Module:
-        """A copy of the network at a start of its own; torch's generator is left as it was."""
-        network = deepcopy(plain)
+    def _initialized_copy(self, model: nn.Module, seed: int, warns: bool) -> nn.Module:
+        """Returns a copy of the network with a new initialization; the state of torch's generator is preserved."""
+        network = deepcopy(model)
         with temporary_seed(seed):
             if self.initialize is not None:
                 self.initialize(network)
                 return network
-            left = initialize_anew(network)
-        if left and tell:
+            unchanged = reset_parameters(network)
+        if unchanged and warns:
             warn(
-                f"no reset_parameters() gives {quote_names(left, 3)} a new start, so all members begin with the given values there; "
-                "say initialize= to start them yourself",
+                f"reset_parameters() does not change {quote_names(unchanged, 3)}, so all members start from the same values there; "
+                "set initialize=",
                 kind="start",
-                layers=left,
+                layers=unchanged,
             )
         return network
 
 
-def initialize_anew(network: nn.Module) -> list[str]:
-    """Call ``reset_parameters`` of every layer that has it; returns the weights that are still what they were, constant ones aside.
+def reset_parameters(network: nn.Module) -> list[str]:
+    """Calls ``reset_parameters`` of every layer. Returns the parameters that did not change, except constant ones.
 
-    What is frozen (``requires_grad=False``) stays as it is, with the buffers of layers of which all is frozen.
+    Frozen parameters (``requires_grad=False``) are restored, and so are the buffers of layers whose parameters are all frozen.
 
-    >>> initialize_anew(nn.Linear(2, 2))
+    >>> reset_parameters(nn.Linear(2, 2))
     []
     """
-    learned = {name: value for name, value in network.named_parameters() if value.requires_grad}
-    given = {name: value.detach().clone() for name, value in learned.items()}
+    trainable = {name: value for name, value in network.named_parameters() if value.requires_grad}
+    initial = {name: value.detach().clone() for name, value in trainable.items()}
     frozen: list[Tensor] = [value for value in network.parameters() if not value.requires_grad]
     for module in network.modules():
-        own = list(module.parameters())
-        if own and not any(value.requires_grad for value in own):
+        parameters = list(module.parameters())
+        if parameters and not any(value.requires_grad for value in parameters):
             frozen += module.buffers()
-    kept = [(value, value.detach().clone()) for value in frozen]
+    frozen_values = [(value, value.detach().clone()) for value in frozen]
     with torch.no_grad():
-        for value in learned.values():
-            value.add_(0.125)  # what still has this afterwards was not given a start
-        marked = {name: value.clone() for name, value in learned.items()}
+        for value in trainable.values():
+            value.add_(0.125)  # a parameter that still has this offset afterwards was not reset
+        marked = {name: value.clone() for name, value in trainable.items()}
         for module in network.modules():
             reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
             if callable(reset):
                 reset()
-        left = [name for name, value in learned.items() if torch.equal(value, marked[name])]
-        for name in left:
-            learned[name].copy_(given[name])
-        for tensor, former in kept:
-            tensor.copy_(former)
-    return [name for name in left if bool((given[name] != given[name].flatten()[0]).any())]
+        unchanged = [name for name, value in trainable.items() if torch.equal(value, marked[name])]
+        for name in unchanged:
+            trainable[name].copy_(initial[name])
+        for tensor, value in frozen_values:
+            tensor.copy_(value)
+    return [name for name in unchanged if bool((initial[name] != initial[name].flatten()[0]).any())]
 
 
-def _joined(histories: list[History]) -> History:
-    """Epoch by epoch: means over the members, and the numbers of each."""
+def _merge_histories(histories: list[History]) -> History:
+    """Returns the means over members and the values of each member, for every epoch."""
     records = []
     for epoch in range(max(history.epochs for history in histories)):
-        there = {m: history.records[epoch] for m, history in enumerate(histories) if epoch < history.epochs}
-        record = dict(next(iter(there.values())))
+        members = {m: history.records[epoch] for m, history in enumerate(histories) if epoch < history.epochs}
+        record = dict(next(iter(members.values())))
         for name in [name for name in record if name != "learning_rate"]:
-            record[name] = sum(one[name] for one in there.values()) / len(there)
-            record |= {f"{name}/{member}": one[name] for member, one in there.items()}
+            record[name] = sum(values[name] for values in members.values()) / len(members)
+            record |= {f"{name}/{member}": values[name] for member, values in members.items()}
         records.append(record)
-    steps, seconds = sum(one.steps for one in histories), sum(one.seconds for one in histories)
-    return History(records, steps, seconds, any(one.stopped_early for one in histories))
+    steps, seconds = sum(h.steps for h in histories), sum(h.seconds for h in histories)
+    return History(records, steps, seconds, any(h.stopped_early for h in histories))
 
 
 class EnsemblePosterior(MemberPosterior):
-    """Networks that were trained apart and count alike."""
+    """Equally weighted mixture of networks that were trained independently."""
 
     kind: ClassVar[str] = "ensemble"
 
@@ -141,17 +141,22 @@ class EnsemblePosterior(MemberPosterior):
     def from_points(
         cls, points: Sequence[PointPosterior], history: History | None = None
     ) -> "EnsemblePosterior":
-        """From one trained network for each member; where one has a scale of the targets (:mod:`flowbnn.regression`), all have."""
-        known = [point.model.get_buffer(SCALE) for point in points if SCALE in point.model._buffers]
-        for point in points if known else ():
+        """Builds an ensemble from trained networks.
+
+        If one network has a scale of its targets (:mod:`flowbnn.regression`), the others get a scale of one.
+        """
+        scales = [point.model.get_buffer(SCALE) for point in points if SCALE in point.model._buffers]
+        for point in points if scales else ():
             if SCALE not in point.model._buffers:
-                set_output_scale(point.model, torch.zeros_like(known[0]), torch.ones_like(known[0]))
+                set_output_scale(point.model, torch.zeros_like(scales[0]), torch.ones_like(scales[0]))
         states = [state_of(point.model) for point in points]
-        levels = [point.likelihood.log_scale.detach() for point in points if learns_noise(point.likelihood)]
+        log_noise = [
+            point.likelihood.log_scale.detach() for point in points if learns_noise(point.likelihood)
+        ]
         return cls.from_states(
             deepcopy(points[0].model).eval(),
             deepcopy(points[0].likelihood),
             states,
             history,
-            log_noise=torch.stack(levels) if levels else None,
+            log_noise=torch.stack(log_noise) if log_noise else None,
         )

@@ -1,7 +1,7 @@
-r"""SWAG (Maddox et al. 2019, https://arxiv.org/abs/1902.02476): a Gaussian fitted to the weights that SGD walks through.
+r"""SWAG (Maddox et al. 2019, https://arxiv.org/abs/1902.02476): a Gaussian fitted to the iterates of SGD.
 
-Training goes on at a constant learning rate; the running mean of the weights, their variance :math:`v` and the last K deviations
-:math:`D` from the running mean give :math:`\mathcal N(\bar w, \tfrac12 (\mathrm{diag}(v) + \tfrac{1}{K-1} D D^\top))`.
+SGD runs at a constant learning rate. The running mean of the weights, their variance :math:`v` and the last K deviations :math:`D` from
+the running mean give :math:`\mathcal N(\bar w, \tfrac12 (\mathrm{diag}(v) + \tfrac{1}{K-1} D D^\top))`.
 """
 
 import math
@@ -17,8 +17,9 @@ from torch.distributions import LowRankMultivariateNormal
 from flowbnn.errors import FlowBNNError
 from flowbnn.likelihoods import Gaussian, Likelihood
 from flowbnn.methods.base import FitOptions, Method, register_method
+from flowbnn.methods.batch_norm import batch_norm_layers, batch_norm_statistics, recompute_batch_norm
 from flowbnn.methods.fitting import Forward, LossAndLogs, negative_log_likelihood, prepare, train_posterior
-from flowbnn.methods.layer_modes import normalizers, refresh, statistics, trained_parameters
+from flowbnn.methods.network_layers import trainable_parameters
 from flowbnn.options import Bounds, Count, Ge, Positive, accepts_options_of, options
 from flowbnn.posterior.base import Posterior
 from flowbnn.posterior.point import PointPosterior
@@ -31,20 +32,21 @@ from flowbnn.training.options import length_of
 @register_method
 @options(repr=False)
 class SWAG(Method):
-    """A Gaussian around the mean of the weights that SGD walks through.
+    """Gaussian with the mean and covariance of the iterates of SGD.
 
     Args:
-        rank: of the covariance's low-rank part, the number of deviations kept; 0 keeps the diagonal alone, 1 is not possible.
-        begin: the share of ``epochs`` that is ordinary training, before SGD with momentum walks at a constant rate and weights
-            are collected; 0 walks from the given network at once.
-        swag_lr: the learning rate of the walk, for regression on the squared error: it is multiplied by the variance of the noise, by
-            which the gradient of the likelihood is divided.
-        momentum: of the walk.
-        per_epoch: how often the weights are collected in an epoch, at even distances.
-        scale: of the covariance; 0.5 is the paper's.
-        batch_norm_samples: draws whose BatchNorm statistics are computed, where the network has BatchNorm: so many passes over the
-            data, after which the posterior is these networks.
-        epochs: of training and walk together, at least 1.
+        rank: Rank of the low-rank part of the covariance, the number of stored deviations; 0 for a diagonal covariance. A rank of 1 is
+            not possible.
+        begin: Fraction of ``epochs`` of ordinary training, before SGD with momentum runs at a constant rate and snapshots are taken;
+            0 to start SGD from the network as it is.
+        swag_lr: Learning rate of SGD. For regression it applies to the squared error: it is multiplied by the variance of the noise,
+            by which the gradient of the log-likelihood is divided.
+        momentum: Momentum of SGD.
+        snapshots_per_epoch: Number of evenly spaced snapshots of the weights in an epoch.
+        scale: Factor of the covariance; the paper uses 0.5.
+        batch_norm_samples: Number of draws with their own BatchNorm statistics, if the network has BatchNorm. Each takes one pass
+            over the data. The posterior is then this list of networks.
+        epochs: Number of epochs of training and SGD together, at least 1.
 
     >>> loader = [(torch.randn(8, 2), torch.arange(8) % 3)] * 2
     >>> posterior = SWAG(epochs=8).fit(nn.Linear(2, 3), loader, progress=False)
@@ -57,85 +59,94 @@ class SWAG(Method):
     begin: Annotated[float, Bounds(ge=0, lt=1)] = field(default=0.5, kw_only=True)
     swag_lr: Positive = field(default=1e-2, kw_only=True)
     momentum: Annotated[float, Bounds(ge=0, lt=1)] = field(default=0.9, kw_only=True)
-    per_epoch: Count = field(default=1, kw_only=True)
+    snapshots_per_epoch: Count = field(default=1, kw_only=True)
     scale: Positive = field(default=0.5, kw_only=True)
     batch_norm_samples: Count = field(default=30, kw_only=True)
 
     @accepts_options_of(FitOptions)
-    def fit(self, network: nn.Module, loader: Iterable[Any], **given: Any) -> "SWAGPosterior":
-        """As :meth:`Method.fit`. ``checkpoint`` names a folder: training and walk have a file each."""
-        model, run = self.setup(network, loader, given)
-        first = round(self.begin * self.epochs)
-        left = self.epochs - first
-        if left * min(self.per_epoch, length_of(loader) or 1) < 2:
+    def fit(self, network: nn.Module, loader: Iterable[Any], **kwargs: Any) -> "SWAGPosterior":
+        """Fits the posterior; see :meth:`Method.fit`. ``checkpoint`` is a folder with one file for training and one for SGD."""
+        model, options = self.setup(network, loader, kwargs)
+        training_epochs = round(self.begin * self.epochs)
+        sgd_epochs = self.epochs - training_epochs
+        num_snapshots = sgd_epochs * min(self.snapshots_per_epoch, length_of(loader) or 1)
+        if num_snapshots < 2:
             raise FlowBNNError(
-                f"{left} of {self.epochs} epochs are left for the walk, which gives one set of weights and no variance; take more "
-                "epochs, a smaller begin, a larger per_epoch or smaller batches",
+                f"SWAG needs at least 2 snapshots, got {num_snapshots} (epochs={self.epochs}, begin={self.begin}); increase epochs or "
+                "decrease begin",
                 argument="epochs",
             )
-        if first:
-            point = self.start(model, loader, run.for_stage("training", "training", epochs=first))
+        if training_epochs:
+            point = self.start(
+                model, loader, options.for_stage("training", "training", epochs=training_epochs)
+            )
         else:
-            point = PointPosterior(model, prepare(model, loader, run.likelihood, run.seed)[0])
-        before = point.history
+            point = PointPosterior(model, prepare(model, loader, options.likelihood, options.seed)[0])
+        training = point.history
         moments = Moments(model, self.rank)
-        history = self._walk(moments, point, loader, run.for_stage("walk", "walk", epochs=left))
-        joined = History(
-            before.records + history.records, before.steps + history.steps, before.seconds + history.seconds
+        sgd = self._run_sgd(moments, point, loader, options.for_stage("sgd", "SGD", epochs=sgd_epochs))
+        history = History(
+            training.records + sgd.records, training.steps + sgd.steps, training.seconds + sgd.seconds
         )
-        seed = run.resolve_seed()
-        posterior = SWAGPosterior(model, point.likelihood, *moments.result(), self.scale, joined, None, seed)
+        seed = options.resolve_seed()
+        posterior = SWAGPosterior(model, point.likelihood, *moments.result(), self.scale, history, None, seed)
         with torch.no_grad():
             for name, value in named_parts(posterior.mean, posterior.shapes).items():
                 posterior.parameters[name].copy_(value)
-        if normalizers(model):
-            posterior.fix(
-                statistics(
-                    lambda index: posterior.network_of(posterior.weights(index, seed)),
-                    self.batch_norm_samples,
-                    loader,
-                    seed,
-                    run.progress,
-                )
+        if batch_norm_layers(model):
+            statistics = batch_norm_statistics(
+                lambda index: posterior.network_of(posterior.weights(index, seed)),
+                self.batch_norm_samples,
+                loader,
+                seed,
+                options.progress,
             )
-            refresh(model, loader, seed)
+            posterior.set_statistics(statistics)
+            recompute_batch_norm(model, loader, seed)
         return posterior
 
-    def _walk(
-        self, moments: "Moments", point: PointPosterior, loader: Iterable[Any], run: FitOptions
+    def _run_sgd(
+        self, moments: "Moments", point: PointPosterior, loader: Iterable[Any], options: FitOptions
     ) -> History:
-        """SGD at a constant rate, which collects on its way."""
+        """Runs SGD at a constant rate and collects the moments of its iterates."""
         model, likelihood = point.model, point.likelihood
         weights: dict[str, Any] = {
-            "params": list(trained_parameters(model).values()),
+            "params": list(trainable_parameters(model).values()),
             "lr": self.swag_lr * noise_variance(model, likelihood),
-            "weight_decay": 1.0 / (self.prior_scale**2 * run.num_examples(loader)),
+            "weight_decay": 1.0 / (self.prior_scale**2 * options.num_examples(loader)),
         }
         learned = [parameter for parameter in likelihood.parameters() if parameter.requires_grad]
         groups: list[dict[str, Any]] = [weights, {"params": learned}] if learned else [weights]
-        engine = torch.optim.SGD(groups, lr=self.swag_lr, momentum=self.momentum)
+        optimizer = torch.optim.SGD(groups, lr=self.swag_lr, momentum=self.momentum)
 
         def loss(forward: Forward, batch: Any, clock: Clock) -> LossAndLogs:
-            if self._due(clock, int(moments.count)):
+            if self._is_snapshot_due(clock, int(moments.count)):
                 moments.collect(model)
             return negative_log_likelihood(likelihood, forward, batch, clock)
 
-        history = train_posterior(point, loss, engine, loader, run, extra_state=moments)
+        history = train_posterior(point, loss, optimizer, loader, options, extra_state=moments)
         moments.collect(model)
         return history
 
-    def _due(self, clock: Clock, collected: int) -> bool:
-        """Whether the weights that the last step left are to be collected."""
+    def _is_snapshot_due(self, clock: Clock, count: int) -> bool:
+        """Returns True if the weights after the last step are collected, when ``count`` snapshots exist."""
         if clock.steps_per_epoch is None:
-            return clock.epoch > collected
+            return clock.epoch > count
         if clock.step == 0:
             return False
-        done = [step * self.per_epoch // clock.steps_per_epoch for step in (clock.step - 1, clock.step)]
-        return done[1] > done[0]
+        previous, current = (
+            step * self.snapshots_per_epoch // clock.steps_per_epoch for step in (clock.step - 1, clock.step)
+        )
+        return current > previous
 
 
 class Moments(nn.Module):
-    """Moments of the weights that a network went through, as buffers, so that a checkpoint has them."""
+    """Running moments of the weights of a network, stored as buffers so that checkpoints include them.
+
+    Args:
+        model: Network.
+        rank: Number of stored deviations.
+    """
 
     mean: Tensor
     square: Tensor
@@ -152,49 +163,52 @@ class Moments(nn.Module):
 
     @torch.no_grad()
     def collect(self, model: nn.Module) -> None:
-        """Take the present weights into the moments (Welford's sums, which lose no digits)."""
+        """Adds the current weights to the moments, by the numerically stable sums of Welford."""
         weights = flat_weights(model)
-        before = weights - self.mean
+        old_deviation = weights - self.mean
         self.count += 1
-        self.mean += before / self.count
-        after = weights - self.mean
-        self.square += before * after
+        self.mean += old_deviation / self.count
+        deviation = weights - self.mean
+        self.square += old_deviation * deviation
         if len(self.deviations):
-            self.deviations[(int(self.count) - 1) % len(self.deviations)] = after
+            self.deviations[(int(self.count) - 1) % len(self.deviations)] = deviation
 
     def result(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Mean, variance and the deviations that are there."""
-        number = int(self.count)
-        return self.mean, (self.square / number).clamp_min(1e-12), self.deviations[:number].clone()
+        """Returns mean, variance and the stored deviations."""
+        count = int(self.count)
+        return self.mean, (self.square / count).clamp_min(1e-12), self.deviations[:count].clone()
 
 
 def flat_weights(model: nn.Module) -> Tensor:
-    """All learned weights as one vector."""
-    return torch.cat([value.detach().flatten() for value in trained_parameters(model).values()])
+    """Returns all trainable weights as one vector."""
+    return torch.cat([value.detach().flatten() for value in trainable_parameters(model).values()])
 
 
 def noise_variance(model: nn.Module, likelihood: Likelihood) -> float:
-    """By how much the gradient of a Gaussian's log-likelihood is smaller than that of half the squared error; 1 for classes."""
+    """Returns the ratio of the gradients of half the squared error and of the Gaussian log-likelihood; 1 for classification."""
     if not isinstance(likelihood, Gaussian) or likelihood.noise == "predicted":
         return 1.0
     variance = likelihood.moments(torch.zeros(1, likelihood.dim))[1].detach()[0]
-    scale = output_scale(model, likelihood.dim)[1]  # of the targets in the unit of the weights' outputs
+    scale = output_scale(model, likelihood.dim)[1]  # scale of the targets in units of the raw outputs
     return float((variance.cpu() / scale.square()).mean())
 
 
 class SWAGPosterior(WeightPosterior):
-    r"""Weights :math:`w \sim \mathcal N(\bar w, s (\mathrm{diag}(v) + \tfrac{1}{K-1} D D^\top))`.
+    r"""Gaussian posterior :math:`w \sim \mathcal N(\bar w, s (\mathrm{diag}(v) + \tfrac{1}{K-1} D D^\top))`.
 
-    Where the network has BatchNorm, whose statistics belong to the weights, the draws are a fixed list, each with the statistics of the
-    training data under it; ``seed`` then changes nothing, and more samples than the list has begin anew.
+    For networks with BatchNorm the posterior is a fixed list of draws, each with the BatchNorm statistics of the training data under
+    its weights. Predictions then ignore ``seed``, and more samples than draws repeat the list.
 
     Args:
-        model, likelihood, history: as in :class:`~flowbnn.methods.Posterior`; the learned weights are at the mean.
-        mean, variance: of the weights, flat.
-        deviations: the last K deviations from the running mean ``[K, P]``; K may be 0.
-        scale: :math:`s`; 0.5 is the paper's.
-        statistics: buffers of the fixed draws ``{name: [S, ...]}``.
-        fixed_seed: of the fixed draws.
+        model: Network with the trainable weights at the mean.
+        likelihood: Observation model of the targets.
+        mean: Mean of the weights, ``[P]``.
+        variance: Variance of the weights, ``[P]``.
+        deviations: Last K deviations from the running mean ``[K, P]``; K may be 0.
+        scale: Factor :math:`s` of the covariance; the paper uses 0.5.
+        history: Training record.
+        statistics: Buffers of the fixed draws ``{name: [S, ...]}``.
+        fixed_seed: Seed of the fixed draws.
     """
 
     kind: ClassVar[str] = "swag"
@@ -213,12 +227,12 @@ class SWAGPosterior(WeightPosterior):
     ) -> None:
         super().__init__(model, likelihood, history)
         self.mean, self.variance, self.deviations, self.scale = mean, variance, deviations, scale
-        self.fixed_seed, self.parameters = fixed_seed, trained_parameters(model)
+        self.fixed_seed, self.parameters = fixed_seed, trainable_parameters(model)
         self.shapes = {name: value.shape for name, value in self.parameters.items()}
-        self.fix(statistics or {})
+        self.set_statistics(statistics or {})
 
-    def fix(self, statistics: Mapping[str, Tensor]) -> None:
-        """From now on the posterior is a list of draws, each with its own buffers; an empty list is the whole Gaussian."""
+    def set_statistics(self, statistics: Mapping[str, Tensor]) -> None:
+        """Restricts the posterior to a list of draws with these buffers; an empty mapping stands for the full Gaussian."""
         self.statistics = dict(statistics)
         self.size = len(next(iter(statistics.values()))) if statistics else 0
         if self.size:
@@ -226,6 +240,7 @@ class SWAGPosterior(WeightPosterior):
 
     @property
     def rank(self) -> int:
+        """Rank of the low-rank part of the covariance."""
         return len(self.deviations)
 
     @property
@@ -233,16 +248,16 @@ class SWAGPosterior(WeightPosterior):
         return [*self.parameters, *self.statistics]
 
     def flat_draw(self, index: int, seed: int) -> Tensor:
-        """One draw of all learned weights, flat."""
+        """Draws all trainable weights as one vector."""
         generator = generator_of(seed, index)
 
         def normal(count: int) -> Tensor:
             return torch.randn(count, generator=generator).to(self.mean)
 
-        spread = self.variance.sqrt() * normal(len(self.mean))
+        deviation = self.variance.sqrt() * normal(len(self.mean))
         if self.rank:
-            spread += normal(self.rank) / math.sqrt(self.rank - 1) @ self.deviations
-        return self.mean + math.sqrt(self.scale) * spread
+            deviation += normal(self.rank) / math.sqrt(self.rank - 1) @ self.deviations
+        return self.mean + math.sqrt(self.scale) * deviation
 
     def weights(self, index: int, seed: int) -> dict[str, Tensor]:
         if not self.size:
@@ -269,16 +284,16 @@ class SWAGPosterior(WeightPosterior):
         return state | {f"statistics.{name}": value for name, value in self.statistics.items()}
 
     def settings(self) -> dict[str, Any]:
-        return {"scale": self.scale, "fixed_seed": self.fixed_seed, "learned": list(self.parameters)}
+        return {"scale": self.scale, "fixed_seed": self.fixed_seed, "trainable": list(self.parameters)}
 
     @classmethod
     def restored(cls, point: Posterior, state: dict[str, Tensor], settings: dict[str, Any]) -> Self:
-        for name, value in point.model.named_parameters():  # frozen as it was when the moments were taken
-            value.requires_grad_(name in settings["learned"])
+        for name, value in point.model.named_parameters():
+            value.requires_grad_(name in settings["trainable"])
         moments = state.pop("mean"), state.pop("variance"), state.pop("deviations")
         statistics = {name.removeprefix("statistics."): value for name, value in state.items()}
         check_members(point.model, statistics)
         scale, seed = float(settings["scale"]), int(settings["fixed_seed"])
-        made = cls(point.model, point.likelihood, *moments, scale, point.history, statistics, seed)
-        made.weights(0, seed)  # fails unless the moments are of these weights
-        return made
+        posterior = cls(point.model, point.likelihood, *moments, scale, point.history, statistics, seed)
+        posterior.weights(0, seed)  # fails if the moments do not match the weights
+        return posterior

@@ -313,7 +313,7 @@ class RivalStudy(ImageStudy):
         """SWAG from the plain network."""
         scale = (training.weight_decay * pictures.num_data) ** -0.5 if training.weight_decay else 1.0
         walk: dict[str, Any] = {"epochs": training.epochs, "begin": 0.0, "swag_lr": training.weight_lr}
-        method = SWAG(**walk, per_epoch=COLLECTED, prior_scale=scale, batch_norm_samples=NORMALIZED)
+        method = SWAG(**walk, snapshots_per_epoch=COLLECTED, prior_scale=scale, batch_norm_samples=NORMALIZED)
         loader = pictures.loader(training, job.seed)
         return method.fit(self._start(job, pictures), loader, **job.short_options())
 

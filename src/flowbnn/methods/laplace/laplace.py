@@ -28,7 +28,7 @@ from flowbnn.methods.laplace.prior import (
     scale_noise,
     warn_not_at_mode,
 )
-from flowbnn.methods.layer_modes import without_nested
+from flowbnn.methods.network_layers import disable_nested_tensors
 from flowbnn.options import Ge, Positive, accepts_options_of, options
 from flowbnn.posterior.point import PointPosterior
 from flowbnn.regression import fit_residual_scale
@@ -84,7 +84,7 @@ class Laplace(Method):
         model, options = self.setup(network, loader, kwargs)
         trains = self.epochs > 0 or self.newton_steps > 0
         likelihood, inputs, check = prepare(
-            without_nested(model), loader, options.likelihood, options.seed, trains
+            disable_nested_tensors(model), loader, options.likelihood, options.seed, trains
         )
         check_likelihood(likelihood, self.predictive)
         calls = record_calls(model, inputs)

@@ -22,7 +22,7 @@ from flowbnn.errors import pluralize
 from flowbnn.likelihoods import Likelihood
 from flowbnn.methods.laplace.blocks import BLOCK_TYPES, CurvatureBlock, DiagonalBlock, KroneckerBlock
 from flowbnn.methods.laplace.derivatives import Jacobian, check_likelihood, flat_outputs
-from flowbnn.methods.layer_modes import without_nested
+from flowbnn.methods.network_layers import disable_nested_tensors
 from flowbnn.options import checked
 from flowbnn.posterior.base import Posterior, Prediction, part_of
 from flowbnn.posterior.twin import twin
@@ -62,7 +62,7 @@ class LaplacePosterior(WeightPosterior):
         output_layer: str | None,
         history: History | None = None,
     ) -> None:
-        super().__init__(without_nested(model), likelihood, history)
+        super().__init__(disable_nested_tensors(model), likelihood, history)
         self.blocks, self.precisions = blocks, dict(precisions)
         self.log_evidence, self.output_layer = log_evidence, output_layer
         self.mode = {name: model.get_parameter(name).detach() for name in self.names}
