@@ -1,4 +1,4 @@
-"""Tiny image sets in the published formats, and the :class:`Source` that describes each."""
+"""Tiny image sets in the published formats, with their descriptions."""
 
 import gzip
 import hashlib
@@ -20,7 +20,7 @@ def batch(count: int, shape: tuple[int, ...], seed: int) -> Batch:
     return random.integers(0, 256, (count, *shape), np.uint8), random.integers(0, 3, count, np.uint8)
 
 
-def piece(files: tuple[str, ...], content: Batch, pickle_md5: str = "") -> DataFile:
+def data_file(files: tuple[str, ...], content: Batch, pickle_md5: str = "") -> DataFile:
     digests = [hashlib.sha256(array.tobytes()).hexdigest() for array in content]
     return DataFile(files, len(content[1]), *digests, pickle_md5)
 
@@ -35,7 +35,7 @@ def binary(content: Batch) -> bytes:
 
 
 def pickled_by_python2(content: Batch) -> bytes:
-    """The opcodes that the published files have: Python 2's own strings, and numpy's old names."""
+    """Returns the opcodes of the published files: strings of Python 2, and old names of numpy."""
     pixels, labels = content
     raw = pixels.tobytes()
     short = lambda text: b"U" + bytes((len(text),)) + text  # noqa: E731
@@ -69,8 +69,8 @@ def grey_source(seed: int = 0, mirrors: tuple[str, ...] = ()) -> tuple[Published
         shape=GREY,
         classes=("a", "b", "c"),
         mean=(0.5,),
-        deviation=(0.25,),
-        splits={split: (piece(names[split], content[split]),) for split in names},
+        std=(0.25,),
+        splits={split: (data_file(names[split], content[split]),) for split in names},
         downloads=tuple(downloads),
     )
     return source, content
@@ -88,10 +88,10 @@ def write_grey(source: PublishedDataset, content: dict[str, Batch], root: Path, 
 
 def colour_source(mirrors: tuple[str, ...] = ()) -> tuple[PublishedDataset, dict[str, Batch], bytes]:
     content = {name: batch(6, COLOUR, seed) for seed, name in enumerate(("one", "two", "three"))}
-    archive = tar({f"colour-bin/{name}.bin": binary(part) for name, part in content.items()})
-    pieces = {
-        name: piece((name,), part, hashlib.md5(pickled_by_python2(part)).hexdigest())
-        for name, part in content.items()
+    archive = tar({f"colour-bin/{name}.bin": binary(images) for name, images in content.items()})
+    data_files = {
+        name: data_file((name,), images, hashlib.md5(pickled_by_python2(images)).hexdigest())
+        for name, images in content.items()
     }
     source = PublishedDataset(
         name="colour",
@@ -101,20 +101,20 @@ def colour_source(mirrors: tuple[str, ...] = ()) -> tuple[PublishedDataset, dict
         shape=COLOUR,
         classes=("a", "b", "c"),
         mean=(0.5, 0.4, 0.3),
-        deviation=(0.2, 0.25, 0.3),
-        splits={"train": (pieces["one"], pieces["two"]), "test": (pieces["three"],)},
+        std=(0.2, 0.25, 0.3),
+        splits={"train": (data_files["one"], data_files["two"]), "test": (data_files["three"],)},
         downloads=(download("colour.tar.gz", archive, mirrors),),
     )
     return source, content, archive
 
 
 def write_colour(content: dict[str, Batch], root: Path, packed: bool = False) -> None:
-    """The binary files, or the pickled ones."""
+    """Writes the binary or the pickled files."""
     folder = root / ("colour-py" if packed else "colour-bin")
     folder.mkdir(parents=True, exist_ok=True)
-    for name, part in content.items():
+    for name, images in content.items():
         path = folder / (name if packed else f"{name}.bin")
-        path.write_bytes(pickled_by_python2(part) if packed else binary(part))
+        path.write_bytes(pickled_by_python2(images) if packed else binary(images))
 
 
 def download(name: str, raw: bytes, mirrors: tuple[str, ...]) -> Download:

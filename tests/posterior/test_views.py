@@ -7,7 +7,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import flowbnn as fb
 from flowbnn.posterior import PredictOptions
-from flowbnn_studies.data import mirrored
+from flowbnn_studies.data import mirror
 
 
 def noisy(
@@ -27,7 +27,7 @@ def images(number: int = 6) -> torch.Tensor:
 def test_each_network_answers_by_the_mean_over_the_views(as_loader):
     posterior, x = noisy(), images()
     given = DataLoader(TensorDataset(x, torch.zeros(6).long()), batch_size=4) if as_loader else x
-    found = posterior.predict(given, 16, seed=0, views=[mirrored, lambda x: -x], progress=False)
+    found = posterior.predict(given, 16, seed=0, views=[mirror, lambda x: -x], progress=False)
     parts = [posterior.predict(view, 16, seed=0).samples for view in (x, x.flip(-1), -x)]
     torch.testing.assert_close(found.samples, torch.stack(parts).mean(0), atol=1e-6, rtol=1e-5)
     assert found.num_samples == 16
@@ -35,7 +35,7 @@ def test_each_network_answers_by_the_mean_over_the_views(as_loader):
 
 def test_two_classes_from_one_logit():
     posterior, x = noisy(1, fb.likelihoods.Bernoulli()), images()
-    found = posterior.predict(x, 8, seed=0, views=[mirrored])
+    found = posterior.predict(x, 8, seed=0, views=[mirror])
     parts = [posterior.predict(view, 8, seed=0).samples for view in (x, x.flip(-1))]
     torch.testing.assert_close(found.samples, torch.stack(parts).mean(0), atol=1e-6, rtol=1e-5)
 
@@ -43,7 +43,7 @@ def test_two_classes_from_one_logit():
 @pytest.mark.parametrize("noise", [0.3, "predicted"])
 def test_numbers_have_the_moments_of_the_mixture(noise):
     posterior, x = noisy(2, fb.likelihoods.Gaussian(noise)), images()
-    found = posterior.predict(x, 8, seed=0, views=[mirrored])
+    found = posterior.predict(x, 8, seed=0, views=[mirror])
     one, two = (posterior.collect(v, PredictOptions(8, seed=0))[0] for v in (x, x.flip(-1)))
     (mean, variance), (other, variance_there) = (
         posterior.likelihood.moments(one),
@@ -60,17 +60,17 @@ def test_a_single_network_an_ensemble_and_the_judge():
     network = nn.Sequential(nn.Flatten(), nn.Linear(12, 3))
     point = fb.posterior.PointPosterior(network, fb.likelihoods.Categorical())
     expected = (network(x).softmax(-1) + network(x.flip(-1)).softmax(-1)).detach() / 2
-    torch.testing.assert_close(point.predict(x, views=(mirrored,)).probabilities, expected)
+    torch.testing.assert_close(point.predict(x, views=(mirror,)).probabilities, expected)
     ensemble = fb.DeepEnsemble(2, epochs=1).fit(network, [(x, labels)], progress=False, seed=0)
-    assert ensemble.predict(x, views=[mirrored]).num_samples == 2
-    report = fb.evaluate(point, (x, labels), views=[mirrored], progress=False)
+    assert ensemble.predict(x, views=[mirror]).num_samples == 2
+    report = fb.evaluate(point, (x, labels), views=[mirror], progress=False)
     assert report["nll"] == pytest.approx(float(-expected.log()[torch.arange(30), labels].mean()), abs=1e-5)
 
 
 def test_adaptive_samples_are_a_beginning_of_all():
     posterior, x = noisy(), images(40)
-    full = posterior.predict(x, 64, seed=0, views=[mirrored])
-    quick = posterior.predict(x, 64, seed=0, views=[mirrored], adaptive=0.02)
+    full = posterior.predict(x, 64, seed=0, views=[mirror])
+    quick = posterior.predict(x, 64, seed=0, views=[mirror], adaptive=0.02)
     assert quick.sample_counts.min() < 64
     for row in range(40):
         sample_counts = int(quick.sample_counts[row])
@@ -82,14 +82,14 @@ def test_adaptive_samples_are_a_beginning_of_all():
 @pytest.mark.parametrize(
     ("options", "line"),
     [
-        ({"views": mirrored}, "views=.* must be a list"),
+        ({"views": mirror}, "views=.* must be a list"),
         ({"views": 3}, "views=.* must be a list"),
         ({"max_batch": "a"}, "max_batch=.* must be an integer of at least 1 or None, got 'a'"),
         ({"max_batch": 1.5}, "max_batch=.* must be an integer"),
-        ({"views": ["mirrored"]}, "views=.* must hold a function, got 'mirrored'"),
+        ({"views": ["mirror"]}, "views=.* must hold a function, got 'mirror'"),
         ({"views": [lambda x: x[:2]]}, "6 rows, not 2"),
         ({"views": [lambda x: None]}, "not a NoneType"),
-        ({"views": [mirrored], "shared": False}, "leave shared=True"),
+        ({"views": [mirror], "shared": False}, "leave shared=True"),
         ({"views": [lambda x: x @ x[0, :1]]}, "the view <lambda> fails on inputs of shape"),
     ],
 )

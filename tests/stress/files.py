@@ -30,7 +30,7 @@ from tests.stress.fuzz import NAN, describe_error, silenced
 
 import flowbnn as fb
 from flowbnn_studies.data.images import DataFile, PublishedDataset
-from flowbnn_studies.data.load import load_source
+from flowbnn_studies.data.load import load_dataset
 from flowbnn_studies.report.reading import load_results
 
 __all__ = ["stress"]
@@ -73,7 +73,7 @@ def image_source(
 
 def images(source: PublishedDataset, root: Path, path: Path) -> torch.Tensor:
     """The images of a set."""
-    return load_source(source, "train", root, False).images
+    return load_dataset(source, "train", root, False).images
 
 
 def resumed(fit: Fit, folder: Path, path: Path) -> Any:

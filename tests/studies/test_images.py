@@ -12,7 +12,7 @@ from flowbnn.data import TensorLoader
 from flowbnn.errors import FlowBNNError
 from flowbnn.models import Block
 from flowbnn_studies import get_study
-from flowbnn_studies.data import CORRUPTIONS, Moved, mirrored
+from flowbnn_studies.data import CORRUPTIONS, Translate, mirror
 from flowbnn_studies.images import study as image_study
 from flowbnn_studies.images import training
 from flowbnn_studies.images.data import load_image_data
@@ -242,8 +242,8 @@ def test_six_views_are_judged_when_asked_for(tmp_path):
     assert "Of six views of an image together: Accuracy" in results["answer"]
     for step, (one, other) in ((1, VIEWS[1:3]), (-1, VIEWS[3:5])):
         images = torch.rand(2, 3, 8, 8)
-        assert torch.equal(one(images), Moved(step, step)(images))
-        assert torch.equal(other(images), mirrored(Moved(step, step)(images)))
+        assert torch.equal(one(images), Translate(step, step)(images))
+        assert torch.equal(other(images), mirror(Translate(step, step)(images)))
 
 
 def test_six_views_are_the_best_recipes_alone():

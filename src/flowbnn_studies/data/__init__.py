@@ -1,6 +1,6 @@
-"""Image data: published files, checked, and what is done to them."""
+"""Image data: published files with checksums, transformations, augmentation and corruption."""
 
-from flowbnn_studies.data.augment import CORRUPTIONS, CropAndFlip, Moved, corrupt, mirrored, novel_noise
+from flowbnn_studies.data.augment import CORRUPTIONS, CropAndFlip, Translate, corrupt, mirror, novel_noise
 from flowbnn_studies.data.images import ImageSet, Normalize, device_loader
 from flowbnn_studies.data.load import data_folder, load_images
 
@@ -8,12 +8,12 @@ __all__ = [
     "CORRUPTIONS",
     "CropAndFlip",
     "ImageSet",
-    "Moved",
     "Normalize",
+    "Translate",
     "corrupt",
     "data_folder",
     "device_loader",
     "load_images",
-    "mirrored",
+    "mirror",
     "novel_noise",
 ]

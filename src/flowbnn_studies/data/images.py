@@ -1,7 +1,7 @@
-"""Labelled images in memory, in bytes, what turns them into the input of a network, and what the published files of each set hold.
+"""Labelled images in memory, their normalization, and descriptions of the published data sets.
 
-The SHA-256 digests are of the decoded bytes (pixels row by row and channel by channel; labels as one byte each), so one digest serves
-every format of a set. They were computed from files whose MD5 are the published ones.
+The SHA-256 digests are of the decoded bytes (pixels row by row and channel by channel; labels as one byte each), so one digest
+serves every format of a set. They were computed from files with the published MD5 checksums.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -17,66 +17,67 @@ from flowbnn.options import Count, checked
 
 
 class Normalize:
-    r"""Images in bytes, or in real numbers from 0 to 1, to :math:`(x - \text{mean}) / \text{deviation}` of each channel.
+    r"""Normalizes images to :math:`(x - \text{mean}) / \text{std}` in each channel.
 
-    Bytes are divided by 255 first. The arithmetic is in 32 bits (64 for images of 64); the memory format of the images stays, and
-    after the first call on a device nothing waits for it.
+    Images are bytes, which are divided by 255 first, or real numbers from 0 to 1. The arithmetic has 32 bits (64 for images of 64).
+    The memory format is kept. After the first call on a device there is no synchronization.
 
     Args:
-        mean, deviation: one number for each channel, in units of [0, 1].
+        mean, std: Mean and standard deviation of each channel, in units of [0, 1].
 
     >>> Normalize([0.5], [0.25])(torch.tensor([0.0, 1.0]).view(2, 1, 1, 1)).flatten()
     tensor([-2., 2.])
     """
 
-    row_wise = True  # an example comes out the same whatever else is in its batch
+    row_wise = True  # the result of an example does not depend on the rest of the batch
 
-    def __init__(self, mean: Sequence[float], deviation: Sequence[float]) -> None:
-        if len(mean) != len(deviation) or not all(value > 0 for value in deviation):
-            raise FlowBNNError("mean and deviation have one number for each channel, deviations above 0")
-        self.mean, self.deviation = tuple(mean), tuple(deviation)
+    def __init__(self, mean: Sequence[float], std: Sequence[float]) -> None:
+        if len(mean) != len(std) or not all(value > 0 for value in std):
+            raise FlowBNNError(
+                "mean and std need one number for each channel, and std must be positive", argument="std"
+            )
+        self.mean, self.std = tuple(mean), tuple(std)
         self._constants: dict[tuple[torch.device, torch.dtype], tuple[Tensor, Tensor]] = {}
 
     def __call__(self, images: Tensor) -> Tensor:
-        known = images.dtype == torch.uint8 or images.is_floating_point()
-        if not known or images.ndim < 3 or images.shape[-3] != len(self.mean):
+        is_image = images.dtype == torch.uint8 or images.is_floating_point()
+        if not is_image or images.ndim < 3 or images.shape[-3] != len(self.mean):
             raise FlowBNNError(
-                f"images [..., {len(self.mean)}, H, W] are bytes or real numbers in [0, 1], not {images.dtype} of shape "
-                f"{tuple(images.shape)}"
+                f"Normalize needs bytes or real images [..., {len(self.mean)}, H, W], got {images.dtype} {tuple(images.shape)}",
+                kind="shape",
+                argument="images",
             )
         scale, shift = self._on(images.device, images.dtype)
         return torch.addcmul(shift, images.to(scale.dtype), scale)
 
     def _on(self, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         if (device, dtype) not in self._constants:
-            mean, deviation = (
-                torch.tensor(v, dtype=torch.float64).view(-1, 1, 1) for v in (self.mean, self.deviation)
-            )
+            mean, std = (torch.tensor(v, dtype=torch.float64).view(-1, 1, 1) for v in (self.mean, self.std))
             kind = torch.float64 if dtype == torch.float64 else torch.float32
-            scale = 1 / (deviation * (255 if dtype == torch.uint8 else 1))
-            self._constants[device, dtype] = scale.to(device, kind), (-mean / deviation).to(device, kind)
+            scale = 1 / (std * (255 if dtype == torch.uint8 else 1))
+            self._constants[device, dtype] = scale.to(device, kind), (-mean / std).to(device, kind)
         return self._constants[device, dtype]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class ImageSet:
-    """Labelled images in bytes, with the constants that prepare them for a network.
+    """Labelled images in bytes, with the constants of their normalization.
 
     Args:
-        images: ``[N, C, H, W]`` of uint8.
-        labels: ``[N]`` of int64, each a place in ``classes``.
-        classes: their names.
-        name: of the set.
-        part: ``"train"``, ``"test"``, or what :meth:`split` made of them.
-        mean, deviation: of each channel over the whole training set, in units of [0, 1]; parts and subsets keep them, so
-            what is trained on one part can be tested on another.
+        images: Images ``[N, C, H, W]`` of uint8.
+        labels: Labels ``[N]`` of int64, indices of ``classes``.
+        classes: Names of the classes.
+        name: Name of the data set.
+        partition: ``"train"``, ``"test"`` or ``"validation"``.
+        mean, std: Mean and standard deviation of each channel over the training set, in units of [0, 1]. Subsets keep them, so that
+            a network trained on one subset can be tested on another.
 
     >>> images = torch.arange(6, dtype=torch.uint8).view(6, 1, 1, 1)
     >>> data = ImageSet(images, torch.tensor([0, 1, 0, 1, 0, 1]), ("even", "odd"), "numbers", "train", (0.5,), (0.25,))
     >>> data
     ImageSet(numbers, train: 6 images of 1x1x1 in 2 classes)
-    >>> rest, validation = data.split(validation=2)
-    >>> len(rest), sorted(validation.labels.tolist())
+    >>> train, validation = data.split(validation=2)
+    >>> len(train), sorted(validation.labels.tolist())
     (4, [0, 1])
     """
 
@@ -84,18 +85,20 @@ class ImageSet:
     labels: Tensor
     classes: tuple[str, ...]
     name: str
-    part: str
+    partition: str
     mean: tuple[float, ...]
-    deviation: tuple[float, ...]
+    std: tuple[float, ...]
 
     def __post_init__(self) -> None:
         images, labels = self.images, self.labels
-        pixels = images.ndim == 4 and images.dtype == torch.uint8
-        paired = labels.shape == images.shape[:1] and labels.dtype == torch.int64
-        if not (pixels and paired and len(self.mean) == len(self.deviation) == images.shape[1]):
+        valid_images = images.ndim == 4 and images.dtype == torch.uint8
+        valid_labels = labels.shape == images.shape[:1] and labels.dtype == torch.int64
+        if not (valid_images and valid_labels and len(self.mean) == len(self.std) == images.shape[1]):
             raise FlowBNNError(
-                "an ImageSet holds bytes [N, C, H, W], N int64 labels and C means and deviations, not "
-                f"{images.dtype} {tuple(images.shape)}, {labels.dtype} {tuple(labels.shape)} and {len(self.mean)}"
+                f"ImageSet needs bytes [N, C, H, W], N int64 labels and C means, got {images.dtype} {tuple(images.shape)}, "
+                f"{labels.dtype} {tuple(labels.shape)} and {len(self.mean)}",
+                kind="shape",
+                argument="images",
             )
 
     def __len__(self) -> int:
@@ -103,90 +106,103 @@ class ImageSet:
 
     def __repr__(self) -> str:
         size = "x".join(str(length) for length in self.images.shape[1:])
-        return (
-            f"ImageSet({self.name}, {self.part}: {len(self)} images of {size} in {len(self.classes)} classes)"
-        )
+        return f"ImageSet({self.name}, {self.partition}: {len(self)} images of {size} in {len(self.classes)} classes)"
 
     def to(self, device: torch.device | str) -> "ImageSet":
-        """The same set on another device, still in bytes: CIFAR-10 takes 184 MB there."""
+        """Returns the set on another device, still in bytes. CIFAR-10 takes 184 MB."""
         try:
             return replace(self, images=self.images.to(device), labels=self.labels.to(device))
         except (RuntimeError, AssertionError) as error:
             reason = str(error).splitlines()[0]
-            raise FlowBNNError(f"device '{device}' cannot be used here: {reason}") from None
+            raise FlowBNNError(f"device '{device}' is not available: {reason}", argument="device") from None
 
     def normalizer(self) -> Normalize:
-        """What turns images (bytes, or real numbers in [0, 1]) into what a network trained on this set takes.
+        """Returns the normalization for networks trained on this set.
 
-        Corrupted images, noise and images of other sets go through the normalizer of the set the network knows.
+        Corrupted images, noise and images of other sets use the normalization of the set on which the network was trained.
         """
-        return Normalize(self.mean, self.deviation)
+        return Normalize(self.mean, self.std)
 
     def normalized(self) -> Tensor:
-        """All images as ``(x / 255 - mean) / deviation``."""
+        """Returns all images as ``(x / 255 - mean) / std``."""
         return self.normalizer()(self.images)
 
     def to_unit(self) -> Tensor:
-        """All images as real numbers from 0 to 1."""
+        """Returns all images as real numbers from 0 to 1."""
         return self.images.float() / 255
 
     def subset(self, indices: Tensor | Sequence[int] | slice) -> "ImageSet":
-        """Some of the images: their places, a mask with one truth for each, or a slice."""
+        """Returns a subset of the images.
+
+        Args:
+            indices: Indices, a mask or a slice.
+        """
         if isinstance(indices, Sequence):
             indices = torch.tensor(indices, dtype=None if indices else torch.int64)
         try:
             return replace(self, images=self.images[indices], labels=self.labels[indices])
         except (IndexError, TypeError) as error:
-            raise FlowBNNError(f"a subset is places below {len(self)}, a mask or a slice: {error}") from None
+            raise FlowBNNError(
+                f"indices must be integers below {len(self)}, a mask or a slice: {error}", argument="indices"
+            ) from None
 
     @checked
     def split(self, validation: Count = 5000, seed: int = 0) -> tuple["ImageSet", "ImageSet"]:
-        """``(rest, validation)``: every class gives its share, drawn from ``seed``; both keep the order of the whole.
+        """Splits off validation images, stratified by class. Both sets keep the order.
 
         Args:
-            validation: how many images to put aside.
-            seed: of the draw; the same seed gives the same split.
+            validation: Number of validation images.
+            seed: Seed of the split.
+
+        Returns:
+            Training set and validation set.
         """
         if validation >= len(self):
-            raise FlowBNNError(f"validation must be an integer from 1 to {len(self) - 1}, got {validation}")
+            raise FlowBNNError(
+                f"validation must be at most {len(self) - 1}, got {validation}", argument="validation"
+            )
         labels = self.labels.cpu()
         counts = torch.bincount(labels).tolist()
-        quota = _shares(counts, validation)
+        quota = _proportional_counts(counts, validation)
         generator = torch.Generator().manual_seed(seed)
-        aside = torch.zeros(len(self), dtype=torch.bool)
+        mask = torch.zeros(len(self), dtype=torch.bool)
         for label, number in enumerate(quota):
-            places = (labels == label).nonzero().squeeze(1)
-            aside[places[torch.randperm(len(places), generator=generator)[:number]]] = True
-        return self.subset(~aside), replace(self.subset(aside), part="validation")
+            indices = (labels == label).nonzero().squeeze(1)
+            mask[indices[torch.randperm(len(indices), generator=generator)[:number]]] = True
+        return self.subset(~mask), replace(self.subset(mask), partition="validation")
 
     def in_colour(self, size: int = 32) -> "ImageSet":
-        """Grey images as a colour network takes them: zeros around them up to ``size``, the one channel three times.
+        """Returns grey images padded with zeros to ``size`` and repeated in three channels. Mean and standard deviation are
+        adapted.
 
-        The mean and deviation follow, exactly: zeros dilute both moments.
+        The moments are exact, because zeros dilute both of them.
         """
         number, channels, height, width = self.images.shape
         if channels != 1 or size < max(height, width):
-            raise FlowBNNError(f"in_colour pads grey images to size {size}, not {channels}x{height}x{width}")
+            raise FlowBNNError(
+                f"in_colour(size={size}) needs grey images of that size at most, got {channels}x{height}x{width}",
+                argument="size",
+            )
         top, left = (size - height) // 2, (size - width) // 2
         padded = self.images.new_zeros(number, 1, size, size)
         padded[:, :, top : top + height, left : left + width] = self.images
-        share = height * width / size**2
-        mean = share * self.mean[0]
-        deviation = (share * (self.deviation[0] ** 2 + self.mean[0] ** 2) - mean**2) ** 0.5
-        return replace(self, images=padded.repeat(1, 3, 1, 1), mean=(mean,) * 3, deviation=(deviation,) * 3)
+        fraction = height * width / size**2
+        mean = fraction * self.mean[0]
+        std = (fraction * (self.std[0] ** 2 + self.mean[0] ** 2) - mean**2) ** 0.5
+        return replace(self, images=padded.repeat(1, 3, 1, 1), mean=(mean,) * 3, std=(std,) * 3)
 
 
-def _shares(counts: list[int], total: int) -> list[int]:
-    """``total`` divided in proportion to ``counts``, in integers: the largest remainders are rounded up.
+def _proportional_counts(counts: list[int], total: int) -> list[int]:
+    """Divides ``total`` in proportion to ``counts`` into integers. The largest remainders are rounded up.
 
-    >>> _shares([50, 30, 20], 5)
+    >>> _proportional_counts([50, 30, 20], 5)
     [3, 1, 1]
     """
-    whole = sum(counts)
-    shares = [count * total // whole for count in counts]
-    by_remainder = sorted(range(len(counts)), key=lambda place: -(counts[place] * total % whole))
-    for place in by_remainder[: total - sum(shares)]:
-        shares[place] += 1
+    size = sum(counts)
+    shares = [count * total // size for count in counts]
+    by_remainder = sorted(range(len(counts)), key=lambda index: -(counts[index] * total % size))
+    for index in by_remainder[: total - sum(shares)]:
+        shares[index] += 1
     return shares
 
 
@@ -198,24 +214,24 @@ def device_loader(
     prepare: Callable[[Tensor], Tensor] | None = None,
     **options: Any,
 ) -> TensorLoader:
-    """A whole image set on a device, in bytes, and batches of it that are augmented and normalized there.
+    """Returns batches of an image set that is held in bytes on a device. Batches are augmented and normalized there.
 
     Args:
-        data: the set; CIFAR-10's training images take 154 MB on the device.
-        batch_size: images in a batch.
-        device: None leaves the set where it is.
-        prepare: bytes to what the network takes; None is the set's own :meth:`~ImageSet.normalizer`. Images of a
-            set that the network was not trained on go through the normalizer of the one it was.
-        options: ``shuffle``, ``augment``, ``generator`` and ``drop_last`` of :class:`TensorLoader`.
+        data: Image set. The training images of CIFAR-10 take 154 MB.
+        batch_size: Number of images in a batch.
+        device: Device of the images; None leaves them where they are.
+        prepare: Conversion of bytes to the input of the network; None for :meth:`~ImageSet.normalizer` of the set. Images of
+            another set than that of the training need the normalizer of the training set.
+        options: Options ``shuffle``, ``augment``, ``generator`` and ``drop_last`` of :class:`TensorLoader`.
 
     >>> images = torch.full((4, 1, 8, 8), 255, dtype=torch.uint8)
     >>> data = ImageSet(images, torch.arange(4), tuple("abcd"), "white", "train", (0.5,), (0.25,))
     >>> [(len(labels), round(batch.mean().item(), 4)) for batch, labels in device_loader(data, 3, "cpu")]
     [(3, 2.0), (1, 2.0)]
     """
-    there = data if device is None else data.to(device)
+    moved = data if device is None else data.to(device)
     prepare = data.normalizer() if prepare is None else prepare
-    return TensorLoader(there.images, there.labels, batch_size=batch_size, prepare=prepare, **options)
+    return TensorLoader(moved.images, moved.labels, batch_size=batch_size, prepare=prepare, **options)
 
 
 # -------------------- published files
@@ -228,10 +244,10 @@ class DataFile:
     """One file of CIFAR, or one pair of IDX files.
 
     Args:
-        files: names without their endings: images and labels, or the one that holds both.
-        count: how many images.
+        files: Names without endings: images and labels, or the one file that has both.
+        count: Number of images.
         pixels, labels: SHA-256 of the decoded bytes.
-        pickle_md5: of the published pickled file, for CIFAR.
+        pickle_md5: MD5 of the published pickled file, for CIFAR.
     """
 
     files: tuple[str, ...]
@@ -243,7 +259,14 @@ class DataFile:
 
 @dataclass(frozen=True)
 class Download:
-    """A published file: its name, length and MD5, and the places that have it."""
+    """A published file.
+
+    Args:
+        file: Name.
+        size: Number of bytes.
+        md5: MD5 checksum.
+        mirrors: Addresses.
+    """
 
     file: str
     size: int
@@ -253,17 +276,17 @@ class Download:
 
 @dataclass(frozen=True)
 class PublishedDataset:
-    """One data set as it lies on a disk.
+    """Description of a data set and its files.
 
     Args:
-        name, title: for the program, and for people.
-        layout: ``"idx"`` (files in ``folder``) or ``"cifar"`` (in ``folder-bin`` or ``folder-py``).
-        folder: below the root.
-        shape: channels, height and width.
-        classes: their names in the order of the labels.
-        mean, deviation: of each channel over the training images, in units of [0, 1].
-        splits: the pieces of ``"train"`` and ``"test"``, in order.
-        downloads: for IDX the files themselves, for CIFAR one archive.
+        name, title: Name in code, and name in texts.
+        layout: ``"idx"`` (files in ``folder``) or ``"cifar"`` (files in ``folder-bin`` or ``folder-py``).
+        folder: Folder below the root.
+        shape: Channels, height and width.
+        classes: Names of the classes in the order of the labels.
+        mean, std: Mean and standard deviation of each channel over the training images, in units of [0, 1].
+        splits: Files of ``"train"`` and ``"test"``, in order.
+        downloads: For IDX the files themselves, for CIFAR one archive.
     """
 
     name: str
@@ -273,7 +296,7 @@ class PublishedDataset:
     shape: tuple[int, int, int]
     classes: tuple[str, ...]
     mean: tuple[float, ...]
-    deviation: tuple[float, ...]
+    std: tuple[float, ...]
     splits: Mapping[str, tuple[DataFile, ...]]
     downloads: tuple[Download, ...] = field(default=())
 
@@ -281,7 +304,15 @@ class PublishedDataset:
 def _idx(
     name: str, title: str, classes: str, moments: tuple[float, float], table: str, mirrors: tuple[str, ...]
 ) -> PublishedDataset:
-    """A set of IDX files; the table has, for images and labels of both splits, length and MD5 of the .gz, SHA-256 of its content."""
+    """Returns the description of a data set of IDX files.
+
+    Args:
+        name, title: Name in code, and name in texts.
+        classes: Names of the classes, separated by commas.
+        moments: Mean and standard deviation.
+        table: Length and MD5 of the .gz files and SHA-256 of their content, for images and labels of both splits.
+        mirrors: Addresses of the folders.
+    """
     files = [f"{stem}-{kind}-ubyte" for stem in ("train", "t10k") for kind in ("images-idx3", "labels-idx1")]
     rows = [line.split() for line in table.strip().splitlines()]
     sizes, sums, digests = zip(*rows, strict=True)
@@ -339,7 +370,7 @@ FASHION_MNIST = _idx(
     ),
 )
 
-# file, SHA-256 of the pixels and of the labels, MD5 of the pickled file
+# name of the file, SHA-256 of the pixels and of the labels, MD5 of the pickled file
 _CIFAR10 = """
 data_batch_1 a50e8b48728e1667d682a807155c375279d5ae321fb12242c02e3104a6bc8b21
     d829dbdf32167c9d7b3687cee66d92d80d46c441308b5aca0d11e8b69e27dac9 c99cafc152244af753f735de768cd75f
@@ -365,7 +396,7 @@ CIFAR10 = PublishedDataset(
     shape=(3, 32, 32),
     classes=("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"),
     mean=(0.4913996786152028, 0.4821584083946074, 0.4465309144454644),
-    deviation=(0.24703223246328238, 0.2434851280000556, 0.26158784172796423),
+    std=(0.24703223246328238, 0.2434851280000556, 0.26158784172796423),
     splits={"train": tuple(_BATCHES[:5]), "test": tuple(_BATCHES[5:])},
     downloads=(
         Download(

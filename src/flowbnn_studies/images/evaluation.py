@@ -14,7 +14,7 @@ from flowbnn.metrics import calibration_error, novelty_auroc, reliability
 from flowbnn.posterior.adaptive import Adaptive
 from flowbnn.posterior.prediction import View
 from flowbnn.predictive import CategoricalPredictive
-from flowbnn_studies.data import Moved, mirrored
+from flowbnn_studies.data import Translate, mirror
 from flowbnn_studies.images.data import STRENGTHS, ImageData
 from flowbnn_studies.images.settings import ImageSettings, Training
 from flowbnn_studies.runner.findings import histogram
@@ -34,14 +34,14 @@ MOVED = (
 )
 
 
-def _moved_and_mirrored(step: int) -> View:
-    return lambda images: mirrored(Moved(step, step)(images))
+def _translate_and_mirror(step: int) -> View:
+    return lambda images: mirror(Translate(step, step)(images))
 
 
 # five besides the image itself
 VIEWS: tuple[View, ...] = (
-    mirrored,
-    *(view for step in (1, -1) for view in (Moved(step, step), _moved_and_mirrored(step))),
+    mirror,
+    *(view for step in (1, -1) for view in (Translate(step, step), _translate_and_mirror(step))),
 )
 
 

@@ -1,15 +1,15 @@
-"""Crop, flip and cutout for a batch, against a loop over its images."""
+"""Tests of crop, flip and cutout against a loop over the images."""
 
 import numpy as np
 import pytest
 import torch
 
 from flowbnn.errors import FlowBNNError
-from flowbnn_studies.data import CropAndFlip, Moved
+from flowbnn_studies.data import CropAndFlip, Translate
 
 
-def by_hand(images, draws, padding, flip, cutout):
-    """One image at a time: mirror, pad, crop, cut."""
+def reference(images, draws, padding, flip, cutout):
+    """Mirrors, pads, crops and cuts one image at a time."""
     number, _, height, width = images.shape
     result = []
     for index in range(number):
@@ -40,63 +40,63 @@ CASES = [
 @pytest.mark.parametrize("options", CASES)
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float32])
 @pytest.mark.parametrize("channels", [1, 3])
-def test_it_is_what_a_loop_over_the_images_does(options, dtype, channels):
+def test_batch_equals_loop_over_images(options, dtype, channels):
     images = torch.randint(0, 256, (64, channels, 11, 9)).to(dtype)
     augment = CropAndFlip(**options)
     draws = augment.draw(64, images.device)
-    wanted = by_hand(images, draws, **options)
-    found = augment.apply(images, draws)
-    assert found.dtype == dtype
-    assert torch.equal(found, wanted)
+    expected = reference(images, draws, **options)
+    result = augment.apply(images, draws)
+    assert result.dtype == dtype
+    assert torch.equal(result, expected)
     last = augment.apply(images.contiguous(memory_format=torch.channels_last), draws)
     assert last.is_contiguous(memory_format=torch.channels_last)
-    assert torch.equal(last, wanted)
+    assert torch.equal(last, expected)
 
 
-def test_contiguous_stays_contiguous():
+def test_contiguous_memory_format_is_kept():
     images = torch.rand(4, 3, 8, 8)
     for options in CASES[:4]:
         padding = min(options["padding"], 7)
         assert CropAndFlip(**(options | {"padding": padding}))(images).is_contiguous()
 
 
-def test_every_move_and_flip_is_equally_likely():
+def test_all_translations_and_flips_are_equally_likely():
     width = 9
     images = torch.arange(width).view(1, 1, 1, width).expand(9000, 1, width, width).float()
-    moved = CropAndFlip(padding=1, flip=True)(images, torch.Generator().manual_seed(0))
-    kinds = moved[:, 0, 4, 3:5]  # two neighbours tell the move and the direction
+    translated = CropAndFlip(padding=1, flip=True)(images, torch.Generator().manual_seed(0))
+    kinds = translated[:, 0, 4, 3:5]  # two neighbours identify translation and direction
     _, counts = kinds.unique(dim=0, return_counts=True)
     assert len(counts) == 6
     # 1500 of each expected, standard deviation 35
     assert (counts - 1500).abs().max() < 5 * 35
 
 
-def test_the_generator_decides():
+def test_generator_determines_the_result():
     images = torch.rand(32, 3, 12, 12)
     augment = CropAndFlip(cutout=4)
-    one, two = (augment(images, torch.Generator().manual_seed(5)) for _ in range(2))
-    assert torch.equal(one, two)
-    assert not torch.equal(one, augment(images, torch.Generator().manual_seed(6)))
+    first_result, second_result = (augment(images, torch.Generator().manual_seed(5)) for _ in range(2))
+    assert torch.equal(first_result, second_result)
+    assert not torch.equal(first_result, augment(images, torch.Generator().manual_seed(6)))
     torch.manual_seed(1)
     first = augment(images)
     torch.manual_seed(1)
     assert torch.equal(first, augment(images))
 
 
-def test_the_largest_draws_stay_inside():
+def test_largest_draws_stay_inside():
     images = torch.rand(3, 1, 5, 5)
     draws = torch.full((5, 3), 1 - 2**-24)
     assert CropAndFlip(padding=4, cutout=3).apply(images, draws).isfinite().all()
 
 
-def test_the_images_given_are_left_as_they_are():
+def test_input_is_not_changed():
     images = torch.rand(8, 3, 8, 8)
     before = images.clone()
     CropAndFlip(cutout=8)(images)
     assert torch.equal(images, before)
 
 
-def test_it_compiles_to_one_graph():
+def test_apply_compiles_to_one_graph():
     images = torch.randint(0, 256, (8, 3, 8, 8), dtype=torch.uint8)
     augment = CropAndFlip(padding=2, cutout=3)
     draws = augment.draw(8, images.device)
@@ -107,18 +107,18 @@ def test_it_compiles_to_one_graph():
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
-def test_on_a_gpu_nothing_is_waited_for():
+def test_apply_does_not_synchronize_on_gpu():
     images = torch.randint(0, 256, (64, 3, 32, 32), dtype=torch.uint8, device="cuda")
     for options in CASES:
         augment = CropAndFlip(**options)
         draws = augment.draw(64, images.device, torch.Generator("cuda").manual_seed(0))
         torch.cuda.set_sync_debug_mode("error")
         try:
-            found = augment.apply(images, draws)
+            result = augment.apply(images, draws)
             augment(images)
         finally:
             torch.cuda.set_sync_debug_mode("default")
-        assert torch.equal(found.cpu(), by_hand(images.cpu(), draws.cpu(), **options))
+        assert torch.equal(result.cpu(), reference(images.cpu(), draws.cpu(), **options))
 
 
 @pytest.mark.parametrize(
@@ -129,27 +129,30 @@ def test_on_a_gpu_nothing_is_waited_for():
         lambda: CropAndFlip(cutout=-1),
         lambda: CropAndFlip()(torch.zeros(3, 8, 8)),
         lambda: CropAndFlip(padding=8)(torch.zeros(1, 3, 8, 8)),
-        lambda: Moved(8, 0)(torch.zeros(1, 3, 8, 8)),
-        lambda: Moved(0, -8)(torch.zeros(1, 3, 8, 8)),
-        lambda: Moved(1.5, 0),
-        lambda: Moved(True, 0),
-        lambda: Moved(1, 0)(torch.zeros(4, 8)),
+        lambda: Translate(8, 0)(torch.zeros(1, 3, 8, 8)),
+        lambda: Translate(0, -8)(torch.zeros(1, 3, 8, 8)),
+        lambda: Translate(1.5, 0),
+        lambda: Translate(True, 0),
+        lambda: Translate(1, 0)(torch.zeros(4, 8)),
     ],
 )
-def test_bad_requests_are_told_in_a_line(call):
+def test_invalid_arguments_are_refused(call):
     with pytest.raises(FlowBNNError) as caught:
         call()
+    assert caught.value.argument in ("padding", "cutout", "images", "down")
     assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(("down", "right"), [(0, 0), (1, 1), (-1, -1), (2, -3)])
-def test_a_moved_view_is_what_training_sees(down, right):
+def test_translated_view_equals_training_augmentation(down, right):
     images = torch.rand(2, 3, 8, 10)
     padded = torch.nn.functional.pad(images, (4, 4, 4, 4), mode="reflect")
-    assert torch.equal(Moved(down, right)(images), padded[..., 4 - down : 12 - down, 4 - right : 14 - right])
+    assert torch.equal(
+        Translate(down, right)(images), padded[..., 4 - down : 12 - down, 4 - right : 14 - right]
+    )
     bytes_ = torch.randint(0, 256, (2, 1, 8, 10), dtype=torch.uint8)
-    seen = CropAndFlip(padding=4, flip=False).apply(
+    augmented = CropAndFlip(padding=4, flip=False).apply(
         bytes_,
         torch.tensor([[(4 - down + 0.5) / 9], [(4 - right + 0.5) / 9], [0.9], [0.0], [0.0]]).expand(5, 2),
     )
-    assert torch.equal(Moved(down, right)(bytes_), seen)
+    assert torch.equal(Translate(down, right)(bytes_), augmented)

@@ -1,4 +1,4 @@
-"""The tables of Papamakarios et al. 2017, from small files of the published form."""
+"""Tests of the tables of Papamakarios et al. 2017 on small files of the published format."""
 
 import sys
 from types import SimpleNamespace
@@ -19,10 +19,12 @@ def test_power_and_miniboone_are_split_and_standardized(tmp_path):
     power, boone = load_table("power", tmp_path), load_table("miniboone", tmp_path)
     assert [tuple(part.shape) for part in power] == [(810, 6), (90, 6), (100, 6)]
     assert [tuple(part.shape) for part in boone] == [(810, 5), (90, 5), (100, 5)]
-    for train, aside, test in (power, boone):
-        fitted = torch.cat([train, aside]).double()
-        torch.testing.assert_close(fitted.mean(0), torch.zeros_like(fitted[0]), atol=1e-5, rtol=0)
-        torch.testing.assert_close(fitted.std(0, correction=0), torch.ones_like(fitted[0]), atol=1e-5, rtol=0)
+    for train, validation, test in (power, boone):
+        reference = torch.cat([train, validation]).double()
+        torch.testing.assert_close(reference.mean(0), torch.zeros_like(reference[0]), atol=1e-5, rtol=0)
+        torch.testing.assert_close(
+            reference.std(0, correction=0), torch.ones_like(reference[0]), atol=1e-5, rtol=0
+        )
         assert test.dtype == torch.float32
     table = np.load(tmp_path / "miniboone" / "data.npy")
     expected = (table[900:] - table[:900].mean(0)) / table[:900].std(0)
@@ -31,7 +33,7 @@ def test_power_and_miniboone_are_split_and_standardized(tmp_path):
 
 @pytest.mark.parametrize("mass", [False, True])
 def test_hepmass_keeps_the_signal_and_columns_without_repetition(tmp_path, mass):
-    """The header of the published test file names a column more than that of the other; rows that have it lose it."""
+    """The published test file has one more column name than the training file. If its rows have the column, it is dropped."""
     random = np.random.RandomState(0)
     (tmp_path / "hepmass").mkdir()
     tables = {}
@@ -53,8 +55,8 @@ def test_hepmass_keeps_the_signal_and_columns_without_repetition(tmp_path, mass)
         np.testing.assert_allclose(found.numpy(), expected, rtol=1e-6, atol=1e-6)
 
 
-def test_gas_keeps_one_of_columns_that_say_the_same(tmp_path, monkeypatch):
-    """Of each group the last, as columns go one by one, and the first that still has a twin is the next to go."""
+def test_gas_keeps_one_of_correlated_columns(tmp_path, monkeypatch):
+    """Columns are dropped one by one, the first that is still correlated with another one, so the last of each group remains."""
     random = np.random.RandomState(0)
     sensors = random.rand(1000, 6)
     sensors[:, 0] = sensors[:, 2] + 1e-3 * sensors[:, 1]
@@ -63,39 +65,44 @@ def test_gas_keeps_one_of_columns_that_say_the_same(tmp_path, monkeypatch):
     (tmp_path / "gas").mkdir()
     (tmp_path / "gas" / "ethylene_CO.pickle").write_bytes(b"")
     monkeypatch.setitem(sys.modules, "pandas", None)
-    with pytest.raises(FlowBNNError, match="pip install pandas"):
+    with pytest.raises(FlowBNNError) as caught:
         load_table("gas", tmp_path)
-    asked = []
+    assert caught.value.kind == "import"
+    dropped = []
 
     def drop(columns):
-        asked.extend(columns)
+        dropped.extend(columns)
         return SimpleNamespace(to_numpy=lambda dtype: sensors)
 
     monkeypatch.setitem(
         sys.modules, "pandas", SimpleNamespace(read_pickle=lambda path: SimpleNamespace(drop=drop))
     )
-    train, aside, test = load_table("gas", tmp_path)
-    assert sorted(asked) == ["Eth", "Meth", "Time"]
-    assert [len(train), len(aside), len(test)] == [810, 90, 100]
-    kept = sensors[:, [1, 3, 4, 5]]
-    expected = (kept - kept.mean(0)) / kept.std(0, ddof=1)
-    for found, rows in zip((train, aside, test), np.split(expected, [810, 900]), strict=True):
-        np.testing.assert_allclose(found.numpy(), rows, rtol=1e-6, atol=1e-6)
+    train, validation, test = load_table("gas", tmp_path)
+    assert sorted(dropped) == ["Eth", "Meth", "Time"]
+    assert [len(train), len(validation), len(test)] == [810, 90, 100]
+    columns = sensors[:, [1, 3, 4, 5]]
+    expected = (columns - columns.mean(0)) / columns.std(0, ddof=1)
+    for table, rows in zip((train, validation, test), np.split(expected, [810, 900]), strict=True):
+        np.testing.assert_allclose(table.numpy(), rows, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("content", [b"rubbish", b""])
-def test_a_file_of_another_form_is_named(tmp_path, content):
+def test_unreadable_file_is_refused(tmp_path, content):
     (tmp_path / "power").mkdir()
     (tmp_path / "power" / "data.npy").write_bytes(content)
-    with pytest.raises(FlowBNNError, match=r"data.npy cannot be read as the published file: "):
+    with pytest.raises(FlowBNNError) as caught:
         load_table("power", tmp_path)
+    assert caught.value.kind == "file"
     np.save(tmp_path / "power" / "data.npy", np.zeros((10, 3)))
-    with pytest.raises(FlowBNNError, match=r"data.npy cannot be read as the published file: "):
+    with pytest.raises(FlowBNNError) as caught:
         load_table("power", tmp_path)
+    assert caught.value.kind == "file"
 
 
-def test_a_missing_file_or_table_is_named(tmp_path):
-    with pytest.raises(FlowBNNError, match="ethylene_CO.pickle is missing"):
+def test_missing_file_or_table_is_refused(tmp_path):
+    with pytest.raises(FlowBNNError) as caught:
         load_table("gas", tmp_path)
-    with pytest.raises(FlowBNNError, match="no table 'powr'.*'power'"):
+    assert (caught.value.kind, caught.value.argument) == ("file", "root")
+    with pytest.raises(FlowBNNError) as caught:
         load_table("powr", tmp_path)
+    assert caught.value.argument == "name"

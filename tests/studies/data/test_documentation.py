@@ -1,4 +1,4 @@
-"""The page on data says what the code does."""
+"""Tests that docs/data.md agrees with the code."""
 
 import re
 from pathlib import Path
@@ -17,12 +17,10 @@ def generated(name: str, split: str = "train") -> ImageSet:
     source = DATASETS[name]
     number = 6000 if split == "train" else 50
     images = torch.randint(0, 256, (number, *source.shape), dtype=torch.uint8)
-    return ImageSet(
-        images, torch.arange(number) % 10, source.classes, name, split, source.mean, source.deviation
-    )
+    return ImageSet(images, torch.arange(number) % 10, source.classes, name, split, source.mean, source.std)
 
 
-def test_its_ten_lines_run(monkeypatch):
+def test_example_runs(monkeypatch):
     monkeypatch.setattr(flowbnn_studies.data, "load_images", generated)
     (code,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
     names: dict = {}
@@ -35,18 +33,18 @@ def test_its_ten_lines_run(monkeypatch):
 
 
 @pytest.mark.parametrize("kind", CORRUPTIONS)
-def test_its_table_of_corruptions_is_the_codes(kind):
+def test_table_of_corruptions_agrees_with_the_code(kind):
     (row,) = re.findall(rf"^\| `{kind}` \|[^|]*\|(.*)\|$", PAGE, re.MULTILINE)
     assert tuple(float(cell) for cell in row.split("|")) == CORRUPTIONS[kind]
 
 
 @pytest.mark.parametrize("name", DATASETS)
-def test_its_table_of_sets_is_the_codes(name):
+def test_table_of_sets_agrees_with_the_code(name):
     source = DATASETS[name]
     (row,) = re.findall(rf"^\| `{name}` \|(.*)\|$", PAGE, re.MULTILINE)
     shape, counts, constants = row.split("|")
     assert "x".join(map(str, source.shape)) in shape
-    train, test = (sum(piece.count for piece in source.splits[split]) for split in ("train", "test"))
+    train, test = (sum(data_file.count for data_file in source.splits[split]) for split in ("train", "test"))
     assert counts.strip() == f"{train:,} / {test:,}"
     written = [float(number) for number in re.findall(r"\.\d+", constants)]
-    assert written == pytest.approx([*source.mean, *source.deviation], abs=5e-5)
+    assert written == pytest.approx([*source.mean, *source.std], abs=5e-5)
