@@ -40,7 +40,7 @@ bench: $(STAMP)  ## speed, as ratios to the plain network; what the defaults do;
 	$(BIN)/python benchmarks/threads.py
 	$(BIN)/python benchmarks/structure.py --out $(OUT)
 
-stress: $(STAMP)  ## random kills, hostile files, wrong arguments and threads for 15 minutes; fails on any wrong answer
+stress: $(STAMP)  ## stress tests for 15 minutes: interruptions, damaged files, invalid arguments, threads; fails on any wrong answer
 	$(BIN)/python -m tests.stress --minutes 15 --seed 0
 
 clean:

@@ -1,11 +1,11 @@
-"""A short piece of every part of the stress tests; ``make stress`` runs the whole."""
+"""Short runs of every stress suite. ``make stress`` runs them for 15 minutes."""
 
 import os
 
 import pytest
 from tests.stress import Budget, files, fuzz, interruptions, processes, soak, threads
 
-forks = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork and SIGKILL")
+needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork and SIGKILL")
 
 
 @pytest.mark.parametrize(
@@ -44,36 +44,35 @@ forks = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork and SIGKI
         ("flowbnn.training.cosine", "steps", "'x'"),
     ],
 )
-def test_wrong_arguments_are_refused_in_one_line(name, argument, label, tmp_path, monkeypatch):
+def test_invalid_arguments_are_rejected(name, argument, label, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    entry_point = next(entry_point for entry_point in fuzz.entry_points() if entry_point.name == name)
-    assert fuzz.try_call(entry_point, {argument: label}) == ("rejected", "")
+    point = next(point for point in fuzz.entry_points() if point.name == name)
+    assert fuzz.try_call(point, {argument: label}) == ("rejected", "")
 
 
-def test_fuzz_finds_no_trace():
-    result = fuzz.stress(seed=0, budget=Budget(60.0, trials=100), opened=False)
+def test_fuzz():
+    result = fuzz.stress(seed=0, budget=Budget(60.0, trials=100), valid_first=False)
     assert result.failures == []
     assert result.trials == 100
 
 
-def test_a_part_without_time_makes_one_try():
-    assert fuzz.stress(seed=0, budget=Budget(0.0), opened=False).trials == 1
+def test_suite_without_time_runs_one_trial():
+    assert fuzz.stress(seed=0, budget=Budget(0.0), valid_first=False).trials == 1
 
 
-def test_hostile_files_are_refused():
+def test_damaged_files():
     result = files.stress(seed=0, budget=Budget(60.0, trials=50), names=("map", "fit_density"))
     assert result.failures == []
     assert result.trials == 50
 
 
-@forks
-def test_kills_and_second_processes_lose_nothing():
+@needs_fork
+def test_interruptions_and_concurrent_processes():
     assert interruptions.stress(seed=0, budget=Budget(60.0, trials=1), names=("map",)).failures == []
     assert processes.stress(seed=0, budget=Budget(60.0, trials=1), names=("map",)).failures == []
 
 
 def test_threads_and_soak():
-    assert (
-        threads.stress(seed=0, budget=Budget(60.0, trials=33), names=("mle", "swag"), calls=4).failures == []
-    )
+    budget = Budget(60.0, trials=33)
+    assert threads.stress(seed=0, budget=budget, names=("mle", "swag"), calls=4).failures == []
     assert soak.stress(seed=0, budget=Budget(60.0, trials=10), names=("mle", "node-noise")).failures == []

@@ -1,6 +1,6 @@
-"""Stress tests: what a hostile or careless world does to the library, try_call at random, with seeds.
+"""Stress tests of the library with random input, reproducible by their seeds.
 
-    python -m tests.stress [--minutes 15] [--trials 5000] [--seed 0] [--part fuzz] [--jobs 1]
+    python -m tests.stress [--minutes 15] [--trials 5000] [--seed 0] [--suite fuzz] [--jobs 1]
 
 Each suite is a module with one function ``stress(seed, budget)``. It runs trials until the budget is spent and returns a
 :class:`StressResult`. A trial passes if it returns the right answer or raises an error of one line. A wrong answer, another exception,
@@ -8,29 +8,38 @@ a hang, a lost or left-over file, or the execution of code inside a file is a fa
 """
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
-__all__ = ["Budget", "StressResult", "short"]
+__all__ = ["Budget", "StressResult", "first_line"]
 
 
 class Budget:
-    """Seconds to spend, or a number of trials, whichever is over first; one try is made in any case."""
+    """Limit of a suite, in seconds and in trials. At least one trial is run.
+
+    Args:
+        seconds: Seconds to spend.
+        trials: Number of trials to run.
+    """
 
     def __init__(self, seconds: float, trials: float = float("inf")) -> None:
         self.end, self.trials = time.monotonic() + seconds, trials
 
     def allows(self, result: "StressResult") -> bool:
-        """Whether there is more to try."""
+        """Returns whether another trial may run."""
         return not result.trials or (result.trials < self.trials and time.monotonic() < self.end)
 
 
 @dataclass
 class StressResult:
-    """What became of the trials of one part.
+    """Outcomes of the trials of one suite.
 
-    ``failures`` holds a line for each that failed, with what repeats it; ``counts`` how many ended how; ``most`` the largest of
-    something.
+    Args:
+        suite: Name of the suite.
+        seed: Seed of the suite.
+        trials: Number of trials.
+        failures: Description of each failure, with the input that reproduces it.
+        counts: Number of trials by outcome.
+        maxima: Largest values that were measured, by name.
     """
 
     suite: str
@@ -38,31 +47,33 @@ class StressResult:
     trials: int = 0
     failures: list[str] = field(default_factory=list)
     counts: dict[str, int] = field(default_factory=dict)
-    most: dict[str, float] = field(default_factory=dict)
+    maxima: dict[str, float] = field(default_factory=dict)
 
     def add(self, outcome: str, failure: str = "") -> None:
-        """One try, by a word for how it ended; with a ``failure`` it failed."""
+        """Adds one trial.
+
+        Args:
+            outcome: One word for the outcome.
+            failure: Description of the failure, empty if the trial passed.
+        """
         self.trials += 1
         self.counts[outcome] = self.counts.get(outcome, 0) + 1
         if failure:
             self.failures.append(failure)
 
     def __add__(self, other: "StressResult") -> "StressResult":
-        """Both together."""
+        """Returns the results of two runs of a suite together."""
         counts = {
             word: self.counts.get(word, 0) + other.counts.get(word, 0) for word in self.counts | other.counts
         }
-        most = {
-            word: max(self.most.get(word, 0.0), other.most.get(word, 0.0)) for word in self.most | other.most
+        maxima = {
+            word: max(self.maxima.get(word, 0.0), other.maxima.get(word, 0.0))
+            for word in self.maxima | other.maxima
         }
-        return StressResult(
-            self.suite, self.seed, self.trials + other.trials, self.failures + other.failures, counts, most
-        )
+        trials, failures = self.trials + other.trials, self.failures + other.failures
+        return StressResult(self.suite, self.seed, trials, failures, counts, maxima)
 
 
-Part = Callable[[int, Budget], StressResult]
-
-
-def short(text: object, most: int = 200) -> str:
-    """The first line of a text, cut."""
-    return (str(text).strip().splitlines() or [""])[0][:most]
+def first_line(text: object, limit: int = 200) -> str:
+    """Returns the first line of a text, cut to a number of characters."""
+    return (str(text).strip().splitlines() or [""])[0][:limit]

@@ -1,6 +1,6 @@
-"""Runs the parts one after the other and prints one table; exits with 1 where anything failed.
+"""Runs the stress suites one after the other and prints one table. Exits with status 1 if anything failed.
 
-python -m tests.stress [--minutes 15] [--trials 5000] [--seed 0] [--part interruptions] [--jobs 1]
+python -m tests.stress [--minutes 15] [--trials 5000] [--seed 0] [--suite interruptions] [--jobs 1]
 """
 
 import argparse
@@ -17,104 +17,102 @@ from functools import reduce
 from importlib import import_module
 from operator import add
 
-from tests.stress import Budget, StressResult, short
+from tests.stress import Budget, StressResult, first_line
 
-SUITES = {
-    "fuzz": 0.15,
-    "files": 0.2,
-    "interruptions": 0.3,
-    "processes": 0.1,
-    "threads": 0.1,
-    "soak": 0.15,
-}  # of the time
-SHOWN = 20  # failures of a part
-MARK = "result "  # what a process says to the one that started it
+# suites, with their shares of the time
+SUITES = {"fuzz": 0.15, "files": 0.2, "interruptions": 0.3, "processes": 0.1, "threads": 0.1, "soak": 0.15}
+RESULT_PREFIX = "result "  # begins the lines by which a child process reports its results
 
 
 def table(results: list[StressResult]) -> str:
-    """Tries, survived and failed of every part."""
-    lines = [f"{'part':<10} {'seed':>5} {'trials':>7} {'survived':>9} {'failed':>7}   how they ended"]
-    for one in results:
-        failed = len(one.failures)
-        ended = [f"{count} {word}" for word, count in one.counts.items()]
-        ended += [f"at most {value:g} {word}" for word, value in one.most.items()]
-        lines.append(
-            f"{one.suite:<10} {one.seed:>5} {one.trials:>7} {one.trials - failed:>9} {failed:>7}   {', '.join(ended)}"
-        )
+    """Returns a table of the trials, passes and failures of each suite."""
+    lines = [f"{'suite':<14} {'seed':>5} {'trials':>7} {'passed':>9} {'failed':>7}   outcomes"]
+    for result in results:
+        failed = len(result.failures)
+        outcomes = [f"{count} {word}" for word, count in result.counts.items()]
+        outcomes += [f"at most {value:g} {word}" for word, value in result.maxima.items()]
+        numbers = f"{result.seed:>5} {result.trials:>7} {result.trials - failed:>9} {failed:>7}"
+        lines.append(f"{result.suite:<14} {numbers}   {', '.join(outcomes)}")
     return "\n".join(lines)
 
 
-def here(given: argparse.Namespace) -> Iterator[StressResult]:
-    """The parts in this process."""
+def run_here(options: argparse.Namespace) -> Iterator[StressResult]:
+    """Runs the suites in this process and yields their results."""
     warnings.simplefilter("ignore")
-    whole = sum(SUITES[name] for name in given.suite)
-    for name in given.suite:
+    total = sum(SUITES[name] for name in options.suite)
+    for name in options.suite:
         try:
             stress = import_module(f"tests.stress.{name}").stress
         except ModuleNotFoundError as error:
-            yield StressResult(name, given.seed, counts={f"try_call, since {error.name} is not installed": 0})
+            yield StressResult(name, options.seed, counts={f"trials, since {error.name} is not installed": 0})
             continue
-        began = time.monotonic()
-        result = stress(given.seed, Budget(60.0 * given.minutes * SUITES[name] / whole, given.trials))
-        seconds = time.monotonic() - began
-        lines = [
-            f"{name}: {result.trials} trials in {seconds:.0f} s, seed {given.seed}",
-            *result.failures[:SHOWN],
-        ]
-        print("\n  ".join(lines), flush=True)
+        start = time.monotonic()
+        result = stress(options.seed, Budget(60.0 * options.minutes * SUITES[name] / total, options.trials))
+        seconds = time.monotonic() - start
+        summary = f"{name}: {result.trials} trials in {seconds:.0f} s, seed {options.seed}"
+        print("\n  ".join([summary, *result.failures[:20]]), flush=True)
         yield result
 
 
-def elsewhere(given: argparse.Namespace, seed: int) -> list[StressResult]:
-    """The parts in a process of their own, with one thread for torch."""
-    parts = [word for name in given.suite for word in ("--suite", name)]
-    limits = ["--minutes", str(given.minutes), "--trials", str(given.trials / given.jobs)]
-    command = [sys.executable, "-m", "tests.stress", "--told", "--seed", str(seed), *limits, *parts]
+def run_in_child(options: argparse.Namespace, seed: int) -> list[StressResult]:
+    """Runs the suites in a child process, in which torch has one thread."""
+    suites = [word for name in options.suite for word in ("--suite", name)]
+    limits = ["--minutes", str(options.minutes), "--trials", str(options.trials / options.jobs)]
+    command = [sys.executable, "-m", "tests.stress", "--child", "--seed", str(seed), *limits, *suites]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     results = []
-    with subprocess.Popen(
-        command, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, text=True
-    ) as process:
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         for line in process.stdout:
-            if line.startswith(MARK):
-                results.append(StressResult(**json.loads(line.removeprefix(MARK))))
+            if line.startswith(RESULT_PREFIX):
+                results.append(StressResult(**json.loads(line.removeprefix(RESULT_PREFIX))))
             else:
                 print(line, end="", flush=True)
-    for name in given.suite[len(results) :]:
+    for name in options.suite[len(results) :]:
         lost = StressResult(name, seed)
         lost.add("failed", f"{name}, seed {seed}: the process ended with status {process.returncode}")
         results.append(lost)
     return results
 
 
+def parse_options() -> argparse.Namespace:
+    """Returns the options of the command line."""
+    parser = argparse.ArgumentParser(prog="python -m tests.stress", description=first_line(__doc__))
+    parser.add_argument("--minutes", type=float, help="total time; 15 unless --trials is set")
+    parser.add_argument(
+        "--trials", type=float, default=float("inf"), help="trials of each suite, over all jobs"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="seed of the first job; the others count up")
+    parser.add_argument(
+        "--suite", choices=SUITES, action="append", help="suite to run, repeatable; default all"
+    )
+    parser.add_argument("--jobs", type=int, default=1, help="parallel processes, each with its own seed")
+    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    options.suite = options.suite or list(SUITES)
+    if options.minutes is None:
+        options.minutes = 15.0 if options.trials == float("inf") else float("inf")
+    return options
+
+
 def main() -> int:
-    """The parts asked for."""
-    parser = argparse.ArgumentParser(prog="python -m tests.stress", description=short(__doc__))
-    parser.add_argument("--minutes", type=float, help="time in all; 15 unless a number of trials is given")
-    parser.add_argument("--trials", type=float, default=float("inf"), help="of every part, over all jobs")
-    parser.add_argument("--seed", type=int, default=0, help="what repeats a run; jobs count up from it")
-    parser.add_argument("--suite", choices=SUITES, action="append", help="may be repeated; all unless given")
-    parser.add_argument("--jobs", type=int, default=1, help="processes side by side, each with its own seed")
-    parser.add_argument("--told", action="store_true", help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    given.suite = given.suite or list(SUITES)
-    if given.minutes is None:
-        given.minutes = 15.0 if given.trials == float("inf") else float("inf")
-    if given.jobs == 1:
-        results = []
-        for result in here(given):
+    """Runs the suites and returns the exit status."""
+    options = parse_options()
+    results = []
+    if options.jobs == 1:
+        for result in run_here(options):
             results.append(result)
-            if given.told:
-                print(MARK + json.dumps(asdict(result)), flush=True)
+            if options.child:
+                print(RESULT_PREFIX + json.dumps(asdict(result)), flush=True)
     else:
-        seeds = range(given.seed, given.seed + given.jobs)
-        with ThreadPoolExecutor(given.jobs) as pool:
-            found = [one for many in pool.map(lambda seed: elsewhere(given, seed), seeds) for one in many]
-        of_part = [[one for one in found if one.suite == name] for name in SUITES]
-        results = [reduce(add, many) for many in of_part if many]
-    if not given.told:
+        seeds = range(options.seed, options.seed + options.jobs)
+        with ThreadPoolExecutor(options.jobs) as pool:
+            of_jobs = list(pool.map(lambda seed: run_in_child(options, seed), seeds))
+        for name in options.suite:
+            results.append(reduce(add, [result for job in of_jobs for result in job if result.suite == name]))
+    if not options.child:
         print(table(results))
-    return int(not results or any(one.failures or not one.trials for one in results))
+    return int(not results or any(result.failures or not result.trials for result in results))
 
 
 if __name__ == "__main__":

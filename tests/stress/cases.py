@@ -1,7 +1,7 @@
-"""What is attacked: every way to fit that the library has, with the choices that its settings declare.
+"""Cases of the stress tests: every fit of the library, with the choices that its settings declare.
 
-A way to fit is a method, or a public function with a ``seed`` that takes a ``checkpoint`` or gives a posterior. Both are found, and
-their choices are read from the annotations, so that a new method, function or setting is attacked without a word here.
+A fit is a method, or a public function with a ``seed`` that takes a ``checkpoint`` or returns a posterior. Fits are found by
+inspection, and their choices by the annotations. So the tests cover every new method, function and setting without a change here.
 """
 
 import inspect
@@ -25,21 +25,23 @@ __all__ = [
     "FITS",
     "Fit",
     "annotations_of",
+    "cached_fit",
     "equal_bits",
-    "fitted",
     "loader",
     "named_tensors",
     "network",
     "noisy_network",
+    "public_names",
     "random_fit",
     "small_method",
+    "small_settings",
     "vectors",
 ]
 
-# settings of a moment's work: the first of these values that a setting of this name takes
+# settings that make calls short: for each name, the first value that the annotation allows
 SMALL_SETTINGS: dict[str, list[Any]] = {
     "epochs": [2],
-    "fit_target.epochs": [1],  # of a hundred steps
+    "fit_target.epochs": [1],  # an epoch has 100 steps
     "evidence.samples": [40],
     "members": [2],
     "samples": [2, 25, 40],
@@ -53,7 +55,7 @@ SMALL_SETTINGS: dict[str, list[Any]] = {
     "simulations": [2],
     "starts": [2],
 }
-# settings that are not chosen, and values: those of devices, of what is shown, of compilation and of fits that take half a minute
+# settings and values that are never chosen: devices, output, compilation, and fits that take half a minute
 FIXED_SETTINGS = {
     "accelerator",
     "acceleration",
@@ -69,41 +71,41 @@ FIXED_SETTINGS = {
 
 
 def network() -> nn.Module:
-    """Three named_tensors in, two out."""
+    """Returns a network with three inputs and two outputs."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
 
 
 def flow() -> nn.Module:
-    """Of vectors of length 3."""
+    """Returns a flow of vectors of length 3."""
     torch.manual_seed(0)
     return fb.flows.RealNVP(3)
 
 
 def autoencoder() -> nn.Module:
-    """Of the same."""
+    """Returns an autoencoder of vectors of length 3."""
     torch.manual_seed(0)
     return fb.vae.VAE((3,), 2, hidden=(4,))
 
 
 def noisy_network() -> nn.Module:
-    """With noise on its layers."""
+    """Returns the network with noise on its layers."""
     return fb.to_stochastic(network(), {"*": fb.noise.NormalAffine()})
 
 
-def loader(rows: int = 24, real: bool = False) -> Any:
-    """Batches of four, in another order in every pass; with classes as targets, or real named_tensors."""
-    targets = vectors(rows, 2) if real else torch.arange(rows) % 2
-    source = torch.Generator().manual_seed(3)
-    return fb.data.TensorLoader(vectors(rows, 3), targets, batch_size=4, shuffle=True, generator=source)
+def loader(rows: int = 24, regression: bool = False) -> Any:
+    """Returns a loader of shuffled batches of four, with classes or, for regression, real numbers as targets."""
+    targets = vectors(rows, 2) if regression else torch.arange(rows) % 2
+    generator = torch.Generator().manual_seed(3)
+    return fb.data.TensorLoader(vectors(rows, 3), targets, batch_size=4, shuffle=True, generator=generator)
 
 
 def vectors(*shape: int) -> Tensor:
-    """Numbers from 0 to 1, always the same."""
+    """Returns random numbers from 0 to 1, the same in every call."""
     return torch.rand(*shape, generator=torch.Generator().manual_seed(1))
 
 
-# what a function fits, and to what
+# arguments of the fits, by the name of the argument, or of the function and the argument
 FIT_ARGUMENTS: dict[str, Callable[[], Any]] = {
     "network": network,
     "model": noisy_network,
@@ -115,203 +117,207 @@ FIT_ARGUMENTS: dict[str, Callable[[], Any]] = {
 }
 
 
-def public() -> list[tuple[str, Any]]:
-    """The classes and functions that the public modules list, each once, by its full name."""
-    found: dict[int, tuple[str, Any]] = {}
+def public_names() -> list[tuple[str, Any]]:
+    """Returns the classes and functions in ``__all__`` of the public modules, each once, with its full name."""
+    names: dict[int, tuple[str, Any]] = {}
     for module in [fb, *filter(inspect.ismodule, map(vars(fb).get, fb.__all__))]:
         for name in getattr(module, "__all__", ()):
             thing = getattr(module, name)
             if inspect.isclass(thing) or inspect.isfunction(thing):
-                found.setdefault(id(thing), (f"{module.__name__}.{name}", thing))
-    return list(found.values())
+                names.setdefault(id(thing), (f"{module.__name__}.{name}", thing))
+    return list(names.values())
 
 
 def annotations_of(function: Callable[..., Any]) -> dict[str, Any]:
-    """The annotations of a function, or of what makes an object of a class."""
+    """Returns the annotations of the parameters of a function, or of the constructor of a class."""
     owner: Any = function.__init__ if inspect.isclass(function) else function
     try:
-        found = typing.get_type_hints(owner, include_extras=True)
+        hints = typing.get_type_hints(owner, include_extras=True)
     except (NameError, TypeError, AttributeError):
-        found = {}
-    return {
-        name: found.get(name, one.annotation) for name, one in inspect.signature(function).parameters.items()
-    }
+        hints = {}
+    parameters = inspect.signature(function).parameters
+    return {name: hints.get(name, parameter.annotation) for name, parameter in parameters.items()}
 
 
 def choices(annotation: Any) -> list[Any]:
-    """The values that an annotation names."""
-    origin, parts = typing.get_origin(annotation), typing.get_args(annotation)
+    """Returns the values that an annotation lists."""
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is typing.Literal:
-        return list(parts)
+        return list(arguments)
     if origin in (typing.Union, types.UnionType):
-        return [value for part in parts for value in choices(part)]
+        return [value for argument in arguments for value in choices(argument)]
     if origin is typing.Annotated:
-        return choices(parts[0])
+        return choices(arguments[0])
     return [False, True] if annotation is bool else [None] if annotation is types.NoneType else []
 
 
 @dataclass(frozen=True)
 class Fit:
-    """One way to fit, by its name, with some settings; to classes, or to ``real`` named_tensors."""
+    """A fit with some settings.
+
+    Args:
+        name: Name of the method or function.
+        settings: Names and values of settings.
+        regression: Whether the targets are real numbers instead of classes.
+    """
 
     name: str
     settings: tuple[tuple[str, Any], ...] = ()
-    real: bool = False
+    regression: bool = False
 
     def __str__(self) -> str:
-        given = ", ".join(f"{name}={value!r}" for name, value in self.settings)
-        return f"{self.name}({given}){' of real named_tensors' if self.real else ''}"
+        settings = ", ".join(f"{name}={value!r}" for name, value in self.settings)
+        return f"{self.name}({settings}){' regression' if self.regression else ''}"
 
     @property
     def function(self) -> Callable[..., Any]:
-        """What fits."""
-        kind = METHODS.get(self.name)
-        if kind is None:
+        """Function that fits."""
+        method = METHODS.get(self.name)
+        if method is None:
             return FUNCTIONS[self.name]
-        own = {field.name for field in fields(kind)}
-        return small_method(self.name, **{name: value for name, value in self.settings if name in own}).fit
+        names = {field.name for field in fields(method)}
+        return small_method(self.name, **{name: value for name, value in self.settings if name in names}).fit
 
-    def __call__(self, **run: Any) -> Any:
-        """The result, of the same seed unless another is given."""
+    def __call__(self, **kwargs: Any) -> Any:
+        """Runs the fit, with seed 0 unless another is given, and returns its result."""
         function = self.function
-        takes = inspect.signature(function).parameters
-        given = {name: FIT_ARGUMENTS.get(f"{self.name}.{name}") or FIT_ARGUMENTS.get(name) for name in takes}
-        arguments = {
-            name: make()
-            for name, make in given.items()
-            if make is not None and takes[name].default is takes[name].empty
-        }
-        if "loader" in takes or "held_out" in takes:
-            arguments["loader" if "loader" in takes else "held_out"] = loader(real=self.real)
+        parameters = inspect.signature(function).parameters
+        arguments: dict[str, Any] = {}
+        for name, parameter in parameters.items():
+            factory = FIT_ARGUMENTS.get(f"{self.name}.{name}") or FIT_ARGUMENTS.get(name)
+            if factory is not None and parameter.default is parameter.empty:
+                arguments[name] = factory()
+        if "loader" in parameters or "held_out" in parameters:
+            name = "loader" if "loader" in parameters else "held_out"
+            arguments[name] = loader(regression=self.regression)
         if self.name == "temperature":
-            arguments["validation"] = loader(real=self.real)
+            arguments["validation"] = loader(regression=self.regression)
         if self.name not in METHODS:
             arguments |= small_settings(function)
-        arguments |= {name: value for name, value in self.settings if name in takes}
+        arguments |= {name: value for name, value in self.settings if name in parameters}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return function(**{**arguments, "seed": 0, "progress": False, **run})
+            return function(**{**arguments, "seed": 0, "progress": False, **kwargs})
 
     @property
-    def saves(self) -> bool:
-        """Whether a run can be resumed."""
+    def has_checkpoint(self) -> bool:
+        """True if the fit can be resumed from a checkpoint."""
         return "checkpoint" in inspect.signature(self.function).parameters
 
-    def restored(self, path: Any) -> Any:
-        """What was saved, read again."""
-        result = fitted(self)
+    def load(self, path: Any) -> Any:
+        """Loads a saved result of this fit."""
+        result = cached_fit(self)
         if isinstance(result, fb.Posterior):
             return fb.load_posterior(path, network().to(next(result.model.parameters()).dtype))
         return fb.load_density(path, flow().to(next(result.parameters()).dtype))
 
 
 def small_settings(function: Callable[..., Any]) -> dict[str, Any]:
-    """Settings of a moment's work that a function, or a method, takes; those of its own first."""
-    own, found = getattr(function, "__name__", ""), {}
-    for name, kind in annotations_of(function).items():
-        fitting = [
-            one
-            for one in SMALL_SETTINGS.get(f"{own}.{name}") or SMALL_SETTINGS.get(name) or []
-            if allows(kind, one) and kind is not Any
-        ]
-        if fitting:
-            found[name] = fitting[0]
-    return found
+    """Returns settings that make a call of a function or a method short."""
+    function_name, settings = getattr(function, "__name__", ""), {}
+    for name, annotation in annotations_of(function).items():
+        values = SMALL_SETTINGS.get(f"{function_name}.{name}") or SMALL_SETTINGS.get(name) or []
+        allowed = [value for value in values if allows(annotation, value) and annotation is not Any]
+        if allowed:
+            settings[name] = allowed[0]
+    return settings
 
 
 def small_method(name: str, **settings: Any) -> Any:
-    """A method that fits in a moment."""
+    """Returns a method with settings that make its fit short."""
     return METHODS[name](**small_settings(METHODS[name]) | settings)
 
 
-def _functions() -> Iterator[tuple[str, Callable[..., Any]]]:
-    for name, thing in public():
+def _fit_functions() -> Iterator[tuple[str, Callable[..., Any]]]:
+    """Yields the public functions that fit, by their names."""
+    for name, thing in public_names():
         if inspect.isfunction(thing) and "seed" in inspect.signature(thing).parameters:
             result = typing.get_type_hints(thing).get("return")
-            posterior = inspect.isclass(result) and issubclass(result, fb.Posterior)
-            if posterior or "checkpoint" in inspect.signature(thing).parameters:
+            returns_posterior = inspect.isclass(result) and issubclass(result, fb.Posterior)
+            if returns_posterior or "checkpoint" in inspect.signature(thing).parameters:
                 yield name.split(".")[-1], thing
 
 
-FUNCTIONS = dict(_functions())
+FUNCTIONS = dict(_fit_functions())
 FITS = (*METHODS, *FUNCTIONS)
 
 
 @cache
 def settings_of(name: str) -> tuple[tuple[str, Any], ...]:
-    """All choices of one way to fit that are not what it does anyway."""
+    """Returns the names and values of all settings of a fit that differ from its defaults."""
     function = Fit(name).function
     owners: list[Callable[..., Any]] = [METHODS[name], function] if name in METHODS else [function]
-    found = []
+    settings = []
     for owner in owners:
-        defaults = {
-            key: one.default for key, one in inspect.signature(owner).parameters.items()
-        } | small_settings(owner)
-        for key, kind in annotations_of(owner).items():
-            found += [
+        parameters = inspect.signature(owner).parameters
+        defaults = {key: parameter.default for key, parameter in parameters.items()} | small_settings(owner)
+        for key, annotation in annotations_of(owner).items():
+            settings += [
                 (key, value)
-                for value in choices(kind)
+                for value in choices(annotation)
                 if not FIXED_SETTINGS & {key, f"{name}.{key}", value} and value != defaults[key]
             ]
-    return tuple(found)
+    return tuple(settings)
 
 
-def random_fit(name: str, dice: random.Random) -> Fit:
-    """One way to fit with none, one or two of its choices, which it does not refuse."""
+def random_fit(name: str, rng: random.Random) -> Fit:
+    """Returns a fit with at most two random settings that it does not reject."""
     while True:
-        known = settings_of(name)
-        chosen = dict(dice.sample(known, min(len(known), dice.choice([0, 1, 1, 2]))))
-        fit = Fit(name, tuple(chosen.items()), dice.random() < 0.3)
+        settings = settings_of(name)
+        chosen = dict(rng.sample(settings, min(len(settings), rng.choice([0, 1, 1, 2]))))
+        fit = Fit(name, tuple(chosen.items()), rng.random() < 0.3)
         try:
-            fitted(fit)
+            cached_fit(fit)
         except fb.FlowBNNError:
             continue
-        except Exception:  # a failure, which is met again where it is counted
+        except Exception:  # the caller meets this failure again and counts it
             return fit
         return fit
 
 
 @lru_cache(maxsize=64)
-def fitted(fit: Fit | str) -> Any:
-    """What a fit gives."""
+def cached_fit(fit: Fit | str) -> Any:
+    """Returns the result of a fit, which is computed once."""
     return (Fit(fit) if isinstance(fit, str) else fit)()
 
 
 def named_tensors(result: Any, name: str = "") -> dict[str, Tensor]:
-    """All named_tensors of a result, by where they are in it; what it took in time is left out."""
+    """Returns all numbers of a result as tensors, by their path in it. Times are left out."""
     if isinstance(result, Tensor):
         return {name: result.detach()}
     if isinstance(result, int | float):
         return {name: torch.tensor(float(result), dtype=torch.float64)}
-    parts: Mapping[Any, Any] = {}
+    items: Mapping[Any, Any] = {}
     if isinstance(result, fb.Posterior):
         extra = {key: getattr(result, key, None) for key in ("history", "calibration", "bound", "gain")}
-        parts = result.tensors() | extra
+        items = result.tensors() | extra
     elif isinstance(result, nn.Module):
-        parts = result.state_dict() | {"history": getattr(result, "history", None)}
+        items = result.state_dict() | {"history": getattr(result, "history", None)}
     elif isinstance(result, Mapping):
-        parts = result
+        items = result
     elif is_dataclass(result):
-        parts = {
+        items = {
             field.name: getattr(result, field.name) for field in fields(result) if field.name != "seconds"
         }
     elif isinstance(result, fb.predictive.Predictive):
-        parts = vars(result)
+        items = vars(result)
     elif isinstance(result, Sequence) and not isinstance(result, str):
-        parts = dict(enumerate(result))
+        items = dict(enumerate(result))
     return {
         key: value
-        for own, part in parts.items()
-        for key, value in named_tensors(part, f"{name}/{own}").items()
+        for item_name, item in items.items()
+        for key, value in named_tensors(item, f"{name}/{item_name}").items()
     }
 
 
-def equal_bits(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
-    """Whether two results have the same named_tensors, to the bit."""
-    kinds = [{key: (value.shape, value.dtype) for key, value in part.items()} for part in (one, other)]
-    return kinds[0] == kinds[1] and all(bits(one[key]).equal(bits(other[key])) for key in one)
+def equal_bits(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> bool:
+    """Returns whether two results have the same numbers, to the bit."""
+    kinds = [
+        {key: (value.shape, value.dtype) for key, value in tensors.items()} for tensors in (first, second)
+    ]
+    return kinds[0] == kinds[1] and all(as_bytes(first[key]).equal(as_bytes(second[key])) for key in first)
 
 
-def bits(tensor: Tensor) -> Tensor:
-    """The bytes of a tensor."""
+def as_bytes(tensor: Tensor) -> Tensor:
+    """Returns the bytes of a tensor."""
     return tensor.contiguous().flatten().view(torch.uint8)

@@ -1,6 +1,6 @@
-"""Every public function, class and method, and arguments that it serves, made from the signatures themselves.
+"""Entry points: every public function, class and method, with valid arguments derived from the signatures.
 
-A entry_point is something a user calls: what the public modules list in ``__all__``, and the methods of objects made from it.
+An entry point is a callable of the public modules' ``__all__``, or a method of an object made by one.
 """
 
 import contextlib
@@ -18,11 +18,11 @@ from tests.stress.cases import (
     FITS,
     Fit,
     annotations_of,
-    fitted,
+    cached_fit,
     loader,
     network,
     noisy_network,
-    public,
+    public_names,
     small_method,
     vectors,
 )
@@ -33,28 +33,30 @@ from flowbnn.options import _allows as allows
 from flowbnn.transforms import Transform, Univariate
 from flowbnn.vae import Decoder
 
-__all__ = ["VARIADIC", "EntryPoint", "entry_points", "methods_of"]
+__all__ = ["VARIADIC", "EntryPoint", "entry_points", "entry_points_of_fit", "methods_of"]
 
-VARIADIC = "*"  # the arguments of a function that takes any number of them
+VARIADIC = "*"  # name of variadic arguments
 
 
-def few_rows() -> Any:
+def short_loader() -> Any:
+    """Returns a loader of two batches."""
     return loader(8)
 
 
 def probabilities() -> Tensor:
+    """Returns the probabilities of three classes for five examples."""
     return torch.softmax(vectors(5, 3), -1)
 
 
-# arguments that a entry_point serves, by its name and the argument's, or by the argument's alone, where the annotation does not tell
+# valid arguments that the annotation does not determine, by the names of the entry point and the argument, or by that of the argument
 # fmt: off
 VALID_ARGUMENTS: dict[str, Callable[[], Any]] = {
-    **FIT_ARGUMENTS, "loader": few_rows, "train_loader": few_rows, "test_loader": few_rows, "held_out": few_rows,
+    **FIT_ARGUMENTS, "loader": short_loader, "train_loader": short_loader, "test_loader": short_loader, "held_out": short_loader,
     "to_stochastic.model": network, "describe.model": noisy_network, "rules": lambda: {"*": fb.noise.NormalAffine()},
-    "likelihood": fb.likelihoods.Categorical, "posterior": lambda: fitted("mle"),
-    "pareto_k.posterior": lambda: fitted("node-noise"), "log_weights": lambda: vectors(50),
-    "load_posterior.path": lambda: fitted("mle").save("saved.safetensors"),
-    "load.path": lambda: fitted("mle").save("saved.safetensors"), "save.path": lambda: "new.safetensors", "layer": lambda: "0",
+    "likelihood": fb.likelihoods.Categorical, "posterior": lambda: cached_fit("mle"),
+    "pareto_k.posterior": lambda: cached_fit("node-noise"), "log_weights": lambda: vectors(50),
+    "load_posterior.path": lambda: cached_fit("mle").save("saved.safetensors"),
+    "load.path": lambda: cached_fit("mle").save("saved.safetensors"), "save.path": lambda: "new.safetensors", "layer": lambda: "0",
     "inputs": lambda: vectors(5, 3), "values": lambda: vectors(5, 3), "outputs": lambda: vectors(5, 3),
     "predictive.outputs": lambda: vectors(4, 5, 3), "predictions": lambda: vectors(5, 1),
     "root_mean_squared_error.targets": lambda: vectors(5, 1), "targets": lambda: torch.tensor([0, 1, 2, 0, 1]),
@@ -82,7 +84,7 @@ VALID_ARGUMENTS: dict[str, Callable[[], Any]] = {
     "TensorLoader.*": lambda: [vectors(6, 3), vectors(6, 1)], "TensorLoader.batch_size": lambda: 2,
     "Compose.*": lambda: [fb.transforms.Affine(3), fb.transforms.Reverse(3)], "MLP.hidden": lambda: (4,),
     "draws.samples": lambda: 3, "world": lambda: 2, "rank": lambda: 1, "compare.methods": lambda: ["mle"],
-    "compare.epochs": lambda: 1, "sizes": lambda: [2, 1], "simulation_ranks.posterior": lambda: fitted("node-noise"),
+    "compare.epochs": lambda: 1, "sizes": lambda: [2, 1], "simulation_ranks.posterior": lambda: cached_fit("node-noise"),
     "univariate": fb.transforms.AffineMap, "FlowModel.base": lambda: fb.distributions.NormalBase(3),
     "LipschitzConv.shape": lambda: (4, 4, 3), "net": lambda: nn.Linear(3, 4), "categories": lambda: 3,
     "before": lambda: [12], "after": lambda: [2, 2, 3],
@@ -95,10 +97,10 @@ VALID_ARGUMENTS: dict[str, Callable[[], Any]] = {
     "Autoencoder.shape": lambda: (3,), "GatedConvEncoder.shape": lambda: (1, 4, 4), "GatedConvDecoder.shape": lambda: (1, 4, 4),
     "fit_autoencoder.model": lambda: fb.vae.VAE((3,), 2, hidden=(4,)), "fit_autoencoder.data": lambda: vectors(20, 3).round(),
     "fit_autoencoder.epochs": lambda: 1, "part.samples": lambda: slice(0, 2),
-    "simulation_ranks.fit": lambda: lambda batches: fitted("node-noise"), "simulation_ranks.simulations": lambda: 2,
+    "simulation_ranks.fit": lambda: lambda batches: cached_fit("node-noise"), "simulation_ranks.simulations": lambda: 2,
 }
 # fmt: on
-# of Gaussian kinds, whose targets are real named_tensors
+# arguments of Gaussian likelihoods and predictives, whose targets are real numbers
 REAL: dict[str, Callable[[], Any]] = {
     "outputs": lambda: vectors(5, 1),
     "targets": lambda: vectors(5, 1),
@@ -118,7 +120,7 @@ CLASS_ARGUMENTS = {
     "Bernoulli": BINARY,
     "LogisticDecoder": {"outputs": lambda: vectors(5, 6)},
 }
-# what the rooms of the library say to each other, and what training calls at every step and therefore does not look at its arguments
+# names for use inside the library, and functions that training calls in each step and that therefore do not check their arguments
 INTERNAL = """
     absorbs ahead align_batch_axes Amortized average Base Bernoulli.log_prob BlockTriangular.assign BlockTriangular.variances
     bounded build build_joint canonical Categorical.log_prob check check_members check_weights chosen Clock collect compute
@@ -134,106 +136,131 @@ INTERNAL = """
     split split_noise standard standard_log_prob start state step stream tensors terms to_dict track train training_loss Transform
     transforms Univariate velocity VGG16 weight_scale WeightPosterior weights with_level wrappable
 """.split()  # noqa: SIM905
-SKIPPED_ARGUMENTS = {"devices", "num_nodes", "strategy", "self", "_instance"}  # would start other processes
+SKIPPED_ARGUMENTS = {
+    "devices",
+    "num_nodes",
+    "strategy",
+    "self",
+    "_instance",
+}  # these would start other processes
 
 
 @dataclass
 class EntryPoint:
-    """Something that users call, and how to make arguments that it serves."""
+    """A callable of the public interface, with valid arguments.
+
+    Args:
+        name: Full name.
+        function: Callable.
+        valid_arguments: Factories of arguments that replace those of ``VALID_ARGUMENTS``.
+    """
 
     name: str
     function: Callable[..., Any]
-    served: Mapping[str, Callable[[], Any]] = field(default_factory=dict)
+    valid_arguments: Mapping[str, Callable[[], Any]] = field(default_factory=dict)
+
+    @property
+    def last_name(self) -> str:
+        """Last part of the full name."""
+        return self.name.split(".")[-1]
 
     @property
     def parameters(self) -> dict[str, tuple[Any, bool]]:
-        """Names with the annotation and whether a value must be given; ``*`` for any number of them."""
-        known, found = annotations_of(self.function), {}
-        for one in inspect.signature(self.function).parameters.values():
-            if one.kind is not one.VAR_KEYWORD and one.name not in SKIPPED_ARGUMENTS:
-                several = one.kind is one.VAR_POSITIONAL
-                if several and f"{self.name.split('.')[-1]}.*" not in VALID_ARGUMENTS:
-                    continue  # of torch's own Module
-                annotation = Any if known[one.name] is one.empty else known[one.name]
-                found[VARIADIC if several else one.name] = (annotation, several or one.default is one.empty)
-        return found
+        """Annotation of each parameter, and whether it is required. ``*`` stands for variadic parameters."""
+        annotations, parameters = annotations_of(self.function), {}
+        for parameter in inspect.signature(self.function).parameters.values():
+            if parameter.kind is parameter.VAR_KEYWORD or parameter.name in SKIPPED_ARGUMENTS:
+                continue
+            variadic = parameter.kind is parameter.VAR_POSITIONAL
+            if variadic and f"{self.last_name}.*" not in VALID_ARGUMENTS:
+                continue  # inherited from nn.Module
+            annotation = annotations[parameter.name]
+            annotation = Any if annotation is parameter.empty else annotation
+            required = variadic or parameter.default is parameter.empty
+            parameters[VARIADIC if variadic else parameter.name] = (annotation, required)
+        return parameters
 
     def arguments(self) -> dict[str, Any]:
-        """Arguments that are served."""
-        last = self.name.split(".")[-1]
-        parameters = self.parameters.items()
+        """Returns valid arguments."""
         return {
-            name: self.value(name, kind)
-            for name, (kind, needed) in parameters
-            if needed or f"{last}.{name}" in {*VALID_ARGUMENTS, *self.served}
+            name: self.value(name, annotation)
+            for name, (annotation, required) in self.parameters.items()
+            if required or f"{self.last_name}.{name}" in {*VALID_ARGUMENTS, *self.valid_arguments}
         }
 
     def value(self, name: str, annotation: Any) -> Any:
-        """One such argument: of this entry_point, or of this name where the annotation allows it, or what the annotation names."""
-        last = self.name.split(".")[-1]
-        for key in (f"{last}.{name}", name):
-            for table in (self.served, VALID_ARGUMENTS):
-                value = table[key]() if key in table else None
-                if key in table and (key != name or allows(annotation, value)):
+        """Returns a valid argument: that of this entry point, that of the name, or one that the annotation lists."""
+        for key in (f"{self.last_name}.{name}", name):
+            for factories in (self.valid_arguments, VALID_ARGUMENTS):
+                value = factories[key]() if key in factories else None
+                if key in factories and (key != name or allows(annotation, value)):
                     return value
-        return _simple(annotation)
+        return _simple_value(annotation)
 
     def call(self, arguments: Mapping[str, Any]) -> Any:
-        """The result, with iterators and context managers gone through."""
-        named = {name: value for name, value in arguments.items() if name != VARIADIC}
-        result = self.function(*arguments.get(VARIADIC, ()), **named)
+        """Calls the entry point. Exhausts an iterator and enters a context manager that it returns."""
+        keywords = {name: value for name, value in arguments.items() if name != VARIADIC}
+        result = self.function(*arguments.get(VARIADIC, ()), **keywords)
         if isinstance(result, contextlib.AbstractContextManager) and not isinstance(result, nn.Module):
             with result:
                 return None
         return list(result) if isinstance(result, Iterator) else result
 
 
-def _simple(annotation: Any) -> Any:
-    """A value that an annotation of plain types allows."""
-    parts = typing.get_args(annotation)
+def _simple_value(annotation: Any) -> Any:
+    """Returns a value that an annotation of simple types allows, or None."""
+    arguments = typing.get_args(annotation)
     if typing.get_origin(annotation) is typing.Literal:
-        return parts[0]
+        return arguments[0]
     if typing.get_origin(annotation) in (typing.Union, types.UnionType, typing.Annotated):
-        return _simple(parts[0])
-    plain = {int: 2, float: 0.5, bool: False, str: "a"}
-    return next((value for kind, value in plain.items() if annotation is kind), None)
+        return _simple_value(arguments[0])
+    values = {int: 2, float: 0.5, bool: False, str: "a"}
+    return next((value for kind, value in values.items() if annotation is kind), None)
 
 
 @cache
 def entry_points() -> tuple[EntryPoint, ...]:
-    """All of them, from the public names."""
-    found = [EntryPoint(name, thing) for name, thing in public() if name.split(".")[-1] not in INTERNAL]
-    made: list[EntryPoint] = []
-    for entry_point in found:
-        if inspect.isclass(entry_point.function):
-            name = entry_point.name.split(".")[-1]
-            kind: Any = entry_point.function
-            known = issubclass(kind, fb.methods.Method)
-            thing = small_method(kind.name) if known else entry_point.call(entry_point.arguments())
-            if isinstance(thing, nn.Module):
-                thing.eval()
-            name = thing.name if known else name
-            made += methods_of(name, thing, CLASS_ARGUMENTS.get(name) or _points(name, thing))
-    made += [entry_point for fit in FITS for entry_point in results_of(fit)]
-    return (*found, *made)
+    """Returns all entry points."""
+    points = [
+        EntryPoint(name, thing) for name, thing in public_names() if name.split(".")[-1] not in INTERNAL
+    ]
+    methods: list[EntryPoint] = []
+    for point in points:
+        if inspect.isclass(point.function):
+            cls: Any = point.function
+            is_method = issubclass(cls, fb.methods.Method)
+            instance = small_method(cls.name) if is_method else point.call(point.arguments())
+            if isinstance(instance, nn.Module):
+                instance.eval()
+            name = instance.name if is_method else point.last_name
+            methods += methods_of(
+                name, instance, CLASS_ARGUMENTS.get(name) or _transform_arguments(name, instance)
+            )
+    methods += [point for fit in FITS for point in entry_points_of_fit(fit)]
+    return (*points, *methods)
 
 
-def results_of(fit: Fit | str) -> list[EntryPoint]:
-    """The entry_points of what a fit gives."""
-    result = fitted(fit)
+def entry_points_of_fit(fit: Fit | str) -> list[EntryPoint]:
+    """Returns the methods of the result of a fit."""
+    result = cached_fit(fit)
     kind = "posterior" if isinstance(result, fb.Posterior) else "result"
-    return methods_of(f"{fit}.{kind}", result, _of(result))
+    valid_arguments = {
+        "load.path": lambda: result.save("own.safetensors"),
+        "log_prob.values": lambda: result.draws(1, seed=0),
+        "index": lambda: 0,
+    }
+    return methods_of(f"{fit}.{kind}", result, valid_arguments)
 
 
-# shapes of what a map of vectors of length 3 does not take
+# shapes of the inputs of transforms that do not take vectors of length 3
 INPUT_SHAPES = {
     "Argmax": (5, 9),
     "Augment": (5, 2),
     "ChannelsFirst": (4, 4, 4),
     "Checkerboard": (4, 4, 4),
+    "Dequantization": (5, 3),
+    "Integers": (5, 3),
     "MaxPool": (5, 12),
-}
-INPUT_SHAPES |= {
     "MultiScale": (5, 16),
     "OneHot": (5, 9),
     "Reshape": (5, 12),
@@ -241,44 +268,40 @@ INPUT_SHAPES |= {
     "Squeeze": (4, 4, 4),
     "VAELayer": (5, 2),
 }
-INPUT_SHAPES |= {"Dequantization": (5, 3), "Integers": (5, 3)}
 
 
-def _points(name: str, transform: Any) -> dict[str, Callable[[], Any]]:
-    """Where the two directions of a transform are defined, if not at vectors of length 3."""
+def _transform_arguments(name: str, transform: Any) -> dict[str, Callable[[], Any]]:
+    """Returns points of the domain and the range of a transform that does not take vectors of length 3."""
     if name not in INPUT_SHAPES or not isinstance(transform, Transform):
         return {}
-    start = vectors(*INPUT_SHAPES[name])
-    end = transform(start)[0].detach()
-    return {"z": lambda: start, "x": lambda: end}
+    z = vectors(*INPUT_SHAPES[name])
+    x = transform(z)[0].detach()
+    return {"z": lambda: z, "x": lambda: x}
 
 
-def _of(result: Any) -> dict[str, Callable[[], Any]]:
-    """Arguments that the methods of what a fit gave serve."""
-    return {
-        "load.path": lambda: result.save("own.safetensors"),
-        "log_prob.values": lambda: result.draws(1, seed=0),
-        "index": lambda: 0,
-    }
+def methods_of(name: str, instance: Any, valid_arguments: Mapping[str, Any]) -> list[EntryPoint]:
+    """Returns the public methods that classes of this library define, without those of torch.
 
-
-def methods_of(name: str, thing: Any, served: Mapping[str, Any]) -> list[EntryPoint]:
-    """The public methods that our own classes define; how networks and distributions are called is torch's to say."""
-    if isinstance(thing, Univariate | Decoder):
+    Args:
+        name: Name of the instance.
+        instance: Object whose methods are called.
+        valid_arguments: Factories of valid arguments.
+    """
+    if isinstance(instance, Univariate | Decoder):
         return []
     names = {
         key
-        for kind in type(thing).__mro__
-        if kind.__module__.startswith("flowbnn")
-        for key, value in vars(kind).items()
+        for cls in type(instance).__mro__
+        if cls.__module__.startswith("flowbnn")
+        for key, value in vars(cls).items()
         if not key.startswith("_") and isinstance(value, types.FunctionType | classmethod)
     }
-    theirs = {
-        key for kind in type(thing).__mro__ if kind.__module__.startswith("torch") for key in vars(kind)
+    torch_names = {
+        key for cls in type(instance).__mro__ if cls.__module__.startswith("torch") for key in vars(cls)
     }
-    names -= theirs - ({"forward"} if isinstance(thing, Transform) else set())
+    names -= torch_names - ({"forward"} if isinstance(instance, Transform) else set())
     return [
-        EntryPoint(f"{name}.{key}", getattr(thing, key), served)
+        EntryPoint(f"{name}.{key}", getattr(instance, key), valid_arguments)
         for key in sorted(names)
         if not {key, f"{name}.{key}"} & {*INTERNAL}
     ]

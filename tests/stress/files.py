@@ -1,8 +1,8 @@
-"""Damaged and hostile files: refused in one line, within 30 seconds and 2 GiB, and no code in them runs.
+"""Reads damaged and hostile files. Each must be rejected in one line, within 20 seconds and 2 GiB, and no code in it may run.
 
-Good files of every kind that the library reads (posteriors, checkpoints, IDX, CIFAR, results) are cut, filled, spliced and rewritten,
-or replaced by bombs, pickles, pipes and folders. A file that is read all the same must hold what was written, bit by bit. The files are
-read in forked processes whose memory is limited.
+Valid files of every kind that the library reads (posteriors, checkpoints, IDX, CIFAR, results) are cut, overwritten, joined and
+rewritten, or replaced by pickles, compressed zeros, pipes and folders. A file that is accepted must hold the original data, bit by bit.
+The files are read in forked processes with limited memory.
 """
 
 import gzip
@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 from tests.stress import Budget, StressResult
-from tests.stress.cases import FITS, Fit, equal_bits, fitted, named_tensors, random_fit
+from tests.stress.cases import FITS, Fit, cached_fit, equal_bits, named_tensors, random_fit
 from tests.stress.fuzz import NAN, describe_error, silenced
 
 import flowbnn as fb
@@ -35,13 +35,17 @@ from flowbnn_studies.report.reading import load_results
 
 __all__ = ["stress"]
 
-MEMORY = 2**31
-TOGETHER = 25  # files of one process
-SHAPE = (1, 4, 4)
+Reader = Callable[[Path], Any]
+BATCH_SIZE = 25  # files that one child process reads
+IMAGE_SHAPE = (1, 4, 4)
 
 
-class Bomb:
-    """A pickle that runs code when it is read."""
+class ExecutablePickle:
+    """Object whose pickle creates a folder when it is loaded.
+
+    Args:
+        marker: Path of the folder.
+    """
 
     def __init__(self, marker: Path) -> None:
         self.marker = str(marker)
@@ -50,140 +54,143 @@ class Bomb:
         return os.mkdir, (self.marker,)
 
 
-def image_source(
+def make_dataset(
     layout: Any, folder: str, raw: dict[str, bytes], content: tuple[np.ndarray, np.ndarray]
 ) -> PublishedDataset:
-    """A set of six images in the layout of MNIST or CIFAR-10."""
+    """Returns the description of a data set of six images in the layout of MNIST or CIFAR-10."""
     digests = [hashlib.sha256(array.tobytes()).hexdigest() for array in content]
     names = tuple(name.removesuffix(".bin") for name in raw)
     md5 = hashlib.md5(next(iter(raw.values()))).hexdigest()
-    piece = DataFile(names, len(content[1]), digests[0], digests[1], md5)
-    return PublishedDataset(
-        "tiny",
-        "Tiny",
-        layout,
-        folder,
-        SHAPE,
-        ("a", "b"),
-        (0.5,),
-        (0.5,),
-        {"train": (piece,), "test": (piece,)},
-    )
+    file = DataFile(names, len(content[1]), digests[0], digests[1], md5)
+    splits = {"train": (file,), "test": (file,)}
+    return PublishedDataset("tiny", "Tiny", layout, folder, IMAGE_SHAPE, ("a", "b"), (0.5,), (0.5,), splits)
 
 
-def images(source: PublishedDataset, root: Path, path: Path) -> torch.Tensor:
-    """The images of a set."""
-    return load_dataset(source, "train", root, False).images
+def read_images(dataset: PublishedDataset, folder: Path, path: Path) -> torch.Tensor:
+    """Returns the images of a data set."""
+    return load_dataset(dataset, "train", folder, False).images
 
 
-def resumed(fit: Fit, folder: Path, path: Path) -> Any:
-    """The result of a fit that had ended."""
+def resume_fit(fit: Fit, folder: Path, path: Path) -> Any:
+    """Returns the result of a fit that is complete in its checkpoint."""
     return fit(checkpoint=folder / "run", checkpoint_every=5, resume=True)
 
 
-def subjects(
-    place: Path, names: tuple[str, ...], dice: random.Random
-) -> dict[str, tuple[Path, Callable[[Path], Any]]]:
-    """Good files, and how each is read; equal files give equal answers."""
+def write_image_files(root: Path) -> dict[str, tuple[Path, Reader]]:
+    """Writes image files of three formats. Returns the path and the reader of each."""
     pixels, labels = np.arange(96, dtype=np.uint8).reshape(6, 1, 4, 4), np.array([0, 1, 0, 1, 1, 0], np.uint8)
-    head = lambda *sizes: bytes((0, 0, 8, len(sizes))) + struct.pack(f">{len(sizes)}I", *sizes)  # noqa: E731
-    idx = {"images": head(6, 4, 4) + pixels.tobytes(), "labels": head(6) + labels.tobytes()}
+
+    def idx_header(*sizes: int) -> bytes:
+        return bytes((0, 0, 8, len(sizes))) + struct.pack(f">{len(sizes)}I", *sizes)
+
+    idx = {"images": idx_header(6, 4, 4) + pixels.tobytes(), "labels": idx_header(6) + labels.tobytes()}
     binary = {"batch.bin": np.concatenate([labels[:, None], pixels.reshape(6, -1)], 1).tobytes()}
     pickled = {"batch": pickle.dumps({b"data": pixels.reshape(6, -1), b"labels": labels.tolist()})}
-    found: dict[str, tuple[Path, Callable[[Path], Any]]] = {}
-    for kind, layout, folder, raw in (
-        ("idx", "idx", "idx", idx),
-        ("cifar", "cifar", "bin", binary),
-        ("pickle", "cifar", "pickle", pickled),
+    files: dict[str, tuple[Path, Reader]] = {}
+    for kind, layout, name, subfolder, contents in (
+        ("idx", "idx", "idx", "idx", idx),
+        ("cifar", "cifar", "bin", "bin-bin", binary),
+        ("pickle", "cifar", "pickle", "pickle-py", pickled),
     ):
-        root = place / kind
-        below = root / {"idx": "idx", "cifar": "bin-bin", "pickle": "pickle-py"}[kind]
-        below.mkdir(parents=True)
-        for name, data in raw.items():
-            (below / name).write_bytes(data)
-        source = image_source(layout, folder, raw, (pixels, labels))
-        found[kind] = below / next(iter(raw)), partial(images, source, root)
-    for number, fit in enumerate(fit for name in names for fit in (Fit(name), random_fit(name, dice))):
-        result, at = fitted(fit), place / f"fit-{number}"
+        folder = root / kind / subfolder
+        folder.mkdir(parents=True)
+        for file_name, data in contents.items():
+            (folder / file_name).write_bytes(data)
+        dataset = make_dataset(layout, name, contents, (pixels, labels))
+        files[kind] = folder / next(iter(contents)), partial(read_images, dataset, root / kind)
+    return files
+
+
+def write_files(root: Path, names: tuple[str, ...], rng: random.Random) -> dict[str, tuple[Path, Reader]]:
+    """Writes valid files of every kind. Returns the path and the reader of each."""
+    files = write_image_files(root)
+    for number, fit in enumerate(fit for name in names for fit in (Fit(name), random_fit(name, rng))):
+        result, folder = cached_fit(fit), root / f"fit-{number}"
         if hasattr(result, "save"):
-            found[str(fit)] = result.save(place / f"fit-{number}.safetensors"), fit.restored
-        if fit.saves:
-            resumed(fit, at, at)
-            for path in sorted(at.rglob("*")):
+            files[str(fit)] = result.save(root / f"fit-{number}.safetensors"), fit.load
+        if fit.has_checkpoint:
+            resume_fit(fit, folder, folder)
+            for path in sorted(folder.rglob("*")):
                 if path.is_file():
-                    found[f"{fit}, {path.name}"] = path, partial(resumed, fit, at)
-    results = place / "results.json"
+                    files[f"{fit}, {path.name}"] = path, partial(resume_fit, fit, folder)
+    results = root / "results.json"
     results.write_text(json.dumps({"schema": 1, "study": "x", "rows": [], "figures": []}))
-    found["results"] = results, load_results
-    return found
+    files["results"] = results, load_results
+    return files
 
 
-def rewritten(raw: bytes, dice: random.Random) -> bytes:
-    """A safetensors file whose header says something else: longer tensors, other kinds, other places, deeper documents."""
+def change_header(raw: bytes, rng: random.Random) -> bytes:
+    """Returns a safetensors file with another header: other shapes, types, offsets, metadata or names."""
     length = int.from_bytes(raw[:8], "little")
     try:
         header = json.loads(raw[8 : 8 + length])
     except ValueError:
         return raw[::-1]
-    name = dice.choice([key for key in header if key != "__metadata__"] or ["x"])
-    odd = [2**40, -1, 0, NAN, "x", None, [], [2**31, 2**31], {"a": 1}, "A" * 10_000]
+    name = rng.choice([key for key in header if key != "__metadata__"] or ["x"])
+    values = [2**40, -1, 0, NAN, "x", None, [], [2**31, 2**31], {"a": 1}, "A" * 10_000]
     entry = header.setdefault(name, {})
-    change = dice.choice(["shape", "dtype", "data_offsets", "metadata", "names", "drop"])
+    change = rng.choice(["shape", "dtype", "data_offsets", "metadata", "names", "drop"])
     if change == "metadata":
-        header["__metadata__"] = dice.choice(
-            [{}, {"flowbnn": "[" * 50_000}, {"flowbnn": json.dumps(dice.choice(odd))}, 3]
+        header["__metadata__"] = rng.choice(
+            [{}, {"flowbnn": "[" * 50_000}, {"flowbnn": json.dumps(rng.choice(values))}, 3]
         )
     elif change == "names":
-        header |= {f"n{index}": entry for index in range(dice.choice([10, 200_000]))}
+        header |= {f"n{index}": entry for index in range(rng.choice([10, 200_000]))}
     elif change == "drop":
         del header[name]
     else:
-        entry[change] = dice.choice([odd, *odd, [dice.choice([2**33, 4, 10**12])] * dice.randint(1, 4)])
+        entry[change] = rng.choice([values, *values, [rng.choice([2**33, 4, 10**12])] * rng.randint(1, 4)])
     text = json.dumps(header).encode()
     return struct.pack("<Q", len(text)) + text + raw[8 + length :]
 
 
-def hostile(raw: bytes, marker: Path, dice: random.Random) -> bytes:
-    """Other bytes in place of a good file's."""
-    at, end = sorted(dice.randrange(len(raw) + 1) for _ in range(2))
+def damage(raw: bytes, marker: Path, rng: random.Random) -> bytes:
+    """Returns other bytes that replace those of a valid file.
+
+    Args:
+        raw: Bytes of the valid file.
+        marker: Folder that code inside the bytes creates.
+        rng: Random number generator.
+    """
+    start, end = sorted(rng.randrange(len(raw) + 1) for _ in range(2))
     zipped = io.BytesIO()
     with zipfile.ZipFile(zipped, "w") as archive:
-        archive.writestr("archive/data.pkl", pickle.dumps(Bomb(marker)))
-    bit = bytearray(raw)
-    for _ in range(dice.choice([1, 1, 4, 64])):
-        bit[dice.randrange(len(bit))] ^= 1 << dice.randrange(8)
+        archive.writestr("archive/data.pkl", pickle.dumps(ExecutablePickle(marker)))
+    flipped = bytearray(raw)
+    for _ in range(rng.choice([1, 1, 4, 64])):
+        flipped[rng.randrange(len(flipped))] ^= 1 << rng.randrange(8)
     choices = [
-        lambda: bytes(bit),
-        lambda: raw[:at],
-        lambda: raw[:at] + raw[end:],
-        lambda: raw[:at] + bytes(end - at) + raw[end:],
-        lambda: raw[:at] + dice.randbytes(64) + raw[at:],
+        lambda: bytes(flipped),
+        lambda: raw[:start],
+        lambda: raw[:start] + raw[end:],
+        lambda: raw[:start] + bytes(end - start) + raw[end:],
+        lambda: raw[:start] + rng.randbytes(64) + raw[start:],
         lambda: raw + raw,
-        lambda: dice.randbytes(dice.choice([0, 1, 8, 12, 1000])),
-        lambda: rewritten(raw, dice),
-        lambda: rewritten(raw, dice),
-        lambda: struct.pack("<Q", dice.choice([2**63, 2**40, 2**31, 0])) + raw[8:],
-        lambda: pickle.dumps(Bomb(marker)),
-        lambda: b"\x80\x05\x96" + struct.pack("<Q", dice.choice([2**33, 2**40, 2**62])) + b".",  # BYTEARRAY8
+        lambda: rng.randbytes(rng.choice([0, 1, 8, 12, 1000])),
+        lambda: change_header(raw, rng),
+        lambda: change_header(raw, rng),
+        lambda: struct.pack("<Q", rng.choice([2**63, 2**40, 2**31, 0])) + raw[8:],
+        lambda: pickle.dumps(ExecutablePickle(marker)),
+        lambda: b"\x80\x05\x96" + struct.pack("<Q", rng.choice([2**33, 2**40, 2**62])) + b".",  # BYTEARRAY8
         zipped.getvalue,
         lambda: b"[" * 100_000,
         lambda: (
-            b'{"schema": 1, "rows": ' + dice.choice([b"NaN", b"1e999", b'{"a": ' * 5000, b'"\\ud800"']) + b"}"
+            b'{"schema": 1, "rows": ' + rng.choice([b"NaN", b"1e999", b'{"a": ' * 5000, b'"\\ud800"']) + b"}"
         ),
         lambda: gzip.compress(bytes(10**7)),
     ]
-    return dice.choice(choices)()
+    return rng.choice(choices)()
 
 
-def strange(path: Path, dice: random.Random) -> str:
-    """Something that is no file in a file's place."""
+def replace_by_special_file(path: Path, rng: random.Random) -> str:
+    """Replaces a file by a pipe, a folder, a link to itself or a sparse file. Returns its kind."""
     path.unlink()
-    kind = dice.choice(["a pipe", "a folder", "a loop", "a hole"])
-    if kind == "a pipe":
+    kind = rng.choice(["pipe", "folder", "link to itself", "sparse file"])
+    if kind == "pipe":
         os.mkfifo(path)
-    elif kind == "a folder":
+    elif kind == "folder":
         path.mkdir()
-    elif kind == "a loop":
+    elif kind == "link to itself":
         path.symlink_to(path)
     else:
         with path.open("wb") as file:
@@ -192,40 +199,54 @@ def strange(path: Path, dice: random.Random) -> str:
     return kind
 
 
-def one(path: Path, read: Callable[[Path], Any], right: Any, marker: Path, label: str) -> tuple[str, str]:
-    """Read one file: how it ended, and what failed."""
+def try_read(path: Path, read: Reader, expected: Any, marker: Path, label: str) -> tuple[str, str]:
+    """Reads one file.
+
+    Args:
+        path: File to read.
+        read: Reader of the file.
+        expected: Content of the valid file.
+        marker: Folder that code inside the file would create.
+        label: Description of the file.
+
+    Returns:
+        The outcome, and a description of the failure or an empty string.
+    """
     with silenced():
         try:
-            found = read(path)
+            content = read(path)
         except fb.FlowBNNError as error:
-            ended = ("refused", "") if "\n" not in str(error) else ("failed", f"not one line: {error}")
-        except BaseException as error:
-            ended = ("failed", describe_error(error))
-        else:
-            same = (
-                found == right
-                if isinstance(right, dict)
-                else equal_bits(named_tensors(found), named_tensors(right))
+            outcome, failure = (
+                ("failed", f"not one line: {error}") if "\n" in str(error) else ("rejected", "")
             )
-            ended = ("read as it was", "") if same else ("failed", "read as something else")
+        except BaseException as error:
+            outcome, failure = "failed", describe_error(error)
+        else:
+            if isinstance(expected, dict):
+                same = content == expected
+            else:
+                same = equal_bits(named_tensors(content), named_tensors(expected))
+            outcome, failure = ("accepted", "") if same else ("failed", "accepted with other content")
     if marker.exists():
         marker.rmdir()
-        ended = "failed", "its code ran"
-    return ended[0], ended[1] and f"{label}: {ended[1]}"
+        outcome, failure = "failed", "code inside the file was executed"
+    return outcome, failure and f"{label}: {failure}"
 
 
-def batch(found: dict[str, Any], right: dict[str, Any], place: Path, seed: int) -> list[tuple[str, str]]:
-    """Some files, of which the seed tells all."""
-    dice, marker, outcomes = random.Random(seed), place / "marker", []
-    for number in range(TOGETHER):
-        name = dice.choice(list(found))
-        path, read = found[name]
+def read_batch(
+    files: dict[str, Any], expected: dict[str, Any], root: Path, seed: int
+) -> list[tuple[str, str]]:
+    """Damages and reads some files. The seed determines all choices."""
+    rng, marker, outcomes = random.Random(seed), root / "marker", []
+    for number in range(BATCH_SIZE):
+        name = rng.choice(list(files))
+        path, read = files[name]
         raw, label = path.read_bytes(), f"file {number} of batch {seed}, {name}"
-        if dice.random() < 0.05:
-            label += f", {strange(path, dice)}"
+        if rng.random() < 0.05:
+            label += f", {replace_by_special_file(path, rng)}"
         else:
-            path.write_bytes(hostile(raw, marker, dice))
-        outcomes.append(one(path, read, right[name], marker, label))
+            path.write_bytes(damage(raw, marker, rng))
+        outcomes.append(try_read(path, read, expected[name], marker, label))
         if path.is_dir() and not path.is_symlink():
             path.rmdir()
         else:
@@ -235,48 +256,59 @@ def batch(found: dict[str, Any], right: dict[str, Any], place: Path, seed: int) 
 
 
 def stress(seed: int, budget: Budget, names: tuple[str, ...] = FITS) -> StressResult:
-    """Batch by batch, each in a process of its own."""
+    """Reads damaged files, each batch in a child process."""
     result = StressResult("files", seed)
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
-        place = Path(folder)
-        found = subjects(place, names, random.Random(seed))
-        right = {}
-        for name, (path, read) in found.items():
+        root = Path(folder)
+        files = write_files(root, names, random.Random(seed))
+        expected = {}
+        for name, (path, read) in files.items():
             try:
-                right[name] = read(path)
+                expected[name] = read(path)
             except fb.FlowBNNError:
-                right[name] = None  # results that are too short for a report
+                expected[name] = None  # results that are too short for a report
         number = 0
         while budget.allows(result):
             number += 1
-            for ended in limited(lambda: batch(found, right, place, 1000 * seed + number), result):  # noqa: B023
-                result.add(*ended)
+            work = partial(read_batch, files, expected, root, 1000 * seed + number)
+            for outcome in run_with_limited_memory(work, result):
+                result.add(*outcome)
     return result
 
 
-def limited(work: Callable[[], list[tuple[str, str]]], result: StressResult) -> list[tuple[str, str]]:
-    """What a forked process answers that may take 2 GiB more than this one has."""
-    reading, writing = os.pipe()
+def run_with_limited_memory(
+    function: Callable[[], list[tuple[str, str]]], result: StressResult
+) -> list[tuple[str, str]]:
+    """Calls a function in a forked process that may use 2 GiB more than this one.
+
+    Args:
+        function: Function to call.
+        result: Result of the suite, which gets the peak memory.
+
+    Returns:
+        The outcomes that the function returned, or one failure if the process died.
+    """
+    read_end, write_end = os.pipe()
     child = os.fork()
     if child == 0:
         code = 1
         try:
             pages = int(Path("/proc/self/statm").read_text().split()[0])
-            most = pages * resource.getpagesize() + MEMORY
-            resource.setrlimit(resource.RLIMIT_AS, (most, most))
-            answer = json.dumps(work()).encode()
-            with os.fdopen(writing, "wb") as pipe:
+            limit = pages * resource.getpagesize() + 2**31
+            resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+            answer = json.dumps(function()).encode()
+            with os.fdopen(write_end, "wb") as pipe:
                 pipe.write(answer)
             code = 0
         finally:
             os._exit(code)
-    os.close(writing)
-    with os.fdopen(reading, "rb") as pipe:
+    os.close(write_end)
+    with os.fdopen(read_end, "rb") as pipe:
         answer = pipe.read()
     _, status, usage = os.wait4(child, 0)
-    result.most["GiB"] = max(result.most.get("GiB", 0.0), round(usage.ru_maxrss / 2**20, 2))
+    result.maxima["GiB"] = max(result.maxima.get("GiB", 0.0), round(usage.ru_maxrss / 2**20, 2))
     if status or not answer:
-        return [("failed", f"a batch of {TOGETHER} files died with status {status}")]
-    return [(ended, failure) for ended, failure in json.loads(answer)]
+        return [("failed", f"a process that read {BATCH_SIZE} files died with status {status}")]
+    return [(outcome, failure) for outcome, failure in json.loads(answer)]

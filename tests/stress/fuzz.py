@@ -21,9 +21,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from tests.stress import Budget, StressResult, short
+from tests.stress import Budget, StressResult, first_line
 from tests.stress.cases import FITS, named_tensors, random_fit, vectors
-from tests.stress.entry_points import VARIADIC, EntryPoint, entry_points, results_of
+from tests.stress.entry_points import VARIADIC, EntryPoint, entry_points, entry_points_of_fit
 from torch import nn
 
 import flowbnn as fb
@@ -31,9 +31,8 @@ from flowbnn.options import _allows as allows
 
 __all__ = ["describe_error", "silenced", "stress", "try_call"]
 
-SECONDS = 20  # for one call
+TIMEOUT = 20  # seconds for one call
 NAN = float("nan")
-VARIED = 0.1  # of the trials are at what a fit with other settings gives
 
 # fmt: off
 INVALID_VALUES: dict[str, Callable[[], Any]] = {
@@ -67,31 +66,31 @@ INVALID_VALUES: dict[str, Callable[[], Any]] = {
 # fmt: on
 
 
-def _nan(result: Any) -> bool:
-    """Whether NaN is among the named_tensors of a result."""
+def _has_nan(result: Any) -> bool:
+    """Returns whether a result contains NaN."""
     if is_dataclass(result):
-        return False  # where NaN says that something could not be measured
+        return False  # its NaN means that something could not be measured
     if isinstance(result, tuple):
-        return any(map(_nan, result))
+        return any(map(_has_nan, result))
     if isinstance(result, fb.predictive.Predictive):
         result = result.standard_error
     if isinstance(result, fb.Posterior):
         result = result.tensors()
     return any(
-        one.is_floating_point() and one.device.type != "meta" and bool(one.isnan().any())
-        for one in named_tensors(result).values()
+        tensor.is_floating_point() and tensor.device.type != "meta" and bool(tensor.isnan().any())
+        for tensor in named_tensors(result).values()
     )
 
 
 @contextlib.contextmanager
 def silenced() -> Iterator[None]:
-    """No output, no warnings, an alarm against hangs."""
+    """Context manager that suppresses output and warnings and raises TimeoutError if a call hangs."""
 
-    def late(*_: Any) -> None:
-        raise TimeoutError(f"no answer after {SECONDS} s")
+    def raise_timeout(*_: Any) -> None:
+        raise TimeoutError(f"no answer after {TIMEOUT} s")
 
-    before = signal.signal(signal.SIGALRM, late)
-    signal.alarm(SECONDS)
+    before = signal.signal(signal.SIGALRM, raise_timeout)
+    signal.alarm(TIMEOUT)
     try:
         with (
             warnings.catch_warnings(),
@@ -105,113 +104,118 @@ def silenced() -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def try_call(entry_point: EntryPoint, wrong: Mapping[str, str]) -> tuple[str, str]:
+def try_call(point: EntryPoint, labels: Mapping[str, str]) -> tuple[str, str]:
     """Calls an entry point with some invalid arguments.
 
     Args:
-        entry_point: Entry point to call.
-        wrong: Labels of :data:`INVALID_VALUES` by the name of the argument they replace.
+        point: Entry point to call.
+        labels: Labels of :data:`INVALID_VALUES` by the name of the argument they replace.
 
     Returns:
         The outcome (``"accepted"``, ``"rejected"`` or ``"failed"``), and a description of the failure or an empty string.
     """
     with silenced():
-        arguments = entry_point.arguments()
-        changes = {name: INVALID_VALUES[label]() for name, label in wrong.items()}
-        forbidden = [
-            name for name, value in changes.items() if not allows(entry_point.parameters[name][0], value)
-        ]
+        arguments = point.arguments()
+        changes = {name: INVALID_VALUES[label]() for name, label in labels.items()}
+        forbidden = [name for name, value in changes.items() if not allows(point.parameters[name][0], value)]
         arguments |= {name: [value] if name == VARIADIC else value for name, value in changes.items()}
-        flow = entry_point.name.endswith((".forward", ".inverse"))  # which is exact up to inputs of scale 100
-        sick = any(label[:3] in ("nan", "inf", "hug" if flow else "nan") for label in wrong.values())
+        # transforms are exact up to inputs of scale 100, so a huge tensor may give NaN
+        prefixes = ("nan", "inf", "huge") if point.name.endswith((".forward", ".inverse")) else ("nan", "inf")
+        may_give_nan = any(label.startswith(prefixes) for label in labels.values())
         try:
-            result = entry_point.call(arguments)
+            result = point.call(arguments)
         except fb.FlowBNNError as error:
             text = str(error)
-            return (
-                ("rejected", "") if text and "\n" not in text else ("failed", f"not one line: {text!r:.200}")
-            )
+            one_line = text and "\n" not in text
+            return ("rejected", "") if one_line else ("failed", f"not one line: {text!r:.200}")
         except TypeError as error:
             if len(traceback.extract_tb(error.__traceback__)) <= 3 and "argument" in str(error):
                 return "rejected", ""
             return "failed", describe_error(error)
         except Exception as error:
             return "failed", describe_error(error)
-    if _nan(result) and not sick:
+    if _has_nan(result) and not may_give_nan:
         return "failed", "accepted, with NaN in the result"
-    if forbidden and forbidden[0] not in (
-        VARIADIC,
-        "context",
-        "abstain_above",
-    ):  # which may be unused, or infinity
+    # a context may be unused, and a threshold infinite
+    if forbidden and forbidden[0] not in (VARIADIC, "context", "abstain_above"):
         return "failed", f"accepted, though the annotation of {forbidden[0]} does not allow it"
     return "accepted", ""
 
 
 def describe_error(error: BaseException) -> str:
-    """What a bare describe_error ends with, and the last place of ours in it."""
-    ours = [frame for frame in traceback.extract_tb(error.__traceback__) if "flowbnn" in frame.filename]
-    where = f" in {os.path.basename(ours[-1].filename)}:{ours[-1].lineno}" if ours else ""
-    return f"{type(error).__name__}{where}: {short(error)}"
+    """Returns the type and first line of an exception, with the last line of this library in its traceback."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "flowbnn" in frame.filename]
+    where = f" in {os.path.basename(frames[-1].filename)}:{frames[-1].lineno}" if frames else ""
+    return f"{type(error).__name__}{where}: {first_line(error)}"
 
 
-def cases(seed: int, every: bool = False) -> Iterator[tuple[EntryPoint, dict[str, str]]]:
-    """Wrong arguments without end: one of a entry_point's, sometimes two. Or every argument with every value, once."""
-    dice = random.Random(seed)
-    callable_points = [entry_point for entry_point in entry_points() if entry_point.parameters]
-    while not every:
-        entry_point = dice.choice(callable_points)
-        if dice.random() < VARIED:
-            with silenced(), contextlib.suppress(Exception):  # which the soak counts
-                entry_point = dice.choice(
-                    [one for one in results_of(random_fit(dice.choice(FITS), dice)) if one.parameters]
-                )
-        names = dice.sample(
-            list(entry_point.parameters), min(len(entry_point.parameters), dice.choice([1, 1, 1, 2]))
-        )
-        labels = {name: dice.choice(list(INVALID_VALUES)) for name in names}
-        if all(possible(entry_point, name, label) for name, label in labels.items()):
-            yield entry_point, labels
-    for entry_point in callable_points:
-        for name in entry_point.parameters:
-            yield from (
-                (entry_point, {name: label}) for label in INVALID_VALUES if possible(entry_point, name, label)
-            )
+def trials(seed: int, exhaustive: bool = False) -> Iterator[tuple[EntryPoint, dict[str, str]]]:
+    """Yields entry points with labels of invalid arguments.
+
+    Args:
+        seed: Seed of the choices.
+        exhaustive: Whether to yield every argument with every invalid value once, instead of random ones without end.
+    """
+    rng = random.Random(seed)
+    points = [point for point in entry_points() if point.parameters]
+    while not exhaustive:
+        point = rng.choice(points)
+        if rng.random() < 0.1:  # a result of a fit with random settings
+            with silenced(), contextlib.suppress(Exception):  # the soak suite counts failures of fits
+                methods = entry_points_of_fit(random_fit(rng.choice(FITS), rng))
+                point = rng.choice([method for method in methods if method.parameters])
+        names = rng.sample(list(point.parameters), min(len(point.parameters), rng.choice([1, 1, 1, 2])))
+        labels = {name: rng.choice(list(INVALID_VALUES)) for name in names}
+        if all(is_testable(point, name, label) for name, label in labels.items()):
+            yield point, labels
+    for point in points:
+        for name in point.parameters:
+            yield from ((point, {name: label}) for label in INVALID_VALUES if is_testable(point, name, label))
 
 
-def possible(entry_point: EntryPoint, name: str, label: str) -> bool:
-    """Not so an integer that is allowed and asks for a thousand years, and a tensor without named_tensors where none are looked at."""
-    annotation = entry_point.parameters[name][0]
-    if label == "meta tensor" and entry_point.name.endswith((".forward", ".inverse")):
-        return False  # which torch serves
+def is_testable(point: EntryPoint, name: str, label: str) -> bool:
+    """Returns whether an argument can be tested with an invalid value.
+
+    A huge integer that is allowed would take too long. Torch itself accepts a meta tensor in a forward pass.
+    """
+    annotation = point.parameters[name][0]
+    if label == "meta tensor" and point.name.endswith((".forward", ".inverse")):
+        return False
     return label != "2**70" or not allows(annotation, 2**70) or annotation is Any
 
 
-def stress(seed: int, budget: Budget, opened: bool = True) -> StressResult:
-    """Every entry_point with good arguments, if they are to be ``opened``, then wrong ones until the budget is over."""
+def stress(seed: int, budget: Budget, valid_first: bool = True) -> StressResult:
+    """Calls entry points with invalid arguments.
+
+    Args:
+        seed: Seed of the trials.
+        budget: Limit of the trials.
+        valid_first: Whether to call every entry point with valid arguments first.
+    """
     result = StressResult("fuzz", seed)
     before = os.getcwd()
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)
         try:
-            for entry_point in entry_points() if opened else ():
+            for point in entry_points() if valid_first else ():
                 with silenced():
-                    served = _served(entry_point)
-                if served:
-                    result.add("failed", f"{entry_point.name}() with good arguments: {served}")
-            for entry_point, wrong in cases(seed):
+                    failure = _call_with_valid_arguments(point)
+                if failure:
+                    result.add("failed", f"{point.name}() with valid arguments: {failure}")
+            for point, labels in trials(seed):
                 if not budget.allows(result):
                     break
-                outcome, failure = try_call(entry_point, wrong)
-                result.add(outcome, failure and f"{entry_point.name}({wrong}): {failure}")
+                outcome, failure = try_call(point, labels)
+                result.add(outcome, failure and f"{point.name}({labels}): {failure}")
         finally:
             os.chdir(before)
     return result
 
 
-def _served(entry_point: EntryPoint) -> str:
+def _call_with_valid_arguments(point: EntryPoint) -> str:
+    """Calls an entry point with valid arguments. Returns a description of the failure, or an empty string."""
     try:
-        return "NaN" if _nan(entry_point.call(deepcopy(entry_point.arguments()))) else ""
+        return "NaN in the result" if _has_nan(point.call(deepcopy(point.arguments()))) else ""
     except Exception as error:
         if isinstance(error, fb.FlowBNNError) and error.kind == "unsupported":
             return ""

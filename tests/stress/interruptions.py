@@ -1,7 +1,7 @@
-"""Every fit with a checkpoint, killed by SIGKILL at random moments and resumed: the same result to the bit, and no file left.
+"""Kills checkpointed fits at random moments and resumes them. The result must be the same to the bit, and no file may be left over.
 
-Children are forked from a process that has imported torch, and killed by their parent after a random time, or by themselves just
-before or after a file takes its place. Where fork is not to be had, nothing is try_call.
+Children are forked from a process that has imported torch. The parent kills them with SIGKILL after a random time, or they kill
+themselves just before or after a file is replaced. Without ``fork`` nothing is run.
 """
 
 import os
@@ -22,69 +22,86 @@ from tests.stress.fuzz import describe_error
 
 from flowbnn.training import load_tensors, save_tensors
 
-__all__ = ["RESUMABLE", "Child", "same", "stress", "train"]
+__all__ = ["RESUMABLE", "Child", "compare_folders", "stress", "train"]
 
-RESUMABLE = tuple(name for name in FITS if Fit(name).saves)
-
-MOST = 8  # kills of one training
-PATIENCE = 60.0  # seconds for a child
+RESUMABLE = tuple(name for name in FITS if Fit(name).has_checkpoint)
+TIMEOUT = 60.0  # seconds that a child may take
 
 
 def train(fit: Fit, folder: Path, prepare: Callable[[], None] | None = None) -> None:
-    """One fit with a checkpoint, which goes on where an earlier one stopped; saves what it returns."""
+    """Runs or resumes a fit with a checkpoint and saves its result.
+
+    Args:
+        fit: Fit to run.
+        folder: Folder of the checkpoint and the result.
+        prepare: Function to call first.
+    """
     if prepare is not None:
         prepare()
-    torch.manual_seed(os.getpid())  # a resumed run must not need the state of the process before
+    torch.manual_seed(os.getpid())  # a resumed fit must not depend on the state of the first process
     result = fit(checkpoint=folder / "run", checkpoint_every=2, resume=True)
     save_tensors(folder / "result.safetensors", named_tensors(result), {})
 
 
-def die_writing(number: int, after: bool) -> Callable[[], None]:
-    """Let this process die just before or after the file of this number takes its place."""
+def kill_at_replace(number: int, after: bool) -> Callable[[], None]:
+    """Returns a function that makes this process kill itself when it replaces a file.
+
+    Args:
+        number: Number of replaced files before that, counted from 0.
+        after: Whether the process dies just after the replacement instead of just before.
+    """
 
     def prepare() -> None:
-        replace, left = os.replace, iter(range(number, -1, -1))
+        replace, countdown = os.replace, iter(range(number, -1, -1))
 
-        def deadly(source: str, target: str) -> None:
-            mine = next(left, -1) == 0
-            if mine and not after:
+        def replace_and_die(source: str, target: str) -> None:
+            is_last = next(countdown, -1) == 0
+            if is_last and not after:
                 os.kill(os.getpid(), signal.SIGKILL)
             replace(source, target)
-            if mine:
+            if is_last:
                 os.kill(os.getpid(), signal.SIGKILL)
 
-        os.replace = deadly  # type: ignore[assignment]
+        os.replace = replace_and_die  # type: ignore[assignment]
 
     return prepare
 
 
 @dataclass
 class Child:
-    """A forked process that does some work; what it dies of comes back through a pipe."""
+    """Forked process that calls a function. A description of its exception comes back through a pipe.
 
-    work: Callable[[], None]
+    Args:
+        function: Function to call.
+    """
+
+    function: Callable[[], None]
 
     def __post_init__(self) -> None:
-        self.pipe, writing = os.pipe()
-        self.number = os.fork()
-        if self.number == 0:
+        self.pipe, write_end = os.pipe()
+        self.pid = os.fork()
+        if self.pid == 0:
             code = 1
             try:
-                self.work()
+                self.function()
                 code = 0
             except BaseException as error:
-                os.write(writing, describe_error(error).encode())
+                os.write(write_end, describe_error(error).encode())
             finally:
                 os._exit(code)
-        os.close(writing)
+        os.close(write_end)
 
-    def ended(self, seconds: float = PATIENCE) -> str:
-        """``"done"``, ``"killed"``, which it is after so many seconds, or what it died of."""
+    def join(self, seconds: float = TIMEOUT) -> str:
+        """Waits for the process and kills it after a number of seconds.
+
+        Returns:
+            ``"done"``, ``"killed"``, or a description of the exception.
+        """
         end = time.monotonic() + seconds
-        while not (done := os.waitpid(self.number, os.WNOHANG))[0]:
+        while not (done := os.waitpid(self.pid, os.WNOHANG))[0]:
             if time.monotonic() > end:
-                os.kill(self.number, signal.SIGKILL)
-                done = os.waitpid(self.number, 0)
+                os.kill(self.pid, signal.SIGKILL)
+                done = os.waitpid(self.pid, 0)
                 break
             time.sleep(0.001)
         with os.fdopen(self.pipe, "rb") as pipe:
@@ -93,51 +110,63 @@ class Child:
 
 
 def files(folder: Path) -> set[str]:
-    """All that lies in a folder."""
+    """Returns the relative paths of everything in a folder."""
     return {str(path.relative_to(folder)) for path in folder.rglob("*")}
 
 
-def same(one: Path, other: Path) -> bool:
-    """Whether two results have the same named_tensors, to the bit."""
-    return equal_bits(*(load_tensors(folder / "result.safetensors")[0] for folder in (one, other)))
+def compare_folders(reference: Path, folder: Path) -> str:
+    """Returns the difference of two folders of fits: other numbers or left-over files. It is empty if there is none."""
+    results = [load_tensors(path / "result.safetensors")[0] for path in (reference, folder)]
+    if not equal_bits(*results):
+        return "the result differs"
+    extra = files(folder) - files(reference)
+    return f"files left over: {sorted(extra)[:3]}" if extra else ""
 
 
 def stress(seed: int, budget: Budget, names: tuple[str, ...] = RESUMABLE) -> StressResult:
-    """Fits in turn, with settings at random, each with one to eight kills."""
-    result, dice = StressResult("kills", seed), random.Random(seed)
+    """Runs each fit in turn, with random settings, and interrupts it one to eight times."""
+    result, rng = StressResult("interruptions", seed), random.Random(seed)
     if not hasattr(os, "fork"):
         return result
     torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as place:
+    with tempfile.TemporaryDirectory() as root:
         while budget.allows(result):
-            fit = random_fit(
-                names[result.trials % len(names)], dice
-            )  # what is imported late is imported before the clock runs
-            quiet, folder = Path(place) / "peaceful", Path(place) / "killed"
-            began, kills, plan = time.monotonic(), 0, []
-            ended = Child(partial(train, fit, quiet)).ended()
-            if ended != "done":
-                result.add("failed", f"{fit}, not killed: {ended}")
+            # it fits once here, so that late imports are done before the time is measured
+            fit = random_fit(names[result.trials % len(names)], rng)
+            reference, folder = Path(root) / "uninterrupted", Path(root) / "interrupted"
+            start = time.monotonic()
+            outcome = Child(partial(train, fit, reference)).join()
+            if outcome != "done":
+                result.add("failed", f"{fit}, not interrupted: {outcome}")
                 continue
-            seconds = time.monotonic() - began
-            for _ in range(dice.randint(1, MOST)):
-                number, after, moment = dice.randrange(12), dice.random() < 0.5, dice.uniform(0.0, seconds)
-                inside = dice.random() < 0.4
-                plan.append(
-                    f"{'after' if after else 'before'} file {number}" if inside else f"{moment:.3f} s"
-                )
-                prepare = die_writing(number, after) if inside else None
-                work = partial(train, fit, folder, prepare)
-                kills += Child(work).ended(PATIENCE if inside else moment) == "killed"
-            ended = Child(partial(train, fit, folder)).ended()
-            trouble = "" if ended == "done" else f"the last run: {ended}"
-            if not trouble and not same(quiet, folder):
-                trouble = "another result"
-            left = files(folder) - files(quiet)
-            if not trouble and left:
-                trouble = f"left over: {sorted(left)[:3]}"
+            kills, plan = interrupt(fit, folder, time.monotonic() - start, rng)
+            outcome = Child(partial(train, fit, folder)).join()
+            failure = compare_folders(reference, folder) if outcome == "done" else f"the last run: {outcome}"
             result.counts["kills"] = result.counts.get("kills", 0) + kills
-            result.add("failed" if trouble else "resumed", trouble and f"{fit}, killed {plan}: {trouble}")
-            for one in (quiet, folder):
-                shutil.rmtree(one, ignore_errors=True)
+            result.add("failed" if failure else "resumed", failure and f"{fit}, killed {plan}: {failure}")
+            for path in (reference, folder):
+                shutil.rmtree(path, ignore_errors=True)
     return result
+
+
+def interrupt(fit: Fit, folder: Path, seconds: float, rng: random.Random) -> tuple[int, list[str]]:
+    """Starts a fit one to eight times and kills it each time.
+
+    Args:
+        fit: Fit to run.
+        folder: Folder of the checkpoint.
+        seconds: Time of an uninterrupted fit.
+        rng: Random number generator.
+
+    Returns:
+        Number of processes that were killed, and the moments chosen for it.
+    """
+    kills, plan = 0, []
+    for _ in range(rng.randint(1, 8)):
+        number, after, moment = rng.randrange(12), rng.random() < 0.5, rng.uniform(0.0, seconds)
+        at_replace = rng.random() < 0.4
+        plan.append(f"{'after' if after else 'before'} file {number}" if at_replace else f"{moment:.3f} s")
+        prepare = kill_at_replace(number, after) if at_replace else None
+        child = Child(partial(train, fit, folder, prepare))
+        kills += child.join(TIMEOUT if at_replace else moment) == "killed"
+    return kills, plan

@@ -1,4 +1,4 @@
-"""Two processes fit with one checkpoint, one of them is killed: the other ends with the same result, and nothing is left."""
+"""Runs a fit in two processes with one checkpoint and kills one of them. The other must return the same result and leave no file."""
 
 import os
 import random
@@ -11,39 +11,34 @@ from pathlib import Path
 import torch
 from tests.stress import Budget, StressResult
 from tests.stress.cases import random_fit
-from tests.stress.interruptions import RESUMABLE, Child, files, same, train
+from tests.stress.interruptions import RESUMABLE, Child, compare_folders, train
 
 __all__ = ["stress"]
 
 
 def stress(seed: int, budget: Budget, names: tuple[str, ...] = RESUMABLE) -> StressResult:
-    """Fits in turn, with settings at random."""
-    result, dice = StressResult("processes", seed), random.Random(seed)
+    """Runs each fit in turn, with random settings."""
+    result, rng = StressResult("processes", seed), random.Random(seed)
     torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as place:
+    with tempfile.TemporaryDirectory() as root:
         while hasattr(os, "fork") and budget.allows(result):
-            fit = random_fit(
-                names[result.trials % len(names)], dice
-            )  # what is imported late is imported once, here
-            quiet, folder = Path(place) / "one", Path(place) / "two"
-            began = time.monotonic()
-            trouble = Child(partial(train, fit, quiet)).ended()
-            moment = dice.uniform(0.0, 2.0 * (time.monotonic() - began))
-            if trouble == "done":
+            # it fits once here, so that late imports are done in the parent
+            fit = random_fit(names[result.trials % len(names)], rng)
+            reference, folder = Path(root) / "one", Path(root) / "two"
+            start = time.monotonic()
+            outcome = Child(partial(train, fit, reference)).join()
+            moment = rng.uniform(0.0, 2.0 * (time.monotonic() - start))
+            if outcome == "done":
                 victim, survivor = (Child(partial(train, fit, folder)) for _ in range(2))
-                victim.ended(moment)
-                trouble = survivor.ended()
-            if trouble == "done":
-                trouble = Child(partial(train, fit, folder)).ended()  # clears what the victim left
-            trouble = trouble.removesuffix("done")
-            if not trouble and not same(quiet, folder):
-                trouble = "another result"
-            if not trouble and (left := files(folder) - files(quiet)):
-                trouble = f"left over: {sorted(left)[:3]}"
+                victim.join(moment)
+                outcome = survivor.join()
+            if outcome == "done":
+                outcome = Child(partial(train, fit, folder)).join()  # removes what the killed process left
+            failure = compare_folders(reference, folder) if outcome == "done" else outcome
             result.add(
-                "failed" if trouble else "survived",
-                trouble and f"{fit}, one killed after {moment:.3f} s: {trouble}",
+                "failed" if failure else "survived",
+                failure and f"{fit}, one process killed after {moment:.3f} s: {failure}",
             )
-            for one in (quiet, folder):
-                shutil.rmtree(one, ignore_errors=True)
+            for path in (reference, folder):
+                shutil.rmtree(path, ignore_errors=True)
     return result

@@ -1,6 +1,6 @@
-"""Eight threads that ask one result and use its network at once: each answer is the one that a single thread gets.
+"""Calls the methods of one fit, and its network, from eight threads. Each answer must equal that of a single thread.
 
-Asked is whatever takes a ``seed``: methods of what a fit gives, and public functions of a posterior.
+The calls are those that take a ``seed``: methods of the result of a fit, and public functions of a posterior.
 """
 
 import inspect
@@ -17,15 +17,15 @@ from tests.stress import Budget, StressResult
 from tests.stress.cases import (
     FITS,
     Fit,
-    fitted,
+    cached_fit,
     loader,
     named_tensors,
-    public,
+    public_names,
     random_fit,
     small_settings,
     vectors,
 )
-from tests.stress.entry_points import EntryPoint, results_of
+from tests.stress.entry_points import EntryPoint, entry_points_of_fit
 from tests.stress.fuzz import describe_error
 from torch import Tensor
 
@@ -34,108 +34,110 @@ from flowbnn.noise import noise_layers, noise_mode
 
 __all__ = ["answer", "seeded_calls", "stress"]
 
-THREADS, CALLS = 8, 48
-OFTEN = {
-    "predict": 20,
-    "sample": 6,
-    "network": 6,
-}  # what users ask, so many times as often as other seeded_calls
+NUM_THREADS = 8
+WEIGHTS = {"predict": 20, "sample": 6, "network": 6}  # how often a call is chosen; 1 for all others
 
 
 @lru_cache(maxsize=64)
 def seeded_calls(fit: Fit) -> dict[str, EntryPoint]:
-    """What can be asked of a fit's result, with a seed."""
-    asked = {entry_point.name.split(".")[-1]: entry_point for entry_point in results_of(fit)}
-    if isinstance(fitted(fit), fb.Posterior):
-        for name, thing in public():
+    """Returns the calls with a seed that the result of a fit supports, by name."""
+    points = {point.name.split(".")[-1]: point for point in entry_points_of_fit(fit)}
+    if isinstance(cached_fit(fit), fb.Posterior):
+        for full_name, thing in public_names():
             if inspect.isfunction(thing) and "posterior" in inspect.signature(thing).parameters:
-                last = name.split(".")[-1]
-                data: dict[str, Any] = {
-                    "loader": partial(loader, 8, fit.real),
-                    f"{last}.posterior": partial(fitted, fit),
+                name = full_name.split(".")[-1]
+                arguments: dict[str, Any] = {
+                    "loader": partial(loader, 8, fit.regression),
+                    f"{name}.posterior": partial(cached_fit, fit),
                 }
-                data[f"{last}.fit"] = lambda: lambda batches: fitted(fit)
+                arguments[f"{name}.fit"] = lambda: lambda batches: cached_fit(fit)
                 if thing is not fb.diagnostics.noise_chains:
-                    data[f"{last}.chains"] = partial(chains, fit)
-                asked[last] = EntryPoint(name, thing, data)
-        asked["network"] = EntryPoint("network", partial(used, fitted(fit)))
-    asked = {name: entry_point for name, entry_point in asked.items() if "seed" in entry_point.parameters}
-    return {name: entry_point for name, entry_point in asked.items() if answers(entry_point)}
+                    arguments[f"{name}.chains"] = partial(chains, fit)
+                points[name] = EntryPoint(full_name, thing, arguments)
+        points["network"] = EntryPoint("network", partial(use_network, cached_fit(fit)))
+    points = {name: point for name, point in points.items() if "seed" in point.parameters}
+    return {name: point for name, point in points.items() if is_supported(point)}
 
 
 @lru_cache(maxsize=64)
 def chains(fit: Fit) -> Any:
-    """A small_settings steps of chains."""
-    make = fb.diagnostics.noise_chains
-    return make(fitted(fit), loader(8, fit.real), **small_settings(make))
+    """Returns short chains of the noise of a fit."""
+    function = fb.diagnostics.noise_chains
+    return function(cached_fit(fit), loader(8, fit.regression), **small_settings(function))
 
 
-def answers(entry_point: EntryPoint) -> bool:
-    """Whether it does: not of every posterior there is all to be known."""
+def is_supported(point: EntryPoint) -> bool:
+    """Returns whether a call succeeds. Not every posterior supports every call."""
     try:
-        answer(entry_point, 0, 2)
+        answer(point, 0, 2)
     except fb.FlowBNNError:
         return False
     return True
 
 
-def answer(entry_point: EntryPoint, seed: int, rows: int) -> dict[str, Tensor]:
-    """The named_tensors of one answer."""
-    arguments = entry_point.arguments() | small_settings(entry_point.function) | {"seed": seed}
-    if "inputs" in entry_point.parameters:
+def answer(point: EntryPoint, seed: int, rows: int) -> dict[str, Tensor]:
+    """Returns the numbers of the result of one call.
+
+    Args:
+        point: Entry point to call.
+        seed: Seed of the call.
+        rows: Number of rows of the inputs.
+    """
+    arguments = point.arguments() | small_settings(point.function) | {"seed": seed}
+    if "inputs" in point.parameters:
         arguments["inputs"] = vectors(16, 3)[:rows]
-    if "progress" in entry_point.parameters:
+    if "progress" in point.parameters:
         arguments["progress"] = False
-    return named_tensors(entry_point.call(arguments))
+    return named_tensors(point.call(arguments))
 
 
-def used(posterior: Any, inputs: Tensor, seed: int) -> Any:
-    """The posterior's own network, called and copied."""
-    own = posterior.model
-    with torch.no_grad(), noise_mode(own, "off") if noise_layers(own) else nullcontext():
-        outputs = own(inputs.to(next(own.parameters()).dtype))
-    return outputs, (deepcopy(own) if seed else own).state_dict()
+def use_network(posterior: Any, inputs: Tensor, seed: int) -> Any:
+    """Calls the network of a posterior and, for a seed above 0, copies it."""
+    model = posterior.model
+    with torch.no_grad(), noise_mode(model, "off") if noise_layers(model) else nullcontext():
+        outputs = model(inputs.to(next(model.parameters()).dtype))
+    return outputs, (deepcopy(model) if seed else model).state_dict()
 
 
-def stress(seed: int, budget: Budget, names: tuple[str, ...] = FITS, calls: int = CALLS) -> StressResult:
-    """Fits in turn, the first time as they are, then with settings at random: 48 calls of 8 threads each."""
-    result, dice = StressResult("threads", seed), random.Random(seed)
+def stress(seed: int, budget: Budget, names: tuple[str, ...] = FITS, calls: int = 48) -> StressResult:
+    """Runs each fit in turn, first with its defaults, then with random settings, and 48 calls in each of 8 threads."""
+    result, rng = StressResult("threads", seed), random.Random(seed)
     warnings.simplefilter("ignore")
     number = 0
     while budget.allows(result):
         name = names[number % len(names)]
-        fit = Fit(name) if number < len(names) else random_fit(name, dice)
+        fit = Fit(name) if number < len(names) else random_fit(name, rng)
         number += 1
         try:
-            known = seeded_calls(fit)
+            points = seeded_calls(fit)
         except Exception as error:
             result.add("failed", f"{fit}: {describe_error(error)}")
             continue
-        often = [OFTEN.get(name, 1) for name in known]
-        cases = [
-            (dice.choices([*known], often)[0], dice.randrange(5), dice.randint(1, 16)) for _ in range(calls)
+        weights = [WEIGHTS.get(name, 1) for name in points]
+        chosen = [
+            (rng.choices([*points], weights)[0], rng.randrange(5), rng.randint(1, 16)) for _ in range(calls)
         ]
-        right = {case: answer(known[case[0]], *case[1:]) for case in set(cases)}
-        asked = [case for case in cases for _ in range(THREADS)]
-        with ThreadPoolExecutor(THREADS) as pool:
-            given = [pool.submit(answer, known[case[0]], *case[1:]) for case in asked]
-        for case, future in zip(asked, given, strict=True):
-            broken = future.exception()
-            wrong = describe_error(broken) if broken else apart(future.result(), right[case])
-            result.add("failed" if wrong else "right", wrong and f"{fit} {case}: {wrong}")
+        expected = {call: answer(points[call[0]], *call[1:]) for call in set(chosen)}
+        repeated = [call for call in chosen for _ in range(NUM_THREADS)]
+        with ThreadPoolExecutor(NUM_THREADS) as pool:
+            futures = [pool.submit(answer, points[call[0]], *call[1:]) for call in repeated]
+        for call, future in zip(repeated, futures, strict=True):
+            exception = future.exception()
+            failure = describe_error(exception) if exception else difference(future.result(), expected[call])
+            result.add("failed" if failure else "right", failure and f"{fit} {call}: {failure}")
     return result
 
 
-def apart(one: dict[str, Tensor], other: dict[str, Tensor]) -> str:
-    """By how much two answers differ, if by more than rounding."""
-    if one.keys() != other.keys() or any(one[key].shape != other[key].shape for key in one):
+def difference(first: dict[str, Tensor], second: dict[str, Tensor]) -> str:
+    """Returns a description of the difference of two answers, empty if they differ only by rounding."""
+    if first.keys() != second.keys() or any(first[key].shape != second[key].shape for key in first):
         return "another kind of answer"
-    off = max(
+    largest = max(
         (
-            float((one[key].double() - other[key].double()).abs().nan_to_num().max())
-            for key in one
-            if one[key].numel()
+            float((first[key].double() - second[key].double()).abs().nan_to_num().max())
+            for key in first
+            if first[key].numel()
         ),
         default=0.0,
     )
-    return f"off by {off:.2g}" if off > 1e-5 else ""
+    return f"a difference of {largest:.2g}" if largest > 1e-5 else ""
