@@ -136,8 +136,8 @@ class Stepping:
             self.optimizer.step()
             return
         if self.once:
-            self.recorder.warm = 0  # never record: every step is launched kernel by kernel
-        self.recorder.take(self.batch, self.clock)
+            self.recorder.warmup_steps = 0  # never record: every step is launched kernel by kernel
+        self.recorder.step(self.batch, self.clock)
 
 
 def interleave(

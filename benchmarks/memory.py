@@ -30,11 +30,11 @@ def on_gpu(step: Stepping) -> int:
     recorder = step.recorder
     assert recorder is not None
     for _ in range(3):
-        recorder.warm = 0
+        recorder.warmup_steps = 0
         step()
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
-    recorder.warm = 0
+    recorder.warmup_steps = 0
     step()
     torch.cuda.synchronize()
     return torch.cuda.max_memory_allocated()

@@ -17,7 +17,7 @@ from common import MODELS, arguments, chosen, interleave, positive, report, shap
 import flowbnn as fb
 from flowbnn.likelihoods import Categorical
 from flowbnn.posterior.prediction import casting
-from flowbnn.training.device import MIXED
+from flowbnn.training.device import AUTOCAST_DTYPES
 
 METHODS = {
     "Bayes by Backprop": fb.BayesByBackprop(),
@@ -107,7 +107,7 @@ def predict(found: Any, methods: dict[str, Any], batch: Any) -> Any:
     images = torch.randn(found.images, *shape_of(found.model), device=device)
 
     def plainly() -> None:
-        with torch.inference_mode(), casting(torch.device(device), MIXED.get(precision)):
+        with torch.inference_mode(), casting(torch.device(device), AUTOCAST_DTYPES.get(precision)):
             for _ in range(found.samples):
                 plain(images)
 

@@ -79,7 +79,9 @@ def main() -> None:
     times: dict[int, list[float]] = {number: [] for number in dict.fromkeys([1, *numbers])}
     for _ in range(max(1, min(found.rounds, 5))):
         for number, seconds in times.items():
-            command = [sys.executable, "-W", "ignore", *sys.argv, "--worker", str(number)]
+            torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(number)]
+            launcher = [sys.executable, "-W", "ignore", *(torchrun if number > 1 else [])]
+            command = [*launcher, *sys.argv, "--worker", str(number)]
             seconds += json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
     images = found.batch * found.steps
     alone = statistics.median(times[1])

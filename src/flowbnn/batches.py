@@ -406,24 +406,40 @@ def first_nonfinite_tensor(named: Iterable[tuple[str, Tensor]]) -> str | None:
 
 
 def check_finite_batch(batch: Any, epoch: int | None, index: int) -> None:
-    """Refuse a batch that holds NaN or infinite numbers, or no rows; ``epoch``, where there are any, and ``index`` count from 0.
+    """Raises an error if a nested batch has NaN or infinite values, or a tensor without rows.
+
+    Args:
+        batch: Tensor, or nested tuples, lists and mappings of tensors.
+        epoch: Index of the epoch for the message, or None if there are no epochs.
+        index: Index of the batch for the message.
 
     >>> check_finite_batch((torch.tensor([[1.0], [float("nan")]]), torch.tensor([0, 1])), epoch=2, index=5)
     Traceback (most recent call last):
     ...
-    flowbnn.errors.FlowBNNError: epoch 3, batch 6: 1 of 2 rows of tensor '0' hold NaN or infinite values; ...
+    flowbnn.errors.FlowBNNError: epoch 3, batch 6: 1 of 2 rows of tensor '0' have NaN or infinite values; ...
     """
-    for name, tensor in named_tensors(batch):
+    check_finite_tensors(named_tensors(batch), epoch, index)
+
+
+def check_finite_tensors(tensors: Sequence[tuple[str, Tensor]], epoch: int | None, index: int) -> None:
+    """Raises an error if a named tensor has NaN or infinite values or no rows, as :func:`check_finite_batch`."""
+    for name, tensor in tensors:
         empty = tensor.dim() > 0 and tensor.shape[0] == 0
-        if not empty and is_finite(tensor):
-            continue
-        trouble = f"tensor {name!r} has no rows; leave empty batches out of the loader"
+        if not empty:
+            # a finite sum proves that all values are finite, in one pass
+            if not (tensor.is_floating_point() or tensor.is_complex()):
+                continue
+            if tensor.is_floating_point() and math.isfinite(tensor.detach().sum().item()):
+                continue
+            if is_finite(tensor):
+                continue
+        problem = f"tensor {name!r} has no rows; leave empty batches out of the loader"
         if not empty:
             bad = ~torch.isfinite(tensor)
-            rows = int(bad.flatten(1).any(1).sum()) if tensor.dim() > 1 else int(bad.sum())
-            trouble = (
-                f"{rows} of {tensor.shape[0] if tensor.dim() else 1} rows of tensor {name!r} hold NaN or infinite values; "
-                "clean the data or leave these rows out"
+            count = int(bad.flatten(1).any(1).sum()) if tensor.dim() > 1 else int(bad.sum())
+            rows = tensor.shape[0] if tensor.dim() else 1
+            problem = (
+                f"{count} of {rows} rows of tensor {name!r} have NaN or infinite values; clean or remove them"
             )
-        where = "" if epoch is None else f"epoch {epoch + 1}, "
-        raise FlowBNNError(f"{where}batch {index + 1}: {trouble}", kind="batch")
+        place = "" if epoch is None else f"epoch {epoch + 1}, "
+        raise FlowBNNError(f"{place}batch {index + 1}: {problem}", kind="batch", tensor=name)

@@ -163,6 +163,7 @@ def run(
     with _one_line_errors(_command(context)):
         from flowbnn.training import is_main_process, is_torchrun_worker
         from flowbnn_studies import get_study
+        from flowbnn_studies.runner.launch import launch
         from flowbnn_studies.runner.run import resolve_device
 
         selected = get_study(study)
@@ -170,10 +171,11 @@ def run(
         if epochs is not None:
             changes["epochs" if hasattr(selected.make_settings(), "epochs") else "*.epochs"] = epochs
         settings = selected.make_settings(quick=quick, **changes)
-        single_device = devices * nodes == 1 and not is_torchrun_worker()
-        with _study_runner(
-            context, _jobs(jobs, resolve_device(selected, accelerator)[0] if single_device else "several")
-        ) as run_one:
+        device, _ = resolve_device(selected, accelerator)
+        together = devices * nodes > 1 or is_torchrun_worker()
+        if together and not is_torchrun_worker() and (jobs or 1) == 1:
+            raise typer.Exit(launch(device, devices, nodes, sys.argv[1:]))
+        with _study_runner(context, _jobs(jobs, "several" if together else device)) as run_one:
             results = run_one(
                 selected,
                 settings=settings,

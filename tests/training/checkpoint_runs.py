@@ -1,4 +1,4 @@
-"""Small runs with checkpoints, for the tests that stop, damage and resume them."""
+"""Small runs with checkpoints, for the tests that interrupt, damage and resume them."""
 
 import pytest
 import torch
@@ -32,16 +32,18 @@ def halving(optimizer):
     return torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
 
 
-def run(made, folder, loader=None, validate=None, step=step, **options):
-    network, optimizer, schedule = made
-    asked = {"epochs": 2, "checkpoint": folder, "accelerator": "cpu", "seed": 4} | options
+def run(parts, folder, loader=None, validate=None, step=step, **options):
+    """Trains the network, optimizer and schedule that :func:`make` returned."""
+    network, optimizer, schedule = parts
+    defaults = {"epochs": 2, "checkpoint": folder, "accelerator": "cpu", "seed": 4}
     data = batches() if loader is None else loader
-    settings = TrainingOptions(**asked)
+    settings = TrainingOptions(**(defaults | options))
     return train(network, step, optimizer, data, settings, schedule=schedule, validate=validate)
 
 
-def snapshot(made):
-    network, optimizer, schedule = made
+def snapshot(parts):
+    """Returns all tensors and settings of a network, its optimizer and its schedule."""
+    network, optimizer, schedule = parts
     tensors = [
         parameter.detach().clone() for group in optimizer.param_groups for parameter in group["params"]
     ]
@@ -52,24 +54,32 @@ def snapshot(made):
     )
 
 
-def refused(folder, made, *words, **options):
-    """The one line that a resumed run gives; the model, the optimizer and the schedule stay as they are."""
-    before = snapshot(made)
+def refusal(folder, parts, **options):
+    """Returns the error of a run that cannot be resumed, and checks that it has one line and changed nothing."""
+    before = snapshot(parts)
     random = torch.get_rng_state()
     with pytest.raises(FlowBNNError) as caught:
-        run(made, folder, **({"resume": True, "epochs": 3} | options))
-    text, after = str(caught.value), snapshot(made)
-    assert "\n" not in text
-    assert len(text) < 500
-    for word in (*words, "last.safetensors"):
-        assert word in text, text
+        run(parts, folder, **({"resume": True, "epochs": 3} | options))
+    message, after = str(caught.value), snapshot(parts)
+    assert "\n" not in message
+    assert len(message) < 500
+    assert "last.safetensors" in message
     assert all(torch.equal(a, b) for a, b in zip(before[0], after[0], strict=True))
     assert before[1] == after[1]
     assert torch.equal(random, torch.get_rng_state())
-    return text
+    return caught.value
+
+
+def equal_snapshots(left, right):
+    """Returns True if two networks with their optimizers are bitwise equal."""
+    (left_tensors, left_settings), (right_tensors, right_settings) = snapshot(left), snapshot(right)
+    tensors_equal = all(torch.equal(a, b) for a, b in zip(left_tensors, right_tensors, strict=True))
+    return tensors_equal and left_settings == right_settings
 
 
 def stop_at(number):
+    """Returns a loss function that raises KeyboardInterrupt at a step."""
+
     def stopping(model, batch, clock):
         if clock.step == number:
             raise KeyboardInterrupt

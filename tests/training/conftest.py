@@ -1,4 +1,4 @@
-"""Lets the test modules of this folder import its small runs, which pytest's importlib mode does not; and a run that was stopped."""
+"""Makes the helper modules of this folder importable, and provides an interrupted run."""
 
 import sys
 from pathlib import Path
@@ -11,8 +11,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 
 @pytest.fixture
-def stopped(tmp_path):
-    """The checkpoint of a run that was interrupted in its second epoch."""
+def interrupted(tmp_path):
+    """Folder with the checkpoint of a run that was interrupted in its second epoch."""
     from checkpoint_runs import halving, make, run, stop_at
 
     with pytest.raises(KeyboardInterrupt):

@@ -1,4 +1,4 @@
-"""A network and a function ``loss(network, batch, clock)`` as the objective that :func:`flowbnn.training.train` takes."""
+"""Adapter from a function ``loss(network, batch, clock)`` to the objective of :func:`flowbnn.training.train`."""
 
 from torch import nn
 
@@ -14,7 +14,8 @@ class Objective(nn.Module):
         return self.loss(self.network, batch, clock)
 
 
-def train(network, loss, optimizer, *args, validate=None, **more):
-    check = None if validate is None else lambda: validate(network)
-    more = {"name_prefix": "network", "validate": check, **more}
-    return train_objective(Objective(network, loss), optimizer, *args, **more)
+def train(network, loss, optimizer, *args, validate=None, **options):
+    """Trains a network by a loss function, and calls ``validate`` with the network."""
+    validation = None if validate is None else lambda: validate(network)
+    options = {"name_prefix": "network", "validate": validation, **options}
+    return train_objective(Objective(network, loss), optimizer, *args, **options)

@@ -1,10 +1,10 @@
-"""Checkpoints of another run, another optimizer, other options: resumed to the bit, or one line and nothing changed."""
+"""Tests of checkpoints that are resumed with other optimizers, options or data: bitwise equal, or refused without any change."""
 
 import json
 
 import pytest
 import torch
-from checkpoint_runs import batches, halving, make, refused, run, snapshot
+from checkpoint_runs import batches, equal_snapshots, halving, make, refusal, run
 
 from flowbnn.errors import FlowBNNError
 from flowbnn.training import EarlyStop, load_tensors
@@ -28,17 +28,16 @@ from flowbnn.training import EarlyStop, load_tensors
         (torch.optim.Adafactor, {}),
     ],
 )
-def test_every_optimizer_of_torch_resumes_to_the_bit(tmp_path, kind, settings):
+def test_torch_optimizers_resume_bitwise_equal(tmp_path, kind, settings):
     run(make(kind, **settings), tmp_path)
-    resumed, straight = make(kind, **settings), make(kind, **settings)
+    resumed, expected = make(kind, **settings), make(kind, **settings)
     run(resumed, tmp_path, resume=True, epochs=4)
-    run(straight, None, epochs=4)
-    assert snapshot(resumed)[1] == snapshot(straight)[1]
-    assert all(torch.equal(a, b) for a, b in zip(snapshot(resumed)[0], snapshot(straight)[0], strict=True))
+    run(expected, None, epochs=4)
+    assert equal_snapshots(resumed, expected)
 
 
-class Factored(torch.optim.Optimizer):
-    """An optimizer from elsewhere: its state has shapes of its own, and it counts in the group."""
+class FactoredOptimizer(torch.optim.Optimizer):
+    """Third-party optimizer with state of other shapes and a counter in the parameter group."""
 
     def __init__(self, params, lr):
         super().__init__(params, {"lr": lr})
@@ -55,110 +54,119 @@ class Factored(torch.optim.Optimizer):
                     p -= group["lr"] * p.grad / (1 + state["rows"].mean() / group["count"])
 
 
-def test_an_optimizer_from_elsewhere_resumes_to_the_bit(tmp_path):
-    run(make(Factored), tmp_path)
-    resumed, straight = make(Factored), make(Factored)
+def test_third_party_optimizers_resume_bitwise_equal(tmp_path):
+    run(make(FactoredOptimizer), tmp_path)
+    resumed, expected = make(FactoredOptimizer), make(FactoredOptimizer)
     run(resumed, tmp_path, resume=True, epochs=4)
-    run(straight, None, epochs=4)
-    assert snapshot(resumed)[1] == snapshot(straight)[1]
+    run(expected, None, epochs=4)
+    assert equal_snapshots(resumed, expected)
 
 
-def test_a_run_resumes_on_another_kind_of_kernel(tmp_path):
+def test_resumed_run_keeps_its_optimizer_implementation(tmp_path):
     run(make(fused=True), tmp_path)
-    made = make(foreach=True)
-    run(made, tmp_path, resume=True, epochs=3)
-    assert made[1].param_groups[0]["fused"] is None
-    assert made[1].param_groups[0]["foreach"] is True
+    parts = make(foreach=True)
+    run(parts, tmp_path, resume=True, epochs=3)
+    assert parts[1].param_groups[0]["fused"] is None
+    assert parts[1].param_groups[0]["foreach"] is True
 
 
-def test_another_optimizer_or_schedule_is_named(tmp_path):
+def test_changed_optimizers_and_schedules_are_refused(tmp_path):
     run(make(schedule=halving), tmp_path)
-    refused(tmp_path, make(torch.optim.SGD, schedule=halving), "optimizer Adam", "has SGD")
-    refused(tmp_path, make(torch.optim.AdamW, schedule=halving), "optimizer Adam", "has AdamW")
-    refused(tmp_path, make(), "schedule StepLR", "has none")
-    falling = make(schedule=lambda o: torch.optim.lr_scheduler.ExponentialLR(o, 0.9))
-    refused(tmp_path, falling, "schedule StepLR", "has ExponentialLR")
+    exponential = make(schedule=lambda optimizer: torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9))
+    cases = [
+        (make(torch.optim.SGD, schedule=halving), "optimizer", ("Adam", "SGD")),
+        (make(torch.optim.AdamW, schedule=halving), "optimizer", ("Adam", "AdamW")),
+        (make(), "learning-rate schedule", ("StepLR", "none")),
+        (exponential, "learning-rate schedule", ("StepLR", "ExponentialLR")),
+    ]
+    for parts, name, change in cases:
+        error = refusal(tmp_path, parts)
+        assert error.kind == "checkpoint"
+        assert error.fields["changed"] == {name: change}
     network, _, _ = make()
     single = torch.optim.Adam(network.parameters())
-    refused(tmp_path, (network, single, halving(single)), "with parameter groups")
+    assert "parameter groups" in refusal(tmp_path, (network, single, halving(single))).fields["changed"]
 
 
-def test_fewer_epochs_than_are_done(tmp_path):
+def test_fewer_epochs_than_finished_are_refused(tmp_path):
     run(make(), tmp_path, epochs=3)
-    refused(tmp_path, make(), "epoch 3 already and only 2 are asked for", epochs=2)
+    assert refusal(tmp_path, make(), epochs=2).fields["changed"] == {"epochs": (3, 2)}
     assert run(make(), tmp_path, epochs=3, resume=True).epochs == 3
 
 
-def test_fewer_epochs_than_are_begun(stopped):
-    made = make(schedule=halving)
-    refused(stopped, made, "epoch 2 already", epochs=1, early_stop=EarlyStop("loss"))
+def test_fewer_epochs_than_started_are_refused(interrupted):
+    error = refusal(interrupted, make(schedule=halving), epochs=1, early_stop=EarlyStop("loss"))
+    assert error.fields["changed"] == {"epochs": (2, 1)}
 
 
 @pytest.mark.parametrize("count", [3, 5])
-def test_another_number_of_batches(tmp_path, count):
+def test_changed_numbers_of_batches_are_refused(tmp_path, count):
     run(make(), tmp_path)
-    words = f"written with batches per epoch 4 and this run has {count}"
-    refused(tmp_path, make(), words, loader=batches(count))
+    error = refusal(tmp_path, make(), loader=batches(count))
+    assert error.fields["changed"] == {"batches per epoch": (4, count)}
 
 
-def test_another_seed_changes_nothing(tmp_path):
+def test_changed_seeds_have_no_effect(tmp_path):
     run(make(), tmp_path)
-    kept = (tmp_path / "last.safetensors").read_bytes()
+    content = (tmp_path / "last.safetensors").read_bytes()
     records = []
     for seed in (4, 5):
-        (tmp_path / "last.safetensors").write_bytes(kept)
+        (tmp_path / "last.safetensors").write_bytes(content)
         records.append(run(make(), tmp_path, resume=True, epochs=4, seed=seed).records)
     assert records[0] == records[1]
 
 
-def test_another_rule_for_stopping_early(stopped):
-    made = make(schedule=halving)
-    words = ("early stopping by loss (min)", "log_likelihood (max)")
-    refused(stopped, made, *words, early_stop=EarlyStop("log_likelihood", mode="max"))
-    # without a rule the run goes on, and ends with its last weights, not with the best of the first epoch
-    history = run(made, stopped, resume=True, epochs=3)
-    straight = make(schedule=halving)
-    run(straight, None, epochs=3)
+def test_changed_rules_for_early_stopping_are_refused(interrupted):
+    parts = make(schedule=halving)
+    error = refusal(interrupted, parts, early_stop=EarlyStop("log_likelihood", mode="max"))
+    assert error.fields["changed"] == {"early stopping by": ("loss (min)", "log_likelihood (max)")}
+    # without a rule the run continues, and ends with its last weights instead of the best of the first epoch
+    history = run(parts, interrupted, resume=True, epochs=3)
+    expected = make(schedule=halving)
+    run(expected, None, epochs=3)
     assert history.best_epoch is None
-    assert all(torch.equal(a, b) for a, b in zip(snapshot(made)[0], snapshot(straight)[0], strict=True))
+    assert equal_snapshots(parts, expected)
 
 
-def test_more_patience_lets_a_stopped_run_go_on(tmp_path):
+def test_more_patience_continues_a_stopped_run(tmp_path):
     def validate(model):
         return {"nll": 1.0}
 
     stopped = run(make(), tmp_path, epochs=9, early_stop=EarlyStop(patience=2), validate=validate)
     assert (stopped.epochs, stopped.stopped_early) == (3, True)
-    again = run(make(), tmp_path, epochs=9, resume=True, early_stop=EarlyStop(patience=4), validate=validate)
-    assert (again.epochs, again.stopped_early, again.best_epoch) == (5, True, 0)
+    resumed = run(
+        make(), tmp_path, epochs=9, resume=True, early_stop=EarlyStop(patience=4), validate=validate
+    )
+    assert (resumed.epochs, resumed.stopped_early, resumed.best_epoch) == (5, True, 0)
 
 
-def test_a_rule_that_watches_validation_needs_one():
+def test_monitoring_validation_without_validation_data_is_refused():
     def never(model, batch, clock):
         raise AssertionError("training began")
 
-    with pytest.raises(FlowBNNError, match="'validation_nll', but this run has no validation"):
+    with pytest.raises(FlowBNNError) as caught:
         run(make(), None, step=never, early_stop=EarlyStop())
+    assert (caught.value.kind, caught.value.argument) == ("monitor", "early_stop")
 
 
 @pytest.mark.parametrize("every", [None, 3])
 @pytest.mark.parametrize("fault", ["raises", "monitor"])
-def test_an_epoch_whose_validation_fails_is_not_lost(tmp_path, every, fault):
-    failing = {"left": 1}
+def test_epoch_is_saved_before_a_failing_validation(tmp_path, every, fault):
+    failures = {"remaining": 1}
 
     def validate(model):
         value = torch.rand(()).item()
         if model.training or torch.is_grad_enabled():
             raise AssertionError("validation runs in evaluation mode")
-        if len(seen) == 1 and failing["left"]:
-            failing["left"] = 0
+        if len(values) == 1 and failures["remaining"]:
+            failures["remaining"] = 0
             if fault == "raises":
-                raise FlowBNNError("the validation data hold NaN")
+                raise FlowBNNError("the validation data have NaN")
             return {"accuracy": 1.0}
-        seen.append(value)
+        values.append(value)
         return {"nll": value}
 
-    seen = []
+    values = []
     options = {"early_stop": EarlyStop(), "epochs": 4, "checkpoint_every": every}
     with pytest.raises(FlowBNNError) as caught:
         run(make(schedule=halving), tmp_path, validate=validate, **options)
@@ -169,15 +177,15 @@ def test_an_epoch_whose_validation_fails_is_not_lost(tmp_path, every, fault):
 
     resumed = make(schedule=halving)
     history = run(resumed, tmp_path, validate=validate, resume=True, **options)
-    straight, seen = make(schedule=halving), []
-    expected = run(straight, None, validate=validate, **(options | {"checkpoint_every": None}))
-    assert history.records == expected.records
-    assert history.best_epoch == expected.best_epoch
-    assert all(torch.equal(a, b) for a, b in zip(snapshot(resumed)[0], snapshot(straight)[0], strict=True))
+    expected, values = make(schedule=halving), []
+    expected_history = run(expected, None, validate=validate, **(options | {"checkpoint_every": None}))
+    assert history.records == expected_history.records
+    assert history.best_epoch == expected_history.best_epoch
+    assert equal_snapshots(resumed, expected)
 
 
-def test_the_document_of_a_run_is_plain_json(stopped):
-    document = load_tensors(stopped / "last.safetensors")[1]
+def test_document_of_a_checkpoint_is_plain_json(interrupted):
+    document = load_tensors(interrupted / "last.safetensors")[1]
     assert json.loads(json.dumps(document)) == document
-    facts = {"optimizer": "Adam", "learning-rate schedule": "StepLR", "batches per epoch": 4}
-    assert facts.items() <= document["facts"].items()
+    invariants = {"optimizer": "Adam", "learning-rate schedule": "StepLR", "batches per epoch": 4}
+    assert invariants.items() <= document["invariants"].items()

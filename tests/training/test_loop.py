@@ -1,4 +1,4 @@
-"""What the loop does with a step function, and what it refuses."""
+"""Tests of the training loop: steps, records, schedules, early stopping, display, and refused arguments."""
 
 import io
 import warnings
@@ -23,8 +23,8 @@ def squared(model, batch, clock):
 
 def batches(sizes=(4, 4, 2)):
     source = torch.Generator().manual_seed(0)
-    parts = [torch.randn(size, 2, generator=source, dtype=torch.float64) for size in sizes]
-    return [(part, part.sum(1, keepdim=True)) for part in parts]
+    inputs = [torch.randn(size, 2, generator=source, dtype=torch.float64) for size in sizes]
+    return [(rows, rows.sum(1, keepdim=True)) for rows in inputs]
 
 
 def linear():
@@ -32,14 +32,16 @@ def linear():
     return nn.Linear(2, 1, dtype=torch.float64)
 
 
-def run(model=None, step=squared, loader=None, lr=0.1, more=None, **options):
+def run(model=None, step=squared, loader=None, lr=0.1, arguments=None, **options):
     model = linear() if model is None else model
     optimizer = torch.optim.SGD(model.parameters(), lr=lr)
     settings = TrainingOptions(**({"epochs": 2, "accelerator": "cpu"} | options))
-    return train(model, step, optimizer, batches() if loader is None else loader, settings, **(more or {}))
+    return train(
+        model, step, optimizer, batches() if loader is None else loader, settings, **(arguments or {})
+    )
 
 
-def test_the_steps_are_those_of_plain_torch():
+def test_steps_equal_those_of_plain_torch():
     expected, data = linear(), batches()
     optimizer = torch.optim.SGD(expected.parameters(), lr=0.1)
     for _ in range(3):
@@ -55,7 +57,7 @@ def test_the_steps_are_those_of_plain_torch():
     assert history.epochs == len(history) == 3
 
 
-def test_it_learns():
+def test_training_converges():
     model = linear()
     history = run(model, epochs=100)
     assert torch.allclose(model.weight, torch.ones(1, 2, dtype=torch.float64), atol=1e-6)
@@ -73,8 +75,10 @@ def test_records_are_means_over_examples():
     assert history.records == [{"loss": 3.6, "size": 3.6, "once": 7.0, "learning_rate": 0.1}]
     assert "size" in history
     assert history.names == ["loss", "size", "once", "learning_rate"]
-    with pytest.raises(FlowBNNError, match="did you mean 'size'"):
+    with pytest.raises(FlowBNNError) as caught:
         history["sise"]
+    assert (caught.value.kind, caught.value.argument) == ("name", "sise")
+    assert "'size'" in str(caught.value)
     assert History.from_dict(history.to_dict()) == history
 
 
@@ -83,7 +87,7 @@ class Stream(IterableDataset):
         return iter([(torch.ones(2), torch.ones(1))] * 5)
 
 
-def test_the_clock():
+def test_clock_counts_epochs_steps_and_progress():
     ticks = []
 
     def step(model, batch, clock):
@@ -98,19 +102,19 @@ def test_the_clock():
     assert [tick.progress for tick in ticks] == [0, 0, 0, 0.5, 0.5, 0.5]
 
 
-def test_schedules_go_by_step_or_by_epoch():
+def test_schedules_step_per_step_or_per_epoch():
     def rates(every, make):
-        seen = []
+        observed = []
 
         def step(model, batch, clock):
-            seen.append(optimizer.param_groups[0]["lr"])
+            observed.append(optimizer.param_groups[0]["lr"])
             return squared(model, batch, clock)
 
         model = linear()
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
         options = TrainingOptions(epochs=2, schedule_every=every, accelerator="cpu")
         train(model, step, optimizer, batches(), options, schedule=make(optimizer))
-        return [rate / 1e-3 for rate in seen]
+        return [rate / 1e-3 for rate in observed]
 
     def halving(optimizer):
         return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
@@ -119,15 +123,16 @@ def test_schedules_go_by_step_or_by_epoch():
     assert rates("epoch", halving) == [1, 1, 1, 0.5, 0.5, 0.5]
 
     def plateau(optimizer):
-        # no loss falls below minus 1e9 times the first: every later epoch is a plateau
+        # no loss improves by a factor of 1e9, so every later epoch is a plateau
         return torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=1e9)
 
     assert rates("epoch", plateau) == [1, 1, 1, 0.5, 0.5, 0.5]
-    with pytest.raises(FlowBNNError, match="schedule_every='epoch'"):
+    with pytest.raises(FlowBNNError) as caught:
         rates("step", plateau)
+    assert caught.value.argument == "schedule_every"
 
 
-def test_validation_sees_an_evaluating_model_and_modes_come_back():
+def test_validation_runs_in_evaluation_mode_and_modes_are_restored():
     model = nn.Sequential(linear(), nn.Dropout(0.5), nn.BatchNorm1d(1, dtype=torch.float64))
     model.eval()
     model[1].train()
@@ -141,7 +146,7 @@ def test_validation_sees_an_evaluating_model_and_modes_come_back():
         modes.append(("validate", model.training, model[1].training, torch.is_grad_enabled()))
         return {"nll": 1.5, "validation_accuracy": torch.tensor(0.5)}
 
-    history = run(model, step, epochs=1, more={"validate": validate})
+    history = run(model, step, epochs=1, arguments={"validate": validate})
     assert modes == [("train", True, True)] * 3 + [("validate", False, False, False)]
     assert [module.training for module in model.modules()] == [False, False, True, False]
     assert history.last["validation_nll"] == 1.5
@@ -149,25 +154,27 @@ def test_validation_sees_an_evaluating_model_and_modes_come_back():
 
 
 @pytest.mark.parametrize("mode", ["min", "max"])
-def test_early_stopping(mode):
+def test_early_stopping_by_patience(mode):
     sign = 1 if mode == "min" else -1
     scores = iter([sign * s for s in (5.0, 4.0, 3.95, float("nan"), 3.99, 0.0)])
     rule = EarlyStop("validation_score", patience=3, mode=mode, min_delta=0.1, restore_best=False)
     model = linear()
-    history = run(model, epochs=20, early_stop=rule, more={"validate": lambda model: {"score": next(scores)}})
+    history = run(
+        model, epochs=20, early_stop=rule, arguments={"validate": lambda model: {"score": next(scores)}}
+    )
     assert history.epochs == 5
     assert history.stopped_early
     assert history.best_epoch == 1
 
 
-def test_early_stopping_on_nothing():
-    with pytest.raises(
-        FlowBNNError, match="'log_likelyhood', which no epoch logs; did you mean 'log_likelihood'"
-    ):
+def test_early_stopping_on_an_unknown_value_is_refused():
+    with pytest.raises(FlowBNNError) as caught:
         run(early_stop=EarlyStop("log_likelyhood"))
+    assert (caught.value.kind, caught.value.argument) == ("monitor", "early_stop")
+    assert "'log_likelihood'" in str(caught.value)
 
 
-def test_a_seed_makes_runs_equal_and_is_not_needed():
+def test_equal_seeds_give_equal_runs():
     def noisy(model, batch, clock):
         inputs, targets = batch
         return squared(model, (inputs * torch.randn_like(inputs), targets), clock)
@@ -176,7 +183,7 @@ def test_a_seed_makes_runs_equal_and_is_not_needed():
     assert histories[0] == histories[1] != histories[2]
 
 
-def test_loaders_of_every_kind():
+def test_any_iterable_is_a_loader():
     model = nn.Linear(2, 1)
     assert run(model, loader=DataLoader(Stream(), batch_size=2)).steps == 6
 
@@ -186,81 +193,98 @@ def test_loaders_of_every_kind():
 
     assert run(loader=Custom()).steps == 6
 
-    class Drained:
+
+def test_empty_epochs_are_refused():
+    class OneEpoch:
         def __init__(self):
-            self.rest = batches()
+            self.remaining = batches()
 
         def __iter__(self):
-            while self.rest:
-                yield self.rest.pop()
+            while self.remaining:
+                yield self.remaining.pop()
 
-    with pytest.raises(FlowBNNError, match="no batch in epoch 2"):
-        run(loader=Drained())
-    for empty in ([], DataLoader([], batch_size=2), DataLoader(range(3), batch_size=4, drop_last=True)):
-        with pytest.raises(FlowBNNError, match="no batch in epoch 1: is it empty"):
-            run(loader=empty)
-    with pytest.raises(FlowBNNError, match="no batch in epoch 1"):
-        run(loader=iter([]), epochs=1)
-    with pytest.raises(FlowBNNError, match="iterator, which serves one epoch only"):
-        run(loader=iter(batches()))
+    empty = [], DataLoader([], batch_size=2), DataLoader(range(3), batch_size=4, drop_last=True), iter([])
+    for epoch, loaders in ((1, empty), (2, (OneEpoch(), iter(batches())))):
+        for loader in loaders:
+            with pytest.raises(FlowBNNError) as caught:
+                run(loader=loader)
+            assert (caught.value.kind, caught.value.argument) == ("loader", "loader")
+            assert f"epoch {epoch}" in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("argument", "options"),
     [
-        ({"epochs": 0}, "epochs=...\\) must be an integer of at least 1, got 0"),
-        ({"epochs": 2.5}, "epochs=...\\) must be an integer"),
-        ({"checkpoint_every": 0, "checkpoint": "x"}, "checkpoint_every=...\\) must be"),
-        ({"checkpoint_every": 5}, "checkpoint_every needs a file"),
-        ({"resume": True}, "resume needs a file"),
-        ({"clip_gradient": 0.0}, "clip_gradient=...\\) must be a number above 0"),
-        ({"clip_gradient": float("nan")}, "clip_gradient=...\\) must be a number above 0"),
-        ({"schedule_every": "day"}, "schedule_every=...\\) must be"),
-        ({"seed": -1}, "seed=...\\) must be"),
-        ({"precision": "12-mixed"}, "precision=.*'32-true'"),
-        ({"accelerator": "abacus"}, "accelerator=.*'cpu'"),
-        ({"devices": "many"}, "devices=.*integer"),
-        ({"early_stop": 3}, "early_stop=.*EarlyStop"),
-        ({"epoch": 3}, "no setting 'epoch'; did you mean 'epochs'"),
+        ("epochs", {"epochs": 0}),
+        ("epochs", {"epochs": 2.5}),
+        ("checkpoint_every", {"checkpoint_every": 0, "checkpoint": "x"}),
+        ("checkpoint_every", {"checkpoint_every": 5}),
+        ("resume", {"resume": True}),
+        ("clip_gradient", {"clip_gradient": 0.0}),
+        ("clip_gradient", {"clip_gradient": float("nan")}),
+        ("schedule_every", {"schedule_every": "day"}),
+        ("seed", {"seed": -1}),
+        ("precision", {"precision": "12-mixed"}),
+        ("accelerator", {"accelerator": "abacus"}),
+        ("devices", {"devices": "many"}),
+        ("early_stop", {"early_stop": 3}),
+        ("acceleration", {"acceleration": "graf"}),
     ],
 )
-def test_options_that_make_no_sense(options, words):
-    with pytest.raises(FlowBNNError, match=words) as caught:
+def test_invalid_options_are_refused(argument, options):
+    with pytest.raises(FlowBNNError) as caught:
         TrainingOptions(**options)
-    assert caught.value.argument in options
+    assert (caught.value.kind, caught.value.argument) == ("value", argument)
+
+
+def test_unknown_options_are_refused_with_a_suggestion():
+    with pytest.raises(FlowBNNError) as caught:
+        TrainingOptions(epoch=3)
+    assert (caught.value.kind, caught.value.argument) == ("unknown setting", "epoch")
+    assert "'epochs'" in str(caught.value)
 
 
 @pytest.mark.parametrize("arguments", [{"patience": 0}, {"mode": "up"}, {"min_delta": -1.0}])
-def test_rules_that_make_no_sense(arguments):
-    with pytest.raises(FlowBNNError, match=next(iter(arguments))):
+def test_invalid_rules_for_early_stopping_are_refused(arguments):
+    with pytest.raises(FlowBNNError) as caught:
         EarlyStop(**arguments)
+    assert caught.value.argument in arguments
 
 
-def test_steps_that_make_no_sense():
-    def check(step, words):
-        with pytest.raises(FlowBNNError, match=words):
-            run(step=step)
+@pytest.mark.parametrize(
+    "result",
+    [
+        lambda model: model.weight.sum(),
+        lambda model: None,
+        lambda model: (model.weight, {}),
+        lambda model: (torch.ones(()), {}),
+        lambda model: (model.weight.sum(), {"kl": torch.ones(2)}),
+        lambda model: (model.weight.sum(), 3),
+    ],
+)
+def test_invalid_results_of_an_objective_are_refused(result):
+    with pytest.raises(FlowBNNError) as caught:
+        run(step=lambda model, batch, clock: result(model))
+    assert (caught.value.kind, caught.value.argument) == ("objective", "objective")
 
-    check(lambda model, batch, clock: model.weight.sum(), "two things")
-    check(lambda model, batch, clock: None, "two things")
-    check(lambda model, batch, clock: (model.weight, {}), "tensor of one number")
-    check(lambda model, batch, clock: (torch.ones(()), {}), "no trainable parameter")
-    check(lambda model, batch, clock: (model.weight.sum(), {"kl": torch.ones(2)}), "'kl' with 2 values")
-    check(lambda model, batch, clock: (model.weight.sum(), 3), "dictionary")
+
+def test_optimizers_that_need_a_closure_are_refused():
     model = linear()
-    with pytest.raises(FlowBNNError, match="LBFGS"):
+    with pytest.raises(FlowBNNError) as caught:
         train(model, squared, torch.optim.LBFGS(model.parameters()), batches())
+    assert caught.value.argument == "optimizer"
 
 
-def test_an_unwritable_folder_is_found_before_the_first_step(tmp_path):
+def test_unwritable_folders_are_refused_before_the_first_step(tmp_path):
     (tmp_path / "file").write_text("")
 
     def never(model, batch, clock):
         raise AssertionError("training began")
 
-    for where in ("checkpoint", "tensorboard"):
-        with pytest.raises(FlowBNNError, match="cannot write in folder"):
-            run(step=never, **{where: tmp_path / "file" / "run"})
+    for option in ("checkpoint", "tensorboard"):
+        with pytest.raises(FlowBNNError) as caught:
+            run(step=never, **{option: tmp_path / "file" / "run"})
+        assert caught.value.kind == "file"
 
 
 def test_tensorboard_logs(tmp_path):
@@ -273,15 +297,15 @@ def test_tensorboard_logs(tmp_path):
     assert points == [(1, pytest.approx(history["loss"][0])), (2, pytest.approx(history["loss"][1]))]
 
 
-def test_the_bar_shows_epoch_and_numbers():
+def test_progress_bar_shows_epoch_and_values():
     screen = io.StringIO()
     console = Console(file=screen, force_terminal=True, width=150)
     options = TrainingOptions(epochs=7, description="LeNet", early_stop=EarlyStop("validation_nll"))
     with Display(options, steps=10, console=console) as display:
-        assert display.due()
+        assert display.is_due()
         display.update(1, 10, {"elbo": -2.0, "validation_accuracy": 0.5, "validation_nll": 0.25}, 7)
         display.update(2, 25, {"loss": 9.0, "elbo": -1.5, "log_likelihood": -1.25, "kl": 12.5}, 5)
-        assert not display.due()
+        assert not display.is_due()
     text = screen.getvalue()
     for word in (
         "LeNet",
@@ -303,11 +327,14 @@ def test_nothing_is_printed_without_a_terminal(capfd):
     assert terminal() is None
 
 
-def test_a_run_is_shown_on_a_terminal_unless_it_is_asked_not_to(monkeypatch):
+def test_progress_bar_appears_on_terminals_unless_switched_off(monkeypatch):
     screen = io.StringIO()
-    for console, shown in ((Console(file=screen), False), (Console(file=screen, force_terminal=True), True)):
+    for console, visible in (
+        (Console(file=screen), False),
+        (Console(file=screen, force_terminal=True), True),
+    ):
         monkeypatch.setattr("rich.get_console", lambda console=console: console)
-        assert (terminal() is not None) == shown
+        assert (terminal() is not None) == visible
     run(epochs=1, progress=False)
     assert screen.getvalue() == ""
     run(epochs=1)

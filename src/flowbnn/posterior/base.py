@@ -64,7 +64,7 @@ from flowbnn.training import (
     track,
 )
 from flowbnn.training.checkpoint import layer_classes, warn_changed_layers
-from flowbnn.training.device import MIXED
+from flowbnn.training.device import AUTOCAST_DTYPES
 from flowbnn.training.storage import TensorFile
 
 PRECISIONS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)  # that a run may have
@@ -213,7 +213,11 @@ class Posterior:
         broken = first_nonfinite_tensor(self.model.named_parameters())
         if broken is not None:
             return f"parameter '{broken}' holds NaN or infinity: load or train the posterior again"
-        network, device, half = twin(self.model), device_of(self.model), MIXED.get(options.precision)
+        network, device, half = (
+            twin(self.model),
+            device_of(self.model),
+            AUTOCAST_DTYPES.get(options.precision),
+        )
         where = {}
         for precision in {None, half}:
             for batch in [inputs] if is_batch(inputs) else islice(inputs, 8):

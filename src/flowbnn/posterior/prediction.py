@@ -30,7 +30,7 @@ from flowbnn.options import Count, Positive, options
 from flowbnn.posterior.adaptive import Adaptive
 from flowbnn.posterior.recording import Recording, record
 from flowbnn.posterior.twin import twin
-from flowbnn.training.device import MIXED, raise_malloc_trim_threshold
+from flowbnn.training.device import AUTOCAST_DTYPES, raise_malloc_trim_threshold
 from flowbnn.training.options import MixedPrecision
 
 Result = TypeVar("Result")
@@ -138,7 +138,11 @@ class Prediction:
         self.own, self.options, self.cache = model, options, kept
         # what is compiled is compiled for these very modules
         self.model = model if options.compile is True else twin(model)
-        self.device, self.dtype, self.half = device_of(model), dtype_of(model), MIXED.get(options.precision)
+        self.device, self.dtype, self.half = (
+            device_of(model),
+            dtype_of(model),
+            AUTOCAST_DTYPES.get(options.precision),
+        )
         self.samples, self.shared = options.samples or samples, options.shared
         self.seed = new_seed() if options.seed is None else int(options.seed)
         self.total = self.batch = self.limit = self.fixed = 0

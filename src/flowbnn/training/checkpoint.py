@@ -1,4 +1,4 @@
-"""The checkpoint of a training run, everything needed to go on as if it had never stopped; whether a stored state fits a network."""
+"""The checkpoint of a training run, which holds everything needed to resume it, and checks that stored weights fit a network."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -17,66 +17,103 @@ from flowbnn.training.progress import History
 from flowbnn.training.randomness import RandomState
 from flowbnn.training.storage import TensorFile, copy_file, decode_state, save_state
 
-# of an optimizer: how it computes, which is no state
-HOW = ("foreach", "fused", "capturable", "differentiable")
+# options of an optimizer that choose its implementation and are no part of its state
+IMPLEMENTATION_OPTIONS = ("foreach", "fused", "capturable", "differentiable")
+# options of an optimizer that a resumed run compares with the stored ones
 HYPERPARAMETERS = ("lr", "momentum", "betas", "eps", "weight_decay", "nesterov", "alpha")
 
 
 @dataclass
 class Position:
-    """How far a run has come, and what it remembers on the way."""
+    """Position of a run: epoch, step, totals of the current epoch, and history.
+
+    Attributes:
+        epoch: Index of the current epoch.
+        batches: Number of batches of the current epoch that are done.
+        step: Number of optimizer steps that are done.
+        best: Best value that early stopping has seen.
+        epochs_since_best: Number of epochs since the best value.
+        totals: Sums of the logged values of the current epoch, weighted by examples.
+        weights: Numbers of examples in these sums.
+        history: Record of the finished epochs.
+    """
 
     epoch: int = 0
-    batches: int = 0  # of the present epoch that are done
+    batches: int = 0
     step: int = 0
-    best: float | None = None  # value of the monitored number
-    waited: int = 0  # epochs since then
-    totals: dict[str, Any] = field(default_factory=dict)  # of the logs of this epoch, weighted by examples
-    weights: dict[str, float] = field(default_factory=dict)  # how many examples those are
+    best: float | None = None
+    epochs_since_best: int = 0
+    totals: dict[str, Any] = field(default_factory=dict)
+    weights: dict[str, float] = field(default_factory=dict)
     history: History = field(default_factory=History)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, fit for JSON."""
+        """Returns plain values that JSON can store."""
         totals = {name: float(total) for name, total in self.totals.items()}
         return {**vars(self), "totals": totals, "history": self.history.to_dict()}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "Position":
-        """The inverse of :meth:`to_dict`."""
+        """Returns the position that :meth:`to_dict` stored."""
         return cls(**{**values, "history": History.from_dict(values["history"])})
 
     def __str__(self) -> str:
         return f"in epoch {self.epoch + 1}, step {self.step + 1}"
 
-    def follow(self, rule: EarlyStop | None) -> None:
-        """Take over a rule for early stopping that may have been dropped or been given more patience."""
+    def set_early_stop(self, rule: EarlyStop | None) -> None:
+        """Applies a rule for early stopping that may have been dropped or given more patience."""
         if rule is None:
-            self.best, self.waited, self.history.best_epoch = None, 0, None
-        self.history.stopped_early = rule is not None and self.waited >= rule.patience
+            self.best, self.epochs_since_best, self.history.best_epoch = None, 0, None
+        self.history.stopped_early = rule is not None and self.epochs_since_best >= rule.patience
 
-    def watch(self, rule: EarlyStop, record: Mapping[str, float]) -> bool:
-        """Apply the rule to the record of the epoch that ends here; whether its weights are to be kept as the best."""
+    def update_best(self, rule: EarlyStop, record: Mapping[str, float]) -> bool:
+        """Applies early stopping to the record of an epoch.
+
+        Args:
+            rule: Rule for early stopping.
+            record: Record of the epoch that ends here.
+
+        Returns:
+            True if the weights of this epoch are to be kept as the best.
+        """
         value = rule.read(record)
         if rule.improves(value, self.best):
-            self.best, self.waited, self.history.best_epoch = value, 0, self.epoch
+            self.best, self.epochs_since_best, self.history.best_epoch = value, 0, self.epoch
             return rule.restore_best
-        self.waited += 1
-        self.history.stopped_early = self.waited >= rule.patience
+        self.epochs_since_best += 1
+        self.history.stopped_early = self.epochs_since_best >= rule.patience
         return False
 
 
 @dataclass
-class State:
-    """All that a run changes and its checkpoint holds.
+class RunState:
+    """Everything that a run changes and its checkpoint stores.
 
-    The random state at the epoch's beginning is kept, because a loader can only be brought back to the middle of an
-    epoch by letting it begin again; ``random_now`` is the state at the last whole step, when that is not the present.
+    Attributes:
+        objective: Module that is trained.
+        optimizer: Optimizer of its parameters.
+        schedule: Learning-rate schedule, or None.
+        random: Random generators of the run.
+        scaler: Gradient scaler of float16 training, or None.
+        options: Options of the run.
+        steps_per_epoch: Number of batches per epoch, or None if unknown.
+        settings: Plain values that a resumed run compares.
+        structure: Plain values of each layer that must not change.
+        name_prefix: Name of a submodule that messages leave out.
+        position: Position of the run.
+        best_weights: Weights of the best epoch, or None.
+        epoch_start_rng: Random state at the beginning of the epoch. A loader can be brought to the middle of an epoch only by
+            starting it again.
+        last_step_rng: Random state after the last complete step, if it differs from the present one.
+        first_batch: Random state before the first batch of the run, and the fingerprint of that batch.
+        saved_step: Step of the checkpoint on the disk.
+        backup_path: File that will hold the checkpoint of an earlier, unfinished run.
     """
 
     objective: nn.Module
     optimizer: Optimizer
     schedule: LRScheduler | None
-    randomness: RandomState
+    random: RandomState
     scaler: torch.amp.GradScaler | None
     options: TrainingOptions
     steps_per_epoch: int | None
@@ -85,44 +122,46 @@ class State:
     name_prefix: str
     position: Position = field(default_factory=Position)
     best_weights: dict[str, Any] | None = None
-    random_start: dict[str, Any] | None = None
-    random_now: dict[str, Any] | None = None
-    # the random state before the run's first batch, and a fingerprint of that batch
-    data: dict[str, Any] | None = None
-    saved_step: int | None = None  # of the checkpoint that is there
-    kept_as: Path | None = None  # where an earlier run's checkpoint goes before the first of this one
+    epoch_start_rng: dict[str, Any] | None = None
+    last_step_rng: dict[str, Any] | None = None
+    first_batch: dict[str, Any] | None = None
+    saved_step: int | None = None
+    backup_path: Path | None = None
 
     def __post_init__(self) -> None:
         names = {id(p): name for name, p in self.objective.named_parameters(remove_duplicate=False)}
         groups = [group["params"] for group in self.optimizer.param_groups]
         self.parameters: list[nn.Parameter] = [parameter for group in groups for parameter in group]
         self.path = self.options.checkpoint_path
-        self.epochs = self.options.epochs  # of the run, as planned so far
-        self.hyperparameters: dict[str, Any] = {}  # those that the run began with
+        self.epochs = self.options.epochs  # may decrease when the length of the run depends on its record
+        self.hyperparameters: dict[str, Any] = {}  # at the beginning of the run
         for number, group in enumerate(self.optimizer.param_groups):
-            of = f" of {group.get('name') or f'group {number}'}" if len(groups) > 1 or "name" in group else ""
-            given = group | {"lr": group.get("initial_lr", group["lr"])}  # without what a schedule made of it
-            self.hyperparameters |= {f"{name}{of}": given[name] for name in HYPERPARAMETERS if name in given}
+            named = len(groups) > 1 or "name" in group
+            suffix = f" of {group.get('name') or f'group {number}'}" if named else ""
+            values = group | {"lr": group.get("initial_lr", group["lr"])}  # before any schedule
+            self.hyperparameters |= {
+                f"{name}{suffix}": values[name] for name in HYPERPARAMETERS if name in values
+            }
         groups = [[names[id(parameter)] for parameter in group] for group in groups]
         self.names = [name for group in groups for name in group]
         rule = self.options.early_stop
-        self.facts = {  # which must not change when a run is resumed; None is not known
+        self.invariants = {  # must be equal in a resumed run; None means unknown
             "optimizer": type(self.optimizer).__name__,
             "parameter groups": groups,
             "learning-rate schedule": "none" if self.schedule is None else type(self.schedule).__name__,
             "batches per epoch": self.steps_per_epoch,
             "early stopping by": rule and f"{rule.monitor} ({rule.mode})",
-            "random generators": len(self.randomness.generators),
+            "random generators": len(self.random.generators),
         }
         for layer, values in self.structure.items():
-            self.facts |= {f"{key} of layer '{layer}'": repr(value) for key, value in values.items()}
+            self.invariants |= {f"{key} of layer '{layer}'": repr(value) for key, value in values.items()}
 
     def save(self) -> None:
-        """Write the checkpoint."""
+        """Writes the checkpoint."""
         assert self.path is not None
-        if self.kept_as is not None:
-            copy_file(self.path, self.kept_as)
-            self.kept_as = None
+        if self.backup_path is not None:
+            copy_file(self.path, self.backup_path)
+            self.backup_path = None
         contents = {
             "kind": "training",
             "torch": torch.__version__,
@@ -134,66 +173,49 @@ class State:
             "schedule": None if self.schedule is None else self.schedule.state_dict(),
             "scaler": None if self.scaler is None else self.scaler.state_dict(),
             "random": {
-                "now": {**self.randomness.state(), **(self.random_now or {})},
-                "start": self.random_start,
+                "last_step": {**self.random.state(), **(self.last_step_rng or {})},
+                "epoch_start": self.epoch_start_rng,
             },
-            "data": self.data,
-            "facts": self.facts,
+            "first_batch": self.first_batch,
+            "invariants": self.invariants,
             "settings": self.settings,
             "hyperparameters": self.hyperparameters,
         }
         save_state(self.path, contents)
         self.saved_step = self.position.step
 
-    def keep_former(self) -> None:
-        """Warn where this run takes the place of an interrupted one, whose checkpoint is then kept under another name."""
+    def warn_unfinished(self) -> None:
+        """Warns if this run replaces the checkpoint of an unfinished run, which is kept under another name."""
         path = self.path
-        if path is None or (former := unfinished(path)) is None:
+        if path is None or (earlier := unfinished(path)) is None:
             return
-        other = path.with_name(f"{path.stem}-before{path.suffix}")
-        longer = unfinished(other)
-        if longer is None or longer.step <= former.step:
-            self.kept_as, kept = other, f"keeps it as '{other.name}'"
-        else:
-            kept = f"'{other.name}', which had come further, stays"
+        backup = path.with_name(f"{path.stem}-before{path.suffix}")
+        longer = unfinished(backup)
+        fate = f"discards it, because '{backup.name}' has more steps"
+        if longer is None or longer.step <= earlier.step:
+            self.backup_path, fate = backup, f"keeps a copy as '{backup.name}'"
         warn(
-            f"'{path}' is of a run that was interrupted in epoch {former.epoch + 1}, after {former.batches} of its batches; this run "
-            f"begins again, replaces it and {kept}: to continue it, stop here and give resume=True",
+            f"'{path}' belongs to a run that was interrupted in epoch {earlier.epoch + 1} after {earlier.batches} batches; this run "
+            f"replaces it and {fate}. To continue the interrupted run, use resume=True",
             kind="unfinished checkpoint",
             path=str(path),
-            step=former.step,
+            step=earlier.step,
         )
 
     def load(self, warn: bool) -> None:
-        """Take over a checkpoint that fits, or change nothing and say in one line why it does not."""
-        path, rule, epochs = self.path, self.options.early_stop, self.options.epochs
+        """Loads the checkpoint, or raises an error and changes nothing if it does not fit.
+
+        Args:
+            warn: If True, warn about settings that have changed.
+        """
+        path, rule = self.path, self.options.early_stop
         assert path is not None
-        file = TensorFile(path, sum(value.numel() for value in self.objective.state_dict().values()))
-        trouble, changed = "is no checkpoint of a training run: name another file", []
-        if file.document.get("kind") == "training":
-            # shapes before anything is read
-            for finite, tensors in (((), "views"), (self.names, "tensors")):
-                with file.reading():
-                    stored = decode_state(file.document, getattr(file, tensors))
-                    kept = stored["weights"], stored["best_weights"] or stored["weights"]
-                for weights in kept:
-                    check_weights(self.objective, weights, path, self.name_prefix, finite)
-            position = Position.from_dict(stored["position"])
-            begun = position.epoch + (position.batches > 0)
-            for what in stored["facts"] | self.facts:
-                before, now = (facts.get(what, "none") for facts in (stored["facts"], self.facts))
-                if before != now and before is not None and now is not None:
-                    changed.append(f"{what} {before!s:.80} and this run has {now!s:.80}")
-            trouble = f"was written with {', '.join(changed[:3])}: build it as before" if changed else ""
-            if begun > epochs:
-                trouble = (
-                    f"is in its epoch {begun} already and only {epochs} are asked for: ask for more epochs"
-                )
-        if trouble:
-            raise FlowBNNError(f"'{path}' {trouble}, or begin again with resume=False", kind="checkpoint")
+        stored = self._read(path)
+        position = Position.from_dict(stored["position"])
+        self._check_invariants(stored["invariants"], position)
         if warn:
-            self.warn_of_changes(stored, path)
-        position.follow(rule)
+            self.warn_changed_settings(stored)
+        position.set_early_stop(rule)
         vars(self.position).update(vars(position))
         self.best_weights = stored["best_weights"] if rule is not None and rule.restore_best else None
         self.objective.load_state_dict(stored["weights"])
@@ -203,42 +225,89 @@ class State:
         if self.scaler is not None and stored["scaler"]:
             self.scaler.load_state_dict(stored["scaler"])
         self.hyperparameters = stored["hyperparameters"]
-        self.random_now, self.random_start = stored["random"]["now"], stored["random"]["start"]
-        self.data = stored["data"]
+        self.last_step_rng, self.epoch_start_rng = (
+            stored["random"]["last_step"],
+            stored["random"]["epoch_start"],
+        )
+        self.first_batch = stored["first_batch"]
         self.saved_step = self.position.step
 
-    def compare_data(self, first_batch: Callable[[], Any]) -> None:
-        """Warn where the first batch, drawn again as it was then, is another one: the data are others, or in another order."""
-        if self.data is None:
+    def _read(self, path: Path) -> dict[str, Any]:
+        """Returns the contents of the checkpoint after checks of shapes, checksum and weights, in this order."""
+        file = TensorFile(path, sum(value.numel() for value in self.objective.state_dict().values()))
+        if file.document.get("kind") != "training":
+            raise FlowBNNError(
+                f"'{path}' is no checkpoint of a training run; name another file or use resume=False",
+                kind="checkpoint",
+                argument="checkpoint",
+            )
+        for finite, source in (((), "views"), (self.names, "tensors")):
+            with file.reading():
+                stored: dict[str, Any] = decode_state(file.document, getattr(file, source))
+                weights = stored["weights"], stored["best_weights"] or stored["weights"]
+            for state in weights:
+                check_weights(self.objective, state, path, self.name_prefix, finite)
+        return stored
+
+    def _check_invariants(self, stored: Mapping[str, Any], position: Position) -> None:
+        """Raises an error if the checkpoint was written by a run of another kind."""
+        changed = {}
+        for name in stored | self.invariants:
+            before, now = stored.get(name, "none"), self.invariants.get(name, "none")
+            if before != now and before is not None and now is not None:
+                changed[name] = (before, now)
+        words = [f"{name} {before!s:.80}, now {now!s:.80}" for name, (before, now) in changed.items()]
+        problem = f"was written with {'; '.join(words[:3])}; restore these settings" if words else ""
+        epoch = position.epoch + (position.batches > 0)
+        if epoch > self.options.epochs:
+            changed["epochs"] = (epoch, self.options.epochs)
+            problem = f"has reached epoch {epoch}, but epochs={self.options.epochs}; increase epochs"
+        if problem:
+            raise FlowBNNError(
+                f"'{self.path}' {problem} or use resume=False", kind="checkpoint", changed=changed
+            )
+
+    def warn_changed_data(self, first_batch: Callable[[], Any]) -> None:
+        """Warns if the first batch of the run is not the one it was.
+
+        Args:
+            first_batch: Function that returns the first batch of the loader.
+        """
+        if self.first_batch is None:
             return
         prints = []
-        for _ in range(2):  # a loader that never gives the same batch twice says nothing
-            self.randomness.restore(self.data["random"])
+        for _ in range(2):  # a loader whose batches differ at every pass proves nothing
+            self.random.restore(self.first_batch["random"])
             prints.append(fingerprint(first_batch()))
-            if prints[0] == self.data["first"]:
+            if prints[0] == self.first_batch["fingerprint"]:
                 return
         if prints[0] == prints[1]:
             warn(
-                f"'{self.path}' is resumed with other data: its first batch was another one; resume=False begins again",
+                f"'{self.path}' is resumed with other data: its first batch has changed; to start again, use resume=False",
                 kind="changed data",
                 path=str(self.path),
             )
 
-    def warn_of_changes(self, stored: Mapping[str, Any], path: Path) -> None:
-        """Warn of settings that are not those the run began with: the method's, which change, and the optimizer's, which do not."""
-        changed, kept = (
-            {
-                name: (before, own[name])
-                for name, before in stored[kind].items()
-                if own.get(name, before) != before
-            }
-            for kind, own in (("settings", self.settings), ("hyperparameters", self.hyperparameters))
-        )
-        words = [f"{name} was {before} and is now {after}" for name, (before, after) in changed.items()]
-        words += [f"{name} stays {before}, not {given}" for name, (before, given) in kept.items()]
+    def warn_changed_settings(self, stored: Mapping[str, Any]) -> None:
+        """Warns about settings that differ from the stored ones.
+
+        Settings of the method take their new values. Hyperparameters of the optimizer keep the stored ones.
+
+        Args:
+            stored: Contents of the checkpoint.
+        """
+
+        def differences(kind: str, values: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+            pairs = {name: (before, values.get(name, before)) for name, before in stored[kind].items()}
+            return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+
+        changed = differences("settings", self.settings)
+        kept = differences("hyperparameters", self.hyperparameters)
+        words = [f"{name} changes from {before} to {after}" for name, (before, after) in changed.items()]
+        words += [f"{name} stays {before}, not {after}" for name, (before, after) in kept.items()]
         if words:
             warn(
-                f"'{path}' is resumed with other settings: {'; '.join(words)}; resume=False begins again",
+                f"'{self.path}' is resumed with other settings: {'; '.join(words)}; to start again, use resume=False",
                 kind="changed settings",
                 changed=changed,
                 kept=kept,
@@ -246,7 +315,7 @@ class State:
 
 
 def unfinished(path: Path) -> Position | None:
-    """How far an interrupted run has come; None where there is no file, it is finished, or nothing of it can be used."""
+    """Returns the position of an unfinished run, or None if there is no usable checkpoint or the run is complete."""
     try:
         document = TensorFile(path).document
         position = Position.from_dict(document["position"])
@@ -257,15 +326,20 @@ def unfinished(path: Path) -> Position | None:
 
 
 def load_optimizer(optimizer: Optimizer, stored: dict[str, Any]) -> None:
-    """Load a stored state; how this run computes its steps (``fused``, ``foreach``) is no state and stays."""
+    """Loads the state of an optimizer, but keeps the implementation (``fused``, ``foreach``) of this run.
+
+    Args:
+        optimizer: Optimizer to change.
+        stored: State that ``state_dict`` returned.
+    """
     groups = [
-        {**own, **group, **{name: own[name] for name in HOW if name in own}}
-        for own, group in zip(optimizer.state_dict()["param_groups"], stored["param_groups"], strict=True)
+        {**current, **group, **{name: current[name] for name in IMPLEMENTATION_OPTIONS if name in current}}
+        for current, group in zip(optimizer.state_dict()["param_groups"], stored["param_groups"], strict=True)
     ]
     optimizer.load_state_dict({**stored, "param_groups": groups})
     for parameter, state in optimizer.state.items():
         for name, value in state.items():
-            # a file has momenta in the plain memory layout, and fused updates walk raw memory
+            # files store the plain memory layout, but fused updates require the layout of the parameter
             if (
                 isinstance(value, Tensor)
                 and value.shape == parameter.shape
@@ -274,18 +348,18 @@ def load_optimizer(optimizer: Optimizer, stored: dict[str, Any]) -> None:
                 state[name] = torch.empty_like(parameter, dtype=value.dtype, requires_grad=False).copy_(value)
 
 
-# -------------------- does a stored state fit a network?
+# -------------------- stored weights and networks
 
 
-def strip_prefix(name: str, root: str) -> str:
-    """The name of a module or parameter as seen from the submodule ``root``; one outside it keeps its name.
+def strip_prefix(name: str, prefix: str) -> str:
+    """Returns the name of a module or parameter relative to the submodule ``prefix``; other names are unchanged.
 
     >>> strip_prefix("network.fc1.weight", "network"), strip_prefix("likelihood.scale", "network")
     ('fc1.weight', 'likelihood.scale')
     """
-    if not root:
+    if not prefix:
         return name
-    return "" if name == root else name.removeprefix(root + ".")
+    return "" if name == prefix else name.removeprefix(prefix + ".")
 
 
 def check_weights(
@@ -295,53 +369,59 @@ def check_weights(
     name_prefix: str = "",
     finite: Iterable[str] = (),
 ) -> None:
-    """Refuse a state that does not fit the model's names, shapes and kinds of numbers, or is not finite, naming the first few.
+    """Raises an error if a state does not have the names, shapes and dtypes of a network, or is not finite.
 
     Args:
-        name_prefix: is left out of the names, as in :func:`flowbnn.training.train`.
-        finite: names of tensors that must be.
+        model: Network that is to load the state.
+        state: Tensors by name.
+        source: File of the state, for messages.
+        name_prefix: Name of a submodule that messages leave out.
+        finite: Names of tensors that must be finite.
 
     >>> check_weights(nn.Linear(2, 1), nn.Linear(3, 1).state_dict(), "a.safetensors")
     Traceback (most recent call last):
-    flowbnn.errors.FlowBNNError: 'a.safetensors' is of another architecture: it differs in weight ((1, 3) there, (1, 2) here)
+    flowbnn.errors.FlowBNNError: 'a.safetensors' does not fit the network: weight is (1, 3) in the file, (1, 2) here
     """
-    own = model.state_dict()
-    unlike = {name: _unlike(state[name], own[name]) for name in own if name in state}
+    expected = model.state_dict()
+
+    def describe(name: str) -> str:
+        stored, own = state.get(name), expected.get(name)
+        if name not in state or name not in expected:
+            return "is missing in the file" if name not in state else "is missing in the network"
+        if not isinstance(stored, Tensor) or not isinstance(own, Tensor):
+            return "" if type(stored) is type(own) else "has another type"
+        if stored.shape != own.shape:
+            return f"is {tuple(stored.shape)} in the file, {tuple(own.shape)} here"
+        if stored.dtype != own.dtype:
+            return f"is {stored.dtype} in the file, {own.dtype} here".replace("torch.", "")
+        return ""
+
     differences = {
-        "it lacks": [strip_prefix(name, name_prefix) for name in own if name not in state],
-        "it has besides": [strip_prefix(name, name_prefix) for name in state if name not in own],
-        "it differs in": [
-            f"{strip_prefix(name, name_prefix)} ({how})" for name, how in unlike.items() if how
-        ],
+        strip_prefix(name, name_prefix): words
+        for name in dict.fromkeys([*expected, *state])
+        if (words := describe(name))
     }
-    words = [f"{what} {_few(names)}" for what, names in differences.items() if names]
-    trouble = f"is of another architecture: {'; '.join(words)}" if words else ""
-    layer = None if trouble else first_nonfinite_tensor((name, state[name]) for name in finite)
+    if differences:
+        words = _first_few([f"{name} {words}" for name, words in differences.items()])
+        raise FlowBNNError(
+            f"'{source}' does not fit the network: {words}", kind="architecture", differences=differences
+        )
+    layer = first_nonfinite_tensor((name, state[name]) for name in finite)
     if layer is not None:
         layer = strip_prefix(layer, name_prefix)
-        trouble = f"holds NaN or infinite weights in {layer!r}; take an earlier file or begin again"
-    if trouble:
         raise FlowBNNError(
-            f"'{source}' {trouble}", kind="not finite" if layer else "architecture", layer=layer
+            f"'{source}' has NaN or infinite weights in {layer!r}; use an earlier file or start again",
+            kind="not finite",
+            layer=layer,
         )
 
 
-def _unlike(stored: Any, own: Any) -> str:
-    """How two entries of a state differ, in words."""
-    if not isinstance(stored, Tensor) or not isinstance(own, Tensor):
-        return "" if type(stored) is type(own) else "no tensor on one side"
-    if stored.shape != own.shape:
-        return f"{tuple(stored.shape)} there, {tuple(own.shape)} here"
-    same = stored.dtype == own.dtype
-    return "" if same else f"{stored.dtype} there, {own.dtype} here".replace("torch.", "")
-
-
-def _few(names: list[str], most: int = 3) -> str:
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+def _first_few(words: list[str], limit: int = 3) -> str:
+    return ", ".join(words[:limit]) + (f" and {len(words) - limit} more" if len(words) > limit else "")
 
 
 def layer_classes(model: nn.Module) -> dict[str, str]:
-    """The class of every module that holds no others: what computes with the weights, or between them.
+    """Returns the class name of every module without children.
 
     >>> layer_classes(nn.Sequential(nn.Linear(2, 3), nn.ReLU()))
     {'0': 'Linear', '1': 'ReLU'}
@@ -354,14 +434,23 @@ def layer_classes(model: nn.Module) -> dict[str, str]:
 
 
 def warn_changed_layers(model: nn.Module, stored: Mapping[str, str], path: Any) -> None:
-    """Weights fit a network whose activations are others, and mean something else there."""
-    own = layer_classes(model)
-    changed = {name: (stored[name], own[name]) for name in own if stored.get(name, own[name]) != own[name]}
+    """Warns if the layers of a network, such as its activations, have other classes than when its weights were saved.
+
+    Args:
+        model: Network that loads the weights.
+        stored: Class names that :func:`layer_classes` returned.
+        path: File of the weights, for the message.
+    """
+    current = layer_classes(model)
+    changed = {
+        name: (stored[name], current[name])
+        for name in current
+        if stored.get(name, current[name]) != current[name]
+    }
     if changed:
-        words = _few([f"'{name}' was {before} and is {now}" for name, (before, now) in changed.items()])
+        words = _first_few([f"'{name}' was {before} and is {now}" for name, (before, now) in changed.items()])
         warn(
-            f"'{path}' was made from a network of other layers: {words}; its predictions here are not those of the network that "
-            "was trained",
+            f"'{path}' was saved from a network with other layers ({words}), so its predictions differ",
             kind="layers",
             changed=changed,
         )

@@ -1,9 +1,9 @@
-"""A training step recorded once and replayed: a CUDA graph of forward, backward and update.
+"""CUDA graphs of the training step: forward pass, backward pass and update are recorded once and replayed.
 
-A small network on a fast GPU waits for Python, which launches its kernels one by one. A CUDA graph launches them all at once. What
-is recorded is fixed, so everything that changes from step to step lies in tensors: the batch, the learning rates, the share of the
-run that is done. A loss or gradient that is not finite is noticed on the device: from then on no update is made, so that the weights
-stay those from before the bad step until the host looks, some steps later.
+A small network on a fast GPU waits for Python, which launches its kernels one by one. A CUDA graph launches them all at once. A
+recorded graph is fixed, so everything that changes from step to step is stored in tensors: the batch, the learning rates and the
+progress of the run. A loss or gradient that is not finite is detected on the device. From then on the optimizer makes no update, so
+the weights remain those before the bad step until the host reads the flag, some steps later.
 """
 
 from collections import deque
@@ -22,18 +22,31 @@ from flowbnn.errors import warn
 from flowbnn.training.device import preserve_training_modes, quiet_compiler, unlimited_recompiles
 from flowbnn.training.options import Clock, TrainingOptions
 
-_WARM = 3  # steps taken one by one before the recording: allocations, autotuning, the optimizer's state
-_WITNESSES = 2**28  # bytes of batches kept to find out which one was bad
+WARMUP_STEPS = 3  # before recording, for allocations, autotuning and the optimizer's state
+RECENT_BYTES = 2**28  # memory for recent batches, which are repeated to find the one that was not finite
 
 
 def is_fused(optimizer: Optimizer) -> bool:
-    """Whether the optimizer takes ``found_inf`` on the device, and leaves the weights alone where that is set."""
-    able = getattr(optimizer, "_step_supports_amp_scaling", False)
-    return able and all(group.get("fused") for group in optimizer.param_groups)
+    """Returns True if the optimizer reads ``found_inf`` on the device and leaves the weights unchanged if it is set."""
+    reads_flag = getattr(optimizer, "_step_supports_amp_scaling", False)
+    return reads_flag and all(group.get("fused") for group in optimizer.param_groups)
 
 
 class Recorder:
-    """Takes steps on one CUDA device by replaying a recording; what does not fit the recording it leaves to the caller."""
+    """Takes training steps on one CUDA device by replaying a CUDA graph.
+
+    Args:
+        objective: Module that returns the loss of a batch and values to log.
+        optimizer: Fused optimizer of its parameters.
+        options: Options of the training run.
+        device: CUDA device.
+
+    Attributes:
+        graph: Recorded graph, or None before it is recorded.
+        failure: Reason why the step cannot be recorded, or an empty string.
+        warmup_steps: Number of steps taken before the recording.
+        recent: Recent batches with their clocks and random states.
+    """
 
     def __init__(
         self, objective: nn.Module, optimizer: Optimizer, options: TrainingOptions, device: torch.device
@@ -44,173 +57,178 @@ class Recorder:
         self.stream = _side_stream(device)
         self.graph: torch.cuda.CUDAGraph | None = None
         self.signature: Any = None
-        self.warm, self.looked = 0, False
-        self.trouble = ""  # why the step cannot be recorded
-        self.found, self.one = torch.zeros((), device=device), torch.ones((), device=device)
-        self.shown = torch.zeros((), device=device)
-        self.rates = [torch.tensor(float(group["lr"]), device=device) for group in optimizer.param_groups]
-        self.known_rates = [float(group["lr"]) for group in optimizer.param_groups]
+        self.warmup_steps, self.probed = 0, False
+        self.failure = ""
+        self.nonfinite, self.unit_scale = torch.zeros((), device=device), torch.ones((), device=device)
+        self.progress = torch.zeros((), device=device)
+        self.rates = [float(group["lr"]) for group in optimizer.param_groups]
+        self.device_rates = [torch.tensor(rate, device=device) for rate in self.rates]
         self.names: list[str] = []
         self.totals: Tensor | None = None
-        self.weight = 0
-        self.witnesses: deque[tuple[Any, Clock, Tensor]] = deque(maxlen=1)
-        self.answer = torch.zeros((), pin_memory=True)
+        self.num_rows = 0
+        self.recent: deque[tuple[Any, Clock, Tensor]] = deque(maxlen=1)
+        self.host_flag = torch.zeros((), pin_memory=True)
         self.event: torch.cuda.Event | None = None
-        self.function = self._function
+        self.loss = self._loss
         if options.acceleration == "compile":
-            self.function = torch.compile(self._function, fullgraph=True, dynamic=False)
+            self.loss = torch.compile(self._loss, fullgraph=True, dynamic=False)
 
     @staticmethod
-    def refusal(
+    def obstacle(
         objective: nn.Module,
         optimizer: Optimizer,
         options: TrainingOptions,
         device: torch.device,
-        processes: int,
+        num_processes: int,
     ) -> str | None:
-        """Why steps cannot be recorded, or None."""
+        """Returns the reason why steps cannot be recorded, or None."""
         if device.type != "cuda":
-            return "there is no CUDA device"
-        if processes > 1:
-            return "several processes take part"
+            return "no CUDA device"
+        if num_processes > 1:
+            return "several processes"
         if not getattr(objective, "capturable", False):
-            return "its objective is not marked capturable"
+            return "the objective is not capturable"
         if options.precision not in ("32-true", "bf16-mixed"):
-            return f"precision {options.precision!r} scales or casts in ways that a recording cannot"
+            return f"precision {options.precision!r}"
         if not is_fused(optimizer) or any(group.get("amsgrad") for group in optimizer.param_groups):
-            return f"{type(optimizer).__name__} was not made with fused=True"
+            return f"{type(optimizer).__name__} without fused=True"
         return None
 
-    def take(self, batch: Any, clock: Clock) -> bool:
-        """One step, or False where the batch has another shape than the recording's."""
+    def step(self, batch: Any, clock: Clock) -> bool:
+        """Takes one step. Returns False if the shape of the batch differs from the recorded one or recording fails."""
         if not _only_tensors(batch):
             return False
         signature = [(name, t.shape, t.dtype) for name, t in named_tensors(batch)]
         if self.signature is None:
             self.signature = signature
             size = sum(t.numel() * t.element_size() for _, t in named_tensors(batch))
-            self.witnesses = deque(maxlen=max(1, min(64, _WITNESSES // max(1, size))))
-            self.batch = apply(batch, self._room_for)
+            self.recent = deque(maxlen=max(1, min(64, RECENT_BYTES // max(1, size))))
+            self.batch = apply(batch, self._empty_like)
         if signature != self.signature:
             return False
         check = getattr(self.objective, "check_batch", None)
         if clock.epoch == 0 and check is not None:
             check(batch)
-        self._bring(batch, clock)
-        self.witnesses.append((batch, clock, torch.cuda.get_rng_state(self.device)))
-        if self.graph is None and self.warm == _WARM:
+        self._copy_inputs(batch, clock)
+        self.recent.append((batch, clock, torch.cuda.get_rng_state(self.device)))
+        if self.graph is None and self.warmup_steps == WARMUP_STEPS:
             self._record(clock)
-            if self.trouble:
+            if self.failure:
                 return False
         if self.graph is None:
-            self._step_before_recording(clock)
+            self._warmup_step(clock)
         else:
             self.graph.replay()
-        self.weight += batch_size(batch)
-        most = self.witnesses.maxlen
-        if len(self.witnesses) == most and clock.step % max(1, most // 2) == 0:
-            self.answer.copy_(self.found, non_blocking=True)
+        self.num_rows += batch_size(batch)
+        limit = self.recent.maxlen
+        if len(self.recent) == limit and clock.step % max(1, limit // 2) == 0:
+            self.host_flag.copy_(self.nonfinite, non_blocking=True)
             self.event = torch.cuda.Event()
             self.event.record()
         return True
 
-    def _room_for(self, tensor: Tensor) -> Tensor:
+    def _empty_like(self, tensor: Tensor) -> Tensor:
         if self.channels_last and tensor.ndim == 4:
             return torch.empty_like(tensor, device=self.device, memory_format=torch.channels_last)
         return torch.empty_like(tensor, device=self.device)
 
-    def _bring(self, batch: Any, clock: Clock) -> None:
-        for (_, room), (_, tensor) in zip(named_tensors(self.batch), named_tensors(batch), strict=True):
-            room.copy_(tensor, non_blocking=True)
-        self.shown.fill_(clock.progress)
+    def _copy_inputs(self, batch: Any, clock: Clock) -> None:
+        """Copies the batch, the progress and the learning rates to the tensors that the graph reads."""
+        for (_, target), (_, tensor) in zip(named_tensors(self.batch), named_tensors(batch), strict=True):
+            target.copy_(tensor, non_blocking=True)
+        self.progress.fill_(clock.progress)
         for index, group in enumerate(self.optimizer.param_groups):
             rate = float(group["lr"])
-            if rate != self.known_rates[index]:
-                self.rates[index].fill_(rate)
-                self.known_rates[index] = rate
+            if rate != self.rates[index]:
+                self.device_rates[index].fill_(rate)
+                self.rates[index] = rate
 
-    def _step_before_recording(self, clock: Clock) -> None:
-        """One of the first steps, on the stream that is recorded later."""
+    def _warmup_step(self, clock: Clock) -> None:
+        """Takes one of the first steps, on the stream that is recorded later."""
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self.stream):
-            self._whole_step(clock)
+            self._full_step(clock)
         torch.cuda.current_stream(self.device).wait_stream(self.stream)
-        self.warm += 1
+        self.warmup_steps += 1
 
     def _record(self, clock: Clock) -> None:
-        """Record a step without taking it, or say in ``trouble`` why that cannot be done."""
+        """Records a step without taking it, or sets ``failure``."""
         self.optimizer.zero_grad(set_to_none=True)
         torch.cuda.synchronize(self.device)
         graph = torch.cuda.CUDAGraph()
-        before = torch.cuda.get_rng_state(self.device)
+        random_state = torch.cuda.get_rng_state(self.device)
         try:
             with torch.cuda.graph(graph, stream=self.stream):
-                self._whole_step(clock)
+                self._full_step(clock)
         except RuntimeError as error:
             torch.cuda.synchronize(self.device)
-            torch.cuda.set_rng_state(before, self.device)
+            torch.cuda.set_rng_state(random_state, self.device)
             reason = " ".join(str(error).split())[:200]
-            self.trouble = f"a CUDA graph of the training step cannot be made ({reason})"
+            self.failure = f"the training step cannot be recorded as a CUDA graph ({reason})"
             return
         self.gradients = [p.grad for group in self.optimizer.param_groups for p in group["params"]]
         self.graph = graph
 
-    def _function(
-        self, batch: Any, shown: Tensor, clock: Clock
+    def _loss(
+        self, batch: Any, progress: Tensor, clock: Clock
     ) -> tuple[Tensor, Mapping[str, Tensor | float]]:
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.half):
-            # the recording is of no particular step: nothing of the clock but the tensor may be read
-            return self.objective(batch, Clock(0, 0, clock.steps_per_epoch, clock.epochs, shown, True))
+            # the graph serves all steps, so the objective may read nothing of the clock but the tensor
+            return self.objective(batch, Clock(0, 0, clock.steps_per_epoch, clock.epochs, progress, True))
 
-    def _whole_step(self, clock: Clock) -> None:
+    def _full_step(self, clock: Clock) -> None:
         self.optimizer.zero_grad(set_to_none=True)
-        with nullcontext() if self.warm else quiet_compiler():  # the first backward pass is compiled too
+        with (
+            nullcontext() if self.warmup_steps else quiet_compiler()
+        ):  # the first backward pass is compiled too
             loss, logs = self._evaluate(clock)
             loss.backward()
         parameters = [
             p for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None
         ]
         gradients = [p.grad for p in parameters]
-        torch._amp_foreach_non_finite_check_and_unscale_(gradients, self.found, self.one)
-        self.found.copy_(torch.maximum(self.found, (~torch.isfinite(loss.detach())).to(self.found.dtype)))
+        torch._amp_foreach_non_finite_check_and_unscale_(gradients, self.nonfinite, self.unit_scale)
+        bad_loss = (~torch.isfinite(loss.detach())).to(self.nonfinite.dtype)
+        self.nonfinite.copy_(torch.maximum(self.nonfinite, bad_loss))
         if self.options.clip_gradient is not None:
             norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
             clip_grads_with_norm_(parameters, self.options.clip_gradient, norm)
-        with self._recordable():
+        with self._device_settings():
             self.optimizer.step()
         values = {"loss": loss, **logs}
         self.names = list(values)
         tensors = [torch.as_tensor(v, device=self.device).detach() for v in values.values()]
-        alike = len({(t.dtype, t.shape) for t in tensors}) == 1  # then one conversion serves for all
-        row = torch.stack(tensors if alike else [t.reshape(()).double() for t in tensors]).double()
+        uniform = len({(t.dtype, t.shape) for t in tensors}) == 1  # then one conversion is enough
+        row = torch.stack(tensors if uniform else [t.reshape(()).double() for t in tensors]).double()
         if self.totals is None:
             self.totals = torch.zeros_like(row)
         self.totals.add_(row, alpha=batch_size(self.batch))
 
     def _evaluate(self, clock: Clock) -> tuple[Tensor, Mapping[str, Tensor | float]]:
-        if self.function == self._function:
-            return self._function(self.batch, self.shown, clock)
-        if not self.looked and any(
-            getattr(module, "site", "") == "position" for module in self.objective.modules()
-        ):
-            self._look(clock)
+        if self.loss == self._loss:
+            return self._loss(self.batch, self.progress, clock)
+        modules = self.objective.modules()
+        if not self.probed and any(getattr(module, "site", "") == "position" for module in modules):
+            self._probe(clock)
         try:
-            # every run compiles a step of its own, and torch's limit counts them all
+            # every run compiles its own step, and torch's limit counts them all
             with unlimited_recompiles():
-                return self.function(self.batch, self.shown, clock)
-        except Exception as error:  # the step itself can still be recorded
-            if self.warm:
+                return self.loss(self.batch, self.progress, clock)
+        except Exception as error:  # the step can still be recorded uncompiled
+            if self.warmup_steps:
                 raise
             reason = " ".join(str(error).split())[:200]
-            message = f"torch.compile fails on the training step ({reason}); it is recorded uncompiled"
-            warn(message, kind="acceleration")
-            self.function = self._function
-            return self._function(self.batch, self.shown, clock)
+            warn(
+                f"torch.compile fails on the training step ({reason}); it is recorded uncompiled",
+                kind="acceleration",
+            )
+            self.loss = self._loss
+            return self._loss(self.batch, self.progress, clock)
 
-    def _look(self, clock: Clock) -> None:
-        """One pass outside the compiler that leaves no trace: from it, noise at positions learns how many there are."""
-        self.looked = True
-        # what fails here fails again, and with a message, when it matters
+    def _probe(self, clock: Clock) -> None:
+        """Runs one uncompiled pass that changes nothing, from which noise at positions learns the number of positions."""
+        self.probed = True
+        # an error here is raised again by the step itself
         with (
             preserve_training_modes(self.objective),
             suppress(Exception),
@@ -218,76 +236,97 @@ class Recorder:
         ):
             for module in self.objective.modules():
                 module.training = False
-            self._function(self.batch, self.shown, clock)
+            self._loss(self.batch, self.progress, clock)
 
     @contextmanager
-    def _recordable(self) -> Iterator[None]:
-        """Around an update: learning rates as tensors, and the flag that stops it."""
+    def _device_settings(self) -> Iterator[None]:
+        """Context manager of an update with learning rates as tensors and the flag that skips it."""
         optimizer, groups = self.optimizer, self.optimizer.param_groups
         names = ["lr", "capturable"]
-        kept = [{name: group[name] for name in names if name in group} for group in groups]
-        for group, rate, former in zip(groups, self.rates, kept, strict=True):
-            group.update({name: rate if name == "lr" else True for name in former})
-        optimizer.found_inf = self.found  # type: ignore[attr-defined]
+        originals = [{name: group[name] for name in names if name in group} for group in groups]
+        for group, rate, original in zip(groups, self.device_rates, originals, strict=True):
+            group.update({name: rate if name == "lr" else True for name in original})
+        optimizer.found_inf = self.nonfinite  # type: ignore[attr-defined]
         try:
             yield
         finally:
             del optimizer.found_inf  # type: ignore[attr-defined]
-            for group, former in zip(groups, kept, strict=True):
-                group.update(former)
+            for group, original in zip(groups, originals, strict=True):
+                group.update(original)
 
     def means(self) -> tuple[dict[str, float], int]:
-        """The logs since the last call, as means over examples, and how many examples those are; waits for the device."""
-        if self.totals is None or not self.weight:
+        """Waits for the device and returns the means of the logged values since the last call, and the number of examples."""
+        if self.totals is None or not self.num_rows:
             return {}, 0
-        values = (self.totals / self.weight).tolist()
-        weight, self.weight = self.weight, 0
+        values = (self.totals / self.num_rows).tolist()
+        num_rows, self.num_rows = self.num_rows, 0
         self.totals.zero_()
-        return dict(zip(self.names, values, strict=True)), weight
+        return dict(zip(self.names, values, strict=True)), num_rows
 
-    def bad(self, wait: bool = False) -> bool:
-        """Whether some loss or gradient was not finite, as far as is known; ``wait`` makes it known."""
+    def is_nonfinite(self, wait: bool = False) -> bool:
+        """Returns True if a loss or gradient is known not to be finite.
+
+        Args:
+            wait: If True, wait for the device to know.
+        """
         if wait:
-            return bool(self.found.item())
+            return bool(self.nonfinite.item())
         if self.event is None or not self.event.query():
             return False
         self.event = None
-        return self.answer.item() != 0
+        return self.host_flag.item() != 0
 
 
 def make_recorder(
-    objective: nn.Module, optimizer: Optimizer, options: TrainingOptions, device: torch.device, processes: int
+    objective: nn.Module,
+    optimizer: Optimizer,
+    options: TrainingOptions,
+    device: torch.device,
+    num_processes: int,
 ) -> Recorder | None:
-    """What records the steps of a run, where that is asked for and possible; warns where it is asked for by name and is not."""
-    asked = options.acceleration
-    if asked == "off" or (asked == "auto" and device.type != "cuda"):
+    """Returns a recorder of the steps of a run, or None if it is switched off or not possible.
+
+    A warning is raised if ``options.acceleration`` requests it explicitly and it is not possible.
+
+    Args:
+        objective: Module that returns the loss of a batch.
+        optimizer: Optimizer of its parameters.
+        options: Options of the training run.
+        device: Device of the run.
+        num_processes: Number of processes that train together.
+    """
+    mode = options.acceleration
+    if mode == "off" or (mode == "auto" and device.type != "cuda"):
         return None
-    reason = Recorder.refusal(objective, optimizer, options, device, processes)
+    reason = Recorder.obstacle(objective, optimizer, options, device, num_processes)
     if reason is None:
         return Recorder(objective, optimizer, options, device)
-    if asked != "auto":
-        message = f"acceleration={asked!r} is not possible here ({reason}); steps are taken one by one"
-        warn(message, kind="acceleration")
+    if mode != "auto":
+        warn(
+            f"acceleration={mode!r} is not possible ({reason}); steps are not recorded",
+            kind="acceleration",
+            argument="acceleration",
+        )
     return None
 
 
 @cache
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    """One stream for all recordings on a device: cuBLAS keeps some 60 MiB for every stream it was ever called on."""
+    """Returns the one stream of all recordings on a device, because cuBLAS keeps about 60 MiB for every stream it has seen."""
     return torch.cuda.Stream(device)
 
 
 def _only_tensors(batch: Any) -> bool:
-    """Whether nothing of a batch would be frozen into a recording."""
+    """Returns True if a batch consists of tensors, so that no value of it would be fixed by the recording."""
     if isinstance(batch, Mapping):
-        return all(_only_tensors(part) for part in batch.values())
+        return all(_only_tensors(value) for value in batch.values())
     if isinstance(batch, (list, tuple)):
-        return all(_only_tensors(part) for part in batch)
+        return all(_only_tensors(value) for value in batch)
     return isinstance(batch, Tensor)
 
 
 def _to_channels_last(model: nn.Module, optimizer: Optimizer) -> bool:
-    """Weights (and the optimizer's copies of them) in the layout that half-precision convolutions are fast in."""
+    """Converts weights and optimizer state to channels-last, in which half-precision convolutions are fast."""
     if not any(isinstance(module, nn.Conv2d) for module in model.modules()):
         return False
     model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]

@@ -1,4 +1,4 @@
-"""What is not finite ends a run before it reaches the weights or the disk, with a line that says where it came from."""
+"""Checks that end a run when a loss, gradient or weight is not finite, with a message that names the layer at fault."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -10,212 +10,239 @@ from torch.optim import Optimizer
 
 from flowbnn.batches import check_finite_batch, first_nonfinite_tensor, named_tensors, watch_modules
 from flowbnn.errors import FlowBNNError
-from flowbnn.training.checkpoint import State, strip_prefix
+from flowbnn.training.checkpoint import RunState, strip_prefix
 from flowbnn.training.cuda_graph import Recorder, is_fused
 from flowbnn.training.device import Process
 from flowbnn.training.options import Clock
 
 
-class Guard:
-    """Watches the losses and gradients of one run, whose parameters are on the device of its process."""
+class FiniteGuard:
+    """Checks of the losses, gradients and weights of one run.
 
-    def __init__(self, state: State, process: Process) -> None:
+    Args:
+        state: State of the run.
+        process: Process whose device holds the parameters.
+
+    Attributes:
+        loss_check: Asynchronous check of the loss on CUDA, or None.
+        gradient_check: Asynchronous check of the gradients on CUDA, or None.
+    """
+
+    def __init__(self, state: RunState, process: Process) -> None:
         self.state, self.process = state, process
-        cuda = process.device.type == "cuda"
-        together = all(parameter.device == process.device for parameter in state.parameters)
-        self.loss_gate = LossGate() if cuda else None
-        self.gradient_gate: GradientGate | None = None
-        self.nonfinite = NonFinite(process.device)
-        if cuda and together and process.scaler is None:
-            self.gradient_gate = GradientGate(state.optimizer, self.nonfinite)
+        on_cuda = process.device.type == "cuda"
+        one_device = all(parameter.device == process.device for parameter in state.parameters)
+        self.loss_check = AsyncLossCheck() if on_cuda else None
+        self.gradient_check: AsyncGradientCheck | None = None
+        if on_cuda and one_device and process.scaler is None:
+            self.gradient_check = AsyncGradientCheck(state.optimizer, process.device)
 
     def check_last_step(self, recorder: Recorder | None, wait: bool = False) -> None:
-        """Refuse to go on from a step that was not finite, where a CUDA device says so only afterwards."""
+        """Raises an error if the last step on a CUDA device was not finite.
+
+        Args:
+            recorder: Recorder of the steps, or None.
+            wait: If True, wait for the device; else use what is known already.
+        """
         position = self.state.position
-        if recorder is not None and recorder.bad(wait):
-            self.explain_recorded(recorder)
-        if self.gradient_gate is not None and not self.gradient_gate.finite():
-            updated = "" if self.gradient_gate.skips else "; the weights have been updated with it"
-            self.explain_gradient(f"in epoch {position.epoch + 1}, step {position.step}", updated)
+        if recorder is not None and recorder.is_nonfinite(wait):
+            self.fail_on_recorded_step(recorder)
+        if self.gradient_check is not None and not self.gradient_check.is_finite():
+            note = "" if self.gradient_check.skips_update else "; the weights were updated with it"
+            self.fail_on_gradient(f"in epoch {position.epoch + 1}, step {position.step}", note)
 
     def check_weights(self) -> None:
-        """Refuse to go on with weights that are not finite, which never replace good ones on the disk."""
+        """Raises an error if a weight is not finite, so that it never replaces a good checkpoint."""
         state = self.state
-        broken = first_nonfinite_tensor(zip(state.names, state.parameters, strict=True))
-        if broken is not None:
-            broken = strip_prefix(broken, state.name_prefix)
-            self.fail(f"parameter {broken!r} is not finite {state.position}", broken)
+        name = first_nonfinite_tensor(zip(state.names, state.parameters, strict=True))
+        if name is not None:
+            name = strip_prefix(name, state.name_prefix)
+            self.fail(f"parameter {name!r} is not finite {state.position}", name)
 
-    def explain_loss(
-        self, batch: Any, clock: Clock, logs: Mapping[str, Any], before: dict[str, Any]
+    def fail_on_loss(
+        self, batch: Any, clock: Clock, logs: Mapping[str, Any], random_state: dict[str, Any]
     ) -> NoReturn:
-        """Say where a loss that is not finite came from, by running the batch again with the same draws."""
+        """Raises an error that names the source of a loss that is not finite.
+
+        The batch is run again with the same random numbers.
+
+        Args:
+            batch: Batch of the step.
+            clock: Clock of the step.
+            logs: Values that the objective logged.
+            random_state: Random state before the forward pass.
+        """
         state = self.state
         check_finite_batch(batch, state.position.epoch, state.position.batches)
 
-        def again() -> None:
-            state.randomness.restore(before)
+        def repeat_step() -> None:
+            state.random.restore(random_state)
             with torch.enable_grad(), self.process.autocast():
                 state.objective(batch, clock)
 
         layer = first_nonfinite_tensor(state.objective.named_parameters())
         if layer is not None:
             layer = strip_prefix(layer, state.name_prefix)
-            cause = f"parameter {layer!r} is not finite, so an earlier gradient was not"
+            cause, term = f"parameter {layer!r} is not finite", None
         else:
-            source, receiver = _watch(state.objective, again)
-            layer = source or receiver  # "" is the objective itself, whose loss is known to be bad
+            source, receiver = _watch_outputs(state.objective, repeat_step)
+            layer = source or receiver  # "" is the objective itself
             term = first_nonfinite_tensor(named_tensors(logs))
             if layer:
                 kind = type(state.objective.get_submodule(layer)).__name__
                 layer = strip_prefix(layer, state.name_prefix)
-                cause = f"layer {layer!r} ({kind})" if layer else f"the model itself ({kind})"
-                made = (
-                    "made it first" if source else "was given inputs that are not finite, which no layer made"
-                )
-                cause += f" {made}"
+                subject = f"layer {layer!r} ({kind})" if layer else f"the model itself ({kind})"
+                cause = f"{subject} {'produced it' if source else 'received inputs that are not finite'}"
             elif term is not None:
-                cause = f"every layer's output is finite, but {term!r} is not"
+                cause = f"the outputs of all layers are finite, but {term!r} is not"
             else:
-                cause = "every layer's output is finite, so the loss function made it"
-        self.fail(f"the loss is not finite {state.position}: {cause}", layer or None)
+                cause = "the outputs of all layers are finite, so the loss function produced it"
+        self.fail(f"the loss is not finite {state.position}: {cause}", layer or None, term)
 
-    def explain_gradient(self, when: str, more: str = "") -> None:
-        """Name the parameter whose gradient is not finite; a norm that only overflowed is no fault."""
+    def fail_on_gradient(self, when: str, note: str = "") -> None:
+        """Raises an error that names the parameter whose gradient is not finite.
+
+        Returns if all gradients are finite, because their norm may overflow.
+
+        Args:
+            when: Epoch and step, for the message.
+            note: End of the message.
+        """
         pairs = zip(self.state.names, self.state.parameters, strict=True)
         name = first_nonfinite_tensor((name, p.grad) for name, p in pairs if p.grad is not None)
         if name is not None:
             name = strip_prefix(name, self.state.name_prefix)
             self.fail(
-                f"the gradient of {name!r} is not finite {when} although the loss is; lower the learning rate or bound what that "
-                f"layer computes{more}",
+                f"the gradient of {name!r} is not finite {when}, but the loss is; decrease the learning rate{note}",
                 name,
             )
 
-    def explain_recorded(self, recorder: Recorder) -> NoReturn:
-        """Take the recorder's last batches again, one by one and with the same draws, until one goes wrong."""
+    def fail_on_recorded_step(self, recorder: Recorder) -> NoReturn:
+        """Repeats the recent batches of a recorder with the same random numbers, and raises the error of the first bad one."""
         state, last = self.state, self.state.position.step
-        when = f"between steps {max(1, last - len(recorder.witnesses) + 1)} and {last}"
-        for batch, clock, random in recorder.witnesses:
-            torch.cuda.set_rng_state(random, self.process.device)
-            before = state.randomness.torch_state()
+        when = f"between steps {max(1, last - len(recorder.recent) + 1)} and {last}"
+        for batch, clock, cuda_state in recorder.recent:
+            torch.cuda.set_rng_state(cuda_state, self.process.device)
+            random_state = state.random.torch_state()
             state.optimizer.zero_grad()
             with self.process.autocast():
                 loss, logs = state.objective(batch, clock)
             if not math.isfinite(loss.item()):
-                self.explain_loss(batch, clock, logs, before)
+                self.fail_on_loss(batch, clock, logs, random_state)
             loss.backward()
-            self.explain_gradient(when)
+            self.fail_on_gradient(when)
         self.fail(
-            f"the loss or a gradient was not finite {when}, but not when these steps were taken again one by one"
+            f"the loss or a gradient was not finite {when}, but not when these steps were repeated one by one"
         )
 
-    def fail(self, words: str, layer: str | None = None) -> NoReturn:
-        """End the run, with advice that fits it."""
-        half = "; half precision overflows: try precision='32-true'" if self.process.half is not None else ""
+    def fail(self, message: str, layer: str | None = None, term: str | None = None) -> NoReturn:
+        """Raises the error that ends the run.
+
+        Args:
+            message: Description of what is not finite.
+            layer: Name of the layer or parameter at fault.
+            term: Name of the logged value that is not finite.
+        """
+        half = "; half precision may overflow, try precision='32-true'" if self.process.autocast_dtype else ""
         saved = self.state.saved_step is not None
-        good = f"; the last good checkpoint is '{self.state.path}'" if saved else ""
-        raise FlowBNNError(f"{words}{half}{good}", kind="not finite", layer=layer)
+        file = f"; the last good checkpoint is '{self.state.path}'" if saved else ""
+        raise FlowBNNError(f"{message}{half}{file}", kind="not finite", layer=layer, term=term)
 
 
-class LossGate:
-    """Is the loss finite? Asked behind the forward pass and answered when the backward pass is queued, so that CUDA never idles."""
+class AsyncLossCheck:
+    """Check of the loss on CUDA that starts after the forward pass and is read after the backward pass, so the device never idles."""
 
     def __init__(self) -> None:
-        self.answer = torch.empty((), dtype=torch.bool, pin_memory=True)
+        self.result = torch.empty((), dtype=torch.bool, pin_memory=True)
         self.event = torch.cuda.Event()
 
-    def ask(self, loss: Tensor) -> None:
-        """Before backward."""
-        self.answer.copy_(torch.isfinite(loss.detach()), non_blocking=True)
+    def start(self, loss: Tensor) -> None:
+        """Starts the check, before the backward pass."""
+        self.result.copy_(torch.isfinite(loss.detach()), non_blocking=True)
         self.event.record()
 
-    def finite(self) -> bool:
-        """After backward: whether the loss was finite."""
+    def is_finite(self) -> bool:
+        """Waits for the check and returns True if the loss was finite."""
         self.event.synchronize()
-        return bool(self.answer.item())
+        return bool(self.result.item())
 
 
-def dense(gradient: Tensor) -> Tensor:
-    """The numbers of a gradient that may be sparse."""
-    return gradient.coalesce().values() if gradient.is_sparse else gradient
+class AsyncGradientCheck:
+    """Check of the gradients on CUDA that is read when the next step begins, so the device never idles.
 
+    The fused optimizers of torch read the result on the device (``found_inf``) and leave the weights unchanged if a gradient is not
+    finite.
 
-class NonFinite:
-    """Whether any of some gradients is not finite: a tensor of one number, above 0 if so, which the next call overwrites."""
+    Args:
+        optimizer: Optimizer to step.
+        device: CUDA device of the gradients.
 
-    def __init__(self, device: torch.device) -> None:
-        self.found = torch.zeros((), dtype=torch.float32, device=device)  # the kernel takes no other dtype
-        self.one = torch.ones_like(self.found)
-
-    def __call__(self, gradients: list[Tensor]) -> Tensor:
-        self.found.zero_()
-        kinds = {(gradient.dtype, gradient.layout) for gradient in gradients}
-        if len(kinds) == 1 and gradients[0].is_floating_point() and not gradients[0].is_sparse:
-            # one kernel over all gradients: the one that loss scaling uses, here with a scale of 1
-            torch._amp_foreach_non_finite_check_and_unscale_(gradients, self.found, self.one)
-        else:
-            for gradient in gradients:
-                self.found.logical_or_(~torch.isfinite(dense(gradient)).all())
-        return self.found
-
-
-class GradientGate:
-    """Was the gradient finite? Asked on CUDA, and answered when the next step begins, so that the device never idles.
-
-    The fused optimizers of torch take the answer on the device and leave the weights alone when it is no (``found_inf``).
+    Attributes:
+        skips_update: True if the optimizer leaves the weights unchanged.
     """
 
-    def __init__(self, optimizer: Optimizer, nonfinite: NonFinite) -> None:
-        self.optimizer, self.nonfinite = optimizer, nonfinite
-        self.skips = is_fused(optimizer)
-        self.answer = torch.empty((), pin_memory=True)
+    def __init__(self, optimizer: Optimizer, device: torch.device) -> None:
+        self.optimizer = optimizer
+        self.nonfinite = torch.zeros(
+            (), dtype=torch.float32, device=device
+        )  # the kernel takes no other dtype
+        self.unit_scale = torch.ones_like(self.nonfinite)
+        self.skips_update = is_fused(optimizer)
+        self.result = torch.empty((), pin_memory=True)
         self.event = torch.cuda.Event()
-        self.asked = False
+        self.started = False
 
     def update(self, gradients: list[Tensor]) -> None:
-        """The optimizer's step, after the question whether its gradients are finite."""
-        found = self.nonfinite(gradients)
-        self.answer.copy_(found, non_blocking=True)
+        """Starts the check and steps the optimizer."""
+        self.nonfinite.zero_()
+        layouts = {(gradient.dtype, gradient.layout) for gradient in gradients}
+        if len(layouts) == 1 and gradients[0].is_floating_point() and not gradients[0].is_sparse:
+            # the kernel of loss scaling, with a scale of 1: one launch for all gradients
+            torch._amp_foreach_non_finite_check_and_unscale_(gradients, self.nonfinite, self.unit_scale)
+        else:
+            for gradient in gradients:
+                values = gradient.coalesce().values() if gradient.is_sparse else gradient
+                self.nonfinite.logical_or_(~torch.isfinite(values).all())
+        self.result.copy_(self.nonfinite, non_blocking=True)
         self.event.record()
-        self.asked = True
-        if self.skips:
-            self.optimizer.found_inf = found  # type: ignore[attr-defined]
+        self.started = True
+        if self.skips_update:
+            self.optimizer.found_inf = self.nonfinite  # type: ignore[attr-defined]
         try:
             self.optimizer.step()
         finally:
-            if self.skips:
+            if self.skips_update:
                 del self.optimizer.found_inf  # type: ignore[attr-defined]
 
-    def finite(self) -> bool:
-        """Whether the gradient last asked about was finite; waits for the backward pass that made it."""
-        if not self.asked:
+    def is_finite(self) -> bool:
+        """Waits for the last check and returns True if all gradients were finite."""
+        if not self.started:
             return True
-        self.asked = False
+        self.started = False
         self.event.synchronize()
-        return self.answer.item() == 0
+        return self.result.item() == 0
 
 
 def first_nonfinite_layer(model: nn.Module, call: Callable[[], Any]) -> str | None:
-    """The first module, in the order they finish, that turned finite inputs into a non-finite output.
+    """Returns the first module that computed an output that is not finite from finite inputs.
 
     Args:
-        model: its modules are watched by hooks that are removed afterwards.
-        call: runs the model, without arguments: ``lambda: model(inputs)``.
+        model: Network whose modules are watched by hooks, which are removed afterwards.
+        call: Function without arguments that runs the network, such as ``lambda: model(inputs)``.
 
     Returns:
-        the module's name (``""`` for the model itself), or None when every module kept its numbers finite.
+        Name of the module (``""`` for the model itself), or None if all outputs are finite.
 
     >>> network = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
     >>> _ = nn.init.constant_(network[1].weight, float("inf"))
     >>> first_nonfinite_layer(network, lambda: network(torch.ones(1, 2)))
     '1'
     """
-    return _watch(model, call)[0]
+    return _watch_outputs(model, call)[0]
 
 
-def _watch(model: nn.Module, call: Callable[[], Any]) -> tuple[str | None, str | None]:
-    """The first module that made a non-finite output of finite inputs, and the first that was given bad inputs."""
+def _watch_outputs(model: nn.Module, call: Callable[[], Any]) -> tuple[str | None, str | None]:
+    """Returns the first module with a bad output from finite inputs, and the first module with bad inputs."""
     sources: list[str] = []
     receivers: list[str] = []
     inputs_finite: list[bool] = []

@@ -1,4 +1,4 @@
-"""What a training run is asked to do: its options, its clock, its rule for early stopping, and what cannot work."""
+"""Options of a training run, its rule for early stopping, and checks of the arguments of the loop."""
 
 import math
 from collections.abc import Mapping
@@ -13,20 +13,21 @@ from flowbnn.errors import FlowBNNError, nearest
 from flowbnn.options import Count, File, Hint, NonNegative, Positive, Seed, UnitInterval, checked, options
 
 Accelerator = Literal["auto", "cpu", "cuda", "gpu", "mps"]
-MixedPrecision = Literal["32-true", "bf16-mixed", "16-mixed"]  # with the weights as they are
+MixedPrecision = Literal["32-true", "bf16-mixed", "16-mixed"]  # the weights keep their dtype
 Precision = Literal["32-true", "bf16-mixed", "16-mixed", "64-true", "bf16-true", "16-true"]
 
 
 class Clock(NamedTuple):
-    """Where a run stands when a step is taken; annealing schedules read ``progress``.
+    """Position of a training run when a step is taken. Annealing schedules read ``progress``.
 
     Args:
-        epoch: the present epoch, counted from 0.
-        step: optimizer steps taken before this one, over all epochs.
-        steps_per_epoch: the loader's length, or None when it has none.
-        epochs: epochs of the whole run.
-        progress: share of the run that is done, in [0, 1], by whole epochs when the loader has no length; a tensor where ``recording``.
-        recording: whether the step is being recorded as a CUDA graph, where nothing may be decided on the host.
+        epoch: Index of the current epoch.
+        step: Number of optimizer steps before this one, over all epochs.
+        steps_per_epoch: Length of the loader, or None if it has none.
+        epochs: Number of epochs of the run.
+        progress: Fraction of the run that is done, in [0, 1]. It grows by whole epochs if the loader has no length. It is a tensor
+            if ``recording`` is True.
+        recording: True while the step is recorded as a CUDA graph. Nothing may then be decided on the host.
     """
 
     epoch: int
@@ -39,14 +40,14 @@ class Clock(NamedTuple):
 
 @options
 class EarlyStop:
-    """Stop when ``monitor`` has not improved by more than ``min_delta`` for ``patience`` epochs.
+    """Rule that stops a run if a value has not improved for some epochs.
 
     Args:
-        monitor: a name in the epoch's record, from the objective's logs or (as ``validation_...``) from ``validate``.
-        patience: epochs without improvement before the run stops.
-        mode: ``"min"`` when lower is better, ``"max"`` when higher is.
-        restore_best: end with the weights of the best epoch instead of the last.
-        min_delta: improvements up to this size do not count.
+        monitor: Name of a recorded value: a log of the objective, or ``validation_...`` for a value of ``validate``.
+        patience: Number of epochs without improvement before the run stops.
+        mode: ``"min"`` if lower values are better, ``"max"`` if higher values are.
+        restore_best: If True, the run ends with the weights of the best epoch instead of the last.
+        min_delta: Smallest change that counts as an improvement.
 
     >>> EarlyStop("elbo", mode="max").improves(-1.0, best=None), EarlyStop().improves(0.5, best=0.5)
     (True, False)
@@ -59,17 +60,17 @@ class EarlyStop:
     min_delta: NonNegative = 0.0
 
     def read(self, record: Mapping[str, float]) -> float:
-        """The monitored value of one epoch."""
+        """Returns the monitored value of an epoch."""
         if self.monitor not in record:
             raise FlowBNNError(
-                f"early stopping monitors {self.monitor!r}, which no epoch logs{nearest(self.monitor, record)}",
+                f"early stopping monitors {self.monitor!r}, which is not recorded{nearest(self.monitor, record)}",
                 kind="monitor",
                 argument="early_stop",
             )
         return record[self.monitor]
 
     def improves(self, value: float, best: float | None) -> bool:
-        """Whether ``value`` beats ``best``; a NaN never does."""
+        """Returns True if ``value`` is better than ``best``. NaN is never better."""
         if math.isnan(value):
             return False
         if best is None:
@@ -79,33 +80,32 @@ class EarlyStop:
 
 @options
 class TrainingOptions:
-    """How :func:`flowbnn.training.train` runs. Everything has a default that works on a laptop.
+    """Options of :func:`flowbnn.training.train`.
 
     Args:
-        epochs: passes over the loader.
-        checkpoint: file to write (``*.safetensors``), or a folder, in which it is called ``last.safetensors``.
-        checkpoint_every: save every so many steps and at the end; None saves at the end of every epoch.
-        resume: continue from ``checkpoint`` if it exists, else begin. The random numbers and the settings of the optimizer and the
-            schedule (the learning rate among them) are then those of the file, and a warning lists what differs from those given.
-            ``epochs`` may have grown, and early stopping may have been dropped or been given more patience.
-        early_stop: an :class:`EarlyStop`, or None.
-        clip_gradient: largest total norm of the gradient.
-        schedule_every: whether the learning-rate schedule is stepped per ``"step"`` or per ``"epoch"``.
-        accelerator: ``"cpu"``, ``"cuda"``, ``"mps"``; ``"gpu"`` is either of the last two, ``"auto"`` a GPU where there is one.
-        devices, num_nodes: processes on each machine, one for each device, and machines. Under torchrun they are what it started.
-            The loader's batches are the *global* ones, of which each process takes its share: batch size, learning rate and
-            result are those of one process.
-        precision: ``"32-true"`` leaves the weights as they are; in ``"bf16-mixed"`` layers compute in bfloat16 while weights, noise and
-            flows stay as they are, in ``"16-mixed"`` (CUDA only) in float16, with loss scaling; the other ones cast the weights.
-        acceleration: how steps on one CUDA device are taken. ``"graph"`` records a step once, forward, backward and update, as a
-            CUDA graph and replays it; ``"compile"`` compiles it with ``torch.compile`` first, which takes a minute and pays for
-            long runs. In half precision both also lay convolutions out channels-last. ``"auto"`` is ``"graph"`` where that is
-            safe (one device, a fused optimizer, float32 or bf16, a method of flowbnn's own), else ``"off"``; what was asked for by name
-            and is not possible is warned of.
-        seed: seeds torch, numpy and ``random`` when the run begins, alike in all processes.
-        progress: a live bar on a terminal; nothing is printed where there is none.
-        tensorboard: folder for TensorBoard logs, one point per epoch.
-        description: the word at the left of the bar.
+        epochs: Number of passes over the loader.
+        checkpoint: Checkpoint file (``*.safetensors``), or a folder, in which it is called ``last.safetensors``.
+        checkpoint_every: Number of steps between two checkpoints. None saves at the end of every epoch.
+        resume: If True, continue from ``checkpoint`` if it exists. The random state and the hyperparameters of the optimizer and the
+            schedule, such as the learning rate, are those of the file. A warning lists settings that differ. ``epochs`` may have
+            increased, and early stopping may have been dropped or given more patience.
+        early_stop: Rule for early stopping, or None.
+        clip_gradient: Largest total norm of the gradient, or None.
+        schedule_every: Unit of the learning-rate schedule, ``"step"`` or ``"epoch"``.
+        accelerator: ``"cpu"``, ``"cuda"`` or ``"mps"``. ``"gpu"`` is either of the last two, ``"auto"`` a GPU if there is one.
+        devices: Number of processes on each machine, one for each device. More than one needs torchrun. The batches of the loader are
+            the *global* batches, and each process takes its shard, so batch size, learning rate and result are those of one process.
+        num_nodes: Number of machines.
+        precision: ``"32-true"`` keeps the dtype of the weights. In ``"bf16-mixed"`` layers compute in bfloat16, but weights, noise and
+            flows keep their dtype. ``"16-mixed"`` (CUDA only) is the same in float16, with loss scaling. The others cast the weights.
+        acceleration: Execution of steps on one CUDA device. ``"graph"`` records forward pass, backward pass and update as a CUDA graph
+            and replays it. ``"compile"`` also compiles it with ``torch.compile``, which takes a minute and pays off for long runs. In
+            half precision both convert convolutions to channels-last. ``"auto"`` is ``"graph"`` if that is safe (one device, a fused
+            optimizer, float32 or bf16, a method of flowbnn), else ``"off"``. A warning is raised if a requested mode is not possible.
+        seed: Seed of torch, numpy and ``random`` at the beginning of the run, the same in all processes.
+        progress: If True, show a progress bar on a terminal.
+        tensorboard: Folder of TensorBoard logs with one point per epoch, or None.
+        description: Label at the left of the progress bar.
 
     >>> TrainingOptions(epochs=3, checkpoint="runs/first").checkpoint_path.as_posix()
     'runs/first/last.safetensors'
@@ -129,13 +129,13 @@ class TrainingOptions:
     description: str = "training"
 
     def __post_init__(self) -> None:
-        needed = "checkpoint_every" if self.checkpoint_every is not None else "resume" if self.resume else ""
-        if needed and self.checkpoint is None:
-            raise FlowBNNError(f"{needed} needs a file: give checkpoint='folder' as well", argument=needed)
+        dependent = "checkpoint_every" if self.checkpoint_every is not None else "resume"
+        if self.checkpoint is None and (self.resume or self.checkpoint_every is not None):
+            raise FlowBNNError(f"{dependent} needs a file; set checkpoint='folder'", argument=dependent)
 
     @property
     def checkpoint_path(self) -> Path | None:
-        """The checkpoint's file, or None."""
+        """Path of the checkpoint file, or None."""
         if self.checkpoint is None:
             return None
         path = Path(self.checkpoint)
@@ -149,26 +149,37 @@ def check_arguments(
     schedule: LRScheduler | None,
     validates: bool,
 ) -> None:
-    """Refuse what :func:`flowbnn.training.train` cannot do before anything begins."""
-    rule, own = options.early_stop, set(objective.parameters())
-    trouble = ""
-    if any(not own.issuperset(group["params"]) for group in optimizer.param_groups):
-        trouble = "the optimizer has parameters that are not part of the objective: build it from this objective's parameters"
-    elif isinstance(optimizer, LBFGS):
-        trouble = "LBFGS needs a closure, which this loop does not give; use Adam or SGD"
-    elif isinstance(schedule, ReduceLROnPlateau) and options.schedule_every == "step":
-        trouble = "ReduceLROnPlateau goes by whole epochs: set schedule_every='epoch'"
-    elif rule is not None and not validates and rule.monitor.startswith("validation_"):
-        trouble = (
-            f"early stopping monitors {rule.monitor!r}, but this run has no validation: give it validation data, or monitor one of "
-            "the training's own numbers, such as EarlyStop('loss')"
+    """Raises an error for arguments that :func:`flowbnn.training.train` cannot use.
+
+    Args:
+        objective: Module that returns the loss of a batch.
+        optimizer: Optimizer of its parameters.
+        options: Options of the run.
+        schedule: Learning-rate schedule, or None.
+        validates: True if the run has a validation.
+    """
+    rule, parameters = options.early_stop, set(objective.parameters())
+    if any(not parameters.issuperset(group["params"]) for group in optimizer.param_groups):
+        raise FlowBNNError(
+            "the optimizer has parameters that are not part of the objective; build it from this objective's parameters",
+            argument="optimizer",
         )
-    if trouble:
-        raise FlowBNNError(trouble, kind="call")
+    if isinstance(optimizer, LBFGS):
+        raise FlowBNNError(
+            "LBFGS needs a closure, which train does not provide; use Adam or SGD", argument="optimizer"
+        )
+    if isinstance(schedule, ReduceLROnPlateau) and options.schedule_every == "step":
+        raise FlowBNNError("ReduceLROnPlateau needs schedule_every='epoch'", argument="schedule_every")
+    if rule is not None and not validates and rule.monitor.startswith("validation_"):
+        raise FlowBNNError(
+            f"early stopping monitors {rule.monitor!r}, but there is no validation data; provide it or use EarlyStop('loss')",
+            kind="monitor",
+            argument="early_stop",
+        )
 
 
 def length_of(loader: Any) -> int | None:
-    """Batches per epoch, where the loader knows."""
+    """Returns the number of batches per epoch, or None if the loader has no length."""
     try:
         return len(loader)
     except TypeError:
@@ -176,40 +187,47 @@ def length_of(loader: Any) -> int | None:
 
 
 def check_result(result: Any) -> None:
-    """Refuse an objective that does not return a loss and logs."""
+    """Raises an error if an objective does not return a scalar loss and a dictionary of scalars."""
     loss, logs = result if isinstance(result, tuple) and len(result) == 2 else (None, None)
-    trouble = ""
+    problem = ""
     if not isinstance(logs, Mapping):
-        trouble = "must return two things: the loss and a dictionary of logs"
+        problem = "must return a loss and a dictionary of logs"
     elif not isinstance(loss, Tensor) or loss.numel() != 1:
-        trouble = "must return a loss that is a tensor of one number"
+        problem = "must return a scalar tensor as loss"
     elif not loss.requires_grad:
-        trouble = "gives a loss that depends on no trainable parameter; is the whole model frozen?"
+        problem = "returns a loss that depends on no trainable parameter"
     else:
         for name, value in logs.items():
             if isinstance(value, Tensor) and value.numel() != 1:
-                trouble = f"logs {name!r} with {value.numel()} values; log one number"
-    if trouble:
-        raise FlowBNNError(f"the objective {trouble}", kind="call", argument="objective")
+                problem = f"logs {name!r} with {value.numel()} values instead of one"
+    if problem:
+        raise FlowBNNError(f"the objective {problem}", kind="objective", argument="objective")
 
 
 @checked
 def cosine(optimizer: Optimizer, steps: Count, rise: UnitInterval = 0.0) -> LRScheduler:
-    """Rates that fall from full to zero along half a cosine, after growing along a line over the first share ``rise`` of the steps.
+    r"""Returns a schedule that decreases the learning rate to zero along half a cosine, after a linear warm-up.
+
+    The factor at step :math:`t` of :math:`T` is :math:`\min(1, (t + 1) / (r T)) \cdot (1 + \cos(\pi t / T)) / 2`.
+
+    Args:
+        optimizer: Optimizer whose learning rates are scheduled.
+        steps: Number of steps :math:`T`.
+        rise: Fraction :math:`r` of the steps in the warm-up.
 
     >>> import torch
-    >>> engine = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
-    >>> schedule, rates = cosine(engine, steps=4, rise=0.5), []
+    >>> optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+    >>> schedule, rates = cosine(optimizer, steps=4, rise=0.5), []
     >>> for _ in range(5):
     ...     rates.append(round(schedule.get_last_lr()[0], 2))
-    ...     engine.step()
+    ...     optimizer.step()
     ...     schedule.step()
     >>> rates
     [0.5, 0.85, 0.5, 0.15, 0.0]
     """
-    first = max(1.0, rise * steps)
+    warmup_steps = max(1.0, rise * steps)
 
-    def rate(step: int) -> float:
-        return min(1.0, (step + 1) / first) * (0.5 + 0.5 * math.cos(math.pi * min(1.0, step / steps)))
+    def factor(step: int) -> float:
+        return min(1.0, (step + 1) / warmup_steps) * (0.5 + 0.5 * math.cos(math.pi * min(1.0, step / steps)))
 
-    return LambdaLR(optimizer, rate)
+    return LambdaLR(optimizer, factor)

@@ -1,4 +1,4 @@
-"""What a run leaves behind and shows while it goes: one record of numbers per epoch, a bar on a terminal, TensorBoard logs."""
+"""The record of a training run, its progress bar on a terminal, and its TensorBoard logs."""
 
 import os
 import random
@@ -19,17 +19,22 @@ from flowbnn.training.storage import check_writable
 if TYPE_CHECKING:
     from rich.console import Console
 
-SHORT = {"log_likelihood": "log-lik", "kl": "KL", "elbo": "ELBO"}
-FIRST = ("elbo", "log_likelihood", "kl", "loss")
-SECONDS_BETWEEN = 0.1
+LABELS = {"log_likelihood": "log-lik", "kl": "KL", "elbo": "ELBO"}
 
 
 @dataclass
 class History:
-    """The record of a run, epoch by epoch.
+    """Record of a training run, epoch by epoch.
 
-    Each record holds ``loss``, the objective's logs as means over the epoch's examples, ``learning_rate``
-    (of the first parameter group, at the epoch's end) and what ``validate`` returned, under ``validation_...``.
+    Each epoch records ``loss``, the objective's logs as means over the examples, ``learning_rate`` (of the first parameter group, at
+    the end of the epoch) and the values of ``validate`` as ``validation_...``.
+
+    Args:
+        records: Values of each epoch by name.
+        steps: Number of optimizer steps.
+        seconds: Duration of the run.
+        stopped_early: True if early stopping ended the run.
+        best_epoch: Index of the best epoch, if early stopping is used.
 
     >>> history = History([{"loss": 2.0, "kl": 5.0}, {"loss": 1.0, "kl": 4.5}])
     >>> history["kl"], history.epochs, history.last["loss"]
@@ -46,26 +51,26 @@ class History:
 
     @property
     def epochs(self) -> int:
-        """Number of whole epochs recorded."""
+        """Number of complete epochs."""
         return len(self.records)
 
     @property
     def names(self) -> list[str]:
-        """Every name that some epoch recorded, in order of appearance."""
+        """Names of all recorded values, in order of appearance."""
         return list(dict.fromkeys(name for record in self.records for name in record))
 
     @property
     def last(self) -> dict[str, float]:
-        """The last epoch's record."""
+        """Record of the last epoch."""
         return self.records[-1] if self.records else {}
 
     def __getitem__(self, name: str | int) -> Any:
-        """All epochs of one number by its name, or all numbers of one epoch by its index: ``history["kl"]``, ``history[-1]``."""
+        """Returns one value of all epochs (``history["kl"]``) or all values of one epoch (``history[-1]``)."""
         if isinstance(name, int) and -len(self.records) <= name < len(self.records):
             return self.records[name]
         if name not in self.names:
-            close = nearest(name, self.names) if isinstance(name, str) else f" of {len(self.records)} epochs"
-            raise FlowBNNError(f"the history holds no {name!r}{close}", kind="name", argument=name)
+            hint = nearest(name, self.names) if isinstance(name, str) else f"; there are {self.epochs} epochs"
+            raise FlowBNNError(f"the history has no {name!r}{hint}", kind="name", argument=name)
         return [record.get(str(name), float("nan")) for record in self.records]
 
     def __contains__(self, name: object) -> bool:
@@ -75,22 +80,25 @@ class History:
         return len(self.records)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, fit for JSON."""
+        """Returns plain values that JSON can store."""
         return asdict(self)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "History":
-        """The inverse of :meth:`to_dict`."""
+        """Returns the history that :meth:`to_dict` stored."""
         return cls(**values)
 
 
 def terminal() -> "Console | None":
-    """rich's console where that is a terminal, else None; rich, which takes 0.2 s to import, is not imported without need."""
-    on_screen = sys.stdout is not None and sys.stdout.isatty()
-    if not (on_screen or "FORCE_COLOR" in os.environ or "rich" in sys.modules):
+    """Returns rich's console if it is a terminal, else None.
+
+    rich takes 0.2 s to import, so it is imported only if there may be a terminal.
+    """
+    is_tty = sys.stdout is not None and sys.stdout.isatty()
+    if not (is_tty or "FORCE_COLOR" in os.environ or "rich" in sys.modules):
         return None
     state = random.getstate()
-    import rich.progress  # which draws from Python's random numbers
+    import rich.progress  # draws from Python's random numbers
 
     random.setstate(state)
     console = rich.get_console()
@@ -98,7 +106,13 @@ def terminal() -> "Console | None":
 
 
 class Display:
-    """A live line: epoch, ELBO, log-likelihood, KL, the last validation, time gone and time to go; ``steps`` are those of an epoch."""
+    """Progress bar with epoch, ELBO, log-likelihood, KL, last validation, elapsed and remaining time.
+
+    Args:
+        options: Options of the training run.
+        steps: Number of steps per epoch, or None if unknown.
+        console: Console to draw on.
+    """
 
     def __init__(self, options: TrainingOptions, steps: int | None, console: "Console") -> None:
         from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -111,47 +125,65 @@ class Display:
             TimeElapsedColumn(),
             TimeRemainingColumn(),
         )
-        # without rich's refreshing thread, which would compete with the computation
+        # no refresh thread, which would compete with the computation
         self.bar = Progress(*columns, console=console, auto_refresh=False)
         self.steps, self.next_time = steps, 0.0
-        shown: dict[str, Any] = {"epoch": 1, "epochs": options.epochs, "numbers": ""}
-        self.task = self.bar.add_task(options.description, total=options.epochs * (steps or 1), **shown)
+        fields: dict[str, Any] = {"epoch": 1, "epochs": options.epochs, "numbers": ""}
+        self.task = self.bar.add_task(options.description, total=options.epochs * (steps or 1), **fields)
         self.validation: dict[str, float] = {}
 
     def __enter__(self) -> "Display":
         from rich.errors import LiveError
 
-        with suppress(LiveError):  # the caller shows a live display of its own on this console
+        with suppress(LiveError):  # the caller shows its own live display on this console
             self.bar.start()
         return self
 
     def __exit__(self, *error: object) -> None:
         self.bar.stop()
 
-    def due(self) -> bool:
-        """Whether it is time to show new numbers; reading them may wait for the device, so not at every step."""
+    def is_due(self) -> bool:
+        """Returns True every tenth of a second, because reading the values may wait for the device."""
         return time.monotonic() >= self.next_time
 
     def update(self, epoch: int, step: int, means: Mapping[str, float], epochs: int) -> None:
-        """Show the epoch's means so far, and the last validation; ``epochs`` is how many there are to be."""
-        self.next_time = time.monotonic() + SECONDS_BETWEEN
+        """Shows the means of the epoch and the last validation.
+
+        Args:
+            epoch: Index of the current epoch.
+            step: Number of steps that are done.
+            means: Means of the values logged in this epoch.
+            epochs: Number of epochs of the run.
+        """
+        self.next_time = time.monotonic() + 0.1
         self.validation |= {name: means[name] for name in means if name.startswith("validation_")}
-        first = [name for name in FIRST if name in means][:3]
-        values = {name: means[name] for name in first} | dict(list(self.validation.items())[:2])
-        numbers = [f"{SHORT.get(name, name.replace('_', ' '))} {value:.4g}" for name, value in values.items()]
+        names = [name for name in ("elbo", "log_likelihood", "kl", "loss") if name in means][:3]
+        values = {name: means[name] for name in names} | dict(list(self.validation.items())[:2])
+        numbers = [
+            f"{LABELS.get(name, name.replace('_', ' '))} {value:.4g}" for name, value in values.items()
+        ]
         done, total = (epoch, epochs) if self.steps is None else (step, self.steps * epochs)
-        shown: dict[str, Any] = {
+        fields: dict[str, Any] = {
             "epoch": min(epoch + 1, epochs),
             "epochs": epochs,
             "numbers": "  ".join(numbers),
         }
-        self.bar.update(self.task, completed=done, total=total, **shown)
+        self.bar.update(self.task, completed=done, total=total, **fields)
         self.bar.refresh()
 
 
-def track(loader: Any, description: str, shown: bool = True) -> Iterator[Any]:
-    """The loader's batches, with a bar on a terminal."""
-    console = terminal() if shown else None
+def track(loader: Any, description: str, visible: bool = True) -> Iterator[Any]:
+    """Yields the batches of a loader and shows a progress bar on a terminal.
+
+    Args:
+        loader: Iterable of batches.
+        description: Label at the left of the bar.
+        visible: If False, no bar is shown.
+
+    >>> list(track([1, 2], "batches"))
+    [1, 2]
+    """
+    console = terminal() if visible else None
     if console is None:
         yield from loader
         return
@@ -163,7 +195,12 @@ def track(loader: Any, description: str, shown: bool = True) -> Iterator[Any]:
 
 
 def open_tensorboard(folder: File | None, step: int) -> Any:
-    """A TensorBoard writer that overwrites what a killed run logged past ``step``; None when no folder is named."""
+    """Returns a TensorBoard writer, or None without a folder.
+
+    Args:
+        folder: Folder of the logs, or None.
+        step: First step of this run. Later steps that a killed run logged are overwritten.
+    """
     if folder is None:
         return None
     check_writable(Path(folder) / "events")

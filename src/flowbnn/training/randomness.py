@@ -1,4 +1,4 @@
-"""Every source of randomness that a training run draws on, saved and restored."""
+"""Random generators of a training run: seeding, saving and restoring."""
 
 import random
 from collections.abc import Iterable, Iterator
@@ -12,36 +12,38 @@ from flowbnn.distributions.draws import GENERATOR_LOCK
 
 
 def seed_all(seed: int) -> None:
-    """Seed torch (all devices), numpy's global generator and ``random``."""
+    """Seeds torch (all devices), numpy's global generator and ``random``."""
     random.seed(seed)
     np.random.seed(seed % 2**32)  # noqa: NPY002
     torch.manual_seed(seed)
 
 
 def loader_generators(loader: Any) -> list[torch.Generator]:
-    """The loader's own generators: its ``generator`` and those of its samplers, each once, in a fixed order."""
+    """Returns the generators of a loader and of its samplers, each once, in a fixed order."""
     batch_sampler = getattr(loader, "batch_sampler", None)
-    holders = (
+    owners = (
         loader,
         getattr(loader, "sampler", None),
         batch_sampler,
         getattr(batch_sampler, "sampler", None),
     )
-    generators = [getattr(holder, "generator", None) for holder in holders]
-    return list(dict.fromkeys(one for one in generators if isinstance(one, torch.Generator)))
+    generators = [getattr(owner, "generator", None) for owner in owners]
+    return list(dict.fromkeys(value for value in generators if isinstance(value, torch.Generator)))
 
 
 class RandomState:
-    """The global generators of torch (CPU and CUDA), numpy and ``random``, and any generators handed in.
+    """State of the global generators of torch (CPU and CUDA), numpy and ``random``, and of further generators.
 
-    ``device`` is that of one of several processes; its state is then the only one of ``cuda``, so that all processes, each on a device
-    of its own, can share one state. None keeps those of all devices.
+    Args:
+        generators: Further generators, such as those of a loader.
+        device: Device of one of several processes. Its state is then the only CUDA state, so that processes on different devices can
+            exchange their states. None saves the states of all CUDA devices.
 
     >>> source = torch.Generator().manual_seed(0)
-    >>> randomness = RandomState([source])
-    >>> before = randomness.state()
+    >>> random_state = RandomState([source])
+    >>> before = random_state.state()
     >>> first = torch.rand(1), torch.rand(1, generator=source), random.random()
-    >>> randomness.restore(before)
+    >>> random_state.restore(before)
     >>> first == (torch.rand(1), torch.rand(1, generator=source), random.random())
     True
     """
@@ -53,46 +55,48 @@ class RandomState:
         self.device = device
 
     def state(self) -> dict[str, Any]:
-        """Everything, as nested tensors and plain values."""
+        """Returns the state of all generators as nested tensors and plain values."""
         version, words, gauss = random.getstate()
-        kind, numbers, *rest = np.random.get_state(legacy=True)  # noqa: NPY002
+        kind, numbers, *position = np.random.get_state(legacy=True)  # noqa: NPY002
         return {
             **self.torch_state(),
             "python": (version, torch.from_numpy(np.array(words, dtype=np.int64)), gauss),
-            "numpy": (kind, torch.from_numpy(np.array(numbers, dtype=np.int64)), *rest),
+            "numpy": (kind, torch.from_numpy(np.array(numbers, dtype=np.int64)), *position),
         }
 
     def torch_state(self) -> dict[str, Any]:
-        """torch's part of the state: two microseconds, so that it can be kept at every step."""
-        cuda: list[torch.Tensor] = []
-        if self.device is not None and self.device.type == "cuda":
-            cuda = [torch.cuda.get_rng_state(self.device)]
-        elif self.device is None and torch.cuda.is_initialized():
-            cuda = torch.cuda.get_rng_state_all()
-        own = list(map(torch.Generator.get_state, self.generators))
-        return {"torch": torch.get_rng_state(), "cuda": cuda, "generators": own}
+        """Returns the state of torch's generators, which takes two microseconds and can be saved at every step."""
+        states = list(map(torch.Generator.get_state, self.generators))
+        return {"torch": torch.get_rng_state(), "cuda": self.cuda_state(), "generators": states}
+
+    def cuda_state(self) -> list[torch.Tensor]:
+        """Returns the states of the CUDA generators."""
+        if self.device is not None:
+            return [torch.cuda.get_rng_state(self.device)] if self.device.type == "cuda" else []
+        return torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
 
     def seed(self, seed: int) -> None:
-        """Seed all but those of CUDA."""
+        """Seeds all generators except those of CUDA."""
         random.seed(seed)
         np.random.seed(seed % 2**32)  # noqa: NPY002
         for generator in (torch.default_generator, *self.generators):
             generator.manual_seed(seed)
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Restore what :meth:`state` or :meth:`torch_state` gave."""
+        """Restores a state returned by :meth:`state` or :meth:`torch_state`, or the entries of it that are present."""
         torch.set_rng_state(state["torch"])
         if torch.cuda.is_available():
-            places: Any = [self.device] if self.device is not None else range(torch.cuda.device_count())
-            for device, value in zip(places, state["cuda"], strict=False):
+            devices: Any = [self.device] if self.device is not None else range(torch.cuda.device_count())
+            for device, value in zip(devices, state["cuda"], strict=False):
                 torch.cuda.set_rng_state(value, device)
-        for generator, value in zip(self.generators, state["generators"], strict=True):
-            generator.set_state(value)
+        if "generators" in state:
+            for generator, value in zip(self.generators, state["generators"], strict=True):
+                generator.set_state(value)
         if "python" in state:
             version, words, gauss = state["python"]
             random.setstate((version, tuple(words.tolist()), gauss))
-            kind, numbers, *rest = state["numpy"]
-            np.random.set_state((kind, numbers.numpy(), *rest))  # noqa: NPY002
+            kind, numbers, *position = state["numpy"]
+            np.random.set_state((kind, numbers.numpy(), *position))  # noqa: NPY002
 
 
 @contextmanager
@@ -115,7 +119,17 @@ def preserve_rng_state(loader: Any, seed: int | None = None) -> Iterator[None]:
 
 @contextmanager
 def temporary_seed(seed: int | None) -> Iterator[None]:
-    """Parameters that begin at random begin from this seed; torch's generator is put back afterwards. None leaves it alone."""
+    """Context manager that seeds torch's CPU generator and restores it at its end.
+
+    Args:
+        seed: Seed of the block, or None to use the generator as it is.
+
+    >>> with temporary_seed(0):
+    ...     first = torch.rand(1)
+    >>> with temporary_seed(0):
+    ...     bool(first == torch.rand(1))
+    True
+    """
     if seed is None:
         yield
         return
@@ -126,7 +140,12 @@ def temporary_seed(seed: int | None) -> Iterator[None]:
 
 @contextmanager
 def sampling_context(device: torch.device, seed: int | None) -> Iterator[None]:
-    """Without gradients, from torch's generators at this seed, which are put back afterwards; None leaves them alone."""
+    """Context manager without gradients that seeds torch's generators and restores them at its end.
+
+    Args:
+        device: Device whose generator is seeded beside that of the CPU.
+        seed: Seed of the block, or None to use the generators as they are.
+    """
     with torch.no_grad():
         if seed is None:
             yield

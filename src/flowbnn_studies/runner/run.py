@@ -199,7 +199,7 @@ def run_study(
         accelerator, precision: Device and precision, as in :class:`~flowbnn.training.TrainingOptions`; ``"auto"`` takes what suits
             the study.
         devices, num_nodes: Number of devices and machines that train each variant together, as in
-            :class:`~flowbnn.training.TrainingOptions`. The first process writes the results.
+            :class:`~flowbnn.training.TrainingOptions`. More than one needs torchrun. The first process writes the results.
         acceleration: Execution of training steps on a GPU, as in :class:`~flowbnn.training.TrainingOptions`.
         only: Globs of the keys of the variants to train. Variants that they start from are trained as well. Requires a study with
             ``partial``.

@@ -1,7 +1,7 @@
-"""Trains several small networks, alone or in several processes, and stores where each process ended.
+"""Trains several small networks, in one process or in several, and stores the result of each process.
 
-Run as a script, in two processes, by test_devices.py: ``shared_run.py FOLDER``. There they also run a study, and at last the second
-one is killed in the middle of a fit.
+test_distributed_run.py runs this file as a script in two processes, ``two_process_run.py FOLDER``. They also run a study, and at the
+end the second process is killed in the middle of a fit.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ from flowbnn.methods import PointPosterior
 from flowbnn.training import EarlyStop, TrainingOptions, connect, save_tensors
 
 sys.path.insert(0, str(Path(__file__).parent))
-from dying_run import fit as mortal_fit
+from failing_fit import fit as failing_fit
 from objectives import train
 
 FLOWS = {
@@ -49,15 +49,15 @@ def shuffled(rows=29, batch=8, workers=0):
 
 
 def flow_noise(**options):
-    """Uneven shares (29 examples in batches of 8 end with one of 5), every kind of noise, validation and early stopping."""
+    """Fits every kind of noise with uneven shards (29 examples in batches of 8), validation and early stopping."""
     model = fb.to_stochastic(convolutions(), FLOWS)
     rule = EarlyStop(patience=9)
-    more = {"validation": shuffled(11, 4), "early_stop": rule, "warmup": 0.5, "gamma": 0.01}
-    return fb.fit(model, shuffled(), weight_lr=1e-3, noise_lr=1e-2, **more, **options)
+    defaults = {"validation": shuffled(11, 4), "early_stop": rule, "warmup": 0.5, "gamma": 0.01}
+    return fb.fit(model, shuffled(), weight_lr=1e-3, noise_lr=1e-2, **defaults, **options)
 
 
 def two_samples_of_a_mixture(**options):
-    """Several draws per example, a mixture base, a learned noise of the likelihood; a last batch of one example."""
+    """Fits two samples per example, a mixture base and learned observation noise, with a last batch of one example."""
     torch.manual_seed(1)
     network = nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 1))
     rules = {"0": fb.noise.NormalAffine(components=3), "*": fb.noise.NormalGlow(1)}
@@ -67,7 +67,7 @@ def two_samples_of_a_mixture(**options):
 
 
 def device_batches(**options):
-    """A loader that gives each process its own rows, and a plain network."""
+    """Fits a deterministic network with a loader of tensors in memory."""
     loader = TensorLoader(
         *images(22), batch_size=10, shuffle=True, generator=torch.Generator().manual_seed(3)
     )
@@ -77,20 +77,20 @@ def device_batches(**options):
 
 
 def statistics(**options):
-    """BatchNorm, whose statistics are each process's own on a CPU."""
+    """Fits BatchNorm, whose statistics differ between processes on a CPU."""
     torch.manual_seed(4)
     network = nn.Sequential(nn.Flatten(), nn.Linear(64, 5), nn.BatchNorm1d(5), nn.Linear(5, 3))
     return fb.MLE(epochs=options.pop("epochs", 20)).fit(network, shuffled(24), **options)
 
 
 def data_workers(**options):
-    """A worker process that fetches the data, batches given as a list for validation."""
+    """Fits with a data worker, and a list of batches for validation."""
     model = fb.to_stochastic(convolutions(), {"*": fb.noise.NormalAffine(site="position")})
     return fb.fit(model, shuffled(16, workers=1), validation=[images(5, 7), images(3, 8)], **options)
 
 
 def own_step(epochs, **options):
-    """An objective of the user's own: a layer that takes part now and then, and one that never does."""
+    """Trains a custom objective with a layer that is used in some batches and one that is never used."""
     torch.manual_seed(5)
     network = nn.ModuleDict({name: nn.Linear(64, 3) for name in ("used", "rare", "idle")})
     network.register_parameter("scale", nn.Parameter(torch.zeros(())))
@@ -110,37 +110,37 @@ def own_step(epochs, **options):
 
 
 def interrupted(folder, **options):
-    """Cut in the middle of an epoch and resumed: as if it had not been."""
+    """Fits with an interruption in the middle of an epoch, which leaves no difference."""
     del options["epochs"], options["seed"], options["progress"], options["accelerator"]
     with contextlib.suppress(KeyboardInterrupt):
-        mortal_fit(folder / "cut", "interrupted", **options)
-    resumed = mortal_fit(folder / "cut", resume=True, **options)
-    peaceful = mortal_fit(folder / "peaceful", **options)
-    left, right = (posterior.model.state_dict() for posterior in (resumed, peaceful))
+        failing_fit(folder / "cut", "interrupted", **options)
+    resumed = failing_fit(folder / "cut", resume=True, **options)
+    expected = failing_fit(folder / "expected", **options)
+    left, right = (posterior.model.state_dict() for posterior in (resumed, expected))
     assert all(torch.equal(left[name], right[name]) for name in left)
-    assert resumed.history.records == peaceful.history.records
+    assert resumed.history.records == expected.history.records
     return resumed
 
 
 def gaussian_weights(epochs, **options):
-    """Bayes by Backprop: one draw of the weights for all processes, and local noise for every row."""
+    """Fits Bayes by Backprop, with one draw of the weights for all processes and local noise for every row."""
     method = fb.BayesByBackprop("scale-mixture", epochs=epochs, lr=1e-2)
-    return with_spread(method.fit(convolutions(), shuffled(), **options))
+    return with_buffers(method.fit(convolutions(), shuffled(), **options))
 
 
 def flipped_weights(epochs, **options):
-    """Flipout, whose signs are each row's own."""
+    """Fits Flipout, which draws signs for every row."""
     method = fb.BayesByBackprop(epochs=epochs, lr=1e-2, estimator="flipout")
-    return with_spread(method.fit(convolutions(), shuffled(), **options))
+    return with_buffers(method.fit(convolutions(), shuffled(), **options))
 
 
 def multiplied_weights(epochs, **options):
-    """Multiplicative flows, whose noise is each row's own."""
-    return with_spread(fb.MNF(epochs=epochs, lr=1e-2).fit(convolutions(), shuffled(), **options))
+    """Fits multiplicative normalizing flows, which draw noise for every row."""
+    return with_buffers(fb.MNF(epochs=epochs, lr=1e-2).fit(convolutions(), shuffled(), **options))
 
 
-def with_spread(posterior):
-    """The tensors of the posterior beside those of its network."""
+def with_buffers(posterior):
+    """Returns the posterior with its tensors registered as buffers of its network."""
     for number, value in enumerate(posterior.state().values()):
         posterior.model.register_buffer(f"posterior{number}", value)
     return posterior
@@ -160,7 +160,7 @@ CASES = (
 
 
 def predictions(posterior, folder, rank):
-    """Batches of 4, 4, 4, 4 and 1, in order and in shuffled order, with draws shared and not, and an empty seed."""
+    """Stores predictions for loaders of every kind, with shared and with separate draws."""
     held_out = images(17, 5)
     loaders = {
         "ordered": DataLoader(TensorDataset(*held_out), batch_size=4),
@@ -172,20 +172,20 @@ def predictions(posterior, folder, rank):
     tensors = {}
     for name, loader in loaders.items():
         for shared in (True, False):
-            torch.manual_seed(6 + rank)  # the first process's draws are everybody's
-            found, targets = posterior.predict_with_targets(loader, 6, shared=shared, progress=False)
-            tensors[f"{name} {shared}"] = found.probabilities
+            torch.manual_seed(6 + rank)  # all processes use the draws of the first one
+            prediction, targets = posterior.predict_with_targets(loader, 6, shared=shared, progress=False)
+            tensors[f"{name} {shared}"] = prediction.probabilities
             if targets is not None:
                 tensors[f"{name} {shared} targets"] = targets
-    sample_counts = posterior.predict(loaders["ordered"], 40, adaptive=0.05, progress=False)
-    tensors |= {"adaptive": sample_counts.probabilities, "spent": sample_counts.sample_counts}
-    spoilt = [held_out, (torch.full_like(held_out[0], torch.nan), held_out[1])]
+    adaptive = posterior.predict(loaders["ordered"], 40, adaptive=0.05, progress=False)
+    tensors |= {"adaptive": adaptive.probabilities, "sample counts": adaptive.sample_counts}
+    inputs = [held_out, (torch.full_like(held_out[0], torch.nan), held_out[1])]
     try:
-        posterior.predict(spoilt[rank : rank + 1] * 2, 2, progress=False, shared=False)
+        posterior.predict(inputs[rank : rank + 1] * 2, 2, progress=False, shared=False)
     except FlowBNNError as error:
         tensors[str(error)] = torch.zeros(1)
-    own = posterior.predict(held_out[0][: 3 + rank], 2, seed=1)  # a tensor is each process's own affair
-    tensors["own"] = own.probabilities[:3]
+    local = posterior.predict(held_out[0][: 3 + rank], 2, seed=1)  # a tensor is not split
+    tensors["tensor"] = local.probabilities[:3]
     save_tensors(folder / f"predictions-{rank}.safetensors", tensors, {})
 
 
@@ -199,8 +199,9 @@ def train_all(folder):
         if torch.distributed.is_initialized():
             rank = torch.distributed.get_rank()
         history = posterior.history.to_dict() | {"seconds": 0.0}
-        told = [str(warning.message) for warning in caught if "BatchNorm" in str(warning.message)]
-        document = {"history": history, "after": torch.rand(2).tolist(), "told": told}
+        kinds = [warning.message.kind for warning in caught if isinstance(warning.message, FlowBNNWarning)]
+        document = {"history": history, "random": torch.rand(2).tolist()}
+        document["warnings"] = [kind for kind in kinds if kind == "batch norm"]
         tensors = dict(posterior.model.state_dict()) | {
             f"likelihood.{name}": value for name, value in posterior.likelihood.state_dict().items()
         }
@@ -210,20 +211,20 @@ def train_all(folder):
 
 
 def fail(folder):
-    """In children of both processes, which meet in a file of their own: the second fails, the first one hears of it."""
+    """Runs a fit in children of both processes, which connect by a file. The second child fails and the first one reports it."""
     child = os.fork()
     if child:
         os.waitpid(child, 0)
         return
     try:
         folder.mkdir(exist_ok=True)
-        meeting = f"file://{folder.absolute() / 'meeting'}"
-        torch.distributed.init_process_group("gloo", meeting, rank=int(os.environ["RANK"]), world_size=2)
-        mortal_fit(folder / "failing", "raises", devices=2)
+        address = f"file://{folder.absolute() / 'rendezvous'}"
+        torch.distributed.init_process_group("gloo", address, rank=int(os.environ["RANK"]), world_size=2)
+        failing_fit(folder / "failing", "raises", devices=2)
     except ArithmeticError:
         os._exit(0)
     except FlowBNNError as error:
-        (folder / "message.txt").write_text(str(error))
+        (folder / "message.txt").write_text(f"{error.kind}: {error}")
     os._exit(0)
 
 
@@ -231,20 +232,20 @@ def run_study(folder):
     from flowbnn_studies.cli import app
 
     if torch.distributed.get_rank() == 0:
-        print("a study", flush=True)
-    words = ["run", "two-clusters", "--quick", "--seeds", "1", "--epochs", "1", "--devices", "2"]
-    small = ["--set", "train=80", "--set", "test=80", "--set", "samples=2", "--set", "grid=3"]
-    app([*words, *small, "--out", str(folder)], standalone_mode=False)
+        print("--- output of the study", flush=True)
+    command = ["run", "two-clusters", "--quick", "--seeds", "1", "--epochs", "1", "--devices", "2"]
+    settings = ["--set", "train=80", "--set", "test=80", "--set", "samples=2", "--set", "grid=3"]
+    app([*command, *settings, "--out", str(folder)], standalone_mode=False)
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    place = Path(sys.argv[1])
-    import torch._dynamo  # which torch's optimizers import sooner or later, here before a fork
+    output = Path(sys.argv[1])
+    import torch._dynamo  # torch's optimizers import it later, which is slow in a forked process
 
-    fail(place)  # ahead of all threads, for which a fork is none
+    fail(output)  # before any thread starts, because a fork copies no threads
     connect(TrainingOptions(accelerator="cpu", devices=2))
-    train_all(place)
-    run_study(place / "study")
-    (place / "begun").touch()
-    mortal_fit(place / "run", "killed", devices=2)
+    train_all(output)
+    run_study(output / "study")
+    (output / "begun").touch()
+    failing_fit(output / "run", "killed", devices=2)

@@ -1,4 +1,4 @@
-"""A last batch of one row, which BatchNorm cannot be trained on."""
+"""Tests of a last batch of one row, on which BatchNorm cannot be trained."""
 
 from typing import Any
 
@@ -16,9 +16,9 @@ from flowbnn.training import TrainingOptions
 QUIET: dict[str, Any] = {"progress": False, "accelerator": "cpu"}
 
 
-def loader(batch_size: int = 8, **more: Any) -> DataLoader[Any]:
+def loader(batch_size: int = 8, **options: Any) -> DataLoader[Any]:
     inputs = torch.linspace(-1.0, 1.0, 68).reshape(17, 4)
-    return DataLoader(TensorDataset(inputs, torch.arange(17) % 3), batch_size=batch_size, **more)
+    return DataLoader(TensorDataset(inputs, torch.arange(17) % 3), batch_size=batch_size, **options)
 
 
 def network() -> nn.Sequential:
@@ -43,22 +43,21 @@ METHODS: list[Method] = [
 
 @pytest.mark.filterwarnings("ignore::flowbnn.errors.FlowBNNWarning")
 @pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)
-def test_every_method_says_what_to_do(method: Method) -> None:
-    with pytest.raises(
-        FlowBNNError,
-        match="the batch has a single example, which BatchNorm cannot be trained on; .*drop_last=True",
-    ) as caught:
+def test_every_method_explains_the_error(method: Method) -> None:
+    with pytest.raises(FlowBNNError) as caught:
         method.fit(network(), loader(), validation=loader(), **QUIET)
     assert "Expected more than 1 value per channel" in str(caught.value.__cause__)
-    assert str(caught.value).startswith("epoch 1, batch 3: ")
+    assert caught.value.kind == "batch"
+    assert "epoch 1, batch 3" in str(caught.value)
+    assert "drop_last=True" in str(caught.value)
 
 
-def test_the_advice_helps() -> None:
-    for good in (loader(drop_last=True), loader(batch_size=5)):
-        fb.MAP(epochs=1).fit(network(), good, **QUIET)
+def test_drop_last_and_other_batch_sizes_avoid_the_error() -> None:
+    for data in (loader(drop_last=True), loader(batch_size=5)):
+        fb.MAP(epochs=1).fit(network(), data, **QUIET)
 
 
-def test_other_errors_of_a_step_stay_as_they_are() -> None:
+def test_other_errors_are_not_changed() -> None:
     def broken(model: nn.Module, batch: Any, clock: Any) -> Any:
         raise ValueError("Expected more than 1 value per channel" if len(batch[0]) > 1 else "something else")
 

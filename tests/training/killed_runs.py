@@ -1,4 +1,4 @@
-"""Trains in forked children that are killed by SIGKILL, resumes them, and compares with a run left in peace."""
+"""Trains in forked processes that are killed by SIGKILL, resumes them, and compares them with an uninterrupted run."""
 
 import os
 import random
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import torch._dynamo  # which torch's optimizers import, here once and not in every child
+import torch._dynamo  # torch's optimizers import it; here it is imported once for all forked processes
 from objectives import train
 from torch import nn
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset
@@ -21,11 +21,13 @@ def make_loader(kind):
     source = torch.Generator().manual_seed(3)
     inputs = torch.randn(BATCHES * 4, 3, generator=source)
     data = TensorDataset(inputs, inputs.sum(1, keepdim=True))
-    own = torch.Generator().manual_seed(8)
-    if kind == "own generator":
-        return DataLoader(data, batch_size=4, shuffle=True, generator=own)
+    generator = torch.Generator().manual_seed(8)
+    if kind == "generator":
+        return DataLoader(data, batch_size=4, shuffle=True, generator=generator)
     if kind == "with replacement":
-        return DataLoader(data, batch_size=4, sampler=RandomSampler(data, replacement=True, generator=own))
+        return DataLoader(
+            data, batch_size=4, sampler=RandomSampler(data, replacement=True, generator=generator)
+        )
     if kind == "worker":
         return DataLoader(data, batch_size=4, shuffle=True, num_workers=1)
     if kind == "list":
@@ -34,8 +36,17 @@ def make_loader(kind):
 
 
 def run(folder, kind, fresh, kill_at=None, kill_in=None, kill_validating=None):
-    """One process: trains until it is done or kills itself at a step, or around the writing of a checkpoint."""
-    seed = 0 if fresh else os.getpid()  # a resumed process must not profit from having the right seed
+    """Trains until the run is complete or the process kills itself.
+
+    Args:
+        folder: Folder of the checkpoint and the result.
+        kind: Kind of loader.
+        fresh: True for a new run, False for a resumed one.
+        kill_at: Step at which the process kills itself.
+        kill_in: ``("before" or "after", n)``: the process kills itself before or after the n-th rename of a file.
+        kill_validating: Number of the validation in which the process kills itself.
+    """
+    seed = 0 if fresh else os.getpid()  # a resumed process must not depend on the seed
     torch.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed)  # noqa: NPY002
@@ -66,15 +77,15 @@ def run(folder, kind, fresh, kill_at=None, kill_in=None, kill_validating=None):
         when, number = kill_in
         replace, counter = os.replace, iter(range(1, 1000))
 
-        def deadly(source, target):
-            mine = next(counter) == number
-            if mine and when == "before":
+        def replace_and_kill(source, target):
+            last = next(counter) == number
+            if last and when == "before":
                 os.kill(os.getpid(), signal.SIGKILL)
             replace(source, target)
-            if mine:
+            if last:
                 os.kill(os.getpid(), signal.SIGKILL)
 
-        os.replace = deadly
+        os.replace = replace_and_kill
 
     options = TrainingOptions(
         epochs=EPOCHS,
@@ -103,14 +114,14 @@ def run(folder, kind, fresh, kill_at=None, kill_in=None, kill_validating=None):
     )
 
 
-def in_child(act, *args, **kwargs):
-    """Run in a forked process; whether SIGKILL ended it."""
+def run_in_child(function, *args, **kwargs):
+    """Calls a function in a forked process and returns True if SIGKILL ended it."""
     child = os.fork()
     if child == 0:
         code = 1
         try:
             torch.set_num_threads(1)
-            act(*args, **kwargs)
+            function(*args, **kwargs)
             code = 0
         finally:
             os._exit(code)
@@ -122,7 +133,8 @@ def in_child(act, *args, **kwargs):
     return False
 
 
-def same(folder, other):
+def equal_results(folder, other):
+    """Returns True if two runs ended with bitwise equal weights and equal histories."""
     (left, left_document), (right, right_document) = (
         load_tensors(f / "result.safetensors") for f in (folder, other)
     )
@@ -130,51 +142,53 @@ def same(folder, other):
     return left.keys() == right.keys() and all(a == b for a, b in bits) and left_document == right_document
 
 
-def write_killed(path):
-    def killed(tensors, path, metadata):
-        Path(path).with_name(".tmpAbC123").write_bytes(b"half")  # as safetensors does before it renames
+def write_and_kill(path):
+    """Kills the process while it writes a file."""
+
+    def save_and_kill(tensors, path, metadata):
+        Path(path).with_name(".tmpAbC123").write_bytes(b"half")  # safetensors writes such a file first
         os.kill(os.getpid(), signal.SIGKILL)
 
-    storage.save_file = killed
+    storage.save_file = save_and_kill
     save_tensors(path, {"x": torch.ones(2)}, {})
 
 
 def kill_inside_a_write(folder):
-    """What is there after the kill, and after the next write."""
+    """Returns the files after a killed write and after the next write."""
     path = save_tensors(folder / "a.safetensors", {"x": torch.zeros(2)}, {})
-    answer = {"killed": in_child(write_killed, path)}
-    answer |= {"files": len(os.listdir(folder)), "held": load_tensors(path)[0]["x"].tolist()}
+    result = {"killed": run_in_child(write_and_kill, path)}
+    result |= {"files": len(os.listdir(folder)), "values": load_tensors(path)[0]["x"].tolist()}
     save_tensors(path, {"x": torch.ones(2)}, {})
-    return answer | {"after": os.listdir(folder)}
+    return result | {"files_after": os.listdir(folder)}
 
 
 CASES = [
     ("shuffled", [{"kill_at": 4}, {"kill_at": 7}, {"kill_at": 8}, {"kill_at": 16}]),
-    # before a checkpoint is written, and after one of an epoch's last step, before its record
+    # before a checkpoint is written, and between the last step of an epoch and its record
     ("shuffled", [{"kill_in": ("after", 5)}]),
     ("shuffled", [{"kill_in": ("before", 2)}]),
     ("shuffled", [{"kill_validating": 2}, {"kill_validating": 1}, {"kill_validating": 3}]),
-    ("own generator", [{"kill_at": 8}, {"kill_in": ("before", 1)}]),
+    ("generator", [{"kill_at": 8}, {"kill_in": ("before", 1)}]),
     ("with replacement", [{"kill_at": 13}]),
     ("list", [{"kill_at": 11}]),
     ("worker", [{"kill_at": 8}]),
 ]
 
 
-def disturbed_runs(folder):
-    """One answer per case."""
-    peaceful = {}
+def compare_killed_runs(folder):
+    """Yields one result per case."""
+    uninterrupted = {}
     for number, (kind, kills) in enumerate(CASES):
-        if kind not in peaceful:
-            peaceful[kind] = folder / f"peaceful-{kind}"
-            assert not in_child(run, peaceful[kind], kind, fresh=True)
+        if kind not in uninterrupted:
+            uninterrupted[kind] = folder / f"uninterrupted-{kind}"
+            assert not run_in_child(run, uninterrupted[kind], kind, fresh=True)
         disturbed = folder / f"killed-{number}"
         killed = [
-            in_child(run, disturbed, kind, fresh=index == 0, **kill) for index, kill in enumerate(kills)
+            run_in_child(run, disturbed, kind, fresh=index == 0, **kill) for index, kill in enumerate(kills)
         ]
-        assert not in_child(run, disturbed, kind, fresh=False)
+        assert not run_in_child(run, disturbed, kind, fresh=False)
         leftovers = [path.name for path in disturbed.iterdir() if path.suffix == ".part"]
-        answer = {"case": kind, "kills": kills, "killed": all(killed), "leftovers": leftovers}
+        result = {"case": kind, "kills": kills, "killed": all(killed), "leftovers": leftovers}
         history = load_tensors(disturbed / "result.safetensors")[1]["history"]
-        answer |= {"steps": history["steps"], "stopped_early": history["stopped_early"]}
-        yield answer | {"equal": same(peaceful[kind], disturbed)}
+        result |= {"steps": history["steps"], "stopped_early": history["stopped_early"]}
+        yield result | {"equal": equal_results(uninterrupted[kind], disturbed)}

@@ -1,4 +1,4 @@
-"""On a CUDA device: a gradient that is not finite is found without stalling the device."""
+"""Tests on a CUDA device: gradients that are not finite, memory of recorded runs, and noise at positions."""
 
 import gc
 
@@ -51,14 +51,12 @@ def fit(model, at, fused=True, **options):
 
 @pytest.mark.parametrize("clip", [None, 1.0])
 @pytest.mark.parametrize("at", [2, 3, 7])
-def test_a_bad_gradient_is_named_and_a_fused_optimizer_leaves_the_weights_alone(tmp_path, at, clip):
+def test_nonfinite_gradient_is_named_and_fused_optimizers_keep_the_weights(tmp_path, at, clip):
     model, expected = network(), network()
     with pytest.raises(FlowBNNError) as caught:
         fit(model, at, clip_gradient=clip, checkpoint=tmp_path, checkpoint_every=2)
-    where = (
-        f"the gradient of '2.bias' is not finite in epoch {at // 4 + 1}, step {at + 1} although the loss is"
-    )
-    assert str(caught.value).startswith(where)
+    assert (caught.value.kind, caught.value.layer) == ("not finite", "2.bias")
+    assert f"in epoch {at // 4 + 1}, step {at + 1}" in str(caught.value)
     assert "updated with it" not in str(caught.value)
     assert load_tensors(tmp_path / "last.safetensors")[1]["position"]["step"] == at // 2 * 2
 
@@ -74,7 +72,7 @@ def test_a_bad_gradient_is_named_and_a_fused_optimizer_leaves_the_weights_alone(
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), expected.parameters(), strict=True))
 
 
-def test_parameters_of_several_kinds_and_sparse_gradients():
+def test_nonfinite_gradients_of_several_dtypes_and_layouts():
     class Mixed(nn.Module):
         def __init__(self):
             super().__init__()
@@ -92,17 +90,21 @@ def test_parameters_of_several_kinds_and_sparse_gradients():
     model = Mixed()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     settings = TrainingOptions(epochs=3, accelerator="cuda")
-    with pytest.raises(FlowBNNError, match="'linear.bias' is not finite in epoch 3, step 6"):
+    with pytest.raises(FlowBNNError) as caught:
         train(model, step, optimizer, [torch.arange(5), torch.tensor([1, 1])], settings)
+    assert caught.value.layer == "linear.bias"
+    assert "in epoch 3, step 6" in str(caught.value)
 
 
-def test_without_a_fused_optimizer_the_message_says_that_the_weights_are_spoilt():
-    with pytest.raises(FlowBNNError, match="'2.bias' is not finite in epoch 1, step 3 .*updated with it"):
+def test_message_says_if_the_weights_were_updated():
+    with pytest.raises(FlowBNNError) as caught:
         fit(network(), 2, fused=False)
+    assert caught.value.layer == "2.bias"
+    assert "updated with it" in str(caught.value)
 
 
-def test_recorded_runs_leave_no_memory_behind():
-    """cuBLAS keeps its workspace for every stream it was ever called on, so that all recordings share one stream."""
+def test_recorded_runs_free_their_memory():
+    """cuBLAS keeps a workspace for every stream, so all recordings share one stream."""
 
     class Squares(nn.Module):
         capturable = True
@@ -114,7 +116,7 @@ def test_recorded_runs_leave_no_memory_behind():
         def forward(self, batch, clock):
             return self.network(batch[0]).square().mean(), {}
 
-    left = []
+    allocated = []
     for _ in range(3):
         model = network()
         optimizer = torch.optim.Adam(model.parameters(), fused=True)
@@ -122,13 +124,13 @@ def test_recorded_runs_leave_no_memory_behind():
         train_objective(Squares(model), optimizer, data(), options)
         del model, optimizer
         gc.collect()
-        left.append(torch.cuda.memory_allocated())
-    assert left[2] - left[1] < 2**20
+        allocated.append(torch.cuda.memory_allocated())
+    assert allocated[2] - allocated[1] < 2**20
 
 
 @pytest.mark.parametrize("acceleration", ["graph", "compile"])
-def test_flows_at_positions_are_drawn_ahead_and_a_look_leaves_no_trace(acceleration):
-    """The pass from which the compiled step learns the positions changes neither statistics nor random numbers."""
+def test_flows_at_positions_are_recorded_and_the_probe_changes_nothing(acceleration):
+    """The pass that finds the number of positions changes neither statistics nor random numbers."""
     torch.manual_seed(0)
     plain = nn.Sequential(
         nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 40, 3), nn.Flatten(), nn.Linear(160, 2)
@@ -151,9 +153,9 @@ def test_flows_at_positions_are_drawn_ahead_and_a_look_leaves_no_trace(accelerat
     )
     batch = torch.randn(8, 3, 6, 6, device="cuda"), torch.arange(8, device="cuda") % 2
     for number in range(6):
-        assert recorder.take(batch, Clock(0, number, 6, 1))
+        assert recorder.step(batch, Clock(0, number, 6, 1))
         assert int(model[1].num_batches_tracked) == number + 1
-    assert not recorder.bad(wait=True)
+    assert not recorder.is_nonfinite(wait=True)
     assert recorder.graph is not None
     assert objective._asked[8][noise_layers(model)["3"].key] == ((4, 4), True)
     assert all(module.training for module in model.modules())

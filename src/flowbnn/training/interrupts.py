@@ -1,0 +1,69 @@
+"""Deferred handling of Ctrl-C and SIGTERM, so that a signal never splits an update of the weights."""
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+
+class Terminated(RuntimeError):
+    """Raised when this process receives SIGTERM during a training run."""
+
+
+class Interrupts:
+    """Signal handlers that can defer Ctrl-C to the end of a block.
+
+    Inside :meth:`deferred` a first Ctrl-C is raised at the end of the block, a second one at once. Outside of it, every Ctrl-C is
+    raised at once. Nothing is installed outside the main thread or if the program has its own handlers.
+
+    Args:
+        terminate: If True, SIGTERM is handled in the same way. torchrun sends it to the remaining processes when one has died.
+
+    Attributes:
+        pending: Exception class of a deferred signal, or None.
+        ending: True once the process is ending because of SIGTERM or the death of another process.
+    """
+
+    def __init__(self, terminate: bool) -> None:
+        self.terminate = terminate
+        self.handlers: dict[signal.Signals, Any] = {}  # the previous handlers
+        self.deferring = self.ending = False
+        self.pending: type[BaseException] | None = None
+
+    def install(self) -> None:
+        """Installs the handlers."""
+        if threading.current_thread() is not threading.main_thread():
+            return
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            self.handlers[signal.SIGINT] = signal.signal(signal.SIGINT, self._handle)
+        if self.terminate and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+            self.handlers[signal.SIGTERM] = signal.signal(signal.SIGTERM, self._handle)
+
+    def remove(self) -> None:
+        """Restores the previous handlers."""
+        for number, handler in self.handlers.items():
+            # SIGTERM must not end a process before it has reported the death of another one
+            ignored = number == signal.SIGTERM and self.ending
+            signal.signal(number, signal.SIG_IGN if ignored else handler)
+
+    @contextmanager
+    def deferred(self) -> Iterator[None]:
+        """Context manager that raises a first signal at its end."""
+        self.deferring = True
+        try:
+            yield
+        finally:
+            self.deferring = False
+            if self.pending is not None:
+                raise self.pending
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        kind = KeyboardInterrupt if number == signal.SIGINT else Terminated
+        if kind is Terminated and self.ending:
+            return
+        self.ending = self.ending or kind is Terminated
+        if not self.deferring or self.pending is kind:
+            raise kind
+        self.pending = self.pending or kind
