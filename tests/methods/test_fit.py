@@ -188,8 +188,9 @@ def test_bad_files_leave_the_network_alone(tmp_path):
     path = posterior.save(tmp_path / "posterior.safetensors")
     other = nn.Sequential(nn.Linear(4, 9), nn.ReLU(), nn.Linear(9, 3))
     before = {name: value.clone() for name, value in other.state_dict().items()}
-    with pytest.raises(FlowBNNError, match="of another architecture"):
+    with pytest.raises(FlowBNNError) as caught:
         fb.posterior.NoisePosterior.load(path, other)
+    assert caught.value.kind == "architecture"
     assert all(torch.equal(value, before[name]) for name, value in other.state_dict().items())
     with pytest.raises(FlowBNNError, match="rule '2' matches no layer"):
         fb.posterior.NoisePosterior.load(path, nn.Sequential(nn.Linear(4, 16)))

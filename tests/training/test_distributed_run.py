@@ -107,7 +107,7 @@ def check_killed_run(folder, errors):
 def check_study(folder, output, errors):
     """Only the first process prints and writes the results."""
     assert output.count("results.json") == 1
-    lines = [line for line in errors.splitlines() if " done (" in line]
+    lines = [line for line in errors.splitlines() if line.startswith("two-clusters: ")]
     assert len(lines) == len(set(lines)) > 1
     results = (folder / "results.json").read_text()
     assert "2 processes" in results
