@@ -161,14 +161,14 @@ CASES: dict[str, Case] = {
         ),
     ),
     "temperature": Case(
-        lambda **more: fb.Temperature(fb.MAP(**TRAINED | more), share=0.3),
+        lambda **more: fb.Temperature(fb.MAP(**TRAINED | more), validation_fraction=0.3),
         lambda: fb.Temperature(fb.MAP(**SETTLED)),
         "point",
         "it is what it is on top of, here MAP",
         options={"validation": "training"},
         refuses=(
-            {"share": "half"},
-            {"share": 1.0},
+            {"validation_fraction": "half"},
+            {"validation_fraction": 1.0},
             {"samples": 0},
             {"method": "map"},
         ),

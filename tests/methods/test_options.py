@@ -52,7 +52,10 @@ def test_settings_of_one_method_alone_and_of_the_method_within() -> None:
     assert "Temperature(lr=0.5)" in str(refused(lambda: fb.Temperature().fit(network(), BATCHES, lr=0.5)))
     within = fb.Temperature(fb.MCDropout(0.1))
     assert "MCDropout(rate=0.2)" in str(refused(lambda: within.fit(network(), BATCHES, rate=0.2, **QUIET)))
-    assert refused(lambda: within.fit(network(), BATCHES, share=0.2)).argument == "share"
+    assert (
+        refused(lambda: within.fit(network(), BATCHES, validation_fraction=0.2)).argument
+        == "validation_fraction"
+    )
     assert refused(lambda: fb.Temperature(fb.MAP(), lr=0.5)).argument == "lr"
     assert str(refused(lambda: within.fit(network(), BATCHES, seed=-1))).startswith("fit(seed=...)")
 

@@ -1,4 +1,4 @@
-"""Temperature scaling: the optimum, what it changes and what not, on top of any posterior."""
+"""Tests of Temperature: its optimum, its effect on predictions, and its use with any posterior."""
 
 import math
 
@@ -12,7 +12,7 @@ import flowbnn as fb
 from flowbnn.data import TensorLoader
 from flowbnn.errors import FlowBNNError, FlowBNNWarning
 from flowbnn.methods import MemberPosterior, PointPosterior
-from flowbnn.methods.temperature import held_out, temper
+from flowbnn.methods.temperature import split_loader, temper
 
 TRAINED = {"epochs": 8, "lr": 0.03}
 
@@ -27,59 +27,61 @@ def linear(factor: float = 1.0) -> nn.Module:
 
 
 def noisy_labels(count: int = 300) -> tuple[torch.Tensor, torch.Tensor]:
-    """Labels drawn from the network's own probabilities at a temperature of 2."""
+    """Returns inputs, and labels drawn from the probabilities of the network at a temperature of 2."""
     generator = torch.Generator().manual_seed(3)
     inputs = 3 * torch.randn(count, 4, generator=generator).double()
     with torch.no_grad():
         return inputs, torch.multinomial((linear()(inputs) / 2).softmax(-1), 1, generator=generator).flatten()
 
 
-def test_it_is_the_optimum_and_scales_with_the_logits():
+def test_temperature_is_optimal_and_scales_with_the_logits():
     pair = noisy_labels()
-    found = [
+    temperatures = [
         temper(PointPosterior(linear(factor), fb.likelihoods.Categorical()), pair, progress=False).temperature
         for factor in (1.0, 5.0)
     ]
-    assert found[1] == pytest.approx(5.0 * found[0], rel=1e-8)
+    assert temperatures[1] == pytest.approx(5.0 * temperatures[0], rel=1e-8)
     logits = linear()(pair[0]).detach()
-    place = torch.tensor(found[0], dtype=torch.float64, requires_grad=True)
-    loss = nn.functional.cross_entropy(logits / place, pair[1])
-    (slope,) = torch.autograd.grad(loss, place)
+    optimum = torch.tensor(temperatures[0], dtype=torch.float64, requires_grad=True)
+    loss = nn.functional.cross_entropy(logits / optimum, pair[1])
+    (slope,) = torch.autograd.grad(loss, optimum)
     assert abs(slope.item()) < 1e-10
     scan = [nn.functional.cross_entropy(logits / t, pair[1]).item() for t in torch.linspace(0.2, 20, 400)]
     assert loss.item() <= min(scan)
-    assert 1.4 < found[0] < 2.8  # the labels were drawn at 2
+    assert 1.4 < temperatures[0] < 2.8  # the labels were drawn at 2
 
 
-def test_of_many_samples_the_mixture_is_what_is_judged():
+def test_temperature_of_several_samples_is_fitted_to_their_mixture():
     inputs, labels = noisy_labels()
     networks = [linear(factor) for factor in (2.0, 3.0, 6.0)]
     members = {
-        name: torch.stack([dict(one.named_parameters())[name].detach() for one in networks])
+        name: torch.stack([dict(network.named_parameters())[name].detach() for network in networks])
         for name in ("weight", "bias")
     }
     posterior = MemberPosterior(linear(), fb.likelihoods.Categorical(), members)
     tempered = temper(posterior, [(inputs, labels)], progress=False)
 
     def loss(temperature: torch.Tensor) -> torch.Tensor:
-        each = torch.stack([(one(inputs) / temperature).log_softmax(-1) for one in networks])
-        return -(each.logsumexp(0) - math.log(3))[torch.arange(len(labels)), labels].mean()
+        samples = torch.stack([(network(inputs) / temperature).log_softmax(-1) for network in networks])
+        return -(samples.logsumexp(0) - math.log(3))[torch.arange(len(labels)), labels].mean()
 
-    place = torch.tensor(tempered.temperature, dtype=torch.float64, requires_grad=True)
-    (slope,) = torch.autograd.grad(loss(place), place)
+    optimum = torch.tensor(tempered.temperature, dtype=torch.float64, requires_grad=True)
+    (slope,) = torch.autograd.grad(loss(optimum), optimum)
     assert abs(slope.item()) < 1e-10
-    assert tempered.predict(inputs).nll(labels).mean().item() == pytest.approx(loss(place).item(), rel=1e-10)
+    assert tempered.predict(inputs).nll(labels).mean().item() == pytest.approx(
+        loss(optimum).item(), rel=1e-10
+    )
     assert temper(tempered, [(inputs, labels)], progress=False).temperature == tempered.temperature
-    one = tempered.sample(0)(inputs)
-    assert any(torch.allclose(one, each(inputs) / tempered.temperature) for each in networks)
+    outputs = tempered.sample(0)(inputs)
+    assert any(torch.allclose(outputs, network(inputs) / tempered.temperature) for network in networks)
 
 
-def test_one_network_keeps_its_decisions():
+def test_decisions_of_one_network_do_not_change():
     inputs, labels = noisy_labels()
     plain = PointPosterior(linear(4.0), fb.likelihoods.Categorical())
     tempered = temper(plain, (inputs, labels), progress=False)
     assert torch.equal(tempered.predict(inputs).labels, plain.predict(inputs).labels)
-    before, after = (fb.evaluate(each, [(inputs, labels)], progress=False) for each in (plain, tempered))
+    before, after = (fb.evaluate(p, [(inputs, labels)], progress=False) for p in (plain, tempered))
     assert after["nll"] < before["nll"]
     assert after["ece"] < before["ece"]
 
@@ -93,12 +95,11 @@ def test_regression_scales_the_standard_deviation():
         PointPosterior(layer, fb.likelihoods.Gaussian(0.2)), [(inputs, targets)], progress=False
     )
     error = (targets - layer(inputs).detach()) / 0.2
-    assert tempered.temperature == pytest.approx(
-        error.square().mean().sqrt().item(), rel=1e-8
-    )  # in closed form
+    expected = error.square().mean().sqrt().item()  # in closed form
+    assert tempered.temperature == pytest.approx(expected, rel=1e-8)
     ensemble = fb.DeepEnsemble(3, epochs=2).fit(small(2), loader(lines()), seed=0, **QUIET)
     tempered = temper(ensemble, loader(lines()), progress=False)
-    before, after = (each.predict(lines(6).tensors[0]) for each in (ensemble, tempered))
+    before, after = (p.predict(lines(6).tensors[0]) for p in (ensemble, tempered))
     assert torch.allclose(after.std, tempered.temperature * before.std, rtol=1e-4)
     assert torch.allclose(after.mean, before.mean, atol=1e-6)
 
@@ -106,7 +107,7 @@ def test_regression_scales_the_standard_deviation():
 @pytest.mark.parametrize(
     "method", [fb.DeepEnsemble(2, **TRAINED), fb.MCDropout(**TRAINED), fb.SWAG(**TRAINED)]
 )
-def test_any_posterior_may_be_within_and_is_saved_with_it(method, tmp_path):
+def test_tempered_posterior_of_any_method_is_saved(method, tmp_path):
     posterior = fb.Temperature(method).fit(
         small(), loader(blobs()), validation=loader(blobs(60)), seed=0, **QUIET
     )
@@ -123,20 +124,22 @@ def test_any_posterior_may_be_within_and_is_saved_with_it(method, tmp_path):
     assert torch.isfinite(adaptive.probabilities).all()
 
 
-def test_validation_data_that_are_all_right_tell_nothing():
+def test_temperature_out_of_bounds_raises_a_warning():
     inputs = torch.eye(3).repeat(4, 1)
     layer = nn.Linear(3, 3)
     nn.init.eye_(layer.weight)
-    with pytest.warns(FlowBNNWarning, match="stays at 1"):
+    with pytest.warns(FlowBNNWarning) as caught:
         tempered = temper(PointPosterior(layer, fb.likelihoods.Categorical()), (inputs, torch.arange(12) % 3))
+    assert caught[0].message.fields == {"kind": "validation", "temperature": 1.0}
     assert tempered.temperature == 1.0
     wrong = (inputs, (torch.arange(12) + 1) % 3)
-    with pytest.warns(FlowBNNWarning, match="100 or beyond"):
+    with pytest.warns(FlowBNNWarning) as caught:
         tempered = temper(PointPosterior(layer, fb.likelihoods.Categorical()), wrong)
+    assert caught[0].message.fields == {"kind": "validation", "temperature": 100.0}
     assert tempered.temperature == 100.0
 
 
-def test_a_share_is_held_out_where_no_validation_is_given():
+def test_a_fraction_is_held_out_without_validation_data():
     data = TensorDataset(torch.arange(40.0).unsqueeze(1), torch.arange(40))
     for source in (
         DataLoader(data, batch_size=8, shuffle=True),
@@ -144,36 +147,45 @@ def test_a_share_is_held_out_where_no_validation_is_given():
         [(data.tensors[0][i : i + 4], data.tensors[1][i : i + 4]) for i in range(0, 40, 4)],
         [data.tensors],
     ):
-        train, out = held_out(source, 0.25, seed=0)
-        kept, left = (sorted(int(label) for _, labels in part for label in labels) for part in (train, out))
-        assert sorted(kept + left) == list(range(40))
-        assert 8 <= len(left) <= 10
-    seen = fb.Temperature(fb.MAP(**TRAINED), share=0.25).fit(small(), loader(blobs()), seed=0, **QUIET)
-    assert seen.history.steps == 8 * 3  # 72 examples in batches of 32
-    assert "validation_nll" in seen.history
+        loaders = split_loader(source, 0.25, seed=0)
+        train, validation = ([int(label) for _, labels in batches for label in labels] for batches in loaders)
+        assert sorted(train + validation) == list(range(40))
+        assert 8 <= len(validation) <= 10
+    method = fb.Temperature(fb.MAP(**TRAINED), validation_fraction=0.25)
+    posterior = method.fit(small(), loader(blobs()), seed=0, **QUIET)
+    assert posterior.history.steps == 8 * 3  # 72 examples in batches of 32
+    assert "validation_nll" in posterior.history
 
 
-def test_refusals(tmp_path):
+def test_invalid_arguments_are_refused():
     class Stream(IterableDataset):
         def __iter__(self):
             return iter([(torch.zeros(4), 0), (torch.ones(4), 1)])
 
-    with pytest.raises(FlowBNNError, match="give validation="):
+    with pytest.raises(FlowBNNError) as error:
         fb.Temperature().fit(small(), DataLoader(Stream(), batch_size=2), num_data=2, **QUIET)
-    with pytest.raises(FlowBNNError, match="epochs to the method within"):
+    assert error.value.argument == "validation"
+    with pytest.raises(FlowBNNError) as error:
         fb.Temperature(fb.MAP(), epochs=3)
-    with pytest.raises(FlowBNNError, match="posterior"):
+    assert error.value.argument == "epochs"
+    with pytest.raises(FlowBNNError) as error:
         temper(small(), loader(blobs()))
-    with pytest.raises(FlowBNNError, match="inputs alone"):
+    assert error.value.argument == "posterior"
+    with pytest.raises(FlowBNNError) as error:
         temper(PointPosterior(small(), fb.likelihoods.Categorical()), [torch.zeros(2, 4)], progress=False)
-    within = fb.Temperature(fb.MAP(**TRAINED)).fit(
+    assert error.value.kind == "loader"
+
+
+def test_default_method_is_map(tmp_path):
+    expected = fb.Temperature(fb.MAP(**TRAINED)).fit(
         small(), loader(blobs()), validation=loader(blobs(60)), seed=0, **QUIET
     )
     posterior = fb.Temperature(**TRAINED).fit(
         small(), loader(blobs()), validation=loader(blobs(60)), seed=0, **QUIET
     )
-    assert posterior.temperature == within.temperature
+    assert posterior.temperature == expected.temperature
     path = posterior.save(tmp_path / "a.safetensors")
-    with pytest.raises(FlowBNNError, match="architecture") as refused:
+    with pytest.raises(FlowBNNError) as error:
         fb.load_posterior(path, nn.Linear(4, 3))
-    assert str(path) in str(refused.value)
+    assert error.value.kind == "architecture"
+    assert str(path) in str(error.value)

@@ -31,7 +31,7 @@ METHODS: list[Method] = [
     fb.MCDropout(0.1, epochs=1),
     fb.DeepEnsemble(2, epochs=1),
     fb.SWAG(epochs=4, batch_norm_samples=2),
-    fb.Temperature(fb.MLE(epochs=1), share=0.01),
+    fb.Temperature(fb.MLE(epochs=1), validation_fraction=0.01),
     fb.Laplace(epochs=1),
     fb.BayesByBackprop(epochs=1),
     fb.MNF(epochs=1),

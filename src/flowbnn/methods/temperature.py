@@ -1,8 +1,8 @@
-r"""Temperature scaling (Guo et al. 2017, https://arxiv.org/abs/1706.04599): one number, fitted on held-out data, that calibrates.
+r"""Temperature scaling (Guo et al. 2017, https://arxiv.org/abs/1706.04599): calibration by one number, fitted on held-out data.
 
 .. math:: \hat T = \arg\min_T \; -\sum_i \log \frac1S \sum_s p(y_i \mid f_s(x_i) / T)
 
-The calibration to try first, on top of any method: it changes no weight and, of one network, no decision.
+It is the first calibration method to try, on top of any other method. It changes no weight and, for one network, no decision.
 """
 
 import math
@@ -33,10 +33,14 @@ class Temperature(Method):
     """Temperature scaling on top of a method.
 
     Args:
-        method: the one within, with its own settings; unless given, the network is trained as by :class:`~flowbnn.MAP`.
-        share: of the training data, held out where ``fit`` is given no validation data.
-        samples: of the prediction whose temperature is fitted; the posterior's own number unless given.
-        epochs, lr, optimizer, schedule, prior_scale: of that training; a method that is given brings its own.
+        method: Method that fits the posterior; None to train the network as :class:`~flowbnn.MAP` does.
+        validation_fraction: Fraction of the training data that is held out if ``fit`` gets no validation data.
+        samples: Number of samples of the predictions on the validation data; None for the default of the posterior.
+        epochs: Number of epochs of the training; only if ``method`` is None, as are the settings below.
+        lr: Learning rate of the training.
+        optimizer: Function from parameter groups to an optimizer.
+        schedule: Function from optimizer and number of steps to a learning-rate schedule.
+        prior_scale: Standard deviation of the prior of the weights.
 
     >>> import flowbnn as fb
     >>> inputs = torch.randn(200, 2, generator=torch.Generator().manual_seed(0))
@@ -46,97 +50,118 @@ class Temperature(Method):
     """
 
     method: Method | None = None
-    share: Probability = field(default=0.1, kw_only=True)
+    validation_fraction: Probability = field(default=0.1, kw_only=True)
     samples: Count | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         changed = next((f.name for f in fields(Method) if getattr(self, f.name) != f.default), None)
         if self.method is not None and changed is not None:
             raise FlowBNNError(
-                f"give {changed} to the method within: Temperature({type(self.method).__name__}({changed}=...))",
+                f"{changed} is a setting of the inner method; use Temperature({type(self.method).__name__}({changed}=...))",
                 argument=changed,
             )
 
     @accepts_options_of(FitOptions)
-    def fit(self, network: nn.Module, loader: Iterable[Any], **given: Any) -> "TemperedPosterior":
-        """As :meth:`Method.fit`; ``validation`` is what the temperature is fitted to, a held-out share of the loader unless given."""
-        model, run = (self.method or self).setup(network, loader, given)
-        if run.validation is None:
-            loader, validation = held_out(loader, self.share, run.seed or 0)
-            number = None if run.num_data is None else max(1, round(run.num_data * (1.0 - self.share)))
-            run = replace(run, validation=validation, num_data=number)
+    def fit(self, network: nn.Module, loader: Iterable[Any], **kwargs: Any) -> "TemperedPosterior":
+        """Fits the posterior and its temperature; see :meth:`Method.fit`.
+
+        The temperature is fitted to ``validation``, by default a random fraction of the loader.
+        """
+        model, options = (self.method or self).setup(network, loader, kwargs)
+        if options.validation is None:
+            loader, validation = split_loader(loader, self.validation_fraction, options.seed or 0)
+            num_data = options.num_data
+            if num_data is not None:
+                num_data = max(1, round(num_data * (1.0 - self.validation_fraction)))
+            options = replace(options, validation=validation, num_data=num_data)
         posterior: Posterior
         if self.method is None:
-            posterior = self.start(model, loader, run)
+            posterior = self.start(model, loader, options)
         else:
-            given = {**given, "validation": run.validation, "num_data": run.num_data}
-            posterior = self.method.fit(network, loader, **given)
-        assert run.validation is not None
+            kwargs = {**kwargs, "validation": options.validation, "num_data": options.num_data}
+            posterior = self.method.fit(network, loader, **kwargs)
+        assert options.validation is not None
         return temper(
-            posterior, run.validation, samples=self.samples, seed=run.seed or 0, progress=run.progress
+            posterior,
+            options.validation,
+            samples=self.samples,
+            seed=options.seed or 0,
+            progress=options.progress,
         )
 
 
-def held_out(loader: Any, share: float, seed: int) -> tuple[Any, Any]:
-    """A loader like this one without a random ``share`` of its data, and a loader of that share.
+def split_loader(loader: Any, fraction: float, seed: int) -> tuple[Any, Any]:
+    """Splits a loader into one without a random fraction of the data, and one of that fraction.
+
+    Args:
+        loader: List of batches, :class:`~flowbnn.data.TensorLoader`, or ``DataLoader`` with a random or sequential sampler.
+        fraction: Fraction of the data in the second loader.
+        seed: Seed of the split.
 
     >>> data = [(torch.randn(2), 1.0)] * 50
-    >>> train, validation = held_out(DataLoader(data, batch_size=8, shuffle=True), 0.2, seed=0)
+    >>> train, validation = split_loader(DataLoader(data, batch_size=8, shuffle=True), 0.2, seed=0)
     >>> len(train.dataset), len(validation.dataset), train.batch_size
     (40, 10, 8)
     """
-    source = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(seed)
     if isinstance(loader, list | tuple):
-        return _split_batches(list(loader), share, source)
+        return _split_batches(list(loader), fraction, generator)
     if hasattr(loader, "tensors") and hasattr(loader, "num_data"):  # flowbnn.data.TensorLoader
-        kept, out = _split(len(loader.tensors[0]), share, source)
-        rest, part = copy(loader), copy(loader)
-        for made, index in ((rest, kept), (part, out)):
-            made.tensors = tuple(tensor[index.to(tensor.device)] for tensor in loader.tensors)
-            made.num_data = len(index)
-        if loader.drop_last:
-            rest.num_data = len(kept) // loader.batch_size * loader.batch_size
-        part.shuffle, part.augment, part.drop_last = False, None, False
-        return rest, part
-    plain = isinstance(loader, DataLoader) and type(loader.batch_sampler) is BatchSampler
-    known = plain and type(loader.sampler) in (RandomSampler, SequentialSampler)
-    kept, out = _split(len(loader.dataset) if known else 0, share, source)
+        return _split_tensor_loader(loader, fraction, generator)
+    simple = isinstance(loader, DataLoader) and type(loader.batch_sampler) is BatchSampler
+    supported = simple and type(loader.sampler) in (RandomSampler, SequentialSampler)
+    train_index, validation_index = _split_indices(
+        len(loader.dataset) if supported else 0, fraction, generator
+    )
 
-    def like(index: Tensor, *names: str, **more: Any) -> DataLoader[Any]:
-        more |= {name: getattr(loader, name) for name in ("batch_size", "collate_fn", "num_workers", *names)}
-        return DataLoader(Subset(loader.dataset, index.tolist()), **more)
+    def subset_loader(index: Tensor, *names: str, **options: Any) -> DataLoader[Any]:
+        options |= {
+            name: getattr(loader, name) for name in ("batch_size", "collate_fn", "num_workers", *names)
+        }
+        return DataLoader(Subset(loader.dataset, index.tolist()), **options)
 
     shuffle = isinstance(loader.sampler, RandomSampler)
-    train = like(kept, "generator", "drop_last", "pin_memory", "worker_init_fn", shuffle=shuffle)
-    return train, like(out)
+    names = ("generator", "drop_last", "pin_memory", "worker_init_fn")
+    return subset_loader(train_index, *names, shuffle=shuffle), subset_loader(validation_index)
 
 
-def _split(number: int, share: float, source: torch.Generator) -> tuple[Tensor, Tensor]:
+def _split_tensor_loader(loader: Any, fraction: float, generator: torch.Generator) -> tuple[Any, Any]:
+    train_index, validation_index = _split_indices(len(loader.tensors[0]), fraction, generator)
+    train, validation = copy(loader), copy(loader)
+    for subset, index in ((train, train_index), (validation, validation_index)):
+        subset.tensors = tuple(tensor[index.to(tensor.device)] for tensor in loader.tensors)
+        subset.num_data = len(index)
+    if loader.drop_last:
+        train.num_data = len(train_index) // loader.batch_size * loader.batch_size
+    validation.shuffle, validation.augment, validation.drop_last = False, None, False
+    return train, validation
+
+
+def _split_indices(number: int, fraction: float, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Returns sorted training and validation indices; raises FlowBNNError if there are fewer than two examples."""
     if number < 2:
-        line = "temperature scaling needs data that the network was not trained on, and this loader cannot be split; give validation="
-        raise FlowBNNError(line, argument="validation")
-    order = torch.randperm(number, generator=source)
-    out = min(number - 1, max(1, round(share * number)))
-    return order[out:].sort().values, order[:out].sort().values
+        raise FlowBNNError(
+            "temperature scaling needs held-out data, and this loader cannot be split; set validation=",
+            argument="validation",
+        )
+    order = torch.randperm(number, generator=generator)
+    count = min(number - 1, max(1, round(fraction * number)))
+    return order[count:].sort().values, order[:count].sort().values
 
 
-def _split_batches(batches: list[Any], share: float, source: torch.Generator) -> tuple[Any, Any]:
-    """Whole batches where there are enough of them, else the last rows of the last."""
-    if round(share * len(batches)):
-        kept, left = _split(len(batches), share, source)
-        return [batches[i] for i in kept.tolist()], [batches[i] for i in left.tolist()]
+def _split_batches(batches: list[Any], fraction: float, generator: torch.Generator) -> tuple[Any, Any]:
+    """Holds out batches if there are enough of them, else the last rows of the last batch."""
+    if round(fraction * len(batches)):
+        train, validation = _split_indices(len(batches), fraction, generator)
+        return [batches[i] for i in train.tolist()], [batches[i] for i in validation.tolist()]
     total = sum(rows(split_batch(batch)[0]) for batch in batches)
     inputs, targets = split_batch(batches[-1])
     count = rows(inputs)
-    cut = count - min(count - 1, max(1, round(share * total)))
+    cut = count - min(count - 1, max(1, round(fraction * total)))
     if targets is None or cut == count:
-        return _split(0, share, source)  # refuses
-    kept_part, part = ((take(inputs, *ends), take(targets, *ends)) for ends in ((0, cut), (cut, count)))
-    return [*batches[:-1], kept_part], [part]
-
-
-RANGE = (1e-2, 1e2)
-AT_ONCE = 2**21  # numbers of outputs that are differentiated at once
+        return _split_indices(0, fraction, generator)  # raises
+    head, tail = ((take(inputs, *ends), take(targets, *ends)) for ends in ((0, cut), (cut, count)))
+    return [*batches[:-1], head], [tail]
 
 
 @checked
@@ -148,18 +173,20 @@ def temper(
     seed: Seed = 0,
     progress: bool = True,
 ) -> "TemperedPosterior":
-    """The posterior with the temperature that gives held-out data the largest likelihood.
+    """Returns the posterior with the temperature that maximizes the likelihood of held-out data.
 
     Args:
-        posterior: of any method; one that is tempered already is tempered anew.
-        validation: batches of ``(inputs, targets)`` that the posterior was not fitted to.
-        samples, seed, progress: of the prediction, as in :meth:`Posterior.predict`.
+        posterior: Posterior of any method; the temperature of a tempered posterior is fitted again.
+        validation: Batches of ``(inputs, targets)`` to which the posterior was not fitted.
+        samples: Number of samples of the predictions; None for the default of the posterior.
+        seed: Seed of the predictions.
+        progress: True to show a progress bar.
 
     >>> import flowbnn as fb
     >>> inputs = torch.randn(200, 2, generator=torch.Generator().manual_seed(0))
     >>> loader = [(inputs, (inputs[:, 0] + inputs[:, 1].sin() * inputs[:, 1] > 0).long())]
     >>> posterior = fb.MLE(epochs=300, lr=0.1).fit(nn.Linear(2, 2), loader, progress=False)
-    >>> round(temper(posterior, loader).temperature, 2)  # the data it was fitted to find it as sure as it should be
+    >>> round(temper(posterior, loader).temperature, 2)  # its training data
     1.0
     """
     if isinstance(posterior, TemperedPosterior):
@@ -172,65 +199,84 @@ def temper(
     return TemperedPosterior(posterior, best_temperature(posterior, outputs.double(), targets))
 
 
-def best_temperature(posterior: Posterior, outputs: Tensor, targets: Tensor) -> float:
-    r"""The minimum of the negative log-likelihood over :math:`u = \log T`: the best of a grid, then Newton's method within its cell."""
-    low, high = (math.log(end) for end in RANGE)
-    count = 17
-    grid = [low + (high - low) * place / (count - 1) for place in range(count)]
-    values = [_loss_at(posterior, outputs, targets, u, derivatives=False)[0] for u in grid]
-    best = min(range(count), key=lambda place: (values[place], abs(grid[place])))
-    sharp = values[0] <= values[best]
-    if sharp or best == count - 1:
-        end = RANGE[0] if sharp else RANGE[1]
-        reason = f"ask for a temperature of {end:g} or beyond, which is taken; are they of another kind than the training data?"
-        if sharp and not isinstance(posterior.likelihood, Gaussian):
-            reason = (
-                "are all predicted right, which determines no temperature: it stays at 1; give more of them"
-            )
-            end = 1.0
-        warn(f"the validation data {reason}", kind="validation")
-        return end
+def best_temperature(
+    posterior: Posterior, outputs: Tensor, targets: Tensor, bounds: tuple[float, float] = (1e-2, 1e2)
+) -> float:
+    r"""Returns the minimizer of the negative log-likelihood (NLL) over :math:`u = \log T`.
+
+    The best point of a grid is refined by Newton's method, safeguarded by bisection within its cell.
+
+    Args:
+        posterior: Posterior of the outputs.
+        outputs: Sampled outputs ``[S, B, ...]``.
+        targets: Targets of the validation data.
+        bounds: Smallest and largest temperature; a warning is raised if the minimum is not between them.
+    """
+    low, high = (math.log(bound) for bound in bounds)
+    size = 17
+    grid = [low + (high - low) * index / (size - 1) for index in range(size)]
+    values = [_nll_and_derivatives(posterior, outputs, targets, u, derivatives=False)[0] for u in grid]
+    best = min(range(size), key=lambda index: (values[index], abs(grid[index])))
+    at_low = values[0] <= values[best]
+    if at_low or best == size - 1:
+        temperature = bounds[0] if at_low else bounds[1]
+        if at_low and not isinstance(posterior.likelihood, Gaussian):
+            temperature, reason = 1.0, "all validation examples are classified correctly"
+        else:
+            reason = f"the best temperature is at or beyond {temperature:g}"
+        warn(
+            f"{reason}, so temperature={temperature:g} is used; provide more or other validation data",
+            kind="validation",
+            temperature=temperature,
+        )
+        return temperature
     left, right, u = grid[best - 1], grid[best + 1], grid[best]
     for _ in range(60):
-        _, slope, bend = _loss_at(posterior, outputs, targets, u)
+        _, slope, curvature = _nll_and_derivatives(posterior, outputs, targets, u)
         left, right = (u, right) if slope < 0 else (left, u)
-        step = u - slope / bend if bend > 0 else math.inf
-        move = step if left < step < right else (left + right) / 2
-        if abs(move - u) < 1e-12 or slope == 0.0:
+        newton = u - slope / curvature if curvature > 0 else math.inf
+        proposal = newton if left < newton < right else (left + right) / 2
+        if abs(proposal - u) < 1e-12 or slope == 0.0:
             break
-        u = move
+        u = proposal
     return math.exp(u)
 
 
-def _loss_at(
-    posterior: Posterior, outputs: Tensor, targets: Tensor, u: float, derivatives: bool = True
+def _nll_and_derivatives(
+    posterior: Posterior,
+    outputs: Tensor,
+    targets: Tensor,
+    u: float,
+    derivatives: bool = True,
+    max_elements: int = 2**21,
 ) -> tuple[float, float, float]:
-    """Mean negative log-likelihood at ``T = exp(u)`` and its first two derivatives by ``u``."""
-    size = max(1, AT_ONCE // max(1, outputs[:, :1].numel()))
-    total = [0.0, 0.0, 0.0]
+    """Returns the mean NLL at ``T = exp(u)`` and its first two derivatives in ``u``, in chunks of ``max_elements`` outputs."""
+    num_rows = max(1, max_elements // max(1, outputs[:, :1].numel()))
+    nll, slope, curvature = 0.0, 0.0, 0.0
     with torch.set_grad_enabled(derivatives):
-        for start in range(0, len(targets), size):
-            place = torch.tensor(u, dtype=outputs.dtype, device=outputs.device, requires_grad=derivatives)
-            some, truth = outputs[:, start : start + size], targets[start : start + size]
-            loss = tempered(posterior._predictive(some), place.exp()).nll(truth).sum()
-            total[0] += loss.item()
+        for start in range(0, len(targets), num_rows):
+            log_t = torch.tensor(u, dtype=outputs.dtype, device=outputs.device, requires_grad=derivatives)
+            chunk = slice(start, start + num_rows)
+            predictive = apply_temperature(posterior._predictive(outputs[:, chunk]), log_t.exp())
+            loss = predictive.nll(targets[chunk]).sum()
+            nll += loss.item()
             if derivatives:
-                (slope,) = torch.autograd.grad(loss, place, create_graph=True)
-                (bend,) = torch.autograd.grad(slope, place)
-                total[1], total[2] = total[1] + slope.item(), total[2] + bend.item()
-    return total[0] / len(targets), total[1] / len(targets), total[2] / len(targets)
+                (first,) = torch.autograd.grad(loss, log_t, create_graph=True)
+                (second,) = torch.autograd.grad(first, log_t)
+                slope, curvature = slope + first.item(), curvature + second.item()
+    return nll / len(targets), slope / len(targets), curvature / len(targets)
 
 
 class TemperedPosterior(Posterior):
-    r"""A posterior whose predictions are tempered by :math:`T`.
+    r"""Posterior whose predictions are scaled by a temperature :math:`T`. Above 1 the inner posterior was overconfident.
 
-    Classes: the logits of every sample are divided by :math:`T`. Regression: the predictive is scaled about its mean, so that its
-    standard deviation is :math:`T` times what it was; ``sample`` and ``draws`` then give networks of the posterior within, which are
-    not spread by :math:`T`: the mean that they would be moved from is one of many networks. Above 1 the posterior was too sure.
+    For classification, the logits of every sample are divided by :math:`T`. For regression, the predictive distribution is scaled
+    about its mean, so that its standard deviation is multiplied by :math:`T`. ``sample`` and ``draws`` then return networks of the
+    inner posterior without scaling, because the mean prediction is no function of one network.
 
     Args:
-        posterior: the one within, of any method.
-        temperature: :math:`T`.
+        posterior: Inner posterior, of any method.
+        temperature: Temperature :math:`T`.
     """
 
     kind: ClassVar[str] = "tempered"
@@ -246,27 +292,32 @@ class TemperedPosterior(Posterior):
         return f"{type(self).__name__}({self.posterior!r}, temperature={self.temperature:.4g})"
 
     def outputs(self, inputs: Any, samples: range, prediction: Prediction) -> Tensor:
-        """Outputs of the posterior within."""
+        """Returns outputs of the inner posterior."""
         return self.posterior.outputs(inputs, samples, prediction)
 
     def _predictive(self, outputs: Tensor, sample_counts: Tensor | None = None) -> Any:
-        return tempered(self.posterior._predictive(outputs, sample_counts), self.temperature, sample_counts)
+        predictive = self.posterior._predictive(outputs, sample_counts)
+        return apply_temperature(predictive, self.temperature, sample_counts)
 
     def sample(self, seed: int | None = None) -> nn.Module:
-        """One network of the posterior within; of classes, its logits are divided by the temperature."""
+        """Returns one network of the inner posterior; for classification, its logits are divided by the temperature."""
         network = self.posterior.sample(seed)
-        return network if isinstance(self.likelihood, Gaussian) else Divided(network, self.temperature).eval()
+        return (
+            network
+            if isinstance(self.likelihood, Gaussian)
+            else DividedOutputs(network, self.temperature).eval()
+        )
 
     def draws(self, samples: int, seed: int | None = None) -> dict[str, Tensor]:
-        """Of the posterior within."""
+        """Returns draws of the inner posterior."""
         return self.posterior.draws(samples, seed)
 
     def log_prob(self, values: Any) -> Tensor:
-        """Of the posterior within: the temperature changes predictions, not weights."""
+        """Returns log-densities of the inner posterior; the temperature changes predictions, not weights."""
         return self.posterior.log_prob(values)
 
     def document(self) -> dict[str, Any]:
-        return {**super().document(), "temperature": self.temperature, "within": self.posterior.document()}
+        return {**super().document(), "temperature": self.temperature, "inner": self.posterior.document()}
 
     def tensors(self) -> dict[str, Tensor]:
         return self.posterior.tensors()
@@ -274,31 +325,38 @@ class TemperedPosterior(Posterior):
     @classmethod
     @checked
     def load(cls, path: str | Path | TensorFile, network: nn.Module) -> "Posterior":
-        """Read a saved posterior into ``network``, which stays untouched if it does not fit."""
+        """Loads a saved posterior into ``network``, which stays unchanged if it does not fit."""
         file = opened(path, network, [cls.kind])
         with reading(file):
-            temperature, inner = file.document["temperature"], file.holding(dict(file.document["within"]))
-        within = load_posterior(inner, network)
+            temperature, inner_file = file.document["temperature"], file.holding(dict(file.document["inner"]))
+        inner = load_posterior(inner_file, network)
         with reading(file):
-            return cls(within, temperature)
+            return cls(inner, temperature)
 
 
-class Divided(nn.Module):
-    """A network whose outputs are divided by a temperature."""
+class DividedOutputs(nn.Module):
+    """Network whose outputs are divided by a temperature."""
 
     def __init__(self, network: nn.Module, temperature: float) -> None:
         super().__init__()
         self.network, self.temperature = network, temperature
 
-    def forward(self, *inputs: Any, **named: Any) -> Tensor:
-        return call(self.network, named or inputs) / self.temperature
+    def forward(self, *inputs: Any, **named_inputs: Any) -> Tensor:
+        return call(self.network, named_inputs or inputs) / self.temperature
 
 
-def tempered(plain: Any, temperature: Any, sample_counts: Tensor | None = None) -> Any:
-    """A predictive at a temperature, a number or a tensor of one."""
-    sample_counts = None if sample_counts is None else plain.sample_counts
-    if isinstance(plain, CategoricalPredictive):  # log-probabilities are logits
-        return CategoricalPredictive(plain.log_samples / temperature, sample_counts)
-    center = plain.mean.reshape(plain.samples.shape[1:])
-    means = center + temperature * (plain.samples - center)
-    return GaussianPredictive(means, temperature**2 * plain.sample_variances, sample_counts, plain.shape)
+def apply_temperature(predictive: Any, temperature: Any, sample_counts: Tensor | None = None) -> Any:
+    """Returns a predictive distribution at a temperature.
+
+    Args:
+        predictive: Predictive distribution of classes or of real-valued targets.
+        temperature: Temperature, a float or a scalar tensor.
+        sample_counts: Number of samples of each row, if it differs between rows.
+    """
+    sample_counts = None if sample_counts is None else predictive.sample_counts
+    if isinstance(predictive, CategoricalPredictive):  # log-probabilities are logits
+        return CategoricalPredictive(predictive.log_samples / temperature, sample_counts)
+    center = predictive.mean.reshape(predictive.samples.shape[1:])
+    means = center + temperature * (predictive.samples - center)
+    variances = temperature**2 * predictive.sample_variances
+    return GaussianPredictive(means, variances, sample_counts, predictive.shape)

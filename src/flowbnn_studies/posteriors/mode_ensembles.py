@@ -18,7 +18,7 @@ from flowbnn.compare.results import Parts
 from flowbnn.data import TensorLoader, clusters
 from flowbnn.methods import MLE, ModeEnsemble
 from flowbnn.methods.ensemble import EnsemblePosterior
-from flowbnn.methods.mode_ensemble import WIDTHS
+from flowbnn.methods.mode_ensemble import CANDIDATE_SCALES
 from flowbnn.methods.temperature import temper
 from flowbnn.models import MLP, LeNet
 from flowbnn.options import Count, Positive, options
@@ -95,7 +95,7 @@ class Settings:
     few_members: Count = 5
     steps: Count = 300
     few_steps: Count = 100
-    widths: tuple[Positive, ...] = WIDTHS
+    widths: tuple[Positive, ...] = CANDIDATE_SCALES
     samples: Count = 64
     blobs: SmallTraining = SmallTraining(batch=20)
     tables: SmallTraining = SmallTraining()
@@ -177,7 +177,7 @@ class ModeEnsembles(Study):
         def climb(width: Literal["point", "laplace"]) -> tuple[Posterior, float]:
             method = ModeEnsemble(members, epochs=0, steps=steps, width=width)
             posterior = method.fit(weights.model, fresh, validation=validation, seed=job.seed, **device)
-            return posterior, min(posterior.held_out, key=lambda scale: posterior.held_out[scale])
+            return posterior, min(posterior.validation_nll, key=lambda scale: posterior.validation_nll[scale])
 
         def gaussian() -> tuple[Posterior, float]:
             how: dict[str, Any] = {
