@@ -1,6 +1,6 @@
-"""A trained network and data that it has not seen give a calibrated Bayesian network."""
+"""Calibration of a trained network on data that its weights have not seen."""
 
-from flowbnn.calibrate.network import calibrate
+from flowbnn.calibrate.calibrate import calibrate
 from flowbnn.posterior.calibration import Calibration
 
 __all__ = ["Calibration", "calibrate"]

@@ -1,11 +1,12 @@
-r"""A flow on top of a Gaussian over the noise of all layers: it begins at the Gaussian, and never ends below it.
+r"""Training of a flow on top of a Gaussian posterior of the noise of all layers.
+
+The flow starts at the Gaussian, and is dropped if it does not improve the ELBO. It is trained by
 
 .. math:: \nabla_\theta \mathrm{ELBO} = E_{u}\Big[\Big(\frac{\partial z}{\partial \theta}\Big)^{\!\top}
-          \nabla_z \big(\log p(D, z) - \log q_\theta(z)\big)\Big], \qquad z = f_\theta(u)
+          \nabla_z \big(\log p(D, z) - \log q_\theta(z)\big)\Big], \qquad z = f_\theta(u) .
 
 This "sticking the landing" gradient (Roeder et al. 2017, https://arxiv.org/abs/1703.09194) leaves out the score of the density, whose
-mean is zero, and has no variance where the flow is the exact posterior: every draw goes through all the data. A flow without an exact
-inverse takes the whole derivative.
+mean is zero. It has no variance if the flow is the exact posterior. A flow without an exact inverse uses the full derivative.
 """
 
 import math
@@ -22,18 +23,15 @@ from flowbnn.posterior.noise import NoisePosterior
 from flowbnn.training.progress import track
 from flowbnn.transforms.linear import BlockTriangular
 
-STEPS, DRAWS = 300, 32  # of the training, and in a step
-CHECKS = 12  # of the ELBO on the same draws, along the training
-JUDGED = 256  # draws of the verdict
-
 
 @dataclass(frozen=True)
 class FlowFit:
-    """What :func:`fit_flow` gives.
+    """Result of :func:`fit_flow`.
 
     Args:
-        posterior: the flow, or the Gaussian where the flow is no better.
-        gain, error: of the flow's ELBO over the Gaussian's in nats, and its standard error, on the same fresh draws.
+        posterior: Posterior with the flow, or the Gaussian posterior if the flow is not better.
+        gain: ELBO of the flow minus that of the Gaussian, in nats, on the same new draws.
+        error: Standard error of the gain.
     """
 
     posterior: NoisePosterior
@@ -42,7 +40,13 @@ class FlowFit:
 
     @property
     def better(self) -> bool:
+        """True if the gain exceeds two standard errors."""
         return self.gain > 2.0 * self.error
+
+    @property
+    def label(self) -> str | None:
+        """Description of the flow, or None if it is not better than the Gaussian."""
+        return independent_vectors(self.posterior.model)[0][0].label if self.better else None
 
 
 def fit_flow(
@@ -51,95 +55,104 @@ def fit_flow(
     inputs: Any,
     targets: Tensor,
     *,
-    steps: int = STEPS,
-    draws: int = DRAWS,
+    steps: int = 300,
+    draws: int = 32,
     lr: float = 5e-3,
     seed: int = 0,
     show: bool = False,
 ) -> FlowFit:
-    """Train a flow that has been set to a Gaussian, and take the better of the two by the ELBO.
+    """Trains a flow that starts at a Gaussian, and returns the better of the two by the ELBO.
 
-    The covariance stays; the flow lies before it, where the Gaussian is a standard normal.
+    The covariance stays fixed. The flow precedes it, in coordinates in which the Gaussian is a standard normal.
 
     Args:
-        gaussian, flow: posteriors of the same noise under the same prior, the flow about where the Gaussian is.
-        inputs, targets: all the data, on the network's device.
-        steps, draws, lr: of the training by Adam, whose rate falls along a cosine.
-        seed: of all draws.
-        show: a progress bar.
+        gaussian: Gaussian posterior of the noise.
+        flow: Posterior of the same noise with the same prior and a flow that is approximately the Gaussian.
+        inputs: All inputs, on the device of the network.
+        targets: All targets, on the device of the network.
+        steps: Number of training steps.
+        draws: Number of draws of a step.
+        lr: Initial learning rate of Adam. It decays by a cosine schedule.
+        seed: Seed of all draws.
+        show: If True, shows a progress bar.
     """
     target = NoiseTarget(flow, [(inputs, targets)], seed)
-    vectors = [vector for vector, _ in independent_vectors(flow.model)]
-    trained = _trained(vectors)
-    if trained:
-        _train(target, vectors, trained, steps, draws, lr, seed, show)
-    former = [vector for vector, _ in independent_vectors(gaussian.model)]
-    apart = _bounds(vectors, target, JUDGED, 2) - _bounds(former, target, JUDGED, 2)
-    fit = FlowFit(flow, float(apart.mean()), float(apart.std()) / JUDGED**0.5)
+    flow_vectors = [vector for vector, _ in independent_vectors(flow.model)]
+    if parameters := _trainable_parameters(flow_vectors):
+        _train(target, flow_vectors, parameters, steps, draws, lr, show)
+    gaussian_vectors = [vector for vector, _ in independent_vectors(gaussian.model)]
+    count = 256  # draws of the comparison
+    gains = _elbo_terms(flow_vectors, target, count, 2) - _elbo_terms(gaussian_vectors, target, count, 2)
+    fit = FlowFit(flow, float(gains.mean()), float(gains.std()) / count**0.5)
     return fit if fit.better else FlowFit(gaussian, fit.gain, fit.error)
 
 
-def _trained(vectors: list[InputNoise]) -> list[nn.Parameter]:
-    """The parameters of the flows; the matrix of a covariance, which is at its best, is left alone."""
-    still = {
+def _trainable_parameters(vectors: list[InputNoise]) -> list[nn.Parameter]:
+    """Returns the parameters of the flows without the matrix of the covariance, which is optimal already."""
+    covariance = {
         id(parameter)
         for vector in vectors
-        for part in vector.transform.modules()
-        if isinstance(part, BlockTriangular)
-        for parameter in part.parameters()
+        for module in vector.transform.modules()
+        if isinstance(module, BlockTriangular)
+        for parameter in module.parameters()
     }
-    return [p for vector in vectors for p in vector.transform.parameters() if id(p) not in still]
+    return [p for vector in vectors for p in vector.transform.parameters() if id(p) not in covariance]
 
 
 def _train(
     target: NoiseTarget,
     vectors: list[InputNoise],
-    trained: list[nn.Parameter],
+    parameters: list[nn.Parameter],
     steps: int,
     draws: int,
     lr: float,
-    seed: int,
     show: bool,
 ) -> None:
-    """Leave the parameters where the ELBO was highest, of those places where it was looked at."""
-    optimizer = torch.optim.Adam(trained, lr=lr)
-    source = torch.Generator(target.device).manual_seed(seed + 1)
-    every = max(1, steps // CHECKS)
-    best, kept = -math.inf, [p.detach().clone() for p in trained]
-    for number in track(range(1, steps + 1), "flow", show):
-        drawn = [vector.posterior().rsample_and_log_prob((draws,), source) for vector in vectors]
-        vector_of_all = target.join([value for value, _ in drawn])
-        _, slope = target.gradient(vector_of_all.detach())
-        gain = (slope * vector_of_all).sum()
-        for vector, (value, density) in zip(vectors, drawn, strict=True):
-            if vector.transform.inverse_kind == "exact":
-                gain = gain - (score(vector, value) * value).sum()
-            else:
-                gain = gain - density.sum()
-        optimizer.param_groups[0]["lr"] = lr * 0.5 * (1.0 + math.cos(math.pi * number / steps))
+    """Trains the parameters and keeps the values with the highest ELBO among twelve evaluations."""
+    optimizer = torch.optim.Adam(parameters, lr=lr)
+    generator = torch.Generator(target.device).manual_seed(target.seed + 1)
+    interval = max(1, steps // 12)
+    best_elbo, best_values = -math.inf, [p.detach().clone() for p in parameters]
+    for step in track(range(1, steps + 1), "flow", show):
+        optimizer.param_groups[0]["lr"] = lr * 0.5 * (1.0 + math.cos(math.pi * step / steps))
         optimizer.zero_grad()
-        (-gain / draws).backward()
+        (-_elbo_surrogate(target, vectors, draws, generator) / draws).backward()
         optimizer.step()
-        if number % every == 0:
-            with torch.no_grad():
-                bound = float(_bounds(vectors, target, 2 * draws, 1).mean())
-            if bound > best:
-                best, kept = bound, [p.detach().clone() for p in trained]
+        if step % interval == 0:
+            elbo = float(_elbo_terms(vectors, target, 2 * draws, 1).mean())
+            if elbo > best_elbo:
+                best_elbo, best_values = elbo, [p.detach().clone() for p in parameters]
     with torch.no_grad():
-        for parameter, last in zip(trained, kept, strict=True):
-            parameter.copy_(last)
+        for parameter, value in zip(parameters, best_values, strict=True):
+            parameter.copy_(value)
+
+
+def _elbo_surrogate(
+    target: NoiseTarget, vectors: list[InputNoise], draws: int, generator: torch.Generator
+) -> Tensor:
+    """Returns a scalar whose gradient is that of the ELBO, summed over draws."""
+    samples = [vector.posterior().rsample_and_log_prob((draws,), generator) for vector in vectors]
+    noise = target.join([value for value, _ in samples])
+    _, slope = target.gradient(noise.detach())
+    surrogate = (slope * noise).sum()
+    for vector, (value, density) in zip(vectors, samples, strict=True):
+        if vector.transform.inverse_kind == "exact":
+            surrogate = surrogate - (score(vector, value) * value).sum()
+        else:
+            surrogate = surrogate - density.sum()
+    return surrogate
 
 
 def score(vector: InputNoise, value: Tensor) -> Tensor:
-    """The gradient of the log-density in the value alone."""
+    """Returns the gradient of the log-density with respect to the value, with fixed parameters."""
     leaf = value.detach().requires_grad_()
     return torch.autograd.grad(vector.posterior().log_prob(leaf).sum(), leaf)[0]
 
 
 @torch.no_grad()
-def _bounds(vectors: list[InputNoise], target: NoiseTarget, draws: int, number: int) -> Tensor:
-    """What each draw adds to the ELBO, ``[S]``; the same numbers of the base for all posteriors of a shape."""
-    source = torch.Generator(target.device).manual_seed(target.seed + 7919 * number)
-    drawn = [vector.posterior().rsample_and_log_prob((draws,), source) for vector in vectors]
-    density = torch.stack([one.double() for _, one in drawn]).sum(0)
-    return target.log_joint(target.join([value for value, _ in drawn])) - density
+def _elbo_terms(vectors: list[InputNoise], target: NoiseTarget, draws: int, stream: int) -> Tensor:
+    """Returns the contribution of each draw to the ELBO, ``[S]``. Posteriors of equal shape share their random numbers."""
+    generator = torch.Generator(target.device).manual_seed(target.seed + 7919 * stream)
+    samples = [vector.posterior().rsample_and_log_prob((draws,), generator) for vector in vectors]
+    density = torch.stack([log_prob.double() for _, log_prob in samples]).sum(0)
+    return target.log_joint(target.join([value for value, _ in samples])) - density

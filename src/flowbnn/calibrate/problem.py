@@ -1,0 +1,296 @@
+"""The network, the held-out data and the noise of a calibration, and the posteriors that are fitted to subsets of the data."""
+
+import warnings
+from collections.abc import Iterable, Mapping
+from copy import deepcopy
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from flowbnn.batches import copy_network, device_of, dtype_of, move, pick, take
+from flowbnn.calibrate.flow import FlowFit, fit_flow
+from flowbnn.convert import Rule, to_stochastic
+from flowbnn.diagnostics.fixed_data import check_row_independence, read_fixed_data
+from flowbnn.distributions import NormalBase
+from flowbnn.errors import FlowBNNError, FlowBNNWarning
+from flowbnn.likelihoods import Gaussian, Likelihood, learns_noise
+from flowbnn.methods.fitting import prepare
+from flowbnn.methods.temperature import TemperedPosterior, temper
+from flowbnn.methods.variational.base import FLOWS
+from flowbnn.methods.variational.block_gaussian import BlockGaussian
+from flowbnn.methods.variational.natural import NaturalFit, NoisyNetwork, Structure, fit_gaussian
+from flowbnn.noise import Noise, NormalAffine, Recipe, noise_layers
+from flowbnn.noise.flow_noise import InputNoise
+from flowbnn.noise.joint import DENSE, check_size, independent_vectors
+from flowbnn.noise.modes import align_batch_axes
+from flowbnn.posterior.noise import NoisePosterior
+from flowbnn.posterior.point import PointPosterior
+from flowbnn.regression import fit_residual_scale
+from flowbnn.training.device import device_kind
+from flowbnn.training.randomness import temporary_seed
+
+BATCH_SIZE = 256  # rows of a forward pass of the network without noise
+PriorName = Literal["fitted", "fixed"]
+Rules = Mapping[Rule, Recipe | None]
+
+
+@dataclass(frozen=True, eq=False)
+class HeldOutData:
+    """A trained network and the data to calibrate it on, on the same device.
+
+    Args:
+        network: Trained network with fixed weights, in evaluation mode.
+        inputs: Inputs of all examples.
+        targets: Targets of all examples.
+        likelihood: Observation model.
+        scale_is_known: True if the likelihood has a noise scale that residuals need not provide.
+    """
+
+    network: nn.Module
+    inputs: Any
+    targets: Tensor
+    likelihood: Likelihood
+    scale_is_known: bool = True
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+    def select(self, indices: Tensor) -> tuple[Any, Tensor]:
+        """Returns the inputs and targets of some examples."""
+        indices = indices.to(self.targets.device)
+        return pick(self.inputs, indices), self.targets[indices]
+
+    def batches(self, indices: Tensor) -> list[tuple[Any, Tensor]]:
+        """Returns some examples in batches."""
+        return [self.select(batch) for batch in indices.split(BATCH_SIZE)]
+
+
+def read_held_out(
+    network: nn.Module,
+    held_out: Iterable[Any],
+    likelihood: Any,
+    accelerator: str,
+    seed: int,
+) -> HeldOutData:
+    """Reads the held-out data, chooses the likelihood, and copies the network to the device.
+
+    Args:
+        network: Trained network.
+        held_out: Batches of inputs and targets, or one pair.
+        likelihood: Observation model, or its name.
+        accelerator: Device type to compute on.
+        seed: Seed of the generators of the loader.
+    """
+    data = read_fixed_data(held_out, seed, "calibration")
+    kind = device_kind(accelerator)
+    device = device_of(network)
+    network = copy_network(network).to(device if device.type == kind else torch.device(kind)).eval()
+    network.requires_grad_(False)
+    batches = [take(data, low, low + BATCH_SIZE) for low in range(0, len(data[1]), BATCH_SIZE)]
+    chosen, _, check_batch = prepare(network, batches, likelihood, seed, trains=False)
+    check_batch(data)
+    inputs, targets = move(data, device_of(network), dtype_of(network))
+    targets = chosen.canonical(targets).to(device_of(network))
+    scale_is_known = not learns_noise(chosen) or (
+        isinstance(likelihood, Gaussian) and bool(likelihood.log_scale.any())
+    )
+    return HeldOutData(network, inputs, targets, chosen, scale_is_known)
+
+
+class CalibrationProblem:
+    """Fits posteriors of noise, and their rivals, to subsets of the held-out data.
+
+    Args:
+        data: Network and held-out data.
+        rules: Noise of each layer, or None for Gaussian noise in all layers.
+        flow: Flow on the noise, by name or as a recipe, or None.
+        prior_scale: Standard deviation of the prior if ``rules`` is None.
+        structure: Structure of the covariance, or ``"auto"``.
+        seed: Seed of all draws.
+
+    Raises:
+        FlowBNNError: If the rules give noise that is not Gaussian, or if the flow has no transform.
+    """
+
+    def __init__(
+        self,
+        data: HeldOutData,
+        rules: Rules | None = None,
+        flow: str | Recipe | None = None,
+        prior_scale: float = 0.5,
+        structure: str = "auto",
+        seed: int = 0,
+    ) -> None:
+        self.data, self.seed = data, seed
+        rules = {"*": NormalAffine(prior_scale=prior_scale)} if rules is None else rules
+        self.rules = _update_rules(rules, joint=None)
+        layers = noise_layers(self._add_noise(self.rules))
+        for name, noise in layers.items():
+            _check_gaussian(name, noise)
+        sizes = [noise.layout.dim for noise in layers.values()]
+        self.dim = sum(sizes)
+        self.structure = choose_structure(structure, sizes)
+        self.loc, self.scale = (
+            torch.cat([getattr(noise.prior, name) for noise in layers.values()]) for name in ("loc", "scale")
+        )
+        if (
+            self.structure != "factorized"
+        ):  # layers must have equal recipes to be joined; fits use loc and scale
+            self.rules = _update_rules(
+                self.rules, prior_loc=1.0, prior_scale=prior_scale, base_loc=1.0, base_scale=0.1
+            )
+        self.network = self._add_noise(self.rules, self.structure)
+        if self.structure != "factorized" and len(independent_vectors(self.network)) > 1:
+            raise FlowBNNError(
+                f"structure='{self.structure}' needs recipes that differ in their priors only; use structure='factorized'",
+                kind="rules",
+                argument="rules",
+            )
+        check_row_independence(NoisyNetwork(self.network, data.likelihood), data.inputs)
+        self.flow_network = None if flow is None else self._add_flow(flow)
+
+    def _add_noise(self, rules: Rules, structure: Structure = "factorized") -> nn.Module:
+        """Returns the network with noise."""
+        joint = None if structure == "factorized" else structure
+        model = to_stochastic(self.data.network, rules, joint=joint)
+        align_batch_axes(model, take(self.data.inputs, 0, BATCH_SIZE))
+        return model
+
+    def _add_flow(self, flow: str | Recipe) -> nn.Module:
+        """Returns the network with noise that a flow transforms."""
+        recipe = flow if isinstance(flow, Recipe) else FLOWS[flow]()
+        if type(recipe).transforms is Recipe.transforms:
+            raise FlowBNNError(
+                f"{recipe} has no flow; set flow='nsf' or flow=fb.noise.NormalPlanar(), or flow=None",
+                kind="value",
+                argument="flow",
+            )
+        names = [field.name for field in fields(Recipe)]
+        rules = {
+            rule: None
+            if gaussian is None
+            else replace(recipe, **{name: getattr(gaussian, name) for name in names})
+            for rule, gaussian in self.rules.items()
+        }
+        with temporary_seed(self.seed):
+            return self._add_noise(rules, self.structure)
+
+    def fit_gaussian(
+        self, indices: Tensor, prior: PriorName, start: BlockGaussian | None = None
+    ) -> NaturalFit:
+        """Fits a Gaussian posterior of the noise to some examples.
+
+        Args:
+            indices: Indices of the examples.
+            prior: Prior of the noise, fixed or fitted.
+            start: Gaussian to start from, or None for a narrow one around the network without noise.
+        """
+        return fit_gaussian(
+            self.network,
+            self.point_estimate(indices).likelihood,
+            *self.data.select(indices),
+            self.structure,
+            prior=prior,
+            loc=self.loc,
+            scale=self.scale,
+            start=start,
+            seed=self.seed,
+        )
+
+    def make_posterior(
+        self, fit: NaturalFit, indices: Tensor, progress: bool = False
+    ) -> tuple[NoisePosterior, FlowFit | None]:
+        """Returns the posterior of a fit, with a flow if one is configured and improves the ELBO.
+
+        Args:
+            fit: Gaussian fit.
+            indices: Indices of the examples that the flow is fitted to.
+            progress: If True, shows a progress bar.
+
+        Returns:
+            The posterior, and the fit of the flow, or None without a flow.
+        """
+        gaussian = self.gaussian_posterior(fit, self.network)
+        if self.flow_network is None:
+            return gaussian, None
+        start = self.gaussian_posterior(fit, self.flow_network)
+        flow_fit = fit_flow(gaussian, start, *self.data.select(indices), seed=self.seed, show=progress)
+        return flow_fit.posterior, flow_fit
+
+    @torch.no_grad()
+    def gaussian_posterior(self, fit: NaturalFit, network: nn.Module) -> NoisePosterior:
+        """Returns a network whose noise is the Gaussian of a fit. A flow of the noise keeps its parameters.
+
+        Args:
+            fit: Gaussian fit.
+            network: Network with noise. It is copied.
+        """
+        q, start = fit.gaussian, 0
+        network = deepcopy(network)
+        std = q.variances().sqrt()
+        for vector, _ in independent_vectors(network):
+            entries = slice(start, start + vector.layout.dim)
+            start = entries.stop
+            roots = [std[entries]] if self.structure == "factorized" else q.roots
+            vector.set_gaussian(q.mean[entries], roots, q.maps)
+            assert isinstance(vector.prior, NormalBase)
+            vector.prior.loc.copy_(q.loc[entries])
+            vector.prior.scale.copy_(q.variance[entries].sqrt())
+        for layer in noise_layers(network).values():
+            layer.fitted = True
+        return NoisePosterior(network, fit.likelihood)
+
+    def point_estimate(self, indices: Tensor) -> PointPosterior:
+        """Returns the network without noise. An unknown noise scale is that of the residuals of some examples."""
+        likelihood = deepcopy(self.data.likelihood)
+        if not self.data.scale_is_known:
+            fit_residual_scale(self.data.network, likelihood, self.data.batches(indices))
+        return PointPosterior(self.data.network, likelihood)
+
+    def scale_temperature(self, indices: Tensor) -> TemperedPosterior:
+        """Returns the network without noise, with the optimal temperature for some examples."""
+        with warnings.catch_warnings():  # calibrate warns once, for all examples
+            warnings.filterwarnings("ignore", category=FlowBNNWarning)
+            return temper(self.point_estimate(indices), self.data.batches(indices), progress=False)
+
+
+def _check_gaussian(layer: str, noise: Noise) -> None:
+    """Raises FlowBNNError if the noise of a layer is not one vector with a Gaussian posterior and a normal prior."""
+    if isinstance(noise, InputNoise) and noise.site == "channel":
+        normal = isinstance(noise.base, NormalBase) and isinstance(noise.prior, NormalBase)
+        if normal and noise.start is not None and not noise.rest:
+            return
+    raise FlowBNNError(
+        f"calibrate supports NormalAffine() without components, prior_df, base_df and site='position', got {noise.label} in layer "
+        f"'{layer}'",
+        kind="rules",
+        argument="rules",
+        layer=layer,
+    )
+
+
+def _update_rules(rules: Rules, **settings: Any) -> dict[Rule, Recipe | None]:
+    """Returns rules whose recipes have other settings."""
+    return {rule: None if recipe is None else replace(recipe, **settings) for rule, recipe in rules.items()}
+
+
+def choose_structure(structure: Any, sizes: list[int]) -> Structure:
+    """Returns the structure of the covariance; ``"auto"`` is the richest one that fits into memory.
+
+    Args:
+        structure: Name of the structure, or ``"auto"``.
+        sizes: Numbers of noise variables of the layers.
+
+    Raises:
+        FlowBNNError: If the layers are too large for the structure.
+
+    >>> choose_structure("auto", [500, 400]), choose_structure("auto", [5000, 4000]), choose_structure("auto", [25_088])
+    ('full', 'chain', 'factorized')
+    """
+    if structure != "auto":
+        if structure != "factorized":
+            check_size(structure, sizes, "structure", width=8)
+        return structure
+    return "full" if sum(sizes) <= DENSE else "chain" if max(sizes) <= DENSE else "factorized"

@@ -1,0 +1,61 @@
+"""Tests of the cross-validation of a calibrated network."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import flowbnn as fb
+from flowbnn.calibrate.cross_validation import predict_folds
+from flowbnn.calibrate.problem import CalibrationProblem, HeldOutData
+from flowbnn.methods.variational import natural
+
+
+def test_held_out_examples_do_not_affect_their_predictions(memorized, monkeypatch):
+    """If the labels of a fold are flipped, the likelihoods of its examples become their complements, to the last bit."""
+    monkeypatch.setattr(natural, "DRAWS", 1)  # saves time
+    inputs, targets = memorized.inputs[:60], memorized.targets[:60]
+    fold = torch.randperm(60, generator=torch.Generator().manual_seed(0))[::6]
+    likelihoods = []
+    for labels in (targets, targets.index_copy(0, fold, 1 - targets[fold])):
+        data = HeldOutData(memorized.network, inputs, labels, fb.likelihoods.Categorical())
+        _, predictions = predict_folds(CalibrationProblem(data), ["fixed"], 6, 8, False)
+        likelihoods.append(predictions["calibrated"].nll[0].neg().exp())
+    torch.testing.assert_close(likelihoods[0] + likelihoods[1], torch.ones(10, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("noise_scale", [None, 0.5])
+@pytest.mark.filterwarnings("ignore::flowbnn.FlowBNNWarning")
+def test_regression_scores_by_hand(noise_scale, monkeypatch):
+    """Two folds with residuals 0.1, -0.2 and 0.3, -0.4. An unknown noise scale comes from the other fold."""
+    network = nn.Linear(1, 1, bias=False)
+    nn.init.ones_(network.weight)
+    inputs = torch.tensor([[1.0], [2.0], [3.0], [4.0]])
+    data = [(inputs, inputs + torch.tensor([[0.1], [0.3], [-0.2], [-0.4]]))]
+    likelihood = "auto"
+    if noise_scale is not None:
+        likelihood = fb.likelihoods.Gaussian()
+        nn.init.constant_(likelihood.log_scale, math.log(noise_scale))
+    monkeypatch.setattr(torch, "randperm", lambda count, generator: torch.arange(count))
+    options = {"folds": 2, "likelihood": likelihood, "progress": False, "accelerator": "cpu"}
+    report = fb.calibrate(network, data, **options).calibration
+    folds = (0.1**2, 0.2**2), (0.3**2, 0.4**2)  # squared residuals
+    nll = {"plain": 0.0, "temperature": 0.0}
+    for held_out, training in (folds, folds[::-1]):
+        mean_square = sum(training) / 2
+        plain_variance = mean_square if noise_scale is None else noise_scale**2
+        for name, variance in (("plain", plain_variance), ("temperature", mean_square)):
+            nll[name] += sum(0.5 * (math.log(2 * math.pi * variance) + s / variance) for s in held_out) / 4
+    for name, value in nll.items():
+        assert report.nll[name] == pytest.approx(value, rel=1e-5)
+    temperature = 1.0 if noise_scale is None else 0.075**0.5 / noise_scale
+    assert report.temperature == pytest.approx(temperature, rel=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore::flowbnn.FlowBNNWarning")
+@pytest.mark.parametrize(("count", "folds"), [(1, 0), (3, 0), (5, 2)])
+def test_few_examples_have_fewer_folds(count, folds):
+    x = torch.randn(count, 2, generator=torch.Generator().manual_seed(0))
+    report = fb.calibrate(nn.Linear(2, 2), [(x, torch.arange(count) % 2)], progress=False).calibration
+    assert (report.folds, bool(report.nll)) == (folds, folds > 0)
