@@ -1,4 +1,4 @@
-"""Schedules, optimizers, averages and noise of the studies on images, by hand."""
+"""Tests of schedules, optimizers and noise of the studies on images."""
 
 import pytest
 from torch import nn
@@ -25,7 +25,7 @@ from flowbnn_studies.images.training import make_optimizer, make_schedule
         ),
     ],
 )
-def test_flows_sit_where_the_report_has_them_and_gaussians_elsewhere(architecture, flows):
+def test_flows_are_at_the_layers_of_the_report(architecture, flows):
     network = make_network(architecture, 3, width=0.0625)
     rules = rules_for(architecture, "xiong-flow-position", Training(prior_scale=0.3, positions=7))
     model = to_stochastic(network, rules)
@@ -38,15 +38,17 @@ def test_flows_sit_where_the_report_has_them_and_gaussians_elsewhere(architectur
         assert layer.recipe.positions == 7
 
 
-def test_dropout_mixture_and_plain():
-    model = to_stochastic(make_network("lenet", 1), rules_for("lenet", "best-dropout", Training(rate=0.3)))
+def test_rules_of_dropout_mixture_and_deterministic_network():
+    model = to_stochastic(
+        make_network("lenet", 1), rules_for("lenet", "best-dropout", Training(dropout_rate=0.3))
+    )
     assert list(noise_layers(model)) == ["fc1", "fc2", "fc3"]
     mixture = rules_for("lenet", "best-mixture-channel", Training(components=3))
     assert mixture["*"].components == 3
     assert rules_for("lenet", "xiong-longer", Training()) == {}
 
 
-def test_every_variant_has_a_training_and_starts_from_one_before_it():
+def test_variants_follow_those_they_start_from():
     variants = image_variants("LeNet", (3, 5))
     keys = [variant.key for variant in variants]
     assert len(set(keys)) == len(keys) == 18
@@ -55,9 +57,9 @@ def test_every_variant_has_a_training_and_starts_from_one_before_it():
         assert variant.start_from is None or variant.start_from in keys[:place]
 
 
-def test_rates_follow_the_schedule_and_end_near_zero():
+def test_learning_rates_follow_the_schedule():
     layer = nn.Linear(1, 1)
-    training = Training(optimizer="sgd", schedule="linear", rise=0.25)
+    training = Training(optimizer="sgd", schedule="linear", lr_warmup=0.25)
     optimizer = make_optimizer(training)([{"params": list(layer.parameters()), "lr": 2.0}])
     schedule = make_schedule(training)(optimizer, 7)
     rates = []
@@ -65,13 +67,13 @@ def test_rates_follow_the_schedule_and_end_near_zero():
         rates.append(optimizer.param_groups[0]["lr"])
         optimizer.step()
         schedule.step()
-    # of the eighths 1 .. 7 of the run: up to a quarter, then down along a line
+    # at eighths 1 to 7 of the run: linear warmup over a quarter, then linear decay
     assert rates == pytest.approx([2.0 * f for f in (0.5, 1.0, 5 / 6, 4 / 6, 3 / 6, 2 / 6, 1 / 6)])
     assert make_schedule(Training()) is None
     for wrong in (
         {"schedule": "cosin"},
-        {"rise": 1.0},
-        {"rise": -0.1},
+        {"lr_warmup": 1.0},
+        {"lr_warmup": -0.1},
         {"optimizer": "admw"},
     ):
         with pytest.raises(FlowBNNError) as caught:

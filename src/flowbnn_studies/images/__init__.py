@@ -1,1 +1,1 @@
-"""The comparison on images of Xiong's report: one study with three configurations."""
+"""Comparison on images after Xiong's report: one study with several configurations."""

@@ -1,4 +1,4 @@
-"""The images of a study on the device where it computes, and what studies of all methods on images have in common."""
+"""Images of a study on the device of the computation, and the base class of studies of all methods on images."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,125 +24,125 @@ from flowbnn_studies.images.settings import ImageSettings, ImageSource, Training
 from flowbnn_studies.runner.methods import MethodSettings, MethodStudy, shuffled_loader
 from flowbnn_studies.runner.study import Job
 
-STRENGTHS = tuple(range(1, 6))
-SPLIT_SEED = 0  # the same images are put aside for every seed and every method
-BINARY_SEED = 2008  # of the one draw by which grey images become binary
+STRENGTHS = tuple(range(1, 6))  # of corruptions
+SPLIT_SEED = 0  # all seeds and methods have the same validation images
+BINARY_SEED = 2008  # all runs have the same binary images
 
 TensorPair = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True)
 class ImageData:
-    """What one job computes on.
+    """Images of one job.
 
     Args:
-        learned: the images to learn from, in bytes on the device.
-        tested: those to evaluate on: the test set, or the validation images where settings are chosen.
-        strangers: sets of images the network has never seen; one called ``"noise"`` is made when asked for.
+        train: Training images, in bytes on the device.
+        test_set: Images for the evaluation: the test set, or the validation images while settings are chosen.
+        novel_sets: Sets of out-of-distribution images by name; None for ``"noise"``, which is generated.
     """
 
-    learned: ImageSet
-    tested: ImageSet
-    strangers: dict[str, ImageSet | None]
+    train: ImageSet
+    test_set: ImageSet
+    novel_sets: dict[str, ImageSet | None]
 
     @property
     def device(self) -> torch.device:
-        return self.learned.images.device
+        return self.train.images.device
 
     @property
     def num_data(self) -> int:
-        return len(self.learned)
+        return len(self.train)
 
     @property
     def channels(self) -> int:
-        return self.learned.images.shape[1]
+        return self.train.images.shape[1]
 
     @property
     def test(self) -> TensorPair:
-        """The images to test on as the network takes them, and their labels."""
-        return self.learned.normalizer()(self.tested.images), self.tested.labels
+        """Normalized test images and their labels."""
+        return self.train.normalizer()(self.test_set.images), self.test_set.labels
 
     def loader(self, training: Training, seed: int) -> TensorLoader:
-        """Shuffled batches of equal size; the few images that fill no batch differ from epoch to epoch."""
-        moved = training.padding or training.flip or training.cutout
+        """Returns shuffled batches of equal size. The images that fill no batch differ from epoch to epoch."""
+        augmented = training.padding or training.flip or training.cutout
         return device_loader(
-            self.learned,
+            self.train,
             min(training.batch, self.num_data),
             shuffle=True,
-            augment=CropAndFlip(training.padding, training.flip, training.cutout) if moved else None,
+            augment=CropAndFlip(training.padding, training.flip, training.cutout) if augmented else None,
             generator=torch.Generator(self.device).manual_seed(seed),
             drop_last=True,
         )
 
     def novel(self, number: int) -> dict[str, Tensor]:
-        """At most ``number`` images of every kind the network has never seen, as it takes them."""
+        """Returns at most ``number`` normalized out-of-distribution images of every kind."""
         novel = {}
-        for key, images in self.strangers.items():
-            if images is None:
+        for key, image_set in self.novel_sets.items():
+            if image_set is None:
                 generator = torch.Generator().manual_seed(0)
-                shape = self.tested.images.shape[1:]
-                strange = novel_noise(min(number, len(self.tested)), shape, generator).to(self.device)
+                shape = self.test_set.images.shape[1:]
+                inputs = novel_noise(min(number, len(self.test_set)), shape, generator).to(self.device)
             else:
-                strange = images.images[:number]
-            novel[key] = self.learned.normalizer()(strange)
+                inputs = image_set.images[:number]
+            novel[key] = self.train.normalizer()(inputs)
         return novel
 
     def corrupted(self, kind: str, strength: int, number: int) -> TensorPair:
-        """The first ``number`` test images corrupted, as the network takes them, and their labels; the same for all methods."""
-        some = self.tested.subset(slice(0, number))
+        """Returns the first ``number`` test images, corrupted and normalized, and their labels. They are the same for all methods."""
+        subset = self.test_set.subset(slice(0, number))
         generator = torch.Generator().manual_seed(strength)
-        return self.learned.normalizer()(corrupt(some.to_unit(), kind, strength, generator)), some.labels
+        return self.train.normalizer()(corrupt(subset.to_unit(), kind, strength, generator)), subset.labels
 
 
 def load_image_data(
     settings: ImageSettings, data: str, novel: Sequence[str], device: torch.device | str
 ) -> ImageData:
-    """The images of a study.
+    """Loads the images of a study.
 
     Args:
-        settings: ``source``, ``validation`` and ``choose`` are read; where settings are chosen, the test set is not opened at all.
+        settings: Settings, of which ``source``, ``validation`` and ``choose`` are read. While settings are chosen, the test set is
+            not read.
         data: ``"fashion-mnist"`` or ``"cifar10"``.
-        novel: kinds of images the network has never seen: names of sets, or ``"noise"``.
-        device: where they are to lie.
+        novel: Kinds of out-of-distribution images: names of sets, or ``"noise"``.
+        device: Device of the images.
     """
-
-    learned = read_images(data, "train", settings)
+    train = read_images(data, "train", settings)
     if settings.choose:
-        learned, tested = learned.split(min(settings.validation, len(learned) // 4), SPLIT_SEED)
+        train, test = train.split(min(settings.validation, len(train) // 4), SPLIT_SEED)
     else:
-        tested = read_images(data, "test", settings)
+        test = read_images(data, "test", settings)
 
-    def stranger(name: str) -> ImageSet:
+    def load_novel(name: str) -> ImageSet:
         images = read_images(name, "test", settings)
-        colour = learned.images.shape[1] == 3
-        return (images.in_colour(learned.images.shape[-1]) if colour else images).to(device)
+        colour = train.images.shape[1] == 3
+        return (images.in_colour(train.images.shape[-1]) if colour else images).to(device)
 
-    strangers = {name: None if name == "noise" else stranger(name) for name in novel}
-    return ImageData(learned.to(device), tested.to(device), strangers)
+    novel_sets = {name: None if name == "noise" else load_novel(name) for name in novel}
+    return ImageData(train.to(device), test.to(device), novel_sets)
 
 
-def read_images(name: str, split: str, given: ImageSource) -> ImageSet:
-    """A published set, or for trials pictures of its shape, as the settings say."""
-    if given.source == "files":
-        return _read(name, split)
-    return generated_images(given.generated // (1 if split == "train" else 4), name, split)
+def read_images(name: str, split: str, source: ImageSource) -> ImageSet:
+    """Returns a published data set, or generated images of its shape for trial runs."""
+    if source.source == "files":
+        return _load_cached(name, split)
+    return generated_images(source.generated // (1 if split == "train" else 4), name, split)
 
 
 def read_bytes(job: Job, name: str, split: str) -> tuple[Tensor, Tensor]:
-    """Images in bytes and their labels, on the device of the job."""
-    found = read_images(name, split, job.settings)
-    return found.images.to(job.device), found.labels.to(job.device)
+    """Returns images in bytes and their labels, on the device of the job."""
+    image_set = read_images(name, split, job.settings)
+    return image_set.images.to(job.device), image_set.labels.to(job.device)
 
 
 def read_binary(job: Job, split: str) -> Tensor:
-    """MNIST, binarised once, on the device of the job."""
+    """Returns MNIST with binary pixels, on the device of the job. The pixels are drawn once."""
     images = read_images("mnist", split, job.settings).images
     generator = torch.Generator().manual_seed(BINARY_SEED + (split == "test"))
     return binarise(images, generator).to(job.device)
 
 
 def binarise(images: Tensor, generator: torch.Generator | None = None) -> Tensor:
-    """Grey bytes become binary ones: a pixel is 1 with its grey value as the probability.
+    """Draws binary pixels with the grey values as probabilities.
 
     >>> binarise(torch.tensor([0, 255], dtype=torch.uint8))
     tensor([0, 1], dtype=torch.uint8)
@@ -153,36 +153,45 @@ def binarise(images: Tensor, generator: torch.Generator | None = None) -> Tensor
 
 
 def split_classes(
-    name: str, novel: Sequence[int], validation: int, device: str, given: ImageSource
+    name: str, novel: Sequence[int], validation: int, device: str, source: ImageSource
 ) -> Digits:
-    """A set without some of its classes, on a device and as a network takes it; ``novel`` are test images of those classes.
+    """Splits a data set into known classes and novel ones, on a device and normalized. ``novel`` has test images of the novel
+    classes.
+
+    Args:
+        name: Name of the data set.
+        novel: Labels of the novel classes.
+        validation: Number of validation images.
+        device: Device of the images.
+        source: Origin of the images.
 
     >>> parts = split_classes("cifar10", [1, 8], 10, "cpu", ImageSource(source="generated", generated=100))
     >>> [len(labels) for _, labels in (parts.train, parts.validation, parts.test, parts.novel)], parts.known
     ([70, 10, 20, 5], (0, 2, 3, 4, 5, 6, 7, 9))
     """
-    whole, tested = (read_images(name, split, given) for split in ("train", "test"))
-    known = tuple(label for label in range(len(whole.classes)) if label not in novel)
-    places = torch.full((len(whole.classes),), -1).scatter_(0, torch.tensor(known), torch.arange(len(known)))
-    seen = [places[one.labels] >= 0 for one in (whole, tested)]
-    learned, aside = whole.subset(seen[0]).split(validation, SPLIT_SEED)
-    strange = tested.subset(~seen[1])
+    train_set, test_set = (read_images(name, split, source) for split in ("train", "test"))
+    num_classes = len(train_set.classes)
+    known = tuple(label for label in range(num_classes) if label not in novel)
+    new_labels = torch.full((num_classes,), -1).scatter_(0, torch.tensor(known), torch.arange(len(known)))
+    known_train, known_test = (new_labels[images.labels] >= 0 for images in (train_set, test_set))
+    train, held_out = train_set.subset(known_train).split(validation, SPLIT_SEED)
+    novel_set = test_set.subset(~known_test)
 
-    def pair(some: ImageSet) -> TensorPair:
-        return whole.normalizer()(some.images.to(device)), places[some.labels].to(device)
+    def prepare(images: ImageSet) -> TensorPair:
+        return train_set.normalizer()(images.images.to(device)), new_labels[images.labels].to(device)
 
-    labelled = (pair(strange)[0], strange.labels.to(device))
-    return Digits(pair(learned), pair(aside), pair(tested.subset(seen[1])), labelled, known)
+    novel_pair = (prepare(novel_set)[0], novel_set.labels.to(device))
+    return Digits(prepare(train), prepare(held_out), prepare(test_set.subset(known_test)), novel_pair, known)
 
 
 @lru_cache(maxsize=6)
-def _read(name: str, split: str) -> ImageSet:
-    """A published set, read and verified once in a process."""
+def _load_cached(name: str, split: str) -> ImageSet:
+    """Loads and verifies a published set once in a process."""
     return load_images(name, split)
 
 
 def generated_images(number: int, name: str, split: str) -> ImageSet:
-    """Pictures of the shape of a published set: waves whose direction and length encode the class, under noise.
+    """Generates images of the shape of a published set: noisy waves whose direction and length encode the class.
 
     >>> generated_images(20, "cifar10", "test")
     ImageSet(cifar10, test: 20 images of 3x32x32 in 10 classes)
@@ -192,26 +201,26 @@ def generated_images(number: int, name: str, split: str) -> ImageSet:
     labels = torch.arange(number) % 10
     angle = (labels % 5) * torch.pi / 5
     length = 4.0 + 4.0 * (labels // 5) + (2.0 if name == "mnist" else 0.0)
-    place = torch.arange(size, dtype=torch.float32)
-    across = angle.cos()[:, None, None] * place + angle.sin()[:, None, None] * place[:, None]
+    position = torch.arange(size, dtype=torch.float32)
+    coordinate = angle.cos()[:, None, None] * position + angle.sin()[:, None, None] * position[:, None]
     phase = 2 * torch.pi * torch.rand(number, 1, 1, generator=generator)
-    waves = torch.sin(2 * torch.pi * across / length[:, None, None] + phase).unsqueeze(1)
+    waves = torch.sin(2 * torch.pi * coordinate / length[:, None, None] + phase).unsqueeze(1)
     noise = torch.randn(number, channels, size, size, generator=generator)
     pixels = (128 + 70 * waves + 40 * noise).clamp(0, 255).to(torch.uint8)
     classes = tuple(str(label) for label in range(10))
     return ImageSet(pixels, labels, classes, name, split, (0.5,) * channels, (0.25,) * channels)
 
 
-SLOW = ("mode-ensemble", "hmc", "nuts")  # which take all data in every step
-FAST = tuple(one.key for one in CANDIDATES if one.key not in SLOW)
+SLOW = ("mode-ensemble", "hmc", "nuts")  # these use all data in every step
+FAST = tuple(candidate.key for candidate in CANDIDATES if candidate.key not in SLOW)
 
 
 @options(kw_only=True)
 class ImageMethodSettings(ImageSource, MethodSettings):
-    """The settings of a study of methods on images, besides :class:`PictureData` and :class:`MethodSettings`.
+    """Settings of a study of methods on images, in addition to :class:`ImageSource` and :class:`MethodSettings`.
 
     Args:
-        validation: images that are put aside, the same for all seeds.
+        validation: Number of validation images, the same for all seeds.
     """
 
     validation: Count = 5_000
@@ -219,13 +228,13 @@ class ImageMethodSettings(ImageSource, MethodSettings):
 
 
 class ImageMethodStudy(MethodStudy):
-    """A study of methods on a published set of images, on a GPU where there is one; subclasses say which set, and what is put aside."""
+    """Base class of studies of methods on a published set of images, on a GPU if available."""
 
     data: ClassVar[str]
     accelerator = "auto"
 
     def novel(self, settings: Any) -> tuple[int, ...]:
-        """The classes that training never sees."""
+        """Returns the classes that are excluded from training."""
         return ()
 
     def check(self, settings: Any, jobs: Sequence[Job]) -> None:
@@ -233,14 +242,14 @@ class ImageMethodStudy(MethodStudy):
             read_images(self.data, split, settings)
 
     def load_data(self, job: Job) -> Digits:
-        """The images, on the device of the job."""
+        """Returns the images on the device of the job."""
         s: ImageMethodSettings = job.settings
         return split_classes(self.data, self.novel(s), s.validation, job.device, s)
 
     def fit_candidate(
         self, job: Job, candidate: Candidate, network: nn.Module, data: Digits, augment: Augment | None = None
     ) -> Posterior:
-        """The method's posterior; a training of seconds keeps no checkpoints."""
+        """Fits a method. No checkpoints are kept because the training takes seconds."""
         images, batch = data.train[0], job.settings.batch
         device = str(images.device.type)
         loader = shuffled_loader(data.train, batch, job.seed, device, drop_last=True, augment=augment)

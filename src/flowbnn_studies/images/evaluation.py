@@ -1,4 +1,4 @@
-"""Evaluating one trained variant on the test images, on novel ones and on corrupted ones; the same for all methods."""
+"""Evaluation of a trained variant on test, out-of-distribution and corrupted images, the same for all methods."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -23,14 +23,14 @@ from flowbnn_studies.runner.study import Variant
 ADAPTIVE = Adaptive()
 TEMPERATURES = tuple(2.0 ** (step / 4) for step in range(-24, 25))  # from 1/64 to 64; 1 is among them
 Curve = dict[str, list[float]]
-MAX_BATCH = 16384  # in one pass on a GPU, whose memory several jobs share
+MAX_BATCH = 16384  # rows of one pass on a GPU, whose memory several jobs share
 MIRROR = (
-    "Of the mean of every network's predictions for the image and for its mirror image (test-time augmentation); where there "
-    "are many networks with half of them, so that it costs the same."
+    "Mean of the predictions for the image and its mirror image (test-time augmentation). Half as many networks are averaged, so that "
+    "the cost is the same."
 )
-MOVED = (
-    "Of the mean of every network's predictions for six views: the image and its mirror image, as they are and moved by one pixel "
-    "along either diagonal; where there are many networks with a sixth of them, so that it costs no more."
+SIX_VIEWS = (
+    "Mean of the predictions for six views: the image and its mirror image, unchanged and translated by one pixel along either "
+    "diagonal. A sixth as many networks are averaged, so that the cost is no higher."
 )
 
 
@@ -38,7 +38,7 @@ def _translate_and_mirror(step: int) -> View:
     return lambda images: mirror(Translate(step, step)(images))
 
 
-# five besides the image itself
+# the five views in addition to the image itself
 VIEWS: tuple[View, ...] = (
     mirror,
     *(view for step in (1, -1) for view in (Translate(step, step), _translate_and_mirror(step))),
@@ -46,16 +46,20 @@ VIEWS: tuple[View, ...] = (
 
 
 def image_metrics(novel: dict[str, str]) -> tuple[Metric, ...]:
-    """The columns of the table; ``novel`` names the kinds of images the network has never seen."""
-    shift, cost = "Novel and corrupted images", "Cost"
-    entropy = "Probability that a novel image ({}) has a higher predictive entropy than a test image; 0.5 is guessing."
-    mutual = "The same ({}) by the mutual information of label and network; a single network has none."
+    """Returns the columns of the table.
+
+    Args:
+        novel: Names of the kinds of out-of-distribution images.
+    """
+    shift, cost = "Out-of-distribution and corrupted images", "Cost"
+    entropy = "Probability that an out-of-distribution image ({}) has a higher predictive entropy than a test image; 0.5 is chance."
+    mutual = "AUROC ({}) by the mutual information of label and network; a single network has none."
     views = {
-        "mirror": ("two views", MIRROR, "An image and its mirror image together"),
-        "moved": ("six views", MOVED, "Six views of an image together"),
+        "mirror": ("two views", MIRROR, "Image and mirror image"),
+        "moved": ("six views", SIX_VIEWS, "Six views of an image"),
     }
     adaptive = (
-        f"Share of the samples that adaptive sampling spends on the test images, with a tolerance of {ADAPTIVE.tolerance} in "
+        f"Fraction of the samples that adaptive sampling uses on the test images, with a tolerance of {ADAPTIVE.tolerance} in "
         f"probability or a decision certain to {100 * ADAPTIVE.certainty:g} %."
     )
     # fmt: off
@@ -64,22 +68,25 @@ def image_metrics(novel: dict[str, str]) -> tuple[Metric, ...]:
         *(Metric(f"auroc_{k}", f"AUROC {name}", "higher", ".3f", entropy.format(name), shift) for k, name in novel.items()),
         *(Metric(f"mi_{k}", f"AUROC {name}, by MI", "higher", ".3f", mutual.format(name), shift) for k, name in novel.items()),
         Metric("shift_accuracy", "Accuracy, corrupted", "higher", ".3f",
-               "Accuracy on corrupted images, mean over kinds of corruption and five strengths.", shift),
-        Metric("shift_nll", "NLL, corrupted", "lower", ".3f", "NLL on the same images, mean over the same.", shift),
+               "Accuracy on corrupted images, mean over all kinds of corruption and five strengths.", shift),
+        Metric("shift_nll", "NLL, corrupted", "lower", ".3f",
+               "Negative log-likelihood (NLL) on corrupted images, mean over all kinds and strengths.", shift),
         Metric("shift_matched_nll", "NLL, corrupted, matched entropy", "lower", ".3f",
-               "The same, tempered for each kind and strength to the mean predictive entropy of the plain network of that seed.",
+               "NLL on corrupted images, tempered for each kind and strength to the mean entropy of the deterministic network of "
+               "that seed.",
                shift),
-        Metric("shift_ece", "ECE, corrupted", "lower", ".3f", "ECE on the same images, mean over the same.", shift),
+        Metric("shift_ece", "ECE, corrupted", "lower", ".3f", "ECE on corrupted images, mean over all kinds and strengths.", shift),
         *(Metric(f"{prefix}_{m.key}", f"{m.label}, {words}", m.better, ".4f", definition, group)
           for prefix, (words, definition, group) in views.items() for m in CLASSIFICATION[:3]),
-        Metric("step", "Training step", "lower", ".2f", "Time of a training step over the plain network's.", cost),
-        Metric("memory", "Training memory", "lower", ".2f", "Peak memory in training over the plain network's.", cost),
+        Metric("step", "Training step", "lower", ".2f", "Time of a training step relative to the deterministic network.", cost),
+        Metric("memory", "Training memory", "lower", ".2f", "Peak memory in training relative to the deterministic network.", cost),
         Metric("prediction", "Prediction", "lower", ".2f",
-               "Time of a prediction with all samples over the plain network's time for as many rows.", cost),
+               "Time of a prediction with all samples relative to the deterministic network on as many rows.", cost),
         Metric("minutes", "Minutes", "none", ".2f",
-               "Of one training, its curves included, while other trainings ran on the same device.", cost),
+               "Time of one training with its curves, while other trainings ran on the same device.", cost),
         Metric("adaptive", "Adaptive samples", "lower", ".3f", adaptive, cost),
-        Metric("agreement", "Same decisions", "higher", ".4f", "Share of test images decided as with all samples.", cost),
+        Metric("agreement", "Same decisions", "higher", ".4f",
+               "Fraction of test images with the same predicted class as with all samples.", cost),
     )
     # fmt: on
 
@@ -92,7 +99,7 @@ def predict(
     adaptive: Adaptive | None = None,
     views: Sequence[View] = (),
 ) -> CategoricalPredictive:
-    """The predictive on the device, with the same draws for all images and at every call, in the precision of the training."""
+    """Returns the predictive distribution on the device, with the same draws for all images and at every call."""
     half = images.device.type == "cuda" and precision.startswith("bf16")
     return posterior.predict(
         images,
@@ -113,73 +120,73 @@ def _evaluate_views(
     training: Training,
     precision: str,
 ) -> dict[str, float]:
-    """Accuracy, NLL and ECE of several views of an image together, as far as training has seen such views.
+    """Evaluates several views of an image, as far as they occur in training.
 
-    The image and its mirror image where training mirrors; six views where it moves images as well and ``settings.moved`` asks for
-    them. With as many fewer networks, so that as many images are seen.
+    There are two views (image and mirror image) if training mirrors images. There are six if it also translates them and
+    ``settings.six_views`` is set. Fewer networks are averaged, so that the number of forward passes is the same.
     """
     values: dict[str, float] = {}
-    several = {"mirror": VIEWS[:1]} if training.flip else {}
-    if training.flip and training.padding and settings.moved:
-        several["moved"] = VIEWS
-    for prefix, views in several.items():
+    views_by_prefix = {"mirror": VIEWS[:1]} if training.flip else {}
+    if training.flip and training.padding and settings.six_views:
+        views_by_prefix["moved"] = VIEWS
+    for prefix, views in views_by_prefix.items():
         networks = max(1, settings.samples // (1 + len(views)))
-        seen = predict(posterior, pair[0], networks, precision, views=views).evaluate(pair[1])
-        values |= {f"{prefix}_{name}": seen[name] for name in ("accuracy", "nll", "ece")}
+        scores = predict(posterior, pair[0], networks, precision, views=views).evaluate(pair[1])
+        values |= {f"{prefix}_{name}": scores[name] for name in ("accuracy", "nll", "ece")}
     return values
 
 
 def _curves(posterior: Posterior, number: int) -> dict[str, list[float]]:
-    """What is kept of a training's history: terms of the bound in nats per image, accuracy and ECE where they were recorded."""
+    """Returns the history of a training: terms of the ELBO in nats per image, and accuracy and ECE if recorded."""
     history = posterior.history
     names = {"elbo": "elbo", "log_likelihood": "log_likelihood", "kl": "kl"}
     names |= {"accuracy": "validation_accuracy", "ece": "validation_ece"}
     return {
-        name: [round((1.0 / number if name == "kl" else 1.0) * value, 6) for value in history[stored]]
-        for name, stored in names.items()
-        if stored in history
+        name: [round((1.0 / number if name == "kl" else 1.0) * value, 6) for value in history[key]]
+        for name, key in names.items()
+        if key in history
     }
 
 
 def evaluate(
-    posterior: Posterior, pictures: ImageData, settings: ImageSettings, training: Training, precision: str
+    posterior: Posterior, data: ImageData, settings: ImageSettings, training: Training, precision: str
 ) -> dict[str, Any]:
-    """Everything the table and the figures need of one trained network."""
-    images, labels = pictures.test
+    """Computes everything that the table and the figures need of one trained network."""
+    images, labels = data.test
     number = sample_count(posterior, settings.samples)
-    known = predict(posterior, images, settings.samples, precision)
-    values = known.evaluate(labels)
+    predictive = predict(posterior, images, settings.samples, precision)
+    values = predictive.evaluate(labels)
     values["minutes"] = posterior.history.seconds / 60
     content: dict[str, Any] = {
         "values": values,
-        "curves": _curves(posterior, pictures.num_data),
-        "bins": reliability(known.probabilities, labels),
+        "curves": _curves(posterior, data.num_data),
+        "bins": reliability(predictive.probabilities, labels),
     }
     if number > ADAPTIVE.start:
-        sparing = predict(posterior, images, settings.samples, precision, ADAPTIVE)
-        values["adaptive"] = float(sparing.sample_counts.double().mean()) / settings.samples
-        values["agreement"] = float((sparing.labels == known.labels).double().mean())
-        del sparing
-    del known
-    values |= _evaluate_views(posterior, pictures.test, settings, training, precision)
-    more, beyond = evaluate_shift(posterior, pictures, settings, precision)
-    values |= more
-    return content | beyond
+        adaptive = predict(posterior, images, settings.samples, precision, ADAPTIVE)
+        values["adaptive"] = float(adaptive.sample_counts.double().mean()) / settings.samples
+        values["agreement"] = float((adaptive.labels == predictive.labels).double().mean())
+        del adaptive
+    del predictive
+    values |= _evaluate_views(posterior, data.test, settings, training, precision)
+    shift_values, shift_content = evaluate_shift(posterior, data, settings, precision)
+    values |= shift_values
+    return content | shift_content
 
 
 def evaluate_shift(
-    posterior: Posterior, pictures: ImageData, settings: ImageSettings, precision: str
+    posterior: Posterior, data: ImageData, settings: ImageSettings, precision: str
 ) -> tuple[dict[str, float], dict[str, Any]]:
-    """Metrics on novel and on corrupted images, and what the figures need of them."""
-    # of the same number of samples as what it is compared with
-    few = predict(posterior, pictures.test[0][: settings.shift_images], settings.shift_samples, precision)
+    """Computes metrics on out-of-distribution and corrupted images, and the data of their figures."""
+    # the same number of samples as for the images that it is compared with
+    reference = predict(posterior, data.test[0][: settings.shift_images], settings.shift_samples, precision)
     values: dict[str, float] = {}
-    entropy = {"known": histogram(few.entropy, 0.0, 2.4, 24)}
-    for key, strange in pictures.novel(settings.shift_images).items():
-        novel = predict(posterior, strange, settings.shift_samples, precision)
-        values[f"auroc_{key}"] = novelty_auroc(few.entropy, novel.entropy)
+    entropy = {"known": histogram(reference.entropy, 0.0, 2.4, 24)}
+    for key, inputs in data.novel(settings.shift_images).items():
+        novel = predict(posterior, inputs, settings.shift_samples, precision)
+        values[f"auroc_{key}"] = novelty_auroc(reference.entropy, novel.entropy)
         if novel.num_samples > 1:
-            values[f"mi_{key}"] = novelty_auroc(few.mutual_information, novel.mutual_information)
+            values[f"mi_{key}"] = novelty_auroc(reference.mutual_information, novel.mutual_information)
         entropy[key] = histogram(novel.entropy, 0.0, 2.4, 24)
     shift: dict[str, dict[str, list[float]]] = {
         kind: {"accuracy": [], "nll": [], "ece": []} for kind in settings.corruptions
@@ -187,7 +194,7 @@ def evaluate_shift(
     tempering: dict[str, list[Curve]] = {kind: [] for kind in settings.corruptions}
     for kind, curves in shift.items():
         for strength in STRENGTHS:
-            corrupted, truth = pictures.corrupted(kind, strength, settings.shift_images)
+            corrupted, truth = data.corrupted(kind, strength, settings.shift_images)
             predictive = predict(posterior, corrupted, settings.shift_samples, precision)
             curves["accuracy"].append(float((predictive.labels == truth).double().mean()))
             curves["nll"].append(float(predictive.nll(truth).mean()))
@@ -200,63 +207,66 @@ def evaluate_shift(
 
 
 def tempering_curve(log_probabilities: Tensor, labels: Tensor) -> Curve:
-    """Mean entropy and NLL of log-probabilities ``[B, C]`` at each of the :data:`TEMPERATURES`.
+    """Computes mean entropy and NLL of log-probabilities ``[B, C]`` at each of the :data:`TEMPERATURES`.
 
     >>> curve = tempering_curve(torch.tensor([[0.8, 0.2]]).log(), torch.tensor([0]))
-    >>> round(curve["nll"][24], 4), round(curve["nll"][28], 4)  # as it is: -log 0.8; at 2: -log 2/3
+    >>> round(curve["nll"][24], 4), round(curve["nll"][28], 4)  # at T = 1: -log 0.8; at T = 2: -log 2/3
     (0.2231, 0.4055)
     """
     temperatures = torch.tensor(TEMPERATURES, dtype=torch.float64)[:, None, None]
     log_p = torch.log_softmax(log_probabilities.cpu().double() / temperatures, -1)
-    chosen = log_p[:, torch.arange(len(labels)), labels.cpu()]
+    target_log_p = log_p[:, torch.arange(len(labels)), labels.cpu()]
     return {
         "entropy": torch.special.entr(log_p.exp()).sum(-1).mean(-1).tolist(),
-        "nll": chosen.mean(-1).neg().tolist(),
+        "nll": target_log_p.mean(-1).neg().tolist(),
     }
 
 
 def nll_at_entropy(curve: Curve, entropy: float) -> float | None:
-    """The NLL at a mean entropy, by cubic splines over the logarithm of the temperature; None where the grid does not come to it."""
-    from scipy.interpolate import CubicSpline  # not above: every command would wait for it
+    """Returns the NLL at a mean entropy, by cubic splines over the log-temperature; None outside the range of temperatures."""
+    from scipy.interpolate import CubicSpline  # imported here because it slows down every command
     from scipy.optimize import brentq
 
     entropies = CubicSpline(np.log(TEMPERATURES), curve["entropy"])
     low, high = np.log(TEMPERATURES[0]), np.log(TEMPERATURES[-1])
     if not entropies(low) <= entropy <= entropies(high):
         return None
-    place = brentq(lambda x: float(entropies(x)) - entropy, low, high)
-    return float(CubicSpline(np.log(TEMPERATURES), curve["nll"])(place))
+    log_temperature = brentq(lambda x: float(entropies(x)) - entropy, low, high)
+    return float(CubicSpline(np.log(TEMPERATURES), curve["nll"])(log_temperature))
 
 
 def add_matched_nll(parts: Parts, variants: Sequence[Variant], plain: dict[str, str]) -> Parts:
-    r"""The parts with ``shift_matched_nll``: what is left of the NLL under corruption once a method may not gain by being less certain.
+    r"""Adds ``shift_matched_nll`` to the parts: the NLL under corruption at the certainty of the deterministic network.
 
-    Corrupted images are harder than any validation image, so whatever spreads the probabilities lowers the NLL there. To compare
-    methods at the same certainty, the predictive of each is tempered, :math:`p_T \propto \bar p^{1/T}`, for each kind and strength
-    of corruption, with the one temperature at which its mean entropy over the images is that of the plain network of the same seed:
+    Corrupted images are harder than validation images, so any method that spreads the probabilities has a lower NLL there. To
+    compare methods at the same certainty, the predictive distribution of each is tempered, :math:`p_T \propto \bar p^{1/T}`. For
+    each kind and strength of corruption, one temperature matches the mean entropy over the images to that of the deterministic
+    network of the same seed:
 
     .. math:: \mathrm{NLL}_\mathrm{matched} = -\frac1n \sum_i \log p_T(y_i \mid x_i), \qquad
               \frac1n \sum_i H[p_T(\cdot \mid x_i)] = \frac1n \sum_i H[p_\mathrm{plain}(\cdot \mid x_i)] .
 
-    The metric is the mean over kinds and strengths, where the plain network of that seed is there. The temperature sees no label.
-    Trinh et al. 2022 (https://arxiv.org/abs/2206.02435) relate the NLL to the entropy of the latent noise; only noise has that one,
-    while SWAG, an ensemble and the plain network have a predictive entropy as well.
+    The metric is the mean over kinds and strengths. It requires the deterministic network of the seed. The temperature uses no label.
+    Trinh et al. 2022 (https://arxiv.org/abs/2206.02435) relate the NLL to the entropy of the latent noise.
+    The predictive entropy is also available for SWAG, ensembles and the deterministic network.
 
     Args:
-        plain: key of the plain network for each recipe, the first word of a variant's key.
+        parts: Results by variant and seed.
+        variants: Variants of the study.
+        plain: Key of the deterministic network for each recipe, the first word of a variant's key.
     """
     content = dict(parts.content)
-    own = TEMPERATURES.index(1.0)
+    unit_index = TEMPERATURES.index(1.0)
     for variant in variants:
         for seed in parts.seeds:
             part = parts.content.get((variant.key, seed), {})
-            other = parts.content.get((plain.get(variant.key.partition("-")[0], ""), seed), {})
-            if "tempered" not in part or set(other.get("tempered", ())) != set(part["tempered"]):
+            reference_part = parts.content.get((plain.get(variant.key.partition("-")[0], ""), seed), {})
+            if "tempered" not in part or set(reference_part.get("tempered", ())) != set(part["tempered"]):
                 continue
             values = [
-                nll_at_entropy(curve, reference["entropy"][own])
+                nll_at_entropy(curve, reference["entropy"][unit_index])
                 for kind, curves in part["tempered"].items()
-                for curve, reference in zip(curves, other["tempered"][kind], strict=True)
+                for curve, reference in zip(curves, reference_part["tempered"][kind], strict=True)
             ]
             if None not in values:
                 mean = float(np.mean(values))  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""What the studies on images conclude, from their parts alone: rows, paired comparisons, answer, notes and figures."""
+"""Conclusions of the studies on images: rows, paired comparisons, answer, notes and figures, computed from the parts alone."""
 
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -22,10 +22,10 @@ from flowbnn_studies.runner.study import Variant
 RECIPES = {"xiong": "Xiong's recipe", "best": "best recipe", "long": "longer recipe"}
 PLAIN = {"xiong": "xiong-longer", "best": "best-plain", "long": "long-plain"}
 MAIN = ("accuracy", "nll", "ece")
-VIEWS = {
-    "": "Best means",
-    "mirror_": "Of an image and its mirror image together",
-    "moved_": "Of six views of an image together",
+VIEWS = {  # prefixes of metrics
+    "": "Best mean values",
+    "mirror_": "With two views (image and mirror image)",
+    "moved_": "With six views",
 }
 PANELS = {
     "negative_elbo": ("Negative ELBO", "nats per image"),
@@ -37,17 +37,17 @@ PANELS = {
 
 
 def _is_shift_metric(metric: Metric) -> bool:
-    """Whether a metric is of corrupted or novel images."""
+    """Returns True for metrics of corrupted or out-of-distribution images."""
     return metric.key.startswith(("auroc", "shift_accuracy", "shift_matched_nll", "shift_ece"))
 
 
 def trained_variants(parts: Parts, variants: Sequence[Variant]) -> list[Variant]:
-    """The variants with a row of their own that have been trained."""
+    """Returns the variants of the table that have been trained."""
     return [variant for variant in variants if variant.in_table and parts.of(variant.key)]
 
 
 def missing_seeds(parts: Parts, shown: Sequence[Variant]) -> dict[str, str]:
-    """For variants with fewer seeds than others of their recipe: how many they have, in words."""
+    """Returns the number of seeds, in words, of variants that have fewer seeds than others of their recipe."""
     counts = {v.key: len(parts.of(v.key)) for v in shown}
     recipes = {key: split_key(key)[0] for key in counts}
     full = {key: max(counts[other] for other in counts if recipes[other] == recipes[key]) for key in counts}
@@ -55,31 +55,31 @@ def missing_seeds(parts: Parts, shown: Sequence[Variant]) -> dict[str, str]:
 
 
 def complete_variants(parts: Parts, variants: Sequence[Variant]) -> list[Variant]:
-    """The variants that have as many seeds as the others of their recipe."""
-    shown = trained_variants(parts, variants)
-    missing = missing_seeds(parts, shown)
-    return [variant for variant in shown if variant.key not in missing]
+    """Returns the variants that have as many seeds as the others of their recipe."""
+    trained = trained_variants(parts, variants)
+    missing = missing_seeds(parts, trained)
+    return [variant for variant in trained if variant.key not in missing]
 
 
 def table_rows(
     parts: Parts, variants: Sequence[Variant], metrics: Sequence[Metric], published: Published
 ) -> list[dict[str, Any]]:
-    """Our rows with the values of Xiong's report beside them and what the methods cost, then rows of other sources."""
+    """Returns our rows with the values of Xiong's report and the costs of the methods, then the rows of other sources."""
     costs = parts.of("cost")[0]["ratios"] if parts.of("cost") else {}
-    shown = trained_variants(parts, variants)
-    missing = missing_seeds(parts, shown)
-    last = "best" if any(variant.key.startswith("best-") for variant in shown) else "xiong"
+    trained = trained_variants(parts, variants)
+    missing = missing_seeds(parts, trained)
+    cost_recipe = "best" if any(variant.key.startswith("best-") for variant in trained) else "xiong"
     table = []
-    for variant in shown:
+    for variant in trained:
         row = parts.row(variant.key, variant.label, metrics, published.rows.get(variant.key), variant.method)
         recipe, _, method = variant.key.partition("-")
-        ratios = costs.get(method, {}) if recipe == last else {}
+        ratios = costs.get(method, {}) if recipe == cost_recipe else {}
         row["values"] |= {name: summary([value]) for name, value in ratios.items() if value is not None}
         if variant.key in missing:
             row["unfinished"] = missing[variant.key]
         table.append(row)
-    others = (*published.cited, ("To be reached", "", published.target))
-    for number, (label, method, values) in enumerate(others):
+    cited_rows = (*published.cited, ("Target", "", published.target))
+    for number, (label, method, values) in enumerate(cited_rows):
         cells = {name: summary([], value) for name, value in values.items()}
         row = {"key": f"cited-{number}", "label": label, "method": method, "values": cells, "cited": "yes"}
         table.append(row)
@@ -87,13 +87,13 @@ def table_rows(
 
 
 def compare(parts: Parts, first: str, second: str, metric: Metric) -> PairedDifference | None:
-    """The difference of two variants seed by seed; None where they share no seed."""
+    """Returns the paired difference of two variants; None if they share no seed."""
     a, b = parts.common(first, second, metric.key)
     return paired_difference(a, b) if a else None
 
 
 def comparisons(parts: Parts, metrics: Sequence[Metric]) -> list[dict[str, Any]]:
-    """Every comparison on the metrics that count, for a table of their own."""
+    """Returns every comparison on the main metrics."""
     table = []
     pairs = (
         *(("flow", "gaussian"), ("mixture", "gaussian"), ("joint", "gaussian"), ("output", "gaussian")),
@@ -102,7 +102,9 @@ def comparisons(parts: Parts, metrics: Sequence[Metric]) -> list[dict[str, Any]]
     for recipe, site, (method, other) in ((r, s, pair) for r in RECIPES for s in SITES for pair in pairs):
         first = f"{recipe}-{method}-{site}"
         second = PLAIN[recipe] if other == "plain" else f"{recipe}-{other}-{site}"
-        words = f"{method} − {other}, {site}".replace("gaussian", "Gaussian")
+        words = f"{method} − {other}, {site}".replace("gaussian", "Gaussian").replace(
+            "plain", "deterministic"
+        )
         title = f"{RECIPES[recipe].removesuffix(' recipe').capitalize()}: {words}"
         for metric in metrics:
             result = (
@@ -116,7 +118,7 @@ def comparisons(parts: Parts, metrics: Sequence[Metric]) -> list[dict[str, Any]]
 
 
 def verdict(result: PairedDifference, metric: Metric) -> str:
-    """``"better"``, ``"worse"``, or ``"even"`` where the interval includes zero."""
+    """Returns ``"better"``, ``"worse"``, or ``"even"`` if the confidence interval includes zero."""
     if not result.significant:
         return "even"
     return "better" if (result.mean > 0) == (metric.better == "higher") else "worse"
@@ -125,35 +127,39 @@ def verdict(result: PairedDifference, metric: Metric) -> str:
 def describe_comparison(
     parts: Parts, first: str, second: str, metrics: Sequence[Metric]
 ) -> tuple[str, list[str]]:
-    """One comparison in words, on accuracy, NLL and ECE, and its verdicts."""
+    """Describes one comparison on accuracy, NLL and ECE.
+
+    Returns:
+        Text, and the verdicts.
+    """
     lines: dict[str, list[str]] = {"better": [], "worse": [], "even": []}
     for metric in metrics:
         result = compare(parts, first, second, metric) if metric.key in MAIN else None
         if result is not None:
-            interval = f"{result.low:+.4f} to {result.high:+.4f}, p {result.p:.2g}"
-            one = interval if result.number > 1 else "one seed"
+            interval = f"95 % CI {result.low:+.4f} to {result.high:+.4f}, p = {result.p:.2g}"
+            interval_text = interval if result.number > 1 else "one seed"
             name = metric.label if metric.label.isupper() else metric.label.lower()
             kind = verdict(result, metric)
-            lines[kind].append(name if kind == "even" else f"{name} by {result.mean:+.4f} ({one})")
-    even = "within chance" if len(parts.common(first, second, "nll")[0]) > 1 else "undecided with one seed"
+            lines[kind].append(name if kind == "even" else f"{name} by {result.mean:+.4f} ({interval_text})")
+    even = "not significant" if len(parts.common(first, second, "nll")[0]) > 1 else "undecided with one seed"
     words = {"better": "better in ", "worse": "worse in ", "even": f"{even} in "}
-    text = "; ".join(words[kind] + _join_words(some) for kind, some in lines.items() if some)
-    return text, [kind for kind, some in lines.items() for _ in some]
+    text = "; ".join(words[kind] + _join_words(entries) for kind, entries in lines.items() if entries)
+    return text, [kind for kind, entries in lines.items() for _ in entries]
 
 
 def _describe_shift_differences(parts: Parts, first: str, second: str, metrics: Sequence[Metric]) -> str:
-    """Where else the two differ by more than chance: on corrupted and on novel images."""
+    """Describes the significant differences on corrupted and out-of-distribution images."""
     lines = []
     for metric in metrics:
         result = compare(parts, first, second, metric) if _is_shift_metric(metric) else None
         if result is not None and result.significant:
             interval = f"({result.low:+.3f} to {result.high:+.3f})"
             lines.append(f"{verdict(result, metric)} in {metric.label} by {result.mean:+.3f} {interval}")
-    return f" (besides, {_join_words(lines)})" if lines else ""
+    return f" (also {_join_words(lines)})" if lines else ""
 
 
 def _join_words(words: list[str]) -> str:
-    """Words as a sentence lists them.
+    """Joins words as in a sentence.
 
     >>> _join_words(["a", "b", "c"])
     'a, b and c'
@@ -162,65 +168,86 @@ def _join_words(words: list[str]) -> str:
 
 
 def answer(parts: Parts, variants: Sequence[Variant], metrics: Sequence[Metric], published: Published) -> str:
-    """The answer, put together from the numbers; its first line is the short one."""
-    lines, kinds = [], []
+    """Returns the answer, computed from the numbers. Its first line is the short answer."""
+    lines = [
+        *_describe_flow_comparisons(parts, metrics),
+        *_describe_noise_comparisons(parts, variants, metrics),
+    ]
+    lines += _rivals(parts, metrics) if len(parts.of("best-gaussian-channel")) > 1 else []
+    lines += _describe_targets(parts, variants, metrics, published)
+    return "\n".join(lines) or "There are too few results for an answer."
+
+
+def _describe_flow_comparisons(parts: Parts, metrics: Sequence[Metric]) -> list[str]:
+    """Compares flow noise with Gaussian noise: a summary, and a line for each recipe and site."""
+    lines, verdicts = [], []
     for recipe, site in ((recipe, site) for recipe in RECIPES for site in SITES):
         flow, gaussian = f"{recipe}-flow-{site}", f"{recipe}-gaussian-{site}"
-        text, some = describe_comparison(parts, flow, gaussian, metrics)
+        text, kinds = describe_comparison(parts, flow, gaussian, metrics)
         if text:
             number = len(parts.common(flow, gaussian, "nll")[0])
-            rest = _describe_shift_differences(parts, flow, gaussian, metrics)
+            shift = _describe_shift_differences(parts, flow, gaussian, metrics)
             name = RECIPES[recipe][0].upper() + RECIPES[recipe][1:]
-            lines.append(f"{name}, {site}, {pluralize(number)}: {text}{rest}.")
-            kinds += some
-    if kinds:
-        better, worse = kinds.count("better"), kinds.count("worse")
-        lead = "No" if worse else "Not by more than chance"
-        if better:
-            lead = "In some comparisons, and it is worse in others" if worse else "In some comparisons"
-            lead = "Yes" if better == len(kinds) else lead
-        lines.insert(
-            0,
-            f"Does the flow beat Gaussian noise? One seed decides none of {len(kinds)} comparisons (accuracy, NLL and ECE)."
-            if len(parts.seeds) == 1
-            else f"Does the flow beat Gaussian noise? {lead}: of {len(kinds)} comparisons over seeds (accuracy, NLL and ECE) it is "
-            f"better by more than chance in {better}, worse in {worse}, and within chance in {kinds.count('even')}.",
-        )
-    for recipe, trained in (("xiong", "trained as long"), ("best", "trained as well")):
-        keys = [split_key(v.key) for v in complete_variants(parts, variants)]
-        noisy = [f"{recipe}-{method}-{site}" for one, method, site in keys if one == recipe and site]
+            lines.append(f"{name}, {site}, {pluralize(number)}: {text}{shift}.")
+            verdicts += kinds
+    if not verdicts:
+        return lines
+    question = "Is flow noise better than Gaussian noise?"
+    if len(parts.seeds) == 1:
+        return [
+            f"{question} One seed decides none of {len(verdicts)} comparisons (accuracy, NLL, ECE).",
+            *lines,
+        ]
+    better, worse, even = (verdicts.count(kind) for kind in ("better", "worse", "even"))
+    lead = "No" if worse else "Not significantly"
+    if better:
+        lead = "In some comparisons, and worse in others" if worse else "In some comparisons"
+        lead = "Yes" if better == len(verdicts) else lead
+    summary_line = (
+        f"{question} {lead}: of {len(verdicts)} comparisons (accuracy, NLL, ECE), {better} are significantly better, {worse} "
+        f"significantly worse and {even} not significant."
+    )
+    return [summary_line, *lines]
+
+
+def _describe_noise_comparisons(
+    parts: Parts, variants: Sequence[Variant], metrics: Sequence[Metric]
+) -> list[str]:
+    """Compares all kinds of noise with the deterministic network."""
+    lines = []
+    keys = [split_key(variant.key) for variant in complete_variants(parts, variants)]
+    for recipe, training in (("xiong", "trained for as many epochs"), ("best", "trained by the same recipe")):
+        noisy = [f"{recipe}-{method}-{site}" for name, method, site in keys if name == recipe and site]
         kinds = [kind for key in noisy for kind in describe_comparison(parts, key, PLAIN[recipe], metrics)[1]]
         if kinds and len(parts.of(PLAIN[recipe])) > 1:
             lines.append(
-                f"Noise against the plain network {trained} ({RECIPES[recipe]}, {len(noisy)} kinds of noise): better by more than "
-                f"chance in {kinds.count('better')} of {len(kinds)} comparisons, worse in {kinds.count('worse')}."
+                f"Noise versus the deterministic network {training} ({RECIPES[recipe]}, {len(noisy)} kinds of noise): significantly "
+                f"better in {kinds.count('better')} of {len(kinds)} comparisons, significantly worse in {kinds.count('worse')}."
             )
-    lines += _rivals(parts, metrics) if len(parts.of("best-gaussian-channel")) > 1 else []
-    lines += _describe_targets(parts, variants, metrics, published)
-    return "\n".join(lines) or "Too little has been trained for an answer."
+    return lines
 
 
 def _rivals(parts: Parts, metrics: Sequence[Metric]) -> list[str]:
-    """Other posteriors against Gaussian noise, where a study has them."""
+    """Compares other posteriors with Gaussian noise, if a study has them."""
     gaussian = "best-gaussian-channel"
     names = {
         "best-joint-channel": "Joint noise",
         "best-output-channel": "Noise on outputs",
         "best-swag": "SWAG",
-        "best-ensemble": "A deep ensemble",
+        "best-ensemble": "Deep ensemble",
     }
-    stated = {name: describe_comparison(parts, key, gaussian, metrics)[0] for key, name in names.items()}
-    return [f"{name} against Gaussian noise: {text}." for name, text in stated.items() if text]
+    texts = {name: describe_comparison(parts, key, gaussian, metrics)[0] for key, name in names.items()}
+    return [f"{name} versus Gaussian noise: {text}." for name, text in texts.items() if text]
 
 
 def _describe_targets(
     parts: Parts, variants: Sequence[Variant], metrics: Sequence[Metric], published: Published
 ) -> list[str]:
-    """The best mean of each metric that has a target, whether it gets there, and who reaches all of them."""
+    """Describes the best mean of each metric with a target, and the variants that reach all targets."""
     lines, labels = [], {metric.key: metric.label for metric in metrics}
     for prefix, words in VIEWS.items():
-        reached: list[str] = []
-        everywhere: list[str] | None = None
+        entries: list[str] = []
+        reach_all: list[str] | None = None
         for metric in metrics:
             name = metric.key.removeprefix(prefix)
             if not metric.key.startswith(prefix) or name not in published.target:
@@ -230,17 +257,17 @@ def _describe_targets(
             if not means:
                 continue
             target, sign = published.target[name], 1 if metric.better == "higher" else -1
-            there = [label for label, mean in means.items() if sign * mean >= sign * target]
+            reaching = [label for label, mean in means.items() if sign * mean >= sign * target]
             best = max(means, key=lambda label: sign * means[label])
-            verb = "reaches" if there else "misses"
-            reached.append(f"{labels.get(name, metric.label)} {means[best]:.4f} ({best}; {verb} {target:g})")
-            everywhere = there if everywhere is None else [label for label in everywhere if label in there]
-        if len(reached) > 1:
+            verb = "reaches" if reaching else "misses"
+            entries.append(f"{labels.get(name, metric.label)} {means[best]:.4f} ({best}; {verb} {target:g})")
+            reach_all = reaching if reach_all is None else [label for label in reach_all if label in reaching]
+        if len(entries) > 1:
             lines.append(
-                f"{words}: {', '.join(reached)}; all at once: {' / '.join(everywhere or []) or 'none'}."
+                f"{words}: {', '.join(entries)}; all targets reached by: {' / '.join(reach_all or []) or 'none'}."
             )
-        elif reached:
-            lines.append(f"{words}: {reached[0]}.")
+        elif entries:
+            lines.append(f"{words}: {entries[0]}.")
     return lines
 
 
@@ -251,126 +278,143 @@ def notes(
     published: Published,
     remarks: Sequence[str] = (),
 ) -> list[str]:
-    """How the numbers came about, for the reader who wants to doubt them; ``remarks`` are the study's own."""
+    """Returns remarks on the conditions of the numbers.
+
+    Args:
+        parts: Results by variant and seed.
+        variants: Variants of the study.
+        settings: Settings of the study.
+        published: Published numbers.
+        remarks: Remarks of the study itself.
+    """
     seeds = [
         max((len(parts.of(v.key)) for v in variants if v.key.startswith(recipe)), default=0)
         for recipe in RECIPES
     ]
-    used = "all here is evaluated on those" if settings.choose else "the final training set is whole"
-    chance = (
-        " A p-value of the exact sign-flip test cannot be below 0.25 with 3 seeds or 0.0625 with 5, so more than chance means here "
-        "that the 95 % interval by Student's t excludes zero; of many such intervals one in twenty does so by chance."
+    split = (
+        "all results are for these images"
+        if settings.choose
+        else "the final trainings use the complete training set"
+    )
+    significance = (
+        " The p-value of the exact sign-flip test cannot be below 0.25 with 3 seeds or 0.0625 with 5. A difference is therefore "
+        "called significant if its 95 % confidence interval by Student's t excludes zero. One in twenty such intervals excludes "
+        "zero by chance."
+        if max(seeds) > 1
+        else ""
     )
     xiong = any(v.key.startswith("xiong-") for v in variants)
-    shown = max(seeds) > 1
-    lines = [
-        f"Seeds: Xiong's recipe {seeds[0]}, the best one {seeds[1]}.{chance if shown else ''}"
-        if xiong
-        else f"Seeds: {seeds[1]}, of the longer recipe {seeds[2]}.{chance if shown else ''}",
-        *(
-            [
-                f"Settings of the best recipe were chosen on {settings.validation} images put aside from the training set, with other "
-                f"seeds; {used}. The curves of test accuracy and ECE are for display."
-            ]
-            if xiong
-            else []
-        ),
+    if xiong:
+        lines = [
+            f"Seeds: {seeds[0]} for Xiong's recipe, {seeds[1]} for the best recipe.{significance}",
+            f"Settings of the best recipe were chosen on {settings.validation} validation images with other seeds; {split}. The "
+            "curves of test accuracy and ECE are for display only.",
+        ]
+    else:
+        lines = [f"Seeds: {seeds[1]}, and {seeds[2]} for the longer recipe.{significance}"]
+    lines += [
         *(remarks if settings.source == "files" else ()),
-        f"Predictions on the test set average {settings.samples} networks; those on novel and corrupted images "
-        f"{settings.shift_samples}, on the first {settings.shift_images} images; the curves {settings.curve_samples}. "
-        f"The same for every method. Kinds of corruption: {', '.join(settings.corruptions)}.",
-        "The time of the study is that of all trainings added up, of which several ran side by side on one device.",
+        f"Predictions on the test set average {settings.samples} networks, those on out-of-distribution and corrupted images "
+        f"{settings.shift_samples} (on the first {settings.shift_images} images), and the curves {settings.curve_samples}, for "
+        f"every method. Kinds of corruption: {', '.join(settings.corruptions)}.",
+        "The time of the study is the sum over all trainings, of which several ran in parallel on one device.",
         *(f"Cost: {part['caption']}" for part in parts.of("cost")[:1]),
     ]
     if xiong:
         lines.append(
-            "The values of Xiong's report are read off its figures; its dropout line is for LeNet as a whole. Its site is position, "
-            "with the KL averaged over positions, which tempers it."
+            "The values of Xiong's report are read off its figures. Its dropout line is for LeNet in general. Its noise site is "
+            "position, with the KL averaged over positions, which tempers the KL."
         )
     floors = {
-        v.label: fmean(calibration_floor(part["bins"], settings.tested) for part in parts.of(v.key))
+        v.label: fmean(calibration_floor(part["bins"], settings.num_tested) for part in parts.of(v.key))
         for v in trained_variants(parts, variants)
         if all("bins" in part for part in parts.of(v.key))
     }
     if floors:
-        least, most = min(floors, key=floors.__getitem__), max(floors, key=floors.__getitem__)
+        lowest, highest = min(floors, key=floors.__getitem__), max(floors, key=floors.__getitem__)
         lines.append(
-            f"No ECE is zero: on {settings.tested:,} images a network with such confidences shows, when every one of them is exactly "
-            f"right, {floors[least]:.4f} ({least}) to {floors[most]:.4f} ({most}) by chance alone."
+            f"Even a perfectly calibrated network has a positive ECE on {settings.num_tested:,} images: with these confidences "
+            f"{floors[lowest]:.4f} ({lowest}) to {floors[highest]:.4f} ({highest})."
         )
     return lines + _describe_training_fit(parts, settings, published)
 
 
 def _describe_training_fit(parts: Parts, settings: ImageSettings, published: Published) -> list[str]:
-    """How well Xiong's recipe fits the training images at its end, here and in the report."""
-    own, theirs = [], []
+    """Compares the final training log-likelihood of Xiong's recipe here and in the report."""
+    ours, published_ends = [], []
     for method, curves in (("gaussian", published.gaussian), ("flow", published.flow)):
         likelihoods = [
             part.get("curves", {}).get("log_likelihood") for part in parts.of(f"xiong-{method}-position")
         ]
         ends = [values[-1] for values in likelihoods if values]
         if ends:
-            own.append(f"{sum(ends) / len(ends):.2f} ({METHODS[method]})")
-            theirs.append(f"{curves['log_likelihood'][-1]:.2f}")
-    if not own:
+            ours.append(f"{sum(ends) / len(ends):.2f} ({METHODS[method]})")
+            published_ends.append(f"{curves['log_likelihood'][-1]:.2f}")
+    if not ours:
         return []
-    unsaid = "does not state its batch"
+    omission = "does not state its batch size"
     if not settings.xiong.padding:
-        unsaid = "states neither its batch nor whether its images were moved and mirrored"
+        omission = "states neither its batch size nor its augmentation"
     return [
-        f"Xiong's report {unsaid}; here the plain network has {settings.start.batch} images in a step and what starts from it "
-        f"{settings.xiong.batch}. At the end of its recipe the log-likelihood of a training image is {_join_words(own)} here, "
-        f"{_join_words(theirs)} in its figure: where the two are far apart, so are the ECEs, and this is not quite Xiong's recipe."
+        f"Xiong's report {omission}. Here the deterministic network has {settings.start.batch} images in a step, and the variants "
+        f"that start from it {settings.xiong.batch}. The final training log-likelihood is {_join_words(ours)} here and "
+        f"{_join_words(published_ends)} in its figure. Where the two differ, the recipe is not exactly Xiong's, and the ECEs differ "
+        "as well."
     ]
 
 
 def figures(
     parts: Parts, variants: Sequence[Variant], published: Published, novel: dict[str, str], source: str
 ) -> list[dict[str, Any]]:
-    """The figures, in the order of the page; those whose parts are missing are left out."""
-    shown = trained_variants(parts, variants)
+    """Returns the figures in the order of the page. Figures without data are omitted."""
+    trained = trained_variants(parts, variants)
 
-    def some(recipe: str, site: str = "") -> list[Variant]:
-        keys = [(variant, *split_key(variant.key)) for variant in shown]
+    def select(recipe: str, site: str = "") -> list[Variant]:
+        keys = [(variant, *split_key(variant.key)) for variant in trained]
         return [v for v, r, _, s in keys if r == recipe and (not site or s in ("", site))]
 
-    made = [
-        training_figure(parts, some("xiong", "position"), published, source, "position"),
-        training_figure(parts, some("xiong", "channel"), None, source, "channel"),
-        training_figure(parts, some("best"), None, source, ""),
+    all_figures = [
+        training_figure(parts, select("xiong", "position"), published, source, "position"),
+        training_figure(parts, select("xiong", "channel"), None, source, "channel"),
+        training_figure(parts, select("best"), None, source, ""),
     ]
     for recipe in ("best", "long", "xiong"):
-        labels = {variant.key: variant.label for variant in some(recipe)}
+        labels = {variant.key: variant.label for variant in select(recipe)}
         if labels:
             words = RECIPES[recipe] if recipe == "xiong" else f"the {RECIPES[recipe]}"
             title = f"Accuracy against confidence, {words}"
-            made.append(reliability_figure(f"Test images, {words}.", labels, parts, title))
-    final = some("best") or some("xiong")
-    if final:
-        made += [_shift(parts, final), _novelty(parts, final, novel)]
-    return [one for one in (*made, _cost(parts)) if one is not None]
+            all_figures.append(reliability_figure(f"Test images, {words}.", labels, parts, title))
+    last_recipe = select("best") or select("xiong")
+    if last_recipe:
+        all_figures += [_shift(parts, last_recipe), _novelty(parts, last_recipe, novel)]
+    return [entry for entry in (*all_figures, _cost(parts)) if entry is not None]
 
 
 def training_figure(
     parts: Parts, variants: Sequence[Variant], published: Published | None, source: str, site: str
 ) -> dict[str, Any] | None:
-    """The five panels of figures 5 and 6 of Xiong's report, with its own curves where they are given.
+    """Returns the five panels of figures 5 and 6 of Xiong's report, with its curves if available.
 
-    None where nothing is left to draw: a second figure needs noise at its site.
+    The result is None if there is nothing to draw: a second figure needs noise at its site.
     """
-    variants = [v for v in variants if v.key != "xiong-plain"]  # another, shorter training
+    variants = [v for v in variants if v.key != "xiong-plain"]  # it has another, shorter training
     if published is None and site and not any(split_key(v.key)[2] == site for v in variants):
         return None
     panels = []
     for key, (title, unit) in PANELS.items():
-        stored, scale = ("elbo", -1.0) if key == "negative_elbo" else (key, 1.0)
-        drawn = [v for v in variants if all(stored in part["curves"] for part in parts.of(v.key))]
+        history_key, scale = ("elbo", -1.0) if key == "negative_elbo" else (key, 1.0)
+        with_curves = [v for v in variants if all(history_key in part["curves"] for part in parts.of(v.key))]
         if key == "kl":
-            drawn = [v for v in drawn if any(any(part["curves"]["kl"]) for part in parts.of(v.key))]
-        lines = [curve(v.label, [part["curves"][stored] for part in parts.of(v.key)], scale) for v in drawn]
+            with_curves = [
+                v for v in with_curves if any(any(part["curves"]["kl"]) for part in parts.of(v.key))
+            ]
+        lines = [
+            curve(v.label, [part["curves"][history_key] for part in parts.of(v.key)], scale)
+            for v in with_curves
+        ]
         if lines and published is not None:
             levels = [{"label": label, "value": value} for label, value in published.levels(key).items()]
-            lines += _published_lines(published, key, {v.key: v.label for v in drawn})
+            lines += _published_lines(published, key, {v.key: v.label for v in with_curves})
             panels.append(panel(title, unit, lines, levels=levels))
         elif lines:
             panels.append(panel(title, unit, lines))
@@ -378,36 +422,38 @@ def training_figure(
         return None
     if published is not None:
         title = f"{source.split(', ')[-1].capitalize()} of Xiong's report, redrawn"
-        text = f"Xiong's recipe, site {site}."
+        text = f"Xiong's recipe, noise site {site}."
     elif site:
-        title, text = f"The same at site {site}", f"Xiong's recipe with one draw for each {site}."
+        title, text = f"Training with noise site {site}", f"Xiong's recipe with one draw for each {site}."
     else:
-        title, text = "Training, the best recipe", "From scratch, with augmentation."
-    text += " Mean over seeds of each epoch; the band is one standard deviation."
-    if any(one["title"] == PANELS["ece"][0] for one in panels):
-        text += " The curves on the test set are for display; no epoch was chosen by them."
-    made = figure("curves", title, text, {"x_label": "epoch", "panels": panels})
+        title, text = "Training by the best recipe", "Training from scratch with augmentation."
+    text += " Mean over seeds at each epoch, with a band of one standard deviation."
+    if any(entry["title"] == PANELS["ece"][0] for entry in panels):
+        text += " The curves on the test set are for display only; they were not used to choose an epoch."
+    result = figure("curves", title, text, {"x_label": "epoch", "panels": panels})
     if published is not None:
-        made["published"] = "Dashed, in the colours of ours: the report's curves; dotted: its levels."
-    return made
+        result["published"] = (
+            "Dashed lines: curves of the report, in the colours of ours. Dotted lines: its final values."
+        )
+    return result
 
 
 def _published_lines(published: Published, key: str, labels: dict[str, str]) -> list[dict[str, Any]]:
-    """The curves of Xiong's report in a panel, each in the colour of ours."""
-    made = []
-    for method, words, curves in (
+    """Returns the curves of Xiong's report in a panel, each in the colour of ours."""
+    lines = []
+    for method, label, curves in (
         ("gaussian", "no flow", published.gaussian),
         ("flow", "flow noise", published.flow),
     ):
         ours = labels.get(f"xiong-{method}-position")
         if ours is not None and key in curves:
             columns = ([value] for value in curves[key])
-            made.append(line(f"Xiong: {words}", EPOCHS, columns, style="dashed", like=ours))
-    return made
+            lines.append(line(f"Xiong: {label}", EPOCHS, columns, style="dashed", like=ours))
+    return lines
 
 
 def _shift(parts: Parts, variants: Sequence[Variant]) -> dict[str, Any]:
-    """Accuracy and ECE against the strength of each corruption."""
+    """Returns the figure of accuracy and ECE against the strength of each corruption."""
     panels = []
     kinds = parts.of(variants[0].key)[0]["shift"]
     for name, words, better in (("accuracy", "accuracy", "higher"), ("ece", "ECE", "lower")):
@@ -416,27 +462,27 @@ def _shift(parts: Parts, variants: Sequence[Variant]) -> dict[str, Any]:
                 curve(v.label, [part["shift"][kind][name] for part in parts.of(v.key)]) for v in variants
             ]
             panels.append(panel(f"{kind.capitalize()}: {words}", "", lines, better=better))
-    caption = "Corrupted test images, five strengths of each kind: the mean over seeds minus that of the plain network."
+    caption = "Corrupted test images, five strengths of each kind. Mean over seeds minus that of the deterministic network."
     data: dict[str, Any] = {"x_label": "strength", "panels": panels, "columns": min(7, len(kinds))}
     plain = next((v.label for v in variants if v.key in PLAIN.values()), None)
     if plain is not None:
         data["baseline"] = plain
     else:
-        caption = "Corrupted test images, five strengths of each kind; mean over seeds, the band is one standard deviation."
-    return figure("curves", "Under corruption", caption, data)
+        caption = "Corrupted test images, five strengths of each kind. Mean over seeds, with a band of one standard deviation."
+    return figure("curves", "Accuracy and ECE under corruption", caption, data)
 
 
 def _novelty(parts: Parts, variants: Sequence[Variant], novel: dict[str, str]) -> dict[str, Any]:
-    """Entropies of test images and of those the network has never seen."""
+    """Returns the figure of the entropies of test images and out-of-distribution images."""
     contents = {variant.label: [part["entropy"] for part in parts.of(variant.key)] for variant in variants}
     panels = histogram_panels(contents, {"known": "test images", **novel})
-    caption = "Predictive entropy in nats; all seeds together. Images the network has never seen should lie to the right."
+    caption = "Predictive entropy in nats, all seeds together. A good method has higher entropies for out-of-distribution images."
     data = {"x_label": "predictive entropy (nats)", "panels": panels}
-    return figure("histogram", "Entropy of known and of novel images", caption, data)
+    return figure("histogram", "Entropy of test images and out-of-distribution images", caption, data)
 
 
 def _cost(parts: Parts) -> dict[str, Any] | None:
-    """Time and memory of every method over the plain network's."""
+    """Returns the figure of time and memory of every method relative to the deterministic network."""
     if not parts.of("cost"):
         return None
     content = parts.of("cost")[0]
@@ -453,5 +499,12 @@ def _cost(parts: Parts) -> dict[str, Any] | None:
             if ratios.get(name) is not None
         ]
         if bars:
-            panels.append({"title": title, "x_label": "over the plain network", "bars": bars, "level": 1.0})
-    return figure("bars", "What the noise costs", content["caption"], {"panels": panels}) if panels else None
+            panels.append(
+                {
+                    "title": title,
+                    "x_label": "relative to the deterministic network",
+                    "bars": bars,
+                    "level": 1.0,
+                }
+            )
+    return figure("bars", "Cost of the noise", content["caption"], {"panels": panels}) if panels else None

@@ -1,4 +1,4 @@
-"""What the studies on images train: settings, networks, variants and their noise; and the numbers of the literature beside ours."""
+"""Settings, networks, variants and noise of the studies on images, and the published numbers."""
 
 from dataclasses import asdict, dataclass, field, replace
 from typing import Annotated, Any, Literal
@@ -24,21 +24,22 @@ BelowOne = Annotated[float, Bounds(ge=0, lt=1)]
 
 @options
 class Training:
-    """How one method is trained.
+    """Training of one method.
 
     Args:
-        epochs, batch: passes over the data, images in a step.
-        optimizer: ``"sgd"`` with a momentum of 0.9 (Nesterov's where ``nesterov``), ``"adam"`` or ``"adamw"``.
-        weight_lr, noise_lr: learning rates of the weights and of the noise.
-        weight_decay: of the weights; the noise has its prior.
-        schedule: ``"constant"``, ``"cosine"`` or ``"linear"``, the last two down to zero.
-        rise: share of the run over which the rate first grows linearly from zero.
-        padding, flip, cutout: crop at random after padding by so many pixels; mirror at random; blank a square of that side.
-        beta, warmup: weight of the KL, and the share of the run over which it grows.
-        prior_scale, base_scale: standard deviations of the prior and of the noise at the start.
-        components: of the mixture base.
-        positions: site ``"position"``: how many positions the KL counts; 0 is the mean, as in Xiong's report.
-        rate, dropped: the dropout's rate and the layers before which it drops, as a glob.
+        epochs, batch: Number of epochs, and of images in a step.
+        optimizer: ``"sgd"`` with a momentum of 0.9, ``"adam"`` or ``"adamw"``.
+        weight_lr, noise_lr: Learning rates of the weights and of the noise.
+        nesterov: Use Nesterov momentum.
+        weight_decay: Weight decay of the weights. The noise has its prior instead.
+        schedule: ``"constant"``, ``"cosine"`` or ``"linear"``; the last two end at zero.
+        lr_warmup: Fraction of the run over which the learning rate first grows linearly from zero.
+        padding, flip, cutout: Largest random translation in pixels; random mirroring; side length of a blank square.
+        beta, warmup: Weight of the KL, and the fraction of the run over which it grows.
+        prior_scale, base_scale: Standard deviation of the prior, and of the noise at the start.
+        components: Number of components of the mixture base.
+        positions: Number of positions that the KL counts at site ``"position"``; 0 for the mean, as in Xiong's report.
+        dropout_rate, dropout_layers: Dropout rate, and a glob of the layers with dropout.
     """
 
     epochs: Count = 50
@@ -49,7 +50,7 @@ class Training:
     nesterov: bool = False
     weight_decay: NonNegative = 0.0
     schedule: Literal["constant", "cosine", "linear"] = "constant"
-    rise: BelowOne = 0.0
+    lr_warmup: BelowOne = 0.0
     padding: Natural = 0
     flip: bool = False
     cutout: Natural = 0
@@ -59,17 +60,17 @@ class Training:
     base_scale: Positive = 0.5
     components: Count = 16
     positions: Natural = 0
-    rate: BelowOne = 0.2
-    dropped: str = "fc*"
+    dropout_rate: BelowOne = 0.2
+    dropout_layers: str = "fc*"
 
 
 @options(kw_only=True)
 class ImageSource:
-    """Where images come from.
+    """Origin of the images.
 
     Args:
-        source: ``"files"`` reads the data set; ``"generated"`` makes small pictures on the spot, for a trial run.
-        generated: how many of those there are to learn from; a quarter as many to test on.
+        source: ``"files"`` reads the data set; ``"generated"`` generates small images for a trial run.
+        generated: Number of generated training images. There are a quarter as many test images.
     """
 
     source: Literal["files", "generated"] = "files"
@@ -78,22 +79,22 @@ class ImageSource:
 
 @options(kw_only=True)
 class ImageSettings(ImageSource):
-    """What a study on images depends on, besides :class:`PictureData`.
+    """Settings of a study on images, in addition to :class:`ImageSource`.
 
     Args:
-        width: multiplies the channels of VGG16 and ResNet18; LeNet has one size.
-        validation: images put aside from the training set to choose settings on.
-        choose: put those aside and evaluate on them: to choose settings, with the test set closed.
-        samples: networks averaged in a prediction.
-        shift_samples, shift_images: the same for corrupted and for novel images, and how many of them.
-        corruptions: kinds of corruption, as in :func:`~flowbnn_studies.data.corrupt`, each at five strengths.
-        curve_samples: networks averaged in the accuracy and ECE after every epoch, which are for display only.
-        moved: also evaluate the best recipe's predictions for six views of an image: it and its mirror image, as they are and moved
-            by a pixel along either diagonal; with a sixth of the networks. Of trainings that mirror and move their images.
-        rounds: rounds of the measurement of time and memory; 0 measures none.
-        start, xiong: Xiong's training of the plain network, and of what starts from it.
-        plain, dropout, ...: the best training we found for each method, from scratch; ``swag`` is the walk from the plain network, and
-            the members of an ensemble are trained as the plain one; ``long`` is a longer training of the plain network and of noise.
+        width: Factor of the channels of VGG16 and ResNet18. LeNet has one size.
+        validation: Number of validation images for the choice of settings.
+        choose: Evaluate on the validation images, to choose settings without the test set.
+        samples: Number of networks averaged in a prediction.
+        shift_samples, shift_images: Number of networks and of images for corrupted and out-of-distribution images.
+        corruptions: Kinds of corruption, as in :func:`~flowbnn_studies.data.corrupt`, each at five strengths.
+        curve_samples: Number of networks averaged in the accuracy and ECE after every epoch, which are for display only.
+        six_views: Also evaluate the best recipe with six views of an image: the image and its mirror image, unchanged and
+            translated by a pixel along either diagonal. A sixth of the networks is averaged.
+        cost_rounds: Number of rounds of the measurement of time and memory; 0 for none.
+        start, xiong: Training of the deterministic network in Xiong's report, and of the variants that start from it.
+        plain, dropout, ...: Best training found for each method, from scratch. ``swag`` starts from the deterministic network, and
+            ensemble members are trained like it. ``long`` is a longer training of the deterministic network and of noise.
     """
 
     width: Positive = 1.0
@@ -104,8 +105,8 @@ class ImageSettings(ImageSource):
     shift_images: Count = 2000
     corruptions: tuple[CorruptionKind, ...] = ("noise", "blur", "brightness", "contrast")
     curve_samples: Natural = 8
-    moved: bool = False
-    rounds: Natural = 5
+    six_views: bool = False
+    cost_rounds: Natural = 5
     start: Training = Training(epochs=10, optimizer="sgd", weight_lr=2e-3)
     xiong: Training = Training()
     plain: Training = Training()
@@ -122,14 +123,14 @@ class ImageSettings(ImageSource):
     long: Training = Training()
 
     @property
-    def tested(self) -> int:
-        """How many images it is evaluated on: all three data sets have ten thousand to test on."""
+    def num_tested(self) -> int:
+        """Number of images of the evaluation. All three data sets have 10,000 test images."""
         if self.choose:
             return self.validation
         return 10_000 if self.source == "files" else self.generated // 4
 
     def group(self, variant: str) -> str:
-        """The field that holds a variant's training.
+        """Returns the field that has the training of a variant.
 
         >>> [ImageSettings().group(f"{recipe}-flow-channel") for recipe in ("best", "long", "xiong")]
         ['flow_channel', 'long', 'xiong']
@@ -140,42 +141,42 @@ class ImageSettings(ImageSource):
         return "start" if variant == "xiong-plain" else recipe
 
     def training(self, variant: str) -> Training:
-        """A variant's training."""
+        """Returns the training of a variant."""
         return getattr(self, self.group(variant))
 
     def relevant(self, variant: str) -> dict[str, Any]:
-        """The settings that a variant's result depends on, so that tuning one method leaves the others' results in force."""
+        """Returns the settings that the result of a variant depends on. Tuning one method keeps the results of the others."""
         needed = {self.group(variant)} if variant != "cost" else set(GROUPS)
         if variant.startswith("xiong-"):
             needed.add("start")
-        if variant == "best-swag":  # which starts from it
+        if variant == "best-swag":  # it starts from the deterministic network
             needed.add("plain")
-        left = {"start", "xiong", *GROUPS, *RIVALS} - needed
+        irrelevant = {"start", "xiong", *GROUPS, *RIVALS} - needed
         settings = asdict(self.evaluating(variant))
-        return {name: value for name, value in settings.items() if name not in left}
+        return {name: value for name, value in settings.items() if name not in irrelevant}
 
     def evaluating(self, variant: str) -> "ImageSettings":
-        """As a variant is evaluated: six views are the best recipe's alone."""
-        return self if variant.startswith("best-") else replace(self, moved=False)
+        """Returns the settings of the evaluation of a variant. Only the best recipe has six views."""
+        return self if variant.startswith("best-") else replace(self, six_views=False)
 
 
 _TINY = Training(epochs=2, batch=50, components=2, warmup=0.5)
-QUICK: dict[str, Any] = {  # settings of seconds on generated pictures, whose numbers mean nothing
-    **{"source": "generated", "generated": 200, "width": 0.0625, "samples": 4, "rounds": 2},
+QUICK: dict[str, Any] = {  # settings of a trial run of seconds on generated images
+    **{"source": "generated", "generated": 200, "width": 0.0625, "samples": 4, "cost_rounds": 2},
     **{"shift_samples": 2, "shift_images": 20, "curve_samples": 2},
     **{"start": replace(_TINY, optimizer="sgd", weight_lr=2e-3), "xiong": _TINY},
     **dict.fromkeys((*GROUPS, *RIVALS), replace(_TINY, schedule="cosine", padding=2, flip=True)),
 }
 
 METHODS = {"gaussian": "Gaussian noise", "flow": "flow noise", "mixture": "mixture noise"}
-JOINT = "low-rank"  # full within layers; across layers, what training by SGD can find
+JOINT = "low-rank"  # full within layers, low rank across layers, which SGD can fit
 NAMES = {
     "plain": "mle", "longer": "mle-longer", "dropout": "mc-dropout", "gaussian": "node-noise-gaussian", "flow": "node-noise-planar",
     "mixture": "node-noise-mixture", "joint": "node-noise-gaussian-joint", "output": "node-noise-gaussian-output", "swag": "swag",
     "ensemble": "deep-ensemble",
 }  # fmt: skip
 
-# Where Xiong's report (section 4 and its code) puts its flows; the rest of the layers carry a learnable Gaussian.
+# Layers with flows in Xiong's report (section 4 and its code). The other layers have learnable Gaussian noise.
 FLOWS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "lenet": (("conv2",), ("fc1",)),
     "vgg16": (("conv4", "conv8", "conv11"), ("fc2",)),
@@ -183,7 +184,7 @@ FLOWS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 
 
 def make_network(architecture: str, channels: int, width: float = 1.0) -> nn.Module:
-    """The plain network: ``"lenet"``, ``"vgg16"`` or ``"resnet18"``."""
+    """Returns the deterministic network ``"lenet"``, ``"vgg16"`` or ``"resnet18"``."""
     if architecture == "lenet":
         return LeNet(channels)
     if architecture == "resnet18":
@@ -192,7 +193,7 @@ def make_network(architecture: str, channels: int, width: float = 1.0) -> nn.Mod
 
 
 def split_key(variant: str) -> tuple[str, str, str]:
-    """Recipe, method and site of a variant's key.
+    """Returns recipe, method and site of the key of a variant.
 
     >>> split_key("best-flow-channel"), split_key("xiong-plain")
     (('best', 'flow', 'channel'), ('xiong', 'plain', ''))
@@ -202,7 +203,7 @@ def split_key(variant: str) -> tuple[str, str, str]:
 
 
 def rules_for(architecture: str, variant: str, training: Training) -> dict[Any, Recipe | None]:
-    """The noise of a variant; empty for the plain network.
+    """Returns the noise of a variant by layer; empty for the deterministic network.
 
     >>> rules = rules_for("lenet", "xiong-flow-channel", Training(base_scale=0.1))
     >>> print(*(f"{layer}: {recipe}" for layer, recipe in rules.items()), sep="; ")
@@ -212,8 +213,8 @@ def rules_for(architecture: str, variant: str, training: Training) -> dict[Any, 
     if method in ("plain", "longer"):
         return {}
     if method == "dropout":
-        # whole channels before a convolution, single features before a linear layer, as is usual
-        return {training.dropped: Dropout(rate=training.rate, site="channel")}
+        # as usual: channels before a convolution, single features before a linear layer
+        return {training.dropout_layers: Dropout(rate=training.dropout_rate, site="channel")}
     common: dict[str, Any] = {
         "site": site,
         "prior_scale": training.prior_scale,
@@ -222,8 +223,8 @@ def rules_for(architecture: str, variant: str, training: Training) -> dict[Any, 
     }
     if method == "mixture":
         return {"*": NormalAffine(components=training.components, **common)}
-    own: dict[str, dict[str, Any]] = {"joint": {"joint": JOINT}, "output": {"side": "output"}}
-    common |= own.get(method, {})
+    specific: dict[str, dict[str, Any]] = {"joint": {"joint": JOINT}, "output": {"side": "output"}}
+    common |= specific.get(method, {})
     rules: dict[Any, Recipe | None] = {"*": NormalAffine(**common)}
     if method == "flow":
         convolutions, linear = FLOWS[architecture]
@@ -233,25 +234,25 @@ def rules_for(architecture: str, variant: str, training: Training) -> dict[Any, 
 
 
 def image_variants(name: str, seeds: tuple[int, int]) -> tuple[Variant, ...]:
-    """What is trained: Xiong's recipe, then the best one, then the measurement of cost.
+    """Returns the variants: Xiong's recipe, the best recipe, and the measurement of costs.
 
     Args:
-        name: of the plain network, for the labels.
-        seeds: how many for each of the two recipes.
+        name: Name of the network, for the labels.
+        seeds: Number of seeds of each of the two recipes.
     """
     cost = {"gaussian": 2.0, "flow": 4.0, "mixture": 3.0}
     noisy = [(method, site) for site in SITES for method in METHODS]
 
-    def variant(key: str, label: str, **more: Any) -> Variant:
+    def variant(key: str, label: str, **options: Any) -> Variant:
         recipe, method, site = split_key(key)
         number = seeds[recipe == "best"]
         price = cost.get(method, 1.0) * (2.0 if site == "position" else 1.0)
-        return Variant(key, label, NAMES[method], **{"cost": price, "seeds": number, **more})
+        return Variant(key, label, NAMES[method], **{"cost": price, "seeds": number, **options})
 
     start = {"start_from": "xiong-plain"}
     xiong = [
-        variant("xiong-plain", f"{name}, plain", cost=0.5),
-        variant("xiong-longer", f"{name}, plain, trained as long", **start),
+        variant("xiong-plain", f"{name}, deterministic", cost=0.5),
+        variant("xiong-longer", f"{name}, deterministic, same number of epochs", **start),
         variant("xiong-dropout", "Dropout", cost=1.2, **start),
         *(
             variant(f"xiong-{m}-{s}", f"{METHODS[m][0].upper()}{METHODS[m][1:]}, {s}", **start)
@@ -259,18 +260,18 @@ def image_variants(name: str, seeds: tuple[int, int]) -> tuple[Variant, ...]:
         ),
     ]
     best = [
-        variant("best-plain", f"Best: {name}, plain"),
+        variant("best-plain", f"Best: {name}, deterministic"),
         variant("best-dropout", "Best: dropout", cost=1.2),
         *(variant(f"best-{m}-{s}", f"Best: {METHODS[m]}, {s}") for m, s in noisy),
     ]
     return (*xiong, *best, Variant("cost", "Cost", in_table=False, seeds=1, exclusive=True))
 
 
-# -------------------- numbers of the literature
+# -------------------- published numbers
 
 Curves = dict[str, tuple[float, ...]]
 
-# Where the curves of figures 5 and 6 of Xiong's report were read off, to the precision of their pixels.
+# Epochs at which the curves of figures 5 and 6 of Xiong's report were read off, to the precision of their pixels.
 EPOCHS = (1, 6, 11, 16, 21, 26, 31, 36, 41, 46, 50)
 
 LEVELS = {"plain": "Xiong: baseline", "dropout": "Xiong: dropout"}
@@ -278,13 +279,13 @@ LEVELS = {"plain": "Xiong: baseline", "dropout": "Xiong: dropout"}
 
 @dataclass(frozen=True)
 class Published:
-    """What others report.
+    """Published numbers.
 
     Args:
-        rows: final values of Xiong's report by variant.
-        gaussian, flow: its curves by panel, for the Gaussian ("no flow") and the flow noise.
-        target: what this study is to reach.
-        cited: rows of other sources: a label, the method, and values by metric.
+        target: Target values of this study.
+        rows: Final values of Xiong's report by variant.
+        gaussian, flow: Curves of Xiong's report by panel, for Gaussian noise ("no flow") and flow noise.
+        cited: Rows of other sources: label, method, and values by metric.
     """
 
     target: dict[str, float]
@@ -294,9 +295,9 @@ class Published:
     cited: tuple[tuple[str, str, dict[str, float]], ...] = ()
 
     def levels(self, panel: str) -> dict[str, float]:
-        """The horizontal lines of Xiong's report in a panel, by name: of what it reports at the end only."""
-        found = {words: self.rows.get(f"xiong-{key}", {}).get(panel) for key, words in LEVELS.items()}
-        return {words: value for words, value in found.items() if value is not None}
+        """Returns the horizontal lines of Xiong's report in a panel, by name: values that it reports only at the end."""
+        values = {label: self.rows.get(f"xiong-{key}", {}).get(panel) for key, label in LEVELS.items()}
+        return {label: value for label, value in values.items() if value is not None}
 
 
 def _curves(**panels: str) -> Curves:

@@ -1,8 +1,8 @@
-"""Training one variant, and what its method costs over the plain network: time of a step and of a prediction, memory in training.
+"""Training of one variant, and the cost of its method relative to the deterministic network: time of a step and of a prediction,
+memory.
 
-Where cost is measured, every method goes through the same functions as in the study, with the same batches, precision and
-acceleration. The methods take turns in every round, so that whatever else the machine does falls on all of them, and a ratio is that of
-two medians.
+For the cost, every method uses the same functions as in the study, with the same batches, precision and acceleration. The methods
+take turns in every round, so that other load on the machine affects all of them. A ratio is that of two medians.
 """
 
 import gc
@@ -30,40 +30,45 @@ from flowbnn_studies.images.settings import GROUPS, ImageSettings, Training, mak
 
 
 def make_optimizer(training: Training) -> Callable[..., Optimizer]:
-    """From parameter groups, which bring their own rates, to the optimizer; fused kernels throughout."""
+    """Returns a factory of the optimizer with fused kernels. Learning rates are set by the parameter groups."""
     if training.optimizer == "sgd":
         return partial(SGD, lr=0.0, momentum=0.9, nesterov=training.nesterov, fused=True)
     return partial({"adam": Adam, "adamw": AdamW}[training.optimizer], fused=True)
 
 
-def rate_at(schedule: str, rise: float, progress: float) -> float:
-    """The factor of the learning rates at a point of the run.
+def rate_at(schedule: str, warmup: float, progress: float) -> float:
+    """Returns the factor of the learning rates at a point of the run.
+
+    Args:
+        schedule: Name of the schedule.
+        warmup: Fraction of the run over which the rate grows.
+        progress: Fraction of the run that is done.
 
     >>> [round(rate_at("cosine", 0.2, p), 3) for p in (0.0, 0.1, 0.2, 0.6, 1.0)]
     [0.0, 0.5, 1.0, 0.5, 0.0]
     >>> rate_at("linear", 0.0, 0.75), rate_at("constant", 0.5, 0.25)
     (0.25, 0.5)
     """
-    if progress < rise:
-        return progress / rise
-    left = 1.0 - (progress - rise) / (1.0 - rise) if rise < 1.0 else 1.0
+    if progress < warmup:
+        return progress / warmup
+    remaining = 1.0 - (progress - warmup) / (1.0 - warmup) if warmup < 1.0 else 1.0
     if schedule == "constant":
         return 1.0
     if schedule == "cosine":
-        return 0.5 - 0.5 * math.cos(math.pi * left)
-    return left
+        return 0.5 - 0.5 * math.cos(math.pi * remaining)
+    return remaining
 
 
 def make_schedule(training: Training) -> Callable[[Optimizer, int], LambdaLR] | None:
-    """A schedule of the learning rates for :func:`flowbnn.fit`; None where they stay as they are."""
-    if training.schedule == "constant" and not training.rise:
+    """Returns the learning-rate schedule for :func:`flowbnn.fit`; None for constant rates."""
+    if training.schedule == "constant" and not training.lr_warmup:
         return None
 
     def make(optimizer: Optimizer, steps: int) -> LambdaLR:
-        # a step later than its number, so that the first does not have a rate of zero
+        # the steps are counted from one, so that the first rate is not zero
         return LambdaLR(
             optimizer,
-            lambda step: rate_at(training.schedule, training.rise, min(1.0, (step + 1) / (steps + 1))),
+            lambda step: rate_at(training.schedule, training.lr_warmup, min(1.0, (step + 1) / (steps + 1))),
         )
 
     return make
@@ -74,50 +79,57 @@ def fit_variant(
     architecture: str,
     training: Training,
     network: nn.Module,
-    pictures: ImageData,
+    images: ImageData,
     options: dict[str, Any],
     seed: int,
     curve_samples: int = 0,
     loader: Any = None,
 ) -> Posterior:
-    """Train ``network`` as a variant says, and give its posterior.
+    """Trains a network as a variant and returns its posterior.
 
     Args:
-        variant: its key, which names the method and the site.
-        architecture: ``"lenet"`` or ``"vgg16"``.
-        network: the plain network, fresh or trained.
-        pictures: the data, on the device where training takes place.
-        options: of the run, as for :func:`flowbnn.fit`.
-        seed: of the order of the images.
-        curve_samples: above 0, accuracy and ECE on the test images are recorded after each epoch, for display.
-        loader: of the training images, instead of the one that the training asks for.
+        variant: Key of the variant, which names the method and the site.
+        architecture: ``"lenet"``, ``"vgg16"`` or ``"resnet18"``.
+        training: Training of the variant.
+        network: Deterministic network, untrained or trained.
+        images: Images on the device of the training.
+        options: Options of :func:`flowbnn.fit`.
+        seed: Seed of the order of the images.
+        curve_samples: If positive, accuracy and ECE on the test images are recorded after each epoch, for display.
+        loader: Batches of training images that replace those of ``training``.
     """
-    loader = pictures.loader(training, seed) if loader is None else loader
+    loader = images.loader(training, seed) if loader is None else loader
     rules = rules_for(architecture, variant, training)
     model = to_stochastic(network, rules) if rules else network
-    model.to(pictures.device)
-    how: dict[str, Any] = {"optimizer": make_optimizer(training), "schedule": make_schedule(training)}
-    validation = [pictures.test] if curve_samples else None
-    given: dict[str, Any] = {**options, "validation": validation, "epochs": training.epochs}
+    model.to(images.device)
+    method_options: dict[str, Any] = {
+        "optimizer": make_optimizer(training),
+        "schedule": make_schedule(training),
+    }
+    validation = [images.test] if curve_samples else None
+    fit_options: dict[str, Any] = {**options, "validation": validation, "epochs": training.epochs}
     if not rules:
-        method = MLE(lr=training.weight_lr, **how)
-        return method.start(model, loader, FitOptions(**given), training.weight_decay)
+        method = MLE(lr=training.weight_lr, **method_options)
+        return method.start(model, loader, FitOptions(**fit_options), training.weight_decay)
     names = ("weight_lr", "noise_lr", "weight_decay", "beta", "warmup")
-    how |= {name: getattr(training, name) for name in names}
-    how |= {"num_data": pictures.num_data, "validation_samples": curve_samples or 8}
-    return fit(model, loader, **how, **given)
+    method_options |= {name: getattr(training, name) for name in names}
+    method_options |= {"num_data": images.num_data, "validation_samples": curve_samples or 8}
+    return fit(model, loader, **method_options, **fit_options)
 
 
-# -------------------- what a method costs
+# -------------------- cost of a method
 
-Train = Callable[[str, Training, Any], Posterior]  # of a method by its name, on the batches of a loader
-
-STEPS, PASSES, FEW = 100, 4, 12
-IMAGES, ON_GPU = 500, 2000  # to predict; with fewer on a GPU the launches would be measured
+Train = Callable[[str, Training, Any], Posterior]  # trains a method by its name on the batches of a loader
+MEMORY_STEPS = 12  # steps of the measurement of memory, which is constant after the first few
 
 
 class TimedLoader:
-    """A loader that ends each of its passes after some steps and records how long a step took."""
+    """Loader that ends each pass after some steps and records the time of a step.
+
+    Args:
+        loader: Loader of the batches.
+        steps: Largest number of steps in a pass.
+    """
 
     def __init__(self, loader: TensorLoader, steps: int) -> None:
         self.loader, self.steps = loader, min(steps, len(loader))
@@ -136,37 +148,40 @@ class TimedLoader:
 
 
 def measure_cost(
-    architecture: str, settings: ImageSettings, pictures: ImageData, options: dict[str, Any], precision: str
+    architecture: str, settings: ImageSettings, images: ImageData, options: dict[str, Any], precision: str
 ) -> dict[str, Any]:
-    """Medians of every method, and their ratios to the plain network's.
+    """Measures medians of every method and their ratios to those of the deterministic network.
 
     Args:
-        architecture, settings, pictures: as in the study.
-        options: of the run, as for :func:`flowbnn.fit`.
-        precision: of the run; predictions are made in it too.
+        architecture: Name of the network.
+        settings: Settings of the study.
+        images: Images on the device of the training.
+        options: Options of :func:`flowbnn.fit`.
+        precision: Precision of the training and of the predictions.
     """
-    methods = {group.replace("_", "-"): _training(settings, group) for group in GROUPS}
+    methods = {group.replace("_", "-"): _cost_training(settings, group) for group in GROUPS}
     steps: dict[str, list[float]] = {name: [] for name in methods}
     memory: dict[str, list[float]] = {}
     posteriors: dict[str, Posterior] = {}
 
     def train(name: str, training: Training, loader: Any) -> Posterior:
-        network = make_network(architecture, pictures.channels, settings.width)
-        return fit_variant(
-            f"best-{name}", architecture, training, network, pictures, options, 0, loader=loader
-        )
+        network = make_network(architecture, images.channels, settings.width)
+        return fit_variant(f"best-{name}", architecture, training, network, images, options, 0, loader=loader)
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FlowBNNWarning)  # nothing is trained long enough to be healthy
+        warnings.simplefilter("ignore", FlowBNNWarning)  # the trainings are too short to converge
         for name, training in methods.items():
-            memory[name] = [_peak(train, name, training, pictures)] if pictures.device.type == "cuda" else []
-        for _ in range(settings.rounds):
+            memory[name] = (
+                [_peak_memory(train, name, training, images)] if images.device.type == "cuda" else []
+            )
+        for _ in range(settings.cost_rounds):
             for name, training in methods.items():
-                loader = TimedLoader(pictures.loader(training, 0), STEPS)
+                loader = TimedLoader(images.loader(training, 0), 100)  # 100 steps make a stable mean
                 posteriors[name] = train(name, training, loader)
                 steps[name].append(statistics.median(loader.seconds[1:]))  # the first pass warms up
-    number = min(ON_GPU if pictures.device.type == "cuda" else IMAGES, len(pictures.tested))
-    predictions = _predict(posteriors, pictures.test[0][:number], settings, precision)
+    # with fewer images on a GPU, the time would be that of kernel launches
+    number = min(2000 if images.device.type == "cuda" else 500, len(images.test_set))
+    predictions = _time_predictions(posteriors, images.test[0][:number], settings, precision)
     measured = {"step": steps, "memory": memory, "prediction": predictions}
     medians = {
         name: {kind: statistics.median(values[name]) for kind, values in measured.items() if values[name]}
@@ -176,58 +191,64 @@ def measure_cost(
         name: {kind: value / medians["plain"][kind] for kind, value in median.items()}
         for name, median in medians.items()
     }
-    rows = number * settings.samples
-    where = "a GPU" if pictures.device.type == "cuda" else "a CPU"
-    caption = (
-        f"Ratios to the plain network in the same run on {where}: batch {settings.plain.batch}, precision {precision}, medians of "
-        f"{settings.rounds} rounds in which the methods take turns. A step is all of it: batch, forward, backward, update; "
-        f"{_taken(options, pictures.device)}. "
-        f"A prediction is of {number} images with {settings.samples} samples, against the plain network on {rows} images."
-    )
+    caption = _cost_caption(settings, options, images.device, precision, number)
     if any(memory.values()):
-        caption += f" Memory is the peak of {FEW} steps on one batch: weights, gradients, the optimizer's state and work space."
+        caption += f" Memory is the peak of {MEMORY_STEPS} steps on one batch: weights, gradients, optimizer state and work space."
     return {"values": {}, "medians": medians, "ratios": ratios, "caption": caption}
 
 
-def _taken(options: dict[str, Any], device: torch.device) -> str:
-    """How the steps were taken, which changes what they cost."""
-    asked = options.get("acceleration", "auto") if device.type == "cuda" else "off"
-    words = {"off": "taken one by one", "compile": "compiled and recorded as a CUDA graph"}
-    return f"steps are {words.get(asked, 'recorded as a CUDA graph, not compiled')}"
+def _cost_caption(
+    settings: ImageSettings, options: dict[str, Any], device: torch.device, precision: str, number: int
+) -> str:
+    """Returns the conditions of the measurement in words."""
+    return (
+        f"Ratios to the deterministic network in the same run on a {'GPU' if device.type == 'cuda' else 'CPU'}: batch "
+        f"{settings.plain.batch}, precision {precision}, medians of {settings.cost_rounds} rounds in which the methods take turns. "
+        f"A step includes batch, forward pass, backward pass and update; {_describe_steps(options, device)}. "
+        f"A prediction has {number} images and {settings.samples} samples, compared with the deterministic network on "
+        f"{number * settings.samples} images."
+    )
 
 
-def _training(settings: ImageSettings, group: str) -> Training:
-    """A method's own noise under the plain network's optimizer, batches and schedule."""
-    own: Training = getattr(settings, group)
-    noise = "prior_scale base_scale components positions rate dropped noise_lr warmup"
-    same = {name: getattr(own, name) for name in noise.split()}
-    return replace(settings.plain, epochs=PASSES, **same)
+def _describe_steps(options: dict[str, Any], device: torch.device) -> str:
+    """Returns the execution of the steps in words."""
+    acceleration = options.get("acceleration", "auto") if device.type == "cuda" else "off"
+    words = {"off": "executed one by one", "compile": "compiled and recorded as a CUDA graph"}
+    return f"steps are {words.get(acceleration, 'recorded as a CUDA graph, not compiled')}"
 
 
-def _peak(train: Train, name: str, training: Training, pictures: ImageData) -> float:
-    """Bytes at the peak of a few steps on one batch, which is there before; what earlier methods left behind is cleared away."""
-    batch = tuple(tensor.clone() for tensor in next(iter(pictures.loader(training, 0))))
-    gc.collect()  # a recorded step keeps its memory until then
+def _cost_training(settings: ImageSettings, group: str) -> Training:
+    """Returns the noise of a method with the optimizer, batches and schedule of the deterministic network."""
+    training: Training = getattr(settings, group)
+    names = "prior_scale base_scale components positions dropout_rate dropout_layers noise_lr warmup"
+    noise = {name: getattr(training, name) for name in names.split()}
+    return replace(settings.plain, epochs=4, **noise)  # one pass to warm up, three to measure
+
+
+def _peak_memory(train: Train, name: str, training: Training, images: ImageData) -> float:
+    """Returns the peak memory of a few steps on one batch, in bytes. Memory of earlier methods is released before."""
+    batch = tuple(tensor.clone() for tensor in next(iter(images.loader(training, 0))))
+    gc.collect()  # recorded steps keep their memory until then
     release: Any = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
-    if release is not None:  # kept for every stream that ever asked, else
+    if release is not None:  # otherwise every stream keeps its work space
         release()
     torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats(pictures.device)
-    before = torch.cuda.memory_allocated(pictures.device)
-    train(name, replace(training, epochs=1), [batch] * FEW)
-    return float(torch.cuda.max_memory_allocated(pictures.device) - before)
+    torch.cuda.reset_peak_memory_stats(images.device)
+    before = torch.cuda.memory_allocated(images.device)
+    train(name, replace(training, epochs=1), [batch] * MEMORY_STEPS)
+    return float(torch.cuda.max_memory_allocated(images.device) - before)
 
 
-def _predict(
+def _time_predictions(
     posteriors: dict[str, Posterior], images: Tensor, settings: ImageSettings, precision: str
 ) -> dict[str, list[float]]:
-    """Seconds of predictions with all samples; of the plain network, for as many rows."""
-    many = images.repeat(settings.samples, 1, 1, 1)
+    """Returns the seconds of predictions with all samples; for the deterministic network, of predictions for as many rows."""
+    repeated = images.repeat(settings.samples, 1, 1, 1)
     seconds: dict[str, list[float]] = {name: [] for name in posteriors}
-    for turn in range(settings.rounds + 1):
+    for turn in range(settings.cost_rounds + 1):
         for name, posterior in posteriors.items():
             started = clock(images.device)
-            predict(posterior, many if name == "plain" else images, settings.samples, precision)
-            if turn:  # the first is for warming up
+            predict(posterior, repeated if name == "plain" else images, settings.samples, precision)
+            if turn:  # the first turn warms up
                 seconds[name].append(clock(images.device) - started)
     return seconds

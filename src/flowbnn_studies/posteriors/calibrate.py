@@ -233,7 +233,7 @@ TensorPair = tuple[Tensor, Tensor]
 
 def select_images(pictures: ImageData, index: Tensor) -> TensorPair:
     """These images as the network takes them, and their labels."""
-    learned = pictures.learned
+    learned = pictures.train
     index = index.to(learned.images.device)
     return learned.normalizer()(learned.images[index]), learned.labels[index]
 

@@ -114,7 +114,7 @@ class CalibrateCifar10(Study):
         network, _, whole = job.variant.partition("-")
         names = NUMBERS | MORE
         pictures = load_image_data(s.images(), "cifar10", list(NOVEL), job.device)
-        rest, fresh = pictures.learned.split(min(s.held_out, len(pictures.learned) // 3), job.seed)
+        rest, fresh = pictures.train.split(min(s.held_out, len(pictures.train) // 3), job.seed)
         held_out = TensorLoader(rest.normalizer()(fresh.images), fresh.labels, batch_size=1000)
         if whole:
             start = make_network(network, pictures.channels, s.width)
@@ -125,7 +125,7 @@ class CalibrateCifar10(Study):
                 "values": {},
                 "table": {"all": evaluate_images(posterior, pictures, s, names, job.precision)},
             }
-        plain = _plain(job, network, replace(pictures, learned=rest))
+        plain = _plain(job, network, replace(pictures, train=rest))
         plain.save(job.network_path)
         table = {}
         fits = {key: how for key, (_, how) in FITS.items() if key in s.fits}

@@ -331,7 +331,7 @@ def _fashion(job: Job) -> EnsembleProblem:
     s: Settings = job.settings
     pictures, order = _pictures(job, "fashion-mnist")
     sizes = _count(s, 5_000), _count(s, 1_000), _count(s, 1_000)
-    chosen = pictures.learned.subset(order[: sum(sizes)])
+    chosen = pictures.train.subset(order[: sum(sizes)])
     data = chosen.normalizer()(chosen.images), chosen.labels
     return EnsembleProblem(data, sizes, pictures.test, _small(job, data, s.lenet, lambda: LeNet(1)))
 
@@ -339,14 +339,14 @@ def _fashion(job: Job) -> EnsembleProblem:
 def _cifar10(job: Job) -> EnsembleProblem:
     s: Settings = job.settings
     pictures, order = _pictures(job, "cifar10")
-    chosen = pictures.learned.subset(order)
+    chosen = pictures.train.subset(order)
     tenth = len(chosen) // 10
     data = chosen.normalizer()(chosen.images), chosen.labels
 
     def learn(some: slice, seed: int) -> PointPosterior:
         torch.manual_seed(seed)
         network = make_network("resnet18", 3, s.width)
-        part = replace(pictures, learned=chosen.subset(some))
+        part = replace(pictures, train=chosen.subset(some))
         given = job.short_options(seed=1 + seed)
         made = fit_variant("best-plain", "resnet18", s.resnet18, network, part, given, seed)
         assert isinstance(made, PointPosterior)
