@@ -1,12 +1,11 @@
-"""Helper modules of the tests are imported by name; every test starts from the same seed."""
+"""Makes the helper modules of the tests importable and starts every test from the same seed."""
 
 import gc
 import os
 import sys
-from contextlib import nullcontext
 from pathlib import Path
 
-# workers share the cores: with all their threads, or torch's compiler with processes of its own, they would wait for each other
+# parallel test workers share the cores, so each uses one thread and compiles in its own process
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
@@ -18,24 +17,13 @@ sys.path[:0] = [
     for folder in ("", "kernels", "transforms", "posterior", "methods", "studies", "studies/report")
 ]
 
-gc.disable()  # imports make half a million objects and no garbage
+gc.disable()  # imports create half a million objects and no garbage
 
 
 def pytest_collection_finish() -> None:
-    import torch  # not above, where the process that only hands out the tests would import it too
-    from torch._dynamo import guards
-
-    if not torch.cuda.is_available():
-        # torch.manual_seed would note the stack, a millisecond, for each kind of device that is not there
-        torch.cuda.manual_seed_all = torch.xpu.manual_seed_all = torch.mtia.manual_seed_all = lambda seed: (
-            None
-        )
-    # each step of an optimizer and of a loader would be marked for a profiler that is not there
-    torch.autograd.profiler.record_function = lambda *given: nullcontext()
-    # torch clears the processor's caches to time the guards of each graph: 30 ms for a number that nobody reads
-    guards.profile_guard_manager = lambda *given: 0.0
-    gc.freeze()  # what has been imported, which no collection of the tests' garbage need look through
-    gc.set_threshold(20_000, 10, 10)  # the compiler's graphs live for long
+    """Excludes imported objects from garbage collection, which would look through all of them again and again."""
+    gc.freeze()
+    gc.set_threshold(20_000, 10, 10)  # graphs of the compiler live long
     gc.enable()
 
 
@@ -43,4 +31,6 @@ def pytest_collection_finish() -> None:
 def _seed() -> None:
     import torch
 
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)  # torch.manual_seed takes milliseconds where there is no GPU
+    if torch.cuda.is_available():
+        torch.cuda.manual_seed_all(0)

@@ -328,7 +328,8 @@ class TemperedPosterior(Posterior):
         """Loads a saved posterior into ``network``, which stays unchanged if it does not fit."""
         file = opened(path, network, [cls.kind])
         with reading(file):
-            temperature, inner_file = file.document["temperature"], file.holding(dict(file.document["inner"]))
+            temperature = file.document["temperature"]
+            inner_file = file.with_document(dict(file.document["inner"]))
         inner = load_posterior(inner_file, network)
         with reading(file):
             return cls(inner, temperature)

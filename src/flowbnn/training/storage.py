@@ -1,8 +1,8 @@
-"""Tensors and a JSON document in one safetensors file that appears whole or not at all.
+"""Storage of tensors and a JSON document in one safetensors file that is written atomically.
 
-The document travels in the header of the file, so one rename publishes both. A file is written beside its target, flushed to the
-disk, and renamed over it: a reader, or a run that is killed, sees the old file or the new one. One checksum covers the document and
-all tensors. Nothing is ever unpickled, so that loading a file cannot run code.
+The document is stored in the header of the file. A file is written next to its target, flushed to the disk, and renamed. A reader, or
+a run that is killed, therefore sees the old file or the new one. One checksum covers the document and all tensors. Nothing is
+unpickled, so loading a file cannot run code.
 """
 
 import json
@@ -29,29 +29,29 @@ from torch import Tensor
 from flowbnn.errors import FlowBNNError
 from flowbnn.options import checked
 
-FORMAT = 3
-HEADER = "flowbnn"
-KIND = "__kind__"
-NUMBERS = count()
-MOST_HEADER = 100_000_000  # bytes, safetensors' own limit
-MOST_NAMES = 100_000
-PIECE = 2**24  # bytes that are checked at once
-MOST_NETWORKS = 100_000  # as many weights as so many networks have are no posterior or checkpoint any more
-Bytes = Callable[[str], Iterable[bytes]]  # those of a tensor, by its name, in pieces
+FORMAT = 4  # version of the file format
+HEADER = "flowbnn"  # key of the document in the metadata of safetensors
+KIND = "__kind__"  # key of the type of an encoded value
+CHUNK_BYTES = 2**24  # bytes that are read at once for the checksum
+ReadBytes = Callable[[str], Iterable[bytes]]  # chunks of bytes of a tensor, by its name
 SEQUENCES = {"tuple": tuple, "deque": deque}
+_file_numbers = count()  # threads may write the same file at once
 
 
 @checked
 def save_tensors(path: str | Path, tensors: Mapping[str, Any], document: Mapping[str, Any]) -> Path:
-    """Write named tensors and a JSON document to one safetensors file, atomically.
+    """Writes named tensors and a JSON document to one safetensors file, atomically.
 
-    Tensors that are the same memory (tied weights) are stored once and come back as one tensor, all in their order. If anything fails,
-    what was at ``path`` before is still there. Missing parent folders are made.
+    Tensors that share memory (tied weights) are stored once and loaded as one tensor. If writing fails, an existing file is unchanged.
+    Missing parent folders are created.
 
     Args:
-        path: the file, by custom ``*.safetensors``.
-        tensors: dense tensors on any device.
-        document: anything ``json`` can write; floats come back to the bit.
+        path: Path of the file, usually ``*.safetensors``.
+        tensors: Dense tensors on any device, by name.
+        document: Values that ``json`` can write. Floats are restored bitwise.
+
+    Returns:
+        Path of the file.
 
     >>> import tempfile
     >>> weight = torch.ones(2, 2)
@@ -72,63 +72,72 @@ def save_tensors(path: str | Path, tensors: Mapping[str, Any], document: Mapping
 
 @checked
 def load_tensors(path: str | Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Read what :func:`save_tensors` wrote: the tensors, on the CPU, and the document.
+    """Reads a file of :func:`save_tensors`.
 
-    A file that is missing, cut short, damaged, or something else altogether gives one :class:`FlowBNNError` line.
+    Args:
+        path: Path of the file.
+
+    Returns:
+        Tensors on the CPU, by name, and the document.
+
+    Raises:
+        FlowBNNError: If the file is missing, truncated, damaged or no file of flowbnn.
     """
     file = TensorFile(path)
     return file.tensors, file.document
 
 
 class TensorFile:
-    """A file of :func:`save_tensors` whose header has been read.
+    """File of :func:`save_tensors` whose header has been read.
 
-    ``document`` and ``views`` say what it holds, so that a file which does not fit is refused before any tensor is read: views have
-    names, shapes and kinds of numbers and stay on the disk until they are used. ``tensors`` are copies, held against the checksum.
+    Names, shapes and dtypes can be checked before any tensor is read.
 
     Args:
-        path: the file.
-        weights: of the network it is for. A file as large as 100,000 such networks is refused.
+        path: Path of the file.
+        weights: Number of weights of the network that loads it. A file that is larger than 100,000 such networks is refused.
+
+    Attributes:
+        document: Document of the file.
+        views: Tensors by name, which stay on the disk until they are used.
     """
 
     def __init__(self, path: str | Path, weights: int | None = None) -> None:
         self.path = Path(path)
         with self.reading():
-            trouble = self._misfit(weights)
-            if trouble:
-                raise FlowBNNError(f"'{path}' {trouble}", kind="file")
+            problem = self._find_problem(weights)
+            if problem:
+                raise FlowBNNError(f"'{path}' {problem}", kind="file")
             header = self._open()
             if header is None:
-                trouble = "is a safetensors file, but flowbnn did not write it"
-            elif header["format"] != FORMAT:
-                trouble = f"has format {header['format']!r}, this flowbnn reads {FORMAT}"
-            if trouble:
-                raise FlowBNNError(f"'{path}' {trouble}", kind="file")
+                raise FlowBNNError(f"'{path}' was not written by flowbnn", kind="file")
+            if header["format"] != FORMAT:
+                raise FlowBNNError(
+                    f"'{path}' has format {header['format']!r}, but this version reads {FORMAT}", kind="file"
+                )
             self.checksum, self.content = header["checksum"], header["content"]
-            parts = json.loads(self.content)
-            self.aliases, self.document = dict(parts["aliases"]), dict(parts["document"])
-            self.order = parts.get("order", [])  # safetensors sorts by name
-            self.views = self._all(self.stored)
+            content = json.loads(self.content)
+            self.aliases, self.document = dict(content["aliases"]), dict(content["document"])
+            self.order = content.get("order", [])  # safetensors sorts by name
+            self.views = self._with_aliases(self.stored)
 
     def _open(self) -> Any:
-        """Map the tensors and return the header.
+        """Maps the tensors and returns the header.
 
-        safetensors opens a file twice, by its name. Where another process puts a new file in its place in between, header and tensors
-        are of two files: then both are opened anew.
+        safetensors opens a file twice by its name. If another process replaces the file in between, both are opened again.
         """
         header = None
         for _ in range(10):
-            self.identity, trouble = _identity(self.path), None
+            self.identity, failure = _identity(self.path), None
             try:
                 with safe_open(self.path, framework="pt", device="cpu") as file:
                     header = json.loads((file.metadata() or {}).get(HEADER, "null"))
                     self.stored = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
             except (SafetensorError, ValueError, RuntimeError) as error:
-                trouble = error
+                failure = error
             if self.identity == _identity(self.path):
                 break
-        if trouble is not None:
-            raise trouble
+        if failure is not None:
+            raise failure
         return header
 
     def __str__(self) -> str:
@@ -136,108 +145,111 @@ class TensorFile:
 
     @cached_property
     def tensors(self) -> dict[str, Tensor]:
-        """The tensors, read and checked."""
+        """Copies of the tensors in memory, after a check of the checksum."""
         with self.reading():
-            with self._bytes() as pieces:
-                whole = self.checksum == _checksum(self.stored, self.content, pieces)
-            if not whole:
-                text = f"'{self.path}' is damaged: its bytes are not those that were written"
-                raise FlowBNNError(text, kind="file")
-            read = {name: view.clone() for name, view in self.stored.items()}
-            return self._all(read)
+            with self._open_bytes() as read_bytes:
+                intact = self.checksum == _checksum(self.stored, self.content, read_bytes)
+            if not intact:
+                raise FlowBNNError(f"'{self.path}' is damaged: its checksum is wrong", kind="file")
+            return self._with_aliases({name: view.clone() for name, view in self.stored.items()})
 
-    def _all(self, stored: dict[str, Any]) -> dict[str, Any]:
-        """The tensors with their aliases, in the order in which they were saved."""
-        found = stored | {name: stored[of] for name, of in self.aliases.items()}
-        return {name: found[name] for name in dict.fromkeys([*self.order, *found]) if name in found}
+    def _with_aliases(self, stored: dict[str, Any]) -> dict[str, Any]:
+        """Returns the tensors and their aliases, in the order in which they were saved."""
+        tensors = stored | {name: stored[target] for name, target in self.aliases.items()}
+        return {name: tensors[name] for name in dict.fromkeys([*self.order, *tensors]) if name in tensors}
 
     @contextmanager
-    def _bytes(self) -> Iterator[Bytes | None]:
-        """Gives the bytes of a stored tensor in pieces from the disk, since a view that is walked through stays in memory.
+    def _open_bytes(self) -> Iterator[ReadBytes | None]:
+        """Context manager that yields a function which reads the bytes of a tensor in chunks.
 
-        None where another file has taken the name since: then the views are all there is. The file is opened once, so that none can
-        take the name in between.
+        Reading from the disk needs less memory than views, whose pages stay in memory. None is yielded if another file has replaced
+        this one; then the views are used.
         """
         with self.path.open("rb") as file:
             if _identity(file.fileno()) != self.identity:
                 yield None
                 return
-            start = int.from_bytes(file.read(8), "little")
-            places = json.loads(file.read(start))
+            header_bytes = int.from_bytes(file.read(8), "little")
+            entries = json.loads(file.read(header_bytes))
 
-            def pieces(name: str) -> Iterator[bytes]:
-                first, last = places[name]["data_offsets"]
-                file.seek(8 + start + first)
-                for begin in range(first, last, PIECE):
-                    yield file.read(min(PIECE, last - begin))
+            def read_bytes(name: str) -> Iterator[bytes]:
+                start, stop = entries[name]["data_offsets"]
+                file.seek(8 + header_bytes + start)
+                for begin in range(start, stop, CHUNK_BYTES):
+                    yield file.read(min(CHUNK_BYTES, stop - begin))
 
-            yield pieces
+            yield read_bytes
 
-    def check_names(self, known: Iterable[str]) -> None:
-        """Refuse a file that has other tensors besides."""
-        unknown = sorted(self.views.keys() - set(known))
+    def check_names(self, expected: Iterable[str]) -> None:
+        """Raises an error if the file has tensors with other names than expected."""
+        unknown = sorted(self.views.keys() - set(expected))
         if unknown:
             raise FlowBNNError(
-                f"'{self.path}' has tensors that belong to nothing, such as {unknown[0]!r:.80}", kind="file"
+                f"'{self.path}' has unknown tensors, such as {unknown[0]!r:.80}", kind="file", names=unknown
             )
 
-    def holding(self, document: dict[str, Any]) -> "TensorFile":
-        """The same tensors with a part of the document."""
+    def with_document(self, document: dict[str, Any]) -> "TensorFile":
+        """Returns a copy of this file with another document and the same tensors."""
         other = copy(self)
         other.document = document
         return other
 
-    def _misfit(self, weights: int | None) -> str:
-        """What shows, before torch or safetensors see the file, that it cannot be right."""
+    def _find_problem(self, weights: int | None) -> str:
+        """Returns a problem that shows before torch or safetensors read the file, or an empty string."""
         if self.path.is_dir():
-            return "is a folder; name the file in it"
+            return "is a folder; name a file in it"
         if not self.path.exists():
-            return "is missing: there is no file"
+            return "does not exist"
         if not self.path.is_file():
-            return "is no plain file but a pipe or a device, which is never read"
+            return "is a pipe or a device"
         size = self.path.stat().st_size
-        most = MOST_NETWORKS * 8 * max(weights or 0, 1000)
-        if weights is not None and size > most:
-            return (
-                f"has {size:,} bytes, and no file for a network of {weights:,} weights has more than {most:,}"
-            )
+        max_size = 100_000 * 8 * max(weights or 0, 1000)  # far more than any posterior or checkpoint needs
+        if weights is not None and size > max_size:
+            return f"has {size:,} bytes, too many for a network of {weights:,} weights"
         with self.path.open("rb") as file:
-            header = file.read(min(int.from_bytes(file.read(8), "little"), MOST_HEADER))
-        if header.count(b'"data_offsets"') > MOST_NAMES:
-            return f"names more than {MOST_NAMES:,} tensors, which no file of flowbnn does"
+            header = file.read(min(int.from_bytes(file.read(8), "little"), 10**8))  # the limit of safetensors
+        if header.count(b'"data_offsets"') > 100_000:  # far more tensors than any network has
+            return "has more than 100,000 tensors"
         return ""
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """Whatever goes wrong inside says that the file is damaged."""
+        """Context manager that turns every error inside into a FlowBNNError about a damaged file."""
         try:
             yield
             return
         except FlowBNNError:
             raise
         except (json.JSONDecodeError, TypeError, KeyError, AttributeError, RecursionError) as error:
-            trouble = f"has a damaged header ({type(error).__name__})"
+            problem = f"has a damaged header ({type(error).__name__})"
         except (OSError, SafetensorError, ValueError, RuntimeError, MemoryError) as error:
-            trouble = f"is damaged, cut short or no safetensors file ({_reason(error)})"
+            problem = f"is damaged, truncated or no safetensors file ({_reason(error)})"
             if zipfile.is_zipfile(self.path):
-                trouble = (
-                    "is a pickle (torch.save), which can run code and is never read; save it with flowbnn"
-                )
-        raise FlowBNNError(f"'{self.path}' {trouble}", kind="file")
+                problem = "is a pickle (torch.save), which can run code; save it with flowbnn"
+        raise FlowBNNError(f"'{self.path}' {problem}", kind="file")
 
 
 def save_state(path: str | Path, state: Mapping[str, Any]) -> Path:
-    """Write a nested state, such as an optimizer's, of tensors and plain values, atomically."""
+    """Writes a nested state of tensors and plain values, such as that of an optimizer, atomically.
+
+    Args:
+        path: Path of the file.
+        state: State by name.
+    """
     tensors: dict[str, Tensor] = {}
     document = {name: encode_state(value, name, tensors) for name, value in state.items()}
     return save_tensors(path, tensors, document)
 
 
 def encode_state(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
-    """A JSON tree of ``value``; its tensors go into ``tensors`` under ``name/...`` and leave their name behind.
+    """Returns a nested value as a JSON tree, in which tensors are replaced by their names.
 
-    Tuples, deques, counters and dictionaries whose keys are not strings are marked, so that :func:`decode_state` gives back the same
-    types.
+    Tuples, deques, counters and dictionaries whose keys are not strings are marked, so :func:`decode_state` restores their types.
+
+    Args:
+        value: Nested value of tensors and plain values.
+        name: Prefix of the names of the tensors.
+        tensors: Dictionary that receives the tensors as ``name/...``.
 
     >>> tensors = {}
     >>> tree = encode_state({"state": {0: {"exp_avg": torch.ones(2)}}, "betas": (0.9, 0.999)}, "optimizer", tensors)
@@ -250,20 +262,20 @@ def encode_state(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
         tensors[name] = value
         return {KIND: "tensor", "name": name}
     if isinstance(value, Mapping):
-        items = [[key, encode_state(part, f"{name}/{key}", tensors)] for key, part in value.items()]
+        items = [[key, encode_state(entry, f"{name}/{key}", tensors)] for key, entry in value.items()]
         if isinstance(value, Counter) or KIND in value or not all(isinstance(key, str) for key in value):
             return {KIND: "counter" if isinstance(value, Counter) else "map", "items": items}
         return dict(items)
     if isinstance(value, list | tuple | deque):
-        parts = [encode_state(part, f"{name}/{index}", tensors) for index, part in enumerate(value)]
-        return parts if isinstance(value, list) else {KIND: type(value).__name__, "items": parts}
+        entries = [encode_state(entry, f"{name}/{index}", tensors) for index, entry in enumerate(value)]
+        return entries if isinstance(value, list) else {KIND: type(value).__name__, "items": entries}
     return value
 
 
 def decode_state(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """The inverse of :func:`encode_state`."""
+    """Returns the value that :func:`encode_state` encoded."""
     if isinstance(tree, list):
-        return [decode_state(part, tensors) for part in tree]
+        return [decode_state(entry, tensors) for entry in tree]
     if not isinstance(tree, dict):
         return tree
     kind = tree.get(KIND)
@@ -274,32 +286,36 @@ def decode_state(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
     if kind in ("map", "counter"):
         pairs = {key: decode_state(value, tensors) for key, value in tree["items"]}
         return Counter(pairs) if kind == "counter" else pairs
-    return SEQUENCES[kind](decode_state(part, tensors) for part in tree["items"])
+    return SEQUENCES[kind](decode_state(entry, tensors) for entry in tree["items"])
 
 
 def copy_file(path: Path, other: Path) -> None:
-    """Copy a file under another name, atomically; what had that name is replaced."""
+    """Copies a file, atomically; an existing target is replaced."""
     with atomic_write(other) as temporary:
         shutil.copyfile(path, temporary)
 
 
 @checked
 def check_writable(path: str | Path) -> None:
-    """Find out now, by writing a file of one byte, whether ``path`` can be written later; removes what killed runs left."""
-    trouble, target = "", Path(path)
+    """Raises an error if a file cannot be written, and removes temporary files of killed runs.
+
+    Args:
+        path: Path of the file, which is not changed.
+    """
+    problem, target = "", Path(path)
     try:
         target = Path(os.path.realpath(path))
-        trouble = f"'{path}' {_no_file(target)}" if _no_file(target) else ""
-        with _workplace(target) as temporary:
+        problem = f"'{path}' {_describe_target(target)}" if _describe_target(target) else ""
+        with _temporary_file(target) as temporary:
             temporary.write_bytes(b"0")
     except (OSError, ValueError) as error:  # a name with a NUL is a ValueError
-        trouble = f"cannot write in folder '{target.parent}' ({_reason(error)}); name another folder or make it writable"
-    if trouble:
-        raise FlowBNNError(trouble, kind="file")
+        problem = f"cannot write in folder '{target.parent}' ({_reason(error)}); name another folder"
+    if problem:
+        raise FlowBNNError(problem, kind="file")
 
 
 def is_alive(process: int) -> bool:
-    """Whether a process of this machine runs; where that cannot be asked, it is taken to.
+    """Returns True if a process of this machine is running, or if that cannot be determined.
 
     >>> is_alive(os.getpid())
     True
@@ -309,46 +325,49 @@ def is_alive(process: int) -> bool:
         state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
     except ProcessLookupError:
         return False
-    except OSError:  # no permission to ask, or no such file on this system
+    except OSError:  # no permission, or no /proc on this system
         return True
-    return state not in "ZX"  # zombies: dead, but their parent has not waited for them yet
+    return state not in "ZX"  # zombies are dead
 
 
 @contextmanager
 def atomic_write(path: Path) -> Iterator[Path]:
-    """A temporary file that takes the place of ``path``, flushed to the disk, when the block has ended well.
+    """Context manager that yields a temporary file, which replaces ``path`` if the block succeeds.
 
-    Where ``path`` is a link, its target is replaced and the link stays.
+    If ``path`` is a link, its target is replaced.
+
+    Args:
+        path: Path of the file to write.
     """
     try:
         target = Path(os.path.realpath(path))
-        if _no_file(target):
-            raise OSError(f"it {_no_file(target)}")
-        with _workplace(target) as temporary:
+        if _describe_target(target):
+            raise OSError(f"it {_describe_target(target)}")
+        with _temporary_file(target) as temporary:
             yield temporary
             with temporary.open("rb+") as file:
                 os.fsync(file.fileno())
             os.replace(temporary, target)
     except (OSError, SafetensorError, TypeError, ValueError, RuntimeError) as error:
         raise FlowBNNError(
-            f"cannot write '{path}' ({_reason(error)}); what was there before is kept", kind="file"
+            f"cannot write '{path}' ({_reason(error)}); an existing file is unchanged", kind="file"
         ) from None
 
 
 @contextmanager
-def _workplace(target: Path) -> Iterator[Path]:
-    """A file in a folder of its own beside ``target``, whose name says which process of which machine writes it.
+def _temporary_file(target: Path) -> Iterator[Path]:
+    """Context manager that yields a file in a temporary folder next to ``target``.
 
-    A folder, since safetensors writes to a file with a name of its own first, which a killed run would leave for ever. What killed
-    processes of this machine left there is removed.
+    The name of the folder contains the machine and the process, so that folders of killed processes of this machine can be removed.
+    A folder is needed because safetensors first writes to a file with another name.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
-    for part in target.parent.glob(f".{escape(target.name)}.{_this_machine()}-*-*.part"):
-        process = part.stem.split("-")[-2]
-        if process.isdigit() and not is_alive(int(process)):  # else another process writes it just now
-            shutil.rmtree(part, ignore_errors=True)
-    number = next(NUMBERS)  # threads may write one file at once
-    folder = target.with_name(f".{target.name}.{_this_machine()}-{os.getpid()}-{number}.part")
+    for leftover in target.parent.glob(f".{escape(target.name)}.{_machine_id()}-*-*.part"):
+        process = leftover.stem.split("-")[-2]
+        if process.isdigit() and not is_alive(int(process)):
+            shutil.rmtree(leftover, ignore_errors=True)
+    name = f".{target.name}.{_machine_id()}-{os.getpid()}-{next(_file_numbers)}.part"
+    folder = target.with_name(name)
     try:
         folder.mkdir()
         yield folder / "file"
@@ -356,50 +375,52 @@ def _workplace(target: Path) -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _no_file(target: Path) -> str:
-    """Why something is no place for a file, if it is none."""
+def _describe_target(target: Path) -> str:
+    """Returns a reason why a path is no regular file, or an empty string."""
     if target.is_dir():
-        return "is a folder, but a file is to be written there"
+        return "is a folder"
     return "is a pipe or a device" if target.exists() and not target.is_file() else ""
 
 
 def _without_aliases(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Returns contiguous copies of the distinct tensors, and the names of those that share their memory."""
     stored: dict[str, Tensor] = {}
     aliases: dict[str, str] = {}
-    seen: dict[tuple[Any, ...], str] = {}
+    names: dict[tuple[Any, ...], str] = {}
     for name, tensor in tensors.items():
-        place = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
-        if tensor.numel() and place in seen:
-            aliases[name] = seen[place]
+        memory = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+        if tensor.numel() and memory in names:
+            aliases[name] = names[memory]
             continue
-        seen[place] = name
-        # a contiguous copy of its own: the format refuses views into one storage
+        names[memory] = name
+        # safetensors refuses views into one storage
         stored[name] = tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
     return stored, aliases
 
 
-def _checksum(tensors: Mapping[str, Tensor], content: str, pieces: Bytes | None = None) -> int:
-    """CRC-32 of the document and of all tensors: their names, kinds, shapes and bytes, which ``pieces`` may give by the name."""
+def _checksum(tensors: Mapping[str, Tensor], content: str, read_bytes: ReadBytes | None = None) -> int:
+    """Returns the CRC-32 of the document and of the names, dtypes, shapes and bytes of all tensors."""
     value = zlib.crc32(content.encode())
     for name, tensor in sorted(tensors.items()):
         value = zlib.crc32(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode(), value)
-        if pieces is None:
+        if read_bytes is None:
             value = zlib.crc32(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data, value)
         else:
-            value = reduce(lambda before, piece: zlib.crc32(piece, before), pieces(name), value)
+            value = reduce(lambda before, chunk: zlib.crc32(chunk, before), read_bytes(name), value)
     return value
 
 
 def _identity(file: Path | int) -> tuple[int, int]:
-    """What another file under this name does not have; of a path, or of an open file."""
-    found = os.stat(file)
-    return found.st_ino, found.st_mtime_ns
+    """Returns values that identify a file even if another file takes its name."""
+    status = os.stat(file)
+    return status.st_ino, status.st_mtime_ns
 
 
-def _this_machine() -> str:
+def _machine_id() -> str:
     return f"{zlib.crc32(socket.gethostname().encode()):08x}"
 
 
 def _reason(error: BaseException) -> str:
+    """Returns the first line of an error message."""
     text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
     return text.strip().split("\n")[0][:200] or type(error).__name__
