@@ -10,6 +10,7 @@ import flowbnn
 
 ROOT = Path(flowbnn.__file__).parent
 ROOMS = [  # from the roof down
+    "fit",
     "calibrate",
     "diagnostics",
     "compare",

@@ -33,6 +33,7 @@ from flowbnn.convert import describe, to_deterministic, to_stochastic
 from flowbnn.density import fit_density, fit_target, load_density
 from flowbnn.diagnostics import diagnose
 from flowbnn.errors import FlowBNNError, FlowBNNWarning
+from flowbnn.fit import fit
 from flowbnn.methods import (
     DAMP,
     HMC,
@@ -49,7 +50,6 @@ from flowbnn.methods import (
     ModeEnsemble,
     NodeNoise,
     Temperature,
-    fit,
 )
 from flowbnn.noise import noise_mode, parameter_groups
 from flowbnn.objectives import ELBO

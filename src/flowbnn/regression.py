@@ -62,13 +62,6 @@ class TargetStatistics:
         """Variance ``[D]`` of each target."""
         return self._squares / self.count
 
-    @classmethod
-    def of(cls, targets: Tensor) -> "TargetStatistics":
-        """Returns the statistics of one batch."""
-        statistics = cls()
-        statistics.add(targets)
-        return statistics
-
 
 def is_varying(mean: Tensor, variance: Tensor) -> Tensor:
     """Returns True for each target that varies by more than rounding errors."""
@@ -124,7 +117,8 @@ def needs_standardization(
     """Returns True for each target whose mean or standard deviation a fresh network does not reach.
 
     A network that already predicts in the units of the targets needs no standardization. Its outputs lie around the targets, and their
-    spread is similar (0.1 to 4 times) or their regression slope is (0.5 to 2). A network with outputs far above 1 is not fresh.
+    spread (0.1 to 4 times), their regression slope (0.5 to 2) or, for small units, their error is that of a fitted network. A network
+    with outputs far above 1 is not fresh.
 
     Args:
         network: Network whose outputs are compared, with the scale it has now.
@@ -141,7 +135,12 @@ def needs_standardization(
         is_varying(statistics.mean, statistics.variance) & ((std > 3.0) | (std < 1.0 / 3.0))
     )
     fresh = output_mean.square() + output_std.square() < 9.0
-    similar = ((output_std >= 0.1 * std) & (output_std <= 4.0 * std)) | ((slope > 0.5) & (slope < 2.0))
+    error = (targets - outputs).square().mean(0).sqrt()
+    similar = (
+        ((output_std >= 0.1 * std) & (output_std <= 4.0 * std))
+        | ((slope > 0.5) & (slope < 2.0))
+        | ((std < 1.0 / 3.0) & (error <= 0.5 * std))
+    )
     return far & fresh & ~(similar & ((targets.mean(0) - output_mean).abs() <= std))
 
 
@@ -153,8 +152,8 @@ def standardize_targets(
     targets: Tensor,
     statistics: TargetStatistics,
     trained: bool,
-) -> bool:
-    """Gives a fresh network the mean and the standard deviation of targets that it would not reach. Returns True if it did.
+) -> Tensor:
+    """Gives a fresh network the mean and the standard deviation of targets that it would not reach.
 
     A warning is raised if the outputs remain more than 5 standard deviations away from the targets (3 if the weights are not trained).
 
@@ -165,19 +164,25 @@ def standardize_targets(
         targets: Targets of these examples.
         statistics: Statistics of all targets.
         trained: Whether the weights will be trained. Otherwise, the network is not changed.
+
+    Returns:
+        Outputs of the changed network for the same examples.
     """
     predictions = likelihood.moments(outputs)[0].cpu().double()
     targets = targets.cpu().double().reshape(predictions.shape)
     far = needs_standardization(network, predictions, targets, statistics) & trained
     loc, scale = output_scale(network, len(far))
     varying, std = is_varying(statistics.mean, statistics.variance), statistics.variance.sqrt()
-    if changed := bool(far.any()):
+    if bool(far.any()):
         loc = torch.where(far, statistics.mean, loc)
         scale = torch.where(far & varying, std, scale)
         if likelihood.noise == "predicted":  # the second half of the outputs is the log-variance
             loc, scale = torch.cat([loc, 2.0 * scale.log()]), torch.cat([scale, torch.ones_like(scale)])
         device, dtype = device_of(network), dtype_of(network)
+        if SCALE in network._buffers:
+            outputs = (outputs - network.get_buffer(LOC)) / network.get_buffer(SCALE)
         set_output_scale(network, loc.to(device, dtype), scale.to(device, dtype))
+        outputs = rescale_outputs(network, (), outputs)
     error = (targets - predictions).square().mean(0).sqrt()
     away = ~far & (error > (5.0 if trained else 3.0) * std) & varying
     if len(targets) >= 8 and bool(away.any()):
@@ -193,7 +198,7 @@ def standardize_targets(
             kind="units",
             output=worst,
         )
-    return changed
+    return outputs
 
 
 # -------------------- standard deviation of the observation noise

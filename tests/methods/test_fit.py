@@ -58,14 +58,15 @@ def test_the_weights_can_be_left_alone():
     before = [p.clone() for p in fb.noise.weight_parameters(model)]
     noise_before = [p.clone() for p in fb.noise.noise_parameters(model)]
     fb.noise.freeze(model, "weights")
-    fb.fit(model, loader(), epochs=2, **QUIET)
+    fb.fit(model, loader(), epochs=2, inplace=True, **QUIET)
     assert all(torch.equal(a, b) for a, b in zip(before, fb.noise.weight_parameters(model), strict=True))
     assert not any(
         torch.equal(a, b) for a, b in zip(noise_before, fb.noise.noise_parameters(model), strict=True)
     )
     fb.noise.freeze(model, "noise")
-    with pytest.raises(FlowBNNError, match="nothing is left to train"):
+    with pytest.raises(FlowBNNError) as error:
         fb.fit(model, loader(), epochs=1, **QUIET)
+    assert (error.value.kind, error.value.argument) == ("network", "network")
 
 
 def test_regression_is_a_first_class_citizen():
@@ -345,8 +346,20 @@ def test_labels_are_checked_in_every_epoch():
 def test_noise_that_is_held_is_trained():
     model = fb.to_stochastic(network(), {"*": fb.noise.NormalAffine()})
     with fb.noise_mode(model, "off"):
-        fb.fit(model, loader(), epochs=1, noise_lr=0.01, **QUIET)
+        fb.fit(model, loader(), epochs=1, noise_lr=0.01, inplace=True, **QUIET)
     assert all((p != 0).any() for p in fb.noise.noise_parameters(model))
+
+
+def test_fit_returns_a_fitted_copy():
+    model = fb.to_stochastic(network(), {"*": fb.noise.NormalAffine()})
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    posterior = fb.fit(model, loader(), epochs=1, seed=0, **QUIET)
+    assert posterior.model is not model
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert not any(layer.fitted for layer in fb.noise.noise_layers(model).values())
+    again = fb.fit(model, loader(), epochs=1, seed=0, inplace=True, **QUIET)
+    assert again.model is model
+    assert all(torch.equal(value, again.tensors()[name]) for name, value in posterior.tensors().items())
 
 
 @pytest.fixture(scope="module")

@@ -29,7 +29,7 @@ class Exploding(nn.Module):
     ("act", "line"),
     [
         (lambda m: fb.fit(network(), loader(), **QUIET), "has no noise; convert it first"),
-        (lambda m: fb.fit(m, [], **QUIET), "the loader is empty"),
+        (lambda m: fb.fit(m, [], **QUIET), "loader for training is empty"),
         (lambda m: fb.fit(m, 5, **QUIET), "loader"),
         (lambda m: fb.fit(m, iter(loader()), **QUIET), "only once"),
         (

@@ -58,7 +58,7 @@ def cut(folder, epoch, epochs=4, **options):
     """A fit that ends in an exception after so many whole epochs."""
 
     class Cutting(DataLoader):
-        begun = -2  # two looks at the first batches
+        begun = -1  # one reading precedes training
 
         def __iter__(self):
             self.begun += 1

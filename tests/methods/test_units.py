@@ -66,8 +66,8 @@ def test_a_fit_is_compared_with_the_network_in_the_units_it_was_given():
     )
     size = residual(network(), curve(500, 0, 1e3, 5e3))
     divergence = 51 * (math.log(5.0) + 0.5 / 5.0**2 - 0.5)  # of 51 normals, 0.1 wide, from priors of 0.5
-    assert posterior.bound.before == pytest.approx(-best_nll(size) - divergence / 500, abs=0.01)
-    assert posterior.bound.after > posterior.bound.before + 0.5
+    assert posterior.report.elbo.before == pytest.approx(-best_nll(size) - divergence / 500, abs=0.01)
+    assert posterior.report.elbo.after > posterior.report.elbo.before + 0.5
 
 
 @pytest.mark.filterwarnings("ignore:.*half precision, which is too coarse")

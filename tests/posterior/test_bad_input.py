@@ -45,9 +45,9 @@ def one_line(call, *words):
         ([(INPUTS, LABELS + 9)], "the first batch of the validation data does not fit: labels run from 9"),
         ([(INPUTS[:, :3], LABELS)], "first batch of the validation data"),
         ([INPUTS], "validation needs batches of (inputs, targets)"),
-        ([], "the loader is empty: there is nothing for validation"),
+        ([], "the loader for validation is empty"),
         (iter([(INPUTS, LABELS)]), "only once"),
-        (INPUTS, "validation takes a loader of batches"),
+        (INPUTS, "validation needs a loader of batches"),
     ],
 )
 @pytest.mark.parametrize("fit", [fb.fit, fb.MLE(epochs=1).fit], ids=["noise", "plain"])
@@ -119,11 +119,9 @@ def test_targets_far_from_a_network_that_is_not_fresh_are_warned_of():
     kelvin = 293.0 + 5.0 * inputs[:, :1]
     model = nn.Linear(4, 1)
     nn.init.constant_(model.bias, 1000.0)  # a fresh one takes the units of its targets
-    with pytest.warns(
-        FlowBNNWarning,
-        match=r"away from the targets, which spread by .* around 29.*: train the network",
-    ):
+    with pytest.warns(FlowBNNWarning) as caught:
         fb.MLE(epochs=1).fit(model, [(inputs, kelvin)], **QUIET)
+    assert caught[0].message.fields["kind"] == "units"
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         fb.MLE(epochs=1).fit(nn.Linear(4, 1), [(inputs, (kelvin - 293.0) / 5.0)], **QUIET)

@@ -275,7 +275,8 @@ def test_a_network_that_was_compiled_after_its_conversion_is_fitted_saved_and_lo
     model = fb.to_stochastic(plain, {"*": fb.noise.NormalAffine()})
     assert [type(part) for part in model] == [nn.Linear, nn.Tanh, nn.Linear, nn.Linear]
     x, quiet = torch.randn(30, 4), {"progress": False, "seed": 0}
-    posterior = fb.fit(torch.compile(model, backend="eager"), [(x, torch.arange(30) % 2)], epochs=1, **quiet)
+    compiled = torch.compile(model, backend="eager")
+    posterior = fb.fit(compiled, [(x, torch.arange(30) % 2)], epochs=1, inplace=True, **quiet)
     assert posterior.model is model
     again = fb.load_posterior(posterior.save(tmp_path / "one"), plain)
     assert torch.equal(

@@ -16,7 +16,7 @@ from flowbnn.diagnostics.fixed_data import check_row_independence, read_fixed_da
 from flowbnn.distributions import NormalBase
 from flowbnn.errors import FlowBNNError, FlowBNNWarning
 from flowbnn.likelihoods import Gaussian, Likelihood, learns_noise
-from flowbnn.methods.fitting import prepare
+from flowbnn.methods.fitting import FitOptions, prepare
 from flowbnn.methods.temperature import TemperedPosterior, temper
 from flowbnn.methods.variational.base import FLOWS
 from flowbnn.methods.variational.block_gaussian import BlockGaussian
@@ -89,8 +89,9 @@ def read_held_out(
     network = copy_network(network).to(device if device.type == kind else torch.device(kind)).eval()
     network.requires_grad_(False)
     batches = [take(data, low, low + BATCH_SIZE) for low in range(0, len(data[1]), BATCH_SIZE)]
-    chosen, _, check_batch = prepare(network, batches, likelihood, seed, trains=False)
-    check_batch(data)
+    prepared = prepare(network, batches, FitOptions(likelihood=likelihood, seed=seed), trained=False)
+    prepared.check_batch(data)
+    chosen = prepared.likelihood
     inputs, targets = move(data, device_of(network), dtype_of(network))
     targets = chosen.canonical(targets).to(device_of(network))
     scale_is_known = not learns_noise(chosen) or (

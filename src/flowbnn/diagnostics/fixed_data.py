@@ -9,7 +9,7 @@ from torch import Tensor
 
 from flowbnn.batches import as_loader, device_of, has_row_axis, split_batch, take, tensors_of
 from flowbnn.errors import FlowBNNError
-from flowbnn.methods.fitting import check_loader
+from flowbnn.methods.data_summary import check_loader
 from flowbnn.methods.mcmc.potential import gather_data
 from flowbnn.methods.variational.natural import NoisyNetwork
 

@@ -14,7 +14,6 @@ from flowbnn.methods.point import MAP, MLE
 from flowbnn.methods.sgld import SGLD, SGLDPosterior
 from flowbnn.methods.swag import SWAG, SWAGPosterior
 from flowbnn.methods.temperature import Temperature, TemperedPosterior, temper
-from flowbnn.methods.variational.base import fit
 from flowbnn.methods.variational.bayes_by_backprop import BayesByBackprop, GaussianWeightPosterior
 from flowbnn.methods.variational.mnf import MNF, MNFPosterior
 from flowbnn.posterior.base import Posterior, load_posterior
@@ -57,7 +56,6 @@ __all__ = [
     "Temperature",
     "TemperedPosterior",
     "evaluate",
-    "fit",
     "load_posterior",
     "register_method",
     "temper",

@@ -43,12 +43,13 @@ from torch import nn
 
 from flowbnn.batches import copy_network
 from flowbnn.errors import FlowBNNError
+from flowbnn.methods.data_summary import check_loader
 from flowbnn.methods.fitting import (
-    NOISE_RATE,
+    NOISE_LR,
     FitOptions,
     LossAndLogs,
+    PreparedFit,
     SchedulerFactory,
-    check_loader,
     make_optimizer,
     negative_log_likelihood,
     prepare,
@@ -145,35 +146,45 @@ class Method:
         return copy_network(network), run
 
     def start(
-        self, model: nn.Module, loader: Iterable[Any], run: FitOptions, weight_decay: float | None = None
+        self,
+        model: nn.Module,
+        loader: Iterable[Any],
+        options: FitOptions,
+        weight_decay: float | None = None,
+        prepared: PreparedFit | None = None,
     ) -> PointPosterior:
-        r"""The network trained for ``epochs`` by maximum a posteriori, in place; as it is where ``epochs`` is 0.
+        r"""Trains a network for ``epochs`` by maximum a posteriori, in place. With ``epochs=0`` the network is used as it is.
 
         .. math:: \max_w \frac1N \sum_i \log p(y_i \mid x_i, w) - \frac{\lambda}{2} \|w\|^2
 
-        The learned noise of a Gaussian likelihood is at the end the maximum-likelihood value for these weights, the size of the
-        residuals over all the data.
+        At the end, learned noise of a Gaussian likelihood is the maximum-likelihood value for these weights.
 
         Args:
-            weight_decay: :math:`\lambda`; unless given :math:`1 / \sigma^2 N`, that of the Gaussian prior, where there is one.
+            model: Network to train.
+            loader: Batches of ``(inputs, targets)``.
+            options: Options of the fit.
+            weight_decay: Weight decay :math:`\lambda`. The default is :math:`1 / \sigma^2 N` for methods with a Gaussian prior, and 0
+                otherwise.
+            prepared: Result of :func:`~flowbnn.methods.fitting.prepare`, if the method has called it already.
         """
-        likelihood, _, check = prepare(model, loader, run.likelihood, run.seed, self.epochs > 0)
+        prepared = prepared or prepare(model, loader, options, self.epochs > 0)
+        likelihood = prepared.likelihood
         posterior = PointPosterior(model.eval(), likelihood)
         if self.epochs:
             if weight_decay is None:
-                weight_decay = (
-                    1.0 / (self.prior_scale**2 * run.num_examples(loader)) if self.has_prior else 0.0
-                )
+                weight_decay = 0.0
+                if self.has_prior:
+                    weight_decay = 1.0 / (self.prior_scale**2 * prepared.data.require_num_examples())
             weights = [parameter for parameter in model.parameters() if parameter.requires_grad]
             groups = [
                 {"params": weights, "lr": self.lr, "weight_decay": weight_decay},
-                {"params": list(likelihood.parameters()), "lr": self.noise_rate, "weight_decay": 0.0},
+                {"params": list(likelihood.parameters()), "lr": self.likelihood_lr, "weight_decay": 0.0},
             ]
-            engine, loss = make_optimizer(groups, self.optimizer), partial(self._loss(model), likelihood)
+            optimizer, loss = make_optimizer(groups, self.optimizer), partial(self._loss(model), likelihood)
             posterior.history = train_posterior(
-                posterior, loss, engine, loader, run, self.schedule, check_batch=check
+                posterior, loss, optimizer, loader, options, self.schedule, check_batch=prepared.check_batch
             )
-        with preserve_rng_state(loader, run.seed or 0):
+        with preserve_rng_state(loader, options.seed or 0):
             fit_residual_scale(model, likelihood, loader)
         return posterior
 
@@ -182,9 +193,9 @@ class Method:
         return negative_log_likelihood
 
     @property
-    def noise_rate(self) -> float:
+    def likelihood_lr(self) -> float:
         """The learning rate of a Gaussian's noise: at the weights' own, Adam may not get there within the run."""
-        return max(self.lr, NOISE_RATE) if self.optimizer is None else self.lr
+        return max(self.lr, NOISE_LR) if self.optimizer is None else self.lr
 
 
 @options(kw_only=True, repr=False)

@@ -26,7 +26,6 @@ from torch import Tensor, nn
 from flowbnn.batches import (
     call,
     device_of,
-    dtype_of,
     evaluation_mode,
     has_row_axis,
     move,
@@ -38,9 +37,9 @@ from flowbnn.convert import to_stochastic
 from flowbnn.errors import quote_names, warn
 from flowbnn.likelihoods import Likelihood
 from flowbnn.methods.base import FitOptions, Method, register_method
-from flowbnn.methods.fitting import first_batch
+from flowbnn.methods.fitting import prepare
 from flowbnn.methods.network_layers import disable_nested_tensors, dropout_layers, layers_with_inner_dropout
-from flowbnn.methods.variational.base import fit
+from flowbnn.methods.variational.noise_fit import NoiseFitOptions, fit_noise
 from flowbnn.noise import Dropout
 from flowbnn.noise.layout import wrappable_layers
 from flowbnn.numerics import constant
@@ -89,9 +88,9 @@ class MCDropout(Method):
         rate = sum(rates) / len(rates) if own else 0.1 if self.rate is None else self.rate
         decay = (1.0 - rate) / (self.prior_scale**2 * run.num_examples(loader))
         if own:
-            point = self.start(disable_nested_tensors(model), loader, run, decay)
-            inputs = move(first_batch(loader, run.seed)[0], device_of(point.model), dtype_of(point.model))
-            axes = example_axes(point.model, inputs)
+            prepared = prepare(disable_nested_tensors(model), loader, run, self.epochs > 0)
+            point = self.start(model, loader, run, decay, prepared)
+            axes = example_axes(point.model, move(prepared.inputs, device_of(point.model)))
             warn_of_unsampled(point.model, [name for name, calls in axes.items() if not calls])
             posterior: Posterior = DropoutPosterior(point.model, point.likelihood, point.history, axes)
             fit_noise_scale(posterior, loader, run.seed)
@@ -105,7 +104,8 @@ class MCDropout(Method):
             return posterior
         noisy = self._with_dropout(model, rate)
         settings = {name: getattr(self, name) for name in ("epochs", "optimizer", "schedule")}
-        return fit(noisy, loader, weight_lr=self.lr, weight_decay=decay, **settings, **given)
+        options = NoiseFitOptions(weight_lr=self.lr, weight_decay=decay, **settings, **given)
+        return fit_noise(noisy, loader, options)
 
     def _with_dropout(self, model: nn.Module, rate: float) -> nn.Module:
         names = list(wrappable_layers(model))

@@ -1,14 +1,16 @@
-"""What every method that trains by gradients shares: the options of a fit, the first look at the data, the training itself."""
+"""Functions that all methods trained by gradients share: the options of a fit, the preparation, the objective and the training."""
 
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from copy import deepcopy
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from flowbnn.batches import (
     as_loader,
@@ -33,35 +35,35 @@ from flowbnn.likelihoods import (
     make_likelihood,
 )
 from flowbnn.likelihoods.base import mean_log_prob
+from flowbnn.methods.data_summary import DataSummary, check_loader, first_batch
 from flowbnn.noise import Recipe, noise_layers, weight_parameters
+from flowbnn.noise.modes import record_noise_inputs
+from flowbnn.numerics import is_concrete
 from flowbnn.options import Count, call_factory, options
 from flowbnn.posterior.base import Posterior
 from flowbnn.posterior.prediction import check_rows, new_seed
-from flowbnn.posterior.recording import Sigmoids
-from flowbnn.regression import (
-    TargetStatistics,
-    noise_at_mean,
-    outputs_and_targets,
-    set_noise_scale,
-    standardize_targets,
-)
+from flowbnn.regression import noise_at_mean, set_noise_scale, standardize_targets
 from flowbnn.training import Clock, History, TrainingOptions, train
-from flowbnn.training.options import length_of
-from flowbnn.training.randomness import preserve_rng_state
 
-ROWS = 8  # of real-valued targets, which tell their noise
-NOISE_RATE = 0.01  # of the logarithm of a Gaussian's noise, under Adam: halved or doubled within 70 steps
+NOISE_LR = (
+    0.01  # learning rate of the logarithm of a noise scale: under Adam it halves or doubles within 70 steps
+)
 LikelihoodName = Likelihood | Literal["auto", "categorical", "bernoulli", "gaussian"]
+Forward = Callable[[Any], Tensor]
+LossAndLogs = tuple[Tensor, dict[str, Tensor]]
+SchedulerFactory = Callable[[torch.optim.Optimizer, int], Any]
+Loss = Callable[[Forward, Any, Clock], LossAndLogs]
 
 
 @options(kw_only=True, of="fit")
 class FitOptions(TrainingOptions):
-    """What ``fit`` takes besides the network and the data: the options of the training run, and these.
+    """Options of every ``fit``: those of the training run (:class:`~flowbnn.training.TrainingOptions`) and these.
 
     Args:
-        likelihood: the observation model; ``"auto"`` takes classes for integer targets, a Gaussian with learned noise for real ones.
-        num_data: number of training examples; taken from the loader where it knows.
-        validation: a loader, whose negative log-likelihood and accuracy or error are recorded at every epoch.
+        likelihood: Likelihood of the targets, or its name. ``"auto"`` is categorical for integer targets, Bernoulli for integer targets
+            and one output, and Gaussian with learned noise for real-valued targets.
+        num_data: Number of training examples. By default, it is taken from the loader.
+        validation: Loader of held-out data. Its negative log-likelihood (NLL) and its accuracy or error are recorded at every epoch.
     """
 
     likelihood: LikelihoodName = "auto"
@@ -80,7 +82,7 @@ class FitOptions(TrainingOptions):
         """Returns the number of training examples."""
         number = count_data(loader) if self.num_data is None else self.num_data
         if not number:
-            raise FlowBNNError("the loader gives no examples", kind="loader", argument="loader")
+            raise FlowBNNError("the loader has no examples", kind="loader", argument="loader")
         return number
 
     def for_stage(self, name: str, description: str, **changes: Any) -> "FitOptions":
@@ -93,23 +95,19 @@ class FitOptions(TrainingOptions):
         return replace(self, description=description, **changes)
 
 
-Forward = Callable[[Any], Tensor]
-LossAndLogs = tuple[Tensor, dict[str, Tensor]]
-SchedulerFactory = Callable[[torch.optim.Optimizer, int], Any]
-Loss = Callable[[Forward, Any, Clock], LossAndLogs]
-
-
 class Objective(nn.Module):
-    """A network, its likelihood and the loss of a batch: what :func:`flowbnn.training.train` trains, saves and resumes.
+    """Network, likelihood and loss of a batch, as :func:`flowbnn.training.train` trains, saves and resumes them.
 
-    Under autocast the network alone computes in half precision; the loss is computed in float32.
+    Under autocast only the network computes in half precision. The loss is computed in float32.
 
     Args:
-        network: or a module around it that holds other parameters, such as the spread of its weights.
-        likelihood: the observation model.
-        loss: ``loss(forward, batch, clock)`` returns the loss and a dictionary of logs; ``forward(inputs)`` runs the network.
-        check_batch: looks at a batch on the host, where the loss decides nothing there and may be recorded as a CUDA graph.
-        extra_state: what the loss collects on the way, to be kept in checkpoints.
+        network: Network, or a module that holds the network as ``network`` together with other parameters.
+        likelihood: Likelihood of the targets.
+        loss: Function ``loss(forward, batch, clock)`` that returns the loss and a dictionary of logs. ``forward(inputs)`` runs the
+            network.
+        check_batch: Function that checks a batch on the host. If it is set, the loss makes no decision on the host, so that a step can
+            be recorded as a CUDA graph.
+        extra_state: Module with state that the loss collects, to be saved in checkpoints.
     """
 
     def __init__(
@@ -122,11 +120,8 @@ class Objective(nn.Module):
     ) -> None:
         super().__init__()
         self.network, self.likelihood, self.loss = network, likelihood, loss
-        self.capturable, self.check_batch, self.extra_state = (
-            check_batch is not None,
-            check_batch,
-            extra_state,
-        )
+        self.check_batch, self.extra_state = check_batch, extra_state
+        self.capturable = check_batch is not None
 
     def forward(self, batch: Any, clock: Clock) -> LossAndLogs:
         device = device_of(self.network).type
@@ -142,177 +137,205 @@ class Objective(nn.Module):
             return self.loss(outputs, batch, clock)
 
     def outputs(self, inputs: Any) -> Tensor:
-        """What the network gives."""
+        """Returns the outputs of the network, at least in single precision."""
         outputs = call(self.network, move(inputs, device_of(self.network), dtype_of(self.network)))
         return outputs.float() if outputs.dtype in (torch.bfloat16, torch.float16) else outputs
 
 
-def check_loader(loader: Any, use: str = "training", planned: str = "") -> None:
-    """Refuse what is no loader, or an empty one, before anything is read from it; or one without a length for what is ``planned``."""
-    reason = None
-    if not hasattr(loader, "__iter__") or isinstance(loader, Tensor) or as_loader(loader) is not loader:
-        reason = (
-            f"{use} takes a loader of batches, such as flowbnn.data.TensorLoader(inputs, targets, batch_size=128, shuffle=True), "
-            f"not a {type(loader).__name__}"
-        )
-    elif hasattr(loader, "__next__"):
-        reason = f"the loader for {use} can be read only once; give a DataLoader, or a list of batches"
-    elif isinstance(loader, list | tuple) and not loader:
-        reason = f"the loader is empty: there is nothing for {use}"
-    elif isinstance(loader, list | tuple) and split_batch(loader[0])[1] is None:
-        known = "flowbnn.data.TensorLoader(inputs, targets) makes them"
-        if isinstance(loader[0], Mapping):
-            known = "where a dictionary holds its labels, give (batch, batch.pop('labels'))"
-        reason = f"{use} needs batches of (inputs, targets), not inputs alone; {known}"
-    elif planned and length_of(loader) is None:
-        reason = f"{planned} is planned ahead and needs a loader with a length"
-    if reason is not None:
-        raise FlowBNNError(reason, kind="loader", argument="loader")
+# -------------------- before training
 
 
-def first_batch(loader: Iterable[Any], seed: int | None = None, use: str = "training") -> tuple[Any, Any]:
-    """Inputs and targets of the first batch; torch's generator is left as it was. The same seed gives the same batch."""
-    return first_batches(loader, seed, 1, use)[0]
+@dataclass(frozen=True)
+class PreparedFit:
+    """Result of :func:`prepare`.
 
+    Args:
+        likelihood: Likelihood on the device of the network, checked against outputs and targets.
+        inputs: Inputs of the first batch, on the device of the network.
+        check_batch: Function that checks the targets of a batch.
+        data: Summary of the training data.
+        first: First batch and its outputs.
+    """
 
-def first_batches(
-    loader: Iterable[Any], seed: int | None = None, count: int = 1, use: str = "training"
-) -> list[tuple[Any, Any]]:
-    """Inputs and targets of the first batches: where targets are real numbers, so many that they have ``count`` rows, else one."""
-    check_loader(loader, use)
-    found: list[tuple[Any, Any]] = []
-    with preserve_rng_state(loader, seed):
-        for batch in loader:
-            check_loader([batch], use)
-            found.append(split_batch(batch))
-            targets = found[-1][1]
-            if use != "training" and len(targets) == 0:  # those of the training are named, one by one
-                raise FlowBNNError(
-                    f"the first batch has no examples: there is nothing for {use}",
-                    kind="loader",
-                    argument="loader",
-                )
-            count -= len(targets) if targets.is_floating_point() else count
-            if count <= 0:
-                return found
-    check_loader(found, use)
-    return found
+    likelihood: Likelihood
+    inputs: Any
+    check_batch: Callable[[Any], None]
+    data: DataSummary
+    first: "FirstBatch"
 
 
 def prepare(
     model: nn.Module,
     loader: Iterable[Any],
-    likelihood: LikelihoodName,
-    seed: int | None = None,
-    trains: bool | None = True,
-) -> tuple[Likelihood, Any, Callable[[Any], None]]:
-    """The likelihood, checked on the first batch, that batch's inputs, and a check for other batches.
+    options: FitOptions,
+    trained: bool = True,
+    reset_noise: bool = False,
+) -> PreparedFit:
+    """Reads the loader once, runs one batch through the network, and returns the likelihood that fits both.
 
-    A likelihood that is given is copied: its noise is learned, and it may serve another fit after this one.
+    A likelihood that is passed in the options is copied, because its noise is learned. A fresh network whose weights will be trained
+    gets the units of real-valued targets (:func:`~flowbnn.regression.standardize_targets`).
 
     Args:
-        trains: whether the weights are to be trained. Then a fresh network takes the units of real-valued targets that are far from
-            its own (:mod:`flowbnn.regression`); one whose weights stay is left as it is. None leaves that to :func:`settle_units`.
+        model: Network, in which only the units of the outputs may change.
+        loader: Batches of ``(inputs, targets)``.
+        options: Options of the fit.
+        trained: Whether the weights will be trained.
+        reset_noise: Whether learned noise starts at the size of the residuals even if the likelihood has another value.
     """
-    batches = first_batches(loader, seed, ROWS)
-    device = device_of(model)
-    looked_at = [move(inputs, device, dtype_of(model)) for inputs, _ in batches]
-    inputs, targets = looked_at[0], batches[0][1]
-
-    def outputs_of_all() -> Tensor:
-        return torch.cat([_outputs(model, some, "first batch") for some in looked_at])
-
-    with evaluation_mode(model), noise_at_mean(model), torch.random.fork_rng(_cuda(device)):
-        with Sigmoids() as sigmoids:
-            outputs = _outputs(model, inputs, "first batch")
-        by_sigmoid = sigmoids.gave(outputs)
-        chosen = deepcopy(make_likelihood(likelihood, outputs, targets)).to(device)
-        chosen.check(outputs, targets)
-        if len(batches) > 1:
-            outputs, targets = outputs_of_all(), torch.cat([truth for _, truth in batches])
-            chosen.check(outputs, targets)
-        if trains is not None and settle_units(model, chosen, loader, seed, trains):
-            outputs = outputs_of_all()
-    _warn_of_probabilities(chosen, outputs, by_sigmoid)
-    chosen.start(outputs, targets.to(outputs.device))
-    if learns_noise(chosen) and not bool(chosen.log_scale.any()):
-        set_noise_scale(chosen, [(outputs, targets)])
+    trained = trained and any(weight.requires_grad for weight in weight_parameters(model))
+    data = DataSummary.read(loader, options.likelihood, options.seed, options.num_data)
+    device, dtype = device_of(model), dtype_of(model)
+    first = try_first_batch(model, move(data.sample[0], device, dtype))
+    outputs, targets = first.outputs, data.sample[1]
+    likelihood = deepcopy(make_likelihood(options.likelihood, outputs, targets)).to(device)
+    likelihood.check(outputs, targets)
+    warn_probabilities(likelihood, outputs, first.from_sigmoid)
+    if isinstance(likelihood, Gaussian) and data.statistics is not None:
+        outputs = standardize_targets(model, likelihood, outputs, targets, data.statistics, trained)
+    likelihood.start(outputs, targets.to(outputs.device))
+    if learns_noise(likelihood) and (reset_noise or not bool(likelihood.log_scale.any())):
+        set_noise_scale(likelihood, [(outputs, targets)])
     row = outputs[:1].detach()
 
-    def check(batch: Any) -> None:
-        _, truth = split_batch(batch)
-        chosen.check(row.expand(len(truth), *row.shape[1:]), truth)
+    def check_batch(batch: Any) -> None:
+        batch_targets = split_batch(batch)[1]
+        likelihood.check(row.expand(len(batch_targets), *row.shape[1:]), batch_targets)
 
-    return chosen, inputs, check
+    return PreparedFit(likelihood, move(data.inputs, device, dtype), check_batch, data, first)
+
+
+class FirstBatch(NamedTuple):
+    """First batch of a network.
+
+    Args:
+        inputs: Inputs on the device of the network.
+        outputs: Outputs of the network, with its noise held at the mean.
+        noise_inputs: Inputs of the layers with noise, by layer name.
+        from_sigmoid: Whether the outputs are the result of a sigmoid.
+    """
+
+    inputs: Any
+    outputs: Tensor
+    noise_inputs: Mapping[str, Tensor]
+    from_sigmoid: bool
+
+
+def try_first_batch(model: nn.Module, inputs: Any) -> FirstBatch:
+    """Runs the first batch through a network in evaluation mode, and restores torch's generators."""
+    with ExitStack() as stack:
+        for context in (
+            evaluation_mode(model),
+            noise_at_mean(model),
+            torch.random.fork_rng(_cuda(device_of(model))),
+        ):
+            stack.enter_context(context)
+        noise_inputs = stack.enter_context(record_noise_inputs(model))
+        sigmoids = stack.enter_context(SigmoidRecorder())
+        outputs = run_first_batch(model, inputs, "first batch")
+    return FirstBatch(inputs, outputs, noise_inputs, sigmoids.recorded(outputs))
 
 
 def _cuda(device: torch.device) -> list[torch.device]:
     return [device] if device.type == "cuda" else []
 
 
-def _outputs(
-    model: nn.Module, inputs: Any, what: str, check: Callable[[Tensor], Any] | None = None
+def run_first_batch(
+    model: nn.Module, inputs: Any, name: str, check: Callable[[Tensor], Any] | None = None
 ) -> Tensor:
-    """Outputs of a first batch, or one line that says why there are none, or why they do not pass the check."""
-    with rewrap_forward_errors(inputs, f"the network fails on the {what}, of"):
+    """Returns the outputs of a network for its first batch.
+
+    Args:
+        model: Network.
+        inputs: Inputs on the device of the network.
+        name: Name of the batch, for messages.
+        check: Function that raises FlowBNNError if the outputs do not fit.
+
+    Raises:
+        FlowBNNError: If the network or the check fails.
+    """
+    with rewrap_forward_errors(inputs, f"the network fails on the {name}, of"):
         try:
             outputs = check_rows(call(model, inputs), rows(inputs))
             if check is not None:
                 check(outputs)
             return outputs
         except FlowBNNError as error:
-            raise FlowBNNError(f"the {what} does not fit: {error}", **error.fields) from error.__cause__
+            raise FlowBNNError(f"the {name} does not fit: {error}", **error.fields) from error.__cause__
 
 
-def _warn_of_probabilities(likelihood: Likelihood, outputs: Tensor, by_sigmoid: bool) -> None:
-    """Likelihoods take logits: a softmax or a sigmoid at the end of the network would be applied twice."""
+class SigmoidRecorder(TorchFunctionMode):
+    """Context manager that records the results of all sigmoids.
+
+    >>> with SigmoidRecorder() as sigmoids:
+    ...     probabilities, ones = torch.sigmoid(torch.ones(2, 1)), torch.ones(2, 1)
+    >>> sigmoids.recorded(probabilities.squeeze(1)), sigmoids.recorded(ones)
+    (True, False)
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.results: list[Tensor] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        is_sigmoid = getattr(func, "__name__", "") in ("sigmoid", "sigmoid_", "special_expit")
+        if is_sigmoid and type(result) is Tensor and is_concrete(result):
+            self.results.append(result)
+        return result
+
+    def recorded(self, outputs: Tensor) -> bool:
+        """Returns True if the tensor is a result of a sigmoid, up to its shape, its precision and clamping."""
+        same_size = (one.flatten().to(outputs) for one in self.results if one.numel() == outputs.numel())
+        return any(torch.allclose(one, outputs.flatten(), atol=1e-5) for one in same_size)
+
+
+def warn_probabilities(likelihood: Likelihood, outputs: Tensor, from_sigmoid: bool) -> None:
+    """Warns if the network returns probabilities, because likelihoods take logits.
+
+    Args:
+        likelihood: Likelihood of the targets.
+        outputs: Outputs of the network.
+        from_sigmoid: Whether the outputs are the result of a sigmoid.
+    """
     inside = bool(((outputs >= 0) & (outputs <= 1)).all())
-    evidence = ""
+    reason = ""
     if isinstance(likelihood, Categorical) and inside and bool(((outputs.sum(-1) - 1).abs() < 1e-3).all()):
-        evidence = "every row sums to one"
-    elif isinstance(likelihood, Bernoulli) and inside and by_sigmoid:
-        evidence = "it ends in a sigmoid"
-    if evidence:
+        reason = "every row sums to one"
+    elif isinstance(likelihood, Bernoulli) and inside and from_sigmoid:
+        reason = "it ends in a sigmoid"
+    if reason:
         warn(
-            f"the network gives probabilities ({evidence}), where logits are expected: it will be far less sure than it could be; "
-            "leave out its last softmax or sigmoid",
+            f"the network returns probabilities ({reason}), but logits are expected; remove its last softmax or sigmoid",
             kind="probabilities",
         )
 
 
-def settle_units(
-    model: nn.Module, likelihood: Likelihood, loader: Iterable[Any], seed: int | None, trains: bool = True
-) -> bool:
-    """Let a network whose weights are trained take the units of the targets, where all of them are far from its own."""
-    if not isinstance(likelihood, Gaussian):
-        return False
-    try:
-        with preserve_rng_state(loader, seed), evaluation_mode(model), noise_at_mean(model):
-            outputs, targets = map(torch.cat, zip(*outputs_and_targets(model, loader), strict=True))
-        statistics = TargetStatistics.of(targets)
-    except Exception:  # the training meets the same batches, and says what is wrong with them and where
-        return False
-    trains = trains and any(parameter.requires_grad for parameter in weight_parameters(model))
-    return standardize_targets(model, likelihood, outputs, targets, statistics, trains)
+# -------------------- training
 
 
-def validator(
+def make_validator(
     posterior: Posterior, validation: Iterable[Any] | None, samples: int
 ) -> Callable[[], dict[str, float]] | None:
-    """Predictive negative log-likelihood (and accuracy or error) on held-out data, with the same draws at every epoch.
+    """Returns a function that evaluates a posterior on held-out data, with the same draws at every call.
 
-    The first batch is tried before an epoch is spent.
+    The first batch is tried here, before an epoch is spent.
+
+    Args:
+        posterior: Posterior to evaluate.
+        validation: Loader of held-out data, or None.
+        samples: Number of networks per prediction.
     """
     if validation is None:
         return None
-    inputs, targets = first_batch(validation, use="validation")
+    inputs, targets = first_batch(validation, purpose="validation")
     check_finite(inputs, "validation inputs")
     check_finite(targets, "validation targets")
     model, device = posterior.model, device_of(posterior.model)
     with evaluation_mode(model), torch.random.fork_rng(_cuda(device)):
         inputs = move(inputs, device, dtype_of(model))
         check = partial(posterior.likelihood.check, targets=targets)
-        _outputs(model, inputs, "first batch of the validation data", check)
+        run_first_batch(model, inputs, "first batch of the validation data", check)
 
     def validate() -> dict[str, float]:
         predictive, targets = posterior.predict_with_targets(validation, samples, seed=0, progress=False)
@@ -324,19 +347,30 @@ def validator(
 def make_optimizer(
     groups: list[dict[str, Any]], optimizer: Callable[..., torch.optim.Optimizer] | None
 ) -> torch.optim.Optimizer:
-    """The optimizer of the groups that have parameters; Adam unless given, fused for all the small vectors of the noise."""
+    """Returns an optimizer of the parameter groups, without empty groups.
+
+    Args:
+        groups: Parameter groups.
+        optimizer: Function from parameter groups to an optimizer. Fused Adam by default, which is fast for many small vectors.
+    """
     groups = [group for group in groups if group["params"]]
     if optimizer is None:
         return torch.optim.Adam(groups, fused=True)
-    made: torch.optim.Optimizer = call_factory(
+    result: torch.optim.Optimizer = call_factory(
         optimizer, groups, name="optimizer", kind=torch.optim.Optimizer
     )
-    return made
+    return result
 
 
-def total_steps(loader: Any, epochs: int, what: str) -> int:
-    """The number of steps of a run, for what has to know it ahead."""
-    check_loader(loader, planned=what)
+def total_steps(loader: Any, epochs: int, needs_length: str) -> int:
+    """Returns the number of optimizer steps of a run.
+
+    Args:
+        loader: Loader with a length.
+        epochs: Number of epochs.
+        needs_length: What needs the number, for the message if the loader has no length.
+    """
+    check_loader(loader, needs_length=needs_length)
     return len(loader) * epochs
 
 
@@ -355,33 +389,41 @@ def train_posterior(
     check_batch: Callable[[Any], None] | None = None,
     num_epochs: Callable[[History], int] | None = None,
 ) -> History:
-    """Train the network and the likelihood of a posterior as one, and leave the network ready to predict.
+    """Trains the network and the likelihood of a posterior in place, and leaves the network in evaluation mode.
 
     Args:
-        samples: of the predictions for the validation data.
-        module: what is trained where that is more than the network: a module that holds it as ``network`` beside other parameters.
-        settings: plain values of the method, kept in the checkpoint, so that a resumed run warns of those that have changed.
-        extra_state, check_batch: as in :class:`Objective`.
-        num_epochs: as in :func:`~flowbnn.training.train`.
+        posterior: Posterior whose network and likelihood are trained.
+        loss: Loss of a batch, see :class:`Objective`.
+        optimizer: Optimizer of all trained parameters.
+        loader: Batches of ``(inputs, targets)``.
+        options: Options of the fit.
+        schedule: Function from the optimizer and the number of steps to a learning-rate scheduler.
+        samples: Number of networks per prediction on the validation data.
+        module: Module that is trained instead of the network, and holds it as ``network`` together with other parameters.
+        extra_state: Module with further state, see :class:`Objective`.
+        settings: Settings of the method that are saved in the checkpoint. A resumed run warns if they have changed.
+        check_batch: Function that checks a batch, see :class:`Objective`.
+        num_epochs: Function from the history to the number of epochs, see :func:`~flowbnn.training.train`.
     """
-    validate = validator(posterior, options.validation, samples)
+    validate = make_validator(posterior, options.validation, samples)
     model = posterior.model if module is None else module
     model.train()
-    planned = None
+    scheduler = None
     if schedule is not None:
         steps = total_steps(loader, options.epochs, "a learning-rate schedule")
-        planned = call_factory(
-            schedule, optimizer, steps, name="schedule", kind=torch.optim.lr_scheduler.LRScheduler
-        )
+        kind = torch.optim.lr_scheduler.LRScheduler
+        scheduler = call_factory(schedule, optimizer, steps, name="schedule", kind=kind)
     history = train(
         Objective(model, posterior.likelihood, loss, check_batch, extra_state),
         optimizer,
         loader,
         options,
-        schedule=planned,
+        schedule=scheduler,
         validate=validate,
         settings=settings,
-        structure={name: _settings_of(layer.recipe) for name, layer in noise_layers(posterior.model).items()},
+        structure={
+            name: _plain_settings(layer.recipe) for name, layer in noise_layers(posterior.model).items()
+        },
         name_prefix="network" if module is None else "network.network",
         num_epochs=num_epochs,
     )
@@ -389,10 +431,11 @@ def train_posterior(
     return history
 
 
-def _settings_of(recipe: Any) -> dict[str, Any]:
-    if not isinstance(recipe, Recipe):  # code, which does not travel to other processes
+def _plain_settings(recipe: Any) -> dict[str, Any]:
+    """Returns the settings of a recipe that a checkpoint stores."""
+    if not isinstance(recipe, Recipe):  # a FlowNoise is code, which cannot be stored
         return {"recipe": "FlowNoise"}
-    # the batch axis is found out from the data
+    # the batch axis follows from the data
     settings = {one.name: getattr(recipe, one.name) for one in fields(recipe) if one.name != "batch_axis"}
     plain = {name: value for name, value in settings.items() if isinstance(value, str | int | float | None)}
     return {"recipe": type(recipe).__name__, **plain}
@@ -401,7 +444,7 @@ def _settings_of(recipe: Any) -> dict[str, Any]:
 def negative_log_likelihood(
     likelihood: Likelihood, forward: Forward, batch: Any, clock: Clock
 ) -> LossAndLogs:
-    """The loss of a plain network, and its logs."""
+    """Returns the loss of a network without noise, and its logs. With the first argument fixed it is a loss of :class:`Objective`."""
     inputs, targets = split_batch(batch)
     outputs = forward(inputs)
     if should_check_targets(targets, clock):
@@ -411,5 +454,5 @@ def negative_log_likelihood(
 
 
 def should_check_targets(targets: Tensor, clock: Clock) -> bool:
-    """Whether targets are checked in this step: on a GPU, where that waits for the device, in the first epoch only."""
+    """Returns True if the targets are checked in this step. On a GPU, where a check waits for the device, only the first epoch is."""
     return not clock.recording and (clock.epoch == 0 or targets.device.type == "cpu")

@@ -19,7 +19,8 @@ from flowbnn.convert import to_stochastic
 from flowbnn.errors import FlowBNNError, pluralize
 from flowbnn.likelihoods import Gaussian, Likelihood, learns_noise
 from flowbnn.methods.base import FitOptions, Method, register_method
-from flowbnn.methods.fitting import first_batch, prepare
+from flowbnn.methods.data_summary import first_batch
+from flowbnn.methods.fitting import prepare
 from flowbnn.methods.laplace.derivatives import check_likelihood
 from flowbnn.methods.mcmc.potential import gather_data
 from flowbnn.methods.mode_mixture import Covariance, ModeBase, ModeNoise
@@ -83,14 +84,15 @@ class ModeEnsemble(Method):
         """Fits the ensemble; see :meth:`Method.fit`."""
         model, options = self.setup(network, loader, kwargs)
         seed = options.resolve_seed()
-        likelihood, first_inputs, check = prepare(model, loader, options.likelihood, seed, self.epochs > 0)
+        prepared = prepare(model, loader, options, self.epochs > 0)
+        first_inputs = prepared.inputs
         if self.width == "laplace":
-            check_likelihood(likelihood, "sampled")
+            check_likelihood(prepared.likelihood, "sampled")
         if options.validation is not None:
-            first_batch(options.validation, use="validation")
+            first_batch(options.validation, purpose="validation")
         num_data = options.num_examples(loader)
-        data = gather_data(loader, check, seed)
-        point = self.start(model, loader, options, weight_decay=1.0 / num_data)
+        data = gather_data(loader, prepared.check_batch, seed)
+        point = self.start(model, loader, options, weight_decay=1.0 / num_data, prepared=prepared)
         model, likelihood = point.model.eval(), point.likelihood
         inputs, targets = move(data, device_of(model), dtype_of(model))
         noisy_model = self._noisy_model(model, first_inputs, DEFAULT_SCALE)

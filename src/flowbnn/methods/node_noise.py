@@ -16,7 +16,8 @@ from flowbnn.convert import to_stochastic
 from flowbnn.errors import FlowBNNError
 from flowbnn.methods.base import FitOptions, register_method
 from flowbnn.methods.fitting import SchedulerFactory
-from flowbnn.methods.variational.base import FLOWS, FlowName, Variational, fit
+from flowbnn.methods.variational.base import FLOWS, FlowName, Variational
+from flowbnn.methods.variational.noise_fit import NoiseFitOptions, fit_noise
 from flowbnn.noise import NormalAffine, Recipe
 from flowbnn.options import Count, NonNegative, Positive, accepts_options_of, options
 from flowbnn.posterior.noise import NoisePosterior
@@ -87,4 +88,4 @@ class NodeNoise(Variational):
             noisy = to_stochastic(model, self.rules(), inplace=True)
         same = ("epochs", "noise_lr", "beta", "gamma", "warmup", "samples", "optimizer", "schedule")
         settings = {name: getattr(self, name) for name in same}
-        return fit(noisy, loader, weight_lr=self.lr, **settings, **given)
+        return fit_noise(noisy, loader, NoiseFitOptions(weight_lr=self.lr, **settings, **given))

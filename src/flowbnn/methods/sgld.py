@@ -97,7 +97,7 @@ class SGLD(Method):
                 f"SGLD cannot take {self.samples} snapshots in {steps} steps; increase epochs, or decrease samples or cycles",
                 argument="samples",
             )
-        likelihood, _, _ = prepare(model, loader, options.likelihood, options.seed)
+        likelihood = prepare(model, loader, options).likelihood
         optimizer = self._optimizer(model, likelihood, num_data)
         log_noise = likelihood.log_scale if learns_noise(likelihood) else None
         snapshots = Snapshots(model, log_noise, sorted(step_schedule.snapshot_steps))

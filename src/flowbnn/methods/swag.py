@@ -81,7 +81,7 @@ class SWAG(Method):
                 model, loader, options.for_stage("training", "training", epochs=training_epochs)
             )
         else:
-            point = PointPosterior(model, prepare(model, loader, options.likelihood, options.seed)[0])
+            point = PointPosterior(model, prepare(model, loader, options).likelihood)
         training = point.history
         moments = Moments(model, self.rank)
         sgd = self._run_sgd(moments, point, loader, options.for_stage("sgd", "SGD", epochs=sgd_epochs))

@@ -20,7 +20,7 @@ from flowbnn.batches import as_loader, call, rows, split_batch, take
 from flowbnn.errors import FlowBNNError, warn
 from flowbnn.likelihoods import Gaussian
 from flowbnn.methods.base import FitOptions, Method, register_method
-from flowbnn.methods.fitting import first_batch
+from flowbnn.methods.data_summary import first_batch
 from flowbnn.options import Count, Positive, Probability, Seed, accepts_options_of, checked, options
 from flowbnn.posterior.base import Posterior, Prediction, PredictOptions, load_posterior, opened, reading
 from flowbnn.predictive import CategoricalPredictive, GaussianPredictive
@@ -192,7 +192,7 @@ def temper(
     if isinstance(posterior, TemperedPosterior):
         posterior = posterior.posterior
     validation = as_loader(validation)
-    first_batch(validation, use="temperature scaling")
+    first_batch(validation, purpose="temperature scaling")
     outputs, _, targets = posterior.collect(validation, PredictOptions(samples, seed=seed, progress=progress))
     assert targets is not None
     targets = posterior.likelihood.canonical(targets).to(outputs.device)

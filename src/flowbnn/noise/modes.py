@@ -1,6 +1,6 @@
 """Handles on the noise of a whole network: find it, hold it, freeze it, give it its own learning rate, find its batch axes."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Literal
@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from flowbnn.batches import apply, call, evaluation_mode, rows, take, watch_modules
+from flowbnn.batches import call, evaluation_mode, rows, take, watch_modules
 from flowbnn.errors import warn
 from flowbnn.noise.base import Noise, layers_with_noise, noise_layers, settings_of
 from flowbnn.noise.passes import Mode, NoisePass
@@ -120,82 +120,80 @@ def parameter_groups(
 # -------------------- the axis of the examples
 
 
-def align_batch_axes(model: nn.Module, inputs: Any) -> list[str]:
-    """Find the axis of the examples in every layer that takes noise.
+def align_batch_axes(
+    model: nn.Module, inputs: Any, layer_inputs: Mapping[str, Tensor] | None = None
+) -> list[str]:
+    """Finds the axis of the examples in every layer with noise, from one pass over a batch and one over a few of its rows.
 
-    A sequence-first layer has it on axis 1, and a layer whose input is the same whatever the examples are (the embedding of positions)
-    has none: one draw then serves them all. Rules that name a ``batch_axis`` are left alone.
+    A sequence-first layer has the examples on axis 1. A layer whose input does not depend on the examples, such as an embedding of
+    positions, has no such axis, so that one draw serves all examples. Rules that set ``batch_axis`` are respected.
 
     Args:
-        inputs: a batch; some of its rows are run with the noise off.
+        model: Network with noise, whose layers are changed in place.
+        inputs: Batch of inputs.
+        layer_inputs: Inputs of the layers for this batch, from :func:`record_noise_inputs`. The pass is run here by default.
 
     Returns:
-        The layers that the network never calls.
+        Names of the layers that the network never calls.
     """
-    count = min(3, rows(inputs) // 2)
-    layers = noise_layers(model)
-    more = _observed(model, inputs if count < 2 else take(inputs, 0, count))
-    idle = [name for name in layers if more and name not in more]
-    if count < 2:
-        return idle
-    # others: what depends on the examples changes
-    fewer = _observed(model, take(inputs, count, 2 * count - 1))
+    layers, size = noise_layers(model), rows(inputs)
+    first = _noise_inputs(model, inputs) if layer_inputs is None else layer_inputs
+    idle = [name for name in layers if first and name not in first]
+    few = min(2, size - 1)
+    # without the first row, so that an input that depends on the examples changes
+    second = _noise_inputs(model, take(inputs, 1, 1 + few)) if few else {}
     for name, layer in layers.items():
-        first, second, layout = more.get(name), fewer.get(name), layer.layout
-        if first is None or second is None or first.ndim != second.ndim:
-            continue
-        if layer.recipe is None or layer.recipe.batch_axis is not None:
-            continue
-        sizes = enumerate(zip(first.shape, second.shape, strict=True))
-        axes = [axis for axis, (a, b) in sizes if a != b and a * (count - 1) == b * count]
-        if first.shape == second.shape and first.numel() and torch.equal(first, second):
-            warn(
-                f"the input of layer '{name}' does not depend on the examples, so one draw of its noise serves a whole batch; "
-                "leave it plain with None in the rules if that is not meant",
-                kind="axis",
-                layer=name,
-            )
-            layer.layout = layout._replace(batch_axis=None)
-            layer.recipe = replace(layer.recipe, batch_axis="none")
-        elif len(axes) == 1 and axes[0] not in (layout.batch_axis, first.ndim + layout.feature_axis):
-            layer.layout = layout._replace(batch_axis=axes[0], unbatched_ndim=first.ndim - 1)
-            layer.recipe = replace(layer.recipe, batch_axis=axes[0])
-    _order_folded_rows(model, inputs, count, more)
+        if name in first and name in second and first[name].ndim == second[name].ndim:
+            _align_layer(name, layer, first[name], second[name], size, few)
     return idle
 
 
-def _order_folded_rows(model: nn.Module, inputs: Any, count: int, seen: dict[str, Tensor]) -> None:
-    """Where rows are time steps or frames of examples: whether those of one example follow each other."""
-    folded: dict[str, Noise] = {}
-    for name, layer in noise_layers(model).items():
-        number = len(seen[name]) if name in seen and layer.layout.batch_axis == 0 else 0
-        if number > count and not number % count:
-            folded[name] = layer
-    if not folded:
-        return
-    changed = apply(inputs, lambda tensor: torch.cat([tensor[count : count + 1], tensor[1:count]]))
-    for name, other in _observed(model, changed).items():
-        if name in folded and other.shape == seen[name].shape:
-            differs = (other != seen[name]).flatten(1).any(1).nonzero().flatten().tolist()
-            if differs == list(range(0, len(other), count)):
-                folded[name].layout = folded[name].layout._replace(examples_first=False)
+def _align_layer(name: str, layer: Noise, first: Tensor, second: Tensor, size: int, few: int) -> None:
+    """Sets the axis of the examples of one layer, from its inputs for a batch and for ``few`` rows of it."""
+    layout, free = layer.layout, layer.recipe is not None and layer.recipe.batch_axis is None
+    sizes = enumerate(zip(first.shape, second.shape, strict=True))
+    axes = [axis for axis, (a, b) in sizes if a != b and a * few == b * size]
+    if free and first.shape == second.shape and first.numel() and torch.equal(first, second):
+        warn(
+            f"the input of layer '{name}' does not depend on the examples, so one draw of its noise serves a whole batch; "
+            "to leave it without noise, set its rule to None",
+            kind="axis",
+            layer=name,
+        )
+        layer.layout = layout._replace(batch_axis=None)
+        layer.recipe = replace(layer.recipe, batch_axis="none")
+    elif free and len(axes) == 1 and axes[0] not in (layout.batch_axis, first.ndim + layout.feature_axis):
+        layer.layout = layout._replace(batch_axis=axes[0], unbatched_ndim=first.ndim - 1)
+        layer.recipe = replace(layer.recipe, batch_axis=axes[0])
+    steps, rest = divmod(len(first), size) if layer.layout.batch_axis == 0 and first.ndim else (1, 0)
+    if steps > 1 and not rest and len(second) == steps * few:
+        # rows are time steps or frames: either those of one example or those of one step follow each other
+        by_step = first.unflatten(0, (steps, size))[:, 1 : 1 + few].flatten(0, 1)
+        by_example = first[steps : steps * (1 + few)]
+        gaps = [float((second - other).abs().max()) for other in (by_step, by_example)]
+        if gaps[0] < 0.1 * gaps[1]:
+            layer.layout = layer.layout._replace(examples_first=False)
 
 
-def _observed(model: nn.Module, inputs: Any) -> dict[str, Tensor]:
-    """What each noisy layer multiplies at its first call; nothing where the network fails on these inputs."""
-    seen: dict[str, Tensor] = {}
-
-    layers = noise_layers(model)
+@contextmanager
+def record_noise_inputs(model: nn.Module) -> Iterator[dict[str, Tensor]]:
+    """Context manager that records, for every layer with noise, the tensor that the noise multiplies at its first call."""
+    layers, recorded = noise_layers(model), dict[str, Tensor]()
 
     def record(name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         inside = layers[name].layout.side == "input"
         value = next(iter((*args, *kwargs.values())), None) if inside else output
-        seen.setdefault(name, value if isinstance(value, Tensor) else torch.empty(0))
+        recorded.setdefault(name, value if isinstance(value, Tensor) else torch.empty(0))
 
-    modules = {name: model.get_submodule(name) for name in layers}
+    with watch_modules({name: model.get_submodule(name) for name in layers}, None, record):
+        yield recorded
+
+
+def _noise_inputs(model: nn.Module, inputs: Any) -> dict[str, Tensor]:
+    """Returns what the noise of every layer multiplies, or nothing if the network fails on these inputs."""
     try:
-        with watch_modules(modules, None, record), evaluation_mode(model), noise_mode(model, "off"):
+        with record_noise_inputs(model) as recorded, evaluation_mode(model), noise_mode(model, "off"):
             call(model, inputs)
-    except Exception:  # a network made for one size of batch: take its layers at their word
+    except Exception:  # a network for batches of one size: its layers stay as they are
         return {}
-    return seen
+    return recorded

@@ -2,11 +2,8 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
 
-from torch import Tensor
-
-from flowbnn.errors import pluralize, warn
+from flowbnn.errors import pluralize
 
 
 @dataclass(frozen=True)
@@ -73,34 +70,3 @@ class Calibration:
                 f"error {self.error:.4f})."
             )
         return "\n".join(lines)
-
-
-class Gain(NamedTuple):
-    """A mean over examples before and after a fit, and the standard error of the difference.
-
-    >>> print(Gain(-0.25, -0.125, 0.01))
-    held-out log-likelihood -0.250 -> -0.125 per example (+0.125, standard error 0.010)
-    """
-
-    before: float
-    after: float
-    error: float
-    name: str = "held-out log-likelihood"
-
-    @classmethod
-    def of(cls, before: Tensor, after: Tensor, name: str) -> "Gain":
-        """From the values of the same examples."""
-        error = float((after - before).std() / len(before) ** 0.5) if len(before) > 1 else float("inf")
-        return cls(float(before.mean()), float(after.mean()), error, name)
-
-    def told(self, line: str, kind: str) -> "Gain":
-        """This, after a warning where it is a loss by more than two standard errors."""
-        if self.after < self.before - 2 * self.error:
-            warn(line, kind=kind, before=self.before, after=self.after)
-        return self
-
-    def __str__(self) -> str:
-        return (
-            f"{self.name} {self.before:.3f} -> {self.after:.3f} per example "
-            f"({self.after - self.before:+.3f}, standard error {self.error:.3f})"
-        )

@@ -33,10 +33,11 @@ from flowbnn.noise.passes import NoisePass, Setting, Unfolded
 from flowbnn.noise.recipes import recipe_from_dict
 from flowbnn.options import Count, checked
 from flowbnn.posterior.base import PRECISIONS, Posterior, opened, reading
-from flowbnn.posterior.calibration import Calibration, Gain
+from flowbnn.posterior.calibration import Calibration
 from flowbnn.posterior.compiled import compiled_outputs
 from flowbnn.posterior.prediction import Prediction, check_rows, even
 from flowbnn.posterior.recording import Recording, TrialDraws, outcome
+from flowbnn.posterior.report import FitReport
 from flowbnn.posterior.weights import StandIns, stand_in
 from flowbnn.training.storage import TensorFile
 
@@ -54,10 +55,7 @@ class NoisePosterior(Posterior):
     kind = "node noise"
     compiles = True
     calibration: Calibration | None = None  # what cross-validation says, where fb.calibrate fitted the noise
-    # ELBO of the network that was given and of this posterior, where fb.fit made it
-    bound: Gain | None = None
-    # held-out log-likelihoods before and after the fit, where it was given validation data
-    gain: Gain | None = None
+    report: FitReport | None = None  # set by fb.fit
 
     def outputs(self, inputs: Any, samples: range, prediction: Prediction) -> Tensor:
         """The one place where the way to take samples is chosen: compiled, folded into the batch, or one by one."""
@@ -120,13 +118,13 @@ class NoisePosterior(Posterior):
         return torch.stack(each).sum(0)
 
     def settings(self) -> dict[str, Any]:
-        return {"bound": self.bound, "gain": self.gain}
+        return {"report": None if self.report is None else self.report.to_dict()}
 
     @classmethod
     def restored(cls, point: Posterior, state: dict[str, Tensor], settings: dict[str, Any]) -> Self:
-        made = cls(point.model, point.likelihood, point.history)
-        made.bound, made.gain = (told and Gain(*told) for told in map(settings.get, ("bound", "gain")))
-        return made
+        posterior, report = cls(point.model, point.likelihood, point.history), settings.get("report")
+        posterior.report = None if report is None else FitReport.from_dict(report)
+        return posterior
 
     def document(self) -> dict[str, Any]:
         recipes = {

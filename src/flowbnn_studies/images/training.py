@@ -23,7 +23,8 @@ from flowbnn.compare.candidates import clock
 from flowbnn.convert import to_stochastic
 from flowbnn.data import TensorLoader
 from flowbnn.errors import FlowBNNWarning
-from flowbnn.methods import MLE, FitOptions, Posterior, fit
+from flowbnn.fit import fit
+from flowbnn.methods import MLE, FitOptions, Posterior
 from flowbnn_studies.images.data import ImageData
 from flowbnn_studies.images.evaluation import predict
 from flowbnn_studies.images.settings import GROUPS, ImageSettings, Training, make_network, rules_for
@@ -114,7 +115,7 @@ def fit_variant(
     names = ("weight_lr", "noise_lr", "weight_decay", "beta", "warmup")
     method_options |= {name: getattr(training, name) for name in names}
     method_options |= {"num_data": images.num_data, "validation_samples": curve_samples or 8}
-    return fit(model, loader, **method_options, **fit_options)
+    return fit(model, loader, inplace=True, **method_options, **fit_options)
 
 
 # -------------------- cost of a method

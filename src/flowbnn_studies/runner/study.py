@@ -21,7 +21,8 @@ from torch import nn
 from flowbnn.compare.results import Metric, Parts, plain, read_json, write_json
 from flowbnn.convert import to_stochastic
 from flowbnn.errors import FlowBNNError, nearest
-from flowbnn.methods import MLE, PointPosterior, Posterior, fit
+from flowbnn.fit import fit
+from flowbnn.methods import MLE, PointPosterior, Posterior
 from flowbnn.noise import Recipe
 
 NETWORK_FILE = "posterior.safetensors"

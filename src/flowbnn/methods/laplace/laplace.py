@@ -83,18 +83,15 @@ class Laplace(Method):
         """Fits the posterior; see :meth:`Method.fit`. With ``num_data`` the examples of the loader represent that many."""
         model, options = self.setup(network, loader, kwargs)
         trains = self.epochs > 0 or self.newton_steps > 0
-        likelihood, inputs, check = prepare(
-            disable_nested_tensors(model), loader, options.likelihood, options.seed, trains
-        )
-        check_likelihood(likelihood, self.predictive)
-        calls = record_calls(model, inputs)
+        prepared = prepare(disable_nested_tensors(model), loader, options, trains)
+        check_likelihood(prepared.likelihood, self.predictive)
+        calls = record_calls(model, prepared.inputs)
         layers = select_layers(model, calls, self.layers, self.structure)
         scale = None if isinstance(self.prior_scale, str) else float(self.prior_scale)
-        point = PointPosterior(model, likelihood)
+        point = PointPosterior(model, prepared.likelihood)
         if self.epochs:
-            point = self.start(
-                model, loader, options, 1.0 / ((scale or 1.0) ** 2 * options.num_examples(loader))
-            )
+            weight_decay = 1.0 / ((scale or 1.0) ** 2 * options.num_examples(loader))
+            point = self.start(model, loader, options, weight_decay, prepared)
         model, likelihood = model.eval(), point.likelihood
 
         def batches(description: str) -> Any:
@@ -106,7 +103,7 @@ class Laplace(Method):
             calls=calls,
             likelihood=likelihood,
             batches=batches,
-            check=check,
+            check=prepared.check_batch,
             structure=self.structure,
             hessian=self.curvature,
             seed=options.resolve_seed(),

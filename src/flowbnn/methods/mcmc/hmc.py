@@ -107,11 +107,13 @@ class ChainMethod(Method):
         model, options = self.setup(network, loader, kwargs, f"initial training for {name}")
         seed = options.resolve_seed()
         trains = self.variables == "weights" or self.epochs > 0
-        likelihood, _, check = prepare(model, loader, options.likelihood, seed, trains)
-        data, num_data = gather_data(loader, check, seed), options.num_examples(loader)
-        self._check_problem(self.potential(model, likelihood, take(data, 0, 256), 256), options)
+        prepared = prepare(model, loader, options, trains)
+        data, num_data = gather_data(loader, prepared.check_batch, seed), options.num_examples(loader)
+        self._check_problem(self.potential(model, prepared.likelihood, take(data, 0, 256), 256), options)
         trainable = any(parameter.requires_grad for parameter in model.parameters())
-        point = (self if trainable else replace(self, epochs=0)).start(model, loader, options)
+        point = (self if trainable else replace(self, epochs=0)).start(
+            model, loader, options, prepared=prepared
+        )
         potential = self.potential(point.model, point.likelihood, data, num_data)
         sampler = self._sampler(potential, num_data, seed, options)
         record = sampler.run(options.resume, options.progress, f"sampling with {name}")

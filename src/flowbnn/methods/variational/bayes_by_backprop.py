@@ -90,7 +90,8 @@ class BayesByBackprop(Variational):
         """
         model, run = self.setup(network, loader, given, "fitting the weights")
         names = chosen_weights(model, self.layers)
-        likelihood, inputs, check = prepare(model, loader, run.likelihood, run.seed)
+        prepared = prepare(model, loader, run)
+        likelihood, inputs = prepared.likelihood, prepared.inputs
         ways = ways_of(model, names, self.estimator, inputs)
         mean = {name: parameter.detach() for name, parameter in model.named_parameters() if name in names}
         std = base_scales(mean, self.base_scale, self.prior_scale)
@@ -106,7 +107,7 @@ class BayesByBackprop(Variational):
         def divergence() -> Divergence:
             return Divergence(self._kl(weights.mean, weights.log_std), weights.entropy())
 
-        fit_elbo(posterior, around, divergence, groups, self, loader, check, run)
+        fit_elbo(posterior, around, divergence, groups, self, loader, prepared, run)
         around.release()
         posterior.follow()
         posterior.live = None

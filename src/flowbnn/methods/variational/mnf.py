@@ -108,7 +108,8 @@ class MNF(Variational):
                 kind="unsupported",
                 argument="precision",
             )
-        likelihood, inputs, check = prepare(model, loader, run.likelihood, run.seed)
+        prepared = prepare(model, loader, run)
+        likelihood, inputs = prepared.likelihood, prepared.inputs
         served = self._served(model, inputs)
         own = dict(model.named_parameters())
         scales = base_scales({one.weight: own[one.weight].detach() for one in served}, 1.0, 1.0)
@@ -129,7 +130,7 @@ class MNF(Variational):
             {"name": "noise", "params": others, "lr": self.noise_lr},
         ]
         divergence = partial(around.divergence, self.prior_scale, self.kl_samples)
-        fit_elbo(posterior, around, divergence, groups, self, loader, check, run)
+        fit_elbo(posterior, around, divergence, groups, self, loader, prepared, run)
         around.release()
         around.eval()
         posterior.settle()

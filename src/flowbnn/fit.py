@@ -1,0 +1,62 @@
+"""``fb.fit``: fits the noise, and the weights, of a stochastic network by the ELBO."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import nn
+
+from flowbnn.batches import copy_network, unwrap_compiled
+from flowbnn.methods.variational.noise_fit import NoiseFitOptions, fit_noise
+from flowbnn.options import accepts_options_of, checked
+from flowbnn.posterior.noise import NoisePosterior
+
+
+@checked
+@accepts_options_of(NoiseFitOptions)
+def fit(
+    network: nn.Module, loader: Iterable[Any], *, inplace: bool = False, **options: Any
+) -> NoisePosterior:
+    r"""Fits the noise and the weights of a stochastic network by the ELBO.
+
+    .. math:: \max \; E_q[\log p(D \mid z)] - \beta \sum_l \mathrm{KL}[q(z_l) \| p(z_l)] + \gamma \sum_l H(q(z_l))
+
+    Args:
+        network: Network with noise, from :func:`~flowbnn.to_stochastic`. It is not changed.
+        loader: Batches of ``(inputs, targets)``, for example a ``DataLoader``.
+        inplace: Whether to train ``network`` itself instead of a copy.
+        epochs: Number of passes over the loader. By default, training ends when the ELBO has reached a plateau, see
+            :class:`~flowbnn.methods.schedule.PlateauSchedule`.
+        weight_lr: Learning rate of the weights. To fit the noise alone, use ``freeze(network, "weights")``.
+        noise_lr: Learning rate of the noise. By default, it is 10 divided by the number of steps, between 0.002 and 0.05. For
+            regression with learned noise it is 0.05.
+        weight_decay: Weight decay of the weights.
+        beta: Weight of the KL divergence.
+        warmup: Fraction of the run over which the weight of the KL divergence grows from 0 to ``beta``.
+        gamma: Weight of the entropy.
+        samples: Number of draws per example and step.
+        optimizer: Function from parameter groups to an optimizer. Adam by default.
+        schedule: Learning-rate schedule. ``"cosine"`` decays the rates to zero, from the start if ``epochs`` is set and otherwise after
+            the plateau. None keeps them constant. A :class:`~flowbnn.methods.schedule.PlateauSchedule` changes the rules for the
+            plateau. A function from ``(optimizer, number of steps)`` to a scheduler is stepped at every batch.
+        validation_samples: Number of networks per prediction on the validation data, whose negative log-likelihood (NLL) is recorded.
+        report: Whether to compute the report of the fit.
+        options: Options of :class:`~flowbnn.methods.FitOptions`, such as ``likelihood``, ``num_data``, ``validation``, ``checkpoint``,
+            ``resume``, ``early_stop``, ``seed``, ``precision``, ``devices`` and ``progress``.
+
+    Returns:
+        Posterior of a fitted copy of the network. Its ``history`` has the ELBO, the log-likelihood, the KL divergence and the entropy
+        of every epoch in nats, and those of each layer as ``kl/name`` and ``entropy/name``. Its ``report`` compares the ELBO and the
+        held-out log-likelihood with those of the initial network, and names collapsed layers. Every problem that it finds is also
+        raised as a warning.
+
+    Raises:
+        FlowBNNError: If the network has no noise or nothing to train, or if network, loader and likelihood do not fit together.
+
+    >>> import torch, flowbnn as fb
+    >>> network = fb.to_stochastic(nn.Linear(2, 3), {"*": fb.noise.NormalAffine()})
+    >>> loader = [(torch.randn(8, 2), torch.arange(8) % 3)]
+    >>> fb.fit(network, loader, epochs=2, report=False, progress=False)
+    NoisePosterior(Linear, 1 layer with noise, Categorical(), 2 epochs)
+    """
+    model = unwrap_compiled(network) if inplace else copy_network(network)
+    return fit_noise(model, loader, NoiseFitOptions(**options))

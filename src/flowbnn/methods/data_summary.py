@@ -1,0 +1,181 @@
+"""Summary of a training set, from one reading of its loader: first batch, number of examples, statistics of the targets."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import closing
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+from torch import Tensor
+
+from flowbnn.batches import (
+    as_loader,
+    check_finite_batch,
+    count_data,
+    has_row_axis,
+    join,
+    shapes,
+    split_batch,
+)
+from flowbnn.errors import FlowBNNError
+from flowbnn.likelihoods import Gaussian, Likelihood
+from flowbnn.regression import TargetStatistics
+from flowbnn.training.options import length_of
+from flowbnn.training.randomness import preserve_rng_state
+
+MIN_ROWS = 8  # examples of a regression that are needed to estimate the size of its residuals
+
+
+def check_loader(loader: Any, purpose: str = "training", needs_length: str = "") -> None:
+    """Checks that an object can be read as a loader of ``(inputs, targets)``.
+
+    Args:
+        loader: Object to check. Nothing is read from it unless it is a list.
+        purpose: Use of the data, for the message.
+        needs_length: What needs a loader with a length, for the message. Empty if nothing does.
+
+    Raises:
+        FlowBNNError: If it is no loader, is empty, can be read only once, has no targets or lacks a length that is needed.
+    """
+    problem = None
+    if not hasattr(loader, "__iter__") or isinstance(loader, Tensor) or as_loader(loader) is not loader:
+        problem = (
+            f"{purpose} needs a loader of batches, such as flowbnn.data.TensorLoader(inputs, targets, batch_size=128, shuffle=True), "
+            f"got a {type(loader).__name__}"
+        )
+    elif hasattr(loader, "__next__"):
+        problem = f"the loader for {purpose} can be read only once; use a DataLoader or a list of batches"
+    elif isinstance(loader, list | tuple) and not loader:
+        problem = f"the loader for {purpose} is empty"
+    elif isinstance(loader, list | tuple) and split_batch(loader[0])[1] is None:
+        advice = "use flowbnn.data.TensorLoader(inputs, targets)"
+        if isinstance(loader[0], Mapping):
+            advice = "if a dictionary holds the labels, use (batch, batch.pop('labels'))"
+        problem = f"{purpose} needs batches of (inputs, targets), got inputs alone; {advice}"
+    elif needs_length and length_of(loader) is None:
+        problem = f"{needs_length} needs a loader with a length"
+    if problem is not None:
+        raise FlowBNNError(problem, kind="loader", argument="loader")
+
+
+def first_batch(loader: Iterable[Any], seed: int | None = None, purpose: str = "training") -> tuple[Any, Any]:
+    """Returns inputs and targets of the first batch, and restores all generators.
+
+    Args:
+        loader: Batches of ``(inputs, targets)``.
+        seed: Seed for the order of a shuffled loader.
+        purpose: Use of the data, for messages.
+    """
+    with closing(_read(loader, seed, purpose)) as reader:
+        inputs, targets = next(reader)
+    if not len(targets):
+        raise FlowBNNError(f"the first batch for {purpose} has no examples", kind="loader", argument="loader")
+    return inputs, targets
+
+
+def _read(loader: Iterable[Any], seed: int | None, purpose: str = "training") -> Iterator[tuple[Any, Any]]:
+    """Yields inputs and targets of the batches. The generators are restored when the reader is closed."""
+    check_loader(loader, purpose)
+    empty = True
+    with preserve_rng_state(loader, seed):
+        for batch in loader:
+            check_loader([batch], purpose)
+            empty = False
+            yield split_batch(batch)
+    if empty:
+        check_loader([], purpose)
+
+
+@dataclass(frozen=True)
+class DataSummary:
+    """Summary of a training set.
+
+    Args:
+        inputs: Inputs of the first batch.
+        targets: Targets of the first batch.
+        sample: Inputs and targets of the first examples: the first batch, or at least 8 examples of a regression with smaller batches.
+        num_examples: Number of training examples, or None if the loader does not tell.
+        statistics: Statistics of all targets of a regression; None otherwise.
+
+    >>> import torch
+    >>> loader = [(torch.ones(4, 2), torch.tensor([1.0, 2.0, 3.0, 4.0]))] * 3
+    >>> data = DataSummary.read(loader)
+    >>> data.num_examples, data.statistics.mean.item(), data.sample[0].shape
+    (12, 2.5, torch.Size([8, 2]))
+    """
+
+    inputs: Any
+    targets: Tensor
+    sample: tuple[Any, Tensor]
+    num_examples: int | None
+    statistics: TargetStatistics | None
+
+    def require_num_examples(self) -> int:
+        """Returns the number of training examples.
+
+        Raises:
+            FlowBNNError: If the loader does not tell, or has none.
+        """
+        if self.num_examples is None:
+            raise FlowBNNError(
+                "the number of training examples is unknown; set num_data=...",
+                kind="loader",
+                argument="num_data",
+            )
+        if not self.num_examples:
+            raise FlowBNNError("the loader has no examples", kind="loader", argument="loader")
+        return self.num_examples
+
+    @classmethod
+    def read(
+        cls,
+        loader: Iterable[Any],
+        likelihood: Likelihood | str = "auto",
+        seed: int | None = None,
+        num_data: int | None = None,
+    ) -> "DataSummary":
+        """Reads a loader once and restores all generators.
+
+        Only the first batch is read, with two exceptions. A regression needs all targets, to standardize them. A list of batches is
+        read to count its examples, if ``num_data`` is None.
+
+        Args:
+            loader: Batches of ``(inputs, targets)``.
+            likelihood: Likelihood, or its name, from which a regression is recognized.
+            seed: Seed for the order of a shuffled loader.
+            num_data: Number of training examples, if known.
+        """
+        count, must_count = 0, num_data is None and isinstance(loader, list | tuple)
+        with closing(_read(loader, seed)) as reader:
+            first = next(reader)
+            statistics = TargetStatistics() if is_regression(likelihood, first[1]) else None
+            batches: list[tuple[Any, Tensor]] = []
+            for number, batch in enumerate(chain([first], reader)):
+                if statistics is not None and count < MIN_ROWS:
+                    batches.append(batch)
+                count += len(batch[1])
+                if statistics is not None:
+                    check_finite_batch(batch, 0, number)
+                    statistics.add(batch[1])
+                elif not must_count:
+                    break
+        if num_data is None:
+            num_data = count if must_count else _reported_size(loader)
+            num_data = count if num_data is None and statistics is not None else num_data
+        same_shape = len({shapes(batch) for batch in batches}) == 1 and has_row_axis(first[0])
+        return cls(*first, join(batches) if len(batches) > 1 and same_shape else first, num_data, statistics)
+
+
+def _reported_size(loader: Iterable[Any]) -> int | None:
+    """Returns the number of examples that a loader reports, or None if it reports none."""
+    try:
+        return count_data(loader)
+    except FlowBNNError:
+        return None
+
+
+def is_regression(likelihood: Likelihood | str, targets: Tensor) -> bool:
+    """Returns True if the likelihood is, or will be, Gaussian."""
+    if isinstance(likelihood, str):
+        return likelihood == "gaussian" or (likelihood == "auto" and targets.is_floating_point())
+    return isinstance(likelihood, Gaussian)

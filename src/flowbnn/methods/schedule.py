@@ -1,0 +1,171 @@
+r"""Training length and learning rates of a fit by the ELBO.
+
+:class:`PlateauSchedule` keeps the learning rates constant until the ELBO has reached a plateau. It then lowers them to zero along half
+a cosine. So neither the number of epochs nor the decay has to be chosen in advance.
+"""
+
+import math
+from collections.abc import Sequence
+from statistics import fmean
+
+import torch
+from torch.optim.lr_scheduler import LambdaLR
+
+from flowbnn.options import Count, Positive, options
+from flowbnn.training import History
+
+
+@options
+class PlateauSchedule:
+    """Schedule that trains until the ELBO stops rising.
+
+    The ELBO has reached a plateau when its mean over the last ``window`` steps exceeds the mean over the ``window`` steps before by at
+    most ``tolerance``. Both means are taken over whole epochs, at least two each. The learning rates then decay to zero along half a
+    cosine, over half as many epochs as have passed.
+
+    An ELBO that drops by more than ten times ``tolerance`` shows that the rates are too large, for example because the batches come in
+    a fixed order. The rates are then divided by 4, and training continues.
+
+    Args:
+        max_steps: Largest number of optimizer steps. At least 10 epochs and at most 120 are allowed, whatever this number is.
+        window: Number of steps over which the ELBO is averaged.
+        tolerance: Largest rise of the averaged ELBO on a plateau, in nats per example.
+
+    >>> PlateauSchedule().max_epochs(steps_per_epoch=25), PlateauSchedule(max_steps=3000).max_epochs(steps_per_epoch=25)
+    (40, 120)
+    """
+
+    max_steps: Count = 1000
+    window: Count = 40
+    tolerance: Positive = 0.01
+
+    def max_epochs(self, steps_per_epoch: int) -> int:
+        """Returns the largest number of epochs for a loader of this length."""
+        return min(120, max(10, math.ceil(self.max_steps / steps_per_epoch)))
+
+    @property
+    def max_drop(self) -> float:
+        """Largest drop of the averaged ELBO that does not lower the learning rates."""
+        return 10 * self.tolerance
+
+
+class PlateauRun:
+    """State of a :class:`PlateauSchedule` during one training run.
+
+    The state is a function of the recorded history. Every process of a distributed run, and a resumed run, therefore decides alike.
+
+    Args:
+        schedule: Settings of the schedule.
+        steps_per_epoch: Number of batches in an epoch.
+        max_epochs: Largest number of epochs.
+        decay: Whether the learning rates decay after the plateau. Otherwise, the run ends there.
+        skip_epochs: Number of first epochs to ignore, while the weight of the KL grows.
+
+    >>> run = PlateauRun(PlateauSchedule(), steps_per_epoch=25, max_epochs=30)
+    >>> records = [{"elbo": -1 / epoch**2} for epoch in range(1, 31)]
+    >>> [run.num_epochs(History(records[:epochs])) for epochs in (1, 9, 10, 15)]
+    [30, 30, 15, 15]
+    >>> [round(run.rate(25 * epoch), 2) for epoch in (0, 10, 12.5, 15)]
+    [1.0, 1.0, 0.5, 0.0]
+    >>> run.num_epochs(History([{"elbo": value} for value in (-1.0, -0.5, -0.4, -0.8, -2.0)])), run.rate(25 * 5 - 1), run.rate(25 * 5)
+    (30, 1.0, 0.25)
+    """
+
+    def __init__(
+        self,
+        schedule: PlateauSchedule,
+        steps_per_epoch: int,
+        max_epochs: int,
+        decay: bool = True,
+        skip_epochs: int = 0,
+    ) -> None:
+        self.schedule, self.steps_per_epoch, self.max_epochs = schedule, steps_per_epoch, max_epochs
+        self.decay, self.skip_epochs = decay, skip_epochs
+        self.window = max(2, math.ceil(schedule.window / steps_per_epoch))  # in epochs
+        self.num_epochs(History())
+
+    def num_epochs(self, history: History) -> int:
+        """Returns the number of epochs of the run, as far as the history determines it."""
+        values = history["elbo"] if history.epochs else []
+        # a third of the epochs is reserved for the decay
+        last = self.max_epochs - self.max_epochs // 3 if self.decay else self.max_epochs
+        self.plateau_epoch, self.elbo_gain, self.elbo_drop = last, 0.0, 0.0
+        self.cut_epochs: list[int] = []
+        earliest = min(self.skip_epochs + 2 * self.window, last)
+        for epoch in range(earliest, min(len(values), last) + 1):
+            if epoch < earliest:
+                continue
+            self.elbo_gain = elbo_gain(values[:epoch], self.window)
+            drop = elbo_drop(values[self.skip_epochs : epoch], self.window)
+            if drop > self.schedule.max_drop:
+                self.cut_epochs.append(epoch)
+                self.elbo_drop = max(self.elbo_drop, drop)
+                earliest = min(epoch + 2 * self.window, last)
+            elif self.elbo_gain <= self.schedule.tolerance:
+                self.plateau_epoch = epoch
+                break
+        return self.plateau_epoch + self.decay_epochs
+
+    @property
+    def decay_epochs(self) -> int:
+        """Number of epochs over which the learning rates decay."""
+        if not self.decay:
+            return 0
+        return min(self.max_epochs - self.plateau_epoch, max(1, self.plateau_epoch // 2))
+
+    def rate(self, step: int) -> float:
+        """Returns the factor of the learning rates at a step."""
+        progress = (step / self.steps_per_epoch - self.plateau_epoch) / max(1, self.decay_epochs)
+        cuts = sum(step >= self.steps_per_epoch * epoch for epoch in self.cut_epochs)
+        return (0.5 + 0.5 * math.cos(math.pi * min(1.0, max(0.0, progress)))) / 4**cuts
+
+    @property
+    def cut_factor(self) -> int:
+        """Divisor of the learning rates after all drops of the ELBO."""
+        return 4 ** len(self.cut_epochs)
+
+    def make_scheduler(self, optimizer: torch.optim.Optimizer, _: int) -> LambdaLR:
+        """Returns torch's scheduler for these learning rates."""
+        return LambdaLR(optimizer, self.rate)
+
+
+def elbo_gain(values: Sequence[float], window: int) -> float:
+    """Returns the mean of the last ``window`` values minus the mean of the ``window`` values before them.
+
+    >>> elbo_gain([0.0, 1.0, 3.0, 4.0, 6.0], 2)
+    3.0
+    """
+    return fmean(values[-window:]) - fmean(values[-2 * window : -window])
+
+
+def elbo_drop(values: Sequence[float], window: int) -> float:
+    """Returns the difference between the best earlier mean over ``window`` values and the mean of the last ``window`` values.
+
+    Only earlier windows whose values all exceed all of the last values count, so that fluctuations are no drop. The window is at least
+    a tenth of the values.
+
+    >>> elbo_drop([0.0, 2.0, 3.0, 1.0, 1.5], 2), elbo_drop([0.0, 2.0, 3.0, 1.0, 2.5], 2)
+    (1.25, 0.0)
+    """
+    window = max(window, len(values) // 10)  # the best of many short means is high by chance
+    last = values[-window:]
+    windows = (values[start : start + window] for start in range(len(values) - 2 * window + 1))
+    return max((fmean(each) - fmean(last) for each in windows if min(each) > max(last)), default=0.0)
+
+
+def default_noise_lr(total_steps: int, plateau: bool, regression: bool) -> float:
+    """Returns the learning rate of the noise that lets it converge within a number of steps.
+
+    Under Adam a parameter moves by about its learning rate per step, and the logarithm of a standard deviation may have to move by 10
+    over a run. A run that ends at a plateau uses about half of its steps. Precise real-valued targets make the noise far narrower than
+    its start, which needs the largest rate.
+
+    Args:
+        total_steps: Number of steps, or the largest number if ``plateau``.
+        plateau: Whether the run ends at a plateau of the ELBO.
+        regression: Whether the likelihood has a learned noise scale.
+
+    >>> default_noise_lr(1000, plateau=True, regression=False), default_noise_lr(1000, plateau=False, regression=True)
+    (0.02, 0.05)
+    """
+    return 0.05 if regression else min(0.05, max(0.002, (20 if plateau else 10) / total_steps))

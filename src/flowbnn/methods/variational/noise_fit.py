@@ -1,0 +1,304 @@
+r"""Fit of the noise, and of the weights, of a stochastic network by the ELBO.
+
+.. math:: \max \; E_q[\log p(D \mid z)] - \beta \sum_l \mathrm{KL}[q(z_l) \| p(z_l)] + \gamma \sum_l H(q(z_l))
+
+``fb.fit``, :class:`~flowbnn.NodeNoise` and :class:`~flowbnn.MCDropout` use it.
+"""
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from flowbnn.batches import split_batch
+from flowbnn.errors import FlowBNNError, quote_names, warn
+from flowbnn.likelihoods import learns_noise
+from flowbnn.methods.fitting import (
+    NOISE_LR,
+    FitOptions,
+    Forward,
+    Loss,
+    LossAndLogs,
+    PreparedFit,
+    SchedulerFactory,
+    make_optimizer,
+    prepare,
+    should_check_targets,
+    train_posterior,
+)
+from flowbnn.methods.schedule import PlateauRun, PlateauSchedule, default_noise_lr
+from flowbnn.methods.variational.report import FinishedFit, InitialState, make_report, spread_batches
+from flowbnn.noise import noise_layers, noise_mode, parameter_groups, weight_parameters
+from flowbnn.noise.modes import align_batch_axes
+from flowbnn.objectives import ELBO, warm_up
+from flowbnn.options import Count, NonNegative, UnitInterval, options
+from flowbnn.posterior.noise import NoisePosterior
+from flowbnn.regression import NoiseScale, check_noise_scale, fit_noise_scale
+from flowbnn.training import Clock, History, cosine, is_main_process
+from flowbnn.training.options import length_of
+from flowbnn.training.progress import terminal
+
+
+@options(kw_only=True, of="fit")
+class NoiseFitOptions(FitOptions):
+    """Options of :func:`~flowbnn.fit`, which explains them."""
+
+    epochs: Count | None = None  # type: ignore[assignment]
+    weight_lr: NonNegative = 2e-4
+    noise_lr: NonNegative | None = None
+    weight_decay: NonNegative = 0.0
+    beta: NonNegative = 1.0
+    warmup: UnitInterval = 0.0
+    gamma: NonNegative = 0.0
+    samples: Count = 1
+    optimizer: Callable[..., torch.optim.Optimizer] | None = None
+    schedule: SchedulerFactory | PlateauSchedule | Literal["cosine"] | None = "cosine"
+    validation_samples: Count = 8
+    report: bool = True
+    description: str = "fitting the noise"
+
+
+def fit_noise(model: nn.Module, loader: Iterable[Any], options: NoiseFitOptions) -> NoisePosterior:
+    """Fits the noise and the weights of a stochastic network in place.
+
+    Args:
+        model: Network with noise.
+        loader: Batches of ``(inputs, targets)``.
+        options: Options of the fit.
+    """
+    check_trainable(model)
+    warn_half_precision(options)
+    initial = InitialState.of(model) if options.report else None
+    prepared = prepare(model, loader, options, trains_weights(model, options), reset_noise=True)
+    idle_layers = align_batch_axes(model, prepared.first.inputs, prepared.first.noise_inputs)
+    warn_idle_layers(idle_layers)
+    plan = plan_training(options, loader, learns_noise(prepared.likelihood))
+    objective = ELBO(prepared.likelihood, prepared.data.require_num_examples(), options.beta, options.gamma)
+    posterior = NoisePosterior(model, prepared.likelihood)
+    posterior.history = train_noise(posterior, objective, loader, options, plan, prepared)
+    log_scale, noise_scale = finish_noise_scale(posterior, loader, options.seed)
+    if initial is not None:
+        batches = spread_batches(loader, options.seed)
+        fit = FinishedFit(
+            posterior, initial, objective, log_scale, batches, options.validation, plan.plateau, idle_layers
+        )
+        posterior.report = make_report(fit, noise_scale)
+        print_report(posterior, options)
+    return posterior
+
+
+# -------------------- checks
+
+
+def check_trainable(model: nn.Module) -> None:
+    """Raises FlowBNNError if the network has no noise, or nothing that can be trained."""
+    problem = None
+    if not noise_layers(model):
+        problem = "this network has no noise; convert it first with to_stochastic(network, rules)"
+    elif not any(parameter.requires_grad for parameter in model.parameters()):
+        problem = "this network has nothing to train, because both its weights and its noise are frozen"
+    if problem is not None:
+        raise FlowBNNError(problem, kind="network", argument="network")
+
+
+def trains_weights(model: nn.Module, options: NoiseFitOptions) -> bool:
+    """Returns True if the fit changes the weights of the network."""
+    return options.weight_lr > 0 and any(weight.requires_grad for weight in weight_parameters(model))
+
+
+def warn_half_precision(options: NoiseFitOptions) -> None:
+    """Warns if the parameters of the noise would be stored in half precision."""
+    if options.precision in ("bf16-true", "16-true"):
+        warn(
+            f"precision={options.precision!r} stores the noise in half precision, which is too coarse for flows; use 'bf16-mixed'",
+            kind="precision",
+        )
+
+
+def warn_idle_layers(layers: list[str]) -> None:
+    """Warns if layers have noise but are never called, so that their noise has no effect."""
+    if layers:
+        warn(
+            f"layers with noise that the network never calls: {quote_names(layers)}; their noise has no effect, so set their rules "
+            "to None",
+            kind="idle",
+            layers=layers,
+        )
+
+
+# -------------------- training
+
+
+class TrainingPlan(NamedTuple):
+    """Length and learning rates of a fit.
+
+    Args:
+        epochs: Number of epochs, or the largest number.
+        scheduler: Function from the optimizer and the number of steps to a learning-rate scheduler, or None for constant rates.
+        num_epochs: Function from the history to the number of epochs, or None if the number is fixed.
+        noise_lr: Learning rate of the noise.
+        plateau: State of the schedule.
+    """
+
+    epochs: int
+    scheduler: SchedulerFactory | None
+    num_epochs: Callable[[History], int] | None
+    noise_lr: float
+    plateau: PlateauRun
+
+
+def plan_training(options: NoiseFitOptions, loader: Iterable[Any], learned_scale: bool) -> TrainingPlan:
+    """Returns the length and the learning rates of a fit.
+
+    Args:
+        options: Options of the fit.
+        loader: Training data. A loader without a length is assumed to have 25 batches.
+        learned_scale: Whether the likelihood learns a noise scale.
+    """
+    length, schedule = length_of(loader), options.schedule
+    steps = length or 25
+    settings = schedule if isinstance(schedule, PlateauSchedule) else PlateauSchedule()
+    epochs = options.epochs or settings.max_epochs(steps)
+    if options.epochs is None and callable(
+        schedule
+    ):  # a fixed schedule gets the length that a plateau usually has
+        epochs //= 2
+    adaptive = options.epochs is None and not callable(schedule)
+    plateau = PlateauRun(
+        settings,
+        steps,
+        epochs,
+        length is not None and schedule is not None,
+        math.ceil(options.warmup * epochs),
+    )
+    scheduler = schedule if callable(schedule) else cosine if length and schedule is not None else None
+    if adaptive:
+        scheduler = plateau.make_scheduler if plateau.decay else None
+    noise_lr = options.noise_lr
+    if noise_lr is None:
+        noise_lr = default_noise_lr(steps * epochs, adaptive, learned_scale)
+    return TrainingPlan(epochs, scheduler, plateau.num_epochs if adaptive else None, noise_lr, plateau)
+
+
+def train_noise(
+    posterior: NoisePosterior,
+    objective: ELBO,
+    loader: Iterable[Any],
+    options: NoiseFitOptions,
+    plan: TrainingPlan,
+    prepared: PreparedFit,
+) -> History:
+    """Maximizes the ELBO in place and returns the training history.
+
+    Args:
+        posterior: Posterior whose network and likelihood are trained.
+        objective: ELBO of the network.
+        loader: Batches of ``(inputs, targets)``.
+        options: Options of the fit.
+        plan: Length and learning rates.
+        prepared: Result of the preparation.
+    """
+    settings = {name: getattr(options, name) for name in ("beta", "gamma", "warmup", "samples")}
+    with noise_mode(posterior.model, "sample"):
+        history = train_posterior(
+            posterior,
+            make_loss(posterior.model, objective, options, len(prepared.data.sample[1])),
+            make_noise_optimizer(posterior, options, plan.noise_lr),
+            loader,
+            replace(options, epochs=plan.epochs),
+            plan.scheduler,
+            options.validation_samples,
+            settings={**settings, "num_data": objective.num_data},
+            check_batch=prepared.check_batch,
+            num_epochs=plan.num_epochs,
+        )
+    for layer in noise_layers(posterior.model).values():
+        layer.fitted = True
+    return history
+
+
+def make_noise_optimizer(
+    posterior: NoisePosterior, options: NoiseFitOptions, noise_lr: float
+) -> torch.optim.Optimizer:
+    """Returns the optimizer of weights, noise and likelihood.
+
+    Args:
+        posterior: Posterior whose network and likelihood are trained.
+        options: Options of the fit.
+        noise_lr: Learning rate of the noise.
+    """
+    groups = parameter_groups(
+        posterior.model, posterior.likelihood, options.weight_lr, noise_lr, options.weight_decay
+    )
+    if learns_noise(posterior.likelihood) and options.optimizer is None:
+        for group in groups:
+            # gradients decrease by orders of magnitude as the noise narrows, which needs a shorter memory of Adam
+            group["betas"] = (0.9, 0.99)
+            if group["name"] == "likelihood":
+                group["lr"] = max(group["lr"], NOISE_LR)
+    return make_optimizer(groups, options.optimizer)
+
+
+def make_loss(model: nn.Module, objective: ELBO, options: NoiseFitOptions, num_rows: int) -> Loss:
+    """Returns the negative ELBO as a loss of :class:`~flowbnn.methods.fitting.Objective`.
+
+    A learned noise scale is limited to its start plus two standard errors. The first, wide draws of the noise increase the residuals,
+    which must not be mistaken for noise of the targets.
+
+    Args:
+        model: Network with noise.
+        objective: ELBO of the network.
+        options: Options of the fit.
+        num_rows: Number of examples from which the start of the noise scale was estimated.
+    """
+    likelihood, warmup, samples = objective.likelihood, options.warmup, options.samples
+    log_scale = likelihood.log_scale if learns_noise(likelihood) else None
+    # the estimate has no error if it is made from all examples
+    error = math.sqrt(0.5 / num_rows * max(0.0, 1.0 - num_rows / objective.num_data))
+    limit = None if log_scale is None else log_scale.detach() + math.log1p(2.0 * error)
+
+    def loss(forward: Forward, batch: Any, clock: Clock) -> LossAndLogs:
+        nonlocal limit
+        inputs, targets = split_batch(batch)
+        if log_scale is not None and limit is not None:
+            limit = limit.to(log_scale.device)  # training has moved the likelihood
+            with torch.no_grad():
+                log_scale.clamp_(max=limit)
+        weight = warm_up(clock.progress, warmup) if warmup else 1.0
+        check = should_check_targets(targets, clock)
+        terms = objective(model, inputs, targets, weight, samples, forward, check)
+        return terms.loss, terms.logs()
+
+    return loss
+
+
+# -------------------- after training
+
+
+def finish_noise_scale(
+    posterior: NoisePosterior, loader: Iterable[Any], seed: int | None
+) -> tuple[Tensor | None, NoiseScale | None]:
+    """Fits a learned noise scale to the predictions, or checks a fixed one.
+
+    Args:
+        posterior: Fitted posterior.
+        loader: Batches of training data.
+        seed: Seed for the order of a shuffled loader.
+
+    Returns:
+        The logarithm of the learned noise scale before this step, and the noise scale after it.
+    """
+    likelihood = posterior.likelihood
+    if not learns_noise(likelihood):
+        return None, check_noise_scale(posterior, loader, seed)
+    log_scale = likelihood.log_scale.detach().clone()
+    return log_scale, fit_noise_scale(posterior, loader, seed)
+
+
+def print_report(posterior: NoisePosterior, options: NoiseFitOptions) -> None:
+    """Prints the report of a fit on a terminal."""
+    if options.progress and is_main_process() and (console := terminal()) is not None:
+        console.print(str(posterior.report), highlight=False)
