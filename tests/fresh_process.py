@@ -37,7 +37,7 @@ def state():
 
 def memory():
     """The peak of what one tensor takes, and the pages that twenty passes over maps of 48 MB have faulted in."""
-    from flowbnn.compare.candidates import PeakMemory
+    from flowbnn.compare.measurement import PeakMemory
     from flowbnn.training.device import raise_malloc_trim_threshold
 
     peak = PeakMemory()

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 from torch import nn
 
 from flowbnn.compare.candidates import Candidate
-from flowbnn.compare.results import CLASSIFICATION, Metric, Parts, best_first, figure, listed
+from flowbnn.compare.results import CLASSIFICATION, Metric, Parts, best_first, figure, format_means
 from flowbnn.errors import FlowBNNError, nearest
 from flowbnn.methods import MAP, MNF, BayesByBackprop, DeepEnsemble, MCDropout, Method
 from flowbnn.methods.variational.base import Variational
@@ -239,10 +239,10 @@ def answer(parts: Parts, chosen: Sequence[Candidate]) -> str:
     novel, auroc = (best_first(parts, chosen, name, higher=True) for name in ("novel_entropy", "auroc"))
     fewer = "up to " if any(len(parts.of(one.key)) < len(parts.seeds) for one in order) else ""
     text = (
-        f"Test errors over {fewer}{len(parts.seeds)} seeds: {listed(parts, order, 'error', '.1%')}.\n"
-        f"Unseen classes get the highest entropy from {listed(parts, novel[:2], 'novel_entropy')} nats, the lowest from "
-        f"{listed(parts, novel[-1:], 'novel_entropy')}; by entropy they are told from known ones best by "
-        f"{listed(parts, auroc[:2], 'auroc')} (AUROC)."
+        f"Test errors over {fewer}{len(parts.seeds)} seeds: {format_means(parts, order, 'error', '.1%')}.\n"
+        f"Unseen classes get the highest entropy from {format_means(parts, novel[:2], 'novel_entropy')} nats, the lowest from "
+        f"{format_means(parts, novel[-1:], 'novel_entropy')}; by entropy they are told from known ones best by "
+        f"{format_means(parts, auroc[:2], 'auroc')} (AUROC)."
     )
     mnf, long = (parts.mean(key, "error") for key in ("mnf", f"mnf{LONG}"))
     more = f", and on {long:.1%} after a long run on moved images" if long == long else ""

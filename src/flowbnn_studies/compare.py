@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from flowbnn.compare import Comparison
-from flowbnn.compare.candidates import PLAIN, Candidate, find_candidates, measure, warm_up
+from flowbnn.compare.candidates import BASELINE, Candidate, find_candidates
+from flowbnn.compare.measurement import measure, warm_up
 from flowbnn.compare.results import Parts
 from flowbnn.data import TensorLoader, clusters, load_digits, ring
 from flowbnn.errors import FlowBNNError
@@ -175,7 +176,9 @@ class CompareStudy(MethodStudy):
                 argument="network",
             )
         return (
-            find_candidates([PLAIN, *settings.methods]) if settings.methods else super().candidates(settings)
+            find_candidates([BASELINE, *settings.methods])
+            if settings.methods
+            else super().candidates(settings)
         )
 
     def evaluate(self, job: Job, candidate: Candidate) -> dict[str, Any]:
@@ -184,7 +187,7 @@ class CompareStudy(MethodStudy):
         torch.manual_seed(job.seed)
         network = NETWORKS[s.network][0](data.shape, data.classes)
         weights = sum(parameter.numel() for parameter in network.parameters())
-        if weights > (candidate.most_weights or math.inf):
+        if weights > (candidate.max_weights or math.inf):
             return {"values": {}, "refused": f"with {weights:,} weights it would take hours"}
         loader = shuffled_loader(data.train, s.batch, job.seed)
         warm_up(network, loader)

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import torch
 
 from flowbnn.compare.candidates import CANDIDATES, Candidate
-from flowbnn.compare.results import Parts, best_first, listed
+from flowbnn.compare.results import Parts, best_first, format_means
 from flowbnn.data import TensorLoader
 from flowbnn.likelihoods import Gaussian
 from flowbnn.methods import HMC, NUTS
@@ -176,7 +176,7 @@ def answer(settings: Settings, parts: Parts, chosen: Sequence[Candidate]) -> str
     for name in settings.sets:
         best = best_first(parts, chosen, f"log_likelihood_{name}", higher=True)
         if best:
-            lines.append(f"{name} ({listed(parts, best[:2], f'log_likelihood_{name}', '.2f')})")
+            lines.append(f"{name} ({format_means(parts, best[:2], f'log_likelihood_{name}', '.2f')})")
     noise = [one for one in chosen if one.key.startswith("node-noise")]
     text = f"The largest log-likelihoods: {', '.join(lines)}." if lines else "No method has numbers yet."
     for one in noise:

@@ -6,7 +6,7 @@ import warnings
 import numpy as np
 import pytest
 
-from flowbnn.compare.results import Parts, recorded_warnings, summary
+from flowbnn.compare.results import Parts, record_warnings, summary
 from flowbnn.errors import FlowBNNError, FlowBNNWarning
 from flowbnn_studies.runner.findings import paired_difference, sign_flip_p_value
 
@@ -55,7 +55,7 @@ def test_a_warning_of_many_layers_counts_for_each():
     names = [f"fc{n}" for n in range(7)]
     content = {}
     for seed, some in enumerate((names, names[:1])):
-        with recorded_warnings() as caught:
+        with record_warnings() as caught:
             for one in health_warnings([LayerHealth(name, 0.0, 0.0, 1.0, "prior") for name in some]):
                 warnings.warn(one)
             warnings.warn("something else", FlowBNNWarning)
@@ -63,7 +63,7 @@ def test_a_warning_of_many_layers_counts_for_each():
     content["b", 0] = {}
     layers, other = Parts([0, 1], content).warnings({"a": "First", "b": "Second"})
     assert layers.startswith(
-        "First: the noise has fallen back onto its prior at fc0 (2 of 2 seeds), fc1 (1 of 2 seeds)"
+        "First: the noise has collapsed to its prior at fc0 (2 of 2 seeds), fc1 (1 of 2 seeds)"
     )
     assert layers.endswith("fc6 (1 of 2 seeds)")
     assert other == "First: something else (in 2 of 2 seeds)"
@@ -79,7 +79,7 @@ def test_warnings_that_differ_in_numbers_share_a_line():
 
 
 def test_other_warnings_pass():
-    with pytest.warns(UserWarning, match="not ours"), recorded_warnings() as caught:
+    with pytest.warns(UserWarning, match="not ours"), record_warnings() as caught:
         warnings.warn("not ours")
     assert caught == []
 

@@ -1,14 +1,14 @@
-"""All methods on a network and data of your own: one table of how good each is and what it costs.
+"""Comparison of methods on a user's own network and data.
 
-:func:`compare` fits every :class:`Candidate` with every seed and returns a :class:`Comparison`, which prints as a table, has its rows
-as plain values, and can be written as ``results.json`` for the report of ``flowbnn_studies``.
+:func:`compare` fits every :class:`Candidate` with every seed. It returns a :class:`Comparison`, which prints as a table, has its
+rows as plain values, and can be saved as ``results.json`` for the report of ``flowbnn_studies``.
 """
 
 import platform
 import re
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
 from io import StringIO
@@ -20,16 +20,17 @@ import torch
 from torch import nn
 
 from flowbnn.batches import device_of, fingerprint
-from flowbnn.compare.candidates import CANDIDATES, PLAIN, Candidate, find_candidates, measure, warm_up
+from flowbnn.compare.candidates import BASELINE, CANDIDATES, Candidate, find_candidates
+from flowbnn.compare.measurement import measure, warm_up
 from flowbnn.compare.results import (
     CLASSIFICATION,
-    KeptParts,
     Metric,
     Parts,
+    ResultCache,
     best_first,
     figure,
-    listed,
-    recorded_warnings,
+    format_means,
+    record_warnings,
     reliability_figure,
     summary,
     write_json,
@@ -45,13 +46,13 @@ from flowbnn.training.options import Accelerator, Precision, length_of
 METRICS = (
     *CLASSIFICATION,
     Metric("rmse", "RMSE", "lower", ".4f", "Root mean squared error of the predictive mean."),
-    Metric("coverage_90", "Coverage", "none", ".3f", "Share of targets inside their 90 % interval."),
+    Metric("coverage_90", "Coverage", "none", ".3f", "Fraction of targets inside their 90 % interval."),
     Metric("auroc", "Novelty AUROC", "higher", ".4f",
-           "Probability that a novel input has a higher uncertainty than a test input; 0.5 is guessing."),
-    Metric("training", "Training", "lower", ".2f", "Training time over that of the plain network (maximum likelihood)."),
-    Metric("prediction", "Prediction", "lower", ".2f", "Time to predict the test set over that of the plain network's single pass."),
-    Metric("parameters", "Parameters", "lower", ",.0f", "Real numbers that are kept in order to predict."),
-    Metric("memory", "Memory, MB", "lower", ".0f", "Peak memory while training and predicting, beyond what was in use before."),
+           "Probability that a novel input has a higher uncertainty than a test input; 0.5 is chance level."),
+    Metric("training", "Training", "lower", ".2f", "Training time, as a multiple of that of the deterministic baseline."),
+    Metric("prediction", "Prediction", "lower", ".2f", "Prediction time, as a multiple of that of the deterministic baseline."),
+    Metric("parameters", "Parameters", "lower", ",.0f", "Number of real numbers stored for prediction."),
+    Metric("memory", "Memory, MB", "lower", ".0f", "Peak memory of training and prediction, beyond the memory in use before."),
 )
 # fmt: on
 
@@ -78,24 +79,33 @@ def compare(
     folder: File | None = None,
     progress: bool = True,
 ) -> "Comparison":
-    """Fit methods on a network and data of your own; say which is best and what each costs.
+    """Fits several methods to a network and data, and compares their quality and cost.
 
     Args:
-        network: any module; every method works on a copy and trains it on from its weights, but for deep ensembles, whose members
-            start anew. The plain network (maximum likelihood) is always among the methods.
-        train_loader, test_loader: batches of ``(inputs, targets)`` that can be iterated over repeatedly.
-        novel: inputs unlike the training data, or a loader of them; adds the novelty AUROC.
-        validation: held-out batches for methods that learn from them, as temperature scaling does; without it they take a part of
-            the training data.
-        methods: keys of :data:`CANDIDATES`, globs of keys, methods, or methods by label; None for all.
-        epochs, lr: of methods that are given by key; a method that so few epochs do not suit is left out with a warning.
-        samples: networks averaged in a prediction.
-        seed, seeds: ``seed``, ``seed + 1``, ... for a number of seeds, or the seeds themselves; the network starts from the given
-            weights with each of them.
-        likelihood, num_data, clip_gradient, accelerator, precision: of every fit, as in :class:`~flowbnn.methods.FitOptions`.
-        folder: keeps every method and seed that is finished; a second call with the same folder goes on from there. What other
-            settings, weights or test data made is measured again, with a warning.
-        progress: show a bar over the methods, on a terminal.
+        network: Any module. Every method trains a copy from the given weights, except for deep ensembles, whose members are
+            reinitialized. The deterministic baseline (maximum likelihood) is always included.
+        train_loader: Training batches of ``(inputs, targets)``. The loader is read repeatedly.
+        test_loader: Test batches of ``(inputs, targets)``. The loader is read repeatedly.
+        novel: Inputs unlike the training data, or a loader of them. They add the novelty AUROC.
+        validation: Held-out batches for methods that need them, such as temperature scaling. By default they hold out some training
+            data.
+        methods: Keys of :data:`CANDIDATES`, glob patterns of keys, methods, or methods by label. None compares all candidates.
+        epochs: Number of epochs of methods that are given by key. A method that needs more is left out with a warning.
+        lr: Learning rate of methods that are given by key.
+        samples: Number of networks averaged in a prediction.
+        seed: First seed if ``seeds`` is a number.
+        seeds: Number of seeds, or the seeds. Every seed starts from the given weights.
+        likelihood: Observation model of every fit, as in :class:`~flowbnn.methods.FitOptions`.
+        num_data: Number of training examples.
+        clip_gradient: Largest norm of the gradient.
+        accelerator: Device type of every fit.
+        precision: Precision of every fit.
+        folder: Folder that stores finished results. A second call continues from them. Results with other settings, weights or test
+            data are computed again with a warning.
+        progress: If True, shows a progress bar in a terminal.
+
+    Raises:
+        FlowBNNError: If a loader can be read only once, if there are no methods or seeds, or if the baseline fails.
 
     >>> from flowbnn.data import TensorLoader, clusters
     >>> loaders = [TensorLoader(*clusters(100, 1.0), batch_size=50) for _ in range(2)]
@@ -103,145 +113,237 @@ def compare(
     >>> sorted(row["key"] for row in result.rows)
     ['map', 'mc-dropout', 'mle']
     """
-    numbers = list(range(seed, seed + seeds) if isinstance(seeds, int) else dict.fromkeys(seeds))
-    once = [
-        name
-        for name, loader in (("train_loader", train_loader), ("test_loader", test_loader))
-        if iter(loader) is loader
-    ]
-    if once or not numbers or methods in ([], (), {}):
-        argument = once[0] if once else "methods" if numbers else "seeds"
-        advice = "is read once for every method: give a loader or a list" if once else "must not be empty"
-        raise FlowBNNError(f"{argument} {advice}", argument=argument)
-    options: dict[str, Any] = {"num_data": num_data, "clip_gradient": clip_gradient}
+    all_seeds = list(range(seed, seed + seeds) if isinstance(seeds, int) else dict.fromkeys(seeds))
+    _check_arguments(train_loader, test_loader, methods, all_seeds)
+    options = {"num_data": num_data, "clip_gradient": clip_gradient}
     options |= {"accelerator": accelerator, "precision": precision}
-    usual = FitOptions()
-    options = {name: value for name, value in options.items() if value != getattr(usual, name)}
-    batches = length_of(train_loader)
-    reasons: dict[str, str] = {}
-    chosen = _choose(methods, reasons, epochs=epochs, lr=lr, batches=batches)
-    weights = sum(parameter.numel() for parameter in network.parameters())
-    settings: dict[str, Any] = {"epochs": epochs, "lr": lr, "samples": samples, "seeds": numbers, **options}
-    given = "".join(f", {name}={value!r}" for name, value in settings.items())
-    call = f"flowbnn.compare(network, train_loader, test_loader, methods={methods!r}{given})"
-    settings |= {"network": type(network).__name__, "weights": weights, "device": device_of(network).type}
-    settings |= {"methods": {one.key: repr(method) for one, method in chosen}}
-    parts = Parts(numbers, {})
-    own: dict[str, Any] = {
-        name: repr(value) for name, value in (*options.items(), ("likelihood", likelihood))
-    }
-    own |= {"samples": samples, "checksums": _checksums(network, () if folder is None else test_loader)}
-    kept = KeptParts(folder, own)
+    experiment = _Experiment(
+        network, train_loader, test_loader, novel, validation, samples, likelihood, _changed_options(options)
+    )
+    failures: dict[str, str] = {}
+    chosen = _choose_methods(methods, failures, epochs=epochs, lr=lr, batches=length_of(train_loader))
+    if methods is None:
+        chosen = _drop_slow_methods(chosen, network, failures)
+    settings = {"epochs": epochs, "lr": lr, "samples": samples, "seeds": all_seeds, **experiment.options}
+    cache = ResultCache(folder, experiment.fingerprint(with_data=folder is not None))
     warm_up(network, train_loader, likelihood)
-    fits = [(candidate, method, number) for candidate, method in chosen for number in numbers]
-    for candidate, method, number in track(fits, "comparing", progress):
-        if methods is None and weights > candidate.most_weights:
-            reasons[candidate.key] = (
-                f"with {weights:,} weights it would take hours; name it in methods to run it"
-            )
-            continue
-        before = kept.get(candidate.key, number, repr(method))
-        if before is not None:
-            parts.content[candidate.key, number] = before
-            continue
-        started = time.monotonic()
+    parts = Parts(all_seeds, {})
+    runs = [(candidate, method, number) for candidate, method in chosen for number in all_seeds]
+    for candidate, method, number in track(runs, "comparing", progress):
+        parts.content[candidate.key, number] = experiment.run(candidate, method, number, cache, failures)
+    return Comparison(
+        [candidate for candidate, _ in chosen],
+        parts,
+        failures,
+        settings | _describe_network(network, chosen),
+        _describe_call(methods, settings),
+    )
+
+
+@dataclass(frozen=True)
+class _Experiment:
+    """The network, the data and the options that all methods share.
+
+    Args:
+        network: Network. Every fit copies it.
+        train_loader: Training batches.
+        test_loader: Test batches.
+        novel: Inputs unlike the training data, or None.
+        validation: Held-out batches, or None.
+        samples: Number of networks averaged in a prediction.
+        likelihood: Observation model.
+        options: Options of every fit that differ from the defaults.
+    """
+
+    network: nn.Module
+    train_loader: Iterable[Any]
+    test_loader: Iterable[Any]
+    novel: Any
+    validation: Iterable[Any] | None
+    samples: int
+    likelihood: Any
+    options: dict[str, Any]
+
+    def fingerprint(self, with_data: bool) -> dict[str, Any]:
+        """Returns the options and checksums that decide if a stored result can be used.
+
+        Args:
+            with_data: If True, includes the first test batch, provided that the loader yields the same one twice.
+        """
+        values = {**self.options, "likelihood": self.likelihood}
+        test_loader = self.test_loader if with_data else ()
+        first, second = ([fingerprint(list(islice(test_loader, 1)))] for _ in range(2))
+        checksums = [fingerprint(self.network.state_dict()), *(first if first == second else [])]
+        return {name: repr(value) for name, value in values.items()} | {
+            "samples": self.samples,
+            "checksums": checksums,
+        }
+
+    def run(
+        self, candidate: Candidate, method: Method, seed: int, cache: ResultCache, failures: dict[str, str]
+    ) -> dict[str, Any]:
+        """Returns the result of a method and a seed, from the cache or by a fit.
+
+        Args:
+            candidate: Candidate of the method.
+            method: Method to fit.
+            seed: Seed of the fit.
+            cache: Stored results.
+            failures: Reasons why methods failed, by key. A failed fit adds one and has no metrics.
+        """
+        stored = cache.get(candidate.key, seed, repr(method))
+        if stored is not None:
+            return stored
+        start = time.monotonic()
         try:
-            with recorded_warnings() as caught:
-                part = measure(
+            with record_warnings() as caught:
+                result = measure(
                     method,
-                    network,
-                    train_loader,
-                    test_loader,
-                    novel=novel,
-                    samples=samples,
-                    likelihood=likelihood,
-                    validation=validation if candidate.held_out else None,
-                    seed=number,
-                    **options,
+                    self.network,
+                    self.train_loader,
+                    self.test_loader,
+                    novel=self.novel,
+                    samples=self.samples,
+                    likelihood=self.likelihood,
+                    validation=self.validation if candidate.held_out else None,
+                    seed=seed,
+                    **self.options,
                 )
         except FlowBNNError as error:
-            _leave_out(candidate, error, reasons)
-            # a seed without numbers leaves the method out of the table
-            part, caught = {"values": {"nll": None}}, []
-        seconds = time.monotonic() - started
-        parts.content[candidate.key, number] = {**part, "warnings": caught, "seconds": seconds}
-        if part["values"]["nll"] is not None:
-            kept.put(candidate.key, number, repr(method), parts.content[candidate.key, number])
-    return Comparison([one for one, _ in chosen], parts, reasons, settings, call)
+            _record_failure(candidate, error, failures)
+            return {"values": {"nll": None}, "warnings": [], "seconds": time.monotonic() - start}
+        result |= {"warnings": caught, "seconds": time.monotonic() - start}
+        cache.put(candidate.key, seed, repr(method), result)
+        return result
 
 
-def _checksums(network: nn.Module, test_loader: Iterable[Any]) -> list[list[int]]:
-    """Of the weights and, where the loader gives the same one twice, of the first test batch."""
-    first, again = ([fingerprint(list(islice(test_loader, 1)))] for _ in range(2))
-    return [fingerprint(network.state_dict()), *(first if first == again else [])]
+def _check_arguments(train_loader: Any, test_loader: Any, methods: Any, seeds: Sequence[int]) -> None:
+    """Raises FlowBNNError if a loader can be read only once, or if there are no methods or seeds."""
+    for argument, loader in (("train_loader", train_loader), ("test_loader", test_loader)):
+        if iter(loader) is loader:
+            raise FlowBNNError(
+                f"{argument} is read several times; pass a loader or a list instead of an iterator",
+                kind="loader",
+                argument=argument,
+            )
+    for argument, is_empty in (("seeds", not seeds), ("methods", methods in ([], (), {}))):
+        if is_empty:
+            raise FlowBNNError(f"{argument} must not be empty", kind="empty", argument=argument)
 
 
-def _leave_out(candidate: Candidate, error: FlowBNNError, reasons: dict[str, str]) -> None:
-    """Warn, once, that a method cannot serve; what the plain network cannot do, no method can."""
-    if candidate.key == PLAIN:
-        raise error
-    if candidate.key not in reasons:
-        text = f"{candidate.label} ('{candidate.key}') is left out of the comparison: {error}"
-        warn(text, kind="left out", method=candidate.key)
-    reasons[candidate.key] = str(error)
+def _changed_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the options of a fit that differ from the defaults."""
+    defaults = FitOptions()
+    return {name: value for name, value in options.items() if value != getattr(defaults, name)}
 
 
-def _choose(methods: Any, reasons: dict[str, str], **common: Any) -> list[tuple[Candidate, Method]]:
-    """The methods, the plain network first; those that cannot be made go into ``reasons``."""
+def _choose_methods(methods: Any, failures: dict[str, str], **common: Any) -> list[tuple[Candidate, Method]]:
+    """Returns the methods, the baseline first.
+
+    Args:
+        methods: Argument of :func:`compare`.
+        failures: Reasons why methods failed, by key. A method that cannot be made adds one.
+        common: Settings of methods that are given by key.
+    """
     if methods is None:
-        methods = [one.key for one in CANDIDATES]
+        methods = [candidate.key for candidate in CANDIDATES]
     elif isinstance(methods, str | Method):
         methods = [methods]
     chosen: dict[str, tuple[Candidate, Method]] = {}
-    labelled = methods.items() if isinstance(methods, Mapping) else ((None, one) for one in methods)
-    for label, one in ((None, PLAIN), *labelled):
-        if isinstance(one, str):
-            for candidate in find_candidates([one]):
+    labelled = methods.items() if isinstance(methods, Mapping) else ((None, method) for method in methods)
+    for label, method in ((None, BASELINE), *labelled):
+        if isinstance(method, str):
+            for candidate in find_candidates([method]):
                 try:
                     chosen[candidate.key] = (candidate, candidate.make(**common))
                 except FlowBNNError as error:
-                    _leave_out(candidate, error, reasons)
+                    _record_failure(candidate, error, failures)
             continue
-        key = re.sub(r"[^a-z0-9]+", "-", (label or one.name).lower()).strip("-") or "method"
+        key = re.sub(r"[^a-z0-9]+", "-", (label or method.name).lower()).strip("-") or "method"
         while key in chosen:
             key += "-again"
-        held_out = isinstance(one, Temperature)
-        chosen[key] = Candidate(key, label or repr(one), type(one), vars(one), held_out=held_out), one
+        held_out = isinstance(method, Temperature)
+        candidate = Candidate(key, label or repr(method), type(method), vars(method), held_out=held_out)
+        chosen[key] = candidate, method
     return list(chosen.values())
 
 
+def _drop_slow_methods(
+    chosen: Sequence[tuple[Candidate, Method]], network: nn.Module, failures: dict[str, str]
+) -> list[tuple[Candidate, Method]]:
+    """Returns the methods that do not take hours for a network of this size. Others are added to ``failures``."""
+    weights = sum(parameter.numel() for parameter in network.parameters())
+    for candidate, _ in chosen:
+        if weights > candidate.max_weights:
+            failures[candidate.key] = (
+                f"it would take hours for {weights:,} weights; name it in methods to run it"
+            )
+    return [(candidate, method) for candidate, method in chosen if weights <= candidate.max_weights]
+
+
+def _record_failure(candidate: Candidate, error: FlowBNNError, failures: dict[str, str]) -> None:
+    """Adds the reason why a method failed, and warns once. An error of the baseline is raised, because no method can avoid it."""
+    if candidate.key == BASELINE:
+        raise error
+    if candidate.key not in failures:
+        warn(
+            f"{candidate.label} ('{candidate.key}') is left out of the comparison: {error}",
+            kind="left out",
+            method=candidate.key,
+        )
+    failures[candidate.key] = str(error)
+
+
+def _describe_network(network: nn.Module, chosen: Sequence[tuple[Candidate, Method]]) -> dict[str, Any]:
+    """Returns the network and the methods as plain settings."""
+    return {
+        "network": type(network).__name__,
+        "weights": sum(parameter.numel() for parameter in network.parameters()),
+        "device": device_of(network).type,
+        "methods": {candidate.key: repr(method) for candidate, method in chosen},
+    }
+
+
+def _describe_call(methods: Any, settings: Mapping[str, Any]) -> str:
+    """Returns a call of :func:`compare` as text."""
+    arguments = "".join(f", {name}={value!r}" for name, value in settings.items())
+    return f"flowbnn.compare(network, train_loader, test_loader, methods={methods!r}{arguments})"
+
+
 class Comparison:
-    """The result of :func:`compare`: printing it shows the table, ``rows`` has plain values, :meth:`save` writes it for the report.
+    """Result of :func:`compare`. Printing it shows a table, ``rows`` has plain values, and :meth:`save` writes it for the report.
 
     Args:
-        candidates: the methods.
-        parts: what :func:`measure` returned for each of them and each seed.
-        reasons: why methods are not in the table, by key.
-        settings, call: what was compared, and how to do it again.
+        candidates: Compared methods.
+        parts: Results of :func:`~flowbnn.compare.measurement.measure` by method and seed.
+        failures: Reasons why methods are not in the table, by key.
+        settings: Settings of the comparison.
+        call: Call that repeats the comparison.
     """
 
     def __init__(
         self,
         candidates: Sequence[Candidate],
         parts: Parts,
-        reasons: Mapping[str, str] | None = None,
+        failures: Mapping[str, str] | None = None,
         settings: dict[str, Any] | None = None,
         call: str = "",
     ) -> None:
-        self.parts, self.settings, self.call = _with_ratios(parts), settings or {}, call
+        self.parts, self.settings, self.call = _add_relative_times(parts), settings or {}, call
         self.ranked = best_first(self.parts, candidates, "nll")
-        labels = {one.key: one.label for one in (*CANDIDATES, *candidates)}
+        labels = {candidate.key: candidate.label for candidate in (*CANDIDATES, *candidates)}
         self.notes = [
             f"{labels[key]} is not in the table: {reason.rstrip('.')}."
-            for key, reason in (reasons or {}).items()
+            for key, reason in (failures or {}).items()
         ]
-        self.notes += parts.warnings({one.key: one.label for one in candidates})
-        known = {name for one in self.ranked for name in self.parts.row(one.key, "", METRICS)["values"]}
-        self.metrics = [metric for metric in METRICS if metric.key in known]
+        self.notes += parts.warnings({candidate.key: candidate.label for candidate in candidates})
+        rows = [self.parts.row(candidate.key, "", METRICS)["values"] for candidate in self.ranked]
+        measured = {name for row in rows for name in row}
+        self.metrics = [metric for metric in METRICS if metric.key in measured]
 
     @property
     def best(self) -> str:
-        """The key of the method with the lowest NLL."""
+        """Key of the method with the lowest negative log-likelihood (NLL)."""
         return self.ranked[0].key
 
     @property
@@ -254,9 +356,10 @@ class Comparison:
         ]
 
     def table_rows(self) -> list[dict[str, Any]]:
-        """The rows of ``results.json``."""
+        """Returns the rows of ``results.json``."""
         return [
-            self.parts.row(one.key, one.label, self.metrics, method=one.method_name) for one in self.ranked
+            self.parts.row(candidate.key, candidate.label, self.metrics, method=candidate.method_name)
+            for candidate in self.ranked
         ]
 
     def __str__(self) -> str:
@@ -267,7 +370,7 @@ class Comparison:
         for metric in self.metrics:
             table.add_column(metric.label, justify="right")
         for row in self.table_rows():
-            cells = [_cell(row["values"].get(metric.key), metric.format) for metric in self.metrics]
+            cells = [_format_cell(row["values"].get(metric.key), metric.format) for metric in self.metrics]
             table.add_row(row["label"], *cells)
         text = StringIO()
         Console(file=text, width=1000).print(table)
@@ -275,84 +378,103 @@ class Comparison:
 
     @property
     def answer(self) -> str:
-        """Which method is best, and what it costs, in a few sentences."""
+        """Best method and its cost, in a few sentences."""
         parts, ranked = self.parts, self.ranked
         if not ranked:
-            return "No method has numbers yet."
-        best, seeds = ranked[0], len(parts.seeds)
-        mean = f"{parts.mean(best.key, 'nll'):.4f}, {pluralize(seeds, 'seed')}"
-        text = f"By NLL {best.label} is best ({mean})"
-        text += (
-            f", then {listed(parts, ranked[1:3], 'nll', '.4f')}.\n{self._certainty()}" if ranked[1:] else "."
+            return "No method has results yet."
+        best = ranked[0]
+        mean = f"{parts.mean(best.key, 'nll'):.4f}, {pluralize(len(parts.seeds), 'seed')}"
+        lines = [f"{best.label} has the lowest NLL ({mean})."]
+        if len(ranked) > 1:
+            lines = [
+                f"{lines[0][:-1]}, followed by {format_means(parts, ranked[1:3], 'nll', '.4f')}.",
+                self._describe_certainty(),
+            ]
+        lines.append(
+            f"It takes {parts.mean(best.key, 'training'):.1f} times the training time and "
+            f"{parts.mean(best.key, 'prediction'):.0f} times the prediction time of the deterministic baseline."
         )
-        text += (
-            f"\nIt takes {parts.mean(best.key, 'training'):.1f} times the plain network's training time and "
-            f"{parts.mean(best.key, 'prediction'):.0f} times its prediction time."
-        )
-        calibrated = best_first(parts, ranked, "ece")[:1]
-        if calibrated:
-            text += f"\nBest calibrated: {listed(parts, calibrated, 'ece', '.4f')} (ECE)."
-        novelty = best_first(parts, ranked, "auroc", higher=True)[:1]
-        if novelty and parts.mean(novelty[0].key, "auroc") > 0.5:
-            text += f"\nBest at detecting novel inputs: {listed(parts, novelty, 'auroc')} (AUROC)."
-        elif novelty:
-            text += f"\nNo method detects novel inputs (best: {listed(parts, novelty, 'auroc')} AUROC, where 0.5 is guessing)."
-        return text
+        if calibrated := best_first(parts, ranked, "ece")[:1]:
+            lines.append(f"Best calibrated: {format_means(parts, calibrated, 'ece', '.4f')} (ECE).")
+        if novelty := best_first(parts, ranked, "auroc", higher=True)[:1]:
+            value = format_means(parts, novelty, "auroc")
+            if parts.mean(novelty[0].key, "auroc") > 0.5:
+                lines.append(f"Best at detecting novel inputs: {value} (AUROC).")
+            else:
+                lines.append(f"No method detects novel inputs (best: {value} AUROC, chance level 0.5).")
+        return "\n".join(lines)
 
-    def _certainty(self) -> str:
-        """How far the first place can be trusted."""
+    def _describe_certainty(self) -> str:
+        """Returns a sentence on the reliability of the first place."""
         if len(self.parts.seeds) < 2:
-            return "One seed has no spread, so the order is not settled; several show it."
+            return "The ranking is based on one seed and may change; use several seeds."
         worst = max(self.parts.values(self.best, "nll"))
-        near = [one.label for one in self.ranked[1:] if min(self.parts.values(one.key, "nll")) <= worst]
-        if not near:
-            return "No seed of another method comes near its worst seed."
-        return f"Its worst seed is no better than the best seed of {len(near)} others: {'; '.join(near)}."
+        others = [
+            candidate.label
+            for candidate in self.ranked[1:]
+            if min(self.parts.values(candidate.key, "nll")) <= worst
+        ]
+        if not others:
+            return "All its seeds are better than all seeds of the other methods."
+        return f"Its worst seed is no better than the best seed of {len(others)} others: {'; '.join(others)}."
 
     def figures(self) -> list[dict[str, Any]]:
-        """Quality against cost, and calibration, as plain data for the report."""
+        """Returns figures of quality against cost and of calibration, as plain data for the report."""
         if not self.ranked:
             return []
-
-        def item(one: Candidate, cost: str, loss: str) -> dict[str, Any]:
-            x, y = (summary(self.parts.values(one.key, name)) for name in (cost, loss))
-            names = {"label": one.label, "method": one.method_name}
-            return {**names, "x": x["mean"], "y": y["mean"], "x_std": x["std"], "y_std": y["std"]}
-
         panels = [
             {
                 "title": f"{loss.upper()} against {cost} time",
-                "x_label": f"{cost} time, as a multiple of the plain network's",
+                "x_label": f"{cost} time, as a multiple of the baseline's",
                 "y_label": loss.upper(),
-                "items": [item(one, cost, loss) for one in known],
+                "items": [self._figure_item(candidate, cost, loss) for candidate in measured],
             }
             for loss in ("nll", "ece")
             for cost in ("training", "prediction")
-            if (known := best_first(self.parts, self.ranked, loss))
+            if (measured := best_first(self.parts, self.ranked, loss))
         ]
         caption = (
-            "Means over seeds; low and left is better. The line joins the methods that no other beats in both: a method above it or to "
-            "the right of it costs more than one on it and is no better."
+            "Means over seeds; lower left is better. The line joins the Pareto-optimal methods, which no other method beats in both "
+            "quality and cost."
         )
-        drawn = [figure("pareto", "What a better answer costs", caption, {"panels": panels})]
-        binned = [one for one in self.ranked if all("bins" in part for part in self.parts.of(one.key))]
-        labels = {one.key: one.label for one in binned}
-        return drawn + ([reliability_figure("Test set.", labels, self.parts)] if labels else [])
+        figures = [figure("pareto", "Quality against cost", caption, {"panels": panels})]
+        binned = [
+            candidate
+            for candidate in self.ranked
+            if all("bins" in result for result in self.parts.of(candidate.key))
+        ]
+        if binned:
+            labels = {candidate.key: candidate.label for candidate in binned}
+            figures.append(reliability_figure("Test set.", labels, self.parts))
+        return figures
+
+    def _figure_item(self, candidate: Candidate, cost: str, loss: str) -> dict[str, Any]:
+        """Returns a point of a figure of quality against cost."""
+        x, y = (summary(self.parts.values(candidate.key, name)) for name in (cost, loss))
+        names = {"label": candidate.label, "method": candidate.method_name}
+        return {**names, "x": x["mean"], "y": y["mean"], "x_std": x["std"], "y_std": y["std"]}
 
     def save(self, folder: File) -> Path:
-        """Write ``folder/results.json``; ``flowbnn report FOLDER`` makes a page of it."""
+        """Writes ``folder/results.json``. The command ``flowbnn report FOLDER`` makes a page from it.
+
+        Args:
+            folder: Folder of the file.
+
+        Returns:
+            The path of the file.
+        """
         threads = torch.get_num_threads()
         versions = {"flowbnn": version("flowbnn"), "torch": torch.__version__}
         results = {
             "schema": 1,
             "study": "compare",
             "title": "Which method should I use?",
-            "question": "On this network and this data, which method should one use, and what does it cost?",
+            "question": "Which method is best for this network and these data, and what does it cost?",
             "answer": self.answer,
             "source": "",
             "command": self.call,
             "created": datetime.now(UTC).isoformat(timespec="seconds"),
-            "seconds": round(sum(part.get("seconds", 0.0) for part in self.parts.content.values()), 1),
+            "seconds": round(sum(result.get("seconds", 0.0) for result in self.parts.content.values()), 1),
             "device": f"{self.settings.get('device', 'cpu')}, {pluralize(threads, 'thread')}",
             "versions": {**versions, "python": platform.python_version()},
             "seeds": self.parts.seeds,
@@ -365,19 +487,21 @@ class Comparison:
         return write_json(Path(folder) / "results.json", results)
 
 
-def _cell(cell: Mapping[str, Any] | None, form: str) -> str:
+def _format_cell(cell: Mapping[str, Any] | None, form: str) -> str:
+    """Returns a cell of the table as text: mean and standard deviation, or a dash."""
     if cell is None or cell["mean"] is None:
         return "-"
     return f"{cell['mean']:{form}}" + ("" if cell["std"] is None else f" ± {cell['std']:{form}}")
 
 
-def _with_ratios(parts: Parts) -> Parts:
-    """The parts with times as multiples of the plain network's of the same seed."""
+def _add_relative_times(parts: Parts) -> Parts:
+    """Returns results with times as multiples of those of the baseline with the same seed."""
     content = {}
-    for (key, seed), part in parts.content.items():
-        values, base = dict(part["values"]), parts.content.get((PLAIN, seed), {}).get("values", {})
+    for (key, seed), result in parts.content.items():
+        values = dict(result["values"])
+        baseline = parts.content.get((BASELINE, seed), {}).get("values", {})
         for name, seconds in (("training", "train_seconds"), ("prediction", "predict_seconds")):
-            if values.get(seconds) is not None and base.get(seconds):
-                values[name] = values[seconds] / base[seconds]
-        content[key, seed] = {**part, "values": values}
+            if values.get(seconds) is not None and baseline.get(seconds):
+                values[name] = values[seconds] / baseline[seconds]
+        content[key, seed] = {**result, "values": values}
     return Parts(parts.seeds, content)

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flowbnn.compare.candidates import sample_count
+from flowbnn.compare.measurement import sample_count
 from flowbnn.compare.results import CLASSIFICATION, Metric, Parts
 from flowbnn.methods import Posterior
 from flowbnn.metrics import calibration_error, novelty_auroc, reliability

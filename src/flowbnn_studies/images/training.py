@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from flowbnn.compare.candidates import clock
+from flowbnn.compare.measurement import clock
 from flowbnn.convert import to_stochastic
 from flowbnn.data import TensorLoader
 from flowbnn.errors import FlowBNNWarning

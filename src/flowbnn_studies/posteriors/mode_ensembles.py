@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from flowbnn import evaluate
 from flowbnn.calibrate import calibrate
-from flowbnn.compare.candidates import kept_numbers, sample_count
+from flowbnn.compare.measurement import count_stored_numbers, sample_count
 from flowbnn.compare.results import Parts
 from flowbnn.data import TensorLoader, clusters
 from flowbnn.methods import MLE, ModeEnsemble
@@ -213,7 +213,7 @@ class ModeEnsembles(Study):
             table[key] = {
                 name: numbers[name] for name in ("accuracy", "nll", "ece", "rmse") if name in numbers
             }
-            table[key] |= {"parameters": float(kept_numbers(posterior)), "seconds": seconds}
+            table[key] |= {"parameters": float(count_stored_numbers(posterior)), "seconds": seconds}
             if width:
                 table[key]["width"] = width[0]
             if "rmse" in numbers:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from flowbnn import errors
-from flowbnn.compare.results import Parts, best_first, figure, listed, summary
+from flowbnn.compare.results import Parts, best_first, figure, format_means, summary
 from flowbnn.diagnostics import marginal
 from flowbnn.diagnostics.noise_chains import MAX_RHAT
 from flowbnn.errors import FlowBNNError
@@ -300,7 +300,7 @@ def ranking(
         form: Format of the numbers.
     """
     order = best_first(parts, candidates, metric, higher)
-    best, last = (listed(parts, group, metric, form) for group in (order[:3], order[-1:]))
+    best, last = (format_means(parts, group, metric, form) for group in (order[:3], order[-1:]))
     return f"{best}; last {last}" if len(order) > 3 else best or "none"
 
 

@@ -7,7 +7,8 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from flowbnn.compare.candidates import CANDIDATES, Candidate, find_candidates, sample_count
+from flowbnn.compare.candidates import CANDIDATES, Candidate, find_candidates
+from flowbnn.compare.measurement import sample_count
 from flowbnn.compare.results import Parts
 from flowbnn.data import TensorLoader
 from flowbnn.errors import FlowBNNError

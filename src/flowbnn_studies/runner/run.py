@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from flowbnn.compare.results import Parts, plain, recorded_warnings, write_json
+from flowbnn.compare.results import Parts, record_warnings, to_plain_values, write_json
 from flowbnn.errors import FlowBNNError, nearest
 from flowbnn.options import Count, checked
 from flowbnn.training import (
@@ -55,7 +55,7 @@ def run_job(job: Job) -> Job:
     try:
         run_on_main(job.prepare_folder)
         torch.manual_seed(job.seed)
-        with recorded_warnings() as warning_records:
+        with record_warnings() as warning_records:
             content = get_study(job.study).train(job)
     finally:
         torch.set_num_threads(threads)
@@ -251,7 +251,7 @@ def run_study(
         if trial:
             results |= mark_trial(results, getattr(settings, "source", "") == "generated")
         write_json(folder / "results.json", results)
-        return plain(results)
+        return to_plain_values(results)
 
     return run_on_main(conclude)
 

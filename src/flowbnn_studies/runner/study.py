@@ -18,7 +18,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import nn
 
-from flowbnn.compare.results import Metric, Parts, plain, read_json, write_json
+from flowbnn.compare.results import Metric, Parts, read_json, to_plain_values, write_json
 from flowbnn.convert import to_stochastic
 from flowbnn.errors import FlowBNNError, nearest
 from flowbnn.fit import fit
@@ -160,7 +160,7 @@ class Job:
         names = ("study", "variant", "seed", "start_from", "accelerator", "precision")
         settings = relevant(self.variant) if relevant else asdict(self.settings)
         fields = {name: getattr(self, name) for name in names}
-        return plain({**fields, "settings": settings, "flowbnn": version("flowbnn")})
+        return to_plain_values({**fields, "settings": settings, "flowbnn": version("flowbnn")})
 
     def load_result(self, network: bool = False, anywhere: bool = False) -> dict[str, Any] | None:
         """Returns the result of an earlier run of the same job, or None.
