@@ -1,15 +1,22 @@
-"""What adaptive sampling spends, and how far its answers are from those with all samples.
+"""Measures the number of samples of adaptive sampling, and the differences from answers with all samples.
 
     python benchmarks/adaptive.py [--data digits|fashion-mnist|cifar10] [--root folder] [--epochs 10] [--images 2000] [--samples 128]
                                   [--tolerance 0.01] [--threads 2] [--device cpu] [--out results]
 
-Trains a small network (LeNet on the image sets) and its flow noise, then predicts test images with all samples and adaptively, by each
-of four rules. ``spent`` is the mean number of samples of an input, ``time`` is relative to all samples, ``same`` is the share of
-inputs with the same decision, ``differ`` the largest difference of a probability (its median and its maximum over inputs), ``early``
-the share of inputs that had fewer than all samples, and of these those that differ by more than the tolerance, and twice it.
-``confidence`` is by how much theirs is higher than with all samples, on average, beside its mean Monte Carlo error, and ``epistemic``
-the ratio of their epistemic parts: what optional stopping does. ``--epochs`` are those of the plain network, and again of the noise;
-``--train`` and ``--images`` are at most so many training and test images.
+The script trains a small network (LeNet on the image sets) and its flow noise. Then it predicts test images with all samples, and
+adaptively by each of four rules. The table has these columns:
+
+- ``samples``: mean number of samples of an input.
+- ``time``: time relative to all samples.
+- ``same``: share of inputs with the same decision.
+- ``difference``: largest difference of a probability, its median and its maximum over inputs.
+- ``early``: share of inputs with fewer than all samples. Of these, the shares that differ by more than the tolerance and by more than
+  twice it.
+- ``confidence``: mean difference of the confidence of early inputs, with its mean Monte Carlo error. It is biased by optional stopping.
+- ``epistemic``: ratio of the epistemic parts of early inputs.
+
+``--epochs`` is the number of epochs of the network, and again of the noise. ``--train`` and ``--images`` limit the numbers of training
+and test images.
 """
 
 import sys
@@ -18,7 +25,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from common import options, parsed, write
+from common import make_parser, parse_with, write_results
 from torch import Tensor, nn
 
 import flowbnn as fb
@@ -27,100 +34,99 @@ from flowbnn.models import LeNet, SmallConv
 from flowbnn_studies.data import load_images
 from flowbnn_studies.runner.study import time_call
 
-FAR = {"further": 1.0, "twice": 2.0}  # tolerances
-
 
 def load(name: str, root: Path | None, device: str) -> tuple[nn.Module, list[Tensor]]:
-    """A network, and the training and test images with their labels."""
+    """Returns a network, and the training and test images with their labels."""
     if name == "digits":
         digits = load_digits()
-        return SmallConv(1, 9).to(device), [part.to(device) for part in (*digits.train, *digits.test)]
+        return SmallConv(1, 9).to(device), [tensor.to(device) for tensor in (*digits.train, *digits.test)]
     train, test = (load_images(name, split, root).to(device) for split in ("train", "test"))
-    parts = [train.normalized(), train.labels, test.normalized(), test.labels]
-    return LeNet(train.images.shape[1], len(train.classes)).to(device), parts
+    tensors = [train.normalized(), train.labels, test.normalized(), test.labels]
+    return LeNet(train.images.shape[1], len(train.classes)).to(device), tensors
 
 
 def main() -> None:
-    parser = options(__doc__, epochs=10, train=60_000, images=10_000, samples=128, threads=2)
+    parser = make_parser(__doc__, epochs=10, train=60_000, images=10_000, samples=128, threads=2)
     parser.add_argument("--data", choices=["digits", "fashion-mnist", "cifar10"], default="digits")
-    parser.add_argument("--root", type=Path, help="folder of the image sets")
+    parser.add_argument("--root", type=Path, help="folder of the image data")
     parser.add_argument(
         "--validation",
         action="store_true",
-        help="predict the last training images instead, and leave them out",
+        help="predict the last training images instead and do not train on them",
     )
     parser.add_argument("--tolerance", type=float, default=0.01)
     parser.add_argument("--certainty", type=float, default=0.95)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--out", type=Path)
-    arguments = parsed(parser)
+    options = parse_with(parser)
     try:
-        usual = fb.posterior.Adaptive(arguments.tolerance, arguments.certainty)
+        default = fb.posterior.Adaptive(options.tolerance, options.certainty)
     except fb.FlowBNNError as error:
         parser.error(str(error))
     torch.manual_seed(0)
     warnings.simplefilter("ignore", fb.errors.FlowBNNWarning)
-    network, (x, y, images, labels) = load(arguments.data, arguments.root, arguments.device)
-    if arguments.validation:
-        images, labels = x[-arguments.images :], y[-arguments.images :]
-        x, y = x[: -arguments.images], y[: -arguments.images]
-    judged = "validation" if arguments.validation else "test"
-    loader = TensorLoader(x[: arguments.train], y[: arguments.train], batch_size=64, shuffle=True)
-    run = {"progress": True, "accelerator": arguments.device}
-    network = fb.MLE(epochs=arguments.epochs).fit(network, loader, **run).model
+    network, (x, y, images, labels) = load(options.data, options.root, options.device)
+    if options.validation:
+        images, labels = x[-options.images :], y[-options.images :]
+        x, y = x[: -options.images], y[: -options.images]
+    split = "validation" if options.validation else "test"
+    loader = TensorLoader(x[: options.train], y[: options.train], batch_size=64, shuffle=True)
+    training = {"progress": True, "accelerator": options.device}
+    network = fb.MLE(epochs=options.epochs).fit(network, loader, **training).model
     rules = {
         "conv2": fb.noise.NormalInvConv(),
         "fc1": fb.noise.NormalPlanar(length=2),
         "*": fb.noise.NormalAffine(),
     }
-    posterior = fb.fit(fb.to_stochastic(network, rules), loader, epochs=arguments.epochs, **run)
-    images, labels = images[: arguments.images], labels[: arguments.images]
-    posterior.predict(images[:256], 16)  # finds the plan
-    count = arguments.samples
-    full, sample_counts = time_call(posterior.predict, images, count, seed=1)
+    posterior = fb.fit(fb.to_stochastic(network, rules), loader, epochs=options.epochs, **training)
+    images, labels = images[: options.images], labels[: options.images]
+    posterior.predict(images[:256], 16)  # warms up
+    count = options.samples
+    full, full_seconds = time_call(posterior.predict, images, count, seed=1)
     other = posterior.predict(images, count, seed=2)
     print(
-        f"{arguments.data}, {len(images)} {judged} images: accuracy {full.evaluate(labels)['accuracy']:.4f}; {count} other samples "
-        f"give the same decision on {(full.labels == other.labels).double().mean():.4f} of them; all samples take {sample_counts:.2f} s"
+        f"{options.data}, {len(images)} {split} images: accuracy {full.evaluate(labels)['accuracy']:.4f}; {count} other samples "
+        f"give the same decision on {(full.labels == other.labels).double().mean():.4f} of them; all samples take {full_seconds:.2f} s"
     )
     rows = []
     for name, rule in {
-        "either": usual,
-        "either, at ties too": replace(usual, lead=0.0),
-        "decision": replace(usual, until="decision"),
-        "probabilities": replace(usual, until="probabilities"),
+        "either": default,
+        "either, lead=0": replace(default, lead=0.0),
+        "decision": replace(default, until="decision"),
+        "probabilities": replace(default, until="probabilities"),
     }.items():
-        found, taken = time_call(posterior.predict, images, count, seed=1, adaptive=rule)
-        gap = (found.probabilities - full.probabilities).abs().amax(-1)
+        adaptive, seconds = time_call(posterior.predict, images, count, seed=1, adaptive=rule)
+        gap = (adaptive.probabilities - full.probabilities).abs().amax(-1)
         row = {
             "until": name,
-            "spent": float(found.sample_counts.double().mean()),
-            "time": taken / sample_counts,
-            "same": float((found.labels == full.labels).double().mean()),
-            "accuracy": found.evaluate(labels)["accuracy"],
-            "differ_median": float(gap.median()),
-            "differ_most": float(gap.max()),
+            "samples": float(adaptive.sample_counts.double().mean()),
+            "time": seconds / full_seconds,
+            "same": float((adaptive.labels == full.labels).double().mean()),
+            "accuracy": adaptive.evaluate(labels)["accuracy"],
+            "difference_median": float(gap.median()),
+            "difference_max": float(gap.max()),
         }
-        stopped = found.sample_counts < count
+        stopped = adaptive.sample_counts < count
         early = gap[stopped]
         row |= {
-            "confidence": float((found.confidence - full.confidence)[stopped].mean()),
-            "confidence_error": float(found.confidence_error[stopped].mean()),
-            "epistemic": float(found.epistemic[stopped].mean() / full.epistemic[stopped].mean()),
+            "confidence": float((adaptive.confidence - full.confidence)[stopped].mean()),
+            "confidence_error": float(adaptive.confidence_error[stopped].mean()),
+            "epistemic": float(adaptive.epistemic[stopped].mean() / full.epistemic[stopped].mean()),
         }
         row["early"] = len(early) / len(gap)
         row |= {
-            name: float((early > times * rule.tolerance).double().mean()) if len(early) else 0.0
-            for name, times in FAR.items()
+            key: float((early > factor * rule.tolerance).double().mean()) if len(early) else 0.0
+            for key, factor in (("above_tolerance", 1.0), ("above_twice", 2.0))
         }
         rows.append(row)
         print(
-            f"  until {name:20} spent {row['spent']:6.1f} of {count}   time {row['time']:.2f}   same {row['same']:.4f}   "
-            f"accuracy {row['accuracy']:.4f}   differ {row['differ_median']:.4f}, {row['differ_most']:.3f} at most   "
-            f"early {row['early']:.3f}, of them further than the tolerance {row['further']:.3f}, than twice {row['twice']:.3f}   "
+            f"  until {name:20} samples {row['samples']:6.1f} of {count}   time {row['time']:.2f}   same {row['same']:.4f}   "
+            f"accuracy {row['accuracy']:.4f}   difference {row['difference_median']:.4f}, {row['difference_max']:.3f} at most   "
+            f"early {row['early']:.3f}, of these above the tolerance {row['above_tolerance']:.3f}, "
+            f"above twice the tolerance {row['above_twice']:.3f}   "
             f"confidence {row['confidence']:+.4f} (error {row['confidence_error']:.4f}), epistemic {row['epistemic']:.3f}"
         )
-    write(arguments, f"adaptive-{arguments.data}", rows)
+    write_results(options, f"adaptive-{options.data}", rows)
 
 
 if __name__ == "__main__":

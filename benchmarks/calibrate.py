@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from statistics import mean
 
 import torch
-from common import options
+from common import make_parser
 from torch import nn
 
 import flowbnn as fb
@@ -101,7 +101,7 @@ def few_digits(seeds: int, case: Few) -> None:
 
 
 def main() -> None:
-    parser = options(__doc__, threads=2, seeds=10)
+    parser = make_parser(__doc__, threads=2, seeds=10)
     parser.add_argument("--examples", type=int, default=1000)
     parser.add_argument("--device", default="cpu")
     given = parser.parse_args()

@@ -1,4 +1,4 @@
-"""What the benchmarks share: variants that take turns, ratios to the plain network of the same run, a table and a JSON file."""
+"""Functions that the benchmarks share: interleaved timing, ratios to the network without noise, a table and a JSON file."""
 
 import argparse
 import json
@@ -24,22 +24,22 @@ from flowbnn.training.options import Clock
 
 __all__ = [
     "MODELS",
-    "Stepping",
-    "arguments",
-    "chosen",
+    "TrainingStep",
+    "input_shape",
     "interleave",
-    "options",
-    "parsed",
-    "positive",
-    "report",
+    "make_parser",
+    "parse_arguments",
+    "parse_with",
+    "positive_int",
+    "print_ratios",
     "rules",
-    "shape_of",
-    "write",
+    "select_variants",
+    "write_results",
 ]
 
 
 def mlp(channels: int = 1) -> nn.Module:
-    """Twenty numbers to ten classes by two layers of 64: as small as networks for tables often are."""
+    """Returns a small network for tabular data: twenty inputs, two hidden layers of 64 units, ten classes."""
     layers = {
         "fc1": nn.Linear(20, 64),
         "act1": nn.ReLU(),
@@ -51,6 +51,7 @@ def mlp(channels: int = 1) -> nn.Module:
 
 
 MODELS: dict[str, Callable[..., nn.Module]] = {"lenet": LeNet, "mlp": mlp, "vgg16": VGG16}
+# layers with flows in Xiong's report: convolutional and linear ones
 FLOWS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "mlp": ((), ("fc2",)),
     "lenet": (("conv2",), ("fc1",)),
@@ -59,27 +60,45 @@ FLOWS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 
 
 def rules(model: str, kind: str, site: str) -> dict[str, Any] | None:
-    """Conversion rules: ``plain``, ``dropout``, ``gaussian``, ``mixture`` or ``flow`` (Xiong's report's choice of layers)."""
+    """Returns conversion rules, or None for a network without noise.
+
+    Args:
+        model: Name of the model.
+        kind: ``"plain"`` (no noise), ``"dropout"``, ``"gaussian"``, ``"mixture"`` or ``"flow"``, with flows on the layers of Xiong's
+            report.
+        site: Site of the noise, ``"channel"`` or ``"position"``.
+    """
     if kind == "plain":
         return None
     if kind == "dropout":
         return {"*": fb.noise.Dropout(0.1, site=site)}
     if kind == "mixture":
         return {"*": fb.noise.NormalAffine(site=site, components=4)}
-    found: dict[str, Any] = {"*": fb.noise.NormalAffine(site=site)}
+    conversion: dict[str, Any] = {"*": fb.noise.NormalAffine(site=site)}
     if kind == "flow":
         convolutions, linear = FLOWS[model]
-        found |= {name: fb.noise.NormalInvConv(site=site) for name in convolutions}
-        found |= {name: fb.noise.NormalPlanar(length=2, site=site) for name in linear}
-    return found
+        conversion |= {name: fb.noise.NormalInvConv(site=site) for name in convolutions}
+        conversion |= {name: fb.noise.NormalPlanar(length=2, site=site) for name in linear}
+    return conversion
 
 
-def shape_of(model: str) -> tuple[int, ...]:
+def input_shape(model: str) -> tuple[int, ...]:
+    """Returns the shape of one input of a model."""
     return {"mlp": (20,), "lenet": (1, 28, 28)}.get(model, (3, 32, 32))
 
 
-class Stepping:
-    """A network, its optimizer and its batch; calling it takes one training step."""
+class TrainingStep:
+    """A network with its optimizer and one batch. Calling it runs one training step.
+
+    Args:
+        model: Name of the model.
+        kind: Kind of noise, as in :func:`rules`, or conversion rules.
+        site: Site of the noise.
+        batch: Batch size.
+        device: ``"cpu"`` or ``"cuda"``.
+        precision: Precision of a GPU.
+        acceleration: ``"off"``, ``"graph"`` or ``"compile"``.
+    """
 
     def __init__(
         self,
@@ -92,21 +111,21 @@ class Stepping:
         acceleration: str,
     ) -> None:
         torch.manual_seed(0)
-        raise_malloc_trim_threshold()  # as every training does
+        raise_malloc_trim_threshold()  # every training does this
         network: nn.Module = MODELS[model]().to(device)
         images, labels = (
-            torch.randn(batch, *shape_of(model), device=device),
+            torch.randn(batch, *input_shape(model), device=device),
             torch.randint(10, (batch,), device=device),
         )
-        chosen = rules(model, kind, site) if isinstance(kind, str) else kind
+        conversion = rules(model, kind, site) if isinstance(kind, str) else kind
         likelihood, objective = (
             fb.likelihoods.Categorical(),
             ELBO(fb.likelihoods.Categorical(), num_data=50_000),
         )
-        if chosen is None:
+        if conversion is None:
             self.model, groups = network, [{"params": list(network.parameters()), "lr": 2e-4}]
         else:
-            self.model = fb.to_stochastic(network, chosen)
+            self.model = fb.to_stochastic(network, conversion)
             groups = fb.parameter_groups(self.model)
         self.model.train()
         self.optimizer = torch.optim.Adam(groups, fused=True)
@@ -114,7 +133,7 @@ class Stepping:
         def loss(
             outputs_of: Callable[[Any], torch.Tensor], batch: Any, clock: Clock
         ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-            if chosen is None:
+            if conversion is None:
                 return -likelihood.log_prob(outputs_of(batch[0]), batch[1]).mean(), {}
             terms = objective(self.model, batch[0], batch[1], forward=outputs_of)
             return terms.loss, {"kl": terms.kl.detach()}
@@ -125,7 +144,7 @@ class Stepping:
         self.recorder = None
         if device == "cuda":
             self.recorder = Recorder(self.objective, self.optimizer, options, torch.device("cuda", 0))
-            self.once = acceleration == "off"
+            self.eager = acceleration == "off"
         self.clock = Clock(0, 1, 100, 10)
 
     def __call__(self) -> None:
@@ -135,15 +154,26 @@ class Stepping:
             loss.backward()
             self.optimizer.step()
             return
-        if self.once:
-            self.recorder.warmup_steps = 0  # never record: every step is launched kernel by kernel
+        if self.eager:
+            self.recorder.warmup_steps = 0  # never record, so that every step launches its kernels one by one
         self.recorder.step(self.batch, self.clock)
 
 
 def interleave(
     steps: Mapping[str, Callable[[], Any]], rounds: int, device: str, each: int = 1, warm: int = 10
 ) -> dict[str, list[float]]:
-    """Seconds of each variant in every round; the variants take turns, so that what else the machine does falls on all."""
+    """Measures variants in turns, so that other load of the machine affects all of them.
+
+    Args:
+        steps: Functions to measure, by name.
+        rounds: Number of rounds.
+        device: ``"cpu"`` or ``"cuda"``.
+        each: Number of calls in a round.
+        warm: Number of rounds that are not counted.
+
+    Returns:
+        Seconds per call of each variant in every round.
+    """
     times: dict[str, list[float]] = {name: [] for name in steps}
     for index in range(rounds + warm):
         for name, step in steps.items():
@@ -159,8 +189,8 @@ def interleave(
     return times
 
 
-def report(title: str, times: Mapping[str, list[float]], base: str = "plain") -> list[dict[str, Any]]:
-    """Print a table of ratios to ``base`` and return its rows."""
+def print_ratios(title: str, times: Mapping[str, list[float]], base: str = "plain") -> list[dict[str, Any]]:
+    """Prints a table of ratios to the variant ``base`` and returns its rows."""
     print(title)
     rows = []
     for name, values in times.items():
@@ -168,82 +198,100 @@ def report(title: str, times: Mapping[str, list[float]], base: str = "plain") ->
         row = {
             "variant": name,
             "milliseconds": 1e3 * statistics.median(values),
-            "ratio": statistics.median(ratios),  # of the rounds: what else the machine did fell on both
+            "ratio": statistics.median(ratios),  # other load of the machine affects both in a round
             "ratio_quartiles": [ratios[len(ratios) // 4], ratios[3 * len(ratios) // 4]],
         }
         rows.append(row)
         low, high = row["ratio_quartiles"]
-        told = f"{row['ratio']:.3f} x {base}   (quartiles {low:.2f} to {high:.2f})"
-        print(f"  {name:38} {row['milliseconds']:9.3f} ms   {told}", flush=True)
+        text = f"{row['ratio']:.3f} x {base}   (quartiles {low:.2f} to {high:.2f})"
+        print(f"  {name:38} {row['milliseconds']:9.3f} ms   {text}", flush=True)
     return rows
 
 
-def positive(text: str) -> int:
-    """A whole number of at least 1, for an option."""
+def positive_int(text: str) -> int:
+    """Parses an integer of at least 1."""
     if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"a whole number of at least 1, not {text}")
+        raise argparse.ArgumentTypeError(f"must be an integer of at least 1, got {text}")
     return int(text)
 
 
-def options(description: str | None, **counts: int) -> argparse.ArgumentParser:
-    """The options of a benchmark that are whole numbers, by their defaults; others are added to it."""
+def make_parser(description: str | None, **counts: int) -> argparse.ArgumentParser:
+    """Returns a parser with integer options.
+
+    Args:
+        description: Text of the help.
+        counts: Names and defaults of the options.
+    """
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     for name, default in counts.items():
-        parser.add_argument(f"--{name}", type=positive, default=default)
+        parser.add_argument(f"--{name}", type=positive_int, default=default)
     return parser
 
 
-def chosen(only: str, names: Iterable[str]) -> list[str]:
-    """The names that contain one of the words of ``only``, with commas between, and ``plain``; all of them without words."""
+def select_variants(only: str, names: Iterable[str]) -> list[str]:
+    """Returns ``plain`` and the names that contain one of the words of ``only``.
+
+    Args:
+        only: Words with commas between them. All names are returned if it is empty.
+        names: Names to choose from.
+    """
     words, names = [word.strip() for word in only.split(",") if word.strip()], list(names)
     if words and not any(word in name for word in words for name in names):
-        raise SystemExit(f"nothing has '{only}' in its name; there are: {'; '.join(names)}")
+        raise SystemExit(f"no variant contains '{only}'; variants: {'; '.join(names)}")
     return [name for name in names if name == "plain" or not words or any(word in name for word in words)]
 
 
-def arguments(description: str | None, on_cpu: bool = False, **extra: dict[str, Any]) -> argparse.Namespace:
-    """The options that every benchmark has, and those of this one; ``on_cpu``: half precision means something there too."""
-    parser = options(description, batch=128, rounds=60, threads=2)
+def parse_arguments(
+    description: str | None, on_cpu: bool = False, **extra: dict[str, Any]
+) -> argparse.Namespace:
+    """Parses the options that every benchmark has, and those of one benchmark.
+
+    Args:
+        description: Text of the help.
+        on_cpu: Whether half precision and acceleration are allowed on a CPU.
+        extra: Names of further options and their arguments of ``add_argument``.
+    """
+    parser = make_parser(description, batch=128, rounds=60, threads=2)
     parser.add_argument("--model", choices=sorted(MODELS), default="lenet")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--precision", choices=("32-true", "bf16-mixed"), default="32-true", help="of a GPU")
+    parser.add_argument(
+        "--precision", choices=("32-true", "bf16-mixed"), default="32-true", help="precision of a GPU"
+    )
     parser.add_argument("--out", type=Path, help="folder for the JSON file")
     for name, settings in extra.items():
         parser.add_argument(f"--{name}", **settings)
-    found = parsed(parser)
-    if found.device == "cpu" and found.precision != "32-true" and not on_cpu:
-        parser.error("--precision bf16-mixed is for --device cuda: on a processor steps are taken in float32")
-    if found.device == "cpu" and not on_cpu and "acceleration" in extra:
-        if found.acceleration not in ("off", extra["acceleration"]["default"]):
-            parser.error(
-                f"--acceleration {found.acceleration} is for --device cuda: on a processor steps are taken one by one"
-            )
-        found.acceleration = "off"  # which is what the file then says
-    return found
+    options = parse_with(parser)
+    if options.device == "cpu" and options.precision != "32-true" and not on_cpu:
+        parser.error("--precision bf16-mixed needs --device cuda")
+    if options.device == "cpu" and not on_cpu and "acceleration" in extra:
+        if options.acceleration not in ("off", extra["acceleration"]["default"]):
+            parser.error(f"--acceleration {options.acceleration} needs --device cuda")
+        options.acceleration = "off"  # the JSON file states it
+    return options
 
 
-def parsed(parser: argparse.ArgumentParser) -> argparse.Namespace:
-    """Options with ``--device``, ``--threads`` and ``--out`` among them, which are looked at before any work."""
-    found = parser.parse_args()
-    if found.device == "cuda" and not torch.cuda.is_available():
-        parser.error("--device cuda: torch sees no CUDA device on this machine")
-    if found.out is not None and found.out.exists() and not found.out.is_dir():
-        parser.error(f"--out {found.out} is a file; name a folder")
-    torch.set_num_threads(found.threads)
-    return found
+def parse_with(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """Parses the command line, checks ``--device`` and ``--out``, and sets the number of threads."""
+    options = parser.parse_args()
+    if options.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: no CUDA device is available")
+    if options.out is not None and options.out.exists() and not options.out.is_dir():
+        parser.error(f"--out {options.out} is a file; expected a folder")
+    torch.set_num_threads(options.threads)
+    return options
 
 
-def write(found: argparse.Namespace, name: str, rows: Any) -> None:
-    """The JSON file of a benchmark, where ``--out`` asks for it."""
-    if found.out is None:
+def write_results(options: argparse.Namespace, name: str, rows: Any) -> None:
+    """Writes the JSON file of a benchmark into the folder ``--out``, if that is set."""
+    if options.out is None:
         return
-    found.out.mkdir(parents=True, exist_ok=True)
+    options.out.mkdir(parents=True, exist_ok=True)
     document = {
         "torch": torch.__version__,
-        "machine": torch.cuda.get_device_name(0) if found.device == "cuda" else platform.machine(),
-        "settings": {key: str(value) for key, value in vars(found).items()},
+        "machine": torch.cuda.get_device_name(0) if options.device == "cuda" else platform.machine(),
+        "settings": {key: str(value) for key, value in vars(options).items()},
         "rows": rows,
     }
-    (found.out / f"{name}.json").write_text(json.dumps(document, indent=1))
+    (options.out / f"{name}.json").write_text(json.dumps(document, indent=1))

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import options
+from common import make_parser
 from torch import Tensor, nn
 
 import flowbnn as fb
@@ -116,7 +116,7 @@ def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = options(__doc__, seeds=5, jobs=1)
+    parser = make_parser(__doc__, seeds=5, jobs=1)
     parser.add_argument("--sets", nargs="+", choices=list(SETS), default=list(SETS))
     parser.add_argument("--recipe", default="NormalAffine")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import interleave, options, parsed, write
+from common import interleave, make_parser, parse_with, write_results
 from torch import Tensor, nn
 
 import flowbnn as fb
@@ -189,11 +189,11 @@ def step_of(run: Any, z: Tensor) -> Callable[[], None]:
 
 
 def main() -> None:
-    parser = options(__doc__, dim=16, batch=512, length=4, hidden=64, rounds=60, threads=1)
+    parser = make_parser(__doc__, dim=16, batch=512, length=4, hidden=64, rounds=60, threads=1)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--only", choices=KINDS, nargs="*", default=KINDS)
     parser.add_argument("--out", type=Path, help="folder for the JSON file")
-    found = parsed(parser)
+    found = parse_with(parser)
     missing = [name for name in PEERS if importlib.util.find_spec(name) is None]
     if missing:
         print(f"not installed, left out: {', '.join(missing)}")
@@ -221,7 +221,7 @@ def main() -> None:
         rows.append(row)
         told = "   ".join(f"{name} {value:.2f} ms" for name, value in row["milliseconds"].items())
         print(f"{kind:26} {'no peer' if ratio is None else format(ratio, '.2f'):8} {told}", flush=True)
-    write(found, "flows", rows)
+    write_results(found, "flows", rows)
 
 
 if __name__ == "__main__":

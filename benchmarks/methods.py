@@ -1,10 +1,11 @@
-"""What Bayes by Backprop and multiplicative flows cost in training and prediction, as ratios to the plain network's in the same run.
+"""Measures training and prediction with Bayes by Backprop and MNF, as ratios to the deterministic network in the same run.
 
     python benchmarks/methods.py [--model lenet] [--batch 128] [--images 256] [--samples 128] [--rounds 40] [--threads 2]
 
-Training: one batch, fused Adam, forward, loss (with the KL), backward, update. Prediction: everything from the inputs to the mean
-probabilities of ``images`` images with ``samples`` samples, next to the plain network's time for images times samples. The variants
-take turns within every round, so that whatever else the machine does falls on all of them; the ratio is the median of the rounds'.
+Training is one step on one batch with fused Adam: forward, loss (with the KL divergence), backward, update. Prediction covers
+everything from the inputs to the mean probabilities of ``images`` images with ``samples`` samples. It is compared with as many passes
+of the deterministic network. The variants take turns within every round, so that other load of the machine affects all of them. The
+ratio is the median over rounds.
 """
 
 from collections.abc import Callable
@@ -12,7 +13,16 @@ from contextlib import suppress
 from typing import Any
 
 import torch
-from common import MODELS, arguments, chosen, interleave, positive, report, shape_of, write
+from common import (
+    MODELS,
+    input_shape,
+    interleave,
+    parse_arguments,
+    positive_int,
+    print_ratios,
+    select_variants,
+    write_results,
+)
 
 import flowbnn as fb
 from flowbnn.likelihoods import Categorical
@@ -29,14 +39,14 @@ METHODS = {
 }
 
 
-class Stopped(Exception):
-    """The step is here: no more is wanted of the run."""
+class StepCaptured(Exception):
+    """Raised to end a fit as soon as its training step is known."""
 
 
-def step_of(
+def make_step(
     method: Any, model: torch.nn.Module, batch: tuple[torch.Tensor, torch.Tensor]
 ) -> Callable[[], None]:
-    """One training step of a method, as its own ``fit`` takes it."""
+    """Returns a function that runs one training step of a method, as its ``fit`` does. None is the deterministic network."""
     if method is None:
         optimizer, likelihood = torch.optim.Adam(model.parameters(), fused=True), Categorical()
 
@@ -51,80 +61,79 @@ def step_of(
     from flowbnn.methods import fitting
     from flowbnn.training.options import Clock
 
-    caught: list[Any] = []
+    captured: list[Any] = []
 
-    def train(*given: Any, **more: Any) -> Any:
-        caught.extend(given)
-        raise Stopped
+    def train(*args: Any, **kwargs: Any) -> Any:
+        captured.extend(args)
+        raise StepCaptured
 
-    with mock.patch.object(fitting, "train", train), suppress(Stopped):
+    with mock.patch.object(fitting, "train", train), suppress(StepCaptured):
         method.fit(model, [batch], num_data=50_000, progress=False)
-    objective, optimizer = caught[:2]
+    objective, optimizer = captured[:2]
     clock = Clock(0, 1, 100, 10)
 
-    def take() -> None:
+    def step() -> None:
         optimizer.zero_grad()
         loss, _ = objective(batch, clock)
         loss.backward()
         optimizer.step()
 
-    return take
+    return step
 
 
 def main() -> None:
-    found = arguments(
+    options = parse_arguments(
         __doc__,
-        samples={"type": positive, "default": 128},
-        images={"type": positive, "default": 256},
+        samples={"type": positive_int, "default": 128},
+        images={"type": positive_int, "default": 256},
         only={"default": "", "help": "'training' or 'prediction'"},
-        methods={"default": "", "help": "variants to keep, by a part of their name, with commas"},
+        methods={"default": "", "help": "words of variant names to measure, separated by commas"},
     )
-    if found.only not in ("", "training", "prediction"):
-        raise SystemExit(f"--only is 'training' or 'prediction', not '{found.only}'")
-    methods = {name: METHODS[name] for name in chosen(found.methods, METHODS)}
+    if options.only not in ("", "training", "prediction"):
+        raise SystemExit(f"--only must be 'training' or 'prediction', got '{options.only}'")
+    methods = {name: METHODS[name] for name in select_variants(options.methods, METHODS)}
     torch.manual_seed(0)
-    shape, device = shape_of(found.model), found.device
+    shape, device = input_shape(options.model), options.device
     batch = (
-        torch.randn(found.batch, *shape, device=device),
-        torch.randint(10, (found.batch,), device=device),
+        torch.randn(options.batch, *shape, device=device),
+        torch.randint(10, (options.batch,), device=device),
     )
     rows: dict[str, Any] = {}
-    if found.only in ("", "training"):
+    if options.only in ("", "training"):
         steps = {
-            name: step_of(method, MODELS[found.model]().to(device), batch)
+            name: make_step(method, MODELS[options.model]().to(device), batch)
             for name, method in {"plain": None, **methods}.items()
         }
-        title = f"{found.model}, training step, batch {found.batch}, {device}, {found.threads} threads, {found.rounds} rounds"
-        rows["training"] = report(title, interleave(steps, found.rounds, device, warm=3))
-    if found.only in ("", "prediction"):
-        rows["prediction"] = predict(found, methods, batch)
-    write(found, f"methods-{found.model}", rows)
+        title = f"{options.model}, training step, batch {options.batch}, {device}, {options.threads} threads, {options.rounds} rounds"
+        rows["training"] = print_ratios(title, interleave(steps, options.rounds, device, warm=3))
+    if options.only in ("", "prediction"):
+        rows["prediction"] = measure_prediction(options, methods, batch)
+    write_results(options, f"methods-{options.model}", rows)
 
 
-def predict(found: Any, methods: dict[str, Any], batch: Any) -> Any:
-    device, precision = found.device, found.precision
-    plain = MODELS[found.model]().eval().to(device)
-    images = torch.randn(found.images, *shape_of(found.model), device=device)
+def measure_prediction(options: Any, methods: dict[str, Any], batch: Any) -> Any:
+    """Measures predictions, prints the table and returns its rows."""
+    device, precision = options.device, options.precision
+    plain = MODELS[options.model]().eval().to(device)
+    images = torch.randn(options.images, *input_shape(options.model), device=device)
 
-    def plainly() -> None:
+    def run_plain() -> None:
         with torch.inference_mode(), casting(torch.device(device), AUTOCAST_DTYPES.get(precision)):
-            for _ in range(found.samples):
+            for _ in range(options.samples):
                 plain(images)
 
-    def predicting(method: Any) -> Callable[[], Any]:
+    def make_prediction(method: Any) -> Callable[[], Any]:
         posterior = method.fit(
             plain, [(batch[0][:8].cpu(), batch[1][:8].cpu())], num_data=8, progress=False, seed=0
         )
-        return lambda: posterior.predict(images, found.samples, seed=0, precision=precision).probabilities
+        return lambda: posterior.predict(images, options.samples, seed=0, precision=precision).probabilities
 
-    # the ways of training differ, what is left of them at prediction does not
+    # the estimators differ in training only
     one_epoch = {"Bayes by Backprop": fb.BayesByBackprop(epochs=1), "MNF": fb.MNF(epochs=1)}
-    steps: dict[str, Any] = {"plain": plainly}
-    steps |= {name: predicting(method) for name, method in one_epoch.items() if name in methods}
-    title = (
-        f"{found.model}, {found.images} images, {found.samples} samples, {device}, {found.threads} threads"
-    )
-    return report(title, interleave(steps, max(3, found.rounds // 8), device, warm=1))
+    steps: dict[str, Any] = {"plain": run_plain}
+    steps |= {name: make_prediction(method) for name, method in one_epoch.items() if name in methods}
+    title = f"{options.model}, {options.images} images, {options.samples} samples, {device}, {options.threads} threads"
+    return print_ratios(title, interleave(steps, max(3, options.rounds // 8), device, warm=1))
 
 
 if __name__ == "__main__":

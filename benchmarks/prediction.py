@@ -14,13 +14,13 @@ from collections.abc import Callable
 from copy import deepcopy
 
 import torch
-from common import MODELS, arguments, interleave, positive, rules, shape_of, write
+from common import MODELS, input_shape, interleave, parse_arguments, positive_int, rules, write_results
 
 import flowbnn as fb
 from flowbnn.posterior import NoisePosterior
 
 EXTRA = {
-    "samples": {"type": positive, "default": 128},
+    "samples": {"type": positive_int, "default": 128},
     "compile": {"action": "store_true"},
     "channels": {"type": int, "help": "of the images: 1 (28x28, LeNet's default) or 3 (32x32)"},
     "only": {"default": "", "help": "variants whose name contains this word"},
@@ -54,7 +54,7 @@ def plain_runs(
 
 
 def main() -> None:
-    found = arguments(__doc__, **EXTRA)
+    found = parse_arguments(__doc__, **EXTRA)
     rounds, device, samples = min(found.rounds, 10), found.device, found.samples
     torch.manual_seed(0)
     torch._dynamo.config.recompile_limit = 64
@@ -64,7 +64,7 @@ def main() -> None:
             "--channels is 1 (28x28) or 3 (32x32); VGG16 halves its maps five times and takes 32x32"
         )
     side = 28 if channels == 1 else 32
-    shape = shape_of("mlp") if found.model == "mlp" else (channels, side, side)
+    shape = input_shape("mlp") if found.model == "mlp" else (channels, side, side)
     plain = MODELS[found.model](channels).eval().to(device)
     images = torch.randn(found.batch, *shape, device=device)
     if device == "cuda" and images.ndim == 4:
@@ -107,7 +107,7 @@ def main() -> None:
         print(
             f"  {name:38} {speed:9.1f} images/s   speed {rows[-1]['speed']:.3f}   time {1 / rows[-1]['speed']:.3f}"
         )
-    write(found, f"prediction-{found.model}", rows)
+    write_results(found, f"prediction-{found.model}", rows)
 
 
 if __name__ == "__main__":

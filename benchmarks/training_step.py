@@ -1,17 +1,17 @@
-"""What a training step with noise costs, as a ratio to the plain network's in the same run.
+"""Measures the time of a training step with noise, as a ratio to the network without noise in the same run.
 
     python benchmarks/training_step.py [--model lenet] [--batch 128] [--rounds 60] [--threads 2] [--out results]
     python benchmarks/training_step.py --model vgg16 --device cuda --precision bf16-mixed --acceleration compile
-    python benchmarks/training_step.py --each     # one kind of noise at every layer, site channel
+    python benchmarks/training_step.py --each     # one kind of noise on every layer, site channel
 
-One batch, fused Adam: forward, loss (with the KL), backward, update. The variants take turns within every round, so that whatever
-else the machine does falls on all of them; the ratio is the median of the rounds'. On a GPU all of them, the plain network too, are
-compiled and recorded as ``acceleration`` says.
+A step uses one batch and fused Adam: forward, loss (with the KL divergence), backward, update. The variants take turns within every
+round, so that other load of the machine affects all of them. The ratio is the median over rounds. On a GPU all variants, also the
+network without noise, are compiled or recorded according to ``--acceleration``.
 """
 
 from typing import Any
 
-from common import Stepping, arguments, chosen, interleave, report, write
+from common import TrainingStep, interleave, parse_arguments, print_ratios, select_variants, write_results
 
 from flowbnn import noise
 
@@ -26,7 +26,7 @@ VARIANTS: Variants = {
     "mixture noise, channel": ("mixture", "channel"),
     "mixture noise, position": ("mixture", "position"),
 }
-EACH = (
+RECIPES = (
     noise.NormalAffine(),
     noise.NormalAffine(components=4),
     noise.NormalPlanar(length=2),
@@ -40,23 +40,35 @@ EACH = (
 
 
 def main() -> None:
-    found = arguments(
+    options = parse_arguments(
         __doc__,
         acceleration={"default": "graph", "choices": ("off", "graph", "compile")},
-        only={"default": "", "help": "variants to keep, by a part of their name, with commas"},
-        each={"action": "store_true", "help": "one kind of noise at every layer"},
+        only={"default": "", "help": "words of variant names to measure, separated by commas"},
+        each={"action": "store_true", "help": "one kind of noise on every layer"},
     )
     variants = VARIANTS
-    if found.each:
-        variants = {"plain": VARIANTS["plain"], **{str(one): ({"*": one}, "channel") for one in EACH}}
-    options = (found.batch, found.device, found.precision, found.acceleration)
-    steps = {name: Stepping(found.model, *variants[name], *options) for name in chosen(found.only, variants)}
-    each = 20 if found.device == "cuda" else 1
-    times = interleave(steps, found.rounds, found.device, each)
-    how = f"{found.precision}, {found.acceleration}" if found.device == "cuda" else f"{found.threads} threads"
-    title = f"{found.model}, batch {found.batch}, {found.device}, {how}, median of {found.rounds} rounds"
-    name = "flows" if found.each else "training_step"
-    write(found, f"{name}-{found.model}", report(title, times))
+    if options.each:
+        variants = {
+            "plain": VARIANTS["plain"],
+            **{str(recipe): ({"*": recipe}, "channel") for recipe in RECIPES},
+        }
+    settings = (options.batch, options.device, options.precision, options.acceleration)
+    steps = {
+        name: TrainingStep(options.model, *variants[name], *settings)
+        for name in select_variants(options.only, variants)
+    }
+    each = 20 if options.device == "cuda" else 1
+    times = interleave(steps, options.rounds, options.device, each)
+    mode = (
+        f"{options.precision}, {options.acceleration}"
+        if options.device == "cuda"
+        else f"{options.threads} threads"
+    )
+    title = (
+        f"{options.model}, batch {options.batch}, {options.device}, {mode}, median of {options.rounds} rounds"
+    )
+    name = "flows" if options.each else "training_step"
+    write_results(options, f"{name}-{options.model}", print_ratios(title, times))
 
 
 if __name__ == "__main__":
