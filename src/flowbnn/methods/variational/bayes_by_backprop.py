@@ -1,10 +1,10 @@
-r"""Bayes by Backprop (Blundell et al. 2015, https://arxiv.org/abs/1505.05424): a factorized Gaussian over weights, by the ELBO.
+r"""Bayes by Backprop (Blundell et al. 2015, https://arxiv.org/abs/1505.05424): a factorized Gaussian over weights, fitted by the ELBO.
 
 .. math:: \max_{\mu, \sigma} \; \frac1N \sum_i E_q \log p(y_i \mid x_i, w) - \frac{\beta}{N} \mathrm{KL}[q(w) \| p(w)],
           \qquad q(w) = \prod_j \mathcal N(w_j \mid \mu_j, \sigma_j^2)
 
-What it can represent: of a Gaussian posterior with precision :math:`\Lambda` it finds the mean exactly and the variances
-:math:`1 / \Lambda_{jj}`, no correlations.
+For a Gaussian posterior with precision :math:`\Lambda`, the optimum has the exact mean and the variances :math:`1 / \Lambda_{jj}`, but
+no correlations.
 """
 
 import math
@@ -22,16 +22,18 @@ from flowbnn.likelihoods import Likelihood
 from flowbnn.methods.base import FitOptions, register_method
 from flowbnn.methods.fitting import prepare
 from flowbnn.methods.variational.base import Variational, fit_elbo
-from flowbnn.methods.variational.random_weights import (
-    DrawnNetwork,
-    LayerChoice,
-    Way,
-    base_scales,
-    chosen_weights,
+from flowbnn.methods.variational.weight_noise import (
+    SampledNetwork,
     flipout_noise,
     gaussian_kl,
     local_noise,
-    ways_of,
+)
+from flowbnn.methods.variational.weight_selection import (
+    Estimator,
+    LayerChoice,
+    initial_scales,
+    select_estimators,
+    select_weights,
 )
 from flowbnn.noise.passes import current_share
 from flowbnn.options import Count, Positive, Probability, accepts_options_of, options
@@ -43,29 +45,30 @@ from flowbnn.training import History
 @register_method
 @options(repr=False)
 class BayesByBackprop(Variational):
-    r"""A Gaussian of its own for every weight (mean-field), on any network: nothing has to be rewritten.
+    r"""Independent Gaussians over the weights (mean-field) of any network.
 
-    The standard deviations are learned as their logarithms. Parameters of normalisation layers (BatchNorm and its kin) stay points
-    unless ``layers`` names them; so does whatever is frozen (``requires_grad=False``). Tied weights have one posterior, counted once.
+    Standard deviations are learned as logarithms. Parameters of normalization layers stay deterministic unless ``layers`` selects them,
+    and so do frozen parameters (``requires_grad=False``). Tied weights have one posterior, which is counted once.
 
-    The learned noise of a regression follows the residuals of the mean prediction, which costs a second draw of each batch without
-    gradients, and is at the end the one of the largest predictive likelihood: the spread of the draws is not counted twice.
+    The learned noise of a regression follows the residuals of the mean prediction. This takes a second forward pass per batch, without
+    gradients. At the end of training the noise maximizes the predictive likelihood.
 
     Args:
-        prior: ``"gaussian"``, :math:`\mathcal N(0, \sigma^2)` with ``prior_scale``, whose KL has a closed form; or
-            ``"scale-mixture"``, :math:`\pi \mathcal N(0, \sigma_1^2) + (1 - \pi) \mathcal N(0, \sigma_2^2)`, whose KL is estimated on
-            fresh draws; or ``"log-uniform"``, :math:`p(w) \propto 1 / |w|`, the improper prior of variational dropout, whose KL is
-            that of :func:`log_uniform_kl`.
-        pi, sigma1, sigma2: of the mixture.
-        estimator: how weights are drawn in training. ``"reparameterization"``: one draw of all weights for each batch, which serves
-            every layer and costs next to nothing. ``"local"``: noise on the outputs of every example instead, and ``"flipout"``: one
-            draw whose signs are flipped for every example; both serve linear layers and convolutions, double their work, and give
-            gradients of lower variance. ``"auto"`` takes ``"local"`` for linear layers that see one vector per example, where it is
-            exact and cheap, and plain reparameterization for all others: for convolutions ``"local"`` takes the positions of a
-            feature map as independent, and both others cost a second convolution. Tied weights are always drawn plainly.
-        layers: which layers are Bayesian: a name or glob (``"fc*"``; a name covers what is inside), a class, or a predicate
-            ``(name, module) -> bool``. All but normalisation layers unless given.
-        kl_samples: fresh draws for each estimate of the KL to a mixture.
+        prior: Prior of the weights. ``"gaussian"`` is :math:`\mathcal N(0, \sigma^2)` with ``prior_scale``, whose KL has a closed form.
+            ``"scale-mixture"`` is :math:`\pi \mathcal N(0, \sigma_1^2) + (1 - \pi) \mathcal N(0, \sigma_2^2)`, whose KL is estimated
+            from fresh draws. ``"log-uniform"`` is :math:`p(w) \propto 1 / |w|`, the improper prior of variational dropout; see
+            :func:`log_uniform_kl`.
+        pi: Weight :math:`\pi` of the first component of the mixture.
+        sigma1: Standard deviation :math:`\sigma_1` of the first component.
+        sigma2: Standard deviation :math:`\sigma_2` of the second component.
+        estimator: Gradient estimator of the training. ``"reparameterization"`` draws all weights once per batch; it supports every
+            layer at almost no cost. ``"local"`` adds noise to the outputs of every example, and ``"flipout"`` flips the signs of one
+            draw for every example. Both support linear layers and convolutions, double their cost, and have gradients of lower
+            variance. ``"auto"`` uses ``"local"`` for linear layers with one vector per example, for which it is exact and cheap, and
+            reparameterization for all other layers. Tied weights always use reparameterization.
+        layers: Layers with random weights: a name or glob (``"fc*"``; a name includes the layers inside it), a class, or a predicate
+            ``(name, module) -> bool``. None for all but normalization layers.
+        kl_samples: Number of fresh draws per estimate of the KL to a mixture.
 
     >>> import torch
     >>> loader = [(torch.randn(8, 2), torch.arange(8) % 3)]
@@ -83,22 +86,22 @@ class BayesByBackprop(Variational):
     kl_samples: Count = field(default=1, kw_only=True)
 
     @accepts_options_of(FitOptions)
-    def fit(self, network: nn.Module, loader: Iterable[Any], **given: Any) -> "GaussianWeightPosterior":
-        """As :meth:`Method.fit`; the means start at the network's weights, fresh or trained.
+    def fit(self, network: nn.Module, loader: Iterable[Any], **kwargs: Any) -> "GaussianWeightPosterior":
+        """Fits the posterior; see :meth:`Method.fit`. The means start at the weights of the network.
 
         The history has ELBO, log-likelihood and KL of every epoch.
         """
-        model, run = self.setup(network, loader, given, "fitting the weights")
-        names = chosen_weights(model, self.layers)
-        prepared = prepare(model, loader, run)
+        model, options = self.setup(network, loader, kwargs, "fitting the weights")
+        names = select_weights(model, self.layers)
+        prepared = prepare(model, loader, options)
         likelihood, inputs = prepared.likelihood, prepared.inputs
-        ways = ways_of(model, names, self.estimator, inputs)
+        estimators = select_estimators(model, names, self.estimator, inputs)
         mean = {name: parameter.detach() for name, parameter in model.named_parameters() if name in names}
-        std = base_scales(mean, self.base_scale, self.prior_scale)
-        weights = GaussianWeights(mean, std, ways.parameters)
-        around = DrawnWeights(model, weights, ways.layers)
+        std = initial_scales(mean, self.base_scale, self.prior_scale)
+        weights = GaussianWeights(mean, std, estimators.parameters)
+        module = GaussianNetwork(model, weights, estimators.layers)
         posterior = GaussianWeightPosterior(model, likelihood, std)
-        posterior.live = weights
+        posterior.training_weights = weights
         groups = [
             {"name": "means", "params": [weights.mean], "lr": self.lr},
             {"name": "deviations", "params": [weights.log_std], "lr": self.noise_lr},
@@ -107,17 +110,17 @@ class BayesByBackprop(Variational):
         def divergence() -> Divergence:
             return Divergence(self._kl(weights.mean, weights.log_std), weights.entropy())
 
-        fit_elbo(posterior, around, divergence, groups, self, loader, prepared, run)
-        around.release()
-        posterior.follow()
-        posterior.live = None
+        fit_elbo(posterior, module, divergence, groups, self, loader, prepared, options)
+        module.remove_hooks()
+        posterior.update_from_training()
+        posterior.training_weights = None
         with torch.no_grad():
             for name, value in posterior.mean.items():
                 model.get_parameter(name).copy_(value)
         return posterior
 
     def _kl(self, mean: Tensor, log_std: Tensor) -> Tensor:
-        """To the prior."""
+        """Returns the KL divergence from the prior."""
         if self.prior == "gaussian":
             return gaussian_kl(mean, log_std, self.prior_scale)
         if self.prior == "log-uniform":
@@ -127,13 +130,15 @@ class BayesByBackprop(Variational):
 
 
 class GaussianWeightPosterior(WeightPosterior):
-    """Independent Gaussian weights around those of a network.
+    """Independent Gaussians over the weights of a network.
 
-    The network itself holds the means, so that it is the mean network; :meth:`sample` gives a copy with weights drawn around them.
+    The network holds the means. :meth:`sample` returns a copy with sampled weights.
 
     Args:
-        model, likelihood, history: as in :class:`~flowbnn.methods.Posterior`.
-        std: standard deviations, by the names of the parameters that have one; the others are points.
+        model: Network with the weights at their means.
+        likelihood: Observation model of the targets.
+        std: Standard deviations by parameter name; all other parameters are deterministic.
+        history: Training record.
 
     >>> import flowbnn as fb
     >>> layer = nn.Linear(2, 1)
@@ -152,19 +157,22 @@ class GaussianWeightPosterior(WeightPosterior):
         history: History | None = None,
     ) -> None:
         super().__init__(model, likelihood, history)
-        own = dict(model.named_parameters())
-        reason = None if std else "a Gaussian over weights needs standard deviations of at least 0"
+        parameters = dict(model.named_parameters())
+        if not std:
+            raise FlowBNNError("std must not be empty", argument="std")
         for name, value in std.items():
-            if name not in own or value.shape != own[name].shape:
-                reason = f"the network has no weight '{name}' of shape {tuple(value.shape)}"
-            elif not bool((value >= 0).all()):
-                reason = f"the standard deviations of '{name}' must be at least 0"
-        if reason is not None:
-            raise FlowBNNError(reason, argument="std")
-        # in the network's order: draws depend on it, and a file does not keep another
-        self.shapes = {name: own[name].shape for name in own if name in std}
-        self.flat_mean, self.flat_std = self.join(own), self.join(std)
-        self.live: GaussianWeights | None = None  # means and standard deviations while training goes on
+            if name not in parameters or value.shape != parameters[name].shape:
+                raise FlowBNNError(
+                    f"the network has no parameter '{name}' of shape {tuple(value.shape)}",
+                    kind="shape",
+                    argument="std",
+                )
+            if not bool((value >= 0).all()):
+                raise FlowBNNError(f"std of '{name}' must be at least 0", argument="std")
+        # in the order of the network, because draws depend on it and files do not store another
+        self.shapes = {name: parameters[name].shape for name in parameters if name in std}
+        self.flat_mean, self.flat_std = self.flatten(parameters), self.flatten(std)
+        self.training_weights: GaussianWeights | None = None  # set during training
 
     @property
     def names(self) -> list[str]:
@@ -172,26 +180,27 @@ class GaussianWeightPosterior(WeightPosterior):
 
     @property
     def mean(self) -> dict[str, Tensor]:
-        """The means, by the names of the parameters."""
+        """Means by parameter name."""
         return named_parts(self.flat_mean, self.shapes)
 
     @property
     def std(self) -> dict[str, Tensor]:
-        """The standard deviations."""
+        """Standard deviations by parameter name."""
         return named_parts(self.flat_std, self.shapes)
 
-    def join(self, values: Mapping[str, Tensor]) -> Tensor:
-        """One vector of all parameters."""
+    def flatten(self, values: Mapping[str, Tensor]) -> Tensor:
+        """Concatenates parameters into one vector."""
         return torch.cat([values[name].detach().flatten() for name in self.shapes])
 
-    def follow(self) -> None:
-        """Take over means and standard deviations from the training that goes on."""
-        if self.live is not None:
-            self.flat_mean = self.join(named_parts(self.live.mean, self.live.shapes))
-            self.flat_std = self.join(named_parts(self.live.log_std.exp(), self.live.shapes))
+    def update_from_training(self) -> None:
+        """Copies the current means and standard deviations during training."""
+        weights = self.training_weights
+        if weights is not None:
+            self.flat_mean = self.flatten(named_parts(weights.mean, weights.shapes))
+            self.flat_std = self.flatten(named_parts(weights.log_std.exp(), weights.shapes))
 
     def outputs(self, inputs: Any, samples: range, prediction: Prediction) -> Tensor:
-        prediction.state.get("follow", self.follow)
+        prediction.state.get("training weights", self.update_from_training)
         return super().outputs(inputs, samples, prediction)
 
     def weights(self, index: int, seed: int) -> dict[str, Tensor]:
@@ -213,116 +222,136 @@ class GaussianWeightPosterior(WeightPosterior):
         return cls(point.model, point.likelihood, part_of(state, "std"), point.history)
 
 
-_WAYS: tuple[Way, ...] = ("reparameterization", "flipout", "local")
-
-
 class GaussianWeights(nn.Module):
-    r"""Means and log standard deviations of the weights of a network, end to end in two vectors.
+    r"""Means and log standard deviations of all random weights, concatenated into two vectors.
 
-    So the draw and the KL of all layers take the few operations on long vectors that one layer's would.
+    Drawing and the KL of all layers then take few operations on long vectors.
 
-    ``ways`` says how each parameter is drawn in training; those that are not named are drawn by plain reparameterization.
+    Args:
+        mean: Means by parameter name.
+        std: Standard deviations by parameter name.
+        estimators: Estimators by parameter name; plain reparameterization for all others.
     """
 
     def __init__(
-        self, mean: Mapping[str, Tensor], std: Mapping[str, Tensor], ways: Mapping[str, Way] | None = None
+        self,
+        mean: Mapping[str, Tensor],
+        std: Mapping[str, Tensor],
+        estimators: Mapping[str, Estimator] | None = None,
     ) -> None:
         super().__init__()
-        ways = ways or {}
-        chosen: dict[str, Way] = {name: ways.get(name, "reparameterization") for name in mean}
-        order = sorted(mean, key=lambda name: _WAYS.index(chosen[name]))
+        estimators = {name: (estimators or {}).get(name, "reparameterization") for name in mean}
+        order: list[str] = []
+        for estimator in ("reparameterization", "flipout", "local"):
+            order += [name for name in mean if estimators[name] == estimator]
+        sizes = {name: value.numel() for name, value in mean.items()}
         self.shapes = {name: mean[name].shape for name in order}
-        moved = [mean[name].numel() for name in mean if chosen[name] == "reparameterization"]
-        flipped = [mean[name].numel() for name in mean if chosen[name] == "flipout"]
-        self.moved = sum(moved)  # these weights are drawn; the others stay at their means
-        self.drawn = self.moved + sum(flipped)
+        # the first weights are drawn, those of flipout and local reparameterization stay at their means
+        self.num_drawn = sum(sizes[name] for name in mean if estimators[name] == "reparameterization")
+        self.num_normals = self.num_drawn + sum(sizes[name] for name in mean if estimators[name] == "flipout")
         self.mean = nn.Parameter(torch.cat([mean[name].detach().flatten() for name in order]))
         self.log_std = nn.Parameter(torch.cat([std[name].detach().flatten() for name in order]).log())
 
     def forward(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """What the network is to hold in a pass, and what the noise behind its layers is made of.
+        """Draws the weights of a forward pass.
 
-        The first are drawn weights, or means where the noise comes behind; the second the draw's distance from the mean (Flipout) or
-        the standard deviations (local).
+        Returns:
+            The tensors of the network (draws, or means where noise is added to outputs), and the tensors of that noise (deviations
+            from the mean for Flipout, standard deviations for local reparameterization).
         """
-        scale, like = self.log_std.exp(), self.mean
-        if self.drawn:
-            normal = standard_normal(torch.Size((self.drawn,)), like.dtype, like.device)
-            if self.drawn < len(like):
-                normal = torch.cat([normal, torch.ones_like(like[self.drawn :])])
+        scale, mean = self.log_std.exp(), self.mean
+        if self.num_normals:
+            normal = standard_normal(torch.Size((self.num_normals,)), mean.dtype, mean.device)
+            if self.num_normals < len(mean):
+                normal = torch.cat([normal, torch.ones_like(mean[self.num_normals :])])
             scale = scale * normal
-        if self.moved == len(like):
-            return named_parts(like + scale, self.shapes), {}
-        center = torch.cat([like[: self.moved] + scale[: self.moved], like[self.moved :]])
-        return named_parts(center, self.shapes), named_parts(scale, self.shapes)
+        if self.num_drawn == len(mean):
+            return named_parts(mean + scale, self.shapes), {}
+        count = self.num_drawn
+        values = torch.cat([mean[:count] + scale[:count], mean[count:]])
+        return named_parts(values, self.shapes), named_parts(scale, self.shapes)
 
     @torch.no_grad()
     def entropy(self) -> Tensor:
-        """Of all weights."""
+        """Returns the entropy of all weights."""
         return self.log_std.sum() + 0.5 * self.mean.numel() * (1.0 + math.log(2.0 * math.pi))
 
 
-class DrawnWeights(DrawnNetwork):
-    """A network whose weights are Gaussian, drawn anew in every pass; ``ways`` names the layers that get their noise behind them."""
+class GaussianNetwork(SampledNetwork):
+    """Network with Gaussian weights, drawn in every forward pass.
 
-    def __init__(self, network: nn.Module, weights: GaussianWeights, ways: Mapping[str, str]) -> None:
+    Args:
+        network: Network.
+        weights: Distribution of the weights.
+        estimators: Estimators of the layers with noise on their outputs, ``"local"`` or ``"flipout"``.
+    """
+
+    def __init__(self, network: nn.Module, weights: GaussianWeights, estimators: Mapping[str, str]) -> None:
         super().__init__(network, weights.shapes)
         self.weights = weights
         names = {id(p): name for name, p in network.named_parameters()}
-        for layer, way in ways.items():
+        for layer, estimator in estimators.items():
             module = network.get_submodule(layer)
-            own = {key: names[id(p)] for key, p in module._parameters.items() if p is not None}
-            noise = flipout_noise if way == "flipout" else local_noise
-            hook = self._hook(own["weight"], own.get("bias", ""), noise)
+            parameters = {key: names[id(p)] for key, p in module._parameters.items() if p is not None}
+            noise = flipout_noise if estimator == "flipout" else local_noise
+            hook = self._noise_hook(parameters["weight"], parameters.get("bias", ""), noise)
             self.hooks.append(module.register_forward_hook(hook, with_kwargs=True, prepend=True))
 
-    def _hook(self, weight: str, bias: str, noise: Any) -> Any:
+    def _noise_hook(self, weight: str, bias: str, noise: Any) -> Any:
         def hook(module: nn.Module, args: Any, kwargs: dict[str, Any], output: Tensor) -> Tensor | None:
-            if self.shared is None:
+            tensors = self.hook_tensors
+            if tensors is None:
                 return None
             x = args[0] if args else kwargs["input"]
-            drawn = noise(module, x, self.shared[weight], self.shared.get(bias), current_share())
-            return output + drawn.to(output.dtype)
+            added = noise(module, x, tensors[weight], tensors.get(bias), current_share())
+            return output + added.to(output.dtype)
 
         return hook
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        center, behind = self.weights()
-        return self.run(center, behind, *args, **kwargs)
+        values, hook_tensors = self.weights()
+        return self.forward_with(values, hook_tensors, *args, **kwargs)
 
 
 def log_uniform_kl(mean: Tensor, log_std: Tensor) -> Tensor:
-    r"""The KL to :math:`p(w) \propto 1 / |w|`, less the constant that this prior lacks: 0 for weights that are nothing but noise.
+    r"""Returns the KL divergence from :math:`p(w) \propto 1 / |w|`, up to the constant of this improper prior.
 
-    It depends on :math:`\alpha = \sigma^2 / \mu^2` alone, :math:`-\tfrac12 \log\alpha + E \log|1 + \sqrt\alpha \epsilon| + c`, and
-    given by the approximation of Molchanov et al. 2017 (https://arxiv.org/abs/1701.05369), within 0.01 nats of it.
+    It depends only on :math:`\alpha = \sigma^2 / \mu^2`, is :math:`-\tfrac12 \log\alpha + E \log|1 + \sqrt\alpha \epsilon| + c`, and is
+    zero in the limit of pure noise. The approximation of Molchanov et al. 2017 (https://arxiv.org/abs/1701.05369) is accurate to 0.01
+    nats.
 
     >>> log_uniform_kl(torch.tensor([0.0, 1e-4]), torch.zeros(2)).abs() < 1e-3
     tensor(True)
     """
     log_alpha = 2.0 * (log_std - mean.abs().clamp_min(1e-8).log())
-    scale = 0.63576
-    away = scale * torch.sigmoid(-1.87320 - 1.48695 * log_alpha)
-    return (away + 0.5 * nn.functional.softplus(-log_alpha)).sum()
+    correction = 0.63576 * torch.sigmoid(-1.87320 - 1.48695 * log_alpha)
+    return (correction + 0.5 * nn.functional.softplus(-log_alpha)).sum()
 
 
 def mixture_kl(
     mean: Tensor, log_std: Tensor, normal: Tensor, pi: float, sigma1: float, sigma2: float
 ) -> Tensor:
-    r"""The KL to :math:`\pi \mathcal N(0, \sigma_1^2) + (1 - \pi) \mathcal N(0, \sigma_2^2)`, which has no closed form.
+    r"""Estimates the KL divergence from :math:`\pi \mathcal N(0, \sigma_1^2) + (1 - \pi) \mathcal N(0, \sigma_2^2)`.
 
-    :math:`E_q \log q` has one; :math:`E_q \log p` is estimated at the draws :math:`\mu + \sigma \epsilon`, averaged over the first
-    axis of ``normal``, ``[K, n]``.
+    :math:`E_q \log q` has a closed form. :math:`E_q \log p` is estimated at the draws :math:`\mu + \sigma \epsilon`.
 
-    >>> same = mixture_kl(torch.zeros(3), torch.zeros(3), torch.ones(1, 3), 0.5, 1.0, 1.0)  # one Gaussian: the closed form at e = 1
-    >>> round(same.item(), 6)
+    Args:
+        mean: Means :math:`\mu`, ``[n]``.
+        log_std: Log standard deviations, ``[n]``.
+        normal: Standard normal numbers :math:`\epsilon`, ``[K, n]``; the estimate averages over the first axis.
+        pi: Weight :math:`\pi` of the first component.
+        sigma1: Standard deviation :math:`\sigma_1` of the first component.
+        sigma2: Standard deviation :math:`\sigma_2` of the second component.
+
+    >>> kl = mixture_kl(torch.zeros(3), torch.zeros(3), torch.ones(1, 3), 0.5, 1.0, 1.0)  # equal Gaussians
+    >>> round(kl.item(), 6)
     0.0
     """
     return _MixtureKL.apply(mean, log_std, normal, pi, sigma1, sigma2)
 
 
 class _MixtureKL(torch.autograd.Function):
-    """:func:`mixture_kl` as one node: its derivatives need no more than the second component's responsibility."""
+    """Implementation of :func:`mixture_kl` as one autograd node, which stores only the responsibility of the second component."""
 
     @staticmethod
     def forward(
@@ -333,17 +362,18 @@ class _MixtureKL(torch.autograd.Function):
         square = draws * draws
         first = square.mul(-0.5 * sigma1**-2).add_(math.log(pi) - math.log(sigma1))
         second = square.mul_(-0.5 * sigma2**-2).add_(math.log1p(-pi) - math.log(sigma2))
-        share = torch.sigmoid(second - first)
-        larger = torch.maximum(first, second).sum() - torch.maximum(share, 1.0 - share).log().sum()
-        ctx.save_for_backward(std, draws, normal, share)
+        responsibility = torch.sigmoid(second - first)
+        larger = torch.maximum(responsibility, 1.0 - responsibility)
+        log_prior = torch.maximum(first, second).sum() - larger.log().sum()
+        ctx.save_for_backward(std, draws, normal, responsibility)
         ctx.precisions = (sigma1**-2, sigma2**-2)
-        return -0.5 * mean.numel() - larger / normal.shape[0] - log_std.sum()
+        return -0.5 * mean.numel() - log_prior / normal.shape[0] - log_std.sum()
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        std, draws, normal, share = ctx.saved_tensors
+        std, draws, normal, responsibility = ctx.saved_tensors
         first, second = ctx.precisions
-        to_draws = share.mul(second - first).add_(first).mul_(draws).mul_(gradient / len(draws))
-        to_log_std = (to_draws * normal).sum(0).mul_(std).sub_(gradient)
-        return to_draws.sum(0), to_log_std, None, None, None, None
+        draw_gradient = responsibility.mul(second - first).add_(first).mul_(draws).mul_(gradient / len(draws))
+        log_std_gradient = (draw_gradient * normal).sum(0).mul_(std).sub_(gradient)
+        return draw_gradient.sum(0), log_std_gradient, None, None, None, None

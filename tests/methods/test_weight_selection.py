@@ -1,0 +1,39 @@
+"""Tests of the selection of random weights and of their gradient estimators."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from flowbnn.methods.variational.weight_selection import initial_scales, select_estimators, select_weights
+
+
+def test_auto_uses_local_reparameterization_only_where_it_is_exact():
+    network = nn.Sequential(
+        nn.Conv2d(1, 2, 3),
+        nn.Flatten(),
+        nn.Linear(18, 6),
+        nn.Unflatten(1, (2, 3)),
+        nn.Linear(3, 3),
+        nn.Flatten(),
+        nn.Linear(6, 2),
+    )
+    choice = select_estimators(network, select_weights(network, None), "auto", torch.zeros(4, 1, 5, 5))
+    # neither the convolution nor the linear layer with several positions
+    assert choice.layers == {"2": "local", "6": "local"}
+
+
+def test_auto_does_not_use_local_reparameterization_for_repeated_layers():
+    block = nn.Sequential(nn.Linear(3, 3), nn.Tanh())
+    network = nn.Sequential(block, block, nn.Linear(3, 2))
+    choice = select_estimators(network, select_weights(network, None), "auto", torch.zeros(4, 3))
+    assert choice.layers == {"2": "local"}
+
+
+def test_initial_scales_follow_the_size_of_the_weights():
+    mean = {"a": torch.full((4,), 2.0), "b": torch.zeros(4)}
+    scales = initial_scales(mean, 0.1, 1.0)
+    assert scales["a"].tolist() == pytest.approx([0.2] * 4)
+    assert scales["b"].tolist() == pytest.approx([0.1 * math.sqrt(2.0)] * 4)
+    assert initial_scales({"b": torch.zeros(2)}, 0.1, 3.0)["b"].tolist() == pytest.approx([0.3, 0.3])
