@@ -1,4 +1,4 @@
-"""Two classes on a plane and a ring of far-away inputs: which methods know that they do not know?"""
+"""Two classes on a plane and a ring of out-of-distribution inputs: uncertainty of all methods far from the data."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -23,29 +23,29 @@ from flowbnn_studies.runner.study import Findings, Job
 METRICS = (
     *CLASSIFICATION[:3],
     Metric("auroc", "Novelty AUROC", "higher", ".3f",
-           "Probability that a point of the ring has a higher predictive entropy than a test point; 0.5 is guessing, below it the "
-           "method is more certain of the ring than of what it knows."),
+           "Probability that a point of the ring has a higher predictive entropy than a test point. 0.5 is chance; below 0.5 the "
+           "method is more certain on the ring than on test points."),
     Metric("auroc_mi", "AUROC by MI", "higher", ".3f",
-           "As novelty AUROC, by the mutual information of label and network; a single network has none."),
+           "Novelty AUROC by the mutual information of label and network; a single network has none."),
     Metric("ring_entropy", "Entropy on the ring", "higher", ".3f",
-           f"Mean predictive entropy on the ring, in nats; to know nothing is log 2 = {math.log(2):.3f}."),
+           f"Mean predictive entropy on the ring, in nats; at most log 2 = {math.log(2):.3f}."),
     Metric("ring_confidence", "Confidence on the ring", "lower", ".3f",
-           "Mean probability of the likelier class on the ring; to know nothing is 0.5."),
+           "Mean probability of the more likely class on the ring; at least 0.5."),
 )
 # fmt: on
 
 
 @options
 class Settings(MethodSettings):
-    """What the study depends on, besides :class:`MethodSettings`.
+    """Settings of the study, in addition to :class:`MethodSettings`.
 
     Args:
-        spread: of each blob.
-        train, test: number of points.
-        radius: of the ring; the blobs lie within 6 of the origin.
-        ring: points on it.
-        hidden: widths of the network's hidden layers.
-        grid: points along a side of the maps, which reach a third beyond the ring.
+        spread: Standard deviation of each blob.
+        train, test: Number of training and test points.
+        radius: Radius of the ring. The blobs lie within 6 of the origin.
+        ring: Number of points on the ring.
+        hidden: Widths of the hidden layers.
+        grid: Number of grid points along each axis of the maps, which extend a third beyond the ring.
     """
 
     spread: Positive = 1.2
@@ -63,13 +63,13 @@ class Settings(MethodSettings):
 
 class Clusters2d(MethodStudy):
     name = "clusters-2d"
-    title = "Two classes and a ring of inputs from nowhere"
+    title = "Two classes and a ring of out-of-distribution inputs"
     description = (
-        "two classes on a plane and a ring of far-away inputs: which methods know that they do not know"
+        "two classes on a plane and a ring far from the data: out-of-distribution detection by all methods"
     )
     question = (
-        "A network learns two classes from four blobs. Asked about points on a wide ring around them, where there is no data, "
-        "which methods say that they do not know?"
+        "A network is trained on two classes of four blobs. Which methods are uncertain on a wide ring around them, where there are no "
+        "data?"
     )
     source = "the blobs of Xiong's report, figure 3; novelty as in Ravenda's report, section 1.6"
     settings = Settings
@@ -105,23 +105,25 @@ class Clusters2d(MethodStudy):
         return content
 
     def findings(self, settings: Settings, parts: Parts) -> Findings:
-        chosen = self.evaluated_candidates(settings, parts)
+        candidates = self.evaluated_candidates(settings, parts)
         notes = [
-            f"Four blobs of standard deviation {settings.spread:g}, {settings.train} points to learn from; the ring has a radius of "
-            f"{settings.radius:g}. All methods have the same network of hidden layers {settings.hidden}, the same points of their seed "
-            f"and {settings.epochs} epochs or what their own settings say; nothing was chosen on the ring.",
+            f"Four blobs of standard deviation {settings.spread:g}, {settings.train} training points, a ring of radius "
+            f"{settings.radius:g}. All methods have the same network with hidden layers {settings.hidden}, the same points of their "
+            f"seed and {settings.epochs} epochs unless their own settings differ. Nothing was chosen on the ring.",
         ]
         rows = self.rows(settings, parts, METRICS)
-        drawn = figures(settings, parts, chosen, self.first_seed_parts(settings, parts, "map"))
-        return Findings(answer(parts, chosen), METRICS, rows, drawn, notes)
+        all_figures = figures(settings, parts, candidates, self.first_seed_parts(settings, parts, "map"))
+        return Findings(answer(parts, candidates), METRICS, rows, all_figures, notes)
 
 
-def axis_of(s: Settings) -> Tensor:
+def map_axis(s: Settings) -> Tensor:
+    """Returns the coordinates of the maps along an axis."""
     return torch.linspace(-s.radius * 4 / 3, s.radius * 4 / 3, s.grid)
 
 
 def _map(posterior: Posterior, s: Settings) -> dict[str, Any]:
-    axis = axis_of(s)
+    """Computes predictive entropy and mutual information over the plane."""
+    axis = map_axis(s)
     predictive = predict(posterior, torch.cartesian_prod(axis, axis), s.samples)
 
     def table(values: Tensor) -> list[Any]:
@@ -132,49 +134,49 @@ def _map(posterior: Posterior, s: Settings) -> dict[str, Any]:
 
 
 def figures(
-    s: Settings, parts: Parts, chosen: Sequence[Candidate], drawn: Mapping[str, dict[str, Any]]
+    s: Settings, parts: Parts, candidates: Sequence[Candidate], contents: Mapping[str, dict[str, Any]]
 ) -> list[dict[str, Any]]:
-    """The maps of the first seed, and calibration on known points."""
+    """Returns the maps of the first seed, and the calibration on test points."""
     kinds = {
         "entropy": (
-            "Where each method is unsure",
+            "Predictive entropy over the plane",
             "predictive entropy in nats",
             "auroc",
-            "Seed 0: predictive entropy over the plane; the deepest colour is log 2, to know nothing. A method that knows what it does "
-            "not know is pale where the points are and deep on the ring.",
+            "Seed 0. The darkest colour is log 2, the largest entropy. A method that detects out-of-distribution inputs is pale at "
+            "the points and dark on the ring.",
         ),
         "epistemic": (
-            "Where its sampled networks disagree",
+            "Mutual information over the plane",
             "mutual information in nats",
             "auroc_mi",
-            "Seed 0: the mutual information of label and network, the part of the entropy that more data would remove, in the same "
-            "scale. Single networks have none and are left out.",
+            "Seed 0: mutual information of label and network, the part of the entropy that more data would remove, on the same "
+            "scale. Single networks have none and are omitted.",
         ),
     }
-    made = []
+    result = []
     for name, (title, label, metric, caption) in kinds.items():
         panels = []
-        for method, part in drawn.items():
+        for method, part in contents.items():
             score = part["values"].get(metric)
             note = "" if score is None else f"AUROC {score:.2f}"
             if part["map"][name] is not None:
                 panels.append({"title": method, "note": note, "values": part["map"][name]})
         if panels:
-            first, axis = next(iter(drawn.values())), round_values(axis_of(s), 3)
+            first, axis = next(iter(contents.values())), round_values(map_axis(s), 3)
             points = {"points": first["points"], "point_class": first["point_class"], "ring": s.radius}
             data = {"label": label, "x": axis, "y": axis, "top": math.log(2), **points, "panels": panels}
-            made.append(figure("map", title, caption, data))
-    labels = {one.key: one.label for one in chosen}
-    return [*made, reliability_figure("Test points from the blobs.", labels, parts)]
+            result.append(figure("map", title, caption, data))
+    labels = {candidate.key: candidate.label for candidate in candidates}
+    return [*result, reliability_figure("Test points of the blobs.", labels, parts)]
 
 
-def answer(parts: Parts, chosen: Sequence[Candidate]) -> str:
-    """The answer, put together from the numbers."""
-    rank = partial(ranking, parts, chosen)
-    blind = sum(parts.mean(one.key, "auroc") <= 0.5 for one in chosen)
+def answer(parts: Parts, candidates: Sequence[Candidate]) -> str:
+    """Returns the answer, computed from the numbers."""
+    rank = partial(ranking, parts, candidates)
+    failing = sum(parts.mean(candidate.key, "auroc") <= 0.5 for candidate in candidates)
     return (
-        f"The ring is distinguished from the test points, {pluralize(len(parts.seeds))}, best by {rank('auroc', higher=True)} (AUROC "
-        f"by entropy); {blind} of {len(chosen)} methods are no better than guessing.\n"
-        f"The entropy on the ring is at most {math.log(2):.3f}: {rank('ring_entropy', higher=True)}.\n"
-        f"The calibration error on known points, which is another matter: {rank('ece')}."
+        f"Detection of the ring (AUROC by entropy, {pluralize(len(parts.seeds))}): best {rank('auroc', higher=True)}. {failing} of "
+        f"{len(candidates)} methods are no better than chance.\n"
+        f"Entropy on the ring, at most {math.log(2):.3f}: {rank('ring_entropy', higher=True)}.\n"
+        f"Calibration error on test points, for comparison: {rank('ece')}."
     )

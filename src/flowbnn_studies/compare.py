@@ -1,4 +1,4 @@
-"""``flowbnn compare``: all methods on a network and a data set by name, resumable method by method."""
+"""Study of ``flowbnn compare``: all methods on a network and a data set by name, resumable method by method."""
 
 import math
 from collections.abc import Callable
@@ -22,33 +22,41 @@ from flowbnn_studies.runner.methods import MethodSettings, MethodStudy, shuffled
 from flowbnn_studies.runner.study import Findings, Job
 
 TensorPair = tuple[Tensor, Tensor]
-SPREAD, RADIUS = 1.2, 18.0  # of the blobs, and of the ring about them
-HELD_OUT = 5000  # images put aside of the large sets
+SPREAD, RADIUS = 1.2, 18.0  # of the blobs and of the ring, as in clusters-2d
+VALIDATION = 5000  # validation images of the large sets, as in the image studies
 
 
 @dataclass(frozen=True)
 class ComparisonData:
-    """A data set as a network takes it: inputs and targets, novel inputs, and what these are, in words."""
+    """A data set in the format of the network.
+
+    Args:
+        train, validation, test: Inputs and targets.
+        novel: Out-of-distribution inputs.
+        classes: Number of classes.
+        novel_label: Description of the out-of-distribution inputs.
+    """
 
     train: TensorPair
     validation: TensorPair
     test: TensorPair
     novel: Tensor
     classes: int
-    strange: str
+    novel_label: str
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of one input."""
+        """Shape of one input."""
         return tuple(self.train[0].shape[1:])
 
 
 def _mlp(shape: tuple[int, ...], classes: int) -> nn.Module:
+    """Returns an MLP for inputs of a shape."""
     inputs = math.prod(shape)
     return MLP(inputs, (32, 32) if inputs < 16 else (128,), classes)
 
 
-# how a network is made for inputs of a shape, and the size of images it needs; 0 for any input
+# factory of a network for inputs of a shape, and the size of the images that it needs; 0 for any input
 NETWORKS: dict[str, tuple[Callable[[tuple[int, ...], int], nn.Module], int]] = {
     "mlp": (_mlp, 0),
     "small-conv": (lambda shape, classes: SmallConv(shape[0], classes), 8),
@@ -59,33 +67,38 @@ NETWORKS: dict[str, tuple[Callable[[tuple[int, ...], int], nn.Module], int]] = {
 
 
 def _digits(seed: int) -> ComparisonData:
+    """Returns the 8x8 digits without the digit 8."""
     digits = load_digits(8, seed)
-    strange = "the digit 8, never seen"
     return ComparisonData(
-        digits.train, digits.validation, digits.test, digits.novel[0], len(digits.known), strange
+        digits.train, digits.validation, digits.test, digits.novel[0], len(digits.known), "the unseen digit 8"
     )
 
 
 def _clusters(seed: int) -> ComparisonData:
+    """Returns four blobs of two classes and a ring."""
     generator = torch.Generator().manual_seed(1000 + seed)
     train, validation, test = (clusters(number, SPREAD, generator) for number in (800, 200, 4000))
     return ComparisonData(
-        train, validation, test, ring(1000, RADIUS, generator), 2, "a ring of far-away points"
+        train, validation, test, ring(1000, RADIUS, generator), 2, "a ring far from the data"
     )
 
 
 def _images(name: str, novel: str) -> Callable[[int], ComparisonData]:
+    """Returns a loader of a published image set."""
+
     def load(seed: int) -> ComparisonData:
-        train, aside = load_images(name, "train").split(HELD_OUT, seed)
+        train, validation_set = load_images(name, "train").split(VALIDATION, seed)
         test, normalize = load_images(name, "test"), train.normalizer()
         if novel == "noise":
             generator = torch.Generator().manual_seed(1000 + seed)
-            strange = novel_noise(2000, tuple(test.images.shape[1:]), generator)
+            novel_images = novel_noise(2000, tuple(test.images.shape[1:]), generator)
         else:
-            strange = load_images(novel, "test").to_unit()
-        validation, tested = ((normalize(one.images), one.labels) for one in (aside, test))
-        pairs = ((train.normalized(), train.labels), validation, tested)
-        return ComparisonData(*pairs, normalize(strange), len(train.classes), f"images of {novel}")
+            novel_images = load_images(novel, "test").to_unit()
+        validation_pair, test_pair = (
+            (normalize(images.images), images.labels) for images in (validation_set, test)
+        )
+        pairs = ((train.normalized(), train.labels), validation_pair, test_pair)
+        return ComparisonData(*pairs, normalize(novel_images), len(train.classes), f"images of {novel}")
 
     return load
 
@@ -100,45 +113,45 @@ DATA: dict[str, Callable[[int], ComparisonData]] = {
 
 
 def prepare_data(network: str, data: str, seed: int, train: int = 0, test: int = 0) -> ComparisonData:
-    """A data set as a network takes it: images of another size are scaled to the one it needs.
+    """Returns a data set in the format of a network. Images are scaled to the size that it needs.
 
     Args:
-        network, data: names.
-        seed: of the split, or of the points.
-        train, test: at most that many examples; 0 for all.
+        network, data: Names of the network and the data set.
+        seed: Seed of the split or of the points.
+        train, test: Largest number of training and test examples; 0 for all.
 
     >>> prepare_data("lenet", "digits", seed=0).shape
     (1, 28, 28)
     """
     size = NETWORKS[network][1]
 
-    def fitted(inputs: Tensor) -> Tensor:
+    def resize(inputs: Tensor) -> Tensor:
         if not size or inputs.shape[-1] == size:
             return inputs
         smaller = size < inputs.shape[-1]
         return F.interpolate(inputs, (size, size), mode="bilinear", align_corners=False, antialias=smaller)
 
-    def cut(pair: TensorPair, most: int) -> TensorPair:
-        inputs, targets = (part[: most or None] for part in pair)
-        return fitted(inputs), targets
+    def truncate(pair: TensorPair, limit: int) -> TensorPair:
+        inputs, targets = (tensor[: limit or None] for tensor in pair)
+        return resize(inputs), targets
 
-    whole = DATA[data](seed)
+    complete = DATA[data](seed)
     return replace(
-        whole,
-        train=cut(whole.train, train),
-        validation=cut(whole.validation, test),
-        test=cut(whole.test, test),
-        novel=fitted(whole.novel[: test or None]),
+        complete,
+        train=truncate(complete.train, train),
+        validation=truncate(complete.validation, test),
+        test=truncate(complete.test, test),
+        novel=resize(complete.novel[: test or None]),
     )
 
 
 @options
 class Settings(MethodSettings):
-    """What the comparison depends on, besides :class:`MethodSettings`; the plain network is always among the methods.
+    """Settings of the comparison, in addition to :class:`MethodSettings`. The deterministic network is always included.
 
     Args:
-        network, data: their names.
-        train, test: at most that many examples; 0 for all.
+        network, data: Names of the network and the data set.
+        train, test: Largest number of training and test examples; 0 for all.
     """
 
     network: Literal["mlp", "small-conv", "lenet", "vgg16", "resnet18"] = "lenet"
@@ -151,13 +164,13 @@ class CompareStudy(MethodStudy):
     name = "compare"
     title = "Which method should I use?"
     description = (
-        "all methods on a network and data of your choice, with what they cost; by default LeNet on digits"
+        "all methods on a network and data set of your choice, with their costs; by default LeNet on digits"
     )
-    question = "On this network and this data, which method should one use, and what does it cost?"
-    source = "no published counterpart: the methods are those of Ahn and Lee's lecture and Ravenda's report"
+    question = "Which method should be used with this network and these data, and what does it cost?"
+    source = "no published counterpart; methods of Ahn and Lee's lecture and Ravenda's report"
     seeds = 1
     settings = Settings
-    specific: ClassVar[dict[str, dict[str, Any]]] = {  # chains as long as a comparison of minutes allows
+    specific: ClassVar[dict[str, dict[str, Any]]] = {  # short chains, for a comparison of minutes
         "hmc": {"samples": 30, "warmup": 30, "chains": 1, "steps": 6},
         "nuts": {"samples": 25, "warmup": 25, "chains": 1, "max_depth": 3},
     }
@@ -172,7 +185,7 @@ class CompareStudy(MethodStudy):
     def candidates(self, settings: Settings) -> list[Candidate]:
         if settings.data == "clusters" and NETWORKS[settings.network][1]:
             raise FlowBNNError(
-                f"network '{settings.network}' takes images, and 'clusters' are points; take --network mlp",
+                f"network '{settings.network}' needs images, and 'clusters' has points; use --network mlp",
                 argument="network",
             )
         return (
@@ -188,29 +201,35 @@ class CompareStudy(MethodStudy):
         network = NETWORKS[s.network][0](data.shape, data.classes)
         weights = sum(parameter.numel() for parameter in network.parameters())
         if weights > (candidate.max_weights or math.inf):
-            return {"values": {}, "refused": f"with {weights:,} weights it would take hours"}
+            return {"values": {}, "refused": f"it would take hours with {weights:,} weights"}
         loader = shuffled_loader(data.train, s.batch, job.seed)
         warm_up(network, loader)
-        method, more = self.make_method(job, candidate, len(loader))
+        method, options = self.make_method(job, candidate, len(loader))
         test, novel = TensorLoader(*data.test, batch_size=512), TensorLoader(data.novel, batch_size=512)
-        held_out = TensorLoader(*data.validation, batch_size=s.batch) if candidate.held_out else None
-        more |= {"novel": novel, "validation": held_out, "samples": s.samples}
-        content = measure(method, network, loader, test, **more)
+        validation = TensorLoader(*data.validation, batch_size=s.batch) if candidate.held_out else None
+        options |= {"novel": novel, "validation": validation, "samples": s.samples}
+        content = measure(method, network, loader, test, **options)
         sizes = {"train": len(data.train[0]), "test": len(data.test[0]), "novel": len(data.novel)}
-        told = {"method": repr(method), "weights": weights, "sizes": sizes, "strange": data.strange}
-        return {**content, **told}
+        description = {
+            "method": repr(method),
+            "weights": weights,
+            "sizes": sizes,
+            "novel_label": data.novel_label,
+        }
+        return {**content, **description}
 
     def findings(self, settings: Settings, parts: Parts) -> Findings:
-        one = parts.of(self.evaluated_candidates(settings, parts)[0].key)[0]
-        table = Comparison(self.candidates(settings), parts)
-        sizes = one["sizes"]
+        part = parts.of(self.evaluated_candidates(settings, parts)[0].key)[0]
+        comparison = Comparison(self.candidates(settings), parts)
+        sizes = part["sizes"]
         notes = [
-            f"{settings.network} has {one['weights']:,} weights; {sizes['train']} examples to learn from, {sizes['test']} to test "
-            f"on, and as novel inputs {sizes['novel']} of {one['strange']}. {settings.epochs} epochs, batches of "
-            f"{settings.batch}, a learning rate of {settings.lr:g}; up to {settings.samples} networks in a prediction. No setting "
-            "was tuned for a method: a row shows what it gives with its defaults, and the Markov chains are as short as a "
-            "comparison of minutes allows.",
-            "Times are CPU seconds of one thread, so that what else runs on the machine counts little; the time of a prediction is "
-            "the least of up to three.",
+            f"{settings.network} has {part['weights']:,} weights. There are {sizes['train']} training examples, {sizes['test']} "
+            f"test examples and {sizes['novel']} out-of-distribution inputs ({part['novel_label']}). {settings.epochs} epochs, "
+            f"batches of {settings.batch}, learning rate {settings.lr:g}, up to {settings.samples} networks in a prediction. No "
+            "setting was tuned for a method: a row shows its defaults, and the Markov chains are short.",
+            "Times are CPU seconds of one thread, so that other load on the machine has little effect. The time of a prediction is "
+            "the smallest of up to three.",
         ]
-        return Findings(table.answer, table.metrics, table.table_rows(), table.figures(), notes)
+        return Findings(
+            comparison.answer, comparison.metrics, comparison.table_rows(), comparison.figures(), notes
+        )

@@ -1,4 +1,4 @@
-"""The 8x8 digits with one class unseen: plain, dropout, Gaussian noise and flow noise side by side."""
+"""8x8 digits with one class unseen in training: deterministic network, dropout, Gaussian noise and flow noise."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
@@ -32,30 +32,30 @@ from flowbnn_studies.runner.study import Findings, Job, Study, Variant
 METRICS = (
     *CLASSIFICATION[:3],
     Metric("auroc", "Novelty AUROC", "higher", ".4f",
-           "Probability that an image of the unseen digit has a higher predictive entropy than one of a known digit; 0.5 is guessing."),
+           "Probability that an image of the unseen digit has a higher predictive entropy than one of a known digit; 0.5 is chance."),
     CLASSIFICATION[3],
-    Metric("aupr", "Novelty AUPR", "higher", ".4f", "Average precision of finding the unseen digit by predictive entropy."),
+    Metric("aupr", "Novelty AUPR", "higher", ".4f", "Average precision of the detection of the unseen digit by predictive entropy."),
     Metric("auroc_mi", "AUROC by MI", "higher", ".4f",
-           "As novelty AUROC, by the mutual information of label and network; a single network has none."),
-    Metric("aupr_mi", "AUPR by MI", "higher", ".4f", "As novelty AUPR, by the mutual information."),
+           "Novelty AUROC by the mutual information of label and network; a single network has none."),
+    Metric("aupr_mi", "AUPR by MI", "higher", ".4f", "Novelty AUPR by the mutual information."),
 )
 # fmt: on
 
 
 @options
 class Settings:
-    """What the study depends on.
+    """Settings of the study.
 
     Args:
-        novel: the digit that training never sees.
-        width, hidden: of the network.
-        batch: images in a step.
-        start_epochs: epochs of the plain network that every variant starts from.
-        epochs: more epochs of each variant, the plain one included, so that all have seen the same.
-        weight_lr, noise_lr: learning rates of the weights and of the noise.
-        dropout: rate, at the same layers as the noise.
-        flow_length: planar flows at ``fc1``.
-        samples: networks averaged in a prediction.
+        novel: Digit that is excluded from training.
+        width, hidden: Number of channels and of hidden units of the network.
+        batch: Number of images in a step.
+        start_epochs: Epochs of the deterministic network that every variant starts from.
+        epochs: Further epochs of each variant, including the deterministic one.
+        weight_lr, noise_lr: Learning rates of the weights and of the noise.
+        dropout: Dropout rate, at the same layers as the noise.
+        flow_length: Number of planar flows at ``fc1``.
+        samples: Number of networks averaged in a prediction.
     """
 
     novel: Annotated[int, Bounds(ge=0, le=9)] = 8
@@ -72,11 +72,11 @@ class Settings:
 
 
 def noise_rules(settings: Settings, variant: str) -> dict[Any, Recipe | None]:
-    """The noise of a variant; the flows sit where Xiong's report puts them in its LeNet."""
+    """Returns the noise of a variant by layer. The flows are at the layers of Xiong's LeNet."""
     if variant == "plain":
         return {}
     if variant == "dropout":
-        # whole channels before the convolutions, single features before the linear layers, as is usual
+        # as usual: channels before convolutions, single features before linear layers
         return {"*": Dropout(rate=settings.dropout, site="channel"), "conv1": None}
     if variant == "gaussian":
         return {"*": NormalAffine(base_scale=0.5)}
@@ -89,15 +89,13 @@ def noise_rules(settings: Settings, variant: str) -> dict[Any, Recipe | None]:
 
 class DigitsStudy(Study):
     name = "digits"
-    title = "Digits, with one class never seen"
-    description = (
-        "a small conv net on 8x8 digits: plain, dropout, Gaussian noise, flow noise; one digit is novel"
-    )
+    title = "Digits with one unseen class"
+    description = "small convolutional network on 8x8 digits, one unseen: deterministic, dropout, Gaussian noise, flow noise"
     question = (
-        "A small convolutional network learns nine of the ten digits. Which kind of noise gives the best probabilities, and "
-        "which tells the digit it has never seen from those it knows?"
+        "A small convolutional network is trained on nine of the ten digits. Which kind of noise gives the best probabilities, and "
+        "which detects the unseen digit?"
     )
-    source = "the layers that carry flows as in Xiong's report, section 4"
+    source = "flows at the layers of Xiong's report, section 4"
     seeds = 3
     settings = Settings
     partial = False
@@ -107,7 +105,7 @@ class DigitsStudy(Study):
     def variants(self, settings: Settings) -> tuple[Variant, ...]:
         return (
             Variant("start", "Common start", in_table=False),
-            Variant("plain", "Plain", "mle", "start"),
+            Variant("plain", "Deterministic", "mle", "start"),
             Variant("dropout", "Dropout", "mc-dropout", "start", cost=1.5),
             Variant("gaussian", "Gaussian noise", "node-noise-gaussian", "start", cost=2),
             Variant("flow", "Flow noise", "node-noise-planar", "start", cost=4),
@@ -126,9 +124,9 @@ class DigitsStudy(Study):
         return self.evaluate(job, posterior, digits)
 
     def evaluate(self, job: Job, posterior: Posterior, digits: Digits) -> dict[str, Any]:
-        """Everything the table and the figures need of one trained network."""
+        """Computes everything that the table and the figures need of one trained network."""
         s: Settings = job.settings
-        known, novel = (predict(posterior, some[0], s.samples) for some in (digits.test, digits.novel))
+        known, novel = (predict(posterior, images, s.samples) for images, _ in (digits.test, digits.novel))
         values = known.evaluate(digits.test[1])
         values["auroc"] = novelty_auroc(known.entropy, novel.entropy)
         values["aupr"] = novelty_aupr(known.entropy, novel.entropy)
@@ -141,8 +139,8 @@ class DigitsStudy(Study):
             "history": {name: history[name] for name in names if name in history},
             "bins": reliability(known.probabilities, digits.test[1]),
             "entropy": {
-                name: histogram(one.entropy, 0.0, 2.2, 22)
-                for name, one in (("known", known), ("novel", novel))
+                name: histogram(predictive.entropy, 0.0, 2.2, 22)
+                for name, predictive in (("known", known), ("novel", novel))
             },
         }
         if job.variant == "flow":
@@ -156,11 +154,11 @@ class DigitsStudy(Study):
     def findings(self, settings: Settings, parts: Parts) -> Findings:
         labels = self.row_labels(settings)
         notes = [
-            f"Every variant starts from the same network of its seed, trained for {settings.start_epochs} epochs, and is trained for "
-            f"{settings.epochs} more. Each seed has a split of its own: 60 % of the known digits to learn from, 15 % to choose "
-            f"settings on, 25 % for the table; the novel images are all those of the digit {settings.novel}.",
-            "Learning rates, epochs and the dropout rate were chosen by the likelihood on the validation parts of two other splits; "
-            "their images are partly those of the tests here.",
+            f"Every variant starts from the same network of its seed, trained for {settings.start_epochs} epochs, and is trained "
+            f"for {settings.epochs} more. Each seed has a split of its own: 60 % of the known digits for training, 15 % for the "
+            f"choice of settings, 25 % for the table. The novel images are all images of the digit {settings.novel}.",
+            "Learning rates, epochs and the dropout rate were chosen by the likelihood on the validation parts of two other "
+            "splits, whose images overlap with the test images here.",
         ]
         rows = self.rows(settings, parts, METRICS)
         return Findings(answer(parts, labels), METRICS, rows, figures(parts, labels, settings.novel), notes)
@@ -169,7 +167,7 @@ class DigitsStudy(Study):
 def _images(
     images: Tensor, predictive: CategoricalPredictive, digits: Digits, truth: list[int] | None
 ) -> list[dict[str, Any]]:
-    """The middling and the least certain image (of novel ones the most certain too), with the four likeliest digits."""
+    """Returns the images of median and highest entropy (for novel ones also of the lowest), with the four most likely digits."""
     order = predictive.entropy.argsort().tolist()
     panels = []
     for index in [order[place] for place in ((len(order) // 2, -1) if truth else (0, len(order) // 2, -1))]:
@@ -185,64 +183,59 @@ def _images(
 
 
 def answer(parts: Parts, labels: Mapping[str, str]) -> str:
-    """The answer, put together from the numbers."""
+    """Returns the answer, computed from the numbers."""
 
     def ranking(metric: str, higher: bool) -> str:
         order = sorted(labels, key=lambda key: parts.mean(key, metric), reverse=higher)
         best = order[0]
         means = ", ".join(f"{labels[key].lower()} {parts.mean(key, metric):.3f}" for key in order)
-        near = [
-            k
-            for k in order[1:]
-            if not paired_difference(parts.values(best, metric), parts.values(k, metric)).significant
+        values = parts.values(best, metric)
+        close = [
+            key for key in order[1:] if not paired_difference(values, parts.values(key, metric)).significant
         ]
         if len(parts.seeds) == 1:
-            lead = "which one split does not settle"
-        elif not near:
-            lead = "ahead of all others by more than chance"
-        elif len(near) == len(order) - 1:
-            lead = "but ahead of none of the others by more than chance"
+            lead = "undecided with one split"
+        elif not close:
+            lead = "significantly better than all others"
+        elif len(close) == len(order) - 1:
+            lead = "not significantly better than any other"
         else:
-            lead = f"within chance of {' and '.join(labels[key].lower() for key in near)}"
+            lead = f"not significantly better than {' and '.join(labels[key].lower() for key in close)}"
         return f"{labels[best].lower()} is best, {lead} ({means})."
 
     flow = paired_difference(parts.values("flow", "auroc"), parts.values("gaussian", "auroc"))
-    verdict = "there is no clear difference between flow and Gaussian noise"
+    verdict = f"the difference of flow and Gaussian noise is {flow.inconclusive}"
     if flow.significant:
-        verdict = f"flow noise does {'better' if flow.mean > 0 else 'worse'} than Gaussian noise"
+        verdict = f"flow noise is {'better' if flow.mean > 0 else 'worse'} than Gaussian noise"
     accuracies = [parts.mean(key, "accuracy") for key in labels]
     return (
-        f"Probabilities (NLL, {pluralize(len(parts.seeds), 'split')}): {ranking('nll', False)}\nThe unseen digit (AUROC by entropy): "
-        f"{ranking('auroc', True)}\nAccuracy lies between {min(accuracies):.3f} and {max(accuracies):.3f}.\nFor novelty {verdict}: "
-        f"{flow.describe(3)}."
+        f"Negative log-likelihood (NLL, {pluralize(len(parts.seeds), 'split')}): {ranking('nll', False)}\nDetection of the unseen "
+        f"digit (AUROC by entropy): {ranking('auroc', True)}\nThe accuracy is between {min(accuracies):.3f} and "
+        f"{max(accuracies):.3f}.\nFor the detection, {verdict}: {flow.describe(3)}."
     ).replace("gaussian", "Gaussian")
 
 
 def figures(parts: Parts, labels: Mapping[str, str], novel: int) -> list[dict[str, Any]]:
-    """The figures, in the order of the page."""
+    """Returns the figures in the order of the page."""
     first = parts.seeds[0]
     flow = parts.content["flow", first]
     noisy = [key for key in labels if key in ("gaussian", "flow")]
     groups = {"known": "known digits", "novel": f"the unseen {novel}"}
-    training = (
-        "Mean over seeds of each epoch's mean, after the common start; the band is one standard deviation."
-    )
-    densities = (
-        "densities of the noise dimensions that moved farthest from their prior, and one pair of them."
-    )
+    training = "Mean over seeds at each epoch after the common start, with a band of one standard deviation."
+    densities = "densities of the noise dimensions that differ most from their prior, and one pair of them."
     entropies = {label: [part["entropy"] for part in parts.of(key)] for key, label in labels.items()}
     return [
         figure(
             "images",
             "Known and novel digits",
-            f"Seed {first}, flow noise: known digits of middling and of the highest predictive entropy, then the unseen "
-            f"{novel} with the lowest, a middling and the highest. Bars: the four likeliest digits.",
+            f"Seed {first}, flow noise: known digits of median and of the highest predictive entropy, then images of the unseen "
+            f"{novel} with the lowest, the median and the highest entropy. Bars: the four most likely digits.",
             {"panels": flow["images"]},
         ),
         figure(
             "histogram",
-            "Entropy of known and of novel digits",
-            "Predictive entropy in nats; all seeds together. Good noise moves the novel digits to the right and leaves the known ones.",
+            "Entropy of known and unseen digits",
+            "Predictive entropy in nats, all seeds together. A good method has higher entropies for the unseen digit.",
             {"x_label": "predictive entropy (nats)", "panels": histogram_panels(entropies, groups)},
         ),
         reliability_figure("Known digits.", labels, parts),

@@ -1,4 +1,4 @@
-"""Figure 4 of Xiong's report: how long should a planar flow be?"""
+"""Figure 4 of Xiong's report: the length of a planar flow."""
 
 from typing import Any, ClassVar
 
@@ -18,9 +18,9 @@ from flowbnn_studies.two_clusters import ClusterSettings, sample_points
 # fmt: off
 METRICS = (
     Metric("negative_elbo", "Negative ELBO", "lower", ".4f",
-           "KL / N minus the mean log-likelihood of a training point, in nats; of the final network, with many draws."),
+           "KL / N minus the mean log-likelihood of a training point, in nats, for the final network with many draws."),
     Metric("log_likelihood", "Log-likelihood", "higher", ".4f", "Expected log-likelihood of a training point, in nats."),
-    Metric("kl", "KL / N", "none", ".5f", "KL of all layers' noise to its prior over the number of points, in nats."),
+    Metric("kl", "KL / N", "none", ".5f", "KL of the noise of all layers to its prior, divided by the number of points, in nats."),
     *(metric for metric in CLASSIFICATION if metric.key in ("nll", "ece")),
 )
 # fmt: on
@@ -28,12 +28,12 @@ METRICS = (
 
 @options
 class Settings(ClusterSettings):
-    """What the study depends on, with the epochs and the rates of the report.
+    """Settings of the study, with the epochs and learning rates of the report.
 
     Args:
-        lengths: of the planar flow at each layer; 0 is the learnable Gaussian alone.
-        draws: noise draws for the final ELBO, for each point.
-        kl_draws: draws for the final KL.
+        lengths: Numbers of planar flows at each layer; 0 is the learnable Gaussian alone.
+        draws: Number of noise draws for the final ELBO, for each point.
+        kl_draws: Number of draws for the final KL.
     """
 
     lengths: tuple[int, ...] = (0, 3, 6, 9, 12, 15)
@@ -47,12 +47,10 @@ class Settings(ClusterSettings):
 class FlowLength(Study):
     name = "flow-length"
     title = "How long should the flow be?"
-    description = (
-        "planar flows of length 0 to 15 on the same problem: ELBO, likelihood, KL (Xiong's report, figure 4)"
-    )
+    description = "planar flows of length 0 to 15 on the blobs of two-clusters: ELBO, likelihood, KL (Xiong's report, figure 4)"
     question = (
-        "The stochastic MLP of two-clusters is trained with planar flows of different lengths at both layers. Which length "
-        "gives the best bound, and is a Gaussian without a flow the worst?"
+        "The stochastic MLP of two-clusters is trained with planar flows of different lengths at both layers. Which length has the "
+        "best ELBO, and is a Gaussian without a flow the worst?"
     )
     source = "Xiong's report, figure 4"
     settings = Settings
@@ -69,7 +67,7 @@ class FlowLength(Study):
             Variant(f"length-{n}", f"Length {n}", "node-noise-planar", "plain", cost=1 + n)
             for n in settings.lengths
         ]
-        return (Variant("plain", "Plain MLP", "mle", in_table=False), *lengths)
+        return (Variant("plain", "Deterministic MLP", "mle", in_table=False), *lengths)
 
     def train(self, job: Job) -> dict[str, Any]:
         s: Settings = job.settings
@@ -104,18 +102,18 @@ class FlowLength(Study):
             panel("KL", "nats per example", lines("kl", 1.0 / settings.train)),
         ]
         caption = (
-            "As figure 4 of Xiong's report: mean over seeds of each epoch's mean during training, one draw for each point; "
-            "the band is one standard deviation."
+            "As in figure 4 of Xiong's report: mean over seeds at each epoch during training, with one draw for each point and a "
+            "band of one standard deviation."
         )
         data = {"x_label": "epoch", "panels": panels}
         curves = figure("curves", "Training with flows of different lengths", caption, data)
         notes = [
-            "The report's figure shows one run of each length; it finds length 12 best and length 0 worst, without numbers.",
-            "All lengths start from the same short-trained network of their seed, and see the same batches.",
-            "Tried besides: with learning rates 50 (weights) and 25 (noise) times higher the order is gone. No flow then has the best "
-            "bound of three lengths, within chance of the others (negative ELBO 0.1018, length 6 0.1050, length 12 0.1046): flowbnn "
-            "run flow-length --seeds 3 --set lengths=0,6,12 --set weight_lr=0.01 --set noise_lr=0.05",
-            *still_falling(parts, settings.lengths),
+            "The figure of the report shows one run of each length. Length 12 is best and length 0 worst; it has no numbers.",
+            "All lengths start from the same briefly trained network of their seed, and have the same batches.",
+            "With learning rates 50 (weights) and 25 (noise) times higher, no flow has the best ELBO of three lengths, but the "
+            "differences are not significant (negative ELBO 0.1018; length 6 0.1050, length 12 0.1046): flowbnn run flow-length "
+            "--seeds 3 --set lengths=0,6,12 --set weight_lr=0.01 --set noise_lr=0.05",
+            *describe_convergence(parts, settings.lengths),
         ]
         rows = self.rows(settings, parts, METRICS)
         return Findings(answer(parts, settings.lengths), METRICS, rows, [curves], notes)
@@ -125,46 +123,42 @@ class FlowLength(Study):
 def final_bound(
     posterior: NoisePosterior, data: tuple[Tensor, Tensor], draws: int, kl_draws: int
 ) -> dict[str, float]:
-    """The ELBO of a fitted network and its two terms, per training point, with many draws instead of one."""
+    """Computes the ELBO of a fitted network and its two terms, per training point, with many draws."""
     points, targets = data
     predictive = posterior.predict(points, draws, shared=False, seed=0).cpu()
-    right = predictive.log_samples.gather(-1, targets.view(1, -1, 1).expand(draws, -1, 1))
-    likelihood = float(right.double().mean())
+    target_log_p = predictive.log_samples.gather(-1, targets.view(1, -1, 1).expand(draws, -1, 1))
+    likelihood = float(target_log_p.double().mean())
     total = 0.0
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         for noise in noise_layers(posterior.model).values():
-            part = noise.divergence(kl_draws)
-            total += 0.0 if part is None else float(part.kl)
+            divergence = noise.divergence(kl_draws)
+            total += 0.0 if divergence is None else float(divergence.kl)
     kl = total / len(points)
     return {"negative_elbo": kl - likelihood, "log_likelihood": likelihood, "kl": kl}
 
 
 def answer(parts: Parts, lengths: tuple[int, ...]) -> str:
-    """The answer, put together from the numbers."""
+    """Returns the answer, computed from the numbers."""
     bound = {n: parts.values(f"length-{n}", "negative_elbo") for n in lengths}
     means = {n: sum(values) / len(values) for n, values in bound.items()}
     order = sorted(lengths, key=means.__getitem__)
     best, worst = order[0], order[-1]
     text = (
-        f"Over {pluralize(len(parts.seeds))} length {best} has the best bound (negative ELBO {means[best]:.4f}) and length {worst} the "
-        f"worst ({means[worst]:.4f})."
+        f"Averaged over {pluralize(len(parts.seeds))}, length {best} has the best ELBO (negative ELBO {means[best]:.4f}) and length "
+        f"{worst} the worst ({means[worst]:.4f})."
     )
     if len(lengths) > 1:
         second = paired_difference(bound[order[1]], bound[best])
-        text += (
-            f"\nThe runner-up, length {order[1]}, differs from the best by {second.describe()}, which is "
-            + (
-                "more than chance."
-                if second.significant
-                else f"{second.inconclusive}: the best length is not settled."
-            )
+        verdict = (
+            "significant" if second.significant else f"{second.inconclusive}, so the best length is undecided"
         )
+        text += f"\nThe difference of the second best, length {order[1]}, to the best is {second.describe()}: {verdict}."
     if 0 in lengths and len(lengths) > 1:
         rival = best if best != 0 else order[1]
         gap = paired_difference(bound[0], bound[rival])
         if worst == 0 and gap.significant:
-            text += f"\nAs in the report, no flow is the worst: {gap.describe()} nats per point behind length {rival}, seed by seed."
+            text += f"\nAs in the report, no flow is the worst: {gap.describe()} nats per point above length {rival}."
         elif worst == 0:
             text += (
                 f"\nNo flow is the worst, as in the report, but its difference to length {rival} is {gap.inconclusive}: "
@@ -172,20 +166,20 @@ def answer(parts: Parts, lengths: tuple[int, ...]) -> str:
             )
         else:
             text += (
-                f"\nUnlike in the report, no flow is not the worst: its negative ELBO is {means[0]:.4f}, rank "
-                f"{order.index(0) + 1} of {len(order)}, {gap.describe()} from length {rival}."
+                f"\nUnlike in the report, no flow is not the worst: its negative ELBO is {means[0]:.4f}, rank {order.index(0) + 1} of "
+                f"{len(order)}, with a difference of {gap.describe()} to length {rival}."
             )
     if 12 in lengths:
         text += (
-            "\nLength 12, the report's best, is best here too."
+            "\nLength 12, the best of the report, is also the best here."
             if best == 12
-            else f"\nLength 12, the report's best, has rank {order.index(12) + 1} of {len(order)} here."
+            else f"\nLength 12, the best of the report, has rank {order.index(12) + 1} of {len(order)} here."
         )
     return text
 
 
-def still_falling(parts: Parts, lengths: tuple[int, ...], window: int = 5) -> list[str]:
-    """Says whether training had ended: by how much the negative ELBO still fell between the last two windows of epochs."""
+def describe_convergence(parts: Parts, lengths: tuple[int, ...], window: int = 5) -> list[str]:
+    """Describes the decrease of the negative ELBO between the last two windows of epochs."""
     falls = {}
     for length in lengths:
         histories = [part["history"]["elbo"] for part in parts.of(f"length-{length}")]
@@ -195,10 +189,10 @@ def still_falling(parts: Parts, lengths: tuple[int, ...], window: int = 5) -> li
         falls[length] = sum(drops) / len(drops)
     drops_by_length = ", ".join(f"{fall:.4f} at length {length}" for length, fall in falls.items())
     meaning = (
-        "part of what separates the lengths is then speed, not what they could reach"
+        "the training had not converged, so part of the differences between lengths is due to speed"
         if 0 in falls and falls[0] > 0 and falls[0] > max(falls[n] for n in lengths if n != 0)
-        else "which does not favour any length over no flow"
+        else "this does not favour any length over no flow"
     )
     return [
-        f"In the last {window} epochs the negative ELBO was below that of the {window} before by {drops_by_length} nats; {meaning}."
+        f"Decrease of the negative ELBO from the {window} epochs before the last {window} to these: {drops_by_length} nats; {meaning}."
     ]

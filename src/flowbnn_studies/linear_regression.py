@@ -1,8 +1,8 @@
-"""Bayesian linear regression, whose posterior is known: random-walk Metropolis, HMC and variational inference measured by it."""
+"""Bayesian linear regression with a known posterior: random-walk Metropolis, HMC and variational inference compared with it."""
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -25,39 +25,43 @@ VARIANTS = (
     Variant("variational", "Variational inference", "bayes-by-backprop"),
     Variant("factorized", "Best factorized Gaussian", "closed-form"),
 )
-SAMPLED, PREFIXES = ("metropolis", "hmc"), 6
+SAMPLERS = ("metropolis", "hmc")
 # fmt: off
 NUMBERS = {
-    "kl": ("KL", "lower", ".4f", "KL from the Gaussian of the method's mean and covariance to the exact posterior, in nats; 0: exact."),
+    "kl": ("KL", "lower", ".4f",
+           "KL from the Gaussian with the mean and covariance of the method to the exact posterior, in nats; 0 is exact."),
     "mean": ("Mean", "lower", ".3f",
-             "Distance of the means: root mean square over weights after the exact posterior is scaled to a standard normal one."),
+             "Root mean square distance of the means, after the exact posterior is scaled to a standard normal."),
     "covariance": ("Covariance", "lower", ".3f",
-                   "Distance of the covariances on that scale, by the Frobenius norm, as a share of the exact one's."),
+                   "Relative distance of the covariances on that scale, by the Frobenius norm."),
     "efficiency": ("ESS per 1000", "higher", ".1f",
-                   "Effective draws of the worst weight for a thousand evaluations of the log-density (Metropolis) or of its gradient "
-                   "(HMC), without the warm-up."),
-    "rhat": ("R-hat", "lower", ".3f", "The worst over weights; chains that agree have 1."),
+                   "Smallest effective sample size over weights for 1000 evaluations of the log-density (Metropolis) or its "
+                   "gradient (HMC), "
+                   "without the warm-up."),
+    "rhat": ("R-hat", "lower", ".3f", "Largest R-hat over weights; 1 if the chains agree."),
     "evaluations": ("Evaluations", "none", ",.0f",
-                    "Of the log-density or its gradient: after the warm-up in all chains, or steps of the variational fit."),
-    "seconds": ("Seconds", "none", ".1f", "Of the whole fit."),
+                    "Evaluations of the log-density or its gradient after the warm-up in all chains, or steps of the variational fit."),
+    "seconds": ("Seconds", "none", ".1f", "Time of the fit."),
 }
 # fmt: on
 
 
 @options
 class Settings:
-    """What the study depends on.
+    """Settings of the study.
 
     Args:
-        inputs: numbers of inputs, each a regression of its own; there is one weight more, the intercept.
-        points: examples for each weight.
-        noise: standard deviation of the targets, which is known.
-        prior: standard deviation of the prior of every weight.
-        chains, draws: of the samplers; each draw costs about the same number of evaluations.
-        warmup: draws before, in which the samplers tune themselves.
-        steps: leapfrog steps of HMC at most; Metropolis takes half as many transitions for a draw.
-        fit_steps: of the variational fit; a third as many before lead to the maximum of the posterior, around which chains begin.
-        lr: of both, which falls to zero.
+        inputs: Numbers of inputs, one regression each. There is one more weight, the intercept.
+        points: Number of examples for each weight.
+        noise: Known standard deviation of the targets.
+        prior: Standard deviation of the prior of every weight.
+        chains, draws: Number of chains and of draws of the samplers. Draws of both samplers cost about the same number of
+            evaluations.
+        warmup: Number of draws of the warm-up, in which the samplers are tuned.
+        steps: Largest number of leapfrog steps of HMC. Metropolis has half as many transitions for a draw.
+        fit_steps: Number of steps of the variational fit. A third as many find the maximum of the posterior, around which chains
+            start.
+        lr: Learning rate of both, which decays to zero.
     """
 
     inputs: tuple[int, ...] = (1, 10, 50)
@@ -73,7 +77,7 @@ class Settings:
 
 
 class GaussianMoments(NamedTuple):
-    """A normal distribution over weights, in the order slopes, intercept."""
+    """Mean and covariance of a normal distribution over weights, in the order slopes, intercept."""
 
     mean: Tensor
     covariance: Tensor
@@ -81,11 +85,12 @@ class GaussianMoments(NamedTuple):
 
 class LinearRegression(Study):
     name = "linear-regression"
-    title = "Linear regression: how near to the exact posterior?"
-    description = "Bayesian linear regression by random-walk Metropolis, HMC and variational inference beside the exact posterior"
+    title = "Linear regression: distance to the exact posterior"
+    description = "Bayesian linear regression: random-walk Metropolis, HMC and variational inference versus the exact posterior"
     question = (
-        "The smallest Bayesian network is a line whose slope and intercept are uncertain, and its posterior is known exactly. How near "
-        "do random-walk Metropolis, HMC and variational inference come, at which cost, and what changes with 11 and with 51 weights?"
+        "The smallest Bayesian network is a line with uncertain slope and intercept, whose posterior is known exactly. How close "
+        "to it are random-walk Metropolis, HMC and variational inference, at what cost, and how does this change with 11 and 51 "
+        "weights?"
     )
     source = "Ravenda's report, figure 3 and section 1.3"
     settings = Settings
@@ -105,38 +110,36 @@ class LinearRegression(Study):
         for number in s.inputs:
             inputs, targets = make_problem(s, number, job.seed)
             exact = exact_posterior(inputs, targets, s)
-            started, more = time.perf_counter(), dict[str, Any]()
+            started, extra = time.perf_counter(), dict[str, Any]()
             if job.variant == "factorized":
-                best = GaussianMoments(
-                    exact.mean, torch.linalg.inv(exact.covariance).diagonal().reciprocal().diag()
-                )
-                found = best
+                variances = torch.linalg.inv(exact.covariance).diagonal().reciprocal()
+                moments = GaussianMoments(exact.mean, variances.diag())
             else:
-                found, more = self.fitted(job, inputs, targets)
-                more["seconds"] = time.perf_counter() - started
-            chains = more.pop("chains", None)
-            values = {**distances(found, exact), **more}
+                moments, extra = self.fit(job, inputs, targets)
+                extra["seconds"] = time.perf_counter() - started
+            chains = extra.pop("chains", None)
+            values = {**distances(moments, exact), **extra}
             content["values"] |= {f"{name}_{number}": value for name, value in values.items()}
             if chains is not None:
-                content["curves"][str(number)] = kl_by_draws(chains, exact, more["evaluations"])
+                content["curves"][str(number)] = kl_by_draws(chains, exact, extra["evaluations"])
             if job.seed == 0 and number == 1:
-                content |= pictures(found, chains, exact, inputs, targets, s)
+                content |= density_data(moments, chains, exact, inputs, targets, s)
         return content
 
-    def fitted(self, job: Job, inputs: Tensor, targets: Tensor) -> tuple[GaussianMoments, dict[str, Any]]:
-        """What a method makes of the data."""
+    def fit(self, job: Job, inputs: Tensor, targets: Tensor) -> tuple[GaussianMoments, dict[str, Any]]:
+        """Fits a method. Returns the moments of its posterior and further numbers."""
         s: Settings = job.settings
         network = nn.Linear(inputs.shape[1], 1).double()
         data = [(inputs, targets)]
-        given: dict[str, Any] = {"likelihood": Gaussian(noise=s.noise), "seed": job.seed, "progress": False}
-        given |= {"accelerator": job.accelerator}
+        options: dict[str, Any] = {"likelihood": Gaussian(noise=s.noise), "seed": job.seed, "progress": False}
+        options |= {"accelerator": job.accelerator}
         if job.variant == "variational":
             method = BayesByBackprop(
                 epochs=s.fit_steps, lr=s.lr, noise_lr=s.lr, schedule=cosine, prior_scale=s.prior
             )
-            fit: GaussianWeightPosterior = method.fit(network, data, **given)
-            std = flatten_weights(fit.std)
-            return GaussianMoments(flatten_weights(fit.mean), std.square().diag()), {
+            variational: GaussianWeightPosterior = method.fit(network, data, **options)
+            std = flatten_weights(variational.std)
+            return GaussianMoments(flatten_weights(variational.mean), std.square().diag()), {
                 "evaluations": float(s.fit_steps)
             }
         common: dict[str, Any] = {"samples": s.draws, "chains": s.chains, "prior_scale": s.prior}
@@ -144,42 +147,42 @@ class LinearRegression(Study):
         thin = max(1, (s.steps + 1) // 2) if job.variant == "metropolis" else 1
         posterior: ChainPosterior
         if job.variant == "metropolis":
-            posterior = Metropolis(thin=thin, warmup=thin * s.warmup, **common).fit(network, data, **given)
+            posterior = Metropolis(thin=thin, warmup=thin * s.warmup, **common).fit(network, data, **options)
         else:
-            posterior = HMC(steps=s.steps, warmup=s.warmup, **common).fit(network, data, **given)
+            posterior = HMC(steps=s.steps, warmup=s.warmup, **common).fit(network, data, **options)
         chains = flatten_weights(posterior.chains, 2)
         evaluations = thin * float(posterior.record["gradients"].sum())
-        told = posterior.diagnostics()
-        least = float(effective_sample_size(chains, "bulk").min())
+        ess = float(effective_sample_size(chains, "bulk").min())
         flat = chains.flatten(0, 1)
-        more = {
+        extra = {
             "evaluations": evaluations,
-            "efficiency": 1e3 * least / evaluations,
-            "rhat": told.rhat_weights,
+            "efficiency": 1e3 * ess / evaluations,
+            "rhat": posterior.diagnostics().rhat_weights,
         }
-        return GaussianMoments(flat.mean(0), flat.T.cov()), {**more, "chains": chains}
+        return GaussianMoments(flat.mean(0), flat.T.cov()), {**extra, "chains": chains}
 
     def findings(self, settings: Settings, parts: Parts) -> Findings:
         metrics = make_metrics(NUMBERS, {number: weights_label(number) for number in settings.inputs})
         notes = [
-            f"Every seed has data of its own: {settings.points} points for each weight, inputs that share a common factor (with one "
-            f"input: even between 0 and 3), a line of spread 1 and noise of {settings.noise:g}, which all methods know, a prior "
+            f"Every seed has data of its own: {settings.points} points for each weight, inputs with a common factor (uniform "
+            f"between 0 and 3 for one input), a line of standard deviation 1 and known noise of {settings.noise:g}. The prior is "
             f"N(0, {settings.prior:g}²).",
-            f"{settings.chains} chains of {settings.draws} draws, with up to {settings.steps} leapfrog steps a draw, or "
-            f"{(settings.steps + 1) // 2} Metropolis transitions: as many evaluations on average. Step sizes and the scale of every "
-            "weight are tuned in the warm-up. Draws have no bias left to show, so their distance is that of a finite number of them.",
-            "Variational inference is Bayes by Backprop; the best factorized Gaussian has the exact mean and the variances "
-            "1 / Λ of the exact precision's diagonal. No fit of its kind can be nearer by this KL.",
-            "Ravenda's report prints no numbers; it says of Metropolis-Hastings that it is exact given enough computation and works "
-            "for some 10 to 100 variables.",
+            f"{settings.chains} chains of {settings.draws} draws, with up to {settings.steps} leapfrog steps or "
+            f"{(settings.steps + 1) // 2} Metropolis transitions for a draw, which are as many evaluations on average. Step sizes "
+            "and the scale of every weight are tuned in the warm-up. The remaining distance of the samplers is due to the finite "
+            "number of draws.",
+            "Variational inference is Bayes by Backprop. The best factorized Gaussian has the exact mean and the variances 1 / Λ "
+            "of the diagonal of the exact precision. No factorized Gaussian has a smaller KL.",
+            "Ravenda's report has no numbers. It states that Metropolis-Hastings is exact given enough computation and works for "
+            "about 10 to 100 variables.",
         ]
         rows = self.rows(settings, parts, metrics)
-        drawn = figures(settings, parts, self.first_seed_parts(settings, parts, "joint"))
-        return Findings(answer(settings, parts), metrics, rows, drawn, notes)
+        all_figures = figures(settings, parts, self.first_seed_parts(settings, parts, "joint"))
+        return Findings(answer(settings, parts), metrics, rows, all_figures, notes)
 
 
 def weights_label(number: int) -> str:
-    """A regression in words.
+    """Returns the number of weights of a regression in words.
 
     >>> weights_label(1), weights_label(20)
     ('2 weights', '21 weights')
@@ -188,27 +191,29 @@ def weights_label(number: int) -> str:
 
 
 def make_problem(s: Settings, number: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Inputs ``[N, number]`` and targets ``[N, 1]``."""
+    """Returns inputs ``[N, number]`` and targets ``[N, 1]``."""
     source = torch.Generator().manual_seed(1000 * number + seed)
     count = s.points * (number + 1)
     if number == 1:  # away from zero, so that slope and intercept are correlated
         inputs = 3.0 * torch.rand(count, 1, generator=source, dtype=torch.float64)
     else:
         common = torch.randn(count, 1, generator=source, dtype=torch.float64)
-        own = torch.randn(count, number, generator=source, dtype=torch.float64)
-        inputs = (0.5 * common + own) / math.sqrt(1.25)
-    line = inputs @ torch.randn(number, 1, generator=source, dtype=torch.float64)
+        individual = torch.randn(count, number, generator=source, dtype=torch.float64)
+        inputs = (0.5 * common + individual) / math.sqrt(1.25)
+    signal = inputs @ torch.randn(number, 1, generator=source, dtype=torch.float64)
     noise = s.noise * torch.randn(count, 1, generator=source, dtype=torch.float64)
-    return inputs, (line - line.mean()) / line.std() + noise
+    return inputs, (signal - signal.mean()) / signal.std() + noise
 
 
 def design(inputs: Tensor) -> Tensor:
-    """A column of ones after the inputs."""
+    """Appends a column of ones to the inputs."""
     return torch.cat([inputs, torch.ones_like(inputs[:, :1])], 1)
 
 
 def exact_posterior(inputs: Tensor, targets: Tensor, s: Settings) -> GaussianMoments:
-    r"""The exact one: precision :math:`\Lambda = X^\top X / \sigma^2 + I / s^2`, mean :math:`\Lambda^{-1} X^\top y / \sigma^2`."""
+    r"""Computes the exact posterior: precision :math:`\Lambda = X^\top X / \sigma^2 + I / s^2`, mean :math:`\Lambda^{-1} X^\top y /
+    \sigma^2`.
+    """
     columns = design(inputs)
     precision = columns.T @ columns / s.noise**2 + torch.eye(columns.shape[1]).double() / s.prior**2
     covariance = torch.linalg.inv(precision)
@@ -216,12 +221,12 @@ def exact_posterior(inputs: Tensor, targets: Tensor, s: Settings) -> GaussianMom
 
 
 def flatten_weights(values: Mapping[str, Tensor], leading: int = 0) -> Tensor:
-    """Slopes and intercept on the last axis."""
+    """Returns slopes and intercept on the last axis."""
     return torch.cat([values[name].flatten(leading) for name in ("weight", "bias")], -1)
 
 
-def distances(found: GaussianMoments, exact: GaussianMoments) -> dict[str, float]:
-    r"""How far a normal distribution is from the exact one, where that is scaled to a standard normal.
+def distances(moments: GaussianMoments, exact: GaussianMoments) -> dict[str, float]:
+    r"""Computes the distance of a normal distribution to the exact one, which is scaled to a standard normal.
 
     .. math:: \mathrm{KL} = \tfrac12 (\mathrm{tr}\, S + m^\top m - d - \log\det S)
 
@@ -231,40 +236,44 @@ def distances(found: GaussianMoments, exact: GaussianMoments) -> dict[str, float
     {'kl': 1.0, 'mean': 1.0, 'covariance': 0.0}
     """
     root = torch.linalg.cholesky(exact.covariance)
-    away = torch.linalg.solve_triangular(root, (found.mean - exact.mean)[:, None], upper=False)
-    half = torch.linalg.solve_triangular(root, found.covariance, upper=False)
-    spread = torch.linalg.solve_triangular(root, half.T, upper=False)
-    size = len(spread)
-    kl = 0.5 * (spread.trace() + away.square().sum() - size - torch.logdet(spread))
-    error = torch.linalg.matrix_norm(spread - torch.eye(size).to(spread)) / math.sqrt(size)
-    return {"kl": float(kl), "mean": float(away.square().mean().sqrt()), "covariance": float(error)}
+    mean_difference = torch.linalg.solve_triangular(root, (moments.mean - exact.mean)[:, None], upper=False)
+    half_scaled = torch.linalg.solve_triangular(root, moments.covariance, upper=False)
+    covariance = torch.linalg.solve_triangular(root, half_scaled.T, upper=False)
+    size = len(covariance)
+    kl = 0.5 * (covariance.trace() + mean_difference.square().sum() - size - torch.logdet(covariance))
+    error = torch.linalg.matrix_norm(covariance - torch.eye(size).to(covariance)) / math.sqrt(size)
+    return {
+        "kl": float(kl),
+        "mean": float(mean_difference.square().mean().sqrt()),
+        "covariance": float(error),
+    }
 
 
 def kl_by_draws(chains: Tensor, exact: GaussianMoments, evaluations: float) -> dict[str, list[float]]:
-    """The KL after a half, a quarter and so on of all draws, against the thousands of evaluations that they took."""
+    """Computes the KL after 1/32, 1/16, ... of all draws, against the evaluations that they took, both as log10."""
     draws = chains.shape[1]
-    counts = [draws >> halvings for halvings in reversed(range(PREFIXES))]
-    made: dict[str, list[float]] = {"x": [], "kl": []}
+    counts = [draws >> halvings for halvings in reversed(range(6))]
+    curve: dict[str, list[float]] = {"x": [], "kl": []}
     for count in counts:
         flat = chains[:, :count].flatten(0, 1)
-        if len(flat) > 2 * flat.shape[1]:  # else its covariance is nearly singular
+        if len(flat) > 2 * flat.shape[1]:  # otherwise the covariance is nearly singular
             kl = distances(GaussianMoments(flat.mean(0), flat.T.cov()), exact)["kl"]
-            made["x"].append(math.log10(evaluations * count / draws))
-            made["kl"].append(math.log10(kl))
-    return made
+            curve["x"].append(math.log10(evaluations * count / draws))
+            curve["kl"].append(math.log10(kl))
+    return curve
 
 
-def pictures(
-    found: GaussianMoments,
+def density_data(
+    moments: GaussianMoments,
     chains: Tensor | None,
     exact: GaussianMoments,
     inputs: Tensor,
     targets: Tensor,
     s: Settings,
 ) -> dict[str, Any]:
-    """The line of one input: joint and marginal densities, and the band of the line."""
+    """Returns the joint density of slope and intercept, and the predictive band of the line, for one input."""
     deviation = exact.covariance.diagonal().sqrt()
-    grids = [torch.linspace(-4, 4, 61).double() * deviation[place] + exact.mean[place] for place in range(2)]
+    grids = [torch.linspace(-4, 4, 61).double() * deviation[index] + exact.mean[index] for index in range(2)]
     axis = torch.linspace(-1.0, 4.0, 51).double()
     columns = design(axis[:, None])
 
@@ -283,97 +292,92 @@ def pictures(
             "total": round_values(total),
         }
 
-    density = joint(found) if chains is None else kernel_density(*chains.flatten(0, 1).T, *grids)
+    density = joint(moments) if chains is None else kernel_density(*chains.flatten(0, 1).T, *grids)
     return {
         "joint": {"x": round_values(grids[0]), "y": round_values(grids[1]), "density": round_values(density)},
-        "band": band(found),
+        "band": band(moments),
         "exact": {"joint": round_values(joint(exact)), "band": band(exact)},
         "points": {"x": round_values(inputs[:, 0]), "y": round_values(targets[:, 0])},
     }
 
 
-def figures(s: Settings, parts: Parts, drawn: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]]:
-    """The posterior of slope and intercept, the line, and how the distance falls with the work."""
-    made = []
-    if drawn:
-        first = next(iter(drawn.values()))
-        axes = {"x_label": "slope", "y_label": "intercept"}
-        pairs = [{"title": "Exact posterior", **first["joint"], "density": first["exact"]["joint"], **axes}]
-        pairs += [{"title": label, **part["joint"], **axes} for label, part in drawn.items()]
-        made.append(
-            figure(
-                "density",
-                "The posterior of a line's slope and intercept",
-                f"Seed 0, {2 * s.points} points: in place of the two numbers of a line there is a distribution, as in figure 3 of "
-                "Ravenda's report. All panels have the same axes. A steeper line needs a lower intercept; a factorized Gaussian "
-                "cannot say so.",
-                {"panels": [], "pairs": pairs},
-            )
-        )
-        bands = [{"title": "Exact posterior", **first["exact"]["band"], "points": first["points"]}]
-        bands += [
-            {"title": label, **part["band"], "points": first["points"]} for label, part in drawn.items()
-        ]
-        truth = {"x": bands[0]["x"], "y": bands[0]["mean"]}
-        caption = (
-            "Seed 0. Dashed: the exact posterior's mean, in all panels. The factorized Gaussian's line is too certain far "
-            "from the data and too uncertain among them: it has the right mean, and each weight's spread given the other."
-        )
-        exact = {"truth": truth, "truth_label": "mean of the exact posterior"}
-        made.append(
-            figure("bands", "The line that they predict", caption, {"x_label": "x", **exact, "panels": bands})
-        )
-    made.append(kl_figure(s, parts))
-    labels = {one.key: one.label for one in VARIANTS if one.key in SAMPLED}
+def figures(s: Settings, parts: Parts, contents: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    """Returns the figures: posterior of slope and intercept, predicted lines, KL and efficiency."""
+    result = [*_line_figures(s, contents), kl_figure(s, parts)] if contents else [kl_figure(s, parts)]
+    labels = {variant.key: variant.label for variant in VARIANTS if variant.key in SAMPLERS}
     lines = []
     for key, label in labels.items():
         columns = ([math.log10(v) for v in parts.values(key, f"efficiency_{number}")] for number in s.inputs)
         lines.append(line(label, (math.log10(number + 1) for number in s.inputs), columns))
-    title = "What an evaluation is worth, against the number of weights"
-    caption = "Effective draws of the worst weight for a thousand evaluations, mean over seeds of log10: 1 is 10, 2 is 100."
+    title = "Efficiency against the number of weights"
+    caption = "Smallest effective sample size over weights for 1000 evaluations, mean over seeds of log10: 1 is 10, 2 is 100."
     panels = [panel("Efficiency", "effective draws per 1000 evaluations, log10", lines)]
-    return [*made, figure("curves", title, caption, {"x_label": "weights, log10", "panels": panels})]
+    return [*result, figure("curves", title, caption, {"x_label": "weights, log10", "panels": panels})]
+
+
+def _line_figures(s: Settings, contents: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    """Returns the joint densities of slope and intercept, and the predicted lines."""
+    first = next(iter(contents.values()))
+    axes = {"x_label": "slope", "y_label": "intercept"}
+    pairs = [{"title": "Exact posterior", **first["joint"], "density": first["exact"]["joint"], **axes}]
+    pairs += [{"title": label, **part["joint"], **axes} for label, part in contents.items()]
+    densities = figure(
+        "density",
+        "Posterior of slope and intercept of a line",
+        f"Seed 0, {2 * s.points} points, as in figure 3 of Ravenda's report. All panels have the same axes. Slope and intercept are "
+        "correlated: a steeper line needs a lower intercept. A factorized Gaussian cannot represent this.",
+        {"panels": [], "pairs": pairs},
+    )
+    bands = [{"title": "Exact posterior", **first["exact"]["band"], "points": first["points"]}]
+    bands += [{"title": label, **part["band"], "points": first["points"]} for label, part in contents.items()]
+    truth = {"x": bands[0]["x"], "y": bands[0]["mean"]}
+    caption = (
+        "Seed 0. Dashed line: mean of the exact posterior, in all panels. The factorized Gaussian is overconfident far from the "
+        "data and underconfident among them: it has the right mean, and the conditional variance of each weight given the other."
+    )
+    exact = {"truth": truth, "truth_label": "mean of the exact posterior"}
+    data = {"x_label": "x", **exact, "panels": bands}
+    return [densities, figure("bands", "Predicted lines", caption, data)]
 
 
 def kl_figure(s: Settings, parts: Parts) -> dict[str, Any]:
-    """The distance to the exact posterior as chains grow."""
+    """Returns the figure of the KL to the exact posterior against the number of evaluations."""
     panels = []
     for number in s.inputs:
         lines = []
-        for one in VARIANTS:
-            runs = [part["curves"][str(number)] for part in parts.of(one.key) if part.get("curves")]
+        for variant in VARIANTS:
+            runs = [part["curves"][str(number)] for part in parts.of(variant.key) if part.get("curves")]
             if runs and runs[0]["x"]:
-                places = (sum(values) / len(runs) for values in zip(*(run["x"] for run in runs), strict=True))
-                lines.append(line(one.label, places, zip(*(run["kl"] for run in runs), strict=True)))
-        known = [math.log10(value) for value in parts.values("factorized", f"kl_{number}")]
-        levels = [{"label": "Best factorized Gaussian", "value": sum(known) / len(known)}]
+                x = (sum(values) / len(runs) for values in zip(*(run["x"] for run in runs), strict=True))
+                lines.append(line(variant.label, x, zip(*(run["kl"] for run in runs), strict=True)))
+        log_values = [math.log10(value) for value in parts.values("factorized", f"kl_{number}")]
+        levels = [{"label": "Best factorized Gaussian", "value": sum(log_values) / len(log_values)}]
         panels.append(panel(weights_label(number), "KL to the exact posterior, log10", lines, levels=levels))
     return figure(
         "curves",
-        "Chains come nearer as they grow, a factorized Gaussian does not",
-        "KL from the Gaussian with the mean and covariance of all draws so far to the exact posterior, as log10: one step down "
-        "is a tenth. Chains begin where they have enough draws for a covariance. Mean over seeds.",
+        "KL to the exact posterior against the number of evaluations",
+        "KL from the Gaussian with the mean and covariance of all draws so far to the exact posterior, as log10. Curves begin "
+        "where there are enough draws for a covariance. Mean over seeds.",
         {"x_label": "evaluations, log10", "panels": panels},
     )
 
 
 def answer(s: Settings, parts: Parts) -> str:
-    """The answer, put together from the numbers."""
-    few, many = s.inputs[0], s.inputs[-1]
+    """Returns the answer, computed from the numbers."""
+    small, large = s.inputs[0], s.inputs[-1]
 
     def ratio(number: int) -> float:
         return parts.mean("hmc", f"efficiency_{number}") / parts.mean("metropolis", f"efficiency_{number}")
 
-    def told(keys: Sequence[str], number: int) -> str:
-        labels = {one.key: one.label for one in VARIANTS}
-        return ", ".join(f"{labels[key]} {parts.mean(key, f'kl_{number}'):.3f}" for key in keys)
+    def describe(number: int) -> str:
+        return ", ".join(
+            f"{variant.label} {parts.mean(variant.key, f'kl_{number}'):.3f}" for variant in VARIANTS
+        )
 
-    keys = [one.key for one in VARIANTS]
-    lines = [
-        f"Of a line ({pluralize(len(parts.seeds))}) the KL to the exact posterior is: {told(keys, few)} nats. The samplers are exact "
-        "up to the number of their draws; the factorized Gaussian misses the correlation of slope and intercept, and no longer fit "
-        "helps.",
-        f"For a thousand evaluations HMC has {ratio(few):.1f} times as many effective draws as random-walk Metropolis with "
-        f"{weights_label(few)} and {ratio(many):.1f} times as many with {weights_label(many)}, where the KLs are: {told(keys, many)}.",
-    ]
-    return "\n".join(lines)
+    return (
+        f"KL to the exact posterior with {weights_label(small)} ({pluralize(len(parts.seeds))}): {describe(small)} nats. The error "
+        "of the samplers is due to the finite number of draws. The factorized Gaussian misses the correlation of slope and "
+        f"intercept, however long the fit.\nFor 1000 evaluations, HMC has {ratio(small):.1f} times as many effective draws as "
+        f"random-walk Metropolis with {weights_label(small)}, and {ratio(large):.1f} times as many with {weights_label(large)}. "
+        f"There the KLs are: {describe(large)}."
+    )

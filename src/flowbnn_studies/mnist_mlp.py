@@ -1,4 +1,4 @@
-"""The table of Blundell et al. 2015 (https://arxiv.org/abs/1505.05424): MLPs on MNIST, with Gaussian weights and without."""
+"""Table 1 of Blundell et al. 2015 (https://arxiv.org/abs/1505.05424): MLPs on MNIST, with and without Gaussian weights."""
 
 import math
 from collections.abc import Sequence
@@ -18,10 +18,10 @@ from flowbnn_studies.runner.findings import line, panel, pluralize
 from flowbnn_studies.runner.methods import predict, shuffled_loader
 from flowbnn_studies.runner.study import Findings, Job, Study, Variant, make_metrics, regroup_parts
 
-SCALE = 126.0  # pixels are divided by it, as in the paper: the empty ground stays at zero
-CHOICE_SEED = 100
-METHODS = {  # label and kind
-    "plain": ("Plain", "mle"),
+SCALE = 126.0  # divisor of the pixels, as in the paper
+CHOICE_SEED = 100  # added to the seeds of runs that choose settings
+METHODS = {  # label, and method for the colour
+    "plain": ("Deterministic", "mle"),
     "dropout": ("MC dropout", "mc-dropout"),
     "gaussian": ("Bayes by Backprop, Gaussian prior", "bayes-by-backprop"),
     "mixture": ("Bayes by Backprop, scale mixture", "bayes-by-backprop-mixture"),
@@ -34,11 +34,11 @@ PUBLISHED = {
     "mixture": {"error_400": 0.0136, "error_800": 0.0134, "error_1200": 0.0132},
 }
 NUMBERS = {
-    "error": ("Error", "lower", ".2%", "Share of images whose most probable class is wrong."),
-    "nll": ("NLL", "lower", ".4f", "Mean negative log-likelihood of the right class, in nats."),
+    "error": ("Error", "lower", ".2%", "Fraction of images whose most probable class is wrong."),
+    "nll": ("NLL", "lower", ".4f", "Mean negative log-likelihood (NLL) of the true class, in nats."),
     "ece": ("ECE", "lower", ".4f", "Expected calibration error in 15 equal bins."),
 }
-# What is tried on validation images, each in place of one default: settings of the priors, by the paper's ranges, and of the KL.
+# settings that are tried on validation images, each instead of one default: priors in the ranges of the paper, and weights of the KL
 CHOICES: dict[str, dict[str, Any]] = {
     **{
         f"mixture-s{first}-s{second}": {"sigma1": math.exp(-first), "sigma2": math.exp(-second)}
@@ -53,19 +53,19 @@ CHOICES: dict[str, dict[str, Any]] = {
 
 @options(kw_only=True)
 class Settings(ImageSource):
-    """What the study depends on, besides :class:`~flowbnn_studies.images.settings.PictureData`.
+    """Settings of the study, in addition to :class:`~flowbnn_studies.images.settings.ImageSource`.
 
     Args:
-        units: of each of the two hidden layers.
-        validation: images that are put aside, as in the paper, and that settings are chosen on.
-        choose: train what is in :data:`CHOICES`, and evaluate it on the validation images; the test images stay closed.
-        batch, epochs, lr: of all trainings; the rate falls to zero along half a cosine.
-        noise_lr, base_scale: rate and start of the standard deviations.
-        prior: standard deviation of the Gaussian prior.
-        pi, sigma1, sigma2: of the scale mixture.
-        beta, warmup: weight of the KL, and the share of the run over which it grows.
-        inputs, hidden: rates of dropout of pixels and of units.
-        samples: networks averaged in a prediction.
+        units: Numbers of units of each of the two hidden layers.
+        validation: Number of validation images, as in the paper, on which settings are chosen.
+        choose: Train all :data:`CHOICES` and evaluate them on the validation images, without the test images.
+        batch, epochs, lr: Batch size, epochs and learning rate of all trainings. The rate decays to zero along a cosine.
+        noise_lr, base_scale: Learning rate and initial value of the standard deviations.
+        prior: Standard deviation of the Gaussian prior.
+        pi, sigma1, sigma2: Parameters of the scale mixture prior.
+        beta, warmup: Weight of the KL, and the fraction of the run over which it grows.
+        inputs, hidden: Dropout rates of pixels and of hidden units.
+        samples: Number of networks averaged in a prediction.
     """
 
     units: tuple[int, ...] = (400, 800, 1200)
@@ -90,10 +90,10 @@ class Settings(ImageSource):
 class MnistMlp(Study):
     name = "mnist-mlp"
     title = "Bayes by Backprop on MNIST: MLPs of 400, 800 and 1200 units"
-    description = "test errors of MLPs on MNIST: plain, dropout, Bayes by Backprop with a Gaussian and a scale mixture prior"
+    description = "test errors of MLPs on MNIST: deterministic, dropout, Bayes by Backprop with a Gaussian and a scale mixture prior"
     question = (
-        "An MLP with two hidden layers learns MNIST without any knowledge of images. Does a distribution over its weights err as "
-        "little as dropout, does the prior matter, and do more units hurt?"
+        "An MLP with two hidden layers is trained on MNIST without knowledge of images. Is the test error with a distribution over "
+        "weights as low as with dropout, does the prior matter, and do more units increase the error?"
     )
     source = "Blundell et al. 2015, table 1, as in Ahn and Lee's lecture"
     settings = Settings
@@ -125,26 +125,26 @@ class MnistMlp(Study):
 
     def train(self, job: Job) -> dict[str, Any]:
         s: Settings = job.settings
-        learned = read_images("mnist", "train", s)
-        rest, aside = learned.split(s.validation, SPLIT_SEED)
-        tested = aside if s.choose else read_images("mnist", "test", s)
+        train_set = read_images("mnist", "train", s)
+        reduced_set, validation_set = train_set.split(s.validation, SPLIT_SEED)
+        test_set = validation_set if s.choose else read_images("mnist", "test", s)
         key, _, units = job.variant.rpartition("-")
-        learned = learned if key == "mixture-all" else rest
+        train_set = train_set if key == "mixture-all" else reduced_set
 
         def tensors(images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
             return images.to(job.device).flatten(1) / SCALE, labels.to(job.device)
 
         seed = job.seed + (CHOICE_SEED if s.choose else 0)
         loader = shuffled_loader(
-            tensors(learned.images, learned.labels), s.batch, seed, job.device, drop_last=True
+            tensors(train_set.images, train_set.labels), s.batch, seed, job.device, drop_last=True
         )
         torch.manual_seed(seed)
         network = make_network(int(units), s if key == "dropout" else None)
-        options = job.short_options(seed=1 + seed, num_data=len(learned))
+        options = job.short_options(seed=1 + seed, num_data=len(train_set))
         posterior = make_method(key, s).fit(network.to(job.device), loader, **options)
-        images, labels = tensors(tested.images, tested.labels)
-        found = predict(posterior, images, s.samples).evaluate(labels.cpu())
-        values = {"error": 1.0 - found["accuracy"], "nll": found["nll"], "ece": found["ece"]}
+        images, labels = tensors(test_set.images, test_set.labels)
+        scores = predict(posterior, images, s.samples).evaluate(labels.cpu())
+        values = {"error": 1.0 - scores["accuracy"], "nll": scores["nll"], "ece": scores["ece"]}
         return {"values": {f"{name}_{units}": value for name, value in values.items()}}
 
     def findings(self, settings: Settings, parts: Parts) -> Findings:
@@ -154,96 +154,108 @@ class MnistMlp(Study):
         labels = {key: (key, "bayes-by-backprop") for key in CHOICES} if settings.choose else METHODS
         present = {key: value for key, value in labels.items() if by_row.of(key)}
         rows = [
-            by_row.row(key, label, metrics, None if settings.choose else PUBLISHED.get(key), kind)
-            for key, (label, kind) in present.items()
+            by_row.row(key, label, metrics, None if settings.choose else PUBLISHED.get(key), method)
+            for key, (label, method) in present.items()
         ]
         mixture = f"π = {settings.pi:g}, σ₁ = {settings.sigma1:.3g}, σ₂ = {settings.sigma2:.2g}"
         notes = [
-            f"Two hidden layers; pixels divided by {SCALE:g} and not moved; {settings.validation:,} of the training images are put "
-            "aside, as in the paper, and settings are chosen on them (--set choose=true, another seed); only the last row learns "
-            "from all.",
-            f"{settings.epochs} epochs of {settings.batch} images in a step by Adam, from a rate of {settings.lr:g} to zero along a "
-            "cosine; the paper has 600 epochs of 128 by SGD. Noise is drawn for every example (local reparameterization), in the "
-            f"paper once for each batch. Predictions average {settings.samples} networks.",
-            f"Scale mixture: {mixture}; Gaussian prior: {settings.prior:.3g}; the KL has the weight {settings.beta:g}, to "
-            f"which it grows over the first {settings.warmup:.0%} of the run.",
-            f"Dropout: {settings.hidden:g} of the units and {settings.inputs:g} of the pixels.",
+            f"Two hidden layers. Pixels are divided by {SCALE:g} and images are not augmented. {settings.validation:,} training "
+            "images are held out for validation, as in the paper, and settings are chosen on them (--set choose=true, with another "
+            "seed). Only the last row is trained on all images.",
+            f"{settings.epochs} epochs of Adam with batches of {settings.batch}, and a learning rate that decays from "
+            f"{settings.lr:g} to zero along a cosine. The paper has 600 epochs of SGD with batches of 128. Noise is drawn for every "
+            f"example (local reparameterization), in the paper once for each batch. Predictions average {settings.samples} networks.",
+            f"Scale mixture: {mixture}. Gaussian prior: {settings.prior:.3g}. The weight of the KL grows to {settings.beta:g} over "
+            f"the first {settings.warmup:.0%} of the run.",
+            f"Dropout rates: {settings.hidden:g} of the units and {settings.inputs:g} of the pixels.",
         ]
-        drawn = [] if settings.choose else [curves(settings, by_row, present)]
-        return Findings(answer(settings, by_row, present), metrics, rows, drawn, notes)
+        all_figures = [] if settings.choose else [curves(settings, by_row, present)]
+        return Findings(answer(settings, by_row, present), metrics, rows, all_figures, notes)
 
 
-def make_network(units: int, dropped: Settings | None, inputs: int = 784) -> nn.Module:
-    """Two hidden layers of as many units, with dropout of its own where there are rates.
+def make_network(units: int, dropout: Settings | None, inputs: int = 784) -> nn.Module:
+    """Returns an MLP with two hidden layers, with dropout layers if there are rates.
 
-    >>> len(make_network(4, None).state_dict()), sum(isinstance(part, nn.Dropout) for part in make_network(4, Settings()).modules())
+    Args:
+        units: Number of units of each hidden layer.
+        dropout: Settings with the dropout rates; None for no dropout.
+        inputs: Number of inputs.
+
+    >>> len(make_network(4, None).state_dict()), sum(isinstance(layer, nn.Dropout) for layer in make_network(4, Settings()).modules())
     (6, 3)
     """
-    if dropped is None:
+    if dropout is None:
         return MLP(inputs, (units, units), 10)
-    hidden = dropped.hidden
-    layers = [nn.Dropout(dropped.inputs), nn.Linear(inputs, units), nn.ReLU(), nn.Dropout(hidden)]
+    hidden = dropout.hidden
+    layers = [nn.Dropout(dropout.inputs), nn.Linear(inputs, units), nn.ReLU(), nn.Dropout(hidden)]
     return nn.Sequential(
         *layers, nn.Linear(units, units), nn.ReLU(), nn.Dropout(hidden), nn.Linear(units, 10)
     )
 
 
 def make_method(key: str, s: Settings) -> Method:
-    """The method of a row, or of a choice."""
+    """Returns the method of a row or of a choice."""
     common: dict[str, Any] = {"epochs": s.epochs, "lr": s.lr, "schedule": cosine}
     if key == "plain":
         return MLE(**common)
     if key == "dropout":
         return MCDropout(prior_scale=1.0, **common)
-    given: dict[str, Any] = {
+    options: dict[str, Any] = {
         "noise_lr": s.noise_lr,
         "base_scale": s.base_scale,
         "beta": s.beta,
         "warmup": s.warmup,
     }
-    given |= {"pi": s.pi, "sigma1": s.sigma1, "sigma2": s.sigma2, "prior_scale": s.prior, **common}
-    given |= {"prior": "gaussian" if key.startswith("gaussian") else "scale-mixture"}
-    return BayesByBackprop(**{**given, **CHOICES.get(key, {})})
+    options |= {"pi": s.pi, "sigma1": s.sigma1, "sigma2": s.sigma2, "prior_scale": s.prior, **common}
+    options |= {"prior": "gaussian" if key.startswith("gaussian") else "scale-mixture"}
+    return BayesByBackprop(**{**options, **CHOICES.get(key, {})})
 
 
 def curves(s: Settings, parts: Parts, present: dict[str, tuple[str, str]]) -> dict[str, Any]:
-    """Test errors against the number of units, and the paper's beside ours."""
+    """Returns the figure of test errors against the number of units, and those of the paper."""
     ours, cited = [], []
     for key, (label, _) in present.items():
-        known = [units for units in s.units if parts.values(key, f"error_{units}")]
-        columns = ([100 * value for value in parts.values(key, f"error_{units}")] for units in known)
-        ours.append(line(label, known, columns))
-        given = {units: PUBLISHED.get(key, {}).get(f"error_{units}") for units in s.units}
-        values = {units: 100 * value for units, value in given.items() if value is not None}
+        widths = [units for units in s.units if parts.values(key, f"error_{units}")]
+        columns = ([100 * value for value in parts.values(key, f"error_{units}")] for units in widths)
+        ours.append(line(label, widths, columns))
+        published = {units: PUBLISHED.get(key, {}).get(f"error_{units}") for units in s.units}
+        values = {units: 100 * value for units, value in published.items() if value is not None}
         cited.append(line(label, values, ([value] for value in values.values())))
-    panels = [panel("Here", "test error, %", ours)]
-    if any(one["x"] for one in cited):
-        panels.append(panel("Blundell et al. 2015", "test error, %", [one for one in cited if one["x"]]))
+    panels = [panel("This study", "test error, %", ours)]
+    if any(entry["x"] for entry in cited):
+        panels.append(
+            panel("Blundell et al. 2015", "test error, %", [entry for entry in cited if entry["x"]])
+        )
     return figure(
         "curves",
         "Test error against the number of units",
-        "Share of the 10,000 test images that is classified wrongly: means over seeds here, and the paper's table 1.",
+        "Fraction of misclassified test images: means over seeds here, and table 1 of the paper.",
         {"x_label": "units in each hidden layer", "panels": panels},
     )
 
 
 def answer(s: Settings, parts: Parts, present: dict[str, tuple[str, str]]) -> str:
-    """The answer, put together from the numbers."""
+    """Returns the answer, computed from the numbers."""
     error = f"error_{s.units[-1]}"
-    known = sorted((parts.mean(key, error), key) for key in present if parts.values(key, error))
-    if not known:
-        return "No method has numbers yet."
+    ranked = sorted((parts.mean(key, error), key) for key in present if parts.values(key, error))
+    if not ranked:
+        return "No method has results yet."
     labels = {key: label for key, (label, _) in present.items()}
     if s.choose:
-        (best, key), (worst, last) = known[0], known[-1]
-        return f"On the validation images {labels[key]} errs least ({best:.2%}), {labels[last]} most ({worst:.2%})."
-    told = ", ".join(f"{labels[key]} {value:.2%}" for value, key in known)
-    text = f"With {s.units[-1]} units and {pluralize(len(parts.seeds))} the test errors are: {told}."
+        (lowest, best), (highest, worst) = ranked[0], ranked[-1]
+        return (
+            f"On the validation images, {labels[best]} has the lowest error ({lowest:.2%}) and {labels[worst]} the highest "
+            f"({highest:.2%})."
+        )
+    errors = ", ".join(f"{labels[key]} {value:.2%}" for value, key in ranked)
+    text = f"Test errors with {s.units[-1]} units ({pluralize(len(parts.seeds))}): {errors}."
     value = parts.mean("mixture", error)
     if not math.isnan(value) and error in PUBLISHED["mixture"]:
-        least = parts.mean("mixture-all", error)
+        all_images = parts.mean("mixture-all", error)
+        text += f"\nThe scale mixture has an error of {value:.2%}, versus {PUBLISHED['mixture'][error]:.2%} in the paper"
         text += (
-            f"\nThe scale mixture errs on {value:.2%} where the paper has {PUBLISHED['mixture'][error]:.2%}"
-            + (f", and on {least:.2%} if it learns from all 60,000 images." if not math.isnan(least) else ".")
+            f", and {all_images:.2%} if it is trained on all 60,000 images."
+            if not math.isnan(all_images)
+            else "."
         )
     return text

@@ -1,4 +1,4 @@
-"""The toy regression of Blundell et al. 2015 (https://arxiv.org/abs/1505.05424): what each method says where it has seen nothing."""
+"""Toy regression of Blundell et al. 2015 (https://arxiv.org/abs/1505.05424): uncertainty inside and outside the training range."""
 
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -20,30 +20,31 @@ from flowbnn_studies.runner.study import Findings, Job
 
 # fmt: off
 METRICS = (
-    Metric("nll", "NLL", "lower", ".3f", "Mean negative log-density of unseen targets in the training range."),
-    Metric("rmse", "RMSE", "lower", ".4f", "Root mean squared error of the mean, in the training range."),
+    Metric("nll", "NLL", "lower", ".3f",
+           "Negative log-likelihood (NLL): mean negative log-density of test targets in the training range."),
+    Metric("rmse", "RMSE", "lower", ".4f", "Root mean squared error of the predictive mean in the training range."),
     Metric("coverage_90", "Coverage", "none", ".3f",
-           "Share of unseen targets in the training range that lie inside their 90 % interval; 0.9 is right."),
+           "Fraction of test targets in the training range inside their 90 % interval; ideally 0.9."),
     Metric("growth", "Growth", "higher", ".1f",
-           "Epistemic standard deviation outside the training range, over that inside; a single network has none."),
+           "Ratio of the epistemic standard deviation outside the training range to that inside; a single network has none."),
     Metric("coverage_outside", "Coverage outside", "none", ".3f",
-           "Share of targets of the same curve outside the training range that lie inside their 90 % interval."),
+           "Fraction of targets of the same curve outside the training range inside their 90 % interval."),
     Metric("nll_outside", "NLL outside", "lower", ".1f",
-           "As NLL, outside the training range, where no method can know the curve."),
+           "NLL outside the training range, where the data do not determine the curve."),
 )
 # fmt: on
 
 
 @options
 class Settings(MethodSettings):
-    """What the study depends on, besides :class:`MethodSettings`.
+    """Settings of the study, in addition to :class:`MethodSettings`.
 
     Args:
-        train, test: number of points; as many test points lie outside the training range.
-        low, high: the inputs that are drawn and tested; training inputs lie in [0, 0.5].
-        noise: the standard deviation of the targets that all methods are given, the curve's root mean square one.
-        hidden: width of the network between its two layers.
-        grid: points along the axis of the pictures.
+        train, test: Number of training and test points. As many test points lie outside the training range.
+        low, high: Range of the test inputs. Training inputs lie in [0, 0.5].
+        noise: Standard deviation of the targets that all methods assume: the root mean square over the curve.
+        hidden: Width of the hidden layer.
+        grid: Number of points along the axis of the figures.
     """
 
     train: Count = 100
@@ -60,31 +61,29 @@ class Settings(MethodSettings):
 
 
 def scale_inputs(inputs: Tensor) -> Tensor:
-    """Inputs as the network takes them: the training range is from -2 to 2."""
+    """Scales inputs so that the training range is from -2 to 2."""
     middle, half = (SPAN[0] + SPAN[1]) / 2, (SPAN[1] - SPAN[0]) / 2
     return 2.0 * (inputs - middle) / half
 
 
 def spread_growth(inputs: Tensor, deviation: Tensor) -> float | None:
-    """Mean epistemic standard deviation outside the training range over that inside; None where there is none inside.
+    """Returns the mean epistemic standard deviation outside the training range relative to that inside; None if the latter is zero.
 
     >>> spread_growth(torch.tensor([-0.1, 0.1, 0.4, 0.7]), torch.tensor([3.0, 1.0, 1.0, 5.0]))
     4.0
     """
     inside = (inputs >= SPAN[0]) & (inputs <= SPAN[1])
-    within, beyond = float(deviation[inside].mean()), float(deviation[~inside].mean())
-    return beyond / within if within > 0 else None
+    mean_inside, mean_outside = float(deviation[inside].mean()), float(deviation[~inside].mean())
+    return mean_outside / mean_inside if mean_inside > 0 else None
 
 
 class Regression1d(MethodStudy):
     name = "regression-1d"
-    title = "A curve seen on half of its range"
-    description = (
-        "the toy regression of Blundell et al. 2015: all methods, with the bands of what they do not know"
-    )
+    title = "Regression of a curve observed on half of its range"
+    description = "toy regression of Blundell et al. 2015: predictive bands of all methods"
     question = (
-        "A small network learns a noisy curve from points between 0 and 0.5. Which methods fit it there with the right "
-        "spread, and which say that they do not know how it goes on?"
+        "A small network is trained on a noisy curve between 0 and 0.5. Which methods fit it with the right spread, and which "
+        "become more uncertain outside this range?"
     )
     source = "Ahn and Lee's lecture, toy regression; the curve of Blundell et al. 2015, section 5.2"
     settings = Settings
@@ -121,56 +120,61 @@ class Regression1d(MethodStudy):
         return content
 
     def findings(self, settings: Settings, parts: Parts) -> Findings:
-        chosen = self.evaluated_candidates(settings, parts)
+        candidates = self.evaluated_candidates(settings, parts)
         notes = [
-            f"The lecture shows the curve without its formula; ours is that of Blundell et al., with the 0.02 taken as the standard "
-            f"deviation of the noise. All methods are given a noise of {settings.noise:g}, the root mean square of what the "
-            "formula gives to first order in [0, 0.5]; in truth it is wider where the curve is steep, which no network here can say.",
+            "The lecture shows the curve without its formula. We use that of Blundell et al., with 0.02 as the standard deviation "
+            f"of the noise. All methods assume a noise of {settings.noise:g}, the root mean square of the formula to first order in "
+            "[0, 0.5]. The true noise is larger where the curve is steep, which no network here can represent.",
             f"All methods have the same network (one hidden layer of {settings.hidden}), the same {settings.train} points of their "
-            f"seed and {settings.epochs} epochs or what their own settings say; nothing was chosen on the test points.",
+            f"seed and {settings.epochs} epochs unless their own settings differ. Nothing was chosen on the test points.",
         ]
         first = self.first_seed_parts(settings, parts, "curve")
-        drawn = [gallery(settings, first)] if first else []
+        all_figures = [gallery(settings, first)] if first else []
         rows = self.rows(settings, parts, METRICS)
-        return Findings(answer(parts, chosen), METRICS, rows, drawn, notes)
+        return Findings(answer(parts, candidates), METRICS, rows, all_figures, notes)
 
 
 def _values(posterior: Posterior, s: Settings, generator: torch.Generator) -> dict[str, float]:
+    """Evaluates a posterior inside and outside the training range."""
     inside = curve_points(s.test, generator)
     left = curve_points(s.test // 2, generator, span=(s.low, SPAN[0]))
     right = curve_points(s.test - s.test // 2, generator, span=(SPAN[1], s.high))
-    beyond = (torch.cat([left[0], right[0]]), torch.cat([left[1], right[1]]))
-    near, far = (
+    outside = (torch.cat([left[0], right[0]]), torch.cat([left[1], right[1]]))
+    inside_values, outside_values = (
         predict(posterior, scale_inputs(inputs), s.samples).evaluate(targets)
-        for inputs, targets in (inside, beyond)
+        for inputs, targets in (inside, outside)
     )
-    return {**near, "coverage_outside": far["coverage_90"], "nll_outside": far["nll"]}
+    return {
+        **inside_values,
+        "coverage_outside": outside_values["coverage_90"],
+        "nll_outside": outside_values["nll"],
+    }
 
 
 def gallery(s: Settings, first: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
-    """One panel for each method, of the first seed."""
+    """Returns a figure with a panel for each method, for the first seed."""
     panels = []
     for label, part in first.items():
         growth = part["values"].get("growth")
-        note = "" if growth is None else f"spread × {growth:.1f} outside"
+        note = "" if growth is None else f"{growth:.1f} times the spread outside"
         panels.append({"title": label, "note": note, **part["curve"], "points": part["points"]})
     axis = torch.linspace(s.low, s.high, s.grid)
     truth = {"x": round_values(axis), "y": round_values(true_curve(axis))}
     return figure(
         "bands",
-        "What each method says of the curve",
-        "Seed 0. Dots: the points to learn from. Line: the predictive mean. Dark band: two epistemic standard deviations to either "
-        "side, what the method does not know of the curve; light band: two of the whole prediction, with the noise of the targets. "
-        "Dashed: the true curve. Behind a name: how many times larger the epistemic spread is outside the range than inside.",
+        "Predictions of each method",
+        "Seed 0. Dots: training points. Line: predictive mean. Dark band: ± 2 epistemic standard deviations. Light band: ± 2 "
+        "predictive standard deviations, which include the noise of the targets. Dashed line: true curve. After a name: ratio of "
+        "the epistemic standard deviation outside the training range to that inside.",
         {"x_label": "x", "span": list(SPAN), "truth": truth, "panels": panels},
     )
 
 
-def answer(parts: Parts, chosen: Sequence[Candidate]) -> str:
-    """The answer, put together from the numbers."""
-    rank = partial(ranking, parts, chosen)
+def answer(parts: Parts, candidates: Sequence[Candidate]) -> str:
+    """Returns the answer, computed from the numbers."""
+    rank = partial(ranking, parts, candidates)
     return (
-        f"Inside the training range the best probabilities, {pluralize(len(parts.seeds))}, are those of {rank('nll')} (NLL).\n"
-        f"Outside it the spread grows most with {rank('growth', higher=True, form='.1f')} (times that inside).\n"
-        f"There the 90 % intervals hold {rank('coverage_outside', higher=True, form='.0%')} of the targets."
+        f"Best NLL inside the training range ({pluralize(len(parts.seeds))}): {rank('nll')}.\n"
+        f"Largest growth of the epistemic standard deviation outside: {rank('growth', higher=True, form='.1f')} times that inside.\n"
+        f"Fraction of targets outside that the 90 % intervals cover: {rank('coverage_outside', higher=True, form='.0%')}."
     )

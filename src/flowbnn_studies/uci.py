@@ -20,9 +20,9 @@ from flowbnn_studies.runner.study import Findings, Job, make_metrics
 
 SPLITS = {name: 5 if name == "protein" else 20 for name in UCI_FOLDERS}
 
-# Lakshminarayanan et al. 2017 (https://arxiv.org/abs/1612.01474), table 1: log-likelihood and RMSE, each with its standard deviation
-# over splits. Its column for dropout is that of Gal and Ghahramani 2016, who give the same means with standard errors, smaller by the
-# root of the number of splits (boston -2.46 +- 0.06).
+# Lakshminarayanan et al. 2017 (https://arxiv.org/abs/1612.01474), table 1: log-likelihood and RMSE, each with its standard
+# deviation over splits. The column of dropout is that of Gal and Ghahramani 2016, who report the same means with standard errors,
+# which are smaller by the square root of the number of splits (boston -2.46 +- 0.06).
 PUBLISHED: dict[str, dict[str, tuple[float, float, float, float]]] = {
     "mc-dropout": {
         "boston": (-2.46, 0.25, 2.97, 0.85),
@@ -43,27 +43,27 @@ PUBLISHED: dict[str, dict[str, tuple[float, float, float, float]]] = {
         "yacht": (-1.18, 0.21, 1.58, 0.48),
     },
 }
-# The methods that also predict the noise level from the inputs, as the published deep ensembles do
+# methods that are also run with a noise level predicted from the inputs, as in the published deep ensembles
 PREDICTED = ("mc-dropout", "deep-ensemble", "node-noise-gaussian", "node-noise-planar")
 SUFFIX = "-predicted"
-LIKELIHOOD, ERROR, INTERVALS = "Log-likelihood", "RMSE", "Share inside the 90 % interval"
+LIKELIHOOD, ERROR, INTERVALS = "Log-likelihood", "RMSE", "Coverage of the 90 % interval"
 NUMBERS = {
-    "log_likelihood": (LIKELIHOOD, "higher", ".3f", "Mean log-density of the test targets of {}, in its own units."),
-    "rmse": (ERROR, "lower", ".4g", "Root mean squared error on {}, in its own units."),
-    "coverage_90": (INTERVALS, "none", ".3f", "Share of the test targets of {} inside their 90 % interval; 0.9 is right."),
+    "log_likelihood": (LIKELIHOOD, "higher", ".3f", "Mean log-density of the test targets of {}, in the units of the data."),
+    "rmse": (ERROR, "lower", ".4g", "Root mean squared error on {}, in the units of the data."),
+    "coverage_90": (INTERVALS, "none", ".3f", "Fraction of the test targets of {} inside their 90 % interval; ideally 0.9."),
 }  # fmt: skip
 
 
 @options
 class Settings(MethodSettings):
-    """What the study depends on, besides :class:`MethodSettings`.
+    """Settings of the study, in addition to :class:`MethodSettings`.
 
     Args:
-        sets: which data sets.
-        hidden: width of the one hidden layer; twice as wide for protein, as in the papers.
-        large_batch, large_epochs: examples in a step and epochs on sets of more than 5,000 training rows; the rate grows with the root
-            of the batch.
-        chain_rows: HMC and NUTS, of which every step goes through all rows, leave out sets with more training rows.
+        sets: Names of the data sets.
+        hidden: Width of the hidden layer, doubled for protein, as in the papers.
+        large_batch, large_epochs: Batch size and epochs on sets of more than 5,000 training rows. The learning rate grows with the
+            square root of the batch size.
+        chain_rows: Largest number of training rows for HMC and NUTS, which use all rows in every step.
     """
 
     sets: tuple[str, ...] = tuple(UCI_FOLDERS)
@@ -80,10 +80,12 @@ class Settings(MethodSettings):
 class Uci(MethodStudy):
     name = "uci"
     title = "Regression on UCI tables"
-    description = "all methods with their defaults on seven UCI sets: log-likelihood and error beside the published ones"
+    description = (
+        "all methods with their defaults on seven UCI sets: log-likelihood and error, with published values"
+    )
     question = (
-        "A small network learns each of seven tables from 90 % of its rows. How large is the log-density of the rest, and do the "
-        "intervals hold what they promise?"
+        "A small network is trained on 90 % of the rows of each of seven tables. How large is the log-likelihood of the other "
+        "rows, and do the predictive intervals have the right coverage?"
     )
     source = "Hernández-Lobato and Adams 2015; Gal and Ghahramani 2016; Lakshminarayanan et al. 2017, table 1"
     settings = Settings
@@ -99,14 +101,14 @@ class Uci(MethodStudy):
     }  # fmt: skip
 
     def candidates(self, settings: Settings) -> list[Candidate]:
-        """The methods of this run, some of them once more with a predicted noise level."""
-        once = super().candidates(settings)
-        more = [
-            replace(one, key=one.key + SUFFIX, label=f"{one.label}, predicted level")
-            for one in once
-            if one.key in PREDICTED
+        """Returns the methods of this run, some of them twice, the second time with a predicted noise level."""
+        candidates = super().candidates(settings)
+        predicted = [
+            replace(candidate, key=candidate.key + SUFFIX, label=f"{candidate.label}, predicted noise level")
+            for candidate in candidates
+            if candidate.key in PREDICTED
         ]
-        return [*once, *more]
+        return [*candidates, *predicted]
 
     def evaluate(self, job: Job, candidate: Candidate) -> dict[str, Any]:
         s: Settings = job.settings
@@ -130,10 +132,10 @@ class Uci(MethodStudy):
             width = s.hidden * (2 if name == "protein" else 1)
             network = MLP(inputs.shape[1], (width,), 2 if predicted else 1)
             likelihood = Gaussian("predicted") if predicted else "auto"
-            own = replace(s, epochs=epochs, lr=s.lr * (batch / s.batch) ** 0.5)
-            method, _ = self.make_method(replace(job, settings=own), candidate, len(loader))
-            given = job.short_options(validation=validation, likelihood=likelihood)
-            posterior = method.fit(network, loader, **given)
+            training_settings = replace(s, epochs=epochs, lr=s.lr * (batch / s.batch) ** 0.5)
+            method, _ = self.make_method(replace(job, settings=training_settings), candidate, len(loader))
+            options = job.short_options(validation=validation, likelihood=likelihood)
+            posterior = method.fit(network, loader, **options)
             numbers = predict(posterior, test[0], s.samples).evaluate(test[1])
             values[f"log_likelihood_{name}"] = -numbers["nll"]
             values[f"rmse_{name}"] = numbers["rmse"]
@@ -142,57 +144,57 @@ class Uci(MethodStudy):
 
     def findings(self, settings: Settings, parts: Parts) -> Findings:
         notes = [
-            f"One hidden layer of {settings.hidden} ({2 * settings.hidden} for protein), the published splits (20, of protein 5); "
-            "inputs are standardised, targets are given in their own units. Every method has its defaults, and one training for "
-            f"all: Adam from a rate of {settings.lr:g} to zero along a cosine, {settings.epochs} epochs in batches of "
-            f"{settings.batch}; above 5,000 rows {settings.large_epochs} epochs in batches of {settings.large_batch}, with a rate "
-            "that grows by the root of the batch. This was chosen on rows of the training splits.",
-            "The published deep ensembles predict the noise level from the inputs, published dropout has one level for a set; so have "
-            "all methods here but the rows that say otherwise, whose networks have the level's logarithm as a second output.",
+            f"One hidden layer of {settings.hidden} ({2 * settings.hidden} for protein) and the published splits (20, of protein "
+            "5). Inputs are standardized, targets are in the units of the data. Every method has its defaults and the same "
+            f"training: Adam with a learning rate that decays from {settings.lr:g} to zero along a cosine, {settings.epochs} "
+            f"epochs, batches of {settings.batch}. Sets of more than 5,000 rows have {settings.large_epochs} epochs, batches of "
+            f"{settings.large_batch} and a rate that grows with the square root of the batch size. This was chosen on rows of the "
+            "training splits.",
+            "The published deep ensembles predict the noise level from the inputs; published dropout has one level for a set. All "
+            "methods here have one level for a set, except rows with a predicted noise level, whose networks output its logarithm.",
         ]
-        run = self.candidates(settings)
-        if any(one.method in (HMC, NUTS) for one in run):
+        candidates = self.candidates(settings)
+        if any(candidate.method in (HMC, NUTS) for candidate in candidates):
             notes.append(
-                f"HMC and NUTS go through all rows in every step, and leave out sets of more than {settings.chain_rows:,}."
+                f"HMC and NUTS use all rows in every step and are not run on sets of more than {settings.chain_rows:,} rows."
             )
-        if others := [one.label for one in CANDIDATES if one not in run]:
-            notes.append(f"Not run: {'; '.join(others)}.")
+        if missing := [candidate.label for candidate in CANDIDATES if candidate not in candidates]:
+            notes.append(f"Not run: {'; '.join(missing)}.")
         metrics = make_metrics(NUMBERS, {name: name for name in UCI_FOLDERS if name in settings.sets}, "{1}")
+        evaluated = self.evaluated_candidates(settings, parts)
         rows = []
-        for candidate in self.evaluated_candidates(settings, parts):
-            known: dict[str, float] = {}
+        for candidate in evaluated:
+            values: dict[str, float] = {}
             published = PUBLISHED.get(candidate.key.removesuffix(SUFFIX), {})
             for name, (likelihood, _, error, _) in published.items():
-                known |= {f"log_likelihood_{name}": likelihood, f"rmse_{name}": error}
-            rows.append(parts.row(candidate.key, candidate.label, metrics, known, candidate.method_name))
-        return Findings(
-            answer(settings, parts, self.evaluated_candidates(settings, parts)), metrics, rows, [], notes
-        )
+                values |= {f"log_likelihood_{name}": likelihood, f"rmse_{name}": error}
+            rows.append(parts.row(candidate.key, candidate.label, metrics, values, candidate.method_name))
+        return Findings(answer(settings, parts, evaluated), metrics, rows, [], notes)
 
 
-def answer(settings: Settings, parts: Parts, chosen: Sequence[Candidate]) -> str:
-    """The answer, put together from the numbers."""
+def answer(settings: Settings, parts: Parts, candidates: Sequence[Candidate]) -> str:
+    """Returns the answer, computed from the numbers."""
     lines = []
     for name in settings.sets:
-        best = best_first(parts, chosen, f"log_likelihood_{name}", higher=True)
+        best = best_first(parts, candidates, f"log_likelihood_{name}", higher=True)
         if best:
             lines.append(f"{name} ({format_means(parts, best[:2], f'log_likelihood_{name}', '.2f')})")
-    noise = [one for one in chosen if one.key.startswith("node-noise")]
-    text = f"The largest log-likelihoods: {', '.join(lines)}." if lines else "No method has numbers yet."
-    for one in noise:
-        reached = [name for name in settings.sets if _reaches(parts, one.key, name)]
-        if any(parts.values(one.key, f"log_likelihood_{name}") for name in settings.sets):
+    text = f"Largest log-likelihoods: {', '.join(lines)}." if lines else "No method has results yet."
+    for candidate in candidates:
+        names = [name for name in settings.sets if parts.values(candidate.key, f"log_likelihood_{name}")]
+        if candidate.key.startswith("node-noise") and names:
+            reached = [name for name in settings.sets if _reaches(parts, candidate.key, name)]
             text += (
-                f"\n{one.label} is within a standard error of the published dropout and deep ensembles, or above both, on "
+                f"\n{candidate.label} reaches both published dropout and deep ensembles, within one standard error, on "
                 f"{len(reached)} of {len(settings.sets)} sets{' (' + ', '.join(reached) + ')' if reached else ''}."
             )
     return text
 
 
 def _reaches(parts: Parts, key: str, name: str) -> bool:
-    """Whether a method's mean is no worse than both published ones, within one standard error of theirs.
+    """Returns True if the mean of a method is at least both published means, within one standard error of theirs.
 
-    Its own spread does not count: it would excuse a method that fails on some splits.
+    The spread of the method itself does not count, because it would favour a method that fails on some splits.
     """
     values = [value for value in parts.values(key, f"log_likelihood_{name}") if value is not None]
     if len(values) < 2 or name not in UCI_FOLDERS:

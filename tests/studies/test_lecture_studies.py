@@ -1,4 +1,4 @@
-"""The studies of Ahn and Lee's lecture and of Ravenda's report, at settings of a second, on data that are generated."""
+"""Tests of the studies of Ahn and Lee's lecture and Ravenda's report, with tiny settings on generated data."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ SETTINGS = {
     "linear-regression": {"inputs": (1,), "draws": 12, "warmup": 2, "steps": 2, "fit_steps": 5},
     "mnist-mlp": {"units": (4, 6), "batch": 150, "samples": 2},
     "elephant-fashion": {"batch": 150, "methods": ("mle", "bayes-by-backprop"), "samples": 2},
-    "rotated-mnist": {"batch": 150, "methods": ("mle", "mnf"), "samples": 2, "angles": 3, "turned": 8},
+    "rotated-mnist": {"batch": 150, "methods": ("mle", "mnf"), "samples": 2, "angles": 3, "num_rotated": 8},
     "cifar-5": {"batch": 100, "methods": ("mc-dropout", "fflu", "mnf", "mnf-moved"), "samples": 2},
 }
 FIGURES = {
@@ -32,8 +32,8 @@ FIGURES = {
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-@pytest.mark.filterwarnings("ignore::flowbnn.FlowBNNWarning")  # of trainings that are far too short
-def test_a_study_runs_and_its_page_shows_it(name, tmp_path, sketched):
+@pytest.mark.filterwarnings("ignore::flowbnn.FlowBNNWarning")  # the trainings are too short
+def test_study_runs_and_is_reported(name, tmp_path, sketched):
     study = get_study(name)
     settings = study.make_settings(quick=True, **SETTINGS[name])
     results = run_study(
@@ -47,7 +47,7 @@ def test_a_study_runs_and_its_page_shows_it(name, tmp_path, sketched):
     assert all(row["label"] in page for row in results["rows"])
 
 
-def test_published_numbers_stand_beside_ours():
+def test_published_numbers_are_shown():
     from flowbnn.compare.results import Parts
 
     for name, key, metric, value in (
@@ -56,30 +56,30 @@ def test_published_numbers_stand_beside_ours():
     ):
         study = get_study(name)
         settings = study.make_settings()
-        histograms = {one: {"edges": [0.0, 1.0], "fraction": [1.0]} for one in ("known", "novel")}
+        histograms = {group: {"edges": [0.0, 1.0], "fraction": [1.0]} for group in ("known", "novel")}
         part = {"values": {metric: 0.5}, "below": {"x": [0.0], "share": [1.0]}, "entropy": histograms}
         (row,) = study.findings(settings, Parts([0], {(key, 0): part})).rows
         assert row["values"][metric]["published"] == value
 
 
 @pytest.mark.parametrize("name", ["mnist-mlp", "cifar-5"])
-def test_settings_are_chosen_without_the_test_images(name, tmp_path, monkeypatch):
+def test_choosing_settings_ignores_test_images(name, tmp_path, monkeypatch):
     from flowbnn_studies.images import data
 
     study = get_study(name)
-    few = {"methods": ("mnf-kl1",)} if name == "cifar-5" else {}
-    settings = study.make_settings(quick=True, choose=True, **{**SETTINGS[name], **few})
+    extra = {"methods": ("mnf-kl1",)} if name == "cifar-5" else {}
+    settings = study.make_settings(quick=True, choose=True, **{**SETTINGS[name], **extra})
     variant = study.variants(settings)[0].key
     generate = data.generated_images
 
-    def poisoned(number, what, split):
-        images = generate(number, what, split)
+    def with_wrong_labels(number, dataset, split):
+        images = generate(number, dataset, split)
         if split == "test":
             images.labels[images.labels < 5] = 4 - images.labels[images.labels < 5]
         return images
 
     values = []
-    for make in (generate, poisoned):
+    for make in (generate, with_wrong_labels):
         monkeypatch.setattr(data, "generated_images", make)
         folder = tmp_path / make.__name__
         results = run_study(
@@ -90,7 +90,7 @@ def test_settings_are_chosen_without_the_test_images(name, tmp_path, monkeypatch
     assert values[0] == values[1]
 
 
-def test_the_exact_posterior_has_no_slope_left_and_the_curvature_of_the_density():
+def test_exact_posterior_is_the_mode_with_the_right_curvature():
     settings = Settings()
     inputs, targets = make_problem(settings, 3, seed=0)
 
@@ -101,13 +101,13 @@ def test_the_exact_posterior_has_no_slope_left_and_the_curvature_of_the_density(
 
     exact = exact_posterior(inputs, targets, settings)
     mean = exact.mean.clone().requires_grad_()
-    (slope,) = torch.autograd.grad(energy(mean), mean)
+    (gradient,) = torch.autograd.grad(energy(mean), mean)
     hessian = torch.autograd.functional.hessian(energy, exact.mean)
-    assert slope.abs().max() < 1e-8
+    assert gradient.abs().max() < 1e-8
     torch.testing.assert_close(hessian @ exact.covariance, torch.eye(4, dtype=torch.float64))
 
 
-def test_distances_are_those_of_torch_distributions():
+def test_distances_equal_torch_distributions():
     source = torch.Generator().manual_seed(0)
 
     def normal():
@@ -116,15 +116,15 @@ def test_distances_are_those_of_torch_distributions():
             torch.randn(3, generator=source, dtype=torch.float64), root @ root.T + torch.eye(3)
         )
 
-    one, other = normal(), normal()
+    first, second = normal(), normal()
     truth = torch.distributions.kl_divergence(
-        torch.distributions.MultivariateNormal(*one), torch.distributions.MultivariateNormal(*other)
+        torch.distributions.MultivariateNormal(*first), torch.distributions.MultivariateNormal(*second)
     )
-    assert distances(one, other)["kl"] == pytest.approx(float(truth))
-    assert max(map(abs, distances(one, one).values())) < 1e-7
+    assert distances(first, second)["kl"] == pytest.approx(float(truth))
+    assert max(map(abs, distances(first, first).values())) < 1e-7
 
 
-def test_a_quarter_turn_moves_every_pixel_where_it_belongs():
+def test_rotation_by_90_and_180_degrees():
     images = torch.rand(2, 1, 6, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     torch.testing.assert_close(rotate(images, 90.0), images.rot90(1, (2, 3)))
     torch.testing.assert_close(rotate(images, 180.0), images.flip(2, 3))

@@ -1,4 +1,4 @@
-"""The studies of all methods, at settings of seconds."""
+"""Tests of the studies of all methods, with tiny settings."""
 
 import json
 
@@ -21,7 +21,7 @@ SETTINGS = {
         "grid": 5,
         "hidden": (4,),
     },
-    "elephant": {"epochs": 1, "samples": 4, "drawn": 3, "width": 2, "hidden": 8, "batch": 500},
+    "elephant": {"epochs": 1, "samples": 4, "plotted_samples": 3, "width": 2, "hidden": 8, "batch": 500},
     "compare": {"network": "mlp", "data": "clusters", "epochs": 2, "train": 60, "test": 50, "samples": 4},
 }
 FIGURES = {
@@ -33,7 +33,7 @@ FIGURES = {
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_a_study_of_all_methods_runs_and_its_results_follow_the_schema(name, tmp_path, sketched):
+def test_study_runs_and_results_follow_the_schema(name, tmp_path, sketched):
     study = get_study(name)
     settings = study.make_settings(quick=True, methods=FEW, **SETTINGS[name])
     results = run_study(study, settings=settings, seeds=1, out=tmp_path, progress=False)
@@ -49,31 +49,31 @@ def test_a_study_of_all_methods_runs_and_its_results_follow_the_schema(name, tmp
     assert len(json.dumps(results)) < 1_000_000
 
 
-def test_only_unfinished_methods_are_trained_again(tmp_path):
+def test_only_unfinished_methods_are_trained(tmp_path):
     study = get_study("regression-1d")
     settings = study.make_settings(quick=True, methods=FEW[:2], **SETTINGS["regression-1d"])
     first = run_study(study, settings=settings, seeds=1, out=tmp_path, progress=False)
     parts = tmp_path / "regression-1d" / "parts"
     stamps = {path.name: path.stat().st_mtime_ns for path in parts.iterdir()}
     assert set(stamps) == {"mle-seed0.json", "mc-dropout-seed0.json"}
-    more = study.make_settings(quick=True, methods=FEW, **SETTINGS["regression-1d"])
-    again = run_study(study, settings=more, seeds=1, out=tmp_path, progress=False, resume=True)
+    more_settings = study.make_settings(quick=True, methods=FEW, **SETTINGS["regression-1d"])
+    again = run_study(study, settings=more_settings, seeds=1, out=tmp_path, progress=False, resume=True)
     assert {name: (parts / name).stat().st_mtime_ns for name in stamps} == stamps
     assert again["rows"][:2] == first["rows"]
     assert [row["key"] for row in again["rows"]] == list(FEW)
     assert any("reused from an earlier run" in note for note in again["notes"])
 
 
-def test_a_method_that_refuses_is_told_of_and_does_not_spoil_the_others(tmp_path, monkeypatch):
+def test_failing_method_is_noted_and_others_are_evaluated(tmp_path, monkeypatch):
     from flowbnn.errors import FlowBNNError
     from flowbnn.methods import MCDropout
 
-    def refuse(self, *given, **options):
-        raise FlowBNNError("layer 'fc1' cannot be served; MAP can")
+    def refuse(self, *arguments, **options):
+        raise FlowBNNError("layer 'fc1' is not supported; use MAP")
 
     monkeypatch.setattr(MCDropout, "fit", refuse)
     study = get_study("clusters-2d")
     settings = study.make_settings(quick=True, methods=FEW[:2], **SETTINGS["clusters-2d"])
     results = run_study(study, settings=settings, seeds=1, out=tmp_path, progress=False)
     assert [row["key"] for row in results["rows"]] == ["mle"]
-    assert "MC dropout could not be fitted: layer 'fc1' cannot be served; MAP can." in results["notes"]
+    assert "MC dropout could not be fitted: layer 'fc1' is not supported; use MAP." in results["notes"]

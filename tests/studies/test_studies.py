@@ -1,4 +1,4 @@
-"""The studies themselves, at settings of seconds: their numbers' plumbing, their figures, and a run that is cut."""
+"""Tests of two-clusters, flow-length and digits with tiny settings: results, figures and interrupted runs."""
 
 import json
 
@@ -37,14 +37,14 @@ def small(name):
 
 @pytest.fixture(scope="module")
 def clusters_run(tmp_path_factory):
-    """One run of two-clusters, which several tests compare with."""
+    """Runs two-clusters once for several tests."""
     study, settings = small("two-clusters")
     folder = tmp_path_factory.mktemp("clusters")
     return study, settings, folder, run_study(study, settings=settings, seeds=1, out=folder, progress=False)
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_a_study_runs_and_its_results_follow_the_schema(name, tmp_path, request):
+def test_study_runs_and_results_follow_the_schema(name, tmp_path, request):
     study, settings = small(name)
     if name == "two-clusters":
         _, _, folder, results = request.getfixturevalue("clusters_run")
@@ -52,8 +52,8 @@ def test_a_study_runs_and_its_results_follow_the_schema(name, tmp_path, request)
         folder, results = tmp_path, run_study(study, settings=settings, seeds=1, out=tmp_path, progress=False)
     assert load_results(folder / name) == results
     assert [figure["kind"] for figure in results["figures"]] == FIGURES[name]
-    shown = list(study.row_labels(settings))
-    assert [row["key"] for row in results["rows"]][: len(shown)] == shown
+    keys = list(study.row_labels(settings))
+    assert [row["key"] for row in results["rows"]][: len(keys)] == keys
     assert all(row["values"] for row in results["rows"])
     for row in results["rows"]:
         for value in row["values"].values():
@@ -61,7 +61,7 @@ def test_a_study_runs_and_its_results_follow_the_schema(name, tmp_path, request)
     assert len(json.dumps(results)) < 2_000_000
 
 
-def test_published_numbers_stand_beside_ours(clusters_run):
+def test_published_numbers_are_shown(clusters_run):
     rows = {row["key"]: row["values"] for row in clusters_run[3]["rows"]}
     assert rows["plain"]["accuracy"]["published"] == 0.953
     assert rows["plain"]["ece"]["published"] == 0.094
@@ -69,18 +69,16 @@ def test_published_numbers_stand_beside_ours(clusters_run):
     assert rows["gaussian"]["ece"]["published"] is None
 
 
-def test_a_training_that_is_interrupted_goes_on_and_ends_in_the_same_numbers(
-    tmp_path, monkeypatch, clusters_run
-):
-    study, settings, _, whole = clusters_run
+def test_interrupted_training_continues_with_equal_results(tmp_path, monkeypatch, clusters_run):
+    study, settings, _, complete = clusters_run
     batches = TensorLoader.__iter__
-    seen = []
+    batches_seen = []
 
     def cut(self):
         for batch in batches(self):
-            seen.append(1)
-            # the plain network (two epochs of two batches, and one look) is done: this is inside the first noisy training
-            if len(seen) == 9:
+            batches_seen.append(1)
+            # after the deterministic network (two epochs of two batches, and one reading), inside the first noisy training
+            if len(batches_seen) == 9:
                 raise KeyboardInterrupt
             yield batch
 
@@ -94,17 +92,17 @@ def test_a_training_that_is_interrupted_goes_on_and_ends_in_the_same_numbers(
     stamp = (parts / "plain-seed0.json").stat().st_mtime_ns
     again = run_study(study, settings=settings, seeds=1, out=tmp_path, resume=True, progress=False)
     assert (parts / "plain-seed0.json").stat().st_mtime_ns == stamp
-    assert again["rows"] == whole["rows"]
-    assert again["figures"] == whole["figures"]
+    assert again["rows"] == complete["rows"]
+    assert again["figures"] == complete["figures"]
 
 
-def test_two_processes_give_the_numbers_of_one(tmp_path, clusters_run):
-    study, settings, _, alone = clusters_run
-    together = run_study(study, settings=settings, seeds=1, out=tmp_path, progress=False, jobs=2)
-    assert together["rows"] == alone["rows"]
+def test_two_processes_give_equal_results(tmp_path, clusters_run):
+    study, settings, _, single = clusters_run
+    parallel = run_study(study, settings=settings, seeds=1, out=tmp_path, progress=False, jobs=2)
+    assert parallel["rows"] == single["rows"]
 
 
-def test_the_final_bound_is_likelihood_minus_kl():
+def test_final_bound_is_likelihood_minus_kl():
     import torch
 
     from flowbnn import fit, to_stochastic
@@ -118,7 +116,7 @@ def test_the_final_bound_is_likelihood_minus_kl():
     bound = final_bound(posterior, data, draws=400, kl_draws=1)
     assert bound["negative_elbo"] == pytest.approx(bound["kl"] - bound["log_likelihood"])
     exact = sum(float(layer.noise.divergence().kl.detach()) for layer in (model.fc1, model.fc2))
-    assert bound["kl"] == pytest.approx(exact / 200, rel=1e-5)  # Gaussian noise has its KL in closed form
+    assert bound["kl"] == pytest.approx(exact / 200, rel=1e-5)  # the KL of Gaussian noise has a closed form
     with torch.no_grad():
         outputs = model(data[0].repeat(400, 1))
     likelihood = -torch.nn.functional.cross_entropy(outputs, data[1].repeat(400))

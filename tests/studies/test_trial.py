@@ -12,7 +12,7 @@ TRIAL = "(trial run with generated data)"
 
 def test_trial_run_on_generated_images_shows_no_published_or_best_values(tmp_path):
     study = get_study("lenet-fashion")
-    changes = {"generated": 40, "shift_images": 4, "*.batch": 20, "*.epochs": 1, "rounds": 0}
+    changes = {"generated": 40, "shift_images": 4, "*.batch": 20, "*.epochs": 1, "cost_rounds": 0}
     settings = study.make_settings(quick=True, **changes)
     only = ["xiong-longer", "xiong-flow-position", "xiong-gaussian-position"]
     options = {"out": tmp_path, "seeds": 1, "progress": False, "accelerator": "cpu", "only": only}
