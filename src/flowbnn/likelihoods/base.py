@@ -32,7 +32,7 @@ class Likelihood(nn.Module, ABC):
         if problem := self.problem(outputs, targets):
             raise FlowBNNError(problem, kind="targets", argument="targets")
 
-    def start(self, outputs: Tensor, targets: Tensor) -> None:
+    def initialize(self, outputs: Tensor, targets: Tensor) -> None:
         """Set initial values from the first batch, before training."""
 
     def canonical(self, targets: Tensor) -> Tensor:

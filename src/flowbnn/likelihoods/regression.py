@@ -53,7 +53,7 @@ class Gaussian(Likelihood):
         error = (targets.to(mean.dtype).reshape(mean.shape) - mean).square() / variance
         return -0.5 * (error + variance.log() + math.log(2.0 * math.pi)).flatten(1).sum(-1)
 
-    def start(self, outputs: Tensor, targets: Tensor) -> None:
+    def initialize(self, outputs: Tensor, targets: Tensor) -> None:
         """Stores the shape of one target, so that predictions get the same shape."""
         self.shape = tuple(targets.shape[1:])
 

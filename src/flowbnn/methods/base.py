@@ -1,6 +1,6 @@
-r"""The contract of a method: ``method.fit(network, loader)`` gives a :class:`~flowbnn.posterior.base.Posterior`.
+r"""Base class for methods: ``method.fit(network, loader)`` returns a :class:`~flowbnn.posterior.base.Posterior`.
 
-A method is a frozen dataclass of its settings, so that it prints, compares and hashes by them. Swapping methods is swapping one word:
+A method is a frozen dataclass of its settings. It prints, compares and hashes by them. All methods have the same interface:
 
 >>> import torch, flowbnn as fb
 >>> network = torch.nn.Linear(2, 3)
@@ -10,24 +10,24 @@ A method is a frozen dataclass of its settings, so that it prints, compares and 
 mle torch.Size([1, 3])
 map torch.Size([1, 3])
 
-To write one, subclass :class:`Method`, declare its settings with their constraints (:mod:`flowbnn.options`), and define ``fit``::
+To write a method, subclass :class:`Method`, declare its settings with their constraints (:mod:`flowbnn.options`), and define ``fit``::
 
     @register_method
     @options(kw_only=True, repr=False)
     class MyMethod(Method):
         members: Count = 5
 
-        @takes(FitOptions)
-        def fit(self, network: nn.Module, loader: Iterable[Any], **given: Any) -> MemberPosterior:
-            model, run = self.setup(network, loader, given)
+        @accepts_options_of(FitOptions)
+        def fit(self, network: nn.Module, loader: Iterable[Any], **kwargs: Any) -> MemberPosterior:
+            model, options = self.setup(network, loader, kwargs)
             ...
 
-It is then known as ``my-method`` to ``compare`` and the command line. The rules, which one test suite checks for all methods:
+``compare`` and the command line then know it as ``my-method``. One test suite checks these rules for all methods:
 
-* the caller's network is copied, never changed; ``epochs=0`` uses its weights as they are, for methods that start from a trained one;
-* ``seed`` makes everything repeatable; torch's global generator is used for nothing else;
-* layers that the method cannot handle are refused by name, with a method that can handle them;
-* the posterior saves and loads as plain tensors and predicts the same before and after.
+* The network of the caller is copied and never changed. Methods that start from a trained network use its weights with ``epochs=0``.
+* ``seed`` makes everything reproducible. The global generator of torch is used for nothing else.
+* Layers that the method does not support are refused by name.
+* The posterior can be saved and loaded as plain tensors, and predicts the same before and after.
 
 Every file of a method has the same order: the method with its formula, paper and settings, its ``fit``, then its posterior.
 """
@@ -65,27 +65,27 @@ from flowbnn.training.randomness import preserve_rng_state
 METHODS: dict[str, type["Method"]] = {}
 
 
-def register_method(kind: type["Method"]) -> type["Method"]:
-    """Make a method known by its name, which is its class's in kebab-case. Used as a decorator."""
-    METHODS[kind.name] = kind
-    return kind
+def register_method(method_cls: type["Method"]) -> type["Method"]:
+    """Class decorator that registers a method by its name, the name of its class in kebab-case."""
+    METHODS[method_cls.name] = method_cls
+    return method_cls
 
 
 @options(kw_only=True, repr=False)
 class Method:
-    """How a network becomes a posterior.
+    """Base class for methods that turn a network into a posterior.
 
     Args:
-        epochs: passes over the data in training by gradients; 0 uses the network as it is.
-        lr: the learning rate of that training.
-        optimizer: a function from parameter groups to an optimizer, such as ``torch.optim.AdamW``; Adam unless given.
-        schedule: a function from ``(optimizer, total steps)`` to a learning-rate schedule, stepped at every batch.
-        prior_scale: standard deviation of the Gaussian prior on every weight, where the method has one.
+        epochs: Number of passes over the data when weights are trained by gradients. 0 uses the network as it is.
+        lr: Learning rate of this training.
+        optimizer: Function from parameter groups to an optimizer, such as ``torch.optim.AdamW``. Adam by default.
+        schedule: Function from ``(optimizer, number of steps)`` to a learning-rate scheduler, which is stepped at every batch.
+        prior_scale: Standard deviation of the Gaussian prior of every weight, if the method has one.
     """
 
     name: ClassVar[str] = "method"
-    needs_weights: ClassVar[bool] = True  # that can be trained
-    has_prior: ClassVar[bool] = True  # on the weights, when they are trained by gradients
+    needs_weights: ClassVar[bool] = True  # whether the network must have trainable weights
+    has_prior: ClassVar[bool] = True  # whether training by gradients includes a prior of the weights
 
     epochs: Annotated[int, Ge(0)] = 20
     lr: Positive = 1e-3
@@ -93,13 +93,13 @@ class Method:
     schedule: SchedulerFactory | None = None
     prior_scale: Positive = 1.0
 
-    def __init_subclass__(cls, **more: Any) -> None:
-        """``DeepEnsemble`` is called ``deep-ensemble``, ``MCDropout`` ``mc-dropout``."""
-        super().__init_subclass__(**more)
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Sets the name: ``deep-ensemble`` for ``DeepEnsemble``, ``mc-dropout`` for ``MCDropout``."""
+        super().__init_subclass__(**kwargs)
         cls.name = re.sub(r"(?<=[a-z])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "-", cls.__name__).lower()
 
     def __repr__(self) -> str:
-        """Only what differs from the defaults."""
+        """Returns the settings that differ from the defaults."""
         changed = [
             f"{field.name}={value!r}"
             for field in fields(self)
@@ -108,44 +108,51 @@ class Method:
         return f"{type(self).__name__}({', '.join(changed)})"
 
     @accepts_options_of(FitOptions)
-    def fit(self, network: nn.Module, loader: Iterable[Any], **given: Any) -> Posterior:
-        """The posterior of a copy of ``network`` given the data.
+    def fit(self, network: nn.Module, loader: Iterable[Any], **kwargs: Any) -> Posterior:
+        """Fits the posterior of a copy of the network.
 
         Args:
-            network: any module, fresh or trained.
-            loader: batches of ``(inputs, targets)``.
-            given: as in :class:`FitOptions`: ``likelihood``, ``num_data``, ``validation``, ``seed``, ``checkpoint``, ``resume``,
-                ``precision``, ``progress`` and the rest.
+            network: Any module, fresh or trained.
+            loader: Batches of ``(inputs, targets)``.
+            kwargs: Options of :class:`FitOptions`, such as ``likelihood``, ``num_data``, ``validation``, ``seed``, ``checkpoint``,
+                ``resume``, ``precision`` and ``progress``.
         """
         raise NotImplementedError(f"{type(self).__name__} must define fit(network, loader, ...)")
 
     def setup(
-        self, network: nn.Module, loader: Iterable[Any], given: dict[str, Any], description: str = "training"
+        self, network: nn.Module, loader: Iterable[Any], kwargs: dict[str, Any], description: str = "training"
     ) -> tuple[nn.Module, FitOptions]:
-        """A copy of the network to work on, and the options of the run; what is wrong with either is said here."""
-        kind = type(self).__name__
-        misplaced = next((field.name for field in fields(self) if field.name in given), None)
-        reason = None
-        if misplaced is not None:
-            shown = " ".join(repr(given[misplaced]).split())
-            reason = f"{misplaced} is a setting of the method: {kind}({misplaced}={shown:.60})"
-        elif not isinstance(network, nn.Module):
-            reason = f"{kind} takes a network (nn.Module), not a {type(network).__name__}"
-        elif noise_layers(network):
-            reason = f"this network has noise already; {kind} takes the plain one, which fb.to_deterministic gives back"
-        elif self.needs_weights and not any(parameter.requires_grad for parameter in network.parameters()):
-            reason = (
-                "this network has no weights to learn: it has no parameters, or all are frozen, and "
-                "network.requires_grad_() has them learned again"
-            )
-        if reason is not None:
-            problem = "unknown setting" if misplaced else "network"
-            raise FlowBNNError(reason, kind=problem, argument=misplaced or "network")
-        run = FitOptions(**{"epochs": max(1, self.epochs), "description": description, **given})
-        check_loader(loader)
-        return copy_network(network), run
+        """Checks the arguments of ``fit`` and returns a copy of the network and the options.
 
-    def start(
+        Args:
+            network: Network of the caller.
+            loader: Batches of ``(inputs, targets)``.
+            kwargs: Keyword arguments of ``fit``.
+            description: Name of the training in the progress bar.
+
+        Raises:
+            FlowBNNError: If a setting of the method is passed to ``fit``, or if network or loader cannot be used.
+        """
+        name = type(self).__name__
+        misplaced = next((field.name for field in fields(self) if field.name in kwargs), None)
+        problem = None
+        if misplaced is not None:
+            value = " ".join(repr(kwargs[misplaced]).split())
+            problem = f"{misplaced} is a setting of the method; use {name}({misplaced}={value:.60})"
+        elif not isinstance(network, nn.Module):
+            problem = f"{name} needs a network (nn.Module), got a {type(network).__name__}"
+        elif noise_layers(network):
+            problem = f"{name} needs a network without noise; use fb.to_deterministic(network)"
+        elif self.needs_weights and not any(parameter.requires_grad for parameter in network.parameters()):
+            problem = f"{name} needs trainable weights; use network.requires_grad_() if they are frozen"
+        if problem is not None:
+            kind = "unknown setting" if misplaced else "network"
+            raise FlowBNNError(problem, kind=kind, argument=misplaced or "network")
+        options = FitOptions(**{"epochs": max(1, self.epochs), "description": description, **kwargs})
+        check_loader(loader)
+        return copy_network(network), options
+
+    def fit_point(
         self,
         model: nn.Module,
         loader: Iterable[Any],
@@ -189,23 +196,23 @@ class Method:
         return posterior
 
     def _loss(self, model: nn.Module) -> Callable[..., LossAndLogs]:
-        """What :meth:`start` minimises: of the likelihood and what an :class:`Objective`'s loss takes."""
+        """Returns the loss of :meth:`fit_point`, whose first argument is the likelihood."""
         return negative_log_likelihood
 
     @property
     def likelihood_lr(self) -> float:
-        """The learning rate of a Gaussian's noise: at the weights' own, Adam may not get there within the run."""
+        """Learning rate of a noise scale. At the rate of the weights, Adam may not reach it within the run."""
         return max(self.lr, NOISE_LR) if self.optimizer is None else self.lr
 
 
 @options(kw_only=True, repr=False)
 class PointMethod(Method):
-    """A method that gives one network, the one of :meth:`Method.start`."""
+    """Base class for methods that return a single network, see :meth:`Method.fit_point`."""
 
     @accepts_options_of(FitOptions)
-    def fit(self, network: nn.Module, loader: Iterable[Any], **given: Any) -> PointPosterior:
-        """As :meth:`Method.fit`."""
-        model, run = self.setup(network, loader, given)
-        posterior = self.start(model, loader, run)
-        check_noise_scale(posterior, loader, run.seed)
+    def fit(self, network: nn.Module, loader: Iterable[Any], **kwargs: Any) -> PointPosterior:
+        """Fits the network; see :meth:`Method.fit`."""
+        model, options = self.setup(network, loader, kwargs)
+        posterior = self.fit_point(model, loader, options)
+        check_noise_scale(posterior, loader, options.seed)
         return posterior

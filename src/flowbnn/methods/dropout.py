@@ -89,7 +89,7 @@ class MCDropout(Method):
         decay = (1.0 - rate) / (self.prior_scale**2 * run.num_examples(loader))
         if own:
             prepared = prepare(disable_nested_tensors(model), loader, run, self.epochs > 0)
-            point = self.start(model, loader, run, decay, prepared)
+            point = self.fit_point(model, loader, run, decay, prepared)
             axes = example_axes(point.model, move(prepared.inputs, device_of(point.model)))
             warn_of_unsampled(point.model, [name for name, calls in axes.items() if not calls])
             posterior: Posterior = DropoutPosterior(point.model, point.likelihood, point.history, axes)
@@ -98,7 +98,7 @@ class MCDropout(Method):
         if self.rate is None and self.layers is None:
             warn_of_unsampled(model)
         if not self.epochs:
-            likelihood = self.start(deepcopy(model), loader, run).likelihood
+            likelihood = self.fit_point(deepcopy(model), loader, run).likelihood
             posterior = NoisePosterior(self._with_dropout(model, rate).eval(), likelihood)
             fit_noise_scale(posterior, loader, run.seed)
             return posterior

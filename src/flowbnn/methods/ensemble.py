@@ -65,7 +65,7 @@ class DeepEnsemble(Method):
             with preserve_rng_state(loader):
                 for generator in loader_generators(loader):
                     generator.manual_seed(member_seed)
-                points.append(self.start(member, loader, member_options))
+                points.append(self.fit_point(member, loader, member_options))
         return EnsemblePosterior.from_points(points, _merge_histories([point.history for point in points]))
 
     def _initialized_copy(self, model: nn.Module, seed: int, warns: bool) -> nn.Module:

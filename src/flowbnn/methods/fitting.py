@@ -122,9 +122,11 @@ class Objective(nn.Module):
         self.network, self.likelihood, self.loss = network, likelihood, loss
         self.check_batch, self.extra_state = check_batch, extra_state
         self.capturable = check_batch is not None
+        # a parameter that tells device and precision; in a tuple, so that it is not registered twice
+        self._reference = (next((p for p in network.parameters() if p.is_floating_point()), torch.empty(0)),)
 
     def forward(self, batch: Any, clock: Clock) -> LossAndLogs:
-        device = device_of(self.network).type
+        device = self._reference[0].device.type
         if not torch.is_autocast_enabled(device):
             return self.loss(self.outputs, batch, clock)
         half = torch.get_autocast_dtype(device)
@@ -138,7 +140,13 @@ class Objective(nn.Module):
 
     def outputs(self, inputs: Any) -> Tensor:
         """Returns the outputs of the network, at least in single precision."""
-        outputs = call(self.network, move(inputs, device_of(self.network), dtype_of(self.network)))
+        reference = self._reference[0]
+        ready = isinstance(inputs, Tensor) and inputs.device == reference.device
+        if not (
+            ready and inputs.dtype == reference.dtype
+        ):  # the training loop has moved most batches already
+            inputs = move(inputs, device_of(self.network), dtype_of(self.network))
+        outputs = call(self.network, inputs)
         return outputs.float() if outputs.dtype in (torch.bfloat16, torch.float16) else outputs
 
 
@@ -193,7 +201,7 @@ def prepare(
     warn_probabilities(likelihood, outputs, first.from_sigmoid)
     if isinstance(likelihood, Gaussian) and data.statistics is not None:
         outputs = standardize_targets(model, likelihood, outputs, targets, data.statistics, trained)
-    likelihood.start(outputs, targets.to(outputs.device))
+    likelihood.initialize(outputs, targets.to(outputs.device))
     if learns_noise(likelihood) and (reset_noise or not bool(likelihood.log_scale.any())):
         set_noise_scale(likelihood, [(outputs, targets)])
     row = outputs[:1].detach()

@@ -92,7 +92,7 @@ class ModeEnsemble(Method):
             first_batch(options.validation, purpose="validation")
         num_data = options.num_examples(loader)
         data = gather_data(loader, prepared.check_batch, seed)
-        point = self.start(model, loader, options, weight_decay=1.0 / num_data, prepared=prepared)
+        point = self.fit_point(model, loader, options, weight_decay=1.0 / num_data, prepared=prepared)
         model, likelihood = point.model.eval(), point.likelihood
         inputs, targets = move(data, device_of(model), dtype_of(model))
         noisy_model = self._noisy_model(model, first_inputs, DEFAULT_SCALE)

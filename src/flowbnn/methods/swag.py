@@ -77,7 +77,7 @@ class SWAG(Method):
                 argument="epochs",
             )
         if training_epochs:
-            point = self.start(
+            point = self.fit_point(
                 model, loader, options.for_stage("training", "training", epochs=training_epochs)
             )
         else:

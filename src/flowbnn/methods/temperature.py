@@ -76,7 +76,7 @@ class Temperature(Method):
             options = replace(options, validation=validation, num_data=num_data)
         posterior: Posterior
         if self.method is None:
-            posterior = self.start(model, loader, options)
+            posterior = self.fit_point(model, loader, options)
         else:
             kwargs = {**kwargs, "validation": options.validation, "num_data": options.num_data}
             posterior = self.method.fit(network, loader, **kwargs)

@@ -111,7 +111,7 @@ def fit_variant(
     fit_options: dict[str, Any] = {**options, "validation": validation, "epochs": training.epochs}
     if not rules:
         method = MLE(lr=training.weight_lr, **method_options)
-        return method.start(model, loader, FitOptions(**fit_options), training.weight_decay)
+        return method.fit_point(model, loader, FitOptions(**fit_options), training.weight_decay)
     names = ("weight_lr", "noise_lr", "weight_decay", "beta", "warmup")
     method_options |= {name: getattr(training, name) for name in names}
     method_options |= {"num_data": images.num_data, "validation_samples": curve_samples or 8}

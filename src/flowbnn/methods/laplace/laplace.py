@@ -91,7 +91,7 @@ class Laplace(Method):
         point = PointPosterior(model, prepared.likelihood)
         if self.epochs:
             weight_decay = 1.0 / ((scale or 1.0) ** 2 * options.num_examples(loader))
-            point = self.start(model, loader, options, weight_decay, prepared)
+            point = self.fit_point(model, loader, options, weight_decay, prepared)
         model, likelihood = model.eval(), point.likelihood
 
         def batches(description: str) -> Any:

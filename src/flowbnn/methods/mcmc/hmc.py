@@ -111,7 +111,7 @@ class ChainMethod(Method):
         data, num_data = gather_data(loader, prepared.check_batch, seed), options.num_examples(loader)
         self._check_problem(self.potential(model, prepared.likelihood, take(data, 0, 256), 256), options)
         trainable = any(parameter.requires_grad for parameter in model.parameters())
-        point = (self if trainable else replace(self, epochs=0)).start(
+        point = (self if trainable else replace(self, epochs=0)).fit_point(
             model, loader, options, prepared=prepared
         )
         potential = self.potential(point.model, point.likelihood, data, num_data)
