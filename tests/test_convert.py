@@ -23,8 +23,8 @@ from flowbnn.noise import (
     unfreeze,
     weight_parameters,
 )
-from flowbnn.noise.base import settings_of
-from flowbnn.noise.passes import NoisePass, Setting
+from flowbnn.noise.base import make_noise_modes
+from flowbnn.noise.contexts import NoiseContext, NoiseMode
 
 
 @pytest.fixture(params=NETWORKS, ids=lambda case: case.name)
@@ -67,7 +67,7 @@ def test_every_layer_reaches_the_output(case):
     network, bayesian = convert(case, NormalAffine())
     plain = case.output(network(*case.inputs()))
     for layer in noise_layers(bayesian).values():
-        with NoisePass({**settings_of(bayesian, "off"), layer.key: Setting("sample")}):
+        with NoiseContext({**make_noise_modes(bayesian, "off"), layer.key: NoiseMode("sample")}):
             assert (case.output(bayesian(*case.inputs())) - plain).abs().max() > 1e-5
 
 

@@ -3,7 +3,7 @@
 Layers keep their class, name and weights: noise is a child module of its layer, called by a forward hook.
 """
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import astuple, dataclass, fields, replace
 from fnmatch import fnmatchcase
@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from flowbnn.batches import copy_network, device_of
 from flowbnn.errors import FlowBNNError, nearest, warn
 from flowbnn.noise import Layout, Noise, Recipe, noise_layers
-from flowbnn.noise.base import layers_with_noise, settings_of
+from flowbnn.noise.base import layers_with_noise, make_noise_modes
 from flowbnn.noise.batched import NoiseGroup
+from flowbnn.noise.contexts import NoiseMode, OptionalGenerator, Shape
 from flowbnn.noise.layout import absorbs, layout_of, output_layout, weight_scale, wrappable_layers
-from flowbnn.noise.passes import Setting, Sizes, Source
 from flowbnn.numerics import constant
 from flowbnn.options import Hint, checked
 
@@ -236,12 +236,12 @@ class FixedNoise(Noise):
 
     def __init__(self, noise: Noise, vector: Tensor, seed: int | None = None) -> None:
         super().__init__(noise.layout, "channel" if seed is None else noise.site)
-        self.label, self.setting = "fixed", Setting("shared", 1)
+        self.label, self.default_mode = "fixed", NoiseMode("shared", 1)
         self.register_buffer("vector", vector.detach().clone())
         # in a tuple, so that the noise is no part of the network
         self.source = (noise, seed or 0, vector.device) if self.site == "position" else None
 
-    def draw(self, shape: Sizes, generator: Source = None) -> Tensor:
+    def draw(self, shape: Shape, generator: OptionalGenerator = None) -> Tensor:
         return self.mean().expand(*shape, -1)
 
     def mean(self) -> Tensor:
@@ -251,7 +251,7 @@ class FixedNoise(Noise):
         return self.mean()[None]
 
     def shared_maps(
-        self, at: Sizes, start: int, stop: int, seed: int, device: torch.device, call: int = 0
+        self, at: Shape, start: int, stop: int, seed: int, device: torch.device, call: int = 0
     ) -> Tensor:
         name = "_".join(map(str, ("map", call, *at)))
         if self._buffers.get(name) is None:
@@ -296,24 +296,20 @@ def to_deterministic(model: nn.Module, *, absorb: bool = False) -> nn.Module:
 
 
 @torch.no_grad()
-def at_draw(model: nn.Module, seed: int | None, elsewhere: Collection[str] = ()) -> nn.Module:
-    """A plain copy of a stochastic network with its noise at the first of the shared draws of ``seed``, as :func:`to_deterministic`.
-
-    Args:
-        elsewhere: layers whose weights are known to be read by others.
-    """
+def at_draw(model: nn.Module, seed: int | None) -> nn.Module:
+    """Returns a plain copy of a stochastic network with its noise at the first shared draw of ``seed``."""
     model = deepcopy(model).eval()
-    settings, device, fixed = settings_of(model, "shared", 1, seed), device_of(model), {}
+    settings, device, fixed = make_noise_modes(model, "shared", 1, seed), device_of(model), {}
     for name, noise in noise_layers(model).items():
         own = settings[noise.key].seed
         fixed[name] = FixedNoise(noise, noise.shared_vectors(1, own, device)[0], own)
-    _settle(model, fixed, elsewhere)
+    _settle(model, fixed)
     for module in model.modules():
         vars(module).pop("flowbnn_nested", None)  # it stays off nested tensors, as in predictions
     return model
 
 
-def _settle(model: nn.Module, fixed: Mapping[str, FixedNoise], elsewhere: Collection[str] = ()) -> None:
+def _settle(model: nn.Module, fixed: Mapping[str, FixedNoise]) -> None:
     """Take all noise off a network and leave these factors: in the weights where these can take them, else beside them."""
     beside: list[Noise] = []
     layers = noise_layers(model)
@@ -326,7 +322,7 @@ def _settle(model: nn.Module, fixed: Mapping[str, FixedNoise], elsewhere: Collec
                 delattr(module, child)
         one = fixed.get(name)
         inside = one is not None and one.site == "channel" and one.layout.side == "input"
-        if one is not None and inside and name not in elsewhere and _absorbs(model, name):
+        if one is not None and inside and _absorbs(model, name):
             module.weight.data.mul_(weight_scale(module, one.mean().to(module.weight)))
         elif one is not None:
             _wrap(module, one)
@@ -343,17 +339,18 @@ def _gather(model: nn.Module, layers: list[Noise]) -> None:
 
 
 def _absorbs(model: nn.Module, name: str) -> bool:
-    """Whether a layer's weight can take noise on its input: no other layer has it, and no module above reads it in its own code."""
+    """Returns True if the weight of a layer can hold noise on its input: certainly nothing else reads the weight.
+
+    No other module may have it, and the modules around the layer must be torch's own: code of other modules may read it.
+    """
     module = model.get_submodule(name)
     if not absorbs(module):
         return False
     weight = module._parameters["weight"]
     users = sum(weight is own for part in model.modules() for own in part._parameters.values())
     parts = name.split(".")
-    above = [type(model.get_submodule(".".join(parts[:end]))) for end in range(len(parts) if name else 0)]
-    foreign = [kind.forward for kind in above if not kind.__module__.startswith("torch.")]
-    readers = [code for code in foreign if "weight" in getattr(code, "__code__", _absorbs.__code__).co_names]
-    return users == 1 and not readers
+    above = [model.get_submodule(".".join(parts[:end])) for end in range(len(parts) if name else 0)]
+    return users == 1 and all(type(part).__module__.startswith("torch.") for part in above)
 
 
 @torch.no_grad()

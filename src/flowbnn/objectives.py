@@ -20,8 +20,8 @@ from flowbnn.distributions import Divergence
 from flowbnn.errors import FlowBNNError
 from flowbnn.likelihoods.base import Likelihood, mean_log_prob
 from flowbnn.noise import noise_layers
-from flowbnn.noise.batched import Divergences, ahead, divergences
-from flowbnn.noise.passes import NoisePass, current_share, pass_of
+from flowbnn.noise.batched import Divergences, divergences, draw_with_kl
+from flowbnn.noise.contexts import NoiseContext, ShapeRecord, current_modes, current_row_shard
 from flowbnn.options import Count, NonNegative, checked
 
 
@@ -97,8 +97,8 @@ class ELBO:
         self, likelihood: Likelihood, num_data: Count, beta: NonNegative = 1.0, gamma: NonNegative = 0.0
     ) -> None:
         self.likelihood, self.num_data, self.beta, self.gamma = likelihood, num_data, beta, gamma
-        # by the rows of a batch: where its layers of site ``position`` have drawn
-        self._asked: dict[int, dict[int, tuple[tuple[int, ...], bool]]] = {}
+        # positions that layers of site ``position`` drew for, by the number of rows
+        self._shapes: dict[int, ShapeRecord] = {}
 
     def __call__(
         self,
@@ -124,36 +124,50 @@ class ELBO:
         """
         if samples > 1:
             inputs, targets = repeat_each(inputs, samples), repeat_each(targets, samples)
-        layers, state = noise_layers(model), NoisePass({})
-        for layer in layers.values():
-            state.settings[layer.key] = pass_of(layer).settings[layer.key]
-        tensors, share = tensors_of(inputs), current_share()
+        layers, tensors, shard = noise_layers(model), tensors_of(inputs), current_row_shard()
+        modes = current_modes(layers.values())
         rows = tensors[0].shape[0] if tensors and tensors[0].ndim else 0
-        # the same on every process, so that all draw ahead or none does
-        whole = rows if share is None else share.whole(rows)
-        state.asked = dict(self._asked.get(whole, {}))
-        with state:
-            known = ahead(layers, rows, state) if rows else None
+        # of the global batch, so that all processes draw in the same way
+        shapes = self._shapes_for(rows if shard is None else shard.global_rows(rows))
+        prepared, divergence = (draw_with_kl(layers, rows, modes, shapes) if rows else None) or (None, None)
+        with NoiseContext(modes, prepared=prepared, recorded_shapes=shapes):
             outputs = call(model, inputs) if forward is None else forward(inputs)
-            known = divergences(layers) if known is None else known
-        if state.asked and not torch.compiler.is_compiling():
-            self._asked[whole] = state.asked
+            if divergence is None:
+                divergence = divergences(layers)
         if isinstance(targets, Tensor) and targets.shape[:1] != outputs.shape[:1]:
             sizes = f"outputs of shape {tuple(outputs.shape)} and targets of shape {tuple(targets.shape)}"
             line = f"{sizes} do not have the same number of examples on their first axis"
             raise FlowBNNError(line, kind="shape", argument="targets")
-        if not len(outputs) and share is None:
+        if not len(outputs) and shard is None:
             raise FlowBNNError(
                 "the batch has no examples, and their mean is no number: leave it out", kind="shape"
             )
         if check:
             self.likelihood.check(outputs, targets)
-        return self.terms(outputs, targets, known, scale)
+        return self.terms(outputs, targets, divergence, scale)
 
-    def terms(self, outputs: Tensor, targets: Any, known: Divergences, scale: Any = 1.0) -> Terms:
-        """The terms for outputs and divergences that are there already."""
+    def _shapes_for(self, rows: int) -> ShapeRecord:
+        """Returns the positions recorded by earlier passes over as many rows, for the next pass to extend."""
+        shapes = self._shapes.get(rows)
+        if shapes is None:
+            shapes = {}
+            if not torch.compiler.is_compiling():
+                self._shapes[rows] = shapes
+        return shapes
+
+    def terms(self, outputs: Tensor, targets: Any, divergence: Divergences, scale: Any = 1.0) -> Terms:
+        """Returns the terms for given outputs and divergences.
+
+        Args:
+            outputs: Outputs of the network.
+            targets: Targets of the batch.
+            divergence: KL and entropy of the layers.
+            scale: Factor of beta, for warm-up.
+        """
         log_likelihood = mean_log_prob(self.likelihood, outputs, targets)
         zero = log_likelihood.new_zeros(())
-        kl, entropy = known.total or Divergence(zero, zero)
+        kl, entropy = divergence.total or Divergence(zero, zero)
         penalty = self.beta * scale * kl - self.gamma * entropy if self.gamma else self.beta * scale * kl
-        return Terms(penalty / self.num_data - log_likelihood, log_likelihood, kl, entropy, known, outputs)
+        return Terms(
+            penalty / self.num_data - log_likelihood, log_likelihood, kl, entropy, divergence, outputs
+        )

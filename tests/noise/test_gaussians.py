@@ -1,13 +1,13 @@
 """The Gaussians of many layers at once."""
 
 import torch
+from prepared_context import prepared_context
 from torch import nn
 
 import flowbnn as fb
 from flowbnn.noise import noise_layers
-from flowbnn.noise.batched import ahead, divergences
+from flowbnn.noise.batched import divergences
 from flowbnn.noise.batched_normals import Gaussians
-from flowbnn.noise.passes import NoisePass
 
 
 def stochastic(rules=None):
@@ -26,10 +26,6 @@ def stochastic(rules=None):
         for parameter in fb.noise.noise_parameters(model):
             parameter.add_(0.3 * torch.randn_like(parameter))
     return model
-
-
-def state_of(layers):
-    return NoisePass({layer.key: layer.setting for layer in layers.values()})
 
 
 def test_packed_kl_of_a_flow_is_what_its_density_says():
@@ -65,12 +61,11 @@ def test_a_block_follows_the_priors_it_was_made_of():
     assert (Gaussians(layers).prior_loc == 3.0).sum() == layers[0].layout.dim
 
 
-def test_a_step_looked_ahead_has_the_draws_and_the_kl_of_one_that_was_not():
+def test_draw_with_kl_has_the_draws_and_the_kl_of_separate_calls():
     """Same distribution of draws, same exact KL for the Gaussians, an unbiased one for the flow, and the pass uses the draws once."""
     model = stochastic({"1": fb.noise.NormalInvConv(kl_samples=4000), "*": fb.noise.NormalAffine()})
     layers = noise_layers(model)
-    state = state_of(layers)
-    known, truth = ahead(layers, 3000, state), divergences(layers)
+    (context, known), truth = prepared_context(layers, 3000), divergences(layers)
     for name in ("0", "2"):
         assert torch.allclose(known[name].kl, truth[name].kl)
         assert torch.allclose(known[name].entropy, truth[name].entropy)
@@ -79,7 +74,7 @@ def test_a_step_looked_ahead_has_the_draws_and_the_kl_of_one_that_was_not():
         x = flow.rsample((4000,))
         error = (flow.log_prob(x) - prior.log_prob(x)).std() / 4000**0.5
     assert abs(known["1"].kl - truth["1"].kl) < 5 * 2**0.5 * error
-    drawn = dict(state.prepared)
+    drawn = dict(context.prepared.tensors)
     assert set(drawn) == {noise.key for noise in layers.values()}
     single = layers["1"].posterior().rsample((3000,))
     mine = drawn[layers["1"].key]
@@ -90,21 +85,21 @@ def test_a_step_looked_ahead_has_the_draws_and_the_kl_of_one_that_was_not():
     hidden = model[0].weight @ (x * drawn[layers["0"].key]).T + model[0].bias[:, None]
     seen = []
     model[1].register_forward_pre_hook(lambda module, args: seen.append(args[0]), prepend=True)
-    with state:
+    with context:
         model(x)
         assert torch.allclose(seen[0], hidden.T)
         model(x)
     assert not torch.allclose(seen[1], hidden.T), "the next pass draws anew"
 
 
-def test_looking_ahead_gives_way_where_layers_cannot_be_laid_end_to_end():
+def test_draw_with_kl_returns_none_if_layers_cannot_be_concatenated():
     model = stochastic(
         {"1": fb.noise.NormalAffine(components=2), "0": fb.noise.Dropout(0.1), "2": fb.noise.NormalPlanar(1)}
     )
-    assert ahead(noise_layers(model), 5, state_of(noise_layers(model))) is None
+    assert prepared_context(noise_layers(model), 5)[1] is None
 
 
-def test_the_gradient_of_a_step_looked_ahead_is_that_of_its_parts():
+def test_gradients_of_draw_with_kl_are_those_of_the_single_layers():
     model = stochastic({"1": fb.noise.NormalInvConv(), "*": fb.noise.NormalAffine()})
     objective = fb.objectives.ELBO(fb.likelihoods.Categorical(), 10)
     x, y = torch.randn(6, 3, dtype=torch.float64), torch.randint(2, (6,))

@@ -7,6 +7,7 @@ import warnings
 
 import pytest
 import torch
+from prepared_context import prepared_context
 from torch import nn
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -16,10 +17,10 @@ from flowbnn.distributions import Flow, MixtureBase, NormalBase, NormalMixture
 from flowbnn.distributions.draws import select_normal
 from flowbnn.noise import batched_normals as mixtures
 from flowbnn.noise import noise_layers, noise_mode
-from flowbnn.noise.batched import ahead, divergences
+from flowbnn.noise.batched import divergences
 from flowbnn.noise.batched_normals import Mixtures
+from flowbnn.noise.contexts import RowShard
 from flowbnn.noise.flow_noise import InputNoise
-from flowbnn.noise.passes import NoisePass, RowShard
 from flowbnn.objectives import ELBO
 from flowbnn.transforms import Affine, Compose
 
@@ -51,7 +52,7 @@ def network(rules=PLAIN, dtype=torch.float32, convolutions=2):
 
 
 def mixed(model):
-    return [layer for layer in noise_layers(model).values() if layer.mixed is not None]
+    return [layer for layer in noise_layers(model).values() if layer.mixture_base is not None]
 
 
 def by_layer(layer, which, normal):
@@ -123,18 +124,17 @@ def test_one_component_or_many_the_kl_is_that_of_the_layer_within_its_standard_e
 
 
 @pytest.mark.parametrize("rules", [PLAIN, FLOWS, BOTH])
-def test_a_pass_gets_the_draws_made_ahead(rules):
+def test_the_pass_uses_prepared_draws(rules):
     model, given = network(rules), {}
     layers = noise_layers(model)
-    state = NoisePass({layer.key: layer.setting for layer in layers.values()})
-    known = ahead(layers, 6, state)
+    context, known = prepared_context(layers, 6)
     assert known is not None
     assert set(known) == set(noise_layers(model))
     torch.testing.assert_close(known.total.kl, sum(part.kl for part in known.values()))
-    drawn = {name: state.prepared[layer.key] for name, layer in layers.items()}
+    drawn = {name: context.prepared.tensors[layer.key] for name, layer in layers.items()}
     model[0].register_forward_hook(lambda module, args, output: given.__setitem__("x", args[0]))
     images = torch.randn(6, 3, 6, 6)
-    with state:
+    with context:
         assert model(images).shape == (6, 2)
     torch.testing.assert_close(given["x"], images * drawn["0"][:, :, None, None])
 
@@ -263,7 +263,7 @@ def test_ten_layers_cost_a_few_operations_more_than_two():
         model = fb.to_stochastic(nn.Sequential(*(nn.Linear(4, 4) for _ in range(depth))), PLAIN)
         layers = noise_layers(model)
         with Counted() as counted:
-            ahead(layers, 5, NoisePass({layer.key: layer.setting for layer in layers.values()}))
+            prepared_context(layers, 5)
         return counted.number
 
     alone = noise_layers(network())["0"]
@@ -364,7 +364,7 @@ def test_batches_of_several_sizes_compile_and_forward_derivatives_and_traces_wor
     assert traced(torch.randn(2, 3, 6, 6)).shape == (2, 2)
 
 
-def test_mixtures_that_are_not_drawn_ahead_have_their_kl_taken_together(monkeypatch):
+def test_mixtures_that_are_not_prepared_have_their_kl_computed_together(monkeypatch):
     rules = {
         "*": fb.noise.NormalAffine(components=3),
         "0": fb.noise.NormalAffine(components=3, site="position"),
@@ -375,7 +375,7 @@ def test_mixtures_that_are_not_drawn_ahead_have_their_kl_taken_together(monkeypa
         Mixtures, "__init__", lambda self, layers: sizes.append(len(layers)) or make(self, layers)
     )
     layers = noise_layers(model)
-    known = ahead(layers, 6, NoisePass({layer.key: layer.setting for layer in layers.values()}))
+    _, known = prepared_context(layers, 6)
     assert sizes == [2, 2]
     assert set(known) == set(noise_layers(model))
     torch.testing.assert_close(known.total.kl, sum(part.kl for part in known.values()))

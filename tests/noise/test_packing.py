@@ -5,14 +5,15 @@ import pickle
 
 import pytest
 import torch
+from prepared_context import prepared_context
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import flowbnn as fb
 from flowbnn.distributions.bases import MixtureBase, NormalBase
 from flowbnn.noise import noise_layers
-from flowbnn.noise.batched import ahead, divergences
-from flowbnn.noise.passes import NoisePass, pass_of
+from flowbnn.noise.batched import divergences
+from flowbnn.noise.contexts import active_context, context_of
 from flowbnn.objectives import ELBO
 
 
@@ -57,7 +58,7 @@ def test_packed_draws_have_each_layers_own_distribution():
         network_layer = model.get_submodule(name)
         network_layer.register_forward_pre_hook(
             lambda m, args, name=name, layer=layer: seen.update(
-                {name: pass_of(layer).forward.draws[layer.key]}
+                {name: context_of(layer).forward.draws[layer.key]}
             )
         )
     model(torch.ones(rows, 3))
@@ -214,13 +215,13 @@ def test_another_prior_on_a_layer_that_is_there_counts(components):
     model = fb.to_stochastic(network, {"*": fb.noise.NormalAffine(components=components, kl_samples=20_000)})
     layers = noise_layers(model)
     before = {name: part.kl.item() for name, part in divergences(layers).items()}
-    layers["1"].prior = NormalBase(4, loc=3.0, scale=0.5)
+    layers["1"].set_prior(NormalBase(4, loc=3.0, scale=0.5))
     after = divergences(layers)
     alone = layers["1"].divergence().kl.item()
     assert alone > before["1"] + 10
     assert after["1"].kl.item() == pytest.approx(alone, rel=0.02)
     assert after["0"].kl.item() == pytest.approx(before["0"], rel=0.1, abs=0.05)
-    layers["1"].prior = MixtureBase(4, 2)  # of another kind: for itself
+    layers["1"].set_prior(MixtureBase(4, 2))  # of another kind: for itself
     mixed = divergences(layers)["1"].kl.item()
     assert mixed == pytest.approx(layers["1"].divergence().kl.item(), rel=0.02, abs=0.05)
 
@@ -255,20 +256,19 @@ def test_draws_made_ahead_go_to_the_networks_of_their_layers():
     other = fb.to_stochastic(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), {"*": fb.noise.NormalAffine()})
     both = nn.Sequential(one, other)
     layers = noise_layers(both)
-    state = NoisePass({layer.key: layer.setting for layer in layers.values()})
-    ahead(layers, 5, state)
-    prepared = dict(state.prepared)
+    context, _ = prepared_context(layers, 5)
+    prepared = dict(context.prepared.tensors)
     assert list(prepared) == [layer.key for layer in layers.values()]
     used = {}
     for name in layers:
         both.get_submodule(name).register_forward_hook(
-            lambda module, args, output, name=name: used.update(pass_of(layers[name]).forward.draws)
+            lambda module, args, output, name=name: used.update(context_of(layers[name]).forward.draws)
         )
-    with state:
+    with context:
         assert both(torch.randn(5, 4)).shape == (5, 4)
     assert all(used[key] is drawn for key, drawn in prepared.items())
-    assert state.prepared == {}
-    assert state.forward is None
+    assert context.prepared.tensors == {}
+    assert active_context(layers["0.0"]) is None
 
 
 @pytest.mark.parametrize("components", [1, 3])
@@ -290,6 +290,5 @@ def test_a_prior_changed_through_data_changes_the_packed_kl(components):
             closed = 11 * (0.5 * (4.0 + 36.0 - 1.0) - torch.tensor(2.0).log())
             torch.testing.assert_close(found.total.kl, closed, rtol=1e-5, atol=1e-4)
         assert found.total.kl > before + 50
-        state = NoisePass({layer.key: pass_of(layer).settings[layer.key] for layer in layers.values()})
-        looked = ahead(layers, 8, state)
-        torch.testing.assert_close(looked.total.kl, found.total.kl, rtol=0.05, atol=0.05)
+        _, together = prepared_context(layers, 8)
+        torch.testing.assert_close(together.total.kl, found.total.kl, rtol=0.05, atol=0.05)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from compiling import KEPT, compile_by
+from sampling_helpers import CACHES, compile_by
 
 
 @pytest.fixture
@@ -15,6 +15,6 @@ def traced(monkeypatch):
         return graph.forward
 
     compile_by(backend, monkeypatch)
-    KEPT.clear()
+    CACHES.clear()
     yield counts
     torch._dynamo.reset()

@@ -101,13 +101,13 @@ def test_a_posterior_where_a_network_belongs_is_told_of_its_model():
         lambda p: fb.noise.freeze(p, "weights"),
         lambda p: fb.noise_mode(p, "off").__enter__(),
     ):
-        one_line(lambda use=use: use(posterior), "its network is its .model")
+        one_line(lambda use=use: use(posterior), ".model")
     one_line(lambda: fb.describe(3), "must be a Module, got 3")
 
 
 def test_inputs_that_do_not_fit_are_told_what_to_do(tmp_path):
     posterior = fb.posterior.NoisePosterior(stochastic(), fb.likelihoods.Categorical())
-    one_line(lambda: posterior.predict(INPUTS[0], 2), "a single one is given as inputs[None]")
+    one_line(lambda: posterior.predict(INPUTS[0], 2), "inputs[None]")
     one_line(lambda: posterior.predict(INPUTS.long(), 2), "inputs.float()")
     one_line(lambda: posterior.predict(np.zeros((2, 4)), 2), "torch.from_numpy(inputs)")
     one_line(lambda: posterior.predict(INPUTS, "128"), "got '128'")

@@ -11,7 +11,7 @@ import flowbnn as fb
 from flowbnn.methods.temperature import TemperedPosterior
 from flowbnn.posterior import MemberPosterior, PredictOptions
 from flowbnn.posterior.prediction import Prediction, PredictionCache
-from flowbnn.posterior.recording import record
+from flowbnn.posterior.trace import trace_forward
 
 
 def members() -> MemberPosterior:
@@ -135,7 +135,7 @@ def test_inputs_that_cannot_be_cut_go_through_whole(network, inputs, count):
     assert len(targets) == 2 * count
 
 
-def test_a_recording_is_made_once_and_a_network_that_fails_has_none():
+def test_a_trace_is_made_once_per_shape():
     passes: list = []
 
     class Counted(nn.Linear):
@@ -148,18 +148,18 @@ def test_a_recording_is_made_once_and_a_network_that_fails_has_none():
     assert passes == [2, 50]
     posterior.predict(torch.zeros(50, 4))
     assert passes == [2, 50, 50]
-    failed = record(nn.Linear(4, 3), torch.zeros(2, 5))
+    failed = trace_forward(nn.Linear(4, 3), torch.zeros(2, 5))
     assert failed.error is not None
-    assert failed.flops is None
-    assert (
-        Prediction(nn.Linear(4, 3), PredictOptions(), 1, PredictionCache()).full_pass(torch.zeros(2, 5)) >= 16
-    )
+    assert failed.flops_per_row == 0.0
+    with Prediction(nn.Linear(4, 3), PredictOptions(), 1, PredictionCache()) as prediction:
+        assert prediction.max_rows(torch.zeros(2, 5)) >= 16
 
 
-def test_a_recording_shows_operations_and_calls():
+def test_a_trace_has_operations_shapes_and_widths():
     network = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(8, 3))
-    shown = record(fb.to_stochastic(network, {"2": fb.noise.NormalAffine()}), torch.zeros(2, 1, 4, 4))
-    assert shown.flops == 2 * (2 * 4 * 9) + 2 * 8 * 3
-    call = shown.calls["2"]
-    assert (call.inputs, call.outputs, call.count) == ((2, 8), (2, 3), 1)
-    assert (call.before, call.after) == (2 * 2 * 72, 2 * shown.flops)
+    model = fb.to_stochastic(network, {"2": fb.noise.NormalAffine()})
+    trace = trace_forward(model, torch.zeros(2, 1, 4, 4))
+    assert trace.flops_per_row == 2 * (2 * 4 * 9) + 2 * 8 * 3
+    assert trace.prefix_share == 144 / trace.flops_per_row
+    assert trace.noise_shapes == [(fb.noise.noise_layers(model)["2"].key, 0, ())]
+    assert (trace.bytes_per_row, trace.noisy_bytes_per_row) == (4 * (16 + 8), 4 * (8 + 3))

@@ -2,18 +2,17 @@
 
 import pytest
 import torch
-from compiling import plan_for, sample_outputs
+from sampling_helpers import one_at_a_time, sample_outputs
 from torch import nn
 
 import flowbnn as fb
 from conversion_networks import Residual
 from flowbnn.errors import FlowBNNError
 from flowbnn.noise import noise_layers
-from flowbnn.noise.base import settings_of
+from flowbnn.noise.contexts import active_context
 from flowbnn.noise.modes import align_batch_axes
-from flowbnn.noise.passes import NoisePass, governing, pass_of
 from flowbnn.posterior.prediction import Prediction, PredictionCache, PredictOptions
-from flowbnn.posterior.recording import record
+from flowbnn.posterior.trace import trace_forward
 
 
 class Counting(nn.Module):
@@ -59,23 +58,20 @@ def test_samples_are_networks(rules, site):
 
 
 def test_what_comes_before_the_noise_is_computed_once():
-    model = fb.to_stochastic(network(), {"3": fb.noise.NormalAffine()})
+    model = fb.to_stochastic(network(), {"3": fb.noise.NormalAffine()}).eval()
     posterior = fb.posterior.NoisePosterior(model, fb.likelihoods.Categorical())
-    posterior.predict(torch.randn(5, 4), 16)  # finds the plan, which is remembered
+    posterior.predict(torch.randn(5, 4), 16)  # measures the network once
     model[1].rows.clear()
     posterior.predict(torch.randn(5, 4), 16)
     assert sum(model[1].rows) == 5
 
 
-def test_a_skip_around_the_first_noise_folds_at_the_input():
+def test_shared_mode_holds_one_block_of_the_batch_per_sample():
     torch.manual_seed(0)
     model = fb.to_stochastic(
         Residual(), {"conv1": fb.noise.NormalAffine(), "head": fb.noise.NormalPlanar(2)}
     ).eval()
     x = torch.randn(4, 3, 8, 8)
-    assert plan_for(model, x).fold == "input"
-    assert plan_for(fb.to_stochastic(Residual(), {"stem": fb.noise.NormalAffine()}).eval(), x).fold == "input"
-    assert plan_for(fb.to_stochastic(Residual(), {"head": fb.noise.NormalAffine()}).eval(), x).fold == "late"
     outputs = sample_outputs(model, x, 5, seed=1)
     with torch.no_grad(), fb.noise_mode(model, "shared", samples=5, seed=1):
         torch.testing.assert_close(model(x.repeat(5, 1, 1, 1)).view(5, 4, 5), outputs, rtol=1e-5, atol=1e-5)
@@ -113,32 +109,32 @@ def test_noise_where_the_first_axis_is_not_the_batch(network, length):
         if aligned:
             align_batch_axes(model, tokens)
         outputs = sample_outputs(model, tokens, 6, seed=1)
-        with torch.no_grad(), NoisePass(settings_of(model, "shared", samples=6, seed=1)) as state:
-            for index in range(6):
-                state.part = (index, index + 1)
-                torch.testing.assert_close(model(tokens), outputs[index], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(one_at_a_time(model, tokens, 6, 1), outputs, rtol=1e-4, atol=1e-5)
     axes = {name: layer.layout.batch_axis for name, layer in noise_layers(model).items()}
     if network is Positions:
         assert axes == {"tokens": 0, "places": None, "head": 0}
-        assert plan_for(model, tokens).fold == ""
     else:
         assert axes == {"tokens": 1, "lstm": 1, "head": 1}
-        assert plan_for(model, tokens).fold == "input"
         same = model(tokens[:1].expand(4, -1))
         assert (same[0] - same[1]).abs().max() > 1e-4, "different draws for different examples"
 
 
-def test_position_draws_keep_only_what_the_chunk_needs():
+def test_maps_are_drawn_for_the_samples_of_a_pass_only(monkeypatch):
     model = fb.to_stochastic(nn.Conv2d(3, 2, 1), {"*": fb.noise.NormalAffine(site="position")})
-    x = torch.randn(2, 3, 16, 16)
-    whole = sample_outputs(model, x, 8, seed=0)
-    sizes = []
+    x, counts = torch.randn(2, 3, 16, 16), []
+    expected = sample_outputs(model, x, 8, seed=0)
     (layer,) = noise_layers(model).values()
-    model.register_forward_hook(
-        lambda *_: sizes.append(sum(v.numel() for _, v in pass_of(layer).held.values()))
+    shared_maps = type(layer).shared_maps
+    monkeypatch.setattr(
+        type(layer),
+        "shared_maps",
+        lambda self, at, start, stop, *args: (
+            counts.append(stop - start) or shared_maps(self, at, start, stop, *args)
+        ),
     )
-    torch.testing.assert_close(sample_outputs(model, x, 8, seed=0, max_batch=4), whole, rtol=1e-5, atol=1e-6)
-    assert max(sizes) <= 4 * 3 * 16 * 16
+    found = sample_outputs(model, x, 8, seed=0, max_batch=4)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    assert max(counts) <= 2
 
 
 def test_independent_draws_differ_between_equal_inputs_and_shared_ones_do_not():
@@ -173,8 +169,8 @@ def test_state_is_left_as_it_was():
     sample_outputs(model, torch.randn(3, 4), 4)
     assert (model.training, model[1].training) == (True, False)
     for layer in noise_layers(model).values():
-        assert layer.setting == ("sample", 1, 0, None)
-        assert governing(layer) is None
+        assert layer.default_mode == ("sample", 1, 0, None)
+        assert active_context(layer) is None
 
 
 def test_call_order_is_the_order_of_the_forward_pass():
@@ -187,8 +183,9 @@ def test_call_order_is_the_order_of_the_forward_pass():
             return self.late(self.early(x))
 
     model = fb.to_stochastic(Crossed(), {"*": fb.noise.NormalAffine()})
-    seen = record(model, torch.ones(3, 2)).calls
-    assert [(name, call.inputs) for name, call in seen.items()] == [("early", (3, 2)), ("late", (3, 2))]
+    layers = noise_layers(model)
+    keys = [key for key, _, _ in trace_forward(model, torch.ones(3, 2)).noise_shapes]
+    assert keys == [layers["early"].key, layers["late"].key]
     assert align_batch_axes(model, torch.ones(6, 2)) == ["never"]
 
 
@@ -197,10 +194,11 @@ def test_the_chunk_follows_the_width_of_the_network():
     wide = fb.to_stochastic(
         nn.Sequential(nn.Linear(8, 200_000), nn.Linear(200_000, 1)), {"*": fb.noise.NormalAffine()}
     )
-    few, many = (
-        Prediction(model, PredictOptions(), 1, PredictionCache()).full_pass(torch.ones(3, 8))
-        for model in (wide, narrow)
-    )
+    limits = []
+    for model in (wide, narrow):
+        with Prediction(model, PredictOptions(), 1, PredictionCache()) as prediction:
+            limits.append(prediction.max_rows(torch.ones(3, 8)))
+    few, many = limits
     assert 16 <= few < many
 
 

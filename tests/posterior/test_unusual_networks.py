@@ -5,15 +5,14 @@ import warnings
 
 import pytest
 import torch
-from compiling import plan_for
+from sampling_helpers import one_at_a_time, sampling
 from torch import nn
 from torch.nn import functional as F
 
 import flowbnn as fb
 from flowbnn.noise import noise_layers
-from flowbnn.noise.base import settings_of
+from flowbnn.noise.contexts import context_of
 from flowbnn.noise.modes import align_batch_axes
-from flowbnn.noise.passes import NoisePass, pass_of
 
 
 class Experts(nn.Module):
@@ -149,16 +148,6 @@ CASES = {
 }
 
 
-def one_at_a_time(model, inputs, samples, seed):
-    """The truth: every sampled network by itself."""
-    outputs = []
-    with torch.no_grad(), NoisePass(settings_of(model, "shared", samples, seed)) as state:
-        for index in range(samples):
-            state.part = (index, index + 1)
-            outputs.append(model(*inputs))
-    return torch.stack(outputs)
-
-
 @pytest.mark.parametrize("site", ["channel", "position"])
 @pytest.mark.parametrize("name", CASES)
 def test_a_prediction_is_what_its_networks_say_one_at_a_time(name, site):
@@ -178,12 +167,16 @@ def test_a_prediction_is_what_its_networks_say_one_at_a_time(name, site):
         assert truth.std(0).max() > 1e-3
 
 
-def test_networks_that_route_rows_are_not_folded_and_others_are():
+def test_networks_that_route_rows_by_values_run_one_at_a_time():
     torch.manual_seed(0)
+    sequential = {"experts", "early exit", "queries"}
     for name, (make, inputs) in CASES.items():
         model, given = fb.to_stochastic(make(), {"*": fb.noise.NormalAffine()}), inputs()
-        plan = plan_for(model, given if len(given) > 1 else given[0])
-        assert plan.fold == ("input" if name == "frames" else ""), name
+        given = given if len(given) > 1 else given[0]
+        with sampling(model, 4) as draw:
+            draw(given)
+            error = draw.prediction.trace(given).vmap_error
+        assert bool(error) == (name in sequential), (name, error)
 
 
 def test_sampled_networks_are_those_of_the_draws():
@@ -237,7 +230,7 @@ def test_eight_threads_predict_as_one_does():
             found[seed] = posterior.predict(x, 5, seed=seed).samples
             with fb.noise_mode(model, "off"):
                 plainly[seed] = model(x)
-                assert pass_of(noise_layers(model)["0"]).settings[noise_layers(model)["0"].key].mode == "off"
+                assert context_of(noise_layers(model)["0"]).modes[noise_layers(model)["0"].key].mode == "off"
 
     threads = [threading.Thread(target=work, args=(seed,)) for seed in range(8)]
     for thread in threads:

@@ -80,20 +80,21 @@ def test_adaptive_samples_are_a_beginning_of_all():
 
 
 @pytest.mark.parametrize(
-    ("options", "line"),
+    ("options", "argument"),
     [
-        ({"views": mirror}, "views=.* must be a list"),
-        ({"views": 3}, "views=.* must be a list"),
-        ({"max_batch": "a"}, "max_batch=.* must be an integer of at least 1 or None, got 'a'"),
-        ({"max_batch": 1.5}, "max_batch=.* must be an integer"),
-        ({"views": ["mirror"]}, "views=.* must hold a function, got 'mirror'"),
-        ({"views": [lambda x: x[:2]]}, "6 rows, not 2"),
-        ({"views": [lambda x: None]}, "not a NoneType"),
-        ({"views": [mirror], "shared": False}, "leave shared=True"),
-        ({"views": [lambda x: x @ x[0, :1]]}, "the view <lambda> fails on inputs of shape"),
+        ({"views": mirror}, "views"),
+        ({"views": 3}, "views"),
+        ({"max_batch": "a"}, "max_batch"),
+        ({"max_batch": 1.5}, "max_batch"),
+        ({"views": ["mirror"]}, "views"),
+        ({"views": [lambda x: x[:2]]}, "views"),
+        ({"views": [lambda x: None]}, "views"),
+        ({"views": [mirror], "shared": False}, "views"),
+        ({"views": [lambda x: x @ x[0, :1]]}, None),
     ],
 )
-def test_bad_views_are_told_in_one_line(options, line):
-    with pytest.raises(fb.FlowBNNError, match=line) as caught:
+def test_bad_views_are_refused(options, argument):
+    with pytest.raises(fb.FlowBNNError) as caught:
         noisy().predict(images(), 4, **options)
+    assert caught.value.argument == argument
     assert "\n" not in str(caught.value)

@@ -10,7 +10,7 @@ from flowbnn.data import TensorLoader
 from flowbnn.errors import FlowBNNError
 from flowbnn.noise import noise_layers
 from flowbnn.noise.batched import divergences
-from flowbnn.noise.passes import RowShard, current_share, share_batch
+from flowbnn.noise.contexts import RowShard, current_row_shard, set_row_shard
 from flowbnn.training.distributed import (
     RowShardLoader,
     row_shard,
@@ -37,12 +37,12 @@ RECIPES = {
 def noisy_outputs(model, images, shard=None):
     """Returns outputs, KL and a random number after the pass, with the noise of one shard of the batch."""
     torch.manual_seed(3)
-    share_batch(shard)
+    set_row_shard(shard)
     try:
         outputs = model(images)
         kl = sum(divergence.kl for divergence in divergences(noise_layers(model)).values())
     finally:
-        share_batch(None)
+        set_row_shard(None)
     return outputs, kl, torch.rand(1)
 
 
@@ -83,14 +83,14 @@ def test_rows_that_are_no_multiple_of_the_examples_are_refused():
 
 def test_prediction_ignores_the_shard_and_restores_it():
     model = fb.to_stochastic(nn.Sequential(nn.Linear(3, 2)), {"*": fb.noise.NormalAffine()})
-    share_batch(RowShard(0, 2, 4))
+    set_row_shard(RowShard(0, 2, 4))
     try:
         prediction = fb.posterior.NoisePosterior(model, fb.likelihoods.Categorical()).predict(
             torch.ones(5, 3), 2, shared=False, seed=0
         )
-        assert current_share() == RowShard(0, 2, 4)
+        assert current_row_shard() == RowShard(0, 2, 4)
     finally:
-        share_batch(None)
+        set_row_shard(None)
     expected = fb.posterior.NoisePosterior(model, fb.likelihoods.Categorical()).predict(
         torch.ones(5, 3), 2, shared=False, seed=0
     )

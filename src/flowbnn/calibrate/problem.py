@@ -261,7 +261,7 @@ def _check_gaussian(layer: str, noise: Noise) -> None:
     """Raises FlowBNNError if the noise of a layer is not one vector with a Gaussian posterior and a normal prior."""
     if isinstance(noise, InputNoise) and noise.site == "channel":
         normal = isinstance(noise.base, NormalBase) and isinstance(noise.prior, NormalBase)
-        if normal and noise.start is not None and not noise.rest:
+        if normal and noise.gaussian_base is not None and not noise.flow_tail:
             return
     raise FlowBNNError(
         f"calibrate supports NormalAffine() without components, prior_df, base_df and site='position', got {noise.label} in layer "

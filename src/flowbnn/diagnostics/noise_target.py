@@ -267,7 +267,7 @@ def _check_density(posterior: Any) -> None:
         )
     else:
         for name, layer in noise_layers(posterior.model).items():
-            if not isinstance(layer.whole, InputNoise):
+            if not isinstance(layer.joint_noise, InputNoise):
                 message = f"the noise of layer '{name}' is {layer.label}, which has no density; use fb.noise.NormalAffine() or a flow"
                 break
     if message:

@@ -18,7 +18,7 @@ from flowbnn.likelihoods import Likelihood
 from flowbnn.methods.base import PointMethod, register_method
 from flowbnn.methods.fitting import Forward, LossAndLogs, negative_log_likelihood
 from flowbnn.options import Count, Positive, options
-from flowbnn.posterior.weights import StandIns
+from flowbnn.posterior.weights import SwappedTensors
 from flowbnn.training import Clock
 
 
@@ -71,7 +71,7 @@ def _perturbed_loss(
             if id(parameter) not in perturbed:
                 noise = torch.randn_like(parameter)
                 perturbed[id(parameter)] = parameter + scale * parameter.detach() * noise
-        with StandIns((parameters, key, perturbed[id(p)]) for parameters, key, p in locations):
+        with SwappedTensors((parameters, key, perturbed[id(p)]) for parameters, key, p in locations):
             loss, _ = negative_log_likelihood(likelihood, forward, take(split_batch(batch), low, high), clock)
         total = total + loss * ((high - low) / num_rows)
     return total, {"log_likelihood": -total.detach()}

@@ -47,7 +47,7 @@ from flowbnn.options import Probability, accepts_options_of, checked, options
 from flowbnn.posterior.base import Posterior, Prediction
 from flowbnn.posterior.noise import NoisePosterior
 from flowbnn.posterior.prediction import new_seed
-from flowbnn.posterior.recording import outcome
+from flowbnn.posterior.trace import try_call
 from flowbnn.posterior.weights import generator_of
 from flowbnn.regression import fit_noise_scale
 from flowbnn.training import History
@@ -152,8 +152,8 @@ class DropoutPosterior(Posterior):
 
         def networks() -> Iterator[Callable[[Any], Tensor]]:
             for index in samples:
-                masks.hold(prediction.seed, index, None if prediction.shared else prediction.batch)
-                yield prediction.network
+                masks.hold(prediction.seed, index, None if prediction.shared else prediction.batch_index)
+                yield partial(call, prediction.model)
 
         with masks:
             return prediction.run(inputs, networks(), len(samples))
@@ -198,7 +198,7 @@ def example_axes(model: nn.Module, inputs: Any) -> dict[str, list[int | None]]:
 
         with watch_modules(parts, note, None), evaluation_mode(model):
             if not has_row_axis(inputs) or isinstance(
-                outcome(partial(call, model, repeat(take(inputs, 0, 1), count))), Exception
+                try_call(partial(call, model, repeat(take(inputs, 0, 1), count))), Exception
             ):
                 return {}
     axes: dict[str, list[int | None]] = {name: [] for name in parts}

@@ -1,11 +1,11 @@
-"""The noise of many layers in few launches.
+"""Noise of many layers in few launches.
 
-A network of many small noise vectors spends its time on launching tiny operations, not on doing them. So the layers whose noise begins
-as a learnable Gaussian are laid end to end, and so are those that begin as mixtures (:mod:`flowbnn.noise.batched_normals`): each block
-has its draws and its KL computed at once. Layers that are in no block draw for themselves, which means the same.
+A network of many small noise vectors spends its time on launching tiny operations. Layers whose noise begins with a learnable Gaussian
+are therefore concatenated, and so are those that begin with mixtures (:mod:`flowbnn.noise.batched_normals`). The draws and the KL of
+each group are computed at once. All other layers draw for themselves, with the same meaning.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -15,76 +15,84 @@ from torch import Tensor, nn
 from flowbnn import kernels
 from flowbnn.distributions import Divergence
 from flowbnn.kernels import Group
-from flowbnn.noise.base import BLOCK, Noise, blocks
+from flowbnn.noise.base import BLOCK, Noise, block_generators
 from flowbnn.noise.batched_normals import Gaussians, Mixtures
+from flowbnn.noise.contexts import (
+    ForwardState,
+    NoiseContext,
+    NoiseMode,
+    PreparedDraws,
+    Shape,
+    ShapeRecord,
+    active_context,
+    current_modes,
+    current_row_shard,
+    end_forward,
+)
 from flowbnn.noise.joint import JointPart, joint_name
-from flowbnn.noise.passes import Forward, NoisePass, Setting, governing, innermost, pass_of
 
 
 class NoiseGroup:
-    """The noise of one network. Hooks on the network's root say when a forward pass begins and ends.
+    """Noise of one network. Hooks on the root of the network mark the begin and the end of a forward pass.
 
-    In a pass, a layer of site ``channel`` that draws per example draws once: called again, it keeps its draw, as noise that belongs
-    to the network should. The first learnable Gaussian that asks draws for all of them, and so does the first mixture.
+    A layer of site ``channel`` that draws per example draws once per pass: if it is called again, it uses the same draw, because the
+    noise belongs to the network. The first learnable Gaussian that needs a draw draws for all of them, and so does the first mixture.
+
+    Args:
+        layers: Noise modules of the network.
     """
 
     def __init__(self, layers: list[Noise]) -> None:
         self.layers = layers
 
     def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Forward pre-hook of the root."""
-        state = governing(self.layers[0])
+        """Begins a forward pass, as a forward pre-hook of the root."""
+        context = active_context(self.layers[0])
         for layer in self.layers:
-            if state is None or layer.key not in state.settings:  # no pass governs all layers
-                state = NoisePass({one.key: pass_of(one).settings[one.key] for one in self.layers})
-                state.passing = True
-                state.__enter__()
+            if context is None or layer.key not in context.modes:  # no single context covers all layers
+                context = NoiseContext(current_modes(self.layers))
                 break
-        assert state is not None
-        sizes: tuple[int, ...] = ()
+        assert context is not None
+        sizes: Shape = ()
         for value in (*args, *kwargs.values()):
             if isinstance(value, Tensor):
                 sizes = tuple(value.shape[:2])
                 break
         draws: dict[int, Tensor] = {}
-        if state.prepared:
-            # draws that were made with gradients belong to a pass with gradients: without them it is the first of two runs
+        prepared = context.prepared
+        if prepared is not None and prepared.tensors:
             for layer in self.layers:
-                prepared = state.prepared.pop(layer.key, None)
-                if prepared is not None and state.gradients == torch.is_grad_enabled():
-                    draws[layer.key] = prepared
-        held = {} if state.held is None else state.held
-        state.forward = Forward(self, sizes, draws, state.forward, held)
+                tensor = prepared.tensors.pop(layer.key, None)
+                # without gradients this is the first of two runs (activation checkpointing), which draw for themselves
+                if tensor is not None and prepared.gradients == torch.is_grad_enabled():
+                    draws[layer.key] = tensor
+        context.begin_forward(ForwardState(self, sizes, draws))
 
     def end(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        """Forward hook of the root, called also when the pass fails."""
-        state = innermost(self)
-        if state is not None and state.forward is not None:
-            state.forward = state.forward.outer
-            if state.passing:
-                state.__exit__()
+        """Ends a forward pass, as a forward hook of the root that is called even if the pass fails."""
+        end_forward(self)
 
-    def draw_for(self, noise: Noise, rows: int, state: NoisePass) -> Tensor:
-        """This pass's draw of a layer for ``rows`` examples, ``[rows, dim]``."""
-        forward, generator = state.forward, state.settings[noise.key].generator
+    def draw_examples(self, noise: Noise, rows: int, context: NoiseContext) -> Tensor:
+        """Returns the draws of a layer for ``rows`` examples, ``[rows, dim]``, and stores them in the forward state."""
+        forward, generator = context.forward, context.modes[noise.key].generator
         assert forward is not None
         if isinstance(noise, JointPart):
-            drawn = noise.whole.draw_rows(rows, (), generator, state.share)
+            vectors = noise.joint_noise.draw_rows(rows, (), generator, context.shard)
             for layer in self.layers:
-                if layer.whole is noise.whole and isinstance(layer, JointPart):
-                    forward.draws[layer.key] = drawn[:, layer.span]
+                if layer.joint_noise is noise.joint_noise and isinstance(layer, JointPart):
+                    forward.draws[layer.key] = vectors[:, layer.span]
             return forward.draws[noise.key]
-        kind, block, generators = _kind(noise), [], []
+        kind, group, generators = _kind(noise), [], []
         for layer in self.layers if kind is not None else ():
-            if _kind(layer) is kind and batchable(layer, state) and layer.key not in forward.draws:
-                block.append(layer)
-                generators.append(state.settings[layer.key].generator)
-        fits = len(block) > 1 and any(layer is noise for layer in block)
-        if fits and kind is not None and kind.alike(block, generators):
-            with in_full_precision(block):
-                forward.draws |= kind(block).draws(rows, generator, state.share)
+            if _kind(layer) is kind and is_batchable(layer, context.modes) and layer.key not in forward.draws:
+                group.append(layer)
+                generators.append(context.modes[layer.key].generator)
+        included = len(group) > 1 and any(layer is noise for layer in group)
+        if included and kind is not None and kind.are_compatible(group, generators):
+            with without_autocast(group):
+                forward.draws.update(kind(group).draws(rows, generator, context.shard))
         else:
-            forward.draws[noise.key] = noise.draw_rows(rows, (), generator, state.share)
+            forward.draws[noise.key] = noise.draw_rows(rows, (), generator, context.shard)
         return forward.draws[noise.key]
 
 
@@ -92,21 +100,23 @@ Kind = type[Gaussians] | type[Mixtures]
 
 
 def _kind(noise: Noise) -> Kind | None:
-    """What the noise begins as; None where that is not for many layers at once."""
-    return Gaussians if noise.start is not None else Mixtures if noise.mixed is not None else None
+    """Returns the class that draws such noise for many layers at once, or None."""
+    return (
+        Gaussians if noise.gaussian_base is not None else Mixtures if noise.mixture_base is not None else None
+    )
 
 
-def batchable(noise: Any, state: NoisePass) -> bool:
-    """Whether a layer that begins as a normal or a mixture may be drawn with others."""
-    if noise.site != "channel" or not noise.draws_plainly or (noise.normalising and noise.reads_batch):
+def is_batchable(noise: Any, modes: Mapping[int, NoiseMode]) -> bool:
+    """Returns True if a layer whose noise begins with a normal or a mixture can be drawn together with others."""
+    if noise.site != "channel" or not noise.uses_default_draw or (noise.normalizing and noise.reads_batch):
         return False
-    return state.settings[noise.key].mode == "sample"
+    return modes[noise.key].mode == "sample"
 
 
-def in_full_precision(layers: list[Any]) -> AbstractContextManager[Any]:
-    """Flows are not accurate in bfloat16."""
-    device = (layers[0].start or layers[0].mixed)[1].shift.device.type
-    if torch.is_autocast_enabled(device) and any(noise.rest for noise in layers):
+def without_autocast(layers: list[Any]) -> AbstractContextManager[Any]:
+    """Disables autocast if any of the layers has a flow: flows are not accurate in bfloat16."""
+    device = (layers[0].gaussian_base or layers[0].mixture_base)[1].shift.device.type
+    if torch.is_autocast_enabled(device) and any(noise.flow_tail for noise in layers):
         return torch.autocast(device, enabled=False)
     return nullcontext()
 
@@ -115,144 +125,261 @@ def in_full_precision(layers: list[Any]) -> AbstractContextManager[Any]:
 
 
 class Divergences(dict[str, Divergence]):
-    """KL and entropy by layer; ``total`` has their sums, or None where no layer has a density."""
+    """KL and entropy by layer.
 
-    def __init__(self, parts: dict[str, Divergence], total: Divergence | None) -> None:
-        super().__init__(parts)
+    Args:
+        by_layer: KL and entropy by the name of the layer.
+        total: Their sums, or None if no layer has a density.
+    """
+
+    def __init__(self, by_layer: dict[str, Divergence], total: Divergence | None) -> None:
+        super().__init__(by_layer)
         self.total = total
 
 
 def divergences(layers: dict[str, Noise]) -> Divergences:
-    """KL and entropy of every layer that has them."""
-    settings = {noise.key: pass_of(noise).settings[noise.key] for noise in layers.values()}
-    return _completed(layers, settings, {}, [])
+    """Returns KL and entropy of every layer that has them."""
+    return _add_missing(layers, current_modes(layers.values()), {}, [])
 
 
-def _blocks(layers: Iterable[Any], settings: dict[int, Setting]) -> list[tuple[Kind, list[Any]]]:
-    """The layers that can be laid end to end, as many draws for the KL of each; a block has at least two."""
-    kinds: dict[Any, list[Any]] = {Gaussians: [], Mixtures: [], None: []}
+def _group_layers(layers: Iterable[Any], modes: Mapping[int, NoiseMode]) -> list[tuple[Kind, list[Any]]]:
+    """Returns groups of at least two layers that can be concatenated, with as many draws for the KL of each."""
+    by_kind: dict[Any, list[Any]] = {Gaussians: [], Mixtures: [], None: []}
     for noise in layers:
-        kinds[_kind(noise)].append(noise)
-    blocks: list[tuple[Kind, list[Any]]] = []
+        by_kind[_kind(noise)].append(noise)
+    groups: list[tuple[Kind, list[Any]]] = []
     for kind in (Gaussians, Mixtures):
-        block = kinds[kind]
-        if len({noise.kl_samples for noise in block if kind is Mixtures or noise.rest}) > 1:
-            block = [noise for noise in block if kind is Gaussians and not noise.rest]
-        if len(block) > 1 and kind.alike(block, [settings[noise.key].generator for noise in block]):
-            blocks.append((kind, block))
-    return blocks
+        group = by_kind[kind]
+        if len({noise.kl_samples for noise in group if kind is Mixtures or noise.flow_tail}) > 1:
+            group = [noise for noise in group if kind is Gaussians and not noise.flow_tail]
+        if len(group) > 1 and kind.are_compatible(group, [modes[noise.key].generator for noise in group]):
+            groups.append((kind, group))
+    return groups
 
 
-def _completed(
+def _add_missing(
     layers: dict[str, Noise],
-    settings: dict[int, Setting],
-    parts: dict[int, Divergence],
+    modes: Mapping[int, NoiseMode],
+    by_key: dict[int, Divergence],
     totals: list[Divergence],
 ) -> Divergences:
-    """What is known already by the keys of layers, with its totals, and the others': in blocks where that goes, else one by one."""
-    others = [noise for noise in layers.values() if noise.key not in parts]
-    for kind, block in _blocks(others, settings) if others else ():
-        with in_full_precision(block):
-            each, total = kind(block).divergences(settings[block[0].key].generator)
-        parts |= each
+    """Returns the divergences of all layers.
+
+    Args:
+        layers: Noise modules by the names of their layers.
+        modes: Modes by layer key.
+        by_key: Divergences that have been computed, by layer key.
+        totals: Sums of these.
+    """
+    missing = [noise for noise in layers.values() if noise.key not in by_key]
+    for kind, group in _group_layers(missing, modes) if missing else ():
+        with without_autocast(group):
+            each, total = kind(group).divergences(modes[group[0].key].generator)
+        by_key |= each
         totals.append(total)
     named: dict[str, Divergence] = {}
     for name, noise in layers.items():
-        part = parts.get(noise.key)
-        if part is None:
-            part = noise.divergence()
-            if part is None:
+        value = by_key.get(noise.key)
+        if value is None:
+            value = noise.divergence()
+            if value is None:
                 continue
-            totals.append(part)
-        named[joint_name(name, named) if isinstance(noise, JointPart) else name] = part
+            totals.append(value)
+        named[joint_name(name, named) if isinstance(noise, JointPart) else name] = value
     if len(totals) > 1:
         kls, entropies = zip(*totals, strict=True)
         totals = [Divergence(torch.stack(kls).sum(), torch.stack(entropies).sum())]
     return Divergences(named, totals[0] if totals else None)
 
 
-# -------------------- drawing ahead
+# -------------------- draws together with the KL
 
 
-def ahead(layers: dict[str, Noise], rows: int, state: NoisePass) -> Divergences | None:
-    """Draw the noise for the network's next pass, of ``rows`` rows, and fresh draws for the KL, all in one go.
+def draw_with_kl(
+    layers: dict[str, Noise], rows: int, modes: Mapping[int, NoiseMode], shapes: ShapeRecord
+) -> tuple[PreparedDraws, Divergences] | None:
+    """Draws the noise of the next pass and fresh noise for the KL in one go, which takes half the operations.
 
-    What a step needs of the noise then takes half the operations. The draws of the KL are others than those of the pass, as in
-    :func:`divergences`, whose result this is. None where the layers cannot be laid end to end; then nothing has been drawn.
+    The draws of the KL are independent of those of the pass, as in :func:`divergences`.
 
     Args:
-        state: of the pass, which is given the draws; what an earlier pass over as many rows has asked for is in its ``asked``.
+        layers: Noise modules by the names of their layers.
+        rows: Number of rows of the pass.
+        modes: Modes of the layers, by layer key.
+        shapes: Positions that layers drew for in an earlier pass over as many rows.
+
+    Returns:
+        Draws for :class:`~flowbnn.noise.contexts.NoiseContext` and the divergences, or None if layers cannot be concatenated. In that
+        case nothing has been drawn.
     """
     if torch._C._functorch.maybe_current_level() is not None:
         return None
-    state.gradients = torch.is_grad_enabled()
-    parts: dict[int, Divergence] = {}
+    prepared = PreparedDraws({}, torch.is_grad_enabled())
+    by_key: dict[int, Divergence] = {}
     totals: list[Divergence] = []
-    blocks = _blocks(layers.values(), state.settings)
-    for kind, block in blocks:
-        members = [noise for noise in block if batchable(noise, state)]
+    groups = _group_layers(layers.values(), modes)
+    for kind, group in groups:
+        members = [noise for noise in group if is_batchable(noise, modes)]
         if len(members) > 1:
-            generator = state.settings[members[0].key].generator
-            with in_full_precision(members):
-                draws, each, total = kind(members).ahead(rows, generator, state.share)
-            state.prepared |= draws
-            parts |= each
+            generator = modes[members[0].key].generator
+            with without_autocast(members):
+                draws, each, total = kind(members).draw_with_kl(rows, generator, current_row_shard())
+            prepared.tensors.update(draws)
+            by_key |= each
             totals.append(total)
     if totals:
-        return _completed(layers, state.settings, parts, totals)
-    if not state.asked or not blocks or blocks[0][0] is not Gaussians:
+        return prepared, _add_missing(layers, modes, by_key, totals)
+    if not shapes or not groups or groups[0][0] is not Gaussians:
         return None
-    return _at_positions(layers, blocks[0][1], rows, state)
+    return _draw_positions_with_kl(layers, groups[0][1], rows, modes, shapes)
 
 
-def _at_positions(
-    layers: dict[str, Noise], together: list[Any], rows: int, state: NoisePass
-) -> Divergences | None:
-    """The same where noise is drawn anew at every position, which pays on a device with kernels for many flows at once.
-
-    An earlier pass over as many rows has told how many positions each layer has. None where there is nothing to gain.
-    """
-    block = Gaussians(together)
-    drawn = [
-        noise
-        for noise in block.flows
-        if noise.key in state.asked and state.settings[noise.key].mode == "sample"
-    ]
+def _draw_positions_with_kl(
+    layers: dict[str, Noise],
+    group: list[Any],
+    rows: int,
+    modes: Mapping[int, NoiseMode],
+    shapes: ShapeRecord,
+) -> tuple[PreparedDraws, Divergences] | None:
+    """Does the same for noise at every position, on devices with kernels for many flows at once; else returns None."""
+    block = Gaussians(group)
+    drawn = [noise for noise in block.flows if noise.key in shapes and modes[noise.key].mode == "sample"]
     if not drawn or any(noise.chain is None for noise in block.flows) or not kernels.available(block.mean):
         return None
-    with in_full_precision(block.layers):
-        generator = state.settings[block.layers[0].key].generator
+    prepared = PreparedDraws({}, torch.is_grad_enabled())
+    with without_autocast(block.layers):
+        generator = modes[block.layers[0].key].generator
         sizes = [noise.layout.dim for noise in block.flows]
         normal = block.normal(block.fresh, sum(sizes), generator)
-        of_kl = block.starts(normal)
-        groups = [Group([noise.chain for noise in block.flows], of_kl, True)]
+        groups = [Group([noise.chain for noise in block.flows], block.starts(normal), True)]
         for noise in drawn:
-            at, rounded = state.asked[noise.key]
-            start = noise.begin_rows(rows, at, generator, state.share)
-            groups.append(Group([noise.chain], start.reshape(-1, start.shape[-1]), False, rounded))
+            at, half = shapes[noise.key]
+            start = noise.begin_rows(rows, at, generator, current_row_shard())
+            groups.append(Group([noise.chain], start.reshape(-1, start.shape[-1]), False, half))
         (ends, log_dets), *draws = kernels.evaluate_many(groups)
-        parts, total = block.summary(normal, list(ends.split(sizes, -1)), log_dets)
+        by_key, total = block.summary(normal, list(ends.split(sizes, -1)), log_dets)
     for noise, (x, _) in zip(drawn, draws, strict=True):
-        state.prepared[noise.key] = x.view(rows, *state.asked[noise.key][0], noise.layout.dim)
-    return _completed(layers, state.settings, parts, [total])
+        prepared.tensors[noise.key] = x.view(rows, *shapes[noise.key][0], noise.layout.dim)
+    return prepared, _add_missing(layers, modes, by_key, [total])
 
 
-def shared_draws(layers: list[Noise], state: NoisePass, device: torch.device) -> list[Tensor]:
-    """The fixed draws of mode ``shared`` of layers of site ``channel``, ``[samples, dim]`` each, in few launches."""
-    block: list[Any] = [layer for layer in layers if layer.start is not None]
-    block = [layer for layer in block if layer.draws_plainly and not layer.reads_batch]
-    drawn: dict[int, Tensor] = {}
+# -------------------- draws of predictions
+
+
+class SharedDraws:
+    """Draws of mode ``shared`` of all layers of a network: sample ``s`` is the same network for all inputs.
+
+    Args:
+        layers: Noise modules of the network.
+        modes: Modes by layer key, which have the seeds and the number of samples.
+        device: Device of the draws.
+    """
+
+    def __init__(self, layers: Sequence[Noise], modes: Mapping[int, NoiseMode], device: torch.device) -> None:
+        self.layers, self.modes, self.device = {layer.key: layer for layer in layers}, modes, device
+        channel = [layer for layer in layers if layer.site == "channel"]
+        # contiguous, because compiled functions are specialized to strides
+        draws = [vectors.contiguous() for vectors in shared_draws(channel, modes, device)]
+        self.vectors = dict(zip([layer.key for layer in channel], draws, strict=True))
+
+    def tensors(
+        self, shapes: Iterable[tuple[int, int, Shape]], start: int, stop: int
+    ) -> dict[tuple[int, int], Tensor]:
+        """Returns draws ``[stop - start, *at, dim]`` by layer key and call.
+
+        Args:
+            shapes: Layer key, number of earlier calls, and positions of each call of a layer in a pass.
+            start: First sample.
+            stop: End of the range of samples.
+        """
+        result: dict[tuple[int, int], Tensor] = {}
+        for key, call, at in shapes:
+            if key in self.vectors:
+                result[key, call] = self.vectors[key][start:stop]
+            elif (layer := self.layers.get(key)) is not None:
+                result[key, call] = layer.shared_maps(
+                    at, start, stop, self.modes[key].seed, self.device, call
+                )
+        return result
+
+
+class SampleDraws:
+    """Draws of one sample of :class:`SharedDraws`, as a source of a :class:`~flowbnn.noise.contexts.NoiseContext`.
+
+    Args:
+        shared: Draws of all samples.
+        index: Number of the sample.
+    """
+
+    def __init__(self, shared: SharedDraws, index: int) -> None:
+        self.shared, self.index = shared, index
+        self.maps: dict[Any, Tensor] = {}  # of this sample, for all chunks of rows
+
+    def draws(self, layer: Noise, at: Shape, call: int, device: torch.device) -> Tensor:
+        vectors = self.shared.vectors.get(layer.key)
+        if vectors is not None:
+            return vectors[self.index : self.index + 1].view(1, *at, layer.layout.dim)
+        if (layer.key, call, at) not in self.maps:
+            seed = self.shared.modes[layer.key].seed
+            self.maps[layer.key, call, at] = layer.shared_maps(
+                at, self.index, self.index + 1, seed, device, call
+            )
+        return self.maps[layer.key, call, at]
+
+
+def shared_draws(
+    layers: Sequence[Noise], modes: Mapping[int, NoiseMode], device: torch.device
+) -> list[Tensor]:
+    """Returns the draws of mode ``shared`` of layers of site ``channel``, ``[samples, dim]`` each, in few launches."""
+    group: list[Any] = [layer for layer in layers if layer.gaussian_base is not None]
+    group = [layer for layer in group if layer.uses_default_draw and not layer.reads_batch]
+    draws: dict[int, Tensor] = {}
     with torch.no_grad():
-        if len(block) > 1 and Gaussians.alike(block, [None] * len(block)):
-            gaussians, source, normals = Gaussians(block), torch.Generator(device), []
+        if len(group) > 1 and Gaussians.are_compatible(group, [None] * len(group)):
+            gaussians, generator, normals = Gaussians(group), torch.Generator(device), []
             for layer in gaussians.layers:
-                _, samples, seed, _ = state.settings[layer.key]
-                dim = layer.layout.dim
-                parts = [gaussians.normal(BLOCK, dim, one) for one in blocks(samples, seed, source)]
-                normals.append(torch.cat(parts)[:samples])
-            with in_full_precision(block):
-                drawn = gaussians.draws_from(torch.cat(normals, -1))
+                _, samples, seed, _ = modes[layer.key]
+                blocks = [
+                    gaussians.normal(BLOCK, layer.layout.dim, each)
+                    for each in block_generators(samples, seed, generator)
+                ]
+                normals.append(torch.cat(blocks)[:samples])
+            with without_autocast(group):
+                draws = gaussians.draws_from(torch.cat(normals, -1))
+        joint: dict[int, Tensor] = {}
         for layer in layers:
-            if layer.key not in drawn:
-                drawn[layer.key] = layer.shared_vectors(*state.settings[layer.key][1:3], device)
-    return [drawn[layer.key] for layer in layers]
+            _, samples, seed, _ = modes[layer.key]
+            if isinstance(layer, JointPart):
+                key = id(layer.joint_noise)
+                if key not in joint:
+                    joint[key] = layer.joint_noise.shared_vectors(samples, seed, device)
+                draws[layer.key] = joint[key][:, layer.span]
+            elif layer.key not in draws:
+                draws[layer.key] = layer.shared_vectors(samples, seed, device)
+    return [draws[layer.key] for layer in layers]
+
+
+def example_draws(
+    layers: list[Noise], shapes: Iterable[tuple[int, int, Shape]], rows: int, modes: Mapping[int, NoiseMode]
+) -> dict[tuple[int, int], Tensor]:
+    """Returns draws of mode ``sample`` ``[rows, *at, dim]``, by layer key and call, as a pass over ``rows`` rows would draw them.
+
+    Args:
+        layers: Noise modules of the network.
+        shapes: Layer key, number of earlier calls, and positions of each call of a layer, in the order of the pass.
+        rows: Number of rows.
+        modes: Modes by layer key.
+    """
+    group, by_key = NoiseGroup(layers), {layer.key: layer for layer in layers}
+    forward = ForwardState(group, (), {})
+    context = NoiseContext(modes, sharded=False, forward=forward)
+    result: dict[tuple[int, int], Tensor] = {}
+    for key, call, at in shapes:
+        layer = by_key[key]
+        if layer.site == "position":
+            result[key, call] = layer.draw_rows(rows, at, modes[key].generator, None)
+        else:
+            if key not in forward.draws:
+                group.draw_examples(layer, rows, context)
+            result[key, call] = forward.draws[key]
+    return result

@@ -18,7 +18,7 @@ from flowbnn import kernels
 from flowbnn.distributions import Divergence
 from flowbnn.distributions.draws import draw_components, select_normal, standard_normal
 from flowbnn.kernels import Group
-from flowbnn.noise.passes import RowShard, Source
+from flowbnn.noise.contexts import OptionalGenerator, RowShard
 from flowbnn.numerics import soft_clamp
 
 _HALF_LOG_2PI = 0.5 * math.log(2.0 * math.pi)
@@ -34,12 +34,12 @@ class Gaussians:
         plain: list[Any] = []
         self.flows: list[Any] = []
         for noise in layers:
-            (self.flows if noise.rest else plain).append(noise)
+            (self.flows if noise.flow_tail else plain).append(noise)
         self.layers, self.plain = plain + self.flows, len(plain)
         self.fresh = self.flows[0].kl_samples if self.flows else 0
         self.sizes = tuple([noise.layout.dim for noise in self.layers])
         self.cut = sum(self.sizes[: self.plain])  # where the vectors of the flows begin
-        bases, affines, priors = zip(*[noise.start for noise in self.layers], strict=True)
+        bases, affines, priors = zip(*[noise.gaussian_base for noise in self.layers], strict=True)
         self.prior_loc = torch.cat([prior.loc for prior in priors])
         self.prior_scale = torch.cat([prior.scale for prior in priors])
         self.scale, center = torch.cat([base.scale for base in bases]), centers(affines)
@@ -50,17 +50,17 @@ class Gaussians:
         self.deviation = self.scale * factor
 
     @staticmethod
-    def alike(layers: list[Any], generators: list[Source]) -> bool:
+    def are_compatible(layers: list[Any], generators: list[OptionalGenerator]) -> bool:
         """Whether the layers can be laid end to end: one bound, one generator, one dtype and device."""
-        bound, shift = layers[0].start[1].bound, layers[0].start[1].shift
+        bound, shift = layers[0].gaussian_base[1].bound, layers[0].gaussian_base[1].shift
         for noise, generator in zip(layers, generators, strict=True):
-            affine = noise.start[1]
+            affine = noise.gaussian_base[1]
             same = affine.bound == bound and generator is generators[0]
             if not same or affine.shift.dtype != shift.dtype or affine.shift.device != shift.device:
                 return False
         return True
 
-    def normal(self, rows: int, width: int, generator: Source) -> Tensor:
+    def normal(self, rows: int, width: int, generator: OptionalGenerator) -> Tensor:
         return standard_normal(torch.Size((rows, width)), self.mean.dtype, self.mean.device, generator)
 
     def starts(self, normal: Tensor) -> Tensor:
@@ -95,26 +95,26 @@ class Gaussians:
             volumes.append(volume)
         return draws, torch.stack(volumes)[:, rows:] if log_det else None
 
-    def draws(self, rows: int, generator: Source, share: RowShard | None) -> dict[int, Tensor]:
+    def draws(self, rows: int, generator: OptionalGenerator, shard: RowShard | None) -> dict[int, Tensor]:
         """Draws ``[rows, dim]`` of each layer, by its key."""
-        return self.draws_from(self._shared(rows, 0, generator, share))
+        return self.draws_from(self._shared(rows, 0, generator, shard))
 
     def draws_from(self, normal: Tensor) -> dict[int, Tensor]:
         """The same from normal numbers ``[rows, numbers]`` of the layers in the order of :attr:`layers`."""
         return self._by_key(self.sample(normal, len(normal))[0])
 
-    def divergences(self, generator: Source) -> tuple[dict[int, Divergence], Divergence]:
+    def divergences(self, generator: OptionalGenerator) -> tuple[dict[int, Divergence], Divergence]:
         """KL and entropy of each layer, by its key, and of all."""
         if not self.flows:
             return self.summary(None, [], None)
         normal = self.normal(self.fresh, len(self.mean) - self.cut, generator)
         return self.summary(normal, *self.sample(normal, 0))
 
-    def ahead(
-        self, rows: int, generator: Source, share: RowShard | None
+    def draw_with_kl(
+        self, rows: int, generator: OptionalGenerator, shard: RowShard | None
     ) -> tuple[dict[int, Tensor], dict[int, Divergence], Divergence]:
         """Draws for ``rows`` rows, and KL and entropy on fresh draws of the flows, in one go."""
-        normal = self._shared(rows, self.fresh, generator, share)
+        normal = self._shared(rows, self.fresh, generator, shard)
         both, log_dets = self.sample(normal, rows)
         if not self.flows:
             return self._by_key(both), *self.summary(None, [], None)
@@ -155,11 +155,11 @@ class Gaussians:
     def _by_key(self, values: Any) -> dict[int, Any]:
         return {noise.key: value for noise, value in zip(self.layers, values, strict=True)}
 
-    def _shared(self, rows: int, fresh: int, generator: Source, share: RowShard | None) -> Tensor:
+    def _shared(self, rows: int, fresh: int, generator: OptionalGenerator, shard: RowShard | None) -> Tensor:
         """Normal numbers for ``rows`` rows and ``fresh`` more, in one draw, of which a process that has a share keeps its own rows."""
-        whole = rows if share is None else share.whole(rows)
+        whole = rows if shard is None else shard.global_rows(rows)
         drawn = self.normal(whole + fresh, len(self.mean), generator)
-        return drawn if share is None else torch.cat([share.take(drawn[:whole], rows), drawn[whole:]])
+        return drawn if shard is None else torch.cat([shard.select(drawn[:whole], rows), drawn[whole:]])
 
 
 def centers(affines: Any) -> Any:
@@ -193,7 +193,7 @@ class Mixtures:
     def __init__(self, layers: list[Any]) -> None:
         self.layers, self.fresh = layers, layers[0].kl_samples
         self.sizes = tuple([noise.layout.dim for noise in layers])
-        bases, affines, _ = zip(*[noise.mixed for noise in layers], strict=True)
+        bases, affines, _ = zip(*[noise.mixture_base for noise in layers], strict=True)
         loc = torch.cat([base.loc for base in bases], -1)
         log_scale = torch.cat([base.log_scale for base in bases], -1)
         shift = torch.cat([affine.shift for affine in affines])
@@ -204,27 +204,27 @@ class Mixtures:
         self.deviation = self.log_deviation.exp()
 
     @staticmethod
-    def alike(layers: list[Any], generators: list[Source]) -> bool:
+    def are_compatible(layers: list[Any], generators: list[OptionalGenerator]) -> bool:
         """As many components, one bound, one generator, one dtype and device."""
         kinds = {
             (len(base.loc), affine.bound, base.loc.dtype, base.loc.device)
-            for base, affine, _ in (noise.mixed for noise in layers)
+            for base, affine, _ in (noise.mixture_base for noise in layers)
         }
         # generators by `is`: not every version of torch.compile knows the id of None
         return len(kinds) == 1 and all(generator is generators[0] for generator in generators)
 
     def start(
-        self, rows: int, fresh: int, generator: Source, share: RowShard | None
+        self, rows: int, fresh: int, generator: OptionalGenerator, shard: RowShard | None
     ) -> tuple[Tensor, Tensor]:
         """Components ``[rows + fresh, layers]`` and normal numbers ``[rows + fresh, numbers]``; of shared rows those that are here."""
-        loc = self.layers[0].mixed[0].loc
-        whole = (rows if share is None else share.whole(rows)) + fresh
+        loc = self.layers[0].mixture_base[0].loc
+        whole = (rows if shard is None else shard.global_rows(rows)) + fresh
         which = draw_components(len(loc), (whole, len(self.layers)), loc.device, generator)
         normal = standard_normal(torch.Size((whole, sum(self.sizes))), loc.dtype, loc.device, generator)
-        if share is None:
+        if shard is None:
             return which, normal
         cut = whole - fresh
-        mine = [torch.cat([share.take(drawn[:cut], rows), drawn[cut:]]) for drawn in (which, normal)]
+        mine = [torch.cat([shard.select(drawn[:cut], rows), drawn[cut:]]) for drawn in (which, normal)]
         return mine[0], mine[1]
 
     def draw(self, which: Tensor, normal: Tensor) -> Tensor:
@@ -239,25 +239,25 @@ class Mixtures:
 
     def push(self, drawn: Tensor) -> tuple[Tensor, Tensor | None]:
         """What the flows after the mixtures make of their draws, ``[draws, numbers]``, and the log-dets ``[layers, draws]``."""
-        if not any(noise.rest for noise in self.layers):
+        if not any(noise.flow_tail for noise in self.layers):
             return drawn, None
         pushed = [noise.push(z) for noise, z in zip(self.layers, drawn.split(self.sizes, -1), strict=True)]
         return torch.cat([x for x, _ in pushed], -1), torch.stack([log_dets for _, log_dets in pushed])
 
-    def draws(self, rows: int, generator: Source, share: RowShard | None) -> dict[int, Tensor]:
+    def draws(self, rows: int, generator: OptionalGenerator, shard: RowShard | None) -> dict[int, Tensor]:
         """Draws ``[rows, dim]`` of each layer, by its key."""
-        starts = self.draw(*self.start(rows, 0, generator, share)).split(self.sizes, -1)
+        starts = self.draw(*self.start(rows, 0, generator, shard)).split(self.sizes, -1)
         return {noise.key: noise.push(z, False)[0] for noise, z in zip(self.layers, starts, strict=True)}
 
-    def divergences(self, generator: Source) -> tuple[dict[int, Divergence], Divergence]:
+    def divergences(self, generator: OptionalGenerator) -> tuple[dict[int, Divergence], Divergence]:
         """KL and entropy of each layer, by its key, and of all."""
-        return self.ahead(0, generator, None)[1:]
+        return self.draw_with_kl(0, generator, None)[1:]
 
-    def ahead(
-        self, rows: int, generator: Source, share: RowShard | None
+    def draw_with_kl(
+        self, rows: int, generator: OptionalGenerator, shard: RowShard | None
     ) -> tuple[dict[int, Tensor], dict[int, Divergence], Divergence]:
         """Draws for ``rows`` rows, and KL and entropy on fresh draws, in one go."""
-        starts = self.draw(*self.start(rows, self.fresh, generator, share))
+        starts = self.draw(*self.start(rows, self.fresh, generator, shard))
         ends, log_dets = self.push(starts)
         log_dets = None if log_dets is None else log_dets[:, rows:]
         keys, draws = [noise.key for noise in self.layers], ends[:rows].split(self.sizes, -1)
@@ -273,7 +273,7 @@ class Mixtures:
             ends: what the flows after them made of these.
             log_dets: of the flows, ``[layers, draws]``; None where there are none.
         """
-        priors = [noise.mixed[2] for noise in self.layers]
+        priors = [noise.mixture_base[2] for noise in self.layers]
         loc, scale = torch.cat([p.loc for p in priors]), torch.cat([p.scale for p in priors])
         components = len(self.mean)
         of_each = (drawn.unsqueeze(1) - self.mean) / self.deviation  # [draws, components, numbers]

@@ -3,7 +3,7 @@
 import itertools
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -18,12 +18,10 @@ from flowbnn.distributions.draws import (
 from flowbnn.errors import FlowBNNError
 from flowbnn.kernels import Chain
 from flowbnn.noise.base import Noise, Site
+from flowbnn.noise.contexts import NoiseContext, OptionalGenerator, RowShard, Shape, context_of
 from flowbnn.noise.layout import Layout
-from flowbnn.noise.passes import NoisePass, RowShard, Sizes, Source, pass_of
 from flowbnn.numerics import sum_rightmost
 from flowbnn.transforms import ActNorm, Affine, BatchNorm, BlockTriangular, Compose, PlanarLU, Transform
-
-PARTS = frozenset({"base", "transform", "prior"})
 
 
 class InputNoise(Noise):
@@ -59,24 +57,25 @@ class InputNoise(Noise):
         self.positions, self.kl_samples, self.label = positions, kl_samples, label
         # how many vectors the KL of this layer counts
         self.count = 1 if site == "channel" or positions == "mean" else int(positions)
-        self._look()
+        self._find_structure()
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        super().__setattr__(name, value)
-        if name in PARTS and "rest" in self.__dict__:  # another prior, say, on a layer that is there
-            self._look()
+    def set_prior(self, prior: Base) -> None:
+        """Replaces the prior."""
+        self.prior = prior
+        self._find_structure()
 
-    def _look(self) -> None:
-        """What base, transform and prior allow: learnable Gaussians and mixtures are drawn for many layers at once."""
-        parts = list(self.transform) if isinstance(self.transform, Compose) else [self.transform]
-        normal = bool(parts) and isinstance(self.prior, NormalBase) and isinstance(parts[0], Affine)
-        known = (self.base, parts[0], self.prior) if normal else None
-        self.start = known if isinstance(self.base, NormalBase) else None
-        # a subclass may have another distribution
-        self.mixed = known if type(self.base) is MixtureBase else None
-        # after the base, or after the affine map that is one with it
-        self.rest: list[Transform] = parts[1:] if self.start or self.mixed else [self.transform]
-        self.normalising = tuple(m for m in self.transform.modules() if isinstance(m, ActNorm | BatchNorm))
+    def _find_structure(self) -> None:
+        """Finds the learnable Gaussian or mixture that the noise begins with, which are drawn for many layers at once."""
+        steps = list(self.transform) if isinstance(self.transform, Compose) else [self.transform]
+        normal = bool(steps) and isinstance(self.prior, NormalBase) and isinstance(steps[0], Affine)
+        base = (self.base, steps[0], self.prior) if normal else None
+        self.gaussian_base = base if isinstance(self.base, NormalBase) else None
+        # not isinstance: a subclass may have another distribution
+        self.mixture_base = base if type(self.base) is MixtureBase else None
+        # the transforms after the base, or after the affine map that is merged with it
+        merged = self.gaussian_base is not None or self.mixture_base is not None
+        self.flow_tail: list[Transform] = steps[1:] if merged else [self.transform]
+        self.normalizing = tuple(m for m in self.transform.modules() if isinstance(m, ActNorm | BatchNorm))
 
     def posterior(self) -> Flow:
         """The distribution of one noise vector."""
@@ -105,30 +104,34 @@ class InputNoise(Noise):
             )
         if isinstance(parts[-1], BlockTriangular):
             parts[-1].assign(mean, roots, links)
-        elif self.start is None and isinstance(parts[-1], Affine):  # after a flow
+        elif self.gaussian_base is None and isinstance(parts[-1], Affine):  # after a flow
             parts[-1].set_loc_and_scale(mean, width)
         else:
-            base, affine, _ = self.start
+            base, affine, _ = self.gaussian_base
             base.scale.copy_(width)
             affine.raw_log_scale.zero_()
             affine.shift.copy_(mean - base.loc)
 
-    def draw(self, shape: Sizes, generator: Source = None) -> Tensor:
+    def draw(self, shape: Shape, generator: OptionalGenerator = None) -> Tensor:
         """Noise vectors, always in float32 or better: flows are not accurate in bfloat16."""
         device, half = self._autocast()
         with nullcontext() if half is None else torch.autocast(device, enabled=False):
             return self.push(self._begin(shape, generator, half), False, half is not None)[0]
 
-    def draw_rows(self, rows: int, at: Sizes, generator: Source, share: RowShard | None) -> Tensor:
-        if share is None or self.reads_batch:
-            return super().draw_rows(rows, at, generator, share)
+    def draw_rows(self, rows: int, at: Shape, generator: OptionalGenerator, shard: RowShard | None) -> Tensor:
+        if shard is None or self.reads_batch:
+            return super().draw_rows(rows, at, generator, shard)
         device, half = self._autocast()
         with nullcontext() if half is None else torch.autocast(device, enabled=False):
-            start = self.begin_rows(rows, at, generator, share, half)
+            start = self.begin_rows(rows, at, generator, shard, half)
             return self.push(start, False, half is not None)[0]
 
-    def draw_each(self, at: Sizes, generators: Iterable[torch.Generator]) -> Tensor:
-        if self.reads_batch or not self.draws_plainly or (self.start is None and self.mixed is None):
+    def draw_each(self, at: Shape, generators: Iterable[torch.Generator]) -> Tensor:
+        if (
+            self.reads_batch
+            or not self.uses_default_draw
+            or (self.gaussian_base is None and self.mixture_base is None)
+        ):
             return super().draw_each(at, generators)
         device, half = self._autocast()
         with nullcontext() if half is None else torch.autocast(device, enabled=False):
@@ -136,46 +139,51 @@ class InputNoise(Noise):
             mean, deviation = self._normals()
             shape, which, normal = torch.Size((*at, self.layout.dim)), [], []
             for source in generators:
-                if self.mixed is not None:
+                if self.mixture_base is not None:
                     which.append(draw_components(len(mean), at, mean.device, source))
                 normal.append(standard_normal(shape, mean.dtype, mean.device, source))
-            if self.mixed is None:
+            if self.mixture_base is None:
                 start = torch.addcmul(mean, torch.stack(normal), deviation)
             else:
                 start = select_normal(mean, deviation, torch.stack(which), torch.stack(normal))
             return self.push(start, False, half is not None)[0]
 
     def begin_rows(
-        self, rows: int, at: Sizes, generator: Source, share: RowShard | None, half: torch.dtype | None = None
+        self,
+        rows: int,
+        at: Shape,
+        generator: OptionalGenerator,
+        shard: RowShard | None,
+        half: torch.dtype | None = None,
     ) -> Tensor:
         """What the draws of :meth:`draw_rows` start from: drawn for the whole batch, of which the flow sees the rows that are here."""
-        if share is None:
+        if shard is None:
             return self._begin((rows, *at), generator, half)
-        return share.of(rows, lambda number: self._begin((number, *at), generator, half))
+        return shard.draw_local(rows, lambda number: self._begin((number, *at), generator, half))
 
-    def _begin(self, shape: Sizes, generator: Source, half: torch.dtype | None = None) -> Tensor:
+    def _begin(self, shape: Shape, generator: OptionalGenerator, half: torch.dtype | None = None) -> Tensor:
         """Draws of the base, pushed through the affine map that follows a normal or a mixture of normals."""
-        if self.start is None and self.mixed is None:
+        if self.gaussian_base is None and self.mixture_base is None:
             return reparameterized_sample(self.base.distribution(), shape, generator)
         mean, deviation = self._normals()
-        if self.mixed is not None:
+        if self.mixture_base is not None:
             return NormalMixture(mean, deviation).rsample(shape, generator)
         normal = standard_normal(torch.Size((*shape, len(mean))), mean.dtype, mean.device, generator)
-        if half is not None and not self.rest and torch.compiler.is_compiling():
+        if half is not None and not self.flow_tail and torch.compiler.is_compiling():
             # what is multiplied is rounded anyway: the compiled step then keeps half as many bytes for the way back
             normal = normal.to(half).to(mean.dtype)
         return torch.addcmul(mean, normal, deviation)
 
     def _normals(self) -> tuple[Tensor, Tensor]:
         """Mean and deviation of the learnable Gaussian, or of all components: base and affine map in one, for half the launches."""
-        base, affine, _ = self.start or self.mixed
-        first = base if self.mixed is None else base.distribution()
+        base, affine, _ = self.gaussian_base or self.mixture_base
+        first = base if self.mixture_base is None else base.distribution()
         return affine.push_normal(first.loc, first.scale)[:2]
 
     def push(self, z: Tensor, log_det: bool = True, allow_tf32: bool = False) -> tuple[Tensor, Tensor | None]:
         """What the flow makes of the draws that it starts from; ``allow_tf32``: as in :class:`flowbnn.kernels.Group`."""
         total: Tensor | None = None
-        for part in self.rest:
+        for part in self.flow_tail:
             z, own = part.push(z, log_det, allow_tf32) if isinstance(part, PlanarLU) else part(z)
             if log_det and own is not None:
                 own = own if part.event_dim == 1 else sum_rightmost(own, 1 - part.event_dim)
@@ -185,29 +193,29 @@ class InputNoise(Noise):
     @property
     def chain(self) -> Chain | None:
         """The flow after the learnable Gaussian, where it is one chain of planar and LU maps."""
-        one = self.rest[0] if self.start is not None and len(self.rest) == 1 else None
+        one = self.flow_tail[0] if self.gaussian_base is not None and len(self.flow_tail) == 1 else None
         return one.chain if isinstance(one, PlanarLU) else None
 
-    def ask(self, state: NoisePass, at: Sizes) -> None:
-        """Where one chain is drawn anew at every position, one pass tells how to draw ahead of the next."""
-        if self.chain is None or not self.draws_plainly:
+    def record_shape(self, context: NoiseContext, at: Shape) -> None:
+        """Writes the positions into the context, so that :func:`~flowbnn.noise.batched.draw_with_kl` can draw for the next pass."""
+        shapes, forward = context.recorded_shapes, context.forward
+        if shapes is None or self.chain is None or not self.uses_default_draw:
             return
         half = self._autocast()[1] is not None
-        forward = state.forward
-        if state.asked.get(self.key, (at, half))[1] != half and forward is not None:
-            forward.draws.pop(self.key, None)  # drawn ahead for another precision
+        if shapes.get(self.key, (at, half))[1] != half and forward is not None:
+            forward.draws.pop(self.key, None)  # prepared for another precision
         if not torch.compiler.is_compiling():
-            state.asked[self.key] = (at, half)
+            shapes[self.key] = (at, half)
 
     @property
-    def draws_plainly(self) -> bool:
+    def uses_default_draw(self) -> bool:
         """Whether :meth:`draw` is the one of this class, and not a subclass's."""
         return type(self).draw is InputNoise.draw
 
     @property
     def reads_batch(self) -> bool:
         """Whether a draw depends on what else is drawn with it: a flow that normalises by the batch in training."""
-        return any(not getattr(part, "is_initialized", False) for part in self.normalising)
+        return any(not getattr(part, "is_initialized", False) for part in self.normalizing)
 
     def _autocast(self) -> tuple[str, torch.dtype | None]:
         """The device, and the precision of the product that the noise goes into, which rounds it; None where it does not."""
@@ -221,14 +229,14 @@ class InputNoise(Noise):
         generator = torch.Generator(base.mean.device).manual_seed(0)
         return self.posterior().rsample((4096,), generator).mean(0)
 
-    def divergence(self, samples: int | None = None, generator: Source = None) -> Divergence:
+    def divergence(self, samples: int | None = None, generator: OptionalGenerator = None) -> Divergence:
         device = self.base.distribution().mean.device.type
         with torch.autocast(device, enabled=False):
             kl, entropy = divergence(
                 self.posterior(),
                 self.prior.distribution(),
                 samples or self.kl_samples,
-                generator or pass_of(self).settings[self.key].generator,
+                generator or context_of(self).modes[self.key].generator,
             )
         return Divergence(kl * self.count, entropy * self.count)
 

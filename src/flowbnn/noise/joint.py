@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from flowbnn.distributions import Divergence
 from flowbnn.errors import FlowBNNError
 from flowbnn.noise.base import Noise, noise_layers
+from flowbnn.noise.contexts import OptionalGenerator, RowShard, Shape, context_of
 from flowbnn.noise.flow_noise import InputNoise
 from flowbnn.noise.layout import Layout
-from flowbnn.noise.passes import RowShard, Sizes, Source, pass_of
 
 DENSE = 6_000  # dimensions up to which a covariance has a matrix of its own
 
@@ -44,18 +44,18 @@ class JointPart(Noise):
         self.held = (vector,)  # in a tuple, so that it is no part of this module
 
     @property
-    def whole(self) -> InputNoise:
+    def joint_noise(self) -> InputNoise:
         return self.held[0]
 
     @property
     def prior(self) -> Any:
         """The prior of the whole vector."""
-        return self.whole.prior
+        return self.joint_noise.prior
 
-    def draw(self, shape: Sizes, generator: Source = None) -> Tensor:
-        return self.whole.draw(shape, generator)[..., self.span]
+    def draw(self, shape: Shape, generator: OptionalGenerator = None) -> Tensor:
+        return self.joint_noise.draw(shape, generator)[..., self.span]
 
-    def draw_rows(self, rows: int, at: Sizes, generator: Source, share: RowShard | None) -> Tensor:
+    def draw_rows(self, rows: int, at: Shape, generator: OptionalGenerator, shard: RowShard | None) -> Tensor:
         raise FlowBNNError(
             "joint noise is drawn for the whole network at once: call the network and not a part of it, without activation "
             "checkpointing, or leave out joint=",
@@ -63,20 +63,22 @@ class JointPart(Noise):
             argument="joint",
         )
 
-    def draw_each(self, at: Sizes, generators: Iterable[torch.Generator]) -> Tensor:
-        return self.whole.draw_each(at, generators)[..., self.span]
+    def draw_each(self, at: Shape, generators: Iterable[torch.Generator]) -> Tensor:
+        return self.joint_noise.draw_each(at, generators)[..., self.span]
 
     def mean(self) -> Tensor:
-        return self.whole.mean()[self.span]
+        return self.joint_noise.mean()[self.span]
 
-    def divergence(self, samples: int | None = None, generator: Source = None) -> Divergence | None:
+    def divergence(
+        self, samples: int | None = None, generator: OptionalGenerator = None
+    ) -> Divergence | None:
         """That of the whole vector for the layer that owns it, None for the others."""
         if self.span.start:
             return None
-        return self.whole.divergence(samples, generator or pass_of(self).settings[self.key].generator)
+        return self.joint_noise.divergence(samples, generator or context_of(self).modes[self.key].generator)
 
     def extra_repr(self) -> str:
-        return f"{self.label}, dim={self.layout.dim} of {self.whole.layout.dim}"
+        return f"{self.label}, dim={self.layout.dim} of {self.joint_noise.layout.dim}"
 
 
 def check_size(structure: str, sizes: Sequence[int], argument: str = "joint", width: int = 4) -> None:
@@ -115,7 +117,7 @@ def independent_vectors(model: nn.Module) -> list[tuple[InputNoise, list[str]]]:
     """
     vectors: dict[int, tuple[InputNoise, list[str]]] = {}
     for name, noise in noise_layers(model).items():
-        vector = noise.whole
+        vector = noise.joint_noise
         if isinstance(vector, InputNoise):
             vectors.setdefault(id(vector), (vector, []))[1].append(name)
     return list(vectors.values())

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from flowbnn.batches import call, evaluation_mode, rows, take, watch_modules
 from flowbnn.errors import warn
-from flowbnn.noise.base import Noise, layers_with_noise, noise_layers, settings_of
-from flowbnn.noise.passes import Mode, NoisePass
+from flowbnn.noise.base import Noise, layers_with_noise, make_noise_modes, noise_layers
+from flowbnn.noise.contexts import Mode, NoiseContext
 from flowbnn.options import Count, NonNegative, checked
 
 Part = Literal["weights", "noise"]
@@ -44,7 +44,7 @@ def noise_mode(
     ...     torch.equal(bayesian(x), plain(x))
     True
     """
-    with NoisePass(settings_of(model, mode, samples, seed, generator)):
+    with NoiseContext(make_noise_modes(model, mode, samples, seed, generator)):
         yield model
 
 

@@ -51,8 +51,14 @@ from flowbnn.noise import noise_layers
 from flowbnn.options import accepts_options_of, all_subclasses, checked
 from flowbnn.posterior.adaptive import Adaptive, adaptive_outputs
 from flowbnn.posterior.loaders import Collected, grouped, sharing
-from flowbnn.posterior.prediction import Prediction, PredictionCache, PredictOptions, averaged, casting
-from flowbnn.posterior.twin import twin
+from flowbnn.posterior.prediction import (
+    Prediction,
+    PredictionCache,
+    PredictOptions,
+    autocast_to,
+    average_views,
+    clone_sharing_tensors,
+)
 from flowbnn.predictive.base import NotFinite
 from flowbnn.regression import LOC, SCALE, set_output_scale
 from flowbnn.training import (
@@ -144,10 +150,10 @@ class Posterior:
         with sharing(inputs, bool(options.sharded), options.shared) as share:
             collected, shown = Collected(share), options.progress and is_main_process()
             with Prediction(self.model, options, self.default_samples, self.cache) as prediction:
-                prediction.total = collected.expected
+                prediction.total_rows = collected.expected
                 batches = track(share, "predicting") if shown else share
-                for number, (some, targets) in enumerate(grouped(batches, prediction.at_once)):
-                    prediction.batch = collected.number(number)
+                for number, (some, targets) in enumerate(grouped(batches, prediction.rows_per_group)):
+                    prediction.batch_index = collected.number(number)
                     collected.add(*self._sampled(some, prediction), targets)
             return collected.gathered()
 
@@ -168,7 +174,7 @@ class Posterior:
 
     def _sampled(self, inputs: Any, prediction: Prediction) -> tuple[Tensor, Tensor | None]:
         """Outputs ``[samples, batch, ...]`` and, where sampling is adaptive, the samples that each input had."""
-        draw = averaged(self.outputs, self.likelihood) if prediction.options.views else self.outputs
+        draw = average_views(self.outputs, self.likelihood) if prediction.options.views else self.outputs
         rule, samples = prediction.options.adaptive, prediction.samples
         with rewrap_forward_errors(inputs):
             if rule is None:
@@ -214,7 +220,7 @@ class Posterior:
         if broken is not None:
             return f"parameter '{broken}' holds NaN or infinity: load or train the posterior again"
         network, device, half = (
-            twin(self.model),
+            clone_sharing_tensors(self.model),
             device_of(self.model),
             AUTOCAST_DTYPES.get(options.precision),
         )
@@ -224,7 +230,7 @@ class Posterior:
                 some = move(
                     batch if is_batch(inputs) else split_batch(batch)[0], device, dtype_of(self.model)
                 )
-                with evaluation_mode(network), casting(device, precision):
+                with evaluation_mode(network), autocast_to(device, precision):
                     name = first_nonfinite_layer(network, partial(call, network, some))
                 if name:
                     where[precision] = f"layer '{name}'"

@@ -1,19 +1,21 @@
-"""The posterior of a stochastic network, and how samples of its outputs are taken.
+"""Posterior of a stochastic network, and the strategies to sample its outputs.
 
-Draws that all inputs share make a sample one network. There are two ways to run many of them, chosen in :meth:`NoisePosterior.outputs`:
+Draws that all inputs share make a sample one network. There are two strategies to run many of them (:meth:`NoiseSampler.outputs`):
 
-* *plain*: one network after the other, with the noise multiplied into the weights of torch's own linear layers and convolutions and by
-  the hooks elsewhere; or the samples folded into the batch, as so many blocks of rows, where that is the same;
-* *compiled* (:mod:`flowbnn.posterior.compiled`): passes of constant shape that are handed their draws.
+* *vmap*: several sampled networks in one pass, by ``torch.func.vmap`` over the draws of all layers
+  (:func:`~flowbnn.posterior.compiled.forward_samples`), compiled on request;
+* *sequential*: one network after the other, with the noise multiplied into the weights of torch's linear layers and convolutions, and
+  by hooks elsewhere.
 
-Folding assumes that every row keeps its place. It is taken only where a recorded pass shows nothing that could move rows, and a trial
-with two samples in the batch gives for the first one what that sample gives alone (:func:`plan_for`).
+Both run one sampled network on all rows of a chunk, so networks in which rows meet or are routed are right by definition. Vmap raises
+an error if the network branches on values or draws random numbers. The sequential strategy is then used for inputs of that shape.
 """
 
 import math
-from collections import Counter
+import warnings
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
@@ -21,32 +23,51 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from flowbnn.batches import call, copy_network, device_of, evaluation_mode, has_row_axis, repeat, rows, take
+from flowbnn.batches import (
+    call,
+    copy_network,
+    device_of,
+    evaluation_mode,
+    has_row_axis,
+    rows,
+    take,
+)
 from flowbnn.convert import at_draw, to_stochastic
 from flowbnn.errors import FlowBNNError
 from flowbnn.noise import Noise, noise_layers
-from flowbnn.noise.base import settings_of
+from flowbnn.noise.base import make_noise_modes
+from flowbnn.noise.batched import SampleDraws, SharedDraws, example_draws
+from flowbnn.noise.contexts import MappedDraws, NoiseContext, NoiseMode
 from flowbnn.noise.flow_noise import InputNoise
 from flowbnn.noise.joint import independent_vectors
 from flowbnn.noise.layout import absorbs, weight_scale
-from flowbnn.noise.passes import NoisePass, Setting, Unfolded
 from flowbnn.noise.recipes import recipe_from_dict
 from flowbnn.options import Count, checked
 from flowbnn.posterior.base import PRECISIONS, Posterior, opened, reading
+<<<<<<< HEAD
 from flowbnn.posterior.calibration import Calibration
 from flowbnn.posterior.compiled import compiled_outputs
 from flowbnn.posterior.prediction import Prediction, check_rows, even
 from flowbnn.posterior.recording import Recording, TrialDraws, outcome
 from flowbnn.posterior.report import FitReport
-from flowbnn.posterior.weights import StandIns, stand_in
+from flowbnn.posterior.weights import SwappedTensors, stand_in
+=======
+from flowbnn.posterior.calibration import Calibration, Gain
+from flowbnn.posterior.compiled import CompiledSampler, forward_samples
+from flowbnn.posterior.prediction import Prediction, check_rows, clone_sharing_tensors, even_size
+from flowbnn.posterior.trace import ForwardTrace
+>>>>>>> 214ec6a (Sample noise by vmap, replace NoisePass by frozen contexts)
 from flowbnn.training.storage import TensorFile
 
-# products of feature maps cost some hundredths of a pass on a CPU, and a fifth or more on a GPU, which waits for its memory
-LATE_SHARE = {"cpu": 0.05, "cuda": 0.2}  # of the work, before the first noise
-LEAST_WORK = {"cpu": 5e8, "cuda": 2e11}  # floating-point operations of a pass for one sample
-MOSTLY = 0.5  # of the work before the first noise: from here on, having it once saves more than compiling
-# floating-point operations of a job: minutes on a large GPU, where compiling takes the better part of one; a CPU gains little
-WORTH_COMPILING = {"cpu": math.inf, "cuda": 3e16}
+# floating-point operations of one sample from which on noise in the weights is faster than products of feature maps (CPU), and a
+# sample fills the device (CUDA, where vmap does not keep channels_last)
+SEQUENTIAL_FLOPS = {"cpu": 5e8, "cuda": 1e10}
+PREFIX_SHARE = {
+    "cpu": 0.05,
+    "cuda": 0.2,
+}  # of the operations: a larger prefix before the first noise is computed once by vmap
+# floating-point operations of jobs that take minutes on a large GPU, where compiling takes up to one; a CPU gains little
+COMPILE_FLOPS = {"cpu": math.inf, "cuda": 3e16}
 
 
 class NoisePosterior(Posterior):
@@ -58,45 +79,29 @@ class NoisePosterior(Posterior):
     report: FitReport | None = None  # set by fb.fit
 
     def outputs(self, inputs: Any, samples: range, prediction: Prediction) -> Tensor:
-        """The one place where the way to take samples is chosen: compiled, folded into the batch, or one by one."""
-        sampler: Sampler = prediction.state.get("sampler", lambda: Sampler(prediction))
-        inputs = prediction.ready(inputs)
-        if sampler.generator is not None:  # every batch its own draws
-            sampler.generator.manual_seed(prediction.seed + prediction.batch)
-        plan = prediction.attempt(partial(plan_for, prediction, inputs), 2) or SamplingPlan()
-        if worth_compiling(prediction, inputs, plan):
-            outputs = compiled_outputs(prediction, sampler.state, inputs, samples, plan)
-            if outputs is not None:
-                return outputs
-        size = even(rows(inputs), prediction.limit)
-        if not plan.fold or (prediction.shared and plan.absorbs(size, prediction.device)):
-            return sampler.one_by_one(inputs, samples, plan)
-        try:
-            return sampler.folded(inputs, samples, plan)
-        except Unfolded:
-            plan.fold = ""
-            return sampler.one_by_one(inputs, samples, plan)
+        """Returns the outputs of some samples by the strategy that suits the network."""
+        sampler = prediction.state.get("sampler", lambda: NoiseSampler(prediction))
+        return sampler.outputs(prediction.to_device(inputs), samples)
 
     @checked
     def sample(self, seed: int | None = None) -> nn.Module:
-        """The first network of a prediction with this seed, plain: one draw of the noise is in its weights.
+        """Returns the first network of a prediction with this seed, as a plain network.
 
-        Layers whose weights cannot take it (attention, recurrent, tied, site ``position``, side ``output``) have it as a buffer that
-        multiplies.
+        The draw is multiplied into the weights where that is safe. Layers whose weights cannot hold it (attention, recurrent and tied
+        layers, site ``position``, side ``output``, and layers of modules that may read the weight themselves) have it as a buffer.
         """
-        shown = [value for value in self.cache.values.values() if isinstance(value, Recording)]
-        return at_draw(self.model, seed, {name for one in shown for name in one.read_elsewhere})
+        return at_draw(self.model, seed)
 
     @checked
     def draws(self, samples: Count, seed: int | None = None) -> dict[str, Tensor]:
-        """Noise vectors ``{layer: [samples, dim]}``; the same seed gives those that a prediction with it uses.
+        """Returns noise vectors ``{layer: [samples, dim]}``, those of a prediction with the same seed.
 
         At site ``position`` these are the vectors at one position of the feature map.
         """
-        device, settings = device_of(self.model), settings_of(self.model, "shared", samples, seed)
+        device, modes = device_of(self.model), make_noise_modes(self.model, "shared", samples, seed)
         with evaluation_mode(self.model):
             return {
-                name: layer.shared_vectors(samples, settings[layer.key].seed, device)
+                name: layer.shared_vectors(samples, modes[layer.key].seed, device)
                 for name, layer in noise_layers(self.model).items()
             }
 
@@ -106,7 +111,7 @@ class NoisePosterior(Posterior):
         layers, given = noise_layers(self.model), set(values)
         trouble = "" if given == set(layers) else "log_prob takes the noise of every layer, as draws gives it"
         for name, layer in layers.items():
-            if not trouble and not isinstance(layer.whole, InputNoise):
+            if not trouble and not isinstance(layer.joint_noise, InputNoise):
                 trouble = f"the noise of layer '{name}' is {layer.label}, which has no density"
         if trouble:
             raise FlowBNNError(trouble, kind="unsupported")
@@ -168,230 +173,258 @@ class NoisePosterior(Posterior):
         return restored
 
 
-# -------------------- plans
+# -------------------- sampling
 
 
-@dataclass
-class SamplingPlan:
-    """How samples of a network may be taken.
+class NoiseSampler:
+    """Samples outputs of a stochastic network during one prediction.
 
     Args:
-        fold: whether samples may be folded into the batch: ``"late"`` at the first noisy layer, ``"input"``, or ``""`` not at all.
-        first: the key of that layer.
-        times: rows that each noisy layer sees for one row of the batch, by its key.
-        absorbed: layers whose shared noise their weights can take.
-        work: floating-point operations of one row in matrix products and convolutions; 0 if unknown.
-        before: the share of them before the first noise.
+        prediction: Prediction.
     """
-
-    fold: str = ""
-    first: int = -1
-    times: dict[int, int] = field(default_factory=dict)
-    absorbed: tuple[str, ...] = ()
-    work: float = 0.0
-    before: float = 0.0
-
-    def absorbs(self, rows: int, device: torch.device) -> bool:
-        """Whether one network after the other, its noise in the weights, is quicker where a sample has passes of so many rows."""
-        kind = "cpu" if device.type == "cpu" else "cuda"
-        if not self.absorbed or (self.fold == "late" and self.before > LATE_SHARE[kind]):
-            return False
-        return self.work * rows >= LEAST_WORK[kind]
-
-
-def plan_for(prediction: Prediction, inputs: Any) -> SamplingPlan:
-    """The plan for inputs of this shape, found once and kept with the posterior."""
-    shown = prediction.recorded(inputs)
-    if isinstance(shown.plan, SamplingPlan):
-        return shown.plan
-    model, layers = prediction.model, noise_layers(prediction.model)
-    plan, called = SamplingPlan(work=shown.flops or 0.0), [name for name in shown.calls if name in layers]
-    if shown.error is not None or not called:
-        return plan  # where the network itself fails, the real pass says why
-    uses = Counter([id(own) for part in model.modules() for own in part._parameters.values()])
-    plan.absorbed = tuple([name for name in called if _absorbable(model, name, layers[name], shown, uses)])
-    first = layers[called[0]]
-    plan.first, reached = first.key, shown.calls[called[0]]
-    if shown.flops:
-        late = first.passes_through or first.layout.side == "output"
-        plan.before = (reached.after if late else reached.before) / (shown.flops * shown.rows)
-    for name in called:
-        plan.times[layers[name].key] = _times(layers[name], shown, name)
-    certain = True
-    if has_row_axis(inputs) and not shown.unusual and min(plan.times.values()) > 0:
-        late = plan.before > 0.0 and first.layout.batch_axis == 0 and plan.times[first.key] == 1
-        for plan.fold in ("late", "input") if late else ("input",):
-            right = _try_fold(prediction, take(inputs, 0, 2), plan, shown)
-            if right:
-                break
-        else:
-            plan.fold, certain = "", right is not None
-    if certain:
-        shown.plan = plan
-    return plan
-
-
-def _times(layer: Noise, shown: Recording, name: str) -> int:
-    """How many rows a layer sees for one row of the batch; 0 where that is no integer or it has no batch axis."""
-    outside = layer.passes_through or layer.layout.side == "output"
-    shape = shown.calls[name].outputs if outside else shown.calls[name].inputs
-    axis = layer.layout.batch_axis
-    if axis is None or len(shape) <= max(layer.layout.unbatched_ndim, axis):
-        return 0
-    return 0 if shape[axis] % shown.rows else shape[axis] // shown.rows
-
-
-def _absorbable(model: nn.Module, name: str, layer: Noise, shown: Recording, uses: Counter[int]) -> bool:
-    """Whether the weight can take the layer's shared noise: torch's own linear layer or convolution, whose weight nobody else reads.
-
-    Noise at site ``position`` has one vector for a linear layer that reads plain vectors, once in a pass.
-    """
-    module, one = model.get_submodule(name), shown.calls[name]
-    if layer.layout.side != "input" or not absorbs(module) or name in shown.read_elsewhere:
-        return False
-    if layer.site == "position" and not (
-        isinstance(module, nn.Linear) and len(one.inputs) == 2 and one.count == 1
-    ):
-        return False
-    return uses[id(module._parameters["weight"])] == 1
-
-
-def _try_fold(prediction: Prediction, few: Any, plan: SamplingPlan, shown: Recording) -> bool | None:
-    """Whether two samples in one batch give for the first what it gave alone; None where their outputs do not differ."""
-    model, count = prediction.model, shown.rows
-    state = NoisePass(settings_of(model, "shared", 2, 0), shares=False)
-    state.given, state.rows = TrialDraws(2), {key: 2 * times * count for key, times in plan.times.items()}
-    if plan.fold == "late":
-        state.entry = (plan.first, 2)
-    with state:
-        both = outcome(partial(call, model, few if plan.fold == "late" else repeat(few, 2)))
-    alone = shown.outputs
-    if isinstance(both, Exception):
-        return False  # whatever the reason, this way does not serve this network
-    if alone is None or both.shape[:1] != (2 * count,) or len(alone) != count:
-        return False
-    apart = (both[count:] - both[:count]).abs().max()
-    gap = (both[:count] - alone).abs().max()
-    scale = alone.abs().max()
-    if not bool(apart > 1e-4 * scale):
-        return None if bool(gap <= 1e-4 * scale) else False
-    # a wrong fold errs by as much as samples differ; arithmetic by far less
-    return bool(gap <= (0.02 if prediction.half is None else 0.1) * apart + 1e-5 * scale)
-
-
-# -------------------- samples
-
-
-def worth_compiling(prediction: Prediction, inputs: Any, plan: SamplingPlan) -> bool:
-    """Whether to compile for this job."""
-    asked = prediction.options.compile
-    if asked is True and not prediction.shared:
-        prediction.warn_once(
-            "compile", "compile=True has no effect: draws are not shared, so the passes run as they are"
-        )
-    if not asked or not prediction.shared or not has_row_axis(inputs):
-        return False
-    if asked is True:
-        return True
-    if plan.fold == "late" and plan.before > MOSTLY:
-        return False  # a late fold does most of the work once
-    kind = "cpu" if prediction.device.type == "cpu" else "cuda"
-    return plan.work * prediction.samples * max(prediction.total, rows(inputs)) >= WORTH_COMPILING[kind]
-
-
-class ScaledWeights(StandIns):
-    """Stand-ins for the weights of some layers, filled with those of one sample after the other.
-
-    Inside the ``with`` block these layers have no noise of their own.
-    """
-
-    def __init__(self, model: nn.Module, names: tuple[str, ...], state: NoisePass) -> None:
-        layers = noise_layers(model)
-        self.state, self.layers = state, [layers[name] for name in names]
-        self.modules = [model.get_submodule(name) for name in names]
-        held = [module._parameters for module in self.modules]
-        super().__init__((weights, "weight", stand_in(weights["weight"])) for weights in held)  # type: ignore[arg-type]
-        self.draws = []
-        for layer, (_, _, weight, _) in zip(self.layers, self.places, strict=True):
-            self.draws.append(layer.shared_vectors(*state.settings[layer.key][1:3], weight.device))
-
-    def fill(self, index: int) -> None:
-        """Make the network the sample of this index."""
-        for module, draws, (_, _, own, stand) in zip(self.modules, self.draws, self.places, strict=True):
-            torch.mul(own, weight_scale(module, draws[index]), out=stand.data)
-
-    def __enter__(self) -> Self:
-        self.before = self.state.settings
-        self.state.settings = {**self.before, **{layer.key: Setting("off") for layer in self.layers}}
-        return super().__enter__()
-
-    def __exit__(self, *error: object) -> None:
-        self.state.settings = self.before
-        super().__exit__(*error)
-
-
-class Sampler:
-    """Samples of a stochastic network's outputs, for the length of a prediction."""
 
     def __init__(self, prediction: Prediction) -> None:
-        self.prediction, self.model = prediction, prediction.model
+        self.prediction, self.model = prediction, prediction.eval_model
+        self.layers, self.ran_out_of_memory = noise_layers(self.model), False
         self.generator = None if prediction.shared else torch.Generator(prediction.device)
-        mode: Any = "shared" if prediction.shared else "sample"
-        samples = prediction.samples if prediction.shared else 1
-        settings = settings_of(self.model, mode, samples, prediction.seed, self.generator)
-        self.state = prediction.stack.enter_context(NoisePass(settings, shares=False, held={}))
+        if self.generator is None:
+            self.modes = make_noise_modes(self.model, "shared", prediction.samples, prediction.seed)
+            self.shared = SharedDraws(list(self.layers.values()), self.modes, prediction.device)
+        else:
+            self.modes = make_noise_modes(self.model, "sample", 1, None, self.generator)
 
-    def one_by_one(self, inputs: Any, samples: range, plan: SamplingPlan) -> Tensor:
-        """One network after the other, over all rows."""
-        self.state.entry, self.state.rows = (-1, 1), {}
-        return self.prediction.run(inputs, self.networks(samples, plan), len(samples))
+    def outputs(self, inputs: Any, samples: range) -> Tensor:
+        """Returns outputs ``[len(samples), rows, ...]`` by one of the strategies."""
+        prediction = self.prediction
+        trace = prediction.attempt(partial(prediction.trace, inputs), 2) or ForwardTrace(1)
+        if self.generator is not None:
+            self.generator.manual_seed(prediction.seed + prediction.batch_index)
+        if self.is_worth_compiling(inputs, trace):
+            sampler = prediction.state.get(
+                ("compiled", id(trace)), lambda: CompiledSampler(prediction, self.shared, trace)
+            )
+            outputs = sampler.try_outputs(inputs, samples)
+            if outputs is not None:
+                return outputs
+        if trace.noise_shapes and not trace.vmap_error and self.prefers_vmap(inputs, trace):
+            try:
+                with nullcontext() if trace.vmap_works else errors_for_slow_vmap():
+                    outputs = self.run_vmap(inputs, samples, trace)
+                trace.vmap_works = True
+                return outputs
+            except Exception as error:
+                if isinstance(error, FlowBNNError):
+                    raise
+                trace.vmap_error = str(error) or type(error).__name__
+                if self.generator is not None:
+                    self.generator.manual_seed(prediction.seed + prediction.batch_index)
+        return self.run_sequentially(inputs, samples, trace)
 
-    def networks(self, samples: range, plan: SamplingPlan) -> Iterator[Callable[[Any], Tensor]]:
-        """The network as each sample has it, one after the other."""
-        one_pass = partial(call, self.model)
-        if not (self.prediction.shared and plan.absorbed):
-            for index in samples:
-                self.state.part = (index, index + 1) if self.prediction.shared else None
-                yield one_pass
-            return
-        weights = self.prediction.state.get(
-            plan.absorbed, lambda: ScaledWeights(self.model, plan.absorbed, self.state)
-        )
-        with weights:
-            for index in samples:
-                weights.fill(index)
-                self.state.part = (index, index + 1)
-                yield one_pass
+    def is_worth_compiling(self, inputs: Any, trace: ForwardTrace) -> bool:
+        """Returns True if the passes of this job should be compiled."""
+        prediction = self.prediction
+        requested = prediction.options.compile
+        if requested is True and not prediction.shared:
+            prediction.warn_once("compile", "compile=True has no effect with shared=False")
+        if not requested or not prediction.shared or not has_row_axis(inputs) or not trace.noise_shapes:
+            return False
+        if requested is True:
+            return True
+        work = trace.flops_per_row * prediction.samples * max(prediction.total_rows, rows(inputs))
+        # with most of the work before the first noise, computing it once saves more
+        return trace.prefix_share <= 0.5 and work >= COMPILE_FLOPS[self.device_kind]
 
-    def folded(self, inputs: Any, samples: range, plan: SamplingPlan) -> Tensor:
-        """Several samples in one pass, as blocks of the batch."""
-        prediction, total, result, start = self.prediction, rows(inputs), None, 0
-        while start < total:
-            at_once = min(len(samples), prediction.limit)
-            stop = min(start + max(1, prediction.limit // at_once), total)
-            some = inputs if stop - start == total else take(inputs, start, stop)
-            count, first = stop - start, samples.start
-            while first < samples.stop:
-                last = min(first + at_once, samples.stop)
-                blocks = last - first
-                self.state.part = (first, last) if self.prediction.shared else None
-                self.state.entry = (plan.first, blocks) if plan.fold == "late" else (-1, 1)
-                self.state.rows = {key: blocks * count * times for key, times in plan.times.items()}
-                batch = repeat(some, blocks) if plan.fold == "input" else some
-                outputs = prediction.attempt(partial(call, self.model, batch), blocks * count)
-                if outputs is None:
-                    if blocks == 1:
-                        break  # fewer inputs, and their samples from the first
-                    at_once = max(1, min(at_once, prediction.limit // count))
-                    continue
-                outputs = check_rows(outputs, blocks * count).reshape(blocks, count, *outputs.shape[1:])
-                if result is None:
-                    dtype = torch.promote_types(outputs.dtype, torch.float32)
-                    if (blocks, count) == (len(samples), total):
-                        return outputs.to(dtype)
-                    result = outputs.new_empty((len(samples), total, *outputs.shape[2:]), dtype=dtype)
-                result[first - samples.start : last - samples.start, start:stop] = outputs
-                first = last
-            start = stop if first >= samples.stop else start
+    @property
+    def device_kind(self) -> str:
+        """``"cpu"`` or ``"cuda"``."""
+        return "cpu" if self.prediction.device.type == "cpu" else "cuda"
+
+    def prefers_vmap(self, inputs: Any, trace: ForwardTrace) -> bool:
+        """Returns True if vmap is expected to be faster than one network after the other."""
+        if trace.prefix_share > PREFIX_SHARE[self.device_kind]:
+            return True
+        size, samples = self.chunk_sizes(inputs, 2, trace)
+        if samples < 2 or trace.flops_per_row * size < SEQUENTIAL_FLOPS[self.device_kind]:
+            return samples > 1
+        return self.device_kind == "cpu" and not self.absorbed_layers(trace)
+
+    def chunk_sizes(self, inputs: Any, num_samples: int, trace: ForwardTrace) -> tuple[int, int]:
+        """Returns the number of rows and of samples in a pass by vmap.
+
+        Rows stay together unless they exceed the row limit. The limit of the samples comes from the part of the network after the
+        first noise, because what comes before is computed once.
+        """
+        limit, total = self.prediction.row_limit, rows(inputs)
+        if not has_row_axis(inputs):
+            return total, max(1, min(num_samples, limit // total))
+        noisy_limit = limit
+        if not self.prediction.options.max_batch and not self.ran_out_of_memory:
+            noisy_limit = limit * max(1, trace.bytes_per_row // max(1, trace.noisy_bytes_per_row))
+        size = even_size(total, limit)
+        if total > limit and trace.prefix_share > PREFIX_SHARE[self.device_kind]:
+            size = even_size(
+                total, max(1, noisy_limit // min(num_samples, 8))
+            )  # eight samples share a prefix
+            size = min(size, limit)
+        return size, max(1, min(num_samples, noisy_limit // size))
+
+    # -------------------- vmap
+
+    def run_vmap(self, inputs: Any, samples: range, trace: ForwardTrace) -> Tensor:
+        """Returns outputs of several samples per pass, by vmap over their draws."""
+        prediction, total, result, first = self.prediction, rows(inputs), None, samples.start
+        while first < samples.stop:
+            limit = prediction.row_limit
+            size, count = self.chunk_sizes(inputs, samples.stop - first, trace)
+            work = partial(self._run_vmap_chunks, inputs, range(first, first + count), size, trace)
+            outputs = prediction.attempt(work, min(size, total) * count)
+            if outputs is None:
+                self.ran_out_of_memory = True
+                prediction.row_limit = min(limit, prediction.row_limit)
+                continue
+            if result is None:
+                if len(outputs) == len(samples):
+                    return outputs
+                result = outputs.new_empty((len(samples), *outputs.shape[1:]))
+            result[first - samples.start : first - samples.start + count] = outputs
+            first += count
         assert result is not None
         return result
+
+    def _run_vmap_chunks(self, inputs: Any, samples: range, size: int, trace: ForwardTrace) -> Tensor:
+        """Returns outputs ``[len(samples), rows, ...]`` of a few samples, in chunks of ``size`` rows."""
+        shapes, total = trace.noise_shapes, rows(inputs)
+        keys = tuple([(key, call) for key, call, _ in shapes])
+        if self.generator is None:
+            tensors = self.shared.tensors(shapes, samples.start, samples.stop)
+            shared = [tensors[key] for key in keys]
+        parts = []
+        for start in range(0, total, size) if has_row_axis(inputs) else (0,):
+            chunk = inputs if size >= total else take(inputs, start, start + size)
+            count = rows(chunk)
+            if self.generator is None:
+                outputs = forward_samples(self.model, keys, shared, chunk)
+            else:
+                outputs = self._run_vmap_examples(chunk, len(samples), trace)
+            if has_row_axis(inputs):
+                check_rows(outputs[0], count)
+            parts.append(outputs.to(torch.promote_types(outputs.dtype, torch.float32)))
+        return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+
+    def _run_vmap_examples(self, inputs: Any, num_samples: int, trace: ForwardTrace) -> Tensor:
+        """Returns outputs of ``num_samples`` samples in which every example has draws of its own."""
+        count = rows(inputs)
+        draws = example_draws(list(self.layers.values()), trace.noise_shapes, num_samples * count, self.modes)
+        modes = {key: NoiseMode("sample") for key in self.modes}
+
+        def forward(draws: dict[tuple[int, int], Tensor], inputs: Any) -> Tensor:
+            with NoiseContext(modes, MappedDraws(draws, count), sharded=False):
+                return call(self.model, inputs)
+
+        blocks = {key: value.unflatten(0, (num_samples, count)) for key, value in draws.items()}
+        return torch.vmap(forward, in_dims=(0, None))(blocks, inputs)
+
+    # -------------------- one network after the other
+
+    def run_sequentially(self, inputs: Any, samples: range, trace: ForwardTrace) -> Tensor:
+        """Returns outputs of one network after the other, over all rows."""
+        networks = self.example_networks(samples) if self.generator else self.sampled_networks(samples, trace)
+        return self.prediction.run(inputs, networks, len(samples))
+
+    def example_networks(self, samples: range) -> Iterator[Callable[[Any], Tensor]]:
+        """Yields the network once per sample; every example has draws of its own."""
+        for _ in samples:
+            yield partial(self.forward, self.model, NoiseContext(self.modes, sharded=False))
+
+    def sampled_networks(self, samples: range, trace: ForwardTrace) -> Iterator[Callable[[Any], Tensor]]:
+        """Yields the sampled networks, with the noise in the weights where these can hold it."""
+        names = self.absorbed_layers(trace)
+        make = partial(ScaledWeights, self.model, names, self.modes)
+        weights = self.prediction.state.get(("weights", names), make) if names else None
+        model = self.model if weights is None else weights.model
+        for index in samples:
+            if weights is not None:
+                weights.fill(index)
+            source = SampleDraws(self.shared, index)
+            yield partial(self.forward, model, NoiseContext(self.modes, source, sharded=False))
+
+    @staticmethod
+    def forward(model: nn.Module, context: NoiseContext, inputs: Any) -> Tensor:
+        """Runs the network in a context."""
+        with context:
+            return call(model, inputs)
+
+    def absorbed_layers(self, trace: ForwardTrace) -> tuple[str, ...]:
+        """Returns the layers whose weights can hold the noise of a sample: torch's linear layers and convolutions."""
+        if self.generator is not None:
+            return ()
+        calls: dict[int, list[tuple[int, ...]]] = {}
+        for key, _, at in trace.noise_shapes:
+            calls.setdefault(key, []).append(at)
+        names = []
+        for name, layer in self.layers.items():
+            module = self.model.get_submodule(name)
+            vector = layer.site == "channel" or (
+                isinstance(module, nn.Linear) and calls.get(layer.key) == [()]
+            )
+            if layer.key in calls and vector and layer.layout.side == "input" and absorbs(module):
+                names.append(name)
+        return tuple(names)
+
+
+@contextmanager
+def errors_for_slow_vmap() -> Iterator[None]:
+    """Raises an error for operations that vmap can only run in a loop, for which one network after the other is faster."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*batching rule", category=UserWarning)
+        yield
+
+
+class ScaledWeights:
+    """Clone of a network in which some layers run with the noise of one sample in their weights.
+
+    Only the layer itself sees the scaled weight, while it runs. Other modules that read or share the weight find the original.
+
+    Args:
+        model: Network. If it cannot be cloned, the hooks multiply as usual.
+        names: Names of the layers.
+        modes: Modes by layer key, which have the seeds and the number of samples.
+    """
+
+    def __init__(self, model: nn.Module, names: tuple[str, ...], modes: Mapping[int, NoiseMode]) -> None:
+        self.model, layers = clone_sharing_tensors(model), noise_layers(model)
+        self.scaled: list[tuple[nn.Module, Tensor, Tensor, Tensor]] = []
+        for name in names if self.model is not model else ():
+            module, layer = self.model.get_submodule(name), layers[name]
+            weight: Any = module._parameters["weight"]
+            scaled = nn.Parameter(torch.empty_like(weight.detach()), requires_grad=False)
+            vectors = layer.shared_vectors(*modes[layer.key][1:3], weight.device)
+            _silence(module, layer)
+            module.forward = partial(_forward_with_weight, module, scaled)
+            self.scaled.append((module, weight, scaled, vectors))
+
+    def fill(self, index: int) -> None:
+        """Writes the weights of the sample with this index."""
+        for module, weight, scaled, vectors in self.scaled:
+            torch.mul(weight, weight_scale(module, vectors[index]), out=scaled.data)
+
+
+def _forward_with_weight(module: nn.Module, weight: Tensor, *args: Any, **kwargs: Any) -> Any:
+    original = module._parameters["weight"]
+    module._parameters["weight"] = weight  # type: ignore[assignment]
+    try:
+        return type(module).forward(module, *args, **kwargs)
+    finally:
+        module._parameters["weight"] = original
+
+
+def _silence(module: nn.Module, noise: Noise) -> None:
+    """Replaces the hook of the noise by one that does nothing: torch's fast paths skip layers without hooks."""
+    for hooks in (module._forward_hooks, module._forward_pre_hooks):
+        for key, hook in hooks.items():
+            if getattr(hook, "__self__", None) is noise:
+                hooks[key] = _do_nothing
+
+
+def _do_nothing(*args: Any) -> None:
+    return None

@@ -1,12 +1,14 @@
 """The posterior of a single network."""
 
 from copy import deepcopy
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 
 from flowbnn.options import Count, checked
 from flowbnn.posterior.base import Posterior, Prediction
+from flowbnn.posterior.compiled import compiled_forward
 
 
 class PointPosterior(Posterior):
@@ -18,7 +20,8 @@ class PointPosterior(Posterior):
 
     def outputs(self, inputs: Any, samples: range, prediction: Prediction) -> Tensor:
         """The outputs of the one network, as so many equal samples."""
-        one = prediction.run(inputs)
+        forward = partial(compiled_forward, prediction, {})
+        one = prediction.run(inputs, [forward] if prediction.options.compile is True else None)
         return one.expand(len(samples), *(-1,) * (one.ndim - 1))
 
     @checked

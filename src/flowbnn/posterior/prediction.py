@@ -1,10 +1,10 @@
-"""One prediction: its options, and a network run over rows of inputs, in chunks that fit the device's memory."""
+"""One prediction: its options, and passes of a network over rows of inputs, in chunks that fit the memory of the device."""
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from copy import deepcopy
 from functools import partial
-from types import FunctionType
 from typing import Any, Literal, Self, TypeVar
 
 import torch
@@ -18,7 +18,6 @@ from flowbnn.batches import (
     has_row_axis,
     is_out_of_memory,
     move,
-    pad,
     rewrap_forward_errors,
     rows,
     take,
@@ -26,10 +25,10 @@ from flowbnn.batches import (
 )
 from flowbnn.errors import FlowBNNError, pluralize, warn
 from flowbnn.likelihoods import Likelihood
+from flowbnn.noise import Noise
 from flowbnn.options import Count, Positive, options
 from flowbnn.posterior.adaptive import Adaptive
-from flowbnn.posterior.recording import Recording, record
-from flowbnn.posterior.twin import twin
+from flowbnn.posterior.trace import ForwardTrace, trace_forward
 from flowbnn.training.device import AUTOCAST_DTYPES, raise_malloc_trim_threshold
 from flowbnn.training.options import MixedPrecision
 
@@ -37,37 +36,33 @@ Result = TypeVar("Result")
 View = Callable[[Any], Any]
 Outputs = Callable[[Any, range, Any], Tensor]
 
-TOGETHER = 4096  # inputs that adaptive sampling takes through its rounds together
-# past its caches a CPU gains nothing from more rows at once, and loses where the C library gives memory back between passes: beyond
-# 64 MB, see flowbnn.training.device.raise_malloc_trim_threshold
-CPU_BYTES = 3 * 2**24
-GPU_BYTES = 2**33  # nor does a GPU when it is full
-LEAST, MOST = 16, 2**17  # rows of a pass
+ADAPTIVE_ROWS = 4096  # adaptive sampling drops settled inputs, so it needs many at a time to fill its passes
+# larger passes are not faster on a CPU, whose caches they exceed, nor on a GPU that is busy
+PASS_BYTES = {"cpu": 3 * 2**24, "cuda": 2**33}
 
 
 @options(of="predict")
 class PredictOptions:
-    """The options of a prediction.
+    """Options of a prediction.
 
     Args:
-        samples: networks to average; the posterior's own number (``default_samples``) unless given.
-        shared: the same draws for all inputs, which are then functions: cheaper, and a prediction does not depend on what else is in
-            its batch. False draws anew for every example, as Xiong's report does.
-        seed: of the draws; the same seed gives the same numbers.
-        max_batch: rows in one pass; None estimates what the device holds.
-        adaptive: stop sampling an input when the standard error of its probabilities is at most this number or its decision is
-            certain; an :class:`~flowbnn.posterior.Adaptive` says more. ``samples`` is then the most that an
-            input gets, and ``sample_counts`` of the result says what each had.
-        views: functions from a batch of inputs to as many others that mean the same, such as their mirror images: every
-            sampled network answers by the mean of its predictions for the input and for its views (test-time augmentation), at the
-            price of as many more passes.
-        precision: as in a fit: ``"bf16-mixed"`` or ``"16-mixed"`` lets layers compute in half precision (autocast), while weights,
-            noise and flows stay as they are.
-        compile: run the network through ``torch.compile``, in passes of constant shape. It takes the better part of a minute once per
-            posterior, so ``"auto"`` does it on CUDA devices for jobs of minutes, and never on a CPU.
-        sharded: where several processes are connected (torchrun, ``devices``), all call this with the same loader; each predicts a
-            share of it and all get the whole, in the loader's order. False lets this process predict all of it.
-        progress: show a bar over a loader, on a terminal.
+        samples: Number of sampled networks to average. The default is ``default_samples`` of the posterior.
+        shared: If True, all inputs share the same draws. Every sample is then a function, predictions are cheaper, and they do not
+            depend on what else is in the batch. If False, every example has draws of its own, as in Xiong's report.
+        seed: Seed of the draws.
+        max_batch: Maximum number of rows in one pass. None estimates it from the memory of the device.
+        adaptive: Standard error of the probabilities at which sampling stops for an input, or a
+            :class:`~flowbnn.posterior.Adaptive` rule. ``samples`` is then the maximum, and ``num_samples`` of the result has the number
+            of samples of each input.
+        views: Functions from a batch of inputs to as many equivalent inputs, such as their mirror images. Every sampled network
+            averages its predictions over the input and its views (test-time augmentation), which takes one more pass per view.
+        precision: ``"32-true"``, or ``"bf16-mixed"`` or ``"16-mixed"`` to run layers in half precision (autocast). Weights, noise and
+            flows keep their precision.
+        compile: If True, the network runs through ``torch.compile`` in passes of constant shape. Compiling takes up to a minute per
+            posterior, so ``"auto"`` does it only on CUDA devices for jobs of minutes.
+        sharded: If several processes are connected (torchrun), all must call this with the same loader. Each predicts a part, and all
+            return the complete prediction in the order of the loader. False lets this process predict everything.
+        progress: If True, a progress bar is shown for loaders on a terminal.
     """
 
     samples: Count | None = None
@@ -83,14 +78,39 @@ class PredictOptions:
 
 
 def new_seed() -> int:
-    """The seed of a prediction that is given none: one number of torch's generator, which predictions do not touch otherwise."""
+    """Returns a seed from torch's global generator, for predictions without one."""
     return int(torch.randint(2**31 - 1, ()))
 
 
-class PredictionCache:
-    """What a posterior keeps from one prediction to the next: its lock, measurements, plans, compiled passes and their buffers.
+def clone_sharing_tensors(network: nn.Module) -> nn.Module:
+    """Returns a copy of a network that shares its parameters, buffers and noise, but has modules of its own.
 
-    It is not saved, and a copy of the posterior begins with nothing kept.
+    Weights, hooks and modes of the copy can be changed while other threads use the network. If the network cannot be copied
+    (TorchScript, tensors with a history), it is returned itself.
+
+    >>> network = nn.Linear(2, 1)
+    >>> clone = clone_sharing_tensors(network)
+    >>> clone.weight is network.weight, clone is network
+    (True, False)
+    """
+    memo: dict[int, Any] = {}
+    for module in network.modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            return network
+        if isinstance(module, Noise):
+            memo[id(module)] = module
+        tensors = (*module._parameters.values(), *module._buffers.values())
+        memo |= {id(tensor): tensor for tensor in tensors if tensor is not None}
+    try:
+        return deepcopy(network, memo)
+    except Exception:  # an attribute that cannot be copied
+        return network
+
+
+class PredictionCache:
+    """Lock of a posterior, and what it keeps between predictions: measurements and compiled functions.
+
+    The cache is not saved. A copy of the posterior starts with an empty one.
     """
 
     def __init__(self) -> None:
@@ -98,7 +118,7 @@ class PredictionCache:
         self.values: dict[Any, Any] = {}
 
     def get(self, key: Any, make: Callable[[], Result]) -> Result:
-        """The value of this key, made on first use."""
+        """Returns the value of a key, which is made at the first use."""
         if key not in self.values:
             self.values[key] = make()
         return self.values[key]
@@ -108,36 +128,30 @@ class PredictionCache:
 
 
 class Prediction:
-    """One call of ``predict``: its options made definite, and what the posterior draws once for all of it.
+    """One call of ``predict``.
 
-    Used in a ``with`` block, which holds the posterior's lock and has ``model`` in evaluation mode and at the asked precision.
-    ``run`` runs a network over rows of inputs in chunks that fit the device.
+    Use it in a ``with`` block, which holds the lock of the posterior, disables gradients, and sets the precision.
 
     Args:
-        model: the network.
-        options: of the prediction.
-        samples: how many there are, where the options leave it open.
-        kept: what the posterior keeps from one prediction to the next.
+        model: Network of the posterior.
+        options: Options of the prediction.
+        samples: Number of samples if the options have none.
+        cache: Cache of the posterior, which has its lock.
 
     Attributes:
-        own: the posterior's network, which other threads may be using.
-        model: what runs: a twin of it (:func:`~flowbnn.posterior.twin.twin`), in which a posterior may put other weights and hooks;
-            ``own`` itself where passes are compiled.
-        samples, seed, shared, half, device: as the options and the network have them.
-        total: rows of the whole loader, 0 where it does not say or there is none.
-        batch: the number of the batch in the loader, with which draws of its own begin where ``shared`` is False.
-        limit: rows of one pass, halved whenever memory runs out; 0 before the first inputs.
-        fixed: rows of a compiled pass; 0 before the first.
-        drawn: what the posterior makes at its first batch and uses for all others of this prediction.
-        stack: contexts of the posterior's own that last as long as the prediction.
+        source_model: Network of the posterior. Other threads may use it, so it must not be changed.
+        samples, seed, shared, half, device: Values of the options and the network.
+        total_rows: Number of rows of the loader; 0 if unknown or without a loader.
+        batch_index: Index of the batch in the loader, which seeds its draws if ``shared`` is False.
+        row_limit: Maximum number of rows in a pass, halved whenever memory runs out; 0 before the first inputs.
+        compiled_rows: Number of rows in a compiled pass; 0 before the first one.
+        state: Cache of this prediction, for what the posterior makes at its first batch and uses for the others.
     """
 
     def __init__(
-        self, model: nn.Module, options: PredictOptions, samples: int, kept: PredictionCache
+        self, model: nn.Module, options: PredictOptions, samples: int, cache: PredictionCache
     ) -> None:
-        self.own, self.options, self.cache = model, options, kept
-        # what is compiled is compiled for these very modules
-        self.model = model if options.compile is True else twin(model)
+        self.source_model, self.options, self.cache = model, options, cache
         self.device, self.dtype, self.half = (
             device_of(model),
             dtype_of(model),
@@ -145,7 +159,7 @@ class Prediction:
         )
         self.samples, self.shared = options.samples or samples, options.shared
         self.seed = new_seed() if options.seed is None else int(options.seed)
-        self.total = self.batch = self.limit = self.fixed = 0
+        self.total_rows = self.batch_index = self.row_limit = self.compiled_rows = 0
         self.state = PredictionCache()
         self.stack = ExitStack()
         if self.device.type == "cpu":
@@ -154,100 +168,118 @@ class Prediction:
     def __enter__(self) -> Self:
         with ExitStack() as stack:
             stack.enter_context(self.cache.lock)
-            stack.enter_context(evaluation_mode(self.model))
-            stack.enter_context(casting(self.device, self.half))
+            stack.enter_context(torch.no_grad())
+            stack.enter_context(autocast_to(self.device, self.half))
             self.stack = stack.pop_all()
         return self
 
     def __exit__(self, *error: object) -> None:
         self.stack.close()
 
-    def warn_once(self, kind: str, line: str) -> None:
-        """A warning of a kind that a prediction gives once."""
-        self.state.get(kind, lambda: warn(line, kind=kind))
+    @property
+    def model(self) -> nn.Module:
+        """Clone of the network in evaluation mode, whose weights and hooks the posterior may change."""
+        return self.state.get("model", self._clone)
 
-    def at_once(self, inputs: Any) -> int:
-        """How many rows like these to take from a loader: those of a full pass, and several where settled inputs leave gaps."""
+    def _clone(self) -> nn.Module:
+        clone = clone_sharing_tensors(self.source_model)
+        self.stack.enter_context(evaluation_mode(clone))
+        return clone
+
+    @property
+    def eval_model(self) -> nn.Module:
+        """The network itself if it is in evaluation mode, else its clone. It must not be changed."""
+        training = self.state.get("training", lambda: any(m.training for m in self.source_model.modules()))
+        return self.model if training else self.source_model
+
+    def warn_once(self, kind: str, message: str, **fields: Any) -> None:
+        """Raises a warning of a kind that a prediction gives once."""
+        self.state.get(kind, lambda: warn(message, kind=kind, **fields))
+
+    def rows_per_group(self, inputs: Any) -> int:
+        """Returns the number of rows to read from the loader at a time."""
         if not self.shared:
-            return 0  # every batch by itself
-        return max(self.full_pass(inputs), 0 if self.options.adaptive is None else TOGETHER)
+            return 0  # the draws depend on the batch, so each is predicted by itself
+        return max(self.max_rows(inputs), 0 if self.options.adaptive is None else ADAPTIVE_ROWS)
 
-    def ready(self, inputs: Any) -> Any:
-        """The inputs on the network's device and in its precision; the first ones set the limit of a pass."""
+    def to_device(self, inputs: Any) -> Any:
+        """Returns the inputs on the device of the network and in its precision, and sets the row limit."""
         if rows(inputs) == 0:
-            raise FlowBNNError("there is nothing to predict: the batch holds no rows", kind="empty")
-        self.full_pass(inputs)
+            raise FlowBNNError("the batch has no rows to predict", kind="empty")
+        self.max_rows(inputs)
         return move(inputs, self.device, self.dtype)
 
-    def full_pass(self, inputs: Any) -> int:
-        """How many rows like these fill a pass: beside the input and output of the widest layer live its noise and their product."""
-        self.limit = self.limit or self.options.max_batch or 0
-        if self.limit:
-            return self.limit
-        free = CPU_BYTES
-        if self.device.type == "cuda":
-            free = torch.cuda.mem_get_info(self.device)[0] // 2
-            if free < GPU_BYTES:  # torch's own counts take longer to read
-                reserved = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
-                free += reserved // 2
-            free = min(free, GPU_BYTES)
-        if (shown := self.attempt(partial(self.recorded, inputs), 2)) is not None:
-            self.limit = int(min(max(free // max(1, 3 * shown.widest), LEAST), MOST))
-        return self.limit
+    def max_rows(self, inputs: Any) -> int:
+        """Returns the number of rows like these that fill a pass.
 
-    def recorded(self, inputs: Any) -> Recording:
-        """One pass over two rows of the inputs, made once for every shape of a row and kept with the posterior."""
-        key = ("recorded", self.half, tuple([(part.shape[1:], part.dtype) for part in tensors_of(inputs)]))
+        Besides input and output of the widest layer, its noise and the product with it are in memory.
+        """
+        self.row_limit = self.row_limit or self.options.max_batch or 0
+        if not self.row_limit:
+            trace = self.attempt(partial(self.trace, inputs), 2)
+            if trace is not None:
+                rows_in_memory = self.free_bytes() // max(1, 3 * trace.bytes_per_row)
+                self.row_limit = int(min(max(rows_in_memory, 16), 2**17))
+        return self.row_limit
+
+    def free_bytes(self) -> int:
+        """Returns the bytes that one pass may take."""
+        if self.device.type != "cuda":
+            return PASS_BYTES["cpu"]
+        free = torch.cuda.mem_get_info(self.device)[0] // 2
+        if free < PASS_BYTES["cuda"]:  # the memory statistics of torch take longer to read
+            reserved = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+            free += reserved // 2
+        return min(free, PASS_BYTES["cuda"])
+
+    def trace(self, inputs: Any) -> ForwardTrace:
+        """Returns the measurements of a pass over two rows, made once per shape and precision of the inputs."""
+        shapes = tuple([(tensor.shape[1:], tensor.dtype) for tensor in tensors_of(inputs)])
+        key = ("trace", self.half, shapes)
         if key not in self.cache.values:
             few = move(take(inputs, 0, 2) if has_row_axis(inputs) else inputs, self.device, self.dtype)
-            self.cache.values[key] = record(self.model, few)
+            self.cache.values[key] = trace_forward(self.eval_model, few)
         return self.cache.values[key]
 
-    def attempt(self, work: Callable[[], Result], tried: int) -> Result | None:
-        """Do ``work``, which takes ``tried`` rows; None when memory ran out, after which :attr:`limit` is smaller."""
+    def attempt(self, work: Callable[[], Result], num_rows: int) -> Result | None:
+        """Returns the result of ``work`` on ``num_rows`` rows, or None if memory ran out, after which the row limit is halved."""
         try:
             return work()
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
-        # here the exception, and with it what the failed pass held, is gone
+        # the exception is gone here, and with it the tensors of the failed pass
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-        if tried <= 1:
+        if num_rows <= 1:
             raise FlowBNNError(
-                "memory ran out with a single row in the pass; free memory on the device, or predict in a lower precision",
+                "memory ran out with a single row in the pass; free memory on the device or use a lower precision",
                 kind="memory",
             )
-        self.limit = max(1, tried // 2)
+        self.row_limit = max(1, num_rows // 2)
         self.warn_once(
             "memory",
-            f"memory ran out with {tried} rows in one pass; going on with {self.limit}, and fewer if need be "
-            f"(max_batch={self.limit} starts there)",
+            f"memory ran out with {num_rows} rows in a pass; continuing with {self.row_limit} (set max_batch to start there)",
+            rows=num_rows,
         )
         return None
-
-    def network(self, inputs: Any) -> Tensor:
-        """One pass of the network as it stands, compiled where that is asked for."""
-        if self.options.compile is not True or 2 * (count := rows(inputs)) < self.fixed:
-            return call(self.model, inputs)
-        graphs = self.device.type == "cuda" and self.fixed <= 1024
-        one_pass = compiled(self.cache, graphs)
-        return one_pass(self.model, inputs if count == self.fixed else pad(inputs, self.fixed))[:count]
 
     def run(
         self, inputs: Any, networks: Iterable[Callable[[Any], Tensor]] | None = None, count: int = 1
     ) -> Tensor:
-        """Outputs ``[count, rows, ...]`` of one network after the other, each run over all rows in chunks.
+        """Runs one network after the other over all rows, in chunks, and returns the outputs ``[count, rows, ...]``.
 
         Args:
-            networks: gives ``count`` functions from inputs to outputs, one after the other; the network as it stands unless given.
+            inputs: Inputs.
+            networks: Iterable of ``count`` functions from inputs to outputs. The default is the network as it is.
+            count: Number of networks.
         """
-        inputs, result = self.ready(inputs), None
-        for index, network in enumerate((self.network,) if networks is None else networks):
+        inputs, result = self.to_device(inputs), None
+        for index, network in enumerate((partial(call, self.eval_model),) if networks is None else networks):
             for outputs, start, stop, total in self._chunks(inputs, network):
                 if result is None:
                     dtype = torch.promote_types(outputs.dtype, torch.float32)
-                    if count == 1 and stop - start == total and not self.fixed:
+                    if count == 1 and stop - start == total and not self.compiled_rows:
                         return outputs.to(dtype).unsqueeze(0)
                     result = outputs.new_empty((count, total, *outputs.shape[1:]), dtype=dtype)
                 result[index, start:stop] = outputs
@@ -257,87 +289,66 @@ class Prediction:
     def _chunks(
         self, inputs: Any, network: Callable[[Any], Tensor]
     ) -> Iterator[tuple[Tensor, int, int, int]]:
-        """Outputs of chunk after chunk, with its first and last row and the number of all."""
+        """Yields the outputs of each chunk, its first and last row, and the number of all rows."""
         if not has_row_axis(inputs):
             outputs = network(inputs)
             yield outputs, 0, len(outputs), len(outputs)
             return
         total, start = rows(inputs), 0
         while start < total:
-            size = even(total, self.limit)
+            size = even_size(total, self.row_limit)
             if self.options.compile is True:
-                self.fixed = size = min(self.fixed or size, self.limit)
+                self.compiled_rows = size = min(self.compiled_rows or size, self.row_limit)
             stop = min(start + size, total)
-            some = inputs if stop - start == total else take(inputs, start, stop)
-            given = self.attempt(partial(network, some), stop - start)
-            if given is None:
-                self.fixed = 0
+            chunk = inputs if stop - start == total else take(inputs, start, stop)
+            outputs = self.attempt(partial(network, chunk), stop - start)
+            if outputs is None:
+                self.compiled_rows = 0
                 continue
-            yield check_rows(given, stop - start), start, stop, total
+            yield check_rows(outputs, stop - start), start, stop, total
             start = stop
 
 
-def casting(device: torch.device, half: torch.dtype | None) -> AbstractContextManager[Any]:
-    """Autocast to ``half``: layers compute in it, noise and flows stay in float32."""
+def autocast_to(device: torch.device, half: torch.dtype | None) -> AbstractContextManager[Any]:
+    """Returns autocast to half precision, or a null context if ``half`` is None."""
     return nullcontext() if half is None else torch.autocast(device.type, half)
 
 
-def compiled(
-    kept: PredictionCache, graphs: bool, forward: Callable[..., Tensor] = call, whole: bool = False
-) -> Callable[..., Tensor]:
-    """The network's forward pass through ``torch.compile``, kept with the posterior; give it inputs of few shapes.
-
-    Args:
-        graphs: replay the kernels from a CUDA graph, for passes so short that launching them is what takes the time.
-        forward: the function of a pass, ``forward(model, ..., inputs)``; it must not hold the network.
-        whole: in one graph or not at all.
-    """
-    mode = "reduce-overhead" if graphs else "default"
-
-    def make() -> Callable[..., Tensor]:
-        # torch keeps what it compiles with the code object, and gives up after eight: every network gets a copy of its own
-        own = FunctionType(forward.__code__.replace(), forward.__globals__, "forward")
-        return torch.compile(own, dynamic=False, mode=mode, fullgraph=whole)
-
-    return kept.get(("compiled", forward, mode, whole), make)
-
-
-def even(count: int, limit: int) -> int:
-    """Rows of a pass when ``count`` of them go through in as few and as equal passes as the limit allows."""
-    passes = -(-count // limit)
-    return -(-count // passes)
+def even_size(count: int, limit: int) -> int:
+    """Returns the size of chunks if ``count`` rows are cut into as few and as equal chunks as the limit allows."""
+    chunks = -(-count // limit)
+    return -(-count // chunks)
 
 
 def check_rows(outputs: Tensor, count: int) -> Tensor:
-    """The outputs, if there is one row for each row of the inputs."""
+    """Returns the outputs. Raises FlowBNNError unless they have ``count`` rows."""
     if outputs.shape[:1] != (count,):
         raise FlowBNNError(
-            f"the network gave {tuple(outputs.shape[:1])} rows of outputs for {pluralize(count, 'row')} of inputs; "
-            "one row each is needed, with the examples on the first axis (a single one is given as inputs[None])",
+            f"the network returned outputs of shape {tuple(outputs.shape)} for {pluralize(count, 'row')} of inputs; "
+            "it must return one row per example, with the examples on the first axis (pass a single one as inputs[None])",
             kind="shape",
         )
     return outputs
 
 
-def averaged(outputs: Outputs, likelihood: Likelihood) -> Outputs:
-    """As :meth:`Posterior.outputs`, with every sample's answers averaged over the input and its views (test-time augmentation)."""
+def average_views(outputs: Outputs, likelihood: Likelihood) -> Outputs:
+    """Returns a function like :meth:`Posterior.outputs` that averages every sample over the input and its views."""
 
     def average(inputs: Any, samples: range, prediction: Any) -> Tensor:
-        seen = [inputs, *(_seen(view, inputs) for view in prediction.options.views)]
-        return likelihood.average([outputs(view, samples, prediction) for view in seen])
+        views = [inputs, *(_apply_view(view, inputs) for view in prediction.options.views)]
+        return likelihood.average([outputs(view, samples, prediction) for view in views])
 
     return average
 
 
-def _seen(view: View, inputs: Any) -> Any:
+def _apply_view(view: View, inputs: Any) -> Any:
     name = getattr(view, "__name__", type(view).__name__)
     with rewrap_forward_errors(inputs, f"the view {name} fails on inputs of"):
-        seen = view(inputs)
-    if type(seen) is not type(inputs) or rows(seen) != rows(inputs):
-        given = f"{rows(seen)} rows" if type(seen) is type(inputs) else f"a {type(seen).__name__}"
+        result = view(inputs)
+    if type(result) is not type(inputs) or rows(result) != rows(inputs):
         raise FlowBNNError(
-            f"the view {name} must give as many inputs as it is given, of the same kind: {rows(inputs)} rows, not {given}",
+            f"the view {name} must return {rows(inputs)} rows of the type {type(inputs).__name__}, like its inputs",
             kind="shape",
             argument="views",
         )
-    return seen
+    return result

@@ -7,15 +7,18 @@ a network, saving and loading are done here.
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
+from functools import partial
 from typing import Annotated, Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
 
+from flowbnn.batches import call
 from flowbnn.errors import FlowBNNError, pluralize
 from flowbnn.likelihoods import Gaussian, Likelihood, with_level
 from flowbnn.options import Bounds, Count, check, checked
 from flowbnn.posterior.base import Posterior, Prediction
+from flowbnn.posterior.compiled import compiled_forward
 from flowbnn.posterior.prediction import new_seed
 from flowbnn.training import History
 
@@ -44,7 +47,7 @@ def named_parts(vectors: Tensor, shapes: Mapping[str, Sequence[int]]) -> dict[st
     return {name: part.reshape(*vectors.shape[:-1], *shape) for (name, shape), part in both}
 
 
-class StandIns:
+class SwappedTensors:
     """Other tensors (or modules) in the place of a network's own, which come back at the end of the ``with`` block.
 
     Args:
@@ -64,18 +67,18 @@ class StandIns:
             held[key] = own
 
 
-def stand_in(own: Tensor) -> Tensor:
+def empty_copy(own: Tensor) -> Tensor:
     """An empty tensor that lies in memory as this one does, and is a parameter where it is one."""
     empty = torch.empty_like(own.detach())
     return nn.Parameter(empty, requires_grad=False) if isinstance(own, nn.Parameter) else empty
 
 
-class Exchange(StandIns):
+class SwappedWeights(SwappedTensors):
     """Stand-ins for some parameters and buffers, by their names in ``state_dict``; tied ones under any of their names."""
 
     def __init__(self, model: nn.Module, names: list[str]) -> None:
         own = _own(model)
-        self.stands = {name: stand_in(own[name]) for name in names}
+        self.stands = {name: empty_copy(own[name]) for name in names}
         wanted = {id(own[name]): self.stands[name] for name in names}
         held = [each for module in model.modules() for each in (module._parameters, module._buffers)]
         super().__init__(
@@ -159,14 +162,19 @@ class WeightPosterior(Posterior):
 
     def outputs(self, inputs: Any, samples: range, prediction: Prediction) -> Tensor:
         """Outputs of the network with the weights of one sample after the other."""
-        exchange = prediction.state.get("exchange", lambda: Exchange(prediction.model, self.names))
+        if prediction.options.compile is True:
+            compiled = (
+                partial(compiled_forward, prediction, values) for values in self.stream(samples, prediction)
+            )
+            return prediction.run(inputs, compiled, len(samples))
+        weights = prediction.state.get("weights", lambda: SwappedWeights(prediction.model, self.names))
 
         def networks() -> Iterator[Callable[[Any], Tensor]]:
             for values in self.stream(samples, prediction):
-                exchange.fill(values)
-                yield prediction.network
+                weights.fill(values)
+                yield partial(call, prediction.model)
 
-        with exchange:
+        with weights:
             return prediction.run(inputs, networks(), len(samples))
 
 

@@ -5,7 +5,7 @@ The loss is a mean over rows. The gradient of the global batch is therefore the 
 .. math:: \nabla L = \frac{1}{P} \sum_{p=1}^{P} w_p \nabla L_p, \qquad w_p = P \frac{n_p}{n},
 
 where process :math:`p` holds :math:`n_p` of :math:`n` rows and multiplies its loss by :math:`w_p`. All processes draw from generators
-in the same state (:class:`flowbnn.noise.passes.RowShard`), so noise and dropout are those of one process.
+in the same state (:class:`flowbnn.noise.contexts.RowShard`), so noise and dropout are those of one process.
 """
 
 import os
@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from flowbnn.batches import batch_size
 from flowbnn.errors import FlowBNNError, warn
-from flowbnn.noise.passes import RowShard, share_batch
+from flowbnn.noise.contexts import RowShard, set_row_shard
 from flowbnn.training.device import Process
 from flowbnn.training.interrupts import Terminated
 from flowbnn.training.options import TrainingOptions
@@ -230,7 +230,7 @@ def _dropout(module: Any, shard: Callable[[], RowShard | None], x: Tensor) -> Te
     def draw(number: int) -> Tensor:
         return torch.empty((number, *row_shape), dtype=x.dtype, device=x.device).bernoulli_(keep).div_(keep)
 
-    mask = rows.of(x.shape[0], draw)
+    mask = rows.draw_local(x.shape[0], draw)
     return x.mul_(mask) if module.inplace else x * mask
 
 
@@ -338,7 +338,7 @@ class Worker(Process):
         self.loss_weight, self.global_rows = weight, None if shard is None else shard.total
         if shard != self.row_shard:
             self.row_shard = shard
-            share_batch(shard)
+            set_row_shard(shard)
 
     def average(self, values: Mapping[str, Any]) -> Mapping[str, Any]:
         """Returns scalars of a batch, averaged over the rows of all processes."""

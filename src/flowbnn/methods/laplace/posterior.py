@@ -25,7 +25,7 @@ from flowbnn.methods.laplace.derivatives import Jacobian, check_likelihood, flat
 from flowbnn.methods.network_layers import disable_nested_tensors
 from flowbnn.options import checked
 from flowbnn.posterior.base import Posterior, Prediction, part_of
-from flowbnn.posterior.twin import twin
+from flowbnn.posterior.prediction import clone_sharing_tensors
 from flowbnn.posterior.weights import WeightPosterior, generator_of
 from flowbnn.training import History
 
@@ -128,7 +128,7 @@ class LaplacePosterior(WeightPosterior):
             diagonal: True to return only the diagonal, ``[B, C]``.
         """
         check_finite(inputs)
-        return self._variance(twin(self.model), inputs, diagonal)
+        return self._variance(clone_sharing_tensors(self.model), inputs, diagonal)
 
     def _variance(self, network: nn.Module, inputs: Any, diagonal: bool) -> Tensor:
         inputs, block = move(inputs, device_of(network), dtype_of(network)), self.blocks[0]

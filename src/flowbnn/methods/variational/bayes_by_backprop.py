@@ -35,7 +35,7 @@ from flowbnn.methods.variational.weight_selection import (
     select_estimators,
     select_weights,
 )
-from flowbnn.noise.passes import current_share
+from flowbnn.noise.contexts import current_row_shard
 from flowbnn.options import Count, Positive, Probability, accepts_options_of, options
 from flowbnn.posterior.base import Posterior, Prediction, part_of
 from flowbnn.posterior.weights import WeightPosterior, generator_of, named_parts
@@ -303,7 +303,7 @@ class GaussianNetwork(SampledNetwork):
             if tensors is None:
                 return None
             x = args[0] if args else kwargs["input"]
-            added = noise(module, x, tensors[weight], tensors.get(bias), current_share())
+            added = noise(module, x, tensors[weight], tensors.get(bias), current_row_shard())
             return output + added.to(output.dtype)
 
         return hook

@@ -48,7 +48,7 @@ from flowbnn.methods.variational.weight_selection import (
     tied_parameters,
 )
 from flowbnn.noise import FlowNoise, Recipe
-from flowbnn.noise.passes import current_share
+from flowbnn.noise.contexts import current_row_shard
 from flowbnn.noise.recipes import recipe_from_dict
 from flowbnn.numerics import full_precision, sum_rightmost
 from flowbnn.options import Count, Positive, accepts_options_of, options
@@ -409,7 +409,7 @@ class MultiplicativeNetwork(SampledNetwork):
     def _noise_hooks(self, name: str, layer: MultiplicativeLayer) -> tuple[Any, Any]:
         def draw_z(x: Tensor) -> Tensor:
             shape = torch.Size((x.shape[0], layer.dim))
-            return layer.z(draw_rows(current_share(), shape, True, layer.z_mean))
+            return layer.z(draw_rows(current_row_shard(), shape, True, layer.z_mean))
 
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if self.hook_tensors is None:
@@ -422,7 +422,7 @@ class MultiplicativeNetwork(SampledNetwork):
                 return None
             x = self.hook_tensors.pop(name)
             bias_std = None if layer.bias_log_std is None else layer.bias_log_std.exp()
-            noise = local_noise(module, x, layer.log_std.exp(), bias_std, current_share())
+            noise = local_noise(module, x, layer.log_std.exp(), bias_std, current_row_shard())
             if not layer.by_filter:
                 return output + noise
             ones = (1,) * (output.ndim - 2)

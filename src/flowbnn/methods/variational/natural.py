@@ -28,8 +28,8 @@ from flowbnn.errors import FlowBNNError
 from flowbnn.likelihoods import Likelihood, learns_noise
 from flowbnn.methods.laplace.derivatives import output_hessian
 from flowbnn.methods.variational.block_gaussian import BlockGaussian, average, factorized
-from flowbnn.noise.base import Noise, noise_layers, settings_of
-from flowbnn.noise.passes import NoisePass
+from flowbnn.noise.base import Noise, make_noise_modes, noise_layers
+from flowbnn.noise.contexts import NoiseContext, PreparedDraws
 from flowbnn.regression import min_noise_variance
 
 Structure = Literal["full", "chain", "layers", "factorized"]
@@ -66,11 +66,10 @@ class NoisyNetwork:
 
     def outputs(self, inputs: Any, vectors: Tensor) -> Tensor:
         """The network's outputs ``[B, ...]``, at least a matrix, where example ``i`` has the noise ``vectors[i]``, ``[B, D]``."""
-        state = NoisePass(settings_of(self.model, "sample"), shares=False)
-        state.gradients, state.only_prepared = torch.is_grad_enabled(), True
-        parts = vectors.split(self.sizes, -1)
-        state.prepared = {noise.key: part for noise, part in zip(self.layers.values(), parts, strict=True)}
-        with state:
+        by_layer = zip(self.layers.values(), vectors.split(self.sizes, -1), strict=True)
+        draws = {noise.key: values for noise, values in by_layer}
+        prepared = PreparedDraws(draws, torch.is_grad_enabled(), required=True)
+        with NoiseContext(make_noise_modes(self.model, "sample"), prepared=prepared, sharded=False):
             outputs = call(self.model, inputs)
         return outputs if outputs.ndim > 1 else outputs.unsqueeze(1)  # of one logit, squeezed
 

@@ -16,7 +16,7 @@ from flowbnn.likelihoods import Likelihood, learns_noise
 from flowbnn.methods.schedule import PlateauRun, elbo_drop, elbo_gain
 from flowbnn.noise import noise_layers, noise_mode
 from flowbnn.noise.collapse import health_warnings, posterior_health
-from flowbnn.noise.passes import Mode
+from flowbnn.noise.contexts import Mode
 from flowbnn.objectives import ELBO
 from flowbnn.posterior.base import Posterior
 from flowbnn.posterior.noise import NoisePosterior

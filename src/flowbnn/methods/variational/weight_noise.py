@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from flowbnn.distributions.draws import standard_normal
-from flowbnn.noise.passes import RowShard
+from flowbnn.noise.contexts import RowShard
 from flowbnn.numerics import full_precision
-from flowbnn.posterior.weights import StandIns
+from flowbnn.posterior.weights import SwappedTensors
 
 
 def apply_weights(module: nn.Module, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -57,7 +57,7 @@ def draw_rows(
 
     if shard is None or not batched or shape[0] % (shard.stop - shard.start):
         return draw(None)
-    return shard.of(shape[0], draw)
+    return shard.draw_local(shape[0], draw)
 
 
 def local_noise(
@@ -173,7 +173,7 @@ class SampledNetwork(nn.Module):
         """
         self.hook_tensors = hook_tensors
         try:
-            with StandIns((parameters, key, values[name]) for parameters, key, name in self.locations):
+            with SwappedTensors((parameters, key, values[name]) for parameters, key, name in self.locations):
                 return self.network(*args, **kwargs)
         finally:
             self.hook_tensors = None

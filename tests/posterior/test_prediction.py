@@ -1,25 +1,25 @@
-"""Predictions put weights, masks and hooks into a twin of the posterior's network, which other threads may use meanwhile."""
+"""Predictions do not change the network of the posterior, which other threads may use at the same time."""
 
-import weakref
 from copy import deepcopy
 
 import pytest
 import torch
+from sampling_helpers import one_at_a_time, sample_outputs
 from small_problem import QUIET
 from torch import nn
 
 import flowbnn as fb
-from flowbnn.posterior.twin import twin
+from flowbnn.posterior.prediction import clone_sharing_tensors
 
-LOOK: list = []  # what a pass of a twin calls, as another thread might
+CALLBACKS: list = []  # called in a pass of the prediction, as another thread might do
 
 
 class Probe(nn.Module):
-    """Lets others look at the network in the midst of a pass."""
+    """Calls back in the middle of a pass."""
 
     def forward(self, x):
-        if LOOK:
-            LOOK.pop()()
+        if CALLBACKS:
+            CALLBACKS.pop()()
         return x
 
 
@@ -37,7 +37,7 @@ FITS = {
 
 @pytest.mark.filterwarnings("ignore::flowbnn.FlowBNNWarning")
 @pytest.mark.parametrize("name", FITS)
-def test_the_network_stays_as_it_is_while_others_predict(name):
+def test_the_network_is_unchanged_during_predictions(name):
     drop = nn.Dropout(0.5 if name == "dropout" else 0.0)
     network = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), drop, Probe(), nn.Linear(6, 3))
     posterior = FITS[name].fit(network, [(INPUTS, torch.arange(12) % 3)], seed=0, **QUIET)
@@ -47,14 +47,14 @@ def test_the_network_stays_as_it_is_while_others_predict(name):
         copy = deepcopy(own)
         seen.append((own(INPUTS), copy(INPUTS), own.state_dict()["0.weight"].clone(), own.training))
         if len(seen) < 5:
-            LOOK.append(look)
+            CALLBACKS.append(look)
 
     with torch.no_grad():
         look()
         posterior.predict(INPUTS, 4, seed=1)
         if hasattr(posterior, "functional_variance"):
             posterior.functional_variance(INPUTS[:2])
-    LOOK.clear()
+    CALLBACKS.clear()
     assert len(seen) > 1
     for found in seen[1:]:
         for one, other in zip(found, seen[0], strict=True):
@@ -62,13 +62,12 @@ def test_the_network_stays_as_it_is_while_others_predict(name):
 
 
 class Tangled(nn.Module):
-    """Reaches its layers by a list, a weak reference, a bound method and an object that is no module."""
+    """Holds its layers in a list, a bound method, a hook and an object that is no module."""
 
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second, self.recurrent = nn.Linear(4, 4), nn.Linear(4, 4), nn.LSTM(4, 4)
         self.steps, self.again = [self.first], self.apply_second
-        vars(self)["back"] = weakref.ref(self)
         self.first.register_forward_hook(self.hook)
         self.holder = Holder(self.second)
 
@@ -81,7 +80,7 @@ class Tangled(nn.Module):
     def forward(self, x):
         for step in self.steps:
             x = step(x)
-        return self.recurrent(self.again(x) + self.back().first(x) + self.holder.layer(x))[0]
+        return self.recurrent(self.again(x) + self.holder.layer(x))[0]
 
 
 class Holder:
@@ -98,27 +97,36 @@ def doubled(network: nn.Module) -> nn.Module:
 
 
 @torch.no_grad()
-def test_weights_of_a_twin_are_those_that_its_passes_use():
+def test_weights_of_a_clone_are_those_that_its_passes_use():
     network, x = Tangled(), torch.randn(3, 4)
-    vars(network)["back"] = weakref.ref(network)
-    before, other = network(x), twin(network)
-    assert torch.equal(other(x), before)
-    for module in other.modules():
+    before, clone = network(x), clone_sharing_tensors(network)
+    assert torch.equal(clone(x), before)
+    for module in clone.modules():
         for name, value in module._parameters.items():
             module._parameters[name] = nn.Parameter(2.0 * value)
-    copy = doubled(network)
-    vars(copy)["back"] = weakref.ref(copy)
-    torch.testing.assert_close(other(x), copy(x))
+    torch.testing.assert_close(clone(x), doubled(network)(x))
     assert torch.equal(network(x), before)
-    other.register_forward_hook(lambda *_: torch.zeros(()))
+    clone.register_forward_hook(lambda *_: torch.zeros(()))
     assert torch.equal(network(x), before)
 
 
-def test_a_network_that_functions_hold_is_its_own_twin():
+def test_a_network_that_cannot_be_copied_is_returned_itself():
     network = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
-    assert twin(network) is not network
-    network.register_forward_hook(lambda module, args, output: output * network[0].bias)
-    assert twin(network) is network
-    bound = nn.Linear(2, 2)
-    vars(bound)["forward"] = (lambda called: lambda x: called(x))(bound.forward)  # as torch.compile does
-    assert twin(bound) is bound
+    assert clone_sharing_tensors(network) is not network
+    scripted = torch.jit.trace(network, torch.zeros(1, 2))
+    assert clone_sharing_tensors(scripted) is scripted
+    network.cache = network[0].weight * 2  # a tensor with a history, which deepcopy refuses
+    assert clone_sharing_tensors(network) is network
+
+
+@pytest.mark.parametrize("copyable", [True, False])
+def test_noise_is_right_in_a_network_that_cannot_be_copied(copyable):
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    if not copyable:
+        network.cache = network[0].weight * 2
+    model = fb.to_stochastic(network, {"*": fb.noise.NormalAffine()}, inplace=True).train()
+    truth = one_at_a_time(model, INPUTS, 4, 1)
+    for strategy in ("vmap", "sequential"):
+        torch.testing.assert_close(sample_outputs(model, INPUTS, 4, strategy, seed=1), truth)
+    assert model.training

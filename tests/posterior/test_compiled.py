@@ -1,4 +1,4 @@
-"""Compiled passes that are handed their draws: the same samples as without compiling, whatever the noise."""
+"""Compiled passes give the samples of uncompiled ones, whatever the noise."""
 
 import copy
 import gc
@@ -6,40 +6,38 @@ import weakref
 
 import pytest
 import torch
-from compiling import MAPPED, MIXED, compile_by, compiled_outputs, drawing, sample_outputs
+from sampling_helpers import (
+    MAPPED,
+    MIXED,
+    compile_by,
+    compiled_outputs,
+    one_at_a_time,
+    sample_outputs,
+    sampling,
+)
 from torch import nn
 
 import flowbnn as fb
 from conversion_networks import NETWORKS, Residual
 from flowbnn.models import VGG16, LeNet
 from flowbnn.noise import noise_layers
-from flowbnn.noise.base import settings_of
-from flowbnn.noise.batched import shared_draws
-from flowbnn.noise.passes import NoisePass
+from flowbnn.noise.base import make_noise_modes
+from flowbnn.noise.batched import SharedDraws
 from flowbnn.posterior import compiled, noise
-from flowbnn.posterior import prediction as passes
-from flowbnn.posterior.compiled import (
-    MAPS,
-    GivenDraws,
-    HalfWeights,
-    Row,
-    form_for,
-    pass_given,
-)
+from flowbnn.posterior.compiled import forward_samples
 
 
 @pytest.mark.parametrize(
-    ("rules", "graphs"),
-    [(MIXED, False), (MAPPED, True), ({**MIXED, "conv2": fb.noise.NormalInvConv(site="position")}, True)],
+    "rules",
+    [MIXED, MAPPED, {**MIXED, "conv2": fb.noise.NormalInvConv(site="position")}],
     ids=["channel", "position", "both"],
 )
-def test_compiled_samples_are_the_uncompiled_ones(rules, graphs, traced, monkeypatch):
+def test_compiled_samples_are_the_uncompiled_ones(rules, traced):
     torch.manual_seed(0)
-    monkeypatch.setattr(compiled, "graphed", lambda device, work: graphs)
     model = fb.to_stochastic(LeNet(3), rules).eval()
     images = torch.randn(6, 3, 32, 32)
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    samples = MAPS + 3
+    samples = 7
     expected = sample_outputs(model, images, samples, seed=1)
     found = compiled_outputs(model, images, samples)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
@@ -75,7 +73,7 @@ def test_parts_of_the_samples_and_cut_inputs(traced):
     )
     x = torch.randn(22, 3, 8, 8)
     expected = sample_outputs(model, x, 40, seed=5)
-    with drawing(model, 40, seed=5, compile=True, max_batch=8) as draw:
+    with sampling(model, 40, seed=5, compile=True, max_batch=8) as draw:
         torch.testing.assert_close(draw(x, 0, 5), expected[:5], rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(draw(x, 30, 40), expected[30:], rtol=1e-4, atol=1e-5)
         few = draw(x[:3], 0, 40)  # fewer than half a pass: run as they are
@@ -103,23 +101,14 @@ def test_what_is_compiled_follows_the_parameters_and_does_not_hold_the_network(t
 
 
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # a processor without bfloat16
-def test_half_precision_casts_the_weights_once(traced):
+def test_half_precision(traced):
     torch.manual_seed(0)
     model = fb.to_stochastic(LeNet(3), {**MIXED, "conv2": fb.noise.NormalInvConv(site="position")})
     images = torch.randn(4, 3, 32, 32)
-    weights = [model.conv1.weight, model.fc3.weight]
-    with drawing(model, 3, seed=1, precision="bf16-mixed") as draw:
-        expected = draw(images)
-        assert form_for(draw.prediction, images).weights is torch.preserve_format
-        with HalfWeights(model, torch.bfloat16, torch.channels_last, {}):
-            assert model.conv1.weight.dtype == torch.bfloat16
-            assert model.conv1.weight.is_contiguous(memory_format=torch.channels_last)
+    expected = sample_outputs(model, images, 3, seed=1, precision="bf16-mixed")
     found = compiled_outputs(model, images, 3, precision="bf16-mixed")
     torch.testing.assert_close(found, expected, rtol=0.02, atol=0.01)
     assert (found - compiled_outputs(model, images, 3)).abs().max() > 0
-    assert model.conv1.weight is weights[0]
-    assert model.fc3.weight is weights[1]
-    assert weights[0].dtype == torch.float32
 
 
 class Careful(nn.Module):
@@ -165,12 +154,10 @@ def test_what_does_not_compile_in_one_graph_is_predicted_and_said_once(site, tra
     images = torch.randn(15, 2, 6, 6)
     expected = posterior.predict(images, 4, seed=1).samples
     for _ in range(2):
-        with pytest.warns(
-            fb.errors.FlowBNNWarning, match="does not compile in one graph .*run as they are"
-        ) as told:
+        with pytest.warns(fb.errors.FlowBNNWarning) as raised:
             found = posterior.predict(list(images.split(5)), 4, seed=1, compile=True, max_batch=5).samples
-        assert len(told) == 1
-        assert "\n" not in str(told[0].message)
+        assert [warning.message.kind for warning in raised] == ["compile"]
+        assert "\n" not in str(raised[0].message)
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
@@ -181,7 +168,7 @@ def test_a_compiler_that_fails_leaves_the_passes_as_they_are(monkeypatch):
     compile_by(backend, monkeypatch)
     model = fb.to_stochastic(LeNet(3), MIXED)
     images = torch.randn(4, 3, 32, 32)
-    with pytest.warns(fb.errors.FlowBNNWarning, match="no compiler here.*run as they are"):
+    with pytest.warns(fb.errors.FlowBNNWarning, match="no compiler here"):
         found = compiled_outputs(model, images, 3)
     torch.testing.assert_close(found, sample_outputs(model, images, 3, seed=1), rtol=1e-5, atol=1e-6)
     torch._dynamo.reset()
@@ -202,7 +189,7 @@ def test_what_was_compiled_and_fails_later_leaves_the_passes_as_they_are(monkeyp
     compile_by(backend, monkeypatch)
     model = fb.to_stochastic(LeNet(3), MIXED)
     images = torch.randn(4, 3, 32, 32)
-    with pytest.warns(fb.errors.FlowBNNWarning, match="expected stride.*run as they are"):
+    with pytest.warns(fb.errors.FlowBNNWarning, match="expected stride"):
         found = compiled_outputs(model, images, 4)
     assert len(calls) == 3
     torch.testing.assert_close(found, sample_outputs(model, images, 4, seed=1), rtol=1e-5, atol=1e-6)
@@ -224,29 +211,32 @@ def test_maps_that_grow_with_the_rows_are_predicted_uncompiled(traced):
     torch.manual_seed(0)
     model = fb.to_stochastic(TimeFirst(), {"*": fb.noise.NormalAffine(site="position")})
     x = torch.randn(6, 5, 4)
-    with pytest.warns(fb.errors.FlowBNNWarning, match="does not compile in one graph"):
+    with pytest.warns(fb.errors.FlowBNNWarning) as raised:
         found = compiled_outputs(model, x, 3)
+    assert [warning.message.kind for warning in raised] == ["compile"]
     torch.testing.assert_close(found, sample_outputs(model, x, 3, seed=1), rtol=1e-5, atol=1e-6)
 
 
 def test_draws_that_are_not_shared_are_not_compiled():
     model = fb.to_stochastic(nn.Linear(4, 3), {"*": fb.noise.NormalAffine()})
-    with pytest.warns(fb.errors.FlowBNNWarning, match="draws are not shared"):
+    with pytest.warns(fb.errors.FlowBNNWarning) as raised:
         found = compiled_outputs(model, torch.ones(5, 4), 3, shared=False)
+    assert [warning.message.kind for warning in raised] == ["compile"]
     assert (found[:, 0] - found[:, 1]).abs().max() > 1e-3
 
 
-def test_much_work_before_the_noise_is_not_compiled_unasked(monkeypatch):
+def test_auto_does_not_compile_if_most_of_the_work_is_before_the_noise(monkeypatch):
     torch.manual_seed(0)
     model = fb.to_stochastic(
         nn.Sequential(nn.Linear(4, 64), nn.Linear(64, 3)), {"1": fb.noise.NormalAffine()}
     )
-    monkeypatch.setitem(noise.WORTH_COMPILING, "cpu", 0.0)
+    monkeypatch.setitem(noise.COMPILE_FLOPS, "cpu", 0.0)
     calls = []
-    monkeypatch.setattr(compiled, "compiled", lambda *args, **options: calls.append(args) or pass_given)
-    for compile, expected in (("auto", 0), (True, 1)):
-        with drawing(model, 3, compile=compile) as draw:
-            assert draw(torch.randn(5, 4)).shape == (3, 5, 3)
+    monkeypatch.setattr(
+        compiled, "compile_once", lambda *args, **options: calls.append(args) or forward_samples
+    )
+    for compile, expected in (("auto", 0), (True, 3)):
+        assert sample_outputs(model, torch.randn(5, 4), 3, compile=compile).shape == (3, 5, 3)
         assert len(calls) == expected
 
 
@@ -254,10 +244,11 @@ def test_draws_of_many_layers_are_those_of_each():
     torch.manual_seed(0)
     model = fb.to_stochastic(LeNet(3), MIXED)
     layers = list(noise_layers(model).values())
-    state = NoisePass(settings_of(model, "shared", samples=7, seed=3))
-    for layer, found in zip(layers, shared_draws(layers, state, torch.device("cpu")), strict=True):
-        one = layer.shared_vectors(7, state.settings[layer.key].seed, torch.device("cpu"))
-        torch.testing.assert_close(found, one)
+    modes = make_noise_modes(model, "shared", samples=7, seed=3)
+    shared = SharedDraws(layers, modes, torch.device("cpu"))
+    for layer in layers:
+        single = layer.shared_vectors(7, modes[layer.key].seed, torch.device("cpu"))
+        torch.testing.assert_close(shared.vectors[layer.key], single)
 
 
 def test_maps_drawn_together_are_those_drawn_one_by_one():
@@ -270,21 +261,6 @@ def test_maps_drawn_together_are_those_drawn_one_by_one():
             for seed in range(3):
                 one = layer.draw((5, 4), torch.Generator().manual_seed(seed))
                 torch.testing.assert_close(together[seed], one, rtol=1e-5, atol=1e-6)
-
-
-def test_rows_begin_where_wide_loads_may_and_hold_what_layers_ask_for():
-    model = fb.to_stochastic(LeNet(3), MIXED).eval()
-    images = torch.randn(2, 3, 32, 32)
-    with drawing(model, 4, seed=0) as draw:
-        form, state = form_for(draw.prediction, images), draw.sampler.state
-        given = GivenDraws(draw.prediction, form, state)
-        assert [ask for ask, _ in form.asks] == ["conv1", "conv2", "fc1", "fc2", "fc3"]
-        assert all(start % 16 == 0 for start in given.table.starts.values())
-        layer = noise_layers(model)["conv2"]
-        truth = layer.shared_vectors(4, state.settings[layer.key].seed, torch.device("cpu"))
-        for (first, last, high), rows in (((1, 3, 4), [1, 2]), ((2, 5, 3), [2, 2, 2])):
-            found = Row(given.table, given.rows(first, last, high)).draws(layer, (1, 1), torch.device("cpu"))
-            torch.testing.assert_close(found.flatten(1), truth[rows])
 
 
 def test_noise_melts_into_the_kernels_that_are_there_anyway(monkeypatch):
@@ -303,7 +279,7 @@ def test_noise_melts_into_the_kernels_that_are_there_anyway(monkeypatch):
     torch._dynamo.reset()
     metrics.reset()
     with torch.no_grad():
-        passes.compiled(passes.PredictionCache(), graphs=False)(plain, x)
+        torch.compile(plain, dynamic=False)(x)
     alone = metrics.generated_kernel_count
     model = fb.to_stochastic(
         plain, {"*": fb.noise.NormalAffine(), "0.3": fb.noise.NormalAffine(site="position")}
@@ -322,3 +298,129 @@ def test_vgg16_is_traced_in_one_graph(traced):
     found = compiled_outputs(model, x, 2)
     torch.testing.assert_close(found, sample_outputs(model, x, 2, seed=1), rtol=1e-4, atol=1e-5)
     assert traced["graphs"] == 1
+
+
+# -------------------- several samples in a pass
+
+
+@pytest.mark.parametrize(
+    ("rules", "sizes"),
+    [
+        (MIXED, ((7, 4), (100, 8))),  # powers of two that waste little
+        (MAPPED, ((100, 8),)),
+        ({"fc1": fb.noise.NormalPlanar(2), "fc3": fb.noise.NormalAffine()}, ((7, 4),)),
+    ],
+)
+def test_several_samples_in_a_pass_are_the_samples_one_by_one(rules, sizes, traced, monkeypatch):
+    torch.manual_seed(0)
+    model = fb.to_stochastic(LeNet(3), rules).eval()
+    images, samples = torch.randn(6, 3, 32, 32), 20
+    expected = one_at_a_time(model, images, samples, 1)
+    with sampling(model, samples) as draw:
+        work = draw.prediction.trace(images).flops_per_row
+    passes = []
+    run = compiled.CompiledSampler.run_chunks
+    monkeypatch.setattr(
+        compiled.CompiledSampler,
+        "run_chunks",
+        lambda self, *args: passes.append(args[-1]) or run(self, *args),
+    )
+    for count, expected_count in sizes:
+        monkeypatch.setitem(compiled.FULL_PASS_FLOPS, "cpu", work * 6 * count)
+        passes.clear()
+        found = compiled_outputs(model, images, samples)
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+        assert passes == [expected_count] * -(-samples // expected_count)
+    assert traced["graphs"] == len(sizes), "a last pass that is not full is padded"
+
+
+def test_fewer_samples_are_in_a_pass_if_memory_runs_out(traced, monkeypatch):
+    torch.manual_seed(0)
+    model = fb.to_stochastic(
+        Residual(), {"stem": fb.noise.NormalAffine(site="position"), "*": fb.noise.NormalPlanar(1)}
+    )
+    x = torch.randn(8, 3, 8, 8)
+    expected = sample_outputs(model, x, 10, seed=5)
+    monkeypatch.setitem(compiled.FULL_PASS_FLOPS, "cpu", 1e18)
+    passes = []
+
+    def tight(model, keys, draws, inputs):
+        passes.append(len(draws[0]))
+        if len(draws[0]) * len(x) > 24:
+            raise RuntimeError("CUDA out of memory. Tried to allocate")
+        return forward_samples(model, keys, draws, inputs)
+
+    monkeypatch.setattr(compiled, "compile_once", lambda *args, **options: tight)
+    with pytest.warns(fb.errors.FlowBNNWarning) as raised:
+        found = compiled_outputs(model, x, 10, seed=5)
+    assert [(warning.message.kind, warning.message.fields["rows"]) for warning in raised] == [("memory", 32)]
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    assert passes == [4, 2, 2, 2, 2, 2]
+
+
+def test_many_numbers_of_samples_and_of_inputs_are_compiled(traced, monkeypatch):
+    """Torch stops compiling a function after eight shapes unless the limit is raised."""
+    model = fb.to_stochastic(nn.Linear(4, 3), {"*": fb.noise.NormalAffine()})
+    monkeypatch.setitem(compiled.FULL_PASS_FLOPS, "cpu", 1e18)
+    x = torch.randn(4, 4)
+    for samples in range(2, 20):
+        found = compiled_outputs(model, x, samples)
+        torch.testing.assert_close(found, sample_outputs(model, x, samples, seed=1))
+    assert traced["graphs"] == 5, "1, 2, 4, 8 or 16 samples in a pass"
+    for number in range(5, 9):
+        assert compiled_outputs(model, torch.randn(number, 4), 2).shape == (2, number, 3)
+    assert traced["graphs"] == 9
+
+
+def test_a_part_of_the_samples_runs_one_by_one(monkeypatch):
+    """Adaptive sampling requests parts of many sizes, which would all be compiled."""
+    model = fb.to_stochastic(LeNet(3), MIXED)
+    monkeypatch.setitem(compiled.FULL_PASS_FLOPS, "cpu", 1e18)
+    passes = []
+    monkeypatch.setattr(
+        compiled,
+        "compile_once",
+        lambda *args, **options: lambda *given: passes.append(len(given[2][0])) or forward_samples(*given),
+    )
+    with sampling(model, 8, seed=1, compile=True) as draw:
+        draw(torch.randn(4, 3, 32, 32), 0, 3)
+        draw(torch.randn(4, 3, 32, 32))
+    assert passes == [1, 1, 1, 8]
+
+
+def test_compiled_passes_have_one_shape(traced):
+    torch.manual_seed(0)
+    model = fb.to_stochastic(LeNet(), {"conv2": fb.noise.NormalInvConv(), "*": fb.noise.NormalAffine()})
+    posterior = fb.posterior.NoisePosterior(model, fb.likelihoods.Categorical())
+    images = torch.randn(22, 1, 28, 28)
+    plain = posterior.predict(images, 4, seed=0).samples
+    options = {"seed": 0, "max_batch": 8, "compile": True}
+    for _ in range(2):  # 8, 8 and 6 padded rows; then 2 rows that are run as they are
+        found = posterior.predict([images, images[:2]], 4, **options).samples
+        torch.testing.assert_close(found[:, :22], plain, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(found[:, 22:], plain[:, :2], rtol=1e-5, atol=1e-6)
+    assert traced["graphs"] == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize("rules", [MIXED, MAPPED])
+def test_on_a_gpu_few_images_go_through_with_several_samples(rules, precision, monkeypatch):
+    """Compiled, and replayed from a CUDA graph: the same samples as without compiling."""
+    torch.manual_seed(0)
+    model = fb.to_stochastic(LeNet(3).cuda(), rules).eval()
+    images = torch.randn(32, 3, 32, 32, device="cuda")
+    tolerance = {"rtol": 1e-3, "atol": 1e-3} if precision == "32-true" else {"rtol": 0.05, "atol": 0.03}
+    with sampling(model, 16, seed=1, precision=precision) as draw:
+        expected = draw(images)
+        work = 32 * draw.prediction.trace(images).flops_per_row
+    apart = (expected - expected.roll(1, 0)).abs().amax((1, 2)).min()  # of any sample and the one before it
+    for count in (1, 4, 16):
+        monkeypatch.setitem(compiled.FULL_PASS_FLOPS, "cuda", count * work)
+        for _ in range(2):
+            found = compiled_outputs(model, images, 16, precision=precision)
+            torch.testing.assert_close(found, expected, **tolerance)
+            assert (found - expected).abs().max() < 0.5 * apart, (
+                "samples in another order would be further off"
+            )

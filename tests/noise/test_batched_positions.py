@@ -4,14 +4,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from prepared_context import prepared_context
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import flowbnn as fb
 from flowbnn import kernels
 from flowbnn.noise import batched, batched_normals, noise_layers
-from flowbnn.noise.batched import ahead, divergences
-from flowbnn.noise.passes import NoisePass, RowShard, pass_of, share_batch
+from flowbnn.noise.batched import divergences
+from flowbnn.noise.contexts import NoiseContext, RowShard, current_modes, set_row_shard
 from flowbnn.objectives import ELBO
 
 RULES = {
@@ -40,36 +41,33 @@ def network(rules=RULES):
     return model
 
 
-def run(model, images):
-    """A pass that tells at which positions the layers draw."""
-    state = NoisePass({layer.key: layer.setting for layer in noise_layers(model).values()})
-    with state:
+def recorded_shapes(model, images):
+    """Returns the positions that the layers draw for in a pass."""
+    shapes = {}
+    with NoiseContext(current_modes(noise_layers(model).values()), recorded_shapes=shapes):
         model(images)
-    return state
+    return shapes
 
 
-def prepare(model, rows, asked):
-    """A pass with draws made ahead for what an earlier one has asked for, and its KL."""
-    layers = noise_layers(model)
-    state = NoisePass({layer.key: pass_of(layer).settings[layer.key] for layer in layers.values()})
-    state.asked = dict(asked)
-    return state, ahead(layers, rows, state)
+def prepare(model, rows, shapes):
+    """Returns a context with draws for the positions of an earlier pass, and the divergences."""
+    return prepared_context(noise_layers(model), rows, dict(shapes))
 
 
 def test_the_pass_is_given_the_draws_that_were_made_ahead():
     model, images, given = network(), torch.randn(6, 3, 6, 6), {}
     assert prepare(model, 6, {})[1] is None  # no pass has told how many positions there are
-    state, known = prepare(model, 6, run(model, images).asked)
+    context, known = prepare(model, 6, recorded_shapes(model, images))
     assert known is not None
     layers = noise_layers(model)
-    drawn = {name: state.prepared[layers[name].key] for name in ("0", "2")}
-    assert len(state.prepared) == 2
+    drawn = {name: context.prepared.tensors[layers[name].key] for name in ("0", "2")}
+    assert len(context.prepared.tensors) == 2
     assert {name: tuple(z.shape) for name, z in drawn.items()} == {"0": (6, 6, 6, 3), "2": (6, 4, 4, 4)}
     for name in drawn:
         model.get_submodule(name).register_forward_hook(
             lambda module, args, output, name=name: given.__setitem__(name, args[0])
         )
-    with state:
+    with context:
         outputs = model(images)
     torch.testing.assert_close(given["0"], images * drawn["0"].movedim(-1, 1))
     inner = torch.relu(nn.functional.conv2d(given["0"], model[0].weight, model[0].bias))
@@ -79,17 +77,17 @@ def test_the_pass_is_given_the_draws_that_were_made_ahead():
     ).loss.backward()
     assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in model.parameters())
     first = given["0"]
-    with state:
+    with context:
         model(images)  # nothing is left for the next pass
     assert not torch.equal(given["0"], first)
 
 
 def test_the_divergence_is_that_of_the_layers():
     model = network()
-    asked = run(model, torch.randn(6, 3, 6, 6)).asked
+    shapes = recorded_shapes(model, torch.randn(6, 3, 6, 6))
     layers = noise_layers(model)
     torch.manual_seed(4)
-    _, found = prepare(model, 6, asked)
+    _, found = prepare(model, 6, shapes)
     torch.manual_seed(4)
     expected = divergences(layers)  # of the same normals, which are drawn first
     assert found.keys() == expected.keys() == layers.keys()
@@ -102,12 +100,12 @@ def test_the_divergence_is_that_of_the_layers():
 def test_draws_made_ahead_have_the_distribution_of_the_noise():
     model = network()
     layer = noise_layers(model)["2"]
-    state, _ = prepare(model, 400, run(model, torch.randn(400, 3, 6, 6)).asked)
-    ahead = state.prepared[layer.key].flatten(0, 2).detach()
+    context, _ = prepare(model, 400, recorded_shapes(model, torch.randn(400, 3, 6, 6)))
+    draws = context.prepared.tensors[layer.key].flatten(0, 2).detach()
     plain = layer.draw((6400,)).detach()
     spread = plain.std(0) / 6400**0.5
-    assert ((ahead.mean(0) - plain.mean(0)).abs() < 6 * spread).all()
-    torch.testing.assert_close(ahead.std(0), plain.std(0), rtol=0.05, atol=0.0)  # four standard errors
+    assert ((draws.mean(0) - plain.mean(0)).abs() < 6 * spread).all()
+    torch.testing.assert_close(draws.std(0), plain.std(0), rtol=0.05, atol=0.0)  # four standard errors
 
 
 def test_the_objective_remembers_the_positions_of_each_size_of_batch(monkeypatch):
@@ -136,9 +134,9 @@ def test_a_layer_called_twice_draws_anew():
 
     torch.manual_seed(0)
     model = fb.to_stochastic(Twice(), {"*": fb.noise.NormalInvConv(site="position")})
-    state, known = prepare(model, 5, run(model, torch.randn(5, 3, 2, 2)).asked)
+    context, known = prepare(model, 5, recorded_shapes(model, torch.randn(5, 3, 2, 2)))
     assert known is not None
-    with state:
+    with context:
         one, two = model(torch.ones(5, 3, 2, 2))
     assert not torch.equal(one, two)
 
@@ -195,15 +193,15 @@ def test_all_processes_draw_ahead_or_none():
     for total in (5, 4, 5):
         cut, kls, states = (total + 1) // 2, [], []
         for model, objective, (start, stop) in zip(models, objectives, ((0, cut), (cut, total)), strict=True):
-            share_batch(RowShard(start, stop, total))
+            set_row_shard(RowShard(start, stop, total))
             torch.manual_seed(total)
             terms = objective(model, torch.ones(stop - start, 3, 6, 6), torch.zeros(stop - start).long())
-            share_batch(None)
+            set_row_shard(None)
             kls.append(terms.kl.item())
             states.append(torch.rand(1).item())
         assert kls[0] == kls[1]
         assert states[0] == states[1], "the generators are in the same state"
-    assert set(objectives[0]._asked) == {5, 4}
+    assert set(objectives[0]._shapes) == {5, 4}
 
 
 def test_a_part_that_runs_twice_draws_for_itself_and_compiles():
@@ -226,10 +224,10 @@ def test_a_part_that_runs_twice_draws_for_itself_and_compiles():
         },
     )
     images, layers = torch.randn(6, 3, 6, 6), noise_layers(model)
-    asked = run(model, images).asked
-    assert set(asked) == {layers["1"].key}
-    state, _ = prepare(model, 6, asked)
-    assert set(state.prepared) == {layers["1"].key}
+    shapes = recorded_shapes(model, images)
+    assert set(shapes) == {layers["1"].key}
+    context, _ = prepare(model, 6, shapes)
+    assert set(context.prepared.tensors) == {layers["1"].key}
     objective, labels = ELBO(fb.likelihoods.Categorical(), 10), torch.zeros(6, dtype=torch.long)
     objective(model, images, labels).loss.backward()
     torch._dynamo.reset()
@@ -248,38 +246,38 @@ def test_a_layer_called_at_two_sizes_is_served_right():
 
     torch.manual_seed(0)
     model = fb.to_stochastic(TwoSizes(), {"*": fb.noise.NormalInvConv(site="position")})
-    state, _ = prepare(model, 5, run(model, torch.randn(5, 3, 4, 4)).asked)
+    context, _ = prepare(model, 5, recorded_shapes(model, torch.randn(5, 3, 4, 4)))
     given = []
     model.first.register_forward_hook(lambda module, args, output: given.append(args[0]))
-    with state:
+    with context:
         model(torch.ones(5, 3, 4, 4))
     assert [tuple(x.shape) for x in given] == [(5, 3, 4, 2), (5, 3, 4, 4)]
 
 
 def test_two_converted_parts_of_one_model_each_get_their_draws():
     other = nn.ModuleList([nn.Sequential(network(), nn.Identity()), network()])
-    asked = {}
+    shapes = {}
     for part in (other[0][0], other[1]):
-        asked |= run(part, torch.randn(6, 3, 6, 6)).asked
-    state, known = prepare(other, 6, asked)
+        shapes |= recorded_shapes(part, torch.randn(6, 3, 6, 6))
+    context, known = prepare(other, 6, shapes)
     assert known is not None
-    assert len(state.prepared) == 4
-    with state:
+    assert len(context.prepared.tensors) == 4
+    with context:
         other[0](torch.randn(6, 3, 6, 6))
-        assert len(state.prepared) == 2
+        assert len(context.prepared.tensors) == 2
         other[1](torch.randn(6, 3, 6, 6))
-    assert state.prepared == {}
+    assert context.prepared.tensors == {}
 
 
 @pytest.mark.parametrize("mode", ["shared", "mean", "off"])
 def test_other_modes_are_left_alone(mode):
     model = network()
-    asked = run(model, torch.randn(6, 3, 6, 6)).asked
+    shapes = recorded_shapes(model, torch.randn(6, 3, 6, 6))
     with fb.noise_mode(model, mode):
-        assert prepare(model, 6, asked)[1] is None
+        assert prepare(model, 6, shapes)[1] is None
 
 
 def test_where_there_are_no_kernels_nothing_is_drawn_ahead(monkeypatch):
     monkeypatch.undo()
     model = network()
-    assert prepare(model, 6, run(model, torch.randn(6, 3, 6, 6)).asked)[1] is None
+    assert prepare(model, 6, recorded_shapes(model, torch.randn(6, 3, 6, 6)))[1] is None

@@ -1,0 +1,288 @@
+"""Contexts that say how the noise of a network behaves in a forward pass.
+
+A noise module holds its parameters and its default mode. Everything that a pass needs besides is in a :class:`NoiseContext`: the modes
+in force and where draws come from. Contexts are frozen. A ``with`` block makes one current in its thread and drops it at the end.
+Passes of several threads over one network are therefore independent.
+"""
+
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any, Literal, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from flowbnn.errors import FlowBNNError
+
+Mode = Literal["sample", "shared", "mean", "off"]
+Shape = tuple[int, ...]
+OptionalGenerator = torch.Generator | None  # None stands for torch's global generator
+ShapeRecord = dict[int, tuple[Shape, bool]]  # by layer key: positions, and whether under autocast
+
+_keys = count()
+
+
+def new_key() -> int:
+    """Returns a new identifier of a noise module. A copy of a module has another one."""
+    return next(_keys)
+
+
+class NoiseMode(NamedTuple):
+    """Mode of the noise of one layer.
+
+    Args:
+        mode: Name of the mode, as in :class:`~flowbnn.noise.base.Noise`.
+        samples: Number of draws in mode ``shared``.
+        seed: Seed of the draws in mode ``shared``.
+        generator: Generator of the draws in mode ``sample``. None stands for torch's global generator.
+    """
+
+    mode: Mode = "sample"
+    samples: int = 1
+    seed: int = 0
+    generator: OptionalGenerator = None
+
+
+class RowShard(NamedTuple):
+    """The rows ``[start, stop)`` of a global batch of ``total`` rows that one process holds.
+
+    Every process draws for the global batch, from generators in the same state, and keeps its own rows. The draws therefore differ
+    between processes, do not depend on their number, and leave all generators in the same state.
+
+    >>> import torch
+    >>> def draw(rows):
+    ...     return torch.arange(rows)
+    >>> RowShard(2, 4, 5).draw_local(2, draw), RowShard(2, 4, 5).draw_local(6, draw)
+    (tensor([2, 3]), tensor([ 6,  7,  8,  9, 10, 11]))
+    """
+
+    start: int
+    stop: int
+    total: int
+
+    def draw_local(self, rows: int, draw: Callable[[int], Tensor]) -> Tensor:
+        """Draws for the global batch and returns the rows of this process.
+
+        Args:
+            rows: Number of rows of this process, a multiple of its examples.
+            draw: Function from a number of rows to draws.
+        """
+        return self.select(draw(self.global_rows(rows)), rows)
+
+    def global_rows(self, rows: int) -> int:
+        """Returns the number of rows of the global batch if this process has ``rows``."""
+        times, remainder = divmod(rows, self.stop - self.start)
+        if not remainder:
+            return self.total * times
+        if rows == 1:
+            return 1  # an input without examples: one draw, the same on every process
+        raise FlowBNNError(
+            f"a layer with noise has {rows} rows, which is no multiple of the {self.stop - self.start} examples of this process; "
+            "train on one device, or use site='channel'",
+            kind="shape",
+        )
+
+    def select(self, draws: Tensor, rows: int) -> Tensor:
+        """Returns the ``rows`` rows of this process from draws for the global batch."""
+        times, remainder = divmod(rows, self.stop - self.start)
+        return draws if remainder else draws[self.start * times : self.stop * times]
+
+
+class _Process:
+    # one value for all threads: a backward pass may run a part of the forward pass again in another thread
+    shard: RowShard | None = None
+
+
+def set_row_shard(shard: RowShard | None) -> None:
+    """Sets the rows of the global batch that this process holds; None stands for all of them."""
+    _Process.shard = shard
+
+
+def current_row_shard() -> RowShard | None:
+    """Returns the rows of the global batch that this process holds, or None if it holds all of them."""
+    return _Process.shard
+
+
+class RowCountChanged(Exception):
+    """Raised if a layer has another number of rows than the draws that it is given."""
+
+
+class UnexpectedNoiseShape(Exception):
+    """Raised if a layer multiplies a feature map of another shape than the draws that it is given."""
+
+
+class DrawSource(Protocol):
+    """Source of draws that a context hands to its layers."""
+
+    def draws(self, layer: Any, at: Shape, call: int, device: torch.device) -> Tensor:
+        """Returns draws ``[samples or rows, *at, dim]``.
+
+        Args:
+            layer: Noise module that asks.
+            at: Sizes of the positions of its feature map; ones at site ``channel``.
+            call: Number of earlier calls of the layer in this pass, at site ``position``.
+            device: Device of the draws.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class MappedDraws:
+    """Draws that are made before the pass: one sample of each layer.
+
+    Args:
+        tensors: Draws ``[dim]``, ``[*at, dim]``, or ``[rows, *at, dim]`` where every example has its own, by layer key and call.
+        rows: Number of examples that have draws of their own, or 0 if one draw serves all.
+    """
+
+    tensors: Mapping[tuple[int, int], Tensor]
+    rows: int = 0
+
+    def draws(self, layer: Any, at: Shape, call: int, device: torch.device) -> Tensor:
+        tensor, lead = self.tensors.get((layer.key, call)), self.rows or 1
+        if tensor is None or tensor.numel() != lead * layer.layout.dim * _product(at):
+            raise UnexpectedNoiseShape(f"no draws for {layer.label} at positions {at}, call {call}")
+        return tensor.view(lead, *at, layer.layout.dim)
+
+
+def _product(sizes: Shape) -> int:
+    result = 1
+    for size in sizes:
+        result *= size
+    return result
+
+
+@dataclass(frozen=True)
+class PreparedDraws:
+    """Draws per example that were made before the pass.
+
+    Args:
+        tensors: Draws ``[rows, *at, dim]`` by layer key. The first forward pass takes them out.
+        gradients: True if they were made with gradients enabled. They serve passes with the same setting only.
+        required: If True, layers without prepared draws raise an error instead of drawing.
+    """
+
+    tensors: dict[int, Tensor]
+    gradients: bool
+    required: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class ForwardState:
+    """State of one forward pass of a network.
+
+    Args:
+        group: :class:`~flowbnn.noise.batched.NoiseGroup` of the network.
+        sizes: First two sizes of the first input tensor; empty if there is none.
+        draws: Draws per example of this pass, by layer key.
+        gradients: True if gradients were enabled when the pass began.
+        calls: Number of calls of layers of site ``position`` in mode ``shared``, by layer key.
+        memo: Means and shared draws of this pass.
+    """
+
+    group: Any
+    sizes: Shape
+    draws: dict[int, Tensor]
+    gradients: bool = field(default_factory=torch.is_grad_enabled)
+    calls: dict[int, int] = field(default_factory=dict)
+    memo: dict[Any, Tensor] = field(default_factory=dict)
+
+    def reuses_draws(self) -> bool:
+        """Returns False in a part of the pass that will run again (activation checkpointing).
+
+        Such a part draws for itself. Torch restores its generator for the second run, which therefore gives the same draws.
+        """
+        if torch.is_grad_enabled() != self.gradients:
+            return False
+        return (
+            torch.compiler.is_compiling() or torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+        )
+
+    def split_rows(self, rows: int) -> tuple[int, int]:
+        """Returns the number of examples that ``rows`` rows of a layer belong to, and the rows of each.
+
+        An example has several rows if the network flattens time steps or frames into its rows (``x.flatten(0, 1)``).
+        """
+        if not self.sizes or rows in self.sizes:
+            return rows, 1
+        examples = self.sizes[0]
+        return (rows, 1) if examples == 0 or rows % examples else (examples, rows // examples)
+
+
+class _Thread(threading.local):
+    def __init__(self) -> None:
+        # set here, because torch's compiler guards on the attribute of the instance
+        self.stack: tuple[NoiseContext, ...] = ()
+
+
+_thread = _Thread()
+
+
+@dataclass(frozen=True, eq=False)
+class NoiseContext:
+    """Behavior of the noise of some layers inside a ``with`` block, in this thread.
+
+    Args:
+        modes: Mode of each layer, by layer key. Other layers, and copies of these, are not affected.
+        source: Source of draws; None lets each layer draw.
+        prepared: Draws per example for the first forward pass.
+        sharded: If True, draws per example are those of this process's :class:`RowShard`.
+        recorded_shapes: Dictionary into which layers of site ``position`` write the positions that they draw for.
+        forward: Forward pass that is running, or None outside of the network's root.
+    """
+
+    modes: Mapping[int, NoiseMode]
+    source: DrawSource | None = None
+    prepared: PreparedDraws | None = None
+    sharded: bool = True
+    recorded_shapes: ShapeRecord | None = None
+    forward: ForwardState | None = None
+
+    def __enter__(self) -> "NoiseContext":
+        _thread.stack = (*_thread.stack, self)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        _thread.stack = _thread.stack[:-1]
+
+    def begin_forward(self, forward: ForwardState) -> None:
+        """Makes this context current for one forward pass, until :func:`end_forward`."""
+        NoiseContext(
+            self.modes, self.source, self.prepared, self.sharded, self.recorded_shapes, forward
+        ).__enter__()
+
+    @property
+    def shard(self) -> RowShard | None:
+        """Rows of the global batch to draw for, or None for all rows."""
+        return _Process.shard if self.sharded else None
+
+
+def end_forward(group: Any) -> None:
+    """Drops the context of the innermost forward pass of a network, and those that were entered inside it."""
+    stack = _thread.stack
+    for index in range(len(stack) - 1, -1, -1):
+        forward = stack[index].forward
+        if forward is not None and forward.group is group:
+            _thread.stack = stack[:index]
+            return
+
+
+def active_context(noise: Any) -> NoiseContext | None:
+    """Returns the innermost context of this thread that has a mode for this layer, or None."""
+    for context in reversed(_thread.stack):
+        if noise.key in context.modes:
+            return context
+    return None
+
+
+def context_of(noise: Any) -> NoiseContext:
+    """Returns the context in force for this layer: the innermost of this thread, or one with the layer's default mode."""
+    context = active_context(noise)
+    return NoiseContext({noise.key: noise.default_mode}) if context is None else context
+
+
+def current_modes(layers: Iterable[Any]) -> dict[int, NoiseMode]:
+    """Returns the modes in force for these layers, by layer key."""
+    return {layer.key: context_of(layer).modes[layer.key] for layer in layers}

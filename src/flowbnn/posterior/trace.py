@@ -1,0 +1,167 @@
+"""Measurements of one forward pass over a few rows: memory and work of the network, and the shapes of its noise."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from flowbnn.batches import call, evaluation_mode, is_out_of_memory, rows, watch_modules
+from flowbnn.noise import Noise, noise_layers
+from flowbnn.noise.base import make_noise_modes
+from flowbnn.noise.contexts import NoiseContext, Shape
+from flowbnn.numerics import is_concrete
+
+Result = TypeVar("Result")
+
+
+def try_call(work: Callable[[], Result]) -> Result | Exception:
+    """Returns the result of ``work``, or the error that it raises. Raises only if memory runs out."""
+    try:
+        return work()
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        return error
+
+
+@dataclass
+class ForwardTrace:
+    """Measurements of one forward pass.
+
+    Args:
+        rows: Number of rows of the inputs.
+        bytes_per_row: Bytes of one row in the input and output of the widest module; 0 if unknown.
+        noisy_bytes_per_row: The same for the part of the network after the first noise.
+        flops_per_row: Floating-point operations of one row in matrix products and convolutions; 0 if unknown.
+        prefix_share: Share of these operations before the first noise.
+        noise_shapes: Layer key, number of earlier calls, and positions of each draw, in the order of the pass.
+        error: Error that the network raised, or None.
+        vmap_works: True once vmap has run on such inputs.
+        vmap_error: Message of the error that vmap raised; empty if there was none.
+        compile_error: Message of the error that ``torch.compile`` raised; empty if there was none.
+    """
+
+    rows: int
+    bytes_per_row: int = 0
+    noisy_bytes_per_row: int = 0
+    flops_per_row: float = 0.0
+    prefix_share: float = 0.0
+    noise_shapes: list[tuple[int, int, Shape]] = field(default_factory=list)
+    error: Exception | None = None
+    vmap_works: bool = False
+    vmap_error: str = ""
+    compile_error: str = ""
+
+
+class FlopCounter(TorchDispatchMode):
+    """Counts floating-point operations with the formulas of :mod:`torch.utils.flop_counter`, in this thread only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = 0.0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        formula = flop_registry.get(func._overloadpacket)
+        if formula is not None:
+            with suppress(Exception):  # operations in an unusual form count as none
+                self.total += formula(*args, **(kwargs or {}), out_val=output)
+        return output
+
+
+class ProbeDraws:
+    """Source of draws that are one, which records the shapes that layers request.
+
+    Args:
+        counter: Counter of operations, which is read at the first request.
+    """
+
+    def __init__(self, counter: FlopCounter) -> None:
+        self.counter, self.prefix_flops = counter, 0.0
+        self.shapes: list[tuple[int, int, Shape]] = []
+
+    def draws(self, layer: Noise, at: Shape, call: int, device: torch.device) -> Tensor:
+        if not self.shapes:
+            self.prefix_flops = self.counter.total
+        if (layer.key, call, at) not in self.shapes:
+            self.shapes.append((layer.key, call, at))
+        return torch.ones(1, *at, layer.layout.dim, device=device)
+
+
+def trace_forward(model: nn.Module, inputs: Any) -> ForwardTrace:
+    """Runs the network on a few rows, with the noise at one, and measures the pass.
+
+    Args:
+        model: Network.
+        inputs: Few rows of inputs on the device of the network.
+
+    Returns:
+        The measurements. If the network fails, they hold its error.
+
+    >>> trace = trace_forward(nn.Sequential(nn.Linear(4, 8), nn.ReLU()), torch.zeros(2, 4))
+    >>> trace.bytes_per_row, trace.flops_per_row
+    (64, 64.0)
+    """
+    trace, counter = ForwardTrace(max(1, rows(inputs))), FlopCounter()
+    probe, started = ProbeDraws(counter), list[bool]()
+
+    def begin(name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        started.append(bool(probe.shapes))
+
+    def end(name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        noisy_input = started.pop()
+        read, written = _size(args) // trace.rows, _size((output,)) // trace.rows
+        trace.bytes_per_row = max(trace.bytes_per_row, read + written)
+        noisy = (read if noisy_input else 0) + (written if probe.shapes else 0)
+        trace.noisy_bytes_per_row = max(trace.noisy_bytes_per_row, noisy)
+
+    context: AbstractContextManager[Any] = nullcontext()
+    if noise_layers(model):
+        context = NoiseContext(make_noise_modes(model, "shared", 1, 0), probe, sharded=False)
+    modules = dict(model.named_modules())
+    with watch_modules(modules, begin, end), evaluation_mode(model), context, counter:
+        outputs = try_call(partial(call, model, inputs))
+    if isinstance(outputs, Exception):  # the prediction itself reports it
+        trace.error = outputs
+        return trace
+    trace.flops_per_row, trace.noise_shapes = counter.total / trace.rows, probe.shapes
+    trace.prefix_share = probe.prefix_flops / counter.total if counter.total else 0.0
+    return trace
+
+
+def _size(values: Any) -> int:
+    """Returns the bytes of the tensors among these values."""
+    return sum([value.numel() * value.element_size() for value in values if isinstance(value, Tensor)])
+
+
+class SigmoidRecorder(TorchFunctionMode):
+    """Records the outputs of sigmoids in a pass.
+
+    >>> with SigmoidRecorder() as recorder:
+    ...     sigmoid, other = torch.sigmoid(torch.ones(2, 1)), torch.ones(2, 1)
+    >>> recorder.contains(sigmoid.squeeze(1)), recorder.contains(other)
+    (True, False)
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.outputs: list[Tensor] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        sigmoid = getattr(func, "__name__", "") in ("sigmoid", "sigmoid_", "special_expit")
+        if sigmoid and type(result) is Tensor and is_concrete(result):
+            self.outputs.append(result)
+        return result
+
+    def contains(self, outputs: Tensor) -> bool:
+        """Returns True if a tensor is one of these outputs, possibly clamped or in another shape or precision."""
+        candidates = (one.flatten().to(outputs) for one in self.outputs if one.numel() == outputs.numel())
+        return any(torch.allclose(one, outputs.flatten(), atol=1e-5) for one in candidates)
