@@ -42,7 +42,7 @@ def test_calibration_improves_held_out_predictions(structure, memorized, tmp_pat
     loaded = fb.load_posterior(posterior.save(tmp_path / "calibrated.safetensors"), network)
     for name, noise in noise_layers(loaded.model).items():
         saved = noise_layers(posterior.model)[name]
-        assert torch.equal(noise.joint_noise.prior.scale, saved.whole.prior.scale)
+        assert torch.equal(noise.joint_noise.prior.scale, saved.joint_noise.prior.scale)
     expected = posterior.predict(inputs[:5], 8, seed=0).probabilities
     assert torch.equal(loaded.predict(inputs[:5], 8, seed=0).probabilities, expected)
 

@@ -44,19 +44,11 @@ from flowbnn.noise.layout import absorbs, weight_scale
 from flowbnn.noise.recipes import recipe_from_dict
 from flowbnn.options import Count, checked
 from flowbnn.posterior.base import PRECISIONS, Posterior, opened, reading
-<<<<<<< HEAD
 from flowbnn.posterior.calibration import Calibration
-from flowbnn.posterior.compiled import compiled_outputs
-from flowbnn.posterior.prediction import Prediction, check_rows, even
-from flowbnn.posterior.recording import Recording, TrialDraws, outcome
-from flowbnn.posterior.report import FitReport
-from flowbnn.posterior.weights import SwappedTensors, stand_in
-=======
-from flowbnn.posterior.calibration import Calibration, Gain
 from flowbnn.posterior.compiled import CompiledSampler, forward_samples
 from flowbnn.posterior.prediction import Prediction, check_rows, clone_sharing_tensors, even_size
+from flowbnn.posterior.report import FitReport
 from flowbnn.posterior.trace import ForwardTrace
->>>>>>> 214ec6a (Sample noise by vmap, replace NoisePass by frozen contexts)
 from flowbnn.training.storage import TensorFile
 
 # floating-point operations of one sample from which on noise in the weights is faster than products of feature maps (CPU), and a
