@@ -110,7 +110,7 @@ def test_weights_of_a_clone_are_those_that_its_passes_use():
     assert torch.equal(network(x), before)
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.trace. is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.torch.jit.trace.*is deprecated:DeprecationWarning")
 def test_a_network_that_cannot_be_copied_is_returned_itself():
     network = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
     assert clone_sharing_tensors(network) is not network
