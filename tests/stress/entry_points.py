@@ -124,18 +124,18 @@ CLASS_ARGUMENTS = {
 INTERNAL = """
     absorbs align_batch_axes Amortized average Base Bernoulli.log_prob BlockTriangular.assign BlockTriangular.variances
     bounded build build_joint canonical Categorical.log_prob check check_members check_weights chosen Clock collect compute
-    connect context_of coupling current_row_shard cut Decision Decoder DiagonalNormal DiagonalStudent Digits DiscretizedLogistic distribution
-    Divergence divergence Divergences divergences document draw draw_with_kl ends expand extract_features first_nonfinite_layer FixedNoise
-    flat_draw Flow flow_matching_loss FlowBNNError FlowBNNWarning FlowNoise forward_shape from_dict from_points from_states
-    Gaussian.log_prob History improves InputNoise Interval inverse_shape is_main_process is_torchrun_worker join kernel
-    LayerHealth Layout layout_of make_noise_modes like Likelihood log_density log_variance looks Marginal MemberPosterior moments move moved net
-    network_of Noise NoiseContext NoiseGroup NoiseMode NoisePosterior NormalMixture num_processes OneHotVectors Optimum ordered outputs
-    passes pixel_noise plan PointPosterior Posterior posterior potential Prediction Predictive prior_log_prob problem push
-    push_normal read Recipe recipe_from_dict register_layer ReliabilityBin restore restored RiskCoverage rules run_on_main
-    sample_codes scales set_loc_and_scale set_statistics settings settle settled setup share set_row_shard
-    shared_draws side split split_noise standard standard_log_prob start state step step_schedule stream tensors terms to_dict
-    track train training_loss Transform transforms Univariate velocity VGG16 weight_scale WeightPosterior weights with_level
-    wrappable
+    connect context_of coupling current_row_shard cut Decision Decoder DiagonalNormal DiagonalStudent Digits
+    DiscretizedLogistic distribution Divergence divergence Divergences divergences document draw draw_with_kl ends expand
+    extract_features first_nonfinite_layer FixedNoise flat_draw Flow flow_matching_loss FlowBNNError FlowBNNWarning
+    FlowNoise forward_shape from_dict from_points from_states Gaussian.log_prob History improves InputNoise Interval
+    inverse_shape is_main_process is_torchrun_worker join kernel LayerHealth Layout layout_of make_noise_modes like
+    Likelihood log_density log_variance looks Marginal MemberPosterior moments move moved net network_of Noise NoiseContext
+    NoiseGroup NoiseMode NoisePosterior NormalMixture num_processes OneHotVectors Optimum ordered outputs passes pixel_noise
+    plan PointPosterior Posterior posterior potential Prediction Predictive prior_log_prob problem push push_normal read
+    Recipe recipe_from_dict register_layer ReliabilityBin restore restored RiskCoverage rules run_on_main sample_codes
+    scales set_loc_and_scale set_statistics settings settle settled setup share set_row_shard shared_draws side split
+    split_noise standard standard_log_prob start state step step_schedule stream tensors terms to_dict track train
+    training_loss Transform transforms Univariate velocity VGG16 weight_scale WeightPosterior weights with_level wrappable
 """.split()  # noqa: SIM905
 SKIPPED_ARGUMENTS = {
     "devices",
