@@ -1,4 +1,4 @@
-"""Tiny image sets in the published formats, with their descriptions."""
+"""Tiny image data sets in the published file formats, with their descriptions."""
 
 import gzip
 import hashlib
@@ -16,20 +16,24 @@ Batch = tuple[np.ndarray, np.ndarray]
 
 
 def batch(count: int, shape: tuple[int, ...], seed: int) -> Batch:
+    """Returns random images and labels."""
     random = np.random.default_rng(seed)
     return random.integers(0, 256, (count, *shape), np.uint8), random.integers(0, 3, count, np.uint8)
 
 
 def data_file(files: tuple[str, ...], content: Batch, pickle_md5: str = "") -> DataFile:
+    """Returns the description of a data file with its checksums."""
     digests = [hashlib.sha256(array.tobytes()).hexdigest() for array in content]
     return DataFile(files, len(content[1]), *digests, pickle_md5)
 
 
 def idx(array: np.ndarray) -> bytes:
+    """Returns an array in the IDX format of MNIST."""
     return bytes((0, 0, 8, array.ndim)) + struct.pack(f">{array.ndim}I", *array.shape) + array.tobytes()
 
 
 def binary(content: Batch) -> bytes:
+    """Returns images in the binary format of CIFAR-10."""
     pixels, labels = content
     return np.concatenate([labels[:, None], pixels.reshape(len(pixels), -1)], 1).tobytes()
 
@@ -38,7 +42,10 @@ def pickled_by_python2(content: Batch) -> bytes:
     """Returns the opcodes of the published files: strings of Python 2, and old names of numpy."""
     pixels, labels = content
     raw = pixels.tobytes()
-    short = lambda text: b"U" + bytes((len(text),)) + text  # noqa: E731
+
+    def short(text: bytes) -> bytes:
+        return b"U" + bytes((len(text),)) + text
+
     state = (
         b"K\x01" + b"M" + struct.pack("<H", len(pixels)) + b"M" + struct.pack("<H", pixels[0].size) + b"\x86"
     )
@@ -51,6 +58,7 @@ def pickled_by_python2(content: Batch) -> bytes:
 
 
 def grey_source(seed: int = 0, mirrors: tuple[str, ...] = ()) -> tuple[PublishedDataset, dict[str, Batch]]:
+    """Returns a grey data set in the layout of MNIST, and its content."""
     content = {"train": batch(12, GREY, seed), "test": batch(7, GREY, seed + 1)}
     names = {
         split: (f"{stem}-images-idx3-ubyte", f"{stem}-labels-idx1-ubyte")
@@ -77,6 +85,7 @@ def grey_source(seed: int = 0, mirrors: tuple[str, ...] = ()) -> tuple[Published
 
 
 def write_grey(source: PublishedDataset, content: dict[str, Batch], root: Path, packed: bool = False) -> None:
+    """Writes the files of a grey data set, compressed if ``packed``."""
     folder = root / source.folder
     folder.mkdir(parents=True, exist_ok=True)
     for split, (pixels, labels) in content.items():
@@ -87,6 +96,7 @@ def write_grey(source: PublishedDataset, content: dict[str, Batch], root: Path, 
 
 
 def colour_source(mirrors: tuple[str, ...] = ()) -> tuple[PublishedDataset, dict[str, Batch], bytes]:
+    """Returns a colour data set in the layout of CIFAR-10, its content and its archive."""
     content = {name: batch(6, COLOUR, seed) for seed, name in enumerate(("one", "two", "three"))}
     archive = tar({f"colour-bin/{name}.bin": binary(images) for name, images in content.items()})
     data_files = {
@@ -109,7 +119,7 @@ def colour_source(mirrors: tuple[str, ...] = ()) -> tuple[PublishedDataset, dict
 
 
 def write_colour(content: dict[str, Batch], root: Path, packed: bool = False) -> None:
-    """Writes the binary or the pickled files."""
+    """Writes the binary files of a colour data set, or the pickled ones if ``packed``."""
     folder = root / ("colour-py" if packed else "colour-bin")
     folder.mkdir(parents=True, exist_ok=True)
     for name, images in content.items():
@@ -118,14 +128,16 @@ def write_colour(content: dict[str, Batch], root: Path, packed: bool = False) ->
 
 
 def download(name: str, raw: bytes, mirrors: tuple[str, ...]) -> Download:
+    """Returns the description of a download."""
     return Download(
         name, len(raw), hashlib.md5(raw).hexdigest(), tuple(f"{mirror}{name}" for mirror in mirrors)
     )
 
 
 def tar(files: dict[str, bytes], links: dict[str, str] | None = None) -> bytes:
+    """Returns a compressed tar archive of files and symbolic links."""
     packed = io.BytesIO()
-    # no time of day in it: the same files give the same bytes
+    # without times, so that the same files give the same bytes
     with (
         gzip.GzipFile(fileobj=packed, mode="wb", mtime=0) as stream,
         tarfile.open(fileobj=stream, mode="w") as archive,

@@ -1,4 +1,4 @@
-"""The code in the README, in CONTRIBUTING and in the docs runs as it is written."""
+"""Runs the code blocks of the README, of CONTRIBUTING and of the documentation."""
 
 import doctest
 import math
@@ -17,28 +17,28 @@ from flowbnn_studies import get_study, run_study
 from flowbnn_studies.runner.study import STUDIES
 
 ROOT = Path(__file__).parent.parent
-SMALL = "IAF(2, length=1, hidden=(4,))"  # for the pages' IAF(2), whose steps take longer
+SMALL_IAF = "IAF(2, length=1, hidden=(4,))"  # replaces IAF(2) in the documents, whose steps take longer
 
 
-def blocks(name: str) -> list[str]:
+def code_blocks(name: str) -> list[str]:
+    """Returns the Python code blocks of a document."""
     return re.findall(r"```python\n(.*?)```", (ROOT / name).read_text(), re.DOTALL)
 
 
-@pytest.mark.filterwarnings("ignore::flowbnn.errors.FlowBNNWarning")  # two epochs teach the noise nothing
-def test_the_readmes_ten_lines_run(capsys):
-    code, *_ = blocks("README.md")
-    assert len([line for line in code.splitlines() if line.strip() and "import" not in line]) <= 8
+@pytest.mark.filterwarnings("ignore::flowbnn.errors.FlowBNNWarning")  # a few epochs are too few for the noise
+def test_readme_example(capsys):
+    code, *_ = code_blocks("README.md")
     names: dict = {}
     code = code.replace("fit(bayesian, train, seed=0", "fit(bayesian, train, epochs=5, seed=0")
     exec(re.sub(r"epochs=\d+(.*)seed=0", r"epochs=5\1seed=0, progress=False", code), names)
-    printed = capsys.readouterr().out
-    assert "novelty_auroc" in printed
-    assert re.search(r"tensor\(\[.*-?\d", printed)
+    output = capsys.readouterr().out
+    assert "novelty_auroc" in output
+    assert re.search(r"tensor\(\[.*-?\d", output)
 
 
-@pytest.mark.filterwarnings("ignore::flowbnn.errors.FlowBNNWarning")  # a network that has learned nothing
-def test_the_readmes_calibration_runs(capsys):
-    _, code, _ = blocks("README.md")
+@pytest.mark.filterwarnings("ignore::flowbnn.errors.FlowBNNWarning")  # the network is untrained
+def test_readme_calibration(capsys):
+    _, code, _ = code_blocks("README.md")
     torch.manual_seed(0)
     held_out = [(torch.randn(40, 4), torch.arange(40) % 3)]
     names = {"fb": fb, "network": torch.nn.Linear(4, 3), "held_out": held_out}
@@ -46,13 +46,15 @@ def test_the_readmes_calibration_runs(capsys):
     assert "temperature" in capsys.readouterr().out
 
 
-def test_the_readmes_flows_run():
-    code = blocks("README.md")[-1].replace("IAF(2)", SMALL)
-    few = "epochs=1, progress=False, accelerator='cpu')"
+def test_readme_flows():
+    code = code_blocks("README.md")[-1].replace("IAF(2)", SMALL_IAF)
+    short = "epochs=1, progress=False, accelerator='cpu')"
     lines = []
     for line in code.strip().splitlines():
         call = line.split("#")[0].rstrip()
-        lines.append(call if "NodeNoise" in call or "epochs" in call else f"{call.removesuffix(')')}, {few}")
+        lines.append(
+            call if "NodeNoise" in call or "epochs" in call else f"{call.removesuffix(')')}, {short}"
+        )
     torch.manual_seed(0)
     names = {"fb": fb, "points": torch.randn(40, 2), "images": torch.rand(20, 1, 8, 8).round()}
     names["log_density"] = lambda x: -0.5 * x.square().sum(-1)
@@ -63,35 +65,37 @@ def test_the_readmes_flows_run():
     assert names["noise"].name == "node-noise"
 
 
-def test_the_lines_of_the_page_on_flows_run(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)  # which the densities are saved to
+def test_flows_page(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # the densities are saved there
     torch.manual_seed(0)
     points, field = torch.randn(20, 2), fb.flows.FFJORD(2)
-    few = {"epochs": 1, "progress": False, "accelerator": "cpu"}
-    names = {"fb": fb, "torch": torch, "partial": partial, "few": few, "dim": 2, "context": None}
+    short = {"epochs": 1, "progress": False, "accelerator": "cpu"}
+    names = {"fb": fb, "torch": torch, "partial": partial, "short": short, "dim": 2, "context": None}
     names |= dict.fromkeys(("x", "data"), points) | {"held_out": points, "base": field().base}
     names |= {"transform": field.transform, "log_density": lambda x: -0.5 * x.square().sum(-1)}
-    for code in blocks("docs/flows.md"):
-        of_bytes = "Glow" in code
-        names["images"] = torch.randint(256, (2, 3, 8, 8)) if of_bytes else torch.rand(8, 1, 28, 28).round()
-        code = re.sub(r"(fb[.\w]*\.fit_\w+)\(", r"partial(\1, **few)(", code)
+    for code in code_blocks("docs/flows.md"):
+        needs_bytes = "Glow" in code
+        names["images"] = (
+            torch.randint(256, (2, 3, 8, 8)) if needs_bytes else torch.rand(8, 1, 28, 28).round()
+        )
+        code = re.sub(r"(fb[.\w]*\.fit_\w+)\(", r"partial(\1, **short)(", code)
         exec(
-            code.replace("32, 32", "8, 8").replace("IAF(2)", SMALL).replace("samples=1000", "samples=10"),
+            code.replace("32, 32", "8, 8").replace("IAF(2)", SMALL_IAF).replace("samples=1000", "samples=10"),
             names,
         )
     assert names["detector"].p_value(points).shape == (20,)
     assert names["fitted"].evidence(100)["log_evidence"] == pytest.approx(math.log(2 * math.pi), abs=0.1)
 
 
-def test_the_lines_of_the_page_on_noise_run(capsys):
-    (code,) = blocks("docs/noise.md")
+def test_noise_page(capsys):
+    (code,) = code_blocks("docs/noise.md")
     exec(code, {"fb": fb, "nn": torch.nn})
     assert re.search(r"conv2 .*InvConv.*\n.*fc1 .*Planar", capsys.readouterr().out)
 
 
-def test_the_own_loop_runs():
-    code = next(code for code in blocks("docs/fitting.md") if "fb.ELBO" in code)
-    assert len(code.strip().splitlines()) == 8
+def test_custom_training_loop():
+    code = next(code for code in code_blocks("docs/fitting.md") if "fb.ELBO" in code)
+    assert len(code.strip().splitlines()) == 8  # the README promises eight lines
     torch.manual_seed(0)
     dataset = TensorDataset(torch.randn(8, 4), torch.arange(8) % 3)
     model = fb.to_stochastic(torch.nn.Linear(4, 3), {"*": fb.noise.NormalPlanar()})
@@ -101,10 +105,9 @@ def test_the_own_loop_runs():
     assert all(not torch.equal(before[name], value) for name, value in model.named_parameters())
 
 
-@pytest.mark.filterwarnings("ignore::flowbnn.errors.FlowBNNWarning")  # two epochs, eight examples in a fold
-def test_the_lines_on_cross_fitting_run():
-    code = next(code for code in blocks("docs/fitting.md") if "make_network" in code)
-    assert len(code.strip().splitlines()) <= 10
+@pytest.mark.filterwarnings("ignore::flowbnn.errors.FlowBNNWarning")  # two epochs, eight examples per fold
+def test_cross_fitting():
+    code = next(code for code in code_blocks("docs/fitting.md") if "make_network" in code)
     code = code.replace(
         "MAP().fit(make_network(), train", "MAP(epochs=2).fit(make_network(), train, progress=False"
     )
@@ -117,9 +120,8 @@ def test_the_lines_on_cross_fitting_run():
     assert [member.calibration.examples for member in names["members"]] == [8] * 5
 
 
-def test_the_lines_of_the_page_on_prediction_run():
-    (code,) = blocks("docs/prediction.md")
-    assert len([line for line in code.splitlines() if line.strip()]) <= 10
+def test_prediction_page():
+    (code,) = code_blocks("docs/prediction.md")
     names: dict = {}
     torch.manual_seed(0)
     exec(code, names)
@@ -127,16 +129,15 @@ def test_the_lines_of_the_page_on_prediction_run():
     assert 8 <= names["quick"].sample_counts.double().mean() <= 128
 
 
-@pytest.mark.filterwarnings(
-    "ignore::flowbnn.errors.FlowBNNWarning"
-)  # nothing is trained long enough to be healthy
-def test_the_lines_of_the_page_on_methods_run():
-    (loop,) = blocks("docs/methods.md")
-    few = "method = replace(method, epochs=1, **quick(method))\n    posterior = method.fit(network, train_loader, progress=False)"
-    code = loop.replace("posterior = method.fit(network, train_loader)", few)
+@pytest.mark.filterwarnings("ignore::flowbnn.errors.FlowBNNWarning")  # one epoch is too few
+def test_methods_page():
+    (loop,) = code_blocks("docs/methods.md")
+    call = "posterior = method.fit(network, train_loader"
+    short = "method = replace(method, epochs=1, **short_chains(method))\n    "
+    code = loop.replace(f"{call})", f"{short}{call}, progress=False)")
     assert code != loop
 
-    def quick(method):
+    def short_chains(method):
         chains = {"hmc": {"samples": 2, "warmup": 2, "chains": 1}, "sgld": {"samples": 1, "cycles": 1}}
         return chains.get(method.name, {})
 
@@ -148,25 +149,26 @@ def test_the_lines_of_the_page_on_methods_run():
         "other_loader": loader,
         "report": {},
         "replace": replace,
-        "quick": quick,
+        "short_chains": short_chains,
     }
     exec(code, names)
     assert len(names["report"]) == 10
-    assert all(0.0 <= numbers["accuracy"] <= 1.0 for numbers in names["report"].values())
+    assert all(0.0 <= scores["accuracy"] <= 1.0 for scores in names["report"].values())
 
 
 def small_loader():
+    """Returns a loader of 24 examples of three classes."""
     generator = torch.Generator().manual_seed(0)
     return DataLoader(
         TensorDataset(torch.randn(24, 4, generator=generator), torch.arange(24) % 3), batch_size=3
     )
 
 
-@pytest.mark.filterwarnings("ignore::flowbnn.errors.FlowBNNWarning")  # one epoch trains nothing
-def test_the_skeletons_of_contributing_run(tmp_path):
+@pytest.mark.filterwarnings("ignore::flowbnn.errors.FlowBNNWarning")  # one epoch is too few
+def test_skeletons_of_contributing(tmp_path):
     names: dict = {}
     try:
-        for code in blocks("CONTRIBUTING.md"):
+        for code in code_blocks("CONTRIBUTING.md"):
             exec(code, names)
         value, log_det = names["Shift"](3)(torch.zeros(2, 3))
         assert (value.shape, log_det.shape) == ((2, 3), (2,))
@@ -188,9 +190,9 @@ def test_the_skeletons_of_contributing_run(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md"])
-def test_links_to_files_lead_somewhere(name):
+def test_linked_files_exist(name):
     text = (ROOT / name).read_text()
     for target in re.findall(r"\]\((?!http)([^)#]+)\)", text):
-        assert (ROOT / target).exists(), f"{name} links to {target}, which is not there"
+        assert (ROOT / target).exists(), f"{name} links to {target}, which does not exist"
     for target in re.findall(r"`((?:src|tests|docs|benchmarks)/[\w./-]+\.\w+)`", text):
-        assert (ROOT / target).exists(), f"{name} names {target}, which is not there"
+        assert (ROOT / target).exists(), f"{name} names {target}, which does not exist"

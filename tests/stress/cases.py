@@ -289,7 +289,7 @@ def named_tensors(result: Any, name: str = "") -> dict[str, Tensor]:
         return {name: torch.tensor(float(result), dtype=torch.float64)}
     items: Mapping[Any, Any] = {}
     if isinstance(result, fb.Posterior):
-        extra = {key: getattr(result, key, None) for key in ("history", "calibration", "bound", "gain")}
+        extra = {key: getattr(result, key, None) for key in ("history", "calibration", "report")}
         items = result.tensors() | extra
     elif isinstance(result, nn.Module):
         items = result.state_dict() | {"history": getattr(result, "history", None)}
