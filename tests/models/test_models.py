@@ -7,7 +7,7 @@ import flowbnn as fb
 from flowbnn import models
 from flowbnn.errors import FlowBNNError
 from flowbnn.likelihoods import Categorical
-from flowbnn.methods.variational.natural import NoisyNetwork
+from flowbnn.methods.variational.noisy_network import NoisyNetwork
 from flowbnn.models import MLP, VGG16, LeNet, ResNet18, SmallConv
 
 CASES = {

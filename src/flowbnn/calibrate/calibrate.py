@@ -17,7 +17,7 @@ from flowbnn.convert import Rule
 from flowbnn.errors import FlowBNNError, warn
 from flowbnn.likelihoods import Gaussian, Likelihood
 from flowbnn.methods.variational.base import FlowName
-from flowbnn.methods.variational.natural import PASSES, NaturalFit
+from flowbnn.methods.variational.natural_gradient import MAX_PASSES, NaturalFit
 from flowbnn.noise import Recipe, noise_layers
 from flowbnn.options import Count, Ge, Positive, Seed, checked
 from flowbnn.posterior.calibration import Calibration
@@ -45,7 +45,7 @@ def calibrate(
     r"""Fits noise in a trained network to held-out data. The weights stay fixed.
 
     The posterior is one Gaussian over the noise of all layers. It is fitted to the ELBO by natural gradients
-    (:mod:`flowbnn.methods.variational.natural`), which takes ten to thirty passes over the held-out data and needs no tuning.
+    (:mod:`flowbnn.methods.variational.natural_gradient`), which takes ten to thirty passes over the held-out data and needs no tuning.
     Cross-validation compares it with the network without noise and with temperature scaling.
 
     Args:
@@ -170,9 +170,9 @@ def _warn_unreliable(problem: CalibrationProblem, fit: NaturalFit, temperature: 
     count = len(problem.data)
     if count < 20:  # the standard error of an accuracy of 0.8 is then 0.09
         warn(f"at least 20 held-out examples are needed to assess calibration, got {count}", kind="examples")
-    if not fit.settled:
+    if not fit.converged:
         warn(
-            f"the ELBO did not converge in {PASSES} passes over the held-out data; check if the outputs of the network are very large, "
+            f"the ELBO did not converge in {MAX_PASSES} passes over the held-out data; check for very large outputs of the network, "
             "decrease prior_scale, or use temperature scaling",
             kind="convergence",
         )

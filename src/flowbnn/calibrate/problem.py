@@ -20,7 +20,8 @@ from flowbnn.methods.fitting import FitOptions, prepare
 from flowbnn.methods.temperature import TemperedPosterior, temper
 from flowbnn.methods.variational.base import FLOWS
 from flowbnn.methods.variational.block_gaussian import BlockGaussian
-from flowbnn.methods.variational.natural import NaturalFit, NoisyNetwork, Structure, fit_gaussian
+from flowbnn.methods.variational.natural_gradient import NaturalFit, Structure, fit_gaussian
+from flowbnn.methods.variational.noisy_network import NoisyNetwork
 from flowbnn.noise import Noise, NormalAffine, Recipe, noise_layers
 from flowbnn.noise.flow_noise import InputNoise
 from flowbnn.noise.joint import DENSE, check_size, independent_vectors
@@ -237,8 +238,8 @@ class CalibrationProblem:
             roots = [std[entries]] if self.structure == "factorized" else q.roots
             vector.set_gaussian(q.mean[entries], roots, q.maps)
             assert isinstance(vector.prior, NormalBase)
-            vector.prior.loc.copy_(q.loc[entries])
-            vector.prior.scale.copy_(q.variance[entries].sqrt())
+            vector.prior.loc.copy_(q.prior_mean[entries])
+            vector.prior.scale.copy_(q.prior_variance[entries].sqrt())
         for layer in noise_layers(network).values():
             layer.fitted = True
         return NoisePosterior(network, fit.likelihood)

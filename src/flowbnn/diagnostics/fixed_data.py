@@ -11,7 +11,7 @@ from flowbnn.batches import as_loader, device_of, has_row_axis, split_batch, tak
 from flowbnn.errors import FlowBNNError
 from flowbnn.methods.data_summary import check_loader
 from flowbnn.methods.mcmc.potential import gather_data
-from flowbnn.methods.variational.natural import NoisyNetwork
+from flowbnn.methods.variational.noisy_network import NoisyNetwork
 
 
 @torch.no_grad()

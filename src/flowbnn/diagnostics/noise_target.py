@@ -16,7 +16,7 @@ from flowbnn.batches import device_of, dtype_of, halve_rows_on_oom, move, rewrap
 from flowbnn.diagnostics.fixed_data import check_row_independence, read_fixed_data
 from flowbnn.errors import FlowBNNError
 from flowbnn.methods.mcmc.hamiltonian import make_potential
-from flowbnn.methods.variational.natural import NoisyNetwork
+from flowbnn.methods.variational.noisy_network import NoisyNetwork
 from flowbnn.noise import noise_layers
 from flowbnn.noise.flow_noise import InputNoise
 from flowbnn.noise.joint import DENSE, independent_vectors

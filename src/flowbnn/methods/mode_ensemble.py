@@ -24,7 +24,7 @@ from flowbnn.methods.fitting import prepare
 from flowbnn.methods.laplace.derivatives import check_likelihood
 from flowbnn.methods.mcmc.potential import gather_data
 from flowbnn.methods.mode_mixture import Covariance, ModeBase, ModeNoise
-from flowbnn.methods.variational.natural import NoisyNetwork
+from flowbnn.methods.variational.noisy_network import NoisyNetwork
 from flowbnn.noise import noise_layers
 from flowbnn.noise.joint import independent_vectors
 from flowbnn.noise.modes import align_batch_axes

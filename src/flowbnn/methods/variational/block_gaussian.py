@@ -1,4 +1,4 @@
-"""Gaussians over the noise of all layers, by the blocks of their precision."""
+"""Gaussians over the noise of all layers, represented by blocks of their precision."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -9,111 +9,125 @@ from torch import Tensor
 
 @dataclass
 class BlockGaussian:
-    r"""A Gaussian whose precision is block diagonal, or block tridiagonal where ``links`` has what lies beside the diagonal.
+    r"""Gaussian with a block diagonal precision, or a block tridiagonal one (a chain) if there are links.
+
+    The precision is the sum of a likelihood part (blocks and links) and the diagonal precision of the prior.
 
     Args:
-        mean: ``[D]``.
-        blocks: the diagonal blocks of the precision, without the prior's part: matrices, or one vector where it is diagonal.
-        links: the blocks below them.
-        loc, variance: of the prior, ``[D]``.
+        mean: Mean ``[D]``.
+        blocks: Diagonal blocks of the likelihood part: matrices, or one vector if it is diagonal.
+        links: Blocks below the diagonal blocks.
+        prior_mean: Mean of the prior ``[D]``.
+        prior_variance: Variance of the prior ``[D]``.
+        maps: Matrices from the deviation of a block to the conditional mean of the next; set by :meth:`factorize`.
+        roots: Triangular or diagonal roots of the conditional covariances; set by :meth:`factorize`.
+
+    >>> ones = torch.ones(2)
+    >>> BlockGaussian(ones, [3.0 * torch.eye(2)], [], ones, ones).factorize().covariance()
+    tensor([[0.2500, 0.0000],
+            [0.0000, 0.2500]])
     """
 
     mean: Tensor
     blocks: list[Tensor]
     links: list[Tensor]
-    loc: Tensor
-    variance: Tensor
-    maps: list[Tensor] = field(default_factory=list)  # from the deviation of a block to that of the next
-    # of the conditional covariances: triangular, or diagonal
+    prior_mean: Tensor
+    prior_variance: Tensor
+    maps: list[Tensor] = field(default_factory=list)
     roots: list[Tensor] = field(default_factory=list)
 
     @property
     def sizes(self) -> list[int]:
+        """Dimensions of the blocks."""
         return [len(block) for block in self.blocks]
 
     def factorize(self) -> "BlockGaussian":
-        """Conditional covariances of the blocks given the one before, from the last to the first."""
+        """Computes the conditional distribution of each block given the previous one, from the last to the first."""
         self.maps, self.roots = [], []
-        added = (1.0 / self.variance).split(self.sizes)
-        taken: Tensor | float = 0.0
+        prior_precisions = (1.0 / self.prior_variance).split(self.sizes)
+        correction: Tensor | float = 0.0
         for number in reversed(range(len(self.blocks))):
-            if self.blocks[number].ndim == 1:
-                self.roots.insert(0, (self.blocks[number] + added[number]).rsqrt())
+            block, prior_precision = self.blocks[number], prior_precisions[number]
+            if block.ndim == 1:
+                self.roots.insert(0, (block + prior_precision).rsqrt())
                 continue
-            inner = self.blocks[number] + added[number].diag() - taken
-            factor = torch.linalg.cholesky(inner)
-            # the root of the inverse that is lower triangular
+            factor = torch.linalg.cholesky(block + prior_precision.diag() - correction)
+            # the lower triangular root of the inverse
             self.roots.insert(0, torch.linalg.cholesky(torch.cholesky_inverse(factor)))
             if number and self.links:
-                solved = torch.cholesky_solve(self.links[number - 1], factor)
-                self.maps.insert(0, -solved)
-                taken = self.links[number - 1].mT @ solved
+                solution = torch.cholesky_solve(self.links[number - 1], factor)
+                self.maps.insert(0, -solution)
+                correction = self.links[number - 1].mT @ solution
         return self
 
     def deviations(self, normal: Tensor) -> Tensor:
-        """What standard normal numbers ``[..., D]`` become, less the mean."""
-        parts: list[Tensor] = []
-        for number, (root, some) in enumerate(zip(self.roots, normal.split(self.sizes, -1), strict=True)):
-            part = some @ root.mT if root.ndim == 2 else some * root
-            parts.append(part + parts[-1] @ self.maps[number - 1].mT if number and self.maps else part)
-        return torch.cat(parts, -1)
+        """Transforms standard normal numbers ``[..., D]`` to deviations from the mean."""
+        deviations: list[Tensor] = []
+        for number, (root, values) in enumerate(zip(self.roots, normal.split(self.sizes, -1), strict=True)):
+            deviation = values @ root.mT if root.ndim == 2 else values * root
+            if number and self.maps:
+                deviation = deviation + deviations[-1] @ self.maps[number - 1].mT
+            deviations.append(deviation)
+        return torch.cat(deviations, -1)
 
-    def covariance_times(self, vector: Tensor) -> Tensor:
-        """The covariance times a vector ``[D]``."""
-        parts, carried = list(vector.split(self.sizes)), None
-        for number in reversed(range(len(parts))):
-            whole = parts[number] if carried is None else parts[number] + carried
+    def multiply_covariance(self, vector: Tensor) -> Tensor:
+        """Returns the covariance times a vector ``[D]``."""
+        products, carry = list(vector.split(self.sizes)), None
+        for number in reversed(range(len(products))):
+            value = products[number] if carry is None else products[number] + carry
             root = self.roots[number]
-            parts[number] = whole @ root if root.ndim == 2 else whole * root
-            carried = self.maps[number - 1].mT @ whole if number and self.maps else None
-        return self.deviations(torch.cat(parts))
+            products[number] = value @ root if root.ndim == 2 else value * root
+            carry = self.maps[number - 1].mT @ value if number and self.maps else None
+        return self.deviations(torch.cat(products))
 
     def variances(self) -> Tensor:
-        """Of every number, ``[D]``."""
+        """Returns the variances ``[D]``."""
         if not self.maps:
             squares = [root.square() for root in self.roots]
             return torch.cat([square.sum(-1) if square.ndim == 2 else square for square in squares])
-        return torch.cat([covariance.diagonal() for covariance in self._marginals()])
+        return torch.cat([covariance.diagonal() for covariance in self._marginal_covariances()])
 
-    def _marginals(self) -> list[Tensor]:
-        """The covariance of each block of a chain."""
-        found = [self.roots[0] @ self.roots[0].mT]
-        for way, root in zip(self.maps, self.roots[1:], strict=True):
-            found.append(root @ root.mT + way @ found[-1] @ way.mT)
-        return found
+    def _marginal_covariances(self) -> list[Tensor]:
+        """Returns the covariance of each block of a chain."""
+        covariances = [self.roots[0] @ self.roots[0].mT]
+        for forward_map, root in zip(self.maps, self.roots[1:], strict=True):
+            covariances.append(root @ root.mT + forward_map @ covariances[-1] @ forward_map.mT)
+        return covariances
 
     def backward_maps(self) -> list[Tensor]:
-        """From the deviation of a block of a chain to the mean of that of the block before."""
-        marginals = self._marginals()
+        """Returns matrices from the deviation of a block of a chain to the conditional mean of the previous block."""
+        covariances = self._marginal_covariances()
         return [
-            torch.linalg.solve(after, way @ before).mT
-            for way, before, after in zip(self.maps, marginals, marginals[1:], strict=False)
+            torch.linalg.solve(after, forward_map @ before).mT
+            for forward_map, before, after in zip(self.maps, covariances, covariances[1:], strict=False)
         ]
 
     def kl(self) -> float:
-        """To the prior, in nats."""
-        away = self.variances() + (self.mean - self.loc).square()
+        """Returns the KL divergence from the prior in nats."""
+        second_moments = self.variances() + (self.mean - self.prior_mean).square()
         diagonals = [root.diagonal() if root.ndim == 2 else root for root in self.roots]
         log_det = float(torch.cat(diagonals).log().sum())
-        return 0.5 * float((away / self.variance + self.variance.log() - 1.0).sum()) - log_det
+        terms = second_moments / self.prior_variance + self.prior_variance.log() - 1.0
+        return 0.5 * float(terms.sum()) - log_det
 
     def covariance(self) -> Tensor:
-        """``[D, D]``."""
+        """Returns the covariance ``[D, D]``."""
         columns = self.deviations(torch.eye(len(self.mean), dtype=self.mean.dtype, device=self.mean.device))
         return columns.mT @ columns
 
 
-def factorized(q: BlockGaussian, instead: BlockGaussian) -> BlockGaussian:
-    """The Gaussian, or another where its precision is not positive definite."""
+def factorize_or(q: BlockGaussian, fallback: BlockGaussian) -> BlockGaussian:
+    """Factorizes a Gaussian and returns it, or the fallback if its precision is not positive definite."""
     try:
         return q.factorize()
     except torch.linalg.LinAlgError:
-        return instead
+        return fallback
 
 
-def average(some: Sequence[BlockGaussian]) -> BlockGaussian:
-    """The mean of means and precisions, with the last prior."""
-    center = torch.stack([q.mean for q in some]).mean(0)
-    blocks = [sum(parts[1:], parts[0]) / len(some) for parts in zip(*(q.blocks for q in some), strict=True)]
-    links = [sum(parts[1:], parts[0]) / len(some) for parts in zip(*(q.links for q in some), strict=True)]
-    return factorized(replace(some[-1], mean=center, blocks=blocks, links=links), some[-1])
+def average(gaussians: Sequence[BlockGaussian]) -> BlockGaussian:
+    """Returns the Gaussian with the average mean and precision, under the prior of the last one."""
+    last, count = gaussians[-1], len(gaussians)
+    mean = torch.stack([q.mean for q in gaussians]).mean(0)
+    blocks = [sum(group[1:], group[0]) / count for group in zip(*(q.blocks for q in gaussians), strict=True)]
+    links = [sum(group[1:], group[0]) / count for group in zip(*(q.links for q in gaussians), strict=True)]
+    return factorize_or(replace(last, mean=mean, blocks=blocks, links=links), last)

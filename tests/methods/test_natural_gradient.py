@@ -10,9 +10,10 @@ from torch import nn
 from torch.distributions import MultivariateNormal
 
 import flowbnn as fb
-from flowbnn.methods.variational import natural
+from flowbnn.methods.variational import natural_gradient
 from flowbnn.methods.variational.block_gaussian import BlockGaussian
-from flowbnn.methods.variational.natural import NoisyNetwork, fit_gaussian
+from flowbnn.methods.variational.natural_gradient import fit_gaussian
+from flowbnn.methods.variational.noisy_network import NoisyNetwork
 from flowbnn.noise import NormalAffine
 
 FIXED_PRIOR = {"prior": "fixed", "scale": PRIOR_SCALE}
@@ -39,8 +40,11 @@ def test_factorized_gaussian_has_the_diagonal_of_the_exact_precision():
     assert fit.elbo < float(problem.evidence) - 0.1
     # it stores no matrix, because layers have thousands of channels
     assert [tensor.shape for tensor in (*q.blocks, *q.roots)] == [(4,), (4,)]
-    torch.testing.assert_close(q.covariance_times(q.mean), q.variances() * q.mean)
-    exact = MultivariateNormal(q.mean, q.covariance()), MultivariateNormal(q.loc, q.variance.diag())
+    torch.testing.assert_close(q.multiply_covariance(q.mean), q.variances() * q.mean)
+    exact = (
+        MultivariateNormal(q.mean, q.covariance()),
+        MultivariateNormal(q.prior_mean, q.prior_variance.diag()),
+    )
     assert q.kl() == pytest.approx(float(torch.distributions.kl_divergence(*exact)))
 
 
@@ -59,15 +63,15 @@ def test_chain_is_the_gaussian_of_its_precision():
     links = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in ((3, 2), (2, 3))]
     ones = torch.ones(7, dtype=torch.float64)
     q = BlockGaussian(ones, blocks, links, ones, 0.25 * ones).factorize()
-    precision = torch.block_diag(*q.blocks) + torch.diag(1.0 / q.variance)
+    precision = torch.block_diag(*q.blocks) + torch.diag(1.0 / q.prior_variance)
     precision[2:5, :2], precision[5:, 2:5] = q.links[0], q.links[1]
     precision = precision.tril() + precision.tril(-1).mT
     covariance = precision.inverse()
     torch.testing.assert_close(q.covariance(), covariance)
     torch.testing.assert_close(q.variances(), covariance.diagonal())
     vector = torch.arange(7, dtype=torch.float64)
-    torch.testing.assert_close(q.covariance_times(vector), covariance @ vector)
-    prior = MultivariateNormal(q.loc, q.variance.diag())
+    torch.testing.assert_close(q.multiply_covariance(vector), covariance @ vector)
+    prior = MultivariateNormal(q.prior_mean, q.prior_variance.diag())
     exact = torch.distributions.kl_divergence(MultivariateNormal(q.mean, covariance), prior)
     assert q.kl() == pytest.approx(float(exact))
 
@@ -152,7 +156,7 @@ def test_fitted_prior_has_a_larger_elbo(memorized):
     arguments = model, fb.likelihoods.Categorical(), memorized.inputs[:40], memorized.targets[:40]
     fixed, fitted = (fit_gaussian(*arguments, "full", prior=prior) for prior in ("fixed", "fitted"))
     assert fitted.elbo > fixed.elbo
-    assert fitted.gaussian.variance.unique().numel() == 3  # one standard deviation per layer
+    assert fitted.gaussian.prior_variance.unique().numel() == 3  # one standard deviation per layer
 
 
 @pytest.mark.parametrize("seed", [0, 2])
@@ -187,25 +191,29 @@ def test_chunks_are_halved_if_memory_runs_out(monkeypatch):
     assert sizes[:5] == [256, 128, 64, 32, 16]
 
 
-@pytest.mark.parametrize("solved", [512, 2])  # by a matrix, and by conjugate gradients
-def test_newton_step_uses_the_full_curvature(solved, monkeypatch):
-    monkeypatch.setattr(natural, "SOLVED", solved)
+@pytest.mark.parametrize("max_dense_dim", [512, 2])  # by a matrix, and by conjugate gradients
+def test_newton_step_uses_the_full_curvature(max_dense_dim, monkeypatch):
+    monkeypatch.setattr(natural_gradient, "MAX_DENSE_DIM", max_dense_dim)
     generator = torch.Generator().manual_seed(0)
     roots = torch.randn(20, 6, generator=generator, dtype=torch.float64)
     slope, added = torch.randn(2, 6, generator=generator, dtype=torch.float64).abs()
     curvature = 2.0 * roots.T @ roots  # half of the roots are stored, and stand for all
     zero = torch.zeros(())
-    estimate = natural.Estimate(zero, 0.0, slope, [curvature.diagonal()], [], zero, list(roots.split(7)))
+    estimate = natural_gradient.GaussianEstimate(
+        zero, 0.0, slope, [curvature.diagonal()], [], zero, list(roots.split(7))
+    )
     expected = torch.linalg.solve(curvature + added.diag(), slope)
-    torch.testing.assert_close(natural._newton(estimate, added, slope), expected, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(
+        natural_gradient._newton_direction(estimate, added, slope), expected, rtol=1e-4, atol=1e-6
+    )
 
 
-@pytest.mark.parametrize(("dim", "solved", "tolerance"), [(3, 512, 0.2), (60, 2, 0.6)])
+@pytest.mark.parametrize(("dim", "max_dense_dim", "tolerance"), [(3, 512, 0.2), (60, 2, 0.6)])
 def test_mean_of_a_factorized_gaussian_converges_if_inputs_are_correlated(
-    dim, solved, tolerance, monkeypatch
+    dim, max_dense_dim, tolerance, monkeypatch
 ):
     """With the diagonal of the curvature alone, the mean ended 17 standard deviations away."""
-    monkeypatch.setattr(natural, "SOLVED", solved)
+    monkeypatch.setattr(natural_gradient, "MAX_DENSE_DIM", max_dense_dim)
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(300, dim, generator=generator, dtype=torch.float64)
     x[:, 1::3] = 0.95 * x[:, ::3] + 0.3 * x[:, 1::3]
