@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 from zlib import crc32
 
 import torch
@@ -322,6 +322,39 @@ def watch_modules(
             if after is not None:
                 hooks.enter_context(module.register_forward_hook(partial(after, name), with_kwargs=True))
         yield
+
+
+class ModuleCall(NamedTuple):
+    """One call of a module in a forward pass.
+
+    Args:
+        name: Name of the module.
+        inputs: First argument of the call.
+        output: Result of the call.
+    """
+
+    name: str
+    inputs: Any
+    output: Any
+
+
+@contextmanager
+def record_calls(modules: Mapping[str, nn.Module]) -> Iterator[list[ModuleCall]]:
+    """Context manager that records all calls of some modules, in the order in which they end.
+
+    >>> layers = {"linear": nn.Linear(2, 3)}
+    >>> with record_calls(layers) as calls:
+    ...     _ = layers["linear"](torch.ones(4, 2))
+    >>> [(call.name, call.inputs.shape, call.output.shape) for call in calls]
+    [('linear', torch.Size([4, 2]), torch.Size([4, 3]))]
+    """
+    calls: list[ModuleCall] = []
+
+    def record(name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        calls.append(ModuleCall(name, next(iter((*args, *kwargs.values())), None), output))
+
+    with watch_modules(modules, None, record):
+        yield calls
 
 
 WORDS = ("out of memory", "not enough memory", "can't allocate memory", "ALLOC_FAILED")

@@ -1,14 +1,13 @@
 r"""Monte Carlo dropout (Gal and Ghahramani 2016, https://arxiv.org/abs/1506.02142): dropout that stays on at prediction.
 
-Training with dropout of rate :math:`p` and an L2 penalty :math:`\lambda \|w\|^2` maximises a variational bound under a Gaussian
+Training with dropout of rate :math:`p` and an L2 penalty :math:`\lambda \|w\|^2` maximizes a variational bound under a Gaussian
 prior, with
 
 .. math:: \lambda = \frac{1 - p}{2 \sigma^2 N}
 
-per example, where :math:`\sigma` is the standard deviation of the prior, the inverse of the paper's length scale. torch's weight decay
-is :math:`2\lambda`, its penalty being half of the squared norm times it. The loss is the negative log-likelihood; the paper's
-:math:`\lambda` for regression goes with the squared error and is divided by the precision :math:`\tau` of the noise, by which the two
-differ.
+per example. Here :math:`\sigma` is the standard deviation of the prior, the inverse of the length scale in the paper. The weight decay
+of torch is :math:`2\lambda`, because its penalty is half of the squared norm. The loss is the negative log-likelihood (NLL). In the
+paper, :math:`\lambda` for regression belongs to the squared error and is divided by the precision :math:`\tau` of the noise.
 """
 
 import threading
@@ -23,16 +22,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from flowbnn.batches import (
-    call,
-    device_of,
-    evaluation_mode,
-    has_row_axis,
-    move,
-    repeat,
-    take,
-    watch_modules,
-)
+from flowbnn.batches import call, device_of, evaluation_mode, has_row_axis, move, record_calls, repeat, take
 from flowbnn.convert import to_stochastic
 from flowbnn.errors import quote_names, warn
 from flowbnn.likelihoods import Likelihood
@@ -56,19 +46,20 @@ from flowbnn.training import History
 @register_method
 @options(repr=False)
 class MCDropout(Method):
-    r"""Dropout kept on at prediction.
+    r"""Monte Carlo dropout: dropout that stays on at prediction.
 
-    A network with dropout layers of its own keeps these on. One without gets dropout before its layers. Either way the masks of a
-    sample are shared by all inputs, so that it is one network. Dropout inside of torch's attention and recurrent layers, and that of
-    functions (``F.dropout``), is not sampled; a warning names it where it can be seen.
+    A network with dropout layers keeps them on. Other networks get dropout before their layers. In both cases all inputs share the
+    masks of a sample, so that a sample is one network. Dropout inside torch's attention and recurrent layers, and of functions
+    (``F.dropout``), is not sampled. A warning names such layers if they can be detected.
 
-    The rate is given, not fitted, and with it the spread of the networks, which may be far too wide for a precise regression. Such a
-    spread is warned of; take a smaller rate, or :class:`~flowbnn.Temperature`.
+    The rate is fixed, and with it the spread of the networks, which may be too wide for a precise regression. A warning is raised in
+    this case. Use a smaller rate or :class:`~flowbnn.Temperature`.
 
     Args:
-        rate: the share that is dropped; where it is given, dropout is added whatever the network has. 0.1 for networks without dropout.
-        layers: a glob of the layers before which to drop; all that can but the first, which reads the data, unless given.
-        prior_scale: standard deviation :math:`\sigma` of the prior: a weight decay of :math:`(1 - p) / \sigma^2 N`.
+        rate: Dropout rate. If it is set, dropout is added even to a network with dropout layers. Networks without dropout layers get
+            0.1 by default.
+        layers: Glob of the layers before which dropout is added. By default, all layers except the first, which reads the data.
+        prior_scale: Standard deviation :math:`\sigma` of the prior, which gives a weight decay of :math:`(1 - p) / \sigma^2 N`.
 
     >>> loader = [(torch.randn(8, 2), torch.arange(8) % 3)]
     >>> network = nn.Sequential(nn.Linear(2, 4), nn.ReLU(), nn.Dropout(0.2), nn.Linear(4, 3))
@@ -80,56 +71,68 @@ class MCDropout(Method):
     layers: str | None = field(default=None, kw_only=True)
 
     @accepts_options_of(FitOptions)
-    def fit(self, network: nn.Module, loader: Iterable[Any], **given: Any) -> Posterior:
-        """As :meth:`Method.fit`. With ``epochs=0`` the dropout of a trained network is turned on and nothing is learned."""
-        model, run = self.setup(network, loader, given)
-        rates = [part.p for part in dropout_layers(model)]
-        own = bool(rates) and self.rate is None and self.layers is None
-        rate = sum(rates) / len(rates) if own else 0.1 if self.rate is None else self.rate
-        decay = (1.0 - rate) / (self.prior_scale**2 * run.num_examples(loader))
-        if own:
-            prepared = prepare(disable_nested_tensors(model), loader, run, self.epochs > 0)
-            point = self.fit_point(model, loader, run, decay, prepared)
-            axes = example_axes(point.model, move(prepared.inputs, device_of(point.model)))
-            warn_of_unsampled(point.model, [name for name, calls in axes.items() if not calls])
-            posterior: Posterior = DropoutPosterior(point.model, point.likelihood, point.history, axes)
-            fit_noise_scale(posterior, loader, run.seed)
-            return posterior
+    def fit(self, network: nn.Module, loader: Iterable[Any], **kwargs: Any) -> Posterior:
+        """Fits the posterior; see :meth:`Method.fit`. With ``epochs=0``, dropout of a trained network is switched on."""
+        model, options = self.setup(network, loader, kwargs)
+        rates = [layer.p for layer in dropout_layers(model)]
+        if rates and self.rate is None and self.layers is None:
+            weight_decay = self._weight_decay(sum(rates) / len(rates), loader, options)
+            return self._fit_own_dropout(model, loader, options, weight_decay)
         if self.rate is None and self.layers is None:
-            warn_of_unsampled(model)
+            warn_unsampled(layers_with_inner_dropout(model))
+        rate = 0.1 if self.rate is None else self.rate
         if not self.epochs:
-            likelihood = self.fit_point(deepcopy(model), loader, run).likelihood
-            posterior = NoisePosterior(self._with_dropout(model, rate).eval(), likelihood)
-            fit_noise_scale(posterior, loader, run.seed)
+            likelihood = self.fit_point(deepcopy(model), loader, options).likelihood
+            posterior = NoisePosterior(self._add_dropout(model, rate).eval(), likelihood)
+            fit_noise_scale(posterior, loader, options.seed)
             return posterior
-        noisy = self._with_dropout(model, rate)
         settings = {name: getattr(self, name) for name in ("epochs", "optimizer", "schedule")}
-        options = NoiseFitOptions(weight_lr=self.lr, weight_decay=decay, **settings, **given)
-        return fit_noise(noisy, loader, options)
+        settings["weight_decay"] = self._weight_decay(rate, loader, options)
+        fit_options = NoiseFitOptions(weight_lr=self.lr, **settings, **kwargs)
+        return fit_noise(self._add_dropout(model, rate), loader, fit_options)
 
-    def _with_dropout(self, model: nn.Module, rate: float) -> nn.Module:
+    def _weight_decay(self, rate: float, loader: Iterable[Any], options: FitOptions) -> float:
+        return (1.0 - rate) / (self.prior_scale**2 * options.num_examples(loader))
+
+    def _add_dropout(self, model: nn.Module, rate: float) -> nn.Module:
+        """Adds dropout before layers of a network, in place."""
         names = list(wrappable_layers(model))
-        chosen = [self.layers] if self.layers is not None else names[1:] or names or ["*"]
-        return to_stochastic(model, {name: Dropout(rate) for name in chosen}, inplace=True)
+        patterns = [self.layers] if self.layers is not None else names[1:] or names or ["*"]
+        return to_stochastic(model, {name: Dropout(rate) for name in patterns}, inplace=True)
+
+    def _fit_own_dropout(
+        self, model: nn.Module, loader: Iterable[Any], options: FitOptions, weight_decay: float
+    ) -> "DropoutPosterior":
+        """Trains a network with dropout layers."""
+        prepared = prepare(disable_nested_tensors(model), loader, options, self.epochs > 0)
+        point = self.fit_point(model, loader, options, weight_decay, prepared)
+        axes = example_axes(model, move(prepared.inputs, device_of(model)))
+        uncalled = [name for name, calls in axes.items() if not calls]
+        warn_unsampled([*layers_with_inner_dropout(model), *uncalled])
+        posterior = DropoutPosterior(model, point.likelihood, point.history, axes)
+        fit_noise_scale(posterior, loader, options.seed)
+        return posterior
 
 
-def warn_of_unsampled(model: nn.Module, uncalled: Sequence[str] = ()) -> None:
-    """Name the dropout that predictions do not sample: that inside of layers, and layers that the network does not call."""
-    names = [*layers_with_inner_dropout(model), *uncalled]
-    if names:
-        line = (
-            f"dropout of {quote_names(names, 3)} is not sampled in predictions: only that of layers such as nn.Dropout, which the "
-            "network calls, is"
+def warn_unsampled(layers: Iterable[str]) -> None:
+    """Warns if the dropout of some layers is not sampled in predictions."""
+    if names := list(layers):
+        warn(
+            f"dropout of {quote_names(names, 3)} is not sampled in predictions; only dropout layers that the network calls are",
+            kind="dropout",
+            layers=names,
         )
-        warn(line, kind="dropout", layers=names)
 
 
 class DropoutPosterior(Posterior):
-    """A network whose own dropout is on. A sample is one network: its masks are the same for all inputs.
+    """Posterior of a network whose dropout layers stay on. All inputs share the masks of a sample.
 
     Args:
-        model, likelihood, history: as in :class:`~flowbnn.methods.Posterior`.
-        axes: the axis of the examples at each call of each dropout, by its name; found at the first prediction unless given.
+        model: Network with dropout layers.
+        likelihood: Likelihood of the targets.
+        history: Training history.
+        axes: Axis of the examples at each call of each dropout layer, from :func:`example_axes`. By default, it is found at the first
+            prediction.
     """
 
     kind = "dropout"
@@ -145,14 +148,14 @@ class DropoutPosterior(Posterior):
         self.axes = axes
 
     def outputs(self, inputs: Any, samples: range, prediction: Prediction) -> Tensor:
-        """Outputs of the network with the masks of one sample after the other."""
+        """Returns the outputs of the network with the masks of each sample."""
         if self.axes is None:
             self.axes = example_axes(prediction.model, move(inputs, prediction.device, prediction.dtype))
-        masks = prediction.state.get("masks", lambda: Masks(prediction.model, self.axes or {}))
+        masks = prediction.state.get("masks", lambda: DropoutMasks(prediction.model, self.axes or {}))
 
         def networks() -> Iterator[Callable[[Any], Tensor]]:
             for index in samples:
-                masks.hold(prediction.seed, index, None if prediction.shared else prediction.batch_index)
+                masks.select(prediction.seed, index, None if prediction.shared else prediction.batch_index)
                 yield partial(call, prediction.model)
 
         with masks:
@@ -160,13 +163,13 @@ class DropoutPosterior(Posterior):
 
     @checked
     def sample(self, seed: int | None = None) -> nn.Module:
-        """The first network of a prediction with this seed: a copy whose masks stay as they are."""
+        """Returns a copy of the network with fixed masks: the first network of a prediction with this seed."""
         network = deepcopy(self.model).eval()
-        masks = Masks(network, self.axes or {})
-        masks.hold(new_seed() if seed is None else seed, 0)
+        masks = DropoutMasks(network, self.axes or {})
+        masks.select(new_seed() if seed is None else seed, 0)
         masks.__enter__()
-        for part in dropout_layers(network):
-            part.p = 0.0  # nothing more is dropped in training mode
+        for layer in dropout_layers(network):
+            layer.p = 0.0  # the masks replace torch's dropout in training mode, too
         return network
 
     def settings(self) -> dict[str, Any]:
@@ -179,135 +182,143 @@ class DropoutPosterior(Posterior):
 
 # -------------------- masks
 
-NEGATIVE = -1.7580993408473766  # what alpha dropout puts in the place of what it drops: the limit of SELU
+SELU_LIMIT = -1.7580993408473766  # alpha dropout replaces dropped values by the limit of SELU
 
 
 def example_axes(model: nn.Module, inputs: Any) -> dict[str, list[int | None]]:
-    """The axis of the examples at each call of each dropout: the one that grows with the batch.
+    """Returns the axis of the examples at each call of each dropout layer: the axis that grows with the batch.
 
-    It is None where none does, and a dropout that is not called has no calls; nothing is known of a network that fails on one input,
-    or takes no single ones.
+    It is None at a call without such an axis. A layer that is never called has an empty list. The dictionary is empty if the network
+    fails on two or three copies of the first example.
     """
-    own = {id(part) for part in dropout_layers(model)}
-    parts = {name: part for name, part in model.named_modules() if id(part) in own}
-    seen: list[dict[str, list[torch.Size]]] = [{}, {}]
-    for count, shapes in enumerate(seen, start=2):
-
-        def note(name: str, part: nn.Module, args: Any, kwargs: Any, shapes: Any = shapes) -> None:
-            shapes.setdefault(name, []).append(args[0].shape)
-
-        with watch_modules(parts, note, None), evaluation_mode(model):
+    modules = {id(layer) for layer in dropout_layers(model)}
+    layers = {name: module for name, module in model.named_modules() if id(module) in modules}
+    shapes: list[dict[str, list[torch.Size]]] = []
+    for size in (2, 3):
+        with record_calls(layers) as calls, evaluation_mode(model):
             if not has_row_axis(inputs) or isinstance(
-                try_call(partial(call, model, repeat(take(inputs, 0, 1), count))), Exception
+                try_call(partial(call, model, repeat(take(inputs, 0, 1), size))), Exception
             ):
                 return {}
-    axes: dict[str, list[int | None]] = {name: [] for name in parts}
-    for name, first in seen[0].items():
-        for two, three in zip(first, seen[1].get(name, []), strict=False):
-            growing = [axis for axis, (a, b) in enumerate(zip(two, three, strict=False)) if a * 3 == b * 2]
-            axes[name].append(growing[0] if growing else None)
-    return axes
+        shapes.append({name: [one.inputs.shape for one in calls if one.name == name] for name in layers})
+    return {
+        name: [_growing_axis(*pair) for pair in zip(shapes[0][name], shapes[1][name], strict=False)]
+        for name in layers
+    }
+
+
+def _growing_axis(two: torch.Size, three: torch.Size) -> int | None:
+    """Returns the first axis whose size grows with the number of examples, from the shapes for two and for three examples."""
+    axes = (axis for axis, (a, b) in enumerate(zip(two, three, strict=False)) if a * 3 == b * 2)
+    return next(axes, None)
 
 
 class MaskedDropout:
-    """The masks of one sample for one dropout, each drawn at the first input of its size.
+    """Forward hook that applies the masks of one sample to a dropout layer. A mask is drawn at the first input of its size.
 
-    It is a forward hook of the dropout, which lets everything through where it is not training. A hook also keeps torch's transformer
-    layers from their fast path, which calls no dropout: they look for hooks of all their modules.
+    In evaluation mode the layer itself changes nothing. The hook also disables the fast path of torch's transformer layers, which calls
+    no dropout layer.
 
     Args:
-        part: the dropout.
-        axes: of the examples, at each of its calls in a pass; the first axis where that is not known.
+        layer: Dropout layer.
+        axes: Axis of the examples at each call in a forward pass. The first axis by default.
     """
 
-    def __init__(self, part: Any, axes: Sequence[int | None]) -> None:
-        self.rate, self.axes = float(part.p), axes
-        self.alpha = isinstance(part, nn.AlphaDropout | nn.FeatureAlphaDropout)
-        maps = (nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
-        self.spatial = next((axes for axes, kind in enumerate(maps, start=1) if isinstance(part, kind)), 0)
-        self.features = isinstance(part, nn.FeatureAlphaDropout)
+    def __init__(self, layer: Any, axes: Sequence[int | None]) -> None:
+        self.rate, self.axes = float(layer.p), axes
+        self.alpha = isinstance(layer, nn.AlphaDropout | nn.FeatureAlphaDropout)
+        types = (nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
+        self.map_axes = next((axes for axes, kind in enumerate(types, start=1) if isinstance(layer, kind)), 0)
+        self.drops_features = isinstance(layer, nn.FeatureAlphaDropout)
         self.seed = 0
-        self.source: torch.Generator | None = None  # where every example has a mask of its own
+        self.generator: torch.Generator | None = None  # set if every example has its own mask
         self.masks: dict[Any, Tensor] = {}
 
-    def __call__(self, part: nn.Module | None, args: Any, x: Tensor) -> Tensor:
-        number = _calls.of.get(self, 0)
-        _calls.of[self] = number + 1
+    def __call__(self, layer: nn.Module | None, args: Any, x: Tensor) -> Tensor:
+        number = _call_counts.counts.get(self, 0)
+        _call_counts.counts[self] = number + 1
         axis = self.axes[number] if number < len(self.axes) else 0
         shape = list(x.shape)
-        if axis is not None and self.source is None:
+        if axis is not None and self.generator is None:
             shape[axis] = 1
-        flat = range(2, x.ndim) if self.features else range(x.ndim - self.spatial, x.ndim)
-        for place in flat:
-            shape[place] = 1
-        kept = self._mask(number, tuple(shape), x)
+        for shared in range(2, x.ndim) if self.drops_features else range(x.ndim - self.map_axes, x.ndim):
+            shape[shared] = 1
+        mask = self._mask(number, tuple(shape), x)
+        keep = max(1.0 - self.rate, 1e-9)
         if not self.alpha:
-            return x * (kept / max(1.0 - self.rate, 1e-9))
-        scale = (max(1.0 - self.rate, 1e-9) * (1.0 + self.rate * NEGATIVE**2)) ** -0.5
-        return scale * (x * kept + NEGATIVE * (1.0 - kept)) - scale * NEGATIVE * self.rate
+            return x * (mask / keep)
+        scale = (keep * (1.0 + self.rate * SELU_LIMIT**2)) ** -0.5
+        return scale * (x * mask + SELU_LIMIT * (1.0 - mask)) - scale * SELU_LIMIT * self.rate
 
     def _mask(self, number: int, shape: tuple[int, ...], x: Tensor) -> Tensor:
-        if self.source is not None:
-            return (torch.rand(shape, generator=self.source) >= self.rate).to(x)
+        """Returns the mask of the call of this number."""
+        if self.generator is not None:
+            return (torch.rand(shape, generator=self.generator) >= self.rate).to(x)
         key = (number, shape, x.dtype, x.device)
         if key in self.masks:
             return self.masks[key]
-        source = torch.Generator().manual_seed((self.seed * 10_007 + number) % 2**63)
-        mask = constant(lambda: (torch.rand(shape, generator=source) >= self.rate).to(x))
+        generator = torch.Generator().manual_seed((self.seed * 10_007 + number) % 2**63)
+        mask = constant(lambda: (torch.rand(shape, generator=generator) >= self.rate).to(x))
         if not torch.compiler.is_exporting():
             self.masks[key] = mask
         return mask
 
 
-class Masks:
-    """Masks on a network's own dropout, for the length of a ``with`` block.
+class DropoutMasks:
+    """Context manager that applies masks to all dropout layers of a network.
 
     Args:
-        model: the network.
-        axes: as :func:`example_axes` gives them.
+        model: Network with dropout layers.
+        axes: Axes of the examples, from :func:`example_axes`.
     """
 
     def __init__(self, model: nn.Module, axes: Mapping[str, list[int | None]]) -> None:
-        own = {id(part) for part in dropout_layers(model)}
+        modules = {id(layer) for layer in dropout_layers(model)}
         self.model, self.stack = model, ExitStack()
-        self.parts = {
-            part: MaskedDropout(part, axes.get(name, []))
-            for name, part in model.named_modules()
-            if id(part) in own
+        self.layers = {
+            module: MaskedDropout(module, axes.get(name, []))
+            for name, module in model.named_modules()
+            if id(module) in modules
         }
 
     def __enter__(self) -> Self:
         with ExitStack() as stack:
-            stack.enter_context(
-                self.model.register_forward_pre_hook(partial(_begin, list(self.parts.values())))
-            )
-            for part, masked in self.parts.items():
-                stack.enter_context(part.register_forward_hook(masked))
+            reset = partial(_reset_call_counts, list(self.layers.values()))
+            stack.enter_context(self.model.register_forward_pre_hook(reset))
+            for layer, masked in self.layers.items():
+                stack.enter_context(layer.register_forward_hook(masked))
             self.stack = stack.pop_all()
         return self
 
     def __exit__(self, *error: object) -> None:
         self.stack.close()
 
-    def hold(self, seed: int, index: int, batch: int | None = None) -> None:
-        """Take the masks of a sample; those of a batch are drawn for each of its examples."""
+    def select(self, seed: int, index: int, batch: int | None = None) -> None:
+        """Selects the masks of a sample.
+
+        Args:
+            seed: Seed of the prediction.
+            index: Index of the sample.
+            batch: Index of the batch, if every example has its own mask.
+        """
         first = generator_of(seed, index).initial_seed()
-        for number, part in enumerate(self.parts.values()):
-            part.seed, part.masks = first * 10_007 + number, {}
+        for number, masked in enumerate(self.layers.values()):
+            masked.seed, masked.masks = first * 10_007 + number, {}
             if batch is not None:
-                part.source = torch.Generator().manual_seed((part.seed * 10_007 + batch) % 2**63)
+                masked.generator = torch.Generator().manual_seed((masked.seed * 10_007 + batch) % 2**63)
 
 
-def _begin(parts: list[MaskedDropout], model: nn.Module, args: Any) -> None:
-    """A hook of the network: where a pass begins, the next call of each dropout is its first."""
-    for part in parts:
-        _calls.of[part] = 0
+def _reset_call_counts(layers: list[MaskedDropout], model: nn.Module, args: Any) -> None:
+    """Forward pre-hook of the network: a new forward pass begins."""
+    for layer in layers:
+        _call_counts.counts[layer] = 0
 
 
-class _Calls(threading.local):
+class _CallCounts(threading.local):
+    """Number of calls of each dropout layer in the current forward pass of this thread."""
+
     def __init__(self) -> None:
-        # how often a dropout has been called in the pass of this thread
-        self.of: WeakKeyDictionary[MaskedDropout, int] = WeakKeyDictionary()
+        self.counts: WeakKeyDictionary[MaskedDropout, int] = WeakKeyDictionary()
 
 
-_calls = _Calls()
+_call_counts = _CallCounts()

@@ -37,7 +37,7 @@ from flowbnn.likelihoods import (
 from flowbnn.likelihoods.base import mean_log_prob
 from flowbnn.methods.data_summary import DataSummary, check_loader, first_batch
 from flowbnn.noise import Recipe, noise_layers, weight_parameters
-from flowbnn.noise.modes import record_noise_inputs
+from flowbnn.noise.modes import align_batch_axes, record_noise_inputs
 from flowbnn.numerics import is_concrete
 from flowbnn.options import Count, call_factory, options
 from flowbnn.posterior.base import Posterior
@@ -162,14 +162,14 @@ class PreparedFit:
         inputs: Inputs of the first batch, on the device of the network.
         check_batch: Function that checks the targets of a batch.
         data: Summary of the training data.
-        first: First batch and its outputs.
+        idle_layers: Layers with noise that the network never calls.
     """
 
     likelihood: Likelihood
     inputs: Any
     check_batch: Callable[[Any], None]
     data: DataSummary
-    first: "FirstBatch"
+    idle_layers: list[str]
 
 
 def prepare(
@@ -181,8 +181,9 @@ def prepare(
 ) -> PreparedFit:
     """Reads the loader once, runs one batch through the network, and returns the likelihood that fits both.
 
-    A likelihood that is passed in the options is copied, because its noise is learned. A fresh network whose weights will be trained
-    gets the units of real-valued targets (:func:`~flowbnn.regression.standardize_targets`).
+    Layers with noise learn which axis has the examples (:func:`~flowbnn.noise.modes.align_batch_axes`), from a second pass over a few
+    rows. A likelihood that is passed in the options is copied, because its noise is learned. A fresh network whose weights will be
+    trained gets the units of real-valued targets (:func:`~flowbnn.regression.standardize_targets`).
 
     Args:
         model: Network, in which only the units of the outputs may change.
@@ -210,7 +211,8 @@ def prepare(
         batch_targets = split_batch(batch)[1]
         likelihood.check(row.expand(len(batch_targets), *row.shape[1:]), batch_targets)
 
-    return PreparedFit(likelihood, move(data.inputs, device, dtype), check_batch, data, first)
+    idle_layers = align_batch_axes(model, first.inputs, first.noise_inputs) if noise_layers(model) else []
+    return PreparedFit(likelihood, move(data.inputs, device, dtype), check_batch, data, idle_layers)
 
 
 class FirstBatch(NamedTuple):

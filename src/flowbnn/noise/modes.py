@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from flowbnn.batches import call, evaluation_mode, rows, take, watch_modules
+from flowbnn.batches import call, evaluation_mode, record_calls, rows, take
 from flowbnn.errors import warn
 from flowbnn.noise.base import Noise, layers_with_noise, make_noise_modes, noise_layers
 from flowbnn.noise.contexts import Mode, NoiseContext
@@ -179,14 +179,11 @@ def _align_layer(name: str, layer: Noise, first: Tensor, second: Tensor, size: i
 def record_noise_inputs(model: nn.Module) -> Iterator[dict[str, Tensor]]:
     """Context manager that records, for every layer with noise, the tensor that the noise multiplies at its first call."""
     layers, recorded = noise_layers(model), dict[str, Tensor]()
-
-    def record(name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        inside = layers[name].layout.side == "input"
-        value = next(iter((*args, *kwargs.values())), None) if inside else output
-        recorded.setdefault(name, value if isinstance(value, Tensor) else torch.empty(0))
-
-    with watch_modules({name: model.get_submodule(name) for name in layers}, None, record):
+    with record_calls({name: model.get_submodule(name) for name in layers}) as calls:
         yield recorded
+    for name, inputs, output in calls:
+        value = inputs if layers[name].layout.side == "input" else output
+        recorded.setdefault(name, value if isinstance(value, Tensor) else torch.empty(0))
 
 
 def _noise_inputs(model: nn.Module, inputs: Any) -> dict[str, Tensor]:

@@ -32,7 +32,6 @@ from flowbnn.methods.fitting import (
 from flowbnn.methods.schedule import PlateauRun, PlateauSchedule, default_noise_lr
 from flowbnn.methods.variational.report import FinishedFit, InitialState, make_report, spread_batches
 from flowbnn.noise import noise_layers, noise_mode, parameter_groups, weight_parameters
-from flowbnn.noise.modes import align_batch_axes
 from flowbnn.objectives import ELBO, warm_up
 from flowbnn.options import Count, NonNegative, UnitInterval, options
 from flowbnn.posterior.noise import NoisePosterior
@@ -73,8 +72,7 @@ def fit_noise(model: nn.Module, loader: Iterable[Any], options: NoiseFitOptions)
     warn_half_precision(options)
     initial = InitialState.of(model) if options.report else None
     prepared = prepare(model, loader, options, trains_weights(model, options), reset_noise=True)
-    idle_layers = align_batch_axes(model, prepared.first.inputs, prepared.first.noise_inputs)
-    warn_idle_layers(idle_layers)
+    warn_idle_layers(prepared.idle_layers)
     plan = plan_training(options, loader, learns_noise(prepared.likelihood))
     objective = ELBO(prepared.likelihood, prepared.data.require_num_examples(), options.beta, options.gamma)
     posterior = NoisePosterior(model, prepared.likelihood)
@@ -83,7 +81,14 @@ def fit_noise(model: nn.Module, loader: Iterable[Any], options: NoiseFitOptions)
     if initial is not None:
         batches = spread_batches(loader, options.seed)
         fit = FinishedFit(
-            posterior, initial, objective, log_scale, batches, options.validation, plan.plateau, idle_layers
+            posterior,
+            initial,
+            objective,
+            log_scale,
+            batches,
+            options.validation,
+            plan.plateau,
+            prepared.idle_layers,
         )
         posterior.report = make_report(fit, noise_scale)
         print_report(posterior, options)

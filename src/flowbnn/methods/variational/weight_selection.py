@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from flowbnn.batches import call, device_of, dtype_of, evaluation_mode, move, watch_modules
+from flowbnn.batches import call, device_of, dtype_of, evaluation_mode, move, record_calls
 from flowbnn.errors import FlowBNNError, nearest
 from flowbnn.noise.layout import FORWARD, absorbs
 
@@ -99,14 +99,9 @@ def initial_scales(mean: Mapping[str, Tensor], factor: float, fallback: float) -
 def input_axes(model: nn.Module, inputs: Any) -> dict[str, list[int]]:
     """Returns the number of axes of the input of each call of the linear layers and convolutions in a forward pass."""
     modules = {name: module for name, module in model.named_modules() if is_linear_map(module)}
-    axes: dict[str, list[int]] = {name: [] for name in modules}
-
-    def record(name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
-        axes[name].append((args[0] if args else kwargs["input"]).ndim)
-
-    with watch_modules(modules, record, None), evaluation_mode(model):
+    with record_calls(modules) as calls, evaluation_mode(model):
         call(model, move(inputs, device_of(model), dtype_of(model)))
-    return axes
+    return {name: [one.inputs.ndim for one in calls if one.name == name] for name in modules}
 
 
 class EstimatorChoice(NamedTuple):
