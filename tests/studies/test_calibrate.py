@@ -1,4 +1,4 @@
-"""The study of calibrated networks, on pictures that are generated."""
+"""Tests of the study of calibrated networks on generated images."""
 
 import pytest
 import torch
@@ -24,49 +24,49 @@ def table(name: str, split: int) -> tuple[torch.Tensor, ...]:
 
 
 @pytest.mark.filterwarnings("ignore::flowbnn.FlowBNNWarning")  # a network of one epoch is under-confident
-def test_the_study_runs(tmp_path, monkeypatch) -> None:
+def test_study_runs(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(study, "LeNet", tiny)
     monkeypatch.setattr(study, "load_uci", table)
     monkeypatch.setattr(evaluation, "STRENGTHS", (1,))
     monkeypatch.setitem(fit_flow.__kwdefaults__, "steps", 1)
-    one = get_study("calibrate")
+    calibrate_study = get_study("calibrate")
     fits = ("factorized", "joint", "flow-joint")
     changes = {"tables": ("energy",), "table_epochs": 3, "fits": fits, "flow_rows": 20}
-    settings = one.make_settings(quick=True, **changes)
+    settings = calibrate_study.make_settings(quick=True, **changes)
     content = {}
-    for variant in one.variants(settings):
+    for variant in calibrate_study.variants(settings):
         job = Job("calibrate", variant.key, 0, settings, tmp_path)
-        content[variant.key, 0] = one.train(job)
-    findings = one.findings(settings, Parts([0], content))
+        content[variant.key, 0] = calibrate_study.train(job)
+    findings = calibrate_study.findings(settings, Parts([0], content))
     rows = {row["key"]: row["values"] for row in findings.rows}
     assert set(rows) == {"plain", "temperature", "vector", "laplace", *fits, "all"}
     images = {f"{name}_{case}" for name in (*study.NUMBERS, *study.BEYOND) for case in ("80-60", "80-same")}
     assert set(rows["flow-joint"]) == {
         f"{name}_energy" for name in study.TABLE
-    }  # the pictures are too many for it
+    }  # there are too many images for flows
     assert set(rows["joint"]) == images | {f"{name}_energy" for name in study.TABLE}
     assert "nll_80-same" not in rows["all"]
     assert "nll_energy" not in rows["vector"]
     assert "temperature scaling, 1 seed: undecided with one seed on 80 + 60 (" in findings.answer
-    assert "memorised" in findings.answer
+    assert "memorized" in findings.answer
     assert "energy (" in findings.answer
 
 
-def test_joint_noise_is_compared_with_its_rivals_seed_by_seed() -> None:
-    one = get_study("calibrate")
+def test_joint_noise_is_compared_with_rivals() -> None:
+    calibrate_study = get_study("calibrate")
     rows = {"joint": (0.5, 0.6), "temperature": (0.6, 0.8), "all": (0.4, 0.6)}
     content = {
         ("1000", seed): {"values": {}, "table": {"1000-100": {key: {"nll": row[seed]} for key, row in rows.items()}}}
         for seed in (0, 1)
     }  # fmt: skip
-    findings = one.findings(one.make_settings(), Parts([0, 1], content))
-    found = {(each["title"], each["metric"]): each for each in findings.comparisons}
-    assert [title for title, _ in found] == [
+    findings = calibrate_study.findings(calibrate_study.make_settings(), Parts([0, 1], content))
+    entries = {(entry["title"], entry["metric"]): entry for entry in findings.comparisons}
+    assert [title for title, _ in entries] == [
         "joint noise − temperature scaling",
-        "joint noise − a plain network on all data",
+        "joint noise − a deterministic network on all data",
     ]
-    first = found["joint noise − temperature scaling", "nll_1000-100"]
-    # of -0.1 and -0.2: a mean of -0.15, and t of 0.975 with one degree of freedom, 12.706, times 0.05
+    first = entries["joint noise − temperature scaling", "nll_1000-100"]
+    # differences -0.1 and -0.2: mean -0.15, and t quantile 12.706 (one degree of freedom) times 0.05
     assert first["mean"] == pytest.approx(-0.15)
     assert first["high"] == pytest.approx(-0.15 + 12.7062 * 0.05, rel=1e-4)
-    assert "a plain network on all data, 2 seeds: not significant on 1,000 + 100" in findings.answer
+    assert "a deterministic network on all data, 2 seeds: not significant on 1,000 + 100" in findings.answer

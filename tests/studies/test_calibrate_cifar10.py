@@ -1,4 +1,4 @@
-"""The study of calibrated networks on CIFAR-10, on pictures that are generated."""
+"""Tests of the study of calibrated networks on CIFAR-10 with generated images."""
 
 import json
 
@@ -16,19 +16,19 @@ from flowbnn_studies.posteriors.calibrate import fit_vector_scaling
 
 
 def tiny(architecture, channels, width):
-    """A network with BatchNorm and a residual sum, of a moment."""
+    """Returns a small network with BatchNorm and a residual connection."""
     from flowbnn.models import Block
 
     return nn.Sequential(nn.AvgPool2d(8), Block(channels, 4, 2), nn.Flatten(), nn.Linear(16, 10))
 
 
 @pytest.mark.filterwarnings("ignore::flowbnn.FlowBNNWarning")  # networks of one epoch are under-confident
-def test_the_study_runs_in_parts_and_takes_over_what_is_done(tmp_path, monkeypatch):
+def test_study_runs_in_parts_and_reuses_results(tmp_path, monkeypatch):
     monkeypatch.setattr(study, "make_network", tiny)
-    one = get_study("calibrate-cifar10")
-    settings = one.make_settings(quick=True)
-    how = {"settings": settings, "seeds": 1, "out": tmp_path, "progress": False, "accelerator": "cpu"}
-    first = run_study(one, only=["vgg16"], **how)
+    cifar10_study = get_study("calibrate-cifar10")
+    settings = cifar10_study.make_settings(quick=True)
+    options = {"settings": settings, "seeds": 1, "out": tmp_path, "progress": False, "accelerator": "cpu"}
+    first = run_study(cifar10_study, only=["vgg16"], **options)
     rows = {row["key"]: row["values"] for row in first["rows"]}
     assert set(rows) == {"plain", "temperature", "vector", "laplace", "factorized", "joint", "chosen"}
     names = set(study.NUMBERS) | set(study.MORE)
@@ -37,13 +37,13 @@ def test_the_study_runs_in_parts_and_takes_over_what_is_done(tmp_path, monkeypat
     assert first["answer"].startswith("VGG16, 1 seed: the NLL is")
     part = tmp_path / "calibrate-cifar10" / "parts" / "vgg16-seed0.json"
     stamp = part.stat().st_mtime_ns
-    both = run_study(one, only=["vgg16", "vgg16-all"], resume=True, **how)
+    combined = run_study(cifar10_study, only=["vgg16", "vgg16-all"], resume=True, **options)
     assert part.stat().st_mtime_ns == stamp
-    assert "nll_vgg16" in next(row["values"] for row in both["rows"] if row["key"] == "all")
+    assert "nll_vgg16" in next(row["values"] for row in combined["rows"] if row["key"] == "all")
     assert json.loads(part.read_text())["content"]["table"]["joint"]["passes"] > 8
-    # another training of the other network leaves this part in force
-    other = one.make_settings(quick=True, **{"resnet18.epochs": 2})
-    run_study(one, only=["vgg16"], resume=True, **{**how, "settings": other})
+    # another training of the other network keeps this part valid
+    changed_settings = cifar10_study.make_settings(quick=True, **{"resnet18.epochs": 2})
+    run_study(cifar10_study, only=["vgg16"], resume=True, **{**options, "settings": changed_settings})
     assert part.stat().st_mtime_ns == stamp
 
 
@@ -55,7 +55,7 @@ def without_factorized(parts):
     return Parts(parts.seeds, {key: {**part, "table": tables[key]} for key, part in parts.content.items()})
 
 
-def test_the_elbo_chooses_for_every_seed():
+def test_elbo_chooses_for_every_seed():
     def part(factorized, joint):
         table = {
             key: {"elbo": elbo, "nll": nll, "ece": 0.01, "seconds": 2.0}
@@ -65,8 +65,10 @@ def test_the_elbo_chooses_for_every_seed():
                 ("joint-fixed", (-0.1, 0.1)),
             )
         }
-        rest = {key: {"nll": 0.5, "ece": 0.02, "seconds": 0.0} for key in ("plain", "temperature", "vector")}
-        return {"values": {}, "table": rest | table, "minutes": 1.0}
+        others = {
+            key: {"nll": 0.5, "ece": 0.02, "seconds": 0.0} for key in ("plain", "temperature", "vector")
+        }
+        return {"values": {}, "table": others | table, "minutes": 1.0}
 
     parts = Parts(
         [0, 1],
@@ -80,22 +82,22 @@ def test_the_elbo_chooses_for_every_seed():
     assert by_row.values("chosen", "nll_vgg16") == [0.3, 0.35]
     assert by_row.values("chosen", "seconds_vgg16") == [4.0, 4.0]
     assert "factorized" not in study.answer(study.network_parts_by_row(without_factorized(parts)))
-    told = study.answer(by_row)
-    assert "0.3250 with the noise that the ELBO chooses" in told
-    assert "misses 0.008" in told
+    text = study.answer(by_row)
+    assert "0.3250 with the noise that the ELBO chooses" in text
+    assert "misses 0.008" in text
     difference = "difference of the noise: +0.1250 (95 % CI -0.1927 to +0.4427)."
-    assert f"The tempered network on all images has 0.2000; {difference}" in told
+    assert f"The tempered network on all images has 0.2000; {difference}" in text
 
 
-def test_vector_scaling_finds_the_scales_and_offsets_that_made_the_labels():
+def test_vector_scaling_recovers_scales_and_offsets():
     source = torch.Generator().manual_seed(0)
     logits = 2.0 * torch.randn(20_000, 3, generator=source)
     factor, offset = torch.tensor([0.5, 1.0, 1.5]), torch.tensor([0.5, 0.0, -0.5])
     labels = torch.distributions.Categorical(logits=logits * factor + offset).probs
-    drawn = torch.multinomial(labels, 1, generator=source)[:, 0]
+    samples = torch.multinomial(labels, 1, generator=source)[:, 0]
     point = PointPosterior(nn.Identity(), Categorical())
     point.model.register_buffer("none", torch.zeros(()))
-    scaled = fit_vector_scaling(point, TensorLoader(logits, drawn, batch_size=5_000))
+    scaled = fit_vector_scaling(point, TensorLoader(logits, samples, batch_size=5_000))
     assert torch.allclose(scaled.model.factor, factor, atol=0.05)
-    # a number that is added to all offsets changes nothing
+    # a constant added to all offsets has no effect
     assert torch.allclose(scaled.model.offset - scaled.model.offset.mean(), offset, atol=0.05)

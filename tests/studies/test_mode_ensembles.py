@@ -1,4 +1,4 @@
-"""The study of modes as members, on data that are generated."""
+"""Tests of the study of mode ensembles on generated data."""
 
 import pytest
 import torch
@@ -15,13 +15,13 @@ def tiny(architecture, channels, width):
     return nn.Sequential(nn.AvgPool2d(8), Block(channels, 4, 2), nn.Flatten(), nn.Linear(16, 10))
 
 
-@pytest.mark.filterwarnings("ignore::flowbnn.FlowBNNWarning")  # of networks of one epoch
-def test_the_study_runs_in_parts(tmp_path, monkeypatch):
+@pytest.mark.filterwarnings("ignore::flowbnn.FlowBNNWarning")  # networks of one epoch
+def test_study_runs_in_parts(tmp_path, monkeypatch):
     monkeypatch.setattr(study, "make_network", tiny)
-    one = get_study("mode-ensembles")
-    settings = one.make_settings(quick=True)
-    how = {"settings": settings, "seeds": 1, "out": tmp_path, "progress": False, "accelerator": "cpu"}
-    results = run_study(one, only=["blobs", "boston", "resnet18-cifar10"], **how)
+    ensemble_study = get_study("mode-ensembles")
+    settings = ensemble_study.make_settings(quick=True)
+    options = {"settings": settings, "seeds": 1, "out": tmp_path, "progress": False, "accelerator": "cpu"}
+    results = run_study(ensemble_study, only=["blobs", "boston", "resnet18-cifar10"], **options)
     rows = {row["key"]: row["values"] for row in results["rows"]}
     assert set(rows) == set(study.ROWS)
     assert "nll_resnet18-cifar10" not in rows["laplace"]
@@ -36,20 +36,20 @@ def test_the_study_runs_in_parts(tmp_path, monkeypatch):
     assert any("blobs 1, boston 1, concrete 0" in note for note in results["notes"])
 
 
-def test_parts_of_a_problem_do_not_overlap_and_follow_from_the_seed(tmp_path):
+def test_parts_are_disjoint_and_depend_on_the_seed(tmp_path):
     settings = get_study("mode-ensembles").make_settings(quick=True)
     for name in ("blobs", "concrete", "lenet-fashion", "resnet18-cifar10"):
-        first, again, other = (
-            study._problem(Job("mode-ensembles", name, seed, settings, tmp_path)) for seed in (0, 0, 1)
+        first, repeated, other_seed = (
+            study._make_problem(Job("mode-ensembles", name, seed, settings, tmp_path)) for seed in (0, 0, 1)
         )
         a, b, c = first.parts
         assert (a.start, a.stop, b.stop, c.stop) == (0, b.start, c.start, sum(first.sizes))
         assert len(first.data[0]) == sum(first.sizes)
-        assert torch.equal(first.data[0], again.data[0])
-        assert not torch.equal(first.data[0], other.data[0])
+        assert torch.equal(first.data[0], repeated.data[0])
+        assert not torch.equal(first.data[0], other_seed.data[0])
 
 
-def test_the_claims_of_the_plan_are_decided_by_its_rules():
+def test_claims_follow_the_rules_of_the_plan():
     def parts(modes, gaussian, number=3):
         rows = {"modes": modes, "gaussian": gaussian, "temperature": 0.6, "ensemble": 0.3, "laplace": 0.49}
         content = {
@@ -64,12 +64,14 @@ def test_the_claims_of_the_plan_are_decided_by_its_rules():
         return Parts(list(range(number)), content)
 
     near = study.claims(parts(0.3, 0.5))
-    assert near[0].startswith("Modes beat Gaussian noise: met (5 of 5 problems for it, 0 against)")
-    assert near[1].startswith("Modes beat temperature scaling: met")
-    assert "A Gaussian at each mode pays: not met (0 of 5" in near[3]
+    assert near[0].startswith("Modes are better than Gaussian noise: met (5 of 5 problems for it, 0 against)")
+    assert near[1].startswith("Modes are better than temperature scaling: met")
+    assert "A Gaussian at each mode is better than the modes alone: not met (0 of 5" in near[3]
     worse = study.claims(parts(0.5, 0.3))
-    assert worse[0].startswith("Modes beat Gaussian noise: not met (0 of 5 problems for it, 5 against)")
-    assert worse[2].startswith("Modes come near a deep ensemble: not met (0 of 5")
-    # two seeds of the large network do not count
+    assert worse[0].startswith(
+        "Modes are better than Gaussian noise: not met (0 of 5 problems for it, 5 against)"
+    )
+    assert worse[2].startswith("Modes are close to a deep ensemble: not met (0 of 5")
+    # two seeds of the large network are too few
     assert "of 4 problems" in study.claims(parts(0.3, 0.5, 2))[0]
-    assert study.claims(Parts([], {})) == ["Too little has been trained for an answer."]
+    assert study.claims(Parts([], {})) == ["There are too few results for an answer."]

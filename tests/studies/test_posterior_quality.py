@@ -1,4 +1,4 @@
-"""The studies of posteriors beside long chains, with settings of a trial."""
+"""Tests of the studies of posteriors compared with long chains, with settings of a trial run."""
 
 import pytest
 import torch
@@ -13,35 +13,35 @@ from flowbnn_studies.runner.findings import CHAIN_METRICS, describe_convergence
 from flowbnn_studies.runner.run import run_study
 
 
-def test_the_study_runs(tmp_path, monkeypatch):
-    one, seeds, exact = get_study("posterior-quality"), [], diagnostics.pareto_k
-    settings = one.make_settings(quick=True)  # whose chains are too short to have mixed
+def test_study_runs(tmp_path, monkeypatch):
+    quality_study, seeds, pareto_k = get_study("posterior-quality"), [], diagnostics.pareto_k
+    settings = quality_study.make_settings(quick=True)  # its chains are too short to converge
 
-    def noted(posterior, loader, samples, seed):
+    def record_seed(posterior, loader, samples, seed):
         seeds.append(seed)
-        return exact(posterior, loader, samples, seed)
+        return pareto_k(posterior, loader, samples, seed)
 
-    monkeypatch.setattr(diagnostics, "pareto_k", noted)
-    results = run_study(one, settings=settings, seeds=1, out=tmp_path, progress=False)
+    monkeypatch.setattr(diagnostics, "pareto_k", record_seed)
+    results = run_study(quality_study, settings=settings, seeds=1, out=tmp_path, progress=False)
     rows = {row["key"]: row["values"] for row in results["rows"]}
     assert list(rows) == ["exact", "factorized", "natural", "full", "flow", "factorized-along"]
     assert {"k_blobs", "seconds_blobs"} <= set(rows["full"])
     assert not {f"{key}_blobs" for key in CHAIN_METRICS} & {key for row in rows.values() for key in row}
-    assert "no chains have mixed" in results["answer"]
+    assert "no chains have converged" in results["answer"]
     assert "R-hat is above 1.01: blobs seed 0, exact (" in results["notes"][-1]
     assert (
-        seeds.count(study.CHOICE) == 4
-    )  # of the full covariance and the flow: other draws choose than measure
-    assert set(seeds) == {0, study.CHOICE}
+        seeds.count(study.CHOICE_SEED) == 4
+    )  # for the full covariance and the flow; other draws choose than measure
+    assert set(seeds) == {0, study.CHOICE_SEED}
 
 
-def test_chains_that_have_not_mixed_are_named():
+def test_unconverged_chains_are_named():
     line = describe_convergence([("blobs seed 0", 1.2), ("blobs seed 1", None), ("blobs seed 2", 1.01)])
     assert line.endswith("above 1.01: blobs seed 0 (1.200), blobs seed 1 (infinite).")
     assert "All chains" in describe_convergence([("blobs seed 0", 1.005)])
 
 
-def test_seeds_whose_chains_have_not_mixed_are_left_out():
+def test_seeds_with_unconverged_chains_are_omitted():
     table = {"gap": 1.0, "excess": 0.1, "variation": 0.1, "agreement": 1.0, "k": 0.3, "rhat": 1.0}
     content = {
         ("blobs", seed): {
@@ -55,25 +55,31 @@ def test_seeds_whose_chains_have_not_mixed_are_left_out():
     assert parts.values("full", "gap_blobs") == [0.0, 3.0]
     assert parts.values("full", "k_blobs") == [0.3] * 4
     settings = get_study("posterior-quality").make_settings(quick=True)
-    assert "2 seeds: the joint Gaussian is 1.50 nats" in study.answer(settings, parts)
+    assert "2 seeds: the gap to the exact posterior is 1.50 nats for the joint Gaussian" in study.answer(
+        settings, parts
+    )
 
 
-def test_joint_noise_starts_at_the_gaussian_that_it_is_given():
+def test_joint_noise_starts_from_the_given_gaussian():
     settings = get_study("posterior-quality").make_settings(quick=True)
     case = study.make_case("blobs", settings, 0, {})
     start = study.fit_by_calibrate(case, 0, {})
     for key in ("full", "flow"):
         model = study.to_stochastic(case.network, {"*": study.RECIPES[key][1]})
         study.initialize_joint_noise(model, start.model)
-        same = study.NoisePosterior(model, case.likelihood)
-        bounds = [diagnostics.pareto_k(one, case.loader, 200).elbo for one in (same, start)]
+        initialized = study.NoisePosterior(model, case.likelihood)
+        bounds = [
+            diagnostics.pareto_k(posterior, case.loader, 200).elbo for posterior in (initialized, start)
+        ]
         assert bounds[0] == pytest.approx(bounds[1], abs=1e-3)
     assert torch.equal(case.network.fc1.weight, start.model.fc1.weight)
 
 
-def test_the_curve_over_the_number_of_examples(tmp_path):
-    one = get_study("when-it-matters")
-    results = run_study(one, settings=one.make_settings(quick=True), seeds=1, out=tmp_path, progress=False)
+def test_figures_over_the_number_of_examples(tmp_path):
+    matters_study = get_study("when-it-matters")
+    results = run_study(
+        matters_study, settings=matters_study.make_settings(quick=True), seeds=1, out=tmp_path, progress=False
+    )
     assert [row["key"] for row in results["rows"]] == ["blobs-20", "blobs-30"]
     curve, sizes = results["figures"]
     assert [line["label"] for line in curve["data"]["panels"][0]["lines"]] == ["Factorized", "Joint"]
@@ -81,14 +87,14 @@ def test_the_curve_over_the_number_of_examples(tmp_path):
     assert (tmp_path / "when-it-matters" / "results.json").exists()
 
 
-def test_a_line_goes_from_left_to_right():
+def test_line_is_sorted_by_x():
     parts = Parts([0], {(key, 0): {"values": {"excess": 0.1 * place}} for place, key in enumerate("abc")})
     line = matters.sorted_line("one", parts, ["a", "b", "c"], "excess", [0.3, -0.1, 0.2])
-    assert line["x"] == [None, 0.2, 0.3]  # what is not above zero has no place on the logarithmic axis
+    assert line["x"] == [None, 0.2, 0.3]  # values that are not positive are missing on the logarithmic axis
     assert line["mean"] == pytest.approx([0.1, 0.2, 0.0])
 
 
-def test_gaps_that_show_are_told():
+def test_answer_names_relevant_gaps():
     settings = get_study("when-it-matters").make_settings(problems=("blobs",), sizes=(20, 50))
     values = {"per_example_factorized": 0.3, "per_example_full": 0.1, "excess_factorized": 0.08}
     content = {
@@ -102,7 +108,7 @@ def test_gaps_that_show_are_told():
     assert "without such an effect is 0.100" in text
 
 
-def test_a_chain_matches_a_chain_and_low_rank_what_lies_below() -> None:
+def test_chain_and_low_rank_match_a_chain_covariance() -> None:
     sizes = (2, 3, 2)
     source = BlockTriangular(sizes, "chain").double()
     with torch.no_grad():

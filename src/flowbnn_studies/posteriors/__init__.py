@@ -1,1 +1,1 @@
-"""How good a posterior of the noise is, and what a better one is worth; one file a study."""
+"""Studies of posteriors of the noise of trained networks."""

@@ -1,4 +1,4 @@
-"""Noise of a trained network, fitted on data that its weights have not seen: what each structure of the posterior is worth."""
+"""Noise of a trained network, fitted on data that its weights have not seen: comparison of structures of the posterior."""
 
 import math
 import statistics
@@ -28,9 +28,8 @@ from flowbnn_studies.runner.findings import paired_difference, pluralize
 from flowbnn_studies.runner.study import Findings, Job, Study, Variant, make_metrics, parts_by_row, time_call
 
 NOISE = "node-noise-gaussian"
-FOLDS = 5  # for the temperature of a network on all data
-CALIBRATE_DEFAULT = "Noise, as fb.calibrate chooses"  # its structure, and its prior by the first of its folds
-FITS: dict[str, tuple[str, str, dict[str, Any]]] = {  # label, method, and what calibrate is given
+CALIBRATE_DEFAULT = "Noise, default of fb.calibrate"
+FITS: dict[str, tuple[str, str, dict[str, Any]]] = {  # label, method, and arguments of calibrate
     "factorized": ("Noise, factorized", NOISE, {"structure": "factorized", "prior": "fixed"}),
     "layers": ("Noise, full within layers", NOISE, {"structure": "layers", "prior": "fixed"}),
     "chain": ("Noise, chain of layers", NOISE, {"structure": "chain", "prior": "fixed"}),
@@ -38,18 +37,18 @@ FITS: dict[str, tuple[str, str, dict[str, Any]]] = {  # label, method, and what 
     "joint-fitted": ("Noise, joint, fitted prior", NOISE, {"structure": "full", "prior": "fitted"}),
     "own": (CALIBRATE_DEFAULT, NOISE, {"folds": 5}),
     "flow-layers": (
-        "Noise, planar flows within layers",
+        "Noise, planar flows in each layer",
         "node-noise-planar",
         {"structure": "factorized", "prior": "fixed", "flow": NormalPlanar(12)},
     ),
     "flow-joint": (
-        "Noise, joint, couplings",
+        "Noise, joint, coupling flow",
         "node-noise-coupling",
         {"structure": "full", "prior": "fixed", "flow": NormalCoupling()},
     ),
 }
 FIRST = {  # rows without noise
-    "plain": ("Plain", "mle"),
+    "plain": ("Deterministic", "mle"),
     "temperature": ("Temperature scaling", "temperature"),
     "vector": ("Vector scaling", "temperature"),
     "laplace": ("Last-layer Laplace", "laplace"),
@@ -57,42 +56,47 @@ FIRST = {  # rows without noise
 ROWS: dict[str, tuple[str, str]] = {
     **FIRST,
     **{key: (label, method) for key, (label, method, _) in FITS.items()},
-    "all": ("Plain on all data, tempered", "temperature"),
+    "all": ("Deterministic on all data, tempered", "temperature"),
 }
-RIVALS = {  # of joint noise
+RIVALS = {  # methods that joint noise is compared with
     "temperature": "temperature scaling",
     "factorized": "factorized noise",
-    "all": "a plain network on all data",
+    "all": "a deterministic network on all data",
 }
 SHIFT = "mean over four kinds of corruption (noise, blur, brightness, contrast) at five strengths."
 NUMBERS = {
-    "accuracy": ("Accuracy", "higher", ".4f", "Share of test images whose most probable class is right."),
-    "nll": ("NLL", "lower", ".4f", "Mean negative log-likelihood of the right class, in nats."),
+    "accuracy": ("Accuracy", "higher", ".4f", "Fraction of test images whose most probable class is right."),
+    "nll": ("NLL", "lower", ".4f", "Mean negative log-likelihood (NLL) of the true class, in nats."),
     "ece": ("ECE", "lower", ".4f", "Expected calibration error in 15 equal bins."),
-    "seconds": ("Seconds", "none", ".1f", "Of the fit of temperature or noise, without the training of the weights."),
+    "seconds": ("Seconds", "none", ".1f", "Time of the fit of temperature or noise, without the training of the weights."),
 }  # fmt: skip
 CORRUPTED = {
     f"shift_{key}": (f"{NUMBERS[key][0]}, corrupted", NUMBERS[key][1], ".3f", f"{NUMBERS[key][0]}, {SHIFT}")
     for key in ("accuracy", "nll", "ece")
 }
 BEYOND = {
-    "auroc_mnist": ("AUROC MNIST", "higher", ".3f", "Chance that a digit has a higher predictive entropy than a test image."),
+    "auroc_mnist": ("AUROC MNIST", "higher", ".3f", "Probability that a digit has a higher predictive entropy than a test image."),
     **CORRUPTED,
 }  # fmt: skip
 TABLE = {
-    "nll": ("NLL", "lower", ".4f", "Mean negative log-density of the test targets, in their own units."),
-    "rmse": ("RMSE", "lower", ".4g", "Root mean squared error, in the targets' own units."),
+    "nll": (
+        "NLL",
+        "lower",
+        ".4f",
+        "Mean negative log-density of the test targets, in the units of the data.",
+    ),
+    "rmse": ("RMSE", "lower", ".4g", "Root mean squared error, in the units of the data."),
     "seconds": NUMBERS["seconds"],
 }
 
 
 @options(kw_only=True)
 class EvaluationSettings(ImageSource):
-    """How calibrated networks are evaluated on images.
+    """Settings of the evaluation of calibrated networks on images.
 
     Args:
-        samples: networks averaged in a prediction.
-        shift_samples, shift_images: the same for corrupted and for novel images, and how many of them.
+        samples: Number of networks averaged in a prediction.
+        shift_samples, shift_images: Number of networks and of images for corrupted and out-of-distribution images.
     """
 
     samples: Count = 64
@@ -100,25 +104,28 @@ class EvaluationSettings(ImageSource):
     shift_images: Count = 500
 
     def images(self) -> ImageSettings:
-        """What the evaluation on novel and corrupted images depends on."""
-        return ImageSettings(**{one.name: getattr(self, one.name) for one in fields(EvaluationSettings)})
+        """Returns the settings of the evaluation on out-of-distribution and corrupted images."""
+        return ImageSettings(
+            **{entry.name: getattr(self, entry.name) for entry in fields(EvaluationSettings)}
+        )
 
 
 @options(kw_only=True)
 class Settings(EvaluationSettings):
-    """What the study depends on, besides :class:`Evaluated`.
+    """Settings of the study, in addition to :class:`EvaluationSettings`.
 
     Args:
-        data: of images.
-        train: numbers of images that weights are trained on.
-        epochs, batch: of these trainings, for each number of images.
-        held_out: numbers of fresh images, each with every one of ``train``.
-        same: of ``train``, that noise is fitted to as well.
+        data: Name of the image set.
+        train: Numbers of images for the training of the weights.
+        epochs, batch: Epochs and batch sizes of these trainings, for each number of images.
+        held_out: Numbers of held-out images, combined with each entry of ``train``.
+        memorized: Entries of ``train`` for which the noise is also fitted to the training images.
         tables: UCI sets, half of whose training rows are held out.
-        table_epochs: of the trainings on them.
-        fits: keys of the posteriors that are fitted, out of :data:`FITS`.
-        flow_rows: flows are fitted to at most so many examples.
-        test: images, at most.
+        table_epochs: Epochs of the trainings on tables.
+        fits: Keys of the posteriors to fit, out of :data:`FITS`.
+        flow_rows: Largest number of examples for flows.
+        lr: Learning rate of the weights.
+        test: Largest number of test images.
     """
 
     data: str = "fashion-mnist"
@@ -126,7 +133,7 @@ class Settings(EvaluationSettings):
     epochs: tuple[Count, ...] = (60, 30, 10)
     batch: tuple[Count, ...] = (50, 50, 250)
     held_out: tuple[Count, ...] = (100, 1_000, 5_000)
-    same: tuple[Count, ...] = (1_000,)
+    memorized: tuple[Count, ...] = (1_000,)
     tables: tuple[str, ...] = ("concrete", "energy")
     table_epochs: Count = 200
     fits: tuple[str, ...] = tuple(FITS)
@@ -135,43 +142,43 @@ class Settings(EvaluationSettings):
     test: Count = 10_000
 
     def cases(self) -> dict[str, tuple[str, ...]]:
-        """The cases of images that each variant has, by their keys."""
-        cases = {str(size): tuple(f"{size}-{out}" for out in self.held_out) for size in self.train}
-        return cases | {f"{size}-same": (f"{size}-same",) for size in self.same}
+        """Returns the keys of the image cases of each variant."""
+        cases = {str(size): tuple(f"{size}-{number}" for number in self.held_out) for size in self.train}
+        return cases | {f"{size}-same": (f"{size}-same",) for size in self.memorized}
 
 
 def case_label(case: str) -> str:
-    """A case in words.
+    """Returns a case in words.
 
     >>> case_label("1000-100"), case_label("1000-same"), case_label("energy")
-    ('1,000 + 100', '1,000, the same', 'energy')
+    ('1,000 + 100', '1,000, same images', 'energy')
     """
-    train, _, out = case.partition("-")
-    if not out:
+    train, _, held_out = case.partition("-")
+    if not held_out:
         return case
-    return f"{int(train):,}, the same" if out == "same" else f"{int(train):,} + {int(out):,}"
+    return f"{int(train):,}, same images" if held_out == "same" else f"{int(train):,} + {int(held_out):,}"
 
 
 class CalibrateStudy(Study):
     name = "calibrate"
     title = "Calibrating a trained network"
-    description = "noise of a trained LeNet on fresh and on memorised images, from factorized to joint, beside temperature scaling"
+    description = "noise of a trained LeNet fitted to held-out and to memorized images, factorized to joint, versus temperature scaling"
     question = (
-        "A LeNet is trained on images, a small network on a table. The weights stay, and the noise is fitted to fresh data, or to "
-        "those that the weights have seen. Does a richer posterior predict better, and better than temperature scaling?"
+        "A LeNet is trained on images, and a small network on a table. Then the noise is fitted with fixed weights, to held-out "
+        "data or to the training data. Does a richer posterior predict better, and better than temperature scaling?"
     )
-    source = "flowbnn's own"
+    source = "no published counterpart"
     settings = Settings
     seeds = 10
     accelerator = "auto"
     headline = ("nll_1000-1000", "ece_1000-1000", "nll_1000-100", "nll_1000-same")
     quick: ClassVar[dict[str, Any]] = {
-        "source": "generated", "generated": 160, "train": (80,), "epochs": (2,), "batch": (40,), "held_out": (60,), "same": (80,),
+        "source": "generated", "generated": 160, "train": (80,), "epochs": (2,), "batch": (40,), "held_out": (60,), "memorized": (80,),
         "tables": (), "fits": ("factorized", "joint"), "samples": 4, "shift_samples": 2, "shift_images": 4,
     }  # fmt: skip
 
     def variants(self, settings: Settings) -> tuple[Variant, ...]:
-        """One network each, with all that is fitted on top of it."""
+        """Returns a variant for each network, with all that is fitted to it."""
         images = [
             Variant(key, f"{case_label(key)} images", "mle", cost=3.0 * len(cases))
             for key, cases in settings.cases().items()
@@ -183,117 +190,136 @@ class CalibrateStudy(Study):
         if job.variant in s.tables:
             return {"values": {}, "table": {job.variant: evaluate_table(job)}}
         size = int(job.variant.partition("-")[0])
-        pictures = load_image_data(s.images(), s.data, ["mnist"], job.device)
-        order = torch.randperm(pictures.num_data, generator=torch.Generator().manual_seed(job.seed))
-        plain = train_lenet(select_images(pictures, order[:size]), size, job)
+        images = load_image_data(s.images(), s.data, ["mnist"], job.device)
+        order = torch.randperm(images.num_data, generator=torch.Generator().manual_seed(job.seed))
+        plain = train_lenet(select_images(images, order[:size]), size, job)
+        names = NUMBERS | BEYOND
         table = {}
         for case in s.cases()[job.variant]:
-            fresh = case.partition("-")[2]
-            index = order[:size] if fresh == "same" else order[-int(fresh) :]
-            held_out = select_images(pictures, index)
-            names = NUMBERS | BEYOND
+            number = case.partition("-")[2]
+            indices = order[:size] if number == "same" else order[-int(number) :]
             table[case] = {
-                key: evaluate_images(one, pictures, s, names, most=s.test) | {"seconds": seconds}
-                for key, one, seconds in fit_all(plain, held_out, job)
+                key: evaluate_images(posterior, images, s, names, limit=s.test) | {"seconds": seconds}
+                for key, posterior, seconds in fit_all(plain, select_images(images, indices), job)
             }
-            if fresh != "same":
-                both = select_images(pictures, torch.cat([order[:size], index]))
-                whole, seconds = time_call(
-                    train_on_all_data, lambda data: train_lenet(data, size, job), both, job.seed
+            if number != "same":
+                all_data = select_images(images, torch.cat([order[:size], indices]))
+                posterior, seconds = time_call(
+                    train_on_all_data, lambda data: train_lenet(data, size, job), all_data, job.seed
                 )
-                table[case]["all"] = evaluate_images(whole, pictures, s, names, most=s.test) | {
-                    "seconds": seconds
-                }
+                scores = evaluate_images(posterior, images, s, names, limit=s.test)
+                table[case]["all"] = scores | {"seconds": seconds}
         return {"values": {}, "table": table}
 
     def findings(self, settings: Settings, parts: Parts) -> Findings:
-        tables = ((seed, part["table"]) for (_, seed), part in parts.content.items())
-        each = ((seed, case, rows) for seed, table in tables for case, rows in table.items())
-        by_row = parts_by_row(parts.seeds, each)
-        cases = {case: case_label(case) for some in settings.cases().values() for case in some}
+        tables = (
+            (seed, case, rows)
+            for (_, seed), part in parts.content.items()
+            for case, rows in part["table"].items()
+        )
+        by_row = parts_by_row(parts.seeds, tables)
+        cases = {case: case_label(case) for group in settings.cases().values() for case in group}
         metrics = make_metrics(NUMBERS | BEYOND, cases)
         metrics += make_metrics(TABLE, {name: name for name in settings.tables})
         rows = [by_row.row(key, label, metrics, None, method) for key, (label, method) in ROWS.items()]
         notes = [
-            "Columns: images that the weights are trained on + fresh images that all else is fitted to. “The same”: "
-            "noise is fitted to the images of the weights. Tables: half of the training rows each, on the published splits.",
-            "The prior of the noise is N(1, 0.5²), or fitted: a mean and a width for every layer by the ELBO. Flows begin at the "
-            f"fitted Gaussian and are left out where they do not raise its ELBO; up to {settings.flow_rows:,} examples.",
-            "Last-layer Laplace: Kronecker-factored, its prior by the marginal likelihood, all on the fresh data, weights as they are.",
-            f"Plain on all data: the same network trained on both kinds, with the mean temperature of {FOLDS} networks, each on what "
-            "was left out of its training; the seconds are of all these trainings.",
+            "Columns: number of training images + number of held-out images to which everything else is fitted. “Same images”: the "
+            "noise is fitted to the training images. Tables: half of the training rows each, on the published splits.",
+            "The prior of the noise is N(1, 0.5²), or fitted: a mean and a width for every layer by the ELBO. Flows start from the "
+            f"fitted Gaussian and are omitted if they do not increase its ELBO. They are fitted to at most {settings.flow_rows:,} "
+            "examples.",
+            "Last-layer Laplace: Kronecker-factored, with the prior chosen by the marginal likelihood, fitted to the held-out data "
+            "with fixed weights.",
+            "Deterministic on all data: the same network trained on training and held-out data, with the mean temperature of 5 "
+            "networks of a cross-validation. The seconds include all these trainings.",
             "Nothing was chosen on test data.",
         ]
-        shown = [row for row in rows if row["values"]]
-        return Findings(answer(settings, by_row), metrics, shown, [], notes, comparisons(by_row, metrics))
+        rows = [row for row in rows if row["values"]]
+        return Findings(answer(settings, by_row), metrics, rows, [], notes, comparisons(by_row, metrics))
 
 
 TensorPair = tuple[Tensor, Tensor]
 
 
-def select_images(pictures: ImageData, index: Tensor) -> TensorPair:
-    """These images as the network takes them, and their labels."""
-    learned = pictures.train
-    index = index.to(learned.images.device)
-    return learned.normalizer()(learned.images[index]), learned.labels[index]
+def select_images(images: ImageData, indices: Tensor) -> TensorPair:
+    """Returns normalized images and their labels by index."""
+    train = images.train
+    indices = indices.to(train.images.device)
+    return train.normalizer()(train.images[indices]), train.labels[indices]
 
 
 def train_lenet(data: TensorPair, size: int, job: Job) -> PointPosterior:
-    """A LeNet trained on these images, as for so many."""
+    """Trains a LeNet with the settings for the given number of images."""
     s: Settings = job.settings
-    number = s.train.index(size)
+    index = s.train.index(size)
     torch.manual_seed(job.seed)
-    loader = TensorLoader(*data, batch_size=s.batch[number], shuffle=True)
-    method = MLE(epochs=s.epochs[number], lr=s.lr)
-    given: dict[str, Any] = {"seed": job.seed, "progress": False, "accelerator": job.accelerator}
-    return method.fit(LeNet(data[0].shape[1]), loader, **given)
+    loader = TensorLoader(*data, batch_size=s.batch[index], shuffle=True)
+    method = MLE(epochs=s.epochs[index], lr=s.lr)
+    options: dict[str, Any] = {"seed": job.seed, "progress": False, "accelerator": job.accelerator}
+    return method.fit(LeNet(data[0].shape[1]), loader, **options)
 
 
 def fit_posteriors(
     plain: PointPosterior, held_out: TensorLoader, job: Job, fits: Mapping[str, Mapping[str, Any]]
 ) -> Iterator[tuple[str, Posterior, float]]:
-    """A network as it is, scaled and by Laplace on held-out data, and with noise by each of ``fits``, which calibrate is given.
+    """Yields key, posterior and seconds: without calibration, scaled, with Laplace, and with noise by each of ``fits``.
 
-    Each comes with its seconds.
+    Args:
+        plain: Trained network.
+        held_out: Held-out data.
+        job: Job of the study.
+        fits: Arguments of calibrate by key.
     """
     yield "plain", plain, 0.0
     yield "temperature", *time_call(temper, plain, held_out, progress=False)
     if not held_out.tensors[1].is_floating_point():
         yield "vector", *time_call(fit_vector_scaling, plain, held_out)
-    given: dict[str, Any] = {"seed": job.seed, "progress": False, "accelerator": job.accelerator}
-    yield "laplace", *time_call(Laplace(layers="last", epochs=0).fit, plain.model, held_out, **given)
-    for key, how in fits.items():
-        yield key, *time_call(calibrate, plain.model, held_out, **{"folds": 0, **how}, **given)
+    options: dict[str, Any] = {"seed": job.seed, "progress": False, "accelerator": job.accelerator}
+    yield "laplace", *time_call(Laplace(layers="last", epochs=0).fit, plain.model, held_out, **options)
+    for key, arguments in fits.items():
+        yield key, *time_call(calibrate, plain.model, held_out, **{"folds": 0, **arguments}, **options)
 
 
 def fit_all(plain: PointPosterior, held_out: TensorPair, job: Job) -> Iterator[tuple[str, Posterior, float]]:
-    """All that is fitted to held-out data on top of a network, each with its seconds."""
+    """Yields key, posterior and seconds of everything that is fitted to held-out data."""
     s: Settings = job.settings
     loader = TensorLoader(*held_out, batch_size=1000)
-    chosen = {key: how for key, (_, _, how) in FITS.items() if key in s.fits}
-    few = len(held_out[1]) <= s.flow_rows
+    fits = {key: arguments for key, (_, _, arguments) in FITS.items() if key in s.fits}
+    allow_flows = len(held_out[1]) <= s.flow_rows
     yield from fit_posteriors(
-        plain, loader, job, {key: how for key, how in chosen.items() if few or "flow" not in how}
+        plain,
+        loader,
+        job,
+        {key: arguments for key, arguments in fits.items() if allow_flows or "flow" not in arguments},
     )
 
 
 def evaluate_images(
     posterior: Posterior,
-    pictures: ImageData,
+    data: ImageData,
     settings: EvaluationSettings,
     names: Container[str],
     precision: str = "32-true",
-    most: int | None = None,
+    limit: int | None = None,
 ) -> dict[str, float]:
-    """Those of the metrics on test images, at most so many, and on novel and corrupted ones that are called by these names."""
-    images, labels = (part[:most] for part in pictures.test)
-    known = predict(posterior, images, settings.samples, precision).evaluate(labels)
-    beyond, _ = evaluate_shift(posterior, pictures, settings.images(), precision)
-    return {name: value for name, value in (known | beyond).items() if name in names}
+    """Computes the metrics ``names`` on test, out-of-distribution and corrupted images.
+
+    Args:
+        posterior: Posterior to evaluate.
+        data: Images on the device.
+        settings: Settings of the evaluation.
+        names: Names of the metrics.
+        precision: Precision of the predictions.
+        limit: Largest number of test images; None for all.
+    """
+    images, labels = (tensor[:limit] for tensor in data.test)
+    scores = predict(posterior, images, settings.samples, precision).evaluate(labels)
+    shift_scores, _ = evaluate_shift(posterior, data, settings.images(), precision)
+    return {name: value for name, value in (scores | shift_scores).items() if name in names}
 
 
 def evaluate_table(job: Job) -> dict[str, dict[str, float]]:
-    """The rows of one UCI set: weights on one half of the training rows, all else on the other."""
+    """Returns the rows of one UCI set: weights are trained on one half of the training rows, the rest is fitted to the other half."""
     s: Settings = job.settings
     inputs, targets, *test = load_uci(job.variant, job.seed)
     inputs, test[0] = standardize(inputs, test[0])
@@ -303,8 +329,8 @@ def evaluate_table(job: Job) -> dict[str, dict[str, float]]:
     def network(data: TensorPair) -> PointPosterior:
         torch.manual_seed(job.seed)
         loader = TensorLoader(*data, batch_size=32, shuffle=True)
-        given: dict[str, Any] = {"seed": job.seed, "progress": False, "accelerator": job.accelerator}
-        return MLE(epochs=s.table_epochs, lr=1e-2).fit(MLP(inputs.shape[1], (50,), 1), loader, **given)
+        options: dict[str, Any] = {"seed": job.seed, "progress": False, "accelerator": job.accelerator}
+        return MLE(epochs=s.table_epochs, lr=1e-2).fit(MLP(inputs.shape[1], (50,), 1), loader, **options)
 
     plain = network((inputs[first], targets[first]))
     rows = [*fit_all(plain, (inputs[second], targets[second]), job)]
@@ -317,20 +343,34 @@ def evaluate_table(job: Job) -> dict[str, dict[str, float]]:
 
 
 def train_on_all_data(
-    network: Callable[[TensorPair], PointPosterior], data: TensorPair, seed: int
+    network: Callable[[TensorPair], PointPosterior], data: TensorPair, seed: int, folds: int = 5
 ) -> TemperedPosterior:
-    """A network on all data with the temperature of networks on the data that each has not seen."""
-    parts = torch.randperm(len(data[1]), generator=torch.Generator().manual_seed(seed)).chunk(FOLDS)
-    logs = []
-    for number, out in enumerate(parts):
-        kept = torch.cat([part for other, part in enumerate(parts) if other != number])
-        one = network((data[0][kept], data[1][kept]))
-        logs.append(math.log(temper(one, [(data[0][out], data[1][out])], progress=False).temperature))
-    return TemperedPosterior(network(data), math.exp(sum(logs) / FOLDS))
+    """Trains a network on all data, with the mean temperature of a cross-validation.
+
+    Args:
+        network: Function that trains a network.
+        data: Inputs and targets.
+        seed: Seed of the folds.
+        folds: Number of folds.
+    """
+    parts = torch.randperm(len(data[1]), generator=torch.Generator().manual_seed(seed)).chunk(folds)
+    log_temperatures = []
+    for number, held_out in enumerate(parts):
+        train = torch.cat([part for index, part in enumerate(parts) if index != number])
+        posterior = network((data[0][train], data[1][train]))
+        tempered = temper(posterior, [(data[0][held_out], data[1][held_out])], progress=False)
+        log_temperatures.append(math.log(tempered.temperature))
+    return TemperedPosterior(network(data), math.exp(sum(log_temperatures) / folds))
 
 
 class VectorScaledNetwork(nn.Module):
-    """A network whose logits are multiplied by, and added to, a number for each class."""
+    """Network whose logits are scaled and shifted for each class.
+
+    Args:
+        network: Network with logits.
+        factor: Factor of each class.
+        offset: Offset of each class.
+    """
 
     def __init__(self, network: nn.Module, factor: Tensor, offset: Tensor) -> None:
         super().__init__()
@@ -342,27 +382,27 @@ class VectorScaledNetwork(nn.Module):
 
 
 def fit_vector_scaling(plain: PointPosterior, held_out: TensorLoader) -> PointPosterior:
-    r"""Vector scaling (Guo et al. 2017, https://arxiv.org/abs/1706.04599): :math:`a \circ f(x) + b` with the largest likelihood."""
+    r"""Fits vector scaling (Guo et al. 2017, https://arxiv.org/abs/1706.04599): :math:`a \circ f(x) + b` by maximum likelihood."""
     outputs, _, targets = plain.collect(held_out, PredictOptions(1, progress=False))
     assert targets is not None
     logits, targets = outputs[0].double(), targets.to(outputs.device)
     factor, offset = logits.new_ones(logits.shape[1]), logits.new_zeros(logits.shape[1])
-    free = [factor.requires_grad_(), offset.requires_grad_()]
-    engine = torch.optim.LBFGS(free, max_iter=200, line_search_fn="strong_wolfe")
+    parameters = [factor.requires_grad_(), offset.requires_grad_()]
+    optimizer = torch.optim.LBFGS(parameters, max_iter=200, line_search_fn="strong_wolfe")
 
     def loss() -> Tensor:
-        engine.zero_grad()
+        optimizer.zero_grad()
         value = nn.functional.cross_entropy(logits * factor + offset, targets)
         value.backward()
         return value
 
-    engine.step(loss)
+    optimizer.step(loss)
     scaled = VectorScaledNetwork(plain.model, factor.detach().float(), offset.detach().float())
     return PointPosterior(scaled.eval(), plain.likelihood)
 
 
 def comparisons(parts: Parts, metrics: Sequence[Metric]) -> list[dict[str, Any]]:
-    """Joint noise against each rival in NLL, seed by seed."""
+    """Compares joint noise with each rival in NLL, seed by seed."""
     table = []
     for rival, label in RIVALS.items():
         for metric in metrics:
@@ -374,8 +414,8 @@ def comparisons(parts: Parts, metrics: Sequence[Metric]) -> list[dict[str, Any]]
 
 
 def answer(settings: Settings, parts: Parts) -> str:
-    """The answer, put together from the numbers."""
-    cases = [case for some in settings.cases().values() for case in some] + list(settings.tables)
+    """Returns the answer, computed from the numbers."""
+    cases = [case for group in settings.cases().values() for case in group] + list(settings.tables)
     lines = []
     for rival, label in RIVALS.items():
         verdicts: dict[str, list[str]] = {}
@@ -383,21 +423,23 @@ def answer(settings: Settings, parts: Parts) -> str:
             values = parts.common("joint", rival, f"nll_{case}")
             if case.endswith("same") or not values[0]:
                 continue
-            found = paired_difference(*values)
-            verdict = ("better" if found.mean < 0 else "worse") if found.significant else found.inconclusive
-            numbers = f"{statistics.fmean(values[0]):.3f} against {statistics.fmean(values[1]):.3f}"
+            difference = paired_difference(*values)
+            verdict = "better" if difference.mean < 0 else "worse"
+            verdict = verdict if difference.significant else difference.inconclusive
+            numbers = f"{statistics.fmean(values[0]):.3f} versus {statistics.fmean(values[1]):.3f}"
             verdicts.setdefault(verdict, []).append(f"{case_label(case)} ({numbers})")
         if verdicts:
-            told = "; ".join(
+            text = "; ".join(
                 f"{verdict} on {', '.join(where)}" for verdict, where in sorted(verdicts.items())
             )
-            lines.append(f"Test NLL of joint noise against {label}, {pluralize(len(parts.seeds))}: {told}.")
+            lines.append(f"Test NLL of joint noise versus {label}, {pluralize(len(parts.seeds))}: {text}.")
     for case in (case for case in cases if case.endswith("same")):
         joint, factorized = parts.common("joint", "factorized", f"nll_{case}")
         if joint:
-            against = paired_difference(joint, factorized)
+            difference = paired_difference(joint, factorized)
             lines.append(
-                f"On images that the weights have memorised a joint posterior is {'better' if against.mean < 0 else 'worse'} than a "
-                f"factorized one: {statistics.fmean(joint):.3f} against {statistics.fmean(factorized):.3f}, {against.describe(3)}."
+                f"Fitted to memorized images, a joint posterior has a {'lower' if difference.mean < 0 else 'higher'} test NLL than a "
+                f"factorized one: {statistics.fmean(joint):.3f} versus {statistics.fmean(factorized):.3f}, difference "
+                f"{difference.describe(3)}."
             )
-    return "\n".join(lines) or "Too little has been trained for an answer."
+    return "\n".join(lines) or "There are too few results for an answer."

@@ -1,4 +1,4 @@
-"""Noise of networks that were trained on 45,000 images of CIFAR-10, fitted on the 5,000 that their weights have not seen."""
+"""Noise of networks trained on 45,000 images of CIFAR-10, fitted on the 5,000 images that their weights have not seen."""
 
 from dataclasses import asdict, replace
 from typing import Any, ClassVar
@@ -28,7 +28,7 @@ from flowbnn_studies.runner.findings import paired_difference, pluralize
 from flowbnn_studies.runner.study import Findings, Job, Study, Variant, make_metrics, parts_by_row
 
 NETWORKS = {"lenet": "LeNet", "vgg16": "VGG16", "resnet18": "ResNet18"}
-FITS: dict[str, tuple[str, dict[str, Any]]] = {  # label, and what calibrate is given
+FITS: dict[str, tuple[str, dict[str, Any]]] = {  # label, and arguments of calibrate
     "factorized": ("Noise, factorized", {"structure": "factorized", "prior": "fitted"}),
     "layers": ("Noise, full within layers", {"structure": "layers", "prior": "fitted"}),
     "chain": ("Noise, chain of layers", {"structure": "chain", "prior": "fitted"}),
@@ -40,30 +40,30 @@ ROWS = {
     **FIRST,
     **{key: (label, "node-noise-gaussian") for key, (label, _) in FITS.items()},
     "chosen": ("Noise, chosen by the ELBO", "node-noise-gaussian"),
-    "all": ("Plain on all images, tempered", "temperature"),
+    "all": ("Deterministic on all images, tempered", "temperature"),
 }
 NOVEL = {"fashion-mnist": "Fashion-MNIST", "mnist": "MNIST"}
 # fmt: off
 MORE = {
-    "elbo": ("ELBO", "higher", ".4f", "Of the fit, in nats for a held-out image."),
+    "elbo": ("ELBO", "higher", ".4f", "ELBO of the fit, in nats per held-out image."),
     **{f"auroc_{key}": (f"AUROC {name}", "higher", ".3f",
-       f"Chance that an image of {name} has a higher predictive entropy than a test image.")
+       f"Probability that an image of {name} has a higher predictive entropy than a test image.")
        for key, name in NOVEL.items()},
     **CORRUPTED,
 }
 # fmt: on
-TARGET = 0.008  # of the ECE
+TARGET = 0.008  # target of the ECE, as in vgg16-cifar10
 
 
 @options(kw_only=True)
 class Settings(EvaluationSettings):
-    """What the study depends on, besides :class:`~flowbnn_studies.posteriors.calibrate.Evaluated`.
+    """Settings of the study, in addition to :class:`~flowbnn_studies.posteriors.calibrate.EvaluationSettings`.
 
     Args:
-        width: multiplies the channels of VGG16 and ResNet18.
-        held_out: images that the weights do not see, other ones with every seed.
-        fits: keys of the posteriors that are fitted, out of :data:`FITS`.
-        lenet, vgg16, resnet18: how the weights are trained.
+        width: Factor of the channels of VGG16 and ResNet18.
+        held_out: Number of held-out images, which differ between seeds.
+        fits: Keys of the posteriors to fit, out of :data:`FITS`.
+        lenet, vgg16, resnet18: Trainings of the weights.
     """
 
     width: Positive = 1.0
@@ -77,20 +77,22 @@ class Settings(EvaluationSettings):
     )
 
     def relevant(self, variant: str) -> dict[str, Any]:
-        """The settings that a variant's result depends on."""
-        own = variant.partition("-")[0]
-        return {name: value for name, value in asdict(self).items() if name == own or name not in NETWORKS}
+        """Returns the settings that the result of a variant depends on."""
+        network = variant.partition("-")[0]
+        return {
+            name: value for name, value in asdict(self).items() if name == network or name not in NETWORKS
+        }
 
 
 class CalibrateCifar10(Study):
     name = "calibrate-cifar10"
-    title = "Calibrating networks of CIFAR-10"
-    description = "LeNet, VGG16 and ResNet18: noise on fresh images of CIFAR-10, factorized to joint, beside temperature scaling"
+    title = "Calibrating networks on CIFAR-10"
+    description = "LeNet, VGG16 and ResNet18: noise on held-out images of CIFAR-10, factorized to joint, versus temperature scaling"
     question = (
-        "LeNet, VGG16 and ResNet18 are trained on 45,000 images of CIFAR-10. Their weights stay, and their noise is fitted to the "
-        "other 5,000. Does it predict better than temperature scaling, and which structure of the posterior is worth its time?"
+        "LeNet, VGG16 and ResNet18 are trained on 45,000 images of CIFAR-10. Then their noise is fitted to the other 5,000 with "
+        "fixed weights. Does it predict better than temperature scaling, and which structure of the posterior is worth its time?"
     )
-    source = "flowbnn's own"
+    source = "no published counterpart"
     settings = Settings
     seeds = 5
     accelerator = "auto"
@@ -102,7 +104,7 @@ class CalibrateCifar10(Study):
     }  # fmt: skip
 
     def variants(self, settings: Settings) -> tuple[Variant, ...]:
-        """A variant for each network with all its fits, then the networks on all images."""
+        """Returns a variant for each network with all its fits, then the networks on all images."""
         cost = {"lenet": 0.5, "vgg16": 1.0, "resnet18": 2.0}
         return tuple(Variant(key, label, "mle", cost=cost[key]) for key, label in NETWORKS.items()) + tuple(
             Variant(f"{key}-all", f"{label} on all images", "mle", start_from=key, cost=cost[key])
@@ -111,81 +113,82 @@ class CalibrateCifar10(Study):
 
     def train(self, job: Job) -> dict[str, Any]:
         s: Settings = job.settings
-        network, _, whole = job.variant.partition("-")
+        network, _, on_all_images = job.variant.partition("-")
         names = NUMBERS | MORE
-        pictures = load_image_data(s.images(), "cifar10", list(NOVEL), job.device)
-        rest, fresh = pictures.train.split(min(s.held_out, len(pictures.train) // 3), job.seed)
-        held_out = TensorLoader(rest.normalizer()(fresh.images), fresh.labels, batch_size=1000)
-        if whole:
-            start = make_network(network, pictures.channels, s.width)
-            point = PointPosterior(job.load_start_network(start).to(pictures.device), Categorical())
+        images = load_image_data(s.images(), "cifar10", list(NOVEL), job.device)
+        train_set, held_out_set = images.train.split(min(s.held_out, len(images.train) // 3), job.seed)
+        held_out = TensorLoader(
+            train_set.normalizer()(held_out_set.images), held_out_set.labels, batch_size=1000
+        )
+        if on_all_images:
+            start = make_network(network, images.channels, s.width)
+            point = PointPosterior(job.load_start_network(start).to(images.device), Categorical())
             temperature = temper(point, held_out, progress=False).temperature
-            posterior = TemperedPosterior(_plain(job, network, pictures), temperature)
+            posterior = TemperedPosterior(_train_network(job, network, images), temperature)
             return {
                 "values": {},
-                "table": {"all": evaluate_images(posterior, pictures, s, names, job.precision)},
+                "table": {"all": evaluate_images(posterior, images, s, names, job.precision)},
             }
-        plain = _plain(job, network, replace(pictures, train=rest))
-        plain.save(job.network_path)
+        point = _train_network(job, network, replace(images, train=train_set))
+        point.save(job.network_path)
         table = {}
-        fits = {key: how for key, (_, how) in FITS.items() if key in s.fits}
-        for key, one, seconds in fit_posteriors(plain, held_out, job, fits):
-            table[key] = evaluate_images(one, pictures, s, names, job.precision) | {"seconds": seconds}
+        fits = {key: arguments for key, (_, arguments) in FITS.items() if key in s.fits}
+        for key, posterior, seconds in fit_posteriors(point, held_out, job, fits):
+            table[key] = evaluate_images(posterior, images, s, names, job.precision) | {"seconds": seconds}
             if key in fits:
-                last = one.history["elbo"][-8:]
-                table[key] |= {"elbo": sum(last) / len(last), "passes": one.history.epochs}
-        return {"values": {}, "table": table, "minutes": plain.history.seconds / 60}
+                elbos = posterior.history["elbo"][-8:]
+                table[key] |= {"elbo": sum(elbos) / len(elbos), "passes": posterior.history.epochs}
+        return {"values": {}, "table": table, "minutes": point.history.seconds / 60}
 
     def findings(self, settings: Settings, parts: Parts) -> Findings:
         by_row = network_parts_by_row(parts)
-        known = by_row.of("plain")[0]["values"] if by_row.of("plain") else {}
-        trained = {key: label for key, label in NETWORKS.items() if f"nll_{key}" in known}
+        values = by_row.of("plain")[0]["values"] if by_row.of("plain") else {}
+        trained = {key: label for key, label in NETWORKS.items() if f"nll_{key}" in values}
         metrics = make_metrics(NUMBERS | MORE, trained)
         rows = [by_row.row(key, label, metrics, None, method) for key, (label, method) in ROWS.items()]
-        minutes = {
-            label: sum(part["minutes"] for part in parts.of(key)) / len(parts.of(key))
-            for key, label in NETWORKS.items()
-            if parts.of(key)
-        }
-        told = ", ".join(
-            f"{NETWORKS[key]} {getattr(settings, key).epochs} epochs ({minutes[NETWORKS[key]]:.1f} minutes)"
-            for key in NETWORKS
-            if NETWORKS[key] in minutes
-        )
+        trainings = []
+        for key, label in NETWORKS.items():
+            if runs := parts.of(key):
+                minutes = sum(part["minutes"] for part in runs) / len(runs)
+                trainings.append(f"{label} {getattr(settings, key).epochs} epochs ({minutes:.1f} minutes)")
         notes = [
-            f"The weights: {told}; SGD with Nesterov momentum (LeNet: AdamW), one cycle of the rate, moved and mirrored images. A "
-            "short training: more epochs would give a better network, whose noise has less to mend.",
-            "The prior of the noise is N(m, s²) with a mean and a width for every layer by the ELBO, or fixed at N(1, 0.5²). “Chosen”: "
-            "the structure whose ELBO is the highest for that seed, with a fitted prior; its seconds are those of all these fits.",
-            "Last-layer Laplace: Kronecker-factored, its prior by the marginal likelihood, all on the held-out images. There is no row "
-            "of flows: a step of their fit takes 32 draws through all held-out images, and 300 steps 48 million passes.",
-            "Plain on all images: the same training on all 50,000, with the temperature that suits the network on 45,000 on the other "
-            "5,000.",
-            f"Predictions on the test set average {settings.samples} networks, those on novel and corrupted images "
-            f"{settings.shift_samples}, on the first {settings.shift_images}. Nothing was chosen on test images.",
+            f"Weights: {', '.join(trainings)}; SGD with Nesterov momentum (LeNet: AdamW), one cycle of the learning rate, "
+            "translated and mirrored images. The training is short: with more epochs the network is better and the noise has less "
+            "to correct.",
+            "The prior of the noise is N(m, s²) with a mean and a width for every layer by the ELBO, or fixed at N(1, 0.5²). "
+            "“Chosen”: the structure with the highest ELBO for that seed, with a fitted prior. Its seconds include all these fits.",
+            "Last-layer Laplace: Kronecker-factored, with the prior chosen by the marginal likelihood, fitted to the held-out "
+            "images. Flows are not run: a step of their fit needs 32 draws for all held-out images, and 300 steps 48 million "
+            "forward passes.",
+            "Deterministic on all images: the same training on all 50,000 images, with the temperature of the network on 45,000 "
+            "images, fitted to the other 5,000.",
+            f"Predictions on the test set average {settings.samples} networks, those on out-of-distribution and corrupted images "
+            f"{settings.shift_samples}, on the first {settings.shift_images} images. Nothing was chosen on test images.",
         ]
         return Findings(answer(by_row), metrics, [row for row in rows if row["values"]], [], notes)
 
 
-def _plain(job: Job, network: str, pictures: ImageData) -> PointPosterior:
-    """A network trained on these pictures, laid out as convolutions on a GPU are fastest."""
+def _train_network(job: Job, network: str, images: ImageData) -> PointPosterior:
+    """Trains a network in channels-last format on a GPU, which is fastest for convolutions."""
     s: Settings = job.settings
     training: Training = getattr(s, network)
-    made = make_network(network, pictures.channels, s.width)
-    posterior = fit_variant("best-plain", network, training, made, pictures, job.short_options(), job.seed)
+    untrained = make_network(network, images.channels, s.width)
+    posterior = fit_variant("best-plain", network, training, untrained, images, job.short_options(), job.seed)
     assert isinstance(posterior, PointPosterior)
-    if pictures.device.type == "cuda":
+    if images.device.type == "cuda":
         posterior.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     return posterior
 
 
 def network_parts_by_row(parts: Parts) -> Parts:
-    """From parts by network to parts by row, with values ``nll_vgg16``; and the row that the ELBO chooses."""
+    """Returns parts by row instead of by network, with values such as ``nll_vgg16``, and the row that the ELBO chooses."""
     tables = []
     for (variant, seed), part in parts.content.items():
         table = dict(part["table"])
-        # among priors the ELBO is no judge: one that is fitted to it always wins
-        fits = [key for key, (_, given) in FITS.items() if key in table and given.get("prior") == "fitted"]
+        # only fitted priors compete, because a prior fitted to the ELBO always has a higher ELBO than a fixed one
+        fits = [
+            key for key, (_, arguments) in FITS.items() if key in table and arguments.get("prior") == "fitted"
+        ]
         if fits:
             best = max(fits, key=lambda key: table[key]["elbo"])
             table["chosen"] = {**table[best], "seconds": sum(table[key]["seconds"] for key in fits)}
@@ -194,7 +197,7 @@ def network_parts_by_row(parts: Parts) -> Parts:
 
 
 def answer(parts: Parts) -> str:
-    """The answer, put together from the numbers."""
+    """Returns the answer, computed from the numbers."""
     lines = []
     for network, label in NETWORKS.items():
         nll, ece = f"nll_{network}", f"ece_{network}"
@@ -207,16 +210,16 @@ def answer(parts: Parts) -> str:
         )
         verdict = verdict if difference.significant else difference.inconclusive
         reached = "reaches" if parts.mean("chosen", ece) <= TARGET else "misses"
-        more = ""
+        comparisons = ""
         if (pair := parts.common("joint", "factorized", nll))[0]:
-            more += f" Joint versus factorized noise: {paired_difference(*pair).describe()}."
+            comparisons += f" Joint versus factorized noise: {paired_difference(*pair).describe()}."
         if (pair := parts.common("chosen", "all", nll))[0]:
             gain = paired_difference(*pair).describe()
-            more += f" The tempered network on all images has {parts.mean('all', nll):.4f}; difference of the noise: {gain}."
+            comparisons += f" The tempered network on all images has {parts.mean('all', nll):.4f}; difference of the noise: {gain}."
         lines.append(
             f"{label}, {pluralize(number)}: the NLL is {parts.mean('plain', nll):.4f} without calibration, "
             f"{parts.mean('temperature', nll):.4f} with temperature scaling and {parts.mean('chosen', nll):.4f} with the noise "
             f"that the ELBO chooses ({verdict}: {difference.describe()}). "
-            f"Its ECE {parts.mean('chosen', ece):.4f} {reached} {TARGET:g}.{more}"
+            f"Its ECE {parts.mean('chosen', ece):.4f} {reached} {TARGET:g}.{comparisons}"
         )
-    return "\n".join(lines) or "Too little has been trained for an answer."
+    return "\n".join(lines) or "There are too few results for an answer."

@@ -1,4 +1,4 @@
-"""How good are posteriors of the noise, from factorized to a flow over all layers, with long chains as the truth?"""
+"""Quality of posteriors of the noise, from factorized to a flow over all layers, compared with long Markov chains."""
 
 import warnings
 from collections.abc import Mapping
@@ -54,12 +54,19 @@ RECIPES: dict[str, tuple[str, Recipe]] = {
     "full": ("Joint, full covariance", NormalAffine(joint="full")),
     "flow": ("Joint, full covariance after 4 couplings", NormalCoupling(4, joint="full", kl_samples=256)),
 }
-EXACT = "exact"
+EXACT = "exact"  # key of the row of the chains
 
 
 @dataclass(frozen=True)
 class ProblemSize:
-    """A network, and how many examples its weights, its noise and the predictions get."""
+    """Name of a problem, and its numbers of examples.
+
+    Args:
+        label: Name in the table.
+        weights: Number of examples for the training of the weights.
+        examples: Number of examples for the fit of the noise.
+        test: Number of test examples.
+    """
 
     label: str
     weights: int
@@ -74,40 +81,46 @@ PROBLEMS = {
     "conv": ProblemSize("Digits, small conv net, D = 173, N = 1,000", 300, 1000, 323),
     "lenet": ProblemSize("Fashion-MNIST, LeNet, D = 467, N = 1,000", 1000, 1000, 1000),
 }
-LARGE, LARGE_SEEDS = ("conv", "lenet"), 3
-CHOICE = 500_000  # added to the seed of draws that choose: those that measure are others
+LARGE, LARGE_SEEDS = ("conv", "lenet"), 3  # problems that need a GPU, and their number of seeds
+CHOICE_SEED = (
+    500_000  # added to the seed of draws that choose a posterior, which differ from those that measure it
+)
 COLUMNS = {
-    "gap": ("Gap", "lower", ".2f", "Log-evidence less ELBO in nats: the KL divergence to the exact posterior."),
-    "per_example": ("Gap per example", "lower", ".4f", "The gap over the number of examples."),
-    "k": ("k-hat", "lower", ".2f", "Shape of the tail of the importance weights; below 0.7 draws can stand for the exact ones."),
-    "variation": ("TV", "lower", ".4f", "Total variation to the chains' predictions of test inputs; of the chains, of their halves."),
-    "agreement": ("Agreement", "higher", ".4f", "Share of test inputs with the chains' decision; of the chains, between their halves."),
-    "excess": ("NLL - HMC's", "none", "+.4f", "Test NLL less that of the chains' predictions."),
-    "rhat": ("R-hat", "none", ".3f", "Of the chains that the row is measured against; above 1.01 they are not taken for the truth."),
-    "modes": ("Modes", "none", ".1f", "Distinct maxima of the exact density that climbs from prior draws end at."),
-    "seconds": ("Seconds", "none", ".1f", "Of the fit, or of the chains."),
+    "gap": ("Gap", "lower", ".2f", "Log-evidence minus ELBO in nats: the KL divergence to the exact posterior."),
+    "per_example": ("Gap per example", "lower", ".4f", "Gap divided by the number of examples."),
+    "k": ("k-hat", "lower", ".2f", "Pareto k-hat of the importance weights; below 0.7 importance sampling is reliable."),
+    "variation": ("TV", "lower", ".4f", "Total variation distance to the predictions of the chains on test inputs; for the "
+                                        "chains, between their halves."),
+    "agreement": ("Agreement", "higher", ".4f", "Fraction of test inputs with the same predicted class as the chains; for the "
+                                                "chains, between their halves."),
+    "excess": ("NLL - HMC", "none", "+.4f", "Test NLL minus that of the chains."),
+    "rhat": ("R-hat", "none", ".3f", "R-hat of the chains of the comparison; above 1.01 they are not used."),
+    "modes": ("Modes", "none", ".1f", "Number of distinct modes of the exact density found from draws of the prior."),
+    "seconds": ("Seconds", "none", ".1f", "Time of the fit or of the chains."),
 }  # fmt: skip
 
 
 @options
 class Settings:
-    """What the study depends on.
+    """Settings of the study.
 
     Args:
-        problems: which; ``conv`` and ``lenet`` are for a GPU.
-        posteriors: which, the weights frozen.
-        along: those that are fitted with the weights trained along, too.
-        epochs: of the weights' own training, in batches of ``batch``.
-        steps: of posteriors that are fitted by stochastic gradients, all examples in each, with ``draws`` for every example.
-        weight_lr, noise_lr, fine_lr: their rates: of weights that are trained along, of noise, and of noise that starts at a Gaussian.
-        chains, samples, warmup: of the exact posterior; up to four times as many draws where they have not mixed.
-        predictions: draws of a prediction, and of k-hat.
-        climbs: from draws of the prior, for modes.
+        problems: Names of the problems; ``conv`` and ``lenet`` need a GPU.
+        posteriors: Keys of the posteriors that are fitted with frozen weights.
+        joint_training: Keys of the posteriors that are also fitted together with the weights.
+        epochs, batch, lr: Epochs, batch size and learning rate of the training of the weights.
+        steps, draws: Number of steps of fits by stochastic gradients, and of draws for every example. All examples are used in each
+            step.
+        weight_lr, noise_lr, fine_lr: Learning rates of the weights, of noise, and of noise that starts from a Gaussian.
+        chains, samples, warmup: Number of chains, draws and warm-up draws of the exact posterior. There are up to four times as
+            many draws if the chains have not converged.
+        predictions: Number of draws of a prediction and of k-hat.
+        mode_starts: Number of draws of the prior from which modes are searched.
     """
 
     problems: tuple[ProblemName, ...] = ("blobs", "boston", "digits")
     posteriors: tuple[PosteriorName, ...] = get_args(PosteriorName)
-    along: tuple[PosteriorName, ...] = ("factorized", "layers", "full")
+    joint_training: tuple[PosteriorName, ...] = ("factorized", "layers", "full")
     epochs: Count = 200
     batch: Count = 50
     lr: Positive = 1e-2
@@ -120,16 +133,23 @@ class Settings:
     samples: Count = 250
     warmup: Count = 100
     predictions: Count = 1000
-    climbs: Count = 16
+    mode_starts: Count = 16
 
     def relevant(self, variant: str) -> dict[str, Any]:
-        """The settings that a variant's result depends on, whichever others are run."""
+        """Returns the settings that the result of a variant depends on."""
         return {name: value for name, value in asdict(self).items() if name not in ("problems", "sizes")}
 
 
 @dataclass(frozen=True)
 class Case:
-    """A trained network, the data of its noise, and test data."""
+    """A trained network, the data of its noise, and test data.
+
+    Args:
+        network: Trained network.
+        likelihood: Likelihood of the outputs.
+        data: Data of the noise.
+        test: Test data.
+    """
 
     network: nn.Module
     likelihood: Likelihood
@@ -138,28 +158,29 @@ class Case:
 
     @property
     def loader(self) -> list[TensorPair]:
+        """Loader of the data of the noise."""
         return [self.data]
 
 
 def load_problem(name: str, seed: int, number: int) -> tuple[TensorPair, TensorPair | None, nn.Module]:
-    """Examples in random order, test examples where these are apart, and an untrained network."""
+    """Returns examples in random order, test examples if they are separate, and an untrained network."""
     source = torch.Generator().manual_seed(seed)
     torch.manual_seed(seed)
     if name == "blobs":
         return clusters(number, 1.95, source), None, MLP(2, (32,), 2)
     if name == "boston":
         inputs, targets, *test = load_uci("boston", seed)
-        middle, width, targets = targets.mean(), targets.std(), torch.cat([targets, test[1]])
+        mean, std, targets = targets.mean(), targets.std(), torch.cat([targets, test[1]])
         inputs = torch.cat(standardize(inputs, test[0]))
-        return (inputs, (targets - middle) / width), None, MLP(13, (50,), 1)
+        return (inputs, (targets - mean) / std), None, MLP(13, (50,), 1)
     if name == "lenet":
-        known, test_set = load_images("fashion-mnist"), load_images("fashion-mnist", "test")
-        order = torch.randperm(len(known.labels), generator=source)[:number]
-        data = known.normalized()[order], known.labels[order]
+        train_set, test_set = load_images("fashion-mnist"), load_images("fashion-mnist", "test")
+        order = torch.randperm(len(train_set.labels), generator=source)[:number]
+        data = train_set.normalized()[order], train_set.labels[order]
         return data, (test_set.normalized(), test_set.labels), LeNet(1)
     digits = load_digits(seed=seed)
     parts = digits.train, digits.validation, digits.test
-    images, labels = torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
+    images, labels = torch.cat([pair[0] for pair in parts]), torch.cat([pair[1] for pair in parts])
     order = torch.randperm(len(labels), generator=source)
     network = MLP(64, (64,), 9) if name == "digits" else SmallConv(classes=9, width=12)
     return (images[order], labels[order]), None, network
@@ -168,29 +189,33 @@ def load_problem(name: str, seed: int, number: int) -> tuple[TensorPair, TensorP
 def make_case(
     name: str, s: Settings, seed: int, device: Mapping[str, Any], examples: int | None = None
 ) -> Case:
-    """A problem with one seed: weights are trained on some examples, and their noise is fitted to others."""
+    """Returns a problem with one seed: weights are trained on some examples, and the noise is fitted to others."""
     problem = PROBLEMS[name]
     first, second = problem.weights, problem.weights + (examples or problem.examples)
     data, test, network = load_problem(name, seed, second + problem.test)
-    seen, fresh, rest = (
-        tuple(part[some] for part in data)
-        for some in (slice(first), slice(first, second), slice(second, None))
+    weight_data, noise_data, other_data = (
+        tuple(tensor[rows] for tensor in data)
+        for rows in (slice(first), slice(first, second), slice(second, None))
     )
-    test = tuple(part[: problem.test] for part in test or rest)  # type: ignore[assignment]
-    batches = [tuple(part[low : low + s.batch] for part in seen) for low in range(0, first, s.batch)]
-    kind: Likelihood = Gaussian() if name == "boston" else Categorical()
-    with quiet():
-        plain = MLE(epochs=s.epochs, lr=s.lr, schedule=cosine).fit(
-            network, batches, likelihood=kind, seed=seed, progress=False, **device
+    test = tuple(tensor[: problem.test] for tensor in test or other_data)  # type: ignore[assignment]
+    batches = [
+        tuple(tensor[low : low + s.batch] for tensor in weight_data) for low in range(0, first, s.batch)
+    ]
+    likelihood: Likelihood = Gaussian() if name == "boston" else Categorical()
+    with ignore_warnings():
+        point = MLE(epochs=s.epochs, lr=s.lr, schedule=cosine).fit(
+            network, batches, likelihood=likelihood, seed=seed, progress=False, **device
         )
-    if name == "boston":  # one level for all posteriors, so that they have one density: that of the residuals
-        residuals = plain.predict(fresh[0], progress=False).mean.cpu() - fresh[1]
-        kind = Gaussian(float(residuals.square().mean().sqrt()))
-    return Case(plain.model, kind, fresh, test)  # type: ignore[arg-type]
+    if (
+        name == "boston"
+    ):  # all posteriors share one noise level, that of the residuals, so that their target density is the same
+        residuals = point.predict(noise_data[0], progress=False).mean.cpu() - noise_data[1]
+        likelihood = Gaussian(float(residuals.square().mean().sqrt()))
+    return Case(point.model, likelihood, noise_data, test)  # type: ignore[arg-type]
 
 
-# without the library's own warnings: what they say of a posterior is in its row
-quiet = partial(warnings.catch_warnings, action="ignore", category=FlowBNNWarning)
+# context manager that ignores warnings of the library, which the numbers of the row reflect
+ignore_warnings = partial(warnings.catch_warnings, action="ignore", category=FlowBNNWarning)
 
 
 def fit_posterior(
@@ -201,7 +226,16 @@ def fit_posterior(
     device: Mapping[str, Any],
     start: NoisePosterior | None = None,
 ) -> NoisePosterior:
-    """A posterior of the noise, joint ones from a Gaussian to ``start`` at, the weights frozen; without one they are trained along."""
+    """Fits a posterior of the noise by stochastic gradients.
+
+    Args:
+        recipe: Recipe of the noise.
+        case: Problem.
+        s: Settings of the study.
+        seed: Seed of the fit.
+        device: Options of the device.
+        start: Gaussian posterior from which joint noise starts, with frozen weights; None trains the weights as well.
+    """
     model = to_stochastic(case.network, {"*": recipe})
     rate = s.noise_lr
     if start is not None:
@@ -209,77 +243,83 @@ def fit_posterior(
         if recipe.joint:
             initialize_joint_noise(model, start.model)
             rate = s.fine_lr
-    with quiet():
-        how: dict[str, Any] = {
+    with ignore_warnings():
+        options: dict[str, Any] = {
             "samples": s.draws,
             "weight_lr": s.weight_lr,
             "noise_lr": rate,
             "epochs": s.steps,
         }
-        how |= {"likelihood": deepcopy(case.likelihood), "seed": seed, "progress": False, **device}
-        posterior = fit(model, case.loader, **how)
+        options |= {"likelihood": deepcopy(case.likelihood), "seed": seed, "progress": False, **device}
+        posterior = fit(model, case.loader, **options)
         if start is None or recipe.joint != "full":
             return posterior
-        # what it starts at is a special case of it
-        choice = partial(diagnostics.pareto_k, loader=case.loader, samples=s.predictions, seed=seed + CHOICE)
-        return max(start, posterior, key=lambda one: choice(one).elbo)
+        # the start is a special case of the recipe, so the better one of the two is returned
+        estimate = partial(
+            diagnostics.pareto_k, loader=case.loader, samples=s.predictions, seed=seed + CHOICE_SEED
+        )
+        return max(start, posterior, key=lambda candidate: estimate(candidate).elbo)
 
 
 def fit_by_calibrate(
     case: Case, seed: int, device: Mapping[str, Any], structure: Any = "full"
 ) -> NoisePosterior:
-    """The Gaussian that :func:`~flowbnn.calibrate` gives."""
-    how: dict[str, Any] = {
+    """Fits the Gaussian of :func:`~flowbnn.calibrate`."""
+    options: dict[str, Any] = {
         "structure": structure,
         "prior": "fixed",
         "folds": 0,
         "likelihood": case.likelihood,
     }
-    with quiet():
-        return calibrate(case.network, case.loader, **how, seed=seed, progress=False, **device)
+    with ignore_warnings():
+        return calibrate(case.network, case.loader, **options, seed=seed, progress=False, **device)
 
 
 @torch.no_grad()
 def initialize_joint_noise(model: nn.Module, gaussian: nn.Module) -> None:
-    """Give joint noise the covariance of a Gaussian, before any flow has learned."""
-    ((vector, _),), ((known, _),) = independent_vectors(model), independent_vectors(gaussian)
-    unit = torch.eye(known.layout.dim, device=next(known.parameters()).device)
-    mean = known.transform(torch.zeros_like(unit[0]))[0]
-    root = (known.transform(unit)[0] - mean).double()
-    map_ = next(part for part in vector.transform.modules() if isinstance(part, BlockTriangular))
+    """Sets the mean and covariance of joint noise to those of a Gaussian, before any flow is trained."""
+    ((vector, _),), ((gaussian_vector, _),) = independent_vectors(model), independent_vectors(gaussian)
+    unit = torch.eye(gaussian_vector.layout.dim, device=next(gaussian_vector.parameters()).device)
+    mean = gaussian_vector.transform(torch.zeros_like(unit[0]))[0]
+    root = (gaussian_vector.transform(unit)[0] - mean).double()
+    map_ = next(module for module in vector.transform.modules() if isinstance(module, BlockTriangular))
     match_gaussian(map_, mean, root.mT @ root)
 
 
 @torch.no_grad()
 def match_gaussian(map_: BlockTriangular, mean: Tensor, covariance: Tensor) -> None:
-    """Let a map make a Gaussian of standard normal numbers, or one as near to it as its structure allows."""
+    """Sets a map such that standard normal inputs have a given Gaussian distribution, or the closest one of its structure."""
     covariance = covariance.double()
     factor = torch.linalg.cholesky(covariance)
     spans = [slice(*ends) for ends in pairwise(accumulate(map_.sizes, initial=0))]
-    roots, links = [factor[own, own] for own in spans], []
+    roots, links = [factor[block, block] for block in spans], []
     if map_.across == "none" and len(spans) > 1:
-        # the Gaussian nearest to the whole as an ELBO measures it has the blocks of the precision
+        # the independent blocks that maximize the ELBO have the diagonal blocks of the precision
         precision = torch.cholesky_inverse(factor)
-        factors = [torch.linalg.cholesky(precision[own, own]) for own in spans]
-        roots = [torch.linalg.cholesky(torch.cholesky_inverse(one)) for one in factors]
+        factors = [torch.linalg.cholesky(precision[block, block]) for block in spans]
+        roots = [
+            torch.linalg.cholesky(torch.cholesky_inverse(precision_factor)) for precision_factor in factors
+        ]
     elif map_.across == "chain":
-        for number, (last, own) in enumerate(pairwise(spans), start=1):
-            links.append(torch.linalg.solve(covariance[last, last], covariance[last, own]).mT)
-            roots[number] = torch.linalg.cholesky(covariance[own, own] - links[-1] @ covariance[last, own])
+        for number, (previous, block) in enumerate(pairwise(spans), start=1):
+            links.append(torch.linalg.solve(covariance[previous, previous], covariance[previous, block]).mT)
+            roots[number] = torch.linalg.cholesky(
+                covariance[block, block] - links[-1] @ covariance[previous, block]
+            )
     map_.assign(mean, roots, links)
     if map_.across == "low-rank" and len(spans) > 1:
-        # the leading directions of what lies below the blocks
+        # leading singular vectors of the part below the diagonal blocks
         left, size, right = torch.linalg.svd(factor - torch.block_diag(*roots), full_matrices=False)
-        keep = min(map_.readers[0].shape[1], len(size))
-        width = size[:keep].sqrt()
-        for link, reader, last, own in zip(map_.links, map_.readers, spans, spans[1:], strict=False):
-            link.zero_()[:, :keep] = left[own, :keep] * width
-            reader.zero_()[:, :keep] = right[:keep, last].mT * width
+        rank = min(map_.readers[0].shape[1], len(size))
+        scale = size[:rank].sqrt()
+        for link, reader, previous, block in zip(map_.links, map_.readers, spans, spans[1:], strict=False):
+            link.zero_()[:, :rank] = left[block, :rank] * scale
+            reader.zero_()[:, :rank] = right[:rank, previous].mT * scale
 
 
 def sample_chains(posterior: NoisePosterior, case: Case, s: Settings, seed: int) -> NoiseChains:
-    """The exact posterior; whether it may be taken for that is in its R-hat."""
-    with quiet():
+    """Samples the exact posterior by Markov chains, whose R-hat shows their convergence."""
+    with ignore_warnings():
         return diagnostics.noise_chains(
             posterior, case.loader, samples=s.samples, warmup=s.warmup, chains=s.chains, seed=seed
         )
@@ -288,98 +328,113 @@ def sample_chains(posterior: NoisePosterior, case: Case, s: Settings, seed: int)
 def measure_posterior(
     posterior: NoisePosterior, chains: NoiseChains, case: Case, s: Settings, seed: int
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """The numbers of a posterior, and those that the chains have against themselves."""
-    with quiet():
+    """Compares a posterior with the chains.
+
+    Returns:
+        Numbers of the posterior, and those of one half of the chains compared with the other.
+    """
+    with ignore_warnings():
         k = diagnostics.pareto_k(posterior, case.loader, s.predictions, seed)
         gap = diagnostics.elbo_gap(posterior, case.loader, chains, s.predictions, seed)
-        near = diagnostics.agreement(posterior, case.loader, chains, [case.test], s.predictions, seed)
-    own = {
+        agreement = diagnostics.agreement(posterior, case.loader, chains, [case.test], s.predictions, seed)
+    values = {
         "gap": gap.nats,
         "per_example": gap.per_example,
         "k": k.k,
-        "variation": near.variation,
-        "agreement": near.agreement,
-        "excess": near.excess,
+        "variation": agreement.variation,
+        "agreement": agreement.agreement,
+        "excess": agreement.excess,
         "rhat": chains.rhat,
     }
-    floor = {"variation": near.variation_floor, "agreement": near.agreement_floor, "rhat": chains.rhat}
-    return own, floor
+    chain_values = {
+        "variation": agreement.variation_floor,
+        "agreement": agreement.agreement_floor,
+        "rhat": chains.rhat,
+    }
+    return values, chain_values
 
 
 class PosteriorQuality(Study):
     name = "posterior-quality"
-    title = "How good are posteriors of noise?"
-    description = "eight posteriors of the noise beside long chains: gap to the evidence, k-hat, total variation, agreement"
+    title = "Quality of posteriors of the noise"
+    description = "nine posteriors of the noise versus long chains: gap to the evidence, k-hat, total variation, agreement"
     question = (
-        "The noise of a trained network is fitted to a few examples by posteriors from factorized to a flow over all layers. How far "
-        "is each from the exact posterior, in nats and in predictions?"
+        "The noise of a trained network is fitted to a few examples by posteriors from factorized to a flow over all layers. How "
+        "far is each from the exact posterior, in nats and in predictions?"
     )
-    source = "flowbnn's own"
+    source = "no published counterpart"
     settings = Settings
     seeds = 10
     headline = ("gap_blobs", "gap_boston", "gap_digits", "variation_digits", "agreement_digits")
     quick: ClassVar[dict[str, Any]] = {
-        "problems": ("blobs",), "posteriors": ("factorized", "natural", "full", "flow"), "along": ("factorized",), "epochs": 5,
-        "steps": 3, "chains": 2, "samples": 4, "warmup": 4, "predictions": 30, "climbs": 1,
+        "problems": ("blobs",), "posteriors": ("factorized", "natural", "full", "flow"), "joint_training": ("factorized",), "epochs": 5,
+        "steps": 3, "chains": 2, "samples": 4, "warmup": 4, "predictions": 30, "mode_starts": 1,
     }  # fmt: skip
 
     def variants(self, settings: Settings) -> tuple[Variant, ...]:
-        few = dict.fromkeys(LARGE, LARGE_SEEDS)
-        one = [Variant(name, PROBLEMS[name].label, cost=2, seeds=few.get(name)) for name in settings.problems]
-        more = [
-            Variant(f"{name}-along", f"{PROBLEMS[name].label}, weights trained", cost=3, seeds=few.get(name))
+        seeds = dict.fromkeys(LARGE, LARGE_SEEDS)
+        frozen = [
+            Variant(name, PROBLEMS[name].label, cost=2, seeds=seeds.get(name)) for name in settings.problems
+        ]
+        trained = [
+            Variant(
+                f"{name}-along", f"{PROBLEMS[name].label}, weights trained", cost=3, seeds=seeds.get(name)
+            )
             for name in settings.problems
         ]
-        return (*one, *(more if settings.along else ()))
+        return (*frozen, *(trained if settings.joint_training else ()))
 
     def train(self, job: Job) -> dict[str, Any]:
         s: Settings = job.settings
-        name, _, along = job.variant.partition("-")
+        name, _, joint = job.variant.partition("-")
         device = {"accelerator": job.accelerator}
         case = make_case(name, s, job.seed, device)
         table: dict[str, dict[str, float]] = {}
-        if along:  # weights that are trained have a density of their own
-            for key in s.along:
+        if joint:  # trained weights have an exact posterior of their own
+            for key in s.joint_training:
                 posterior, seconds = time_call(fit_posterior, RECIPES[key][1], case, s, job.seed, device)
-                own, _ = measure_posterior(
-                    posterior, sample_chains(posterior, case, s, job.seed), case, s, job.seed
-                )
-                table[f"{key}-along"] = own | {"seconds": seconds}
+                chains = sample_chains(posterior, case, s, job.seed)
+                values, _ = measure_posterior(posterior, chains, case, s, job.seed)
+                table[f"{key}-along"] = values | {"seconds": seconds}
             return {"values": {}, "table": table}
         start, seconds = time_call(fit_by_calibrate, case, job.seed, device)
-        chains, long = time_call(sample_chains, start, case, s, job.seed)
-        own, floor = measure_posterior(start, chains, case, s, job.seed)
-        modes = diagnostics.modes(start, case.loader, starts=s.climbs, seed=job.seed)
-        table[EXACT] = floor | {"modes": len(modes), "seconds": long}
-        table[NATURAL] = own | {"seconds": seconds}
-        layers = sum(isinstance(part, nn.Linear | nn.Conv2d) for part in case.network.modules())
-        done = {NATURAL, "chain"} if layers == 2 else {NATURAL}  # a chain of two is a full covariance
-        for key in sorted((one for one in s.posteriors if one not in done), key=lambda key: key != "full"):
+        chains, chain_seconds = time_call(sample_chains, start, case, s, job.seed)
+        values, chain_values = measure_posterior(start, chains, case, s, job.seed)
+        modes = diagnostics.modes(start, case.loader, starts=s.mode_starts, seed=job.seed)
+        table[EXACT] = chain_values | {"modes": len(modes), "seconds": chain_seconds}
+        table[NATURAL] = values | {"seconds": seconds}
+        num_layers = sum(isinstance(layer, nn.Linear | nn.Conv2d) for layer in case.network.modules())
+        done = (
+            {NATURAL, "chain"} if num_layers == 2 else {NATURAL}
+        )  # a chain of two layers is a full covariance
+        keys = [key for key in s.posteriors if key not in done]
+        for key in sorted(keys, key=lambda key: key != "full"):  # the flow starts from the full covariance
             posterior, seconds = time_call(fit_posterior, RECIPES[key][1], case, s, job.seed, device, start)
             start = posterior if key == "full" else start
-            table[key] = measure_posterior(posterior, chains, case, s, job.seed)[0] | {"seconds": seconds}
+            values, _ = measure_posterior(posterior, chains, case, s, job.seed)
+            table[key] = values | {"seconds": seconds}
         return {"values": {}, "table": table}
 
     def findings(self, settings: Settings, parts: Parts) -> Findings:
         by_row = problem_parts_by_row(parts)
         metrics = [
-            Metric(f"{key}_{name}", label, better, form, meaning, PROBLEMS[name].label)
+            Metric(f"{key}_{name}", label, better, format_, definition, PROBLEMS[name].label)
             for name in settings.problems
-            for key, (label, better, form, meaning) in COLUMNS.items()
+            for key, (label, better, format_, definition) in COLUMNS.items()
         ]
-        labels = {EXACT: "HMC, between its halves"}
+        labels = {EXACT: "HMC, between halves of the chains"}
         labels |= {key: label for key, (label, _) in RECIPES.items() if key in settings.posteriors}
-        labels |= {f"{key}-along": f"{RECIPES[key][0]}, weights trained along" for key in settings.along}
+        labels |= {f"{key}-along": f"{RECIPES[key][0]}, weights trained" for key in settings.joint_training}
         flows = {"planar": "planar", "coupling": "coupling", "flow": "coupling"}
         methods = {key: f"node-noise-{flows.get(key.removesuffix('-along'), 'gaussian')}" for key in labels}
         methods[EXACT] = "hmc"
         rows = [by_row.row(key, label, metrics, None, methods[key]) for key, label in labels.items()]
         notes = [
-            "Weights are trained on other examples than those that the noise is fitted to, and then frozen; or trained along with the "
-            "noise, on its examples. The prior of the noise is N(1, 0.5²).",
-            "Posteriors are fitted by stochastic gradients until the rate is zero, joint ones from what fb.calibrate finds by natural "
-            "gradients; the full covariance, and the flow after it, is what it starts from where that has the higher ELBO, on "
-            "other draws than those of the table. A chain of two layers is a full covariance, and has no row.",
+            "Weights are trained on other examples than those of the noise and then frozen, or trained together with the noise on "
+            "its examples. The prior of the noise is N(1, 0.5²).",
+            "Posteriors are fitted by stochastic gradients until the learning rate is zero. Joint ones start from the fit of "
+            "fb.calibrate by natural gradients. The full covariance, and the flow after it, is replaced by its start if that has "
+            "the higher ELBO, on other draws than those of the table. A chain of two layers is a full covariance and has no row.",
             describe_convergence(
                 (f"{variant} seed {seed}, {row}", numbers["rhat"])
                 for (variant, seed), part in sorted(parts.content.items())
@@ -391,38 +446,43 @@ class PosteriorQuality(Study):
 
 
 def problem_parts_by_row(parts: Parts) -> Parts:
-    """Parts by the rows of the table, instead of by the problems that were run."""
+    """Returns parts by the rows of the table instead of by problem."""
     tables = (
-        (seed, variant.partition("-")[0], {row: drop_unconverged(own) for row, own in part["table"].items()})
+        (
+            seed,
+            variant.partition("-")[0],
+            {row: drop_unconverged(values) for row, values in part["table"].items()},
+        )
         for (variant, seed), part in parts.content.items()
     )
     return parts_by_row(parts.seeds, tables)
 
 
 def answer(settings: Settings, parts: Parts) -> str:
-    """The answer, put together from the numbers."""
-    lines = []
-    for name in settings.problems:
+    """Returns the answer, computed from the numbers."""
+    return "\n".join(_describe_problem(name, parts) for name in settings.problems)
 
-        def mean(row: str, key: str, name: str = name) -> float:
-            return parts.mean(row, f"{key}_{name}")
 
-        ks, number = parts.values("full", f"k_{name}"), len(parts.values("full", f"gap_{name}"))
-        if not number:
-            lines.append(
-                f"{PROBLEMS[name].label}: no chains have mixed that a posterior could be compared with."
-            )
-            continue
-        text = (
-            f"{PROBLEMS[name].label}, {pluralize(number)}: the joint Gaussian is {mean('full', 'gap'):.2f} nats from the exact "
-            f"posterior, the factorized {mean('factorized', 'gap'):.2f}; k-hat {mean('full', 'k'):.2f}, below 0.7 in "
-            f"{sum(k is not None and k < 0.7 for k in ks)} of {len(ks)}; total variation {mean('full', 'variation'):.4f} against "
-            f"{mean('factorized', 'variation'):.4f} ({mean(EXACT, 'variation'):.4f} between halves of the chains), agreement "
-            f"{mean('full', 'agreement'):.1%} ({mean(EXACT, 'agreement'):.1%}); test NLL "
-            f"{paired_difference(*parts.common('full', 'factorized', f'excess_{name}')).describe()} from factorized."
-        )
-        if parts.values("flow", f"gap_{name}"):
-            gain = paired_difference(*parts.common("flow", "full", f"gap_{name}"))
-            text += f" A flow on it changes the gap by {gain.describe(2)} nats."
-        lines.append(text)
-    return "\n".join(lines)
+def _describe_problem(name: str, parts: Parts) -> str:
+    """Compares the joint Gaussian with the factorized one and with the chains, for one problem."""
+
+    def mean(row: str, key: str) -> float:
+        return parts.mean(row, f"{key}_{name}")
+
+    label = PROBLEMS[name].label
+    ks, number = parts.values("full", f"k_{name}"), len(parts.values("full", f"gap_{name}"))
+    if not number:
+        return f"{label}: no chains have converged, so posteriors cannot be compared."
+    difference = paired_difference(*parts.common("full", "factorized", f"excess_{name}"))
+    text = (
+        f"{label}, {pluralize(number)}: the gap to the exact posterior is {mean('full', 'gap'):.2f} nats for the joint Gaussian and "
+        f"{mean('factorized', 'gap'):.2f} for the factorized one. k-hat is {mean('full', 'k'):.2f}, below 0.7 in "
+        f"{sum(k is not None and k < 0.7 for k in ks)} of {len(ks)} seeds. The total variation is {mean('full', 'variation'):.4f} "
+        f"versus {mean('factorized', 'variation'):.4f} ({mean(EXACT, 'variation'):.4f} between halves of the chains), the agreement "
+        f"{mean('full', 'agreement'):.1%} ({mean(EXACT, 'agreement'):.1%} between halves). Difference of the test NLL to the "
+        f"factorized one: {difference.describe()}."
+    )
+    if parts.values("flow", f"gap_{name}"):
+        gain = paired_difference(*parts.common("flow", "full", f"gap_{name}"))
+        text += f" A flow changes the gap by {gain.describe(2)} nats."
+    return text
