@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import flowbnn as fb
 from flowbnn.batches import is_out_of_memory
-from flowbnn.posterior.loaders import Collected, expected_rows, grouped
+from flowbnn.posterior.loaders import OutputCollector, expected_rows, group_batches
 
 KINDS = {
     "cuda": torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
@@ -130,10 +130,10 @@ def test_small_batches_go_through_together_in_order():
 
 def test_batches_of_other_shapes_are_kept_apart():
     batches = [torch.zeros(2, 3), torch.zeros(2, 3), torch.zeros(2, 5), (torch.zeros(2, 5), torch.ones(2))]
-    found = [(tuple(some.shape), len(truth)) for some, truth in grouped(batches, lambda some: 100)]
+    found = [(tuple(some.shape), len(truth)) for some, truth in group_batches(batches, lambda some: 100)]
     assert found == [((4, 3), 0), ((4, 5), 1)]
     pairs = [((torch.zeros(2, 3), {"mask": torch.ones(2, 1)}), torch.ones(2))] * 3
-    ((both, truth),) = grouped(pairs, lambda some: 100)
+    ((both, truth),) = group_batches(pairs, lambda some: 100)
     assert both[0].shape == (6, 3)
     assert both[1]["mask"].shape == (6, 1)
     assert len(truth) == 3
@@ -149,11 +149,11 @@ class Counted:
 def test_the_store_takes_more_or_less_than_was_expected():
     parts = [torch.randn(3, count, 2) for count in (4, 1, 5, 2)]
     for expected in (0, 4, 12, 40):
-        store = Collected(Counted(expected))
+        store = OutputCollector(Counted(expected))
         for part in parts:
             store.add(part)
-        assert torch.equal(store.gathered()[0], torch.cat(parts, 1))
-    store = Collected(Counted(12))
+        assert torch.equal(store.result()[0], torch.cat(parts, 1))
+    store = OutputCollector(Counted(12))
     store.add(parts[0])
     base = store.tensor
     for part in parts[1:]:
@@ -162,7 +162,7 @@ def test_the_store_takes_more_or_less_than_was_expected():
     assert expected_rows(DataLoader(TensorDataset(torch.zeros(9, 2)), batch_size=2)) == 9
     assert expected_rows(iter([])) == 0
     with pytest.raises(fb.FlowBNNError) as caught:
-        Collected([]).gathered()
+        OutputCollector([]).result()
     assert caught.value.kind == "empty"
 
 

@@ -132,7 +132,7 @@ INTERNAL = """
     Likelihood log_density log_variance looks Marginal MemberPosterior moments move moved net network_of Noise NoiseContext
     NoiseGroup NoiseMode NoisePosterior NormalMixture num_processes OneHotVectors Optimum ordered outputs passes pixel_noise
     plan PointPosterior Posterior posterior potential Prediction Predictive prior_log_prob problem push push_normal read
-    Recipe recipe_from_dict register_layer ReliabilityBin restore restored RiskCoverage rules run_on_main sample_codes
+    Recipe recipe_from_dict register_layer ReliabilityBin restore from_state RiskCoverage rules run_on_main sample_codes
     scales set_loc_and_scale set_statistics settings settle settled setup share set_row_shard shared_draws side split
     split_noise standard standard_log_prob start state step step_schedule stream tensors terms to_dict track train
     training_loss Transform transforms Univariate velocity VGG16 weight_scale WeightPosterior weights with_level wrappable

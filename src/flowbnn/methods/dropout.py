@@ -176,7 +176,7 @@ class DropoutPosterior(Posterior):
         return {"axes": self.axes}
 
     @classmethod
-    def restored(cls, point: Posterior, state: dict[str, Tensor], settings: dict[str, Any]) -> Self:
+    def from_state(cls, point: Posterior, state: dict[str, Tensor], settings: dict[str, Any]) -> Self:
         return cls(point.model, point.likelihood, point.history, settings["axes"])
 
 

@@ -264,8 +264,8 @@ class ModePosterior(NoisePosterior):
         return {**super().settings(), "validation_nll": list(self.validation_nll.items())}
 
     @classmethod
-    def restored(cls, point: Posterior, state: dict[str, Tensor], settings: dict[str, Any]) -> Self:
-        posterior = super().restored(point, state, settings)
+    def from_state(cls, point: Posterior, state: dict[str, Tensor], settings: dict[str, Any]) -> Self:
+        posterior = super().from_state(point, state, settings)
         posterior.validation_nll = dict(settings.get("validation_nll", ()))
         return posterior
 

@@ -338,7 +338,7 @@ class SGLDPosterior(MemberPosterior):
         return self.schedule
 
     @classmethod
-    def restored(cls, point: Posterior, state: dict[str, Tensor], settings: dict[str, Any]) -> Self:
-        posterior = super().restored(point, state, settings)
+    def from_state(cls, point: Posterior, state: dict[str, Tensor], settings: dict[str, Any]) -> Self:
+        posterior = super().from_state(point, state, settings)
         posterior.schedule = settings
         return posterior

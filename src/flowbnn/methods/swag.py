@@ -287,7 +287,7 @@ class SWAGPosterior(WeightPosterior):
         return {"scale": self.scale, "fixed_seed": self.fixed_seed, "trainable": list(self.parameters)}
 
     @classmethod
-    def restored(cls, point: Posterior, state: dict[str, Tensor], settings: dict[str, Any]) -> Self:
+    def from_state(cls, point: Posterior, state: dict[str, Tensor], settings: dict[str, Any]) -> Self:
         for name, value in point.model.named_parameters():
             value.requires_grad_(name in settings["trainable"])
         moments = state.pop("mean"), state.pop("variance"), state.pop("deviations")

@@ -22,7 +22,14 @@ from flowbnn.likelihoods import Gaussian
 from flowbnn.methods.base import FitOptions, Method, register_method
 from flowbnn.methods.data_summary import first_batch
 from flowbnn.options import Count, Positive, Probability, Seed, accepts_options_of, checked, options
-from flowbnn.posterior.base import Posterior, Prediction, PredictOptions, load_posterior, opened, reading
+from flowbnn.posterior.base import (
+    Posterior,
+    Prediction,
+    PredictOptions,
+    load_posterior,
+    open_posterior_file,
+    rewrap_load_errors,
+)
 from flowbnn.predictive import CategoricalPredictive, GaussianPredictive
 from flowbnn.training.storage import TensorFile
 
@@ -326,12 +333,12 @@ class TemperedPosterior(Posterior):
     @checked
     def load(cls, path: str | Path | TensorFile, network: nn.Module) -> "Posterior":
         """Loads a saved posterior into ``network``, which stays unchanged if it does not fit."""
-        file = opened(path, network, [cls.kind])
-        with reading(file):
+        file = open_posterior_file(path, network, [cls.kind])
+        with rewrap_load_errors(file):
             temperature = file.document["temperature"]
             inner_file = file.with_document(dict(file.document["inner"]))
         inner = load_posterior(inner_file, network)
-        with reading(file):
+        with rewrap_load_errors(file):
             return cls(inner, temperature)
 
 

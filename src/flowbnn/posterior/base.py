@@ -50,7 +50,7 @@ from flowbnn.likelihoods import Likelihood, make_likelihood
 from flowbnn.noise import noise_layers
 from flowbnn.options import accepts_options_of, all_subclasses, checked
 from flowbnn.posterior.adaptive import Adaptive, adaptive_outputs
-from flowbnn.posterior.loaders import Collected, grouped, sharing
+from flowbnn.posterior.loaders import OutputCollector, group_batches, shard_loader
 from flowbnn.posterior.prediction import (
     Prediction,
     PredictionCache,
@@ -79,7 +79,7 @@ PRECISIONS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)  # th
 class Posterior:
     """Networks that agree with the data, and the observation model of their outputs.
 
-    To write one, define :meth:`outputs`, and for saving :meth:`state`, :meth:`settings` and :meth:`restored` where it has more than a
+    To write one, define :meth:`outputs`, and for saving :meth:`state`, :meth:`settings` and :meth:`from_state` where it has more than a
     network, a likelihood and a history.
 
     Predictions are thread-safe: concurrent calls are serialized by the lock that :class:`Prediction` holds, and return the same results
@@ -147,15 +147,15 @@ class Posterior:
             check_finite(inputs)
             with Prediction(self.model, options, self.default_samples, self.cache) as prediction:
                 return *self._sampled(inputs, prediction), None
-        with sharing(inputs, bool(options.sharded), options.shared) as share:
-            collected, shown = Collected(share), options.progress and is_main_process()
+        with shard_loader(inputs, bool(options.sharded), options.shared) as share:
+            collected, shown = OutputCollector(share), options.progress and is_main_process()
             with Prediction(self.model, options, self.default_samples, self.cache) as prediction:
                 prediction.total_rows = collected.expected
                 batches = track(share, "predicting") if shown else share
-                for number, (some, targets) in enumerate(grouped(batches, prediction.rows_per_group)):
+                for number, (some, targets) in enumerate(group_batches(batches, prediction.rows_per_group)):
                     prediction.batch_index = collected.number(number)
                     collected.add(*self._sampled(some, prediction), targets)
-            return collected.gathered()
+            return collected.result()
 
     def _refuse(self, inputs: Any, options: PredictOptions) -> None:
         """Refuse what this posterior cannot do."""
@@ -267,7 +267,9 @@ class Posterior:
         return {}
 
     @classmethod
-    def restored(cls, point: "Posterior", state: dict[str, Tensor], settings: dict[str, Any]) -> "Posterior":
+    def from_state(
+        cls, point: "Posterior", state: dict[str, Tensor], settings: dict[str, Any]
+    ) -> "Posterior":
         """The posterior again, from one with its network, likelihood and history, and from what ``state`` and ``settings`` gave.
 
         Whatever it raises says that the file cannot be loaded.
@@ -303,39 +305,39 @@ class Posterior:
     @checked
     def load(cls, path: "str | Path | TensorFile", network: nn.Module) -> "Posterior":
         """Read a saved posterior of this kind into a copy of ``network``, the plain network it was made from."""
-        file = opened(path, network, [cls.kind])
+        file = open_posterior_file(path, network, [cls.kind])
         device = device_of(network)
-        with reading(file):
+        with rewrap_load_errors(file):
             settings = dict(file.document["settings"])
-        point = Posterior.restore(copy_network(network).cpu(), file, read=False)
-        with reading(file):  # what does not fit is refused before it is read
-            known = cls.restored(point, part_of(file.views, "posterior"), settings).tensors()
+        point = Posterior.read_point(copy_network(network).cpu(), file, read=False)
+        with rewrap_load_errors(file):  # what does not fit is refused before it is read
+            known = cls.from_state(point, select_prefix(file.views, "posterior"), settings).tensors()
         file.check_names(known)
-        point = Posterior.restore(copy_network(network), file)
-        state = {name: value.to(device) for name, value in part_of(file.tensors, "posterior").items()}
-        with reading(file):
-            return cls.restored(point, state, settings)
+        point = Posterior.read_point(copy_network(network), file)
+        state = {name: value.to(device) for name, value in select_prefix(file.tensors, "posterior").items()}
+        with rewrap_load_errors(file):
+            return cls.from_state(point, state, settings)
 
     @classmethod
-    def restore(cls, model: nn.Module, file: TensorFile, read: bool = True) -> "Posterior":
+    def read_point(cls, model: nn.Module, file: TensorFile, read: bool = True) -> "Posterior":
         """Network, likelihood and history of a file; ``model`` stays untouched if its tensors do not fit.
 
         Unless the file is to be ``read``, only shapes are looked at, and the weights stay those of ``model``.
         """
-        with reading(file):
+        with rewrap_load_errors(file):
             likelihood = make_likelihood(file.document["likelihood"])
-            for view in part_of(file.views, "likelihood").values():
+            for view in select_prefix(file.views, "likelihood").values():
                 if view.dtype in PRECISIONS:
                     likelihood.to(view.dtype)
             history = History.from_dict(file.document["history"])
         filled = {"network": model, "likelihood": likelihood}
-        units = [view for name, view in part_of(file.views, "network").items() if name in (LOC, SCALE)]
+        units = [view for name, view in select_prefix(file.views, "network").items() if name in (LOC, SCALE)]
         if len(units) == 2:
             set_output_scale(
                 model, *(torch.zeros(view.shape, dtype=view.dtype, device=device_of(model)) for view in units)
             )
         for part, target in filled.items():
-            check_weights(target, part_of(file.views, part), file.path)
+            check_weights(target, select_prefix(file.views, part), file.path)
         if not read:
             return cls(model, likelihood, history)
         bad = first_nonfinite_tensor(iter(file.tensors.items()))
@@ -343,11 +345,11 @@ class Posterior:
             raise FlowBNNError(f"'{file}' is damaged: '{bad}' holds NaN or infinity", kind="file")
         warn_changed_layers(model, file.document.get("modules") or {}, file)
         for part, target in filled.items():
-            target.load_state_dict(part_of(file.tensors, part))
+            target.load_state_dict(select_prefix(file.tensors, part))
         return cls(model, likelihood, history)
 
 
-def part_of(tensors: Mapping[str, Tensor], part: str) -> dict[str, Tensor]:
+def select_prefix(tensors: Mapping[str, Tensor], part: str) -> dict[str, Tensor]:
     """The tensors whose names begin with this part."""
     return {
         name.removeprefix(f"{part}."): value for name, value in tensors.items() if name.startswith(f"{part}.")
@@ -355,7 +357,7 @@ def part_of(tensors: Mapping[str, Tensor], part: str) -> dict[str, Tensor]:
 
 
 @contextmanager
-def reading(path: Any) -> Iterator[None]:
+def rewrap_load_errors(path: Any) -> Iterator[None]:
     """Whatever goes wrong inside says that the file cannot be loaded."""
     try:
         yield
@@ -368,7 +370,9 @@ def reading(path: Any) -> Iterator[None]:
         raise FlowBNNError(f"'{path}' cannot be loaded: {why}", kind="file") from None
 
 
-def opened(path: "str | Path | TensorFile", network: nn.Module, kinds: Sequence[str]) -> TensorFile:
+def open_posterior_file(
+    path: "str | Path | TensorFile", network: nn.Module, kinds: Sequence[str]
+) -> TensorFile:
     """The file of a posterior of one of these kinds, of which only the header has been read."""
     weights = sum(value.numel() for value in network.state_dict().values())
     file = path if isinstance(path, TensorFile) else TensorFile(path, weights)
@@ -388,5 +392,5 @@ def load_posterior(path: "str | Path | TensorFile", network: nn.Module) -> Poste
         FlowBNNError: where the file is damaged or was made from another architecture.
     """
     kinds = {kind.kind: kind for kind in all_subclasses(Posterior)}
-    file = opened(path, network, list(kinds))
+    file = open_posterior_file(path, network, list(kinds))
     return kinds[file.document["kind"]].load(file, network)

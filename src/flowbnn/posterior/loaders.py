@@ -37,11 +37,11 @@ def expected_rows(loader: Any) -> int:
         return 0
 
 
-def grouped(batches: Iterable[Any], enough: Callable[[Any], int]) -> Iterator[tuple[Any, list[Tensor]]]:
+def group_batches(batches: Iterable[Any], enough: Callable[[Any], int]) -> Iterator[tuple[Any, list[Tensor]]]:
     """Batches of one shape joined until they hold ``enough`` rows, with their targets (none where the loader gives none).
 
     >>> loader = [(torch.zeros(3, 2), torch.arange(3)), (torch.zeros(3, 2), torch.arange(3)), (torch.zeros(1, 2), torch.ones(1))]
-    >>> [(len(inputs), len(targets)) for inputs, targets in grouped(loader, lambda inputs: 6)]
+    >>> [(len(inputs), len(targets)) for inputs, targets in group_batches(loader, lambda inputs: 6)]
     [(6, 2), (1, 1)]
     """
     waiting: list[Any] = []
@@ -66,7 +66,7 @@ def grouped(batches: Iterable[Any], enough: Callable[[Any], int]) -> Iterator[tu
         yield join(waiting), targets
 
 
-class Collected:
+class OutputCollector:
     """Outputs ``[samples, rows, ...]`` of one batch after the other, in one tensor that grows only if more comes than was expected.
 
     It lies on the device of the outputs unless it would fill a quarter of what is free there.
@@ -109,7 +109,7 @@ class Collected:
         if sample_counts is not None:
             self.sample_counts.append(sample_counts)
 
-    def gathered(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    def result(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """All outputs, the samples that each input had, and the targets: those of this process, or of all that share the loader."""
         outputs = None if self.tensor is None else self.tensor[:, : self.filled]
         sample_counts = torch.cat(self.sample_counts) if self.sample_counts else None
@@ -131,7 +131,7 @@ def _empty_like(outputs: Tensor, rows: int, old: Tensor | None) -> Tensor:
     return torch.empty(shape, dtype=outputs.dtype, device=device)
 
 
-def sharing(loader: Any, sharded: bool, cut: bool) -> AbstractContextManager[Any]:
+def shard_loader(loader: Any, sharded: bool, cut: bool) -> AbstractContextManager[Any]:
     """This process's share of a loader, for a ``with`` block; all of it where there is one process, or ``sharded`` is False.
 
     From here on all processes draw alike: seeds and orders are those of the first.

@@ -43,7 +43,7 @@ from flowbnn.noise.joint import independent_vectors
 from flowbnn.noise.layout import absorbs, weight_scale
 from flowbnn.noise.recipes import recipe_from_dict
 from flowbnn.options import Count, checked
-from flowbnn.posterior.base import PRECISIONS, Posterior, opened, reading
+from flowbnn.posterior.base import PRECISIONS, Posterior, open_posterior_file, rewrap_load_errors
 from flowbnn.posterior.calibration import Calibration
 from flowbnn.posterior.compiled import CompiledSampler, forward_samples
 from flowbnn.posterior.prediction import Prediction, check_rows, clone_sharing_tensors, even_size
@@ -118,7 +118,7 @@ class NoisePosterior(Posterior):
         return {"report": None if self.report is None else self.report.to_dict()}
 
     @classmethod
-    def restored(cls, point: Posterior, state: dict[str, Tensor], settings: dict[str, Any]) -> Self:
+    def from_state(cls, point: Posterior, state: dict[str, Tensor], settings: dict[str, Any]) -> Self:
         posterior, report = cls(point.model, point.likelihood, point.history), settings.get("report")
         posterior.report = None if report is None else FitReport.from_dict(report)
         return posterior
@@ -139,8 +139,8 @@ class NoisePosterior(Posterior):
         Args:
             network: the plain network, which is converted by the recipes in the file, or one that is converted already.
         """
-        file = opened(path, network, [cls.kind])
-        with reading(file):
+        file = open_posterior_file(path, network, [cls.kind])
+        with rewrap_load_errors(file):
             if noise_layers(network):
                 network = copy_network(network)
             else:
@@ -153,10 +153,10 @@ class NoisePosterior(Posterior):
                     found = {file.views[at].dtype for at in own}
                     if len(found) == 1 and found < {*PRECISIONS}:
                         noise.to(*found)
-        file.check_names(cls.restore(network, file, read=False).tensors())
-        point = cls.restore(network, file)
-        with reading(file):
-            restored = cls.restored(point, {}, file.document["settings"])
+        file.check_names(cls.read_point(network, file, read=False).tensors())
+        point = cls.read_point(network, file)
+        with rewrap_load_errors(file):
+            restored = cls.from_state(point, {}, file.document["settings"])
             told = file.document.get("calibration")
             restored.calibration = None if told is None else Calibration(**told)
         restored.model.eval()  # as a fit leaves it

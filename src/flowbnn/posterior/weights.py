@@ -97,7 +97,7 @@ class SwappedWeights(SwappedTensors):
 class WeightPosterior(Posterior):
     """A distribution of weights.
 
-    Subclasses define ``names``, ``weights(index, seed)``, and for saving ``state()`` and ``restored(...)``; ``log_density`` where
+    Subclasses define ``names``, ``weights(index, seed)``, and for saving ``state()`` and ``from_state(...)``; ``log_density`` where
     they have one.
     """
 
@@ -306,7 +306,7 @@ class MemberPosterior(WeightPosterior):
         return self.members if self.log_noise is None else {**self.members, NOISE: self.log_noise}
 
     @classmethod
-    def restored(cls, point: Posterior, state: dict[str, Tensor], settings: dict[str, Any]) -> Self:
+    def from_state(cls, point: Posterior, state: dict[str, Tensor], settings: dict[str, Any]) -> Self:
         log_noise = state.pop(NOISE, None)
         return cls(point.model, point.likelihood, state, point.history, log_noise=log_noise)
 

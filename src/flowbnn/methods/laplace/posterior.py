@@ -24,7 +24,7 @@ from flowbnn.methods.laplace.blocks import BLOCK_TYPES, CurvatureBlock, Diagonal
 from flowbnn.methods.laplace.derivatives import Jacobian, check_likelihood, flat_outputs
 from flowbnn.methods.network_layers import disable_nested_tensors
 from flowbnn.options import checked
-from flowbnn.posterior.base import Posterior, Prediction, part_of
+from flowbnn.posterior.base import Posterior, Prediction, select_prefix
 from flowbnn.posterior.prediction import clone_sharing_tensors
 from flowbnn.posterior.weights import WeightPosterior, generator_of
 from flowbnn.training import History
@@ -230,10 +230,10 @@ class LaplacePosterior(WeightPosterior):
         return {**{name: getattr(self, name) for name in names}, "blocks": blocks}
 
     @classmethod
-    def restored(cls, point: Posterior, state: dict[str, Tensor], settings: dict[str, Any]) -> Self:
+    def from_state(cls, point: Posterior, state: dict[str, Tensor], settings: dict[str, Any]) -> Self:
         blocks, options = [], dict(settings)
         for index, saved in enumerate(options.pop("blocks")):
             shapes = {name: point.model.get_parameter(name).shape for name in saved["names"]}
             block_type = BLOCK_TYPES[saved["kind"]]
-            blocks.append(block_type(shapes, part_of(state, str(index)), float(saved["prior"])))
+            blocks.append(block_type(shapes, select_prefix(state, str(index)), float(saved["prior"])))
         return cls(point.model, point.likelihood, blocks, history=point.history, **options)

@@ -12,7 +12,7 @@ from flowbnn.likelihoods import Likelihood
 from flowbnn.methods.mcmc.potential import LOG_NOISE, NoiseSites, noisy_weights
 from flowbnn.metrics.convergence import MIN_DRAWS, arviz_is_installed, effective_sample_size, split_rhat
 from flowbnn.noise.layout import layout_of
-from flowbnn.posterior.base import Posterior, part_of
+from flowbnn.posterior.base import Posterior, select_prefix
 from flowbnn.posterior.weights import MemberPosterior, check_members
 from flowbnn.training import History
 
@@ -162,9 +162,9 @@ class ChainPosterior(MemberPosterior):
         return self.sampler
 
     @classmethod
-    def restored(cls, point: Posterior, state: dict[str, Tensor], settings: dict[str, Any]) -> Self:
-        members = part_of(state, "member")
-        record = {name: value.cpu() for name, value in part_of(state, "record").items()}
+    def from_state(cls, point: Posterior, state: dict[str, Tensor], settings: dict[str, Any]) -> Self:
+        members = select_prefix(state, "member")
+        record = {name: value.cpu() for name, value in select_prefix(state, "record").items()}
         return cls(point.model, point.likelihood, members, point.history, record=record, sampler=settings)
 
 

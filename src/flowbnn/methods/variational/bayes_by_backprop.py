@@ -37,7 +37,7 @@ from flowbnn.methods.variational.weight_selection import (
 )
 from flowbnn.noise.contexts import current_row_shard
 from flowbnn.options import Count, Positive, Probability, accepts_options_of, options
-from flowbnn.posterior.base import Posterior, Prediction, part_of
+from flowbnn.posterior.base import Posterior, Prediction, select_prefix
 from flowbnn.posterior.weights import WeightPosterior, generator_of, named_parts
 from flowbnn.training import History
 
@@ -218,8 +218,8 @@ class GaussianWeightPosterior(WeightPosterior):
         return {f"std.{name}": value.contiguous() for name, value in self.std.items()}
 
     @classmethod
-    def restored(cls, point: Posterior, state: dict[str, Tensor], settings: dict[str, Any]) -> Self:
-        return cls(point.model, point.likelihood, part_of(state, "std"), point.history)
+    def from_state(cls, point: Posterior, state: dict[str, Tensor], settings: dict[str, Any]) -> Self:
+        return cls(point.model, point.likelihood, select_prefix(state, "std"), point.history)
 
 
 class GaussianWeights(nn.Module):

@@ -274,7 +274,9 @@ class MNFPosterior(WeightPosterior):
         return {"flow": self.recipe.to_dict(), "layers": [list(spec) for spec in self.distribution.specs]}
 
     @classmethod
-    def restored(cls, point: Posterior, state: dict[str, Tensor], settings: dict[str, Any]) -> "MNFPosterior":
+    def from_state(
+        cls, point: Posterior, state: dict[str, Tensor], settings: dict[str, Any]
+    ) -> "MNFPosterior":
         recipe = recipe_from_dict(settings["flow"])
         specs = [LayerSpec(*map(str, values)) for values in settings["layers"]]
         with temporary_seed(0):  # the initial values are replaced
