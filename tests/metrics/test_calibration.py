@@ -1,4 +1,4 @@
-"""Calibration errors worked by hand, the edges of the bins above all."""
+"""Tests of calibration errors on hand-computed values, in particular at the edges of the bins."""
 
 import json
 
@@ -10,7 +10,7 @@ from flowbnn.metrics import calibration_error, calibration_floor, reliability
 
 
 def two_classes(confidences: list[float], dtype: torch.dtype = torch.float64) -> torch.Tensor:
-    """Class 0 is predicted with these confidences."""
+    """Returns probabilities of two classes, in which class 0 has these confidences."""
     p = torch.tensor(confidences, dtype=dtype)
     return torch.stack([p, 1 - p], -1)
 
@@ -23,13 +23,13 @@ def test_fifteen_equal_bins_by_hand() -> None:
     assert calibration_error(probabilities, targets) == pytest.approx(by_hand, abs=1e-14)
 
 
-def test_confidence_of_exactly_one_shares_the_last_bin() -> None:
+def test_confidence_of_one_belongs_to_the_last_bin() -> None:
     probabilities, targets = two_classes([1.0, 0.99], torch.float32), torch.tensor([1, 0])
     assert calibration_error(probabilities, targets) == pytest.approx(abs(0.5 - 0.995), abs=1e-7)
     assert reliability(probabilities, targets)[-1]["fraction"] == 1.0
 
 
-def test_rounding_above_one_is_not_taken_for_logits() -> None:
+def test_probability_slightly_above_one_is_accepted() -> None:
     probabilities = two_classes([1.0, 0.99], torch.float32)
     above = probabilities.clone()
     above[0, 0] += 2e-7
@@ -40,13 +40,13 @@ def test_rounding_above_one_is_not_taken_for_logits() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("edge", [9, 10, 12, 14])
-def test_an_edge_belongs_to_the_bin_below(edge: int, dtype: torch.dtype) -> None:
+def test_edge_belongs_to_the_bin_below(edge: int, dtype: torch.dtype) -> None:
     bars = reliability(two_classes([edge / 15], dtype), torch.tensor([0]))
     assert [bar["fraction"] for bar in bars].index(1.0) == edge - 1
     assert bars[edge - 1]["high"] == edge / 15
 
 
-def test_classwise_zero_and_one_by_hand() -> None:
+def test_classwise_error_by_hand() -> None:
     # class 0: p = 1, 1, 0 and is it? 1, 0, 0 -> bin 1: |1/2 - 1| * 2/3, bin 0: 0
     # class 1: p = 0, 0, 1 and is it? 0, 1, 1 -> bin 0: |1/2 - 0| * 2/3, bin 1: 0
     probabilities = two_classes([1.0, 1.0, 0.0])
@@ -54,15 +54,15 @@ def test_classwise_zero_and_one_by_hand() -> None:
     assert calibration_error(probabilities, targets, kind="classwise") == pytest.approx(1 / 3, abs=1e-15)
 
 
-def test_classwise_sees_what_the_top_label_hides() -> None:
-    # the top class is calibrated, the two others are swapped: class 1 is promised 0.3 and comes at 0.1, class 2 at 0.3
+def test_classwise_error_detects_errors_of_other_classes() -> None:
+    # the most probable class is calibrated; class 1 has probability 0.3 and frequency 0.1, class 2 the reverse
     probabilities = torch.tensor([0.6, 0.3, 0.1], dtype=torch.float64).expand(10, 3)
     targets = torch.tensor([0] * 6 + [1] + [2] * 3)
     assert calibration_error(probabilities, targets) == pytest.approx(0.0, abs=1e-14)
     assert calibration_error(probabilities, targets, kind="classwise") == pytest.approx(0.4 / 3, abs=1e-14)
 
 
-def test_adaptive_by_hand() -> None:
+def test_adaptive_error_by_hand() -> None:
     probabilities = two_classes([0.6, 0.7, 0.8, 0.9])
     targets = torch.tensor([0, 1, 0, 0])
     by_hand = 0.5 * abs(0.5 - 0.65) + 0.5 * abs(1.0 - 0.85)
@@ -71,7 +71,7 @@ def test_adaptive_by_hand() -> None:
     )
 
 
-def test_adaptive_does_not_depend_on_the_order_of_ties() -> None:
+def test_adaptive_error_does_not_depend_on_the_order_of_ties() -> None:
     probabilities = two_classes([0.9] * 6 + [0.6] * 2)
     targets = torch.tensor([0, 0, 0, 1, 1, 1, 0, 1])
     values = {
@@ -81,7 +81,7 @@ def test_adaptive_does_not_depend_on_the_order_of_ties() -> None:
     assert values == {round(6 / 8 * 0.4 + 2 / 8 * 0.1, 12)}
 
 
-def test_adaptive_ties_go_where_their_middle_goes() -> None:
+def test_adaptive_ties_belong_to_the_bin_of_their_middle_rank() -> None:
     # ranks 0 | 1 2 3: the three ties have middle rank 2, in the second half
     value = calibration_error(
         two_classes([0.6, 0.9, 0.9, 0.9]), torch.tensor([0, 0, 1, 1]), bins=2, kind="adaptive"
@@ -94,12 +94,12 @@ def test_adaptive_ties_go_where_their_middle_goes() -> None:
     assert value == pytest.approx(3 / 4 * 0.6 + 1 / 4 * 0.1, abs=1e-15)
 
 
-def test_more_adaptive_bins_than_inputs() -> None:
+def test_adaptive_error_with_more_bins_than_inputs() -> None:
     value = calibration_error(two_classes([0.6, 0.8]), torch.tensor([0, 1]), bins=15, kind="adaptive")
     assert value == pytest.approx((0.4 + 0.8) / 2, abs=1e-15)
 
 
-def test_against_a_loop_over_bins() -> None:
+def test_error_agrees_with_a_loop_over_bins() -> None:
     generator = torch.Generator().manual_seed(1)
     probabilities = (2 * torch.randn(500, 5, generator=generator, dtype=torch.float64)).softmax(-1)
     targets = torch.randint(5, (500,), generator=generator)
@@ -113,7 +113,7 @@ def test_against_a_loop_over_bins() -> None:
     assert calibration_error(probabilities, targets) == pytest.approx(error, abs=1e-12)
 
 
-def test_reliability_bars_sum_to_the_calibration_error_and_are_json() -> None:
+def test_reliability_bars_sum_to_the_calibration_error() -> None:
     generator = torch.Generator().manual_seed(2)
     probabilities = torch.randn(200, 3, generator=generator).softmax(-1)
     targets = torch.randint(3, (200,), generator=generator)
@@ -126,17 +126,21 @@ def test_reliability_bars_sum_to_the_calibration_error_and_are_json() -> None:
     assert all(bar["confidence"] is None and bar["accuracy"] is None for bar in bars if not bar["fraction"])
 
 
-def test_bad_input() -> None:
-    probabilities, targets = two_classes([0.6]), torch.tensor([0])
-    with pytest.raises(FlowBNNError, match="kind=.*did you mean 'adaptive'"):
-        calibration_error(probabilities, targets, kind="adaptiv")  # type: ignore[arg-type]
-    with pytest.raises(FlowBNNError, match="bins=.*at least 1, got 0"):
-        calibration_error(probabilities, targets, bins=0)
-    with pytest.raises(FlowBNNError, match="bins=.*at least 1, got -1"):
-        reliability(probabilities, targets, bins=-1)
+@pytest.mark.parametrize(
+    ("function", "options", "argument"),
+    [
+        (calibration_error, {"kind": "adaptiv"}, "kind"),
+        (calibration_error, {"bins": 0}, "bins"),
+        (reliability, {"bins": -1}, "bins"),
+    ],
+)
+def test_bad_options_are_refused(function, options, argument) -> None:
+    with pytest.raises(FlowBNNError) as caught:
+        function(two_classes([0.6]), torch.tensor([0]), **options)
+    assert caught.value.argument == argument
 
 
-def test_floor_is_the_mean_error_of_a_classifier_that_is_right_about_itself() -> None:
+def test_floor_is_the_mean_error_of_a_calibrated_classifier() -> None:
     generator = torch.Generator().manual_seed(0)
     confidence = 0.5 + 0.5 * torch.rand(2000, generator=generator, dtype=torch.float64).sqrt()
     probabilities = torch.stack([confidence, 1 - confidence], -1)
@@ -151,7 +155,7 @@ def test_floor_is_the_mean_error_of_a_classifier_that_is_right_about_itself() ->
     )
     floor = calibration_floor(probabilities)
     assert floor == calibration_floor(reliability(probabilities, torch.zeros(2000, dtype=torch.long)), 2000)
-    # the confidences of a bin are not quite equal: the floor is a little above the mean, by less than a hundredth of it
+    # confidences in a bin are not quite equal, which raises the floor by less than 1 %
     chance = float(errors.std()) / 2000**0.5
     assert floor == pytest.approx(float(errors.mean()), abs=4 * chance + 0.01 * floor)
     assert 4 * chance < 0.04 * floor
@@ -166,15 +170,20 @@ def test_floor_by_hand() -> None:
     assert calibration_floor(bars, 4) == pytest.approx(0.75 / 4, abs=1e-14)
 
 
-def test_floor_shrinks_with_the_root_of_the_number() -> None:
+def test_floor_decreases_with_the_square_root_of_the_number() -> None:
     bars = reliability(two_classes([0.9] * 10), torch.zeros(10, dtype=torch.long))
     assert calibration_floor(bars, 40_000) == pytest.approx(calibration_floor(bars, 10_000) / 2, rel=1e-3)
 
 
-def test_floor_needs_a_number_of_inputs() -> None:
-    with pytest.raises(FlowBNNError, match="at least 1.*got 0"):
-        calibration_floor([], 0)
-    with pytest.raises(FlowBNNError, match="give the number of inputs"):
-        calibration_floor(reliability(two_classes([0.9]), torch.tensor([0])))
-    with pytest.raises(FlowBNNError, match=r"probabilities"):
-        calibration_floor(torch.tensor([[0.9, 0.4]]))
+@pytest.mark.parametrize(
+    ("arguments", "argument"),
+    [
+        (([], 0), "number"),
+        ((reliability(two_classes([0.9]), torch.tensor([0])),), "number"),
+        ((torch.tensor([[0.9, 0.4]]),), "probabilities"),
+    ],
+)
+def test_bad_arguments_of_the_floor_are_refused(arguments, argument) -> None:
+    with pytest.raises(FlowBNNError) as caught:
+        calibration_floor(*arguments)
+    assert caught.value.argument == argument

@@ -60,7 +60,7 @@ VALID_ARGUMENTS: dict[str, Callable[[], Any]] = {
     "inputs": lambda: vectors(5, 3), "values": lambda: vectors(5, 3), "outputs": lambda: vectors(5, 3),
     "predictive.outputs": lambda: vectors(4, 5, 3), "predictions": lambda: vectors(5, 1),
     "root_mean_squared_error.targets": lambda: vectors(5, 1), "targets": lambda: torch.tensor([0, 1, 2, 0, 1]),
-    "probabilities": probabilities, "given": probabilities,
+    "probabilities": probabilities, "calibration_floor.predictions": probabilities,
     "from_probabilities.probabilities": lambda: torch.softmax(vectors(4, 5, 3), -1), "logits": lambda: vectors(4, 5, 3),
     "from_bernoulli.logits": lambda: vectors(4, 5, 1), "mean": lambda: vectors(4, 5, 1), "variance": lambda: 0.5,
     "low": lambda: vectors(5, 1) - 1, "high": lambda: vectors(5, 1) + 1, "interval_coverage.targets": lambda: vectors(5, 1),
@@ -96,7 +96,7 @@ VALID_ARGUMENTS: dict[str, Callable[[], Any]] = {
     "NoveltyDetector.held_out": lambda: vectors(5), "latent_dim": lambda: 2, "VAE.shape": lambda: (3,),
     "Autoencoder.shape": lambda: (3,), "GatedConvEncoder.shape": lambda: (1, 4, 4), "GatedConvDecoder.shape": lambda: (1, 4, 4),
     "fit_autoencoder.model": lambda: fb.vae.VAE((3,), 2, hidden=(4,)), "fit_autoencoder.data": lambda: vectors(20, 3).round(),
-    "fit_autoencoder.epochs": lambda: 1, "part.samples": lambda: slice(0, 2),
+    "fit_autoencoder.epochs": lambda: 1, "select_samples.samples": lambda: slice(0, 2),
     "simulation_ranks.fit": lambda: lambda batches: cached_fit("node-noise"), "simulation_ranks.simulations": lambda: 2,
 }
 # fmt: on

@@ -106,7 +106,7 @@ def agreement(
     half = reference.num_samples // 2
     same, variation = _compare_predictives(predictive, reference)
     same_floor, variation_floor = _compare_predictives(
-        reference.part(slice(half)), reference.part(slice(half, None))
+        reference.select_samples(slice(half)), reference.select_samples(slice(half, None))
     )
     excess = float(predictive.nll(data[1]).double().mean() - reference.nll(data[1]).double().mean())
     return Agreement(

@@ -1,4 +1,4 @@
-"""What metrics and predictives ask of their tensors beyond the type: what would give a wrong number in silence is an error."""
+"""Checks of the tensors that metrics and predictives take. Each prevents a wrong number that would go unnoticed."""
 
 import torch
 from torch import Tensor
@@ -6,78 +6,146 @@ from torch import Tensor
 from flowbnn.errors import FlowBNNError
 
 
-def average(values: Tensor) -> float:
-    """Mean as a Python number, summed in double precision."""
+def mean_as_float(values: Tensor) -> float:
+    """Returns the mean as a Python number, summed in double precision."""
     return values.detach().cpu().double().mean().item()
 
 
-def _accepted(values: Tensor, name: str, trouble: str) -> Tensor:
-    """The values in at least single precision, where nothing is wrong with them."""
+def to_floating_point(values: Tensor, name: str) -> Tensor:
+    """Returns a floating point tensor in at least single precision.
+
+    Args:
+        values: Tensor to convert.
+        name: Name of the argument.
+
+    Raises:
+        FlowBNNError: If the tensor is not a floating point one.
+    """
     if not values.is_floating_point():
-        trouble = f"must be a floating point tensor, not {values.dtype}"
-    if trouble:
-        raise FlowBNNError(f"{name} {trouble}", argument=name)
+        raise FlowBNNError(
+            f"{name} must be a floating point tensor, got {values.dtype}", kind="dtype", argument=name
+        )
     return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
 def check_probabilities(probabilities: Tensor, ndim: int = 2) -> Tensor:
-    """Rows ``[..., C]`` of non-negative numbers that sum to one, of at least two classes."""
-    shape, trouble = list(probabilities.shape), ""
-    wrong = ~((probabilities >= 0).all(-1) & ((probabilities.sum(-1) - 1).abs() <= 1e-3))  # NaN is wrong, too
+    """Returns class probabilities in at least single precision.
+
+    Args:
+        probabilities: Probabilities ``[..., C]`` of at least two classes.
+        ndim: Number of axes. Tensors ``[B, C]`` must have at least one row.
+
+    Raises:
+        FlowBNNError: If the shape is wrong, or if rows are negative or do not sum to one.
+    """
+    values, shape = to_floating_point(probabilities, "probabilities"), list(probabilities.shape)
+    message = ""
     if len(shape) < 2 or shape[-1] < 2:
-        trouble = f"must be [B, C] with at least two classes, not {shape}; for the probability p of one class stack (1 - p, p)"
+        message = f"must be [B, C] with at least two classes, got {shape}; for the probability p of one class stack (1 - p, p)"
     elif len(shape) != ndim or (ndim == 2 and not shape[0]):
-        trouble = f"must be [B, C] with at least one row, not {shape}; average over the samples first"
-    elif wrong.any():
-        trouble = (
-            f"must be finite, not negative, and sum to one, unlike {int(wrong.sum())} of {wrong.numel()} rows; "
-            "apply softmax to logits first"
+        message = f"must be [B, C] with at least one row, got {shape}; average samples first"
+    if message:
+        raise FlowBNNError(f"probabilities {message}", kind="shape", argument="probabilities")
+    valid = (probabilities >= 0).all(-1) & ((probabilities.sum(-1) - 1).abs() <= 1e-3)  # False for NaN
+    if not valid.all():
+        raise FlowBNNError(
+            f"probabilities must be non-negative and sum to one, which {int((~valid).sum())} of {valid.numel()} rows violate; apply "
+            "softmax to logits first",
+            kind="range",
+            argument="probabilities",
         )
-    return _accepted(probabilities, "probabilities", trouble)
+    return values
 
 
-def check_scored(probabilities: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """The pair every classification metric takes: ``[B, C]`` and ``[B]``, with at least one row."""
+def check_classification(probabilities: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the arguments of a classification metric on the same device.
+
+    Args:
+        probabilities: Class probabilities ``[B, C]``.
+        targets: Class indices ``[B]``.
+
+    Raises:
+        FlowBNNError: If there are no rows, or if an argument is invalid.
+    """
     probabilities = check_probabilities(probabilities)
     return probabilities, check_classes(targets, *probabilities.shape).to(probabilities.device)
 
 
 def check_classes(targets: Tensor, inputs: int, classes: int) -> Tensor:
-    """Class indices ``[inputs]`` in ``0 .. classes - 1``, as ``int64``."""
-    outside, trouble = (targets < 0) | (targets >= classes), ""
+    """Returns class indices as ``int64``.
+
+    Args:
+        targets: Class indices ``[inputs]`` from 0 to ``classes - 1``.
+        inputs: Number of inputs.
+        classes: Number of classes.
+
+    Raises:
+        FlowBNNError: If the shape, the dtype or a label is wrong.
+    """
     if targets.is_floating_point() or targets.shape != (inputs,):
-        trouble = f"must be [{inputs}] integers, one class for each input, not {targets.dtype} {list(targets.shape)}"
+        hint = "; use targets.long()" if targets.is_floating_point() else ""
         if targets.shape == (inputs, classes):
-            trouble += "; use targets.argmax(-1) of one-hot targets"
-        elif targets.is_floating_point():
-            trouble += "; use targets.long()"
-    elif outside.any():
-        trouble = (
-            f"hold label {int(targets[outside][0])} ({int(outside.sum())} of {inputs} labels are outside "
-            f"the {classes} classes); labels go from 0 to {classes - 1}"
+            hint = "; use targets.argmax(-1) for one-hot targets"
+        raise FlowBNNError(
+            f"targets must be [{inputs}] integers, one class for each input, got {targets.dtype} {list(targets.shape)}{hint}",
+            kind="shape",
+            argument="targets",
         )
-    if trouble:
-        raise FlowBNNError(f"targets {trouble}", argument="targets")
+    invalid = (targets < 0) | (targets >= classes)
+    if invalid.any():
+        raise FlowBNNError(
+            f"targets must be from 0 to {classes - 1}, got {int(targets[invalid][0])} ({int(invalid.sum())} of {inputs} are invalid)",
+            kind="range",
+            argument="targets",
+        )
     return targets.long()
 
 
 def check_values(values: Tensor, name: str, shape: torch.Size | None = None) -> Tensor:
-    """Finite real values ``[B, D]``, of this shape; ``[B]`` stands for ``[B, 1]`` and never broadcasts to ``[B, B]``."""
+    """Returns finite real values ``[B, D]`` in at least single precision.
+
+    Args:
+        values: Real values. A vector ``[B]`` is taken for ``[B, 1]`` if ``shape`` has one column. It never broadcasts to ``[B, B]``.
+        name: Name of the argument.
+        shape: Required shape. By default any shape ``[B, D]`` with at least one number is accepted.
+
+    Raises:
+        FlowBNNError: If the shape or the dtype is wrong, or if values are not finite.
+    """
     if shape is not None and values.ndim == 1 and shape[-1] == 1:
         values = values.unsqueeze(-1)
-    bad, trouble = ~torch.isfinite(values.detach()).flatten(1).all(-1) if values.ndim > 1 else None, ""
+    message = ""
     if shape is not None and values.shape != shape:
-        trouble = f"must be {list(shape)}, not {list(values.shape)}"
-    elif values.ndim != 2 or bad is None or (shape is None and not values.numel()):
-        trouble = f"must be [B, D] with at least one row, not {list(values.shape)}"
-    elif bad.any():
-        trouble = f"not finite in {int(bad.sum())} of {len(bad)} rows"
-    return _accepted(values, name, trouble)
+        message = f"{name} must be {list(shape)}, got {list(values.shape)}"
+    elif values.ndim != 2 or (shape is None and not values.numel()):
+        message = f"{name} must be [B, D] with at least one row, got {list(values.shape)}"
+    if message:
+        raise FlowBNNError(message, kind="shape", argument=name)
+    finite = torch.isfinite(values.detach()).all(-1)
+    if not finite.all():
+        raise FlowBNNError(
+            f"{name} must be finite, which {int((~finite).sum())} of {len(finite)} rows violate",
+            kind="not finite",
+            argument=name,
+        )
+    return to_floating_point(values, name)
 
 
 def check_scores(scores: Tensor, name: str) -> Tensor:
-    """A non-empty vector without NaN; infinities have an order and are allowed."""
-    unknown, trouble = int(scores.isnan().sum()), ""
-    if scores.ndim != 1 or not len(scores) or unknown:
-        trouble = f"must be a vector with at least one score and without NaN, not {list(scores.shape)} with {unknown} NaN"
-    return _accepted(scores, name, trouble)
+    """Returns a vector of scores in at least single precision. Infinite scores are allowed.
+
+    Args:
+        scores: Scores ``[B]``.
+        name: Name of the argument.
+
+    Raises:
+        FlowBNNError: If there are no scores, or if scores are NaN.
+    """
+    invalid = int(scores.isnan().sum())
+    if scores.ndim != 1 or not len(scores) or invalid:
+        raise FlowBNNError(
+            f"{name} must be a non-empty vector without NaN, got {list(scores.shape)} with {invalid} NaN",
+            kind="not finite" if invalid else "shape",
+            argument=name,
+        )
+    return to_floating_point(scores, name)

@@ -1,4 +1,4 @@
-"""What an uncertainty is worth as an order of the inputs: does it find novel inputs, and wrong answers?"""
+"""Metrics that judge an uncertainty by the order of the inputs: detection of novel inputs, and of wrong predictions."""
 
 from dataclasses import dataclass
 from typing import Annotated, Literal
@@ -13,17 +13,23 @@ from flowbnn.options import Bounds, checked
 
 @checked
 def novelty_auroc(known_scores: Tensor, novel_scores: Tensor) -> float:
-    r"""Area under the ROC curve: the chance that a novel input scores higher than a known one, ties counting half.
+    r"""Returns the area under the ROC curve (AUROC) of the detection of novel inputs.
+
+    It is the probability that a novel input has a higher score than a known one. Ties count one half.
 
     .. math:: \frac{1}{NM} \sum_{i,j} \left( 1[n_j > k_i] + \tfrac12 1[n_j = k_i] \right)
 
-    One half is guessing. Scores are uncertainties (entropy, mutual information, minus confidence): higher means more novel
-    (Hendrycks & Gimpel, 2017, https://arxiv.org/abs/1610.02136). Any scale will do, since only the order counts.
+    Random scores have an AUROC of 0.5 (Hendrycks & Gimpel, 2017, https://arxiv.org/abs/1610.02136). Only the order of the scores
+    matters.
 
-    >>> novelty_auroc(torch.tensor([0.1, 0.2, 0.4]), torch.tensor([0.3, 0.5]))  # right in 5 of 6 pairs
+    Args:
+        known_scores: Uncertainties of known inputs, ``[N]``, such as the entropy, the mutual information, or minus the confidence.
+        novel_scores: Uncertainties of novel inputs, ``[M]``.
+
+    >>> novelty_auroc(torch.tensor([0.1, 0.2, 0.4]), torch.tensor([0.3, 0.5]))  # correct for 5 of 6 pairs
     0.833...
     """
-    known, novel = _counts(known_scores, novel_scores)
+    known, novel = _count_scores(known_scores, novel_scores)
     below = known.cumsum(0) - 0.5 * known
     return float((novel * below).sum() / (novel.sum() * known.sum()))
 
@@ -32,33 +38,46 @@ def novelty_auroc(known_scores: Tensor, novel_scores: Tensor) -> float:
 def novelty_aupr(
     known_scores: Tensor, novel_scores: Tensor, positive: Literal["novel", "known"] = "novel"
 ) -> float:
-    r"""Area under the precision-recall curve, as average precision :math:`\sum_t (R_t - R_{t-1}) P_t` over thresholds.
+    r"""Returns the area under the precision-recall curve (AUPR), as average precision :math:`\sum_t (R_t - R_{t-1}) P_t`.
 
-    The positives are the inputs to be found: ``"novel"`` ones by high scores ("AUPR-out"), or ``"known"`` ones by low
-    scores ("AUPR-in"). Guessing gives the share of the positives, not one half (Hendrycks & Gimpel, 2017).
+    Random scores have an AUPR equal to the fraction of positives (Hendrycks & Gimpel, 2017).
+
+    Args:
+        known_scores: Uncertainties of known inputs, ``[N]``.
+        novel_scores: Uncertainties of novel inputs, ``[M]``.
+        positive: Class to detect: ``"novel"`` inputs by high scores ("AUPR-out"), or ``"known"`` inputs by low scores ("AUPR-in").
 
     >>> novelty_aupr(torch.tensor([0.1, 0.2, 0.4]), torch.tensor([0.3, 0.5]))  # (1/1 + 2/3) / 2
     0.833...
     """
-    known, novel = _counts(known_scores, novel_scores)
-    right, wrong = (novel.flip(0), known.flip(0)) if positive == "novel" else (known, novel)
-    precision = right.cumsum(0) / (right + wrong).cumsum(0)
-    return float((right * precision).sum() / right.sum())
+    known, novel = _count_scores(known_scores, novel_scores)
+    positives, negatives = (novel.flip(0), known.flip(0)) if positive == "novel" else (known, novel)
+    precision = positives.cumsum(0) / (positives + negatives).cumsum(0)
+    return float((positives * precision).sum() / positives.sum())
 
 
-def _counts(known_scores: Tensor, novel_scores: Tensor) -> tuple[Tensor, Tensor]:
-    """How many known and how many novel inputs have each score, from the lowest to the highest."""
-    parts = [check_scores(known_scores, "known_scores"), check_scores(novel_scores, "novel_scores")]
-    values, place = torch.cat([part.detach().cpu().double() for part in parts]).unique(return_inverse=True)
+def _count_scores(known_scores: Tensor, novel_scores: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the numbers of known and of novel inputs with each distinct score, in ascending order of the scores."""
+    scores = [check_scores(known_scores, "known_scores"), check_scores(novel_scores, "novel_scores")]
+    values, index = torch.cat([tensor.detach().cpu().double() for tensor in scores]).unique(
+        return_inverse=True
+    )
     known, novel = (
-        torch.bincount(some, minlength=len(values)).double() for some in place.split([len(p) for p in parts])
+        torch.bincount(group, minlength=len(values)).double()
+        for group in index.split([len(tensor) for tensor in scores])
     )
     return known, novel
 
 
 @dataclass(frozen=True)
 class RiskCoverage:
-    """The error rate ``risk`` when only the surest share ``coverage`` of the inputs is answered, and its mean ``area``."""
+    """Risk-coverage curve of selective prediction.
+
+    Args:
+        coverage: Fractions of the inputs that are answered, the most certain first, ``[B]``.
+        risk: Error rates on the answered inputs, ``[B]``.
+        area: Mean of the error rates over the coverages (AURC).
+    """
 
     coverage: Tensor
     risk: Tensor
@@ -66,7 +85,10 @@ class RiskCoverage:
 
     @checked
     def risk_at(self, coverage: Annotated[float, Bounds(gt=0, le=1)]) -> float:
-        """Error rate when at least this share of the inputs is answered.
+        """Returns the error rate if at least this fraction of the inputs is answered.
+
+        Args:
+            coverage: Fraction of the inputs.
 
         >>> curve = risk_coverage(torch.tensor([0.1, 0.2, 0.3, 0.4]), torch.tensor([True, True, True, False]))
         >>> curve.risk_at(0.75), curve.risk_at(1.0)
@@ -78,18 +100,21 @@ class RiskCoverage:
 
 @checked
 def risk_coverage(uncertainty: Tensor, correct: Tensor) -> RiskCoverage:
-    r"""Risk-coverage curve and its area, AURC (Geifman & El-Yaniv, 2017).
+    r"""Returns the risk-coverage curve and the area under it, AURC (Geifman & El-Yaniv, 2017).
 
-    With the inputs ordered from the surest to the least sure,
+    With the inputs in ascending order of their uncertainty,
 
     .. math:: r_k = \frac1k \sum_{i \le k} 1[\text{wrong}_i], \qquad \mathrm{AURC} = \frac1B \sum_{k=1}^B r_k ,
 
-    at coverages :math:`k/B`. Lower is better; a useless uncertainty gives the error rate. Inputs of equal uncertainty have no
-    order among themselves, so each takes the error rate of its group, which is the expectation over all orders.
+    at coverages :math:`k/B`. Lower is better. An uninformative uncertainty has the error rate as its AURC. Inputs of equal
+    uncertainty are assigned the error rate of their group, which is the expectation over their orders.
 
     Args:
-        uncertainty: ``[B]``, higher means less sure.
-        correct: ``[B]`` booleans: was the answer right?
+        uncertainty: Uncertainties of the inputs, ``[B]``.
+        correct: Booleans ``[B]``, True for correct predictions.
+
+    Raises:
+        FlowBNNError: If ``correct`` is not a boolean tensor of the same shape.
 
     >>> curve = risk_coverage(torch.tensor([0.3, 0.1, 0.2, 0.4]), torch.tensor([True, True, False, False]))
     >>> curve.coverage.tolist(), curve.risk[[0, 1, 3]].tolist()
@@ -100,12 +125,12 @@ def risk_coverage(uncertainty: Tensor, correct: Tensor) -> RiskCoverage:
     uncertainty = check_scores(uncertainty, "uncertainty")
     if correct.dtype != torch.bool or correct.shape != uncertainty.shape:
         raise FlowBNNError(
-            f"correct must be a boolean tensor of shape {list(uncertainty.shape)}, like labels == targets",
+            f"correct must be a boolean tensor of shape {list(uncertainty.shape)}, got {correct.dtype} {list(correct.shape)}",
             kind="shape",
             argument="correct",
         )
     _, group, counts = uncertainty.detach().cpu().unique(return_inverse=True, return_counts=True)
-    wrong = torch.bincount(group, weights=(~correct).cpu().double(), minlength=len(counts)) / counts
+    errors = torch.bincount(group, weights=(~correct).cpu().double(), minlength=len(counts)) / counts
     answered = torch.arange(1, len(group) + 1, dtype=torch.float64)
-    risk = wrong.repeat_interleave(counts).cumsum(0) / answered
+    risk = errors.repeat_interleave(counts).cumsum(0) / answered
     return RiskCoverage(answered / len(group), risk, risk.mean().item())

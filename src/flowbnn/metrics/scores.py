@@ -1,4 +1,4 @@
-"""Scores of predicted classes and values, and whether a confidence of 80 % means right four times of five."""
+"""Scores of predicted classes and values, and calibration errors."""
 
 import math
 from collections.abc import Sequence
@@ -8,55 +8,67 @@ import torch
 from torch import Tensor
 
 from flowbnn.errors import FlowBNNError
-from flowbnn.metrics.checks import average, check_probabilities, check_scored, check_values
+from flowbnn.metrics.checks import check_classification, check_probabilities, check_values, mean_as_float
 from flowbnn.options import Count, Ge, Hint, check, checked
 
 
 @checked
 def accuracy(probabilities: Tensor, targets: Tensor) -> float:
-    r"""Share of inputs whose most probable class is the target: :math:`\frac1B \sum_i 1[\arg\max_c p_{ic} = y_i]`.
+    r"""Returns the fraction of inputs whose most probable class is the target, :math:`\frac1B \sum_i 1[\arg\max_c p_{ic} = y_i]`.
 
-    Every input counts the same ("micro"), whatever the size of its class.
+    Every input has the same weight ("micro" average), whatever the size of its class.
+
+    Args:
+        probabilities: Class probabilities ``[B, C]``.
+        targets: Class indices ``[B]``.
 
     >>> accuracy(torch.tensor([[0.9, 0.1], [0.2, 0.8], [0.6, 0.4], [0.3, 0.7]]), torch.tensor([0, 1, 1, 1]))
     0.75
     """
-    probabilities, targets = check_scored(probabilities, targets)
-    return average(probabilities.argmax(-1) == targets)
+    probabilities, targets = check_classification(probabilities, targets)
+    return mean_as_float(probabilities.argmax(-1) == targets)
 
 
 @checked
 def negative_log_likelihood(probabilities: Tensor, targets: Tensor) -> float:
-    r"""Mean of :math:`-\log p_{i y_i}`, in nats; a proper score (Good, 1952), infinite when a target had probability zero.
+    r"""Returns the negative log-likelihood (NLL), the mean of :math:`-\log p_{i y_i}`, in nats.
 
-    From samples, :meth:`flowbnn.predictive.CategoricalPredictive.nll` is more exact: it never leaves the log domain.
+    It is a proper score (Good, 1952), and infinite if a target has probability zero. For samples of logits use
+    :meth:`flowbnn.predictive.CategoricalPredictive.nll`, which stays in the log domain and is more accurate.
+
+    Args:
+        probabilities: Class probabilities ``[B, C]``.
+        targets: Class indices ``[B]``.
 
     >>> round(negative_log_likelihood(torch.tensor([[0.5, 0.5], [0.2, 0.8]]), torch.tensor([0, 0])), 4)  # log(10) / 2
     1.1513
     """
-    probabilities, targets = check_scored(probabilities, targets)
-    return average(-torch.log(probabilities.gather(-1, targets.unsqueeze(-1))))
+    probabilities, targets = check_classification(probabilities, targets)
+    return mean_as_float(-torch.log(probabilities.gather(-1, targets.unsqueeze(-1))))
 
 
 @checked
 def brier_score(probabilities: Tensor, targets: Tensor) -> float:
-    r"""Mean squared distance of the probabilities to the one-hot target, *summed* over classes (Brier, 1950):
+    r"""Returns the mean squared distance of the probabilities to the one-hot targets, *summed* over classes (Brier, 1950).
 
     .. math:: \frac1B \sum_i \sum_c (p_{ic} - 1[y_i = c])^2 \in [0, 2].
 
-    With two classes that is twice the score that looks at one class's probability only; some papers divide by the number
-    of classes.
+    For two classes this is twice the score of the probability of one class. Some papers divide by the number of classes.
+
+    Args:
+        probabilities: Class probabilities ``[B, C]``.
+        targets: Class indices ``[B]``.
 
     >>> round(brier_score(torch.tensor([[0.7, 0.2, 0.1]]), torch.tensor([0])), 4)  # 0.09 + 0.04 + 0.01
     0.14
     """
-    probabilities, targets = check_scored(probabilities, targets)
-    aim = torch.zeros_like(probabilities).scatter_(-1, targets.unsqueeze(-1), 1.0)
-    return average((probabilities - aim).square().sum(-1))
+    probabilities, targets = check_classification(probabilities, targets)
+    one_hot = torch.zeros_like(probabilities).scatter_(-1, targets.unsqueeze(-1), 1.0)
+    return mean_as_float((probabilities - one_hot).square().sum(-1))
 
 
 class ReliabilityBin(TypedDict):
-    """One bar of a reliability diagram; an empty bin has ``fraction`` 0 and no confidence or accuracy."""
+    """A bar of a reliability diagram. An empty bin has a ``fraction`` of 0 and no confidence and accuracy."""
 
     low: float
     high: float
@@ -72,42 +84,52 @@ def calibration_error(
     bins: Count = 15,
     kind: Literal["equal", "adaptive", "classwise"] = "equal",
 ) -> float:
-    r"""Expected calibration error, the mean gap between confidence and accuracy weighed by each bin's share of the inputs:
+    r"""Returns the expected calibration error (ECE), the weighted mean difference of confidence and accuracy in bins.
 
     .. math:: \mathrm{ECE} = \sum_b \frac{|B_b|}{B} \, |\mathrm{acc}(B_b) - \mathrm{conf}(B_b)| .
 
+    Unlike torchmetrics, a confidence of exactly 1 belongs to the last bin, and two classes are scored by the predicted class.
+
     Args:
-        probabilities: ``[B, C]``.
-        targets: class indices ``[B]``.
-        bins: number of bins; 15 is the custom.
-        kind: ``"equal"``: bins ``(low, high]`` of equal width on the largest probability (Guo et al., 2017);
-            ``"adaptive"``: bins of equal numbers of inputs, equal confidences kept together in the bin of
-            their middle rank, so the order of the inputs never matters (Nguyen & O'Connor, 2015);
-            ``"classwise"``: the equal-width error of each class's own probability against "is it this class", averaged
-            over classes (Kull et al., 2019; static calibration error of Nixon et al., 2019).
+        probabilities: Class probabilities ``[B, C]``.
+        targets: Class indices ``[B]``.
+        bins: Number of bins. 15 is common.
+        kind: Type of the bins. ``"equal"``: bins ``(low, high]`` of equal width of the largest probability (Guo et al., 2017).
+            ``"adaptive"``: bins of equal numbers of inputs; equal confidences share the bin of their middle rank, so that the order of
+            the inputs does not matter (Nguyen & O'Connor, 2015). ``"classwise"``: the equal-width error of the probability of each
+            class, averaged over classes (Kull et al., 2019; static calibration error of Nixon et al., 2019).
 
     >>> p = torch.tensor([[0.9, 0.1], [0.9, 0.1], [0.4, 0.6], [0.4, 0.6]])
     >>> y = torch.tensor([0, 1, 1, 1])
     >>> round(calibration_error(p, y), 4)  # (|0.5 - 0.9| + |1 - 0.6|) / 2
     0.4
-    >>> round(calibration_error(p, y, bins=1), 4)  # |0.75 - 0.75|: one bin hides everything
+    >>> round(calibration_error(p, y, bins=1), 4)  # |0.75 - 0.75|: the errors cancel in one bin
     0.0
     """
-    probabilities, targets = check_scored(probabilities, targets)
+    probabilities, targets = check_classification(probabilities, targets)
     if kind == "classwise":
         classes = range(probabilities.shape[-1])
-        return sum(_gap(_equal(probabilities[:, c], targets == c, bins)) for c in classes) / len(classes)
+        errors = [_weighted_gap(_equal_bins(probabilities[:, c], targets == c, bins)) for c in classes]
+        return sum(errors) / len(classes)
     confidence, labels = probabilities.max(-1)
-    fill = _equal if kind == "equal" else _adaptive
-    return _gap(fill(confidence, labels == targets, bins))
+    make_bins = _equal_bins if kind == "equal" else _adaptive_bins
+    return _weighted_gap(make_bins(confidence, labels == targets, bins))
 
 
 @checked
 def reliability(probabilities: Tensor, targets: Tensor, bins: Count = 15) -> list[ReliabilityBin]:
-    r"""The bars of a reliability diagram (DeGroot & Fienberg, 1983): equal-width bins ``(low, high]`` of the confidence.
+    r"""Returns the bars of a reliability diagram (DeGroot & Fienberg, 1983) with equal-width bins ``(low, high]`` of the confidence.
 
-    ``fraction`` is the bin's share of the inputs, so that ``calibration_error`` is the sum of
-    ``fraction * abs(accuracy - confidence)``. Plain Python values, ready for JSON.
+    The ``fraction`` of a bin is its share of the inputs. :func:`calibration_error` is therefore the sum of
+    ``fraction * abs(accuracy - confidence)``.
+
+    Args:
+        probabilities: Class probabilities ``[B, C]``.
+        targets: Class indices ``[B]``.
+        bins: Number of bins.
+
+    Returns:
+        Plain Python values that JSON can store.
 
     >>> p = torch.tensor([[0.875, 0.125], [0.875, 0.125], [0.375, 0.625], [0.375, 0.625]])
     >>> for bar in reliability(p, torch.tensor([0, 1, 1, 1]), bins=4):
@@ -117,88 +139,87 @@ def reliability(probabilities: Tensor, targets: Tensor, bins: Count = 15) -> lis
     {'low': 0.5, 'high': 0.75, 'confidence': 0.625, 'accuracy': 1.0, 'fraction': 0.5}
     {'low': 0.75, 'high': 1.0, 'confidence': 0.875, 'accuracy': 0.5, 'fraction': 0.5}
     """
-    probabilities, targets = check_scored(probabilities, targets)
+    probabilities, targets = check_classification(probabilities, targets)
     confidence, labels = probabilities.max(-1)
-    bars = []
-    for index, (count, total, right) in enumerate(_equal(confidence, labels == targets, bins).T.tolist()):
-        bar = ReliabilityBin(
+    contents = _equal_bins(confidence, labels == targets, bins).T.tolist()
+    return [
+        ReliabilityBin(
             low=index / bins,
             high=(index + 1) / bins,
-            confidence=total / count if count else None,
-            accuracy=right / count if count else None,
+            confidence=confidences / count if count else None,
+            accuracy=num_correct / count if count else None,
             fraction=count / len(targets),
         )
-        bars.append(bar)
-    return bars
+        for index, (count, confidences, num_correct) in enumerate(contents)
+    ]
 
 
 @checked
 def calibration_floor(
-    given: Tensor | Sequence[ReliabilityBin], number: Count | None = None, bins: Count = 15
+    predictions: Tensor | Sequence[ReliabilityBin], number: Count | None = None, bins: Count = 15
 ) -> float:
-    r"""The calibration error that is left when every probability is right: what chance alone makes of a test set of this size.
+    r"""Returns the expected calibration error of a perfectly calibrated classifier on a test set of this size.
 
-    Of the :math:`n_b` inputs in a bin of mean confidence :math:`c_b`, a perfectly calibrated classifier gets a binomial number right,
-    and the mean distance of its share from :math:`c_b` is not zero (de Moivre's formula):
+    Of the :math:`n_b` inputs in a bin with mean confidence :math:`c_b`, a perfectly calibrated classifier has a binomial number
+    correct. The mean distance of its accuracy from :math:`c_b` is not zero (de Moivre's formula):
 
     .. math:: \mathrm{floor} = \sum_b \frac{n_b}{n} \, \mathbb E \left| \tfrac1{n_b} \mathrm{Bin}(n_b, c_b) - c_b \right| , \qquad
         \mathbb E \, |\mathrm{Bin}(m, p) - m p| = 2 k \tbinom mk p^k (1 - p)^{m - k + 1} , \; k = \lfloor m p \rfloor + 1 .
 
-    An error near its floor cannot be told from zero, and does not rank two classifiers. The confidences within a
-    bin are taken as equal, which overstates the floor by a few parts in a thousand for 15 bins.
+    A calibration error near the floor is not significantly different from zero, and does not rank two classifiers. The confidences in a
+    bin are assumed to be equal, which overestimates the floor by a few parts in a thousand for 15 bins.
 
     Args:
-        given: probabilities ``[B, C]``, or the bars of :func:`reliability`.
-        number: of inputs that bars were counted on.
-        bins: of the probabilities' confidences.
+        predictions: Class probabilities ``[B, C]``, or the bars of :func:`reliability`.
+        number: Number of inputs of the bars.
+        bins: Number of bins of the probabilities.
 
     >>> p = torch.tensor([[0.875, 0.125], [0.875, 0.125], [0.375, 0.625], [0.375, 0.625]])
     >>> round(calibration_floor(p, bins=4), 4)
     0.2422
     """
-    if isinstance(given, Tensor):
-        given = check_probabilities(given)
-        given, number = reliability(given, given.argmax(-1), bins), len(given)
-    counted = Annotated[int, Ge(1), Hint("give the number of inputs that the bars were counted on")]
-    check("number", number, counted)
+    if isinstance(predictions, Tensor):
+        probabilities = check_probabilities(predictions)
+        predictions, number = reliability(probabilities, probabilities.argmax(-1), bins), len(probabilities)
+    check("number", number, Annotated[int, Ge(1), Hint("the number of inputs of the bars")])
     assert number is not None
     total = 0.0
-    for bar in given:
+    for bar in predictions:
         count, chance = round(number * bar["fraction"]), bar["confidence"]
         if count and chance is not None and 0.0 < chance < 1.0:
-            above = math.floor(count * chance) + 1
-            total += 2.0 * math.exp(
-                math.log(above)
-                + math.lgamma(count + 1)
-                - math.lgamma(above + 1)
-                - math.lgamma(count - above + 1)
-                + above * math.log(chance)
-                + (count - above + 1) * math.log1p(-chance)
-            )
+            k = math.floor(count * chance) + 1
+            log_binomial = math.lgamma(count + 1) - math.lgamma(k + 1) - math.lgamma(count - k + 1)
+            log_power = k * math.log(chance) + (count - k + 1) * math.log1p(-chance)
+            total += 2.0 * math.exp(math.log(k) + log_binomial + log_power)
     return total / number
 
 
-def _equal(confidence: Tensor, correct: Tensor, bins: int) -> Tensor:
-    # the edges k / bins are rounded in the confidence's own precision, so that a float32 0.6 meets the edge 9 / 15 exactly
+def _equal_bins(confidence: Tensor, correct: Tensor, bins: int) -> Tensor:
+    """Returns the contents of bins of equal width."""
+    # the edges are rounded in the precision of the confidence, so that a float32 0.6 equals the edge 9 / 15
     edges = torch.arange(1, bins, device=confidence.device, dtype=confidence.dtype) / bins
-    return _fill(torch.bucketize(confidence.detach().contiguous(), edges), confidence, correct, bins)
+    index = torch.bucketize(confidence.detach().contiguous(), edges)
+    return _bin_contents(index, confidence, correct, bins)
 
 
-def _adaptive(confidence: Tensor, correct: Tensor, bins: int) -> Tensor:
+def _adaptive_bins(confidence: Tensor, correct: Tensor, bins: int) -> Tensor:
+    """Returns the contents of bins of equal numbers of inputs."""
     _, inverse, counts = confidence.detach().unique(return_inverse=True, return_counts=True)
     twice_middle_rank = 2 * counts.cumsum(0) - counts - 1
-    return _fill((twice_middle_rank * bins // (2 * len(confidence)))[inverse], confidence, correct, bins)
+    index = (twice_middle_rank * bins // (2 * len(confidence)))[inverse]
+    return _bin_contents(index, confidence, correct, bins)
 
 
-def _fill(index: Tensor, confidence: Tensor, correct: Tensor, bins: int) -> Tensor:
-    """Number of inputs, sum of confidences and number right in each bin, ``[3, bins]``, in double precision."""
-    parts = [part.detach().cpu().double() for part in (torch.ones_like(confidence), confidence, correct)]
-    return torch.stack([torch.bincount(index.cpu(), weights=part, minlength=bins) for part in parts])
+def _bin_contents(index: Tensor, confidence: Tensor, correct: Tensor, bins: int) -> Tensor:
+    """Returns the number of inputs, the sum of confidences and the number correct of each bin, ``[3, bins]``, in float64."""
+    columns = (torch.ones_like(confidence), confidence, correct)
+    weights = [column.detach().cpu().double() for column in columns]
+    return torch.stack([torch.bincount(index.cpu(), weights=weight, minlength=bins) for weight in weights])
 
 
-def _gap(filled: Tensor) -> float:
-    """sum_b (n_b / n) |acc_b - conf_b|, in which the n_b cancels."""
-    count, confidence, correct = filled
+def _weighted_gap(contents: Tensor) -> float:
+    """Returns sum_b (n_b / n) |acc_b - conf_b|, in which n_b cancels."""
+    count, confidence, correct = contents
     return float((correct - confidence).abs().sum() / count.sum())
 
 
@@ -207,29 +228,43 @@ def _gap(filled: Tensor) -> float:
 
 @checked
 def root_mean_squared_error(predictions: Tensor, targets: Tensor) -> float:
-    r""":math:`\sqrt{\frac{1}{BD} \sum_{id} (\hat y_{id} - y_{id})^2}`, in the target's own unit.
+    r"""Returns :math:`\sqrt{\frac{1}{BD} \sum_{id} (\hat y_{id} - y_{id})^2}`, in the unit of the targets.
 
-    Predictions are ``[B, D]``; targets have the same shape, or ``[B]`` when D is 1.
+    Args:
+        predictions: Predicted values ``[B, D]``.
+        targets: Targets of the same shape, or ``[B]`` if D is 1.
 
     >>> root_mean_squared_error(torch.tensor([[1.0], [2.0]]), torch.tensor([4.0, 6.0]))  # sqrt((9 + 16) / 2)
     3.5355...
     """
     predictions = check_values(predictions, "predictions")
     targets = check_values(targets, "targets", predictions.shape).to(predictions.device)
-    return math.sqrt(average((predictions - targets).square()))
+    return math.sqrt(mean_as_float((predictions - targets).square()))
 
 
 @checked
 def interval_coverage(low: Tensor, high: Tensor, targets: Tensor) -> float:
-    r"""Share of targets inside their interval: :math:`\frac{1}{BD} \sum_{id} 1[l_{id} \le y_{id} \le h_{id}]`.
+    r"""Returns the fraction of targets inside their intervals, :math:`\frac{1}{BD} \sum_{id} 1[l_{id} \le y_{id} \le h_{id}]`.
 
-    A calibrated interval of mass 0.9 covers 0.9 of unseen targets; below is overconfident, above underconfident.
+    Calibrated intervals of mass 0.9 cover 0.9 of unseen targets. A lower coverage means overconfidence.
+
+    Args:
+        low: Lower ends ``[B, D]``.
+        high: Upper ends ``[B, D]``.
+        targets: Targets of the same shape, or ``[B]`` if D is 1.
+
+    Raises:
+        FlowBNNError: If the shapes differ, or if a lower end is above its upper end.
 
     >>> interval_coverage(torch.zeros(4, 1), torch.ones(4, 1), torch.tensor([0.5, 1.0, 1.5, -1.0]))
     0.5
     """
     low, high = check_values(low, "low"), check_values(high, "high")
     if low.shape != high.shape or (low > high).any():
-        raise FlowBNNError("low and high must have one shape, and low must not lie above high")
+        raise FlowBNNError(
+            "low and high must have the same shape, and low must not exceed high",
+            kind="range",
+            argument="low",
+        )
     targets = check_values(targets, "targets", low.shape).to(low.device)
-    return average((low <= targets) & (targets <= high))
+    return mean_as_float((low <= targets) & (targets <= high))

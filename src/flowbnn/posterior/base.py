@@ -59,7 +59,7 @@ from flowbnn.posterior.prediction import (
     average_views,
     clone_sharing_tensors,
 )
-from flowbnn.predictive.base import NotFinite
+from flowbnn.predictive.base import NonFiniteSamplesError
 from flowbnn.regression import LOC, SCALE, set_output_scale
 from flowbnn.training import (
     History,
@@ -208,7 +208,7 @@ class Posterior:
         """The predictive distribution; where outputs are not finite, an error that names what spoils them."""
         try:
             return self._predictive(outputs, sample_counts)
-        except NotFinite as error:
+        except NonFiniteSamplesError as error:
             with self.cache.lock:
                 why, bad = self._why_not_finite(inputs, options), error.fields
             message = f"samples are not finite for {bad['inputs']} of {bad['total']} inputs: {why}"

@@ -1,4 +1,4 @@
-"""The contract of a predictive, and what all of them share."""
+"""Base class of predictive distributions."""
 
 import math
 from abc import ABC, abstractmethod
@@ -10,226 +10,262 @@ import torch
 from torch import Tensor
 
 from flowbnn.errors import FlowBNNError
+from flowbnn.metrics.checks import to_floating_point
 from flowbnn.options import Bounds, Hint, check, checked
 
 
 class Predictive(ABC):
-    """What every predictive can do: be cut along its inputs, be moved, and name its uncertainties.
+    """Base class of predictive distributions: selects inputs, moves between devices, and names its uncertainties.
 
-    A subclass keeps its tensors ``[S, B, K]`` in ``_tensors``, has a property for each name in :attr:`uncertainties`, and
-    defines ``samples``, ``sampling_error``, ``nll``, ``sample``, ``quantiles``, ``decide`` and ``evaluate``. Means over samples go
-    through :meth:`_mean` and sums of probabilities through :meth:`_log_mean_exp`, which know that inputs may have had different numbers
-    of samples (adaptive sampling): the first :attr:`sample_counts` of the S are then an input's own, and the others are NaN.
+    A subclass stores its tensors ``[S, B, K]`` in ``_tensors``, has a property for each name in :attr:`uncertainties`, and defines
+    ``samples``, ``sampling_error``, ``nll``, ``sample``, ``quantiles``, ``decide`` and ``evaluate``.
+
+    With adaptive sampling the inputs have different numbers of samples. An input then has the first :attr:`sample_counts` of the S
+    samples, and its other samples are NaN. A subclass therefore averages over samples by :meth:`_mean` and :meth:`_log_mean_exp`.
     """
 
     uncertainties: tuple[str, ...] = ()
-    shares: tuple[str, ...] = ()  # those of them that lie in [0, 1]
+    normalized_uncertainties: tuple[str, ...] = ()  # those with values in [0, 1]
     _tensors: tuple[Tensor, ...]
-    _sample_counts: Tensor | None = None  # [1, B], where inputs differ in it
-    shape: tuple[int, ...] | None = None  # of one target, where that is not [K]
+    _sample_counts: Tensor | None = None  # [1, B], or None if all inputs have S samples
+    shape: tuple[int, ...] | None = None  # shape of a target, or None for [K]
 
     @classmethod
-    def _of(
+    def _from_tensors(
         cls, *tensors: Tensor, sample_counts: Tensor | None = None, shape: tuple[int, ...] | None = None
     ) -> Self:
-        made = cls.__new__(cls)
-        made._tensors, made._sample_counts, made.shape = tensors, sample_counts, shape
-        return made
+        """Returns a predictive with tensors that have been checked."""
+        predictive = cls.__new__(cls)
+        predictive._tensors, predictive._sample_counts, predictive.shape = tensors, sample_counts, shape
+        return predictive
 
-    def _shaped(self, values: Tensor) -> Tensor:
-        """Values ``[..., K]`` in the shape of the targets."""
+    def _to_target_shape(self, values: Tensor) -> Tensor:
+        """Reshapes values ``[..., K]`` to the shape of the targets."""
         return values if self.shape is None else values.reshape(*values.shape[:-1], *self.shape)
 
     @property
     @abstractmethod
     def samples(self) -> Tensor:
-        """What each sample predicts, ``[S, B, K]``."""
+        """Prediction of each sample, ``[S, B, K]``."""
 
     @property
     def num_samples(self) -> int:
-        """S, or the most that any input had."""
+        """Number of samples S. With adaptive sampling, the largest number of any input."""
         return self._tensors[0].shape[0]
 
     @property
     def sample_counts(self) -> Tensor:
-        """How many samples each input had, ``[B]``."""
+        """Number of samples of each input, ``[B]``."""
         if self._sample_counts is not None:
             return self._sample_counts[0]
         return torch.full((len(self),), self.num_samples, device=self._tensors[0].device)
 
     @cached_property
-    def _absent(self) -> Tensor | None:
-        """Where an input did not have a sample, ``[S, B]``; None if each had all."""
-        if self._sample_counts is None:
+    def _missing(self) -> Tensor | None:
+        """Mask ``[S, B]`` of samples that an input does not have, or None if all inputs have S samples."""
+        counts = self._sample_counts
+        if counts is None:
             return None
-        return (
-            torch.arange(self.num_samples, device=self._sample_counts.device).unsqueeze(1)
-            >= self._sample_counts
-        )
+        return torch.arange(self.num_samples, device=counts.device).unsqueeze(1) >= counts
 
-    def _present(self, values: Tensor, otherwise: float) -> Tensor:
-        """Values ``[S, B, ...]`` with ``otherwise`` in place of the samples an input did not have."""
-        if self._absent is None:
+    def _fill_missing(self, values: Tensor, fill: float) -> Tensor:
+        """Replaces the samples that an input does not have in values ``[S, B, ...]``."""
+        if self._missing is None:
             return values
-        return values.masked_fill(
-            self._absent.view(*self._absent.shape, *(1,) * (values.ndim - 2)), otherwise
-        )
+        mask = self._missing.view(*self._missing.shape, *(1,) * (values.ndim - 2))
+        return values.masked_fill(mask, fill)
 
-    def _counts(self, values: Tensor) -> Tensor:
-        """Samples of each input, to divide sums over samples of ``values`` ``[S, B, ...]``."""
+    def _counts_like(self, values: Tensor) -> Tensor:
+        """Returns the number of samples of each input, in the dtype of values ``[S, B, ...]`` and with as many axes as their mean."""
         return self.sample_counts.to(values.dtype).view(-1, *(1,) * (values.ndim - 2))
 
     def _mean(self, values: Tensor) -> Tensor:
-        """Mean over the samples that each input had."""
+        """Returns the mean over the samples of each input."""
         if self._sample_counts is None:
             return values.mean(0)
-        return self._present(values, 0.0).sum(0) / self._counts(values)
+        return self._fill_missing(values, 0.0).sum(0) / self._counts_like(values)
 
-    def _spread(self, values: Tensor) -> Tensor:
-        """Variance over samples, divided by their number; unlike ``Tensor.var`` it takes one sample or no inputs without a warning."""
+    def _variance_over_samples(self, values: Tensor) -> Tensor:
+        """Returns the biased variance over samples. Unlike ``Tensor.var`` it accepts one sample, or no inputs, without a warning."""
         return self._mean((values - self._mean(values)).square())
 
     def _log_mean_exp(self, values: Tensor) -> Tensor:
-        """Log of the mean of exponentials over samples."""
-        return self._present(values, -math.inf).logsumexp(0) - self._counts(values).log()
+        """Returns the logarithm of the mean of exponentials over samples."""
+        return self._fill_missing(values, -math.inf).logsumexp(0) - self._counts_like(values).log()
 
     def __len__(self) -> int:
         return self._tensors[0].shape[1]
 
     def __getitem__(self, index: int | slice | Tensor | Sequence[int]) -> Self:
-        """The same predictive for some of the inputs; one integer gives a predictive of one input."""
-        chosen = [index] if isinstance(index, int) else index
-        sample_counts = None if self._sample_counts is None else self._sample_counts[:, chosen]
-        return self._of(
-            *(tensor[:, chosen] for tensor in self._tensors), sample_counts=sample_counts, shape=self.shape
-        )
+        """Returns the predictive of some inputs. An integer selects a predictive of one input."""
+        indices = [index] if isinstance(index, int) else index
+        sample_counts = None if self._sample_counts is None else self._sample_counts[:, indices]
+        tensors = [tensor[:, indices] for tensor in self._tensors]
+        return self._from_tensors(*tensors, sample_counts=sample_counts, shape=self.shape)
 
     @checked
-    def part(self, samples: slice) -> Self:
-        """The same predictive of some of the samples, each of which every input must have."""
-        return self._of(*(tensor[samples] for tensor in self._tensors), shape=self.shape)
+    def select_samples(self, samples: slice) -> Self:
+        """Returns the predictive of some samples, which every input must have.
+
+        Args:
+            samples: Slice of the samples.
+        """
+        return self._from_tensors(*(tensor[samples] for tensor in self._tensors), shape=self.shape)
 
     def to(self, *args: Any, **kwargs: Any) -> Self:
-        """Move or convert, with the arguments of :meth:`torch.Tensor.to`."""
+        """Returns the predictive on another device or in another dtype, with the arguments of :meth:`torch.Tensor.to`."""
         tensors = [tensor.to(*args, **kwargs) for tensor in self._tensors]
         sample_counts = None if self._sample_counts is None else self._sample_counts.to(tensors[0].device)
-        return self._of(*tensors, sample_counts=sample_counts, shape=self.shape)
+        return self._from_tensors(*tensors, sample_counts=sample_counts, shape=self.shape)
 
     def cpu(self) -> Self:
+        """Returns the predictive on the CPU."""
         return self.to("cpu")
 
     @cached_property
     def standard_error(self) -> Tensor:
-        r"""Monte Carlo error of the mean over samples, :math:`\sqrt{\hat\sigma^2 / S}`: how much more samples would move it.
+        r"""Monte Carlo standard error of the mean over samples, :math:`\sqrt{\hat\sigma^2 / S}`.
 
-        Infinite with one sample, which says nothing about its spread.
+        It is infinite for one sample.
         """
-        variance = self._spread(self.samples)
-        error = (variance / (self._counts(self.samples) - 1.0).clamp(min=1.0)).sqrt()
-        return self._shaped(error.masked_fill(self._counts(self.samples) == 1.0, math.inf))
+        variance, counts = self._variance_over_samples(self.samples), self._counts_like(self.samples)
+        error = (variance / (counts - 1.0).clamp(min=1.0)).sqrt()
+        return self._to_target_shape(error.masked_fill(counts == 1.0, math.inf))
 
     @abstractmethod
     def nll(self, targets: Tensor) -> Tensor:
-        """Negative log-likelihood of each input's target, ``[B]``."""
+        """Returns the negative log-likelihood (NLL) of the target of each input, ``[B]``."""
 
     @checked
     def log_prob(self, targets: Tensor) -> Tensor:
-        """Log-likelihood of each input's target in the mixture, ``[B]``."""
+        """Returns the log-likelihood of the target of each input under the mixture, ``[B]``."""
         return -self.nll(targets)
 
     @abstractmethod
     def sample(self, number: int = 1, seed: int | None = None) -> Tensor:
-        """Targets drawn from the mixture, ``[number, B, ...]``; each draw takes one of the S samples for all inputs."""
+        """Draws targets from the mixture, ``[number, B, ...]``. Each draw uses one of the S samples for all inputs."""
 
-    def _chosen(self, number: int, seed: int | None) -> tuple[Tensor, torch.Generator]:
-        """The sample that each draw takes, ``[number, B]``, and the generator of the draws."""
+    def _draw_sample_indices(self, number: int, seed: int | None) -> tuple[Tensor, torch.Generator]:
+        """Returns the index of the sample that each draw uses, ``[number, B]``, and the generator of the draws."""
         device = self._tensors[0].device
         generator = torch.Generator(device)
         generator.manual_seed(int(torch.randint(2**31 - 1, ())) if seed is None else seed)
-        share = torch.rand(number, 1, generator=generator, device=device, dtype=torch.float64)
-        chosen = (share * self.sample_counts).long()
-        return torch.minimum(chosen, self.sample_counts - 1), generator
+        uniform = torch.rand(number, 1, generator=generator, device=device, dtype=torch.float64)
+        indices = (uniform * self.sample_counts).long()
+        return torch.minimum(indices, self.sample_counts - 1), generator
 
     @property
     @abstractmethod
     def sampling_error(self) -> Tensor:
-        """How far more samples would move an input's prediction, ``[B]``: what adaptive sampling watches."""
+        """Monte Carlo error of the prediction of each input, ``[B]``, which adaptive sampling reduces."""
 
     def uncertainty(self, by: str) -> Tensor:
-        """The uncertainty called ``by``, one of :attr:`uncertainties`, as :meth:`decide` compares it."""
+        """Returns an uncertainty, as :meth:`decide` compares it.
+
+        Args:
+            by: Name of the uncertainty, one of :attr:`uncertainties`.
+        """
         check("by", by, Literal[self.uncertainties])
         return getattr(self, by)
 
-    def _samples_text(self) -> str:
-        """The number of samples, for the representation."""
+    def _describe_sample_counts(self) -> str:
+        """Returns the number of samples as text."""
         if self._sample_counts is None or not len(self):
             return str(self.num_samples)
         counts = self._sample_counts
         return f"{int(counts.min())} to {int(counts.max())}, {counts.double().mean():.1f} on average"
 
-    def _above(self, threshold: float | Tensor, by: str) -> Tensor:
+    def _exceeds(self, threshold: float | Tensor, by: str) -> Tensor:
+        """Returns a mask of the uncertainties above a threshold."""
         uncertainty = self.uncertainty(by)
-        # a quantile of other inputs' uncertainties, say
-        if isinstance(threshold, Tensor) and threshold.numel() == 1:
+        if isinstance(threshold, Tensor) and threshold.numel() == 1:  # such as a quantile
             threshold = threshold.item()
         if not (isinstance(threshold, float) and threshold == math.inf):
-            bounds = Bounds(ge=0, le=1) if by in self.shares else Bounds(ge=0)
-            check("abstain_above", threshold, Annotated[float, bounds, Hint("or infinity to answer always")])
+            bounds = Bounds(ge=0, le=1) if by in self.normalized_uncertainties else Bounds(ge=0)
+            check("abstain_above", threshold, Annotated[float, bounds, Hint("or infinity to never abstain")])
         return uncertainty > threshold
 
 
-class NotFinite(FlowBNNError):
-    """Samples that hold NaN or infinity, for ``inputs`` of ``total`` inputs, which its fields say."""
+class NonFiniteSamplesError(FlowBNNError):
+    """Error about samples that are NaN or infinite. Its fields give the number of affected ``inputs`` and their ``total``."""
 
 
-def check_finite(bad: Tensor) -> None:
-    """Refuse samples; ``bad`` is ``[S, B, K]``, true where one is not finite."""
-    if bad.any():
-        inputs, total = int(bad.any(-1).any(0).sum()), bad.shape[1]
-        line = f"samples are not finite for {inputs} of {total} inputs; look for NaN in the inputs or weights"
-        raise NotFinite(line, kind="not finite", inputs=inputs, total=total)
+def check_finite_samples(invalid: Tensor) -> None:
+    """Raises NonFiniteSamplesError if a sample is not finite.
+
+    Args:
+        invalid: Mask ``[S, B, K]`` of values that are not finite.
+    """
+    if invalid.any():
+        inputs, total = int(invalid.any(-1).any(0).sum()), invalid.shape[1]
+        raise NonFiniteSamplesError(
+            f"samples are not finite for {inputs} of {total} inputs; look for NaN in the inputs or weights",
+            kind="not finite",
+            inputs=inputs,
+            total=total,
+        )
 
 
 def check_samples(
     values: Tensor,
     name: str,
-    wanted: str,
+    shape: str,
     sample_counts: Tensor | None = None,
-    least: int = 0,
-    most: float = math.inf,
+    min_size: int = 0,
+    max_size: float = math.inf,
 ) -> tuple[Tensor, Tensor | None]:
-    """Samples ``[S, B, K]`` in at least single precision, and those spent on each input, ``[1, B]``.
+    """Returns samples in at least single precision, and the number of samples of each input.
 
     Args:
-        wanted: their shape, for the message.
-        sample_counts: samples that each input had, ``[B]``; None where each had all.
-        least: the smallest K.
-        most: the largest K.
+        values: Samples ``[S, B, K]``.
+        name: Name of the argument.
+        shape: Required shape as text.
+        sample_counts: Number of samples of each input, ``[B]``, or None if all inputs have S samples.
+        min_size: Smallest K.
+        max_size: Largest K.
+
+    Returns:
+        The samples ``[S, B, K]``, and the counts ``[1, B]`` or None.
+
+    Raises:
+        FlowBNNError: If the shape or the dtype is wrong.
     """
-    trouble = ""
-    if not values.is_floating_point():
-        trouble = f"{name} must be a floating point tensor, not {values.dtype}"
-    elif values.ndim != 3 or not len(values) or not least <= values.shape[-1] <= most:
-        single = values.ndim == 3 and values.shape[-1] < least
-        advice = "for one logit per input use from_bernoulli" if single else "flatten other axes into B"
-        trouble = f"{name} must be {wanted}, samples first, with at least one sample, not {list(values.shape)}; {advice}"
-    elif sample_counts is not None:
-        samples, inputs = values.shape[:2]
-        fits = sample_counts.shape == (inputs,) and not sample_counts.is_floating_point()
-        if not fits or not bool(((sample_counts >= 1) & (sample_counts <= samples)).all()):
-            given = f"{sample_counts.dtype} {list(sample_counts.shape)}"
-            trouble = f"sample_counts must be a vector of {inputs} integers from 1 to {samples}, not {given}"
-    if trouble:
-        raise FlowBNNError(trouble, argument=name)
-    sample_counts = (
-        None if sample_counts is None else sample_counts.to(values.device, torch.int64).unsqueeze(0)
-    )
-    return values.to(torch.promote_types(values.dtype, torch.float32)), sample_counts
+    if values.ndim != 3 or not len(values) or not min_size <= values.shape[-1] <= max_size:
+        single = values.ndim == 3 and values.shape[-1] < min_size
+        hint = "use from_bernoulli for one logit per input" if single else "flatten other axes into B"
+        raise FlowBNNError(
+            f"{name} must be {shape} with at least one sample, got {list(values.shape)}; {hint}",
+            kind="shape",
+            argument=name,
+        )
+    values = to_floating_point(values, name)
+    if sample_counts is None:
+        return values, None
+    samples, inputs = values.shape[:2]
+    is_vector = sample_counts.shape == (inputs,) and not sample_counts.is_floating_point()
+    if not is_vector or not bool(((sample_counts >= 1) & (sample_counts <= samples)).all()):
+        raise FlowBNNError(
+            f"sample_counts must be {inputs} integers from 1 to {samples}, got {sample_counts.dtype} {list(sample_counts.shape)}",
+            kind="range" if is_vector else "shape",
+            argument="sample_counts",
+        )
+    return values, sample_counts.to(values.device, torch.int64).unsqueeze(0)
 
 
 def quantile_levels(q: float | Sequence[float] | Tensor, closed: bool) -> list[float]:
+    """Returns the levels of quantiles as a list.
+
+    Args:
+        q: One level, or several.
+        closed: If True, 0 and 1 are allowed.
+
+    Raises:
+        FlowBNNError: If there are no levels, or if one is outside of the interval.
+    """
     levels = [float(level) for level in torch.as_tensor(q, dtype=torch.float64).flatten()]
     if not levels or not all(0.0 <= level <= 1.0 if closed else 0.0 < level < 1.0 for level in levels):
-        ends = "from 0 to 1" if closed else "between 0 and 1, ends excluded"
-        raise FlowBNNError(f"quantiles must be one or more numbers {ends}, not {levels}", argument="q")
+        interval = "[0, 1]" if closed else "(0, 1)"
+        raise FlowBNNError(
+            f"q must be one or more numbers in {interval}, got {levels}", kind="range", argument="q"
+        )
     return levels

@@ -1,4 +1,4 @@
-"""Predictives whose inputs had different numbers of samples: every number is that of the input's own samples alone."""
+"""Tests of predictives whose inputs have different numbers of samples. Only the samples of an input affect its results."""
 
 import math
 
@@ -8,7 +8,7 @@ import torch
 from flowbnn.errors import FlowBNNError
 from flowbnn.predictive import CategoricalPredictive, GaussianPredictive
 
-SPENT = torch.tensor([1, 3, 7, 8, 4])
+COUNTS = torch.tensor([1, 3, 7, 8, 4])
 LOGITS = torch.randn(8, 5, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * 3
 MEANS = torch.randn(8, 5, 2, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 VARIANCES = 0.1 + torch.rand(8, 5, 2, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
@@ -16,18 +16,18 @@ LABELS = torch.tensor([0, 1, 2, 3, 0])
 TARGETS = torch.randn(5, 2, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
 
 
-def unfinished(values: torch.Tensor) -> torch.Tensor:
-    """What a sampler leaves: NaN where it spent no sample."""
-    return values.masked_fill(torch.arange(8)[:, None, None] >= SPENT[:, None], math.nan)
+def mask_missing(values: torch.Tensor) -> torch.Tensor:
+    """Returns samples with NaN for those that an input does not have, as adaptive sampling does."""
+    return values.masked_fill(torch.arange(8)[:, None, None] >= COUNTS[:, None], math.nan)
 
 
-CLASSES = CategoricalPredictive(unfinished(LOGITS), SPENT)
-NUMBERS = GaussianPredictive(unfinished(MEANS), unfinished(VARIANCES), SPENT)
-ALONE = {
-    CLASSES: [CategoricalPredictive(LOGITS[:n, i : i + 1]) for i, n in enumerate(SPENT.tolist())],
+CLASSES = CategoricalPredictive(mask_missing(LOGITS), COUNTS)
+NUMBERS = GaussianPredictive(mask_missing(MEANS), mask_missing(VARIANCES), COUNTS)
+SINGLE_INPUTS = {
+    CLASSES: [CategoricalPredictive(LOGITS[:n, i : i + 1]) for i, n in enumerate(COUNTS.tolist())],
     NUMBERS: [
         GaussianPredictive(MEANS[:n, i : i + 1], VARIANCES[:n, i : i + 1])
-        for i, n in enumerate(SPENT.tolist())
+        for i, n in enumerate(COUNTS.tolist())
     ],
 }
 BOTH = ["standard_error", "sampling_error", "sample_counts"]
@@ -47,13 +47,13 @@ CASES = [
 @pytest.mark.parametrize(
     ("predictive", "name"), CASES, ids=lambda value: value if isinstance(value, str) else ""
 )
-def test_properties(predictive, name):
-    expected = torch.cat([getattr(part, name) for part in ALONE[predictive]])
+def test_properties_are_those_of_single_inputs(predictive, name):
+    expected = torch.cat([getattr(single, name) for single in SINGLE_INPUTS[predictive]])
     torch.testing.assert_close(getattr(predictive, name), expected, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize(
-    ("predictive", "ask"),
+    ("predictive", "call"),
     [
         (CLASSES, lambda p, i: p.nll(LABELS[i])),
         (CLASSES, lambda p, i: p.quantiles([0.0, 0.3, 1.0]).movedim(0, 1)),
@@ -66,37 +66,39 @@ def test_properties(predictive, name):
         (NUMBERS, lambda p, i: p.decide(0.5).values),
     ],
 )
-def test_methods(predictive, ask):
-    expected = torch.cat([ask(part, slice(i, i + 1)) for i, part in enumerate(ALONE[predictive])])
-    torch.testing.assert_close(ask(predictive, slice(None)), expected, rtol=1e-9, atol=1e-9)
+def test_methods_are_those_of_single_inputs(predictive, call):
+    expected = torch.cat(
+        [call(single, slice(i, i + 1)) for i, single in enumerate(SINGLE_INPUTS[predictive])]
+    )
+    torch.testing.assert_close(call(predictive, slice(None)), expected, rtol=1e-9, atol=1e-9)
 
 
-def test_evaluation_is_of_the_whole():
+def test_evaluation_averages_over_all_inputs():
     scores = CLASSES.evaluate(LABELS)
     assert scores["nll"] == pytest.approx(
-        float(torch.cat([p.nll(LABELS[i : i + 1]) for i, p in enumerate(ALONE[CLASSES])]).mean())
+        float(torch.cat([p.nll(LABELS[i : i + 1]) for i, p in enumerate(SINGLE_INPUTS[CLASSES])]).mean())
     )
     assert NUMBERS.evaluate(TARGETS).keys() == {"rmse", "nll", "crps", "coverage_90"}
 
 
 @pytest.mark.parametrize("predictive", [CLASSES, NUMBERS])
-def test_cutting_and_moving_keep_the_counts(predictive):
+def test_indexing_and_moving_keep_the_counts(predictive):
     assert predictive[1:4].sample_counts.tolist() == [3, 7, 8]
     assert predictive[-1].sample_counts.tolist() == [4]
-    assert predictive[:2].sample_counts.tolist() == SPENT[:2].tolist()
+    assert predictive[:2].sample_counts.tolist() == COUNTS[:2].tolist()
     assert predictive.to(torch.bfloat16).sample_counts.dtype == torch.int64
     assert "samples=1 to 8, 4.6 on average" in repr(predictive)
 
 
-def test_samples_that_were_not_spent_are_marked():
+def test_missing_samples_are_nan():
     assert CLASSES.samples[1:, 0].isnan().all()
     assert not CLASSES.samples[:3, 1].isnan().any()
-    whatever = CategoricalPredictive(LOGITS, SPENT)
-    assert whatever.samples[1:, 0].isnan().all(), "also when the sampler left numbers there"
-    torch.testing.assert_close(whatever.entropy, CLASSES.entropy)
+    with_values = CategoricalPredictive(LOGITS, COUNTS)
+    assert with_values.samples[1:, 0].isnan().all()
+    torch.testing.assert_close(with_values.entropy, CLASSES.entropy)
 
 
-def test_the_strength_of_a_decision_by_hand():
+def test_decision_strength_by_hand():
     samples = torch.tensor([[[0.6, 0.3, 0.1]], [[0.8, 0.1, 0.1]]], dtype=torch.float64)
     strength = CategoricalPredictive.from_probabilities(samples).decision_strength
     # leads over the second class: 0.3 and 0.7, mean 0.5, standard error 0.2; over the third: 0.5, 0.7: 0.6, 0.1
@@ -109,21 +111,24 @@ def test_the_strength_of_a_decision_by_hand():
 
 
 @pytest.mark.parametrize(
-    ("sample_counts", "line"),
+    ("sample_counts", "kind"),
     [
-        (torch.ones(4, dtype=torch.long), "a vector of 5 integers"),
-        (torch.ones(5), "a vector of 5 integers .* not torch.float32"),
-        (torch.tensor([0, 1, 2, 3, 4]), "from 1 to 8"),
-        (torch.tensor([1, 1, 1, 1, 9]), "from 1 to 8"),
+        (torch.ones(4, dtype=torch.long), "shape"),
+        (torch.ones(5), "shape"),
+        (torch.tensor([0, 1, 2, 3, 4]), "range"),
+        (torch.tensor([1, 1, 1, 1, 9]), "range"),
     ],
 )
-def test_counts_that_do_not_fit(sample_counts, line):
-    with pytest.raises(FlowBNNError, match=line):
+def test_bad_sample_counts_are_refused(sample_counts, kind):
+    with pytest.raises(FlowBNNError) as caught:
         CategoricalPredictive(LOGITS, sample_counts)
+    assert (caught.value.kind, caught.value.argument) == (kind, "sample_counts")
 
 
-def test_a_sample_that_was_spent_must_be_a_number():
-    broken = unfinished(LOGITS)
-    broken[0, 2] = math.nan
-    with pytest.raises(FlowBNNError, match="not finite for 1 of 5 inputs"):
-        CategoricalPredictive(broken, SPENT)
+def test_samples_of_an_input_must_be_finite():
+    samples = mask_missing(LOGITS)
+    samples[0, 2] = math.nan
+    with pytest.raises(FlowBNNError) as caught:
+        CategoricalPredictive(samples, COUNTS)
+    assert caught.value.kind == "not finite"
+    assert caught.value.fields["inputs"] == 1

@@ -1,4 +1,4 @@
-"""The Gaussian predictive against closed forms, quadrature and brute force."""
+"""Tests of the predictive distribution of real values, against closed forms and quadrature."""
 
 import math
 
@@ -8,16 +8,18 @@ import torch
 from flowbnn.predictive import GaussianPredictive
 
 
-def random_logits(*shape: int, seed: int = 0, scale: float = 2.0) -> torch.Tensor:
+def random_numbers(*shape: int, seed: int = 0, scale: float = 2.0) -> torch.Tensor:
+    """Returns normal random numbers in float64."""
     return scale * torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def close(left: torch.Tensor, right: object, atol: float = 1e-12) -> None:
+def assert_close(left: torch.Tensor, right: object, atol: float = 1e-12) -> None:
+    """Checks that two tensors agree up to an absolute tolerance."""
     right = torch.as_tensor(right, dtype=left.dtype)
     torch.testing.assert_close(left, right, atol=atol, rtol=0)
 
 
-def test_law_of_total_variance_against_brute_force() -> None:
+def test_moments_agree_with_quadrature() -> None:
     generator = torch.Generator().manual_seed(0)
     means = torch.randn(4, 3, 2, generator=generator, dtype=torch.float64)
     variances = torch.rand(4, 3, 2, generator=generator, dtype=torch.float64) + 0.1
@@ -28,95 +30,95 @@ def test_law_of_total_variance_against_brute_force() -> None:
     density = normal.log_prob(grid).exp().mean(0)
     first = torch.trapezoid(density * grid, grid)
     second = torch.trapezoid(density * grid**2, grid)
-    close(prediction.mean, first, atol=1e-10)
-    close(prediction.variance, second - first**2, atol=1e-10)
-    close(prediction.aleatoric, variances.mean(0))
-    close(prediction.epistemic, ((means - means.mean(0)) ** 2).mean(0))
-    close(prediction.std, prediction.variance.sqrt())
+    assert_close(prediction.mean, first, atol=1e-10)
+    assert_close(prediction.variance, second - first**2, atol=1e-10)
+    assert_close(prediction.aleatoric, variances.mean(0))
+    assert_close(prediction.epistemic, ((means - means.mean(0)) ** 2).mean(0))
+    assert_close(prediction.std, prediction.variance.sqrt())
 
 
 @pytest.mark.parametrize("shape", [(), (2,), (3, 1), (4, 1, 1), (4, 3, 2)])
-def test_variance_broadcasts(shape: tuple[int, ...]) -> None:
+def test_variance_is_broadcast(shape: tuple[int, ...]) -> None:
     prediction = GaussianPredictive(torch.zeros(4, 3, 2), torch.full(shape, 0.5))
-    close(prediction.variance, torch.full((3, 2), 0.5))
-    close(GaussianPredictive(torch.zeros(4, 3, 2), 0.5).variance, torch.full((3, 2), 0.5))
+    assert_close(prediction.variance, torch.full((3, 2), 0.5))
+    assert_close(GaussianPredictive(torch.zeros(4, 3, 2), 0.5).variance, torch.full((3, 2), 0.5))
 
 
-def test_quantiles_of_one_gaussian_are_closed_form() -> None:
+def test_quantiles_of_one_gaussian() -> None:
     prediction = GaussianPredictive(torch.tensor([[[3.0]]], dtype=torch.float64), 4.0)
     levels = [1e-9, 0.025, 0.5, 0.9, 1 - 1e-9]
     truth = torch.distributions.Normal(3.0, 2.0).icdf(torch.tensor(levels, dtype=torch.float64))
-    close(prediction.quantiles(levels).flatten(), truth, atol=1e-6)
-    close(prediction.quantiles(levels[1:4]).flatten(), truth[1:4])
+    assert_close(prediction.quantiles(levels).flatten(), truth, atol=1e-6)
+    assert_close(prediction.quantiles(levels[1:4]).flatten(), truth[1:4])
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-6)])
 @pytest.mark.parametrize("noise", [1e-4, 1.0, 25.0])
-def test_quantiles_invert_the_mixture(noise: float, dtype: torch.dtype, tolerance: float) -> None:
-    means = (5 * random_logits(6, 4, 2)).to(dtype)
-    stretch = (0.5 * random_logits(6, 4, 2, seed=1)).exp().to(dtype)
+def test_quantiles_invert_the_cdf(noise: float, dtype: torch.dtype, tolerance: float) -> None:
+    means = (5 * random_numbers(6, 4, 2)).to(dtype)
+    stretch = (0.5 * random_numbers(6, 4, 2, seed=1)).exp().to(dtype)
     prediction = GaussianPredictive(means, noise * stretch)
     exact = GaussianPredictive(means.double(), (noise * stretch).double())
     levels = [0.001, 0.05, 0.3, 0.6, 0.95, 0.999]
     for level, value in zip(levels, prediction.quantiles(levels), strict=True):
-        # a float32 value cannot meet a steep cdf better than its own spacing allows
+        # the spacing of float32 limits the accuracy where the cdf is steep
         spacing = (
             torch.finfo(dtype).eps * value.abs().max().item() / math.sqrt((noise * stretch).min().item())
         )
-        close(
+        assert_close(
             exact.cdf(value.double()),
             torch.full((4, 2), level, dtype=torch.float64),
             atol=tolerance + spacing,
         )
 
 
-def test_quantiles_far_apart_modes() -> None:
+def test_quantiles_of_distant_modes() -> None:
     means = torch.tensor([-1e3, 0.0, 0.0, 1e3], dtype=torch.float64).reshape(4, 1, 1)
     prediction = GaussianPredictive(means, 1e-6)
     # 1/8 and 7/8 are the medians of the outer modes, 1/2 that of the middle one
-    close(prediction.quantiles([0.125, 0.5, 0.875]).flatten(), [-1e3, 0.0, 1e3], atol=1e-9)
+    assert_close(prediction.quantiles([0.125, 0.5, 0.875]).flatten(), [-1e3, 0.0, 1e3], atol=1e-9)
 
 
-def test_interval_holds_its_mass_with_equal_tails() -> None:
-    prediction = GaussianPredictive(random_logits(5, 3, 2), 0.3)
+def test_interval_has_equal_tails() -> None:
+    prediction = GaussianPredictive(random_numbers(5, 3, 2), 0.3)
     low, high = prediction.interval(0.8)
-    close(prediction.cdf(low), [[0.1, 0.1]] * 3)
-    close(prediction.cdf(high), [[0.9, 0.9]] * 3)
+    assert_close(prediction.cdf(low), [[0.1, 0.1]] * 3)
+    assert_close(prediction.cdf(high), [[0.9, 0.9]] * 3)
 
 
-def test_nll_by_hand_and_as_a_joint_density() -> None:
+def test_nll_is_a_normalized_joint_density() -> None:
     means = torch.tensor([[[0.0, 0.0]], [[2.0, 2.0]]], dtype=torch.float64)
     prediction = GaussianPredictive(means, 1.0)
     joint = 0.5 * (1 + math.exp(-4)) / (2 * math.pi)
-    close(prediction.nll(torch.zeros(1, 2, dtype=torch.float64)), [-math.log(joint)])
+    assert_close(prediction.nll(torch.zeros(1, 2, dtype=torch.float64)), [-math.log(joint)])
     grid = torch.linspace(-8, 10, 181, dtype=torch.float64)
     points = torch.cartesian_prod(grid, grid)
-    everywhere = GaussianPredictive(means.expand(2, len(points), 2), 1.0)
-    mass = torch.exp(-everywhere.nll(points)).sum() * (grid[1] - grid[0]) ** 2
-    close(mass, 1.0, atol=1e-10)
+    predictive_on_grid = GaussianPredictive(means.expand(2, len(points), 2), 1.0)
+    mass = torch.exp(-predictive_on_grid.nll(points)).sum() * (grid[1] - grid[0]) ** 2
+    assert_close(mass, 1.0, atol=1e-10)
 
 
-def test_nll_far_away_is_finite() -> None:
+def test_nll_of_distant_targets_is_finite() -> None:
     prediction = GaussianPredictive(torch.zeros(3, 1, 1), 1e-4)
-    close(prediction.nll(torch.tensor([10.0])), [5e5 + 0.5 * math.log(2 * math.pi * 1e-4)], atol=0.1)
+    assert_close(prediction.nll(torch.tensor([10.0])), [5e5 + 0.5 * math.log(2 * math.pi * 1e-4)], atol=0.1)
 
 
-def test_evaluate() -> None:
+def test_scores_of_targets_from_the_predictive() -> None:
     generator = torch.Generator().manual_seed(3)
     means = torch.randn(8, 4000, 1, generator=generator, dtype=torch.float64)
     prediction = GaussianPredictive(means, 0.5)
-    picked = means[torch.randint(8, (4000,), generator=generator), torch.arange(4000)]
-    targets = picked + math.sqrt(0.5) * torch.randn(4000, 1, generator=generator, dtype=torch.float64)
+    components = means[torch.randint(8, (4000,), generator=generator), torch.arange(4000)]
+    targets = components + math.sqrt(0.5) * torch.randn(4000, 1, generator=generator, dtype=torch.float64)
     scores = prediction.evaluate(targets.squeeze(-1))
     assert scores["rmse"] == pytest.approx((prediction.mean - targets).square().mean().sqrt().item())
     assert scores["nll"] == pytest.approx(prediction.nll(targets).mean().item())
-    # drawn from the predictive itself: 0.9 within four standard errors
+    # the coverage is 0.9 within four standard errors
     assert abs(scores["coverage_90"] - 0.9) < 4 * math.sqrt(0.09 / 4000)
     low, high = prediction.interval(0.9)
     assert scores["coverage_90"] == ((low <= targets) & (targets <= high)).double().mean().item()
 
 
-def test_decide() -> None:
+def test_decide_abstains_above_the_threshold() -> None:
     prediction = GaussianPredictive(
         torch.tensor([[[1.0], [0.0]], [[1.0], [4.0]]]), torch.tensor([[9.0], [1.0]])
     )
@@ -127,35 +129,35 @@ def test_decide() -> None:
 
 
 @pytest.mark.parametrize("sample_counts", [None, torch.tensor([1, 3, 5, 2])])
-def test_crps_is_the_integral_of_the_squared_distance_of_the_cdfs(sample_counts):
+def test_crps_agrees_with_quadrature(sample_counts):
     generator = torch.Generator().manual_seed(0)
     mean = torch.randn(5, 4, 1, generator=generator).double()
     variance = 0.05 + torch.rand(5, 4, 1, generator=generator).double()
     prediction = GaussianPredictive(mean, variance, sample_counts)
     targets = torch.tensor([[-2.0], [0.1], [0.5], [3.0]]).double()
     axis = torch.linspace(-12, 12, 48001).double()
-    below = torch.stack([prediction.cdf(at.expand(4, 1)) for at in axis[::40]])[:, :, 0]
-    gaps = (below - (targets[:, 0] <= axis[::40, None]).double()).square()
-    expected = torch.trapezoid(gaps, axis[::40], dim=0)
+    cdf = torch.stack([prediction.cdf(value.expand(4, 1)) for value in axis[::40]])[:, :, 0]
+    squares = (cdf - (targets[:, 0] <= axis[::40, None]).double()).square()
+    expected = torch.trapezoid(squares, axis[::40], dim=0)
     torch.testing.assert_close(prediction.crps(targets)[:, 0], expected, rtol=0.02, atol=0.01)
-    one = GaussianPredictive(mean[:1], variance[:1])
+    single = GaussianPredictive(mean[:1], variance[:1])
     scaled = (targets - mean[0]) / variance[0].sqrt()
     normal = torch.distributions.Normal(0.0, 1.0)
-    known = scaled * (2 * normal.cdf(scaled) - 1) + 2 * normal.log_prob(scaled).exp() - math.pi**-0.5
-    torch.testing.assert_close(one.crps(targets), variance[0].sqrt() * known)
+    closed_form = scaled * (2 * normal.cdf(scaled) - 1) + 2 * normal.log_prob(scaled).exp() - math.pi**-0.5
+    torch.testing.assert_close(single.crps(targets), variance[0].sqrt() * closed_form)
     assert prediction.evaluate(targets)["crps"] == pytest.approx(float(prediction.crps(targets).mean()))
 
 
-def test_draws_are_those_of_the_mixture():
+def test_sample_draws_from_the_mixture():
     prediction = GaussianPredictive(
         torch.tensor([[[-2.0], [0.0]], [[2.0], [1.0]]]).double(), 0.25, torch.tensor([2, 1])
     )
-    drawn = prediction.sample(20000, seed=0)
-    assert drawn.shape == (20000, 2, 1)
-    assert torch.equal(drawn, prediction.sample(20000, seed=0))
-    torch.testing.assert_close(drawn.mean(0), prediction.mean, rtol=0, atol=0.06)
-    torch.testing.assert_close(drawn.var(0), prediction.variance, rtol=0.03, atol=0)
-    torch.testing.assert_close(prediction.log_prob(drawn[0]), -prediction.nll(drawn[0]))
+    draws = prediction.sample(20000, seed=0)
+    assert draws.shape == (20000, 2, 1)
+    assert torch.equal(draws, prediction.sample(20000, seed=0))
+    torch.testing.assert_close(draws.mean(0), prediction.mean, rtol=0, atol=0.06)
+    torch.testing.assert_close(draws.var(0), prediction.variance, rtol=0.03, atol=0)
+    torch.testing.assert_close(prediction.log_prob(draws[0]), -prediction.nll(draws[0]))
 
 
 def test_predictions_have_the_shape_of_the_targets():
