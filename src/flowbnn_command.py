@@ -1,4 +1,4 @@
-"""The command ``flowbnn``, outside the packages, whose import takes seconds: Ctrl-C ends them in one line."""
+"""The command ``flowbnn``, in its own module so that Ctrl-C during the imports, which take seconds, ends in one line."""
 
 import os
 import signal
@@ -8,18 +8,18 @@ __all__ = ["main"]
 
 
 def main() -> None:
-    """Import the command line and run it."""
-    former = signal.getsignal(signal.SIGINT)
-    if former is signal.default_int_handler:
-        signal.signal(signal.SIGINT, _stop)
+    """Imports the command line and runs it."""
+    handler = signal.getsignal(signal.SIGINT)
+    if handler is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _exit)
     from flowbnn_studies.cli import main as run
 
-    signal.signal(signal.SIGINT, former)
+    signal.signal(signal.SIGINT, handler)
     run()
 
 
-def _stop(*_: Any) -> None:
-    os.write(2, b"flowbnn: interrupted\n")  # no exception, which torch's import might turn into another one
+def _exit(*_: Any) -> None:
+    os.write(2, b"flowbnn: interrupted\n")  # an exception could be caught and replaced by torch's import
     os._exit(130)
 
 

@@ -1,7 +1,7 @@
-"""What only a process without a past can show, run as a script by test_fresh_process.py, whose imports serve it all.
+"""Checks that need a new process, which test_fresh_process.py runs as a script.
 
-That importing the library changes nothing global; the memory that passes take, as one line of JSON: a process that has run tests has
-memory at hand that it need not ask for; and last, what the command line says.
+They check that imports change no global state, print the memory use of forward passes as one line of JSON, and call the command line.
+A process that has run other tests already holds memory, so these numbers would be wrong there.
 """
 
 import json
@@ -18,7 +18,7 @@ from torch.distributions import Distribution
 
 
 def state():
-    """What an import could have changed for others."""
+    """Returns the global state that an import could change."""
     return (
         Distribution._validate_args,
         torch.get_default_dtype(),
@@ -36,27 +36,27 @@ def state():
 
 
 def memory():
-    """The peak of what one tensor takes, and the pages that twenty passes over maps of 48 MB have faulted in."""
+    """Returns the peak memory of one tensor, and the page faults of twenty passes over feature maps of 48 MB."""
     from flowbnn.compare.measurement import PeakMemory
     from flowbnn.training.device import raise_malloc_trim_threshold
 
     peak = PeakMemory()
-    held = torch.ones(30 * 2**20)
-    answer = {"peak": peak.read(), "value": float(held[0]), "faults": []}
-    del held
+    tensor = torch.ones(30 * 2**20)
+    result = {"peak": peak.read(), "value": float(tensor[0]), "faults": []}
+    del tensor
     raise_malloc_trim_threshold()
 
-    def passes(number, size):
+    def run_passes(number, size):
         for _ in range(number):
             maps = [torch.ones(2**18 * size) for _ in range(48 // size)]
             del maps
 
     for size in (4, 8, 16):
-        passes(3, size)
+        run_passes(3, size)
         before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-        passes(20, size)
-        answer["faults"].append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
-    return answer
+        run_passes(20, size)
+        result["faults"].append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+    return result
 
 
 if __name__ == "__main__":
@@ -70,7 +70,7 @@ if __name__ == "__main__":
     warnings.simplefilter("ignore")
     import flowbnn_studies  # noqa: F401
 
-    late = {"matplotlib", "rich", "scipy.interpolate", "sklearn"}  # few commands need them, all would wait
-    assert not late & set(sys.modules), late & set(sys.modules)
+    lazy = {"matplotlib", "rich", "scipy.interpolate", "sklearn"}  # few commands need them
+    assert not lazy & set(sys.modules), lazy & set(sys.modules)
     sys.argv = ["flowbnn", "run", "digit"]
     runpy.run_module("flowbnn_studies", run_name="__main__")

@@ -1,4 +1,4 @@
-"""Batches of inputs: a tensor, or a tuple or mapping of tensors, with the examples on the first axis; networks called with them."""
+"""Batches of inputs (a tensor, or a tuple or mapping of tensors, with the examples on the first axis) and calls of networks."""
 
 import math
 import re
@@ -19,9 +19,17 @@ Result = TypeVar("Result")
 
 
 def split_batch(batch: Any) -> tuple[Any, Any]:
-    """``(inputs, targets)`` of a batch; targets are None for a bare tensor.
+    """Splits a batch into inputs and targets. Targets are None if the batch has none.
 
-    The inputs may be a tensor, a tuple (passed as ``model(*inputs)``) or a mapping (``model(**inputs)``).
+    Args:
+        batch: Tensor or mapping of inputs, or a tuple whose last entry is the targets. The inputs may be a tensor, a tuple (called as
+            ``model(*inputs)``) or a mapping (called as ``model(**inputs)``).
+
+    Raises:
+        FlowBNNError: If the targets are no tensor.
+
+    >>> split_batch((torch.zeros(1), torch.ones(1)))
+    (tensor([0.]), tensor([1.]))
     """
     if not isinstance(batch, list | tuple):
         return batch, None
@@ -29,15 +37,23 @@ def split_batch(batch: Any) -> tuple[Any, Any]:
         return batch[0], None
     inputs, targets = (batch[0] if len(batch) == 2 else tuple(batch[:-1])), batch[-1]
     if not isinstance(targets, Tensor):
-        text = f"targets are a tensor, not a {type(targets).__name__}; give torch.as_tensor(targets)"
+        message = f"targets must be a tensor, not a {type(targets).__name__}; use torch.as_tensor(targets)"
         if isinstance(batch[0], float | int) and isinstance(targets, float | int):
-            text = "a batch holds tensors, not numbers; of a list of rows make one by torch.tensor(rows)"
-        raise FlowBNNError(text, kind="targets")
+            message = "a batch must have tensors, not numbers; use torch.tensor(rows)"
+        raise FlowBNNError(message, kind="targets")
     return inputs, targets
 
 
 def apply(inputs: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    """The inputs with ``function`` applied to each of their tensors."""
+    """Applies a function to each tensor of the inputs.
+
+    Args:
+        inputs: Tensor, or nested tuples, lists and mappings of tensors.
+        function: Function of a tensor.
+
+    >>> apply({"x": torch.ones(1)}, torch.neg)
+    {'x': tensor([-1.])}
+    """
     if isinstance(inputs, Tensor):
         return function(inputs)
     if isinstance(inputs, Mapping):
@@ -45,37 +61,49 @@ def apply(inputs: Any, function: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(inputs, list | tuple):
         return tuple(apply(value, function) for value in inputs)
     raise FlowBNNError(
-        f"inputs are tensors, or tuples or mappings of them, not {type(inputs).__name__}{_from_numpy(inputs)}"
+        f"inputs must be tensors, or tuples or mappings of tensors, not {type(inputs).__name__}{_hint(inputs)}"
     )
 
 
-def _from_numpy(inputs: Any) -> str:
-    """What to do with an array, as the tail of an error message."""
-    return "; give torch.from_numpy(inputs).float()" if type(inputs).__name__ == "ndarray" else ""
+def _hint(inputs: Any) -> str:
+    """Returns the end of an error message that says how to convert an array."""
+    return "; use torch.from_numpy(inputs).float()" if type(inputs).__name__ == "ndarray" else ""
 
 
 def repeat_each(inputs: Any, times: int) -> Any:
-    """``times`` copies of every row, one row after the other: rows of one example stay together."""
+    """Repeats every row ``times`` times. The copies of a row are adjacent."""
     return apply(inputs, lambda tensor: tensor.repeat_interleave(times, 0))
 
 
 def tensors_of(inputs: Any) -> list[Tensor]:
-    """All tensors of the inputs."""
+    """Returns all tensors of the inputs."""
     return [inputs] if isinstance(inputs, Tensor) else [tensor for _, tensor in named_tensors(inputs)]
 
 
 def rows(inputs: Any) -> int:
-    """The number of examples."""
+    """Returns the number of examples.
+
+    >>> rows({"x": torch.zeros(3, 2)})
+    3
+    """
     if isinstance(inputs, Tensor) and inputs.ndim:
         return inputs.shape[0]
     tensors = tensors_of(inputs)
     if not tensors or tensors[0].ndim == 0:
-        raise FlowBNNError(f"inputs are tensors with the examples on their first axis{_from_numpy(inputs)}")
+        raise FlowBNNError(f"inputs must be tensors with the examples on the first axis{_hint(inputs)}")
     return tensors[0].shape[0]
 
 
 def call(model: nn.Module, inputs: Any) -> Tensor:
-    """Run the network and take its tensor of outputs (``.logits`` where it returns an object that has one)."""
+    """Calls a network and returns its tensor of outputs, or ``.logits`` if it returns an object that has them.
+
+    Args:
+        model: Network.
+        inputs: Tensor, tuple (called as ``model(*inputs)``) or mapping (called as ``model(**inputs)``).
+
+    Raises:
+        FlowBNNError: If the network does not return a tensor.
+    """
     if isinstance(inputs, Mapping):
         outputs = model(**inputs)
     elif isinstance(inputs, list | tuple):
@@ -88,49 +116,54 @@ def call(model: nn.Module, inputs: Any) -> Tensor:
     if isinstance(logits, Tensor):
         return logits
     raise FlowBNNError(
-        f"the network returns a {type(outputs).__name__}; flowbnn needs one tensor of outputs, so wrap it in a module that picks it",
+        f"the network returns a {type(outputs).__name__} instead of a tensor; wrap it in a module that returns one",
         kind="network",
     )
 
 
 def copy_network(
     network: nn.Module,
-    advice: str = "for weight_norm and spectral_norm take those of torch.nn.utils.parametrizations",
+    advice: str = "use weight_norm and spectral_norm of torch.nn.utils.parametrizations",
 ) -> nn.Module:
-    """A deep copy, of what ``torch.compile`` was given where it is compiled, whose layers have their own names and take hooks.
+    """Returns a deep copy of a network, without the wrappers of ``torch.compile``.
 
-    A network of which torch makes none, or none that can be worked with, is refused.
+    Args:
+        network: Network to copy.
+        advice: End of the error message if torch cannot copy it.
+
+    Raises:
+        FlowBNNError: If the network is TorchScript, has lazy or meta parameters, or cannot be copied.
     """
-    trouble = ""
+    problem = ""
     for module in network.modules():
         if isinstance(module, torch.jit.ScriptModule):
-            trouble, advice = "it is TorchScript", "give the network that it was made from"
+            problem, advice = "it is TorchScript", "use the original network"
         elif any(value.is_meta for value in module.parameters(recurse=False)):
-            trouble, advice = "its weights are meta tensors, without numbers", "load them first"
+            problem, advice = "its weights are meta tensors", "load the weights first"
         elif any(map(is_lazy, module.parameters(recurse=False))):
-            trouble = f"a {type(module).__name__} has no input width yet"
+            problem = f"{type(module).__name__} has no input width yet"
             advice = "run one batch through the lazy network first"
     try:
-        if not trouble:
+        if not problem:
             return unwrap_compiled(deepcopy(network))
     except RuntimeError as error:
-        trouble = str(error).splitlines()[0]
+        problem = str(error).splitlines()[0]
     raise FlowBNNError(
-        f"this network cannot be copied ({trouble}); {advice}", kind="network", argument="network"
+        f"this network cannot be copied ({problem}); {advice}", kind="network", argument="network"
     )
 
 
 def unwrap_compiled(network: nn.Module) -> nn.Module:
-    """What ``torch.compile`` was given, of the network and, in place, of its parts."""
+    """Returns the network that ``torch.compile`` wrapped, and unwraps its submodules in place."""
     for parent in list(network.modules()):
-        for name, child in parent._modules.items():  # named_children names a shared part once
+        for name, child in parent._modules.items():  # named_children lists a shared module only once
             if child is not None:
                 parent._modules[name] = child._modules.get("_orig_mod", child)
     return network._modules.get("_orig_mod", network)  # type: ignore[return-value]
 
 
 def dtype_of(model: nn.Module) -> torch.dtype | None:
-    """The precision of the network's weights, which its inputs are brought to."""
+    """Returns the dtype of the first real parameter, or None."""
     for parameter in model.parameters():
         if parameter.is_floating_point():
             return parameter.dtype
@@ -138,22 +171,33 @@ def dtype_of(model: nn.Module) -> torch.dtype | None:
 
 
 def device_of(model: nn.Module) -> torch.device:
+    """Returns the device of the first parameter, or the CPU."""
     tensor = next(iter(model.parameters()), None)
     return tensor.device if tensor is not None else torch.device("cpu")
 
 
 def move(inputs: Any, device: torch.device, dtype: torch.dtype | None = None) -> Any:
-    """To the device, and real numbers to the network's own precision where it is given."""
+    """Moves inputs to a device and converts real tensors to a dtype.
 
-    def to(tensor: Tensor) -> Tensor:
-        wanted = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
-        return tensor.to(device, wanted, non_blocking=True)
+    Args:
+        inputs: Tensor, or nested tuples, lists and mappings of tensors.
+        device: Target device.
+        dtype: Target dtype of real tensors, or None to keep theirs.
+    """
 
-    return apply(inputs, to)
+    def convert(tensor: Tensor) -> Tensor:
+        target = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+        return tensor.to(device, target, non_blocking=True)
+
+    return convert(inputs) if isinstance(inputs, Tensor) else apply(inputs, convert)
 
 
 class NetworkCaller(nn.Module):
-    """A network called with whatever form its inputs have: a tensor, a tuple or a dictionary, in the precision of the weights."""
+    """Module that calls a network with a tensor, tuple or mapping, on the device and in the dtype of its weights.
+
+    Args:
+        network: Network to call.
+    """
 
     def __init__(self, network: nn.Module) -> None:
         super().__init__()
@@ -164,11 +208,15 @@ class NetworkCaller(nn.Module):
 
 
 def take(inputs: Any, start: int, stop: int) -> Any:
+    """Returns the rows from ``start`` to ``stop`` of the inputs."""
     return apply(inputs, lambda tensor: tensor[start:stop])
 
 
 def has_row_axis(inputs: Any) -> bool:
-    """Whether all tensors have the examples on their first axis, so that some can be taken; not so a graph with its edges, say."""
+    """Returns True if all tensors have the same number of rows, so that rows can be selected.
+
+    This is not the case for a graph with its edges, for example.
+    """
     if isinstance(inputs, Tensor):
         return inputs.ndim > 0
     sizes = {tensor.shape[:1] for tensor in tensors_of(inputs)}
@@ -176,32 +224,32 @@ def has_row_axis(inputs: Any) -> bool:
 
 
 def pick(inputs: Any, index: Tensor) -> Any:
-    """The rows of these numbers."""
+    """Returns the rows with the given indices."""
     return apply(inputs, lambda tensor: tensor[index.to(tensor.device)])
 
 
 def pad(inputs: Any, count: int) -> Any:
-    """As many rows as asked for, the last one repeated."""
+    """Repeats the last row until there are ``count`` rows."""
     return apply(
         inputs,
         lambda tensor: torch.cat([tensor, tensor[-1:].expand(count - len(tensor), *tensor.shape[1:])]),
     )
 
 
-def join(parts: Sequence[Any]) -> Any:
-    """Batches of one shape as one."""
-    first = parts[0]
-    if len(parts) == 1:
+def join(batches: Sequence[Any]) -> Any:
+    """Concatenates batches of the same structure along the first axis."""
+    first = batches[0]
+    if len(batches) == 1:
         return first
     if isinstance(first, Tensor):
-        return torch.cat(list(parts))
+        return torch.cat(list(batches))
     if isinstance(first, Mapping):
-        return {name: join([part[name] for part in parts]) for name in first}
-    return tuple(join(column) for column in zip(*parts, strict=True))
+        return {name: join([batch[name] for batch in batches]) for name in first}
+    return tuple(join(column) for column in zip(*batches, strict=True))
 
 
 def shapes(inputs: Any) -> Any:
-    """What two batches must have in common to be joined: the names or places of their tensors, and each one's row."""
+    """Returns the structure, row shapes, dtypes and devices of a batch. Batches can be joined if these are equal."""
     if isinstance(inputs, Tensor):
         return (inputs.shape[1:], inputs.dtype, inputs.device)
     if isinstance(inputs, Mapping):
@@ -210,13 +258,20 @@ def shapes(inputs: Any) -> Any:
 
 
 def repeat(inputs: Any, times: int) -> Any:
-    """``times`` copies of the batch, one block after the other."""
+    """Repeats the whole batch ``times`` times."""
     return apply(inputs, lambda tensor: tensor.repeat(times, *(1,) * (tensor.ndim - 1)))
 
 
 def count_data(loader: Any) -> int:
-    """The number of examples one pass over the loader (all of its workers together) sees, which weighs the KL."""
-    number = getattr(loader, "num_data", None)  # loaders that hold their data on the device say it themselves
+    """Returns the number of examples in one pass over a loader, over all processes.
+
+    Args:
+        loader: ``DataLoader``, list of batches, or an object with an attribute ``num_data``.
+
+    Raises:
+        FlowBNNError: If the loader does not have a known number of examples.
+    """
+    number = getattr(loader, "num_data", None)
     if isinstance(number, int):
         return number
     if isinstance(loader, list | tuple):
@@ -230,67 +285,76 @@ def count_data(loader: Any) -> int:
             count = count // size * size
         return count * int(getattr(sampler, "num_replicas", 1))
     raise FlowBNNError(
-        "this loader does not say how many examples it gives; say it with num_data=", kind="loader"
+        "the number of examples of this loader is unknown; set num_data", kind="loader", argument="num_data"
     )
 
 
 def is_batch(inputs: Any) -> bool:
-    """Whether this is one batch of inputs; else it may be a loader of them."""
+    """Returns True for one batch of inputs, and False for a loader."""
     if isinstance(inputs, Tensor) or hasattr(inputs, "keys"):
         return True
-    return isinstance(inputs, tuple) and bool(inputs) and all(isinstance(part, Tensor) for part in inputs)
+    return isinstance(inputs, tuple) and bool(inputs) and all(isinstance(value, Tensor) for value in inputs)
 
 
 def as_loader(data: Any) -> Any:
-    """One pair of tensors, inputs and targets, is a loader of one batch."""
-    pair = isinstance(data, tuple) and len(data) == 2 and all(isinstance(part, Tensor) for part in data)
-    return [data] if pair else data
+    """Returns a pair of tensors as a list of one batch, and other data unchanged."""
+    is_pair = isinstance(data, tuple) and len(data) == 2 and all(isinstance(value, Tensor) for value in data)
+    return [data] if is_pair else data
 
 
 def check_finite(inputs: Any, what: str = "inputs") -> None:
-    """Refuse inputs that hold NaN or infinity."""
+    """Raises an error if inputs have NaN or infinite values, or are sparse or meta tensors.
+
+    Args:
+        inputs: Tensor, or nested tuples, lists and mappings of tensors.
+        what: Name of the inputs in the message.
+    """
     for tensor in tensors_of(inputs):
         if tensor.layout is not torch.strided or tensor.is_meta:
-            odd = (
-                "meta, without numbers"
-                if tensor.is_meta
-                else f"{tensor.layout}, x.to_dense() gives a dense one"
-            )
-            raise FlowBNNError(f"the {what} are a tensor of {odd}")
+            kind = "a meta tensor" if tensor.is_meta else f"a {tensor.layout} tensor; use x.to_dense()"
+            raise FlowBNNError(f"the {what} are {kind}")
         if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
             bad = (~torch.isfinite(tensor)).reshape(len(tensor), -1).any(1).nonzero()
             raise FlowBNNError(
-                f"the {what} hold NaN or infinity in {len(bad)} of {len(tensor)} rows (the first is row {int(bad[0])}); "
-                "clean them first",
+                f"the {what} have NaN or infinite values in {len(bad)} of {len(tensor)} rows (the first is row {int(bad[0])}); "
+                "clean or remove them",
                 kind="finite",
             )
 
 
 @contextmanager
 def rewrap_forward_errors(inputs: Any, what: str = "the network fails on inputs of") -> Iterator[None]:
-    """Where a function of the inputs fails in the ``with`` block, one line has their shapes, what it said, and what may help."""
+    """Context manager that re-raises errors of the forward pass with the input shapes and a hint.
+
+    Args:
+        inputs: Inputs of the forward pass.
+        what: Beginning of the message, before the shapes.
+    """
     try:
         yield
     except (FlowBNNError, torch.OutOfMemoryError):
         raise
     except (RuntimeError, TypeError, ValueError, LookupError, AttributeError) as error:
-        tensors, advice = tensors_of(inputs), ""
-        sizes = ", ".join(str(tuple(part.shape)) for part in tensors)
-        said = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        if any(part.dtype == torch.uint8 for part in tensors):
-            advice = "; bytes become numbers by images.float() / 255"
-        elif "same dtype" in said and any(not part.is_floating_point() for part in tensors):
-            advice = "; integers are made real numbers by inputs.float()"
-        elif any(part.ndim in (1, 3) for part in tensors) and re.search("shape|channels|dim", said):
-            advice = "; the examples come first: a single one is given as inputs[None]"
-        raise FlowBNNError(f"{what} shape {sizes}: {said}{advice}", kind="network") from error
+        tensors, hint = tensors_of(inputs), ""
+        sizes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors)
+        message = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        if any(tensor.dtype == torch.uint8 for tensor in tensors):
+            hint = "; convert bytes by images.float() / 255"
+        elif "same dtype" in message and any(not tensor.is_floating_point() for tensor in tensors):
+            hint = "; convert integers by inputs.float()"
+        elif any(tensor.ndim in (1, 3) for tensor in tensors) and re.search("shape|channels|dim", message):
+            hint = "; for a single example use inputs[None]"
+        raise FlowBNNError(f"{what} shape {sizes}: {message}{hint}", kind="network") from error
 
 
 @contextmanager
 def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode and no gradients; every module's own training flag comes back afterwards.
+    """Context manager of evaluation mode without gradients, which restores the training mode of every module at its end.
 
-    Modules that have a ``train`` of their own, which may do more than set flags (adapters that merge their weights), have it called.
+    A ``train`` method that a module overrides is called, because it may do more than set the flag (adapters merge their weights).
+
+    Args:
+        model: Network.
     """
     flags, training = [], False
     for module in model.modules():
@@ -314,7 +378,13 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
 def watch_modules(
     modules: Mapping[str, nn.Module], before: Callable[..., None] | None, after: Callable[..., None] | None
 ) -> Iterator[None]:
-    """Meanwhile modules call ``before(name, module, args, kwargs)`` and ``after(name, module, args, kwargs, output)``."""
+    """Context manager that calls functions before and after the forward pass of each module.
+
+    Args:
+        modules: Modules by name.
+        before: Function ``(name, module, args, kwargs)``, or None.
+        after: Function ``(name, module, args, kwargs, output)``, or None.
+    """
     with ExitStack() as hooks:
         for name, module in modules.items():
             if before is not None:
@@ -357,32 +427,38 @@ def record_calls(modules: Mapping[str, nn.Module]) -> Iterator[list[ModuleCall]]
         yield calls
 
 
-WORDS = ("out of memory", "not enough memory", "can't allocate memory", "ALLOC_FAILED")
+# phrases of torch's error messages on CUDA and CPU
+OUT_OF_MEMORY = ("out of memory", "not enough memory", "can't allocate memory", "ALLOC_FAILED")
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an exception says that memory ran out, on a CUDA device or on the CPU."""
+    """Returns True if an exception means that memory ran out, on a CUDA device or on the CPU."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
-    return isinstance(error, RuntimeError) and any(word in str(error) for word in WORDS)
+    return isinstance(error, RuntimeError) and any(phrase in str(error) for phrase in OUT_OF_MEMORY)
 
 
-def halve_rows_on_oom(holder: Any, work: Callable[[], Result]) -> Result:
-    """What ``work`` gives, with half of ``holder.rows`` at once whenever memory runs out."""
+def halve_rows_on_oom(holder: Any, function: Callable[[], Result]) -> Result:
+    """Calls a function, and again with half of ``holder.rows`` whenever memory runs out.
+
+    Args:
+        holder: Object whose attribute ``rows`` is the number of rows that the function computes at once.
+        function: Function without arguments.
+    """
     while True:
         try:
-            return work()
+            return function()
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error) or holder.rows < 2:
                 raise
             holder.rows //= 2
 
 
-# -------------------- batches of a loader, in any nesting
+# -------------------- nested batches
 
 
 def named_tensors(batch: Any, name: str = "") -> list[tuple[str, Tensor]]:
-    """Every tensor of a nested batch with its place in it.
+    """Returns every tensor of a nested batch with the path to it.
 
     >>> [name for name, _ in named_tensors((torch.zeros(2), {"label": torch.zeros(2)}))]
     ['0', '1.label']
@@ -395,14 +471,14 @@ def named_tensors(batch: Any, name: str = "") -> list[tuple[str, Tensor]]:
     elif isinstance(batch, (list, tuple)):
         pairs = enumerate(batch)
     tensors = []
-    for key, part in pairs:
-        place = f"{name}.{key}" if name else str(key)
-        tensors += [(place, part)] if isinstance(part, Tensor) else named_tensors(part, place)
+    for key, value in pairs:
+        path = f"{name}.{key}" if name else str(key)
+        tensors += [(path, value)] if isinstance(value, Tensor) else named_tensors(value, path)
     return tensors
 
 
 def batch_size(batch: Any) -> int:
-    """Rows of the batch's first tensor; 1 where it has no tensor or the tensor no axes.
+    """Returns the number of rows of the first tensor of a batch, or 1 if there is none.
 
     >>> batch_size((torch.zeros(8, 3), torch.zeros(8)))
     8
@@ -412,20 +488,23 @@ def batch_size(batch: Any) -> int:
 
 
 def fingerprint(batch: Any) -> list[int]:
-    """A checksum of every tensor of a nested batch: of its shape, kind and bytes.
+    """Returns a checksum of the shape, dtype and bytes of every tensor of a nested batch.
 
     >>> fingerprint((torch.zeros(2), torch.ones(2))) == fingerprint((torch.zeros(2), torch.ones(2, dtype=torch.int32)))
     False
     """
     dense = [tensor for _, tensor in named_tensors(batch) if tensor.layout == torch.strided]
     tensors = [tensor.detach().cpu().contiguous() for tensor in dense]
-    kinds = [f"{tensor.dtype} {tuple(tensor.shape)}".encode() for tensor in tensors]
-    raw = [tensor.reshape(-1).view(torch.uint8).numpy().tobytes() for tensor in tensors]
-    return [crc32(part, crc32(kind)) for kind, part in zip(kinds, raw, strict=True)]
+    headers = [f"{tensor.dtype} {tuple(tensor.shape)}".encode() for tensor in tensors]
+    contents = [tensor.reshape(-1).view(torch.uint8).numpy().tobytes() for tensor in tensors]
+    return [crc32(content, crc32(header)) for header, content in zip(headers, contents, strict=True)]
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """Whether all entries are finite. The sum tells in one pass; only a sum that overflowed needs a second look."""
+    """Returns True if all values of a tensor are finite.
+
+    A finite sum proves this in one pass. Only a sum that overflowed needs a second one.
+    """
     if not (tensor.is_floating_point() or tensor.is_complex()) or tensor.numel() == 0:
         return True
     tensor = tensor.detach()
@@ -434,7 +513,7 @@ def is_finite(tensor: Tensor) -> bool:
 
 
 def first_nonfinite_tensor(named: Iterable[tuple[str, Tensor]]) -> str | None:
-    """The first name whose tensor is not finite."""
+    """Returns the name of the first tensor that is not finite, or None."""
     return next((name for name, tensor in named if not is_finite(tensor)), None)
 
 

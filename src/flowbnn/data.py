@@ -1,4 +1,4 @@
-"""Data: a loader of tensors that lie in memory or on a GPU, toy data whose truth is known, and the digits of scikit-learn."""
+"""Data: a loader of tensors in memory or on a GPU, toy data with a known distribution, and the digits of scikit-learn."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -32,27 +32,25 @@ __all__ = [
 
 Augment = Callable[[Tensor, torch.Generator | None], Tensor]
 
-_BLOCK, _MOST = 2**24, 64  # bytes, and batches, that are made together on a GPU
-
 
 class TensorLoader:
-    """Shuffled batches of tensors in memory: one index operation for a batch, where a ``DataLoader`` has one for an example.
+    """Loader of batches of tensors in memory.
 
-    The tensors may lie on a GPU, as bytes for instance; ``augment`` and ``prepare`` then make of each batch's first
-    tensor what the network takes, on that device.
+    It needs one index operation per batch, where a ``DataLoader`` needs one per example. The tensors may be on a GPU, for example as
+    bytes. ``augment`` and ``prepare`` then convert the first tensor of each batch on that device.
 
     Args:
-        tensors: with the examples on their first axis, all of one length and on one device; or arrays and lists of numbers.
-        batch_size: examples in a batch; the last batch may be smaller.
-        shuffle: a new order at every pass.
-        generator: source of the orders and of the augmentation, kept in checkpoints; None takes torch's global one.
-        augment: ``(images, generator) -> images`` on the first tensor of a batch, a random crop for instance.
-        prepare: ``images -> images`` after that, such as a normalization.
-        drop_last: leave out a last batch that is smaller; ``num_data`` counts what one pass gives.
-        together: batches that are gathered, augmented and prepared in one go, which spares a GPU some thirty launches a batch. With
-            a ``generator`` of the loader's own and whole passes the batches are the same as one by one. None is as many as make
-            16 MiB on a GPU and one elsewhere; one also where ``augment`` or ``prepare`` is of your own making (anything but
-            classes with the attribute ``row_wise``), since it may look at its whole batch.
+        tensors: Tensors, arrays or lists of numbers with the examples on the first axis, all of one length and on one device.
+        batch_size: Number of examples in a batch. The last batch may be smaller.
+        shuffle: If True, draw a new order at every pass.
+        generator: Generator of the orders and the augmentation, saved in checkpoints. None uses torch's global generator.
+        augment: Function ``(images, generator) -> images`` of the first tensor of a batch, such as a random crop.
+        prepare: Function ``images -> images`` that follows it, such as a normalization.
+        drop_last: If True, leave out a smaller last batch. ``num_data`` counts the examples of one pass.
+        together: Number of batches that are gathered, augmented and prepared at once, which saves a GPU about thirty kernel
+            launches per batch. With a ``generator`` and complete passes the batches are the same as one by one. None is the number
+            that makes 16 MiB on a GPU, and 1 elsewhere. It is also 1 if ``augment`` or ``prepare`` may look at the whole batch,
+            which is assumed for everything but classes with the attribute ``row_wise``.
 
     >>> loader = TensorLoader(torch.arange(5.0), torch.arange(5), batch_size=2)
     >>> len(loader), loader.num_data, [targets.tolist() for _, targets in loader]
@@ -75,22 +73,20 @@ class TensorLoader:
     ) -> None:
         self.tensors = tuple([_as_tensor(values) for values in tensors])
         shapes = [tuple(tensor.shape) for tensor in self.tensors]
-        places = sorted({str(tensor.device) for tensor in self.tensors})
-        number = shapes[0][0] if shapes and shapes[0] else -1
-        self.num_data = number // batch_size * batch_size if drop_last else number
+        devices = sorted({str(tensor.device) for tensor in self.tensors})
+        count = shapes[0][0] if shapes and shapes[0] else -1
+        self.num_data = count // batch_size * batch_size if drop_last else count
         problem = ""
-        if number < 0 or any(shape[:1] != (number,) for shape in shapes):
-            problem = f"takes tensors with as many examples each, on their first axis, not shapes {shapes}"
+        if count < 0 or any(shape[:1] != (count,) for shape in shapes):
+            problem = f"needs tensors with the same number of examples, got shapes {shapes}"
         elif any(tensor.layout is not torch.strided for tensor in self.tensors):
-            problem = "takes dense tensors; use .to_dense()"
-        elif len(places) > 1:
-            problem = f"takes tensors on one device, not {', '.join(places)}"
+            problem = "needs dense tensors; use .to_dense()"
+        elif len(devices) > 1:
+            problem = f"needs tensors on one device, got {', '.join(devices)}"
         elif drop_last and not self.num_data:
-            problem = (
-                f"with drop_last leaves nothing of {pluralize(number, 'example')} in batches of {batch_size}"
-            )
+            problem = f"has no batch of {batch_size} from {pluralize(count, 'example')} with drop_last=True"
         if problem:
-            raise FlowBNNError(f"a TensorLoader {problem}", kind="loader")
+            raise FlowBNNError(f"TensorLoader {problem}", kind="loader")
         self.batch_size, self.shuffle, self.generator = batch_size, shuffle, generator
         self.augment, self.prepare, self.drop_last, self.together = augment, prepare, drop_last, together
 
@@ -98,39 +94,40 @@ class TensorLoader:
         return -(-self.num_data // self.batch_size)
 
     def __iter__(self) -> Iterator[tuple[Tensor, ...]]:
-        """Several batches are made at once and cut apart; what is random is drawn batch by batch, so their number does not matter."""
+        """Yields batches. Several batches are made at once and split; random numbers are drawn batch by batch."""
         order = self._order() if self.shuffle else None
         device, augment = self.tensors[0].device, cast("Any", self.augment)
-        # does an example come out the same whatever else is in its batch? asked of the class itself: a subclass may do anything
+        # the attribute counts only on the class itself, because a subclass may override its methods
         steps = (self.augment, self.prepare)
         separable = all(step is None or "row_wise" in vars(type(step)) for step in steps)
-        length = self.batch_size * (self._block() if separable else 1)
-        for begin in range(0, self.num_data, length):
-            end = min(begin + length, self.num_data)
-            numbers = [min(self.batch_size, end - start) for start in range(begin, end, self.batch_size)]
-            places = slice(begin, end) if order is None else order[begin:end]
-            block = [tensor[places] for tensor in self.tensors]
+        length = self.batch_size * (self._num_together() if separable else 1)
+        for start in range(0, self.num_data, length):
+            stop = min(start + length, self.num_data)
+            sizes = [min(self.batch_size, stop - begin) for begin in range(start, stop, self.batch_size)]
+            indices = slice(start, stop) if order is None else order[start:stop]
+            block = [tensor[indices] for tensor in self.tensors]
             if augment is not None and separable:
-                draws = [augment.draw(number, device, self.generator) for number in numbers]
+                draws = [augment.draw(size, device, self.generator) for size in sizes]
                 block[0] = augment.apply(block[0], draws[0] if len(draws) == 1 else torch.cat(draws, -1))
             elif augment is not None:
                 block[0] = augment(block[0], self.generator)
             if self.prepare is not None:
                 block[0] = self.prepare(block[0])
-            if len(numbers) == 1:
+            if len(sizes) == 1:
                 yield tuple(block)
                 continue
             yield from zip(*(tensor.split(self.batch_size) for tensor in block), strict=True)
 
-    def _block(self) -> int:
-        """How many batches are made together."""
+    def _num_together(self) -> int:
+        """Returns the number of batches that are made at once."""
         first = self.tensors[0]
         if self.together is not None or first.device.type != "cuda":
             return self.together or 1
         size = first[:1].numel() * self.batch_size * (4 if self.prepare is not None else first.element_size())
-        return max(1, min(_MOST, _BLOCK // max(1, size)))
+        return max(1, min(64, 2**24 // max(1, size)))  # up to 16 MiB
 
     def _order(self) -> Tensor:
+        """Returns a random order of the examples."""
         device = self.tensors[0].device
         source = device if self.generator is None else self.generator.device
         order = torch.randperm(len(self.tensors[0]), generator=self.generator, device=source)
@@ -138,23 +135,23 @@ class TensorLoader:
 
 
 def _as_tensor(values: Any) -> Tensor:
-    """Arrays and lists become tensors, of torch's default precision where they are real numbers."""
+    """Converts arrays and lists to tensors, and real numbers to torch's default dtype."""
     if isinstance(values, Tensor):
         return values
     try:
-        # torch refuses flipped arrays, and warns of those that are read only
+        # torch refuses flipped arrays and warns about read-only ones
         if isinstance(values, np.ndarray):
             values = np.require(values, requirements=("C", "W"))
         tensor = torch.as_tensor(values)
     except (TypeError, ValueError, RuntimeError) as error:
         kind = type(values).__name__
         raise FlowBNNError(
-            f"a TensorLoader takes tensors or arrays of numbers, not a {kind}: {error}"
+            f"TensorLoader needs tensors or arrays of numbers, not a {kind}: {error}"
         ) from None
     return tensor.to(torch.get_default_dtype()) if tensor.is_floating_point() else tensor
 
 
-# Four blobs in the plane, of two classes, whose true posterior is known.
+# centres and classes of four Gaussian blobs in the plane, whose true class probabilities are known
 CENTRES = ((-5.0, 3.0), (3.0, 3.0), (5.0, -3.0), (-3.0, -3.0))
 CLASSES = (0, 0, 0, 1)
 
@@ -163,12 +160,15 @@ CLASSES = (0, 0, 0, 1)
 def clusters(
     number: Count, spread: Positive, generator: torch.Generator | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Points ``[number, 2]`` and their classes ``[number]``; each blob is equally likely.
+    """Draws points from four equally likely Gaussian blobs of two classes.
 
     Args:
-        number: how many points.
-        spread: standard deviation of each blob, in both directions.
-        generator: source of the draws; the same seed gives the same points.
+        number: Number of points.
+        spread: Standard deviation of each blob, in both directions.
+        generator: Generator of the draws.
+
+    Returns:
+        Points ``[number, 2]`` and their classes ``[number]``.
 
     >>> points, targets = clusters(4, 1.0, torch.Generator().manual_seed(0))
     >>> points.shape, targets.shape
@@ -181,15 +181,21 @@ def clusters(
 
 @checked
 def true_probability(points: Tensor, spread: Positive) -> Tensor:
-    r"""The exact probability of the second class, :math:`p(y = 1 \mid x)`, for points ``[..., 2]``.
+    r"""Returns the exact probability of the second class, :math:`p(y = 1 \mid x)`, under :func:`clusters`.
+
+    Args:
+        points: Points ``[..., 2]``.
+        spread: Standard deviation of each blob.
 
     >>> true_probability(torch.tensor([-4.0, 0.0]), spread=1.0)  # halfway between two blobs
     tensor(0.5000)
     """
     if points.shape[-1:] != (2,) or not points.is_floating_point():
-        given = f"{points.dtype} {list(points.shape)}"
-        raise FlowBNNError(f"points must be real numbers [..., 2], not {given}", argument="points")
-    return _second(_log_densities(points, spread))
+        raise FlowBNNError(
+            f"points must be real numbers [..., 2], got {points.dtype} {list(points.shape)}",
+            argument="points",
+        )
+    return _second_class(_log_densities(points, spread))
 
 
 @checked
@@ -199,25 +205,30 @@ def ring(
     generator: torch.Generator | None = None,
     thickness: Annotated[float, Bounds(ge=0, lt=1)] = 0.05,
 ) -> Tensor:
-    """Points ``[number, 2]`` on a circle around the origin, far from all blobs where ``radius`` is large.
+    """Draws points ``[number, 2]`` near a circle around the origin, which is far from all blobs if its radius is large.
 
     Args:
-        number: how many points.
-        radius: of the circle.
-        generator: source of the draws.
-        thickness: how far radii stray from it, as a share of it.
+        number: Number of points.
+        radius: Radius of the circle.
+        generator: Generator of the draws.
+        thickness: Largest relative deviation from the radius.
 
     >>> points = ring(100, 20.0, torch.Generator().manual_seed(0))
     >>> bool(((points.norm(dim=-1) - 20).abs() <= 1).all())
     True
     """
     angle = 2 * math.pi * torch.rand(number, generator=generator)
-    reach = radius * (1 + thickness * (2 * torch.rand(number, generator=generator) - 1))
-    return torch.stack([reach * angle.cos(), reach * angle.sin()], -1)
+    distance = radius * (1 + thickness * (2 * torch.rand(number, generator=generator) - 1))
+    return torch.stack([distance * angle.cos(), distance * angle.sin()], -1)
 
 
 class Optimum(NamedTuple):
-    """What nobody can do better: accuracy, and negative log-likelihood in nats."""
+    """Scores of the best possible classifier.
+
+    Args:
+        accuracy: Accuracy.
+        nll: Negative log-likelihood (NLL) in nats.
+    """
 
     accuracy: float
     nll: float
@@ -225,56 +236,68 @@ class Optimum(NamedTuple):
 
 @checked
 def best_possible(spread: Positive, nodes: Count = 801) -> Optimum:
-    r"""Accuracy and NLL of the exact posterior, :math:`\int \max_c p(x, c)\,dx` and :math:`H[y \mid x]`, by quadrature.
+    r"""Computes accuracy and NLL of the exact class probabilities of :func:`clusters` by quadrature.
 
-    The trapezoid rule on a square that holds all but :math:`10^{-13}` of the mass; for so smooth a density its error is
-    below :math:`10^{-4}` in the accuracy (whose integrand has a kink) and far below in the entropy.
+    They are :math:`\int \max_c p(x, c)\,dx` and :math:`H[y \mid x]`. The trapezoid rule is used on a square with all but
+    :math:`10^{-13}` of the mass. Its error is below :math:`10^{-4}` for the accuracy, whose integrand has a kink, and far smaller for
+    the entropy.
+
+    Args:
+        spread: Standard deviation of each blob.
+        nodes: Number of quadrature nodes per axis.
 
     >>> best = best_possible(1.95)
     >>> round(best.accuracy, 3), round(best.nll, 3)
     (0.961, 0.099)
     """
-    reach = max(abs(value) for centre in CENTRES for value in centre) + 7.5 * spread
-    axis = torch.linspace(-reach, reach, nodes, dtype=torch.float64)
+    limit = max(abs(value) for centre in CENTRES for value in centre) + 7.5 * spread
+    axis = torch.linspace(-limit, limit, nodes, dtype=torch.float64)
     points = torch.stack(torch.meshgrid(axis, axis, indexing="xy"), -1)
     logs = _log_densities(points, spread)
     density = logs.exp().sum(-1) * float(axis[1] - axis[0]) ** 2
-    one = _second(logs)
-    entropy = -(torch.special.xlogy(one, one) + torch.special.xlogy(1 - one, 1 - one))
-    return Optimum(float((density * torch.maximum(one, 1 - one)).sum()), float((density * entropy).sum()))
+    second = _second_class(logs)
+    entropy = -(torch.special.xlogy(second, second) + torch.special.xlogy(1 - second, 1 - second))
+    accuracy = (density * torch.maximum(second, 1 - second)).sum()
+    return Optimum(float(accuracy), float((density * entropy).sum()))
 
 
 def _log_densities(points: Tensor, spread: float) -> Tensor:
-    """Logs of the four joint densities ``[..., 4]``."""
+    """Returns the logarithms ``[..., 4]`` of the joint densities of points and blobs."""
     centres = torch.tensor(CENTRES, dtype=points.dtype, device=points.device)
     square = (points.unsqueeze(-2) - centres).square().sum(-1)
     return -square / (2 * spread**2) - math.log(2 * math.pi * spread**2 * len(CENTRES))
 
 
-def _second(logs: Tensor) -> Tensor:
-    """The probability of the second class, from the joint densities."""
+def _second_class(logs: Tensor) -> Tensor:
+    """Returns the probability of the second class from the logarithms of the joint densities."""
     return torch.softmax(logs, -1)[..., [index for index, label in enumerate(CLASSES) if label == 1]].sum(-1)
 
 
-# A curve whose noise lies within the sine waves.
+# noise and input range of the curve of Blundell et al. (2015)
 NOISE = 0.02
 SPAN = (0.0, 0.5)
 
 
 @checked
 def true_curve(inputs: Tensor, noise: Tensor | float = 0.0) -> Tensor:
-    r"""The curve at ``inputs``, each with its own :math:`\varepsilon`, zero unless given.
+    r"""Evaluates the curve :math:`y = u + 0.3 \sin 2 \pi u + 0.3 \sin 4 \pi u` with :math:`u = x + \varepsilon`.
+
+    Args:
+        inputs: Inputs :math:`x`.
+        noise: Noise :math:`\varepsilon` inside the sine waves.
 
     >>> true_curve(torch.tensor([0.0, 0.25, 0.5]))  # 0, 0.25 + 0.3, 0.5
     tensor([0.0000, 0.5500, 0.5000])
     """
     if isinstance(noise, Tensor) and noise.shape not in ((), inputs.shape):
-        shapes = f"noise must have the shape of inputs, {list(inputs.shape)}, not {list(noise.shape)}"
-        raise FlowBNNError(shapes, argument="noise")
-    moved = inputs + noise
-    if bool((moved.abs() > 1e30).any()):
-        raise FlowBNNError("inputs beyond 1e30 have no place on the curve", kind="value", argument="inputs")
-    return moved + 0.3 * torch.sin(2 * math.pi * moved) + 0.3 * torch.sin(4 * math.pi * moved)
+        raise FlowBNNError(
+            f"noise must have the shape of inputs, {list(inputs.shape)}, got {list(noise.shape)}",
+            argument="noise",
+        )
+    shifted = inputs + noise
+    if bool((shifted.abs() > 1e30).any()):
+        raise FlowBNNError("inputs must be below 1e30", argument="inputs")
+    return shifted + 0.3 * torch.sin(2 * math.pi * shifted) + 0.3 * torch.sin(4 * math.pi * shifted)
 
 
 @checked
@@ -285,13 +308,13 @@ def curve_points(
     span: tuple[float, float] = SPAN,
     noise: NonNegative = NOISE,
 ) -> tuple[Tensor, Tensor]:
-    r"""Points of the curve, ``[number, 1]`` each, with inputs spread evenly at random over ``span``.
+    r"""Draws inputs and targets ``[number, 1]`` of :func:`true_curve`, with inputs uniform over ``span``.
 
     Args:
-        number: how many.
-        generator: source of the draws; the same seed gives the same points.
-        span: where the inputs lie.
-        noise: standard deviation of :math:`\varepsilon`.
+        number: Number of points.
+        generator: Generator of the draws.
+        span: Range of the inputs.
+        noise: Standard deviation of :math:`\varepsilon`.
 
     >>> inputs, targets = curve_points(5, torch.Generator().manual_seed(0))
     >>> inputs.shape, targets.shape, bool(((inputs >= 0) & (inputs <= 0.5)).all())
@@ -307,12 +330,14 @@ Pair = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Digits:
-    """Images with their labels, in four parts; :func:`load_digits` gives images ``[n, 1, 8, 8]`` in [0, 1].
+    """Images and labels of the digits, split into four sets.
 
     Args:
-        train, validation, test: of the known classes, labelled from 0 in the order of :attr:`known`.
-        novel: images of the classes put aside, labelled by them.
-        known: the class (the digit) that each label stands for.
+        train: Training images and labels of the known classes, labelled by their index in :attr:`known`.
+        validation: Validation images and labels of the known classes.
+        test: Test images and labels of the known classes.
+        novel: Images and labels of the novel class.
+        known: Class (digit) of each label.
     """
 
     train: Pair
@@ -324,16 +349,16 @@ class Digits:
 
 @checked
 def load_digits(novel: Annotated[int, Bounds(ge=0, le=9)] = 8, seed: int = 0) -> Digits:
-    """The 1,797 digits of scikit-learn (extra ``studies``), which come with the package and need no network.
+    """Loads the 1,797 digits of scikit-learn (extra ``studies``), which need no download.
 
-    Every class is split alike, by an order drawn from ``seed``: 60 % to train, 15 % to validate, the rest to test.
+    Every class is shuffled by ``seed`` and split into 60 % training, 15 % validation and 25 % test images ``[n, 1, 8, 8]`` in [0, 1].
 
     Args:
-        novel: the digit that training never sees.
-        seed: of the split.
+        novel: Digit that is left out of the training.
+        seed: Seed of the split.
 
     >>> digits = load_digits(novel=8)
-    >>> [len(part[0]) for part in (digits.train, digits.validation, digits.test, digits.novel)]
+    >>> [len(images) for images, _ in (digits.train, digits.validation, digits.test, digits.novel)]
     [974, 243, 406, 174]
     >>> digits.known
     (0, 1, 2, 3, 4, 5, 6, 7, 9)
@@ -342,26 +367,28 @@ def load_digits(novel: Annotated[int, Bounds(ge=0, le=9)] = 8, seed: int = 0) ->
         from sklearn.datasets import load_digits as read_digits
     except ImportError:
         raise FlowBNNError(
-            "the digits come with scikit-learn: pip install flowbnn[studies]", kind="missing package"
+            "the digits need scikit-learn: pip install flowbnn[studies]", kind="missing package"
         ) from None
     bunch = read_digits()
     images = torch.from_numpy(bunch.images).float().unsqueeze(1) / 16.0
     labels = torch.from_numpy(bunch.target).long()
     known = tuple(digit for digit in range(10) if digit != novel)
     generator = torch.Generator().manual_seed(seed)
-    parts: dict[str, list[Tensor]] = {"train": [], "validation": [], "test": []}
+    indices: dict[str, list[Tensor]] = {"train": [], "validation": [], "test": []}
     for digit in known:
-        places = (labels == digit).nonzero().squeeze(1)
-        places = places[torch.randperm(len(places), generator=generator)]
-        first, second = round(0.6 * len(places)), round(0.75 * len(places))
-        for name, piece in zip(parts, (places[:first], places[first:second], places[second:]), strict=True):
-            parts[name].append(piece)
-    names = torch.full((10,), -1).scatter_(0, torch.tensor(known), torch.arange(9))
+        rows = (labels == digit).nonzero().squeeze(1)
+        rows = rows[torch.randperm(len(rows), generator=generator)]
+        first, second = round(0.6 * len(rows)), round(0.75 * len(rows))
+        for name, split in zip(indices, (rows[:first], rows[first:second], rows[second:]), strict=True):
+            indices[name].append(split)
+    label_of_digit = torch.full((10,), -1).scatter_(0, torch.tensor(known), torch.arange(9))
 
-    def pair(name: str) -> Pair:
-        chosen = torch.cat(parts[name])
-        chosen = chosen[torch.randperm(len(chosen), generator=generator)]
-        return images[chosen], names[labels[chosen]]
+    def select(name: str) -> Pair:
+        rows = torch.cat(indices[name])
+        rows = rows[torch.randperm(len(rows), generator=generator)]
+        return images[rows], label_of_digit[labels[rows]]
 
-    strange = labels == novel
-    return Digits(pair("train"), pair("validation"), pair("test"), (images[strange], labels[strange]), known)
+    is_novel = labels == novel
+    return Digits(
+        select("train"), select("validation"), select("test"), (images[is_novel], labels[is_novel]), known
+    )

@@ -1,4 +1,4 @@
-"""Plain architectures: LeNet, MLP, ResNet18, SmallConv and VGG16, whose layers have names that rules can refer to."""
+"""Deterministic networks (LeNet, MLP, ResNet18, SmallConv, VGG16) whose layers have names for conversion rules."""
 
 from collections.abc import Sequence
 from typing import Annotated
@@ -14,7 +14,13 @@ Scale = Annotated[float, Bounds(gt=0, le=8)]
 
 
 class LeNet(nn.Module):
-    """LeNet (LeCun et al., 1998) for images of 28x28 or 32x32: an adaptive pool brings either to 4x4, as in Xiong's code.
+    """LeNet (LeCun et al., 1998) for images of 28x28 or 32x32.
+
+    An adaptive pool reduces both sizes to 4x4, as in the code of Xiong's report on flow noise.
+
+    Args:
+        channels: Number of channels of the images.
+        classes: Number of outputs.
 
     >>> LeNet(channels=1)(torch.zeros(2, 1, 28, 28)).shape
     torch.Size([2, 10])
@@ -39,12 +45,12 @@ class LeNet(nn.Module):
 
 
 class MLP(nn.Module):
-    """Linear layers with ReLU between them, called ``fc1``, ``fc2``, ... so that rules can name them.
+    """Multilayer perceptron: linear layers ``fc1``, ``fc2``, ... with ReLU between them.
 
     Args:
-        inputs: length of the input vectors; longer tensors are flattened to it.
-        hidden: widths between; one width makes the two-layer network of figure 3 of Xiong's report.
-        outputs: number of classes, or of regression targets.
+        inputs: Length of the input vectors. Tensors with more axes are flattened.
+        hidden: Widths of the hidden layers. One width makes the two-layer network of figure 3 of Xiong's report.
+        outputs: Number of classes or regression targets.
 
     >>> network = MLP(2, (32,), 2)
     >>> [name for name, _ in network.named_children()], network(torch.zeros(5, 2)).shape
@@ -67,13 +73,13 @@ class MLP(nn.Module):
 
 
 class SmallConv(nn.Module):
-    """Two convolutions with pooling, two linear layers: ``conv1``, ``conv2``, ``fc1``, ``fc2``.
+    """Network of two convolutions with pooling and two linear layers: ``conv1``, ``conv2``, ``fc1``, ``fc2``.
 
     Args:
-        channels: of the image.
-        classes: number of outputs.
-        width: channels of the first convolution; the second has twice as many.
-        hidden: width between the linear layers.
+        channels: Number of channels of the images.
+        classes: Number of outputs.
+        width: Number of channels of the first convolution. The second one has twice as many.
+        hidden: Width of the hidden linear layer.
 
     >>> SmallConv()(torch.zeros(3, 1, 8, 8)).shape
     torch.Size([3, 10])
@@ -96,21 +102,20 @@ class SmallConv(nn.Module):
         return self.fc2(torch.relu(self.fc1(x.flatten(1))))
 
 
-WIDTHS = (64, 64, 128, 128, 256, 256, 256, 512, 512, 512, 512, 512, 512)
-POOL_AFTER = (2, 4, 7, 10, 13)  # convolutions, counted from 1
+VGG16_CHANNELS = (64, 64, 128, 128, 256, 256, 256, 512, 512, 512, 512, 512, 512)
 
 
 class VGG16(nn.Module):
     """VGG16 (Simonyan & Zisserman, 2015) with BatchNorm: 13 convolutions, 3 linear layers, for images of 32x32 or larger.
 
-    The convolutions are ``conv1`` to ``conv13``, each followed by its ``norm`` and a ReLU, with a pool after the 2nd, 4th, 7th,
-    10th and 13th; the linear layers are ``fc1`` to ``fc3``. What the pools leave is averaged to one position.
+    The convolutions are ``conv1`` to ``conv13``, each followed by ``norm1`` to ``norm13`` and a ReLU, with a pool after the 2nd, 4th,
+    7th, 10th and 13th. The feature map is then averaged over its positions. The linear layers are ``fc1`` to ``fc3``.
 
     Args:
-        channels: of the images.
-        classes: outputs.
-        hidden: width of the first two linear layers.
-        width: multiplies the channels of all convolutions; below 1 for a network that trains in a moment.
+        channels: Number of channels of the images.
+        classes: Number of outputs.
+        hidden: Width of the first two linear layers.
+        width: Factor of the channels of all convolutions. Values below 1 make a network that trains quickly.
 
     >>> VGG16(width=0.125)(torch.zeros(2, 3, 32, 32)).shape
     torch.Size([2, 10])
@@ -125,7 +130,7 @@ class VGG16(nn.Module):
         width: Scale = 1.0,
     ) -> None:
         super().__init__()
-        widths = [max(1, round(width * number)) for number in WIDTHS]
+        widths = [max(1, round(width * number)) for number in VGG16_CHANNELS]
         for index, (before, after) in enumerate(zip([channels, *widths], widths, strict=False), start=1):
             self.add_module(f"conv{index}", nn.Conv2d(before, after, 3, padding=1, bias=False))
             self.add_module(f"norm{index}", nn.BatchNorm2d(after))
@@ -136,19 +141,24 @@ class VGG16(nn.Module):
         _initialize(self)
 
     def forward(self, x: Tensor) -> Tensor:
-        for index in range(1, len(WIDTHS) + 1):
+        for index in range(1, len(VGG16_CHANNELS) + 1):
             x = torch.relu(self.get_submodule(f"norm{index}")(self.get_submodule(f"conv{index}")(x)))
-            if index in POOL_AFTER:
+            if index in (2, 4, 7, 10, 13):
                 x = self.pool(x)
         x = torch.relu(self.fc1(x.mean((2, 3))))
         return self.fc3(torch.relu(self.fc2(x)))
 
 
-class Block(nn.Module):
-    r"""Two 3x3 convolutions beside a shortcut: :math:`y = \mathrm{relu}(f(x) + s(x))`.
+class ResidualBlock(nn.Module):
+    r"""Block of two 3x3 convolutions and a shortcut: :math:`y = \mathrm{relu}(f(x) + s(x))`.
 
-    ``conv1``, ``norm1``, ReLU, ``conv2``, ``norm2`` are :math:`f`; :math:`s` is the identity, or where the shape changes
-    ``shortcut`` (a 1x1 convolution) and ``norm3``.
+    :math:`f` consists of ``conv1``, ``norm1``, ReLU, ``conv2`` and ``norm2``. :math:`s` is the identity, or ``shortcut`` (a 1x1
+    convolution) and ``norm3`` if the shape changes.
+
+    Args:
+        before: Number of input channels.
+        after: Number of output channels.
+        stride: Stride of the first convolution.
     """
 
     def __init__(self, before: int, after: int, stride: int) -> None:
@@ -157,27 +167,27 @@ class Block(nn.Module):
         self.norm1 = nn.BatchNorm2d(after)
         self.conv2 = nn.Conv2d(after, after, 3, padding=1, bias=False)
         self.norm2 = nn.BatchNorm2d(after)
-        self.changes = stride > 1 or before != after
-        if self.changes:
+        self.changes_shape = stride > 1 or before != after
+        if self.changes_shape:
             self.shortcut = nn.Conv2d(before, after, 1, stride, bias=False)
             self.norm3 = nn.BatchNorm2d(after)
 
     def forward(self, x: Tensor) -> Tensor:
         inner = self.norm2(self.conv2(torch.relu(self.norm1(self.conv1(x)))))
-        return torch.relu(inner + (self.norm3(self.shortcut(x)) if self.changes else x))
+        return torch.relu(inner + (self.norm3(self.shortcut(x)) if self.changes_shape else x))
 
 
 class ResNet18(nn.Module):
-    """ResNet18 (He et al., 2016) with BatchNorm for images of 32x32: a first convolution of 3x3 and no pool after it.
+    """ResNet18 (He et al., 2016) with BatchNorm for images of 32x32, with a first convolution of 3x3 and no pool after it.
 
-    After ``conv1`` and ``norm1`` come ``block1`` to ``block8``, two each of 64, 128, 256 and 512 channels, the first of each pair but
-    the first with a stride of 2; what they leave is averaged to one position, and ``fc`` has the classes. The layers of a block are
-    ``block3.conv1``, ``block3.conv2`` and, where its shape changes, ``block3.shortcut``.
+    ``conv1`` and ``norm1`` are followed by ``block1`` to ``block8``, two each of 64, 128, 256 and 512 channels. ``block3``,
+    ``block5`` and ``block7`` have a stride of 2. The feature map is then averaged over its positions, and ``fc`` is the linear
+    layer. The layers of a block are ``block3.conv1``, ``block3.conv2`` and, if its shape changes, ``block3.shortcut``.
 
     Args:
-        channels: of the images.
-        classes: outputs.
-        width: multiplies the channels of all blocks; below 1 for a network that trains in a moment.
+        channels: Number of channels of the images.
+        classes: Number of outputs.
+        width: Factor of the channels of all blocks. Values below 1 make a network that trains quickly.
 
     >>> network = ResNet18(width=0.125)
     >>> network(torch.zeros(2, 3, 32, 32)).shape, network.block3.shortcut
@@ -193,7 +203,7 @@ class ResNet18(nn.Module):
         self.depth = len(widths) - 1
         for index in range(self.depth):
             stride = 2 if index in (2, 4, 6) else 1
-            self.add_module(f"block{index + 1}", Block(widths[index], widths[index + 1], stride))
+            self.add_module(f"block{index + 1}", ResidualBlock(widths[index], widths[index + 1], stride))
         self.fc = nn.Linear(widths[-1], classes)
         _initialize(self)
 
@@ -205,7 +215,7 @@ class ResNet18(nn.Module):
 
 
 def _initialize(network: nn.Module) -> None:
-    """He's start for the convolutions."""
+    """Initializes the convolutions as He et al. (2015)."""
     for module in network.modules():
         if isinstance(module, nn.Conv2d):
             nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")

@@ -1,4 +1,4 @@
-"""Stable tensor functions; imports torch only."""
+"""Numerically stable functions of tensors."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def sum_rightmost(value: Tensor, dims: int) -> Tensor:
-    """Sum over the last ``dims`` axes.
+    """Sums over the last ``dims`` axes.
 
     >>> sum_rightmost(torch.ones(2, 3, 4), 2)
     tensor([12., 12.])
@@ -18,21 +18,24 @@ def sum_rightmost(value: Tensor, dims: int) -> Tensor:
 
 
 def full_precision(tensor: Tensor) -> AbstractContextManager[Any]:
-    """Flows and their densities, which half precision would spoil, compute in that of their weights under autocast as well."""
+    """Returns a context manager that switches autocast off, because flows and densities are inaccurate in half precision."""
     device = tensor.device.type
     return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
 
 
 def is_concrete(value: Tensor) -> bool:
-    """Whether a decision may depend on the numbers: not in a graph that is compiled or recorded, nor under ``torch.func``."""
-    traced = torch.compiler.is_compiling() or torch.jit.is_tracing()
-    if traced or torch._C._functorch.maybe_current_level() is not None:
+    """Returns True if Python code may read the values of a tensor.
+
+    This is not possible in a compiled or recorded graph, or under ``torch.func``.
+    """
+    tracing = torch.compiler.is_compiling() or torch.jit.is_tracing()
+    if tracing or torch._C._functorch.maybe_current_level() is not None:
         return False
     return not (value.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 def at_least_single(value: Tensor) -> Tensor:
-    """In float32 where it is of half precision, in which torch solves no equations.
+    """Converts half precision to float32, because torch solves no equations in half precision.
 
     >>> at_least_single(torch.ones(1, dtype=torch.bfloat16)).dtype
     torch.float32
@@ -40,14 +43,20 @@ def at_least_single(value: Tensor) -> Tensor:
     return value.float() if value.dtype.itemsize < 4 else value
 
 
-def solve_triangular(matrix: Tensor, value: Tensor, **how: bool) -> Tensor:
-    """As ``torch.linalg.solve_triangular``, in half precision as well."""
-    solved: Tensor = torch.linalg.solve_triangular(at_least_single(matrix), at_least_single(value), **how)
-    return solved.to(value.dtype)
+def solve_triangular(matrix: Tensor, value: Tensor, **options: bool) -> Tensor:
+    """Solves a triangular system as ``torch.linalg.solve_triangular``, and accepts half precision.
+
+    >>> solve_triangular(torch.eye(1, dtype=torch.bfloat16), torch.ones(1, 1, dtype=torch.bfloat16), upper=True)
+    tensor([[1.]], dtype=torch.bfloat16)
+    """
+    solution: Tensor = torch.linalg.solve_triangular(
+        at_least_single(matrix), at_least_single(value), **options
+    )
+    return solution.to(value.dtype)
 
 
 def soft_clamp(value: Tensor, bound: float) -> Tensor:
-    r"""Squash smoothly into :math:`(-b, b)` by :math:`b \tanh(x / b)`: slope one at zero, never past the bound.
+    r"""Maps values smoothly into :math:`(-b, b)` by :math:`b \tanh(x / b)`, whose slope at zero is one.
 
     >>> soft_clamp(torch.tensor([-1e30, 0.0, 1e30]), 2.0)
     tensor([-2.,  0.,  2.])
@@ -55,17 +64,22 @@ def soft_clamp(value: Tensor, bound: float) -> Tensor:
     return bound * torch.tanh(value * (1.0 / bound))
 
 
-def inverse_soft_clamp(value: Tensor, bound: float, share: float = 0.99) -> Tensor:
-    """What :func:`soft_clamp` carries to a value, or, for those beyond this share of the bound, to the share.
+def inverse_soft_clamp(value: Tensor, bound: float, fraction: float = 0.99) -> Tensor:
+    """Returns the inverse of :func:`soft_clamp`.
+
+    Args:
+        value: Values of :func:`soft_clamp`.
+        bound: Bound of :func:`soft_clamp`.
+        fraction: Fraction of the bound to which larger values are clamped.
 
     >>> soft_clamp(inverse_soft_clamp(torch.tensor([0.5, 9.0]), 2.0), 2.0)
     tensor([0.5000, 1.9800])
     """
-    return bound * torch.atanh((value / bound).clamp(-share, share))
+    return bound * torch.atanh((value / bound).clamp(-fraction, fraction))
 
 
 def inverse_softplus(value: Tensor) -> Tensor:
-    r""":math:`\log(e^y - 1)` for :math:`y > 0`, written as :math:`y + \log(-\mathrm{expm1}(-y))`.
+    r"""Returns :math:`\log(e^y - 1)` for :math:`y > 0`, computed as :math:`y + \log(-\mathrm{expm1}(-y))`.
 
     >>> inverse_softplus(torch.nn.functional.softplus(torch.tensor([-3.0, 0.0, 90.0])))
     tensor([-3.,  0., 90.])
@@ -74,29 +88,36 @@ def inverse_softplus(value: Tensor) -> Tensor:
 
 
 def safe_norm(value: Tensor) -> Tensor:
-    """Euclidean norm of the last axis, whose gradient at zero is zero instead of NaN and whose squares neither overflow nor vanish.
+    """Returns the Euclidean norm of the last axis.
+
+    Its gradient at zero is zero instead of NaN, and its squares neither overflow nor underflow.
 
     >>> x = torch.zeros(3, requires_grad=True)
     >>> safe_norm(x).backward()
     >>> x.grad
     tensor([0., 0., 0.])
     """
-    unit = value.detach().abs().amax(-1)
-    positive = unit > 0
-    unit = torch.where(positive, unit, 1.0)
-    square = (value / unit.unsqueeze(-1)).square().sum(-1)
-    return unit * torch.where(positive, torch.where(positive, square, 1.0).sqrt(), square)
+    scale = value.detach().abs().amax(-1)
+    positive = scale > 0
+    scale = torch.where(positive, scale, 1.0)
+    square = (value / scale.unsqueeze(-1)).square().sum(-1)
+    return scale * torch.where(positive, torch.where(positive, square, 1.0).sqrt(), square)
 
 
 def monotone_root(
     function: Callable[[Tensor], tuple[Tensor, Tensor]], lower: Tensor, upper: Tensor, iterations: int = 30
 ) -> Tensor:
-    r"""Root of an elementwise increasing function, by Newton steps kept inside a shrinking bracket.
+    r"""Finds the root of an elementwise increasing function by Newton's method inside a shrinking bracket.
 
-    ``function(t)`` gives :math:`(g(t), g'(t))` with :math:`g` increasing and :math:`g(lower) \le 0 \le g(upper)`.
-    A Newton step that leaves the bracket, or stalls, becomes a bisection, so convergence never depends on the
-    start. The loop has a fixed length and no data-dependent branch, so that it compiles. No gradient flows
-    through it: callers attach it with one last differentiable Newton step.
+    A Newton step that leaves the bracket, or stalls, is replaced by a bisection, so convergence does not depend on the start. The loop
+    has a fixed length and no data-dependent branch, so it compiles. No gradient flows through it. Callers add one differentiable Newton
+    step.
+
+    Args:
+        function: Function that returns :math:`(g(t), g'(t))` with :math:`g` increasing.
+        lower: Points with :math:`g(lower) \le 0`.
+        upper: Points with :math:`g(upper) \ge 0`.
+        iterations: Number of iterations.
 
     >>> cube = lambda t: (t**3 - 8, 3 * t**2)
     >>> monotone_root(cube, torch.tensor([-5.0]), torch.tensor([10.0]))
@@ -112,7 +133,7 @@ def monotone_root(
             middle = 0.5 * (low + high)
             newton = root - value / slope
             usable = (newton >= low) & (newton <= high) & torch.isfinite(newton)
-            # every third step is a bisection, so that a crawling Newton iteration still halves the bracket
+            # every third step is a bisection, so that a slow Newton iteration still halves the bracket
             root = torch.where(usable, newton, middle) if step % 3 != 2 else middle
         value, slope = function(root)
         polished = (root - value / slope).clamp(low, high)
@@ -120,7 +141,7 @@ def monotone_root(
 
 
 def tanh_slope(value: Tensor) -> Tensor:
-    r""":math:`\tanh'(x) = 4 \sigma(2x) \sigma(-2x)`: exact in the tails, and its gradient needs no ``cosh``.
+    r"""Returns :math:`\tanh'(x) = 4 \sigma(2x) \sigma(-2x)`, which is exact in the tails.
 
     >>> tanh_slope(torch.tensor([0.0, 10.0, 1e30]))
     tensor([1.0000e+00, 8.2446e-09, 0.0000e+00])
@@ -129,12 +150,16 @@ def tanh_slope(value: Tensor) -> Tensor:
 
 
 def tanh_root(target: Tensor, slope_at_zero: Tensor) -> Tensor:
-    r"""The :math:`a` with :math:`a + m \tanh a = c`, where :math:`s = 1 + m > 0` is the slope at zero.
+    r"""Solves :math:`a + m \tanh a = c` for :math:`a`, where :math:`s = 1 + m > 0` is the slope at zero.
 
-    For :math:`c > 0` the left side is concave in :math:`a > 0` when :math:`m > 0` and convex when :math:`m < 0`, so
-    Newton's iteration moves one way only, from :math:`\max(c - m, c / s)` up or from the minimum of the two down. It
-    needs 16 steps for :math:`s` from 1e-3 to 1e5 in float64. The last two of them are differentiable: one Newton step from a
-    constant has the first derivatives of the implicit function, and a second one from there those up to the third order.
+    For :math:`c > 0` the left side is concave in :math:`a > 0` if :math:`m > 0` and convex if :math:`m < 0`. Newton's method is
+    therefore monotone: it increases from :math:`\max(c - m, c / s)` or decreases from the minimum of the two. It needs 16 steps for
+    :math:`s` from 1e-3 to 1e5 in float64. The last two steps are differentiable. One Newton step from a constant has the first
+    derivatives of the implicit function, and a second step those up to the third order.
+
+    Args:
+        target: Values of :math:`c`.
+        slope_at_zero: Values of :math:`s`.
 
     >>> tanh_root(torch.tensor([1.0 + torch.tanh(torch.tensor(1.0))]), torch.tensor(2.0))
     tensor([1.])
@@ -156,7 +181,11 @@ def tanh_root(target: Tensor, slope_at_zero: Tensor) -> Tensor:
 
 
 def constant(make: Callable[[], Tensor]) -> Tensor:
-    """What ``make`` gives, as a plain tensor also while ``torch.export`` traces: a constant of the graph, not operations in it."""
+    """Calls ``make`` outside of the tracing of ``torch.export``, so that the result is a constant of the graph.
+
+    Args:
+        make: Function without arguments that returns a tensor.
+    """
     if not torch.compiler.is_exporting():
         return make()
     from torch._subclasses.fake_tensor import unset_fake_temporarily

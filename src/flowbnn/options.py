@@ -1,24 +1,24 @@
-"""Typed settings: what a value may be is declared where the setting is declared, and checked here, in one place.
+"""Typed options: the annotation of an option declares its valid values, and this module checks them.
 
-A class of settings is a frozen dataclass made by :func:`options`; a function that users call is marked with :func:`checked`. Both read
-the annotations, so that bad input ends in one line which names the setting, says what it may be, and suggests the nearest name:
+A class of options is a frozen dataclass made by :func:`options`. A public function is decorated with :func:`checked`. Both raise an
+error of one line that names the option, its valid values and similar names:
 
 >>> @options
-... class Walk:
+... class Optimization:
 ...     steps: Count = 10
-...     gait: Literal["slow", "fast"] = "slow"
-...     stride: Annotated[float, Bounds(gt=0), Hint("metres")] = 0.7
->>> Walk(steps=2.5)
+...     method: Literal["sgd", "adam"] = "sgd"
+...     rate: Annotated[float, Bounds(gt=0), Hint("per step")] = 0.1
+>>> Optimization(steps=2.5)
 Traceback (most recent call last):
-flowbnn.errors.FlowBNNError: Walk(steps=...) must be an integer of at least 1, got 2.5
->>> Walk(gait="fats")
+flowbnn.errors.FlowBNNError: Optimization(steps=...) must be an integer of at least 1, got 2.5
+>>> Optimization(method="adan")
 Traceback (most recent call last):
-flowbnn.errors.FlowBNNError: Walk(gait=...) must be 'slow' or 'fast', got 'fats'; did you mean 'fast'?
->>> Walk(stepps=3)
+flowbnn.errors.FlowBNNError: Optimization(method=...) must be 'sgd' or 'adam', got 'adan'; did you mean 'adam'?
+>>> Optimization(stepps=3)
 Traceback (most recent call last):
-flowbnn.errors.FlowBNNError: Walk has no setting 'stepps'; did you mean 'steps' or 'stride'?
+flowbnn.errors.FlowBNNError: Optimization has no setting 'stepps'; did you mean 'steps'?
 
-Inside the library code relies on the types and checks nothing again.
+Code inside the library relies on the types and checks nothing again.
 """
 
 import math
@@ -53,7 +53,17 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 @dataclass(frozen=True, kw_only=True)
 class Bounds:
-    """Bounds of a number: at least ``ge``, above ``gt``, at most ``le``, below ``lt``."""
+    """Bounds of a number, for use in ``Annotated``.
+
+    Args:
+        ge: Lower bound that is allowed.
+        gt: Lower bound that is not allowed.
+        le: Upper bound that is allowed.
+        lt: Upper bound that is not allowed.
+
+    >>> 0.5 in Bounds(gt=0, le=1), 0 in Bounds(gt=0, le=1)
+    (True, False)
+    """
 
     ge: float = -math.inf
     gt: float = -math.inf
@@ -71,13 +81,17 @@ class Bounds:
 
 
 def Ge(bound: float) -> Bounds:
-    """At least."""
+    """Returns the bounds of numbers that are at least ``bound``."""
     return Bounds(ge=bound)
 
 
 @dataclass(frozen=True)
 class Hint:
-    """A few words that follow the description of a setting in a message: what to write instead, or the unit."""
+    """Words that follow the description of an option in error messages, for use in ``Annotated``.
+
+    Args:
+        text: Example or unit of the option.
+    """
 
     text: str
 
@@ -90,19 +104,168 @@ Probability = Annotated[float, Bounds(gt=0, lt=1)]
 Seed = Annotated[int, Bounds(ge=0, lt=2**32)]
 File = str | PathLike[str]
 
-_NOUNS: dict[Any, str] = {
-    Sequence: "list",
-    Iterable: "list or DataLoader",
-    Mapping: "dictionary",
-    dict: "dictionary",
-}
-_NOUNS |= {PathLike: "path", Callable: "function"}
-_ARTICLES = {bool: "True or False", int: "an integer", float: "a number", str: "a string", NoneType: "None"}
-_ARTICLES[Tensor] = "a dense tensor of real numbers"
+# words for types in error messages, with an article and without
+PHRASES = {bool: "True or False", int: "an integer", float: "a number", str: "a string", NoneType: "None"}
+PHRASES[Tensor] = "a dense tensor of real numbers"
+NOUNS: dict[Any, str] = {Sequence: "list", Iterable: "list or DataLoader", Mapping: "dictionary"}
+NOUNS |= {dict: "dictionary", PathLike: "path", Callable: "function"}
+
+
+# -------------------- decorators
+
+
+@dataclass_transform(frozen_default=True, field_specifiers=(field,))
+def options(cls: type[T] | None = None, /, *, of: str = "", **kwargs: Any) -> Any:
+    """Makes a class a frozen dataclass whose fields are checked by their annotations.
+
+    Conditions on several fields belong in ``__post_init__``, which runs after the checks.
+
+    Args:
+        cls: Class to decorate.
+        of: Name of the function that takes these options as arguments. Messages name it instead of the class.
+        kwargs: Further arguments of :func:`dataclasses.dataclass`.
+    """
+
+    def decorate(cls: Any) -> Any:
+        result: Any = dataclass(**{"frozen": True, **kwargs})(cls)
+        result.__init__ = _check_calls(result.__init__, result, of or cls.__name__)
+        return result
+
+    return decorate if cls is None else decorate(cls)
+
+
+def checked(function: F) -> F:
+    """Checks the arguments of a function by their names and annotations before it is called.
+
+    Args:
+        function: Function to decorate.
+
+    >>> @checked
+    ... def optimize(steps: Count, *, method: Literal["sgd", "adam"] = "sgd"):
+    ...     return steps
+    >>> optimize(0)
+    Traceback (most recent call last):
+    flowbnn.errors.FlowBNNError: optimize(steps=...) must be an integer of at least 1, got 0
+    """
+    name = function.__name__
+    return _check_calls(function, function, "" if name == "__init__" else name)
+
+
+def accepts_options_of(cls: type) -> Callable[[F], F]:
+    """Adds the arguments of a class to the signature of a function with ``**kwargs``.
+
+    ``help``, editors and :func:`checked` then see them.
+
+    Args:
+        cls: Class of options.
+    """
+
+    def decorate(function: F) -> F:
+        parameters = signature(function).parameters
+        named = [value for value in parameters.values() if value.kind is not Parameter.VAR_KEYWORD]
+        added = [
+            value.replace(kind=Parameter.KEYWORD_ONLY)
+            for name, value in signature(cls).parameters.items()
+            if name not in parameters
+        ]
+        function.__signature__ = Signature([*named, *added])  # type: ignore[attr-defined]
+        function.__annotations__ |= {value.name: value.annotation for value in added}
+        return function
+
+    return decorate
+
+
+@cache
+def _layout(function: Any, annotated: Any) -> tuple[Signature, dict[str, Any]]:
+    """Returns the signature and the annotations of a function.
+
+    They are read at its first call, because reading all of them would take a tenth of the time of an import.
+    """
+    return signature(function), get_type_hints(annotated, include_extras=True)
+
+
+def _check_calls(function: F, annotated: Any, owner: str) -> F:
+    """Returns a function that checks its arguments.
+
+    Args:
+        function: Function to call after the checks.
+        annotated: Function or class with the annotations.
+        owner: Name of the function or class in messages. An empty name stands for the class of the first argument.
+    """
+
+    @wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        name = owner or type(args[0]).__name__
+        layout, hints = _layout(function, annotated)
+        try:
+            arguments = layout.bind(*args, **kwargs).arguments
+        except TypeError as error:
+            raise _call_error(name, layout, kwargs, error) from None
+        for argument, value in arguments.items():
+            parameter = layout.parameters[argument]
+            if argument not in hints or value is parameter.default:
+                continue
+            if parameter.kind is Parameter.VAR_POSITIONAL:
+                for entry in value:
+                    check(argument, entry, hints[argument], name)
+            elif parameter.kind is not Parameter.VAR_KEYWORD:
+                check(argument, value, hints[argument], name)
+        return function(*args, **kwargs)
+
+    return wrapper  # type: ignore[return-value]
+
+
+def _call_error(owner: str, layout: Signature, kwargs: Mapping[str, Any], error: TypeError) -> FlowBNNError:
+    """Returns the error of a call with unknown, missing or too many arguments."""
+    names = [name for name in layout.parameters if name != "self"]
+    open_ended = any(value.kind is Parameter.VAR_KEYWORD for value in layout.parameters.values())
+    unknown = next((name for name in kwargs if not open_ended and name not in names), None)
+    if unknown is None:
+        return FlowBNNError(f"{owner}: {error}", kind="call")
+    message = f"{owner} has no setting '{unknown}'{nearest(unknown, names)}"
+    return FlowBNNError(message, kind="unknown setting", argument=unknown)
+
+
+def all_subclasses(cls: type[T]) -> Iterator[type[T]]:
+    """Yields the direct and indirect subclasses of a class."""
+    for subclass in cls.__subclasses__():
+        yield subclass
+        yield from all_subclasses(subclass)
+
+
+def call_factory(function: Callable[..., Any], *args: Any, name: str, kind: type) -> Any:
+    """Calls a user's function and checks the class of its result.
+
+    Args:
+        function: Function that creates an object.
+        args: Arguments of the function.
+        name: Name of the option that holds the function.
+        kind: Expected class of the result.
+
+    >>> call_factory(dict, name="optimizer", kind=torch.optim.Optimizer)
+    Traceback (most recent call last):
+    flowbnn.errors.FlowBNNError: optimizer must be an Optimizer (which the function returns), got a dict
+    """
+    try:
+        result = function(*args)
+    except (TypeError, ValueError) as error:
+        message = f"{name} must be a function that returns {_describe(kind)}, and fails: {error}"
+        raise FlowBNNError(message.splitlines()[0], argument=name) from error
+    check(name, result, Annotated[kind, Hint("which the function returns")])
+    return result
+
+
+# -------------------- checks
 
 
 def check(name: str, value: Any, annotation: Any, owner: str = "") -> None:
-    """Refuse a value that its annotation does not allow, in one line.
+    """Raises an error if an annotation does not allow a value.
+
+    Args:
+        name: Name of the option.
+        value: Value of the option.
+        annotation: Type, union, literal, or ``Annotated`` with a :class:`Bounds` or a :class:`Hint`.
+        owner: Name of the function or class that has the option.
 
     >>> check("rate", 1.5, UnitInterval)
     Traceback (most recent call last):
@@ -113,59 +276,41 @@ def check(name: str, value: Any, annotation: Any, owner: str = "") -> None:
     """
     if _allows(annotation, value):
         return
-    verb, hints = "be", ""
-    while wrong := [(kind, part) for kind, part in _parts(annotation, value) if not _allows(kind, part)]:
-        verb, hints = "hold", hints or _hints_of(annotation)
-        annotation, value = wrong[0]
-    close = ""
-    if isinstance(value, str) and (words := _literals(annotation)):
-        close = nearest(value, words) if close_words(value, words) else ""
-    elif isinstance(value, type):
-        kinds = tuple(one for one in (annotation, *get_args(annotation)) if isinstance(one, type))
-        close = f"; write {value.__name__}() with its brackets" if issubclass(value, kinds) else ""
-    elif hasattr(value, "model") and _allows(annotation, value.model):
-        close = "; its network is its .model"
-    elif hasattr(value, "transform") and _allows(annotation, value.transform):
-        close = (
-            "; give the module, not what it returns"
-            if _allows(annotation, torch.nn.Module())
-            else "; give its .transform"
-        )
-    elif annotation is Tensor and hasattr(value, "__len__") and not isinstance(value, Tensor | str):
-        close = "; torch.as_tensor makes one of numbers"
-    where = f"{owner}({name}=...)" if owner else name
-    text = f"{where} must {verb} {_describe(annotation)}{hints}, got {describe_value(value)}{close}"
-    raise FlowBNNError(text, argument=name)
+    verb, hint = "be", ""
+    while invalid := [pair for pair in _entries(annotation, value) if not _allows(*pair)]:
+        verb, hint = "hold", hint or _hint(annotation)
+        annotation, value = invalid[0]
+    subject = f"{owner}({name}=...)" if owner else name
+    expected = f"{verb} {_describe(annotation)}{hint}"
+    suggestion = _suggestion(annotation, value)
+    raise FlowBNNError(f"{subject} must {expected}, got {describe_value(value)}{suggestion}", argument=name)
 
 
-def call_factory(function: Callable[..., Any], *given: Any, name: str, kind: type) -> Any:
-    """What a user's function makes of these arguments: of this kind, or one line that names the setting.
-
-    >>> call_factory(dict, name="optimizer", kind=torch.optim.Optimizer)
-    Traceback (most recent call last):
-    flowbnn.errors.FlowBNNError: optimizer must be an Optimizer (which the function returns), got a dict
-    """
-    try:
-        made = function(*given)
-    except (TypeError, ValueError) as error:
-        text = f"{name} must be a function that returns {_describe(kind)}, and fails: {error}"
-        raise FlowBNNError(text.splitlines()[0], argument=name) from error
-    check(name, made, Annotated[kind, Hint("which the function returns")])
-    return made
+def _suggestion(annotation: Any, value: Any) -> str:
+    """Returns the end of an error message that suggests a valid value."""
+    if isinstance(value, str):
+        words = _literals(annotation)
+        return nearest(value, words) if close_words(value, words) else ""
+    if isinstance(value, type):
+        classes = tuple(kind for kind in (annotation, *get_args(annotation)) if isinstance(kind, type))
+        return f"; write {value.__name__}() with its brackets" if issubclass(value, classes) else ""
+    if hasattr(value, "model") and _allows(annotation, value.model):
+        return "; its network is its .model"
+    return ""
 
 
 def _allows(annotation: Any, value: Any) -> bool:
+    """Returns True if an annotation allows a value."""
     if annotation is Any or isinstance(annotation, TypeVar | str):
         return True
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
-        return _allows(arguments[0], value) and all(
-            value in one for one in arguments[1:] if isinstance(one, Bounds)
-        )
+        bounds = [entry for entry in arguments[1:] if isinstance(entry, Bounds)]
+        return _allows(arguments[0], value) and all(value in entry for entry in bounds)
     if origin in (Union, UnionType):
-        return any(_allows(one, value) for one in arguments)
+        return any(_allows(choice, value) for choice in arguments)
     if origin is Literal:
-        return any(type(value) is type(one) and value == one for one in arguments)
+        return any(type(value) is type(choice) and value == choice for choice in arguments)
     if annotation is None:
         return value is None
     if annotation is int:
@@ -182,21 +327,20 @@ def _allows(annotation: Any, value: Any) -> bool:
         return False
     if not isinstance(kind, type):
         return True
-    return isinstance(value, kind) and all(_allows(one, part) for one, part in _parts(annotation, value))
+    return isinstance(value, kind) and all(_allows(*pair) for pair in _entries(annotation, value))
 
 
-def _parts(annotation: Any, value: Any) -> list[tuple[Any, Any]]:
-    """What a list or dictionary holds, each with what it may be."""
+def _entries(annotation: Any, value: Any) -> list[tuple[Any, Any]]:
+    """Returns the entries of a list or dictionary, each with its annotation."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
-        return _parts(arguments[0], value)
+        return _entries(arguments[0], value)
     if origin in (Union, UnionType):
-        return next((parts for one in arguments if (parts := _parts(one, value))), [])
-    fits: bool = isinstance(origin, type) and isinstance(value, origin)
-    if not fits or isinstance(value, str):
+        return next((entries for choice in arguments if (entries := _entries(choice, value))), [])
+    if not isinstance(origin, type) or not isinstance(value, origin) or isinstance(value, str):
         return []
     if origin in (Sequence, list) or arguments[1:] == (...,):
-        return [(arguments[0], part) for part in value]
+        return [(arguments[0], entry) for entry in value]
     if origin is tuple:
         return list(zip(arguments, value, strict=False))
     if origin in (Mapping, dict):
@@ -205,114 +349,27 @@ def _parts(annotation: Any, value: Any) -> list[tuple[Any, Any]]:
 
 
 def _literals(annotation: Any) -> list[str]:
+    """Returns the strings that an annotation allows."""
     if get_origin(annotation) is Literal:
-        return [one for one in get_args(annotation) if isinstance(one, str)]
-    return [word for one in get_args(annotation) for word in _literals(one)]
+        return [choice for choice in get_args(annotation) if isinstance(choice, str)]
+    return [word for argument in get_args(annotation) for word in _literals(argument)]
 
 
-def _hints_of(annotation: Any) -> str:
-    return "".join(f" ({one.text})" for one in get_args(annotation) if isinstance(one, Hint))
+def _hint(annotation: Any) -> str:
+    return "".join(f" ({entry.text})" for entry in get_args(annotation) if isinstance(entry, Hint))
 
 
 def _describe(annotation: Any) -> str:
-    """What a setting may be, in words."""
+    """Returns a description of the values that an annotation allows."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
-        bounds = [str(one) for one in arguments[1:] if isinstance(one, Bounds)]
-        return " ".join([_describe(arguments[0]), *bounds]) + _hints_of(annotation)
+        bounds = [str(entry) for entry in arguments[1:] if isinstance(entry, Bounds)]
+        return " ".join([_describe(arguments[0]), *bounds]) + _hint(annotation)
     if origin in (Union, UnionType, Literal):
-        parts = [repr(one) if origin is Literal else _describe(one) for one in arguments]
-        return " or ".join([", ".join(parts[:-1]), parts[-1]] if parts[1:] else parts)
-    if annotation in _ARTICLES:
-        return _ARTICLES[annotation]
+        choices = [repr(choice) if origin is Literal else _describe(choice) for choice in arguments]
+        return " or ".join([", ".join(choices[:-1]), choices[-1]] if choices[1:] else choices)
+    if annotation in PHRASES:
+        return PHRASES[annotation]
     kind = origin or annotation
-    name = str(_NOUNS.get(kind) or getattr(kind, "__name__", kind))
-    return f"{'an' if name[0].lower() in 'aeiou' else 'a'} {name}"
-
-
-def all_subclasses(kind: type[T]) -> Iterator[type[T]]:
-    """The subclasses of a class and theirs, which files and messages name."""
-    for below in kind.__subclasses__():
-        yield below
-        yield from all_subclasses(below)
-
-
-@cache
-def _layout(function: Any, annotated: Any) -> tuple[Signature, dict[str, Any]]:
-    """A function's parameters and what each may be, read at its first call: to read them all would take a tenth of an import."""
-    return signature(function), get_type_hints(annotated, include_extras=True)
-
-
-@dataclass_transform(frozen_default=True, field_specifiers=(field,))
-def options(cls: type[T] | None = None, /, *, of: str = "", **how: Any) -> Any:
-    """Make a class a frozen dataclass whose fields are checked by their annotations when it is made.
-
-    What concerns several fields at once goes into ``__post_init__``, which runs after the fields have been checked.
-
-    Args:
-        of: the function that takes these settings as its own arguments, which messages then name instead of the class.
-        how: as in :func:`dataclasses.dataclass`.
-    """
-
-    def decorate(cls: Any) -> Any:
-        made: Any = dataclass(**{"frozen": True, **how})(cls)
-        made.__init__ = _checked(made.__init__, made, of or cls.__name__)
-        return made
-
-    return decorate if cls is None else decorate(cls)
-
-
-def checked(function: F) -> F:
-    """Check the arguments of a function by their annotations before it begins, and unknown ones by their names.
-
-    >>> @checked
-    ... def walk(steps: Count, *, gait: Literal["slow", "fast"] = "slow"):
-    ...     return steps
-    >>> walk(0)
-    Traceback (most recent call last):
-    flowbnn.errors.FlowBNNError: walk(steps=...) must be an integer of at least 1, got 0
-    """
-    name = function.__name__
-    return _checked(function, function, "" if name == "__init__" else name)
-
-
-def _checked(function: F, annotated: Any, owner: str) -> F:
-    @wraps(function)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        name = owner or type(args[0]).__name__  # of the class that is made, which may inherit __init__
-        layout, hints = _layout(function, annotated)
-        try:
-            given = layout.bind(*args, **kwargs).arguments
-        except TypeError as error:
-            known = [one for one in layout.parameters if one != "self"]
-            open_ended = any(one.kind is Parameter.VAR_KEYWORD for one in layout.parameters.values())
-            unknown = next((name for name in kwargs if not open_ended and name not in known), None)
-            reason = f" has no setting '{unknown}'{nearest(unknown, known)}" if unknown else f": {error}"
-            kind = "unknown setting" if unknown else "call"
-            raise FlowBNNError(name + reason, kind=kind, argument=unknown) from None
-        for argument, value in given.items():
-            parameter = layout.parameters[argument]
-            if argument in hints and value is not parameter.default:
-                if parameter.kind is Parameter.VAR_POSITIONAL:
-                    for part in value:
-                        check(argument, part, hints[argument], name)
-                elif parameter.kind is not Parameter.VAR_KEYWORD:
-                    check(argument, value, hints[argument], name)
-        return function(*args, **kwargs)
-
-    return wrapper  # type: ignore[return-value]
-
-
-def accepts_options_of(kind: type) -> Callable[[F], F]:
-    """Let a function with ``**settings`` take the arguments of a class, which ``help``, editors and :func:`checked` see."""
-
-    def decorate(function: F) -> F:
-        layout = signature(function).parameters
-        own = [one for one in layout.values() if one.kind is not Parameter.VAR_KEYWORD]
-        known = [one for one in signature(kind).parameters.values() if one.name not in layout]
-        more = [one.replace(kind=Parameter.KEYWORD_ONLY) for one in known]
-        function.__signature__ = Signature([*own, *more])  # type: ignore[attr-defined]
-        function.__annotations__ |= {one.name: one.annotation for one in more}
-        return function
-
-    return decorate
+    noun = str(NOUNS.get(kind) or getattr(kind, "__name__", kind))
+    return f"{'an' if noun[0].lower() in 'aeiou' else 'a'} {noun}"

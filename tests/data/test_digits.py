@@ -1,4 +1,4 @@
-"""The digits: split without overlap, one class put aside."""
+"""Tests of the digits: disjoint splits and one novel class."""
 
 import pytest
 import torch
@@ -11,14 +11,14 @@ def rows(images):
     return {tuple(image.flatten().tolist()) for image in images}
 
 
-def test_the_parts_share_no_image_and_hold_every_known_one():
+def test_splits_are_disjoint_and_complete():
     digits = load_digits(novel=8, seed=1)
-    parts = [digits.train[0], digits.validation[0], digits.test[0], digits.novel[0]]
-    assert sum(len(part) for part in parts) == 1797
-    assert sum(len(rows(part)) for part in parts) == len(rows(torch.cat(parts)))
+    splits = [digits.train[0], digits.validation[0], digits.test[0], digits.novel[0]]
+    assert sum(len(images) for images in splits) == 1797
+    assert sum(len(rows(images)) for images in splits) == len(rows(torch.cat(splits)))
 
 
-def test_labels_stand_for_the_known_digits_and_every_class_is_split_alike():
+def test_labels_index_the_known_digits_and_splits_are_stratified():
     digits = load_digits(novel=3, seed=0)
     assert digits.known == (0, 1, 2, 4, 5, 6, 7, 8, 9)
     assert set(digits.novel[1].tolist()) == {3}
@@ -28,7 +28,7 @@ def test_labels_stand_for_the_known_digits_and_every_class_is_split_alike():
     assert torch.allclose(counts[0] / counts[1], torch.tensor(0.6 / 0.25, dtype=torch.float64), rtol=0.06)
 
 
-def test_the_seed_makes_the_split():
+def test_splits_depend_on_the_seed():
     first, again, other = load_digits(seed=4), load_digits(seed=4), load_digits(seed=5)
     assert torch.equal(first.test[0], again.test[0])
     assert rows(first.test[0]) != rows(other.test[0])
@@ -36,8 +36,9 @@ def test_the_seed_makes_the_split():
     assert float(first.train[0].max()) == 1.0
 
 
-@pytest.mark.parametrize("wrong", [{"novel": 10}, {"novel": True}, {"seed": "a"}])
-def test_bad_requests_are_told_in_a_line(wrong):
+@pytest.mark.parametrize("arguments", [{"novel": 10}, {"novel": True}, {"seed": "a"}])
+def test_invalid_arguments_are_refused(arguments):
     with pytest.raises(FlowBNNError) as caught:
-        load_digits(**wrong)
+        load_digits(**arguments)
+    assert caught.value.argument in arguments
     assert "\n" not in str(caught.value)

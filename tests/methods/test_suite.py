@@ -100,8 +100,9 @@ def test_saving_and_loading_changes_no_prediction(name, tmp_path):
     assert list(loaded.tensors()) == list(posterior.tensors())
     other = nn.Sequential(nn.Linear(4, 7), nn.Tanh(), nn.Linear(7, 3))
     kept = copied(other)
-    with pytest.raises(FlowBNNError, match="architecture|damaged") as refused:
+    with pytest.raises(FlowBNNError) as refused:
         fb.load_posterior(path, other)
+    assert refused.value.kind in ("architecture", "file")
     assert "\n" not in str(refused.value)
     assert equal(kept, other.state_dict())
 

@@ -40,7 +40,7 @@ def one_line(call, *words):
     [
         (
             [(INPUTS * torch.nan, LABELS)],
-            "validation inputs hold NaN or infinity in 40 of 40 rows (the first is row 0)",
+            "validation inputs have NaN or infinite values in 40 of 40 rows (the first is row 0)",
         ),
         ([(INPUTS, LABELS + 9)], "the first batch of the validation data does not fit: labels run from 9"),
         ([(INPUTS[:, :3], LABELS)], "first batch of the validation data"),
@@ -133,8 +133,11 @@ def test_weights_in_a_network_of_other_layers_are_warned_of(tmp_path):
     posterior = fb.posterior.NoisePosterior(stochastic(), fb.likelihoods.Categorical())
     path = posterior.save(tmp_path / "a.safetensors")
     other = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 3))
-    with pytest.warns(FlowBNNWarning, match="Tanh"):
+    with pytest.warns(FlowBNNWarning) as caught:
         fb.load_posterior(path, other)
+    assert [(entry.message.kind, entry.message.fields["changed"]) for entry in caught] == [
+        ("layers", {"1": ("ReLU", "Tanh")})
+    ]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         fb.load_posterior(path, network())

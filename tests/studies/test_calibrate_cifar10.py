@@ -17,9 +17,9 @@ from flowbnn_studies.posteriors.calibrate import fit_vector_scaling
 
 def tiny(architecture, channels, width):
     """Returns a small network with BatchNorm and a residual connection."""
-    from flowbnn.models import Block
+    from flowbnn.models import ResidualBlock
 
-    return nn.Sequential(nn.AvgPool2d(8), Block(channels, 4, 2), nn.Flatten(), nn.Linear(16, 10))
+    return nn.Sequential(nn.AvgPool2d(8), ResidualBlock(channels, 4, 2), nn.Flatten(), nn.Linear(16, 10))
 
 
 @pytest.mark.filterwarnings("ignore::flowbnn.FlowBNNWarning")  # networks of one epoch are under-confident

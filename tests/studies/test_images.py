@@ -10,7 +10,7 @@ from torch import nn
 from flowbnn.compare.results import Parts
 from flowbnn.data import TensorLoader
 from flowbnn.errors import FlowBNNError
-from flowbnn.models import Block
+from flowbnn.models import ResidualBlock
 from flowbnn_studies import get_study
 from flowbnn_studies.data import CORRUPTIONS, Translate, mirror
 from flowbnn_studies.images import study as image_study
@@ -350,7 +350,7 @@ def test_invalid_precision_keeps_results_and_stored_start_is_reused(tmp_path, ca
 
 def test_resnet18_is_compared_with_swag_and_an_ensemble(tmp_path, monkeypatch):
     def tiny(architecture, channels, width):
-        return nn.Sequential(nn.AvgPool2d(8), Block(channels, 4, 2), nn.Flatten(), nn.Linear(16, 10))
+        return nn.Sequential(nn.AvgPool2d(8), ResidualBlock(channels, 4, 2), nn.Flatten(), nn.Linear(16, 10))
 
     monkeypatch.setattr(image_study, "make_network", tiny)
     monkeypatch.setattr(image_study, "BATCH_NORM_DRAWS", 2)

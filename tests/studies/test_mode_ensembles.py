@@ -5,14 +5,14 @@ import torch
 from torch import nn
 
 from flowbnn.compare.results import Parts
-from flowbnn.models import Block
+from flowbnn.models import ResidualBlock
 from flowbnn_studies import get_study, run_study
 from flowbnn_studies.posteriors import mode_ensembles as study
 from flowbnn_studies.runner.study import Job
 
 
 def tiny(architecture, channels, width):
-    return nn.Sequential(nn.AvgPool2d(8), Block(channels, 4, 2), nn.Flatten(), nn.Linear(16, 10))
+    return nn.Sequential(nn.AvgPool2d(8), ResidualBlock(channels, 4, 2), nn.Flatten(), nn.Linear(16, 10))
 
 
 @pytest.mark.filterwarnings("ignore::flowbnn.FlowBNNWarning")  # networks of one epoch
