@@ -18,7 +18,7 @@ from flowbnn.training import load_tensors, save_tensors
 @pytest.fixture(autouse=True)
 def _short_runs_may_stay_at_the_prior():
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*fallen back onto its prior", category=FlowBNNWarning)
+        warnings.filterwarnings("ignore", message=".*has collapsed to its prior", category=FlowBNNWarning)
         yield
 
 

@@ -16,6 +16,7 @@ from flowbnn.convert import to_stochastic
 from flowbnn.errors import FlowBNNError
 from flowbnn.methods.base import FitOptions, register_method
 from flowbnn.methods.fitting import SchedulerFactory
+from flowbnn.methods.schedule import PlateauSchedule
 from flowbnn.methods.variational.base import FLOWS, FlowName, Variational
 from flowbnn.methods.variational.noise_fit import NoiseFitOptions, fit_noise
 from flowbnn.noise import NormalAffine, Recipe
@@ -23,29 +24,36 @@ from flowbnn.options import Count, NonNegative, Positive, accepts_options_of, op
 from flowbnn.posterior.noise import NoisePosterior
 from flowbnn.training.randomness import temporary_seed
 
-SHARED = ("site", "side", "prior_scale", "base_scale", "joint")  # settings of every recipe
+RECIPE_SETTINGS = ("site", "side", "prior_scale", "base_scale", "joint")  # settings that all recipes have
 
 
 @register_method
 @options(repr=False)
 class NodeNoise(Variational):
-    r"""Every layer multiplies its input by noise whose posterior is fitted by the ELBO: this library's own method.
+    r"""Node noise: every layer multiplies its input by noise whose posterior is fitted by the ELBO.
 
     Args:
-        kind: ``"gaussian"``, ``"joint"`` (a Gaussian over all layers' noise with a full covariance), ``"mixture"`` (Trinh et al. 2020),
-            or a flow after a Gaussian: ``"planar"``, ``"radial"``,
-            ``"sylvester"``, ``"coupling"``, ``"invconv"``, ``"glow"``; a flow of :mod:`flowbnn.flows` that draws cheaply, ``"nsf"``,
-            ``"iaf"``, ``"realnvp"``, ``"nice"``, ``"naf"``, ``"flowpp"``, ``"householder"``, ``"residualflow"``; or a recipe, for all
-            layers; or rules as :func:`~flowbnn.to_stochastic` takes them.
-        components: of the mixture. This, and ``site``, ``side``, ``joint``, ``base_scale`` and ``prior_scale``, are for noise by its
-            name; a recipe has them itself.
-        site: ``"channel"`` or ``"position"``.
-        side: ``"input"``, or ``"output"``: the noise multiplies what linear layers and convolutions give (Trinh et al. 2022,
-            https://arxiv.org/abs/2206.02435, use it against corrupted inputs, with ``gamma`` above 0).
-        joint: one posterior over the noise of all layers, as in :func:`~flowbnn.to_stochastic`; a flow then acts on all of it.
-        base_scale: standard deviation of the noise at the start.
-        noise_lr, schedule, beta, gamma, warmup, samples: as in :func:`~flowbnn.fit`.
-        prior_scale: standard deviation of the prior of the noise, which is around one.
+        kind: Noise of all layers, by name: ``"gaussian"``; ``"joint"``, a Gaussian over the noise of all layers with a full covariance;
+            ``"mixture"`` (Trinh et al. 2020); or a flow on a Gaussian: ``"planar"``, ``"radial"``, ``"sylvester"``, ``"coupling"``,
+            ``"invconv"``, ``"glow"``, ``"nsf"``, ``"iaf"``, ``"realnvp"``, ``"nice"``, ``"naf"``, ``"flowpp"``, ``"householder"`` or
+            ``"residualflow"``. A recipe is used for all layers. Rules are passed to :func:`~flowbnn.to_stochastic`.
+        components: Number of components of the mixture. This setting and ``site``, ``side``, ``joint``, ``base_scale`` and
+            ``prior_scale`` apply to noise by name. A recipe has its own.
+        site: ``"channel"`` for one noise vector per feature map, ``"position"`` for one at every position.
+        side: ``"input"`` or ``"output"`` of the layers. Trinh et al. 2022 (https://arxiv.org/abs/2206.02435) use outputs and ``gamma``
+            above 0 against corrupted inputs.
+        joint: Structure of one posterior over the noise of all layers, as in :func:`~flowbnn.to_stochastic`. A flow then acts on all
+            of it. None gives every layer its own posterior.
+        base_scale: Initial standard deviation of the noise.
+        noise_lr: Learning rate of the noise, as in :func:`~flowbnn.fit`.
+        schedule: Learning-rate schedule, as in :func:`~flowbnn.fit`.
+        gamma: Weight of the entropy.
+        prior_scale: Standard deviation of the prior of the noise, whose mean is one.
+
+    >>> import torch
+    >>> loader = [(torch.randn(64, 2), torch.arange(64) % 3)]
+    >>> NodeNoise("planar", epochs=2).fit(nn.Linear(2, 3), loader, progress=False)
+    NoisePosterior(Linear, 1 layer with noise, Categorical(), 2 epochs)
     """
 
     kind: FlowName | Literal["joint", "mixture"] | Recipe | Mapping[Any, Recipe | None] = "gaussian"
@@ -55,25 +63,27 @@ class NodeNoise(Variational):
     joint: Literal["full", "chain", "low-rank", "layers"] | None = field(default=None, kw_only=True)
     base_scale: Positive = field(default=0.1, kw_only=True)
     noise_lr: Positive | None = field(default=None, kw_only=True)  # type: ignore[assignment]
-    schedule: SchedulerFactory | Literal["cosine"] | None = field(default="cosine", kw_only=True)  # type: ignore[assignment]
+    schedule: SchedulerFactory | PlateauSchedule | Literal["cosine"] | None = field(  # type: ignore[assignment]
+        default="cosine", kw_only=True
+    )
     gamma: NonNegative = field(default=0.0, kw_only=True)
     prior_scale: Positive = field(default=0.5, kw_only=True)
 
     __hash__ = object.__hash__  # rules may be a dictionary
 
     def __post_init__(self) -> None:
-        own = (f for f in fields(self) if f.name in (*SHARED, "components"))
-        changed = next((f.name for f in own if getattr(self, f.name) != f.default), None)
+        settings = (f for f in fields(self) if f.name in (*RECIPE_SETTINGS, "components"))
+        changed = next((f.name for f in settings if getattr(self, f.name) != f.default), None)
         if not isinstance(self.kind, str) and changed is not None:
-            raise FlowBNNError(f"give {changed} to the recipe, which has a setting for it", argument=changed)
+            raise FlowBNNError(f"{changed} is a setting of the recipe, so set it there", argument=changed)
 
     def rules(self) -> Mapping[Any, Recipe | None]:
-        """What :func:`~flowbnn.to_stochastic` is given."""
+        """Returns the rules for :func:`~flowbnn.to_stochastic`."""
         if isinstance(self.kind, Mapping):
             return self.kind
         if isinstance(self.kind, Recipe):
             return {"*": self.kind}
-        common = {name: getattr(self, name) for name in SHARED}
+        common = {name: getattr(self, name) for name in RECIPE_SETTINGS}
         if self.kind == "joint":
             return {"*": NormalAffine(**{**common, "joint": self.joint or "full"})}
         if self.kind == "mixture":
@@ -81,11 +91,11 @@ class NodeNoise(Variational):
         return {"*": FLOWS[self.kind](**common)}
 
     @accepts_options_of(FitOptions)
-    def fit(self, network: nn.Module, loader: Iterable[Any], **given: Any) -> "NoisePosterior":
-        """As :meth:`Method.fit`; weights and noise are trained together."""
-        model, run = self.setup(network, loader, given)
-        with temporary_seed(run.seed):
+    def fit(self, network: nn.Module, loader: Iterable[Any], **kwargs: Any) -> NoisePosterior:
+        """Fits weights and noise together; see :meth:`Method.fit`."""
+        model, options = self.setup(network, loader, kwargs)
+        with temporary_seed(options.seed):
             noisy = to_stochastic(model, self.rules(), inplace=True)
-        same = ("epochs", "noise_lr", "beta", "gamma", "warmup", "samples", "optimizer", "schedule")
-        settings = {name: getattr(self, name) for name in same}
-        return fit_noise(noisy, loader, NoiseFitOptions(weight_lr=self.lr, **settings, **given))
+        names = ("epochs", "noise_lr", "beta", "gamma", "warmup", "samples", "optimizer", "schedule")
+        settings = {name: getattr(self, name) for name in names}
+        return fit_noise(noisy, loader, NoiseFitOptions(weight_lr=self.lr, **settings, **kwargs))

@@ -1,4 +1,4 @@
-"""Has a layer's posterior collapsed to a point, or fallen back onto its prior?"""
+"""Detection of layers whose noise has collapsed to a point or to its prior."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,19 +10,16 @@ from flowbnn.errors import FlowBNNWarning, quote_names
 from flowbnn.noise.joint import independent_vectors, joint_name
 from flowbnn.options import Count, Seed, checked
 
-POINT = 0.005  # a posterior narrower than this share of its prior is a point; much precise data makes it as narrow as 0.02
-PRIOR = 0.002  # nats per dimension: a posterior nearer to its prior than this has learned nothing
-
 
 @dataclass(frozen=True)
 class LayerHealth:
-    """How far one layer's posterior has moved.
+    """State of the noise of one layer.
 
     Args:
-        layer: its name.
-        kl: nats, for one noise vector.
-        kl_per_dim: the same over the number of dimensions.
-        spread: mean over dimensions of the posterior's standard deviation over the prior's.
+        layer: Name of the layer.
+        kl: KL divergence of one noise vector, in nats.
+        kl_per_dim: KL divergence per dimension, in nats.
+        spread: Standard deviation of the posterior relative to the prior, averaged over dimensions.
         state: ``"point"``, ``"prior"`` or ``"healthy"``.
     """
 
@@ -35,36 +32,44 @@ class LayerHealth:
 
 @checked
 def health_warnings(healths: Sequence[LayerHealth]) -> list[FlowBNNWarning]:
-    """One warning for each ailment, about all the layers that have it."""
-    ill: dict[str, list[LayerHealth]] = {"point": [], "prior": []}
-    for health in healths:
-        ill.get(health.state, []).append(health)
-    return [
-        FlowBNNWarning(_line(some), kind=state, layers=[health.layer for health in some])
-        for state, some in ill.items()
-        if some
-    ]
+    """Returns one warning for each kind of collapse, with the names of all its layers."""
+    warnings = []
+    for state in ("point", "prior"):
+        if layers := [health for health in healths if health.state == state]:
+            names = [health.layer for health in layers]
+            warnings.append(FlowBNNWarning(_message(layers), kind=state, layers=names))
+    return warnings
 
 
-def _line(ill: Sequence[LayerHealth]) -> str:
-    """What is wrong with layers in the same state."""
-    plural, most = ("s", "at most ") if len(ill) > 1 else ("", "")
-    noise = f"the noise of layer{plural} {quote_names([health.layer for health in ill])}"
-    if ill[0].state == "point":
+def _message(healths: Sequence[LayerHealth]) -> str:
+    """Returns the message about layers in the same state."""
+    plural, limit = ("s", "at most ") if len(healths) > 1 else ("", "")
+    noise = f"the noise of layer{plural} {quote_names([health.layer for health in healths])} has collapsed"
+    if healths[0].state == "point":
+        spread = max(health.spread for health in healths)
         return (
-            f"{noise} has collapsed to a point (its spread is {most}{max(h.spread for h in ill):.1%} of the prior's), so it "
-            "says nothing about uncertainty; a larger beta, or gamma > 0, keeps it open"
+            f"{noise} to a point ({limit}{spread:.1%} of the standard deviation of the prior), so it carries no uncertainty; increase "
+            "beta or gamma"
         )
+    kl = max(health.kl_per_dim for health in healths)
     return (
-        f"{noise} has fallen back onto its prior (KL {most}{max(h.kl_per_dim for h in ill):.4f} nats per dimension): it has "
-        f"learned nothing from the data; train longer, raise noise_lr, lower beta, or leave the layer{plural} plain"
+        f"{noise} to its prior (KL {limit}{kl:.4f} nats per dimension), so it has learned nothing; train longer, increase noise_lr, "
+        f"decrease beta, or remove the noise of the layer{plural}"
     )
 
 
 @checked
 @torch.no_grad()
 def posterior_health(model: nn.Module, samples: Count = 512, seed: Seed = 0) -> list[LayerHealth]:
-    """The state of every layer's noise posterior.
+    """Returns the state of the noise of every layer.
+
+    Noise is a point if its standard deviation is below 0.5 % of the prior's; large data sets lead to 2 %. It is at its prior if its KL
+    divergence is below 0.002 nats per dimension.
+
+    Args:
+        model: Network with noise.
+        samples: Number of draws for both estimates.
+        seed: Seed of the draws.
 
     >>> from flowbnn.noise import NormalAffine
     >>> from flowbnn import to_stochastic
@@ -78,7 +83,7 @@ def posterior_health(model: nn.Module, samples: Count = 512, seed: Seed = 0) -> 
         spread = float((noise.draw((samples,), generator).std(0) / prior.variance.sqrt()).mean())
         kl = float(noise.divergence(samples, generator).kl)
         per_dim = kl / noise.layout.dim / noise.count
-        state = "point" if spread < POINT else "prior" if per_dim < PRIOR else "healthy"
+        state = "point" if spread < 0.005 else "prior" if per_dim < 0.002 else "healthy"
         name = names[0] if len(names) == 1 else joint_name(names[0], healths)
         healths[name] = LayerHealth(name, kl, per_dim, spread, state)
     return list(healths.values())

@@ -1,4 +1,4 @@
-"""What was measured of a fit: a calibrated network beside its rivals, and what a fit gained."""
+"""Result of a calibration: comparison of the calibrated network with temperature scaling."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -8,19 +8,23 @@ from flowbnn.errors import pluralize
 
 @dataclass(frozen=True)
 class Calibration:
-    """What cross-validation on the held-out data says of a calibrated network, beside the plain one and temperature scaling.
+    """Comparison of a calibrated network with the plain network and with temperature scaling, by cross-validation.
 
     Args:
-        nll: mean negative log-likelihood of an example that was left out, by ``"plain"``, ``"temperature"`` and ``"calibrated"``.
-        ece: expected calibration error of the same predictions; empty for a regression.
-        gain, error: by how much the calibrated network's log-likelihood exceeds that of temperature scaling, per example, and the
-            standard error of this difference; None, and no ``nll``, without folds.
-        folds: of the cross-validation.
-        examples, dimensions: of the held-out data, and of the noise.
-        structure, prior: of the posterior.
-        temperature: on all held-out data.
-        flow: which lies before the covariance; None where there is none, or where it was no better than the Gaussian.
-        flow_gain, flow_error: of the flow's ELBO over the Gaussian's, in nats, and its standard error; None without a flow.
+        nll: Mean negative log-likelihood (NLL) of an example in the fold that was left out, by ``"plain"``, ``"temperature"`` and
+            ``"calibrated"``. Empty without folds.
+        ece: Expected calibration error of the same predictions. Empty for regression.
+        gain: Log-likelihood per example of the calibrated network minus that of temperature scaling. None without folds.
+        error: Standard error of ``gain``. None without folds.
+        folds: Number of folds.
+        examples: Number of held-out examples.
+        dimensions: Number of dimensions of the noise.
+        structure: Structure of the covariance.
+        prior: Prior of the noise.
+        temperature: Temperature for all held-out data.
+        flow: Name of the flow, or None if there is none or it was not better than the Gaussian.
+        flow_gain: ELBO of the flow minus that of the Gaussian, in nats. None without a flow.
+        flow_error: Standard error of ``flow_gain``. None without a flow.
     """
 
     nll: Mapping[str, float]
@@ -39,7 +43,7 @@ class Calibration:
 
     @property
     def better(self) -> bool:
-        """Whether the calibrated network beats temperature scaling by more than two standard errors."""
+        """True if the calibrated network is better than temperature scaling by more than two standard errors."""
         return self.gain is not None and self.error is not None and self.gain > 2.0 * self.error
 
     def __str__(self) -> str:
@@ -53,20 +57,16 @@ class Calibration:
             f"{pluralize(self.examples, 'held-out example')}"
         )
         if self.flow_gain is not None:
-            verdict_of_flow = (
-                f"{self.flow} raises" if self.flow else "The flow is left out: it does not raise"
-            )
+            effect = f"{self.flow} raises" if self.flow else "The flow is not used, because it does not raise"
             lines.append(
-                f"{verdict_of_flow} the ELBO of the Gaussian ({self.flow_gain:+.2f} nats, standard error {self.flow_error:.2f})."
+                f"{effect} the ELBO of the Gaussian ({self.flow_gain:+.2f} nats, standard error {self.flow_error:.2f})."
             )
         if self.gain is not None and self.error is not None:
-            verdict = (
-                "beats temperature scaling" if self.better else "is within chance of temperature scaling"
-            )
+            comparison = "significantly better" if self.better else "not significantly better"
             if self.gain < -2.0 * self.error:
-                verdict = "is worse than temperature scaling, which these data suffice for"
+                comparison = "significantly worse"
             lines.append(
-                f"By {self.folds}-fold cross-validation the noise {verdict} (log-likelihood {self.gain:+.4f} per example, standard "
-                f"error {self.error:.4f})."
+                f"{self.folds}-fold cross-validation: the calibrated network is {comparison} than temperature scaling (log-likelihood "
+                f"{self.gain:+.4f} per example, standard error {self.error:.4f})."
             )
         return "\n".join(lines)

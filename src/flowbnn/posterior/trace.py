@@ -8,7 +8,6 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
@@ -16,7 +15,6 @@ from flowbnn.batches import call, evaluation_mode, is_out_of_memory, rows, watch
 from flowbnn.noise import Noise, noise_layers
 from flowbnn.noise.base import make_noise_modes
 from flowbnn.noise.contexts import NoiseContext, Shape
-from flowbnn.numerics import is_concrete
 
 Result = TypeVar("Result")
 
@@ -139,29 +137,3 @@ def trace_forward(model: nn.Module, inputs: Any) -> ForwardTrace:
 def _size(values: Any) -> int:
     """Returns the bytes of the tensors among these values."""
     return sum([value.numel() * value.element_size() for value in values if isinstance(value, Tensor)])
-
-
-class SigmoidRecorder(TorchFunctionMode):
-    """Records the outputs of sigmoids in a pass.
-
-    >>> with SigmoidRecorder() as recorder:
-    ...     sigmoid, other = torch.sigmoid(torch.ones(2, 1)), torch.ones(2, 1)
-    >>> recorder.contains(sigmoid.squeeze(1)), recorder.contains(other)
-    (True, False)
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.outputs: list[Tensor] = []
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        sigmoid = getattr(func, "__name__", "") in ("sigmoid", "sigmoid_", "special_expit")
-        if sigmoid and type(result) is Tensor and is_concrete(result):
-            self.outputs.append(result)
-        return result
-
-    def contains(self, outputs: Tensor) -> bool:
-        """Returns True if a tensor is one of these outputs, possibly clamped or in another shape or precision."""
-        candidates = (one.flatten().to(outputs) for one in self.outputs if one.numel() == outputs.numel())
-        return any(torch.allclose(one, outputs.flatten(), atol=1e-5) for one in candidates)
