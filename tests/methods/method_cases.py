@@ -255,7 +255,7 @@ CASES: dict[str, Case] = {
         ),
     ),
     "sgld": Case(
-        lambda **more: fb.SGLD(**{"epochs": 12, "lr": 0.03, "samples": 6, "cycles": 2} | more),
+        lambda **more: fb.SGLD(**{"epochs": 24, "lr": 0.1, "samples": 6, "cycles": 2} | more),
         lambda: fb.SGLD(
             samples=1000,
             cycles=0,
