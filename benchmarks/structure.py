@@ -2,17 +2,19 @@
 
     python benchmarks/structure.py [--out FOLDER] [--no-time]
     python benchmarks/structure.py --list sentences constants [--folder src/flowbnn/vae]
+    python benchmarks/structure.py --calls
 
 Nothing here fails: the table is information. Calls are those of the library's own functions, traced with ``sys.setprofile`` on a
 perceptron with two noisy layers. Everything else is counted in the syntax trees of ``src/flowbnn``:
 
 - *Lines of code* are neither blank nor a comment nor part of a docstring.
 - *Sentences in code* are string literals with four words in a row that are no docstrings. An f-string counts once.
-- *Checking lines* are those of ``raise``, ``assert``, ``warn(...)`` and ``check_...(...)``, of an ``if`` that ends in one of the first
-  three, of an ``except`` that raises again, of sentences, and of functions named ``check_...``, ``warn_...`` and the like.
+- *Checking lines* are those of ``raise``, ``assert`` and ``warn(...)``, of an ``if`` that ends in one of them, of an ``except`` that
+  raises again, and of sentences. A function counts as a whole if at least two fifths of its body are such lines.
 - *Constants* are names in capitals that a module assigns, without type variables (single letters).
 
-``--list`` prints every place that a row counts, so that it can be changed.
+``--list`` prints every place that a row counts, so that it can be changed. ``--calls`` prints the calls of one prediction and of one
+training step.
 """
 
 import argparse
@@ -46,7 +48,6 @@ DOCUMENTED = (*FUNCTIONS, ast.ClassDef, ast.Module)
 OPENING = re.compile(r"(What|How|Where|Whether|Which|By how much)\b")
 GENITIVE = re.compile(r"\s{2,}\*{0,2}`{0,2}[\w, *`]+(\([^)]*\))?: +[Oo]f\b")
 FOUR_WORDS = re.compile(r"\b[A-Za-z'-]+ [A-Za-z'-]+ [A-Za-z'-]+ [A-Za-z'-]+\b")
-CHECK_NAME = re.compile(r"_?(check|require|refuse|ensure|validate|explain)")
 WARN_NAME = re.compile(r"_?warn")
 CONSTANT = re.compile(r"_?[A-Z][A-Z0-9_]+")
 
@@ -85,6 +86,7 @@ class Trace:
     def start(self) -> None:
         """Begins a new count."""
         self.files: set[str] = set()
+        self.tree: list[str] = []
         self.calls = self.deepest = self.depth = 0
         frame = sys._getframe(1)
         while frame is not None:
@@ -105,6 +107,8 @@ class Trace:
             self.files.add(file)
             self.depth += 1
             self.deepest = max(self.deepest, self.depth)
+            place = f"{Path(file).relative_to(ROOT)}:{frame.f_code.co_firstlineno}"
+            self.tree.append(f"{'  ' * self.depth}{frame.f_code.co_qualname}  {place}")
         elif event == "return":
             self.depth -= 1
 
@@ -120,22 +124,28 @@ class Trace:
 
 
 class TracedLoader:
-    """A loader of four batches that traces the training step on the third. The last reading counts."""
+    """A loader of four batches that traces the training step on the third. The reading with the most calls counts."""
 
     def __init__(self, batch: Any) -> None:
-        self.batch, self.trace = batch, Trace()
+        self.batch, self.traces = batch, []  # type: tuple[Any, list[Trace]]
 
     def __len__(self) -> int:
         return 4
 
     def __iter__(self) -> Iterator[Any]:
+        trace = Trace()
         for index in range(4):
             if index == 3:
-                self.trace.stop()
+                trace.stop()
+                self.traces.append(trace)
             if index == 2:
-                self.trace.start()
+                trace.start()
             yield self.batch
-        self.trace.stop()
+
+    @property
+    def trace(self) -> Trace:
+        """Trace of the training step."""
+        return max(self.traces, key=lambda trace: trace.calls)
 
 
 class CountingLoader(DataLoader):
@@ -246,8 +256,8 @@ class Source:
             if isinstance(node, FUNCTIONS) and (size := len(lines_of(node) & self.code)) > most:
                 yield Place(self.path, node.lineno, f"{node.name} {size}")
 
-    def sentences(self) -> Iterator[Place]:
-        """Yields the string literals with four words in a row that are no docstrings."""
+    def sentences(self) -> Iterator[tuple[ast.expr, Place]]:
+        """Yields the string literals with four words in a row that are no docstrings, and their places."""
         f_strings = [node for node in self.nodes if isinstance(node, ast.JoinedStr)]
         inner = {id(child) for node in f_strings for child in ast.walk(node) if child is not node}
         for node in self.nodes:
@@ -256,7 +266,7 @@ class Source:
             pieces = node.values if isinstance(node, ast.JoinedStr) else [node]
             words = [piece.value for piece in pieces if is_text(piece)]  # type: ignore[attr-defined]
             if any(FOUR_WORDS.search(text) for text in words):
-                yield Place(self.path, node.lineno, "{}".join(words))  # type: ignore[attr-defined]
+                yield node, Place(self.path, node.lineno, "{}".join(words))  # type: ignore[attr-defined, misc]
 
     def constants(self) -> Iterator[Place]:
         """Yields the names in capitals that the module assigns."""
@@ -269,18 +279,23 @@ class Source:
 
     def checking_lines(self) -> set[int]:
         """Returns the lines of code that check, refuse, warn or explain."""
-        found: set[int] = set()
+        lines = {line for node, _ in self.sentences() for line in lines_of(node)}
         for node in self.nodes:
-            named = WARN_NAME.match(name_of(node)) or CHECK_NAME.match(name_of(node))
-            if isinstance(node, ast.Raise | ast.Assert) or named:
-                found |= lines_of(node)
+            if (
+                isinstance(node, ast.Raise | ast.Assert)
+                or is_warning(node)
+                or (isinstance(node, ast.ExceptHandler) and isinstance(node.body[-1], ast.Raise))
+            ):
+                lines |= lines_of(node)
             elif isinstance(node, ast.If) and ends_in_refusal(node.body):
-                found |= set(range(node.lineno, (node.body[-1].end_lineno or 0) + 1))
-            elif isinstance(node, ast.ExceptHandler) and isinstance(node.body[-1], ast.Raise):
-                found |= lines_of(node)
-        for place in self.sentences():
-            found.add(place.line)
-        return found & self.code
+                lines |= set(range(node.lineno, (node.body[-1].end_lineno or 0) + 1))
+        functions: set[int] = set()
+        for node in self.nodes:
+            if isinstance(node, FUNCTIONS):
+                body = {line for line in lines_of(node) & self.code if line >= node.body[0].lineno}
+                if body and len(body & lines) >= 0.4 * len(body):
+                    functions |= lines_of(node)
+        return (lines | functions) & self.code
 
 
 def is_text(node: ast.AST) -> bool:
@@ -300,18 +315,16 @@ def is_number(node: ast.AST | None) -> bool:
     return bool(items) and all(is_number(item) for item in items)
 
 
-def name_of(node: ast.AST) -> str:
-    """Returns the name of the function that a node defines or calls, or nothing."""
-    if isinstance(node, FUNCTIONS):
-        return node.name
+def is_warning(node: ast.AST) -> bool:
+    """Returns whether a node calls a function whose name begins with warn."""
     function = getattr(node, "func", None)
-    return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+    name = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+    return bool(WARN_NAME.match(name))
 
 
 def ends_in_refusal(body: list[ast.stmt]) -> bool:
     """Returns whether the last statement of a block raises or warns."""
-    last = body[-1]
-    return isinstance(last, ast.Raise) or bool(WARN_NAME.match(name_of(getattr(last, "value", last))))
+    return isinstance(body[-1], ast.Raise) or is_warning(getattr(body[-1], "value", body[-1]))
 
 
 def lines_of(node: Any) -> set[int]:
@@ -337,6 +350,11 @@ def genitives(source: Source) -> Iterator[Place]:
                 yield Place(place.path, place.line, line)
 
 
+def sentences(source: Source) -> Iterator[Place]:
+    """Yields the string literals with four words in a row that are no docstrings."""
+    return (place for _, place in source.sentences())
+
+
 def checks(source: Source) -> Iterator[Place]:
     """Yields the lines of code that check, refuse, warn or explain."""
     lines = source.text.splitlines()
@@ -354,7 +372,7 @@ LISTS: dict[str, tuple[Path, Callable[[Source], Iterator[Place]]]] = {
     "functions": (ROOT, Source.long_functions),
     "openings": (ROOT, openings),
     "genitives": (ROOT, genitives),
-    "sentences": (ROOT, Source.sentences),
+    "sentences": (ROOT, sentences),
     "checks": (ROOT, checks),
     "constants": (ROOT, Source.constants),
     "matches": (REPOSITORY / "tests", matches),
@@ -483,6 +501,10 @@ def main() -> None:
         for name in options.list:
             found = places(name, options.folder and options.folder.resolve())
             print(f"{name}: {len(found)}", *found, sep="\n  ")
+        return
+    if options.calls:
+        for row in call_rows():
+            print(row.name, *row.value.tree, sep="\n")
         return
     rows = call_rows() + fit_rows() + language_rows() + size_rows()
     if not options.no_time:
