@@ -1,4 +1,4 @@
-"""The studies of densities, at settings of a second, and the distributions whose density they know."""
+"""Tests of the studies of densities with tiny settings, and of the distributions with known density."""
 
 import math
 
@@ -19,7 +19,7 @@ SETTINGS = {
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_a_study_runs_and_its_page_shows_it(name, tmp_path, sketched):
+def test_study_runs_and_is_reported(name, tmp_path, sketched):
     changes, only, kinds = SETTINGS[name]
     study = get_study(name)
     settings = study.make_settings(quick=True, **changes)
@@ -34,7 +34,7 @@ def test_a_study_runs_and_its_page_shows_it(name, tmp_path, sketched):
 
 
 @pytest.mark.parametrize("name", TOYS)
-def test_toy_densities_integrate_to_one_and_are_those_of_their_draws(name):
+def test_toy_densities_are_normalized_and_match_their_draws(name):
     toy = TOYS[name]
     draws = toy.sample(2000, torch.Generator().manual_seed(0)).double()
     assert draws.abs().max() < 4
@@ -44,5 +44,7 @@ def test_toy_densities_integrate_to_one_and_are_those_of_their_draws(name):
     mass = log_prob.exp() * (8 / cells) ** 2
     assert mass.sum() == pytest.approx(1.0, abs=2e-4)
     entropy = -float((mass * log_prob.nan_to_num(neginf=0.0)).sum())
-    own = toy.log_prob(draws)
-    assert -float(own.mean()) == pytest.approx(entropy, abs=4 * float(own.std()) / math.sqrt(2000) + 1e-3)
+    log_prob_of_draws = toy.log_prob(draws)
+    assert -float(log_prob_of_draws.mean()) == pytest.approx(
+        entropy, abs=4 * float(log_prob_of_draws.std()) / math.sqrt(2000) + 1e-3
+    )

@@ -1,1 +1,1 @@
-"""What flows are for: densities of points, tables and images, targets, autoencoders; one file a study."""
+"""Studies of flows: densities of points, tables and images, target densities, and autoencoders."""

@@ -1,4 +1,4 @@
-"""The change of variables in one dimension: the worked examples of Ravenda's report, each beside its closed form."""
+"""Change of variables in one dimension: the examples of Ravenda's report, compared with their closed forms."""
 
 import math
 from collections.abc import Mapping
@@ -18,31 +18,31 @@ from flowbnn_studies.runner.findings import cell_centers, histogram, panel, plur
 from flowbnn_studies.runner.study import Findings, Job, Study, Variant
 
 VARIANTS = (
-    Variant("square", "Square of a uniform number"),
+    Variant("square", "Square of a uniform variable"),
     Variant("quantile", "Inverse transform sampling"),
-    Variant("mixture", "A mixture, learned"),
+    Variant("mixture", "Learned mixture"),
 )
-RATE = 1.0  # of the exponential distribution
+RATE = 1.0  # rate of the exponential distribution
 # fmt: off
 METRICS = (
-    Metric("density_error", "Density", "lower", ".1e", "Largest difference of the flow's density and the true one on a grid."),
-    Metric("mass", "Mass", "none", ".4f", "Integral of the flow's density over the grid; 1 less what lies outside."),
-    Metric("ks", "KS", "lower", ".4f", "Largest distance of the draws' distribution function and the true one (Kolmogorov-Smirnov)."),
-    Metric("ks_chance", "KS of chance", "none", ".4f", "What 95 % of samples of the true distribution stay below, 1.36 / sqrt(n)."),
-    Metric("gap", "Gap", "lower", ".4f", "Mean over unseen points of the true log-density less the flow's, in nats."),
+    Metric("density_error", "Density", "lower", ".1e", "Largest difference of the density of the flow and the true density on a grid."),
+    Metric("mass", "Mass", "none", ".4f", "Integral of the density of the flow over the grid; 1 minus the mass outside."),
+    Metric("ks", "KS", "lower", ".4f", "Kolmogorov-Smirnov distance of the draws to the true distribution."),
+    Metric("ks_chance", "Critical KS", "none", ".4f", "95 % quantile of KS for samples of the true distribution, 1.36 / sqrt(n)."),
+    Metric("gap", "Gap", "lower", ".4f", "Mean over test points of the true log-density minus that of the flow, in nats."),
 )
 # fmt: on
 
 
 @options
 class Settings:
-    """What the study depends on.
+    """Settings of the study.
 
     Args:
-        draws: of each flow, which are compared with the true distribution.
-        train, test: points that the mixture is learned from and tested on.
-        epochs, batch, lr: of that fit.
-        grid: points along the axis of the pictures.
+        draws: Number of draws of each flow that are compared with the true distribution.
+        train, test: Number of points for the fit and the test of the mixture.
+        epochs, batch, lr: Epochs, batch size and learning rate of that fit.
+        grid: Number of points along the axis of the figures.
     """
 
     draws: Count = 20_000
@@ -81,11 +81,12 @@ class ExponentialQuantile(Transform):
 
 class ChangeOfVariables(Study):
     name = "change-of-variables"
-    title = "The change of variables in one dimension"
-    description = "the square of a uniform number, inverse transform sampling and a learned mixture, beside their closed forms"
+    title = "Change of variables in one dimension"
+    description = "square of a uniform variable, inverse transform sampling and a learned mixture, compared with closed forms"
     question = (
-        "An invertible map turns a simple distribution into another, whose density is p(z) / |g'(z)|. Does that hold for the square of "
-        "a uniform number, for inverse transform sampling, and for a map that is learned from the data of a mixture?"
+        "An invertible map g transforms a simple distribution into one with the density p(z) / |g'(z)|. Does this hold numerically "
+        "for the square of a uniform variable, for inverse transform sampling, and for a map that is learned from samples of a "
+        "mixture?"
     )
     source = "Ravenda's report, section 2.1 and figures 7, 8 and 10"
     settings = Settings
@@ -101,60 +102,39 @@ class ChangeOfVariables(Study):
 
     def train(self, job: Job) -> dict[str, Any]:
         s: Settings = job.settings
-        generator = torch.Generator().manual_seed(100 + job.seed)
-        unit, two = torch.ones(1, dtype=torch.float64), torch.full((1,), 2.0, dtype=torch.float64)
         torch.manual_seed(job.seed)
-        values: dict[str, float] = {}
+        low, high = (-4.0 if job.variant == "mixture" else 0.0), 4.0
+        axis = cell_centers(low, high, s.grid)
         if job.variant == "mixture":
-            truth = mixture()
-            data, test = (truth.rsample((number,), generator).float() for number in (s.train, s.test))
-            how: dict[str, Any] = {"epochs": s.epochs, "batch_size": s.batch, "lr": s.lr}
-            flow = fit_density(NSF(1), data, **how, seed=job.seed, progress=False)
-            draws = flow.sample(s.draws, seed=job.seed)[:, 0].double()
-            axis = cell_centers(-4.0, 4.0, s.grid)
-            density = flow.score(axis[:, None].float()).double().exp()
-            true = truth.log_prob(axis[:, None]).exp()
-            values["gap"] = float((truth.log_prob(test.double()) - flow.score(test).double()).mean())
-            function = mixture_function(draws.sort().values)
+            draws, density, truth, cdf, values = _learned_mixture(job, axis)
         else:
-            square = job.variant == "square"
-            base = Independent(Uniform(0 * unit, two if square else unit), 1)
-            known = Flow(base, Square() if square else ExponentialQuantile())
-            draws = known.sample((s.draws,))[:, 0]
-            axis = cell_centers(0.0, 4.0, s.grid)
-            density = known.log_prob(axis[:, None]).exp()
-            true = 0.25 / axis.sqrt() if square else RATE * (-RATE * axis).exp()
-            ordered = draws.sort().values
-            function = ordered.sqrt() / 2 if square else -torch.expm1(-RATE * ordered)
+            draws, density, truth, cdf = _known_map(job, axis)
+            values = {}
         values |= {
-            "density_error": float((density - true).abs().max()),
+            "density_error": float((density - truth).abs().max()),
             "mass": float(density.sum() * (axis[1] - axis[0])),
-            "ks": distance(function),
+            "ks": distance(cdf),
             "ks_chance": 1.36 / math.sqrt(s.draws),
         }
         content: dict[str, Any] = {"values": values}
         if job.seed == 0:
-            content["curve"] = {
-                "x": round_values(axis),
-                "flow": round_values(density),
-                "truth": round_values(true),
-            }
-            low, high = (-4.0 if job.variant == "mixture" else 0.0), 4.0
+            curve = {"x": axis, "flow": density, "truth": truth}
+            content["curve"] = {name: round_values(numbers) for name, numbers in curve.items()}
             inside = draws[(draws > low) & (draws < high)]
-            counted_in = histogram(inside, low, high, 40)
-            share = len(inside) / len(draws)
-            content["histogram"] = counted_in | {"fraction": [share * one for one in counted_in["fraction"]]}
+            bins = histogram(inside, low, high, 40)
+            fraction = len(inside) / len(draws)
+            content["histogram"] = bins | {"fraction": [fraction * value for value in bins["fraction"]]}
         return content
 
     def findings(self, settings: Settings, parts: Parts) -> Findings:
         notes = [
-            "The square: z is uniform on (0, 2) and x = z² has the density 1 / (4 √x) on (0, 4). Inverse transform sampling: u is "
-            f"uniform on (0, 1) and x = -log(1 - u) / {RATE:g} has the exponential distribution. Both are maps written for this "
-            "study, whose density the library's Flow computes.",
-            f"The mixture has two Gaussians, ½ N(-1.5, 0.5²) + ½ N(1, 0.7²). It is learned by NSF(1), a normal base and splines, "
-            f"from {settings.train} points, a tenth of them held out to stop early.",
-            "The mass of the square is a midpoint sum, which is below 1 beside the pole at 0; that of the exponential lacks the tail "
-            "beyond 4.",
+            "Square: z is uniform on (0, 2), and x = z² has the density 1 / (4 √x) on (0, 4). Inverse transform sampling: u is "
+            f"uniform on (0, 1), and x = -log(1 - u) / {RATE:g} has the exponential distribution. Both maps are defined in this "
+            "study; the library's Flow computes their densities.",
+            "The mixture is ½ N(-1.5, 0.5²) + ½ N(1, 0.7²). It is learned by NSF(1), a normal base and splines, from "
+            f"{settings.train} points, a tenth of them held out for early stopping.",
+            "The mass of the square is a midpoint sum, which is below 1 because of the pole at 0. That of the exponential lacks "
+            "the tail beyond 4.",
         ]
         rows = self.rows(settings, parts, METRICS)
         return Findings(
@@ -162,19 +142,47 @@ class ChangeOfVariables(Study):
         )
 
 
+def _known_map(job: Job, axis: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Returns draws, the density of the flow, the true density, and the true distribution function at sorted draws."""
+    square = job.variant == "square"
+    zero = torch.zeros(1, dtype=torch.float64)
+    base = Independent(Uniform(zero, zero + (2.0 if square else 1.0)), 1)
+    flow = Flow(base, Square() if square else ExponentialQuantile())
+    draws = flow.sample((job.settings.draws,))[:, 0]
+    density = flow.log_prob(axis[:, None]).exp()
+    truth = 0.25 / axis.sqrt() if square else RATE * (-RATE * axis).exp()
+    ordered = draws.sort().values
+    return draws, density, truth, ordered.sqrt() / 2 if square else -torch.expm1(-RATE * ordered)
+
+
+def _learned_mixture(job: Job, axis: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, dict[str, float]]:
+    """Returns the same as :func:`_known_map` for a flow that is fitted to samples of a mixture, and the gap on test points."""
+    s: Settings = job.settings
+    generator = torch.Generator().manual_seed(100 + job.seed)
+    true_density = mixture()
+    data, test = (true_density.rsample((number,), generator).float() for number in (s.train, s.test))
+    options: dict[str, Any] = {"epochs": s.epochs, "batch_size": s.batch, "lr": s.lr}
+    flow = fit_density(NSF(1), data, **options, seed=job.seed, progress=False)
+    draws = flow.sample(s.draws, seed=job.seed)[:, 0].double()
+    density = flow.score(axis[:, None].float()).double().exp()
+    truth = true_density.log_prob(axis[:, None]).exp()
+    gap = float((true_density.log_prob(test.double()) - flow.score(test).double()).mean())
+    return draws, density, truth, mixture_function(draws.sort().values), {"gap": gap}
+
+
 def mixture() -> NormalMixture:
-    """Two Gaussians on the line, equally likely."""
+    """Returns a mixture of two Gaussians in one dimension with equal weights."""
     return NormalMixture(torch.tensor([[-1.5], [1.0]]).double(), torch.tensor([[0.5], [0.7]]).double())
 
 
 def mixture_function(x: Tensor) -> Tensor:
-    """The distribution function of the mixture."""
+    """Computes the distribution function of the mixture."""
     truth = mixture()
     return torch.special.ndtr((x[:, None] - truth.loc[:, 0]) / truth.scale[:, 0]).mean(-1)
 
 
 def distance(function: Tensor) -> float:
-    """The Kolmogorov-Smirnov distance of ordered draws, given the true distribution function at them.
+    """Computes the Kolmogorov-Smirnov distance from the true distribution function at sorted draws.
 
     >>> distance(torch.tensor([0.5]).double()), round(distance(torch.tensor([0.2, 0.9]).double()), 2)
     (0.5, 0.4)
@@ -184,37 +192,36 @@ def distance(function: Tensor) -> float:
     return float(torch.maximum(function - steps[:-1], steps[1:] - function).max())
 
 
-def figures(drawn: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]]:
-    """The densities of the first seed, and its draws."""
+def figures(contents: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    """Returns the densities of the first seed and its draws."""
     panels = []
-    for label, part in drawn.items():
-        shown = part["curve"]
+    for label, part in contents.items():
+        curve = part["curve"]
         edges, shares = part["histogram"]["edges"], part["histogram"]["fraction"]
         width = edges[1] - edges[0]
         lines = [
-            {"label": "draws, by counting", "x": [low + width / 2 for low in edges[:-1]], "mean": [share / width for share in shares]},
-            {"label": "density of the flow", "x": shown["x"], "mean": shown["flow"]},
-            {"label": "closed form", "x": shown["x"], "mean": shown["truth"], "style": "dashed"},
+            {"label": "histogram of draws", "x": [low + width / 2 for low in edges[:-1]], "mean": [share / width for share in shares]},
+            {"label": "density of the flow", "x": curve["x"], "mean": curve["flow"]},
+            {"label": "closed form", "x": curve["x"], "mean": curve["truth"], "style": "dashed"},
         ]  # fmt: skip
         panels.append(panel(label, "density", lines))
-    caption = "Seed 0. Where the map is flat, draws are squeezed together and the density is high; where it is steep, it is low."
+    caption = "Seed 0. The density is high where the map is flat, and low where it is steep."
     return [
         figure("curves", "Densities, draws and closed forms", caption, {"x_label": "x", "panels": panels})
     ]
 
 
 def answer(parts: Parts) -> str:
-    """The answer, put together from the numbers."""
+    """Returns the answer, computed from the numbers."""
     square, quantile = (parts.mean(key, "density_error") for key in ("square", "quantile"))
-    inside = [max(parts.values(one.key, "ks")) <= parts.mean(one.key, "ks_chance") for one in VARIANTS[:2]]
-    draws = (
-        "no farther from the true distribution than chance allows"
-        if all(inside)
-        else "once farther than 95 % of chance"
+    within = all(
+        max(parts.values(variant.key, "ks")) <= parts.mean(variant.key, "ks_chance")
+        for variant in VARIANTS[:2]
     )
+    verdict = "not significant" if within else "significant at 5 % at least once"
     return (
-        f"Where the map is known the density is exact to {max(square, quantile):.0e}, and draws are {draws} "
-        f"({pluralize(len(parts.seeds))}).\n"
-        f"The learned map of the mixture falls {parts.mean('mixture', 'gap'):.4f} nats short of the true density on unseen points; "
-        f"its density is off by at most {parts.mean('mixture', 'density_error'):.3f}."
+        f"With a known map the density is exact to {max(square, quantile):.0e}, and the difference of the draws to the true "
+        f"distribution is {verdict} ({pluralize(len(parts.seeds))}).\nThe learned map of the mixture has a gap of "
+        f"{parts.mean('mixture', 'gap'):.4f} nats to the true density on test points; the largest error of its density is "
+        f"{parts.mean('mixture', 'density_error'):.3f}."
     )

@@ -1,4 +1,4 @@
-"""Densities of tables: neural spline flows beside masked autoregressive flows and a Gaussian."""
+"""Densities of tables: neural spline flows, masked autoregressive flows and a Gaussian."""
 
 import math
 from typing import Any, ClassVar, Literal
@@ -26,14 +26,14 @@ PUBLISHED: dict[str, dict[str, float]] = {
 
 @options(kw_only=True)
 class Settings:
-    """What the study depends on.
+    """Settings of the study.
 
     Args:
-        source: ``"files"``, or ``"generated"``: rows that are made on the spot, for trials.
-        sets: UCI sets, or ``"power"``, ``"gas"``, ``"hepmass"`` and ``"miniboone"`` where their files are there.
-        length, width, bins: of the flows.
-        epochs, patience, lr, weight_decay: of their trainings; a tenth of the training rows chooses the epoch.
-        batch: rows in a step, at most a sixteenth of the rows and at least 32.
+        source: ``"files"``, or ``"generated"`` for generated rows in trial runs.
+        sets: UCI sets, or ``"power"``, ``"gas"``, ``"hepmass"`` and ``"miniboone"`` if their files are present.
+        length, width, bins: Length, width and number of bins of the flows.
+        epochs, patience, lr, weight_decay: Options of the trainings. A tenth of the training rows chooses the epoch.
+        batch: Largest batch size; at most a sixteenth of the rows and at least 32.
     """
 
     source: Literal["files", "generated"] = "files"
@@ -52,13 +52,15 @@ class TabularDensities(Study):
     name = "tabular-densities"
     title = "Densities of tables"
     description = (
-        "held-out log-likelihood of NSF, MAF and a full-covariance Gaussian on seven UCI tables, five splits"
+        "test log-likelihood of NSF, MAF and a full-covariance Gaussian on seven UCI tables, five splits"
     )
     question = (
-        "The rows of a table, target included, are points of a density. How much more probable do flows make held-out rows than a "
-        "Gaussian does, and are splines worth their cost?"
+        "The rows of a table, including the target, are samples of a density. How much higher is the test log-likelihood of flows "
+        "than that of a Gaussian, and are splines worth their cost?"
     )
-    source = "The UCI splits of Hernández-Lobato and Adams 2015; Papamakarios et al. 2017 for the four large tables"
+    source = (
+        "UCI splits of Hernández-Lobato and Adams 2015; Papamakarios et al. 2017 for the four large tables"
+    )
     settings = Settings
     seeds = 5
     accelerator = "auto"
@@ -76,47 +78,50 @@ class TabularDensities(Study):
         s: Settings = job.settings
         values = {}
         for name in s.sets:
-            train, aside, test = (part.to(job.device) for part in load_rows(name, job.seed, s.source))
+            train, validation, test = (rows.to(job.device) for rows in load_rows(name, job.seed, s.source))
             if job.variant == "gaussian":
-                values[name] = gaussian(torch.cat([train, aside]), test)
+                values[name] = gaussian(torch.cat([train, validation]), test)
                 continue
             torch.manual_seed(job.seed)
-            given: dict[str, Any] = {"length": s.length, "hidden": (s.width, s.width)}
+            flow_options: dict[str, Any] = {"length": s.length, "hidden": (s.width, s.width)}
             dim = train.shape[1]
-            flow = MAF(dim, **given) if job.variant == "maf" else NSF(dim, bins=s.bins, **given)
-            own = {name: getattr(s, name) for name in ("epochs", "patience", "lr", "weight_decay")}
-            own["batch_size"] = max(32, min(s.batch, len(train) // 16))
-            how = job.short_options(precision="32-true", validation=aside, **own)
-            density = fit_density(flow.to(job.device), train, **how)
+            flow = MAF(dim, **flow_options) if job.variant == "maf" else NSF(dim, bins=s.bins, **flow_options)
+            fit_options = {name: getattr(s, name) for name in ("epochs", "patience", "lr", "weight_decay")}
+            fit_options["batch_size"] = max(32, min(s.batch, len(train) // 16))
+            options = job.short_options(precision="32-true", validation=validation, **fit_options)
+            density = fit_density(flow.to(job.device), train, **options)
             values[name] = float(density.score(test).double().mean())
         return {"values": values}
 
     def findings(self, settings: Settings, parts: Parts) -> Findings:
-        meaning = "Mean log-density of the held-out rows of {}, standardised, in nats."
-        metrics = tuple(Metric(name, name, "higher", ".2f", meaning.format(name)) for name in settings.sets)
+        definition = "Mean log-density of the test rows of {}, standardized, in nats."
+        metrics = tuple(
+            Metric(name, name, "higher", ".2f", definition.format(name)) for name in settings.sets
+        )
         notes = [
-            "A point is a row with its target. Columns that are constant, or correlated above 0.98 with an earlier one, are left out; "
-            "a column with fewer distinct values than half of the rows gets uniform noise as wide as its smallest step, once, so that "
-            "no density is infinite; then all have mean 0 and standard deviation 1. All of this is decided on the training rows alone.",
+            "A sample is a row with its target. Columns that are constant, or correlated above 0.98 with an earlier one, are "
+            "dropped. A column with fewer distinct values than half of the rows gets uniform noise of the width of its smallest "
+            "step, once, so that no density is infinite. Then all columns are standardized. All of this is decided on the training "
+            "rows alone.",
             f"Flows of {settings.length} steps with networks of two hidden layers of {settings.width} units, at most "
-            f"{settings.epochs} epochs by AdamW; a tenth of the training rows chooses the "
-            f"epoch. What is called a seed is one of the published splits of a table: {pluralize(len(parts.seeds), 'split')} here.",
+            f"{settings.epochs} epochs of AdamW. A tenth of the training rows chooses the epoch. A seed is one of the published "
+            f"splits of a table: {pluralize(len(parts.seeds), 'split')} here.",
         ]
         rows = self.rows(settings, parts, metrics, PUBLISHED)
         return Findings(answer(settings, parts), metrics, rows, [], notes)
 
 
 def load_rows(name: str, split: int, source: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Rows to learn from, to choose on and to test on."""
+    """Returns training, validation and test rows."""
     if source == "generated":
-        drawn = torch.randn(120, 3, generator=torch.Generator().manual_seed(split))
-        drawn[:, 2] = (drawn[:, 2] + drawn[:, 0]).round()
-        train, test = drawn[:90], drawn[90:]
+        rows = torch.randn(120, 3, generator=torch.Generator().manual_seed(split))
+        rows[:, 2] = (rows[:, 2] + rows[:, 0]).round()
+        train, test = rows[:90], rows[90:]
     elif name in TABLE_FILES:
         return load_table(name)
     else:
-        inputs, targets, *tested = load_uci(name, split)
-        train, test = torch.cat([inputs, targets], 1), torch.cat(tested, 1)
+        inputs, targets, *test_parts = load_uci(name, split)
+        train, test = torch.cat([inputs, targets], 1), torch.cat(test_parts, 1)
     train, test = prepare_rows(train, test, torch.Generator().manual_seed(split))
     order = torch.randperm(len(train), generator=torch.Generator().manual_seed(split))
     count = max(1, len(order) // 10)
@@ -124,42 +129,42 @@ def load_rows(name: str, split: int, source: str) -> tuple[Tensor, Tensor, Tenso
 
 
 def prepare_rows(train: Tensor, test: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Columns that have a density, dequantized where they have steps, of mean 0 and standard deviation 1 on the training rows.
+    """Drops redundant columns, adds noise to discrete ones, and standardizes.
 
-    Which columns stay, their steps, means and deviations are those of the training rows alone.
+    The choice of columns, their steps, means and standard deviations use the training rows alone.
 
     >>> steps = torch.tensor([[0.0, 0.0, 3.0], [1.0, 2.0, 3.0], [0.0, 0.1, 3.0], [1.0, 2.1, 3.0]]).repeat(3, 1)
     >>> train, test = prepare_rows(steps, steps, torch.Generator().manual_seed(0))
-    >>> train.shape, len(train.unique())  # of two correlated columns the first stays, the constant one goes
+    >>> train.shape, len(train.unique())  # the first of two correlated columns is kept, the constant one is dropped
     (torch.Size([12, 1]), 12)
     >>> torch.equal(train, prepare_rows(steps, steps.square() - 7.3, torch.Generator().manual_seed(0))[0])
     True
     """
     train, test = train.double(), test.double()
-    chosen: list[int] = []
+    columns: list[int] = []
     for column in range(train.shape[1]):
         if float(train[:, column].std()) <= 1e-9 * (1.0 + float(train[:, column].abs().max())):
             continue
-        pairs = [torch.corrcoef(train[:, [column, other]].T)[0, 1].abs() for other in chosen]
-        if all(float(one) <= 0.98 for one in pairs):
-            chosen.append(column)
-    train, test = train[:, chosen], test[:, chosen]
-    distinct = [train[:, column].unique() for column in range(len(chosen))]
+        correlations = [torch.corrcoef(train[:, [column, earlier]].T)[0, 1].abs() for earlier in columns]
+        if all(float(correlation) <= 0.98 for correlation in correlations):
+            columns.append(column)
+    train, test = train[:, columns], test[:, columns]
+    distinct = [train[:, column].unique() for column in range(len(columns))]
     steps = torch.stack(
         [values.diff().min() if 2 * len(values) < len(train) else values.new_zeros(()) for values in distinct]
     )
     train, test = (
         rows + steps * torch.rand(rows.shape, generator=generator, dtype=rows.dtype) for rows in (train, test)
     )
-    mean, deviation = train.mean(0), train.std(0)
-    return ((train - mean) / deviation).float(), ((test - mean) / deviation).float()
+    mean, std = train.mean(0), train.std(0)
+    return ((train - mean) / std).float(), ((test - mean) / std).float()
 
 
 def gaussian(train: Tensor, test: Tensor) -> float:
-    """The mean log-density of rows under the Gaussian of maximum likelihood.
+    """Computes the mean log-density of test rows under the Gaussian of maximum likelihood.
 
     >>> rows = torch.randn(100_000, 2, generator=torch.Generator().manual_seed(0))
-    >>> round(gaussian(rows, rows), 2)  # minus the entropy, log(2 pi e)
+    >>> round(gaussian(rows, rows), 2)  # the negative entropy, -log(2 pi e)
     -2.84
     """
     train = train.double()
@@ -169,15 +174,15 @@ def gaussian(train: Tensor, test: Tensor) -> float:
 
 
 def answer(s: Settings, parts: Parts) -> str:
-    """The answer, put together from the numbers."""
-    known = [name for name in s.sets if not any(math.isnan(parts.mean(key, name)) for key in LABELS)]
-    if not known:
-        return "Not every density has numbers yet."
-    best = [name for name in known if max(LABELS, key=lambda key: parts.mean(key, name)) == "nsf"]
-    told = "; ".join(
-        f"{name} " + ", ".join(f"{parts.mean(key, name):.2f}" for key in LABELS) for name in known
+    """Returns the answer, computed from the numbers."""
+    names = [name for name in s.sets if not any(math.isnan(parts.mean(key, name)) for key in LABELS)]
+    if not names:
+        return "Some densities have no results yet."
+    best = [name for name in names if max(LABELS, key=lambda key: parts.mean(key, name)) == "nsf"]
+    values = "; ".join(
+        f"{name} " + ", ".join(f"{parts.mean(key, name):.2f}" for key in LABELS) for name in names
     )
     return (
-        f"NSF has the highest held-out log-likelihood on {len(best)} of {len(known)} tables, "
-        f"{pluralize(len(parts.seeds), 'split')}.\nGaussian, MAF and NSF: {told}."
+        f"NSF has the highest test log-likelihood on {len(best)} of {len(names)} tables "
+        f"({pluralize(len(parts.seeds), 'split')}).\nGaussian, MAF and NSF: {values}."
     )

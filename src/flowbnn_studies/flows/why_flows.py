@@ -1,4 +1,4 @@
-"""Why flows? Exactness, time of a density and time of a sample, for four families of flows and a variational autoencoder."""
+"""Exactness and times of densities and samples, for four families of flows and a variational autoencoder."""
 
 import math
 import statistics
@@ -24,44 +24,46 @@ LABELS = {
     "autoregressive": "Autoregressive flow (MAF)",
     "continuous": "Continuous flow (FFJORD)",
     "residual": "Residual flow",
-    "vae": "VAE, its bound",
+    "vae": "VAE, ELBO",
     "vae-weighted": "VAE, importance-weighted",
 }
 FLOWS = tuple(LABELS)[:4]
-PULL, NOISE = 2.0, 0.5  # of the chain
+COUPLING, NOISE = 2.0, 0.5  # strength of the dependence and standard deviation of the noise in the chain
 METRICS = tuple(
-    Metric(key, label, better, form, meaning, group)
-    for group, some in {
+    Metric(key, label, better, format_, definition, group)
+    for group, metrics in {
         "Densities": {
-            "gap": ("Gap", "lower", ".2f", "Mean over unseen points of the true log-density less the model's or its bound, in nats."),
-            "log_likelihood": ("Log-likelihood", "higher", ".2f", "Mean log-density of unseen points, or a bound on it, in nats."),
-            "inverse_error": ("Inverse", "lower", ".0e", "Largest distance of a point to its image under the inverse and the map."),
-            "log_det_error": ("Log-det", "lower", ".0e", "Largest difference of the log-determinant to that of autograd's Jacobian."),
+            "gap": ("Gap", "lower", ".2f", "Mean over test points of the true log-density minus that of the model or its bound, "
+                                           "in nats."),
+            "log_likelihood": ("Log-likelihood", "higher", ".2f", "Mean log-density of test points, or a bound on it, in nats."),
+            "inverse_error": ("Inverse", "lower", ".0e", "Largest error of inverse followed by forward map."),
+            "log_det_error": ("Log-det", "lower", ".0e", "Largest difference of the log-determinant to that of the Jacobian by "
+                                                         "autograd."),
         },
         "Time": {
-            "density_ratio": ("Density", "lower", ".1f", "Time of the log-densities of a batch, in that of the coupling flow."),
-            "sampling_ratio": ("Sampling", "lower", ".1f", "Time of a batch of samples, in that of the coupling flow."),
-            "density_ms": ("Density, ms", "none", ".1f", "The same in milliseconds."),
-            "sampling_ms": ("Sampling, ms", "none", ".1f", "The same in milliseconds."),
-            "training_s": ("Training, s", "none", ".0f", "Of the fit, by the clock."),
+            "density_ratio": ("Density", "lower", ".1f", "Time of the log-densities of a batch, relative to the coupling flow."),
+            "sampling_ratio": ("Sampling", "lower", ".1f", "Time of a batch of samples, relative to the coupling flow."),
+            "density_ms": ("Density, ms", "none", ".1f", "Time of the log-densities of a batch, in milliseconds."),
+            "sampling_ms": ("Sampling, ms", "none", ".1f", "Time of a batch of samples, in milliseconds."),
+            "training_s": ("Training, s", "none", ".0f", "Wall-clock time of the fit."),
         },
     }.items()
-    for key, (label, better, form, meaning) in some.items()
+    for key, (label, better, format_, definition) in metrics.items()
 )  # fmt: skip
 
 
 @options
 class Settings:
-    """What the study depends on.
+    """Settings of the study.
 
     Args:
-        dim: numbers of a point.
-        train, test: number of points; a tenth of those to train on is held out to stop early.
-        epochs, batch, lr: of :func:`~flowbnn.fit_density`.
-        hidden: width of the two hidden layers of every network.
-        samples: for each point, of the importance-weighted likelihood.
-        checked: points at which exactness is measured.
-        timed_points, rounds: points in a timed batch, and batches of each model in turn.
+        dim: Dimension of a point.
+        train, test: Number of points. A tenth of the training points is held out for early stopping.
+        epochs, batch, lr: Options of :func:`~flowbnn.fit_density`.
+        hidden: Width of the two hidden layers of every network.
+        samples: Number of importance samples for each point.
+        num_checked: Number of points for the measurement of exactness.
+        timed_points, rounds: Number of points in a timed batch, and of batches of each model.
     """
 
     dim: Count = 16
@@ -72,20 +74,20 @@ class Settings:
     lr: Positive = 2e-3
     hidden: Count = 64
     samples: Count = 100
-    checked: Count = 50
+    num_checked: Count = 50
     timed_points: Count = 500
     rounds: Count = 7
 
 
 class WhyFlows(Study):
     name = "why-flows"
-    title = "Why flows? Exactness and time"
+    title = "Exactness and speed of flows"
     description = (
-        "exactness and times of a coupling, an autoregressive, a continuous and a residual flow and of a VAE"
+        "exactness and times of a coupling, an autoregressive, a continuous and a residual flow, and of a VAE"
     )
     question = (
-        "Nielsen's lecture says that flows have exact densities that are fast and samples that are fast, autoregressive models slow "
-        "samples, and variational autoencoders approximate densities. Does that hold when it is measured, and for which flows?"
+        "Nielsen's lecture states that flows have exact and fast densities and fast samples, autoregressive models slow samples, "
+        "and variational autoencoders approximate densities. Is this confirmed by measurement, and for which flows?"
     )
     source = "Nielsen's lecture, table “Why Flows?”"
     settings = Settings
@@ -93,12 +95,12 @@ class WhyFlows(Study):
     seeds = 3
     headline = ("gap", "inverse_error", "log_det_error", "density_ratio", "sampling_ratio")
     quick: ClassVar[dict[str, Any]] = {
-        "dim": 3, "train": 100, "test": 20, "epochs": 1, "batch": 50, "hidden": 8, "samples": 3, "checked": 2,
+        "dim": 3, "train": 100, "test": 20, "epochs": 1, "batch": 50, "hidden": 8, "samples": 3, "num_checked": 2,
         "timed_points": 5, "rounds": 1,
     }  # fmt: skip
 
     def variants(self, settings: Settings) -> tuple[Variant, ...]:
-        return (Variant("together", "All models, side by side", in_table=False, exclusive=True),)
+        return (Variant("together", "All models", in_table=False, exclusive=True),)
 
     def train(self, job: Job) -> dict[str, Any]:
         s: Settings = job.settings
@@ -108,132 +110,138 @@ class WhyFlows(Study):
         vae: Any = models["vae"][0].flow
         scores = {key: density.score(test).double() for key, (density, _) in models.items()}
         scores["vae-weighted"] = vae.log_likelihood(test, s.samples).double()
-        works: dict[str, Callable[[], Any]] = {}
-        some = test[: s.timed_points]
+        functions: dict[str, Callable[[], Any]] = {}
+        batch = test[: s.timed_points]
         for key, (density, _) in models.items():
-            works[f"{key}/density"] = partial(density.score, some)
-            works[f"{key}/sampling"] = partial(density.sample, len(some))
-        works["vae-weighted/density"] = partial(vae.log_likelihood, some, s.samples)
-        taken = median_times(works, s.rounds)
-        taken["vae-weighted/sampling"] = taken["vae/sampling"]
+            functions[f"{key}/density"] = partial(density.score, batch)
+            functions[f"{key}/sampling"] = partial(density.sample, len(batch))
+        functions["vae-weighted/density"] = partial(vae.log_likelihood, batch, s.samples)
+        times = median_times(functions, s.rounds)
+        times["vae-weighted/sampling"] = times["vae/sampling"]
         truth = chain_log_prob(test.double())
         values: dict[str, float] = {}
         for key, score in scores.items():
             density, seconds = models[key.removesuffix("-weighted")]
-            found = {
+            numbers = {
                 "gap": float((truth - score).mean()),
                 "log_likelihood": float(score.mean()),
                 "training_s": seconds,
             }
-            for what in ("density", "sampling"):
-                found[f"{what}_ms"] = 1000 * taken[f"{key}/{what}"]
-                found[f"{what}_ratio"] = taken[f"{key}/{what}"] / taken[f"coupling/{what}"]
+            for task in ("density", "sampling"):
+                numbers[f"{task}_ms"] = 1000 * times[f"{key}/{task}"]
+                numbers[f"{task}_ratio"] = times[f"{key}/{task}"] / times[f"coupling/{task}"]
             if key in FLOWS:
-                found |= measure_exactness(density.flow, density.scaled(test[: s.checked]))
-            values |= {f"{key}/{name}": value for name, value in found.items()}
+                numbers |= measure_exactness(density.flow, density.standardize(test[: s.num_checked]))
+            values |= {f"{key}/{name}": value for name, value in numbers.items()}
         return {"values": values}
 
     def findings(self, settings: Settings, parts: Parts) -> Findings:
         by_model = regroup_parts(parts, lambda _, name: (name.partition("/")[0], name.partition("/")[2]))
         rows = [by_model.row(key, label, METRICS) for key, label in LABELS.items() if by_model.of(key)]
         notes = [
-            f"A point is a chain of {settings.dim} numbers, x1 from N(0, 1) and then x = {PULL:g} sin(x before) + N(0, {NOISE:g}²), so "
-            f"that its density is known. {settings.train:,} points to learn from, a tenth of them held out to stop early, and "
-            f"{settings.test:,} to test on, drawn anew for every seed.",
-            f"All networks have two hidden layers of {settings.hidden} units, all trainings at most {settings.epochs} epochs of "
-            f"{settings.batch} points in a step; the flows have their default lengths. FFJORD is fitted by flow matching, which needs "
-            f"no solver but does not maximise the likelihood. The VAE has Gaussians on both sides and a code of {settings.dim}.",
-            "Exactness is that of the fitted flows in double precision: what is left is the tolerance of a solver or rounding. The "
-            "residual flow's log-determinant is exact in so few dimensions; in many it is an unbiased estimate.",
-            f"Times are medians of the processor's time over {settings.rounds} rounds, in which all models take their turn on one "
-            f"thread, for {settings.timed_points} points. The importance-weighted likelihood of the VAE has {settings.samples} samples "
-            "for each point; both of its rows sample alike.",
+            f"A point is a chain of {settings.dim} numbers with a known density: x1 from N(0, 1), then x = {COUPLING:g} "
+            f"sin(previous x) + N(0, {NOISE:g}²). {settings.train:,} training points, a tenth of them held out for early stopping, "
+            f"and {settings.test:,} test points, drawn anew for every seed.",
+            f"All networks have two hidden layers of {settings.hidden} units, and all trainings at most {settings.epochs} epochs "
+            f"with batches of {settings.batch}. The flows have their default lengths. FFJORD is fitted by flow matching, which "
+            "needs no solver but does not maximize the likelihood. The VAE has Gaussian encoder and decoder and a code of "
+            f"{settings.dim}.",
+            "Exactness is measured in double precision, so the remaining error is the tolerance of a solver or rounding. The "
+            "log-determinant of the residual flow is exact in so few dimensions; in many it is an unbiased estimate.",
+            f"Times are medians of the CPU time over {settings.rounds} rounds, in which all models take turns on one thread, for "
+            f"{settings.timed_points} points. The importance-weighted likelihood of the VAE has {settings.samples} samples for each "
+            "point; both of its rows sample alike.",
         ]
         return Findings(answer(by_model), METRICS, rows, [], notes)
 
 
 def chain(number: int, dim: int, generator: torch.Generator) -> Tensor:
-    """Draws of the chain, ``[number, dim]``."""
+    """Draws points ``[number, dim]`` of the chain."""
     noise = torch.randn(number, dim, generator=generator)
     points = [noise[:, 0]]
-    for place in range(1, dim):
-        points.append(PULL * points[-1].sin() + NOISE * noise[:, place])
+    for index in range(1, dim):
+        points.append(COUPLING * points[-1].sin() + NOISE * noise[:, index])
     return torch.stack(points, 1)
 
 
 def chain_log_prob(x: Tensor) -> Tensor:
-    r"""The log-density of the chain, :math:`\log N(x_1; 0, 1) + \sum_i \log N(x_i; 2 \sin x_{i - 1}, 0.5^2)`.
+    r"""Computes the log-density of the chain, :math:`\log N(x_1; 0, 1) + \sum_i \log N(x_i; 2 \sin x_{i - 1}, 0.5^2)`.
 
-    >>> round(float(chain_log_prob(torch.zeros(1, 2))), 4)  # twice -log sqrt(2 pi), and log 2
+    >>> round(float(chain_log_prob(torch.zeros(1, 2))), 4)  # -2 log sqrt(2 pi) + log 2
     -1.1447
     """
-    rest = (x[:, 1:] - PULL * x[:, :-1].sin()) / NOISE
-    squares = x[:, 0].square() + rest.square().sum(1)
-    return -0.5 * (squares + x.shape[1] * math.log(2 * math.pi)) - rest.shape[1] * math.log(NOISE)
+    residuals = (x[:, 1:] - COUPLING * x[:, :-1].sin()) / NOISE
+    squares = x[:, 0].square() + residuals.square().sum(1)
+    return -0.5 * (squares + x.shape[1] * math.log(2 * math.pi)) - residuals.shape[1] * math.log(NOISE)
 
 
 def fit_model(key: str, data: Tensor, job: Job) -> tuple[Density, float]:
-    """A model of the data, and the seconds of its training."""
+    """Fits a model to the data. Returns the model and the seconds of its training."""
     s: Settings = job.settings
     hidden, dim = (s.hidden, s.hidden), s.dim
     torch.manual_seed(job.seed)
-    made: Mapping[str, Callable[[], Any]] = {
+    factories: Mapping[str, Callable[[], Any]] = {
         "coupling": lambda: RealNVP(dim, hidden=hidden),
         "autoregressive": lambda: MAF(dim, hidden=hidden),
         "continuous": lambda: FFJORD(dim, hidden=hidden),
         "residual": lambda: ResidualFlow(dim, hidden=hidden, data_init=True),
         "vae": lambda: VAE((dim,), latent_dim=dim, hidden=hidden, decoder="gaussian"),
     }
-    own: dict[str, Any] = {"objective": "flow-matching"} if key == "continuous" else {}
-    own |= {"standardize": False} if key == "vae" else {}
-    own |= {"epochs": s.epochs, "batch_size": s.batch, "lr": s.lr}
-    return time_call(fit_density, made[key](), data, **own, **job.short_options(seed=job.seed))
+    options: dict[str, Any] = {"objective": "flow-matching"} if key == "continuous" else {}
+    options |= {"standardize": False} if key == "vae" else {}
+    options |= {"epochs": s.epochs, "batch_size": s.batch, "lr": s.lr}
+    return time_call(fit_density, factories[key](), data, **options, **job.short_options(seed=job.seed))
 
 
 def measure_exactness(flow: nn.Module, points: Tensor) -> dict[str, float]:
-    """How far the inverse and the log-determinant of a flow are off, in double precision.
+    """Measures the errors of the inverse and of the log-determinant of a flow in double precision.
 
-    >>> found = measure_exactness(RealNVP(3), torch.randn(4, 3))
-    >>> max(found.values()) < 1e-12
+    >>> errors = measure_exactness(RealNVP(3), torch.randn(4, 3))
+    >>> max(errors.values()) < 1e-12
     True
     """
     transform: Any = deepcopy(flow).double().transform
     x = points.double().requires_grad_()
     z, log_det = transform.inverse(x)
-    rows = [torch.autograd.grad(z[:, place].sum(), x, retain_graph=True)[0] for place in range(x.shape[1])]
+    rows = [torch.autograd.grad(z[:, index].sum(), x, retain_graph=True)[0] for index in range(x.shape[1])]
     by_autograd = torch.linalg.slogdet(torch.stack(rows, 1)).logabsdet
     with torch.no_grad():
-        away, off = transform(z)[0] - x, log_det - by_autograd
-    return {"inverse_error": float(away.abs().max()), "log_det_error": float(off.abs().max())}
+        inverse_error, log_det_error = transform(z)[0] - x, log_det - by_autograd
+    return {
+        "inverse_error": float(inverse_error.abs().max()),
+        "log_det_error": float(log_det_error.abs().max()),
+    }
 
 
-def median_times(works: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
-    """Median processor seconds of each, all in turn, so that what else the machine does counts little; a first round does not count."""
-    taken: dict[str, list[float]] = {name: [] for name in works}
+def median_times(functions: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
+    """Returns the median CPU seconds of each function. They take turns, so that other load has little effect. A first round warms
+    up.
+    """
+    times: dict[str, list[float]] = {name: [] for name in functions}
     for _ in range(rounds + 1):
-        for name, work in works.items():
+        for name, function in functions.items():
             started = time.process_time()
-            work()
-            taken[name].append(time.process_time() - started)
-    return {name: statistics.median(some[1:]) for name, some in taken.items()}
+            function()
+            times[name].append(time.process_time() - started)
+    return {name: statistics.median(seconds[1:]) for name, seconds in times.items()}
 
 
 def answer(by_model: Parts) -> str:
-    """The answer, put together from the numbers."""
+    """Returns the answer, computed from the numbers."""
 
-    def told(metric: str, form: str) -> str:
-        return ", ".join(f"{key} {by_model.mean(key, metric):{form}}" for key in FLOWS)
+    def means(metric: str, format_: str) -> str:
+        return ", ".join(f"{key} {by_model.mean(key, metric):{format_}}" for key in FLOWS)
 
-    taken = ", ".join(
+    ratios = ", ".join(
         f"{key} {by_model.mean(key, 'density_ratio'):.1f} and {by_model.mean(key, 'sampling_ratio'):.1f}"
         for key in FLOWS[1:]
     )
     bound, weighted = (by_model.mean(key, "gap") for key in ("vae", "vae-weighted"))
     return (
-        f"Time of a density and of a sample, in those of the coupling flow: {taken} ({pluralize(len(by_model.seeds))}).\n"
-        f"Inverses are off by at most: {told('inverse_error', '.0e')}; log-determinants: {told('log_det_error', '.0e')}.\n"
-        f"Nats short of the true density: {told('gap', '.2f')}.\n"
-        f"The VAE samples in {by_model.mean('vae', 'sampling_ratio'):.1f} of the coupling flow's time, but its density is only "
-        f"bounded: {bound:.2f} nats short by the bound, {weighted:.2f} by importance weights, which take "
-        f"{by_model.mean('vae-weighted', 'density_ratio'):.0f} times the coupling flow's time."
+        f"Times of a density and of a sample, relative to the coupling flow ({pluralize(len(by_model.seeds))}): {ratios}.\nLargest "
+        f"errors of the inverse: {means('inverse_error', '.0e')}; of the log-determinant: {means('log_det_error', '.0e')}.\nGap to "
+        f"the true log-density in nats: {means('gap', '.2f')}.\nThe VAE samples in {by_model.mean('vae', 'sampling_ratio'):.1f} of "
+        f"the time of the coupling flow, but has only a bound on the density. Its gap is {bound:.2f} nats by the ELBO and "
+        f"{weighted:.2f} by importance sampling, which takes {by_model.mean('vae-weighted', 'density_ratio'):.0f} times as long as "
+        "the density of the coupling flow."
     )

@@ -124,11 +124,9 @@ class CalibrateCifar10(Study):
             start = make_network(network, images.channels, s.width)
             point = PointPosterior(job.load_start_network(start).to(images.device), Categorical())
             temperature = temper(point, held_out, progress=False).temperature
-            posterior = TemperedPosterior(_train_network(job, network, images), temperature)
-            return {
-                "values": {},
-                "table": {"all": evaluate_images(posterior, images, s, names, job.precision)},
-            }
+            tempered = TemperedPosterior(_train_network(job, network, images), temperature)
+            scores = evaluate_images(tempered, images, s, names, job.precision)
+            return {"values": {}, "table": {"all": scores}}
         point = _train_network(job, network, replace(images, train=train_set))
         point.save(job.network_path)
         table = {}

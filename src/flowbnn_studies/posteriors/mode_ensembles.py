@@ -224,7 +224,7 @@ def _fits(job: Job, problem: EnsembleProblem) -> dict[str, Callable[[], Any]]:
     def find_modes(width: Literal["point", "laplace"]) -> tuple[Posterior, float]:
         method = ModeEnsemble(members, epochs=0, steps=steps, width=width)
         posterior = method.fit(weights.model, noise_data, validation=validation, seed=job.seed, **device)
-        return posterior, min(posterior.held_out, key=lambda scale: posterior.held_out[scale])
+        return posterior, min(posterior.validation_nll, key=lambda scale: posterior.validation_nll[scale])
 
     def gaussian() -> tuple[Posterior, float]:
         options: dict[str, Any] = {
