@@ -1,4 +1,4 @@
-"""The ELBO against the exact evidence of a conjugate model; likelihoods against torch's distributions."""
+"""Tests of the ELBO against the exact evidence of a conjugate model."""
 
 import math
 
@@ -9,7 +9,7 @@ from torch.distributions import MultivariateNormal
 
 from flowbnn import to_stochastic
 from flowbnn.errors import FlowBNNError
-from flowbnn.likelihoods import Bernoulli, Categorical, Gaussian, make_likelihood
+from flowbnn.likelihoods import Categorical, Gaussian
 from flowbnn.noise import FlowNoise, NormalAffine, NormalPlanar, noise_layers
 from flowbnn.noise.batched import divergences
 from flowbnn.objectives import ELBO, warm_up
@@ -196,94 +196,19 @@ def test_positions_temper_or_count():
     torch.testing.assert_close(kl[49], 49 * kl["mean"])
 
 
-# --- likelihoods ----------------------------------------------------------------------------------------------------------
-
-
-def test_categorical_and_bernoulli_are_torchs():
-    logits, labels = torch.randn(6, 4), torch.tensor([0, 1, 2, 3, 0, 1])
-    expected = torch.distributions.Categorical(logits=logits).log_prob(labels)
-    torch.testing.assert_close(Categorical().log_prob(logits, labels), expected)
-    logit, bits = torch.randn(6, 1), torch.tensor([0, 1, 1, 0, 1, 1])
-    expected = torch.distributions.Bernoulli(logits=logit[:, 0]).log_prob(bits.float())
-    torch.testing.assert_close(Bernoulli().log_prob(logit, bits), expected)
-    assert Bernoulli().predictive(logit[None]).probabilities.shape == (6, 2)
-
-
-@pytest.mark.parametrize("noise", ["learned", "predicted", 0.7])
-def test_gaussian_is_torchs(noise):
-    likelihood = Gaussian(noise, dim=2)
-    outputs, targets = torch.randn(5, 4 if noise == "predicted" else 2), torch.randn(5, 2)
-    if noise == "learned":
-        with torch.no_grad():
-            likelihood.log_scale.copy_(torch.tensor([0.3, -0.4]))
-        scale = torch.tensor([0.3, -0.4]).exp()
-    else:
-        scale = (0.5 * outputs[:, 2:]).exp() if noise == "predicted" else torch.tensor(0.7)
-    expected = torch.distributions.Normal(outputs[:, :2], scale).log_prob(targets).sum(1)
-    torch.testing.assert_close(likelihood.log_prob(outputs, targets), expected)
-    predictive = likelihood.predictive(outputs[None])
-    torch.testing.assert_close(predictive.aleatoric, (scale**2).expand(5, 2))
-    rebuilt = make_likelihood(likelihood.to_dict())
-    assert isinstance(rebuilt, Gaussian)
-    assert rebuilt.noise == noise
-
-
-def test_auto_looks_at_the_targets():
-    assert isinstance(make_likelihood("auto", torch.zeros(3, 4), torch.tensor([0, 1, 2])), Categorical)
-    assert isinstance(make_likelihood("auto", torch.zeros(3, 1), torch.tensor([0, 1, 1])), Bernoulli)
-    gaussian = make_likelihood("auto", torch.zeros(3, 2), torch.zeros(3, 2))
-    assert isinstance(gaussian, Gaussian)
-    assert gaussian.dim == 2
-
-
 @pytest.mark.parametrize(
-    ("act", "line"),
+    ("call", "argument"),
     [
-        (
-            lambda: Categorical().check(torch.zeros(2, 3), torch.tensor([0, 3])),
-            "labels run from 0 to 3, but the network has 3",
-        ),
-        (lambda: Categorical().check(torch.zeros(2, 3), torch.tensor([-1, 2])), "labels must lie in 0 to 2"),
-        (
-            lambda: Categorical().check(torch.zeros(2, 3), torch.zeros(2)),
-            "one integer for each of 2 rows",
-        ),
-        (
-            lambda: Categorical().check(torch.zeros(2, 3, 4), torch.zeros(2)),
-            r"outputs of shape \(batch, classes\)",
-        ),
-        (lambda: Bernoulli().check(torch.zeros(2, 1), torch.tensor([0, 2])), "0 or 1"),
-        (lambda: Bernoulli().check(torch.zeros(2, 3), torch.tensor([0, 1])), "one logit per example"),
-        (lambda: Gaussian(dim=1).check(torch.zeros(2, 3), torch.zeros(2, 3)), r"say Gaussian\(dim=3\)"),
-        (lambda: Gaussian(0.1).check(torch.zeros(2, 3), torch.zeros(2)), "do not fit 2 rows of 3"),
-        (
-            lambda: Gaussian(0.1).check(torch.zeros(2, 4), torch.zeros(2, 2)),
-            r"4 .*say .*Gaussian\('predicted'\)",
-        ),
-        (lambda: Gaussian(0.1).check(torch.zeros(2, 1, 4), torch.zeros(2, 4)), r"give outputs.flatten\(1\)"),
-        (
-            lambda: Categorical().check(torch.zeros(2, 3, 4), torch.zeros(2, 4).long()),
-            "for labels of pixels or tokens give fb.fit a subclass of fb.likelihoods.Likelihood",
-        ),
-        (
-            lambda: Categorical().check(torch.zeros(2, 3), torch.zeros(5).long()),
-            r"\(5,\); every example has one",
-        ),
-        (lambda: Gaussian("predicted").check(torch.zeros(2, 3), torch.zeros(2)), "a mean and a log-variance"),
-        (lambda: Gaussian("predicted").check(torch.zeros(2, 1), torch.zeros(2)), "but has 1 output$"),
-        (lambda: Gaussian(0.0), "above 0, got 0.0"),
-        (lambda: Gaussian("guess"), "'learned' or 'predicted' or a number"),
-        (lambda: make_likelihood("categorial"), "did you mean 'categorical'"),
-        (lambda: Bernoulli().canonical(torch.tensor([0.0, 0.9])), "have fractions"),
-        (lambda: ELBO(Categorical(), 0), "at least 1, got 0"),
+        (lambda: ELBO(Categorical(), 0), "num_data"),
+        (lambda: ELBO(Categorical(), 5, beta=-1.0), "beta"),
         (
             lambda: ELBO(Categorical(), 5)(nn.Linear(3, 2), torch.zeros(4, 3), torch.zeros(3).long()),
-            r"outputs of shape \(4, 2\) and targets of shape \(3,\)",
+            "targets",
         ),
-        (lambda: ELBO(Categorical(), 5, beta=-1.0), "at least 0, got -1.0"),
     ],
 )
-def test_bad_input_is_refused_in_one_line(act, line):
-    with pytest.raises(FlowBNNError, match=line) as error:
-        act()
-    assert "\n" not in str(error.value)
+def test_bad_arguments_of_the_elbo_are_refused(call, argument):
+    with pytest.raises(FlowBNNError) as caught:
+        call()
+    assert caught.value.argument == argument
+    assert "\n" not in str(caught.value)

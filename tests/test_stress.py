@@ -31,7 +31,7 @@ needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork and 
         ("flowbnn.fit", "schedule", "a Linear"),
         ("flowbnn.transforms.Autoregressive", "activation", "int"),
         ("flowbnn.predictive.GaussianPredictive", "variance", "4 axes"),
-        ("flowbnn.metrics.calibration_floor", "given", "no columns"),
+        ("flowbnn.metrics.calibration_floor", "predictions", "no columns"),
         ("flowbnn.data.true_curve", "inputs", "huge tensor"),
         ("CategoricalPredictive.log_prob", "targets", "None"),
         ("Gaussian.predictive", "outputs", "a scalar"),

@@ -122,8 +122,8 @@ CLASS_ARGUMENTS = {
 }
 # names for use inside the library, and functions that training calls in each step and that therefore do not check their arguments
 INTERNAL = """
-    absorbs align_batch_axes Amortized average Base Bernoulli.log_prob BlockTriangular.assign BlockTriangular.variances
-    bounded build build_joint canonical Categorical.log_prob check check_members check_weights chosen Clock collect compute
+    absorbs align_batch_axes Amortized average average_outputs Base Bernoulli.log_prob BlockTriangular.assign BlockTriangular.variances
+    bounded build build_joint canonical_targets Categorical.log_prob check check_members check_weights chosen Clock collect compute
     connect context_of coupling current_row_shard cut Decision Decoder DiagonalNormal DiagonalStudent Digits
     DiscretizedLogistic distribution Divergence divergence Divergences divergences document draw draw_with_kl ends expand
     extract_features first_nonfinite_layer FixedNoise flat_draw Flow flow_matching_loss FlowBNNError FlowBNNWarning
@@ -135,7 +135,7 @@ INTERNAL = """
     Recipe recipe_from_dict register_layer ReliabilityBin restore from_state RiskCoverage rules run_on_main sample_codes
     scales set_loc_and_scale set_statistics settings settle settled setup share set_row_shard shared_draws side split
     split_noise standard standard_log_prob start state step step_schedule stream tensors terms to_dict track train
-    training_loss Transform transforms Univariate velocity VGG16 weight_scale WeightPosterior weights with_level wrappable
+    training_loss Transform transforms Univariate velocity VGG16 weight_scale WeightPosterior weights append_log_variance wrappable
 """.split()  # noqa: SIM905
 SKIPPED_ARGUMENTS = {
     "devices",

@@ -94,7 +94,7 @@ def read_held_out(
     prepared.check_batch(data)
     chosen = prepared.likelihood
     inputs, targets = move(data, device_of(network), dtype_of(network))
-    targets = chosen.canonical(targets).to(device_of(network))
+    targets = chosen.canonical_targets(targets).to(device_of(network))
     scale_is_known = not learns_noise(chosen) or (
         isinstance(likelihood, Gaussian) and bool(likelihood.log_scale.any())
     )

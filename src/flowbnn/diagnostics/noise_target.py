@@ -66,7 +66,7 @@ class NoiseTarget:
             outputs = self.network.outputs(take(inputs, 0, 2), noise)
         self.likelihood.check(outputs[:1].expand(len(targets), *outputs.shape[1:]), targets)
         check_row_independence(self.network, inputs)
-        return inputs, self.likelihood.canonical(targets).to(self.device)
+        return inputs, self.likelihood.canonical_targets(targets).to(self.device)
 
     @property
     def data(self) -> tuple[Any, Tensor]:

@@ -1,21 +1,21 @@
 """Observation models: the distribution of a target given the outputs of a network.
 
-A likelihood gives ``log_prob(outputs, targets)`` for each example and, from samples of outputs ``[S, B, ...]``, the predictive
-distribution. To write one, subclass :class:`Likelihood` and define these two; the other methods have defaults.
+A likelihood has ``log_prob(outputs, targets)``, the log-likelihood of each example, and ``predictive(outputs)``, the predictive
+distribution of samples of outputs ``[S, B, ...]``. To write one, subclass :class:`Likelihood` and define these two methods.
 """
 
 from flowbnn.likelihoods.base import Likelihood
 from flowbnn.likelihoods.classes import Bernoulli, Categorical
 from flowbnn.likelihoods.factory import make_likelihood
-from flowbnn.likelihoods.regression import Gaussian, learns_noise, log_variance, with_level
+from flowbnn.likelihoods.regression import Gaussian, append_log_variance, learns_noise, log_variance
 
 __all__ = [
     "Bernoulli",
     "Categorical",
     "Gaussian",
     "Likelihood",
+    "append_log_variance",
     "learns_noise",
     "log_variance",
     "make_likelihood",
-    "with_level",
 ]

@@ -1,4 +1,4 @@
-"""Contract of an observation model, and functions that all of them share."""
+"""Base class of observation models."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -12,60 +12,97 @@ from flowbnn.options import checked
 
 
 class Likelihood(nn.Module, ABC):
-    """``log_prob(outputs, targets)`` for each example, and the predictive distribution made of samples of outputs."""
+    """Base class of observation models, the distribution of a target given the outputs of a network.
+
+    A subclass defines :meth:`log_prob` and :meth:`predictive`. The other methods have defaults.
+    """
 
     @abstractmethod
     def log_prob(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """``[B]``."""
+        """Returns the log-likelihood of each example, ``[B]``.
+
+        Args:
+            outputs: Outputs of the network, ``[B, ...]``.
+            targets: Targets, ``[B, ...]``.
+        """
 
     @abstractmethod
     @checked
     def predictive(self, outputs: Tensor, sample_counts: Tensor | None = None) -> Any:
-        """From outputs ``[S, B, ...]`` to a :class:`~flowbnn.predictive.Predictive`; each input had ``spent`` of the S samples."""
+        """Returns the :class:`~flowbnn.predictive.Predictive` of samples of outputs.
 
-    def problem(self, outputs: Tensor, targets: Tensor) -> str:
-        """What is wrong with targets that do not fit the outputs, in one line; empty where they fit."""
-        return ""
+        Args:
+            outputs: Samples of the outputs, ``[S, B, ...]``.
+            sample_counts: Number of samples of each input, ``[B]``, with adaptive sampling.
+        """
 
     def check(self, outputs: Tensor, targets: Tensor) -> None:
-        """Refuse outputs and targets that do not fit each other."""
-        if problem := self.problem(outputs, targets):
-            raise FlowBNNError(problem, kind="targets", argument="targets")
+        """Raises FlowBNNError if outputs and targets do not fit each other. By default all are accepted.
+
+        Args:
+            outputs: Outputs of the network, ``[B, ...]``.
+            targets: Targets, ``[B, ...]``.
+        """
 
     def initialize(self, outputs: Tensor, targets: Tensor) -> None:
-        """Set initial values from the first batch, before training."""
+        """Sets initial values from the first batch, before training.
 
-    def canonical(self, targets: Tensor) -> Tensor:
-        """Targets in the form that predictives and metrics take."""
+        Args:
+            outputs: Outputs of the network, ``[B, ...]``.
+            targets: Targets, ``[B, ...]``.
+        """
+
+    def canonical_targets(self, targets: Tensor) -> Tensor:
+        """Returns targets in the form that predictives and metrics take."""
         return targets
 
-    def average(self, outputs: Sequence[Tensor]) -> Tensor:
-        """The outputs whose prediction is the mean of the predictions of these, which are of one shape."""
+    def average_outputs(self, outputs: Sequence[Tensor]) -> Tensor:
+        """Returns the outputs whose prediction is the mean of the predictions of several outputs.
+
+        Args:
+            outputs: Outputs of equal shape.
+
+        Raises:
+            FlowBNNError: If the likelihood does not define the mean.
+        """
         raise FlowBNNError(
-            f"a {type(self).__name__} likelihood cannot average predictions; leave out views", kind="views"
+            f"{type(self).__name__} does not support views, because it does not define average_outputs",
+            kind="views",
         )
 
     def to_dict(self) -> dict[str, Any]:
+        """Returns the name and the settings as plain values."""
         return {"likelihood": type(self).__name__}
 
 
 def mean_log_prob(likelihood: Likelihood, outputs: Tensor, targets: Tensor) -> Tensor:
-    """The mean over examples; log-likelihoods of pixels, say, must be sums over them, to weigh right beside a KL."""
-    each = likelihood.log_prob(outputs, targets)
-    if each.shape != outputs.shape[:1]:
-        one = f"one number for each of {pluralize(len(outputs), 'example')}"
+    """Returns the mean log-likelihood over examples.
+
+    Args:
+        likelihood: Observation model.
+        outputs: Outputs of the network, ``[B, ...]``.
+        targets: Targets, ``[B, ...]``.
+
+    Raises:
+        FlowBNNError: If the likelihood does not return one number per example. A mean over pixels, for example, would be too small
+            relative to the KL divergence.
+    """
+    values = likelihood.log_prob(outputs, targets)
+    if values.shape != outputs.shape[:1]:
         raise FlowBNNError(
-            f"{type(likelihood).__name__}.log_prob must give {one}, not {tuple(each.shape)}; sum over all but the first axis",
+            f"{type(likelihood).__name__}.log_prob must return one number for each of {pluralize(len(outputs), 'example')}, got shape "
+            f"{tuple(values.shape)}; sum over all axes but the first",
             kind="shape",
             argument="likelihood",
         )
-    return each.mean()
+    return values.mean()
 
 
-def single_precision(outputs: Tensor) -> Tensor:
-    """In single precision, where outputs come in half."""
+def to_single_precision(outputs: Tensor) -> Tensor:
+    """Returns outputs in single precision if they are in half precision."""
     return outputs.float() if outputs.dtype in (torch.float16, torch.bfloat16) else outputs
 
 
-def stacked(outputs: Sequence[Tensor]) -> Tensor:
-    return torch.stack([single_precision(part) for part in outputs])
+def stack_outputs(outputs: Sequence[Tensor]) -> Tensor:
+    """Stacks outputs in at least single precision."""
+    return torch.stack([to_single_precision(tensor) for tensor in outputs])

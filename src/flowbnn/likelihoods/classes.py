@@ -6,25 +6,15 @@ from collections.abc import Sequence
 from torch import Tensor
 from torch.nn import functional as F
 
-from flowbnn.errors import FlowBNNError, pluralize
-from flowbnn.likelihoods.base import Likelihood, single_precision, stacked
+from flowbnn.errors import FlowBNNError
+from flowbnn.likelihoods.base import Likelihood, stack_outputs, to_single_precision
 from flowbnn.numerics import is_concrete
 from flowbnn.options import checked
 from flowbnn.predictive import CategoricalPredictive
 
-SEVERAL_LABELS = "several labels of one example are no classes that exclude each other; fit a network with one output for each of them"
-
-
-def _integers(targets: Tensor, advice: str) -> Tensor:
-    """Class labels as integers; floating-point numbers without fractions are taken."""
-    if targets.is_floating_point() and is_concrete(targets) and not bool((targets == targets.round()).all()):
-        line = f"class labels must be integers, but these have fractions; {advice}"
-        raise FlowBNNError(line, kind="targets", argument="targets")
-    return targets.long()
-
 
 class Categorical(Likelihood):
-    r"""Classes: :math:`\log p(y \mid x) = \log \mathrm{softmax}(f(x))_y`, minus the cross entropy.
+    r"""Likelihood of class labels, :math:`\log p(y \mid x) = \log \mathrm{softmax}(f(x))_y`, the negative cross entropy.
 
     >>> import torch
     >>> round(Categorical().log_prob(torch.zeros(1, 4), torch.tensor([2])).item(), 4)  # -log(4)
@@ -32,53 +22,71 @@ class Categorical(Likelihood):
     """
 
     def log_prob(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        outputs = single_precision(outputs)
+        """Returns the log-probability of the label of each example, ``[B]``.
+
+        Args:
+            outputs: Logits ``[B, C]``.
+            targets: Class indices ``[B]``.
+        """
+        outputs = to_single_precision(outputs)
         if targets.is_floating_point():
-            targets = self.canonical(targets)
-        # torch ignores the label -100 by default; no label is special here
+            targets = self.canonical_targets(targets)
+        # torch ignores the label -100 by default
         return -F.cross_entropy(outputs, targets.long(), reduction="none", ignore_index=-(2**62))
 
-    def canonical(self, targets: Tensor) -> Tensor:
-        return _integers(targets, "of probabilities give argmax(1)")
+    def canonical_targets(self, targets: Tensor) -> Tensor:
+        """Returns integer labels.
 
-    def average(self, outputs: Sequence[Tensor]) -> Tensor:
-        return stacked(outputs).log_softmax(-1).logsumexp(0) - math.log(len(outputs))
+        Raises:
+            FlowBNNError: If labels have fractions.
+        """
+        return _to_integers(targets)
+
+    def average_outputs(self, outputs: Sequence[Tensor]) -> Tensor:
+        """Returns the logarithm of the mean probabilities."""
+        return stack_outputs(outputs).log_softmax(-1).logsumexp(0) - math.log(len(outputs))
 
     def predictive(self, outputs: Tensor, sample_counts: Tensor | None = None) -> CategoricalPredictive:
+        """Returns the predictive distribution of samples of logits ``[S, B, C]``."""
         return CategoricalPredictive(outputs, sample_counts)
 
-    def problem(self, outputs: Tensor, targets: Tensor) -> str:
+    def check(self, outputs: Tensor, targets: Tensor) -> None:
+        """Raises FlowBNNError if outputs are not ``[B, C]``, or if targets are not one class index for each row.
+
+        Args:
+            outputs: Logits ``[B, C]``.
+            targets: Class indices ``[B]``.
+        """
         if outputs.ndim != 2:
-            advice = ""
-            if outputs.ndim > 2:
-                advice = "; for labels of pixels or tokens give fb.fit a subclass of fb.likelihoods.Likelihood that sums over them"
-            return (
-                "a categorical likelihood takes outputs of shape (batch, classes), but the network gives "
-                f"{tuple(outputs.shape)}{advice}"
+            hint = (
+                "; for labels of pixels or tokens write a Likelihood that sums over them"
+                if outputs.ndim > 2
+                else ""
+            )
+            raise FlowBNNError(
+                f"Categorical needs outputs of shape (batch, classes), got {tuple(outputs.shape)}{hint}",
+                kind="outputs",
+                argument="outputs",
             )
         if targets.is_floating_point() or targets.shape != outputs.shape[:1]:
-            advice = "every example has one"
-            if targets.is_floating_point():
-                advice = "for real-valued targets use likelihood='gaussian'"
-            elif targets.shape == (len(outputs), 1):
-                advice = "give labels.squeeze(1)"
-            elif targets.shape == outputs.shape:
-                advice = "of one-hot labels give labels.argmax(1)" if is_one_hot(targets) else SEVERAL_LABELS
-            return (
-                f"class labels are one integer for each of {pluralize(len(outputs), 'row')} of outputs, "
-                f"not {targets.dtype} of shape {tuple(targets.shape)}; {advice}"
+            raise FlowBNNError(
+                f"Categorical needs integer labels of shape ({len(outputs)},), got {targets.dtype} of shape {tuple(targets.shape)}"
+                + _label_hint(outputs, targets),
+                kind="targets",
+                argument="targets",
             )
         classes = outputs.shape[1]
         if targets.numel() and (int(targets.min()) < 0 or int(targets.max()) >= classes):
-            return (
-                f"labels run from {int(targets.min())} to {int(targets.max())}, but the network has {pluralize(classes, 'output')}, "
-                f"so labels must lie in 0 to {classes - 1}"
+            raise FlowBNNError(
+                f"labels must be from 0 to {classes - 1} for {classes} outputs, got labels from {int(targets.min())} to "
+                f"{int(targets.max())}",
+                kind="targets",
+                argument="targets",
             )
-        return ""
 
 
 class Bernoulli(Likelihood):
-    r"""Two classes from one logit: :math:`\log p(y \mid x) = y \log\sigma(f) + (1 - y) \log\sigma(-f)`.
+    r"""Likelihood of two classes with one logit, :math:`\log p(y \mid x) = y \log\sigma(f) + (1 - y) \log\sigma(-f)`.
 
     >>> import torch
     >>> round(Bernoulli().log_prob(torch.zeros(1, 1), torch.tensor([1])).item(), 4)  # -log(2)
@@ -86,33 +94,83 @@ class Bernoulli(Likelihood):
     """
 
     def log_prob(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        logits = single_precision(outputs).flatten()
+        """Returns the log-probability of the label of each example, ``[B]``.
+
+        Args:
+            outputs: Logits ``[B]`` or ``[B, 1]``.
+            targets: Labels 0 or 1, ``[B]`` or ``[B, 1]``.
+        """
+        logits = to_single_precision(outputs).flatten()
         labels = targets.flatten().to(logits.dtype)
         return -F.binary_cross_entropy_with_logits(logits, labels, reduction="none")
 
-    def canonical(self, targets: Tensor) -> Tensor:
-        return _integers(targets.flatten(), "of probabilities give (targets > 0.5).long()")
+    def canonical_targets(self, targets: Tensor) -> Tensor:
+        """Returns integer labels ``[B]``.
 
-    def average(self, outputs: Sequence[Tensor]) -> Tensor:
-        logits = stacked(outputs)
+        Raises:
+            FlowBNNError: If labels have fractions.
+        """
+        return _to_integers(targets.flatten())
+
+    def average_outputs(self, outputs: Sequence[Tensor]) -> Tensor:
+        """Returns the logit of the mean probability."""
+        logits = stack_outputs(outputs)
         return F.logsigmoid(logits).logsumexp(0) - F.logsigmoid(-logits).logsumexp(0)
 
     @checked
     def predictive(self, outputs: Tensor, sample_counts: Tensor | None = None) -> CategoricalPredictive:
+        """Returns the predictive distribution of samples of logits ``[S, B]`` or ``[S, B, 1]``."""
         rows = outputs.flatten(1) if outputs.ndim > 1 else outputs.unsqueeze(-1)
         return CategoricalPredictive.from_bernoulli(rows, sample_counts)
 
-    def problem(self, outputs: Tensor, targets: Tensor) -> str:
+    def check(self, outputs: Tensor, targets: Tensor) -> None:
+        """Raises FlowBNNError if there is not one logit and one label, 0 or 1, for each example.
+
+        Args:
+            outputs: Logits ``[B]`` or ``[B, 1]``.
+            targets: Labels ``[B]`` or ``[B, 1]``.
+        """
         if outputs.numel() != outputs.shape[0]:
-            return f"a Bernoulli likelihood takes one logit per example, but the network gives {tuple(outputs.shape)}"
-        if targets.numel() != outputs.shape[0] or not bool(((targets == 0) | (targets == 1)).all()):
-            return (
-                "the targets of a Bernoulli likelihood are 0 or 1, one for each example; for real-valued targets say "
-                "likelihood='gaussian', for more classes give the network an output for each"
+            raise FlowBNNError(
+                f"Bernoulli needs one logit per example, got outputs of shape {tuple(outputs.shape)}",
+                kind="outputs",
+                argument="outputs",
             )
-        return ""
+        if targets.numel() != outputs.shape[0] or not bool(((targets == 0) | (targets == 1)).all()):
+            raise FlowBNNError(
+                "Bernoulli needs one label, 0 or 1, for each example; set likelihood='gaussian' for real-valued targets, or add one "
+                "output per class to the network",
+                kind="targets",
+                argument="targets",
+            )
+
+
+def _to_integers(targets: Tensor) -> Tensor:
+    """Returns labels as integers. Floating point numbers without fractions are accepted."""
+    if targets.is_floating_point() and is_concrete(targets) and not bool((targets == targets.round()).all()):
+        raise FlowBNNError(
+            "class labels must be integers, got fractions; for probabilities pass targets.argmax(1), or (targets > 0.5).long()",
+            kind="targets",
+            argument="targets",
+        )
+    return targets.long()
+
+
+def _label_hint(outputs: Tensor, targets: Tensor) -> str:
+    """Returns advice on labels of the wrong type or shape."""
+    if targets.is_floating_point():
+        return "; for real-valued targets set likelihood='gaussian'"
+    if targets.shape == (len(outputs), 1):
+        return "; use labels.squeeze(1)"
+    if targets.shape == outputs.shape:
+        return (
+            "; use labels.argmax(1) for one-hot labels"
+            if is_one_hot(targets)
+            else "; multi-label targets are not supported"
+        )
+    return ""
 
 
 def is_one_hot(targets: Tensor) -> bool:
-    """Whether each row has a single one among zeros."""
+    """Returns True if each row has a single one, and zeros otherwise."""
     return bool(((targets == 0) | (targets == 1)).all()) and bool((targets.sum(1) == 1).all())

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from flowbnn.errors import FlowBNNError, nearest
 from flowbnn.likelihoods.base import Likelihood
-from flowbnn.likelihoods.classes import SEVERAL_LABELS, Bernoulli, Categorical, is_one_hot
+from flowbnn.likelihoods.classes import Bernoulli, Categorical, is_one_hot
 from flowbnn.likelihoods.regression import Gaussian
 from flowbnn.options import all_subclasses, checked
 
@@ -17,7 +17,16 @@ def make_likelihood(
     outputs: Tensor | None = None,
     targets: Tensor | None = None,
 ) -> Likelihood:
-    """A likelihood from its name; ``"auto"`` looks at the targets: integers are classes, real numbers are regression.
+    """Returns a likelihood by its name, or by the targets.
+
+    Args:
+        likelihood: Likelihood, which is returned unchanged, its name, or the result of its ``to_dict``. ``"auto"`` chooses by the
+            targets: integers are classes, and real numbers are a regression.
+        outputs: Outputs of the network, ``[B, ...]``. They set the dimension of a Gaussian, and tell two classes with one logit.
+        targets: Targets, ``[B, ...]``, needed for ``"auto"``.
+
+    Raises:
+        FlowBNNError: If the name is unknown, or if the targets are ambiguous.
 
     >>> import torch
     >>> make_likelihood("auto", torch.zeros(2, 3), torch.tensor([0, 1]))
@@ -29,45 +38,62 @@ def make_likelihood(
         dict(likelihood) if isinstance(likelihood, dict) else {"likelihood": likelihood}
     )
     name = str(settings.pop("likelihood", None)).lower()
-    kinds: dict[str, Any] = {kind.__name__.lower(): kind for kind in all_subclasses(Likelihood)}  # type: ignore[type-abstract]
-    kinds |= {"categorical": Categorical, "bernoulli": Bernoulli, "gaussian": Gaussian}
-    problem = ""
-    if name == "auto" and targets is None:
-        problem = "likelihood='auto' needs targets to look at; say 'categorical', 'bernoulli' or 'gaussian'"
-    elif name == "auto" and targets is not None and targets.is_floating_point():
-        problem, name = _labels_as_floats(targets, outputs), "gaussian"
-    elif name == "auto":
-        single = outputs is not None and outputs.numel() == outputs.shape[0]
-        name = "bernoulli" if single else "categorical"
-    elif name not in kinds:
-        problem = f"there is no likelihood '{name}'{nearest(name, ['auto', *kinds])}"
-    if problem:
-        raise FlowBNNError(problem, kind="targets" if name in kinds else "value", argument="likelihood")
+    if name == "auto":
+        name = _choose_name(outputs, targets)
+    classes: dict[str, Any] = {cls.__name__.lower(): cls for cls in all_subclasses(Likelihood)}  # type: ignore[type-abstract]
+    classes |= {"categorical": Categorical, "bernoulli": Bernoulli, "gaussian": Gaussian}
+    if name not in classes:
+        raise FlowBNNError(
+            f"unknown likelihood '{name}'{nearest(name, ['auto', *classes])}", argument="likelihood"
+        )
     if name == "gaussian" and outputs is not None and settings.get("noise", "learned") == "learned":
         settings.setdefault("dim", outputs.shape[-1])
-    shape = settings.pop("shape", None)  # of a file
-    made = kinds[name](**settings)
-    if isinstance(made, Gaussian) and shape is not None:
-        made.shape = tuple(map(int, shape))
-    return made
+    shape = settings.pop("shape", None)  # stored in files
+    result = classes[name](**settings)
+    if isinstance(result, Gaussian) and shape is not None:
+        result.shape = tuple(map(int, shape))
+    return result
 
 
-def _labels_as_floats(targets: Tensor, outputs: Tensor | None) -> str:
-    """What to say where class labels come as floating point numbers, which would silently be taken for regression.
+def _choose_name(outputs: Tensor | None, targets: Tensor | None) -> str:
+    """Returns the name of the likelihood for some targets.
 
-    A first batch of zeros alone counts as labels, too: positives may be rare.
+    Raises:
+        FlowBNNError: If there are no targets, or if floating point targets look like class labels.
+    """
+    if targets is None:
+        raise FlowBNNError(
+            "likelihood='auto' needs targets; set 'categorical', 'bernoulli' or 'gaussian'",
+            kind="targets",
+            argument="likelihood",
+        )
+    if not targets.is_floating_point():
+        has_one_logit = outputs is not None and outputs.numel() == outputs.shape[0]
+        return "bernoulli" if has_one_logit else "categorical"
+    if message := _label_message(targets, outputs):
+        raise FlowBNNError(message, kind="targets", argument="likelihood")
+    return "gaussian"
+
+
+def _label_message(targets: Tensor, outputs: Tensor | None) -> str:
+    """Returns a message about floating point targets that look like class labels, or an empty string.
+
+    A batch of zeros looks like labels, because positive examples may be rare.
     """
     if not targets.numel() or not bool(((targets == 0) | (targets == 1)).all()):
         return ""
-    gaussian = "say likelihood='gaussian' if these are real numbers"
+    gaussian = "set likelihood='gaussian' if they are real numbers"
     if targets.ndim == 2 and targets.shape[1] > 1:
         if is_one_hot(targets):
-            return f"the targets look like one-hot labels; give integers (targets.argmax(1)) for classes, or {gaussian}"
+            return f"the targets look like one-hot labels; pass targets.argmax(1), or {gaussian}"
         if bool((targets == 0).any()) and bool((targets == 1).any()):
-            return f"the targets are {targets.shape[1]} columns of 0 and 1: {SEVERAL_LABELS}; {gaussian}"
+            return f"the targets look like multiple labels, which are not supported; {gaussian}"
     if targets.numel() != len(targets):
         return ""
-    labels = "likelihood='bernoulli' if these are labels (or give them as integers)"
+    name = "bernoulli"
     if outputs is not None and outputs.numel() > len(outputs):
-        labels = "likelihood='categorical' if these are labels, and give them as integers (targets.long())"
-    return f"the targets are real numbers, and those of the first batch are all 0 or 1; say {labels}, likelihood='gaussian' if not"
+        name = "categorical"
+    return (
+        f"the targets are floating point numbers that are all 0 or 1; pass integers or set likelihood='{name}' if they are labels, or "
+        f"{gaussian}"
+    )

@@ -7,29 +7,30 @@ from typing import Any, Literal, TypeGuard
 import torch
 from torch import Tensor, nn
 
-from flowbnn.errors import pluralize
-from flowbnn.likelihoods.base import Likelihood, single_precision, stacked
+from flowbnn.errors import FlowBNNError, pluralize
+from flowbnn.likelihoods.base import Likelihood, stack_outputs, to_single_precision
 from flowbnn.options import Count, Positive, checked
 from flowbnn.predictive import GaussianPredictive
 from flowbnn.predictive.base import check_samples
 
+MAX_LOG_SCALE = 30.0  # standard deviations from 1e-13 to 1e13, whose squares float32 represents
+
 
 class Gaussian(Likelihood):
-    r"""Real-valued targets: :math:`y \sim \mathcal N(f(x), \sigma^2)`.
+    r"""Likelihood of real-valued targets, :math:`y \sim \mathcal N(f(x), \sigma^2)`.
 
     Args:
-        noise: where :math:`\sigma` comes from: ``"learned"``, one value per output, fitted with the network from whatever value it has
-            (``log_scale.requires_grad_(False)`` keeps that value);
-            ``"predicted"``, the network gives twice as many outputs and the second half is the log-variance, so that the
-            noise may differ from input to input; a number, known and fixed.
-        dim: number of targets, needed for ``"learned"``.
+        noise: Source of the noise scale :math:`\sigma`. ``"learned"`` fits one value per output with the network;
+            ``log_scale.requires_grad_(False)`` freezes it. With ``"predicted"`` the network has twice as many outputs, and the second
+            half is the log-variance of each input. A number is a known scale.
+        dim: Number of targets, needed for ``"learned"``.
 
     >>> likelihood = Gaussian(noise=2.0)
     >>> round(likelihood.log_prob(torch.zeros(1, 1), torch.zeros(1, 1)).item(), 4)  # -log(2) - log(2 pi) / 2
     -1.6121
     """
 
-    shape: tuple[int, ...] | None = None  # of one target, as the data have it: () for a number
+    shape: tuple[int, ...] | None = None  # shape of a target in the data, () for a number
 
     @checked
     def __init__(self, noise: Literal["learned", "predicted"] | Positive = "learned", dim: Count = 1) -> None:
@@ -39,16 +40,22 @@ class Gaussian(Likelihood):
             self.log_scale = nn.Parameter(torch.zeros(dim))
 
     def moments(self, outputs: Tensor) -> tuple[Tensor, Tensor]:
-        """Mean and variance of the target for each row of outputs ``[..., D]``."""
-        outputs = single_precision(outputs)
+        """Returns the mean and the variance of the targets for outputs ``[..., D]``."""
+        outputs = to_single_precision(outputs)
         if self.noise == "predicted":
-            mean, raw = outputs.chunk(2, -1)
-            return mean, raw.clamp(-2.0 * LIMIT, 2.0 * LIMIT).exp()
+            mean, log_var = outputs.chunk(2, -1)
+            return mean, log_var.clamp(-2.0 * MAX_LOG_SCALE, 2.0 * MAX_LOG_SCALE).exp()
         if self.noise == "learned":
             return outputs, log_variance(self.log_scale).exp().to(outputs.dtype).expand_as(outputs)
         return outputs, outputs.new_full((), float(self.noise) ** 2).expand_as(outputs)
 
     def log_prob(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Returns the log-density of the targets of each example, ``[B]``.
+
+        Args:
+            outputs: Outputs of the network, ``[B, D]``, or ``[B, 2 D]`` with predicted noise.
+            targets: Targets ``[B, D]``, or ``[B]`` if D is 1.
+        """
         mean, variance = self.moments(outputs)
         error = (targets.to(mean.dtype).reshape(mean.shape) - mean).square() / variance
         return -0.5 * (error + variance.log() + math.log(2.0 * math.pi)).flatten(1).sum(-1)
@@ -57,56 +64,65 @@ class Gaussian(Likelihood):
         """Stores the shape of one target, so that predictions get the same shape."""
         self.shape = tuple(targets.shape[1:])
 
-    def canonical(self, targets: Tensor) -> Tensor:
+    def canonical_targets(self, targets: Tensor) -> Tensor:
+        """Returns targets as floating point numbers."""
         return targets if targets.is_floating_point() else targets.float()
 
-    def average(self, outputs: Sequence[Tensor]) -> Tensor:
-        """Of a predicted noise, the Gaussian with the mean and the variance of the mixture."""
+    def average_outputs(self, outputs: Sequence[Tensor]) -> Tensor:
+        """Returns the mean. With predicted noise, the Gaussian has the mean and the variance of the mixture."""
         if self.noise != "predicted":
-            return stacked(outputs).mean(0)
-        means, variances = self.moments(stacked(outputs))
+            return stack_outputs(outputs).mean(0)
+        means, variances = self.moments(stack_outputs(outputs))
         variance = variances.mean(0) + means.var(0, correction=0)
         return torch.cat([means.mean(0), variance.log()], -1)
 
     @checked
     def predictive(self, outputs: Tensor, sample_counts: Tensor | None = None) -> GaussianPredictive:
+        """Returns the predictive distribution of samples of outputs ``[S, B, D]``."""
         outputs, _ = check_samples(outputs, "outputs", "[S, B, D]")
         return GaussianPredictive(*self.moments(outputs), sample_counts, self.shape)
 
-    def problem(self, outputs: Tensor, targets: Tensor) -> str:
-        if outputs.ndim != 2:
-            advice = "; leave out its last squeeze" if outputs.ndim == 1 else "; give outputs.flatten(1)"
-            return (
-                "a Gaussian likelihood takes outputs of shape (batch, targets), but the network gives "
-                f"{tuple(outputs.shape)}{advice}"
-            )
+    def check(self, outputs: Tensor, targets: Tensor) -> None:
+        """Raises FlowBNNError if outputs and targets do not have the same number of values.
+
+        Args:
+            outputs: Outputs of the network, ``[B, D]``, or ``[B, 2 D]`` with predicted noise.
+            targets: Targets ``[B, D]``, or ``[B]`` if D is 1.
+        """
+        if message := self._check_outputs(outputs):
+            raise FlowBNNError(message, kind="outputs", argument="outputs")
         rows, width = outputs.shape
-        if self.noise == "predicted" and width % 2:
-            given = pluralize(width, "output")
-            return f"with noise='predicted' the network gives a mean and a log-variance for each target, but has {given}"
-        if self.noise == "learned" and width != self.dim:
-            return f"the network gives {width} targets; say Gaussian(dim={width})"
         width = width // 2 if self.noise == "predicted" else width
         if targets.numel() != rows * width or targets.shape[:1] != outputs.shape[:1]:
-            labels = (
-                "; for class labels give integers (labels.long())" if targets.ndim == 1 and width > 1 else ""
-            )
+            hint = "; use labels.long() for class labels" if targets.ndim == 1 and width > 1 else ""
             if 2 * targets.numel() == rows * width:
-                labels = "; where the network gives log-variances too, say likelihood=Gaussian('predicted')"
-            given = f"{pluralize(rows, 'row')} of {pluralize(width, 'predicted value')}"
-            return f"targets of shape {tuple(targets.shape)} do not fit {given}{labels}"
+                hint = "; use likelihood=Gaussian('predicted') if the network predicts log-variances"
+            raise FlowBNNError(
+                f"targets of shape {tuple(targets.shape)} do not fit {pluralize(rows, 'row')} of {pluralize(width, 'output')}{hint}",
+                kind="targets",
+                argument="targets",
+            )
+
+    def _check_outputs(self, outputs: Tensor) -> str:
+        """Returns a message about outputs of a wrong shape, or an empty string."""
+        if outputs.ndim != 2:
+            hint = "remove the last squeeze" if outputs.ndim == 1 else "flatten them"
+            return f"Gaussian needs outputs of shape (batch, targets), got {tuple(outputs.shape)}; {hint}"
+        width = outputs.shape[1]
+        if self.noise == "predicted" and width % 2:
+            return f"Gaussian('predicted') needs a mean and a log-variance for each target, got {pluralize(width, 'output')}"
+        if self.noise == "learned" and width != self.dim:
+            return f"Gaussian(dim={self.dim}) needs {pluralize(self.dim, 'output')}, got {width}; use Gaussian(dim={width})"
         return ""
 
     def to_dict(self) -> dict[str, Any]:
+        """Returns the name and the settings as plain values."""
         return {**super().to_dict(), "noise": self.noise, "dim": self.dim, "shape": self.shape}
-
-
-LIMIT = 30.0  # of the logarithm of a standard deviation: from 1e-13 to 1e13, whose squares float32 holds with room to spare
 
 
 @checked
 def learns_noise(likelihood: Likelihood) -> TypeGuard[Gaussian]:
-    """Whether it has a noise level to be learned, which is not frozen (``likelihood.log_scale.requires_grad_(False)``)."""
+    """Returns True if a likelihood has a learned noise scale that is not frozen."""
     return (
         isinstance(likelihood, Gaussian)
         and likelihood.noise == "learned"
@@ -115,10 +131,10 @@ def learns_noise(likelihood: Likelihood) -> TypeGuard[Gaussian]:
 
 
 def log_variance(log_scale: Tensor) -> Tensor:
-    """Of a Gaussian's noise, within what float32 can compute with."""
-    return 2.0 * log_scale.clamp(-LIMIT, LIMIT)
+    """Returns the log-variance of a log-scale, clamped to the range of float32."""
+    return 2.0 * log_scale.clamp(-MAX_LOG_SCALE, MAX_LOG_SCALE)
 
 
-def with_level(outputs: Tensor, log_noise: Tensor) -> Tensor:
-    """Outputs of a regression with the logarithm of their noise's variance beside them, as ``Gaussian("predicted")`` takes them."""
-    return torch.cat([outputs, log_variance(log_noise).to(outputs).expand_as(outputs)], -1)
+def append_log_variance(outputs: Tensor, log_scale: Tensor) -> Tensor:
+    """Appends the log-variance of the noise to outputs, as ``Gaussian("predicted")`` takes them."""
+    return torch.cat([outputs, log_variance(log_scale).to(outputs).expand_as(outputs)], -1)

@@ -202,7 +202,7 @@ def temper(
     first_batch(validation, purpose="temperature scaling")
     outputs, _, targets = posterior.collect(validation, PredictOptions(samples, seed=seed, progress=progress))
     assert targets is not None
-    targets = posterior.likelihood.canonical(targets).to(outputs.device)
+    targets = posterior.likelihood.canonical_targets(targets).to(outputs.device)
     return TemperedPosterior(posterior, best_temperature(posterior, outputs.double(), targets))
 
 

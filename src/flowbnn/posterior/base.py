@@ -138,7 +138,7 @@ class Posterior:
         chosen = PredictOptions(samples, **options)
         outputs, sample_counts, targets = self.collect(inputs, chosen)
         predictive = self._explained(outputs, sample_counts, inputs, chosen)
-        return predictive, None if targets is None else self.likelihood.canonical(targets)
+        return predictive, None if targets is None else self.likelihood.canonical_targets(targets)
 
     def collect(self, inputs: Any, options: PredictOptions) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Outputs ``[samples, rows, ...]`` for all inputs, the samples that each had (if adaptive), and the targets (if any)."""

@@ -336,7 +336,7 @@ def average_views(outputs: Outputs, likelihood: Likelihood) -> Outputs:
 
     def average(inputs: Any, samples: range, prediction: Any) -> Tensor:
         views = [inputs, *(_apply_view(view, inputs) for view in prediction.options.views)]
-        return likelihood.average([outputs(view, samples, prediction) for view in views])
+        return likelihood.average_outputs([outputs(view, samples, prediction) for view in views])
 
     return average
 

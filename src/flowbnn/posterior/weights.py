@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from flowbnn.batches import call
 from flowbnn.errors import FlowBNNError, pluralize
-from flowbnn.likelihoods import Gaussian, Likelihood, with_level
+from flowbnn.likelihoods import Gaussian, Likelihood, append_log_variance
 from flowbnn.options import Bounds, Count, check, checked
 from flowbnn.posterior.base import Posterior, Prediction
 from flowbnn.posterior.compiled import compiled_forward
@@ -282,7 +282,7 @@ class MemberPosterior(WeightPosterior):
         if self.log_noise is None:
             return means
         taken = [self.chosen(index, prediction.samples, prediction.options.seed) for index in samples]
-        return with_level(means, self.log_noise[taken].to(means).unsqueeze(1))
+        return append_log_variance(means, self.log_noise[taken].to(means).unsqueeze(1))
 
     def _observation_model(self) -> Likelihood:
         if self.log_noise is None:

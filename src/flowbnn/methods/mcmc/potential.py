@@ -29,7 +29,14 @@ from flowbnn.batches import (
     take,
 )
 from flowbnn.errors import FlowBNNError, nearest
-from flowbnn.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood, learns_noise, with_level
+from flowbnn.likelihoods import (
+    Bernoulli,
+    Categorical,
+    Gaussian,
+    Likelihood,
+    append_log_variance,
+    learns_noise,
+)
 from flowbnn.methods.mcmc.hamiltonian import make_potential
 from flowbnn.noise.layout import absorbs, layout_of, weight_scale, wrappable_layers
 from flowbnn.posterior.weights import named_parts
@@ -125,7 +132,7 @@ class NetworkPotential:
         weights = values if self.sites is None else noisy_weights(self.sites, values)
         named = {f"network.{name}": value for name, value in weights.items()}
         outputs = functional_call(self.model, named, (inputs,))
-        return outputs if level is None else with_level(outputs, level)
+        return outputs if level is None else append_log_variance(outputs, level)
 
     def __call__(self, position: Tensor) -> tuple[Tensor, Tensor]:
         """Returns energies ``[C]`` in float64 and gradients ``[C, D]`` at positions ``[C, D]``."""

@@ -1,0 +1,87 @@
+"""Tests of likelihoods that a user writes."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import flowbnn as fb
+from flowbnn.data import TensorLoader
+from flowbnn.errors import FlowBNNError
+from flowbnn.likelihoods import Categorical, Likelihood
+from flowbnn.predictive import CategoricalPredictive
+
+
+class PixelLabels(Likelihood):
+    """Likelihood of a class label for each pixel: outputs ``[B, C, H, W]``, targets ``[B, H, W]``."""
+
+    def log_prob(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return -nn.functional.cross_entropy(outputs, targets, reduction="none").flatten(1).sum(1)
+
+    def predictive(self, outputs: Tensor, sample_counts: Tensor | None = None) -> CategoricalPredictive:
+        return CategoricalPredictive(outputs.movedim(2, -1).flatten(1, -2), sample_counts)
+
+
+class UnsummedPixelLabels(PixelLabels):
+    """Likelihood that forgets to sum over pixels."""
+
+    def log_prob(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return -nn.functional.cross_entropy(outputs, targets, reduction="none")
+
+
+def make_segmentation(examples: int) -> tuple[nn.Module, Tensor, Tensor]:
+    """Returns a network, images, and labels of their pixels."""
+    network = nn.Conv2d(1, 3, 3, padding=1)
+    return network, torch.randn(examples, 1, 4, 4), torch.randint(3, (examples, 4, 4))
+
+
+def test_likelihood_of_pixel_labels_is_saved_and_loaded(tmp_path):
+    network, inputs, targets = make_segmentation(20)
+    model = fb.to_stochastic(network, {"*": fb.noise.NormalAffine()})
+    loader = TensorLoader(inputs, targets, batch_size=10)
+    posterior = fb.fit(model, loader, epochs=1, likelihood=PixelLabels(), progress=False)
+    loaded = fb.load_posterior(posterior.save(tmp_path / "posterior"), network)
+    assert isinstance(loaded.likelihood, PixelLabels)
+    expected = posterior.predict(inputs, samples=2, seed=0).probabilities
+    assert torch.equal(loaded.predict(inputs, samples=2, seed=0).probabilities, expected)
+    assert expected.shape == (20 * 16, 3)
+
+
+def test_pixel_labels_need_their_own_likelihood():
+    network, inputs, targets = make_segmentation(20)
+    with pytest.raises(FlowBNNError) as caught:
+        fb.calibrate(network, [(inputs, targets)], progress=False)
+    assert (caught.value.kind, caught.value.argument) == ("outputs", "outputs")
+
+
+def test_elbo_refuses_log_likelihoods_that_are_not_summed():
+    network, inputs, targets = make_segmentation(6)
+    model = fb.to_stochastic(network, {"*": fb.noise.NormalAffine()})
+    assert fb.ELBO(PixelLabels(), num_data=6)(model, inputs, targets).log_likelihood < -16 * 0.5
+    for likelihood in (Categorical(), UnsummedPixelLabels()):
+        with pytest.raises(FlowBNNError) as caught:
+            fb.ELBO(likelihood, num_data=6)(model, inputs, targets)
+        assert (caught.value.kind, caught.value.argument) == ("shape", "likelihood")
+
+
+@pytest.mark.parametrize(
+    "method", [fb.MLE(epochs=1), fb.NodeNoise(epochs=1), fb.BayesByBackprop(epochs=1)], ids=lambda m: m.name
+)
+def test_methods_refuse_log_likelihoods_that_are_not_summed(method):
+    network, inputs, targets = make_segmentation(6)
+    loader = TensorLoader(inputs, targets, batch_size=6)
+    with pytest.raises(FlowBNNError) as caught:
+        method.fit(network, loader, likelihood=UnsummedPixelLabels(), progress=False)
+    assert (caught.value.kind, caught.value.argument) == ("shape", "likelihood")
+
+
+@pytest.mark.parametrize(
+    ("inputs", "targets"),
+    [
+        (torch.zeros(0, 2), torch.zeros(0, dtype=torch.long)),
+        (torch.zeros(2, 2), torch.tensor([0.2, 0.9])),
+    ],
+)
+def test_elbo_refuses_empty_batches_and_fractional_labels(inputs, targets):
+    model = fb.to_stochastic(nn.Linear(2, 2), {"*": fb.noise.NormalAffine()})
+    with pytest.raises(FlowBNNError):
+        fb.ELBO(Categorical(), 6)(model, inputs, targets)

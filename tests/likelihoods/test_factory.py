@@ -1,0 +1,58 @@
+"""Tests of the choice of a likelihood by its name or by the targets."""
+
+import pytest
+import torch
+
+from flowbnn.errors import FlowBNNError
+from flowbnn.likelihoods import Bernoulli, Categorical, Gaussian, make_likelihood
+
+
+def test_auto_chooses_by_the_targets():
+    assert isinstance(make_likelihood("auto", torch.zeros(3, 4), torch.tensor([0, 1, 2])), Categorical)
+    assert isinstance(make_likelihood("auto", torch.zeros(3, 1), torch.tensor([0, 1, 1])), Bernoulli)
+    gaussian = make_likelihood("auto", torch.zeros(3, 2), torch.zeros(3, 2))
+    assert isinstance(gaussian, Gaussian)
+    assert gaussian.dim == 2
+
+
+@pytest.mark.parametrize(
+    "targets", [torch.tensor([0.0, 0.5, 1.0]), torch.ones(3, 2), torch.tensor([1.0, 2.0, 0.0])]
+)
+def test_real_numbers_are_a_regression(targets):
+    outputs = torch.zeros(3, 1 if targets.ndim == 1 else 2)
+    assert isinstance(make_likelihood("auto", outputs, targets), Gaussian)
+
+
+ONE_HOT = torch.eye(3)[[0, 2, 1, 0]]
+BINARY = torch.tensor([0.0, 1.0, 1.0, 0.0])
+MULTI_LABEL = torch.tensor([[1.0, 1.0, 0.0], [0.0, 0.0, 0.0]])
+
+
+@pytest.mark.parametrize(
+    ("outputs", "targets"),
+    [
+        (torch.zeros(4, 3), ONE_HOT),
+        (torch.zeros(4, 1), BINARY),
+        (torch.zeros(4, 2), BINARY),
+        (torch.zeros(2, 3), MULTI_LABEL),
+        (torch.zeros(4, 2), None),
+    ],
+)
+def test_ambiguous_targets_are_refused(outputs, targets):
+    with pytest.raises(FlowBNNError) as caught:
+        make_likelihood("auto", outputs, targets)
+    assert (caught.value.kind, caught.value.argument) == ("targets", "likelihood")
+    assert "\n" not in str(caught.value)
+
+
+def test_names_override_the_targets():
+    assert isinstance(make_likelihood("gaussian", torch.zeros(4, 1), BINARY), Gaussian)
+    assert isinstance(make_likelihood("bernoulli", torch.zeros(4, 1), BINARY), Bernoulli)
+    assert isinstance(make_likelihood("gaussian", torch.zeros(2, 3), MULTI_LABEL), Gaussian)
+
+
+def test_unknown_names_are_refused():
+    with pytest.raises(FlowBNNError) as caught:
+        make_likelihood("categorial")
+    assert caught.value.argument == "likelihood"
+    assert "'categorical'" in str(caught.value)
