@@ -337,7 +337,8 @@ def _entries(annotation: Any, value: Any) -> list[tuple[Any, Any]]:
         return _entries(arguments[0], value)
     if origin in (Union, UnionType):
         return next((entries for choice in arguments if (entries := _entries(choice, value))), [])
-    if not isinstance(origin, type) or not isinstance(value, origin) or isinstance(value, str):
+    fits: bool = isinstance(origin, type) and isinstance(value, origin)
+    if not fits or isinstance(value, str):
         return []
     if origin in (Sequence, list) or arguments[1:] == (...,):
         return [(arguments[0], entry) for entry in value]

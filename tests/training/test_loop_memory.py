@@ -1,4 +1,4 @@
-"""What a compiled step with noise keeps for its backward pass: hardly more than the plain network's."""
+"""Tests of the memory that a training step with noise keeps for its backward pass."""
 
 from collections.abc import Callable
 
@@ -9,17 +9,17 @@ import flowbnn as fb
 from flowbnn.objectives import ELBO
 
 ROWS, WIDTH, SIDE, LAYERS = 8, 8, 32, 2
-A_MAP, IMAGES = ROWS * WIDTH * SIDE * SIDE * 8, ROWS * 3 * SIDE * SIDE * 8  # bytes of float64
-RULES = {"*": fb.noise.NormalAffine(), "3": fb.noise.NormalPlanar(1)}  # of site channel
+MAP_BYTES, IMAGE_BYTES = ROWS * WIDTH * SIDE * SIDE * 8, ROWS * 3 * SIDE * SIDE * 8  # float64
+RULES = {"*": fb.noise.NormalAffine(), "3": fb.noise.NormalPlanar(1)}
 
 
 def _network(noisy: bool) -> nn.Module:
     torch.manual_seed(0)
-    parts: list[nn.Module] = []
+    layers: list[nn.Module] = []
     for index in range(LAYERS):
-        before = 3 if index == 0 else WIDTH
-        parts += [nn.Conv2d(before, WIDTH, 3, padding=1, bias=False), nn.BatchNorm2d(WIDTH), nn.ReLU()]
-    network = nn.Sequential(*parts, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(WIDTH, 5))
+        channels = 3 if index == 0 else WIDTH
+        layers += [nn.Conv2d(channels, WIDTH, 3, padding=1, bias=False), nn.BatchNorm2d(WIDTH), nn.ReLU()]
+    network = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(WIDTH, 5))
     network = fb.to_stochastic(network, RULES) if noisy else network
     return network.double().train()
 
@@ -42,38 +42,38 @@ def _batch() -> tuple[Tensor, Tensor]:
 
 
 def _compiled(loss: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
-    """Cut into forward and backward as for the default compiler, but run by torch's own operations: no waiting for a C++ compiler."""
+    """Compiles a loss into forward and backward graphs as the default compiler does, without a C++ compiler."""
     torch._dynamo.reset()
     return torch.compile(loss, fullgraph=True, dynamic=False, backend="aot_eager_decomp_partition")
 
 
-def _kept(noisy: bool, compiled: bool) -> tuple[int, Tensor, dict[str, Tensor]]:
-    """Bytes held for the backward pass, without parameters and batch; the loss and its gradients."""
-    network, batch, held = _network(noisy), _batch(), []
+def _saved_bytes(noisy: bool, compiled: bool) -> tuple[int, Tensor, dict[str, Tensor]]:
+    """Returns the bytes saved for the backward pass (without parameters and batch), the loss and its gradients."""
+    network, batch, saved = _network(noisy), _batch(), []
     loss = _loss(network, noisy)
     loss = _compiled(loss) if compiled else loss
 
-    def keep(tensor: Tensor) -> Tensor:
-        held.append(tensor)
+    def save(tensor: Tensor) -> Tensor:
+        saved.append(tensor)
         return tensor
 
     torch.manual_seed(2)
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+    with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
         result = loss(*batch)
-    found = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in held}
-    for known in (*network.parameters(), *network.buffers(), *batch):
-        found.pop(known.untyped_storage().data_ptr(), None)
+    sizes = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in saved}
+    for tensor in (*network.parameters(), *network.buffers(), *batch):
+        sizes.pop(tensor.untyped_storage().data_ptr(), None)
     result.backward()
     gradients = {name: parameter.grad.clone() for name, parameter in network.named_parameters()}
-    assert not noisy or loss(*batch) != result  # draws anew at every call
-    return sum(found.values()), result.detach(), gradients
+    assert not noisy or loss(*batch) != result  # every call draws new noise
+    return sum(sizes.values()), result.detach(), gradients
 
 
-def test_a_compiled_step_keeps_no_second_copy_of_the_feature_maps_and_has_the_same_gradients() -> None:
-    plain, _, _ = _kept(False, compiled=True)
-    noisy, value, grads = _kept(True, compiled=True)
-    assert plain > (2 * LAYERS - 1) * A_MAP  # what a convolution gives, and what the next one is given
-    assert noisy - plain - IMAGES < A_MAP / 8  # the images times their noise; else vectors, and no map
+def test_compiled_steps_save_one_copy_of_the_feature_maps_and_have_equal_gradients() -> None:
+    plain, _, _ = _saved_bytes(False, compiled=True)
+    noisy, value, grads = _saved_bytes(True, compiled=True)
+    assert plain > (2 * LAYERS - 1) * MAP_BYTES  # outputs and inputs of the convolutions
+    assert noisy - plain - IMAGE_BYTES < MAP_BYTES / 8  # the images times their noise, and vectors
 
     network = _network(True)
     torch.manual_seed(2)
@@ -87,23 +87,23 @@ def test_a_compiled_step_keeps_no_second_copy_of_the_feature_maps_and_has_the_sa
         torch.testing.assert_close(grads[name], gradient, rtol=1e-8, atol=1e-10, msg=name)
 
 
-def test_an_uncompiled_step_keeps_the_products_too() -> None:
-    """The yardstick of the test above: the products are one more copy."""
-    extra = _kept(True, compiled=False)[0] - _kept(False, compiled=False)[0]
-    assert (LAYERS - 1) * A_MAP <= extra < LAYERS * A_MAP
+def test_uncompiled_steps_save_a_second_copy() -> None:
+    """The products of feature maps and noise are one more copy, which shows that the test above measures it."""
+    extra = _saved_bytes(True, compiled=False)[0] - _saved_bytes(False, compiled=False)[0]
+    assert (LAYERS - 1) * MAP_BYTES <= extra < LAYERS * MAP_BYTES
 
 
-def test_normals_that_half_precision_rounds_anyway_are_kept_in_half() -> None:
-    """Site position under autocast: a normal number for every number of the feature map, two bytes each and not four."""
+def test_noise_at_positions_is_saved_in_half_precision_under_autocast() -> None:
+    """At site ``position`` there is one normal number for every value of the feature map."""
     torch.manual_seed(0)
     layer = fb.to_stochastic(
         nn.Conv2d(WIDTH, WIDTH, 3, padding=1), {"*": fb.noise.NormalAffine(site="position")}
     )
     images = torch.randn(ROWS, WIDTH, SIDE, SIDE, generator=torch.Generator().manual_seed(1))
-    held: list[Tensor] = []
+    saved: list[Tensor] = []
 
-    def keep(tensor: Tensor) -> Tensor:
-        held.append(tensor)
+    def save(tensor: Tensor) -> Tensor:
+        saved.append(tensor)
         return tensor
 
     def run(images: Tensor) -> Tensor:
@@ -112,8 +112,8 @@ def test_normals_that_half_precision_rounds_anyway_are_kept_in_half() -> None:
 
     torch._dynamo.reset()
     compiled = torch.compile(run, fullgraph=True, dynamic=False, backend="aot_eager_decomp_partition")
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+    with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
         compiled(images)
-    maps = [t for t in held if t.numel() == images.numel() and t.data_ptr() != images.data_ptr()]
+    maps = [t for t in saved if t.numel() == images.numel() and t.data_ptr() != images.data_ptr()]
     assert maps
     assert all(t.dtype == torch.bfloat16 for t in maps)

@@ -145,7 +145,7 @@ class RunState:
         groups = [[names[id(parameter)] for parameter in group] for group in groups]
         self.names = [name for group in groups for name in group]
         rule = self.options.early_stop
-        self.invariants = {  # must be equal in a resumed run; None means unknown
+        self.invariants: dict[str, Any] = {  # must be equal in a resumed run; None means unknown
             "optimizer": type(self.optimizer).__name__,
             "parameter groups": groups,
             "learning-rate schedule": "none" if self.schedule is None else type(self.schedule).__name__,
@@ -153,8 +153,8 @@ class RunState:
             "early stopping by": rule and f"{rule.monitor} ({rule.mode})",
             "random generators": len(self.random.generators),
         }
-        for layer, values in self.structure.items():
-            self.invariants |= {f"{key} of layer '{layer}'": repr(value) for key, value in values.items()}
+        for layer, facts in self.structure.items():
+            self.invariants |= {f"{key} of layer '{layer}'": repr(value) for key, value in facts.items()}
 
     def save(self) -> None:
         """Writes the checkpoint."""
@@ -252,7 +252,7 @@ class RunState:
     def _check_invariants(self, stored: Mapping[str, Any], position: Position) -> None:
         """Raises an error if the checkpoint was written by a run of another kind."""
         changed = {}
-        for name in stored | self.invariants:
+        for name in {**stored, **self.invariants}:
             before, now = stored.get(name, "none"), self.invariants.get(name, "none")
             if before != now and before is not None and now is not None:
                 changed[name] = (before, now)
