@@ -1,13 +1,13 @@
-"""A small configuration of every method, and what it can represent of a Gaussian posterior of weights.
+"""A small configuration of every method, and the posterior that it can represent in a linear regression with known noise.
 
-What a method is held to in linear regression with known noise, as ``represents``:
+Values of ``Case.represents``:
 
-* ``exact``: mean and covariance of the true posterior;
-* ``mean-field``: the mean, and of the covariance the inverse of the precision's diagonal;
-* ``point``: the mean (of Gaussian posteriors the mode), and no spread at all;
-* ``likelihood``: the maximum of the likelihood, and no spread;
-* ``mean``: the mean, with a spread that is not the posterior's;
-* ``near``: another model of the same data, whose mean is within three standard deviations of the true posterior's.
+* ``exact``: mean and covariance of the exact posterior;
+* ``mean-field``: the exact mean, and the inverse of the diagonal of the precision as covariance;
+* ``point``: the exact mean (the mode of a Gaussian posterior), without variance;
+* ``likelihood``: the maximum-likelihood solution, without variance;
+* ``mean``: the exact mean, with a different variance;
+* ``near``: a different model of the same data, whose mean is within three posterior standard deviations.
 """
 
 from collections.abc import Callable
@@ -23,8 +23,8 @@ import flowbnn as fb
 from flowbnn.methods import METHODS, Method
 from flowbnn.transforms import Planar
 
-PROBLEMS = {"classes": (blobs, 3), "numbers": (lines, 2)}
-WRONG: tuple[dict[str, Any], ...] = (  # for every method
+PROBLEMS = {"classification": (blobs, 3), "regression": (lines, 2)}
+INVALID_SETTINGS: tuple[dict[str, Any], ...] = (  # of every method
     {"prior_scale": 0.0},
     {"prior_scale": -1.0},
     {"epochs": -1},
@@ -35,7 +35,7 @@ WRONG: tuple[dict[str, Any], ...] = (  # for every method
     {"optimizer": torch.optim.Adam([torch.ones(1)])},
     {"schedule": 5},
 )
-VARIATIONAL: tuple[dict[str, Any], ...] = (
+INVALID_VARIATIONAL: tuple[dict[str, Any], ...] = (
     {"base_scale": -1.0},
     {"noise_lr": 0},
     {"beta": -1},
@@ -44,14 +44,14 @@ VARIATIONAL: tuple[dict[str, Any], ...] = (
     {"samples": 0},
     {"epochs": 0},
 )
-CHAIN: tuple[dict[str, Any], ...] = (
+INVALID_CHAIN: tuple[dict[str, Any], ...] = (
     {"samples": 0},
     {"chains": 0},
     {"warmup": -1},
     {"thin": 0},
     {"target_accept": 0.0},
     {"target_accept": 1.0},
-    {"over": "inputs"},
+    {"variables": "inputs"},
     {"layers": "0"},
 )
 
@@ -62,18 +62,19 @@ def cosine(optimizer: torch.optim.Optimizer, steps: int) -> Any:
 
 @dataclass(frozen=True)
 class Case:
-    """One method in the suite.
+    """Test case of one method.
 
     Args:
-        make: the method for problems of a few seconds, from keyword changes.
-        linear: the method for linear regression; its prior has the scale ``PRIOR``.
-        represents: see above.
-        reason: why it can represent no more.
-        samples: of the linear regression's posterior.
-        within: largest error of the mean in posterior standard deviations, besides the Monte Carlo error of ``samples``.
-        variance_within: largest relative error of the covariance, besides the Monte Carlo error.
-        chains: of a Markov chain, where the samples are its states; their number is then judged by the effective sample size.
-        refuses: settings that must be refused, each by itself, in one line that names it; besides those of :data:`WRONG`.
+        make: Function from settings to the method for problems of a few seconds.
+        linear: Function that returns the method for the linear regression, with the prior scale ``PRIOR``.
+        represents: Part of the exact posterior that the method represents, see above.
+        reason: Reason why it represents no more.
+        samples: Number of samples of the posterior of the linear regression.
+        mean_tolerance: Largest error of the mean in posterior standard deviations, in addition to the Monte Carlo error.
+        variance_tolerance: Largest relative error of the covariance, in addition to the Monte Carlo error.
+        chains: Number of Markov chains whose states the samples are; their effective sample size is then used. 0 for others.
+        invalid: Settings that must be refused, in addition to :data:`INVALID_SETTINGS`.
+        options: Options of ``fit`` for the linear regression.
     """
 
     make: Callable[..., Method]
@@ -81,46 +82,46 @@ class Case:
     represents: str
     reason: str
     samples: int = 1
-    within: float = 1e-3
-    variance_within: float = 0.0
+    mean_tolerance: float = 1e-3
+    variance_tolerance: float = 0.0
     chains: int = 0
-    refuses: tuple[dict[str, Any], ...] = ()
+    invalid: tuple[dict[str, Any], ...] = ()
     options: dict[str, Any] = field(default_factory=dict)
 
 
-TRAINED: dict[str, Any] = {"epochs": 8, "lr": 0.06}
-SETTLED: dict[str, Any] = {"epochs": 250, "lr": 0.1, "schedule": cosine, "prior_scale": PRIOR}
+SHORT: dict[str, Any] = {"epochs": 8, "lr": 0.06}
+CONVERGED: dict[str, Any] = {"epochs": 250, "lr": 0.1, "schedule": cosine, "prior_scale": PRIOR}
 
 CASES: dict[str, Case] = {
     "mle": Case(
-        lambda **more: fb.MLE(**TRAINED | more),
-        lambda: fb.MLE(**SETTLED),
+        lambda **settings: fb.MLE(**SHORT | settings),
+        lambda: fb.MLE(**CONVERGED),
         "likelihood",
         "it has no prior and is one network",
     ),
     "map": Case(
-        lambda **more: fb.MAP(**TRAINED | more),
-        lambda: fb.MAP(**SETTLED),
+        lambda **settings: fb.MAP(**SHORT | settings),
+        lambda: fb.MAP(**CONVERGED),
         "point",
         "it is one network",
     ),
     "damp": Case(
-        lambda **more: fb.DAMP(sub_batches=2, **TRAINED | more),
-        lambda: fb.DAMP(scale=0.1, **SETTLED),
+        lambda **settings: fb.DAMP(sub_batches=2, **SHORT | settings),
+        lambda: fb.DAMP(scale=0.1, **CONVERGED),
         "near",
-        "where the loss is quadratic the mean of its gradients is that of MAP; the noise of its steps remains",
-        refuses=(
+        "for a quadratic loss the mean of its gradients equals that of MAP, but its steps have noise",
+        invalid=(
             {"scale": 0.0},
             {"sub_batches": 0},
         ),
     ),
     "mc-dropout": Case(
-        lambda **more: fb.MCDropout(**TRAINED | more),
-        lambda: fb.MCDropout(0.02, **SETTLED),
+        lambda **settings: fb.MCDropout(**SHORT | settings),
+        lambda: fb.MCDropout(0.02, **CONVERGED),
         "near",
-        "its spread is that of dropped inputs, w^2 p / (1 - p), whatever the data say",
+        "its variance is that of dropped inputs, w^2 p / (1 - p), for any data",
         samples=400,
-        refuses=(
+        invalid=(
             {"rate": 0.0},
             {"rate": 1.0},
             {"rate": "a"},
@@ -128,12 +129,12 @@ CASES: dict[str, Case] = {
         ),
     ),
     "deep-ensemble": Case(
-        lambda **more: fb.DeepEnsemble(2, **TRAINED | more),
-        lambda: fb.DeepEnsemble(2, **SETTLED | {"epochs": 400}),
+        lambda **settings: fb.DeepEnsemble(2, **SHORT | settings),
+        lambda: fb.DeepEnsemble(2, **CONVERGED | {"epochs": 400}),
         "point",
-        "where the loss has one minimum, all members end there",
+        "all members converge to the only minimum of the loss",
         samples=2,
-        refuses=(
+        invalid=(
             {"members": 0},
             {"members": -1},
             {"members": 2.5},
@@ -142,13 +143,13 @@ CASES: dict[str, Case] = {
         ),
     ),
     "swag": Case(
-        lambda **more: fb.SWAG(**{"batch_norm_samples": 4, "epochs": 20, "lr": 0.03} | more),
+        lambda **settings: fb.SWAG(**{"batch_norm_samples": 4, "epochs": 20, "lr": 0.03} | settings),
         lambda: fb.SWAG(epochs=400, lr=0.1, swag_lr=0.02, schedule=cosine, prior_scale=PRIOR),
         "mean",
-        "its spread is that of the steps of SGD, which a whole batch does not have",
+        "its variance is that of minibatches, and the data are one batch",
         samples=100,
-        within=1e-2,
-        refuses=(
+        mean_tolerance=1e-2,
+        invalid=(
             {"rank": 1},
             {"rank": -1},
             {"begin": 1.0},
@@ -161,12 +162,12 @@ CASES: dict[str, Case] = {
         ),
     ),
     "temperature": Case(
-        lambda **more: fb.Temperature(fb.MAP(**TRAINED | more), validation_fraction=0.3),
-        lambda: fb.Temperature(fb.MAP(**SETTLED)),
+        lambda **settings: fb.Temperature(fb.MAP(**SHORT | settings), validation_fraction=0.3),
+        lambda: fb.Temperature(fb.MAP(**CONVERGED)),
         "point",
-        "it is what it is on top of, here MAP",
+        "its inner method is MAP",
         options={"validation": "training"},
-        refuses=(
+        invalid=(
             {"validation_fraction": "half"},
             {"validation_fraction": 1.0},
             {"samples": 0},
@@ -174,12 +175,12 @@ CASES: dict[str, Case] = {
         ),
     ),
     "laplace": Case(
-        lambda **more: fb.Laplace(**TRAINED | more),
-        lambda: fb.Laplace("full", layers="all", newton_steps=1, **SETTLED | {"epochs": 20}),
+        lambda **settings: fb.Laplace(**SHORT | settings),
+        lambda: fb.Laplace("full", layers="all", newton_steps=1, **CONVERGED | {"epochs": 20}),
         "exact",
-        "of a network that is linear in its weights and of Gaussian noise",
+        "the network is linear in its weights and the noise is Gaussian",
         samples=4000,
-        refuses=(
+        invalid=(
             {"structure": "krone"},
             {"prior_scale": "evidence"},
             {"predictive": "probits"},
@@ -189,14 +190,14 @@ CASES: dict[str, Case] = {
         ),
     ),
     "bayes-by-backprop": Case(
-        lambda **more: fb.BayesByBackprop(**TRAINED | more),
-        lambda: fb.BayesByBackprop(noise_lr=0.05, samples=2, **SETTLED | {"epochs": 400, "lr": 0.05}),
+        lambda **settings: fb.BayesByBackprop(**SHORT | settings),
+        lambda: fb.BayesByBackprop(noise_lr=0.05, samples=2, **CONVERGED | {"epochs": 400, "lr": 0.05}),
         "mean-field",
-        "it has a Gaussian of its own for every weight",
+        "its weights are independent",
         samples=4000,
-        within=0.05,
-        variance_within=0.02,
-        refuses=(
+        mean_tolerance=0.05,
+        variance_tolerance=0.02,
+        invalid=(
             {"prior": "laplace"},
             {"estimator": "locl"},
             {"pi": 1.0},
@@ -205,57 +206,57 @@ CASES: dict[str, Case] = {
             {"sigma2": 0.0},
             {"kl_samples": 0},
             {"layers": 3},
-            *VARIATIONAL,
+            *INVALID_VARIATIONAL,
         ),
     ),
     "mnf": Case(
-        lambda **more: fb.MNF(**TRAINED | more),
-        lambda: fb.MNF("planar", noise_lr=0.03, **SETTLED | {"epochs": 300, "lr": 0.05}),
+        lambda **settings: fb.MNF(**SHORT | settings),
+        lambda: fb.MNF("planar", noise_lr=0.03, **CONVERGED | {"epochs": 300, "lr": 0.05}),
         "mean",
-        "its spread is the mean-field one or nearer to the posterior's, as its bound tells",
+        "its covariance lies between mean-field and exact",
         samples=600,
-        within=0.15,
-        refuses=(
+        mean_tolerance=0.15,
+        invalid=(
             {"flow": "plnar"},
             {"flow": Planar(3)},
             {"flow": 3},
             {"kl_samples": 0},
             {"z_scale": 0.0},
-            *VARIATIONAL,
+            *INVALID_VARIATIONAL,
         ),
     ),
     "hmc": Case(
-        lambda **more: fb.HMC(
-            **{**TRAINED, "samples": 6, "warmup": 16, "chains": 2, "steps": 6, "target_accept": 0.9} | more
+        lambda **settings: fb.HMC(
+            **{**SHORT, "samples": 6, "warmup": 16, "chains": 2, "steps": 6, "target_accept": 0.9} | settings
         ),
         lambda: fb.HMC(samples=150, warmup=100, chains=4, steps=6, epochs=0, prior_scale=PRIOR),
         "exact",
         "up to Monte Carlo error",
         samples=600,
         chains=4,
-        refuses=(
+        invalid=(
             {"steps": 0},
-            *CHAIN,
+            *INVALID_CHAIN,
         ),
     ),
     "nuts": Case(
-        lambda **more: fb.NUTS(
-            **{**TRAINED, "samples": 6, "warmup": 16, "chains": 2, "max_depth": 3, "target_accept": 0.9}
-            | more
+        lambda **settings: fb.NUTS(
+            **{**SHORT, "samples": 6, "warmup": 16, "chains": 2, "max_depth": 3, "target_accept": 0.9}
+            | settings
         ),
         lambda: fb.NUTS(samples=50, warmup=50, chains=10, max_depth=5, epochs=0, prior_scale=PRIOR),
         "exact",
         "up to Monte Carlo error",
         samples=500,
         chains=10,
-        refuses=(
+        invalid=(
             {"max_depth": 0},
             {"max_depth": 20},
-            *CHAIN,
+            *INVALID_CHAIN,
         ),
     ),
     "sgld": Case(
-        lambda **more: fb.SGLD(**{"epochs": 24, "lr": 0.1, "samples": 6, "cycles": 2} | more),
+        lambda **settings: fb.SGLD(**{"epochs": 24, "lr": 0.1, "samples": 6, "cycles": 2} | settings),
         lambda: fb.SGLD(
             samples=1000,
             cycles=0,
@@ -266,11 +267,11 @@ CASES: dict[str, Case] = {
             prior_scale=PRIOR,
         ),
         "exact",
-        "up to Monte Carlo error and the size of its steps",
+        "up to Monte Carlo error and discretization error",
         samples=1000,
         chains=1,
-        variance_within=0.15,
-        refuses=(
+        variance_tolerance=0.15,
+        invalid=(
             {"samples": 0},
             {"epochs": 0},
             {"cycles": -1},
@@ -280,12 +281,12 @@ CASES: dict[str, Case] = {
         ),
     ),
     "mode-ensemble": Case(
-        lambda **more: fb.ModeEnsemble(4, steps=40, **TRAINED | more),
-        lambda: fb.ModeEnsemble(2, steps=100, **SETTLED),
+        lambda **settings: fb.ModeEnsemble(4, steps=40, **SHORT | settings),
+        lambda: fb.ModeEnsemble(2, steps=100, **CONVERGED),
         "near",
-        "its members are modes of factors of the inputs, around weights that are trained before",
+        "its members are modes of factors of the inputs, with trained weights",
         samples=2,
-        refuses=(
+        invalid=(
             {"members": 0},
             {"width": "wide"},
             {"steps": 0},
@@ -294,18 +295,18 @@ CASES: dict[str, Case] = {
         ),
     ),
     "node-noise": Case(
-        lambda **more: fb.NodeNoise("gaussian", **TRAINED | more),
-        lambda: fb.NodeNoise("gaussian", noise_lr=0.02, **SETTLED | {"epochs": 300, "lr": 0.05}),
+        lambda **settings: fb.NodeNoise("gaussian", **SHORT | settings),
+        lambda: fb.NodeNoise("gaussian", noise_lr=0.02, **CONVERGED | {"epochs": 300, "lr": 0.05}),
         "near",
-        "its posterior is over factors of the inputs, its weights are learned as parameters",
+        "its posterior is over factors of the inputs, with trained weights",
         samples=400,
-        refuses=(
+        invalid=(
             {"kind": 3},
             {"kind": "plnar"},
             {"components": 0},
             {"site": "pixel"},
             {"gamma": -1.0},
-            *VARIATIONAL,
+            *INVALID_VARIATIONAL,
         ),
     ),
 }
@@ -313,24 +314,24 @@ CASES: dict[str, Case] = {
 
 def case_of(name: str) -> Case:
     if name not in CASES:
-        pytest.fail(f"the method '{name}' is registered and has no case in tests/methods/method_cases.py")
+        pytest.fail(f"the registered method '{name}' has no case in tests/methods/method_cases.py")
     return CASES[name]
 
 
 @cache
 def fitted(name: str, kind: str, /) -> fb.methods.Posterior:
-    """A fit to one of :data:`PROBLEMS` that several tests look at."""
+    """Returns a fit to one of :data:`PROBLEMS`, shared by several tests."""
     make, outputs = PROBLEMS[kind]
     return case_of(name).make().fit(small(outputs), loader(make()), seed=0, **QUIET)
 
 
 @cache
 def fitted_line(name: str, /) -> fb.methods.Posterior:
-    """A fit to :func:`problems.conjugate` that several tests look at."""
+    """Returns a fit to :func:`problems.conjugate`, shared by several tests."""
     case, (_, network, batches, _) = case_of(name), conjugate(bias=True)
     options = {"validation": batches} if case.options.get("validation") else {}
-    known = fb.likelihoods.Gaussian(NOISE)
-    return case.linear().fit(network, batches, likelihood=known, seed=0, **QUIET, **options)
+    likelihood = fb.likelihoods.Gaussian(NOISE)
+    return case.linear().fit(network, batches, likelihood=likelihood, seed=0, **QUIET, **options)
 
 
 NAMES = sorted(METHODS)

@@ -249,7 +249,7 @@ def test_many_weights_raise_a_warning_before_training(monkeypatch):
     def fail(*args, **options):
         raise AssertionError("training has started")
 
-    monkeypatch.setattr(fb.HMC, "start", fail)
+    monkeypatch.setattr(fb.HMC, "fit_point", fail)
     with pytest.raises(FlowBNNWarning) as warning:
         small(epochs=3).fit(net, [blobs(30).tensors], seed=0, **QUIET)
     assert warning.value.fields["kind"] == "size"

@@ -60,7 +60,7 @@ class DeepEnsemble(Method):
         for index in range(self.members):
             member_seed = (seed * 1_000_003 + index) % 2**32
             member = self._initialized_copy(model, member_seed, warns=index == 0)
-            description = f"member {index + 1} of {self.members}"
+            description = f"member {index + 1}/{self.members}"
             member_options = options.for_stage(f"member-{index}", description, seed=member_seed)
             with preserve_rng_state(loader):
                 for generator in loader_generators(loader):

@@ -111,8 +111,10 @@ class ModeEnsemble(Method):
             posterior = self._posterior(search, first_inputs, model, scale, modes, energy)
             posterior.history = point.history
             if options.validation is not None:
-                predictive, truth = posterior.predict_with_targets(options.validation, seed=0, progress=False)
-                validation_nll[scale] = float(predictive.nll(truth).mean())
+                predictive, validation_targets = posterior.predict_with_targets(
+                    options.validation, seed=0, progress=False
+                )
+                validation_nll[scale] = float(predictive.nll(validation_targets).mean())
             if best is None or validation_nll[scale] < min(list(validation_nll.values())[:-1]):
                 best = posterior
         assert best is not None
@@ -184,7 +186,7 @@ class _ModeSearch:
 
         optimizer = torch.optim.Adam([deviation], 0.1)
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
-        for _ in track(range(steps), f"optimizing modes, prior {scale:g}", progress):
+        for _ in track(range(steps), f"modes, prior {scale:g}", progress):
             index = None if full_batch else torch.randint(num_examples, (batch_size,), generator=generator)
             energies(None if index is None else index.to(self.targets.device))
             optimizer.step()

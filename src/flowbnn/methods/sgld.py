@@ -51,8 +51,8 @@ class SGLD(Method):
 
     The learned noise of a Gaussian likelihood is sampled with the weights. Its logarithm has a normal prior of standard deviation 1
     around its initial value, the size of the residuals. Each snapshot has its own noise (``posterior.log_noise``). Large steps
-    inflate the noise. If predictions are more than 1.5 times as wide as their residuals on the training data, the noise of all
-    snapshots is multiplied by the factor with the largest predictive likelihood.
+    inflate the noise. It is rescaled to the largest predictive likelihood if predictions are more than 1.5 times as wide as the
+    residuals of the training data.
 
     Args:
         samples: Number of snapshots, spread over the sampling phases of the cycles.

@@ -228,11 +228,9 @@ def best_temperature(
     if at_low or best == size - 1:
         temperature = bounds[0] if at_low else bounds[1]
         if at_low and not isinstance(posterior.likelihood, Gaussian):
-            temperature, reason = 1.0, "all validation examples are classified correctly"
-        else:
-            reason = f"the best temperature is at or beyond {temperature:g}"
+            temperature = 1.0  # all examples are classified correctly, at any temperature
         warn(
-            f"{reason}, so temperature={temperature:g} is used; provide more or other validation data",
+            f"the validation data do not determine a temperature within {bounds}, so {temperature:g} is used; provide more data",
             kind="validation",
             temperature=temperature,
         )

@@ -148,16 +148,16 @@ def _check_kronecker(model: nn.Module, name: str, module: nn.Module, calls: Laye
     """Raises FlowBNNError if Kronecker factors do not support this layer."""
     reason = None
     if not _is_torch_layer(module, (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)):
-        reason = "it is not Linear or Conv"
+        reason = "unsupported type"
     elif getattr(module, "groups", 1) != 1:
-        reason = f"it has {module.groups} groups"
+        reason = f"{module.groups} groups"
     elif (other := shares_weights(model, name)) is not None:
-        reason = f"it shares weights with '{other}'"
+        reason = f"tied to '{other}'"
     elif calls.counts[name] != 1:
-        reason = f"it is called {calls.counts[name]} times"
+        reason = f"called {calls.counts[name]} times"
     if reason is not None:
         raise FlowBNNError(
-            f"Laplace('kron') does not support layer '{name}' ({type(module).__name__}): {reason}; use Laplace('diag') or "
+            f"Laplace('kron') does not support layer '{name}' ({type(module).__name__}, {reason}); use Laplace('diag') or "
             "exclude it with layers=",
             kind="layer",
             argument="layers",

@@ -104,7 +104,7 @@ class ChainMethod(Method):
         ``resume=True`` continues to the same draws as an uninterrupted run.
         """
         name = type(self).__name__
-        model, options = self.setup(network, loader, kwargs, f"initial training for {name}")
+        model, options = self.setup(network, loader, kwargs, f"{name} training")
         seed = options.resolve_seed()
         trains = self.variables == "weights" or self.epochs > 0
         prepared = prepare(model, loader, options, trains)

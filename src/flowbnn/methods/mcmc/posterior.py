@@ -79,8 +79,8 @@ class ChainPosterior(MemberPosterior):
         likelihood: Observation model of the targets.
         members: Weights ``{name: [C * S, ...]}``, chain after chain.
         history: Training record.
-        record: Statistics of each draw ``[C, S]`` (``energy``, ``acceptance``, ``divergent``, ``gradients``, ``depth``), function
-            values ``outputs`` ``[C, S, K]``, ``step_size`` of every chain, and ``log_noise`` ``[C, S, D]`` if noise was learned.
+        record: Statistics of each draw ``[C, S]``: ``energy``, ``acceptance``, ``divergent``, ``gradients`` and ``depth``. It also has
+            function values ``outputs`` ``[C, S, K]``, ``step_size`` of every chain, and ``log_noise`` ``[C, S, D]`` of learned noise.
         sampler: Name of the method and its settings, as plain values.
     """
 

@@ -159,7 +159,7 @@ class GaussianWeightPosterior(WeightPosterior):
         super().__init__(model, likelihood, history)
         parameters = dict(model.named_parameters())
         if not std:
-            raise FlowBNNError("std must not be empty", argument="std")
+            raise FlowBNNError("std is empty", argument="std")
         for name, value in std.items():
             if name not in parameters or value.shape != parameters[name].shape:
                 raise FlowBNNError(
@@ -256,8 +256,8 @@ class GaussianWeights(nn.Module):
         """Draws the weights of a forward pass.
 
         Returns:
-            The tensors of the network (draws, or means where noise is added to outputs), and the tensors of that noise (deviations
-            from the mean for Flipout, standard deviations for local reparameterization).
+            The tensors of the network: draws, or means where noise is added to outputs. Then the tensors of that noise: deviations
+            from the mean for Flipout, standard deviations for local reparameterization.
         """
         scale, mean = self.log_std.exp(), self.mean
         if self.num_normals:

@@ -147,18 +147,11 @@ class MNF(Variational):
         unsupported = [
             layers_of[name][0] for name in names if not set(supported).intersection(layers_of[name])
         ]
-        if unsupported and self.layers is not None:
-            raise FlowBNNError(
-                f"MNF supports linear layers and convolutions, not {describe_layer(model, unsupported[0])}; exclude it with layers=, "
-                "or use BayesByBackprop",
-                kind="layer",
-                argument="layers",
-                layer=unsupported[0],
-            )
         specs = layer_specs(model, supported, inputs)
-        if not specs:
+        if not specs or (unsupported and self.layers is not None):
+            layer = f", not {describe_layer(model, unsupported[0])}" if unsupported else ""
             raise FlowBNNError(
-                "MNF needs a linear layer or convolution with a trainable weight; use BayesByBackprop",
+                f"MNF supports linear layers and convolutions with trainable weights{layer}; use BayesByBackprop",
                 kind="layer",
                 argument="layers",
                 layer=unsupported[0] if unsupported else None,

@@ -75,7 +75,6 @@ def select_weights(model: nn.Module, choice: LayerChoice) -> list[str]:
     ]
     if not names:
         hint = nearest(choice, layers) if isinstance(choice, str) else ""
-        hint = "; use layers='*' to include normalization layers" if choice is None else hint
         raise FlowBNNError(
             f"layers={choice!r} selects no trainable weights{hint}", kind="layer", argument="layers"
         )

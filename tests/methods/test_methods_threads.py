@@ -1,4 +1,4 @@
-"""Posteriors of every method serve many threads, and hand out the networks that they predict with."""
+"""Tests of the posteriors of all methods: thread safety, samples and seeds."""
 
 import threading
 
@@ -14,53 +14,53 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*transitions diverged:flowbnn.e
 THREADS, CALLS = 8, 2  # benchmarks/threads.py has 48 calls
 
 
-@pytest.fixture(scope="module", params=[*NAMES, "own-dropout"])
+@pytest.fixture(scope="module", params=[*NAMES, "dropout-layers"])
 def posterior(request):
-    """One fit of each method."""
-    if request.param == "own-dropout":
+    """Returns a fit of each method."""
+    if request.param == "dropout-layers":
         torch.manual_seed(0)
         network = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Dropout(0.2), nn.Linear(8, 3))
         return fb.MCDropout(epochs=2).fit(network, loader(blobs()), seed=0, **QUIET)
-    if request.param == "laplace":  # the linearized network is not the one with the drawn weights
+    if request.param == "laplace":  # a linearized prediction is no function of one network
         return case_of("laplace").make().fit(small(), loader(blobs()), seed=0, **QUIET).use("sampled")
-    return fitted(request.param, "classes")
+    return fitted(request.param, "classification")
 
 
-def in_threads(work) -> None:
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(THREADS)]
+def run_in_threads(function) -> None:
+    threads = [threading.Thread(target=function, args=(number,)) for number in range(THREADS)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
 
 
-def test_many_threads_get_the_answers_of_one(posterior):
+def test_predict_is_thread_safe(posterior):
     x = blobs(16).tensors[0]
     seeds = [[THREADS * call + number for call in range(CALLS)] for number in range(THREADS)]
-    alone = {seed: posterior.predict(x, 2, seed=seed).samples for own in seeds for seed in own}
-    right: list[bool] = []
+    expected = {seed: posterior.predict(x, 2, seed=seed).samples for group in seeds for seed in group}
+    equal: list[bool] = []
 
-    def work(number):
+    def predict(number):
         for seed in seeds[number]:
-            right.append(torch.equal(posterior.predict(x, 2, seed=seed).samples, alone[seed]))
+            equal.append(torch.equal(posterior.predict(x, 2, seed=seed).samples, expected[seed]))
 
-    in_threads(work)
-    assert len(right) == THREADS * CALLS
-    assert all(right)
+    run_in_threads(predict)
+    assert len(equal) == THREADS * CALLS
+    assert all(equal)
 
 
-def test_a_sample_is_the_first_network_of_a_prediction(posterior):
+def test_sample_is_the_first_network_of_a_prediction(posterior):
     x = blobs(16).tensors[0]
     for seed in (0, 1, 2):
-        one = posterior.sample(seed)
+        sample = posterior.sample(seed)
         with torch.no_grad():
-            found = one(x).softmax(-1)
+            probabilities = sample(x).softmax(-1)
         for samples in (1, 5):
             first = posterior.predict(x, samples, seed=seed).samples[0]
-            torch.testing.assert_close(found, first, rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(probabilities, first, rtol=1e-5, atol=1e-6)
 
 
-def test_a_seed_leaves_torchs_generator_alone(posterior):
+def test_seeded_predictions_do_not_use_the_global_generator(posterior):
     x, before = blobs(16).tensors[0], torch.get_rng_state()
     posterior.predict(x, 4, seed=0)
     posterior.predict(x, 16, seed=0, adaptive=0.01)
@@ -69,23 +69,23 @@ def test_a_seed_leaves_torchs_generator_alone(posterior):
 
 
 @pytest.mark.parametrize("mode", ["shared", "mean", "off"])
-def test_noise_held_in_one_thread_is_not_held_in_another(mode):
+def test_noise_mode_is_local_to_a_thread(mode):
     torch.manual_seed(0)
     model = fb.to_stochastic(
         nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3)), {"*": fb.noise.NormalPlanar(1)}
     )
-    x, right = torch.randn(6, 4), []
+    x, equal = torch.randn(6, 4), []
 
     def outputs(seed):
         with torch.no_grad(), fb.noise_mode(model, mode if seed % 2 else "shared", samples=2, seed=seed):
             return model(x)
 
-    alone = [outputs(seed) for seed in range(THREADS)]
+    expected = [outputs(seed) for seed in range(THREADS)]
 
-    def work(number):
+    def compare(number):
         for _ in range(10):
-            right.append(torch.equal(outputs(number), alone[number]))
+            equal.append(torch.equal(outputs(number), expected[number]))
 
-    in_threads(work)
-    assert len(right) == 10 * THREADS
-    assert all(right)
+    run_in_threads(compare)
+    assert len(equal) == 10 * THREADS
+    assert all(equal)
