@@ -1,4 +1,4 @@
-"""Lets the test modules of this folder import its case lists, which pytest's importlib mode does not."""
+"""Adds this folder to the import path for shared test modules, and provides fixtures."""
 
 import sys
 from pathlib import Path
@@ -11,7 +11,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 @pytest.fixture
 def sketched(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pages whose pictures are drawn, but neither laid out nor written down, which report/ has tests of and takes longest."""
+    """Draws the figures of a report without layout and SVG output, which take longest and have tests of their own."""
     from matplotlib.figure import Figure
 
     def sketch(panel: Any, *_: Any) -> str:

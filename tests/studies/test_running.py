@@ -1,4 +1,4 @@
-"""The runner: what it writes, what it does again and what it does not."""
+"""Tests of the runner: results, resuming, archiving and errors."""
 
 import json
 import signal
@@ -17,15 +17,15 @@ from flowbnn_studies.runner.run import block_interrupts, run_study
 
 @pytest.fixture
 def study():
-    with registered(Tiny()) as found:
-        yield found
+    with registered(Tiny()) as tiny:
+        yield tiny
 
 
 def run(study, folder, **options):
     return run_study(study, out=folder, progress=False, **options)
 
 
-def test_results_are_written_and_follow_the_schema(study, tmp_path):
+def test_results_follow_the_schema(study, tmp_path):
     results = run(study, tmp_path)
     assert results == load_results(tmp_path / "tiny")
     assert results["rows"][0]["values"]["score"] == {
@@ -41,12 +41,12 @@ def test_results_are_written_and_follow_the_schema(study, tmp_path):
     assert results["command"] == "flowbnn run tiny"
 
 
-def test_a_variant_waits_for_the_one_it_starts_from(study, tmp_path):
+def test_variant_runs_after_the_one_it_starts_from(study, tmp_path):
     run(study, tmp_path)
     assert study.calls == [("base", 0), ("base", 1), ("more", 0), ("more", 1)]
 
 
-def test_resume_does_what_is_left_and_nothing_else(study, tmp_path):
+def test_resume_runs_only_unfinished_jobs(study, tmp_path):
     study.stop_at = ("more", 0)
     with pytest.raises(KeyboardInterrupt):
         run(study, tmp_path)
@@ -58,7 +58,7 @@ def test_resume_does_what_is_left_and_nothing_else(study, tmp_path):
     assert any("2 of 4 trainings" in note for note in results["notes"])
 
 
-def test_results_that_are_taken_over_keep_the_time_of_their_trainings(study, tmp_path):
+def test_reused_results_keep_their_times(study, tmp_path):
     run(study, tmp_path)
     for path in (tmp_path / "tiny" / "parts").iterdir():
         part = json.loads(path.read_text())
@@ -67,13 +67,13 @@ def test_results_that_are_taken_over_keep_the_time_of_their_trainings(study, tmp
     assert run(study, tmp_path, resume=True)["seconds"] == 400.0
 
 
-def test_without_resume_everything_is_done_again(study, tmp_path):
+def test_without_resume_all_jobs_run_again(study, tmp_path):
     run(study, tmp_path)
     run(study, tmp_path)
     assert len(study.calls) == 8
 
 
-def test_no_finished_training_is_ever_overwritten_nor_its_network_deleted(study, tmp_path):
+def test_finished_trainings_are_archived_with_their_networks(study, tmp_path):
     scores, networks, folder = [], set(), tmp_path / "tiny"
     for slope in (1.0, 2.0, 3.0):
         run(study, tmp_path, settings=Settings(slope=slope))
@@ -85,19 +85,17 @@ def test_no_finished_training_is_ever_overwritten_nor_its_network_deleted(study,
     for path in sorted((folder / "earlier").glob("base-seed1*.json")):
         scores.append(json.loads(path.read_text())["content"]["values"]["score"])
     assert sorted(scores) == [2.0, 4.0, 6.0]
-    kept = sorted((folder / "earlier").glob("*.safetensors"))
-    assert networks <= {path.read_bytes() for path in kept}
-    assert len(kept) >= 3
-    assert all(path.with_suffix(".json").exists() for path in kept)
+    archived = sorted((folder / "earlier").glob("*.safetensors"))
+    assert networks <= {path.read_bytes() for path in archived}
+    assert len(archived) >= 3
+    assert all(path.with_suffix(".json").exists() for path in archived)
     study.stop_at = None
     study.calls = []
-    run(
-        study, tmp_path, resume=True, settings=Settings(slope=3.0)
-    )  # what was put aside is not taken up again
+    run(study, tmp_path, resume=True, settings=Settings(slope=3.0))  # archived results are not reused
     assert len(study.calls) == 4
 
 
-def test_more_seeds_add_to_those_that_are_done(study, tmp_path):
+def test_additional_seeds_are_added(study, tmp_path):
     run(study, tmp_path)
     study.calls = []
     results = run(study, tmp_path, seeds=3, resume=True)
@@ -106,7 +104,7 @@ def test_more_seeds_add_to_those_that_are_done(study, tmp_path):
 
 
 @pytest.mark.parametrize("change", [{"settings": Settings(slope=3.0)}, {"precision": "bf16-mixed"}])
-def test_parts_of_other_settings_are_not_used(study, tmp_path, change):
+def test_results_of_other_settings_are_ignored(study, tmp_path, change):
     run(study, tmp_path)
     left_over = tmp_path / "tiny" / "checkpoints" / "base-seed0" / "last.safetensors"
     left_over.write_text("of the other settings")
@@ -116,7 +114,7 @@ def test_parts_of_other_settings_are_not_used(study, tmp_path, change):
     assert not left_over.exists()
 
 
-def test_a_damaged_part_is_done_again(study, tmp_path):
+def test_damaged_result_is_computed_again(study, tmp_path):
     run(study, tmp_path)
     (tmp_path / "tiny" / "parts" / "more-seed1.json").write_text('{"identity"')
     study.calls = []
@@ -124,7 +122,7 @@ def test_a_damaged_part_is_done_again(study, tmp_path):
     assert study.calls == [("more", 1)]
 
 
-def test_a_lost_network_is_trained_again(study, tmp_path):
+def test_missing_network_is_trained_again(study, tmp_path):
     run(study, tmp_path)
     (tmp_path / "tiny" / "checkpoints" / "base-seed0" / "posterior.safetensors").unlink()
     study.calls = []
@@ -132,7 +130,7 @@ def test_a_lost_network_is_trained_again(study, tmp_path):
     assert study.calls == [("base", 0)]
 
 
-def test_what_saves_no_network_is_not_done_again(tmp_path):
+def test_study_without_networks_is_resumed(tmp_path):
     class Bare(Tiny):
         keep_networks = Study.keep_networks
 
@@ -149,7 +147,7 @@ def test_what_saves_no_network_is_not_done_again(tmp_path):
     assert study.calls == [("more", 0), ("more", 1)]
 
 
-def test_an_older_result_stays_until_a_new_one_is_whole(study, tmp_path):
+def test_old_results_stay_until_new_ones_are_complete(study, tmp_path):
     run(study, tmp_path)
     before = (tmp_path / "tiny" / "results.json").read_text()
     study.stop_at = ("more", 1)
@@ -158,21 +156,21 @@ def test_an_older_result_stays_until_a_new_one_is_whole(study, tmp_path):
     assert (tmp_path / "tiny" / "results.json").read_text() == before
 
 
-def test_warnings_of_a_fit_become_notes_and_others_pass(study, tmp_path):
+def test_warnings_of_a_fit_are_recorded(study, tmp_path):
     import warnings
 
-    class Warning_(Tiny):
+    class WarningStudy(Tiny):
         def train(self, job):
             warnings.warn("layer 'fc1' has collapsed", FlowBNNWarning)
             return super().train(job)
 
-    with registered(Warning_()) as loud:
+    with registered(WarningStudy()) as loud:
         run(loud, tmp_path)
         content = json.loads((tmp_path / "tiny" / "parts" / "more-seed0.json").read_text())["content"]
-    assert [one["text"] for one in content["warnings"]] == ["layer 'fc1' has collapsed"]
+    assert [entry["text"] for entry in content["warnings"]] == ["layer 'fc1' has collapsed"]
 
 
-def test_the_callers_randomness_and_threads_are_left_alone(study, tmp_path):
+def test_random_state_and_threads_are_restored(study, tmp_path):
     torch.manual_seed(5)
     expected = torch.rand(3)
     torch.manual_seed(5)
@@ -183,12 +181,13 @@ def test_the_callers_randomness_and_threads_are_left_alone(study, tmp_path):
 
 
 @pytest.mark.parametrize("seeds", [0, -1, [1, 1], []])
-def test_bad_seeds_are_told_in_a_line(study, tmp_path, seeds):
-    with pytest.raises(FlowBNNError, match="seeds"):
+def test_invalid_seeds_are_refused(study, tmp_path, seeds):
+    with pytest.raises(FlowBNNError) as caught:
         run(study, tmp_path, seeds=seeds)
+    assert caught.value.argument == "seeds"
 
 
-def test_a_folder_that_cannot_be_written_is_told_before_any_work(study, tmp_path):
+def test_unwritable_folder_is_refused_before_training(study, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(FlowBNNError) as caught:
         run(study, tmp_path / "file")
@@ -196,12 +195,14 @@ def test_a_folder_that_cannot_be_written_is_told_before_any_work(study, tmp_path
     assert study.calls == []
 
 
-def test_an_unknown_setting_is_named(study):
-    with pytest.raises(FlowBNNError, match="no setting 'slpe'; did you mean 'slope'"):
+def test_unknown_setting_is_refused(study):
+    with pytest.raises(FlowBNNError) as caught:
         study.make_settings(slpe=1.0)
+    assert caught.value.argument == "slpe"
+    assert "'slope'" in str(caught.value)
 
 
-def test_settings_keep_their_kind(study):
+def test_settings_are_type_checked(study):
     assert study.make_settings(slope=3) == Settings(slope=3.0)
     for wrong in ({"epochs": 1.5}, {"epochs": True}, {"slope": "much"}):
         with pytest.raises(FlowBNNError) as caught:
@@ -209,9 +210,9 @@ def test_settings_keep_their_kind(study):
         assert caught.value.argument in wrong
 
 
-def test_processes_that_are_started_never_see_ctrl_c():
-    look = "import signal; print(signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, []))"
+def test_child_processes_ignore_interrupts():
+    code = "import signal; print(signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, []))"
     with block_interrupts():
-        inside = subprocess.run([sys.executable, "-c", look], capture_output=True, text=True, check=True)
-    assert inside.stdout.strip() == "True"
+        process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert process.stdout.strip() == "True"
     assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, [])

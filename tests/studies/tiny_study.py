@@ -1,4 +1,4 @@
-"""A study that trains in milliseconds and counts how often it is asked to."""
+"""A study that trains in milliseconds and records its calls."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -36,7 +36,7 @@ class Tiny(Study):
             raise KeyboardInterrupt
         self.calls.append((job.variant, job.seed))
         if job.start_from is not None:
-            assert job.start_path.exists(), "the variant it starts from has left nothing"
+            assert job.start_path.exists(), "the network of the start variant is missing"
         job.network_path.write_text("weights")
         return {"values": {"score": job.settings.slope * (job.seed + 1) + (job.variant == "more")}}
 
