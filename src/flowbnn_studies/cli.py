@@ -56,6 +56,29 @@ Set = Annotated[
     list[str] | None,
     typer.Option("--set", help="Change a setting, for example --set noise_lr=0.05; may be repeated."),
 ]
+Device = Annotated[
+    str,
+    typer.Option(
+        "--device", "--accelerator", help="auto, cpu, cuda or mps; auto takes what suits the study."
+    ),
+]
+Precision = Annotated[
+    str, typer.Option("--precision", help="32-true, bf16-mixed, ...; auto takes what suits the study.")
+]
+Devices = Annotated[
+    int, typer.Option("--devices", help="Number of GPUs or CPU processes that train each variant together.")
+]
+Nodes = Annotated[int, typer.Option("--nodes", help="Number of machines; see docs/devices.md.")]
+Acceleration = Annotated[
+    str, typer.Option("--acceleration", help="Execution of steps on a GPU: auto, off, graph or compile.")
+]
+Only = Annotated[
+    list[str] | None,
+    typer.Option("--only", help="Train only these variants, for example --only 'best-*'; may be repeated."),
+]
+Collect = Annotated[
+    bool, typer.Option("--collect", help="Train nothing; write the results of the stored parts.")
+]
 
 
 def main() -> None:
@@ -130,32 +153,13 @@ def run(
     change: Set = None,
     resume: Resume = False,
     quick: Quick = False,
-    accelerator: Annotated[
-        str,
-        typer.Option(
-            "--device", "--accelerator", help="auto, cpu, cuda or mps; auto takes what suits the study."
-        ),
-    ] = "auto",
-    precision: Annotated[
-        str, typer.Option("--precision", help="32-true, bf16-mixed, ...; auto takes what suits the study.")
-    ] = "auto",
-    devices: Annotated[
-        int,
-        typer.Option("--devices", help="Number of GPUs or CPU processes that train each variant together."),
-    ] = 1,
-    nodes: Annotated[int, typer.Option("--nodes", help="Number of machines; see docs/devices.md.")] = 1,
-    acceleration: Annotated[
-        str, typer.Option("--acceleration", help="Execution of steps on a GPU: auto, off, graph or compile.")
-    ] = "auto",
-    only: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--only", help="Train only these variants, for example --only 'best-*'; may be repeated."
-        ),
-    ] = None,
-    collect: Annotated[
-        bool, typer.Option("--collect", help="Train nothing; write the results of the stored parts.")
-    ] = False,
+    accelerator: Device = "auto",
+    precision: Precision = "auto",
+    devices: Devices = 1,
+    nodes: Nodes = 1,
+    acceleration: Acceleration = "auto",
+    only: Only = None,
+    collect: Collect = False,
     jobs: Jobs = None,
     no_progress: NoProgress = False,
 ) -> None:

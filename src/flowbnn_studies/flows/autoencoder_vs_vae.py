@@ -62,7 +62,7 @@ class AutoencoderVsVae(Study):
     settings = Settings
     seeds = 3
     accelerator = "auto"
-    headline = tuple(one.key for one in METRICS)
+    headline = tuple(metric.key for metric in METRICS)
     quick: ClassVar[dict[str, Any]] = {
         "source": "generated", "hidden": 16, "epochs": 2, "batch": 50, "num_codes": 30, "num_samples": 20,
     }  # fmt: skip

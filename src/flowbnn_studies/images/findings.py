@@ -287,31 +287,8 @@ def notes(
         published: Published numbers.
         remarks: Remarks of the study itself.
     """
-    seeds = [
-        max((len(parts.of(v.key)) for v in variants if v.key.startswith(recipe)), default=0)
-        for recipe in RECIPES
-    ]
-    split = (
-        "all results are for these images"
-        if settings.choose
-        else "the final trainings use the complete training set"
-    )
-    significance = (
-        " The p-value of the exact sign-flip test cannot be below 0.25 with 3 seeds or 0.0625 with 5. A difference is therefore "
-        "called significant if its 95 % confidence interval by Student's t excludes zero. One in twenty such intervals excludes "
-        "zero by chance."
-        if max(seeds) > 1
-        else ""
-    )
-    xiong = any(v.key.startswith("xiong-") for v in variants)
-    if xiong:
-        lines = [
-            f"Seeds: {seeds[0]} for Xiong's recipe, {seeds[1]} for the best recipe.{significance}",
-            f"Settings of the best recipe were chosen on {settings.validation} validation images with other seeds; {split}. The "
-            "curves of test accuracy and ECE are for display only.",
-        ]
-    else:
-        lines = [f"Seeds: {seeds[1]}, and {seeds[2]} for the longer recipe.{significance}"]
+    xiong = any(variant.key.startswith("xiong-") for variant in variants)
+    lines = _seed_notes(parts, variants, settings, xiong)
     lines += [
         *(remarks if settings.source == "files" else ()),
         f"Predictions on the test set average {settings.samples} networks, those on out-of-distribution and corrupted images "
@@ -325,18 +302,54 @@ def notes(
             "The values of Xiong's report are read off its figures. Its dropout line is for LeNet in general. Its noise site is "
             "position, with the KL averaged over positions, which tempers the KL."
         )
+    return [
+        *lines,
+        *_calibration_floor_notes(parts, variants, settings),
+        *_describe_training_fit(parts, settings, published),
+    ]
+
+
+def _seed_notes(parts: Parts, variants: Sequence[Variant], settings: ImageSettings, xiong: bool) -> list[str]:
+    """Returns the numbers of seeds, the meaning of significance, and the origin of the settings."""
+    seeds = [
+        max((len(parts.of(v.key)) for v in variants if v.key.startswith(recipe)), default=0)
+        for recipe in RECIPES
+    ]
+    significance = (
+        " The p-value of the exact sign-flip test cannot be below 0.25 with 3 seeds or 0.0625 with 5. A difference is therefore "
+        "called significant if its 95 % confidence interval by Student's t excludes zero. One in twenty such intervals excludes "
+        "zero by chance."
+        if max(seeds) > 1
+        else ""
+    )
+    if not xiong:
+        return [f"Seeds: {seeds[1]}, and {seeds[2]} for the longer recipe.{significance}"]
+    split = (
+        "all results are for these images"
+        if settings.choose
+        else "the final trainings use the complete training set"
+    )
+    return [
+        f"Seeds: {seeds[0]} for Xiong's recipe, {seeds[1]} for the best recipe.{significance}",
+        f"Settings of the best recipe were chosen on {settings.validation} validation images with other seeds; {split}. The "
+        "curves of test accuracy and ECE are for display only.",
+    ]
+
+
+def _calibration_floor_notes(parts: Parts, variants: Sequence[Variant], settings: ImageSettings) -> list[str]:
+    """Returns the ECE of perfectly calibrated networks with the same confidences, if there are reliability bins."""
     floors = {
         v.label: fmean(calibration_floor(part["bins"], settings.num_tested) for part in parts.of(v.key))
         for v in trained_variants(parts, variants)
         if all("bins" in part for part in parts.of(v.key))
     }
-    if floors:
-        lowest, highest = min(floors, key=floors.__getitem__), max(floors, key=floors.__getitem__)
-        lines.append(
-            f"Even a perfectly calibrated network has a positive ECE on {settings.num_tested:,} images: with these confidences "
-            f"{floors[lowest]:.4f} ({lowest}) to {floors[highest]:.4f} ({highest})."
-        )
-    return lines + _describe_training_fit(parts, settings, published)
+    if not floors:
+        return []
+    lowest, highest = min(floors, key=floors.__getitem__), max(floors, key=floors.__getitem__)
+    return [
+        f"Even a perfectly calibrated network has a positive ECE on {settings.num_tested:,} images: with these confidences "
+        f"{floors[lowest]:.4f} ({lowest}) to {floors[highest]:.4f} ({highest})."
+    ]
 
 
 def _describe_training_fit(parts: Parts, settings: ImageSettings, published: Published) -> list[str]:

@@ -204,22 +204,30 @@ def maps(data: JsonObject, colours: Mapping[str, str]) -> Plot:
         axes.grid(False)
         set_ticks(axes)
         if values.size and maximum < BLANK * top:
-            text = f"blank: maximum {format_tick(round(maximum, 3)) if maximum > 0 else '0'}"
-            style: Any = {"transform": axes.transAxes, "ha": "center", "va": "top", "fontsize": 10}
-            style["bbox"] = {"facecolor": light_colour("surface"), "edgecolor": "none", "pad": 2.0}
-            axes.text(0.5, 0.97, text, **style)
+            _mark_blank(axes, maximum)
 
-    keys = [
-        Key(f"{data.get('label') or 'uncertainty'}, from 0 to {format_tick(round(top, 3))}", "sky", "ramp")
-    ]
-    keys += [Key(f"class {label}", CLASSES[label % len(CLASSES)], "dot") for label in classes]
-    keys += (
-        [Key("ring of out-of-distribution inputs", "ink", "line", "4 3")]
-        if data.get("ring") is not None
-        else []
-    )
     columns, size = (4, (225, 215)) if data.get("columns") == 4 else (3, (300, 275))
-    return Plot([Group(make_panels(data, draw))], keys if panels else [], columns, size)
+    return Plot(
+        [Group(make_panels(data, draw))], _map_keys(data, top, classes) if panels else [], columns, size
+    )
+
+
+def _mark_blank(axes: Axes, maximum: float) -> None:
+    """Writes the maximum on a map without visible colour."""
+    text = f"blank: maximum {format_tick(round(maximum, 3)) if maximum > 0 else '0'}"
+    style: Any = {"transform": axes.transAxes, "ha": "center", "va": "top", "fontsize": 10}
+    style["bbox"] = {"facecolor": light_colour("surface"), "edgecolor": "none", "pad": 2.0}
+    axes.text(0.5, 0.97, text, **style)
+
+
+def _map_keys(data: JsonObject, top: float, classes: list[int]) -> list[Key]:
+    """Returns the legend of maps."""
+    label = data.get("label") or "uncertainty"
+    keys = [Key(f"{label}, from 0 to {format_tick(round(top, 3))}", "sky", "ramp")]
+    keys += [Key(f"class {number}", CLASSES[number % len(CLASSES)], "dot") for number in classes]
+    if data.get("ring") is not None:
+        keys.append(Key("ring of out-of-distribution inputs", "ink", "line", "4 3"))
+    return keys
 
 
 def _after_pictures(pictures: list[JsonObject], rows: int, size: float, panels: list[Panel]) -> list[Panel]:

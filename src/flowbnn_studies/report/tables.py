@@ -272,7 +272,7 @@ class Difference:
     Args:
         mean: Mean difference.
         span: 95 % confidence interval.
-        p: p-value.
+        p: Formatted p-value.
         significant: The confidence interval excludes zero.
     """
 

@@ -312,7 +312,7 @@ class PairedDifference:
         mean: Mean difference.
         low, high: Ends of the 95 % confidence interval.
         number: Number of seeds.
-        p: p-value of :func:`sign_flip_p_value`.
+        p: Two-sided p-value by :func:`sign_flip_p_value`.
     """
 
     mean: float

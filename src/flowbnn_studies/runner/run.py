@@ -227,14 +227,9 @@ def run_study(
     if not (collect or resume):
         study.check(settings, selected)
 
-    def plan() -> tuple[list[Job], list[Job], int]:
-        """Returns the finished jobs, the jobs to run, and the number of archived results."""
-        check_writable(folder / "results.json")
-        done = [job for job in selected if resume and not collect and job.load_result(study.keep_networks)]
-        todo = [] if collect else _add_start_jobs(all_jobs, [job for job in selected if job not in done])
-        return done, todo, 0 if resume else _archive_results(todo)
-
-    done, todo, archived = run_on_main(plan)
+    done, todo, archived = run_on_main(
+        lambda: _plan_jobs(study, folder, all_jobs, selected, resume=resume, collect=collect)
+    )
     progress = progress and is_main_process()
     if archived and progress:
         print(f"Archived {archived} finished trainings in '{folder / ARCHIVE}'. Use --resume to reuse them.")
@@ -271,6 +266,16 @@ def _make_jobs(
         for variant in study.variants(settings)
         for seed in (_seeds(variant.seeds or study.seeds)[:limit] if seeds is None else _seeds(seeds))
     ]
+
+
+def _plan_jobs(
+    study: Study, folder: Path, all_jobs: Sequence[Job], selected: Sequence[Job], resume: bool, collect: bool
+) -> tuple[list[Job], list[Job], int]:
+    """Returns the finished jobs, the jobs to run, and the number of archived results."""
+    check_writable(folder / "results.json")
+    done = [job for job in selected if resume and not collect and job.load_result(study.keep_networks)]
+    todo = [] if collect else _add_start_jobs(all_jobs, [job for job in selected if job not in done])
+    return done, todo, 0 if resume else _archive_results(todo)
 
 
 def _run_jobs(

@@ -50,9 +50,9 @@ def test_hepmass_keeps_the_signal_and_columns_without_repetition(tmp_path, mass)
     parts = load_table("hepmass", tmp_path)
     assert [tuple(part.shape) for part in parts] == [(90, 3), (10, 3), (30, 3)]
     train, test = (table[table[:, 0] == 1][:, [1, 3, 4]] for table in tables.values())
-    for found, rows_ in zip(parts, (train[:90], train[90:], test), strict=True):
+    for values, rows_ in zip(parts, (train[:90], train[90:], test), strict=True):
         expected = (rows_ - train.mean(0)) / train.std(0, ddof=1)
-        np.testing.assert_allclose(found.numpy(), expected, rtol=1e-6, atol=1e-6)
+        np.testing.assert_allclose(values.numpy(), expected, rtol=1e-6, atol=1e-6)
 
 
 def test_gas_keeps_one_of_correlated_columns(tmp_path, monkeypatch):
