@@ -1,6 +1,6 @@
 """Summary of a training set, from one reading of its loader: first batch, number of examples, statistics of the targets."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from itertools import chain
@@ -73,7 +73,7 @@ def first_batch(loader: Iterable[Any], seed: int | None = None, purpose: str = "
     return inputs, targets
 
 
-def _read(loader: Iterable[Any], seed: int | None, purpose: str = "training") -> Iterator[tuple[Any, Any]]:
+def _read(loader: Iterable[Any], seed: int | None, purpose: str = "training") -> Generator[tuple[Any, Any]]:
     """Yields inputs and targets of the batches. The generators are restored when the reader is closed."""
     check_loader(loader, purpose)
     empty = True
