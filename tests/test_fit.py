@@ -1,4 +1,4 @@
-"""Fit, predict, save, load: the ten lines of the README."""
+"""fb.fit: fit, predict, save and load."""
 
 import warnings
 from contextlib import nullcontext
@@ -16,7 +16,7 @@ from flowbnn.training import load_tensors, save_tensors
 
 
 @pytest.fixture(autouse=True)
-def _short_runs_may_stay_at_the_prior():
+def _ignore_collapse_in_short_runs():
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*has collapsed to its prior", category=FlowBNNWarning)
         yield
@@ -29,7 +29,7 @@ def fitted(**options) -> fb.posterior.NoisePosterior:
     )
 
 
-def test_the_ten_lines():
+def test_the_example_of_the_readme():
     plain = fb.MLE(epochs=4, lr=0.01).fit(network(), loader(), **QUIET)
     bayesian = fb.to_stochastic(
         plain.model, {"0": fb.noise.NormalPlanar(length=2), "*": fb.noise.NormalAffine()}
@@ -42,7 +42,7 @@ def test_the_ten_lines():
     assert prediction.decide(abstain_above=0.5).shape == (7,)
 
 
-def test_fitting_raises_the_elbo_and_learns():
+def test_a_fit_raises_the_elbo():
     posterior = fitted(epochs=12)
     elbo = posterior.history["elbo"]
     assert elbo[-1] > elbo[0]
@@ -53,7 +53,7 @@ def test_fitting_raises_the_elbo_and_learns():
     assert "entropy/0" in record
 
 
-def test_the_weights_can_be_left_alone():
+def test_frozen_weights_stay():
     model = fb.to_stochastic(network(), {"*": fb.noise.NormalAffine()})
     before = [p.clone() for p in fb.noise.weight_parameters(model)]
     noise_before = [p.clone() for p in fb.noise.noise_parameters(model)]
@@ -69,7 +69,7 @@ def test_the_weights_can_be_left_alone():
     assert (error.value.kind, error.value.argument) == ("network", "network")
 
 
-def test_regression_is_a_first_class_citizen():
+def test_regression():
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(400, 1, generator=generator)
     y = 2 * x + 0.5 * torch.randn(400, 1, generator=generator)
@@ -97,8 +97,8 @@ def test_regression_is_a_first_class_citizen():
     assert posterior.predict(x[:5]).mean.shape == (5, 1)
 
 
-def test_regression_in_any_unit():
-    """Targets of size 100: the learned noise starts at the size of the residuals and ends near the truth."""
+def test_regression_with_large_targets():
+    """The learned noise of targets of size 100 starts at the size of the residuals and ends near the truth."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(400, 1, generator=generator)
     y = 150 + 20 * x + 50 * torch.randn(400, 1, generator=generator)
@@ -128,7 +128,7 @@ def test_the_same_seed_gives_the_same_posterior():
     assert not torch.equal(first.model[0].weight, other.model[0].weight)
 
 
-def test_a_killed_fit_resumes_to_the_same_bits(tmp_path):
+def test_a_resumed_fit_equals_an_uninterrupted_one(tmp_path):
     whole = fitted(epochs=6)
 
     class Killed(Exception):
@@ -184,7 +184,7 @@ def test_save_and_load(tmp_path):
     assert torch.equal(loaded.predict(x, seed=1).probabilities, bare.predict(x, seed=1).probabilities)
 
 
-def test_bad_files_leave_the_network_alone(tmp_path):
+def test_bad_files_do_not_change_the_network(tmp_path):
     posterior = fitted(epochs=1)
     path = posterior.save(tmp_path / "posterior.safetensors")
     other = nn.Sequential(nn.Linear(4, 9), nn.ReLU(), nn.Linear(9, 3))
@@ -193,10 +193,12 @@ def test_bad_files_leave_the_network_alone(tmp_path):
         fb.posterior.NoisePosterior.load(path, other)
     assert caught.value.kind == "architecture"
     assert all(torch.equal(value, before[name]) for name, value in other.state_dict().items())
-    with pytest.raises(FlowBNNError, match="rule '2' matches no layer"):
+    with pytest.raises(FlowBNNError) as caught:
         fb.posterior.NoisePosterior.load(path, nn.Sequential(nn.Linear(4, 16)))
-    with pytest.raises(FlowBNNError, match="holds a node noise, not a point"):
+    assert caught.value.kind == "file"
+    with pytest.raises(FlowBNNError) as caught:
         fb.posterior.PointPosterior.load(path, other)
+    assert caught.value.kind == "file"
     (tmp_path / "short.safetensors").write_bytes(path.read_bytes()[:100])
     (tmp_path / "pickle.safetensors").write_bytes(b"\x80\x04\x95cos\nsystem\n")
     for name in ("short", "pickle", "missing"):
@@ -205,7 +207,7 @@ def test_bad_files_leave_the_network_alone(tmp_path):
         assert "\n" not in str(error.value)
 
 
-def test_early_stopping_on_validation_keeps_the_best():
+def test_early_stopping_restores_the_best_epoch():
     posterior = fitted(
         epochs=30,
         weight_lr=0.2,
@@ -230,7 +232,7 @@ def test_several_samples_and_schedules_and_optimizers():
     assert posterior.history.epochs == 2
 
 
-def test_predicting_a_loader_keeps_the_order_and_needs_no_targets():
+def test_predictions_of_a_loader_are_in_its_order():
     posterior = fitted(epochs=1)
     x, y = blobs().tensors
     batches = DataLoader(TensorDataset(x, y), batch_size=32)
@@ -262,14 +264,14 @@ def test_networks_with_several_inputs():
     assert posterior.predict({"left": x, "right": x}, samples=3).probabilities.shape == (240, 3)
 
 
-def test_novelty_is_judged_by_entropy():
+def test_entropy_detects_novel_inputs():
     posterior = fitted(epochs=20)
     strange = [(torch.zeros(50, 4) + 1.0, torch.zeros(50, dtype=torch.long))]
     report = fb.evaluate(posterior, loader(), novel=strange, samples=32, progress=False)
     assert report["novelty_auroc"] > 0.8
 
 
-def test_dropout_behind_the_same_interface():
+def test_dropout_as_noise():
     model = fb.to_stochastic(network(), {"2": fb.noise.Dropout(0.3)})
     posterior = fb.fit(model, loader(), epochs=3, weight_lr=0.02, **QUIET)
     assert posterior.history["kl"] == [0.0] * 3
@@ -277,22 +279,25 @@ def test_dropout_behind_the_same_interface():
     assert prediction.epistemic.max() > 1e-4
 
 
-def test_counting():
+def test_count_data():
     data = blobs(100)
     assert count_data(DataLoader(data, batch_size=30)) == 100
     assert count_data(DataLoader(data, batch_size=30, drop_last=True)) == 90
     assert count_data(DataLoader(data, batch_size=30, sampler=SubsetRandomSampler(range(40)))) == 40
     assert count_data(DataLoader(data, batch_sampler=BatchSampler(range(30), 7, False))) == 30
     assert count_data(DataLoader(data, sampler=DistributedSampler(data, num_replicas=2, rank=0))) == 100
-    with pytest.raises(FlowBNNError, match="num_data"):
+    with pytest.raises(FlowBNNError) as caught:
         count_data(DataLoader(list(torch.zeros(10, 10, 4)), batch_size=None))
+    assert caught.value.argument == "num_data"
     assert count_data([(torch.zeros(7, 2), torch.zeros(7)), (torch.zeros(3, 2), torch.zeros(3))]) == 10
     labels = torch.zeros(3)
     assert split_batch((1, 2, labels)) == ((1, 2), labels)
-    with pytest.raises(FlowBNNError, match="targets must be a tensor"):
+    with pytest.raises(FlowBNNError) as caught:
         split_batch((1, [2, 3]))
-    with pytest.raises(FlowBNNError, match="num_data"):
+    assert caught.value.kind == "targets"
+    with pytest.raises(FlowBNNError) as caught:
         count_data(iter([]))
+    assert caught.value.argument == "num_data"
 
 
 @pytest.mark.parametrize(
@@ -306,7 +311,7 @@ def test_counting():
     ],
     ids=["bernoulli-float", "bernoulli-column", "gaussian-integers", "gaussian-vector", "int32-labels"],
 )
-def test_targets_that_fit_takes_are_targets_that_evaluation_takes(likelihood, targets, outputs):
+def test_evaluate_accepts_the_targets_of_a_fit(likelihood, targets, outputs):
     x = blobs().tensors[0]
     data = loader(TensorDataset(x, targets))
     model = fb.to_stochastic(nn.Linear(4, outputs), {"*": fb.noise.NormalAffine()})
@@ -317,15 +322,12 @@ def test_targets_that_fit_takes_are_targets_that_evaluation_takes(likelihood, ta
 
 
 @pytest.mark.parametrize("precision", ["64-true", "bf16-true", "bf16-mixed"])
-def test_precisions_train_validate_and_predict(precision):
+def test_fit_in_other_precisions(precision):
     model = fb.to_stochastic(network(), {"*": fb.noise.NormalPlanar(1)})
-    told = (
-        pytest.warns(fb.errors.FlowBNNWarning, match="bf16-mixed")
-        if precision == "bf16-true"
-        else nullcontext()
-    )
-    with told:
+    expected = pytest.warns(FlowBNNWarning) if precision == "bf16-true" else nullcontext([])
+    with expected as caught:
         posterior = fb.fit(model, loader(), epochs=1, precision=precision, validation=loader(), **QUIET)
+    assert {one.message.fields["kind"] for one in caught} == ({"precision"} if caught else set())
     assert posterior.predict(blobs().tensors[0], samples=3).probabilities.shape == (240, 3)
 
 
@@ -336,15 +338,18 @@ def test_labels_are_checked_in_every_epoch():
         def __iter__(self):
             Turning.passes += 1
             x, y = blobs().tensors
-            return iter([(x, torch.full_like(y, -100) if Turning.passes > 3 else y)])
+            return iter(
+                [(x, torch.full_like(y, -100) if Turning.passes > 3 else y)]
+            )  # from the third epoch on
 
     model = fb.to_stochastic(network(), {"*": fb.noise.NormalAffine()})
     with pytest.raises(FlowBNNError) as caught:
         fb.fit(model, Turning([(torch.zeros(240, 4), torch.zeros(240))]), epochs=5, num_data=240, **QUIET)
-    assert (caught.value.kind, caught.value.argument) == ("targets", "targets")
+    assert caught.value.kind == "targets"
+    assert Turning.passes == 4
 
 
-def test_noise_that_is_held_is_trained():
+def test_noise_is_trained_inside_noise_mode():
     model = fb.to_stochastic(network(), {"*": fb.noise.NormalAffine()})
     with fb.noise_mode(model, "off"):
         fb.fit(model, loader(), epochs=1, noise_lr=0.01, inplace=True, **QUIET)
@@ -385,7 +390,7 @@ def saved(tmp_path_factory):
         lambda d: d["history"].update(extra=1),
     ],
 )
-def test_damaged_documents_are_refused_in_one_line(change, saved, tmp_path):
+def test_damaged_files_are_refused(change, saved, tmp_path):
     tensors, document = load_tensors(saved)
     change(document)
     path = tmp_path / "posterior.safetensors"
