@@ -1,4 +1,4 @@
-"""Regression with defaults: the noise level is that of the residuals, units are the user's, intervals hold what they say."""
+"""Regression: noise scale, units of the targets and coverage of the intervals."""
 
 import math
 import warnings
@@ -25,7 +25,7 @@ from flowbnn.regression import (
 from flowbnn.training import EarlyStop
 
 
-def test_a_point_fit_with_defaults_has_the_best_likelihood_at_its_error():
+def test_the_noise_scale_of_a_point_fit_is_optimal():
     plain = fb.MLE(epochs=100).fit(network(), batches(), seed=0, **QUIET)
     report = fb.evaluate(plain, curve(2000, 1), progress=False)
     assert report["nll"] < best_nll(report["rmse"]) + 0.05
@@ -33,35 +33,35 @@ def test_a_point_fit_with_defaults_has_the_best_likelihood_at_its_error():
 
 
 @pytest.mark.parametrize("method", [fb.MLE, fb.MAP, fb.DeepEnsemble])
-def test_the_noise_of_a_point_is_the_size_of_its_residuals(method):
+def test_the_noise_scale_of_a_point_fit_is_the_size_of_its_residuals(method):
     settings = {"members": 2} if method is fb.DeepEnsemble else {}
     posterior = method(epochs=2, **settings).fit(network(), batches(), seed=0, **QUIET)
     networks = [posterior.member(m) for m in range(2)] if settings else [posterior.model]
     scales = posterior.log_noise if settings else [posterior.likelihood.log_scale]
-    for own, log_scale in zip(networks, scales, strict=True):
-        assert log_scale.exp().item() == pytest.approx(residual(own, curve(500, 0)), rel=1e-5)
+    for model, log_scale in zip(networks, scales, strict=True):
+        assert log_scale.exp().item() == pytest.approx(residual(model, curve(500, 0)), rel=1e-5)
 
 
-def has_best_level(posterior, x, y):
-    """Whether a noise level of 2 % more or less has a lower predictive likelihood."""
-    found, log_scale = [], posterior.likelihood.log_scale
+def has_best_scale(posterior, x, y):
+    """Returns True if a noise scale of 2 % more or less has a lower predictive likelihood."""
+    values, log_scale = [], posterior.likelihood.log_scale
     for change in (-0.02, 0.0, 0.02):
         with torch.no_grad():
             log_scale += change
-            found.append(float(posterior.predict(x, 32, seed=0).nll(y).double().mean()))
+            values.append(float(posterior.predict(x, 32, seed=0).nll(y).double().mean()))
             log_scale -= change
-    return found[1] < min(found[0], found[2])
+    return values[1] < min(values[0], values[2])
 
 
 @pytest.mark.parametrize("method", [fb.BayesByBackprop, fb.MNF, fb.NodeNoise, fb.MCDropout])
 @pytest.mark.filterwarnings("ignore:the predictive standard deviation")
-def test_the_noise_of_draws_has_the_largest_predictive_likelihood(method):
-    """Of the draws that it is learned from."""
+def test_the_noise_scale_of_a_posterior_maximizes_the_predictive_likelihood(method):
+    """The likelihood is that of the draws to which the scale is fitted."""
     posterior = method(epochs=2).fit(solved(*curve(500, 0)), batches(), seed=0, **QUIET)
-    assert has_best_level(posterior, *curve(500, 0))
+    assert has_best_scale(posterior, *curve(500, 0))
 
 
-def test_one_factor_of_all_noise_has_the_largest_likelihood_of_a_mixture():
+def test_mixture_variance_factor_maximizes_the_likelihood():
     generator = torch.Generator().manual_seed(0)
     squares = torch.randn(5, 40, 1, generator=generator).square()
     variances = torch.rand(5, 1, 1, generator=generator).add(0.1).expand(5, 40, 1)
@@ -72,24 +72,24 @@ def test_one_factor_of_all_noise_has_the_largest_likelihood_of_a_mixture():
     assert mixture_variance_factor(squares, variances).item() == pytest.approx(expected, rel=2e-3)
 
 
-def test_the_noise_in_training_follows_the_residuals_of_the_mean():
-    """At their size the gradient of the loss of single draws, less the spread of these, is zero."""
+def test_draw_variance_term_lets_the_noise_follow_the_residuals_of_the_mean():
+    """At the size of these residuals the gradient of the loss of single draws, without their spread, is zero."""
     generator = torch.Generator().manual_seed(0)
     residuals, *draws = torch.randn(3, 200_000, 1, generator=generator)
     likelihood = Gaussian()
     nn.init.constant_(likelihood.log_scale, math.log(0.5))
-    one, other = (2.0 * draw for draw in draws)
-    loss = -likelihood.log_prob(one, 0.5 * residuals).mean()
-    total = loss + draw_variance_term(likelihood.log_scale, one, other)
+    first, second = (2.0 * draw for draw in draws)
+    loss = -likelihood.log_prob(first, 0.5 * residuals).mean()
+    total = loss + draw_variance_term(likelihood.log_scale, first, second)
     assert total.item() == loss.item()
-    of_draws, of_mean = (
+    gradient_of_draws, gradient_of_mean = (
         torch.autograd.grad(each, likelihood.log_scale, retain_graph=True)[0].item() for each in (loss, total)
     )
-    assert of_draws == pytest.approx(-16.0, rel=0.02)  # 1 - (0.25 + 4) / 0.25
-    assert abs(of_mean) < 0.2
+    assert gradient_of_draws == pytest.approx(-16.0, rel=0.02)  # 1 - (0.25 + 4) / 0.25
+    assert abs(gradient_of_mean) < 0.2
 
 
-def test_noise_of_members_is_lowered_only_where_their_predictions_are_too_wide():
+def test_the_noise_of_members_is_lowered_only_if_their_predictions_are_too_wide():
     x, y = curve(500, 0)
     net = solved(x, y)
     moved = deepcopy(net)
@@ -106,7 +106,7 @@ def test_noise_of_members_is_lowered_only_where_their_predictions_are_too_wide()
     torch.testing.assert_close(posterior.likelihood.log_scale, posterior.log_noise[0])
 
 
-def test_the_noise_is_that_of_the_weights_an_early_stop_restores():
+def test_the_noise_scale_belongs_to_the_weights_that_early_stopping_restores():
     stop = EarlyStop("validation_rmse", patience=2)
     options = {"validation": curve(50, 3), "early_stop": stop, "seed": 0, **QUIET}
     posterior = fb.MLE(epochs=40, lr=0.3).fit(network(), batches(), **options)
@@ -115,7 +115,7 @@ def test_the_noise_is_that_of_the_weights_an_early_stop_restores():
     assert posterior.likelihood.log_scale.exp().item() == pytest.approx(expected, rel=1e-5)
 
 
-def test_a_frozen_noise_stays():
+def test_frozen_noise_stays():
     held = fb.likelihoods.Gaussian()
     nn.init.constant_(held.log_scale, -1.0)
     held.log_scale.requires_grad_(False)
@@ -126,7 +126,7 @@ def test_a_frozen_noise_stays():
 
 
 @pytest.mark.parametrize("seed", [0, None])
-def test_noise_and_weights_of_a_resumed_fit_are_the_same_to_the_bit(tmp_path, seed):
+def test_a_resumed_fit_equals_an_uninterrupted_one(tmp_path, seed):
     def run(epochs, **more):
         torch.manual_seed(3)
         loader = batches(size=60, drop_last=True, generator=torch.Generator().manual_seed(5))
@@ -134,22 +134,19 @@ def test_noise_and_weights_of_a_resumed_fit_are_the_same_to_the_bit(tmp_path, se
 
     whole = run(3)
     run(2, checkpoint=tmp_path)
-    for _ in range(2):  # goes on, and then has nothing left to do
+    for _ in range(2):  # the second run has nothing left to do
         again = run(3, checkpoint=tmp_path, resume=True)
         assert all(torch.equal(again[name], value) for name, value in whole.items())
 
 
-def test_noise_fitted_on_a_plain_network_keeps_its_noise_level():
-    """The README's pattern: the fit begins at the noise level of the given network, not at that of the network with noise.
-
-    On one data set the coverage is off by chance; what must be right is its mean.
-    """
+def test_a_fit_of_noise_to_a_trained_network_keeps_its_noise_scale():
+    """The coverage varies between data sets, so its mean is tested."""
     coverages = []
     for seed in range(2):
         loader = TensorLoader(*curve(500, seed), batch_size=100, shuffle=True)
         model = fb.to_stochastic(solved(*curve(500, seed)), {"*": fb.noise.NormalAffine()})
         posterior = fb.fit(model, loader, epochs=50, seed=seed, **QUIET)
-        assert has_best_level(posterior, *curve(500, seed))
+        assert has_best_scale(posterior, *curve(500, seed))
         report = fb.evaluate(posterior, curve(2000, 1000 + seed), progress=False)
         assert report["nll"] < best_nll(report["rmse"]) + 0.05
         coverages.append(report["coverage_90"])
@@ -157,23 +154,25 @@ def test_noise_fitted_on_a_plain_network_keeps_its_noise_level():
 
 
 @pytest.mark.parametrize(("unit", "center"), [(1e3, 0.0), (1e3, 5e3), (1e-3, 0.0)])
-def test_targets_in_any_unit_are_learned_as_well_as_standardised_ones(unit, center):
+def test_targets_in_any_unit_are_learned_like_standardized_ones(unit, center):
     method, test = fb.MLE(epochs=8, lr=0.02), curve(200, 1, unit, center)
     (x, y), (_, seen) = test, curve(500, 0)
     loc, scale = seen.mean(), seen.std(correction=0)
     plain = TensorLoader(curve(500, 0)[0], (seen - loc) / scale, batch_size=50, shuffle=True)
-    known = method.fit(network(), plain, seed=0, **QUIET)
-    found = method.fit(network(), batches(unit, center), seed=0, **QUIET)
-    expected, report = known.predict(x), found.predict(x)
+    standardized = method.fit(network(), plain, seed=0, **QUIET)
+    scaled = method.fit(network(), batches(unit, center), seed=0, **QUIET)
+    expected, predicted = standardized.predict(x), scaled.predict(x)
     in_units = center + unit * (loc + scale * expected.mean)
-    torch.testing.assert_close(report.mean, in_units, rtol=1e-3, atol=0.02 * unit)
-    torch.testing.assert_close(report.std, unit * scale * expected.std, rtol=1e-2, atol=0)
-    torch.testing.assert_close(found.model(x), report.mean)  # the network itself speaks the targets' units
-    low, high = report.interval(0.9)
+    torch.testing.assert_close(predicted.mean, in_units, rtol=1e-3, atol=0.02 * unit)
+    torch.testing.assert_close(predicted.std, unit * scale * expected.std, rtol=1e-2, atol=0)
+    torch.testing.assert_close(
+        scaled.model(x), predicted.mean
+    )  # the network returns the units of the targets
+    low, high = predicted.interval(0.9)
     assert 0.8 < float(((low < y) & (y < high)).float().mean()) < 0.99
 
 
-def test_a_network_that_speaks_the_targets_units_or_ordinary_targets_get_no_others():
+def test_no_standardization_without_need():
     fitted = fb.MLE(epochs=1).fit(network(), batches(), seed=0, **QUIET)
     assert list(fitted.model.state_dict()) == list(network().state_dict())
     trained = network()
@@ -182,7 +181,7 @@ def test_a_network_that_speaks_the_targets_units_or_ordinary_targets_get_no_othe
     assert list(again.model.state_dict()) == list(network().state_dict())
 
 
-def test_units_are_handed_on_saved_and_resumed(tmp_path):
+def test_the_scale_of_the_outputs_is_saved_and_resumed(tmp_path):
     def run(epochs, **more):
         return fb.MAP(epochs=epochs).fit(network(), batches(1e3, 5e3), seed=0, **more, **QUIET)
 
@@ -205,7 +204,7 @@ def test_units_are_handed_on_saved_and_resumed(tmp_path):
     assert fb.evaluate(noisy, curve(200, 1, 1e3, 5e3), progress=False)["rmse"] < 900
 
 
-def test_predicted_noise_has_units_too():
+def test_standardization_with_predicted_noise():
     predicted = fb.likelihoods.Gaussian("predicted")
     fits = [
         fb.MLE(epochs=3, lr=0.02).fit(network(2), loader, likelihood=predicted, seed=0, **QUIET)
@@ -227,8 +226,8 @@ def test_predicted_noise_has_units_too():
     ],
     ids=lambda method: f"{method.name}-{getattr(method, 'structure', '')}",
 )
-def test_a_layer_alone_in_other_units_has_the_same_posterior(method):
-    """Targets of another unit, a power of two, scale all predictions by it."""
+def test_the_posterior_of_a_linear_model_scales_with_the_targets(method):
+    """The units differ by a power of two, which scales all predictions exactly."""
     x = curve(200, 0)[0]
     y = 1.5 * x - 0.5 + 0.3 * torch.randn(200, 1, generator=torch.Generator().manual_seed(2))
     found = []
@@ -259,7 +258,7 @@ def test_the_mean_has_the_shape_of_the_targets(method, shape, tmp_path):
 
 
 @pytest.mark.parametrize("size", [1, 5])
-def test_small_batches_tell_the_units_of_the_targets_too(size):
+def test_standardization_with_small_batches(size):
     x, y = curve(60, 0, 1e3, 5e3)
     fitted = fb.MLE(epochs=1, lr=0.02).fit(network(), TensorLoader(x, y, batch_size=size), seed=0, **QUIET)
     assert fitted.model.flowbnn_loc.item() == pytest.approx(y.mean().item())
@@ -280,8 +279,8 @@ METHODS = [
 
 
 @pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)
-def test_a_noise_level_that_is_not_that_of_the_residuals_is_named(method):
-    """Residuals are 0.1 to 0.6 after so short a fit."""
+def test_warning_if_the_noise_scale_differs_from_the_residuals(method):
+    """The residuals of such a short fit are 0.1 to 0.6."""
     for noise in (1.0, 0.005):
         with pytest.warns(FlowBNNWarning) as caught:
             method.fit(network(), batches(), **fixed(noise))
@@ -291,7 +290,7 @@ def test_a_noise_level_that_is_not_that_of_the_residuals_is_named(method):
 
 
 @pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)
-def test_a_noise_level_that_is_that_of_the_residuals_is_not_warned_of(method):
+def test_no_warning_if_the_noise_scale_agrees_with_the_residuals(method):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         fitted = method.fit(network(), batches(), seed=0, **QUIET)
@@ -301,8 +300,8 @@ def test_a_noise_level_that_is_that_of_the_residuals_is_not_warned_of(method):
     assert not of_kind(caught, "noise_level")
 
 
-def test_members_with_and_without_units_make_one_ensemble():
-    """Whether targets are far is decided for each fresh member; near the bound members may differ."""
+def test_members_with_and_without_standardization_make_one_ensemble():
+    """Standardization is decided for each member, so that members may differ."""
     torch.manual_seed(0)
     inputs = torch.randn(16, 2)
     points = [fb.posterior.PointPosterior(torch.nn.Linear(2, 1), Gaussian(dim=1)) for _ in range(2)]
@@ -313,7 +312,7 @@ def test_members_with_and_without_units_make_one_ensemble():
 
 
 @pytest.mark.filterwarnings("ignore:the predictive standard deviation")
-def test_a_likelihood_that_is_given_is_learned_as_the_one_by_name_is():
+def test_a_likelihood_object_is_fitted_like_its_name():
     net = solved(*curve(500, 0))
     level = fb.MLE(epochs=0).fit(net, batches(), seed=0, **QUIET).likelihood
     found = []
@@ -342,7 +341,7 @@ def test_a_likelihood_that_is_given_is_learned_as_the_one_by_name_is():
     ids=lambda method: f"{method.name}-{method.epochs}",
 )
 @pytest.mark.filterwarnings("ignore::flowbnn.errors.FlowBNNWarning")
-def test_a_frozen_noise_stays_in_every_method(method):
+def test_frozen_noise_stays_in_every_method(method):
     held = Gaussian()
     nn.init.constant_(held.log_scale, -0.5)
     held.log_scale.requires_grad_(False)
@@ -352,8 +351,8 @@ def test_a_frozen_noise_stays_in_every_method(method):
 
 
 @pytest.mark.parametrize("center", [1e6, 1e9])
-def test_the_noise_of_targets_far_from_zero_is_that_of_the_residuals(center):
-    """Their mean is a million spreads or more; in double precision nothing is lost."""
+def test_the_noise_scale_of_targets_far_from_zero(center):
+    """The mean is at least a million standard deviations, which double precision resolves."""
     x, y = (part.double() for part in curve(500, 0))
     loader = TensorLoader(x, y + center, batch_size=50, shuffle=True)
     near = fb.MLE(epochs=3, lr=0.02).fit(

@@ -1,4 +1,4 @@
-"""A network's own dropout: the masks belong to a sampled network, not to the rows of a batch."""
+"""MC dropout of networks with dropout layers: all rows of a batch share the masks of a sample."""
 
 import threading
 import warnings
@@ -15,14 +15,14 @@ from flowbnn.methods.network_layers import disable_dropout
 
 @pytest.fixture(autouse=True)
 def _attention():
-    """Every transformer here drops attention weights in training, which is warned of."""
+    """Ignores the warning about dropout of attention weights, which all transformers here have."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "dropout of .*self_attn.* is not sampled")
         yield
 
 
 class Twice(nn.Module):
-    """One dropout in two places, over rows that are time steps of examples, and with the examples on the second axis."""
+    """Network that calls one dropout layer twice: on rows that are time steps, and with the examples on the second axis."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ def case(request):
     return posterior_of(make(), inputs), inputs
 
 
-def test_a_row_does_not_depend_on_other_rows_or_on_chunks(case):
+def test_a_row_does_not_depend_on_other_rows_or_on_the_batch_size(case):
     posterior, x = case
     full = posterior.predict(x, 12, seed=1).log_samples
     assert full.std(0).max() > 0.01
@@ -89,7 +89,7 @@ def test_a_row_does_not_depend_on_other_rows_or_on_chunks(case):
     torch.testing.assert_close(posterior.predict(x, 5, seed=1).log_samples, full[:5], **close)
 
 
-def test_adaptive_answers_are_the_first_samples(case):
+def test_adaptive_predictions_use_the_first_samples(case):
     posterior, x = case
     full = posterior.predict(x, 64, seed=2)
     found = posterior.predict(x, 64, seed=2, adaptive=fb.posterior.Adaptive(0.05, growth=2))
@@ -100,7 +100,7 @@ def test_adaptive_answers_are_the_first_samples(case):
         torch.testing.assert_close(found.probabilities[row], wanted, rtol=1e-4, atol=1e-5)
 
 
-def test_one_network_is_handed_out(case):
+def test_sample_returns_the_first_network_of_a_prediction(case):
     posterior, x = case
     first = posterior.predict(x, 4, seed=5).log_samples[0]
     one = posterior.sample(5)
@@ -114,7 +114,7 @@ def test_one_network_is_handed_out(case):
             torch.testing.assert_close(exported(x).log_softmax(-1), first, rtol=1e-5, atol=1e-6)
 
 
-def test_torchs_generator_is_left_alone(case):
+def test_the_generator_of_torch_is_not_used(case):
     posterior, x = case
     before = torch.get_rng_state()
     seen = []
@@ -125,7 +125,7 @@ def test_torchs_generator_is_left_alone(case):
     assert all(torch.equal(state, before) for state in [*seen, torch.get_rng_state()])
 
 
-def test_it_is_saved_with_its_axes(case, tmp_path):
+def test_axes_are_saved(case, tmp_path):
     posterior, x = case
     path = posterior.save(tmp_path / "dropout.safetensors")
     again = fb.load_posterior(path, posterior.model)
@@ -147,13 +147,13 @@ def test_masks_have_the_moments_of_dropout():
     assert torch.equal(maps, maps[:1, :, :1, :1].expand_as(maps))
 
 
-def test_the_axis_of_the_examples():
+def test_example_axes():
     axes = example_axes(Twice().eval(), torch.randn(4, 5, 6))
     assert axes["drop"] == [0, 0]
     assert set(map(tuple, (axes["encoder.dropout1"], axes["encoder.dropout2"]))) == {(1,)}
 
 
-def test_every_example_may_have_masks_of_its_own(case):
+def test_every_example_can_have_its_own_masks(case):
     posterior, x = case
     same = x[:1].expand(6, *x.shape[1:])
     found = posterior.predict(same, 4, seed=0, shared=False).log_samples
@@ -162,7 +162,7 @@ def test_every_example_may_have_masks_of_its_own(case):
     assert posterior.predict(same, 4, seed=0).log_samples.std(1).max() < 1e-5
 
 
-def test_a_sampled_network_serves_threads():
+def test_a_sampled_network_is_thread_safe():
     torch.manual_seed(0)
     x = torch.randn(9, 5, 6)
     one = posterior_of(Twice(), x).sample(0)
@@ -183,7 +183,7 @@ def test_a_sampled_network_serves_threads():
 
 
 class Inside(nn.Module):
-    """Dropout between the layers of a recurrent one, in attention, and of a layer that is not called."""
+    """Network with dropout inside a recurrent layer and attention, and with a dropout layer that is not called."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -197,18 +197,18 @@ class Inside(nn.Module):
         return self.last(nn.functional.dropout(h, self.idle.p, self.training))
 
 
-def test_dropout_that_is_not_sampled_is_named():
+def test_warning_about_dropout_that_is_not_sampled():
     x = torch.randn(6, 5, 6)
-    with pytest.warns(fb.FlowBNNWarning) as told:
+    with pytest.warns(fb.FlowBNNWarning) as caught:
         posterior = posterior_of(Inside(), x)
-    assert [each.message.fields["layers"] for each in told] == [["recurrent", "attention", "idle"]]
+    assert [each.message.fields["layers"] for each in caught] == [["recurrent", "attention", "idle"]]
     assert posterior.predict(x, 4, seed=0).log_samples.std(0).max() > 0
     with disable_dropout(network := Inside().train()):
         assert torch.equal(network(x), network(x))
     assert (network.recurrent.dropout, network.attention.dropout, network.drop.p) == (0.5, 0.4, 0.3)
 
 
-def test_padded_positions_are_no_way_past_the_masks():
+def test_padding_does_not_bypass_the_masks():
     class Padded(nn.Module):
         def __init__(self) -> None:
             super().__init__()
