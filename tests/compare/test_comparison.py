@@ -111,7 +111,7 @@ def test_method_that_needs_more_epochs_is_left_out():
         table = fb.compare(make_network(), train, test, epochs=1, **options)
     assert (caught[0].message.kind, caught[0].message.fields["method"]) == ("left out", "swag")
     assert {row["key"] for row in table.rows} == {"mle", "map"}
-    assert any(note.startswith("SWAG is not in the table: ") for note in table.notes)
+    assert any(note.startswith("SWAG is left out: ") for note in table.notes)
 
 
 def test_method_that_fails_is_left_out_with_one_warning():
@@ -126,19 +126,18 @@ def test_method_that_fails_is_left_out_with_one_warning():
     with pytest.warns(FlowBNNWarning) as caught:
         table = fb.compare(make_network(), train, test, seeds=3, **options)
     assert [entry.message.kind for entry in caught] == ["left out"]
-    assert table.notes == ["mine is not in the table: not today."]
+    assert table.notes == ["mine is left out: not today."]
     assert [row["key"] for row in table.rows] == ["mle"]
 
 
-def test_answer_names_no_best_detector_below_chance_level():
+def test_answer_mentions_novelty_detection_below_chance_level():
     parts, candidates = make_parts(mle=(2.0, 0.5), map=(3.0, 0.6)), find_candidates(["mle", "map"])
     for (key, _), result in parts.content.items():
         result["values"]["auroc"] = {"mle": 0.2, "map": 0.33}[key]
     answer = Comparison(candidates, parts).answer
-    assert "No method detects novel inputs (best: MAP 0.330 AUROC, chance level 0.5)" in answer
-    assert "Best at detecting" not in answer
+    assert "Best novelty detection: MAP 0.330 (AUROC, below chance level)" in answer
     parts.content["map", 0]["values"]["auroc"] = 0.9
-    assert "Best at detecting novel inputs: MAP 0.900 (AUROC)" in Comparison(candidates, parts).answer
+    assert "Best novelty detection: MAP 0.900 (AUROC)" in Comparison(candidates, parts).answer
 
 
 def test_several_seeds_have_a_spread(tmp_path):

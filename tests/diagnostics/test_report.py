@@ -48,13 +48,15 @@ def test_posterior_that_is_too_wide_is_not_good_despite_a_small_k(problem):
     assert not report.good
     assert report.suggested_upgrade == "unknown"
     assert f"{report.pareto.gap:.2f}" in str(report)
-    assert report.sentence.startswith("Importance sampling cannot confirm this posterior, and only chains")
+    assert report.sentence.startswith(
+        "Importance sampling cannot confirm this posterior, and chains are needed"
+    )
 
 
 def test_chains_that_would_take_too_long_are_not_run(problem):
     report = fb.diagnose(problem.exact, problem.loader, seconds=1e-3, progress=False)
     assert report.chains is None
     poor = replace(report, pareto=replace(report.pareto, k=0.9))
-    assert "(they run if seconds is large enough)" in poor.sentence
-    assert "(they need about 400 s; increase seconds)" in replace(poor, required_seconds=400.0).sentence
-    assert "(they support at most 6,000 dimensions)" in replace(poor, dimensions=7000).sentence
+    assert "(increase seconds)" in poor.sentence
+    assert "(about 400 s; increase seconds)" in replace(poor, required_seconds=400.0).sentence
+    assert "(at most 6,000 dimensions)" in replace(poor, dimensions=7000).sentence

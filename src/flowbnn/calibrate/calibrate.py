@@ -178,12 +178,9 @@ def _warn_unreliable(problem: CalibrationProblem, fit: NaturalFit, temperature: 
         )
     memorized = temperature < 0.8 or temperature == 1.0
     if memorized and not isinstance(problem.data.likelihood, Gaussian):
-        symptom = f"have an optimal temperature of {temperature:.2f}"
-        if temperature == 1.0:
-            symptom = "are all classified correctly"
         warn(
-            f"the held-out data {symptom}, as is typical of training data; if the weights were trained on them, calibration makes the "
-            "network overconfident: pass data that the weights have not seen, or cross-fit",
+            f"the optimal temperature {temperature:.2f} of the held-out data is typical of training data, on which calibration makes "
+            "the network overconfident; pass data that the weights have not seen",
             kind="memorised",
             temperature=temperature,
         )

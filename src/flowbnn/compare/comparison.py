@@ -115,7 +115,7 @@ def compare(
     """
     all_seeds = list(range(seed, seed + seeds) if isinstance(seeds, int) else dict.fromkeys(seeds))
     _check_arguments(train_loader, test_loader, methods, all_seeds)
-    options = {"num_data": num_data, "clip_gradient": clip_gradient}
+    options: dict[str, Any] = {"num_data": num_data, "clip_gradient": clip_gradient}
     options |= {"accelerator": accelerator, "precision": precision}
     experiment = _Experiment(
         network, train_loader, test_loader, novel, validation, samples, likelihood, _changed_options(options)
@@ -228,7 +228,7 @@ def _check_arguments(train_loader: Any, test_loader: Any, methods: Any, seeds: S
             )
     for argument, is_empty in (("seeds", not seeds), ("methods", methods in ([], (), {}))):
         if is_empty:
-            raise FlowBNNError(f"{argument} must not be empty", kind="empty", argument=argument)
+            raise FlowBNNError(f"{argument} is empty", kind="empty", argument=argument)
 
 
 def _changed_options(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -333,8 +333,7 @@ class Comparison:
         self.ranked = best_first(self.parts, candidates, "nll")
         labels = {candidate.key: candidate.label for candidate in (*CANDIDATES, *candidates)}
         self.notes = [
-            f"{labels[key]} is not in the table: {reason.rstrip('.')}."
-            for key, reason in (failures or {}).items()
+            f"{labels[key]} is left out: {reason.rstrip('.')}." for key, reason in (failures or {}).items()
         ]
         self.notes += parts.warnings({candidate.key: candidate.label for candidate in candidates})
         rows = [self.parts.row(candidate.key, "", METRICS)["values"] for candidate in self.ranked]
@@ -381,7 +380,7 @@ class Comparison:
         """Best method and its cost, in a few sentences."""
         parts, ranked = self.parts, self.ranked
         if not ranked:
-            return "No method has results yet."
+            return "No results yet."
         best = ranked[0]
         mean = f"{parts.mean(best.key, 'nll'):.4f}, {pluralize(len(parts.seeds), 'seed')}"
         lines = [f"{best.label} has the lowest NLL ({mean})."]
@@ -397,11 +396,8 @@ class Comparison:
         if calibrated := best_first(parts, ranked, "ece")[:1]:
             lines.append(f"Best calibrated: {format_means(parts, calibrated, 'ece', '.4f')} (ECE).")
         if novelty := best_first(parts, ranked, "auroc", higher=True)[:1]:
-            value = format_means(parts, novelty, "auroc")
-            if parts.mean(novelty[0].key, "auroc") > 0.5:
-                lines.append(f"Best at detecting novel inputs: {value} (AUROC).")
-            else:
-                lines.append(f"No method detects novel inputs (best: {value} AUROC, chance level 0.5).")
+            below = "" if parts.mean(novelty[0].key, "auroc") > 0.5 else ", below chance level"
+            lines.append(f"Best novelty detection: {format_means(parts, novelty, 'auroc')} (AUROC{below}).")
         return "\n".join(lines)
 
     def _describe_certainty(self) -> str:
@@ -425,7 +421,7 @@ class Comparison:
         panels = [
             {
                 "title": f"{loss.upper()} against {cost} time",
-                "x_label": f"{cost} time, as a multiple of the baseline's",
+                "x_label": f"{cost} time (baseline = 1)",
                 "y_label": loss.upper(),
                 "items": [self._figure_item(candidate, cost, loss) for candidate in measured],
             }

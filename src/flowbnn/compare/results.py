@@ -171,10 +171,7 @@ def _warning_lines(label: str, results: Sequence[Mapping[str, Any]]) -> list[str
 @contextmanager
 def record_warnings() -> Iterator[list[dict[str, str]]]:
     """Context manager that collects the library's own warnings as plain values, one for each layer. Others pass through."""
-    short_texts = {
-        "point": "the noise has collapsed to a point",
-        "prior": "the noise has collapsed to its prior",
-    }
+    collapsed = {"point": "a point", "prior": "its prior"}
     records: list[dict[str, str]] = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", FlowBNNWarning)
@@ -184,7 +181,9 @@ def record_warnings() -> Iterator[list[dict[str, str]]]:
             warnings.warn_explicit(entry.message, entry.category, entry.filename, entry.lineno)
             continue
         fields = entry.message.fields
-        text = short_texts.get(fields.get("kind", ""), str(entry.message))
+        text = str(entry.message)
+        if (limit := collapsed.get(fields.get("kind", ""))) is not None:
+            text = f"the noise has collapsed to {limit}"  # without numbers, so that seeds share a line
         records += [{"text": text, "layer": layer} for layer in fields.get("layers") or [""]]
 
 
@@ -337,7 +336,7 @@ class ResultCache:
         changed = sorted(name for name in now | before if now.get(name) != before.get(name))
         if changed and not self.warned:
             warn(
-                f"'{self.folder}' has results with other settings ({', '.join(changed)}); they are computed again",
+                f"recomputing results in '{self.folder}', whose settings differ: {', '.join(changed)}",
                 kind="changed settings",
                 changed=changed,
             )

@@ -17,7 +17,7 @@ from flowbnn.options import Count, Seed, checked
 from flowbnn.posterior.base import Posterior
 from flowbnn.predictive import GaussianPredictive, Predictive
 
-TEST_DATA = "the comparison on test data"  # name of the use of the loader in error messages
+TEST_DATA = "test data"  # name of the use of the loader in error messages
 
 
 @dataclass(frozen=True)

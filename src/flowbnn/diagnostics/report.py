@@ -10,7 +10,7 @@ from flowbnn.diagnostics.evidence import Draws, ParetoK, pareto_k
 from flowbnn.diagnostics.gap import Gap, elbo_gap
 from flowbnn.diagnostics.modes import find_modes
 from flowbnn.diagnostics.noise_chains import NoiseChains, estimate_seconds, noise_chains
-from flowbnn.diagnostics.noise_target import MAX_DENSE_DIM, NoiseTarget
+from flowbnn.diagnostics.noise_target import DENSE, NoiseTarget
 from flowbnn.errors import pluralize
 from flowbnn.options import NonNegative, Seed, checked
 from flowbnn.posterior.base import Posterior
@@ -100,11 +100,11 @@ class Report:
                 problem = f"missed {self.missed} of {self.modes} modes"
             verdict += f" ({'judged by importance sampling only: ' if self.good else ''}the chains {problem})"
         advice = {
-            "none": "a richer one would hardly improve predictions",
-            "unknown": f"only chains can tell if a richer one would help ({self._missing_chains_reason})",
+            "none": "needs no upgrade",
+            "unknown": f"chains are needed to suggest an upgrade ({self._missing_chains_reason})",
             "within": "correlation within layers (joint='layers') could improve it",
-            "across": "correlation across layers (joint='full', or 'chain' for large networks) could improve it",
-            "shape": "correlation would not improve it; train it longer, or add a flow",
+            "across": "correlation across layers (joint='full' or 'chain') could improve it",
+            "shape": "longer training, or a flow, could improve it",
         }[self.suggested_upgrade]
         conjunction = "and" if self.good == (self.suggested_upgrade == "none") else "but"
         text = f"{verdict}, {conjunction} {advice}."
@@ -119,12 +119,12 @@ class Report:
     def _missing_chains_reason(self) -> str:
         """Reason why no verified chains are available."""
         if self.chains is not None:
-            return "which visit every mode"
-        if self.dimensions > MAX_DENSE_DIM:
-            return f"they support at most {MAX_DENSE_DIM:,} dimensions"
+            return "visiting every mode"
+        if self.dimensions > DENSE:
+            return f"at most {DENSE:,} dimensions"
         if self.required_seconds < math.inf:
-            return f"they need about {self.required_seconds:.0f} s; increase seconds"
-        return "they run if seconds is large enough"
+            return f"about {self.required_seconds:.0f} s; increase seconds"
+        return "increase seconds"
 
     def rows(self) -> list[tuple[str, str, str]]:
         """Returns the rows of the table: name, value and explanation."""
@@ -152,19 +152,19 @@ def _chain_rows(
     gap: Gap, chains: NoiseChains, agreement: Agreement, modes: int, missed: int
 ) -> list[tuple[str, str, str]]:
     """Returns the rows of the table that need chains."""
-    draws, halves = chains.position[..., 0].numel(), "between halves of the chains"
+    draws, halves = chains.position[..., 0].numel(), "between half chains"
     evidence = gap.evidence
     return [
         ("log-evidence", f"{evidence.value:.2f} ± {evidence.error:.2f}", f"by {evidence.method}"),
         ("gap", f"{gap.nats:.2f} ± {gap.error:.2f}", f"{gap.per_dimension:.4f} per dimension, {gap.per_example:.4f} per example"),
-        ("  within layers", f"{gap.within:.2f}", "nats that correlation within layers would gain"),
-        ("  across layers", f"{gap.across:.2f}", "nats that correlation across layers would gain"),
+        ("  within layers", f"{gap.within:.2f}", "nats by correlation"),
+        ("  across layers", f"{gap.across:.2f}", "nats by correlation"),
         ("  remainder", f"{gap.remainder:.2f}", "means, variances, shape"),
         ("chains", f"R-hat {chains.rhat:.3f}", f"{draws:,} draws, ESS {chains.effective:.0f}, {chains.divergences} divergences"),
         ("total variation", f"{agreement.variation:.4f}", f"{agreement.variation_floor:.4f} {halves}"),
         ("agreement", f"{agreement.agreement:.1%}", f"{agreement.agreement_floor:.1%} {halves}"),
-        ("modes", f"{modes}", f"{missed} missed by the chains"),
-        ("NLL", f"{agreement.excess:+.4f}", "relative to the predictions of the chains"),
+        ("modes", f"{modes}", f"{missed} missed by chains"),
+        ("NLL", f"{agreement.excess:+.4f}", "relative to chains"),
     ]  # fmt: skip
 
 
@@ -207,7 +207,7 @@ def diagnose(
     """
     target = NoiseTarget(posterior, loader, seed)
     data, test = [target.data], None if test is None else [target.read(test, TEST_DATA)]
-    required = estimate_seconds(target, seconds) if target.dim <= MAX_DENSE_DIM and seconds else math.inf
+    required = estimate_seconds(target, seconds) if target.dim <= DENSE and seconds else math.inf
     report = Report(
         pareto_k(posterior, data, samples, seed), target.dim, target.count, required_seconds=required
     )

@@ -58,11 +58,7 @@ class Categorical(Likelihood):
             targets: Class indices ``[B]``.
         """
         if outputs.ndim != 2:
-            hint = (
-                "; for labels of pixels or tokens write a Likelihood that sums over them"
-                if outputs.ndim > 2
-                else ""
-            )
+            hint = "; for pixels, subclass Likelihood" if outputs.ndim > 2 else ""
             raise FlowBNNError(
                 f"Categorical needs outputs of shape (batch, classes), got {tuple(outputs.shape)}{hint}",
                 kind="outputs",
@@ -149,7 +145,7 @@ def _to_integers(targets: Tensor) -> Tensor:
     """Returns labels as integers. Floating point numbers without fractions are accepted."""
     if targets.is_floating_point() and is_concrete(targets) and not bool((targets == targets.round()).all()):
         raise FlowBNNError(
-            "class labels must be integers, got fractions; for probabilities pass targets.argmax(1), or (targets > 0.5).long()",
+            "class labels must be integers, got fractions; pass targets.argmax(1) or (targets > 0.5).long()",
             kind="targets",
             argument="targets",
         )
@@ -159,14 +155,14 @@ def _to_integers(targets: Tensor) -> Tensor:
 def _label_hint(outputs: Tensor, targets: Tensor) -> str:
     """Returns advice on labels of the wrong type or shape."""
     if targets.is_floating_point():
-        return "; for real-valued targets set likelihood='gaussian'"
+        return "; or likelihood='gaussian'"
     if targets.shape == (len(outputs), 1):
         return "; use labels.squeeze(1)"
     if targets.shape == outputs.shape:
         return (
             "; use labels.argmax(1) for one-hot labels"
             if is_one_hot(targets)
-            else "; multi-label targets are not supported"
+            else "; multi-label is unsupported"
         )
     return ""
 

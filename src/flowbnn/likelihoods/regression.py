@@ -96,7 +96,7 @@ class Gaussian(Likelihood):
         if targets.numel() != rows * width or targets.shape[:1] != outputs.shape[:1]:
             hint = "; use labels.long() for class labels" if targets.ndim == 1 and width > 1 else ""
             if 2 * targets.numel() == rows * width:
-                hint = "; use likelihood=Gaussian('predicted') if the network predicts log-variances"
+                hint = "; or Gaussian('predicted')"
             raise FlowBNNError(
                 f"targets of shape {tuple(targets.shape)} do not fit {pluralize(rows, 'row')} of {pluralize(width, 'output')}{hint}",
                 kind="targets",
@@ -106,7 +106,7 @@ class Gaussian(Likelihood):
     def _check_outputs(self, outputs: Tensor) -> str:
         """Returns a message about outputs of a wrong shape, or an empty string."""
         if outputs.ndim != 2:
-            hint = "remove the last squeeze" if outputs.ndim == 1 else "flatten them"
+            hint = "remove squeeze(-1)" if outputs.ndim == 1 else "flatten them"
             return f"Gaussian needs outputs of shape (batch, targets), got {tuple(outputs.shape)}; {hint}"
         width = outputs.shape[1]
         if self.noise == "predicted" and width % 2:

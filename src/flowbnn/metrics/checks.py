@@ -39,13 +39,12 @@ def check_probabilities(probabilities: Tensor, ndim: int = 2) -> Tensor:
         FlowBNNError: If the shape is wrong, or if rows are negative or do not sum to one.
     """
     values, shape = to_floating_point(probabilities, "probabilities"), list(probabilities.shape)
-    message = ""
-    if len(shape) < 2 or shape[-1] < 2:
-        message = f"must be [B, C] with at least two classes, got {shape}; for the probability p of one class stack (1 - p, p)"
-    elif len(shape) != ndim or (ndim == 2 and not shape[0]):
-        message = f"must be [B, C] with at least one row, got {shape}; average samples first"
-    if message:
-        raise FlowBNNError(f"probabilities {message}", kind="shape", argument="probabilities")
+    if len(shape) != ndim or shape[-1] < 2 or (ndim == 2 and not shape[0]):
+        raise FlowBNNError(
+            f"probabilities must be [B, C] with at least one row and two classes, got {shape}",
+            kind="shape",
+            argument="probabilities",
+        )
     valid = (probabilities >= 0).all(-1) & ((probabilities.sum(-1) - 1).abs() <= 1e-3)  # False for NaN
     if not valid.all():
         raise FlowBNNError(
@@ -114,13 +113,11 @@ def check_values(values: Tensor, name: str, shape: torch.Size | None = None) -> 
     """
     if shape is not None and values.ndim == 1 and shape[-1] == 1:
         values = values.unsqueeze(-1)
-    message = ""
-    if shape is not None and values.shape != shape:
-        message = f"{name} must be {list(shape)}, got {list(values.shape)}"
-    elif values.ndim != 2 or (shape is None and not values.numel()):
-        message = f"{name} must be [B, D] with at least one row, got {list(values.shape)}"
-    if message:
-        raise FlowBNNError(message, kind="shape", argument=name)
+    if values.ndim != 2 or values.shape != (shape or values.shape) or (shape is None and not values.numel()):
+        expected = "[B, D], not empty" if shape is None else list(shape)
+        raise FlowBNNError(
+            f"{name} must be {expected}, got {list(values.shape)}", kind="shape", argument=name
+        )
     finite = torch.isfinite(values.detach()).all(-1)
     if not finite.all():
         raise FlowBNNError(
