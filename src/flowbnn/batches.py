@@ -37,10 +37,10 @@ def split_batch(batch: Any) -> tuple[Any, Any]:
         return batch[0], None
     inputs, targets = (batch[0] if len(batch) == 2 else tuple(batch[:-1])), batch[-1]
     if not isinstance(targets, Tensor):
-        message = f"targets must be a tensor, not a {type(targets).__name__}; use torch.as_tensor(targets)"
-        if isinstance(batch[0], float | int) and isinstance(targets, float | int):
-            message = "a batch must have tensors, not numbers; use torch.tensor(rows)"
-        raise FlowBNNError(message, kind="targets")
+        kind = type(targets).__name__
+        raise FlowBNNError(
+            f"the targets of a batch must be a tensor, not a {kind}; use torch.as_tensor", kind="targets"
+        )
     return inputs, targets
 
 
@@ -60,14 +60,14 @@ def apply(inputs: Any, function: Callable[[Tensor], Tensor]) -> Any:
         return {name: apply(value, function) for name, value in inputs.items()}
     if isinstance(inputs, list | tuple):
         return tuple(apply(value, function) for value in inputs)
-    raise FlowBNNError(
-        f"inputs must be tensors, or tuples or mappings of tensors, not {type(inputs).__name__}{_hint(inputs)}"
-    )
+    raise _input_error(inputs)
 
 
-def _hint(inputs: Any) -> str:
-    """Returns the end of an error message that says how to convert an array."""
-    return "; use torch.from_numpy(inputs).float()" if type(inputs).__name__ == "ndarray" else ""
+def _input_error(inputs: Any) -> FlowBNNError:
+    """Returns the error for inputs that are no tensors with the examples on the first axis."""
+    kind = type(inputs).__name__
+    hint = "; use torch.from_numpy(inputs).float()" if kind == "ndarray" else ""
+    return FlowBNNError(f"inputs must be tensors with the examples on the first axis, not a {kind}{hint}")
 
 
 def repeat_each(inputs: Any, times: int) -> Any:
@@ -90,7 +90,7 @@ def rows(inputs: Any) -> int:
         return inputs.shape[0]
     tensors = tensors_of(inputs)
     if not tensors or tensors[0].ndim == 0:
-        raise FlowBNNError(f"inputs must be tensors with the examples on the first axis{_hint(inputs)}")
+        raise _input_error(inputs)
     return tensors[0].shape[0]
 
 
@@ -137,12 +137,11 @@ def copy_network(
     problem = ""
     for module in network.modules():
         if isinstance(module, torch.jit.ScriptModule):
-            problem, advice = "it is TorchScript", "use the original network"
+            problem, advice = "TorchScript", "use the original"
         elif any(value.is_meta for value in module.parameters(recurse=False)):
-            problem, advice = "its weights are meta tensors", "load the weights first"
+            problem, advice = "meta tensors", "load its weights"
         elif any(map(is_lazy, module.parameters(recurse=False))):
-            problem = f"{type(module).__name__} has no input width yet"
-            advice = "run one batch through the lazy network first"
+            problem, advice = f"uninitialized {type(module).__name__}", "run a batch first"
     try:
         if not problem:
             return unwrap_compiled(deepcopy(network))
@@ -339,11 +338,11 @@ def rewrap_forward_errors(inputs: Any, what: str = "the network fails on inputs 
         sizes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors)
         message = (str(error).strip().splitlines() or [type(error).__name__])[0]
         if any(tensor.dtype == torch.uint8 for tensor in tensors):
-            hint = "; convert bytes by images.float() / 255"
+            hint = "; use images.float() / 255"
         elif "same dtype" in message and any(not tensor.is_floating_point() for tensor in tensors):
-            hint = "; convert integers by inputs.float()"
+            hint = "; use inputs.float()"
         elif any(tensor.ndim in (1, 3) for tensor in tensors) and re.search("shape|channels|dim", message):
-            hint = "; for a single example use inputs[None]"
+            hint = "; use inputs[None] for one example"
         raise FlowBNNError(f"{what} shape {sizes}: {message}{hint}", kind="network") from error
 
 

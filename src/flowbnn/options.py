@@ -244,14 +244,16 @@ def call_factory(function: Callable[..., Any], *args: Any, name: str, kind: type
 
     >>> call_factory(dict, name="optimizer", kind=torch.optim.Optimizer)
     Traceback (most recent call last):
-    flowbnn.errors.FlowBNNError: optimizer must be an Optimizer (which the function returns), got a dict
+    flowbnn.errors.FlowBNNError: optimizer must return an Optimizer, got a dict
     """
     try:
         result = function(*args)
     except (TypeError, ValueError) as error:
-        message = f"{name} must be a function that returns {_describe(kind)}, and fails: {error}"
-        raise FlowBNNError(message.splitlines()[0], argument=name) from error
-    check(name, result, Annotated[kind, Hint("which the function returns")])
+        raise FlowBNNError(f"{name} raises an error: {error}".splitlines()[0], argument=name) from error
+    if not isinstance(result, kind):
+        raise FlowBNNError(
+            f"{name} must return {_describe(kind)}, got {describe_value(result)}", argument=name
+        )
     return result
 
 

@@ -82,4 +82,4 @@ def test_lists_of_rows_are_refused_with_a_hint():
     with pytest.raises(FlowBNNError) as caught:
         posterior.predict([[1.0, 2.0], [3.0, 4.0]])
     assert caught.value.kind == "targets"
-    assert "torch.tensor(rows)" in str(caught.value)
+    assert "torch.as_tensor" in str(caught.value)

@@ -191,12 +191,11 @@ class RunState:
             return
         backup = path.with_name(f"{path.stem}-before{path.suffix}")
         longer = unfinished(backup)
-        fate = f"discards it, because '{backup.name}' has more steps"
         if longer is None or longer.step <= earlier.step:
-            self.backup_path, fate = backup, f"keeps a copy as '{backup.name}'"
+            self.backup_path = backup
         warn(
-            f"'{path}' belongs to a run that was interrupted in epoch {earlier.epoch + 1} after {earlier.batches} batches; this run "
-            f"replaces it and {fate}. To continue the interrupted run, use resume=True",
+            f"'{path}' belongs to a run that was interrupted in epoch {earlier.epoch + 1} after {earlier.batches} batches and is "
+            f"replaced; '{backup.name}' keeps the longest interrupted run. Use resume=True to continue it",
             kind="unfinished checkpoint",
             path=str(path),
             step=earlier.step,
@@ -387,7 +386,7 @@ def check_weights(
     def describe(name: str) -> str:
         stored, own = state.get(name), expected.get(name)
         if name not in state or name not in expected:
-            return "is missing in the file" if name not in state else "is missing in the network"
+            return "is not stored" if name not in state else "is not here"
         if not isinstance(stored, Tensor) or not isinstance(own, Tensor):
             return "" if type(stored) is type(own) else "has another type"
         if stored.shape != own.shape:

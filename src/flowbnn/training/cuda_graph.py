@@ -87,7 +87,7 @@ class Recorder:
         if num_processes > 1:
             return "several processes"
         if not getattr(objective, "capturable", False):
-            return "the objective is not capturable"
+            return "no capturable objective"
         if options.precision not in ("32-true", "bf16-mixed"):
             return f"precision {options.precision!r}"
         if not is_fused(optimizer) or any(group.get("amsgrad") for group in optimizer.param_groups):
@@ -303,7 +303,7 @@ def make_recorder(
         return Recorder(objective, optimizer, options, device)
     if mode != "auto":
         warn(
-            f"acceleration={mode!r} is not possible ({reason}); steps are not recorded",
+            f"acceleration={mode!r} is not possible ({reason})",
             kind="acceleration",
             argument="acceleration",
         )

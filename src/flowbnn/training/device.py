@@ -212,9 +212,8 @@ def resolve_devices(options: TrainingOptions) -> tuple[str, int, int]:
     """
     kind, num_nodes = device_kind(options.accelerator), options.num_nodes
     if not kind:
-        reason = "it is built without CUDA" if torch.version.cuda is None else "no driver or no device"
         raise _device_error(
-            f"accelerator={options.accelerator!r} is not available: torch finds no such device ({reason}); use accelerator='cpu'",
+            f"accelerator={options.accelerator!r} is not available to torch {torch.__version__}; use accelerator='cpu'",
             "accelerator",
         )
     if options.precision == "16-mixed" and kind != "cuda":

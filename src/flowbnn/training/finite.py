@@ -94,9 +94,9 @@ class FiniteGuard:
                 subject = f"layer {layer!r} ({kind})" if layer else f"the model itself ({kind})"
                 cause = f"{subject} {'produced it' if source else 'received inputs that are not finite'}"
             elif term is not None:
-                cause = f"the outputs of all layers are finite, but {term!r} is not"
+                cause = f"its term {term!r} is not"
             else:
-                cause = "the outputs of all layers are finite, so the loss function produced it"
+                cause = "the outputs of all layers are finite"
         self.fail(f"the loss is not finite {state.position}: {cause}", layer or None, term)
 
     def fail_on_gradient(self, when: str, note: str = "") -> None:

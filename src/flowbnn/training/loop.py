@@ -371,7 +371,7 @@ class TrainingRun:
             return True
         if self.recorder.failure:
             self.synchronize()
-            warn(f"{self.recorder.failure}; steps are not recorded", kind="acceleration")
+            warn(self.recorder.failure, kind="acceleration")
             self.recorder = None
         else:  # a step that is not recorded must not follow one with a gradient that is not finite
             self.guard.check_last_step(self.recorder, wait=True)

@@ -112,7 +112,7 @@ class TrainingOptions:
     """
 
     epochs: Count = 20
-    checkpoint: Annotated[File | None, Hint("a file or a folder, such as 'runs/first'")] = None
+    checkpoint: Annotated[File | None, Hint("such as 'runs/first'")] = None
     checkpoint_every: Count | None = None
     resume: bool = False
     early_stop: Annotated[EarlyStop | None, Hint("such as EarlyStop(patience=5)")] = None
@@ -125,7 +125,7 @@ class TrainingOptions:
     acceleration: Literal["auto", "off", "graph", "compile"] = "auto"
     seed: Seed | None = None
     progress: bool = True
-    tensorboard: Annotated[File | None, Hint("a folder, such as 'logs'")] = None
+    tensorboard: Annotated[File | None, Hint("such as 'logs'")] = None
     description: str = "training"
 
     def __post_init__(self) -> None:
@@ -191,17 +191,21 @@ def check_result(result: Any) -> None:
     loss, logs = result if isinstance(result, tuple) and len(result) == 2 else (None, None)
     problem = ""
     if not isinstance(logs, Mapping):
-        problem = "must return a loss and a dictionary of logs"
+        problem = "no dictionary"
     elif not isinstance(loss, Tensor) or loss.numel() != 1:
-        problem = "must return a scalar tensor as loss"
+        problem = "no scalar loss"
     elif not loss.requires_grad:
-        problem = "returns a loss that depends on no trainable parameter"
+        problem = "a loss without gradient"
     else:
         for name, value in logs.items():
             if isinstance(value, Tensor) and value.numel() != 1:
-                problem = f"logs {name!r} with {value.numel()} values instead of one"
+                problem = f"{value.numel()} values of {name!r}"
     if problem:
-        raise FlowBNNError(f"the objective {problem}", kind="objective", argument="objective")
+        raise FlowBNNError(
+            f"the objective must return a differentiable scalar loss and a dictionary of scalars, got {problem}",
+            kind="objective",
+            argument="objective",
+        )
 
 
 @checked

@@ -150,7 +150,7 @@ class TensorFile:
             with self._open_bytes() as read_bytes:
                 intact = self.checksum == _checksum(self.stored, self.content, read_bytes)
             if not intact:
-                raise FlowBNNError(f"'{self.path}' is damaged: its checksum is wrong", kind="file")
+                raise FlowBNNError(f"'{self.path}' is damaged (wrong checksum)", kind="file")
             return self._with_aliases({name: view.clone() for name, view in self.stored.items()})
 
     def _with_aliases(self, stored: dict[str, Any]) -> dict[str, Any]:
@@ -196,12 +196,10 @@ class TensorFile:
 
     def _find_problem(self, weights: int | None) -> str:
         """Returns a problem that shows before torch or safetensors read the file, or an empty string."""
-        if self.path.is_dir():
-            return "is a folder; name a file in it"
         if not self.path.exists():
             return "does not exist"
-        if not self.path.is_file():
-            return "is a pipe or a device"
+        if problem := _describe_target(self.path):
+            return problem
         size = self.path.stat().st_size
         max_size = 100_000 * 8 * max(weights or 0, 1000)  # far more than any posterior or checkpoint needs
         if weights is not None and size > max_size:
@@ -221,12 +219,10 @@ class TensorFile:
         except FlowBNNError:
             raise
         except (json.JSONDecodeError, TypeError, KeyError, AttributeError, RecursionError) as error:
-            problem = f"has a damaged header ({type(error).__name__})"
+            reason = f"header: {type(error).__name__}"
         except (OSError, SafetensorError, ValueError, RuntimeError, MemoryError) as error:
-            problem = f"is damaged, truncated or no safetensors file ({_reason(error)})"
-            if zipfile.is_zipfile(self.path):
-                problem = "is a pickle (torch.save), which can run code; save it with flowbnn"
-        raise FlowBNNError(f"'{self.path}' {problem}", kind="file")
+            reason = "a pickle" if zipfile.is_zipfile(self.path) else _reason(error)
+        raise FlowBNNError(f"'{self.path}' is damaged or no safetensors file ({reason})", kind="file")
 
 
 def save_state(path: str | Path, state: Mapping[str, Any]) -> Path:
@@ -376,10 +372,10 @@ def _temporary_file(target: Path) -> Iterator[Path]:
 
 
 def _describe_target(target: Path) -> str:
-    """Returns a reason why a path is no regular file, or an empty string."""
+    """Returns the reason why an existing path is no regular file, or an empty string."""
     if target.is_dir():
         return "is a folder"
-    return "is a pipe or a device" if target.exists() and not target.is_file() else ""
+    return "is no regular file" if target.exists() and not target.is_file() else ""
 
 
 def _without_aliases(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
