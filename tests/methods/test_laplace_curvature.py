@@ -161,7 +161,7 @@ def test_tied_weights_are_counted_once(structure):
     assert torch.allclose(truth.covariance(posterior), covariance, atol=1e-9)
     network = posterior.sample(seed=3)
     assert network.first.weight is network.second.weight
-    with pytest.raises(fb.FlowBNNError, match="'second'") as error:
+    with pytest.raises(fb.FlowBNNError) as error:
         fb.Laplace("kron", layers="all", epochs=0).fit(network, truth.batches(inputs, labels), **QUIET)
     assert (error.value.kind, error.value.layer) == ("layer", "first")
 

@@ -240,7 +240,7 @@ def test_divergence_raises_a_warning():
 
 
 def test_invalid_runs_are_refused():
-    with pytest.raises(FlowBNNError, match="100 snapshots in 12 steps") as error:
+    with pytest.raises(FlowBNNError) as error:
         fb.SGLD(epochs=2, samples=100).fit(network(), loader(), **QUIET)
     assert error.value.argument == "samples"
     with pytest.raises(FlowBNNError) as error:

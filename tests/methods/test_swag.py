@@ -126,7 +126,7 @@ def test_invalid_settings_are_refused(settings):
 
 
 def test_one_snapshot_is_refused():
-    with pytest.raises(FlowBNNError, match="at least 2 snapshots, got 1") as error:
+    with pytest.raises(FlowBNNError) as error:
         fb.SWAG(epochs=2).fit(small(), loader(blobs()), **QUIET)
     assert error.value.argument == "epochs"
 

@@ -113,8 +113,8 @@ def reset_parameters(network: nn.Module) -> list[str]:
         unchanged = [name for name, value in trainable.items() if torch.equal(value, marked[name])]
         for name in unchanged:
             trainable[name].copy_(initial[name])
-        for tensor, value in frozen_values:
-            tensor.copy_(value)
+        for tensor, initial_value in frozen_values:
+            tensor.copy_(initial_value)
     return [name for name in unchanged if bool((initial[name] != initial[name].flatten()[0]).any())]
 
 

@@ -181,7 +181,7 @@ class NoiseChainPosterior(ChainPosterior):
         super().__init__(*args, **kwargs)
         modules = {name: self.model.get_submodule(name) for name in self.members}
         # the original weights, which predictions replace by scaled ones
-        self.sites: NoiseSites = {name: (module, module.weight.detach()) for name, module in modules.items()}  # type: ignore[operator,misc]
+        self.sites: NoiseSites = {name: (module, module.weight.detach()) for name, module in modules.items()}  # type: ignore[operator]
 
     def check_members(self, members: Mapping[str, Tensor]) -> None:
         modules = dict(self.model.named_modules())
