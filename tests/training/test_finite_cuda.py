@@ -157,6 +157,6 @@ def test_flows_at_positions_are_recorded_and_the_probe_changes_nothing(accelerat
         assert int(model[1].num_batches_tracked) == number + 1
     assert not recorder.is_nonfinite(wait=True)
     assert recorder.graph is not None
-    assert objective._asked[8][noise_layers(model)["3"].key] == ((4, 4), True)
+    assert objective._shapes[8][noise_layers(model)["3"].key] == ((4, 4), True)
     assert all(module.training for module in model.modules())
     assert all(torch.isfinite(parameter).all() for parameter in model.parameters())

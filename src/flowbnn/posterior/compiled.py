@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from math import prod
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -59,7 +60,11 @@ def forward_with_weights(model: nn.Module, weights: Mapping[str, Tensor], inputs
 
 
 def forward_samples(
-    model: nn.Module, keys: tuple[tuple[int, int], ...], draws: list[Tensor], inputs: Any
+    model: nn.Module,
+    keys: tuple[tuple[int, int], ...],
+    draws: list[Tensor],
+    inputs: Any,
+    weights: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> Tensor:
     """Returns outputs ``[samples, rows, ...]`` of several sampled networks in one pass, by ``torch.func.vmap``.
 
@@ -71,12 +76,13 @@ def forward_samples(
         keys: Layer key and number of earlier calls of each draw.
         draws: Draws ``[samples, *at, dim]``.
         inputs: Inputs of all samples.
+        weights: Parameters that replace those of the network, by name.
     """
 
     def forward(draws: list[Tensor], inputs: Any) -> Tensor:
         modes = {key: NoiseMode("shared") for key, _ in keys}
         with NoiseContext(modes, MappedDraws(dict(zip(keys, draws, strict=True))), sharded=False):
-            return call(model, inputs)
+            return forward_with_weights(model, weights, inputs)
 
     if len(draws[0]) == 1:
         return forward([tensor[0] for tensor in draws], inputs).unsqueeze(0)
@@ -122,6 +128,12 @@ class CompiledSampler:
     def __init__(self, prediction: Prediction, shared: SharedDraws, trace: ForwardTrace) -> None:
         self.prediction, self.shared, self.trace = prediction, shared, trace
         self.keys = tuple([(key, call) for key, call, _ in trace.noise_shapes])
+        self.biases: dict[str, Tensor] = {}
+        if prediction.device.type == "cuda":
+            # vmap compares the dtypes of a convolution's input and bias before autocast converts the bias (torch 2.11)
+            parameters = dict(prediction.source_model.named_parameters(remove_duplicate=False))
+            for name, dtype in trace.bias_dtypes.items():
+                self.biases[name] = parameters[name].detach().to(dtype)
 
     def try_outputs(self, inputs: Any, samples: range) -> Tensor | None:
         """Returns outputs ``[len(samples), rows, ...]``, or None after a warning if the network does not compile."""
@@ -178,7 +190,7 @@ class CompiledSampler:
         function = compile_once(self.prediction, forward_samples, graphs, fullgraph=True)
         for size, inputs in chunks:
             run = function if rows(inputs) == self.prediction.compiled_rows else forward_samples
-            outputs = run(model, self.keys, draws, inputs)
+            outputs = run(model, self.keys, draws, inputs, self.biases)
             check_rows(outputs[0], rows(inputs))
             dtype = torch.promote_types(outputs.dtype, torch.float32)
             # a copy, because the next replay of a CUDA graph overwrites its outputs
