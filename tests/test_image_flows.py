@@ -1,4 +1,4 @@
-"""Flows of images and of integers by name: probabilities, contexts, shapes, bad input."""
+"""Named flows of images: probabilities, contexts, shapes and bad input."""
 
 import pytest
 import torch
@@ -9,43 +9,42 @@ from flowbnn.nets import ConditionalNormal
 from flowbnn.transforms import Augment, ChannelsFirst, Compose
 
 
-def moved(flow: fb.flows.FlowModel, by: float = 0.1) -> fb.flows.FlowModel:
+def perturb(flow: fb.flows.FlowModel, size: float = 0.1) -> fb.flows.FlowModel:
     with torch.no_grad():
         for parameter in flow.parameters():
-            parameter += by * torch.randn_like(parameter)
+            parameter += size * torch.randn_like(parameter)
     return flow.eval()
 
 
 NAMES = pytest.mark.parametrize("name", ["Glow", "ResidualFlow"])
 
 
-def small(name: str, **given) -> fb.flows.FlowModel:
+def small(name: str, **options) -> fb.flows.FlowModel:
     torch.manual_seed(0)
-    make = getattr(fb.flows, name)
-    return moved(make((1, 4, 4), length=1, levels=2, hidden=(4,), values=None, **given).double())
+    flow = getattr(fb.flows, name)((1, 4, 4), length=1, levels=2, hidden=(4,), values=None, **options)
+    return perturb(flow.double())
 
 
-def flat(flow: fb.flows.FlowModel, x: torch.Tensor) -> torch.Tensor:
-    """All latents of an image in one vector, those that left early standardised: a bijection without any draw."""
+def flatten_latents(flow: fb.flows.FlowModel, x: torch.Tensor) -> torch.Tensor:
+    """Returns all latents of an image in one vector, with the channels that are split off standardized: a deterministic bijection."""
     latents = []
-    for part in reversed(
-        [part for whole in flow.transform for part in (whole if isinstance(whole, Compose) else [whole])]
-    ):
-        if isinstance(part, Augment):
-            z, e = x[..., : part.kept], x[..., part.kept :]
-            noise = part.noise(z)
+    steps = [step for each in flow.transform for step in (each if isinstance(each, Compose) else [each])]
+    for step in reversed(steps):
+        if isinstance(step, Augment):
+            z, e = x[..., : step.dim], x[..., step.dim :]
+            noise = step.noise(z)
             latents.append(((e - noise.loc) / noise.scale).flatten())
             x = z
         else:
-            x = part.inverse(x)[0]
+            x = step.inverse(x)[0]
     return torch.cat([x.flatten(), *latents])
 
 
 @NAMES
-def test_the_density_of_an_image_is_that_of_its_jacobian(name: str) -> None:
+def test_density_of_an_image_equals_that_of_its_jacobian(name: str) -> None:
     flow, x = small(name), torch.randn(1, 4, 4).double()
-    jacobian = torch.func.jacrev(lambda one: flat(flow, one))(x).reshape(16, 16)
-    z = flat(flow, x)
+    jacobian = torch.func.jacrev(lambda image: flatten_latents(flow, image))(x).reshape(16, 16)
+    z = flatten_latents(flow, x)
     expected = (
         torch.distributions.Normal(0.0, 1.0).log_prob(z).sum() + torch.linalg.slogdet(jacobian).logabsdet
     )
@@ -53,7 +52,7 @@ def test_the_density_of_an_image_is_that_of_its_jacobian(name: str) -> None:
 
 
 @NAMES
-def test_draws_of_images_have_the_density_that_they_are_drawn_with(name: str) -> None:
+def test_density_of_drawn_images_equals_that_of_the_forward_pass(name: str) -> None:
     flow = small(name, context_dim=3)
     context = torch.randn(5, 3).double()
     x, log_prob = flow(context).rsample_and_log_prob()
@@ -63,7 +62,7 @@ def test_draws_of_images_have_the_density_that_they_are_drawn_with(name: str) ->
     assert flow(context).sample((2,)).shape == (2, 5, 1, 4, 4)
 
 
-def test_images_of_integers() -> None:
+def test_integer_pixels() -> None:
     flow = fb.flows.Glow((1, 4, 4), length=1, levels=2, hidden=(4,), values=4)
     x = flow().sample((6,))
     assert x.dtype == torch.long
@@ -75,27 +74,27 @@ def test_images_of_integers() -> None:
     assert flow().log_prob(torch.full((1, 4, 4), 4)) == -torch.inf
 
 
-def test_weights_of_pixels_without_a_logit_are_refused() -> None:
+def test_weights_of_a_flow_without_logit_do_not_load() -> None:
     flow = fb.flows.Glow((1, 4, 4), length=1, levels=2, hidden=(4,))
-    before = {name: value for name, value in flow.state_dict().items() if "margin" not in name}
-    assert len(before) == len(flow.state_dict()) - 1
-    with pytest.raises(RuntimeError, match="margin"):
-        flow.load_state_dict(before)
+    state = {name: value for name, value in flow.state_dict().items() if "margin" not in name}
+    assert len(state) == len(flow.state_dict()) - 1
+    with pytest.raises(RuntimeError):
+        flow.load_state_dict(state)
 
 
-def test_no_images_have_no_log_probabilities() -> None:
+def test_empty_batch_of_images() -> None:
     flow = fb.flows.FlowPP((1, 4, 4), length=1, levels=1, hidden=(4,), values=4)
     assert flow().log_prob(torch.zeros(0, 1, 4, 4, dtype=torch.long)).shape == (0,)
 
 
 def test_learned_dequantization_bounds_the_probability_of_every_image() -> None:
-    """Of all 16 images of four bits: by weights of the bound, and by counting draws before they are rounded."""
+    """Compares importance weights of the bound with counts of draws, for all 16 images of four bits."""
     torch.manual_seed(0)
-    flow = moved(fb.flows.FlowPP((1, 2, 2), 2, length=2, hidden=(4,), levels=1, values=2, components=2))
+    flow = perturb(fb.flows.FlowPP((1, 2, 2), 2, length=2, hidden=(4,), levels=1, values=2, components=2))
     with torch.no_grad():
-        for part in flow.modules():  # narrow noise has weights without a variance
-            if isinstance(part, ConditionalNormal):
-                part.net.last.bias[1:] += 1.0
+        for module in flow.modules():  # weights of narrow noise have infinite variance
+            if isinstance(module, ConditionalNormal):
+                module.net.last.bias[1:] += 1.0
     images, context, count = (
         torch.cartesian_prod(*[torch.arange(2)] * 4).view(16, 1, 2, 2),
         torch.ones(2),
@@ -115,23 +114,20 @@ def test_learned_dequantization_bounds_the_probability_of_every_image() -> None:
 
 
 @pytest.mark.parametrize(
-    ("call", "words"),
+    ("call", "kind", "argument"),
     [
-        (
-            lambda: fb.flows.Glow((1, 6, 4), levels=2),
-            "MultiScale takes .*sides divisible by 4 .*; take fewer levels, or pad",
-        ),
-        (lambda: fb.flows.Glow((4, 4)), "shape .channels, height, width."),
-        (
-            lambda: fb.flows.Glow((1, 4, 4), levels=1)().log_prob(torch.rand(1, 4, 4)),
-            "takes a tensor of integers",
-        ),
+        (lambda: fb.flows.Glow((1, 6, 4), levels=2), "shape", "shape"),
+        (lambda: fb.flows.Glow((4, 4)), "shape", "dim"),
+        (lambda: fb.flows.Glow((1, 4, 4), levels=1)().log_prob(torch.rand(1, 4, 4)), "dtype", None),
         (
             lambda: fb.flows.Glow((1, 4, 4), levels=1, values=None)().log_prob(torch.ones(1, 4, 4).long()),
-            "dequantize",
+            "dtype",
+            None,
         ),
     ],
 )
-def test_bad_input_is_one_line(call, words: str) -> None:
-    with pytest.raises(FlowBNNError, match=words):
+def test_bad_input_raises(call, kind: str, argument: str | None) -> None:
+    with pytest.raises(FlowBNNError) as caught:
         call()
+    assert (caught.value.kind, caught.value.argument) == (kind, argument)
+    assert "\n" not in str(caught.value)

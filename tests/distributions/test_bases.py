@@ -1,4 +1,4 @@
-"""Bases against torch's own distributions and moments."""
+"""Bases against the distributions of torch and scipy."""
 
 import pytest
 import scipy.stats
@@ -22,7 +22,7 @@ from flowbnn.distributions.draws import standard_normal
 from flowbnn.errors import FlowBNNError
 
 
-def test_diagonal_normal_is_torchs_independent_normal():
+def test_diagonal_normal_equals_torch():
     loc, scale = torch.randn(4, 3, dtype=torch.float64), torch.rand(4, 3, dtype=torch.float64) + 0.1
     ours, theirs = DiagonalNormal(loc, scale), Independent(Normal(loc, scale), 1)
     x = torch.randn(5, 4, 3, dtype=torch.float64)
@@ -33,14 +33,14 @@ def test_diagonal_normal_is_torchs_independent_normal():
     assert ours.expand((2, 4)).rsample((5,)).shape == (5, 2, 4, 3)
 
 
-def test_mixture_is_torchs_mixture():
+def test_mixture_equals_torch():
     loc, scale = torch.randn(3, 2, dtype=torch.float64), torch.rand(3, 2, dtype=torch.float64) + 0.1
     ours = NormalMixture(loc, scale)
     theirs = MixtureSameFamily(Categorical(torch.ones(3)), Independent(Normal(loc, scale), 1))
     x = torch.randn(7, 2, dtype=torch.float64)
     torch.testing.assert_close(
         ours.log_prob(x), theirs.log_prob(x), rtol=0, atol=1e-7
-    )  # theirs keeps float32 weights
+    )  # torch's mixture has float32 weights
     torch.testing.assert_close(ours.mean, theirs.mean.double(), rtol=0, atol=1e-7)
     torch.testing.assert_close(ours.variance, theirs.variance.double(), rtol=0, atol=1e-7)
     assert ours.rsample((4, 2)).shape == (4, 2, 2)
@@ -48,7 +48,7 @@ def test_mixture_is_torchs_mixture():
     assert ours.expand((6,)).log_prob(torch.zeros(4, 6, 2, dtype=torch.float64)).shape == (4, 6)
 
 
-def test_mixture_draws_have_the_mixtures_moments():
+def test_mixture_draws_have_the_exact_moments():
     mixture = NormalMixture(torch.tensor([[-2.0], [2.0]]), torch.tensor([[0.5], [1.0]]))
     count = 200_000
     draws = mixture.rsample((count,), generator=torch.Generator().manual_seed(0))
@@ -58,21 +58,21 @@ def test_mixture_draws_have_the_mixtures_moments():
     assert (draws.var(0) - mixture.variance).abs() < 4 * ((fourth - mixture.variance**2) / count).sqrt()
 
 
-def test_mixture_gradient_is_that_of_the_expectation():
-    """d/dmu_k E[x^2] = 2 mu_k / K, which the pathwise gradient must give."""
+def test_mixture_gradient_equals_that_of_the_expectation():
+    """The pathwise gradient must be d/dmu_k E[x^2] = 2 mu_k / K."""
     loc = torch.tensor([[-1.0], [3.0]], requires_grad=True)
     draws = NormalMixture(loc, torch.ones(2, 1)).rsample((200_000,), torch.Generator().manual_seed(0))
     (draws**2).mean().backward()
     torch.testing.assert_close(loc.grad, loc.detach(), rtol=0, atol=0.03)
 
 
-def test_generators_repeat():
+def test_generator_determines_the_draws():
     for base in (NormalBase(3), MixtureBase(3, 2)):
         first, second = (base().rsample((4,), generator=torch.Generator().manual_seed(1)) for _ in range(2))
         assert torch.equal(first, second)
 
 
-def test_bases_move_and_save():
+def test_bases_can_be_cast_and_saved():
     base = MixtureBase(3, 2).double()
     assert base.distribution().rsample((2,)).dtype == torch.float64
     other = MixtureBase(3, 2).double()
@@ -82,21 +82,22 @@ def test_bases_move_and_save():
 
 
 @pytest.mark.parametrize(
-    ("make", "line"),
+    ("call", "argument"),
     [
-        (lambda: NormalBase(0), "dim=.*at least 1"),
-        (lambda: NormalBase(2, scale=0.0), "above 0, got 0.0"),
-        (lambda: NormalBase(2, scale=-1.0), "above 0, got -1.0"),
-        (lambda: MixtureBase(2, components=0), "components=.*at least 1"),
+        (lambda: NormalBase(0), "dim"),
+        (lambda: NormalBase(2, scale=0.0), "scale"),
+        (lambda: NormalBase(2, scale=-1.0), "scale"),
+        (lambda: MixtureBase(2, components=0), "components"),
     ],
 )
-def test_bad_bases(make, line):
-    with pytest.raises(FlowBNNError, match=line):
-        make()
+def test_bad_arguments_raise(call, argument):
+    with pytest.raises(FlowBNNError) as caught:
+        call()
+    assert (caught.value.kind, caught.value.argument) == ("value", argument)
 
 
-def test_large_draws_are_standard_normal_by_either_generator(monkeypatch):
-    """Moments up to the fourth and the tails, within four standard errors, by both generators."""
+def test_large_draws_are_standard_normal_for_both_generators(monkeypatch):
+    """Checks moments up to the fourth and the tails within four standard errors."""
     for scalar_fill in (True, False):
         monkeypatch.setattr("flowbnn.distributions.draws._SCALAR_FILL", scalar_fill)
         x = standard_normal(
@@ -105,12 +106,12 @@ def test_large_draws_are_standard_normal_by_either_generator(monkeypatch):
         count = x.numel()
         for power, moment, variance in ((1, 0.0, 1.0), (2, 1.0, 2.0), (3, 0.0, 15.0), (4, 3.0, 96.0)):
             assert abs(float((x**power).mean()) - moment) < 4 * (variance / count) ** 0.5, power
-        beyond = 0.0026998
-        assert abs(float((x.abs() > 3).double().mean()) - beyond) < 4 * (beyond / count) ** 0.5
+        tail = 0.0026998
+        assert abs(float((x.abs() > 3).double().mean()) - tail) < 4 * (tail / count) ** 0.5
         assert abs(float((x[:-1] * x[1:]).mean())) < 4 / count**0.5
 
 
-def test_draws_follow_torchs_global_seed_and_differ_from_call_to_call():
+def test_draws_depend_on_the_global_seed_and_differ_between_calls():
     size, cpu = torch.Size((5000,)), torch.device("cpu")
     torch.manual_seed(3)
     first, second = (standard_normal(size, torch.float32, cpu) for _ in range(2))
@@ -133,30 +134,35 @@ def test_draws_follow_torchs_global_seed_and_differ_from_call_to_call():
     ],
     ids=["laplace", "logistic", "circle"],
 )
-def test_density_moments_entropy_and_draws_are_those_of_scipy(ours, theirs):
+def test_density_moments_entropy_and_draws_equal_scipy(ours, theirs):
     loc, scale = torch.tensor([0.5, -1.0]).double(), torch.tensor([2.0, 0.3]).double()
-    found = ours(loc, scale)
+    distribution = ours(loc, scale)
     away = torch.linspace(-0.9, 0.9, 7).double()[:, None].expand(7, 2)
     expected = torch.from_numpy(theirs.logpdf(away.numpy())) - scale.log()
-    torch.testing.assert_close(found.log_prob(loc + scale * away), expected.sum(-1))
-    torch.testing.assert_close(found.variance, scale.square() * float(theirs.var()))
-    assert found.entropy().item() == pytest.approx(2 * float(theirs.entropy()) + scale.log().sum().item())
-    drawn = (found.rsample((4000,), torch.Generator().manual_seed(0)) - loc) / scale
+    torch.testing.assert_close(distribution.log_prob(loc + scale * away), expected.sum(-1))
+    torch.testing.assert_close(distribution.variance, scale.square() * float(theirs.var()))
+    assert distribution.entropy().item() == pytest.approx(
+        2 * float(theirs.entropy()) + scale.log().sum().item()
+    )
+    drawn = (distribution.rsample((4000,), torch.Generator().manual_seed(0)) - loc) / scale
     for column in drawn.T:
         assert scipy.stats.kstest(column.numpy(), theirs.cdf).pvalue > 1e-3
-    assert found.expand((3,)).rsample().shape == (3, 2)
+    assert distribution.expand((3,)).rsample().shape == (3, 2)
 
 
 @pytest.mark.parametrize("kind", [LaplaceBase, LogisticBase, CircularBase])
-def test_fixed_bases_carry_flows(kind):
+def test_flows_on_fixed_bases(kind):
     flow = fb.flows.FlowModel(kind(2), fb.transforms.Affine(2))
     x, log_prob = flow().rsample_and_log_prob((5,))
     torch.testing.assert_close(flow().log_prob(x), log_prob)
     torch.testing.assert_close(flow().entropy(), kind(2).distribution().entropy())
 
 
-def test_a_message_names_the_class_that_was_made():
-    with pytest.raises(FlowBNNError, match=r"^NormalBase\(dim=...\) must be an integer of at least 1, got 0"):
+def test_messages_name_the_subclass():
+    with pytest.raises(FlowBNNError) as caught:
         NormalBase(0)
-    with pytest.raises(FlowBNNError, match="^LaplaceBase has no setting 'width'"):
+    assert str(caught.value).startswith("NormalBase(dim=...)")
+    with pytest.raises(FlowBNNError) as caught:
         LaplaceBase(2, width=1.0)
+    assert str(caught.value).startswith("LaplaceBase ")
+    assert (caught.value.kind, caught.value.argument) == ("unknown setting", "width")

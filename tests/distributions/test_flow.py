@@ -1,4 +1,4 @@
-"""Flows as torch.distributions, their divergence against closed forms and quadrature, and foreign transforms."""
+"""Flows as torch.distributions, and their divergence against closed forms and quadrature."""
 
 import pytest
 import torch
@@ -37,7 +37,7 @@ def normal(dim: int, loc: float = 1.0, scale: float = 0.5) -> DiagonalNormal:
 @pytest.mark.parametrize(
     "transform", [Affine(3), Planar(3), Radial(3), Compose(Affine(3), LULinear(3), AffineCoupling(3))]
 )
-def test_one_pass_density_is_the_inverse_density(transform):
+def test_density_of_the_forward_pass_equals_that_of_the_inverse(transform):
     flow = Flow(normal(3), perturbed(transform))
     x, log_prob = flow.rsample_and_log_prob((5, 2))
     assert x.shape == (5, 2, 3)
@@ -45,7 +45,7 @@ def test_one_pass_density_is_the_inverse_density(transform):
     torch.testing.assert_close(flow.log_prob(x), log_prob, rtol=0, atol=1e-8)
 
 
-def test_a_lognormal_by_hand():
+def test_lognormal_equals_torch():
     flow = Flow(Independent(Normal(torch.zeros(2), torch.ones(2)), 1), Exp())
     x = torch.tensor([[0.5, 2.0]])
     expected = torch.distributions.LogNormal(0.0, 1.0).log_prob(x).sum(-1)
@@ -57,7 +57,7 @@ def test_a_lognormal_by_hand():
     )
 
 
-def test_it_is_a_citizen():
+def test_samples_gradients_and_expansion():
     flow = Flow(normal(3), perturbed(Planar(3)))
     assert flow.sample((4,)).requires_grad is False
     assert flow.rsample((4,)).requires_grad
@@ -71,27 +71,41 @@ def test_it_is_a_citizen():
     )
 
 
-def test_refusals():
-    with pytest.raises(FlowBNNError, match=r"not a NormalBase; .*FlowModel\(base, transform\)"):
-        Flow(NormalBase(2, 0.0, 1.0), Affine(2))
-    with pytest.raises(FlowBNNError, match="works on 1-dimensional events, but"):
-        Flow(Normal(torch.zeros(()), torch.ones(())), Planar(3))
-    with pytest.raises(FlowBNNError, match="takes no generator"):
-        Flow(Normal(torch.zeros(2), torch.ones(2)), Affine(2)).rsample(generator=torch.Generator())
+class OneWay(Transform):
+    inverse_kind = "none"
 
-    class OneWay(Transform):
-        inverse_kind = "none"
 
-    with pytest.raises(NotImplementedError, match="use rsample_and_log_prob"):
+@pytest.mark.parametrize(
+    ("call", "kind", "argument"),
+    [
+        (lambda: Flow(NormalBase(2, 0.0, 1.0), Affine(2)), "value", "base"),
+        (lambda: Flow(Normal(torch.zeros(()), torch.ones(())), Planar(3)), "shape", "base"),
+        (
+            lambda: Flow(Normal(torch.zeros(2), torch.ones(2)), Affine(2)).rsample(
+                generator=torch.Generator()
+            ),
+            "unsupported",
+            "generator",
+        ),
+        (lambda: Inverse(OneWay()), "value", "transform"),
+    ],
+)
+def test_bad_input_raises(call, kind, argument):
+    with pytest.raises(FlowBNNError) as caught:
+        call()
+    assert (caught.value.kind, caught.value.argument) == (kind, argument)
+    assert "\n" not in str(caught.value)
+
+
+def test_density_without_inverse_raises():
+    with pytest.raises(NotImplementedError):
         Flow(normal(2), OneWay()).log_prob(torch.zeros(2))
-    with pytest.raises(FlowBNNError, match="has no inverse"):
-        Inverse(OneWay())
 
 
-# --- divergence ---------------------------------------------------------------------------------------------------------
+# --- divergence ------------------------------------------------------------------------------------------------------
 
 
-def test_diagonal_kl_is_torchs():
+def test_kl_of_a_diagonal_map_equals_torch():
     q = Flow(normal(3), perturbed(Affine(3)))
     log_scale, shift = q.transform.log_scale, q.transform.shift
     plain = Independent(Normal(log_scale.exp() + shift, 0.5 * log_scale.exp()), 1)
@@ -103,7 +117,7 @@ def test_diagonal_kl_is_torchs():
     torch.testing.assert_close(kl_divergence(q, prior), expected, rtol=0, atol=1e-12)
 
 
-def test_full_matrix_kl_is_torchs():
+def test_kl_of_a_full_matrix_equals_torch():
     q = Flow(normal(4), perturbed(Compose(Affine(4), LULinear(4), Affine(4), LULinear(4))))
     assert q.transform.linearity == "affine"
     offset = q.transform(torch.zeros(4, dtype=DOUBLE))[0]
@@ -119,8 +133,8 @@ def test_full_matrix_kl_is_torchs():
 @pytest.mark.parametrize(
     "make", [lambda: Planar(2), lambda: Radial(2), lambda: AffineCoupling(2, hidden=(4,))]
 )
-def test_sampled_kl_is_the_integral(make):
-    """Quadrature of q log(q/p) on a grid against draws, within four standard errors."""
+def test_sampled_kl_equals_the_integral(make):
+    """Compares draws with quadrature of q log(q/p) on a grid, within four standard errors."""
     torch.manual_seed(0)
     q, prior = Flow(normal(2), perturbed(make())), normal(2)
     axis = torch.linspace(-6, 8, 900, dtype=DOUBLE)
@@ -128,15 +142,15 @@ def test_sampled_kl_is_the_integral(make):
     with torch.no_grad():
         log_q = q.log_prob(grid)
         cell = (axis[1] - axis[0]) ** 2
-        assert (log_q.exp().sum() * cell - 1.0).abs() < 1e-3, "the grid holds the whole of q"
+        assert (log_q.exp().sum() * cell - 1.0).abs() < 1e-3, "the grid must contain the mass of q"
         integral = (log_q.exp() * (log_q - prior.log_prob(grid))).sum() * cell
         estimates = torch.stack([divergence(q, prior, samples=500).kl for _ in range(40)])
     assert (estimates.mean() - integral).abs() < 4 * estimates.std() / 40**0.5 + 1e-3
-    with pytest.raises(NotImplementedError, match="no closed form"):
+    with pytest.raises(NotImplementedError):
         kl_divergence(q, prior)
 
 
-def test_mixture_kl_is_the_integral():
+def test_sampled_kl_of_a_mixture_equals_the_integral():
     torch.manual_seed(0)
     base = MixtureBase(1, 2, init_std=1.0).double()
     q, prior = Flow(base(), Affine(1).double()), normal(1)
@@ -148,7 +162,7 @@ def test_mixture_kl_is_the_integral():
     assert (estimates.mean() - integral).abs() < 4 * estimates.std() / 40**0.5
 
 
-def test_kl_of_the_prior_itself_is_zero_and_never_negative_in_closed_form():
+def test_exact_kl_is_zero_at_the_prior_and_positive_elsewhere():
     prior = normal(5)
     assert divergence(Flow(prior, Affine(5).double()), prior).kl.abs() < 1e-14
     for seed in range(20):
@@ -160,15 +174,11 @@ def test_kl_of_the_prior_itself_is_zero_and_never_negative_in_closed_form():
         assert divergence(Flow(prior, transform), prior).kl > 0
 
 
-# --- foreign transforms -------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("transform", [Compose(), Exp(), Affine(3)], ids=lambda one: type(one).__name__)
+@pytest.mark.parametrize("transform", [Compose(), Exp(), Affine(3)], ids=lambda each: type(each).__name__)
 @pytest.mark.parametrize("length", [1, 2])
-def test_values_of_another_length_than_the_base_are_refused(length: int, transform: Transform) -> None:
-    """A base of length one took vectors of any length for one vector."""
+def test_values_of_another_length_than_the_base_raise(length: int, transform: Transform) -> None:
+    """A base of length one would broadcast to vectors of any length."""
     flow = Flow(DiagonalNormal(torch.zeros(length), torch.ones(length)), transform)
-    name = type(transform).__name__
-    words = rf"^part 0 of the flow: {name} hands the base, DiagonalNormal, events of shape \(3,\), not of \({length},\)$"
-    with pytest.raises(FlowBNNError, match=words):
+    with pytest.raises(FlowBNNError) as caught:
         flow.log_prob(torch.ones(4, 3))
+    assert (caught.value.kind, caught.value.fields["path"]) == ("shape", (0,))

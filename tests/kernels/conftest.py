@@ -1,4 +1,4 @@
-"""Lets the test modules of this folder import each other by name."""
+"""Lets the test modules of this folder import each other."""
 
 import sys
 from pathlib import Path

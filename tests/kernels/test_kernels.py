@@ -1,6 +1,6 @@
-"""Chains of many layers at once: values, log-dets and gradients of the reference in float64.
+"""Kernels for chains of many layers against the reference in float64: values, log-determinants and gradients.
 
-Run as a program this file prints the largest errors as JSON; a test has it do so with Triton's interpreter, which needs no GPU.
+As a program this file prints the largest errors as JSON. A test runs it with Triton's interpreter, which needs no GPU.
 """
 
 import json
@@ -34,15 +34,15 @@ MANY = [
     (70, [("planar", 3), ("lu", 1)]),
     (6, PLANAR),
     (40, MIXED),
-]  # sides of one block and of two, and a short one
+]  # matrices of one and of two blocks, and a short chain
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
 needs_gpu = pytest.mark.skipif(
     not torch.cuda.is_available() or find_spec("triton") is None, reason="needs a CUDA device and Triton"
 )
 
 
-def flows_of(case, device="cpu", spread=0.3):
-    """Perturbed chains, some far from the identity."""
+def make_flows(case, device="cpu", spread=0.3):
+    """Returns perturbed chains, some far from the identity."""
     flows = []
     for number, (dim, runs) in enumerate(case):
         torch.manual_seed(number)
@@ -53,52 +53,54 @@ def flows_of(case, device="cpu", spread=0.3):
     return flows
 
 
-def derived(push, flows, wide, case, log_det, contiguous=False):
-    """Values, log-dets, and gradients to the starts and to all parameters, of one weighted sum of them."""
+def results_and_gradients(push, flows, inputs, case, log_det, contiguous=False):
+    """Returns values, log-determinants, and the gradients of a weighted sum of them to the inputs and all parameters."""
     torch.manual_seed(9)
-    of_x = [torch.randn(len(wide), dim).to(wide) for dim, _ in case]
-    of_log_det = [torch.randn(len(wide)).to(wide) for _ in case]
-    starts = wide[:, 3:].contiguous() if contiguous else wide[:, 3:]
-    x, log_dets = push(flows, starts, log_det)
-    total = sum((value * weight).sum() for value, weight in zip(x, of_x, strict=True))
+    x_weights = [torch.randn(len(inputs), dim).to(inputs) for dim, _ in case]
+    log_det_weights = [torch.randn(len(inputs)).to(inputs) for _ in case]
+    vectors = inputs[:, 3:].contiguous() if contiguous else inputs[:, 3:]
+    x, log_dets = push(flows, vectors, log_det)
+    total = sum((value * weight).sum() for value, weight in zip(x, x_weights, strict=True))
     if log_det:
-        total = total + sum((value * w).sum() for value, w in zip(log_dets, of_log_det, strict=True))
-    gradients = torch.autograd.grad(total, [wide, *weights_of(flows)])
+        total = total + sum((value * w).sum() for value, w in zip(log_dets, log_det_weights, strict=True))
+    gradients = torch.autograd.grad(total, [inputs, *all_weights(flows)])
     return [value.detach() for value in (*x, *(log_dets or []), *gradients)]
 
 
-def weights_of(flows):
+def all_weights(flows):
     return [weight for flow in flows for weight in flow.chain.weights]
 
 
-def one_by_one(flows, starts, log_det):
-    columns = starts.split([flow.dim for flow in flows], -1)
-    ends = [reference.forward(*flow.chain, z, log_det) for flow, z in zip(flows, columns, strict=True)]
-    return [x for x, _ in ends], [log for _, log in ends] if log_det else None
+def evaluate_one_by_one(flows, vectors, log_det):
+    columns = vectors.split([flow.dim for flow in flows], -1)
+    outputs = [reference.forward(*flow.chain, z, log_det) for flow, z in zip(flows, columns, strict=True)]
+    return [x for x, _ in outputs], [log for _, log in outputs] if log_det else None
 
 
-def together(flows, starts, log_det, allow_tf32=False):
-    x, log_dets = kernels.evaluate_many([Group([flow.chain for flow in flows], starts, log_det, allow_tf32)])[
-        0
-    ]
+def evaluate_together(flows, vectors, log_det, allow_tf32=False):
+    x, log_dets = kernels.evaluate_many(
+        [Group([flow.chain for flow in flows], vectors, log_det, allow_tf32)]
+    )[0]
     return list(x.split([flow.dim for flow in flows], -1)), list(log_dets.unbind()) if log_det else None
 
 
-def alone(flows, starts, log_det):
-    columns = starts.split([flow.dim for flow in flows], -1)
-    ends = [kernels.evaluate(flow.chain, z, log_det) for flow, z in zip(flows, columns, strict=True)]
-    return [x for x, _ in ends], [log for _, log in ends] if log_det else None
+def evaluate_each(flows, vectors, log_det):
+    columns = vectors.split([flow.dim for flow in flows], -1)
+    outputs = [kernels.evaluate(flow.chain, z, log_det) for flow, z in zip(flows, columns, strict=True)]
+    return [x for x, _ in outputs], [log for _, log in outputs] if log_det else None
 
 
-def truth(flows, wide, case, log_det):
-    double = flows_of(case, wide.device)
+def float64_results(flows, inputs, case, log_det):
+    double = make_flows(case, inputs.device)
     for flow, other in zip(double, flows, strict=True):
         flow.double().load_state_dict(other.state_dict())
-    return derived(one_by_one, double, wide.detach().double().requires_grad_(), case, log_det)
+    return results_and_gradients(
+        evaluate_one_by_one, double, inputs.detach().double().requires_grad_(), case, log_det
+    )
 
 
 def error(found, expected):
-    """Of float32: relative to the largest entry, or to one."""
+    """Returns the largest error relative to the largest entry, or to one if that is larger."""
     errors = [
         (a.double() - b).abs().max() / b.abs().max().clamp(min=1.0)
         for a, b in zip(found, expected, strict=True)
@@ -106,141 +108,143 @@ def error(found, expected):
     return float(torch.stack(errors).max())
 
 
-def wide_of(case, rows, device="cpu"):
+def make_inputs(case, rows, device="cpu"):
     torch.manual_seed(3)
     return torch.randn(rows, 3 + sum(dim for dim, _ in case)).to(device).requires_grad_()
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("log_det", [True, False])
-def test_where_there_are_no_kernels_the_chains_are_evaluated_one_by_one(dtype, log_det):
+def test_chains_are_evaluated_one_by_one_without_kernels(dtype, log_det):
     case = [(5, REPORT), (3, PLANAR), (4, MIXED)]
-    flows, wide = [flow.to(dtype) for flow in flows_of(case)], wide_of(case, 4).to(dtype).detach()
-    wide.requires_grad_()
-    expected = derived(one_by_one, flows, wide, case, log_det)
-    for push in (together, alone):
-        torch.testing.assert_close(derived(push, flows, wide, case, log_det), expected)
+    flows, inputs = [flow.to(dtype) for flow in make_flows(case)], make_inputs(case, 4).to(dtype).detach()
+    inputs.requires_grad_()
+    expected = results_and_gradients(evaluate_one_by_one, flows, inputs, case, log_det)
+    for push in (evaluate_together, evaluate_each):
+        torch.testing.assert_close(results_and_gradients(push, flows, inputs, case, log_det), expected)
 
 
-def test_a_chain_without_maps_is_the_identity():
+def test_chain_without_maps_is_the_identity():
     z = torch.ones(3, 2)
     x, log_det = kernels.evaluate(PlanarLU(2, []).chain, z)
     assert torch.equal(x, z)
     assert torch.equal(log_det, torch.zeros(3))
 
 
-def test_plans_survive_being_written_as_numbers():
-    plans = tuple(PlanarLU(3, runs, margin=0.01, bound=3.0).plan for runs in (REPORT, MIXED, PLANAR))
-    assert gpu.read(*map(tuple, gpu.write(plans))) == plans
+def test_shapes_are_encoded_and_decoded():
+    shapes = tuple(PlanarLU(3, runs, margin=0.01, bound=3.0).chain_shape for runs in (REPORT, MIXED, PLANAR))
+    assert gpu.decode_shapes(*map(tuple, gpu.encode_shapes(shapes))) == shapes
 
 
-def test_all_flows_take_a_stage_together():
-    launches = launch.schedule(tuple(PlanarLU(3, runs).plan for runs in (REPORT, REPORT, PLANAR)))
+def test_all_flows_share_the_launch_of_a_stage():
+    launches = launch.schedule(tuple(PlanarLU(3, runs).chain_shape for runs in (REPORT, REPORT, PLANAR)))
     kinds = [(kind, len(pairs)) for kind, pairs in launches]
     assert kinds == [("planar", 3), *[("upper", 2), ("lower", 2)] * 3, ("planar", 2)]
 
 
 @pytest.mark.parametrize("rows", [1, 512, 513, 2048, 18432, 18433, 32768, 100_000])
-def test_parts_of_rows_are_few_and_none_is_empty(rows):
-    parts, each = launch.row_parts(rows)
-    assert (parts - 1) * each < rows <= parts * each
-    assert parts <= launch.PARTS
-    assert (parts == 1) == (rows <= launch.FEW)
+def test_blocks_of_rows_are_few_and_not_empty(rows):
+    blocks, size = launch.row_blocks(rows)
+    assert (blocks - 1) * size < rows <= blocks * size
+    assert blocks <= launch.MAX_BLOCKS
+    assert (blocks == 1) == (rows <= launch.SINGLE_BLOCK_ROWS)
 
 
-def test_noise_that_will_be_rounded_may_be_coarse_and_its_divergence_never_is(monkeypatch):
-    asked = []
+def test_tf32_is_allowed_for_half_precision_noise_and_never_for_its_divergence(monkeypatch):
+    calls = []
 
-    def watched(chain, z, log_det=True, allow_tf32=False):
-        asked.append(allow_tf32)
+    def record_call(chain, z, log_det=True, allow_tf32=False):
+        calls.append(allow_tf32)
         return z, z.new_zeros(len(z)) if log_det else None
 
-    monkeypatch.setattr(kernels, "evaluate", watched)
+    monkeypatch.setattr(kernels, "evaluate", record_call)
     layer = to_stochastic(torch.nn.Conv2d(3, 4, 3), {"*": NormalInvConv(site="position")})
     images = torch.randn(2, 3, 5, 5)
     layer(images)
-    assert asked == [False]
+    assert calls == [False]
     with torch.autocast("cpu", torch.bfloat16):
         layer(images)
-        assert asked == [False, True]
-        noise = next(part for part in layer.modules() if isinstance(part, InputNoise))
+        assert calls == [False, True]
+        noise = next(module for module in layer.modules() if isinstance(module, InputNoise))
         divergences({"layer": noise})
         noise.push(torch.zeros(2, 3))
-    assert len(asked) > 2
-    assert not any(asked[2:])
+    assert len(calls) > 2
+    assert not any(calls[2:])
 
 
-def plain_forward(part, keep, x, totals, kept):
-    """What the launches compute, by numpy."""
-    for i, end in enumerate(x.split(part.dims, -1)):
-        weights = part.weights[i].values()
-        value, log_det = cpu.ChainFunction.apply(part.plans[i], part.log_det, part.columns[i], *weights)
+def numpy_forward(task, save, x, log_dets, saved):
+    """Computes the same as ``launch.forward`` by numpy."""
+    for i, end in enumerate(x.split(task.dims, -1)):
+        weights = task.weights[i].values()
+        value, log_det = cpu.ChainFunction.apply(task.shapes[i], task.log_det, task.columns[i], *weights)
         end.copy_(value)
-        if part.log_det:
-            totals[i] = log_det
+        if task.log_det:
+            log_dets[i] = log_det
 
 
-def plain_backward(part, kept, of_x, of_totals, of_starts, of_weights):
-    found = []
-    for i, of_end in enumerate(of_x.split(part.dims, -1)):
-        inputs = [one.detach().requires_grad_() for one in (part.columns[i], *part.weights[i].values())]
+def numpy_backward(task, saved, grad_x, grad_log_dets, grad_vectors, grad_weights):
+    """Computes the same as ``launch.backward`` by numpy."""
+    weight_grads = []
+    for i, output_grad in enumerate(grad_x.split(task.dims, -1)):
+        leaves = [t.detach().requires_grad_() for t in (task.columns[i], *task.weights[i].values())]
         with torch.enable_grad():
-            ends = cpu.ChainFunction.apply(part.plans[i], of_totals is not None, *inputs)
-        given = [of_end] if of_totals is None else [of_end, of_totals[i]]
-        of_z, *rest = torch.autograd.grad(ends[: len(given)], inputs, given)
-        of_starts.split(part.dims, -1)[i].copy_(of_z)
-        found += rest
-    of_weights.copy_(torch.cat([found[place].flatten() for place in launch.flat_order(part.plans)]))
+            outputs = cpu.ChainFunction.apply(task.shapes[i], grad_log_dets is not None, *leaves)
+        grads = [output_grad] if grad_log_dets is None else [output_grad, grad_log_dets[i]]
+        z_grad, *others = torch.autograd.grad(outputs[: len(grads)], leaves, grads)
+        grad_vectors.split(task.dims, -1)[i].copy_(z_grad)
+        weight_grads += others
+    order = launch.flat_order(task.shapes)
+    grad_weights.copy_(torch.cat([weight_grads[position].flatten() for position in order]))
 
 
 @pytest.fixture
-def as_on_a_gpu(monkeypatch):
-    """The operator as on a GPU, with numpy in the place of the launches."""
+def gpu_operator(monkeypatch):
+    """Uses the operator of GPUs, with numpy instead of the launches."""
     monkeypatch.setattr(kernels, "available", lambda z: True)
-    monkeypatch.setattr(launch, "forward", plain_forward)
-    monkeypatch.setattr(launch, "backward", plain_backward)
+    monkeypatch.setattr(launch, "forward", numpy_forward)
+    monkeypatch.setattr(launch, "backward", numpy_backward)
 
 
 @pytest.mark.parametrize("log_det", [True, False])
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_the_operator_puts_everything_in_its_place(case, log_det, as_on_a_gpu):
-    flows, wide = [flow.double() for flow in flows_of(case)], wide_of(case, 5).detach().double()
-    expected = derived(one_by_one, flows, wide.requires_grad_(), case, log_det)
-    ways = [together, alone]
-    if case is CASES["both"]:  # short chains and long ones, which is all that is traced
+def test_operator_equals_the_reference(case, log_det, gpu_operator):
+    flows, inputs = [flow.double() for flow in make_flows(case)], make_inputs(case, 5).detach().double()
+    expected = results_and_gradients(evaluate_one_by_one, flows, inputs.requires_grad_(), case, log_det)
+    functions = [evaluate_together, evaluate_each]
+    if case is CASES["both"]:  # short and long chains, which cover all that is traced
         compiled = torch.compile(
-            lambda wide: together(flows, wide[:, 3:], log_det),
+            lambda inputs: evaluate_together(flows, inputs[:, 3:], log_det),
             fullgraph=True,
             backend="aot_eager" if log_det else "eager",
         )
-        ways.append(lambda *_: compiled(wide))
-    for push in ways:
-        torch.testing.assert_close(derived(push, flows, wide, case, log_det), expected)
+        functions.append(lambda *_: compiled(inputs))
+    for push in functions:
+        torch.testing.assert_close(results_and_gradients(push, flows, inputs, case, log_det), expected)
 
 
-def test_second_derivatives_of_the_operator_are_those_of_the_reference(as_on_a_gpu):
+def test_second_derivatives_of_the_operator_equal_those_of_the_reference(gpu_operator):
     case, second = CASES["both"], []
-    flows, wide = [flow.double() for flow in flows_of(case)], wide_of(case, 3).detach().double()
-    wide.requires_grad_()
-    for push in (together, one_by_one):
-        x, log_dets = push(flows, wide[:, 3:], True)
+    flows, inputs = [flow.double() for flow in make_flows(case)], make_inputs(case, 3).detach().double()
+    inputs.requires_grad_()
+    for push in (evaluate_together, evaluate_one_by_one):
+        x, log_dets = push(flows, inputs[:, 3:], True)
         total = sum(value.square().sum() for value in (*x, *log_dets))
-        (gradient,) = torch.autograd.grad(total, wide, create_graph=True)
-        second.append(torch.autograd.grad(gradient.square().sum(), [wide, *weights_of(flows)]))
+        (gradient,) = torch.autograd.grad(total, inputs, create_graph=True)
+        second.append(torch.autograd.grad(gradient.square().sum(), [inputs, *all_weights(flows)]))
     torch.testing.assert_close(second[0], second[1])
 
 
 @needs_triton
-def test_the_kernels_agree_with_the_chains_in_the_interpreter():
+def test_kernels_in_the_interpreter_agree_with_the_reference():
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-W", "ignore", __file__]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-2000:]
-    found = json.loads(done.stdout.splitlines()[-1])
+    process = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert process.returncode == 0, process.stderr[-2000:]
+    found = json.loads(process.stdout.splitlines()[-1])
     if "unable" in found:
         pytest.skip(f"Triton's interpreter does not run here: {found['unable']}")
     assert len(found["errors"]) == 3 * len(CASES) + 2
-    assert found["parts"] == 3
+    assert found["blocks"] == 3
     assert max(found["errors"].values()) < 1e-5, found["errors"]
     assert found["tanh"] < 2.5
     assert found["edges"] < 1e-5
@@ -252,14 +256,15 @@ def test_the_kernels_agree_with_the_chains_in_the_interpreter():
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [1, 16, 19, 128])
 @pytest.mark.parametrize("case", [*CASES.values(), LENET, VGG], ids=[*CASES, "lenet", "vgg"])
-def test_on_a_gpu_values_and_gradients_are_right_and_the_same_again(case, rows):
-    flows, wide = flows_of(case, "cuda"), wide_of(case, rows, "cuda")
-    assert kernels.available(wide)
+def test_gpu_results_are_accurate_and_reproducible(case, rows):
+    flows, inputs = make_flows(case, "cuda"), make_inputs(case, rows, "cuda")
+    assert kernels.available(inputs)
     for log_det in (True, False):
         first, second, third = (
-            derived(push, flows, wide, case, log_det) for push in (together, together, alone)
+            results_and_gradients(push, flows, inputs, case, log_det)
+            for push in (evaluate_together, evaluate_together, evaluate_each)
         )
-        assert error(first, truth(flows, wide, case, log_det)) < 1e-5
+        assert error(first, float64_results(flows, inputs, case, log_det)) < 1e-5
         assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
         assert error(third, [value.double() for value in first]) < 1e-5
 
@@ -271,91 +276,108 @@ def test_on_a_gpu_values_and_gradients_are_right_and_the_same_again(case, rows):
     [(CASES["both"], 513), (MANY, 1000), (VGG, 600), ([(6, REPORT)], 18432), ([(128, REPORT)], 32768)],
     ids=["both", "many", "vgg", "lenet position", "vgg position"],
 )
-def test_on_a_gpu_many_rows_are_added_up_in_parts(case, rows):
-    flows, wide = flows_of(case, "cuda"), wide_of(case, rows, "cuda")
-    first, second = (derived(together, flows, wide, case, True) for _ in range(2))
-    assert error(first, truth(flows, wide, case, True)) < 1e-5
+def test_gpu_sums_over_many_rows_are_accurate_and_reproducible(case, rows):
+    flows, inputs = make_flows(case, "cuda"), make_inputs(case, rows, "cuda")
+    first, second = (results_and_gradients(evaluate_together, flows, inputs, case, True) for _ in range(2))
+    assert error(first, float64_results(flows, inputs, case, True)) < 1e-5
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
 @needs_gpu
 @pytest.mark.gpu
 @pytest.mark.parametrize(("dim", "rows"), [(128, 32768), (256, 2048), (512, 512), (40, 600)])
-def test_on_a_gpu_coarse_products_are_good_to_a_thousandth_and_few_rows_stay_exact(dim, rows):
+def test_gpu_tf32_products_are_accurate_to_a_thousandth_and_few_rows_stay_exact(dim, rows):
     case = [(dim, REPORT)]
-    flows, wide = flows_of(case, "cuda"), wide_of(case, rows, "cuda")
+    flows, inputs = make_flows(case, "cuda"), make_inputs(case, rows, "cuda")
 
-    def allow_tf32(flows, starts, log_det):
-        return together(flows, starts, log_det, allow_tf32=True)
+    def evaluate_tf32(flows, vectors, log_det):
+        return evaluate_together(flows, vectors, log_det, allow_tf32=True)
 
-    first, again = (derived(allow_tf32, flows, wide, case, True) for _ in range(2))
+    first, again = (results_and_gradients(evaluate_tf32, flows, inputs, case, True) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
-    assert 1e-5 < error(first, truth(flows, wide, case, True)) < 5e-3
-    few = wide_of(case, 100, "cuda")
-    exact, same = (derived(push, flows, few, case, True) for push in (together, allow_tf32))
+    assert 1e-5 < error(first, float64_results(flows, inputs, case, True)) < 5e-3
+    few = make_inputs(case, 100, "cuda")
+    exact, same = (
+        results_and_gradients(push, flows, few, case, True) for push in (evaluate_together, evaluate_tf32)
+    )
     assert all(torch.equal(a, b) for a, b in zip(exact, same, strict=True))
 
 
 @needs_gpu
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", [CASES["both"], LENET], ids=["both", "lenet"])
-def test_on_a_gpu_it_compiles_without_a_break_and_is_captured_in_a_graph(case):
-    flows, wide = flows_of(case, "cuda"), wide_of(case, 19, "cuda")
-    expected = derived(together, flows, wide, case, True)
+def test_gpu_kernels_compile_without_a_graph_break(case):
+    flows, inputs = make_flows(case, "cuda"), make_inputs(case, 19, "cuda")
+    expected = results_and_gradients(evaluate_together, flows, inputs, case, True)
 
-    def push(wide):
-        return together(flows, wide[:, 3:], True)
+    def push(inputs):
+        return evaluate_together(flows, inputs[:, 3:], True)
 
     compiled = torch.compile(push, fullgraph=True)
-    found = derived(lambda flows, starts, log_det: compiled(wide), flows, wide, case, True)
-    assert error(found, [value.double() for value in expected]) < 1e-6
+    actual = results_and_gradients(lambda *_: compiled(inputs), flows, inputs, case, True)
+    assert error(actual, [value.double() for value in expected]) < 1e-6
 
-    graph, weights = torch.cuda.CUDAGraph(), weights_of(flows)
-    given, stream = wide.detach().clone().requires_grad_(), torch.cuda.Stream()
+
+@needs_gpu
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", [CASES["both"], LENET], ids=["both", "lenet"])
+def test_gpu_kernels_can_be_captured_in_a_graph(case):
+    """Parameters, warm-up, capture and comparison use one side stream.
+
+    torch remembers the stream on which a parameter first joins a graph and warns if its gradient comes from another stream.
+    """
+    stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        derived(together, flows, given, case, True)  # what is launched first is compiled and loaded first
+        flows, inputs = make_flows(case, "cuda"), make_inputs(case, 19, "cuda")
+
+        def gradients():
+            x, log_dets = evaluate_together(flows, inputs[:, 3:], True)
+            total = sum(value.square().sum() for value in x) + sum(value.sum() for value in log_dets)
+            return torch.autograd.grad(total, [inputs, *all_weights(flows)])
+
+        gradients()  # warm-up: kernels are compiled and loaded here
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            captured = gradients()
+        with torch.no_grad():
+            inputs.mul_(0.5)
+        graph.replay()
+        expected = gradients()
     torch.cuda.synchronize()
-    with torch.cuda.graph(graph, stream=stream):
-        x, log_dets = push(given)
-        total = sum(value.square().sum() for value in x) + sum(value.sum() for value in log_dets)
-        gradients = torch.autograd.grad(total, [given, *weights])
-    with torch.no_grad():
-        given.mul_(0.5)
-    graph.replay()
-    x, log_dets = push(given)
-    total = sum(value.square().sum() for value in x) + sum(value.sum() for value in log_dets)
-    expected = torch.autograd.grad(total, [given, *weights])
-    assert all(torch.equal(a, b) for a, b in zip(gradients, expected, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(captured, expected, strict=True))
 
 
 def many_rows(errors):
-    """The way of many rows, taken by few: three parts, the last one short."""
-    before = launch.FEW, launch.PART
-    launch.FEW, launch.PART = 16, 32
-    flows = flows_of(MANY)
+    """Tests sums over several blocks of rows with few rows: three blocks, of which the last is short."""
+    limits = launch.SINGLE_BLOCK_ROWS, launch.BLOCK_ROWS
+    launch.SINGLE_BLOCK_ROWS, launch.BLOCK_ROWS = 16, 32
+    flows = make_flows(MANY)
     try:
-        wide = wide_of(MANY, 141)
-        first, again = (derived(push, flows, wide, MANY, True) for push in (together, together))
-        errors["many"] = error(first, truth(flows, wide, MANY, True))
-        return {"many again": error(again, first), "parts": launch.row_parts(141)[0]}
+        inputs = make_inputs(MANY, 141)
+        first, again = (
+            results_and_gradients(push, flows, inputs, MANY, True)
+            for push in (evaluate_together, evaluate_together)
+        )
+        errors["many"] = error(first, float64_results(flows, inputs, MANY, True))
+        return {"many again": error(again, first), "blocks": launch.row_blocks(141)[0]}
     finally:
-        launch.FEW, launch.PART = before
+        launch.SINGLE_BLOCK_ROWS, launch.BLOCK_ROWS = limits
 
 
-def side_by_side():
-    """Whether groups of flows give what they give alone, compiled too."""
-    from test_groups import SMALL, groups_of, one_by_one, same
-    from test_groups import derived as derived_in_groups
+def check_groups():
+    """Returns whether groups give the same results together as one by one, eager and compiled."""
+    from test_kernel_groups import SMALL, equal, evaluate_one_by_one, make_groups
+    from test_kernel_groups import results_and_gradients as group_results
 
-    groups = groups_of(SMALL)
-    expected = derived_in_groups(one_by_one, groups)
+    groups = make_groups(SMALL)
+    expected = group_results(evaluate_one_by_one, groups)
     compiled = torch.compile(kernels.evaluate_many, fullgraph=True, backend="aot_eager")
-    return [same(derived_in_groups(push, groups), expected) for push in (kernels.evaluate_many, compiled)]
+    return [equal(group_results(push, groups), expected) for push in (kernels.evaluate_many, compiled)]
 
 
 def report(bend):
-    """The errors of the kernels in the interpreter."""
+    """Returns the errors of the kernels in the interpreter."""
     near = torch.logspace(-8, 1.3, 2048)
     given = torch.cat([near, -near])
     found = torch.empty_like(given)
@@ -367,33 +389,41 @@ def report(bend):
     unit = torch.nextafter(true.abs().float(), torch.tensor(2.0)).double() - true.abs().float().double()
     result = {"tanh": float(((found.double() - true).abs() / unit).max()), "errors": {}}
     for name, case in CASES.items():
-        flows = flows_of(case)
+        flows = make_flows(case)
         for rows, log_det in ((1, True), (16, False), (19, True), (128, True))[: 4 if name == "short" else 3]:
-            wide = wide_of(case, rows)
-            found = derived(together, flows, wide, case, log_det, contiguous=rows == 16)
-            result["errors"][f"{name} {rows}"] = error(found, truth(flows, wide, case, log_det))
+            inputs = make_inputs(case, rows)
+            found = results_and_gradients(
+                evaluate_together, flows, inputs, case, log_det, contiguous=rows == 16
+            )
+            result["errors"][f"{name} {rows}"] = error(found, float64_results(flows, inputs, case, log_det))
 
     case = CASES["both"]
-    flows, wide = flows_of(case), wide_of(case, 3)
-    first, again = (derived(push, flows, wide, case, True) for push in (together, together))
+    flows, inputs = make_flows(case), make_inputs(case, 3)
+    first, again = (
+        results_and_gradients(push, flows, inputs, case, True)
+        for push in (evaluate_together, evaluate_together)
+    )
     compiled = torch.compile(
-        lambda wide: together(flows, wide[:, 3:], True),
+        lambda inputs: evaluate_together(flows, inputs[:, 3:], True),
         fullgraph=True,
         backend="aot_eager",
     )
-    third = derived(lambda *_: compiled(wide), flows, wide, case, True)
+    third = results_and_gradients(lambda *_: compiled(inputs), flows, inputs, case, True)
     result["again"], result["compiled"] = (error(other, first) for other in (again, third))
 
     result.update(many_rows(result["errors"]))
-    result["groups"] = side_by_side()
+    result["groups"] = check_groups()
 
-    with torch.no_grad():  # the squeeze at its margin, and a short w
+    with torch.no_grad():  # the strongest contraction, and a short w
         for flow in flows:
-            if flow.plan.planar:
+            if flow.chain_shape.planar:
                 for k, length in ((0, 3.0), (1, 1e-2)):
                     flow.w[k] *= length
                     flow.u[k] = -20.0 * flow.w[k] / flow.w[k].square().sum() * (1.0 if k == 0 else 1e-3)
-    result["edges"] = error(derived(together, flows, wide, case, True), truth(flows, wide, case, True))
+    result["edges"] = error(
+        results_and_gradients(evaluate_together, flows, inputs, case, True),
+        float64_results(flows, inputs, case, True),
+    )
     return result
 
 

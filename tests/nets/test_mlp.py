@@ -1,4 +1,4 @@
-"""The MLP conditioner."""
+"""MLP and ConditionalNormal."""
 
 import pytest
 import torch
@@ -8,13 +8,13 @@ from flowbnn.errors import FlowBNNError
 from flowbnn.nets import MLP, ConditionalNormal
 
 
-def woken(net: MLP) -> MLP:
-    """The same net with a last layer that is not zero."""
+def randomize(net: MLP) -> MLP:
+    """Sets the last layer to random numbers and returns the net."""
     nn.init.normal_(net.layers[-1].weight, generator=torch.Generator().manual_seed(0))
     return net
 
 
-def test_starts_at_zero_and_learns() -> None:
+def test_mlp_starts_at_zero_and_learns() -> None:
     net = MLP(3, 2, hidden=(8,))
     value = torch.randn(5, 3, generator=torch.Generator().manual_seed(0))
     assert torch.equal(net(value), torch.zeros(5, 2))
@@ -26,21 +26,21 @@ def test_starts_at_zero_and_learns() -> None:
     assert all((parameter.grad != 0).any() for parameter in net.parameters())
 
 
-def test_is_the_formula() -> None:
-    net = woken(MLP(2, 1, hidden=(3,), activation=nn.Tanh)).double()
+def test_mlp_equals_its_formula() -> None:
+    net = randomize(MLP(2, 1, hidden=(3,), activation=nn.Tanh)).double()
     value = torch.tensor([[0.3, -1.2]], dtype=torch.float64)
     first, last = net.layers[0], net.layers[2]
     expected = torch.tanh(value @ first.weight.T + first.bias) @ last.weight.T + last.bias
     torch.testing.assert_close(net(value), expected)
 
 
-def test_no_hidden_layer_is_a_linear_map() -> None:
+def test_mlp_without_hidden_layers_is_linear() -> None:
     assert [type(layer) for layer in MLP(3, 2, hidden=()).layers] == [nn.Linear]
 
 
 @pytest.mark.parametrize("batch", [(), (0,), (1,), (2, 3)], ids=str)
 def test_batch_shapes_and_broadcast_context(batch: tuple[int, ...]) -> None:
-    net = woken(MLP(3, 2, hidden=(8,), context_dim=4)).double()
+    net = randomize(MLP(3, 2, hidden=(8,), context_dim=4)).double()
     value = torch.ones(*batch, 3, dtype=torch.float64)
     context = torch.linspace(0, 1, 4, dtype=torch.float64)
     out = net(value, context)
@@ -52,24 +52,22 @@ def test_batch_shapes_and_broadcast_context(batch: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("call", "words"),
+    ("call", "kind", "argument"),
     [
-        (lambda: MLP(0, 2), "at least 1"),
-        (lambda: MLP(2, 2, hidden=(4, 0)), "at least 1"),
-        (lambda: MLP(2, 2, context_dim=-1), "of at least 0"),
-        (lambda: MLP(2, 2, context_dim=3)(torch.ones(5, 2)), "context_dim=3, and is given"),
-        (lambda: MLP(2, 2, context_dim=3)(torch.ones(5, 2), torch.ones(5, 1)), "context_dim=3, and is given"),
-        (
-            lambda: MLP(2, 2, context_dim=3)(torch.ones(5, 2), torch.ones(4, 3)),
-            r"\(4, 3\), which does not broad",
-        ),
-        (lambda: MLP(2, 2, context_dim=3)(torch.ones(2), torch.ones(4, 3)), r"to the batch of \(2,\)"),
-        (lambda: ConditionalNormal(nn.Linear(2, 3))(torch.ones(5, 2)), "as many log-scales, not 3 numbers"),
+        (lambda: MLP(0, 2), "value", "dim_in"),
+        (lambda: MLP(2, 2, hidden=(4, 0)), "value", "hidden"),
+        (lambda: MLP(2, 2, context_dim=-1), "value", "context_dim"),
+        (lambda: MLP(2, 2, context_dim=3)(torch.ones(5, 2)), "shape", "context"),
+        (lambda: MLP(2, 2, context_dim=3)(torch.ones(5, 2), torch.ones(5, 1)), "shape", "context"),
+        (lambda: MLP(2, 2, context_dim=3)(torch.ones(5, 2), torch.ones(4, 3)), "shape", "context"),
+        (lambda: MLP(2, 2, context_dim=3)(torch.ones(2), torch.ones(4, 3)), "shape", "context"),
+        (lambda: ConditionalNormal(nn.Linear(2, 3))(torch.ones(5, 2)), "shape", "net"),
     ],
 )
-def test_bad_input_is_one_line(call, words: str) -> None:
-    with pytest.raises(FlowBNNError, match=words) as caught:
+def test_bad_input_raises(call, kind: str, argument: str) -> None:
+    with pytest.raises(FlowBNNError) as caught:
         call()
+    assert (caught.value.kind, caught.value.argument) == (kind, argument)
     assert "\n" not in str(caught.value)
 
 
@@ -80,6 +78,6 @@ def test_bad_input_is_one_line(call, words: str) -> None:
         lambda: MLP(2, 2)(torch.ones(5, 2, dtype=torch.float64)),
     ],
 )
-def test_shapes_and_dtypes_that_do_not_fit_are_torchs_own_errors(call) -> None:
+def test_wrong_shapes_and_dtypes_raise_errors_of_torch(call) -> None:
     with pytest.raises(RuntimeError):
         call()

@@ -1,6 +1,6 @@
-"""What the contract suite needs to know of a transform: one ``Case`` each.
+"""Cases of the contract suite: one ``Case`` for each transform under test.
 
-A ``cases_*.py`` file of this folder holds a list ``CASES``; ``cases.py`` joins the lists and ``test_contract.py`` runs
+A ``cases_*.py`` file of this folder holds a list ``CASES``; ``cases.py`` joins the lists and ``test_base.py`` runs
 every check of the contract over every case. Every public class of ``flowbnn.transforms`` needs at least one.
 """
 
@@ -23,19 +23,19 @@ class Case:
     """A transform under test.
 
     Args:
-        name: the test's id.
-        covers: the public class this case stands for.
-        build: makes the transform for vectors of a given length, in float32, ready for use: whatever starts from
-            data has seen data, and the module is in ``eval()``. The suite seeds torch before the call and casts after.
-        dim: length of the vectors (maps of numbers, ``event_dim`` 0, are tried on one number as an event).
-        to_domain: carries standard normal noise, scaled by 1, 10 or 100, to points where ``forward`` is defined.
-        to_range: the same for points where ``inverse`` is defined.
-        quadrature: the dimensions in which the density can be integrated on a grid ...
-        no_quadrature: ... and why 1 or 2 is missing from it.
-        spread: standard deviation of the noise added to every parameter to imitate training.
-        wakes_later: parts of the names of parameters that get no gradient at the start, as those behind a last layer
-            of zeros; after training they must get one.
-        solver_error: accuracy, in float32 and in float64, of a transform whose directions are both found by a solver.
+        name: Name of the test.
+        covers: Public class that the case covers.
+        build: Function that makes the transform for vectors of a given length, in float32 and in ``eval()``. Transforms that
+            initialize from data have seen data. The suite seeds torch before the call and casts after it.
+        dim: Length of the vectors. Maps of numbers (``event_dim`` 0) are tested on one number as an event.
+        to_domain: Map from scaled standard normal noise to points where ``forward`` is defined.
+        to_range: Map from scaled standard normal noise to points where ``inverse`` is defined.
+        quadrature: Dimensions in which the density can be integrated on a grid.
+        no_quadrature: Reason why 1 or 2 is missing in ``quadrature``.
+        spread: Standard deviation of the noise that is added to every parameter to imitate training.
+        zero_gradient_at_start: Fragments of the names of parameters whose first gradient is zero, as before a last layer of zeros.
+            After training it must not be zero.
+        solver_error: Accuracy in float32 and in float64 of a transform that solves both directions numerically.
     """
 
     name: str
@@ -47,9 +47,9 @@ class Case:
     quadrature: tuple[int, ...] = (1, 2)
     no_quadrature: str = ""
     spread: float = 0.5
-    wakes_later: tuple[str, ...] = ()
+    zero_gradient_at_start: tuple[str, ...] = ()
     solver_error: tuple[float, float] = (0.0, 0.0)
 
     def __post_init__(self) -> None:
         if set(self.quadrature) != {1, 2} and not self.no_quadrature:
-            raise ValueError(f"{self.name}: say in no_quadrature why not both 1-d and 2-d integrate")
+            raise ValueError(f"{self.name}: no_quadrature must give the reason why 1 or 2 is missing")

@@ -1,4 +1,4 @@
-"""Cases: couplings and autoregressive maps over the univariate maps."""
+"""Cases: couplings and autoregressive transforms with each univariate map."""
 
 import torch
 from case import Case, same
@@ -23,12 +23,12 @@ __all__ = ["CASES"]
 COUPLED = "a coupling needs at least 2 dimensions"
 HIDDEN = ("layers.0.", "layers.2.")
 SPLINE = SplineMap(bins=4, bound=4.0)
-# at 0.5 the slopes of a spline reach e^20, and float32 cannot come back: a stated limit, not a bound that was moved
+# At 0.5 the slopes of a spline reach e^20, where float32 round trips fail.
 SPREAD = 0.15
 
 
 class AmortizedAtOne(Amortized):
-    """With the context that the suite does not give."""
+    """Amortized transform with a constant context, because the suite passes none."""
 
     def forward(self, z, context=None):
         return super().forward(z, z.new_ones(self.context_dim) if context is None else context)
@@ -51,7 +51,7 @@ CASES: list[Case] = [
         quadrature=(2,),
         no_quadrature=COUPLED,
         spread=SPREAD,
-        wakes_later=HIDDEN,
+        zero_gradient_at_start=HIDDEN,
     ),
     Case(
         "mixture-coupling",
@@ -61,7 +61,7 @@ CASES: list[Case] = [
         quadrature=(2,),
         no_quadrature=COUPLED,
         spread=SPREAD,
-        wakes_later=HIDDEN,
+        zero_gradient_at_start=HIDDEN,
     ),
     *(
         Case(
@@ -71,7 +71,7 @@ CASES: list[Case] = [
                 dim, univariate, cheap, hidden=(16, 16), order=range(dim - 1, -1, -1)
             ),
             spread=spread,
-            wakes_later=HIDDEN,
+            zero_gradient_at_start=HIDDEN,
             to_domain=carry,
             to_range=carry,
             quadrature=() if name == "circle" else (1, 2),
@@ -89,6 +89,6 @@ CASES: list[Case] = [
         lambda dim: Inverse(Autoregressive(dim, SigmoidalMap(units=3), "forward", hidden=(16, 16))),
         dim=2,
         spread=SPREAD,
-        wakes_later=HIDDEN,
+        zero_gradient_at_start=HIDDEN,
     ),
 ]

@@ -1,4 +1,4 @@
-"""Cases: residual blocks and flows in continuous time."""
+"""Cases: residual blocks and continuous-time flows."""
 
 from case import Case
 
@@ -16,7 +16,7 @@ CASES: list[Case] = [
         spread=0.1,
         solver_error=(1e-4, 1e-8),
         quadrature=(1,),
-        no_quadrature="in test_continuous.py, where so many points are solved for less accurately",
+        no_quadrature="covered by test_continuous.py with a lower accuracy, because of the many points",
     ),
     Case("residual", Residual, lambda dim: Residual(dim, hidden=(8, 8))),
 ]

@@ -22,14 +22,14 @@ __all__ = ["CASES"]
 IMAGE = "an image has more than two numbers"
 
 
-def checkered(dim: int) -> Transform:
-    """A coupling of the white squares of a checkerboard by the black ones."""
+def checkerboard_coupling(dim: int) -> Transform:
+    """Returns a coupling of the two colours of a checkerboard."""
     net = GatedConvNet(dim, 2 * dim, hidden=4, blocks=1)
     return Compose(Checkerboard(), Coupling(2 * dim, AffineMap(), net=net), Inverse(Checkerboard()))
 
 
-def image(name: str, covers: type[Transform], build: object, dim: int = 4, **given: object) -> Case:
-    return Case(name, covers, build, dim, quadrature=(), no_quadrature=IMAGE, **given)  # type: ignore[arg-type]
+def image(name: str, covers: type[Transform], build: object, dim: int = 4, **options: object) -> Case:
+    return Case(name, covers, build, dim, quadrature=(), no_quadrature=IMAGE, **options)  # type: ignore[arg-type]
 
 
 CASES: list[Case] = [
@@ -40,14 +40,14 @@ CASES: list[Case] = [
     image(
         "image-coupling",
         Compose,
-        checkered,
+        checkerboard_coupling,
         spread=0.2,
-        wakes_later=("net.first", "net.wide", "net.gates"),
+        zero_gradient_at_start=("net.first", "net.wide", "net.gates"),
     ),
     image(
         "one-scale",
         MultiScale,
-        lambda dim: MultiScale((4, dim // 4, 1), 1, 1, lambda channels, number: LULinear(channels)),
+        lambda dim: MultiScale((4, dim // 4, 1), 1, 1, lambda channels, index: LULinear(channels)),
         dim=8,
     ),
 ]

@@ -1,4 +1,4 @@
-"""Cases: maps of numbers, linear maps, normalisations and couplings."""
+"""Cases: monotone maps, linear maps, normalizations and couplings."""
 
 import torch
 from case import Case
@@ -12,12 +12,12 @@ from flowbnn.transforms.linear import BlockTriangular, LULinear, Permutation, Re
 __all__ = ["CASES"]
 
 COUPLED = "a coupling needs at least 2 dimensions"
-# what the zero-initialised last layer of a conditioner keeps from its hidden layers until the second step
+# Hidden layers, which get no gradient through the zero last layer until the second step.
 HIDDEN = ("layers.0.", "layers.2.")
 
 
-def seen(transform: Transform, dim: int) -> Transform:
-    """A normalisation that has met a batch of mean 2 and deviation 3."""
+def with_data(transform: Transform, dim: int) -> Transform:
+    """Returns a normalization after batches of mean 2 and standard deviation 3, in evaluation mode."""
     generator = torch.Generator().manual_seed(11)
     for _ in range(5):
         transform(2 + 3 * torch.randn(256, dim, generator=generator))
@@ -63,29 +63,29 @@ CASES: list[Case] = [
     Case("block-triangular", BlockTriangular, lambda dim: BlockTriangular((dim,))),
     *(
         Case(
-            f"block-triangular-{across}",
+            f"block-triangular-{coupling}",
             BlockTriangular,
-            lambda dim, across=across: BlockTriangular(
-                (1, 1) if dim == 2 else (2, dim - 3, 1), across, rank=2, loc=1.0, scale=0.5
+            lambda dim, coupling=coupling: BlockTriangular(
+                (1, 1) if dim == 2 else (2, dim - 3, 1), coupling, rank=2, loc=1.0, scale=0.5
             ),
             dim=5,
             quadrature=(2,),
             no_quadrature="one dimension has no two blocks",
         )
-        for across in ("none", "chain", "low-rank")
+        for coupling in ("none", "chain", "low-rank")
     ),
     Case("permutation", Permutation, cyclic),
     Case("reverse", Reverse, Reverse),
     Case("shuffle", Shuffle, Shuffle, dim=5),
-    Case("actnorm", ActNorm, lambda dim: seen(ActNorm(dim), dim)),
-    Case("batch-norm", BatchNorm, lambda dim: seen(BatchNorm(dim), dim)),
+    Case("actnorm", ActNorm, lambda dim: with_data(ActNorm(dim), dim)),
+    Case("batch-norm", BatchNorm, lambda dim: with_data(BatchNorm(dim), dim)),
     Case(
         "additive-coupling",
         AdditiveCoupling,
         lambda dim: AdditiveCoupling(dim, hidden=(16, 16)),
         quadrature=(2,),
         no_quadrature=COUPLED,
-        wakes_later=HIDDEN,
+        zero_gradient_at_start=HIDDEN,
     ),
     Case(
         "affine-coupling",
@@ -93,7 +93,7 @@ CASES: list[Case] = [
         lambda dim: AffineCoupling(dim, mask="alternating", hidden=(16, 16)),
         quadrature=(2,),
         no_quadrature=COUPLED,
-        wakes_later=HIDDEN,
+        zero_gradient_at_start=HIDDEN,
     ),
     Case(
         "affine-coupling-custom",
@@ -104,16 +104,16 @@ CASES: list[Case] = [
         dim=5,
         quadrature=(2,),
         no_quadrature=COUPLED,
-        wakes_later=HIDDEN,
+        zero_gradient_at_start=HIDDEN,
     ),
     Case(
         "glow-step",
         GlowStep,
-        lambda dim: seen(GlowStep(dim, hidden=(16, 16), data_init=True), dim),
+        lambda dim: with_data(GlowStep(dim, hidden=(16, 16), data_init=True), dim),
         dim=5,
         quadrature=(2,),
         no_quadrature=COUPLED,
-        spread=0.3,  # at 0.5 its float32 round trip passes 1e-5 for some seeds: a stated limit, not a bound that was moved
-        wakes_later=HIDDEN,
+        spread=0.3,  # at 0.5 the error of its float32 round trip exceeds 1e-5 for some seeds
+        zero_gradient_at_start=HIDDEN,
     ),
 ]

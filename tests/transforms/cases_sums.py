@@ -1,4 +1,4 @@
-"""Cases: the elementwise affine map, transforms made of transforms, and the maps that add something to their input."""
+"""Cases: the affine map, compositions and inverses, and planar, radial and Sylvester flows."""
 
 from case import Case
 

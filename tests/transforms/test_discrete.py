@@ -1,4 +1,4 @@
-"""Flows of categories and of integers: enumeration, exact inverses, straight-through gradients; the map of Flow++."""
+"""Flows of categories and integers: enumeration, exact inverses, straight-through gradients, and the map of Flow++."""
 
 import itertools
 import math
@@ -29,29 +29,31 @@ from flowbnn.transforms import (
 COVERED = (Integers, OneHot)
 
 
-def moved(flow: torch.nn.Module, by: float = 0.5) -> torch.nn.Module:
+def perturb(flow: torch.nn.Module, size: float = 0.5) -> torch.nn.Module:
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in flow.parameters():
-            if parameter.ndim:  # not gains
-                parameter += by * torch.randn(parameter.shape, generator=generator)
+            if parameter.ndim:  # not the learned factors
+                parameter += size * torch.randn(parameter.shape, generator=generator)
     return flow
 
 
-def everything(dim: int, categories: int) -> Tensor:
+def all_vectors(dim: int, categories: int) -> Tensor:
     return torch.tensor(list(itertools.product(range(categories), repeat=dim)))
 
 
 @pytest.mark.parametrize("kind", ["bipartite", "autoregressive"])
-@pytest.mark.parametrize("scaled", [False, True])
-def test_probabilities_of_categories_sum_to_one_and_the_inverse_is_exact(kind: str, scaled: bool) -> None:
+@pytest.mark.parametrize("learn_scale", [False, True])
+def test_probabilities_of_categories_sum_to_one_and_the_inverse_is_exact(
+    kind: str, learn_scale: bool
+) -> None:
     torch.manual_seed(0)
-    flow = moved(
+    flow = perturb(
         fb.flows.DiscreteFlow(
-            3, 4, context_dim=2, length=2, hidden=(8,), kind=kind, learn_scale=scaled
+            3, 4, context_dim=2, length=2, hidden=(8,), kind=kind, learn_scale=learn_scale
         ).double()
     )
-    x, context = everything(3, 4), torch.ones(2).double()
+    x, context = all_vectors(3, 4), torch.ones(2).double()
     probabilities = flow(context).log_prob(x).exp()
     assert probabilities.sum().item() == pytest.approx(1, abs=1e-12)
     assert not torch.allclose(probabilities, flow(-context).log_prob(x).exp())
@@ -67,44 +69,44 @@ def test_probabilities_of_categories_sum_to_one_and_the_inverse_is_exact(kind: s
 
 
 @pytest.mark.parametrize(
-    ("call", "words"),
+    ("call", "number", "hint"),
     [
-        (lambda: Integers().inverse(torch.tensor([2**23 + 1])), "to 8388608, not 8388609; .*double"),
-        (
-            lambda: fb.flows.IDF(2).bfloat16()().log_prob(torch.tensor([[3, 255]])),
-            r"from -128 to 128, .*\.float\(\)",
-        ),
-        (lambda: fb.flows.IDF(2)().log_prob(torch.tensor([[3, -(2**25)]])), "part 4 of the flow: Integers"),
-        (lambda: Dequantization().inverse(torch.tensor([2**18])), "Dequantization .*double"),
-        (lambda: Dequantization(4).inverse(torch.tensor([0, 4])), "numbers from 0 to 3, not 4$"),
-        (lambda: Dequantization(256).half().inverse(torch.tensor([17])), r"0 to 16, not 17; .*\.float\(\)"),
-        (lambda: OneHot(2, 3).inverse(torch.tensor([0, 3])), "OneHot takes numbers from 0 to 2, not 3"),
-        (lambda: Argmax(2, 3).inverse(torch.tensor([0, -1])), "Argmax takes numbers from 0 to 2, not -1"),
+        (lambda: Integers().inverse(torch.tensor([2**23 + 1])), 2**23 + 1, ".double()"),
+        (lambda: fb.flows.IDF(2).bfloat16()().log_prob(torch.tensor([[3, 255]])), 255, ".float()"),
+        (lambda: fb.flows.IDF(2)().log_prob(torch.tensor([[3, -(2**25)]])), -(2**25), ".double()"),
+        (lambda: Dequantization().inverse(torch.tensor([2**18])), 2**18, ".double()"),
+        (lambda: Dequantization(4).inverse(torch.tensor([0, 4])), 4, ""),
+        (lambda: Dequantization(256).half().inverse(torch.tensor([17])), 17, ".float()"),
+        (lambda: OneHot(2, 3).inverse(torch.tensor([0, 3])), 3, ""),
+        (lambda: Argmax(2, 3).inverse(torch.tensor([0, -1])), -1, ""),
     ],
 )
-def test_integers_that_no_code_or_no_float_holds_are_refused(call, words: str) -> None:
-    with pytest.raises(FlowBNNError, match=words):
+def test_integers_outside_the_levels_or_the_precision_raise(call, number: int, hint: str) -> None:
+    with pytest.raises(FlowBNNError) as caught:
         call()
+    assert (caught.value.kind, caught.value.fields["value"]) == ("range", number)
+    assert hint in str(caught.value)
 
 
-def test_integers_pass_exactly_as_far_as_the_precision_goes() -> None:
-    for door, far in ((Integers(), 2**23), (Integers().double(), 2**52), (Dequantization(), 2**17)):
-        x = torch.tensor([-far, 1 - far, far - 1, far])
-        assert torch.equal(door(door.inverse(x)[0])[0], x)
+def test_integers_within_the_precision_are_exact() -> None:
+    cases = ((Integers(), 2**23), (Integers().double(), 2**52), (Dequantization(), 2**17))
+    for transform, limit in cases:
+        x = torch.tensor([-limit, 1 - limit, limit - 1, limit])
+        assert torch.equal(transform(transform.inverse(x)[0])[0], x)
     pixels = torch.tensor([0, 255], dtype=torch.uint8)
     assert torch.equal(Integers().inverse(pixels)[0], torch.tensor([0.0, 255.0]))
 
 
-def test_which_side_has_integers_is_declared() -> None:
-    turned = Inverse(Integers())
-    assert (turned.discrete, turned.discrete_base) == (False, True)
-    assert Inverse(turned).discrete
+def test_compositions_declare_integers_of_base_and_sample() -> None:
+    inverse = Inverse(Integers())
+    assert (inverse.discrete, inverse.discrete_base) == (False, True)
+    assert Inverse(inverse).discrete
     assert Compose(Integers(), ChannelsFirst()).discrete
     assert not Compose(Integers(), Inverse(Integers())).discrete
     assert Compose(Inverse(Dequantization()), Affine(1)).discrete_base
 
 
-def test_a_modular_map_is_its_arithmetic() -> None:
+def test_modular_map_equals_modular_arithmetic() -> None:
     modular = ModularMap(6, learn_scale=True)
     for z, shift, scale in itertools.product(range(6), range(6), (0, 1)):
         logits = torch.zeros(2, 6)
@@ -117,8 +119,8 @@ def test_a_modular_map_is_its_arithmetic() -> None:
 @pytest.mark.parametrize("context_dim", [0, 2])
 def test_probabilities_of_integers_sum_to_one(context_dim: int) -> None:
     torch.manual_seed(0)
-    flow = moved(fb.flows.IDF(2, context_dim, length=2, hidden=(8,), values=8, components=2).double(), 0.5)
-    flow.base.raw.data *= 0.08  # most of its mass on the integers that follow
+    flow = perturb(fb.flows.IDF(2, context_dim, length=2, hidden=(8,), values=8, components=2).double(), 0.5)
+    flow.base.raw.data *= 0.08  # most of its mass is on the integers below
     side = torch.arange(-60, 70)
     context = torch.ones(2).double() if context_dim else None
     log_prob = flow(context).log_prob(torch.cartesian_prod(side, side))
@@ -131,7 +133,7 @@ def test_probabilities_of_integers_sum_to_one(context_dim: int) -> None:
 
 def test_integer_images_have_exact_inverses_and_gradients() -> None:
     torch.manual_seed(0)
-    flow = moved(fb.flows.IDF((1, 4, 4), 3, length=1, hidden=(4,), levels=2), 0.1)
+    flow = perturb(fb.flows.IDF((1, 4, 4), 3, length=1, hidden=(4,), levels=2), 0.1)
     x, context = torch.randint(256, (6, 1, 4, 4)), torch.randn(6, 3)
     split = flow.transform[0]
     z = flow.transform.inverse(x, context)[0]
@@ -145,10 +147,10 @@ def test_integer_images_have_exact_inverses_and_gradients() -> None:
     assert flow(context).sample().shape == x.shape
 
 
-def test_zeros_stay_whatever_couplings_learn() -> None:
-    """A step of training could move the background of all images by one, which cost it bits for each pixel: trainings diverged."""
+def test_zeros_map_to_zeros_for_any_parameters() -> None:
+    """If a training step could move the background of all images by one, training would diverge."""
     torch.manual_seed(0)
-    flow = moved(fb.flows.IDF((1, 16, 16), length=2, hidden=(4, 4), levels=1))
+    flow = perturb(fb.flows.IDF((1, 16, 16), length=2, hidden=(4, 4), levels=1))
     image = torch.zeros(2, 1, 16, 16, dtype=torch.long)
     image[1, 0, 2:14, 2:14] = 200
     black, white = flow.transform.inverse(image)[0]
@@ -156,8 +158,8 @@ def test_zeros_stay_whatever_couplings_learn() -> None:
     assert not torch.isin(white, torch.tensor([0.0, 200.0])).all()
 
 
-def test_couplings_of_integers_soon_learn_neighbours() -> None:
-    """Shifts of a fixed small gain took thousands of steps to reach the differences of neighbouring pixels."""
+def test_couplings_of_integers_learn_neighbours_quickly() -> None:
+    """With a fixed small gain thousands of steps are needed to reach the differences of neighbouring pixels."""
     torch.manual_seed(0)
     x = (torch.randint(40, 200, (256, 1, 1, 1)) + 2 * torch.randn(256, 1, 8, 8)).round().long()
     flow = fb.flows.IDF((1, 8, 8), length=4, hidden=(16, 16), levels=2, data_init=True)
@@ -167,7 +169,7 @@ def test_couplings_of_integers_soon_learn_neighbours() -> None:
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-    assert float(loss.detach()) < 5.2  # bits; it was 5.5, pixels that are independent have 7.3
+    assert float(loss.detach()) < 5.2  # bits; 5.5 with a fixed gain, 7.3 for independent pixels
 
 
 def test_rounding_passes_gradients_straight_through() -> None:
@@ -177,55 +179,57 @@ def test_rounding_passes_gradients_straight_through() -> None:
     assert torch.autograd.grad(x.sum(), shift)[0].tolist() == [10.0, 10.0]
 
 
-def test_a_discretized_logistic_base_starts_at_the_first_batch() -> None:
-    """Pixels that are nearly always 0 take hundredths of a bit, which took the base hundreds of steps."""
+def test_discretized_logistic_base_is_fitted_to_the_first_batch() -> None:
+    """Pixels that are nearly always 0 then cost hundredths of a bit from the first step on."""
     base = DiscretizedLogisticBase(2, data_init=True)
     dark, wide = 200.0 * (torch.arange(500) % 100 == 0), torch.arange(500.0) % 100
     pixels = torch.stack([dark, wide], -1)
-    assert base.eval()().log_prob(pixels).mean() < -10.0  # where nothing is learned nothing starts
+    assert base.eval()().log_prob(pixels).mean() < -10.0  # not initialized in evaluation mode
     loss = -base.train().distribution().expand((1,)).log_prob(pixels).mean()
     assert float(loss.detach()) < 0.056 + math.log(100) + 0.2  # the entropies, in nats
     loss.backward()
     assert base.raw.grad.isfinite().all()
-    once = base.raw.detach().clone()
+    raw = base.raw.detach().clone()
     other = DiscretizedLogisticBase(2, data_init=True)
     other.load_state_dict(base.state_dict())
-    for started in (base, other):
-        started().log_prob(pixels + 7.0)
-        assert torch.equal(started.raw, once)
+    for initialized in (base, other):
+        initialized().log_prob(pixels + 7.0)
+        assert torch.equal(initialized.raw, raw)
 
 
-def test_integers_that_leave_an_image_start_at_data_and_follow_the_others() -> None:
+def test_noise_of_split_integers_is_fitted_to_data_and_depends_on_the_others() -> None:
     torch.manual_seed(0)
     flow = fb.flows.IDF((1, 4, 4), length=1, hidden=(4,), levels=2, components=2, data_init=True).double()
     x = 100 + 5 * torch.randn(64, 1, 4, 4).round().long()
-    assert flow().log_prob(x).mean() > -16 * 4.5  # it was 16 * 7
-    *_, noise = (part.noise for part in flow.transform[0] if hasattr(part, "noise"))
-    moved(noise.net, 0.1)
-    given = torch.randn(3, 2, 2, 2).double()
+    assert flow().log_prob(x).mean() > -16 * 4.5  # 16 * 7 without data_init
+    *_, noise = (each.noise for each in flow.transform[0] if hasattr(each, "noise"))
+    perturb(noise.net, 0.1)
+    inputs = torch.randn(3, 2, 2, 2).double()
     integers = torch.arange(-2000.0, 2000.0).double().expand(2, 2, 2, 4000).movedim(-1, 0).unsqueeze(1)
-    shares = (
-        noise(given).joint(integers).logsumexp(-1).exp().sum(0)
-    )  # for each of three images and eight integers
+    shares = noise(inputs).joint(integers).logsumexp(-1).exp().sum(0)  # for three images and eight integers
     torch.testing.assert_close(shares, torch.ones_like(shares), rtol=0.0, atol=1e-9)
-    assert not torch.equal(noise(given).loc[0], noise(given).loc[1])
+    assert not torch.equal(noise(inputs).loc[0], noise(inputs).loc[1])
 
 
-def test_an_unexpected_integer_costs_bits_but_not_its_distance_in_scales() -> None:
-    """Where a net was sure of a black pixel a white one cost thousands of bits, and its gradient drowned all others."""
-    places, widths, logits = [-0.25, -0.75], [-20.0, -20.0], [0.0, 0.0]  # all at 0, as narrow as can be
-    raw = torch.tensor([*places, *widths, *logits]).double().requires_grad_()
+def test_cost_of_an_unexpected_integer_is_bounded() -> None:
+    """Without the broad component a white pixel where black is expected costs thousands of bits and dominates the gradient."""
+    locations, scales, logits = (
+        [-0.25, -0.75],
+        [-20.0, -20.0],
+        [0.0, 0.0],
+    )  # all at 0, with the smallest scale
+    raw = torch.tensor([*locations, *scales, *logits]).double().requires_grad_()
     z = torch.arange(-3000, 3300).double().unsqueeze(-1)
     log_prob = discretized_logistic(raw, 2, 256.0).log_prob(z)
     assert log_prob.exp().sum().item() == pytest.approx(1, abs=1e-12)
     bits = -log_prob.detach() / math.log(2.0)
     assert bits[3000] < 4e-3
-    assert bits[3001:3256].max() < 24.0  # it was 46,000
+    assert bits[3001:3256].max() < 24.0  # 46,000 without the broad component
     (slope,) = torch.autograd.grad(log_prob[3001:3256].sum(), raw)
-    assert slope.abs().max() < 256 * 16  # it was 4e6
+    assert slope.abs().max() < 256 * 16  # 4e6 without the broad component
 
 
-def test_a_discretized_logistic_is_a_difference_of_distribution_functions() -> None:
+def test_discretized_logistic_is_a_difference_of_distribution_functions() -> None:
     loc, scale, logits = torch.tensor([[[1.3, -4.0]], [[0.7, 2.0]], [[0.2, 1.0]]]).double()
     integers = DiscretizedLogistic(loc, scale, logits)
     z = torch.arange(-30, 30).double().unsqueeze(-1)
@@ -239,7 +243,7 @@ def test_a_discretized_logistic_is_a_difference_of_distribution_functions() -> N
     assert torch.equal(draws, draws.round())
 
 
-def test_the_map_of_flow_pp_and_its_implicit_gradients() -> None:
+def test_logistic_mixture_map_has_implicit_gradients() -> None:
     mixture = LogisticMixtureMap(components=3)
     generator = torch.Generator().manual_seed(1)
     parameters = torch.randn(5, 2 * 11, generator=generator, dtype=torch.float64)
@@ -251,11 +255,13 @@ def test_the_map_of_flow_pp_and_its_implicit_gradients() -> None:
         slope = torch.autograd.grad(image.sum(), point)[0]
         torch.testing.assert_close(log_slope, slope.log(), rtol=1e-8, atol=1e-8)
         leaf = parameters[:1].clone().requires_grad_()
-        assert torch.autograd.gradcheck(lambda given, there=there: there(value[:1], given), leaf, atol=1e-5)
+        assert torch.autograd.gradcheck(
+            lambda parameters, there=there: there(value[:1], parameters), leaf, atol=1e-5
+        )
 
 
 @pytest.mark.parametrize("kind", [LogisticMixtureMap, SigmoidalMap])
-def test_far_out_the_slope_of_a_mixture_keeps_its_digits(kind: type[LogisticMixtureMap]) -> None:
+def test_slopes_of_mixtures_are_accurate_far_out(kind: type[LogisticMixtureMap]) -> None:
     mixture = kind(3)
     parameters = torch.randn(6, mixture.params_per_entry, generator=torch.Generator().manual_seed(0))
     far = torch.tensor([[-1e10], [-1e6], [-1e4], [1e4], [1e6], [1e10]])
@@ -265,20 +271,28 @@ def test_far_out_the_slope_of_a_mixture_keeps_its_digits(kind: type[LogisticMixt
         torch.testing.assert_close(log_slope.double(), exact, rtol=0.0, atol=2e-6)
 
 
-def test_bad_input_is_one_line() -> None:
+@pytest.mark.parametrize(
+    ("call", "kind", "argument"),
+    [
+        (lambda: fb.flows.IDF(2)().log_prob(torch.rand(2)), "dtype", None),
+        (lambda: fb.flows.DiscreteFlow(2, 3)().log_prob(torch.rand(2)), "dtype", None),
+        (lambda: fb.flows.DiscreteFlow(2, 3)().log_prob(torch.ones(3).long()), "shape", None),
+        (lambda: fb.flows.IDF(2, base=fb.distributions.NormalBase(3)), "shape", "base"),
+    ],
+)
+def test_bad_input_raises(call, kind: str, argument: str | None) -> None:
+    with pytest.raises(FlowBNNError) as caught:
+        call()
+    assert (caught.value.kind, caught.value.argument) == (kind, argument)
+    assert "\n" not in str(caught.value)
+
+
+def test_categories_outside_the_range_have_probability_zero_and_no_rsample() -> None:
     flow = fb.flows.DiscreteFlow(2, 3, length=1)
-    for call, words in (
-        (lambda: fb.flows.IDF(2)().log_prob(torch.rand(2)), "takes a tensor of integers"),
-        (lambda: flow().log_prob(torch.rand(2)), "takes a tensor of integers"),
-        (lambda: flow().log_prob(torch.ones(3).long()), r"events of shape \(2,\), not shape \(3,\)"),
-        (lambda: fb.flows.IDF(2, base=fb.distributions.NormalBase(3)), "base of 2 integers, not of 3 real"),
-    ):
-        with pytest.raises(FlowBNNError, match=words):
-            call()
     assert flow().log_prob(torch.tensor([0, 3])) == -torch.inf
-    with pytest.raises(NotImplementedError, match="integers"):
+    with pytest.raises(NotImplementedError):
         flow().rsample()
 
 
-def test_no_draws_are_a_tensor_without_rows() -> None:
+def test_sampling_zero_draws_gives_an_empty_tensor() -> None:
     assert fb.flows.IDF(2)().sample((0,)).shape == fb.flows.DiscreteFlow(2, 3)().sample((0,)).shape == (0, 2)

@@ -1,4 +1,4 @@
-"""Residual blocks: the estimates of the log-determinant and of its gradient against the exact ones, and the Lipschitz bound."""
+"""Residual blocks: estimates of the log-determinant and its gradient against exact ones, and the Lipschitz bound."""
 
 import math
 
@@ -16,8 +16,8 @@ from flowbnn.transforms.base import Transform
 POINT = torch.tensor([0.3, -0.5, 1.2], dtype=torch.float64)
 
 
-def strong(log_det: str, terms: int = 2) -> Residual:
-    """A block of three dimensions at whose point J is large (spectral radius 0.6): steep activations, weights of one sign."""
+def make_block(log_det: str, terms: int = 2) -> Residual:
+    """Returns a block of three dimensions with a large Jacobian at POINT (spectral radius 0.6)."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
         block = Residual(3, hidden=(8,), lipschitz=0.7, log_det=log_det, terms=terms).double().eval()
@@ -29,54 +29,57 @@ def strong(log_det: str, terms: int = 2) -> Residual:
     return block
 
 
-def jacobian_of_the_step() -> Tensor:
-    return torch.func.jacrev(strong("exact").net)(POINT)
+def step_jacobian() -> Tensor:
+    return torch.func.jacrev(make_block("exact").net)(POINT)
 
 
-def draws_of(block: Residual, calls: int, rows: int = 100) -> Tensor:
-    """Means over the rows of a call, which share the number of terms: one independent number for each call."""
+def draw_log_dets(block: Residual, calls: int, rows: int = 100) -> Tensor:
+    """Returns one independent number for each call: the mean over rows, which share the number of terms."""
     points = POINT.expand(rows, 3)
     with torch.no_grad():
         return torch.stack([block(points)[1].mean() for _ in range(calls)])
 
 
 def deviations(draws: Tensor, truth: Tensor) -> float:
-    """How many standard errors of their mean the draws are away from a value."""
+    """Returns the distance of the mean of draws from a value in standard errors."""
     return ((draws.mean(0) - truth).abs() / (draws.std(0) / math.sqrt(len(draws)))).item()
 
 
-def test_mean_of_the_roulette_is_the_exact_log_det():
+def test_roulette_is_unbiased():
     torch.manual_seed(1)
-    truth = strong("exact")(POINT)[1].detach()
-    assert jacobian_of_the_step().abs().max() > 0.5
-    draws = draws_of(strong("roulette"), 500)
+    truth = make_block("exact")(POINT)[1].detach()
+    assert step_jacobian().abs().max() > 0.5
+    draws = draw_log_dets(make_block("roulette"), 500)
     assert deviations(draws, truth) < 4
     assert draws.std() / math.sqrt(500) < 0.03 * truth.abs()
 
 
-def test_truncation_is_biased_by_the_terms_cut_off():
+def test_bias_of_truncation_is_that_of_the_missing_terms():
     torch.manual_seed(1)
-    step, truth = jacobian_of_the_step(), strong("exact")(POINT)[1].detach()
+    step, truth = step_jacobian(), make_block("exact")(POINT)[1].detach()
     powers = [step, step @ step]
     series = powers[0].trace() - powers[1].trace() / 2
-    draws = draws_of(strong("truncated"), 200)
+    draws = draw_log_dets(make_block("truncated"), 200)
     assert deviations(draws, series) < 4
     assert deviations(draws, truth) > 10
     bound = 3 * 0.7**3 / (3 * (1 - 0.7))
     assert 0.1 < abs(series - truth) < bound
 
 
-def test_mean_of_the_estimated_gradient_is_the_exact_gradient():
+def test_gradient_of_the_roulette_is_unbiased():
     torch.manual_seed(2)
-    exact, estimate = strong("exact"), strong("roulette")
+    exact, estimate = make_block("exact"), make_block("roulette")
     points = POINT.expand(100, 3)
 
     def slope(block: Residual) -> Tensor:
-        """Along a direction in the space of all parameters and of the input."""
+        """Returns the slope along one direction in the space of parameters and inputs."""
         start = points.clone().requires_grad_()
-        sources = [start, *list(block.parameters())[:-1]]  # the last is a shift, which no volume knows of
-        found = torch.autograd.grad(block(start)[1].mean(), sources)
-        return sum((one * torch.linspace(1, 2, one.numel()).view(one.shape)).sum() for one in found)
+        inputs = [
+            start,
+            *list(block.parameters())[:-1],
+        ]  # the last is a shift, on which no log-determinant depends
+        grads = torch.autograd.grad(block(start)[1].mean(), inputs)
+        return sum((grad * torch.linspace(1, 2, grad.numel()).view(grad.shape)).sum() for grad in grads)
 
     draws = torch.stack([slope(estimate) for _ in range(300)])
     assert deviations(draws, slope(exact)) < 4
@@ -87,7 +90,7 @@ def test_memory_does_not_grow_with_the_number_of_terms():
     def saved(terms: int) -> int:
         sizes: list[int] = []
         with torch.autograd.graph.saved_tensors_hooks(lambda t: sizes.append(t.numel()) or t, lambda t: t):
-            strong("truncated", terms)(POINT.expand(10, 3))
+            make_block("truncated", terms)(POINT.expand(10, 3))
         return sum(sizes)
 
     assert saved(2) == saved(30)
@@ -107,7 +110,7 @@ def test_lipschitz_bound_holds_in_eval_for_any_weights():
     assert all(torch.equal(before[name], buffer) for name, buffer in net.named_buffers())
 
 
-def test_power_iteration_finds_the_singular_value_and_is_saved():
+def test_power_iteration_converges_and_is_saved():
     net = LipschitzMLP(3, 3, (16,)).double()
     with torch.no_grad():
         for layer in net.layers:
@@ -117,34 +120,34 @@ def test_power_iteration_finds_the_singular_value_and_is_saved():
     for power, exact in zip(rough, net.eval().weights(), strict=True):
         torch.testing.assert_close(power, exact, rtol=1e-6, atol=1e-9)
     assert {"left_0", "left_1"} <= set(net.state_dict())
-    # a single step from vectors of other weights is too small, and so is not used in eval()
+    # One step from vectors of other weights underestimates the value, so eval() does not use it.
     (slope,) = torch.autograd.grad(net.weights()[0].sum(), net.layers[0].weight)
     (rough_slope,) = torch.autograd.grad(net.train().weights()[0].sum(), net.layers[0].weight)
     torch.testing.assert_close(slope, rough_slope, rtol=1e-5, atol=1e-8)
 
 
-def test_high_dimensions_have_the_same_inverse_and_derivatives(monkeypatch: pytest.MonkeyPatch):
-    block = strong("exact")
+def test_iterative_inverse_equals_the_inverse_by_matrices(monkeypatch: pytest.MonkeyPatch):
+    block = make_block("exact")
     points = torch.randn(4, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 
     def density(x: Tensor) -> Tensor:
         z, log_det = block.inverse(x)
         return log_det.sum() - 0.5 * z.square().sum()
 
-    def all_of_it() -> list[Tensor]:
+    def results() -> list[Tensor]:
         block.zero_grad()
         density(points).backward()
         slopes = [p.grad for p in block.parameters()]
         return [block.inverse(points)[0], torch.autograd.functional.hessian(density, points), *slopes]
 
-    by_matrix = all_of_it()
+    by_matrix = results()
     monkeypatch.setattr(residual, "EXACT_IN_EVAL", 0)
-    for matrix, iteration in zip(by_matrix, all_of_it(), strict=True):
+    for matrix, iteration in zip(by_matrix, results(), strict=True):
         torch.testing.assert_close(iteration, matrix, rtol=1e-9, atol=1e-9)
 
 
 class Convolution(nn.Module):
-    """A contraction of one's own, on images."""
+    """Custom contraction of images."""
 
     def __init__(self, size: float = 0.1) -> None:
         super().__init__()
@@ -157,20 +160,20 @@ class Convolution(nn.Module):
 
 
 @pytest.mark.parametrize("batch", [(), (2, 3)], ids=str)
-def test_a_net_of_ones_own_on_images(batch: tuple[int, ...]):
+def test_custom_net_of_images(batch: tuple[int, ...]):
     block = Residual((2, 3, 3), net=Convolution(), log_det="exact").double()
     z = torch.randn(*batch, 2, 3, 3, dtype=torch.float64)
     x, log_det = block(z)
     assert log_det.shape == batch
-    one = z.reshape(-1, 2, 3, 3)[0]
-    whole = torch.func.jacrev(lambda value: block(value)[0])(one).reshape(18, 18)
-    torch.testing.assert_close(log_det.flatten()[0], torch.linalg.slogdet(whole).logabsdet)
+    first = z.reshape(-1, 2, 3, 3)[0]
+    jacobian = torch.func.jacrev(lambda value: block(value)[0])(first).reshape(18, 18)
+    torch.testing.assert_close(log_det.flatten()[0], torch.linalg.slogdet(jacobian).logabsdet)
     back, log_det_back = block.inverse(x)
     torch.testing.assert_close(back, z)
     torch.testing.assert_close(log_det_back, -log_det)
 
 
-def test_convolutions_keep_the_bound_and_the_log_det():
+def test_convolutions_keep_the_bound_and_have_an_exact_log_det():
     torch.manual_seed(0)
     block = Residual((4, 3, 2), hidden=(5, 4), context_dim=3, lipschitz=0.8).double()
     with torch.no_grad():
@@ -191,32 +194,32 @@ def test_convolutions_keep_the_bound_and_the_log_det():
         assert size == pytest.approx(0.8 ** (1 / 3), rel=1e-3)
     x, log_det = block(z, context)
     for row in range(2):
-        whole = torch.func.jacrev(lambda value, row=row: block(value, context[row])[0])(z[row]).reshape(
+        jacobian = torch.func.jacrev(lambda value, row=row: block(value, context[row])[0])(z[row]).reshape(
             24, 24
         )
-        torch.testing.assert_close(log_det[row], torch.linalg.slogdet(whole).logabsdet)
+        torch.testing.assert_close(log_det[row], torch.linalg.slogdet(jacobian).logabsdet)
     torch.testing.assert_close(block.inverse(x, context)[0], z)
 
 
-def test_conditional_density_is_that_of_each_context():
+def test_conditional_density_equals_that_of_each_context():
     flow = Inverse(Residual(2, hidden=(8,), context_dim=3)).double().eval()
     context, x = torch.randn(5, 3, dtype=torch.float64), torch.randn(7, 5, 2, dtype=torch.float64)
     base = NormalBase(2, 0.0, 1.0).double().distribution()
-    together = Flow(base, flow, context)
-    log_prob = together.log_prob(x)
+    batch = Flow(base, flow, context)
+    log_prob = batch.log_prob(x)
     assert log_prob.shape == (7, 5)
     for index in range(5):
         torch.testing.assert_close(Flow(base, flow, context[index]).log_prob(x[:, index]), log_prob[:, index])
     assert not torch.allclose(log_prob[:, 0], Flow(base, flow, context[1]).log_prob(x[:, 0]))
-    drawn, at_draws = together.rsample_and_log_prob((3,))
-    torch.testing.assert_close(together.log_prob(drawn), at_draws)
+    draws, draws_log_prob = batch.rsample_and_log_prob((3,))
+    torch.testing.assert_close(batch.log_prob(draws), draws_log_prob)
 
 
 @pytest.mark.parametrize(
     ("dim", "log_det", "kind"),
     [(8, None, "exact"), (9, None, "estimate"), (2, "roulette", "estimate"), (99, "exact", "exact")],
 )
-def test_what_is_an_estimate_is_declared(dim: int, log_det: str | None, kind: str):
+def test_log_det_kind_declares_estimates(dim: int, log_det: str | None, kind: str):
     block: Transform = Residual(dim, hidden=(4,), log_det=log_det)
     assert block.log_det_kind == Inverse(block).log_det_kind == kind
     points = torch.randn(3, dim)
@@ -226,24 +229,26 @@ def test_what_is_an_estimate_is_declared(dim: int, log_det: str | None, kind: st
         assert torch.equal(block(points)[1], block(points)[1])
 
 
-def test_bad_input_ends_in_one_line():
-    with pytest.raises(FlowBNNError, match="Residual .*; give a net that contracts") as caught:
-        Residual((2, 3, 3), net=Expansion()).inverse(torch.ones(2, 3, 3))
-    assert caught.value.kind == "convergence"
-    with pytest.raises(FlowBNNError, match="events of shape"):
-        Residual((2, 3, 3), net=Convolution())(torch.ones(3, 3))
-    with pytest.raises(FlowBNNError, match="needs a net"):
-        Residual((2, 3))
-    with pytest.raises(FlowBNNError, match="context_dim=3, and is given"):
-        Residual(2, context_dim=3)(torch.ones(2))
-    with pytest.raises(FlowBNNError, match="lipschitz"):
-        Residual(2, lipschitz=1.0)
-    with pytest.raises(FlowBNNError, match=r"net must give \(4, 2\) here, as its input, not \(4, 3\)"):
-        Residual(2, net=MLP(2, 3))(torch.ones(4, 2))
+@pytest.mark.parametrize(
+    ("call", "kind", "argument"),
+    [
+        (lambda: Residual((2, 3, 3), net=Expansion()).inverse(torch.ones(2, 3, 3)), "convergence", None),
+        (lambda: Residual((2, 3, 3), net=Convolution())(torch.ones(3, 3)), "shape", None),
+        (lambda: Residual((2, 3)), "value", "net"),
+        (lambda: Residual(2, context_dim=3)(torch.ones(2)), "shape", "context"),
+        (lambda: Residual(2, lipschitz=1.0), "value", "lipschitz"),
+        (lambda: Residual(2, net=MLP(2, 3))(torch.ones(4, 2)), "shape", "net"),
+    ],
+)
+def test_bad_input_raises(call, kind: str, argument: str | None):
+    with pytest.raises(FlowBNNError) as caught:
+        call()
+    assert (caught.value.kind, caught.value.argument) == (kind, argument)
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(("seed", "size"), [(28, 1e8), (6, 1e10), (9, 1e18), (6, 1e20)])
-def test_rounding_at_a_far_point_is_not_taken_for_an_expansion(seed: int, size: float):
+def test_inverse_converges_at_distant_points(seed: int, size: float):
     torch.manual_seed(seed)
     block = Residual(2, hidden=(8,)).eval()
     with torch.no_grad():
@@ -253,8 +258,8 @@ def test_rounding_at_a_far_point_is_not_taken_for_an_expansion(seed: int, size: 
     assert ((block(block.inverse(x)[0])[0] - x).abs().amax(-1) / size).max() < 1e-6
 
 
-def test_a_net_that_rounds_coarsely_is_inverted_to_its_digits():
-    class Coarse(nn.Module):  # as convolutions in TF32, which have 11 bits
+def test_net_with_coarse_rounding_is_inverted_to_its_precision():
+    class Coarse(nn.Module):  # 11 bits, as convolutions in TF32
         def forward(self, value: Tensor, context: Tensor | None = None) -> Tensor:
             rounding = 2**-11 * torch.sin(1e6 * value.detach())
             return 0.3 * torch.sin(3.0 * value.roll(1, -1)) + rounding

@@ -1,4 +1,4 @@
-"""Bases and flows, as ``torch.distributions``."""
+"""Base distributions and flows, as ``torch.distributions``."""
 
 from flowbnn.distributions.bases import (
     Base,

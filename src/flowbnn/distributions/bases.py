@@ -1,8 +1,8 @@
-r"""Bases: where the noise starts, before any transform.
+"""Base distributions, from which flows start.
 
-Two kinds of object stand side by side. A *distribution* (:class:`DiagonalNormal`, :class:`NormalMixture` and so on) is a
-``torch.distributions`` distribution made of tensors. A *base* (:class:`NormalBase`, :class:`MixtureBase`) is the ``nn.Module``
-that owns those tensors, moves with the model and is saved with it; calling it gives the distribution.
+There are two kinds of objects. A *distribution* (:class:`DiagonalNormal`, :class:`NormalMixture` and so on) is a
+``torch.distributions`` distribution made of tensors. A *base* (:class:`NormalBase`, :class:`MixtureBase`) is the ``nn.Module`` that
+owns these tensors, moves with the model and is saved with it. Calling a base returns its distribution.
 """
 
 import math
@@ -19,12 +19,14 @@ from flowbnn.distributions.draws import draw_components, select_normal, standard
 from flowbnn.errors import FlowBNNError
 from flowbnn.options import Bounds, Count, NonNegative, Positive, check, checked
 
-DegreesOfFreedom = Annotated[float, Bounds(gt=2)]  # of a Student-t that has a variance
+DegreesOfFreedom = Annotated[float, Bounds(gt=2)]  # of a Student-t distribution with a finite variance
 _LOG_2PI = math.log(2.0 * math.pi)
 
 
 class _VectorDistribution(Distribution):
-    """A reparameterized distribution of real vectors, whose draws take a generator; its parameters have ``axes`` of their own."""
+    """Base class for reparameterized distributions of real vectors that accept a generator. ``axes`` is the number of parameter
+    axes.
+    """
 
     axes: int
     loc: Tensor
@@ -34,15 +36,15 @@ class _VectorDistribution(Distribution):
 
     @property
     def arg_constraints(self) -> dict[str, Any]:
-        each = {"loc": constraints.real, "scale": constraints.positive}
-        return {name: constraints.independent(kind, self.axes) for name, kind in each.items()}
+        scalars = {"loc": constraints.real, "scale": constraints.positive}
+        return {name: constraints.independent(kind, self.axes) for name, kind in scalars.items()}
 
     def __init__(self, loc: Tensor, scale: Tensor | float, validate_args: bool | None = False) -> None:
         name = type(self).__name__
         if not isinstance(loc, Tensor) or loc.ndim < self.axes:
             shape = tuple(loc.shape) if isinstance(loc, Tensor) else type(loc).__name__
-            wanted = "(..., dim)" if self.axes == 1 else "(..., components, dim)"
-            text = f"the loc of {name} is a tensor of shape {wanted}, not {shape}"
+            expected = "(..., dim)" if self.axes == 1 else "(..., components, dim)"
+            text = f"{name}(loc=...) must be a tensor of shape {expected}, got {shape}"
             raise FlowBNNError(text, kind="shape", argument="loc")
         if not loc.is_floating_point():
             check("loc", loc, Tensor, name)
@@ -51,14 +53,13 @@ class _VectorDistribution(Distribution):
         if not (isinstance(scale, Tensor) and scale.is_floating_point()):
             check("scale", scale, Tensor | Positive, name)
             scale = torch.as_tensor(scale, dtype=loc.dtype, device=loc.device)
-        if scale.ndim and scale.device != loc.device:
-            text = f"the scale of {name} is on {scale.device}, its loc on {loc.device}"
-            raise FlowBNNError(text, argument="scale")
-        try:  # sums over the last axis would be wrong in silence for a scale that only broadcasts
-            same = loc.shape == scale.shape
-            self.loc, self.scale = (loc, scale) if same else torch.broadcast_tensors(loc, scale)
+        try:  # sums over the last axis would be wrong for a scale that only broadcasts
+            equal = loc.shape == scale.shape
+            self.loc, self.scale = (loc, scale) if equal else torch.broadcast_tensors(loc, scale)
         except RuntimeError:
-            text = f"the scale of {name}, of shape {tuple(scale.shape)}, does not fit its loc, of {tuple(loc.shape)}"
+            text = (
+                f"{name}: scale of shape {tuple(scale.shape)} does not match loc of shape {tuple(loc.shape)}"
+            )
             raise FlowBNNError(text, kind="shape", argument="scale") from None
         super().__init__(self.loc.shape[: -self.axes], self.loc.shape[-1:], validate_args=validate_args)
 
@@ -67,7 +68,7 @@ class _VectorDistribution(Distribution):
         return self.like(self.loc.expand(shape), self.scale.expand(shape))
 
     def like(self, loc: Tensor, scale: Tensor) -> Any:
-        """A distribution of this kind with these locations and scales."""
+        """Returns a distribution of the same kind with other locations and scales."""
         return type(self)(loc, scale, self._validate_args)
 
     def sample(self, sample_shape: Any = torch.Size(), generator: torch.Generator | None = None) -> Tensor:
@@ -76,13 +77,13 @@ class _VectorDistribution(Distribution):
 
 
 class Diagonal(_VectorDistribution):
-    """Independent numbers on the last axis, each ``loc`` and ``scale`` times a symmetric variable, which a subclass gives."""
+    """Base class for independent numbers on the last axis: ``loc`` plus ``scale`` times a symmetric standard variable."""
 
     axes, periodic = 1, False
     standard_variance: float = 1.0
     standard_entropy: float
-    standard: Callable[[torch.Size, torch.Generator | None], Tensor]  # draws of the standard variable
-    standard_log_prob: Callable[[Tensor], Tensor]  # its log-density
+    standard: Callable[[torch.Size, torch.Generator | None], Tensor]  # draws the standard variable
+    standard_log_prob: Callable[[Tensor], Tensor]  # returns its log-density
 
     @property
     def mean(self) -> Tensor:
@@ -107,17 +108,22 @@ class Diagonal(_VectorDistribution):
         return self.loc.shape[-1] * self.standard_entropy + self.scale.log().sum(-1)
 
     def _uniform(self, shape: Sequence[int], generator: torch.Generator | None) -> Tensor:
-        """Uniform numbers inside (0, 1), on neither end."""
-        named: dict[str, Any] = {} if generator is None else {"generator": generator}
-        half = 0.5 * torch.finfo(self.loc.dtype).eps
-        drawn = torch.rand(tuple(shape), dtype=self.loc.dtype, device=self.loc.device, **named)
-        return drawn.clamp(half, 1.0 - half)
+        """Returns uniform numbers in the open interval (0, 1)."""
+        margin = 0.5 * torch.finfo(self.loc.dtype).eps
+        option: dict[str, Any] = {} if generator is None else {"generator": generator}
+        uniform = torch.rand(tuple(shape), dtype=self.loc.dtype, device=self.loc.device, **option)
+        return uniform.clamp(margin, 1.0 - margin)
 
 
 class DiagonalNormal(Diagonal):
-    r"""Independent normals on the last axis, :math:`\prod_i \mathcal N(x_i; \mu_i, \sigma_i^2)`.
+    r"""Independent normal variables on the last axis, :math:`\prod_i \mathcal N(x_i; \mu_i, \sigma_i^2)`.
 
-    As ``Independent(Normal(loc, scale), 1)``, with an optional generator in ``rsample`` and ``sample``.
+    It equals ``Independent(Normal(loc, scale), 1)``, and its ``rsample`` and ``sample`` accept a generator.
+
+    Args:
+        loc: Locations ``(..., dim)``.
+        scale: Scales ``(..., dim)``, or one number.
+        validate_args: True to check arguments and values, as in ``torch.distributions``.
 
     >>> q = DiagonalNormal(torch.zeros(3), torch.ones(3))
     >>> q.rsample((2,), generator=torch.Generator().manual_seed(0)).shape, round(q.entropy().item(), 4)
@@ -136,11 +142,13 @@ class DiagonalNormal(Diagonal):
 class DiagonalStudent(Diagonal):
     r"""Independent Student-t variables on the last axis, :math:`x_i = \mu_i + \sigma_i t_i`, with ``df`` degrees of freedom each.
 
-    Args:
-        loc, scale: shape ``(..., dim)``.
-        df: above 0; the variance is finite above 2.
+    Draws use Bailey's formula (1994): :math:`t = \sqrt{\nu (u^{-2/\nu} - 1)} \cos 2 \pi v` with uniform :math:`u` and :math:`v`.
 
-    Draws are Bailey's (1994): :math:`t = \sqrt{\nu (u^{-2/\nu} - 1)} \cos 2 \pi v` of uniform :math:`u` and :math:`v`.
+    Args:
+        loc: Locations ``(..., dim)``.
+        scale: Scales ``(..., dim)``, or one number.
+        df: Degrees of freedom, above 0. The variance is finite above 2.
+        validate_args: True to check arguments and values, as in ``torch.distributions``.
 
     >>> p = DiagonalStudent(torch.zeros(1), torch.ones(1), df=3.0)
     >>> round(p.log_prob(torch.zeros(1)).item(), 4), p.variance.item()
@@ -150,7 +158,7 @@ class DiagonalStudent(Diagonal):
     def __init__(
         self, loc: Tensor, scale: Tensor | Positive, df: Positive, validate_args: bool | None = False
     ) -> None:
-        if not torch.compiler.is_compiling():  # in a graph the arguments are a base's own
+        if not torch.compiler.is_compiling():  # in a graph a base passes its own arguments
             check("df", df, Positive, "DiagonalStudent")
         self.df = float(df)
         self.standard_variance = self.df / (self.df - 2.0) if self.df > 2.0 else math.inf
@@ -159,12 +167,12 @@ class DiagonalStudent(Diagonal):
     def like(self, loc: Tensor, scale: Tensor) -> "DiagonalStudent":
         return DiagonalStudent(loc, scale, self.df, self._validate_args)
 
-    entropy = Distribution.entropy  # of which there is none
+    entropy = Distribution.entropy  # raises NotImplementedError
 
     def standard(self, shape: torch.Size, generator: torch.Generator | None) -> Tensor:
         u, v = self._uniform((2, *shape), generator)
-        size = (self.df * torch.expm1(-2.0 / self.df * torch.log1p(-u))).sqrt()
-        return size * torch.cos(2.0 * math.pi * v)
+        radius = (self.df * torch.expm1(-2.0 / self.df * torch.log1p(-u))).sqrt()
+        return radius * torch.cos(2.0 * math.pi * v)
 
     def standard_log_prob(self, value: Tensor) -> Tensor:
         half = 0.5 * (self.df + 1.0)
@@ -174,6 +182,11 @@ class DiagonalStudent(Diagonal):
 
 class DiagonalLaplace(Diagonal):
     r"""Independent Laplace variables on the last axis, :math:`\prod_i e^{-|x_i - \mu_i| / b_i} / 2 b_i`.
+
+    Args:
+        loc: Locations ``(..., dim)``.
+        scale: Scales ``(..., dim)``, or one number.
+        validate_args: True to check arguments and values, as in ``torch.distributions``.
 
     >>> p = DiagonalLaplace(torch.zeros(1), torch.ones(1))
     >>> round(p.log_prob(torch.zeros(1)).item(), 4), p.variance.item()
@@ -191,7 +204,12 @@ class DiagonalLaplace(Diagonal):
 
 
 class DiagonalLogistic(Diagonal):
-    r"""Independent logistic variables on the last axis: :math:`x_i = \mu_i + s_i\, \mathrm{logit}(u_i)` of uniform :math:`u_i`.
+    r"""Independent logistic variables on the last axis: :math:`x_i = \mu_i + s_i\, \mathrm{logit}(u_i)` with uniform :math:`u_i`.
+
+    Args:
+        loc: Locations ``(..., dim)``.
+        scale: Scales ``(..., dim)``, or one number.
+        validate_args: True to check arguments and values, as in ``torch.distributions``.
 
     >>> p = DiagonalLogistic(torch.zeros(1), torch.ones(1))
     >>> round(p.log_prob(torch.zeros(1)).exp().item(), 4), round(p.variance.item(), 4)
@@ -208,9 +226,14 @@ class DiagonalLogistic(Diagonal):
 
 
 class CircularUniform(Diagonal):
-    r"""Independent uniform angles on the last axis, drawn from :math:`[\mu_i - s_i, \mu_i + s_i)`, a whole turn.
+    r"""Independent uniform angles on the last axis, drawn from :math:`[\mu_i - s_i, \mu_i + s_i)`, one full turn.
 
-    Angles are taken modulo a turn, so that the density is the same everywhere.
+    Angles are taken modulo one turn, so that the density is constant.
+
+    Args:
+        loc: Locations ``(..., dim)``.
+        scale: Scales ``(..., dim)``, or one number.
+        validate_args: True to check arguments and values, as in ``torch.distributions``.
 
     >>> CircularUniform(torch.zeros(1), torch.full((1,), math.pi)).log_prob(torch.tensor([7.0]))
     tensor(-1.8379)
@@ -227,10 +250,19 @@ class CircularUniform(Diagonal):
 
 
 class NormalMixture(_VectorDistribution):
-    r"""Equal mixture of :math:`K` diagonal normals, :math:`\tfrac1K \sum_k \mathcal N(x; \mu_k, \sigma_k^2)`.
+    r"""Mixture of :math:`K` diagonal normals with equal weights, :math:`\tfrac1K \sum_k \mathcal N(x; \mu_k, \sigma_k^2)`.
 
-    The weights are fixed and equal, as in the implicit Bayesian network of Trinh et al. (2020), so that drawing a component and then
-    its normal is an exact reparameterization. ``loc`` and ``scale`` have the shape ``(..., components, dim)``.
+    The weights are fixed and equal, as in the implicit Bayesian network of Trinh et al. (2020). Drawing a component and then its
+    normal is therefore an exact reparameterization.
+
+    Args:
+        loc: Means ``(..., components, dim)``.
+        scale: Standard deviations ``(..., components, dim)``, or one number.
+        validate_args: True to check arguments and values, as in ``torch.distributions``.
+
+    >>> mixture = NormalMixture(torch.tensor([[-2.0], [2.0]]), 0.5)
+    >>> mixture.mean, mixture.variance
+    (tensor([0.]), tensor([4.2500]))
     """
 
     axes = 2
@@ -250,61 +282,76 @@ class NormalMixture(_VectorDistribution):
     def rsample(self, sample_shape: Any = torch.Size(), generator: torch.Generator | None = None) -> Tensor:
         shape = torch.Size(sample_shape) + self.batch_shape
         device = self.loc.device
-        which = draw_components(self.components, shape, device, generator)
+        component = draw_components(self.components, shape, device, generator)
         noise = standard_normal(shape + self.event_shape, self.loc.dtype, device, generator)
         if not self.batch_shape:
-            return select_normal(self.loc, self.scale, which, noise)
-        index = which[..., None, None].expand(*shape, 1, self.event_shape[0])
+            return select_normal(self.loc, self.scale, component, noise)
+        index = component[..., None, None].expand(*shape, 1, self.event_shape[0])
         full = shape + self.loc.shape[-2:]
-        loc, scale = (part.expand(full).gather(-2, index).squeeze(-2) for part in (self.loc, self.scale))
+        loc, scale = (t.expand(full).gather(-2, index).squeeze(-2) for t in (self.loc, self.scale))
         return loc + scale * noise
 
     def log_prob(self, value: Tensor) -> Tensor:
         if self._validate_args:
             self._validate_sample(value)
-        each = DiagonalNormal(self.loc, self.scale).log_prob(value.unsqueeze(-2))
-        return torch.logsumexp(each, -1) - math.log(self.components)
+        log_probs = DiagonalNormal(self.loc, self.scale).log_prob(value.unsqueeze(-2))
+        return torch.logsumexp(log_probs, -1) - math.log(self.components)
 
 
 def unwrap_independent(distribution: Any) -> Any:
-    """What stands inside of torch's ``Independent``."""
+    """Returns the innermost distribution of torch's ``Independent``."""
     return (
         unwrap_independent(distribution.base_dist) if isinstance(distribution, Independent) else distribution
     )
 
 
 def as_diagonal_normal(distribution: Any, event_axes: int = 0) -> DiagonalNormal | None:
-    """The same distribution as a :class:`DiagonalNormal`, or None if it is something else.
+    """Returns a distribution as :class:`DiagonalNormal`, or None if it is not one.
 
-    With ``event_axes=1`` the last axis of a plain ``Normal`` counts as one of the event.
+    Args:
+        distribution: A ``torch.distributions`` distribution.
+        event_axes: 1 to treat the last axis of a plain ``Normal`` as an event axis.
 
     >>> as_diagonal_normal(Independent(Normal(torch.zeros(3), torch.ones(3)), 1))
     DiagonalNormal(loc: torch.Size([3]), scale: torch.Size([3]))
     """
     if isinstance(distribution, DiagonalNormal):
         return distribution if event_axes <= 1 else None
-    numbers = unwrap_independent(distribution)
-    if type(numbers) is not Normal or max(len(distribution.event_shape), event_axes) != 1:
+    scalar = unwrap_independent(distribution)
+    if type(scalar) is not Normal or max(len(distribution.event_shape), event_axes) != 1:
         return None
-    return DiagonalNormal(numbers.loc, numbers.scale)
+    return DiagonalNormal(scalar.loc, scalar.scale)
 
 
 class Base(nn.Module, ABC):
-    """The owner of a base distribution's tensors. Subclasses set ``dim``, and ``numbers``, and define ``distribution()``."""
+    """Base class for modules that own the tensors of a base distribution.
+
+    Subclasses set ``dim``, the length of the vectors, and ``value_kind``, a description of their numbers, and define
+    :meth:`distribution`.
+
+    >>> NormalBase(2)()
+    DiagonalNormal(loc: torch.Size([2]), scale: torch.Size([2]))
+    """
 
     dim: int
     value_kind: str = "real numbers"
 
     @abstractmethod
     def distribution(self) -> Any:
-        """What the tensors stand for now."""
+        """Returns the distribution of the current tensors."""
 
     def forward(self) -> Any:
         return self.distribution()
 
 
 class _FixedBase(Base):
-    """Independent numbers of one location and one scale, which are not learned."""
+    """Base class for bases of independent numbers with one location and one scale, which are not learned.
+
+    Args:
+        dim: Length of the vectors.
+        loc: Location of every number.
+        scale: Scale of every number.
+    """
 
     kind: type[Diagonal]
     loc: Tensor
@@ -322,7 +369,13 @@ class _FixedBase(Base):
 
 
 class NormalBase(_FixedBase):
-    r"""A fixed diagonal normal; Xiong's report starts its noise, and sets its prior, at :math:`\mathcal N(1, 0.5^2)`.
+    r"""Fixed diagonal normal. Xiong's report on flows for implicit Bayesian networks uses :math:`\mathcal N(1, 0.5^2)` as base and as
+    prior.
+
+    Args:
+        dim: Length of the vectors.
+        loc: Location of every number.
+        scale: Scale of every number.
 
     >>> NormalBase(2).distribution().mean
     tensor([1., 1.])
@@ -332,7 +385,12 @@ class NormalBase(_FixedBase):
 
 
 class LaplaceBase(_FixedBase):
-    r"""A fixed Laplace distribution for every number, of standard deviation :math:`\sqrt 2 b`.
+    r"""Fixed Laplace distribution of every number, with standard deviation :math:`\sqrt 2 b`.
+
+    Args:
+        dim: Length of the vectors.
+        loc: Location of every number.
+        scale: Scale of every number.
 
     >>> LaplaceBase(2, scale=2.0).distribution().stddev
     tensor([2.8284, 2.8284])
@@ -342,7 +400,12 @@ class LaplaceBase(_FixedBase):
 
 
 class LogisticBase(_FixedBase):
-    r"""A fixed logistic distribution for every number, of standard deviation :math:`\pi s / \sqrt 3`.
+    r"""Fixed logistic distribution of every number, with standard deviation :math:`\pi s / \sqrt 3`.
+
+    Args:
+        dim: Length of the vectors.
+        loc: Location of every number.
+        scale: Scale of every number.
 
     >>> LogisticBase(2, scale=1.0).distribution().stddev
     tensor([1.8138, 1.8138])
@@ -352,7 +415,11 @@ class LogisticBase(_FixedBase):
 
 
 class CircularBase(_FixedBase):
-    """Uniform angles, from minus ``bound`` to ``bound``: radians by default.
+    """Uniform angles between ``-bound`` and ``bound``.
+
+    Args:
+        dim: Number of angles.
+        bound: Half of one turn, by default in radians.
 
     >>> CircularBase(2).distribution().log_prob(torch.zeros(2))
     tensor(-3.6758)
@@ -367,7 +434,13 @@ class CircularBase(_FixedBase):
 
 
 class StudentBase(_FixedBase):
-    r"""A fixed Student-t with ``df`` degrees of freedom for every number, of standard deviation :math:`\sigma \sqrt{\nu / (\nu - 2)}`.
+    r"""Fixed Student-t distribution of every number, with standard deviation :math:`\sigma \sqrt{\nu / (\nu - 2)}`.
+
+    Args:
+        dim: Length of the vectors.
+        loc: Location of every number.
+        scale: Scale of every number.
+        df: Degrees of freedom :math:`\nu`, above 2.
 
     >>> StudentBase(2, df=4.0).distribution().stddev
     tensor([0.7071, 0.7071])
@@ -385,9 +458,15 @@ class StudentBase(_FixedBase):
 
 
 class MixtureBase(Base):
-    r"""An equal mixture of ``components`` diagonal normals whose means and scales are learned.
+    """Mixture of diagonal normals with equal weights and learned means and scales.
 
-    The means start spread around ``loc`` by ``init_std`` so that the components can part; each starts at ``scale``.
+    Args:
+        dim: Length of the vectors.
+        components: Number of components.
+        loc: Location around which the means start.
+        scale: Initial standard deviation of each component.
+        init_std: Standard deviation of the initial means, which lets the components separate.
+        generator: Generator of the initial means; torch's global one by default.
 
     >>> MixtureBase(4, components=3).distribution().components
     3
@@ -410,7 +489,7 @@ class MixtureBase(Base):
 
     @staticmethod
     def bounded(log_scale: Tensor) -> Tensor:
-        """Within what an exponential can take."""
+        """Clamps log-scales to a range in which their exponentials neither overflow nor vanish."""
         return log_scale.clamp(-8.0, 8.0)
 
     def distribution(self) -> NormalMixture:

@@ -1,4 +1,4 @@
-"""Distributions of integers and of categories, on which discrete flows stand. They are held in floats, which gradients pass."""
+"""Distributions of integers and categories, the bases of discrete flows. Their values are floats, so that gradients can pass."""
 
 import math
 from collections.abc import Callable
@@ -16,10 +16,12 @@ from flowbnn.numerics import inverse_soft_clamp, soft_clamp
 from flowbnn.options import Count, Positive, checked
 
 
-def _categories(logits: Tensor, sample_shape: Any) -> Tensor:
-    """Drawn categories: where a logit and a Gumbel variable together are largest."""
-    waits = torch.empty(torch.Size(sample_shape) + logits.shape, dtype=logits.dtype, device=logits.device)
-    return (logits - waits.exponential_().log()).argmax(-1)
+def _draw_categories(logits: Tensor, sample_shape: Any) -> Tensor:
+    """Returns drawn categories, by the largest sum of a logit and a Gumbel variable."""
+    exponential = torch.empty(
+        torch.Size(sample_shape) + logits.shape, dtype=logits.dtype, device=logits.device
+    )
+    return (logits - exponential.exponential_().log()).argmax(-1)
 
 
 class DiscretizedLogistic(Distribution):
@@ -28,10 +30,12 @@ class DiscretizedLogistic(Distribution):
     .. math:: P(z) = \sum_k \pi_k \left[\sigma\!\left(\frac{z + 1/2 - \mu_k}{s_k}\right)
               - \sigma\!\left(\frac{z - 1/2 - \mu_k}{s_k}\right)\right]
 
-    Salimans et al. 2017, https://arxiv.org/abs/1701.05517; computed in logarithms, so that no tail underflows.
+    Salimans et al. 2017, https://arxiv.org/abs/1701.05517. Probabilities are computed in logarithms, so that no tail underflows.
 
     Args:
-        loc, scale, logits: shape ``(..., dim, components)``.
+        loc: Locations :math:`\mu` of shape ``(..., dim, components)``.
+        scale: Scales :math:`s` of the same shape.
+        logits: Logits of the weights :math:`\pi`, of the same shape.
 
     >>> integers = DiscretizedLogistic(torch.zeros(1, 1), torch.ones(1, 1), torch.zeros(1, 1))
     >>> integers.log_prob(torch.arange(-30.0, 31.0).unsqueeze(-1)).exp().sum()
@@ -39,7 +43,7 @@ class DiscretizedLogistic(Distribution):
     """
 
     arg_constraints: dict[str, Any] = {}  # noqa: RUF012
-    support = constraints.independent(constraints.real, 1)  # integers, which are not checked
+    support = constraints.independent(constraints.real, 1)  # integers are not checked
 
     def __init__(self, loc: Tensor, scale: Tensor, logits: Tensor) -> None:
         self.loc, self.scale, self.logits = torch.broadcast_tensors(loc, scale, logits)
@@ -47,13 +51,13 @@ class DiscretizedLogistic(Distribution):
 
     def expand(self, batch_shape: Any, _instance: Any = None) -> "DiscretizedLogistic":
         shape = torch.Size(batch_shape) + self.loc.shape[-2:]
-        return DiscretizedLogistic(*(part.expand(shape) for part in (self.loc, self.scale, self.logits)))
+        return DiscretizedLogistic(*(each.expand(shape) for each in (self.loc, self.scale, self.logits)))
 
     def sample(self, sample_shape: Any = torch.Size()) -> Tensor:
         with torch.no_grad():
-            which = _categories(self.logits, sample_shape).unsqueeze(-1)
-            shape = which.shape[:-1] + self.loc.shape[-1:]
-            loc, scale = (p.expand(shape).gather(-1, which).squeeze(-1) for p in (self.loc, self.scale))
+            component = _draw_categories(self.logits, sample_shape).unsqueeze(-1)
+            shape = component.shape[:-1] + self.loc.shape[-1:]
+            loc, scale = (p.expand(shape).gather(-1, component).squeeze(-1) for p in (self.loc, self.scale))
             tiny = torch.finfo(loc.dtype).eps
             return (loc + scale * torch.logit(torch.rand_like(loc).clamp(tiny, 1.0 - tiny))).round()
 
@@ -61,54 +65,65 @@ class DiscretizedLogistic(Distribution):
         return torch.logsumexp(self.joint(value), -1).sum(-1)
 
     def joint(self, value: Tensor) -> Tensor:
-        """Log-probabilities of each integer together with each component, ``(..., dim, components)``."""
+        """Returns the joint log-probability of each integer and each component, ``(..., dim, components)``."""
         above = (value.unsqueeze(-1) + 0.5 - self.loc) / self.scale
         below = above - 1.0 / self.scale
-        each = F.logsigmoid(above) + F.logsigmoid(-below) + torch.log(-torch.expm1(-1.0 / self.scale))
-        return each + F.log_softmax(self.logits, -1)
+        log_prob = F.logsigmoid(above) + F.logsigmoid(-below) + torch.log(-torch.expm1(-1.0 / self.scale))
+        return log_prob + F.log_softmax(self.logits, -1)
 
 
-class _FirstBatch(DiscretizedLogistic):
-    """What a base gives before it has seen data: the first that are scored are where it starts."""
+class _DataInitLogistic(DiscretizedLogistic):
+    """Distribution of a base that is not initialized: the first values whose density is computed initialize it."""
 
-    def __init__(self, made: DiscretizedLogistic, start: Callable[[Tensor], DiscretizedLogistic]) -> None:
-        super().__init__(made.loc, made.scale, made.logits)
-        self.start = start
+    def __init__(
+        self, initial: DiscretizedLogistic, initialize: Callable[[Tensor], DiscretizedLogistic]
+    ) -> None:
+        super().__init__(initial.loc, initial.scale, initial.logits)
+        self.initialize = initialize
 
-    def expand(self, batch_shape: Any, _instance: Any = None) -> "_FirstBatch":
-        return _FirstBatch(super().expand(batch_shape), self.start)
+    def expand(self, batch_shape: Any, _instance: Any = None) -> "_DataInitLogistic":
+        return _DataInitLogistic(super().expand(batch_shape), self.initialize)
 
     def log_prob(self, value: Tensor) -> Tensor:
-        return self.start(value).log_prob(value)
+        return self.initialize(value).log_prob(value)
 
 
-OUTLIER_WEIGHT = 2.0**-12  # the share of integers that may be anything
-MIN_SCALE = 1 / 16  # least scale: the integer at a centre then costs a thousandth of a bit
-RATE_FACTOR = 30.0  # how much faster than its places a base learns its widths and weights, which go far
+OUTLIER_WEIGHT = 2.0**-12  # an unexpected integer then costs about 22 bits at most
+MIN_SCALE = 1 / 16  # the integer at the centre of a component then costs a thousandth of a bit
+RATE_FACTOR = 30.0  # scales and weights of a base move this much faster than its locations, because they have to move far
 
 
-def discretized_logistic(raw: Tensor, components: int, values: float, pace: float = 1) -> DiscretizedLogistic:
-    """That of numbers ``(..., 3 * components * dim)``, spread at zero over 0 to ``values``; widths vary at ``pace``.
+def discretized_logistic(
+    raw: Tensor, components: int, values: float, rate_factor: float = 1
+) -> DiscretizedLogistic:
+    """Returns a discretized logistic mixture for unconstrained parameters.
 
-    A fixed share, spread over all values, is added: without it an integer that no component expects costs its distance in units
-    of their scales, thousands of bits, and the gradients of a few such integers drown all others.
+    A broad component of a fixed small weight covers all values. Without it an unexpected integer costs its distance in units of the
+    scales, thousands of bits, and the gradients of a few such integers dominate all others.
+
+    Args:
+        raw: Parameters ``(..., 3 * components * dim)``. Zeros spread the components over 0 to ``values``.
+        components: Number of components.
+        values: Approximate number of values of an integer.
+        rate_factor: Factor of the parameters of scales and weights, relative to those of locations.
     """
     loc, log_scale, logits = raw.unflatten(-1, (-1, 3, components)).unbind(-2)
-    places = (torch.arange(components, dtype=loc.dtype, device=loc.device) + 0.5) / components
-    scale = MIN_SCALE + values / (6.0 * components) * soft_clamp(pace * log_scale, 8.0).exp()
-    weights = F.log_softmax(pace * logits, -1) + math.log(1.0 - OUTLIER_WEIGHT)
-    loc = values * (loc + places)
-    stray = (loc, values / 2.0), (scale, values / 6.0), (weights, math.log(OUTLIER_WEIGHT))
-    return DiscretizedLogistic(*(F.pad(each, (0, 1), value=broad) for each, broad in stray))
+    centers = (torch.arange(components, dtype=loc.dtype, device=loc.device) + 0.5) / components
+    scale = MIN_SCALE + values / (6.0 * components) * soft_clamp(rate_factor * log_scale, 8.0).exp()
+    weights = F.log_softmax(rate_factor * logits, -1) + math.log(1.0 - OUTLIER_WEIGHT)
+    loc = values * (loc + centers)
+    pairs = (loc, values / 2.0), (scale, values / 6.0), (weights, math.log(OUTLIER_WEIGHT))
+    return DiscretizedLogistic(*(F.pad(each, (0, 1), value=broad) for each, broad in pairs))
 
 
 class DiscretizedLogisticBase(Base):
-    """A learned :class:`DiscretizedLogistic`, which starts spread over the integers from 0 to ``values``, or at data.
+    """Learned :class:`DiscretizedLogistic`. Its components start spread over the integers from 0 to ``values``, or at data.
 
     Args:
-        dim: number of integers.
-        components, values: of each mixture, and about the number of values of an integer.
-        data_init: in training mode, the first batch moves the mixtures by expectation maximisation.
+        dim: Number of integers.
+        components: Number of components of each mixture.
+        values: Approximate number of values of an integer.
+        data_init: True to fit the mixtures to the first training batch by expectation maximization.
 
     >>> DiscretizedLogisticBase(3)().sample((2,)).shape
     torch.Size([2, 3])
@@ -125,53 +140,57 @@ class DiscretizedLogisticBase(Base):
         self.raw = nn.Parameter(torch.zeros(dim * 3 * components))
         register_data_init(self, data_init)
 
-    def distribution(self, moved: Tensor | None = None) -> DiscretizedLogistic:
-        """With numbers that a net adds for images, channels last, of ``dim`` integers."""
-        raw = self.raw if moved is None else self.raw.view(moved.shape[-3:]) + moved
-        made = discretized_logistic(raw, self.components, self.values, RATE_FACTOR)
-        return (
-            made
-            if self.is_initialized or not self.training
-            else _FirstBatch(made, partial(self._start, moved))
-        )
+    def distribution(self, offset: Tensor | None = None) -> DiscretizedLogistic:
+        """Returns the distribution.
+
+        Args:
+            offset: Numbers that a net adds to the parameters, for images of ``dim`` integers with channels last.
+        """
+        raw = self.raw if offset is None else self.raw.view(offset.shape[-3:]) + offset
+        distribution = discretized_logistic(raw, self.components, self.values, RATE_FACTOR)
+        if self.is_initialized or not self.training:
+            return distribution
+        return _DataInitLogistic(distribution, partial(self._initialize, offset))
 
     @torch.no_grad()
-    def _start(self, moved: Tensor | None, value: Tensor) -> DiscretizedLogistic:
-        """Expectation maximisation, in which each component has one observation, and half a one for its weight, as it is."""
+    def _initialize(self, offset: Tensor | None, value: Tensor) -> DiscretizedLogistic:
+        """Fits the mixtures to values by expectation maximization and returns the new distribution.
+
+        Each component has one prior observation of its location and scale, and half a one of its weight.
+        """
         rows, k = value.reshape(-1, self.dim), self.components
         z = rows.unsqueeze(-1)
-        made = discretized_logistic(self.raw, k, self.values, RATE_FACTOR)
-        loc, scale, logits = (each[..., :-1] for each in (made.loc, made.scale, made.logits))
-        start = loc - self.values * self.raw.view(-1, 3, k)[:, 0]
+        initial = discretized_logistic(self.raw, k, self.values, RATE_FACTOR)
+        loc, scale, logits = (each[..., :-1] for each in (initial.loc, initial.scale, initial.logits))
+        centers = loc - self.values * self.raw.view(-1, 3, k)[:, 0]
         for _ in range(20):
-            share = DiscretizedLogistic(loc, scale, logits).joint(rows).softmax(-1)
-            count = share.sum(0)
+            responsibility = DiscretizedLogistic(loc, scale, logits).joint(rows).softmax(-1)
+            count = responsibility.sum(0)
             logits = (count + 0.5).log()
-            loc = (loc + (share * z).sum(0)) / (1.0 + count)
-            far = (share * (z - loc).abs()).sum(0) / (2.0 * math.log(2.0))
-            scale = MIN_SCALE + (scale + far) / (1.0 + count)
-        width = inverse_soft_clamp(((scale - MIN_SCALE) * 6.0 * k / self.values).log(), 8.0, 0.95)
-        self.raw.copy_(
-            torch.stack([(loc - start) / self.values, width / RATE_FACTOR, logits / RATE_FACTOR], 1).flatten()
-        )
+            loc = (loc + (responsibility * z).sum(0)) / (1.0 + count)
+            distance = (responsibility * (z - loc).abs()).sum(0) / (2.0 * math.log(2.0))
+            scale = MIN_SCALE + (scale + distance) / (1.0 + count)
+        log_scale = inverse_soft_clamp(((scale - MIN_SCALE) * 6.0 * k / self.values).log(), 8.0, 0.95)
+        raw = [(loc - centers) / self.values, log_scale / RATE_FACTOR, logits / RATE_FACTOR]
+        self.raw.copy_(torch.stack(raw, 1).flatten())
         self.initialized.fill_(True)
         self.is_initialized = True
         with torch.enable_grad():
-            return self.distribution(moved)
+            return self.distribution(offset)
 
 
 class OneHotVectors(Distribution):
-    r"""Independent categories, their one-hot codes one after the other: :math:`\log P(z) = \sum_{d,k} z_{dk} \log \pi_{dk}`.
+    r"""Independent categories as adjacent one-hot codes: :math:`\log P(z) = \sum_{d,k} z_{dk} \log \pi_{dk}`.
 
     Args:
-        logits: shape ``(..., dim, categories)``; an event has ``dim * categories`` numbers.
+        logits: Logits ``(..., dim, categories)``. An event has ``dim * categories`` numbers.
 
     >>> OneHotVectors(torch.zeros(2, 4)).log_prob(torch.tensor([1.0, 0, 0, 0, 0, 0, 1, 0]))
     tensor(-2.7726)
     """
 
     arg_constraints: dict[str, Any] = {}  # noqa: RUF012
-    support = constraints.independent(constraints.real, 1)  # one-hot codes, which are not checked
+    support = constraints.independent(constraints.real, 1)  # one-hot codes are not checked
 
     def __init__(self, logits: Tensor) -> None:
         self.logits = logits
@@ -182,15 +201,19 @@ class OneHotVectors(Distribution):
 
     def sample(self, sample_shape: Any = torch.Size()) -> Tensor:
         with torch.no_grad():
-            which = _categories(self.logits, sample_shape)
-            return F.one_hot(which, self.logits.shape[-1]).to(self.logits.dtype).flatten(-2)
+            category = _draw_categories(self.logits, sample_shape)
+            return F.one_hot(category, self.logits.shape[-1]).to(self.logits.dtype).flatten(-2)
 
     def log_prob(self, value: Tensor) -> Tensor:
         return (value * F.log_softmax(self.logits, -1).flatten(-2)).sum(-1)
 
 
 class CategoricalBase(Base):
-    """Learned independent categories as one-hot codes; ``dim`` is the length of the codes together.
+    """Learned independent categories as one-hot codes. ``dim`` is the total length of the codes.
+
+    Args:
+        variables: Number of variables.
+        categories: Number of categories of each variable.
 
     >>> CategoricalBase(2, categories=3)().sample().shape
     torch.Size([6])

@@ -1,4 +1,4 @@
-"""Standard normal numbers, by the fastest generator of the machine, and draws of any distribution."""
+"""Draws of standard normal numbers by the fastest generator of the machine, and reparameterized draws of any distribution."""
 
 import platform
 import threading
@@ -11,80 +11,111 @@ from torch import Tensor
 
 from flowbnn.errors import FlowBNNError
 
-# torch fills normals one by one on these CPUs; numpy's ziggurat takes less than half the time
+# torch draws normal numbers one by one on these CPUs; numpy's ziggurat takes less than half the time.
 _SCALAR_FILL = platform.machine().lower() in ("aarch64", "arm64")
-_WORTH_A_SEED = 4096  # numbers; below this, seeding costs what the ziggurat saves
 
-GENERATOR_LOCK = (
-    threading.RLock()
-)  # of whoever seeds torch's global generators for a while, which all threads share
+# Held while torch's global generators, which all threads share, are seeded.
+GENERATOR_LOCK = threading.RLock()
 
 
 def standard_normal(
     shape: torch.Size, dtype: torch.dtype, device: torch.device, generator: torch.Generator | None = None
 ) -> Tensor:
-    """Independent standard normals that depend on ``generator`` (or torch's global one) alone.
+    """Returns independent standard normal numbers that depend only on a torch generator.
 
-    On ARM CPUs, large float32 draws come from numpy, seeded by one number of the torch generator, so that seeds,
-    checkpoints and resumed runs keep their meaning.
+    On ARM CPUs large float32 draws come from numpy, seeded by one number of the torch generator. Seeds, checkpoints and resumed runs
+    therefore give the same numbers.
+
+    Args:
+        shape: Shape of the result.
+        dtype: Dtype of the result.
+        device: Device of the result.
+        generator: Generator; torch's global one by default.
 
     >>> first, second = (standard_normal(torch.Size((3, 2000)), torch.float32, torch.device("cpu"),
     ...                                  torch.Generator().manual_seed(1)) for _ in range(2))
     >>> torch.equal(first, second)
     True
     """
-    fits = _SCALAR_FILL and device.type == "cpu" and dtype == torch.float32 and shape.numel() >= _WORTH_A_SEED
-    # vmap and the compiler must see the draw
-    if fits and not torch.compiler.is_compiling() and torch._C._functorch.maybe_current_level() is None:
+    # Below 4096 numbers seeding costs as much as the ziggurat saves.
+    large = device.type == "cpu" and dtype == torch.float32 and shape.numel() >= 4096
+    # vmap and the compiler must trace the draw.
+    traced = torch.compiler.is_compiling() or torch._C._functorch.maybe_current_level() is not None
+    if _SCALAR_FILL and large and not traced:
         seed = int(torch.randint(2**62, (), generator=generator))
         ziggurat = numpy.random.Generator(numpy.random.SFC64(seed))
         return torch.from_numpy(ziggurat.standard_normal(tuple(shape), dtype=numpy.float32))
-    # a generator that is named, if only as None, does not compile with sizes that vary
-    named: dict[str, Any] = {} if generator is None else {"generator": generator}
-    return torch.randn(shape, dtype=dtype, device=device, **named)
+    # Even generator=None does not compile with dynamic shapes.
+    option: dict[str, Any] = {} if generator is None else {"generator": generator}
+    return torch.randn(shape, dtype=dtype, device=device, **option)
 
 
 def draw_components(
     number: int, shape: Sequence[int], device: torch.device, generator: torch.Generator | None = None
 ) -> Tensor:
-    """Which of ``number`` equal components each draw of a mixture comes from."""
-    named: dict[str, Any] = {} if generator is None else {"generator": generator}
-    return torch.randint(number, tuple(shape), device=device, **named)
+    """Returns the index of a mixture component for each draw. All components are equally likely.
+
+    Args:
+        number: Number of components.
+        shape: Shape of the result.
+        device: Device of the result.
+        generator: Generator; torch's global one by default.
+
+    >>> draw_components(4, (100,), torch.device("cpu")).max() < 4
+    tensor(True)
+    """
+    option: dict[str, Any] = {} if generator is None else {"generator": generator}
+    return torch.randint(number, tuple(shape), device=device, **option)
 
 
-def select_normal(loc: Tensor, scale: Tensor, which: Tensor, normal: Tensor) -> Tensor:
-    r""":math:`\mu_k + \sigma_k \epsilon` with a component ``which`` of its own for every draw.
+def select_normal(loc: Tensor, scale: Tensor, component: Tensor, normal: Tensor) -> Tensor:
+    r"""Returns :math:`\mu_k + \sigma_k \epsilon` with a component :math:`k` for each draw.
 
-    ``loc`` and ``scale`` are ``[components, dim]``, ``which`` has any shape, and ``normal`` that shape and ``dim``.
+    Args:
+        loc: Means ``[components, dim]``.
+        scale: Standard deviations ``[components, dim]``.
+        component: Index of the component of each draw, of any shape.
+        normal: Standard normal numbers, of that shape and ``dim``.
 
     >>> loc = torch.tensor([[0.0, 1.0], [2.0, 3.0]])
     >>> select_normal(loc, torch.ones(2, 2), torch.tensor([1, 0]), torch.zeros(2, 2)).tolist()
     [[2.0, 3.0], [0.0, 1.0]]
     """
     if not (torch.is_grad_enabled() and (loc.requires_grad or scale.requires_grad)):
-        return torch.addcmul(loc[which], scale[which], normal)
-    # draws by the million share a few components: by products, which select exactly, their gradients are sums in a fixed order;
-    # in half precision the backward pass rounds as the layers' does
+        return torch.addcmul(loc[component], scale[component], normal)
+    # Products with one-hot codes select exactly, and their gradients are sums in a fixed order.
+    # In half precision the backward pass rounds as that of the layers does.
     with torch.autocast(loc.device.type, enabled=False):
-        chosen = (which.unsqueeze(-1) == torch.arange(len(loc), device=which.device)).to(loc.dtype)
-        return torch.addcmul(chosen @ loc, chosen @ scale, normal)
+        codes = (component.unsqueeze(-1) == torch.arange(len(loc), device=component.device)).to(loc.dtype)
+        return torch.addcmul(codes @ loc, codes @ scale, normal)
 
 
 def reparameterized_sample(
     distribution: Any, sample_shape: Any = torch.Size(), generator: torch.Generator | None = None
 ) -> Tensor:
-    """Draws that gradients pass through, from any distribution that has them.
+    """Returns draws that gradients pass through.
+
+    Args:
+        distribution: A ``torch.distributions`` distribution.
+        sample_shape: Shape of the draws.
+        generator: Generator, for distributions that accept one.
+
+    Raises:
+        NotImplementedError: The distribution has no ``rsample``.
+        FlowBNNError: The distribution accepts no generator.
 
     >>> reparameterized_sample(torch.distributions.Normal(0.0, 1.0), (3,)).shape
     torch.Size([3])
     """
     if not distribution.has_rsample:
-        text = "has no rsample, so no gradient passes through its draws: use sample, or NormalMixture in place of a torch mixture"
-        raise NotImplementedError(f"{type(distribution).__name__} {text}")
+        name = type(distribution).__name__
+        raise NotImplementedError(
+            f"{name} has no rsample; use sample, or NormalMixture instead of a torch mixture"
+        )
     if generator is None:
         return distribution.rsample(torch.Size(sample_shape))
     try:
         return distribution.rsample(torch.Size(sample_shape), generator=generator)
     except TypeError as error:
-        text = "takes no generator; use flowbnn's DiagonalNormal or NormalMixture"
-        raise FlowBNNError(f"{type(distribution).__name__} {text}", kind="unsupported") from error
+        text = f"{type(distribution).__name__} accepts no generator; use DiagonalNormal or NormalMixture"
+        raise FlowBNNError(text, kind="unsupported", argument="generator") from error

@@ -1,4 +1,4 @@
-"""Flows by name: a base and a transform as one module, which called gives the distribution.
+"""Named flows: modules of a base and a transform that return the distribution when they are called.
 
 >>> import torch
 >>> flow = NSF(dim=2)
@@ -9,8 +9,8 @@ torch.Size([5])
 >>> conditional(torch.ones(5, 3)).log_prob(x).shape
 torch.Size([5])
 
-A name is a few lines over :class:`FlowModel`. The transform of a model, ``NSF(dim, context_dim, ...).transform``, serves as
-well as noise of a network or as the posterior of an autoencoder. All start at or near the identity.
+A named flow is a few lines on top of :class:`FlowModel`. Its transform, ``NSF(dim, context_dim, ...).transform``, also serves as
+noise of a network or as the posterior of an autoencoder. All flows start at or near the identity.
 """
 
 from collections.abc import Callable
@@ -57,25 +57,40 @@ __all__ = [
 
 
 def named_flows() -> dict[str, Callable[..., FlowModel]]:
-    """The flows of real vectors by their names in small letters."""
+    """Returns the flows of real vectors by their names in lower case.
+
+    >>> named_flows()["nsf"] is NSF
+    True
+    """
     discrete = ("DiscreteFlow", "FlowModel", "IDF")
     return {name.lower(): globals()[name] for name in __all__ if name not in discrete}
 
 
-def make_posterior_transform(name: str, dim: int, context_dim: int = 0, **settings: Any) -> Transform:
-    """The transform of a flow by its name for noise and posteriors: draws are cheap, and log-determinants exact, where a setting lets
-    one choose.
+def make_posterior_transform(name: str, dim: int, context_dim: int = 0, **options: Any) -> Transform:
+    """Returns the transform of a named flow for noise and posteriors.
 
-    A ``length`` is for flows that have steps, which flows in continuous time have not.
+    Draws are cheap and log-determinants exact if the flow has such an option.
+
+    Args:
+        name: Name of the flow in lower case.
+        dim: Length of the vectors.
+        context_dim: Length of the context vectors; 0 for none.
+        options: Further options of the flow. ``length`` is ignored by flows without it.
+
+    Raises:
+        FlowBNNError: The flow with these options has a base of angles or integers.
+
+    >>> make_posterior_transform("naf", 3).cheap
+    'forward'
     """
-    kind = named_flows()[name]
-    takes = signature(kind).parameters
-    wanted = {"cheap": "forward", "log_det": "exact"}
-    settings = {name: value for name, value in wanted.items() if name in takes} | settings
-    if "length" not in takes:
-        settings.pop("length", None)
-    made = kind(dim, context_dim, **settings)
-    if made.base.value_kind != "real numbers":
-        text = f"noise and posteriors are real numbers, and the flow {name!r} of these settings has {made.base.value_kind}"
+    flow = named_flows()[name]
+    parameters = signature(flow).parameters
+    defaults = {"cheap": "forward", "log_det": "exact"}
+    options = {option: value for option, value in defaults.items() if option in parameters} | options
+    if "length" not in parameters:
+        options.pop("length", None)
+    model = flow(dim, context_dim, **options)
+    if model.base.value_kind != "real numbers":
+        text = f"noise and posteriors need real numbers, the flow {name!r} with these settings has {model.base.value_kind}"
         raise FlowBNNError(text, argument="settings")
-    return made.transform
+    return model.transform

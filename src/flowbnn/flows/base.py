@@ -1,9 +1,8 @@
-"""Any flow as a module; what the named ones have in common, and those of vectors."""
+"""Flows as modules: the base classes of named flows, and the named flows of vectors."""
 
 import math
 from collections.abc import Sequence
-from dataclasses import InitVar, field
-from typing import Any, Literal, TypeVar, dataclass_transform
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -12,22 +11,21 @@ from flowbnn import transforms
 from flowbnn.distributions import Base, CircularBase, Flow, NormalBase
 from flowbnn.errors import FlowBNNError
 from flowbnn.nets.mlp import Length, check_context
-from flowbnn.options import Count, Positive, checked, options
+from flowbnn.options import Count, Positive, checked
 from flowbnn.transforms import AffineMap, Autoregressive, Compose, Coupling, SplineMap, Transform, Univariate
 from flowbnn.transforms.surjective import AtLeastTwo
 
 Widths = Sequence[Count]
-Cheap = Literal["forward", "inverse"]
-Kind = TypeVar("Kind", bound=type)
+Direction = Literal["forward", "inverse"]
 
 
 class FlowModel(torch.nn.Module):
-    """Any flow as a module: the base and the transform it owns, and the distribution they make when it is called.
+    """Module that owns a base and a transform, and returns their flow when it is called.
 
     Args:
-        base: the owner of the base distribution.
-        transform: from the base to the sample.
-        context_dim: length of the context vectors that the transform reads; 0 for none.
+        base: Module of the base distribution.
+        transform: Transform from the base to the sample.
+        context_dim: Length of the context vectors that the transform reads; 0 for none.
 
     >>> from flowbnn.transforms import Radial
     >>> FlowModel(NormalBase(2, 0.0, 1.0), Radial(2))().event_shape
@@ -41,319 +39,460 @@ class FlowModel(torch.nn.Module):
 
     @property
     def capturable(self) -> bool:
-        """Whether a density decides nothing on the host, so that a training step may be recorded as a CUDA graph."""
+        """True if a density needs no decision on the host, so that a CUDA graph can capture a training step."""
         return self.transform.solver in ("none", "forward") and self.transform.log_det_kind == "exact"
 
     def forward(self, context: Tensor | None = None) -> Flow:
-        """The distribution, one for each context vector ``(..., context_dim)``."""
+        """Returns the distribution.
+
+        Args:
+            context: Context vectors ``(..., context_dim)``. There is one distribution for each.
+        """
         if context is not None or self.context_dim:
             check_context(context, self.context_dim, type(self).__name__)
         return Flow(self.base.distribution(), self.transform, context)
 
 
-@dataclass_transform(field_specifiers=(field,))
-def recipe(kind: Kind) -> Kind:
-    """Make the annotated attributes of a subclass of :class:`Named` its checked arguments, as a dataclass does."""
-    made: Any = options(kind, frozen=False, eq=False, repr=False)
-    made.__init__.__wrapped__.__annotations__["base"] = Base | None  # what users read and hand over
-    if "base" in vars(made):
-        made.__annotations__["base"] = Base | None
-        del made.base  # a default that would hide the module
-    return made
+class NamedFlow(FlowModel):
+    """Base class for named flows. A subclass defines :meth:`make_transforms`.
 
-
-@recipe
-class Named(FlowModel):
-    """A flow by name: arguments as attributes, and :meth:`parts`, which makes the transforms of them.
+    A subclass with further options sets them as attributes and then calls ``super().__init__``, which builds the transforms.
 
     Args:
-        dim: length of the vectors; of some flows also the shape of images.
-        context_dim: length of the context; 0 for none.
-        base: of the same length; a standard normal one unless :meth:`own_base` says another.
+        dim: Length of the vectors; for some flows also the shape of images.
+        context_dim: Length of the context vectors; 0 for none.
+        base: Base of the same length; by default that of :meth:`default_base`.
     """
 
-    dim: Count
-    context_dim: Length = 0
-    base: InitVar[Base | None] = field(default=None, kw_only=True)
+    dim: Any
 
-    def __post_init__(self, base: Base | None) -> None:
-        transform = Compose(*self.parts())
-        size = transform.inverse_shape([self.dim] if isinstance(self.dim, int) else self.dim)[-1]
-        own = self.own_base(size)
-        if base is not None and (base.dim, base.value_kind) != (size, own.value_kind):
-            wanted = f"needs a base of {size} {own.value_kind}, not of {base.dim} {base.value_kind}"
-            raise FlowBNNError(f"{type(self).__name__}({self.dim}) {wanted}", kind="shape", argument="base")
-        super().__init__(base or own, transform, self.context_dim)
+    def __init__(self, dim: Any, context_dim: int = 0, base: Base | None = None) -> None:
+        self.dim, self.context_dim = dim, context_dim
+        transform = Compose(*self.make_transforms())
+        size = transform.inverse_shape([dim] if isinstance(dim, int) else dim)[-1]
+        default = self.default_base(size)
+        if base is not None and (base.dim, base.value_kind) != (size, default.value_kind):
+            expected, actual = f"{size} {default.value_kind}", f"{base.dim} {base.value_kind}"
+            text = f"{type(self).__name__}({dim}) needs a base of {expected}, got {actual}"
+            raise FlowBNNError(text, kind="shape", argument="base")
+        super().__init__(base or default, transform, context_dim)
 
-    def parts(self) -> Sequence[Transform]:
-        """The transforms, from the base to the sample."""
+    def make_transforms(self) -> Sequence[Transform]:
+        """Returns the transforms from the base to the sample."""
         raise NotImplementedError
 
-    def own_base(self, size: int) -> Base:
-        """The base where none is given."""
+    def default_base(self, size: int) -> Base:
+        """Returns the default base of this length."""
         return NormalBase(size, 0.0, 1.0)
 
 
-@recipe
-class Steps(Named):
-    """A named flow of so many steps, which :meth:`step` makes, and whose networks have layers of these widths."""
+class StackedFlow(NamedFlow):
+    """Base class for flows of several steps with networks. A subclass defines :meth:`make_step`.
 
-    length: Count = 4
-    hidden: Widths = (64, 64)
+    Args:
+        dim: Length of the vectors.
+        context_dim: Length of the context vectors; 0 for none.
+        length: Number of steps.
+        hidden: Widths of the hidden layers of the networks.
+        base: Base of the same length; standard normal by default.
+    """
 
-    def parts(self) -> Sequence[Transform]:
-        return [self.step(self.dim, number) for number in range(self.length)]
+    @checked
+    def __init__(
+        self,
+        dim: Count,
+        context_dim: Length = 0,
+        length: Count = 4,
+        hidden: Widths = (64, 64),
+        *,
+        base: Base | None = None,
+    ) -> None:
+        self.length, self.hidden = length, hidden
+        super().__init__(dim, context_dim, base)
 
-    def step(self, size: int, number: int) -> Transform:
-        """One of the steps, for vectors (or so many channels of images)."""
+    def make_transforms(self) -> Sequence[Transform]:
+        return [self.make_step(self.dim, index) for index in range(self.length)]
+
+    def make_step(self, size: int, index: int) -> Transform:
+        """Returns one step.
+
+        Args:
+            size: Length of the vectors, or number of channels of images.
+            index: Number of the step.
+        """
         raise NotImplementedError
 
-    def net(self, size: int, number: int, univariate: Univariate) -> dict[str, Any]:
-        """The network of a coupling, and what it keeps: the halves in turn."""
-        return {"flip": bool(number % 2), "hidden": self.hidden, "context_dim": self.context_dim}
+    def coupling_options(self, size: int, index: int, univariate: Univariate) -> dict[str, Any]:
+        """Returns the options of a coupling: its network, and the half that stays unchanged, in turn."""
+        return {"flip": bool(index % 2), "hidden": self.hidden, "context_dim": self.context_dim}
 
-    def coupling(self, size: int, number: int, univariate: Univariate) -> Transform:
-        """A coupling; one entry has no other to read, and is moved alone."""
+    def make_coupling(self, size: int, index: int, univariate: Univariate) -> Transform:
+        """Returns a coupling. A single entry has no other entry to condition on and is moved alone."""
         if size == 1:
-            return self.ordered(1, number, univariate)
-        return Coupling(size, univariate, **self.net(size, number, univariate))
+            return self.make_autoregressive(1, index, univariate)
+        return Coupling(size, univariate, **self.coupling_options(size, index, univariate))
 
-    def ordered(self, size: int, number: int, univariate: Univariate, cheap: Cheap = "inverse") -> Transform:
-        """An autoregressive map, every second one backwards, so that each entry comes early and late."""
-        order = range(size)[:: -1 if number % 2 else 1]
+    def make_autoregressive(
+        self, size: int, index: int, univariate: Univariate, cheap: Direction = "inverse"
+    ) -> Transform:
+        """Returns an autoregressive transform. Every second one has the reversed order."""
+        order = range(size)[:: -1 if index % 2 else 1]
         return Autoregressive(size, univariate, cheap, self.hidden, order, context_dim=self.context_dim)
 
 
-@recipe
-class NICE(Steps):
-    """Additive couplings, then a scale for each entry (Dinh, Krueger & Bengio 2015, https://arxiv.org/abs/1410.8516).
+class NICE(StackedFlow):
+    """NICE: additive couplings, then a scale for each entry (Dinh, Krueger & Bengio 2015, https://arxiv.org/abs/1410.8516).
 
     Args:
-        dim, context_dim: lengths of the vectors and of the context.
-        length: number of couplings, which keep the halves in turn.
-        hidden: widths of their networks.
-        base: standard normal by default.
+        dim: Length of the vectors.
+        context_dim: Length of the context vectors; 0 for none.
+        length: Number of couplings. They keep the halves of the vector in turn.
+        hidden: Widths of the hidden layers of their networks.
+        base: Base of the same length; standard normal by default.
 
-    >>> round(NICE(3)().log_prob(torch.zeros(3)).item(), 4)  # at first that of the base
+    >>> round(NICE(3)().log_prob(torch.zeros(3)).item(), 4)  # starts at the density of the base
     -2.7568
     """
 
-    def step(self, size: int, number: int) -> Transform:
-        return self.coupling(size, number, transforms.ShiftMap())
+    def make_step(self, size: int, index: int) -> Transform:
+        return self.make_coupling(size, index, transforms.ShiftMap())
 
-    def parts(self) -> Sequence[Transform]:
-        return [*super().parts(), transforms.Affine(self.dim)]
+    def make_transforms(self) -> Sequence[Transform]:
+        return [*super().make_transforms(), transforms.Affine(self.dim)]
 
 
-@recipe
-class RealNVP(Steps):
-    """Affine couplings (Dinh, Sohl-Dickstein & Bengio 2017, https://arxiv.org/abs/1605.08803); arguments as in :class:`NICE`.
+class RealNVP(StackedFlow):
+    """RealNVP: affine couplings (Dinh, Sohl-Dickstein & Bengio 2017, https://arxiv.org/abs/1605.08803).
+
+    Args:
+        dim: Length of the vectors.
+        context_dim: Length of the context vectors; 0 for none.
+        length: Number of couplings. They keep the halves of the vector in turn.
+        hidden: Widths of the hidden layers of their networks.
+        base: Base of the same length; standard normal by default.
 
     >>> RealNVP(3, context_dim=2)(torch.ones(5, 2)).sample().shape
     torch.Size([5, 3])
     """
 
-    def step(self, size: int, number: int) -> Transform:
-        return self.coupling(size, number, AffineMap())
+    def make_step(self, size: int, index: int) -> Transform:
+        return self.make_coupling(size, index, AffineMap())
 
 
-@recipe
-class MAF(Steps):
-    """Autoregressive maps with cheap densities (Papamakarios, Pavlakou & Murray 2017, https://arxiv.org/abs/1705.07057).
+class MAF(StackedFlow):
+    """Masked autoregressive flow with cheap densities (Papamakarios, Pavlakou & Murray 2017, https://arxiv.org/abs/1705.07057).
 
-    A draw costs ``dim`` passes, a density one; for noise and posteriors take :class:`IAF`.
+    A draw costs ``dim`` passes, a density one. For noise and posteriors use :class:`IAF`.
 
     Args:
-        length, hidden: number of maps, every second one in the reversed order, and widths of their masked networks.
-        univariate: the map of each entry; with a :class:`~flowbnn.transforms.CircularSplineMap` the base is uniform.
-        dim, context_dim, base: as in :class:`NICE`.
+        dim: Length of the vectors.
+        context_dim: Length of the context vectors; 0 for none.
+        length: Number of autoregressive transforms. Every second one has the reversed order.
+        hidden: Widths of the hidden layers of their masked networks.
+        univariate: Map of each entry. With a :class:`~flowbnn.transforms.CircularSplineMap` the default base is uniform.
+        base: Base of the same length; standard normal by default.
 
     >>> MAF(3, univariate=SplineMap())().sample((5,)).shape, MAF(3).transform.cheap
     (torch.Size([5, 3]), 'inverse')
     """
 
-    univariate: Univariate = AffineMap()
+    cheap: Direction = "inverse"
 
-    def step(self, size: int, number: int) -> Transform:
-        return self.ordered(size, number, self.univariate, "inverse")
+    @checked
+    def __init__(
+        self,
+        dim: Count,
+        context_dim: Length = 0,
+        length: Count = 4,
+        hidden: Widths = (64, 64),
+        univariate: Univariate = AffineMap(),  # noqa: B008
+        *,
+        base: Base | None = None,
+    ) -> None:
+        self.univariate = univariate
+        super().__init__(dim, context_dim, length, hidden, base=base)
 
-    def own_base(self, size: int) -> Base:
+    def make_step(self, size: int, index: int) -> Transform:
+        return self.make_autoregressive(size, index, self.univariate, self.cheap)
+
+    def default_base(self, size: int) -> Base:
         if isinstance(self.univariate, transforms.CircularSplineMap):
             return CircularBase(size, self.univariate.bound)
-        return super().own_base(size)
+        return super().default_base(size)
 
 
-@recipe
 class IAF(MAF):
-    """The same maps with cheap draws (Kingma et al. 2016, https://arxiv.org/abs/1606.04934).
+    """Inverse autoregressive flow with cheap draws (Kingma et al. 2016, https://arxiv.org/abs/1606.04934).
 
-    Draws and their own densities cost one pass, which is what noise and posteriors want; the density of another point costs
-    ``dim`` passes. Arguments as in :class:`MAF`.
-
-    >>> x, log_prob = IAF(3, context_dim=2)(torch.ones(5, 2)).rsample_and_log_prob()
-    """
-
-    def step(self, size: int, number: int) -> Transform:
-        return self.ordered(size, number, self.univariate, "forward")
-
-
-@recipe
-class NSF(Steps):
-    """Neural spline flow: rational-quadratic splines after linear maps (Durkan et al. 2019, https://arxiv.org/abs/1906.04032).
+    Draws and their own densities cost one pass. The density of another point costs ``dim`` passes. Use it for noise and posteriors.
 
     Args:
-        bins, bound: of the splines; outside ``[-bound, bound]``, by default 5, they are the identity.
-        autoregressive: autoregressive maps with cheap densities in place of couplings, which are cheap in both directions;
-            with cheap draws they are ``IAF(dim, univariate=SplineMap(bins, bound))``.
-        circular: the entries are angles between minus ``bound`` and ``bound``, by default pi, and others are taken modulo a turn: for
-            degrees say ``bound=180``; the base is uniform.
-        dim, context_dim, length, hidden, base: as in :class:`NICE`.
+        dim: Length of the vectors.
+        context_dim: Length of the context vectors; 0 for none.
+        length: Number of autoregressive transforms. Every second one has the reversed order.
+        hidden: Widths of the hidden layers of their masked networks.
+        univariate: Map of each entry. With a :class:`~flowbnn.transforms.CircularSplineMap` the default base is uniform.
+        base: Base of the same length; standard normal by default.
+
+    >>> x, log_prob = IAF(3, context_dim=2)(torch.ones(5, 2)).rsample_and_log_prob()
+    >>> x.shape, log_prob.shape
+    (torch.Size([5, 3]), torch.Size([5]))
+    """
+
+    cheap: Direction = "forward"
+
+
+class NSF(StackedFlow):
+    """Neural spline flow: linear maps and rational-quadratic splines (Durkan et al. 2019, https://arxiv.org/abs/1906.04032).
+
+    Args:
+        dim: Length of the vectors.
+        context_dim: Length of the context vectors; 0 for none.
+        length: Number of steps.
+        hidden: Widths of the hidden layers of the networks.
+        bins: Number of bins of the splines.
+        bound: Half width of the interval of the splines, by default 5; they are the identity outside.
+        autoregressive: True for autoregressive transforms with cheap densities instead of couplings. For cheap draws use
+            ``IAF(dim, univariate=SplineMap(bins, bound))``.
+        circular: True if the entries are angles between ``-bound`` and ``bound``, by default pi. Angles are taken modulo one turn.
+            For degrees use ``bound=180``. The default base is uniform.
+        base: Base of the same length; standard normal by default.
 
     >>> NSF(2, circular=True)().log_prob(torch.tensor([[0.5, -3.0]])).shape
     torch.Size([1])
     """
 
-    bins: AtLeastTwo = 8
-    bound: Positive | None = None
-    autoregressive: bool = False
-    circular: bool = False
+    @checked
+    def __init__(
+        self,
+        dim: Count,
+        context_dim: Length = 0,
+        length: Count = 4,
+        hidden: Widths = (64, 64),
+        bins: AtLeastTwo = 8,
+        bound: Positive | None = None,
+        autoregressive: bool = False,
+        circular: bool = False,
+        *,
+        base: Base | None = None,
+    ) -> None:
+        self.bins, self.autoregressive, self.circular = bins, autoregressive, circular
+        self.bound = bound or (math.pi if circular else 5.0)
+        super().__init__(dim, context_dim, length, hidden, base=base)
 
-    def step(self, size: int, number: int) -> Transform:
+    def make_step(self, size: int, index: int) -> Transform:
         kind = transforms.CircularSplineMap if self.circular else SplineMap
-        spline = kind(self.bins, self.bound or (math.pi if self.circular else 5.0))
-        made = self.ordered(size, 0, spline) if self.autoregressive else self.coupling(size, number, spline)
-        return made if self.circular else Compose(transforms.LULinear(size), made)
+        spline = kind(self.bins, self.bound)
+        if self.autoregressive:
+            transform = self.make_autoregressive(size, 0, spline)
+        else:
+            transform = self.make_coupling(size, index, spline)
+        return transform if self.circular else Compose(transforms.LULinear(size), transform)
 
-    def own_base(self, size: int) -> Base:
-        return CircularBase(size, self.bound or math.pi) if self.circular else super().own_base(size)
+    def default_base(self, size: int) -> Base:
+        return CircularBase(size, self.bound) if self.circular else super().default_base(size)
 
 
-@recipe
-class NAF(Steps):
-    """Neural autoregressive flow: autoregressive maps by deep sigmoidal units (Huang et al. 2018, https://arxiv.org/abs/1804.00779).
+class NAF(StackedFlow):
+    """Neural autoregressive flow with deep sigmoidal maps (Huang et al. 2018, https://arxiv.org/abs/1804.00779).
 
     Args:
-        units: sigmoids of each map.
-        cheap: the direction that costs one pass; the other costs ``dim`` passes, each with a numerical root.
-        dim, context_dim, length, hidden, base: as in :class:`MAF`.
+        dim: Length of the vectors.
+        context_dim: Length of the context vectors; 0 for none.
+        length: Number of autoregressive transforms. Every second one has the reversed order.
+        hidden: Widths of the hidden layers of their masked networks.
+        units: Number of sigmoids of each map.
+        cheap: Direction that costs one pass. The other costs ``dim`` passes with a numerical root each.
+        base: Base of the same length; standard normal by default.
 
     >>> NAF(2, units=4)().log_prob(torch.zeros(5, 2)).shape
     torch.Size([5])
     """
 
-    length: Count = 2
-    units: Count = 16
-    cheap: Literal["forward", "inverse"] = "inverse"
+    @checked
+    def __init__(
+        self,
+        dim: Count,
+        context_dim: Length = 0,
+        length: Count = 2,
+        hidden: Widths = (64, 64),
+        units: Count = 16,
+        cheap: Direction = "inverse",
+        *,
+        base: Base | None = None,
+    ) -> None:
+        self.units, self.cheap = units, cheap
+        super().__init__(dim, context_dim, length, hidden, base=base)
 
-    def step(self, size: int, number: int) -> Transform:
-        made = self.ordered(size, number, transforms.SigmoidalMap(self.units), "forward")  # as in the formula
-        return transforms.Inverse(made) if self.cheap == "inverse" else made
+    def make_step(self, size: int, index: int) -> Transform:
+        sigmoids = transforms.SigmoidalMap(self.units)
+        transform = self.make_autoregressive(size, index, sigmoids, "forward")  # as in the formula
+        return transforms.Inverse(transform) if self.cheap == "inverse" else transform
 
 
-@recipe
-class Maps(Named):
-    """A named flow of :meth:`maps` without networks, which with a context have parameters of their own for each."""
+class ParametricFlow(NamedFlow):
+    """Base class for flows without networks. A subclass defines :meth:`make_maps`. A context gets its own parameters of the maps.
 
-    length: Count = 4
+    Args:
+        dim: Length of the vectors.
+        context_dim: Length of the context vectors; 0 for none.
+        length: Number of maps.
+        base: Base of the same length; standard normal by default.
+    """
 
-    def maps(self) -> Sequence[Transform]:
+    @checked
+    def __init__(
+        self, dim: Count, context_dim: Length = 0, length: Count = 4, *, base: Base | None = None
+    ) -> None:
+        self.length = length
+        super().__init__(dim, context_dim, base)
+
+    def make_maps(self) -> Sequence[Transform]:
+        """Returns the transforms without a context."""
         raise NotImplementedError
 
-    def parts(self) -> Sequence[Transform]:
-        maps = self.maps()
+    def make_transforms(self) -> Sequence[Transform]:
+        maps = self.make_maps()
         return [transforms.Amortized(each, self.context_dim) for each in maps] if self.context_dim else maps
 
 
-@recipe
-class Planar(Maps):
+class Planar(ParametricFlow):
     """Planar flows, each along one direction (Rezende & Mohamed 2015, https://arxiv.org/abs/1505.05770).
 
-    Their inverse, which densities need, is found numerically.
+    Densities need the inverse, which is numerical.
 
     Args:
-        dim, context_dim: lengths of the vectors and of the context; with one, all parameters are linear functions of it.
-        length: number of flows.
-        base: standard normal by default.
+        dim: Length of the vectors.
+        context_dim: Length of the context vectors, of which all parameters are linear functions; 0 for none.
+        length: Number of planar maps.
+        base: Base of the same length; standard normal by default.
 
-    >>> posterior = Planar(3, length=2)().rsample_and_log_prob((5,))
+    >>> x, log_prob = Planar(3, length=2)().rsample_and_log_prob((5,))
+    >>> x.shape, log_prob.shape
+    (torch.Size([5, 3]), torch.Size([5]))
     """
 
-    length: Count = 10
+    @checked
+    def __init__(
+        self, dim: Count, context_dim: Length = 0, length: Count = 10, *, base: Base | None = None
+    ) -> None:
+        super().__init__(dim, context_dim, length, base=base)
 
-    def maps(self) -> Sequence[Transform]:
+    def make_maps(self) -> Sequence[Transform]:
         return [transforms.PlanarLU(self.dim, [("planar", self.length)])]
 
 
-@recipe
-class Sylvester(Maps):
-    """Sylvester flows: planar ones in all directions at once (van den Berg et al. 2018, https://arxiv.org/abs/1803.05649).
+class Sylvester(ParametricFlow):
+    """Sylvester flows: planar flows in all directions at once (van den Berg et al. 2018, https://arxiv.org/abs/1803.05649).
 
     Args:
-        reflections: Householder reflections of each; at most ``dim`` are used.
-        dim, context_dim, length, base: as in :class:`Planar`.
+        dim: Length of the vectors.
+        context_dim: Length of the context vectors, of which all parameters are linear functions; 0 for none.
+        length: Number of Sylvester maps.
+        reflections: Number of Householder reflections of each map; at most ``dim`` are used.
+        base: Base of the same length; standard normal by default.
 
     >>> x, log_prob = Sylvester(3, length=2)().rsample_and_log_prob((5,))
+    >>> x.shape, log_prob.shape
+    (torch.Size([5, 3]), torch.Size([5]))
     """
 
-    reflections: Count = 8
+    @checked
+    def __init__(
+        self,
+        dim: Count,
+        context_dim: Length = 0,
+        length: Count = 4,
+        reflections: Count = 8,
+        *,
+        base: Base | None = None,
+    ) -> None:
+        self.reflections = reflections
+        super().__init__(dim, context_dim, length, base=base)
 
-    def maps(self) -> Sequence[Transform]:
+    def make_maps(self) -> Sequence[Transform]:
         size = min(self.reflections, self.dim)
         return [transforms.Sylvester(self.dim, "householder", size) for _ in range(self.length)]
 
 
-@recipe
-class Radial(Maps):
-    """Radial flows, each around one centre (Rezende & Mohamed 2015); arguments as in :class:`Planar`.
+class Radial(ParametricFlow):
+    """Radial flows, each around one centre (Rezende & Mohamed 2015, https://arxiv.org/abs/1505.05770).
+
+    Args:
+        dim: Length of the vectors.
+        context_dim: Length of the context vectors, of which all parameters are linear functions; 0 for none.
+        length: Number of radial maps.
+        base: Base of the same length; standard normal by default.
 
     >>> Radial(2, length=3)().log_prob(torch.zeros(5, 2)).shape
     torch.Size([5])
     """
 
-    length: Count = 10
+    @checked
+    def __init__(
+        self, dim: Count, context_dim: Length = 0, length: Count = 10, *, base: Base | None = None
+    ) -> None:
+        super().__init__(dim, context_dim, length, base=base)
 
-    def maps(self) -> Sequence[Transform]:
+    def make_maps(self) -> Sequence[Transform]:
         return [transforms.Radial(self.dim) for _ in range(self.length)]
 
 
-@recipe
-class Householder(Maps):
-    """A scale and a shift for each entry, then reflections (Tomczak & Welling 2016, https://arxiv.org/abs/1611.09630).
+class Householder(ParametricFlow):
+    """Householder flow: a scale and a shift for each entry, then reflections (Tomczak & Welling 2016,
+    https://arxiv.org/abs/1611.09630).
 
-    Alone it is a Gaussian with a full covariance; as the posterior of an autoencoder, one for each example.
+    On a normal base it is a Gaussian with a full covariance. As the posterior of an autoencoder, each example has its own.
 
     Args:
-        length: number of pairs of reflections.
-        dim, context_dim, base: as in :class:`Planar`.
+        dim: Length of the vectors.
+        context_dim: Length of the context vectors, of which all parameters are linear functions; 0 for none.
+        length: Number of pairs of reflections.
+        base: Base of the same length; standard normal by default.
 
     >>> Householder(3)().variance.shape
     torch.Size([3])
     """
 
-    def maps(self) -> Sequence[Transform]:
+    def make_maps(self) -> Sequence[Transform]:
         return [transforms.Affine(self.dim), transforms.Householder(self.dim, 2 * self.length)]
 
 
-@recipe
-class FFJORD(Steps):
-    """The flow of a neural vector field (Grathwohl et al. 2019, https://arxiv.org/abs/1810.01367).
+class FFJORD(StackedFlow):
+    """FFJORD: the flow of a neural vector field (Grathwohl et al. 2019, https://arxiv.org/abs/1810.01367).
 
-    Both directions cost a numerical solution; :func:`~flowbnn.transforms.flow_matching_loss` trains one field without any.
+    Both directions cost a numerical solution. :func:`~flowbnn.transforms.flow_matching_loss` trains one field without a solver.
 
     Args:
-        length: number of vector fields, one after the other.
-        trace, rtol, atol: of each :class:`~flowbnn.transforms.NeuralODE`.
-        dim, context_dim, hidden, base: as in :class:`MAF`.
+        dim: Length of the vectors.
+        context_dim: Length of the context vectors; 0 for none.
+        length: Number of vector fields, one after the other.
+        hidden: Widths of the hidden layers of their networks.
+        trace: Computation of the trace, as in :class:`~flowbnn.transforms.NeuralODE`.
+        rtol: Relative tolerance of the solver.
+        atol: Absolute tolerance of the solver.
+        base: Base of the same length; standard normal by default.
 
     >>> flow = FFJORD(2, hidden=(8,))
     >>> transforms.flow_matching_loss(flow.transform, flow.base(), torch.randn(100, 2)).shape
     torch.Size([])
     """
 
-    length: Count = 1
-    trace: Literal["exact", "hutchinson"] | None = None
-    rtol: Positive = 1e-5
-    atol: Positive = 1e-5
+    @checked
+    def __init__(
+        self,
+        dim: Count,
+        context_dim: Length = 0,
+        length: Count = 1,
+        hidden: Widths = (64, 64),
+        trace: Literal["exact", "hutchinson"] | None = None,
+        rtol: Positive = 1e-5,
+        atol: Positive = 1e-5,
+        *,
+        base: Base | None = None,
+    ) -> None:
+        self.trace, self.rtol, self.atol = trace, rtol, atol
+        super().__init__(dim, context_dim, length, hidden, base=base)
 
-    def step(self, size: int, number: int) -> Transform:
+    def make_step(self, size: int, index: int) -> Transform:
         return transforms.NeuralODE(size, self.hidden, self.context_dim, self.trace, self.rtol, self.atol)

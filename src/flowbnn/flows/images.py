@@ -1,243 +1,393 @@
-"""Recipes that serve images as well as vectors, and those of integers and categories, whose probabilities are exact."""
+"""Named flows of images, which also work for vectors, and flows of integers and categories with exact probabilities."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 
 from flowbnn import transforms
-from flowbnn.distributions import CategoricalBase, DiscretizedLogistic, DiscretizedLogisticBase, Flow
+from flowbnn.distributions import (
+    Base,
+    CategoricalBase,
+    DiscretizedLogistic,
+    DiscretizedLogisticBase,
+    Flow,
+)
 from flowbnn.errors import FlowBNNError
-from flowbnn.flows.base import AtLeastTwo, FlowModel, Steps, Widths, recipe
+from flowbnn.flows.base import Direction, FlowModel, NamedFlow, StackedFlow, Widths
 from flowbnn.nets.convolution import GatedConvNet
 from flowbnn.nets.mlp import ConditionalNormal, Length
 from flowbnn.numerics import soft_clamp
 from flowbnn.options import Count, Positive, Probability, checked
 from flowbnn.transforms import ActNorm, AffineMap, Compose, Coupling, Inverse, Transform, Univariate
+from flowbnn.transforms.surjective import AtLeastTwo
+
+ImageShape = Count | Sequence[Count]
 
 
-@recipe
-class ImageFlow(Steps):
-    """A flow of vectors, or of images of a shape ``(channels, height, width)``, level by level as in ``MultiScale``."""
-
-    last: ClassVar[int] = 0
-    bias: ClassVar[bool] = True  # of the networks of couplings
-    gain: ClassVar[float] = 0.0  # a learned factor of all networks starts here; without one where it is zero
-
-    dim: Count | Widths  # type: ignore[assignment]
-    levels: Count = 3
-
-    @property
-    def images(self) -> bool:
-        return not isinstance(self.dim, int)
-
-    def parts(self) -> Sequence[Transform]:
-        return [*(self.scales() if self.images else super().parts()), *self.door()]
-
-    def scales(self) -> Sequence[Transform]:
-        """The levels of images, channels last."""
-        shape = tuple(self.dim)  # type: ignore[arg-type]
-        if len(shape) != 3 or not self.hidden:
-            text = "an image has the shape (channels, height, width), and its networks at least one width"
-            raise FlowBNNError(f"{text}, not {shape}", kind="shape", argument="dim")
-        sizes = (*shape[1:], shape[0]), self.levels, self.length
-        return [transforms.MultiScale(*sizes, self.step, self.split_noise, self.context_dim, self.last)]
-
-    def door(self) -> Sequence[Transform]:
-        """What turns real numbers inside, channels last, into data."""
-        return [transforms.ChannelsFirst()] if self.images else []
-
-    def conv(self, channels_in: int, channels_out: int, context_dim: int = 0, bias: bool = True) -> nn.Module:
-        """A network of images."""
-        net = GatedConvNet(channels_in, channels_out, self.hidden[0], len(self.hidden), context_dim, bias)
-        return _Gained(net, self.gain) if self.gain else net
-
-    def net(self, size: int, number: int, univariate: Univariate) -> dict[str, Any]:
-        if not self.images:
-            return super().net(size, number, univariate)
-        kept = size // 2
-        return {
-            "net": self.conv(kept, univariate.params_per_entry * (size - kept), self.context_dim, self.bias)
-        }
-
-    def split_noise(self, height: int, width: int, channels: int) -> nn.Module:
-        """The distribution of the channels that leave, for as many that stay."""
-        return ConditionalNormal(self.conv(channels + self.context_dim, 2 * channels))
-
-    def side(self, axis: int, channels: int) -> int:
-        """Height (1) or width (2) at the level of so many channels, which double when the sides are halved."""
-        return 2 * self.dim[0] * self.dim[axis] // channels  # type: ignore[index]
-
-
-@recipe
-class PixelFlow(ImageFlow):
-    """A flow of real vectors, or of images; pixels that have ``values`` are integers, dequantized and seen through a logit."""
-
-    values: AtLeastTwo | None = 256
-    data_init: bool = False
-
-    def door(self) -> Sequence[Transform]:
-        if not self.images or self.values is None:
-            return super().door()
-        pixels = transforms.Dequantization(self.values, self.pixel_noise(), self.context_dim)
-        return [transforms.Sigmoid(margin=0.05), pixels, *super().door()]
-
-    def pixel_noise(self) -> nn.Module | None:
-        """Of the dequantization; uniform for None."""
-
-
-@recipe
-class Glow(PixelFlow):
-    """Steps of ActNorm, an invertible linear map and an affine coupling (Kingma & Dhariwal 2018, https://arxiv.org/abs/1807.03039).
-
-    For images, ``Glow((3, 32, 32), length=8, levels=3)``, the linear maps are 1x1 convolutions, the couplings have gated convolutions,
-    and at every level but the last half of the channels leave, as in :class:`~flowbnn.transforms.MultiScale`.
+class ImageFlow(StackedFlow):
+    """Base class for flows of vectors or of images ``(channels, height, width)``, with levels as in ``MultiScale``.
 
     Args:
-        dim: length of the vectors, or the shape ``(channels, height, width)`` of images.
-        length: number of steps; of images, at each level.
-        hidden: widths of the networks; of images, one residual block of so many channels for each.
-        levels, values: of images: number of levels, and of values of a pixel, which is an integer from 0. Such densities are
-            bounds on log-probabilities by uniform dequantization; with ``values=None`` pixels are real numbers.
-        data_init: ActNorm normalises the first training batch, for densities of data; noise starts at the identity.
-        context_dim, base: as in :class:`NICE`.
+        dim: Length of the vectors, or shape of the images.
+        context_dim: Length of the context vectors; 0 for none.
+        length: Number of steps; for images, at each level.
+        hidden: Widths of the networks; for images, one residual block of this many channels for each width.
+        levels: Number of levels of images.
+        base: Base of the same length; by default that of :meth:`default_base`.
+    """
+
+    final_splits: ClassVar[int] = 0
+    coupling_bias: ClassVar[bool] = True  # biases in the networks of couplings
+    initial_gain: ClassVar[float] = 0.0  # initial value of a learned factor of all networks; 0 for no factor
+
+    def __init__(
+        self,
+        dim: ImageShape,
+        context_dim: int,
+        length: int,
+        hidden: Widths,
+        levels: int,
+        base: Base | None,
+    ) -> None:
+        self.length, self.hidden, self.levels = length, hidden, levels
+        NamedFlow.__init__(self, dim, context_dim, base)
+
+    @property
+    def is_image(self) -> bool:
+        """True for a flow of images, False for a flow of vectors."""
+        return not isinstance(self.dim, int)
+
+    def make_transforms(self) -> Sequence[Transform]:
+        steps = self.make_levels() if self.is_image else super().make_transforms()
+        return [*steps, *self.make_output()]
+
+    def make_levels(self) -> Sequence[Transform]:
+        """Returns the multi-scale transform of images with channels last."""
+        shape = tuple(self.dim)
+        if len(shape) != 3 or not self.hidden:
+            text = (
+                f"images need dim=(channels, height, width) and at least one width in hidden, got dim={shape}"
+            )
+            raise FlowBNNError(text, kind="shape", argument="dim")
+        sizes = (*shape[1:], shape[0]), self.levels, self.length
+        functions = self.make_step, self.make_split_noise
+        return [transforms.MultiScale(*sizes, *functions, self.context_dim, self.final_splits)]
+
+    def make_output(self) -> Sequence[Transform]:
+        """Returns the transforms from real numbers with channels last to data."""
+        return [transforms.ChannelsFirst()] if self.is_image else []
+
+    def make_net(
+        self, channels_in: int, channels_out: int, context_dim: int = 0, bias: bool = True
+    ) -> nn.Module:
+        """Returns a network of images."""
+        net = GatedConvNet(channels_in, channels_out, self.hidden[0], len(self.hidden), context_dim, bias)
+        return _ScaledNet(net, self.initial_gain) if self.initial_gain else net
+
+    def coupling_options(self, size: int, index: int, univariate: Univariate) -> dict[str, Any]:
+        if not self.is_image:
+            return super().coupling_options(size, index, univariate)
+        half = size // 2
+        outputs = univariate.params_per_entry * (size - half)
+        return {"net": self.make_net(half, outputs, self.context_dim, self.coupling_bias)}
+
+    def make_split_noise(self, height: int, width: int, channels: int) -> nn.Module:
+        """Returns a module for the distribution of the channels that are split off, given as many that stay."""
+        return ConditionalNormal(self.make_net(channels + self.context_dim, 2 * channels))
+
+    def side_length(self, axis: int, channels: int) -> int:
+        """Returns the height (axis 1) or the width (axis 2) at the level with this many channels.
+
+        Channels double when both sides are halved.
+        """
+        return 2 * self.dim[0] * self.dim[axis] // channels
+
+
+class PixelFlow(ImageFlow):
+    """Base class for flows of real vectors, or of images whose pixels are integers or real numbers.
+
+    Integer pixels are dequantized and mapped to real numbers by a logit.
+
+    Args:
+        dim: Length of the vectors, or shape ``(channels, height, width)`` of images.
+        context_dim: Length of the context vectors; 0 for none.
+        length: Number of steps; for images, at each level.
+        hidden: Widths of the networks; for images, one residual block of this many channels for each width.
+        levels: Number of levels of images.
+        values: Number of values of a pixel, which is an integer from 0; None for real pixels.
+        data_init: True to let ActNorm normalize the first training batch.
+        base: Base of the same length; standard normal by default.
+    """
+
+    def __init__(
+        self,
+        dim: ImageShape,
+        context_dim: int,
+        length: int,
+        hidden: Widths,
+        levels: int,
+        values: int | None,
+        data_init: bool,
+        base: Base | None,
+    ) -> None:
+        self.values, self.data_init = values, data_init
+        super().__init__(dim, context_dim, length, hidden, levels, base)
+
+    def make_output(self) -> Sequence[Transform]:
+        if not self.is_image or self.values is None:
+            return super().make_output()
+        pixels = transforms.Dequantization(self.values, self.make_pixel_noise(), self.context_dim)
+        return [transforms.Sigmoid(margin=0.05), pixels, *super().make_output()]
+
+    def make_pixel_noise(self) -> nn.Module | None:
+        """Returns the noise of the dequantization, or None for uniform noise."""
+        return None
+
+
+class Glow(PixelFlow):
+    """Glow: steps of ActNorm, an invertible linear map and an affine coupling (Kingma & Dhariwal 2018,
+    https://arxiv.org/abs/1807.03039).
+
+    For images, as in ``Glow((3, 32, 32), length=8, levels=3)``, the linear maps are 1x1 convolutions and the couplings have gated
+    convolutions. At every level but the last, half of the channels are split off, as in :class:`~flowbnn.transforms.MultiScale`.
+
+    Args:
+        dim: Length of the vectors, or shape ``(channels, height, width)`` of images.
+        context_dim: Length of the context vectors; 0 for none.
+        length: Number of steps; for images, at each level.
+        hidden: Widths of the networks; for images, one residual block of this many channels for each width.
+        levels: Number of levels of images.
+        values: Number of values of a pixel, which is an integer from 0. Densities are then bounds on log-probabilities by uniform
+            dequantization. With None pixels are real numbers.
+        data_init: True to let ActNorm normalize the first training batch, for densities of data. With False it starts at the
+            identity, for noise.
+        base: Base of the same length; standard normal by default.
 
     >>> flow = Glow((1, 4, 4), length=1, levels=2, hidden=(4,))
     >>> flow().log_prob(torch.randint(256, (5, 1, 4, 4))).shape
     torch.Size([5])
     """
 
-    def step(self, size: int, number: int) -> Transform:
-        if size == 1:  # which has nothing to mix
-            return Compose(ActNorm(1, data_init=self.data_init), self.coupling(1, number, AffineMap()))
-        return transforms.GlowStep(size, self.images, self.data_init, **self.net(size, number, AffineMap()))
+    @checked
+    def __init__(
+        self,
+        dim: ImageShape,
+        context_dim: Length = 0,
+        length: Count = 4,
+        hidden: Widths = (64, 64),
+        levels: Count = 3,
+        values: AtLeastTwo | None = 256,
+        data_init: bool = False,
+        *,
+        base: Base | None = None,
+    ) -> None:
+        super().__init__(dim, context_dim, length, hidden, levels, values, data_init, base)
+
+    def make_step(self, size: int, index: int) -> Transform:
+        if size == 1:  # one number has no other to mix with
+            return Compose(ActNorm(1, data_init=self.data_init), self.make_coupling(1, index, AffineMap()))
+        options = self.coupling_options(size, index, AffineMap())
+        return transforms.GlowStep(size, self.is_image, self.data_init, **options)
 
 
-@recipe
 class ResidualFlow(PixelFlow):
-    """Contractive residual blocks between ActNorms (Behrmann et al. 2019, https://arxiv.org/abs/1811.00995; Chen et al. 2019,
-    https://arxiv.org/abs/1906.02735).
+    """Residual flow: contractive residual blocks with ActNorm between them (Behrmann et al. 2019, https://arxiv.org/abs/1811.00995;
+    Chen et al. 2019, https://arxiv.org/abs/1906.02735).
 
-    Densities cost one pass, a draw a fixed point for each block; turned with ``cheap="forward"``, the reverse. For images,
-    ``ResidualFlow((3, 32, 32))``, the blocks are convolutions, and the levels those of :class:`Glow`.
+    Densities cost one pass, and draws a fixed-point iteration for each block. With ``cheap="forward"`` draws cost one pass instead.
+    For images, as in ``ResidualFlow((3, 32, 32))``, the blocks are convolutions, with the levels of :class:`Glow`.
 
     Args:
-        lipschitz, log_det: of each :class:`~flowbnn.transforms.Residual`; exact in few dimensions, else estimated.
-        cheap: the direction that costs one pass: densities of points (``"inverse"``) or draws.
-        dim, context_dim, length, hidden, levels, values, data_init, base: as in :class:`Glow`.
+        dim: Length of the vectors, or shape ``(channels, height, width)`` of images.
+        context_dim: Length of the context vectors; 0 for none.
+        length: Number of blocks; for images, at each level.
+        hidden: Widths of the hidden layers of the blocks.
+        levels: Number of levels of images.
+        values: Number of values of a pixel, or None for real pixels, as in :class:`Glow`.
+        data_init: True to let ActNorm normalize the first training batch.
+        lipschitz: Lipschitz constant of each block.
+        log_det: Computation of the log-determinant, as in :class:`~flowbnn.transforms.Residual`.
+        cheap: Direction that costs one pass: ``"inverse"`` for densities, ``"forward"`` for draws.
+        base: Base of the same length; standard normal by default.
 
     >>> ResidualFlow(2, length=2, hidden=(8,))().log_prob(torch.zeros(5, 2)).shape
     torch.Size([5])
     """
 
-    length: Count = 8
-    lipschitz: Probability = 0.9
-    log_det: Literal["exact", "truncated", "roulette"] | None = None
-    cheap: Literal["forward", "inverse"] = "inverse"
+    @checked
+    def __init__(
+        self,
+        dim: ImageShape,
+        context_dim: Length = 0,
+        length: Count = 8,
+        hidden: Widths = (64, 64),
+        levels: Count = 3,
+        values: AtLeastTwo | None = 256,
+        data_init: bool = False,
+        lipschitz: Probability = 0.9,
+        log_det: Literal["exact", "truncated", "roulette"] | None = None,
+        cheap: Direction = "inverse",
+        *,
+        base: Base | None = None,
+    ) -> None:
+        self.lipschitz, self.log_det, self.cheap = lipschitz, log_det, cheap
+        super().__init__(dim, context_dim, length, hidden, levels, values, data_init, base)
 
-    def parts(self) -> Sequence[Transform]:
-        start = [] if self.images else [ActNorm(self.dim, data_init=self.data_init)]  # type: ignore[arg-type]
-        return [*start, *super().parts()]
+    def make_transforms(self) -> Sequence[Transform]:
+        first = [] if self.is_image else [ActNorm(self.dim, data_init=self.data_init)]
+        return [*first, *super().make_transforms()]
 
-    def step(self, size: int, number: int) -> Transform:
-        shape = (self.side(1, size), self.side(2, size), size) if self.images else size
+    def make_step(self, size: int, index: int) -> Transform:
+        shape = (self.side_length(1, size), self.side_length(2, size), size) if self.is_image else size
         residual = transforms.Residual(shape, self.hidden, self.context_dim, self.lipschitz, self.log_det)
-        turned = residual if self.cheap == "forward" else Inverse(residual)
-        return Compose(turned, ActNorm(size, data_init=self.data_init))
+        block = residual if self.cheap == "forward" else Inverse(residual)
+        return Compose(block, ActNorm(size, data_init=self.data_init))
 
 
-@recipe
 class FlowPP(PixelFlow):
-    """Flow++: couplings of mixtures of logistics, with variational dequantization (Ho et al. 2019, https://arxiv.org/abs/1902.00275).
+    """Flow++: couplings with mixtures of logistics, and variational dequantization (Ho et al. 2019,
+    https://arxiv.org/abs/1902.00275).
 
-    Of images, ``FlowPP((3, 32, 32))``, couplings keep channels and, where the width is even, squares of a checkerboard in turn, and
-    pixels are dequantized by learned noise. Densities cost one pass; a draw also finds a root for each entry.
+    For images, as in ``FlowPP((3, 32, 32))``, couplings keep half of the channels and, if the width is even, squares of a
+    checkerboard in turn. Pixels are dequantized by learned noise. Densities cost one pass. Draws also find a root for each entry.
 
     Args:
-        components: of the mixture of each :class:`~flowbnn.transforms.LogisticMixtureMap`.
-        dim, context_dim, length, hidden, levels, values, data_init, base: as in :class:`Glow`.
+        dim: Length of the vectors, or shape ``(channels, height, width)`` of images.
+        context_dim: Length of the context vectors; 0 for none.
+        length: Number of steps; for images, at each level.
+        hidden: Widths of the networks; for images, one residual block of this many channels for each width.
+        levels: Number of levels of images.
+        values: Number of values of a pixel, or None for real pixels, as in :class:`Glow`.
+        data_init: True to let ActNorm normalize the first training batch.
+        components: Number of components of the mixture of each :class:`~flowbnn.transforms.LogisticMixtureMap`.
+        base: Base of the same length; standard normal by default.
 
     >>> flow = FlowPP((1, 4, 4), length=1, levels=1, hidden=(4,))
     >>> flow().log_prob(torch.randint(256, (5, 1, 4, 4))).shape
     torch.Size([5])
     """
 
-    levels: Count = 2
-    components: Count = 8
+    @checked
+    def __init__(
+        self,
+        dim: ImageShape,
+        context_dim: Length = 0,
+        length: Count = 4,
+        hidden: Widths = (64, 64),
+        levels: Count = 2,
+        values: AtLeastTwo | None = 256,
+        data_init: bool = False,
+        components: Count = 8,
+        *,
+        base: Base | None = None,
+    ) -> None:
+        self.components = components
+        super().__init__(dim, context_dim, length, hidden, levels, values, data_init, base)
 
-    def step(self, size: int, number: int) -> Transform:
-        board = self.images and number % 2 and self.side(2, size) % 2 == 0
+    def make_step(self, size: int, index: int) -> Transform:
+        checkerboard = self.is_image and index % 2 and self.side_length(2, size) % 2 == 0
         mixture = transforms.LogisticMixtureMap(self.components)
-        coupling = self.coupling(2 * size if board else size, number, mixture)
-        start = ActNorm(size, data_init=self.data_init)
-        return Compose(start, transforms.LULinear(size), _checkered(coupling) if board else coupling)
+        coupling = self.make_coupling(2 * size if checkerboard else size, index, mixture)
+        norm = ActNorm(size, data_init=self.data_init)
+        coupling_step = _on_checkerboard(coupling) if checkerboard else coupling
+        return Compose(norm, transforms.LULinear(size), coupling_step)
 
-    def pixel_noise(self) -> nn.Module:
-        channels = self.dim[0]  # type: ignore[index]
-        normal = ConditionalNormal(self.conv(channels + self.context_dim, 2 * channels))
-        return _PixelNoise(normal, Coupling(2 * channels, AffineMap(), net=self.conv(channels, 2 * channels)))
+    def make_pixel_noise(self) -> nn.Module:
+        channels = self.dim[0]
+        normal = ConditionalNormal(self.make_net(channels + self.context_dim, 2 * channels))
+        return _PixelNoise(
+            normal, Coupling(2 * channels, AffineMap(), net=self.make_net(channels, 2 * channels))
+        )
 
 
-def _checkered(coupling: Transform) -> Transform:
-    """A coupling of halves of the channels, as one of the colours of a checkerboard."""
+def _on_checkerboard(coupling: Transform) -> Transform:
+    """Returns a coupling of the colours of a checkerboard, given a coupling of halves of the channels."""
     return Compose(transforms.Checkerboard(), coupling, Inverse(transforms.Checkerboard()))
 
 
 class _PixelNoise(nn.Module):
-    """Learned noise of pixels: a normal that depends on the image, carried through a coupling of neighbours."""
+    """Learned noise of pixels: a normal that depends on the image, followed by a coupling of neighbours.
+
+    Args:
+        normal: Module that returns the normal for an image.
+        coupling: Coupling of halves of the channels.
+    """
 
     event_dim = 3
 
     def __init__(self, normal: nn.Module, coupling: Transform) -> None:
         super().__init__()
-        self.normal, self.transform = normal, _checkered(coupling)
+        self.normal, self.transform = normal, _on_checkerboard(coupling)
 
-    def forward(self, given: Tensor) -> Flow:
-        return Flow(self.normal(given), self.transform)
+    def forward(self, inputs: Tensor) -> Flow:
+        return Flow(self.normal(inputs), self.transform)
 
 
-@recipe
 class IDF(ImageFlow):
     """Integer discrete flow: couplings that shift integers by integers (Hoogeboom et al. 2019, https://arxiv.org/abs/1905.07376).
 
     Args:
-        dim: length of the vectors, or the shape ``(channels, height, width)`` of images.
-        length: number of couplings; of images, at each level.
-        hidden: widths of the networks; of images, one residual block of so many channels for each.
-        levels: of images; half of the channels leave at every level, at the last one twice.
-        values: about the number of values that an integer takes, which sets the units of networks and base; all integers are allowed.
-        components: of the mixtures of discretized logistics that the integers have in the end.
-        data_init: these mixtures start at the first training batch, for densities of data.
-        context_dim, base: as in :class:`~flowbnn.flows.NICE`; the base has integers.
+        dim: Length of the vectors, or shape ``(channels, height, width)`` of images.
+        context_dim: Length of the context vectors; 0 for none.
+        length: Number of couplings; for images, at each level.
+        hidden: Widths of the networks; for images, one residual block of this many channels for each width.
+        levels: Number of levels of images. Half of the channels are split off at every level, at the last one twice.
+        values: Approximate number of values of an integer, which sets the scale of networks and base. All integers are allowed.
+        components: Number of components of the mixtures of discretized logistics that are the base.
+        data_init: True to fit these mixtures to the first training batch, for densities of data.
+        base: Base of integers of the same length.
 
     >>> flow = IDF(2, length=2, values=10)
     >>> flow().sample((5,)).dtype, flow.transform.lower_bound
     (torch.int64, False)
     """
 
-    last, bias, gain = 2, False, 1 / 8  # pixels among zeros stay: no step moves a whole background at once
-    levels: Count = 2
-    values: Positive = 256
-    components: Count = 5
-    data_init: bool = False
+    # Without biases zeros map to zeros, so that no training step moves the whole background of images.
+    final_splits, coupling_bias, initial_gain = 2, False, 1 / 8
 
-    def step(self, size: int, number: int) -> Transform:
-        coupling = self.coupling(size, number, transforms.IntegerShiftMap(float(self.values)))
-        return Compose(transforms.Shuffle(size), coupling) if self.images else coupling
+    @checked
+    def __init__(
+        self,
+        dim: ImageShape,
+        context_dim: Length = 0,
+        length: Count = 4,
+        hidden: Widths = (64, 64),
+        levels: Count = 2,
+        values: Positive = 256,
+        components: Count = 5,
+        data_init: bool = False,
+        *,
+        base: Base | None = None,
+    ) -> None:
+        self.values, self.components, self.data_init = values, components, data_init
+        super().__init__(dim, context_dim, length, hidden, levels, base)
 
-    def door(self) -> Sequence[Transform]:
-        return [transforms.Integers(), *super().door()]
+    def make_step(self, size: int, index: int) -> Transform:
+        coupling = self.make_coupling(size, index, transforms.IntegerShiftMap(float(self.values)))
+        return Compose(transforms.Shuffle(size), coupling) if self.is_image else coupling
 
-    def own_base(self, size: int) -> DiscretizedLogisticBase:
+    def make_output(self) -> Sequence[Transform]:
+        return [transforms.Integers(), *super().make_output()]
+
+    def default_base(self, size: int) -> DiscretizedLogisticBase:
         return DiscretizedLogisticBase(size, self.components, self.values, self.data_init)
 
-    def split_noise(self, height: int, width: int, channels: int) -> nn.Module:
-        return _IntegerNoise(self.conv, self.own_base(height * width * channels), channels, self.context_dim)
+    def make_split_noise(self, height: int, width: int, channels: int) -> nn.Module:
+        base = self.default_base(height * width * channels)
+        return _IntegerNoise(self.make_net, base, channels, self.context_dim)
 
 
-class _Gained(nn.Module):
-    """A net times a learned factor: small at the start, where a step moves all images and blurs peaks of single integers."""
+class _ScaledNet(nn.Module):
+    """A net times a learned factor.
+
+    The factor starts small, because large first steps move all images and blur the peaks of single integers.
+
+    Args:
+        net: The net.
+        gain: Initial factor.
+    """
 
     event_dim = 3
 
@@ -251,28 +401,45 @@ class _Gained(nn.Module):
 
 
 class _IntegerNoise(nn.Module):
-    """Integers whose mixtures of discretized logistics, those of a base, a net moves by other integers."""
+    """Integers from the discretized logistic mixtures of a base, whose parameters a net moves depending on other integers.
+
+    Args:
+        make_net: Function that makes a network of images.
+        base: The base.
+        channels: Number of channels that the net reads, and of those that are drawn.
+        context_dim: Length of the context vectors.
+    """
 
     event_dim = 3
 
-    def __init__(self, conv: Any, base: DiscretizedLogisticBase, kept: int, context_dim: int) -> None:
+    def __init__(
+        self,
+        make_net: Callable[[int, int], nn.Module],
+        base: DiscretizedLogisticBase,
+        channels: int,
+        context_dim: int,
+    ) -> None:
         super().__init__()
-        self.net = conv(kept + context_dim, 3 * base.components * kept)
-        self.base, self.kept = base, kept
+        self.net = make_net(channels + context_dim, 3 * base.components * channels)
+        self.base, self.channels = base, channels
 
-    def forward(self, given: Tensor) -> DiscretizedLogistic:
-        known = torch.cat([given[..., : self.kept] / self.base.values, given[..., self.kept :]], dim=-1)
-        return self.base.distribution(self.net(known))
+    def forward(self, inputs: Tensor) -> DiscretizedLogistic:
+        integers, context = inputs[..., : self.channels], inputs[..., self.channels :]
+        return self.base.distribution(self.net(torch.cat([integers / self.base.values, context], dim=-1)))
 
 
 class DiscreteFlow(FlowModel):
     """Discrete flow over categories: shifts and scales modulo their number (Tran et al. 2019, https://arxiv.org/abs/1905.10347).
 
     Args:
-        dim, categories: of the vectors, which have integers from 0 to ``categories - 1``.
-        kind: ``"bipartite"``, couplings, or ``"autoregressive"``, whose draws cost ``dim`` passes and probabilities one.
-        learn_scale, temperature: of each :class:`~flowbnn.transforms.ModularMap`.
-        context_dim, length, hidden: as in :class:`~flowbnn.flows.NICE`.
+        dim: Number of variables.
+        categories: Number of categories. Vectors have integers from 0 to ``categories - 1``.
+        context_dim: Length of the context vectors; 0 for none.
+        length: Number of transforms.
+        hidden: Widths of the hidden layers of their networks.
+        kind: ``"bipartite"`` for couplings, or ``"autoregressive"``, whose draws cost ``dim`` passes and probabilities one.
+        learn_scale: True to learn scales as well as shifts, as in :class:`~flowbnn.transforms.ModularMap`.
+        temperature: Temperature of the softmax that gradients pass through.
 
     >>> flow = DiscreteFlow(3, categories=4)
     >>> flow().log_prob(torch.tensor([[0, 3, 1]])).exp()
@@ -292,12 +459,13 @@ class DiscreteFlow(FlowModel):
         temperature: Positive = 1.0,
     ) -> None:
         modular, size = transforms.ModularMap(categories, learn_scale, temperature), dim * categories
-        given: dict[str, Any] = {"hidden": hidden, "context_dim": context_dim}
-        turns, orders = [number % 2 for number in range(length)], (range(dim), range(dim)[::-1])
-        parts: list[Transform]
-        if kind == "bipartite":
-            parts = [Coupling(size, modular, "alternating", bool(turned), **given) for turned in turns]
-        else:
-            parts = [transforms.Autoregressive(size, modular, order=orders[one], **given) for one in turns]
-        transform = Compose(*parts, transforms.OneHot(dim, categories))
+        options: dict[str, Any] = {"hidden": hidden, "context_dim": context_dim}
+        orders = range(dim), range(dim)[::-1]
+        steps: list[Transform] = []
+        for index in range(length):
+            if kind == "bipartite":
+                steps.append(Coupling(size, modular, "alternating", bool(index % 2), **options))
+            else:
+                steps.append(transforms.Autoregressive(size, modular, order=orders[index % 2], **options))
+        transform = Compose(*steps, transforms.OneHot(dim, categories))
         super().__init__(CategoricalBase(dim, categories), transform, context_dim)

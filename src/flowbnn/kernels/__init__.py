@@ -1,16 +1,17 @@
-r"""Speed in a box: chains of planar and LU maps, by the fastest code that the device has.
+r"""Fast evaluation of chains of planar and LU maps, by the best code for the device.
 
-A chain on a layer of a few hundred channels is some hundred tiny operations, each of which takes longer to start than to do.
-:func:`evaluate` takes one chain, :func:`evaluate_many` the chains of all layers at once. Which code serves is decided here:
+A chain on a layer of a few hundred channels consists of about a hundred tiny operations, each of which takes longer to start than to
+compute. :func:`evaluate` evaluates one chain, :func:`evaluate_many` the chains of all layers at once. They choose between three
+implementations:
 
 ==============================  ===============================================================================
 float32 on a CUDA device        Triton kernels for many chains in few launches (:mod:`flowbnn.kernels.gpu`)
 few numbers on a CPU            numpy with explicit derivatives (:mod:`flowbnn.kernels.cpu`)
-anything else                   torch's own operations (:mod:`flowbnn.kernels.reference`)
+other cases                     torch's operations (:mod:`flowbnn.kernels.reference`)
 ==============================  ===============================================================================
 
-All three compute the same values, log-dets and gradients up to rounding. Those of the Triton kernels are the same from run to run to
-the last bit; ``torch.compile`` sees them as one operator, without a graph break, and a CUDA graph captures it.
+All three compute the same values, log-determinants and gradients up to rounding. Results of the Triton kernels are bitwise
+reproducible. ``torch.compile`` traces them as one operator without a graph break, and a CUDA graph can capture it.
 """
 
 import os
@@ -26,20 +27,19 @@ from flowbnn.kernels.reference import ChainShape
 
 __all__ = ["Chain", "ChainShape", "Group", "available", "evaluate", "evaluate_many"]
 
-WIDEST = 1024  # numbers of a row that a Triton program holds
 _TRITON = find_spec("triton") is not None
-_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # Triton's kernels then run on a CPU, for tests
+_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # tests run Triton's kernels on a CPU
 
 
 class Chain(NamedTuple):
     """Planar and LU maps, one after the other.
 
     Args:
-        plan: what the chain consists of.
-        weights: ``w``, ``u``, ``b`` of its planar maps and ``factors`` of its LU maps, see :mod:`flowbnn.kernels.reference`.
+        shape: Structure of the chain.
+        weights: ``w``, ``u``, ``b`` of the planar maps and ``factors`` of the LU maps, as in :mod:`flowbnn.kernels.reference`.
     """
 
-    plan: ChainShape
+    shape: ChainShape
     weights: tuple[Tensor, ...]
 
 
@@ -47,21 +47,23 @@ class Group(NamedTuple):
     """Chains on the same rows.
 
     Args:
-        chains: the chains.
-        starts: the vectors that they are applied to, end to end in ``[rows, sum of their lengths]``.
-        log_det: whether the log-dets are wanted.
-        allow_tf32: the values will be rounded to half precision anyway: products of some hundred rows and more may be made in one
-            pass of TF32, with errors of about a thousandth, instead of three.
+        chains: The chains.
+        vectors: Vectors that the chains are applied to, concatenated in ``[rows, sum of lengths]``.
+        log_det: True to compute log-determinants.
+        allow_tf32: True to allow products of many rows in one pass of TF32 instead of three, with errors of about 1e-3. Use it if the
+            values are rounded to half precision afterwards.
     """
 
     chains: Sequence[Chain]
-    starts: Tensor
+    vectors: Tensor
     log_det: bool
     allow_tf32: bool = False
 
 
 def available(z: Tensor) -> bool:
-    """Whether there are kernels that evaluate many chains at once: float32 on a CUDA device, Triton installed, outside ``torch.func``.
+    """Returns True if Triton kernels can evaluate many chains at once.
+
+    They need float32 on a CUDA device and an installed Triton. ``torch.func`` is not supported.
 
     >>> available(torch.zeros(3, 2, dtype=torch.float64))
     False
@@ -74,48 +76,71 @@ def available(z: Tensor) -> bool:
 def evaluate(
     chain: Chain, z: Tensor, log_det: bool = True, allow_tf32: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    """A chain applied to the rows ``z`` ``[rows, dim]``: the values, and the log-dets ``[rows]`` or None.
+    """Applies a chain.
 
-    >>> plan = ChainShape(dim=2, runs=((True, 1),), planar=1, linear=0, margin=1e-3, bound=4.0)
-    >>> chain = Chain(plan, (torch.ones(1, 2), torch.zeros(1, 2), torch.zeros(1)))
+    Args:
+        chain: The chain.
+        z: Rows ``[rows, dim]``.
+        log_det: True to compute log-determinants.
+        allow_tf32: True to allow products in TF32, as in :class:`Group`.
+
+    Returns:
+        The values ``[rows, dim]``, and the log-determinants ``[rows]`` or None.
+
+    >>> shape = ChainShape(dim=2, runs=((True, 1),), planar=1, linear=0, margin=1e-3, bound=4.0)
+    >>> chain = Chain(shape, (torch.ones(1, 2), torch.zeros(1, 2), torch.zeros(1)))
     >>> x, log_det = evaluate(chain, torch.tensor([[0.0, 0.0], [1.0, -1.0]]))
     >>> x.shape, log_det
     (torch.Size([2, 2]), tensor([-0.3665, -0.3665]))
     """
     if _on_gpu(chain, z, z):
-        x, log_dets = gpu.push([Group([chain], z, log_det, allow_tf32)])[0]
+        x, log_dets = gpu.evaluate_groups([Group([chain], z, log_det, allow_tf32)])[0]
         return x, None if log_dets is None else log_dets[0]
-    if chain.weights and cpu.serves(z):
-        return cpu.ChainFunction.apply(chain.plan, log_det, z, *chain.weights)
-    return reference.forward(chain.plan, chain.weights, z, log_det)
+    if chain.weights and cpu.is_supported(z):
+        return cpu.ChainFunction.apply(chain.shape, log_det, z, *chain.weights)
+    return reference.forward(chain.shape, chain.weights, z, log_det)
 
 
 def evaluate_many(groups: Sequence[Group]) -> list[tuple[Tensor, Tensor | None]]:
-    """The chains of all groups, side by side where the device can: for each group the values end to end, and the log-dets
-    ``[chains, rows]`` or None."""
-    first = groups[0].starts
-    together = [
-        group for group in groups if all(_on_gpu(chain, group.starts, first) for chain in group.chains)
-    ]
-    launched = iter(gpu.push(together) if together else [])
+    """Applies the chains of all groups, at once if the device allows it.
+
+    Args:
+        groups: The groups.
+
+    Returns:
+        For each group the values, concatenated as its vectors, and the log-determinants ``[chains, rows]`` or None.
+    """
+    first = groups[0].vectors
+    on_gpu = [all(_on_gpu(chain, group.vectors, first) for chain in group.chains) for group in groups]
+    gpu_groups = [group for group, selected in zip(groups, on_gpu, strict=True) if selected]
+    results = iter(gpu.evaluate_groups(gpu_groups) if gpu_groups else [])
     return [
-        next(launched) if any(group is one for one in together) else _one_by_one(group) for group in groups
+        next(results) if selected else _evaluate_group(group)
+        for group, selected in zip(groups, on_gpu, strict=True)
     ]
 
 
 def _on_gpu(chain: Chain, z: Tensor, first: Tensor) -> bool:
-    """Whether the Triton kernels serve a chain in a call that begins with the tensor ``first``."""
-    if not available(z) or z.device != first.device or not z.shape[0] or chain.plan.dim > WIDEST:
+    """Returns True if the Triton kernels support a chain.
+
+    Args:
+        chain: The chain.
+        z: Vectors that the chain is applied to.
+        first: Vectors of the first group of the call, whose device all others must share.
+    """
+    max_dim = 1024  # the registers of a Triton program hold no longer row
+    if not available(z) or z.device != first.device or not z.shape[0] or chain.shape.dim > max_dim:
         return False
     weights = chain.weights
     return len(weights) > 0 and all(w.dtype == z.dtype and w.device == z.device for w in weights)
 
 
-def _one_by_one(group: Group) -> tuple[Tensor, Tensor | None]:
-    starts = group.starts.split([chain.plan.dim for chain in group.chains], -1)
-    ends = [
-        evaluate(chain, start, group.log_det, group.allow_tf32)
-        for chain, start in zip(group.chains, starts, strict=True)
+def _evaluate_group(group: Group) -> tuple[Tensor, Tensor | None]:
+    """Applies the chains of a group one by one."""
+    columns = group.vectors.split([chain.shape.dim for chain in group.chains], -1)
+    results = [
+        evaluate(chain, z, group.log_det, group.allow_tf32)
+        for chain, z in zip(group.chains, columns, strict=True)
     ]
-    log_dets = [log_det for _, log_det in ends if log_det is not None]
-    return torch.cat([x for x, _ in ends], -1), torch.stack(log_dets) if group.log_det else None
+    log_dets = [log_det for _, log_det in results if log_det is not None]
+    return torch.cat([x for x, _ in results], -1), torch.stack(log_dets) if group.log_det else None

@@ -1,7 +1,8 @@
-r"""A chain of planar and LU maps on a CPU: numpy, with explicit derivatives.
+r"""Chains of planar and LU maps on a CPU: numpy with explicit derivatives.
 
-numpy starts a small operation sooner than torch does, and autograd adds a node and two operations for each. A chain on vectors of a few
-hundred numbers is nothing but such operations. The formulas are those of :mod:`flowbnn.kernels.reference`.
+numpy starts a small operation faster than torch, and autograd adds a node and two operations for each. A chain on vectors of a few
+hundred numbers consists of such small operations. The formulas are those of :mod:`flowbnn.kernels.reference`. Names that begin with
+``grad_`` are gradients.
 """
 
 from functools import lru_cache
@@ -19,16 +20,18 @@ from flowbnn.kernels import reference
 from flowbnn.kernels.reference import ChainShape
 
 Array = NDArray[Any]
-_DTYPES = (torch.float32, torch.float64)
 
 
-def serves(z: Tensor) -> bool:
-    """Whether numpy is the fastest: a CPU, few numbers (torch has more threads for many), no tracing by torch.compile, torch.func or
-    forward-mode derivatives."""
+def is_supported(z: Tensor) -> bool:
+    """Returns True if numpy is the fastest code for a tensor.
+
+    It needs a CPU and few numbers, because torch uses more threads for many. ``torch.compile``, ``torch.func`` and forward-mode
+    derivatives need torch's operations.
+    """
     return (
         z.is_cpu
         and 0 < z.numel() <= 2**16
-        and z.dtype in _DTYPES
+        and z.dtype in (torch.float32, torch.float64)
         and not is_compiling()
         and maybe_current_level() is None
         and forward_ad._current_level < 0
@@ -36,41 +39,44 @@ def serves(z: Tensor) -> bool:
 
 
 def _constrain(w: Array, u: Array, margin: float) -> tuple[Array, Array, tuple[Any, ...]]:
+    """Computes :func:`flowbnn.kernels.reference.constrain`; also returns what its derivative needs."""
     square, product = (w * w).sum(-1), (w * u).sum(-1)
     soft = np.logaddexp(product, 0.0).astype(w.dtype, copy=False)
     squeeze = np.maximum(soft, margin)
     correction = squeeze - 1.0 - product
     divisor = np.where(correction < 0, np.maximum(square, 1e-3), square)
-    share, step = square / divisor, correction / divisor
+    ratio, step = square / divisor, correction / divisor
     u_hat = u + step[:, None] * w
-    rest = (1.0 - share) * product
-    lost = share * (squeeze - 1.0) + rest - (w * u_hat).sum(-1)
-    u_hat += (lost / np.maximum(square, 1e-37))[:, None] * w
-    total = share * squeeze + (1.0 - share) + rest
-    return u_hat, total, (square, product, soft, correction, divisor, share, step)
+    remainder = (1.0 - ratio) * product
+    deficit = ratio * (squeeze - 1.0) + remainder - (w * u_hat).sum(-1)
+    u_hat += (deficit / np.maximum(square, 1e-37))[:, None] * w
+    total = ratio * squeeze + (1.0 - ratio) + remainder
+    return u_hat, total, (square, product, soft, correction, divisor, ratio, step)
 
 
-def _constrain_back(
-    w: Array, u: Array, margin: float, kept: tuple[Any, ...], of_u_hat: Array, of_total: Array
+def _constrain_backward(
+    w: Array, u: Array, margin: float, saved: tuple[Any, ...], grad_u_hat: Array, grad_total: Array
 ) -> tuple[Array, Array]:
-    square, product, soft, correction, divisor, share, step = kept
-    of_step = (of_u_hat * w).sum(-1)
-    of_correction = of_step / divisor
-    of_share = of_total * correction
-    of_divisor = (of_step * step + of_share * share) / divisor
-    free = (correction >= 0) | (square >= 1e-3)
-    of_square = of_share / divisor - of_divisor * free
-    of_squeeze = (of_total * share + of_correction) * (soft >= margin)
-    of_product = of_total * (1.0 - share) - of_correction
-    of_product += of_squeeze * 0.5 * (1.0 + np.tanh(0.5 * product))
-    along = of_product[:, None]
-    of_w = step[:, None] * of_u_hat + along * u + (2.0 * of_square)[:, None] * w
-    return of_w, of_u_hat + along * w
+    """Returns the gradients to ``w`` and ``u`` of :func:`_constrain`."""
+    square, product, soft, correction, divisor, ratio, step = saved
+    grad_step = (grad_u_hat * w).sum(-1)
+    grad_correction = grad_step / divisor
+    grad_ratio = grad_total * correction
+    grad_divisor = (grad_step * step + grad_ratio * ratio) / divisor
+    unclamped = (correction >= 0) | (square >= 1e-3)
+    grad_square = grad_ratio / divisor - grad_divisor * unclamped
+    grad_squeeze = (grad_total * ratio + grad_correction) * (soft >= margin)
+    grad_product = grad_total * (1.0 - ratio) - grad_correction
+    grad_product += grad_squeeze * 0.5 * (1.0 + np.tanh(0.5 * product))
+    column = grad_product[:, None]
+    grad_w = step[:, None] * grad_u_hat + column * u + (2.0 * grad_square)[:, None] * w
+    return grad_w, grad_u_hat + column * w
 
 
 def _triangles(factors: Array, bound: float) -> tuple[Array, Array, Array]:
-    below, above = _masks(factors.shape[-1], factors.dtype)
-    lower, upper = factors * below, factors * above
+    """Computes :func:`flowbnn.kernels.reference.triangles`."""
+    lower_mask, upper_mask = _masks(factors.shape[-1], factors.dtype)
+    lower, upper = factors * lower_mask, factors * upper_mask
     logs = bound * np.tanh(_diagonal(factors) / bound)
     _diagonal(lower)[:] = 1.0
     _diagonal(upper)[:] = np.exp(logs)
@@ -79,127 +85,159 @@ def _triangles(factors: Array, bound: float) -> tuple[Array, Array, Array]:
 
 @lru_cache(maxsize=64)
 def _masks(size: int, dtype: Any) -> tuple[Array, Array]:
-    """The strict triangles, times the scale of their entries."""
+    """Returns masks of the strict lower and upper triangle, times the scale of their entries."""
     ones = np.full((size, size), size**-0.5, dtype)
     return np.tril(ones, -1), np.triu(ones, 1)
 
 
 def _diagonal(matrices: Array) -> Array:
-    """A view of the diagonals of contiguous matrices."""
+    """Returns a view of the diagonals of contiguous matrices."""
     return matrices.reshape(len(matrices), -1)[:, :: matrices.shape[-1] + 1]
 
 
-def _triangles_back(
-    plan: ChainShape, logs: Array, lower: Array, upper: Array, of_total: Array | None
+def _triangles_backward(
+    bound: float, logs: Array, grad_lower: Array, grad_upper: Array, grad_log_det: Array | None
 ) -> Array:
-    below, above = _masks(logs.shape[-1], logs.dtype)
-    of_logs = _diagonal(upper) * np.exp(logs)
-    if of_total is not None:
-        of_logs += of_total.sum()
-    factors = lower * below
-    factors += upper * above
-    _diagonal(factors)[:] = of_logs * (1.0 - np.square(logs / plan.bound))
-    return factors
+    """Returns the gradient to the factors of :func:`_triangles`."""
+    lower_mask, upper_mask = _masks(logs.shape[-1], logs.dtype)
+    grad_logs = _diagonal(grad_upper) * np.exp(logs)
+    if grad_log_det is not None:
+        grad_logs += grad_log_det.sum()
+    grad_factors = grad_lower * lower_mask
+    grad_factors += grad_upper * upper_mask
+    _diagonal(grad_factors)[:] = grad_logs * (1.0 - np.square(logs / bound))
+    return grad_factors
+
+
+def _planar_forward(
+    z: Array, w: Array, u_hat: Array, b: Array, squeeze: Array, log_det: bool
+) -> tuple[Array, Array | None, tuple[Any, ...]]:
+    """Applies a run of planar maps.
+
+    Returns:
+        The values, the log-determinants or None, and what the derivative needs.
+    """
+    interaction = w @ u_hat.T
+    a = w @ z.T
+    a += b[:, None]
+    tanh = np.empty_like(a)
+    for k in range(len(a)):
+        if k:
+            a[k] += interaction[k, :k] @ tanh[:k]
+        np.tanh(a[k], out=tanh[k])
+    decay = np.exp(-2.0 * np.abs(a))
+    slope = 4.0 * decay / np.square(1.0 + decay)  # tanh', exact in the tails
+    inner = log_slopes = None
+    if log_det:
+        inner = tanh * tanh + slope * squeeze[:, None]
+        log_slopes = np.log(inner).sum(0)
+    return z + tanh.T @ u_hat, log_slopes, (z, interaction, tanh, slope, inner)
+
+
+def _planar_backward(
+    saved: tuple[Any, ...], w: Array, u_hat: Array, squeeze: Array, grad_x: Array, grad_log_det: Array | None
+) -> tuple[Array, Array, Array, Array, Array | None]:
+    """Returns the gradients of a run of planar maps to ``z``, ``w``, ``u_hat``, ``b`` and ``squeeze``."""
+    z, interaction, tanh, slope, inner = saved
+    grad_a = u_hat @ grad_x.T
+    grad_a *= slope
+    grad_u_hat, grad_squeeze = tanh @ grad_x, None
+    if grad_log_det is not None:
+        ratio = grad_log_det * slope / inner
+        grad_squeeze = ratio.sum(-1)
+        grad_a += ratio * tanh * (2.0 - 2.0 * squeeze[:, None])
+    grad_interaction = np.zeros_like(interaction)
+    for k in range(len(tanh) - 1, 0, -1):
+        grad_interaction[k, :k] = tanh[:k] @ grad_a[k]
+        grad_a[:k] += interaction[k, :k, None] * grad_a[k] * slope[:k]
+    grad_u_hat += grad_interaction.T @ w
+    grad_w = grad_interaction @ u_hat + grad_a @ z
+    return grad_x + grad_a.T @ w, grad_w, grad_u_hat, grad_a.sum(-1), grad_squeeze
 
 
 class ChainFunction(torch.autograd.Function):
-    """The chain applied to ``z`` ``[rows, dim]``, and the log-dets ``[rows]`` or None; second derivatives are torch's own."""
+    """Applies a chain to rows ``[rows, dim]`` and returns the values, and the log-determinants ``[rows]`` or None.
+
+    Second derivatives use torch's operations.
+    """
 
     @staticmethod
-    def forward(ctx: Any, plan: ChainShape, log_det: bool, start: Tensor, *weights: Tensor) -> Any:
-        ctx.plan, ctx.kept, ctx.stages = plan, {}, []
-        ctx.save_for_backward(start, *weights)
-        z, total = start.detach().numpy(), None
-        if plan.planar:
-            w, u, b = weights[0].detach().numpy(), weights[1].detach().numpy(), weights[2].detach().numpy()
-            u_hat, squeeze, constraint = _constrain(w, u, plan.margin)
-            ctx.kept |= {"w": w, "u": u, "u_hat": u_hat, "squeeze": squeeze, "constraint": constraint}
-        if plan.linear:
-            lower, upper, logs = _triangles(weights[-1].detach().numpy(), plan.bound)
-            ctx.kept |= {"lower": lower, "upper": upper, "logs": logs}
+    def forward(ctx: Any, shape: ChainShape, log_det: bool, rows: Tensor, *weights: Tensor) -> Any:
+        ctx.shape, ctx.arrays, ctx.stages = shape, {}, []
+        ctx.save_for_backward(rows, *weights)
+        z, total = rows.detach().numpy(), None
+        if shape.planar:
+            w, u, b = (weight.detach().numpy() for weight in weights[:3])
+            u_hat, squeeze, constraint = _constrain(w, u, shape.margin)
+            ctx.arrays |= {"w": w, "u": u, "u_hat": u_hat, "squeeze": squeeze, "constraint": constraint}
+        if shape.linear:
+            lower, upper, logs = _triangles(weights[-1].detach().numpy(), shape.bound)
+            ctx.arrays |= {"lower": lower, "upper": upper, "logs": logs}
             if log_det:
                 total = np.full(len(z), logs.sum(), z.dtype)
-        first, linear = 0, 0
-        for planar, size in plan.runs:
-            if not planar:
-                for index in range(linear, linear + size):
-                    middle = z @ upper[index].T
-                    ctx.stages.append((z, middle))
-                    z = middle @ lower[index].T
-                linear += size
+        planar_index = linear_index = 0
+        for planar, size in shape.runs:
+            if planar:
+                run = slice(planar_index, planar_index + size)
+                z, log_slopes, stage = _planar_forward(z, w[run], u_hat[run], b[run], squeeze[run], log_det)
+                ctx.stages.append(stage)
+                if log_slopes is not None:
+                    total = log_slopes if total is None else total + log_slopes
+                planar_index += size
                 continue
-            run = slice(first, first + size)
-            across = w[run] @ u_hat[run].T
-            bends = w[run] @ z.T
-            bends += b[run, None]
-            tanh = np.empty_like(bends)
-            for k in range(size):
-                if k:
-                    bends[k] += across[k, :k] @ tanh[:k]
-                np.tanh(bends[k], out=tanh[k])
-            decay = np.exp(-2.0 * np.abs(bends))
-            slope = 4.0 * decay / np.square(1.0 + decay)  # tanh', exact in the tails
-            inner = None
-            if log_det:
-                inner = tanh * tanh + slope * squeeze[run, None]
-                log_slopes = np.log(inner).sum(0)
-                total = log_slopes if total is None else total + log_slopes
-            ctx.stages.append((z, across, tanh, slope, inner))
-            z = z + tanh.T @ u_hat[run]
-            first += size
+            for index in range(linear_index, linear_index + size):
+                middle = z @ upper[index].T
+                ctx.stages.append((z, middle))
+                z = middle @ lower[index].T
+            linear_index += size
         return torch.from_numpy(z), None if total is None else torch.from_numpy(total)
 
     @staticmethod
-    def backward(ctx: Any, *given: Any) -> Any:
-        plan, kept, saved = ctx.plan, ctx.kept, ctx.saved_tensors  # torch checks that no weight has changed
+    def backward(ctx: Any, *grads: Any) -> Any:
+        shape, arrays, tensors = (
+            ctx.shape,
+            ctx.arrays,
+            ctx.saved_tensors,
+        )  # torch checks that no weight has changed
         if torch.is_grad_enabled():
-            log_det = given[1] is not None
-            again = reference.gradients(
-                lambda z, *weights: reference.forward(plan, weights, z, log_det), saved, given
-            )
-            return None, None, *again
-        of_x, of_total = given[0].numpy(), None if given[1] is None else given[1].numpy()
-        stages, first, linear = list(ctx.stages), plan.planar, plan.linear
-        of_weights: list[Array] = []
-        if plan.planar:
-            w, u_hat, squeeze = kept["w"], kept["u_hat"], kept["squeeze"]
-            of_w, of_u_hat = np.empty_like(w), np.empty_like(w)
-            of_b, of_squeeze = np.empty_like(squeeze), np.zeros_like(squeeze)
-        if plan.linear:
-            lower, upper = kept["lower"], kept["upper"]
-            of_lower, of_upper = np.empty_like(lower), np.empty_like(upper)
-        for planar, size in reversed(plan.runs):
-            if not planar:
-                for _ in range(size):
-                    linear -= 1
-                    z, middle = stages.pop()
-                    np.matmul(of_x.T, middle, out=of_lower[linear])
-                    of_middle = of_x @ lower[linear]
-                    np.matmul(of_middle.T, z, out=of_upper[linear])
-                    of_x = of_middle @ upper[linear]
+            log_det = grads[1] is not None
+            function = lambda z, *weights: reference.forward(shape, weights, z, log_det)  # noqa: E731
+            return None, None, *reference.gradients(function, tensors, grads)
+        grad_x, grad_log_det = grads[0].numpy(), None if grads[1] is None else grads[1].numpy()
+        stages, planar_index, linear_index = list(ctx.stages), shape.planar, shape.linear
+        if shape.planar:
+            w, u_hat, squeeze = arrays["w"], arrays["u_hat"], arrays["squeeze"]
+            grad_w, grad_u_hat = np.empty_like(w), np.empty_like(w)
+            grad_b, grad_squeeze = np.empty_like(squeeze), np.zeros_like(squeeze)
+        if shape.linear:
+            lower, upper = arrays["lower"], arrays["upper"]
+            grad_lower, grad_upper = np.empty_like(lower), np.empty_like(upper)
+        for planar, size in reversed(shape.runs):
+            if planar:
+                planar_index -= size
+                run = slice(planar_index, planar_index + size)
+                run_grads = _planar_backward(
+                    stages.pop(), w[run], u_hat[run], squeeze[run], grad_x, grad_log_det
+                )
+                grad_x, grad_w[run], grad_u_hat[run], grad_b[run], run_squeeze = run_grads
+                if run_squeeze is not None:
+                    grad_squeeze[run] = run_squeeze
                 continue
-            first -= size
-            run = slice(first, first + size)
-            z, across, tanh, slope, inner = stages.pop()
-            of_bends = u_hat[run] @ of_x.T
-            of_bends *= slope
-            np.matmul(tanh, of_x, out=of_u_hat[run])
-            if of_total is not None:
-                ratio = of_total * slope / inner
-                of_squeeze[run] = ratio.sum(-1)
-                of_bends += ratio * tanh * (2.0 - 2.0 * squeeze[run, None])
-            of_across = np.zeros_like(across)
-            for k in range(size - 1, 0, -1):
-                of_across[k, :k] = tanh[:k] @ of_bends[k]
-                of_bends[:k] += across[k, :k, None] * of_bends[k] * slope[:k]
-            of_u_hat[run] += of_across.T @ w[run]
-            of_w[run] = of_across @ u_hat[run] + of_bends @ z
-            of_b[run] = of_bends.sum(-1)
-            of_x = of_x + of_bends.T @ w[run]
-        if plan.planar:
-            extra, of_u = _constrain_back(w, kept["u"], plan.margin, kept["constraint"], of_u_hat, of_squeeze)
-            of_w += extra
-            of_weights += [of_w, of_u, of_b]
-        if plan.linear:
-            of_weights.append(_triangles_back(plan, kept["logs"], of_lower, of_upper, of_total))
-        return None, None, torch.from_numpy(of_x), *map(torch.from_numpy, of_weights)
+            for _ in range(size):
+                linear_index -= 1
+                z, middle = stages.pop()
+                np.matmul(grad_x.T, middle, out=grad_lower[linear_index])
+                grad_middle = grad_x @ lower[linear_index]
+                np.matmul(grad_middle.T, z, out=grad_upper[linear_index])
+                grad_x = grad_middle @ upper[linear_index]
+        grad_weights: list[Array] = []
+        if shape.planar:
+            constraint = arrays["constraint"]
+            extra, grad_u = _constrain_backward(
+                w, arrays["u"], shape.margin, constraint, grad_u_hat, grad_squeeze
+            )
+            grad_weights += [grad_w + extra, grad_u, grad_b]
+        if shape.linear:
+            logs = arrays["logs"]
+            grad_weights.append(_triangles_backward(shape.bound, logs, grad_lower, grad_upper, grad_log_det))
+        return None, None, torch.from_numpy(grad_x), *map(torch.from_numpy, grad_weights)

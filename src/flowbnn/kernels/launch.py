@@ -1,12 +1,12 @@
-"""What is launched for the chains of a call, see :mod:`flowbnn.kernels.gpu`.
+"""Launches of the Triton kernels for the chains of a call. :mod:`flowbnn.kernels.gpu` calls them.
 
-A chain on at most 32 numbers is one launch. The others go stage by stage, a stage being a run of planar maps or one triangular factor:
-all chains whose next stage is of one kind take it in one launch. Gradients to the parameters of all stages come at the end, in one
-launch for the planar maps and one for the LU maps. They are sums over rows: many rows are cut into parts with programs of their own,
-and one more launch adds up the partial sums, always in the same order.
+A chain on at most 32 numbers takes one launch. Larger chains are evaluated stage by stage; a stage is a run of planar maps or one
+triangular factor. All chains whose next stage is of one kind share a launch. Gradients to the parameters of all stages come at the
+end, in one launch for the planar maps and one for the LU maps. They are sums over rows. Many rows are split into blocks with their
+own programs, and one more launch adds up the sums of the blocks in a fixed order.
 
-Kept for the backward pass are, of a chain on at most 32 numbers, the input of each map and the middle of each LU map; of the others the
-values between the stages and the activations of the planar maps. The backward pass itself takes as much again until it is done.
+For the backward pass, small chains save the input of each map and the middle of each LU map. Large chains save the values between the
+stages and the activations of the planar maps. The backward pass needs as much memory again.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,20 +21,40 @@ from flowbnn.kernels.reference import ChainShape
 
 Arguments = dict[str, Any]
 
-SLOTS = 16  # chains of one launch at most
-SMALL_DIM, SMALL_MAPS = 32, 30  # what one program holds; bits of the code of its maps
-SMALL_ROWS, SMALL_WARPS = 16, 4  # of a program on 16 numbers: more rows do not fit into its registers
-# sums over up to FEW rows are made in one go; over more, in at most PARTS parts of at least PART rows or so
-FEW, PART, PARTS = 512, 256, 64
-COARSE = 256  # rows from which on time goes into products, so that allow_tf32 ones are worth it
-# tiles: for few rows many small ones, which are there sooner; for many large ones, which read less
-FEW_ROWS: Arguments = {"ROWS": 16, "COLUMNS": 32, "DEPTH": 32, "BLOCKS": 2, "num_warps": 4, "num_stages": 3}
-MANY_ROWS: Arguments = {"ROWS": 64, "COLUMNS": 64, "DEPTH": 32, "BLOCKS": 1, "num_warps": 4, "num_stages": 3}
-FACTORS: Arguments = {"SIDE": 64, "DEPTH": 32, "num_warps": 4, "num_stages": 3}
+MAX_CHAINS = 16  # chains of one launch; more make its argument list too long
+SMALL_DIM, SMALL_MAPS = 32, 30  # largest chain whose rows and map codes one program holds in registers
+SMALL_ROWS, SMALL_WARPS = 16, 4  # rows and warps of a program on 16 numbers; more rows exceed its registers
+# Sums over at most SINGLE_BLOCK_ROWS rows are made at once; larger ones in at most MAX_BLOCKS blocks of about BLOCK_ROWS rows or more.
+SINGLE_BLOCK_ROWS, BLOCK_ROWS, MAX_BLOCKS = 512, 256, 64
+TF32_ROWS = 256  # from this many rows on, products take most of the time, so that TF32 pays
+# Tiles: many small ones for few rows, which finish sooner; large ones for many rows, which read less.
+FEW_ROWS_TILE: Arguments = {
+    "ROWS": 16,
+    "COLUMNS": 32,
+    "DEPTH": 32,
+    "BLOCKS": 2,
+    "num_warps": 4,
+    "num_stages": 3,
+}
+MANY_ROWS_TILE: Arguments = {
+    "ROWS": 64,
+    "COLUMNS": 64,
+    "DEPTH": 32,
+    "BLOCKS": 1,
+    "num_warps": 4,
+    "num_stages": 3,
+}
+FACTORS_TILE: Arguments = {"SIDE": 64, "DEPTH": 32, "num_warps": 4, "num_stages": 3}
 
 
 class Stage(NamedTuple):
-    """``"planar"`` (``size`` maps from number ``first`` on), ``"upper"`` or ``"lower"`` (of LU map ``first``)."""
+    """Stage of a chain.
+
+    Args:
+        kind: ``"planar"`` for a run of planar maps, ``"upper"`` or ``"lower"`` for a factor of an LU map.
+        first: Index of the first planar map, or of the LU map.
+        size: Number of planar maps, or 1.
+    """
 
     kind: str
     first: int
@@ -42,9 +62,10 @@ class Stage(NamedTuple):
 
 
 @lru_cache(maxsize=256)
-def stages_of(plan: ChainShape) -> tuple[Stage, ...]:
+def stages_of(shape: ChainShape) -> tuple[Stage, ...]:
+    """Returns the stages of a chain."""
     stages, planar, linear = [], 0, 0
-    for is_planar, size in plan.runs:
+    for is_planar, size in shape.runs:
         if is_planar:
             stages.append(Stage("planar", planar, size))
             planar += size
@@ -56,352 +77,468 @@ def stages_of(plan: ChainShape) -> tuple[Stage, ...]:
 
 
 @lru_cache(maxsize=256)
-def schedule(plans: tuple[ChainShape, ...]) -> tuple[tuple[str, tuple[tuple[int, int], ...]], ...]:
-    """Launches as a kind and the (chain, stage) pairs in it; always the kind that most chains wait for."""
-    waiting = [0] * len(plans)
+def schedule(shapes: tuple[ChainShape, ...]) -> tuple[tuple[str, tuple[tuple[int, int], ...]], ...]:
+    """Returns the launches of some chains, each as a kind and (chain, stage) pairs.
+
+    The next launch is always of the kind that most chains wait for.
+    """
+    next_stage = [0] * len(shapes)
     launches: list[tuple[str, tuple[tuple[int, int], ...]]] = []
     while True:
-        ready: dict[str, list[tuple[int, int]]] = {"planar": [], "upper": [], "lower": []}
-        for chain, stage in enumerate(waiting):
-            if stage < len(stages_of(plans[chain])):
-                ready[stages_of(plans[chain])[stage].kind].append((chain, stage))
-        kind = max(ready, key=lambda kind: len(ready[kind]))
-        if not ready[kind]:
+        pending: dict[str, list[tuple[int, int]]] = {"planar": [], "upper": [], "lower": []}
+        for chain, stage in enumerate(next_stage):
+            if stage < len(stages_of(shapes[chain])):
+                pending[stages_of(shapes[chain])[stage].kind].append((chain, stage))
+        kind = max(pending, key=lambda kind: len(pending[kind]))
+        if not pending[kind]:
             return tuple(launches)
-        launches += [(kind, tuple(pairs)) for pairs in chunks(ready[kind])]
-        for chain, _ in ready[kind]:
-            waiting[chain] += 1
+        launches += [(kind, tuple(pairs)) for pairs in chunks(pending[kind])]
+        for chain, _ in pending[kind]:
+            next_stage[chain] += 1
 
 
-def is_small(plan: ChainShape) -> bool:
-    return plan.dim <= SMALL_DIM and plan.planar + plan.linear <= SMALL_MAPS
+def is_small(shape: ChainShape) -> bool:
+    """Returns True if one program can hold a row of the chain."""
+    return shape.dim <= SMALL_DIM and shape.planar + shape.linear <= SMALL_MAPS
 
 
-def kept_numbers(plan: ChainShape) -> int:
-    """How many numbers a row a chain keeps for the backward pass."""
-    if is_small(plan):
-        return 2 * (plan.planar + plan.linear) * plan.dim
-    return (len(stages_of(plan)) - 1) * plan.dim + plan.planar
+def saved_size(shape: ChainShape) -> int:
+    """Returns the count of numbers that a chain saves for the backward pass of each row."""
+    if is_small(shape):
+        return 2 * (shape.planar + shape.linear) * shape.dim
+    return (len(stages_of(shape)) - 1) * shape.dim + shape.planar
 
 
-def weight_names(plan: ChainShape) -> list[str]:
-    return ["w", "u", "b"] * (plan.planar > 0) + ["f"] * (plan.linear > 0)
+def weight_names(shape: ChainShape) -> list[str]:
+    """Returns the names of the parameters of a chain."""
+    return ["w", "u", "b"] * (shape.planar > 0) + ["f"] * (shape.linear > 0)
 
 
-def by_chain(plans: Sequence[ChainShape], tensors: Sequence[Tensor]) -> list[dict[str, Tensor]]:
-    given = iter(tensors)
-    return [{name: next(given) for name in weight_names(plan)} for plan in plans]
+def by_chain(shapes: Sequence[ChainShape], tensors: Sequence[Tensor]) -> list[dict[str, Tensor]]:
+    """Returns the parameters of each chain by name."""
+    tensors_left = iter(tensors)
+    return [{name: next(tensors_left) for name in weight_names(shape)} for shape in shapes]
 
 
-def flat_order(plans: Sequence[ChainShape]) -> list[int]:
-    """The order of the parameters in the one tensor of their gradients: those of small chains first."""
+def flat_order(shapes: Sequence[ChainShape]) -> list[int]:
+    """Returns the order of the parameters in the tensor of all gradients: those of small chains come first."""
     number = 0
     small: list[int] = []
     large: list[int] = []
-    for plan in plans:
-        count = len(weight_names(plan))
-        (small if is_small(plan) else large).extend(range(number, number + count))
+    for shape in shapes:
+        count = len(weight_names(shape))
+        (small if is_small(shape) else large).extend(range(number, number + count))
         number += count
     return small + large
 
 
 def chunks(items: Sequence[Any]) -> Iterator[Any]:
-    for start in range(0, len(items), SLOTS):
-        yield items[start : start + SLOTS]
+    """Yields the items of one launch after the other."""
+    for start in range(0, len(items), MAX_CHAINS):
+        yield items[start : start + MAX_CHAINS]
 
 
-def power(number: int, least: int, most: int) -> int:
-    """The next power of two, within bounds."""
+def next_power_of_two(number: int, least: int, most: int) -> int:
+    """Returns the next power of two, clamped to bounds."""
     return max(least, min(most, 1 << (number - 1).bit_length()))
 
 
-def row_parts(rows: int) -> tuple[int, int]:
-    """In how many parts sums over rows are made, and the rows of each: programs for all of a GPU, and always the same ones.
+def row_blocks(rows: int) -> tuple[int, int]:
+    """Returns the number of blocks of rows for sums, and the number of rows of each.
 
-    >>> row_parts(512), row_parts(513), row_parts(32768)
+    There are enough blocks for a whole GPU, and always the same for one number of rows.
+
+    >>> row_blocks(512), row_blocks(513), row_blocks(32768)
     ((1, 512), (3, 192), (64, 512))
     """
-    if rows <= FEW:
+    if rows <= SINGLE_BLOCK_ROWS:
         return 1, rows
-    each = -(-rows // min(PARTS, -(-rows // PART)))
-    each = -(-each // 64) * 64
-    return -(-rows // each), each
+    rows_per_block = -(-rows // min(MAX_BLOCKS, -(-rows // BLOCK_ROWS)))
+    rows_per_block = -(-rows_per_block // 64) * 64
+    return -(-rows // rows_per_block), rows_per_block
 
 
 @dataclass(eq=False)
-class Part:
-    """One group of a call: its chains, starts and weights."""
+class GroupTask:
+    """One group of a call: its chains, vectors and weights.
 
-    plans: tuple[ChainShape, ...]
-    starts: Tensor  # [rows, numbers]
+    Args:
+        shapes: Structures of the chains.
+        vectors: Vectors ``[rows, numbers]``.
+        all_weights: Parameters of all chains.
+        weight_slice: Position of these parameters among those of the call.
+        log_det: True to compute log-determinants.
+        allow_tf32: True to allow products in TF32.
+    """
+
+    shapes: tuple[ChainShape, ...]
+    vectors: Tensor  # [rows, numbers]
     all_weights: Sequence[Tensor]
-    places: slice  # where these lie among the weights of the call
+    weight_slice: slice  # position of these weights among those of the call
     log_det: bool
     allow_tf32: bool
 
     def __post_init__(self) -> None:
-        self.rows, self.dims = self.starts.shape[0], [plan.dim for plan in self.plans]
-        self.small = [i for i, plan in enumerate(self.plans) if is_small(plan)]
-        self.large = [i for i, plan in enumerate(self.plans) if not is_small(plan)]
-        self.weights = by_chain(self.plans, self.all_weights)
+        self.rows, self.dims = self.vectors.shape[0], [shape.dim for shape in self.shapes]
+        self.small = [i for i, shape in enumerate(self.shapes) if is_small(shape)]
+        self.large = [i for i, shape in enumerate(self.shapes) if not is_small(shape)]
+        self.weights = by_chain(self.shapes, self.all_weights)
 
     @cached_property
     def columns(self) -> Sequence[Tensor]:
-        """The starts of each chain."""
-        return self.starts.split(self.dims, -1)
+        """Vectors of each chain."""
+        return self.vectors.split(self.dims, -1)
 
     @property
     def precision(self) -> str:
-        """Products of a float32's accuracy, or of TF32's, where time goes into them and nobody sees more."""
-        return "tf32" if self.allow_tf32 and self.rows >= COARSE else "tf32x3"
+        """Precision of matrix products: three passes of TF32, or one if that is allowed and there are many rows."""
+        return "tf32" if self.allow_tf32 and self.rows >= TF32_ROWS else "tf32x3"
 
-    def outputs(self, keep: bool) -> tuple[Tensor, Tensor, Tensor]:
-        """Memory for the values, the log-dets and what is kept for the backward pass."""
-        empty = self.starts.new_empty
-        kept = self.rows * sum(map(kept_numbers, self.plans)) if keep else 0
-        lines = (len(self.dims), self.rows) if self.log_det else (0,)
-        return empty((self.rows, sum(self.dims))), empty(lines), empty(kept)
+    def outputs(self, save: bool) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns memory for the values, the log-determinants, and what the backward pass needs."""
+        empty = self.vectors.new_empty
+        saved = self.rows * sum(map(saved_size, self.shapes)) if save else 0
+        log_det_rows = (len(self.dims), self.rows) if self.log_det else (0,)
+        return empty((self.rows, sum(self.dims))), empty(log_det_rows), empty(saved)
 
-    def pieces(self, kept: Tensor) -> list[Tensor]:
-        """What each chain keeps."""
-        return list(kept.split([kept_numbers(plan) * self.rows for plan in self.plans]))
+    def saved_chunks(self, saved: Tensor) -> list[Tensor]:
+        """Splits saved memory into that of each chain."""
+        return list(saved.split([saved_size(shape) * self.rows for shape in self.shapes]))
 
-    def values(self, chain: int, piece: Tensor) -> tuple[list[Tensor], Tensor]:
-        """What a large chain keeps: the values between its stages, and the activations of its planar maps."""
-        plan = self.plans[chain]
-        between = len(stages_of(plan)) - 1
-        cut = between * plan.dim * self.rows
-        bends = piece[cut:].view(plan.planar, self.rows)
-        return list(piece[:cut].view(between, self.rows, plan.dim).unbind()), bends
+    def values(self, chain: int, saved_chunk: Tensor) -> tuple[list[Tensor], Tensor]:
+        """Returns what a large chain saves: the values between its stages, and the activations of its planar maps."""
+        shape = self.shapes[chain]
+        between = len(stages_of(shape)) - 1
+        size = between * shape.dim * self.rows
+        activations = saved_chunk[size:].view(shape.planar, self.rows)
+        return list(saved_chunk[:size].view(between, self.rows, shape.dim).unbind()), activations
 
-    def passing(self, chain: int) -> tuple[list[Tensor], Tensor]:
-        """The same where nothing need be kept: two places in turn."""
-        plan, empty = self.plans[chain], self.starts.new_empty
-        places = empty((2, self.rows, plan.dim)).unbind()
-        between = len(stages_of(plan)) - 1
-        return [places[i % 2] for i in range(between)], empty((plan.planar, self.rows))
+    def scratch_values(self, chain: int) -> tuple[list[Tensor], Tensor]:
+        """Returns the same as :meth:`values` if nothing is saved, with two buffers in turn."""
+        shape, empty = self.shapes[chain], self.vectors.new_empty
+        places = empty((2, self.rows, shape.dim)).unbind()
+        between = len(stages_of(shape)) - 1
+        return [places[i % 2] for i in range(between)], empty((shape.planar, self.rows))
 
-    def numbers(self, chains: Sequence[int], *names: str) -> Arguments:
-        """The named ones of ``dims``, ``scales``, ``margins`` and ``bounds``, chain by chain."""
+    def chain_numbers(self, chains: Sequence[int], *names: str) -> Arguments:
+        """Returns ``dims``, ``scales``, ``margins`` or ``bounds`` of some chains, by name."""
         columns = {
             "dims": self.dims,
             "scales": [dim**-0.5 for dim in self.dims],
-            "margins": [plan.margin for plan in self.plans],
-            "bounds": [plan.bound for plan in self.plans],
+            "margins": [shape.margin for shape in self.shapes],
+            "bounds": [shape.bound for shape in self.shapes],
         }
         return {name: tuple(columns[name][i] for i in chains) for name in names}
 
     def width(self, chains: Sequence[int]) -> int:
-        return power(max(self.dims[i] for i in chains), 16, 1024)
+        """Returns the padded length of the longest row of some chains."""
+        return next_power_of_two(max(self.dims[i] for i in chains), 16, 1024)
 
-    def named(self, chains: Sequence[int], name: str) -> tuple[Tensor, ...]:
-        """The parameter of each chain; where it has none, any tensor, which is not read."""
-        return tuple(self.weights[i].get(name, self.starts) for i in chains)
+    def chain_weights(self, chains: Sequence[int], name: str) -> tuple[Tensor, ...]:
+        """Returns one parameter of each chain. If a chain lacks it, another tensor takes its place and is not read."""
+        return tuple(self.weights[i].get(name, self.vectors) for i in chains)
 
 
-def forward(part: Part, keep: bool, x: Tensor, totals: Tensor, kept: Tensor) -> None:
-    """Fill ``x`` ``[rows, numbers]``, ``totals`` ``[chains, rows]`` and, if ``keep``, ``kept`` with what :func:`backward` needs."""
-    # with the first launch: importing Triton takes its time
+def forward(task: GroupTask, save: bool, x: Tensor, log_dets: Tensor, saved: Tensor) -> None:
+    """Applies the chains of a task.
+
+    Args:
+        task: The task.
+        save: True to save what :func:`backward` needs.
+        x: Memory for the values ``[rows, numbers]``.
+        log_dets: Memory for the log-determinants ``[chains, rows]``.
+        saved: Memory for what is saved.
+    """
+    # Imported at the first launch, because importing Triton is slow.
     from flowbnn.kernels import triton_kernels, triton_small
 
-    count = len(part.plans)
-    ends = x.split(part.dims, -1)
-    lines = totals.unbind() if part.log_det else [x] * count
-    pieces = part.pieces(kept) if keep else [x] * count
-    for chains in chunks(part.small):
-        triton_small.small_forward[(-(-part.rows // SMALL_ROWS), len(chains))](
-            **_matrices("z", _some(part.columns, chains)), **_matrices("x", _some(ends, chains)),
-            **_small_arguments(part, chains), bs=part.named(chains, "b"),
-            kept=_some(pieces, chains), totals=_some(lines, chains), rows_in_all=part.rows,
-            LOG_DET=part.log_det, KEEP=keep,
+    count = len(task.shapes)
+    outputs = x.split(task.dims, -1)
+    log_det_rows = log_dets.unbind() if task.log_det else [x] * count
+    chunks_saved = task.saved_chunks(saved) if save else [x] * count
+    for chains in chunks(task.small):
+        triton_small.small_forward[(-(-task.rows // SMALL_ROWS), len(chains))](
+            **_matrices("z", _select(task.columns, chains)), **_matrices("x", _select(outputs, chains)),
+            **_small_arguments(task, chains), bs=task.chain_weights(chains, "b"),
+            saved=_select(chunks_saved, chains), log_dets=_select(log_det_rows, chains), num_rows=task.rows,
+            LOG_DET=task.log_det, SAVE=save,
         )  # fmt: skip
-    values = {i: part.values(i, pieces[i]) if keep else part.passing(i) for i in part.large}
-    places = {i: [part.columns[i], *values[i][0], ends[i]] for i in part.large}
-    for kind, pairs in schedule(tuple(part.plans[i] for i in part.large)):
-        chains = [part.large[i] for i, _ in pairs]
+    values = {i: task.values(i, chunks_saved[i]) if save else task.scratch_values(i) for i in task.large}
+    stage_values = {i: [task.columns[i], *values[i][0], outputs[i]] for i in task.large}
+    for kind, pairs in schedule(tuple(task.shapes[i] for i in task.large)):
+        chains = [task.large[i] for i, _ in pairs]
         steps = [(i, s) for i, (_, s) in zip(chains, pairs, strict=True)]
-        stages = [stages_of(part.plans[i])[s] for i, s in steps]
+        stages = [stages_of(task.shapes[i])[s] for i, s in steps]
         common = {
-            **_matrices("z", [places[i][s] for i, s in steps]), **_matrices("x", [places[i][s + 1] for i, s in steps]),
-            "totals": _some(lines, chains), "fresh": tuple(int(s == 0) for _, s in steps), "LOG_DET": part.log_det,
-        }  # fmt: skip
+            **_matrices("z", [stage_values[i][s] for i, s in steps]),
+            **_matrices("x", [stage_values[i][s + 1] for i, s in steps]),
+            "log_dets": _select(log_det_rows, chains),
+            "is_first": tuple(int(s == 0) for _, s in steps),
+            "LOG_DET": task.log_det,
+        }
         if kind == "planar":
-            tile, shared = _planar_arguments(part, chains, stages, values)
-            biases = tuple(part.weights[i]["b"][s.first :] for i, s in zip(chains, stages, strict=True))
-            grid = (-(-part.rows // tile["ROWS"]), len(chains))
+            tile, shared = _planar_arguments(task, chains, stages, values)
+            biases = tuple(task.weights[i]["b"][s.first :] for i, s in zip(chains, stages, strict=True))
+            grid = (-(-task.rows // tile["ROWS"]), len(chains))
             triton_kernels.planar_forward[grid](**common, **shared, bs=biases, **tile)
         else:
-            _triangle(part, chains, stages, common, kind == "upper", False)
+            _launch_triangle(task, chains, stages, common, kind == "upper", False)
 
 
 def backward(
-    part: Part, kept: Tensor, of_x: Tensor, of_totals: Tensor | None, of_starts: Tensor, of_weights: Tensor
+    task: GroupTask,
+    saved: Tensor,
+    grad_x: Tensor,
+    grad_log_dets: Tensor | None,
+    grad_vectors: Tensor,
+    grad_weights: Tensor,
 ) -> None:
-    """Fill the gradients to the starts ``[rows, numbers]`` and to all parameters, end to end in the order of :func:`flat_order`."""
+    """Computes the gradients of a task.
+
+    Args:
+        task: The task.
+        saved: What :func:`forward` saved.
+        grad_x: Gradients to the values.
+        grad_log_dets: Gradients to the log-determinants, or None.
+        grad_vectors: Memory for the gradients to the vectors ``[rows, numbers]``.
+        grad_weights: Memory for the gradients to all parameters, concatenated in the order of :func:`flat_order`.
+    """
     from flowbnn.kernels import triton_small
 
-    of_x = of_x if of_x.stride(1) == 1 else of_x.contiguous()
-    gs, of_zs = of_x.split(part.dims, -1), of_starts.split(part.dims, -1)
-    log_det = of_totals is not None
-    lines = [of_x] * len(part.plans) if of_totals is None else of_totals.unbind()
-    stride = 0 if of_totals is None else of_totals.stride(1)
-    pieces = part.pieces(kept)
-    # sums over rows, part by part of the rows; then those of the parts
-    copies, (parts_of_rows, each) = -(-part.rows // SMALL_ROWS), row_parts(part.rows)
-    length = sum(weight.numel() for i in part.small for weight in part.weights[i].values())
-    sums = [
+    grad_x = grad_x if grad_x.stride(1) == 1 else grad_x.contiguous()
+    grad_outs, grad_zs = grad_x.split(task.dims, -1), grad_vectors.split(task.dims, -1)
+    log_det = grad_log_dets is not None
+    log_det_rows = [grad_x] * len(task.shapes) if grad_log_dets is None else grad_log_dets.unbind()
+    stride = 0 if grad_log_dets is None else grad_log_dets.stride(1)
+    chunks_saved = task.saved_chunks(saved)
+    # Sums over the rows of each block, and then over the blocks.
+    small_blocks, (num_blocks, rows_per_block) = -(-task.rows // SMALL_ROWS), row_blocks(task.rows)
+    length = sum(weight.numel() for i in task.small for weight in task.weights[i].values())
+    block_sums = [
         flat[None] if number == 1 else flat.new_empty(number, len(flat))
-        for flat, number in ((of_weights[:length], copies), (of_weights[length:], parts_of_rows))
+        for flat, number in ((grad_weights[:length], small_blocks), (grad_weights[length:], num_blocks))
     ]
-    into = _shaped(part, sums[0][0], sums[1][0])
-    if part.small:
-        for chains in chunks(part.small):
-            triton_small.small_backward[(copies, len(chains))](
-                **_matrices("g", _some(gs, chains)), **_matrices("of_z", _some(of_zs, chains)),
-                **_small_arguments(part, chains), kept=_some(pieces, chains), totals=_some(lines, chains),
-                **{f"of_{name}s": tuple(into[i].get(name, of_x) for i in chains) for name in "wub"},
-                of_factors=tuple(into[i].get("f", of_x) for i in chains),
-                planars=tuple(part.plans[i].planar for i in chains),
-                rows_in_all=part.rows, total_stride=stride, part_stride=length,
+    views = _gradient_views(task, block_sums[0][0], block_sums[1][0])
+    if task.small:
+        for chains in chunks(task.small):
+            triton_small.small_backward[(small_blocks, len(chains))](
+                **_matrices("grad_out", _select(grad_outs, chains)), **_matrices("grad_z", _select(grad_zs, chains)),
+                **_small_arguments(task, chains), saved=_select(chunks_saved, chains), log_dets=_select(log_det_rows, chains),
+                **{f"grad_{name}s": tuple(views[i].get(name, grad_x) for i in chains) for name in "wub"},
+                grad_factors=tuple(views[i].get("f", grad_x) for i in chains),
+                planars=tuple(task.shapes[i].planar for i in chains),
+                num_rows=task.rows, total_stride=stride, block_stride=length,
                 LOG_DET=log_det,
             )  # fmt: skip
-        if copies > 1:
-            torch.sum(sums[0], 0, out=of_weights[:length])
-    if part.large:
-        ends = {i: (of_zs[i], gs[i]) for i in part.large}
-        log = {"lines": lines, "total_stride": stride, "LOG_DET": log_det}
-        _large_backward(part, pieces, ends, into, log, (parts_of_rows, each, len(of_weights) - length))
-        if parts_of_rows > 1:
-            torch.sum(sums[1], 0, out=of_weights[length:])
+        if small_blocks > 1:
+            torch.sum(block_sums[0], 0, out=grad_weights[:length])
+    if task.large:
+        ends = {i: (grad_zs[i], grad_outs[i]) for i in task.large}
+        log_arguments = {"LOG_DET": log_det, "total_stride": stride}
+        stages = _LargeBackward(task, chunks_saved, ends, views, log_det_rows, log_arguments)
+        stages.run()
+        stages.weight_gradients(RowBlocks(num_blocks, rows_per_block, len(grad_weights) - length))
+        if num_blocks > 1:
+            torch.sum(block_sums[1], 0, out=grad_weights[length:])
 
 
-def _large_backward(
-    part: Part, pieces: Any, ends: Any, into: Any, log: Arguments, cut: tuple[int, int, int]
-) -> None:
-    """Stage by stage from the end; then the parameters, for which the gradients between the stages are kept.
+class RowBlocks(NamedTuple):
+    """Blocks of rows over which sums are made separately.
 
-    ``cut`` has the number of parts of the rows, the rows of each, and the distance of their sums in memory.
+    Args:
+        number: Number of blocks.
+        rows: Number of rows of each block.
+        stride: Distance of the sums of two blocks in memory.
     """
-    from flowbnn.kernels import triton_kernels
 
-    rows_cut = {"rows_each": cut[1], "part_stride": cut[2]}
-    values = {i: part.values(i, pieces[i]) for i in part.large}
-    places = {i: [part.columns[i], *values[i][0]] for i in part.large}
-    between = {i: pieces[i].new_empty((len(places[i]) - 1, part.rows, part.dims[i])) for i in part.large}
-    slopes = {i: [ends[i][0], *between[i].unbind(), ends[i][1]] for i in part.large}
-    rest = {"LOG_DET": log["LOG_DET"], "total_stride": log["total_stride"]}
-    scalars: dict[tuple[int, int], Tensor] = {}
-    for kind, pairs in reversed(schedule(tuple(part.plans[i] for i in part.large))):
-        chains = [part.large[i] for i, _ in pairs]
-        steps = [(i, s) for i, (_, s) in zip(chains, pairs, strict=True)]
-        stages = [stages_of(part.plans[i])[s] for i, s in steps]
-        gs, of_zs = [slopes[i][s + 1] for i, s in steps], [slopes[i][s] for i, s in steps]
-        if kind != "planar":
-            common = {
-                **_matrices("z", gs), **_matrices("x", of_zs),
-                "totals": tuple(gs), "fresh": (0,) * len(gs), "LOG_DET": False,
-            }  # fmt: skip
-            _triangle(part, chains, stages, common, kind == "upper", True)
-            continue
-        for step, stage in zip(steps, stages, strict=True):
-            scalars[step] = gs[0].new_empty((3, stage.size, part.rows))
-        tile, shared = _planar_arguments(part, chains, stages, values)
-        triton_kernels.planar_backward[(-(-part.rows // tile["ROWS"]), len(chains))](
-            **_matrices("g", gs), **_matrices("of_z", of_zs), **shared, **rest, totals=_some(log["lines"], chains),
-            scalars=tuple(scalars[step] for step in steps), **tile,
-        )  # fmt: skip
-    every = [(i, s, stage) for i in part.large for s, stage in enumerate(stages_of(part.plans[i]))]
-    for some in chunks([one for one in every if one[2].kind == "planar"]):
-        chains, stages = [i for i, _, _ in some], [stage for _, _, stage in some]
-        _, shared = _planar_arguments(part, chains, stages, values)
-        widest, deepest = max(part.dims[i] for i in chains), max(stage.size for stage in stages)
-        triton_kernels.planar_weights[(-(-widest // 64), cut[0], deepest * len(some))](
-            **_matrices("g", [slopes[i][s + 1] for i, s, _ in some]), **_matrices("z", [places[i][s] for i, s, _ in some]),
-            **shared, **rows_cut, scalars=tuple(scalars[i, s] for i, s, _ in some), LOG_DET=log["LOG_DET"],
-            **{f"of_{name}s": tuple(into[i][name][stage.first :] for i, _, stage in some) for name in "wub"},
-            deepest=deepest, ROWS=32 if cut[0] == 1 else 64, COLUMNS=64, num_warps=4,
-        )  # fmt: skip
-    for some in chunks([one for one in every if one[2].kind == "upper"]):
-        chains = [i for i, _, _ in some]
-        side = -(-max(part.dims[i] for i in chains) // FACTORS["SIDE"])
-        triton_kernels.factors_backward[(side * side, cut[0], 2 * len(some))](
-            **_matrices("z", [places[i][s] for i, s, _ in some]), **_matrices("g", [slopes[i][s + 2] for i, s, _ in some]),
-            middles=tuple(places[i][s + 1] for i, s, _ in some), of_middles=tuple(slopes[i][s + 1] for i, s, _ in some),
-            factors=tuple(part.weights[i]["f"][stage.first] for i, _, stage in some),
-            of_factors=tuple(into[i]["f"][stage.first] for i, _, stage in some), totals=_some(log["lines"], chains),
-            **part.numbers(chains, "dims", "scales", "bounds"), **rest, **rows_cut, rows_in_all=part.rows, side=side,
-            COUNT=len(some), PRECISION=part.precision, **FACTORS,
-        )  # fmt: skip
+    number: int
+    rows: int
+    stride: int
 
 
-def _triangle(
-    part: Part, chains: Sequence[int], stages: Sequence[Stage], common: Arguments, upper: bool, back: bool
+class _LargeBackward:
+    """Backward pass of the large chains of a task, stage by stage from the last.
+
+    The gradients between the stages are kept for the gradients to the parameters.
+
+    Args:
+        task: The task.
+        saved: Memory that :func:`forward` filled, for each chain.
+        ends: Gradients to the input and to the output, for each large chain.
+        views: Memory for the gradients to the parameters, for each chain.
+        log_det_rows: Gradients to the log-determinants, for each chain.
+        log_arguments: Arguments of all kernels that concern the log-determinants.
+    """
+
+    def __init__(
+        self,
+        task: GroupTask,
+        saved: Sequence[Tensor],
+        ends: dict[int, tuple[Tensor, Tensor]],
+        views: Sequence[dict[str, Tensor]],
+        log_det_rows: Sequence[Tensor],
+        log_arguments: Arguments,
+    ) -> None:
+        self.task, self.views = task, views
+        self.log_det_rows, self.log_arguments = log_det_rows, log_arguments
+        self.values = {i: task.values(i, saved[i]) for i in task.large}
+        self.stage_inputs = {i: [task.columns[i], *self.values[i][0]] for i in task.large}
+        self.grads: dict[int, list[Tensor]] = {}
+        for i in task.large:
+            between = saved[i].new_empty((len(self.stage_inputs[i]) - 1, task.rows, task.dims[i]))
+            self.grads[i] = [ends[i][0], *between.unbind(), ends[i][1]]
+        self.scalars: dict[tuple[int, int], Tensor] = {}
+
+    def run(self) -> None:
+        """Computes the gradients to the inputs of all stages."""
+        from flowbnn.kernels import triton_kernels
+
+        task = self.task
+        for kind, pairs in reversed(schedule(tuple(task.shapes[i] for i in task.large))):
+            chains = [task.large[i] for i, _ in pairs]
+            steps = [(i, s) for i, (_, s) in zip(chains, pairs, strict=True)]
+            stages = [stages_of(task.shapes[i])[s] for i, s in steps]
+            grad_outs, grad_zs = (
+                [self.grads[i][s + 1] for i, s in steps],
+                [self.grads[i][s] for i, s in steps],
+            )
+            if kind != "planar":
+                common = {
+                    **_matrices("z", grad_outs), **_matrices("x", grad_zs),
+                    "log_dets": tuple(grad_outs), "is_first": (0,) * len(grad_outs), "LOG_DET": False,
+                }  # fmt: skip
+                _launch_triangle(task, chains, stages, common, kind == "upper", True)
+                continue
+            for step, stage in zip(steps, stages, strict=True):
+                self.scalars[step] = grad_outs[0].new_empty((3, stage.size, task.rows))
+            tile, shared = _planar_arguments(task, chains, stages, self.values)
+            triton_kernels.planar_backward[(-(-task.rows // tile["ROWS"]), len(chains))](
+                **_matrices("grad_out", grad_outs), **_matrices("grad_z", grad_zs), **shared, **self.log_arguments,
+                log_dets=_select(self.log_det_rows, chains), scalars=tuple(self.scalars[step] for step in steps), **tile,
+            )  # fmt: skip
+
+    def weight_gradients(self, blocks: RowBlocks) -> None:
+        """Computes the gradients to the parameters of all stages."""
+        task = self.task
+        triples = [(i, s, stage) for i in task.large for s, stage in enumerate(stages_of(task.shapes[i]))]
+        for selection in chunks([triple for triple in triples if triple[2].kind == "planar"]):
+            self._planar_gradients(selection, blocks)
+        for selection in chunks([triple for triple in triples if triple[2].kind == "upper"]):
+            self._factor_gradients(selection, blocks)
+
+    def _planar_gradients(self, selection: Sequence[tuple[int, int, Stage]], blocks: RowBlocks) -> None:
+        """Computes the gradients to ``w``, ``u`` and ``b`` of planar stages, given as (chain, index, stage)."""
+        from flowbnn.kernels import triton_kernels
+
+        task = self.task
+        chains, stages = [i for i, _, _ in selection], [stage for _, _, stage in selection]
+        _, shared = _planar_arguments(task, chains, stages, self.values)
+        widest, max_size = max(task.dims[i] for i in chains), max(stage.size for stage in stages)
+        triton_kernels.planar_weights[(-(-widest // 64), blocks.number, max_size * len(selection))](
+            **_matrices("grad_out", [self.grads[i][s + 1] for i, s, _ in selection]),
+            **_matrices("z", [self.stage_inputs[i][s] for i, s, _ in selection]),
+            **shared, rows_per_block=blocks.rows, block_stride=blocks.stride,
+            scalars=tuple(self.scalars[i, s] for i, s, _ in selection), LOG_DET=self.log_arguments["LOG_DET"],
+            **{f"grad_{name}s": tuple(self.views[i][name][stage.first :] for i, _, stage in selection) for name in "wub"},
+            max_size=max_size, ROWS=32 if blocks.number == 1 else 64, COLUMNS=64, num_warps=4,
+        )  # fmt: skip
+
+    def _factor_gradients(self, selection: Sequence[tuple[int, int, Stage]], blocks: RowBlocks) -> None:
+        """Computes the gradients to the factors of LU maps, given by their upper stages as (chain, index, stage)."""
+        from flowbnn.kernels import triton_kernels
+
+        task = self.task
+        chains = [i for i, _, _ in selection]
+        side = -(-max(task.dims[i] for i in chains) // FACTORS_TILE["SIDE"])
+        triton_kernels.factors_backward[(side * side, blocks.number, 2 * len(selection))](
+            **_matrices("z", [self.stage_inputs[i][s] for i, s, _ in selection]),
+            **_matrices("grad_out", [self.grads[i][s + 2] for i, s, _ in selection]),
+            middles=tuple(self.stage_inputs[i][s + 1] for i, s, _ in selection),
+            grad_middles=tuple(self.grads[i][s + 1] for i, s, _ in selection),
+            factors=tuple(task.weights[i]["f"][stage.first] for i, _, stage in selection),
+            grad_factors=tuple(self.views[i]["f"][stage.first] for i, _, stage in selection),
+            log_dets=_select(self.log_det_rows, chains), **task.chain_numbers(chains, "dims", "scales", "bounds"),
+            **self.log_arguments, rows_per_block=blocks.rows, block_stride=blocks.stride, num_rows=task.rows, side=side,
+            COUNT=len(selection), PRECISION=task.precision, **FACTORS_TILE,
+        )  # fmt: skip
+
+
+def _launch_triangle(
+    task: GroupTask,
+    chains: Sequence[int],
+    stages: Sequence[Stage],
+    common: Arguments,
+    upper: bool,
+    back: bool,
 ) -> None:
+    """Launches one triangular factor of some chains."""
     from flowbnn.kernels import triton_kernels
 
-    widest = max(part.dims[i] for i in chains)
-    tile = MANY_ROWS if row_parts(part.rows)[0] > 1 else FEW_ROWS
-    triton_kernels.triangle[(-(-widest // tile["COLUMNS"]), -(-part.rows // tile["ROWS"]), len(chains))](
-        **common, factors=tuple(part.weights[i]["f"][s.first] for i, s in zip(chains, stages, strict=True)),
-        **part.numbers(chains, "dims", "scales", "bounds"), rows_in_all=part.rows, COUNT=len(chains),
-        WIDTH=part.width(chains), UPPER=upper, BACKWARD=back, PRECISION=part.precision, **tile,
+    widest = max(task.dims[i] for i in chains)
+    tile = MANY_ROWS_TILE if row_blocks(task.rows)[0] > 1 else FEW_ROWS_TILE
+    triton_kernels.triangle[(-(-widest // tile["COLUMNS"]), -(-task.rows // tile["ROWS"]), len(chains))](
+        **common, factors=tuple(task.weights[i]["f"][s.first] for i, s in zip(chains, stages, strict=True)),
+        **task.chain_numbers(chains, "dims", "scales", "bounds"), num_rows=task.rows, COUNT=len(chains),
+        WIDTH=task.width(chains), UPPER=upper, BACKWARD=back, PRECISION=task.precision, **tile,
     )  # fmt: skip
 
 
 def _planar_arguments(
-    part: Part, chains: Sequence[int], stages: Sequence[Stage], values: Any
+    task: GroupTask, chains: Sequence[int], stages: Sequence[Stage], values: Any
 ) -> tuple[Arguments, Arguments]:
-    """How many rows a program takes, more where there are programs enough; and what all three kernels of a planar run are given."""
-    pairs, width = list(zip(chains, stages, strict=True)), part.width(chains)
-    rows = min(max(1, 2048 // width), power(part.rows, 1, 16))
-    rows = max(rows, min(8192 // width, power(part.rows // 512, 1, 64)))
+    """Returns the tile of a program, and the arguments that all three kernels of planar runs share."""
+    pairs, width = list(zip(chains, stages, strict=True)), task.width(chains)
+    rows = min(max(1, 2048 // width), next_power_of_two(task.rows, 1, 16))
+    rows = max(rows, min(8192 // width, next_power_of_two(task.rows // 512, 1, 64)))
     return {"ROWS": rows, "num_warps": 8 if rows * width > 4096 else 4}, {
-        "ws": tuple(part.weights[i]["w"][s.first :] for i, s in pairs),
-        "us": tuple(part.weights[i]["u"][s.first :] for i, s in pairs),
-        "bends": tuple(values[i][1][s.first :] for i, s in pairs),
+        "ws": tuple(task.weights[i]["w"][s.first :] for i, s in pairs),
+        "us": tuple(task.weights[i]["u"][s.first :] for i, s in pairs),
+        "activations": tuple(values[i][1][s.first :] for i, s in pairs),
         "sizes": tuple(stage.size for stage in stages),
-        **part.numbers(chains, "dims", "margins"),
-        "rows_in_all": part.rows,
+        **task.chain_numbers(chains, "dims", "margins"),
+        "num_rows": task.rows,
         "COUNT": len(chains),
         "WIDTH": width,
     }
 
 
-def _small_arguments(part: Part, chains: Sequence[int]) -> Arguments:
-    bits = [[int(planar) for planar, n in part.plans[i].runs for _ in range(n)] for i in chains]
-    width = part.width(chains)
+def _small_arguments(task: GroupTask, chains: Sequence[int]) -> Arguments:
+    """Returns the arguments that both kernels of small chains share."""
+    bits = [[int(planar) for planar, n in task.shapes[i].runs for _ in range(n)] for i in chains]
+    width = task.width(chains)
     return {
-        **part.numbers(chains, "dims", "scales", "margins", "bounds"),
-        "ws": part.named(chains, "w"),
-        "us": part.named(chains, "u"),
-        "factors": part.named(chains, "f"),
-        "codes": tuple(sum(bit << m for m, bit in enumerate(one)) for one in bits),
-        "lengths": tuple(len(one) for one in bits),
+        **task.chain_numbers(chains, "dims", "scales", "margins", "bounds"),
+        "ws": task.chain_weights(chains, "w"),
+        "us": task.chain_weights(chains, "u"),
+        "factors": task.chain_weights(chains, "f"),
+        "codes": tuple(sum(bit << m for m, bit in enumerate(chain_bits)) for chain_bits in bits),
+        "lengths": tuple(len(chain_bits) for chain_bits in bits),
         "COUNT": len(chains),
         "WIDTH": width,
         "ROWS": SMALL_ROWS,
         "num_warps": SMALL_WARPS * width // 16,
-        # plain float32 products of wider ones do not fit into the registers either
+        # Plain float32 products of wider rows exceed the registers.
         "PRECISION": "ieee" if width == 16 else "tf32x3",
     }
 
 
-def _some(items: Sequence[Tensor], chains: Sequence[int]) -> tuple[Tensor, ...]:
+def _select(items: Sequence[Tensor], chains: Sequence[int]) -> tuple[Tensor, ...]:
+    """Returns the items of some chains."""
     return tuple(items[i] for i in chains)
 
 
 def _matrices(name: str, tensors: Sequence[Tensor]) -> Arguments:
-    """Matrices and the distances of their rows."""
+    """Returns the arguments of matrices and their row strides."""
     return {f"{name}s": tuple(tensors), f"{name}_strides": tuple(tensor.stride(0) for tensor in tensors)}
 
 
-def _shaped(part: Part, small: Tensor, large: Tensor) -> list[dict[str, Tensor]]:
-    """Each chain's places in the flat tensors of the small chains and of the large ones."""
-    weights, begin = part.all_weights, 0
-    shaped: dict[int, Tensor] = {}
-    for place in flat_order(part.plans):
+def _gradient_views(task: GroupTask, small: Tensor, large: Tensor) -> list[dict[str, Tensor]]:
+    """Returns for each chain the views of its parameters in the flat tensors of small and large chains."""
+    weights, begin = task.all_weights, 0
+    views: dict[int, Tensor] = {}
+    for place in flat_order(task.shapes):
         flat, offset = (small, 0) if begin < len(small) else (large, len(small))
         end = begin + weights[place].numel()
-        shaped[place] = flat[begin - offset : end - offset].view(weights[place].shape)
+        views[place] = flat[begin - offset : end - offset].view(weights[place].shape)
         begin = end
-    return by_chain(part.plans, [shaped[place] for place in range(len(weights))])
+    return by_chain(task.shapes, [views[place] for place in range(len(weights))])

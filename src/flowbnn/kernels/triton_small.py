@@ -3,8 +3,8 @@
 from flowbnn.kernels.triton_kernels import (
     constraint,
     constraint_backward,
-    number,
-    pick,
+    num,
+    ptr,
     slope,
     tanh,
     tl,
@@ -16,185 +16,226 @@ from flowbnn.kernels.triton_kernels import (
 
 @triton.jit
 def _kind(code, m, length, dim):
-    """``dim, 0`` where map ``m`` is planar, ``0, dim`` where it is an LU map, ``0, 0`` where there is none."""
-    there = tl.where((m >= 0) & (m < length), dim, 0)
-    planar = ((code >> tl.maximum(m, 0)) & 1) * there
-    return planar, there - planar
+    """Returns ``dim, 0`` if map ``m`` is planar, ``0, dim`` if it is an LU map, and ``0, 0`` if there is no such map."""
+    size = tl.where((m >= 0) & (m < length), dim, 0)
+    planar = ((code >> tl.maximum(m, 0)) & 1) * size
+    return planar, size - planar
 
 
 @triton.jit
-def _fetched(w_at, u_at, factors_at, dim, planar, linear, TRANSPOSED: tl.constexpr, WIDTH: tl.constexpr):
-    """What a map needs; asked for while the one before it is worked out."""
+def _load(w_ptr, u_ptr, f_ptr, dim, planar, linear, TRANSPOSED: tl.constexpr, WIDTH: tl.constexpr):
+    """Loads the parameters of a map. They are loaded during the computation of the map before."""
     columns = tl.arange(0, WIDTH)
-    w = tl.load(w_at + columns, mask=columns < planar, other=0.0)
-    u = tl.load(u_at + columns, mask=columns < planar, other=0.0)
+    w = tl.load(w_ptr + columns, mask=columns < planar, other=0.0)
+    u = tl.load(u_ptr + columns, mask=columns < planar, other=0.0)
     row, column = columns[:, None], columns[None, :]
     if TRANSPOSED:
         row, column = columns[None, :], columns[:, None]
-    entry = tl.load(factors_at + row * dim + column, mask=(row < linear) & (column < linear), other=0.0)
-    diagonal = tl.load(factors_at + columns * (dim + 1), mask=columns < linear, other=0.0)
-    return w, u, entry, diagonal
+    entry = tl.load(f_ptr + row * dim + column, mask=(row < linear) & (column < linear), other=0.0)
+    diag = tl.load(f_ptr + columns * (dim + 1), mask=columns < linear, other=0.0)
+    return w, u, entry, diag
+
+
+@triton.jit
+def _planar_map(z, w, u, b, margin):
+    r"""Returns the image of a planar map, :math:`a = w^\top z + b` and the log-determinants."""
+    u_hat, squeeze, _, _, _, _, _, _, _ = constraint(w, u, margin)
+    a = tl.sum(z * w[None, :], 1) + b
+    tanh_a = tanh(a)
+    log_slope = tl.log(tanh_a * tanh_a + slope(a) * squeeze)
+    return z + tanh_a[:, None] * u_hat[None, :], a, log_slope
+
+
+@triton.jit
+def _lu_map(z, entry, diag, scale, bound, columns, PRECISION: tl.constexpr):
+    r"""Returns the image of an LU map, the vector :math:`U z` between its factors, and the log-diagonal."""
+    upper_mask, lower_mask = columns[:, None] > columns[None, :], columns[:, None] < columns[None, :]
+    log, entry = bound * tanh(diag / bound), entry * scale
+    middle = z * tl.exp(log)[None, :] + tl.dot(z, tl.where(upper_mask, entry, 0.0), input_precision=PRECISION)
+    x = middle + tl.dot(middle, tl.where(lower_mask, entry, 0.0), input_precision=PRECISION)
+    return x, middle, log
 
 
 @triton.jit
 def small_forward(
-    zs, z_strides, xs, x_strides, ws, us, bs, factors, kept, totals, dims, codes, lengths, scales, margins, bounds, rows_in_all,
-    COUNT: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, LOG_DET: tl.constexpr, KEEP: tl.constexpr,
+    zs, z_strides, xs, x_strides, ws, us, bs, factors, saved, log_dets, dims, codes, lengths, scales, margins, bounds, num_rows,
+    COUNT: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, LOG_DET: tl.constexpr, SAVE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """All maps of every flow; bit ``m`` of its code tells that map ``m`` is planar. ``kept`` ``[maps, 2, rows, dim]`` gets what each
-    map was given, and the middle of an LU map or the bends of a planar one."""
+    """Applies all maps of every flow. Bit ``m`` of its code is 1 if map ``m`` is planar.
+
+    ``saved`` ``[maps, 2, rows, dim]`` receives the input of each map, and the middle of an LU map or the activations of a planar map.
+    """
     flow = tl.program_id(1)
-    w_at, u_at, b_at = pick(ws, flow, COUNT), pick(us, flow, COUNT), pick(bs, flow, COUNT)
-    factors_at, kept_at = pick(factors, flow, COUNT), pick(kept, flow, COUNT)
-    dim, code, scale = number(dims, flow, COUNT), number(codes, flow, COUNT), number(scales, flow, COUNT)
-    margin, bound = number(margins, flow, COUNT), number(bounds, flow, COUNT)
+    w_ptr, u_ptr, b_ptr = ptr(ws, flow, COUNT), ptr(us, flow, COUNT), ptr(bs, flow, COUNT)
+    f_ptr, saved_ptr = ptr(factors, flow, COUNT), ptr(saved, flow, COUNT)
+    dim, code, scale = num(dims, flow, COUNT), num(codes, flow, COUNT), num(scales, flow, COUNT)
+    margin, bound = num(margins, flow, COUNT), num(bounds, flow, COUNT)
     rows, columns = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, WIDTH)
-    here, there = rows < rows_in_all, columns < dim
-    both, at = here[:, None] & there[None, :], rows[:, None].to(tl.int64)
-    z_at = pick(zs, flow, COUNT) + at * number(z_strides, flow, COUNT) + columns[None, :]
-    z = tl.load(z_at, mask=both, other=0.0)
+    row_mask, col_mask = rows < num_rows, columns < dim
+    mask, offsets = row_mask[:, None] & col_mask[None, :], rows[:, None].to(tl.int64)
+    z_ptr = ptr(zs, flow, COUNT) + offsets * num(z_strides, flow, COUNT) + columns[None, :]
+    z = tl.load(z_ptr, mask=mask, other=0.0)
     total = tl.zeros([ROWS], tl.float32)
-    length = number(lengths, flow, COUNT)
+    length = num(lengths, flow, COUNT)
     planar, linear = _kind(code, 0, length, dim)
-    next_w, next_u, next_entry, next_diagonal = _fetched(
-        w_at, u_at, factors_at, dim, planar, linear, True, WIDTH
-    )
-    next_b = tl.load(b_at, mask=planar > 0, other=0.0)
+    next_w, next_u, next_entry, next_diag = _load(w_ptr, u_ptr, f_ptr, dim, planar, linear, True, WIDTH)
+    next_b = tl.load(b_ptr, mask=planar > 0, other=0.0)
     for m in range(length):
-        w, u, b, entry, diagonal, is_planar = next_w, next_u, next_b, next_entry, next_diagonal, planar > 0
-        w_at += planar
-        u_at += planar
-        b_at += tl.where(is_planar, 1, 0)
-        factors_at += linear * dim
+        w, u, b, entry, diag, is_planar = next_w, next_u, next_b, next_entry, next_diag, planar > 0
+        w_ptr += planar
+        u_ptr += planar
+        b_ptr += tl.where(is_planar, 1, 0)
+        f_ptr += linear * dim
         planar, linear = _kind(code, m + 1, length, dim)
-        next_w, next_u, next_entry, next_diagonal = _fetched(
-            w_at, u_at, factors_at, dim, planar, linear, True, WIDTH
-        )
-        next_b = tl.load(b_at, mask=planar > 0, other=0.0)
-        given_at = kept_at + at * dim + columns[None, :]
-        second = rows_in_all * dim
-        if KEEP:
-            tl.store(given_at, z, mask=both)
+        next_w, next_u, next_entry, next_diag = _load(w_ptr, u_ptr, f_ptr, dim, planar, linear, True, WIDTH)
+        next_b = tl.load(b_ptr, mask=planar > 0, other=0.0)
+        input_ptr = saved_ptr + offsets * dim + columns[None, :]
+        second = num_rows * dim
+        if SAVE:
+            tl.store(input_ptr, z, mask=mask)
         if is_planar:
-            u_hat, squeeze, _, _, _, _, _, _, _ = constraint(w, u, margin)
-            a = tl.sum(z * w[None, :], 1) + b
-            if KEEP:
-                tl.store(kept_at + second + rows, a, mask=here)
-            bent = tanh(a)
+            z, a, log_slope = _planar_map(z, w, u, b, margin)
+            if SAVE:
+                tl.store(saved_ptr + second + rows, a, mask=row_mask)
             if LOG_DET:
-                total += tl.log(bent * bent + slope(a) * squeeze)
-            z += bent[:, None] * u_hat[None, :]
+                total += log_slope
         else:
-            above, below = columns[:, None] > columns[None, :], columns[:, None] < columns[None, :]
-            log, entry = bound * tanh(diagonal / bound), entry * scale
-            z = z * tl.exp(log)[None, :] + tl.dot(z, tl.where(above, entry, 0.0), input_precision=PRECISION)
-            if KEEP:
-                tl.store(given_at + second, z, mask=both)
-            z += tl.dot(z, tl.where(below, entry, 0.0), input_precision=PRECISION)
+            z, middle, log = _lu_map(z, entry, diag, scale, bound, columns, PRECISION)
+            if SAVE:
+                tl.store(input_ptr + second, middle, mask=mask)
             if LOG_DET:
                 total += tl.sum(log, 0)
-        kept_at += 2 * second
-    tl.store(pick(xs, flow, COUNT) + at * number(x_strides, flow, COUNT) + columns[None, :], z, mask=both)
+        saved_ptr += 2 * second
+    tl.store(ptr(xs, flow, COUNT) + offsets * num(x_strides, flow, COUNT) + columns[None, :], z, mask=mask)
     if LOG_DET:
-        tl.store(pick(totals, flow, COUNT) + rows, total, mask=here)
+        tl.store(ptr(log_dets, flow, COUNT) + rows, total, mask=row_mask)
 
 
 @triton.jit
-def _left(kept_at, rows, rows_in_all, dim, planar, linear, WIDTH: tl.constexpr):
-    """What :func:`small_forward` left of a map: what it was given, its bends, its middle."""
-    columns, at = tl.arange(0, WIDTH), rows[:, None].to(tl.int64)
-    given_at, second = kept_at + at * dim + columns[None, :], rows_in_all * dim
-    here = rows < rows_in_all
-    z = tl.load(given_at, mask=here[:, None] & (columns < planar + linear)[None, :], other=0.0)
-    a = tl.load(kept_at + second + rows, mask=rows < tl.where(planar > 0, rows_in_all, 0), other=0.0)
-    middle = tl.load(given_at + second, mask=here[:, None] & (columns < linear)[None, :], other=0.0)
+def _load_saved(saved_ptr, rows, num_rows, dim, planar, linear, WIDTH: tl.constexpr):
+    """Loads what :func:`small_forward` saved of a map: its input, its activations and its middle."""
+    columns, offsets = tl.arange(0, WIDTH), rows[:, None].to(tl.int64)
+    input_ptr, second = saved_ptr + offsets * dim + columns[None, :], num_rows * dim
+    row_mask = rows < num_rows
+    z = tl.load(input_ptr, mask=row_mask[:, None] & (columns < planar + linear)[None, :], other=0.0)
+    a = tl.load(saved_ptr + second + rows, mask=rows < tl.where(planar > 0, num_rows, 0), other=0.0)
+    middle = tl.load(input_ptr + second, mask=row_mask[:, None] & (columns < linear)[None, :], other=0.0)
     return z, a, middle
 
 
 @triton.jit
+def _planar_backward(grad, z, a, w, u, margin, grad_total, LOG_DET: tl.constexpr):
+    """Returns the gradients of a planar map to its input, ``w``, ``u`` and ``b``."""
+    u_hat, squeeze, step, _, correction, divisor, square_ratio, unclamped, soft_slope = constraint(
+        w, u, margin
+    )
+    tanh_a, slope_a = tanh(a), slope(a)
+    grad_a = tl.sum(grad * u_hat[None, :], 1) * slope_a
+    grad_squeeze = 0.0
+    if LOG_DET:
+        ratio = grad_total * slope_a / (tanh_a * tanh_a + slope_a * squeeze)
+        grad_a += ratio * tanh_a * (2.0 - 2.0 * squeeze)
+        grad_squeeze = tl.sum(ratio, 0)
+    grad_u_hat = tl.sum(tanh_a[:, None] * grad, 0)
+    grad_w = tl.sum(grad_a[:, None] * z, 0)
+    grad_dot, grad_square = constraint_backward(
+        tl.sum(grad_u_hat * w, 0),
+        grad_squeeze,
+        step,
+        correction,
+        divisor,
+        square_ratio,
+        unclamped,
+        soft_slope,
+    )
+    grad_w = grad_w + step * grad_u_hat + grad_dot * u + 2.0 * grad_square * w
+    return grad + grad_a[:, None] * w[None, :], grad_w, grad_u_hat + grad_dot * w, tl.sum(grad_a, 0)
+
+
+@triton.jit
+def _lu_backward(
+    grad, z, middle, entry, diag, scale, bound, grad_log_det, columns, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Returns the gradients of an LU map to its input, to the entries off the diagonal and to the diagonal."""
+    upper_mask, lower_mask = columns[None, :] > columns[:, None], columns[None, :] < columns[:, None]
+    entry, diag = entry * scale, diag / bound
+    size = tl.exp(bound * tanh(diag))
+    lower = tl.dot(tl.trans(grad), middle, input_precision=PRECISION)
+    grad += tl.dot(grad, tl.where(lower_mask, entry, 0.0), input_precision=PRECISION)
+    upper = tl.dot(tl.trans(grad), z, input_precision=PRECISION)
+    grad_size = tl.sum(grad * z, 0)
+    grad = grad * size[None, :] + tl.dot(grad, tl.where(upper_mask, entry, 0.0), input_precision=PRECISION)
+    grad_diag = (grad_size * size + grad_log_det) * slope(diag)
+    return grad, tl.where(upper_mask, upper, lower) * scale, grad_diag
+
+
+@triton.jit
+def _store_factors(f_ptr, entry, diag, dim, columns):
+    """Stores a matrix from its entries off the diagonal and its diagonal."""
+    row, column = columns[:, None], columns[None, :]
+    off_diagonal = (row < dim) & (column < dim) & (row != column)
+    tl.store(f_ptr + row * dim + column, entry, mask=off_diagonal)
+    tl.store(f_ptr + columns * (dim + 1), diag, mask=columns < dim)
+
+
+@triton.jit
 def small_backward(
-    gs, g_strides, of_zs, of_z_strides, ws, us, factors, kept, totals, of_ws, of_us, of_bs, of_factors,
-    dims, codes, lengths, planars, scales, margins, bounds, rows_in_all, total_stride, part_stride,
+    grad_outs, grad_out_strides, grad_zs, grad_z_strides, ws, us, factors, saved, log_dets, grad_ws, grad_us, grad_bs, grad_factors,
+    dims, codes, lengths, planars, scales, margins, bounds, num_rows, total_stride, block_stride,
     COUNT: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, LOG_DET: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Gradients to the starts, and to all parameters from this block of rows: block ``p`` writes them at ``p * part_stride``."""
-    flow, part = tl.program_id(1), tl.program_id(0).to(tl.int64) * part_stride
-    dim, code, scale = number(dims, flow, COUNT), number(codes, flow, COUNT), number(scales, flow, COUNT)
-    margin, bound = number(margins, flow, COUNT), number(bounds, flow, COUNT)
-    length, count = number(lengths, flow, COUNT), number(planars, flow, COUNT)
-    of_w_at, of_u_at = (
-        pick(of_ws, flow, COUNT) + part + count * dim,
-        pick(of_us, flow, COUNT) + part + count * dim,
-    )
-    of_b_at = pick(of_bs, flow, COUNT) + part + count
-    of_factors_at = pick(of_factors, flow, COUNT) + part + (length - count) * dim * dim
+    """Computes the gradients to the inputs, and those to all parameters from a block of rows.
+
+    Block ``p`` writes the gradients to the parameters at ``p * block_stride``.
+    """
+    flow, block_offset = tl.program_id(1), tl.program_id(0).to(tl.int64) * block_stride
+    dim, code, scale = num(dims, flow, COUNT), num(codes, flow, COUNT), num(scales, flow, COUNT)
+    margin, bound = num(margins, flow, COUNT), num(bounds, flow, COUNT)
+    length, count = num(lengths, flow, COUNT), num(planars, flow, COUNT)
+    grad_w_ptr = ptr(grad_ws, flow, COUNT) + block_offset + count * dim
+    grad_u_ptr = ptr(grad_us, flow, COUNT) + block_offset + count * dim
+    grad_b_ptr = ptr(grad_bs, flow, COUNT) + block_offset + count
+    grad_f_ptr = ptr(grad_factors, flow, COUNT) + block_offset + (length - count) * dim * dim
     planar, linear = _kind(code, length - 1, length, dim)
-    w_at = pick(ws, flow, COUNT) + count * dim - planar
-    u_at = pick(us, flow, COUNT) + count * dim - planar
-    factors_at = pick(factors, flow, COUNT) + (length - count) * dim * dim - linear * dim
-    kept_at = pick(kept, flow, COUNT) + 2 * (length - 1) * rows_in_all * dim
+    w_ptr = ptr(ws, flow, COUNT) + count * dim - planar
+    u_ptr = ptr(us, flow, COUNT) + count * dim - planar
+    f_ptr = ptr(factors, flow, COUNT) + (length - count) * dim * dim - linear * dim
+    saved_ptr = ptr(saved, flow, COUNT) + 2 * (length - 1) * num_rows * dim
     rows, columns = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, WIDTH)
-    here, there = rows < rows_in_all, columns < dim
-    both, at = here[:, None] & there[None, :], rows[:, None].to(tl.int64)
-    g_at = pick(gs, flow, COUNT) + at * number(g_strides, flow, COUNT) + columns[None, :]
-    g = tl.load(g_at, mask=both, other=0.0)
-    of_total = tl.zeros([ROWS], tl.float32)
+    row_mask, col_mask = rows < num_rows, columns < dim
+    mask, offsets = row_mask[:, None] & col_mask[None, :], rows[:, None].to(tl.int64)
+    grad_ptr = ptr(grad_outs, flow, COUNT) + offsets * num(grad_out_strides, flow, COUNT) + columns[None, :]
+    grad = tl.load(grad_ptr, mask=mask, other=0.0)
+    grad_total = tl.zeros([ROWS], tl.float32)
     if LOG_DET:
-        of_total = tl.load(pick(totals, flow, COUNT) + rows * total_stride, mask=here, other=0.0)
-    of_log_det = tl.sum(of_total, 0)
-    next_w, next_u, next_entry, next_diagonal = _fetched(
-        w_at, u_at, factors_at, dim, planar, linear, False, WIDTH
-    )
-    next_z, next_a, next_middle = _left(kept_at, rows, rows_in_all, dim, planar, linear, WIDTH)
+        grad_total = tl.load(ptr(log_dets, flow, COUNT) + rows * total_stride, mask=row_mask, other=0.0)
+    grad_log_det = tl.sum(grad_total, 0)
+    next_w, next_u, next_entry, next_diag = _load(w_ptr, u_ptr, f_ptr, dim, planar, linear, False, WIDTH)
+    next_z, next_a, next_middle = _load_saved(saved_ptr, rows, num_rows, dim, planar, linear, WIDTH)
     for i in range(length):
-        w, u, entry, diagonal, is_planar = next_w, next_u, next_entry, next_diagonal, planar > 0
+        w, u, entry, diag, is_planar = next_w, next_u, next_entry, next_diag, planar > 0
         z, a, middle = next_z, next_a, next_middle
         planar, linear = _kind(code, length - 2 - i, length, dim)
-        w_at -= planar
-        u_at -= planar
-        factors_at -= linear * dim
-        kept_at -= 2 * rows_in_all * dim
-        next_w, next_u, next_entry, next_diagonal = _fetched(
-            w_at, u_at, factors_at, dim, planar, linear, False, WIDTH
-        )
-        next_z, next_a, next_middle = _left(kept_at, rows, rows_in_all, dim, planar, linear, WIDTH)
+        w_ptr -= planar
+        u_ptr -= planar
+        f_ptr -= linear * dim
+        saved_ptr -= 2 * num_rows * dim
+        next_w, next_u, next_entry, next_diag = _load(w_ptr, u_ptr, f_ptr, dim, planar, linear, False, WIDTH)
+        next_z, next_a, next_middle = _load_saved(saved_ptr, rows, num_rows, dim, planar, linear, WIDTH)
         if is_planar:
-            of_w_at -= dim
-            of_u_at -= dim
-            of_b_at -= 1
-            u_hat, squeeze, step, _, correction, divisor, share, free, passed = constraint(w, u, margin)
-            bent, steep = tanh(a), slope(a)
-            of_a = tl.sum(g * u_hat[None, :], 1) * steep
-            of_squeeze = 0.0
-            if LOG_DET:
-                ratio = of_total * steep / (bent * bent + steep * squeeze)
-                of_a += ratio * bent * (2.0 - 2.0 * squeeze)
-                of_squeeze = tl.sum(ratio, 0)
-            of_u_hat = tl.sum(bent[:, None] * g, 0)
-            of_w = tl.sum(of_a[:, None] * z, 0)
-            along, of_square = constraint_backward(
-                tl.sum(of_u_hat * w, 0), of_squeeze, step, correction, divisor, share, free, passed
-            )
-            tl.store(of_w_at + columns, of_w + step * of_u_hat + along * u + 2.0 * of_square * w, mask=there)
-            tl.store(of_u_at + columns, of_u_hat + along * w, mask=there)
-            tl.store(of_b_at, tl.sum(of_a, 0))
-            g += of_a[:, None] * w[None, :]
+            grad_w_ptr -= dim
+            grad_u_ptr -= dim
+            grad_b_ptr -= 1
+            grad, grad_w, grad_u, grad_b = _planar_backward(grad, z, a, w, u, margin, grad_total, LOG_DET)
+            tl.store(grad_w_ptr + columns, grad_w, mask=col_mask)
+            tl.store(grad_u_ptr + columns, grad_u, mask=col_mask)
+            tl.store(grad_b_ptr, grad_b)
         else:
-            of_factors_at -= dim * dim
-            row, column = columns[:, None], columns[None, :]
-            inside, above, below = (row < dim) & (column < dim), column > row, column < row
-            entry, diagonal = entry * scale, diagonal / bound
-            size = tl.exp(bound * tanh(diagonal))
-            lower = tl.dot(tl.trans(g), middle, input_precision=PRECISION)
-            g += tl.dot(g, tl.where(below, entry, 0.0), input_precision=PRECISION)
-            upper = tl.dot(tl.trans(g), z, input_precision=PRECISION)
-            of_size = tl.sum(g * z, 0)
-            g = g * size[None, :] + tl.dot(g, tl.where(above, entry, 0.0), input_precision=PRECISION)
-            of_diagonal = (of_size * size + of_log_det) * slope(diagonal)
-            found = tl.where(above, upper, lower) * scale
-            tl.store(of_factors_at + row * dim + column, found, mask=inside & (row != column))
-            tl.store(of_factors_at + columns * (dim + 1), of_diagonal, mask=there)
-    tl.store(
-        pick(of_zs, flow, COUNT) + at * number(of_z_strides, flow, COUNT) + columns[None, :], g, mask=both
-    )
+            grad_f_ptr -= dim * dim
+            grad, grad_entry, grad_diag = _lu_backward(
+                grad, z, middle, entry, diag, scale, bound, grad_log_det, columns, PRECISION
+            )
+            _store_factors(grad_f_ptr, grad_entry, grad_diag, dim, columns)
+    grad_z_ptr = ptr(grad_zs, flow, COUNT) + offsets * num(grad_z_strides, flow, COUNT) + columns[None, :]
+    tl.store(grad_z_ptr, grad, mask=mask)

@@ -1,7 +1,7 @@
-"""Conditioners: networks that compute the parameters of transforms.
+"""Networks that compute the parameters of transforms.
 
-Each is called as ``net(value, context)``, reads and writes the last axis, and starts with a last layer of zeros, so that what it
-conditions starts at the identity. Lipschitz networks and :class:`SmoothMLP`, which are themselves a step or a velocity, start small.
+Each is called as ``net(value, context)`` and reads and writes the last axis. Its last layer starts at zero, so that the transform
+starts at the identity. Lipschitz networks and :class:`SmoothMLP`, whose output is itself a step or a velocity, start small.
 """
 
 from flowbnn.nets.convolution import GatedConvNet, PixelCNN, WaveNet

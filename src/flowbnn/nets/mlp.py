@@ -1,4 +1,4 @@
-"""Fully connected conditioners, masked ones too, and distributions that a conditioner computes."""
+"""Fully connected networks, masked networks, and distributions whose parameters a network computes."""
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -19,21 +19,42 @@ Length = Annotated[int, Ge(0)]
 
 
 def check_context(context: Tensor | None, context_dim: int, owner: str = "") -> Tensor:
-    """The context, if it has the length that a network reads; whose it is, its transform says."""
+    """Returns the context. Raises FlowBNNError if its vectors do not have the length that a network reads.
+
+    Args:
+        context: Context vectors.
+        context_dim: Length that the network reads.
+        owner: Name of the owner of the network. A composition of transforms adds it if it is empty.
+    """
     if isinstance(context, Tensor) and context.shape[-1:] == (context_dim,):
         return context
-    given, rows = "no context" if context is None else describe_value(context), ""
+    description, hint = "no context" if context is None else describe_value(context), ""
     if isinstance(context, Tensor):
-        given = f"a context of shape {tuple(context.shape)}"
+        description = f"a context of shape {tuple(context.shape)}"
         if context.ndim == 1 and context_dim:
-            rows = f"torch.nn.functional.one_hot(labels, {context_dim})" if context_dim > 1 else "x[:, None]"
-    text = f"was made with context_dim={context_dim}, and is given {given}{rows and '; give ' + rows}"
-    of_whom = {} if owner else {"unsigned": text}
-    raise FlowBNNError(f"{owner or 'this network'} {text}", kind="shape", argument="context", **of_whom)
+            example = (
+                f"torch.nn.functional.one_hot(labels, {context_dim})" if context_dim > 1 else "x[:, None]"
+            )
+            hint = f"; use {example}"
+    raise _context_error(f"has context_dim={context_dim}, got {description}{hint}", owner)
+
+
+def _context_error(predicate: str, owner: str = "") -> FlowBNNError:
+    """Returns an error about a context; its field ``predicate`` lets a composition add the owner."""
+    fields = {} if owner else {"predicate": predicate}
+    text = f"{owner or 'this network'} {predicate}"
+    return FlowBNNError(text, kind="shape", argument="context", **fields)
 
 
 def with_context(value: Tensor, context: Tensor | None, context_dim: int, event_dim: int = 1) -> Tensor:
-    """The value with the context behind it on the last axis, at every place of its events; a length of 0 ignores any context."""
+    """Appends the context to the last axis of a value, at every position of its events.
+
+    Args:
+        value: Events on the last ``event_dim`` axes.
+        context: Context vectors, which broadcast to the batch.
+        context_dim: Length of the context vectors; 0 ignores the context.
+        event_dim: Number of axes of an event.
+    """
     if context_dim == 0:
         return value
     context = check_context(context, context_dim)
@@ -41,59 +62,66 @@ def with_context(value: Tensor, context: Tensor | None, context_dim: int, event_
     try:
         rows = rows.expand(*value.shape[:-1], context_dim)
     except RuntimeError:
-        text = f"gets a context of shape {tuple(context.shape)}, which does not broadcast to the batch of {tuple(value.shape)}"
-        raise FlowBNNError(f"this network {text}", kind="shape", argument="context", unsigned=text) from None
+        shapes = f"{tuple(context.shape)}, which does not broadcast to values of shape {tuple(value.shape)}"
+        raise _context_error(f"got a context of shape {shapes}") from None
     return torch.cat([value, rows], dim=-1)
 
 
 def check_net(net: nn.Module, owner: str) -> None:
-    """Refuse a net that does not take a context beside the values."""
+    """Raises FlowBNNError if a net does not accept a context as second argument."""
     try:
-        with suppress(ValueError):  # a traced module does not say what it takes
+        with suppress(ValueError):  # a traced module has no signature
             signature(net.forward).bind(None, None)
     except TypeError:
-        text = f"the net of {owner} is called as net(value, context), and {type(net).__name__} takes no second argument"
-        raise FlowBNNError(f"{text}; nets such as flowbnn.nets.MLP do", argument="net") from None
+        text = f"the net of {owner} is called as net(value, context), {type(net).__name__} accepts one argument; use flowbnn.nets.MLP"
+        raise FlowBNNError(text, argument="net") from None
 
 
 def zero_init(layer: Any) -> Any:
-    """A last layer that starts at zero, so that what it conditions starts at the identity."""
+    """Sets all parameters of a last layer to zero, so that a transform starts at the identity. Returns the layer."""
     for parameter in layer.parameters():
         nn.init.zeros_(parameter)
     return layer
 
 
-def register_data_init(module: Any, wanted: bool) -> None:
-    """Keep whether a module has ``started``, which may wait for the first batch; a loaded one does not start again."""
-    module.register_buffer("initialized", torch.tensor(not wanted))
-    # the same fact for Python, because a compiled graph must not branch on a tensor
-    module.is_initialized = not wanted
+def register_data_init(module: Any, data_init: bool) -> None:
+    """Registers the flag of a module that the first batch may initialize. Loaded modules are not initialized again.
+
+    Args:
+        module: The module.
+        data_init: True to wait for the first batch; False if the module is initialized already.
+    """
+    module.register_buffer("initialized", torch.tensor(not data_init))
+    # The same flag in Python, because a compiled graph cannot branch on a tensor.
+    module.is_initialized = not data_init
     module.register_load_state_dict_post_hook(_read_initialized)
 
 
-def _read_initialized(module: Any, keys: Any) -> None:
+def _read_initialized(module: Any, incompatible_keys: Any) -> None:
+    """Copies the flag from the loaded buffer."""
     module.is_initialized = bool(module.initialized)
 
 
 def _stack_layers(
     layers: Sequence[nn.Module], last: nn.Module, activation: Callable[[], nn.Module]
 ) -> nn.Module:
-    """Layers with activations after each, and a last one of zeros."""
+    """Returns a network of layers with an activation after each, and a last layer of zeros."""
     pairs = ((layer, call_factory(activation, name="activation", kind=nn.Module)) for layer in layers)
-    return nn.Sequential(*(part for pair in pairs for part in pair), zero_init(last))
+    return nn.Sequential(*(module for pair in pairs for module in pair), zero_init(last))
 
 
 class MLP(nn.Module):
     r"""Fully connected network on the last axis, :math:`y = W_n\,\sigma(\dots\sigma(W_1 [x, c] + b_1)\dots) + b_n`.
 
-    The last layer starts at zero, so that the network gives zeros for every input and what it conditions starts at
-    the identity (Kingma & Dhariwal 2018, section 3.3). The hidden layers receive gradients from the second step on.
+    The last layer starts at zero, so that the network returns zeros and the transform that it conditions starts at the identity
+    (Kingma & Dhariwal 2018, section 3.3). The hidden layers receive gradients from the second step on.
 
     Args:
-        dim_in, dim_out: lengths of the input and output vectors.
-        hidden: width of each hidden layer; ``()`` makes a linear map.
-        activation: makes the nonlinearity between layers, for instance ``nn.ReLU`` or ``nn.Tanh``.
-        context_dim: length of the context vectors that are concatenated to the input; 0 ignores any context.
+        dim_in: Length of the input vectors.
+        dim_out: Length of the output vectors.
+        hidden: Widths of the hidden layers; ``()`` makes a linear map.
+        activation: Function that makes the activation between layers, for instance ``nn.ReLU`` or ``nn.Tanh``.
+        context_dim: Length of the context vectors that are concatenated to the input; 0 ignores the context.
 
     >>> net = MLP(3, 2, hidden=(16,), context_dim=4)
     >>> net(torch.ones(5, 3), torch.ones(4)).shape
@@ -116,16 +144,21 @@ class MLP(nn.Module):
         self.layers = _stack_layers(layers, nn.Linear(widths[-2], dim_out), activation)
 
     def forward(self, value: Tensor, context: Tensor | None = None) -> Tensor:
-        """``value`` is ``(..., dim_in)``; ``context`` is ``(..., context_dim)`` and broadcasts to its batch axes."""
+        """Returns the outputs ``(..., dim_out)``.
+
+        Args:
+            value: Inputs ``(..., dim_in)``.
+            context: Context vectors ``(..., context_dim)``, which broadcast to the batch of the inputs.
+        """
         return self.layers(with_context(value, context, self.context_dim))
 
 
 class ConditionalNormal(nn.Module):
-    r"""Independent normals :math:`\mathcal N(m, e^{2s})` whose :math:`m` and :math:`s` a net computes from what is given.
+    r"""Independent normals :math:`\mathcal N(m, e^{2s})` whose :math:`m` and :math:`s` a net computes from its input.
 
     Args:
-        net: gives all means and then all log-scales on the last axis.
-        bound: largest size of the log-scales, which are bounded softly.
+        net: Net that returns all means and then all log-scales on the last axis.
+        bound: Largest absolute value of the log-scales, which are bounded softly.
 
     >>> ConditionalNormal(nn.Linear(3, 4))(torch.ones(5, 3)).rsample().shape
     torch.Size([5, 2])
@@ -137,16 +170,22 @@ class ConditionalNormal(nn.Module):
         self.net, self.bound = net, bound
         self.event_dim = int(getattr(net, "event_dim", 1))
 
-    def forward(self, given: Tensor) -> Normal:
-        loc, raw = (both := self.net(given)).chunk(2, dim=-1)
-        if loc.shape != raw.shape:  # which would broadcast
-            text = f"the net of ConditionalNormal gives means and as many log-scales, not {both.shape[-1]} numbers"
+    def forward(self, inputs: Tensor) -> Normal:
+        loc, raw = (output := self.net(inputs)).chunk(2, dim=-1)
+        if loc.shape != raw.shape:  # different lengths would broadcast
+            text = (
+                f"the net of ConditionalNormal must return an even number of outputs, got {output.shape[-1]}"
+            )
             raise FlowBNNError(text, kind="shape", argument="net")
         return Normal(loc, soft_clamp(raw, self.bound).exp(), validate_args=False)
 
 
 class MaskedLinear(nn.Linear):
-    r"""A linear map :math:`y = (M \circ W) x + b` with a fixed mask :math:`M`, which is kept in the ``state_dict``."""
+    r"""Linear map :math:`y = (M \circ W) x + b` with a fixed mask :math:`M`, which is saved in the ``state_dict``.
+
+    Args:
+        mask: Mask ``(out, in)``.
+    """
 
     mask: Tensor
 
@@ -159,21 +198,21 @@ class MaskedLinear(nn.Linear):
 
 
 class MaskedMLP(MLP):
-    r"""The masked autoencoder MADE: output :math:`i` depends on the inputs that come before :math:`i` in an order, and on the context.
+    r"""Masked autoencoder MADE: output :math:`i` depends on the context and on the inputs before :math:`i` in an order.
 
-    Germain, Gregor, Murray & Larochelle 2015, https://arxiv.org/abs/1502.03509. Every unit has a degree: an input its place
-    :math:`1 \dots D` in the order, the context 0, hidden units degrees spread evenly up to :math:`D - 1`. A hidden unit
-    reads what has at most its degree, an output what has less. The last layer starts at zero.
+    Germain, Gregor, Murray & Larochelle 2015, https://arxiv.org/abs/1502.03509. Every unit has a degree. An input has its position
+    :math:`1 \dots D` in the order, the context has 0, and hidden units have degrees spread evenly up to :math:`D - 1`. A hidden unit
+    reads units of at most its degree, an output reads units of a lower degree. The last layer starts at zero.
 
     Args:
-        dim: number :math:`D` of entries.
-        params_per_entry: numbers for each entry, ``params_per_entry * dim`` on the last axis.
-        hidden: width of each hidden layer, any number of any width.
-        order: the entries from first to last, every number from 0 to ``dim - 1`` once; by default as they are.
-        activation: makes the nonlinearity between layers.
-        context_dim: length of the context vectors; 0 ignores any context.
-        interleaved: the numbers of one entry lie side by side; else the first number of every entry, then the second, and so on.
-        features: numbers that it reads of each entry, side by side.
+        dim: Number :math:`D` of entries.
+        params_per_entry: Number of outputs for each entry; the last axis has ``params_per_entry * dim``.
+        hidden: Widths of the hidden layers.
+        order: Entries from first to last, every index from 0 to ``dim - 1`` once; by default in their own order.
+        activation: Function that makes the activation between layers.
+        context_dim: Length of the context vectors; 0 ignores the context.
+        interleaved: True if the outputs of one entry are adjacent; otherwise the first outputs of all entries come first, and so on.
+        features: Number of adjacent inputs for each entry.
 
     >>> net = MaskedMLP(3, 2, hidden=(16,), order=[2, 0, 1])
     >>> net(torch.ones(5, 3)).shape, net.passes((3,))
@@ -195,19 +234,20 @@ class MaskedMLP(MLP):
         nn.Module.__init__(self)
         order = range(dim) if order is None else order
         if sorted(order) != list(range(dim)):
-            text = f"an order names each of the {dim} entries exactly once, from 0 to {dim - 1}"
-            raise FlowBNNError(text, argument="order")
+            raise FlowBNNError(f"order must contain every index from 0 to {dim - 1} once", argument="order")
         self.dim, self.context_dim, self.interleaved = dim, context_dim, interleaved
-        place = torch.argsort(torch.tensor(list(order))) + 1
+        position = torch.argsort(torch.tensor(list(order))) + 1
         if dim == 1 and not context_dim:
-            hidden = ()  # there is nothing to read
-        degrees = [torch.cat([place.repeat_interleave(features), place.new_zeros(context_dim)])]
+            hidden = ()  # there are no inputs
+        degrees = [torch.cat([position.repeat_interleave(features), position.new_zeros(context_dim)])]
         for width in hidden:
             degrees.append(torch.linspace(0 if context_dim else 1, dim - 1, width).floor().long())
-        outputs = place.repeat_interleave(params_per_entry) if interleaved else place.repeat(params_per_entry)
+        outputs = (
+            position.repeat_interleave(params_per_entry) if interleaved else position.repeat(params_per_entry)
+        )
         layers = [MaskedLinear(after[:, None] >= before) for before, after in pairwise(degrees)]
         self.layers = _stack_layers(layers, MaskedLinear(outputs[:, None] > degrees[-1]), activation)
 
     def passes(self, shape: Any) -> int:
-        """The longest chain of entries that depend on each other, for events of this shape."""
+        """Returns the length of the longest chain of dependent entries, for events of this shape."""
         return self.dim

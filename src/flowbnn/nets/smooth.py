@@ -1,4 +1,4 @@
-"""Smooth networks that know their Jacobian in closed form, and those of them whose outputs move less than their inputs."""
+"""Smooth networks with a Jacobian in closed form, and smooth networks with a bounded Lipschitz constant."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,33 +17,48 @@ LinearMap = Callable[[Tensor], Tensor]
 
 
 def apply_linear(x: Tensor, weight: Tensor, shift: Tensor | None = None) -> Tensor:
-    """A matrix on the last axis; or, for a weight of four axes, a convolution of images with the channels last."""
-    shared = shift if shift is not None and shift.ndim == 1 else None
+    """Applies a matrix on the last axis or, for a weight of four axes, a convolution of images with channels last.
+
+    Args:
+        x: Vectors, or images with channels last.
+        weight: Matrix, or weight of a convolution.
+        shift: Bias, or a shift with batch axes.
+    """
+    bias = shift if shift is not None and shift.ndim == 1 else None
     if weight.ndim == 2:
-        y = F.linear(x, weight, shared)
+        y = F.linear(x, weight, bias)
     else:
-        y = _on_images(x, lambda rows: F.conv2d(rows, weight, shared, padding=weight.shape[-1] // 2))
+        y = _on_images(x, lambda rows: F.conv2d(rows, weight, bias, padding=weight.shape[-1] // 2))
     return y if shift is None or shift.ndim == 1 else y + shift
 
 
 def apply_transpose(v: Tensor, weight: Tensor) -> Tensor:
-    """The transpose of the linear part of :func:`applied`."""
+    """Applies the transpose of the linear map of :func:`apply_linear`.
+
+    Args:
+        v: Vectors, or images with channels last.
+        weight: Matrix, or weight of a convolution.
+    """
     if weight.ndim == 2:
         return v @ weight
     return _on_images(v, lambda rows: F.conv_transpose2d(rows, weight, padding=weight.shape[-1] // 2))
 
 
 def _on_images(x: Tensor, convolve: LinearMap) -> Tensor:
-    first = x.movedim(-1, -3)
-    y = convolve(first.reshape(-1, *first.shape[-3:]))
-    return y.reshape(*first.shape[:-3], *y.shape[-3:]).movedim(-3, -1)
+    """Applies a convolution to images with channels last and any number of batch axes."""
+    images = x.movedim(-1, -3)
+    y = convolve(images.reshape(-1, *images.shape[-3:]))
+    return y.reshape(*images.shape[:-3], *y.shape[-3:]).movedim(-3, -1)
 
 
 @dataclass(frozen=True)
 class FixedContextNet:
-    """A :class:`SmoothMLP` (or ``LipschitzConv``) with its weights and its context worked in: what a solver calls many times.
+    """A :class:`SmoothMLP` or ``LipschitzConv`` for one context, which a solver calls many times.
 
-    ``shifts[0]`` may have batch axes, since the context is in it; ``rates`` are those of the Swish after every layer but the last.
+    Args:
+        weights: Weights of the layers.
+        shifts: Biases of the layers. The first one contains the context and may have batch axes.
+        rates: Rates of the Swish activations, after every layer but the last.
     """
 
     weights: Sequence[Tensor]
@@ -54,7 +69,7 @@ class FixedContextNet:
         return self.slopes(x)[0]
 
     def slopes(self, x: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """The output, and the slopes of the activations on the way to it."""
+        """Returns the output and the slopes of the activations."""
         slopes = []
         for weight, shift, rate in zip(self.weights, self.shifts, self.rates, strict=False):
             x = apply_linear(x, weight, shift)
@@ -64,29 +79,38 @@ class FixedContextNet:
         return apply_linear(x, self.weights[-1], self.shifts[-1]), slopes
 
     def linearize(self, x: Tensor) -> tuple[Tensor, LinearMap, LinearMap]:
-        r"""The output, :math:`v \mapsto J^\top v` and :math:`u \mapsto J u`; further axes of the vectors come before the batch's."""
+        r"""Returns the output, :math:`v \mapsto J^\top v` and :math:`u \mapsto J u`. Extra axes of the vectors come before the batch
+        axes.
+        """
         y, slopes = self.slopes(x)
 
-        def pull(v: Tensor) -> Tensor:
+        def vjp(v: Tensor) -> Tensor:
             for weight, slope in zip(self.weights[:0:-1], slopes[::-1], strict=True):
                 v = apply_transpose(v, weight) * slope
             return apply_transpose(v, self.weights[0])
 
-        def push(u: Tensor) -> Tensor:
+        def jvp(u: Tensor) -> Tensor:
             for weight, slope in zip(self.weights, slopes, strict=False):
                 u = apply_linear(u, weight) * slope
             return apply_linear(u, self.weights[-1])
 
-        return y, pull, push
+        return y, vjp, jvp
 
     def trace_kernel(self) -> Tensor:
-        r"""What :meth:`trace` needs: :math:`\operatorname{diag} W_1 W_2`, or :math:`W_2 \odot (W_1 W_3)^\top` for two hidden layers."""
+        r"""Returns the matrix for :meth:`trace`: :math:`\operatorname{diag} W_1 W_2`, or :math:`W_2 \odot (W_1 W_3)^\top` for two
+        hidden layers.
+        """
         first, *middle, last = self.weights
         return middle[0] * (first @ last).mT if middle else (first * last.mT).sum(-1)
 
     @staticmethod
     def trace(slopes: Sequence[Tensor], kernel: Tensor) -> Tensor:
-        """Trace of the Jacobian of a network of one or two hidden layers, of the same length on both ends."""
+        """Returns the trace of the Jacobian of a network with one or two hidden layers and equal lengths of input and output.
+
+        Args:
+            slopes: Slopes of the activations.
+            kernel: Result of :meth:`trace_kernel`.
+        """
         inner = slopes[0] * kernel if kernel.ndim == 1 else F.linear(slopes[0], kernel) * slopes[1]
         return inner.sum(-1)
 
@@ -95,14 +119,15 @@ class SmoothMLP(nn.Module):
     r"""Fully connected network :math:`y = W_n\, s(\dots s(W_1 x + V c + b_1) \dots) + b_n` on the last axis, with Swish activations.
 
     The activation is :math:`s(a) = a\,\sigma(\beta a)` (Ramachandran, Zoph & Le 2017) with a learned rate :math:`\beta > 0` in each
-    layer: smooth, so that log-determinants, which are made of its slopes, have gradients. A product with the Jacobian costs as much
-    as the network itself, and no graph.
+    layer. It is smooth, so that log-determinants, which depend on its slopes, have gradients. A product with the Jacobian costs as
+    much as the network itself and needs no graph.
 
     Args:
-        dim_in, dim_out: lengths of the input and output vectors.
-        hidden: width of each hidden layer.
-        context_dim: length of the context vectors; 0 ignores any context.
-        start: the last layer's weights start at this multiple of the usual ones, its biases at zero.
+        dim_in: Length of the input vectors.
+        dim_out: Length of the output vectors.
+        hidden: Widths of the hidden layers.
+        context_dim: Length of the context vectors; 0 ignores the context.
+        init_scale: Factor of the initial weights of the last layer, whose biases start at zero.
 
     >>> net = SmoothMLP(3, 2, hidden=(16,), context_dim=4)
     >>> net(torch.ones(5, 3), torch.ones(4)).shape
@@ -116,30 +141,31 @@ class SmoothMLP(nn.Module):
         dim_out: Count,
         hidden: Sequence[Count] = (64, 64),
         context_dim: Length = 0,
-        start: float = 1.0,
+        init_scale: float = 1.0,
     ) -> None:
         super().__init__()
         widths = [dim_in, *hidden, dim_out]
-        self._build([nn.Linear(before, after) for before, after in pairwise(widths)], context_dim, start)
+        self._build([nn.Linear(before, after) for before, after in pairwise(widths)], context_dim, init_scale)
 
-    start_rate = 0.0  # the power of the number of units at which the rate of a layer starts
+    rate_exponent = 0.0  # the initial rate of a layer is the number of its units to this power
 
-    def _build(self, layers: Sequence[nn.Module], context_dim: int, start: float) -> None:
+    def _build(self, layers: Sequence[nn.Module], context_dim: int, init_scale: float) -> None:
+        """Registers the layers and the rates of the activations, and scales the last layer."""
         self.layers, self.context_dim = nn.ModuleList(layers), context_dim
         first, last = layers[0].weight, layers[-1]
         self.condition = nn.Linear(context_dim, len(first), bias=False) if context_dim else None  # type: ignore[arg-type]
-        rates = torch.tensor([len(layer.weight) ** self.start_rate for layer in layers[:-1]])  # type: ignore[arg-type]
+        rates = torch.tensor([len(layer.weight) ** self.rate_exponent for layer in layers[:-1]])  # type: ignore[arg-type]
         self.raw_rate = nn.Parameter(inverse_softplus(rates))
         with torch.no_grad():
-            last.weight.mul_(start)  # type: ignore[operator]
+            last.weight.mul_(init_scale)  # type: ignore[operator]
             last.bias.zero_()  # type: ignore[operator]
 
     def weights(self) -> list[Tensor]:
-        """The matrices of the layers, as the network applies them."""
+        """Returns the weights of the layers as the network applies them."""
         return [layer.weight for layer in self.layers]  # type: ignore[misc]
 
     def at_context(self, context: Tensor | None = None) -> FixedContextNet:
-        """The network for one context, its weights worked out once."""
+        """Returns the network for one context, with its weights computed once."""
         shifts: list[Tensor] = [layer.bias for layer in self.layers]  # type: ignore[misc]
         if self.condition is not None:
             context = check_context(context, self.context_dim)
@@ -149,58 +175,75 @@ class SmoothMLP(nn.Module):
         return FixedContextNet(self.weights(), shifts, F.softplus(self.raw_rate).unbind())
 
     def forward(self, x: Tensor, context: Tensor | None = None) -> Tensor:
-        """``x`` is ``(..., dim_in)``; ``context`` is ``(..., context_dim)`` and broadcasts to its batch axes."""
+        """Returns the outputs ``(..., dim_out)``.
+
+        Args:
+            x: Inputs ``(..., dim_in)``.
+            context: Context vectors ``(..., context_dim)``, which broadcast to the batch of the inputs.
+        """
         return self.at_context(context)(x)
 
 
 @dataclass(frozen=True)
 class AutogradNet:
-    """A user's net, whose products with the Jacobian are traced."""
+    """A custom net for one context, with products with the Jacobian by automatic differentiation.
+
+    Args:
+        net: The net, which is called as ``net(z, context)``.
+        context: Context vectors.
+    """
 
     net: Callable[..., Tensor]
     context: Tensor | None
 
     def __call__(self, z: Tensor) -> Tensor:
-        moved = self.net(z, self.context)
-        if moved.shape != z.shape:
-            text = f"the net must give {tuple(z.shape)} here, as its input, not {tuple(moved.shape)}"
+        step = self.net(z, self.context)
+        if step.shape != z.shape:
+            text = f"the net must return the shape of its input, {tuple(z.shape)}, got {tuple(step.shape)}"
             raise FlowBNNError(text, kind="shape", argument="net")
-        return moved
+        return step
 
     def linearize(self, z: Tensor) -> tuple[Tensor, LinearMap, LinearMap]:
-        step, apply_transpose, *_ = torch.func.vjp(self, z)
+        r"""Returns the output, :math:`v \mapsto J^\top v` and :math:`u \mapsto J u`."""
+        step, pullback, *_ = torch.func.vjp(self, z)
 
-        def each(product: LinearMap, v: Tensor) -> Tensor:
+        def map_rows(product: LinearMap, v: Tensor) -> Tensor:
             if v.ndim == z.ndim:
                 return product(v)
             return torch.func.vmap(product)(v.expand(v.shape[0], *z.shape))
 
-        return (
-            step,
-            lambda v: each(lambda one: apply_transpose(one)[0], v),
-            lambda u: each(lambda one: torch.func.jvp(self, (z,), (one,))[1], u),
-        )
+        def vjp(v: Tensor) -> Tensor:
+            return map_rows(lambda row: pullback(row)[0], v)
+
+        def jvp(u: Tensor) -> Tensor:
+            return map_rows(lambda row: torch.func.jvp(self, (z,), (row,))[1], u)
+
+        return step, vjp, jvp
 
 
-SWISH_SLOPE = 1.1  # no Swish is steeper, whatever its rate
-STEPS = 20  # of power iteration, where one is not enough
+SWISH_SLOPE = 1.1  # bound on the slope of Swish for every rate
+POWER_STEPS = 20  # enough power iterations from a random or a slightly outdated vector
 
 
 class LipschitzMLP(SmoothMLP):
     r"""A :class:`~flowbnn.nets.smooth.SmoothMLP` with :math:`\lVert g(x) - g(x') \rVert \le L \lVert x - x' \rVert`, :math:`L < 1`.
 
     A matrix whose largest singular value exceeds :math:`L^{1/n}` is scaled down to it (spectral normalization: Gouk et al. 2018,
-    Behrmann et al. 2019); the activation is LipSwish, :math:`a\,\sigma(\beta a) / 1.1`, of slope at most one and with a bounded second
-    derivative (Chen et al. 2019, section 3.4). A normalized matrix gives each of :math:`n` units about :math:`1 / \sqrt n` of its
-    input, where Swish is nearly linear; so :math:`\beta`, on which the bound does not depend, starts at :math:`\sqrt n`. The
-    context enters unbounded, since the map is inverted for one context at a time.
+    Behrmann et al. 2019). The activation is LipSwish, :math:`a\,\sigma(\beta a) / 1.1`, of slope at most one and with a bounded
+    second derivative (Chen et al. 2019, section 3.4). A normalized matrix gives each of :math:`n` units about :math:`1 / \sqrt n` of
+    its input, where Swish is nearly linear. The rate :math:`\beta`, on which the bound does not depend, therefore starts at
+    :math:`\sqrt n`. The context is not bounded, because the map is inverted for one context at a time.
 
-    In training the singular value is that of one step of power iteration, from vectors kept as buffers and saved; in ``eval()`` it is
-    exact, so that the bound holds for the weights as they are, and nothing is changed.
+    In training the singular value comes from one step of power iteration, with vectors that are saved as buffers. In ``eval()`` it is
+    exact, so that the bound holds for the current weights, and no buffer changes.
 
     Args:
-        dim_in, dim_out, hidden, context_dim, start: as in ``SmoothMLP``.
-        lipschitz: the constant :math:`L`.
+        dim_in: Length of the input vectors.
+        dim_out: Length of the output vectors.
+        hidden: Widths of the hidden layers.
+        context_dim: Length of the context vectors; 0 ignores the context.
+        init_scale: Factor of the initial weights of the last layer.
+        lipschitz: Lipschitz constant :math:`L`.
 
     >>> net = LipschitzMLP(2, 2, hidden=(8,), lipschitz=0.5).eval()
     >>> torch.nn.init.constant_(net.layers[0].weight, 100.0).shape
@@ -216,61 +259,69 @@ class LipschitzMLP(SmoothMLP):
         dim_out: Count,
         hidden: Sequence[Count] = (64, 64),
         context_dim: Length = 0,
-        start: float = 0.1,
+        init_scale: float = 0.1,
         lipschitz: Probability = 0.9,
     ) -> None:
-        super().__init__(dim_in, dim_out, hidden, context_dim, start)
-        self._limit(lipschitz, ())
+        super().__init__(dim_in, dim_out, hidden, context_dim, init_scale)
+        self._set_lipschitz(lipschitz, ())
 
-    start_rate = 0.5
+    rate_exponent = 0.5
 
-    def _limit(self, lipschitz: float, size: Sequence[int]) -> None:
+    def _set_lipschitz(self, lipschitz: float, size: Sequence[int]) -> None:
+        """Sets the Lipschitz constant, and registers the vectors of the power iteration for images of this size."""
         self.lipschitz = lipschitz
         for index, weight in enumerate(super().weights()):
             self.register_buffer(f"left_{index}", torch.randn(*size, len(weight)))
-            for _ in range(STEPS):
+            for _ in range(POWER_STEPS):
                 self._power_step(index, weight.detach())
 
     def weights(self) -> list[Tensor]:
         bound = self.lipschitz ** (1 / len(self.layers))
         scaled = []
         for index, weight in enumerate(super().weights()):
-            size = self._power_step(index, weight) if self.training else self._size(index, weight, bound)
-            gain = bound / (SWISH_SLOPE if index else 1.0)  # the activation before is divided here
-            scaled.append(weight * (gain / size.clamp(min=bound)))
+            if self.training:
+                value = self._power_step(index, weight)
+            else:
+                value = self._singular_value(index, weight, bound)
+            gain = bound / (SWISH_SLOPE if index else 1.0)  # divides by the slope of the activation before
+            scaled.append(weight * (gain / value.clamp(min=bound)))
         return scaled
 
     def _power_step(self, index: int, weight: Tensor) -> Tensor:
+        """Returns an estimate of the largest singular value of a layer, and updates its vector."""
         left = getattr(self, f"left_{index}")
-        size, direction = power_step(weight, left)
+        value, direction = power_step(weight, left)
         with torch.no_grad():
             left.copy_(direction)
-        return size
+        return value
 
-    def _size(self, index: int, weight: Tensor, floor: float) -> Tensor:
-        if weight.shape[2:].numel() == 1:  # a matrix, or a convolution that is one at each pixel
+    def _singular_value(self, index: int, weight: Tensor, floor: float) -> Tensor:
+        """Returns the largest singular value of a layer: exact for matrices, by power iteration for convolutions."""
+        if weight.shape[2:].numel() == 1:  # a matrix, or a 1x1 convolution
             matrix = weight.flatten(1)
-            short = matrix if len(matrix) <= matrix.shape[1] else matrix.mT
-            return torch.linalg.eigvalsh(at_least_single(short @ short.mT))[-1].clamp(min=floor**2).sqrt()
+            wide = matrix if len(matrix) <= matrix.shape[1] else matrix.mT
+            return torch.linalg.eigvalsh(at_least_single(wide @ wide.mT))[-1].clamp(min=floor**2).sqrt()
         left = getattr(self, f"left_{index}")
         with torch.no_grad():
-            for _ in range(STEPS):
+            for _ in range(POWER_STEPS):
                 left = power_step(weight, left)[1]
         return power_step(weight, left)[0]
 
 
 class LipschitzConv(LipschitzMLP):
-    r"""A contraction of images with the channels last: convolutions in place of the matrices of a :class:`LipschitzMLP`.
+    """Contraction of images with channels last: convolutions instead of the matrices of a :class:`LipschitzMLP`.
 
-    The first and the last convolution are 3x3 with zeros around the image, those between are 1x1 (Chen et al. 2019, appendix E). The
-    largest singular value of a 3x3 convolution is that of the map of whole images (Gouk et al. 2018), by power iteration; in
-    ``eval()`` 20 steps are taken from the vectors kept. It approaches the value from below, so that the bound is exceeded a little
-    before the iteration has settled: keep :math:`L` away from one.
+    The first and the last convolution are 3x3 with zero padding, those between are 1x1 (Chen et al. 2019, appendix E). The largest
+    singular value of a 3x3 convolution is that of the map of whole images (Gouk et al. 2018), by power iteration; in ``eval()`` 20
+    steps start from the saved vectors. The estimate approaches the value from below. The bound is therefore exceeded slightly until
+    the iteration has converged. Keep :math:`L` well below one.
 
     Args:
-        shape: height, width and channels of an image.
-        hidden: channels of each hidden layer.
-        context_dim, start, lipschitz: as in ``LipschitzMLP``; a context shifts the channels of the first hidden layer.
+        shape: Height, width and number of channels of an image.
+        hidden: Numbers of channels of the hidden layers.
+        context_dim: Length of the context vectors, which shift the channels of the first hidden layer; 0 ignores the context.
+        init_scale: Factor of the initial weights of the last layer.
+        lipschitz: Lipschitz constant :math:`L`.
 
     >>> LipschitzConv((8, 8, 3), hidden=(16, 16))(torch.ones(5, 8, 8, 3)).shape
     torch.Size([5, 8, 8, 3])
@@ -282,24 +333,32 @@ class LipschitzConv(LipschitzMLP):
         shape: tuple[Count, Count, Count],
         hidden: Sequence[Count] = (64, 64),
         context_dim: Length = 0,
-        start: float = 0.1,
+        init_scale: float = 0.1,
         lipschitz: Probability = 0.9,
     ) -> None:
         nn.Module.__init__(self)
         *size, channels = shape
         widths = list(pairwise([channels, *hidden, channels]))
         kernels = [3 if index in (0, len(widths) - 1) else 1 for index in range(len(widths))]
-        layers = [nn.Conv2d(*ends, k, padding=k // 2) for ends, k in zip(widths, kernels, strict=True)]
-        self._build(layers, context_dim, start)
-        self._limit(lipschitz, size)
+        layers = [nn.Conv2d(*pair, k, padding=k // 2) for pair, k in zip(widths, kernels, strict=True)]
+        self._build(layers, context_dim, init_scale)
+        self._set_lipschitz(lipschitz, size)
 
 
 def power_step(weight: Tensor, left: Tensor) -> tuple[Tensor, Tensor]:
-    """An estimate of the largest singular value, with its gradient, and the next left vector."""
+    """Makes one step of power iteration.
+
+    Args:
+        weight: Matrix, or weight of a convolution.
+        left: Current left singular vector, or image.
+
+    Returns:
+        An estimate of the largest singular value, with its gradient, and the next left vector.
+    """
     with torch.no_grad():
         right = apply_transpose(left, weight)
         right = right / torch.linalg.vector_norm(right).clamp(min=1e-12)
     image = apply_linear(right, weight)
-    size = torch.linalg.vector_norm(image)
-    # zeros have no vector to find
-    return size, torch.where(size > 0, image / size.clamp(min=1e-12), left).detach()
+    value = torch.linalg.vector_norm(image)
+    # A zero matrix has no singular vector.
+    return value, torch.where(value > 0, image / value.clamp(min=1e-12), left).detach()

@@ -1,4 +1,4 @@
-"""Transforms made of transforms."""
+"""Transforms that are made of other transforms: compositions, inverses and amortized transforms."""
 
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
@@ -6,6 +6,7 @@ from typing import Annotated
 
 import torch
 from torch import Tensor, nn
+from torch.distributions import constraints
 from torch.func import functional_call, vmap
 
 from flowbnn.errors import FlowBNNError
@@ -20,67 +21,104 @@ from flowbnn.transforms.base import (
     transform_error,
 )
 
-# what a chain declares is the weakest of its parts: the first of these ...
-_WEAKEST = {
+# A composition declares the first of these values that one of its transforms has.
+_WEAKEST_FIRST = {
     "linearity": ("none", "affine", "diagonal"),
     "inverse_kind": ("none", "numerical", "exact"),
     "log_det_kind": ("estimate", "exact"),
 }
-# ... or, of directions, what neither of two parts would have alone
+# For directions: the neutral value, and the value of a composition of transforms that have different ones.
 _DIRECTIONS = {"draws": ("none", "both"), "solver": ("none", "both"), "cheap": ("both", "none")}
-_TURNED = {"none": "none", "forward": "inverse", "inverse": "forward", "both": "both"}
+_OPPOSITE = {"none": "none", "forward": "inverse", "inverse": "forward", "both": "both"}
 
 
 def apply_transform(
-    part: Transform, value: Tensor, context: Tensor | None, inverse: bool, extra: int, path: tuple[int, ...]
+    transform: Transform,
+    value: Tensor,
+    context: Tensor | None,
+    inverse: bool,
+    extra_axes: int,
+    path: tuple[int, ...],
 ) -> tuple[Tensor, Tensor]:
-    """One part of a chain, whose events have ``extra`` axes more than the part's; an error tells its place."""
+    """Applies one transform of a composition.
+
+    Args:
+        transform: The transform.
+        value: Values to transform.
+        context: Context vectors, which are broadcast to the batch.
+        inverse: True to apply the inverse.
+        extra_axes: Number of axes that events of the composition have in addition to those of the transform.
+        path: Position in the composition; (0, 2) is the third transform of the first one.
+
+    Returns:
+        The new values, and the log-determinants summed over the extra axes.
+
+    Raises:
+        FlowBNNError: An error of the transform, with its position in the composition.
+    """
     try:
         if context is not None:
-            check_dense(value, part)
-            check_dense(context, part)
+            check_dense(value, transform)
+            check_dense(context, transform)
             if context.ndim == 0:
                 raise transform_error(
-                    part, f"takes a context of vectors, not the number {context.item():g}", "shape"
+                    transform, "needs context vectors, got a number", "shape", argument="context"
                 )
             context = context.to(value.dtype) if value.is_floating_point() else context
-            context = context.reshape(*context.shape[:-1], *(1,) * extra, *context.shape[-1:])
-            cut = max(0, value.ndim - (part.sample_dim if inverse else part.event_dim))
-            batch = broadcast_batch_shapes(
-                value.shape[:cut], context.shape[:-1], f"the values of {type(part).__name__}"
-            )
-            value = value.expand(batch + value.shape[cut:])
-        value, log_det = part.inverse(value, context) if inverse else part.forward(value, context)
+            context = context.reshape(*context.shape[:-1], *(1,) * extra_axes, *context.shape[-1:])
+            batch_dim = max(0, value.ndim - (transform.sample_dim if inverse else transform.event_dim))
+            batch = broadcast_batch_shapes(value.shape[:batch_dim], context.shape[:-1], transform)
+            value = value.expand(batch + value.shape[batch_dim:])
+        value, log_det = transform.inverse(value, context) if inverse else transform.forward(value, context)
     except FlowBNNError as error:
-        raise add_location(error, part, path) from None
-    return value, sum_rightmost(log_det, extra)
+        raise add_location(error, transform, path) from None
+    return value, sum_rightmost(log_det, extra_axes)
 
 
-def add_location(error: FlowBNNError, part: Transform, path: tuple[int, ...]) -> FlowBNNError:
-    """What a part of a chain says, with its place."""
+def add_location(error: FlowBNNError, transform: Transform, path: tuple[int, ...]) -> FlowBNNError:
+    """Returns an error with the position of the transform that raised it.
+
+    Args:
+        error: Error of the transform.
+        transform: The transform, which is named if the error does not name one.
+        path: Position of the transform in the composition.
+    """
     fields = {"reason": str(error), **error.fields, "place": path[0]}
-    fields["path"] = (*path, *error.fields.get("path", ()))  # 0.2 is the third part of the first
-    if text := fields.pop("unsigned", ""):
-        fields["reason"] = f"{type(part).__name__} {text}"
-    where = ".".join(map(str, fields["path"]))
-    return FlowBNNError(f"part {where} of the flow: {fields['reason']}", **fields)
+    fields["path"] = (*path, *error.fields.get("path", ()))
+    if predicate := fields.pop("predicate", ""):
+        fields["reason"] = f"{type(transform).__name__} {predicate}"
+    location = ".".join(map(str, fields["path"]))
+    return FlowBNNError(f"transform {location} of the flow: {fields['reason']}", **fields)
 
 
-def broadcast_batch_shapes(batch: torch.Size, context: torch.Size, name: str) -> torch.Size:
-    """The batch shape of what is named and of the context."""
+def broadcast_batch_shapes(batch: Sequence[int], context: Sequence[int], owner: object) -> torch.Size:
+    """Returns the common batch shape of values and context vectors.
+
+    Args:
+        batch: Batch shape of the values.
+        context: Batch shape of the context vectors.
+        owner: Transform or distribution that is named in the message.
+
+    Raises:
+        FlowBNNError: The shapes do not broadcast.
+    """
     try:
         return torch.broadcast_shapes(batch, context)
     except RuntimeError:
-        text = f"the batch shapes of {name}, {tuple(batch)}, and of the context, {tuple(context)}, do not fit each other"
+        name = type(owner).__name__
+        text = f"{name}: batch shape {tuple(batch)} does not match context batch shape {tuple(context)}"
         raise FlowBNNError(text, kind="shape", argument="context") from None
 
 
 class Compose(BidirectionalTransform):
-    r"""One transform after another: ``Compose(f, g)`` maps :math:`z \mapsto g(f(z))`, the order of application.
+    r"""Composition of transforms: ``Compose(f, g)`` maps :math:`z \mapsto g(f(z))`, the order of application.
 
-    Its events have as many axes as the parts need, and log-dets are summed to that shape; a part of smaller events, such as one that
-    acts on the channels of an image, sees the context at each of them. What it declares is the weakest of its parts.
-    An empty ``Compose()`` is the identity on vectors.
+    Events have as many axes as the transforms need, and log-determinants are summed to that shape. A transform of smaller events,
+    such as one that acts on the channels of an image, reads the context at each of them. A composition declares the weakest property
+    of its transforms. An empty ``Compose()`` is the identity on vectors.
+
+    Args:
+        transforms: Transforms in the order of application.
 
     >>> from flowbnn.transforms import Exp, Reverse
     >>> x, log_det = Compose(Exp(), Reverse(3))(torch.tensor([0.0, 1.0, 2.0]))
@@ -89,30 +127,34 @@ class Compose(BidirectionalTransform):
     """
 
     @checked
-    def __init__(self, *parts: Annotated[Transform, Hint("for a list write Compose(*parts)")]) -> None:
+    def __init__(
+        self, *transforms: Annotated[Transform, Hint("for a list write Compose(*transforms)")]
+    ) -> None:
         super().__init__()
-        self.parts = nn.ModuleList(parts)
-        changes = list(accumulate((part.sample_dim - part.event_dim for part in parts), initial=0))
-        beyond = [part.event_dim - change for part, change in zip(parts, changes, strict=False)]
-        self.event_dim = max(beyond, default=1)
-        self.sample_axes = self.event_dim + changes[-1]
-        self._extra = [self.event_dim - axes for axes in beyond]  # axes of events that are the part's batch
-        for name, order in _WEAKEST.items():
-            kinds = {getattr(part, name) for part in parts}
+        self.transforms = nn.ModuleList(transforms)
+        gains = accumulate((each.sample_dim - each.event_dim for each in transforms), initial=0)
+        axes_gained = list(gains)  # axes that events have gained before each transform, and after the last
+        axes_needed = [each.event_dim - gain for each, gain in zip(transforms, axes_gained, strict=False)]
+        self.event_dim = max(axes_needed, default=1)
+        self.sample_axes = self.event_dim + axes_gained[-1]
+        self._extra_axes = [self.event_dim - axes for axes in axes_needed]
+        for name, order in _WEAKEST_FIRST.items():
+            kinds = {getattr(each, name) for each in transforms}
             setattr(self, name, min(kinds, key=order.index, default=order[-1]))
-        for name, (least, most) in _DIRECTIONS.items():
-            kinds = {getattr(part, name) for part in parts} - {least}
-            setattr(self, name, most if len(kinds) > 1 else min(kinds, default=least))
-        for part in parts:  # the last that says so
-            self.discrete = part.discrete or (self.discrete and not part.discrete_base)
-        for part in reversed(parts):
-            self.discrete_base = part.discrete_base or (self.discrete_base and not part.discrete)
+        for name, (neutral, mixed) in _DIRECTIONS.items():
+            kinds = {getattr(each, name) for each in transforms} - {neutral}
+            setattr(self, name, mixed if len(kinds) > 1 else min(kinds, default=neutral))
+        for each in transforms:  # the last transform that changes the kind of numbers decides
+            self.discrete = each.discrete or (self.discrete and not each.discrete_base)
+        for each in reversed(transforms):
+            self.discrete_base = each.discrete_base or (self.discrete_base and not each.discrete)
 
     def compute(self, value: Tensor, context: Tensor | None, inverse: bool) -> tuple[Tensor, Tensor]:
-        parts = list(enumerate(self))
+        steps = list(enumerate(self))
         total: Tensor | None = None
-        for place, part in reversed(parts) if inverse else parts:
-            value, log_det = apply_transform(part, value, context, inverse, self._extra[place], (place,))
+        for index, transform in reversed(steps) if inverse else steps:
+            extra_axes = self._extra_axes[index]
+            value, log_det = apply_transform(transform, value, context, inverse, extra_axes, (index,))
             total = log_det if total is None else total + log_det
         if total is None:
             check_tensor(value, self)
@@ -120,29 +162,32 @@ class Compose(BidirectionalTransform):
         return value, total
 
     def forward_shape(self, shape: Sequence[int]) -> torch.Size:
-        for part in self:
-            shape = part.forward_shape(shape)
+        for transform in self:
+            shape = transform.forward_shape(shape)
         return torch.Size(shape)
 
     def inverse_shape(self, shape: Sequence[int]) -> torch.Size:
-        for part in reversed(list(self)):
-            shape = part.inverse_shape(shape)
+        for transform in reversed(list(self)):
+            shape = transform.inverse_shape(shape)
         return torch.Size(shape)
 
     def __iter__(self) -> Iterator[Transform]:
-        return iter(self.parts)  # type: ignore[arg-type]
+        return iter(self.transforms)  # type: ignore[arg-type]
 
     def __len__(self) -> int:
-        return len(self.parts)
+        return len(self.transforms)
 
     def __getitem__(self, index: int) -> Transform:
-        return self.parts[index]  # type: ignore[return-value]
+        return self.transforms[index]  # type: ignore[return-value]
 
 
 class Inverse(BidirectionalTransform):
-    r"""The same map run backwards: its forward is the part's inverse.
+    r"""Inverse of a transform: its forward is the inverse of that transform.
 
-    A surjection that gives a bound on log-densities gives them exactly when it is run backwards, and the reverse.
+    The inverse of a surjection that gives a bound on log-densities gives them exactly, and vice versa.
+
+    Args:
+        transform: Transform to invert.
 
     >>> from flowbnn.transforms import Exp
     >>> Inverse(Exp())(torch.tensor([1.0]))[0]
@@ -150,38 +195,38 @@ class Inverse(BidirectionalTransform):
     """
 
     @checked
-    def __init__(self, part: Transform) -> None:
+    def __init__(self, transform: Transform) -> None:
         super().__init__()
-        if part.inverse_kind == "none":
-            raise FlowBNNError(f"{type(part).__name__} has no inverse, so Inverse cannot run it backwards")
-        self.part = part
-        self.event_dim, self.sample_axes = part.sample_dim, part.event_dim
-        for name in _WEAKEST:
-            setattr(self, name, getattr(part, name))
+        if transform.inverse_kind == "none":
+            raise FlowBNNError(f"{type(transform).__name__} has no inverse", argument="transform")
+        self.transform = transform
+        self.event_dim, self.sample_axes = transform.sample_dim, transform.event_dim
+        for name in _WEAKEST_FIRST:
+            setattr(self, name, getattr(transform, name))
         for name in _DIRECTIONS:
-            setattr(self, name, _TURNED[getattr(part, name)])
-        self.discrete, self.discrete_base = part.discrete_base, part.discrete
+            setattr(self, name, _OPPOSITE[getattr(transform, name)])
+        self.discrete, self.discrete_base = transform.discrete_base, transform.discrete
 
     def compute(self, value: Tensor, context: Tensor | None, inverse: bool) -> tuple[Tensor, Tensor]:
-        return self.part.forward(value, context) if inverse else self.part.inverse(value, context)
+        return self.transform.forward(value, context) if inverse else self.transform.inverse(value, context)
 
     def forward_shape(self, shape: Sequence[int]) -> torch.Size:
-        return self.part.inverse_shape(shape)
+        return self.transform.inverse_shape(shape)
 
     def inverse_shape(self, shape: Sequence[int]) -> torch.Size:
-        return self.part.forward_shape(shape)
+        return self.transform.forward_shape(shape)
 
 
 class Amortized(BidirectionalTransform):
-    r"""A transform whose parameters are :math:`\theta + \mathrm{net}(c)`, others for every context :math:`c`.
+    r"""Transform whose parameters :math:`\theta + \mathrm{net}(c)` depend on the context :math:`c`.
 
-    This is how planar, radial and Sylvester flows are conditioned on an encoder (Rezende and Mohamed 2015; van den Berg et al. 2018).
-    The net's last layer starts at zero: at first every context has the transform's own parameters :math:`\theta`.
+    Planar, radial and Sylvester flows are conditioned on an encoder in this way (Rezende and Mohamed 2015; van den Berg et al. 2018).
+    The last layer of the net starts at zero, so that every context starts with the transform's own parameters :math:`\theta`.
 
     Args:
-        transform: of vectors, which reads no context itself.
-        context_dim: length of the context.
-        hidden: widths between; ``()`` makes the net linear.
+        transform: Transform of vectors that reads no context itself.
+        context_dim: Length of the context vectors.
+        hidden: Widths of the hidden layers of the net; ``()`` makes it linear.
 
     >>> from flowbnn.transforms import Radial
     >>> flow = Amortized(Radial(3), context_dim=5)
@@ -193,36 +238,42 @@ class Amortized(BidirectionalTransform):
     def __init__(self, transform: Transform, context_dim: Count, hidden: Sequence[Count] = ()) -> None:
         super().__init__()
         self.transform, self.context_dim = transform, context_dim
-        for declared in ("event_dim", "inverse_kind", "linearity", "cheap", "solver"):
-            setattr(self, declared, getattr(transform, declared))
+        for name in ("event_dim", "inverse_kind", "linearity", "cheap", "solver"):
+            setattr(self, name, getattr(transform, name))
         self.sizes = [parameter.numel() for parameter in transform.parameters()]
-        kinds = {getattr(type(part), "ends", Transform.ends) for part in transform.modules()}
-        vectors = transform.event_dim == transform.sample_dim == 1 and kinds == {Transform.ends}
-        if not vectors or transform.stochastic or not sum(self.sizes):
-            text = "Amortized takes a transform of all real vectors that has parameters and draws nothing; put Sigmoid after it"
-            raise FlowBNNError(f"{text}, not {type(transform).__name__}", argument="transform")
-        # in a tuple, so that its parameters are not counted twice
-        self._turned: tuple[Inverse, ...] = (Inverse(transform),) if transform.inverse_kind != "none" else ()
+        regions = [
+            (module.domain, module.codomain)
+            for module in transform.modules()
+            if isinstance(module, Transform)
+        ]
+        unbounded = all(region == (constraints.real, constraints.real) for region in regions)
+        of_vectors = transform.event_dim == transform.sample_dim == 1
+        if not of_vectors or not unbounded or transform.stochastic or not sum(self.sizes):
+            text = "Amortized needs a deterministic transform of all real vectors that has parameters"
+            raise FlowBNNError(f"{text}, got {type(transform).__name__}", argument="transform")
+        # In a tuple, so that the parameters are not registered twice.
+        self._inverse: tuple[Inverse, ...] = (Inverse(transform),) if transform.inverse_kind != "none" else ()
         self.net = MLP(context_dim, sum(self.sizes), hidden)
 
     def compute(self, value: Tensor, context: Tensor | None, inverse: bool) -> tuple[Tensor, Tensor]:
-        if inverse and not self._turned:
+        if inverse and not self._inverse:
             return Transform.inverse(self, value)
         context = check_context(context, self.context_dim)
-        batch = broadcast_batch_shapes(value.shape[:-1], context.shape[:-1], "the values of Amortized")
+        batch = broadcast_batch_shapes(value.shape[:-1], context.shape[:-1], self)
         if value.ndim == 0:
-            raise transform_error(self, "takes vectors, not a number", "shape")
+            raise transform_error(self, "needs vectors, got a number", "shape")
         value = value.expand(*batch, value.shape[-1])
-        if not value.numel():  # vmap takes no empty batch
+        if not value.numel():  # vmap accepts no empty batch
             return self.transform.inverse(value) if inverse else self.transform.forward(value)
         flat = self.net(context)
-        parts = flat.expand(*batch, flat.shape[-1]).flatten(0, -2) if batch else flat.unsqueeze(0)
-        parts = parts.split(self.sizes, -1)
-        whole, prefix = (self._turned[0], "part.") if inverse else (self.transform, "")
-        given = {
-            prefix + name: own + part.reshape(-1, *own.shape)
-            for (name, own), part in zip(self.transform.named_parameters(), parts, strict=True)
+        flat = flat.expand(*batch, flat.shape[-1]).flatten(0, -2) if batch else flat.unsqueeze(0)
+        offsets = flat.split(self.sizes, -1)
+        module, prefix = (self._inverse[0], "transform.") if inverse else (self.transform, "")
+        parameters = {
+            prefix + name: parameter + offset.reshape(-1, *parameter.shape)
+            for (name, parameter), offset in zip(self.transform.named_parameters(), offsets, strict=True)
         }
         rows = value.reshape(-1, value.shape[-1])
-        result, log_det = vmap(lambda row, given: functional_call(whole, given, (row,)))(rows, given)
+        call = vmap(lambda row, parameters: functional_call(module, parameters, (row,)))
+        result, log_det = call(rows, parameters)
         return result.reshape(*batch, result.shape[-1]), log_det.reshape(batch)

@@ -1,4 +1,4 @@
-"""Coupling and autoregressive maps: entries are transformed by parameters that a network computes from other entries."""
+"""Couplings and autoregressive transforms: a network computes the parameters of some entries from other entries."""
 
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Literal
@@ -20,24 +20,26 @@ CouplingDim = Annotated[int, Ge(2), Hint("for one dimension use Affine")]
 
 
 class Coupling(ConditionedTransform):
-    r"""The mechanism: :math:`x_A = z_A,\; x_B = g(z_B;\, \mathrm{net}(q(z_A), c))` with :math:`g` increasing in each entry.
+    r"""Coupling :math:`x_A = z_A,\; x_B = g(z_B;\, \mathrm{net}(q(z_A), c))` with :math:`g` increasing in each entry.
 
-    The net reads :math:`q(z) = z / (1 + |z| / 5)`, nearly :math:`z` where noise lives and flat far out. A number of size
-    :math:`r` carries a rounding error of size :math:`r\epsilon`, which a net that goes on growing hands to the next layer
-    multiplied; a deep trained stack then cannot be inverted at far points in any precision.
+    The net reads :math:`q(z) = z / (1 + |z| / 5)`, which is close to :math:`z` for typical noise and flat far out. A number of size
+    :math:`r` carries a rounding error of size :math:`r\epsilon`. A net without this compression multiplies the error from layer to
+    layer, so that a deep trained stack cannot be inverted at distant points in any precision.
 
-    Each direction calls the net once. Stack couplings with ``flip`` alternating, or with permutations between.
+    Each direction calls the net once. Stack couplings with alternating ``flip``, or with permutations between them.
 
     Args:
-        dim: length of the vectors, at least 2.
-        univariate: the map :math:`g` of single numbers.
-        mask: what is kept, :math:`A`: ``"half"`` (the first half), ``"alternating"`` (entries 0, 2, 4, ...) or one
-            boolean per entry.
-        flip: exchange what is kept and what is moved.
-        hidden, activation, context_dim: of the :class:`~flowbnn.nets.MLP` that is made when no net is given.
-        net: a module called as ``net(q(kept), context)`` that gives ``univariate.params_per_entry`` numbers for each moved entry.
-            With a convolution, such as :class:`~flowbnn.nets.GatedConvNet`, events are images, channels last.
-        compress: whether the net reads :math:`q(z_A)`, or else :math:`z_A` itself, as the papers have it.
+        dim: Length of the vectors, at least 2.
+        univariate: Map :math:`g` of single numbers.
+        mask: Entries :math:`A`, which stay unchanged: ``"half"`` (the first half), ``"alternating"`` (entries 0, 2, 4, ...) or one
+            boolean for each entry.
+        flip: True to exchange :math:`A` and :math:`B`.
+        hidden: Widths of the hidden layers of the default net, a :class:`~flowbnn.nets.MLP`.
+        activation: Function that makes an activation of the default net.
+        context_dim: Length of the context vectors of the default net.
+        net: Module that is called as ``net(q(z_A), context)`` and returns ``univariate.params_per_entry`` numbers for each entry of
+            :math:`B`. With a convolution, such as :class:`~flowbnn.nets.GatedConvNet`, events are images with channels last.
+        compress: True to let the net read :math:`q(z_A)`; False for :math:`z_A` itself, as in the papers.
 
     >>> from flowbnn.transforms import SplineMap
     >>> spline = Coupling(4, SplineMap(bins=4), hidden=(8,))
@@ -62,46 +64,58 @@ class Coupling(ConditionedTransform):
         net: nn.Module | None = None,
         compress: bool = True,
     ) -> None:
-        keep = _read_mask(mask, dim, univariate.width)
-        keep = ~keep if flip else keep
-        kept = int(keep.sum())
+        condition = _make_mask(mask, dim, univariate.width)
+        condition = ~condition if flip else condition
+        size = int(condition.sum())
         if net is None:
-            size_in = kept // univariate.width * univariate.features if compress else kept
-            net = MLP(size_in, univariate.params_per_entry * (dim - kept), hidden, activation, context_dim)
+            dim_in = size // univariate.width * univariate.features if compress else size
+            net = MLP(dim_in, univariate.params_per_entry * (dim - size), hidden, activation, context_dim)
         super().__init__(dim, univariate, net, compress)
-        self.register_buffer("mask", keep)
+        self.register_buffer("mask", condition)
         for name in ("order", "restore"):
             self.register_buffer(name, torch.empty(0, dtype=torch.long), persistent=False)
-        self._arrange()
-        self.register_load_state_dict_post_hook(Coupling._arrange)
+        self._read_mask()
+        self.register_load_state_dict_post_hook(Coupling._read_mask)
 
-    def _arrange(self, loaded: Any = None) -> None:
-        """Read the mask, once: a split is cheaper than indices, so entries are moved only where those kept are scattered."""
-        keep = self.mask.long()
-        self._scattered = int(keep.diff().abs().sum()) > 1
-        # which half comes first: the one that is kept, or the other
-        self._turn = 1 if self._scattered or keep[0] else -1
-        self._sizes = [int(keep.sum()), int((1 - keep).sum())][:: self._turn]
-        self.order = torch.argsort(1 - keep, stable=True)
+    def _read_mask(self, incompatible_keys: Any = None) -> None:
+        """Derives the order of the entries from the mask.
+
+        Entries are permuted only if the mask is scattered, because a split is cheaper than indices.
+
+        Args:
+            incompatible_keys: Argument of torch's hook, which is not used.
+        """
+        mask = self.mask.long()
+        self._scattered = int(mask.diff().abs().sum()) > 1
+        # 1 if the half that conditions comes first, otherwise -1.
+        self._direction = 1 if self._scattered or mask[0] else -1
+        self._sizes = [int(mask.sum()), int((1 - mask).sum())][:: self._direction]
+        self.order = torch.argsort(1 - mask, stable=True)
         self.restore = torch.argsort(self.order)
 
     def compute(self, value: Tensor, context: Tensor | None, inverse: bool) -> tuple[Tensor, Tensor]:
         self._check(value)
         value = value.index_select(-1, self.order) if self._scattered else value
         halves = value.split_with_sizes(self._sizes, -1)
-        kept, moved = halves[:: self._turn]
-        parameters = self._parameters_for(kept, context, moved.shape[-1])
-        move = self.univariate.inverse if inverse else self.univariate.forward
-        moved, log_slope = move(moved, parameters)
-        value = torch.cat((kept, moved)[:: self._turn], dim=-1)
+        condition, target = halves[:: self._direction]
+        parameters = self._entry_parameters(condition, context, target.shape[-1])
+        univariate = self.univariate.inverse if inverse else self.univariate.forward
+        target, log_slope = univariate(target, parameters)
+        value = torch.cat((condition, target)[:: self._direction], dim=-1)
         value = value.index_select(-1, self.restore) if self._scattered else value
         return value, sum_rightmost(log_slope, self.event_dim)
 
 
 class AdditiveCoupling(Coupling):
-    r"""NICE: :math:`x_A = z_A,\; x_B = z_B + t(z_A)` with :math:`\log|\det| = 0` (Dinh, Krueger & Bengio 2015).
+    r"""Additive coupling of NICE: :math:`x_A = z_A,\; x_B = z_B + t(z_A)` with :math:`\log|\det| = 0` (Dinh, Krueger & Bengio 2015).
 
-    Starts at the identity. Arguments as in :class:`Coupling`.
+    It starts at the identity.
+
+    Args:
+        dim: Length of the vectors, at least 2.
+        mask: Entries that stay unchanged, as in :class:`Coupling`.
+        flip: True to exchange the entries that stay and those that move.
+        options: Further arguments of :class:`Coupling`.
 
     >>> x, log_det = AdditiveCoupling(3)(torch.ones(2, 3))
     >>> x.detach().sum(), log_det
@@ -109,15 +123,23 @@ class AdditiveCoupling(Coupling):
     """
 
     @checked
-    def __init__(self, dim: CouplingDim, mask: Mask = "half", flip: bool = False, **settings: Any) -> None:
-        super().__init__(dim, ShiftMap(), mask, flip, **settings)
+    def __init__(self, dim: CouplingDim, mask: Mask = "half", flip: bool = False, **options: Any) -> None:
+        super().__init__(dim, ShiftMap(), mask, flip, **options)
 
 
 class AffineCoupling(Coupling):
-    r"""RealNVP: :math:`x_A = z_A,\; x_B = e^{s(z_A)} \odot z_B + t(z_A)` with :math:`\log|\det| = \sum_i s_i(z_A)`.
+    r"""Affine coupling of RealNVP: :math:`x_A = z_A,\; x_B = e^{s(z_A)} \odot z_B + t(z_A)` with
+    :math:`\log|\det| = \sum_i s_i(z_A)`.
 
-    Dinh, Sohl-Dickstein & Bengio 2017. Starts at the identity. Arguments as in :class:`Coupling`, and ``bound`` and ``widening`` as
-    in :class:`~flowbnn.transforms.AffineMap`; the net gives all log-scales, then all shifts.
+    Dinh, Sohl-Dickstein & Bengio 2017. It starts at the identity. The net returns all log-scales, then all shifts.
+
+    Args:
+        dim: Length of the vectors, at least 2.
+        mask: Entries that stay unchanged, as in :class:`Coupling`.
+        flip: True to exchange the entries that stay and those that move.
+        bound: Largest absolute value of the log-scale.
+        positive_log_scale: True for positive log-scales only, as in :class:`~flowbnn.transforms.AffineMap`.
+        options: Further arguments of :class:`Coupling`.
 
     >>> x, log_det = AffineCoupling(4, mask="alternating", hidden=(8,))(torch.ones(2, 4))
     >>> x.shape, log_det.detach()
@@ -133,37 +155,43 @@ class AffineCoupling(Coupling):
         *,
         bound: Positive = 2.0,
         positive_log_scale: bool = False,
-        **settings: Any,
+        **options: Any,
     ) -> None:
-        super().__init__(dim, AffineMap(bound, positive_log_scale), mask, flip, **settings)
+        super().__init__(dim, AffineMap(bound, positive_log_scale), mask, flip, **options)
 
 
-def _read_mask(mask: Mask, dim: int, width: int) -> Tensor:
+def _make_mask(mask: Mask, dim: int, width: int) -> Tensor:
+    """Returns a boolean for each number, true for those that condition the others.
+
+    Args:
+        mask: Mask as in :class:`Coupling`.
+        dim: Length of the vectors.
+        width: Number of adjacent numbers that form one entry.
+    """
     if isinstance(mask, str):
         entry = torch.arange(dim) // width
         return entry < dim // width // 2 if mask == "half" else entry % 2 == 0
-    keep = torch.as_tensor(mask)
-    if keep.dtype != torch.bool or keep.shape != (dim,) or keep.all() or not keep.any():
-        text = f"the mask of a coupling has one boolean for each of its {dim} dimensions"
-        raise FlowBNNError(f"{text}, at least one true and one false", argument="mask")
-    return keep.clone()
+    condition = torch.as_tensor(mask)
+    if condition.dtype != torch.bool or condition.shape != (dim,) or condition.all() or not condition.any():
+        text = f"mask must have {dim} booleans, at least one true and one false"
+        raise FlowBNNError(text, argument="mask")
+    return condition.clone()
 
 
 class GlowStep(Compose):
-    r"""ActNorm, then an invertible linear map, then an affine coupling (Kingma & Dhariwal 2018, figure 2).
+    """Step of Glow: ActNorm, an invertible linear map, and an affine coupling (Kingma & Dhariwal 2018, figure 2).
 
-    On the last axis of ``(B, H, W, C)`` the linear map is the invertible 1x1 convolution. Every scale in it is bounded
-    softly and it starts next to the identity, so that neither direction blows up however long it trains.
+    On the last axis of ``(B, H, W, C)`` the linear map is the invertible 1x1 convolution. All scales are bounded softly and the step
+    starts near the identity, so that neither direction diverges during long training.
 
     Args:
-        dim: length of the vectors, at least 2.
-        permute: draw a random permutation for the linear map, which mixes the halves of stacked steps sooner.
-        data_init: normalise the first training batch as Glow does when it learns the density of data. By default
-            ActNorm starts at the identity, because noise that multiplies a trained network must keep its mean of one. The
-            coupling is then ``widening``, as in :class:`~flowbnn.transforms.AffineMap`.
-        generator: where the draws of the linear map come from; torch's own by default.
-        coupling: ``hidden``, ``flip``, ``net`` and so on, as in :class:`~flowbnn.transforms.AffineCoupling`; with a
-            :class:`~flowbnn.nets.GatedConvNet` it is a step of images, channels last.
+        dim: Length of the vectors, at least 2.
+        permute: True to draw a random permutation for the linear map, which mixes the halves of stacked steps sooner.
+        data_init: True to normalize the first training batch, as Glow does for densities of data. The coupling then has positive
+            log-scales. With False ActNorm starts at the identity, because noise of a trained network must keep its mean of one.
+        generator: Generator of the linear map; torch's global one by default.
+        coupling: Arguments of :class:`~flowbnn.transforms.AffineCoupling`, such as ``hidden``, ``flip`` and ``net``. With a
+            :class:`~flowbnn.nets.GatedConvNet` it is a step of images with channels last.
 
     >>> step = GlowStep(4, hidden=(16,))
     >>> z = torch.ones(2, 4)
@@ -189,30 +217,35 @@ class GlowStep(Compose):
 
 
 class Autoregressive(ConditionedTransform):
-    r"""Each entry moved by an increasing map whose parameters depend on the entries before it.
+    r"""Autoregressive transform: the map of each entry has parameters that depend on the entries before it.
 
     .. math:: x_i = g(z_i;\, \mathrm{net}_i(q(x_{<i}), c)) \quad\text{(cheap inverse)}, \qquad
               x_i = g(z_i;\, \mathrm{net}_i(q(z_{<i}), c)) \quad\text{(cheap forward)}
 
-    What the net reads is known at once in one direction, which costs one pass, and has to be found entry by entry in the
-    other, which costs ``net.passes(event_shape)`` of them, one for each entry. ``cheap`` says which:
+    In one direction the inputs of the net are known, and it costs one pass. In the other direction they are computed entry by entry,
+    which costs ``net.passes(event_shape)`` passes, one for each entry. ``cheap`` selects the direction that costs one pass:
 
-    - ``"inverse"``: densities in one pass, draws in D: the masked autoregressive flow (Papamakarios, Pavlakou & Murray 2017);
-    - ``"forward"``: draws, and their own densities, in one pass, densities of other points in D: the inverse autoregressive flow
-      (Kingma et al. 2016), which is what noise and posteriors want.
+    - ``"inverse"``: Densities cost one pass, draws D passes: the masked autoregressive flow (Papamakarios, Pavlakou & Murray 2017).
+    - ``"forward"``: Draws and their own densities cost one pass, densities of other points D passes: the inverse autoregressive flow
+      (Kingma et al. 2016). Use it for noise and posteriors.
 
-    The net reads :math:`q(z) = z / (1 + |z| / 5)`, as in :class:`~flowbnn.transforms.Coupling`. Starts at the identity, or next to it.
+    The net reads :math:`q(z) = z / (1 + |z| / 5)`, as in :class:`~flowbnn.transforms.Coupling`. The transform starts at the identity
+    or near it.
 
     Args:
-        dim: length of the vectors.
-        univariate: the map :math:`g` of single numbers.
-        cheap: the direction that costs one pass.
-        hidden, order, activation, context_dim: of the :class:`~flowbnn.nets.MaskedMLP` that is made when no net is given.
-        net: a module called as ``net(q(value), context)`` that gives ``univariate.params_per_entry`` numbers for each entry, laid out
-            as its ``interleaved`` says, or ``univariate.interleaved`` if it has none; its ``passes(event_shape)`` is the longest chain
-            of entries that depend on each other, its ``event_dim`` the number of axes of an event, one if it has none. Sequences
-            have :class:`~flowbnn.nets.WaveNet`, images :class:`~flowbnn.nets.PixelCNN`, features last.
-        compress: whether the net reads :math:`q`, or else the values themselves, as the papers have it.
+        dim: Length of the vectors.
+        univariate: Map :math:`g` of single numbers.
+        cheap: Direction that costs one pass.
+        hidden: Widths of the hidden layers of the default net, a :class:`~flowbnn.nets.MaskedMLP`.
+        order: Order of the entries in the default net.
+        activation: Function that makes an activation of the default net.
+        context_dim: Length of the context vectors of the default net.
+        net: Module that is called as ``net(q(value), context)`` and returns ``univariate.params_per_entry`` numbers for each entry.
+            Its attribute ``interleaved`` gives their layout, by default that of the univariate map. Its method
+            ``passes(event_shape)`` returns the length of the longest chain of dependent entries. Its ``event_dim`` is the number of
+            axes of an event, by default one. For sequences use :class:`~flowbnn.nets.WaveNet`, for images
+            :class:`~flowbnn.nets.PixelCNN`, features last.
+        compress: True to let the net read :math:`q`; False for the values themselves, as in the papers.
 
     >>> flow = Autoregressive(3, cheap="forward", hidden=(16,))
     >>> x, log_det = flow(torch.ones(2, 3))
@@ -240,17 +273,19 @@ class Autoregressive(ConditionedTransform):
             net = MaskedMLP(*sizes, hidden, order, activation, context_dim, *layout)
         super().__init__(dim, univariate, net, compress)
         if not callable(getattr(self.net, "passes", None)):
-            text = f"the net of an autoregressive map says its passes(event_shape), which {type(net).__name__} does not"
+            text = (
+                f"the net of Autoregressive needs a method passes(event_shape), {type(net).__name__} has none"
+            )
             raise FlowBNNError(text, argument="net")
-        self.reads = cheap  # the input of which direction the net reads
+        self._one_pass = cheap  # direction whose input the net reads
         self.cheap = cheap if self.event_dim > 1 or self.net.passes(torch.Size([dim])) > 1 else "both"
 
     def compute(self, value: Tensor, context: Tensor | None, inverse: bool) -> tuple[Tensor, Tensor]:
         self._check(value)
-        move = self.univariate.inverse if inverse else self.univariate.forward
-        at_once = self.reads == ("inverse" if inverse else "forward")
-        result = value if at_once else torch.zeros_like(value)
-        # after pass k the first k entries of the order are right, and no later pass changes them or the path of their gradients
-        for _ in range(1 if at_once else self.net.passes(value.shape[value.ndim - self.event_dim :])):
-            result, log_slope = move(value, self._parameters_for(result, context, self.dim))
+        univariate = self.univariate.inverse if inverse else self.univariate.forward
+        one_pass = self._one_pass == ("inverse" if inverse else "forward")
+        result = value if one_pass else torch.zeros_like(value)
+        # After pass k the first k entries of the order are correct. Later passes change neither them nor their gradients.
+        for _ in range(1 if one_pass else self.net.passes(value.shape[value.ndim - self.event_dim :])):
+            result, log_slope = univariate(value, self._entry_parameters(result, context, self.dim))
         return result, sum_rightmost(log_slope, self.event_dim)

@@ -1,8 +1,9 @@
-r"""Flows of categories and of integers: no volume changes, and probabilities are exact but for :class:`Argmax`, which gives a bound."""
+"""Transforms of categories and integers. No volume changes, and probabilities are exact, except for :class:`Argmax`, which gives a
+bound.
+"""
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,40 +19,41 @@ from flowbnn.transforms.univariate import ShiftMap, Univariate
 
 
 class _CategoricalTransform(IntegerTransform):
-    """Vectors of ``dim`` categories from ``categories`` numbers for each, one after the other."""
+    """Base class for maps from ``categories`` adjacent numbers for each of ``dim`` variables to vectors of categories."""
 
     @checked
     def __init__(self, dim: Count, categories: AtLeastTwo) -> None:
         super().__init__()
         self.dim, self.categories, self.lengths = dim, categories, (dim * categories, dim)
-
-    def ends(self) -> tuple[Any, Any]:
-        return constraints.real, constraints.integer_interval(0, self.categories - 1)
+        self.codomain = constraints.integer_interval(0, categories - 1)
 
     def _scores(self, z: Tensor) -> Tensor:
-        """The numbers of each variable on an axis of their own."""
+        """Returns the numbers of each variable on an axis of their own."""
         check_vectors(z, self.dim * self.categories, self)
         return z.unflatten(-1, (self.dim, self.categories))
 
     def _codes(self, x: Tensor) -> Tensor:
-        """Whether each category is the one of ``x``, on a new last axis."""
+        """Returns boolean one-hot codes of the categories on a new last axis."""
         self._check_integers(x, 0, 0, self.categories - 1)
         check_events(x, (self.dim,), self)
         return one_hot(x, self.categories)
 
 
 class Argmax(_CategoricalTransform):
-    r"""Categories from scores, :math:`x_d = \arg\max_k z_{dk}`; backwards, scores with that maximum are drawn (Hoogeboom et al. 2021).
+    r"""Categories with the largest score, :math:`x_d = \arg\max_k z_{dk}`. The inverse draws scores with that maximum (Hoogeboom et
+    al. 2021).
 
     Vectors of ``dim`` categories come from vectors of ``dim * categories`` real numbers, which any continuous flow can model:
-    :math:`\log P(x) \ge E_q[\log p(z) - \log q(z \mid x)]`. Scores are drawn as :math:`u \sim q(u \mid x)`, and those below the
-    maximum :math:`T = u_x` are thresholded, :math:`z_k = T - \mathrm{softplus}(T - u_k)` (https://arxiv.org/abs/2102.05379, section 3).
+    :math:`\log P(x) \ge E_q[\log p(z) - \log q(z \mid x)]`. The inverse draws :math:`u \sim q(u \mid x)` and thresholds the scores
+    below the maximum :math:`T = u_x`, :math:`z_k = T - \mathrm{softplus}(T - u_k)` (https://arxiv.org/abs/2102.05379, section 3).
 
     Args:
-        dim, categories: of the vectors :math:`x`, which have integers from 0 to ``categories - 1``.
-        noise: gives the distribution of :math:`u`, of length ``dim * categories``, for the one-hot codes of :math:`x`; by default a
-            normal whose mean and scale an MLP with layers of the widths ``hidden`` computes.
-        context_dim: length of the context that the noise reads.
+        dim: Number of variables.
+        categories: Number of categories. The vectors :math:`x` have integers from 0 to ``categories - 1``.
+        noise: Module that returns the distribution of :math:`u`, of length ``dim * categories``, given the one-hot codes of
+            :math:`x`. By default a normal whose mean and scale an MLP computes.
+        hidden: Widths of the hidden layers of the default noise.
+        context_dim: Length of the context vectors that the noise reads.
 
     >>> argmax = Argmax(2, categories=3)
     >>> z, contribution = argmax.inverse(torch.tensor([2, 0]))
@@ -88,8 +90,8 @@ class Argmax(_CategoricalTransform):
 
     def inverse(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
         chosen = self._codes(x)
-        known, size = chosen.flatten(-2).to(self._zero.dtype), self.dim * self.categories
-        u, log_prob = self._draw(self.noise, size, known, context)
+        codes, size = chosen.flatten(-2).to(self._zero.dtype), self.dim * self.categories
+        u, log_prob = self._draw(self.noise, size, codes, context)
         u = u.unflatten(-1, (self.dim, self.categories))
         top = (u * chosen).sum(-1, keepdim=True)
         below = top - u
@@ -97,19 +99,19 @@ class Argmax(_CategoricalTransform):
         return z.flatten(-2), self._log_det(below, chosen) - log_prob
 
     def _log_det(self, below: Tensor, chosen: Tensor) -> Tensor:
-        """Of scores by their draws."""
+        """Returns the log-determinant of the scores as functions of the draws."""
         return (F.logsigmoid(below) * ~chosen).sum((-2, -1))
 
 
 def one_hot(index: Tensor, categories: int) -> Tensor:
-    """Whether each category is the chosen one, on a new last axis."""
+    """Returns boolean one-hot codes on a new last axis."""
     return index.unsqueeze(-1) == torch.arange(categories, device=index.device)
 
 
 class Integers(IntegerTransform):
-    """The door of a flow of integers: inside they are held in floats, which gradients pass, outside they have an integer type.
+    """Converts floats to integers at the end of a flow of integers. Inside the flow integers are floats, so that gradients can pass.
 
-    Integers that a float does not hold exactly, above 16777216 in single precision, are refused.
+    Integers that a float cannot hold exactly raise an error. In single precision these are integers above 16777216.
 
     >>> Integers().inverse(torch.tensor([3, 1]))[0], Integers()(torch.tensor([3.0, 1.0]))[0]
     (tensor([3., 1.]), tensor([3, 1]))
@@ -122,16 +124,17 @@ class Integers(IntegerTransform):
         return z.round().long(), torch.zeros_like(z)
 
     def inverse(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        self._check_integers(x, 1)  # which leaves room for shifts
+        self._check_integers(x, 1)  # one bit is left for shifts
         z = x.to(self._zero.dtype)
         return z, torch.zeros_like(z)
 
 
 class OneHot(_CategoricalTransform):
-    """The door of a flow of categories: inside they are one-hot codes of floats, one after the other, outside integers.
+    """Converts one-hot codes to categories at the end of a flow of categories. Inside the flow the codes are adjacent floats.
 
     Args:
-        dim, categories: of the vectors, which have integers from 0 to ``categories - 1``.
+        dim: Number of variables.
+        categories: Number of categories. The vectors have integers from 0 to ``categories - 1``.
 
     >>> OneHot(2, categories=3).inverse(torch.tensor([2, 0]))[0]
     tensor([0., 0., 1., 1., 0., 0.])
@@ -146,12 +149,12 @@ class OneHot(_CategoricalTransform):
 
 @options
 class IntegerShiftMap(ShiftMap):
-    r"""Integers moved by integers, :math:`x = z + \mathrm{round}(r t)` (Hoogeboom et al. 2019, https://arxiv.org/abs/1905.07376).
+    r"""Shift of integers by integers, :math:`x = z + \mathrm{round}(r t)` (Hoogeboom et al. 2019, https://arxiv.org/abs/1905.07376).
 
-    Rounding passes gradients straight through. Networks read :math:`z / r`.
+    Gradients pass straight through the rounding. Networks read :math:`z / r`.
 
     Args:
-        reach: :math:`r`, about the size of the integers.
+        reach: Scale :math:`r`, about the size of the integers.
 
     >>> IntegerShiftMap(reach=10.0).forward(torch.tensor([3.0]), torch.tensor([0.24]))[0]
     tensor([5.])
@@ -163,30 +166,35 @@ class IntegerShiftMap(ShiftMap):
         return value / self.reach
 
     def forward(self, value: Tensor, parameters: Tensor) -> tuple[Tensor, Tensor]:
-        # rounded once more, since a straight-through shift is an integer but for a rounding error
-        return _whole(value + _whole(self.reach * parameters)), torch.zeros_like(value)
+        # Rounded again, because a straight-through shift is an integer up to a rounding error.
+        return _round_straight_through(
+            value + _round_straight_through(self.reach * parameters)
+        ), torch.zeros_like(value)
 
     def inverse(self, value: Tensor, parameters: Tensor) -> tuple[Tensor, Tensor]:
-        return _whole(value - _whole(self.reach * parameters)), torch.zeros_like(value)
+        return _round_straight_through(
+            value - _round_straight_through(self.reach * parameters)
+        ), torch.zeros_like(value)
 
 
-def _whole(value: Tensor) -> Tensor:
+def _round_straight_through(value: Tensor) -> Tensor:
+    """Rounds numbers, with the gradient of the identity."""
     return value + (value.round() - value).detach()
 
 
 @options
 class ModularMap(Univariate):
-    r"""Categories moved around a circle, :math:`x = (\mu + \sigma z) \bmod K` (Tran et al. 2019, https://arxiv.org/abs/1905.10347).
+    r"""Shift and scale of categories modulo their number, :math:`x = (\mu + \sigma z) \bmod K` (Tran et al. 2019,
+    https://arxiv.org/abs/1905.10347).
 
-    Values are one-hot codes, ``categories`` numbers side by side for each variable: couplings of so many variables have vectors of
-    ``dim * categories`` numbers. :math:`\mu`, and :math:`\sigma` among the numbers without a
-    common divisor with :math:`K`, are the largest of their logits; gradients pass straight through to a softmax. With all logits equal
-    the map is the identity.
+    Values are one-hot codes, ``categories`` adjacent numbers for each variable, so that a coupling has ``dim * categories`` numbers.
+    :math:`\mu`, and :math:`\sigma` among the numbers without a common divisor with :math:`K`, are those with the largest logit.
+    Gradients pass straight through to a softmax. With equal logits the map is the identity.
 
     Args:
-        categories: :math:`K`.
-        learn_scale: learn :math:`\sigma`, or else it is one.
-        temperature: of the softmax.
+        categories: Number :math:`K` of categories.
+        learn_scale: True to learn :math:`\sigma`, which is otherwise one.
+        temperature: Temperature of the softmax.
 
     >>> z, logits = torch.eye(3)[1], torch.tensor([0.0, 0.0, 5.0])
     >>> ModularMap(3).forward(z, logits)[0]
@@ -212,28 +220,33 @@ class ModularMap(Univariate):
         return value
 
     def _matrix(self, parameters: Tensor) -> Tensor:
-        """Which category each one becomes, ``(..., variables, categories, categories)``."""
+        """Returns permutation matrices ``(..., variables, categories, categories)`` that map each category to its image."""
         k = self.categories
-        parts = parameters.unflatten(-1, (-1, self.params_per_entry, k)).unbind(-2)
+        shift_logits, *scale_logits = parameters.unflatten(-1, (-1, self.params_per_entry, k)).unbind(-2)
         index = torch.arange(k, device=parameters.device)
-        matrix = self._chosen(parts[0])[..., (index - index.unsqueeze(-1)) % k]
+        matrix = self._one_hot_argmax(shift_logits)[..., (index - index.unsqueeze(-1)) % k]
         if not self.learn_scale:
             return matrix
         units = [number for number in range(1, k) if math.gcd(number, k) == 1]
         factors = torch.tensor(units, device=parameters.device)
         times = (factors[:, None, None] * index[:, None] % k == index).to(parameters.dtype)
-        return torch.einsum("...s,sjk->...jk", self._chosen(parts[1][..., factors]), times) @ matrix
+        return (
+            torch.einsum("...s,sjk->...jk", self._one_hot_argmax(scale_logits[0][..., factors]), times)
+            @ matrix
+        )
 
-    def _chosen(self, logits: Tensor) -> Tensor:
+    def _one_hot_argmax(self, logits: Tensor) -> Tensor:
+        """Returns the one-hot code of the largest logit, with the gradient of the softmax."""
         soft = torch.softmax(logits / self.temperature, -1)
         return soft + (one_hot(logits.argmax(-1), logits.shape[-1]).to(soft.dtype) - soft).detach()
 
     def forward(self, value: Tensor, parameters: Tensor) -> tuple[Tensor, Tensor]:
-        return self._moved(value, self._matrix(parameters))
+        return self._apply_matrix(value, self._matrix(parameters))
 
     def inverse(self, value: Tensor, parameters: Tensor) -> tuple[Tensor, Tensor]:
-        return self._moved(value, self._matrix(parameters).mT)
+        return self._apply_matrix(value, self._matrix(parameters).mT)
 
-    def _moved(self, value: Tensor, matrix: Tensor) -> tuple[Tensor, Tensor]:
+    def _apply_matrix(self, value: Tensor, matrix: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the images of one-hot codes, and zeros for the logarithms of the slopes."""
         codes = value.unflatten(-1, (-1, self.categories)).unsqueeze(-2)
-        return _whole((codes @ matrix).squeeze(-2).flatten(-2)), torch.zeros_like(value)
+        return _round_straight_through((codes @ matrix).squeeze(-2).flatten(-2)), torch.zeros_like(value)

@@ -1,4 +1,4 @@
-"""Linear maps: full matrices in factors, matrices that are triangular in blocks, reflections and permutations."""
+"""Linear transforms: matrices in LU factors, block-triangular matrices, reflections and permutations."""
 
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
@@ -17,22 +17,22 @@ from flowbnn.transforms.base import BidirectionalTransform, Transform, check_vec
 class LULinear(BidirectionalTransform):
     r"""Linear map in factored form, :math:`x = P L U z + b`, with :math:`\log|\det| = \sum_i d_i`.
 
-    :math:`P` is a fixed permutation, :math:`L` unit lower triangular and :math:`U` upper triangular with the positive
-    diagonal :math:`e^{d}`, :math:`d` bounded softly (Kingma & Dhariwal 2018, equation 10). The product
-    :math:`W = PLU` is never formed: forward is two triangular products, inverse two triangular solves, and the
-    log-det costs one sum. On the last axis of ``(B, H, W, C)`` it is Glow's invertible 1x1 convolution.
+    :math:`P` is a fixed permutation, :math:`L` unit lower triangular, and :math:`U` upper triangular with the positive diagonal
+    :math:`e^{d}`, where :math:`d` is bounded softly (Kingma & Dhariwal 2018, equation 10). The product :math:`W = PLU` is never
+    formed: forward takes two triangular products, inverse two triangular solves, and the log-determinant one sum. On the last axis of
+    ``(B, H, W, C)`` it is Glow's invertible 1x1 convolution.
 
-    Both factors live in one ``dim x dim`` parameter, as in LAPACK: its strict triangles are those of :math:`L` and :math:`U` times
-    :math:`\sqrt D`, so that a step of one size in every entry turns the map by one amount, whatever :math:`D`; its diagonal holds
-    :math:`d` before the bound. It starts at the identity but for small random entries off the diagonal.
+    Both factors are stored in one ``dim x dim`` parameter, as in LAPACK. Its strict triangles are those of :math:`L` and :math:`U`
+    times :math:`\sqrt D`, so that the effect of a step of one size does not depend on :math:`D`. Its diagonal holds :math:`d` before
+    the bound. The map starts at the identity, except for small random entries off the diagonal.
 
     Args:
-        dim: length of the vectors.
-        bias: add a shift :math:`b`.
-        permute: draw a random :math:`P`, kept in the ``state_dict``; by default :math:`P = I`.
-        bound: largest size of :math:`d`.
-        init_std: standard deviation of the parameter's first off-diagonal entries; 0 starts exactly at :math:`P`.
-        generator: where the draws come from; torch's own by default.
+        dim: Length of the vectors.
+        bias: True to add a shift :math:`b`.
+        permute: True to draw a random :math:`P`, which is saved in the ``state_dict``; otherwise :math:`P = I`.
+        bound: Largest absolute value of :math:`d`.
+        init_std: Standard deviation of the initial off-diagonal entries of the parameter; 0 starts exactly at :math:`P`.
+        generator: Generator of the random start; torch's global one by default.
 
     >>> linear = LULinear(3, generator=torch.Generator().manual_seed(0))
     >>> x, log_det = linear(torch.eye(3))
@@ -77,15 +77,15 @@ class LULinear(BidirectionalTransform):
 
 
 class Householder(BidirectionalTransform):
-    r"""Reflections one after the other, :math:`x = H_K \cdots H_1 z` with :math:`H_k = I - 2 v_k v_k^\top / \lVert v_k \rVert^2`.
+    r"""Product of Householder reflections, :math:`x = H_K \cdots H_1 z` with :math:`H_k = I - 2 v_k v_k^\top / \lVert v_k \rVert^2`.
 
-    An orthogonal map, so that :math:`\log|\det| = 0`; after a Gaussian with independent entries it gives one with a full covariance
-    (Tomczak and Welling 2016, https://arxiv.org/abs/1611.09630). A vector :math:`v_k` of zero reflects nothing.
+    The map is orthogonal, so that :math:`\log|\det| = 0`. After a Gaussian with independent entries it gives one with a full
+    covariance (Tomczak and Welling 2016, https://arxiv.org/abs/1611.09630). A zero vector :math:`v_k` reflects nothing.
 
     Args:
-        dim: length of the vectors.
-        reflections: number :math:`K`; :math:`D` of them reach every orthogonal matrix.
-        generator: source of the random start. Reflections start in nearly equal pairs, which cancel.
+        dim: Length of the vectors.
+        reflections: Number :math:`K` of reflections; :math:`D` of them reach every orthogonal matrix.
+        generator: Generator of the random start. Reflections start in nearly equal pairs, which cancel.
 
     >>> x, log_det = Householder(3, reflections=2)(torch.tensor([3.0, 0.0, 4.0]))
     >>> round(x.norm().item(), 4), log_det.item()
@@ -100,43 +100,47 @@ class Householder(BidirectionalTransform):
         self.dim = dim
         pairs = torch.randn((reflections + 1) // 2, dim, generator=generator).repeat_interleave(2, 0)
         noise = 0.05 * torch.randn(reflections, dim, generator=generator)
-        self.mirrors = nn.Parameter(pairs[:reflections] + noise)
+        self.vectors = nn.Parameter(pairs[:reflections] + noise)
 
     def compute(self, value: Tensor, context: Tensor | None, inverse: bool) -> tuple[Tensor, Tensor]:
-        check_vectors(value, self.dim, self, self.mirrors)
-        units = normalize_rows(self.mirrors)
+        check_vectors(value, self.dim, self, self.vectors)
+        units = normalize_rows(self.vectors)
         return reflect(value, units.flip(0) if inverse else units), value.new_zeros(value.shape[:-1])
 
 
 def reflect(value: Tensor, units: Tensor) -> Tensor:
-    r"""Vectors reflected by one unit vector after the other: the rows :math:`u_1, \dots, u_K` of ``units``.
+    r"""Reflects vectors by the unit vectors :math:`u_1, \dots, u_K`, one after the other.
 
-    All at once, by the compact form of a product of reflections (Schreiber and Van Loan 1989):
+    All reflections are applied at once by the compact form of their product (Schreiber and Van Loan 1989):
 
     .. math:: H_1 \cdots H_K = I - U^\top S\, U, \qquad S^{-1} = \tfrac12 I + \mathrm{triu}(U U^\top, 1)
+
+    Args:
+        value: Vectors ``(..., dim)``.
+        units: Unit vectors, the rows of a matrix ``(K, dim)``.
 
     >>> reflect(torch.tensor([3.0, 4.0]), torch.eye(2))
     tensor([-3., -4.])
     """
     half = 0.5 * torch.eye(len(units), dtype=units.dtype, device=units.device)
-    inverse = torch.matmul(units, units.mT).triu(1) + half
-    weighted = solve_triangular(inverse, units, upper=True)  # S U
+    s_inverse = torch.matmul(units, units.mT).triu(1) + half
+    weighted = solve_triangular(s_inverse, units, upper=True)  # S U
     return value - torch.matmul(torch.matmul(value, units.mT), weighted)
 
 
 def normalize_rows(rows: Tensor) -> Tensor:
-    """Each row divided by its length; a row of zeros stays."""
+    """Divides each row by its length. Rows of zeros stay unchanged."""
     square = rows.square().sum(-1, keepdim=True)
     return rows * torch.where(square > 0, square, 1.0).rsqrt()
 
 
 class Permutation(BidirectionalTransform):
-    r"""A fixed reordering, :math:`x_i = z_{\mathrm{order}(i)}`, with :math:`\log|\det| = 0`.
+    r"""Fixed permutation, :math:`x_i = z_{\mathrm{order}(i)}`, with :math:`\log|\det| = 0`.
 
-    The order is kept in the ``state_dict``, so that a shuffle survives saving and loading.
+    The order is saved in the ``state_dict``.
 
     Args:
-        order: every number from 0 to ``dim - 1``, once.
+        order: Every index from 0 to ``dim - 1`` once.
 
     >>> Permutation([2, 0, 1])(torch.tensor([10.0, 11.0, 12.0]))
     (tensor([12., 10., 11.]), tensor(0.))
@@ -151,8 +155,7 @@ class Permutation(BidirectionalTransform):
         super().__init__()
         index = torch.as_tensor(order)
         if index.ndim != 1 or index.numel() == 0 or sorted(index.tolist()) != list(range(index.numel())):
-            text = "a permutation names every position from 0 to dim - 1 exactly once"
-            raise FlowBNNError(text, argument="order")
+            raise FlowBNNError("order must contain every index from 0 to dim - 1 once", argument="order")
         self.register_buffer("order", index.to(torch.long, copy=True))
         self.register_buffer("restore", torch.argsort(index))
 
@@ -163,7 +166,10 @@ class Permutation(BidirectionalTransform):
 
 
 class Reverse(Permutation):
-    r"""The vector of ``dim`` entries read backwards, :math:`x_i = z_{D - 1 - i}`: between couplings, it swaps the halves.
+    """Reversal of the entries, :math:`x_i = z_{D - 1 - i}`. Between couplings it swaps the halves.
+
+    Args:
+        dim: Length :math:`D` of the vectors.
 
     >>> Reverse(3)(torch.tensor([1.0, 2.0, 3.0]))[0]
     tensor([3., 2., 1.])
@@ -175,7 +181,11 @@ class Reverse(Permutation):
 
 
 class Shuffle(Permutation):
-    """A permutation of ``dim`` entries drawn once, when it is made, from the generator or torch's own.
+    """Random permutation that is drawn once, at construction.
+
+    Args:
+        dim: Length of the vectors.
+        generator: Generator of the permutation; torch's global one by default.
 
     >>> x, _ = Shuffle(4, torch.Generator().manual_seed(0))(torch.arange(4.0))
     >>> x.sort().values
@@ -188,25 +198,27 @@ class Shuffle(Permutation):
 
 
 class BlockTriangular(Transform):
-    r"""Affine map :math:`x = b + M z` of a vector in blocks, :math:`M` lower triangular, :math:`\log|\det M| = \sum_i s_i`.
+    r"""Block lower triangular affine map :math:`x = b + M z`, with :math:`\log|\det M| = \sum_i s_i`.
 
-    Within a block the map is triangular, :math:`D_l (I + N_l)` with a positive diagonal :math:`D_l = e^{s}`, softly bounded.
-    Across blocks it is one of
+    Within a block the map is triangular, :math:`D_l (I + N_l)` with a positive diagonal :math:`D_l = e^{s}` that is bounded softly.
+    ``coupling`` determines the dependence between blocks:
 
-    ============  ==============================================================================================
-    ``"none"``    nothing: the blocks of a normal base stay independent
-    ``"chain"``   a block is linear in the block before, :math:`y_l = D_l (I + N_l) z_l + A_l y_{l-1}`: a Markov chain
-    ``"low-rank"``  linear in all blocks before, through ``rank`` numbers: :math:`y_l = D_l (I + N_l) z_l + U_l \sum_{k<l} V_k^\top z_k`
-    ============  ==============================================================================================
+    ==============  ============================================================================================
+    ``"none"``      No dependence: the blocks of a normal base stay independent.
+    ``"chain"``     Each block is linear in the block before it, :math:`y_l = D_l (I + N_l) z_l + A_l y_{l-1}`: a Markov chain.
+    ``"low-rank"``  Each block is linear in all blocks before it through ``rank`` numbers,
+                    :math:`y_l = D_l (I + N_l) z_l + U_l \sum_{k<l} V_k^\top z_k`.
+    ==============  ============================================================================================
 
-    A single block has a full covariance. It starts as :math:`b + s z`, without correlation (``"low-rank"``: with very little).
+    A single block has a full covariance. The map starts as :math:`b + s z` without correlation (``"low-rank"``: with very little).
 
     Args:
-        sizes: lengths of the blocks.
-        across: how the blocks depend on each other.
-        rank: of ``"low-rank"``.
-        loc, scale: shift and diagonal at the start.
-        bound: largest size of :math:`s` around its start, the buffer ``scale``.
+        sizes: Lengths of the blocks.
+        coupling: Dependence between the blocks.
+        rank: Rank of the ``"low-rank"`` coupling.
+        loc: Initial shift.
+        scale: Initial diagonal.
+        bound: Largest distance of :math:`s` from its start, the logarithm of the buffer ``scale``.
 
     >>> x, log_det = BlockTriangular((2, 3), "chain")(torch.ones(4, 5))
     >>> x.shape, log_det.shape
@@ -220,100 +232,112 @@ class BlockTriangular(Transform):
     def __init__(
         self,
         sizes: Sequence[Count],
-        across: Literal["none", "chain", "low-rank"] = "none",
+        coupling: Literal["none", "chain", "low-rank"] = "none",
         rank: Count = 16,
         loc: float = 0.0,
         scale: Positive = 1.0,
         bound: Positive = 8.0,
     ) -> None:
         super().__init__()
-        self.sizes, self.across, self.bound = tuple(sizes), across, bound
+        self.sizes, self.coupling, self.bound = tuple(sizes), coupling, bound
         dim = sum(sizes)
         self.register_buffer("scale", torch.full((dim,), float(scale)))
         self.shift = nn.Parameter(torch.full((dim,), float(loc)))
         self.raw_log_scale = nn.Parameter(torch.zeros(dim))
-        blocks = {str(number): torch.zeros(size, size) for number, size in enumerate(sizes) if size > 1}
-        self.within = nn.ParameterDict(blocks)
-        self.links, self.readers = nn.ParameterList(), nn.ParameterList()
-        if across == "chain":
+        blocks = {str(index): torch.zeros(size, size) for index, size in enumerate(sizes) if size > 1}
+        self.triangles = nn.ParameterDict(blocks)
+        self.links, self.projections = nn.ParameterList(), nn.ParameterList()
+        if coupling == "chain":
             self.links.extend(torch.zeros(after, size) for size, after in pairwise(sizes))
-        elif across == "low-rank":  # small, but not zero, so that gradients reach both factors
+        elif coupling == "low-rank":  # small but not zero, so that gradients reach both factors
             source = torch.Generator().manual_seed(0)
-            start = 0.01 * scale / dim**0.5
-            self.links.extend(start * torch.randn(after, rank, generator=source) for after in sizes[1:])
-            self.readers.extend(torch.randn(size, rank, generator=source) / rank for size in sizes[:-1])
+            init_std = 0.01 * scale / dim**0.5
+            self.links.extend(init_std * torch.randn(after, rank, generator=source) for after in sizes[1:])
+            self.projections.extend(torch.randn(size, rank, generator=source) / rank for size in sizes[:-1])
 
     @property
     def log_scale(self) -> Tensor:
+        """Logarithms of the diagonal, relative to the buffer ``scale``."""
         return soft_clamp(self.raw_log_scale, self.bound)
 
     def _blocks(self, value: Tensor) -> Iterator[tuple[int, Tensor, Tensor, Tensor]]:
-        """Number, diagonal and unit lower triangle of each block, and its part of a value."""
+        """Yields the index, the diagonal and the unit lower triangle of each block, and the entries of a value in it."""
         scales = (self.log_scale.exp() * self.scale).split(self.sizes)
-        for number, (scale, part) in enumerate(zip(scales, value.split(self.sizes, -1), strict=True)):
+        for index, (scale, block) in enumerate(zip(scales, value.split(self.sizes, -1), strict=True)):
             unit = torch.eye(len(scale), dtype=scale.dtype, device=scale.device)
-            yield number, scale, unit + self.within[str(number)].tril(-1) if len(scale) > 1 else unit, part
+            yield index, scale, unit + self.triangles[str(index)].tril(-1) if len(scale) > 1 else unit, block
 
-    def _after(self, number: int, z: Tensor, y: Tensor, before: Tensor | None) -> Tensor | None:
-        """What the next block depends on: this one, or what has been read of all so far."""
-        if self.across == "chain":
+    def _next_state(self, index: int, z: Tensor, y: Tensor, state: Tensor | None) -> Tensor | None:
+        """Returns the vector that the next block depends on."""
+        if self.coupling == "chain":
             return y
-        if number >= len(self.readers):
+        if index >= len(self.projections):
             return None
-        read = z @ self.readers[number]
-        return read if before is None else before + read
+        projection = z @ self.projections[index]
+        return projection if state is None else state + projection
 
     def forward(self, z: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
         check_vectors(z, len(self.shift), self, self.shift)
         results: list[Tensor] = []
-        before: Tensor | None = None
-        for number, scale, unit, part in self._blocks(z):
-            y = (part @ unit.mT) * scale
-            y = y if before is None else y + before @ self.links[number - 1].mT
+        state: Tensor | None = None
+        for index, scale, unit, block in self._blocks(z):
+            y = (block @ unit.mT) * scale
+            y = y if state is None else y + state @ self.links[index - 1].mT
             results.append(y)
-            before = self._after(number, part, y, before)
+            state = self._next_state(index, block, y, state)
         return torch.cat(results, -1) + self.shift, self._log_det().expand(z.shape[:-1])
 
     def inverse(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
         check_vectors(x, len(self.shift), self, self.shift)
         results: list[Tensor] = []
-        before: Tensor | None = None
-        for number, scale, unit, y in self._blocks(x - self.shift):
-            own = y if before is None else y - before @ self.links[number - 1].mT
-            rows = (own / scale).reshape(-1, len(unit))
+        state: Tensor | None = None
+        for index, scale, unit, y in self._blocks(x - self.shift):
+            residual = y if state is None else y - state @ self.links[index - 1].mT
+            rows = (residual / scale).reshape(-1, len(unit))
             z = solve_triangular(unit.mT, rows, upper=True, left=False).reshape(y.shape)
             results.append(z)
-            before = self._after(number, z, y, before)
+            state = self._next_state(index, z, y, state)
         return torch.cat(results, -1), -self._log_det().expand(x.shape[:-1])
 
     def _log_det(self) -> Tensor:
+        """Returns the log-determinant of the map."""
         return self.log_scale.sum() + self.scale.log().sum()
 
     def variances(self, scale: Tensor) -> Tensor:
-        r"""Variances of :math:`x` where the entries of :math:`z` are independent with deviations ``scale``."""
+        """Returns the variances of :math:`x` for independent entries of :math:`z`.
+
+        Args:
+            scale: Standard deviations of the entries of :math:`z`.
+        """
         results: list[Tensor] = []
-        before: Tensor | None = None  # the covariance of what the next block depends on
-        for number, own, unit, width in self._blocks(scale):
-            factor = unit * width * own[:, None]
-            link = None if before is None else self.links[number - 1]
-            shared = 0.0 if link is None else link @ before
-            results.append(factor.square().sum(-1) + (0.0 if link is None else (shared * link).sum(-1)))
-            if self.across == "chain":
-                before = factor @ factor.mT + (0.0 if link is None else shared @ link.mT)
-            elif number < len(self.readers):
-                read = self.readers[number] * width[:, None]
-                before = read.mT @ read + (0.0 if before is None else before)
+        covariance: Tensor | None = None  # of the state that the next block depends on
+        for index, diagonal, unit, deviation in self._blocks(scale):
+            factor = unit * deviation * diagonal[:, None]
+            link = None if covariance is None else self.links[index - 1]
+            product = 0.0 if link is None else link @ covariance
+            results.append(factor.square().sum(-1) + (0.0 if link is None else (product * link).sum(-1)))
+            if self.coupling == "chain":
+                covariance = factor @ factor.mT + (0.0 if link is None else product @ link.mT)
+            elif index < len(self.projections):
+                projection = self.projections[index] * deviation[:, None]
+                covariance = projection.mT @ projection + (0.0 if covariance is None else covariance)
         return torch.cat(results)
 
     @torch.no_grad()
     def assign(self, mean: Tensor, roots: Sequence[Tensor], links: Sequence[Tensor] = ()) -> None:
-        """Take these values: the shift, the lower triangular matrix of each block, and the links of a chain."""
+        """Sets the parameters.
+
+        Args:
+            mean: New shift.
+            roots: New lower triangular matrix of each block.
+            links: New links :math:`A_l` of a chain.
+        """
         self.shift.copy_(mean)
-        for number, root in enumerate(roots):
+        for index, root in enumerate(roots):
             if len(root) > 1:
-                self.within[str(number)].copy_((root / root.diagonal()[:, None]).tril(-1))
-        for own, link in zip(self.links, links, strict=False):
-            own.copy_(link)
-        # exact, where a bounded logarithm would end
+                self.triangles[str(index)].copy_((root / root.diagonal()[:, None]).tril(-1))
+        for parameter, link in zip(self.links, links, strict=False):
+            parameter.copy_(link)
+        # In the buffer, which has no bound.
         self.scale.copy_(torch.cat([root.diagonal() for root in roots]))
         self.raw_log_scale.zero_()

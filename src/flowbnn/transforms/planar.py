@@ -1,4 +1,4 @@
-"""Planar, radial and Sylvester flows, which move along a few directions or around a point; planar ones also in chains with LU maps."""
+"""Planar, radial and Sylvester flows, and chains of planar and LU maps."""
 
 from collections.abc import Callable, Sequence
 from typing import Annotated, Literal
@@ -15,19 +15,21 @@ from flowbnn.options import Count, Ge, Positive, checked
 from flowbnn.transforms.base import BidirectionalTransform, Transform, check_vectors
 from flowbnn.transforms.linear import LULinear, normalize_rows, reflect
 
+_LOG_E_MINUS_1 = 0.5413248546129181  # softplus of it is 1, at which planar and radial flows are the identity
+
 
 class PlanarLU(Transform):
-    r"""Planar and LU maps one after the other: ``Compose`` of :class:`Planar` and :class:`LULinear` maps, in fewer steps.
+    r"""Chain of planar and LU maps: ``Compose`` of :class:`Planar` and :class:`LULinear` maps in fewer operations.
 
-    The parameters of all maps lie side by side, and :mod:`flowbnn.kernels` evaluates the chain at once, by the formulas of
-    :mod:`flowbnn.kernels.reference`: short vectors cost the number of operations, not their arithmetic.
+    The parameters of all maps are stacked, and :mod:`flowbnn.kernels` evaluates the whole chain by the formulas of
+    :mod:`flowbnn.kernels.reference`. For short vectors the number of operations costs more than their arithmetic.
 
     Args:
-        dim: length of the vectors.
-        runs: ``("planar", 2), ("lu", 3), ...``: kinds and how many of each, in the order of application.
-        margin: least value of :math:`1 + w^\top \hat u` of a planar map, the strongest squeeze.
-        bound: as in :class:`LULinear`.
-        generator: source of the random start, which is near the identity.
+        dim: Length of the vectors.
+        runs: Kinds of maps and their numbers in the order of application: ``("planar", 2), ("lu", 3), ...``.
+        margin: Smallest value of :math:`1 + w^\top \hat u` of a planar map, its strongest contraction.
+        bound: Largest absolute value of the log-diagonal, as in :class:`LULinear`.
+        generator: Generator of the random start, which is near the identity.
 
     >>> flow = PlanarLU(3, [("planar", 2), ("lu", 1)], generator=torch.Generator().manual_seed(0))
     >>> z = torch.tensor([[0.5, -1.0, 2.0]])
@@ -48,32 +50,38 @@ class PlanarLU(Transform):
         self.dim = dim
         planar: list[tuple[Tensor, Tensor, Tensor]] = []
         linear: list[Tensor] = []
-        for kind, size in runs:  # in the order of application, so that a seed gives what Compose would have
+        for kind, size in runs:  # in the order of application, so that a seed gives the same start as Compose
             for _ in range(size):
                 if kind == "planar":
-                    planar.append(_planar_start(dim, generator))
+                    planar.append(_init_planar(dim, generator))
                 else:
                     linear.append(LULinear(dim, bound=bound, generator=generator).factors.detach())
         if planar:
-            self.w, self.u, self.b = (nn.Parameter(torch.stack(some)) for some in zip(*planar, strict=True))
+            self.w, self.u, self.b = (nn.Parameter(torch.stack(each)) for each in zip(*planar, strict=True))
         if linear:
             self.factors = nn.Parameter(torch.stack(linear))
         kinds = tuple((kind == "planar", size) for kind, size in runs if size)
-        self.plan = ChainShape(dim, kinds, len(planar), len(linear), margin, bound)
+        self.chain_shape = ChainShape(dim, kinds, len(planar), len(linear), margin, bound)
         self.linearity = "none" if planar else "affine"
         self.inverse_kind = "numerical" if planar else "exact"
 
     @property
     def chain(self) -> Chain:
-        """What :mod:`flowbnn.kernels` needs."""
-        planar = (self.w, self.u, self.b) if self.plan.planar else ()
-        return Chain(self.plan, (*planar, self.factors) if self.plan.linear else planar)
+        """The chain as :mod:`flowbnn.kernels` expects it."""
+        planar = (self.w, self.u, self.b) if self.chain_shape.planar else ()
+        return Chain(self.chain_shape, (*planar, self.factors) if self.chain_shape.linear else planar)
 
     def forward(self, z: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
         return self.push(z)  # type: ignore[return-value]
 
     def push(self, z: Tensor, log_det: bool = True, allow_tf32: bool = False) -> tuple[Tensor, Tensor | None]:
-        """:meth:`forward`; ``log_det=False`` skips the density, ``allow_tf32`` is as in :class:`flowbnn.kernels.Group`."""
+        """Computes :meth:`forward`, optionally without the log-determinant.
+
+        Args:
+            z: Vectors ``(..., dim)``.
+            log_det: False to skip the log-determinant.
+            allow_tf32: True to allow products in TF32, as in :class:`flowbnn.kernels.Group`.
+        """
         chain = self.chain
         check_vectors(z, self.dim, self, *chain.weights[:1])
         x, total = kernels.evaluate(chain, z.reshape(-1, self.dim), log_det, allow_tf32)
@@ -82,21 +90,21 @@ class PlanarLU(Transform):
     def inverse(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
         chain = self.chain
         check_vectors(x, self.dim, self, *chain.weights[:1])
-        z, total = reference.inverse(chain.plan, chain.weights, x.reshape(-1, self.dim))
+        z, total = reference.inverse(chain.shape, chain.weights, x.reshape(-1, self.dim))
         return z.view(x.shape), total.view(x.shape[:-1])
 
 
-def _planar_start(dim: int, generator: torch.Generator | None) -> tuple[Tensor, Tensor, Tensor]:
-    """``w``, ``u`` and ``b`` of a map near the identity."""
+def _init_planar(dim: int, generator: torch.Generator | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns ``w``, ``u`` and ``b`` of a planar map near the identity."""
     w = torch.randn(dim, generator=generator)
     w = w / torch.linalg.vector_norm(w).clamp(min=1e-3)
-    # m(log(e - 1)) = 0: along w the start is the identity, and the rest of u is small
-    u = 0.5413248546129181 * w + 0.05 * torch.randn(dim, generator=generator)
+    # m(log(e - 1)) = 0: the start is the identity along w, and u is small across w.
+    u = _LOG_E_MINUS_1 * w + 0.05 * torch.randn(dim, generator=generator)
     return w, u, 0.05 * torch.randn((), generator=generator)
 
 
 class Planar(PlanarLU):
-    r"""A planar flow, which moves along one direction: :math:`x = z + \hat u \tanh(a)` with :math:`a = w^\top z + b`.
+    r"""Planar flow, which moves points along one direction: :math:`x = z + \hat u \tanh(a)` with :math:`a = w^\top z + b`.
 
     .. math:: \log|\det| = \log\left(1 + \tanh'(a)\, w^\top \hat u\right), \qquad
               \hat u = u + \left(m(w^\top u) - w^\top u\right) \frac{w}{\lVert w \rVert^2}, \qquad
@@ -104,12 +112,12 @@ class Planar(PlanarLU):
 
     The constraint keeps :math:`w^\top \hat u = m > -1`, so that the map is invertible (Rezende & Mohamed, `Variational inference with
     normalizing flows <https://arxiv.org/abs/1505.05770>`_, 2015, appendix A.1; in code: :func:`flowbnn.kernels.reference.constrain`).
-    The inverse finds :math:`a` from :math:`a + m \tanh(a) = w^\top x + b`, an increasing function of one number, and then
+    The inverse solves :math:`a + m \tanh(a) = w^\top x + b`, an increasing function of one number, for :math:`a`, and returns
     :math:`z = x - \hat u \tanh(a)`. It carries gradients to :math:`x` and to the parameters, which have a leading axis of length one.
 
     Args:
-        dim: length of the vectors.
-        generator: source of the random start, which is near the identity.
+        dim: Length of the vectors.
+        generator: Generator of the random start, which is near the identity.
 
     >>> planar = Planar(3, generator=torch.Generator().manual_seed(0))
     >>> z = torch.tensor([[0.5, -1.0, 2.0]])
@@ -124,18 +132,19 @@ class Planar(PlanarLU):
 
 
 class Radial(BidirectionalTransform):
-    r"""Pushes away from a centre, or draws towards it: :math:`x = z + \frac{\beta}{\alpha + r} (z - z_0)`.
+    r"""Radial flow, which moves points away from a centre or towards it: :math:`x = z + \frac{\beta}{\alpha + r} (z - z_0)`.
 
     .. math:: r = \lVert z - z_0 \rVert, \qquad \log|\det| = \log\left(1 + \frac{\alpha\beta}{(\alpha + r)^2}\right)
               + (D - 1) \log\left(1 + \frac{\beta}{\alpha + r}\right)
 
-    Invertible because :math:`\alpha = \mathrm{softplus}(\cdot) > 0` and :math:`\beta = -\alpha + s` with
-    :math:`s = \mathrm{softplus}(\cdot) > 0` (Rezende & Mohamed 2015, appendix A.2); in terms of :math:`s` nothing cancels. The inverse
-    is closed: the radius solves :math:`r^2 + (s - \rho) r - \alpha\rho = 0` with :math:`\rho = \lVert x - z_0 \rVert`.
+    The map is invertible because :math:`\alpha = \mathrm{softplus}(\cdot) > 0` and :math:`\beta = -\alpha + s` with
+    :math:`s = \mathrm{softplus}(\cdot) > 0` (Rezende & Mohamed 2015, appendix A.2). In terms of :math:`s` nothing cancels. The
+    inverse has a closed form: the radius solves :math:`r^2 + (s - \rho) r - \alpha\rho = 0` with
+    :math:`\rho = \lVert x - z_0 \rVert`.
 
     Args:
-        dim: length of the vectors.
-        generator: source of the random start, which is near the identity.
+        dim: Length of the vectors.
+        generator: Generator of the random start, which is near the identity.
 
     >>> radial = Radial(2, generator=torch.Generator().manual_seed(0))
     >>> x, log_det = radial(torch.tensor([3.0, -1.0]))
@@ -147,10 +156,9 @@ class Radial(BidirectionalTransform):
     def __init__(self, dim: Count, generator: torch.Generator | None = None) -> None:
         super().__init__()
         self.dim = dim
-        one = 0.5413248546129181  # softplus(log(e - 1)) = 1
         self.center = nn.Parameter(0.1 * torch.randn(dim, generator=generator))
-        self.raw_alpha = nn.Parameter(one + 0.05 * torch.randn((), generator=generator))
-        self.raw_beta = nn.Parameter(one + 0.05 * torch.randn((), generator=generator))
+        self.raw_alpha = nn.Parameter(_LOG_E_MINUS_1 + 0.05 * torch.randn((), generator=generator))
+        self.raw_beta = nn.Parameter(_LOG_E_MINUS_1 + 0.05 * torch.randn((), generator=generator))
 
     def compute(self, value: Tensor, context: Tensor | None, inverse: bool) -> tuple[Tensor, Tensor]:
         check_vectors(value, self.dim, self)
@@ -160,9 +168,9 @@ class Radial(BidirectionalTransform):
         radius = safe_norm(offset)
         if inverse:
             distance, half = radius, 0.5 * (radius - stretch)
-            unit = (half.abs() + alpha).detach()  # in which no square overflows
+            unit = (half.abs() + alpha).detach()  # in this unit no square overflows
             root = unit * torch.sqrt((half / unit).square() + (alpha / unit) * (distance / unit))
-            # the root of the quadratic that adds numbers of one sign, whichever sign `half` has
+            # The form of the root that adds numbers of one sign, so that nothing cancels.
             total = half.abs() + root
             radius = torch.where(half >= 0, total, alpha * (distance / total))
         reach, stretched = radius + alpha, radius + stretch
@@ -172,10 +180,6 @@ class Radial(BidirectionalTransform):
         return self.center + factor.unsqueeze(-1) * offset, -log_det if inverse else log_det
 
 
-BOUND = 0.995
-"""Largest size of a diagonal entry: the product of two stays above -0.991, so that a slope is never below 0.009."""
-
-
 class Sylvester(BidirectionalTransform):
     r"""Sylvester flow :math:`x = z + Q R \tanh(\tilde R Q^\top z + b)` in :math:`M` directions (van den Berg et al. 2018).
 
@@ -183,20 +187,20 @@ class Sylvester(BidirectionalTransform):
               a = \tilde R Q^\top z + b
 
     :math:`R` and :math:`\tilde R` are upper triangular with diagonals in :math:`(-1, 1)`, which makes the map invertible
-    (https://arxiv.org/abs/1803.05649). The inverse solves one increasing equation in one unknown for each direction, last to first, and
-    carries gradients. Their strict triangles live in one square matrix, with the raw diagonal of :math:`R` between them. The columns
-    of the :math:`D \times M` matrix :math:`Q` are orthonormal:
+    (https://arxiv.org/abs/1803.05649). The inverse solves one increasing equation in one unknown for each direction, from the last to
+    the first, and carries gradients. The strict triangles are stored in one square matrix, with the raw diagonal of :math:`R` between
+    them. ``basis`` determines the :math:`D \times M` matrix :math:`Q` with orthonormal columns:
 
-    - ``"householder"``: a product of ``size`` reflections :math:`I - 2 v_k v_k^\top / \lVert v_k \rVert^2`, by default :math:`D`, which
-      reach every orthogonal matrix; a vector :math:`v_k` of zero reflects nothing.
-    - ``"orthogonal"``: the QR decomposition of a free matrix of ``size`` columns, by default :math:`D`.
-    - ``"identity"`` and ``"reversal"`` of the order: alternate them, so that every coordinate gets to see every other.
+    - ``"householder"``: Product of ``size`` reflections :math:`I - 2 v_k v_k^\top / \lVert v_k \rVert^2`, by default :math:`D`, which
+      reach every orthogonal matrix. A zero vector :math:`v_k` reflects nothing.
+    - ``"orthogonal"``: QR decomposition of a free matrix of ``size`` columns, by default :math:`D`.
+    - ``"identity"`` and ``"reversal"`` of the order: Alternate them, so that every coordinate depends on every other.
 
     Args:
-        dim: length :math:`D` of the vectors.
-        basis: what :math:`Q` is.
-        size: of the basis, at most ``dim`` columns.
-        generator: source of the random start, which is near the identity.
+        dim: Length :math:`D` of the vectors.
+        basis: Kind of the basis :math:`Q`.
+        size: Number of reflections, or number of columns of an orthogonal basis, which is at most ``dim``.
+        generator: Generator of the random start, which is near the identity.
 
     >>> flow = Sylvester(5, "orthogonal", size=2, generator=torch.Generator().manual_seed(0))
     >>> z = torch.arange(5.0)
@@ -218,8 +222,9 @@ class Sylvester(BidirectionalTransform):
         super().__init__()
         size = size or dim
         if basis == "orthogonal" and size > dim:
-            text = f"an orthogonal basis has between 1 and {dim} (its dim) columns, not {size}"
-            raise FlowBNNError(text, argument="size")
+            raise FlowBNNError(
+                f"an orthogonal basis has at most dim={dim} columns, got {size}", argument="size"
+            )
         self.dim, self.basis = dim, basis
         self.hidden = hidden = size if basis == "orthogonal" else dim
         self.triangles = nn.Parameter(0.05 * torch.randn(hidden, hidden, generator=generator))
@@ -228,48 +233,50 @@ class Sylvester(BidirectionalTransform):
         if basis == "orthogonal":
             self.frame = nn.Parameter(torch.linalg.qr(torch.randn(dim, hidden, generator=generator)).Q)
         elif basis == "householder":
-            self.mirrors = nn.Parameter(torch.randn(size, dim, generator=generator))
+            self.reflections = nn.Parameter(torch.randn(size, dim, generator=generator))
 
-    def _turning(self) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:
-        r"""What a row vector times :math:`Q`, and one times :math:`Q^\top`, is."""
+    def _rotations(self) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:
+        r"""Returns two functions of row vectors: the products with :math:`Q` and with :math:`Q^\top`."""
         if self.basis == "householder":
-            units = normalize_rows(self.mirrors)
+            units = normalize_rows(self.reflections)
             return lambda v: reflect(v, units), lambda v: reflect(v, units.flip(0))
         if self.basis == "orthogonal":
             frame = torch.linalg.qr(self.frame).Q
             return lambda v: torch.matmul(v, frame), lambda v: torch.matmul(v, frame.mT)
-        turn = (lambda v: v.flip(-1)) if self.basis == "reversal" else (lambda v: v)
-        return turn, turn
+        rotate = (lambda v: v.flip(-1)) if self.basis == "reversal" else (lambda v: v)
+        return rotate, rotate
 
     def _factors(self) -> tuple[Tensor, Tensor, Tensor]:
-        r""":math:`R`, :math:`\tilde R` and the slopes at zero, :math:`1 + R_{ii} \tilde R_{ii}`."""
-        diagonal = BOUND * torch.tanh(self.triangles.diagonal())
-        other = BOUND * torch.tanh(self.raw_diagonal)
-        right = self.triangles.triu(1) + torch.diag(diagonal)
-        left = self.triangles.tril(-1).mT + torch.diag(other)
-        return right, left, 1 + diagonal * other
+        r"""Returns :math:`R`, :math:`\tilde R` and the slopes at zero, :math:`1 + R_{ii} \tilde R_{ii}`."""
+        # The product of two diagonal entries stays above -0.991, so that no slope is below 0.009.
+        bound = 0.995
+        diagonal = bound * torch.tanh(self.triangles.diagonal())
+        tilde_diagonal = bound * torch.tanh(self.raw_diagonal)
+        r = self.triangles.triu(1) + torch.diag(diagonal)
+        r_tilde = self.triangles.tril(-1).mT + torch.diag(tilde_diagonal)
+        return r, r_tilde, 1 + diagonal * tilde_diagonal
 
     def compute(self, value: Tensor, context: Tensor | None, inverse: bool) -> tuple[Tensor, Tensor]:
         check_vectors(value, self.dim, self, self.bias)
-        right, left, slopes = self._factors()
-        turn, back = self._turning()
-        turned = turn(value)
-        a = self._solved(turned, right, left, slopes) if inverse else turned @ left.mT + self.bias
+        r, r_tilde, slopes = self._factors()
+        rotate, rotate_back = self._rotations()
+        rotated = rotate(value)
+        a = self._solve(rotated, r, r_tilde, slopes) if inverse else rotated @ r_tilde.mT + self.bias
         tanh = torch.tanh(a)
-        step = back(tanh @ right.mT)
+        step = rotate_back(tanh @ r.mT)
         log_det = torch.log(tanh * tanh + tanh_slope(a) * slopes).sum(-1)
         return (value - step, -log_det) if inverse else (value + step, log_det)
 
-    def _solved(self, rest: Tensor, right: Tensor, left: Tensor, slopes: Tensor) -> Tensor:
-        r"""The arguments of the tanh, from :math:`Q^\top x`."""
-        # row i of v + R tanh(left v + b) = Q'x holds v_i, v_{i+1}, ...: solve from the last row upwards
-        known = self.bias.expand_as(rest)
+    def _solve(self, residual: Tensor, r: Tensor, r_tilde: Tensor, slopes: Tensor) -> Tensor:
+        r"""Returns the arguments of the tanh for :math:`Q^\top x`."""
+        # Row i of v + R tanh(R~ v + b) = Q'x contains v_i, v_{i+1}, ...: solve from the last row upwards.
+        offset = self.bias.expand_as(residual)
         rows: list[Tensor] = []
         for i in reversed(range(self.hidden)):
-            a = tanh_root(left[i, i] * rest[..., i] + known[..., i], slopes[i])
-            step = torch.tanh(a).unsqueeze(-1) * right[:, i]
-            v = rest[..., i] - step[..., i]
-            rest = rest - step
-            known = known + v.unsqueeze(-1) * left[:, i]
+            a = tanh_root(r_tilde[i, i] * residual[..., i] + offset[..., i], slopes[i])
+            step = torch.tanh(a).unsqueeze(-1) * r[:, i]
+            v = residual[..., i] - step[..., i]
+            residual = residual - step
+            offset = offset + v.unsqueeze(-1) * r_tilde[:, i]
             rows.append(a)
         return torch.stack(rows[::-1], -1)

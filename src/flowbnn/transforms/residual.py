@@ -1,4 +1,4 @@
-"""Residual flows: a step by a contraction, whose log-determinant is exact in low dimension and estimated in high."""
+"""Residual flows: invertible residual blocks with an exact or an estimated log-determinant."""
 
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -14,9 +14,8 @@ from flowbnn.options import Count, Probability, checked
 from flowbnn.transforms.base import Transform, check_dense, check_events, check_vectors, transform_error
 from flowbnn.transforms.compose import broadcast_batch_shapes
 
-EXACT_IN_TRAINING = 8  # dimensions up to which the whole Jacobian costs less than an estimate ...
-EXACT_IN_EVAL = 256  # ... and up to which a fitted density is given exactly
-EVAL_TERMS = 20  # of the roulette in eval(), as in Chen et al. 2019, appendix E
+EXACT_IN_TRAINING = 8  # largest dimension in which the full Jacobian costs less than an estimate
+EXACT_IN_EVAL = 256  # largest dimension in which the exact density of a fitted flow is affordable
 
 
 class Residual(Transform):
@@ -25,32 +24,35 @@ class Residual(Transform):
     .. math:: \log|\det| = \log\det(I + J) = \sum_{k=1}^{\infty} \frac{(-1)^{k+1}}{k} \operatorname{tr} J^k, \qquad
               J = \frac{\partial g}{\partial z}
 
-    How the log-determinant is found (``log_det``):
+    ``log_det`` selects the computation of the log-determinant:
 
-    - ``"exact"``: the determinant of :math:`I + J`. :math:`D` products with :math:`J`, deterministic, every derivative.
-    - ``"truncated"``: the first ``terms`` terms of the series with :math:`v^\top J^k v` for the trace, :math:`v` of random signs
-      (Hutchinson). Biased by what is cut off, at most :math:`D L^{n+1} / ((n + 1)(1 - L))`.
-    - ``"roulette"``: ``terms`` terms, and then one more with probability ``continue_probability`` each time. The :math:`j`-th of these
-      is divided by its probability, ``continue_probability**j`` (Residual Flows, Chen et al. 2019). Unbiased; the variance is
-      finite if the squared spectral radius of :math:`J` is below ``continue_probability``.
-    - ``None``: exact up to 8 dimensions, in ``eval()`` up to 256; else the roulette, in ``eval()`` with 20 terms at least.
+    - ``"exact"``: Determinant of :math:`I + J`. It takes :math:`D` products with :math:`J`, is deterministic, and has all
+      derivatives.
+    - ``"truncated"``: The first ``terms`` terms of the series, with :math:`v^\top J^k v` for the trace and :math:`v` of random signs
+      (Hutchinson). The bias is at most :math:`D L^{n+1} / ((n + 1)(1 - L))`.
+    - ``"roulette"``: The first ``terms`` terms, and then one more with probability ``continue_probability`` each time. The
+      :math:`j`-th of these is divided by its probability, ``continue_probability**j`` (Residual Flows, Chen et al. 2019). The
+      estimate is unbiased. Its variance is finite if the squared spectral radius of :math:`J` is below ``continue_probability``.
+    - ``None``: Exact up to 8 dimensions, and in ``eval()`` up to 256. Otherwise the roulette, in ``eval()`` with at least 20 terms.
 
     Both estimates have the gradient :math:`w^\top \frac{\partial J}{\partial\theta} v` with :math:`w = \sum_k (-1)^k (J^\top)^k v`,
-    weighted likewise and held fixed (the Neumann series, Chen et al. 2019, section 3.2): memory does not grow with the number of
-    terms. It is a first derivative only.
+    where :math:`w` has the same weights and is held constant (the Neumann series, Chen et al. 2019, section 3.2). Memory does not
+    grow with the number of terms. Second derivatives are not available.
 
-    One pass takes :math:`z` to :math:`x`. ``inverse`` iterates :math:`z \leftarrow x - g(z)` and attaches the root by two Newton steps
-    with the Jacobian held fixed, so that first and second derivatives are those of the implicit function. For a density, run the
-    block backwards: ``Inverse(Residual(dim))``.
+    Forward costs one pass. ``inverse`` iterates :math:`z \leftarrow x - g(z)` and attaches the root by two Newton steps with a
+    constant Jacobian, so that first and second derivatives are those of the implicit function. For a density use
+    ``Inverse(Residual(dim))``.
 
     Args:
-        dim: length of the vectors, or the shape of one event: that of an image with the channels last, or any for a net of one's own.
-        hidden, context_dim, lipschitz: of the :class:`~flowbnn.nets.LipschitzMLP` that is made when no net is given, for images of
-            the :class:`~flowbnn.nets.LipschitzConv`.
-        log_det: one of the above; ``log_det_kind`` is ``"estimate"`` where random numbers may be drawn for it.
-        terms: how many terms of the series are always computed.
-        continue_probability: probability of each further term of the roulette.
-        net: a module called as ``net(z, context)`` with a Lipschitz constant below one, which is not checked.
+        dim: Length of the vectors, or shape of an event: an image with channels last, or any shape for a custom net.
+        hidden: Widths of the default net, a :class:`~flowbnn.nets.LipschitzMLP` or, for images, a
+            :class:`~flowbnn.nets.LipschitzConv`.
+        context_dim: Length of the context vectors of the default net.
+        lipschitz: Lipschitz constant :math:`L` of the default net.
+        log_det: Computation of the log-determinant. ``log_det_kind`` is ``"estimate"`` if it may draw random numbers.
+        terms: Number of terms of the series that are always computed.
+        continue_probability: Probability of each further term of the roulette.
+        net: Module that is called as ``net(z, context)``. Its Lipschitz constant must be below one, which is not checked.
 
     >>> block = Residual(2, hidden=(8,)).eval()
     >>> x, log_det = block(torch.tensor([[0.5, -1.0]]))
@@ -78,7 +80,9 @@ class Residual(Transform):
         self.shape = torch.Size([dim] if isinstance(dim, int) else dim)
         self.event_dim, self.dim = len(self.shape), self.shape.numel()
         if net is None and self.event_dim not in (1, 3):
-            raise FlowBNNError(f"Residual({tuple(self.shape)}) needs a net of its own", argument="net")
+            raise FlowBNNError(
+                f"Residual needs a net for events of shape {tuple(self.shape)}", argument="net"
+            )
         if net is None and self.event_dim == 1:
             net = LipschitzMLP(self.dim, self.dim, hidden, context_dim, lipschitz=lipschitz)
         self.net = net or LipschitzConv(tuple(self.shape), hidden, context_dim, lipschitz=lipschitz)  # type: ignore[arg-type]
@@ -89,110 +93,123 @@ class Residual(Transform):
 
     def forward(self, z: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
         self._check(z, context)
-        step, pull, _ = self._given(context).linearize(z)
-        return z + step, self._log_det(pull, step)
+        step, vjp, _ = self._net_at(context).linearize(z)
+        return z + step, self._log_det(vjp, step)
 
     def inverse(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
         self._check(x, context)
-        step = self._given(context)
+        net = self._net_at(context)
         with torch.no_grad():
-            z = self._root(step, x)
-            _, pull, push = step.linearize(z)
-            matrix = self._one_plus_jacobian(pull, z) if self.dim <= EXACT_IN_EVAL else None
+            z = self._fixed_point(net, x)
+            _, vjp, jvp = net.linearize(z)
+            matrix = self._one_plus_jacobian(vjp, z) if self.dim <= EXACT_IN_EVAL else None
         for _ in range(2):
-            rest = z + step(z) - x
+            error = z + net(z) - x
             if matrix is None:
-                z = z - _Solve.apply(rest, pull, push)
+                z = z - _Solve.apply(error, vjp, jvp)
             else:
-                flat = at_least_single(rest.flatten(-self.event_dim))
-                z = z - torch.linalg.solve(matrix, flat).reshape(rest.shape).to(z.dtype)
-        moved, pull, _ = step.linearize(z)
-        return z, -self._log_det(pull, moved)
+                flat = at_least_single(error.flatten(-self.event_dim))
+                z = z - torch.linalg.solve(matrix, flat).reshape(error.shape).to(z.dtype)
+        step, vjp, _ = net.linearize(z)
+        return z, -self._log_det(vjp, step)
 
     def _check(self, value: Tensor, context: Tensor | None) -> None:
+        """Raises FlowBNNError for events of another shape or dtype, or a context of another batch shape."""
         check_vectors(value, self.shape[-1], self, next(self.net.parameters(), None))
         batch = check_events(value, self.shape, self)
         if context is not None:
             check_dense(context, self)
-            broadcast_batch_shapes(batch, context.shape[:-1], "the values of Residual")
+            broadcast_batch_shapes(batch, context.shape[:-1], self)
 
-    def _given(self, context: Tensor | None) -> Any:
+    def _net_at(self, context: Tensor | None) -> Any:
+        """Returns the net for one context, with a method ``linearize``."""
         return (
             self.net.at_context(context)
             if isinstance(self.net, SmoothMLP)
             else AutogradNet(self.net, context)
         )
 
-    def _log_det(self, pull: LinearMap, like: Tensor) -> Tensor:
+    def _log_det(self, vjp: LinearMap, like: Tensor) -> Tensor:
+        r"""Returns the log-determinant for the products :math:`J^\top v`."""
         small = self.dim <= (EXACT_IN_TRAINING if self.training else EXACT_IN_EVAL)
-        how = self.log_det or ("exact" if small else "roulette")
-        if how == "exact":
-            return torch.linalg.slogdet(self._one_plus_jacobian(pull, like)).logabsdet.to(like.dtype)
-        terms = self.terms if self.training or how == "truncated" or self.log_det else EVAL_TERMS
+        method = self.log_det or ("exact" if small else "roulette")
+        if method == "exact":
+            return torch.linalg.slogdet(self._one_plus_jacobian(vjp, like)).logabsdet.to(like.dtype)
+        # 20 terms in evaluation mode, as in Chen et al. 2019, appendix E.
+        terms = self.terms if self.training or method == "truncated" or self.log_det else 20
         extra = (
-            0 if how == "truncated" else int(torch.empty(()).geometric_(1 - self.continue_probability)) - 1
+            0 if method == "truncated" else int(torch.empty(()).geometric_(1 - self.continue_probability)) - 1
         )
         return self._series(
-            pull, like, [1.0] * terms + [self.continue_probability**-j for j in range(1, extra + 1)]
+            vjp, like, [1.0] * terms + [self.continue_probability**-j for j in range(1, extra + 1)]
         )
 
-    def _series(self, pull: LinearMap, like: Tensor, weights: Sequence[float]) -> Tensor:
+    def _series(self, vjp: LinearMap, like: Tensor, weights: Sequence[float]) -> Tensor:
+        """Returns the weighted power series of the log-determinant, with traces by random signs."""
         sign = torch.empty_like(like).bernoulli_(0.5).mul_(2).sub_(1)
         with torch.no_grad():
             power, neumann, traces = sign, torch.zeros_like(like), torch.zeros_like(like)
             for k, weight in enumerate(weights):
                 neumann = neumann.add(power, alpha=(-1) ** k * weight)
-                power = pull(power)
+                power = vjp(power)
                 traces = traces.addcmul(power, sign, value=(-1) ** k * weight / (k + 1))
             total = sum_rightmost(traces, self.event_dim)
         if not torch.is_grad_enabled():
             return total
-        slope = sum_rightmost(pull(neumann) * sign, self.event_dim)
+        slope = sum_rightmost(vjp(neumann) * sign, self.event_dim)
         return total + (slope - slope.detach())
 
-    def _one_plus_jacobian(self, pull: LinearMap, like: Tensor) -> Tensor:
+    def _one_plus_jacobian(self, vjp: LinearMap, like: Tensor) -> Tensor:
+        """Returns :math:`I + J` for each event."""
         eye = torch.eye(self.dim, dtype=like.dtype, device=like.device)
         batch = like.shape[: like.ndim - self.event_dim]
-        rows = pull(eye.reshape(self.dim, *(1,) * len(batch), *self.shape))
+        rows = vjp(eye.reshape(self.dim, *(1,) * len(batch), *self.shape))
         return at_least_single(eye + rows.flatten(-self.event_dim).movedim(0, -2))
 
-    def _root(self, step: Any, x: Tensor) -> Tensor:
-        """Fixed point of ``z = x - step(z)`` to half of the digits, which Newton steps double, or all that a net in TF32 has."""
-        z, least, since, half = x, 1.0, 0, torch.finfo(x.dtype).eps ** 0.5
+    def _fixed_point(self, net: Any, x: Tensor) -> Tensor:
+        """Returns the fixed point of ``z = x - net(z)`` to half of the digits, which the Newton steps double."""
+        z, smallest_move, last_progress, tolerance = x, 1.0, 0, torch.finfo(x.dtype).eps ** 0.5
         if not is_concrete(x) or not x.numel():
-            for _ in range(200):  # a number that is the same for all: 0.9**200 is below half of the digits
-                z = x - step(z)
+            for _ in range(200):  # a graph needs a fixed number: 0.9**200 is below half of the digits
+                z = x - net(z)
             return z
-        # a large entry rounds what the others move by
+        # Large entries round the moves of the others.
         largest = x.abs().amax(tuple(range(-self.event_dim, 0)), keepdim=True)
-        size = 1.0 + x.abs() + 8.0 * half * largest
+        unit = 1.0 + x.abs() + 8.0 * tolerance * largest
         for count in range(3, 1000, 4):
             for _ in range(4):
-                last, z = z, x - step(z)
-            move = float(torch.where(x.isfinite(), (z - last).abs() / size, 0.0).amax())
-            least, since = (move, count) if move < 0.9 * least else (least, since)
-            if move <= half or (count - since > 400 and move < 0.01):
+                previous, z = z, x - net(z)
+            move = float(torch.where(x.isfinite(), (z - previous).abs() / unit, 0.0).amax())
+            if move < 0.9 * smallest_move:
+                smallest_move, last_progress = move, count
+            # A net in TF32 stalls before the tolerance; then all digits that it has are found.
+            if move <= tolerance or (count - last_progress > 400 and move < 0.01):
                 return z
-        text = "has no inverse to find: z = x - net(z) did not settle in 1000 steps; give a net that contracts, or a smaller lipschitz"
+        text = (
+            "did not converge in 1000 iterations of its inverse; use a net with a smaller Lipschitz constant"
+        )
         raise transform_error(self, text, "convergence")
 
 
 class _Solve(torch.autograd.Function):
-    r"""A constant :math:`(I + J)^{-1}` for the derivatives; near a root, where its argument is zero, the value is the argument."""
+    """Product with a constant :math:`(I + J)^{-1}` in the derivatives.
+
+    The argument is zero up to rounding, because it is the error at a root. The value is therefore the argument itself.
+    """
 
     @staticmethod
-    def forward(ctx: Any, value: Tensor, pull: LinearMap, push: LinearMap, solve: bool = False) -> Tensor:
-        ctx.products = pull, push
+    def forward(ctx: Any, value: Tensor, vjp: LinearMap, jvp: LinearMap, solve: bool = False) -> Tensor:
+        ctx.products = vjp, jvp
         result = value.clone()
-        if solve:  # result = value - J result, by iteration
+        if solve:  # iterates result = value - J result
             tolerance = torch.finfo(value.dtype).eps * (value.abs().amax() if value.numel() else 0.0)
             for _ in range(1000):
-                last, result = result, value - push(result)
-                if not bool(((result - last).abs() > tolerance).any()):
+                previous, result = result, value - jvp(result)
+                if not bool(((result - previous).abs() > tolerance).any()):
                     break
         return result
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        pull, push = ctx.products
-        return _Solve.apply(grads[0], push, pull, True), None, None, None
+        vjp, jvp = ctx.products
+        return _Solve.apply(grads[0], jvp, vjp, True), None, None, None

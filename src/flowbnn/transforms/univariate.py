@@ -1,8 +1,9 @@
-r"""Increasing maps of one number, whose parameters a network computes: couplings and autoregressive maps take any of them.
+"""Increasing maps of one number whose parameters a network computes, for couplings and autoregressive transforms.
 
-To write one, subclass :class:`Univariate`: say how many parameters an entry takes, and give both directions for values
-``(..., D)`` and parameters ``(..., params_per_entry * D)``. Each returns the new values and the *logarithms of the slopes of the map it
-applied*, both ``(..., D)``. With all parameters zero the map should be the identity or next to it: networks start there.
+To write one, subclass :class:`Univariate`. Set the number of parameters of an entry, and define both directions for values
+``(..., D)`` and parameters ``(..., params_per_entry * D)``. Each direction returns the new values and the logarithms of the slopes of
+the map it applies, both ``(..., D)``. With all parameters zero the map should be the identity or close to it, because networks start
+there.
 """
 
 import math
@@ -21,36 +22,59 @@ from flowbnn.transforms.base import BidirectionalTransform, check_vectors
 
 
 class Univariate(ABC):
-    """The contract is at the top of this file."""
+    """Base class for increasing maps of one number. The docstring of this module states the contract.
+
+    >>> AffineMap().params_per_entry, SplineMap(bins=8).params_per_entry
+    (2, 23)
+    """
 
     interleaved: bool = False
-    """The parameters of one entry lie side by side; else the first of every entry, then the second, and so on."""
+    """True if the parameters of one entry are adjacent; otherwise the first ones of all entries come first, and so on."""
     inverse_kind: Literal["exact", "numerical"] = "exact"
     width: int = 1
-    """How many numbers of a vector are one entry, side by side."""
+    """Number of adjacent numbers of a vector that form one entry."""
     features: int = 1
-    """How many numbers a network reads of one entry."""
+    """Number of inputs that a network reads for one entry."""
 
     @property
     @abstractmethod
     def params_per_entry(self) -> int:
-        """How many parameters a number takes."""
+        """Number of parameters of one entry."""
 
     def read(self, value: Tensor) -> Tensor:
-        r"""What networks read of values: :math:`q(z) = z / (1 + |z| / 5)`; :class:`~flowbnn.transforms.Coupling` says why."""
+        """Returns the inputs of networks, :math:`q(z) = z / (1 + |z| / 5)`. :class:`~flowbnn.transforms.Coupling` gives the
+        reason.
+        """
         return value / torch.rsub(value.abs(), 1.0, alpha=-0.2)
 
     @abstractmethod
     def forward(self, value: Tensor, parameters: Tensor) -> tuple[Tensor, Tensor]:
-        """The map and the logarithms of its slopes."""
+        """Returns the images of values and the logarithms of the slopes.
+
+        Args:
+            value: Values ``(..., D)``.
+            parameters: Parameters ``(..., params_per_entry * D)``.
+        """
 
     @abstractmethod
     def inverse(self, value: Tensor, parameters: Tensor) -> tuple[Tensor, Tensor]:
-        """The inverse map for the same parameters and the logarithms of its slopes."""
+        """Returns the preimages of values and the logarithms of the slopes of the inverse.
+
+        Args:
+            value: Values ``(..., D)``.
+            parameters: Parameters ``(..., params_per_entry * D)``.
+        """
 
 
 class ConditionedTransform(BidirectionalTransform):
-    """What couplings and autoregressive maps share: a univariate map, and a net that computes its parameters."""
+    """Base class for couplings and autoregressive transforms: a univariate map and a net that computes its parameters.
+
+    Args:
+        dim: Length of the vectors.
+        univariate: Map of single entries.
+        net: Module that is called as ``net(value, context)``.
+        compress: True to let the net read ``univariate.read(value)`` instead of the values.
+    """
 
     net: Any
 
@@ -61,21 +85,32 @@ class ConditionedTransform(BidirectionalTransform):
         self.inverse_kind = univariate.inverse_kind
         self.event_dim = int(getattr(net, "event_dim", 1))
         self.interleaved = bool(getattr(net, "interleaved", univariate.interleaved))
-        # where the first parameter is, once and for all: looking for it takes as long as a layer does
-        places = ((part, name) for part in net.modules() for name, _ in part.named_parameters(recurse=False))
-        self.first = next(places, None)
+        # Location of the first parameter, found once because the search takes as long as a layer.
+        places = (
+            (module, name) for module in net.modules() for name, _ in module.named_parameters(recurse=False)
+        )
+        self._first_parameter = next(places, None)
 
     def _check(self, value: Tensor) -> None:
-        """Refuse vectors of another length or precision."""
-        check_vectors(value, self.dim, self, getattr(*self.first) if self.first else None)
+        """Raises FlowBNNError for vectors of another length or dtype."""
+        parameter = getattr(*self._first_parameter) if self._first_parameter else None
+        check_vectors(value, self.dim, self, parameter)
 
-    def _parameters_for(self, known: Tensor, context: Tensor | None, count: int) -> Tensor:
-        """Those of ``count`` entries, from what is known."""
-        parameters = self.net(self.univariate.read(known) if self.compress else known, context)
-        wanted = (*known.shape[:-1], self.univariate.params_per_entry * count)
-        if parameters.shape != wanted:
-            text = f"the net of {type(self).__name__} must give {wanted} here, not {tuple(parameters.shape)}"
-            raise FlowBNNError(text, kind="shape")
+    def _entry_parameters(self, inputs: Tensor, context: Tensor | None, count: int) -> Tensor:
+        """Returns the parameters of some entries.
+
+        Args:
+            inputs: Values that the net reads.
+            context: Context vectors.
+            count: Number of entries.
+        """
+        parameters = self.net(self.univariate.read(inputs) if self.compress else inputs, context)
+        shape = (*inputs.shape[:-1], self.univariate.params_per_entry * count)
+        if parameters.shape != shape:
+            text = (
+                f"the net of {type(self).__name__} must return shape {shape}, got {tuple(parameters.shape)}"
+            )
+            raise FlowBNNError(text, kind="shape", argument="net")
         if self.interleaved == self.univariate.interleaved:
             return parameters
         entries = count // self.univariate.width
@@ -84,7 +119,7 @@ class ConditionedTransform(BidirectionalTransform):
 
 @options
 class ShiftMap(Univariate):
-    r""":math:`x = z + t`.
+    """Shift :math:`x = z + t`.
 
     >>> ShiftMap().forward(torch.ones(2), torch.tensor([1.0, 2.0]))[0]
     tensor([2., 3.])
@@ -101,14 +136,16 @@ class ShiftMap(Univariate):
 
 @options
 class AffineMap(Univariate):
-    r""":math:`x = e^{s} z + t` with :math:`s = b \tanh(a / b)`; first all :math:`a`, then all :math:`t`.
+    r"""Affine map :math:`x = e^{s} z + t` with :math:`s = b \tanh(a / b)`. The parameters are first all :math:`a`, then all
+    :math:`t`.
 
-    The bound is soft: an unbounded log-scale multiplies along a stack until it overflows, in float64 as well.
+    The bound is soft. Without it, log-scales add up along a stack of maps until it overflows, even in float64.
 
     Args:
-        bound: largest size :math:`b` of the log-scale.
-        positive_log_scale: :math:`s = b \tanh(\mathrm{softplus}(a - 2) / b) > 0`, much as in Glow. On the way from data to the base
-            numbers only shrink, so that no stack of steps carries an unusual image off to infinity. It does not start at the identity.
+        bound: Largest absolute value :math:`b` of the log-scale.
+        positive_log_scale: True for :math:`s = b \tanh(\mathrm{softplus}(a - 2) / b) > 0`, much as in Glow. Numbers then only shrink
+            on the way from data to the base, so that no unusual image diverges. The map does not start at the identity.
+
     >>> AffineMap().forward(torch.ones(1), torch.tensor([0.0, 2.0]))
     (tensor([3.]), tensor([0.]))
     """
@@ -128,23 +165,23 @@ class AffineMap(Univariate):
         return (value - shift) * log_scale.exp(), log_scale
 
     def _read(self, parameters: Tensor) -> tuple[Tensor, Tensor]:
-        raw, shift = parameters.split_with_sizes([parameters.shape[-1] // 2] * 2, -1)  # chunk takes longer
+        """Returns the raw log-scales and the shifts."""
+        raw, shift = parameters.split_with_sizes([parameters.shape[-1] // 2] * 2, -1)  # faster than chunk
         return F.softplus(raw - 2.0) if self.positive_log_scale else raw, shift
 
 
 @options
 class SigmoidalMap(Univariate):
-    r"""A deep sigmoidal flow, :math:`x = \mathrm{logit}\left(\sum_k w_k\, \sigma(a_k z + b_k)\right)`, of :math:`a_k, w_k > 0` and
+    r"""Deep sigmoidal flow, :math:`x = \mathrm{logit}\left(\sum_k w_k\, \sigma(a_k z + b_k)\right)`, with :math:`a_k, w_k > 0` and
     :math:`\sum_k w_k = 1` (Huang, Krueger, Lacoste & Courville 2018, equation 8, https://arxiv.org/abs/1804.00779).
 
-    A mixture of logistic distribution functions seen through the logit, computed in logarithms; enough units reach every
-    increasing map. The inverse is numerical: :math:`x` lies between the smallest and the largest :math:`a_k z + b_k`, which
-    brackets :math:`z`. Its last two Newton steps are differentiable, so that gradients and Hessians are those of the implicit
-    function.
+    It is the logit of a mixture of logistic distribution functions, computed in logarithms. Enough units approximate every increasing
+    map. The inverse is numerical: :math:`x` lies between the smallest and the largest :math:`a_k z + b_k`, which brackets :math:`z`.
+    Its last two Newton steps are differentiable, so that gradients and Hessians are those of the implicit function.
 
     Args:
-        units: number of sigmoids; an entry takes ``3 * units`` numbers: slopes, offsets and weights.
-        bound: largest size of :math:`\log a_k`, kept by :math:`\log a = b \tanh(\cdot / b)`.
+        units: Number of sigmoids. An entry has ``3 * units`` parameters: slopes, offsets and weights.
+        bound: Largest absolute value of :math:`\log a_k`, by :math:`\log a = b \tanh(\cdot / b)`.
 
     >>> sigmoids = SigmoidalMap(units=4)
     >>> x, _ = sigmoids.forward(torch.tensor([0.5, -7.0]), torch.linspace(-1, 1, 24))
@@ -162,38 +199,43 @@ class SigmoidalMap(Univariate):
         return 3 * self.units
 
     def forward(self, value: Tensor, parameters: Tensor) -> tuple[Tensor, Tensor]:
-        return _mixture(value, *_units(parameters.unflatten(-1, (value.shape[-1], -1)), self.bound))
+        return _mixture(
+            value, *_mixture_parameters(parameters.unflatten(-1, (value.shape[-1], -1)), self.bound)
+        )
 
     def inverse(self, value: Tensor, parameters: Tensor) -> tuple[Tensor, Tensor]:
-        return _unmixed(value, *_units(parameters.unflatten(-1, (value.shape[-1], -1)), self.bound))
+        return _mixture_inverse(
+            value, *_mixture_parameters(parameters.unflatten(-1, (value.shape[-1], -1)), self.bound)
+        )
 
 
-def _units(each: Tensor, bound: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-slopes, offsets and log-weights of raw numbers ``(..., D, 3 * units)``."""
-    raw, b, logits = each.unflatten(-1, (3, -1)).unbind(-2)
-    # units that start apart, or they would stay together
+def _mixture_parameters(raw: Tensor, bound: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns log-slopes, offsets and log-weights of a mixture for raw numbers ``(..., D, 3 * units)``."""
+    log_slopes, b, logits = raw.unflatten(-1, (3, -1)).unbind(-2)
+    # Offsets start apart, because equal units would stay equal.
     b = b + torch.linspace(-1.0, 1.0, b.shape[-1], dtype=b.dtype, device=b.device)
-    return soft_clamp(raw, bound), b, F.log_softmax(logits, -1)
+    return soft_clamp(log_slopes, bound), b, F.log_softmax(logits, -1)
 
 
 def _mixture(z: Tensor, log_a: Tensor, b: Tensor, log_w: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the logit of a mixture of logistic distribution functions and the logarithm of its slope."""
     s = torch.addcmul(b, log_a.exp(), z.unsqueeze(-1))
     below, above = log_w + F.logsigmoid(s), log_w + F.logsigmoid(-s)
-    # shares of the distribution function and of the rest: far out, where those vanish, no large logarithms are subtracted
+    # Softmax weights below and above: far out, where both vanish, no large logarithms are subtracted.
     log_slopes = log_a - log_w + F.log_softmax(below, -1) + F.log_softmax(above, -1)
     return torch.logsumexp(below, -1) - torch.logsumexp(above, -1), torch.logsumexp(log_slopes, -1)
 
 
-def _unmixed(x: Tensor, log_a: Tensor, b: Tensor, log_w: Tensor) -> tuple[Tensor, Tensor]:
-    """The inverse of :func:`_mixture`, by a bracketed root and two Newton steps."""
+def _mixture_inverse(x: Tensor, log_a: Tensor, b: Tensor, log_w: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the inverse of :func:`_mixture` and the logarithm of its slope, by a bracketed root and two Newton steps."""
 
     def newton(z: Tensor) -> tuple[Tensor, Tensor]:
-        found, log_slope = _mixture(z, log_a, b, log_w)
-        return found - x, log_slope.exp()
+        value, log_slope = _mixture(z, log_a, b, log_w)
+        return value - x, log_slope.exp()
 
     with torch.no_grad():
-        ends = (x.unsqueeze(-1) - b) * (-log_a).exp()
-    z = monotone_root(newton, ends.amin(-1), ends.amax(-1))
+        bracket = (x.unsqueeze(-1) - b) * (-log_a).exp()
+    z = monotone_root(newton, bracket.amin(-1), bracket.amax(-1))
     for _ in range(2):
         error, slope = newton(z)
         z = z - error / slope
@@ -202,14 +244,15 @@ def _unmixed(x: Tensor, log_a: Tensor, b: Tensor, log_w: Tensor) -> tuple[Tensor
 
 @options
 class LogisticMixtureMap(Univariate):
-    r"""The map of Flow++: a mixture of logistic distribution functions seen through the logit, scaled and shifted (Ho et al. 2019).
+    r"""Map of Flow++: logit of a mixture of logistic distribution functions, scaled and shifted (Ho et al. 2019).
 
-    On the way to the base, which costs one evaluation, :math:`z = e^s\, \mathrm{logit}(\sum_k w_k\, \sigma(a_k x + b_k)) + t`
-    (https://arxiv.org/abs/1902.00275, equation 15). Draws invert it as :class:`SigmoidalMap` inverts itself, with implicit gradients.
+    The direction to the base costs one evaluation, :math:`z = e^s\, \mathrm{logit}(\sum_k w_k\, \sigma(a_k x + b_k)) + t`
+    (https://arxiv.org/abs/1902.00275, equation 15). Draws invert it numerically, as :class:`SigmoidalMap` does, with implicit
+    gradients.
 
     Args:
-        components: of the mixture; an entry takes ``3 * components + 2`` numbers.
-        bound: largest size of :math:`s` and of :math:`\log a_k`.
+        components: Number of components of the mixture. An entry has ``3 * components + 2`` parameters.
+        bound: Largest absolute value of :math:`s` and of :math:`\log a_k`.
 
     >>> mixture = LogisticMixtureMap(components=4)
     >>> z, _ = mixture.inverse(torch.tensor([0.5, -7.0]), torch.linspace(-1, 1, 28))
@@ -227,12 +270,13 @@ class LogisticMixtureMap(Univariate):
         return 3 * self.components + 2
 
     def _read(self, value: Tensor, parameters: Tensor) -> tuple[Tensor, Tensor, Any]:
-        each = parameters.unflatten(-1, (value.shape[-1], self.params_per_entry))
-        return soft_clamp(each[..., 0], self.bound), each[..., 1], _units(each[..., 2:], self.bound)
+        """Returns the log-scales, the shifts and the parameters of the mixtures."""
+        raw = parameters.unflatten(-1, (value.shape[-1], self.params_per_entry))
+        return soft_clamp(raw[..., 0], self.bound), raw[..., 1], _mixture_parameters(raw[..., 2:], self.bound)
 
     def forward(self, value: Tensor, parameters: Tensor) -> tuple[Tensor, Tensor]:
         log_scale, shift, units = self._read(value, parameters)
-        x, log_slope = _unmixed((value - shift) * (-log_scale).exp(), *units)
+        x, log_slope = _mixture_inverse((value - shift) * (-log_scale).exp(), *units)
         return x, log_slope - log_scale
 
     def inverse(self, value: Tensor, parameters: Tensor) -> tuple[Tensor, Tensor]:
@@ -243,9 +287,9 @@ class LogisticMixtureMap(Univariate):
 
 @options
 class SplineMap(Univariate):
-    r"""A monotone rational-quadratic spline on :math:`[-B, B]` with the identity outside (Durkan, Bekasov, Murray & Papamakarios 2019).
+    r"""Monotone rational-quadratic spline on :math:`[-B, B]` with the identity outside (Durkan, Bekasov, Murray & Papamakarios 2019).
 
-    Between two knots, with :math:`\xi, \eta \in [0, 1]` the shares of the bin's width :math:`w` and height :math:`h` that lie
+    Between two knots, with :math:`\xi, \eta \in [0, 1]` the fractions of the bin's width :math:`w` and height :math:`h` that lie
     below :math:`z` and :math:`x`, and :math:`\delta_0, \delta_1` the slopes at the knots over :math:`h / w`,
 
     .. math:: \eta = \frac{\xi (\xi + \delta_0 (1 - \xi))}{\beta}, \qquad
@@ -253,14 +297,15 @@ class SplineMap(Univariate):
               \beta = 1 + (\delta_0 + \delta_1 - 2) \xi (1 - \xi) .
 
     In these units the discriminant of the inverse is a sum of positive numbers, :math:`t^2 + 4 \eta (1 - \eta)` with
-    :math:`t = \delta_0 (1 - \eta) - \delta_1 \eta`, and no rounding makes it negative, as it can the usual :math:`b^2 - 4ac`. Values
-    are clamped to the interval before the arithmetic, and what was clamped off is added again: there is no boolean index that may be
-    empty and no gradient of a branch not taken.
+    :math:`t = \delta_0 (1 - \eta) - \delta_1 \eta`. Rounding cannot make it negative, unlike the usual :math:`b^2 - 4ac`. Values are
+    clamped to the interval first, and the clamped-off distance is added at the end. There is no boolean index that may be empty, and
+    no gradient of a branch that is not taken.
 
     Args:
-        bins: number :math:`K` of bins; an entry takes ``3 * bins - 1`` numbers: widths, heights, and slopes at the inner knots.
-        bound: half the width :math:`B` of the interval.
-        min_size: least width and height of a bin, as a share of the interval; slopes are between ``min_size`` and its reciprocal.
+        bins: Number :math:`K` of bins. An entry has ``3 * bins - 1`` parameters: widths, heights, and slopes at the inner knots.
+        bound: Half width :math:`B` of the interval.
+        min_size: Smallest width and height of a bin as a fraction of the interval. Slopes lie between ``min_size`` and its
+            reciprocal.
 
     >>> spline = SplineMap(bins=4, bound=2.0)
     >>> x, log_slope = spline.forward(torch.tensor([0.5, 7.0]), torch.linspace(-1, 1, 22))
@@ -275,8 +320,8 @@ class SplineMap(Univariate):
 
     def __post_init__(self) -> None:
         if self.min_size * self.bins >= 1:
-            text = f"{self.bins} bins of at least {self.min_size} of the interval do not fit into it"
-            raise FlowBNNError(text, argument="smallest")
+            text = f"min_size must be below 1 / bins = {1 / self.bins:g}, got {self.min_size}"
+            raise FlowBNNError(text, argument="min_size")
 
     @property
     def params_per_entry(self) -> int:
@@ -285,64 +330,71 @@ class SplineMap(Univariate):
     def forward(self, value: Tensor, parameters: Tensor) -> tuple[Tensor, Tensor]:
         inside = value.clamp(-self.bound, self.bound)
         x0, w, y0, h, d0, d1 = self._bin(inside, parameters, 0)
-        at = ((inside - x0) / w).clamp(0.0, 1.0)
-        share, log_slope = _bin_forward(at, d0, d1)
-        return torch.addcmul(y0, h, share) + (value - inside), log_slope + torch.log(h / w)
+        xi = ((inside - x0) / w).clamp(0.0, 1.0)
+        eta, log_slope = _bin_forward(xi, d0, d1)
+        return torch.addcmul(y0, h, eta) + (value - inside), log_slope + torch.log(h / w)
 
     def inverse(self, value: Tensor, parameters: Tensor) -> tuple[Tensor, Tensor]:
         inside = value.clamp(-self.bound, self.bound)
         x0, w, y0, h, d0, d1 = self._bin(inside, parameters, 1)
-        share = ((inside - y0) / h).clamp(0.0, 1.0)
-        rest = 1.0 - share
-        t = d0 * rest - d1 * share
-        root = torch.sqrt(t * t + 4.0 * share * rest) + t.abs()
-        rising = t >= 0
-        # of two equal quotients the one that adds positive numbers
-        above = torch.where(rising, 2.0 * share, root)
-        at = above / (above + torch.where(rising, root, 2.0 * rest))
-        log_slope = -_bin_forward(at, d0, d1)[1] - torch.log(h / w)
-        return torch.addcmul(x0, w, at) + (value - inside), log_slope
+        eta = ((inside - y0) / h).clamp(0.0, 1.0)
+        complement = 1.0 - eta
+        t = d0 * complement - d1 * eta
+        root = torch.sqrt(t * t + 4.0 * eta * complement) + t.abs()
+        positive = t >= 0
+        # The one of two equal quotients that adds positive numbers.
+        numerator = torch.where(positive, 2.0 * eta, root)
+        xi = numerator / (numerator + torch.where(positive, root, 2.0 * complement))
+        log_slope = -_bin_forward(xi, d0, d1)[1] - torch.log(h / w)
+        return torch.addcmul(x0, w, xi) + (value - inside), log_slope
 
-    def _slopes(self, raw: Tensor) -> Tensor:
-        """The raw log-slopes at all knots: zero, which is a slope of one, at the ends."""
+    def _knot_slopes(self, raw: Tensor) -> Tensor:
+        """Returns the raw log-slopes at all knots. They are zero at the ends, which is a slope of one."""
         return F.pad(raw, (1, 1))
 
     def _bin(self, value: Tensor, parameters: Tensor, side: int) -> Any:
-        """Left and width, bottom and height, and the relative slopes of the bin that a value is in; ``side`` 1: by its heights."""
+        """Returns the left end and width, the bottom and height, and both relative slopes of the bin of each value.
+
+        Args:
+            value: Values inside the interval.
+            parameters: Parameters of the spline.
+            side: 0 to find bins by their widths, 1 to find them by their heights.
+        """
         bins = self.bins
         parameters = parameters.unflatten(-1, (value.shape[-1], -1))
         sizes = F.softmax(parameters[..., : 2 * bins].unflatten(-1, (2, bins)), -1)
         sizes = 2.0 * self.bound * (self.min_size + (1.0 - self.min_size * bins) * sizes[..., :-1])
-        # the ends are exact, so that the slopes outside are
+        # The ends are exact, so that the slopes outside are one.
         knots = F.pad(sizes.cumsum(-1) - self.bound, (1, 0), value=-self.bound)
         knots = F.pad(knots, (0, 1), value=self.bound)
         index = (value.unsqueeze(-1) >= knots[..., side, 1:-1]).sum(-1)
-        table = torch.cat([knots, self._slopes(parameters[..., 2 * bins :]).unsqueeze(-2)], -2)
+        table = torch.cat([knots, self._knot_slopes(parameters[..., 2 * bins :]).unsqueeze(-2)], -2)
         index = torch.stack([index, index + 1], -1).unsqueeze(-2).expand(*index.shape, 3, 2)
-        (x0, x1), (y0, y1), logs = (part.unbind(-1) for part in table.gather(-1, index).unbind(-2))
+        (x0, x1), (y0, y1), logs = (row.unbind(-1) for row in table.gather(-1, index).unbind(-2))
         w, h = x1 - x0, y1 - y0
         d0, d1 = (soft_clamp(log, -math.log(self.min_size)).exp() * (w / h) for log in logs)
         return x0, w, y0, h, d0, d1
 
 
-def _bin_forward(at: Tensor, d0: Tensor, d1: Tensor) -> tuple[Tensor, Tensor]:
-    rest = 1.0 - at
-    below = 1.0 + (d0 + d1 - 2.0) * at * rest
-    slope = d1 * at * at + 2.0 * at * rest + d0 * rest * rest
-    return at * (at + d0 * rest) / below, torch.log(slope) - 2.0 * torch.log(below)
+def _bin_forward(xi: Tensor, d0: Tensor, d1: Tensor) -> tuple[Tensor, Tensor]:
+    r"""Returns :math:`\eta` and :math:`\log d\eta / d\xi` of :class:`SplineMap`."""
+    complement = 1.0 - xi
+    beta = 1.0 + (d0 + d1 - 2.0) * xi * complement
+    slope = d1 * xi * xi + 2.0 * xi * complement + d0 * complement * complement
+    return xi * (xi + d0 * complement) / beta, torch.log(slope) - 2.0 * torch.log(beta)
 
 
 @options
 class CircularSplineMap(SplineMap):
-    r"""A rational-quadratic spline of the circle :math:`[-B, B)` onto itself, turned by a learned angle (Rezende et al. 2020).
+    """Rational-quadratic spline of the circle :math:`[-B, B)` onto itself, followed by a learned rotation (Rezende et al. 2020).
 
     The slopes at both ends are one parameter, so that densities are continuous where the circle closes. Values are taken modulo
-    :math:`2B`. Networks read :math:`\cos` and :math:`\sin` of the angle.
+    :math:`2B`. Networks read the cosine and the sine of the angle.
 
     Args:
-        bins: number of bins; an entry takes ``3 * bins + 1`` numbers: widths, heights, slopes and the angle of the turn.
-        bound: :math:`B`; the default is for angles in radians.
-        min_size: as in :class:`SplineMap`.
+        bins: Number of bins. An entry has ``3 * bins + 1`` parameters: widths, heights, slopes and the angle of the rotation.
+        bound: Half circumference :math:`B`; the default is for angles in radians.
+        min_size: Smallest size of a bin, as in :class:`SplineMap`.
 
     >>> circle = CircularSplineMap(bins=4)
     >>> x, _ = circle.forward(torch.tensor([3.0, 3.0 + 2 * math.pi]), torch.linspace(-1, 1, 13).repeat(2))
@@ -362,21 +414,23 @@ class CircularSplineMap(SplineMap):
         return torch.stack([angle.cos(), angle.sin()], -1).flatten(-2)
 
     def forward(self, value: Tensor, parameters: Tensor) -> tuple[Tensor, Tensor]:
-        parameters, turn = self._turn(value, parameters)
-        value, log_slope = super().forward(self._wrapped(value), parameters)
-        return self._wrapped(value + turn), log_slope
+        parameters, angle = self._split_angle(value, parameters)
+        value, log_slope = super().forward(self._wrap(value), parameters)
+        return self._wrap(value + angle), log_slope
 
     def inverse(self, value: Tensor, parameters: Tensor) -> tuple[Tensor, Tensor]:
-        parameters, turn = self._turn(value, parameters)
-        value, log_slope = super().inverse(self._wrapped(value - turn), parameters)
-        return self._wrapped(value), log_slope
+        parameters, angle = self._split_angle(value, parameters)
+        value, log_slope = super().inverse(self._wrap(value - angle), parameters)
+        return self._wrap(value), log_slope
 
-    def _turn(self, value: Tensor, parameters: Tensor) -> tuple[Tensor, Tensor]:
+    def _split_angle(self, value: Tensor, parameters: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the parameters of the splines and the angles of the rotations."""
         parameters = parameters.unflatten(-1, (value.shape[-1], -1))
         return parameters[..., :-1].flatten(-2), parameters[..., -1]
 
-    def _wrapped(self, value: Tensor) -> Tensor:
+    def _wrap(self, value: Tensor) -> Tensor:
+        """Returns values modulo one turn."""
         return torch.remainder(value + self.bound, 2.0 * self.bound) - self.bound
 
-    def _slopes(self, raw: Tensor) -> Tensor:
+    def _knot_slopes(self, raw: Tensor) -> Tensor:
         return torch.cat([raw, raw[..., :1]], -1)

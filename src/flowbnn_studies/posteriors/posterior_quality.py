@@ -293,26 +293,26 @@ def match_gaussian(map_: BlockTriangular, mean: Tensor, covariance: Tensor) -> N
     factor = torch.linalg.cholesky(covariance)
     spans = [slice(*ends) for ends in pairwise(accumulate(map_.sizes, initial=0))]
     roots, links = [factor[block, block] for block in spans], []
-    if map_.across == "none" and len(spans) > 1:
+    if map_.coupling == "none" and len(spans) > 1:
         # the independent blocks that maximize the ELBO have the diagonal blocks of the precision
         precision = torch.cholesky_inverse(factor)
         factors = [torch.linalg.cholesky(precision[block, block]) for block in spans]
         roots = [
             torch.linalg.cholesky(torch.cholesky_inverse(precision_factor)) for precision_factor in factors
         ]
-    elif map_.across == "chain":
+    elif map_.coupling == "chain":
         for number, (previous, block) in enumerate(pairwise(spans), start=1):
             links.append(torch.linalg.solve(covariance[previous, previous], covariance[previous, block]).mT)
             roots[number] = torch.linalg.cholesky(
                 covariance[block, block] - links[-1] @ covariance[previous, block]
             )
     map_.assign(mean, roots, links)
-    if map_.across == "low-rank" and len(spans) > 1:
+    if map_.coupling == "low-rank" and len(spans) > 1:
         # leading singular vectors of the part below the diagonal blocks
         left, size, right = torch.linalg.svd(factor - torch.block_diag(*roots), full_matrices=False)
-        rank = min(map_.readers[0].shape[1], len(size))
+        rank = min(map_.projections[0].shape[1], len(size))
         scale = size[:rank].sqrt()
-        for link, reader, previous, block in zip(map_.links, map_.readers, spans, spans[1:], strict=False):
+        for link, reader, previous, block in zip(map_.links, map_.projections, spans, spans[1:], strict=False):
             link.zero_()[:, :rank] = left[block, :rank] * scale
             reader.zero_()[:, :rank] = right[:rank, previous].mT * scale
 

@@ -1,4 +1,4 @@
-"""What a user of torch.distributions expects of a flow: moments, support, validation, shapes."""
+"""Interface of torch.distributions for flows: moments, support, validation and shapes."""
 
 import math
 
@@ -81,7 +81,7 @@ FULL = MultivariateNormal(
     ids=["diagonal", "independent", "batch", "full"],
 )
 @pytest.mark.parametrize("make", [lambda: Affine(3), lambda: Compose(LULinear(3), Affine(3), Reverse(3))])
-def test_an_affine_image_of_a_normal_is_torchs_multivariate_normal(base, make):
+def test_affine_image_of_a_normal_equals_torch(base, make):
     flow = Flow(base, perturbed(make()))
     matrix, offset = matrix_of(flow.transform)
     covariance = base.covariance_matrix if base is FULL else torch.diag(SCALE**2)
@@ -92,8 +92,8 @@ def test_an_affine_image_of_a_normal_is_torchs_multivariate_normal(base, make):
 
 
 @pytest.mark.parametrize("make", [lambda: Affine(3), lambda: Compose(Affine(3), LULinear(3))])
-def test_moments_of_a_mixture_through_a_matrix(make):
-    """The entries of a mixture go together: its covariance is not diagonal."""
+def test_moments_of_an_affine_image_of_a_mixture(make):
+    """The covariance of a mixture is not diagonal."""
     generator = torch.Generator().manual_seed(0)
     loc = torch.randn(2, 4, 3, generator=generator, dtype=DOUBLE)
     scale = torch.rand(2, 4, 3, generator=generator, dtype=DOUBLE) + 0.1
@@ -105,11 +105,11 @@ def test_moments_of_a_mixture_through_a_matrix(make):
     torch.testing.assert_close(flow.mean, mean @ matrix.T + offset, rtol=0, atol=1e-12)
     expected = (matrix @ covariance @ matrix.T).diagonal(dim1=-2, dim2=-1)
     torch.testing.assert_close(flow.variance, expected, rtol=0, atol=1e-12)
-    with pytest.raises(NotImplementedError, match="entropy of a flow with NormalMixture has no closed form"):
+    with pytest.raises(NotImplementedError):
         flow.entropy()
 
 
-def test_other_bases_have_their_moments_too():
+def test_moments_on_a_laplace_base():
     base = Laplace(LOC, SCALE)
     flow = Flow(base, perturbed(Compose(Affine(3), LULinear(3))))
     matrix, offset = matrix_of(flow.transform)
@@ -119,7 +119,7 @@ def test_other_bases_have_their_moments_too():
     torch.testing.assert_close(flow.entropy(), expected, rtol=0, atol=1e-12)
 
 
-def test_moments_follow_a_context():
+def test_moments_depend_on_the_context():
     class Shifted(Transform):
         linearity = "affine"
 
@@ -136,10 +136,11 @@ def test_moments_follow_a_context():
 
 
 @pytest.mark.parametrize("name", ["mean", "variance", "stddev", "entropy"])
-def test_what_has_no_closed_form_says_how_to_estimate_it(name):
+def test_moments_without_closed_form_raise_and_name_an_estimate(name):
     flow = Flow(DiagonalNormal(LOC, SCALE), perturbed(Planar(3)))
-    with pytest.raises(NotImplementedError, match="Planar has no closed form; estimate it by .*flow\\."):
+    with pytest.raises(NotImplementedError) as caught:
         flow.entropy() if name == "entropy" else getattr(flow, name)
+    assert "flow." in str(caught.value)
 
 
 # --- support ------------------------------------------------------------------------------------------------------------
@@ -164,9 +165,9 @@ def standard(dim: int = 2, **options) -> Independent:
         (Inverse(Compose(Inverse(Tanh()), Affine(2))), constraints.interval(-1.0, 1.0)),
     ],
 )
-def test_support_is_the_declared_range(transform, expected):
-    found = Flow(standard(), transform).support
-    assert (found.event_dim, repr(found.base_constraint)) == (1, repr(expected))
+def test_support_is_the_declared_codomain(transform, expected):
+    support = Flow(standard(), transform).support
+    assert (support.event_dim, repr(support.base_constraint)) == (1, repr(expected))
 
 
 def test_support_of_numbers_and_of_other_bases():
@@ -188,8 +189,8 @@ def test_support_of_numbers_and_of_other_bases():
     ],
 )
 @pytest.mark.parametrize("base", [standard(), standard(validate_args=False)], ids=["checked", "unchecked"])
-def test_outside_the_support_the_density_is_zero(transform, inside, outside, base):
-    """Whether or not the base checks its own arguments, which torch's do unless told otherwise."""
+def test_density_outside_the_support_is_zero(transform, inside, outside, base):
+    """Holds for bases that validate their arguments, as torch does by default, and for others."""
     flow = Flow(base, transform)
     strict = Flow(base, transform, validate_args=True)
     inner, outer = torch.tensor(inside), torch.tensor(outside)
@@ -205,11 +206,11 @@ def test_outside_the_support_the_density_is_zero(transform, inside, outside, bas
     assert strict.support.check(inner)
     assert not strict.support.check(finite).any()
     for row in finite:
-        with pytest.raises(ValueError, match="within the support"):
+        with pytest.raises(ValueError):
             strict.log_prob(row)
 
 
-def test_a_bounded_base_bounds_the_flow():
+def test_support_of_a_flow_on_a_bounded_base():
     shift = Affine(1)
     with torch.no_grad():
         shift.shift.fill_(5.0)
@@ -221,42 +222,41 @@ def test_a_bounded_base_bounds_the_flow():
     assert lazy.log_prob(value).isfinite().tolist() == [False, True, True]
 
 
-def test_the_density_agrees_with_torchs_lognormal_across_the_border():
+def test_lognormal_density_equals_torch_and_is_zero_for_negative_numbers():
     flow, theirs = Flow(Normal(0.0, 1.0), Exp()), LogNormal(0.0, 1.0)
     x = torch.tensor([0.01, 1.0, 50.0])
     torch.testing.assert_close(flow.log_prob(x), theirs.log_prob(x))
     assert flow.log_prob(torch.tensor(-1.0)) == -torch.inf
     unchecked = Flow(DiagonalNormal(torch.zeros(1), torch.ones(1)), Exp())
-    assert unchecked.log_prob(torch.tensor([torch.nan])).isnan(), "not a number is not a zero density"
+    assert unchecked.log_prob(torch.tensor([torch.nan])).isnan(), "the density of NaN must be NaN"
 
 
 @pytest.mark.parametrize("transform", [Affine(2), Planar(2), AffineCoupling(2, hidden=(4,)), Exp()])
-def test_the_density_at_infinity_is_zero_as_torchs_normals_is(transform):
+def test_density_at_infinity_is_zero(transform):
     value = torch.tensor([[torch.inf, 0.5], [0.5, torch.inf], [0.5, 0.5]])
-    found = Flow(standard(), transform).log_prob(value)
-    assert torch.equal(found == -torch.inf, standard().log_prob(value) == -torch.inf)
-    assert found[2].isfinite()
+    log_prob = Flow(standard(), transform).log_prob(value)
+    assert torch.equal(log_prob == -torch.inf, standard().log_prob(value) == -torch.inf)
+    assert log_prob[2].isfinite()
 
 
 @pytest.mark.parametrize(
-    ("transform", "place"),
+    ("transform", "path"),
     [(Logit(), (0,)), (Compose(Affine(2), Inverse(Exp())), (1,))],
     ids=["logit", "log"],
 )
-def test_a_base_with_mass_where_the_map_takes_nothing_is_refused(transform, place):
-    flow = Flow(standard(), transform)  # the density of which would integrate to less than one
-    words = rf"^part {place[0]} of the flow: .* takes numbers .*, and in this flow it gets all real numbers"
-    with pytest.raises(FlowBNNError, match=words) as caught:
+def test_base_with_mass_outside_the_domain_raises(transform, path):
+    flow = Flow(standard(), transform)  # its density would integrate to less than one
+    with pytest.raises(FlowBNNError) as caught:
         flow.log_prob(torch.ones(2))
-    assert caught.value.fields["path"] == place
+    assert (caught.value.kind, caught.value.fields["path"]) == ("range", path)
 
 
-def test_angles_on_a_base_of_all_real_numbers_are_refused():
-    words = "^part 1 of the flow: Coupling takes angles, .* all real numbers; take CircularBase"
+def test_circular_map_on_a_real_base_raises():
     base = DiagonalNormal(torch.zeros(2, dtype=DOUBLE), torch.ones(2, dtype=DOUBLE))
-    for part in (CIRCLE, Inverse(CIRCLE)):  # the density of which would integrate to less than one
-        with pytest.raises(FlowBNNError, match=words):
-            Flow(base, Compose(Affine(2).double(), part)).log_prob(torch.ones(2, dtype=DOUBLE))
+    for circular in (CIRCLE, Inverse(CIRCLE)):  # the density would integrate to less than one
+        with pytest.raises(FlowBNNError) as caught:
+            Flow(base, Compose(Affine(2).double(), circular)).log_prob(torch.ones(2, dtype=DOUBLE))
+        assert (caught.value.kind, caught.value.fields["path"]) == ("range", (1,))
     onto_an_arc = Flow(base, Compose(Tanh(), CIRCLE))
     x, log_prob = onto_an_arc.rsample_and_log_prob((50,))
     torch.testing.assert_close(onto_an_arc.log_prob(x), log_prob)
@@ -273,7 +273,7 @@ def test_angles_on_a_base_of_all_real_numbers_are_refused():
             Categorical(torch.ones(2)),
             Independent(VonMises(torch.tensor([[-1.0, 0.0], [1.0, 2.0]]), torch.ones(2, 2)), 1),
         ),
-        # of these torch says that they are of all real numbers, as of any affine map
+        # torch declares real support for every affine map
         TransformedDistribution(
             VonMises(torch.zeros(2), torch.ones(2)), torch_transforms.AffineTransform(1.0, 1.0)
         ),
@@ -284,7 +284,7 @@ def test_angles_on_a_base_of_all_real_numbers_are_refused():
     ],
     ids=["uniform", "von-mises", "interval", "arc", "mixture", "rotated", "scaled"],
 )
-def test_a_base_on_the_circle_carries_a_circular_map(base):
+def test_circular_map_on_a_periodic_base_integrates_to_one(base):
     flow = Flow(base, Compose(Reverse(2), CIRCLE))
     side = torch.linspace(-math.pi, math.pi, 401, dtype=DOUBLE)
     density = flow.log_prob(torch.cartesian_prod(side, side)).exp().view(401, 401)
@@ -294,32 +294,32 @@ def test_a_base_on_the_circle_carries_a_circular_map(base):
 @pytest.mark.parametrize(
     "transform", [Reverse(4), Reshape((4,), (2, 2)), Compose(Reshape((4,), (1, 1, 4)), Inverse(Squeeze()))]
 )
-def test_bounds_move_with_their_numbers(transform):
+def test_bounds_are_permuted_with_the_numbers(transform):
     low = torch.tensor([0.0, 10.0, 20.0, 30.0])
     flow = Flow(Independent(Uniform(low, low + 1), 1), transform, validate_args=True)
     x = flow.sample((3,))
     assert flow.log_prob(x).tolist() == [0.0] * 3
-    with pytest.raises(ValueError, match="within the support"):
+    with pytest.raises(ValueError):
         flow.log_prob(x + 5)
 
 
-def test_validation_is_off_unless_asked_for_and_is_torchs():
+def test_validation_is_off_by_default():
     bad = torch.full((3,), float("nan"))
     for kind in (DiagonalNormal(LOC, SCALE), NormalMixture(LOC[None], SCALE[None])):
         assert kind.log_prob(bad).isnan()
         assert Flow(kind, Affine(3).double()).log_prob(bad).isnan()
-        with pytest.raises(ValueError, match="within the support"):
+        with pytest.raises(ValueError):
             type(kind)(kind.loc, kind.scale, validate_args=True).log_prob(bad)
-        with pytest.raises(ValueError, match="within the support"):
+        with pytest.raises(ValueError):
             Flow(kind, Affine(3).double(), validate_args=True).expand((2,)).log_prob(bad)
-        with pytest.raises(ValueError, match="to satisfy the constraint"):
+        with pytest.raises(ValueError):
             type(kind)(kind.loc, -kind.scale, validate_args=True)
 
 
 # --- shapes, draws, names -----------------------------------------------------------------------------------------------
 
 
-def test_a_context_makes_a_batch_of_distributions():
+def test_context_makes_a_batch_of_distributions():
     coupling = perturbed(AffineCoupling(3, hidden=(8,), context_dim=2))
     context = torch.randn(5, 2, generator=torch.Generator().manual_seed(1), dtype=DOUBLE)
     flow = Flow(DiagonalNormal(LOC, SCALE), coupling, context)
@@ -327,19 +327,20 @@ def test_a_context_makes_a_batch_of_distributions():
     x, log_prob = flow.rsample_and_log_prob((4,))
     assert (x.shape, log_prob.shape) == ((4, 5, 3), (4, 5))
     torch.testing.assert_close(flow.log_prob(x), log_prob, rtol=0, atol=1e-10)
-    each = [Flow(DiagonalNormal(LOC, SCALE), coupling, row) for row in context]
-    assert each[0].batch_shape == ()
-    apart = torch.stack([one.log_prob(LOC) for one in each])
-    torch.testing.assert_close(flow.log_prob(LOC), apart, rtol=1e-12, atol=0)
-    assert apart.std() > 1e-3
-    wide = flow.expand((7, 5))
-    torch.testing.assert_close(wide.log_prob(LOC), apart.expand(7, 5), rtol=1e-12, atol=0)
+    singles = [Flow(DiagonalNormal(LOC, SCALE), coupling, row) for row in context]
+    assert singles[0].batch_shape == ()
+    expected = torch.stack([single.log_prob(LOC) for single in singles])
+    torch.testing.assert_close(flow.log_prob(LOC), expected, rtol=1e-12, atol=0)
+    assert expected.std() > 1e-3
+    expanded = flow.expand((7, 5))
+    torch.testing.assert_close(expanded.log_prob(LOC), expected.expand(7, 5), rtol=1e-12, atol=0)
     assert Flow(Normal(LOC, SCALE), coupling, context).rsample((4,)).shape == (4, 5, 3)
-    with pytest.raises(FlowBNNError, match=r"of the base, \(4,\), and of the context, \(5,\), do not fit"):
+    with pytest.raises(FlowBNNError) as caught:
         Flow(DiagonalNormal(LOC, SCALE).expand((4,)), coupling, context)
+    assert (caught.value.kind, caught.value.argument) == ("shape", "context")
 
 
-def test_scales_broadcast_as_torchs_do():
+def test_scales_broadcast_as_in_torch():
     for ours, theirs in (
         (DiagonalNormal(LOC, torch.tensor(0.5, dtype=DOUBLE)), Normal(LOC, 0.5)),
         (DiagonalNormal(LOC, 0.5), Normal(LOC, 0.5)),
@@ -354,17 +355,24 @@ def test_scales_broadcast_as_torchs_do():
         assert torch.equal(ours.mode, expected.mode)
     mixture = NormalMixture(LOC.expand(2, 3), torch.tensor(0.5, dtype=DOUBLE))
     torch.testing.assert_close(mixture.log_prob(LOC), DiagonalNormal(LOC, 0.5).log_prob(LOC))
-    with pytest.raises(FlowBNNError, match="shape \\(..., dim\\), not \\(\\)"):
-        DiagonalNormal(torch.tensor(0.0), torch.tensor(1.0))
-    with pytest.raises(FlowBNNError, match="shape \\(..., dim\\), not float"):
-        DiagonalNormal(0.0, 1.0)
-    with pytest.raises(FlowBNNError, match="components, dim\\), not \\(3,\\)"):
-        NormalMixture(LOC, SCALE)
-    with pytest.raises(FlowBNNError, match="does not fit its loc"):
-        DiagonalNormal(LOC, SCALE[:2])
 
 
-def test_a_base_without_reparameterized_draws():
+@pytest.mark.parametrize(
+    ("call", "argument"),
+    [
+        (lambda: DiagonalNormal(torch.tensor(0.0), torch.tensor(1.0)), "loc"),
+        (lambda: DiagonalNormal(0.0, 1.0), "loc"),
+        (lambda: NormalMixture(LOC, SCALE), "loc"),
+        (lambda: DiagonalNormal(LOC, SCALE[:2]), "scale"),
+    ],
+)
+def test_parameters_of_another_shape_raise(call, argument):
+    with pytest.raises(FlowBNNError) as caught:
+        call()
+    assert (caught.value.kind, caught.value.argument) == ("shape", argument)
+
+
+def test_flow_on_a_base_without_rsample():
     base = MixtureSameFamily(
         Categorical(torch.ones(2)), Independent(Normal(torch.randn(2, 3), torch.ones(2, 3)), 1)
     )
@@ -372,16 +380,16 @@ def test_a_base_without_reparameterized_draws():
     assert not flow.has_rsample
     assert flow.sample((4,)).shape == (4, 3)
     torch.testing.assert_close(flow.log_prob(torch.ones(3)), base.log_prob(torch.ones(3)))
-    with pytest.raises(NotImplementedError, match="MixtureSameFamily has no rsample"):
+    with pytest.raises(NotImplementedError):
         flow.rsample((4,))
-    with pytest.raises(NotImplementedError, match="has no rsample"):
+    with pytest.raises(NotImplementedError):
         flow.rsample_and_log_prob((4,))
-    with pytest.raises(TypeError, match="generator"):
+    with pytest.raises(TypeError):
         flow.sample((4,), torch.Generator())
     assert Flow(DiagonalNormal(LOC, SCALE), Affine(3)).has_rsample
 
 
-def test_samples_take_a_generator():
+def test_generator_determines_the_samples():
     loc = LOC.clone().requires_grad_()
     for kind in (DiagonalNormal(loc, SCALE), NormalMixture(loc[None], SCALE[None])):
         first, second = (kind.sample((4,), generator=torch.Generator().manual_seed(1)) for _ in range(2))
@@ -390,14 +398,14 @@ def test_samples_take_a_generator():
         assert not torch.equal(first, kind.sample((4,), generator=torch.Generator().manual_seed(2)))
 
 
-def test_names():
+def test_repr_lists_the_transforms():
     flow = Flow(standard(), Compose(Affine(2), Inverse(Exp())))
     assert repr(flow) == (
         "Flow(Independent(Normal(loc: torch.Size([2]), scale: torch.Size([2])), 1), Compose(Affine, Inverse(Exp)))"
     )
 
 
-def test_torch_may_build_on_a_flow():
+def test_torch_distributions_of_a_flow():
     flow = Flow(standard(3), Affine(3))
     outer = TransformedDistribution(flow, [torch_transforms.ExpTransform()])
     x = outer.sample((2,))
@@ -408,7 +416,7 @@ def test_torch_may_build_on_a_flow():
 
 @pytest.mark.parametrize("transform", [Planar(3), Compose(Affine(3), Sigmoid())], ids=["planar", "sigmoid"])
 def test_density_and_draws_compile(transform, monkeypatch):
-    monkeypatch.setattr(tanh_root, "__defaults__", (2,))  # the other steps of the iteration compile alike
+    monkeypatch.setattr(tanh_root, "__defaults__", (2,))  # all steps of the iteration compile alike
     base = DiagonalNormal(torch.zeros(3), torch.ones(3))
     x = torch.tensor([[0.2, 0.5, 0.7], [-0.2, 0.5, 0.7]])
     torch._dynamo.reset()

@@ -1,4 +1,4 @@
-"""The contract of a transform, over every public transform. ``case.py`` says what a case is."""
+"""Contract of transforms, checked for every public transform. ``case.py`` defines a case."""
 
 import copy
 import io
@@ -11,7 +11,7 @@ import torch
 from case import Case
 from cases import CASES
 from test_discrete import COVERED as DISCRETE
-from test_stochastic import CASES as STOCHASTIC
+from test_surjective import CASES as STOCHASTIC
 from torch import Tensor
 
 import flowbnn.transforms as transforms
@@ -23,9 +23,9 @@ FRESH_OR_TRAINED = pytest.mark.parametrize("trained", [False, True], ids=["fresh
 PRECISION = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
 ROUND_TRIP = {torch.float32: 1e-5, torch.float64: 1e-10}
 LOG_DET = {torch.float32: 1e-4, torch.float64: 1e-9}
-# through roots with derivatives of their own, triangular systems and look-ups; the others are made of these and of plain arithmetic
-GRADIENTS_TRACED = ("planar", "lu-linear-permuted", "spline-coupling")
-MADE_OF_OTHERS = (  # what is traced of them is traced in other cases too
+# Roots with implicit derivatives, triangular systems and look-ups; other transforms consist of these and of plain arithmetic.
+TRACE_GRADIENTS = ("planar", "lu-linear-permuted", "spline-coupling")
+COVERED_BY_OTHERS = (  # other cases trace the same code
     "affine-coupling-custom",
     "autoregressive-spline",
     "block-triangular-none",
@@ -47,7 +47,7 @@ def build(
     dim: int | None = None,
     seed: int = 0,
 ) -> Transform:
-    """The case's transform, fresh or with noise on every parameter to stand for training."""
+    """Returns the transform of a case, with noise on every parameter to imitate training if ``trained`` is true."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         transform = case.build(dim or case.dim).to(dtype)
@@ -60,11 +60,11 @@ def build(
 
 
 def noise(
-    case: Case, transform: Transform, batch: tuple[int, ...], scale: float = 1.0, backwards: bool = False
+    case: Case, transform: Transform, batch: tuple[int, ...], scale: float = 1.0, inverse: bool = False
 ) -> Tensor:
-    """Scaled standard normal events of the base, or of the sample, in float64."""
+    """Returns scaled standard normal events of the base, or of the sample if ``inverse`` is true, in float64."""
     shape = torch.Size(batch + (case.dim,) * transform.event_dim)
-    shape = transform.forward_shape(shape) if backwards else shape
+    shape = transform.forward_shape(shape) if inverse else shape
     return scale * torch.randn(shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
 
 
@@ -73,14 +73,14 @@ def close(actual: Tensor, expected: Tensor, tolerance: float) -> None:
 
 
 def accuracy(case: Case, dtype: torch.dtype, usual: dict[torch.dtype, float]) -> float:
-    """The usual one, or that of the case's solver."""
+    """Returns the usual accuracy, or that of the solver of the case."""
     return case.solver_error[dtype == torch.float64] or usual[dtype]
 
 
 def directions(case: Case, transform: Transform, dtype: torch.dtype, scale: float = 1.0, count: int = 64):
-    """Both maps of a transform, each with points of its own domain."""
+    """Yields both directions of a transform, each with points of its domain."""
     for function, carry in ((transform.forward, case.to_domain), (transform.inverse, case.to_range)):
-        start = noise(case, transform, (count,), scale, backwards=function == transform.inverse)
+        start = noise(case, transform, (count,), scale, inverse=function == transform.inverse)
         yield function.__name__, function, carry(start).to(dtype, copy=True)
 
 
@@ -91,9 +91,10 @@ def test_every_public_transform_has_a_case() -> None:
     }
     assert classes - {case.covers for case in (*CASES, *STOCHASTIC)} == set(DISCRETE)
     built = [build(case) for case in CASES]
-    assert all(isinstance(one, case.covers) for one, case in zip(built, CASES, strict=True))
+    assert all(isinstance(each, case.covers) for each, case in zip(built, CASES, strict=True))
     maps = {item for item in public if isinstance(item, type) and issubclass(item, transforms.Univariate)}
-    used = {type(part.univariate) for one in built for part in one.modules() if hasattr(part, "univariate")}
+    modules = [module for each in built for module in each.modules()]
+    used = {type(module.univariate) for module in modules if hasattr(module, "univariate")}
     assert maps - used == {transforms.Univariate, transforms.IntegerShiftMap, transforms.ModularMap}
 
 
@@ -113,12 +114,12 @@ def test_round_trip(case: Case, trained: bool, dtype: torch.dtype) -> None:
 @EVERY_CASE
 @FRESH_OR_TRAINED
 @PRECISION
-def test_log_det_is_that_of_the_jacobian(case: Case, trained: bool, dtype: torch.dtype) -> None:
+def test_log_det_equals_that_of_the_jacobian(case: Case, trained: bool, dtype: torch.dtype) -> None:
     transform = build(case, dtype, trained)
     for _, function, start in directions(case, transform, dtype, count=4):
         log_det = function(start)[1]
         rows, size = len(start), start[0].numel()
-        # of the sum over rows, which do not touch each other (test_any_batch_shape)
+        # Jacobian of the sum over rows, which are independent (test_any_batch_shape).
         jacobian = torch.autograd.functional.jacobian(lambda points: function(points)[0].sum(0), start)  # noqa: B023
         matrices = jacobian.reshape(size, rows, size).transpose(0, 1)
         close(log_det, torch.linalg.slogdet(matrices).logabsdet, accuracy(case, dtype, LOG_DET))
@@ -129,15 +130,15 @@ def standard_normal(z: Tensor) -> Tensor:
     return torch.exp(-0.5 * rows.square().sum(-1)) / (2 * math.pi) ** (rows.shape[-1] / 2)
 
 
-def integrated(dim: int) -> pytest.MarkDecorator:
-    """The cases with a density in so many dimensions; a map of numbers is a product in the plane."""
+def cases_with_quadrature(dim: int) -> pytest.MarkDecorator:
+    """Returns the cases with a density in this many dimensions, in two without maps of single numbers."""
     cases = [case for case in CASES if dim in case.quadrature and (dim == 1 or case.covers.event_dim != 0)]
     return pytest.mark.parametrize("case", cases, ids=lambda case: case.name)
 
 
-@integrated(1)
+@cases_with_quadrature(1)
 @FRESH_OR_TRAINED
-def test_density_integrates_to_one_on_a_line(case: Case, trained: bool) -> None:
+def test_density_integrates_to_one_in_one_dimension(case: Case, trained: bool) -> None:
     transform = build(case, trained=trained, dim=1)
     nodes = torch.linspace(-7, 7, 8001, dtype=torch.float64)
     with torch.no_grad():
@@ -148,9 +149,9 @@ def test_density_integrates_to_one_on_a_line(case: Case, trained: bool) -> None:
     assert mass == pytest.approx(1, abs=1e-3)
 
 
-@integrated(2)
+@cases_with_quadrature(2)
 @FRESH_OR_TRAINED
-def test_density_integrates_to_one_in_the_plane(case: Case, trained: bool) -> None:
+def test_density_integrates_to_one_in_two_dimensions(case: Case, trained: bool) -> None:
     transform = build(case, trained=trained, dim=2)
     side = torch.linspace(-6, 6, 61, dtype=torch.float64)
     with torch.no_grad():
@@ -164,7 +165,7 @@ def test_density_integrates_to_one_in_the_plane(case: Case, trained: bool) -> No
 
 
 def total(value: Tensor, log_det: Tensor) -> Tensor:
-    """A number that depends on every output, with weights that no symmetry cancels."""
+    """Returns a number that depends on every output, with weights that no symmetry cancels."""
     weights = torch.linspace(0.5, 1.5, value.numel(), dtype=value.dtype).reshape(value.shape)
     return (value * weights).sum() + (
         log_det * torch.linspace(1, 2, log_det.numel()).reshape(log_det.shape)
@@ -175,7 +176,7 @@ def total(value: Tensor, log_det: Tensor) -> Tensor:
 @FRESH_OR_TRAINED
 def test_gradients_reach_every_parameter(case: Case, trained: bool) -> None:
     transform = build(case, trained=trained)
-    waiting = () if trained else case.wakes_later
+    without_gradient = () if trained else case.zero_gradient_at_start
     for direction, function, start in directions(case, transform, torch.float64):
         transform.zero_grad()
         start.requires_grad_()
@@ -184,13 +185,13 @@ def test_gradients_reach_every_parameter(case: Case, trained: bool) -> None:
         assert (start.grad != 0).any()
         for name, parameter in transform.named_parameters():
             assert parameter.grad is not None, f"{direction}: no gradient reaches {name}"
-            if not any(part in name for part in waiting):
+            if not any(fragment in name for fragment in without_gradient):
                 assert (parameter.grad != 0).any(), f"{direction}: the gradient of {name} is zero"
 
 
 @EVERY_CASE
 @FRESH_OR_TRAINED
-def test_gradients_are_those_of_finite_differences(case: Case, trained: bool) -> None:
+def test_gradients_equal_finite_differences(case: Case, trained: bool) -> None:
     transform = build(case, trained=trained)
     parameters = dict(transform.named_parameters())
     if not parameters:
@@ -211,8 +212,8 @@ def test_gradients_are_those_of_finite_differences(case: Case, trained: bool) ->
 
 
 @EVERY_CASE
-def test_second_derivatives_are_those_of_finite_differences(case: Case) -> None:
-    """Of the density, both ways: a Hessian through a numerical inverse is that of the implicit function."""
+def test_second_derivatives_equal_finite_differences(case: Case) -> None:
+    """Checks the density in both directions. Through a numerical inverse the Hessian is that of the implicit function."""
     transform = build(case)
     for _, function, point in directions(case, transform, torch.float64, count=2):
 
@@ -257,53 +258,52 @@ def test_save_and_load(case: Case) -> None:
     torch.save(transform.state_dict(), file)
     file.seek(0)
     other.load_state_dict(torch.load(file, weights_only=True))
-    for (_, ours, start), (_, theirs, _) in zip(
+    for (_, original, start), (_, copied, _) in zip(
         directions(case, transform, torch.float64), directions(case, other, torch.float64), strict=True
     ):
-        for saved, loaded in zip(ours(start), theirs(start), strict=True):
+        for saved, loaded in zip(original(start), copied(start), strict=True):
             assert torch.equal(saved, loaded)
 
 
 @EVERY_CASE
-def test_copies_are_equal_and_apart(case: Case) -> None:
+def test_copies_are_equal_and_independent(case: Case) -> None:
     transform = build(case)
-    twin = copy.deepcopy(transform)
+    copied = copy.deepcopy(transform)
     start = case.to_domain(noise(case, transform, (5,)))
     value, log_det = transform(start)
-    assert torch.equal(twin(start)[0], value)
+    assert torch.equal(copied(start)[0], value)
     with torch.no_grad():
-        for parameter in twin.parameters():
+        for parameter in copied.parameters():
             parameter += 1
     assert torch.equal(transform(start)[0], value)
     assert torch.equal(transform(start)[1], log_det)
 
 
 @pytest.mark.parametrize(
-    "case", [case for case in CASES if case.name not in MADE_OF_OTHERS], ids=lambda case: case.name
+    "case", [case for case in CASES if case.name not in COVERED_BY_OTHERS], ids=lambda case: case.name
 )
 def test_compiles_without_a_graph_break(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     for iteration in (tanh_root, monotone_root):
-        monkeypatch.setattr(iteration, "__defaults__", (2,))  # the other steps compile alike
-    case = (
-        replace(case, dim=2) if 2 in case.quadrature else case
-    )  # loops over the dimensions take fewer rounds
+        monkeypatch.setattr(iteration, "__defaults__", (2,))  # all steps compile alike
+    case = replace(case, dim=2) if 2 in case.quadrature else case  # shorter loops over the dimensions
     transform = build(case)
-    ways = [
+    directions_to_compile = [
         (function, start)
         for name, function, start in directions(case, transform, torch.float64)
         if transform.solver not in (name, "both")
     ]
-    if not ways:
-        pytest.skip("a solver stops when it has settled")
+    if not directions_to_compile:
+        pytest.skip("solvers do not compile")
 
-    def run() -> list[Tensor]:
-        return [part for function, start in ways for part in function(start)]
+    def call() -> list[Tensor]:
+        return [tensor for function, start in directions_to_compile for tensor in function(start)]
 
     torch._dynamo.reset()
-    # tracing is what can break; generating code as well would take minutes
-    backend = "aot_eager" if case.name in GRADIENTS_TRACED else "eager"
-    for ours, theirs in zip(torch.compile(run, fullgraph=True, backend=backend)(), run(), strict=True):
-        close(ours, theirs, 1e-12)
+    # Only tracing can break the graph; generating code would take minutes.
+    backend = "aot_eager" if case.name in TRACE_GRADIENTS else "eager"
+    compiled = torch.compile(call, fullgraph=True, backend=backend)
+    for actual, expected in zip(compiled(), call(), strict=True):
+        close(actual, expected, 1e-12)
 
 
 @EVERY_CASE
@@ -315,20 +315,20 @@ def test_any_batch_shape(case: Case, dtype: torch.dtype) -> None:
         [(), (0,), (1,), (2, 3)],
         [(transform.forward, case.to_domain), (transform.inverse, case.to_range)],
     ):
-        backwards = function == transform.inverse
-        points = carry(noise(case, transform, batch, backwards=backwards)).to(dtype)
+        inverse = function == transform.inverse
+        points = carry(noise(case, transform, batch, inverse=inverse)).to(dtype)
         before = points.clone()
         value, log_det = function(points, context=None)
-        after = (transform.inverse_shape if backwards else transform.forward_shape)(points.shape)
+        after = (transform.inverse_shape if inverse else transform.forward_shape)(points.shape)
         assert value.shape == after
         assert log_det.shape == batch
         assert value.dtype == log_det.dtype == dtype
         assert torch.equal(points, before)
         assert not points.requires_grad
         for index in itertools.product(*map(range, batch)):
-            one, one_log_det = function(points[index])
-            close(value[index], one, accuracy(case, dtype, ROUND_TRIP))
-            close(log_det[index], one_log_det, accuracy(case, dtype, LOG_DET))
+            event, event_log_det = function(points[index])
+            close(value[index], event, accuracy(case, dtype, ROUND_TRIP))
+            close(log_det[index], event_log_det, accuracy(case, dtype, LOG_DET))
     assert torch.equal(torch.random.get_rng_state(), state)
 
 
