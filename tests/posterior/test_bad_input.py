@@ -146,8 +146,8 @@ def test_weights_in_a_network_of_other_layers_are_warned_of(tmp_path):
 def test_tensors_that_do_not_go_together_are_refused_in_one_line():
     block, pictures = fb.transforms.Residual(3, context_dim=2), torch.zeros(5, 1, 8, 8)
     coder = fb.vae.Autoencoder((1, 8, 8), 2)
-    one_line(lambda: block(torch.zeros(5, 3), [1, 2]), "Residual takes a dense tensor", "not a list")
+    one_line(lambda: block(torch.zeros(5, 3), [1, 2]), "Residual needs a dense tensor", "got list")
     one_line(lambda: fb.data.TensorLoader(torch.eye(5).to_sparse(), batch_size=2), "use", ".to_dense()")
     far = torch.empty(5, 3, device="meta")
-    one_line(lambda: fb.distributions.DiagonalLaplace(far, torch.ones(5, 3)), "is on cpu, its loc on meta")
+    one_line(lambda: fb.distributions.DiagonalLaplace(far, torch.ones(5, 3)), "scale is on cpu, loc on meta")
     one_line(lambda: coder.interpolate(pictures[:2], pictures), "(2, 1, 8, 8)")

@@ -71,7 +71,7 @@ VALID_ARGUMENTS: dict[str, Callable[[], Any]] = {
     "points": lambda: vectors(5, 2), "density": lambda: vectors(20),
     "draws": lambda: vectors(2, 20), "healths": lambda: fb.diagnostics.posterior_health(noisy_network(), samples=8),
     "base": lambda: fb.distributions.NormalBase(3).distribution(), "transform": lambda: fb.transforms.Affine(3),
-    "part": lambda: fb.transforms.Affine(3), "freeze.part": lambda: "noise", "unfreeze.part": lambda: "noise",
+    "freeze.part": lambda: "noise", "unfreeze.part": lambda: "noise",
     "loc": lambda: vectors(3), "NormalMixture.loc": lambda: vectors(2, 3), "scale": lambda: 0.5,
     "source": lambda: torch.distributions.transforms.ExpTransform(), "order": lambda: [1, 0, 2],
     "runs": lambda: [("planar", 1), ("lu", 1)], "dim": lambda: 3, "dimension": lambda: 0, "hidden": lambda: 2,
@@ -87,8 +87,9 @@ VALID_ARGUMENTS: dict[str, Callable[[], Any]] = {
     "compare.epochs": lambda: 1, "sizes": lambda: [2, 1], "simulation_ranks.posterior": lambda: cached_fit("node-noise"),
     "univariate": fb.transforms.AffineMap, "FlowModel.base": lambda: fb.distributions.NormalBase(3),
     "LipschitzConv.shape": lambda: (4, 4, 3), "net": lambda: nn.Linear(3, 4), "categories": lambda: 3,
-    "before": lambda: [12], "after": lambda: [2, 2, 3],
-    "MultiScale.shape": lambda: [4, 4, 1], "levels": lambda: 1, "step": lambda: lambda channels, number: fb.transforms.Affine(channels),
+    "base_shape": lambda: [12], "sample_shape": lambda: [2, 2, 3],
+    "MultiScale.shape": lambda: [4, 4, 1], "levels": lambda: 1,
+    "make_step": lambda: lambda channels, index: fb.transforms.Affine(channels),
     "flow": lambda: fb.flows.RealNVP(3), "fit_density.data": lambda: vectors(20, 3), "fit_density.epochs": lambda: 1,
     "load_density.path": lambda: fb.density.Density(fb.flows.RealNVP(3)).save("density.safetensors"),
     "log_density": lambda: lambda x: -x.square().sum(-1), "fit_target.epochs": lambda: 1,
@@ -256,7 +257,6 @@ def entry_points_of_fit(fit: Fit | str) -> list[EntryPoint]:
 # shapes of the inputs of transforms that do not take vectors of length 3
 INPUT_SHAPES = {
     "Argmax": (5, 9),
-    "Augment": (5, 2),
     "ChannelsFirst": (4, 4, 4),
     "Checkerboard": (4, 4, 4),
     "Dequantization": (5, 3),
@@ -265,7 +265,7 @@ INPUT_SHAPES = {
     "MultiScale": (5, 16),
     "OneHot": (5, 9),
     "Reshape": (5, 12),
-    "Slice": (5, 4),
+    "Slice": (5, 5),
     "Squeeze": (4, 4, 4),
     "VAELayer": (5, 2),
 }

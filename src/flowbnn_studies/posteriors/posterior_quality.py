@@ -312,7 +312,9 @@ def match_gaussian(map_: BlockTriangular, mean: Tensor, covariance: Tensor) -> N
         left, size, right = torch.linalg.svd(factor - torch.block_diag(*roots), full_matrices=False)
         rank = min(map_.projections[0].shape[1], len(size))
         scale = size[:rank].sqrt()
-        for link, reader, previous, block in zip(map_.links, map_.projections, spans, spans[1:], strict=False):
+        for link, reader, previous, block in zip(
+            map_.links, map_.projections, spans, spans[1:], strict=False
+        ):
             link.zero_()[:, :rank] = left[block, :rank] * scale
             reader.zero_()[:, :rank] = right[:rank, previous].mT * scale
 
