@@ -1,6 +1,6 @@
-"""A trained network becomes a stochastic one (:func:`to_stochastic`), and back (:func:`to_deterministic`).
+"""Conversion of a network to a stochastic one (:func:`to_stochastic`), and back (:func:`to_deterministic`).
 
-Layers keep their class, name and weights: noise is a child module of its layer, called by a forward hook.
+Layers keep their class, name and weights. The noise is a child module of its layer, called by a forward hook.
 """
 
 from collections.abc import Callable, Mapping
@@ -27,7 +27,16 @@ Rule = str | type[nn.Module] | Callable[[str, nn.Module], bool]
 
 @dataclass(frozen=True)
 class Conversion:
-    """One line of the conversion's table."""
+    """Row of the table of a conversion.
+
+    Args:
+        layer: Name of the layer.
+        kind: Class of the layer.
+        noise: Recipe of the noise.
+        site: Site of the noise.
+        dim: Length of the noise vector.
+        parameters: Number of parameters of the noise.
+    """
 
     layer: str
     kind: str
@@ -37,17 +46,17 @@ class Conversion:
     parameters: int
 
 
-class Table(tuple[Conversion, ...]):
-    """What was wrapped: a tuple of :class:`Conversion` that prints as a table."""
+class ConversionTable(tuple[Conversion, ...]):
+    """Tuple of :class:`Conversion` that prints as a table."""
 
     def __str__(self) -> str:
-        heads = tuple(one.name for one in fields(Conversion))
-        rows = [(*astuple(one)[:4], str(one.dim), f"{one.parameters:,}") for one in self]
-        rows.append(("", "", "", "", "", f"{sum(one.parameters for one in self):,}"))
-        widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
-        rows = [heads, tuple("-" * width for width in widths), *rows]
-        signs = "<<<<>>"
-        cells = [[f"{c:{s}{w}}" for c, s, w in zip(row, signs, widths, strict=True)] for row in rows]
+        header = tuple(column.name for column in fields(Conversion))
+        rows = [(*astuple(row)[:4], str(row.dim), f"{row.parameters:,}") for row in self]
+        rows.append(("", "", "", "", "", f"{sum(row.parameters for row in self):,}"))
+        widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+        rows = [header, tuple("-" * width for width in widths), *rows]
+        alignment = "<<<<>>"
+        cells = [[f"{c:{a}{w}}" for c, a, w in zip(row, alignment, widths, strict=True)] for row in rows]
         return "\n".join("  ".join(row).rstrip() for row in cells)
 
 
@@ -61,28 +70,29 @@ def to_stochastic(
     joint: Literal["full", "chain", "low-rank", "layers"] | None = None,
     inplace: bool = False,
 ) -> nn.Module:
-    """Let layers of a network multiply their input by learned noise.
+    """Returns a stochastic copy of a network, whose layers multiply their input by learned noise.
 
-    The result is a copy of the network in which every chosen layer holds a noise module and multiplies its input by a draw
-    of it. Classes, names, weights, ties, hooks and parametrizations stay as they were; ``state_dict`` gains the noise's
-    entries. With the noise held at one (``with noise_mode(model, "off")``) it computes what the original does.
+    Classes, names, weights, ties, hooks and parametrizations of the layers are kept. ``state_dict`` gains the entries of the noise.
+    With the noise off (``with noise_mode(model, "off")``) the copy computes what the original does.
+
+    Torch's nested tensors are disabled in a ``TransformerEncoder``, because they bypass its layers. Its outputs at padded positions are
+    then not zero in evaluation mode, as in training mode.
 
     Args:
-        model: any ``nn.Module``; linear, convolution (also transposed), recurrent and attention layers take noise on their
-            input, embeddings on their output. :func:`~flowbnn.noise.register_layer` adds kinds of your own.
-        rules: from a layer's name, a glob (``"encoder.*"``), a module class or a predicate ``(name, module) -> bool`` to a
-            recipe, or to ``None`` for a layer that stays plain. The most exact rule wins: a name over a predicate, that over
-            a class, that over a glob, a longer glob over a shorter one; of equals the later one.
-        joint: let all layers that have the same recipe share one vector with one posterior; see
-            :class:`~flowbnn.noise.Recipe`. The same as ``joint`` in each recipe.
-        inplace: wrap the given network itself instead of a copy.
+        model: Any ``nn.Module``. Linear, convolutional (also transposed), recurrent and attention layers have noise on their input,
+            embeddings on their output. Other classes are added by :func:`~flowbnn.noise.register_layer`.
+        rules: Mapping from a layer's name, a glob (``"encoder.*"``), a module class or a predicate ``(name, module) -> bool`` to a
+            recipe, or to ``None`` for a layer without noise. The most specific rule wins: a name before a predicate, a class, a longer
+            glob and a shorter glob. Of equal rules the last one wins.
+        joint: Structure of one noise vector that all layers with the same recipe share, as ``joint`` of
+            :class:`~flowbnn.noise.Recipe`.
+        inplace: If True, the network itself is converted instead of a copy.
 
-    A ``TransformerEncoder`` is kept off torch's nested tensors, which bypass its layers: what it gives at padded positions is then
-    not zero in evaluation, as it is not in training either.
+    Returns:
+        The stochastic network.
 
     Raises:
-        FlowBNNError: a name that is no layer (with the nearest ones), a rule that matches nothing, a network without a
-            layer that can carry noise, or one that has noise already.
+        FlowBNNError: If a name is no layer, a rule matches nothing, no layer can have noise, or the network has noise already.
 
     >>> from flowbnn.noise import NormalAffine, NormalPlanar
     >>> network = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
@@ -97,10 +107,9 @@ def to_stochastic(
     layers = wrappable_layers(model)
     if noise_layers(model) or not layers:
         raise FlowBNNError(
-            f"{type(model).__name__} has no layer that can carry noise (linear, convolution, recurrent, attention, embedding); "
-            "register_layer adds a layer class of your own"
+            f"{type(model).__name__} has no layer that can have noise; add its layer classes with register_layer"
             if not layers
-            else "this network has noise already; take it off with to_deterministic first",
+            else "the network has noise already; remove it with to_deterministic",
             kind="model",
         )
     if not inplace:
@@ -111,7 +120,7 @@ def to_stochastic(
         chosen = {name: replace(recipe, joint=joint) for name, recipe in chosen.items()}
     groups: list[tuple[Recipe, list[str]]] = []
     for name, recipe in chosen.items():
-        # layers that are joined may have their examples on different axes
+        # joined layers may have their examples on different axes
         common = replace(recipe, batch_axis=None)
         same = [names for other, names in groups if recipe.joint is not None and other == common]
         if same:
@@ -123,16 +132,18 @@ def to_stochastic(
         parts = [recipe.build(layouts[0])] if recipe.joint is None else recipe.build_joint(layouts)
         for name, part in zip(names, parts, strict=True):
             _wrap(layers[name], part, chosen[name])
-    _gather(model, list(noise_layers(model).values()))
+    _add_group_hooks(model, list(noise_layers(model).values()))
     for module in model.modules():
         if isinstance(module, nn.TransformerEncoder) and module.use_nested_tensor:
-            module.use_nested_tensor = False  # nested tensors bypass the layers' forward and so the noise
+            module.use_nested_tensor = (
+                False  # nested tensors bypass the forward of the layers, and so the noise
+            )
             vars(module)["flowbnn_nested"] = True
     return model
 
 
 def _rank(rule: Rule, name: str, module: nn.Module) -> tuple[int, int] | None:
-    """How exactly a rule names a layer; None where it does not."""
+    """Returns how specific a rule is for a layer, or None if it does not match."""
     if isinstance(rule, str):
         if any(sign in rule for sign in "*?["):
             return (0, sum(sign not in "*?[]" for sign in rule)) if fnmatchcase(name, rule) else None
@@ -148,13 +159,13 @@ def _choose(
     aliases = {name: id(module) for name, module in model.named_modules(remove_duplicate=False)}
     first = {id(module): name for name, module in layers.items()}
     winners: dict[str, tuple[tuple[int, int], Recipe | None]] = {}
-    problem = 'the rules leave every layer plain; {"*": NormalAffine()} puts noise on every layer'
+    problem = 'the rules give no layer noise; {"*": NormalAffine()} gives noise to every layer'
     for rule, recipe in rules.items():
-        # a shared module answers to each of its names
+        # a shared module matches each of its names
         named = first.get(aliases.get(rule, 0), rule) if isinstance(rule, str) else rule
         ranks = {name: _rank(named, name, module) for name, module in layers.items()}
         if not any(ranks.values()):
-            problem, winners = _why_nothing(rule, model, layers), {}
+            problem, winners = _describe_mismatch(rule, model, layers), {}
             break
         for name, rank in ranks.items():
             if rank is not None and (name not in winners or rank >= winners[name][0]):
@@ -166,20 +177,20 @@ def _choose(
     return wrapped
 
 
-def _why_nothing(rule: Rule, model: nn.Module, layers: dict[str, nn.Module]) -> str:
+def _describe_mismatch(rule: Rule, model: nn.Module, layers: dict[str, nn.Module]) -> str:
     if not isinstance(rule, str):
         title = getattr(rule, "__name__", str(rule))
         return (
-            f"rule {title} matches none of the {len(layers)} layers that can carry noise{nearest('', layers)}"
+            f"rule {title} matches none of the {len(layers)} layers that can have noise{nearest('', layers)}"
         )
     modules = dict(model.named_modules(remove_duplicate=False))
     above = rule.rpartition(".")[0]
     if isinstance(modules.get(above), nn.MultiheadAttention):
-        return f"{rule!r} is read by its attention layer without being called; put the noise on {above!r}"
+        return f"{rule!r} is not called by its attention layer; add the noise to {above!r}"
     if rule in modules:
         inside = any(name.startswith(rule + ".") for name in layers)
         advice = f"; its layers are {rule + '.*'!r}" if inside else ""
-        return f"{rule!r} is a {type(modules[rule]).__name__}, which cannot carry noise{advice}"
+        return f"{rule!r} is a {type(modules[rule]).__name__}, which cannot have noise{advice}"
     return f"rule {rule!r} matches no layer{nearest(rule, layers)}"
 
 
@@ -196,7 +207,7 @@ def _layout(model: nn.Module, name: str, module: nn.Module, recipe: Recipe) -> L
 
 
 def _sequence_first(model: nn.Module, name: str) -> bool:
-    """Whether the layer sits inside one of torch's transformer layers that puts time before the examples."""
+    """Returns True if the layer is inside a sequence-first transformer layer of torch."""
     parts = name.split(".")
     for end in range(len(parts)):
         parent = model.get_submodule(".".join(parts[:end]))
@@ -224,12 +235,12 @@ def _wrap(module: nn.Module, noise: Noise, recipe: Recipe | None = None) -> None
 
 
 class FixedNoise(Noise):
-    """A buffer that multiplies the layer's input; :func:`~flowbnn.noise.noise_layers` does not count it as noise.
+    """Constant factors in a buffer. :func:`~flowbnn.noise.noise_layers` does not include them.
 
     Args:
-        noise: whose place it takes.
-        vector: the factors.
-        seed: of the draw, at site ``position``: its maps are made at the first input of their size, and kept.
+        noise: Noise that is replaced.
+        vector: Factors.
+        seed: Seed of the draw at site ``position``. Its maps are made at the first input of their size, and stored.
     """
 
     fixed = True
@@ -238,7 +249,7 @@ class FixedNoise(Noise):
         super().__init__(noise.layout, "channel" if seed is None else noise.site)
         self.label, self.default_mode = "fixed", NoiseMode("shared", 1)
         self.register_buffer("vector", vector.detach().clone())
-        # in a tuple, so that the noise is no part of the network
+        # in a tuple, so that the noise is not registered as a submodule
         self.source = (noise, seed or 0, vector.device) if self.site == "position" else None
 
     def draw(self, shape: Shape, generator: OptionalGenerator = None) -> Tensor:
@@ -266,15 +277,17 @@ class FixedNoise(Noise):
 
 @checked
 def to_deterministic(model: nn.Module, *, absorb: bool = False) -> nn.Module:
-    """The plain network back: a copy without noise, with the weights as they are now.
+    """Returns a copy of a stochastic network without noise, with its current weights.
 
     Args:
-        absorb: multiply the mean of each layer's noise into its weights, so that the plain network computes what the
-            stochastic one does with its noise held at the mean; layers whose weights cannot take it (attention, recurrent, tied, noise
-            on the output) keep it as a buffer that multiplies. After training the means are no longer one, and without this the
-            network is not the one that was trained: a warning says so.
+        model: Stochastic network. A network without noise, such as one from ``posterior.sample``, is copied.
+        absorb: If True, the mean of the noise is kept, so that the copy computes what the stochastic network does with its noise at the
+            mean. It is multiplied into the weights where that is safe, and kept as a buffer otherwise: in attention, recurrent and tied
+            layers, for noise on the output, and inside modules of other classes than torch's, which may read the weights. If False, a
+            warning is raised if training has moved the means away from one.
 
-    A network without noise, such as one that ``posterior.sample`` gave, is plain already and comes back as it is.
+    Returns:
+        The plain network.
 
     >>> from flowbnn.noise import NormalAffine
     >>> network = nn.Linear(3, 2)
@@ -285,9 +298,9 @@ def to_deterministic(model: nn.Module, *, absorb: bool = False) -> nn.Module:
     model = deepcopy(model)
     layers = noise_layers(model)
     if not absorb:
-        _warn_of_means(layers)
+        _warn_dropped_means(layers)
     means = {name: FixedNoise(noise, noise.mean()) for name, noise in layers.items()} if absorb else {}
-    _settle(model, means)
+    _replace_noise(model, means)
     for module in model.modules():
         if isinstance(module, nn.TransformerEncoder) and getattr(module, "flowbnn_nested", False):
             module.use_nested_tensor = True
@@ -299,19 +312,19 @@ def to_deterministic(model: nn.Module, *, absorb: bool = False) -> nn.Module:
 def at_draw(model: nn.Module, seed: int | None) -> nn.Module:
     """Returns a plain copy of a stochastic network with its noise at the first shared draw of ``seed``."""
     model = deepcopy(model).eval()
-    settings, device, fixed = make_noise_modes(model, "shared", 1, seed), device_of(model), {}
+    modes, device, fixed = make_noise_modes(model, "shared", 1, seed), device_of(model), {}
     for name, noise in noise_layers(model).items():
-        own = settings[noise.key].seed
-        fixed[name] = FixedNoise(noise, noise.shared_vectors(1, own, device)[0], own)
-    _settle(model, fixed)
+        layer_seed = modes[noise.key].seed
+        fixed[name] = FixedNoise(noise, noise.shared_vectors(1, layer_seed, device)[0], layer_seed)
+    _replace_noise(model, fixed)
     for module in model.modules():
-        vars(module).pop("flowbnn_nested", None)  # it stays off nested tensors, as in predictions
+        vars(module).pop("flowbnn_nested", None)  # nested tensors stay disabled, as in predictions
     return model
 
 
-def _settle(model: nn.Module, fixed: Mapping[str, FixedNoise]) -> None:
-    """Take all noise off a network and leave these factors: in the weights where these can take them, else beside them."""
-    beside: list[Noise] = []
+def _replace_noise(model: nn.Module, fixed: Mapping[str, FixedNoise]) -> None:
+    """Removes all noise from a network and keeps constant factors, in the weights where that is safe, else in buffers."""
+    buffers: list[Noise] = []
     layers = noise_layers(model)
     for part in model.modules():
         _unhook(part)
@@ -320,19 +333,19 @@ def _settle(model: nn.Module, fixed: Mapping[str, FixedNoise]) -> None:
         for child, part in list(module.named_children()):
             if part is noise:
                 delattr(module, child)
-        one = fixed.get(name)
-        inside = one is not None and one.site == "channel" and one.layout.side == "input"
-        if one is not None and inside and _absorbs(model, name):
-            module.weight.data.mul_(weight_scale(module, one.mean().to(module.weight)))
-        elif one is not None:
-            _wrap(module, one)
-            beside.append(one)
-    if beside:
-        _gather(model, beside)
+        factors = fixed.get(name)
+        on_input = factors is not None and factors.site == "channel" and factors.layout.side == "input"
+        if factors is not None and on_input and _absorbs(model, name):
+            module.weight.data.mul_(weight_scale(module, factors.mean().to(module.weight)))
+        elif factors is not None:
+            _wrap(module, factors)
+            buffers.append(factors)
+    if buffers:
+        _add_group_hooks(model, buffers)
 
 
-def _gather(model: nn.Module, layers: list[Noise]) -> None:
-    """Let the noise know when a pass of the network begins and ends."""
+def _add_group_hooks(model: nn.Module, layers: list[Noise]) -> None:
+    """Adds hooks to the root that mark the begin and the end of a forward pass."""
     group = NoiseGroup(layers)
     model.register_forward_pre_hook(group.begin, prepend=True, with_kwargs=True)
     model.register_forward_hook(group.end, always_call=True)
@@ -354,22 +367,22 @@ def _absorbs(model: nn.Module, name: str) -> bool:
 
 
 @torch.no_grad()
-def _warn_of_means(layers: Mapping[str, Noise]) -> None:
-    """Trained noise has means that the plain weights have come to rely on."""
+def _warn_dropped_means(layers: Mapping[str, Noise]) -> None:
+    """Raises a warning if trained noise, whose means are not one, is removed."""
     fitted = {name: noise for name, noise in layers.items() if noise.fitted}
     moved = {name: float((noise.mean() - 1).square().mean().sqrt()) for name, noise in fitted.items()}
     if moved and max(moved.values()) > 0.02:
         name = max(moved, key=moved.__getitem__)
         warn(
-            f"the means of the trained noise are left out, and they are no longer one (layer '{name}': off by {moved[name]:.2f}); "
-            "to_deterministic(model, absorb=True) keeps them in the weights",
+            f"the means of the trained noise differ from one (by {moved[name]:.2f} in layer '{name}') and are dropped; "
+            "to keep them, use to_deterministic(model, absorb=True)",
             kind="mean",
             layers=[name],
         )
 
 
 def _unhook(module: nn.Module) -> None:
-    """Remove the hooks of noise, or of a group of it, that is not a constant."""
+    """Removes the hooks of noise and of its group, except those of constant factors."""
     for hooks in (module._forward_hooks, module._forward_pre_hooks):
         for key, hook in list(hooks.items()):
             owner = getattr(hook, "__self__", None)
@@ -381,9 +394,17 @@ def _unhook(module: nn.Module) -> None:
 
 
 @checked
-def describe(model: nn.Module) -> Table:
-    """The table of what carries noise: layer, kind, posterior, site, dimensions, parameters."""
-    return Table(
+def describe(model: nn.Module) -> ConversionTable:
+    """Returns the table of the layers with noise.
+
+    >>> from flowbnn.noise import NormalAffine
+    >>> print(describe(to_stochastic(nn.Linear(4, 2), {"*": NormalAffine()})))
+    layer          kind    noise           site     dim  parameters
+    -------------  ------  --------------  -------  ---  ----------
+    (the network)  Linear  NormalAffine()  channel    4           8
+                                                                  8
+    """
+    return ConversionTable(
         Conversion(
             name or "(the network)",
             type(model.get_submodule(name)).__name__,

@@ -1,11 +1,11 @@
-r"""The ELBO. This is the one place where the KL gets its weight.
+r"""Evidence lower bound (ELBO), the objective of variational inference. The weight of the KL is defined here only.
 
 .. math::
     \frac{1}{N}\mathrm{ELBO} = \frac1B \sum_{i \in \mathrm{batch}} \log p(y_i \mid x_i, z)
     - \frac{\beta}{N} \sum_l \mathrm{KL}[q(z_l) \| p(z_l)] + \frac{\gamma}{N} \sum_l H(q(z_l))
 
-These are equations 14, 15 and 18 of Xiong's report, per example. :math:`N` is the number of training examples: the noise belongs
-to the network, so its KL is paid once for the whole data set, whatever the batch size or the number of layers.
+These are equations 14, 15 and 18 of Xiong's report, per example. :math:`N` is the number of training examples. The noise belongs to the
+network, so its KL counts once for the whole data set, for any batch size and number of layers.
 """
 
 from collections.abc import Callable
@@ -26,7 +26,11 @@ from flowbnn.options import Count, NonNegative, checked
 
 
 def warm_up(progress: Any, length: float) -> Any:
-    """Linear annealing: from 0 to 1 over the first ``length`` of the run; ``progress`` is a number or a tensor of one.
+    """Returns the factor of linear annealing, which rises from 0 to 1 over the first part of the training.
+
+    Args:
+        progress: Share of the training that is done, a number or a tensor.
+        length: Share of the training with annealing.
 
     >>> [warm_up(t, 0.5) for t in (0.0, 0.25, 0.5, 1.0)], warm_up(0.0, 0.0)
     ([0.0, 0.5, 1.0, 1.0], 1.0)
@@ -38,16 +42,15 @@ def warm_up(progress: Any, length: float) -> Any:
 
 @dataclass(frozen=True)
 class Terms:
-    """The parts of the objective, in nats.
+    """Terms of the objective, in nats.
 
     Args:
-        loss: what is minimised: minus the ELBO per example.
-        log_likelihood: mean log-likelihood of one example.
-        kl: :math:`\\sum_l KL_l` for the whole network.
-        entropy: :math:`\\sum_l H_l` for the whole network.
+        loss: Loss to minimize, the negative ELBO per example.
+        log_likelihood: Mean log-likelihood of one example.
+        kl: KL of the whole network, :math:`\\sum_l KL_l`.
+        entropy: Entropy of the whole network, :math:`\\sum_l H_l`.
         layers: KL and entropy of each layer by name.
-        outputs: of the network.
-        elbo: the ELBO per example with the weights :math:`\\beta` and :math:`\\gamma` as used.
+        outputs: Outputs of the network.
     """
 
     loss: Tensor
@@ -59,10 +62,11 @@ class Terms:
 
     @property
     def elbo(self) -> Tensor:
+        """ELBO per example, with the weights :math:`\\beta` and :math:`\\gamma` as used."""
         return -self.loss
 
     def logs(self) -> dict[str, Tensor]:
-        """Scalars for the training log, those of each layer as ``kl/name`` and ``entropy/name``."""
+        """Returns scalars for the training log, those of each layer as ``kl/name`` and ``entropy/name``."""
         result: dict[str, Tensor] = {}
         for name in ("elbo", "log_likelihood", "kl", "entropy"):
             result[name] = getattr(self, name).detach()
@@ -72,13 +76,13 @@ class Terms:
 
 
 class ELBO:
-    r"""The evidence lower bound of a stochastic network.
+    r"""Evidence lower bound (ELBO) of a stochastic network.
 
     Args:
-        likelihood: the observation model of the targets given the outputs.
-        num_data: :math:`N`, the number of training examples.
-        beta: weight of the KL; 1 is the bound itself, below 1 a colder posterior.
-        gamma: weight of the entropy (equation 18), above 0 to keep the posterior from contracting to a point.
+        likelihood: Observation model of the targets given the outputs.
+        num_data: Number :math:`N` of training examples.
+        beta: Weight of the KL. 1 gives the bound itself, smaller values a colder posterior.
+        gamma: Weight of the entropy (equation 18). Positive values keep the posterior from contracting to a point.
 
     >>> import torch
     >>> from flowbnn.likelihoods import Categorical
@@ -110,17 +114,21 @@ class ELBO:
         forward: Callable[[Any], Any] | None = None,
         check: bool = False,
     ) -> Terms:
-        """Run the network on a batch and give the terms of its ELBO, each example with a draw of its own.
+        """Runs the network on a batch and returns the terms of its ELBO. Every example has its own draw.
 
-        The noise of the pass and the draws for the KL are made together, which halves what the noise costs in a step.
+        The noise of the pass and the draws for the KL are made together, which halves the cost of the noise in a step.
 
         Args:
-            inputs: a tensor, or a tuple or mapping of tensors, the examples first.
-            targets: of the batch.
-            scale: multiplies beta, for warm-up.
-            samples: draws per example.
-            forward: what runs the network on the inputs, where that is a wrapper around ``model`` (torch's DDP, say).
-            check: whether to check that the targets fit the outputs, which waits for the device.
+            model: Stochastic network.
+            inputs: Tensor, or tuple or mapping of tensors, with the examples on the first axis.
+            targets: Targets of the batch.
+            scale: Factor of beta, for warm-up.
+            samples: Number of draws per example.
+            forward: Function that runs the network, if that is a wrapper around ``model`` (torch's DDP).
+            check: If True, it is checked that the targets fit the outputs, which waits for the device.
+
+        Returns:
+            The terms of the ELBO.
         """
         if samples > 1:
             inputs, targets = repeat_each(inputs, samples), repeat_each(targets, samples)
@@ -135,13 +143,14 @@ class ELBO:
             if divergence is None:
                 divergence = divergences(layers)
         if isinstance(targets, Tensor) and targets.shape[:1] != outputs.shape[:1]:
-            sizes = f"outputs of shape {tuple(outputs.shape)} and targets of shape {tuple(targets.shape)}"
-            line = f"{sizes} do not have the same number of examples on their first axis"
-            raise FlowBNNError(line, kind="shape", argument="targets")
-        if not len(outputs) and shard is None:
             raise FlowBNNError(
-                "the batch has no examples, and their mean is no number: leave it out", kind="shape"
+                f"outputs of shape {tuple(outputs.shape)} and targets of shape {tuple(targets.shape)} have different "
+                "numbers of examples",
+                kind="shape",
+                argument="targets",
             )
+        if not len(outputs) and shard is None:
+            raise FlowBNNError("the batch has no examples", kind="shape")
         if check:
             self.likelihood.check(outputs, targets)
         return self.terms(outputs, targets, divergence, scale)

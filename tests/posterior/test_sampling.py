@@ -203,25 +203,23 @@ def test_the_chunk_follows_the_width_of_the_network():
 
 
 @pytest.mark.parametrize(
-    ("act", "line"),
+    ("act", "kind", "argument"),
     [
-        (lambda m: sample_outputs(m, torch.ones(2, 4), 0), "samples=...\\) must be an integer of at least 1"),
-        (lambda m: sample_outputs(m, torch.ones(2, 4), 2.5), "integer of at least 1 or None, got 2.5"),
-        (
-            lambda m: sample_outputs(m, torch.ones(2, 4), 1, max_batch=0),
-            "max_batch=...\\) must be an integer of at least 1",
-        ),
-        (lambda m: sample_outputs(m, torch.ones(0, 4), 1), "no rows"),
-        (lambda m: sample_outputs(m, "images", 1), "tensors"),
-        (lambda m: fb.noise_mode(m, "loud"), "'sample', 'shared', 'mean' or 'off', got 'loud'"),
-        (lambda m: fb.noise_mode(m, "shared", samples=0), "an integer of at least 1, got 0"),
-        (lambda m: fb.noise.freeze(m, "bias"), "'weights' or 'noise'"),
-        (lambda m: fb.noise_mode(nn.Linear(2, 2), "off").__enter__(), "has no noise"),
+        (lambda m: sample_outputs(m, torch.ones(2, 4), 0), "value", "samples"),
+        (lambda m: sample_outputs(m, torch.ones(2, 4), 2.5), "value", "samples"),
+        (lambda m: sample_outputs(m, torch.ones(2, 4), 1, max_batch=0), "value", "max_batch"),
+        (lambda m: sample_outputs(m, torch.ones(0, 4), 1), "empty", None),
+        (lambda m: sample_outputs(m, "images", 1), "value", None),
+        (lambda m: fb.noise_mode(m, "loud"), "value", "mode"),
+        (lambda m: fb.noise_mode(m, "shared", samples=0), "value", "samples"),
+        (lambda m: fb.noise.freeze(m, "bias"), "value", "part"),
+        (lambda m: fb.noise_mode(nn.Linear(2, 2), "off").__enter__(), "network", None),
     ],
 )
-def test_bad_input(act, line):
-    with pytest.raises(FlowBNNError, match=line):
+def test_bad_input(act, kind, argument):
+    with pytest.raises(FlowBNNError) as caught:
         act(fb.to_stochastic(network(), {"*": fb.noise.NormalAffine()}))
+    assert (caught.value.kind, caught.value.argument) == (kind, argument)
 
 
 class Repeating(nn.Module):

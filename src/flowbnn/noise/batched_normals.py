@@ -1,9 +1,9 @@
-r"""The learnable Gaussians of many layers, end to end, and their mixtures: draws and KL in few launches.
+r"""Learnable Gaussians and mixtures of many layers, concatenated: draws and KL in few launches.
 
 Layer :math:`l` starts its noise at :math:`\mathcal N(\mu, \sigma^2)` with :math:`s = b \tanh(a / b)`, :math:`\sigma = e^s \sigma_0` and
 :math:`\mu = c + t + e^s (\mu_0 - c)`: shift :math:`t`, raw log-scale :math:`a`, base :math:`\mathcal N(\mu_0, \sigma_0^2)`. The same
 map makes of an equal mixture of normals :math:`\mathcal N(\mu_k, \sigma_k^2)` one of :math:`\mathcal N(m_k, d_k^2)` with
-:math:`m_k = c + t + e^s (\mu_k - c)` and :math:`d_k = e^s \sigma_k`, whose density needs no Jacobian; a layer draws one component for
+:math:`m_k = c + t + e^s (\mu_k - c)` and :math:`d_k = e^s \sigma_k`, whose density needs no Jacobian. A layer draws one component for
 each row.
 """
 
@@ -23,8 +23,9 @@ from flowbnn.numerics import soft_clamp
 
 _HALF_LOG_2PI = 0.5 * math.log(2.0 * math.pi)
 _NORMAL_ENTROPY = 0.5 + _HALF_LOG_2PI  # of a standard normal, in nats
-# numbers of a layer from which on it had better draw by itself: sums of gradients then take longer than launches
-MANY = 2**17
+GATHER_LIMIT = (
+    2**17
+)  # numbers per layer: for more, summing the gradients of gather takes longer than launches per layer
 
 
 class Gaussians:
@@ -51,7 +52,7 @@ class Gaussians:
 
     @staticmethod
     def are_compatible(layers: list[Any], generators: list[OptionalGenerator]) -> bool:
-        """Whether the layers can be laid end to end: one bound, one generator, one dtype and device."""
+        """Returns True if layers can be concatenated: they have the same bound, generator, dtype and device."""
         bound, shift = layers[0].gaussian_base[1].bound, layers[0].gaussian_base[1].shift
         for noise, generator in zip(layers, generators, strict=True):
             affine = noise.gaussian_base[1]
@@ -69,10 +70,13 @@ class Gaussians:
         return torch.addcmul(self.mean[first:], normal, self.deviation[first:])
 
     def sample(self, normal: Tensor, rows: int) -> tuple[list[Tensor], Tensor | None]:
-        """Draws of all layers from normal numbers, ``[draws, numbers]``, and the log-dets of the flows after the first ``rows``.
+        """Returns draws of all layers, and the log-determinants of the flows after the first ``rows`` draws.
 
-        Where there are normal numbers of the flows only, these alone are drawn. The flows go at once where the device has kernels for
-        that, else one by one.
+        The flows are evaluated at once if the device has kernels for that, else one by one.
+
+        Args:
+            normal: Normal numbers ``[draws, numbers]`` of all layers, or of the flows alone, which are then drawn alone.
+            rows: Number of draws without log-determinants.
         """
         first, sizes = len(self.mean) - normal.shape[1], self.sizes
         starts, log_det = self.starts(normal), rows < len(normal)
@@ -96,15 +100,15 @@ class Gaussians:
         return draws, torch.stack(volumes)[:, rows:] if log_det else None
 
     def draws(self, rows: int, generator: OptionalGenerator, shard: RowShard | None) -> dict[int, Tensor]:
-        """Draws ``[rows, dim]`` of each layer, by its key."""
+        """Returns draws ``[rows, dim]`` by layer key."""
         return self.draws_from(self._shared(rows, 0, generator, shard))
 
     def draws_from(self, normal: Tensor) -> dict[int, Tensor]:
-        """The same from normal numbers ``[rows, numbers]`` of the layers in the order of :attr:`layers`."""
+        """Returns draws by layer key, from normal numbers ``[rows, numbers]`` in the order of :attr:`layers`."""
         return self._by_key(self.sample(normal, len(normal))[0])
 
     def divergences(self, generator: OptionalGenerator) -> tuple[dict[int, Divergence], Divergence]:
-        """KL and entropy of each layer, by its key, and of all."""
+        """Returns KL and entropy by layer key, and their sums."""
         if not self.flows:
             return self.summary(None, [], None)
         normal = self.normal(self.fresh, len(self.mean) - self.cut, generator)
@@ -113,7 +117,7 @@ class Gaussians:
     def draw_with_kl(
         self, rows: int, generator: OptionalGenerator, shard: RowShard | None
     ) -> tuple[dict[int, Tensor], dict[int, Divergence], Divergence]:
-        """Draws for ``rows`` rows, and KL and entropy on fresh draws of the flows, in one go."""
+        """Returns draws for ``rows`` rows, and KL and entropy on fresh draws of the flows, computed together."""
         normal = self._shared(rows, self.fresh, generator, shard)
         both, log_dets = self.sample(normal, rows)
         if not self.flows:
@@ -125,15 +129,15 @@ class Gaussians:
     def summary(
         self, normal: Tensor | None, ends: list[Tensor], log_dets: Tensor | None
     ) -> tuple[dict[int, Divergence], Divergence]:
-        r"""KL and entropy of every layer and of all: closed form for Gaussians, the mean over fresh draws for the flows.
+        r"""Returns KL and entropy by layer key and their sums: in closed form for Gaussians, as a mean over draws for flows.
 
         .. math:: \mathrm{KL} = \sum_i \Big(\tfrac12 E\big[(x_i - m_i)^2 / w_i^2 - \epsilon_i^2\big] - s_i
                   + \log\frac{w_i}{\sigma_0}\Big) - E[\log|\det|]
 
         Args:
-            normal: the :math:`\epsilon` of the flows' draws, ``[draws, numbers]``.
-            ends: the flows' draws :math:`x`, one tensor each.
-            log_dets: of the flows, ``[flows, draws]``.
+            normal: Normal numbers :math:`\epsilon` of the flows, ``[draws, numbers]``.
+            ends: Draws :math:`x` of the flows, one tensor each.
+            log_dets: Log-determinants of the flows, ``[flows, draws]``.
         """
         cut, loc, width = len(self.mean) if normal is None else self.cut, self.prior_loc, self.prior_scale
         spread, away = self.deviation[:cut] / width[:cut], (self.mean[:cut] - loc[:cut]) / width[:cut]
@@ -156,14 +160,14 @@ class Gaussians:
         return {noise.key: value for noise, value in zip(self.layers, values, strict=True)}
 
     def _shared(self, rows: int, fresh: int, generator: OptionalGenerator, shard: RowShard | None) -> Tensor:
-        """Normal numbers for ``rows`` rows and ``fresh`` more, in one draw, of which a process that has a share keeps its own rows."""
+        """Returns normal numbers for ``rows`` rows and ``fresh`` more. A process with a shard keeps its own rows."""
         whole = rows if shard is None else shard.global_rows(rows)
         drawn = self.normal(whole + fresh, len(self.mean), generator)
         return drawn if shard is None else torch.cat([shard.select(drawn[:whole], rows), drawn[whole:]])
 
 
 def centers(affines: Any) -> Any:
-    """The centers of affine maps: one number, or a vector where they differ."""
+    """Returns the centers of affine maps: one number, or a vector if they differ."""
     for affine in affines:
         if affine.center != affines[0].center:
             # made on the device, so that a compiled or recorded step has no copy from the host in it
@@ -174,7 +178,7 @@ def centers(affines: Any) -> Any:
 def divergences_of(
     layers: list[Any], kls: Tensor, entropies: Tensor
 ) -> tuple[dict[int, Divergence], Divergence]:
-    """KL and entropy of each layer, by its key, and of all, as often as each one's vector is counted."""
+    """Returns KL and entropy by layer key and their sums, multiplied by the number of vectors that each layer counts."""
     counts = [float(noise.count) for noise in layers]
     if any(count != 1.0 for count in counts):
         weights = torch.cat([kls.new_full((1,), count) for count in counts])
@@ -188,7 +192,7 @@ def divergences_of(
 
 
 class Mixtures:
-    """Layers whose noise begins as a mixture of normals, end to end: means and deviations ``[components, numbers]``."""
+    """Layers whose noise begins with a mixture of normals, concatenated: means and deviations ``[components, numbers]``."""
 
     def __init__(self, layers: list[Any]) -> None:
         self.layers, self.fresh = layers, layers[0].kl_samples
@@ -205,7 +209,7 @@ class Mixtures:
 
     @staticmethod
     def are_compatible(layers: list[Any], generators: list[OptionalGenerator]) -> bool:
-        """As many components, one bound, one generator, one dtype and device."""
+        """Returns True if layers have the same number of components, bound, generator, dtype and device."""
         kinds = {
             (len(base.loc), affine.bound, base.loc.dtype, base.loc.device)
             for base, affine, _ in (noise.mixture_base for noise in layers)
@@ -216,7 +220,7 @@ class Mixtures:
     def start(
         self, rows: int, fresh: int, generator: OptionalGenerator, shard: RowShard | None
     ) -> tuple[Tensor, Tensor]:
-        """Components ``[rows + fresh, layers]`` and normal numbers ``[rows + fresh, numbers]``; of shared rows those that are here."""
+        """Returns components ``[rows + fresh, layers]`` and normal numbers ``[rows + fresh, numbers]``, of this process's rows."""
         loc = self.layers[0].mixture_base[0].loc
         whole = (rows if shard is None else shard.global_rows(rows)) + fresh
         which = draw_components(len(loc), (whole, len(self.layers)), loc.device, generator)
@@ -229,7 +233,7 @@ class Mixtures:
 
     def draw(self, which: Tensor, normal: Tensor) -> Tensor:
         r""":math:`m_k + d_k \epsilon` with the component ``which`` of each row and layer, ``[rows, numbers]``."""
-        if normal.numel() >= MANY * len(self.sizes):
+        if normal.numel() >= GATHER_LIMIT * len(self.sizes):
             tables = (tensor.split(self.sizes, -1) for tensor in (self.mean, self.deviation, normal))
             parts = enumerate(zip(*tables, strict=True))
             return torch.cat([select_normal(m, d, which[:, i], some) for i, (m, d, some) in parts], -1)
@@ -238,25 +242,25 @@ class Mixtures:
         return torch.addcmul(self.mean.gather(0, index), self.deviation.gather(0, index), normal)
 
     def push(self, drawn: Tensor) -> tuple[Tensor, Tensor | None]:
-        """What the flows after the mixtures make of their draws, ``[draws, numbers]``, and the log-dets ``[layers, draws]``."""
+        """Transforms draws ``[draws, numbers]`` by the flows, and returns the log-determinants ``[layers, draws]`` as well."""
         if not any(noise.flow_tail for noise in self.layers):
             return drawn, None
         pushed = [noise.push(z) for noise, z in zip(self.layers, drawn.split(self.sizes, -1), strict=True)]
         return torch.cat([x for x, _ in pushed], -1), torch.stack([log_dets for _, log_dets in pushed])
 
     def draws(self, rows: int, generator: OptionalGenerator, shard: RowShard | None) -> dict[int, Tensor]:
-        """Draws ``[rows, dim]`` of each layer, by its key."""
+        """Returns draws ``[rows, dim]`` by layer key."""
         starts = self.draw(*self.start(rows, 0, generator, shard)).split(self.sizes, -1)
         return {noise.key: noise.push(z, False)[0] for noise, z in zip(self.layers, starts, strict=True)}
 
     def divergences(self, generator: OptionalGenerator) -> tuple[dict[int, Divergence], Divergence]:
-        """KL and entropy of each layer, by its key, and of all."""
+        """Returns KL and entropy by layer key, and their sums."""
         return self.draw_with_kl(0, generator, None)[1:]
 
     def draw_with_kl(
         self, rows: int, generator: OptionalGenerator, shard: RowShard | None
     ) -> tuple[dict[int, Tensor], dict[int, Divergence], Divergence]:
-        """Draws for ``rows`` rows, and KL and entropy on fresh draws, in one go."""
+        """Returns draws for ``rows`` rows, and KL and entropy on fresh draws, computed together."""
         starts = self.draw(*self.start(rows, self.fresh, generator, shard))
         ends, log_dets = self.push(starts)
         log_dets = None if log_dets is None else log_dets[:, rows:]
@@ -266,12 +270,12 @@ class Mixtures:
     def summary(
         self, drawn: Tensor, ends: Tensor, log_dets: Tensor | None
     ) -> tuple[dict[int, Divergence], Divergence]:
-        """KL and entropy of each layer and of all: the bracket of :func:`~flowbnn.distributions.divergence` on fresh draws.
+        """Returns KL and entropy by layer key and their sums, as means over draws (see :func:`~flowbnn.distributions.divergence`).
 
         Args:
-            drawn: of the mixtures, ``[draws, numbers]``.
-            ends: what the flows after them made of these.
-            log_dets: of the flows, ``[layers, draws]``; None where there are none.
+            drawn: Draws of the mixtures, ``[draws, numbers]``.
+            ends: Draws after the flows.
+            log_dets: Log-determinants of the flows, ``[layers, draws]``; None if there are none.
         """
         priors = [noise.mixture_base[2] for noise in self.layers]
         loc, scale = torch.cat([p.loc for p in priors]), torch.cat([p.scale for p in priors])

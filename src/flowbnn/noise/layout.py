@@ -1,4 +1,4 @@
-"""How a noise vector lies on a layer's tensor: which axis holds the features, which the examples."""
+"""Position of a noise vector on a layer's tensor: the axes of the features and of the examples."""
 
 from collections.abc import Callable
 from functools import partial
@@ -13,21 +13,21 @@ TRANSPOSED: tuple[type[nn.Module], ...] = (nn.ConvTranspose1d, nn.ConvTranspose2
 
 
 class Layout(NamedTuple):
-    """Where the noise of one kind of layer goes.
+    """Position of the noise of one layer.
 
     Args:
-        dim: length of the noise vector: the number of features the layer reads.
-        feature_axis: the axis of the features, counted from the end (``-1`` linear, ``-3`` a 2-d convolution).
-        batch_axis: the axis of the examples when the input is batched; None where the input has none (positions, say).
-        unbatched_ndim: number of axes of one example without a batch axis.
-        side: ``"input"``, or ``"output"`` where it is asked for, and for layers that read no real-valued features (an embedding).
-        fan_out: above 0 where every output reads one input feature (a depthwise convolution, a convolution of a grey image):
-            that many outputs for each. Noise on such an input passes through the layer, ``f(z x) - b = z (f(x) - b)``, so it may
-            as well multiply the output, which spares a gradient for the images and, at prediction, all samples but one.
-        split: lengths, when the layer reads several inputs of different widths (attention with its own key and value
-            widths): the vector is cut and each input gets its piece.
-        examples_first: where the network folds time steps or frames into the rows: all rows of one example follow each other
-            (``x.flatten(0, 1)`` of examples first), or all examples of one step.
+        dim: Length of the noise vector, the number of features of the layer's input.
+        feature_axis: Axis of the features, counted from the end (``-1`` for a linear layer, ``-3`` for a 2-d convolution).
+        batch_axis: Axis of the examples of a batched input; None if the input has none (an embedding of positions).
+        unbatched_ndim: Number of axes of one example without a batch axis.
+        side: ``"input"``, or ``"output"`` on request and for layers without real-valued inputs (an embedding).
+        split: Lengths of the pieces of the vector, for layers with inputs of different widths (attention with its own key and value
+            widths).
+        fan_out: Number of outputs per input feature if every output reads one feature (a depthwise convolution, a convolution of a
+            grey image), else 0. Noise on such an input passes through the layer, ``f(z x) - b = z (f(x) - b)``. It multiplies the
+            output instead, which saves the gradient of the images, and at prediction all passes of the layer but one.
+        examples_first: If the network flattens time steps or frames into the rows, True if all rows of one example are adjacent
+            (``x.flatten(0, 1)`` of examples first), and False if all examples of one step are.
     """
 
     dim: int
@@ -41,7 +41,7 @@ class Layout(NamedTuple):
 
 
 def untouched(module: nn.Module, kind: type[nn.Module]) -> bool:
-    """Whether the layer computes what its torch class does: a subclass may do anything around it."""
+    """Returns True if a layer runs the forward of its torch class, and not that of a subclass or an instance."""
     own = type(module)
     for name in ("forward", "_conv_forward"):
         if name in vars(module) or getattr(own, name, None) is not getattr(kind, name, None):
@@ -84,11 +84,11 @@ _LAYOUTS: dict[type[nn.Module], Callable[..., Layout]] = {
 
 
 def register_layer(kind: type[nn.Module], layout: Callable[..., Layout]) -> None:
-    """Teach the conversion a kind of layer of your own.
+    """Registers a layer class, so that :func:`~flowbnn.to_stochastic` can add noise to it.
 
     Args:
-        kind: the module class; subclasses are covered too.
-        layout: a function from a module of that class to its :class:`Layout`.
+        kind: Module class. Its subclasses are included.
+        layout: Function from a module of that class to its :class:`Layout`.
 
     >>> class Scale(nn.Module):
     ...     def __init__(self, features):
@@ -105,29 +105,29 @@ def register_layer(kind: type[nn.Module], layout: Callable[..., Layout]) -> None
 
 
 def wrappable(module: nn.Module) -> bool:
-    """Whether this kind of layer can carry noise."""
+    """Returns True if a layer can have noise."""
     return any(kind in _LAYOUTS for kind in type(module).__mro__)
 
 
 def wrappable_layers(model: nn.Module) -> dict[str, Any]:
-    """Layers that can carry noise. What an attention layer never calls (its output projection) is part of that layer."""
+    """Returns the layers that can have noise, by name. The output projection of attention, which is never called, is left out."""
     inner = {id(m.out_proj) for m in model.modules() if isinstance(m, nn.MultiheadAttention)}
     return {name: m for name, m in model.named_modules() if wrappable(m) and id(m) not in inner}
 
 
 def layout_of(module: nn.Module) -> Layout:
-    """The layout of the nearest registered class of ``module``."""
+    """Returns the layout of the nearest registered class of ``module``."""
     layout = next((_LAYOUTS[kind](module) for kind in type(module).__mro__ if kind in _LAYOUTS), None)
     if layout is not None and layout.dim > 0:
         return layout
     reason = "has no input width yet; run one batch through the lazy network first"
     if layout is None:
-        reason = "is not a layer that can carry noise; register_layer teaches flowbnn a layer of your own"
+        reason = "cannot have noise; add its class with register_layer"
     raise FlowBNNError(f"a {type(module).__name__} {reason}", kind="layer")
 
 
 def output_layout(module: nn.Module) -> Layout:
-    """The layout of noise on the output of a linear layer or a convolution, bias included, or of an embedding.
+    """Returns the layout of noise on the output of a linear layer or a convolution, bias included, or of an embedding.
 
     >>> output_layout(nn.Conv2d(3, 8, 5))[:2]
     (8, -3)
@@ -137,7 +137,7 @@ def output_layout(module: nn.Module) -> Layout:
         return layout
     if not isinstance(module, (*FORWARD, *TRANSPOSED)):
         raise FlowBNNError(
-            f"a {type(module).__name__} takes noise on its input only; side='output' is for linear layers and convolutions",
+            f"side='output' is for linear layers and convolutions, got a {type(module).__name__}",
             kind="layer",
             argument="side",
         )
@@ -146,7 +146,7 @@ def output_layout(module: nn.Module) -> Layout:
 
 
 def absorbs(module: nn.Module) -> bool:
-    """Whether noise on the layer's input can be multiplied into its weight: a torch layer as it is, with a weight of its own.
+    """Returns True if noise on the input of a layer can be multiplied into its weight: an unmodified torch layer.
 
     >>> absorbs(nn.Conv2d(4, 8, 3, groups=2)), absorbs(nn.GRU(4, 8))
     (True, False)
@@ -156,7 +156,7 @@ def absorbs(module: nn.Module) -> bool:
 
 
 def weight_scale(module: nn.Module, vector: Tensor) -> Tensor:
-    """What to multiply the weight by so that the layer computes ``layer(vector * x)``; it broadcasts against the weight.
+    """Returns the factor of the weight that makes the layer compute ``layer(vector * x)``. It broadcasts against the weight.
 
     >>> import torch
     >>> layer, x, z = nn.Linear(3, 2, bias=False), torch.randn(5, 3), torch.rand(3)

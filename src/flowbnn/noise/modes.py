@@ -1,4 +1,4 @@
-"""Handles on the noise of a whole network: find it, hold it, freeze it, give it its own learning rate, find its batch axes."""
+"""Functions on the noise of a network: modes, freezing, optimizer groups, and the axes of the examples."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -15,7 +15,7 @@ from flowbnn.noise.contexts import Mode, NoiseContext
 from flowbnn.options import Count, NonNegative, checked
 
 Part = Literal["weights", "noise"]
-FROZEN = "_frozen_by_flowbnn"
+FROZEN = "_frozen_by_flowbnn"  # attribute of modules with the names of their frozen parameters
 
 
 @checked
@@ -27,13 +27,14 @@ def noise_mode(
     seed: int | None = None,
     generator: torch.Generator | None = None,
 ) -> Iterator[nn.Module]:
-    """Hold all noise in one mode, as :class:`~flowbnn.noise.base.Noise` has them, for a ``with`` block, in this thread.
+    """Context manager that sets the mode of all noise of a network, in this thread.
 
     Args:
-        model: the network.
-        samples: in mode ``"shared"``, how many draws the noise holds.
-        seed: of these draws; in mode ``"sample"`` it makes the draws repeatable.
-        generator: as an alternative to ``seed`` in mode ``"sample"``.
+        model: Stochastic network.
+        mode: ``"sample"``, ``"shared"``, ``"mean"`` or ``"off"``, as in :class:`~flowbnn.noise.base.Noise`.
+        samples: Number of draws in mode ``"shared"``.
+        seed: Seed of the draws.
+        generator: Generator of the draws in mode ``"sample"``, instead of ``seed``.
 
     >>> from flowbnn.noise import NormalAffine
     >>> from flowbnn import to_stochastic
@@ -49,44 +50,61 @@ def noise_mode(
 
 
 def noise_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """Parameters of the noise, each once."""
+    """Returns the parameters of the noise, each once."""
     return list({id(p): p for layer in noise_layers(model).values() for p in layer.parameters()}.values())
 
 
 def weight_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """All other parameters, each once."""
-    theirs = {id(p) for p in noise_parameters(model)}
-    return [p for p in model.parameters() if id(p) not in theirs]
+    """Returns the parameters that do not belong to the noise, each once."""
+    noise = {id(p) for p in noise_parameters(model)}
+    return [p for p in model.parameters() if id(p) not in noise]
 
 
-def _marked(model: nn.Module, part: Part) -> list[tuple[set[str], str, nn.Parameter]]:
-    """The parameters of a part, each with the names that :func:`freeze` froze in its module; copies of the module keep them."""
+def _named_part(model: nn.Module, part: Part) -> list[tuple[set[str], str, nn.Parameter]]:
+    """Returns the parameters of a part, each with its name and the set of frozen names of its module, which copies keep."""
     layers_with_noise(model)
-    chosen = {id(p) for p in (noise_parameters(model) if part == "noise" else weight_parameters(model))}
-    marked = []
+    ids = {id(p) for p in (noise_parameters(model) if part == "noise" else weight_parameters(model))}
+    parameters = []
     for module in model.modules():
-        marks = module.__dict__.setdefault(FROZEN, set())
-        marked += [(marks, name, p) for name, p in module._parameters.items() if id(p) in chosen]
-    return marked  # type: ignore[return-value]
+        frozen = module.__dict__.setdefault(FROZEN, set())
+        parameters += [(frozen, name, p) for name, p in module._parameters.items() if id(p) in ids]
+    return parameters  # type: ignore[return-value]
 
 
 @checked
 def freeze(model: nn.Module, part: Part) -> None:
-    """Stop training the ``"weights"`` or the ``"noise"``, until :func:`unfreeze`; BatchNorm then keeps its statistics, too."""
-    for marks, name, parameter in [one for one in _marked(model, part) if one[2].requires_grad]:
-        marks.add(name)
+    """Freezes the ``"weights"`` or the ``"noise"`` until :func:`unfreeze`. BatchNorm then keeps its statistics as well.
+
+    Args:
+        model: Stochastic network.
+        part: ``"weights"`` or ``"noise"``.
+
+    >>> from flowbnn import to_stochastic
+    >>> from flowbnn.noise import NormalAffine
+    >>> network = to_stochastic(nn.Linear(3, 2), {"*": NormalAffine()})
+    >>> freeze(network, "weights")
+    >>> network.weight.requires_grad
+    False
+    """
+    # a list, because a tied parameter is marked in each of its modules
+    for frozen, name, parameter in [entry for entry in _named_part(model, part) if entry[2].requires_grad]:
+        frozen.add(name)
         parameter.requires_grad_(False)
 
 
 @checked
 def unfreeze(model: nn.Module, part: Part) -> None:
-    """Train those of the ``"weights"`` or the ``"noise"`` again that :func:`freeze` froze.
+    """Unfreezes the ``"weights"`` or the ``"noise"`` that :func:`freeze` froze.
 
-    What was frozen by other means stays so: ``requires_grad_(True)`` on a layer or a network thaws all of it.
+    Parameters that were frozen by other means stay frozen. ``requires_grad_(True)`` on a network unfreezes all.
+
+    Args:
+        model: Stochastic network.
+        part: ``"weights"`` or ``"noise"``.
     """
-    for marks, name, parameter in _marked(model, part):
-        if name in marks:
-            marks.discard(name)
+    for frozen, name, parameter in _named_part(model, part):
+        if name in frozen:
+            frozen.discard(name)
             parameter.requires_grad_(True)
 
 
@@ -98,12 +116,16 @@ def parameter_groups(
     noise_lr: NonNegative = 2e-3,
     weight_decay: NonNegative = 0.0,
 ) -> list[dict[str, Any]]:
-    """Optimizer groups with learning rates of their own: Xiong's report uses 2e-4 for weights and 2e-3 for noise.
+    """Returns optimizer groups with separate learning rates. The defaults are those of Xiong's report.
 
-    Frozen parameters are left out; weight decay never touches the noise, whose prior is in the KL.
+    Frozen parameters are left out. Weight decay does not apply to the noise, whose prior is in the KL.
 
     Args:
-        likelihood: its parameters, such as the noise of the observations, are trained with the rate of the noise.
+        model: Stochastic network.
+        likelihood: Likelihood whose parameters, such as the observation noise, are trained with ``noise_lr``.
+        weight_lr: Learning rate of the weights.
+        noise_lr: Learning rate of the noise.
+        weight_decay: Weight decay of the weights.
     """
     parts = {
         "weights": (weight_parameters(model), weight_lr, weight_decay),
@@ -117,7 +139,7 @@ def parameter_groups(
     return [group for group in groups if group["params"]]
 
 
-# -------------------- the axis of the examples
+# -------------------- axis of the examples
 
 
 def align_batch_axes(

@@ -1,6 +1,6 @@
-"""Named kinds of noise. Each is a few lines over one mechanism: a base, a list of transforms, a prior.
+"""Recipes: named kinds of noise, each a base, a list of transforms and a prior.
 
-A recipe holds plain values only, so that it prints, compares and saves; :meth:`Recipe.build` makes the module for one layer.
+A recipe holds plain values only, so that it can be printed, compared and saved. :meth:`Recipe.build` makes the module for one layer.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -36,32 +36,34 @@ Length = Annotated[int, Bounds(ge=0, le=10_000)]
 
 @options(kw_only=True)
 class Recipe:
-    """What noise a layer gets.
+    """Base class for recipes of noise.
 
     Args:
-        site: ``"channel"``, one vector for the whole feature map, or ``"position"``, one at every position (Xiong's report).
-        side: ``"input"``, or ``"output"``: the noise multiplies what a linear layer or a convolution gives, bias included.
-        prior_loc, prior_scale: the prior on the transformed noise, :math:`N(1, 0.5^2)` as in Xiong's report.
-        base_loc, base_scale: the base before the transforms. It is narrower than the prior, so that a trained network begins about
-            where it was and the noise widens to what the data allow.
-        prior_df, base_df: degrees of freedom, above 2, of a Student-t in place of the normal prior or base, which then has heavy tails;
-            the KL is estimated from ``kl_samples`` draws. A Student-t has a larger standard deviation than its scale.
-        components: above 1, the base is an equal mixture of that many learned normals, which gives many modes.
-        positions: with site ``"position"``: ``"mean"`` counts the KL of one position, as Xiong's report does, which tempers
-            it; a number counts that many positions, exact when it is the size of the feature map.
-        kl_samples: fresh draws for each estimate of a KL that has no closed form.
-        batch_axis: the axis of the examples in the layer's input, or ``"none"`` where it has none; None finds it (axis 0, or 1
-            inside torch's sequence-first layers) and lets ``fit`` correct it from the first batch.
-        joint: all layers that have this same recipe share one vector, whose Gaussian has a ``"full"`` covariance; or one that is full
-            within a layer, and across layers a ``"chain"``, ``"low-rank"``, or nothing (``"layers"``). The recipe's flow, if it has
-            one, acts on the whole vector, before the covariance. None: every layer has noise of its own, which begins factorized.
-        rank: of ``joint="low-rank"``.
+        site: ``"channel"`` for one vector per feature map, ``"position"`` for one vector at every position (Xiong's report).
+        side: ``"input"``, or ``"output"`` to multiply the output of a linear layer or a convolution, bias included.
+        prior_loc: Location of the prior of the transformed noise, 1 in Xiong's report.
+        prior_scale: Scale of the prior, 0.5 in Xiong's report.
+        base_loc: Location of the base before the transforms.
+        base_scale: Scale of the base. It is smaller than that of the prior, so that a trained network starts close to its weights.
+        prior_df: Degrees of freedom, above 2, of a Student-t prior instead of a normal one. The KL is then estimated from
+            ``kl_samples`` draws. The standard deviation of a Student-t exceeds its scale.
+        base_df: Degrees of freedom, above 2, of a Student-t base instead of a normal one.
+        components: Number of components of the base. More than 1 make it an equal mixture of learned normals, with many modes.
+        positions: Number of positions whose KL is counted at site ``"position"``. It is exact for the size of the feature map.
+            ``"mean"`` counts one position, as Xiong's report does, which tempers the KL.
+        kl_samples: Number of draws for each estimate of a KL without closed form.
+        batch_axis: Axis of the examples in the layer's input, or ``"none"`` if it has none. None chooses axis 0, or 1 inside torch's
+            sequence-first layers, and lets ``fit`` correct it from the first batch.
+        joint: Structure of the covariance of one noise vector that all layers with this recipe share. ``"full"`` is a full covariance.
+            The others are full within a layer, and between layers a ``"chain"``, ``"low-rank"``, or independent (``"layers"``). A flow
+            of the recipe acts on the whole vector, before the covariance. None gives every layer its own, factorized noise.
+        rank: Rank of ``joint="low-rank"``.
 
     >>> print(Recipe(prior_scale=0.3, joint="full"))
     Recipe(prior_scale=0.3, joint='full')
     """
 
-    site: Annotated[Site, Hint("for noise on outputs say side='output'")] = "channel"
+    site: Annotated[Site, Hint("for noise on outputs use side='output'")] = "channel"
     side: Literal["input", "output"] = "input"
     prior_loc: float = 1.0
     prior_scale: Positive = 0.5
@@ -77,21 +79,21 @@ class Recipe:
     rank: Count = 16
 
     def transforms(self, dim: int) -> Sequence[Transform]:
-        """The flow for vectors of length ``dim``, after the learnable Gaussian that every recipe begins with."""
+        """Returns the transforms for vectors of length ``dim``, after the learnable Gaussian that every recipe begins with."""
         return ()
 
     def build(self, layout: Layout) -> Noise:
-        """The noise module for one layer."""
+        """Returns the noise module for one layer."""
         affine = Affine(layout.dim, center=self.base_loc)
         return self._noise(
             layout, Compose(affine, *self.transforms(layout.dim)), self.base_loc, self.base_scale
         )
 
     def build_joint(self, layouts: Sequence[Layout]) -> list[Noise]:
-        """The noise modules of layers that share one vector."""
+        """Returns the noise modules of layers that share one vector."""
         if self.site == "position":
             raise FlowBNNError(
-                f"joint={self.joint!r} is for one vector a layer; leave out site='position'",
+                f"joint={self.joint!r} does not support site='position'",
                 kind="site",
                 argument="joint",
             )
@@ -108,22 +110,19 @@ class Recipe:
 
     def _noise(self, layout: Layout, transform: Transform, loc: float, scale: float) -> InputNoise:
         if self.rank != Recipe.rank and self.joint != "low-rank":
-            raise FlowBNNError(
-                f"rank={self.rank} is of joint='low-rank' alone; say so or leave it out", argument="rank"
-            )
+            raise FlowBNNError(f"rank={self.rank} requires joint='low-rank'", argument="rank")
         if self.components != 1 and self.base_df is not None:
             raise FlowBNNError(
-                "a mixture has normal components; leave out base_df or components", argument="base_df"
+                "components and base_df cannot be combined: a mixture has normal components",
+                argument="base_df",
             )
         if transform.discrete or transform.stochastic:
-            raise FlowBNNError(
-                f"{self} is no bijection of real vectors, which noise needs", kind="unsupported"
-            )
+            raise FlowBNNError(f"noise needs a bijection of real vectors, got {self}", kind="unsupported")
         warn_slow_sampling(transform, self)
-        base = _of_kind(layout.dim, loc, scale, self.base_df)
+        base = _make_base(layout.dim, loc, scale, self.base_df)
         if self.components != 1:
             base = MixtureBase(layout.dim, self.components, loc, scale)
-        prior = _of_kind(layout.dim, self.prior_loc, self.prior_scale, self.prior_df)
+        prior = _make_base(layout.dim, self.prior_loc, self.prior_scale, self.prior_df)
         return InputNoise(
             base, transform, prior, layout, self.site, self.positions, self.kl_samples, str(self)
         )
@@ -138,13 +137,13 @@ class Recipe:
         return {"recipe": type(self).__name__, **asdict(self)}
 
 
-def _of_kind(dim: int, loc: float, scale: float, df: float | None) -> Base:
+def _make_base(dim: int, loc: float, scale: float, df: float | None) -> Base:
     return NormalBase(dim, loc, scale) if df is None else StudentBase(dim, loc, scale, df)
 
 
 @options
 class NormalAffine(Recipe):
-    """The learnable Gaussian of the implicit Bayesian network (Trinh et al., 2020); Xiong's report has it as "no flow".
+    """Learnable Gaussian of the implicit Bayesian network (Trinh et al., 2020), called "no flow" in Xiong's report.
 
     >>> print(NormalAffine(prior_scale=0.3))
     NormalAffine(prior_scale=0.3)
@@ -153,7 +152,10 @@ class NormalAffine(Recipe):
 
 @options
 class NormalPlanar(Recipe):
-    """``length`` planar flows after the learnable Gaussian; Xiong's report has two.
+    """Planar flows after the learnable Gaussian.
+
+    Args:
+        length: Number of planar flows, 2 in Xiong's report.
 
     >>> NormalPlanar(length=3).build(Layout(8)).draw((2,)).shape
     torch.Size([2, 8])
@@ -167,7 +169,10 @@ class NormalPlanar(Recipe):
 
 @options
 class NormalRadial(Recipe):
-    """``length`` radial flows after the learnable Gaussian.
+    """Radial flows after the learnable Gaussian.
+
+    Args:
+        length: Number of radial flows.
 
     >>> NormalRadial().build(Layout(8)).draw((2,)).shape
     torch.Size([2, 8])
@@ -181,7 +186,11 @@ class NormalRadial(Recipe):
 
 @options
 class NormalSylvester(Recipe):
-    """``length`` Householder Sylvester flows after the learnable Gaussian (van den Berg et al., 2018).
+    """Householder Sylvester flows after the learnable Gaussian (van den Berg et al., 2018).
+
+    Args:
+        length: Number of flows.
+        reflections: Number of Householder reflections of each flow.
 
     >>> NormalSylvester(reflections=2).build(Layout(8)).draw((2,)).shape
     torch.Size([2, 8])
@@ -196,10 +205,13 @@ class NormalSylvester(Recipe):
 
 @options
 class NormalInvConv(Recipe):
-    """The block for convolutions of Xiong's report: planar flows, invertible 1x1 convolutions, planar flows.
+    """Block of Xiong's report for convolutions: planar flows, invertible 1x1 convolutions, planar flows.
 
-    The features lie on the last axis, where the LU map *is* the invertible 1x1 convolution, so that this recipe serves a
-    linear layer just as well.
+    The features are on the last axis, where an LU map is the invertible 1x1 convolution. The recipe therefore also suits linear layers.
+
+    Args:
+        planar: Number of planar flows before and after the convolutions.
+        convolutions: Number of invertible 1x1 convolutions.
 
     >>> NormalInvConv(convolutions=1).build(Layout(8)).draw((2,)).shape
     torch.Size([2, 8])
@@ -214,7 +226,11 @@ class NormalInvConv(Recipe):
 
 @options
 class NormalCoupling(Recipe):
-    """``length`` affine couplings (RealNVP) with a reversal between them; one-dimensional noise stays Gaussian.
+    """Affine couplings (RealNVP) with a reversal after each. One-dimensional noise stays Gaussian.
+
+    Args:
+        length: Number of couplings.
+        hidden: Width of the hidden layer of their networks.
 
     >>> NormalCoupling(hidden=16).build(Layout(8)).draw((2,)).shape
     torch.Size([2, 8])
@@ -232,7 +248,11 @@ class NormalCoupling(Recipe):
 
 @options
 class NormalGlow(Recipe):
-    """``length`` Glow steps: the block that diverged in Xiong's report, with bounded couplings.
+    """Glow steps with bounded couplings. The block of Xiong's report, whose couplings are unbounded, diverged.
+
+    Args:
+        length: Number of steps.
+        hidden: Width of the hidden layer of the couplings.
 
     >>> NormalGlow(length=1).build(Layout(8)).draw((2,)).shape
     torch.Size([2, 8])
@@ -249,14 +269,14 @@ class NormalGlow(Recipe):
 
 @options
 class NormalFlow(Recipe):
-    """A flow of :mod:`flowbnn.flows` by its name, between a standard normal base and the learnable scale and location of the noise.
+    """Flow of :mod:`flowbnn.flows` by its name, between a standard normal base and a learnable scale and location.
 
-    Names are those of the recipes in small letters. Where a recipe has a direction that is cheap (``cheap=``), draws are.
+    If one direction of the flow is cheap (``cheap=``), it is used for draws.
 
     Args:
-        flow: ``"nsf"``, ``"iaf"``, ``"realnvp"``, ...
-        length: number of its steps.
-        settings: other settings of that recipe.
+        flow: Name of the flow in lower case, such as ``"nsf"``, ``"iaf"`` or ``"realnvp"``.
+        length: Number of steps.
+        settings: Other settings of the flow.
 
     >>> noise = NormalFlow("iaf", settings={"hidden": (16,)}).build(Layout(8))
     >>> noise.draw((2,)).shape
@@ -287,7 +307,10 @@ class NormalFlow(Recipe):
 
 @options
 class FlowNoise(Recipe):
-    """Any flow: ``factory(dim)`` gives a transform, of ours or of your own.
+    """Noise from any transform.
+
+    Args:
+        factory: Function from the dimension to a :class:`~flowbnn.transforms.Transform`.
 
     >>> noise = FlowNoise(lambda dim: Compose(Radial(dim), Radial(dim))).build(Layout(8))
     >>> noise.draw((2,)).shape
@@ -298,13 +321,14 @@ class FlowNoise(Recipe):
 
     def transforms(self, dim: int) -> Sequence[Transform]:
         usable = callable(self.factory) and not isinstance(self.factory, Transform)
-        made = self.factory(dim) if usable else None  # type: ignore[misc]
-        if not isinstance(made, Transform):
+        transform = self.factory(dim) if usable else None  # type: ignore[misc]
+        if not isinstance(transform, Transform):
             raise FlowBNNError(
-                "FlowNoise needs a function of the dimension that gives a flowbnn transform, such as "
-                f"FlowNoise(lambda dim: Planar(dim)), not {describe_value(made if usable else self.factory)}"
+                "FlowNoise needs a function from the dimension to a transform, such as lambda dim: Planar(dim), got "
+                f"{describe_value(transform if usable else self.factory)}",
+                argument="factory",
             )
-        return [made]
+        return [transform]
 
     def __str__(self) -> str:
         return f"FlowNoise({getattr(self.factory, '__name__', type(self.factory).__name__)})"
@@ -315,9 +339,11 @@ class FlowNoise(Recipe):
 
 @options
 class Dropout(Recipe):
-    """Dropout on the layer's input, kept on at prediction (MC dropout); no KL, nothing to train.
+    """Dropout on the layer's input that is active at prediction (MC dropout). It has no KL and no parameters.
 
-    It drops single values; ``site="channel"`` drops whole channels.
+    Args:
+        rate: Probability that a value is dropped.
+        site: ``"position"`` to drop single values, ``"channel"`` to drop whole channels.
 
     >>> print(Dropout(0.2))
     Dropout(rate=0.2)
@@ -331,14 +357,14 @@ class Dropout(Recipe):
 
     def build_joint(self, layouts: Sequence[Layout]) -> list[Noise]:
         raise FlowBNNError(
-            f"dropout has no posterior that layers could share; leave out joint={self.joint!r}, or give it to the other recipes alone",
+            f"Dropout does not support joint={self.joint!r}; set joint in the other recipes only",
             kind="unsupported",
             argument="joint",
         )
 
 
 def recipe_from_dict(document: dict[str, Any]) -> Recipe:
-    """The recipe that :meth:`Recipe.to_dict` wrote.
+    """Returns the recipe that :meth:`Recipe.to_dict` wrote.
 
     >>> recipe_from_dict(NormalPlanar(3).to_dict()) == NormalPlanar(3)
     True
@@ -351,7 +377,7 @@ def recipe_from_dict(document: dict[str, Any]) -> Recipe:
         raise FlowBNNError(f"there is no recipe {name!r}{nearest(str(name), known)}")
     if name == "FlowNoise":
         raise FlowBNNError(
-            "a FlowNoise is code and cannot be stored; convert the network with the same rules, then load into it",
+            "a FlowNoise cannot be saved; convert the network with the same rules and load into the converted network",
             kind="unsupported",
         )
     return known[name](**settings)
