@@ -1,10 +1,12 @@
-"""What ``fb.fit`` with no argument but the loader does to a trained network: test NLL and ECE against the plain network's.
+"""Effect of ``fb.fit`` with default arguments on trained networks: test NLL and ECE, compared with the deterministic network.
 
     python benchmarks/defaults.py [--sets digits wine ...] [--seeds 5] [--recipe NormalAffine] [--device auto] [--jobs 1] [--out FOLDER]
 
-Seven data sets: digits, breast cancer and wine of scikit-learn, two UCI regressions, 2,000 and 60,000 images of Fashion-MNIST
-(those in the folder that ``FLOWBNN_DATA`` names). Each seed has a split, a network and a training of its own. A difference is
-paired by seed; its 95 % interval is Student's.
+There are seven data sets: digits, breast cancer and wine of scikit-learn, two UCI regressions, and 2,000 and 60,000 images of
+Fashion-MNIST. UCI and Fashion-MNIST are read from the folder in ``FLOWBNN_DATA``. Each seed has its own split, network and training.
+Differences are paired by seed, with a 95 % interval of Student's t distribution. The last column is the time of the fit, relative to
+the training of the deterministic network. NLL is the negative log-likelihood, ECE the expected calibration error; for regression the
+ECE column has the error of the coverage of 90 % intervals.
 """
 
 import json
@@ -32,24 +34,24 @@ Data = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 def split(inputs: Tensor, targets: Tensor, seed: int, share: float) -> Data:
-    """Training and test data of a seed; vectors are standardised by the training data, and so are real-valued targets."""
+    """Returns training and test data. Vectors and real-valued targets are standardized by the training data."""
     order = torch.randperm(len(inputs), generator=torch.Generator().manual_seed(seed))
-    first, rest = order[: int(share * len(order))], order[int(share * len(order)) :]
+    train, test = order[: int(share * len(order))], order[int(share * len(order)) :]
     if inputs.ndim == 2:
-        inputs = (inputs - inputs[first].mean(0)) / inputs[first].std(0).clamp_min(1e-6)
+        inputs = (inputs - inputs[train].mean(0)) / inputs[train].std(0).clamp_min(1e-6)
     if targets.is_floating_point():
-        targets = (targets - targets[first].mean(0)) / targets[first].std(0)
-    return inputs[first], targets[first], inputs[rest], targets[rest]
+        targets = (targets - targets[train].mean(0)) / targets[train].std(0)
+    return inputs[train], targets[train], inputs[test], targets[test]
 
 
 def tabular(name: str, seed: int) -> Data:
     from sklearn import datasets
 
-    found = getattr(datasets, f"load_{name}")()
-    inputs = torch.tensor(found.data, dtype=torch.float32)
+    data = getattr(datasets, f"load_{name}")()
+    inputs = torch.tensor(data.data, dtype=torch.float32)
     if name == "digits":
         inputs = (inputs / 16).view(-1, 1, 8, 8)
-    return split(inputs, torch.tensor(found.target), seed, 0.7)
+    return split(inputs, torch.tensor(data.target), seed, 0.7)
 
 
 def uci(name: str, seed: int) -> Data:
@@ -63,7 +65,7 @@ def fashion(number: int, seed: int) -> Data:
     return train.normalized()[chosen], train.labels[chosen], test.normalized(), test.labels
 
 
-# data, network, batch size, epochs and learning rate of the plain training
+# data, network, batch size, epochs and learning rate of the deterministic training
 SETS: dict[str, tuple[Callable[[int], Data], Callable[[], nn.Module], int, int, float]] = {
     "digits": (lambda seed: tabular("digits", seed), lambda: SmallConv(1, 10), 64, 20, 5e-3),
     "breast_cancer": (lambda seed: tabular("breast_cancer", seed), lambda: MLP(30, (50,), 2), 32, 40, 5e-3),
@@ -76,7 +78,7 @@ SETS: dict[str, tuple[Callable[[int], Data], Callable[[], nn.Module], int, int, 
 
 
 def measure(job: tuple[str, int, str, str]) -> dict[str, Any]:
-    """One training and one fit, by their test numbers and seconds."""
+    """Trains one network, fits its noise, and returns the test metrics of both and the relative time."""
     name, seed, recipe, device = job
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
@@ -92,8 +94,8 @@ def measure(job: tuple[str, int, str, str]) -> dict[str, Any]:
     model = fb.to_stochastic(plain.model, {"*": getattr(fb.noise, recipe)()})
     posterior = fb.fit(model, loader, **quiet)
     result["time"] = (time.perf_counter() - between) / (between - started)
-    for label, one in (("plain", plain), ("noise", posterior)):
-        numbers = fb.evaluate(one, tuple(test), progress=False)
+    for label, fitted in (("plain", plain), ("noise", posterior)):
+        numbers = fb.evaluate(fitted, tuple(test), progress=False)
         if "coverage_90" in numbers:
             numbers["ece"] = abs(numbers["coverage_90"] - 0.9)
         result[label] = numbers
@@ -101,14 +103,14 @@ def measure(job: tuple[str, int, str, str]) -> dict[str, Any]:
 
 
 def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Means of every set, and the paired differences with their intervals."""
+    """Returns the means of every data set, and the paired differences with their intervals."""
     lines = []
     for name in dict.fromkeys(row["set"] for row in rows):
-        some = [row for row in rows if row["set"] == name]
-        line: dict[str, Any] = {"set": name, "seeds": len(some), "time": mean(row["time"] for row in some)}
+        runs = [row for row in rows if row["set"] == name]
+        line: dict[str, Any] = {"set": name, "seeds": len(runs), "time": mean(row["time"] for row in runs)}
         for key in ("nll", "ece"):
-            values = {kind: [row[kind][key] for row in some] for kind in ("plain", "noise")}
-            line |= {f"{key} {kind}": mean(own) for kind, own in values.items()}
+            values = {kind: [row[kind][key] for row in runs] for kind in ("plain", "noise")}
+            line |= {f"{key} {kind}": mean(each) for kind, each in values.items()}
             gap = paired_difference(values["noise"], values["plain"])
             line[f"{key} difference"], line[f"{key} half"] = gap.mean, gap.high - gap.mean
         lines.append(line)
@@ -121,13 +123,17 @@ def main() -> None:
     parser.add_argument("--recipe", default="NormalAffine")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--out", type=Path, help="folder for defaults.json")
-    given = parser.parse_args()
-    jobs = [(name, seed, given.recipe, given.device) for name in given.sets for seed in range(given.seeds)]
-    with multiprocessing.get_context("spawn").Pool(given.jobs) as pool:
+    arguments = parser.parse_args()
+    jobs = [
+        (name, seed, arguments.recipe, arguments.device)
+        for name in arguments.sets
+        for seed in range(arguments.seeds)
+    ]
+    with multiprocessing.get_context("spawn").Pool(arguments.jobs) as pool:
         rows = pool.map(measure, jobs, chunksize=1)
     lines = summary(rows)
     print(
-        f"{given.recipe}, {given.seeds} seeds: plain, with noise, difference with its 95 % interval; time of the fit over plain's"
+        f"{arguments.recipe}, {arguments.seeds} seeds: deterministic, with noise, difference with 95 % interval; relative time"
     )
     for line in lines:
         cells = [f"{line['set']:14}"]
@@ -137,10 +143,12 @@ def main() -> None:
             )
             cells.append(f"{key.upper()} {plain:7.4f} {noise:7.4f} {gap:+.4f} +- {half:.4f}")
         print("   ".join([*cells, f"time {line['time']:.2f}"]))
-    if given.out is not None:
-        given.out.mkdir(parents=True, exist_ok=True)
-        content = {"recipe": given.recipe, "device": given.device, "summary": lines, "rows": rows}
-        (given.out / f"defaults-{given.recipe}-{given.device}.json").write_text(json.dumps(content, indent=1))
+    if arguments.out is not None:
+        arguments.out.mkdir(parents=True, exist_ok=True)
+        content = {"recipe": arguments.recipe, "device": arguments.device, "summary": lines, "rows": rows}
+        (arguments.out / f"defaults-{arguments.recipe}-{arguments.device}.json").write_text(
+            json.dumps(content, indent=1)
+        )
 
 
 if __name__ == "__main__":

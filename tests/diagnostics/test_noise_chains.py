@@ -40,7 +40,7 @@ def test_chains_of_another_density_are_refused(problem):
 
 
 def test_too_many_dimensions_are_refused(problem, monkeypatch):
-    monkeypatch.setattr("flowbnn.diagnostics.noise_target.DENSE", 3)
+    monkeypatch.setattr("flowbnn.diagnostics.noise_target.MAX_DENSE_DIM", 3)
     with pytest.raises(FlowBNNError) as caught:
         fb.diagnostics.noise_chains(problem.exact, problem.loader)
     assert caught.value.kind == "size"

@@ -1,4 +1,4 @@
-"""Problems that every method is tried on: their data, their networks, and what is known of their answers."""
+"""Data and networks for the tests of all methods, and exact solutions."""
 
 from dataclasses import dataclass
 
@@ -12,12 +12,13 @@ NOISE, PRIOR = 0.5, 0.8
 
 def of_kind(caught, kind: str) -> list:
     """Returns the FlowBNN warnings of one kind among those that were caught."""
-    return [one.message for one in caught if getattr(one.message, "fields", {}).get("kind") == kind]
+    messages = [warning.message for warning in caught]
+    return [message for message in messages if getattr(message, "fields", {}).get("kind") == kind]
 
 
 @dataclass(frozen=True)
 class Conjugate:
-    """Bayesian linear regression with known noise: the posterior of the weights is a Gaussian in closed form."""
+    """Bayesian linear regression with known noise and its Gaussian posterior in closed form."""
 
     design: Tensor
     targets: Tensor
@@ -40,15 +41,15 @@ class Conjugate:
 
 
 def conjugate(bias: bool) -> tuple[Conjugate, nn.Module, list[tuple[Tensor, Tensor]], Tensor]:
-    """The problem, a network at zero, its data as one batch, and inputs at which its outputs tell the weights."""
+    """Returns the problem, a network, its data as one batch, and inputs whose outputs determine the weights."""
     generator = torch.Generator().manual_seed(4)
     inputs = (
         torch.randn(24, 3, generator=generator).double()
         @ torch.tensor([[1.0, 0.6, 0.0], [0.0, 0.8, 0.3], [0.0, 0.0, 0.7]]).double()
     )
     design = torch.cat([inputs, torch.ones(24, 1).double()], 1) if bias else inputs
-    truth = torch.tensor([0.9, -0.6, 0.4, 0.5]).double()[: design.shape[1]]
-    targets = design @ truth + NOISE * torch.randn(24, generator=generator).double()
+    weights = torch.tensor([0.9, -0.6, 0.4, 0.5]).double()[: design.shape[1]]
+    targets = design @ weights + NOISE * torch.randn(24, generator=generator).double()
     network = nn.Linear(3, 1, bias=bias).double()
     for parameter in network.parameters():
         nn.init.constant_(parameter, 0.1)
@@ -61,13 +62,13 @@ def probes(bias: bool) -> Tensor:
 
 
 def weights_from(outputs: Tensor, bias: bool) -> Tensor:
-    """Weights ``[S, D]`` from outputs ``[S, D, 1]`` at the probes."""
-    found = outputs.squeeze(-1)
-    return torch.cat([found[:, :3] - found[:, 3:], found[:, 3:]], 1) if bias else found
+    """Returns weights ``[S, D]`` from outputs ``[S, D, 1]`` at the probes."""
+    values = outputs.squeeze(-1)
+    return torch.cat([values[:, :3] - values[:, 3:], values[:, 3:]], 1) if bias else values
 
 
 def blobs(count: int = 96, far: float = 0.0) -> TensorDataset:
-    """Three classes, which overlap a little."""
+    """Three classes that overlap slightly."""
     generator = torch.Generator().manual_seed(0)
     labels = torch.arange(count) % 3
     return TensorDataset(
@@ -76,7 +77,7 @@ def blobs(count: int = 96, far: float = 0.0) -> TensorDataset:
 
 
 def lines(count: int = 96, far: float = 0.0) -> TensorDataset:
-    """Two numbers that depend on four, nearly linearly."""
+    """Regression of two targets on four features, nearly linear."""
     generator = torch.Generator().manual_seed(1)
     inputs = torch.randn(count, 4, generator=generator) + far
     targets = torch.stack([inputs[:, 0] - inputs[:, 1], inputs[:, 2].sin()], 1)
@@ -98,7 +99,7 @@ def normalized() -> nn.Module:
 
 
 class Tied(nn.Module):
-    """Two layers that share one weight, and each a bias of its own."""
+    """Network with two layers that share one weight and have separate biases."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What is given in the wrong place or of the wrong kind is refused in one line that names it, by every method alike."""
+"""Tests of misplaced and invalid options of fits, which all methods refuse with the name of the argument."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -15,7 +15,7 @@ from flowbnn.options import Count, accepts_options_of, options
 
 QUIET: dict[str, Any] = {"progress": False, "accelerator": "cpu"}
 BATCHES = [(torch.linspace(-1.0, 1.0, 32).reshape(8, 4), torch.arange(8) % 3)] * 2
-NUMBERS = [(inputs, inputs[:, :1] * 2 - 0.3) for inputs, _ in BATCHES]
+REGRESSION = [(inputs, inputs[:, :1] * 2 - 0.3) for inputs, _ in BATCHES]
 
 
 def network(outputs: int = 3) -> nn.Sequential:
@@ -27,7 +27,8 @@ def noisy(outputs: int = 3) -> nn.Module:
     return fb.to_stochastic(network(outputs), {"*": fb.noise.NormalAffine()})
 
 
-def refused(call: Callable[[], Any]) -> FlowBNNError:
+def error_of(call: Callable[[], Any]) -> FlowBNNError:
+    """Returns the one-line error that a call raises."""
     with pytest.raises(FlowBNNError) as caught:
         call()
     assert "\n" not in str(caught.value)
@@ -39,46 +40,47 @@ def test_settings_of_a_method_are_not_options_of_fit(name: str) -> None:
     method = case_of(name).make()
     inner = method.method if isinstance(method, fb.Temperature) and method.method else method
     for option, value in {"epochs": 5, "lr": 0.1, "prior_scale": 2.0}.items():
-        error = refused(lambda o=option, v=value: method.fit(network(), BATCHES, **{o: v}, **QUIET))
+        error = error_of(lambda o=option, v=value: method.fit(network(), BATCHES, **{o: v}, **QUIET))
         assert error.argument == option
         assert f"{type(inner).__name__}({option}={value})" in str(error)
     assert (
-        refused(lambda: method.fit(network(), BATCHES, weight_decay=1e-3, **QUIET)).argument == "weight_decay"
+        error_of(lambda: method.fit(network(), BATCHES, weight_decay=1e-3, **QUIET)).argument
+        == "weight_decay"
     )
 
 
-def test_settings_of_one_method_alone_and_of_the_method_within() -> None:
-    assert "SGLD(cycles=2)" in str(refused(lambda: fb.SGLD().fit(network(), BATCHES, cycles=2)))
-    assert "Temperature(lr=0.5)" in str(refused(lambda: fb.Temperature().fit(network(), BATCHES, lr=0.5)))
-    within = fb.Temperature(fb.MCDropout(0.1))
-    assert "MCDropout(rate=0.2)" in str(refused(lambda: within.fit(network(), BATCHES, rate=0.2, **QUIET)))
+def test_errors_name_the_method_of_a_misplaced_setting() -> None:
+    assert "SGLD(cycles=2)" in str(error_of(lambda: fb.SGLD().fit(network(), BATCHES, cycles=2)))
+    assert "Temperature(lr=0.5)" in str(error_of(lambda: fb.Temperature().fit(network(), BATCHES, lr=0.5)))
+    tempered = fb.Temperature(fb.MCDropout(0.1))
+    assert "MCDropout(rate=0.2)" in str(error_of(lambda: tempered.fit(network(), BATCHES, rate=0.2, **QUIET)))
     assert (
-        refused(lambda: within.fit(network(), BATCHES, validation_fraction=0.2)).argument
+        error_of(lambda: tempered.fit(network(), BATCHES, validation_fraction=0.2)).argument
         == "validation_fraction"
     )
-    assert refused(lambda: fb.Temperature(fb.MAP(), lr=0.5)).argument == "lr"
-    assert str(refused(lambda: within.fit(network(), BATCHES, seed=-1))).startswith("fit(seed=...)")
+    assert error_of(lambda: fb.Temperature(fb.MAP(), lr=0.5)).argument == "lr"
+    assert str(error_of(lambda: tempered.fit(network(), BATCHES, seed=-1))).startswith("fit(seed=...)")
 
 
-def test_a_method_of_the_users_own() -> None:
+def test_custom_method() -> None:
     @options(kw_only=True, repr=False)
-    class MyOwnMLP(Method):
+    class MyMLPMethod(Method):
         depth: Count = 1
 
         @accepts_options_of(FitOptions)
-        def fit(self, network: nn.Module, loader: Iterable[Any], **given: Any) -> Any:
-            """Returns what it was given."""
-            return self.setup(network, loader, given)[1]
+        def fit(self, network: nn.Module, loader: Iterable[Any], **kwargs: Any) -> Any:
+            """Returns the options."""
+            return self.setup(network, loader, kwargs)[1]
 
-    assert MyOwnMLP.name == "my-own-mlp"
-    assert MyOwnMLP(epochs=3).fit(network(), BATCHES, seed=1) == FitOptions(epochs=3, seed=1)
-    assert MyOwnMLP.fit.__doc__ == "Returns what it was given."
-    assert "MyOwnMLP(depth=2)" in str(refused(lambda: MyOwnMLP().fit(network(), BATCHES, depth=2)))
-    assert refused(lambda: MyOwnMLP(depth=0)).argument == "depth"
-    assert repr(MyOwnMLP(depth=2)) == "MyOwnMLP(depth=2)"
+    assert MyMLPMethod.name == "my-mlp-method"
+    assert MyMLPMethod(epochs=3).fit(network(), BATCHES, seed=1) == FitOptions(epochs=3, seed=1)
+    assert MyMLPMethod.fit.__doc__ == "Returns the options."
+    assert "MyMLPMethod(depth=2)" in str(error_of(lambda: MyMLPMethod().fit(network(), BATCHES, depth=2)))
+    assert error_of(lambda: MyMLPMethod(depth=0)).argument == "depth"
+    assert repr(MyMLPMethod(depth=2)) == "MyMLPMethod(depth=2)"
 
 
-WRONG: tuple[dict[str, Any], ...] = (
+INVALID_OPTIONS: tuple[dict[str, Any], ...] = (
     {"likelihood": fb.likelihoods.Gaussian},
     {"likelihood": ["gaussian"]},
     {"early_stop": 3},
@@ -95,17 +97,17 @@ WRONG: tuple[dict[str, Any], ...] = (
 
 
 @pytest.mark.parametrize("name", [*NAMES, "fb.fit"])
-def test_options_of_the_wrong_kind(name: str) -> None:
-    for given in WRONG:
+def test_invalid_options_are_refused(name: str) -> None:
+    for invalid in INVALID_OPTIONS:
         if name == "fb.fit":
-            error = refused(lambda g=given: fb.fit(noisy(), BATCHES, epochs=1, **QUIET | g))
+            error = error_of(lambda o=invalid: fb.fit(noisy(), BATCHES, epochs=1, **QUIET | o))
         else:
-            error = refused(lambda g=given: case_of(name).make().fit(network(), BATCHES, **QUIET | g))
-        assert error.argument in given, (given, error)
+            error = error_of(lambda o=invalid: case_of(name).make().fit(network(), BATCHES, **QUIET | o))
+        assert error.argument in invalid, (invalid, error)
 
 
 @pytest.mark.parametrize(
-    "given",
+    "invalid",
     [
         {"noise_lr": "a"},
         {"noise_lr": float("nan")},
@@ -126,21 +128,22 @@ def test_options_of_the_wrong_kind(name: str) -> None:
         {"schedule": 5},
         {"validation_samples": 0},
     ],
-    ids=lambda given: next(iter(given)),
+    ids=lambda invalid: next(iter(invalid)),
 )
-def test_arguments_of_fit_that_cannot_be(given: dict[str, Any]) -> None:
-    assert refused(lambda: fb.fit(noisy(), BATCHES, **{"epochs": 1, **QUIET, **given})).argument in given
+def test_invalid_arguments_of_fit_are_refused(invalid: dict[str, Any]) -> None:
+    error = error_of(lambda: fb.fit(noisy(), BATCHES, **{"epochs": 1, **QUIET, **invalid}))
+    assert error.argument in invalid
 
 
 @pytest.mark.parametrize("rule", [0, (0, 1), None])
-def test_rules_that_name_no_layer(rule: Any) -> None:
-    error = refused(lambda: fb.to_stochastic(network(), {rule: fb.noise.NormalAffine()}))
+def test_invalid_rules_are_refused(rule: Any) -> None:
+    error = error_of(lambda: fb.to_stochastic(network(), {rule: fb.noise.NormalAffine()}))
     assert error.argument == "rules"
     assert "(rules=...) must hold a string, a type or a function (from layers to recipes" in str(error)
 
 
 @pytest.mark.parametrize(
-    ("make", "words"),
+    ("make", "name"),
     [
         (lambda: fb.noise.NormalAffine(prior_scale="a"), "prior_scale"),  # type: ignore[arg-type]
         (lambda: fb.noise.NormalPlanar(base_loc=None), "base_loc"),  # type: ignore[arg-type]
@@ -149,24 +152,24 @@ def test_rules_that_name_no_layer(rule: Any) -> None:
         (lambda: fb.noise.FlowNoise(3), "FlowNoise"),  # type: ignore[arg-type]
     ],
 )
-def test_recipes_of_the_wrong_kind(make: Callable[[], Any], words: str) -> None:
-    assert words in str(refused(lambda: fb.to_stochastic(network(), {"*": make()})))
+def test_invalid_recipes_are_refused(make: Callable[[], Any], name: str) -> None:
+    assert name in str(error_of(lambda: fb.to_stochastic(network(), {"*": make()})))
 
 
 @pytest.mark.filterwarnings("ignore::flowbnn.errors.FlowBNNWarning")
 @pytest.mark.parametrize("seed", ["a", 1.5])
-def test_a_seed_of_a_prediction_that_is_none(seed: Any) -> None:
+def test_invalid_seeds_of_predictions_are_refused(seed: Any) -> None:
     posterior = fb.fit(noisy(), BATCHES, epochs=1, **QUIET)
-    assert "seed" in str(refused(lambda: posterior.predict(BATCHES[0][0], seed=seed)))
+    assert error_of(lambda: posterior.predict(BATCHES[0][0], seed=seed)).argument == "seed"
 
 
-def test_an_early_stop_of_the_wrong_kind() -> None:
-    assert "patience" in str(refused(lambda: fb.training.EarlyStop(patience="a")))  # type: ignore[arg-type]
-    assert "monitor" in str(refused(lambda: fb.training.EarlyStop(3)))  # type: ignore[arg-type]
+def test_invalid_early_stop_is_refused() -> None:
+    assert error_of(lambda: fb.training.EarlyStop(patience="a")).argument == "patience"  # type: ignore[arg-type]
+    assert error_of(lambda: fb.training.EarlyStop(3)).argument == "monitor"  # type: ignore[arg-type]
 
 
-def test_a_likelihood_as_an_instance_is_taken() -> None:
+def test_likelihood_instance_is_accepted() -> None:
     posterior = fb.MAP(epochs=1).fit(
-        network(1), NUMBERS, likelihood=fb.likelihoods.Gaussian(), num_data=16, **QUIET
+        network(1), REGRESSION, likelihood=fb.likelihoods.Gaussian(), num_data=16, **QUIET
     )
-    assert isinstance(posterior.predict(NUMBERS[0][0]).mean, Tensor)
+    assert isinstance(posterior.predict(REGRESSION[0][0]).mean, Tensor)

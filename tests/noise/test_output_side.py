@@ -71,10 +71,10 @@ def test_it_is_fitted_saved_and_loaded(tmp_path):
     )
 
 
-def test_layers_without_one_output_are_refused_in_one_line():
+def test_layers_without_one_output_are_refused():
     for network in (nn.GRU(3, 4), nn.MultiheadAttention(4, 2)):
-        with pytest.raises(FlowBNNError, match="takes noise on its input only") as refused:
+        with pytest.raises(FlowBNNError) as caught:
             fb.to_stochastic(network, {"*": NormalAffine(side="output")})
-        assert "\n" not in str(refused.value)
+        assert (caught.value.kind, caught.value.argument) == ("layer", "side")
     embedding = fb.to_stochastic(nn.Embedding(5, 4), {"*": NormalAffine(side="output")})
     assert embedding(torch.arange(3)).shape == (3, 4)

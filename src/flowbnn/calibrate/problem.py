@@ -24,7 +24,7 @@ from flowbnn.methods.variational.natural_gradient import NaturalFit, Structure, 
 from flowbnn.methods.variational.noisy_network import NoisyNetwork
 from flowbnn.noise import Noise, NormalAffine, Recipe, noise_layers
 from flowbnn.noise.flow_noise import InputNoise
-from flowbnn.noise.joint import DENSE, check_size, independent_vectors
+from flowbnn.noise.joint import MAX_DENSE_DIM, check_size, independent_vectors
 from flowbnn.noise.modes import align_batch_axes
 from flowbnn.posterior.noise import NoisePosterior
 from flowbnn.posterior.point import PointPosterior
@@ -295,4 +295,4 @@ def choose_structure(structure: Any, sizes: list[int]) -> Structure:
         if structure != "factorized":
             check_size(structure, sizes, "structure", width=8)
         return structure
-    return "full" if sum(sizes) <= DENSE else "chain" if max(sizes) <= DENSE else "factorized"
+    return "full" if sum(sizes) <= MAX_DENSE_DIM else "chain" if max(sizes) <= MAX_DENSE_DIM else "factorized"

@@ -19,7 +19,7 @@ from flowbnn.methods.mcmc.hamiltonian import make_potential
 from flowbnn.methods.variational.noisy_network import NoisyNetwork
 from flowbnn.noise import noise_layers
 from flowbnn.noise.flow_noise import InputNoise
-from flowbnn.noise.joint import DENSE, independent_vectors
+from flowbnn.noise.joint import MAX_DENSE_DIM, independent_vectors
 from flowbnn.posterior.base import Posterior
 from flowbnn.posterior.noise import NoisePosterior
 
@@ -181,9 +181,9 @@ class NoiseTarget:
 
     def _gauss_newton(self, vectors: Tensor) -> Tensor:
         """Returns the mean Gauss-Newton matrix over draws. Every example has its own draws, several if there are few examples."""
-        if self.dim > DENSE:
+        if self.dim > MAX_DENSE_DIM:
             raise FlowBNNError(
-                f"chains, modes and tempering need a dense matrix of the noise and support at most {DENSE:,} dimensions, got "
+                f"chains, modes and tempering need a dense matrix of the noise and support at most {MAX_DENSE_DIM:,} dimensions, got "
                 f"{self.dim:,}; use pareto_k or evidence(method='psis')",
                 kind="size",
                 size=self.dim,

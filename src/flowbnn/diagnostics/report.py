@@ -10,7 +10,7 @@ from flowbnn.diagnostics.evidence import Draws, ParetoK, pareto_k
 from flowbnn.diagnostics.gap import Gap, elbo_gap
 from flowbnn.diagnostics.modes import find_modes
 from flowbnn.diagnostics.noise_chains import NoiseChains, estimate_seconds, noise_chains
-from flowbnn.diagnostics.noise_target import DENSE, NoiseTarget
+from flowbnn.diagnostics.noise_target import MAX_DENSE_DIM, NoiseTarget
 from flowbnn.errors import pluralize
 from flowbnn.options import NonNegative, Seed, checked
 from flowbnn.posterior.base import Posterior
@@ -120,8 +120,8 @@ class Report:
         """Reason why no verified chains are available."""
         if self.chains is not None:
             return "visiting every mode"
-        if self.dimensions > DENSE:
-            return f"at most {DENSE:,} dimensions"
+        if self.dimensions > MAX_DENSE_DIM:
+            return f"at most {MAX_DENSE_DIM:,} dimensions"
         if self.required_seconds < math.inf:
             return f"about {self.required_seconds:.0f} s; increase seconds"
         return "increase seconds"
@@ -207,7 +207,7 @@ def diagnose(
     """
     target = NoiseTarget(posterior, loader, seed)
     data, test = [target.data], None if test is None else [target.read(test, TEST_DATA)]
-    required = estimate_seconds(target, seconds) if target.dim <= DENSE and seconds else math.inf
+    required = estimate_seconds(target, seconds) if target.dim <= MAX_DENSE_DIM and seconds else math.inf
     report = Report(
         pareto_k(posterior, data, samples, seed), target.dim, target.count, required_seconds=required
     )

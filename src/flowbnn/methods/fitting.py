@@ -122,11 +122,9 @@ class Objective(nn.Module):
         self.network, self.likelihood, self.loss = network, likelihood, loss
         self.check_batch, self.extra_state = check_batch, extra_state
         self.capturable = check_batch is not None
-        # a parameter that tells device and precision; in a tuple, so that it is not registered twice
-        self._reference = (next((p for p in network.parameters() if p.is_floating_point()), torch.empty(0)),)
 
     def forward(self, batch: Any, clock: Clock) -> LossAndLogs:
-        device = self._reference[0].device.type
+        device = device_of(self.network).type
         if not torch.is_autocast_enabled(device):
             return self.loss(self.outputs, batch, clock)
         half = torch.get_autocast_dtype(device)
@@ -140,11 +138,10 @@ class Objective(nn.Module):
 
     def outputs(self, inputs: Any) -> Tensor:
         """Returns the outputs of the network, at least in single precision."""
-        reference = self._reference[0]
-        ready = isinstance(inputs, Tensor) and inputs.device == reference.device
-        if not (
-            ready and inputs.dtype == reference.dtype
-        ):  # the training loop has moved most batches already
+        weight = next(self.network.parameters(), None)
+        is_ready = isinstance(inputs, Tensor) and weight is not None and inputs.device == weight.device
+        # the training loop has moved most batches already
+        if weight is None or not is_ready or inputs.dtype != weight.dtype:
             inputs = move(inputs, device_of(self.network), dtype_of(self.network))
         outputs = call(self.network, inputs)
         return outputs.float() if outputs.dtype in (torch.bfloat16, torch.float16) else outputs
@@ -296,8 +293,8 @@ class SigmoidRecorder(TorchFunctionMode):
 
     def recorded(self, outputs: Tensor) -> bool:
         """Returns True if the tensor is a result of a sigmoid, up to its shape, its precision and clamping."""
-        same_size = (one.flatten().to(outputs) for one in self.results if one.numel() == outputs.numel())
-        return any(torch.allclose(one, outputs.flatten(), atol=1e-5) for one in same_size)
+        same_size = (each.flatten().to(outputs) for each in self.results if each.numel() == outputs.numel())
+        return any(torch.allclose(each, outputs.flatten(), atol=1e-5) for each in same_size)
 
 
 def warn_probabilities(likelihood: Likelihood, outputs: Tensor, from_sigmoid: bool) -> None:
@@ -446,7 +443,8 @@ def _plain_settings(recipe: Any) -> dict[str, Any]:
     if not isinstance(recipe, Recipe):  # a FlowNoise is code, which cannot be stored
         return {"recipe": "FlowNoise"}
     # the batch axis follows from the data
-    settings = {one.name: getattr(recipe, one.name) for one in fields(recipe) if one.name != "batch_axis"}
+    names = [field.name for field in fields(recipe) if field.name != "batch_axis"]
+    settings = {name: getattr(recipe, name) for name in names}
     plain = {name: value for name, value in settings.items() if isinstance(value, str | int | float | None)}
     return {"recipe": type(recipe).__name__, **plain}
 

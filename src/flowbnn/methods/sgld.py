@@ -36,7 +36,7 @@ from flowbnn.methods.network_layers import disable_dropout, trainable_parameters
 from flowbnn.options import Bounds, Count, Ge, NonNegative, Positive, accepts_options_of, options
 from flowbnn.posterior.base import Posterior
 from flowbnn.posterior.point import PointPosterior
-from flowbnn.posterior.weights import NOISE, MemberPosterior, state_of
+from flowbnn.posterior.weights import NOISE_KEY, MemberPosterior, state_of
 from flowbnn.regression import MAX_RATIO, fit_noise_scale
 from flowbnn.training import Clock, History, is_main_process
 
@@ -120,7 +120,7 @@ class SGLD(Method):
         num_weights = sum(parameter.numel() for parameter in trainable_parameters(model).values())
         self._warn_if_diverged(history, num_weights / num_data)
         members = snapshots.stack()
-        posterior = SGLDPosterior(model, likelihood, members, history, members.pop(NOISE, None))
+        posterior = SGLDPosterior(model, likelihood, members, history, members.pop(NOISE_KEY, None))
         posterior.schedule = {name: getattr(self, name) for name in ("cycles", "temperature", "lr")}
         posterior.schedule["steps"] = snapshots.steps
         if batch_norm_layers(model):
@@ -306,7 +306,7 @@ class Snapshots(nn.Module):
         """Returns a copy of the sampled variables and of the buffers of the network."""
         model, log_noise = self.source
         state = state_of(model)
-        return state if log_noise is None else {**state, NOISE: log_noise.detach().clone()}
+        return state if log_noise is None else {**state, NOISE_KEY: log_noise.detach().clone()}
 
     def noise_energy(self) -> Tensor | float:
         """Returns the negative log-density of the prior of the noise, up to a constant."""

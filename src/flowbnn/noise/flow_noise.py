@@ -1,4 +1,4 @@
-"""Noise from a flow: the stochastic part of Xiong's report "Normalizing Flows for Implicit Bayesian Neural Networks"."""
+"""Noise from a normalizing flow, as in Xiong's report "Normalizing Flows for Implicit Bayesian Neural Networks"."""
 
 import itertools
 from collections.abc import Iterable, Sequence
@@ -30,15 +30,15 @@ class InputNoise(Noise):
     .. math:: \mathrm{KL}[q(z) \| p(z)] = E_{q_0}\Big[\log q_0(z_0) - \sum_i \log|\det J_{g_i}| - \log p(z_k)\Big]
 
     Args:
-        base: where the noise starts, :math:`q_0`.
-        transform: the flow.
-        prior: :math:`p`, on the *transformed* noise.
-        layout: how the vector lies on the layer's tensor.
-        site: ``"channel"``, one vector for the whole feature map, or ``"position"``, an independent one at every position.
-        positions: for site ``"position"``: ``"mean"`` counts the KL of one position, as Xiong's report does (a KL tempered
-            by the number of positions); an integer counts that many, which is exact when it is the map's size.
-        kl_samples: fresh draws for a KL without closed form.
-        label: what the conversion's table shows.
+        base: Base distribution :math:`q_0`.
+        transform: Transform of the flow.
+        prior: Prior :math:`p` of the *transformed* noise.
+        layout: Position of the noise vector on the layer's tensor.
+        site: ``"channel"`` for one vector per feature map, ``"position"`` for an independent one at every position.
+        positions: Number of positions whose KL is counted at site ``"position"``. It is exact for the size of the feature map.
+            ``"mean"`` counts one position, as Xiong's report does, which tempers the KL by the number of positions.
+        kl_samples: Number of draws for a KL without closed form.
+        label: Text in the table of the conversion.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class InputNoise(Noise):
         super().__init__(layout, site)
         self.base, self.transform, self.prior = base, transform, prior
         self.positions, self.kl_samples, self.label = positions, kl_samples, label
-        # how many vectors the KL of this layer counts
+        # number of vectors whose KL is counted
         self.count = 1 if site == "channel" or positions == "mean" else int(positions)
         self._find_structure()
 
@@ -78,34 +78,37 @@ class InputNoise(Noise):
         self.normalizing = tuple(m for m in self.transform.modules() if isinstance(m, ActNorm | BatchNorm))
 
     def posterior(self) -> Flow:
-        """The distribution of one noise vector."""
+        """Returns the distribution of one noise vector."""
         return Flow(self.base.distribution(), self.transform)
 
     @torch.no_grad()
     def set_gaussian(self, mean: Tensor, roots: Sequence[Tensor], links: Sequence[Tensor] = ()) -> None:
-        """Let the learnable Gaussian be this one, exactly; a flow stays as it is. What floating point cannot hold is refused.
+        """Sets the learnable Gaussian. A flow is not changed.
 
         Args:
-            mean: ``[D]``.
-            roots: for joint noise the lower triangular roots of the blocks' covariances, each given the block before; else one
-                vector of standard deviations.
-            links: of a chain, from the deviation of a block to that of the next.
+            mean: Mean ``[D]``.
+            roots: Vector of standard deviations, or for joint noise the lower triangular roots of the covariances of the blocks, each
+                given the block before.
+            links: Matrices of a chain, from the deviation of a block to that of the next.
+
+        Raises:
+            FlowBNNError: If the standard deviation is too small for the precision of the parameters.
         """
-        parts = list(self.transform) if isinstance(self.transform, Compose) else [self.transform]
+        steps = list(self.transform) if isinstance(self.transform, Compose) else [self.transform]
         width = torch.cat([root if root.ndim == 1 else root.norm(dim=-1) for root in roots])
         dtype = next(self.transform.parameters()).dtype
-        close = ~(width > torch.finfo(dtype).eps * mean.abs())
-        if bool(close.any()):
-            place = int(close.int().argmax())
+        too_small = ~(width > torch.finfo(dtype).eps * mean.abs())
+        if bool(too_small.any()):
+            index = int(too_small.int().argmax())
             raise FlowBNNError(
-                f"noise of mean {float(mean[place]):.3g} and standard deviation {float(width[place]):.1g} does not fit into "
-                f"{str(dtype).removeprefix('torch.')}: is the likelihood's noise level right? If so, give network and data in float64",
+                f"noise of mean {float(mean[index]):.3g} and standard deviation {float(width[index]):.1g} is too narrow for "
+                f"{str(dtype).removeprefix('torch.')}; check the noise of the likelihood, or use float64",
                 kind="precision",
             )
-        if isinstance(parts[-1], BlockTriangular):
-            parts[-1].assign(mean, roots, links)
-        elif self.gaussian_base is None and isinstance(parts[-1], Affine):  # after a flow
-            parts[-1].set_loc_and_scale(mean, width)
+        if isinstance(steps[-1], BlockTriangular):
+            steps[-1].assign(mean, roots, links)
+        elif self.gaussian_base is None and isinstance(steps[-1], Affine):  # after a flow
+            steps[-1].set_loc_and_scale(mean, width)
         else:
             base, affine, _ = self.gaussian_base
             base.scale.copy_(width)
@@ -113,7 +116,7 @@ class InputNoise(Noise):
             affine.shift.copy_(mean - base.loc)
 
     def draw(self, shape: Shape, generator: OptionalGenerator = None) -> Tensor:
-        """Noise vectors, always in float32 or better: flows are not accurate in bfloat16."""
+        """Returns noise vectors ``shape + (dim,)``, at least in float32: flows are not accurate in bfloat16."""
         device, half = self._autocast()
         with nullcontext() if half is None else torch.autocast(device, enabled=False):
             return self.push(self._begin(shape, generator, half), False, half is not None)[0]
@@ -135,7 +138,7 @@ class InputNoise(Noise):
             return super().draw_each(at, generators)
         device, half = self._autocast()
         with nullcontext() if half is None else torch.autocast(device, enabled=False):
-            # the normals one by one, and all that follows at once
+            # one draw of normals per generator, then everything else at once
             mean, deviation = self._normals()
             shape, which, normal = torch.Size((*at, self.layout.dim)), [], []
             for source in generators:
@@ -156,13 +159,13 @@ class InputNoise(Noise):
         shard: RowShard | None,
         half: torch.dtype | None = None,
     ) -> Tensor:
-        """What the draws of :meth:`draw_rows` start from: drawn for the whole batch, of which the flow sees the rows that are here."""
+        """Returns the draws of the base for :meth:`draw_rows`: made for the global batch, of which this process keeps its rows."""
         if shard is None:
             return self._begin((rows, *at), generator, half)
         return shard.draw_local(rows, lambda number: self._begin((number, *at), generator, half))
 
     def _begin(self, shape: Shape, generator: OptionalGenerator, half: torch.dtype | None = None) -> Tensor:
-        """Draws of the base, pushed through the affine map that follows a normal or a mixture of normals."""
+        """Returns draws of the base, after the affine map that follows a normal or a mixture of normals."""
         if self.gaussian_base is None and self.mixture_base is None:
             return reparameterized_sample(self.base.distribution(), shape, generator)
         mean, deviation = self._normals()
@@ -170,31 +173,37 @@ class InputNoise(Noise):
             return NormalMixture(mean, deviation).rsample(shape, generator)
         normal = standard_normal(torch.Size((*shape, len(mean))), mean.dtype, mean.device, generator)
         if half is not None and not self.flow_tail and torch.compiler.is_compiling():
-            # what is multiplied is rounded anyway: the compiled step then keeps half as many bytes for the way back
+            # the product is rounded anyway, and the compiled step stores half as many bytes for the backward pass
             normal = normal.to(half).to(mean.dtype)
         return torch.addcmul(mean, normal, deviation)
 
     def _normals(self) -> tuple[Tensor, Tensor]:
-        """Mean and deviation of the learnable Gaussian, or of all components: base and affine map in one, for half the launches."""
+        """Returns mean and standard deviation of the learnable Gaussian or of all components, with base and affine map merged."""
         base, affine, _ = self.gaussian_base or self.mixture_base
         first = base if self.mixture_base is None else base.distribution()
         return affine.push_normal(first.loc, first.scale)[:2]
 
     def push(self, z: Tensor, log_det: bool = True, allow_tf32: bool = False) -> tuple[Tensor, Tensor | None]:
-        """What the flow makes of the draws that it starts from; ``allow_tf32``: as in :class:`flowbnn.kernels.Group`."""
+        """Transforms draws of the base by the flow.
+
+        Args:
+            z: Draws of the base, after the affine map.
+            log_det: If True, the log-determinants are returned as well.
+            allow_tf32: Precision of the products, as in :class:`flowbnn.kernels.Group`.
+        """
         total: Tensor | None = None
-        for part in self.flow_tail:
-            z, own = part.push(z, log_det, allow_tf32) if isinstance(part, PlanarLU) else part(z)
-            if log_det and own is not None:
-                own = own if part.event_dim == 1 else sum_rightmost(own, 1 - part.event_dim)
-                total = own if total is None else total + own
+        for step in self.flow_tail:
+            z, value = step.push(z, log_det, allow_tf32) if isinstance(step, PlanarLU) else step(z)
+            if log_det and value is not None:
+                value = value if step.event_dim == 1 else sum_rightmost(value, 1 - step.event_dim)
+                total = value if total is None else total + value
         return z, total if total is not None or not log_det else z.new_zeros(z.shape[:-1])
 
     @property
     def chain(self) -> Chain | None:
-        """The flow after the learnable Gaussian, where it is one chain of planar and LU maps."""
-        one = self.flow_tail[0] if self.gaussian_base is not None and len(self.flow_tail) == 1 else None
-        return one.chain if isinstance(one, PlanarLU) else None
+        """The flow after the learnable Gaussian if it is one chain of planar and LU maps, else None."""
+        flow = self.flow_tail[0] if self.gaussian_base is not None and len(self.flow_tail) == 1 else None
+        return flow.chain if isinstance(flow, PlanarLU) else None
 
     def record_shape(self, context: NoiseContext, at: Shape) -> None:
         """Writes the positions into the context, so that :func:`~flowbnn.noise.batched.draw_with_kl` can draw for the next pass."""
@@ -209,16 +218,16 @@ class InputNoise(Noise):
 
     @property
     def uses_default_draw(self) -> bool:
-        """Whether :meth:`draw` is the one of this class, and not a subclass's."""
+        """True unless a subclass overrides :meth:`draw`."""
         return type(self).draw is InputNoise.draw
 
     @property
     def reads_batch(self) -> bool:
-        """Whether a draw depends on what else is drawn with it: a flow that normalises by the batch in training."""
+        """True if a draw depends on the others of its batch: the flow normalizes by the batch in training."""
         return any(not getattr(part, "is_initialized", False) for part in self.normalizing)
 
     def _autocast(self) -> tuple[str, torch.dtype | None]:
-        """The device, and the precision of the product that the noise goes into, which rounds it; None where it does not."""
+        """Returns the type of the device and the precision of autocast, or None if it is disabled."""
         device = next(itertools.chain(self.base.buffers(), self.base.parameters())).device.type
         return device, torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 

@@ -1,6 +1,6 @@
-"""Noise that is one vector over all layers, with one posterior: each layer multiplies its input by its part of the vector.
+"""Joint noise: one vector with one posterior for several layers, each of which multiplies its input by a slice of the vector.
 
-The noise of a layer depends on that of other layers as strongly as on itself, which no posterior of single layers can say.
+A joint posterior represents correlations between layers, which posteriors of single layers cannot.
 """
 
 from collections.abc import Collection, Iterable, Sequence
@@ -16,23 +16,23 @@ from flowbnn.noise.contexts import OptionalGenerator, RowShard, Shape, context_o
 from flowbnn.noise.flow_noise import InputNoise
 from flowbnn.noise.layout import Layout
 
-DENSE = 6_000  # dimensions up to which a covariance has a matrix of its own
+MAX_DENSE_DIM = 6_000  # a larger covariance matrix takes gigabytes
 
 
-def joint_name(first: str, taken: Collection[str]) -> str:
-    """What noise that layers share is called: a network's second such vector is named after its first layer."""
-    return f"joint from {first}" if "joint" in taken else "joint"
+def joint_name(first_layer: str, names: Collection[str]) -> str:
+    """Returns the name of joint noise: ``"joint"``, or for further vectors of a network one with its first layer."""
+    return f"joint from {first_layer}" if "joint" in names else "joint"
 
 
 class JointPart(Noise):
-    """One layer's part of a vector that layers share.
+    """Noise of one layer that is a slice of joint noise.
 
-    The layer that comes first owns the vector, so that the network's ``state_dict`` has it once; its KL is that of all.
+    The first layer owns the joint noise, so that it is once in ``state_dict``. The KL of this layer is that of the whole vector.
 
     Args:
-        layout: how the part lies on the layer's tensor.
-        vector: the noise of all layers that are joined.
-        start: where the part begins.
+        layout: Position of the slice on the layer's tensor.
+        vector: Noise of all joined layers.
+        start: First index of the slice.
     """
 
     def __init__(self, layout: Layout, vector: InputNoise, start: int) -> None:
@@ -41,15 +41,15 @@ class JointPart(Noise):
         self.label = vector.label
         if start == 0:
             self.owned = vector
-        self.held = (vector,)  # in a tuple, so that it is no part of this module
+        self.reference = (vector,)  # in a tuple, so that it is not registered as a submodule
 
     @property
     def joint_noise(self) -> InputNoise:
-        return self.held[0]
+        return self.reference[0]
 
     @property
     def prior(self) -> Any:
-        """The prior of the whole vector."""
+        """Prior of the joint noise."""
         return self.joint_noise.prior
 
     def draw(self, shape: Shape, generator: OptionalGenerator = None) -> Tensor:
@@ -57,8 +57,8 @@ class JointPart(Noise):
 
     def draw_rows(self, rows: int, at: Shape, generator: OptionalGenerator, shard: RowShard | None) -> Tensor:
         raise FlowBNNError(
-            "joint noise is drawn for the whole network at once: call the network and not a part of it, without activation "
-            "checkpointing, or leave out joint=",
+            "joint noise is drawn once for the whole network; call the network instead of a layer, without activation "
+            "checkpointing, or leave out joint",
             kind="unsupported",
             argument="joint",
         )
@@ -72,7 +72,7 @@ class JointPart(Noise):
     def divergence(
         self, samples: int | None = None, generator: OptionalGenerator = None
     ) -> Divergence | None:
-        """That of the whole vector for the layer that owns it, None for the others."""
+        """Returns the divergence of the joint noise for the layer that owns it, and None for the others."""
         if self.span.start:
             return None
         return self.joint_noise.divergence(samples, generator or context_of(self).modes[self.key].generator)
@@ -82,20 +82,26 @@ class JointPart(Noise):
 
 
 def check_size(structure: str, sizes: Sequence[int], argument: str = "joint", width: int = 4) -> None:
-    """Refuse a covariance whose largest matrix is too large; ``width``: bytes of a number, six of which are held for each.
+    """Raises FlowBNNError if the largest matrix of a covariance is too large.
+
+    Args:
+        structure: Structure of the covariance.
+        sizes: Dimensions of the layers.
+        argument: Name of the argument that chooses the structure.
+        width: Bytes of a number. Six numbers are stored for each entry.
 
     >>> check_size("chain", [5000, 5000])
     >>> check_size("full", [5000, 5000])
     Traceback (most recent call last):
-    flowbnn.errors.FlowBNNError: joint='full' needs matrices of 10,000 x 10,000 numbers, 2.2 GiB in all; take joint='chain', or ...
+    flowbnn.errors.FlowBNNError: joint='full' needs matrices of 10,000 x 10,000 numbers (2.2 GiB); use joint='chain', or ...
     """
     dim = sum(sizes) if structure == "full" else max(sizes)
-    if dim > DENSE:
-        free = "structure='factorized'" if argument == "structure" else "noise without joint="
-        other = f"{argument}='chain'" if max(sizes) <= DENSE else free
+    if dim > MAX_DENSE_DIM:
+        smaller = "structure='factorized'" if argument == "structure" else "noise without joint"
+        smaller = f"{argument}='chain'" if max(sizes) <= MAX_DENSE_DIM else smaller
         raise FlowBNNError(
-            f"{argument}={structure!r} needs matrices of {dim:,} x {dim:,} numbers, {6 * width * dim**2 / 2**30:.1f} GiB in all; "
-            f"take {other}, or noise on fewer layers by the rules",
+            f"{argument}={structure!r} needs matrices of {dim:,} x {dim:,} numbers ({6 * width * dim**2 / 2**30:.1f} GiB); "
+            f"use {smaller}, or rules with noise on fewer layers",
             kind="size",
             argument=argument,
             size=dim,
@@ -103,7 +109,7 @@ def check_size(structure: str, sizes: Sequence[int], argument: str = "joint", wi
 
 
 def join(vector: InputNoise, layouts: Sequence[Layout]) -> list[Noise]:
-    """The parts of a vector for layers with these layouts, in their order."""
+    """Returns the slices of joint noise for layers with these layouts, in their order."""
     starts = [0]
     for layout in layouts:
         starts.append(starts[-1] + layout.dim)
@@ -111,7 +117,7 @@ def join(vector: InputNoise, layouts: Sequence[Layout]) -> list[Noise]:
 
 
 def independent_vectors(model: nn.Module) -> list[tuple[InputNoise, list[str]]]:
-    """The vectors of a network's noise that are independent of each other, each with the layers that multiply by it, in its order.
+    """Returns the independent noise vectors of a network, each with the names of the layers that use it, in order.
 
     Noise without a density, such as dropout, is left out.
     """

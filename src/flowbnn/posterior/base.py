@@ -1,23 +1,23 @@
-r"""The contract of a posterior: what every method's ``fit`` returns, and how it predicts.
+r"""Base class for posteriors, which every method's ``fit`` returns.
 
-A posterior stands for many networks that agree with the data. It implements one method, :meth:`Posterior.outputs`: the outputs of
-some of these networks, its samples, for a batch of inputs. Everything else is done here, for every method alike. ``predict``
+A posterior is a distribution over networks together with a likelihood. It implements one method, :meth:`Posterior.outputs`, which
+returns the outputs of some of its samples for a batch of inputs. The base class does everything else. ``predict``
 
-1. checks its options (:class:`PredictOptions`) and opens a :class:`Prediction`, the one object that lives as long as the call: it
-   holds the number of samples, the seed, device and precision, and what the posterior draws once for the whole prediction;
-2. goes through the batches of a loader (a tensor of inputs is a loader of one batch), several small ones at a time;
-3. asks ``outputs`` for the samples of these inputs: all of them, or in rounds until the answer has settled
-   (:mod:`flowbnn.posterior.adaptive`), averaged over views of the inputs where there are any;
-4. collects the outputs ``[samples, rows, ...]`` in the loader's order, gathered from all processes if there are several
-   (:mod:`flowbnn.posterior.loaders`), and lets the likelihood make a predictive distribution of them.
+1. checks its options (:class:`PredictOptions`) and opens a :class:`Prediction`. This object holds the lock of the posterior for the
+   length of the call, and the number of samples, the seed, device and precision;
+2. reads the batches of a loader (a tensor of inputs is one batch), several small ones at a time;
+3. calls ``outputs`` for all samples, or in rounds until the answer has settled (:mod:`flowbnn.posterior.adaptive`), averaged over views
+   of the inputs if there are any;
+4. collects the outputs ``[samples, rows, ...]`` in the order of the loader, gathered from all processes
+   (:mod:`flowbnn.posterior.loaders`), and passes them to the likelihood, which returns a predictive distribution.
 
-``outputs`` itself mostly calls ``prediction.run``, which runs a network over the rows in chunks that fit the device's memory
-(:mod:`flowbnn.posterior.prediction`). A posterior of one network is three lines:
+``outputs`` usually calls ``prediction.run``, which runs a network over the rows in chunks that fit the memory of the device
+(:mod:`flowbnn.posterior.prediction`). A posterior of one network has three lines:
 
->>> class One(Posterior):
+>>> class SingleNetwork(Posterior):
 ...     def outputs(self, inputs, samples, prediction):
 ...         return prediction.run(inputs).expand(len(samples), -1, -1)
->>> One(nn.Linear(2, 3), make_likelihood("categorical")).predict(torch.zeros(5, 2), 4).probabilities.shape
+>>> SingleNetwork(nn.Linear(2, 3), make_likelihood("categorical")).predict(torch.zeros(5, 2), 4).probabilities.shape
 torch.Size([5, 3])
 """
 
@@ -27,7 +27,7 @@ from copy import deepcopy
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -48,13 +48,14 @@ from flowbnn.batches import (
 from flowbnn.errors import FlowBNNError, pluralize
 from flowbnn.likelihoods import Likelihood, make_likelihood
 from flowbnn.noise import noise_layers
-from flowbnn.options import accepts_options_of, all_subclasses, checked
+from flowbnn.options import all_subclasses, checked
 from flowbnn.posterior.adaptive import Adaptive, adaptive_outputs
 from flowbnn.posterior.loaders import OutputCollector, group_batches, shard_loader
 from flowbnn.posterior.prediction import (
     Prediction,
     PredictionCache,
     PredictOptions,
+    View,
     autocast_to,
     average_views,
     clone_sharing_tensors,
@@ -71,30 +72,31 @@ from flowbnn.training import (
 )
 from flowbnn.training.checkpoint import layer_classes, warn_changed_layers
 from flowbnn.training.device import AUTOCAST_DTYPES
+from flowbnn.training.options import MixedPrecision
 from flowbnn.training.storage import TensorFile
 
-PRECISIONS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)  # that a run may have
+PRECISIONS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)  # of weights and noise
 
 
 class Posterior:
-    """Networks that agree with the data, and the observation model of their outputs.
+    """Base class for posteriors: a distribution over networks together with a likelihood.
 
-    To write one, define :meth:`outputs`, and for saving :meth:`state`, :meth:`settings` and :meth:`from_state` where it has more than a
-    network, a likelihood and a history.
+    Subclasses define :meth:`outputs`. For saving they define :meth:`state`, :meth:`settings` and :meth:`from_state` if they have more
+    than a network, a likelihood and a history.
 
-    Predictions are thread-safe: concurrent calls are serialized by the lock that :class:`Prediction` holds, and return the same results
-    as sequential calls. They run in a clone of the network, so that ``model`` may be called, copied and saved meanwhile.
+    ``predict`` is thread-safe: concurrent calls are serialized by the lock of :class:`Prediction` and return the same results as
+    sequential calls. ``model`` is not changed, so that other threads may call, copy and save it at the same time.
 
     Args:
-        model: the network.
-        likelihood: categorical, Bernoulli or Gaussian.
-        history: the training record.
+        model: Network.
+        likelihood: Observation model of the outputs.
+        history: Record of the training.
     """
 
     kind: ClassVar[str] = "posterior"
     default_samples: int = 128
-    compiles: bool = False  # whether predictions may pass the network through torch.compile
-    only_shared: bool = False  # whether a draw always serves all inputs
+    compiles: bool = False  # True if predictions support compile=True
+    only_shared: bool = False  # True if predictions do not support shared=False
 
     def __init__(self, model: nn.Module, likelihood: Likelihood, history: History | None = None) -> None:
         self.model, self.likelihood, self.history = model, likelihood, history or History()
@@ -103,89 +105,123 @@ class Posterior:
     def __repr__(self) -> str:
         noisy = len(noise_layers(self.model))
         layers = f", {pluralize(noisy, 'layer')} with noise" if noisy else ""
-        trained = pluralize(self.history.epochs, "epoch")
-        return f"{type(self).__name__}({type(self.model).__name__}{layers}, {self.likelihood!r}, {trained})"
+        epochs = pluralize(self.history.epochs, "epoch")
+        return f"{type(self).__name__}({type(self.model).__name__}{layers}, {self.likelihood!r}, {epochs})"
 
     def outputs(self, inputs: Any, samples: range, prediction: Prediction) -> Tensor:
-        """Outputs ``[len(samples), batch, ...]`` of these samples, for one batch of inputs: what a posterior defines.
+        """Returns the outputs ``[len(samples), batch, ...]`` of some samples for one batch of inputs.
 
-        Sample ``s`` is the same network in every call of one prediction, and in every prediction with the same seed.
-        """
-        return self._without("outputs(inputs, samples, prediction), which it must define")
-
-    @accepts_options_of(PredictOptions)
-    def predict(self, inputs: Any, samples: int | None = None, **options: Any) -> Any:
-        """The predictive distribution for a tensor of inputs, or for everything a loader gives.
+        Sample ``s`` must be the same network in every call of one prediction, and in every prediction with the same seed.
 
         Args:
-            inputs: a tensor (or tuple or mapping of tensors) with the examples first, or a loader of ``(inputs, targets)``
-                or of bare inputs.
-            samples: networks to average.
-            options: as in :class:`PredictOptions`.
+            inputs: Batch of inputs.
+            samples: Range of sample numbers.
+            prediction: Prediction that is running.
+        """
+        return self._unsupported("outputs(inputs, samples, prediction), which subclasses must define")
+
+    def predict(
+        self,
+        inputs: Any,
+        samples: int | None = None,
+        *,
+        shared: bool = True,
+        seed: int | None = None,
+        max_batch: int | None = None,
+        adaptive: Adaptive | float | None = None,
+        views: Sequence[View] = (),
+        precision: MixedPrecision = "32-true",
+        compile: bool | Literal["auto"] = "auto",
+        sharded: bool | Literal["auto"] = "auto",
+        progress: bool = True,
+    ) -> Any:
+        """Returns the predictive distribution for inputs, or for all inputs of a loader.
+
+        Args:
+            inputs: Tensor (or tuple or mapping of tensors) with the examples on the first axis, or a loader of ``(inputs, targets)`` or
+                of inputs alone.
+            samples: Number of sampled networks to average. The default is ``default_samples``.
+            shared: If True, all inputs share the same draws. If False, every example has draws of its own.
+            seed: Seed of the draws. The same seed gives the same numbers.
+            max_batch: Maximum number of rows in one pass. None estimates it from the memory of the device.
+            adaptive: Standard error at which sampling stops for an input, or an :class:`~flowbnn.posterior.Adaptive` rule.
+            views: Functions from inputs to equivalent inputs, over which predictions are averaged.
+            precision: ``"32-true"``, ``"bf16-mixed"`` or ``"16-mixed"``.
+            compile: If True, the network runs through ``torch.compile``. ``"auto"`` does so for long jobs on CUDA devices.
+            sharded: If several processes are connected, each predicts a part of the loader. False predicts everything here.
+            progress: If True, a progress bar is shown for loaders on a terminal.
 
         Returns:
             A :class:`~flowbnn.predictive.CategoricalPredictive` or :class:`~flowbnn.predictive.GaussianPredictive`.
+            :class:`PredictOptions` describes the options in detail.
         """
-        chosen = PredictOptions(samples, **options)
-        outputs, sample_counts, _ = self.collect(inputs, chosen)
-        return self._explained(outputs, sample_counts, inputs, chosen)
+        options = PredictOptions(
+            samples, shared, seed, max_batch, adaptive, views, precision, compile, sharded, progress
+        )
+        outputs, sample_counts, _ = self.collect(inputs, options)
+        return self._predictive_or_error(outputs, sample_counts, inputs, options)
 
-    @accepts_options_of(PredictOptions)
     def predict_with_targets(
         self, inputs: Any, samples: int | None = None, **options: Any
     ) -> tuple[Any, Tensor | None]:
-        """As :meth:`predict`, with the targets the loader gave, in the same order."""
-        chosen = PredictOptions(samples, **options)
-        outputs, sample_counts, targets = self.collect(inputs, chosen)
-        predictive = self._explained(outputs, sample_counts, inputs, chosen)
+        """Returns the predictive distribution and the targets of the loader, in the same order.
+
+        Args:
+            inputs: Inputs or a loader, as in :meth:`predict`.
+            samples: Number of sampled networks to average.
+            options: Other options of :meth:`predict`.
+        """
+        predict_options = PredictOptions(samples, **options)
+        outputs, sample_counts, targets = self.collect(inputs, predict_options)
+        predictive = self._predictive_or_error(outputs, sample_counts, inputs, predict_options)
         return predictive, None if targets is None else self.likelihood.canonical_targets(targets)
 
     def collect(self, inputs: Any, options: PredictOptions) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Outputs ``[samples, rows, ...]`` for all inputs, the samples that each had (if adaptive), and the targets (if any)."""
-        self._refuse(inputs, options)
-        if is_batch(inputs):  # one batch, which is this process's own affair
+        """Returns outputs ``[samples, rows, ...]``, the number of samples of each row if adaptive, and the targets if any."""
+        self._check_supported(inputs, options)
+        if is_batch(inputs):
             check_finite(inputs)
             with Prediction(self.model, options, self.default_samples, self.cache) as prediction:
-                return *self._sampled(inputs, prediction), None
-        with shard_loader(inputs, bool(options.sharded), options.shared) as share:
-            collected, shown = OutputCollector(share), options.progress and is_main_process()
+                return *self._sample_outputs(inputs, prediction), None
+        with shard_loader(inputs, bool(options.sharded), options.shared) as loader:
+            collector, show_progress = OutputCollector(loader), options.progress and is_main_process()
             with Prediction(self.model, options, self.default_samples, self.cache) as prediction:
-                prediction.total_rows = collected.expected
-                batches = track(share, "predicting") if shown else share
-                for number, (some, targets) in enumerate(group_batches(batches, prediction.rows_per_group)):
-                    prediction.batch_index = collected.number(number)
-                    collected.add(*self._sampled(some, prediction), targets)
-            return collected.result()
+                prediction.total_rows = collector.expected_rows
+                batches = track(loader, "predicting") if show_progress else loader
+                for index, (batch, targets) in enumerate(group_batches(batches, prediction.rows_per_group)):
+                    prediction.batch_index = collector.batch_index(index)
+                    collector.add(*self._sample_outputs(batch, prediction), targets)
+            return collector.result()
 
-    def _refuse(self, inputs: Any, options: PredictOptions) -> None:
-        """Refuse what this posterior cannot do."""
-        kind, trouble = type(self).__name__, {}
+    def _check_supported(self, inputs: Any, options: PredictOptions) -> None:
+        """Raises FlowBNNError for options that this posterior does not support."""
+        name, argument, message = type(self).__name__, "", ""
         if not hasattr(inputs, "__iter__"):
-            trouble["inputs"] = f"predict takes a tensor of inputs or a loader, not a {type(inputs).__name__}"
-        if not options.shared and (options.views or options.adaptive is not None):
+            argument, message = "inputs", f"predict takes inputs or a loader, got a {type(inputs).__name__}"
+        elif options.compile is True and not self.compiles:
+            argument, message = "compile", f"a {name} does not support compile=True"
+        elif not options.shared and self.only_shared:
+            argument, message = "shared", f"a {name} does not support shared=False"
+        elif not options.shared and (options.views or options.adaptive is not None):
             argument = "views" if options.views else "adaptive"
-            trouble[argument] = f"{argument} needs the same draws for all inputs; leave shared=True"
-        if not options.shared and self.only_shared:
-            trouble["shared"] = f"a draw of a {kind} serves all inputs; leave shared=True"
-        if options.compile is True and not self.compiles:
-            trouble["compile"] = f"a {kind} does not compile for prediction; leave compile as it is"
-        for argument, message in trouble.items():
+            message = f"{argument} requires shared=True"
+        if argument:
             raise FlowBNNError(message, kind="unsupported", argument=argument)
 
-    def _sampled(self, inputs: Any, prediction: Prediction) -> tuple[Tensor, Tensor | None]:
-        """Outputs ``[samples, batch, ...]`` and, where sampling is adaptive, the samples that each input had."""
-        draw = average_views(self.outputs, self.likelihood) if prediction.options.views else self.outputs
+    def _sample_outputs(self, inputs: Any, prediction: Prediction) -> tuple[Tensor, Tensor | None]:
+        """Returns outputs ``[samples, batch, ...]`` and, for adaptive sampling, the number of samples of each input."""
+        outputs = average_views(self.outputs, self.likelihood) if prediction.options.views else self.outputs
         rule, samples = prediction.options.adaptive, prediction.samples
         with rewrap_forward_errors(inputs):
             if rule is None:
-                return draw(inputs, range(samples), prediction), None
+                return outputs(inputs, range(samples), prediction), None
             rule = rule if isinstance(rule, Adaptive) else Adaptive(tolerance=rule)
             return adaptive_outputs(
-                lambda some, part: draw(some, part, prediction), inputs, samples, rule, self._predictive
+                lambda rows, part: outputs(rows, part, prediction), inputs, samples, rule, self._predictive
             )
 
     def _predictive(self, outputs: Tensor, sample_counts: Tensor | None = None) -> Any:
-        """The predictive distribution that the likelihood makes of outputs."""
+        """Returns the predictive distribution of outputs under the likelihood."""
         likelihood = self._observation_model()
         for value in likelihood.parameters():
             if value.device != outputs.device:
@@ -199,85 +235,83 @@ class Posterior:
             )
 
     def _observation_model(self) -> Likelihood:
-        """The likelihood that makes a predictive distribution of outputs."""
+        """Returns the likelihood of the predictive distribution."""
         return self.likelihood
 
-    def _explained(
+    def _predictive_or_error(
         self, outputs: Tensor, sample_counts: Tensor | None, inputs: Any, options: PredictOptions
     ) -> Any:
-        """The predictive distribution; where outputs are not finite, an error that names what spoils them."""
+        """Returns the predictive distribution. Raises FlowBNNError with the cause if outputs are not finite."""
         try:
             return self._predictive(outputs, sample_counts)
         except NonFiniteSamplesError as error:
             with self.cache.lock:
-                why, bad = self._why_not_finite(inputs, options), error.fields
-            message = f"samples are not finite for {bad['inputs']} of {bad['total']} inputs: {why}"
-            raise FlowBNNError(message, **bad) from None
+                cause, fields = self._find_nonfinite(inputs, options), error.fields
+            message = f"samples are not finite for {fields['inputs']} of {fields['total']} inputs: {cause}"
+            raise FlowBNNError(message, **fields) from None
 
-    def _why_not_finite(self, inputs: Any, options: PredictOptions) -> str:
-        """Which parameter or layer spoils the samples, as far as the first batches show, and what to do about it."""
-        broken = first_nonfinite_tensor(self.model.named_parameters())
-        if broken is not None:
-            return f"parameter '{broken}' holds NaN or infinity: load or train the posterior again"
-        network, device, half = (
-            clone_sharing_tensors(self.model),
-            device_of(self.model),
-            AUTOCAST_DTYPES.get(options.precision),
-        )
-        where = {}
+    def _find_nonfinite(self, inputs: Any, options: PredictOptions) -> str:
+        """Returns the parameter or layer that makes outputs of the first batches not finite, and what to do."""
+        name = first_nonfinite_tensor(self.model.named_parameters())
+        if name is not None:
+            return f"parameter '{name}' has NaN or infinite values; load or train the posterior again"
+        network, device = clone_sharing_tensors(self.model), device_of(self.model)
+        half = AUTOCAST_DTYPES.get(options.precision)
+        layers: dict[torch.dtype | None, str] = {}
         for precision in {None, half}:
             for batch in [inputs] if is_batch(inputs) else islice(inputs, 8):
-                some = move(
-                    batch if is_batch(inputs) else split_batch(batch)[0], device, dtype_of(self.model)
-                )
+                rows = batch if is_batch(inputs) else split_batch(batch)[0]
+                rows = move(rows, device, dtype_of(self.model))
                 with evaluation_mode(network), autocast_to(device, precision):
-                    name = first_nonfinite_layer(network, partial(call, network, some))
+                    name = first_nonfinite_layer(network, partial(call, network, rows))
                 if name:
-                    where[precision] = f"layer '{name}'"
+                    layers[precision] = f"layer '{name}'"
                     break
-        if half is not None and None not in where:
-            layer = where.get(half, "a layer")
-            return f"{layer} overflows in {options.precision}: predict in float32 (precision='32-true')"
+        if half is not None and None not in layers:
+            return f"{layers.get(half, 'a layer')} overflows in {options.precision}; use precision='32-true'"
         return (
-            f"{where.get(None, 'a layer')} makes NaN or infinity of them: look for huge or zero weights there, "
-            "and for inputs far from the training data"
+            f"{layers.get(None, 'a layer')} returns NaN or infinite values; check its weights, and inputs far from the "
+            "training data"
         )
 
     def sample(self, seed: int | None = None) -> nn.Module:
-        """One network of the posterior, to be used as any network is."""
-        return self._without("single network to hand out")
+        """Returns one network of the posterior, as a plain network."""
+        return self._unsupported("single network")
 
     def draws(self, samples: int, seed: int | None = None) -> dict[str, Tensor]:
-        """What differs from sample to sample, ``{name: [samples, ...]}``: weights, or noise."""
-        return self._without("draws to hand out")
+        """Returns weights or noise that differ between samples, ``{name: [samples, ...]}``."""
+        return self._unsupported("draws")
 
     def log_prob(self, values: Any) -> Tensor:
-        """Log-density of weights, where the method has one."""
-        return self._without("density that could be computed")
+        """Returns the log-density of weights or noise."""
+        return self._unsupported("density")
 
-    def _without(self, what: str) -> Any:
-        raise FlowBNNError(f"a {type(self).__name__} has no {what}", kind="unsupported")
+    def _unsupported(self, feature: str) -> Any:
+        raise FlowBNNError(f"a {type(self).__name__} has no {feature}", kind="unsupported")
 
     def state(self) -> dict[str, Tensor]:
-        """The tensors of the posterior besides the network's and the likelihood's, for saving."""
+        """Returns the tensors to save besides those of the network and the likelihood."""
         return {}
 
     def settings(self) -> dict[str, Any]:
-        """Plain values of the posterior besides its tensors, for saving."""
+        """Returns the plain values to save besides the tensors."""
         return {}
 
     @classmethod
     def from_state(
         cls, point: "Posterior", state: dict[str, Tensor], settings: dict[str, Any]
     ) -> "Posterior":
-        """The posterior again, from one with its network, likelihood and history, and from what ``state`` and ``settings`` gave.
+        """Returns the posterior of a file. Any exception means that the file cannot be loaded.
 
-        Whatever it raises says that the file cannot be loaded.
+        Args:
+            point: Posterior with the network, likelihood and history of the file.
+            state: Tensors that :meth:`state` returned.
+            settings: Values that :meth:`settings` returned.
         """
         return cls(point.model, point.likelihood, point.history)
 
     def document(self) -> dict[str, Any]:
-        """What is saved beside the tensors."""
+        """Returns the values that are saved besides the tensors."""
         return {
             "kind": self.kind,
             "likelihood": self.likelihood.to_dict(),
@@ -287,7 +321,7 @@ class Posterior:
         }
 
     def tensors(self) -> dict[str, Tensor]:
-        """What is saved: the network, the likelihood, and what more the posterior has."""
+        """Returns the tensors to save: of the network, the likelihood and the posterior."""
         parts = {
             "network": self.model.state_dict(),
             "likelihood": self.likelihood.state_dict(),
@@ -297,22 +331,26 @@ class Posterior:
 
     @checked
     def save(self, path: str | Path) -> Path:
-        """Write the posterior to one safetensors file, atomically; plain tensors and JSON, nothing that can run code."""
-        with self.cache.lock:
-            return save_tensors(path, self.tensors(), self.document())
+        """Writes the posterior to one safetensors file, atomically. The file holds tensors and JSON, and no code."""
+        return save_tensors(path, self.tensors(), self.document())
 
     @classmethod
     @checked
     def load(cls, path: "str | Path | TensorFile", network: nn.Module) -> "Posterior":
-        """Read a saved posterior of this kind into a copy of ``network``, the plain network it was made from."""
+        """Reads a saved posterior of this kind into a copy of a network.
+
+        Args:
+            path: Path of the file.
+            network: Plain network that the posterior was made from.
+        """
         file = open_posterior_file(path, network, [cls.kind])
         device = device_of(network)
         with rewrap_load_errors(file):
             settings = dict(file.document["settings"])
         point = Posterior.read_point(copy_network(network).cpu(), file, read=False)
-        with rewrap_load_errors(file):  # what does not fit is refused before it is read
-            known = cls.from_state(point, select_prefix(file.views, "posterior"), settings).tensors()
-        file.check_names(known)
+        with rewrap_load_errors(file):  # shapes are checked before tensors are read
+            tensors = cls.from_state(point, select_prefix(file.views, "posterior"), settings).tensors()
+        file.check_names(tensors)
         point = Posterior.read_point(copy_network(network), file)
         state = {name: value.to(device) for name, value in select_prefix(file.tensors, "posterior").items()}
         with rewrap_load_errors(file):
@@ -320,9 +358,12 @@ class Posterior:
 
     @classmethod
     def read_point(cls, model: nn.Module, file: TensorFile, read: bool = True) -> "Posterior":
-        """Network, likelihood and history of a file; ``model`` stays untouched if its tensors do not fit.
+        """Returns a posterior with the network, likelihood and history of a file.
 
-        Unless the file is to be ``read``, only shapes are looked at, and the weights stay those of ``model``.
+        Args:
+            model: Network to read the weights into. It is not changed if they do not fit.
+            file: File of a posterior.
+            read: If False, only shapes are checked, and the weights of ``model`` are not changed.
         """
         with rewrap_load_errors(file):
             likelihood = make_likelihood(file.document["likelihood"])
@@ -349,47 +390,56 @@ class Posterior:
         return cls(model, likelihood, history)
 
 
-def select_prefix(tensors: Mapping[str, Tensor], part: str) -> dict[str, Tensor]:
-    """The tensors whose names begin with this part."""
-    return {
-        name.removeprefix(f"{part}."): value for name, value in tensors.items() if name.startswith(f"{part}.")
-    }
+def select_prefix(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    """Returns the tensors whose names begin with a prefix and a dot, without the prefix."""
+    start = f"{prefix}."
+    return {name.removeprefix(start): value for name, value in tensors.items() if name.startswith(start)}
 
 
 @contextmanager
 def rewrap_load_errors(path: Any) -> Iterator[None]:
-    """Whatever goes wrong inside says that the file cannot be loaded."""
+    """Context manager that re-raises any error as one that says that the file cannot be loaded."""
     try:
         yield
     except Exception as error:
-        why = (
-            f"it has no {error}"
-            if isinstance(error, KeyError)
-            else " ".join(str(error).split()) or type(error).__name__
-        )
-        raise FlowBNNError(f"'{path}' cannot be loaded: {why}", kind="file") from None
+        reason = " ".join(str(error).split()) or type(error).__name__
+        if isinstance(error, KeyError):
+            reason = f"it has no {error}"
+        raise FlowBNNError(f"'{path}' cannot be loaded: {reason}", kind="file") from None
 
 
 def open_posterior_file(
     path: "str | Path | TensorFile", network: nn.Module, kinds: Sequence[str]
 ) -> TensorFile:
-    """The file of a posterior of one of these kinds, of which only the header has been read."""
+    """Returns the file of a posterior, of which only the header has been read.
+
+    Args:
+        path: Path of the file, or an open file.
+        network: Network that the posterior was made from.
+        kinds: Kinds of posteriors that are accepted.
+    """
     weights = sum(value.numel() for value in network.state_dict().values())
     file = path if isinstance(path, TensorFile) else TensorFile(path, weights)
     kind = file.document.get("kind")
     if kind not in kinds:
-        wanted = f"a {kinds[0]}" if len(kinds) == 1 else "a posterior of this version"
-        trouble = f"holds a {kind or 'file of another kind'}, not {wanted}"
-        raise FlowBNNError(f"'{path}' {trouble}", kind="file")
+        expected = f"a posterior of kind '{kinds[0]}'" if len(kinds) == 1 else "a posterior"
+        raise FlowBNNError(f"'{path}' has the kind '{kind}', expected {expected}", kind="file")
     return file
 
 
 @checked
 def load_posterior(path: "str | Path | TensorFile", network: nn.Module) -> Posterior:
-    """Read what ``posterior.save(path)`` wrote, of whatever method, into a copy of ``network``, the plain network it was made from.
+    """Reads a posterior of any method that ``posterior.save(path)`` wrote.
+
+    Args:
+        path: Path of the file.
+        network: Plain network that the posterior was made from. It is copied.
+
+    Returns:
+        The posterior.
 
     Raises:
-        FlowBNNError: where the file is damaged or was made from another architecture.
+        FlowBNNError: If the file is damaged or was made from another architecture.
     """
     kinds = {kind.kind: kind for kind in all_subclasses(Posterior)}
     file = open_posterior_file(path, network, list(kinds))

@@ -1,4 +1,4 @@
-"""The metrics of a posterior on held-out data, the same for every method."""
+"""Metrics of a posterior on held-out data."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -8,12 +8,11 @@ from torch import Tensor
 from flowbnn.batches import as_loader
 from flowbnn.errors import FlowBNNError
 from flowbnn.metrics import novelty_aupr, novelty_auroc
-from flowbnn.options import accepts_options_of, checked
-from flowbnn.posterior.base import Posterior, PredictOptions
+from flowbnn.options import checked
+from flowbnn.posterior.base import Posterior
 from flowbnn.predictive import CategoricalPredictive
 
 
-@accepts_options_of(PredictOptions)
 @checked
 def evaluate(
     posterior: Posterior,
@@ -23,33 +22,41 @@ def evaluate(
     seed: int = 0,
     **options: Any,
 ) -> dict[str, float]:
-    """Metrics of a posterior on held-out data: accuracy, NLL, Brier and ECE, or RMSE, NLL, CRPS and coverage.
+    """Returns the metrics of a posterior on held-out data.
+
+    These are accuracy, negative log-likelihood (NLL), Brier score and expected calibration error (ECE) for classification, and root
+    mean squared error (RMSE), NLL, continuous ranked probability score (CRPS) and coverage for regression.
 
     Args:
-        loader: batches of ``(inputs, targets)``, or one such pair.
-        novel: inputs of a kind the network has not seen, a loader or a pair likewise, or a tensor; adds ``novelty_auroc`` and
-            ``novelty_aupr``, the chance that a novel input has a larger predictive entropy than a known one, and the average
-            precision of finding it so.
-        seed, options: of the prediction, as in :class:`PredictOptions`; adaptive sampling adds ``sample_counts``, the mean over the
-            inputs of ``loader``.
+        posterior: Posterior of any method.
+        loader: Batches of ``(inputs, targets)``, or one such pair.
+        novel: Out-of-distribution inputs: a loader, a pair, or a tensor. They add ``novelty_auroc``, the probability that a novel input
+            has a larger predictive entropy than an input of ``loader``, and ``novelty_aupr``, the average precision of detecting it.
+        seed: Seed of the prediction.
+        options: Other options of :meth:`Posterior.predict`. Adaptive sampling adds ``sample_counts``, the mean number of samples.
+
+    >>> import torch
+    >>> from flowbnn.likelihoods import Categorical
+    >>> from flowbnn.posterior import PointPosterior
+    >>> posterior = PointPosterior(torch.nn.Linear(2, 3), Categorical())
+    >>> sorted(evaluate(posterior, (torch.zeros(5, 2), torch.zeros(5).long())))
+    ['accuracy', 'brier', 'ece', 'nll']
     """
     predictive, targets = posterior.predict_with_targets(as_loader(loader), seed=seed, **options)
     if targets is None:
-        raise FlowBNNError(
-            "evaluation needs batches of (inputs, targets), but the loader gives inputs alone", kind="loader"
-        )
+        raise FlowBNNError("evaluate needs a loader of (inputs, targets), got inputs alone", kind="loader")
     report = {name: float(value) for name, value in predictive.evaluate(targets).items()}
     if options.get("adaptive") is not None:
         report["sample_counts"] = float(predictive.sample_counts.double().mean())
     if novel is not None:
-        strange = posterior.predict(as_loader(novel), seed=seed, **options)
-        scores = novelty_scores(predictive), novelty_scores(strange)
+        novel_predictive = posterior.predict(as_loader(novel), seed=seed, **options)
+        scores = novelty_scores(predictive), novelty_scores(novel_predictive)
         report |= {"novelty_auroc": novelty_auroc(*scores), "novelty_aupr": novelty_aupr(*scores)}
     return report
 
 
 def novelty_scores(predictive: Any) -> Tensor:
-    """What ranks inputs by how novel they seem, ``[B]``: the entropy of classes, the epistemic variance of real values."""
+    """Returns scores ``[B]`` that are larger for novel inputs: the entropy of classes, the epistemic variance of real values."""
     if isinstance(predictive, CategoricalPredictive):
         return predictive.entropy
     return predictive.epistemic.reshape(len(predictive), -1).sum(-1)

@@ -1,4 +1,4 @@
-"""The posterior of a single network."""
+"""Posterior of a single network."""
 
 from copy import deepcopy
 from functools import partial
@@ -12,25 +12,32 @@ from flowbnn.posterior.compiled import compiled_forward
 
 
 class PointPosterior(Posterior):
-    """One network, behind the same interface as all other posteriors, so that it is evaluated by the same code."""
+    """Single network with the interface of a posterior.
+
+    >>> import torch
+    >>> from flowbnn.likelihoods import Categorical
+    >>> posterior = PointPosterior(nn.Linear(2, 3), Categorical())
+    >>> posterior.predict(torch.zeros(5, 2)).num_samples
+    1
+    """
 
     kind = "point"
     default_samples = 1
     compiles = True
 
     def outputs(self, inputs: Any, samples: range, prediction: Prediction) -> Tensor:
-        """The outputs of the one network, as so many equal samples."""
+        """Returns the outputs of the network, once per sample."""
         forward = partial(compiled_forward, prediction, {})
-        one = prediction.run(inputs, [forward] if prediction.options.compile is True else None)
-        return one.expand(len(samples), *(-1,) * (one.ndim - 1))
+        outputs = prediction.run(inputs, [forward] if prediction.options.compile is True else None)
+        return outputs.expand(len(samples), *(-1,) * (outputs.ndim - 1))
 
     @checked
     def sample(self, seed: int | None = None) -> nn.Module:
-        """A copy of the one network."""
+        """Returns a copy of the network."""
         return deepcopy(self.model).eval()
 
     @checked
     def draws(self, samples: Count, seed: int | None = None) -> dict[str, Tensor]:
-        """The weights of the one network, ``samples`` times."""
-        own = self.model.named_parameters()
-        return {name: value.detach().expand(samples, *value.shape).clone() for name, value in own}
+        """Returns the weights of the network, ``samples`` times."""
+        parameters = self.model.named_parameters()
+        return {name: value.detach().expand(samples, *value.shape).clone() for name, value in parameters}

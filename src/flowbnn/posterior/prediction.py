@@ -52,8 +52,8 @@ class PredictOptions:
         seed: Seed of the draws.
         max_batch: Maximum number of rows in one pass. None estimates it from the memory of the device.
         adaptive: Standard error of the probabilities at which sampling stops for an input, or a
-            :class:`~flowbnn.posterior.Adaptive` rule. ``samples`` is then the maximum, and ``num_samples`` of the result has the number
-            of samples of each input.
+            :class:`~flowbnn.posterior.Adaptive` rule. ``samples`` is then the maximum, and ``sample_counts`` of the result has the
+            number of samples of each input.
         views: Functions from a batch of inputs to as many equivalent inputs, such as their mirror images. Every sampled network
             averages its predictions over the input and its views (test-time augmentation), which takes one more pass per view.
         precision: ``"32-true"``, or ``"bf16-mixed"`` or ``"16-mixed"`` to run layers in half precision (autocast). Weights, noise and

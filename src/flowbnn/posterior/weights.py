@@ -1,7 +1,7 @@
-r"""Posteriors over weights: a sample is the same network with other weights, run as the plain network is.
+r"""Posteriors over weights: a sample is the same network with other weights.
 
-Subclasses say how one set of weights is drawn (:meth:`WeightPosterior.weights`); drawing many, predicting with them, handing one out as
-a network, saving and loading are done here.
+Subclasses define how one set of weights is drawn (:meth:`WeightPosterior.weights`). The base class draws many, predicts with them,
+returns one as a network, and saves and loads them.
 """
 
 import math
@@ -24,12 +24,12 @@ from flowbnn.training import History
 
 
 def generator_of(seed: int, index: int, device: torch.device | str = "cpu") -> torch.Generator:
-    """The generator of one sample, so that samples can be drawn in any order and in parts."""
+    """Returns the generator of one sample, so that samples can be drawn in any order."""
     return torch.Generator(device).manual_seed((seed * 1_000_003 + index) % 2**63)
 
 
-def _own(model: nn.Module) -> dict[str, Tensor]:
-    """All parameters and buffers of a network; tied ones under each of their names."""
+def _named_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Returns all parameters and buffers of a network, tied ones under each of their names."""
     return {
         **dict(model.named_parameters(remove_duplicate=False)),
         **dict(model.named_buffers(remove_duplicate=False)),
@@ -37,7 +37,11 @@ def _own(model: nn.Module) -> dict[str, Tensor]:
 
 
 def named_parts(vectors: Tensor, shapes: Mapping[str, Sequence[int]]) -> dict[str, Tensor]:
-    """The parts ``{name: [..., *shape]}`` of vectors ``[..., D]`` in which they lie end to end.
+    """Splits vectors ``[..., D]`` of concatenated tensors into ``{name: [..., *shape]}``.
+
+    Args:
+        vectors: Concatenated tensors.
+        shapes: Shape of each tensor, by name.
 
     >>> named_parts(torch.arange(3.0), {"weight": (1, 2), "bias": (1,)})
     {'weight': tensor([[0., 1.]]), 'bias': tensor([2.])}
@@ -48,57 +52,62 @@ def named_parts(vectors: Tensor, shapes: Mapping[str, Sequence[int]]) -> dict[st
 
 
 class SwappedTensors:
-    """Other tensors (or modules) in the place of a network's own, which come back at the end of the ``with`` block.
+    """Context manager that replaces tensors (or modules) of a network, and restores them at the end of the ``with`` block.
 
     Args:
-        places: the dictionary of a module that holds a tensor, its name there, and what stands in for it.
+        replacements: Dictionary of a module that holds a tensor, the name of the tensor there, and its replacement.
     """
 
-    def __init__(self, places: Iterable[tuple[dict[str, Any], str, Any]]) -> None:
-        self.places = [(held, key, held[key], stand) for held, key, stand in places]
+    def __init__(self, replacements: Iterable[tuple[dict[str, Any], str, Any]]) -> None:
+        self.replacements = [(holder, key, holder[key], value) for holder, key, value in replacements]
 
     def __enter__(self) -> Self:
-        for held, key, _, stand in self.places:
-            held[key] = stand
+        for holder, key, _, value in self.replacements:
+            holder[key] = value
         return self
 
     def __exit__(self, *error: object) -> None:
-        for held, key, own, _ in self.places:
-            held[key] = own
+        for holder, key, original, _ in self.replacements:
+            holder[key] = original
 
 
-def empty_copy(own: Tensor) -> Tensor:
-    """An empty tensor that lies in memory as this one does, and is a parameter where it is one."""
-    empty = torch.empty_like(own.detach())
-    return nn.Parameter(empty, requires_grad=False) if isinstance(own, nn.Parameter) else empty
+def empty_copy(tensor: Tensor) -> Tensor:
+    """Returns an empty tensor of the same shape, strides and class."""
+    empty = torch.empty_like(tensor.detach())
+    return nn.Parameter(empty, requires_grad=False) if isinstance(tensor, nn.Parameter) else empty
 
 
 class SwappedWeights(SwappedTensors):
-    """Stand-ins for some parameters and buffers, by their names in ``state_dict``; tied ones under any of their names."""
+    """Context manager that replaces parameters and buffers of a network by other values.
+
+    Args:
+        model: Network, which other threads must not use.
+        names: Names of the tensors in ``state_dict``. Tied tensors may have any of their names.
+    """
 
     def __init__(self, model: nn.Module, names: list[str]) -> None:
-        own = _own(model)
-        self.stands = {name: empty_copy(own[name]) for name in names}
-        wanted = {id(own[name]): self.stands[name] for name in names}
-        held = [each for module in model.modules() for each in (module._parameters, module._buffers)]
+        tensors = _named_tensors(model)
+        self.values = {name: empty_copy(tensors[name]) for name in names}
+        by_id = {id(tensors[name]): self.values[name] for name in names}
+        holders = [holder for module in model.modules() for holder in (module._parameters, module._buffers)]
         super().__init__(
-            (each, key, wanted[id(tensor)])
-            for each in held
-            for key, tensor in each.items()
-            if tensor is not None and id(tensor) in wanted
+            (holder, key, by_id[id(tensor)])
+            for holder in holders
+            for key, tensor in holder.items()
+            if tensor is not None and id(tensor) in by_id
         )
 
     def fill(self, values: Mapping[str, Tensor]) -> None:
-        """Make the network the one with these weights."""
+        """Copies values into the replacements."""
         for name, value in values.items():
-            self.stands[name].data.copy_(value)
+            self.values[name].data.copy_(value)
 
 
 class WeightPosterior(Posterior):
-    """A distribution of weights.
+    """Base class for distributions over weights.
 
-    Subclasses define ``names``, ``weights(index, seed)``, and for saving ``state()`` and ``from_state(...)``; ``log_density`` where
-    they have one.
+    Subclasses define ``names``, ``weights(index, seed)``, for saving ``state()`` and ``from_state(...)``, and ``log_density`` if they
+    have one.
     """
 
     kind = "weights"
@@ -107,28 +116,28 @@ class WeightPosterior(Posterior):
 
     @property
     def names(self) -> list[str]:
-        """The parameters and buffers that differ from sample to sample."""
-        return self._without("names of its weights, which it must define")
+        """Names of the parameters and buffers that differ between samples."""
+        return self._unsupported("names, which subclasses must define")
 
     def weights(self, index: int, seed: int) -> dict[str, Tensor]:
-        """The weights of the sample of this number under this seed."""
-        return self._without("weights(index, seed), which it must define")
+        """Returns the weights of one sample."""
+        return self._unsupported("weights(index, seed), which subclasses must define")
 
     def stream(self, samples: range, prediction: Prediction) -> Iterator[dict[str, Tensor]]:
-        """The weights of these samples of a prediction, one after the other.
+        """Yields the weights of some samples of a prediction.
 
-        Subclasses may draw several at once; what is handed out is read before the next is asked for.
+        Subclasses may draw several at once. The weights are used before the next are requested.
         """
         for index in samples:
             yield self.weights(index, prediction.seed)
 
     def log_density(self, values: Mapping[str, Tensor]) -> Tensor:
-        """Log-density of one set of weights."""
-        return self._without("density that could be computed")
+        """Returns the log-density of one set of weights."""
+        return self._unsupported("density")
 
     @checked
     def draws(self, samples: Count, seed: int | None = None) -> dict[str, Tensor]:
-        """Weights ``{name: [samples, ...]}``; the same seed gives those that a prediction with it uses."""
+        """Returns weights ``{name: [samples, ...]}``, those of a prediction with the same seed."""
         seed = new_seed() if seed is None else seed
         with torch.no_grad():
             sets = [self.weights(index, seed) for index in range(samples)]
@@ -152,16 +161,16 @@ class WeightPosterior(Posterior):
         return self.network_of({name: value[0] for name, value in self.draws(1, seed).items()})
 
     def network_of(self, values: Mapping[str, Tensor]) -> nn.Module:
-        """A copy of the network with these weights, ready to predict."""
+        """Returns a copy of the network with these weights, in evaluation mode."""
         network = deepcopy(self.model).eval()
-        own = _own(network)
+        tensors = _named_tensors(network)
         with torch.no_grad():
             for name, value in values.items():
-                own[name].copy_(value)
+                tensors[name].copy_(value)
         return network
 
     def outputs(self, inputs: Any, samples: range, prediction: Prediction) -> Tensor:
-        """Outputs of the network with the weights of one sample after the other."""
+        """Returns the outputs of the network with the weights of one sample after the other."""
         if prediction.options.compile is True:
             compiled = (
                 partial(compiled_forward, prediction, values) for values in self.stream(samples, prediction)
@@ -179,29 +188,28 @@ class WeightPosterior(Posterior):
 
 
 def state_of(model: nn.Module) -> dict[str, Tensor]:
-    """A copy of all weights and buffers of a network, each tied one once."""
+    """Returns copies of all weights and buffers of a network, tied ones once."""
     tensors = dict(model.named_parameters()) | dict(model.named_buffers())
     return {name: tensor.detach().clone() for name, tensor in tensors.items()}
 
 
-ALIKE = "a list of networks needs the same number, at least one, of every weight"
-NOISE = "noise of the members"  # in a file; no weight has spaces in its name
+NOISE_KEY = "noise of the members"  # in files; names of weights have no spaces
 
 
 class MemberPosterior(WeightPosterior):
-    r"""Networks of one architecture that count alike.
+    r"""Equally weighted networks of one architecture.
 
-    A prediction with as many samples as there are members takes each once, which is the default; with fewer it takes members spread
-    evenly over the list, with more it begins anew. Where it is given a seed, this chooses the member that comes first.
+    A prediction with as many samples as there are members, which is the default, uses each once. With fewer samples it uses members
+    spread evenly over the list. With more it repeats the list. A seed chooses the first member.
 
     Args:
-        model: the network.
-        likelihood: the observation model of the outputs.
-        members: weights (and buffers) ``{name: [M, ...]}``.
-        history: the training record.
-        log_noise: logarithms ``[M, D]`` of the members' own noise :math:`\sigma_m`, where a Gaussian likelihood learns it: the
-            predictive is the mixture :math:`\frac1M \sum_m \mathcal N(f_m(x), \sigma_m^2)`, and ``likelihood`` gets the noise of
-            the mean variance.
+        model: Network.
+        likelihood: Observation model of the outputs.
+        members: Weights (and buffers) ``{name: [M, ...]}``.
+        history: Record of the training.
+        log_noise: Logarithms ``[M, D]`` of the noise :math:`\sigma_m` of each member, if a Gaussian likelihood learns it. The
+            predictive is the mixture :math:`\frac1M \sum_m \mathcal N(f_m(x), \sigma_m^2)`, and the noise of ``likelihood`` is set to
+            the root of the mean variance.
     """
 
     kind: ClassVar[str] = "members"
@@ -217,7 +225,7 @@ class MemberPosterior(WeightPosterior):
         super().__init__(model, likelihood, history)
         self.check_members(members)
         if not members:
-            raise FlowBNNError(ALIKE, kind="shape")
+            raise FlowBNNError("a MemberPosterior needs at least one member", kind="shape")
         self.log_noise = log_noise
         if log_noise is not None and isinstance(likelihood, Gaussian):
             with torch.no_grad():
@@ -232,15 +240,15 @@ class MemberPosterior(WeightPosterior):
         likelihood: Likelihood,
         states: Sequence[Mapping[str, Tensor]],
         history: History | None = None,
-        **more: Any,
+        **options: Any,
     ) -> Self:
-        """From one dictionary of weights for each member."""
+        """Returns the posterior of one dictionary of weights per member."""
         names = states[0] if states else {}
         members = {name: torch.stack([state[name] for state in states]) for name in names}
-        return cls(model, likelihood, members, history, **more)
+        return cls(model, likelihood, members, history, **options)
 
     def check_members(self, members: Mapping[str, Tensor]) -> None:
-        """Refuse weights that are not those of networks like this one."""
+        """Raises FlowBNNError if the weights do not fit the network."""
         check_members(self.model, members)
 
     def __len__(self) -> int:
@@ -257,9 +265,9 @@ class MemberPosterior(WeightPosterior):
         return {name: value[index % self.size] for name, value in self.members.items()}
 
     def chosen(self, index: int, samples: int, seed: int | None = None) -> int:
-        """Which member is sample ``index`` of so many: fewer than there are members are spread over the list.
+        """Returns the member that is sample ``index`` of ``samples``.
 
-        A seed chooses the first of them; the others follow in the list's order, round its end.
+        Fewer samples than members are spread over the list. A seed chooses the first member, and the others follow cyclically.
         """
         if seed is not None:
             first = int(torch.randint(self.size, (), generator=torch.Generator().manual_seed(seed)))
@@ -268,7 +276,7 @@ class MemberPosterior(WeightPosterior):
 
     @checked
     def draws(self, samples: Count, seed: int | None = None) -> dict[str, Tensor]:
-        """Members ``{name: [samples, ...]}``, those that a prediction with so many samples and this seed takes."""
+        """Returns members ``{name: [samples, ...]}``, those of a prediction with as many samples and the same seed."""
         taken = [self.chosen(index, samples, seed) for index in range(samples)]
         return {name: value[taken] for name, value in self.members.items()}
 
@@ -277,7 +285,7 @@ class MemberPosterior(WeightPosterior):
             yield self.weights(self.chosen(index, prediction.samples, prediction.options.seed), 0)
 
     def outputs(self, inputs: Any, samples: range, prediction: Prediction) -> Tensor:
-        """Outputs of one member after the other, with the log-variance of each one's noise beside them where it has its own."""
+        """Returns the outputs of the members, with the log-variance of their noise if they have their own."""
         means = super().outputs(inputs, samples, prediction)
         if self.log_noise is None:
             return means
@@ -287,37 +295,38 @@ class MemberPosterior(WeightPosterior):
     def _observation_model(self) -> Likelihood:
         if self.log_noise is None:
             return self.likelihood
-        each = Gaussian("predicted")  # the noise comes with the outputs
-        each.shape = getattr(self.likelihood, "shape", None)
-        return each
+        likelihood = Gaussian("predicted")  # the noise is part of the outputs
+        likelihood.shape = getattr(self.likelihood, "shape", None)
+        return likelihood
 
     @checked
     def sample(self, seed: int | None = None) -> nn.Module:
-        """One of the networks, at random."""
+        """Returns one of the networks at random."""
         return self.member(self.chosen(0, 1, new_seed() if seed is None else seed))
 
     @checked
     def member(self, index: int) -> nn.Module:
-        """The network of this number."""
+        """Returns the member with this index."""
         check("index", index, Annotated[int, Bounds(ge=0, lt=self.size)])
         return self.network_of(self.weights(index, 0))
 
     def state(self) -> dict[str, Tensor]:
-        return self.members if self.log_noise is None else {**self.members, NOISE: self.log_noise}
+        return self.members if self.log_noise is None else {**self.members, NOISE_KEY: self.log_noise}
 
     @classmethod
     def from_state(cls, point: Posterior, state: dict[str, Tensor], settings: dict[str, Any]) -> Self:
-        log_noise = state.pop(NOISE, None)
+        log_noise = state.pop(NOISE_KEY, None)
         return cls(point.model, point.likelihood, state, point.history, log_noise=log_noise)
 
 
 def check_members(like: nn.Module | Mapping[str, Tensor], members: Mapping[str, Tensor]) -> None:
-    """Refuse members ``{name: [M, ...]}`` that are not M like these tensors, or networks like this one."""
-    own = _own(like) if isinstance(like, nn.Module) else like
+    """Raises FlowBNNError if members ``{name: [M, ...]}`` do not fit a network or named tensors."""
+    tensors = _named_tensors(like) if isinstance(like, nn.Module) else like
     sizes = {len(value) for value in members.values()}
-    wrong = [name for name, value in members.items() if name not in own or value.shape[1:] != own[name].shape]
-    trouble = f"the members' weights '{wrong[0]}' do not fit the network" if wrong else ""
     if len(sizes) > 1 or 0 in sizes:
-        trouble = ALIKE
-    if trouble:
-        raise FlowBNNError(trouble, kind="shape")
+        raise FlowBNNError(
+            f"members must have the same positive number of every weight, got {sorted(sizes)}", kind="shape"
+        )
+    for name, value in members.items():
+        if name not in tensors or value.shape[1:] != tensors[name].shape:
+            raise FlowBNNError(f"weights '{name}' of the members do not fit the network", kind="shape")

@@ -100,7 +100,7 @@ def input_axes(model: nn.Module, inputs: Any) -> dict[str, list[int]]:
     modules = {name: module for name, module in model.named_modules() if is_linear_map(module)}
     with record_calls(modules) as calls, evaluation_mode(model):
         call(model, move(inputs, device_of(model), dtype_of(model)))
-    return {name: [one.inputs.ndim for one in calls if one.name == name] for name in modules}
+    return {name: [each.inputs.ndim for each in calls if each.name == name] for name in modules}
 
 
 class EstimatorChoice(NamedTuple):
