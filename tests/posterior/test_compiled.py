@@ -344,11 +344,11 @@ def test_fewer_samples_are_in_a_pass_if_memory_runs_out(traced, monkeypatch):
     monkeypatch.setitem(compiled.FULL_PASS_FLOPS, "cpu", 1e18)
     passes = []
 
-    def tight(model, keys, draws, inputs):
+    def tight(model, keys, draws, inputs, weights):
         passes.append(len(draws[0]))
         if len(draws[0]) * len(x) > 24:
             raise RuntimeError("CUDA out of memory. Tried to allocate")
-        return forward_samples(model, keys, draws, inputs)
+        return forward_samples(model, keys, draws, inputs, weights)
 
     monkeypatch.setattr(compiled, "compile_once", lambda *args, **options: tight)
     with pytest.warns(fb.errors.FlowBNNWarning) as raised:
