@@ -144,6 +144,11 @@ class EnsemblePosterior(MemberPosterior):
         """Builds an ensemble from trained networks.
 
         If one network has a scale of its targets (:mod:`flowbnn.regression`), the others get a scale of one.
+
+        >>> import flowbnn as fb
+        >>> points = [PointPosterior(nn.Linear(2, 3), fb.likelihoods.Categorical()) for _ in range(2)]
+        >>> EnsemblePosterior.from_points(points)
+        EnsemblePosterior(2 networks of Linear, Categorical())
         """
         scales = [point.model.get_buffer(SCALE) for point in points if SCALE in point.model._buffers]
         for point in points if scales else ():

@@ -252,6 +252,12 @@ class ModePosterior(NoisePosterior):
 
     Attributes:
         validation_nll: Mean negative log-likelihood of the validation data by standard deviation of the prior.
+
+    >>> import flowbnn as fb
+    >>> loader = [(torch.randn(8, 2), torch.arange(8) % 3)]
+    >>> posterior = fb.ModeEnsemble(4, steps=20, epochs=0).fit(nn.Sequential(nn.Linear(2, 3)), loader, progress=False)
+    >>> posterior.modes["0"].shape, posterior.energy.shape
+    (torch.Size([4, 2]), torch.Size([4]))
     """
 
     kind: ClassVar[str] = "modes"

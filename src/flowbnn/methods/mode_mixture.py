@@ -29,6 +29,9 @@ class ModeNoise(Recipe):
         modes: Number of components.
         covariance: Covariance of the components: ``"none"`` (points), ``"diagonal"`` or ``"full"``.
         joint: Always ``"full"``, because the mixture covers all layers.
+
+    >>> ModeNoise(modes=4).covariance
+    'none'
     """
 
     modes: Count = field(default=16, kw_only=True)

@@ -329,6 +329,12 @@ class SGLDPosterior(MemberPosterior):
 
     Attributes:
         schedule: Cycles, temperature, step size and snapshot steps of the run, as plain values.
+
+    >>> import flowbnn as fb
+    >>> loader = [(torch.randn(8, 2), torch.arange(8) % 3)] * 10
+    >>> posterior = fb.SGLD(epochs=2, samples=2, cycles=1).fit(nn.Linear(2, 3), loader, seed=0, progress=False)
+    >>> posterior.schedule["steps"], len(posterior)
+    ([15, 20], 2)
     """
 
     kind: ClassVar[str] = "sgld"

@@ -209,6 +209,13 @@ class SWAGPosterior(WeightPosterior):
         history: Training record.
         statistics: Buffers of the fixed draws ``{name: [S, ...]}``.
         fixed_seed: Seed of the fixed draws.
+
+    >>> import flowbnn as fb
+    >>> zero, one = torch.zeros(2), torch.ones(2)
+    >>> layer, likelihood = nn.Linear(2, 1, bias=False), fb.likelihoods.Gaussian(1.0)
+    >>> posterior = SWAGPosterior(layer, likelihood, zero, one, torch.eye(2), scale=0.5)
+    >>> posterior.rank, posterior.draws(3, seed=0)["weight"].shape
+    (2, torch.Size([3, 1, 2]))
     """
 
     kind: ClassVar[str] = "swag"

@@ -282,6 +282,11 @@ class TemperedPosterior(Posterior):
     Args:
         posterior: Inner posterior, of any method.
         temperature: Temperature :math:`T`.
+
+    >>> import flowbnn as fb
+    >>> inner = fb.methods.PointPosterior(nn.Linear(2, 3), fb.likelihoods.Categorical())
+    >>> TemperedPosterior(inner, 2.0).predict(torch.ones(4, 2)).probabilities.shape
+    torch.Size([4, 3])
     """
 
     kind: ClassVar[str] = "tempered"

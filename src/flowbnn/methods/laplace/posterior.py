@@ -46,6 +46,12 @@ class LaplacePosterior(WeightPosterior):
         precisions: Precisions of the prior, by layer.
         output_layer: Name of the output layer if it is the only one covered, else None.
         history: Training record.
+
+    >>> import flowbnn as fb
+    >>> loader = [(torch.randn(8, 2), torch.arange(8) % 3)]
+    >>> posterior = fb.Laplace(epochs=0).fit(nn.Linear(2, 3), loader, progress=False)
+    >>> posterior.names, posterior.use("probit").predict(torch.zeros(1, 2)).num_samples
+    (['weight', 'bias'], 1)
     """
 
     kind: ClassVar[str] = "laplace"

@@ -82,6 +82,13 @@ class ChainPosterior(MemberPosterior):
         record: Statistics of each draw ``[C, S]``: ``energy``, ``acceptance``, ``divergent``, ``gradients`` and ``depth``. It also has
             function values ``outputs`` ``[C, S, K]``, ``step_size`` of every chain, and ``log_noise`` ``[C, S, D]`` of learned noise.
         sampler: Name of the method and its settings, as plain values.
+
+    >>> import flowbnn as fb
+    >>> x = torch.linspace(-1, 1, 20)[:, None]
+    >>> method, likelihood = fb.HMC(samples=25, warmup=25, chains=2, steps=5, epochs=0), fb.likelihoods.Gaussian(0.1)
+    >>> posterior = method.fit(nn.Linear(1, 1), [(x, 2 * x)], likelihood=likelihood, seed=0, progress=False)
+    >>> posterior.chains["weight"].shape, posterior.diagnostics().divergences
+    (torch.Size([2, 25, 1, 1]), 0)
     """
 
     kind: ClassVar[str] = "chains"

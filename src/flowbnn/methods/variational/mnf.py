@@ -217,6 +217,12 @@ class MNFPosterior(WeightPosterior):
         weights: Network with the distribution of the weights.
         recipe: Recipe of the flow, for saving.
         history: Training record.
+
+    >>> import flowbnn as fb
+    >>> loader = [(torch.randn(8, 2), torch.arange(8) % 3)]
+    >>> posterior = fb.MNF("planar", epochs=1).fit(nn.Linear(2, 3), loader, progress=False)
+    >>> posterior.names, posterior.predict(torch.zeros(1, 2), 4, seed=0).probabilities.shape
+    (['weight', 'bias'], torch.Size([1, 3]))
     """
 
     kind: ClassVar[str] = "multiplicative flows"
