@@ -25,7 +25,7 @@ from flowbnn.batches import (
     rows,
     split_batch,
 )
-from flowbnn.errors import FlowBNNError, warn
+from flowbnn.errors import FlowBNNError, quote_names, warn
 from flowbnn.likelihoods import (
     Bernoulli,
     Categorical,
@@ -209,6 +209,7 @@ def prepare(
         likelihood.check(row.expand(len(batch_targets), *row.shape[1:]), batch_targets)
 
     idle_layers = align_batch_axes(model, first.inputs, first.noise_inputs) if noise_layers(model) else []
+    warn_idle_layers(idle_layers)
     return PreparedFit(likelihood, move(data.inputs, device, dtype), check_batch, data, idle_layers)
 
 
@@ -315,6 +316,16 @@ def warn_probabilities(likelihood: Likelihood, outputs: Tensor, from_sigmoid: bo
         warn(
             f"the network returns probabilities ({reason}), but logits are expected; remove its last softmax or sigmoid",
             kind="probabilities",
+        )
+
+
+def warn_idle_layers(layers: list[str]) -> None:
+    """Warns if layers have noise but are never called, so that their noise has no effect."""
+    if layers:
+        warn(
+            f"the network never calls layers {quote_names(layers)}, so their noise has no effect; set their rules to None",
+            kind="idle",
+            layers=layers,
         )
 
 

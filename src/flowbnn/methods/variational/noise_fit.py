@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from flowbnn.batches import split_batch
-from flowbnn.errors import FlowBNNError, quote_names, warn
+from flowbnn.errors import FlowBNNError, warn
 from flowbnn.likelihoods import learns_noise
 from flowbnn.methods.fitting import (
     NOISE_LR,
@@ -68,11 +68,9 @@ def fit_noise(model: nn.Module, loader: Iterable[Any], options: NoiseFitOptions)
         loader: Batches of ``(inputs, targets)``.
         options: Options of the fit.
     """
-    check_trainable(model)
-    warn_half_precision(options)
+    check_trainable(model, options)
     initial = InitialState.of(model) if options.report else None
     prepared = prepare(model, loader, options, trains_weights(model, options), reset_noise=True)
-    warn_idle_layers(prepared.idle_layers)
     plan = plan_training(options, loader, learns_noise(prepared.likelihood))
     objective = ELBO(prepared.likelihood, prepared.data.require_num_examples(), options.beta, options.gamma)
     posterior = NoisePosterior(model, prepared.likelihood)
@@ -80,17 +78,8 @@ def fit_noise(model: nn.Module, loader: Iterable[Any], options: NoiseFitOptions)
     log_scale, noise_scale = finish_noise_scale(posterior, loader, options.seed)
     if initial is not None:
         batches = spread_batches(loader, options.seed)
-        fit = FinishedFit(
-            posterior,
-            initial,
-            objective,
-            log_scale,
-            batches,
-            options.validation,
-            plan.plateau,
-            prepared.idle_layers,
-        )
-        posterior.report = make_report(fit, noise_scale)
+        fit = FinishedFit(posterior, initial, objective, log_scale, batches, options.validation)
+        posterior.report = make_report(fit, plan.plateau, prepared.idle_layers, noise_scale)
         print_report(posterior, options)
     return posterior
 
@@ -98,8 +87,8 @@ def fit_noise(model: nn.Module, loader: Iterable[Any], options: NoiseFitOptions)
 # -------------------- checks
 
 
-def check_trainable(model: nn.Module) -> None:
-    """Raises FlowBNNError if the network has no noise, or nothing that can be trained."""
+def check_trainable(model: nn.Module, options: NoiseFitOptions) -> None:
+    """Raises FlowBNNError if the network has no noise, or nothing that can be trained. Warns if the noise has half precision."""
     problem = None
     if not noise_layers(model):
         problem = "this network has no noise; convert it first with to_stochastic(network, rules)"
@@ -107,15 +96,6 @@ def check_trainable(model: nn.Module) -> None:
         problem = "this network has nothing to train, because both its weights and its noise are frozen"
     if problem is not None:
         raise FlowBNNError(problem, kind="network", argument="network")
-
-
-def trains_weights(model: nn.Module, options: NoiseFitOptions) -> bool:
-    """Returns True if the fit changes the weights of the network."""
-    return options.weight_lr > 0 and any(weight.requires_grad for weight in weight_parameters(model))
-
-
-def warn_half_precision(options: NoiseFitOptions) -> None:
-    """Warns if the parameters of the noise would be stored in half precision."""
     if options.precision in ("bf16-true", "16-true"):
         warn(
             f"precision={options.precision!r} stores the noise in half precision, which is too coarse for flows; use 'bf16-mixed'",
@@ -123,15 +103,9 @@ def warn_half_precision(options: NoiseFitOptions) -> None:
         )
 
 
-def warn_idle_layers(layers: list[str]) -> None:
-    """Warns if layers have noise but are never called, so that their noise has no effect."""
-    if layers:
-        warn(
-            f"layers with noise that the network never calls: {quote_names(layers)}; their noise has no effect, so set their rules "
-            "to None",
-            kind="idle",
-            layers=layers,
-        )
+def trains_weights(model: nn.Module, options: NoiseFitOptions) -> bool:
+    """Returns True if the fit changes the weights of the network."""
+    return options.weight_lr > 0 and any(weight.requires_grad for weight in weight_parameters(model))
 
 
 # -------------------- training

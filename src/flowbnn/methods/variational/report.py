@@ -83,7 +83,7 @@ def _copy_into(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
 
 @dataclass(frozen=True)
 class FinishedFit:
-    """Inputs of the functions that report on a fit.
+    """Finished fit, with the data that the report needs.
 
     Args:
         posterior: Fitted posterior.
@@ -92,8 +92,6 @@ class FinishedFit:
         log_scale: Learned noise scale that maximizes the ELBO, before it was fitted to the predictions; None if none is learned.
         batches: Batches of training data, spread evenly over the loader.
         validation: Loader of held-out data, or None.
-        plateau: State of the schedule.
-        idle_layers: Layers with noise that the network never calls.
     """
 
     posterior: NoisePosterior
@@ -102,25 +100,27 @@ class FinishedFit:
     log_scale: Tensor | None
     batches: Sequence[Any]
     validation: Iterable[Any] | None
-    plateau: PlateauRun
-    idle_layers: Sequence[str]
 
     def initial_network(self) -> Any:
         """Context manager that restores the initial network."""
         return self.initial.restored(self.posterior.model, self.posterior.likelihood, self.batches)
 
 
-def make_report(fit: FinishedFit, noise_scale: NoiseScale | None) -> FitReport:
+def make_report(
+    fit: FinishedFit, plateau: PlateauRun, idle_layers: Sequence[str], noise_scale: NoiseScale | None
+) -> FitReport:
     """Returns the report of a fit.
 
     Args:
         fit: Finished fit.
+        plateau: State of the schedule.
+        idle_layers: Layers with noise that the network never calls.
         noise_scale: Observation noise, from :func:`~flowbnn.regression.fit_noise_scale` or
             :func:`~flowbnn.regression.check_noise_scale`.
     """
     elbo = compare_elbo(fit)
-    collapsed = find_collapsed_layers(fit.posterior.model, fit.idle_layers)
-    gain, drop = check_convergence(fit.posterior.history, fit.plateau)
+    collapsed = find_collapsed_layers(fit.posterior.model, idle_layers)
+    gain, drop = check_convergence(fit.posterior.history, plateau)
     held_out, memorization = compare_held_out(fit)
     return FitReport(elbo, held_out, memorization, collapsed, gain, drop, noise_scale)
 
