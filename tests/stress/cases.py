@@ -108,6 +108,7 @@ def vectors(*shape: int) -> Tensor:
 # arguments of the fits, by the name of the argument, or of the function and the argument
 FIT_ARGUMENTS: dict[str, Callable[[], Any]] = {
     "network": network,
+    "flowbnn.fit.network": noisy_network,
     "model": noisy_network,
     "flow": flow,
     "data": lambda: vectors(24, 3),
@@ -184,7 +185,8 @@ class Fit:
         parameters = inspect.signature(function).parameters
         arguments: dict[str, Any] = {}
         for name, parameter in parameters.items():
-            factory = FIT_ARGUMENTS.get(f"{self.name}.{name}") or FIT_ARGUMENTS.get(name)
+            keys = (f"flowbnn.{self.name}.{name}", f"{self.name}.{name}", name)
+            factory = next((FIT_ARGUMENTS[key] for key in keys if key in FIT_ARGUMENTS), None)
             if factory is not None and parameter.default is parameter.empty:
                 arguments[name] = factory()
         if "loader" in parameters or "held_out" in parameters:

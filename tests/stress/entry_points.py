@@ -127,7 +127,7 @@ INTERNAL = """
     bounded build build_joint canonical_targets Categorical.log_prob check check_members check_weights chosen Clock collect compute
     connect context_of coupling current_row_shard cut Decision Decoder DiagonalNormal DiagonalStudent Digits
     DiscretizedLogistic distribution Divergence divergence Divergences divergences document draw draw_with_kl ends expand
-    extract_features first_nonfinite_layer FixedNoise flat_draw Flow flow_matching_loss FlowBNNError FlowBNNWarning
+    extract_features first_nonfinite_layer fit_point FixedNoise initialize flat_draw Flow flow_matching_loss FlowBNNError FlowBNNWarning
     FlowNoise forward_shape from_dict from_points from_states Gaussian.log_prob History improves InputNoise Interval
     inverse_shape is_main_process is_torchrun_worker join kernel LayerHealth Layout layout_of make_noise_modes like
     Likelihood log_density log_variance looks Marginal MemberPosterior moments move moved net network_of Noise NoiseContext
@@ -192,7 +192,7 @@ class EntryPoint:
 
     def value(self, name: str, annotation: Any) -> Any:
         """Returns a valid argument: that of this entry point, that of the name, or one that the annotation lists."""
-        for key in (f"{self.last_name}.{name}", name):
+        for key in (f"{self.name}.{name}", f"{self.last_name}.{name}", name):
             for factories in (self.valid_arguments, VALID_ARGUMENTS):
                 value = factories[key]() if key in factories else None
                 if key in factories and (key != name or allows(annotation, value)):

@@ -20,7 +20,17 @@ from typing import Any
 
 import torch
 from tests.stress import Budget, StressResult
-from tests.stress.cases import FITS, Fit, cached_fit, equal_bits, named_tensors, network, random_fit, vectors
+from tests.stress.cases import (
+    FIT_ARGUMENTS,
+    FITS,
+    Fit,
+    cached_fit,
+    equal_bits,
+    named_tensors,
+    network,
+    random_fit,
+    vectors,
+)
 from tests.stress.fuzz import describe_error
 from tests.stress.threads import answer, seeded_calls
 from torch import Tensor
@@ -53,13 +63,15 @@ def check_invariants(fit: Fit, rng: random.Random, folder: Path) -> Iterator[tup
         tensors = fb.Posterior.tensors if isinstance(result, fb.Posterior) else named_tensors
         yield "the loaded result equals the saved one", equal_bits(tensors(loaded), tensors(result))
     if rng.random() < 0.3:
-        arguments = {"network": network()} if "network" in inspect.signature(fit.function).parameters else {}
+        make_network = FIT_ARGUMENTS.get(f"flowbnn.{fit.name}.network", network)
+        takes_network = "network" in inspect.signature(fit.function).parameters
+        arguments = {"network": make_network()} if takes_network else {}
         repeated = fit(**arguments)
         yield (
             "a fit with the same seed is the same",
             equal_bits(named_tensors(repeated), named_tensors(result)),
         )
-        original = named_tensors(network())
+        original = named_tensors(make_network())
         unchanged = all(equal_bits(named_tensors(value), original) for value in arguments.values())
         yield "the network is unchanged", unchanged
     yield "no other files are written", set(os.listdir(folder)) <= {"saved.safetensors"}
