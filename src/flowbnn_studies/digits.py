@@ -201,7 +201,7 @@ def answer(parts: Parts, labels: Mapping[str, str]) -> str:
             lead = "not significantly better than any other"
         else:
             lead = f"not significantly better than {' and '.join(labels[key].lower() for key in close)}"
-        return f"{labels[best].lower()} is best, {lead} ({means})."
+        return f"{labels[best].lower()} has the best mean, {lead} ({means})."
 
     flow = paired_difference(parts.values("flow", "auroc"), parts.values("gaussian", "auroc"))
     verdict = f"the difference of flow and Gaussian noise is {flow.inconclusive}"

@@ -195,10 +195,10 @@ def answer(parts: Parts, exact: Parts) -> str:
         lead = "Yes" if gain.mean > 0 else "No"
     relation = "at most" if parts.mean("flow", "ece") <= PUBLISHED["flow"]["ece"] else "above"
     text = (
-        f"{lead}: with flow noise the ECE on test points is {ece('flow')} ({relation} the published 0.009), versus {ece('plain')} "
-        f"for the deterministic MLP (mean over {pluralize(len(parts.seeds))}). The accuracy is {parts.mean('flow', 'accuracy'):.4f} "
-        f"versus {parts.mean('plain', 'accuracy'):.4f}. The Bayes-optimal classifier has an ECE of {exact.mean('exact', 'ece'):.4f} "
-        f"and an accuracy of {exact.mean('exact', 'accuracy'):.4f} on the same points."
+        f"{lead}: with flow noise the expected calibration error (ECE) on test points is {ece('flow')} ({relation} the published "
+        f"0.009), versus {ece('plain')} for the deterministic MLP (mean over {pluralize(len(parts.seeds))}). The accuracy is "
+        f"{parts.mean('flow', 'accuracy'):.4f} versus {parts.mean('plain', 'accuracy'):.4f}. The Bayes-optimal classifier has an "
+        f"ECE of {exact.mean('exact', 'ece'):.4f} and an accuracy of {exact.mean('exact', 'accuracy'):.4f} on the same points."
     )
     baseline = f"\nThe deterministic baseline trained for as many epochs has an ECE of {ece('longer')}"
     if longer.significant and longer.mean > 0:
@@ -212,7 +212,7 @@ def answer(parts: Parts, exact: Parts) -> str:
         )
     verdict = "worse than flow noise" if gaussian.mean > 0 else "better than flow noise"
     verdict = verdict if gaussian.significant else gaussian.inconclusive
-    return f"{text}\nGaussian noise has an ECE of {ece('gaussian')} (difference to flow noise {gaussian.describe()}, {verdict})."
+    return f"{text}\nGaussian noise has an ECE of {ece('gaussian')}; difference to flow noise: {gaussian.describe()}, {verdict}."
 
 
 def figures(labels: Mapping[str, str], parts: Parts) -> list[dict[str, Any]]:

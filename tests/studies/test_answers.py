@@ -45,7 +45,7 @@ def test_answer_of_two_clusters():
     assert bad.startswith("No:")
     assert "above the published 0.009" in bad
     assert "0.0052, which is better than flow noise" in bad
-    assert "better than flow noise)" in bad
+    assert "better than flow noise." in bad
 
 
 def lengths(**bounds):
@@ -77,10 +77,10 @@ def digits(**changes):
 
 def test_answer_of_digits():
     flow = digits(flow={"nll": 0.05, "auroc": 0.95})
-    assert "(NLL, 4 splits): flow is best, significantly better than all others" in flow
+    assert "(NLL, 4 splits): flow has the best mean, significantly better than all others" in flow
     assert "flow noise is better than Gaussian noise" in flow
     gaussian = digits(gaussian={"nll": 0.05, "auroc": 0.95})
-    assert "(NLL, 4 splits): Gaussian is best" in gaussian
+    assert "(NLL, 4 splits): Gaussian has the best mean" in gaussian
     assert "flow noise is worse than Gaussian noise" in gaussian
     level = digits()
     assert "flow and Gaussian noise is not significant" in level
