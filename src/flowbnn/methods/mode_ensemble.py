@@ -52,8 +52,8 @@ class ModeEnsemble(Method):
     Args:
         members: Number of members. Several may converge to the same mode; ``posterior.num_modes`` counts the distinct ones.
         width: ``"point"`` for members at their modes; ``"laplace"`` for the Gaussian
-            :math:`\mathcal N(\hat z_m, (G_m + s^{-2})^{-1})` around each, with the generalized Gauss-Newton matrix :math:`G_m` of the
-            log-likelihood, or its diagonal above 1,000 dimensions.
+            :math:`\mathcal N(\hat z_m, (G_m + s^{-2})^{-1})` around each mode. :math:`G_m` is the generalized Gauss-Newton matrix of
+            the log-likelihood, or its diagonal above 1,000 dimensions.
         steps: Number of optimization steps. With minibatches, more steps end nearer to the mode.
         batch_size: Number of examples of a step; all examples are used if there are at most twice as many.
         side: Side of the layers with noise, as in :class:`~flowbnn.NodeNoise`.

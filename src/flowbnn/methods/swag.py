@@ -37,10 +37,9 @@ class SWAG(Method):
     Args:
         rank: Rank of the low-rank part of the covariance, the number of stored deviations; 0 for a diagonal covariance. A rank of 1 is
             not possible.
-        begin: Fraction of ``epochs`` of ordinary training, before SGD with momentum runs at a constant rate and snapshots are taken;
-            0 to start SGD from the network as it is.
-        swag_lr: Learning rate of SGD. For regression it applies to the squared error: it is multiplied by the variance of the noise,
-            by which the gradient of the log-likelihood is divided.
+        begin: Fraction of ``epochs`` of ordinary training. SGD with momentum follows at a constant rate and takes snapshots. 0 starts
+            SGD from the network as it is.
+        swag_lr: Learning rate of SGD. For regression it applies to the squared error: it is multiplied by the variance of the noise.
         momentum: Momentum of SGD.
         snapshots_per_epoch: Number of evenly spaced snapshots of the weights in an epoch.
         scale: Factor of the covariance; the paper uses 0.5.

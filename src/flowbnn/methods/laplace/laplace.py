@@ -58,9 +58,9 @@ class Laplace(Method):
         curvature: Hessian in the outputs. ``"ggn"`` is exact and takes one backward pass per class. ``"sampled"`` is an unbiased
             estimate from one drawn target, with one backward pass. ``"fisher"`` is the empirical Fisher of the observed targets.
         newton_steps: Maximum number of Newton steps to the mode under the prior, of at least two passes over the data each. A prior
-            (and noise) that maximizes the evidence is found together with its mode. One step is exact for a network that is linear
-            in its weights if the structure represents the curvature, as ``"full"`` does; train first with ``"diag"``. The steps end
-            at convergence. A warning is raised if the last step did not converge.
+            (and noise) that maximizes the evidence is found together with its mode. For a network that is linear in its weights, one
+            step is exact if the structure represents the curvature, as ``"full"`` does. Train first with ``"diag"``. The steps end at
+            convergence. A warning is raised if the last step did not converge.
 
     >>> import torch
     >>> loader = [(torch.randn(8, 2), torch.arange(8) % 3)]

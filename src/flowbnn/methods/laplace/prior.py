@@ -4,7 +4,7 @@ r"""Evidence of a Laplace approximation, the prior and the noise that maximize i
           - \tfrac12 \log\det (H + \delta)
 
 with one precision :math:`\delta_g` for all layers or for each (MacKay 1992; Daxberger et al. 2021, https://arxiv.org/abs/2106.14806).
-The learned noise of a Gaussian likelihood is a factor :math:`s^2` of all its variances: with the curvature :math:`H / s^2` and the
+The learned noise of a Gaussian likelihood is a factor :math:`s^2` of all its variances. With the curvature :math:`H / s^2` and the
 precision :math:`\delta = \delta' / s^2` the mode depends on :math:`\delta'` alone. At the maximum over both
 
 .. math:: \delta'_g \|\hat w_g\|^2 = s^2 \gamma_g, \qquad \sum_i \|y_i - \hat y_i\|^2 / \sigma^2 = s^2 (N - \textstyle\sum_g \gamma_g),

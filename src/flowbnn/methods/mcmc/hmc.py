@@ -1,7 +1,7 @@
 r"""Hamiltonian Monte Carlo, the No-U-Turn sampler and random-walk Metropolis, over weights or over the noise on layers.
 
-These methods are exact in the limit of long chains. They use all data in every step and have an accept step, so their only error is
-that of a finite number of draws; see ``posterior.diagnostics()``. Approximate methods are compared with them. Neal 2012,
+These methods are exact in the limit of long chains. They use all data in every step and have an accept step. Their only error
+is that of a finite number of draws; see ``posterior.diagnostics()``. They serve as a reference for approximate methods. Neal 2012,
 https://arxiv.org/abs/1206.1901; Hoffman and Gelman 2014, https://arxiv.org/abs/1111.4246.
 """
 

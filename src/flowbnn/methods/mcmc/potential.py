@@ -118,21 +118,22 @@ class NetworkPotential:
         self.prior_loc = torch.full_like(self.start, 0.0 if sites is None else 1.0)
         self.prior_scale = torch.full_like(self.start, prior_scale)
         if learns_noise(likelihood):
-            values[LOG_NOISE] = level = likelihood.log_scale.detach().to(self.start)
+            values[LOG_NOISE] = log_noise = likelihood.log_scale.detach().to(self.start)
             self.likelihood = Gaussian("predicted")  # with one more output per target
-            self.start, self.prior_loc = torch.cat([self.start, level]), torch.cat([self.prior_loc, level])
-            self.prior_scale = torch.cat([self.prior_scale, torch.ones_like(level)])
+            self.start = torch.cat([self.start, log_noise])
+            self.prior_loc = torch.cat([self.prior_loc, log_noise])
+            self.prior_scale = torch.cat([self.prior_scale, torch.ones_like(log_noise)])
         self.shapes = {name: value.shape for name, value in values.items()}
         self.vectorized: bool | None = None  # None until the first call
 
     def outputs(self, vector: Tensor, inputs: Any) -> Tensor:
         """Returns the outputs of the network with the variables of a vector ``[D]``."""
         values = named_parts(vector, self.shapes)
-        level = values.pop(LOG_NOISE, None)
+        log_noise = values.pop(LOG_NOISE, None)
         weights = values if self.sites is None else noisy_weights(self.sites, values)
-        named = {f"network.{name}": value for name, value in weights.items()}
-        outputs = functional_call(self.model, named, (inputs,))
-        return outputs if level is None else append_log_variance(outputs, level)
+        parameters = {f"network.{name}": value for name, value in weights.items()}
+        outputs = functional_call(self.model, parameters, (inputs,))
+        return outputs if log_noise is None else append_log_variance(outputs, log_noise)
 
     def __call__(self, position: Tensor) -> tuple[Tensor, Tensor]:
         """Returns energies ``[C]`` in float64 and gradients ``[C, D]`` at positions ``[C, D]``."""

@@ -71,10 +71,10 @@ class MNF(Variational):
     The learned noise of a regression is as in :class:`~flowbnn.BayesByBackprop`.
 
     Args:
-        flow: Flow of ``z`` and of the auxiliary distribution: ``"coupling"`` (the masked RealNVP of the paper), ``"planar"``,
-            ``"radial"``, ``"sylvester"``, ``"invconv"``, ``"glow"``, ``"gaussian"`` (no flow), or another flow of
-            :class:`~flowbnn.NodeNoise`; or a recipe such as ``fb.noise.NormalPlanar(length=4)`` or
-            ``fb.noise.FlowNoise(lambda dim: ...)``, of which the transforms are used.
+        flow: Flow of ``z`` and of the auxiliary distribution. Names are ``"coupling"`` (the masked RealNVP of the paper),
+            ``"planar"``, ``"radial"``, ``"sylvester"``, ``"invconv"``, ``"glow"``, ``"gaussian"`` (no flow), and the other flows of
+            :class:`~flowbnn.NodeNoise`. A recipe such as ``fb.noise.NormalPlanar(length=4)`` or
+            ``fb.noise.FlowNoise(lambda dim: ...)`` provides its transforms.
         layers: Layers with random weights: a name or glob, a class, or a predicate ``(name, module) -> bool``, which must select only
             linear layers and convolutions. None for all of these. Other layers then keep deterministic weights, with a warning unless
             they are normalization layers.
