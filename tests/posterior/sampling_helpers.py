@@ -55,11 +55,13 @@ def sampling(model, samples, strategy="auto", cache=None, **options):
         sampler = NoiseSampler(prediction)
 
         def draw(inputs, start=0, stop=samples):
-            inputs = prediction.to_device(inputs)
-            if strategy == "auto":
-                return sampler.outputs(inputs, range(start, stop))
-            run = {"vmap": sampler.run_vmap, "sequential": sampler.run_sequentially}[strategy]
-            return run(inputs, range(start, stop), prediction.trace(inputs))
+            inputs, trace = prediction.to_device(inputs), prediction.measure(inputs)
+            strategies = {
+                "auto": sampler.outputs,
+                "vmap": sampler.run_vmap,
+                "sequential": sampler.run_sequentially,
+            }
+            return strategies[strategy](inputs, range(start, stop), trace)
 
         draw.sampler, draw.prediction = sampler, prediction
         yield draw

@@ -7,7 +7,7 @@ A forward pass stores nothing on the module. What it needs is in its :class:`~fl
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from copy import deepcopy
 from typing import Any, Literal
 
@@ -217,26 +217,6 @@ class Noise(nn.Module, ABC):
     def record_shape(self, context: NoiseContext, at: Shape) -> None:
         """Writes the positions that this layer draws for into the context, where that helps later passes."""
 
-    def _positions(self, x: Tensor, axis: int | None) -> Shape:
-        """Returns the sizes of the positions of a tensor whose examples are on ``axis``; ones at site ``channel``."""
-        if self.site == "channel":
-            return (1,) * (x.ndim - (1 if axis is None else 2))
-        feature = x.ndim + self.layout.feature_axis
-        return tuple([size for index, size in enumerate(x.shape) if index not in (axis, feature)])
-
-    def _factor(self, context: NoiseContext, x: Tensor, at: Shape, axis: int | None, rows: int) -> Tensor:
-        """Returns the noise of one call in a shape that broadcasts against ``x``."""
-        layout = self.layout
-        vectors = self._vectors(context, at, rows, x.device)
-        if self.site == "channel" and axis == 0:  # one view instead of two moves of an axis
-            if at:
-                shape = [1] * x.ndim
-                shape[0], shape[layout.feature_axis] = len(vectors), layout.dim
-                vectors = vectors.reshape(shape)
-            return vectors.to(x.dtype)
-        vectors = vectors[0] if axis is None else vectors.movedim(0, axis)
-        return vectors.movedim(-1, layout.feature_axis).to(x.dtype)
-
     def multiply(self, inputs: tuple[Tensor, ...], module: nn.Module | None = None) -> tuple[Tensor, ...]:
         """Multiplies the inputs of the layer by one draw, or by pieces of one draw if their widths differ.
 
@@ -250,7 +230,6 @@ class Noise(nn.Module, ABC):
         if context.modes[self.key].mode == "off":
             return inputs
         axis = layout.batch_axis if inputs[0].ndim > layout.unbatched_ndim else None
-        rows = inputs[0].shape[axis] if axis is not None else 1
         factors: dict[Shape, Tensor] = {}
         results: list[Tensor] = []
         offset = 0
@@ -258,9 +237,16 @@ class Noise(nn.Module, ABC):
             if not layout.split and index and x is inputs[index - 1]:
                 results.append(results[-1])
                 continue
-            at = self._positions(x, axis)
+            at: Shape = (1,) * (x.ndim - (1 if axis is None else 2))
+            if self.site == "position":
+                skipped = (axis, x.ndim + layout.feature_axis)
+                at = tuple([size for number, size in enumerate(x.shape) if number not in skipped])
             if at not in factors:
-                factors[at] = self._factor(context, x, at, axis, rows)
+                vectors = self._vectors(context, at, 1 if axis is None else x.shape[axis], x.device)
+                if at or axis != 0:  # the examples and the features move to their axes
+                    vectors = vectors[0] if axis is None else vectors.movedim(0, axis)
+                    vectors = vectors.movedim(-1, layout.feature_axis)
+                factors[at] = vectors.to(x.dtype)
             factor = factors[at]
             if layout.split:
                 factor = factor.narrow(layout.feature_axis, offset, layout.split[index])
@@ -415,7 +401,7 @@ def layers_with_noise(model: nn.Module) -> dict[str, Noise]:
 
 
 def make_noise_modes(
-    model: nn.Module,
+    model: nn.Module | Mapping[str, Noise],
     mode: Mode,
     samples: int = 1,
     seed: int | None = None,
@@ -426,17 +412,18 @@ def make_noise_modes(
     The shared draws of each layer have their own seed, derived from ``seed`` and the layer's index in the network.
 
     Args:
-        model: Stochastic network.
+        model: Stochastic network, or its layers from :func:`noise_layers`.
         mode: Name of the mode.
         samples: Number of draws in mode ``shared``.
         seed: Seed of the draws; a random one in mode ``shared`` if None.
         generator: Generator of the draws in mode ``sample``.
     """
-    layers = layers_with_noise(model)
+    layers = layers_with_noise(model) if isinstance(model, nn.Module) else model
     if mode == "shared" and seed is None:
         seed = int(torch.randint(2**31 - 1, (), generator=generator))
     if mode == "sample" and seed is not None and generator is None:
-        device = next((t.device for t in (*model.parameters(), *model.buffers())), torch.device("cpu"))
+        noise = next(iter(layers.values()))
+        device = next((t.device for t in (*noise.parameters(), *noise.buffers())), torch.device("cpu"))
         generator = torch.Generator(device).manual_seed(seed)
     modes: dict[int, NoiseMode] = {}
     indices: dict[int, int] = {}

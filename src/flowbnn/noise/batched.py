@@ -277,10 +277,8 @@ class SharedDraws:
 
     def __init__(self, layers: Sequence[Noise], modes: Mapping[int, NoiseMode], device: torch.device) -> None:
         self.layers, self.modes, self.device = {layer.key: layer for layer in layers}, modes, device
-        channel = [layer for layer in layers if layer.site == "channel"]
         # contiguous, because compiled functions are specialized to strides
-        draws = [vectors.contiguous() for vectors in shared_draws(channel, modes, device)]
-        self.vectors = dict(zip([layer.key for layer in channel], draws, strict=True))
+        self.vectors = {key: draws.contiguous() for key, draws in shared_draws(layers, modes, device).items()}
 
     def tensors(
         self, shapes: Iterable[tuple[int, int, Shape]], start: int, stop: int
@@ -329,34 +327,39 @@ class SampleDraws:
 
 def shared_draws(
     layers: Sequence[Noise], modes: Mapping[int, NoiseMode], device: torch.device
-) -> list[Tensor]:
-    """Returns the draws of mode ``shared`` of layers of site ``channel``, ``[samples, dim]`` each, in few launches."""
-    group: list[Any] = [layer for layer in layers if layer.gaussian_base is not None]
-    group = [layer for layer in group if layer.uses_default_draw and not layer.reads_batch]
+) -> dict[int, Tensor]:
+    """Returns the draws of mode ``shared`` of layers of site ``channel``, ``[samples, dim]`` by layer key, in few launches."""
+    group: list[Any] = []
+    others: list[Noise] = []
+    for layer in layers:
+        if layer.site == "channel":
+            plain = layer.gaussian_base is not None and layer.uses_default_draw and not layer.reads_batch
+            (group if plain else others).append(layer)
     draws: dict[int, Tensor] = {}
     with torch.no_grad():
         if len(group) > 1 and Gaussians.are_compatible(group, [None] * len(group)):
             gaussians, generator, normals = Gaussians(group), torch.Generator(device), []
             for layer in gaussians.layers:
                 _, samples, seed, _ = modes[layer.key]
-                blocks = [
-                    gaussians.normal(BLOCK, layer.layout.dim, each)
-                    for each in block_generators(samples, seed, generator)
-                ]
+                blocks = []
+                for block_generator in block_generators(samples, seed, generator):
+                    blocks.append(gaussians.normal(BLOCK, layer.layout.dim, block_generator))
                 normals.append(torch.cat(blocks)[:samples])
             with without_autocast(group):
                 draws = gaussians.draws_from(torch.cat(normals, -1))
+        else:
+            others = group + others
         joint: dict[int, Tensor] = {}
-        for layer in layers:
+        for layer in others:
             _, samples, seed, _ = modes[layer.key]
             if isinstance(layer, JointPart):
                 key = id(layer.joint_noise)
                 if key not in joint:
                     joint[key] = layer.joint_noise.shared_vectors(samples, seed, device)
                 draws[layer.key] = joint[key][:, layer.span]
-            elif layer.key not in draws:
+            else:
                 draws[layer.key] = layer.shared_vectors(samples, seed, device)
-    return [draws[layer.key] for layer in layers]
+    return draws
 
 
 def example_draws(

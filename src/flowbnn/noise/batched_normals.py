@@ -32,21 +32,27 @@ class Gaussians:
     """Layers whose noise begins as a learnable Gaussian, end to end: those without a flow first, so that the flows lie together."""
 
     def __init__(self, layers: list[Any]) -> None:
-        plain: list[Any] = []
+        gaussians: list[Any] = []
         self.flows: list[Any] = []
         for noise in layers:
-            (self.flows if noise.flow_tail else plain).append(noise)
-        self.layers, self.plain = plain + self.flows, len(plain)
+            (self.flows if noise.flow_tail else gaussians).append(noise)
+        self.layers, self.plain = gaussians + self.flows, len(gaussians)
         self.fresh = self.flows[0].kl_samples if self.flows else 0
-        self.sizes = tuple([noise.layout.dim for noise in self.layers])
-        self.cut = sum(self.sizes[: self.plain])  # where the vectors of the flows begin
-        bases, affines, priors = zip(*[noise.gaussian_base for noise in self.layers], strict=True)
-        self.prior_loc = torch.cat([prior.loc for prior in priors])
-        self.prior_scale = torch.cat([prior.scale for prior in priors])
-        self.scale, center = torch.cat([base.scale for base in bases]), centers(affines)
-        self.log_scale = soft_clamp(torch.cat([affine.raw_log_scale for affine in affines]), affines[0].bound)
+        sizes: list[int] = []
+        tensors: list[tuple[Tensor, ...]] = []
+        affines = []
+        for noise in self.layers:
+            base, affine, prior = noise.gaussian_base
+            sizes.append(noise.layout.dim)
+            affines.append(affine)
+            tensors.append((prior.loc, prior.scale, base.loc, base.scale, affine.shift, affine.raw_log_scale))
+        self.sizes = tuple(sizes)
+        self.cut = sum(sizes[: self.plain])  # index of the first number of the flows
+        columns = zip(*tensors, strict=True)
+        self.prior_loc, self.prior_scale, loc, self.scale, shift, raw_log_scale = map(torch.cat, columns)
+        center = centers(affines)
+        self.log_scale = soft_clamp(raw_log_scale, affines[0].bound)
         factor = self.log_scale.exp()
-        shift, loc = torch.cat([affine.shift for affine in affines]), torch.cat([base.loc for base in bases])
         self.mean = torch.addcmul(shift + center, loc - center, factor)
         self.deviation = self.scale * factor
 

@@ -5,6 +5,7 @@ in force and where draws come from. Contexts are frozen. A ``with`` block makes 
 Passes of several threads over one network are therefore independent.
 """
 
+import math
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -142,16 +143,9 @@ class MappedDraws:
 
     def draws(self, layer: Any, at: Shape, call: int, device: torch.device) -> Tensor:
         tensor, lead = self.tensors.get((layer.key, call)), self.rows or 1
-        if tensor is None or tensor.numel() != lead * layer.layout.dim * _product(at):
+        if tensor is None or tensor.numel() != lead * layer.layout.dim * math.prod(at):
             raise UnexpectedNoiseShape(f"no draws for {layer.label} at positions {at}, call {call}")
         return tensor.view(lead, *at, layer.layout.dim)
-
-
-def _product(sizes: Shape) -> int:
-    result = 1
-    for size in sizes:
-        result *= size
-    return result
 
 
 @dataclass(frozen=True)
@@ -279,8 +273,10 @@ def active_context(noise: Any) -> NoiseContext | None:
 
 def context_of(noise: Any) -> NoiseContext:
     """Returns the context in force for this layer: the innermost of this thread, or one with the layer's default mode."""
-    context = active_context(noise)
-    return NoiseContext({noise.key: noise.default_mode}) if context is None else context
+    for context in reversed(_thread.stack):
+        if noise.key in context.modes:
+            return context
+    return NoiseContext({noise.key: noise.default_mode})
 
 
 def current_modes(layers: Iterable[Any]) -> dict[int, NoiseMode]:

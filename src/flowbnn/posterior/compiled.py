@@ -59,6 +59,25 @@ def forward_with_weights(model: nn.Module, weights: Mapping[str, Tensor], inputs
     return call(forward, inputs)  # type: ignore[arg-type]
 
 
+def forward_sample(
+    model: nn.Module, keys: tuple[tuple[int, int], ...], draws: list[Tensor], inputs: Any, rows: int = 0
+) -> Tensor:
+    """Returns the outputs of one sampled network.
+
+    Args:
+        model: Stochastic network in evaluation mode.
+        keys: Layer key and number of earlier calls of each draw.
+        draws: Draws ``[*at, dim]``, or ``[rows, *at, dim]`` where every example has its own.
+        inputs: Inputs.
+        rows: Number of examples that have draws of their own, or 0 if one draw serves all.
+    """
+    modes: dict[int, NoiseMode] = {}
+    for key, _ in keys:
+        modes[key] = NoiseMode("shared")
+    with NoiseContext(modes, MappedDraws(dict(zip(keys, draws, strict=True)), rows), sharded=False):
+        return call(model, inputs)
+
+
 def forward_samples(
     model: nn.Module,
     keys: tuple[tuple[int, int], ...],
@@ -78,15 +97,9 @@ def forward_samples(
         inputs: Inputs of all samples.
         weights: Parameters that replace those of the network, by name.
     """
-
-    def forward(draws: list[Tensor], inputs: Any) -> Tensor:
-        modes = {key: NoiseMode("shared") for key, _ in keys}
-        with NoiseContext(modes, MappedDraws(dict(zip(keys, draws, strict=True))), sharded=False):
-            return forward_with_weights(model, weights, inputs)
-
     if len(draws[0]) == 1:
-        return forward([tensor[0] for tensor in draws], inputs).unsqueeze(0)
-    return torch.vmap(forward, in_dims=(0, None))(draws, inputs)
+        return forward_sample(model, keys, [tensor[0] for tensor in draws], inputs).unsqueeze(0)
+    return torch.vmap(partial(forward_sample, model, keys), in_dims=(0, None))(draws, inputs)
 
 
 def compile_once(

@@ -37,7 +37,7 @@ from flowbnn.errors import FlowBNNError
 from flowbnn.noise import Noise, noise_layers
 from flowbnn.noise.base import make_noise_modes
 from flowbnn.noise.batched import SampleDraws, SharedDraws, example_draws
-from flowbnn.noise.contexts import MappedDraws, NoiseContext, NoiseMode
+from flowbnn.noise.contexts import NoiseContext, NoiseMode
 from flowbnn.noise.flow_noise import InputNoise
 from flowbnn.noise.joint import independent_vectors
 from flowbnn.noise.layout import absorbs, weight_scale
@@ -45,7 +45,7 @@ from flowbnn.noise.recipes import recipe_from_dict
 from flowbnn.options import Count, checked
 from flowbnn.posterior.base import PRECISIONS, Posterior, open_posterior_file, rewrap_load_errors
 from flowbnn.posterior.calibration import Calibration
-from flowbnn.posterior.compiled import CompiledSampler, forward_samples
+from flowbnn.posterior.compiled import CompiledSampler, forward_sample
 from flowbnn.posterior.prediction import Prediction, check_rows, clone_sharing_tensors, even_size
 from flowbnn.posterior.report import FitReport
 from flowbnn.posterior.trace import ForwardTrace
@@ -72,8 +72,9 @@ class NoisePosterior(Posterior):
 
     def outputs(self, inputs: Any, samples: range, prediction: Prediction) -> Tensor:
         """Returns the outputs of some samples by the strategy that suits the network."""
+        inputs, trace = prediction.to_device(inputs), prediction.measure(inputs)
         sampler = prediction.state.get("sampler", lambda: NoiseSampler(prediction))
-        return sampler.outputs(prediction.to_device(inputs), samples)
+        return sampler.outputs(inputs, samples, trace)
 
     @checked
     def sample(self, seed: int | None = None) -> nn.Module:
@@ -176,24 +177,28 @@ class NoiseSampler:
     """
 
     def __init__(self, prediction: Prediction) -> None:
-        self.prediction, self.model = prediction, prediction.eval_model
-        self.layers, self.ran_out_of_memory = noise_layers(self.model), False
+        self.prediction, self.model, self.ran_out_of_memory = prediction, prediction.eval_model, False
+        self.device_kind = "cpu" if prediction.device.type == "cpu" else "cuda"
+        self.layers = noise_layers(self.model)
         self.generator = None if prediction.shared else torch.Generator(prediction.device)
         if self.generator is None:
-            self.modes = make_noise_modes(self.model, "shared", prediction.samples, prediction.seed)
+            self.modes = make_noise_modes(self.layers, "shared", prediction.samples, prediction.seed)
             self.shared = SharedDraws(list(self.layers.values()), self.modes, prediction.device)
         else:
-            self.modes = make_noise_modes(self.model, "sample", 1, None, self.generator)
+            self.modes = make_noise_modes(self.layers, "sample", 1, None, self.generator)
 
-    def outputs(self, inputs: Any, samples: range) -> Tensor:
-        """Returns outputs ``[len(samples), rows, ...]`` by one of the strategies."""
-        prediction = self.prediction
-        trace = prediction.attempt(partial(prediction.trace, inputs), 2) or ForwardTrace(1)
-        if self.generator is not None:
-            self.generator.manual_seed(prediction.seed + prediction.batch_index)
+    def outputs(self, inputs: Any, samples: range, trace: ForwardTrace) -> Tensor:
+        """Returns outputs ``[len(samples), rows, ...]`` by one of the strategies.
+
+        Args:
+            inputs: Inputs on the device.
+            samples: Range of samples.
+            trace: Measurements of the network on such inputs.
+        """
+        self.seed_batch()
         if self.is_worth_compiling(inputs, trace):
-            sampler = prediction.state.get(
-                ("compiled", id(trace)), lambda: CompiledSampler(prediction, self.shared, trace)
+            sampler = self.prediction.state.get(
+                ("compiled", id(trace)), lambda: CompiledSampler(self.prediction, self.shared, trace)
             )
             outputs = sampler.try_outputs(inputs, samples)
             if outputs is not None:
@@ -208,9 +213,13 @@ class NoiseSampler:
                 if isinstance(error, FlowBNNError):
                     raise
                 trace.vmap_error = str(error) or type(error).__name__
-                if self.generator is not None:
-                    self.generator.manual_seed(prediction.seed + prediction.batch_index)
+                self.seed_batch()
         return self.run_sequentially(inputs, samples, trace)
+
+    def seed_batch(self) -> None:
+        """Seeds the draws of this batch, if every example has its own."""
+        if self.generator is not None:
+            self.generator.manual_seed(self.prediction.seed + self.prediction.batch_index)
 
     def is_worth_compiling(self, inputs: Any, trace: ForwardTrace) -> bool:
         """Returns True if the passes of this job should be compiled."""
@@ -218,18 +227,15 @@ class NoiseSampler:
         requested = prediction.options.compile
         if requested is True and not prediction.shared:
             prediction.warn_once("compile", "compile=True has no effect with shared=False")
-        if not requested or not prediction.shared or not has_row_axis(inputs) or not trace.noise_shapes:
+        if not requested or not prediction.shared or not trace.noise_shapes:
             return False
         if requested is True:
-            return True
-        work = trace.flops_per_row * prediction.samples * max(prediction.total_rows, rows(inputs))
+            return has_row_axis(inputs)
         # with most of the work before the first noise, computing it once saves more
-        return trace.prefix_share <= 0.5 and work >= COMPILE_FLOPS[self.device_kind]
-
-    @property
-    def device_kind(self) -> str:
-        """``"cpu"`` or ``"cuda"``."""
-        return "cpu" if self.prediction.device.type == "cpu" else "cuda"
+        if trace.prefix_share > 0.5 or not math.isfinite(COMPILE_FLOPS[self.device_kind]):
+            return False
+        work = trace.flops_per_row * prediction.samples * max(prediction.total_rows, rows(inputs))
+        return work >= COMPILE_FLOPS[self.device_kind] and has_row_axis(inputs)
 
     def prefers_vmap(self, inputs: Any, trace: ForwardTrace) -> bool:
         """Returns True if vmap is expected to be faster than one network after the other."""
@@ -252,69 +258,57 @@ class NoiseSampler:
         noisy_limit = limit
         if not self.prediction.options.max_batch and not self.ran_out_of_memory:
             noisy_limit = limit * max(1, trace.bytes_per_row // max(1, trace.noisy_bytes_per_row))
-        size = even_size(total, limit)
+        size = total if total <= limit else even_size(total, limit)
         if total > limit and trace.prefix_share > PREFIX_SHARE[self.device_kind]:
-            size = even_size(
-                total, max(1, noisy_limit // min(num_samples, 8))
-            )  # eight samples share a prefix
-            size = min(size, limit)
+            shared_rows = noisy_limit // min(num_samples, 8)  # so that eight samples share a prefix
+            size = min(size, even_size(total, max(1, shared_rows)))
         return size, max(1, min(num_samples, noisy_limit // size))
 
     # -------------------- vmap
 
     def run_vmap(self, inputs: Any, samples: range, trace: ForwardTrace) -> Tensor:
         """Returns outputs of several samples per pass, by vmap over their draws."""
-        prediction, total, result, first = self.prediction, rows(inputs), None, samples.start
+        prediction, first, results = self.prediction, samples.start, list[Tensor]()
+        keys, total = tuple([(key, call) for key, call, _ in trace.noise_shapes]), rows(inputs)
         while first < samples.stop:
             limit = prediction.row_limit
             size, count = self.chunk_sizes(inputs, samples.stop - first, trace)
-            work = partial(self._run_vmap_chunks, inputs, range(first, first + count), size, trace)
-            outputs = prediction.attempt(work, min(size, total) * count)
-            if outputs is None:
-                self.ran_out_of_memory = True
-                prediction.row_limit = min(limit, prediction.row_limit)
-                continue
-            if result is None:
-                if len(outputs) == len(samples):
-                    return outputs
-                result = outputs.new_empty((len(samples), *outputs.shape[1:]))
-            result[first - samples.start : first - samples.start + count] = outputs
-            first += count
-        assert result is not None
-        return result
-
-    def _run_vmap_chunks(self, inputs: Any, samples: range, size: int, trace: ForwardTrace) -> Tensor:
-        """Returns outputs ``[len(samples), rows, ...]`` of a few samples, in chunks of ``size`` rows."""
-        shapes, total = trace.noise_shapes, rows(inputs)
-        keys = tuple([(key, call) for key, call, _ in shapes])
-        if self.generator is None:
-            tensors = self.shared.tensors(shapes, samples.start, samples.stop)
-            shared = [tensors[key] for key in keys]
-        parts = []
-        for start in range(0, total, size) if has_row_axis(inputs) else (0,):
-            chunk = inputs if size >= total else take(inputs, start, start + size)
-            count = rows(chunk)
-            if self.generator is None:
-                outputs = forward_samples(self.model, keys, shared, chunk)
+            shared = self.draw_shared(trace, first, count)
+            parts: list[Tensor] = []
+            for start in range(0, total, size):
+                chunk = inputs if size >= total else take(inputs, start, start + size)
+                draws, examples = shared, 0
+                if self.generator is not None:
+                    examples = min(size, total - start)
+                    draws = self.draw_examples(trace, count, examples)
+                forward = torch.vmap(
+                    partial(forward_sample, self.model, keys, rows=examples), in_dims=(0, None)
+                )
+                outputs = prediction.attempt(partial(forward, draws, chunk), min(size, total) * count)
+                if outputs is None:  # fewer samples, or fewer rows
+                    self.ran_out_of_memory = True
+                    prediction.row_limit = min(limit, prediction.row_limit)
+                    break
+                parts.append(outputs.to(torch.promote_types(outputs.dtype, torch.float32)))
             else:
-                outputs = self._run_vmap_examples(chunk, len(samples), trace)
-            if has_row_axis(inputs):
-                check_rows(outputs[0], count)
-            parts.append(outputs.to(torch.promote_types(outputs.dtype, torch.float32)))
-        return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+                results.append(parts[0] if len(parts) == 1 else torch.cat(parts, 1))
+                first += count
+        outputs = results[0] if len(results) == 1 else torch.cat(results)
+        if has_row_axis(inputs):
+            check_rows(outputs[0], total)
+        return outputs
 
-    def _run_vmap_examples(self, inputs: Any, num_samples: int, trace: ForwardTrace) -> Tensor:
-        """Returns outputs of ``num_samples`` samples in which every example has draws of its own."""
-        count = rows(inputs)
-        draws = example_draws(list(self.layers.values()), trace.noise_shapes, num_samples * count, self.modes)
-        modes = {key: NoiseMode("sample") for key in self.modes}
+    def draw_shared(self, trace: ForwardTrace, first: int, count: int) -> list[Tensor]:
+        """Returns the draws of ``count`` samples that all inputs share, one tensor per call of a layer."""
+        if self.generator is not None:
+            return []
+        return list(self.shared.tensors(trace.noise_shapes, first, first + count).values())
 
-        def forward(draws: dict[tuple[int, int], Tensor], inputs: Any) -> Tensor:
-            with NoiseContext(modes, MappedDraws(draws, count), sharded=False):
-                return call(self.model, inputs)
-
-        blocks = {key: value.unflatten(0, (num_samples, count)) for key, value in draws.items()}
-        return torch.vmap(forward, in_dims=(0, None))(blocks, inputs)
+    def draw_examples(self, trace: ForwardTrace, count: int, num_rows: int) -> list[Tensor]:
+        """Returns draws ``[count, num_rows, *at, dim]`` of which every example has its own, one tensor per call of a layer."""
+        layers = list(self.layers.values())
+        draws = example_draws(layers, trace.noise_shapes, count * num_rows, self.modes)
+        return [tensor.unflatten(0, (count, num_rows)) for tensor in draws.values()]
 
     # -------------------- one network after the other
 

@@ -189,8 +189,10 @@ class Prediction:
     @property
     def eval_model(self) -> nn.Module:
         """The network itself if it is in evaluation mode, else its clone. It must not be changed."""
-        training = self.state.get("training", lambda: any(m.training for m in self.source_model.modules()))
-        return self.model if training else self.source_model
+        for module in self.source_model.modules():
+            if module.training:
+                return self.model
+        return self.source_model
 
     def warn_once(self, kind: str, message: str, **fields: Any) -> None:
         """Raises a warning of a kind that a prediction gives once."""
@@ -214,13 +216,21 @@ class Prediction:
 
         Besides input and output of the widest layer, its noise and the product with it are in memory.
         """
-        self.row_limit = self.row_limit or self.options.max_batch or 0
         if not self.row_limit:
-            trace = self.attempt(partial(self.trace, inputs), 2)
-            if trace is not None:
-                rows_in_memory = self.free_bytes() // max(1, 3 * trace.bytes_per_row)
-                self.row_limit = int(min(max(rows_in_memory, 16), 2**17))
+            self.measure(inputs)
         return self.row_limit
+
+    def measure(self, inputs: Any) -> ForwardTrace:
+        """Returns the measurements of a pass over two rows like these, and sets the row limit if there is none.
+
+        The measurements are empty if memory runs out.
+        """
+        trace = self.attempt(partial(self.trace, inputs), 2)
+        self.row_limit = self.row_limit or self.options.max_batch or 0
+        if not self.row_limit and trace is not None:
+            rows_in_memory = self.free_bytes() // max(1, 3 * trace.bytes_per_row)
+            self.row_limit = int(min(max(rows_in_memory, 16), 2**17))
+        return trace or ForwardTrace(1)
 
     def free_bytes(self) -> int:
         """Returns the bytes that one pass may take."""
