@@ -418,7 +418,7 @@ def make_noise_modes(
         seed: Seed of the draws; a random one in mode ``shared`` if None.
         generator: Generator of the draws in mode ``sample``.
     """
-    layers = layers_with_noise(model) if isinstance(model, nn.Module) else model
+    layers = model if isinstance(model, Mapping) else layers_with_noise(model)
     if mode == "shared" and seed is None:
         seed = int(torch.randint(2**31 - 1, (), generator=generator))
     if mode == "sample" and seed is not None and generator is None:

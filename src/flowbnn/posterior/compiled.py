@@ -59,8 +59,16 @@ def forward_with_weights(model: nn.Module, weights: Mapping[str, Tensor], inputs
     return call(forward, inputs)  # type: ignore[arg-type]
 
 
+NO_WEIGHTS: Mapping[str, Tensor] = MappingProxyType({})
+
+
 def forward_sample(
-    model: nn.Module, keys: tuple[tuple[int, int], ...], draws: list[Tensor], inputs: Any, rows: int = 0
+    model: nn.Module,
+    keys: tuple[tuple[int, int], ...],
+    draws: list[Tensor],
+    inputs: Any,
+    weights: Mapping[str, Tensor] = NO_WEIGHTS,
+    rows: int = 0,
 ) -> Tensor:
     """Returns the outputs of one sampled network.
 
@@ -69,13 +77,14 @@ def forward_sample(
         keys: Layer key and number of earlier calls of each draw.
         draws: Draws ``[*at, dim]``, or ``[rows, *at, dim]`` where every example has its own.
         inputs: Inputs.
+        weights: Parameters that replace those of the network, by name.
         rows: Number of examples that have draws of their own, or 0 if one draw serves all.
     """
     modes: dict[int, NoiseMode] = {}
     for key, _ in keys:
         modes[key] = NoiseMode("shared")
     with NoiseContext(modes, MappedDraws(dict(zip(keys, draws, strict=True)), rows), sharded=False):
-        return call(model, inputs)
+        return forward_with_weights(model, weights, inputs) if weights else call(model, inputs)
 
 
 def forward_samples(
@@ -83,7 +92,7 @@ def forward_samples(
     keys: tuple[tuple[int, int], ...],
     draws: list[Tensor],
     inputs: Any,
-    weights: Mapping[str, Tensor] = MappingProxyType({}),
+    weights: Mapping[str, Tensor] = NO_WEIGHTS,
 ) -> Tensor:
     """Returns outputs ``[samples, rows, ...]`` of several sampled networks in one pass, by ``torch.func.vmap``.
 
@@ -98,8 +107,9 @@ def forward_samples(
         weights: Parameters that replace those of the network, by name.
     """
     if len(draws[0]) == 1:
-        return forward_sample(model, keys, [tensor[0] for tensor in draws], inputs).unsqueeze(0)
-    return torch.vmap(partial(forward_sample, model, keys), in_dims=(0, None))(draws, inputs)
+        return forward_sample(model, keys, [tensor[0] for tensor in draws], inputs, weights).unsqueeze(0)
+    forward = partial(forward_sample, model, keys, weights=weights)
+    return torch.vmap(forward, in_dims=(0, None))(draws, inputs)
 
 
 def compile_once(
