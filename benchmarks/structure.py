@@ -493,6 +493,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="folder for structure.json")
     parser.add_argument("--no-time", action="store_true", help="do not measure the time of the import")
     parser.add_argument("--list", nargs="+", choices=LISTS, default=[], help="rows whose places are printed")
+    parser.add_argument("--calls", action="store_true", help="print the traced calls, indented by depth")
     parser.add_argument(
         "--folder", type=Path, help="folder that --list searches instead of the whole library"
     )

@@ -105,7 +105,7 @@ def vectors(*shape: int) -> Tensor:
     return torch.rand(*shape, generator=torch.Generator().manual_seed(1))
 
 
-# arguments of the fits, by the name of the argument, or of the function and the argument
+# arguments of the fits, by the name of the argument, or by those of the function and the argument
 FIT_ARGUMENTS: dict[str, Callable[[], Any]] = {
     "network": network,
     "flowbnn.fit.network": noisy_network,

@@ -123,20 +123,20 @@ CLASS_ARGUMENTS = {
 }
 # names for use inside the library, and functions that training calls in each step and that therefore do not check their arguments
 INTERNAL = """
-    absorbs align_batch_axes Amortized average average_outputs Base Bernoulli.log_prob BlockTriangular.assign BlockTriangular.variances
-    bounded build build_joint canonical_targets Categorical.log_prob check check_members check_weights chosen Clock collect compute
-    connect context_of coupling current_row_shard cut Decision Decoder DiagonalNormal DiagonalStudent Digits
-    DiscretizedLogistic distribution Divergence divergence Divergences divergences document draw draw_with_kl ends expand
-    extract_features first_nonfinite_layer fit_point FixedNoise initialize flat_draw Flow flow_matching_loss FlowBNNError FlowBNNWarning
-    FlowNoise forward_shape from_dict from_points from_states Gaussian.log_prob History improves InputNoise Interval
-    inverse_shape is_main_process is_torchrun_worker join kernel LayerHealth Layout layout_of make_noise_modes like
-    Likelihood log_density log_variance looks Marginal MemberPosterior moments move moved net network_of Noise NoiseContext
-    NoiseGroup NoiseMode NoisePosterior NormalMixture num_processes OneHotVectors Optimum ordered outputs passes pixel_noise
-    plan PointPosterior Posterior posterior potential Prediction Predictive prior_log_prob problem push push_normal read
-    Recipe recipe_from_dict register_layer ReliabilityBin restore from_state RiskCoverage rules run_on_main sample_codes
-    scales set_loc_and_scale set_statistics settings settle settled setup share set_row_shard shared_draws side split
-    split_noise standard standard_log_prob start state step step_schedule stream tensors terms to_dict track train
-    training_loss Transform transforms Univariate velocity VGG16 weight_scale WeightPosterior weights append_log_variance wrappable
+    absorbs align_batch_axes Amortized append_log_variance average average_outputs Base Bernoulli.log_prob BlockTriangular.assign
+    BlockTriangular.variances bounded build build_joint canonical_targets Categorical.log_prob check check_members check_weights
+    chosen Clock collect compute connect context_of coupling_options current_row_shard cut Decision Decoder DiagonalNormal
+    DiagonalStudent Digits DiscretizedLogistic distribution Divergence divergence Divergences divergences document draw
+    draw_with_kl expand extract_features first_nonfinite_layer fit_point FixedNoise flat_draw flatten Flow flow_matching_loss
+    FlowBNNError FlowBNNWarning FlowNoise forward_shape from_dict from_points from_state from_states Gaussian.log_prob History
+    improves initialize InputNoise Interval inverse_shape is_main_process is_torchrun_worker join kernel LayerHealth Layout
+    layout_of like Likelihood log_density log_variance looks make_autoregressive make_coupling make_noise_modes make_split_noise
+    make_step Marginal MemberPosterior moments move net network_of Noise NoiseContext NoiseGroup NoiseMode NoisePosterior
+    NormalMixture num_processes OneHotVectors Optimum outputs passes plan PointPosterior Posterior posterior potential Prediction
+    Predictive prior_log_prob problem push push_normal read read_point rearrange Recipe recipe_from_dict register_layer
+    ReliabilityBin restore RiskCoverage rules run_on_main sample_codes set_loc_and_scale set_row_shard set_statistics settings
+    settled setup shared_draws side split standard standard_log_prob start state step step_schedule stream tensors terms to_dict
+    track train training_loss Transform transforms Univariate velocity VGG16 weight_scale WeightPosterior weights wrappable
 """.split()  # noqa: SIM905
 SKIPPED_ARGUMENTS = {
     "devices",
