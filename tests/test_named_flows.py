@@ -55,10 +55,10 @@ def test_flow_works_as_density_posterior_and_noise(name: str) -> None:
     flow = fb.flows.FlowModel(fb.distributions.NormalBase(2, 0.0, 1.0), recipe(name).transforms(2)[0])
     x = torch.randn(32, 2)
     optimizer = torch.optim.SGD(flow.parameters(), 1e-2)
-    before = -flow().log_prob(2 * x + 1).mean()
-    before.backward()
+    loss = -flow().log_prob(2 * x + 1).mean()
+    loss.backward()
     optimizer.step()
-    assert -flow().log_prob(2 * x + 1).mean() <= before
+    assert -flow().log_prob(2 * x + 1).mean() <= loss
 
     vae = fb.vae.VAE((1, 2, 2), 2, hidden=(4,), posterior=name, length=1)
     vae.log_prob(torch.rand(8, 1, 2, 2).round()).mean().backward()

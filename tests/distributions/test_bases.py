@@ -137,15 +137,15 @@ def test_draws_depend_on_the_global_seed_and_differ_between_calls():
 def test_density_moments_entropy_and_draws_equal_scipy(ours, theirs):
     loc, scale = torch.tensor([0.5, -1.0]).double(), torch.tensor([2.0, 0.3]).double()
     distribution = ours(loc, scale)
-    away = torch.linspace(-0.9, 0.9, 7).double()[:, None].expand(7, 2)
-    expected = torch.from_numpy(theirs.logpdf(away.numpy())) - scale.log()
-    torch.testing.assert_close(distribution.log_prob(loc + scale * away), expected.sum(-1))
+    standardized = torch.linspace(-0.9, 0.9, 7).double()[:, None].expand(7, 2)
+    expected = torch.from_numpy(theirs.logpdf(standardized.numpy())) - scale.log()
+    torch.testing.assert_close(distribution.log_prob(loc + scale * standardized), expected.sum(-1))
     torch.testing.assert_close(distribution.variance, scale.square() * float(theirs.var()))
     assert distribution.entropy().item() == pytest.approx(
         2 * float(theirs.entropy()) + scale.log().sum().item()
     )
-    drawn = (distribution.rsample((4000,), torch.Generator().manual_seed(0)) - loc) / scale
-    for column in drawn.T:
+    draws = (distribution.rsample((4000,), torch.Generator().manual_seed(0)) - loc) / scale
+    for column in draws.T:
         assert scipy.stats.kstest(column.numpy(), theirs.cdf).pvalue > 1e-3
     assert distribution.expand((3,)).rsample().shape == (3, 2)
 

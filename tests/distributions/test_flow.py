@@ -61,10 +61,10 @@ def test_samples_gradients_and_expansion():
     flow = Flow(normal(3), perturbed(Planar(3)))
     assert flow.sample((4,)).requires_grad is False
     assert flow.rsample((4,)).requires_grad
-    wide = flow.expand((2,))
-    assert wide.batch_shape == (2,)
-    assert wide.rsample((4,)).shape == (4, 2, 3)
-    assert wide.log_prob(torch.ones(4, 2, 3, dtype=DOUBLE)).shape == (4, 2)
+    expanded = flow.expand((2,))
+    assert expanded.batch_shape == (2,)
+    assert expanded.rsample((4,)).shape == (4, 2, 3)
+    assert expanded.log_prob(torch.ones(4, 2, 3, dtype=DOUBLE)).shape == (4, 2)
     assert (
         Flow(normal(3), Affine(3).double(), validate_args=True).log_prob(torch.ones(3, dtype=DOUBLE)).ndim
         == 0
@@ -111,9 +111,9 @@ def test_kl_of_a_diagonal_map_equals_torch():
     plain = Independent(Normal(log_scale.exp() + shift, 0.5 * log_scale.exp()), 1)
     prior = normal(3, 0.7, 0.9)
     expected = kl_divergence(plain, Independent(Normal(prior.loc, prior.scale), 1))
-    found = divergence(q, prior)
-    torch.testing.assert_close(found.kl, expected, rtol=0, atol=1e-12)
-    torch.testing.assert_close(found.entropy, plain.entropy(), rtol=0, atol=1e-12)
+    result = divergence(q, prior)
+    torch.testing.assert_close(result.kl, expected, rtol=0, atol=1e-12)
+    torch.testing.assert_close(result.entropy, plain.entropy(), rtol=0, atol=1e-12)
     torch.testing.assert_close(kl_divergence(q, prior), expected, rtol=0, atol=1e-12)
 
 

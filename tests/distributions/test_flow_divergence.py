@@ -81,7 +81,7 @@ Q_LOC, P_LOC = (torch.randn(2, 3, generator=GENERATOR, dtype=DOUBLE) for _ in ra
 Q_SCALE, P_SCALE = (torch.rand(2, 3, generator=GENERATOR, dtype=DOUBLE) + 0.3 for _ in range(2))
 
 
-def moved(dim: int = 3) -> Affine:
+def perturbed_affine(dim: int = 3) -> Affine:
     affine = Affine(dim).double()
     with torch.no_grad():
         for parameter in affine.parameters():
@@ -94,7 +94,7 @@ def same_as(loc: torch.Tensor, scale: torch.Tensor, kind: str):
         return DiagonalNormal(loc, scale)
     if kind == "torch":
         return Independent(Normal(loc, scale), 1)
-    affine = moved()
+    affine = perturbed_affine()
     factor = affine.log_scale.exp()
     base_loc, base_scale = (loc - affine.shift) / factor, scale / factor
     if kind == "flow of a batch":
@@ -115,7 +115,9 @@ def test_kl_of_every_pair_of_normals_equals_torch(q_kind, p_kind):
 
 
 def test_kl_of_a_full_matrix_on_torch_normals():
-    transform = Compose(moved(), LULinear(3, init_std=0.5).double(), Reverse(3)).requires_grad_(False)
+    transform = Compose(perturbed_affine(), LULinear(3, init_std=0.5).double(), Reverse(3)).requires_grad_(
+        False
+    )
     q = Flow(Independent(Normal(Q_LOC, Q_SCALE), 1), transform)
     offset = transform(torch.zeros(3, dtype=DOUBLE))[0]
     matrix = (transform(torch.eye(3, dtype=DOUBLE))[0] - offset).T

@@ -27,16 +27,16 @@ def dependence(net: nn.Module, shape: tuple[int, ...], params_per_entry: int) ->
 
 @pytest.mark.parametrize("kernel", [2, 3])
 def test_wavenet_steps_depend_only_on_earlier_steps(kernel: int) -> None:
-    found = dependence(randomize(WaveNet(2, 3, hidden=6, layers=3, kernel=kernel)), (8, 2), 3)
+    actual = dependence(randomize(WaveNet(2, 3, hidden=6, layers=3, kernel=kernel)), (8, 2), 3)
     step = torch.arange(8).repeat_interleave(2)
-    assert torch.equal(found, (step[:, None] > step)[:, None].expand(16, 3, 16))
+    assert torch.equal(actual, (step[:, None] > step)[:, None].expand(16, 3, 16))
 
 
 @pytest.mark.parametrize("channels", [1, 3])
 def test_pixels_depend_only_on_earlier_pixels_and_channels(channels: int) -> None:
-    found = dependence(randomize(PixelCNN(channels, 2, hidden=4, layers=4)), (4, 5, channels), 2)
+    actual = dependence(randomize(PixelCNN(channels, 2, hidden=4, layers=4)), (4, 5, channels), 2)
     entry = torch.arange(20 * channels)
-    assert torch.equal(found, (entry[:, None] > entry)[:, None].expand(len(entry), 2, len(entry)))
+    assert torch.equal(actual, (entry[:, None] > entry)[:, None].expand(len(entry), 2, len(entry)))
 
 
 CASES = {

@@ -27,11 +27,11 @@ def test_outputs_depend_only_on_earlier_entries(hidden, order, interleaved) -> N
         jacobian.reshape(dim, per, dim) if interleaved else jacobian.reshape(per, dim, dim).movedim(0, 1)
     )
     place = torch.argsort(torch.tensor(order or range(dim)))
-    before = (place[:, None] > place)[:, None].expand(dim, per, dim)
+    expected = (place[:, None] > place)[:, None].expand(dim, per, dim)
     if min(hidden, default=dim) >= dim - 1:  # narrower layers cannot separate all prefixes
-        assert torch.equal(jacobian != 0, before)
-    assert not (jacobian != 0)[~before].any()
-    assert (jacobian != 0)[before].any()
+        assert torch.equal(jacobian != 0, expected)
+    assert not (jacobian != 0)[~expected].any()
+    assert (jacobian != 0)[expected].any()
 
 
 @pytest.mark.parametrize("dim", [1, 2, 5])

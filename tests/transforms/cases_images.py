@@ -42,7 +42,7 @@ CASES: list[Case] = [
         Compose,
         checkerboard_coupling,
         spread=0.2,
-        zero_gradient_at_start=("net.first", "net.wide", "net.gates"),
+        zero_gradient_at_start=("net.first", "net.convolutions", "net.gates"),
     ),
     image(
         "one-scale",

@@ -106,8 +106,8 @@ def test_round_trip(case: Case, trained: bool, dtype: torch.dtype) -> None:
     back = {"forward": transform.inverse, "inverse": transform.forward}
     for name, function, start in directions(case, transform, dtype):
         end, log_det = function(start)
-        again, log_det_back = back[name](end)
-        close(again, start, accuracy(case, dtype, ROUND_TRIP))
+        restored, log_det_back = back[name](end)
+        close(restored, start, accuracy(case, dtype, ROUND_TRIP))
         close(log_det_back, -log_det, accuracy(case, dtype, LOG_DET))
 
 
@@ -201,14 +201,14 @@ def test_gradients_equal_finite_differences(case: Case, trained: bool) -> None:
     for name, function, start in directions(case, transform, torch.float64, count=8):
         slopes = torch.autograd.grad(total(*function(start)), list(parameters.values()))
         slope = sum((slope * move).sum() for slope, move in zip(slopes, moves.values(), strict=True))
-        ends = []
+        totals = []
         for step in (-1e-6, 1e-6):
             shifted = copy.deepcopy(transform)
             with torch.no_grad():
                 for key, parameter in shifted.named_parameters():
                     parameter += step * moves[key]
-                ends.append(total(*getattr(shifted, name)(start)))
-        torch.testing.assert_close(slope, (ends[1] - ends[0]) / 2e-6, rtol=1e-4, atol=1e-4)
+                totals.append(total(*getattr(shifted, name)(start)))
+        torch.testing.assert_close(slope, (totals[1] - totals[0]) / 2e-6, rtol=1e-4, atol=1e-4)
 
 
 @EVERY_CASE
@@ -317,13 +317,13 @@ def test_any_batch_shape(case: Case, dtype: torch.dtype) -> None:
     ):
         inverse = function == transform.inverse
         points = carry(noise(case, transform, batch, inverse=inverse)).to(dtype)
-        before = points.clone()
+        original = points.clone()
         value, log_det = function(points, context=None)
-        after = (transform.inverse_shape if inverse else transform.forward_shape)(points.shape)
-        assert value.shape == after
+        expected_shape = (transform.inverse_shape if inverse else transform.forward_shape)(points.shape)
+        assert value.shape == expected_shape
         assert log_det.shape == batch
         assert value.dtype == log_det.dtype == dtype
-        assert torch.equal(points, before)
+        assert torch.equal(points, original)
         assert not points.requires_grad
         for index in itertools.product(*map(range, batch)):
             event, event_log_det = function(points[index])

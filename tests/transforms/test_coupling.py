@@ -41,12 +41,12 @@ def worst_round_trip(flow: Compose, dim: int, scale: float) -> float:
     start = scale * torch.randn(256, dim, generator=seeded(5))
     worst = 0.0
     with torch.no_grad():
-        for there, back in ((flow.forward, flow.inverse), (flow.inverse, flow.forward)):
-            end, log_det = there(start)
-            again, _ = back(end)
-            if not (end.isfinite().all() and log_det.isfinite().all() and again.isfinite().all()):
+        for forward, backward in ((flow.forward, flow.inverse), (flow.inverse, flow.forward)):
+            end, log_det = forward(start)
+            restored, _ = backward(end)
+            if not (end.isfinite().all() and log_det.isfinite().all() and restored.isfinite().all()):
                 return float("nan")
-            worst = max(worst, ((again - start).abs().max() / start.abs().max()).item())
+            worst = max(worst, ((restored - start).abs().max() / start.abs().max()).item())
     return worst
 
 
@@ -165,8 +165,8 @@ def test_coupling_depends_on_its_context() -> None:
     context = torch.randn(5, 2, generator=seeded(2), dtype=torch.float64)
     x, log_det = coupling(z, context)
     assert not torch.allclose(x, coupling(z, context + 1)[0])
-    back, log_det_back = coupling.inverse(x, context)
-    torch.testing.assert_close(back, z)
+    backward, log_det_back = coupling.inverse(x, context)
+    torch.testing.assert_close(backward, z)
     torch.testing.assert_close(log_det_back, -log_det)
     mapped, _ = torch.func.vmap(coupling)(z, context)
     torch.testing.assert_close(mapped, x)

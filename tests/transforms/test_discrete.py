@@ -63,8 +63,8 @@ def test_probabilities_of_categories_sum_to_one_and_the_inverse_is_exact(
     assert torch.equal(flow.transform(z, context)[0], x)
     flow(context).log_prob(x[:9]).sum().backward()
     assert all((parameter.grad != 0).any() for parameter in flow.parameters())
-    drawn = flow(context).sample((20_000,))
-    shares = torch.bincount((drawn * torch.tensor([16, 4, 1])).sum(-1), minlength=64) / 20_000
+    draws = flow(context).sample((20_000,))
+    shares = torch.bincount((draws * torch.tensor([16, 4, 1])).sum(-1), minlength=64) / 20_000
     assert ((shares - probabilities).abs() < 5 * (probabilities / 20_000).sqrt() + 1e-4).all()
 
 
@@ -182,8 +182,8 @@ def test_rounding_passes_gradients_straight_through() -> None:
 def test_discretized_logistic_base_is_fitted_to_the_first_batch() -> None:
     """Pixels that are nearly always 0 then cost hundredths of a bit from the first step on."""
     base = DiscretizedLogisticBase(2, data_init=True)
-    dark, wide = 200.0 * (torch.arange(500) % 100 == 0), torch.arange(500.0) % 100
-    pixels = torch.stack([dark, wide], -1)
+    dark, uniform = 200.0 * (torch.arange(500) % 100 == 0), torch.arange(500.0) % 100
+    pixels = torch.stack([dark, uniform], -1)
     assert base.eval()().log_prob(pixels).mean() < -10.0  # not initialized in evaluation mode
     loss = -base.train().distribution().expand((1,)).log_prob(pixels).mean()
     assert float(loss.detach()) < 0.056 + math.log(100) + 0.2  # the entropies, in nats
@@ -248,15 +248,15 @@ def test_logistic_mixture_map_has_implicit_gradients() -> None:
     generator = torch.Generator().manual_seed(1)
     parameters = torch.randn(5, 2 * 11, generator=generator, dtype=torch.float64)
     value = 3 * torch.randn(5, 2, generator=generator, dtype=torch.float64)
-    for there, back in ((mixture.forward, mixture.inverse), (mixture.inverse, mixture.forward)):
+    for forward, back in ((mixture.forward, mixture.inverse), (mixture.inverse, mixture.forward)):
         point = value.clone().requires_grad_()
-        image, log_slope = there(point, parameters)
+        image, log_slope = forward(point, parameters)
         torch.testing.assert_close(back(image, parameters)[0], value, rtol=1e-9, atol=1e-9)
         slope = torch.autograd.grad(image.sum(), point)[0]
         torch.testing.assert_close(log_slope, slope.log(), rtol=1e-8, atol=1e-8)
         leaf = parameters[:1].clone().requires_grad_()
         assert torch.autograd.gradcheck(
-            lambda parameters, there=there: there(value[:1], parameters), leaf, atol=1e-5
+            lambda parameters, forward=forward: forward(value[:1], parameters), leaf, atol=1e-5
         )
 
 
@@ -264,10 +264,10 @@ def test_logistic_mixture_map_has_implicit_gradients() -> None:
 def test_slopes_of_mixtures_are_accurate_far_out(kind: type[LogisticMixtureMap]) -> None:
     mixture = kind(3)
     parameters = torch.randn(6, mixture.params_per_entry, generator=torch.Generator().manual_seed(0))
-    far = torch.tensor([[-1e10], [-1e6], [-1e4], [1e4], [1e6], [1e10]])
+    distant = torch.tensor([[-1e10], [-1e6], [-1e4], [1e4], [1e6], [1e10]])
     for direction in (mixture.forward, mixture.inverse):
-        log_slope = direction(far, parameters)[1]
-        exact = direction(far.double(), parameters.double())[1]
+        log_slope = direction(distant, parameters)[1]
+        exact = direction(distant.double(), parameters.double())[1]
         torch.testing.assert_close(log_slope.double(), exact, rtol=0.0, atol=2e-6)
 
 

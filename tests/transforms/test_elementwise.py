@@ -106,8 +106,8 @@ def test_logit_is_finite_on_its_border_and_inverts_sigmoid(dtype: torch.dtype) -
     assert log_det.isfinite().all()
     z = torch.tensor([1e-30, 0.25, 0.75], dtype=dtype)
     x, log_det = Logit()(z)
-    again, log_det_back = Sigmoid()(x)
-    torch.testing.assert_close(again, z)
+    z_again, log_det_back = Sigmoid()(x)
+    torch.testing.assert_close(z_again, z)
     torch.testing.assert_close(log_det_back, -log_det)
 
 

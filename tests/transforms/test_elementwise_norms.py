@@ -29,9 +29,9 @@ def test_actnorm_normalizes_its_first_batch_in_the_direction_of_the_call(
     torch.testing.assert_close(flat.std(0, correction=0), torch.ones(3, dtype=torch.float64))
     deviation = rows(*batch, 3).reshape(-1, 3).std(0, correction=0)
     torch.testing.assert_close(log_det.detach(), -deviation.log().sum().expand(batch))
-    before = copy.deepcopy(norm.state_dict())
+    state = copy.deepcopy(norm.state_dict())
     norm(rows(*batch, 3, seed=1))
-    assert all(torch.equal(now, before[name]) for name, now in norm.state_dict().items())
+    assert all(torch.equal(now, state[name]) for name, now in norm.state_dict().items())
 
 
 @pytest.mark.parametrize("batch", [(), (0,), (1,), (1, 1)], ids=str)

@@ -67,9 +67,9 @@ def test_planar_inverts_for_any_product(product: float) -> None:
     planar = planar_with(product, torch.float64)
     z = normal(64, 3, dtype=torch.float64)
     x, log_det = planar(z)
-    again, log_det_back = planar.inverse(x)
+    z_again, log_det_back = planar.inverse(x)
     # float64 rounds the longest u_hat, 5e3, by 1e-12; the strongest contraction, 1e-3, makes this 1e-9.
-    torch.testing.assert_close(again, z, rtol=0, atol=1e-8)
+    torch.testing.assert_close(z_again, z, rtol=0, atol=1e-8)
     # d log_det / da is at most 1 / sqrt(1e-3) = 32, so an error of 1e-8 in three dimensions makes 6e-7 for |w| = 1.
     torch.testing.assert_close(
         log_det_back, -log_det, rtol=0, atol=6e-7 * max(1.0, float(planar.w.detach().norm()))

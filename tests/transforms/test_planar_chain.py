@@ -42,13 +42,13 @@ def gradients(composed, chain, total, z):
     """Returns gradients of the maps one by one in the shapes of the chain's parameters."""
     z_grad, *grads = torch.autograd.grad(total, [z, *composed.parameters()])
     by_parameter = dict(zip(map(id, composed.parameters()), grads, strict=True))
-    planar = [part for part in composed if isinstance(part, Planar)]
-    linear = [part for part in composed if isinstance(part, LULinear)]
+    planar = [layer for layer in composed if isinstance(layer, Planar)]
+    linear = [layer for layer in composed if isinstance(layer, LULinear)]
     result = [z_grad]
     if planar:
         result += [torch.cat([by_parameter[id(getattr(p, name))] for p in planar]) for name in "wub"]
     if linear:
-        result.append(torch.stack([by_parameter[id(part.factors)] for part in linear]))
+        result.append(torch.stack([by_parameter[id(layer.factors)] for layer in linear]))
     return result
 
 

@@ -40,30 +40,30 @@ def draw_log_dets(block: Residual, calls: int, rows: int = 100) -> Tensor:
         return torch.stack([block(points)[1].mean() for _ in range(calls)])
 
 
-def deviations(draws: Tensor, truth: Tensor) -> float:
+def deviations(draws: Tensor, exact: Tensor) -> float:
     """Returns the distance of the mean of draws from a value in standard errors."""
-    return ((draws.mean(0) - truth).abs() / (draws.std(0) / math.sqrt(len(draws)))).item()
+    return ((draws.mean(0) - exact).abs() / (draws.std(0) / math.sqrt(len(draws)))).item()
 
 
 def test_roulette_is_unbiased():
     torch.manual_seed(1)
-    truth = make_block("exact")(POINT)[1].detach()
+    exact = make_block("exact")(POINT)[1].detach()
     assert step_jacobian().abs().max() > 0.5
     draws = draw_log_dets(make_block("roulette"), 500)
-    assert deviations(draws, truth) < 4
-    assert draws.std() / math.sqrt(500) < 0.03 * truth.abs()
+    assert deviations(draws, exact) < 4
+    assert draws.std() / math.sqrt(500) < 0.03 * exact.abs()
 
 
 def test_bias_of_truncation_is_that_of_the_missing_terms():
     torch.manual_seed(1)
-    step, truth = step_jacobian(), make_block("exact")(POINT)[1].detach()
+    step, exact = step_jacobian(), make_block("exact")(POINT)[1].detach()
     powers = [step, step @ step]
     series = powers[0].trace() - powers[1].trace() / 2
     draws = draw_log_dets(make_block("truncated"), 200)
     assert deviations(draws, series) < 4
-    assert deviations(draws, truth) > 10
+    assert deviations(draws, exact) > 10
     bound = 3 * 0.7**3 / (3 * (1 - 0.7))
-    assert 0.1 < abs(series - truth) < bound
+    assert 0.1 < abs(series - exact) < bound
 
 
 def test_gradient_of_the_roulette_is_unbiased():
@@ -105,9 +105,9 @@ def test_lipschitz_bound_holds_in_eval_for_any_weights():
     torch.testing.assert_close(sizes * torch.tensor([1, 1.1, 1.1]), torch.full((3,), 0.8 ** (1 / 3)).double())
     slopes = net.at_context().slopes(3 * torch.randn(1000, 3, dtype=torch.float64))[1]
     assert max(slope.max() for slope in slopes) <= 1.1
-    before = {name: buffer.clone() for name, buffer in net.named_buffers()}
+    buffers = {name: buffer.clone() for name, buffer in net.named_buffers()}
     net(torch.ones(3, dtype=torch.float64))
-    assert all(torch.equal(before[name], buffer) for name, buffer in net.named_buffers())
+    assert all(torch.equal(buffers[name], buffer) for name, buffer in net.named_buffers())
 
 
 def test_power_iteration_converges_and_is_saved():

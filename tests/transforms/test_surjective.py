@@ -281,13 +281,16 @@ def test_both_directions_give_the_same_contribution(case: Stochastic) -> None:
         expected = transform.encoder(x).log_prob(z).sum(-1) - transform.decoder(z).log_prob(x).sum(-1)
         torch.testing.assert_close(log_det, expected, rtol=1e-10, atol=1e-10)
         return
-    there, back = transform.inverse, transform.forward  # the direction that draws is first
+    first_direction, second_direction = (
+        transform.inverse,
+        transform.forward,
+    )  # the direction that draws is first
     start = case.points
     if transform.draws == "forward":
-        there, back = back, there
+        first_direction, second_direction = second_direction, first_direction
         start = case.base.sample((5,))
-    middle, log_det = seeded(there, start)
-    end, log_det_back = back(middle)
+    middle, log_det = seeded(first_direction, start)
+    end, log_det_back = second_direction(middle)
     assert torch.equal(end, start.to(end.dtype))
     torch.testing.assert_close(log_det_back, -log_det, rtol=1e-9, atol=1e-9)
 
@@ -303,8 +306,8 @@ def test_shapes(case: Stochastic) -> None:
             z, contribution = transform.inverse(x)
             assert z.shape == transform.inverse_shape(x.shape)
             assert transform.forward_shape(z.shape) == x.shape
-            again, log_det = transform.forward(z)
-            assert again.shape == x.shape
+            restored, log_det = transform.forward(z)
+            assert restored.shape == x.shape
             assert contribution.shape == log_det.shape == z.shape[: z.ndim - transform.event_dim]
             assert contribution.dtype == dtype
             assert z.dtype == dtype or case.name == "rounding"
@@ -341,12 +344,14 @@ def test_gradients_are_those_of_finite_differences(case: Stochastic) -> None:
     for parameter, slope in zip(parameters, slopes, strict=True):
         index = slope.abs().argmax()
         with torch.no_grad():
-            ends = []
+            values = []
             for step in (1e-6, -2e-6):
                 parameter.view(-1)[index] += step
-                ends.append(value())
+                values.append(value())
             parameter.view(-1)[index] += 1e-6
-        torch.testing.assert_close((ends[0] - ends[1]) / 2e-6, slope.view(-1)[index], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(
+            (values[0] - values[1]) / 2e-6, slope.view(-1)[index], rtol=1e-4, atol=1e-5
+        )
 
 
 @EVERY_CASE
@@ -389,8 +394,8 @@ def test_images_are_split_by_channels_with_a_context() -> None:
     split = Augment(2, 2, noise, context_dim=3)
     z, context = torch.randn(5, 4, 4, 2), torch.randn(5, 3)
     x, log_det = split(z, context)
-    again, contribution = split.inverse(x, context)
-    assert torch.equal(again, z)
+    restored, contribution = split.inverse(x, context)
+    assert torch.equal(restored, z)
     torch.testing.assert_close(contribution, -log_det)
     expanded = context[:, None, None, :].expand(5, 4, 4, 3)
     expected = noise(torch.cat([z, expanded], -1)).log_prob(x[..., 2:]).sum((1, 2, 3))

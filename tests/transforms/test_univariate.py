@@ -47,8 +47,8 @@ def test_inverse_equals_the_usual_formula() -> None:
     x0, w, y0, h, d0, d1 = spline._bin(y, parameters, 1)
     x, log_slope = spline.inverse(y, parameters)
     torch.testing.assert_close(x, usual_inverse(y, x0, w, y0, h, d0 * h / w, d1 * h / w))
-    again, back = spline.forward(x, parameters)
-    torch.testing.assert_close(again, y)
+    y_again, back = spline.forward(x, parameters)
+    torch.testing.assert_close(y_again, y)
     torch.testing.assert_close(back, -log_slope)
 
 
@@ -74,8 +74,8 @@ def test_empty_batches_and_batches_outside_the_interval(count: int) -> None:
     spline = SplineMap(bins=3, bound=1.0)
     value = torch.full((count, 2), 7.0)
     for direction in (spline.forward, spline.inverse):
-        moved, log_slope = direction(value, torch.randn(count, 2 * spline.params_per_entry))
-        torch.testing.assert_close(moved, value)
+        image, log_slope = direction(value, torch.randn(count, 2 * spline.params_per_entry))
+        torch.testing.assert_close(image, value)
         assert log_slope.shape == (count, 2)
 
 
@@ -111,10 +111,10 @@ def test_density_of_two_angles_is_periodic() -> None:
     with torch.no_grad():
         for parameter in flow.parameters():
             parameter += 0.3 * torch.randn_like(parameter)
-    ends = torch.tensor(
+    angles = torch.tensor(
         [[math.pi, 1.0], [-math.pi, 1.0], [0.3, math.pi], [0.3, -math.pi]], dtype=torch.float64
     )
-    log_prob = flow().log_prob(ends)
+    log_prob = flow().log_prob(angles)
     torch.testing.assert_close(log_prob[::2], log_prob[1::2])
     assert flow().sample((50,)).abs().max() <= math.pi
 

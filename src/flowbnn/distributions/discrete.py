@@ -66,9 +66,9 @@ class DiscretizedLogistic(Distribution):
 
     def joint(self, value: Tensor) -> Tensor:
         """Returns the joint log-probability of each integer and each component, ``(..., dim, components)``."""
-        above = (value.unsqueeze(-1) + 0.5 - self.loc) / self.scale
-        below = above - 1.0 / self.scale
-        log_prob = F.logsigmoid(above) + F.logsigmoid(-below) + torch.log(-torch.expm1(-1.0 / self.scale))
+        upper = (value.unsqueeze(-1) + 0.5 - self.loc) / self.scale
+        lower = upper - 1.0 / self.scale
+        log_prob = F.logsigmoid(upper) + F.logsigmoid(-lower) + torch.log(-torch.expm1(-1.0 / self.scale))
         return log_prob + F.log_softmax(self.logits, -1)
 
 
@@ -88,7 +88,6 @@ class _DataInitLogistic(DiscretizedLogistic):
         return self.initialize(value).log_prob(value)
 
 
-OUTLIER_WEIGHT = 2.0**-12  # an unexpected integer then costs about 22 bits at most
 MIN_SCALE = 1 / 16  # the integer at the centre of a component then costs a thousandth of a bit
 RATE_FACTOR = 30.0  # scales and weights of a base move this much faster than its locations, because they have to move far
 
@@ -107,12 +106,13 @@ def discretized_logistic(
         values: Approximate number of values of an integer.
         rate_factor: Factor of the parameters of scales and weights, relative to those of locations.
     """
+    broad_weight = 2.0**-12  # an unexpected integer then costs about 22 bits at most
     loc, log_scale, logits = raw.unflatten(-1, (-1, 3, components)).unbind(-2)
     centers = (torch.arange(components, dtype=loc.dtype, device=loc.device) + 0.5) / components
     scale = MIN_SCALE + values / (6.0 * components) * soft_clamp(rate_factor * log_scale, 8.0).exp()
-    weights = F.log_softmax(rate_factor * logits, -1) + math.log(1.0 - OUTLIER_WEIGHT)
+    weights = F.log_softmax(rate_factor * logits, -1) + math.log(1.0 - broad_weight)
     loc = values * (loc + centers)
-    pairs = (loc, values / 2.0), (scale, values / 6.0), (weights, math.log(OUTLIER_WEIGHT))
+    pairs = (loc, values / 2.0), (scale, values / 6.0), (weights, math.log(broad_weight))
     return DiscretizedLogistic(*(F.pad(each, (0, 1), value=broad) for each, broad in pairs))
 
 

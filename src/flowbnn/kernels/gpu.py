@@ -223,12 +223,14 @@ def _reference(tasks: Sequence[GroupTask], first: int, *tensors: Tensor) -> list
     for task, vectors in zip(tasks, tensors[:first], strict=True):
         weights = by_chain(task.shapes, tensors[first:][task.weight_slice])
         columns = zip(task.shapes, weights, vectors.split(task.dims, -1), strict=True)
-        ends = [
+        outputs = [
             reference.forward(shape, list(group_shapes.values()), z, task.log_det)
             for shape, group_shapes, z in columns
         ]
-        xs.append(torch.cat([x for x, _ in ends], -1))
-        log_dets.append(torch.stack([line for _, line in ends if line is not None]) if task.log_det else None)
+        xs.append(torch.cat([x for x, _ in outputs], -1))
+        log_dets.append(
+            torch.stack([line for _, line in outputs if line is not None]) if task.log_det else None
+        )
     return xs + log_dets
 
 

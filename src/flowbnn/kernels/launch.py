@@ -21,30 +21,9 @@ from flowbnn.kernels.reference import ChainShape
 
 Arguments = dict[str, Any]
 
-MAX_CHAINS = 16  # chains of one launch; more make its argument list too long
-SMALL_DIM, SMALL_MAPS = 32, 30  # largest chain whose rows and map codes one program holds in registers
-SMALL_ROWS, SMALL_WARPS = 16, 4  # rows and warps of a program on 16 numbers; more rows exceed its registers
-# Sums over at most SINGLE_BLOCK_ROWS rows are made at once; larger ones in at most MAX_BLOCKS blocks of about BLOCK_ROWS rows or more.
-SINGLE_BLOCK_ROWS, BLOCK_ROWS, MAX_BLOCKS = 512, 256, 64
-TF32_ROWS = 256  # from this many rows on, products take most of the time, so that TF32 pays
-# Tiles: many small ones for few rows, which finish sooner; large ones for many rows, which read less.
-FEW_ROWS_TILE: Arguments = {
-    "ROWS": 16,
-    "COLUMNS": 32,
-    "DEPTH": 32,
-    "BLOCKS": 2,
-    "num_warps": 4,
-    "num_stages": 3,
-}
-MANY_ROWS_TILE: Arguments = {
-    "ROWS": 64,
-    "COLUMNS": 64,
-    "DEPTH": 32,
-    "BLOCKS": 1,
-    "num_warps": 4,
-    "num_stages": 3,
-}
-FACTORS_TILE: Arguments = {"SIDE": 64, "DEPTH": 32, "num_warps": 4, "num_stages": 3}
+SMALL_ROWS = 16  # rows of a program on 16 numbers; more exceed its registers
+SINGLE_BLOCK_ROWS = 512  # up to this many rows, one block of sums keeps a GPU busy
+BLOCK_ROWS = 256  # smallest useful block of more rows
 
 
 class Stage(NamedTuple):
@@ -99,7 +78,8 @@ def schedule(shapes: tuple[ChainShape, ...]) -> tuple[tuple[str, tuple[tuple[int
 
 def is_small(shape: ChainShape) -> bool:
     """Returns True if one program can hold a row of the chain."""
-    return shape.dim <= SMALL_DIM and shape.planar + shape.linear <= SMALL_MAPS
+    # A program holds 32 numbers of its rows in registers, and 30 bits for the kinds of its maps.
+    return shape.dim <= 32 and shape.planar + shape.linear <= 30
 
 
 def saved_size(shape: ChainShape) -> int:
@@ -132,10 +112,15 @@ def flat_order(shapes: Sequence[ChainShape]) -> list[int]:
     return small + large
 
 
-def chunks(items: Sequence[Any]) -> Iterator[Any]:
-    """Yields the items of one launch after the other."""
-    for start in range(0, len(items), MAX_CHAINS):
-        yield items[start : start + MAX_CHAINS]
+def chunks(items: Sequence[Any], size: int = 16) -> Iterator[Any]:
+    """Yields the items of one launch after the other.
+
+    Args:
+        items: The items.
+        size: Largest number of items of a launch, which keeps its argument list short.
+    """
+    for start in range(0, len(items), size):
+        yield items[start : start + size]
 
 
 def next_power_of_two(number: int, least: int, most: int) -> int:
@@ -153,7 +138,8 @@ def row_blocks(rows: int) -> tuple[int, int]:
     """
     if rows <= SINGLE_BLOCK_ROWS:
         return 1, rows
-    rows_per_block = -(-rows // min(MAX_BLOCKS, -(-rows // BLOCK_ROWS)))
+    max_blocks = 64  # more blocks only add sums
+    rows_per_block = -(-rows // min(max_blocks, -(-rows // BLOCK_ROWS)))
     rows_per_block = -(-rows_per_block // 64) * 64
     return -(-rows // rows_per_block), rows_per_block
 
@@ -192,7 +178,8 @@ class GroupTask:
     @property
     def precision(self) -> str:
         """Precision of matrix products: three passes of TF32, or one if that is allowed and there are many rows."""
-        return "tf32" if self.allow_tf32 and self.rows >= TF32_ROWS else "tf32x3"
+        # Below 256 rows products take little of the time.
+        return "tf32" if self.allow_tf32 and self.rows >= 256 else "tf32x3"
 
     def outputs(self, save: bool) -> tuple[Tensor, Tensor, Tensor]:
         """Returns memory for the values, the log-determinants, and what the backward pass needs."""
@@ -449,7 +436,8 @@ class _LargeBackward:
 
         task = self.task
         chains = [i for i, _, _ in selection]
-        side = -(-max(task.dims[i] for i in chains) // FACTORS_TILE["SIDE"])
+        tile = {"SIDE": 64, "DEPTH": 32, "num_warps": 4, "num_stages": 3}
+        side = -(-max(task.dims[i] for i in chains) // tile["SIDE"])
         triton_kernels.factors_backward[(side * side, blocks.number, 2 * len(selection))](
             **_matrices("z", [self.stage_inputs[i][s] for i, s, _ in selection]),
             **_matrices("grad_out", [self.grads[i][s + 2] for i, s, _ in selection]),
@@ -459,7 +447,7 @@ class _LargeBackward:
             grad_factors=tuple(self.views[i]["f"][stage.first] for i, _, stage in selection),
             log_dets=_select(self.log_det_rows, chains), **task.chain_numbers(chains, "dims", "scales", "bounds"),
             **self.log_arguments, rows_per_block=blocks.rows, block_stride=blocks.stride, num_rows=task.rows, side=side,
-            COUNT=len(selection), PRECISION=task.precision, **FACTORS_TILE,
+            COUNT=len(selection), PRECISION=task.precision, **tile,
         )  # fmt: skip
 
 
@@ -475,7 +463,12 @@ def _launch_triangle(
     from flowbnn.kernels import triton_kernels
 
     widest = max(task.dims[i] for i in chains)
-    tile = MANY_ROWS_TILE if row_blocks(task.rows)[0] > 1 else FEW_ROWS_TILE
+    # Many small tiles for few rows, which finish sooner; large tiles for many rows, which read less.
+    many_rows = row_blocks(task.rows)[0] > 1
+    sizes = (
+        {"ROWS": 64, "COLUMNS": 64, "BLOCKS": 1} if many_rows else {"ROWS": 16, "COLUMNS": 32, "BLOCKS": 2}
+    )
+    tile = {**sizes, "DEPTH": 32, "num_warps": 4, "num_stages": 3}
     triton_kernels.triangle[(-(-widest // tile["COLUMNS"]), -(-task.rows // tile["ROWS"]), len(chains))](
         **common, factors=tuple(task.weights[i]["f"][s.first] for i, s in zip(chains, stages, strict=True)),
         **task.chain_numbers(chains, "dims", "scales", "bounds"), num_rows=task.rows, COUNT=len(chains),
@@ -516,7 +509,7 @@ def _small_arguments(task: GroupTask, chains: Sequence[int]) -> Arguments:
         "COUNT": len(chains),
         "WIDTH": width,
         "ROWS": SMALL_ROWS,
-        "num_warps": SMALL_WARPS * width // 16,
+        "num_warps": width // 4,
         # Plain float32 products of wider rows exceed the registers.
         "PRECISION": "ieee" if width == 16 else "tf32x3",
     }

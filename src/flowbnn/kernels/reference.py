@@ -180,18 +180,18 @@ def gradients(function: Callable[..., Any], inputs: Sequence[Any], grads: Sequen
     return [None if leaf is None else next(computed) for leaf in leaves]
 
 
-def _activations(lines: Tensor, w: Tensor, u_hat: Tensor) -> tuple[Tensor, Tensor]:
+def _activations(products: Tensor, w: Tensor, u_hat: Tensor) -> tuple[Tensor, Tensor]:
     r"""Returns :math:`a_k` and :math:`\tanh(a_k)` of a run, ``[maps, rows]``, for :math:`w_k^\top z + b_k`."""
-    if len(lines) == 1:
-        return lines, torch.tanh(lines)
+    if len(products) == 1:
+        return products, torch.tanh(products)
     # Each tanh is added to all later lines at once: one operation for each map, forward and backward.
     columns = (w @ u_hat.mT).unbind(1)
     a, tanh = [], []
-    for k in range(len(lines) - 1, -1, -1):
-        first, lines = lines.split([1, k])
+    for k in range(len(products) - 1, -1, -1):
+        first, products = products.split([1, k])
         a.append(first)
         tanh.append(torch.tanh(first))
-        lines = torch.addcmul(lines, columns[len(a) - 1][len(a) :, None], tanh[-1])
+        products = torch.addcmul(products, columns[len(a) - 1][len(a) :, None], tanh[-1])
     return torch.cat(a), torch.cat(tanh)
 
 

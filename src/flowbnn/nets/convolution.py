@@ -46,15 +46,15 @@ class GatedConvNet(nn.Module):
         self.context_dim = context_dim
         conv = partial(nn.Conv2d, bias=bias)
         self.first = conv(channels_in + context_dim, hidden, 3, padding=1)
-        self.wide = nn.ModuleList(conv(hidden, hidden, 3, padding=1) for _ in range(blocks))
+        self.convolutions = nn.ModuleList(conv(hidden, hidden, 3, padding=1) for _ in range(blocks))
         self.gates = nn.ModuleList(conv(hidden, 2 * hidden, 1) for _ in range(blocks))
         self.last = zero_init(conv(hidden, channels_out, 3, padding=1))
 
     def forward(self, value: Tensor, context: Tensor | None = None) -> Tensor:
         value = with_context(value, context, self.context_dim, event_dim=3)
         h = self.first(value.reshape(value.shape[:-3].numel(), *value.shape[-3:]).movedim(-1, 1))
-        for wide, gate in zip(self.wide, self.gates, strict=True):
-            h = h + F.glu(gate(F.elu(wide(F.elu(h)))), dim=1)
+        for convolution, gate in zip(self.convolutions, self.gates, strict=True):
+            h = h + F.glu(gate(F.elu(convolution(F.elu(h)))), dim=1)
         return self.last(F.elu(h)).movedim(1, -1).reshape(*value.shape[:-1], self.last.out_channels)
 
 
@@ -191,12 +191,12 @@ class PixelCNN(nn.Module):
         self.joins, self.outputs = nn.ModuleList(), nn.ModuleList()
         for layer in range(layers):
             # The first layer reads neither the row of a pixel in the vertical stack nor the pixel itself.
-            sources, own = (inputs, 0) if layer == 0 else (units, 1)
+            sources, center = (inputs, 0) if layer == 0 else (units, 1)
             rows = torch.zeros(len(gate_units), len(sources), kernel, kernel)
-            rows[:, :, : kernel // 2 + own] = 1.0
+            rows[:, :, : kernel // 2 + center] = 1.0
             row = torch.zeros(len(gate_units), len(sources), 1, kernel)
             row[..., : kernel // 2] = 1.0
-            row[..., 0, kernel // 2] = (gate_units[:, None] + own > sources).float()
+            row[..., 0, kernel // 2] = (gate_units[:, None] + center > sources).float()
             self.vertical.append(MaskedConv2d(rows))
             self.horizontal.append(MaskedConv2d(row))
             self.joins.append(nn.Conv2d(len(gate_units), len(gate_units), 1))
@@ -215,18 +215,20 @@ class PixelCNN(nn.Module):
             value: Images ``(..., height, width, channels)``.
             context: Context vectors ``(..., context_dim)``.
         """
-        above = value.reshape(value.shape[:-3].numel(), *value.shape[-3:]).movedim(-1, 1)
-        left, residual = above, None
+        vertical_state = value.reshape(value.shape[:-3].numel(), *value.shape[-3:]).movedim(-1, 1)
+        horizontal_state, residual = vertical_state, None
         shift: Any = (0.0, 0.0)
         if self.context_layer is not None:
             shift = self.context_layer(_expand_context(value, context, self.context_dim, 2)).chunk(2, 1)
         layers = zip(self.vertical, self.horizontal, self.joins, self.outputs, strict=True)
         for vertical, horizontal, join, output in layers:
-            above = vertical(above) + shift[0]
-            left = output(_gate(horizontal(left) + join(above) + shift[1]))
-            above, shift = _gate(above), (0.0, 0.0)
-            left = residual = left if residual is None else residual + left
-        result = self.last(F.elu(left))
+            vertical_state = vertical(vertical_state) + shift[0]
+            horizontal_state = output(_gate(horizontal(horizontal_state) + join(vertical_state) + shift[1]))
+            vertical_state, shift = _gate(vertical_state), (0.0, 0.0)
+            horizontal_state = residual = (
+                horizontal_state if residual is None else residual + horizontal_state
+            )
+        result = self.last(F.elu(horizontal_state))
         return result.movedim(1, -1).reshape(*value.shape[:-1], result.shape[1])
 
 

@@ -299,8 +299,12 @@ class LipschitzMLP(SmoothMLP):
         """Returns the largest singular value of a layer: exact for matrices, by power iteration for convolutions."""
         if weight.shape[2:].numel() == 1:  # a matrix, or a 1x1 convolution
             matrix = weight.flatten(1)
-            wide = matrix if len(matrix) <= matrix.shape[1] else matrix.mT
-            return torch.linalg.eigvalsh(at_least_single(wide @ wide.mT))[-1].clamp(min=floor**2).sqrt()
+            short_matrix = matrix if len(matrix) <= matrix.shape[1] else matrix.mT
+            return (
+                torch.linalg.eigvalsh(at_least_single(short_matrix @ short_matrix.mT))[-1]
+                .clamp(min=floor**2)
+                .sqrt()
+            )
         left = getattr(self, f"left_{index}")
         with torch.no_grad():
             for _ in range(POWER_STEPS):

@@ -83,10 +83,10 @@ class Argmax(_CategoricalTransform):
         top = scores.amax(-1, keepdim=True)
         chosen = one_hot(x, self.categories)
         gaps = torch.where(chosen, torch.ones_like(scores), top - scores)
-        below = inverse_softplus(gaps.clamp_min(torch.finfo(z.dtype).tiny))
-        u = torch.where(chosen, scores, top - below)
+        gap = inverse_softplus(gaps.clamp_min(torch.finfo(z.dtype).tiny))
+        u = torch.where(chosen, scores, top - gap)
         log_prob = self._log_prob(self.noise, u.flatten(-2), chosen.flatten(-2).to(z.dtype), context)
-        return x, log_prob - self._log_det(below, chosen)
+        return x, log_prob - self._log_det(gap, chosen)
 
     def inverse(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
         chosen = self._codes(x)
@@ -94,13 +94,13 @@ class Argmax(_CategoricalTransform):
         u, log_prob = self._draw(self.noise, size, codes, context)
         u = u.unflatten(-1, (self.dim, self.categories))
         top = (u * chosen).sum(-1, keepdim=True)
-        below = top - u
-        z = torch.where(chosen, u, top - F.softplus(below))
-        return z.flatten(-2), self._log_det(below, chosen) - log_prob
+        gap = top - u
+        z = torch.where(chosen, u, top - F.softplus(gap))
+        return z.flatten(-2), self._log_det(gap, chosen) - log_prob
 
-    def _log_det(self, below: Tensor, chosen: Tensor) -> Tensor:
+    def _log_det(self, gap: Tensor, chosen: Tensor) -> Tensor:
         """Returns the log-determinant of the scores as functions of the draws."""
-        return (F.logsigmoid(below) * ~chosen).sum((-2, -1))
+        return (F.logsigmoid(gap) * ~chosen).sum((-2, -1))
 
 
 def one_hot(index: Tensor, categories: int) -> Tensor:

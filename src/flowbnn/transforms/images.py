@@ -48,10 +48,12 @@ class Rearrangement(BidirectionalTransform):
     def inverse_shape(self, shape: Sequence[int]) -> torch.Size:
         return self.rearrange(torch.empty(torch.Size(shape)), True).shape
 
-    def _require(self, condition: bool, value: Tensor, requirement: str) -> None:
-        """Raises FlowBNNError if images do not meet a requirement."""
-        if not condition:
-            text = f"needs images (..., height, width, channels){requirement}, got shape {tuple(value.shape)}"
+    def _check_divisible(self, value: Tensor, height: int = 1, width: int = 1, channels: int = 1) -> None:
+        """Raises FlowBNNError unless height, width and number of channels of images are divisible by these numbers."""
+        divisors = height, width, channels
+        sizes = value.shape[-3:]
+        if len(sizes) < 3 or any(size % divisor for size, divisor in zip(sizes, divisors, strict=True)):
+            text = f"needs (height, width, channels) divisible by {divisors}, got shape {tuple(value.shape)}"
             raise transform_error(self, text, "shape")
 
 
@@ -90,7 +92,7 @@ class ChannelsFirst(Rearrangement):
     """
 
     def rearrange(self, value: Tensor, inverse: bool) -> Tensor:
-        self._require(value.ndim >= 3, value, "")
+        self._check_divisible(value)
         return value.movedim(-3, -1) if inverse else value.movedim(-1, -3)
 
 
@@ -106,12 +108,10 @@ class Squeeze(Rearrangement):
 
     def rearrange(self, value: Tensor, inverse: bool) -> Tensor:
         if inverse:
-            divisible = value.ndim >= 3 and value.shape[-1] % 4 == 0
-            self._require(divisible, value, " with channels divisible by 4")
+            self._check_divisible(value, channels=4)
             squares = value.unflatten(-1, (-1, 2, 2)).movedim((-2, -1), (-4, -2))
             return squares.flatten(-5, -4).flatten(-3, -2)
-        divisible = value.ndim >= 3 and value.shape[-3] % 2 == value.shape[-2] % 2 == 0
-        self._require(divisible, value, " with height and width divisible by 2")
+        self._check_divisible(value, height=2, width=2)
         return value.unflatten(-2, (-1, 2)).unflatten(-4, (-1, 2)).movedim((-4, -2), (-2, -1)).flatten(-3)
 
 
@@ -127,8 +127,7 @@ class Checkerboard(Rearrangement):
     """
 
     def rearrange(self, value: Tensor, inverse: bool) -> Tensor:
-        even = value.ndim >= 3 and value.shape[-1 if inverse else -2] % 2 == 0
-        self._require(even, value, " with an even number of channels" if inverse else " of even width")
+        self._check_divisible(value, width=1 if inverse else 2, channels=2 if inverse else 1)
         pairs = value.unflatten(-1, (2, -1)) if inverse else value.unflatten(-2, (-1, 2))
         odd = torch.arange(pairs.shape[-4], device=pairs.device) % 2 == 1
         flipped = torch.where(odd[:, None, None, None], pairs.flip(-2), pairs)  # in every second row
@@ -175,7 +174,7 @@ class MultiScale(Compose):
             raise transform_error(self, text, "shape", argument="shape")
         height, width, channels = shape
         make_noise = make_noise or (
-            lambda high, wide, c: ConditionalNormal(GatedConvNet(c + context_dim, 2 * c))
+            lambda height, width, c: ConditionalNormal(GatedConvNet(c + context_dim, 2 * c))
         )
         transforms: list[Transform] = []  # from the data to the base
         for level in range(levels):

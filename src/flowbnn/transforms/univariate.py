@@ -220,10 +220,10 @@ def _mixture_parameters(raw: Tensor, bound: float) -> tuple[Tensor, Tensor, Tens
 def _mixture(z: Tensor, log_a: Tensor, b: Tensor, log_w: Tensor) -> tuple[Tensor, Tensor]:
     """Returns the logit of a mixture of logistic distribution functions and the logarithm of its slope."""
     s = torch.addcmul(b, log_a.exp(), z.unsqueeze(-1))
-    below, above = log_w + F.logsigmoid(s), log_w + F.logsigmoid(-s)
+    log_cdf, log_survival = log_w + F.logsigmoid(s), log_w + F.logsigmoid(-s)
     # Softmax weights below and above: far out, where both vanish, no large logarithms are subtracted.
-    log_slopes = log_a - log_w + F.log_softmax(below, -1) + F.log_softmax(above, -1)
-    return torch.logsumexp(below, -1) - torch.logsumexp(above, -1), torch.logsumexp(log_slopes, -1)
+    log_slopes = log_a - log_w + F.log_softmax(log_cdf, -1) + F.log_softmax(log_survival, -1)
+    return torch.logsumexp(log_cdf, -1) - torch.logsumexp(log_survival, -1), torch.logsumexp(log_slopes, -1)
 
 
 def _mixture_inverse(x: Tensor, log_a: Tensor, b: Tensor, log_w: Tensor) -> tuple[Tensor, Tensor]:
