@@ -187,14 +187,9 @@ def standardize_targets(
     away = ~far & (error > (5.0 if trained else 3.0) * std) & varying
     if len(targets) >= 8 and bool(away.any()):
         worst = int((error / std.clamp_min(1e-300) * away).argmax())
-        advice = (
-            "train the network first, or standardize its inputs"
-            if trained
-            else "check that they are in the units that the network was trained on"
-        )
         warn(
             f"the outputs of the network are about {error[worst]:.3g} away from the targets, which have mean "
-            f"{statistics.mean[worst]:.3g} and standard deviation {std[worst]:.3g}; {advice}",
+            f"{statistics.mean[worst]:.3g} and standard deviation {std[worst]:.3g}; check their units, or train the network first",
             kind="units",
             output=worst,
         )
@@ -398,10 +393,9 @@ def check_noise_scale(
     agrees = scale <= MAX_RATIO * residual and residual <= MAX_RATIO * scale
     if not agrees and residual and is_main_process():
         target = f" of target {worst}" if len(residuals) > 1 else ""
-        advice = "" if learns_noise(likelihood) else ", or learn the noise (likelihood='gaussian')"
         warn(
             f"the noise scale{target} is {scale:.3g}, but the residuals on the training data are {residual:.3g}, so intervals will be "
-            f"too {'narrow' if residual > scale else 'wide'}; fit longer (epochs=...){advice}",
+            f"too {'narrow' if residual > scale else 'wide'}; fit longer (epochs=...) or learn the noise (likelihood='gaussian')",
             kind="noise_level",
             target=worst,
             level=scale,

@@ -23,8 +23,6 @@ from flowbnn.regression import TargetStatistics
 from flowbnn.training.options import length_of
 from flowbnn.training.randomness import preserve_rng_state
 
-MIN_ROWS = 8  # examples of a regression that are needed to estimate the size of its residuals
-
 
 def check_loader(loader: Any, purpose: str = "training", needs_length: str = "") -> None:
     """Checks that an object can be read as a loader of ``(inputs, targets)``.
@@ -69,7 +67,7 @@ def first_batch(loader: Iterable[Any], seed: int | None = None, purpose: str = "
     with closing(_read(loader, seed, purpose)) as reader:
         inputs, targets = next(reader)
     if not len(targets):
-        raise FlowBNNError(f"the first batch for {purpose} has no examples", kind="loader", argument="loader")
+        check_loader([], purpose)
     return inputs, targets
 
 
@@ -123,7 +121,7 @@ class DataSummary:
                 argument="num_data",
             )
         if not self.num_examples:
-            raise FlowBNNError("the loader has no examples", kind="loader", argument="loader")
+            check_loader([])
         return self.num_examples
 
     @classmethod
@@ -133,6 +131,7 @@ class DataSummary:
         likelihood: Likelihood | str = "auto",
         seed: int | None = None,
         num_data: int | None = None,
+        min_rows: int = 8,
     ) -> "DataSummary":
         """Reads a loader once and restores all generators.
 
@@ -144,6 +143,7 @@ class DataSummary:
             likelihood: Likelihood, or its name, from which a regression is recognized.
             seed: Seed for the order of a shuffled loader.
             num_data: Number of training examples, if known.
+            min_rows: Number of examples of a regression that are needed to estimate the size of its residuals.
         """
         count, must_count = 0, num_data is None and isinstance(loader, list | tuple)
         with closing(_read(loader, seed)) as reader:
@@ -151,7 +151,7 @@ class DataSummary:
             statistics = TargetStatistics() if is_regression(likelihood, first[1]) else None
             batches: list[tuple[Any, Tensor]] = []
             for number, batch in enumerate(chain([first], reader)):
-                if statistics is not None and count < MIN_ROWS:
+                if statistics is not None and count < min_rows:
                     batches.append(batch)
                 count += len(batch[1])
                 if statistics is not None:

@@ -182,8 +182,6 @@ class DropoutPosterior(Posterior):
 
 # -------------------- masks
 
-SELU_LIMIT = -1.7580993408473766  # alpha dropout replaces dropped values by the limit of SELU
-
 
 def example_axes(model: nn.Module, inputs: Any) -> dict[str, list[int | None]]:
     """Returns the axis of the examples at each call of each dropout layer: the axis that grows with the batch.
@@ -247,8 +245,9 @@ class MaskedDropout:
         keep = max(1.0 - self.rate, 1e-9)
         if not self.alpha:
             return x * (mask / keep)
-        scale = (keep * (1.0 + self.rate * SELU_LIMIT**2)) ** -0.5
-        return scale * (x * mask + SELU_LIMIT * (1.0 - mask)) - scale * SELU_LIMIT * self.rate
+        limit = -1.7580993408473766  # limit of SELU, which alpha dropout uses instead of dropped values
+        scale = (keep * (1.0 + self.rate * limit**2)) ** -0.5
+        return scale * (x * mask + limit * (1.0 - mask)) - scale * limit * self.rate
 
     def _mask(self, number: int, shape: tuple[int, ...], x: Tensor) -> Tensor:
         """Returns the mask of the call of this number."""

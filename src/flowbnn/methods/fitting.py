@@ -82,7 +82,7 @@ class FitOptions(TrainingOptions):
         """Returns the number of training examples."""
         number = count_data(loader) if self.num_data is None else self.num_data
         if not number:
-            raise FlowBNNError("the loader has no examples", kind="loader", argument="loader")
+            check_loader([])
         return number
 
     def for_stage(self, name: str, description: str, **changes: Any) -> "FitOptions":
@@ -306,15 +306,13 @@ def warn_probabilities(likelihood: Likelihood, outputs: Tensor, from_sigmoid: bo
         outputs: Outputs of the network.
         from_sigmoid: Whether the outputs are the result of a sigmoid.
     """
+    if not isinstance(likelihood, Categorical | Bernoulli):
+        return
     inside = bool(((outputs >= 0) & (outputs <= 1)).all())
-    reason = ""
-    if isinstance(likelihood, Categorical) and inside and bool(((outputs.sum(-1) - 1).abs() < 1e-3).all()):
-        reason = "every row sums to one"
-    elif isinstance(likelihood, Bernoulli) and inside and from_sigmoid:
-        reason = "it ends in a sigmoid"
-    if reason:
+    sums_to_one = bool(((outputs.sum(-1) - 1).abs() < 1e-3).all())
+    if inside and (sums_to_one if isinstance(likelihood, Categorical) else from_sigmoid):
         warn(
-            f"the network returns probabilities ({reason}), but logits are expected; remove its last softmax or sigmoid",
+            "the network returns probabilities, but logits are expected; remove its last softmax or sigmoid",
             kind="probabilities",
         )
 
@@ -353,7 +351,7 @@ def make_validator(
     with evaluation_mode(model), torch.random.fork_rng(_cuda(device)):
         inputs = move(inputs, device, dtype_of(model))
         check = partial(posterior.likelihood.check, targets=targets)
-        run_first_batch(model, inputs, "first batch of the validation data", check)
+        run_first_batch(model, inputs, "first validation batch", check)
 
     def validate() -> dict[str, float]:
         predictive, targets = posterior.predict_with_targets(validation, samples, seed=0, progress=False)

@@ -119,11 +119,6 @@ class PlateauRun:
         cuts = sum(step >= self.steps_per_epoch * epoch for epoch in self.cut_epochs)
         return (0.5 + 0.5 * math.cos(math.pi * min(1.0, max(0.0, progress)))) / 4**cuts
 
-    @property
-    def cut_factor(self) -> int:
-        """Divisor of the learning rates after all drops of the ELBO."""
-        return 4 ** len(self.cut_epochs)
-
     def make_scheduler(self, optimizer: torch.optim.Optimizer, _: int) -> LambdaLR:
         """Returns torch's scheduler for these learning rates."""
         return LambdaLR(optimizer, self.rate)

@@ -57,9 +57,9 @@ class Calibration:
             f"{pluralize(self.examples, 'held-out example')}"
         )
         if self.flow_gain is not None:
-            effect = f"{self.flow} raises" if self.flow else "The flow is not used, because it does not raise"
+            flow = self.flow or "flow (not used)"
             lines.append(
-                f"{effect} the ELBO of the Gaussian ({self.flow_gain:+.2f} nats, standard error {self.flow_error:.2f})."
+                f"{flow}: ELBO {self.flow_gain:+.2f} nats relative to the Gaussian, standard error {self.flow_error:.2f}"
             )
         if self.gain is not None and self.error is not None:
             comparison = "significantly better" if self.better else "not significantly better"

@@ -35,7 +35,7 @@ class Gain(NamedTuple):
 
     @property
     def is_loss(self) -> bool:
-        """Whether the mean has decreased by more than two standard errors."""
+        """True if the mean has decreased by more than two standard errors."""
         return self.after < self.before - 2 * self.standard_error
 
     def __str__(self) -> str:

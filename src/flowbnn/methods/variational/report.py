@@ -206,9 +206,8 @@ def warn_not_converged(plateau: PlateauRun, drop: float) -> None:
         drop: Largest drop of the ELBO per example.
     """
     if drop > plateau.schedule.max_drop:
-        cut = f" (they were divided by {plateau.cut_factor})" if plateau.cut_epochs and plateau.decay else ""
         warn(
-            f"the ELBO dropped by {drop:.3g} per example during the fit, so the learning rates are too large{cut}; shuffle the loader "
+            f"the ELBO dropped by {drop:.3g} per example during the fit, so the learning rates are too large; shuffle the loader "
             "(shuffle=True), or use smaller rates (weight_lr=..., noise_lr=..., or lr=... of a method)",
             kind="fall",
             fall=drop,
