@@ -115,20 +115,20 @@ NOUNS |= {dict: "dictionary", PathLike: "path", Callable: "function"}
 
 
 @dataclass_transform(frozen_default=True, field_specifiers=(field,))
-def options(cls: type[T] | None = None, /, *, of: str = "", **kwargs: Any) -> Any:
+def options(cls: type[T] | None = None, /, *, owner: str = "", **kwargs: Any) -> Any:
     """Makes a class a frozen dataclass whose fields are checked by their annotations.
 
     Conditions on several fields belong in ``__post_init__``, which runs after the checks.
 
     Args:
         cls: Class to decorate.
-        of: Name of the function that takes these options as arguments. Messages name it instead of the class.
+        owner: Name of the function that takes these options as arguments. Messages name it instead of the class.
         kwargs: Further arguments of :func:`dataclasses.dataclass`.
     """
 
     def decorate(cls: Any) -> Any:
         result: Any = dataclass(**{"frozen": True, **kwargs})(cls)
-        result.__init__ = _check_calls(result.__init__, result, of or cls.__name__)
+        result.__init__ = _check_calls(result.__init__, result, owner or cls.__name__)
         return result
 
     return decorate if cls is None else decorate(cls)

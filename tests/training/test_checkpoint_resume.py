@@ -116,24 +116,24 @@ def default_sigint():
     signal.signal(signal.SIGINT, before)
 
 
-@pytest.mark.parametrize("how", ["raised in the step", "signal in the step", "signal in validation"])
-def test_interrupted_runs_are_saved_and_resumed(tmp_path, capsys, how, default_sigint):
+@pytest.mark.parametrize("source", ["raised in the step", "signal in the step", "signal in validation"])
+def test_interrupted_runs_are_saved_and_resumed(tmp_path, capsys, source, default_sigint):
     calls = {"steps": 0, "validations": 0}
 
     def interrupted(model, batch, clock):
         calls["steps"] += 1
         torch.rand(3)
         result = step(model, batch, clock)
-        if calls["steps"] == 6 and how == "raised in the step":
+        if calls["steps"] == 6 and source == "raised in the step":
             raise KeyboardInterrupt
-        if calls["steps"] == 6 and how == "signal in the step":
+        if calls["steps"] == 6 and source == "signal in the step":
             os.kill(os.getpid(), signal.SIGINT)
         return result
 
     def validate(model):
         calls["validations"] += 1
         value = torch.rand(()).item()
-        if calls["validations"] == 2 and how == "signal in validation":
+        if calls["validations"] == 2 and source == "signal in validation":
             os.kill(os.getpid(), signal.SIGINT)
         return {"nll": value}
 
@@ -145,7 +145,8 @@ def test_interrupted_runs_are_saved_and_resumed(tmp_path, capsys, how, default_s
     assert "last.safetensors" in capsys.readouterr().err
     stored = load_tensors(tmp_path / "last.safetensors")[1]["position"]
     assert (
-        stored["step"] == {"raised in the step": 5, "signal in the step": 6, "signal in validation": 8}[how]
+        stored["step"]
+        == {"raised in the step": 5, "signal in the step": 6, "signal in validation": 8}[source]
     )
 
     network, optimizer, _ = make()
@@ -253,9 +254,11 @@ def test_best_weights_are_restored(tmp_path):
     assert equal(weights(network), snapshots[1])
     assert not equal(snapshots[1], snapshots[3])
     fresh, fresh_optimizer, fresh_schedule = make(schedule=True)
-    again = options(tmp_path, epochs=9, early_stop=rule, schedule_every="epoch", resume=True)
-    done = train(fresh, step, fresh_optimizer, loader(), again, schedule=fresh_schedule, validate=validate)
-    assert done == history
+    resume = options(tmp_path, epochs=9, early_stop=rule, schedule_every="epoch", resume=True)
+    resumed = train(
+        fresh, step, fresh_optimizer, loader(), resume, schedule=fresh_schedule, validate=validate
+    )
+    assert resumed == history
     assert equal(weights(fresh), snapshots[1])
     assert load_tensors(tmp_path / "last.safetensors")[1]["settings"] == {"note": 1}
 
@@ -300,7 +303,7 @@ def test_resumed_runs_warn_about_changed_settings(tmp_path):
     (warning,) = [entry.message for entry in caught]
     assert warning.kind == "changed settings"
     assert warning.fields["changed"] == {"beta": (1.0, 2.0)}
-    assert warning.fields["kept"] == {"lr": (0.05, 0.5)}
+    assert warning.fields["ignored"] == {"lr": (0.05, 0.5)}
     assert other.param_groups[0]["lr"] == 0.05
 
 

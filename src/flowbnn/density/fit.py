@@ -24,7 +24,7 @@ from flowbnn.transforms.base import check_distribution_module
 Fraction = Annotated[float, Bounds(ge=0, lt=1)]
 
 
-@options(kw_only=True, of="fit_density")
+@options(kw_only=True, owner="fit_density")
 class DensityOptions(TrainingOptions):
     """Options of :func:`fit_density`: those of :class:`~flowbnn.training.TrainingOptions`, and these.
 

@@ -68,7 +68,7 @@ class TargetFit:
         }
 
 
-@options(kw_only=True, of="fit_target")
+@options(kw_only=True, owner="fit_target")
 class TargetOptions(TrainingOptions):
     """Options of :func:`fit_target`: those of :class:`~flowbnn.training.TrainingOptions`, and these.
 

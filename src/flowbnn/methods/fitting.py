@@ -55,7 +55,7 @@ SchedulerFactory = Callable[[torch.optim.Optimizer, int], Any]
 Loss = Callable[[Forward, Any, Clock], LossAndLogs]
 
 
-@options(kw_only=True, of="fit")
+@options(kw_only=True, owner="fit")
 class FitOptions(TrainingOptions):
     """Options of every ``fit``: those of the training run (:class:`~flowbnn.training.TrainingOptions`) and these.
 

@@ -41,7 +41,7 @@ ADAPTIVE_ROWS = 4096  # adaptive sampling drops settled inputs, so it needs many
 PASS_BYTES = {"cpu": 3 * 2**24, "cuda": 2**33}
 
 
-@options(of="predict")
+@options(owner="predict")
 class PredictOptions:
     """Options of a prediction.
 

@@ -301,15 +301,15 @@ class RunState:
             return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
 
         changed = differences("settings", self.settings)
-        kept = differences("hyperparameters", self.hyperparameters)
+        ignored = differences("hyperparameters", self.hyperparameters)
         words = [f"{name} changes from {before} to {after}" for name, (before, after) in changed.items()]
-        words += [f"{name} stays {before}, not {after}" for name, (before, after) in kept.items()]
+        words += [f"{name} stays {before}, not {after}" for name, (before, after) in ignored.items()]
         if words:
             warn(
                 f"'{self.path}' is resumed with other settings: {'; '.join(words)}; to start again, use resume=False",
                 kind="changed settings",
                 changed=changed,
-                kept=kept,
+                ignored=ignored,
             )
 
 
@@ -384,15 +384,15 @@ def check_weights(
     expected = model.state_dict()
 
     def describe(name: str) -> str:
-        stored, own = state.get(name), expected.get(name)
         if name not in state or name not in expected:
             return "is not stored" if name not in state else "is not here"
-        if not isinstance(stored, Tensor) or not isinstance(own, Tensor):
-            return "" if type(stored) is type(own) else "has another type"
-        if stored.shape != own.shape:
-            return f"is {tuple(stored.shape)} in the file, {tuple(own.shape)} here"
-        if stored.dtype != own.dtype:
-            return f"is {stored.dtype} in the file, {own.dtype} here".replace("torch.", "")
+        stored, current = state[name], expected[name]
+        if not isinstance(stored, Tensor) or not isinstance(current, Tensor):
+            return "" if type(stored) is type(current) else "has another type"
+        if stored.shape != current.shape:
+            return f"is {tuple(stored.shape)} in the file, {tuple(current.shape)} here"
+        if stored.dtype != current.dtype:
+            return f"is {stored.dtype} in the file, {current.dtype} here".replace("torch.", "")
         return ""
 
     differences = {

@@ -41,7 +41,7 @@ from flowbnn.training.options import length_of
 from flowbnn.training.progress import terminal
 
 
-@options(kw_only=True, of="fit")
+@options(kw_only=True, owner="fit")
 class NoiseFitOptions(FitOptions):
     """Options of :func:`~flowbnn.fit`, which explains them."""
 
