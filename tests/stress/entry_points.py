@@ -126,17 +126,18 @@ INTERNAL = """
     absorbs align_batch_axes Amortized append_log_variance average average_outputs Base Bernoulli.log_prob BlockTriangular.assign
     BlockTriangular.variances bounded build build_joint canonical_targets Categorical.log_prob check check_members check_weights
     chosen Clock collect compute connect context_of coupling_options current_row_shard cut Decision Decoder DiagonalNormal
-    DiagonalStudent Digits DiscretizedLogistic distribution Divergence divergence Divergences divergences document draw
+    DiagonalStudent Digits DiscretizedLogistic distribution Divergence divergence divergences Divergences document draw
     draw_with_kl expand extract_features first_nonfinite_layer fit_point FixedNoise flat_draw flatten Flow flow_matching_loss
     FlowBNNError FlowBNNWarning FlowNoise forward_shape from_dict from_points from_state from_states Gaussian.log_prob History
     improves initialize InputNoise Interval inverse_shape is_main_process is_torchrun_worker join kernel LayerHealth Layout
-    layout_of like Likelihood log_density log_variance looks make_autoregressive make_coupling make_noise_modes make_split_noise
-    make_step Marginal MemberPosterior moments move net network_of Noise NoiseContext NoiseGroup NoiseMode NoisePosterior
-    NormalMixture num_processes OneHotVectors Optimum outputs passes plan PointPosterior Posterior posterior potential Prediction
-    Predictive prior_log_prob problem push push_normal read read_point rearrange Recipe recipe_from_dict register_layer
-    ReliabilityBin restore RiskCoverage rules run_on_main sample_codes set_loc_and_scale set_row_shard set_statistics settings
-    settled setup shared_draws side split standard standard_log_prob start state step step_schedule stream tensors terms to_dict
-    track train training_loss Transform transforms Univariate velocity VGG16 weight_scale WeightPosterior weights wrappable
+    layout_of like Likelihood log_density log_variance looks make_autoregressive make_coupling make_levels make_noise_modes
+    make_pixel_noise make_split_noise make_step Marginal MemberPosterior moments move net network_of Noise NoiseContext NoiseGroup
+    NoiseMode NoisePosterior NormalMixture num_processes OneHotVectors Optimum outputs passes plan PointPosterior Posterior
+    posterior potential Prediction Predictive prior_log_prob problem push push_normal read read_point rearrange Recipe
+    recipe_from_dict register_layer ReliabilityBin restore RiskCoverage rules run_on_main sample_codes set_loc_and_scale
+    set_row_shard set_statistics settings settled setup shared_draws side side_length split standard standard_log_prob start state
+    step step_schedule stream tensors terms to_dict track train training_loss Transform transforms Univariate velocity VGG16
+    weight_scale WeightPosterior weights wrappable
 """.split()  # noqa: SIM905
 SKIPPED_ARGUMENTS = {
     "devices",
@@ -257,6 +258,7 @@ def entry_points_of_fit(fit: Fit | str) -> list[EntryPoint]:
 # shapes of the inputs of transforms that do not take vectors of length 3
 INPUT_SHAPES = {
     "Argmax": (5, 9),
+    "Augment": (5, 3),
     "ChannelsFirst": (4, 4, 4),
     "Checkerboard": (4, 4, 4),
     "Dequantization": (5, 3),
