@@ -271,6 +271,7 @@ class NormalMixture(_VectorDistribution):
 
     @property
     def components(self) -> int:
+        """Number of components."""
         return self.loc.shape[-2]
 
     @property

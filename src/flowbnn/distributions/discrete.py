@@ -98,7 +98,7 @@ def discretized_logistic(
     """Returns a discretized logistic mixture for unconstrained parameters.
 
     A broad component of a fixed small weight covers all values. Without it an unexpected integer costs its distance in units of the
-    scales, thousands of bits, and the gradients of a few such integers dominate all others.
+    scales, thousands of bits. The gradients of a few such integers would dominate all others.
 
     Args:
         raw: Parameters ``(..., 3 * components * dim)``. Zeros spread the components over 0 to ``values``.

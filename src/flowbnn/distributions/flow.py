@@ -272,6 +272,11 @@ class Divergence(NamedTuple):
     Args:
         kl: KL divergence to the prior.
         entropy: Entropy of the posterior.
+
+    >>> q = DiagonalNormal(torch.zeros(1), torch.ones(1))
+    >>> kl, entropy = divergence(q, q)
+    >>> kl.item(), round(entropy.item(), 4)
+    (0.0, 1.4189)
     """
 
     kl: Tensor

@@ -52,6 +52,7 @@ def _scalar_constraint(constraint: Any) -> Any:
 
 
 def _is_real(constraint: Any) -> bool:
+    """Returns True for the constraint of all real numbers."""
     return isinstance(constraint, type(constraints.real))
 
 

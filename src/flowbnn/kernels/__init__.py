@@ -1,7 +1,7 @@
 r"""Fast evaluation of chains of planar and LU maps, by the best code for the device.
 
-A chain on a layer of a few hundred channels consists of about a hundred tiny operations, each of which takes longer to start than to
-compute. :func:`evaluate` evaluates one chain, :func:`evaluate_many` the chains of all layers at once. They choose between three
+A chain on a layer of a few hundred channels consists of about a hundred tiny operations. Each takes longer to start than to compute.
+:func:`evaluate` evaluates one chain, :func:`evaluate_many` the chains of all layers at once. They choose between three
 implementations:
 
 ==============================  ===============================================================================
@@ -37,6 +37,11 @@ class Chain(NamedTuple):
     Args:
         shape: Structure of the chain.
         weights: ``w``, ``u``, ``b`` of the planar maps and ``factors`` of the LU maps, as in :mod:`flowbnn.kernels.reference`.
+
+    >>> from flowbnn.transforms import PlanarLU
+    >>> chain = PlanarLU(3, [("planar", 2), ("lu", 1)]).chain
+    >>> [tuple(weight.shape) for weight in chain.weights]
+    [(2, 3), (2, 3), (2,), (1, 3, 3)]
     """
 
     shape: ChainShape
@@ -109,6 +114,12 @@ def evaluate_many(groups: Sequence[Group]) -> list[tuple[Tensor, Tensor | None]]
 
     Returns:
         For each group the values, concatenated as its vectors, and the log-determinants ``[chains, rows]`` or None.
+
+    >>> from flowbnn.transforms import Planar
+    >>> group = Group([Planar(2).chain, Planar(3).chain], torch.zeros(4, 5), log_det=True)
+    >>> x, log_dets = evaluate_many([group])[0]
+    >>> x.shape, log_dets.shape
+    (torch.Size([4, 5]), torch.Size([2, 4]))
     """
     first = groups[0].vectors
     on_gpu = [all(_on_gpu(chain, group.vectors, first) for chain in group.chains) for group in groups]

@@ -127,6 +127,7 @@ def _split_outputs(outputs: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]
 def _evaluate(
     vectors: Sequence[Tensor], weights: Sequence[Tensor], save: bool, *numbers: Any
 ) -> list[Tensor]:
+    """Applies the chains of all groups. Returns values, log-determinants and saved tensors of all groups."""
     tasks = _make_tasks(OperatorLists(*numbers), vectors, weights)
     outputs = [task.outputs(save) for task in tasks]  # allocated on the stream that uses them afterwards
     _run_on_streams(tasks, lambda index: launch.forward(tasks[index], save, *outputs[index]))
@@ -152,6 +153,7 @@ def _evaluate_backward(
     grad_log_dets: Sequence[Tensor],
     *numbers: Any,
 ) -> list[Tensor]:
+    """Returns the gradients to the vectors of all groups, and then to their parameters."""
     tasks = _make_tasks(OperatorLists(*numbers), vectors, weights)
     outputs = _gradients(tasks, grad_x)
 
@@ -177,6 +179,7 @@ def _(vectors: Any, weights: Any, saved: Any, grad_x: Any, grad_log_dets: Any, *
 
 
 def _setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+    """Saves what the derivative of the operator needs."""
     vectors, weights, _, *ctx.numbers = inputs
     ctx.sizes = len(vectors), len(weights)
     ctx.set_materialize_grads(False)
@@ -186,6 +189,7 @@ def _setup_context(ctx: Any, inputs: Any, output: Any) -> None:
 
 
 def _backward(ctx: Any, grads: Sequence[Tensor | None]) -> Any:
+    """Returns the gradients of the operator to its arguments."""
     tensors, (first, second) = list(ctx.saved_tensors), ctx.sizes
     vectors, weights, saved = tensors[:first], tensors[first : first + second], tensors[first + second :]
     tasks, no_gradients = (

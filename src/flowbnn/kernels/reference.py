@@ -29,6 +29,10 @@ class ChainShape(NamedTuple):
         linear: Total number of LU maps.
         margin: Smallest value of :math:`1 + w^\top \hat u`.
         bound: Largest absolute value of :math:`\log U_{ii}`.
+
+    >>> from flowbnn.transforms import PlanarLU
+    >>> PlanarLU(3, [("planar", 2), ("lu", 1)]).chain_shape.runs
+    ((True, 2), (False, 1))
     """
 
     dim: int

@@ -160,8 +160,8 @@ def planar_backward(
 ):  # fmt: skip
     r"""Computes the gradient of a run of planar maps to its input.
 
-    ``scalars`` ``[3, size, rows]`` receives for each map and row the gradients to :math:`a` and to :math:`1 + w^\top \hat u`, and the
-    product of :math:`w` with the gradient to the output of the map.
+    ``scalars`` ``[3, size, rows]`` receives three numbers for each map and row: the gradient to :math:`a`, the gradient to
+    :math:`1 + w^\top \hat u`, and the product of :math:`w` with the gradient to the output of the map.
     """
     flow = tl.program_id(1)
     w_ptr, u_ptr, a_ptr = (

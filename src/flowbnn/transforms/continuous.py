@@ -28,9 +28,9 @@ class NeuralODE(BidirectionalTransform):
     .. math:: \log|\det| = \int_0^1 \operatorname{tr} \frac{\partial f}{\partial z}(t, z(t), c)\, dt
 
     Continuous flows (Chen et al. 2018) and FFJORD (Grathwohl et al. 2019), which estimates the trace by :math:`e^\top J e` with one
-    vector :math:`e` of random signs for the whole solution (Hutchinson). For the default net of one or two hidden layers, the trace
-    is exact in any dimension at the cost of one more matrix product, :math:`s_2^\top \left(W_2 \odot (W_1 W_3)^\top\right) s_1` with
-    the slopes :math:`s_1, s_2` of the activations.
+    vector :math:`e` of random signs for the whole solution (Hutchinson). For the default net of one or two hidden layers the trace is
+    exact in any dimension. It costs one more matrix product, :math:`s_2^\top \left(W_2 \odot (W_1 W_3)^\top\right) s_1` with the
+    slopes :math:`s_1, s_2` of the activations.
 
     Both directions cost a numerical solution (Dormand & Prince, order 5). Every row keeps to the tolerances. Gradients solve the
     adjoint equation backwards in constant memory. Second derivatives, and all derivatives with ``adjoint=False``, pass through the

@@ -24,7 +24,7 @@ class Coupling(ConditionedTransform):
 
     The net reads :math:`q(z) = z / (1 + |z| / 5)`, which is close to :math:`z` for typical noise and flat far out. A number of size
     :math:`r` carries a rounding error of size :math:`r\epsilon`. A net without this compression multiplies the error from layer to
-    layer, so that a deep trained stack cannot be inverted at distant points in any precision.
+    layer. A deep trained stack then cannot be inverted at distant points in any precision.
 
     Each direction calls the net once. Stack couplings with alternating ``flip``, or with permutations between them.
 

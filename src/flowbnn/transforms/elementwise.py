@@ -72,6 +72,7 @@ class Tanh(_MonotoneTransform):
 
     @staticmethod
     def _log_slope(z: Tensor) -> Tensor:
+        """Returns the logarithm of the slope of tanh."""
         return 2.0 * (math.log(2.0) - z + F.logsigmoid(2.0 * z))
 
 
@@ -238,8 +239,8 @@ class Affine(BidirectionalTransform):
 class ActNorm(Affine):
     r"""Activation normalization: elementwise affine map :math:`x = e^{s} \odot z + t` that starts by normalizing its data.
 
-    In training mode the first batch of two rows or more sets :math:`s` and :math:`t` so that the output has mean zero and variance
-    one, in the direction of the call (Kingma & Dhariwal 2018, section 3.1). After that they are ordinary parameters. A constant
+    In training mode the first batch of two rows or more sets :math:`s` and :math:`t`. The output then has mean zero and variance one,
+    in the direction of the call (Kingma & Dhariwal 2018, section 3.1). After that they are ordinary parameters. A constant
     column is only centred. The flag ``initialized`` is in the ``state_dict``, so that a loaded map is not initialized again. With
     several processes, make the first call before the parameters are distributed; otherwise each process starts from its own batch.
 

@@ -23,7 +23,7 @@ class LULinear(BidirectionalTransform):
     ``(B, H, W, C)`` it is Glow's invertible 1x1 convolution.
 
     Both factors are stored in one ``dim x dim`` parameter, as in LAPACK. Its strict triangles are those of :math:`L` and :math:`U`
-    times :math:`\sqrt D`, so that the effect of a step of one size does not depend on :math:`D`. Its diagonal holds :math:`d` before
+    times :math:`\sqrt D`, so that the effect of an optimizer step does not depend on :math:`D`. Its diagonal holds :math:`d` before
     the bound. The map starts at the identity, except for small random entries off the diagonal.
 
     Args:

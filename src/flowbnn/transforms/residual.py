@@ -40,7 +40,7 @@ class Residual(Transform):
     grow with the number of terms. Second derivatives are not available.
 
     Forward costs one pass. ``inverse`` iterates :math:`z \leftarrow x - g(z)` and attaches the root by two Newton steps with a
-    constant Jacobian, so that first and second derivatives are those of the implicit function. For a density use
+    constant Jacobian. First and second derivatives are therefore those of the implicit function. For a density use
     ``Inverse(Residual(dim))``.
 
     Args:
