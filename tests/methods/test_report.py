@@ -188,3 +188,21 @@ def test_one_warning_for_each_problem():
     assert [one.message.fields["kind"] for one in caught] == ["idle", "prior"]
     assert collapsed_layers(caught, "idle") == ["first", "second"]
     assert collapsed_layers(caught, "prior") == [f"deep.{number}" for number in range(8)]
+
+
+@pytest.mark.filterwarnings(
+    "ignore::flowbnn.errors.FlowBNNWarning"
+)  # a short fit leaves the noise at its prior
+def test_networks_whose_buffers_are_resized_have_a_report():
+    class Cached(nn.Linear):
+        def __init__(self, *sizes):
+            super().__init__(*sizes)
+            self.register_buffer("cache", torch.zeros(0))
+
+        def forward(self, x):
+            self.cache = torch.cat([self.cache, x.new_ones(1)])
+            return super().forward(x)
+
+    model = fb.to_stochastic(Cached(2, 2), {"*": NormalAffine()})
+    posterior = fb.fit(model, [rings(64, 1)], epochs=2, seed=0, **QUIET)
+    assert posterior.report.elbo is not None

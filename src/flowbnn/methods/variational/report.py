@@ -75,10 +75,11 @@ class InitialState:
 
 @torch.no_grad()
 def _copy_into(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Copies values into the parameters and buffers of a module."""
+    """Copies values into the parameters and buffers of a module. Buffers that were resized, such as caches, are left out."""
     own = dict(module.named_parameters()) | dict(module.named_buffers())
     for name, value in tensors.items():
-        own[name].copy_(value)
+        if name in own and own[name].shape == value.shape:
+            own[name].copy_(value)
 
 
 @dataclass(frozen=True)
