@@ -55,7 +55,7 @@ def sampling(model, samples, strategy="auto", cache=None, **options):
         sampler = NoiseSampler(prediction)
 
         def draw(inputs, start=0, stop=samples):
-            inputs, trace = prediction.to_device(inputs), prediction.measure(inputs)
+            trace, inputs = prediction.measure(inputs), prediction.to_device(inputs)
             strategies = {
                 "auto": sampler.outputs,
                 "vmap": sampler.run_vmap,

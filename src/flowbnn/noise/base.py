@@ -7,7 +7,7 @@ A forward pass stores nothing on the module. What it needs is in its :class:`~fl
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from copy import deepcopy
 from typing import Any, Literal
 
@@ -35,9 +35,9 @@ Site = Literal["channel", "position"]
 BLOCK = 32  # shared draws per seed, so that draw s does not depend on the number of draws
 
 
-def block_generators(samples: int, seed: int, generator: torch.Generator) -> Iterator[torch.Generator]:
-    """Yields the generator once per block of shared draws, seeded for that block."""
-    return (generator.manual_seed(seed + 7919 * block) for block in range(-(-samples // BLOCK)))
+def block_seeds(samples: int, seed: int) -> range:
+    """Returns the seeds of the blocks of shared draws."""
+    return range(seed, seed + 7919 * -(-samples // BLOCK), 7919)
 
 
 class Noise(nn.Module, ABC):
@@ -114,7 +114,10 @@ class Noise(nn.Module, ABC):
         if self.site == "position":
             return self.shared_maps((), 0, samples, seed, device)
         with torch.no_grad():
-            draws = self.draw_each((BLOCK,), block_generators(samples, seed, torch.Generator(device)))
+            generator = torch.Generator(device)
+            draws = self.draw_each(
+                (BLOCK,), (generator.manual_seed(each) for each in block_seeds(samples, seed))
+            )
             return draws.flatten(0, 1)[:samples]
 
     def shared_maps(
@@ -149,7 +152,8 @@ class Noise(nn.Module, ABC):
                     memo[self.key, "mean"] = self.mean()
             return memo[self.key, "mean"].view(1, *(1,) * len(at), dim)
         if context.source is not None:
-            vectors = context.source.draws(self, at, self._count_call(forward), device)
+            call = 0 if self.site == "channel" else self._count_call(forward)
+            vectors = context.source.draws(self, at, call, device)
             if len(vectors) not in (1, rows):
                 raise RowCountChanged(f"a layer has {rows} rows, but draws for {len(vectors)}")
             return vectors
@@ -165,7 +169,7 @@ class Noise(nn.Module, ABC):
 
     def _count_call(self, forward: ForwardState | None) -> int:
         """Returns the number of earlier calls of this layer in the pass; each has its own draws at site ``position``."""
-        if self.site == "channel" or forward is None or not forward.reuses_draws():
+        if forward is None or not forward.reuses_draws():
             return 0
         call = forward.calls.get(self.key, 0)
         forward.calls[self.key] = call + 1

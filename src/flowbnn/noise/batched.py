@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from flowbnn import kernels
 from flowbnn.distributions import Divergence
 from flowbnn.kernels import Group
-from flowbnn.noise.base import BLOCK, Noise, block_generators
+from flowbnn.noise.base import BLOCK, Noise, block_seeds
 from flowbnn.noise.batched_normals import Gaussians, Mixtures
 from flowbnn.noise.contexts import (
     ForwardState,
@@ -276,9 +276,12 @@ class SharedDraws:
     """
 
     def __init__(self, layers: Sequence[Noise], modes: Mapping[int, NoiseMode], device: torch.device) -> None:
-        self.layers, self.modes, self.device = {layer.key: layer for layer in layers}, modes, device
-        # contiguous, because compiled functions are specialized to strides
-        self.vectors = {key: draws.contiguous() for key, draws in shared_draws(layers, modes, device).items()}
+        self.layers, self.modes, self.device = dict[int, Noise](), modes, device
+        for layer in layers:
+            self.layers[layer.key] = layer
+        self.vectors = shared_draws(layers, modes, device)
+        for key, draws in self.vectors.items():  # compiled functions are specialized to strides
+            self.vectors[key] = draws.contiguous()
 
     def tensors(
         self, shapes: Iterable[tuple[int, int, Shape]], start: int, stop: int
@@ -333,7 +336,10 @@ def shared_draws(
     others: list[Noise] = []
     for layer in layers:
         if layer.site == "channel":
-            plain = layer.gaussian_base is not None and layer.uses_default_draw and not layer.reads_batch
+            noise: Any = layer
+            plain = noise.gaussian_base is not None and noise.uses_default_draw
+            if plain and noise.normalizing:
+                plain = not noise.reads_batch
             (group if plain else others).append(layer)
     draws: dict[int, Tensor] = {}
     with torch.no_grad():
@@ -342,8 +348,9 @@ def shared_draws(
             for layer in gaussians.layers:
                 _, samples, seed, _ = modes[layer.key]
                 blocks = []
-                for block_generator in block_generators(samples, seed, generator):
-                    blocks.append(gaussians.normal(BLOCK, layer.layout.dim, block_generator))
+                for block_seed in block_seeds(samples, seed):
+                    generator.manual_seed(block_seed)
+                    blocks.append(gaussians.normal(BLOCK, layer.layout.dim, generator))
                 normals.append(torch.cat(blocks)[:samples])
             with without_autocast(group):
                 draws = gaussians.draws_from(torch.cat(normals, -1))

@@ -163,7 +163,10 @@ class Gaussians:
         return divergences_of(self.layers, kls, entropies)
 
     def _by_key(self, values: Any) -> dict[int, Any]:
-        return {noise.key: value for noise, value in zip(self.layers, values, strict=True)}
+        result: dict[int, Any] = {}
+        for noise, value in zip(self.layers, values, strict=True):
+            result[noise.key] = value
+        return result
 
     def _shared(self, rows: int, fresh: int, generator: OptionalGenerator, shard: RowShard | None) -> Tensor:
         """Returns normal numbers for ``rows`` rows and ``fresh`` more. A process with a shard keeps its own rows."""

@@ -162,7 +162,7 @@ class CompiledSampler:
         """Returns outputs ``[len(samples), rows, ...]``, or None after a warning if the network does not compile."""
         if not self.trace.compile_error:
             # compiled kernels assert strides, which torch's libraries may change later
-            errors = (*compile_errors(), UnexpectedNoiseShape, AssertionError)
+            errors: tuple[type[Exception], ...] = (*compile_errors(), UnexpectedNoiseShape, AssertionError)
             try:
                 with evaluation_mode(self.prediction.source_model):
                     return self.outputs(inputs, samples)

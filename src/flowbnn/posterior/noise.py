@@ -72,9 +72,10 @@ class NoisePosterior(Posterior):
 
     def outputs(self, inputs: Any, samples: range, prediction: Prediction) -> Tensor:
         """Returns the outputs of some samples by the strategy that suits the network."""
-        inputs, trace = prediction.to_device(inputs), prediction.measure(inputs)
-        sampler = prediction.state.get("sampler", lambda: NoiseSampler(prediction))
-        return sampler.outputs(inputs, samples, trace)
+        trace, state = prediction.measure(inputs), prediction.state.values
+        if "sampler" not in state:
+            state["sampler"] = NoiseSampler(prediction)
+        return state["sampler"].outputs(prediction.to_device(inputs), samples, trace)
 
     @checked
     def sample(self, seed: int | None = None) -> nn.Module:
@@ -241,9 +242,11 @@ class NoiseSampler:
         """Returns True if vmap is expected to be faster than one network after the other."""
         if trace.prefix_share > PREFIX_SHARE[self.device_kind]:
             return True
-        size, samples = self.chunk_sizes(inputs, 2, trace)
-        if samples < 2 or trace.flops_per_row * size < SEQUENTIAL_FLOPS[self.device_kind]:
-            return samples > 1
+        total = rows(inputs)
+        if 2 * total > self.prediction.row_limit:  # one sample fills the pass
+            return False
+        if trace.flops_per_row * total < SEQUENTIAL_FLOPS[self.device_kind]:
+            return True
         return self.device_kind == "cpu" and not self.absorbed_layers(trace)
 
     def chunk_sizes(self, inputs: Any, num_samples: int, trace: ForwardTrace) -> tuple[int, int]:
@@ -273,7 +276,9 @@ class NoiseSampler:
         while first < samples.stop:
             limit = prediction.row_limit
             size, count = self.chunk_sizes(inputs, samples.stop - first, trace)
-            shared = self.draw_shared(trace, first, count)
+            shared: list[Tensor] = []
+            if self.generator is None:
+                shared += self.shared.tensors(trace.noise_shapes, first, first + count).values()
             parts: list[Tensor] = []
             for start in range(0, total, size):
                 chunk = inputs if size >= total else take(inputs, start, start + size)
@@ -297,12 +302,6 @@ class NoiseSampler:
         if has_row_axis(inputs):
             check_rows(outputs[0], total)
         return outputs
-
-    def draw_shared(self, trace: ForwardTrace, first: int, count: int) -> list[Tensor]:
-        """Returns the draws of ``count`` samples that all inputs share, one tensor per call of a layer."""
-        if self.generator is not None:
-            return []
-        return list(self.shared.tensors(trace.noise_shapes, first, first + count).values())
 
     def draw_examples(self, trace: ForwardTrace, count: int, num_rows: int) -> list[Tensor]:
         """Returns draws ``[count, num_rows, *at, dim]`` of which every example has its own, one tensor per call of a layer."""

@@ -206,9 +206,8 @@ class Prediction:
 
     def to_device(self, inputs: Any) -> Any:
         """Returns the inputs on the device of the network and in its precision, and sets the row limit."""
-        if rows(inputs) == 0:
-            raise FlowBNNError("the batch has no rows to predict", kind="empty")
-        self.max_rows(inputs)
+        if not self.row_limit:
+            self.measure(inputs)
         return move(inputs, self.device, self.dtype)
 
     def max_rows(self, inputs: Any) -> int:
@@ -225,6 +224,8 @@ class Prediction:
 
         The measurements are empty if memory runs out.
         """
+        if rows(inputs) == 0:
+            raise FlowBNNError("the batch has no rows to predict", kind="empty")
         trace = self.attempt(partial(self.trace, inputs), 2)
         self.row_limit = self.row_limit or self.options.max_batch or 0
         if not self.row_limit and trace is not None:
@@ -244,8 +245,9 @@ class Prediction:
 
     def trace(self, inputs: Any) -> ForwardTrace:
         """Returns the measurements of a pass over two rows, made once per shape and precision of the inputs."""
-        shapes = tuple([(tensor.shape[1:], tensor.dtype) for tensor in tensors_of(inputs)])
-        key = ("trace", self.half, shapes)
+        key: tuple[Any, ...] = ("trace", self.half)
+        for tensor in tensors_of(inputs):
+            key += (tensor.shape[1:], tensor.dtype)
         if key not in self.cache.values:
             few = move(take(inputs, 0, 2) if has_row_axis(inputs) else inputs, self.device, self.dtype)
             self.cache.values[key] = trace_forward(self.eval_model, few)
@@ -301,8 +303,8 @@ class Prediction:
     ) -> Iterator[tuple[Tensor, int, int, int]]:
         """Yields the outputs of each chunk, its first and last row, and the number of all rows."""
         if not has_row_axis(inputs):
-            outputs = network(inputs)
-            yield outputs, 0, len(outputs), len(outputs)
+            every_row = network(inputs)
+            yield every_row, 0, len(every_row), len(every_row)
             return
         total, start = rows(inputs), 0
         while start < total:
