@@ -1,4 +1,4 @@
-"""Helper modules of these tests are imported by name."""
+"""Makes the helper modules of these tests importable by name."""
 
 import sys
 from pathlib import Path

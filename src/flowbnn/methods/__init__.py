@@ -1,4 +1,4 @@
-"""One file for each method; ``method.fit`` gives a posterior, a posterior predicts."""
+"""Methods that fit posteriors, one file each: ``method.fit(network, loader)`` returns a posterior."""
 
 from flowbnn.methods.base import METHODS, FitOptions, Method, register_method
 from flowbnn.methods.damp import DAMP

@@ -34,7 +34,6 @@ from flowbnn.posterior.noise import NoisePosterior
 from flowbnn.regression import set_noise_scale
 from flowbnn.training import track
 
-DEFAULT_SCALE = 0.5  # standard deviation of the prior of the noise, as in NodeNoise
 CANDIDATE_SCALES = (0.25, 0.5, 1.0, 2.0)  # standard deviations that are compared on validation data
 MAX_FULL_DIM = 1000  # dimension above which one covariance matrix per mode would take too much memory
 MAX_ROWS = 4096  # rows of one forward pass, those of all members together
@@ -95,12 +94,11 @@ class ModeEnsemble(Method):
         point = self.fit_point(model, loader, options, weight_decay=1.0 / num_data, prepared=prepared)
         model, likelihood = point.model.eval(), point.likelihood
         inputs, targets = move(data, device_of(model), dtype_of(model))
-        noisy_model = self._noisy_model(model, first_inputs, DEFAULT_SCALE)
+        default_scale = 0.5  # as in NodeNoise
+        noisy_model = self._noisy_model(model, first_inputs, default_scale)
         search = _ModeSearch(noisy_model, likelihood, inputs, targets, num_data, seed)
-        scales: tuple[float, ...] = (DEFAULT_SCALE,)
-        if self.prior_scale is not None:
-            scales = (self.prior_scale,)
-        elif options.validation is not None:
+        scales: tuple[float, ...] = (self.prior_scale or default_scale,)
+        if self.prior_scale is None and options.validation is not None:
             scales = CANDIDATE_SCALES
         best: ModePosterior | None = None
         validation_nll: dict[float, float] = {}

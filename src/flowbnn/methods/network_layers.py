@@ -6,15 +6,6 @@ from typing import Any
 
 from torch import nn
 
-DROPOUT_TYPES = (
-    nn.Dropout,
-    nn.Dropout1d,
-    nn.Dropout2d,
-    nn.Dropout3d,
-    nn.AlphaDropout,
-    nn.FeatureAlphaDropout,
-)
-
 
 def dropout_layers(model: nn.Module) -> list[Any]:
     """Returns the dropout layers of a network with a positive rate.
@@ -22,7 +13,8 @@ def dropout_layers(model: nn.Module) -> list[Any]:
     >>> dropout_layers(nn.Sequential(nn.Dropout(0.5), nn.Linear(2, 2), nn.Dropout(0.0)))
     [Dropout(p=0.5, inplace=False)]
     """
-    return [module for module in model.modules() if isinstance(module, DROPOUT_TYPES) and module.p > 0]
+    types = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+    return [module for module in model.modules() if isinstance(module, types) and module.p > 0]
 
 
 def layers_with_inner_dropout(model: nn.Module) -> dict[str, Any]:

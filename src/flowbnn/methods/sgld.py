@@ -89,7 +89,7 @@ class SGLD(Method):
         """Samples the posterior; see :meth:`Method.fit`. Validation evaluates the current network."""
         model, options = self.setup(network, loader, kwargs, "sampling with SGLD")
         if options.early_stop is not None:
-            raise FlowBNNError("SGLD does not support early_stop", argument="early_stop")
+            raise FlowBNNError("early_stop is unsupported", argument="early_stop")
         steps, num_data = total_steps(loader, self.epochs, "SGLD"), options.num_examples(loader)
         step_schedule = self.step_schedule(steps)
         if len(step_schedule.snapshot_steps) < self.samples:

@@ -178,8 +178,3 @@ class KroneckerBlock(CurvatureBlock):
         variances = coordinates.square() @ self.precision.reciprocal().to(coordinates.dtype).T  # [b, out]
         outer = self.tensors["outer_vectors"]
         return (outer * variances.unsqueeze(1)) @ outer.T
-
-
-BLOCK_TYPES: dict[str, type[CurvatureBlock]] = {
-    cls.kind: cls for cls in (DiagonalBlock, FullBlock, KroneckerBlock)
-}

@@ -94,11 +94,6 @@ def select_layers(model: nn.Module, calls: LayerCalls, pattern: str, structure: 
     modules, selected, assigned = parameter_modules(model), Layers(), set[str]()
     names = [name for name in modules if pattern == "all" or fnmatchcase(name, pattern)]
     names = calls.order[-1:] if pattern == "last" else names
-    if not names:
-        message = (
-            f"layers='{pattern}' matches no layer with weights{nearest(pattern, ['last', 'all', *modules])}"
-        )
-        raise FlowBNNError(message, kind="layer", argument="layers")
     parameter_names = {id(parameter): name for name, parameter in model.named_parameters()}
     norms = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm)
     for name in names:
@@ -116,11 +111,9 @@ def select_layers(model: nn.Module, calls: LayerCalls, pattern: str, structure: 
         if structure == "kron":
             _check_kronecker(model, name, module, calls)
     if not selected:
-        raise FlowBNNError(
-            f"layers='{pattern}' selects no trainable weights (Kronecker factors do not cover normalization layers)",
-            kind="layer",
-            argument="layers",
-        )
+        hint = nearest(pattern, ["last", "all", *modules])
+        message = f"layers='{pattern}' selects no trainable weights for structure='{structure}'{hint}"
+        raise FlowBNNError(message, kind="layer", argument="layers")
     _check_memory(structure, selected, free_memory(device_of(model)))
     return selected
 

@@ -20,7 +20,7 @@ from flowbnn.batches import (
 )
 from flowbnn.errors import pluralize
 from flowbnn.likelihoods import Likelihood
-from flowbnn.methods.laplace.blocks import BLOCK_TYPES, CurvatureBlock, DiagonalBlock, KroneckerBlock
+from flowbnn.methods.laplace.blocks import CurvatureBlock, DiagonalBlock, FullBlock, KroneckerBlock
 from flowbnn.methods.laplace.derivatives import Jacobian, check_likelihood, flat_outputs
 from flowbnn.methods.network_layers import disable_nested_tensors
 from flowbnn.options import checked
@@ -237,9 +237,10 @@ class LaplacePosterior(WeightPosterior):
 
     @classmethod
     def from_state(cls, point: Posterior, state: dict[str, Tensor], settings: dict[str, Any]) -> Self:
-        blocks, options = [], dict(settings)
+        blocks, options = list[CurvatureBlock](), dict(settings)
+        block_types = {cls.kind: cls for cls in (DiagonalBlock, FullBlock, KroneckerBlock)}
         for index, saved in enumerate(options.pop("blocks")):
             shapes = {name: point.model.get_parameter(name).shape for name in saved["names"]}
-            block_type = BLOCK_TYPES[saved["kind"]]
+            block_type = block_types[saved["kind"]]
             blocks.append(block_type(shapes, select_prefix(state, str(index)), float(saved["prior"])))
         return cls(point.model, point.likelihood, blocks, history=point.history, **options)

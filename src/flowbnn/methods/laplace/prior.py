@@ -24,9 +24,6 @@ from flowbnn.methods.laplace.blocks import CurvatureBlock, FullBlock
 from flowbnn.methods.laplace.curvature import Curvature, CurvatureFit
 from flowbnn.training import is_main_process
 
-# beyond these precisions the prior has no effect, or the weights are zero, in float32
-PRECISION_BOUNDS = (1e-10, 1e10)
-
 
 def bisect_log(increases: Callable[[float], bool], low: float, high: float) -> float:
     """Returns the positive number at which a function stops increasing, by bisection of its logarithm.
@@ -82,7 +79,11 @@ class QuadraticModel:
         return [float(group.sum()) for group in gamma.split(self.sizes)], squares, change
 
     def best_precisions(
-        self, noise: float = 1.0, start: list[float] | None = None, max_iterations: int = 500
+        self,
+        noise: float = 1.0,
+        start: list[float] | None = None,
+        max_iterations: int = 500,
+        bounds: tuple[float, float] = (1e-10, 1e10),
     ) -> list[float]:
         r"""Returns the precisions :math:`\delta'` that maximize the evidence.
 
@@ -92,12 +93,13 @@ class QuadraticModel:
             noise: Factor :math:`s^2` of the variance of the noise.
             start: Initial precisions of the iteration.
             max_iterations: Maximum number of iterations.
+            bounds: Smallest and largest precision. Beyond the default the prior has no effect, or the weights are zero, in float32.
 
         >>> model = QuadraticModel(torch.tensor([3.0]), torch.tensor([0.75]).sqrt(), None, [1])
         >>> round(model.best_precisions()[0], 6)  # solves 3 / (3 + d) = 0.75 d
         1.0
         """
-        low, high = PRECISION_BOUNDS
+        low, high = bounds
         if len(self.sizes) == 1:
 
             def increases(delta: float) -> bool:

@@ -16,7 +16,6 @@ from flowbnn.training import check_writable, is_main_process, track
 from flowbnn.training.storage import TensorFile, decode_state, encode_state, save_state
 
 Kernel = Callable[[ChainState, Tensor, Tensor, Sequence[torch.Generator]], tuple[ChainState, Transition]]
-RECORD_NAMES = ("position", "energy", *Transition._fields)
 
 
 class ChainSampler:
@@ -44,6 +43,8 @@ class ChainSampler:
     torch.Size([2, 5, 3])
     """
 
+    record_names = ("position", "energy", *Transition._fields)
+
     def __init__(
         self,
         potential: Potential,
@@ -66,7 +67,7 @@ class ChainSampler:
         self.starts = starts
         self.state: ChainState | None = None
         self.number = 0
-        self.draws: dict[str, list[Tensor]] = {name: [] for name in RECORD_NAMES}
+        self.draws: dict[str, list[Tensor]] = {name: [] for name in self.record_names}
         self.last_save = time.monotonic()
 
     def run(
@@ -187,7 +188,7 @@ class ChainSampler:
         num_chains, dim = self.starts.shape
         count = max(0, number - self.num_warmup) // self.thin
         positions = self.starts.new_empty(num_chains, count, dim, device="meta")
-        draws = dict.fromkeys(RECORD_NAMES, positions[..., 0]) | {"position": positions}
+        draws = dict.fromkeys(self.record_names, positions[..., 0]) | {"position": positions}
         tensors: dict[str, Tensor] = {}
         contents = {
             "state": ChainState(self.starts, self.warmup.step_size, self.starts)._asdict(),

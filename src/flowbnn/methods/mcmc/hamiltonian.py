@@ -247,6 +247,8 @@ def nuts_kernel(
     divergent = torch.zeros(num_chains, dtype=torch.bool, device=device)
     index = torch.arange(num_chains, device=device)  # chains that still double
     for level in range(max_depth):
+        if not len(index):
+            break
         draws = draw_uniforms([start.generators[chain] for chain in index.tolist()], 2**level + 2, device)
         forward = draws[:, 0] < 0.5
         end = where_state(forward, right[0].select(index), left[0].select(index))
@@ -260,8 +262,6 @@ def nuts_kernel(
         depth[index] += 1
         active = tree.active  # chains whose new half neither turned nor diverged
         index, forward = index[active], forward[active]
-        if not len(index):
-            break
         accepted = torch.log(draws[active, 1]) < tree.log_weight - log_weight[index]
         sample = sample.replace(index[accepted], tree.sample.select(accepted))
         left, right = (
@@ -274,8 +274,6 @@ def nuts_kernel(
         log_weight[index] = torch.logaddexp(log_weight[index], tree.log_weight)
         momentum_sum = momentum_sum.index_add(0, index, tree.momentum_sum)
         index = index[~has_turned(left[1][index], right[1][index], momentum_sum[index], mass[index])]
-        if not len(index):
-            break
     return sample, Transition(
         (acceptance / num_leaves).cpu(), divergent.cpu(), num_leaves.long().cpu(), depth.cpu()
     )

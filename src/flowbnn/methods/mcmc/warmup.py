@@ -25,9 +25,6 @@ from flowbnn.methods.mcmc.hamiltonian import (
     leapfrog,
 )
 
-# number of updates after which the averaged step size is better than the initial one
-MIN_UPDATES = 10
-
 
 def window_ends(length: int) -> tuple[int, list[int]]:
     """Returns the transition at which the first window begins, and the ends of all windows.
@@ -41,7 +38,7 @@ def window_ends(length: int) -> tuple[int, list[int]]:
         return length, []
     start, window, final = 75, 25, 50
     if start + window + final > length:
-        start, final = int(0.15 * length), max(MIN_UPDATES, int(0.2 * length))
+        start, final = int(0.15 * length), max(10, int(0.2 * length))
         window = length - start - final
     ends, end, last = [], start, length - final
     while end < last:
@@ -163,7 +160,8 @@ class Warmup:
             self.inverse_mass = (count / (count + 5.0)) * variance + 1e-3 * (5.0 / (count + 5.0))
             self.restart(state)
         if number + 1 == self.length:
-            log_size = self.average if self.updates >= MIN_UPDATES else self.center - math.log(10.0)
+            # the average of fewer than ten updates is worse than the initial step size
+            log_size = self.average if self.updates >= 10 else self.center - math.log(10.0)
             self.step_size = log_size.exp()
 
     def _update_step_size(self, acceptance: Tensor) -> None:

@@ -161,14 +161,9 @@ class GaussianWeightPosterior(WeightPosterior):
         if not std:
             raise FlowBNNError("std is empty", argument="std")
         for name, value in std.items():
-            if name not in parameters or value.shape != parameters[name].shape:
-                raise FlowBNNError(
-                    f"the network has no parameter '{name}' of shape {tuple(value.shape)}",
-                    kind="shape",
-                    argument="std",
-                )
-            if not bool((value >= 0).all()):
-                raise FlowBNNError(f"std of '{name}' must be at least 0", argument="std")
+            fits = name in parameters and value.shape == parameters[name].shape
+            if not fits or not bool((value >= 0).all()):
+                raise FlowBNNError(f"std['{name}'] must be non-negative and fit a parameter", argument="std")
         # in the order of the network, because draws depend on it and files do not store another
         self.shapes = {name: parameters[name].shape for name in parameters if name in std}
         self.flat_mean, self.flat_std = self.flatten(parameters), self.flatten(std)

@@ -37,7 +37,6 @@ MIN_DRAWS = 512  # per pass; below, the estimate of the curvature is too noisy
 MAX_DENSE_DIM = (
     512  # dimension up to which a linear system is solved by a matrix instead of conjugate gradients
 )
-NUM_LABELS = 3  # labels drawn for each example after convergence; before, one is accurate enough
 
 
 @dataclass
@@ -115,8 +114,8 @@ class _GaussianProblem:
             links = [ones.new_zeros(after, before) for before, after in pairwise(self.sizes)]
         return BlockGaussian(ones, blocks, links, loc, scale.square()).factorize()
 
-    def estimate(self, q: BlockGaussian, labels: int = NUM_LABELS) -> GaussianEstimate:
-        """Estimates the ELBO and its derivatives by one pass over the data."""
+    def estimate(self, q: BlockGaussian, labels: int) -> GaussianEstimate:
+        """Estimates the ELBO and its derivatives by one pass over the data, with this many drawn labels per example."""
         estimate = halve_rows_on_oom(self, lambda: self._estimate(q, labels))
         self.num_passes += 1
         return estimate
@@ -347,7 +346,8 @@ def _optimize(
         trace.append(estimate.elbo)
         if last_gaussians or (number > 8 and has_converged(trace, error)):
             last_gaussians.append(q)
-            size, labels = max(0.1, 0.8 * size), NUM_LABELS
+            # before convergence one drawn label per example is accurate enough
+            size, labels = max(0.1, 0.8 * size), 3
         else:
             size = min(max_size, 1.3 * size)
         if len(last_gaussians) == 8:
