@@ -497,7 +497,6 @@ def main() -> None:
     parser.add_argument(
         "--folder", type=Path, help="folder that --list searches instead of the whole library"
     )
-    parser.add_argument("--calls", action="store_true", help="print the traced calls as trees")
     options = parser.parse_args()
     if options.list:
         for name in options.list:
