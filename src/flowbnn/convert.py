@@ -129,9 +129,9 @@ def to_stochastic(
             groups.append((common, [name]))
     for recipe, names in groups:
         layouts = [_layout(model, name, layers[name], chosen[name]) for name in names]
-        parts = [recipe.build(layouts[0])] if recipe.joint is None else recipe.build_joint(layouts)
-        for name, part in zip(names, parts, strict=True):
-            _wrap(layers[name], part, chosen[name])
+        noises = [recipe.build(layouts[0])] if recipe.joint is None else recipe.build_joint(layouts)
+        for name, noise in zip(names, noises, strict=True):
+            _wrap(layers[name], noise, chosen[name])
     _add_group_hooks(model, list(noise_layers(model).values()))
     for module in model.modules():
         if isinstance(module, nn.TransformerEncoder) and module.use_nested_tensor:
@@ -267,11 +267,11 @@ class FixedNoise(Noise):
         name = "_".join(map(str, ("map", call, *at)))
         if self._buffers.get(name) is None:
             assert self.source is not None
-            noise, own, where = self.source
-            drawn = constant(lambda: noise.shared_maps(at, 0, 1, own, where, call).to(device))
+            noise, layer_seed, source_device = self.source
+            maps = constant(lambda: noise.shared_maps(at, 0, 1, layer_seed, source_device, call).to(device))
             if torch.compiler.is_exporting():
-                return drawn
-            self.register_buffer(name, drawn, persistent=False)
+                return maps
+            self.register_buffer(name, maps, persistent=False)
         return self.get_buffer(name)
 
 
@@ -326,13 +326,13 @@ def _replace_noise(model: nn.Module, fixed: Mapping[str, FixedNoise]) -> None:
     """Removes all noise from a network and keeps constant factors, in the weights where that is safe, else in buffers."""
     buffers: list[Noise] = []
     layers = noise_layers(model)
-    for part in model.modules():
-        _unhook(part)
+    for submodule in model.modules():
+        _unhook(submodule)
     for name, noise in layers.items():
         module: Any = model.get_submodule(name)
-        for child, part in list(module.named_children()):
-            if part is noise:
-                delattr(module, child)
+        for child_name, child in list(module.named_children()):
+            if child is noise:
+                delattr(module, child_name)
         factors = fixed.get(name)
         on_input = factors is not None and factors.site == "channel" and factors.layout.side == "input"
         if factors is not None and on_input and _absorbs(model, name):
@@ -360,10 +360,10 @@ def _absorbs(model: nn.Module, name: str) -> bool:
     if not absorbs(module):
         return False
     weight = module._parameters["weight"]
-    users = sum(weight is own for part in model.modules() for own in part._parameters.values())
-    parts = name.split(".")
-    above = [model.get_submodule(".".join(parts[:end])) for end in range(len(parts) if name else 0)]
-    return users == 1 and all(type(part).__module__.startswith("torch.") for part in above)
+    users = sum(weight is value for each in model.modules() for value in each._parameters.values())
+    path = name.split(".")
+    parents = [model.get_submodule(".".join(path[:end])) for end in range(len(path) if name else 0)]
+    return users == 1 and all(type(parent).__module__.startswith("torch.") for parent in parents)
 
 
 @torch.no_grad()

@@ -376,21 +376,21 @@ def noise_layers(model: nn.Module) -> dict[str, Noise]:
             f"expected a torch.nn.Module, got a {type(model).__name__}{advice}", kind="network"
         )
     layers: dict[str, Noise] = {}
-    seen: set[int] = set()
+    visited: set[int] = set()
     waiting: list[tuple[str, nn.Module]] = [("", model)]
     while waiting:  # the order of named_modules, without the children of the noise, which are many
         name, module = waiting.pop()
-        if id(module) in seen:
+        if id(module) in visited:
             continue
-        seen.add(id(module))
+        visited.add(id(module))
         if isinstance(module, Noise):
             if not module.fixed:
                 layers[name.rpartition(".")[0]] = module
             continue
         prefix = f"{name}." if name else ""
-        for part, child in reversed(module._modules.items()):
+        for child_name, child in reversed(module._modules.items()):
             if child is not None:
-                waiting.append((prefix + part, child))
+                waiting.append((prefix + child_name, child))
     return layers
 
 

@@ -107,7 +107,7 @@ class Gaussians:
 
     def draws(self, rows: int, generator: OptionalGenerator, shard: RowShard | None) -> dict[int, Tensor]:
         """Returns draws ``[rows, dim]`` by layer key."""
-        return self.draws_from(self._shared(rows, 0, generator, shard))
+        return self.draws_from(self._shard_normal(rows, 0, generator, shard))
 
     def draws_from(self, normal: Tensor) -> dict[int, Tensor]:
         """Returns draws by layer key, from normal numbers ``[rows, numbers]`` in the order of :attr:`layers`."""
@@ -124,12 +124,12 @@ class Gaussians:
         self, rows: int, generator: OptionalGenerator, shard: RowShard | None
     ) -> tuple[dict[int, Tensor], dict[int, Divergence], Divergence]:
         """Returns draws for ``rows`` rows, and KL and entropy on fresh draws of the flows, computed together."""
-        normal = self._shared(rows, self.fresh, generator, shard)
-        both, log_dets = self.sample(normal, rows)
+        normal = self._shard_normal(rows, self.fresh, generator, shard)
+        samples, log_dets = self.sample(normal, rows)
         if not self.flows:
-            return self._by_key(both), *self.summary(None, [], None)
-        ends = [x[rows:] for x in both[self.plain :]]
-        draws = self._by_key([x[:rows] for x in both])
+            return self._by_key(samples), *self.summary(None, [], None)
+        ends = [x[rows:] for x in samples[self.plain :]]
+        draws = self._by_key([x[:rows] for x in samples])
         return draws, *self.summary(normal[rows:, self.cut :], ends, log_dets)
 
     def summary(
@@ -146,17 +146,18 @@ class Gaussians:
             log_dets: Log-determinants of the flows, ``[flows, draws]``.
         """
         cut, loc, width = len(self.mean) if normal is None else self.cut, self.prior_loc, self.prior_scale
-        spread, away = self.deviation[:cut] / width[:cut], (self.mean[:cut] - loc[:cut]) / width[:cut]
-        square = spread.square() + away.square() - 1
+        relative_scale = self.deviation[:cut] / width[:cut]
+        offset = (self.mean[:cut] - loc[:cut]) / width[:cut]
+        square = relative_scale.square() + offset.square() - 1
         if normal is not None:
             x = ends[0] if len(ends) == 1 else torch.cat(ends, -1)
             sampled = (((x - loc[cut:]) / width[cut:]).square() - normal.square()).mean(0)
             square = torch.cat([square, sampled]) if cut else sampled
         log_deviation = self.log_scale + self.scale.log()
-        both = torch.stack([0.5 * square - log_deviation + width.log(), log_deviation + _NORMAL_ENTROPY])
-        # made on the device, so that a compiled or recorded step has no copy from the host in it
+        terms = torch.stack([0.5 * square - log_deviation + width.log(), log_deviation + _NORMAL_ENTROPY])
+        # made on the device, so that compiled steps and CUDA graphs have no copy from the host
         segments = torch.cat([torch.full((n,), i, device=width.device) for i, n in enumerate(self.sizes)])
-        kls, entropies = both.new_zeros(2, len(self.sizes)).index_add(1, segments, both).unbind()
+        kls, entropies = terms.new_zeros(2, len(self.sizes)).index_add(1, segments, terms).unbind()
         if log_dets is not None:
             volume = F.pad(log_dets.mean(-1), (self.plain, 0))
             kls, entropies = kls - volume, entropies + volume
@@ -168,11 +169,15 @@ class Gaussians:
             result[noise.key] = value
         return result
 
-    def _shared(self, rows: int, fresh: int, generator: OptionalGenerator, shard: RowShard | None) -> Tensor:
+    def _shard_normal(
+        self, rows: int, fresh: int, generator: OptionalGenerator, shard: RowShard | None
+    ) -> Tensor:
         """Returns normal numbers for ``rows`` rows and ``fresh`` more. A process with a shard keeps its own rows."""
-        whole = rows if shard is None else shard.global_rows(rows)
-        drawn = self.normal(whole + fresh, len(self.mean), generator)
-        return drawn if shard is None else torch.cat([shard.select(drawn[:whole], rows), drawn[whole:]])
+        global_rows = rows if shard is None else shard.global_rows(rows)
+        normal = self.normal(global_rows + fresh, len(self.mean), generator)
+        if shard is None:
+            return normal
+        return torch.cat([shard.select(normal[:global_rows], rows), normal[global_rows:]])
 
 
 def centers(affines: Any) -> Any:
@@ -231,30 +236,29 @@ class Mixtures:
     ) -> tuple[Tensor, Tensor]:
         """Returns components ``[rows + fresh, layers]`` and normal numbers ``[rows + fresh, numbers]``, of this process's rows."""
         loc = self.layers[0].mixture_base[0].loc
-        whole = (rows if shard is None else shard.global_rows(rows)) + fresh
-        which = draw_components(len(loc), (whole, len(self.layers)), loc.device, generator)
-        normal = standard_normal(torch.Size((whole, sum(self.sizes))), loc.dtype, loc.device, generator)
-        if shard is None:
-            return which, normal
-        cut = whole - fresh
-        mine = [torch.cat([shard.select(drawn[:cut], rows), drawn[cut:]]) for drawn in (which, normal)]
-        return mine[0], mine[1]
+        cut = rows if shard is None else shard.global_rows(rows)
+        total = cut + fresh
+        which = draw_components(len(loc), (total, len(self.layers)), loc.device, generator)
+        normal = standard_normal(torch.Size((total, sum(self.sizes))), loc.dtype, loc.device, generator)
+        if shard is not None:
+            which = torch.cat([shard.select(which[:cut], rows), which[cut:]])
+            normal = torch.cat([shard.select(normal[:cut], rows), normal[cut:]])
+        return which, normal
 
     def draw(self, which: Tensor, normal: Tensor) -> Tensor:
-        r""":math:`m_k + d_k \epsilon` with the component ``which`` of each row and layer, ``[rows, numbers]``."""
+        r"""Returns :math:`m_k + d_k \epsilon` with the component ``which`` of each row and layer, ``[rows, numbers]``."""
         if normal.numel() >= GATHER_LIMIT * len(self.sizes):
             tables = (tensor.split(self.sizes, -1) for tensor in (self.mean, self.deviation, normal))
-            parts = enumerate(zip(*tables, strict=True))
-            return torch.cat([select_normal(m, d, which[:, i], some) for i, (m, d, some) in parts], -1)
-        columns = [which[:, i : i + 1].expand(-1, size) for i, size in enumerate(self.sizes)]
-        index = torch.cat(columns, -1)
+            columns = enumerate(zip(*tables, strict=True))
+            return torch.cat([select_normal(m, d, which[:, i], e) for i, (m, d, e) in columns], -1)
+        index = torch.cat([which[:, i : i + 1].expand(-1, size) for i, size in enumerate(self.sizes)], -1)
         return torch.addcmul(self.mean.gather(0, index), self.deviation.gather(0, index), normal)
 
-    def push(self, drawn: Tensor) -> tuple[Tensor, Tensor | None]:
+    def push(self, draws: Tensor) -> tuple[Tensor, Tensor | None]:
         """Transforms draws ``[draws, numbers]`` by the flows, and returns the log-determinants ``[layers, draws]`` as well."""
         if not any(noise.flow_tail for noise in self.layers):
-            return drawn, None
-        pushed = [noise.push(z) for noise, z in zip(self.layers, drawn.split(self.sizes, -1), strict=True)]
+            return draws, None
+        pushed = [noise.push(z) for noise, z in zip(self.layers, draws.split(self.sizes, -1), strict=True)]
         return torch.cat([x for x, _ in pushed], -1), torch.stack([log_dets for _, log_dets in pushed])
 
     def draws(self, rows: int, generator: OptionalGenerator, shard: RowShard | None) -> dict[int, Tensor]:
@@ -277,24 +281,24 @@ class Mixtures:
         return dict(zip(keys, draws, strict=True)), *self.summary(starts[rows:], ends[rows:], log_dets)
 
     def summary(
-        self, drawn: Tensor, ends: Tensor, log_dets: Tensor | None
+        self, draws: Tensor, ends: Tensor, log_dets: Tensor | None
     ) -> tuple[dict[int, Divergence], Divergence]:
         """Returns KL and entropy by layer key and their sums, as means over draws (see :func:`~flowbnn.distributions.divergence`).
 
         Args:
-            drawn: Draws of the mixtures, ``[draws, numbers]``.
+            draws: Draws of the mixtures, ``[draws, numbers]``.
             ends: Draws after the flows.
             log_dets: Log-determinants of the flows, ``[layers, draws]``; None if there are none.
         """
         priors = [noise.mixture_base[2] for noise in self.layers]
         loc, scale = torch.cat([p.loc for p in priors]), torch.cat([p.scale for p in priors])
         components = len(self.mean)
-        of_each = (drawn.unsqueeze(1) - self.mean) / self.deviation  # [draws, components, numbers]
+        of_each = (draws.unsqueeze(1) - self.mean) / self.deviation  # [draws, components, numbers]
         of_prior = ((ends - loc) / scale).unsqueeze(1)
         logs = torch.cat([self.log_deviation, scale.log().unsqueeze(0)]) + _HALF_LOG_2PI
         numbers = -0.5 * torch.cat([of_each, of_prior], 1).square() - logs
         # [layers, draws, components + 1]
-        sums = torch.stack([part.sum(-1) for part in numbers.split(self.sizes, -1)])
+        sums = torch.stack([layer.sum(-1) for layer in numbers.split(self.sizes, -1)])
         log_q = torch.logsumexp(sums[..., :components], -1) - math.log(components)
         if log_dets is not None:
             log_q = log_q - log_dets

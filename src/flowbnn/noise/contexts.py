@@ -47,7 +47,7 @@ class NoiseMode(NamedTuple):
 
 
 class RowShard(NamedTuple):
-    """The rows ``[start, stop)`` of a global batch of ``total`` rows that one process holds.
+    """Rows ``[start, stop)`` of a global batch of ``total`` rows that one process holds.
 
     Every process draws for the global batch, from generators in the same state, and keeps its own rows. The draws therefore differ
     between processes, do not depend on their number, and leave all generators in the same state.

@@ -201,7 +201,7 @@ class InputNoise(Noise):
 
     @property
     def chain(self) -> Chain | None:
-        """The flow after the learnable Gaussian if it is one chain of planar and LU maps, else None."""
+        """Flow after the learnable Gaussian if it is one chain of planar and LU maps, else None."""
         flow = self.flow_tail[0] if self.gaussian_base is not None and len(self.flow_tail) == 1 else None
         return flow.chain if isinstance(flow, PlanarLU) else None
 

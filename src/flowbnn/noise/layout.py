@@ -40,22 +40,21 @@ class Layout(NamedTuple):
     examples_first: bool = True
 
 
-def untouched(module: nn.Module, kind: type[nn.Module]) -> bool:
+def is_unmodified(module: nn.Module, kind: type[nn.Module]) -> bool:
     """Returns True if a layer runs the forward of its torch class, and not that of a subclass or an instance."""
-    own = type(module)
     for name in ("forward", "_conv_forward"):
-        if name in vars(module) or getattr(own, name, None) is not getattr(kind, name, None):
+        if name in vars(module) or getattr(type(module), name, None) is not getattr(kind, name, None):
             return False
     return True
 
 
 def _linear(module: nn.Linear) -> Layout:
-    single = module.in_features == 1 and untouched(module, nn.Linear)
+    single = module.in_features == 1 and is_unmodified(module, nn.Linear)
     return Layout(module.in_features, fan_out=module.out_features if single else 0)
 
 
 def _convolution(kind: type[nn.Module], axes: int, module: Any) -> Layout:
-    single = module.in_channels == module.groups and untouched(module, kind)
+    single = module.in_channels == module.groups and is_unmodified(module, kind)
     fan_out = module.out_channels // module.groups if single else 0
     return Layout(module.in_channels, feature_axis=-1 - axes, unbatched_ndim=1 + axes, fan_out=fan_out)
 
@@ -152,7 +151,7 @@ def absorbs(module: nn.Module) -> bool:
     (True, False)
     """
     kind = next((kind for kind in (*FORWARD, *TRANSPOSED) if isinstance(module, kind)), None)
-    return kind is not None and module._parameters.get("weight") is not None and untouched(module, kind)
+    return kind is not None and module._parameters.get("weight") is not None and is_unmodified(module, kind)
 
 
 def weight_scale(module: nn.Module, vector: Tensor) -> Tensor:

@@ -217,7 +217,11 @@ class Posterior:
                 return outputs(inputs, range(samples), prediction), None
             rule = rule if isinstance(rule, Adaptive) else Adaptive(tolerance=rule)
             return adaptive_outputs(
-                lambda rows, part: outputs(rows, part, prediction), inputs, samples, rule, self._predictive
+                lambda rows, numbers: outputs(rows, numbers, prediction),
+                inputs,
+                samples,
+                rule,
+                self._predictive,
             )
 
     def _predictive(self, outputs: Tensor, sample_counts: Tensor | None = None) -> Any:

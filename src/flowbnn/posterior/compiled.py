@@ -44,8 +44,9 @@ def skip_guards() -> AbstractContextManager[Any]:
     Torch has this setting for all threads, so it is used only if no other thread may run compiled functions.
     """
     others = [t for t in threading.enumerate() if not t.daemon and t is not threading.current_thread()]
-    alone = threading.current_thread() is threading.main_thread() and not others
-    return torch.compiler.set_stance(skip_guard_eval_unsafe=True) if alone else nullcontext()
+    if others or threading.current_thread() is not threading.main_thread():
+        return nullcontext()
+    return torch.compiler.set_stance(skip_guard_eval_unsafe=True)
 
 
 def forward_with_weights(model: nn.Module, weights: Mapping[str, Tensor], inputs: Any) -> Tensor:

@@ -43,7 +43,13 @@ from flowbnn.noise.joint import independent_vectors
 from flowbnn.noise.layout import absorbs, weight_scale
 from flowbnn.noise.recipes import recipe_from_dict
 from flowbnn.options import Count, checked
-from flowbnn.posterior.base import PRECISIONS, Posterior, open_posterior_file, rewrap_load_errors
+from flowbnn.posterior.base import (
+    PRECISIONS,
+    Posterior,
+    open_posterior_file,
+    rewrap_load_errors,
+    select_prefix,
+)
 from flowbnn.posterior.calibration import Calibration
 from flowbnn.posterior.compiled import CompiledSampler, forward_sample
 from flowbnn.posterior.prediction import Prediction, check_rows, clone_sharing_tensors, even_size
@@ -63,11 +69,19 @@ COMPILE_FLOPS = {"cpu": math.inf, "cuda": 3e16}
 
 
 class NoisePosterior(Posterior):
-    """A stochastic network whose noise has been fitted."""
+    """Posterior of a stochastic network whose noise has been fitted.
+
+    >>> from flowbnn.likelihoods import Categorical
+    >>> from flowbnn.noise import NormalAffine
+    >>> network = to_stochastic(nn.Linear(4, 3), {"*": NormalAffine()})
+    >>> posterior = NoisePosterior(network, Categorical())
+    >>> posterior.predict(torch.zeros(5, 4), 8, seed=0).samples.shape
+    torch.Size([8, 5, 3])
+    """
 
     kind = "node noise"
     compiles = True
-    calibration: Calibration | None = None  # what cross-validation says, where fb.calibrate fitted the noise
+    calibration: Calibration | None = None  # set by fb.calibrate
     report: FitReport | None = None  # set by fb.fit
 
     def outputs(self, inputs: Any, samples: range, prediction: Prediction) -> Tensor:
@@ -101,20 +115,25 @@ class NoisePosterior(Posterior):
 
     @checked
     def log_prob(self, values: Mapping[str, Tensor]) -> Tensor:
-        """Log-density ``[S]`` of noise vectors ``{layer: [S, dim]}`` of all layers, as :meth:`draws` gives them."""
-        layers, given = noise_layers(self.model), set(values)
-        trouble = "" if given == set(layers) else "log_prob takes the noise of every layer, as draws gives it"
+        """Returns the log-density ``[S]`` of noise vectors ``{layer: [S, dim]}`` of all layers, as :meth:`draws` returns them."""
+        layers = noise_layers(self.model)
+        if set(values) != set(layers):
+            raise FlowBNNError(
+                "log_prob needs the noise of all layers, as draws returns it", kind="unsupported"
+            )
         for name, layer in layers.items():
-            if not trouble and not isinstance(layer.joint_noise, InputNoise):
-                trouble = f"the noise of layer '{name}' is {layer.label}, which has no density"
-        if trouble:
-            raise FlowBNNError(trouble, kind="unsupported")
+            if not isinstance(layer.joint_noise, InputNoise):
+                raise FlowBNNError(
+                    f"the noise of layer '{name}' is {layer.label}, which has no density",
+                    kind="unsupported",
+                    layer=name,
+                )
         with evaluation_mode(self.model):
-            each = [
+            densities = [
                 vector.posterior().log_prob(torch.cat([values[name] for name in names], -1))
                 for vector, names in independent_vectors(self.model)
             ]
-        return torch.stack(each).sum(0)
+        return torch.stack(densities).sum(0)
 
     def settings(self) -> dict[str, Any]:
         return {"report": None if self.report is None else self.report.to_dict()}
@@ -130,16 +149,17 @@ class NoisePosterior(Posterior):
             name: {"recipe": "FlowNoise"} if layer.recipe is None else layer.recipe.to_dict()
             for name, layer in noise_layers(self.model).items()
         }
-        told = None if self.calibration is None else asdict(self.calibration)
-        return {**super().document(), "recipes": recipes, "calibration": told}
+        calibration = None if self.calibration is None else asdict(self.calibration)
+        return {**super().document(), "recipes": recipes, "calibration": calibration}
 
     @classmethod
     @checked
     def load(cls, path: str | Path | TensorFile, network: nn.Module) -> "Posterior":
-        """Read a saved posterior.
+        """Reads a saved posterior.
 
         Args:
-            network: the plain network, which is converted by the recipes in the file, or one that is converted already.
+            path: Path of the file.
+            network: Plain network, which is converted by the recipes in the file, or a converted one. It is copied.
         """
         file = open_posterior_file(path, network, [cls.kind])
         with rewrap_load_errors(file):
@@ -149,22 +169,21 @@ class NoisePosterior(Posterior):
                 saved = file.document["recipes"].items()
                 rules = {name or "*": recipe_from_dict(recipe) for name, recipe in saved}
                 network = to_stochastic(network, rules)
-                noises = {name: part for name, part in network.named_modules() if isinstance(part, Noise)}
-                for name, noise in noises.items():  # in the run's precision; the recipes make them in single
-                    own = (at for at in file.views if at.startswith(f"network.{name}."))
-                    found = {file.views[at].dtype for at in own}
-                    if len(found) == 1 and found < {*PRECISIONS}:
-                        noise.to(*found)
+                for name, module in network.named_modules():
+                    views = select_prefix(file.views, f"network.{name}") if isinstance(module, Noise) else {}
+                    dtypes = {view.dtype for view in views.values()}
+                    if len(dtypes) == 1 and dtypes < {*PRECISIONS}:  # recipes make noise in single precision
+                        module.to(*dtypes)
         file.check_names(cls.read_point(network, file, read=False).tensors())
         point = cls.read_point(network, file)
         with rewrap_load_errors(file):
-            restored = cls.from_state(point, {}, file.document["settings"])
-            told = file.document.get("calibration")
-            restored.calibration = None if told is None else Calibration(**told)
-        restored.model.eval()  # as a fit leaves it
-        for layer in noise_layers(restored.model).values():
+            posterior = cls.from_state(point, {}, file.document["settings"])
+            calibration = file.document.get("calibration")
+            posterior.calibration = None if calibration is None else Calibration(**calibration)
+        posterior.model.eval()
+        for layer in noise_layers(posterior.model).values():
             layer.fitted = True
-        return restored
+        return posterior
 
 
 # -------------------- sampling

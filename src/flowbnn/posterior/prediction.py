@@ -188,7 +188,7 @@ class Prediction:
 
     @property
     def eval_model(self) -> nn.Module:
-        """The network itself if it is in evaluation mode, else its clone. It must not be changed."""
+        """Network in evaluation mode, which must not be changed: that of the posterior, or its clone if that is in training mode."""
         for module in self.source_model.modules():
             if module.training:
                 return self.model

@@ -46,9 +46,9 @@ def named_parts(vectors: Tensor, shapes: Mapping[str, Sequence[int]]) -> dict[st
     >>> named_parts(torch.arange(3.0), {"weight": (1, 2), "bias": (1,)})
     {'weight': tensor([[0., 1.]]), 'bias': tensor([2.])}
     """
-    parts = vectors.split([math.prod(shape) for shape in shapes.values()], -1)
-    both = zip(shapes.items(), parts, strict=True)
-    return {name: part.reshape(*vectors.shape[:-1], *shape) for (name, shape), part in both}
+    pieces = vectors.split([math.prod(shape) for shape in shapes.values()], -1)
+    named = zip(shapes.items(), pieces, strict=True)
+    return {name: piece.reshape(*vectors.shape[:-1], *shape) for (name, shape), piece in named}
 
 
 class SwappedTensors:
@@ -141,23 +141,25 @@ class WeightPosterior(Posterior):
         seed = new_seed() if seed is None else seed
         with torch.no_grad():
             sets = [self.weights(index, seed) for index in range(samples)]
-        return {name: torch.stack([one[name] for one in sets]) for name in sets[0]}
+        return {name: torch.stack([values[name] for values in sets]) for name in sets[0]}
 
     @checked
     def log_prob(self, values: Mapping[str, Tensor]) -> Tensor:
-        """Log-density ``[S]`` of weights ``{name: [S, ...]}``, as :meth:`draws` gives them."""
+        """Returns the log-density ``[S]`` of weights ``{name: [S, ...]}``, as :meth:`draws` returns them."""
         missing = [name for name in self.names if name not in values]
         counts = {len(value) for value in values.values()}
         if missing or len(counts) != 1:
-            trouble = f"'{missing[0]}' is not given" if missing else f"they have {sorted(counts)} samples"
-            raise FlowBNNError(f"log_prob takes all weights together, as draws gives them, but {trouble}")
+            reason = f"'{missing[0]}' is missing" if missing else f"they have {sorted(counts)} samples"
+            raise FlowBNNError(
+                f"log_prob needs all weights, as draws returns them, but {reason}", argument="values"
+            )
         with torch.no_grad():
-            each = [self.log_density({k: v[i] for k, v in values.items()}) for i in range(counts.pop())]
-        return torch.stack(each)
+            densities = [self.log_density({k: v[i] for k, v in values.items()}) for i in range(counts.pop())]
+        return torch.stack(densities)
 
     @checked
     def sample(self, seed: int | None = None) -> nn.Module:
-        """One network of the posterior: a copy with weights drawn from it."""
+        """Returns a copy of the network with weights drawn from the posterior."""
         return self.network_of({name: value[0] for name, value in self.draws(1, seed).items()})
 
     def network_of(self, values: Mapping[str, Tensor]) -> nn.Module:
