@@ -93,8 +93,6 @@ def _short_swag(epochs: int, batches: int | None) -> dict[str, Any]:
     return {"snapshots_per_epoch": 2} if epochs in (2, 3) else {}
 
 
-_CHAIN = {"samples": 50, "warmup": 50, "chains": 2}
-_MAX_CHAIN_WEIGHTS = 100_000  # HMC and NUTS take hours for larger networks
 _PRIOR = ("prior_scale",)  # the prior of the noise, or of Laplace, is not that of the weights
 # fmt: off
 CANDIDATES: tuple[Candidate, ...] = (
@@ -112,8 +110,8 @@ CANDIDATES: tuple[Candidate, ...] = (
     Candidate("laplace", "Laplace, last layer", Laplace, excluded=_PRIOR, cost=1.5),
     Candidate("laplace-all", "Laplace, all layers", Laplace, {"layers": "all"}, _PRIOR, cost=2),
     Candidate("sgld", "SGLD", SGLD, excluded=("optimizer", "schedule"), cost=3, short_run=_short_sgld),
-    Candidate("hmc", "HMC", HMC, {**_CHAIN, "steps": 16}, cost=30, max_weights=_MAX_CHAIN_WEIGHTS),
-    Candidate("nuts", "NUTS", NUTS, {**_CHAIN, "max_depth": 4}, cost=30, max_weights=_MAX_CHAIN_WEIGHTS),
+    Candidate("hmc", "HMC", HMC, {"samples": 50, "warmup": 50, "chains": 2, "steps": 16}, cost=30, max_weights=100_000),
+    Candidate("nuts", "NUTS", NUTS, {"samples": 50, "warmup": 50, "chains": 2, "max_depth": 4}, cost=30, max_weights=100_000),
     Candidate("node-noise-gaussian", "Node noise, Gaussian", NodeNoise, {"kind": "gaussian"}, _PRIOR, cost=2),
     Candidate("node-noise-mixture", "Node noise, mixture", NodeNoise, {"kind": "mixture"}, _PRIOR, cost=3),
     Candidate("node-noise-planar", "Node noise, planar flow", NodeNoise, {"kind": "planar"}, _PRIOR, cost=4),

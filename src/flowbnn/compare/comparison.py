@@ -222,7 +222,7 @@ def _check_arguments(train_loader: Any, test_loader: Any, methods: Any, seeds: S
     for argument, loader in (("train_loader", train_loader), ("test_loader", test_loader)):
         if iter(loader) is loader:
             raise FlowBNNError(
-                f"{argument} is read several times; pass a loader or a list instead of an iterator",
+                f"{argument} must be re-iterable, got an iterator",
                 kind="loader",
                 argument=argument,
             )
@@ -275,9 +275,7 @@ def _drop_slow_methods(
     weights = sum(parameter.numel() for parameter in network.parameters())
     for candidate, _ in chosen:
         if weights > candidate.max_weights:
-            failures[candidate.key] = (
-                f"it would take hours for {weights:,} weights; name it in methods to run it"
-            )
+            failures[candidate.key] = f"too slow for {weights:,} weights; name it explicitly"
     return [(candidate, method) for candidate, method in chosen if weights <= candidate.max_weights]
 
 
@@ -287,7 +285,7 @@ def _record_failure(candidate: Candidate, error: FlowBNNError, failures: dict[st
         raise error
     if candidate.key not in failures:
         warn(
-            f"{candidate.label} ('{candidate.key}') is left out of the comparison: {error}",
+            f"{candidate.label} ('{candidate.key}') is left out: {error}",
             kind="left out",
             method=candidate.key,
         )

@@ -32,7 +32,7 @@ def check_row_independence(network: NoisyNetwork, inputs: Any) -> None:
     batched, single = (network.outputs(batch, ones[: len(tensors_of(batch)[0])]) for batch in (large, small))
     if batched.isnan().any():
         raise FlowBNNError(
-            "the network returns NaN for the first examples; look for NaN or infinity in its weights",
+            "outputs are NaN; check the weights",
             kind="not finite",
         )
     tolerance = max(1e-3, 10.0 * torch.finfo(batched.dtype).eps) * float(batched.abs().max())
@@ -64,7 +64,7 @@ def read_fixed_data(loader: Iterable[Any], seed: int, purpose: str) -> tuple[Any
         if not has_row_axis((inputs, targets)):
             shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors_of(inputs))
             raise FlowBNNError(
-                f"inputs of shape {shapes} and targets of shape {tuple(targets.shape)} differ in the number of examples",
+                f"inputs of shape {shapes} and targets of shape {tuple(targets.shape)} differ in length",
                 kind="targets",
                 argument="loader",
             )

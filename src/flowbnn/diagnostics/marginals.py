@@ -67,7 +67,7 @@ def count_modes(density: Tensor, prominence: UnitInterval = 0.1) -> int:
     """
     if density.ndim != 1 or not len(density):
         raise FlowBNNError(
-            f"density must be a non-empty vector, got shape {tuple(density.shape)}",
+            f"density must be [G], not empty, got {list(density.shape)}",
             kind="shape",
             argument="density",
         )
@@ -113,12 +113,12 @@ def marginal(
     layers = {name: noise for name, noise in noise_layers(model).items() if isinstance(noise, InputNoise)}
     if layer not in layers:
         raise FlowBNNError(
-            f"layer '{layer}' has no flow noise{nearest(layer, layers)}", argument="layer", layer=layer
+            f"layer '{layer}' lacks flow noise{nearest(layer, layers)}", argument="layer", layer=layer
         )
     noise = layers[layer]
     if dimension >= (size := noise.layout.dim):
         raise FlowBNNError(
-            f"dimension must be below {size}, the size of the noise of layer '{layer}', got {dimension}",
+            f"dimension must be below {size}, got {dimension}",
             argument="dimension",
             layer=layer,
         )

@@ -83,7 +83,7 @@ def simulation_ranks(
         vectors = torch.cat([noise[name] for name in target.names if name in noise] or [truth[None, :0]], -1)
         if vectors.shape[1:] != truth.shape:
             raise FlowBNNError(
-                f"fit must return a posterior with {len(truth)} noise variables, got {vectors.shape[-1]}",
+                f"fit must return {len(truth)} noise variables, got {vectors.shape[-1]}",
                 kind="shape",
                 argument="fit",
             )

@@ -22,9 +22,7 @@ def to_floating_point(values: Tensor, name: str) -> Tensor:
         FlowBNNError: If the tensor is not a floating point one.
     """
     if not values.is_floating_point():
-        raise FlowBNNError(
-            f"{name} must be a floating point tensor, got {values.dtype}", kind="dtype", argument=name
-        )
+        raise FlowBNNError(f"{name} needs floating point, got {values.dtype}", kind="dtype", argument=name)
     return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
@@ -86,14 +84,14 @@ def check_classes(targets: Tensor, inputs: int, classes: int) -> Tensor:
         if targets.shape == (inputs, classes):
             hint = "; use targets.argmax(-1) for one-hot targets"
         raise FlowBNNError(
-            f"targets must be [{inputs}] integers, one class for each input, got {targets.dtype} {list(targets.shape)}{hint}",
+            f"targets must be [{inputs}] integers, got {targets.dtype} {list(targets.shape)}{hint}",
             kind="shape",
             argument="targets",
         )
     invalid = (targets < 0) | (targets >= classes)
     if invalid.any():
         raise FlowBNNError(
-            f"targets must be from 0 to {classes - 1}, got {int(targets[invalid][0])} ({int(invalid.sum())} of {inputs} are invalid)",
+            f"targets range from 0 to {classes - 1}, got {int(targets[invalid][0])} ({int(invalid.sum())} of {inputs} are invalid)",
             kind="range",
             argument="targets",
         )
@@ -141,7 +139,7 @@ def check_scores(scores: Tensor, name: str) -> Tensor:
     invalid = int(scores.isnan().sum())
     if scores.ndim != 1 or not len(scores) or invalid:
         raise FlowBNNError(
-            f"{name} must be a non-empty vector without NaN, got {list(scores.shape)} with {invalid} NaN",
+            f"{name} must be [B] without NaN, got {list(scores.shape)} with {invalid} NaN",
             kind="not finite" if invalid else "shape",
             argument=name,
         )

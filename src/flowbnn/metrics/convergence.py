@@ -21,7 +21,6 @@ from flowbnn.errors import FlowBNNError
 from flowbnn.options import checked
 
 MIN_DRAWS = 4  # half chains of fewer than two draws have no variance
-AXES = {"chain_axis": 0, "draw_axis": 1}  # axes of the chains and of their draws, as arviz-stats names them
 
 
 def array_statistics() -> Any:
@@ -66,15 +65,15 @@ def split_rhat(draws: Tensor) -> Tensor:
     (True, True)
     """
     values = _to_array(draws)
-    half = values.shape[1] // 2
-    halves = np.concatenate([values[:, :half], values[:, -half:]])
+    half = values.shape[-1] // 2
+    halves = np.concatenate([values[..., :half], values[..., -half:]], -2)
     with np.errstate(divide="ignore", invalid="ignore"):  # constant quantities, which are set below
-        if len(values) > 1:
-            rhat = array_statistics().rhat(values, **AXES)
+        if values.shape[-2] > 1:
+            rhat = array_statistics().rhat(values)
         else:
             rhat = _rhat_of_halves(halves)
-    stuck = (halves == halves[:, :1]).all((0, 1))
-    constant = (halves == halves[:1, :1]).all((0, 1))
+    stuck = (halves == halves[..., :1]).all((-2, -1))
+    constant = (halves == halves[..., :1, :1]).all((-2, -1))
     rhat = np.where(constant, 1.0, np.where(stuck, np.inf, rhat))
     return torch.as_tensor(rhat, device=draws.device)
 
@@ -96,7 +95,7 @@ def effective_sample_size(draws: Tensor, kind: Literal["bulk", "tail", "mean"] =
     True
     """
     quantiles = {"prob": (0.05, 0.95)} if kind == "tail" else {}
-    size = array_statistics().ess(_to_array(draws), method=kind, **AXES, **quantiles)
+    size = array_statistics().ess(_to_array(draws), method=kind, **quantiles)
     return torch.as_tensor(size, device=draws.device)
 
 
@@ -114,12 +113,12 @@ def standard_error(draws: Tensor) -> Tensor:
     >>> bool((standard_error(draws) - 2000**-0.5).abs() < 0.003)
     True
     """
-    error = array_statistics().mcse(_to_array(draws), method="mean", **AXES)
+    error = array_statistics().mcse(_to_array(draws), method="mean")
     return torch.as_tensor(error, device=draws.device)
 
 
 def _to_array(draws: Tensor) -> Any:
-    """Returns draws ``[chains, draws, ...]`` as a float64 array.
+    """Returns draws ``[chains, draws, ...]`` as a float64 array ``[..., chains, draws]``, as arviz-stats takes them.
 
     Raises:
         FlowBNNError: If there are too few draws, or some are not finite.
@@ -132,18 +131,18 @@ def _to_array(draws: Tensor) -> Any:
         )
     if not bool(torch.isfinite(draws).all()):
         raise FlowBNNError("draws must be finite, got NaN or infinity", kind="not finite", argument="draws")
-    return draws.detach().cpu().double().numpy()
+    return draws.detach().cpu().double().movedim((0, 1), (-2, -1)).numpy()
 
 
 def _rhat_of_halves(halves: Any) -> Any:
-    """Returns the rank-normalized R-hat of half chains ``[2, draws, ...]``; arviz-stats refuses to split a single chain."""
+    """Returns the rank-normalized R-hat of half chains ``[..., 2, draws]``; arviz-stats refuses to split a single chain."""
     from scipy.special import ndtri
     from scipy.stats import rankdata
 
-    folded = np.abs(halves - np.median(halves, (0, 1)))
+    folded = np.abs(halves - np.median(halves, (-2, -1), keepdims=True))
     rhats = []
     for values in (halves, folded):
-        ranks = rankdata(values.reshape(-1, *values.shape[2:]), axis=0).reshape(values.shape)
-        scores = ndtri((ranks - 0.375) / (values.shape[0] * values.shape[1] + 0.25))  # Blom 1958
-        rhats.append(array_statistics().rhat(scores, method="identity", **AXES))
+        ranks = rankdata(values.reshape(*values.shape[:-2], -1), axis=-1)
+        scores = ndtri((ranks - 0.375) / (ranks.shape[-1] + 0.25)).reshape(values.shape)  # Blom 1958
+        rhats.append(array_statistics().rhat(scores, method="identity"))
     return np.fmax(*rhats)

@@ -145,7 +145,7 @@ def _smooth(log_weights: Tensor) -> SmoothedTail:
     """
     if log_weights.ndim != 1 or len(log_weights) < MIN_WEIGHTS:
         raise FlowBNNError(
-            f"log_weights must be a vector of at least {MIN_WEIGHTS} numbers, got {tuple(log_weights.shape)}",
+            f"log_weights must be [S] with S >= {MIN_WEIGHTS}, got {list(log_weights.shape)}",
             kind="shape",
             argument="log_weights",
         )

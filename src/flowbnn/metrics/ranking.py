@@ -125,7 +125,7 @@ def risk_coverage(uncertainty: Tensor, correct: Tensor) -> RiskCoverage:
     uncertainty = check_scores(uncertainty, "uncertainty")
     if correct.dtype != torch.bool or correct.shape != uncertainty.shape:
         raise FlowBNNError(
-            f"correct must be a boolean tensor of shape {list(uncertainty.shape)}, got {correct.dtype} {list(correct.shape)}",
+            f"correct must be {list(uncertainty.shape)} booleans, got {correct.dtype} {list(correct.shape)}",
             kind="shape",
             argument="correct",
         )

@@ -232,9 +232,9 @@ def check_samples(
     """
     if values.ndim != 3 or not len(values) or not min_size <= values.shape[-1] <= max_size:
         single = values.ndim == 3 and values.shape[-1] < min_size
-        hint = "use from_bernoulli for one logit per input" if single else "flatten other axes into B"
+        hint = "use from_bernoulli" if single else "flatten other axes"
         raise FlowBNNError(
-            f"{name} must be {shape} with at least one sample, got {list(values.shape)}; {hint}",
+            f"{name} must be {shape} with S > 0, got {list(values.shape)}; {hint}",
             kind="shape",
             argument=name,
         )
@@ -265,7 +265,5 @@ def quantile_levels(q: float | Sequence[float] | Tensor, closed: bool) -> list[f
     levels = [float(level) for level in torch.as_tensor(q, dtype=torch.float64).flatten()]
     if not levels or not all(0.0 <= level <= 1.0 if closed else 0.0 < level < 1.0 for level in levels):
         interval = "[0, 1]" if closed else "(0, 1)"
-        raise FlowBNNError(
-            f"q must be one or more numbers in {interval}, got {levels}", kind="range", argument="q"
-        )
+        raise FlowBNNError(f"q is outside {interval}: {levels}", kind="range", argument="q")
     return levels

@@ -76,7 +76,7 @@ class GaussianPredictive(Predictive):
             variance = variance.expand(mean.shape)
         except RuntimeError:
             raise FlowBNNError(
-                f"variance of shape {list(variance.shape)} does not broadcast to that of the mean, {list(mean.shape)}",
+                f"variance {list(variance.shape)} cannot broadcast to {list(mean.shape)}",
                 kind="shape",
                 argument="variance",
             ) from None
@@ -86,7 +86,7 @@ class GaussianPredictive(Predictive):
         self._tensors = (self._fill_missing(mean, math.nan), self._fill_missing(variance, math.nan))
         if (variances <= 0).any():
             raise FlowBNNError(
-                f"variance must be positive, got {float(variances.min()):.3g}; pass neither log-variances nor standard deviations",
+                f"variance {float(variances.min()):.3g} is not positive",
                 kind="range",
                 argument="variance",
             )
