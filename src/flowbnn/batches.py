@@ -110,8 +110,15 @@ def call(model: nn.Module, inputs: Any) -> Tensor:
         outputs = model(*inputs)
     else:
         outputs = model(inputs)
-    if isinstance(outputs, Tensor):
-        return outputs
+    return outputs if isinstance(outputs, Tensor) else output_tensor(outputs)
+
+
+def output_tensor(outputs: Any) -> Tensor:
+    """Returns ``.logits`` of an object that a network returns instead of a tensor.
+
+    Raises:
+        FlowBNNError: If the object has none.
+    """
     logits = getattr(outputs, "logits", None)
     if isinstance(logits, Tensor):
         return logits

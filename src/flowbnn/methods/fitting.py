@@ -21,6 +21,7 @@ from flowbnn.batches import (
     dtype_of,
     evaluation_mode,
     move,
+    output_tensor,
     rewrap_forward_errors,
     rows,
     split_batch,
@@ -124,7 +125,8 @@ class Objective(nn.Module):
         self.capturable = check_batch is not None
 
     def forward(self, batch: Any, clock: Clock) -> LossAndLogs:
-        device = device_of(self.network).type
+        weight = next(self.network.parameters(), None)
+        device = "cpu" if weight is None else weight.device.type
         if not torch.is_autocast_enabled(device):
             return self.loss(self.outputs, batch, clock)
         half = torch.get_autocast_dtype(device)
@@ -141,9 +143,11 @@ class Objective(nn.Module):
         weight = next(self.network.parameters(), None)
         is_ready = isinstance(inputs, Tensor) and weight is not None and inputs.device == weight.device
         # the training loop has moved most batches already
-        if weight is None or not is_ready or inputs.dtype != weight.dtype:
-            inputs = move(inputs, device_of(self.network), dtype_of(self.network))
-        outputs = call(self.network, inputs)
+        if weight is not None and is_ready and inputs.dtype == weight.dtype:
+            outputs = self.network(inputs)
+            outputs = outputs if isinstance(outputs, Tensor) else output_tensor(outputs)
+        else:
+            outputs = call(self.network, move(inputs, device_of(self.network), dtype_of(self.network)))
         return outputs.float() if outputs.dtype in (torch.bfloat16, torch.float16) else outputs
 
 
