@@ -128,4 +128,5 @@ def test_calibrate_accepts_only_gaussian_noise(recipe):
     batches = [(inputs, torch.arange(40) % 2)]
     with pytest.raises(FlowBNNError) as caught:
         fb.calibrate(nn.Linear(2, 2), batches, rules={"*": recipe}, folds=0, progress=False)
+    assert caught.value.argument == "rules"
     assert "\n" not in str(caught.value)

@@ -54,7 +54,7 @@ def test_roulette_is_unbiased():
     assert draws.std() / math.sqrt(500) < 0.03 * exact.abs()
 
 
-def test_bias_of_truncation_is_that_of_the_missing_terms():
+def test_bias_of_truncation_equals_the_missing_terms():
     torch.manual_seed(1)
     step, exact = step_jacobian(), make_block("exact")(POINT)[1].detach()
     powers = [step, step @ step]

@@ -281,10 +281,8 @@ def test_both_directions_give_the_same_contribution(case: Stochastic) -> None:
         expected = transform.encoder(x).log_prob(z).sum(-1) - transform.decoder(z).log_prob(x).sum(-1)
         torch.testing.assert_close(log_det, expected, rtol=1e-10, atol=1e-10)
         return
-    first_direction, second_direction = (
-        transform.inverse,
-        transform.forward,
-    )  # the direction that draws is first
+    # The direction that draws is the first one.
+    first_direction, second_direction = transform.inverse, transform.forward
     start = case.points
     if transform.draws == "forward":
         first_direction, second_direction = second_direction, first_direction
@@ -328,7 +326,7 @@ def test_save_and_load(case: Stochastic) -> None:
 
 
 @EVERY_CASE
-def test_gradients_are_those_of_finite_differences(case: Stochastic) -> None:
+def test_gradients_equal_finite_differences(case: Stochastic) -> None:
     """Uses the same draws. Signs have no gradient and do not change with so small a step."""
     transform = build(case)
     parameters = list(transform.parameters())
@@ -359,10 +357,10 @@ def test_compiles_without_a_graph_break(case: Stochastic) -> None:
     transform = build(case)
     torch._dynamo.reset()
     compiled = torch.compile(transform.inverse, fullgraph=True, backend="eager")
-    for ours, theirs in zip(
+    for actual, expected in zip(
         seeded(compiled, case.points), seeded(transform.inverse, case.points), strict=True
     ):
-        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
 
 
 def test_generator_determines_all_draws() -> None:
