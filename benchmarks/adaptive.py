@@ -19,10 +19,12 @@ adaptively by each of four rules. The table has these columns:
 and test images.
 """
 
+import argparse
 import sys
 import warnings
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from common import make_parser, parse_with, write_results
@@ -45,8 +47,8 @@ def load(name: str, root: Path | None, device: str) -> tuple[nn.Module, list[Ten
     return LeNet(train.images.shape[1], len(train.classes)).to(device), tensors
 
 
-def main() -> None:
-    parser = make_parser(__doc__, epochs=10, train=60_000, images=10_000, samples=128, threads=2)
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Adds the options that are no integers."""
     parser.add_argument("--data", choices=["digits", "fashion-mnist", "cifar10"], default="digits")
     parser.add_argument("--root", type=Path, help="folder of the image data")
     parser.add_argument(
@@ -58,18 +60,14 @@ def main() -> None:
     parser.add_argument("--certainty", type=float, default=0.95)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--out", type=Path)
-    options = parse_with(parser)
-    try:
-        default = fb.posterior.Adaptive(options.tolerance, options.certainty)
-    except fb.FlowBNNError as error:
-        parser.error(str(error))
-    torch.manual_seed(0)
-    warnings.simplefilter("ignore", fb.errors.FlowBNNWarning)
+
+
+def fit(options: argparse.Namespace) -> tuple[fb.Posterior, Tensor, Tensor]:
+    """Trains the network and its noise. Returns the posterior, and the images to predict with their labels."""
     network, (x, y, images, labels) = load(options.data, options.root, options.device)
     if options.validation:
         images, labels = x[-options.images :], y[-options.images :]
         x, y = x[: -options.images], y[: -options.images]
-    split = "validation" if options.validation else "test"
     loader = TensorLoader(x[: options.train], y[: options.train], batch_size=64, shuffle=True)
     training = {"progress": True, "accelerator": options.device}
     network = fb.MLE(epochs=options.epochs).fit(network, loader, **training).model
@@ -79,9 +77,43 @@ def main() -> None:
         "*": fb.noise.NormalAffine(),
     }
     posterior = fb.fit(fb.to_stochastic(network, rules), loader, epochs=options.epochs, **training)
-    images, labels = images[: options.images], labels[: options.images]
+    return posterior, images[: options.images], labels[: options.images]
+
+
+def compare(adaptive: Any, full: Any, labels: Tensor, tolerance: float) -> dict[str, float]:
+    """Returns the columns of the table that compare an adaptive prediction with the full one."""
+    gap = (adaptive.probabilities - full.probabilities).abs().amax(-1)
+    stopped = adaptive.sample_counts < len(full.samples)
+    early = gap[stopped]
+    row = {
+        "samples": float(adaptive.sample_counts.double().mean()),
+        "same": float((adaptive.labels == full.labels).double().mean()),
+        "accuracy": adaptive.evaluate(labels)["accuracy"],
+        "difference_median": float(gap.median()),
+        "difference_max": float(gap.max()),
+        "confidence": float((adaptive.confidence - full.confidence)[stopped].mean()),
+        "confidence_error": float(adaptive.confidence_error[stopped].mean()),
+        "epistemic": float(adaptive.epistemic[stopped].mean() / full.epistemic[stopped].mean()),
+        "early": len(early) / len(gap),
+    }
+    for name, factor in (("above_tolerance", 1.0), ("above_twice", 2.0)):
+        row[name] = float((early > factor * tolerance).double().mean()) if len(early) else 0.0
+    return row
+
+
+def main() -> None:
+    parser = make_parser(__doc__, epochs=10, train=60_000, images=10_000, samples=128, threads=2)
+    add_options(parser)
+    options = parse_with(parser)
+    try:
+        default = fb.posterior.Adaptive(options.tolerance, options.certainty)
+    except fb.FlowBNNError as error:
+        parser.error(str(error))
+    torch.manual_seed(0)
+    warnings.simplefilter("ignore", fb.errors.FlowBNNWarning)
+    posterior, images, labels = fit(options)
     posterior.predict(images[:256], 16)  # warms up
-    count = options.samples
+    count, split = options.samples, "validation" if options.validation else "test"
     full, full_seconds = time_call(posterior.predict, images, count, seed=1)
     other = posterior.predict(images, count, seed=2)
     print(
@@ -96,27 +128,10 @@ def main() -> None:
         "probabilities": replace(default, until="probabilities"),
     }.items():
         adaptive, seconds = time_call(posterior.predict, images, count, seed=1, adaptive=rule)
-        gap = (adaptive.probabilities - full.probabilities).abs().amax(-1)
         row = {
             "until": name,
-            "samples": float(adaptive.sample_counts.double().mean()),
             "time": seconds / full_seconds,
-            "same": float((adaptive.labels == full.labels).double().mean()),
-            "accuracy": adaptive.evaluate(labels)["accuracy"],
-            "difference_median": float(gap.median()),
-            "difference_max": float(gap.max()),
-        }
-        stopped = adaptive.sample_counts < count
-        early = gap[stopped]
-        row |= {
-            "confidence": float((adaptive.confidence - full.confidence)[stopped].mean()),
-            "confidence_error": float(adaptive.confidence_error[stopped].mean()),
-            "epistemic": float(adaptive.epistemic[stopped].mean() / full.epistemic[stopped].mean()),
-        }
-        row["early"] = len(early) / len(gap)
-        row |= {
-            key: float((early > factor * rule.tolerance).double().mean()) if len(early) else 0.0
-            for key, factor in (("above_tolerance", 1.0), ("above_twice", 2.0))
+            **compare(adaptive, full, labels, rule.tolerance),
         }
         rows.append(row)
         print(

@@ -348,10 +348,10 @@ def test_fit_target_finds_target_and_constant() -> None:
             "shape",
             "log_density",
         ),
-        (lambda: fb.fit_target(INTEGERS, lambda x: -x.float().sum(-1), progress=False), "value", "flow"),
+        (lambda: fb.fit_target(INTEGERS, lambda x: -x.float().sum(-1), progress=False), "gradient", "flow"),
         (
             lambda: fb.fit_target(fb.flows.IDF(2), torch.sum, progress=False),
-            "value",
+            "gradient",
             "flow",
         ),
         (lambda: Density(Gaussian(2, 2)).score([(points(), points())], points()), "value", "context"),

@@ -128,9 +128,7 @@ class _ReverseKL(nn.Module):
         """Returns the loss of fresh draws and the values to log. The batch is ignored."""
         distribution = self.flow()
         if getattr(getattr(distribution, "transform", None), "discrete", False):
-            raise FlowBNNError(
-                "fit_target needs a flow of real numbers, got one of integers", argument="flow"
-            )
+            raise _gradient_error()
         x, log_prob = _sample_with_log_prob(distribution, self.samples)
         log_density = self.log_density(x)
         _check_log_density(log_density, x, log_prob)
@@ -141,8 +139,16 @@ class _ReverseKL(nn.Module):
         return (log_prob - weight * log_density).mean(), logs
 
 
+def _gradient_error() -> FlowBNNError:
+    """Returns the error for a flow whose draws carry no gradient."""
+    text = "the draws of the flow carry no gradient; use a flow of real numbers with rsample"
+    return FlowBNNError(text, kind="gradient", argument="flow")
+
+
 def _check_log_density(log_density: Any, x: Tensor, log_prob: Tensor) -> None:
     """Raises FlowBNNError if log-densities have another shape than the points or carry no gradient."""
+    if not x.requires_grad:
+        raise _gradient_error()
     if not isinstance(log_density, Tensor) or log_density.shape != log_prob.shape:
         result = tuple(log_density.shape) if isinstance(log_density, Tensor) else describe_value(log_density)
         raise FlowBNNError(
@@ -150,9 +156,6 @@ def _check_log_density(log_density: Any, x: Tensor, log_prob: Tensor) -> None:
             kind="shape",
             argument="log_density",
         )
-    if not x.requires_grad:
-        text = "the draws of the flow carry no gradient; use a flow with rsample"
-        raise FlowBNNError(text, kind="gradient", argument="flow")
     if not log_density.requires_grad:
         text = "log_density has no gradient; compute it with torch, without detach, no_grad or NumPy"
         raise FlowBNNError(text, kind="gradient", argument="log_density")

@@ -298,7 +298,7 @@ class VAE(Autoencoder):
                 kind="name",
                 argument="posterior",
             )
-        warn_slow_sampling(self.flow, "the posterior of VAE")
+        warn_slow_sampling(self.flow, "VAE.posterior")
 
     def posterior(self, x: Tensor, context: Tensor | None = None) -> Flow:
         r"""Returns the distribution :math:`q(z \mid x)` of the code of each example."""
