@@ -113,6 +113,7 @@ def test_final_bound_is_likelihood_minus_kl():
     data = clusters(200, 1.95, torch.Generator().manual_seed(0))
     model = to_stochastic(MLP(2, (4,), 2), {"*": NormalAffine()})
     posterior = fit(model, TensorLoader(*data, batch_size=100), epochs=3, noise_lr=0.1, progress=False)
+    model = posterior.model  # the fitted copy
     bound = final_bound(posterior, data, draws=400, kl_draws=1)
     assert bound["negative_elbo"] == pytest.approx(bound["kl"] - bound["log_likelihood"])
     exact = sum(float(layer.noise.divergence().kl.detach()) for layer in (model.fc1, model.fc2))

@@ -118,12 +118,21 @@ class NoveltyByDensity(Study):
         )
         common |= {"epochs": s.features_epochs, "validation": 0.1}
         feature_density = fit_density(spline.to(job.device), features[0], **common, **exact)
-        values |= evaluate_detector(feature_density, "density", *features[1:], s.rate, name="features")
-        values |= _evaluate_confidence(*logits[1:], s.rate)
+        _, validation_features, test_features, novel_features = features
+        values |= evaluate_detector(
+            feature_density,
+            "density",
+            validation_features,
+            test_features,
+            novel_features,
+            s.rate,
+            name="features",
+        )
+        values |= _evaluate_confidence(logits[1], logits[2], logits[3], s.rate)
         values["confidence_accuracy"] = float((logits[2].argmax(1) == test_labels).double().mean())
         histograms = {
             "density": _score_histograms(density, test, novel),
-            "features": _score_histograms(feature_density, *features[2:]),
+            "features": _score_histograms(feature_density, test_features, novel_features),
         }
         return {"values": values, "histograms": histograms}
 
