@@ -22,8 +22,8 @@ from flowbnn.kernels.reference import ChainShape
 Arguments = dict[str, Any]
 
 SMALL_ROWS = 16  # rows of a program on 16 numbers; more exceed its registers
-SINGLE_BLOCK_ROWS = 512  # up to this many rows, one block of sums keeps a GPU busy
-BLOCK_ROWS = 256  # smallest useful block of more rows
+SINGLE_BLOCK_ROWS = 512  # sums over at most this many rows are short enough for one block
+BLOCK_ROWS = 256  # about the smallest number of rows of each block of a longer sum
 
 
 class Stage(NamedTuple):
@@ -96,8 +96,8 @@ def weight_names(shape: ChainShape) -> list[str]:
 
 def by_chain(shapes: Sequence[ChainShape], tensors: Sequence[Tensor]) -> list[dict[str, Tensor]]:
     """Returns the parameters of each chain by name."""
-    tensors_left = iter(tensors)
-    return [{name: next(tensors_left) for name in weight_names(shape)} for shape in shapes]
+    iterator = iter(tensors)
+    return [{name: next(iterator) for name in weight_names(shape)} for shape in shapes]
 
 
 def flat_order(shapes: Sequence[ChainShape]) -> list[int]:
@@ -117,15 +117,15 @@ def chunks(items: Sequence[Any], size: int = 16) -> Iterator[Any]:
 
     Args:
         items: The items.
-        size: Largest number of items of a launch, which keeps its argument list short.
+        size: Largest number of items of a launch, because every program searches for its own item.
     """
     for start in range(0, len(items), size):
         yield items[start : start + size]
 
 
-def next_power_of_two(number: int, least: int, most: int) -> int:
+def next_power_of_two(number: int, minimum: int, maximum: int) -> int:
     """Returns the next power of two, clamped to bounds."""
-    return max(least, min(most, 1 << (number - 1).bit_length()))
+    return max(minimum, min(maximum, 1 << (number - 1).bit_length()))
 
 
 def row_blocks(rows: int) -> tuple[int, int]:
@@ -138,7 +138,7 @@ def row_blocks(rows: int) -> tuple[int, int]:
     """
     if rows <= SINGLE_BLOCK_ROWS:
         return 1, rows
-    max_blocks = 64  # more blocks only add sums
+    max_blocks = 64  # with their columns these occupy a whole GPU
     rows_per_block = -(-rows // min(max_blocks, -(-rows // BLOCK_ROWS)))
     rows_per_block = -(-rows_per_block // 64) * 64
     return -(-rows // rows_per_block), rows_per_block
