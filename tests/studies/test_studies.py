@@ -116,9 +116,11 @@ def test_final_bound_is_likelihood_minus_kl():
     model = posterior.model  # the fitted copy
     bound = final_bound(posterior, data, draws=400, kl_draws=1)
     assert bound["negative_elbo"] == pytest.approx(bound["kl"] - bound["log_likelihood"])
-    exact = sum(float(layer.noise.divergence().kl.detach()) for layer in (model.fc1, model.fc2))
+    exact = sum(
+        float(layer.noise.divergence().kl.detach()) for layer in (posterior.model.fc1, posterior.model.fc2)
+    )
     assert bound["kl"] == pytest.approx(exact / 200, rel=1e-5)  # the KL of Gaussian noise has a closed form
     with torch.no_grad():
-        outputs = model(data[0].repeat(400, 1))
+        outputs = posterior.model(data[0].repeat(400, 1))
     likelihood = -torch.nn.functional.cross_entropy(outputs, data[1].repeat(400))
     assert bound["log_likelihood"] == pytest.approx(float(likelihood), abs=0.02)
