@@ -1,4 +1,4 @@
-"""Networks that a conversion has to take as they are."""
+"""Networks of many kinds for tests of the conversion."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field

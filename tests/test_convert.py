@@ -1,4 +1,4 @@
-"""Conversion: the network that comes out is the network that went in, with noise."""
+"""Tests of the conversion to stochastic networks and back."""
 
 import copy
 import warnings
@@ -54,7 +54,7 @@ def test_noise_at_one_is_the_original(case, recipe):
             torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
 
 
-def test_the_noise_is_there_in_eval_without_gradients(case):
+def test_noise_is_active_in_eval_mode_without_gradients(case):
     """torch's fused attention and transformer paths must not bypass the layers."""
     network, bayesian = convert(case, NormalAffine())
     with torch.no_grad():
@@ -93,7 +93,7 @@ def test_gradients_reach_the_noise(case, recipe):
         assert total > 0, name
 
 
-def test_the_plain_network_comes_back(case):
+def test_to_deterministic_restores_the_plain_network(case):
     network, bayesian = convert(case, NormalPlanar(2))
     plain = to_deterministic(bayesian)
     assert list(plain.state_dict()) == list(network.state_dict())
@@ -113,7 +113,7 @@ def test_state_dict_round_trips(case):
     torch.testing.assert_close(found, expected)
 
 
-def test_deepcopy_has_noise_of_its_own(case):
+def test_deepcopy_copies_the_noise(case):
     _, bayesian = convert(case, NormalAffine())
     twin = copy.deepcopy(bayesian)
     with torch.no_grad():
@@ -123,7 +123,7 @@ def test_deepcopy_has_noise_of_its_own(case):
     assert torch.isnan(case.output(bayesian(*case.inputs()))).any()
 
 
-def test_the_original_is_untouched(case):
+def test_the_original_is_unchanged(case):
     network = case.network().eval()
     before = copy.deepcopy(network.state_dict())
     to_stochastic(network, {"*": NormalAffine()})
@@ -188,7 +188,7 @@ def test_weights_read_and_tied_weights_stay_tied():
     assert bayesian.embedding.weight.grad is not None
 
 
-def test_hooks_fire_and_see_what_they_saw():
+def test_hooks_of_users_are_called():
     seen = []
     network = mlp()
     network[2].register_forward_hook(lambda module, args, output: seen.append(output.shape))
@@ -198,7 +198,7 @@ def test_hooks_fire_and_see_what_they_saw():
     assert seen == [(5, 8), (5, 8)]
 
 
-def test_a_shared_module_has_one_noise_and_answers_to_both_names():
+def test_a_shared_module_has_one_noise_under_both_names():
     layer = nn.Linear(4, 4)
     network = nn.Sequential(layer, nn.ReLU(), layer)
     bayesian = to_stochastic(network, {"2": NormalPlanar(1)})
@@ -225,7 +225,7 @@ def test_absorbing_the_mean_gives_the_mean_network():
     torch.testing.assert_close(to_deterministic(bayesian, absorb=True)(x), expected, rtol=1e-5, atol=1e-6)
 
 
-def test_a_tied_weight_absorbs_no_mean():
+def test_tied_weights_do_not_absorb_means():
     network = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
     network[2].weight = network[0].weight
     plain = to_deterministic(to_stochastic(network, {"*": NormalAffine()}), absorb=True)
@@ -233,7 +233,7 @@ def test_a_tied_weight_absorbs_no_mean():
     assert torch.equal(plain[0].weight, network[0].weight)
 
 
-def test_a_converted_part_of_a_larger_network_comes_off_whole():
+def test_to_deterministic_of_a_converted_submodule():
     outer = nn.Sequential(to_stochastic(mlp(), {"*": NormalAffine()}), nn.Linear(3, 2))
     plain = to_deterministic(outer)
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in plain.modules())
@@ -326,7 +326,7 @@ def test_position_noise_differs_over_the_map_and_channel_noise_does_not():
     ids=str,
 )
 def test_noise_on_the_output_of_one_to_one_layers_is_noise_on_their_input(layer, shape):
-    """Where every output reads one input the product moves behind the layer; the numbers and gradients do not change."""
+    """If every output reads one input, the noise multiplies the output, with the same outputs and gradients."""
     x = torch.randn(shape)
     bayesian = to_stochastic(layer, {"*": NormalAffine()})
     (module,) = noise_layers(bayesian).values()

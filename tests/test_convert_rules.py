@@ -1,4 +1,4 @@
-"""Rules: which layer gets which noise, and what is refused."""
+"""Tests of the rules of a conversion."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What freeze froze, unfreeze thaws, and nothing else."""
+"""Tests of freeze and unfreeze."""
 
 from copy import deepcopy
 
@@ -36,7 +36,7 @@ def test_what_the_user_froze_stays_frozen(part, copy):
     assert trained(network) == before
 
 
-def test_a_layer_that_is_frozen_after_it_was_thawed_stays_frozen():
+def test_a_layer_that_is_frozen_again_stays_frozen():
     network = converted(frozen=False)
     fb.noise.freeze(network, "weights")
     fb.noise.unfreeze(network, "weights")
@@ -45,7 +45,7 @@ def test_a_layer_that_is_frozen_after_it_was_thawed_stays_frozen():
     assert not network[0].weight.requires_grad
 
 
-def test_tied_weights_are_thawed_wherever_they_are():
+def test_tied_weights_are_unfrozen_in_all_modules():
     network = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     network[1].weight = network[0].weight
     network = fb.to_stochastic(network, {"*": fb.noise.NormalAffine()})

@@ -174,7 +174,7 @@ def test_packed_layers_are_the_layers():
         torch.testing.assert_close(first, second, rtol=0, atol=1e-12)
 
 
-def test_forward_leaves_nothing_behind():
+def test_forward_stores_nothing_on_the_noise():
     """The KL is a function of posterior and prior alone: the same before and after any number of passes."""
     model = to_stochastic(nn.Linear(3, 2), {"*": NormalAffine(base_scale=0.5)})
     (noise,) = noise_layers(model).values()

@@ -1,4 +1,4 @@
-"""Noise at positions drawn ahead of the pass, side by side: the draws of the pass, its KL, and when it is left alone."""
+"""Tests of noise at positions that is drawn together with the KL."""
 
 from types import SimpleNamespace
 
@@ -54,7 +54,7 @@ def prepare(model, rows, shapes):
     return prepared_context(noise_layers(model), rows, dict(shapes))
 
 
-def test_the_pass_is_given_the_draws_that_were_made_ahead():
+def test_the_pass_uses_the_prepared_draws():
     model, images, given = network(), torch.randn(6, 3, 6, 6), {}
     assert prepare(model, 6, {})[1] is None  # no pass has told how many positions there are
     context, known = prepare(model, 6, recorded_shapes(model, images))
@@ -97,7 +97,7 @@ def test_the_divergence_is_that_of_the_layers():
     torch.testing.assert_close(found.total.kl, expected.total.kl)
 
 
-def test_draws_made_ahead_have_the_distribution_of_the_noise():
+def test_prepared_draws_have_the_distribution_of_the_noise():
     model = network()
     layer = noise_layers(model)["2"]
     context, _ = prepare(model, 400, recorded_shapes(model, torch.randn(400, 3, 6, 6)))
@@ -108,7 +108,7 @@ def test_draws_made_ahead_have_the_distribution_of_the_noise():
     torch.testing.assert_close(draws.std(0), plain.std(0), rtol=0.05, atol=0.0)  # four standard errors
 
 
-def test_the_objective_remembers_the_positions_of_each_size_of_batch(monkeypatch):
+def test_the_elbo_records_the_positions_of_each_batch_size(monkeypatch):
     model, objective, drew = network(), ELBO(fb.likelihoods.Categorical(), 10), []
     push = batched.kernels.evaluate_many
     monkeypatch.setattr(
@@ -141,7 +141,7 @@ def test_a_layer_called_twice_draws_anew():
     assert not torch.equal(one, two)
 
 
-def test_a_compiled_step_draws_ahead_as_the_uncompiled_one_and_outlives_a_batch_of_another_size():
+def test_a_compiled_step_prepares_the_draws_of_an_uncompiled_one():
     model, images = network(), torch.randn(6, 3, 6, 6)
     objective, labels, compiles = ELBO(fb.likelihoods.Categorical(), 10), torch.zeros(6, dtype=torch.long), []
 
@@ -167,7 +167,7 @@ def test_a_compiled_step_draws_ahead_as_the_uncompiled_one_and_outlives_a_batch_
     assert len({found[1].item(), second.item(), third.item()}) == 3
 
 
-def test_a_pass_that_rounds_is_not_served_by_exact_draws_and_the_next_one_is_coarse(monkeypatch):
+def test_draws_of_another_precision_are_not_used(monkeypatch):
     """A trial pass without autocast comes first, as in fit."""
     model, images, coarse = network(), torch.randn(6, 3, 6, 6), []
     objective, labels = ELBO(fb.likelihoods.Categorical(), 10), torch.zeros(6, dtype=torch.long)
@@ -184,7 +184,7 @@ def test_a_pass_that_rounds_is_not_served_by_exact_draws_and_the_next_one_is_coa
     assert [each for each in coarse if len(each) > 1] == [[False, False, False], [False, True, True]]
 
 
-def test_all_processes_draw_ahead_or_none():
+def test_all_processes_prepare_draws_or_none():
     """Five rows on two processes, then four, then five again: three and two, two and two, three and two."""
     models, objectives = (
         [network(), network()],
@@ -204,7 +204,7 @@ def test_all_processes_draw_ahead_or_none():
     assert set(objectives[0]._shapes) == {5, 4}
 
 
-def test_a_part_that_runs_twice_draws_for_itself_and_compiles():
+def test_a_checkpointed_layer_draws_for_itself_and_compiles():
     class Saving(nn.Module):
         def __init__(self, inner):
             super().__init__()
@@ -235,7 +235,7 @@ def test_a_part_that_runs_twice_draws_for_itself_and_compiles():
     step().backward()
 
 
-def test_a_layer_called_at_two_sizes_is_served_right():
+def test_a_layer_called_at_two_sizes_has_draws_of_both_shapes():
     class TwoSizes(nn.Module):
         def __init__(self):
             super().__init__()
@@ -254,7 +254,7 @@ def test_a_layer_called_at_two_sizes_is_served_right():
     assert [tuple(x.shape) for x in given] == [(5, 3, 4, 2), (5, 3, 4, 4)]
 
 
-def test_two_converted_parts_of_one_model_each_get_their_draws():
+def test_two_converted_submodules_use_their_own_draws():
     other = nn.ModuleList([nn.Sequential(network(), nn.Identity()), network()])
     shapes = {}
     for part in (other[0][0], other[1]):
@@ -270,14 +270,14 @@ def test_two_converted_parts_of_one_model_each_get_their_draws():
 
 
 @pytest.mark.parametrize("mode", ["shared", "mean", "off"])
-def test_other_modes_are_left_alone(mode):
+def test_no_draws_are_prepared_in_other_modes(mode):
     model = network()
     shapes = recorded_shapes(model, torch.randn(6, 3, 6, 6))
     with fb.noise_mode(model, mode):
         assert prepare(model, 6, shapes)[1] is None
 
 
-def test_where_there_are_no_kernels_nothing_is_drawn_ahead(monkeypatch):
+def test_no_draws_are_prepared_without_kernels(monkeypatch):
     monkeypatch.undo()
     model = network()
     assert prepare(model, 6, recorded_shapes(model, torch.randn(6, 3, 6, 6)))[1] is None

@@ -1,4 +1,4 @@
-"""Noise that layers share: draws, density, KL, files, and what cannot be joined."""
+"""Tests of joint noise: draws, density, KL, files and invalid combinations."""
 
 import pytest
 import torch
@@ -124,7 +124,7 @@ def test_only_layers_with_the_same_recipe_are_joined() -> None:
     assert [names for _, names in independent_vectors(model)] == [["fc1", "fc2"], ["fc3"]]
 
 
-def test_two_joint_vectors_have_a_name_each() -> None:
+def test_two_joint_vectors_have_different_names() -> None:
     wide = NormalAffine(joint="full", base_scale=0.2)
     rules = {"fc1": wide, "fc2": wide, "fc3": NormalAffine(joint="full"), "fc4": NormalAffine(joint="full")}
     model = fb.to_stochastic(MLP(4, (5, 5, 5), 3), rules)
@@ -134,7 +134,7 @@ def test_two_joint_vectors_have_a_name_each() -> None:
     torch.testing.assert_close(sum(part.kl for part in kl.values()), kl.total.kl)
 
 
-def test_a_part_of_a_joined_network_is_refused() -> None:
+def test_a_layer_of_a_joined_network_cannot_run_alone() -> None:
     model = stochastic("full")
     with pytest.raises(fb.FlowBNNError) as caught:
         model.fc1(torch.ones(2, 4).double())
@@ -155,7 +155,7 @@ def test_invalid_combinations_are_refused(options, argument) -> None:
     assert caught.value.argument == argument
 
 
-def test_one_word_gives_a_joint_posterior() -> None:
+def test_node_noise_joint_gives_a_joint_posterior() -> None:
     loader = fb.data.TensorLoader(torch.randn(20, 4), torch.arange(20) % 3, batch_size=10)
     posterior = fb.NodeNoise("joint", epochs=1).fit(network(), loader, progress=False, accelerator="cpu")
     assert [names for _, names in independent_vectors(posterior.model)] == [["fc1", "fc2", "fc3"]]

@@ -1,4 +1,4 @@
-"""A compiler that only traces, for tests of what is compiled."""
+"""Fixture with a compiler that only traces."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""A problem that a small network learns in a second."""
+"""Small classification problem that a network learns in a second."""
 
 import torch
 from torch import nn

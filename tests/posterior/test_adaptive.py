@@ -1,4 +1,4 @@
-"""Adaptive sampling: a prefix of the full answer, as long as it needs to be."""
+"""Tests of adaptive sampling."""
 
 import math
 
@@ -47,7 +47,7 @@ def test_easy_inputs_cost_few_samples_and_hard_ones_all():
         assert outputs[count:, index].isnan().all()
 
 
-def test_looks():
+def test_numbers_of_samples_at_each_look():
     assert fb.posterior.Adaptive(start=8, growth=2).looks(128) == [8, 16, 32, 64, 128]
     assert fb.posterior.Adaptive(start=8, growth=2).looks(100) == [8, 16, 32, 64, 100]
     assert fb.posterior.Adaptive(start=8, growth=2).looks(8) == [8]
@@ -55,7 +55,7 @@ def test_looks():
     assert fb.posterior.Adaptive(start=2, growth=1.1).looks(6) == [2, 3, 4, 5, 6]
 
 
-def test_the_decision_is_rarely_turned_by_the_samples_that_were_spared():
+def test_skipped_samples_rarely_change_the_decision():
     """Of inputs whose classes are all but tied, no more than 1 - certainty are answered otherwise than with all samples."""
     generator = torch.Generator().manual_seed(0)
     inputs, samples, certainty = 20_000, 64, 0.8
@@ -75,7 +75,7 @@ def test_the_decision_is_rarely_turned_by_the_samples_that_were_spared():
     assert torch.equal(found.labels[~early], full.labels[~early])
 
 
-def test_a_near_tie_goes_on_although_its_probabilities_have_settled():
+def test_a_near_tie_continues_after_its_probabilities_have_settled():
     """Leads from -0.02 to 0.02 whose noise is far below the tolerance: only the order of the two classes is open."""
     generator = torch.Generator().manual_seed(0)
     inputs, samples = 4000, 64
@@ -95,7 +95,7 @@ def test_a_near_tie_goes_on_although_its_probabilities_have_settled():
     assert cost[0.0] < cost[1.0] < cost[2.0] < 0.5
 
 
-def test_a_tie_that_no_sample_breaks_costs_no_more():
+def test_identical_samples_stop_early():
     rule = fb.posterior.Adaptive(start=4)
     _, sample_counts = adaptive_outputs(
         drawing(torch.zeros(64, 3, 2)), torch.arange(3), 64, rule, CategoricalPredictive
@@ -119,7 +119,7 @@ def test_probabilities_are_within_the_tolerance_the_standard_error_promises():
     assert float((error > 2.6 * tolerance).double().mean()) < 0.02
 
 
-def test_numbers_settle_by_their_own_spread():
+def test_regression_settles_by_its_standard_deviation():
     generator = torch.Generator().manual_seed(0)
     means = torch.tensor([0.01, 1.0])[:, None] * torch.randn(64, 2, 1, generator=generator)
     _, sample_counts = adaptive_outputs(
@@ -176,14 +176,14 @@ def posterior_prefix(full: CategoricalPredictive, count: int) -> CategoricalPred
     return CategoricalPredictive(full.log_samples[:count])
 
 
-def test_evaluation_passes_it_on(posterior):
+def test_evaluate_supports_adaptive_sampling(posterior):
     report = fb.evaluate(posterior, blobs().tensors, adaptive=0.01, progress=False)
     assert 8 <= report["sample_counts"] < 128
     assert report["accuracy"] > 0.9
     assert "sample_counts" not in fb.evaluate(posterior, blobs().tensors, samples=4, progress=False)
 
 
-def test_a_tighter_rule_spends_more(posterior):
+def test_a_smaller_tolerance_takes_more_samples(posterior):
     x = blobs().tensors[0]
     counts = [
         float(posterior.predict(x, 128, seed=0, adaptive=rule).sample_counts.double().mean())
@@ -234,7 +234,7 @@ def test_bad_input(make, line):
         make()
 
 
-def test_a_strangers_posterior_takes_part():
+def test_adaptive_sampling_of_a_user_defined_posterior():
     class Coins(Posterior):
         def outputs(self, inputs, samples, prediction):
             generator = torch.Generator().manual_seed(prediction.seed)
@@ -279,7 +279,7 @@ def adaptively(
 @pytest.mark.parametrize(
     ("kind", "tolerance"), [("tied", 0.03), ("2-2", 0.03), ("2-4", 0.03), ("2-4", 0.01), ("10-2", 0.03)]
 )
-def test_of_those_that_stop_at_95_percent_at_most_5_are_further_off(kind, tolerance):
+def test_at_most_5_percent_of_stopped_inputs_exceed_the_tolerance(kind, tolerance):
     rule = fb.posterior.Adaptive(tolerance, until="probabilities")
     found, full, early = adaptively(population(kind, 2000), rule)
     gap = (found.probabilities - full.probabilities).abs().amax(-1)[early]
@@ -290,7 +290,7 @@ def test_of_those_that_stop_at_95_percent_at_most_5_are_further_off(kind, tolera
 
 
 @pytest.mark.parametrize(("kind", "errors"), [("tied", 2.0), ("2-2", 0.3), ("2-4", 0.3), ("10-2", 0.3)])
-def test_what_optional_stopping_does_is_told_beside_the_confidence(kind, errors):
+def test_confidence_error_covers_the_bias_of_optional_stopping(kind, errors):
     found, full, early = adaptively(population(kind, 2000), fb.posterior.Adaptive(until="decision"))
     higher = (found.confidence - full.confidence)[early].mean()
     assert 0 < higher < errors * found.confidence_error[early].mean()

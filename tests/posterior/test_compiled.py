@@ -1,4 +1,4 @@
-"""Compiled passes give the samples of uncompiled ones, whatever the noise."""
+"""Tests that compiled passes give the samples of uncompiled ones."""
 
 import copy
 import gc
@@ -81,7 +81,7 @@ def test_parts_of_the_samples_and_cut_inputs(traced):
     assert traced["graphs"] == 1, "22 rows are 8, 8 and 6 that are padded"
 
 
-def test_what_is_compiled_follows_the_parameters_and_does_not_hold_the_network(traced):
+def test_compiled_functions_follow_the_parameters_and_hold_no_reference_to_the_network(traced):
     torch.manual_seed(0)
     model = fb.to_stochastic(LeNet(3), MIXED)
     images = torch.randn(4, 3, 32, 32)
@@ -125,7 +125,7 @@ class Careful(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
-def test_a_layer_that_needs_its_own_precision_keeps_it(traced):
+def test_compiled_layer_that_disables_autocast(traced):
     model = fb.to_stochastic(Careful(), {"*": fb.noise.NormalAffine()})
     x = torch.randn(50, 4)
     found = compiled_outputs(model, x, 4, precision="bf16-mixed")
@@ -133,7 +133,7 @@ def test_a_layer_that_needs_its_own_precision_keeps_it(traced):
 
 
 class Undecided(nn.Module):
-    """What it does depends on what it is given, which no graph holds."""
+    """Branches on values, which a graph cannot represent."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -147,7 +147,7 @@ class Undecided(nn.Module):
 
 
 @pytest.mark.parametrize("site", ["position", "channel"])
-def test_what_does_not_compile_in_one_graph_is_predicted_and_said_once(site, traced):
+def test_a_network_that_does_not_compile_runs_uncompiled_with_one_warning(site, traced):
     torch.manual_seed(0)
     model = fb.to_stochastic(Undecided(), {"*": fb.noise.NormalAffine(site=site)})
     posterior = fb.posterior.NoisePosterior(model, fb.likelihoods.Categorical())
@@ -161,7 +161,7 @@ def test_what_does_not_compile_in_one_graph_is_predicted_and_said_once(site, tra
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_a_compiler_that_fails_leaves_the_passes_as_they_are(monkeypatch):
+def test_a_failing_compiler_falls_back_to_uncompiled_passes(monkeypatch):
     def backend(graph, inputs):
         raise RuntimeError("no compiler here")
 
@@ -174,7 +174,7 @@ def test_a_compiler_that_fails_leaves_the_passes_as_they_are(monkeypatch):
     torch._dynamo.reset()
 
 
-def test_what_was_compiled_and_fails_later_leaves_the_passes_as_they_are(monkeypatch):
+def test_a_compiled_function_that_fails_later_falls_back_to_uncompiled_passes(monkeypatch):
     """Kernels assert how tensors lie; torch may lay them otherwise later on in the same process."""
     calls = []
 
@@ -263,7 +263,7 @@ def test_maps_drawn_together_are_those_drawn_one_by_one():
                 torch.testing.assert_close(together[seed], one, rtol=1e-5, atol=1e-6)
 
 
-def test_noise_melts_into_the_kernels_that_are_there_anyway(monkeypatch):
+def test_noise_is_fused_into_the_kernels_of_the_network(monkeypatch):
     """As many kernels as the plain network has, by torch's own compiler; what they compute is tested on a GPU."""
     metrics, config = (pytest.importorskip(f"torch._inductor.{name}") for name in ("metrics", "config"))
     # they are counted and not built, which takes the C++ compiler half a minute

@@ -1,4 +1,4 @@
-"""The noise of a posterior itself: its draws and their density."""
+"""Tests of the draws and the density of NoisePosterior."""
 
 import pytest
 import torch

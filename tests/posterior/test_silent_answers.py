@@ -1,4 +1,4 @@
-"""What used to go wrong without a word, in the order in which a user met it."""
+"""Regression tests of mistakes that once gave wrong results without a warning."""
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ def quietly(*args, **options):
 @pytest.mark.parametrize(
     "method", [fb.MAP(epochs=3, lr=0.05), fb.BayesByBackprop(epochs=2), fb.MCDropout(epochs=2)]
 )
-def test_a_posterior_is_read_into_a_copy_of_the_network(method, tmp_path):
+def test_load_posterior_copies_the_network(method, tmp_path):
     (x, y), network = data(), mlp()
     before = {name: value.clone() for name, value in network.state_dict().items()}
     for name, labels in (("a", y), ("b", 1 - y)):
@@ -39,7 +39,7 @@ def test_a_posterior_is_read_into_a_copy_of_the_network(method, tmp_path):
 
 
 @pytest.mark.parametrize("first", [0.0, 1.0])
-def test_a_first_batch_of_one_class_is_no_regression(first):
+def test_a_first_batch_of_one_class_is_not_taken_for_regression(first):
     x, _ = data(8)
     for outputs, name in ((1, "bernoulli"), (2, "categorical")):
         with pytest.raises(fb.FlowBNNError) as caught:
@@ -53,7 +53,7 @@ def mlp_noise(outputs: int = 2) -> nn.Module:
 
 
 @pytest.mark.filterwarnings("ignore:.*prior.*:flowbnn.errors.FlowBNNWarning")
-def test_trained_means_are_not_left_out_without_a_word():
+def test_dropping_trained_means_raises_a_warning():
     x, y = data()
     model = mlp_noise()
     fb.to_deterministic(model)  # nothing was trained: nothing to say
@@ -68,14 +68,14 @@ def test_trained_means_are_not_left_out_without_a_word():
 @pytest.mark.parametrize(
     ("last", "outputs", "likelihood"), [(nn.Softmax(1), 2, "categorical"), (nn.Sigmoid(), 1, "bernoulli")]
 )
-def test_probabilities_where_logits_belong_are_noticed(last, outputs, likelihood):
+def test_probabilities_instead_of_logits_raise_a_warning(last, outputs, likelihood):
     (x, y), network = data(), nn.Sequential(*mlp(outputs=outputs), last)
     with pytest.warns(fb.errors.FlowBNNWarning) as caught:
         fb.MLE(epochs=1).fit(network, [(x, y)], likelihood=likelihood, progress=False)
     assert caught[0].message.fields["kind"] == "probabilities"
 
 
-def test_labels_with_fractions_are_refused_by_the_judge():
+def test_evaluate_refuses_fractional_labels():
     x, y = data()
     posterior = fb.posterior.PointPosterior(mlp(), fb.likelihoods.Categorical())
     with pytest.raises(fb.FlowBNNError) as caught:
@@ -101,7 +101,7 @@ def test_transposed_targets_are_refused():
         ("a", "entropy", "must be a number .*got 'a'"),
     ],
 )
-def test_a_threshold_that_cannot_be_meant_is_refused(threshold, by, line):
+def test_invalid_thresholds_are_refused(threshold, by, line):
     prediction = fb.posterior.PointPosterior(mlp(), fb.likelihoods.Categorical()).predict(data()[0])
     with pytest.raises(fb.FlowBNNError, match=line):
         prediction.decide(threshold, by=by)
@@ -119,7 +119,7 @@ def test_a_threshold_that_cannot_be_meant_is_refused(threshold, by, line):
     ],
 )
 @pytest.mark.parametrize("noisy", [False, True])
-def test_inputs_the_network_cannot_take_are_told_in_one_line(inputs, line, noisy):
+def test_inputs_that_the_network_rejects_raise_one_line(inputs, line, noisy):
     posterior = (
         fb.posterior.NoisePosterior(mlp_noise(), fb.likelihoods.Categorical())
         if noisy
@@ -138,7 +138,7 @@ def test_inputs_the_network_cannot_take_are_told_in_one_line(inputs, line, noisy
         (1, torch.arange(8), "likelihood='gaussian'"),
     ],
 )
-def test_targets_of_another_form_are_told_what_to_do(outputs, targets, advice):
+def test_targets_of_another_form_are_refused_with_advice(outputs, targets, advice):
     with pytest.raises(fb.FlowBNNError) as caught:
         quietly(mlp_noise(outputs), [(torch.randn(8, 6), targets)])
     assert caught.value.kind == "targets"

@@ -1,4 +1,4 @@
-"""Networks that move rows: a prediction is what its sampled networks say one at a time, whatever they do inside."""
+"""Tests that predictions of networks that route rows are those of the sampled networks one at a time."""
 
 import threading
 import warnings
@@ -110,7 +110,7 @@ EDGES = torch.tensor([[0, 1, 2, 3, 4, 5, 0], [1, 2, 3, 4, 5, 0, 3]])
 
 
 class Meeting(nn.Module):
-    """What becomes of a row depends on the others: a threshold, a rank, a place in the queue."""
+    """Computes each row from all rows: by a threshold, a rank, or a position in a queue."""
 
     def __init__(self, meet):
         super().__init__()
@@ -150,7 +150,7 @@ CASES = {
 
 @pytest.mark.parametrize("site", ["channel", "position"])
 @pytest.mark.parametrize("name", CASES)
-def test_a_prediction_is_what_its_networks_say_one_at_a_time(name, site):
+def test_predictions_are_those_of_the_networks_one_at_a_time(name, site):
     make, inputs = CASES[name]
     for seed in range(2):
         torch.manual_seed(seed)
@@ -215,7 +215,7 @@ def test_training_draws_once_for_all_frames_of_an_example(make):
     assert len(draws[:, 0].unique(dim=0)) == 7
 
 
-def test_eight_threads_predict_as_one_does():
+def test_predictions_of_eight_threads_equal_those_of_one():
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 2))
     model = fb.to_stochastic(plain, {"*": fb.noise.NormalAffine()})
@@ -241,7 +241,7 @@ def test_eight_threads_predict_as_one_does():
     assert all(torch.allclose(one, off) for one in plainly)
 
 
-def test_a_compiled_network_is_taken_for_the_one_within(tmp_path):
+def test_a_compiled_network_is_unwrapped(tmp_path):
     """Its layers had other names, and hooks that they did not call."""
     plain = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
     inside = nn.Sequential(torch.compile(plain[0], backend="eager"), *plain[1:])

@@ -1,4 +1,4 @@
-"""Test-time augmentation: every network answers by the mean over the views."""
+"""Tests of test-time augmentation by views."""
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ def images(number: int = 6) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("as_loader", [False, True])
-def test_each_network_answers_by_the_mean_over_the_views(as_loader):
+def test_predictions_of_each_network_are_averaged_over_the_views(as_loader):
     posterior, x = noisy(), images()
     given = DataLoader(TensorDataset(x, torch.zeros(6).long()), batch_size=4) if as_loader else x
     found = posterior.predict(given, 16, seed=0, views=[mirror, lambda x: -x], progress=False)
@@ -41,7 +41,7 @@ def test_two_classes_from_one_logit():
 
 
 @pytest.mark.parametrize("noise", [0.3, "predicted"])
-def test_numbers_have_the_moments_of_the_mixture(noise):
+def test_views_of_a_regression_have_the_moments_of_the_mixture(noise):
     posterior, x = noisy(2, fb.likelihoods.Gaussian(noise)), images()
     found = posterior.predict(x, 8, seed=0, views=[mirror])
     one, two = (posterior.collect(v, PredictOptions(8, seed=0))[0] for v in (x, x.flip(-1)))
@@ -55,7 +55,7 @@ def test_numbers_have_the_moments_of_the_mixture(noise):
     torch.testing.assert_close(found.aleatoric, expected, atol=1e-6, rtol=1e-5)
 
 
-def test_a_single_network_an_ensemble_and_the_judge():
+def test_views_of_a_point_posterior_an_ensemble_and_evaluate():
     x, labels = images(30), torch.arange(30) % 3
     network = nn.Sequential(nn.Flatten(), nn.Linear(12, 3))
     point = fb.posterior.PointPosterior(network, fb.likelihoods.Categorical())
@@ -67,7 +67,7 @@ def test_a_single_network_an_ensemble_and_the_judge():
     assert report["nll"] == pytest.approx(float(-expected.log()[torch.arange(30), labels].mean()), abs=1e-5)
 
 
-def test_adaptive_samples_are_a_beginning_of_all():
+def test_adaptive_samples_with_views_are_the_first_of_all_samples():
     posterior, x = noisy(), images(40)
     full = posterior.predict(x, 64, seed=0, views=[mirror])
     quick = posterior.predict(x, 64, seed=0, views=[mirror], adaptive=0.02)

@@ -1,4 +1,4 @@
-"""Memory that runs out: the pass is halved and the work goes on."""
+"""Tests of predictions that run out of memory, and of the grouping of batches."""
 
 import warnings
 
@@ -63,7 +63,7 @@ def test_passes_are_halved_until_they_fit(strategy, kind):
     assert max(fitting) > 11 // 2, "no smaller than need be"
 
 
-def test_the_smaller_pass_is_kept_for_what_follows():
+def test_later_batches_use_the_smaller_pass():
     model = fb.to_stochastic(Small(10, KINDS["cuda"]), {"*": fb.noise.NormalAffine()}).eval()
     posterior = fb.posterior.NoisePosterior(model, fb.likelihoods.Categorical())
     with pytest.warns(fb.errors.FlowBNNWarning):
@@ -72,7 +72,7 @@ def test_the_smaller_pass_is_kept_for_what_follows():
     assert sum(size > 10 for size in SIZES) <= 6
 
 
-def test_a_point_posterior_halves_too():
+def test_a_point_posterior_halves_its_passes():
     network = Small(10, KINDS["cpu"])
     with pytest.warns(fb.errors.FlowBNNWarning) as raised:
         prediction = fb.posterior.PointPosterior(network, fb.likelihoods.Categorical()).predict(
@@ -84,7 +84,7 @@ def test_a_point_posterior_halves_too():
 
 @pytest.mark.parametrize("strategy", ["sequential", "vmap"])
 @pytest.mark.filterwarnings("ignore:memory ran out")
-def test_one_row_that_does_not_fit_is_told_in_one_line(strategy):
+def test_a_single_row_that_does_not_fit_is_refused(strategy):
     model = fb.to_stochastic(Small(10**6, KINDS["cuda"]), {"*": fb.noise.NormalAffine()}).eval()
     sample_outputs(model, torch.randn(4, 4), 2)  # measures the network while there is memory
     model.room = 0
@@ -95,7 +95,7 @@ def test_one_row_that_does_not_fit_is_told_in_one_line(strategy):
     assert caught.value.__cause__ is None
 
 
-def test_other_errors_are_not_taken_for_it():
+def test_other_errors_are_not_out_of_memory_errors():
     assert not is_out_of_memory(RuntimeError("mat1 and mat2 shapes cannot be multiplied (2x3 and 4x3)"))
     assert not is_out_of_memory(ValueError("out of memory"))
     model = fb.to_stochastic(nn.Linear(4, 3), {"*": fb.noise.NormalAffine()})
@@ -109,7 +109,7 @@ class Sizes(nn.Linear):
         return super().forward(x)
 
 
-def test_small_batches_go_through_together_in_order():
+def test_small_batches_are_predicted_together_in_order():
     torch.manual_seed(0)
     network = nn.Sequential(nn.Linear(4, 64), nn.Tanh(), Sizes(64, 3))
     model = fb.to_stochastic(network, {"0": fb.noise.NormalAffine()}).eval()
@@ -128,7 +128,7 @@ def test_small_batches_go_through_together_in_order():
     assert 50 < max(SIZES) <= 100
 
 
-def test_batches_of_other_shapes_are_kept_apart():
+def test_batches_of_different_shapes_are_not_joined():
     batches = [torch.zeros(2, 3), torch.zeros(2, 3), torch.zeros(2, 5), (torch.zeros(2, 5), torch.ones(2))]
     found = [(tuple(some.shape), len(truth)) for some, truth in group_batches(batches, lambda some: 100)]
     assert found == [((4, 3), 0), ((4, 5), 1)]
@@ -146,7 +146,7 @@ class Counted:
         self.num_data = number
 
 
-def test_the_store_takes_more_or_less_than_was_expected():
+def test_output_collector_accepts_more_or_fewer_rows_than_expected():
     parts = [torch.randn(3, count, 2) for count in (4, 1, 5, 2)]
     for expected in (0, 4, 12, 40):
         store = OutputCollector(Counted(expected))
@@ -178,7 +178,7 @@ def test_many_equal_samples_of_a_point():
 
 @pytest.mark.parametrize("max_batch", [None, 1])
 @pytest.mark.parametrize("noisy", [True, False])
-def test_where_two_rows_do_not_fit_one_goes_through_at_a_time(max_batch, noisy):
+def test_rows_are_predicted_one_at_a_time_if_two_do_not_fit(max_batch, noisy):
     model = Small(1, KINDS["cpu"])
     stochastic = fb.to_stochastic(model, {"*": fb.noise.NormalAffine()})
     posterior = (

@@ -1,4 +1,4 @@
-"""Mixtures of all layers at once: the draws, densities and gradients that each layer would have had by itself."""
+"""Tests that concatenated mixtures have the draws, densities and gradients of the single layers."""
 
 import copy
 import math
@@ -139,7 +139,7 @@ def test_the_pass_uses_prepared_draws(rules):
     torch.testing.assert_close(given["x"], images * drawn["0"][:, :, None, None])
 
 
-def test_a_pass_without_them_draws_for_all_mixtures_at_once(monkeypatch):
+def test_a_pass_without_prepared_draws_draws_all_mixtures_at_once(monkeypatch):
     model, calls, draw = network(BOTH), [], Mixtures.draw
     monkeypatch.setattr(Mixtures, "draw", lambda *args: calls.append(len(args[0].sizes)) or draw(*args))
     model(torch.randn(4, 3, 6, 6))
@@ -241,7 +241,7 @@ def test_positions_count_in_the_kl():
         torch.testing.assert_close(nine[name].entropy, 9 * one[name].entropy)
 
 
-def test_layers_that_differ_go_one_by_one():
+def test_incompatible_layers_are_drawn_one_by_one():
     model = network({"*": fb.noise.NormalAffine(components=3), "2": fb.noise.NormalAffine(components=2)})
     layers = noise_layers(model)
     assert set(divergences(layers)) == set(layers)
@@ -274,7 +274,7 @@ def test_ten_layers_cost_a_few_operations_more_than_two():
     assert operations(10) - operations(2) <= 8 * 12 < 8 * counted.number / 3
 
 
-def test_many_rows_are_drawn_layer_by_layer_to_the_same_end(monkeypatch):
+def test_many_rows_are_drawn_layer_by_layer_with_the_same_result(monkeypatch):
     layers = mixed(network(dtype=torch.float64))
     block = Mixtures(layers)
     which, normal = block.start(9, 0, None, None)
@@ -311,7 +311,7 @@ def test_half_precision_leaves_the_choice_exact():
             torch.testing.assert_close(ours, theirs, rtol=error, atol=error)
 
 
-def test_what_a_subclass_defines_is_kept():
+def test_methods_of_subclasses_are_used():
     class Narrow(MixtureBase):
         def distribution(self):
             return NormalMixture(self.loc, 0.01 * self.log_scale.exp())

@@ -1,4 +1,4 @@
-"""Many samples in few passes: the fold, the chunks, the seeds."""
+"""Tests of sampled outputs: chunks, seeds, and networks with unusual axes."""
 
 import pytest
 import torch
@@ -160,7 +160,7 @@ def test_both_kinds_of_draws_have_the_same_distribution():
         assert abs(float(outputs.std()) / deviation - 1) < 4 / (2 * 20_000) ** 0.5
 
 
-def test_state_is_left_as_it_was():
+def test_training_flags_and_modes_are_unchanged():
     model = fb.to_stochastic(
         nn.Sequential(nn.Linear(4, 4), nn.Dropout(), nn.Linear(4, 2)), {"*": fb.noise.NormalAffine()}
     )
@@ -189,7 +189,7 @@ def test_call_order_is_the_order_of_the_forward_pass():
     assert align_batch_axes(model, torch.ones(6, 2)) == ["never"]
 
 
-def test_the_chunk_follows_the_width_of_the_network():
+def test_the_row_limit_depends_on_the_width_of_the_network():
     narrow = fb.to_stochastic(nn.Linear(8, 8), {"*": fb.noise.NormalAffine()})
     wide = fb.to_stochastic(
         nn.Sequential(nn.Linear(8, 200_000), nn.Linear(200_000, 1)), {"*": fb.noise.NormalAffine()}

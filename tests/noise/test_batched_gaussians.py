@@ -1,4 +1,4 @@
-"""The Gaussians of many layers at once."""
+"""Tests of concatenated Gaussians."""
 
 import torch
 from prepared_context import prepared_context

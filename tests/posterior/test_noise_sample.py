@@ -1,4 +1,4 @@
-"""A sampled network is a plain network: the first one of a prediction with the same seed, with its noise in the weights."""
+"""Tests of NoisePosterior.sample: a plain network, the first one of a prediction with the same seed."""
 
 import copy
 import io
@@ -41,7 +41,7 @@ def double(inputs):
 
 @pytest.mark.parametrize("site", ["channel", "position"])
 @pytest.mark.parametrize("case", NETWORKS, ids=lambda case: case.name)
-def test_it_is_the_first_network_of_a_prediction(case, site):
+def test_sample_is_the_first_network_of_a_prediction(case, site):
     torch.manual_seed(0)
     posterior = posterior_of(examples_first(case), fb.noise.NormalAffine(site=site))
     inputs = double(x.movedim(case.batch_axis, 0) for x in case.inputs())
@@ -68,7 +68,7 @@ def test_it_is_the_first_network_of_a_prediction(case, site):
 @pytest.mark.parametrize(
     "name", ["conv-batchnorm-without-bias", "cross-attention", "gru-cell", "tied-weights"]
 )
-def test_its_export_draws_nothing(name, site):
+def test_an_exported_sample_draws_nothing(name, site):
     torch.manual_seed(0)
     case = next(case for case in NETWORKS if case.name == name)
     posterior = posterior_of(examples_first(case), fb.noise.NormalPlanar(1, site=site))
@@ -93,7 +93,7 @@ def test_its_export_draws_nothing(name, site):
     ],
     ids=str,
 )
-def test_a_sample_does_not_depend_on_how_many_there_are(recipe):
+def test_a_sample_does_not_depend_on_the_number_of_samples(recipe):
     torch.manual_seed(0)
     posterior = posterior_of(nn.Sequential(nn.Linear(4, 7), nn.ReLU(), nn.Linear(7, 3)), recipe)
     x = torch.randn(5, 4).double()
@@ -109,7 +109,7 @@ def test_a_sample_does_not_depend_on_how_many_there_are(recipe):
         torch.testing.assert_close(posterior.sample(3)(x), many[0], rtol=1e-6, atol=1e-6)
 
 
-def test_it_can_be_stored_and_converted_again():
+def test_a_sample_can_be_saved_and_converted_again():
     torch.manual_seed(0)
     one = posterior_of(nn.LSTM(3, 2, batch_first=True), fb.noise.NormalAffine()).sample(0)
     file = io.BytesIO()
@@ -124,7 +124,7 @@ def test_it_can_be_stored_and_converted_again():
 
 
 @pytest.mark.parametrize("kind", ["attention", "tied", "read by the network"])
-def test_a_mean_that_no_weight_can_take_multiplies(kind):
+def test_means_that_weights_cannot_hold_are_buffers(kind):
     torch.manual_seed(0)
     name = {
         "attention": "cross-attention",

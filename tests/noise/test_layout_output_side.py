@@ -1,4 +1,4 @@
-"""Noise on what layers give instead of on what they read."""
+"""Tests of noise on the output of layers."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ LAYERS = {
 
 
 @pytest.mark.parametrize("name", LAYERS)
-def test_the_noise_multiplies_what_the_layer_gives_bias_included(name):
+def test_output_noise_multiplies_the_output_including_the_bias(name):
     layer, inputs = LAYERS[name]
     noisy = fb.to_stochastic(layer, {"*": NormalAffine(side="output", base_scale=0.3)})
     features = 2 if name == "steps" else 1
@@ -57,7 +57,7 @@ def test_noise_between_two_layers_may_be_on_either(joint):
     )
 
 
-def test_it_is_fitted_saved_and_loaded(tmp_path):
+def test_output_noise_is_fitted_saved_and_loaded(tmp_path):
     torch.manual_seed(0)
     network = nn.Sequential(nn.Linear(2, 8), nn.ReLU(), nn.Linear(8, 3))
     inputs = torch.randn(60, 2)

@@ -1,4 +1,4 @@
-"""Noise drawn for the whole network at once is the noise that each layer would have drawn."""
+"""Tests that noise drawn for the whole network equals the noise that each layer would draw."""
 
 import copy
 import pickle
@@ -90,7 +90,7 @@ def test_a_layer_called_by_itself_draws_for_itself():
     assert not torch.equal(model[0](x), model[0](x))
 
 
-def test_a_pass_that_fails_leaves_nothing_open():
+def test_a_failing_pass_leaves_no_context():
     model = fb.to_stochastic(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), {"*": fb.noise.NormalAffine()})
     model(torch.ones(3, 4))
     with pytest.raises(RuntimeError):
@@ -126,7 +126,7 @@ def test_a_checkpoint_around_a_layer_outside_a_pass():
     assert h.grad is not None
 
 
-def test_inference_mode_spoils_nothing():
+def test_inference_mode():
     model = fb.to_stochastic(nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 3)), {"*": fb.noise.NormalAffine()})
     with torch.inference_mode():
         model(torch.ones(2, 4))
@@ -188,7 +188,7 @@ def test_copies_do_not_share_draws():
             )
 
 
-def test_a_pass_looked_ahead_agrees_with_its_second_run_under_reentrant_checkpointing():
+def test_prepared_draws_agree_with_the_second_run_of_reentrant_checkpointing():
     torch.manual_seed(0)
     outputs = []
     inner = fb.to_stochastic(
@@ -209,7 +209,7 @@ def test_a_pass_looked_ahead_agrees_with_its_second_run_under_reentrant_checkpoi
 
 
 @pytest.mark.parametrize("components", [1, 3])
-def test_another_prior_on_a_layer_that_is_there_counts(components):
+def test_set_prior_changes_the_kl(components):
     torch.manual_seed(0)
     network = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 4), nn.Linear(4, 2))
     model = fb.to_stochastic(network, {"*": fb.noise.NormalAffine(components=components, kl_samples=20_000)})
@@ -239,7 +239,7 @@ class Steps(nn.Module):
 
 @pytest.mark.parametrize("components", [1, 3])
 @pytest.mark.parametrize("site", ["channel", "position"])
-def test_rows_that_the_network_folds_share_the_draw_of_their_example(components, site):
+def test_flattened_rows_share_the_draw_of_their_example(components, site):
     """Five time steps of seven examples: seven draws, each for the five rows of its example, as a prediction has it."""
     model = fb.to_stochastic(Steps(), {"*": fb.noise.NormalAffine(components=components, site=site)})
     seen = []
@@ -251,7 +251,7 @@ def test_rows_that_the_network_folds_share_the_draw_of_their_example(components,
     assert len(draws[:, 0].unique(dim=0)) == 7
 
 
-def test_draws_made_ahead_go_to_the_networks_of_their_layers():
+def test_prepared_draws_are_used_by_the_networks_of_their_layers():
     one = fb.to_stochastic(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), {"*": fb.noise.NormalAffine()})
     other = fb.to_stochastic(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), {"*": fb.noise.NormalAffine()})
     both = nn.Sequential(one, other)

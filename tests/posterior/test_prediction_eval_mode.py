@@ -1,4 +1,4 @@
-"""A network in a pass: evaluated, and afterwards as it was."""
+"""Tests of evaluation_mode."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ class Frozen(nn.Sequential):
 
 
 @pytest.mark.parametrize("mode", [True, False])
-def test_every_modules_own_flag_comes_back(mode):
+def test_training_flags_of_all_modules_are_restored(mode):
     network = nn.Sequential(Frozen(nn.BatchNorm1d(2), nn.Dropout()), nn.Dropout(), nn.Linear(2, 2)).train(
         mode
     )
@@ -35,7 +35,7 @@ def test_every_modules_own_flag_comes_back(mode):
     assert torch.is_grad_enabled()
 
 
-def test_flags_come_back_after_an_error_and_whoever_changed_them():
+def test_training_flags_are_restored_after_an_error():
     network = nn.Sequential(nn.Dropout(), nn.Linear(2, 2)).eval()
 
     def changed() -> None:
@@ -48,7 +48,7 @@ def test_flags_come_back_after_an_error_and_whoever_changed_them():
     assert not any(part.training for part in network.modules())
 
 
-def test_a_network_that_is_evaluated_already_is_left_alone():
+def test_a_network_in_evaluation_mode_is_not_changed():
     network = Frozen(nn.BatchNorm1d(2), nn.Dropout()).eval()
     asked = network.asked
     with evaluation_mode(network):

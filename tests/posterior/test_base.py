@@ -1,4 +1,4 @@
-"""The contract of a posterior: threads take turns, copies begin anew, and inputs that cannot be cut go through whole."""
+"""Tests of the base class of posteriors: threads, copies, and inputs without a common row axis."""
 
 import copy
 import threading
@@ -32,7 +32,7 @@ def noise() -> fb.posterior.NoisePosterior:
 
 
 @pytest.mark.parametrize("make", [members, noise])
-def test_threads_take_turns(make):
+def test_predict_is_thread_safe(make):
     posterior, x = make(), torch.randn(16, 4)
     alone = [posterior.predict(x, 3, seed=seed).probabilities for seed in range(4)]
     draws = [posterior.draws(3, seed=seed) for seed in range(4)]
@@ -123,7 +123,7 @@ class Bags(nn.Module):
         (Bags(), {"words": torch.randint(7, (9,)), "offsets": torch.tensor([0, 2, 6])}, 3),
     ],
 )
-def test_inputs_that_cannot_be_cut_go_through_whole(network, inputs, count):
+def test_inputs_without_a_common_row_axis_are_predicted_at_once(network, inputs, count):
     truth = network(**inputs) if isinstance(inputs, dict) else network(*inputs)
     posterior = fb.posterior.PointPosterior(network, fb.likelihoods.Categorical())
     for options in ({}, {"max_batch": 1}, {"adaptive": 0.01, "samples": 20}):
