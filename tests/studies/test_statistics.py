@@ -55,19 +55,21 @@ def test_warning_of_many_layers_is_counted_for_each():
 
     names = [f"fc{n}" for n in range(7)]
     content = {}
-    for seed, some in enumerate((names, names[:1])):
+    for seed, layer_names in enumerate((names, names[:1])):
         with record_warnings() as caught:
-            for one in health_warnings([LayerHealth(name, 0.0, 0.0, 1.0, "prior") for name in some]):
-                warnings.warn(one)
+            for warning in health_warnings(
+                [LayerHealth(name, 0.0, 0.0, 1.0, "prior") for name in layer_names]
+            ):
+                warnings.warn(warning)
             warnings.warn("something else", FlowBNNWarning)
         content["a", seed] = {"warnings": caught}
     content["b", 0] = {}
-    layers, other = Parts([0, 1], content).warnings({"a": "First", "b": "Second"})
+    layers, other_line = Parts([0, 1], content).warnings({"a": "First", "b": "Second"})
     assert layers.startswith(
         "First: the noise has collapsed to its prior at fc0 (2 of 2 seeds), fc1 (1 of 2 seeds)"
     )
     assert layers.endswith("fc6 (1 of 2 seeds)")
-    assert other == "First: something else (in 2 of 2 seeds)"
+    assert other_line == "First: something else (in 2 of 2 seeds)"
 
 
 def test_warnings_that_differ_in_numbers_are_merged():

@@ -83,7 +83,7 @@ def test_page_has_every_text_and_number(
             assert study[field] in words
         texts = [study["answer"].splitlines()[0], *study["notes"], *study["versions"].values()]
         texts += [metric["definition"] for metric in study["metrics"]]
-        texts += [figure[part] for figure in study["figures"] for part in ("title", "caption")]
+        texts += [figure[name] for figure in study["figures"] for name in ("title", "caption")]
         for text in texts:
             assert text in words
     for expected in (
@@ -163,8 +163,8 @@ def test_text_is_escaped(two_clusters: dict[str, Any], tmp_path: Path) -> None:
         item["definition"] = bad
     for figure in two_clusters["figures"]:
         figure["title"] = figure["caption"] = bad
-        for part in (*figure["data"].get("models", []), *figure["data"].get("panels", [])):
-            part["title"] = part["label"] = bad
+        for panel in (*figure["data"].get("models", []), *figure["data"].get("panels", [])):
+            panel["title"] = panel["label"] = bad
     page = page_of([two_clusters], tmp_path)
     reader = Reader(page)
     assert not {"script", "img"} & set(reader.tags)
@@ -180,8 +180,8 @@ def test_control_characters_are_replaced(two_clusters: dict[str, Any], tmp_path:
     two_clusters |= {"title": bad, "answer": bad, "notes": [bad], "versions": {bad: bad}}
     for figure in two_clusters["figures"]:
         figure["title"] = figure["caption"] = bad
-        for part in (*figure["data"].get("models", []), *figure["data"].get("panels", [])):
-            part["title"] = part["label"] = bad
+        for panel in (*figure["data"].get("models", []), *figure["data"].get("panels", [])):
+            panel["title"] = panel["label"] = bad
     page = page_of([two_clusters], tmp_path)
     assert "bell \ufffd nul \ufffd half \ufffd tab" in page
     assert not set(page) & set("\x07\x00")

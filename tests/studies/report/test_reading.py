@@ -108,10 +108,10 @@ def test_optional_fields_may_be_missing(tmp_path: Path, two_clusters: dict[str, 
 def change(results: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
     """Returns a copy with the item at the dotted path replaced, or removed if the value is ``...``."""
     changed = copy.deepcopy(results)
-    *parents, last = [int(part) if part.isdigit() else part for part in path.split(".")]
+    *parents, last = [int(name) if name.isdigit() else name for name in path.split(".")]
     place: Any = changed
-    for part in parents:
-        place = place[part]
+    for name in parents:
+        place = place[name]
     if value is ...:
         del place[last]
     else:
