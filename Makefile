@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 OUT ?= results
 export PYTHONDONTWRITEBYTECODE =  # the tests start many processes, each of which would compile the library anew
 
-.PHONY: demo test lint bench stress clean
+.PHONY: demo test test-gpu lint bench stress clean
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11) and 'flowbnn needs Python 3.11 or newer, this is ' + sys.version.split()[0])"
@@ -25,6 +25,9 @@ lint: $(STAMP)  ## linter and type checker
 
 test: lint  ## linter, type checker, tests, doctests and the import-order test
 	$(BIN)/python -m pytest -n 2 --dist worksteal
+
+test-gpu: $(STAMP)  ## tests that need a CUDA device, in six processes; continuous integration has none
+	$(BIN)/python -m pytest -m gpu tests -n 6 -p no:benchmark -o addopts="-q --import-mode=importlib"
 
 bench: $(STAMP)  ## speed, as ratios to the plain network; what the defaults do; threads; structure (a table, no limits)
 	$(BIN)/python benchmarks/training_step.py --out $(OUT)
