@@ -15,21 +15,21 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
 	touch $(STAMP)
 
-demo: $(STAMP)  ## run the demo studies and write the report
+demo: $(STAMP)  ## run two studies and write the report
 	$(BIN)/flowbnn demo --out $(OUT)
 
-lint: $(STAMP)  ## linter and type checker
+lint: $(STAMP)  ## run the linter and the type checker
 	$(BIN)/ruff check src tests benchmarks
 	$(BIN)/ruff format --check src tests benchmarks
 	$(BIN)/mypy
 
-test: lint  ## linter, type checker, tests, doctests and the import-order test
+test: lint  ## run the linter, the type checker, the tests and the doctests
 	$(BIN)/python -m pytest -n 2 --dist worksteal
 
-test-gpu: $(STAMP)  ## tests that need a CUDA device, in six processes; continuous integration has none
+test-gpu: $(STAMP)  ## run the tests that need a CUDA device, in six processes; continuous integration has none
 	$(BIN)/python -m pytest -m gpu tests -n 6 -p no:benchmark -o addopts="-q --import-mode=importlib"
 
-bench: $(STAMP)  ## speed, as ratios to the plain network; what the defaults do; threads; structure (a table, no limits)
+bench: $(STAMP)  ## measure speed, memory, defaults and threads, and count the structure of the code
 	$(BIN)/python benchmarks/training_step.py --out $(OUT)
 	$(BIN)/python benchmarks/prediction.py --out $(OUT)
 	$(BIN)/python benchmarks/adaptive.py --out $(OUT)
@@ -43,7 +43,7 @@ bench: $(STAMP)  ## speed, as ratios to the plain network; what the defaults do;
 	$(BIN)/python benchmarks/threads.py
 	$(BIN)/python benchmarks/structure.py --out $(OUT)
 
-stress: $(STAMP)  ## stress tests for 15 minutes: interruptions, damaged files, invalid arguments, threads; fails on any wrong answer
+stress: $(STAMP)  ## run the stress tests for 15 minutes; fails on any wrong answer
 	$(BIN)/python -m tests.stress --minutes 15 --seed 0
 
 clean:
