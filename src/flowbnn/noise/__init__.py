@@ -1,4 +1,4 @@
-"""Stochastic layers: recipes of their noise, and the handles on it."""
+"""Noise of stochastic layers: recipes, modes, freezing and optimizer groups."""
 
 from flowbnn.noise.base import Noise, noise_layers
 from flowbnn.noise.layout import Layout, register_layer

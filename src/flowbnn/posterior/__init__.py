@@ -1,4 +1,4 @@
-"""What every fit returns: a posterior, which predicts, is sampled from, evaluated, saved and loaded."""
+"""Posteriors, which every fit returns: prediction, sampling, evaluation, saving and loading."""
 
 from flowbnn.posterior.adaptive import Adaptive
 from flowbnn.posterior.base import Posterior, Prediction, PredictOptions, load_posterior

@@ -20,9 +20,6 @@ from flowbnn.predictive import CategoricalPredictive, Predictive
 Draw = Callable[[Any, range], Tensor]
 
 
-MIN_SAMPLES = 16  # with fewer samples the estimate of a standard error is unreliable
-
-
 @options
 class Adaptive:
     r"""Rule that decides when an input has enough samples.
@@ -98,6 +95,7 @@ class Adaptive:
         # standard errors by which the remaining samples may move a mean
         reach = float(stdtrit(count - 1, level)) * remaining
         identical = error == 0  # all samples are equal
+        reliable = count >= 16  # the estimate of a standard error from fewer samples is unreliable
         if not isinstance(predictive, CategoricalPredictive) or self.until == "probabilities":
             if self.until == "decision":
                 raise FlowBNNError(
@@ -105,7 +103,7 @@ class Adaptive:
                     kind="unsupported",
                     argument="until",
                 )
-            return identical | ((error * reach <= self.tolerance) & (count >= MIN_SAMPLES))
+            return identical | ((error * reach <= self.tolerance) & reliable)
         margin = predictive.decision_strength
         if self.until == "decision":
             return margin >= reach

@@ -25,10 +25,6 @@ from flowbnn.training.device import quiet_compiler, unlimited_recompiles
 
 # floating-point operations of a pass that keep a large GPU busy (4,096 images of VGG16); a CPU is busy with one sample
 FULL_PASS_FLOPS = {"cpu": 0.0, "cuda": 2.7e12}
-GRAPH_FLOPS = (
-    7e11  # passes with fewer operations wait for their launches, so they are replayed from a CUDA graph
-)
-DRAW_BYTES = 2**28  # draws in memory at a time
 
 
 def compile_errors() -> tuple[type[Exception], ...]:
@@ -235,7 +231,8 @@ class CompiledSampler:
             chunks.append((count, pad(chunk, size) if size <= 2 * count < 2 * size else chunk))
         samples = self.samples_per_pass(num_samples)
         work = self.trace.flops_per_row * size * samples
-        return samples, prediction.device.type == "cuda" and work < GRAPH_FLOPS, chunks
+        # short passes wait for their launches, so they are replayed from a CUDA graph
+        return samples, prediction.device.type == "cuda" and work < 7e11, chunks
 
     def samples_per_pass(self, num_samples: int) -> int:
         """Returns how many samples a pass takes to fill the device.
@@ -249,7 +246,7 @@ class CompiledSampler:
         count = min(int(FULL_PASS_FLOPS[kind] / work), prediction.row_limit // prediction.compiled_rows)
         layers = self.shared.layers
         numbers = sum(prod(at) * layers[key].layout.dim for key, _, at in self.trace.noise_shapes)
-        count = max(1, min(count, num_samples, DRAW_BYTES // (4 * numbers)))
+        count = max(1, min(count, num_samples, 2**28 // (4 * numbers)))  # at most 256 MB of draws
         count = 2 ** (count.bit_length() - 1)
         while -num_samples % count > 0.25 * num_samples:  # at most a quarter of the samples is padding
             count //= 2

@@ -26,8 +26,6 @@ from flowbnn.training.device import num_processes
 from flowbnn.training.distributed import WorkerLost, is_connection_loss, select_rows
 from flowbnn.training.randomness import RandomState, loader_generators
 
-GROUP_BYTES = 2**28  # of inputs that are joined: they are in memory besides the pass
-
 
 def expected_rows(loader: Any) -> int:
     """Returns the number of rows of a loader, or 0 if it is unknown."""
@@ -65,7 +63,8 @@ def group_batches(
             group, group_targets, count = [], [], 0
         if not group:
             size = sum([tensor.numel() * tensor.element_size() for tensor in tensors_of(inputs)])
-            rows_in_memory = GROUP_BYTES * max(1, number) // max(1, size)
+            # at most 256 MB of inputs, which are in memory besides the pass
+            rows_in_memory = 2**28 * max(1, number) // max(1, size)
             limit = min(max_rows(inputs), rows_in_memory) if has_row_axis(inputs) else 0
         group.append(inputs)
         count += number

@@ -60,10 +60,8 @@ from flowbnn.training.storage import TensorFile
 # floating-point operations of one sample from which on noise in the weights is faster than products of feature maps (CPU), and a
 # sample fills the device (CUDA, where vmap does not keep channels_last)
 SEQUENTIAL_FLOPS = {"cpu": 5e8, "cuda": 1e10}
-PREFIX_SHARE = {
-    "cpu": 0.05,
-    "cuda": 0.2,
-}  # of the operations: a larger prefix before the first noise is computed once by vmap
+# share of the operations before the first noise from which on vmap, which computes them once, is faster
+PREFIX_SHARE = {"cpu": 0.05, "cuda": 0.2}
 # floating-point operations of jobs that take minutes on a large GPU, where compiling takes up to one; a CPU gains little
 COMPILE_FLOPS = {"cpu": math.inf, "cuda": 3e16}
 

@@ -36,7 +36,6 @@ Result = TypeVar("Result")
 View = Callable[[Any], Any]
 Outputs = Callable[[Any, range, Any], Tensor]
 
-ADAPTIVE_ROWS = 4096  # adaptive sampling drops settled inputs, so it needs many at a time to fill its passes
 # larger passes are not faster on a CPU, whose caches they exceed, nor on a GPU that is busy
 PASS_BYTES = {"cpu": 3 * 2**24, "cuda": 2**33}
 
@@ -202,7 +201,8 @@ class Prediction:
         """Returns the number of rows to read from the loader at a time."""
         if not self.shared:
             return 0  # the draws depend on the batch, so each is predicted by itself
-        return max(self.max_rows(inputs), 0 if self.options.adaptive is None else ADAPTIVE_ROWS)
+        # adaptive sampling drops settled inputs, so it needs many at a time to fill its passes
+        return max(self.max_rows(inputs), 0 if self.options.adaptive is None else 4096)
 
     def to_device(self, inputs: Any) -> Any:
         """Returns the inputs on the device of the network and in its precision, and sets the row limit."""
