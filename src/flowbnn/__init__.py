@@ -1,4 +1,4 @@
-"""flowbnn: a trained PyTorch network becomes a Bayesian one by noise drawn from learned normalizing flows.
+"""flowbnn turns a trained PyTorch network into a Bayesian one, by noise from learned normalizing flows.
 
 >>> import torch, flowbnn as fb
 >>> network = torch.nn.Sequential(torch.nn.Linear(2, 8), torch.nn.ReLU(), torch.nn.Linear(8, 3))
@@ -7,7 +7,7 @@
 torch.Size([5, 3])
 
 Recipes of noise are in :mod:`flowbnn.noise`, observation models in :mod:`flowbnn.likelihoods`, flows in :mod:`flowbnn.transforms` and
-:mod:`flowbnn.distributions`, what a fit returns in :mod:`flowbnn.posterior`, options of a run in :mod:`flowbnn.training`.
+:mod:`flowbnn.distributions`, posteriors in :mod:`flowbnn.posterior`, and training options in :mod:`flowbnn.training`.
 """
 
 from flowbnn import (

@@ -73,17 +73,17 @@ def to_stochastic(
     """Returns a stochastic copy of a network, whose layers multiply their input by learned noise.
 
     Classes, names, weights, ties, hooks and parametrizations of the layers are kept. ``state_dict`` gains the entries of the noise.
-    With the noise off (``with noise_mode(model, "off")``) the copy computes what the original does.
+    With the noise off (``with noise_mode(model, "off")``) the copy returns the same outputs as the original.
 
-    Torch's nested tensors are disabled in a ``TransformerEncoder``, because they bypass its layers. Its outputs at padded positions are
-    then not zero in evaluation mode, as in training mode.
+    Torch's nested tensors are disabled in a ``TransformerEncoder``, because they bypass its layers. In evaluation mode its
+    outputs at padded positions are then not zero, just as in training mode.
 
     Args:
         model: Any ``nn.Module``. Linear, convolutional (also transposed), recurrent and attention layers have noise on their input,
             embeddings on their output. Other classes are added by :func:`~flowbnn.noise.register_layer`.
         rules: Mapping from a layer's name, a glob (``"encoder.*"``), a module class or a predicate ``(name, module) -> bool`` to a
             recipe, or to ``None`` for a layer without noise. The most specific rule wins: a name before a predicate, a class, a longer
-            glob and a shorter glob. Of equal rules the last one wins.
+            glob and a shorter glob. Among equally specific rules the last one wins.
         joint: Structure of one noise vector that all layers with the same recipe share, as ``joint`` of
             :class:`~flowbnn.noise.Recipe`.
         inplace: If True, the network itself is converted instead of a copy.
@@ -120,13 +120,13 @@ def to_stochastic(
         chosen = {name: replace(recipe, joint=joint) for name, recipe in chosen.items()}
     groups: list[tuple[Recipe, list[str]]] = []
     for name, recipe in chosen.items():
-        # joined layers may have their examples on different axes
-        common = replace(recipe, batch_axis=None)
-        same = [names for other, names in groups if recipe.joint is not None and other == common]
-        if same:
-            same[0].append(name)
+        # layers of a joint vector may have their examples on different axes
+        group_recipe = replace(recipe, batch_axis=None)
+        matches = [names for other, names in groups if recipe.joint is not None and other == group_recipe]
+        if matches:
+            matches[0].append(name)
         else:
-            groups.append((common, [name]))
+            groups.append((group_recipe, [name]))
     for recipe, names in groups:
         layouts = [_layout(model, name, layers[name], chosen[name]) for name in names]
         noises = [recipe.build(layouts[0])] if recipe.joint is None else recipe.build_joint(layouts)
@@ -143,7 +143,7 @@ def to_stochastic(
 
 
 def _rank(rule: Rule, name: str, module: nn.Module) -> tuple[int, int] | None:
-    """Returns how specific a rule is for a layer, or None if it does not match."""
+    """Returns the rank of a rule for a layer (higher is more specific), or None if the rule does not match."""
     if isinstance(rule, str):
         if any(sign in rule for sign in "*?["):
             return (0, sum(sign not in "*?[]" for sign in rule)) if fnmatchcase(name, rule) else None
@@ -184,12 +184,12 @@ def _describe_mismatch(rule: Rule, model: nn.Module, layers: dict[str, nn.Module
             f"rule {title} matches none of the {len(layers)} layers that can have noise{nearest('', layers)}"
         )
     modules = dict(model.named_modules(remove_duplicate=False))
-    above = rule.rpartition(".")[0]
-    if isinstance(modules.get(above), nn.MultiheadAttention):
-        return f"{rule!r} is not called by its attention layer; add the noise to {above!r}"
+    parent = rule.rpartition(".")[0]
+    if isinstance(modules.get(parent), nn.MultiheadAttention):
+        return f"{rule!r} is not called by its attention layer; add the noise to {parent!r}"
     if rule in modules:
-        inside = any(name.startswith(rule + ".") for name in layers)
-        advice = f"; its layers are {rule + '.*'!r}" if inside else ""
+        has_layers = any(name.startswith(rule + ".") for name in layers)
+        advice = f"; its layers are {rule + '.*'!r}" if has_layers else ""
         return f"{rule!r} is a {type(modules[rule]).__name__}, which cannot have noise{advice}"
     return f"rule {rule!r} matches no layer{nearest(rule, layers)}"
 
@@ -238,9 +238,9 @@ class FixedNoise(Noise):
     """Constant factors in a buffer. :func:`~flowbnn.noise.noise_layers` does not include them.
 
     Args:
-        noise: Noise that is replaced.
-        vector: Factors.
-        seed: Seed of the draw at site ``position``. Its maps are made at the first input of their size, and stored.
+        noise: Noise to replace.
+        vector: Constant factors.
+        seed: Seed of the draw at site ``position``. A noise map is drawn at the first input of its size, and stored.
     """
 
     fixed = True
@@ -281,13 +281,12 @@ def to_deterministic(model: nn.Module, *, absorb: bool = False) -> nn.Module:
 
     Args:
         model: Stochastic network. A network without noise, such as one from ``posterior.sample``, is copied.
-        absorb: If True, the mean of the noise is kept, so that the copy computes what the stochastic network does with its noise at the
-            mean. It is multiplied into the weights where that is safe, and kept as a buffer otherwise: in attention, recurrent and tied
-            layers, for noise on the output, and inside modules of other classes than torch's, which may read the weights. If False, a
-            warning is raised if training has moved the means away from one.
+        absorb: If True, the copy keeps the mean of the noise, multiplied into the weights where that is safe. The mean is a buffer in
+            attention, recurrent and tied layers, and for noise on the output. It is also a buffer inside modules that are not torch's
+            own, because their code may read the weights. If False, a warning is raised if the trained means are not one.
 
     Returns:
-        The plain network.
+        The network without noise.
 
     >>> from flowbnn.noise import NormalAffine
     >>> network = nn.Linear(3, 2)
@@ -309,8 +308,8 @@ def to_deterministic(model: nn.Module, *, absorb: bool = False) -> nn.Module:
 
 
 @torch.no_grad()
-def at_draw(model: nn.Module, seed: int | None) -> nn.Module:
-    """Returns a plain copy of a stochastic network with its noise at the first shared draw of ``seed``."""
+def fix_noise(model: nn.Module, seed: int | None) -> nn.Module:
+    """Returns a copy of a stochastic network whose noise is fixed at the first shared draw of ``seed``."""
     model = deepcopy(model).eval()
     modes, device, fixed = make_noise_modes(model, "shared", 1, seed), device_of(model), {}
     for name, noise in noise_layers(model).items():
@@ -323,7 +322,7 @@ def at_draw(model: nn.Module, seed: int | None) -> nn.Module:
 
 
 def _replace_noise(model: nn.Module, fixed: Mapping[str, FixedNoise]) -> None:
-    """Removes all noise from a network and keeps constant factors, in the weights where that is safe, else in buffers."""
+    """Replaces all noise of a network by constant factors, in the weights where that is safe, otherwise in buffers."""
     buffers: list[Noise] = []
     layers = noise_layers(model)
     for submodule in model.modules():
@@ -345,16 +344,16 @@ def _replace_noise(model: nn.Module, fixed: Mapping[str, FixedNoise]) -> None:
 
 
 def _add_group_hooks(model: nn.Module, layers: list[Noise]) -> None:
-    """Adds hooks to the root that mark the begin and the end of a forward pass."""
+    """Adds hooks to the root that mark the start and the end of a forward pass."""
     group = NoiseGroup(layers)
     model.register_forward_pre_hook(group.begin, prepend=True, with_kwargs=True)
     model.register_forward_hook(group.end, always_call=True)
 
 
 def _absorbs(model: nn.Module, name: str) -> bool:
-    """Returns True if the weight of a layer can hold noise on its input: certainly nothing else reads the weight.
+    """Returns True if noise on the input of a layer can be multiplied into its weight, because nothing else reads the weight.
 
-    No other module may have it, and the modules around the layer must be torch's own: code of other modules may read it.
+    No other module may share the weight. All parents of the layer must be modules of torch, because other code may read the weight.
     """
     module = model.get_submodule(name)
     if not absorbs(module):

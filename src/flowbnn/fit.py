@@ -1,4 +1,4 @@
-"""``fb.fit``: fits the noise, and the weights, of a stochastic network by the ELBO."""
+"""``fb.fit``: fits the noise and the weights of a stochastic network by the ELBO."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -45,9 +45,9 @@ def fit(
 
     Returns:
         Posterior of a fitted copy of the network. Its ``history`` has the ELBO, the log-likelihood, the KL divergence and the entropy
-        of every epoch in nats, and those of each layer as ``kl/name`` and ``entropy/name``. Its ``report`` compares the ELBO and the
-        held-out log-likelihood with those of the initial network, and names collapsed layers. Every problem that it finds is also
-        raised as a warning.
+        of every epoch in nats. ``kl/name`` and ``entropy/name`` are the values of a single layer. Its ``report`` names collapsed layers
+        and compares the ELBO and the held-out log-likelihood before and after the fit. A warning is raised for every problem in the
+        report.
 
     Raises:
         FlowBNNError: If the network has no noise or nothing to train, or if network, loader and likelihood do not fit together.

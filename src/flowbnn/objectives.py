@@ -1,4 +1,4 @@
-r"""Evidence lower bound (ELBO), the objective of variational inference. The weight of the KL is defined here only.
+r"""Evidence lower bound (ELBO), the objective of variational inference. No other module sets the weight of the KL.
 
 .. math::
     \frac{1}{N}\mathrm{ELBO} = \frac1B \sum_{i \in \mathrm{batch}} \log p(y_i \mid x_i, z)
@@ -29,8 +29,8 @@ def warm_up(progress: Any, length: float) -> Any:
     """Returns the factor of linear annealing, which rises from 0 to 1 over the first part of the training.
 
     Args:
-        progress: Share of the training that is done, a number or a tensor.
-        length: Share of the training with annealing.
+        progress: Completed fraction of the training, as a number or a tensor.
+        length: Fraction of the training over which the factor rises.
 
     >>> [warm_up(t, 0.5) for t in (0.0, 0.25, 0.5, 1.0)], warm_up(0.0, 0.0)
     ([0.0, 0.5, 1.0, 1.0], 1.0)
@@ -62,11 +62,11 @@ class Terms:
 
     @property
     def elbo(self) -> Tensor:
-        """ELBO per example, with the weights :math:`\\beta` and :math:`\\gamma` as used."""
+        """ELBO per example, weighted by :math:`\\beta` and :math:`\\gamma`."""
         return -self.loss
 
     def logs(self) -> dict[str, Tensor]:
-        """Returns scalars for the training log, those of each layer as ``kl/name`` and ``entropy/name``."""
+        """Returns scalars for the training log. ``kl/name`` and ``entropy/name`` are the values of a layer."""
         result: dict[str, Tensor] = {}
         for name in ("elbo", "log_likelihood", "kl", "entropy"):
             result[name] = getattr(self, name).detach()
@@ -101,7 +101,7 @@ class ELBO:
         self, likelihood: Likelihood, num_data: Count, beta: NonNegative = 1.0, gamma: NonNegative = 0.0
     ) -> None:
         self.likelihood, self.num_data, self.beta, self.gamma = likelihood, num_data, beta, gamma
-        # positions that layers of site ``position`` drew for, by the number of rows
+        # shapes of the noise of layers with site ``position``, by the number of rows
         self._shapes: dict[int, ShapeRecord] = {}
 
     def __call__(
@@ -116,7 +116,7 @@ class ELBO:
     ) -> Terms:
         """Runs the network on a batch and returns the terms of its ELBO. Every example has its own draw.
 
-        The noise of the pass and the draws for the KL are made together, which halves the cost of the noise in a step.
+        The same draws serve the forward pass and the KL, which halves the cost of the noise in a step.
 
         Args:
             model: Stochastic network.
@@ -125,7 +125,7 @@ class ELBO:
             scale: Factor of beta, for warm-up.
             samples: Number of draws per example.
             forward: Function that runs the network, if that is a wrapper around ``model`` (torch's DDP).
-            check: If True, it is checked that the targets fit the outputs, which waits for the device.
+            check: If True, checks that the targets fit the outputs. The check synchronizes with the device.
 
         Returns:
             The terms of the ELBO.
@@ -135,7 +135,7 @@ class ELBO:
         layers, tensors, shard = noise_layers(model), tensors_of(inputs), current_row_shard()
         modes = current_modes(layers.values())
         rows = tensors[0].shape[0] if tensors and tensors[0].ndim else 0
-        # of the global batch, so that all processes draw in the same way
+        # shapes of the global batch, so that all processes draw the same noise
         shapes = self._shapes_for(rows if shard is None else shard.global_rows(rows))
         prepared, divergence = (draw_with_kl(layers, rows, modes, shapes) if rows else None) or (None, None)
         with NoiseContext(modes, prepared=prepared, recorded_shapes=shapes):
@@ -156,7 +156,7 @@ class ELBO:
         return self.terms(outputs, targets, divergence, scale)
 
     def _shapes_for(self, rows: int) -> ShapeRecord:
-        """Returns the positions recorded by earlier passes over as many rows, for the next pass to extend."""
+        """Returns the shapes that earlier passes over this number of rows recorded. The next pass adds to them."""
         shapes = self._shapes.get(rows)
         if shapes is None:
             shapes = {}

@@ -45,16 +45,18 @@ class TargetStatistics:
         self.count, self.mean, self._squares = 0, torch.zeros(()), torch.zeros(())
 
     def add(self, targets: Tensor) -> None:
-        """Adds a batch ``[B, ...]``. A batch of another width than the first is left out: training refuses it."""
+        """Adds a batch ``[B, ...]``. A batch whose width differs from the first is skipped. Training raises an error for it."""
         values = targets.detach().cpu().double().reshape(len(targets), -1)
         if not len(values) or (self.count and values.shape[1:] != self.mean.shape):
             return
         if not self.count:
             self.mean, self._squares = torch.zeros_like(values[0]), torch.zeros_like(values[0])
-        share, difference = len(values) / (self.count + len(values)), values.mean(0) - self.mean
+        fraction, difference = len(values) / (self.count + len(values)), values.mean(0) - self.mean
         # Chan, Golub and LeVeque 1979: stable for targets far from zero
-        self._squares += (values - values.mean(0)).square().sum(0) + difference.square() * share * self.count
-        self.mean = self.mean + difference * share
+        self._squares += (values - values.mean(0)).square().sum(
+            0
+        ) + difference.square() * fraction * self.count
+        self.mean = self.mean + difference * fraction
         self.count += len(values)
 
     @property
@@ -69,9 +71,10 @@ def is_varying(mean: Tensor, variance: Tensor) -> Tensor:
 
 
 def min_noise_variance(mean: Tensor, variance: Tensor) -> Tensor:
-    """Returns the smallest variance that a learned noise may have: 1e-8 of the variance of the targets.
+    """Returns the lower bound of a learned noise variance, 1e-8 of the variance of the targets.
 
-    A network that interpolates its targets would ask for zero. Constant targets are measured by their size.
+    Without it, the variance would become zero if a network interpolates its targets. For constant targets the bound is relative to
+    their square.
 
     Args:
         mean: Mean of each target.
@@ -90,7 +93,7 @@ def rescale_outputs(network: nn.Module, args: Any, outputs: Tensor) -> Tensor:
 
 
 def set_output_scale(network: nn.Module, loc: Tensor, scale: Tensor) -> None:
-    """Lets a network return ``loc + scale * outputs``, in place of the scale it may have.
+    """Sets a network to return ``loc + scale * outputs``. An earlier scale is replaced.
 
     >>> network = nn.Identity()
     >>> set_output_scale(network, torch.tensor([5.0]), torch.tensor([2.0]))
@@ -104,7 +107,7 @@ def set_output_scale(network: nn.Module, loc: Tensor, scale: Tensor) -> None:
 
 
 def output_scale(network: nn.Module, width: int) -> tuple[Tensor, Tensor]:
-    """Returns mean and standard deviation of the first ``width`` outputs; 0 and 1 if the network has none."""
+    """Returns location and scale of the first ``width`` outputs, or 0 and 1 if the network has not been scaled."""
     if SCALE not in network._buffers:
         return torch.zeros(width, dtype=torch.float64), torch.ones(width, dtype=torch.float64)
     loc, scale = (network.get_buffer(name).cpu().double()[:width] for name in (LOC, SCALE))
@@ -116,12 +119,12 @@ def needs_standardization(
 ) -> Tensor:
     """Returns True for each target whose mean or standard deviation a fresh network does not reach.
 
-    A network that already predicts in the units of the targets needs no standardization. Its outputs lie around the targets, and their
-    spread (0.1 to 4 times), their regression slope (0.5 to 2) or, for small units, their error is that of a fitted network. A network
-    with outputs far above 1 is not fresh.
+    A network that already predicts in the units of the targets needs no standardization. The mean of its outputs is near that of the
+    targets. In addition, the ratio of spreads is 0.1 to 4, the regression slope is 0.5 to 2, or, for small units, the error is small.
+    A network with outputs far above 1 is not freshly initialized.
 
     Args:
-        network: Network whose outputs are compared, with the scale it has now.
+        network: Network whose outputs are compared, with its current output scale.
         outputs: Mean predictions ``[B, D]`` for some examples.
         targets: Targets ``[B, D]`` of these examples.
         statistics: Statistics of all targets.
@@ -153,7 +156,7 @@ def standardize_targets(
     statistics: TargetStatistics,
     trained: bool,
 ) -> Tensor:
-    """Gives a fresh network the mean and the standard deviation of targets that it would not reach.
+    """Rescales the outputs of a fresh network to the mean and the standard deviation of the targets, if they are far from 0 and 1.
 
     A warning is raised if the outputs remain more than 5 standard deviations away from the targets (3 if the weights are not trained).
 
@@ -184,9 +187,9 @@ def standardize_targets(
         set_output_scale(network, loc.to(device, dtype), scale.to(device, dtype))
         outputs = rescale_outputs(network, (), outputs)
     error = (targets - predictions).square().mean(0).sqrt()
-    away = ~far & (error > (5.0 if trained else 3.0) * std) & varying
-    if len(targets) >= 8 and bool(away.any()):
-        worst = int((error / std.clamp_min(1e-300) * away).argmax())
+    mismatch = ~far & (error > (5.0 if trained else 3.0) * std) & varying
+    if len(targets) >= 8 and bool(mismatch.any()):
+        worst = int((error / std.clamp_min(1e-300) * mismatch).argmax())
         warn(
             f"the outputs of the network are about {error[worst]:.3g} away from the targets, which have mean "
             f"{statistics.mean[worst]:.3g} and standard deviation {std[worst]:.3g}; check their units, or train the network first",
@@ -200,7 +203,7 @@ def standardize_targets(
 
 
 def noise_at_mean(model: nn.Module) -> AbstractContextManager[Any]:
-    """Context manager that holds fitted noise of a network at its mean, and fresh noise at one."""
+    """Context manager that fixes fitted noise of a network at its mean, and unfitted noise at one."""
     layers = noise_layers(model).values()
     if not layers:
         return nullcontext()
@@ -231,7 +234,7 @@ def fit_residual_scale(model: nn.Module, likelihood: Likelihood, loader: Iterabl
     """Sets a learned noise to its maximum-likelihood value for one network. Returns False if no noise is learned.
 
     Args:
-        model: Network; noise on its layers is held at its mean.
+        model: Network. Noise of its layers is fixed at the mean.
         likelihood: Likelihood, which is changed in place.
         loader: Batches of ``(inputs, targets)``.
     """
@@ -256,7 +259,7 @@ class NoiseScale(NamedTuple):
 
     Args:
         noise: Standard deviation of the observation noise.
-        predicted: Standard deviation that the posterior predicts: of the observation noise alone, or of the whole prediction.
+        predicted: Predictive standard deviation from :func:`fit_noise_scale`, or the noise again from :func:`check_noise_scale`.
         residual: Root mean square of the residuals on the training data.
     """
 
@@ -274,7 +277,7 @@ def fit_noise_scale(
     .. math:: \max_\sigma \sum_i \log \frac1S \sum_s \mathcal N(y_i \mid f_s(x_i), \sigma^2)
 
     The ELBO fits :math:`\sigma` to the residuals of single draws. These contain the spread of the draws, which the prediction adds
-    again. If the networks have a noise of their own (``log_noise``), all are multiplied by one factor. A warning is raised if the
+    again. If every sampled network has its own noise scale (``log_noise``), all scales are multiplied by one factor. A warning is raised if the
     predictions remain more than 1.5 times as wide as their residuals.
 
     Args:
@@ -318,7 +321,7 @@ def fit_noise_scale(
 def mixture_variance_factor(squares: Tensor, variances: Tensor, max_steps: int = 200) -> Tensor:
     """Returns the factor ``[D]`` of the variances that maximizes the likelihood of residuals under a mixture of Gaussians.
 
-    It is found by expectation maximization, which raises the likelihood at every step.
+    The algorithm is expectation maximization, which increases the likelihood at every step.
 
     Args:
         squares: Squared residuals ``[S, B, D]`` of S networks.
@@ -340,10 +343,10 @@ def mixture_variance_factor(squares: Tensor, variances: Tensor, max_steps: int =
 
 
 def draw_variance_term(log_scale: Tensor, first: Tensor, second: Tensor) -> Tensor:
-    """Returns a loss term of value zero that lets the noise follow the residuals of the mean of the draws.
+    """Returns a loss term of value zero, whose gradient fits the noise to the residuals of the mean of the draws.
 
-    The squared residual of one draw exceeds that of the mean by the variance of the draws. This is half the mean squared difference of
-    two draws.
+    On average, the squared residual of one draw exceeds the squared residual of the mean by the variance of the draws. The variance is
+    half the mean squared difference of two draws.
 
     Args:
         log_scale: Logarithm of the standard deviation of the noise.
@@ -361,7 +364,7 @@ def check_noise_scale(
 ) -> NoiseScale | None:
     """Compares the observation noise with the residuals of single draws. Returns None if there is no single noise scale.
 
-    A warning is raised if they differ by more than a factor of 1.5.
+    A warning is raised if the noise and the residuals differ by more than a factor of 1.5.
 
     Args:
         posterior: Posterior with a Gaussian likelihood. Noise that is predicted from the inputs is not checked.

@@ -138,7 +138,7 @@ def _candidate_priors(prior: str, folds: int, problem: CalibrationProblem) -> li
 def _make_report(
     problem: CalibrationProblem, folds: int, scores: Scores, temperature: float, flow_fit: FlowFit | None
 ) -> Calibration:
-    """Returns the comparison of the calibrated network with its rivals."""
+    """Returns the comparison of the calibrated network with the baselines."""
     return Calibration(
         nll=scores.nll,
         ece=scores.ece,

@@ -22,7 +22,7 @@ class Scores:
         prior: Prior of the calibrated network.
         nll: Mean negative log-likelihood (NLL) of each method.
         ece: Expected calibration error of each method. Empty for a regression.
-        gain: Mean NLL of temperature scaling minus that of the calibrated network.
+        gain: Mean NLL of temperature scaling minus the mean NLL of the calibrated network.
         error: Standard error of the gain.
     """
 
@@ -111,10 +111,10 @@ def predict_folds(
 def _fit_methods(
     problem: CalibrationProblem, priors: Sequence[PriorName], training: Tensor
 ) -> dict[str, Posterior]:
-    """Fits the calibrated network with each prior, and its rivals, to some examples.
+    """Fits the baselines, and the calibrated network with each prior, to the training folds.
 
-    The first fit starts afresh, because a fit to all examples has seen the held-out ones. The second prior starts at the fit of the
-    first.
+    The first fit does not start from the fit to all examples, which has seen the held-out fold. The fit with the second prior starts
+    from the first.
     """
     posteriors: dict[str, Posterior] = {
         "plain": problem.point_estimate(training),

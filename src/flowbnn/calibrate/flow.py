@@ -30,7 +30,7 @@ class FlowFit:
 
     Args:
         posterior: Posterior with the flow, or the Gaussian posterior if the flow is not better.
-        gain: ELBO of the flow minus that of the Gaussian, in nats, on the same new draws.
+        gain: ELBO of the flow minus the ELBO of the Gaussian, in nats, with draws that were not used in training.
         error: Standard error of the gain.
     """
 

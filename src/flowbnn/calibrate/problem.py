@@ -46,7 +46,7 @@ class HeldOutData:
         inputs: Inputs of all examples.
         targets: Targets of all examples.
         likelihood: Observation model.
-        scale_is_known: True if the likelihood has a noise scale that residuals need not provide.
+        scale_is_known: True if the likelihood already has a noise scale. Otherwise, the scale is fitted to residuals.
     """
 
     network: nn.Module
@@ -102,7 +102,7 @@ def read_held_out(
 
 
 class CalibrationProblem:
-    """Fits posteriors of noise, and their rivals, to subsets of the held-out data.
+    """Fits posteriors of noise, and the baselines, to subsets of the held-out data.
 
     Args:
         data: Network and held-out data.
@@ -139,7 +139,7 @@ class CalibrationProblem:
         )
         if (
             self.structure != "factorized"
-        ):  # layers must have equal recipes to be joined; fits use loc and scale
+        ):  # a joint vector needs equal recipes; the fits use self.loc and self.scale
             self.rules = _update_rules(
                 self.rules, prior_loc=1.0, prior_scale=prior_scale, base_loc=1.0, base_scale=0.1
             )
@@ -245,7 +245,7 @@ class CalibrationProblem:
         return NoisePosterior(network, fit.likelihood)
 
     def point_estimate(self, indices: Tensor) -> PointPosterior:
-        """Returns the network without noise. An unknown noise scale is that of the residuals of some examples."""
+        """Returns the network without noise. An unknown noise scale is fitted to the residuals of these examples."""
         likelihood = deepcopy(self.data.likelihood)
         if not self.data.scale_is_known:
             fit_residual_scale(self.data.network, likelihood, self.data.batches(indices))
@@ -274,12 +274,12 @@ def _check_gaussian(layer: str, noise: Noise) -> None:
 
 
 def _update_rules(rules: Rules, **settings: Any) -> dict[Rule, Recipe | None]:
-    """Returns rules whose recipes have other settings."""
+    """Returns the rules with changed settings in all recipes."""
     return {rule: None if recipe is None else replace(recipe, **settings) for rule, recipe in rules.items()}
 
 
 def choose_structure(structure: Any, sizes: list[int]) -> Structure:
-    """Returns the structure of the covariance; ``"auto"`` is the richest one that fits into memory.
+    """Returns the structure of the covariance. ``"auto"`` is the most general one that fits into memory.
 
     Args:
         structure: Name of the structure, or ``"auto"``.

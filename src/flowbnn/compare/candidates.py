@@ -39,7 +39,7 @@ class Candidate:
         method: Class of the method.
         settings: Settings that differ from the defaults of the method.
         excluded: Names of common settings that the method ignores, because they have another meaning for it.
-        cost: Approximate training time, as a multiple of that of the baseline. Expensive methods are started first.
+        cost: Approximate training time, as a multiple of the training time of the baseline. Expensive methods are started first.
         held_out: True if the method learns from held-out data, as temperature scaling does.
         max_weights: Largest number of weights for which the method takes less than hours. Larger networks are skipped.
         short_run: Function that returns settings for a small number of epochs, given the epochs and the batches per epoch.
@@ -69,7 +69,7 @@ class Candidate:
         Args:
             specific: Settings of this method.
             batches: Number of batches per epoch, if known.
-            common: Settings of all methods. Those that the method does not have are ignored.
+            common: Settings of all methods. Settings that the method does not have are ignored.
         """
         names = {setting.name for setting in fields(self.method)} - set(self.excluded)
         common = {name: value for name, value in common.items() if name in names}
@@ -78,7 +78,7 @@ class Candidate:
 
 
 def _short_sgld(epochs: int, batches: int | None) -> dict[str, Any]:
-    """Returns settings of SGLD with as many snapshots as fit into a short run, with fewer cycles if not even two fit."""
+    """Returns settings of SGLD with as many snapshots as fit into a short run, with fewer cycles if fewer than two fit."""
     default = SGLD()
     for cycles in (default.cycles, 1, 0) if batches is not None else ():
         for samples in range(default.samples, 1, -1):

@@ -87,11 +87,11 @@ def compare(
         train_loader: Training batches of ``(inputs, targets)``. The loader is read repeatedly.
         test_loader: Test batches of ``(inputs, targets)``. The loader is read repeatedly.
         novel: Inputs unlike the training data, or a loader of them. They add the novelty AUROC.
-        validation: Held-out batches for methods that need them, such as temperature scaling. By default they hold out some training
-            data.
+        validation: Held-out batches for methods that need them, such as temperature scaling. By default, these methods hold out some
+            training data.
         methods: Keys of :data:`CANDIDATES`, glob patterns of keys, methods, or methods by label. None compares all candidates.
-        epochs: Number of epochs of methods that are given by key. A method that needs more is left out with a warning.
-        lr: Learning rate of methods that are given by key.
+        epochs: Number of epochs of methods that are selected by key. A method that needs more is left out with a warning.
+        lr: Learning rate of methods that are selected by key.
         samples: Number of networks averaged in a prediction.
         seed: First seed if ``seeds`` is a number.
         seeds: Number of seeds, or the seeds. Every seed starts from the given weights.
@@ -242,8 +242,8 @@ def _choose_methods(methods: Any, failures: dict[str, str], **common: Any) -> li
 
     Args:
         methods: Argument of :func:`compare`.
-        failures: Reasons why methods failed, by key. A method that cannot be made adds one.
-        common: Settings of methods that are given by key.
+        failures: Reasons why methods failed, by key. A method whose settings are invalid adds one.
+        common: Settings of methods that are selected by key.
     """
     if methods is None:
         methods = [candidate.key for candidate in CANDIDATES]
@@ -489,7 +489,7 @@ def _format_cell(cell: Mapping[str, Any] | None, form: str) -> str:
 
 
 def _add_relative_times(parts: Parts) -> Parts:
-    """Returns results with times as multiples of those of the baseline with the same seed."""
+    """Returns results with times as multiples of the times of the baseline with the same seed."""
     content = {}
     for (key, seed), result in parts.content.items():
         values = dict(result["values"])

@@ -22,7 +22,7 @@ from flowbnn.predictive import CategoricalPredictive
 
 
 def clock(device: torch.device | None = None) -> float:
-    """Returns a time in seconds, to be subtracted from another one.
+    """Returns a time in seconds. Only differences of two times have a meaning.
 
     It is CPU time if torch uses one thread, so that other processes do not count, and wall-clock time otherwise.
 
@@ -104,7 +104,7 @@ def sample_count(posterior: Posterior, samples: int) -> int:
 
 
 def warm_up(network: nn.Module, loader: Iterable[Any], likelihood: LikelihoodName = "auto") -> None:
-    """Trains and predicts on one batch, so that the first method is not charged for one-time work of torch.
+    """Trains and predicts on one batch, so that one-time work of torch is not part of the time of the first method.
 
     Args:
         network: Network. It is copied.

@@ -120,7 +120,7 @@ class Parts:
         Args:
             key: Key of the method.
             label: Name in the table.
-            metrics: Columns. Those without a value are left out.
+            metrics: Columns. Columns without a value are left out.
             published: Published values by metric.
             method: Kebab-case name of the method.
         """
@@ -298,7 +298,7 @@ def write_json(path: Path, content: dict[str, Any]) -> Path:
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """Returns the object in a JSON file, or None if there is no readable regular file with one."""
+    """Returns the object in a JSON file, or None if the file is missing or is not valid JSON."""
     try:
         content = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
     except (OSError, ValueError, RecursionError):

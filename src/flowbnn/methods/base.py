@@ -1,6 +1,6 @@
 r"""Base class for methods: ``method.fit(network, loader)`` returns a :class:`~flowbnn.posterior.base.Posterior`.
 
-A method is a frozen dataclass of its settings. It prints, compares and hashes by them. All methods have the same interface:
+A method is a frozen dataclass of its settings, so methods with equal settings are equal. All methods have the same interface:
 
 >>> import torch, flowbnn as fb
 >>> network = torch.nn.Linear(2, 3)
@@ -22,12 +22,12 @@ To write a method, subclass :class:`Method`, declare its settings with their con
             model, options = self.setup(network, loader, kwargs)
             ...
 
-``compare`` and the command line then know it as ``my-method``. One test suite checks these rules for all methods:
+Its name in ``compare`` and on the command line is then ``my-method``. One test suite checks these rules for all methods:
 
 * The network of the caller is copied and never changed. Methods that start from a trained network use its weights with ``epochs=0``.
-* ``seed`` makes everything reproducible. The global generator of torch is used for nothing else.
-* Layers that the method does not support are refused by name.
-* The posterior can be saved and loaded as plain tensors, and predicts the same before and after.
+* ``seed`` makes everything reproducible. Without ``seed``, a seed is drawn from the global generator of torch.
+* An error names the layers that the method does not support.
+* The posterior can be saved and loaded as plain tensors, and the loaded posterior gives the same predictions.
 
 Every file of a method has the same order: the method with its formula, paper and settings, its ``fit``, then its posterior.
 """
@@ -201,7 +201,7 @@ class Method:
 
     @property
     def likelihood_lr(self) -> float:
-        """Learning rate of a noise scale. At the rate of the weights, Adam may not reach it within the run."""
+        """Learning rate of a learned noise scale. With the rate of the weights, Adam may not converge within the run."""
         return max(self.lr, NOISE_LR) if self.optimizer is None else self.lr
 
 

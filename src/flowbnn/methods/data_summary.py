@@ -1,4 +1,4 @@
-"""Summary of a training set, from one reading of its loader: first batch, number of examples, statistics of the targets."""
+"""Summary of a training set, from one pass over its loader: first batch, number of examples, statistics of the targets."""
 
 from collections.abc import Generator, Iterable, Mapping
 from contextlib import closing
@@ -30,10 +30,10 @@ def check_loader(loader: Any, purpose: str = "training", needs_length: str = "")
     Args:
         loader: Object to check. Nothing is read from it unless it is a list.
         purpose: Use of the data, for the message.
-        needs_length: What needs a loader with a length, for the message. Empty if nothing does.
+        needs_length: Feature that needs a loader with a length, for the message. Empty if no length is needed.
 
     Raises:
-        FlowBNNError: If it is no loader, is empty, can be read only once, has no targets or lacks a length that is needed.
+        FlowBNNError: If the object is not a loader, is empty, can be read only once, or has no targets or no length.
     """
     problem = None
     if not hasattr(loader, "__iter__") or isinstance(loader, Tensor) or as_loader(loader) is not loader:
@@ -92,8 +92,8 @@ class DataSummary:
         inputs: Inputs of the first batch.
         targets: Targets of the first batch.
         sample: Inputs and targets of the first examples: the first batch, or at least 8 examples of a regression with smaller batches.
-        num_examples: Number of training examples, or None if the loader does not tell.
-        statistics: Statistics of all targets of a regression; None otherwise.
+        num_examples: Number of training examples, or None if it is unknown.
+        statistics: Statistics of all targets of a regression, otherwise None.
 
     >>> import torch
     >>> loader = [(torch.ones(4, 2), torch.tensor([1.0, 2.0, 3.0, 4.0]))] * 3
@@ -112,7 +112,7 @@ class DataSummary:
         """Returns the number of training examples.
 
         Raises:
-            FlowBNNError: If the loader does not tell, or has none.
+            FlowBNNError: If the number is unknown or zero.
         """
         if self.num_examples is None:
             raise FlowBNNError(
@@ -140,10 +140,10 @@ class DataSummary:
 
         Args:
             loader: Batches of ``(inputs, targets)``.
-            likelihood: Likelihood, or its name, from which a regression is recognized.
+            likelihood: Likelihood or its name. A Gaussian means regression.
             seed: Seed for the order of a shuffled loader.
             num_data: Number of training examples, if known.
-            min_rows: Number of examples of a regression that are needed to estimate the size of its residuals.
+            min_rows: Minimum size of ``sample`` for a regression, to estimate the size of the residuals.
         """
         count, must_count = 0, num_data is None and isinstance(loader, list | tuple)
         with closing(_read(loader, seed)) as reader:

@@ -58,7 +58,7 @@ Loss = Callable[[Forward, Any, Clock], LossAndLogs]
 
 @options(kw_only=True, owner="fit")
 class FitOptions(TrainingOptions):
-    """Options of every ``fit``: those of the training run (:class:`~flowbnn.training.TrainingOptions`) and these.
+    """Options of every ``fit``, in addition to those of :class:`~flowbnn.training.TrainingOptions`.
 
     Args:
         likelihood: Likelihood of the targets, or its name. ``"auto"`` is categorical for integer targets, Bernoulli for integer targets
@@ -182,12 +182,12 @@ def prepare(
 ) -> PreparedFit:
     """Reads the loader once, runs one batch through the network, and returns the likelihood that fits both.
 
-    Layers with noise learn which axis has the examples (:func:`~flowbnn.noise.modes.align_batch_axes`), from a second pass over a few
-    rows. A likelihood that is passed in the options is copied, because its noise is learned. A fresh network whose weights will be
-    trained gets the units of real-valued targets (:func:`~flowbnn.regression.standardize_targets`).
+    A second pass over a few rows determines the axis of the examples in each layer with noise
+    (:func:`~flowbnn.noise.modes.align_batch_axes`). A likelihood that is passed in the options is copied, because its noise is learned. If the weights will be
+    trained, a fresh network is rescaled to the units of real-valued targets (:func:`~flowbnn.regression.standardize_targets`).
 
     Args:
-        model: Network, in which only the units of the outputs may change.
+        model: Network. Only the scale of its outputs may change.
         loader: Batches of ``(inputs, targets)``.
         options: Options of the fit.
         trained: Whether the weights will be trained.
@@ -339,7 +339,7 @@ def make_validator(
 ) -> Callable[[], dict[str, float]] | None:
     """Returns a function that evaluates a posterior on held-out data, with the same draws at every call.
 
-    The first batch is tried here, before an epoch is spent.
+    The first batch is evaluated at once, so that errors appear before training.
 
     Args:
         posterior: Posterior to evaluate.
@@ -388,7 +388,7 @@ def total_steps(loader: Any, epochs: int, needs_length: str) -> int:
     Args:
         loader: Loader with a length.
         epochs: Number of epochs.
-        needs_length: What needs the number, for the message if the loader has no length.
+        needs_length: Feature that needs the number, for the message if the loader has no length.
     """
     check_loader(loader, needs_length=needs_length)
     return len(loader) * epochs
@@ -465,7 +465,7 @@ def _plain_settings(recipe: Any) -> dict[str, Any]:
 def negative_log_likelihood(
     likelihood: Likelihood, forward: Forward, batch: Any, clock: Clock
 ) -> LossAndLogs:
-    """Returns the loss of a network without noise, and its logs. With the first argument fixed it is a loss of :class:`Objective`."""
+    """Returns the loss of a network without noise, and its logs. A partial with the likelihood is a loss of :class:`Objective`."""
     inputs, targets = split_batch(batch)
     outputs = forward(inputs)
     if should_check_targets(targets, clock):
@@ -475,5 +475,5 @@ def negative_log_likelihood(
 
 
 def should_check_targets(targets: Tensor, clock: Clock) -> bool:
-    """Returns True if the targets are checked in this step. On a GPU, where a check waits for the device, only the first epoch is."""
+    """Returns True if the targets are checked in this step. On a GPU a check waits for the device, so only the first epoch is checked."""
     return not clock.recording and (clock.epoch == 0 or targets.device.type == "cpu")

@@ -2,7 +2,7 @@ r"""Node noise: every layer multiplies its input by noise, whose posterior is fi
 
 .. math:: h_{l+1} = f_l(z_l \circ h_l), \qquad z_l \sim q(z_l), \qquad p(z_l) = \mathcal N(1, \sigma^2)
 
-Mixtures of Gaussians are those of Trinh, Kaski and Heinonen 2020 (https://arxiv.org/abs/2010.13498), flows those of Xiong's report
+Mixtures of Gaussians follow Trinh, Kaski and Heinonen 2020 (https://arxiv.org/abs/2010.13498). Flows follow Xiong's report
 "Normalizing Flows for Implicit Bayesian Neural Networks".
 """
 
@@ -38,12 +38,12 @@ class NodeNoise(Variational):
             ``"invconv"``, ``"glow"``, ``"nsf"``, ``"iaf"``, ``"realnvp"``, ``"nice"``, ``"naf"``, ``"flowpp"``, ``"householder"`` or
             ``"residualflow"``. A recipe is used for all layers. Rules are passed to :func:`~flowbnn.to_stochastic`.
         components: Number of components of the mixture. This setting and ``site``, ``side``, ``joint``, ``base_scale`` and
-            ``prior_scale`` apply to noise by name. A recipe has its own.
+            ``prior_scale`` apply to noise by name. A recipe has its own settings.
         site: ``"channel"`` for one noise vector per feature map, ``"position"`` for one at every position.
         side: ``"input"`` or ``"output"`` of the layers. Trinh et al. 2022 (https://arxiv.org/abs/2206.02435) use outputs and ``gamma``
             above 0 against corrupted inputs.
-        joint: Structure of one posterior over the noise of all layers, as in :func:`~flowbnn.to_stochastic`. A flow then acts on all
-            of it. None gives every layer its own posterior.
+        joint: Structure of one posterior over the noise of all layers, as in :func:`~flowbnn.to_stochastic`. A flow then acts on the
+            joint vector. None gives every layer its own posterior.
         base_scale: Initial standard deviation of the noise.
         noise_lr: Learning rate of the noise, as in :func:`~flowbnn.fit`.
         schedule: Learning-rate schedule, as in :func:`~flowbnn.fit`.

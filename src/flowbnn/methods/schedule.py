@@ -27,7 +27,7 @@ class PlateauSchedule:
     a fixed order. The rates are then divided by 4, and training continues.
 
     Args:
-        max_steps: Largest number of optimizer steps. At least 10 epochs and at most 120 are allowed, whatever this number is.
+        max_steps: Largest number of optimizer steps. The number of epochs is always between 10 and 120.
         window: Number of steps over which the ELBO is averaged.
         tolerance: Largest rise of the averaged ELBO on a plateau, in nats per example.
 
@@ -52,7 +52,7 @@ class PlateauSchedule:
 class PlateauRun:
     """State of a :class:`PlateauSchedule` during one training run.
 
-    The state is a function of the recorded history. Every process of a distributed run, and a resumed run, therefore decides alike.
+    The state is a function of the recorded history. Every process of a distributed run, and a resumed run, therefore makes the same decisions.
 
     Args:
         schedule: Settings of the schedule.
@@ -136,7 +136,7 @@ def elbo_gain(values: Sequence[float], window: int) -> float:
 def elbo_drop(values: Sequence[float], window: int) -> float:
     """Returns the difference between the best earlier mean over ``window`` values and the mean of the last ``window`` values.
 
-    Only earlier windows whose values all exceed all of the last values count, so that fluctuations are no drop. The window is at least
+    An earlier window counts only if all its values exceed all of the last values, so that fluctuations are not a drop. The window is at least
     a tenth of the values.
 
     >>> elbo_drop([0.0, 2.0, 3.0, 1.0, 1.5], 2), elbo_drop([0.0, 2.0, 3.0, 1.0, 2.5], 2)

@@ -32,7 +32,7 @@ from flowbnn.batches import (
     rows,
     take,
 )
-from flowbnn.convert import at_draw, to_stochastic
+from flowbnn.convert import fix_noise, to_stochastic
 from flowbnn.errors import FlowBNNError
 from flowbnn.noise import Noise, noise_layers
 from flowbnn.noise.base import make_noise_modes
@@ -96,7 +96,7 @@ class NoisePosterior(Posterior):
         The draw is multiplied into the weights where that is safe. Layers whose weights cannot hold it (attention, recurrent and tied
         layers, site ``position``, side ``output``, and layers of modules that may read the weight themselves) have it as a buffer.
         """
-        return at_draw(self.model, seed)
+        return fix_noise(self.model, seed)
 
     @checked
     def draws(self, samples: Count, seed: int | None = None) -> dict[str, Tensor]:
