@@ -277,14 +277,14 @@ def fit_noise_scale(
     .. math:: \max_\sigma \sum_i \log \frac1S \sum_s \mathcal N(y_i \mid f_s(x_i), \sigma^2)
 
     The ELBO fits :math:`\sigma` to the residuals of single draws. These contain the spread of the draws, which the prediction adds
-    again. If every sampled network has its own noise scale (``log_noise``), all scales are multiplied by one factor. A warning is raised if the
-    predictions remain more than 1.5 times as wide as their residuals.
+    again. If every sampled network has its own noise scale (``log_noise``), all are multiplied by one factor. A warning is raised
+    if the predictive standard deviation exceeds 1.5 times the residual standard deviation.
 
     Args:
         posterior: Posterior whose likelihood is changed in place.
         loader: Batches of training data.
         seed: Seed for the order of a shuffled loader.
-        min_ratio: The noise is left unchanged if predictions are at most this many times as wide as their residuals.
+        min_ratio: Ratio of predictive to residual standard deviation up to which the noise is left unchanged.
         samples: Number :math:`S` of networks.
     """
     likelihood = posterior.likelihood

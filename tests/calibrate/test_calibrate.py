@@ -177,7 +177,7 @@ def test_training_data_are_warned_about(memorized):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         fb.calibrate(memorized.network, [memorized.training], **QUICK)
-    assert warning_kinds(caught) == ["memorised"]
+    assert warning_kinds(caught) == ["memorized"]
 
 
 def test_data_that_are_all_classified_correctly_are_warned_about_once():
@@ -189,7 +189,7 @@ def test_data_that_are_all_classified_correctly_are_warned_about_once():
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         fb.calibrate(network, [(x, (x[:, 0] > 0).long())], folds=4, progress=False)
-    assert warning_kinds(caught) == ["memorised"]
+    assert warning_kinds(caught) == ["memorized"]
 
 
 def test_other_units_than_the_targets_are_warned_about():

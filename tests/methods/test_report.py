@@ -123,7 +123,7 @@ def test_warning_if_the_weights_have_memorized_the_data():
     model = fb.to_stochastic(plain.model, {"*": NormalAffine()})
     with pytest.warns(FlowBNNWarning) as caught:
         posterior = fb.fit(model, loader, epochs=5, validation=held_out, **QUIET)
-    assert of_kind(caught, "memorised")
+    assert of_kind(caught, "memorized")
     assert posterior.report.memorization > 0.1
 
 
@@ -143,7 +143,7 @@ def test_warning_if_the_elbo_drops_during_training():
     options = {"epochs": 6, "schedule": None, "seed": 0, "weight_lr": 1e-5, "noise_lr": 1e-5}
     with pytest.warns(FlowBNNWarning) as caught:
         posterior = fb.fit(model, loader, **options, **QUIET)
-    drop, elbo = of_kind(caught, "fall")[0].fields["fall"], posterior.history["elbo"]
+    drop, elbo = of_kind(caught, "elbo_drop")[0].fields["drop"], posterior.history["elbo"]
     assert drop == pytest.approx(max(map(fmean, pairwise(elbo[:-2]))) - fmean(elbo[-2:]))
     assert posterior.report.elbo_drop == drop
 

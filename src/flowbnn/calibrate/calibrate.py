@@ -181,6 +181,6 @@ def _warn_unreliable(problem: CalibrationProblem, fit: NaturalFit, temperature: 
         warn(
             f"the optimal temperature {temperature:.2f} of the held-out data is typical of training data, on which calibration makes "
             "the network overconfident; pass data that the weights have not seen",
-            kind="memorised",
+            kind="memorized",
             temperature=temperature,
         )

@@ -25,7 +25,7 @@ To write a method, subclass :class:`Method`, declare its settings with their con
 Its name in ``compare`` and on the command line is then ``my-method``. One test suite checks these rules for all methods:
 
 * The network of the caller is copied and never changed. Methods that start from a trained network use its weights with ``epochs=0``.
-* ``seed`` makes everything reproducible. Without ``seed``, a seed is drawn from the global generator of torch.
+* ``seed`` makes everything reproducible. Without it, the global generator of torch is used.
 * An error names the layers that the method does not support.
 * The posterior can be saved and loaded as plain tensors, and the loaded posterior gives the same predictions.
 

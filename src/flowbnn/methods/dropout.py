@@ -52,8 +52,8 @@ class MCDropout(Method):
     masks of a sample, so that a sample is one network. Dropout inside torch's attention and recurrent layers, and of functions
     (``F.dropout``), is not sampled. A warning names such layers if they can be detected.
 
-    The rate is fixed, and with it the spread of the networks, which may be too wide for a precise regression. A warning is raised in
-    this case. Use a smaller rate or :class:`~flowbnn.Temperature`.
+    The fixed rate determines the spread of the networks, which may be too wide for a precise regression. A warning is raised in this
+    case. Use a smaller rate or :class:`~flowbnn.Temperature`.
 
     Args:
         rate: Dropout rate. If it is set, dropout is added even to a network with dropout layers. Networks without dropout layers get
@@ -131,8 +131,8 @@ class DropoutPosterior(Posterior):
         model: Network with dropout layers.
         likelihood: Likelihood of the targets.
         history: Training history.
-        axes: Axis of the examples at each call of each dropout layer, from :func:`example_axes`. By default, it is found at the first
-            prediction.
+        axes: Axis of the examples at each call of each dropout layer, from :func:`example_axes`. By default, it is determined at the
+            first prediction.
     """
 
     kind = "dropout"
@@ -250,7 +250,7 @@ class MaskedDropout:
         return scale * (x * mask + limit * (1.0 - mask)) - scale * limit * self.rate
 
     def _mask(self, number: int, shape: tuple[int, ...], x: Tensor) -> Tensor:
-        """Returns the mask of the call of this number."""
+        """Returns the mask for a call, by its number in the forward pass."""
         if self.generator is not None:
             return (torch.rand(shape, generator=self.generator) >= self.rate).to(x)
         key = (number, shape, x.dtype, x.device)
@@ -308,7 +308,7 @@ class DropoutMasks:
 
 
 def _reset_call_counts(layers: list[MaskedDropout], model: nn.Module, args: Any) -> None:
-    """Forward pre-hook of the network: a new forward pass begins."""
+    """Forward pre-hook of the network that resets the call counts of a new forward pass."""
     for layer in layers:
         _call_counts.counts[layer] = 0
 

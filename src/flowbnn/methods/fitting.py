@@ -183,8 +183,9 @@ def prepare(
     """Reads the loader once, runs one batch through the network, and returns the likelihood that fits both.
 
     A second pass over a few rows determines the axis of the examples in each layer with noise
-    (:func:`~flowbnn.noise.modes.align_batch_axes`). A likelihood that is passed in the options is copied, because its noise is learned. If the weights will be
-    trained, a fresh network is rescaled to the units of real-valued targets (:func:`~flowbnn.regression.standardize_targets`).
+    (:func:`~flowbnn.noise.modes.align_batch_axes`). A likelihood in the options is copied, because its noise is learned. If the
+    weights will be trained, a fresh network is rescaled to the units of real-valued targets
+    (:func:`~flowbnn.regression.standardize_targets`).
 
     Args:
         model: Network. Only the scale of its outputs may change.
@@ -475,5 +476,5 @@ def negative_log_likelihood(
 
 
 def should_check_targets(targets: Tensor, clock: Clock) -> bool:
-    """Returns True if the targets are checked in this step. On a GPU a check waits for the device, so only the first epoch is checked."""
+    """Returns True if the targets are checked in this step. A check waits for the GPU, so there only the first epoch is checked."""
     return not clock.recording and (clock.epoch == 0 or targets.device.type == "cpu")

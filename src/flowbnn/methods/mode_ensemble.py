@@ -2,8 +2,8 @@ r"""Ensembles of modes of the noise, whose members share the weights of one netw
 
 .. math:: \hat z_m = \arg\max_z \sum_i \log p(y_i \mid x_i, z) + \log \mathcal N(z; 1, s^2), \qquad z_m \sim \mathcal N(1, s^2)
 
-Every member is optimized from its own draw of the prior. With a narrow prior all members may converge to one mode, with a wide prior
-each to its own. The ensemble stores only one noise vector per member.
+Every member is optimized from its own draw of the prior. With a narrow prior all members may converge to one mode. With a wide
+prior every member may have its own mode. The ensemble stores only one noise vector per member.
 """
 
 from collections.abc import Iterable
@@ -36,7 +36,7 @@ from flowbnn.training import track
 
 CANDIDATE_SCALES = (0.25, 0.5, 1.0, 2.0)  # standard deviations that are compared on validation data
 MAX_FULL_DIM = 1000  # dimension above which one covariance matrix per mode would take too much memory
-MAX_ROWS = 4096  # rows of one forward pass, those of all members together
+MAX_ROWS = 4096  # rows of one forward pass, summed over all members
 
 
 @register_method
@@ -45,8 +45,8 @@ class ModeEnsemble(Method):
     r"""Modes of the posterior density of the noise on all layers, found by optimization from prior draws.
 
     The network is trained for ``epochs`` by maximum a posteriori, or used as it is with ``epochs=0``. Its weights are then fixed. All
-    members are optimized together, by Adam with a rate that falls to zero. They are weighted equally, as in a deep ensemble, whatever
-    the density at their modes (``posterior.energy``). Fit it with ``epochs=0`` on data that the weights have not seen.
+    members are optimized together, by Adam with a rate that falls to zero. They are weighted equally, as in a deep ensemble, regardless
+    of the density at their modes (``posterior.energy``). Fit it with ``epochs=0`` on data that the weights have not seen.
 
     Args:
         members: Number of members. Several may converge to the same mode; ``posterior.num_modes`` counts the distinct ones.
@@ -54,11 +54,11 @@ class ModeEnsemble(Method):
             :math:`\mathcal N(\hat z_m, (G_m + s^{-2})^{-1})` around each mode. :math:`G_m` is the generalized Gauss-Newton matrix of
             the log-likelihood, or its diagonal above 1,000 dimensions.
         steps: Number of optimization steps. With minibatches, more steps end nearer to the mode.
-        batch_size: Number of examples of a step; all examples are used if there are at most twice as many.
+        batch_size: Number of examples of a step. If the data have at most twice as many, every step uses all of them.
         side: Side of the layers with noise, as in :class:`~flowbnn.NodeNoise`.
         layers: Glob of the layers with noise; None for all layers that support it.
-        prior_scale: Standard deviation :math:`s` of the prior of the noise, whose mean is one. None for the one of 0.25, 0.5, 1 and 2
-            with the best likelihood on the validation data (``posterior.validation_nll``), or 0.5 without validation data.
+        prior_scale: Standard deviation :math:`s` of the prior of the noise, whose mean is one. None
+            chooses 0.25, 0.5, 1 or 2 by the NLL on the validation data (``posterior.validation_nll``), or 0.5 without validation data.
 
     >>> loader = [(torch.randn(8, 2), torch.arange(8) % 3)]
     >>> posterior = ModeEnsemble(4, steps=20, epochs=2).fit(nn.Linear(2, 3), loader, progress=False)
@@ -208,7 +208,7 @@ class _ModeSearch:
         return modes, energy
 
     def log_likelihood(self, vectors: Tensor, index: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Returns log-likelihoods ``[M]`` of all data and their gradients ``[M, D]``, or estimates from the examples of an index."""
+        """Returns log-likelihoods ``[M]`` of all data and their gradients ``[M, D]``, or estimates from some examples."""
         data = self.inputs, self.targets
         inputs, targets = data if index is None else pick(data, index)
         values, gradients = self.network.gradients(vectors, inputs, targets, MAX_ROWS)
@@ -246,7 +246,7 @@ class _ModeSearch:
 class ModePosterior(NoisePosterior):
     """Equally weighted modes of the noise, or Gaussians around them.
 
-    The first samples of a prediction, as many as there are modes (at most 32), take each mode once.
+    The first samples of a prediction use each mode once, for up to 32 modes.
 
     Attributes:
         validation_nll: Mean negative log-likelihood of the validation data by standard deviation of the prior.

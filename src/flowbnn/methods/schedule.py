@@ -52,7 +52,8 @@ class PlateauSchedule:
 class PlateauRun:
     """State of a :class:`PlateauSchedule` during one training run.
 
-    The state is a function of the recorded history. Every process of a distributed run, and a resumed run, therefore makes the same decisions.
+    The state is a function of the recorded history. All processes of a distributed run, and a resumed run, therefore decide in the same
+    way.
 
     Args:
         schedule: Settings of the schedule.
@@ -136,8 +137,8 @@ def elbo_gain(values: Sequence[float], window: int) -> float:
 def elbo_drop(values: Sequence[float], window: int) -> float:
     """Returns the difference between the best earlier mean over ``window`` values and the mean of the last ``window`` values.
 
-    An earlier window counts only if all its values exceed all of the last values, so that fluctuations are not a drop. The window is at least
-    a tenth of the values.
+    An earlier window counts only if all its values exceed all of the last values, so that fluctuations are not a drop. The window has
+    at least a tenth of the values.
 
     >>> elbo_drop([0.0, 2.0, 3.0, 1.0, 1.5], 2), elbo_drop([0.0, 2.0, 3.0, 1.0, 2.5], 2)
     (1.25, 0.0)

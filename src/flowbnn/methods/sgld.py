@@ -1,11 +1,11 @@
 r"""Stochastic gradient Langevin dynamics (Welling and Teh 2011): SGD with added noise, which samples the posterior.
 
-It has the preconditioner of RMSprop (Li et al. 2016, https://arxiv.org/abs/1512.07666) and a cyclical step size (Zhang et al. 2020,
+It uses the preconditioner of RMSprop (Li et al. 2016, https://arxiv.org/abs/1512.07666) and a cyclical step size (Zhang et al. 2020,
 https://arxiv.org/abs/1902.03932), whose cycles find several modes.
 
-The cycles differ from Zhang et al. in two ways, because descent without noise ends in the mode and steps that vanish stay there. Noise
-is always on, and the step size is constant while snapshots are taken. The preconditioner is constant there, too. It is then no function
-of the weights, and the term :math:`\Gamma = \nabla \cdot G`, which Li et al. neglect, is zero.
+The cycles differ from Zhang et al. in two ways. Noise is always on, because descent without noise ends at the mode. The step size is
+constant while snapshots are taken, because vanishing steps would stay at the mode. The preconditioner is constant in this phase, too.
+It therefore does not depend on the weights, and the term :math:`\Gamma = \nabla \cdot G`, which Li et al. neglect, is zero.
 
 The method remains an approximation. Without an accept step, the variance is too large by a factor of about
 :math:`1 + \epsilon G h / 2` for a curvature :math:`h` of the loss per example. The gradient noise of minibatches of size :math:`B` adds
@@ -51,14 +51,15 @@ class SGLD(Method):
 
     The learned noise of a Gaussian likelihood is sampled with the weights. Its logarithm has a normal prior of standard deviation 1
     around its initial value, the size of the residuals. Each snapshot has its own noise (``posterior.log_noise``). Large steps
-    inflate the noise. It is rescaled to the largest predictive likelihood if predictions are more than 1.5 times as wide as the
-    residuals of the training data.
+    inflate the noise. If the predictive standard deviation exceeds 1.5 times that of the training residuals, the noise is rescaled to
+    maximize the predictive likelihood.
 
     Args:
         samples: Number of snapshots, spread over the sampling phases of the cycles.
-        cycles: Number of cycles of the step size, each from ``lr`` down by a cosine until ``exploration`` ends; 0 for a constant step
-            size.
-        exploration: Fraction of each cycle (or of the run with ``cycles=0``), with the largest steps, that takes no snapshots.
+        cycles: Number of cycles of the step size. In each cycle it decays from ``lr`` along a cosine until ``exploration`` ends. 0
+            gives a constant step size.
+        exploration: Fraction of each cycle without snapshots, at its start, where steps are largest. With ``cycles=0``, fraction of the
+            run.
         preconditioned: True to scale steps by the root mean square of the gradient, as RMSprop does.
         damping: Constant added to the root mean square of the gradient.
         temperature: Temperature of the posterior; 1 for the exact posterior, below 1 for a narrower one.
@@ -154,7 +155,7 @@ class SGLD(Method):
             )
 
     def step_schedule(self, total: int) -> "StepSchedule":
-        """Returns the schedule of a run of this many steps; a short run has fewer than ``samples`` snapshots."""
+        """Returns the schedule of a run of ``total`` steps. A short run has fewer than ``samples`` snapshots."""
         return StepSchedule(total, self.cycles, self.exploration, self.samples)
 
 
@@ -170,7 +171,7 @@ class Langevin(torch.optim.Optimizer):
     ``min_adaptation`` steps.
 
     Args:
-        params: Parameters, or groups of them; a group with ``noise=False`` only descends.
+        params: Parameters, or parameter groups. A group with ``noise=False`` is trained by gradient descent without noise.
         lr: Step size :math:`\epsilon`.
         num_data: Number of examples :math:`N`.
         weight_decay: Precision of the prior per example, :math:`\lambda`.
@@ -289,7 +290,7 @@ class Snapshots(nn.Module):
 
     Args:
         model: Network that is sampled.
-        log_noise: Logarithm of the noise that is sampled with it, or None; its current value is the center of its prior.
+        log_noise: Logarithm of the noise scale, if it is sampled with the network. Its current value is the center of its prior.
         steps: Steps before which snapshots are taken.
     """
 
@@ -314,7 +315,7 @@ class Snapshots(nn.Module):
         return 0.0 if log_noise is None else 0.5 * (log_noise - self.get_buffer("center")).square().sum()
 
     def record(self, step: int) -> None:
-        """Takes a snapshot if this step has one."""
+        """Takes a snapshot if one is due before this step."""
         if step in self.steps:
             for number, value in enumerate(self.current_state().values()):
                 self.get_buffer(str(number))[self.steps.index(step)] = value
@@ -325,7 +326,7 @@ class Snapshots(nn.Module):
 
 
 class SGLDPosterior(MemberPosterior):
-    """Snapshots of a run of stochastic gradient Langevin dynamics, including the buffers of each (BatchNorm statistics).
+    """Snapshots of a run of stochastic gradient Langevin dynamics, each with its buffers (BatchNorm statistics).
 
     Attributes:
         schedule: Cycles, temperature, step size and snapshot steps of the run, as plain values.

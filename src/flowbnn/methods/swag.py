@@ -35,8 +35,8 @@ class SWAG(Method):
     """Gaussian with the mean and covariance of the iterates of SGD.
 
     Args:
-        rank: Rank of the low-rank part of the covariance, the number of stored deviations; 0 for a diagonal covariance. A rank of 1 is
-            not possible.
+        rank: Rank of the low-rank part of the covariance, the number of stored deviations. 0 gives a diagonal covariance. A rank of 1
+            is not possible.
         begin: Fraction of ``epochs`` of ordinary training. SGD with momentum follows at a constant rate and takes snapshots. 0 starts
             SGD from the network as it is.
         swag_lr: Learning rate of SGD. For regression it applies to the squared error: it is multiplied by the variance of the noise.
@@ -81,11 +81,15 @@ class SWAG(Method):
             )
         else:
             point = PointPosterior(model, prepare(model, loader, options).likelihood)
-        training = point.history
+        training_history = point.history
         moments = Moments(model, self.rank)
-        sgd = self._run_sgd(moments, point, loader, options.for_stage("sgd", "SGD", epochs=sgd_epochs))
+        sgd_history = self._run_sgd(
+            moments, point, loader, options.for_stage("sgd", "SGD", epochs=sgd_epochs)
+        )
         history = History(
-            training.records + sgd.records, training.steps + sgd.steps, training.seconds + sgd.seconds
+            training_history.records + sgd_history.records,
+            training_history.steps + sgd_history.steps,
+            training_history.seconds + sgd_history.seconds,
         )
         seed = options.resolve_seed()
         posterior = SWAGPosterior(model, point.likelihood, *moments.result(), self.scale, history, None, seed)
@@ -114,8 +118,8 @@ class SWAG(Method):
             "lr": self.swag_lr * noise_variance(model, likelihood),
             "weight_decay": 1.0 / (self.prior_scale**2 * options.num_examples(loader)),
         }
-        learned = [parameter for parameter in likelihood.parameters() if parameter.requires_grad]
-        groups: list[dict[str, Any]] = [weights, {"params": learned}] if learned else [weights]
+        noise = [parameter for parameter in likelihood.parameters() if parameter.requires_grad]
+        groups: list[dict[str, Any]] = [weights, {"params": noise}] if noise else [weights]
         optimizer = torch.optim.SGD(groups, lr=self.swag_lr, momentum=self.momentum)
 
         def loss(forward: Forward, batch: Any, clock: Clock) -> LossAndLogs:
@@ -128,7 +132,7 @@ class SWAG(Method):
         return history
 
     def _is_snapshot_due(self, clock: Clock, count: int) -> bool:
-        """Returns True if the weights after the last step are collected, when ``count`` snapshots exist."""
+        """Returns True if the weights after the last step are a snapshot. ``count`` snapshots exist already."""
         if clock.steps_per_epoch is None:
             return clock.epoch > count
         if clock.step == 0:
@@ -184,7 +188,9 @@ def flat_weights(model: nn.Module) -> Tensor:
 
 
 def noise_variance(model: nn.Module, likelihood: Likelihood) -> float:
-    """Returns the ratio of the gradients of half the squared error and of the Gaussian log-likelihood; 1 for classification."""
+    """Returns the mean noise variance in units of the raw outputs, which converts rates of the NLL to rates of the squared error.
+
+    It is 1 for classification."""
     if not isinstance(likelihood, Gaussian) or likelihood.noise == "predicted":
         return 1.0
     variance = likelihood.moments(torch.zeros(1, likelihood.dim))[1].detach()[0]
@@ -238,7 +244,7 @@ class SWAGPosterior(WeightPosterior):
         self.set_statistics(statistics or {})
 
     def set_statistics(self, statistics: Mapping[str, Tensor]) -> None:
-        """Restricts the posterior to a list of draws with these buffers; an empty mapping stands for the full Gaussian."""
+        """Restricts the posterior to a list of draws with these buffers. With an empty mapping it is the full Gaussian."""
         self.statistics = dict(statistics)
         self.size = len(next(iter(statistics.values()))) if statistics else 0
         if self.size:

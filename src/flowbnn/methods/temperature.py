@@ -2,7 +2,8 @@ r"""Temperature scaling (Guo et al. 2017, https://arxiv.org/abs/1706.04599): cal
 
 .. math:: \hat T = \arg\min_T \; -\sum_i \log \frac1S \sum_s p(y_i \mid f_s(x_i) / T)
 
-It is the first calibration method to try, on top of any other method. It changes no weight and, for one network, no decision.
+It is the first calibration method to try, on top of any other method. It changes no weights. For a single network it changes no
+predicted class either.
 """
 
 import math
@@ -43,7 +44,7 @@ class Temperature(Method):
         method: Method that fits the posterior; None to train the network as :class:`~flowbnn.MAP` does.
         validation_fraction: Fraction of the training data that is held out if ``fit`` gets no validation data.
         samples: Number of samples of the predictions on the validation data; None for the default of the posterior.
-        epochs: Number of epochs of the training; only if ``method`` is None, as are the settings below.
+        epochs: Number of epochs of the training. This and the settings below require ``method=None``.
         lr: Learning rate of the training.
         optimizer: Function from parameter groups to an optimizer.
         schedule: Function from optimizer and number of steps to a learning-rate schedule.
@@ -98,11 +99,11 @@ class Temperature(Method):
 
 
 def split_loader(loader: Any, fraction: float, seed: int) -> tuple[Any, Any]:
-    """Splits a loader into one without a random fraction of the data, and one of that fraction.
+    """Splits a loader at random into a training loader and a validation loader.
 
     Args:
         loader: List of batches, :class:`~flowbnn.data.TensorLoader`, or ``DataLoader`` with a random or sequential sampler.
-        fraction: Fraction of the data in the second loader.
+        fraction: Fraction of the data in the validation loader.
         seed: Seed of the split.
 
     >>> data = [(torch.randn(2), 1.0)] * 50
@@ -115,8 +116,8 @@ def split_loader(loader: Any, fraction: float, seed: int) -> tuple[Any, Any]:
         return _split_batches(list(loader), fraction, generator)
     if hasattr(loader, "tensors") and hasattr(loader, "num_data"):  # flowbnn.data.TensorLoader
         return _split_tensor_loader(loader, fraction, generator)
-    simple = isinstance(loader, DataLoader) and type(loader.batch_sampler) is BatchSampler
-    supported = simple and type(loader.sampler) in (RandomSampler, SequentialSampler)
+    has_batch_sampler = isinstance(loader, DataLoader) and type(loader.batch_sampler) is BatchSampler
+    supported = has_batch_sampler and type(loader.sampler) in (RandomSampler, SequentialSampler)
     train_index, validation_index = _split_indices(
         len(loader.dataset) if supported else 0, fraction, generator
     )
@@ -273,11 +274,11 @@ def _nll_and_derivatives(
 
 
 class TemperedPosterior(Posterior):
-    r"""Posterior whose predictions are scaled by a temperature :math:`T`. Above 1 the inner posterior was overconfident.
+    r"""Posterior whose predictions are scaled by a temperature :math:`T`. Above 1, the inner posterior is overconfident.
 
     For classification, the logits of every sample are divided by :math:`T`. For regression, the predictive distribution is scaled
     about its mean, so that its standard deviation is multiplied by :math:`T`. ``sample`` and ``draws`` then return networks of the
-    inner posterior without scaling, because the mean prediction is no function of one network.
+    inner posterior without scaling, because the mean prediction depends on all networks.
 
     Args:
         posterior: Inner posterior, of any method.

@@ -46,7 +46,7 @@ class CurvatureFit:
         structure: Structure of the curvature, ``"kron"``, ``"diag"`` or ``"full"``.
         hessian: Hessian in the outputs: ``"ggn"``, ``"fisher"``, or ``"sampled"`` with targets drawn from the seed.
         seed: Seed of drawn targets.
-        num_data: Number of examples that the loader represents; None for the number that it yields.
+        num_data: Number of examples that the loader represents. None for the number of examples that it yields.
     """
 
     model: nn.Module
@@ -123,7 +123,7 @@ class CurvatureFit:
         return supported and called_once and shares_weights(self.model, name) is None
 
     def gradient(self, num_examples: int) -> dict[str, Tensor]:
-        """Returns the gradient of the log-likelihood of all data, of which the loader yields ``num_examples``."""
+        """Returns the gradient of the log-likelihood of all data. ``num_examples`` is the number of examples that the loader yields."""
         jacobian = Jacobian(self.model, list(self.weights))
         leaves = jacobian.leaves()
         total = {name: torch.zeros_like(value) for name, value in self.weights.items()}

@@ -3,8 +3,8 @@ r"""Laplace approximation: a Gaussian around the trained network (MacKay 1992; R
 .. math:: q(w) = \mathcal N(\hat w, (H + \delta I)^{-1}), \qquad H = \sum_i J_i^T \Lambda_i J_i
 
 with the Jacobian :math:`J_i` of the outputs at the trained weights :math:`\hat w`, the Hessian :math:`\Lambda_i` of the loss in the
-outputs, and the prior precision :math:`\delta`. By default :math:`\delta` maximizes the marginal likelihood of the training data.
-So does a common factor of the learned noise of a Gaussian likelihood. The network is differentiated in evaluation mode, with the
+outputs, and the prior precision :math:`\delta`. By default :math:`\delta` maximizes the marginal likelihood of the training data,
+together with a common factor of the learned noise of a Gaussian likelihood. The network is differentiated in evaluation mode, with the
 running statistics of its BatchNorm layers. https://arxiv.org/abs/2106.14806
 """
 
@@ -49,18 +49,17 @@ class Laplace(Method):
             and ``"full"`` support any layer, tied weights included.
         layers: Layers with a posterior: ``"last"`` (the layer with weights that is called last), ``"all"``, or a glob of names.
             Frozen weights are excluded.
-        prior_scale: Standard deviation of the Gaussian prior; ``"marginal likelihood"`` maximizes the evidence. Training
-            (``epochs`` above 0) uses this prior, or one of scale 1.
+        prior_scale: Standard deviation of the Gaussian prior. ``"marginal likelihood"`` maximizes the evidence after training, which
+            then uses a prior of scale 1.
         per_layer: True for one prior scale per layer.
         predictive: Method of prediction. ``"linearized"`` linearizes the network in its weights, for which the approximation is
             exact. ``"sampled"`` uses networks with sampled weights. ``"probit"`` divides linearized logits by a function of their
-            variance, without sampling (classification only). For an output layer the first two are the same, at the cost of one pass.
+            variance, without sampling (classification only). For an output layer the first two are the same and take one forward pass.
         curvature: Hessian in the outputs. ``"ggn"`` is exact and takes one backward pass per class. ``"sampled"`` is an unbiased
             estimate from one drawn target, with one backward pass. ``"fisher"`` is the empirical Fisher of the observed targets.
-        newton_steps: Maximum number of Newton steps to the mode under the prior, of at least two passes over the data each. A prior
-            (and noise) that maximizes the evidence is found together with its mode. For a network that is linear in its weights, one
-            step is exact if the structure represents the curvature, as ``"full"`` does. Train first with ``"diag"``. The steps end at
-            convergence. A warning is raised if the last step did not converge.
+        newton_steps: Maximum number of Newton steps to the mode under the prior. Each takes at least two passes over the data. A prior
+            (and noise) that maximizes the evidence is updated at every step. For a network that is linear in its weights, one step
+            with ``"full"`` is exact. With ``"diag"``, train the network first. A warning is raised if the steps do not converge.
 
     >>> import torch
     >>> loader = [(torch.randn(8, 2), torch.arange(8) % 3)]
@@ -80,7 +79,7 @@ class Laplace(Method):
 
     @accepts_options_of(FitOptions)
     def fit(self, network: nn.Module, loader: Iterable[Any], **kwargs: Any) -> LaplacePosterior:
-        """Fits the posterior; see :meth:`Method.fit`. With ``num_data`` the examples of the loader represent that many."""
+        """Fits the posterior; see :meth:`Method.fit`. ``num_data`` is the number of examples that the loader represents."""
         model, options = self.setup(network, loader, kwargs)
         trains = self.epochs > 0 or self.newton_steps > 0
         prepared = prepare(disable_nested_tensors(model), loader, options, trains)

@@ -44,7 +44,7 @@ class LaplacePosterior(WeightPosterior):
         predictive: Method of prediction, ``"linearized"``, ``"sampled"`` or ``"probit"``.
         log_evidence: Laplace estimate of the log marginal likelihood of the training data.
         precisions: Precisions of the prior, by layer.
-        output_layer: Name of the output layer if it is the only one covered, else None.
+        output_layer: Name of the output layer if no other layer has a posterior, else None.
         history: Training record.
 
     >>> import flowbnn as fb

@@ -4,7 +4,7 @@ The target is :math:`p(q) \propto e^{-U(q)}`. With a momentum :math:`p \sim \mat
 
 .. math:: H(q, p) = U(q) + \tfrac12 p^\top M^{-1} p
 
-Leapfrog steps follow it, and their end is accepted with probability :math:`\min(1, e^{-\Delta H})` (Neal 2012,
+A trajectory of leapfrog steps simulates it. Its end is accepted with probability :math:`\min(1, e^{-\Delta H})` (Neal 2012,
 https://arxiv.org/abs/1206.1901).
 
 A *potential* maps positions ``[chains, dim]`` to energies ``[chains]`` and gradients ``[chains, dim]``; :func:`make_potential` makes
@@ -97,7 +97,7 @@ def leapfrog(
         potential: Potential of the target.
         state: State of the chains.
         momentum: Momenta ``[C, D]``.
-        step_size: Step sizes ``[C, 1]``; negative ones go backward in time.
+        step_size: Step sizes ``[C, 1]``. Negative values go backward in time.
         inverse_mass: Diagonals of the inverse mass matrix ``[C, D]``.
     """
     momentum = momentum - 0.5 * step_size * state.gradient
@@ -106,7 +106,7 @@ def leapfrog(
 
 
 def energy_error(state: ChainState, momentum: Tensor, inverse_mass: Tensor, initial_energy: Tensor) -> Tensor:
-    """Returns the change of the total energy, infinity if it is NaN."""
+    """Returns the change of the total energy, with NaN replaced by infinity."""
     error = state.energy + kinetic_energy(momentum, inverse_mass) - initial_energy
     return torch.where(torch.isnan(error), torch.inf, error)
 

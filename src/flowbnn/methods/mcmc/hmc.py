@@ -1,7 +1,7 @@
 r"""Hamiltonian Monte Carlo, the No-U-Turn sampler and random-walk Metropolis, over weights or over the noise on layers.
 
 These methods are exact in the limit of long chains. They use all data in every step and have an accept step. Their only error
-is that of a finite number of draws; see ``posterior.diagnostics()``. They serve as a reference for approximate methods. Neal 2012,
+comes from the finite number of draws; see ``posterior.diagnostics()``. They serve as a reference for approximate methods. Neal 2012,
 https://arxiv.org/abs/1206.1901; Hoffman and Gelman 2014, https://arxiv.org/abs/1111.4246.
 """
 
@@ -40,7 +40,9 @@ from flowbnn.methods.mcmc.potential import (
 from flowbnn.options import Bounds, Count, Ge, Positive, Probability, accepts_options_of, options
 from flowbnn.posterior.weights import generator_of, named_parts
 
-MAX_VARIABLES = 1_000_000  # number of sampled variables above which a run takes hours, so that it warns
+MAX_VARIABLES = (
+    1_000_000  # number of sampled variables above which a warning is raised, because a run takes hours
+)
 
 
 @options(kw_only=True, repr=False)
@@ -48,14 +50,15 @@ class ChainMethod(Method):
     r"""Base class for Markov chains over the weights, or over the noise on the layers, under all training data.
 
     The network is copied, trained for ``epochs`` by maximum a posteriori, and then kept in evaluation mode. The running statistics of
-    BatchNorm stay as that training left them. The chains use the data of one pass over the loader, with its augmentations. All chains
+    BatchNorm are fixed after this training. The chains use the data of one pass over the loader, with its augmentations. All chains
     share step size and mass.
 
     The learned noise of a Gaussian likelihood is sampled with the weights. Its logarithm has a normal prior of standard deviation 1
-    around that of the residuals after training. Predictions use the noise of each draw (``posterior.record["log_noise"]``).
+    around the logarithm of the residual standard deviation after training. Predictions use the noise of each draw
+    (``posterior.record["log_noise"]``).
 
-    Divergences indicate a density that is much narrower in its tails than in its middle, such as a banana. The tails are then
-    undersampled unless the chains are long or ``target_accept`` is high.
+    Divergences indicate a density that is much narrower in its tails than at its center, such as a banana-shaped one. The tails are
+    then undersampled unless the chains are long or ``target_accept`` is high.
 
     Args:
         samples: Number of draws of each chain.
@@ -64,10 +67,10 @@ class ChainMethod(Method):
         thin: Number of transitions per draw.
         target_accept: Target of the mean acceptance probability, to which the step size is adapted.
         variables: Sampled variables: ``"weights"``, or ``"noise"`` for one vector per layer that multiplies its input, with the prior
-            :math:`\mathcal N(1, s^2)` and fixed weights. Noise makes a large network a problem of a few thousand dimensions.
+            :math:`\mathcal N(1, s^2)` and fixed weights. With noise, sampling a large network has only a few thousand dimensions.
         layers: Glob of the layers with noise; None for all layers that support it.
         noise_scale: Standard deviation :math:`s` of the prior of the noise.
-        spread: Standard deviation of the initial positions around the trained network, relative to that of the prior.
+        spread: Standard deviation of the initial positions around the trained network, in units of the prior standard deviation.
         prior_scale: Standard deviation of the prior of the weights.
         epochs: Number of epochs of the initial training; 0 to start from the network as it is.
     """
@@ -177,14 +180,14 @@ class ChainMethod(Method):
         name, start = type(self).__name__, potential.start[None]
         if options.devices not in (1, "1", "auto"):
             raise FlowBNNError(f"{name} needs devices=1, got {options.devices}", argument="devices")
-        (energy, gradient), (repeated, _) = potential(start), potential(start)
+        (energy, gradient), (second_energy, _) = potential(start), potential(start)
         if not bool(torch.isfinite(energy).all() and torch.isfinite(gradient).all()):
             raise FlowBNNError(
                 f"{name} needs a finite log-likelihood and gradient at the initial weights",
                 kind="finite",
                 argument="network",
             )
-        if not torch.allclose(energy, repeated, rtol=1e-4, atol=1e-3):
+        if not torch.allclose(energy, second_energy, rtol=1e-4, atol=1e-3):
             raise FlowBNNError(
                 f"{name} needs a deterministic network, but two passes differ; disable its dropout, or use fb.MCDropout",
                 kind="random network",
@@ -257,8 +260,8 @@ class NUTS(ChainMethod):
 class Metropolis(ChainMethod):
     """Random-walk Metropolis, the oldest Markov chain sampler, as a baseline for the others; see :class:`ChainMethod`.
 
-    It is useful for a handful of weights: the number of evaluations per independent draw grows with their number. It is therefore not
-    registered for :func:`~flowbnn.compare` and not exported from :mod:`flowbnn`.
+    It is useful for at most ten or so weights, because the number of evaluations per independent draw grows with the number of weights.
+    It is therefore not registered for :func:`~flowbnn.compare` and not exported from :mod:`flowbnn`.
 
     Args:
         target_accept: Target of the mean acceptance probability; 0.234 is optimal for many weights (Roberts, Gelman and Gilks 1997,

@@ -100,13 +100,15 @@ def fit_elbo(
         prepared: Result of :func:`~flowbnn.methods.fitting.prepare`.
         options: Options of the fit.
     """
-    likelihood, random = posterior.likelihood, set(posterior.names)
-    fixed = [p for name, p in posterior.model.named_parameters() if name not in random and p.requires_grad]
-    learned = [p for p in likelihood.parameters() if p.requires_grad]
+    likelihood, random_names = posterior.likelihood, set(posterior.names)
+    point_weights = [
+        p for name, p in posterior.model.named_parameters() if name not in random_names and p.requires_grad
+    ]
+    noise = [p for p in likelihood.parameters() if p.requires_grad]
     groups = [
         *groups,
-        {"name": "points", "params": fixed, "lr": method.lr},
-        {"name": "likelihood", "params": learned, "lr": max(method.noise_lr, method.likelihood_lr)},
+        {"name": "points", "params": point_weights, "lr": method.lr},
+        {"name": "likelihood", "params": noise, "lr": max(method.noise_lr, method.likelihood_lr)},
     ]
     objective = ELBO(likelihood, prepared.data.require_num_examples(), method.beta)
     settings = {name: getattr(method, name) for name in ("beta", "warmup", "samples")}

@@ -48,9 +48,9 @@ class BayesByBackprop(Variational):
     r"""Independent Gaussians over the weights (mean-field) of any network.
 
     Standard deviations are learned as logarithms. Parameters of normalization layers stay deterministic unless ``layers`` selects them,
-    and so do frozen parameters (``requires_grad=False``). Tied weights have one posterior, which is counted once.
+    and so do frozen parameters (``requires_grad=False``). Tied weights share one posterior, whose KL counts once.
 
-    The learned noise of a regression follows the residuals of the mean prediction. This takes a second forward pass per batch, without
+    The noise of a regression is fitted to the residuals of the mean prediction. This takes a second forward pass per batch, without
     gradients. At the end of training the noise maximizes the predictive likelihood.
 
     Args:
@@ -63,9 +63,9 @@ class BayesByBackprop(Variational):
         sigma2: Standard deviation :math:`\sigma_2` of the second component.
         estimator: Gradient estimator of the training. ``"reparameterization"`` draws all weights once per batch; it supports every
             layer at almost no cost. ``"local"`` adds noise to the outputs of every example, and ``"flipout"`` flips the signs of one
-            draw for every example. Both support linear layers and convolutions, double their cost, and have gradients of lower
-            variance. ``"auto"`` uses ``"local"`` for linear layers with one vector per example, for which it is exact and cheap, and
-            reparameterization for all other layers. Tied weights always use reparameterization.
+            draw for every example. Both support linear layers and convolutions. They double the cost, and their gradients
+            have a lower variance. ``"auto"`` uses ``"local"`` for linear layers with one vector per example, for which it is exact and
+            cheap, and reparameterization for all other layers. Tied weights always use reparameterization.
         layers: Layers with random weights: a name or glob (``"fc*"``; a name includes the layers inside it), a class, or a predicate
             ``(name, module) -> bool``. None for all but normalization layers.
         kl_samples: Number of fresh draws per estimate of the KL to a mixture.
@@ -164,7 +164,7 @@ class GaussianWeightPosterior(WeightPosterior):
             fits = name in parameters and value.shape == parameters[name].shape
             if not fits or not bool((value >= 0).all()):
                 raise FlowBNNError(f"std['{name}'] must be non-negative and fit a parameter", argument="std")
-        # in the order of the network, because draws depend on it and files do not store another
+        # the order of the network, because draws depend on the order and files do not store it
         self.shapes = {name: parameters[name].shape for name in parameters if name in std}
         self.flat_mean, self.flat_std = self.flatten(parameters), self.flatten(std)
         self.training_weights: GaussianWeights | None = None  # set during training
@@ -241,7 +241,7 @@ class GaussianWeights(nn.Module):
             order += [name for name in mean if estimators[name] == estimator]
         sizes = {name: value.numel() for name, value in mean.items()}
         self.shapes = {name: mean[name].shape for name in order}
-        # the first weights are drawn, those of flipout and local reparameterization stay at their means
+        # the first weights are drawn; weights with flipout or local reparameterization stay at their means
         self.num_drawn = sum(sizes[name] for name in mean if estimators[name] == "reparameterization")
         self.num_normals = self.num_drawn + sum(sizes[name] for name in mean if estimators[name] == "flipout")
         self.mean = nn.Parameter(torch.cat([mean[name].detach().flatten() for name in order]))
@@ -251,8 +251,8 @@ class GaussianWeights(nn.Module):
         """Draws the weights of a forward pass.
 
         Returns:
-            The tensors of the network: draws, or means where noise is added to outputs. Then the tensors of that noise: deviations
-            from the mean for Flipout, standard deviations for local reparameterization.
+            The weights of the network, which are draws, or means if noise is added to the outputs. Then the tensors for this noise,
+            which are deviations from the mean for Flipout and standard deviations for local reparameterization.
         """
         scale, mean = self.log_std.exp(), self.mean
         if self.num_normals:

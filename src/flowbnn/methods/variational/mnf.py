@@ -15,8 +15,8 @@ KL to the prior is bounded with an auxiliary distribution :math:`r(z \mid W)`:
 depends on the weights, :math:`g(\epsilon) \sim \mathcal N(b_1 t, e^{b_2 t})`, :math:`t = \mathrm{mean} \tanh(c^\top W)`. No flow has to
 be inverted, because the draws start at :math:`\epsilon`.
 
-With constant noise this is a factorized Gaussian with its exact KL. The best ELBO is therefore at least that of a factorized Gaussian
-and at most the evidence.
+With constant noise this is a factorized Gaussian with its exact KL. The best ELBO is therefore at least the ELBO of a factorized
+Gaussian, and at most the evidence.
 """
 
 import math
@@ -68,7 +68,7 @@ class MNF(Variational):
     example. For convolutions the positions of a feature map are treated as independent given ``z``, as in the paper. Weights that are
     tied, or that are used at several positions or in several calls, are drawn once per forward pass.
 
-    The learned noise of a regression is as in :class:`~flowbnn.BayesByBackprop`.
+    The noise of a regression is learned as in :class:`~flowbnn.BayesByBackprop`.
 
     Args:
         flow: Flow of ``z`` and of the auxiliary distribution. Names are ``"coupling"`` (the masked RealNVP of the paper),
@@ -76,8 +76,8 @@ class MNF(Variational):
             :class:`~flowbnn.NodeNoise`. A recipe such as ``fb.noise.NormalPlanar(length=4)`` or
             ``fb.noise.FlowNoise(lambda dim: ...)`` provides its transforms.
         layers: Layers with random weights: a name or glob, a class, or a predicate ``(name, module) -> bool``, which must select only
-            linear layers and convolutions. None for all of these. Other layers then keep deterministic weights, with a warning unless
-            they are normalization layers.
+            linear layers and convolutions. None selects all of these. All other layers then have deterministic weights, and a warning
+            is raised unless they are normalization layers.
         z_scale: Initial standard deviation of ``z``, whose initial mean is one; a small value starts near a factorized Gaussian.
         kl_samples: Number of fresh draws of ``z`` per estimate of the KL.
 
@@ -185,7 +185,7 @@ def _make_layer(
 
 
 def layer_specs(model: nn.Module, layers: list[str], inputs: Any) -> list[LayerSpec]:
-    """Returns the weights and estimators of layers; of layers that share a weight, only the first is included."""
+    """Returns the weights and estimators of layers. If layers share a weight, only the first is included."""
     calls, tied = input_axes(model, inputs), tied_parameters(model)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     specs: list[LayerSpec] = []

@@ -1,8 +1,8 @@
-r"""Fit of the noise, and of the weights, of a stochastic network by the ELBO.
+r"""Fit of the noise and the weights of a stochastic network by the ELBO.
 
 .. math:: \max \; E_q[\log p(D \mid z)] - \beta \sum_l \mathrm{KL}[q(z_l) \| p(z_l)] + \gamma \sum_l H(q(z_l))
 
-``fb.fit``, :class:`~flowbnn.NodeNoise` and :class:`~flowbnn.MCDropout` use it.
+``fb.fit``, :class:`~flowbnn.NodeNoise` and :class:`~flowbnn.MCDropout` use :func:`fit_noise`.
 """
 
 import math
@@ -43,7 +43,7 @@ from flowbnn.training.progress import terminal
 
 @options(kw_only=True, owner="fit")
 class NoiseFitOptions(FitOptions):
-    """Options of :func:`~flowbnn.fit`, which explains them."""
+    """Options of :func:`~flowbnn.fit`. Its docstring describes them."""
 
     epochs: Count | None = None  # type: ignore[assignment]
     weight_lr: NonNegative = 2e-4
@@ -143,7 +143,7 @@ def plan_training(options: NoiseFitOptions, loader: Iterable[Any], learned_scale
     epochs = options.epochs or settings.max_epochs(steps)
     if options.epochs is None and callable(
         schedule
-    ):  # a fixed schedule gets the length that a plateau usually has
+    ):  # runs that end at a plateau usually need half of the epochs
         epochs //= 2
     adaptive = options.epochs is None and not callable(schedule)
     plateau = PlateauRun(
@@ -224,14 +224,14 @@ def make_noise_optimizer(
 def make_loss(model: nn.Module, objective: ELBO, options: NoiseFitOptions, num_rows: int) -> Loss:
     """Returns the negative ELBO as a loss of :class:`~flowbnn.methods.fitting.Objective`.
 
-    A learned noise scale is limited to its start plus two standard errors. The first, wide draws of the noise increase the residuals,
-    which must not be mistaken for noise of the targets.
+    A learned noise scale is limited to its initial value plus two standard errors. Early draws of the noise are wide and increase the
+    residuals, which must not be mistaken for noise of the targets.
 
     Args:
         model: Network with noise.
         objective: ELBO of the network.
         options: Options of the fit.
-        num_rows: Number of examples from which the start of the noise scale was estimated.
+        num_rows: Number of examples from which the initial noise scale was estimated.
     """
     likelihood, warmup, samples = objective.likelihood, options.warmup, options.samples
     log_scale = likelihood.log_scale if learns_noise(likelihood) else None

@@ -35,7 +35,7 @@ class InitialState:
 
     Args:
         tensors: Parameters and buffers by name, on the CPU.
-        mode: Mode in which the noise is held when one network is needed: at its mean if it was fitted before, otherwise off.
+        mode: Mode of the noise when a single network is needed: ``"mean"`` if the noise was fitted before, otherwise ``"off"``.
     """
 
     tensors: Mapping[str, Tensor]
@@ -51,11 +51,11 @@ class InitialState:
 
     @contextmanager
     def restored(self, model: nn.Module, likelihood: Likelihood, batches: Sequence[Any]) -> Iterator[None]:
-        """Context manager that restores the initial network, in its own units and with the noise scale of its residuals.
+        """Context manager that restores the initial network, with its output scale and the noise scale of its residuals.
 
         Args:
-            model: Network after the fit. Its weights and noise come back at the end of the block.
-            likelihood: Likelihood after the fit. Its learned noise comes back, too.
+            model: Network after the fit. Its weights and noise are restored at the end of the block.
+            likelihood: Likelihood after the fit. Its learned noise is restored, too.
             batches: Batches from which the noise scale of the initial network is estimated.
         """
         weights, noise = state_of(model), state_of(likelihood)
@@ -76,10 +76,10 @@ class InitialState:
 @torch.no_grad()
 def _copy_into(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     """Copies values into the parameters and buffers of a module. Buffers that were resized, such as caches, are left out."""
-    own = dict(module.named_parameters()) | dict(module.named_buffers())
+    state = dict(module.named_parameters()) | dict(module.named_buffers())
     for name, value in tensors.items():
-        if name in own and own[name].shape == value.shape:
-            own[name].copy_(value)
+        if name in state and state[name].shape == value.shape:
+            state[name].copy_(value)
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class FinishedFit:
         posterior: Fitted posterior.
         initial: Network before the fit.
         objective: ELBO that was maximized.
-        log_scale: Learned noise scale that maximizes the ELBO, before it was fitted to the predictions; None if none is learned.
+        log_scale: Logarithm of the noise scale that maximizes the ELBO, before the fit to the predictions. None if no noise is learned.
         batches: Batches of training data, spread evenly over the loader.
         validation: Loader of held-out data, or None.
     """
@@ -145,7 +145,7 @@ def spread_batches(loader: Iterable[Any], seed: int | None, count: int = 10) -> 
 def example_elbos(model: nn.Module, objective: ELBO, batches: Iterable[Any]) -> Tensor:
     """Returns the ELBO of every example, with the same draws at every call. All generators are restored."""
     device, dtype, values = device_of(model), dtype_of(model), []
-    # a new objective: positions remembered from earlier passes would change the order of the draws
+    # a new objective, because shapes recorded in earlier passes would change the order of the draws
     objective = ELBO(objective.likelihood, objective.num_data, objective.beta, objective.gamma)
     with preserve_rng_state(None), evaluation_mode(model), noise_mode(model, "sample"):
         seed_all(0)
@@ -160,8 +160,8 @@ def example_elbos(model: nn.Module, objective: ELBO, batches: Iterable[Any]) -> 
 def compare_elbo(fit: FinishedFit) -> Gain | None:
     """Returns the ELBO before and after a fit, or None if it was not finite before.
 
-    The ELBO after the fit is the better one of two noise scales: the one that maximizes the ELBO, and the one of the predictions. A
-    warning is raised if the ELBO has decreased by more than two standard errors.
+    The ELBO after the fit is computed for two noise scales, and the larger value is used: the scale that maximizes the ELBO, and the
+    scale that was fitted to the predictions. A warning is raised if the ELBO has decreased by more than two standard errors.
     """
     model, likelihood = fit.posterior.model, fit.posterior.likelihood
     with fit.initial_network():
@@ -210,15 +210,15 @@ def warn_not_converged(plateau: PlateauRun, drop: float) -> None:
         warn(
             f"the ELBO dropped by {drop:.3g} per example during the fit, so the learning rates are too large; shuffle the loader "
             "(shuffle=True), or use smaller rates (weight_lr=..., noise_lr=..., or lr=... of a method)",
-            kind="fall",
-            fall=drop,
+            kind="elbo_drop",
+            drop=drop,
         )
     elif plateau.elbo_gain > plateau.schedule.tolerance:
         warn(
             f"the ELBO has not converged within {plateau.max_epochs} epochs: it rose by {plateau.elbo_gain:.3f} per example in "
             f"{plateau.window} epochs; fit longer (epochs={2 * plateau.max_epochs})",
-            kind="settled",
-            rise=plateau.elbo_gain,
+            kind="convergence",
+            gain=plateau.elbo_gain,
         )
 
 
@@ -232,9 +232,10 @@ def log_likelihoods(posterior: Posterior, data: Iterable[Any], samples: int = 64
 
 
 def compare_held_out(fit: FinishedFit) -> tuple[Gain | None, float | None]:
-    """Returns the held-out log-likelihood before and after a fit, and how far the initial network has memorized the training data.
+    """Returns the held-out log-likelihood before and after a fit, and the memorization of the initial network.
 
-    Both are None without validation data. A warning is raised if the log-likelihood has decreased by more than two standard errors, or
+    Memorization is the log-likelihood of the training data minus that of the validation data. Both results are None without validation
+    data. A warning is raised if the log-likelihood has decreased by more than two standard errors, or
     if the training data are memorized.
     """
     if fit.validation is None:
@@ -250,7 +251,7 @@ def compare_held_out(fit: FinishedFit) -> tuple[Gain | None, float | None]:
             f"the initial weights have memorized the training data: their log-likelihood is {training.mean():.3f} per example there "
             f"and {before.mean():.3f} on the validation data, so the noise will be overconfident; fit it to held-out data with "
             "fb.calibrate(network, held_out)",
-            kind="memorised",
+            kind="memorized",
             excess=excess,
         )
     gain = Gain.of(before, log_likelihoods(fit.posterior, fit.validation), "held-out log-likelihood")
@@ -266,7 +267,7 @@ def compare_held_out(fit: FinishedFit) -> tuple[Gain | None, float | None]:
 
 
 def is_memorized(training: Tensor, held_out: Tensor) -> bool:
-    """Returns True if log-likelihoods of training examples exceed those of held-out examples by 0.1 nats and significantly.
+    """Returns True if the training log-likelihood exceeds the held-out log-likelihood significantly, and by more than 0.1 nats.
 
     Significance is measured after a sigmoid. Otherwise, a few confident errors among the held-out examples would hide any difference.
 

@@ -38,7 +38,7 @@ def apply_weights(module: nn.Module, x: Tensor, weight: Tensor, bias: Tensor | N
 def draw_rows(
     shard: RowShard | None, shape: torch.Size, batched: bool, like: Tensor, signs: bool = False
 ) -> Tensor:
-    """Draws normal numbers or signs of a shape; of a batch that is split over processes, only the rows of this process.
+    """Draws normal numbers or signs. If a batch is split over processes, only the rows of this process are drawn.
 
     Args:
         shard: Rows of this process, or None.
@@ -138,7 +138,7 @@ def gaussian_kl(mean: Tensor, log_std: Tensor, prior_scale: float) -> Tensor:
 
 
 class SampledNetwork(nn.Module):
-    """Base class for networks that compute with sampled tensors in place of some parameters, tied ones in all their places.
+    """Base class for networks that run with sampled tensors in place of some parameters, including all ties.
 
     The network itself is not changed, except for hooks that :meth:`remove_hooks` removes.
 
