@@ -1,4 +1,4 @@
-"""What prediction with many samples costs, next to the plain network at its best batch in the same run.
+"""Measures the cost of predictions with many samples beside the plain network at its best batch, in the same run.
 
     python benchmarks/prediction.py [--model lenet|vgg16] [--batch 128] [--samples 128] [--rounds 10] [--threads 2] [--device cpu]
                                     [--precision bf16-mixed] [--compile] [--channels 3] [--only channel] [--out results]

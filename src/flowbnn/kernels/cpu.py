@@ -167,7 +167,7 @@ class ChainFunction(torch.autograd.Function):
         ctx.save_for_backward(rows, *weights)
         z, total = rows.detach().numpy(), None
         if shape.planar:
-            w, u, b = (weight.detach().numpy() for weight in weights[:3])
+            w, u, b = weights[0].detach().numpy(), weights[1].detach().numpy(), weights[2].detach().numpy()
             u_hat, squeeze, constraint = _constrain(w, u, shape.margin)
             ctx.arrays |= {"w": w, "u": u, "u_hat": u_hat, "squeeze": squeeze, "constraint": constraint}
         if shape.linear:
