@@ -180,13 +180,14 @@ def test_nonfinite_loss_names_its_layer_and_leaves_the_weights_finite(tmp_path):
 def test_invalid_labels_are_refused_before_they_reach_the_device():
     images, labels = (tensor.cuda() for tensor in data())
     labels[30] = 10
-    with pytest.raises(FlowBNNError):
+    with pytest.raises(FlowBNNError) as caught:
         fb.MLE(epochs=1).fit(
             LeNet().cuda(),
             TensorLoader(images, labels, batch_size=8),
             progress=False,
             acceleration="graph",
         )
+    assert (caught.value.kind, caught.value.argument) == ("targets", "targets")
 
 
 @gpu

@@ -269,6 +269,8 @@ def test_posteriors_without_networks_are_refused(tmp_path, kind):
     save_tensors(path, fit.tensors(), {**fit.document(), "kind": kind})
     with pytest.raises(FlowBNNError) as caught:
         fb.load_posterior(path, network)
+    assert caught.value.kind == "file"
+    assert "at least one member" in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
