@@ -88,10 +88,10 @@ def test_chains_that_do_not_mix_are_not_certified(two_modes):
         chains = fb.diagnostics.noise_chains(two_modes.posterior, two_modes.loader, samples=25, warmup=20)
     assert caught[0].message.kind == "chains"
     assert caught[0].message.fields["layers"] == ["one"]
-    assert not chains.certified
+    assert not chains.converged
     assert chains.position.shape == (4, 100, 1)
     assert "4 chains x 100 draws x 1 dimension," in str(chains)
-    assert "not certified" in str(chains)
+    assert "not converged" in str(chains)
     assert "tensor" not in repr(chains)
     modes = fb.diagnostics.modes(two_modes.posterior, two_modes.loader, starts=8)
     signs = torch.tensor([1.0, -1.0, 1.0, -1.0])[:, None, None]

@@ -17,7 +17,7 @@ from flowbnn.options import Count, Seed, checked
 from flowbnn.posterior.base import Posterior
 from flowbnn.predictive import GaussianPredictive, Predictive
 
-TEST_DATA = "test data"  # name of the use of the loader in error messages
+TEST_DATA = "test data"  # purpose of the loader in error messages
 
 
 @dataclass(frozen=True)
@@ -34,9 +34,9 @@ class Agreement:
         variation_floor: Total variation between two halves of the chains.
         wasserstein: Sliced Wasserstein distance of the noise, in standard deviations. NaN for chains over weights.
         wasserstein_floor: Sliced Wasserstein distance between two halves of the chains.
-        excess: Mean negative log-likelihood (NLL) of the targets minus that of the chains' predictions. An exact posterior would gain
-            this much.
-        certified: True if the chains have mixed.
+        excess: Mean negative log-likelihood (NLL) of the posterior minus the NLL of the chains, the improvement that an exact posterior
+            would bring.
+        converged: True if the chains have mixed.
     """
 
     agreement: float
@@ -46,7 +46,7 @@ class Agreement:
     wasserstein: float
     wasserstein_floor: float
     excess: float
-    certified: bool
+    converged: bool
 
     @property
     def within_floor(self) -> bool:
@@ -63,9 +63,9 @@ def agreement(
     samples: Count = 1000,
     seed: Seed = 0,
 ) -> Agreement:
-    """Compares the predictions and draws of a posterior with those of long Markov chains.
+    """Compares the predictions and draws of a posterior with long Markov chains.
 
-    The measures are those of the competition by Wilson et al. 2022 (https://proceedings.mlr.press/v176/wilson22a.html).
+    The measures are from the competition by Wilson et al. 2022 (https://proceedings.mlr.press/v176/wilson22a.html).
 
     Args:
         posterior: Fitted posterior of noise. With chains over weights, a posterior of any kind.
@@ -87,13 +87,13 @@ def agreement(
             else read_fixed_data(test, seed, TEST_DATA)
         )
         reference = chains.predict([data], min(samples, len(chains)), seed=seed, progress=False)
-        certified = chains.diagnostics().rhat_outputs <= MAX_RHAT
+        converged = chains.diagnostics().rhat_outputs <= MAX_RHAT
         distance = distance_floor = math.nan
     else:
         target = NoiseTarget(posterior, loader, seed)
         data = target.data if test is None else target.read(test, TEST_DATA)
         chains = (chains or noise_chains(posterior, loader, seed=seed)).check_target(target)
-        certified = chains.certified
+        converged = chains.converged
         thinning = -(-chains.position[..., 0].numel() // samples)
         position = chains.position[:, ::thinning].to(target.device).flatten(0, 1)
         reference = target.likelihood.predictive(target.outputs(chains.space.vectors(position), data))
@@ -110,7 +110,7 @@ def agreement(
     )
     excess = float(predictive.nll(data[1]).double().mean() - reference.nll(data[1]).double().mean())
     return Agreement(
-        same, same_floor, variation, variation_floor, distance, distance_floor, excess, certified
+        same, same_floor, variation, variation_floor, distance, distance_floor, excess, converged
     )
 
 

@@ -22,9 +22,7 @@ from flowbnn.options import Bounds, Seed, checked
 from flowbnn.posterior.base import Posterior
 
 Draws = Annotated[int, Bounds(ge=MIN_WEIGHTS, le=1_000_000)]
-NUM_GROUPS = (
-    8  # independent particle groups of tempering; with fewer, four standard errors are no rare deviation
-)
+NUM_GROUPS = 8  # independent particle groups of tempering; with fewer groups the standard error itself is too uncertain
 
 
 @dataclass(frozen=True)
@@ -37,7 +35,7 @@ class ParetoK:
         elbo_error: Standard error of the ELBO.
         evidence: Log-evidence estimated by Pareto-smoothed weights. Reliable if ``k`` is usable.
         evidence_error: Standard error of the log-evidence.
-        effective: Number of draws of the exact posterior that carry the same information.
+        effective: Effective sample size: number of draws of the exact posterior that carry the same information.
         samples: Number of draws.
     """
 
@@ -65,14 +63,14 @@ class ParetoK:
         return self.evidence - self.elbo
 
     @property
-    def smoothed(self) -> "Evidence":
+    def psis_evidence(self) -> "Evidence":
         """Log-evidence estimated by Pareto-smoothed weights."""
         return Evidence(self.evidence, self.evidence_error, "psis", self.k < self.max_usable_k)
 
 
 @checked
 def pareto_k(posterior: Posterior, loader: Iterable[Any], samples: Draws = 400, seed: Seed = 0) -> ParetoK:
-    r"""Judges a posterior of noise by the importance weights of its draws, without chains.
+    r"""Measures the quality of a posterior of noise by the importance weights of its draws, without chains.
 
     .. math:: w_s = \frac{p(D \mid z_s)\, p(z_s)}{q(z_s)}, \qquad z_s \sim q
 
@@ -136,8 +134,8 @@ def evidence(
     r"""Estimates the log-evidence :math:`\log \int p(D \mid z)\, p(z)\, dz` of a network with noise.
 
     ==============  =========================================================================================================
-    ``"bridge"``    Bridge sampling between long chains and a Gaussian that is fitted to half of them. The most accurate.
-    ``"psis"``      Mean of Pareto-smoothed weights of the posterior's draws. Needs no chains; accurate if k-hat is usable.
+    ``"bridge"``    Bridge sampling between long chains and a Gaussian that is fitted to half of them. This is the most accurate
+    estimator. ``"psis"``      Mean of Pareto-smoothed weights of the posterior's draws. Needs no chains; accurate if k-hat is usable.
     ``"tempered"``  Particles from the prior pass through :math:`p(z)\, p(D \mid z)^\beta` with :math:`\beta` from 0 to 1, moved by HMC
                     (Del Moral et al. 2006, https://doi.org/10.1111/j.1467-9868.2006.00553.x). Finds modes that chains miss.
     ==============  =========================================================================================================
@@ -157,13 +155,14 @@ def evidence(
     target = NoiseTarget(posterior, loader, seed)
     if method == "bridge" and chains is None:
         chains = noise_chains(posterior, loader, seed=seed)
-    bridged = None if chains is None else bridge_evidence(chains.check_target(target))
-    smoothed = importance_sampling(target, samples).smoothed
-    estimate = (
-        _tempered_evidence(target) if method == "tempered" else smoothed if method == "psis" else bridged
-    )
+    bridge_estimate = None if chains is None else bridge_evidence(chains.check_target(target))
+    psis_estimate = importance_sampling(target, samples).psis_evidence
+    if method == "tempered":
+        estimate: Evidence | None = _tempered_evidence(target)
+    else:
+        estimate = psis_estimate if method == "psis" else bridge_estimate
     assert estimate is not None
-    for other in (bridged, smoothed):
+    for other in (bridge_estimate, psis_estimate):
         warn_if_different(estimate, other)
     return estimate
 
@@ -201,7 +200,7 @@ def bridge_evidence(chains: NoiseChains) -> Evidence:
     at_chains = -chains.energy[:, half:].to(late) - proposal.log_prob(late) + space.log_det
     at_proposal = chains.target.log_joint(space.vectors(draws)) - proposal.log_prob(draws) + space.log_det
     value, error = bridge_sampling(at_chains, at_proposal)
-    return Evidence(value, error, "bridge", chains.certified)
+    return Evidence(value, error, "bridge", chains.converged)
 
 
 def bridge_sampling(chains: Tensor, proposal: Tensor) -> tuple[float, float]:
@@ -252,7 +251,7 @@ def bridge_sampling(chains: Tensor, proposal: Tensor) -> tuple[float, float]:
 def _tempered_evidence(target: NoiseTarget, num_particles: int = 32, max_leapfrog: int = 8) -> Evidence:
     """Returns the log-evidence by sequential Monte Carlo from the prior to the posterior.
 
-    Groups of particles share the temperatures and nothing else, so their spread is an unbiased standard error.
+    Groups of particles share only the temperatures, so their spread gives an unbiased standard error.
 
     Args:
         target: Density of the noise given the data.
@@ -287,7 +286,7 @@ def _tempered_evidence(target: NoiseTarget, num_particles: int = 32, max_leapfro
 
 
 def _next_increment(log_likelihood: Tensor, remaining: float) -> float:
-    """Returns the increment of the temperature at which the effective number of particles is half of their number."""
+    """Returns the increment of the temperature at which the effective sample size is half the number of particles."""
 
     def effective_fraction(increment: float) -> float:
         weights = torch.softmax(increment * log_likelihood, 0)

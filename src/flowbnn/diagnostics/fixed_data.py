@@ -18,7 +18,7 @@ from flowbnn.methods.variational.noisy_network import NoisyNetwork
 def check_row_independence(network: NoisyNetwork, inputs: Any) -> None:
     """Checks that the output of an example is finite and does not depend on the other examples of its batch.
 
-    Otherwise an example has no likelihood of its own.
+    Otherwise the likelihood is not a product over examples.
 
     Args:
         network: Network with noise.

@@ -1,4 +1,4 @@
-r"""KL divergence from a posterior of noise to the exact one, and the part of it that correlations explain.
+r"""KL divergence from a posterior of noise to the exact posterior, and its part that correlations explain.
 
 .. math:: \mathrm{KL}[q(z) \,\|\, p(z \mid D)] = \log p(D) - \mathrm{ELBO}(q)
 """
@@ -72,15 +72,15 @@ def elbo_gap(
     samples: Draws = 400,
     seed: Seed = 0,
 ) -> Gap:
-    r"""Returns the gap between the log-evidence and the ELBO, and the part of it that correlations would close.
+    r"""Returns the gap between the log-evidence and the ELBO, and its part that correlations would close.
 
-    :math:`T(\Lambda)` denotes the nats that the correlations of a Gaussian within, or across, layers are worth
+    :math:`T(\Lambda)` denotes the nats that a Gaussian loses without its correlations within, or across, layers
     (:func:`correlation_nats`). :math:`\Lambda_r = E_r[G(z)] + V^{-1}` is the optimal precision at draws of :math:`r`, with the
     Gauss-Newton matrix :math:`G` and the prior variance :math:`V`. The posterior lacks
 
     .. math:: T(\Lambda_p) \Big(1 - \frac{T(C_q^{-1})}{T(\Lambda_q)}\Big),
 
-    the worth of the correlations in the exact posterior :math:`p` times the fraction that is missing from its covariance :math:`C_q`.
+    the nats of the correlations in the exact posterior :math:`p` times the fraction that its own covariance :math:`C_q` misses.
 
     Args:
         posterior: Fitted posterior of noise.
@@ -92,23 +92,23 @@ def elbo_gap(
     """
     target = NoiseTarget(posterior, loader, seed)
     chains = (chains or noise_chains(posterior, loader, seed=seed)).check_target(target)
-    sampled, bridged = importance_sampling(target, samples), bridge_evidence(chains)
-    warn_if_different(bridged, sampled.smoothed)
+    pareto, bridge = importance_sampling(target, samples), bridge_evidence(chains)
+    warn_if_different(bridge, pareto.psis_evidence)
     draws = target.draw(max(4096, 16 * target.dim), 98)[0]
     covariance = draws.T.cov().reshape(target.dim, target.dim)
     present = correlation_nats(torch.linalg.inv(covariance), target.sizes, len(draws) - 1.0)
     optimal = correlation_nats(target.precision(draws), target.sizes)
     exact = correlation_nats(target.precision(chains.vectors.flatten(0, 1)), target.sizes)
     within, across = (
-        worth * min(1.0, max(0.0, 1.0 - have / max(want, 1e-3)))
-        for worth, have, want in zip(exact, present, optimal, strict=True)
+        total * min(1.0, max(0.0, 1.0 - current / max(best, 1e-3)))
+        for total, current, best in zip(exact, present, optimal, strict=True)
     )
-    nats, error = bridged.value - sampled.elbo, math.hypot(bridged.error, sampled.elbo_error)
-    return Gap(nats, error, within, across, target.dim, target.count, bridged, sampled.elbo)
+    nats, error = bridge.value - pareto.elbo, math.hypot(bridge.error, pareto.elbo_error)
+    return Gap(nats, error, within, across, target.dim, target.count, bridge, pareto.elbo)
 
 
 def correlation_nats(
-    precision: Tensor, sizes: Sequence[int], freedom: float | None = None
+    precision: Tensor, sizes: Sequence[int], degrees_of_freedom: float | None = None
 ) -> tuple[float, float]:
     r"""Returns the decrease of the ELBO of a Gaussian if it loses its correlations within blocks, and across blocks.
 
@@ -123,8 +123,8 @@ def correlation_nats(
     Args:
         precision: Precision matrix ``[D, D]``.
         sizes: Sizes of the blocks, which add up to D.
-        freedom: Degrees of freedom if the precision is the inverse of a sample covariance: the number of draws minus one. The bias of
-            the determinants of Wishart matrices is then removed.
+        degrees_of_freedom: Degrees of freedom if the precision is the inverse of a sample covariance: the number of draws minus one.
+            The bias of the determinants of Wishart matrices is then removed.
 
     Returns:
         ``(within, across)`` in nats.
@@ -137,11 +137,15 @@ def correlation_nats(
 
     def log_det(matrix: Tensor) -> float:
         value, size = float(torch.linalg.slogdet(matrix.double())[1]), len(matrix)
-        if freedom is None:
+        if degrees_of_freedom is None:
             return value
         # the inverse of a diagonal block is Wishart with the degrees of freedom that the other dimensions leave
-        ranks = freedom - (dim - size) - torch.arange(size, dtype=torch.float64)
-        return value + float(torch.special.digamma(ranks / 2.0).sum()) + size * math.log(2.0 / freedom)
+        ranks = degrees_of_freedom - (dim - size) - torch.arange(size, dtype=torch.float64)
+        return (
+            value
+            + float(torch.special.digamma(ranks / 2.0).sum())
+            + size * math.log(2.0 / degrees_of_freedom)
+        )
 
     blocks = [block.split(list(sizes), 1)[index] for index, block in enumerate(precision.split(list(sizes)))]
     diagonal = sum(log_det(entry.reshape(1, 1)) for entry in precision.diagonal())

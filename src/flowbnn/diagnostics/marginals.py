@@ -37,7 +37,8 @@ class Marginal:
 def _kernel_density(samples: Tensor, grid: Tensor) -> Tensor:
     """Returns a Gaussian kernel density estimate at a grid.
 
-    The bandwidth maximizes the leave-one-out likelihood. Rules of thumb base it on the overall spread, which blurs several modes.
+    The bandwidth maximizes the leave-one-out likelihood. Rules of thumb use the overall spread, which is too wide if there are several
+    modes.
     """
     subset = samples[:1000]
     distance = (subset[:, None] - subset[None]).square().fill_diagonal_(torch.inf)

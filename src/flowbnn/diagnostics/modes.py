@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from flowbnn.diagnostics.noise_chains import NoiseChains
-from flowbnn.diagnostics.noise_target import NoiseTarget, Whitened
+from flowbnn.diagnostics.noise_target import NoiseTarget, WhitenedDensity
 from flowbnn.errors import warn
 from flowbnn.options import Count, Seed, checked
 from flowbnn.posterior.base import Posterior
@@ -22,7 +22,7 @@ class Modes:
         vectors: Noise at the maxima, ``[M, D]``.
         log_density: Log-densities :math:`\log p(D, z)` at the maxima, ``[M]``.
         counts: Number of optimizer runs that ended at each maximum.
-        dips: Drops of the log-density on the straight line between two maxima, below the lower one, ``[M, M]`` in nats.
+        dips: Drops of the log-density on the line between two maxima, measured from the lower maximum, ``[M, M]`` in nats.
     """
 
     vectors: Tensor
@@ -104,7 +104,7 @@ def find_modes(target: NoiseTarget, starts: int = 16, max_iterations: int = 200)
     return Modes(space.vectors(ends[indices]), heights[indices], tuple(counts), dips)
 
 
-def _group_ends(space: Whitened, ends: Tensor) -> tuple[list[int], list[int]]:
+def _group_ends(space: WhitenedDensity, ends: Tensor) -> tuple[list[int], list[int]]:
     """Returns the indices of distinct maxima among the ends of the runs, and the number of ends at each."""
     indices: list[int] = []
     counts: list[int] = []
@@ -118,7 +118,7 @@ def _group_ends(space: Whitened, ends: Tensor) -> tuple[list[int], list[int]]:
     return indices, counts
 
 
-def _maximize(space: Whitened, start: Tensor, max_iterations: int) -> tuple[Tensor, bool]:
+def _maximize(space: WhitenedDensity, start: Tensor, max_iterations: int) -> tuple[Tensor, bool]:
     """Returns the end of an L-BFGS run, and whether it has converged."""
     from scipy.optimize import minimize  # this import changes the filters of warnings
 
@@ -131,8 +131,8 @@ def _maximize(space: Whitened, start: Tensor, max_iterations: int) -> tuple[Tens
     return torch.as_tensor(result.x).to(start), result.status != 1
 
 
-def _dip(space: Whitened, first: Tensor, second: Tensor) -> float:
-    """Returns the drop of the log-density between two points, below the lower one, at 15 points of the line."""
+def _dip(space: WhitenedDensity, first: Tensor, second: Tensor) -> float:
+    """Returns the drop of the log-density between two points, measured from the lower point, at 15 points of the line."""
     fractions = torch.linspace(0.0, 1.0, 15, dtype=first.dtype, device=first.device)[:, None]
     heights = space.target.log_joint(space.vectors(torch.lerp(first, second, fractions)))
     return float(torch.minimum(heights[0], heights[-1]) - heights.min())

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
-from flowbnn.diagnostics.noise_target import NoiseTarget, Whitened
+from flowbnn.diagnostics.noise_target import NoiseTarget, WhitenedDensity
 from flowbnn.errors import FlowBNNError, pluralize, warn
 from flowbnn.methods.mcmc.chain_sampler import ChainSampler
 from flowbnn.methods.mcmc.hamiltonian import nuts_kernel
@@ -28,7 +28,7 @@ class NoiseChains:
 
     Args:
         target: Density that the chains sample from.
-        space: Whitened coordinates of the chains.
+        space: WhitenedDensity coordinates of the chains.
         position: Draws in these coordinates, ``[chains, draws, D]``.
         energy: Negative log-density, ``[chains, draws]``.
         rhat: Largest :math:`\hat R` over the dimensions.
@@ -38,7 +38,7 @@ class NoiseChains:
     """
 
     target: NoiseTarget
-    space: Whitened
+    space: WhitenedDensity
     position: Tensor
     energy: Tensor
     rhat: float
@@ -48,7 +48,7 @@ class NoiseChains:
 
     def __repr__(self) -> str:
         chains, draws, dimensions = self.position.shape
-        verdict = "certified" if self.certified else f"not certified: R-hat is above {MAX_RHAT}"
+        verdict = "converged" if self.converged else f"not converged: R-hat is above {MAX_RHAT}"
         return (
             f"NoiseChains({pluralize(chains, 'chain')} x {pluralize(draws, 'draw')} x {pluralize(dimensions, 'dimension')}, "
             f"R-hat {self.rhat:.3f} in layer '{self.worst_layer}', "
@@ -56,7 +56,7 @@ class NoiseChains:
         )
 
     @property
-    def certified(self) -> bool:
+    def converged(self) -> bool:
         """True if R-hat is at most 1.01."""
         return self.rhat <= MAX_RHAT
 
@@ -106,10 +106,10 @@ def noise_chains(
 ) -> NoiseChains:
     r"""Samples the exact joint posterior of the noise of all layers by the No-U-Turn sampler (NUTS), with fixed weights.
 
-    The prior is that of the noise of the posterior. Chains run in coordinates in which a Gaussian of precision
+    The prior is the prior of the noise. Chains run in coordinates in which a Gaussian of precision
     :math:`E_q[G(z)] + V^{-1}` is a standard normal, with the Gauss-Newton matrix :math:`G` and the prior variance :math:`V`. This
-    equals a dense mass matrix that is known from the start. Half of the chains start at draws of the prior, half at draws of the
-    posterior.
+    is equivalent to a dense mass matrix that is set before the warm-up. Half of the chains start at draws of the prior, half at draws
+    of the posterior.
 
     Args:
         posterior: Fitted posterior of noise with at most 6,000 dimensions.
@@ -172,7 +172,7 @@ def estimate_seconds(target: NoiseTarget, limit: float, transitions: int = 800, 
 
     Args:
         target: Density of the noise given the data.
-        limit: Number of seconds above which the estimate is not needed. If single gradients already exceed it, the result is infinite.
+        limit: Time limit in seconds. The result is infinite if the gradients alone exceed it.
         transitions: Number of transitions of :func:`noise_chains` with its default arguments.
         pilot: Number of transitions that are timed.
     """
@@ -194,7 +194,7 @@ def _warn_not_mixed(chains: NoiseChains, warmup: int) -> None:
     """Warns if chains have not mixed, or if more than 1 % of their transitions diverged."""
     count, samples, _ = chains.position.shape
     divergent = chains.divergences / (count * samples)
-    if not chains.certified:
+    if not chains.converged:
         warn(
             f"{count} chains of {samples} draws after {warmup} warm-up transitions have not mixed (R-hat {chains.rhat:.3f} in layer "
             f"'{chains.worst_layer}', above {MAX_RHAT}); increase samples or warmup, or look for several modes with modes()",

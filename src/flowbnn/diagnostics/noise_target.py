@@ -1,7 +1,7 @@
 r"""Exact posterior density of the noise of all layers, :math:`p(z \mid D) \propto p(D \mid z)\, p(z)`.
 
-The weights are fixed, the data are all examples of the loader, and the prior is that of the noise. Several noise vectors pass through
-the network at once, as blocks of the batch, in chunks that fit into memory.
+The weights are fixed, the data are all examples of the loader, and the prior is the prior of the noise. One forward pass evaluates
+several noise vectors, as blocks of the batch, in chunks that fit into memory.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -85,7 +85,7 @@ class NoiseTarget:
 
         Args:
             samples: Number of draws.
-            stream: Number of the random stream. Other numbers give other draws.
+            stream: Number of the random stream. Different numbers give independent draws.
         """
         generator = torch.Generator(self.device).manual_seed(self.seed + 7919 * stream)
         draws = [vector.posterior().rsample_and_log_prob((samples,), generator) for vector, _ in self.vectors]
@@ -210,7 +210,7 @@ class NoiseTarget:
         """Mean of the posterior, ``[D]``."""
         return self.draw(2048, 99)[0].mean(0)
 
-    def whitening(self, temperature: float = 1.0) -> "Whitened":
+    def whitening(self, temperature: float = 1.0) -> "WhitenedDensity":
         r"""Returns coordinates :math:`z = m + A u` with :math:`A A^\top = (\beta\, E_q[G] + V^{-1})^{-1}`.
 
         :math:`V` is the variance of the prior.
@@ -220,10 +220,10 @@ class NoiseTarget:
         """
         precision = temperature * self.curvature + (1.0 / self.prior_variance).diag()
         root = torch.linalg.cholesky(torch.cholesky_inverse(torch.linalg.cholesky(precision)))
-        return Whitened(self, self.center, root, temperature)
+        return WhitenedDensity(self, self.center, root, temperature)
 
 
-class Whitened:
+class WhitenedDensity:
     r"""Density :math:`p(z)\, p(D \mid z)^\beta` in the coordinates :math:`z = m + A u`.
 
     The energy leaves out the constant :math:`\log|A|`.
@@ -255,7 +255,7 @@ class Whitened:
 
 
 def _check_density(posterior: Any) -> None:
-    """Raises FlowBNNError if a posterior is not one of noise with a density."""
+    """Raises FlowBNNError if a posterior is not a posterior of noise, or has no density."""
     message = ""
     if isinstance(getattr(posterior, "posterior", None), NoisePosterior):  # temperature scaling
         message = "diagnostics need a posterior of noise without temperature scaling; pass its .posterior"

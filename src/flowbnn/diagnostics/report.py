@@ -15,7 +15,7 @@ from flowbnn.errors import pluralize
 from flowbnn.options import NonNegative, Seed, checked
 from flowbnn.posterior.base import Posterior
 
-SMALL_GAP = 0.01  # nats per example; predictions do not show a smaller gap
+SMALL_GAP = 0.01  # nats per example; a smaller gap hardly affects predictions
 
 Upgrade = Literal["none", "unknown", "within", "across", "shape"]
 
@@ -31,9 +31,9 @@ class Report:
         chains: Markov chains over the noise, or None if none were run.
         gap: KL divergence to the exact posterior, or None without chains.
         agreement: Agreement with the chains, or None without chains.
-        modes: Number of modes of the exact density that were found, or 0 without chains.
+        modes: Number of modes of the exact density, or 0 without chains.
         missed: Number of these modes that no chain visited.
-        required_seconds: Estimated running time of chains. Infinite if it exceeds all limits or was not estimated.
+        required_seconds: Estimated running time of chains. Infinite if it is far above the limit or was not estimated.
     """
 
     pareto: ParetoK
@@ -49,7 +49,7 @@ class Report:
     @property
     def verified(self) -> bool:
         """True if the verdict is based on chains that have mixed and have visited every mode."""
-        return self.agreement is not None and self.agreement.certified and not self.missed
+        return self.agreement is not None and self.agreement.converged and not self.missed
 
     @property
     def importance_sampling_ok(self) -> bool:
@@ -60,7 +60,7 @@ class Report:
 
     @property
     def good(self) -> bool:
-        """True if the predictions are close to those of the exact posterior.
+        """True if the predictions are close to the predictions of the exact posterior.
 
         With verified chains, this means a total variation of at most 0.03, or of 1.5 times its floor. Otherwise it is
         :attr:`importance_sampling_ok`.
@@ -178,7 +178,7 @@ def diagnose(
     seed: Seed = 0,
     progress: bool = True,
 ) -> Report:
-    """Judges a posterior of noise, suggests an upgrade, and prints a table.
+    """Measures the quality of a posterior of noise, suggests an improvement, and prints a table.
 
     Importance sampling is always done. Markov chains and the search for modes are run if the chains are estimated to take at most
     ``seconds``.

@@ -70,7 +70,7 @@ def simulation_ranks(
         seed: Seed of simulations and draws.
 
     Raises:
-        FlowBNNError: If ``fit`` returns something else than a posterior of the noise of the same layers.
+        FlowBNNError: If ``fit`` does not return a posterior of the noise of the same layers.
     """
     target = NoiseTarget(posterior, loader, seed)
     truths = target.draw_prior(simulations)

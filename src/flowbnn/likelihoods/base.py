@@ -1,4 +1,4 @@
-"""Base class of observation models."""
+"""Base class for observation models."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from flowbnn.options import checked
 
 
 class Likelihood(nn.Module, ABC):
-    """Base class of observation models, the distribution of a target given the outputs of a network.
+    """Base class for observation models, the distribution of a target given the outputs of a network.
 
     A subclass defines :meth:`log_prob` and :meth:`predictive`. The other methods have defaults.
     """
@@ -37,7 +37,7 @@ class Likelihood(nn.Module, ABC):
         """
 
     def check(self, outputs: Tensor, targets: Tensor) -> None:
-        """Raises FlowBNNError if outputs and targets do not fit each other. By default all are accepted.
+        """Raises FlowBNNError if outputs and targets do not fit each other. The default accepts everything.
 
         Args:
             outputs: Outputs of the network, ``[B, ...]``.
@@ -53,7 +53,7 @@ class Likelihood(nn.Module, ABC):
         """
 
     def canonical_targets(self, targets: Tensor) -> Tensor:
-        """Returns targets in the form that predictives and metrics take."""
+        """Returns targets in the form that predictives and metrics expect."""
         return targets
 
     def average_outputs(self, outputs: Sequence[Tensor]) -> Tensor:

@@ -168,5 +168,5 @@ def _label_hint(outputs: Tensor, targets: Tensor) -> str:
 
 
 def is_one_hot(targets: Tensor) -> bool:
-    """Returns True if each row has a single one, and zeros otherwise."""
+    """Returns True if each row has exactly one 1 and otherwise 0."""
     return bool(((targets == 0) | (targets == 1)).all()) and bool((targets.sum(1) == 1).all())

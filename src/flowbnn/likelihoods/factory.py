@@ -22,7 +22,8 @@ def make_likelihood(
     Args:
         likelihood: Likelihood, which is returned unchanged, its name, or the result of its ``to_dict``. ``"auto"`` chooses by the
             targets: integers are classes, and real numbers are a regression.
-        outputs: Outputs of the network, ``[B, ...]``. They set the dimension of a Gaussian, and tell two classes with one logit.
+        outputs: Outputs of the network, ``[B, ...]``. They determine the dimension of a Gaussian. One output per example means two
+            classes with one logit.
         targets: Targets, ``[B, ...]``, needed for ``"auto"``.
 
     Raises:

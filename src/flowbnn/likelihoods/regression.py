@@ -136,5 +136,5 @@ def log_variance(log_scale: Tensor) -> Tensor:
 
 
 def append_log_variance(outputs: Tensor, log_scale: Tensor) -> Tensor:
-    """Appends the log-variance of the noise to outputs, as ``Gaussian("predicted")`` takes them."""
+    """Appends the log-variance of the noise to outputs, as ``Gaussian("predicted")`` expects them."""
     return torch.cat([outputs, log_variance(log_scale).to(outputs).expand_as(outputs)], -1)

@@ -297,7 +297,7 @@ class TemperedPosterior(Posterior):
         super().__init__(posterior.model, posterior.likelihood, posterior.history)
         self.posterior, self.temperature = posterior, float(temperature)
         self.default_samples, self.cache = posterior.default_samples, posterior.cache
-        self.compiles, self.only_shared = posterior.compiles, posterior.only_shared
+        self.supports_compile, self.requires_shared = posterior.supports_compile, posterior.requires_shared
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.posterior!r}, temperature={self.temperature:.4g})"

@@ -3,9 +3,8 @@
 Probabilities are ``[B, C]``, averaged over samples, and targets are class indices ``[B]``. Every function checks its input, returns a
 ``float`` or plain Python data, and states its formula, because the same name has different definitions in different papers.
 
-These metrics are not taken from torchmetrics. Its calibration error puts a confidence of exactly 1 into a bin of its own, and its
-binary calibration error is that of the positive class instead of the predicted class. The others are one line each, which does not
-justify a dependency.
+These metrics are not taken from torchmetrics. Its calibration error puts a confidence of exactly 1 into a separate bin, and its
+binary calibration error uses the positive class instead of the predicted class. The other metrics take one line each.
 """
 
 from flowbnn.metrics.ranking import RiskCoverage, novelty_aupr, novelty_auroc, risk_coverage

@@ -1,4 +1,4 @@
-"""Checks of the tensors that metrics and predictives take. Each prevents a wrong number that would go unnoticed."""
+"""Checks of the tensors that metrics and predictives take. Without them, wrong tensors would give wrong numbers instead of errors."""
 
 import torch
 from torch import Tensor
@@ -102,7 +102,7 @@ def check_values(values: Tensor, name: str, shape: torch.Size | None = None) -> 
     """Returns finite real values ``[B, D]`` in at least single precision.
 
     Args:
-        values: Real values. A vector ``[B]`` is taken for ``[B, 1]`` if ``shape`` has one column. It never broadcasts to ``[B, B]``.
+        values: Real values. A vector ``[B]`` is reshaped to ``[B, 1]`` if ``shape`` has one column, and never broadcasts to ``[B, B]``.
         name: Name of the argument.
         shape: Required shape. By default any shape ``[B, D]`` with at least one number is accepted.
 

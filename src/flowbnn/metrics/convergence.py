@@ -26,7 +26,7 @@ MIN_DRAWS = 4  # half chains of fewer than two draws have no variance
 def array_statistics() -> Any:
     """Returns the array functions of ``arviz-stats``.
 
-    The package is imported on first use, because its import takes longer than that of the whole library.
+    The package is imported on first use, because importing it takes longer than importing flowbnn.
 
     Raises:
         FlowBNNError: If the package is not installed.
@@ -42,7 +42,7 @@ def array_statistics() -> Any:
 
 
 def arviz_is_installed() -> bool:
-    """Returns whether ``arviz-stats`` is installed, without importing it."""
+    """Returns True if ``arviz-stats`` is installed, without importing it."""
     return find_spec("arviz_stats") is not None
 
 
@@ -50,7 +50,7 @@ def arviz_is_installed() -> bool:
 def split_rhat(draws: Tensor) -> Tensor:
     r"""Returns the rank-normalized split :math:`\hat R` of Markov chains.
 
-    It is the larger of two values: the :math:`\hat R` of the draws, and that of their distances from the median. A value of 1 means
+    It is the larger of the :math:`\hat R` of the draws and the :math:`\hat R` of their distances from the median. A value of 1 means
     that the chains agree. Chains with a value above 1.01 to 1.05 have not mixed.
 
     Args:
@@ -118,7 +118,7 @@ def standard_error(draws: Tensor) -> Tensor:
 
 
 def _to_array(draws: Tensor) -> Any:
-    """Returns draws ``[chains, draws, ...]`` as a float64 array ``[..., chains, draws]``, as arviz-stats takes them.
+    """Returns draws ``[chains, draws, ...]`` as a float64 array ``[..., chains, draws]``, as arviz-stats expects them.
 
     Raises:
         FlowBNNError: If there are too few draws, or some are not finite.
@@ -135,7 +135,7 @@ def _to_array(draws: Tensor) -> Any:
 
 
 def _rhat_of_halves(halves: Any) -> Any:
-    """Returns the rank-normalized R-hat of half chains ``[..., 2, draws]``; arviz-stats refuses to split a single chain."""
+    """Returns the rank-normalized R-hat of half chains ``[..., 2, draws]``, because arviz-stats does not split a single chain."""
     from scipy.special import ndtri
     from scipy.stats import rankdata
 

@@ -2,8 +2,8 @@ r"""Pareto-smoothed importance sampling (PSIS), computed by ``arviz-stats``.
 
 Draws of an approximation :math:`q` of a posterior have the weights :math:`w_s = p(D, z_s) / q(z_s)`, whose mean is the evidence
 :math:`p(D)`. PSIS fits a generalized Pareto distribution to the largest weights and replaces them by its quantiles. The shape
-:math:`\hat k` of that distribution says how heavy the tail is (Vehtari et al. 2024, https://arxiv.org/abs/1507.02646). Yao et al.
-2018 (https://arxiv.org/abs/1802.02538) use it to judge variational inference.
+:math:`\hat k` of this distribution measures the weight of the tail (Vehtari et al. 2024, https://arxiv.org/abs/1507.02646). Yao et al.
+2018 (https://arxiv.org/abs/1802.02538) use it to evaluate variational inference.
 """
 
 import math
@@ -18,7 +18,7 @@ from flowbnn.metrics.convergence import array_statistics
 from flowbnn.options import checked
 
 GOOD_K = 0.5  # below it the variance of the weights is finite (Vehtari et al. 2024)
-MIN_WEIGHTS = 25  # arviz-stats fits the tail to a fifth of few weights, and needs five
+MIN_WEIGHTS = 25  # arviz-stats fits the tail to the largest fifth, and needs five weights
 
 
 def max_usable_k(samples: int) -> float:
@@ -97,7 +97,7 @@ def log_mean(log_weights: Tensor) -> LogMean:
 
 
 class SmoothedTail(NamedTuple):
-    r"""Log-weights whose largest are quantiles of a generalized Pareto distribution.
+    r"""Log-weights, of which the largest are replaced by quantiles of a generalized Pareto distribution.
 
     Args:
         log_weights: Smoothed log-weights ``[S]``.
@@ -115,7 +115,7 @@ class SmoothedTail(NamedTuple):
     def scale(self) -> float:
         r"""Scale :math:`\sigma` of the generalized Pareto distribution, as a multiple of the cutoff.
 
-        arviz-stats does not return it. The middle quantile gives it back: :math:`x_p = c + \sigma ((1 - p)^{-k} - 1) / k`.
+        arviz-stats does not return it. It follows from the middle quantile, :math:`x_p = c + \sigma ((1 - p)^{-k} - 1) / k`.
         """
         middle = self.size // 2
         place = (middle + 0.5) / self.size
@@ -126,7 +126,7 @@ class SmoothedTail(NamedTuple):
         )
 
     def mass_beyond(self) -> float:
-        """Returns the mass of a slightly heavier tail beyond the smoothed weights, as a share of the mass of all weights."""
+        """Returns the mass of a slightly heavier tail beyond the smoothed weights, as a fraction of the mass of all weights."""
         if not self.size or self.k >= 1.0:
             return 0.0 if self.k < 1.0 else math.inf
         # a tail of shape 1 or more has no mean
@@ -166,7 +166,7 @@ def _smooth(log_weights: Tensor) -> SmoothedTail:
         return SmoothedTail(weights, math.inf)
     with np.errstate(all="ignore"):
         normalized, k = array_statistics().psislw(-weights.cpu().numpy())
-    if not np.isfinite(normalized).all():  # no fit to a tail most of which is tied
+    if not np.isfinite(normalized).all():  # the fit fails if most weights of the tail are equal
         return SmoothedTail(weights, math.inf)
     smoothed = torch.as_tensor(normalized, device=weights.device)
     lowest = int(weights.argmin())  # below the tail, where smoothing changes the normalization only
@@ -175,5 +175,5 @@ def _smooth(log_weights: Tensor) -> SmoothedTail:
 
 
 def _tail_size(samples: int) -> int:
-    """Returns the number of weights that arviz-stats takes for the tail."""
+    """Returns the number of weights in the tail, as in arviz-stats."""
     return int(3.0 * math.sqrt(samples)) if samples > 225 else samples // 5

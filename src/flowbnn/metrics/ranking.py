@@ -1,4 +1,4 @@
-"""Metrics that judge an uncertainty by the order of the inputs: detection of novel inputs, and of wrong predictions."""
+"""Metrics of the order of uncertainties: detection of novel inputs, and of wrong predictions."""
 
 from dataclasses import dataclass
 from typing import Annotated, Literal

@@ -16,7 +16,7 @@ from flowbnn.options import Count, Ge, Hint, check, checked
 def accuracy(probabilities: Tensor, targets: Tensor) -> float:
     r"""Returns the fraction of inputs whose most probable class is the target, :math:`\frac1B \sum_i 1[\arg\max_c p_{ic} = y_i]`.
 
-    Every input has the same weight ("micro" average), whatever the size of its class.
+    Every input has the same weight ("micro" average), regardless of the size of its class.
 
     Args:
         probabilities: Class probabilities ``[B, C]``.
@@ -120,7 +120,7 @@ def calibration_error(
 def reliability(probabilities: Tensor, targets: Tensor, bins: Count = 15) -> list[ReliabilityBin]:
     r"""Returns the bars of a reliability diagram (DeGroot & Fienberg, 1983) with equal-width bins ``(low, high]`` of the confidence.
 
-    The ``fraction`` of a bin is its share of the inputs. :func:`calibration_error` is therefore the sum of
+    The ``fraction`` of a bin is the fraction of the inputs in it. :func:`calibration_error` is therefore the sum of
     ``fraction * abs(accuracy - confidence)``.
 
     Args:
@@ -160,8 +160,8 @@ def calibration_floor(
 ) -> float:
     r"""Returns the expected calibration error of a perfectly calibrated classifier on a test set of this size.
 
-    Of the :math:`n_b` inputs in a bin with mean confidence :math:`c_b`, a perfectly calibrated classifier has a binomial number
-    correct. The mean distance of its accuracy from :math:`c_b` is not zero (de Moivre's formula):
+    In a bin of :math:`n_b` inputs with mean confidence :math:`c_b`, the number of correct predictions of a perfectly calibrated
+    classifier is binomial. The mean distance of its accuracy from :math:`c_b` is not zero (de Moivre's formula):
 
     .. math:: \mathrm{floor} = \sum_b \frac{n_b}{n} \, \mathbb E \left| \tfrac1{n_b} \mathrm{Bin}(n_b, c_b) - c_b \right| , \qquad
         \mathbb E \, |\mathrm{Bin}(m, p) - m p| = 2 k \tbinom mk p^k (1 - p)^{m - k + 1} , \; k = \lfloor m p \rfloor + 1 .

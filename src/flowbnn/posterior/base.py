@@ -4,10 +4,10 @@ A posterior is a distribution over networks together with a likelihood. It imple
 returns the outputs of some of its samples for a batch of inputs. The base class does everything else. ``predict``
 
 1. checks its options (:class:`PredictOptions`) and opens a :class:`Prediction`. This object holds the lock of the posterior for the
-   length of the call, and the number of samples, the seed, device and precision;
+   duration of the call, and stores the number of samples, the seed, the device and the precision;
 2. reads the batches of a loader (a tensor of inputs is one batch), several small ones at a time;
-3. calls ``outputs`` for all samples, or in rounds until the answer has settled (:mod:`flowbnn.posterior.adaptive`), averaged over views
-   of the inputs if there are any;
+3. calls ``outputs`` for all samples, or in rounds until the prediction has converged (:mod:`flowbnn.posterior.adaptive`). If there are
+   views of the inputs, the outputs are averaged over them;
 4. collects the outputs ``[samples, rows, ...]`` in the order of the loader, gathered from all processes
    (:mod:`flowbnn.posterior.loaders`), and passes them to the likelihood, which returns a predictive distribution.
 
@@ -75,7 +75,12 @@ from flowbnn.training.device import AUTOCAST_DTYPES
 from flowbnn.training.options import MixedPrecision
 from flowbnn.training.storage import TensorFile
 
-PRECISIONS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)  # of weights and noise
+PRECISIONS = (
+    torch.float64,
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+)  # dtypes of weights and noise in files
 
 
 class Posterior:
@@ -95,8 +100,8 @@ class Posterior:
 
     kind: ClassVar[str] = "posterior"
     default_samples: int = 128
-    compiles: bool = False  # True if predictions support compile=True
-    only_shared: bool = False  # True if predictions do not support shared=False
+    supports_compile: bool = False  # True if predictions support compile=True
+    requires_shared: bool = False  # True if predictions do not support shared=False
 
     def __init__(self, model: nn.Module, likelihood: Likelihood, history: History | None = None) -> None:
         self.model, self.likelihood, self.history = model, likelihood, history or History()
@@ -141,7 +146,7 @@ class Posterior:
             inputs: Tensor (or tuple or mapping of tensors) with the examples on the first axis, or a loader of ``(inputs, targets)`` or
                 of inputs alone.
             samples: Number of sampled networks to average. The default is ``default_samples``.
-            shared: If True, all inputs share the same draws. If False, every example has draws of its own.
+            shared: If True, all inputs share the same draws. If False, every example has its own draws.
             seed: Seed of the draws. The same seed gives the same numbers.
             max_batch: Maximum number of rows in one pass. None estimates it from the memory of the device.
             adaptive: Standard error at which sampling stops for an input, or an :class:`~flowbnn.posterior.Adaptive` rule.
@@ -198,9 +203,9 @@ class Posterior:
         name, argument, message = type(self).__name__, "", ""
         if not hasattr(inputs, "__iter__"):
             argument, message = "inputs", f"predict takes inputs or a loader, got a {type(inputs).__name__}"
-        elif options.compile is True and not self.compiles:
+        elif options.compile is True and not self.supports_compile:
             argument, message = "compile", f"a {name} does not support compile=True"
-        elif not options.shared and self.only_shared:
+        elif not options.shared and self.requires_shared:
             argument, message = "shared", f"a {name} does not support shared=False"
         elif not options.shared and (options.views or options.adaptive is not None):
             argument = "views" if options.views else "adaptive"
@@ -294,18 +299,18 @@ class Posterior:
         raise FlowBNNError(f"a {type(self).__name__} has no {feature}", kind="unsupported")
 
     def state(self) -> dict[str, Tensor]:
-        """Returns the tensors to save besides those of the network and the likelihood."""
+        """Returns the tensors to save in addition to the network and the likelihood."""
         return {}
 
     def settings(self) -> dict[str, Any]:
-        """Returns the plain values to save besides the tensors."""
+        """Returns the settings to save in addition to the tensors."""
         return {}
 
     @classmethod
     def from_state(
         cls, point: "Posterior", state: dict[str, Tensor], settings: dict[str, Any]
     ) -> "Posterior":
-        """Returns the posterior of a file. Any exception means that the file cannot be loaded.
+        """Returns the posterior that was saved in a file. It may raise any exception if the file is invalid.
 
         Args:
             point: Posterior with the network, likelihood and history of the file.
@@ -315,7 +320,7 @@ class Posterior:
         return cls(point.model, point.likelihood, point.history)
 
     def document(self) -> dict[str, Any]:
-        """Returns the values that are saved besides the tensors."""
+        """Returns the JSON document of a saved file, with everything except the tensors."""
         return {
             "kind": self.kind,
             "likelihood": self.likelihood.to_dict(),
@@ -325,13 +330,15 @@ class Posterior:
         }
 
     def tensors(self) -> dict[str, Tensor]:
-        """Returns the tensors to save: of the network, the likelihood and the posterior."""
-        parts = {
+        """Returns all tensors to save, from the network, the likelihood and the posterior."""
+        groups = {
             "network": self.model.state_dict(),
             "likelihood": self.likelihood.state_dict(),
             "posterior": self.state(),
         }
-        return {f"{part}.{name}": value for part, tensors in parts.items() for name, value in tensors.items()}
+        return {
+            f"{prefix}.{name}": value for prefix, tensors in groups.items() for name, value in tensors.items()
+        }
 
     @checked
     def save(self, path: str | Path) -> Path:
@@ -375,22 +382,22 @@ class Posterior:
                 if view.dtype in PRECISIONS:
                     likelihood.to(view.dtype)
             history = History.from_dict(file.document["history"])
-        filled = {"network": model, "likelihood": likelihood}
+        modules = {"network": model, "likelihood": likelihood}
         units = [view for name, view in select_prefix(file.views, "network").items() if name in (LOC, SCALE)]
         if len(units) == 2:
             set_output_scale(
                 model, *(torch.zeros(view.shape, dtype=view.dtype, device=device_of(model)) for view in units)
             )
-        for part, target in filled.items():
-            check_weights(target, select_prefix(file.views, part), file.path)
+        for prefix, module in modules.items():
+            check_weights(module, select_prefix(file.views, prefix), file.path)
         if not read:
             return cls(model, likelihood, history)
         bad = first_nonfinite_tensor(iter(file.tensors.items()))
         if bad:
             raise FlowBNNError(f"'{file}' is damaged: '{bad}' holds NaN or infinity", kind="file")
         warn_changed_layers(model, file.document.get("modules") or {}, file)
-        for part, target in filled.items():
-            target.load_state_dict(select_prefix(file.tensors, part))
+        for prefix, module in modules.items():
+            module.load_state_dict(select_prefix(file.tensors, prefix))
         return cls(model, likelihood, history)
 
 
@@ -402,7 +409,7 @@ def select_prefix(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tenso
 
 @contextmanager
 def rewrap_load_errors(path: Any) -> Iterator[None]:
-    """Context manager that re-raises any error as one that says that the file cannot be loaded."""
+    """Context manager that re-raises any error as a FlowBNNError about a file that cannot be loaded."""
     try:
         yield
     except Exception as error:
@@ -415,7 +422,7 @@ def rewrap_load_errors(path: Any) -> Iterator[None]:
 def open_posterior_file(
     path: "str | Path | TensorFile", network: nn.Module, kinds: Sequence[str]
 ) -> TensorFile:
-    """Returns the file of a posterior, of which only the header has been read.
+    """Opens the file of a posterior and reads only its header.
 
     Args:
         path: Path of the file, or an open file.

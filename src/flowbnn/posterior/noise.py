@@ -1,14 +1,16 @@
 """Posterior of a stochastic network, and the strategies to sample its outputs.
 
-Draws that all inputs share make a sample one network. There are two strategies to run many of them (:meth:`NoiseSampler.outputs`):
+If all inputs share the draws, a sample is one network. There are two strategies to run many sampled networks
+(:meth:`NoiseSampler.outputs`):
 
 * *vmap*: several sampled networks in one pass, by ``torch.func.vmap`` over the draws of all layers
   (:func:`~flowbnn.posterior.compiled.forward_samples`), compiled on request;
 * *sequential*: one network after the other, with the noise multiplied into the weights of torch's linear layers and convolutions, and
   by hooks elsewhere.
 
-Both run one sampled network on all rows of a chunk, so networks in which rows meet or are routed are right by definition. Vmap raises
-an error if the network branches on values or draws random numbers. The sequential strategy is then used for inputs of that shape.
+Both strategies run every sampled network on all rows of a chunk. They are therefore correct even if rows interact or are routed, as in
+BatchNorm or a mixture of experts. Vmap raises an error if the network branches on values or draws random numbers. The sequential
+strategy is then used for inputs of that shape.
 """
 
 import math
@@ -57,12 +59,12 @@ from flowbnn.posterior.report import FitReport
 from flowbnn.posterior.trace import ForwardTrace
 from flowbnn.training.storage import TensorFile
 
-# floating-point operations of one sample from which on noise in the weights is faster than products of feature maps (CPU), and a
-# sample fills the device (CUDA, where vmap does not keep channels_last)
+# floating-point operations of one sample above which the sequential strategy is faster: on a CPU scaling weights is then cheaper than
+# scaling feature maps, and one sample fills a CUDA device, where vmap does not keep channels_last
 SEQUENTIAL_FLOPS = {"cpu": 5e8, "cuda": 1e10}
-# share of the operations before the first noise from which on vmap, which computes them once, is faster
+# fraction of the operations before the first noise above which vmap is faster, because it computes them once
 PREFIX_SHARE = {"cpu": 0.05, "cuda": 0.2}
-# floating-point operations of jobs that take minutes on a large GPU, where compiling takes up to one; a CPU gains little
+# floating-point operations above which a job takes minutes on a large GPU, so that compiling for a minute pays off; a CPU gains little
 COMPILE_FLOPS = {"cpu": math.inf, "cuda": 3e16}
 
 
@@ -78,7 +80,7 @@ class NoisePosterior(Posterior):
     """
 
     kind = "node noise"
-    compiles = True
+    supports_compile = True
     calibration: Calibration | None = None  # set by fb.calibrate
     report: FitReport | None = None  # set by fb.fit
 
@@ -93,14 +95,14 @@ class NoisePosterior(Posterior):
     def sample(self, seed: int | None = None) -> nn.Module:
         """Returns the first network of a prediction with this seed, as a plain network.
 
-        The draw is multiplied into the weights where that is safe. Layers whose weights cannot hold it (attention, recurrent and tied
-        layers, site ``position``, side ``output``, and layers of modules that may read the weight themselves) have it as a buffer.
+        The draw is multiplied into the weights where that is safe. Otherwise it is stored as a buffer: in attention, recurrent and
+        tied layers, at site ``position``, on side ``output``, and in modules whose own code may read the weight.
         """
         return fix_noise(self.model, seed)
 
     @checked
     def draws(self, samples: Count, seed: int | None = None) -> dict[str, Tensor]:
-        """Returns noise vectors ``{layer: [samples, dim]}``, those of a prediction with the same seed.
+        """Returns noise vectors ``{layer: [samples, dim]}``. A prediction with the same seed uses the same vectors.
 
         At site ``position`` these are the vectors at one position of the feature map.
         """
@@ -157,7 +159,7 @@ class NoisePosterior(Posterior):
 
         Args:
             path: Path of the file.
-            network: Plain network, which is converted by the recipes in the file, or a converted one. It is copied.
+            network: Network without noise, which is converted by the recipes in the file, or a converted network. It is copied.
         """
         file = open_posterior_file(path, network, [cls.kind])
         with rewrap_load_errors(file):
@@ -249,14 +251,14 @@ class NoiseSampler:
             return False
         if requested is True:
             return has_row_axis(inputs)
-        # with most of the work before the first noise, computing it once saves more
+        # if most operations precede the first noise, vmap saves more, because it computes them once
         if trace.prefix_share > 0.5 or not math.isfinite(COMPILE_FLOPS[self.device_kind]):
             return False
         work = trace.flops_per_row * prediction.samples * max(prediction.total_rows, rows(inputs))
         return work >= COMPILE_FLOPS[self.device_kind] and has_row_axis(inputs)
 
     def prefers_vmap(self, inputs: Any, trace: ForwardTrace) -> bool:
-        """Returns True if vmap is expected to be faster than one network after the other."""
+        """Returns True if vmap is expected to be faster than the sequential strategy."""
         if trace.prefix_share > PREFIX_SHARE[self.device_kind]:
             return True
         total = rows(inputs)
@@ -269,8 +271,8 @@ class NoiseSampler:
     def chunk_sizes(self, inputs: Any, num_samples: int, trace: ForwardTrace) -> tuple[int, int]:
         """Returns the number of rows and of samples in a pass by vmap.
 
-        Rows stay together unless they exceed the row limit. The limit of the samples comes from the part of the network after the
-        first noise, because what comes before is computed once.
+        Rows stay together unless they exceed the row limit. The number of samples is limited by the memory of the layers after the
+        first noise, because earlier layers are computed once.
         """
         limit, total = self.prediction.row_limit, rows(inputs)
         if not has_row_axis(inputs):
@@ -321,25 +323,25 @@ class NoiseSampler:
         return outputs
 
     def draw_examples(self, trace: ForwardTrace, count: int, num_rows: int) -> list[Tensor]:
-        """Returns draws ``[count, num_rows, *at, dim]`` of which every example has its own, one tensor per call of a layer."""
+        """Returns separate draws for every example, ``[count, num_rows, *positions, dim]``, one tensor per call of a layer."""
         layers = list(self.layers.values())
         draws = example_draws(layers, trace.noise_shapes, count * num_rows, self.modes)
         return [tensor.unflatten(0, (count, num_rows)) for tensor in draws.values()]
 
-    # -------------------- one network after the other
+    # -------------------- sequential
 
     def run_sequentially(self, inputs: Any, samples: range, trace: ForwardTrace) -> Tensor:
-        """Returns outputs of one network after the other, over all rows."""
+        """Returns the outputs of the sampled networks, which run sequentially over all rows."""
         networks = self.example_networks(samples) if self.generator else self.sampled_networks(samples, trace)
         return self.prediction.run(inputs, networks, len(samples))
 
     def example_networks(self, samples: range) -> Iterator[Callable[[Any], Tensor]]:
-        """Yields the network once per sample; every example has draws of its own."""
+        """Yields the network once per sample. Every example has its own draws."""
         for _ in samples:
             yield partial(self.forward, self.model, NoiseContext(self.modes, sharded=False))
 
     def sampled_networks(self, samples: range, trace: ForwardTrace) -> Iterator[Callable[[Any], Tensor]]:
-        """Yields the sampled networks, with the noise in the weights where these can hold it."""
+        """Yields the sampled networks. The noise is multiplied into the weights where that is possible."""
         names = self.absorbed_layers(trace)
         make = partial(ScaledWeights, self.model, names, self.modes)
         weights = self.prediction.state.get(("weights", names), make) if names else None
@@ -376,7 +378,7 @@ class NoiseSampler:
 
 @contextmanager
 def errors_for_slow_vmap() -> Iterator[None]:
-    """Raises an error for operations that vmap can only run in a loop, for which one network after the other is faster."""
+    """Context manager that turns torch's warning about a slow vmap loop into an error. The sequential strategy is faster then."""
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*batching rule", category=UserWarning)
         yield
@@ -385,10 +387,10 @@ def errors_for_slow_vmap() -> Iterator[None]:
 class ScaledWeights:
     """Clone of a network in which some layers run with the noise of one sample in their weights.
 
-    Only the layer itself sees the scaled weight, while it runs. Other modules that read or share the weight find the original.
+    Only the layer itself uses the scaled weight, during its forward pass. Other modules that read or share the weight see the original.
 
     Args:
-        model: Network. If it cannot be cloned, the hooks multiply as usual.
+        model: Network. If it cannot be cloned, the noise hooks are used instead.
         names: Names of the layers.
         modes: Modes by layer key, which have the seeds and the number of samples.
     """
@@ -421,7 +423,7 @@ def _forward_with_weight(module: nn.Module, weight: Tensor, *args: Any, **kwargs
 
 
 def _silence(module: nn.Module, noise: Noise) -> None:
-    """Replaces the hook of the noise by one that does nothing: torch's fast paths skip layers without hooks."""
+    """Replaces the noise hook of a layer by an empty hook. Without any hook, torch's fast paths would skip the layer."""
     for hooks in (module._forward_hooks, module._forward_pre_hooks):
         for key, hook in hooks.items():
             if getattr(hook, "__self__", None) is noise:

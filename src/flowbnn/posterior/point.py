@@ -23,7 +23,7 @@ class PointPosterior(Posterior):
 
     kind = "point"
     default_samples = 1
-    compiles = True
+    supports_compile = True
 
     def outputs(self, inputs: Any, samples: range, prediction: Prediction) -> Tensor:
         """Returns the outputs of the network, once per sample."""

@@ -46,8 +46,8 @@ class PredictOptions:
 
     Args:
         samples: Number of sampled networks to average. The default is ``default_samples`` of the posterior.
-        shared: If True, all inputs share the same draws. Every sample is then a function, predictions are cheaper, and they do not
-            depend on what else is in the batch. If False, every example has draws of its own, as in Xiong's report.
+        shared: If True, all inputs share the same draws. Every sample is then one network, predictions are cheaper, and they do not
+            depend on the other inputs of the batch. If False, every example has its own draws, as in Xiong's report.
         seed: Seed of the draws.
         max_batch: Maximum number of rows in one pass. None estimates it from the memory of the device.
         adaptive: Standard error of the probabilities at which sampling stops for an input, or a
@@ -107,7 +107,7 @@ def clone_sharing_tensors(network: nn.Module) -> nn.Module:
 
 
 class PredictionCache:
-    """Lock of a posterior, and what it keeps between predictions: measurements and compiled functions.
+    """Lock of a posterior, and values that are reused between predictions, such as measurements and compiled functions.
 
     The cache is not saved. A copy of the posterior starts with an empty one.
     """
@@ -117,7 +117,7 @@ class PredictionCache:
         self.values: dict[Any, Any] = {}
 
     def get(self, key: Any, make: Callable[[], Result]) -> Result:
-        """Returns the value of a key, which is made at the first use."""
+        """Returns the value of a key. The first call computes it with ``make``."""
         if key not in self.values:
             self.values[key] = make()
         return self.values[key]
@@ -144,7 +144,7 @@ class Prediction:
         batch_index: Index of the batch in the loader, which seeds its draws if ``shared`` is False.
         row_limit: Maximum number of rows in a pass, halved whenever memory runs out; 0 before the first inputs.
         compiled_rows: Number of rows in a compiled pass; 0 before the first one.
-        state: Cache of this prediction, for what the posterior makes at its first batch and uses for the others.
+        state: Cache of this prediction. It holds objects that the posterior makes at the first batch and reuses for later batches.
     """
 
     def __init__(
@@ -187,14 +187,14 @@ class Prediction:
 
     @property
     def eval_model(self) -> nn.Module:
-        """Network in evaluation mode, which must not be changed: that of the posterior, or its clone if that is in training mode."""
+        """Network in evaluation mode, which must not be changed. It is a clone if the network of the posterior is in training mode."""
         for module in self.source_model.modules():
             if module.training:
                 return self.model
         return self.source_model
 
     def warn_once(self, kind: str, message: str, **fields: Any) -> None:
-        """Raises a warning of a kind that a prediction gives once."""
+        """Raises a warning, at most once per kind and prediction."""
         self.state.get(kind, lambda: warn(message, kind=kind, **fields))
 
     def rows_per_group(self, inputs: Any) -> int:
@@ -211,16 +211,16 @@ class Prediction:
         return move(inputs, self.device, self.dtype)
 
     def max_rows(self, inputs: Any) -> int:
-        """Returns the number of rows like these that fill a pass.
+        """Returns the maximum number of rows of such inputs in one pass.
 
-        Besides input and output of the widest layer, its noise and the product with it are in memory.
+        The memory holds input and output of the widest layer, its noise, and the product of input and noise.
         """
         if not self.row_limit:
             self.measure(inputs)
         return self.row_limit
 
     def measure(self, inputs: Any) -> ForwardTrace:
-        """Returns the measurements of a pass over two rows like these, and sets the row limit if there is none.
+        """Returns the measurements of a pass over two rows of the inputs, and sets the row limit if it is 0.
 
         The measurements are empty if memory runs out.
         """
@@ -249,12 +249,13 @@ class Prediction:
         for tensor in tensors_of(inputs):
             key += (tensor.shape[1:], tensor.dtype)
         if key not in self.cache.values:
-            few = move(take(inputs, 0, 2) if has_row_axis(inputs) else inputs, self.device, self.dtype)
-            self.cache.values[key] = trace_forward(self.eval_model, few)
+            two_rows = take(inputs, 0, 2) if has_row_axis(inputs) else inputs
+            two_rows = move(two_rows, self.device, self.dtype)
+            self.cache.values[key] = trace_forward(self.eval_model, two_rows)
         return self.cache.values[key]
 
     def attempt(self, work: Callable[[], Result], num_rows: int) -> Result | None:
-        """Returns the result of ``work`` on ``num_rows`` rows, or None if memory ran out, after which the row limit is halved."""
+        """Returns the result of ``work`` on ``num_rows`` rows, or halves the row limit and returns None if memory ran out."""
         try:
             return work()
         except (RuntimeError, MemoryError) as error:
@@ -279,7 +280,7 @@ class Prediction:
     def run(
         self, inputs: Any, networks: Iterable[Callable[[Any], Tensor]] | None = None, count: int = 1
     ) -> Tensor:
-        """Runs one network after the other over all rows, in chunks, and returns the outputs ``[count, rows, ...]``.
+        """Runs the networks sequentially over all rows, in chunks, and returns the outputs ``[count, rows, ...]``.
 
         Args:
             inputs: Inputs.
@@ -303,8 +304,8 @@ class Prediction:
     ) -> Iterator[tuple[Tensor, int, int, int]]:
         """Yields the outputs of each chunk, its first and last row, and the number of all rows."""
         if not has_row_axis(inputs):
-            every_row = network(inputs)
-            yield every_row, 0, len(every_row), len(every_row)
+            outputs = network(inputs)
+            yield outputs, 0, len(outputs), len(outputs)
             return
         total, start = rows(inputs), 0
         while start < total:
@@ -313,11 +314,11 @@ class Prediction:
                 self.compiled_rows = size = min(self.compiled_rows or size, self.row_limit)
             stop = min(start + size, total)
             chunk = inputs if stop - start == total else take(inputs, start, stop)
-            outputs = self.attempt(partial(network, chunk), stop - start)
-            if outputs is None:
+            chunk_outputs = self.attempt(partial(network, chunk), stop - start)
+            if chunk_outputs is None:
                 self.compiled_rows = 0
                 continue
-            yield check_rows(outputs, stop - start), start, stop, total
+            yield check_rows(chunk_outputs, stop - start), start, stop, total
             start = stop
 
 
@@ -327,7 +328,7 @@ def autocast_to(device: torch.device, half: torch.dtype | None) -> AbstractConte
 
 
 def even_size(count: int, limit: int) -> int:
-    """Returns the size of chunks if ``count`` rows are cut into as few and as equal chunks as the limit allows."""
+    """Returns the chunk size that splits ``count`` rows into the smallest number of nearly equal chunks of at most ``limit`` rows."""
     chunks = -(-count // limit)
     return -(-count // chunks)
 

@@ -111,8 +111,8 @@ class WeightPosterior(Posterior):
     """
 
     kind = "weights"
-    compiles = True
-    only_shared = True
+    supports_compile = True
+    requires_shared = True
 
     @property
     def names(self) -> list[str]:

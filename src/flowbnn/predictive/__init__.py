@@ -1,7 +1,7 @@
 r"""Predictive distributions of networks with samples, and their uncertainties.
 
-A :class:`Predictive` is made from a tensor of samples ``[S, B, ...]``, the samples first. They may come from flow noise, dropout, an
-ensemble or HMC. All its quantities are those of the equally weighted mixture of the S sampled predictions,
+A :class:`Predictive` is made from a tensor ``[S, B, ...]`` of S samples for B inputs. They may come from flow noise, dropout, an
+ensemble or HMC. All its quantities belong to the equally weighted mixture of the S sampled predictions,
 
 .. math:: p(y \mid x) = \frac1S \sum_{s=1}^S p(y \mid x, z_s) ,
 

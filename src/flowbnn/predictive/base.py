@@ -1,4 +1,4 @@
-"""Base class of predictive distributions."""
+"""Base class for predictive distributions."""
 
 import math
 from abc import ABC, abstractmethod
@@ -15,17 +15,18 @@ from flowbnn.options import Bounds, Hint, check, checked
 
 
 class Predictive(ABC):
-    """Base class of predictive distributions: selects inputs, moves between devices, and names its uncertainties.
+    """Base class for predictive distributions, with selection of inputs, moves between devices, and names of uncertainties.
 
     A subclass stores its tensors ``[S, B, K]`` in ``_tensors``, has a property for each name in :attr:`uncertainties`, and defines
     ``samples``, ``sampling_error``, ``nll``, ``sample``, ``quantiles``, ``decide`` and ``evaluate``.
 
-    With adaptive sampling the inputs have different numbers of samples. An input then has the first :attr:`sample_counts` of the S
-    samples, and its other samples are NaN. A subclass therefore averages over samples by :meth:`_mean` and :meth:`_log_mean_exp`.
+    With adaptive sampling the inputs have different numbers of samples. An input then has only the first
+    :attr:`sample_counts` samples, and its other samples are NaN. A subclass therefore averages over samples by :meth:`_mean` and
+    :meth:`_log_mean_exp`.
     """
 
     uncertainties: tuple[str, ...] = ()
-    normalized_uncertainties: tuple[str, ...] = ()  # those with values in [0, 1]
+    normalized_uncertainties: tuple[str, ...] = ()  # uncertainties with values in [0, 1]
     _tensors: tuple[Tensor, ...]
     _sample_counts: Tensor | None = None  # [1, B], or None if all inputs have S samples
     shape: tuple[int, ...] | None = None  # shape of a target, or None for [K]

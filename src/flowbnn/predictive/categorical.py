@@ -23,7 +23,8 @@ class CategoricalPredictive(Predictive):
 
     Args:
         logits: Unnormalized logits ``[S, B, C]``. Minus infinity excludes a class.
-        sample_counts: Number of samples of each input, ``[B]``, with adaptive sampling. An input has the first ones of the S samples.
+        sample_counts: Number of samples of each input, ``[B]``, with adaptive sampling. Only the first samples of an input are used, up
+            to its count.
 
     >>> logits = torch.tensor([[[2.0, 0.0], [3.0, 0.0]], [[2.0, 0.0], [-3.0, 0.0]]])  # 2 samples, 2 inputs, 2 classes
     >>> prediction = CategoricalPredictive(logits)
@@ -133,7 +134,7 @@ class CategoricalPredictive(Predictive):
 
     @cached_property
     def expected_entropy(self) -> Tensor:
-        r"""Mean entropy of the samples, :math:`\frac1S \sum_s H[p_s]`, in nats, ``[B]``: the uncertainty of a known network."""
+        r"""Mean entropy of the samples, :math:`\frac1S \sum_s H[p_s]`, in nats, ``[B]``: the uncertainty of a single network."""
         return self._mean(_entropy(self.log_samples))
 
     @cached_property
@@ -142,8 +143,8 @@ class CategoricalPredictive(Predictive):
 
         .. math:: I = H[\bar p] - \frac1S \sum_s H[p_s] = \frac1S \sum_s \mathrm{KL}(p_s \,\|\, \bar p) \ge 0 .
 
-        It is a sum of the non-negative terms :math:`p \log(p/q) - p + q`. If the samples nearly agree, the difference of the
-        entropies would be lost in rounding.
+        It is computed as a sum of the non-negative terms :math:`p \log(p/q) - p + q`, because the difference of the entropies is
+        inaccurate if the samples nearly agree.
         """
         p, q, ratio = self.samples, self.probabilities, self.log_samples - self.log_probabilities
         near = p * (ratio + torch.expm1(-ratio.clamp(min=-1.0)))
@@ -167,7 +168,7 @@ class CategoricalPredictive(Predictive):
 
     @cached_property
     def decision_strength(self) -> Tensor:
-        r"""Lead of the most probable class over its closest rival, in standard errors, ``[B]``.
+        r"""Lead of the most probable class over the second most probable class, in standard errors, ``[B]``.
 
         .. math:: \min_{c \ne \hat y} \; \bar d_c \sqrt n / \hat\sigma(d_c), \qquad d_{sc} = p_{s \hat y} - p_{sc} .
 
@@ -250,7 +251,7 @@ class CategoricalPredictive(Predictive):
         """
         ordered, order = self.probabilities.sort(dim=-1, descending=True, stable=True)
         mass_before = ordered.cumsum(-1) - ordered
-        # 0.6 + 0.3 must count as 0.9, however it is rounded
+        # 0.6 + 0.3 must count as 0.9 despite rounding
         included = mass_before < mass - 8 * torch.finfo(ordered.dtype).eps
         return torch.zeros_like(included).scatter(-1, order, included)
 

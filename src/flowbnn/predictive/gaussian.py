@@ -46,8 +46,9 @@ class GaussianPredictive(Predictive):
     Args:
         mean: Means ``[S, B, D]``.
         variance: Positive noise variances, as a number or a tensor that broadcasts to the shape of the means.
-        sample_counts: Number of samples of each input, ``[B]``, with adaptive sampling. An input has the first ones of the S samples.
-        shape: Shape of a target, ``()`` for a number. Mean, variances, quantiles and intervals have it in place of ``[D]``.
+        sample_counts: Number of samples of each input, ``[B]``, with adaptive sampling. Only the first samples of an input are used, up
+            to its count.
+        shape: Shape of a target, ``()`` for a number. Means, variances, quantiles and intervals have this shape instead of ``[D]``.
 
     Raises:
         FlowBNNError: If the variance is not positive or does not broadcast, or if a sample is not finite.
@@ -246,7 +247,7 @@ class GaussianPredictive(Predictive):
         Args:
             abstain_above: Uncertainty above which the predictive abstains.
             by: Name of the :meth:`uncertainty`. ``"std"`` is in the unit of the targets. ``"epistemic"``, ``"aleatoric"`` and
-                ``"variance"`` are in its square.
+                ``"variance"`` are in the squared unit.
 
         >>> prediction = GaussianPredictive(torch.tensor([[[1.0], [0.0]], [[1.0], [4.0]]]), 0.01)
         >>> prediction.decide(abstain_above=1.0)

@@ -84,7 +84,7 @@ class LaplacePosterior(WeightPosterior):
         check_likelihood(self.likelihood, predictive)
         self.predictive = predictive
         self.default_samples = 1 if predictive == "probit" else Posterior.default_samples
-        self.compiles = predictive == "sampled" and self.output_layer is None
+        self.supports_compile = predictive == "sampled" and self.output_layer is None
         return self
 
     def __repr__(self) -> str:
