@@ -113,7 +113,7 @@ def to_stochastic(
             kind="model",
         )
     if not inplace:
-        model = copy_network(model, "pass inplace=True to wrap it as it is")
+        model = copy_network(model, "use inplace=True")
         layers = wrappable_layers(model)
     chosen = _choose(model, layers, rules)
     if joint is not None:
@@ -179,18 +179,16 @@ def _choose(
 
 def _describe_mismatch(rule: Rule, model: nn.Module, layers: dict[str, nn.Module]) -> str:
     if not isinstance(rule, str):
-        title = getattr(rule, "__name__", str(rule))
-        return (
-            f"rule {title} matches none of the {len(layers)} layers that can have noise{nearest('', layers)}"
-        )
+        return f"rule {getattr(rule, '__name__', rule)} matches no layer{nearest('', layers)}"
     modules = dict(model.named_modules(remove_duplicate=False))
     parent = rule.rpartition(".")[0]
-    if isinstance(modules.get(parent), nn.MultiheadAttention):
-        return f"{rule!r} is not called by its attention layer; add the noise to {parent!r}"
     if rule in modules:
-        has_layers = any(name.startswith(rule + ".") for name in layers)
-        advice = f"; its layers are {rule + '.*'!r}" if has_layers else ""
-        return f"{rule!r} is a {type(modules[rule]).__name__}, which cannot have noise{advice}"
+        advice = ""
+        if isinstance(modules.get(parent), nn.MultiheadAttention):
+            advice = f"; use {parent!r}"
+        elif any(name.startswith(rule + ".") for name in layers):
+            advice = f"; use {rule + '.*'!r} for its layers"
+        return f"{rule!r} ({type(modules[rule]).__name__}) cannot have noise{advice}"
     return f"rule {rule!r} matches no layer{nearest(rule, layers)}"
 
 

@@ -14,7 +14,7 @@ from flowbnn.methods.variational import natural_gradient
 
 def test_held_out_examples_do_not_affect_their_predictions(memorized, monkeypatch):
     """If the labels of a fold are flipped, the likelihoods of its examples become their complements, to the last bit."""
-    monkeypatch.setattr(natural_gradient, "MIN_DRAWS", 1)  # saves time
+    monkeypatch.setattr(natural_gradient._GaussianProblem, "min_draws", 1)  # saves time
     inputs, targets = memorized.inputs[:60], memorized.targets[:60]
     fold = torch.randperm(60, generator=torch.Generator().manual_seed(0))[::6]
     likelihoods = []

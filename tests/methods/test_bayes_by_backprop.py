@@ -242,18 +242,18 @@ def test_loading_into_another_network_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "std",
+    ("std", "kind"),
     [
-        {},
-        {"nothing": torch.ones(1)},
-        {"weight": torch.ones(3)},
-        {"weight": -torch.ones(1, 2)},
+        ({}, "value"),
+        ({"nothing": torch.ones(1)}, "name"),
+        ({"weight": torch.ones(3)}, "shape"),
+        ({"weight": -torch.ones(1, 2)}, "value"),
     ],
 )
-def test_invalid_standard_deviations_are_refused(std):
+def test_invalid_standard_deviations_are_refused(std, kind):
     with pytest.raises(FlowBNNError) as error:
         GaussianWeightPosterior(nn.Linear(2, 1), fb.likelihoods.Gaussian(1.0), std)
-    assert error.value.argument == "std"
+    assert (error.value.kind, error.value.argument) == (kind, "std")
 
 
 @pytest.mark.parametrize("estimator", ["local", "flipout", "reparameterization"])

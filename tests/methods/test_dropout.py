@@ -9,8 +9,7 @@ from problems import QUIET
 from torch import nn
 
 import flowbnn as fb
-from flowbnn.methods.dropout import DropoutPosterior, MaskedDropout, example_axes
-from flowbnn.methods.network_layers import disable_dropout
+from flowbnn.methods.dropout import DropoutPosterior, MaskedDropout, disable_dropout, example_axes
 
 
 @pytest.fixture(autouse=True)

@@ -14,7 +14,6 @@ import flowbnn as fb
 from flowbnn.diagnostics import standard_error
 from flowbnn.errors import FlowBNNError, FlowBNNWarning
 from flowbnn.methods import ChainPosterior, NoiseChainPosterior
-from flowbnn.methods.mcmc import hmc
 from flowbnn.methods.mcmc.chain_sampler import ChainSampler
 from flowbnn.methods.mcmc.potential import NetworkPotential
 from flowbnn.posterior import PredictOptions
@@ -244,7 +243,7 @@ def test_noise_on_selected_convolutions():
 
 def test_many_weights_raise_a_warning_before_training(monkeypatch):
     net = nn.Linear(4, 3)
-    monkeypatch.setattr(hmc, "MAX_VARIABLES", 10)
+    monkeypatch.setattr(fb.HMC, "max_variables", 10)
 
     def fail(*args, **options):
         raise AssertionError("training has started")
@@ -301,4 +300,4 @@ def test_unsupported_networks_are_refused():
     assert error.value.argument == "devices"
     with pytest.raises(FlowBNNError) as error:
         small().fit(broken, data, **QUIET)
-    assert error.value.kind == "finite"
+    assert error.value.kind == "not finite"

@@ -11,7 +11,6 @@ from torch.utils.data import TensorDataset
 
 import flowbnn as fb
 from flowbnn.errors import FlowBNNError
-from flowbnn.methods import mode_ensemble
 from flowbnn.methods.mode_mixture import ModeMixture
 
 NOISE, SCALE = 0.3, 0.5
@@ -50,7 +49,7 @@ def test_all_members_of_a_linear_network_reach_its_mode(linear):
 
 @pytest.mark.parametrize("full", [True, False], ids=["full", "diagonal"])
 def test_laplace_width_is_exact_for_a_linear_network(linear, full, monkeypatch, tmp_path):
-    monkeypatch.setattr(mode_ensemble, "MAX_FULL_DIM", 3 if full else 2)
+    monkeypatch.setattr(fb.ModeEnsemble, "max_full_dim", 3 if full else 2)
     posterior = fit(linear, width="laplace")
     _, _, mean, covariance = linear
     if not full:

@@ -65,6 +65,22 @@ from flowbnn.training.randomness import preserve_rng_state
 METHODS: dict[str, type["Method"]] = {}
 
 
+def misplaced_setting(name: str, owner: str, value: Any = ...) -> FlowBNNError:
+    """Returns the error for a setting that belongs to another object.
+
+    Args:
+        name: Name of the setting.
+        owner: Name of the class that has the setting.
+        value: Value of the setting, to show in the message.
+
+    >>> print(misplaced_setting("members", "DeepEnsemble", 3))
+    members is a setting of DeepEnsemble; use DeepEnsemble(members=3)
+    """
+    shown = "..." if value is ... else " ".join(repr(value).split())[:60]
+    message = f"{name} is a setting of {owner}; use {owner}({name}={shown})"
+    return FlowBNNError(message, kind="unknown setting", argument=name)
+
+
 def register_method(method_cls: type["Method"]) -> type["Method"]:
     """Class decorator that registers a method by its name, the name of its class in kebab-case."""
     METHODS[method_cls.name] = method_cls
@@ -135,19 +151,17 @@ class Method:
         """
         name = type(self).__name__
         misplaced = next((field.name for field in fields(self) if field.name in kwargs), None)
-        problem = None
         if misplaced is not None:
-            value = " ".join(repr(kwargs[misplaced]).split())
-            problem = f"{misplaced} is a setting of the method; use {name}({misplaced}={value:.60})"
-        elif not isinstance(network, nn.Module):
+            raise misplaced_setting(misplaced, name, kwargs[misplaced])
+        problem = None
+        if not isinstance(network, nn.Module):
             problem = f"{name} needs a network (nn.Module), got a {type(network).__name__}"
         elif noise_layers(network):
             problem = f"{name} needs a network without noise; use fb.to_deterministic(network)"
         elif self.needs_weights and not any(parameter.requires_grad for parameter in network.parameters()):
             problem = f"{name} needs trainable weights; use network.requires_grad_() if they are frozen"
         if problem is not None:
-            kind = "unknown setting" if misplaced else "network"
-            raise FlowBNNError(problem, kind=kind, argument=misplaced or "network")
+            raise FlowBNNError(problem, kind="network", argument="network")
         options = FitOptions(**{"epochs": max(1, self.epochs), "description": description, **kwargs})
         check_loader(loader)
         return copy_network(network), options

@@ -48,7 +48,7 @@ def check_loader(loader: Any, purpose: str = "training", needs_length: str = "")
     elif isinstance(loader, list | tuple) and split_batch(loader[0])[1] is None:
         advice = "use flowbnn.data.TensorLoader(inputs, targets)"
         if isinstance(loader[0], Mapping):
-            advice = "if a dictionary holds the labels, use (batch, batch.pop('labels'))"
+            advice = "use (batch, batch.pop('labels'))"
         problem = f"{purpose} needs batches of (inputs, targets), got inputs alone; {advice}"
     elif needs_length and length_of(loader) is None:
         problem = f"{needs_length} needs a loader with a length"

@@ -12,7 +12,7 @@ paper, :math:`\lambda` for regression belongs to the squared error and is divide
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from dataclasses import field
 from functools import partial
@@ -28,7 +28,7 @@ from flowbnn.errors import quote_names, warn
 from flowbnn.likelihoods import Likelihood
 from flowbnn.methods.base import FitOptions, Method, register_method
 from flowbnn.methods.fitting import prepare
-from flowbnn.methods.network_layers import disable_nested_tensors, dropout_layers, layers_with_inner_dropout
+from flowbnn.methods.network_layers import disable_nested_tensors
 from flowbnn.methods.variational.noise_fit import NoiseFitOptions, fit_noise
 from flowbnn.noise import Dropout
 from flowbnn.noise.layout import wrappable_layers
@@ -178,6 +178,45 @@ class DropoutPosterior(Posterior):
     @classmethod
     def from_state(cls, point: Posterior, state: dict[str, Tensor], settings: dict[str, Any]) -> Self:
         return cls(point.model, point.likelihood, point.history, settings["axes"])
+
+
+# -------------------- dropout layers of a network
+
+
+def dropout_layers(model: nn.Module) -> list[Any]:
+    """Returns the dropout layers of a network with a positive rate.
+
+    >>> dropout_layers(nn.Sequential(nn.Dropout(0.5), nn.Linear(2, 2), nn.Dropout(0.0)))
+    [Dropout(p=0.5, inplace=False)]
+    """
+    types = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+    return [module for module in model.modules() if isinstance(module, types) and module.p > 0]
+
+
+def layers_with_inner_dropout(model: nn.Module) -> dict[str, Any]:
+    """Returns the layers that apply dropout internally, by name: attention, and recurrent networks of several layers."""
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.MultiheadAttention | nn.RNNBase)
+        and module.dropout > 0
+        and getattr(module, "num_layers", 2) > 1
+    }
+
+
+@contextmanager
+def disable_dropout(model: nn.Module) -> Iterator[None]:
+    """Context manager that sets all dropout rates to 0 and restores them at the end."""
+    attributes = [(module, "p") for module in dropout_layers(model)]
+    attributes += [(module, "dropout") for module in layers_with_inner_dropout(model).values()]
+    rates = [getattr(module, name) for module, name in attributes]
+    for module, name in attributes:
+        setattr(module, name, 0.0)
+    try:
+        yield
+    finally:
+        for (module, name), rate in zip(attributes, rates, strict=True):
+            setattr(module, name, rate)
 
 
 # -------------------- masks

@@ -475,6 +475,19 @@ def negative_log_likelihood(
     return -log_likelihood, {"log_likelihood": log_likelihood.detach()}
 
 
+def likelihood_not_finite(
+    place: str = "at these weights; scale the inputs, or train again", argument: str | None = "network"
+) -> FlowBNNError:
+    """Returns the error for a log-likelihood or a gradient that is not finite.
+
+    Args:
+        place: Weights or noise where this happens, and advice.
+        argument: Argument at fault.
+    """
+    message = f"the log-likelihood or its gradient is not finite {place}"
+    return FlowBNNError(message, kind="not finite", argument=argument)
+
+
 def should_check_targets(targets: Tensor, clock: Clock) -> bool:
     """Returns True if the targets are checked in this step. A check waits for the GPU, so there only the first epoch is checked."""
     return not clock.recording and (clock.epoch == 0 or targets.device.type == "cpu")

@@ -16,11 +16,11 @@ from torch import Tensor, nn
 
 from flowbnn.batches import device_of, dtype_of, move, pick, take
 from flowbnn.convert import to_stochastic
-from flowbnn.errors import FlowBNNError, pluralize
+from flowbnn.errors import pluralize
 from flowbnn.likelihoods import Gaussian, Likelihood, learns_noise
 from flowbnn.methods.base import FitOptions, Method, register_method
 from flowbnn.methods.data_summary import first_batch
-from flowbnn.methods.fitting import prepare
+from flowbnn.methods.fitting import likelihood_not_finite, prepare
 from flowbnn.methods.laplace.derivatives import check_likelihood
 from flowbnn.methods.mcmc.potential import gather_data
 from flowbnn.methods.mode_mixture import Covariance, ModeBase, ModeNoise
@@ -33,10 +33,6 @@ from flowbnn.posterior.base import Posterior
 from flowbnn.posterior.noise import NoisePosterior
 from flowbnn.regression import set_noise_scale
 from flowbnn.training import track
-
-CANDIDATE_SCALES = (0.25, 0.5, 1.0, 2.0)  # standard deviations that are compared on validation data
-MAX_FULL_DIM = 1000  # dimension above which one covariance matrix per mode would take too much memory
-MAX_ROWS = 4096  # rows of one forward pass, summed over all members
 
 
 @register_method
@@ -65,6 +61,8 @@ class ModeEnsemble(Method):
     >>> posterior, posterior.predict(torch.zeros(1, 2)).num_samples
     (ModePosterior(4 members at 1 mode of the noise of Linear, Categorical()), 4)
     """
+
+    max_full_dim: ClassVar[int] = 1000  # above, one covariance matrix per mode would take too much memory
 
     members: Count = 16
     width: Literal["point", "laplace"] = field(default="point", kw_only=True)
@@ -99,7 +97,7 @@ class ModeEnsemble(Method):
         search = _ModeSearch(noisy_model, likelihood, inputs, targets, num_data, seed)
         scales: tuple[float, ...] = (self.prior_scale or default_scale,)
         if self.prior_scale is None and options.validation is not None:
-            scales = CANDIDATE_SCALES
+            scales = (0.25, 0.5, 1.0, 2.0)
         best: ModePosterior | None = None
         validation_nll: dict[float, float] = {}
         for scale in scales:
@@ -131,7 +129,7 @@ class ModeEnsemble(Method):
         """Returns the posterior of the modes that were found under a prior."""
         covariance: Covariance = "none"
         if self.width == "laplace":
-            covariance = "full" if modes.shape[1] <= MAX_FULL_DIM else "diagonal"
+            covariance = "full" if modes.shape[1] <= self.max_full_dim else "diagonal"
         noisy_model = self._noisy_model(model, first_inputs, scale, covariance)
         roots = None if covariance == "none" else search.covariance_roots(modes, scale, covariance == "full")
         likelihood = deepcopy(search.network.likelihood)
@@ -162,6 +160,7 @@ class _ModeSearch:
         self.network = NoisyNetwork(model, likelihood)
         self.inputs, self.targets, self.num_data, self.seed = inputs, targets, num_data, seed
         self.dim = sum(self.network.sizes)
+        self.rows = 4096  # of one forward pass, those of all members together
 
     def run(
         self, members: int, scale: float, steps: int, batch_size: int, *, progress: bool
@@ -200,18 +199,15 @@ class _ModeSearch:
             lbfgs.step(lambda: float(energies().sum()))
         energy, modes = energies(), 1.0 + scale * deviation.detach()
         if not bool(torch.isfinite(energy).all()):
-            raise FlowBNNError(
-                f"the likelihood is not finite at a mode under prior_scale={scale:g}; decrease prior_scale",
-                kind="nonfinite",
-                argument="prior_scale",
-            )
+            place = f"at a mode for prior_scale={scale:g}; decrease prior_scale"
+            raise likelihood_not_finite(place, "prior_scale")
         return modes, energy
 
     def log_likelihood(self, vectors: Tensor, index: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Returns log-likelihoods ``[M]`` of all data and their gradients ``[M, D]``, or estimates from some examples."""
         data = self.inputs, self.targets
         inputs, targets = data if index is None else pick(data, index)
-        values, gradients = self.network.gradients(vectors, inputs, targets, MAX_ROWS)
+        values, gradients = self.network.gradients(vectors, inputs, targets, self.rows)
         weight = self.num_data / len(targets)
         return values * weight, gradients.to(vectors) * weight
 
@@ -238,7 +234,7 @@ class _ModeSearch:
     @torch.no_grad()
     def fit_noise(self, likelihood: Gaussian, modes: Tensor) -> None:
         """Sets the observation noise to the size of the residuals of all members."""
-        passes = self.network.passes(modes, self.inputs, self.targets, MAX_ROWS)
+        passes = self.network.passes(modes, self.inputs, self.targets, self.rows)
         pairs = ((self.network.outputs(inputs, noise), targets) for _, inputs, targets, noise in passes)
         set_noise_scale(likelihood, pairs)
 

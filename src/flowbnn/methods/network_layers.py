@@ -1,46 +1,51 @@
-"""Helpers for layers that differ between training and evaluation, and for trainable parameters."""
+"""Helpers for the layers and the trainable parameters of a network."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
 
+from flowbnn.errors import FlowBNNError, nearest
 
-def dropout_layers(model: nn.Module) -> list[Any]:
-    """Returns the dropout layers of a network with a positive rate.
 
-    >>> dropout_layers(nn.Sequential(nn.Dropout(0.5), nn.Linear(2, 2), nn.Dropout(0.0)))
-    [Dropout(p=0.5, inplace=False)]
+def unsupported_layer(
+    model: nn.Module, layer: str, owner: str, alternative: str, reason: str = "", argument: str = "layers"
+) -> FlowBNNError:
+    """Returns the error for a layer that a method or an option does not support.
+
+    Args:
+        model: Network.
+        layer: Name of the layer.
+        owner: Method or option, as the user writes it.
+        alternative: Method or option that supports the layer.
+        reason: Reason in a few words.
+        argument: Argument at fault.
+
+    >>> print(unsupported_layer(nn.Sequential(nn.GRU(2, 2)), "0", "MNF", "BayesByBackprop", "not linear"))
+    MNF does not support layer '0' (GRU, not linear); use BayesByBackprop, or exclude the layer with layers=
     """
-    types = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
-    return [module for module in model.modules() if isinstance(module, types) and module.p > 0]
+    details = ", ".join(filter(None, [type(model.get_submodule(layer)).__name__, reason]))
+    return FlowBNNError(
+        f"{owner} does not support layer '{layer}' ({details}); use {alternative}, or exclude the layer with layers=",
+        kind="layer",
+        argument=argument,
+        layer=layer,
+    )
 
 
-def layers_with_inner_dropout(model: nn.Module) -> dict[str, Any]:
-    """Returns the layers that apply dropout internally, by name: attention, and recurrent networks of several layers."""
-    return {
-        name: module
-        for name, module in model.named_modules()
-        if isinstance(module, nn.MultiheadAttention | nn.RNNBase)
-        and module.dropout > 0
-        and getattr(module, "num_layers", 2) > 1
-    }
+def no_layer_selected(choice: Any, names: Iterable[str], target: str = "trainable weights") -> FlowBNNError:
+    """Returns the error for an argument ``layers`` that selects nothing.
 
+    Args:
+        choice: Value of the argument.
+        names: Names that could be selected.
+        target: Objects to select.
 
-@contextmanager
-def disable_dropout(model: nn.Module) -> Iterator[None]:
-    """Context manager that sets all dropout rates to 0 and restores them at the end."""
-    attributes = [(module, "p") for module in dropout_layers(model)]
-    attributes += [(module, "dropout") for module in layers_with_inner_dropout(model).values()]
-    rates = [getattr(module, name) for module, name in attributes]
-    for module, name in attributes:
-        setattr(module, name, 0.0)
-    try:
-        yield
-    finally:
-        for (module, name), rate in zip(attributes, rates, strict=True):
-            setattr(module, name, rate)
+    >>> print(no_layer_selected("fc11", ["conv1", "fc1"]))
+    layers='fc11' selects no trainable weights; did you mean 'fc1'?
+    """
+    hint = nearest(choice, names) if isinstance(choice, str) else ""
+    return FlowBNNError(f"layers={choice!r} selects no {target}{hint}", kind="layer", argument="layers")
 
 
 def disable_nested_tensors(model: nn.Module) -> nn.Module:

@@ -13,8 +13,7 @@ from typing import Any, Literal
 from torch import nn
 
 from flowbnn.convert import to_stochastic
-from flowbnn.errors import FlowBNNError
-from flowbnn.methods.base import FitOptions, register_method
+from flowbnn.methods.base import FitOptions, misplaced_setting, register_method
 from flowbnn.methods.fitting import SchedulerFactory
 from flowbnn.methods.schedule import PlateauSchedule
 from flowbnn.methods.variational.base import FLOWS, FlowName, Variational
@@ -23,8 +22,6 @@ from flowbnn.noise import NormalAffine, Recipe
 from flowbnn.options import Count, NonNegative, Positive, accepts_options_of, options
 from flowbnn.posterior.noise import NoisePosterior
 from flowbnn.training.randomness import temporary_seed
-
-RECIPE_SETTINGS = ("site", "side", "prior_scale", "base_scale", "joint")  # settings that all recipes have
 
 
 @register_method
@@ -72,10 +69,15 @@ class NodeNoise(Variational):
     __hash__ = object.__hash__  # rules may be a dictionary
 
     def __post_init__(self) -> None:
-        settings = (f for f in fields(self) if f.name in (*RECIPE_SETTINGS, "components"))
+        settings = (f for f in fields(self) if f.name in (*self._recipe_settings(), "components"))
         changed = next((f.name for f in settings if getattr(self, f.name) != f.default), None)
         if not isinstance(self.kind, str) and changed is not None:
-            raise FlowBNNError(f"{changed} is a setting of the recipe, so set it there", argument=changed)
+            owner = type(self.kind).__name__ if isinstance(self.kind, Recipe) else "Recipe"
+            raise misplaced_setting(changed, owner, getattr(self, changed))
+
+    def _recipe_settings(self) -> dict[str, Any]:
+        """Returns the settings that all recipes have."""
+        return {name: getattr(self, name) for name in ("site", "side", "prior_scale", "base_scale", "joint")}
 
     def rules(self) -> Mapping[Any, Recipe | None]:
         """Returns the rules for :func:`~flowbnn.to_stochastic`."""
@@ -83,7 +85,7 @@ class NodeNoise(Variational):
             return self.kind
         if isinstance(self.kind, Recipe):
             return {"*": self.kind}
-        common = {name: getattr(self, name) for name in RECIPE_SETTINGS}
+        common = self._recipe_settings()
         if self.kind == "joint":
             return {"*": NormalAffine(**{**common, "joint": self.joint or "full"})}
         if self.kind == "mixture":

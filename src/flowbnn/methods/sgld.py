@@ -24,6 +24,7 @@ from flowbnn.errors import FlowBNNError, warn
 from flowbnn.likelihoods import Likelihood, learns_noise
 from flowbnn.methods.base import FitOptions, Method, register_method
 from flowbnn.methods.batch_norm import batch_norm_layers, batch_norm_statistics
+from flowbnn.methods.dropout import disable_dropout
 from flowbnn.methods.fitting import (
     Forward,
     LossAndLogs,
@@ -32,7 +33,7 @@ from flowbnn.methods.fitting import (
     total_steps,
     train_posterior,
 )
-from flowbnn.methods.network_layers import disable_dropout, trainable_parameters
+from flowbnn.methods.network_layers import trainable_parameters
 from flowbnn.options import Bounds, Count, Ge, NonNegative, Positive, accepts_options_of, options
 from flowbnn.posterior.base import Posterior
 from flowbnn.posterior.point import PointPosterior
@@ -90,7 +91,9 @@ class SGLD(Method):
         """Samples the posterior; see :meth:`Method.fit`. Validation evaluates the current network."""
         model, options = self.setup(network, loader, kwargs, "sampling with SGLD")
         if options.early_stop is not None:
-            raise FlowBNNError("early_stop is unsupported", argument="early_stop")
+            # the snapshots are spread over a run of known length
+            message = f"SGLD needs early_stop=None, got {options.early_stop!r}; decrease epochs instead"
+            raise FlowBNNError(message, argument="early_stop")
         steps, num_data = total_steps(loader, self.epochs, "SGLD"), options.num_examples(loader)
         step_schedule = self.step_schedule(steps)
         if len(step_schedule.snapshot_steps) < self.samples:

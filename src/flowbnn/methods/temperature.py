@@ -20,7 +20,7 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sequential
 from flowbnn.batches import as_loader, call, rows, split_batch, take
 from flowbnn.errors import FlowBNNError, warn
 from flowbnn.likelihoods import Gaussian
-from flowbnn.methods.base import FitOptions, Method, register_method
+from flowbnn.methods.base import FitOptions, Method, misplaced_setting, register_method
 from flowbnn.methods.data_summary import first_batch
 from flowbnn.options import Count, Positive, Probability, Seed, accepts_options_of, checked, options
 from flowbnn.posterior.base import (
@@ -64,10 +64,7 @@ class Temperature(Method):
     def __post_init__(self) -> None:
         changed = next((f.name for f in fields(Method) if getattr(self, f.name) != f.default), None)
         if self.method is not None and changed is not None:
-            raise FlowBNNError(
-                f"{changed} is a setting of the inner method; use Temperature({type(self.method).__name__}({changed}=...))",
-                argument=changed,
-            )
+            raise misplaced_setting(changed, type(self.method).__name__, getattr(self, changed))
 
     @accepts_options_of(FitOptions)
     def fit(self, network: nn.Module, loader: Iterable[Any], **kwargs: Any) -> "TemperedPosterior":
@@ -228,10 +225,11 @@ def best_temperature(
     at_low = values[0] <= values[best]
     if at_low or best == size - 1:
         temperature = bounds[0] if at_low else bounds[1]
+        reason = f"no temperature within {bounds} is best for the validation data"
         if at_low and not isinstance(posterior.likelihood, Gaussian):
-            temperature = 1.0  # all examples are classified correctly, at any temperature
+            temperature, reason = 1.0, "all validation examples are classified correctly at any temperature"
         warn(
-            f"the validation data do not determine a temperature within {bounds}, so {temperature:g} is used; provide more data",
+            f"{reason}, so {temperature:g} is used; provide more validation data",
             kind="validation",
             temperature=temperature,
         )

@@ -394,13 +394,12 @@ def noise_layers(model: nn.Module) -> dict[str, Noise]:
     return layers
 
 
-def layers_with_noise(model: nn.Module) -> dict[str, Noise]:
-    """Returns :func:`noise_layers`. Raises FlowBNNError if there are none."""
+def layers_with_noise(model: nn.Module, argument: str | None = None) -> dict[str, Noise]:
+    """Returns :func:`noise_layers`. Raises FlowBNNError, with the name of the argument, if there are none."""
     layers = noise_layers(model)
     if not layers:
-        raise FlowBNNError(
-            "the network has no noise; convert it with to_stochastic(network, rules)", kind="network"
-        )
+        message = "the network has no noise; convert it with to_stochastic(network, rules)"
+        raise FlowBNNError(message, kind="network", argument=argument)
     return layers
 
 

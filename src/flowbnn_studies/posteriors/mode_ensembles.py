@@ -18,7 +18,6 @@ from flowbnn.compare.results import Parts
 from flowbnn.data import TensorLoader, clusters
 from flowbnn.methods import MLE, ModeEnsemble
 from flowbnn.methods.ensemble import EnsemblePosterior
-from flowbnn.methods.mode_ensemble import CANDIDATE_SCALES
 from flowbnn.methods.temperature import temper
 from flowbnn.models import MLP, LeNet
 from flowbnn.options import Count, Positive, options
@@ -102,7 +101,7 @@ class Settings:
     large_members: Count = 5
     steps: Count = 300
     large_steps: Count = 100
-    prior_widths: tuple[Positive, ...] = CANDIDATE_SCALES
+    prior_widths: tuple[Positive, ...] = (0.25, 0.5, 1.0, 2.0)
     samples: Count = 64
     blobs: SmallTraining = SmallTraining(batch=20)
     tables: SmallTraining = SmallTraining()

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from flowbnn.batches import device_of, dtype_of, move, split_batch
-from flowbnn.errors import FlowBNNError
 from flowbnn.likelihoods import Likelihood
+from flowbnn.methods.fitting import likelihood_not_finite
 from flowbnn.methods.laplace.accumulators import (
     CONVOLUTIONS,
     CurvatureAccumulator,
@@ -100,7 +100,7 @@ class CurvatureFit:
                 log_likelihood += self.likelihood.log_prob(outputs, targets).double().sum().cpu()
                 num_examples += len(outputs)
         if not bool(torch.isfinite(log_likelihood)):
-            raise FlowBNNError("the log-likelihood of the data is not finite", kind="finite")
+            raise likelihood_not_finite()
         weight = self.example_weight(num_examples)
         return Curvature(*accumulator.blocks(weight), float(log_likelihood) * weight, num_examples)
 

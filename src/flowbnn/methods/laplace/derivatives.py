@@ -214,17 +214,22 @@ class OuterProductHessian:
 OutputHessian = ExactHessian | OuterProductHessian
 
 
+def unknown_hessian(likelihood: Likelihood) -> FlowBNNError:
+    """Returns the error for a likelihood whose Hessian is unknown."""
+    return FlowBNNError(
+        f"the curvature of {likelihood!r} is unknown; use a Categorical, a Bernoulli, or a Gaussian with known or learned noise, "
+        "or a method without curvature (DeepEnsemble, SWAG)",
+        kind="likelihood",
+        argument="likelihood",
+    )
+
+
 def check_likelihood(likelihood: Likelihood, predictive: str) -> None:
     """Raises FlowBNNError if the Hessian of the likelihood is unknown, or if it has no probit approximation."""
     if not isinstance(likelihood, Categorical | Bernoulli | Gaussian) or (
         isinstance(likelihood, Gaussian) and likelihood.noise == "predicted"
     ):
-        raise FlowBNNError(
-            f"Laplace needs a Categorical, a Bernoulli, or a Gaussian with known or learned noise, got {likelihood!r}; "
-            "use DeepEnsemble or SWAG",
-            kind="likelihood",
-            argument="likelihood",
-        )
+        raise unknown_hessian(likelihood)
     if predictive == "probit" and isinstance(likelihood, Gaussian):
         raise FlowBNNError(
             "predictive='probit' needs a classification likelihood; use 'linearized'",
@@ -251,11 +256,7 @@ def output_hessian(
         return _bernoulli_hessian(outputs, targets, kind, generator)
     if isinstance(likelihood, Gaussian):
         return _gaussian_hessian(likelihood, outputs, targets, kind, generator)
-    raise FlowBNNError(
-        f"the curvature of {likelihood!r} is unknown; use a Categorical, Bernoulli or Gaussian likelihood",
-        kind="likelihood",
-        argument="likelihood",
-    )
+    raise unknown_hessian(likelihood)
 
 
 def _categorical_hessian(

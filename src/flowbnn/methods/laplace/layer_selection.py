@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from flowbnn.batches import call, device_of, evaluation_mode, rows, take
-from flowbnn.errors import FlowBNNError, nearest
+from flowbnn.errors import FlowBNNError
 from flowbnn.methods.laplace.blocks import Shapes
+from flowbnn.methods.network_layers import no_layer_selected, unsupported_layer
 
 Layers = dict[str, Shapes]  # for each layer, the shapes of its parameters by their names in the network
 
@@ -111,9 +112,8 @@ def select_layers(model: nn.Module, calls: LayerCalls, pattern: str, structure: 
         if structure == "kron":
             _check_kronecker(model, name, module, calls)
     if not selected:
-        hint = nearest(pattern, ["last", "all", *modules])
-        message = f"layers='{pattern}' selects no trainable weights for structure='{structure}'{hint}"
-        raise FlowBNNError(message, kind="layer", argument="layers")
+        target = f"trainable weights for structure='{structure}'"
+        raise no_layer_selected(pattern, ["last", "all", *modules], target)
     _check_memory(structure, selected, free_memory(device_of(model)))
     return selected
 
@@ -149,13 +149,7 @@ def _check_kronecker(model: nn.Module, name: str, module: nn.Module, calls: Laye
     elif calls.counts[name] != 1:
         reason = f"called {calls.counts[name]} times"
     if reason is not None:
-        raise FlowBNNError(
-            f"Laplace('kron') does not support layer '{name}' ({type(module).__name__}, {reason}); use Laplace('diag') or "
-            "exclude it with layers=",
-            kind="layer",
-            argument="layers",
-            layer=name,
-        )
+        raise unsupported_layer(model, name, "Laplace('kron')", "Laplace('diag')", reason)
 
 
 def _check_memory(structure: str, layers: Layers, available: float) -> None:

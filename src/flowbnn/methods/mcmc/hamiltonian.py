@@ -25,7 +25,6 @@ from torch import Tensor
 
 Potential = Callable[[Tensor], tuple[Tensor, Tensor]]
 Generators = torch.Generator | Sequence[torch.Generator]
-DIVERGENCE_THRESHOLD = 1000.0  # energy error in nats, as in Stan
 
 
 class ChainState(NamedTuple):
@@ -111,6 +110,11 @@ def energy_error(state: ChainState, momentum: Tensor, inverse_mass: Tensor, init
     return torch.where(torch.isnan(error), torch.inf, error)
 
 
+def is_divergent(error: Tensor, threshold: float = 1000.0) -> Tensor:
+    """Returns True for each energy error above the threshold in nats, by default that of Stan."""
+    return error > threshold
+
+
 def where_state(mask: Tensor, state: ChainState, other: ChainState) -> ChainState:
     """Returns ``state`` for the chains where ``mask`` is True, and ``other`` for the rest."""
     masks = mask[:, None], mask, mask[:, None]
@@ -178,7 +182,7 @@ def hmc_kernel(
     acceptance = torch.exp(-error).clamp(max=1.0)
     accepted = draw_uniforms(start.generators, 1, device)[:, 0] < acceptance
     depth = torch.zeros(num_chains, dtype=torch.long)
-    divergent = (error > DIVERGENCE_THRESHOLD).cpu()
+    divergent = is_divergent(error).cpu()
     return where_state(accepted, proposal, state), Transition(
         acceptance.cpu(), divergent, counts.clone(), depth
     )
@@ -327,7 +331,7 @@ class _Subtree:
             self.momentum_sum, self.log_weight = self.momentum_sum + self.momentum, log_weight
             self.acceptance[self.active] += torch.exp(-error).clamp(max=1.0)
             self.num_leaves[self.active] += 1.0
-            diverges = error > DIVERGENCE_THRESHOLD
+            diverges = is_divergent(error)
             stop = diverges | self._turns(leaf) if leaf % 2 else diverges
             if bool(stop.any()):
                 self.divergent[self.active] |= diverges

@@ -9,7 +9,7 @@ from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import fields, replace
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ from flowbnn.batches import take
 from flowbnn.errors import FlowBNNError, warn
 from flowbnn.likelihoods import Likelihood
 from flowbnn.methods.base import FitOptions, Method, register_method
-from flowbnn.methods.fitting import prepare
+from flowbnn.methods.fitting import likelihood_not_finite, prepare
 from flowbnn.methods.mcmc.chain_sampler import ChainSampler, Kernel
 from flowbnn.methods.mcmc.hamiltonian import (
     ChainState,
@@ -39,10 +39,6 @@ from flowbnn.methods.mcmc.potential import (
 )
 from flowbnn.options import Bounds, Count, Ge, Positive, Probability, accepts_options_of, options
 from flowbnn.posterior.weights import generator_of, named_parts
-
-MAX_VARIABLES = (
-    1_000_000  # number of sampled variables above which a warning is raised, because a run takes hours
-)
 
 
 @options(kw_only=True, repr=False)
@@ -74,6 +70,8 @@ class ChainMethod(Method):
         prior_scale: Standard deviation of the prior of the weights.
         epochs: Number of epochs of the initial training; 0 to start from the network as it is.
     """
+
+    max_variables: ClassVar[int] = 1_000_000  # above, a run takes hours, and a warning is raised
 
     samples: Count = 200
     warmup: Annotated[int, Ge(0)] = 200
@@ -182,11 +180,7 @@ class ChainMethod(Method):
             raise FlowBNNError(f"{name} needs devices=1, got {options.devices}", argument="devices")
         (energy, gradient), (second_energy, _) = potential(start), potential(start)
         if not bool(torch.isfinite(energy).all() and torch.isfinite(gradient).all()):
-            raise FlowBNNError(
-                f"{name} needs a finite log-likelihood and gradient at the initial weights",
-                kind="finite",
-                argument="network",
-            )
+            raise likelihood_not_finite()
         if not torch.allclose(energy, second_energy, rtol=1e-4, atol=1e-3):
             raise FlowBNNError(
                 f"{name} needs a deterministic network, but two passes differ; disable its dropout, or use fb.MCDropout",
@@ -194,7 +188,7 @@ class ChainMethod(Method):
                 argument="network",
             )
         size = potential.start.numel()
-        if size > MAX_VARIABLES:
+        if size > self.max_variables:
             gigabytes = 4e-9 * size * self.chains * self.samples
             warn(
                 f"{name} samples {size:,} {self.variables}: {gigabytes:.2g} GB of draws, and hours or days of time; use "

@@ -28,7 +28,7 @@ from flowbnn.batches import (
     split_batch,
     take,
 )
-from flowbnn.errors import FlowBNNError, nearest
+from flowbnn.errors import FlowBNNError
 from flowbnn.likelihoods import (
     Bernoulli,
     Categorical,
@@ -38,6 +38,7 @@ from flowbnn.likelihoods import (
     learns_noise,
 )
 from flowbnn.methods.mcmc.hamiltonian import make_potential
+from flowbnn.methods.network_layers import no_layer_selected, unsupported_layer
 from flowbnn.noise.layout import absorbs, layout_of, weight_scale, wrappable_layers
 from flowbnn.posterior.weights import named_parts
 from flowbnn.training.randomness import preserve_rng_state
@@ -206,16 +207,10 @@ def noise_sites(model: nn.Module, layers: str | None) -> NoiseSites:
         name: module for name, module in candidates.items() if layers is None or fnmatchcase(name, layers)
     }
     if not selected:
-        message = f"layers={layers!r} matches no layer that supports noise{nearest(layers or '', candidates)}"
-        raise FlowBNNError(message, kind="layer", argument="layers")
+        raise no_layer_selected(layers, candidates, "layer for noise")
     uses = Counter(id(parameter) for module in model.modules() for parameter in module._parameters.values())
     for name, module in selected.items():
         if not absorbs(module) or uses[id(module.weight)] > 1:
-            raise FlowBNNError(
-                f"variables='noise' does not support layer '{name}' ({type(module).__name__}), whose weight is shared or cannot absorb "
-                "noise; exclude it with layers=, or use fb.NodeNoise",
-                kind="layer",
-                layer=name,
-                argument="layers",
-            )
+            reason = "shared weight" if absorbs(module) else "cannot absorb noise"
+            raise unsupported_layer(model, name, "variables='noise'", "fb.NodeNoise", reason)
     return {name: (module, module.weight.detach()) for name, module in selected.items()}

@@ -43,6 +43,7 @@ FlowName = Literal[
     "nice", "realnvp", "iaf", "nsf", "naf", "flowpp", "householder", "residualflow",
 ]  # fmt: skip
 FLOWS: dict[str, Callable[..., Recipe]] = {  # recipes of noise by name; "gaussian" has no flow
+    **{name: partial(NormalFlow, name) for name in get_args(FlowName)},
     "gaussian": NormalAffine,
     "planar": NormalPlanar,
     "radial": NormalRadial,
@@ -51,7 +52,6 @@ FLOWS: dict[str, Callable[..., Recipe]] = {  # recipes of noise by name; "gaussi
     "invconv": NormalInvConv,
     "glow": NormalGlow,
 }
-FLOWS |= {name: partial(NormalFlow, name) for name in get_args(FlowName) if name not in FLOWS}
 
 
 @options(kw_only=True, repr=False)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from flowbnn.distributions import Divergence
 from flowbnn.distributions.draws import standard_normal
-from flowbnn.errors import FlowBNNError
+from flowbnn.errors import FlowBNNError, nearest
 from flowbnn.likelihoods import Likelihood
 from flowbnn.methods.base import FitOptions, register_method
 from flowbnn.methods.fitting import prepare
@@ -161,9 +161,15 @@ class GaussianWeightPosterior(WeightPosterior):
         if not std:
             raise FlowBNNError("std is empty", argument="std")
         for name, value in std.items():
-            fits = name in parameters and value.shape == parameters[name].shape
-            if not fits or not bool((value >= 0).all()):
-                raise FlowBNNError(f"std['{name}'] must be non-negative and fit a parameter", argument="std")
+            kind = problem = ""
+            if name not in parameters:
+                kind, problem = "name", f"is no parameter{nearest(name, parameters)}"
+            elif value.shape != (shape := parameters[name].shape):
+                kind, problem = "shape", f"must have shape {tuple(shape)}, got {tuple(value.shape)}"
+            elif not bool((value >= 0).all()):
+                kind, problem = "value", f"must be non-negative, got {float(value.min()):.3g}"
+            if problem:
+                raise FlowBNNError(f"std['{name}'] {problem}", kind=kind, argument="std")
         # the order of the network, because draws depend on the order and files do not store it
         self.shapes = {name: parameters[name].shape for name in parameters if name in std}
         self.flat_mean, self.flat_std = self.flatten(parameters), self.flatten(std)

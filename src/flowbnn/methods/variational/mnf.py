@@ -35,6 +35,7 @@ from flowbnn.errors import FlowBNNError, warn
 from flowbnn.likelihoods import Likelihood
 from flowbnn.methods.base import FitOptions, register_method
 from flowbnn.methods.fitting import prepare
+from flowbnn.methods.network_layers import unsupported_layer
 from flowbnn.methods.variational.base import FLOWS, FlowName, Variational, fit_elbo
 from flowbnn.methods.variational.weight_noise import SampledNetwork, draw_rows, gaussian_kl, local_noise
 from flowbnn.methods.variational.weight_selection import (
@@ -149,13 +150,8 @@ class MNF(Variational):
         ]
         specs = layer_specs(model, supported, inputs)
         if not specs or (unsupported and self.layers is not None):
-            layer = f", not {describe_layer(model, unsupported[0])}" if unsupported else ""
-            raise FlowBNNError(
-                f"MNF supports linear layers and convolutions with trainable weights{layer}; use BayesByBackprop",
-                kind="layer",
-                argument="layers",
-                layer=unsupported[0] if unsupported else None,
-            )
+            reason = "not linear" if unsupported else "frozen weight"
+            raise unsupported_layer(model, (unsupported or supported)[0], "MNF", "BayesByBackprop", reason)
         if unsupported:
             warn(
                 f"MNF keeps the weights of layer {describe_layer(model, unsupported[0])} deterministic, because it is not linear; "

@@ -24,8 +24,8 @@ import torch
 from torch import Tensor, nn
 
 from flowbnn.batches import evaluation_mode, halve_rows_on_oom, repeat, take
-from flowbnn.errors import FlowBNNError
 from flowbnn.likelihoods import Likelihood, learns_noise
+from flowbnn.methods.fitting import likelihood_not_finite
 from flowbnn.methods.variational.block_gaussian import BlockGaussian, average, factorize_or
 from flowbnn.methods.variational.noisy_network import NoisyNetwork
 from flowbnn.regression import min_noise_variance
@@ -33,10 +33,6 @@ from flowbnn.regression import min_noise_variance
 Structure = Literal["full", "chain", "layers", "factorized"]
 
 MAX_PASSES = 60  # over the data; twenty usually suffice
-MIN_DRAWS = 512  # per pass; below, the estimate of the curvature is too noisy
-MAX_DENSE_DIM = (
-    512  # dimension up to which a linear system is solved by a matrix instead of conjugate gradients
-)
 
 
 @dataclass
@@ -87,12 +83,14 @@ class NaturalFit:
 class _GaussianProblem:
     """Data, network and structure of a Gaussian that is fitted."""
 
+    min_draws = 512  # per pass; below, the estimate of the curvature is too noisy
+
     def __init__(
         self, network: NoisyNetwork, inputs: Any, targets: Tensor, structure: Structure, seed: int
     ) -> None:
         self.network, self.structure = network, structure
         self.num_examples = len(targets)
-        self.draws_per_example = max(1, MIN_DRAWS // len(targets))
+        self.draws_per_example = max(1, self.min_draws // len(targets))
         if self.draws_per_example > 1:
             inputs, targets = repeat((inputs, targets), self.draws_per_example)
         self.inputs, self.targets = inputs, targets
@@ -207,18 +205,21 @@ def _add_chain(
         block.sub_(product + product.mT)
 
 
-def _newton_direction(estimate: GaussianEstimate, prior_precision: Tensor, gradient: Tensor) -> Tensor:
+def _newton_direction(
+    estimate: GaussianEstimate, prior_precision: Tensor, gradient: Tensor, max_dense_dim: int = 512
+) -> Tensor:
     r"""Returns :math:`(G + \mathrm{diag}(a))^{-1}` times the gradient, for the Gauss-Newton matrix :math:`G` of the stored roots.
 
     Args:
         estimate: Estimate with the diagonal of :math:`G` and some of its roots, which are scaled to represent all.
         prior_precision: Diagonal :math:`a`.
         gradient: Gradient of the ELBO.
+        max_dense_dim: Largest dimension for which the matrix is formed. Above it, conjugate gradients are used.
     """
     diagonal = estimate.blocks[0]
     stored = float(sum(root.square().sum(dtype=torch.float64) for root in estimate.roots))
     factor = float(diagonal.sum()) / stored if stored else 0.0
-    if len(gradient) <= MAX_DENSE_DIM:
+    if len(gradient) <= max_dense_dim:
         matrix = sum(((root.mT @ root).double() for root in estimate.roots), gradient.new_zeros(()))
         return torch.linalg.solve(factor * matrix + prior_precision.diag(), gradient)
     roots, preconditioner = torch.cat(estimate.roots), prior_precision + diagonal
@@ -322,10 +323,8 @@ def _optimize(
         min_variance = min_noise_variance(*torch.var_mean(targets, 0, correction=0)[::-1])
     estimate = problem.estimate(q, labels)
     if not estimate.is_finite:
-        raise FlowBNNError(
-            "the log-likelihood or its gradient is not finite under narrow noise; exclude layers before logarithms, roots or divisions",
-            kind="not finite",
-        )
+        advice = "under narrow noise; exclude layers before logarithms, roots or divisions"
+        raise likelihood_not_finite(advice)
     size, min_size, max_size = 0.3, 0.01, 0.5
     trace, last_gaussians = [estimate.elbo], list[BlockGaussian]()
     for number in range(MAX_PASSES):

@@ -32,6 +32,7 @@ from flowbnn.methods.fitting import (
 from flowbnn.methods.schedule import PlateauRun, PlateauSchedule, default_noise_lr
 from flowbnn.methods.variational.report import FinishedFit, InitialState, make_report, spread_batches
 from flowbnn.noise import noise_layers, noise_mode, parameter_groups, weight_parameters
+from flowbnn.noise.base import layers_with_noise
 from flowbnn.objectives import ELBO, warm_up
 from flowbnn.options import Count, NonNegative, UnitInterval, options
 from flowbnn.posterior.noise import NoisePosterior
@@ -89,13 +90,10 @@ def fit_noise(model: nn.Module, loader: Iterable[Any], options: NoiseFitOptions)
 
 def check_trainable(model: nn.Module, options: NoiseFitOptions) -> None:
     """Raises FlowBNNError if the network has no noise, or nothing that can be trained. Warns if the noise has half precision."""
-    problem = None
-    if not noise_layers(model):
-        problem = "this network has no noise; convert it first with to_stochastic(network, rules)"
-    elif not any(parameter.requires_grad for parameter in model.parameters()):
-        problem = "this network has nothing to train, because both its weights and its noise are frozen"
-    if problem is not None:
-        raise FlowBNNError(problem, kind="network", argument="network")
+    layers_with_noise(model, "network")
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        message = "this network has nothing to train, because both its weights and its noise are frozen"
+        raise FlowBNNError(message, kind="network", argument="network")
     if options.precision in ("bf16-true", "16-true"):
         warn(
             f"precision={options.precision!r} stores the noise in half precision, which is too coarse for flows; use 'bf16-mixed'",

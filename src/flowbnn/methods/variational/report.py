@@ -175,15 +175,25 @@ def compare_elbo(fit: FinishedFit) -> Gain | None:
         after.append(example_elbos(model, fit.objective, fit.batches))
         _copy_into(likelihood, {"log_scale": fitted})
     gain = Gain.of(before, max(after, key=Tensor.mean), "ELBO")
+    warn_if_worse(gain, "elbo")
+    return gain
+
+
+def warn_if_worse(gain: Gain, kind: str) -> None:
+    """Warns if a fit has made its network worse by more than two standard errors.
+
+    Args:
+        gain: Values before and after the fit.
+        kind: Kind of the warning.
+    """
     if gain.is_loss:
         warn(
-            f"the fit has lowered the ELBO: {gain}; use smaller learning rates (weight_lr=..., noise_lr=..., or lr=... of a method), "
-            "or fit longer (epochs=...)",
-            kind="elbo",
+            f"the fit has lowered the {gain}; fit longer (epochs=...), or decrease the learning rates (weight_lr=..., noise_lr=..., or "
+            "lr=... of a method) or prior_scale",
+            kind=kind,
             before=gain.before,
             after=gain.after,
         )
-    return gain
 
 
 def check_convergence(history: History, plateau: PlateauRun) -> tuple[float, float]:
@@ -255,14 +265,7 @@ def compare_held_out(fit: FinishedFit) -> tuple[Gain | None, float | None]:
             excess=excess,
         )
     gain = Gain.of(before, log_likelihoods(fit.posterior, fit.validation), "held-out log-likelihood")
-    if gain.is_loss:
-        warn(
-            f"the posterior predicts worse than the initial network: {gain}; fit longer (epochs=...), use a narrower prior "
-            "(prior_scale=0.2), or fit the noise to held-out data",
-            kind="gain",
-            before=gain.before,
-            after=gain.after,
-        )
+    warn_if_worse(gain, "gain")
     return gain, excess
 
 

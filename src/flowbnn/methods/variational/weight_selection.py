@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from flowbnn.batches import call, device_of, dtype_of, evaluation_mode, move, record_calls
-from flowbnn.errors import FlowBNNError, nearest
+from flowbnn.methods.network_layers import no_layer_selected, unsupported_layer
 from flowbnn.noise.layout import FORWARD, absorbs
 
 Estimator = Literal["reparameterization", "local", "flipout"]
@@ -74,10 +74,7 @@ def select_weights(model: nn.Module, choice: LayerChoice) -> list[str]:
         if parameter.requires_grad and parameter.is_floating_point() and chosen.intersection(layers_of[name])
     ]
     if not names:
-        hint = nearest(choice, layers) if isinstance(choice, str) else ""
-        raise FlowBNNError(
-            f"layers={choice!r} selects no trainable weights{hint}", kind="layer", argument="layers"
-        )
+        raise no_layer_selected(choice, layers)
     return names
 
 
@@ -136,12 +133,8 @@ def select_estimators(model: nn.Module, names: list[str], estimator: str, inputs
             if isinstance(module, nn.Linear) and calls.get(layer) == [2] and len(random) == len(parameters):
                 choice.layers[layer] = "local"
         elif not calls.get(layer):
-            raise FlowBNNError(
-                f"estimator='{estimator}' does not support layer {describe_layer(model, layer)}; use 'auto', or exclude it with layers",
-                kind="layer",
-                argument="estimator",
-                layer=layer,
-            )
+            option = f"estimator='{estimator}'"
+            raise unsupported_layer(model, layer, option, "estimator='auto'", argument="estimator")
         elif any(name.rpartition(".")[2] == "weight" for name in random):
             choice.layers[layer] = estimator
         if layer in choice.layers:
