@@ -115,11 +115,11 @@ def to_stochastic(
     if not inplace:
         model = copy_network(model, "use inplace=True")
         layers = wrappable_layers(model)
-    chosen = _choose(model, layers, rules)
+    recipes = _choose(model, layers, rules)
     if joint is not None:
-        chosen = {name: replace(recipe, joint=joint) for name, recipe in chosen.items()}
+        recipes = {name: replace(recipe, joint=joint) for name, recipe in recipes.items()}
     groups: list[tuple[Recipe, list[str]]] = []
-    for name, recipe in chosen.items():
+    for name, recipe in recipes.items():
         # layers of a joint vector may have their examples on different axes
         group_recipe = replace(recipe, batch_axis=None)
         matches = [names for other, names in groups if recipe.joint is not None and other == group_recipe]
@@ -128,10 +128,10 @@ def to_stochastic(
         else:
             groups.append((group_recipe, [name]))
     for recipe, names in groups:
-        layouts = [_layout(model, name, layers[name], chosen[name]) for name in names]
+        layouts = [_layout(model, name, layers[name], recipes[name]) for name in names]
         noises = [recipe.build(layouts[0])] if recipe.joint is None else recipe.build_joint(layouts)
         for name, noise in zip(names, noises, strict=True):
-            _wrap(layers[name], noise, chosen[name])
+            _wrap(layers[name], noise, recipes[name])
     _add_group_hooks(model, list(noise_layers(model).values()))
     for module in model.modules():
         if isinstance(module, nn.TransformerEncoder) and module.use_nested_tensor:
@@ -145,8 +145,10 @@ def to_stochastic(
 def _rank(rule: Rule, name: str, module: nn.Module) -> tuple[int, int] | None:
     """Returns the rank of a rule for a layer (higher is more specific), or None if the rule does not match."""
     if isinstance(rule, str):
-        if any(sign in rule for sign in "*?["):
-            return (0, sum(sign not in "*?[]" for sign in rule)) if fnmatchcase(name, rule) else None
+        if any(character in rule for character in "*?["):
+            return (
+                (0, sum(character not in "*?[]" for character in rule)) if fnmatchcase(name, rule) else None
+            )
         return (3, 0) if name == rule else None
     if isinstance(rule, type):
         return (1, -type(module).__mro__.index(rule)) if isinstance(module, rule) else None
@@ -162,16 +164,16 @@ def _choose(
     problem = 'the rules give no layer noise; {"*": NormalAffine()} gives noise to every layer'
     for rule, recipe in rules.items():
         # a shared module matches each of its names
-        named = first.get(aliases.get(rule, 0), rule) if isinstance(rule, str) else rule
-        ranks = {name: _rank(named, name, module) for name, module in layers.items()}
+        layer_rule = first.get(aliases.get(rule, 0), rule) if isinstance(rule, str) else rule
+        ranks = {name: _rank(layer_rule, name, module) for name, module in layers.items()}
         if not any(ranks.values()):
             problem, winners = _describe_mismatch(rule, model, layers), {}
             break
         for name, rank in ranks.items():
             if rank is not None and (name not in winners or rank >= winners[name][0]):
                 winners[name] = (rank, recipe)
-    chosen = {name: winners[name][1] for name in layers if name in winners}
-    wrapped = {name: recipe for name, recipe in chosen.items() if recipe is not None}
+    recipes = {name: winners[name][1] for name in layers if name in winners}
+    wrapped = {name: recipe for name, recipe in recipes.items() if recipe is not None}
     if not wrapped:
         raise FlowBNNError(problem, kind="rules", argument="rules")
     return wrapped
@@ -357,7 +359,7 @@ def _absorbs(model: nn.Module, name: str) -> bool:
     if not absorbs(module):
         return False
     weight = module._parameters["weight"]
-    users = sum(weight is value for each in model.modules() for value in each._parameters.values())
+    users = sum(weight is value for other in model.modules() for value in other._parameters.values())
     path = name.split(".")
     parents = [model.get_submodule(".".join(path[:end])) for end in range(len(path) if name else 0)]
     return users == 1 and all(type(parent).__module__.startswith("torch.") for parent in parents)
@@ -367,11 +369,11 @@ def _absorbs(model: nn.Module, name: str) -> bool:
 def _warn_dropped_means(layers: Mapping[str, Noise]) -> None:
     """Raises a warning if trained noise, whose means are not one, is removed."""
     fitted = {name: noise for name, noise in layers.items() if noise.fitted}
-    moved = {name: float((noise.mean() - 1).square().mean().sqrt()) for name, noise in fitted.items()}
-    if moved and max(moved.values()) > 0.02:
-        name = max(moved, key=moved.__getitem__)
+    shifts = {name: float((noise.mean() - 1).square().mean().sqrt()) for name, noise in fitted.items()}
+    if shifts and max(shifts.values()) > 0.02:
+        name = max(shifts, key=shifts.__getitem__)
         warn(
-            f"the means of the trained noise differ from one (by {moved[name]:.2f} in layer '{name}') and are dropped; "
+            f"the means of the trained noise differ from one (by {shifts[name]:.2f} in layer '{name}') and are dropped; "
             "to keep them, use to_deterministic(model, absorb=True)",
             kind="mean",
             layers=[name],
@@ -379,7 +381,7 @@ def _warn_dropped_means(layers: Mapping[str, Noise]) -> None:
 
 
 def _unhook(module: nn.Module) -> None:
-    """Removes the hooks of noise and of its group, except those of constant factors."""
+    """Removes the hooks of noise and of its group, except the hooks of constant factors."""
     for hooks in (module._forward_hooks, module._forward_pre_hooks):
         for key, hook in list(hooks.items()):
             owner = getattr(hook, "__self__", None)

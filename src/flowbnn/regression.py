@@ -119,9 +119,9 @@ def needs_standardization(
 ) -> Tensor:
     """Returns True for each target whose mean or standard deviation a fresh network does not reach.
 
-    A network that already predicts in the units of the targets needs no standardization. The mean of its outputs is near that of the
-    targets. In addition, the ratio of spreads is 0.1 to 4, the regression slope is 0.5 to 2, or, for small units, the error is small.
-    A network with outputs far above 1 is not freshly initialized.
+    A network that already predicts in the units of the targets needs no standardization. The mean of its outputs is near the mean of
+    the targets. In addition, the ratio of spreads is 0.1 to 4, the regression slope is 0.5 to 2, or, for small units, the error is
+    small. A network with outputs far above 1 is not freshly initialized.
 
     Args:
         network: Network whose outputs are compared, with its current output scale.

@@ -68,8 +68,8 @@ def calibrate(
         folds: Number of folds of the cross-validation, or 0 for none.
         samples: Number of samples of the predictions in the cross-validation.
         likelihood: Observation model. ``"auto"`` chooses it by the targets. For a regression, pass the likelihood of the trained
-            network (``posterior.likelihood``), which has its noise scale. Otherwise the scale is that of the residuals on the
-            training folds.
+            network (``posterior.likelihood``), which has its noise scale. Otherwise the scale is fitted to the residuals on
+            the training folds.
         accelerator: Device type to compute on.
         seed: Seed of all draws.
         progress: If True, shows progress bars and prints the comparison.
@@ -95,13 +95,13 @@ def calibrate(
     problem = CalibrationProblem(data, rules, flow, prior_scale or 0.5, structure, seed)
     folds = min(folds, len(data) // 2) if len(data) >= 4 else 0
     priors = _candidate_priors(prior, folds, problem)
-    everything = torch.arange(len(data))
-    fit = problem.fit_gaussian(everything, priors[0])
+    all_indices = torch.arange(len(data))
+    fit = problem.fit_gaussian(all_indices, priors[0])
     scores = cross_validate(problem, priors, folds, samples, progress) if folds else Scores(priors[0])
     if scores.prior != priors[0]:
-        fit = problem.fit_gaussian(everything, scores.prior, start=fit.gaussian)
-    posterior, flow_fit = problem.make_posterior(fit, everything, progress)
-    temperature = problem.scale_temperature(everything).temperature
+        fit = problem.fit_gaussian(all_indices, scores.prior, start=fit.gaussian)
+    posterior, flow_fit = problem.make_posterior(fit, all_indices, progress)
+    temperature = problem.scale_temperature(all_indices).temperature
     posterior.calibration = _make_report(problem, folds, scores, temperature, flow_fit)
     posterior.history = History([{"elbo": value / len(data)} for value in fit.trace])
     _warn_unreliable(problem, fit, temperature)

@@ -130,7 +130,7 @@ def _train(
 def _elbo_surrogate(
     target: NoiseTarget, vectors: list[InputNoise], draws: int, generator: torch.Generator
 ) -> Tensor:
-    """Returns a scalar whose gradient is that of the ELBO, summed over draws."""
+    """Returns a scalar with the same gradient as the ELBO, summed over draws."""
     samples = [vector.posterior().rsample_and_log_prob((draws,), generator) for vector in vectors]
     noise = target.join([value for value, _ in samples])
     _, slope = target.gradient(noise.detach())

@@ -92,13 +92,13 @@ def read_held_out(
     batches = [take(data, low, low + BATCH_SIZE) for low in range(0, len(data[1]), BATCH_SIZE)]
     prepared = prepare(network, batches, FitOptions(likelihood=likelihood, seed=seed), trained=False)
     prepared.check_batch(data)
-    chosen = prepared.likelihood
+    prepared_likelihood = prepared.likelihood
     inputs, targets = move(data, device_of(network), dtype_of(network))
-    targets = chosen.canonical_targets(targets).to(device_of(network))
-    scale_is_known = not learns_noise(chosen) or (
+    targets = prepared_likelihood.canonical_targets(targets).to(device_of(network))
+    scale_is_known = not learns_noise(prepared_likelihood) or (
         isinstance(likelihood, Gaussian) and bool(likelihood.log_scale.any())
     )
-    return HeldOutData(network, inputs, targets, chosen, scale_is_known)
+    return HeldOutData(network, inputs, targets, prepared_likelihood, scale_is_known)
 
 
 class CalibrationProblem:

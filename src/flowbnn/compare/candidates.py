@@ -93,7 +93,7 @@ def _short_swag(epochs: int, batches: int | None) -> dict[str, Any]:
     return {"snapshots_per_epoch": 2} if epochs in (2, 3) else {}
 
 
-_PRIOR = ("prior_scale",)  # the prior of the noise, or of Laplace, is not that of the weights
+_PRIOR = ("prior_scale",)  # the prior of the noise, or of Laplace, is not the common prior of the weights
 # fmt: off
 CANDIDATES: tuple[Candidate, ...] = (
     Candidate("mle", "Maximum likelihood", MLE),
@@ -131,7 +131,7 @@ def find_candidates(keys: Iterable[str]) -> list[Candidate]:
     >>> [candidate.key for candidate in find_candidates(["node-noise", "map", "laplace"])]
     ['map', 'laplace', 'node-noise-gaussian', 'node-noise-mixture', 'node-noise-planar']
     """
-    chosen: set[str] = set()
+    selected_keys: set[str] = set()
     for key in keys:
         by_key = {candidate.key for candidate in CANDIDATES if candidate.key == key}
         by_method = {candidate.key for candidate in CANDIDATES if candidate.method.name == key}
@@ -139,5 +139,5 @@ def find_candidates(keys: Iterable[str]) -> list[Candidate]:
         if not (matches := by_key or by_method or by_pattern):
             names = [name for candidate in CANDIDATES for name in (candidate.key, candidate.method.name)]
             raise FlowBNNError(f"unknown method '{key}'{nearest(key, names)}", argument="methods")
-        chosen |= matches
-    return [candidate for candidate in CANDIDATES if candidate.key in chosen]
+        selected_keys |= matches
+    return [candidate for candidate in CANDIDATES if candidate.key in selected_keys]

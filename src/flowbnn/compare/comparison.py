@@ -49,8 +49,8 @@ METRICS = (
     Metric("coverage_90", "Coverage", "none", ".3f", "Fraction of targets inside their 90 % interval."),
     Metric("auroc", "Novelty AUROC", "higher", ".4f",
            "Probability that a novel input has a higher uncertainty than a test input; 0.5 is chance level."),
-    Metric("training", "Training", "lower", ".2f", "Training time, as a multiple of that of the deterministic baseline."),
-    Metric("prediction", "Prediction", "lower", ".2f", "Prediction time, as a multiple of that of the deterministic baseline."),
+    Metric("training", "Training", "lower", ".2f", "Training time, as a multiple of the training time of the baseline."),
+    Metric("prediction", "Prediction", "lower", ".2f", "Prediction time, as a multiple of the prediction time of the baseline."),
     Metric("parameters", "Parameters", "lower", ",.0f", "Number of real numbers stored for prediction."),
     Metric("memory", "Memory, MB", "lower", ".0f", "Peak memory of training and prediction, beyond the memory in use before."),
 )
@@ -121,21 +121,21 @@ def compare(
         network, train_loader, test_loader, novel, validation, samples, likelihood, _changed_options(options)
     )
     failures: dict[str, str] = {}
-    chosen = _choose_methods(methods, failures, epochs=epochs, lr=lr, batches=length_of(train_loader))
+    selection = _choose_methods(methods, failures, epochs=epochs, lr=lr, batches=length_of(train_loader))
     if methods is None:
-        chosen = _drop_slow_methods(chosen, network, failures)
+        selection = _drop_slow_methods(selection, network, failures)
     settings = {"epochs": epochs, "lr": lr, "samples": samples, "seeds": all_seeds, **experiment.options}
     cache = ResultCache(folder, experiment.fingerprint(with_data=folder is not None))
     warm_up(network, train_loader, likelihood)
     parts = Parts(all_seeds, {})
-    runs = [(candidate, method, number) for candidate, method in chosen for number in all_seeds]
+    runs = [(candidate, method, number) for candidate, method in selection for number in all_seeds]
     for candidate, method, number in track(runs, "comparing", progress):
         parts.content[candidate.key, number] = experiment.run(candidate, method, number, cache, failures)
     return Comparison(
-        [candidate for candidate, _ in chosen],
+        [candidate for candidate, _ in selection],
         parts,
         failures,
-        settings | _describe_network(network, chosen),
+        settings | _describe_network(network, selection),
         _describe_call(methods, settings),
     )
 
@@ -196,7 +196,7 @@ class _Experiment:
             return stored
         start = time.monotonic()
         try:
-            with record_warnings() as caught:
+            with record_warnings() as warning_records:
                 result = measure(
                     method,
                     self.network,
@@ -212,7 +212,7 @@ class _Experiment:
         except FlowBNNError as error:
             _record_failure(candidate, error, failures)
             return {"values": {"nll": None}, "warnings": [], "seconds": time.monotonic() - start}
-        result |= {"warnings": caught, "seconds": time.monotonic() - start}
+        result |= {"warnings": warning_records, "seconds": time.monotonic() - start}
         cache.put(candidate.key, seed, repr(method), result)
         return result
 
@@ -249,34 +249,36 @@ def _choose_methods(methods: Any, failures: dict[str, str], **common: Any) -> li
         methods = [candidate.key for candidate in CANDIDATES]
     elif isinstance(methods, str | Method):
         methods = [methods]
-    chosen: dict[str, tuple[Candidate, Method]] = {}
-    labelled = methods.items() if isinstance(methods, Mapping) else ((None, method) for method in methods)
-    for label, method in ((None, BASELINE), *labelled):
+    selection: dict[str, tuple[Candidate, Method]] = {}
+    labels_and_methods = (
+        methods.items() if isinstance(methods, Mapping) else ((None, method) for method in methods)
+    )
+    for label, method in ((None, BASELINE), *labels_and_methods):
         if isinstance(method, str):
             for candidate in find_candidates([method]):
                 try:
-                    chosen[candidate.key] = (candidate, candidate.make(**common))
+                    selection[candidate.key] = (candidate, candidate.make(**common))
                 except FlowBNNError as error:
                     _record_failure(candidate, error, failures)
             continue
         key = re.sub(r"[^a-z0-9]+", "-", (label or method.name).lower()).strip("-") or "method"
-        while key in chosen:
+        while key in selection:
             key += "-again"
         held_out = isinstance(method, Temperature)
         candidate = Candidate(key, label or repr(method), type(method), vars(method), held_out=held_out)
-        chosen[key] = candidate, method
-    return list(chosen.values())
+        selection[key] = candidate, method
+    return list(selection.values())
 
 
 def _drop_slow_methods(
-    chosen: Sequence[tuple[Candidate, Method]], network: nn.Module, failures: dict[str, str]
+    selection: Sequence[tuple[Candidate, Method]], network: nn.Module, failures: dict[str, str]
 ) -> list[tuple[Candidate, Method]]:
     """Returns the methods that do not take hours for a network of this size. Others are added to ``failures``."""
     weights = sum(parameter.numel() for parameter in network.parameters())
-    for candidate, _ in chosen:
+    for candidate, _ in selection:
         if weights > candidate.max_weights:
             failures[candidate.key] = f"too slow for {weights:,} weights; name it explicitly"
-    return [(candidate, method) for candidate, method in chosen if weights <= candidate.max_weights]
+    return [(candidate, method) for candidate, method in selection if weights <= candidate.max_weights]
 
 
 def _record_failure(candidate: Candidate, error: FlowBNNError, failures: dict[str, str]) -> None:
@@ -292,13 +294,13 @@ def _record_failure(candidate: Candidate, error: FlowBNNError, failures: dict[st
     failures[candidate.key] = str(error)
 
 
-def _describe_network(network: nn.Module, chosen: Sequence[tuple[Candidate, Method]]) -> dict[str, Any]:
+def _describe_network(network: nn.Module, selection: Sequence[tuple[Candidate, Method]]) -> dict[str, Any]:
     """Returns the network and the methods as plain settings."""
     return {
         "network": type(network).__name__,
         "weights": sum(parameter.numel() for parameter in network.parameters()),
         "device": device_of(network).type,
-        "methods": {candidate.key: repr(method) for candidate, method in chosen},
+        "methods": {candidate.key: repr(method) for candidate, method in selection},
     }
 
 
@@ -394,8 +396,8 @@ class Comparison:
         if calibrated := best_first(parts, ranked, "ece")[:1]:
             lines.append(f"Best calibrated: {format_means(parts, calibrated, 'ece', '.4f')} (ECE).")
         if novelty := best_first(parts, ranked, "auroc", higher=True)[:1]:
-            below = "" if parts.mean(novelty[0].key, "auroc") > 0.5 else ", below chance level"
-            lines.append(f"Best novelty detection: {format_means(parts, novelty, 'auroc')} (AUROC{below}).")
+            remark = "" if parts.mean(novelty[0].key, "auroc") > 0.5 else ", below chance level"
+            lines.append(f"Best novelty detection: {format_means(parts, novelty, 'auroc')} (AUROC{remark}).")
         return "\n".join(lines)
 
     def _describe_certainty(self) -> str:
@@ -403,14 +405,14 @@ class Comparison:
         if len(self.parts.seeds) < 2:
             return "The ranking is based on one seed and may change; use several seeds."
         worst = max(self.parts.values(self.best, "nll"))
-        others = [
+        overlapping_labels = [
             candidate.label
             for candidate in self.ranked[1:]
             if min(self.parts.values(candidate.key, "nll")) <= worst
         ]
-        if not others:
+        if not overlapping_labels:
             return "All its seeds are better than all seeds of the other methods."
-        return f"Its worst seed is no better than the best seed of {len(others)} others: {'; '.join(others)}."
+        return f"Its worst seed is no better than the best seed of {len(overlapping_labels)} others: {'; '.join(overlapping_labels)}."
 
     def figures(self) -> list[dict[str, Any]]:
         """Returns figures of quality against cost and of calibration, as plain data for the report."""

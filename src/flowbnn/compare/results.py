@@ -173,10 +173,10 @@ def record_warnings() -> Iterator[list[dict[str, str]]]:
     """Context manager that collects the library's own warnings as plain values, one for each layer. Others pass through."""
     collapsed = {"point": "a point", "prior": "its prior"}
     records: list[dict[str, str]] = []
-    with warnings.catch_warnings(record=True) as caught:
+    with warnings.catch_warnings(record=True) as warning_messages:
         warnings.simplefilter("always", FlowBNNWarning)
         yield records
-    for entry in caught:
+    for entry in warning_messages:
         if not isinstance(entry.message, FlowBNNWarning):
             warnings.warn_explicit(entry.message, entry.category, entry.filename, entry.lineno)
             continue

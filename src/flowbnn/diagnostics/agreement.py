@@ -104,13 +104,13 @@ def agreement(
     reference = reference.to(data[1].device)
     _check_comparable(predictive, reference)
     half = reference.num_samples // 2
-    same, variation = _compare_predictives(predictive, reference)
-    same_floor, variation_floor = _compare_predictives(
+    equal_fraction, variation = _compare_predictives(predictive, reference)
+    equal_floor, variation_floor = _compare_predictives(
         reference.select_samples(slice(half)), reference.select_samples(slice(half, None))
     )
     excess = float(predictive.nll(data[1]).double().mean() - reference.nll(data[1]).double().mean())
     return Agreement(
-        same, same_floor, variation, variation_floor, distance, distance_floor, excess, converged
+        equal_fraction, equal_floor, variation, variation_floor, distance, distance_floor, excess, converged
     )
 
 
@@ -128,14 +128,14 @@ def _compare_predictives(predictive: Any, reference: Any) -> tuple[float, float]
     """Returns the agreement and the total variation of two predictives."""
     if not isinstance(predictive, GaussianPredictive):
         p, q = predictive.probabilities, reference.probabilities
-        same = float((p.argmax(-1) == q.argmax(-1)).float().mean())
-        return same, 0.5 * float((p - q).abs().sum(-1).mean())
-    same = float(((predictive.mean - reference.mean).abs() < 0.5 * reference.std).double().mean())
+        equal_fraction = float((p.argmax(-1) == q.argmax(-1)).float().mean())
+        return equal_fraction, 0.5 * float((p - q).abs().sum(-1).mean())
+    equal_fraction = float(((predictive.mean - reference.mean).abs() < 0.5 * reference.std).double().mean())
     variations = [
         _total_variation(predictive[index].to(torch.float64), reference[index].to(torch.float64))
         for index in range(len(predictive))
     ]
-    return same, sum(variations) / len(predictive)
+    return equal_fraction, sum(variations) / len(predictive)
 
 
 def _total_variation(predictive: GaussianPredictive, reference: GaussianPredictive) -> float:

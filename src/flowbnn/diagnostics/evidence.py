@@ -240,10 +240,15 @@ def bridge_sampling(chains: Tensor, proposal: Tensor) -> tuple[float, float]:
             break
     bridge = torch.full_like(log_evidence, second)
     # relative mean squared error of Fruehwirth-Schnatter 2004
-    above = torch.exp(outer - log_evidence - torch.logaddexp(first + outer - log_evidence, bridge))
-    below = torch.exp(-torch.logaddexp(first + inner - log_evidence, bridge)).reshape(chains.shape)
-    count = float(effective_sample_size(below, "mean"))
-    square = above.var() / above.mean().square() / len(outer) + below.var() / below.mean().square() / count
+    numerator_terms = torch.exp(outer - log_evidence - torch.logaddexp(first + outer - log_evidence, bridge))
+    denominator_terms = torch.exp(-torch.logaddexp(first + inner - log_evidence, bridge)).reshape(
+        chains.shape
+    )
+    count = float(effective_sample_size(denominator_terms, "mean"))
+    square = (
+        numerator_terms.var() / numerator_terms.mean().square() / len(outer)
+        + denominator_terms.var() / denominator_terms.mean().square() / count
+    )
     return float(log_evidence) + offset, math.sqrt(float(square))
 
 

@@ -79,11 +79,11 @@ class NoiseChains:
         Raises:
             FlowBNNError: If the chains are of another network, prior or data.
         """
-        same = target.sizes == self.target.sizes and target.device == self.target.device
-        if same:
+        matches = target.sizes == self.target.sizes and target.device == self.target.device
+        if matches:
             energy = -target.log_joint(self.vectors[:, -1])
-            same = torch.allclose(energy, self.energy[:, -1].to(energy), rtol=1e-4, atol=1e-2)
-        if not same:
+            matches = torch.allclose(energy, self.energy[:, -1].to(energy), rtol=1e-4, atol=1e-2)
+        if not matches:
             raise FlowBNNError(
                 "the chains are of another network, prior or data; run noise_chains with this posterior and loader",
                 kind="chains",

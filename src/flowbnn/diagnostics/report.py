@@ -188,7 +188,7 @@ def diagnose(
         loader: Data that the posterior was fitted to. Every pass must give the same examples.
         samples: Number of draws of importance sampling.
         seconds: Time limit of the chains. No chains are run if it is 0.
-        test: Data at which predictions are compared with those of the chains. The default is the data of the loader.
+        test: Data for the comparison of predictions with the chains. The default is the data of the loader.
         seed: Seed of all draws.
         progress: If True, shows a progress bar and prints the report.
 

@@ -237,7 +237,12 @@ def example_axes(model: nn.Module, inputs: Any) -> dict[str, list[int | None]]:
                 try_call(partial(call, model, repeat(take(inputs, 0, 1), size))), Exception
             ):
                 return {}
-        shapes.append({name: [each.inputs.shape for each in calls if each.name == name] for name in layers})
+        shapes.append(
+            {
+                name: [layer_call.inputs.shape for layer_call in calls if layer_call.name == name]
+                for name in layers
+            }
+        )
     return {
         name: [_growing_axis(*pair) for pair in zip(shapes[0][name], shapes[1][name], strict=False)]
         for name in layers

@@ -58,7 +58,7 @@ Loss = Callable[[Forward, Any, Clock], LossAndLogs]
 
 @options(kw_only=True, owner="fit")
 class FitOptions(TrainingOptions):
-    """Options of every ``fit``, in addition to those of :class:`~flowbnn.training.TrainingOptions`.
+    """Options of every ``fit``. They extend :class:`~flowbnn.training.TrainingOptions`.
 
     Args:
         likelihood: Likelihood of the targets, or its name. ``"auto"`` is categorical for integer targets, Bernoulli for integer targets
@@ -313,9 +313,9 @@ def warn_probabilities(likelihood: Likelihood, outputs: Tensor, from_sigmoid: bo
     """
     if not isinstance(likelihood, Categorical | Bernoulli):
         return
-    inside = bool(((outputs >= 0) & (outputs <= 1)).all())
+    in_unit_interval = bool(((outputs >= 0) & (outputs <= 1)).all())
     sums_to_one = bool(((outputs.sum(-1) - 1).abs() < 1e-3).all())
-    if inside and (sums_to_one if isinstance(likelihood, Categorical) else from_sigmoid):
+    if in_unit_interval and (sums_to_one if isinstance(likelihood, Categorical) else from_sigmoid):
         warn(
             "the network returns probabilities, but logits are expected; remove its last softmax or sigmoid",
             kind="probabilities",

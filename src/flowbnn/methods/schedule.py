@@ -23,8 +23,8 @@ class PlateauSchedule:
     most ``tolerance``. Both means are taken over whole epochs, at least two each. The learning rates then decay to zero along half a
     cosine, over half as many epochs as have passed.
 
-    An ELBO that drops by more than ten times ``tolerance`` shows that the rates are too large, for example because the batches come in
-    a fixed order. The rates are then divided by 4, and training continues.
+    An ELBO that drops by more than ten times ``tolerance`` shows that the rates are too large. One cause is a fixed order of the
+    batches. The rates are then divided by 4, and training continues.
 
     Args:
         max_steps: Largest number of optimizer steps. The number of epochs is always between 10 and 120.
@@ -146,14 +146,14 @@ def elbo_drop(values: Sequence[float], window: int) -> float:
     window = max(window, len(values) // 10)  # the best of many short means is high by chance
     last = values[-window:]
     windows = (values[start : start + window] for start in range(len(values) - 2 * window + 1))
-    return max((fmean(each) - fmean(last) for each in windows if min(each) > max(last)), default=0.0)
+    return max((fmean(earlier) - fmean(last) for earlier in windows if min(earlier) > max(last)), default=0.0)
 
 
 def default_noise_lr(total_steps: int, plateau: bool, regression: bool) -> float:
     """Returns the learning rate of the noise that lets it converge within a number of steps.
 
-    Under Adam a parameter moves by about its learning rate per step, and the logarithm of a standard deviation may have to move by 10
-    over a run. A run that ends at a plateau uses about half of its steps. Precise real-valued targets make the noise far narrower than
+    Under Adam a parameter moves by about its learning rate per step. The logarithm of a standard deviation may have to move by 10 over
+    a run. A run that ends at a plateau uses about half of its steps. Precise real-valued targets make the noise far narrower than
     its start, which needs the largest rate.
 
     Args:

@@ -72,9 +72,9 @@ def split_rhat(draws: Tensor) -> Tensor:
             rhat = array_statistics().rhat(values)
         else:
             rhat = _rhat_of_halves(halves)
-    stuck = (halves == halves[..., :1]).all((-2, -1))
+    constant_within_chains = (halves == halves[..., :1]).all((-2, -1))
     constant = (halves == halves[..., :1, :1]).all((-2, -1))
-    rhat = np.where(constant, 1.0, np.where(stuck, np.inf, rhat))
+    rhat = np.where(constant, 1.0, np.where(constant_within_chains, np.inf, rhat))
     return torch.as_tensor(rhat, device=draws.device)
 
 
@@ -84,8 +84,8 @@ def effective_sample_size(draws: Tensor, kind: Literal["bulk", "tail", "mean"] =
 
     Args:
         draws: Draws of the chains, ``[chains, draws, ...]``.
-        kind: ``"bulk"`` for the rank-normalized ESS of the center of the distribution, ``"tail"`` for the smaller ESS of the 5 % and
-            95 % quantiles, ``"mean"`` for the ESS of the mean, as in its standard error.
+        kind: Type of the ESS. ``"bulk"`` is the rank-normalized ESS of the center of the distribution. ``"tail"`` is the smaller ESS of
+            the 5 % and 95 % quantiles. ``"mean"`` is the ESS of the mean, which gives its standard error.
 
     Returns:
         One value for each remaining axis.

@@ -77,8 +77,8 @@ def log_mean(log_weights: Tensor) -> LogMean:
     r"""Returns the logarithm of the mean of importance weights, estimated by Pareto smoothing.
 
     The standard error has two parts. The first is the spread of the weights. The second accounts for the tail beyond the largest
-    draw, which smoothed weights leave out: it assumes a tail of shape :math:`\hat k + (1 + \hat k) / \sqrt{T}`, one standard error
-    above the shape of the :math:`T` largest weights. The error is infinite if :math:`\hat k \ge 1`.
+    draw, which smoothed weights leave out. The assumed tail has the shape :math:`\hat k + (1 + \hat k) / \sqrt{T}`, which is one
+    standard error above the shape of the :math:`T` largest weights. The error is infinite if :math:`\hat k \ge 1`.
 
     Args:
         log_weights: Logarithms of the importance weights, ``[S]``.

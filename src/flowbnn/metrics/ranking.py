@@ -30,8 +30,8 @@ def novelty_auroc(known_scores: Tensor, novel_scores: Tensor) -> float:
     0.833...
     """
     known, novel = _count_scores(known_scores, novel_scores)
-    below = known.cumsum(0) - 0.5 * known
-    return float((novel * below).sum() / (novel.sum() * known.sum()))
+    known_below = known.cumsum(0) - 0.5 * known
+    return float((novel * known_below).sum() / (novel.sum() * known.sum()))
 
 
 @checked

@@ -3,8 +3,8 @@ r"""Base class for posteriors, which every method's ``fit`` returns.
 A posterior is a distribution over networks together with a likelihood. It implements one method, :meth:`Posterior.outputs`, which
 returns the outputs of some of its samples for a batch of inputs. The base class does everything else. ``predict``
 
-1. checks its options (:class:`PredictOptions`) and opens a :class:`Prediction`. This object holds the lock of the posterior for the
-   duration of the call, and stores the number of samples, the seed, the device and the precision;
+1. checks its options (:class:`PredictOptions`) and opens a :class:`Prediction`. This object holds the lock of the posterior
+   during the call, the number of samples, the seed, the device and the precision;
 2. reads the batches of a loader (a tensor of inputs is one batch), several small ones at a time;
 3. calls ``outputs`` for all samples, or in rounds until the prediction has converged (:mod:`flowbnn.posterior.adaptive`). If there are
    views of the inputs, the outputs are averaged over them;

@@ -95,8 +95,8 @@ class NoisePosterior(Posterior):
     def sample(self, seed: int | None = None) -> nn.Module:
         """Returns the first network of a prediction with this seed, as a plain network.
 
-        The draw is multiplied into the weights where that is safe. Otherwise it is stored as a buffer: in attention, recurrent and
-        tied layers, at site ``position``, on side ``output``, and in modules whose own code may read the weight.
+        The draw is multiplied into the weights where that is safe. In attention, recurrent and tied layers it is a buffer, as for
+        site ``position`` and side ``output``. It is also a buffer in modules whose own code may read the weight.
         """
         return fix_noise(self.model, seed)
 
@@ -298,7 +298,7 @@ class NoiseSampler:
             shared: list[Tensor] = []
             if self.generator is None:
                 shared += self.shared.tensors(trace.noise_shapes, first, first + count).values()
-            parts: list[Tensor] = []
+            chunk_outputs: list[Tensor] = []
             for start in range(0, total, size):
                 chunk = inputs if size >= total else take(inputs, start, start + size)
                 draws, examples = shared, 0
@@ -313,9 +313,9 @@ class NoiseSampler:
                     self.ran_out_of_memory = True
                     prediction.row_limit = min(limit, prediction.row_limit)
                     break
-                parts.append(outputs.to(torch.promote_types(outputs.dtype, torch.float32)))
+                chunk_outputs.append(outputs.to(torch.promote_types(outputs.dtype, torch.float32)))
             else:
-                results.append(parts[0] if len(parts) == 1 else torch.cat(parts, 1))
+                results.append(chunk_outputs[0] if len(chunk_outputs) == 1 else torch.cat(chunk_outputs, 1))
                 first += count
         outputs = results[0] if len(results) == 1 else torch.cat(results)
         if has_row_axis(inputs):

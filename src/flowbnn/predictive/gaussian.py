@@ -225,7 +225,7 @@ class GaussianPredictive(Predictive):
             density = torch.exp(-0.5 * scaled.square()) / (stds * math.sqrt(2 * math.pi))
             return self._mean(torch.special.ndtr(scaled)) - level, self._mean(density)
 
-        # the quantile of the mixture is between those of its components
+        # the quantile of the mixture is between the quantiles of its components
         quantiles = means + stds * torch.special.ndtri(torch.tensor(level, dtype=torch.float64)).item()
         low = self._fill_missing(quantiles, math.inf).amin(0)
         high = self._fill_missing(quantiles, -math.inf).amax(0)

@@ -128,10 +128,10 @@ class MNF(Variational):
         posterior = MNFPosterior(model, likelihood, module, recipe)
         means = [parameter for layer in layers for parameter in layer.means()]
         mean_ids = {id(parameter) for parameter in means}
-        others = [p for p in module.layers.parameters() if id(p) not in mean_ids]
+        other_parameters = [p for p in module.layers.parameters() if id(p) not in mean_ids]
         groups = [
             {"name": "means", "params": means, "lr": self.lr},
-            {"name": "noise", "params": others, "lr": self.noise_lr},
+            {"name": "noise", "params": other_parameters, "lr": self.noise_lr},
         ]
         divergence = partial(module.divergence, self.prior_scale, self.kl_samples)
         fit_elbo(posterior, module, divergence, groups, self, loader, prepared, options)

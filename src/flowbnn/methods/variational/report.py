@@ -160,8 +160,8 @@ def example_elbos(model: nn.Module, objective: ELBO, batches: Iterable[Any]) -> 
 def compare_elbo(fit: FinishedFit) -> Gain | None:
     """Returns the ELBO before and after a fit, or None if it was not finite before.
 
-    The ELBO after the fit is computed for two noise scales, and the larger value is used: the scale that maximizes the ELBO, and the
-    scale that was fitted to the predictions. A warning is raised if the ELBO has decreased by more than two standard errors.
+    The ELBO after the fit is computed for two noise scales, the one from training and the one that was fitted to the predictions. The
+    larger value is used. A warning is raised if the ELBO has decreased by more than two standard errors.
     """
     model, likelihood = fit.posterior.model, fit.posterior.likelihood
     with fit.initial_network():
@@ -244,7 +244,7 @@ def log_likelihoods(posterior: Posterior, data: Iterable[Any], samples: int = 64
 def compare_held_out(fit: FinishedFit) -> tuple[Gain | None, float | None]:
     """Returns the held-out log-likelihood before and after a fit, and the memorization of the initial network.
 
-    Memorization is the log-likelihood of the training data minus that of the validation data. Both results are None without validation
+    Memorization is the training log-likelihood minus the validation log-likelihood. Both results are None without validation
     data. A warning is raised if the log-likelihood has decreased by more than two standard errors, or
     if the training data are memorized.
     """
