@@ -16,11 +16,10 @@ from torch.distributions import Distribution, Independent, Normal, constraints
 from torch.nn import functional as F
 
 from flowbnn.distributions.draws import draw_components, select_normal, standard_normal
-from flowbnn.errors import FlowBNNError
+from flowbnn.errors import FlowBNNError, describe_value
 from flowbnn.options import Bounds, Count, NonNegative, Positive, check, checked
 
 DegreesOfFreedom = Annotated[float, Bounds(gt=2)]  # of a Student-t distribution with a finite variance
-_LOG_2PI = math.log(2.0 * math.pi)
 
 
 class _VectorDistribution(Distribution):
@@ -42,9 +41,10 @@ class _VectorDistribution(Distribution):
     def __init__(self, loc: Tensor, scale: Tensor | float, validate_args: bool | None = False) -> None:
         name = type(self).__name__
         if not isinstance(loc, Tensor) or loc.ndim < self.axes:
-            shape = tuple(loc.shape) if isinstance(loc, Tensor) else type(loc).__name__
-            expected = "(..., dim)" if self.axes == 1 else "(..., components, dim)"
-            text = f"{name}(loc=...) must be a tensor of shape {expected}, got {shape}"
+            shape = tuple(loc.shape) if isinstance(loc, Tensor) else describe_value(loc)
+            text = (
+                f"{name}(loc=...) must have shape (..., {'components, ' * (self.axes - 1)}dim), got {shape}"
+            )
             raise FlowBNNError(text, kind="shape", argument="loc")
         if not loc.is_floating_point():
             check("loc", loc, Tensor, name)
@@ -53,15 +53,11 @@ class _VectorDistribution(Distribution):
         if not (isinstance(scale, Tensor) and scale.is_floating_point()):
             check("scale", scale, Tensor | Positive, name)
             scale = torch.as_tensor(scale, dtype=loc.dtype, device=loc.device)
-        if scale.ndim and scale.device != loc.device:
-            raise FlowBNNError(f"{name}: scale is on {scale.device}, loc on {loc.device}", argument="scale")
         try:  # sums over the last axis would be wrong for a scale that only broadcasts
             equal = loc.shape == scale.shape
             self.loc, self.scale = (loc, scale) if equal else torch.broadcast_tensors(loc, scale)
         except RuntimeError:
-            text = (
-                f"{name}: scale of shape {tuple(scale.shape)} does not match loc of shape {tuple(loc.shape)}"
-            )
+            text = f"{name}(scale=...) must have shape {tuple(loc.shape)}, got {tuple(scale.shape)}"
             raise FlowBNNError(text, kind="shape", argument="scale") from None
         super().__init__(self.loc.shape[: -self.axes], self.loc.shape[-1:], validate_args=validate_args)
 
@@ -132,13 +128,13 @@ class DiagonalNormal(Diagonal):
     (torch.Size([2, 3]), 4.2568)
     """
 
-    standard_entropy = 0.5 * (1.0 + _LOG_2PI)
+    standard_entropy = 0.5 * (1.0 + math.log(2.0 * math.pi))
 
     def standard(self, shape: torch.Size, generator: torch.Generator | None) -> Tensor:
         return standard_normal(shape, self.loc.dtype, self.loc.device, generator)
 
     def standard_log_prob(self, value: Tensor) -> Tensor:
-        return -0.5 * (value.square() + _LOG_2PI)
+        return -0.5 * (value.square() + math.log(2.0 * math.pi))
 
 
 class DiagonalStudent(Diagonal):

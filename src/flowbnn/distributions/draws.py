@@ -109,13 +109,11 @@ def reparameterized_sample(
     """
     if not distribution.has_rsample:
         name = type(distribution).__name__
-        raise NotImplementedError(
-            f"{name} has no rsample; use sample, or NormalMixture instead of a torch mixture"
-        )
+        raise NotImplementedError(f"{name} has no rsample; use sample, or NormalMixture for a mixture")
     if generator is None:
         return distribution.rsample(torch.Size(sample_shape))
     try:
         return distribution.rsample(torch.Size(sample_shape), generator=generator)
     except TypeError as error:
-        text = f"{type(distribution).__name__} accepts no generator; use DiagonalNormal or NormalMixture"
+        text = f"{type(distribution).__name__} accepts no generator; use flowbnn.distributions"
         raise FlowBNNError(text, kind="unsupported", argument="generator") from error

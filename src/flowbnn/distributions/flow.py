@@ -5,7 +5,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,7 +29,7 @@ from flowbnn.distributions.draws import GENERATOR_LOCK, reparameterized_sample
 from flowbnn.distributions.support import any_rightmost, has_full_range, output_support, pull_back
 from flowbnn.errors import FlowBNNError
 from flowbnn.numerics import full_precision, sum_rightmost
-from flowbnn.options import checked
+from flowbnn.options import Hint, check, checked
 from flowbnn.transforms.base import Transform, check_dense, check_events, transform_error
 from flowbnn.transforms.compose import Compose, Inverse, broadcast_batch_shapes
 from flowbnn.transforms.linear import BlockTriangular
@@ -89,11 +89,12 @@ class Flow(Distribution):
         validate_args: bool | None = False,
     ) -> None:
         if not isinstance(base, Distribution):
-            text = f"Flow needs a distribution as base, got {type(base).__name__}; use fb.flows.FlowModel for modules"
-            raise FlowBNNError(text, argument="base")
+            check("base", base, Annotated[Distribution, Hint("or use fb.flows.FlowModel")], "Flow")
         shape = base.batch_shape + base.event_shape
         if len(shape) < transform.event_dim:
-            text = f"needs events with {transform.event_dim} axes, got a base of shape {tuple(shape)}; begin the flow with Reshape"
+            text = (
+                f"needs {transform.event_dim} event axes, got base shape {tuple(shape)}; begin with Reshape"
+            )
             raise transform_error(transform, text, "shape", argument="base")
         axes = max(len(base.event_shape), transform.event_dim)
         batch_shape, base_event = shape[: len(shape) - axes], shape[len(shape) - axes :]
@@ -122,9 +123,7 @@ class Flow(Distribution):
         """Raises NotImplementedError unless the transform is affine and the base has the quantity in closed form."""
         if self.transform.linearity == "none" or not base_known:
             cause = type(self.base if self.transform.linearity != "none" else self.transform).__name__
-            raise NotImplementedError(
-                f"no closed form for the {quantity} of a flow with {cause}; use {estimate}"
-            )
+            raise _closed_form_error(f"the {quantity} of {cause}", estimate)
 
     @property
     def mean(self) -> Tensor:
@@ -163,7 +162,7 @@ class Flow(Distribution):
     def rsample(self, sample_shape: Any = torch.Size(), generator: torch.Generator | None = None) -> Tensor:
         """Returns reparameterized draws of shape ``sample_shape + batch_shape + event_shape``."""
         if self.transform.discrete:
-            raise NotImplementedError("samples of this flow are integers, which have no gradient; use sample")
+            raise NotImplementedError(f"{type(self.transform).__name__} draws integers; use sample")
         return self._push(reparameterized_sample(self.base, sample_shape, generator), generator)[0]
 
     def _push(self, z: Tensor, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
@@ -283,6 +282,16 @@ class Divergence(NamedTuple):
     entropy: Tensor
 
 
+def _closed_form_error(quantity: str, estimate: str) -> NotImplementedError:
+    """Returns the error of a quantity without a closed form.
+
+    Args:
+        quantity: Name of the quantity.
+        estimate: Code that estimates it from draws.
+    """
+    return NotImplementedError(f"no closed form for {quantity}; use {estimate}")
+
+
 def divergence(q: Any, prior: Any, samples: int = 16, generator: torch.Generator | None = None) -> Divergence:
     r"""Returns :math:`\mathrm{KL}(q \| p)` and the entropy :math:`H(q)` of a noise posterior.
 
@@ -303,7 +312,7 @@ def divergence(q: Any, prior: Any, samples: int = 16, generator: torch.Generator
     0.0
     """
     if q.event_shape != prior.event_shape:
-        text = f"event shapes {tuple(q.event_shape)} of q and {tuple(prior.event_shape)} of the prior differ"
+        text = f"prior.event_shape must be {tuple(q.event_shape)}, got {tuple(prior.event_shape)}"
         raise FlowBNNError(text, kind="shape", argument="prior")
     exact = _closed_form(q, prior)
     if exact is not None:
@@ -355,9 +364,7 @@ def _kl(q: Any, p: Any) -> Tensor:
         exact = _closed_form(q, p)
         if exact is not None:
             return exact.kl
-    raise NotImplementedError(
-        f"no closed form for the KL of {q!r} to {p!r}; use divergence(q, p, samples=...)"
-    )
+    raise _closed_form_error(f"the KL of {q!r} to {p!r}", "divergence(q, p, samples=...)")
 
 
 for _q in (DiagonalNormal, Independent, Flow):

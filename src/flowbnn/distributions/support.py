@@ -126,12 +126,13 @@ def _check_real_input(base: Any, step: Step) -> None:
     if isinstance(getattr(step.transform, "univariate", None), CircularSplineMap):
         if getattr(base, "periodic", None) is not False:
             return
-        text = f"{name} needs angles but receives all real numbers; use CircularBase as base"
+        domain, remedy = "angles", "CircularBase"
     elif step.inverse and not _is_real(step.domain):
         limits = Bounds(ge=step.domain.lower_bound, le=getattr(step.domain, "upper_bound", torch.inf))
-        text = f"the inverse of {name} needs numbers {limits} but receives all real numbers; use another base"
+        name, domain, remedy = f"{name}.inverse", f"numbers {limits}", "another base"
     else:
         return
+    text = f"{name} needs {domain}, got unbounded numbers; use {remedy}"
     raise add_location(FlowBNNError(text, kind="range"), step.transform, step.path or (0,))
 
 
@@ -179,9 +180,7 @@ def pull_back(
     base_shape = base.batch_shape + base.event_shape
     shape, expected = tuple(value.shape[value.ndim - axes :]), tuple(base_shape[len(base_shape) - axes :])
     if shape != expected:  # other shapes might broadcast
-        text = (
-            f"passes events of shape {shape} to {type(base).__name__}, which has events of shape {expected}"
-        )
+        text = f"maps to shape {shape}, {type(base).__name__} has shape {expected}"
         raise add_location(transform_error(member, text, "shape"), member, path or (0,))
     support = _base_support(base)
     if not _is_real(_scalar_constraint(support)):

@@ -91,6 +91,6 @@ def make_posterior_transform(name: str, dim: int, context_dim: int = 0, **option
         options.pop("length", None)
     model = flow(dim, context_dim, **options)
     if model.base.value_kind != "real numbers":
-        text = f"noise and posteriors need real numbers, the flow {name!r} with these settings has {model.base.value_kind}"
+        text = f"flow {name!r} models {model.base.value_kind}, expected real numbers; change its settings"
         raise FlowBNNError(text, argument="settings")
     return model.transform

@@ -71,9 +71,9 @@ class NamedFlow(FlowModel):
         transform = Compose(*self.make_transforms())
         size = transform.inverse_shape([dim] if isinstance(dim, int) else dim)[-1]
         default = self.default_base(size)
-        if base is not None and (base.dim, base.value_kind) != (size, default.value_kind):
-            expected, actual = f"{size} {default.value_kind}", f"{base.dim} {base.value_kind}"
-            text = f"{type(self).__name__}({dim}) needs a base of {expected}, got {actual}"
+        expected = f"{size} {default.value_kind}"
+        if base is not None and (actual := f"{base.dim} {base.value_kind}") != expected:
+            text = f"{type(self).__name__}(base=...) must model {expected}, got {actual}"
             raise FlowBNNError(text, kind="shape", argument="base")
         super().__init__(base or default, transform, context_dim)
 

@@ -68,7 +68,7 @@ class ImageFlow(StackedFlow):
         shape = tuple(self.dim)
         if len(shape) != 3 or not self.hidden:
             text = (
-                f"images need dim=(channels, height, width) and at least one width in hidden, got dim={shape}"
+                f"images need dim=(channels, height, width) and hidden widths, got {shape} and {self.hidden}"
             )
             raise FlowBNNError(text, kind="shape", argument="dim")
         sizes = (*shape[1:], shape[0]), self.levels, self.length

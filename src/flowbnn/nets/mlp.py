@@ -28,15 +28,12 @@ def check_context(context: Tensor | None, context_dim: int, owner: str = "") -> 
     """
     if isinstance(context, Tensor) and context.shape[-1:] == (context_dim,):
         return context
-    description, hint = "no context" if context is None else describe_value(context), ""
+    description = "no context" if context is None else describe_value(context)
     if isinstance(context, Tensor):
-        description = f"a context of shape {tuple(context.shape)}"
-        if context.ndim == 1 and context_dim:
-            example = (
-                f"torch.nn.functional.one_hot(labels, {context_dim})" if context_dim > 1 else "x[:, None]"
-            )
-            hint = f"; use {example}"
-    raise _context_error(f"has context_dim={context_dim}, got {description}{hint}", owner)
+        example = f"torch.nn.functional.one_hot(labels, {context_dim})" if context_dim > 1 else "x[:, None]"
+        hint = f"; use {example}" if context_dim and context.ndim == 1 else ""
+        description = f"shape {tuple(context.shape)}{hint}"
+    raise _context_error(f"has context_dim={context_dim}, got {description}", owner)
 
 
 def _context_error(predicate: str, owner: str = "") -> FlowBNNError:
@@ -44,6 +41,30 @@ def _context_error(predicate: str, owner: str = "") -> FlowBNNError:
     fields = {} if owner else {"predicate": predicate}
     text = f"{owner or 'this network'} {predicate}"
     return FlowBNNError(text, kind="shape", argument="context", **fields)
+
+
+def batch_error(batch: Sequence[int], context: Sequence[int], owner: str = "") -> FlowBNNError:
+    """Returns the error of a context that does not broadcast to the values.
+
+    Args:
+        batch: Batch shape of the values.
+        context: Batch shape of the context vectors.
+        owner: Name of the owner of the network, as in :func:`check_context`.
+    """
+    text = f"needs a context that broadcasts to batch shape {tuple(batch)}, got {tuple(context)}"
+    return _context_error(text, owner)
+
+
+def output_error(output: Tensor, shape: Sequence[int]) -> FlowBNNError:
+    """Returns the error of a net whose output does not have the expected shape."""
+    text = f"net must return shape {tuple(shape)}, got {tuple(output.shape)}"
+    return FlowBNNError(text, kind="shape", argument="net")
+
+
+def check_order(order: Any, dim: int) -> None:
+    """Raises FlowBNNError unless an order contains every index from 0 to ``dim - 1`` once."""
+    if not dim or not isinstance(order, Sequence) or sorted(order) != list(range(dim)):
+        raise FlowBNNError(f"order must be a permutation of range({dim}), got {order}", argument="order")
 
 
 def with_context(value: Tensor, context: Tensor | None, context_dim: int, event_dim: int = 1) -> Tensor:
@@ -62,8 +83,7 @@ def with_context(value: Tensor, context: Tensor | None, context_dim: int, event_
     try:
         rows = rows.expand(*value.shape[:-1], context_dim)
     except RuntimeError:
-        shapes = f"{tuple(context.shape)}, which does not broadcast to values of shape {tuple(value.shape)}"
-        raise _context_error(f"got a context of shape {shapes}") from None
+        raise batch_error(value.shape[: value.ndim - event_dim], context.shape[:-1]) from None
     return torch.cat([value, rows], dim=-1)
 
 
@@ -73,7 +93,7 @@ def check_net(net: nn.Module, owner: str) -> None:
         with suppress(ValueError):  # a traced module has no signature
             signature(net.forward).bind(None, None)
     except TypeError:
-        text = f"the net of {owner} is called as net(value, context), {type(net).__name__} accepts one argument; use flowbnn.nets.MLP"
+        text = f"{owner} calls net(value, context), {type(net).__name__} accepts one argument; use flowbnn.nets.MLP"
         raise FlowBNNError(text, argument="net") from None
 
 
@@ -173,9 +193,7 @@ class ConditionalNormal(nn.Module):
     def forward(self, inputs: Tensor) -> Normal:
         loc, raw = (output := self.net(inputs)).chunk(2, dim=-1)
         if loc.shape != raw.shape:  # different lengths would broadcast
-            text = (
-                f"the net of ConditionalNormal must return an even number of outputs, got {output.shape[-1]}"
-            )
+            text = f"net must return 2 * dim outputs, got {output.shape[-1]}"
             raise FlowBNNError(text, kind="shape", argument="net")
         return Normal(loc, soft_clamp(raw, self.bound).exp(), validate_args=False)
 
@@ -232,11 +250,10 @@ class MaskedMLP(MLP):
         features: Count = 1,
     ) -> None:
         nn.Module.__init__(self)
-        order = range(dim) if order is None else order
-        if sorted(order) != list(range(dim)):
-            raise FlowBNNError(f"order must contain every index from 0 to {dim - 1} once", argument="order")
+        order = list(range(dim) if order is None else order)
+        check_order(order, dim)
         self.dim, self.context_dim, self.interleaved = dim, context_dim, interleaved
-        position = torch.argsort(torch.tensor(list(order))) + 1
+        position = torch.argsort(torch.tensor(order)) + 1
         if dim == 1 and not context_dim:
             hidden = ()  # there are no inputs
         degrees = [torch.cat([position.repeat_interleave(features), position.new_zeros(context_dim)])]

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from flowbnn.errors import FlowBNNError
-from flowbnn.nets.mlp import Length, check_context
+from flowbnn.nets.mlp import Length, check_context, output_error
 from flowbnn.numerics import at_least_single, inverse_softplus
 from flowbnn.options import Count, Probability, checked
 
@@ -199,8 +198,7 @@ class AutogradNet:
     def __call__(self, z: Tensor) -> Tensor:
         step = self.net(z, self.context)
         if step.shape != z.shape:
-            text = f"the net must return the shape of its input, {tuple(z.shape)}, got {tuple(step.shape)}"
-            raise FlowBNNError(text, kind="shape", argument="net")
+            raise output_error(step, z.shape)
         return step
 
     def linearize(self, z: Tensor) -> tuple[Tensor, LinearMap, LinearMap]:
@@ -219,10 +217,6 @@ class AutogradNet:
             return map_rows(lambda row: torch.func.jvp(self, (z,), (row,))[1], u)
 
         return step, vjp, jvp
-
-
-SWISH_SLOPE = 1.1  # bound on the slope of Swish for every rate
-POWER_STEPS = 20  # enough power iterations from a random or a slightly outdated vector
 
 
 class LipschitzMLP(SmoothMLP):
@@ -266,13 +260,14 @@ class LipschitzMLP(SmoothMLP):
         self._set_lipschitz(lipschitz, ())
 
     rate_exponent = 0.5
+    power_steps = 20  # enough power iterations from a random or a slightly outdated vector
 
     def _set_lipschitz(self, lipschitz: float, size: Sequence[int]) -> None:
         """Sets the Lipschitz constant, and registers the vectors of the power iteration for images of this size."""
         self.lipschitz = lipschitz
         for index, weight in enumerate(super().weights()):
             self.register_buffer(f"left_{index}", torch.randn(*size, len(weight)))
-            for _ in range(POWER_STEPS):
+            for _ in range(self.power_steps):
                 self._power_step(index, weight.detach())
 
     def weights(self) -> list[Tensor]:
@@ -283,7 +278,8 @@ class LipschitzMLP(SmoothMLP):
                 value = self._power_step(index, weight)
             else:
                 value = self._singular_value(index, weight, bound)
-            gain = bound / (SWISH_SLOPE if index else 1.0)  # divides by the slope of the activation before
+            # The slope of the Swish before this layer is at most 1.1 for every rate.
+            gain = bound / (1.1 if index else 1.0)
             scaled.append(weight * (gain / value.clamp(min=bound)))
         return scaled
 
@@ -307,7 +303,7 @@ class LipschitzMLP(SmoothMLP):
             )
         left = getattr(self, f"left_{index}")
         with torch.no_grad():
-            for _ in range(POWER_STEPS):
+            for _ in range(self.power_steps):
                 left = power_step(weight, left)[1]
         return power_step(weight, left)[0]
 

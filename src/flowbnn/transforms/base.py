@@ -130,7 +130,7 @@ class BidirectionalTransform(Transform, ABC):
         return self.compute(x, context, inverse=True)
 
 
-def transform_error(owner: object, text: str, kind: str, **fields: Any) -> FlowBNNError:
+def transform_error(owner: object, text: str, kind: str = "value", **fields: Any) -> FlowBNNError:
     """Returns an error whose message begins with the class name of a transform.
 
     Args:
@@ -140,6 +140,18 @@ def transform_error(owner: object, text: str, kind: str, **fields: Any) -> FlowB
         fields: Further fields of the error.
     """
     return FlowBNNError(f"{type(owner).__name__} {text}", kind=kind, **fields)
+
+
+def convergence_error(owner: object, evaluations: int, hint: str) -> FlowBNNError:
+    """Returns the error of a transform whose solver does not converge.
+
+    Args:
+        owner: The transform.
+        evaluations: Number of evaluations of its net.
+        hint: Remedy that ends the message.
+    """
+    text = f"did not converge in {evaluations} evaluations; {hint}"
+    return transform_error(owner, text, "convergence", evaluations=evaluations)
 
 
 def check_dense(value: Any, owner: object) -> None:
@@ -153,8 +165,8 @@ def check_tensor(value: Any, owner: object) -> None:
     """Raises FlowBNNError unless a value is a dense floating-point tensor."""
     if not isinstance(value, Tensor) or not value.is_floating_point() or value.layout is not torch.strided:
         check_dense(value, owner)
-        hint = "end the flow with Dequantization, or call .float()"
-        raise transform_error(owner, f"needs floating-point numbers, got {value.dtype}; {hint}", "dtype")
+        text = f"needs floating-point numbers, got {value.dtype}; use .float() or Dequantization"
+        raise transform_error(owner, text, "dtype")
 
 
 def check_range(value: Tensor, low: float, high: float, owner: str, hint: str = "") -> None:
@@ -179,8 +191,8 @@ def check_events(value: Tensor, shape: Sequence[int], owner: object) -> torch.Si
     """Returns the batch shape of a value. Raises FlowBNNError if its events have another shape."""
     batch_dim = value.ndim - len(shape)
     if batch_dim < 0 or value.shape[batch_dim:] != torch.Size(shape):
-        text = f"needs events of shape {tuple(shape)}, got shape {tuple(value.shape)}"
-        raise transform_error(owner, text, "shape")
+        sizes = ", ".join(map(str, shape))
+        raise transform_error(owner, f"needs shape (..., {sizes}), got {tuple(value.shape)}", "shape")
     return value.shape[:batch_dim]
 
 
@@ -195,8 +207,7 @@ def check_vectors(value: Tensor, dim: int, owner: object, parameter: Tensor | No
     """
     check_tensor(value, owner)
     if value.ndim == 0 or value.shape[-1] != dim:  # broadcasting would give a wrong log-determinant
-        text = f"needs vectors of length {dim} on the last axis, got shape {tuple(value.shape)}"
-        raise transform_error(owner, text, "shape")
+        check_events(value, (dim,), owner)
     if parameter is not None and value.dtype != parameter.dtype:
         text = f"has {parameter.dtype} parameters, got {value.dtype} input; cast one with .to(dtype)"
         raise transform_error(owner, text, "dtype")
@@ -205,12 +216,14 @@ def check_vectors(value: Tensor, dim: int, owner: object, parameter: Tensor | No
 def check_distribution_module(flow: nn.Module) -> None:
     """Raises FlowBNNError if a module is a bare transform, which has no base and so no density."""
     if isinstance(flow, Transform):
-        text = f"{type(flow).__name__} is a transform without a base; use fb.flows.FlowModel(base, transform)"
-        raise FlowBNNError(text, argument="flow")
+        raise transform_error(flow, "has no base; use fb.flows.FlowModel(base, transform)", argument="flow")
 
 
 def warn_slow_sampling(transform: Transform, owner: object) -> None:
     """Warns if one draw of a transform costs many passes, for users that draw at every training step."""
     if transform.cheap not in ("both", "forward"):
-        text = f"{owner}: a draw costs many passes; use a flow with cheap draws, such as IAF instead of MAF, or cheap='forward'"
-        warn(text, kind="slow draws")
+        name = type(transform).__name__
+        warn(
+            f"{owner}: slow draws, {name}.cheap={transform.cheap!r}; use cheap='forward' or IAF",
+            kind="slow draws",
+        )

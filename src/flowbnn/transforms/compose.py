@@ -10,7 +10,7 @@ from torch.distributions import constraints
 from torch.func import functional_call, vmap
 
 from flowbnn.errors import FlowBNNError
-from flowbnn.nets.mlp import MLP, check_context
+from flowbnn.nets.mlp import MLP, batch_error, check_context
 from flowbnn.numerics import sum_rightmost
 from flowbnn.options import Count, Hint, checked
 from flowbnn.transforms.base import (
@@ -29,7 +29,6 @@ _WEAKEST_FIRST = {
 }
 # For directions: the neutral value, and the value of a composition of transforms that have different ones.
 _DIRECTIONS = {"draws": ("none", "both"), "solver": ("none", "both"), "cheap": ("both", "none")}
-_OPPOSITE = {"none": "none", "forward": "inverse", "inverse": "forward", "both": "both"}
 
 
 def apply_transform(
@@ -60,12 +59,8 @@ def apply_transform(
         if context is not None:
             check_dense(value, transform)
             check_dense(context, transform)
-            if context.ndim == 0:
-                raise transform_error(
-                    transform, "needs context vectors, got a number", "shape", argument="context"
-                )
             context = context.to(value.dtype) if value.is_floating_point() else context
-            context = context.reshape(*context.shape[:-1], *(1,) * extra_axes, *context.shape[-1:])
+            context = context.reshape((*context.shape[:-1], *(1,) * extra_axes, *context.shape[-1:]))
             batch_dim = max(0, value.ndim - (transform.sample_dim if inverse else transform.event_dim))
             batch = broadcast_batch_shapes(value.shape[:batch_dim], context.shape[:-1], transform)
             value = value.expand(batch + value.shape[batch_dim:])
@@ -105,9 +100,7 @@ def broadcast_batch_shapes(batch: Sequence[int], context: Sequence[int], owner: 
     try:
         return torch.broadcast_shapes(batch, context)
     except RuntimeError:
-        name = type(owner).__name__
-        text = f"{name}: batch shape {tuple(batch)} does not match context batch shape {tuple(context)}"
-        raise FlowBNNError(text, kind="shape", argument="context") from None
+        raise batch_error(batch, context, type(owner).__name__) from None
 
 
 class Compose(BidirectionalTransform):
@@ -127,9 +120,7 @@ class Compose(BidirectionalTransform):
     """
 
     @checked
-    def __init__(
-        self, *transforms: Annotated[Transform, Hint("for a list write Compose(*transforms)")]
-    ) -> None:
+    def __init__(self, *transforms: Annotated[Transform, Hint("write Compose(*transforms)")]) -> None:
         super().__init__()
         self.transforms = nn.ModuleList(transforms)
         gains = accumulate((each.sample_dim - each.event_dim for each in transforms), initial=0)
@@ -198,13 +189,15 @@ class Inverse(BidirectionalTransform):
     def __init__(self, transform: Transform) -> None:
         super().__init__()
         if transform.inverse_kind == "none":
-            raise FlowBNNError(f"{type(transform).__name__} has no inverse", argument="transform")
+            raise transform_error(transform, "has no inverse", argument="transform")
         self.transform = transform
         self.event_dim, self.sample_axes = transform.sample_dim, transform.event_dim
         for name in _WEAKEST_FIRST:
             setattr(self, name, getattr(transform, name))
+        opposite = {"forward": "inverse", "inverse": "forward"}
         for name in _DIRECTIONS:
-            setattr(self, name, _OPPOSITE[getattr(transform, name)])
+            direction = getattr(transform, name)
+            setattr(self, name, opposite.get(direction, direction))
         self.discrete, self.discrete_base = transform.discrete_base, transform.discrete
 
     def compute(self, value: Tensor, context: Tensor | None, inverse: bool) -> tuple[Tensor, Tensor]:

@@ -12,8 +12,14 @@ from torch.distributions import Distribution
 from flowbnn.errors import FlowBNNError
 from flowbnn.nets.mlp import Length, check_context, check_net
 from flowbnn.nets.smooth import AutogradNet, FixedContextNet, SmoothMLP
-from flowbnn.options import Count, NonNegative, Positive, checked
-from flowbnn.transforms.base import BidirectionalTransform, Transform, check_vectors, transform_error
+from flowbnn.options import Count, NonNegative, Positive, check, checked
+from flowbnn.transforms.base import (
+    BidirectionalTransform,
+    Transform,
+    check_vectors,
+    convergence_error,
+    transform_error,
+)
 from flowbnn.transforms.compose import Compose, broadcast_batch_shapes
 from flowbnn.transforms.residual import EXACT_IN_EVAL, EXACT_IN_TRAINING
 
@@ -131,7 +137,7 @@ class NeuralODE(BidirectionalTransform):
     def compute(self, value: Tensor, context: Tensor | None, inverse: bool) -> tuple[Tensor, Tensor]:
         check_vectors(value, self.dim, self, next(self.net.parameters(), None))
         if torch._C._functorch.maybe_current_level() is not None:
-            raise transform_error(self, "does not support torch.func; use torch.autograd", "functorch")
+            raise transform_error(self, "needs torch.autograd, got torch.func", "functorch")
         net_at, tensors = self._field(value, context)
         if context is not None and self.context_dim:
             batch = broadcast_batch_shapes(value.shape[:-1], context.shape[:-1], self)
@@ -212,16 +218,13 @@ class NeuralODE(BidirectionalTransform):
         tolerances = {"rtol": max(self.rtol, min_tolerance), "atol": max(self.atol, min_tolerance)}
         try:
             path = odeint(counting_function, state, grid, method="dopri5", options=steps, **tolerances)
-        except (
-            AssertionError
-        ):  # torchdiffeq raises it for a step of length zero and for values that are not finite
+        except AssertionError:  # torchdiffeq: a step of length zero, or values that are not finite
             raise self._convergence_error(count) from None
         return tuple(tensor[-1] for tensor in path), count
 
     def _convergence_error(self, count: int) -> FlowBNNError:
         """Returns the error of a solver that does not converge."""
-        text = f"did not converge in {count} evaluations; lower the learning rate or increase rtol, atol or max_evaluations"
-        return transform_error(self, text, "convergence", evaluations=count)
+        return convergence_error(self, count, "increase rtol, atol or max_evaluations")
 
 
 class _Adjoint(torch.autograd.Function):
@@ -297,16 +300,11 @@ def flow_matching_loss(
     >>> flow_matching_loss(NeuralODE(2), base, torch.randn(100, 2)).shape
     torch.Size([])
     """
-    if isinstance(transform, Compose) and len(transform) == 1:
-        transform = transform[0]
-    if not isinstance(transform, NeuralODE):
-        text = (
-            f"flow matching needs a NeuralODE, got {type(transform).__name__}; fit other flows by likelihood"
-        )
-        raise FlowBNNError(text, argument="transform")
-    check_vectors(data, transform.dim, transform, next(transform.net.parameters(), None))
+    ode: Any = transform[0] if isinstance(transform, Compose) and len(transform) == 1 else transform
+    check("transform", ode, NeuralODE, "flow_matching_loss")
+    check_vectors(data, ode.dim, ode, next(ode.net.parameters(), None))
     rows = data.shape[: data.ndim - len(base.batch_shape) - len(base.event_shape)]
     z = base.sample(rows).to(data)
     time = torch.rand(*data.shape[:-1], 1, dtype=data.dtype, device=data.device)
     path = (1 - (1 - sigma_min) * time) * z + time * data
-    return (transform.velocity(time, path, context) - (data - (1 - sigma_min) * z)).square().sum(-1).mean()
+    return (ode.velocity(time, path, context) - (data - (1 - sigma_min) * z)).square().sum(-1).mean()

@@ -9,14 +9,14 @@ from torch import Tensor, nn
 from flowbnn.errors import FlowBNNError
 from flowbnn.nets.mlp import MLP, Length, MaskedMLP
 from flowbnn.numerics import sum_rightmost
-from flowbnn.options import Count, Ge, Hint, Positive, checked
+from flowbnn.options import Count, Ge, Positive, checked
 from flowbnn.transforms.compose import Compose
 from flowbnn.transforms.elementwise import ActNorm
 from flowbnn.transforms.linear import LULinear
 from flowbnn.transforms.univariate import AffineMap, ConditionedTransform, ShiftMap, Univariate
 
 Mask = Literal["half", "alternating"] | Sequence[bool] | Tensor
-CouplingDim = Annotated[int, Ge(2), Hint("for one dimension use Affine")]
+CouplingDim = Annotated[int, Ge(2)]
 
 
 class Coupling(ConditionedTransform):
@@ -29,7 +29,7 @@ class Coupling(ConditionedTransform):
     Each direction calls the net once. Stack couplings with alternating ``flip``, or with permutations between them.
 
     Args:
-        dim: Length of the vectors, at least 2.
+        dim: Length of the vectors, at least 2. For one dimension use :class:`~flowbnn.transforms.Affine`.
         univariate: Map :math:`g` of single numbers.
         mask: Entries :math:`A`, which stay unchanged: ``"half"`` (the first half), ``"alternating"`` (entries 0, 2, 4, ...) or one
             boolean for each entry.
@@ -173,8 +173,7 @@ def _make_mask(mask: Mask, dim: int, width: int) -> Tensor:
         return entry < dim // width // 2 if mask == "half" else entry % 2 == 0
     condition = torch.as_tensor(mask)
     if condition.dtype != torch.bool or condition.shape != (dim,) or condition.all() or not condition.any():
-        text = f"mask must have {dim} booleans, at least one true and one false"
-        raise FlowBNNError(text, argument="mask")
+        raise FlowBNNError(f"mask needs {dim} booleans, some true, some false", argument="mask")
     return condition.clone()
 
 
@@ -274,7 +273,7 @@ class Autoregressive(ConditionedTransform):
         super().__init__(dim, univariate, net, compress)
         if not callable(getattr(self.net, "passes", None)):
             text = (
-                f"the net of Autoregressive needs a method passes(event_shape), {type(net).__name__} has none"
+                f"Autoregressive needs net.passes(event_shape), {type(net).__name__} has none; use MaskedMLP"
             )
             raise FlowBNNError(text, argument="net")
         self._one_pass = cheap  # direction whose input the net reads

@@ -47,7 +47,7 @@ class _MonotoneTransform(Transform):
         """Returns an argument of ``inverse``. Raises FlowBNNError if a number lies outside the codomain."""
         check_tensor(x, self)
         low, high = self.codomain.lower_bound, getattr(self.codomain, "upper_bound", math.inf)
-        check_range(x, low, high, f"the inverse of {type(self).__name__}")
+        check_range(x, low, high, f"{type(self).__name__}.inverse")
         return x
 
 

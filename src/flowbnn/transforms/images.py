@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from flowbnn.errors import FlowBNNError
 from flowbnn.nets.convolution import GatedConvNet
 from flowbnn.nets.mlp import ConditionalNormal, Length
 from flowbnn.options import Count, call_factory, checked
@@ -48,13 +47,19 @@ class Rearrangement(BidirectionalTransform):
     def inverse_shape(self, shape: Sequence[int]) -> torch.Size:
         return self.rearrange(torch.empty(torch.Size(shape)), True).shape
 
-    def _check_divisible(self, value: Tensor, height: int = 1, width: int = 1, channels: int = 1) -> None:
-        """Raises FlowBNNError unless height, width and number of channels of images are divisible by these numbers."""
-        divisors = height, width, channels
-        sizes = value.shape[-3:]
-        if len(sizes) < 3 or any(size % divisor for size, divisor in zip(sizes, divisors, strict=True)):
-            text = f"needs (height, width, channels) divisible by {divisors}, got shape {tuple(value.shape)}"
-            raise transform_error(self, text, "shape")
+
+def check_divisible(owner: object, sizes: Sequence[int], *divisors: int, argument: str | None = None) -> None:
+    """Raises FlowBNNError unless sizes are divisible by numbers.
+
+    Args:
+        owner: Transform that is named in the message.
+        sizes: Height, width and number of channels of images.
+        divisors: Divisor of each size.
+        argument: Argument at fault.
+    """
+    if len(sizes) != 3 or any(size % divisor for size, divisor in zip(sizes, divisors, strict=True)):
+        text = f"needs (height, width, channels) divisible by {divisors}, got {tuple(sizes)}"
+        raise transform_error(owner, text, "shape", argument=argument)
 
 
 class Reshape(Rearrangement):
@@ -73,8 +78,8 @@ class Reshape(Rearrangement):
         super().__init__()
         self.base_shape, self.sample_shape = tuple(base_shape), tuple(sample_shape)
         if math.prod(self.base_shape) != math.prod(self.sample_shape):
-            text = f"shapes {self.base_shape} and {self.sample_shape} have different numbers of entries"
-            raise FlowBNNError(text, argument="sample_shape")
+            text = f"needs equal sizes, got {self.base_shape} and {self.sample_shape}"
+            raise transform_error(self, text, argument="sample_shape")
         self.event_dim, self.sample_axes = len(self.base_shape), len(self.sample_shape)
 
     def rearrange(self, value: Tensor, inverse: bool) -> Tensor:
@@ -92,7 +97,7 @@ class ChannelsFirst(Rearrangement):
     """
 
     def rearrange(self, value: Tensor, inverse: bool) -> Tensor:
-        self._check_divisible(value)
+        check_divisible(self, value.shape[-3:], 1, 1, 1)
         return value.movedim(-3, -1) if inverse else value.movedim(-1, -3)
 
 
@@ -108,10 +113,10 @@ class Squeeze(Rearrangement):
 
     def rearrange(self, value: Tensor, inverse: bool) -> Tensor:
         if inverse:
-            self._check_divisible(value, channels=4)
+            check_divisible(self, value.shape[-3:], 1, 1, 4)
             squares = value.unflatten(-1, (-1, 2, 2)).movedim((-2, -1), (-4, -2))
             return squares.flatten(-5, -4).flatten(-3, -2)
-        self._check_divisible(value, height=2, width=2)
+        check_divisible(self, value.shape[-3:], 2, 2, 1)
         return value.unflatten(-2, (-1, 2)).unflatten(-4, (-1, 2)).movedim((-4, -2), (-2, -1)).flatten(-3)
 
 
@@ -127,7 +132,7 @@ class Checkerboard(Rearrangement):
     """
 
     def rearrange(self, value: Tensor, inverse: bool) -> Tensor:
-        self._check_divisible(value, width=1 if inverse else 2, channels=2 if inverse else 1)
+        check_divisible(self, value.shape[-3:], 1, *((1, 2) if inverse else (2, 1)))
         pairs = value.unflatten(-1, (2, -1)) if inverse else value.unflatten(-2, (-1, 2))
         odd = torch.arange(pairs.shape[-4], device=pairs.device) % 2 == 1
         flipped = torch.where(odd[:, None, None, None], pairs.flip(-2), pairs)  # in every second row
@@ -168,10 +173,7 @@ class MultiScale(Compose):
         context_dim: Length = 0,
         final_splits: Length = 0,
     ) -> None:
-        divisor = 2**levels
-        if len(shape) != 3 or shape[0] % divisor or shape[1] % divisor:
-            text = f"needs (height, width, channels) with sides divisible by {divisor}, got {tuple(shape)}; use fewer levels or pad"
-            raise transform_error(self, text, "shape", argument="shape")
+        check_divisible(self, shape, 2**levels, 2**levels, 1, argument="shape")
         height, width, channels = shape
         make_noise = make_noise or (
             lambda height, width, c: ConditionalNormal(GatedConvNet(c + context_dim, 2 * c))

@@ -7,8 +7,8 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from flowbnn.errors import FlowBNNError
 from flowbnn.kernels.reference import solve, triangles
+from flowbnn.nets.mlp import check_order
 from flowbnn.numerics import soft_clamp, solve_triangular
 from flowbnn.options import Count, NonNegative, Positive, checked
 from flowbnn.transforms.base import BidirectionalTransform, Transform, check_vectors
@@ -154,8 +154,7 @@ class Permutation(BidirectionalTransform):
     def __init__(self, order: Sequence[int] | Tensor) -> None:
         super().__init__()
         index = torch.as_tensor(order)
-        if index.ndim != 1 or index.numel() == 0 or sorted(index.tolist()) != list(range(index.numel())):
-            raise FlowBNNError("order must contain every index from 0 to dim - 1 once", argument="order")
+        check_order(index.tolist(), index.numel())
         self.register_buffer("order", index.to(torch.long, copy=True))
         self.register_buffer("restore", torch.argsort(index))
 

@@ -8,10 +8,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from flowbnn import kernels
-from flowbnn.errors import FlowBNNError
 from flowbnn.kernels import Chain, ChainShape, reference
 from flowbnn.numerics import safe_norm, tanh_root, tanh_slope
-from flowbnn.options import Count, Ge, Positive, checked
+from flowbnn.options import Bounds, Count, Ge, Positive, check, checked
 from flowbnn.transforms.base import BidirectionalTransform, Transform, check_vectors
 from flowbnn.transforms.linear import LULinear, normalize_rows, reflect
 
@@ -221,10 +220,8 @@ class Sylvester(BidirectionalTransform):
     ) -> None:
         super().__init__()
         size = size or dim
-        if basis == "orthogonal" and size > dim:
-            raise FlowBNNError(
-                f"an orthogonal basis has at most dim={dim} columns, got {size}", argument="size"
-            )
+        if basis == "orthogonal":  # it has at most dim columns
+            check("size", size, Annotated[int, Bounds(ge=1, le=dim)], "Sylvester")
         self.dim, self.basis = dim, basis
         self.hidden = hidden = size if basis == "orthogonal" else dim
         self.triangles = nn.Parameter(0.05 * torch.randn(hidden, hidden, generator=generator))

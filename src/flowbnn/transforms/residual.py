@@ -11,7 +11,7 @@ from flowbnn.nets.mlp import Length, check_net
 from flowbnn.nets.smooth import AutogradNet, LinearMap, LipschitzConv, LipschitzMLP, SmoothMLP
 from flowbnn.numerics import at_least_single, is_concrete, sum_rightmost
 from flowbnn.options import Count, Probability, checked
-from flowbnn.transforms.base import Transform, check_dense, check_events, check_vectors, transform_error
+from flowbnn.transforms.base import Transform, check_dense, check_events, check_vectors, convergence_error
 from flowbnn.transforms.compose import broadcast_batch_shapes
 
 EXACT_IN_TRAINING = 8  # largest dimension in which the full Jacobian costs less than an estimate
@@ -80,9 +80,7 @@ class Residual(Transform):
         self.shape = torch.Size([dim] if isinstance(dim, int) else dim)
         self.event_dim, self.dim = len(self.shape), self.shape.numel()
         if net is None and self.event_dim not in (1, 3):
-            raise FlowBNNError(
-                f"Residual needs a net for events of shape {tuple(self.shape)}", argument="net"
-            )
+            raise FlowBNNError(f"Residual(dim={tuple(self.shape)}) needs a net", argument="net")
         if net is None and self.event_dim == 1:
             net = LipschitzMLP(self.dim, self.dim, hidden, context_dim, lipschitz=lipschitz)
         self.net = net or LipschitzConv(tuple(self.shape), hidden, context_dim, lipschitz=lipschitz)  # type: ignore[arg-type]
@@ -185,10 +183,7 @@ class Residual(Transform):
             # A net in TF32 stalls before the tolerance; then all digits that it has are found.
             if move <= tolerance or (count - last_progress > 400 and move < 0.01):
                 return z
-        text = (
-            "did not converge in 1000 iterations of its inverse; use a net with a smaller Lipschitz constant"
-        )
-        raise transform_error(self, text, "convergence")
+        raise convergence_error(self, 1000, "decrease lipschitz")
 
 
 class _Solve(torch.autograd.Function):

@@ -51,7 +51,7 @@ class StochasticTransform(Transform):
         else:
             shape = describe_value(distribution)
         if shape[-1:] != (size,):  # another length might broadcast
-            text = f"needs a distribution of {size} numbers from its {type(module).__name__}, got {shape}"
+            text = f"needs a Distribution of shape (..., {size}) from {type(module).__name__}, got {shape}"
             raise transform_error(self, text, "shape", argument="noise")
         return distribution
 
@@ -169,7 +169,7 @@ class AbsoluteValue(BidirectionalTransform):
     def compute(self, value: Tensor, context: Tensor | None, inverse: bool) -> tuple[Tensor, Tensor]:
         check_tensor(value, self)
         if inverse:
-            check_range(value, 0.0, math.inf, "the inverse of AbsoluteValue")
+            check_range(value, 0.0, math.inf, "AbsoluteValue.inverse")
         x = value if inverse else value.abs()
         log_odds = torch.zeros_like(x)
         if self.net is not None:

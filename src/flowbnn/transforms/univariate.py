@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from flowbnn.errors import FlowBNNError
-from flowbnn.nets.mlp import check_net
+from flowbnn.nets.mlp import check_net, output_error
 from flowbnn.numerics import monotone_root, soft_clamp
 from flowbnn.options import Count, Ge, Positive, options
 from flowbnn.transforms.base import BidirectionalTransform, check_vectors
@@ -107,10 +107,7 @@ class ConditionedTransform(BidirectionalTransform):
         parameters = self.net(self.univariate.read(inputs) if self.compress else inputs, context)
         shape = (*inputs.shape[:-1], self.univariate.params_per_entry * count)
         if parameters.shape != shape:
-            text = (
-                f"the net of {type(self).__name__} must return shape {shape}, got {tuple(parameters.shape)}"
-            )
-            raise FlowBNNError(text, kind="shape", argument="net")
+            raise output_error(parameters, shape)
         if self.interleaved == self.univariate.interleaved:
             return parameters
         entries = count // self.univariate.width
