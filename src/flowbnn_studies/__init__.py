@@ -7,7 +7,7 @@ results.json.
 
 from importlib import import_module
 
-from flowbnn.compare.results import Metric, Parts
+from flowbnn.compare.results import Metric, SeedResults
 from flowbnn_studies.runner.run import open_workers, run_study
 from flowbnn_studies.runner.study import Findings, Job, Study, Variant, get_study, register_study, studies
 
@@ -15,7 +15,7 @@ __all__ = [
     "Findings",
     "Job",
     "Metric",
-    "Parts",
+    "SeedResults",
     "Study",
     "Variant",
     "get_study",

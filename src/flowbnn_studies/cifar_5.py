@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from torch import nn
 
 from flowbnn.compare.candidates import Candidate
-from flowbnn.compare.results import CLASSIFICATION, Metric, Parts, best_first, figure, format_means
+from flowbnn.compare.results import CLASSIFICATION, Metric, SeedResults, best_first, figure, format_means
 from flowbnn.errors import FlowBNNError, nearest
 from flowbnn.methods import MAP, MNF, BayesByBackprop, DeepEnsemble, MCDropout, Method
 from flowbnn.methods.variational.base import Variational
@@ -170,7 +170,7 @@ class Cifar5(ImageMethodStudy):
             },
         }
 
-    def findings(self, settings: Settings, parts: Parts) -> Findings:
+    def findings(self, settings: Settings, parts: SeedResults) -> Findings:
         candidates = self.evaluated_candidates(settings, parts)
         published = {key: {"error": value} for key, value in PUBLISHED.items()}
         notes = [
@@ -207,7 +207,7 @@ def lenet(width: int, hidden: int, rate: float = 0.0) -> nn.Module:
     )
 
 
-def figures(parts: Parts, candidates: Sequence[Candidate]) -> list[dict[str, Any]]:
+def figures(parts: SeedResults, candidates: Sequence[Candidate]) -> list[dict[str, Any]]:
     """Returns the figures of the entropies: cumulative distribution of unseen images, as in the paper, and histograms."""
     lines = []
     for candidate in candidates:
@@ -240,7 +240,7 @@ def figures(parts: Parts, candidates: Sequence[Candidate]) -> list[dict[str, Any
     ]
 
 
-def answer(parts: Parts, candidates: Sequence[Candidate]) -> str:
+def answer(parts: SeedResults, candidates: Sequence[Candidate]) -> str:
     """Returns the answer, computed from the numbers."""
     order = best_first(parts, candidates, "error")
     if not order:

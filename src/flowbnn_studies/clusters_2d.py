@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from flowbnn.compare.candidates import Candidate
-from flowbnn.compare.results import CLASSIFICATION, Metric, Parts, figure, reliability_figure
+from flowbnn.compare.results import CLASSIFICATION, Metric, SeedResults, figure, reliability_figure
 from flowbnn.data import TensorLoader, clusters, ring
 from flowbnn.methods import Posterior
 from flowbnn.metrics import novelty_auroc, reliability
@@ -104,7 +104,7 @@ class Clusters2d(MethodStudy):
             content["point_class"] = train[1].tolist()
         return content
 
-    def findings(self, settings: Settings, parts: Parts) -> Findings:
+    def findings(self, settings: Settings, parts: SeedResults) -> Findings:
         candidates = self.evaluated_candidates(settings, parts)
         notes = [
             f"Four blobs of standard deviation {settings.spread:g}, {settings.train} training points, a ring of radius "
@@ -134,7 +134,7 @@ def _map(posterior: Posterior, s: Settings) -> dict[str, Any]:
 
 
 def figures(
-    s: Settings, parts: Parts, candidates: Sequence[Candidate], contents: Mapping[str, dict[str, Any]]
+    s: Settings, parts: SeedResults, candidates: Sequence[Candidate], contents: Mapping[str, dict[str, Any]]
 ) -> list[dict[str, Any]]:
     """Returns the maps of the first seed, and the calibration on test points."""
     kinds = {
@@ -170,7 +170,7 @@ def figures(
     return [*result, reliability_figure("Test points of the blobs.", labels, parts)]
 
 
-def answer(parts: Parts, candidates: Sequence[Candidate]) -> str:
+def answer(parts: SeedResults, candidates: Sequence[Candidate]) -> str:
     """Returns the answer, computed from the numbers."""
     rank = partial(ranking, parts, candidates)
     failing = sum(parts.mean(candidate.key, "auroc") <= 0.5 for candidate in candidates)

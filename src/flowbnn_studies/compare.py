@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from flowbnn.compare import Comparison
 from flowbnn.compare.candidates import BASELINE, Candidate, find_candidates
 from flowbnn.compare.measurement import measure, warm_up
-from flowbnn.compare.results import Parts
+from flowbnn.compare.results import SeedResults
 from flowbnn.data import TensorLoader, clusters, load_digits, ring
 from flowbnn.errors import FlowBNNError
 from flowbnn.models import MLP, VGG16, LeNet, ResNet18, SmallConv
@@ -218,7 +218,7 @@ class CompareStudy(MethodStudy):
         }
         return {**content, **description}
 
-    def findings(self, settings: Settings, parts: Parts) -> Findings:
+    def findings(self, settings: Settings, parts: SeedResults) -> Findings:
         part = parts.of(self.evaluated_candidates(settings, parts)[0].key)[0]
         comparison = Comparison(self.candidates(settings), parts)
         sizes = part["sizes"]

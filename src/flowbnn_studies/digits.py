@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar
 from torch import Tensor
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
-from flowbnn.compare.results import CLASSIFICATION, Metric, Parts, figure, reliability_figure
+from flowbnn.compare.results import CLASSIFICATION, Metric, SeedResults, figure, reliability_figure
 from flowbnn.data import Digits, load_digits
 from flowbnn.methods import Posterior
 from flowbnn.metrics import novelty_aupr, novelty_auroc, reliability
@@ -151,7 +151,7 @@ class DigitsStudy(Study):
             content["pair"] = density_pair(posterior.model, "conv2")
         return content
 
-    def findings(self, settings: Settings, parts: Parts) -> Findings:
+    def findings(self, settings: Settings, parts: SeedResults) -> Findings:
         labels = self.row_labels(settings)
         notes = [
             f"Every variant starts from the same network of its seed, trained for {settings.start_epochs} epochs, and is trained "
@@ -182,7 +182,7 @@ def _images(
     return panels
 
 
-def answer(parts: Parts, labels: Mapping[str, str]) -> str:
+def answer(parts: SeedResults, labels: Mapping[str, str]) -> str:
     """Returns the answer, computed from the numbers."""
 
     def ranking(metric: str, higher: bool) -> str:
@@ -215,7 +215,7 @@ def answer(parts: Parts, labels: Mapping[str, str]) -> str:
     ).replace("gaussian", "Gaussian")
 
 
-def figures(parts: Parts, labels: Mapping[str, str], novel: int) -> list[dict[str, Any]]:
+def figures(parts: SeedResults, labels: Mapping[str, str], novel: int) -> list[dict[str, Any]]:
     """Returns the figures in the order of the page."""
     first = parts.seeds[0]
     flow = parts.content["flow", first]

@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar
 from torch import Tensor
 
 from flowbnn.compare.candidates import Candidate
-from flowbnn.compare.results import CLASSIFICATION, Metric, Parts, best_first, figure
+from flowbnn.compare.results import CLASSIFICATION, Metric, SeedResults, best_first, figure
 from flowbnn.data import Digits, TensorLoader, load_digits
 from flowbnn.methods import Posterior
 from flowbnn.metrics import novelty_auroc
@@ -120,7 +120,7 @@ class Elephant(MethodStudy):
         posterior = self.fit(job, candidate, network, loader, validation)
         return evaluate_rejection(posterior, digits, s, self.classes, with_images=job.seed == 0)
 
-    def findings(self, settings: Settings, parts: Parts) -> Findings:
+    def findings(self, settings: Settings, parts: SeedResults) -> Findings:
         candidates = self.evaluated_candidates(settings, parts)
         notes = [
             f"{self.split} The threshold of each uncertainty keeps {settings.keep_fraction:.0%} of the known validation images. It "
@@ -278,7 +278,7 @@ def _side(predictive: CategoricalPredictive, image: Tensor, title: str, number: 
 
 def figures(
     settings: Settings,
-    parts: Parts,
+    parts: SeedResults,
     candidates: Sequence[Candidate],
     contents_by_label: Mapping[str, dict[str, Any]],
     classes: Sequence[str],
@@ -320,7 +320,7 @@ def figures(
     return [*result, entropies]
 
 
-def answer(parts: Parts, candidates: Sequence[Candidate]) -> str:
+def answer(parts: SeedResults, candidates: Sequence[Candidate]) -> str:
     """Returns the answer, computed from the numbers."""
     rank = partial(ranking, parts, candidates)
     sampled = best_first(parts, candidates, "auroc_variance")

@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from flowbnn.compare.results import CLASSIFICATION, Metric, Parts, figure
+from flowbnn.compare.results import CLASSIFICATION, Metric, SeedResults, figure
 from flowbnn.models import MLP
 from flowbnn.noise import NormalPlanar, noise_layers
 from flowbnn.options import Count, NonNegative, options
@@ -87,7 +87,7 @@ class FlowLength(Study):
             "history": {name: posterior.history[name] for name in ("elbo", "log_likelihood", "kl")},
         }
 
-    def findings(self, settings: Settings, parts: Parts) -> Findings:
+    def findings(self, settings: Settings, parts: SeedResults) -> Findings:
         labels = self.row_labels(settings)
 
         def lines(name: str, scale: float = 1.0) -> list[dict[str, Any]]:
@@ -138,7 +138,7 @@ def final_bound(
     return {"negative_elbo": kl - likelihood, "log_likelihood": likelihood, "kl": kl}
 
 
-def answer(parts: Parts, lengths: tuple[int, ...]) -> str:
+def answer(parts: SeedResults, lengths: tuple[int, ...]) -> str:
     """Returns the answer, computed from the numbers."""
     bound = {n: parts.values(f"length-{n}", "negative_elbo") for n in lengths}
     means = {n: sum(values) / len(values) for n, values in bound.items()}
@@ -178,7 +178,7 @@ def answer(parts: Parts, lengths: tuple[int, ...]) -> str:
     return text
 
 
-def describe_convergence(parts: Parts, lengths: tuple[int, ...], window: int = 5) -> list[str]:
+def describe_convergence(parts: SeedResults, lengths: tuple[int, ...], window: int = 5) -> list[str]:
     """Describes the decrease of the negative ELBO between the last two windows of epochs."""
     falls = {}
     for length in lengths:

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from flowbnn.compare.results import Parts, figure
+from flowbnn.compare.results import SeedResults, figure
 from flowbnn.diagnostics import effective_sample_size
 from flowbnn.likelihoods import Gaussian
 from flowbnn.methods import HMC, BayesByBackprop, ChainPosterior
@@ -161,7 +161,7 @@ class LinearRegression(Study):
         }
         return GaussianMoments(flat.mean(0), flat.T.cov()), {**extra, "chains": chains}
 
-    def findings(self, settings: Settings, parts: Parts) -> Findings:
+    def findings(self, settings: Settings, parts: SeedResults) -> Findings:
         metrics = make_metrics(NUMBERS, {number: weights_label(number) for number in settings.inputs})
         notes = [
             f"Every seed has data of its own: {settings.points} points for each weight, inputs with a common factor (uniform "
@@ -301,7 +301,7 @@ def density_data(
     }
 
 
-def figures(s: Settings, parts: Parts, contents: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]]:
+def figures(s: Settings, parts: SeedResults, contents: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]]:
     """Returns the figures: posterior of slope and intercept, predicted lines, KL and efficiency."""
     result = [*_line_figures(s, contents), kl_figure(s, parts)] if contents else [kl_figure(s, parts)]
     labels = {variant.key: variant.label for variant in VARIANTS if variant.key in SAMPLERS}
@@ -340,7 +340,7 @@ def _line_figures(s: Settings, contents: Mapping[str, dict[str, Any]]) -> list[d
     return [densities, figure("bands", "Predicted lines", caption, data)]
 
 
-def kl_figure(s: Settings, parts: Parts) -> dict[str, Any]:
+def kl_figure(s: Settings, parts: SeedResults) -> dict[str, Any]:
     """Returns the figure of the KL to the exact posterior against the number of evaluations."""
     panels = []
     for number in s.inputs:
@@ -362,7 +362,7 @@ def kl_figure(s: Settings, parts: Parts) -> dict[str, Any]:
     )
 
 
-def answer(s: Settings, parts: Parts) -> str:
+def answer(s: Settings, parts: SeedResults) -> str:
     """Returns the answer, computed from the numbers."""
     small, large = s.inputs[0], s.inputs[-1]
 

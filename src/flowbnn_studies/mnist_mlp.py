@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from flowbnn.compare.results import Parts, figure
+from flowbnn.compare.results import SeedResults, figure
 from flowbnn.methods import MLE, BayesByBackprop, MCDropout, Method
 from flowbnn.models import MLP
 from flowbnn.options import Count, NonNegative, Positive, Probability, options
@@ -147,7 +147,7 @@ class MnistMlp(Study):
         values = {"error": 1.0 - scores["accuracy"], "nll": scores["nll"], "ece": scores["ece"]}
         return {"values": {f"{name}_{units}": value for name, value in values.items()}}
 
-    def findings(self, settings: Settings, parts: Parts) -> Findings:
+    def findings(self, settings: Settings, parts: SeedResults) -> Findings:
         by_row = regroup_parts(parts, lambda variant, name: (variant.rpartition("-")[0], name))
         widths = settings.units[-1:] if settings.choose else settings.units
         metrics = make_metrics(NUMBERS, {units: f"{units} units" for units in widths})
@@ -211,7 +211,7 @@ def make_method(key: str, s: Settings) -> Method:
     return BayesByBackprop(**{**options, **CHOICES.get(key, {})})
 
 
-def curves(s: Settings, parts: Parts, present: dict[str, tuple[str, str]]) -> dict[str, Any]:
+def curves(s: Settings, parts: SeedResults, present: dict[str, tuple[str, str]]) -> dict[str, Any]:
     """Returns the figure of test errors against the number of units, and those of the paper."""
     ours, cited = [], []
     for key, (label, _) in present.items():
@@ -234,7 +234,7 @@ def curves(s: Settings, parts: Parts, present: dict[str, tuple[str, str]]) -> di
     )
 
 
-def answer(s: Settings, parts: Parts, present: dict[str, tuple[str, str]]) -> str:
+def answer(s: Settings, parts: SeedResults, present: dict[str, tuple[str, str]]) -> str:
     """Returns the answer, computed from the numbers."""
     error = f"error_{s.units[-1]}"
     ranked = sorted((parts.mean(key, error), key) for key in present if parts.values(key, error))

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from flowbnn.compare.candidates import Candidate
-from flowbnn.compare.results import Metric, Parts, figure
+from flowbnn.compare.results import Metric, SeedResults, figure
 from flowbnn.data import SPAN, TensorLoader, curve_points, true_curve
 from flowbnn.likelihoods import Gaussian
 from flowbnn.methods import Posterior
@@ -119,7 +119,7 @@ class Regression1d(MethodStudy):
             content["points"] = {"x": round_values(inputs.squeeze(1)), "y": round_values(targets.squeeze(1))}
         return content
 
-    def findings(self, settings: Settings, parts: Parts) -> Findings:
+    def findings(self, settings: Settings, parts: SeedResults) -> Findings:
         candidates = self.evaluated_candidates(settings, parts)
         notes = [
             "The lecture shows the curve without its formula. We use that of Blundell et al., with 0.02 as the standard deviation "
@@ -170,7 +170,7 @@ def gallery(s: Settings, first: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
     )
 
 
-def answer(parts: Parts, candidates: Sequence[Candidate]) -> str:
+def answer(parts: SeedResults, candidates: Sequence[Candidate]) -> str:
     """Returns the answer, computed from the numbers."""
     rank = partial(ranking, parts, candidates)
     return (

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from flowbnn.compare.candidates import Candidate
-from flowbnn.compare.results import CLASSIFICATION, Metric, Parts, figure
+from flowbnn.compare.results import CLASSIFICATION, Metric, SeedResults, figure
 from flowbnn.metrics import calibration_error
 from flowbnn.models import LeNet
 from flowbnn.options import Count, Positive, options
@@ -93,7 +93,7 @@ class RotatedMnist(ImageMethodStudy):
             content["pixels"] = [round_values(image[0], 2) for image in rotated]
         return content
 
-    def findings(self, settings: Settings, parts: Parts) -> Findings:
+    def findings(self, settings: Settings, parts: SeedResults) -> Findings:
         candidates = self.evaluated_candidates(settings, parts)
         notes = [
             f"A LeNet, trained for {settings.epochs} epochs on {60_000 - settings.validation:,} upright digits without "
@@ -155,7 +155,7 @@ def over_angles(
 
 
 def figures(
-    s: Settings, parts: Parts, candidates: Sequence[Candidate], contents: Mapping[str, dict[str, Any]]
+    s: Settings, parts: SeedResults, candidates: Sequence[Candidate], contents: Mapping[str, dict[str, Any]]
 ) -> list[dict[str, Any]]:
     """Returns the probabilities of one digit over the angles, by method, and the means over many digits."""
     result = []
@@ -196,7 +196,7 @@ def figures(
     return [*result, figure("curves", "Entropy, confidence and accuracy by angle", caption, data)]
 
 
-def answer(parts: Parts, candidates: Sequence[Candidate]) -> str:
+def answer(parts: SeedResults, candidates: Sequence[Candidate]) -> str:
     """Returns the answer, computed from the numbers."""
     return (
         f"Fraction of rotated digits with a wrong class of probability above {CONFIDENT:g} ({pluralize(len(parts.seeds))}): "

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
-from flowbnn.compare.results import CLASSIFICATION, Parts, figure, reliability_figure
+from flowbnn.compare.results import CLASSIFICATION, SeedResults, figure, reliability_figure
 from flowbnn.data import TensorLoader, best_possible, clusters, true_probability
 from flowbnn.methods import Posterior
 from flowbnn.metrics import reliability
@@ -158,10 +158,10 @@ class TwoClusters(Study):
             content["densities"] = density_panels(posterior.model, ["fc1", "fc2"], 2, s.samples)
         return content
 
-    def findings(self, settings: Settings, parts: Parts) -> Findings:
+    def findings(self, settings: Settings, parts: SeedResults) -> Findings:
         labels = self.row_labels(settings)
         rows = self.rows(settings, parts, CLASSIFICATION, PUBLISHED)
-        exact = Parts(
+        exact = SeedResults(
             parts.seeds,
             {("exact", seed): {"values": parts.content["plain", seed]["exact"]} for seed in parts.seeds},
         )
@@ -180,7 +180,7 @@ class TwoClusters(Study):
         return Findings(answer(parts, exact), CLASSIFICATION, rows, figures(labels, parts), notes)
 
 
-def answer(parts: Parts, exact: Parts) -> str:
+def answer(parts: SeedResults, exact: SeedResults) -> str:
     """Returns the answer, computed from the numbers."""
 
     def ece(variant: str) -> str:
@@ -215,7 +215,7 @@ def answer(parts: Parts, exact: Parts) -> str:
     return f"{text}\nGaussian noise has an ECE of {ece('gaussian')}; difference to flow noise: {gaussian.describe()}, {verdict}."
 
 
-def figures(labels: Mapping[str, str], parts: Parts) -> list[dict[str, Any]]:
+def figures(labels: Mapping[str, str], parts: SeedResults) -> list[dict[str, Any]]:
     """Returns the figures in the order of the page."""
     first = parts.seeds[0]
     fields = []

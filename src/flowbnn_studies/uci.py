@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import torch
 
 from flowbnn.compare.candidates import CANDIDATES, Candidate
-from flowbnn.compare.results import Parts, best_first, format_means
+from flowbnn.compare.results import SeedResults, best_first, format_means
 from flowbnn.data import TensorLoader
 from flowbnn.likelihoods import Gaussian
 from flowbnn.methods import HMC, NUTS
@@ -142,7 +142,7 @@ class Uci(MethodStudy):
             values[f"coverage_90_{name}"] = numbers["coverage_90"]
         return {"values": values}
 
-    def findings(self, settings: Settings, parts: Parts) -> Findings:
+    def findings(self, settings: Settings, parts: SeedResults) -> Findings:
         notes = [
             f"One hidden layer of {settings.hidden} ({2 * settings.hidden} for protein) and the published splits (20, of protein "
             "5). Inputs are standardized, targets are in the units of the data. Every method has its defaults and the same "
@@ -172,7 +172,7 @@ class Uci(MethodStudy):
         return Findings(answer(settings, parts, evaluated), metrics, rows, [], notes)
 
 
-def answer(settings: Settings, parts: Parts, candidates: Sequence[Candidate]) -> str:
+def answer(settings: Settings, parts: SeedResults, candidates: Sequence[Candidate]) -> str:
     """Returns the answer, computed from the numbers."""
     lines = []
     for name in settings.sets:
@@ -191,7 +191,7 @@ def answer(settings: Settings, parts: Parts, candidates: Sequence[Candidate]) ->
     return text
 
 
-def _reaches(parts: Parts, key: str, name: str) -> bool:
+def _reaches(parts: SeedResults, key: str, name: str) -> bool:
     """Returns True if the mean of a method is at least both published means, within one standard error of theirs.
 
     The spread of the method itself does not count, because it would favour a method that fails on some splits.

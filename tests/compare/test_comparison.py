@@ -8,7 +8,7 @@ from torch import nn
 import flowbnn as fb
 from flowbnn.compare import Comparison
 from flowbnn.compare.candidates import find_candidates
-from flowbnn.compare.results import Parts
+from flowbnn.compare.results import SeedResults
 from flowbnn.data import TensorLoader
 from flowbnn.errors import FlowBNNError, FlowBNNWarning
 from flowbnn_studies.report import load_results
@@ -16,13 +16,13 @@ from flowbnn_studies.report import load_results
 COMPARE_GLOBALS = fb.compare.__wrapped__.__globals__  # of the module, whose name the function shadows
 
 
-def make_parts(**results: tuple[float, float]) -> Parts:
+def make_parts(**results: tuple[float, float]) -> SeedResults:
     """Returns results of one seed from the training time and the NLL of each method."""
     content = {
         (key.replace("_", "-"), 0): {"values": {"train_seconds": seconds, "predict_seconds": 1.0, "nll": nll}}
         for key, (seconds, nll) in results.items()
     }
-    return Parts([0], content)
+    return SeedResults([0], content)
 
 
 def test_times_are_multiples_of_the_baseline():

@@ -1,6 +1,6 @@
 """Tests that answers follow from the numbers."""
 
-from flowbnn_studies import Parts
+from flowbnn_studies import SeedResults
 from flowbnn_studies.digits import answer as digits_answer
 from flowbnn_studies.flow_length import answer as length_answer
 from flowbnn_studies.flow_length import describe_convergence
@@ -19,7 +19,7 @@ def parts(**values):
         for index, (variant, metrics) in enumerate(values.items())
         for seed in SEEDS
     }
-    return Parts(SEEDS, content)
+    return SeedResults(SEEDS, content)
 
 
 def clusters(plain, flow, gaussian, longer):
@@ -93,7 +93,7 @@ def test_flow_length_describes_convergence():
         for key, fall in (("length-0", fall_without_flow), ("length-3", 0.001)):
             for seed in SEEDS:
                 content[key, seed] = {"history": {"elbo": [-0.2] * 5 + [-0.2 + fall] * 5}}
-        return Parts(SEEDS, content)
+        return SeedResults(SEEDS, content)
 
     (slow,) = describe_convergence(results_with(0.01), (0, 3))
     assert "0.0100 at length 0, 0.0010 at length 3" in slow

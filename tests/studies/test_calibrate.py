@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from flowbnn.calibrate.flow import fit_flow
-from flowbnn.compare.results import Parts
+from flowbnn.compare.results import SeedResults
 from flowbnn_studies import get_study
 from flowbnn_studies.images import evaluation
 from flowbnn_studies.posteriors import calibrate as study
@@ -37,7 +37,7 @@ def test_study_runs(tmp_path, monkeypatch) -> None:
     for variant in calibrate_study.variants(settings):
         job = Job("calibrate", variant.key, 0, settings, tmp_path)
         content[variant.key, 0] = calibrate_study.train(job)
-    findings = calibrate_study.findings(settings, Parts([0], content))
+    findings = calibrate_study.findings(settings, SeedResults([0], content))
     rows = {row["key"]: row["values"] for row in findings.rows}
     assert set(rows) == {"plain", "temperature", "vector", "laplace", *fits, "all"}
     images = {f"{name}_{case}" for name in (*study.NUMBERS, *study.BEYOND) for case in ("80-60", "80-same")}
@@ -59,7 +59,7 @@ def test_joint_noise_is_compared_with_rivals() -> None:
         ("1000", seed): {"values": {}, "table": {"1000-100": {key: {"nll": row[seed]} for key, row in rows.items()}}}
         for seed in (0, 1)
     }  # fmt: skip
-    findings = calibrate_study.findings(calibrate_study.make_settings(), Parts([0, 1], content))
+    findings = calibrate_study.findings(calibrate_study.make_settings(), SeedResults([0, 1], content))
     entries = {(entry["title"], entry["metric"]): entry for entry in findings.comparisons}
     assert [title for title, _ in entries] == [
         "joint noise − temperature scaling",

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from flowbnn.compare.results import Parts
+from flowbnn.compare.results import SeedResults
 from flowbnn.data import TensorLoader
 from flowbnn.likelihoods import Categorical
 from flowbnn.posterior import PointPosterior
@@ -52,7 +52,9 @@ def without_factorized(parts):
         key: {name: row for name, row in part["table"].items() if name != "factorized"}
         for key, part in parts.content.items()
     }
-    return Parts(parts.seeds, {key: {**part, "table": tables[key]} for key, part in parts.content.items()})
+    return SeedResults(
+        parts.seeds, {key: {**part, "table": tables[key]} for key, part in parts.content.items()}
+    )
 
 
 def test_elbo_chooses_for_every_seed():
@@ -70,7 +72,7 @@ def test_elbo_chooses_for_every_seed():
         }
         return {"values": {}, "table": others | table, "minutes": 1.0}
 
-    parts = Parts(
+    parts = SeedResults(
         [0, 1],
         {
             ("vgg16", 0): part((-0.3, 0.4), (-0.2, 0.3)),

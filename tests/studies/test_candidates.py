@@ -9,7 +9,7 @@ from flowbnn.compare.candidates import CANDIDATES, find_candidates
 from flowbnn.data import curve_points, ring, true_curve
 from flowbnn.errors import FlowBNNError
 from flowbnn.methods import METHODS, NodeNoise
-from flowbnn_studies import Parts, get_study
+from flowbnn_studies import SeedResults, get_study
 from flowbnn_studies.elephant import accuracy_with_new, threshold_for
 from flowbnn_studies.regression_1d import scale_inputs, spread_growth
 
@@ -126,7 +126,9 @@ def test_answers_follow_from_the_numbers():
     candidates = find_candidates(["map", "mc-dropout"])
 
     def parts(**values):
-        return Parts([0], {(key.replace("_", "-"), 0): {"values": value} for key, value in values.items()})
+        return SeedResults(
+            [0], {(key.replace("_", "-"), 0): {"values": value} for key, value in values.items()}
+        )
 
     map_values = {"nll": 0.1, "growth": None, "coverage_outside": 0.2}
     dropout_values = {"nll": 0.2, "growth": 5.0, "coverage_outside": 0.9}

@@ -33,11 +33,11 @@ def test_study_runs_and_results_are_valid(name, tmp_path):
 
 
 def test_published_numbers_of_autoencoders_are_shown():
-    from flowbnn.compare.results import Parts
+    from flowbnn.compare.results import SeedResults
 
     study = get_study("dlgm-planar")
     contents = {("planar-80", 0): {"values": {"nll": 85.0}}, ("planar-0", 0): {"values": {"nll": 90.0}}}
-    findings = study.findings(study.make_settings(), Parts([0], contents))
+    findings = study.findings(study.make_settings(), SeedResults([0], contents))
     assert [row["values"]["nll"]["published"] for row in findings.rows] == [89.9, 85.1]
     assert "decreases with every increase" in findings.answer
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from flowbnn.compare.results import CLASSIFICATION
-from flowbnn_studies import Parts, get_study
+from flowbnn_studies import SeedResults, get_study
 from flowbnn_studies.images.evaluation import add_matched_nll, image_metrics, nll_at_entropy, tempering_curve
 from flowbnn_studies.images.findings import (
     PLAIN,
@@ -41,7 +41,7 @@ def parts(**changes):
         for seed in range(variant.seeds):
             sign = (-1) ** index
             content[variant.key, seed] = {"values": {k: v + sign * WOBBLE[seed] for k, v in base.items()}}
-    return Parts(list(range(5)), content)
+    return SeedResults(list(range(5)), content)
 
 
 def test_answer_counts_significant_comparisons():
@@ -66,7 +66,7 @@ def test_answer_counts_significant_comparisons():
 
 def test_answer_of_a_few_parts():
     complete = parts()
-    selected = Parts(
+    selected = SeedResults(
         complete.seeds,
         {key: part for key, part in complete.content.items() if key[0].startswith("best-flow")},
     )
@@ -97,7 +97,7 @@ def test_row_with_fewer_seeds_is_marked_and_never_best():
         best_mixture_position={"accuracy": 0.99, "nll": 0.1, "ece": 0.001},
         best_flow_channel={"accuracy": 0.95, "nll": 0.2, "ece": 0.01},
     )
-    incomplete = Parts(
+    incomplete = SeedResults(
         complete.seeds,
         {k: part for k, part in complete.content.items() if k[0] != "best-mixture-position" or k[1] == 0},
     )
@@ -185,7 +185,7 @@ def test_figure_of_a_site_needs_noise_at_that_site():
             ["Figure 5 of Xiong's report, redrawn", "Training with noise site channel"],
         ),
     ):
-        selected = Parts(
+        selected = SeedResults(
             complete.seeds, {key: part for key, part in complete.content.items() if key[0] in selected_keys}
         )
         trained = trained_variants(selected, VARIANTS)
@@ -242,7 +242,7 @@ def test_matched_nll_equals_the_exact_value(scale):
     }
     content["best-ensemble", 0] = {"values": {"nll": 1.0}}  # a result without tempering curves
     variants = [Variant(key, key) for key in ("best-plain", "best-swag", "best-ensemble")]
-    matched = add_matched_nll(Parts([0], content), variants, PLAIN)
+    matched = add_matched_nll(SeedResults([0], content), variants, PLAIN)
     truth = -(math.log(0.8) + math.log(0.2)) / 2
     assert matched.mean("best-plain", "shift_matched_nll") == pytest.approx(truth, abs=1e-9)
     assert matched.mean("best-swag", "shift_matched_nll") == pytest.approx(truth, abs=1e-4)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from flowbnn.compare.results import Parts
+from flowbnn.compare.results import SeedResults
 from flowbnn.data import TensorLoader
 from flowbnn.errors import FlowBNNError
 from flowbnn.models import ResidualBlock
@@ -381,7 +381,7 @@ def test_resnet18_is_compared_with_swag_and_an_ensemble(tmp_path, monkeypatch):
     }
     assert all(part["content"]["shift"]["blur"]["nll"] for part in content.values())
     assert results["answer"].startswith("Best mean values: NLL")  # one seed decides no comparison
-    two_seeds = Parts(
+    two_seeds = SeedResults(
         [0, 1], {(key, seed): part["content"] for key, part in content.items() for seed in (0, 1)}
     )
     assert "SWAG versus Gaussian noise: " in study.findings(settings, two_seeds).answer

@@ -48,7 +48,7 @@ def test_study_runs_and_is_reported(name, tmp_path, sketched):
 
 
 def test_published_numbers_are_shown():
-    from flowbnn.compare.results import Parts
+    from flowbnn.compare.results import SeedResults
 
     for name, key, metric, value in (
         ("mnist-mlp", "mixture-1200", "error_1200", 0.0132),
@@ -58,7 +58,7 @@ def test_published_numbers_are_shown():
         settings = study.make_settings()
         histograms = {group: {"edges": [0.0, 1.0], "fraction": [1.0]} for group in ("known", "novel")}
         part = {"values": {metric: 0.5}, "below": {"x": [0.0], "share": [1.0]}, "entropy": histograms}
-        (row,) = study.findings(settings, Parts([0], {(key, 0): part})).rows
+        (row,) = study.findings(settings, SeedResults([0], {(key, 0): part})).rows
         assert row["values"][metric]["published"] == value
 
 

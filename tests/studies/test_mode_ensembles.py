@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from flowbnn.compare.results import Parts
+from flowbnn.compare.results import SeedResults
 from flowbnn.models import ResidualBlock
 from flowbnn_studies import get_study, run_study
 from flowbnn_studies.posteriors import mode_ensembles as study
@@ -61,7 +61,7 @@ def test_claims_follow_the_rules_of_the_plan():
             for row, value in rows.items()
             for seed in range(number)
         }
-        return Parts(list(range(number)), content)
+        return SeedResults(list(range(number)), content)
 
     near = study.claims(parts(0.3, 0.5))
     assert near[0].startswith("Modes are better than Gaussian noise: met (5 of 5 problems for it, 0 against)")
@@ -74,4 +74,4 @@ def test_claims_follow_the_rules_of_the_plan():
     assert worse[2].startswith("Modes are close to a deep ensemble: not met (0 of 5")
     # two seeds of the large network are too few
     assert "of 4 problems" in study.claims(parts(0.3, 0.5, 2))[0]
-    assert study.claims(Parts([], {})) == ["There are too few results for an answer."]
+    assert study.claims(SeedResults([], {})) == ["There are too few results for an answer."]

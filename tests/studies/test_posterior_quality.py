@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from flowbnn import diagnostics
-from flowbnn.compare.results import Parts
+from flowbnn.compare.results import SeedResults
 from flowbnn.transforms import BlockTriangular
 from flowbnn_studies import get_study
 from flowbnn_studies.posteriors import posterior_quality as study
@@ -51,7 +51,7 @@ def test_seeds_with_unconverged_chains_are_omitted():
         }
         for seed, rhat in enumerate((1.002, None, 1.3, 1.004))
     }
-    parts = study.problem_parts_by_row(Parts([0, 1, 2, 3], content))
+    parts = study.problem_parts_by_row(SeedResults([0, 1, 2, 3], content))
     assert parts.values("full", "gap_blobs") == [0.0, 3.0]
     assert parts.values("full", "k_blobs") == [0.3] * 4
     settings = get_study("posterior-quality").make_settings(quick=True)
@@ -88,7 +88,9 @@ def test_figures_over_the_number_of_examples(tmp_path):
 
 
 def test_line_is_sorted_by_x():
-    parts = Parts([0], {(key, 0): {"values": {"excess": 0.1 * place}} for place, key in enumerate("abc")})
+    parts = SeedResults(
+        [0], {(key, 0): {"values": {"excess": 0.1 * place}} for place, key in enumerate("abc")}
+    )
     line = matters.sorted_line("one", parts, ["a", "b", "c"], "excess", [0.3, -0.1, 0.2])
     assert line["x"] == [None, 0.2, 0.3]  # values that are not positive are missing on the logarithmic axis
     assert line["mean"] == pytest.approx([0.1, 0.2, 0.0])
@@ -102,7 +104,7 @@ def test_answer_names_relevant_gaps():
         for size in (20, 50)
         for seed in range(3)
     }
-    text = matters.answer(settings, Parts([0, 1, 2], content))
+    text = matters.answer(settings, SeedResults([0, 1, 2], content))
     assert "with 20 (+0.079 (95 % CI" in text
     assert "gap below 0.300 nats per example" in text
     assert "without such an effect is 0.100" in text

@@ -6,7 +6,7 @@ import warnings
 import numpy as np
 import pytest
 
-from flowbnn.compare.results import Parts, record_warnings, summary
+from flowbnn.compare.results import SeedResults, record_warnings, summary
 from flowbnn.errors import FlowBNNError, FlowBNNWarning
 from flowbnn_studies.runner.findings import paired_difference, sign_flip_p_value
 
@@ -64,7 +64,7 @@ def test_warning_of_many_layers_is_counted_for_each():
             warnings.warn("something else", FlowBNNWarning)
         content["a", seed] = {"warnings": caught}
     content["b", 0] = {}
-    layers, other_line = Parts([0, 1], content).warnings({"a": "First", "b": "Second"})
+    layers, other_line = SeedResults([0, 1], content).warnings({"a": "First", "b": "Second"})
     assert layers.startswith(
         "First: the noise has collapsed to its prior at fc0 (2 of 2 seeds), fc1 (1 of 2 seeds)"
     )
@@ -75,7 +75,7 @@ def test_warning_of_many_layers_is_counted_for_each():
 def test_warnings_that_differ_in_numbers_are_merged():
     texts = ("R-hat 2.21, above 1.05", "R-hat 1.9, above 1.05", "3 of 60 diverged")
     content = {("a", seed): {"warnings": [{"text": text, "layer": ""}]} for seed, text in enumerate(texts)}
-    assert Parts([0, 1, 2], content).warnings({"a": "HMC"}) == [
+    assert SeedResults([0, 1, 2], content).warnings({"a": "HMC"}) == [
         "HMC: R-hat 2.21, above 1.05 (in 2 of 3 seeds)",
         "HMC: 3 of 60 diverged (in 1 of 3 seeds)",
     ]

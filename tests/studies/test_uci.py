@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from flowbnn.compare.results import Parts
+from flowbnn.compare.results import SeedResults
 from flowbnn.errors import FlowBNNError
 from flowbnn_studies import get_study
 from flowbnn_studies.runner.run import run_study
@@ -71,7 +71,7 @@ def test_seeds_without_a_split_are_ignored():
             }
             for seed in range(20)
         }
-        parts = Parts(list(range(20)), content)
+        parts = SeedResults(list(range(20)), content)
         assert parts.mean("method", "log_likelihood_protein") == pytest.approx(value + 0.002)
         assert _reaches(parts, "method", "protein") is reaches
 
@@ -83,4 +83,4 @@ def test_published_spreads_are_standard_deviations_over_splits():
     for below, reaches in ((0.03, True), (0.1, False)):
         value = PUBLISHED["deep-ensemble"]["boston"][0] - below
         content = {("method", seed): {"values": {"log_likelihood_boston": value}} for seed in range(20)}
-        assert _reaches(Parts(list(range(20)), content), "method", "boston") is reaches
+        assert _reaches(SeedResults(list(range(20)), content), "method", "boston") is reaches

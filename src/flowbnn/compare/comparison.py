@@ -25,8 +25,8 @@ from flowbnn.compare.measurement import measure, warm_up
 from flowbnn.compare.results import (
     CLASSIFICATION,
     Metric,
-    Parts,
     ResultCache,
+    SeedResults,
     best_first,
     figure,
     format_means,
@@ -127,7 +127,7 @@ def compare(
     settings = {"epochs": epochs, "lr": lr, "samples": samples, "seeds": all_seeds, **experiment.options}
     cache = ResultCache(folder, experiment.fingerprint(with_data=folder is not None))
     warm_up(network, train_loader, likelihood)
-    parts = Parts(all_seeds, {})
+    parts = SeedResults(all_seeds, {})
     runs = [(candidate, method, number) for candidate, method in selection for number in all_seeds]
     for candidate, method, number in track(runs, "comparing", progress):
         parts.content[candidate.key, number] = experiment.run(candidate, method, number, cache, failures)
@@ -324,7 +324,7 @@ class Comparison:
     def __init__(
         self,
         candidates: Sequence[Candidate],
-        parts: Parts,
+        parts: SeedResults,
         failures: Mapping[str, str] | None = None,
         settings: dict[str, Any] | None = None,
         call: str = "",
@@ -490,7 +490,7 @@ def _format_cell(cell: Mapping[str, Any] | None, form: str) -> str:
     return f"{cell['mean']:{form}}" + ("" if cell["std"] is None else f" ± {cell['std']:{form}}")
 
 
-def _add_relative_times(parts: Parts) -> Parts:
+def _add_relative_times(parts: SeedResults) -> SeedResults:
     """Returns results with times as multiples of the times of the baseline with the same seed."""
     content = {}
     for (key, seed), result in parts.content.items():
@@ -500,4 +500,4 @@ def _add_relative_times(parts: Parts) -> Parts:
             if values.get(seconds) is not None and baseline.get(seconds):
                 values[name] = values[seconds] / baseline[seconds]
         content[key, seed] = {**result, "values": values}
-    return Parts(parts.seeds, content)
+    return SeedResults(parts.seeds, content)

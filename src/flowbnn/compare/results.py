@@ -72,7 +72,7 @@ def summary(values: Sequence[float | None], published: float | None = None) -> d
     }
 
 
-class Parts:
+class SeedResults:
     """Results by the key of a method (or of a variant of a study) and by seed.
 
     Each result is a dictionary of plain values: the metrics under ``values``, and the data of the figures.
@@ -187,7 +187,7 @@ def record_warnings() -> Iterator[list[dict[str, str]]]:
         records += [{"text": text, "layer": layer} for layer in fields.get("layers") or [""]]
 
 
-def best_first(parts: Parts, candidates: Iterable[Any], metric: str, higher: bool = False) -> list[Any]:
+def best_first(parts: SeedResults, candidates: Iterable[Any], metric: str, higher: bool = False) -> list[Any]:
     """Returns the candidates that have a metric, the best first.
 
     Args:
@@ -200,7 +200,7 @@ def best_first(parts: Parts, candidates: Iterable[Any], metric: str, higher: boo
     return sorted(measured, key=lambda candidate: parts.mean(candidate.key, metric), reverse=higher)
 
 
-def format_means(parts: Parts, candidates: Iterable[Any], metric: str, form: str = ".3f") -> str:
+def format_means(parts: SeedResults, candidates: Iterable[Any], metric: str, form: str = ".3f") -> str:
     """Returns the labels of candidates with their means, separated by commas.
 
     Args:
@@ -244,7 +244,7 @@ def pooled_bins(bins_per_seed: Sequence[Bins]) -> Bins:
 
 
 def reliability_figure(
-    caption: str, labels: Mapping[str, str], parts: Parts, title: str = "Accuracy against confidence"
+    caption: str, labels: Mapping[str, str], parts: SeedResults, title: str = "Accuracy against confidence"
 ) -> dict[str, Any]:
     """Returns a reliability diagram of several methods.
 

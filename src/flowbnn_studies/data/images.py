@@ -171,7 +171,7 @@ class ImageSet:
             mask[indices[torch.randperm(len(indices), generator=generator)[:number]]] = True
         return self.subset(~mask), replace(self.subset(mask), partition="validation")
 
-    def in_colour(self, size: int = 32) -> "ImageSet":
+    def to_color(self, size: int = 32) -> "ImageSet":
         """Returns grey images padded with zeros to ``size`` and repeated in three channels. Mean and standard deviation are
         adapted.
 
@@ -180,7 +180,7 @@ class ImageSet:
         number, channels, height, width = self.images.shape
         if channels != 1 or size < max(height, width):
             raise FlowBNNError(
-                f"in_colour(size={size}) needs grey images of that size at most, got {channels}x{height}x{width}",
+                f"to_color(size={size}) needs grey images of that size at most, got {channels}x{height}x{width}",
                 argument="size",
             )
         top, left = (size - height) // 2, (size - width) // 2

@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from flowbnn.compare.results import Metric, Parts
+from flowbnn.compare.results import Metric, SeedResults
 from flowbnn.options import Count, Positive, options
 from flowbnn.vae import VAE, Autoencoder, fit_autoencoder
 from flowbnn_studies.images.data import read_bytes
@@ -112,7 +112,7 @@ class AutoencoderVsVae(Study):
             }
         return content
 
-    def findings(self, settings: Settings, parts: Parts) -> Findings:
+    def findings(self, settings: Settings, parts: SeedResults) -> Findings:
         first = self.first_seed_parts(settings, parts, "codes")
         captions = {
             "codes": ("Codes", f"Seed 0: codes of the first {settings.num_codes:,} test images, with a colour for each digit. "
@@ -168,7 +168,7 @@ def code_image(codes: Tensor, labels: Tensor) -> list[Any]:
     return round_values(canvas, 2)
 
 
-def answer(parts: Parts) -> str:
+def answer(parts: SeedResults) -> str:
     """Returns the answer, computed from the numbers."""
     keys = ("reconstruction", "kl", "both")
     if not all(parts.values(key, "error") for key in keys):

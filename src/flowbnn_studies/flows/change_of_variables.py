@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributions import Independent, Uniform
 
-from flowbnn.compare.results import Metric, Parts, figure
+from flowbnn.compare.results import Metric, SeedResults, figure
 from flowbnn.density import fit_density
 from flowbnn.distributions import Flow, NormalMixture
 from flowbnn.flows import NSF
@@ -126,7 +126,7 @@ class ChangeOfVariables(Study):
             content["histogram"] = bins | {"fraction": [fraction * value for value in bins["fraction"]]}
         return content
 
-    def findings(self, settings: Settings, parts: Parts) -> Findings:
+    def findings(self, settings: Settings, parts: SeedResults) -> Findings:
         notes = [
             "Square: z is uniform on (0, 2), and x = z² has the density 1 / (4 √x) on (0, 4). Inverse transform sampling: u is "
             f"uniform on (0, 1), and x = -log(1 - u) / {RATE:g} has the exponential distribution. Both maps are defined in this "
@@ -211,7 +211,7 @@ def figures(contents: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
-def answer(parts: Parts) -> str:
+def answer(parts: SeedResults) -> str:
     """Returns the answer, computed from the numbers."""
     square, quantile = (parts.mean(key, "density_error") for key in ("square", "quantile"))
     within = all(

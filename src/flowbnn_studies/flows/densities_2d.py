@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from flowbnn import flows
-from flowbnn.compare.results import Parts, figure
+from flowbnn.compare.results import SeedResults, figure
 from flowbnn.density import Density, fit_density
 from flowbnn.options import Count, Positive, options
 from flowbnn_studies.runner.findings import cell_centers, evaluate_on_grid, pluralize, ranking, round_values
@@ -262,7 +262,7 @@ class Densities2d(Study):
                 content["pictures"][name] = picture(density, toy, s)
         return content
 
-    def findings(self, settings: Settings, parts: Parts) -> Findings:
+    def findings(self, settings: Settings, parts: SeedResults) -> Findings:
         kinds = {
             "gap": ("Gap", "lower", ".3f", "Mean over test points of the true log-density minus that of the flow, in nats; 0 is "
                                            "exact."),
@@ -289,7 +289,7 @@ class Densities2d(Study):
         rows = self.rows(settings, parts, metrics)
         return Findings(self.answer(settings, parts), metrics, rows, self.figures(settings, parts), notes)
 
-    def answer(self, settings: Settings, parts: Parts) -> str:
+    def answer(self, settings: Settings, parts: SeedResults) -> str:
         """Returns the answer, computed from the numbers."""
         lines = []
         gaps = {name: parts.mean("nsf", f"gap_{name}") for name in settings.data if name in TARGET_NAMES}
@@ -305,7 +305,7 @@ class Densities2d(Study):
             lines.append(f"{TOYS[name].label}, smallest gaps: {best}.")
         return "\n".join(lines)
 
-    def figures(self, settings: Settings, parts: Parts) -> list[dict[str, Any]]:
+    def figures(self, settings: Settings, parts: SeedResults) -> list[dict[str, Any]]:
         """Returns the densities and samples of the first seed for each distribution."""
         result = []
         for name in settings.data:

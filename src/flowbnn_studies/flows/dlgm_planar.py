@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal
 
 import torch
 
-from flowbnn.compare.results import Metric, Parts, figure
+from flowbnn.compare.results import Metric, SeedResults, figure
 from flowbnn.data import TensorLoader
 from flowbnn.density import Density
 from flowbnn.flows import IAF, Sylvester
@@ -147,7 +147,7 @@ class DlgmPlanar(Study):
             content["samples"] = image_grid(model.sample(40, seed=0, mean=True), 8)
         return content
 
-    def findings(self, settings: Settings, parts: Parts) -> Findings:
+    def findings(self, settings: Settings, parts: SeedResults) -> Findings:
         drawing = (
             "are drawn in every epoch (chosen on validation images: pixels that are drawn once are memorized)"
             if settings.binary == "anew"
@@ -202,7 +202,7 @@ def make_model(variant: str, s: Settings) -> VAE:
     )
 
 
-def length_figure(s: Settings, parts: Parts) -> dict[str, Any]:
+def length_figure(s: Settings, parts: SeedResults) -> dict[str, Any]:
     """Returns the figure of -ln p(x) and -ELBO against the number of planar flows."""
     keys = {length: f"planar-{length}" for length in s.lengths}
     panels = []
@@ -221,7 +221,7 @@ def length_figure(s: Settings, parts: Parts) -> dict[str, Any]:
     return {**result, "published": "Dashed lines: published numbers."}
 
 
-def answer(s: Settings, parts: Parts, labels: dict[str, str]) -> str:
+def answer(s: Settings, parts: SeedResults, labels: dict[str, str]) -> str:
     """Returns the answer, computed from the numbers."""
     lengths = [length for length in s.lengths if parts.values(f"planar-{length}", "nll")]
     lines = []

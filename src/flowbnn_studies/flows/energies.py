@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from flowbnn import flows
-from flowbnn.compare.results import Parts, figure
+from flowbnn.compare.results import SeedResults, figure
 from flowbnn.density.target import TargetFit, fit_target
 from flowbnn.options import Count, Positive, options
 from flowbnn_studies.runner.findings import cell_centers, evaluate_on_grid, pluralize, ranking, round_values
@@ -96,7 +96,7 @@ class Energies(Study):
                 content["pictures"][str(number)] = picture(fitted, s)
         return content
 
-    def findings(self, settings: Settings, parts: Parts) -> Findings:
+    def findings(self, settings: Settings, parts: SeedResults) -> Findings:
         kinds = {
             "gap": ("Gap", "lower", ".3f", "log Z minus the ELBO, in nats: the KL divergence from the flow to the target; 0 is exact."),
             "error": ("Evidence", "none", "+.4f", "log Z by importance sampling minus the true log Z, in nats."),
@@ -106,7 +106,9 @@ class Energies(Study):
         }  # fmt: skip
         metrics = make_metrics(kinds, {number: f"Energy {number}" for number in settings.energies}, "{1}")
         truth = {f"elbo_{number}": log_normaliser(number, settings.nodes) for number in settings.energies}
-        exact = Parts([0], {("truth", 0): {"values": truth}}).row("truth", "log Z by quadrature", metrics)
+        exact = SeedResults([0], {("truth", 0): {"values": truth}}).row(
+            "truth", "log Z by quadrature", metrics
+        )
         notes = [
             f"Each flow is fitted by {100 * settings.epochs:,} steps of {settings.samples} draws. The weight of the energy grows "
             "from 0.01 to 1 over the first 30 % of the steps, similar to the annealing of the paper. Flows have their default "
@@ -122,7 +124,7 @@ class Energies(Study):
         rows = [*self.rows(settings, parts, metrics), {**exact, "reference": "yes"}]
         return Findings(self.answer(settings, parts), metrics, rows, self.figures(settings, parts), notes)
 
-    def answer(self, settings: Settings, parts: Parts) -> str:
+    def answer(self, settings: Settings, parts: SeedResults) -> str:
         """Returns the answer, computed from the numbers."""
         lines = []
         planar = [key for key in RECIPES if key.startswith("planar") and parts.of(key)]
@@ -152,7 +154,7 @@ class Energies(Study):
             )
         return "\n".join(lines)
 
-    def figures(self, settings: Settings, parts: Parts) -> list[dict[str, Any]]:
+    def figures(self, settings: Settings, parts: SeedResults) -> list[dict[str, Any]]:
         """Returns the target and the densities of the first seed for each energy."""
         result = []
         axis = cell_centers(-REACH, REACH, settings.grid)

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from flowbnn.compare.results import Metric, Parts, read_json, write_json
+from flowbnn.compare.results import Metric, SeedResults, read_json, write_json
 from flowbnn.data import TensorLoader
 from flowbnn.density import fit_density
 from flowbnn.flows import IDF, FlowModel, Glow, ResidualFlow
@@ -125,7 +125,7 @@ class ImageFlows(Study):
             content["samples"] = image_grid(density.sample(32, seed=0).float() / 255, 8)
         return content
 
-    def findings(self, settings: Settings, parts: Parts) -> Findings:
+    def findings(self, settings: Settings, parts: SeedResults) -> Findings:
         labels = self.row_labels(settings)
         rows = self.rows(settings, parts, METRICS, PUBLISHED)
         first = self.first_seed_parts(settings, parts, "samples")
@@ -197,7 +197,7 @@ def independent_bits(images: Tensor, test: Tensor, values: int = 256) -> float:
     return -float(probabilities.log2().mean())
 
 
-def answer(parts: Parts, labels: dict[str, str]) -> str:
+def answer(parts: SeedResults, labels: dict[str, str]) -> str:
     """Returns the answer, computed from the numbers."""
     entries = ", ".join(
         f"{label} {parts.mean(key, 'bits'):.2f}" for key, label in labels.items() if parts.values(key, "bits")

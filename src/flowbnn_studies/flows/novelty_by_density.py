@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from flowbnn.compare.results import Metric, Parts, figure
+from flowbnn.compare.results import Metric, SeedResults, figure
 from flowbnn.data import TensorLoader
 from flowbnn.density import Density, fit_density
 from flowbnn.flows import NSF, Glow
@@ -136,7 +136,7 @@ class NoveltyByDensity(Study):
         }
         return {"values": values, "histograms": histograms}
 
-    def findings(self, settings: Settings, parts: Parts) -> Findings:
+    def findings(self, settings: Settings, parts: SeedResults) -> Findings:
         # value density_auroc of variant mnist becomes auroc_mnist of row density
         by_method = regroup_parts(
             parts, lambda variant, name: (name.partition("_")[0], f"{name.partition('_')[2]}_{variant}")
@@ -255,7 +255,7 @@ def read_features(network: nn.Module, images: Tensor) -> tuple[Tensor, Tensor]:
     return torch.cat(features), torch.cat(logits)
 
 
-def answer(by_method: Parts) -> str:
+def answer(by_method: SeedResults) -> str:
     """Returns the answer, computed from the numbers."""
     lines = []
     for name, label in SETS.items():

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.distributions import MultivariateNormal
 
-from flowbnn.compare.results import Metric, Parts
+from flowbnn.compare.results import Metric, SeedResults
 from flowbnn.density import fit_density
 from flowbnn.flows import MAF, NSF
 from flowbnn.options import Count, NonNegative, Positive, options
@@ -93,7 +93,7 @@ class TabularDensities(Study):
             values[name] = float(density.score(test).double().mean())
         return {"values": values}
 
-    def findings(self, settings: Settings, parts: Parts) -> Findings:
+    def findings(self, settings: Settings, parts: SeedResults) -> Findings:
         definition = "Mean log-density of the test rows of {}, standardized, in nats."
         metrics = tuple(
             Metric(name, name, "higher", ".2f", definition.format(name)) for name in settings.sets
@@ -173,7 +173,7 @@ def gaussian(train: Tensor, test: Tensor) -> float:
     return float(MultivariateNormal(train.mean(0), covariance).log_prob(test.double()).mean())
 
 
-def answer(s: Settings, parts: Parts) -> str:
+def answer(s: Settings, parts: SeedResults) -> str:
     """Returns the answer, computed from the numbers."""
     names = [name for name in s.sets if not any(math.isnan(parts.mean(key, name)) for key in LABELS)]
     if not names:

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from flowbnn.compare.results import Metric, Parts
+from flowbnn.compare.results import Metric, SeedResults
 from flowbnn.density import Density, fit_density
 from flowbnn.flows import FFJORD, MAF, RealNVP, ResidualFlow
 from flowbnn.options import Count, Positive, options
@@ -135,7 +135,7 @@ class WhyFlows(Study):
             values |= {f"{key}/{name}": value for name, value in numbers.items()}
         return {"values": values}
 
-    def findings(self, settings: Settings, parts: Parts) -> Findings:
+    def findings(self, settings: Settings, parts: SeedResults) -> Findings:
         by_model = regroup_parts(parts, lambda _, name: (name.partition("/")[0], name.partition("/")[2]))
         rows = [by_model.row(key, label, METRICS) for key, label in LABELS.items() if by_model.of(key)]
         notes = [
@@ -226,7 +226,7 @@ def median_times(functions: Mapping[str, Callable[[], Any]], rounds: int) -> dic
     return {name: statistics.median(seconds[1:]) for name, seconds in times.items()}
 
 
-def answer(by_model: Parts) -> str:
+def answer(by_model: SeedResults) -> str:
     """Returns the answer, computed from the numbers."""
 
     def means(metric: str, format_: str) -> str:

@@ -115,7 +115,7 @@ def load_image_data(
     def load_novel(name: str) -> ImageSet:
         images = read_images(name, "test", settings)
         colour = train.images.shape[1] == 3
-        return (images.in_colour(train.images.shape[-1]) if colour else images).to(device)
+        return (images.to_color(train.images.shape[-1]) if colour else images).to(device)
 
     novel_sets = {name: None if name == "noise" else load_novel(name) for name in novel}
     return ImageData(train.to(device), test.to(device), novel_sets)

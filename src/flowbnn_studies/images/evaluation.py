@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from flowbnn.compare.measurement import sample_count
-from flowbnn.compare.results import CLASSIFICATION, Metric, Parts
+from flowbnn.compare.results import CLASSIFICATION, Metric, SeedResults
 from flowbnn.methods import Posterior
 from flowbnn.metrics import calibration_error, novelty_auroc, reliability
 from flowbnn.posterior.adaptive import Adaptive
@@ -235,7 +235,7 @@ def nll_at_entropy(curve: Curve, entropy: float) -> float | None:
     return float(CubicSpline(np.log(TEMPERATURES), curve["nll"])(log_temperature))
 
 
-def add_matched_nll(parts: Parts, variants: Sequence[Variant], plain: dict[str, str]) -> Parts:
+def add_matched_nll(parts: SeedResults, variants: Sequence[Variant], plain: dict[str, str]) -> SeedResults:
     r"""Adds ``shift_matched_nll`` to the parts: the NLL under corruption at the certainty of the deterministic network.
 
     Corrupted images are harder than validation images, so any method that spreads the probabilities has a lower NLL there. To
@@ -271,4 +271,4 @@ def add_matched_nll(parts: Parts, variants: Sequence[Variant], plain: dict[str, 
             if None not in values:
                 mean = float(np.mean(values))  # type: ignore[arg-type]
                 content[variant.key, seed] = {**part, "values": {**part["values"], "shift_matched_nll": mean}}
-    return Parts(parts.seeds, content)
+    return SeedResults(parts.seeds, content)

@@ -5,7 +5,7 @@ from dataclasses import asdict
 from statistics import fmean
 from typing import Any
 
-from flowbnn.compare.results import Metric, Parts, figure, reliability_figure, summary
+from flowbnn.compare.results import Metric, SeedResults, figure, reliability_figure, summary
 from flowbnn.metrics import calibration_floor
 from flowbnn_studies.images.settings import EPOCHS, METHODS, NAMES, SITES, ImageSettings, Published, split_key
 from flowbnn_studies.runner.findings import (
@@ -41,12 +41,12 @@ def _is_shift_metric(metric: Metric) -> bool:
     return metric.key.startswith(("auroc", "shift_accuracy", "shift_matched_nll", "shift_ece"))
 
 
-def trained_variants(parts: Parts, variants: Sequence[Variant]) -> list[Variant]:
+def trained_variants(parts: SeedResults, variants: Sequence[Variant]) -> list[Variant]:
     """Returns the variants of the table that have been trained."""
     return [variant for variant in variants if variant.in_table and parts.of(variant.key)]
 
 
-def missing_seeds(parts: Parts, shown: Sequence[Variant]) -> dict[str, str]:
+def missing_seeds(parts: SeedResults, shown: Sequence[Variant]) -> dict[str, str]:
     """Returns the number of seeds, in words, of variants that have fewer seeds than others of their recipe."""
     counts = {v.key: len(parts.of(v.key)) for v in shown}
     recipes = {key: split_key(key)[0] for key in counts}
@@ -54,7 +54,7 @@ def missing_seeds(parts: Parts, shown: Sequence[Variant]) -> dict[str, str]:
     return {key: f"{counts[key]} of {full[key]} seeds" for key in counts if counts[key] < full[key]}
 
 
-def complete_variants(parts: Parts, variants: Sequence[Variant]) -> list[Variant]:
+def complete_variants(parts: SeedResults, variants: Sequence[Variant]) -> list[Variant]:
     """Returns the variants that have as many seeds as the others of their recipe."""
     trained = trained_variants(parts, variants)
     missing = missing_seeds(parts, trained)
@@ -62,7 +62,7 @@ def complete_variants(parts: Parts, variants: Sequence[Variant]) -> list[Variant
 
 
 def table_rows(
-    parts: Parts, variants: Sequence[Variant], metrics: Sequence[Metric], published: Published
+    parts: SeedResults, variants: Sequence[Variant], metrics: Sequence[Metric], published: Published
 ) -> list[dict[str, Any]]:
     """Returns our rows with the values of Xiong's report and the costs of the methods, then the rows of other sources."""
     costs = parts.of("cost")[0]["ratios"] if parts.of("cost") else {}
@@ -86,13 +86,13 @@ def table_rows(
     return table
 
 
-def compare(parts: Parts, first: str, second: str, metric: Metric) -> PairedDifference | None:
+def compare(parts: SeedResults, first: str, second: str, metric: Metric) -> PairedDifference | None:
     """Returns the paired difference of two variants; None if they share no seed."""
     a, b = parts.common(first, second, metric.key)
     return paired_difference(a, b) if a else None
 
 
-def comparisons(parts: Parts, metrics: Sequence[Metric]) -> list[dict[str, Any]]:
+def comparisons(parts: SeedResults, metrics: Sequence[Metric]) -> list[dict[str, Any]]:
     """Returns every comparison on the main metrics."""
     table = []
     pairs = (
@@ -125,7 +125,7 @@ def verdict(result: PairedDifference, metric: Metric) -> str:
 
 
 def describe_comparison(
-    parts: Parts, first: str, second: str, metrics: Sequence[Metric]
+    parts: SeedResults, first: str, second: str, metrics: Sequence[Metric]
 ) -> tuple[str, list[str]]:
     """Describes one comparison on accuracy, NLL and ECE.
 
@@ -147,7 +147,9 @@ def describe_comparison(
     return text, [kind for kind, entries in lines.items() for _ in entries]
 
 
-def _describe_shift_differences(parts: Parts, first: str, second: str, metrics: Sequence[Metric]) -> str:
+def _describe_shift_differences(
+    parts: SeedResults, first: str, second: str, metrics: Sequence[Metric]
+) -> str:
     """Describes the significant differences on corrupted and out-of-distribution images."""
     lines = []
     for metric in metrics:
@@ -167,7 +169,9 @@ def _join_words(words: list[str]) -> str:
     return " and ".join(filter(None, (", ".join(words[:-1]), words[-1])))
 
 
-def answer(parts: Parts, variants: Sequence[Variant], metrics: Sequence[Metric], published: Published) -> str:
+def answer(
+    parts: SeedResults, variants: Sequence[Variant], metrics: Sequence[Metric], published: Published
+) -> str:
     """Returns the answer, computed from the numbers. Its first line is the short answer."""
     lines = [
         *_describe_flow_comparisons(parts, metrics),
@@ -178,7 +182,7 @@ def answer(parts: Parts, variants: Sequence[Variant], metrics: Sequence[Metric],
     return "\n".join(lines) or "There are too few results for an answer."
 
 
-def _describe_flow_comparisons(parts: Parts, metrics: Sequence[Metric]) -> list[str]:
+def _describe_flow_comparisons(parts: SeedResults, metrics: Sequence[Metric]) -> list[str]:
     """Compares flow noise with Gaussian noise: a summary, and a line for each recipe and site."""
     lines, verdicts = [], []
     for recipe, site in ((recipe, site) for recipe in RECIPES for site in SITES):
@@ -211,7 +215,7 @@ def _describe_flow_comparisons(parts: Parts, metrics: Sequence[Metric]) -> list[
 
 
 def _describe_noise_comparisons(
-    parts: Parts, variants: Sequence[Variant], metrics: Sequence[Metric]
+    parts: SeedResults, variants: Sequence[Variant], metrics: Sequence[Metric]
 ) -> list[str]:
     """Compares all kinds of noise with the deterministic network."""
     lines = []
@@ -227,7 +231,7 @@ def _describe_noise_comparisons(
     return lines
 
 
-def _rivals(parts: Parts, metrics: Sequence[Metric]) -> list[str]:
+def _rivals(parts: SeedResults, metrics: Sequence[Metric]) -> list[str]:
     """Compares other posteriors with Gaussian noise, if a study has them."""
     gaussian = "best-gaussian-channel"
     names = {
@@ -241,7 +245,7 @@ def _rivals(parts: Parts, metrics: Sequence[Metric]) -> list[str]:
 
 
 def _describe_targets(
-    parts: Parts, variants: Sequence[Variant], metrics: Sequence[Metric], published: Published
+    parts: SeedResults, variants: Sequence[Variant], metrics: Sequence[Metric], published: Published
 ) -> list[str]:
     """Describes the best mean of each metric with a target, and the variants that reach all targets."""
     lines, labels = [], {metric.key: metric.label for metric in metrics}
@@ -272,7 +276,7 @@ def _describe_targets(
 
 
 def notes(
-    parts: Parts,
+    parts: SeedResults,
     variants: Sequence[Variant],
     settings: ImageSettings,
     published: Published,
@@ -309,7 +313,9 @@ def notes(
     ]
 
 
-def _seed_notes(parts: Parts, variants: Sequence[Variant], settings: ImageSettings, xiong: bool) -> list[str]:
+def _seed_notes(
+    parts: SeedResults, variants: Sequence[Variant], settings: ImageSettings, xiong: bool
+) -> list[str]:
     """Returns the numbers of seeds, the meaning of significance, and the origin of the settings."""
     seeds = [
         max((len(parts.of(v.key)) for v in variants if v.key.startswith(recipe)), default=0)
@@ -336,7 +342,9 @@ def _seed_notes(parts: Parts, variants: Sequence[Variant], settings: ImageSettin
     ]
 
 
-def _calibration_floor_notes(parts: Parts, variants: Sequence[Variant], settings: ImageSettings) -> list[str]:
+def _calibration_floor_notes(
+    parts: SeedResults, variants: Sequence[Variant], settings: ImageSettings
+) -> list[str]:
     """Returns the ECE of perfectly calibrated networks with the same confidences, if there are reliability bins."""
     floors = {
         v.label: fmean(calibration_floor(part["bins"], settings.num_tested) for part in parts.of(v.key))
@@ -352,7 +360,7 @@ def _calibration_floor_notes(parts: Parts, variants: Sequence[Variant], settings
     ]
 
 
-def _describe_training_fit(parts: Parts, settings: ImageSettings, published: Published) -> list[str]:
+def _describe_training_fit(parts: SeedResults, settings: ImageSettings, published: Published) -> list[str]:
     """Compares the final training log-likelihood of Xiong's recipe here and in the report."""
     ours, published_ends = [], []
     for method, curves in (("gaussian", published.gaussian), ("flow", published.flow)):
@@ -377,7 +385,7 @@ def _describe_training_fit(parts: Parts, settings: ImageSettings, published: Pub
 
 
 def figures(
-    parts: Parts, variants: Sequence[Variant], published: Published, novel: dict[str, str], source: str
+    parts: SeedResults, variants: Sequence[Variant], published: Published, novel: dict[str, str], source: str
 ) -> list[dict[str, Any]]:
     """Returns the figures in the order of the page. Figures without data are omitted."""
     trained = trained_variants(parts, variants)
@@ -404,7 +412,7 @@ def figures(
 
 
 def training_figure(
-    parts: Parts, variants: Sequence[Variant], published: Published | None, source: str, site: str
+    parts: SeedResults, variants: Sequence[Variant], published: Published | None, source: str, site: str
 ) -> dict[str, Any] | None:
     """Returns the five panels of figures 5 and 6 of Xiong's report, with its curves if available.
 
@@ -465,7 +473,7 @@ def _published_lines(published: Published, key: str, labels: dict[str, str]) -> 
     return lines
 
 
-def _shift(parts: Parts, variants: Sequence[Variant]) -> dict[str, Any]:
+def _shift(parts: SeedResults, variants: Sequence[Variant]) -> dict[str, Any]:
     """Returns the figure of accuracy and ECE against the strength of each corruption."""
     panels = []
     kinds = parts.of(variants[0].key)[0]["shift"]
@@ -485,7 +493,7 @@ def _shift(parts: Parts, variants: Sequence[Variant]) -> dict[str, Any]:
     return figure("curves", "Accuracy and ECE under corruption", caption, data)
 
 
-def _novelty(parts: Parts, variants: Sequence[Variant], novel: dict[str, str]) -> dict[str, Any]:
+def _novelty(parts: SeedResults, variants: Sequence[Variant], novel: dict[str, str]) -> dict[str, Any]:
     """Returns the figure of the entropies of test images and out-of-distribution images."""
     contents = {variant.label: [part["entropy"] for part in parts.of(variant.key)] for variant in variants}
     panels = histogram_panels(contents, {"known": "test images", **novel})
@@ -494,7 +502,7 @@ def _novelty(parts: Parts, variants: Sequence[Variant], novel: dict[str, str]) -
     return figure("histogram", "Entropy of test images and out-of-distribution images", caption, data)
 
 
-def _cost(parts: Parts) -> dict[str, Any] | None:
+def _cost(parts: SeedResults) -> dict[str, Any] | None:
     """Returns the figure of time and memory of every method relative to the deterministic network."""
     if not parts.of("cost"):
         return None

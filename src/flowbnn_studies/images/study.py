@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from flowbnn.compare.results import Parts
+from flowbnn.compare.results import SeedResults
 from flowbnn.methods import SWAG, Posterior
 from flowbnn.methods.ensemble import EnsemblePosterior
 from flowbnn.posterior import PointPosterior
@@ -125,7 +125,7 @@ class ImageStudy(Study):
         posterior.save(job.network_path)
         return evaluate(posterior, images, settings.evaluating(job.variant), training, job.precision)
 
-    def findings(self, settings: ImageSettings, parts: Parts) -> Findings:
+    def findings(self, settings: ImageSettings, parts: SeedResults) -> Findings:
         variants = self.variants(settings)
         parts = add_matched_nll(parts, variants, PLAIN)
         metrics = image_metrics(self.novel)

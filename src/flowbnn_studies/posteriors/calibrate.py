@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from flowbnn import evaluate
 from flowbnn.calibrate import calibrate
-from flowbnn.compare.results import Metric, Parts
+from flowbnn.compare.results import Metric, SeedResults
 from flowbnn.data import TensorLoader
 from flowbnn.methods import MLE, Laplace
 from flowbnn.methods.temperature import TemperedPosterior, temper
@@ -211,7 +211,7 @@ class CalibrateStudy(Study):
                 table[case]["all"] = scores | {"seconds": seconds}
         return {"values": {}, "table": table}
 
-    def findings(self, settings: Settings, parts: Parts) -> Findings:
+    def findings(self, settings: Settings, parts: SeedResults) -> Findings:
         tables = (
             (seed, case, rows)
             for (_, seed), part in parts.content.items()
@@ -401,7 +401,7 @@ def fit_vector_scaling(plain: PointPosterior, held_out: TensorLoader) -> PointPo
     return PointPosterior(scaled.eval(), plain.likelihood)
 
 
-def comparisons(parts: Parts, metrics: Sequence[Metric]) -> list[dict[str, Any]]:
+def comparisons(parts: SeedResults, metrics: Sequence[Metric]) -> list[dict[str, Any]]:
     """Compares joint noise with each rival in NLL, seed by seed."""
     table = []
     for rival, label in RIVALS.items():
@@ -413,7 +413,7 @@ def comparisons(parts: Parts, metrics: Sequence[Metric]) -> list[dict[str, Any]]
     return table
 
 
-def answer(settings: Settings, parts: Parts) -> str:
+def answer(settings: Settings, parts: SeedResults) -> str:
     """Returns the answer, computed from the numbers."""
     cases = [case for group in settings.cases().values() for case in group] + list(settings.tables)
     lines = []

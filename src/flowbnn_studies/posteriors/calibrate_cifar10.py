@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from flowbnn.compare.results import Parts
+from flowbnn.compare.results import SeedResults
 from flowbnn.data import TensorLoader
 from flowbnn.likelihoods import Categorical
 from flowbnn.methods.temperature import TemperedPosterior, temper
@@ -138,7 +138,7 @@ class CalibrateCifar10(Study):
                 table[key] |= {"elbo": sum(elbos) / len(elbos), "passes": posterior.history.epochs}
         return {"values": {}, "table": table, "minutes": point.history.seconds / 60}
 
-    def findings(self, settings: Settings, parts: Parts) -> Findings:
+    def findings(self, settings: Settings, parts: SeedResults) -> Findings:
         by_row = network_parts_by_row(parts)
         values = by_row.of("plain")[0]["values"] if by_row.of("plain") else {}
         trained = {key: label for key, label in NETWORKS.items() if f"nll_{key}" in values}
@@ -178,7 +178,7 @@ def _train_network(job: Job, network: str, images: ImageData) -> PointPosterior:
     return posterior
 
 
-def network_parts_by_row(parts: Parts) -> Parts:
+def network_parts_by_row(parts: SeedResults) -> SeedResults:
     """Returns parts by row instead of by network, with values such as ``nll_vgg16``, and the row that the ELBO chooses."""
     tables = []
     for (variant, seed), part in parts.content.items():
@@ -194,7 +194,7 @@ def network_parts_by_row(parts: Parts) -> Parts:
     return parts_by_row(parts.seeds, tables)
 
 
-def answer(parts: Parts) -> str:
+def answer(parts: SeedResults) -> str:
     """Returns the answer, computed from the numbers."""
     lines = []
     for network, label in NETWORKS.items():

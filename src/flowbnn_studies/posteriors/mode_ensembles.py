@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from flowbnn import evaluate
 from flowbnn.calibrate import calibrate
 from flowbnn.compare.measurement import count_stored_numbers, sample_count
-from flowbnn.compare.results import Parts
+from flowbnn.compare.results import SeedResults
 from flowbnn.data import TensorLoader, clusters
 from flowbnn.methods import MLE, ModeEnsemble
 from flowbnn.methods.ensemble import EnsemblePosterior
@@ -186,7 +186,7 @@ class ModeEnsembles(Study):
         table["ensemble"]["seconds"] += table["plain"]["seconds"]  # the first member
         return {"values": {}, "table": table}
 
-    def findings(self, settings: Settings, parts: Parts) -> Findings:
+    def findings(self, settings: Settings, parts: SeedResults) -> Findings:
         tables = ((seed, problem, part["table"]) for (problem, seed), part in parts.content.items())
         by_row = parts_by_row(parts.seeds, tables)
         all_metrics = make_metrics(NUMBERS, {problem: problem for problem in PROBLEMS})
@@ -256,7 +256,7 @@ def _fits(job: Job, problem: EnsembleProblem) -> dict[str, Callable[[], Any]]:
     }
 
 
-def claims(parts: Parts) -> list[str]:
+def claims(parts: SeedResults) -> list[str]:
     """Returns the four claims of the plan, each met or not, with the differences that decide it."""
     lines = []
     for title, first, second, required in (

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from flowbnn import diagnostics, fit
 from flowbnn.calibrate import calibrate
-from flowbnn.compare.results import Metric, Parts
+from flowbnn.compare.results import Metric, SeedResults
 from flowbnn.convert import to_stochastic
 from flowbnn.data import clusters, load_digits
 from flowbnn.diagnostics.noise_chains import NoiseChains
@@ -417,7 +417,7 @@ class PosteriorQuality(Study):
             table[key] = values | {"seconds": seconds}
         return {"values": {}, "table": table}
 
-    def findings(self, settings: Settings, parts: Parts) -> Findings:
+    def findings(self, settings: Settings, parts: SeedResults) -> Findings:
         by_row = problem_parts_by_row(parts)
         metrics = [
             Metric(f"{key}_{name}", label, better, format_, definition, PROBLEMS[name].label)
@@ -447,7 +447,7 @@ class PosteriorQuality(Study):
         return Findings(answer(settings, by_row), metrics, [row for row in rows if row["values"]], [], notes)
 
 
-def problem_parts_by_row(parts: Parts) -> Parts:
+def problem_parts_by_row(parts: SeedResults) -> SeedResults:
     """Returns parts by the rows of the table instead of by problem."""
     tables = (
         (
@@ -460,12 +460,12 @@ def problem_parts_by_row(parts: Parts) -> Parts:
     return parts_by_row(parts.seeds, tables)
 
 
-def answer(settings: Settings, parts: Parts) -> str:
+def answer(settings: Settings, parts: SeedResults) -> str:
     """Returns the answer, computed from the numbers."""
     return "\n".join(_describe_problem(name, parts) for name in settings.problems)
 
 
-def _describe_problem(name: str, parts: Parts) -> str:
+def _describe_problem(name: str, parts: SeedResults) -> str:
     """Compares the joint Gaussian with the factorized one and with the chains, for one problem."""
 
     def mean(row: str, key: str) -> float:

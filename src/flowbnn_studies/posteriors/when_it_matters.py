@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
-from flowbnn.compare.results import Metric, Parts, figure
+from flowbnn.compare.results import Metric, SeedResults, figure
 from flowbnn.options import options
 from flowbnn_studies.posteriors.posterior_quality import (
     PROBLEMS,
@@ -98,7 +98,7 @@ class WhenItMatters(Study):
             values |= {f"{column}_{key}": numbers[column] for column in COLUMNS}
         return {"values": values}
 
-    def findings(self, settings: MattersSettings, parts: Parts) -> Findings:
+    def findings(self, settings: MattersSettings, parts: SeedResults) -> Findings:
         convergence = describe_convergence(
             (f"{key} seed {seed}", part["values"]["rhat"])
             for (key, seed), part in sorted(parts.content.items())
@@ -106,7 +106,7 @@ class WhenItMatters(Study):
         trusted = {
             key: part | {"values": drop_unconverged(part["values"])} for key, part in parts.content.items()
         }
-        parts = Parts(parts.seeds, trusted)
+        parts = SeedResults(parts.seeds, trusted)
         rows = self.rows(settings, parts, METRICS)
         notes = [
             "Both Gaussians are fitted by fb.calibrate (structure='factorized' and 'full') with the prior N(1, 0.5²). The weights "
@@ -116,7 +116,7 @@ class WhenItMatters(Study):
         figures = [self.curve(settings, parts), self.sizes(settings, parts)]
         return Findings(answer(settings, parts), METRICS, rows, figures, notes)
 
-    def curve(self, settings: MattersSettings, parts: Parts) -> dict[str, Any]:
+    def curve(self, settings: MattersSettings, parts: SeedResults) -> dict[str, Any]:
         """Returns the figure of the test NLL against the gap."""
         panels = []
         for name in settings.problems:
@@ -133,7 +133,7 @@ class WhenItMatters(Study):
         data = {"x_label": "gap to the log-evidence per example (nats)", "log": True, "panels": panels}
         return figure("curves", "Test NLL against the gap", caption, data)
 
-    def sizes(self, settings: MattersSettings, parts: Parts) -> dict[str, Any]:
+    def sizes(self, settings: MattersSettings, parts: SeedResults) -> dict[str, Any]:
         """Returns the figure of gap and test NLL against the number of examples."""
         panels = []
         for column in ("per_example", "excess"):
@@ -164,7 +164,7 @@ def variant_keys(settings: MattersSettings, name: ProblemName) -> list[str]:
 
 
 def sorted_line(
-    label: str, parts: Parts, keys: Sequence[str], metric: str, x: Sequence[float]
+    label: str, parts: SeedResults, keys: Sequence[str], metric: str, x: Sequence[float]
 ) -> dict[str, Any]:
     """Returns a line of a figure, sorted by x."""
     order = sorted(range(len(keys)), key=lambda index: x[index] if math.isfinite(x[index]) else math.inf)
@@ -174,7 +174,7 @@ def sorted_line(
     return line(label, sorted_x, (parts.values(keys[index], metric) for index in order))
 
 
-def answer(settings: MattersSettings, parts: Parts) -> str:
+def answer(settings: MattersSettings, parts: SeedResults) -> str:
     """Returns the answer, computed from the numbers."""
     lines = []
     points: list[tuple[float, float]] = []

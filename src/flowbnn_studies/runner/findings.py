@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from flowbnn import errors
-from flowbnn.compare.results import Parts, best_first, figure, format_means, summary
+from flowbnn.compare.results import SeedResults, best_first, figure, format_means, summary
 from flowbnn.diagnostics import marginal
 from flowbnn.diagnostics.noise_chains import MAX_RHAT
 from flowbnn.errors import FlowBNNError
@@ -121,7 +121,7 @@ def panel(title: str, unit: str, lines: Sequence[dict[str, Any]], **fields: Any)
 
 
 def training_figure(
-    parts: Parts, labels: Mapping[str, str], noisy: Sequence[str], trained: Sequence[str], caption: str
+    parts: SeedResults, labels: Mapping[str, str], noisy: Sequence[str], trained: Sequence[str], caption: str
 ) -> dict[str, Any]:
     """Returns a figure of the training: ELBO, log-likelihood and KL over epochs.
 
@@ -231,7 +231,7 @@ def density_pair(model: nn.Module, layer: str, nodes: int = 40, samples: int = 3
     }
 
 
-def density_figure(parts: Parts, caption: str, **fields: Any) -> dict[str, Any]:
+def density_figure(parts: SeedResults, caption: str, **fields: Any) -> dict[str, Any]:
     """Returns the densities of the flow noise of the first seed. The caption counts the multimodal dimensions of all seeds."""
     modes = [panel["modes"] for part in parts.of("flow") for panel in part["densities"]]
     multimodal = sum(number > 1 for number in modes)
@@ -264,7 +264,7 @@ def grid_figures(
     Args:
         title: Title of the figure.
         caption: Caption of the figure.
-        contents: Parts by label.
+        contents: SeedResults by label.
         name: Field of the parts that has the images.
     """
     panels = [{"title": label, "pixels": part[name]} for label, part in contents.items()]
@@ -288,7 +288,7 @@ def pluralize(number: int, noun: str = "seed") -> str:
 
 
 def ranking(
-    parts: Parts, candidates: Iterable[Any], metric: str, higher: bool = False, form: str = ".3f"
+    parts: SeedResults, candidates: Iterable[Any], metric: str, higher: bool = False, form: str = ".3f"
 ) -> str:
     """Describes the three best means of a metric and the worst.
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from flowbnn.compare.candidates import CANDIDATES, Candidate, find_candidates
 from flowbnn.compare.measurement import sample_count
-from flowbnn.compare.results import Parts
+from flowbnn.compare.results import SeedResults
 from flowbnn.data import TensorLoader
 from flowbnn.errors import FlowBNNError
 from flowbnn.methods import Method, Posterior
@@ -111,7 +111,7 @@ class MethodStudy(Study):
         options = job.options(s.epochs, steps)
         return method, job.short_options(**{name: options[name] for name in CHECKPOINT_OPTIONS})
 
-    def evaluated_candidates(self, settings: Any, parts: Parts) -> list[Candidate]:
+    def evaluated_candidates(self, settings: Any, parts: SeedResults) -> list[Candidate]:
         """Returns the methods that have numbers.
 
         Raises:
@@ -127,7 +127,7 @@ class MethodStudy(Study):
             raise FlowBNNError(f"no method could be fitted: {reasons[0]}", kind="methods")
         return candidates
 
-    def warning_notes(self, settings: Any, parts: Parts) -> list[str]:
+    def warning_notes(self, settings: Any, parts: SeedResults) -> list[str]:
         """Returns the reasons why methods are missing, and the warnings of the others."""
         labels = self.row_labels(settings)
         reasons = {key: part["refused"] for (key, _), part in parts.content.items() if part.get("refused")}

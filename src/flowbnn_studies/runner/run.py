@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from flowbnn.compare.results import Parts, record_warnings, to_plain_values, write_json
+from flowbnn.compare.results import SeedResults, record_warnings, to_plain_values, write_json
 from flowbnn.errors import FlowBNNError, nearest
 from flowbnn.options import Count, checked
 from flowbnn.training import (
@@ -429,7 +429,7 @@ def _build_results(
     collect: bool,
 ) -> dict[str, Any]:
     """Returns the content of ``results.json``."""
-    parts = Parts(sorted({seed for _, seed in content}), content)
+    parts = SeedResults(sorted({seed for _, seed in content}), content)
     findings = study.findings(settings, parts)
     machines = [part["machine"] for part in content.values()]
 

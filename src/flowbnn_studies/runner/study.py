@@ -18,7 +18,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import nn
 
-from flowbnn.compare.results import Metric, Parts, read_json, to_plain_values, write_json
+from flowbnn.compare.results import Metric, SeedResults, read_json, to_plain_values, write_json
 from flowbnn.convert import to_stochastic
 from flowbnn.errors import FlowBNNError, nearest
 from flowbnn.fit import fit
@@ -287,7 +287,7 @@ def make_metrics(
 
 def parts_by_row(
     seeds: Sequence[int], tables: Iterable[tuple[int, str, Mapping[str, Mapping[str, Any]]]]
-) -> Parts:
+) -> SeedResults:
     """Returns parts by the rows of several tables. The numbers are renamed to ``name_case``.
 
     Args:
@@ -302,10 +302,10 @@ def parts_by_row(
         for row, numbers in table.items():
             values = content.setdefault((row, seed), {"values": {}})["values"]
             values |= {f"{name}_{case}": value for name, value in numbers.items()}
-    return Parts(seeds, content)
+    return SeedResults(seeds, content)
 
 
-def regroup_parts(parts: Parts, place: Callable[[str, str], tuple[str, str]]) -> Parts:
+def regroup_parts(parts: SeedResults, place: Callable[[str, str], tuple[str, str]]) -> SeedResults:
     """Returns parts by the rows of a table.
 
     Args:
@@ -317,7 +317,7 @@ def regroup_parts(parts: Parts, place: Callable[[str, str], tuple[str, str]]) ->
         for name, value in part["values"].items():
             row, metric = place(variant, name)
             content.setdefault((row, seed), {"values": {}})["values"][metric] = value
-    return Parts(parts.seeds, content)
+    return SeedResults(parts.seeds, content)
 
 
 class Study:
@@ -357,11 +357,11 @@ class Study:
         """Trains and evaluates one variant with one seed. Returns plain values, with the metrics under ``values``."""
         raise NotImplementedError
 
-    def findings(self, settings: Any, parts: Parts) -> Findings:
+    def findings(self, settings: Any, parts: SeedResults) -> Findings:
         """Computes rows, figures and the answer from the numbers alone."""
         raise NotImplementedError
 
-    def warning_notes(self, settings: Any, parts: Parts) -> list[str]:
+    def warning_notes(self, settings: Any, parts: SeedResults) -> list[str]:
         """Returns the warnings of the fits as notes."""
         return parts.warnings({variant.key: variant.label for variant in self.variants(settings)})
 
@@ -371,7 +371,7 @@ class Study:
     def rows(
         self,
         settings: Any,
-        parts: Parts,
+        parts: SeedResults,
         metrics: Sequence[Metric],
         published: Mapping[str, Mapping[str, float]] | None = None,
     ) -> list[dict[str, Any]]:
@@ -398,7 +398,7 @@ class Study:
         """Returns the labels of the variants of the table, by key."""
         return {variant.key: variant.label for variant in self.variants(settings) if variant.in_table}
 
-    def first_seed_parts(self, settings: Any, parts: Parts, name: str) -> dict[str, dict[str, Any]]:
+    def first_seed_parts(self, settings: Any, parts: SeedResults, name: str) -> dict[str, dict[str, Any]]:
         """Returns the parts of seed 0 that have a field ``name``, by label."""
         first = {label: parts.content.get((key, 0), {}) for key, label in self.row_labels(settings).items()}
         return {label: part for label, part in first.items() if name in part}

@@ -88,7 +88,7 @@ def test_class_counts_differ_from_proportion_by_less_than_one():
 
 def test_grey_images_in_colour_are_padded_and_repeated():
     data = make(channels=1)
-    colour = data.in_colour(8)
+    colour = data.to_color(8)
     assert colour.images.shape == (40, 3, 8, 8)
     for channel in range(3):
         assert torch.equal(colour.images[:, channel, 1:7, 1:6], data.images[:, 0])
@@ -108,7 +108,7 @@ def test_moments_of_grey_images_in_colour_are_exact():
         (float(unit_images.mean()),),
         (float(unit_images.std(correction=0)),),
     )
-    colour = data.in_colour(9)
+    colour = data.to_color(9)
     pixels = colour.images.double() / 255
     assert colour.mean == pytest.approx(pixels.mean((0, 2, 3)).tolist(), abs=1e-12)
     assert colour.std == pytest.approx(pixels.std((0, 2, 3), correction=0).tolist(), abs=1e-12)
@@ -146,8 +146,8 @@ def test_missing_gpu_is_refused(call):
         lambda: make().subset([0.5]),
         lambda: make().subset([[1]]),
         lambda: make().subset(torch.ones(3, dtype=torch.bool)),
-        lambda: make().in_colour(),
-        lambda: make(channels=1).in_colour(5),
+        lambda: make().to_color(),
+        lambda: make(channels=1).to_color(5),
         lambda: make().normalizer()(torch.zeros(2, 1, 4, 4)),
         lambda: make().normalizer()(torch.zeros(2, 3, 4, 4, dtype=torch.int64)),
         lambda: Normalize([0.5], [0.0]),
