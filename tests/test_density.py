@@ -345,7 +345,7 @@ def test_fit_target_finds_target_and_constant() -> None:
         ),
         (
             lambda: fb.fit_target(Gaussian(), lambda x: x.detach().numpy().sum(-1), progress=False),
-            "shape",
+            "gradient",
             "log_density",
         ),
         (lambda: fb.fit_target(INTEGERS, lambda x: -x.float().sum(-1), progress=False), "gradient", "flow"),

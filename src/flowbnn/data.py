@@ -9,13 +9,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flowbnn.errors import FlowBNNError, pluralize
+from flowbnn.errors import FlowBNNError, check_shape, pluralize
 from flowbnn.options import Bounds, Count, NonNegative, Positive, checked
 
 __all__ = [
     "CENTRES",
     "CLASSES",
-    "NOISE",
     "SPAN",
     "Augment",
     "Digits",
@@ -190,11 +189,7 @@ def true_probability(points: Tensor, spread: Positive) -> Tensor:
     >>> true_probability(torch.tensor([-4.0, 0.0]), spread=1.0)  # halfway between two blobs
     tensor(0.5000)
     """
-    if points.shape[-1:] != (2,) or not points.is_floating_point():
-        raise FlowBNNError(
-            f"points must be real numbers [..., 2], got {points.dtype} {list(points.shape)}",
-            argument="points",
-        )
+    check_shape("points", points, ("...", 2))
     return _second_class(_log_densities(points, spread))
 
 
@@ -273,9 +268,7 @@ def _second_class(logs: Tensor) -> Tensor:
     return torch.softmax(logs, -1)[..., [index for index, label in enumerate(CLASSES) if label == 1]].sum(-1)
 
 
-# noise and input range of the curve of Blundell et al. (2015)
-NOISE = 0.02
-SPAN = (0.0, 0.5)
+SPAN = (0.0, 0.5)  # input range of the curve of Blundell et al. (2015)
 
 
 @checked
@@ -289,11 +282,8 @@ def true_curve(inputs: Tensor, noise: Tensor | float = 0.0) -> Tensor:
     >>> true_curve(torch.tensor([0.0, 0.25, 0.5]))  # 0, 0.25 + 0.3, 0.5
     tensor([0.0000, 0.5500, 0.5000])
     """
-    if isinstance(noise, Tensor) and noise.shape not in ((), inputs.shape):
-        raise FlowBNNError(
-            f"noise must have the shape of inputs, {list(inputs.shape)}, got {list(noise.shape)}",
-            argument="noise",
-        )
+    if isinstance(noise, Tensor) and noise.ndim:
+        check_shape("noise", noise, inputs.shape)
     shifted = inputs + noise
     if bool((shifted.abs() > 1e30).any()):
         raise FlowBNNError("inputs must be below 1e30", argument="inputs")
@@ -306,7 +296,7 @@ def curve_points(
     generator: torch.Generator | None = None,
     *,
     span: tuple[float, float] = SPAN,
-    noise: NonNegative = NOISE,
+    noise: NonNegative = 0.02,
 ) -> tuple[Tensor, Tensor]:
     r"""Draws inputs and targets ``[number, 1]`` of :func:`true_curve`, with inputs uniform over ``span``.
 

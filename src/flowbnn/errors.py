@@ -113,6 +113,43 @@ def nearest(word: str, choices: Iterable[str]) -> str:
     return f"; there {'are' if choices[1:] else 'is'} {quote_names(choices, 8)}" if choices else ""
 
 
+def check_shape(
+    argument: str,
+    values: Any,
+    expected: Sequence[int | str],
+    hint: str = "",
+    kind: str = "shape",
+    owner: str = "",
+) -> None:
+    """Raises FlowBNNError if a tensor does not have the expected shape.
+
+    Args:
+        argument: Name of the argument that holds the tensor.
+        values: Tensor to check.
+        expected: Expected size of each axis. A name such as ``"batch"`` allows any size, and ``"..."`` any number of axes.
+        hint: Advice that follows the message.
+        kind: Kind of the error.
+        owner: Name of the class that takes the tensor.
+
+    >>> import torch
+    >>> check_shape("z", torch.zeros(3, 5), ("batch", 5))
+    >>> check_shape("targets", torch.zeros(3, 1), (3,), hint="use targets.squeeze(1)")
+    Traceback (most recent call last):
+    flowbnn.errors.FlowBNNError: targets must have shape (3,), got (3, 1); use targets.squeeze(1)
+    """
+    axes, shape = list(expected), tuple(getattr(values, "shape", ()))
+    if "..." in axes:
+        place = axes.index("...")
+        axes[place : place + 1] = ["any"] * (len(shape) - len(axes) + 1)
+    pairs = zip(axes, shape, strict=False)
+    if len(axes) == len(shape) and all(isinstance(axis, str) or axis == size for axis, size in pairs):
+        return
+    sizes = ", ".join(map(str, expected)) + ("," if len(expected) == 1 else "")
+    result = shape if hasattr(values, "shape") else describe_value(values)
+    text = f"{f'{owner}: ' if owner else ''}{argument} must have shape ({sizes}), got {result}"
+    raise FlowBNNError(f"{text}; {hint}" if hint else text, kind=kind, argument=argument)
+
+
 def describe_value(value: object) -> str:
     """Returns a short description of a value for an error message.
 

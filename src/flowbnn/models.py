@@ -102,9 +102,6 @@ class SmallConv(nn.Module):
         return self.fc2(torch.relu(self.fc1(x.flatten(1))))
 
 
-VGG16_CHANNELS = (64, 64, 128, 128, 256, 256, 256, 512, 512, 512, 512, 512, 512)
-
-
 class VGG16(nn.Module):
     """VGG16 (Simonyan & Zisserman, 2015) with BatchNorm: 13 convolutions, 3 linear layers, for images of 32x32 or larger.
 
@@ -121,6 +118,8 @@ class VGG16(nn.Module):
     torch.Size([2, 10])
     """
 
+    convolution_channels = (64, 64, 128, 128, 256, 256, 256, 512, 512, 512, 512, 512, 512)
+
     @checked
     def __init__(
         self,
@@ -130,7 +129,7 @@ class VGG16(nn.Module):
         width: Scale = 1.0,
     ) -> None:
         super().__init__()
-        widths = [max(1, round(width * number)) for number in VGG16_CHANNELS]
+        widths = [max(1, round(width * number)) for number in self.convolution_channels]
         for index, (before, after) in enumerate(zip([channels, *widths], widths, strict=False), start=1):
             self.add_module(f"conv{index}", nn.Conv2d(before, after, 3, padding=1, bias=False))
             self.add_module(f"norm{index}", nn.BatchNorm2d(after))
@@ -141,7 +140,7 @@ class VGG16(nn.Module):
         _initialize(self)
 
     def forward(self, x: Tensor) -> Tensor:
-        for index in range(1, len(VGG16_CHANNELS) + 1):
+        for index in range(1, len(self.convolution_channels) + 1):
             x = torch.relu(self.get_submodule(f"norm{index}")(self.get_submodule(f"conv{index}")(x)))
             if index in (2, 4, 7, 10, 13):
                 x = self.pool(x)

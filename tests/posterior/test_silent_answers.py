@@ -133,8 +133,8 @@ def test_inputs_that_the_network_rejects_raise_one_line(inputs, line, noisy):
 @pytest.mark.parametrize(
     ("outputs", "targets", "advice"),
     [
-        (2, torch.zeros(8, 1).long(), "labels.squeeze(1)"),
-        (2, torch.eye(2).repeat(4, 1).long(), "labels.argmax(1)"),
+        (2, torch.zeros(8, 1).long(), "targets.squeeze(1)"),
+        (2, torch.eye(2).repeat(4, 1).long(), "targets.argmax(1)"),
         (1, torch.arange(8), "likelihood='gaussian'"),
     ],
 )

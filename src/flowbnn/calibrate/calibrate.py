@@ -113,17 +113,11 @@ def calibrate(
 def _check_arguments(network: nn.Module, prior_scale: float | None, rules: Mapping[Rule, Any] | None) -> None:
     """Raises FlowBNNError if the network has noise already, or if the prior is given twice."""
     if noise_layers(network):
-        raise FlowBNNError(
-            "the network has noise already; remove it with fb.to_deterministic",
-            kind="network",
-            argument="network",
-        )
+        text = "network already has noise; use fb.to_deterministic(network)"
+        raise FlowBNNError(text, kind="network", argument="network")
     if prior_scale is not None and rules is not None:
-        raise FlowBNNError(
-            "prior_scale cannot be combined with rules; set the prior_scale of each recipe",
-            kind="rules",
-            argument="prior_scale",
-        )
+        text = "prior_scale excludes rules; set it in each recipe"
+        raise FlowBNNError(text, kind="rules", argument="prior_scale")
 
 
 def _candidate_priors(prior: str, folds: int, problem: CalibrationProblem) -> list[PriorName]:

@@ -145,11 +145,8 @@ class CalibrationProblem:
             )
         self.network = self._add_noise(self.rules, self.structure)
         if self.structure != "factorized" and len(independent_vectors(self.network)) > 1:
-            raise FlowBNNError(
-                f"structure='{self.structure}' needs recipes that differ in their priors only; use structure='factorized'",
-                kind="rules",
-                argument="rules",
-            )
+            text = f"structure='{self.structure}' needs recipes that differ in their priors only; use structure='factorized'"
+            raise FlowBNNError(text, kind="rules", argument="rules")
         check_row_independence(NoisyNetwork(self.network, data.likelihood), data.inputs)
         self.flow_network = None if flow is None else self._add_flow(flow)
 
@@ -164,11 +161,8 @@ class CalibrationProblem:
         """Returns the network with noise that a flow transforms."""
         recipe = flow if isinstance(flow, Recipe) else FLOWS[flow]()
         if type(recipe).transforms is Recipe.transforms:
-            raise FlowBNNError(
-                f"{recipe} has no flow; set flow='nsf' or flow=fb.noise.NormalPlanar(), or flow=None",
-                kind="value",
-                argument="flow",
-            )
+            text = f"{recipe} has no flow; set flow='nsf', flow=fb.noise.NormalPlanar() or flow=None"
+            raise FlowBNNError(text, argument="flow")
         names = [field.name for field in fields(Recipe)]
         rules = {
             rule: None
@@ -264,13 +258,9 @@ def _check_gaussian(layer: str, noise: Noise) -> None:
         normal = isinstance(noise.base, NormalBase) and isinstance(noise.prior, NormalBase)
         if normal and noise.gaussian_base is not None and not noise.flow_tail:
             return
-    raise FlowBNNError(
-        f"calibrate supports NormalAffine() without components, prior_df, base_df and site='position', got {noise.label} in layer "
-        f"'{layer}'",
-        kind="rules",
-        argument="rules",
-        layer=layer,
-    )
+    supported = "NormalAffine() without components, prior_df, base_df and site='position'"
+    text = f"calibrate supports {supported}, got {noise.label} in layer '{layer}'"
+    raise FlowBNNError(text, kind="rules", argument="rules", layer=layer)
 
 
 def _update_rules(rules: Rules, **settings: Any) -> dict[Rule, Recipe | None]:

@@ -221,11 +221,8 @@ def _check_arguments(train_loader: Any, test_loader: Any, methods: Any, seeds: S
     """Raises FlowBNNError if a loader can be read only once, or if there are no methods or seeds."""
     for argument, loader in (("train_loader", train_loader), ("test_loader", test_loader)):
         if iter(loader) is loader:
-            raise FlowBNNError(
-                f"{argument} must be re-iterable, got an iterator",
-                kind="loader",
-                argument=argument,
-            )
+            text = f"{argument} is an iterator; pass a DataLoader or a list"
+            raise FlowBNNError(text, kind="loader", argument=argument)
     for argument, is_empty in (("seeds", not seeds), ("methods", methods in ([], (), {}))):
         if is_empty:
             raise FlowBNNError(f"{argument} is empty", kind="empty", argument=argument)
@@ -286,11 +283,8 @@ def _record_failure(candidate: Candidate, error: FlowBNNError, failures: dict[st
     if candidate.key == BASELINE:
         raise error
     if candidate.key not in failures:
-        warn(
-            f"{candidate.label} ('{candidate.key}') is left out: {error}",
-            kind="left out",
-            method=candidate.key,
-        )
+        text = f"{candidate.label} ('{candidate.key}') is left out: {error}"
+        warn(text, kind="left out", method=candidate.key)
     failures[candidate.key] = str(error)
 
 
@@ -429,10 +423,7 @@ class Comparison:
             for cost in ("training", "prediction")
             if (measured := best_first(self.parts, self.ranked, loss))
         ]
-        caption = (
-            "Means over seeds; lower left is better. The line joins the Pareto-optimal methods, which no other method beats in both "
-            "quality and cost."
-        )
+        caption = "Means over seeds; lower left is better. The line joins the Pareto-optimal methods."
         figures = [figure("pareto", "Quality against cost", caption, {"panels": panels})]
         binned = [
             candidate

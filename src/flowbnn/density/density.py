@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from flowbnn.batches import device_of, dtype_of, evaluation_mode, move
 from flowbnn.density.examples import as_tensor, iterate_batches
-from flowbnn.errors import FlowBNNError, pluralize, warn
+from flowbnn.errors import FlowBNNError, check_shape, pluralize, warn
 from flowbnn.options import Count, Probability, Seed, check, checked, options
 from flowbnn.training import History, check_weights, save_tensors
 from flowbnn.training.randomness import sampling_context
@@ -84,12 +84,7 @@ class Density(nn.Module):
         if self.loc is None or self.scale is None:
             return move(x, device_of(self), dtype_of(self.flow))
         check_tensor(x, self)
-        if x.shape[x.ndim - self.loc.ndim :] != self.loc.shape:  # otherwise the subtraction would broadcast
-            raise FlowBNNError(
-                f"the density takes examples of shape {tuple(self.loc.shape)}, got {tuple(x.shape[1:])}",
-                kind="shape",
-                argument="x",
-            )
+        check_shape("x", x, ("...", *self.loc.shape))  # otherwise the subtraction would broadcast
         return ((x.to(self.loc.device) - self.loc) / self.scale).to(dtype_of(self.flow))
 
     @checked
@@ -121,13 +116,8 @@ class Density(nn.Module):
         with evaluation_mode(self), sampling_context(device_of(self), seed):
             for x, rows in iterate_batches(data, context, self.flow):
                 scores.append(self.log_prob(x, rows).cpu())
-                if scores[-1].shape != x.shape[:1]:
-                    raise FlowBNNError(
-                        f"expected examples on the first axis, one log-density each; a batch of shape {tuple(x.shape)} has "
-                        f"log-densities of shape {tuple(scores[-1].shape)}",
-                        kind="shape",
-                        argument="data",
-                    )
+                event = x.shape[scores[-1].ndim :]
+                check_shape("data", x, (scores[-1].numel(), *event))  # examples on the first axis only
         return torch.cat(scores)
 
     @checked

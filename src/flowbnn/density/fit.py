@@ -14,7 +14,7 @@ from flowbnn.data import TensorLoader
 from flowbnn.density.density import Data, Density, gives_lower_bound
 from flowbnn.density.examples import Loader, check_loader, is_in_memory, make_loader, split_batch
 from flowbnn.distributions.support import has_full_support
-from flowbnn.errors import FlowBNNError, pluralize, quote_names, warn
+from flowbnn.errors import FlowBNNError, check_shape, pluralize, quote_names, warn
 from flowbnn.options import Bounds, Count, Positive, UnitInterval, accepts_options_of, check, checked, options
 from flowbnn.training import Clock, EarlyStop, TrainingOptions, cosine, train
 from flowbnn.training.options import length_of
@@ -215,12 +215,8 @@ def _first_batch(flow: nn.Module, loader: Any, name: str) -> tuple[Tensor, Any]:
     x, context = split_batch(batch, flow)
     distribution = flow(context)
     event = tuple(getattr(distribution, "event_shape", ()))
-    axes = x.ndim - len(event)
-    if axes < 1 or x.shape[axes:] != event:
-        text = f"{type(flow).__name__} takes examples of shape {event}; a batch of {name} has shape {tuple(x.shape)}"
-        if axes < 1:
-            text += "; use torch.stack(rows) for a list of rows, x[:, None] for a vector of numbers"
-        raise FlowBNNError(text, kind="shape", argument=name)
+    hint = "use torch.stack(rows) for rows, x[:, None] for numbers" if x.ndim <= len(event) else ""
+    check_shape(name, x, ("batch", "...", *event), hint, owner=type(flow).__name__)
     return x, distribution
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from flowbnn.batches import device_of
 from flowbnn.distributions.draws import reparameterized_sample
-from flowbnn.errors import FlowBNNError, describe_value, pluralize
+from flowbnn.errors import FlowBNNError, check_shape, pluralize
 from flowbnn.flows import FlowModel
 from flowbnn.metrics.pareto import log_mean
 from flowbnn.options import Count, Positive, Seed, UnitInterval, accepts_options_of, checked, options
@@ -149,14 +149,8 @@ def _check_log_density(log_density: Any, x: Tensor, log_prob: Tensor) -> None:
     """Raises FlowBNNError if log-densities have another shape than the points or carry no gradient."""
     if not x.requires_grad:
         raise _gradient_error()
-    if not isinstance(log_density, Tensor) or log_density.shape != log_prob.shape:
-        result = tuple(log_density.shape) if isinstance(log_density, Tensor) else describe_value(log_density)
-        raise FlowBNNError(
-            f"log_density must return one number for each point, a tensor of shape {tuple(log_prob.shape)}, got {result}",
-            kind="shape",
-            argument="log_density",
-        )
-    if not log_density.requires_grad:
+    check_shape("log_density", log_density, log_prob.shape, hint="return one number for each point")
+    if not getattr(log_density, "requires_grad", False):
         text = "log_density has no gradient; compute it with torch, without detach, no_grad or NumPy"
         raise FlowBNNError(text, kind="gradient", argument="log_density")
 

@@ -17,8 +17,6 @@ from flowbnn.options import Count, Seed, checked
 from flowbnn.posterior.base import Posterior
 from flowbnn.predictive import GaussianPredictive, Predictive
 
-TEST_DATA = "test data"  # purpose of the loader in error messages
-
 
 @dataclass(frozen=True)
 class Agreement:
@@ -81,17 +79,13 @@ def agreement(
         FlowBNNError: If the posterior and the chains predict different quantities.
     """
     if isinstance(chains, ChainPosterior):
-        data = (
-            read_fixed_data(loader, seed, "diagnostics")
-            if test is None
-            else read_fixed_data(test, seed, TEST_DATA)
-        )
+        data = read_fixed_data(loader, seed) if test is None else read_fixed_data(test, seed, "test data")
         reference = chains.predict([data], min(samples, len(chains)), seed=seed, progress=False)
         converged = chains.diagnostics().rhat_outputs <= MAX_RHAT
         distance = distance_floor = math.nan
     else:
         target = NoiseTarget(posterior, loader, seed)
-        data = target.data if test is None else target.read(test, TEST_DATA)
+        data = target.data if test is None else target.read(test, "test data")
         chains = (chains or noise_chains(posterior, loader, seed=seed)).check_target(target)
         converged = chains.converged
         thinning = -(-chains.position[..., 0].numel() // samples)
@@ -117,11 +111,8 @@ def agreement(
 def _check_comparable(predictive: Predictive, reference: Predictive) -> None:
     """Raises FlowBNNError if two predictives are of different kinds or shapes."""
     if type(predictive) is not type(reference) or predictive.samples.shape[1:] != reference.samples.shape[1:]:
-        raise FlowBNNError(
-            "the posterior and the chains predict different quantities; use chains of the same network and targets",
-            kind="shape",
-            argument="chains",
-        )
+        text = "the chains predict other quantities than the posterior; use chains of the same network and targets"
+        raise FlowBNNError(text, kind="shape", argument="chains")
 
 
 def _compare_predictives(predictive: Any, reference: Any) -> tuple[float, float]:

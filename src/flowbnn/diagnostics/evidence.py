@@ -17,7 +17,7 @@ from flowbnn.distributions.draws import standard_normal
 from flowbnn.errors import warn
 from flowbnn.methods.mcmc.hamiltonian import hmc_kernel, initial_state
 from flowbnn.metrics.convergence import effective_sample_size
-from flowbnn.metrics.pareto import GOOD_K, MIN_WEIGHTS, log_mean, max_usable_k
+from flowbnn.metrics.pareto import MIN_WEIGHTS, log_mean, max_usable_k
 from flowbnn.options import Bounds, Seed, checked
 from flowbnn.posterior.base import Posterior
 
@@ -50,7 +50,8 @@ class ParetoK:
     @property
     def verdict(self) -> Literal["good", "usable", "bad"]:
         """Reliability of the weights: ``"good"``, ``"usable"`` or ``"bad"``."""
-        return "bad" if self.k >= self.max_usable_k else "good" if self.k < GOOD_K else "usable"
+        # below 0.5 the variance of the weights is finite (Vehtari et al. 2024)
+        return "bad" if self.k >= self.max_usable_k else "good" if self.k < 0.5 else "usable"
 
     @property
     def max_usable_k(self) -> float:

@@ -31,20 +31,14 @@ def check_row_independence(network: NoisyNetwork, inputs: Any) -> None:
     ones = torch.ones(8, sum(network.sizes), dtype=network.dtype, device=device_of(network.model))
     batched, single = (network.outputs(batch, ones[: len(tensors_of(batch)[0])]) for batch in (large, small))
     if batched.isnan().any():
-        raise FlowBNNError(
-            "outputs are NaN; check the weights",
-            kind="not finite",
-        )
+        raise FlowBNNError("outputs are NaN; look for NaN in the inputs and weights", kind="not finite")
     tolerance = max(1e-3, 10.0 * torch.finfo(batched.dtype).eps) * float(batched.abs().max())
     if not torch.allclose(batched[: len(single)], single, rtol=0.0, atol=tolerance):
-        raise FlowBNNError(
-            "the output for an example depends on the other examples of its batch, as with BatchNorm(track_running_stats=False); "
-            "use layers that process every example by itself",
-            kind="network",
-        )
+        text = "outputs depend on the other examples of a batch; replace layers such as BatchNorm(track_running_stats=False)"
+        raise FlowBNNError(text, kind="network")
 
 
-def read_fixed_data(loader: Iterable[Any], seed: int, purpose: str) -> tuple[Any, Tensor]:
+def read_fixed_data(loader: Iterable[Any], seed: int, purpose: str = "diagnostics") -> tuple[Any, Tensor]:
     """Returns all inputs and targets of a loader.
 
     Args:
@@ -62,12 +56,9 @@ def read_fixed_data(loader: Iterable[Any], seed: int, purpose: str) -> tuple[Any
         check_loader([batch], purpose)
         inputs, targets = split_batch(batch)
         if not has_row_axis((inputs, targets)):
-            shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors_of(inputs))
-            raise FlowBNNError(
-                f"inputs of shape {shapes} and targets of shape {tuple(targets.shape)} differ in length",
-                kind="targets",
-                argument="loader",
-            )
+            shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors_of((inputs, targets)))
+            text = f"inputs and targets differ in length, got shapes {shapes}"
+            raise FlowBNNError(text, kind="targets", argument="loader")
 
     def read(seed: int) -> tuple[Any, Tensor]:
         try:

@@ -67,11 +67,8 @@ def count_modes(density: Tensor, prominence: UnitInterval = 0.1) -> int:
     (1, 2, 1)
     """
     if density.ndim != 1 or not len(density):
-        raise FlowBNNError(
-            f"density must be [G], not empty, got {list(density.shape)}",
-            kind="shape",
-            argument="density",
-        )
+        text = f"density must be [G], not empty, got {list(density.shape)}"
+        raise FlowBNNError(text, kind="shape", argument="density")
     values = density.tolist()
     min_height = prominence * max(values)
     modes, rising, low, high = 0, True, 0.0, 0.0
@@ -118,11 +115,8 @@ def marginal(
         )
     noise = layers[layer]
     if dimension >= (size := noise.layout.dim):
-        raise FlowBNNError(
-            f"dimension must be below {size}, got {dimension}",
-            argument="dimension",
-            layer=layer,
-        )
+        text = f"layer '{layer}' has {size} dimensions, got dimension={dimension}"
+        raise FlowBNNError(text, argument="dimension", layer=layer)
     prior = noise.prior.distribution()
     generator = torch.Generator(prior.mean.device).manual_seed(seed)
     draws = noise.draw((samples,), generator)[:, dimension].double().cpu()

@@ -23,8 +23,6 @@ from flowbnn.noise.joint import MAX_DENSE_DIM, independent_vectors
 from flowbnn.posterior.base import Posterior
 from flowbnn.posterior.noise import NoisePosterior
 
-MAX_ROWS = {"cpu": 4096, "cuda": 8192}  # rows of a forward pass, large enough for full speed on each device
-
 
 class NoiseTarget:
     """Posterior density of the noise of all layers, concatenated to one vector ``[D]`` in the order of the layers.
@@ -45,11 +43,12 @@ class NoiseTarget:
         self.names, self.sizes = list(self.network.layers), self.network.sizes
         self.dim = sum(self.sizes)
         self.vectors = independent_vectors(model)
-        self.rows = MAX_ROWS.get(self.device.type, MAX_ROWS["cpu"])
-        self.inputs, self.targets = self.read(loader, "diagnostics")
+        # rows of a forward pass, large enough for full speed on each device
+        self.rows = 8192 if self.device.type == "cuda" else 4096
+        self.inputs, self.targets = self.read(loader)
         self.count = len(self.targets)
 
-    def read(self, loader: Iterable[Any], purpose: str) -> tuple[Any, Tensor]:
+    def read(self, loader: Iterable[Any], purpose: str = "diagnostics") -> tuple[Any, Tensor]:
         """Returns all inputs and targets of a loader on the device of the network.
 
         Args:
@@ -257,18 +256,21 @@ class WhitenedDensity:
 def _check_density(posterior: Any) -> None:
     """Raises FlowBNNError if a posterior is not a posterior of noise, or has no density."""
     message = ""
-    if isinstance(getattr(posterior, "posterior", None), NoisePosterior):  # temperature scaling
-        message = "diagnostics need a posterior of noise without temperature scaling; pass its .posterior"
-    elif not isinstance(posterior, NoisePosterior):
+    if not isinstance(posterior, NoisePosterior):
         kind = getattr(posterior, "kind", type(posterior).__name__)
-        message = (
-            f"diagnostics need a posterior of noise (from fb.NodeNoise or fb.calibrate), got one of kind '{kind}'; to compare its "
-            "predictions with chains over weights use diagnostics.agreement"
+        scaled = isinstance(getattr(posterior, "posterior", None), NoisePosterior)  # temperature scaling
+        hint = (
+            "pass its .posterior"
+            if scaled
+            else "use fb.NodeNoise, or diagnostics.agreement with chains over weights"
         )
+        message = f"diagnostics need a posterior of noise, got one of kind '{kind}'; {hint}"
     else:
         for name, layer in noise_layers(posterior.model).items():
             if not isinstance(layer.joint_noise, InputNoise):
-                message = f"the noise of layer '{name}' is {layer.label}, which has no density; use fb.noise.NormalAffine() or a flow"
+                message = (
+                    f"layer '{name}' has {layer.label}, noise without a density; use fb.noise.NormalAffine()"
+                )
                 break
     if message:
         raise FlowBNNError(message, kind="unsupported", argument="posterior")

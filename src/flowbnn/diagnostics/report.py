@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from flowbnn.diagnostics.agreement import TEST_DATA, Agreement, agreement
+from flowbnn.diagnostics.agreement import Agreement, agreement
 from flowbnn.diagnostics.evidence import Draws, ParetoK, pareto_k
 from flowbnn.diagnostics.gap import Gap, elbo_gap
 from flowbnn.diagnostics.modes import find_modes
@@ -206,7 +206,7 @@ def diagnose(
     (3, 30, None)
     """
     target = NoiseTarget(posterior, loader, seed)
-    data, test = [target.data], None if test is None else [target.read(test, TEST_DATA)]
+    data, test = [target.data], None if test is None else [target.read(test, "test data")]
     required = estimate_seconds(target, seconds) if target.dim <= MAX_DENSE_DIM and seconds else math.inf
     report = Report(
         pareto_k(posterior, data, samples, seed), target.dim, target.count, required_seconds=required

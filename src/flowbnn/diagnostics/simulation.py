@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from flowbnn.diagnostics.noise_target import NoiseTarget
-from flowbnn.errors import FlowBNNError
+from flowbnn.errors import check_shape
 from flowbnn.options import Count, Seed, checked
 from flowbnn.posterior.base import Posterior
 
@@ -81,11 +81,8 @@ def simulation_ranks(
         fitted = fit([(target.inputs, targets.reshape(target.targets.shape).to(target.targets))])
         noise = fitted.draws(draws, seed=seed + number) if isinstance(fitted, Posterior) else {}
         vectors = torch.cat([noise[name] for name in target.names if name in noise] or [truth[None, :0]], -1)
-        if vectors.shape[1:] != truth.shape:
-            raise FlowBNNError(
-                f"fit must return {len(truth)} noise variables, got {vectors.shape[-1]}",
-                kind="shape",
-                argument="fit",
-            )
+        check_shape(
+            "fit", vectors, ("draws", *truth.shape), hint="return a posterior of noise in the same layers"
+        )
         ranks.append((vectors.to(truth) < truth).sum(0))
     return Ranks(torch.stack(ranks), draws)

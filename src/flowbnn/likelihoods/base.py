@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flowbnn.errors import FlowBNNError, pluralize
+from flowbnn.errors import FlowBNNError
 from flowbnn.options import checked
 
 
@@ -89,12 +89,8 @@ def mean_log_prob(likelihood: Likelihood, outputs: Tensor, targets: Tensor) -> T
     """
     values = likelihood.log_prob(outputs, targets)
     if values.shape != outputs.shape[:1]:
-        raise FlowBNNError(
-            f"{type(likelihood).__name__}.log_prob must return one number for each of {pluralize(len(outputs), 'example')}, got shape "
-            f"{tuple(values.shape)}; sum over all axes but the first",
-            kind="shape",
-            argument="likelihood",
-        )
+        text = f"log_prob must return shape ({len(outputs)},), got {tuple(values.shape)}; sum over all axes but the first"
+        raise FlowBNNError(f"{type(likelihood).__name__}.{text}", kind="shape", argument="likelihood")
     return values.mean()
 
 

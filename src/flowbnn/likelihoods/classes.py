@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from torch import Tensor
 from torch.nn import functional as F
 
-from flowbnn.errors import FlowBNNError
+from flowbnn.errors import FlowBNNError, check_shape
 from flowbnn.likelihoods.base import Likelihood, stack_outputs, to_single_precision
+from flowbnn.metrics.checks import check_classes
 from flowbnn.numerics import is_concrete
 from flowbnn.options import checked
 from flowbnn.predictive import CategoricalPredictive
@@ -58,27 +59,9 @@ class Categorical(Likelihood):
             targets: Class indices ``[B]``.
         """
         if outputs.ndim != 2:
-            hint = "; for pixels, subclass Likelihood" if outputs.ndim > 2 else ""
-            raise FlowBNNError(
-                f"Categorical needs outputs of shape (batch, classes), got {tuple(outputs.shape)}{hint}",
-                kind="outputs",
-                argument="outputs",
-            )
-        if targets.is_floating_point() or targets.shape != outputs.shape[:1]:
-            raise FlowBNNError(
-                f"Categorical needs integer labels of shape ({len(outputs)},), got {targets.dtype} of shape {tuple(targets.shape)}"
-                + _label_hint(outputs, targets),
-                kind="targets",
-                argument="targets",
-            )
-        classes = outputs.shape[1]
-        if targets.numel() and (int(targets.min()) < 0 or int(targets.max()) >= classes):
-            raise FlowBNNError(
-                f"labels must be from 0 to {classes - 1} for {classes} outputs, got labels from {int(targets.min())} to "
-                f"{int(targets.max())}",
-                kind="targets",
-                argument="targets",
-            )
+            hint = "for pixels, subclass Likelihood" if outputs.ndim > 2 else ""
+            check_shape("outputs", outputs, ("batch", "classes"), hint, kind="outputs", owner="Categorical")
+        check_classes(targets, *outputs.shape, kind="targets")
 
 
 class Bernoulli(Likelihood):
@@ -127,11 +110,8 @@ class Bernoulli(Likelihood):
             targets: Labels ``[B]`` or ``[B, 1]``.
         """
         if outputs.numel() != outputs.shape[0]:
-            raise FlowBNNError(
-                f"Bernoulli needs one logit per example, got outputs of shape {tuple(outputs.shape)}",
-                kind="outputs",
-                argument="outputs",
-            )
+            text = f"Bernoulli needs one logit per example, got outputs of shape {tuple(outputs.shape)}"
+            raise FlowBNNError(text, kind="outputs", argument="outputs")
         if targets.numel() != outputs.shape[0] or not bool(((targets == 0) | (targets == 1)).all()):
             raise FlowBNNError(
                 "Bernoulli needs one label, 0 or 1, for each example; set likelihood='gaussian' for real-valued targets, or add one "
@@ -150,21 +130,6 @@ def _to_integers(targets: Tensor) -> Tensor:
             argument="targets",
         )
     return targets.long()
-
-
-def _label_hint(outputs: Tensor, targets: Tensor) -> str:
-    """Returns advice on labels of the wrong type or shape."""
-    if targets.is_floating_point():
-        return "; or likelihood='gaussian'"
-    if targets.shape == (len(outputs), 1):
-        return "; use labels.squeeze(1)"
-    if targets.shape == outputs.shape:
-        return (
-            "; use labels.argmax(1) for one-hot labels"
-            if is_one_hot(targets)
-            else "; multi-label is unsupported"
-        )
-    return ""
 
 
 def is_one_hot(targets: Tensor) -> bool:

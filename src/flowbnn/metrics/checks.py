@@ -68,33 +68,33 @@ def check_classification(probabilities: Tensor, targets: Tensor) -> tuple[Tensor
     return probabilities, check_classes(targets, *probabilities.shape).to(probabilities.device)
 
 
-def check_classes(targets: Tensor, inputs: int, classes: int) -> Tensor:
+def check_classes(targets: Tensor, inputs: int, classes: int, kind: str | None = None) -> Tensor:
     """Returns class indices as ``int64``.
 
     Args:
         targets: Class indices ``[inputs]`` from 0 to ``classes - 1``.
         inputs: Number of inputs.
         classes: Number of classes.
+        kind: Kind of the error. By default ``"shape"`` for a wrong shape or dtype and ``"range"`` for a wrong label.
 
     Raises:
         FlowBNNError: If the shape, the dtype or a label is wrong.
     """
     if targets.is_floating_point() or targets.shape != (inputs,):
-        hint = "; use targets.long()" if targets.is_floating_point() else ""
-        if targets.shape == (inputs, classes):
-            hint = "; use targets.argmax(-1) for one-hot targets"
-        raise FlowBNNError(
-            f"targets must be [{inputs}] integers, got {targets.dtype} {list(targets.shape)}{hint}",
-            kind="shape",
-            argument="targets",
-        )
+        # advice by the shape: a column of labels, one-hot labels, or labels of another type
+        hints = {
+            (inputs, 1): "; use targets.squeeze(1)",
+            (inputs, classes): "; use targets.argmax(1) for one-hot targets",
+        }
+        hint = hints.get(tuple(targets.shape), "; use targets.long()" if targets.shape == (inputs,) else "")
+        text = f"targets must be ({inputs},) integers, got {targets.dtype} {tuple(targets.shape)}{hint}"
+        raise FlowBNNError(text, kind=kind or "shape", argument="targets")
     invalid = (targets < 0) | (targets >= classes)
     if invalid.any():
-        raise FlowBNNError(
-            f"targets range from 0 to {classes - 1}, got {int(targets[invalid][0])} ({int(invalid.sum())} of {inputs} are invalid)",
-            kind="range",
-            argument="targets",
+        text = (
+            f"targets must be from 0 to {classes - 1} for {classes} classes, got {int(targets[invalid][0])}"
         )
+        raise FlowBNNError(text, kind=kind or "range", argument="targets")
     return targets.long()
 
 

@@ -130,7 +130,7 @@ def _to_array(draws: Tensor) -> Any:
             argument="draws",
         )
     if not bool(torch.isfinite(draws).all()):
-        raise FlowBNNError("draws must be finite, got NaN or infinity", kind="not finite", argument="draws")
+        raise FlowBNNError("draws are not finite", kind="not finite", argument="draws")
     return draws.detach().cpu().double().movedim((0, 1), (-2, -1)).numpy()
 
 

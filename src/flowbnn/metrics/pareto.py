@@ -17,7 +17,6 @@ from flowbnn.errors import FlowBNNError
 from flowbnn.metrics.convergence import array_statistics
 from flowbnn.options import checked
 
-GOOD_K = 0.5  # below it the variance of the weights is finite (Vehtari et al. 2024)
 MIN_WEIGHTS = 25  # arviz-stats fits the tail to the largest fifth, and needs five weights
 
 

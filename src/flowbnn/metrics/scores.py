@@ -7,7 +7,7 @@ from typing import Annotated, Literal, TypedDict
 import torch
 from torch import Tensor
 
-from flowbnn.errors import FlowBNNError
+from flowbnn.errors import FlowBNNError, check_shape
 from flowbnn.metrics.checks import check_classification, check_probabilities, check_values, mean_as_float
 from flowbnn.options import Count, Ge, Hint, check, checked
 
@@ -260,11 +260,10 @@ def interval_coverage(low: Tensor, high: Tensor, targets: Tensor) -> float:
     0.5
     """
     low, high = check_values(low, "low"), check_values(high, "high")
-    if low.shape != high.shape or (low > high).any():
+    check_shape("high", high, low.shape)
+    if (low > high).any():
         raise FlowBNNError(
-            "low and high must have the same shape, and low must not exceed high",
-            kind="range",
-            argument="low",
+            f"low exceeds high by {float((low - high).max()):.3g}", kind="range", argument="low"
         )
     targets = check_values(targets, "targets", low.shape).to(low.device)
     return mean_as_float((low <= targets) & (targets <= high))

@@ -266,5 +266,5 @@ def quantile_levels(q: float | Sequence[float] | Tensor, closed: bool) -> list[f
     levels = [float(level) for level in torch.as_tensor(q, dtype=torch.float64).flatten()]
     if not levels or not all(0.0 <= level <= 1.0 if closed else 0.0 < level < 1.0 for level in levels):
         interval = "[0, 1]" if closed else "(0, 1)"
-        raise FlowBNNError(f"q is outside {interval}: {levels}", kind="range", argument="q")
+        raise FlowBNNError(f"q must hold levels in {interval}, got {levels}", kind="range", argument="q")
     return levels

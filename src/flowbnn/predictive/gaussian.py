@@ -86,11 +86,10 @@ class GaussianPredictive(Predictive):
         check_finite_samples(~(torch.isfinite(means) & torch.isfinite(variances)))
         self._tensors = (self._fill_missing(mean, math.nan), self._fill_missing(variance, math.nan))
         if (variances <= 0).any():
-            raise FlowBNNError(
-                f"variance {float(variances.min()):.3g} is not positive",
-                kind="range",
-                argument="variance",
+            text = (
+                f"variance must be positive, got {float(variances.min()):.3g}; take exp() of a log-variance"
             )
+            raise FlowBNNError(text, kind="range", argument="variance")
 
     @property
     def samples(self) -> Tensor:

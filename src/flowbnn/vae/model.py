@@ -19,7 +19,7 @@ from torch.distributions import constraints
 from flowbnn.batches import device_of, evaluation_mode
 from flowbnn.density import DensityOptions, fit_density
 from flowbnn.distributions import DiagonalNormal, Flow
-from flowbnn.errors import FlowBNNError, nearest, pluralize
+from flowbnn.errors import FlowBNNError, check_shape, nearest
 from flowbnn.flows import FlowModel, make_posterior_transform, named_flows
 from flowbnn.nets.mlp import check_context
 from flowbnn.numerics import full_precision, is_concrete, soft_clamp
@@ -41,13 +41,6 @@ from flowbnn.transforms import Compose, Transform
 from flowbnn.transforms.base import warn_slow_sampling
 from flowbnn.vae.decoders import BernoulliDecoder, Decoder, GaussianDecoder, LogisticDecoder
 from flowbnn.vae.nets import make_mlp_decoder, make_mlp_encoder
-
-DECODERS: dict[str, type[Decoder]] = {
-    "bernoulli": BernoulliDecoder,
-    "gaussian": GaussianDecoder,
-    "logistic": LogisticDecoder,
-}
-POSTERIORS = {name: name for name in named_flows()} | {"coupling": "realnvp"}
 
 
 class Autoencoder(nn.Module):
@@ -93,7 +86,8 @@ class Autoencoder(nn.Module):
                 "shape must not be empty; use (64,) or (1, 28, 28)", kind="shape", argument="shape"
             )
         self.shape, self.latent_dim, self.context_dim = tuple(shape), latent_dim, context_dim
-        self.decoder = DECODERS[decoder]() if isinstance(decoder, str) else decoder
+        decoders = {"bernoulli": BernoulliDecoder, "gaussian": GaussianDecoder, "logistic": LogisticDecoder}
+        self.decoder: Decoder = decoders[decoder]() if isinstance(decoder, str) else decoder
         outputs = (shape[0] * self.decoder.outputs_per_number, *shape[1:])
         self.encoder = encoder or make_mlp_encoder(shape, hidden)
         with evaluation_mode(self.encoder):
@@ -111,10 +105,8 @@ class Autoencoder(nn.Module):
     def extract_features(self, x: Tensor, context: Tensor | None) -> Tensor:
         """Returns the features of the encoder, concatenated with the context."""
         check("x", x, Tensor, type(self).__name__)
-        if x.shape[1:] != self.shape:
-            result = "one example; use x[None]" if x.shape == self.shape else f"shape {tuple(x.shape)}"
-            text = f"{type(self).__name__} takes batches of examples of shape {self.shape}, got {result}"
-            raise FlowBNNError(text, kind="shape", argument="x")
+        hint = "use x[None] for one example" if x.shape == self.shape else ""
+        check_shape("x", x, ("batch", *self.shape), hint, owner=type(self).__name__)
         features = self.encoder(self.decoder.encoder_input(x.to(self.code.weight.dtype))).to(
             self.code.weight.dtype
         )
@@ -129,20 +121,13 @@ class Autoencoder(nn.Module):
     def _check_rows(self, context: Tensor | None, count: int) -> Tensor:
         """Returns the context if it has one row for each of ``count`` examples."""
         context = check_context(context, self.context_dim, type(self).__name__)
-        if context.shape[:-1] != (count,):
-            text = f"the context of {pluralize(count, 'example')} must have {count} rows, got shape {tuple(context.shape)}"
-            raise FlowBNNError(text, kind="shape", argument="context")
+        check_shape("context", context, (count, self.context_dim), owner=type(self).__name__)
         return context
 
     def decode(self, z: Tensor, context: Tensor | None = None) -> Tensor:
         """Returns the outputs of the decoder network for codes ``[B, latent_dim]``."""
         check("z", z, Tensor, type(self).__name__)
-        if z.ndim != 2 or z.shape[1] != self.latent_dim:
-            raise FlowBNNError(
-                f"{type(self).__name__} takes codes of shape (batch, {self.latent_dim}), got {tuple(z.shape)}",
-                kind="shape",
-                argument="z",
-            )
+        check_shape("z", z, ("batch", self.latent_dim), owner=type(self).__name__)
         return self.decoder_net(self._append_context(z, context)).to(z.dtype)
 
     def encode(self, x: Tensor, context: Tensor | None = None) -> Tensor:
@@ -200,9 +185,7 @@ class Autoencoder(nn.Module):
         Returns:
             Means of the decoder, ``[steps, B, ...]``.
         """
-        if first.shape != second.shape:
-            text = f"first and second must have the same shape, got {tuple(first.shape)} and {tuple(second.shape)}"
-            raise FlowBNNError(text, kind="shape", argument="second")
+        check_shape("second", second, first.shape)
         with evaluation_mode(self):
             ends = self.encode(first, context), self.encode(second, context)
             weights = torch.linspace(0.0, 1.0, steps, device=ends[0].device)
@@ -288,16 +271,14 @@ class VAE(Autoencoder):
             self.flow: Transform = call_factory(
                 posterior, latent_dim, context, name="posterior", kind=Transform
             )
-        elif posterior in POSTERIORS:
-            self.flow = make_posterior_transform(POSTERIORS[posterior], latent_dim, context, length=length)
         elif posterior == "gaussian":
             self.flow = Compose()
         else:
-            raise FlowBNNError(
-                f"unknown posterior {posterior!r}{nearest(posterior, ['gaussian', *POSTERIORS])}",
-                kind="name",
-                argument="posterior",
-            )
+            names = {name: name for name in named_flows()} | {"coupling": "realnvp"}
+            if posterior not in names:
+                text = f"unknown posterior {posterior!r}{nearest(posterior, ['gaussian', *names])}"
+                raise FlowBNNError(text, kind="name", argument="posterior")
+            self.flow = make_posterior_transform(names[posterior], latent_dim, context, length=length)
         warn_slow_sampling(self.flow, "VAE.posterior")
 
     def posterior(self, x: Tensor, context: Tensor | None = None) -> Flow:
