@@ -124,8 +124,8 @@ def main() -> None:
     for name, rule in {
         "either": default,
         "either, lead=0": replace(default, lead=0.0),
-        "decision": replace(default, until="decision"),
-        "probabilities": replace(default, until="probabilities"),
+        "decision": replace(default, criterion="decision"),
+        "probabilities": replace(default, criterion="probabilities"),
     }.items():
         adaptive, seconds = time_call(posterior.predict, images, count, seed=1, adaptive=rule)
         row = {

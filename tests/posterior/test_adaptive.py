@@ -48,11 +48,11 @@ def test_easy_inputs_cost_few_samples_and_hard_ones_all():
 
 
 def test_numbers_of_samples_at_each_look():
-    assert fb.posterior.Adaptive(start=8, growth=2).looks(128) == [8, 16, 32, 64, 128]
-    assert fb.posterior.Adaptive(start=8, growth=2).looks(100) == [8, 16, 32, 64, 100]
-    assert fb.posterior.Adaptive(start=8, growth=2).looks(8) == [8]
-    assert fb.posterior.Adaptive(start=8, growth=2).looks(1) == [1]
-    assert fb.posterior.Adaptive(start=2, growth=1.1).looks(6) == [2, 3, 4, 5, 6]
+    assert fb.posterior.Adaptive(start=8, growth=2).test_sizes(128) == [8, 16, 32, 64, 128]
+    assert fb.posterior.Adaptive(start=8, growth=2).test_sizes(100) == [8, 16, 32, 64, 100]
+    assert fb.posterior.Adaptive(start=8, growth=2).test_sizes(8) == [8]
+    assert fb.posterior.Adaptive(start=8, growth=2).test_sizes(1) == [1]
+    assert fb.posterior.Adaptive(start=2, growth=1.1).test_sizes(6) == [2, 3, 4, 5, 6]
 
 
 def test_skipped_samples_rarely_change_the_decision():
@@ -61,7 +61,7 @@ def test_skipped_samples_rarely_change_the_decision():
     inputs, samples, certainty = 20_000, 64, 0.8
     means = 0.02 * torch.randn(inputs, generator=generator)
     lead = (means + 0.1 * torch.randn(samples, inputs, generator=generator)).clamp(-0.99, 0.99)
-    rule = fb.posterior.Adaptive(certainty=certainty, until="decision", start=4)
+    rule = fb.posterior.Adaptive(certainty=certainty, criterion="decision", start=4)
     outputs, sample_counts = adaptive_outputs(
         drawing(logits_of(lead)), torch.arange(inputs), samples, rule, CategoricalPredictive
     )
@@ -108,7 +108,7 @@ def test_probabilities_are_within_the_tolerance_the_standard_error_promises():
     generator = torch.Generator().manual_seed(1)
     inputs, samples, tolerance = 5000, 256, 0.01
     lead = (0.3 + 0.12 * torch.randn(samples, inputs, generator=generator)).clamp(-0.99, 0.99)
-    rule = fb.posterior.Adaptive(tolerance, until="probabilities", start=16)
+    rule = fb.posterior.Adaptive(tolerance, criterion="probabilities", start=16)
     outputs, sample_counts = adaptive_outputs(
         drawing(logits_of(lead)), torch.arange(inputs), samples, rule, CategoricalPredictive
     )
@@ -135,10 +135,10 @@ def test_regression_settles_by_its_standard_deviation():
             drawing(means),
             torch.arange(2),
             64,
-            fb.posterior.Adaptive(until="decision"),
+            fb.posterior.Adaptive(criterion="decision"),
             lambda part: GaussianPredictive(part, 1.0),
         )
-    assert caught.value.argument == "until"
+    assert caught.value.argument == "criterion"
 
 
 @pytest.fixture(scope="module")
@@ -189,8 +189,8 @@ def test_a_smaller_tolerance_takes_more_samples(posterior):
         float(posterior.predict(x, 128, seed=0, adaptive=rule).sample_counts.double().mean())
         for rule in (
             fb.posterior.Adaptive(0.05),
-            fb.posterior.Adaptive(0.005, until="probabilities"),
-            fb.posterior.Adaptive(1e-9, until="probabilities"),
+            fb.posterior.Adaptive(0.005, criterion="probabilities"),
+            fb.posterior.Adaptive(1e-9, criterion="probabilities"),
         )
     ]
     assert counts[0] < counts[1] <= counts[2] == 128
@@ -214,7 +214,10 @@ def test_a_point_and_a_regression():
             lambda: fb.posterior.Adaptive(certainty=1.0),
             "certainty=...\\) must be a number above 0 and below 1, got 1.0",
         ),
-        (lambda: fb.posterior.Adaptive(until="sure"), "'probabilities', 'decision' or 'either', got 'sure'"),
+        (
+            lambda: fb.posterior.Adaptive(criterion="sure"),
+            "'probabilities', 'decision' or 'either', got 'sure'",
+        ),
         (lambda: fb.posterior.Adaptive(start=1), "start=...\\) must be an integer of at least 2, got 1"),
         (lambda: fb.posterior.Adaptive(growth=1.0), "above 1, got 1.0"),
         (lambda: fb.posterior.Adaptive(lead=-1.0), "at least 0, got -1.0"),
@@ -280,7 +283,7 @@ def adaptively(
     ("kind", "tolerance"), [("tied", 0.03), ("2-2", 0.03), ("2-4", 0.03), ("2-4", 0.01), ("10-2", 0.03)]
 )
 def test_at_most_5_percent_of_stopped_inputs_exceed_the_tolerance(kind, tolerance):
-    rule = fb.posterior.Adaptive(tolerance, until="probabilities")
+    rule = fb.posterior.Adaptive(tolerance, criterion="probabilities")
     found, full, early = adaptively(population(kind, 2000), rule)
     gap = (found.probabilities - full.probabilities).abs().amax(-1)[early]
     assert 0.02 < early.float().mean() < 0.98
@@ -291,7 +294,7 @@ def test_at_most_5_percent_of_stopped_inputs_exceed_the_tolerance(kind, toleranc
 
 @pytest.mark.parametrize(("kind", "errors"), [("tied", 2.0), ("2-2", 0.3), ("2-4", 0.3), ("10-2", 0.3)])
 def test_confidence_error_covers_the_bias_of_optional_stopping(kind, errors):
-    found, full, early = adaptively(population(kind, 2000), fb.posterior.Adaptive(until="decision"))
+    found, full, early = adaptively(population(kind, 2000), fb.posterior.Adaptive(criterion="decision"))
     higher = (found.confidence - full.confidence)[early].mean()
     assert 0 < higher < errors * found.confidence_error[early].mean()
     assert f" ± {float(found.confidence_error.double().mean()):.3f}, entropy" in repr(found)

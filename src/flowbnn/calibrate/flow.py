@@ -59,7 +59,7 @@ def fit_flow(
     draws: int = 32,
     lr: float = 5e-3,
     seed: int = 0,
-    show: bool = False,
+    progress: bool = False,
 ) -> FlowFit:
     """Trains a flow that starts at a Gaussian, and returns the better of the two by the ELBO.
 
@@ -74,12 +74,12 @@ def fit_flow(
         draws: Number of draws of a step.
         lr: Initial learning rate of Adam. It decays by a cosine schedule.
         seed: Seed of all draws.
-        show: If True, shows a progress bar.
+        progress: If True, shows a progress bar.
     """
     target = NoiseTarget(flow, [(inputs, targets)], seed)
     flow_vectors = [vector for vector, _ in independent_vectors(flow.model)]
     if parameters := _trainable_parameters(flow_vectors):
-        _train(target, flow_vectors, parameters, steps, draws, lr, show)
+        _train(target, flow_vectors, parameters, steps, draws, lr, progress)
     gaussian_vectors = [vector for vector, _ in independent_vectors(gaussian.model)]
     count = 256  # draws of the comparison
     gains = _elbo_terms(flow_vectors, target, count, 2) - _elbo_terms(gaussian_vectors, target, count, 2)
@@ -106,14 +106,14 @@ def _train(
     steps: int,
     draws: int,
     lr: float,
-    show: bool,
+    progress: bool,
 ) -> None:
     """Trains the parameters and keeps the values with the highest ELBO among twelve evaluations."""
     optimizer = torch.optim.Adam(parameters, lr=lr)
     generator = torch.Generator(target.device).manual_seed(target.seed + 1)
     interval = max(1, steps // 12)
     best_elbo, best_values = -math.inf, [p.detach().clone() for p in parameters]
-    for step in track(range(1, steps + 1), "flow", show):
+    for step in track(range(1, steps + 1), "flow", progress):
         optimizer.param_groups[0]["lr"] = lr * 0.5 * (1.0 + math.cos(math.pi * step / steps))
         optimizer.zero_grad()
         (-_elbo_surrogate(target, vectors, draws, generator) / draws).backward()

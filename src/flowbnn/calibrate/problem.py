@@ -212,7 +212,7 @@ class CalibrationProblem:
         if self.flow_network is None:
             return gaussian, None
         start = self.gaussian_posterior(fit, self.flow_network)
-        flow_fit = fit_flow(gaussian, start, *self.data.select(indices), seed=self.seed, show=progress)
+        flow_fit = fit_flow(gaussian, start, *self.data.select(indices), seed=self.seed, progress=progress)
         return flow_fit.posterior, flow_fit
 
     @torch.no_grad()

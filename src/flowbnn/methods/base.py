@@ -76,8 +76,8 @@ def misplaced_setting(name: str, owner: str, value: Any = ...) -> FlowBNNError:
     >>> print(misplaced_setting("members", "DeepEnsemble", 3))
     members is a setting of DeepEnsemble; use DeepEnsemble(members=3)
     """
-    shown = "..." if value is ... else " ".join(repr(value).split())[:60]
-    message = f"{name} is a setting of {owner}; use {owner}({name}={shown})"
+    text = "..." if value is ... else " ".join(repr(value).split())[:60]
+    message = f"{name} is a setting of {owner}; use {owner}({name}={text})"
     return FlowBNNError(message, kind="unknown setting", argument=name)
 
 

@@ -160,7 +160,7 @@ class _ModeSearch:
         self.network = NoisyNetwork(model, likelihood)
         self.inputs, self.targets, self.num_data, self.seed = inputs, targets, num_data, seed
         self.dim = sum(self.network.sizes)
-        self.rows = 4096  # of one forward pass, those of all members together
+        self.rows = 4096  # rows of one forward pass, summed over all members
 
     def run(
         self, members: int, scale: float, steps: int, batch_size: int, *, progress: bool

@@ -1,8 +1,8 @@
 r"""Adaptive sampling: few samples for easy inputs, many for hard ones.
 
-Samples are drawn in rounds. The first has ``start`` samples, and each further round multiplies their number by ``growth``. After each
-round, inputs whose answer has settled are dropped, and the others continue together in full batches. Sample ``s`` is the same network
-for every input, so that an answer with ``n`` samples consists of the first ``n`` samples of the full answer.
+Samples are drawn in rounds. The first round has ``start`` samples, and each further round multiplies their number by ``growth``. After
+each round, inputs whose prediction has converged are dropped, and the others continue together in full batches. Sample ``s`` is the
+same network for every input, so a prediction with ``n`` samples consists of the first ``n`` samples of the full prediction.
 """
 
 import math
@@ -24,64 +24,65 @@ Draw = Callable[[Any, range], Tensor]
 class Adaptive:
     r"""Rule that decides when an input has enough samples.
 
-    With ``n`` of at most ``S`` samples taken and ``until="probabilities"``, its *probabilities* have settled when those of all ``S``
-    samples are within ``tolerance`` with a probability of at least ``certainty``, and it has had at least 16 samples:
+    ``n`` denotes the number of samples so far, ``S`` the maximum number, and ``L`` the number of tests. With
+    ``criterion="probabilities"`` an input has converged after at least 16 samples, when its *probabilities* are within ``tolerance`` of
+    those with all ``S`` samples, with a probability of at least ``certainty``:
 
     .. math:: \max_c \hat\sigma(p_c) \sqrt{1/n - 1/S} \; t_{n-1}\Big(1 - \frac{1 - \text{certainty}}{2 L}\Big) \;\le\; \text{tolerance}
 
-    for ``L`` looks. For regression, with any ``until``, this is about the predictive mean, in predictive standard deviations. A mode
-    that none of the first ``n`` samples is in cannot be detected.
+    For regression this test is about the predictive mean, in predictive standard deviations. A mode that none of the first ``n``
+    samples visits cannot be detected.
 
-    Its *decision* is certain when the most probable class is so far ahead of every other that the remaining samples would not change
-    it. The mean over all ``S`` differs from the mean over the first ``n`` by a standard deviation of
-    :math:`\hat\sigma \sqrt{1/n - 1/S}`, so for the paired differences :math:`d_{sc} = p_{s \hat y} - p_{sc}` the rule requires
+    With ``criterion="decision"`` an input has converged when the remaining samples would not change its most probable class. The mean
+    over all ``S`` samples differs from the mean over the first ``n`` by a standard deviation of :math:`\hat\sigma \sqrt{1/n - 1/S}`.
+    For the paired differences :math:`d_{sc} = p_{s \hat y} - p_{sc}` the rule therefore requires
 
     .. math::
         \min_{c \ne \hat y} \frac{\bar d_c}{\hat\sigma(d_c) \sqrt{1/n - 1/S}}
         \;\ge\; t_{n-1}\Big(1 - \frac{1 - \text{certainty}}{2 L}\Big),
 
-    a two-sided t-test. There are ``L`` looks, so each gets an equal part of ``1 - certainty`` (Bonferroni). The probability that the
-    leading class would be behind this rival after all ``S`` samples is then at most ``1 - certainty``, if the differences are normal.
+    a two-sided t-test with a Bonferroni correction for ``L`` tests. If the differences are normal, another class leads after all ``S``
+    samples with a probability of at most ``1 - certainty``.
 
-    With ``until="either"`` the probabilities have settled when their largest standard error is at most ``tolerance``. Two classes
-    can be so close that either may lead even then. Such an input continues until the leader is ahead by ``lead`` standard deviations
-    of that difference. For ``lead=2`` it then leads at the end with a probability of at least 0.95, and few inputs are that close.
+    With ``criterion="either"`` an input has also converged when the largest standard error of its probabilities is at most
+    ``tolerance``. If two classes are nearly tied, it continues until the difference is at least ``lead`` standard deviations. For
+    ``lead=2`` the most probable class then stays the same with a probability of at least 0.95.
 
-    With ``until="either"`` and ``"decision"`` the probabilities of decided inputs are those of a few samples, and differ from the full
-    ones by more than ``tolerance``. They are also biased by optional stopping: an input stops sooner if its first samples happen to
-    agree. On average its confidence is too high, by at most a quarter of its ``confidence_error`` if one class leads and by up to twice
-    of it if classes are tied. Its epistemic part is 0.75 to 0.95 of the full one. If these matter, use ``until="probabilities"``.
+    ``"either"`` and ``"decision"`` preserve decisions, not probabilities. The probabilities of an input that stops early may differ
+    from the full ones by more than ``tolerance``. They are also biased by optional stopping, because an input stops earlier if its
+    first samples agree by chance. On average its confidence is too high. The bias is at most a quarter of ``confidence_error`` if one
+    class leads, and at most twice ``confidence_error`` if classes are tied. The epistemic uncertainty is 0.75 to 0.95 of its full
+    value. Use ``"probabilities"`` if this matters.
 
     Args:
-        tolerance: Maximum error of the probabilities; with ``until="either"``, their standard error.
-        certainty: Probability that the decision is right, or that probabilities are within the tolerance.
-        until: ``"probabilities"``, ``"decision"``, or ``"either"`` for whichever settles first.
-        start: Number of samples before the first look.
-        growth: Factor of the number of samples from look to look.
-        lead: Standard deviations by which the leader must be ahead for settled probabilities to end the sampling. With 0 they end it
-            at a tie.
+        tolerance: Maximum error of the probabilities. With ``criterion="either"``, their maximum standard error.
+        certainty: Probability that more samples would not change the decision, or the probabilities by more than the tolerance.
+        criterion: Criterion of convergence: ``"probabilities"``, ``"decision"``, or ``"either"`` of the two.
+        start: Number of samples before the first test.
+        growth: Factor by which the number of samples grows from test to test.
+        lead: Minimum lead of the most probable class, in standard deviations, with ``criterion="either"``. 0 ignores ties.
 
-    >>> Adaptive(start=8).looks(128)
+    >>> Adaptive(start=8).test_sizes(128)
     [8, 12, 18, 27, 40, 60, 91, 128]
     """
 
     tolerance: Positive = 0.01
     certainty: Probability = 0.95
-    until: Literal["probabilities", "decision", "either"] = "either"
+    criterion: Literal["probabilities", "decision", "either"] = "either"
     start: Annotated[int, Ge(2)] = 8
     growth: Annotated[float, Bounds(gt=1)] = 1.5
     lead: NonNegative = 2.0
 
-    def looks(self, samples: int) -> list[int]:
-        """Returns the numbers of samples at which the rule is evaluated, and finally all of them."""
+    def test_sizes(self, samples: int) -> list[int]:
+        """Returns the numbers of samples at which convergence is tested. The last entry is ``samples``."""
         numbers, count = [], float(self.start)
         while count < samples:
             numbers.append(int(count))
             count = max(count * self.growth, int(count) + 1)
         return [*numbers, samples]
 
-    def settled(self, predictive: Predictive, samples: int) -> Tensor:
-        """Returns a mask ``[B]`` of the inputs that need no more samples. All must have the same number so far.
+    def has_converged(self, predictive: Predictive, samples: int) -> Tensor:
+        """Returns a mask ``[B]`` of the inputs that have converged. All inputs must have the same number of samples so far.
 
         Args:
             predictive: Predictive distribution of the samples so far.
@@ -90,31 +91,31 @@ class Adaptive:
         from scipy.special import stdtrit  # here, because importing scipy adds a warning filter
 
         count, error = predictive.num_samples, predictive.sampling_error
-        level = 1.0 - (1.0 - self.certainty) / (2 * max(1, len(self.looks(samples)) - 1))
+        level = 1.0 - (1.0 - self.certainty) / (2 * max(1, len(self.test_sizes(samples)) - 1))
         remaining = math.sqrt(1.0 - count / samples)
         # standard errors by which the remaining samples may move a mean
         reach = float(stdtrit(count - 1, level)) * remaining
         identical = error == 0  # all samples are equal
         reliable = count >= 16  # the estimate of a standard error from fewer samples is unreliable
-        if not isinstance(predictive, CategoricalPredictive) or self.until == "probabilities":
-            if self.until == "decision":
+        if not isinstance(predictive, CategoricalPredictive) or self.criterion == "probabilities":
+            if self.criterion == "decision":
                 raise FlowBNNError(
-                    "until='decision' is for classification; use until='probabilities'",
+                    "criterion='decision' is for classification; use criterion='probabilities'",
                     kind="unsupported",
-                    argument="until",
+                    argument="criterion",
                 )
             return identical | ((error * reach <= self.tolerance) & reliable)
         margin = predictive.decision_strength
-        if self.until == "decision":
+        if self.criterion == "decision":
             return margin >= reach
-        decided = (margin >= self.lead * remaining) | identical
-        return (margin >= reach) | ((error <= self.tolerance) & decided)
+        is_decided = (margin >= self.lead * remaining) | identical
+        return (margin >= reach) | ((error <= self.tolerance) & is_decided)
 
 
 def adaptive_outputs(
     draw: Draw, inputs: Any, samples: int, rule: Adaptive, predictive: Callable[[Tensor], Predictive]
 ) -> tuple[Tensor, Tensor]:
-    """Samples outputs in rounds, until the answer of each input has settled.
+    """Samples outputs in rounds until the prediction of each input has converged.
 
     Args:
         draw: Function that returns the outputs ``[len(samples), b, ...]`` of a range of samples for some of the inputs.
@@ -128,7 +129,7 @@ def adaptive_outputs(
     """
     low, batch, cut = 0, inputs, has_row_axis(inputs)
     outputs = sample_counts = active = torch.empty(0)
-    for high in rule.looks(samples):
+    for high in rule.test_sizes(samples):
         new_outputs = draw(batch, range(low, high))
         if low == 0:
             number, device = new_outputs.shape[1], new_outputs.device
@@ -138,9 +139,9 @@ def adaptive_outputs(
         outputs[low:high, active] = new_outputs if cut else new_outputs[:, active]
         if high == samples:
             break
-        settled = rule.settled(predictive(outputs[:high, active]), samples)
-        sample_counts[active[settled]] = high
-        active, low = active[~settled], high
+        converged = rule.has_converged(predictive(outputs[:high, active]), samples)
+        sample_counts[active[converged]] = high
+        active, low = active[~converged], high
         if not len(active):
             break
         batch = pick(inputs, active) if cut else inputs

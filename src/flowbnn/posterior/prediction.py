@@ -201,7 +201,7 @@ class Prediction:
         """Returns the number of rows to read from the loader at a time."""
         if not self.shared:
             return 0  # the draws depend on the batch, so each is predicted by itself
-        # adaptive sampling drops settled inputs, so it needs many at a time to fill its passes
+        # adaptive sampling drops converged inputs, so it needs many at a time to fill its passes
         return max(self.max_rows(inputs), 0 if self.options.adaptive is None else 4096)
 
     def to_device(self, inputs: Any) -> Any:

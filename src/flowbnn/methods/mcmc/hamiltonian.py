@@ -111,7 +111,7 @@ def energy_error(state: ChainState, momentum: Tensor, inverse_mass: Tensor, init
 
 
 def is_divergent(error: Tensor, threshold: float = 1000.0) -> Tensor:
-    """Returns True for each energy error above the threshold in nats, by default that of Stan."""
+    """Returns True for each energy error above a threshold in nats. The default is the threshold of Stan."""
     return error > threshold
 
 
