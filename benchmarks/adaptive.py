@@ -129,13 +129,13 @@ def main() -> None:
     }.items():
         adaptive, seconds = time_call(posterior.predict, images, count, seed=1, adaptive=rule)
         row = {
-            "until": name,
+            "criterion": name,
             "time": seconds / full_seconds,
             **compare(adaptive, full, labels, rule.tolerance),
         }
         rows.append(row)
         print(
-            f"  until {name:20} samples {row['samples']:6.1f} of {count}   time {row['time']:.2f}   same {row['same']:.4f}   "
+            f"  criterion {name:20} samples {row['samples']:6.1f} of {count}   time {row['time']:.2f}   same {row['same']:.4f}   "
             f"accuracy {row['accuracy']:.4f}   difference {row['difference_median']:.4f}, {row['difference_max']:.3f} at most   "
             f"early {row['early']:.3f}, of these above the tolerance {row['above_tolerance']:.3f}, "
             f"above twice the tolerance {row['above_twice']:.3f}   "
