@@ -143,12 +143,8 @@ class ELBO:
             if divergence is None:
                 divergence = divergences(layers)
         if isinstance(targets, Tensor) and targets.shape[:1] != outputs.shape[:1]:
-            raise FlowBNNError(
-                f"outputs of shape {tuple(outputs.shape)} and targets of shape {tuple(targets.shape)} have different "
-                "numbers of examples",
-                kind="shape",
-                argument="targets",
-            )
+            message = f"outputs {tuple(outputs.shape)} and targets {tuple(targets.shape)} differ in length"
+            raise FlowBNNError(message, kind="shape", argument="targets")
         if not len(outputs) and shard is None:
             raise FlowBNNError("the batch has no examples", kind="shape")
         if check:

@@ -41,7 +41,7 @@ def test_all_members_of_a_linear_network_reach_its_mode(linear):
     posterior = fit(linear)
     assert (posterior.modes[""] - linear[2]).abs().max() < 1e-4
     assert posterior.energy.std() < 1e-6
-    assert repr(posterior).startswith("ModePosterior(6 members at 1 mode of the noise of Linear,")
+    assert repr(posterior).startswith("ModePosterior(Linear, 6 members at 1 mode,")
     with pytest.raises(FlowBNNError) as error:
         posterior.log_prob(posterior.draws(2, seed=0))
     assert error.value.kind == "unsupported"

@@ -159,7 +159,7 @@ class Method:
         elif noise_layers(network):
             problem = f"{name} needs a network without noise; use fb.to_deterministic(network)"
         elif self.needs_weights and not any(parameter.requires_grad for parameter in network.parameters()):
-            problem = f"{name} needs trainable weights; use network.requires_grad_() if they are frozen"
+            problem = f"{name} needs trainable weights; use network.requires_grad_()"
         if problem is not None:
             raise FlowBNNError(problem, kind="network", argument="network")
         options = FitOptions(**{"epochs": max(1, self.epochs), "description": description, **kwargs})

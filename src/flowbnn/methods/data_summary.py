@@ -44,16 +44,25 @@ def check_loader(loader: Any, purpose: str = "training", needs_length: str = "")
     elif hasattr(loader, "__next__"):
         problem = f"the loader for {purpose} can be read only once; use a DataLoader or a list of batches"
     elif isinstance(loader, list | tuple) and not loader:
-        problem = f"the loader for {purpose} is empty"
+        raise empty_loader(purpose)
     elif isinstance(loader, list | tuple) and split_batch(loader[0])[1] is None:
         advice = "use flowbnn.data.TensorLoader(inputs, targets)"
         if isinstance(loader[0], Mapping):
             advice = "use (batch, batch.pop('labels'))"
         problem = f"{purpose} needs batches of (inputs, targets), got inputs alone; {advice}"
     elif needs_length and length_of(loader) is None:
-        problem = f"{needs_length} needs a loader with a length"
+        problem = f"{needs_length} needs len(loader), but a {type(loader).__name__} has none"
     if problem is not None:
         raise FlowBNNError(problem, kind="loader", argument="loader")
+
+
+def empty_loader(purpose: str = "training") -> FlowBNNError:
+    """Returns the error for a loader without examples.
+
+    Args:
+        purpose: Use of the data.
+    """
+    return FlowBNNError(f"the loader for {purpose} is empty", kind="loader", argument="loader")
 
 
 def first_batch(loader: Iterable[Any], seed: int | None = None, purpose: str = "training") -> tuple[Any, Any]:
@@ -67,7 +76,7 @@ def first_batch(loader: Iterable[Any], seed: int | None = None, purpose: str = "
     with closing(_read(loader, seed, purpose)) as reader:
         inputs, targets = next(reader)
     if not len(targets):
-        check_loader([], purpose)
+        raise empty_loader(purpose)
     return inputs, targets
 
 
@@ -81,7 +90,7 @@ def _read(loader: Iterable[Any], seed: int | None, purpose: str = "training") ->
             empty = False
             yield split_batch(batch)
     if empty:
-        check_loader([], purpose)
+        raise empty_loader(purpose)
 
 
 @dataclass(frozen=True)
@@ -121,7 +130,7 @@ class DataSummary:
                 argument="num_data",
             )
         if not self.num_examples:
-            check_loader([])
+            raise empty_loader()
         return self.num_examples
 
     @classmethod

@@ -36,7 +36,7 @@ from flowbnn.likelihoods import (
     make_likelihood,
 )
 from flowbnn.likelihoods.base import mean_log_prob
-from flowbnn.methods.data_summary import DataSummary, check_loader, first_batch
+from flowbnn.methods.data_summary import DataSummary, check_loader, empty_loader, first_batch
 from flowbnn.noise import Recipe, noise_layers, weight_parameters
 from flowbnn.noise.modes import align_batch_axes, record_noise_inputs
 from flowbnn.numerics import is_concrete
@@ -83,7 +83,7 @@ class FitOptions(TrainingOptions):
         """Returns the number of training examples."""
         number = count_data(loader) if self.num_data is None else self.num_data
         if not number:
-            check_loader([])
+            raise empty_loader()
         return number
 
     def for_stage(self, name: str, description: str, **changes: Any) -> "FitOptions":

@@ -59,7 +59,7 @@ class ModeEnsemble(Method):
     >>> loader = [(torch.randn(8, 2), torch.arange(8) % 3)]
     >>> posterior = ModeEnsemble(4, steps=20, epochs=2).fit(nn.Linear(2, 3), loader, progress=False)
     >>> posterior, posterior.predict(torch.zeros(1, 2)).num_samples
-    (ModePosterior(4 members at 1 mode of the noise of Linear, Categorical()), 4)
+    (ModePosterior(Linear, 4 members at 1 mode, Categorical()), 4)
     """
 
     max_full_dim: ClassVar[int] = 1000  # above, one covariance matrix per mode would take too much memory
@@ -303,4 +303,4 @@ class ModePosterior(NoisePosterior):
 
     def __repr__(self) -> str:
         size = f"{pluralize(len(self), 'member')} at {pluralize(self.num_modes, 'mode')}"
-        return f"ModePosterior({size} of the noise of {type(self.model).__name__}, {self.likelihood!r})"
+        return f"ModePosterior({type(self.model).__name__}, {size}, {self.likelihood!r})"

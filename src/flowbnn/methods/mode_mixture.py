@@ -130,7 +130,7 @@ class ModeMixture(Distribution):
     def log_prob(self, value: Tensor) -> Tensor:
         if self.root is None:
             raise FlowBNNError(
-                "a mixture of points has no density; use ModeEnsemble(width='laplace')", kind="unsupported"
+                "width='point' has no density; use ModeEnsemble(width='laplace')", kind="unsupported"
             )
         deviation = value.unsqueeze(-2) - self.loc
         if self.root.ndim == 2:

@@ -24,7 +24,7 @@ from flowbnn.errors import FlowBNNError, warn
 from flowbnn.likelihoods import Likelihood, learns_noise
 from flowbnn.methods.base import FitOptions, Method, register_method
 from flowbnn.methods.batch_norm import batch_norm_layers, batch_norm_statistics
-from flowbnn.methods.dropout import disable_dropout
+from flowbnn.methods.dropout_layers import disable_dropout
 from flowbnn.methods.fitting import (
     Forward,
     LossAndLogs,

@@ -115,9 +115,9 @@ def split_loader(loader: Any, fraction: float, seed: int) -> tuple[Any, Any]:
         return _split_tensor_loader(loader, fraction, generator)
     has_batch_sampler = isinstance(loader, DataLoader) and type(loader.batch_sampler) is BatchSampler
     supported = has_batch_sampler and type(loader.sampler) in (RandomSampler, SequentialSampler)
-    train_index, validation_index = _split_indices(
-        len(loader.dataset) if supported else 0, fraction, generator
-    )
+    if not supported:
+        raise no_held_out_data()
+    train_index, validation_index = _split_indices(len(loader.dataset), fraction, generator)
 
     def subset_loader(index: Tensor, *names: str, **options: Any) -> DataLoader[Any]:
         options |= {
@@ -128,6 +128,12 @@ def split_loader(loader: Any, fraction: float, seed: int) -> tuple[Any, Any]:
     shuffle = isinstance(loader.sampler, RandomSampler)
     names = ("generator", "drop_last", "pin_memory", "worker_init_fn")
     return subset_loader(train_index, *names, shuffle=shuffle), subset_loader(validation_index)
+
+
+def no_held_out_data() -> FlowBNNError:
+    """Returns the error for a loader that cannot be split."""
+    message = "temperature scaling needs held-out data, and this loader cannot be split; set validation="
+    return FlowBNNError(message, argument="validation")
 
 
 def _split_tensor_loader(loader: Any, fraction: float, generator: torch.Generator) -> tuple[Any, Any]:
@@ -145,10 +151,7 @@ def _split_tensor_loader(loader: Any, fraction: float, generator: torch.Generato
 def _split_indices(number: int, fraction: float, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     """Returns sorted training and validation indices; raises FlowBNNError if there are fewer than two examples."""
     if number < 2:
-        raise FlowBNNError(
-            "temperature scaling needs held-out data, and this loader cannot be split; set validation=",
-            argument="validation",
-        )
+        raise no_held_out_data()
     order = torch.randperm(number, generator=generator)
     count = min(number - 1, max(1, round(fraction * number)))
     return order[count:].sort().values, order[:count].sort().values
@@ -164,7 +167,7 @@ def _split_batches(batches: list[Any], fraction: float, generator: torch.Generat
     count = rows(inputs)
     cut = count - min(count - 1, max(1, round(fraction * total)))
     if targets is None or cut == count:
-        return _split_indices(0, fraction, generator)  # raises
+        raise no_held_out_data()
     head, tail = ((take(inputs, *ends), take(targets, *ends)) for ends in ((0, cut), (cut, count)))
     return [*batches[:-1], head], [tail]
 
@@ -225,11 +228,11 @@ def best_temperature(
     at_low = values[0] <= values[best]
     if at_low or best == size - 1:
         temperature = bounds[0] if at_low else bounds[1]
-        reason = f"no temperature within {bounds} is best for the validation data"
+        reason = f"no temperature in {bounds} is optimal"
         if at_low and not isinstance(posterior.likelihood, Gaussian):
             temperature, reason = 1.0, "all validation examples are classified correctly at any temperature"
         warn(
-            f"{reason}, so {temperature:g} is used; provide more validation data",
+            f"{reason}, so {temperature:g} is used; provide more data",
             kind="validation",
             temperature=temperature,
         )

@@ -232,7 +232,7 @@ def check_likelihood(likelihood: Likelihood, predictive: str) -> None:
         raise unknown_hessian(likelihood)
     if predictive == "probit" and isinstance(likelihood, Gaussian):
         raise FlowBNNError(
-            "predictive='probit' needs a classification likelihood; use 'linearized'",
+            "predictive='probit' is for classification; use 'linearized'",
             kind="likelihood",
             argument="predictive",
         )

@@ -24,6 +24,7 @@ from flowbnn.methods.laplace.posterior import LaplacePosterior, PredictiveName
 from flowbnn.methods.laplace.prior import (
     PriorSearch,
     add_prior,
+    newton_gain,
     newton_step,
     scale_noise,
     warn_not_at_mode,
@@ -113,7 +114,7 @@ class Laplace(Method):
             curvature, deltas, converged = self._find_mode(fit, prior)
             blocks, evidence = add_prior(fit, curvature, deltas)
             if not converged:
-                warn_not_at_mode(fit, curvature, blocks, deltas)
+                warn_not_at_mode(newton_gain(fit, curvature, blocks, deltas))
         return LaplacePosterior(
             model,
             likelihood,

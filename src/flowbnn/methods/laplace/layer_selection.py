@@ -114,7 +114,7 @@ def select_layers(model: nn.Module, calls: LayerCalls, pattern: str, structure: 
     if not selected:
         target = f"trainable weights for structure='{structure}'"
         raise no_layer_selected(pattern, ["last", "all", *modules], target)
-    _check_memory(structure, selected, free_memory(device_of(model)))
+    _check_memory(structure, required_memory(structure, selected), free_memory(device_of(model)))
     return selected
 
 
@@ -152,22 +152,25 @@ def _check_kronecker(model: nn.Module, name: str, module: nn.Module, calls: Laye
         raise unsupported_layer(model, name, "Laplace('kron')", "Laplace('diag')", reason)
 
 
-def _check_memory(structure: str, layers: Layers, available: float) -> None:
-    """Raises FlowBNNError if the matrices need more than half of the available bytes."""
+def required_memory(structure: str, layers: Layers) -> int:
+    """Returns the number of bytes that the matrices of a structure take. A diagonal counts as none."""
     if structure == "diag":
-        return
-    num_weights = sum(math.prod(shape) for shapes in layers.values() for shape in shapes.values())
-    sides = [num_weights]
+        return 0
+    sides = [sum(math.prod(shape) for shapes in layers.values() for shape in shapes.values())]
     if structure == "kron":
         sides = [next(iter(shapes.values()))[0] for shapes in layers.values()]
         sides += [sum(math.prod(shape[1:]) for shape in shapes.values()) for shapes in layers.values()]
     # float64 sums and their eigenvectors, and the workspace of the largest eigendecomposition
-    needed = 8 * (2 * sum(side**2 for side in sides) + 4 * max(sides) ** 2)
+    return 8 * (2 * sum(side**2 for side in sides) + 4 * max(sides) ** 2)
+
+
+def _check_memory(structure: str, needed: int, available: float) -> None:
+    """Raises FlowBNNError if a structure needs more than half of the available bytes."""
     if needed > available / 2:
         cheaper = "'kron' or 'diag'" if structure == "full" else "'diag'"
         raise FlowBNNError(
-            f"Laplace('{structure}') of {num_weights:,} weights needs {needed / 2**30:.3g} GiB of memory, and "
-            f"{available / 2**30:.3g} GiB are free; use {cheaper}, or fewer layers",
+            f"Laplace('{structure}') needs {needed / 2**30:.3g} GiB of memory, and {available / 2**30:.3g} GiB are free; "
+            f"use {cheaper}, or fewer layers",
             kind="memory",
             argument="structure",
             needed=needed,

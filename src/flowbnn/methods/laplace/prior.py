@@ -320,14 +320,17 @@ def _line_search(
     return None
 
 
-def warn_not_at_mode(
-    fit: CurvatureFit,
-    curvature: Curvature,
-    blocks: list[CurvatureBlock],
-    deltas: list[float],
-    tolerance: float = 1.0,
-) -> None:
-    """Warns if another Newton step would increase the log-density by more than ``tolerance`` nats."""
+def newton_gain(
+    fit: CurvatureFit, curvature: Curvature, blocks: list[CurvatureBlock], deltas: list[float]
+) -> float:
+    """Returns the increase of the log-density by another Newton step, in nats, under a quadratic approximation.
+
+    Args:
+        fit: Data and network of the fit.
+        curvature: Curvature at the current weights.
+        blocks: Blocks of the posterior precision.
+        deltas: Prior precisions of the layers.
+    """
     gradient = fit.gradient(curvature.num_examples)
     for shapes, delta in zip(fit.layers.values(), deltas, strict=True):
         for name in shapes:
@@ -336,6 +339,11 @@ def warn_not_at_mode(
     for block in blocks:
         squares = eigenbasis_gradient(block, gradient).square()
         gain += 0.5 * float((squares / (block.eigenvalues.flatten() + block.prior)).sum())
+    return gain
+
+
+def warn_not_at_mode(gain: float, tolerance: float = 1.0) -> None:
+    """Warns if another Newton step would increase the log-density by more than the tolerance, in nats."""
     if gain > tolerance and is_main_process():
         warn(
             f"the weights are not at the mode: another Newton step would increase the log-density by {gain:.3g}; "

@@ -152,18 +152,7 @@ class ChainSampler:
             FlowBNNError: If the settings or the shapes in the file differ.
         """
         file = TensorFile(path, self.starts.shape[1])
-        settings = file.document.get("settings") or {}
-        changed = next((name for name in self.settings if settings.get(name) != self.settings[name]), None)
-        if changed is not None:
-            raise FlowBNNError(
-                f"'{path}' has {changed}={settings.get(changed)!r}, but this run has {changed}={self.settings[changed]!r}; use the "
-                "same value, or resume=False",
-                kind="resume",
-                argument=changed,
-            )
-        shapes = {name: view.shape for name, view in file.views.items()}
-        if shapes != self._expected_shapes(file.document.get("number", 0)):  # before any tensor is read
-            raise FlowBNNError(f"'{path}' is not a checkpoint of these chains", kind="file")
+        self._check_file(path, file)
         saved = decode_state(file.document, file.tensors)
         self.number = saved["number"]
         self.state = ChainState(
@@ -182,6 +171,21 @@ class ChainSampler:
                 kind="changed data",
                 path=str(path),
             )
+
+    def _check_file(self, path: Path, file: TensorFile) -> None:
+        """Raises FlowBNNError if the settings or the shapes in a checkpoint differ from those of this run."""
+        settings = file.document.get("settings") or {}
+        changed = next((name for name in self.settings if settings.get(name) != self.settings[name]), None)
+        if changed is not None:
+            raise FlowBNNError(
+                f"'{path}' has {changed}={settings.get(changed)!r}, but this run has {changed}={self.settings[changed]!r}; use the "
+                "same value, or resume=False",
+                kind="resume",
+                argument=changed,
+            )
+        shapes = {name: view.shape for name, view in file.views.items()}
+        if shapes != self._expected_shapes(file.document.get("number", 0)):  # before any tensor is read
+            raise FlowBNNError(f"'{path}' is not a checkpoint of these chains", kind="file")
 
     def _expected_shapes(self, number: int) -> dict[str, torch.Size]:
         """Returns the shapes of all tensors in a checkpoint after this number of transitions."""

@@ -191,8 +191,8 @@ class ChainMethod(Method):
         if size > self.max_variables:
             gigabytes = 4e-9 * size * self.chains * self.samples
             warn(
-                f"{name} samples {size:,} {self.variables}: {gigabytes:.2g} GB of draws, and hours or days of time; use "
-                "variables='noise', or fb.SGLD",
+                f"{name} samples {size:,} {self.variables}, which takes {gigabytes:.2g} GB and hours or days; "
+                "use variables='noise', or fb.SGLD",
                 kind="size",
                 size=size,
             )

@@ -103,7 +103,7 @@ class MNF(Variational):
         half_precision = dtype_of(model) in (torch.bfloat16, torch.float16)
         if half_precision or options.precision in ("bf16-true", "16-true"):
             raise FlowBNNError(
-                "MNF does not support half precision; use network.float() and precision='bf16-mixed'",
+                "MNF needs float32 or float64; use network.float() and precision='bf16-mixed'",
                 kind="unsupported",
                 argument="precision",
             )
@@ -263,7 +263,7 @@ class MNFPosterior(WeightPosterior):
     def settings(self) -> dict[str, Any]:
         if isinstance(self.recipe, FlowNoise):
             raise FlowBNNError(
-                "a flow defined by a function cannot be saved; use a recipe such as fb.noise.NormalPlanar()",
+                f"{type(self.recipe).__name__} cannot be saved; use a recipe, such as fb.noise.NormalPlanar()",
                 kind="unsupported",
             )
         return {"flow": self.recipe.to_dict(), "layers": [list(spec) for spec in self.distribution.specs]}
