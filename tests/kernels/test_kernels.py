@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
 from importlib.util import find_spec
 
 import pytest
@@ -147,7 +148,7 @@ def test_blocks_of_rows_are_few_and_not_empty(rows):
     blocks, size = launch.row_blocks(rows)
     assert (blocks - 1) * size < rows <= blocks * size
     assert blocks <= 64
-    assert (blocks == 1) == (rows <= launch.SINGLE_BLOCK_ROWS)
+    assert (blocks == 1) == (rows <= 512)
 
 
 def test_tf32_is_allowed_for_half_precision_noise_and_never_for_its_divergence(monkeypatch):
@@ -350,8 +351,8 @@ def test_gpu_kernels_can_be_captured_in_a_graph(case):
 
 def many_rows(errors):
     """Tests sums over several blocks of rows with few rows: three blocks, of which the last is short."""
-    limits = launch.SINGLE_BLOCK_ROWS, launch.BLOCK_ROWS
-    launch.SINGLE_BLOCK_ROWS, launch.BLOCK_ROWS = 16, 32
+    row_blocks = launch.row_blocks
+    launch.row_blocks = partial(row_blocks, single_block_rows=16, block_rows=32)
     flows = make_flows(MANY)
     try:
         inputs = make_inputs(MANY, 141)
@@ -362,7 +363,7 @@ def many_rows(errors):
         errors["many"] = error(first, float64_results(flows, inputs, MANY, True))
         return {"many_repeated": error(repeated, first), "blocks": launch.row_blocks(141)[0]}
     finally:
-        launch.SINGLE_BLOCK_ROWS, launch.BLOCK_ROWS = limits
+        launch.row_blocks = row_blocks
 
 
 def check_groups():

@@ -42,9 +42,7 @@ class _VectorDistribution(Distribution):
         name = type(self).__name__
         if not isinstance(loc, Tensor) or loc.ndim < self.axes:
             shape = tuple(loc.shape) if isinstance(loc, Tensor) else describe_value(loc)
-            text = (
-                f"{name}(loc=...) must have shape (..., {'components, ' * (self.axes - 1)}dim), got {shape}"
-            )
+            text = f"{name}(loc=...) must have ndim >= {self.axes}, got {shape}"
             raise FlowBNNError(text, kind="shape", argument="loc")
         if not loc.is_floating_point():
             check("loc", loc, Tensor, name)

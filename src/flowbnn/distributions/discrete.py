@@ -89,7 +89,6 @@ class _DataInitLogistic(DiscretizedLogistic):
 
 
 MIN_SCALE = 1 / 16  # the integer at the centre of a component then costs a thousandth of a bit
-RATE_FACTOR = 30.0  # scales and weights of a base move this much faster than its locations, because they have to move far
 
 
 def discretized_logistic(
@@ -130,6 +129,7 @@ class DiscretizedLogisticBase(Base):
     """
 
     initialized: Tensor
+    rate_factor = 30.0  # scales and weights have to move farther than locations
 
     @checked
     def __init__(
@@ -147,7 +147,7 @@ class DiscretizedLogisticBase(Base):
             offset: Numbers that a net adds to the parameters, for images of ``dim`` integers with channels last.
         """
         raw = self.raw if offset is None else self.raw.view(offset.shape[-3:]) + offset
-        distribution = discretized_logistic(raw, self.components, self.values, RATE_FACTOR)
+        distribution = discretized_logistic(raw, self.components, self.values, self.rate_factor)
         if self.is_initialized or not self.training:
             return distribution
         return _DataInitLogistic(distribution, partial(self._initialize, offset))
@@ -160,7 +160,7 @@ class DiscretizedLogisticBase(Base):
         """
         rows, k = value.reshape(-1, self.dim), self.components
         z = rows.unsqueeze(-1)
-        initial = discretized_logistic(self.raw, k, self.values, RATE_FACTOR)
+        initial = discretized_logistic(self.raw, k, self.values, self.rate_factor)
         loc, scale, logits = (each[..., :-1] for each in (initial.loc, initial.scale, initial.logits))
         centers = loc - self.values * self.raw.view(-1, 3, k)[:, 0]
         for _ in range(20):
@@ -171,7 +171,7 @@ class DiscretizedLogisticBase(Base):
             distance = (responsibility * (z - loc).abs()).sum(0) / (2.0 * math.log(2.0))
             scale = MIN_SCALE + (scale + distance) / (1.0 + count)
         log_scale = inverse_soft_clamp(((scale - MIN_SCALE) * 6.0 * k / self.values).log(), 8.0, 0.95)
-        raw = [(loc - centers) / self.values, log_scale / RATE_FACTOR, logits / RATE_FACTOR]
+        raw = [(loc - centers) / self.values, log_scale / self.rate_factor, logits / self.rate_factor]
         self.raw.copy_(torch.stack(raw, 1).flatten())
         self.initialized.fill_(True)
         self.is_initialized = True

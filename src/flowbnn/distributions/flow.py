@@ -92,9 +92,7 @@ class Flow(Distribution):
             check("base", base, Annotated[Distribution, Hint("or use fb.flows.FlowModel")], "Flow")
         shape = base.batch_shape + base.event_shape
         if len(shape) < transform.event_dim:
-            text = (
-                f"needs {transform.event_dim} event axes, got base shape {tuple(shape)}; begin with Reshape"
-            )
+            text = f"needs {transform.event_dim} event axes, got base shape {tuple(shape)}; use Reshape"
             raise transform_error(transform, text, "shape", argument="base")
         axes = max(len(base.event_shape), transform.event_dim)
         batch_shape, base_event = shape[: len(shape) - axes], shape[len(shape) - axes :]

@@ -1,6 +1,7 @@
 """Flows as modules: the base classes of named flows, and the named flows of vectors."""
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -53,7 +54,7 @@ class FlowModel(torch.nn.Module):
         return Flow(self.base.distribution(), self.transform, context)
 
 
-class NamedFlow(FlowModel):
+class NamedFlow(FlowModel, ABC):
     """Base class for named flows. A subclass defines :meth:`make_transforms`.
 
     A subclass with further options sets them as attributes and then calls ``super().__init__``, which builds the transforms.
@@ -77,9 +78,9 @@ class NamedFlow(FlowModel):
             raise FlowBNNError(text, kind="shape", argument="base")
         super().__init__(base or default, transform, context_dim)
 
+    @abstractmethod
     def make_transforms(self) -> Sequence[Transform]:
         """Returns the transforms from the base to the sample."""
-        raise NotImplementedError
 
     def default_base(self, size: int) -> Base:
         """Returns the default base of this length."""
@@ -113,6 +114,7 @@ class StackedFlow(NamedFlow):
     def make_transforms(self) -> Sequence[Transform]:
         return [self.make_step(self.dim, index) for index in range(self.length)]
 
+    @abstractmethod
     def make_step(self, size: int, index: int) -> Transform:
         """Returns one step.
 
@@ -120,7 +122,6 @@ class StackedFlow(NamedFlow):
             size: Length of the vectors, or number of channels of images.
             index: Number of the step.
         """
-        raise NotImplementedError
 
     def coupling_options(self, size: int, index: int, univariate: Univariate) -> dict[str, Any]:
         """Returns the options of a coupling: its network, and the half that stays unchanged, in turn."""
@@ -347,9 +348,9 @@ class ParametricFlow(NamedFlow):
         self.length = length
         super().__init__(dim, context_dim, base)
 
+    @abstractmethod
     def make_maps(self) -> Sequence[Transform]:
         """Returns the transforms without a context."""
-        raise NotImplementedError
 
     def make_transforms(self) -> Sequence[Transform]:
         maps = self.make_maps()

@@ -67,9 +67,7 @@ class ImageFlow(StackedFlow):
         """Returns the multi-scale transform of images with channels last."""
         shape = tuple(self.dim)
         if len(shape) != 3 or not self.hidden:
-            text = (
-                f"images need dim=(channels, height, width) and hidden widths, got {shape} and {self.hidden}"
-            )
+            text = f"images need dim=(channels, height, width) and hidden, got {shape}, {self.hidden}"
             raise FlowBNNError(text, kind="shape", argument="dim")
         sizes = (*shape[1:], shape[0]), self.levels, self.length
         functions = self.make_step, self.make_split_noise

@@ -22,8 +22,6 @@ from flowbnn.kernels.reference import ChainShape
 Arguments = dict[str, Any]
 
 SMALL_ROWS = 16  # rows of a program on 16 numbers; more exceed its registers
-SINGLE_BLOCK_ROWS = 512  # sums over at most this many rows are short enough for one block
-BLOCK_ROWS = 256  # about the smallest number of rows of each block of a longer sum
 
 
 class Stage(NamedTuple):
@@ -128,18 +126,23 @@ def next_power_of_two(number: int, minimum: int, maximum: int) -> int:
     return max(minimum, min(maximum, 1 << (number - 1).bit_length()))
 
 
-def row_blocks(rows: int) -> tuple[int, int]:
+def row_blocks(rows: int, single_block_rows: int = 512, block_rows: int = 256) -> tuple[int, int]:
     """Returns the number of blocks of rows for sums, and the number of rows of each.
 
     There are enough blocks for a whole GPU, and always the same for one number of rows.
 
+    Args:
+        rows: Number of rows.
+        single_block_rows: Largest number of rows whose sum is short enough for one block.
+        block_rows: Approximate smallest number of rows of each block of a longer sum.
+
     >>> row_blocks(512), row_blocks(513), row_blocks(32768)
     ((1, 512), (3, 192), (64, 512))
     """
-    if rows <= SINGLE_BLOCK_ROWS:
+    if rows <= single_block_rows:
         return 1, rows
     max_blocks = 64  # with their columns these occupy a whole GPU
-    rows_per_block = -(-rows // min(max_blocks, -(-rows // BLOCK_ROWS)))
+    rows_per_block = -(-rows // min(max_blocks, -(-rows // block_rows)))
     rows_per_block = -(-rows_per_block // 64) * 64
     return -(-rows // rows_per_block), rows_per_block
 

@@ -32,7 +32,7 @@ def check_context(context: Tensor | None, context_dim: int, owner: str = "") -> 
     if isinstance(context, Tensor):
         example = f"torch.nn.functional.one_hot(labels, {context_dim})" if context_dim > 1 else "x[:, None]"
         hint = f"; use {example}" if context_dim and context.ndim == 1 else ""
-        description = f"shape {tuple(context.shape)}{hint}"
+        description = f"context shape {tuple(context.shape)}{hint}"
     raise _context_error(f"has context_dim={context_dim}, got {description}", owner)
 
 
@@ -55,10 +55,12 @@ def batch_error(batch: Sequence[int], context: Sequence[int], owner: str = "") -
     return _context_error(text, owner)
 
 
-def output_error(output: Tensor, shape: Sequence[int]) -> FlowBNNError:
-    """Returns the error of a net whose output does not have the expected shape."""
-    text = f"net must return shape {tuple(shape)}, got {tuple(output.shape)}"
-    return FlowBNNError(text, kind="shape", argument="net")
+def check_output(output: Tensor, shape: Sequence[int]) -> Tensor:
+    """Returns the output of a net. Raises FlowBNNError if it does not have the expected shape."""
+    if output.shape != shape:
+        text = f"net must return shape {tuple(shape)}, got {tuple(output.shape)}"
+        raise FlowBNNError(text, kind="shape", argument="net")
+    return output
 
 
 def check_order(order: Any, dim: int) -> None:
@@ -191,10 +193,9 @@ class ConditionalNormal(nn.Module):
         self.event_dim = int(getattr(net, "event_dim", 1))
 
     def forward(self, inputs: Tensor) -> Normal:
-        loc, raw = (output := self.net(inputs)).chunk(2, dim=-1)
-        if loc.shape != raw.shape:  # different lengths would broadcast
-            text = f"net must return 2 * dim outputs, got {output.shape[-1]}"
-            raise FlowBNNError(text, kind="shape", argument="net")
+        output = self.net(inputs)
+        loc, raw = output.chunk(2, dim=-1)
+        check_output(output, (*loc.shape[:-1], 2 * loc.shape[-1]))  # different lengths would broadcast
         return Normal(loc, soft_clamp(raw, self.bound).exp(), validate_args=False)
 
 

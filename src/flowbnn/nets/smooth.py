@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from flowbnn.nets.mlp import Length, check_context, output_error
+from flowbnn.nets.mlp import Length, check_context, check_output
 from flowbnn.numerics import at_least_single, inverse_softplus
 from flowbnn.options import Count, Probability, checked
 
@@ -196,10 +196,7 @@ class AutogradNet:
     context: Tensor | None
 
     def __call__(self, z: Tensor) -> Tensor:
-        step = self.net(z, self.context)
-        if step.shape != z.shape:
-            raise output_error(step, z.shape)
-        return step
+        return check_output(self.net(z, self.context), z.shape)
 
     def linearize(self, z: Tensor) -> tuple[Tensor, LinearMap, LinearMap]:
         r"""Returns the output, :math:`v \mapsto J^\top v` and :math:`u \mapsto J u`."""

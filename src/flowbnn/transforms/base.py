@@ -222,8 +222,5 @@ def check_distribution_module(flow: nn.Module) -> None:
 def warn_slow_sampling(transform: Transform, owner: object) -> None:
     """Warns if one draw of a transform costs many passes, for users that draw at every training step."""
     if transform.cheap not in ("both", "forward"):
-        name = type(transform).__name__
-        warn(
-            f"{owner}: slow draws, {name}.cheap={transform.cheap!r}; use cheap='forward' or IAF",
-            kind="slow draws",
-        )
+        text = f"{owner}: slow draws (cheap={transform.cheap!r}); use cheap='forward' or IAF"
+        warn(text, kind="slow draws")

@@ -10,6 +10,7 @@ from flowbnn.errors import FlowBNNError
 from flowbnn.nets.mlp import MLP, Length, MaskedMLP
 from flowbnn.numerics import sum_rightmost
 from flowbnn.options import Count, Ge, Positive, checked
+from flowbnn.transforms.base import transform_error
 from flowbnn.transforms.compose import Compose
 from flowbnn.transforms.elementwise import ActNorm
 from flowbnn.transforms.linear import LULinear
@@ -272,10 +273,8 @@ class Autoregressive(ConditionedTransform):
             net = MaskedMLP(*sizes, hidden, order, activation, context_dim, *layout)
         super().__init__(dim, univariate, net, compress)
         if not callable(getattr(self.net, "passes", None)):
-            text = (
-                f"Autoregressive needs net.passes(event_shape), {type(net).__name__} has none; use MaskedMLP"
-            )
-            raise FlowBNNError(text, argument="net")
+            text = f"needs net.passes(event_shape), {type(net).__name__} has none; use MaskedMLP"
+            raise transform_error(self, text, argument="net")
         self._one_pass = cheap  # direction whose input the net reads
         self.cheap = cheap if self.event_dim > 1 or self.net.passes(torch.Size([dim])) > 1 else "both"
 

@@ -14,10 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from flowbnn.errors import FlowBNNError
-from flowbnn.nets.mlp import check_net, output_error
+from flowbnn.nets.mlp import check_net, check_output
 from flowbnn.numerics import monotone_root, soft_clamp
-from flowbnn.options import Count, Ge, Positive, options
+from flowbnn.options import Bounds, Count, Ge, Positive, check, options
 from flowbnn.transforms.base import BidirectionalTransform, check_vectors
 
 
@@ -105,9 +104,7 @@ class ConditionedTransform(BidirectionalTransform):
             count: Number of entries.
         """
         parameters = self.net(self.univariate.read(inputs) if self.compress else inputs, context)
-        shape = (*inputs.shape[:-1], self.univariate.params_per_entry * count)
-        if parameters.shape != shape:
-            raise output_error(parameters, shape)
+        check_output(parameters, (*inputs.shape[:-1], self.univariate.params_per_entry * count))
         if self.interleaved == self.univariate.interleaved:
             return parameters
         entries = count // self.univariate.width
@@ -316,9 +313,8 @@ class SplineMap(Univariate):
     interleaved = True
 
     def __post_init__(self) -> None:
-        if self.min_size * self.bins >= 1:
-            text = f"min_size must be below 1 / bins = {1 / self.bins:g}, got {self.min_size}"
-            raise FlowBNNError(text, argument="min_size")
+        limit = Bounds(lt=1 / self.bins)
+        check("min_size", self.min_size, Annotated[float, limit], type(self).__name__)
 
     @property
     def params_per_entry(self) -> int:
