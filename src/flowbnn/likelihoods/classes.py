@@ -61,7 +61,7 @@ class Categorical(Likelihood):
         if outputs.ndim != 2:
             hint = "for pixels, subclass Likelihood" if outputs.ndim > 2 else ""
             check_shape("outputs", outputs, ("batch", "classes"), hint, kind="outputs", owner="Categorical")
-        check_classes(targets, *outputs.shape, kind="targets")
+        check_classes(targets, outputs.shape[0], outputs.shape[1], kind="targets")
 
 
 class Bernoulli(Likelihood):

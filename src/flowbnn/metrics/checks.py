@@ -82,7 +82,7 @@ def check_classes(targets: Tensor, inputs: int, classes: int, kind: str | None =
     """
     if targets.is_floating_point() or targets.shape != (inputs,):
         # advice by the shape: a column of labels, one-hot labels, or labels of another type
-        hints = {
+        hints: dict[tuple[int, ...], str] = {
             (inputs, 1): "; use targets.squeeze(1)",
             (inputs, classes): "; use targets.argmax(1) for one-hot targets",
         }
