@@ -136,7 +136,8 @@ def evidence(
 
     ==============  =========================================================================================================
     ``"bridge"``    Bridge sampling between long chains and a Gaussian that is fitted to half of them. This is the most accurate
-    estimator. ``"psis"``      Mean of Pareto-smoothed weights of the posterior's draws. Needs no chains; accurate if k-hat is usable.
+                    estimator.
+    ``"psis"``      Mean of Pareto-smoothed weights of the posterior's draws. Needs no chains; accurate if k-hat is usable.
     ``"tempered"``  Particles from the prior pass through :math:`p(z)\, p(D \mid z)^\beta` with :math:`\beta` from 0 to 1, moved by HMC
                     (Del Moral et al. 2006, https://doi.org/10.1111/j.1467-9868.2006.00553.x). Finds modes that chains miss.
     ==============  =========================================================================================================
@@ -174,12 +175,9 @@ def warn_if_different(first: Evidence, second: Evidence | None) -> None:
         return
     difference, error = abs(first.value - second.value), math.hypot(first.error, second.error)
     if difference > 4.0 * error + 0.01:
-        warn(
-            f"the log-evidence is {first.value:.2f} by {first.method} and {second.value:.2f} by {second.method}; they differ by "
-            f"{difference:.2f} nats with a standard error of {error:.2f}; look for missed modes with modes() and method='tempered'",
-            kind="evidence",
-            difference=difference,
-        )
+        values = f"{first.value:.2f} ({first.method}) and {second.value:.2f} ({second.method}), standard error {error:.2f}"
+        text = f"estimates of the log-evidence differ: {values}; look for missed modes with modes() and method='tempered'"
+        warn(text, kind="evidence", difference=difference)
 
 
 def bridge_evidence(chains: NoiseChains) -> Evidence:

@@ -38,19 +38,15 @@ def check_probabilities(probabilities: Tensor, ndim: int = 2) -> Tensor:
     """
     values, shape = to_floating_point(probabilities, "probabilities"), list(probabilities.shape)
     if len(shape) != ndim or shape[-1] < 2 or (ndim == 2 and not shape[0]):
-        raise FlowBNNError(
-            f"probabilities must be [B, C] with at least one row and two classes, got {shape}",
-            kind="shape",
-            argument="probabilities",
+        text = (
+            f"probabilities must be [B, C] with B > 0 and C > 1, got {shape}; stack (1 - p, p) for one class"
         )
+        raise FlowBNNError(text, kind="shape", argument="probabilities")
     valid = (probabilities >= 0).all(-1) & ((probabilities.sum(-1) - 1).abs() <= 1e-3)  # False for NaN
     if not valid.all():
-        raise FlowBNNError(
-            f"probabilities must be non-negative and sum to one, which {int((~valid).sum())} of {valid.numel()} rows violate; apply "
-            "softmax to logits first",
-            kind="range",
-            argument="probabilities",
-        )
+        count = f"{int((~valid).sum())} of {valid.numel()}"
+        text = f"probabilities are negative or do not sum to one in {count} rows; apply softmax to logits"
+        raise FlowBNNError(text, kind="range", argument="probabilities")
     return values
 
 
@@ -118,11 +114,8 @@ def check_values(values: Tensor, name: str, shape: torch.Size | None = None) -> 
         )
     finite = torch.isfinite(values.detach()).all(-1)
     if not finite.all():
-        raise FlowBNNError(
-            f"{name} must be finite, which {int((~finite).sum())} of {len(finite)} rows violate",
-            kind="not finite",
-            argument=name,
-        )
+        text = f"{name} has {int((~finite).sum())} of {len(finite)} rows with NaN or infinity"
+        raise FlowBNNError(text, kind="not finite", argument=name)
     return to_floating_point(values, name)
 
 

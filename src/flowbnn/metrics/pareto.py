@@ -143,18 +143,11 @@ def _smooth(log_weights: Tensor) -> SmoothedTail:
         FlowBNNError: If there are too few weights, or some are not finite.
     """
     if log_weights.ndim != 1 or len(log_weights) < MIN_WEIGHTS:
-        raise FlowBNNError(
-            f"log_weights must be [S] with S >= {MIN_WEIGHTS}, got {list(log_weights.shape)}",
-            kind="shape",
-            argument="log_weights",
-        )
+        text = f"log_weights must be [S] with S >= {MIN_WEIGHTS}, got {list(log_weights.shape)}"
+        raise FlowBNNError(text, kind="shape", argument="log_weights")
     if infinite := int((~log_weights.isfinite()).sum()):
-        raise FlowBNNError(
-            f"the likelihood or a density is not finite at {infinite} of {len(log_weights)} draws; look for a logarithm, root or "
-            "division in the network, or for a posterior that is far too wide",
-            kind="not finite",
-            argument="log_weights",
-        )
+        text = f"log_weights are not finite for {infinite} of {len(log_weights)} draws; look for log, sqrt or division in the network"
+        raise FlowBNNError(text, kind="not finite", argument="log_weights")
     weights = log_weights.detach().double()
     ordered = weights.sort().values
     size = _tail_size(len(weights))

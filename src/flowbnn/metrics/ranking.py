@@ -124,11 +124,10 @@ def risk_coverage(uncertainty: Tensor, correct: Tensor) -> RiskCoverage:
     """
     uncertainty = check_scores(uncertainty, "uncertainty")
     if correct.dtype != torch.bool or correct.shape != uncertainty.shape:
-        raise FlowBNNError(
-            f"correct must be {list(uncertainty.shape)} booleans, got {correct.dtype} {list(correct.shape)}",
-            kind="shape",
-            argument="correct",
+        text = (
+            f"correct must be {list(uncertainty.shape)} booleans, got {correct.dtype} {list(correct.shape)}"
         )
+        raise FlowBNNError(text, kind="shape", argument="correct")
     _, group, counts = uncertainty.detach().cpu().unique(return_inverse=True, return_counts=True)
     errors = torch.bincount(group, weights=(~correct).cpu().double(), minlength=len(counts)) / counts
     answered = torch.arange(1, len(group) + 1, dtype=torch.float64)

@@ -234,11 +234,8 @@ def check_samples(
     if values.ndim != 3 or not len(values) or not min_size <= values.shape[-1] <= max_size:
         single = values.ndim == 3 and values.shape[-1] < min_size
         hint = "use from_bernoulli" if single else "flatten other axes"
-        raise FlowBNNError(
-            f"{name} must be {shape} with S > 0, got {list(values.shape)}; {hint}",
-            kind="shape",
-            argument=name,
-        )
+        text = f"{name} must be {shape} with S > 0, got {list(values.shape)}; {hint}"
+        raise FlowBNNError(text, kind="shape", argument=name)
     values = to_floating_point(values, name)
     if sample_counts is None:
         return values, None

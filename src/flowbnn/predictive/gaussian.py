@@ -76,11 +76,8 @@ class GaussianPredictive(Predictive):
         try:
             variance = variance.expand(mean.shape)
         except RuntimeError:
-            raise FlowBNNError(
-                f"variance {list(variance.shape)} cannot broadcast to {list(mean.shape)}",
-                kind="shape",
-                argument="variance",
-            ) from None
+            text = f"variance {list(variance.shape)} cannot broadcast to {list(mean.shape)}"
+            raise FlowBNNError(text, kind="shape", argument="variance") from None
         self._tensors = (mean, variance)
         means, variances = self._fill_missing(mean, 0.0), self._fill_missing(variance, 1.0)
         check_finite_samples(~(torch.isfinite(means) & torch.isfinite(variances)))
