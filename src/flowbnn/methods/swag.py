@@ -188,7 +188,7 @@ def flat_weights(model: nn.Module) -> Tensor:
 
 
 def noise_variance(model: nn.Module, likelihood: Likelihood) -> float:
-    """Returns the mean noise variance in units of the raw outputs, which converts rates of the NLL to rates of the squared error.
+    """Returns the mean noise variance in units of the raw outputs, which converts rates for the squared error to rates for the NLL.
 
     It is 1 for classification."""
     if not isinstance(likelihood, Gaussian) or likelihood.noise == "predicted":
