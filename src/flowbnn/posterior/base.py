@@ -48,7 +48,7 @@ from flowbnn.batches import (
 from flowbnn.errors import FlowBNNError, pluralize
 from flowbnn.likelihoods import Likelihood, make_likelihood
 from flowbnn.noise import noise_layers
-from flowbnn.options import all_subclasses, checked
+from flowbnn.options import Count, Positive, accepts_options_of, all_subclasses, checked
 from flowbnn.posterior.adaptive import Adaptive, adaptive_outputs
 from flowbnn.posterior.loaders import OutputCollector, group_batches, shard_loader
 from flowbnn.posterior.prediction import (
@@ -125,15 +125,16 @@ class Posterior:
         """
         return self._unsupported("outputs(inputs, samples, prediction), which subclasses must define")
 
+    @checked
     def predict(
         self,
         inputs: Any,
-        samples: int | None = None,
+        samples: Count | None = None,
         *,
         shared: bool = True,
         seed: int | None = None,
-        max_batch: int | None = None,
-        adaptive: Adaptive | float | None = None,
+        max_batch: Count | None = None,
+        adaptive: Adaptive | Positive | None = None,
         views: Sequence[View] = (),
         precision: MixedPrecision = "32-true",
         compile: bool | Literal["auto"] = "auto",
@@ -166,8 +167,10 @@ class Posterior:
         outputs, sample_counts, _ = self.collect(inputs, options)
         return self._predictive_or_error(outputs, sample_counts, inputs, options)
 
+    @checked
+    @accepts_options_of(PredictOptions)
     def predict_with_targets(
-        self, inputs: Any, samples: int | None = None, **options: Any
+        self, inputs: Any, samples: Count | None = None, **options: Any
     ) -> tuple[Any, Tensor | None]:
         """Returns the predictive distribution and the targets of the loader, in the same order.
 

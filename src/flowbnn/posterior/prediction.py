@@ -4,6 +4,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from copy import deepcopy
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, Self, TypeVar
 
@@ -26,7 +27,7 @@ from flowbnn.batches import (
 from flowbnn.errors import FlowBNNError, pluralize, warn
 from flowbnn.likelihoods import Likelihood
 from flowbnn.noise import Noise
-from flowbnn.options import Count, Positive, options
+from flowbnn.options import Count, Positive
 from flowbnn.posterior.adaptive import Adaptive
 from flowbnn.posterior.trace import ForwardTrace, trace_forward
 from flowbnn.training.device import AUTOCAST_DTYPES, raise_malloc_trim_threshold
@@ -40,9 +41,9 @@ Outputs = Callable[[Any, range, Any], Tensor]
 PASS_BYTES = {"cpu": 3 * 2**24, "cuda": 2**33}
 
 
-@options(owner="predict")
+@dataclass(frozen=True)
 class PredictOptions:
-    """Options of a prediction.
+    """Options of a prediction, which :meth:`Posterior.predict` checks.
 
     Args:
         samples: Number of sampled networks to average. The default is ``default_samples`` of the posterior.
