@@ -1,4 +1,4 @@
-"""The command ``flowbnn``, in its own module so that Ctrl-C during the imports, which take seconds, ends in one line."""
+"""Command ``flowbnn``, in its own module so that Ctrl-C during the slow imports prints one line instead of a traceback."""
 
 import os
 import signal

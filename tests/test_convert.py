@@ -115,11 +115,11 @@ def test_state_dict_round_trips(case):
 
 def test_deepcopy_copies_the_noise(case):
     _, bayesian = convert(case, NormalAffine())
-    twin = copy.deepcopy(bayesian)
+    duplicate = copy.deepcopy(bayesian)
     with torch.no_grad():
         for parameter in noise_parameters(bayesian):
             parameter.fill_(float("nan"))
-    assert torch.isfinite(case.output(twin(*case.inputs()))).all()
+    assert torch.isfinite(case.output(duplicate(*case.inputs()))).all()
     assert torch.isnan(case.output(bayesian(*case.inputs()))).any()
 
 

@@ -1,4 +1,4 @@
-"""The house: imports point down only, the public surface is what it says, importing changes nothing."""
+"""Tests of the package structure: imports point from higher to lower packages, and the public names exist."""
 
 import ast
 import sys
@@ -9,7 +9,7 @@ import pytest
 import flowbnn
 
 ROOT = Path(flowbnn.__file__).parent
-ROOMS = [  # from the roof down
+PACKAGES = [  # from the highest to the lowest; each may import only those below it
     "fit",
     "calibrate",
     "diagnostics",
@@ -38,41 +38,41 @@ ROOMS = [  # from the roof down
     "options",
     "errors",
 ]
-HEIGHT = {room: -level for level, room in enumerate(ROOMS)}
+LEVEL = {package: -index for index, package in enumerate(PACKAGES)}
 FILES = sorted(path for path in ROOT.rglob("*.py") if path != ROOT / "__init__.py")
 
 
-def room_of(path: Path) -> str:
+def package_of(path: Path) -> str:
     return path.relative_to(ROOT).parts[0].removesuffix(".py")
 
 
-def imported(path: Path) -> list[str]:
-    found = []
+def imported_names(path: Path) -> list[str]:
+    names = []
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            found += [alias.name for alias in node.names]
+            names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: imports are absolute"
-            found += [f"{node.module}.{alias.name}" for alias in node.names]
-    return [name for name in found if name.split(".")[0] in ("flowbnn", "flowbnn_studies")]
+            names += [f"{node.module}.{alias.name}" for alias in node.names]
+    return [name for name in names if name.split(".")[0] in ("flowbnn", "flowbnn_studies")]
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_imports_point_down(path):
-    here = room_of(path)
-    assert here in HEIGHT, f"{path.name} is in a room that the house does not have"
-    for name in imported(path):
+    here = package_of(path)
+    assert here in LEVEL, f"{path.name} is in a package that PACKAGES does not list"
+    for name in imported_names(path):
         parts = name.split(".")
         assert parts[0] == "flowbnn", (
             f"{path.name} imports {name}: studies use the library, never the reverse"
         )
-        if len(parts) == 2 and parts[1] not in HEIGHT:
+        if len(parts) == 2 and parts[1] not in LEVEL:
             assert parts[1] == "__version__", f"{path.name} imports {name} from the package itself"
             continue
         there = parts[1]
-        assert HEIGHT[there] <= HEIGHT[here], f"{path.name} in {here} imports {name}, which is above it"
-        assert there == here or HEIGHT[there] < HEIGHT[here], (
-            f"{path.name} imports {name} from the room beside it"
+        assert LEVEL[there] <= LEVEL[here], f"{path.name} in {here} imports {name}, which is above it"
+        assert there == here or LEVEL[there] < LEVEL[here], (
+            f"{path.name} imports {name} from a package at the same level"
         )
 
 
@@ -84,7 +84,9 @@ def test_no_method_imports_another():
     }
     assert "flowbnn.methods.laplace.laplace" in methods
     for path in (ROOT / "methods").rglob("*.py"):
-        used = {name.rpartition(".")[0] for name in imported(path)} if path.stem != "__init__" else set()
+        used = (
+            {name.rpartition(".")[0] for name in imported_names(path)} if path.stem != "__init__" else set()
+        )
         assert not used & set(methods), (
             f"{path.name} imports a method; what methods share has a file of its own"
         )
@@ -106,7 +108,7 @@ def test_the_public_surface_exists_and_is_sorted():
     for name in flowbnn.__all__:
         assert hasattr(flowbnn, name), name
     assert len(flowbnn.__all__) == len(set(flowbnn.__all__))  # ruff keeps them in order
-    for room in (
+    for package in (
         "transforms",
         "nets",
         "flows",
@@ -119,7 +121,7 @@ def test_the_public_surface_exists_and_is_sorted():
         "predictive",
         "diagnostics",
     ):
-        module = getattr(flowbnn, room)
-        assert module.__all__, room
+        module = getattr(flowbnn, package)
+        assert module.__all__, package
         for name in module.__all__:
-            assert hasattr(module, name), f"{room}.{name}"
+            assert hasattr(module, name), f"{package}.{name}"

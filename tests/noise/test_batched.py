@@ -139,9 +139,9 @@ def test_a_converted_network_goes_to_another_process():
     rules = {"0": fb.noise.FlowNoise(lambda dim: fb.transforms.Radial(dim)), "*": fb.noise.NormalAffine()}
     model = fb.to_stochastic(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), rules)
     model(torch.ones(3, 4))
-    twin = pickle.loads(pickle.dumps(model))
-    with fb.noise_mode(model, "shared", seed=2), fb.noise_mode(twin, "shared", seed=2):
-        assert torch.equal(model(torch.ones(3, 4)), twin(torch.ones(3, 4)))
+    duplicate = pickle.loads(pickle.dumps(model))
+    with fb.noise_mode(model, "shared", seed=2), fb.noise_mode(duplicate, "shared", seed=2):
+        assert torch.equal(model(torch.ones(3, 4)), duplicate(torch.ones(3, 4)))
 
 
 def test_held_noise_follows_its_parameters_and_moves_with_the_network():
@@ -176,9 +176,9 @@ def test_inputs_whose_rows_the_root_does_not_know():
 def test_copies_do_not_share_draws():
     model = fb.to_stochastic(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), {"*": fb.noise.NormalAffine()})
     model(torch.ones(3, 4))
-    twin = copy.deepcopy(model)
-    assert twin(torch.ones(3, 4)).shape == (3, 2)
-    for other in (twin, pickle.loads(pickle.dumps(model)), copy.deepcopy(twin)):
+    duplicate = copy.deepcopy(model)
+    assert duplicate(torch.ones(3, 4)).shape == (3, 2)
+    for other in (duplicate, pickle.loads(pickle.dumps(model)), copy.deepcopy(duplicate)):
         keys = [{layer.key for layer in noise_layers(network).values()} for network in (model, other)]
         assert not keys[0] & keys[1]
         with fb.noise_mode(model, "off"):
