@@ -51,6 +51,8 @@ class _VectorDistribution(Distribution):
         if not (isinstance(scale, Tensor) and scale.is_floating_point()):
             check("scale", scale, Tensor | Positive, name)
             scale = torch.as_tensor(scale, dtype=loc.dtype, device=loc.device)
+        if scale.ndim and scale.device != loc.device:
+            raise FlowBNNError(f"{name}: scale is on {scale.device}, loc on {loc.device}", argument="scale")
         try:  # sums over the last axis would be wrong for a scale that only broadcasts
             equal = loc.shape == scale.shape
             self.loc, self.scale = (loc, scale) if equal else torch.broadcast_tensors(loc, scale)
