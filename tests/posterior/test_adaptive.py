@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import flowbnn as fb
-from flowbnn.posterior import Posterior, PredictOptions
+from flowbnn.posterior import Posterior
 from flowbnn.posterior.adaptive import adaptive_outputs
 from flowbnn.predictive import CategoricalPredictive, GaussianPredictive
 
@@ -206,6 +206,11 @@ def test_a_point_and_a_regression():
     assert (found.standard_error[:, 0] / found.std[:, 0])[found.sample_counts < 64].max() <= 0.2
 
 
+def point_posterior():
+    """Returns the posterior of one linear network."""
+    return fb.posterior.PointPosterior(nn.Linear(4, 3), fb.likelihoods.Categorical())
+
+
 @pytest.mark.parametrize(
     ("make", "line"),
     [
@@ -222,12 +227,13 @@ def test_a_point_and_a_regression():
         (lambda: fb.posterior.Adaptive(growth=1.0), "above 1, got 1.0"),
         (lambda: fb.posterior.Adaptive(lead=-1.0), "at least 0, got -1.0"),
         (lambda: fb.posterior.Adaptive(tolerance="a"), "tolerance=...\\) must be a number above 0, got"),
-        (lambda: PredictOptions(adaptive=True), "adaptive=.* must be an Adaptive, a number above 0 or None"),
-        (lambda: PredictOptions(adaptive="fast"), "adaptive"),
         (
-            lambda: fb.posterior.PointPosterior(nn.Linear(4, 3), fb.likelihoods.Categorical()).predict(
-                torch.ones(2, 4), adaptive=0.01, shared=False
-            ),
+            lambda: point_posterior().predict(torch.ones(2, 4), adaptive=True),
+            "adaptive=.* must be an Adaptive, a number above 0 or None",
+        ),
+        (lambda: point_posterior().predict(torch.ones(2, 4), adaptive="fast"), "adaptive"),
+        (
+            lambda: point_posterior().predict(torch.ones(2, 4), adaptive=0.01, shared=False),
             "adaptive requires shared=True",
         ),
     ],

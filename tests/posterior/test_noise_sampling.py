@@ -202,12 +202,18 @@ def test_the_row_limit_depends_on_the_width_of_the_network():
     assert 16 <= few < many
 
 
+def noise_posterior(model):
+    """Returns the posterior of a stochastic classifier."""
+    return fb.posterior.NoisePosterior(model, fb.likelihoods.Categorical())
+
+
 @pytest.mark.parametrize(
     ("act", "kind", "argument"),
     [
-        (lambda m: sample_outputs(m, torch.ones(2, 4), 0), "value", "samples"),
-        (lambda m: sample_outputs(m, torch.ones(2, 4), 2.5), "value", "samples"),
-        (lambda m: sample_outputs(m, torch.ones(2, 4), 1, max_batch=0), "value", "max_batch"),
+        (lambda m: noise_posterior(m).predict(torch.ones(2, 4), 0), "value", "samples"),
+        (lambda m: noise_posterior(m).predict(torch.ones(2, 4), 2.5), "value", "samples"),
+        (lambda m: noise_posterior(m).predict(torch.ones(2, 4), 1, max_batch=0), "value", "max_batch"),
+        (lambda m: noise_posterior(m).predict(torch.ones(2, 4), sed=0), "unknown setting", "sed"),
         (lambda m: sample_outputs(m, torch.ones(0, 4), 1), "empty", None),
         (lambda m: sample_outputs(m, "images", 1), "value", None),
         (lambda m: fb.noise_mode(m, "loud"), "value", "mode"),

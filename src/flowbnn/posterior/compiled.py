@@ -136,6 +136,17 @@ def compiled_forward(prediction: Prediction, weights: Mapping[str, Tensor], inpu
         return function(model, dict(weights), inputs if count == size else pad(inputs, size))[:count]
 
 
+def converted_biases(prediction: Prediction, trace: ForwardTrace) -> dict[str, Tensor]:
+    """Returns the biases of convolutions under autocast in the dtype of their inputs, by name.
+
+    On CUDA devices ``torch.vmap`` compares these dtypes before autocast converts the bias (torch 2.11).
+    """
+    if prediction.device.type != "cuda" or not trace.bias_dtypes:
+        return {}
+    parameters = dict(prediction.source_model.named_parameters(remove_duplicate=False))
+    return {name: parameters[name].detach().to(dtype) for name, dtype in trace.bias_dtypes.items()}
+
+
 class CompiledSampler:
     """Runs sampled networks in compiled passes of constant shape.
 
@@ -148,12 +159,7 @@ class CompiledSampler:
     def __init__(self, prediction: Prediction, shared: SharedDraws, trace: ForwardTrace) -> None:
         self.prediction, self.shared, self.trace = prediction, shared, trace
         self.keys = tuple([(key, call) for key, call, _ in trace.noise_shapes])
-        self.biases: dict[str, Tensor] = {}
-        if prediction.device.type == "cuda":
-            # vmap compares the dtypes of a convolution's input and bias before autocast converts the bias (torch 2.11)
-            parameters = dict(prediction.source_model.named_parameters(remove_duplicate=False))
-            for name, dtype in trace.bias_dtypes.items():
-                self.biases[name] = parameters[name].detach().to(dtype)
+        self.biases = converted_biases(prediction, trace)
 
     def try_outputs(self, inputs: Any, samples: range) -> Tensor | None:
         """Returns outputs ``[len(samples), rows, ...]``, or None after a warning if the network does not compile."""

@@ -53,15 +53,15 @@ from flowbnn.posterior.base import (
     select_prefix,
 )
 from flowbnn.posterior.calibration import Calibration
-from flowbnn.posterior.compiled import CompiledSampler, forward_sample
+from flowbnn.posterior.compiled import CompiledSampler, converted_biases, forward_sample
 from flowbnn.posterior.prediction import Prediction, check_rows, clone_sharing_tensors, even_size
 from flowbnn.posterior.report import FitReport
 from flowbnn.posterior.trace import ForwardTrace
 from flowbnn.training.storage import TensorFile
 
 # floating-point operations of one sample above which the sequential strategy is faster: on a CPU scaling weights is then cheaper than
-# scaling feature maps, and one sample fills a CUDA device, where vmap does not keep channels_last
-SEQUENTIAL_FLOPS = {"cpu": 5e8, "cuda": 1e10}
+# scaling feature maps; on a CUDA device the launches of one small pass per sample take longer than vmap
+SEQUENTIAL_FLOPS = {"cpu": 5e8, "cuda": math.inf}
 # fraction of the operations before the first noise above which vmap is faster, because it computes them once
 PREFIX_SHARE = {"cpu": 0.05, "cuda": 0.2}
 # floating-point operations above which a job takes minutes on a large GPU, so that compiling for a minute pays off; a CPU gains little
@@ -292,6 +292,7 @@ class NoiseSampler:
         """Returns outputs of several samples per pass, by vmap over their draws."""
         prediction, first, results = self.prediction, samples.start, list[Tensor]()
         keys, total = tuple([(key, call) for key, call, _ in trace.noise_shapes]), rows(inputs)
+        model = self.vmap_model(trace)
         while first < samples.stop:
             limit = prediction.row_limit
             size, count = self.chunk_sizes(inputs, samples.stop - first, trace)
@@ -305,9 +306,7 @@ class NoiseSampler:
                 if self.generator is not None:
                     examples = min(size, total - start)
                     draws = self.draw_examples(trace, count, examples)
-                forward = torch.vmap(
-                    partial(forward_sample, self.model, keys, rows=examples), in_dims=(0, None)
-                )
+                forward = torch.vmap(partial(forward_sample, model, keys, rows=examples), in_dims=(0, None))
                 outputs = prediction.attempt(partial(forward, draws, chunk), min(size, total) * count)
                 if outputs is None:  # fewer samples, or fewer rows
                     self.ran_out_of_memory = True
@@ -321,6 +320,21 @@ class NoiseSampler:
         if has_row_axis(inputs):
             check_rows(outputs[0], total)
         return outputs
+
+    def vmap_model(self, trace: ForwardTrace) -> nn.Module:
+        """Returns the network, or under autocast a clone whose convolutions have biases of the dtype of their inputs.
+
+        On CUDA devices vmap compares these dtypes before autocast converts the bias (torch 2.11).
+        """
+        biases = converted_biases(self.prediction, trace)
+        if not biases:
+            return self.model
+        clone = clone_sharing_tensors(self.model)
+        if clone is not self.model:
+            for name, bias in biases.items():
+                module, _, attribute = name.rpartition(".")
+                clone.get_submodule(module)._parameters[attribute] = nn.Parameter(bias, requires_grad=False)
+        return clone
 
     def draw_examples(self, trace: ForwardTrace, count: int, num_rows: int) -> list[Tensor]:
         """Returns separate draws for every example, ``[count, num_rows, *positions, dim]``, one tensor per call of a layer."""
