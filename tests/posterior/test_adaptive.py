@@ -202,7 +202,7 @@ def test_a_point_and_a_regression():
     model = fb.to_stochastic(nn.Linear(4, 1), {"*": fb.noise.NormalAffine()})
     regression = fb.posterior.NoisePosterior(model, fb.likelihoods.Gaussian(noise=0.1))
     found = regression.predict([torch.randn(30, 4), torch.zeros(1, 4)], 64, seed=0, adaptive=0.2)
-    assert found.sample_counts[-1] == 8, "at nought the noise has no say"
+    assert found.sample_counts[-1] == 8, "the noise does not change an input of zeros"
     assert (found.standard_error[:, 0] / found.std[:, 0])[found.sample_counts < 64].max() <= 0.2
 
 
