@@ -120,7 +120,7 @@ def nflows_flow(kind: str, dim: int, length: int, hidden: int) -> Any:
     from nflows import transforms
 
     def net(size: int, out: int) -> nn.Module:
-        return fb.nets.MLP(size, out, (hidden, hidden))
+        return fb.nets.ConditionerMLP(size, out, (hidden, hidden))
 
     plain = {"num_blocks": 1, "use_residual_blocks": False}
     splines = {"num_bins": BINS, "tails": "linear", "tail_bound": BOUND}
@@ -148,7 +148,7 @@ def normflows_flow(kind: str, dim: int, length: int, hidden: int) -> Any:
     from normflows.flows.neural_spline.coupling import PiecewiseRationalQuadraticCoupling
 
     def net(size: int, out: int) -> nn.Module:
-        return fb.nets.MLP(size, out, (hidden, hidden))
+        return fb.nets.ConditionerMLP(size, out, (hidden, hidden))
 
     flows = normflows.flows
     makers: dict[str, Callable[[int], nn.Module]] = {

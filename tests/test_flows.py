@@ -197,7 +197,7 @@ def test_errors_of_the_context_name_the_transform(call, path: tuple[int, ...], o
         (lambda: MAF(2, 3)(torch.arange(4)), "one_hot(labels, 3)"),
         (lambda: MAF(2, 1)(torch.ones(4)), "x[:, None]"),
         (lambda: fb.fit_density(Sigmoid(), torch.rand(9, 2)), "FlowModel(base, transform)"),
-        (lambda: NeuralODE(2, net=nn.Linear(2, 2)), "flowbnn.nets.MLP"),
+        (lambda: NeuralODE(2, net=nn.Linear(2, 2)), "flowbnn.nets.ConditionerMLP"),
     ],
 )
 def test_messages_contain_a_remedy(call, hint: str) -> None:

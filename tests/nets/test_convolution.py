@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from flowbnn.errors import FlowBNNError
-from flowbnn.nets import MLP, MaskedMLP, PixelCNN, WaveNet
+from flowbnn.nets import ConditionerMLP, MaskedMLP, PixelCNN, WaveNet
 from flowbnn.transforms import AffineMap, Autoregressive, SplineMap
 
 
@@ -83,5 +83,5 @@ def test_outputs_start_at_zero_and_depend_on_the_context(kind) -> None:
 
 def test_net_without_passes_raises() -> None:
     with pytest.raises(FlowBNNError) as caught:
-        Autoregressive(2, net=MLP(2, 4))
+        Autoregressive(2, net=ConditionerMLP(2, 4))
     assert caught.value.argument == "net"

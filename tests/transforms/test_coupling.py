@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from flowbnn.errors import FlowBNNError
-from flowbnn.nets import MLP
+from flowbnn.nets import ConditionerMLP
 from flowbnn.transforms.compose import Compose
 from flowbnn.transforms.coupling import AdditiveCoupling, AffineCoupling, GlowStep
 
@@ -192,7 +192,7 @@ def test_mask_is_saved_and_loaded() -> None:
         (lambda: AdditiveCoupling(2, mask=[True, True]), "value", "mask"),
         (lambda: AdditiveCoupling(2, mask=[False, False]), "value", "mask"),
         (lambda: AffineCoupling(4, bound=0.0), "value", "bound"),
-        (lambda: AffineCoupling(4, net=MLP(2, 3))(torch.zeros(4)), "shape", "net"),
+        (lambda: AffineCoupling(4, net=ConditionerMLP(2, 3))(torch.zeros(4)), "shape", "net"),
         (lambda: AffineCoupling(4)(torch.zeros(2, 5)), "shape", None),
         (lambda: AffineCoupling(4, context_dim=2)(torch.zeros(2, 4)), "shape", "context"),
     ],

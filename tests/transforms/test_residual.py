@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from flowbnn.distributions import Flow, NormalBase
 from flowbnn.errors import FlowBNNError
-from flowbnn.nets import MLP
+from flowbnn.nets import ConditionerMLP
 from flowbnn.nets.smooth import LipschitzMLP, apply_linear
 from flowbnn.transforms import Inverse, Residual, residual
 from flowbnn.transforms.base import Transform
@@ -237,7 +237,7 @@ def test_log_det_kind_declares_estimates(dim: int, log_det: str | None, kind: st
         (lambda: Residual((2, 3)), "value", "net"),
         (lambda: Residual(2, context_dim=3)(torch.ones(2)), "shape", "context"),
         (lambda: Residual(2, lipschitz=1.0), "value", "lipschitz"),
-        (lambda: Residual(2, net=MLP(2, 3))(torch.ones(4, 2)), "shape", "net"),
+        (lambda: Residual(2, net=ConditionerMLP(2, 3))(torch.ones(4, 2)), "shape", "net"),
     ],
 )
 def test_bad_input_raises(call, kind: str, argument: str | None):

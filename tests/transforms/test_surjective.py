@@ -13,7 +13,7 @@ from torch.distributions import HalfNormal, MultivariateNormal, Normal, Poisson
 
 from flowbnn.distributions import DiagonalNormal, Flow
 from flowbnn.errors import FlowBNNError
-from flowbnn.nets import MLP, ConditionalNormal, GatedConvNet
+from flowbnn.nets import ConditionalNormal, ConditionerMLP, GatedConvNet
 from flowbnn.transforms import (
     AbsoluteValue,
     Argmax,
@@ -130,7 +130,7 @@ CASES = [
     Stochastic(
         "dequantization-variational",
         Dequantization,
-        lambda: Compose(Sigmoid(), Dequantization(4, ConditionalNormal(MLP(1, 2, (8,))))),
+        lambda: Compose(Sigmoid(), Dequantization(4, ConditionalNormal(ConditionerMLP(1, 2, (8,))))),
         NORMAL.expand((1,)),
         torch.arange(4).unsqueeze(-1),
         lambda transform, x: levels(transform, x).squeeze(-1),
@@ -164,7 +164,7 @@ CASES = [
     Stochastic(
         "absolute-value-net",
         AbsoluteValue,
-        lambda: AbsoluteValue(MLP(1, 1, (8,))),
+        lambda: AbsoluteValue(ConditionerMLP(1, 1, (8,))),
         normals(0.4),
         NUMBERS.abs(),
         lambda transform, x: (phi(x - 0.4) + phi(x + 0.4)).squeeze(-1),

@@ -5,12 +5,12 @@ starts at the identity. Lipschitz networks and :class:`SmoothMLP`, whose output 
 """
 
 from flowbnn.nets.convolution import GatedConvNet, PixelCNN, WaveNet
-from flowbnn.nets.mlp import MLP, ConditionalNormal, MaskedMLP
+from flowbnn.nets.mlp import ConditionalNormal, ConditionerMLP, MaskedMLP
 from flowbnn.nets.smooth import LipschitzConv, LipschitzMLP, SmoothMLP
 
 __all__ = [
-    "MLP",
     "ConditionalNormal",
+    "ConditionerMLP",
     "GatedConvNet",
     "LipschitzConv",
     "LipschitzMLP",

@@ -95,7 +95,7 @@ def check_net(net: nn.Module, owner: str) -> None:
         with suppress(ValueError):  # a traced module has no signature
             signature(net.forward).bind(None, None)
     except TypeError:
-        text = f"{owner} calls net(value, context), {type(net).__name__} accepts one argument; use flowbnn.nets.MLP"
+        text = f"{owner} calls net(value, context), {type(net).__name__} accepts one argument; use flowbnn.nets.ConditionerMLP"
         raise FlowBNNError(text, argument="net") from None
 
 
@@ -132,7 +132,7 @@ def _stack_layers(
     return nn.Sequential(*(module for pair in pairs for module in pair), zero_init(last))
 
 
-class MLP(nn.Module):
+class ConditionerMLP(nn.Module):
     r"""Fully connected network on the last axis, :math:`y = W_n\,\sigma(\dots\sigma(W_1 [x, c] + b_1)\dots) + b_n`.
 
     The last layer starts at zero, so that the network returns zeros and the transform that it conditions starts at the identity
@@ -145,7 +145,7 @@ class MLP(nn.Module):
         activation: Function that makes the activation between layers, for instance ``nn.ReLU`` or ``nn.Tanh``.
         context_dim: Length of the context vectors that are concatenated to the input; 0 ignores the context.
 
-    >>> net = MLP(3, 2, hidden=(16,), context_dim=4)
+    >>> net = ConditionerMLP(3, 2, hidden=(16,), context_dim=4)
     >>> net(torch.ones(5, 3), torch.ones(4)).shape
     torch.Size([5, 2])
     """
@@ -216,7 +216,7 @@ class MaskedLinear(nn.Linear):
         return F.linear(value, self.weight * self.mask, self.bias)
 
 
-class MaskedMLP(MLP):
+class MaskedMLP(ConditionerMLP):
     r"""Masked autoencoder MADE: output :math:`i` depends on the context and on the inputs before :math:`i` in an order.
 
     Germain, Gregor, Murray & Larochelle 2015, https://arxiv.org/abs/1502.03509. Every unit has a degree. An input has its position

@@ -10,7 +10,7 @@ from torch.distributions import constraints
 from torch.func import functional_call, vmap
 
 from flowbnn.errors import FlowBNNError
-from flowbnn.nets.mlp import MLP, batch_error, check_context
+from flowbnn.nets.mlp import ConditionerMLP, batch_error, check_context
 from flowbnn.numerics import sum_rightmost
 from flowbnn.options import Count, Hint, checked
 from flowbnn.transforms.base import (
@@ -246,7 +246,7 @@ class Amortized(BidirectionalTransform):
             raise FlowBNNError(f"{text}, got {type(transform).__name__}", argument="transform")
         # In a tuple, so that the parameters are not registered twice.
         self._inverse: tuple[Inverse, ...] = (Inverse(transform),) if transform.inverse_kind != "none" else ()
-        self.net = MLP(context_dim, sum(self.sizes), hidden)
+        self.net = ConditionerMLP(context_dim, sum(self.sizes), hidden)
 
     def compute(self, value: Tensor, context: Tensor | None, inverse: bool) -> tuple[Tensor, Tensor]:
         if inverse and not self._inverse:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from flowbnn.errors import FlowBNNError
-from flowbnn.nets.mlp import MLP, Length, MaskedMLP
+from flowbnn.nets.mlp import ConditionerMLP, Length, MaskedMLP
 from flowbnn.numerics import sum_rightmost
 from flowbnn.options import Count, Ge, Positive, checked
 from flowbnn.transforms.base import transform_error
@@ -35,7 +35,7 @@ class Coupling(ConditionedTransform):
         mask: Entries :math:`A`, which stay unchanged: ``"half"`` (the first half), ``"alternating"`` (entries 0, 2, 4, ...) or one
             boolean for each entry.
         flip: True to exchange :math:`A` and :math:`B`.
-        hidden: Widths of the hidden layers of the default net, a :class:`~flowbnn.nets.MLP`.
+        hidden: Widths of the hidden layers of the default net, a :class:`~flowbnn.nets.ConditionerMLP`.
         activation: Function that makes an activation of the default net.
         context_dim: Length of the context vectors of the default net.
         net: Module that is called as ``net(q(z_A), context)`` and returns ``univariate.params_per_entry`` numbers for each entry of
@@ -70,7 +70,9 @@ class Coupling(ConditionedTransform):
         size = int(condition.sum())
         if net is None:
             dim_in = size // univariate.width * univariate.features if compress else size
-            net = MLP(dim_in, univariate.params_per_entry * (dim - size), hidden, activation, context_dim)
+            net = ConditionerMLP(
+                dim_in, univariate.params_per_entry * (dim - size), hidden, activation, context_dim
+            )
         super().__init__(dim, univariate, net, compress)
         self.register_buffer("mask", condition)
         for name in ("order", "restore"):

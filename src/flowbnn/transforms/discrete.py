@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributions import constraints
 from torch.nn import functional as F
 
-from flowbnn.nets.mlp import MLP, ConditionalNormal, Length
+from flowbnn.nets.mlp import ConditionalNormal, ConditionerMLP, Length
 from flowbnn.numerics import inverse_softplus
 from flowbnn.options import Count, Positive, checked, options
 from flowbnn.transforms.base import check_events, check_tensor, check_vectors
@@ -75,7 +75,7 @@ class Argmax(_CategoricalTransform):
         super().__init__(dim, categories)
         self.context_dim = context_dim
         size = dim * categories
-        self.noise = noise or ConditionalNormal(MLP(size + context_dim, 2 * size, hidden))
+        self.noise = noise or ConditionalNormal(ConditionerMLP(size + context_dim, 2 * size, hidden))
 
     def forward(self, z: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
         scores = self._scores(z)

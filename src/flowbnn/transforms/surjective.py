@@ -17,7 +17,7 @@ from torch.distributions import Distribution, constraints
 from torch.nn import functional as F
 
 from flowbnn.errors import FlowBNNError, describe_value
-from flowbnn.nets.mlp import MLP, ConditionalNormal, Length, with_context
+from flowbnn.nets.mlp import ConditionalNormal, ConditionerMLP, Length, with_context
 from flowbnn.numerics import sum_rightmost
 from flowbnn.options import Count, Ge, checked
 from flowbnn.transforms.base import (
@@ -108,7 +108,7 @@ class Augment(StochasticTransform):
         super().__init__()
         self.dim, self.extra_dim, self.context_dim = dim, extra_dim, context_dim
         self.lengths = dim, dim + extra_dim
-        self.noise = noise or ConditionalNormal(MLP(dim + context_dim, 2 * extra_dim, hidden))
+        self.noise = noise or ConditionalNormal(ConditionerMLP(dim + context_dim, 2 * extra_dim, hidden))
         self.event_dim = int(getattr(noise, "event_dim", 1))
 
     def forward(self, z: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -363,8 +363,12 @@ class VAELayer(StochasticTransform):
         if len(self.shape) != 1 and (decoder is None or encoder is None or not self.shape):
             raise FlowBNNError(f"VAELayer needs decoder and encoder for shape {self.shape}", argument="dim")
         size = self.shape[0]
-        self.decoder = decoder or ConditionalNormal(MLP(latent_dim + context_dim, 2 * size, hidden))
-        self.encoder = encoder or ConditionalNormal(MLP(size + context_dim, 2 * latent_dim, hidden))
+        self.decoder = decoder or ConditionalNormal(
+            ConditionerMLP(latent_dim + context_dim, 2 * size, hidden)
+        )
+        self.encoder = encoder or ConditionalNormal(
+            ConditionerMLP(size + context_dim, 2 * latent_dim, hidden)
+        )
 
     def forward(self, z: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
         check_vectors(z, self.latent_dim, self, next(self.decoder.parameters(), None))
