@@ -38,9 +38,8 @@ def split_batch(batch: Any) -> tuple[Any, Any]:
     inputs, targets = (batch[0] if len(batch) == 2 else tuple(batch[:-1])), batch[-1]
     if not isinstance(targets, Tensor):
         kind = type(targets).__name__
-        raise FlowBNNError(
-            f"the targets of a batch must be a tensor, not a {kind}; use torch.as_tensor", kind="targets"
-        )
+        text = f"the targets of a batch must be a tensor, not a {kind}; use torch.as_tensor"
+        raise FlowBNNError(text, kind="targets")
     return inputs, targets
 
 
@@ -122,10 +121,8 @@ def output_tensor(outputs: Any) -> Tensor:
     logits = getattr(outputs, "logits", None)
     if isinstance(logits, Tensor):
         return logits
-    raise FlowBNNError(
-        f"the network returns a {type(outputs).__name__} instead of a tensor; wrap it in a module that returns one",
-        kind="network",
-    )
+    text = f"the network returns a {type(outputs).__name__} instead of a tensor; wrap it in a module that returns one"
+    raise FlowBNNError(text, kind="network")
 
 
 def copy_network(
@@ -154,9 +151,8 @@ def copy_network(
             return unwrap_compiled(deepcopy(network))
     except RuntimeError as error:
         problem = str(error).splitlines()[0]
-    raise FlowBNNError(
-        f"this network cannot be copied ({problem}); {advice}", kind="network", argument="network"
-    )
+    text = f"this network cannot be copied ({problem}); {advice}"
+    raise FlowBNNError(text, kind="network", argument="network")
 
 
 def unwrap_compiled(network: nn.Module) -> nn.Module:
@@ -290,9 +286,8 @@ def count_data(loader: Any) -> int:
         if getattr(batches, "drop_last", False):
             count = count // size * size
         return count * int(getattr(sampler, "num_replicas", 1))
-    raise FlowBNNError(
-        "the number of examples of this loader is unknown; set num_data", kind="loader", argument="num_data"
-    )
+    text = "the number of examples of this loader is unknown; set num_data"
+    raise FlowBNNError(text, kind="loader", argument="num_data")
 
 
 def is_batch(inputs: Any) -> bool:

@@ -144,9 +144,8 @@ def _as_tensor(values: Any) -> Tensor:
         tensor = torch.as_tensor(values)
     except (TypeError, ValueError, RuntimeError) as error:
         kind = type(values).__name__
-        raise FlowBNNError(
-            f"TensorLoader needs tensors or arrays of numbers, not a {kind}: {error}"
-        ) from None
+        text = f"TensorLoader needs tensors or arrays of numbers, not a {kind}: {error}"
+        raise FlowBNNError(text) from None
     return tensor.to(torch.get_default_dtype()) if tensor.is_floating_point() else tensor
 
 
@@ -356,9 +355,8 @@ def load_digits(novel: Annotated[int, Bounds(ge=0, le=9)] = 8, seed: int = 0) ->
     try:
         from sklearn.datasets import load_digits as read_digits
     except ImportError:
-        raise FlowBNNError(
-            "the digits need scikit-learn: pip install flowbnn[studies]", kind="missing package"
-        ) from None
+        text = "the digits need scikit-learn: pip install flowbnn[studies]"
+        raise FlowBNNError(text, kind="missing package") from None
     bunch = read_digits()
     images = torch.from_numpy(bunch.images).float().unsqueeze(1) / 16.0
     labels = torch.from_numpy(bunch.target).long()

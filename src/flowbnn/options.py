@@ -255,9 +255,8 @@ def call_factory(function: Callable[..., Any], *args: Any, name: str, kind: type
     except (TypeError, ValueError) as error:
         raise FlowBNNError(f"{name} raises an error: {error}".splitlines()[0], argument=name) from error
     if not isinstance(result, kind):
-        raise FlowBNNError(
-            f"{name} must return {_describe(kind)}, got {describe_value(result)}", argument=name
-        )
+        text = f"{name} must return {_describe(kind)}, got {describe_value(result)}"
+        raise FlowBNNError(text, argument=name)
     return result
 
 

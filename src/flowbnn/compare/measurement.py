@@ -155,9 +155,8 @@ def measure(
         predictive, targets = posterior.predict_with_targets(test, number, seed=0, progress=False)
         times.append(clock(device) - start)
     if targets is None:
-        raise FlowBNNError(
-            "test_loader must yield (inputs, targets), got inputs only", kind="loader", argument="test_loader"
-        )
+        text = "test_loader must yield (inputs, targets), got inputs only"
+        raise FlowBNNError(text, kind="loader", argument="test_loader")
     peak, predictive = memory.read(), predictive.cpu()
     values: dict[str, float | None] = dict(predictive.evaluate(targets))
     if novel is not None:

@@ -335,11 +335,8 @@ class ResultCache:
         before = stored.get("settings") or {}
         changed = sorted(name for name in now | before if now.get(name) != before.get(name))
         if changed and not self.warned:
-            warn(
-                f"recomputing results in '{self.folder}', whose settings differ: {', '.join(changed)}",
-                kind="changed settings",
-                changed=changed,
-            )
+            text = f"recomputing results in '{self.folder}', whose settings differ: {', '.join(changed)}"
+            warn(text, kind="changed settings", changed=changed)
             self.warned = True
         return None if changed else stored["part"]
 

@@ -42,9 +42,8 @@ def make_loader(data: Any, context: Any, flow: nn.Module, batch_size: int = 4096
         batch_size: Number of examples in a batch.
     """
     if context is not None and not getattr(flow, "context_dim", 0):
-        raise FlowBNNError(
-            f"{type(flow).__name__} takes no context (it has no context_dim)", argument="context"
-        )
+        text = f"{type(flow).__name__} takes no context (it has no context_dim)"
+        raise FlowBNNError(text, argument="context")
     tensors = [as_tensor(values) for values in (data if isinstance(data, tuple) else (data,))]
     return TensorLoader(*tensors, *(() if context is None else (context,)), batch_size=batch_size)
 

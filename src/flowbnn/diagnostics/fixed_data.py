@@ -64,9 +64,8 @@ def read_fixed_data(loader: Iterable[Any], seed: int, purpose: str = "diagnostic
         try:
             return gather_data(loader, check_batch, seed)
         except IndexError:
-            raise FlowBNNError(
-                f"the loader for {purpose} has no examples", kind="loader", argument="loader"
-            ) from None
+            text = f"the loader for {purpose} has no examples"
+            raise FlowBNNError(text, kind="loader", argument="loader") from None
 
     data = read(seed)
     if not isinstance(loader, list | tuple) and _row_checksums(data) != _row_checksums(read(seed + 1)):

@@ -110,9 +110,8 @@ def marginal(
     """
     layers = {name: noise for name, noise in noise_layers(model).items() if isinstance(noise, InputNoise)}
     if layer not in layers:
-        raise FlowBNNError(
-            f"layer '{layer}' lacks flow noise{nearest(layer, layers)}", argument="layer", layer=layer
-        )
+        text = f"layer '{layer}' lacks flow noise{nearest(layer, layers)}"
+        raise FlowBNNError(text, argument="layer", layer=layer)
     noise = layers[layer]
     if dimension >= (size := noise.layout.dim):
         text = f"layer '{layer}' has {size} dimensions, got dimension={dimension}"

@@ -84,11 +84,8 @@ class NoiseChains:
             energy = -target.log_joint(self.vectors[:, -1])
             matches = torch.allclose(energy, self.energy[:, -1].to(energy), rtol=1e-4, atol=1e-2)
         if not matches:
-            raise FlowBNNError(
-                "the chains are of another network, prior or data; run noise_chains with this posterior and loader",
-                kind="chains",
-                argument="chains",
-            )
+            text = "the chains are of another network, prior or data; run noise_chains with this posterior and loader"
+            raise FlowBNNError(text, kind="chains", argument="chains")
         return self
 
 
@@ -203,8 +200,5 @@ def _warn_not_mixed(chains: NoiseChains, warmup: int) -> None:
             layers=[chains.worst_layer],
         )
     elif divergent > 0.01:
-        warn(
-            f"{divergent:.1%} of the transitions diverged, so draws may miss narrow regions; set target_accept=0.95",
-            kind="chains",
-            divergences=chains.divergences,
-        )
+        text = f"{divergent:.1%} of the transitions diverged, so draws may miss narrow regions; set target_accept=0.95"
+        warn(text, kind="chains", divergences=chains.divergences)

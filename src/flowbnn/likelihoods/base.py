@@ -65,10 +65,8 @@ class Likelihood(nn.Module, ABC):
         Raises:
             FlowBNNError: If the likelihood does not define the mean.
         """
-        raise FlowBNNError(
-            f"{type(self).__name__} does not support views, because it does not define average_outputs",
-            kind="views",
-        )
+        text = f"{type(self).__name__} does not support views, because it does not define average_outputs"
+        raise FlowBNNError(text, kind="views")
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the name and the settings as plain values."""

@@ -124,11 +124,10 @@ class Bernoulli(Likelihood):
 def _to_integers(targets: Tensor) -> Tensor:
     """Returns labels as integers. Floating point numbers without fractions are accepted."""
     if targets.is_floating_point() and is_concrete(targets) and not bool((targets == targets.round()).all()):
-        raise FlowBNNError(
-            "class labels must be integers, got fractions; pass targets.argmax(1) or (targets > 0.5).long()",
-            kind="targets",
-            argument="targets",
+        text = (
+            "class labels must be integers, got fractions; pass targets.argmax(1) or (targets > 0.5).long()"
         )
+        raise FlowBNNError(text, kind="targets", argument="targets")
     return targets.long()
 
 

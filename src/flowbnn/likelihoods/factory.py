@@ -44,9 +44,8 @@ def make_likelihood(
     classes: dict[str, Any] = {cls.__name__.lower(): cls for cls in all_subclasses(Likelihood)}  # type: ignore[type-abstract]
     classes |= {"categorical": Categorical, "bernoulli": Bernoulli, "gaussian": Gaussian}
     if name not in classes:
-        raise FlowBNNError(
-            f"unknown likelihood '{name}'{nearest(name, ['auto', *classes])}", argument="likelihood"
-        )
+        text = f"unknown likelihood '{name}'{nearest(name, ['auto', *classes])}"
+        raise FlowBNNError(text, argument="likelihood")
     if name == "gaussian" and outputs is not None and settings.get("noise", "learned") == "learned":
         settings.setdefault("dim", outputs.shape[-1])
     shape = settings.pop("shape", None)  # stored in files
@@ -63,11 +62,8 @@ def _choose_name(outputs: Tensor | None, targets: Tensor | None) -> str:
         FlowBNNError: If there are no targets, or if floating point targets look like class labels.
     """
     if targets is None:
-        raise FlowBNNError(
-            "likelihood='auto' needs targets; set 'categorical', 'bernoulli' or 'gaussian'",
-            kind="targets",
-            argument="likelihood",
-        )
+        text = "likelihood='auto' needs targets; set 'categorical', 'bernoulli' or 'gaussian'"
+        raise FlowBNNError(text, kind="targets", argument="likelihood")
     if not targets.is_floating_point():
         has_one_logit = outputs is not None and outputs.numel() == outputs.shape[0]
         return "bernoulli" if has_one_logit else "categorical"

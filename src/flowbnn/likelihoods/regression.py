@@ -97,11 +97,8 @@ class Gaussian(Likelihood):
             hint = "; use labels.long() for class labels" if targets.ndim == 1 and width > 1 else ""
             if 2 * targets.numel() == rows * width:
                 hint = "; or Gaussian('predicted')"
-            raise FlowBNNError(
-                f"targets of shape {tuple(targets.shape)} do not fit {pluralize(rows, 'row')} of {pluralize(width, 'output')}{hint}",
-                kind="targets",
-                argument="targets",
-            )
+            text = f"targets of shape {tuple(targets.shape)} do not fit {pluralize(rows, 'row')} of {pluralize(width, 'output')}{hint}"
+            raise FlowBNNError(text, kind="targets", argument="targets")
 
     def _check_outputs(self, outputs: Tensor) -> str:
         """Returns a message about outputs of a wrong shape, or an empty string."""

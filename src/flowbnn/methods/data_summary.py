@@ -124,11 +124,8 @@ class DataSummary:
             FlowBNNError: If the number is unknown or zero.
         """
         if self.num_examples is None:
-            raise FlowBNNError(
-                "the number of training examples is unknown; set num_data=...",
-                kind="loader",
-                argument="num_data",
-            )
+            text = "the number of training examples is unknown; set num_data=..."
+            raise FlowBNNError(text, kind="loader", argument="num_data")
         if not self.num_examples:
             raise empty_loader()
         return self.num_examples

@@ -117,11 +117,8 @@ class MCDropout(Method):
 def warn_unsampled(layers: Iterable[str]) -> None:
     """Warns if the dropout of some layers is not sampled in predictions."""
     if names := list(layers):
-        warn(
-            f"dropout of {quote_names(names, 3)} is not sampled in predictions; only dropout layers that the network calls are",
-            kind="dropout",
-            layers=names,
-        )
+        text = f"dropout of {quote_names(names, 3)} is not sampled in predictions; only dropout layers that the network calls are"
+        warn(text, kind="dropout", layers=names)
 
 
 class DropoutPosterior(Posterior):

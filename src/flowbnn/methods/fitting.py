@@ -325,11 +325,8 @@ def warn_probabilities(likelihood: Likelihood, outputs: Tensor, from_sigmoid: bo
 def warn_idle_layers(layers: list[str]) -> None:
     """Warns if layers have noise but are never called, so that their noise has no effect."""
     if layers:
-        warn(
-            f"the network never calls layers {quote_names(layers)}, so their noise has no effect; set their rules to None",
-            kind="idle",
-            layers=layers,
-        )
+        text = f"the network never calls layers {quote_names(layers)}, so their noise has no effect; set their rules to None"
+        warn(text, kind="idle", layers=layers)
 
 
 # -------------------- training

@@ -129,9 +129,8 @@ class ModeMixture(Distribution):
 
     def log_prob(self, value: Tensor) -> Tensor:
         if self.root is None:
-            raise FlowBNNError(
-                "width='point' has no density; use ModeEnsemble(width='laplace')", kind="unsupported"
-            )
+            text = "width='point' has no density; use ModeEnsemble(width='laplace')"
+            raise FlowBNNError(text, kind="unsupported")
         deviation = value.unsqueeze(-2) - self.loc
         if self.root.ndim == 2:
             scaled, log_det = deviation / self.root, self.root.log().sum(-1)

@@ -97,10 +97,8 @@ class SGLD(Method):
         steps, num_data = total_steps(loader, self.epochs, "SGLD"), options.num_examples(loader)
         step_schedule = self.step_schedule(steps)
         if len(step_schedule.snapshot_steps) < self.samples:
-            raise FlowBNNError(
-                f"SGLD cannot take {self.samples} snapshots in {steps} steps; increase epochs, or decrease samples or cycles",
-                argument="samples",
-            )
+            text = f"SGLD cannot take {self.samples} snapshots in {steps} steps; increase epochs, or decrease samples or cycles"
+            raise FlowBNNError(text, argument="samples")
         likelihood = prepare(model, loader, options).likelihood
         optimizer = self._optimizer(model, likelihood, num_data)
         log_noise = likelihood.log_scale if learns_noise(likelihood) else None

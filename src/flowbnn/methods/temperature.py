@@ -231,11 +231,8 @@ def best_temperature(
         reason = f"no temperature in {bounds} is optimal"
         if at_low and not isinstance(posterior.likelihood, Gaussian):
             temperature, reason = 1.0, "all validation examples are classified correctly at any temperature"
-        warn(
-            f"{reason}, so {temperature:g} is used; provide more data",
-            kind="validation",
-            temperature=temperature,
-        )
+        text = f"{reason}, so {temperature:g} is used; provide more data"
+        warn(text, kind="validation", temperature=temperature)
         return temperature
     left, right, u = grid[best - 1], grid[best + 1], grid[best]
     for _ in range(60):

@@ -109,9 +109,8 @@ def check_values(values: Tensor, name: str, shape: torch.Size | None = None) -> 
         values = values.unsqueeze(-1)
     if values.ndim != 2 or values.shape != (shape or values.shape) or (shape is None and not values.numel()):
         expected = "[B, D], not empty" if shape is None else list(shape)
-        raise FlowBNNError(
-            f"{name} must be {expected}, got {list(values.shape)}", kind="shape", argument=name
-        )
+        text = f"{name} must be {expected}, got {list(values.shape)}"
+        raise FlowBNNError(text, kind="shape", argument=name)
     finite = torch.isfinite(values.detach()).all(-1)
     if not finite.all():
         text = f"{name} has {int((~finite).sum())} of {len(finite)} rows with NaN or infinity"
@@ -131,9 +130,6 @@ def check_scores(scores: Tensor, name: str) -> Tensor:
     """
     invalid = int(scores.isnan().sum())
     if scores.ndim != 1 or not len(scores) or invalid:
-        raise FlowBNNError(
-            f"{name} must be [B] without NaN, got {list(scores.shape)} with {invalid} NaN",
-            kind="not finite" if invalid else "shape",
-            argument=name,
-        )
+        text = f"{name} must be [B] without NaN, got {list(scores.shape)} with {invalid} NaN"
+        raise FlowBNNError(text, kind="not finite" if invalid else "shape", argument=name)
     return to_floating_point(scores, name)

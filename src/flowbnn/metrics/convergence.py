@@ -34,10 +34,8 @@ def array_statistics() -> Any:
     try:
         from arviz_stats.base import array_stats
     except ImportError:
-        raise FlowBNNError(
-            "R-hat, effective sample sizes and Pareto k-hat need arviz-stats: pip install arviz-stats",
-            kind="missing package",
-        ) from None
+        text = "R-hat, effective sample sizes and Pareto k-hat need arviz-stats: pip install arviz-stats"
+        raise FlowBNNError(text, kind="missing package") from None
     return array_stats
 
 
@@ -124,11 +122,8 @@ def _to_array(draws: Tensor) -> Any:
         FlowBNNError: If there are too few draws, or some are not finite.
     """
     if draws.ndim < 2 or draws.shape[1] < MIN_DRAWS:
-        raise FlowBNNError(
-            f"draws must be [chains, draws, ...] with at least {MIN_DRAWS} draws per chain, got {tuple(draws.shape)}",
-            kind="shape",
-            argument="draws",
-        )
+        text = f"draws must be [chains, draws, ...] with at least {MIN_DRAWS} draws per chain, got {tuple(draws.shape)}"
+        raise FlowBNNError(text, kind="shape", argument="draws")
     if not bool(torch.isfinite(draws).all()):
         raise FlowBNNError("draws are not finite", kind="not finite", argument="draws")
     return draws.detach().cpu().double().movedim((0, 1), (-2, -1)).numpy()

@@ -262,8 +262,7 @@ def interval_coverage(low: Tensor, high: Tensor, targets: Tensor) -> float:
     low, high = check_values(low, "low"), check_values(high, "high")
     check_shape("high", high, low.shape)
     if (low > high).any():
-        raise FlowBNNError(
-            f"low exceeds high by {float((low - high).max()):.3g}", kind="range", argument="low"
-        )
+        text = f"low exceeds high by {float((low - high).max()):.3g}"
+        raise FlowBNNError(text, kind="range", argument="low")
     targets = check_values(targets, "targets", low.shape).to(low.device)
     return mean_as_float((low <= targets) & (targets <= high))

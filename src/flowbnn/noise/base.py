@@ -161,10 +161,8 @@ class Noise(nn.Module, ABC):
             return self._example_vectors(context, rows, at)
         vectors = self._shared(forward, at, context.modes[self.key], device)
         if rows % samples:
-            raise FlowBNNError(
-                f"the noise holds {samples} shared draws, so the batch must hold as many blocks, got {rows} rows",
-                kind="shape",
-            )
+            text = f"the noise holds {samples} shared draws, so the batch must hold as many blocks, got {rows} rows"
+            raise FlowBNNError(text, kind="shape")
         return vectors if samples == 1 else vectors.repeat_interleave(rows // samples, 0, output_size=rows)
 
     def _count_call(self, forward: ForwardState | None) -> int:
@@ -276,10 +274,8 @@ class Noise(nn.Module, ABC):
         elif isinstance(x, PackedSequence):
             x = self._multiply_packed(x)
         else:
-            raise FlowBNNError(
-                f"noise multiplies a tensor, but the layer got a {type(x).__name__}; leave it plain with None in the rules",
-                kind="layer",
-            )
+            text = f"noise multiplies a tensor, but the layer got a {type(x).__name__}; leave it plain with None in the rules"
+            raise FlowBNNError(text, kind="layer")
         return ((x, *args[1:]), kwargs) if args else (args, {**kwargs, name: x})
 
     def _scale_output(self, module: nn.Module, output: Tensor, factor: Tensor) -> Tensor:
@@ -372,9 +368,8 @@ def noise_layers(model: nn.Module) -> dict[str, Noise]:
     """Returns the noise modules of a converted network by the names of their layers, in the order of the network."""
     if not isinstance(model, nn.Module):
         advice = "; pass its .model" if isinstance(getattr(model, "model", None), nn.Module) else ""
-        raise FlowBNNError(
-            f"expected a torch.nn.Module, got a {type(model).__name__}{advice}", kind="network"
-        )
+        text = f"expected a torch.nn.Module, got a {type(model).__name__}{advice}"
+        raise FlowBNNError(text, kind="network")
     layers: dict[str, Noise] = {}
     visited: set[int] = set()
     waiting: list[tuple[str, nn.Module]] = [("", model)]

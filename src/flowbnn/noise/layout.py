@@ -135,11 +135,8 @@ def output_layout(module: nn.Module) -> Layout:
     if layout.side == "output":
         return layout
     if not isinstance(module, (*FORWARD, *TRANSPOSED)):
-        raise FlowBNNError(
-            f"side='output' is for linear layers and convolutions, got a {type(module).__name__}",
-            kind="layer",
-            argument="side",
-        )
+        text = f"side='output' is for linear layers and convolutions, got a {type(module).__name__}"
+        raise FlowBNNError(text, kind="layer", argument="side")
     width: Any = module.out_features if isinstance(module, nn.Linear) else module.out_channels
     return layout._replace(dim=width, side="output", fan_out=0)
 

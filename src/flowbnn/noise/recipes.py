@@ -92,11 +92,8 @@ class Recipe:
     def build_joint(self, layouts: Sequence[Layout]) -> list[Noise]:
         """Returns the noise modules of layers that share one vector."""
         if self.site == "position":
-            raise FlowBNNError(
-                f"joint={self.joint!r} does not support site='position'",
-                kind="site",
-                argument="joint",
-            )
+            text = f"joint={self.joint!r} does not support site='position'"
+            raise FlowBNNError(text, kind="site", argument="joint")
         sizes = tuple(layout.dim for layout in layouts)
         check_size(self.joint or "layers", sizes)
         dim = sum(sizes)
@@ -112,10 +109,8 @@ class Recipe:
         if self.rank != Recipe.rank and self.joint != "low-rank":
             raise FlowBNNError(f"rank={self.rank} requires joint='low-rank'", argument="rank")
         if self.components != 1 and self.base_df is not None:
-            raise FlowBNNError(
-                "components and base_df cannot be combined: a mixture has normal components",
-                argument="base_df",
-            )
+            text = "components and base_df cannot be combined: a mixture has normal components"
+            raise FlowBNNError(text, argument="base_df")
         if transform.discrete or transform.stochastic:
             raise FlowBNNError(f"noise needs a bijection of real vectors, got {self}", kind="unsupported")
         warn_slow_sampling(transform, self)
@@ -292,9 +287,8 @@ class NormalFlow(Recipe):
     def __post_init__(self) -> None:
         known = named_flows()
         if self.flow not in known:
-            raise FlowBNNError(
-                f"NormalFlow has no flow {self.flow!r}{nearest(self.flow, known)}", argument="flow"
-            )
+            text = f"NormalFlow has no flow {self.flow!r}{nearest(self.flow, known)}"
+            raise FlowBNNError(text, argument="flow")
 
     def transforms(self, dim: int) -> Sequence[Transform]:
         return [make_posterior_transform(self.flow, dim, length=self.length, **self.settings)]
@@ -356,11 +350,8 @@ class Dropout(Recipe):
         return DropoutNoise(layout, self.rate, self.site)
 
     def build_joint(self, layouts: Sequence[Layout]) -> list[Noise]:
-        raise FlowBNNError(
-            f"Dropout does not support joint={self.joint!r}; set joint in the other recipes only",
-            kind="unsupported",
-            argument="joint",
-        )
+        text = f"Dropout does not support joint={self.joint!r}; set joint in the other recipes only"
+        raise FlowBNNError(text, kind="unsupported", argument="joint")
 
 
 def recipe_from_dict(document: dict[str, Any]) -> Recipe:
@@ -376,8 +367,6 @@ def recipe_from_dict(document: dict[str, Any]) -> Recipe:
     if name not in known:
         raise FlowBNNError(f"there is no recipe {name!r}{nearest(str(name), known)}")
     if name == "FlowNoise":
-        raise FlowBNNError(
-            "a FlowNoise cannot be saved; convert the network with the same rules and load into the converted network",
-            kind="unsupported",
-        )
+        text = "a FlowNoise cannot be saved; convert the network with the same rules and load into the converted network"
+        raise FlowBNNError(text, kind="unsupported")
     return known[name](**settings)

@@ -99,11 +99,8 @@ class Adaptive:
         reliable = count >= 16  # the estimate of a standard error from fewer samples is unreliable
         if not isinstance(predictive, CategoricalPredictive) or self.criterion == "probabilities":
             if self.criterion == "decision":
-                raise FlowBNNError(
-                    "criterion='decision' is for classification; use criterion='probabilities'",
-                    kind="unsupported",
-                    argument="criterion",
-                )
+                text = "criterion='decision' is for classification; use criterion='probabilities'"
+                raise FlowBNNError(text, kind="unsupported", argument="criterion")
             return identical | ((error * reach <= self.tolerance) & reliable)
         margin = predictive.decision_strength
         if self.criterion == "decision":

@@ -216,9 +216,8 @@ class ShardedLoader:
         _communicate(lambda: distributed.all_gather_object(reports, (error, self.sizes, tensors)))
         for rank, (message, _, _) in enumerate(reports):
             if message is not None and error is None:
-                raise FlowBNNError(
-                    f"prediction failed in worker {rank} of {self.world}: {message}", kind="worker"
-                )
+                text = f"prediction failed in worker {rank} of {self.world}: {message}"
+                raise FlowBNNError(text, kind="worker")
         return reports
 
     def gather(

@@ -118,16 +118,12 @@ class NoisePosterior(Posterior):
         """Returns the log-density ``[S]`` of noise vectors ``{layer: [S, dim]}`` of all layers, as :meth:`draws` returns them."""
         layers = noise_layers(self.model)
         if set(values) != set(layers):
-            raise FlowBNNError(
-                "log_prob needs the noise of all layers, as draws returns it", kind="unsupported"
-            )
+            text = "log_prob needs the noise of all layers, as draws returns it"
+            raise FlowBNNError(text, kind="unsupported")
         for name, layer in layers.items():
             if not isinstance(layer.joint_noise, InputNoise):
-                raise FlowBNNError(
-                    f"the noise of layer '{name}' is {layer.label}, which has no density",
-                    kind="unsupported",
-                    layer=name,
-                )
+                text = f"the noise of layer '{name}' is {layer.label}, which has no density"
+                raise FlowBNNError(text, kind="unsupported", layer=name)
         with evaluation_mode(self.model):
             densities = [
                 vector.posterior().log_prob(torch.cat([values[name] for name in names], -1))

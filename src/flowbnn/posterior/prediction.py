@@ -266,10 +266,8 @@ class Prediction:
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         if num_rows <= 1:
-            raise FlowBNNError(
-                "memory ran out with a single row in the pass; free memory on the device or use a lower precision",
-                kind="memory",
-            )
+            text = "memory ran out with a single row in the pass; free memory on the device or use a lower precision"
+            raise FlowBNNError(text, kind="memory")
         self.row_limit = max(1, num_rows // 2)
         self.warn_once(
             "memory",
@@ -360,9 +358,6 @@ def _apply_view(view: View, inputs: Any) -> Any:
     with rewrap_forward_errors(inputs, f"the view {name} fails on inputs of"):
         result = view(inputs)
     if type(result) is not type(inputs) or rows(result) != rows(inputs):
-        raise FlowBNNError(
-            f"the view {name} must return {rows(inputs)} rows of the type {type(inputs).__name__}, like its inputs",
-            kind="shape",
-            argument="views",
-        )
+        text = f"the view {name} must return {rows(inputs)} rows of the type {type(inputs).__name__}, like its inputs"
+        raise FlowBNNError(text, kind="shape", argument="views")
     return result

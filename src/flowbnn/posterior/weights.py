@@ -150,9 +150,8 @@ class WeightPosterior(Posterior):
         counts = {len(value) for value in values.values()}
         if missing or len(counts) != 1:
             reason = f"'{missing[0]}' is missing" if missing else f"they have {sorted(counts)} samples"
-            raise FlowBNNError(
-                f"log_prob needs all weights, as draws returns them, but {reason}", argument="values"
-            )
+            text = f"log_prob needs all weights, as draws returns them, but {reason}"
+            raise FlowBNNError(text, argument="values")
         with torch.no_grad():
             densities = [self.log_density({k: v[i] for k, v in values.items()}) for i in range(counts.pop())]
         return torch.stack(densities)
@@ -326,9 +325,8 @@ def check_members(like: nn.Module | Mapping[str, Tensor], members: Mapping[str, 
     tensors = _named_tensors(like) if isinstance(like, nn.Module) else like
     sizes = {len(value) for value in members.values()}
     if len(sizes) > 1 or 0 in sizes:
-        raise FlowBNNError(
-            f"members must have the same positive number of every weight, got {sorted(sizes)}", kind="shape"
-        )
+        text = f"members must have the same positive number of every weight, got {sorted(sizes)}"
+        raise FlowBNNError(text, kind="shape")
     for name, value in members.items():
         if name not in tensors or value.shape[1:] != tensors[name].shape:
             raise FlowBNNError(f"weights '{name}' of the members do not fit the network", kind="shape")

@@ -199,12 +199,8 @@ def check_finite_samples(invalid: Tensor) -> None:
     """
     if invalid.any():
         inputs, total = int(invalid.any(-1).any(0).sum()), invalid.shape[1]
-        raise NonFiniteSamplesError(
-            f"samples are not finite for {inputs} of {total} inputs; look for NaN in the inputs or weights",
-            kind="not finite",
-            inputs=inputs,
-            total=total,
-        )
+        text = f"samples are not finite for {inputs} of {total} inputs; look for NaN in the inputs or weights"
+        raise NonFiniteSamplesError(text, kind="not finite", inputs=inputs, total=total)
 
 
 def check_samples(
@@ -242,11 +238,8 @@ def check_samples(
     samples, inputs = values.shape[:2]
     is_vector = sample_counts.shape == (inputs,) and not sample_counts.is_floating_point()
     if not is_vector or not bool(((sample_counts >= 1) & (sample_counts <= samples)).all()):
-        raise FlowBNNError(
-            f"sample_counts must be {inputs} integers from 1 to {samples}, got {sample_counts.dtype} {list(sample_counts.shape)}",
-            kind="range" if is_vector else "shape",
-            argument="sample_counts",
-        )
+        text = f"sample_counts must be {inputs} integers from 1 to {samples}, got {sample_counts.dtype} {list(sample_counts.shape)}"
+        raise FlowBNNError(text, kind="range" if is_vector else "shape", argument="sample_counts")
     return values, sample_counts.to(values.device, torch.int64).unsqueeze(0)
 
 

@@ -235,11 +235,8 @@ class RunState:
         """Returns the contents of the checkpoint after checks of shapes, checksum and weights, in this order."""
         file = TensorFile(path, sum(value.numel() for value in self.objective.state_dict().values()))
         if file.document.get("kind") != "training":
-            raise FlowBNNError(
-                f"'{path}' is no checkpoint of a training run; name another file or use resume=False",
-                kind="checkpoint",
-                argument="checkpoint",
-            )
+            text = f"'{path}' is no checkpoint of a training run; name another file or use resume=False"
+            raise FlowBNNError(text, kind="checkpoint", argument="checkpoint")
         for finite, source in (((), "views"), (self.names, "tensors")):
             with file.reading():
                 stored: dict[str, Any] = decode_state(file.document, getattr(file, source))
@@ -262,9 +259,8 @@ class RunState:
             changed["epochs"] = (epoch, self.options.epochs)
             problem = f"has reached epoch {epoch}, but epochs={self.options.epochs}; increase epochs"
         if problem:
-            raise FlowBNNError(
-                f"'{self.path}' {problem} or use resume=False", kind="checkpoint", changed=changed
-            )
+            text = f"'{self.path}' {problem} or use resume=False"
+            raise FlowBNNError(text, kind="checkpoint", changed=changed)
 
     def warn_changed_data(self, first_batch: Callable[[], Any]) -> None:
         """Warns if the first batch of the run is not the one it was.
@@ -281,11 +277,8 @@ class RunState:
             if prints[0] == self.first_batch["fingerprint"]:
                 return
         if prints[0] == prints[1]:
-            warn(
-                f"'{self.path}' is resumed with other data: its first batch has changed; to start again, use resume=False",
-                kind="changed data",
-                path=str(self.path),
-            )
+            text = f"'{self.path}' is resumed with other data: its first batch has changed; to start again, use resume=False"
+            warn(text, kind="changed data", path=str(self.path))
 
     def warn_changed_settings(self, stored: Mapping[str, Any]) -> None:
         """Warns about settings that differ from the stored ones.
@@ -305,12 +298,8 @@ class RunState:
         words = [f"{name} changes from {before} to {after}" for name, (before, after) in changed.items()]
         words += [f"{name} stays {before}, not {after}" for name, (before, after) in ignored.items()]
         if words:
-            warn(
-                f"'{self.path}' is resumed with other settings: {'; '.join(words)}; to start again, use resume=False",
-                kind="changed settings",
-                changed=changed,
-                ignored=ignored,
-            )
+            text = f"'{self.path}' is resumed with other settings: {'; '.join(words)}; to start again, use resume=False"
+            warn(text, kind="changed settings", changed=changed, ignored=ignored)
 
 
 def unfinished(path: Path) -> Position | None:
@@ -402,17 +391,13 @@ def check_weights(
     }
     if differences:
         words = _first_few([f"{name} {words}" for name, words in differences.items()])
-        raise FlowBNNError(
-            f"'{source}' does not fit the network: {words}", kind="architecture", differences=differences
-        )
+        text = f"'{source}' does not fit the network: {words}"
+        raise FlowBNNError(text, kind="architecture", differences=differences)
     layer = first_nonfinite_tensor((name, state[name]) for name in finite)
     if layer is not None:
         layer = strip_prefix(layer, name_prefix)
-        raise FlowBNNError(
-            f"'{source}' has NaN or infinite weights in {layer!r}; use an earlier file or start again",
-            kind="not finite",
-            layer=layer,
-        )
+        text = f"'{source}' has NaN or infinite weights in {layer!r}; use an earlier file or start again"
+        raise FlowBNNError(text, kind="not finite", layer=layer)
 
 
 def _first_few(words: list[str], limit: int = 3) -> str:
@@ -448,8 +433,5 @@ def warn_changed_layers(model: nn.Module, stored: Mapping[str, str], path: Any) 
     }
     if changed:
         words = _first_few([f"'{name}' was {before} and is {now}" for name, (before, now) in changed.items()])
-        warn(
-            f"'{path}' was saved from a network with other layers ({words}), so its predictions differ",
-            kind="layers",
-            changed=changed,
-        )
+        text = f"'{path}' was saved from a network with other layers ({words}), so its predictions differ"
+        warn(text, kind="layers", changed=changed)

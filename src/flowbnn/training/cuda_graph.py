@@ -218,10 +218,8 @@ class Recorder:
             if self.warmup_steps:
                 raise
             reason = " ".join(str(error).split())[:200]
-            warn(
-                f"torch.compile fails on the training step ({reason}); it is recorded uncompiled",
-                kind="acceleration",
-            )
+            text = f"torch.compile fails on the training step ({reason}); it is recorded uncompiled"
+            warn(text, kind="acceleration")
             self.loss = self._loss
             return self._loss(self.batch, self.progress, clock)
 
@@ -302,11 +300,8 @@ def make_recorder(
     if reason is None:
         return Recorder(objective, optimizer, options, device)
     if mode != "auto":
-        warn(
-            f"acceleration={mode!r} is not possible ({reason})",
-            kind="acceleration",
-            argument="acceleration",
-        )
+        text = f"acceleration={mode!r} is not possible ({reason})"
+        warn(text, kind="acceleration", argument="acceleration")
     return None
 
 

@@ -183,11 +183,8 @@ def connect(options: TrainingOptions) -> int:
     """
     kind, devices, num_nodes = resolve_devices(options)
     if devices * num_nodes > 1 and not is_torchrun_worker():
-        raise FlowBNNError(
-            f"devices={devices} needs {devices} processes: start the script with torchrun --nproc-per-node {devices} script.py",
-            kind="devices",
-            argument="devices",
-        )
+        text = f"devices={devices} needs {devices} processes: start the script with torchrun --nproc-per-node {devices} script.py"
+        raise FlowBNNError(text, kind="devices", argument="devices")
     if devices * num_nodes > 1 and num_processes() == 1:
         if kind == "cuda":
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
@@ -212,10 +209,8 @@ def resolve_devices(options: TrainingOptions) -> tuple[str, int, int]:
     """
     kind, num_nodes = device_kind(options.accelerator), options.num_nodes
     if not kind:
-        raise _device_error(
-            f"accelerator={options.accelerator!r} is not available to torch {torch.__version__}; use accelerator='cpu'",
-            "accelerator",
-        )
+        text = f"accelerator={options.accelerator!r} is not available to torch {torch.__version__}; use accelerator='cpu'"
+        raise _device_error(text, "accelerator")
     if options.precision == "16-mixed" and kind != "cuda":
         raise _device_error("precision='16-mixed' needs a CUDA device; use 'bf16-mixed'", "precision")
     available = torch.cuda.device_count() if kind == "cuda" else 1
@@ -231,10 +226,8 @@ def resolve_devices(options: TrainingOptions) -> tuple[str, int, int]:
             )
         devices, num_nodes = local, machines
     elif num_nodes > 1:
-        raise _device_error(
-            f"num_nodes={num_nodes}: start the script with torchrun on every machine (docs/devices.md)",
-            "num_nodes",
-        )
+        text = f"num_nodes={num_nodes}: start the script with torchrun on every machine (docs/devices.md)"
+        raise _device_error(text, "num_nodes")
     # more processes per core would only wait for each other
     limit = 16 * (os.cpu_count() or 1) if kind == "cpu" else available
     if devices > limit:

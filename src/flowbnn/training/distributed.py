@@ -79,10 +79,8 @@ def take_rows(batch: Any, start: int, stop: int) -> Any:
     def take(value: Any) -> Any:
         if isinstance(value, Tensor):
             if value.dim() and value.shape[0] != rows:
-                raise FlowBNNError(
-                    f"a batch with tensors of {rows} and of {value.shape[0]} rows cannot be split; use a torch DataLoader",
-                    kind="shape",
-                )
+                text = f"a batch with tensors of {rows} and of {value.shape[0]} rows cannot be split; use a torch DataLoader"
+                raise FlowBNNError(text, kind="shape")
             return value[start:stop] if value.dim() else value
         if isinstance(value, Mapping):
             return {key: take(entry) for key, entry in value.items()}
@@ -150,11 +148,8 @@ def select_rows(loader: Any, row_range: RowRange, rank: int) -> Iterable[Any]:
     [tensor([0, 1])]
     """
     if isinstance(getattr(loader, "sampler", None), DistributedSampler):
-        raise FlowBNNError(
-            "flowbnn splits the batches itself: leave the DistributedSampler out and give every process the same loader",
-            kind="loader",
-            argument="loader",
-        )
+        text = "flowbnn splits the batches itself: leave the DistributedSampler out and give every process the same loader"
+        raise FlowBNNError(text, kind="loader", argument="loader")
     sampler = getattr(loader, "batch_sampler", None)
     if type(loader) is not DataLoader or sampler is None or isinstance(loader.dataset, IterableDataset):
         return _RowSelection(loader, row_range, batch_size, take_rows)

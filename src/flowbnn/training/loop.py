@@ -312,9 +312,8 @@ class TrainingRun:
                 gradients.append(gradient)
                 dense.append(gradient.coalesce().values() if gradient.is_sparse else gradient)
         if not gradients:
-            raise FlowBNNError(
-                "no parameter of the optimizer has a gradient", kind="gradient", argument="optimizer"
-            )
+            text = "no parameter of the optimizer has a gradient"
+            raise FlowBNNError(text, kind="gradient", argument="optimizer")
         if scaler is not None:
             scaler.unscale_(self.optimizer)
         if self.on_cpu or max_norm is not None:
@@ -387,11 +386,8 @@ class TrainingRun:
         """Validates, records the epoch, and applies the schedule, early stopping and the checkpoint."""
         position = self.position
         if position.batches == 0:
-            raise FlowBNNError(
-                f"the loader has no batch in epoch {position.epoch + 1}: it is empty, or an iterator that serves one epoch only",
-                kind="loader",
-                argument="loader",
-            )
+            text = f"the loader has no batch in epoch {position.epoch + 1}: it is empty, or an iterator that serves one epoch only"
+            raise FlowBNNError(text, kind="loader", argument="loader")
         self.synchronize()
         self.process.synchronize_buffers(self.objective)
         self.state.last_step_rng = self.random.state() if self.path is not None else None

@@ -62,11 +62,8 @@ class EarlyStop:
     def read(self, record: Mapping[str, float]) -> float:
         """Returns the monitored value of an epoch."""
         if self.monitor not in record:
-            raise FlowBNNError(
-                f"early stopping monitors {self.monitor!r}, which is not recorded{nearest(self.monitor, record)}",
-                kind="monitor",
-                argument="early_stop",
-            )
+            text = f"early stopping monitors {self.monitor!r}, which is not recorded{nearest(self.monitor, record)}"
+            raise FlowBNNError(text, kind="monitor", argument="early_stop")
         return record[self.monitor]
 
     def improves(self, value: float, best: float | None) -> bool:
@@ -160,22 +157,16 @@ def check_arguments(
     """
     rule, parameters = options.early_stop, set(objective.parameters())
     if any(not parameters.issuperset(group["params"]) for group in optimizer.param_groups):
-        raise FlowBNNError(
-            "the optimizer has parameters that are not part of the objective; build it from this objective's parameters",
-            argument="optimizer",
-        )
+        text = "the optimizer has parameters that are not part of the objective; build it from this objective's parameters"
+        raise FlowBNNError(text, argument="optimizer")
     if isinstance(optimizer, LBFGS):
-        raise FlowBNNError(
-            "LBFGS needs a closure, which train does not provide; use Adam or SGD", argument="optimizer"
-        )
+        text = "LBFGS needs a closure, which train does not provide; use Adam or SGD"
+        raise FlowBNNError(text, argument="optimizer")
     if isinstance(schedule, ReduceLROnPlateau) and options.schedule_every == "step":
         raise FlowBNNError("ReduceLROnPlateau needs schedule_every='epoch'", argument="schedule_every")
     if rule is not None and not validates and rule.monitor.startswith("validation_"):
-        raise FlowBNNError(
-            f"early stopping monitors {rule.monitor!r}, but there is no validation data; provide it or use EarlyStop('loss')",
-            kind="monitor",
-            argument="early_stop",
-        )
+        text = f"early stopping monitors {rule.monitor!r}, but there is no validation data; provide it or use EarlyStop('loss')"
+        raise FlowBNNError(text, kind="monitor", argument="early_stop")
 
 
 def length_of(loader: Any) -> int | None:
@@ -201,11 +192,8 @@ def check_result(result: Any) -> None:
             if isinstance(value, Tensor) and value.numel() != 1:
                 problem = f"{value.numel()} values of {name!r}"
     if problem:
-        raise FlowBNNError(
-            f"the objective must return a differentiable scalar loss and a dictionary of scalars, got {problem}",
-            kind="objective",
-            argument="objective",
-        )
+        text = f"the objective must return a differentiable scalar loss and a dictionary of scalars, got {problem}"
+        raise FlowBNNError(text, kind="objective", argument="objective")
 
 
 @checked

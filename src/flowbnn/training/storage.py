@@ -111,9 +111,8 @@ class TensorFile:
             if header is None:
                 raise FlowBNNError(f"'{path}' was not written by flowbnn", kind="file")
             if header["format"] != FORMAT:
-                raise FlowBNNError(
-                    f"'{path}' has format {header['format']!r}, but this version reads {FORMAT}", kind="file"
-                )
+                text = f"'{path}' has format {header['format']!r}, but this version reads {FORMAT}"
+                raise FlowBNNError(text, kind="file")
             self.checksum, self.content = header["checksum"], header["content"]
             content = json.loads(self.content)
             self.aliases, self.document = dict(content["aliases"]), dict(content["document"])
@@ -184,9 +183,8 @@ class TensorFile:
         """Raises an error if the file has tensors with other names than expected."""
         unknown = sorted(self.views.keys() - set(expected))
         if unknown:
-            raise FlowBNNError(
-                f"'{self.path}' has unknown tensors, such as {unknown[0]!r:.80}", kind="file", names=unknown
-            )
+            text = f"'{self.path}' has unknown tensors, such as {unknown[0]!r:.80}"
+            raise FlowBNNError(text, kind="file", names=unknown)
 
     def with_document(self, document: dict[str, Any]) -> "TensorFile":
         """Returns a copy of this file with another document and the same tensors."""
@@ -345,9 +343,8 @@ def atomic_write(path: Path) -> Iterator[Path]:
                 os.fsync(file.fileno())
             os.replace(temporary, target)
     except (OSError, SafetensorError, TypeError, ValueError, RuntimeError) as error:
-        raise FlowBNNError(
-            f"cannot write '{path}' ({_reason(error)}); an existing file is unchanged", kind="file"
-        ) from None
+        text = f"cannot write '{path}' ({_reason(error)}); an existing file is unchanged"
+        raise FlowBNNError(text, kind="file") from None
 
 
 @contextmanager

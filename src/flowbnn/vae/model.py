@@ -82,9 +82,8 @@ class Autoencoder(nn.Module):
     ) -> None:
         super().__init__()
         if not shape:
-            raise FlowBNNError(
-                "shape must not be empty; use (64,) or (1, 28, 28)", kind="shape", argument="shape"
-            )
+            text = "shape must not be empty; use (64,) or (1, 28, 28)"
+            raise FlowBNNError(text, kind="shape", argument="shape")
         self.shape, self.latent_dim, self.context_dim = tuple(shape), latent_dim, context_dim
         decoders = {"bernoulli": BernoulliDecoder, "gaussian": GaussianDecoder, "logistic": LogisticDecoder}
         self.decoder: Decoder = decoders[decoder]() if isinstance(decoder, str) else decoder

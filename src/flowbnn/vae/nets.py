@@ -90,11 +90,8 @@ class GatedConvDecoder(nn.Module):
 def _image_shape(shape: Sequence[int]) -> tuple[int, int, int]:
     """Returns the shape of an image whose height and width are multiples of 4."""
     if len(shape) != 3 or shape[1] % 4 or shape[2] % 4:
-        raise FlowBNNError(
-            f"shape must be (channels, height, width) with height and width multiples of 4, got {tuple(shape)}",
-            kind="shape",
-            argument="shape",
-        )
+        text = f"shape must be (channels, height, width) with height and width multiples of 4, got {tuple(shape)}"
+        raise FlowBNNError(text, kind="shape", argument="shape")
     return shape[0], shape[1], shape[2]
 
 

@@ -137,10 +137,8 @@ def _first_supported(functions: list[Callable[..., Any]], *args: Any) -> Any:
             if len(functions) > 1:
                 functions.remove(function)
     reason = str(failure).partition("\n")[0][:120]
-    raise FlowBNNError(
-        f"torch cannot differentiate this network in its weights ({reason}); select fewer layers, or use predictive='sampled'",
-        kind="derivative",
-    )
+    text = f"torch cannot differentiate this network in its weights ({reason}); select fewer layers, or use predictive='sampled'"
+    raise FlowBNNError(text, kind="derivative")
 
 
 # -------------------- the Hessian of the loss in the outputs
@@ -231,11 +229,8 @@ def check_likelihood(likelihood: Likelihood, predictive: str) -> None:
     ):
         raise unknown_hessian(likelihood)
     if predictive == "probit" and isinstance(likelihood, Gaussian):
-        raise FlowBNNError(
-            "predictive='probit' is for classification; use 'linearized'",
-            kind="likelihood",
-            argument="predictive",
-        )
+        text = "predictive='probit' is for classification; use 'linearized'"
+        raise FlowBNNError(text, kind="likelihood", argument="predictive")
 
 
 def output_hessian(

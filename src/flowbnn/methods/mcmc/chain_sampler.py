@@ -166,11 +166,8 @@ class ChainSampler:
             state = initial_state(self.potential, self.state.position)
         if not torch.allclose(state.energy, self.state.energy, rtol=1e-4, atol=1e-3):
             self.state = state
-            warn(
-                f"'{path}' was written with different data; its draws are kept, use resume=False to discard them",
-                kind="changed data",
-                path=str(path),
-            )
+            text = f"'{path}' was written with different data; its draws are kept, use resume=False to discard them"
+            warn(text, kind="changed data", path=str(path))
 
     def _check_file(self, path: Path, file: TensorFile) -> None:
         """Raises FlowBNNError if the settings or the shapes in a checkpoint differ from those of this run."""

@@ -85,9 +85,8 @@ class ChainMethod(Method):
 
     def __post_init__(self) -> None:
         if self.layers is not None and self.variables == "weights":
-            raise FlowBNNError(
-                "layers needs variables='noise'; to fix weights, use requires_grad_(False)", argument="layers"
-            )
+            text = "layers needs variables='noise'; to fix weights, use requires_grad_(False)"
+            raise FlowBNNError(text, argument="layers")
 
     @property
     def needs_weights(self) -> bool:  # type: ignore[override]
@@ -182,11 +181,8 @@ class ChainMethod(Method):
         if not bool(torch.isfinite(energy).all() and torch.isfinite(gradient).all()):
             raise likelihood_not_finite()
         if not torch.allclose(energy, second_energy, rtol=1e-4, atol=1e-3):
-            raise FlowBNNError(
-                f"{name} needs a deterministic network, but two passes differ; disable its dropout, or use fb.MCDropout",
-                kind="random network",
-                argument="network",
-            )
+            text = f"{name} needs a deterministic network, but two passes differ; disable its dropout, or use fb.MCDropout"
+            raise FlowBNNError(text, kind="random network", argument="network")
         size = potential.start.numel()
         if size > self.max_variables:
             gigabytes = 4e-9 * size * self.chains * self.samples

@@ -63,11 +63,8 @@ def gather_data(loader: Iterable[Any], check: Callable[[Any], None], seed: int) 
             check(batch)
             batches.append(split_batch(batch))
     if len({shapes(batch) for batch in batches}) > 1:
-        raise FlowBNNError(
-            "batches of different shapes or dtypes cannot be concatenated; pad them to one length",
-            kind="loader",
-            argument="loader",
-        )
+        text = "batches of different shapes or dtypes cannot be concatenated; pad them to one length"
+        raise FlowBNNError(text, kind="loader", argument="loader")
     return join(batches)
 
 

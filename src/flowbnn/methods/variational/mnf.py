@@ -102,11 +102,8 @@ class MNF(Variational):
         model, options = self.setup(network, loader, kwargs, "fitting the weights")
         half_precision = dtype_of(model) in (torch.bfloat16, torch.float16)
         if half_precision or options.precision in ("bf16-true", "16-true"):
-            raise FlowBNNError(
-                "MNF needs float32 or float64; use network.float() and precision='bf16-mixed'",
-                kind="unsupported",
-                argument="precision",
-            )
+            text = "MNF needs float32 or float64; use network.float() and precision='bf16-mixed'"
+            raise FlowBNNError(text, kind="unsupported", argument="precision")
         prepared = prepare(model, loader, options)
         likelihood, inputs = prepared.likelihood, prepared.inputs
         specs = self._select_layers(model, inputs)

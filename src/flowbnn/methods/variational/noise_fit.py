@@ -95,10 +95,8 @@ def check_trainable(model: nn.Module, options: NoiseFitOptions) -> None:
         message = "this network has nothing to train, because both its weights and its noise are frozen"
         raise FlowBNNError(message, kind="network", argument="network")
     if options.precision in ("bf16-true", "16-true"):
-        warn(
-            f"precision={options.precision!r} stores the noise in half precision, which is too coarse for flows; use 'bf16-mixed'",
-            kind="precision",
-        )
+        text = f"precision={options.precision!r} stores the noise in half precision, which is too coarse for flows; use 'bf16-mixed'"
+        warn(text, kind="precision")
 
 
 def trains_weights(model: nn.Module, options: NoiseFitOptions) -> bool:

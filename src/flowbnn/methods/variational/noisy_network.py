@@ -39,11 +39,8 @@ class NoisyNetwork:
         self.layers: dict[str, Noise] = noise_layers(model)
         for name, noise in self.layers.items():
             if noise.site != "channel":
-                raise FlowBNNError(
-                    f"noise of layer '{name}' must have site='channel', got {noise.site!r}",
-                    kind="site",
-                    layer=name,
-                )
+                text = f"noise of layer '{name}' must have site='channel', got {noise.site!r}"
+                raise FlowBNNError(text, kind="site", layer=name)
         self.sizes = [noise.layout.dim for noise in self.layers.values()]
         self.dtype = dtype_of(model) or torch.get_default_dtype()
 
