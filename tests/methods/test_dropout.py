@@ -9,8 +9,8 @@ from problems import QUIET
 from torch import nn
 
 import flowbnn as fb
-from flowbnn.methods.dropout import DropoutPosterior
-from flowbnn.methods.dropout_layers import MaskedDropout, disable_dropout, example_axes
+from flowbnn.methods.dropout import DropoutPosterior, MaskedDropout, example_axes
+from flowbnn.methods.network_layers import disable_dropout
 
 
 @pytest.fixture(autouse=True)

@@ -1,11 +1,16 @@
-"""Helpers for the layers and the trainable parameters of a network."""
+"""Layers and trainable parameters of a network: selection errors, dropout layers, and statistics of BatchNorm layers."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
+from flowbnn.batches import call, device_of, dtype_of, evaluation_mode, move, split_batch
 from flowbnn.errors import FlowBNNError, nearest
+from flowbnn.training import is_main_process, track
+from flowbnn.training.randomness import preserve_rng_state
 
 
 def unsupported_layer(
@@ -59,3 +64,92 @@ def disable_nested_tensors(model: nn.Module) -> nn.Module:
 def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """Returns the parameters that require gradients, tied ones once, by name."""
     return {name: value for name, value in model.named_parameters() if value.requires_grad}
+
+
+# -------------------- dropout
+
+
+def dropout_layers(model: nn.Module) -> list[Any]:
+    """Returns the dropout layers of a network with a positive rate.
+
+    >>> dropout_layers(nn.Sequential(nn.Dropout(0.5), nn.Linear(2, 2), nn.Dropout(0.0)))
+    [Dropout(p=0.5, inplace=False)]
+    """
+    types = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+    return [module for module in model.modules() if isinstance(module, types) and module.p > 0]
+
+
+def layers_with_inner_dropout(model: nn.Module) -> dict[str, Any]:
+    """Returns the layers that apply dropout internally, by name: attention, and recurrent networks of several layers."""
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.MultiheadAttention | nn.RNNBase)
+        and module.dropout > 0
+        and getattr(module, "num_layers", 2) > 1
+    }
+
+
+@contextmanager
+def disable_dropout(model: nn.Module) -> Iterator[None]:
+    """Context manager that sets all dropout rates to 0 and restores them at the end."""
+    attributes = [(module, "p") for module in dropout_layers(model)]
+    attributes += [(module, "dropout") for module in layers_with_inner_dropout(model).values()]
+    rates = [getattr(module, name) for module, name in attributes]
+    for module, name in attributes:
+        setattr(module, name, 0.0)
+    try:
+        yield
+    finally:
+        for (module, name), rate in zip(attributes, rates, strict=True):
+            setattr(module, name, rate)
+
+
+# -------------------- BatchNorm
+
+
+def batch_norm_layers(model: nn.Module) -> list[nn.Module]:
+    """Returns the normalization layers with running statistics."""
+    norm = nn.modules.batchnorm._NormBase
+    return [m for m in model.modules() if isinstance(m, norm) and m.running_mean is not None]
+
+
+def recompute_batch_norm(model: nn.Module, loader: Iterable[Any], seed: int) -> None:
+    """Replaces running statistics by means over the batches of one pass, with all other layers in evaluation mode.
+
+    Args:
+        model: Network, modified in place.
+        loader: Batches of inputs and targets.
+        seed: Seed of a shuffled loader; all generators are restored.
+    """
+    layers = batch_norm_layers(model)
+    momenta = [layer.momentum for layer in layers]
+    with evaluation_mode(model), preserve_rng_state(loader, seed):
+        for layer in layers:
+            layer.reset_running_stats()  # type: ignore[operator]
+            layer.momentum = None  # type: ignore[assignment]
+            layer.train()
+        for batch in loader:
+            call(model, move(split_batch(batch)[0], device_of(model), dtype_of(model)))
+    for layer, momentum in zip(layers, momenta, strict=True):
+        layer.momentum = momentum
+
+
+def batch_norm_statistics(
+    make_network: Callable[[int], nn.Module], count: int, loader: Iterable[Any], seed: int, progress: bool
+) -> dict[str, Tensor]:
+    """Returns the buffers ``{name: [count, ...]}`` of several networks, with running statistics of the data.
+
+    Args:
+        make_network: Function from an index to a network.
+        count: Number of networks.
+        loader: Batches of inputs and targets.
+        seed: Seed of a shuffled loader.
+        progress: True to show a progress bar.
+    """
+    states = []
+    for index in track(range(count), "BatchNorm statistics", progress and is_main_process()):
+        network = make_network(index)
+        recompute_batch_norm(network, loader, seed)
+        states.append(dict(network.named_buffers()))
+    return {name: torch.stack([state[name] for state in states]) for name in states[0]}

@@ -23,8 +23,6 @@ from torch.optim.lr_scheduler import LambdaLR
 from flowbnn.errors import FlowBNNError, warn
 from flowbnn.likelihoods import Likelihood, learns_noise
 from flowbnn.methods.base import FitOptions, Method, register_method
-from flowbnn.methods.batch_norm import batch_norm_layers, batch_norm_statistics
-from flowbnn.methods.dropout_layers import disable_dropout
 from flowbnn.methods.fitting import (
     Forward,
     LossAndLogs,
@@ -33,7 +31,12 @@ from flowbnn.methods.fitting import (
     total_steps,
     train_posterior,
 )
-from flowbnn.methods.network_layers import trainable_parameters
+from flowbnn.methods.network_layers import (
+    batch_norm_layers,
+    batch_norm_statistics,
+    disable_dropout,
+    trainable_parameters,
+)
 from flowbnn.options import Bounds, Count, Ge, NonNegative, Positive, accepts_options_of, options
 from flowbnn.posterior.base import Posterior
 from flowbnn.posterior.point import PointPosterior
