@@ -344,11 +344,11 @@ def test_fewer_samples_are_in_a_pass_if_memory_runs_out(traced, monkeypatch):
     monkeypatch.setitem(compiled.FULL_PASS_FLOPS, "cpu", 1e18)
     passes = []
 
-    def tight(model, keys, draws, inputs, weights):
+    def tight(model, keys, rules, draws, inputs):
         passes.append(len(draws[0]))
         if len(draws[0]) * len(x) > 24:
             raise RuntimeError("CUDA out of memory. Tried to allocate")
-        return forward_samples(model, keys, draws, inputs, weights)
+        return forward_samples(model, keys, rules, draws, inputs)
 
     monkeypatch.setattr(compiled, "compile_once", lambda *args, **options: tight)
     with pytest.warns(fb.errors.FlowBNNWarning) as raised:
@@ -380,7 +380,7 @@ def test_a_part_of_the_samples_runs_one_by_one(monkeypatch):
     monkeypatch.setattr(
         compiled,
         "compile_once",
-        lambda *args, **options: lambda *given: passes.append(len(given[2][0])) or forward_samples(*given),
+        lambda *args, **options: lambda *values: passes.append(len(values[3][0])) or forward_samples(*values),
     )
     with sampling(model, 8, seed=1, compile=True) as draw:
         draw(torch.randn(4, 3, 32, 32), 0, 3)

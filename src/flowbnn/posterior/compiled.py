@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from math import prod
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -21,6 +20,7 @@ from flowbnn.noise.batched import SharedDraws
 from flowbnn.noise.contexts import MappedDraws, NoiseContext, NoiseMode, UnexpectedNoiseShape
 from flowbnn.posterior.prediction import Prediction, check_rows, even_size
 from flowbnn.posterior.trace import ForwardTrace
+from flowbnn.posterior.vmap_rules import VmapRules
 from flowbnn.training.device import quiet_compiler, unlimited_recompiles
 
 # floating-point operations of a pass that keep a large GPU busy (4,096 images of VGG16); a CPU is busy with one sample
@@ -56,16 +56,8 @@ def forward_with_weights(model: nn.Module, weights: Mapping[str, Tensor], inputs
     return call(forward, inputs)  # type: ignore[arg-type]
 
 
-NO_WEIGHTS: Mapping[str, Tensor] = MappingProxyType({})
-
-
 def forward_sample(
-    model: nn.Module,
-    keys: tuple[tuple[int, int], ...],
-    draws: list[Tensor],
-    inputs: Any,
-    weights: Mapping[str, Tensor] = NO_WEIGHTS,
-    rows: int = 0,
+    model: nn.Module, keys: tuple[tuple[int, int], ...], draws: list[Tensor], inputs: Any, rows: int = 0
 ) -> Tensor:
     """Returns the outputs of one sampled network.
 
@@ -74,22 +66,23 @@ def forward_sample(
         keys: Layer key and number of earlier calls of each draw.
         draws: Draws ``[*at, dim]``, or ``[rows, *at, dim]`` where every example has its own.
         inputs: Inputs.
-        weights: Parameters that replace those of the network, by name.
         rows: Number of examples that have draws of their own, or 0 if one draw serves all.
     """
     modes: dict[int, NoiseMode] = {}
     for key, _ in keys:
         modes[key] = NoiseMode("shared")
     with NoiseContext(modes, MappedDraws(dict(zip(keys, draws, strict=True)), rows), sharded=False):
-        return forward_with_weights(model, weights, inputs) if weights else call(model, inputs)
+        return call(model, inputs)
+
+
+def forward_sample_by_rules(*args: Any, **options: Any) -> Tensor:
+    """Returns the same outputs, in the form of the operations that vmap handles best."""
+    with VmapRules():
+        return forward_sample(*args, **options)
 
 
 def forward_samples(
-    model: nn.Module,
-    keys: tuple[tuple[int, int], ...],
-    draws: list[Tensor],
-    inputs: Any,
-    weights: Mapping[str, Tensor] = NO_WEIGHTS,
+    model: nn.Module, keys: tuple[tuple[int, int], ...], rules: bool, draws: list[Tensor], inputs: Any
 ) -> Tensor:
     """Returns outputs ``[samples, rows, ...]`` of several sampled networks in one pass, by ``torch.func.vmap``.
 
@@ -99,13 +92,13 @@ def forward_samples(
     Args:
         model: Stochastic network in evaluation mode.
         keys: Layer key and number of earlier calls of each draw.
+        rules: If True, operations run by :class:`~flowbnn.posterior.vmap_rules.VmapRules`.
         draws: Draws ``[samples, *at, dim]``.
         inputs: Inputs of all samples.
-        weights: Parameters that replace those of the network, by name.
     """
+    forward = partial(forward_sample_by_rules if rules else forward_sample, model, keys)
     if len(draws[0]) == 1:
-        return forward_sample(model, keys, [tensor[0] for tensor in draws], inputs, weights).unsqueeze(0)
-    forward = partial(forward_sample, model, keys, weights=weights)
+        return forward([tensor[0] for tensor in draws], inputs).unsqueeze(0)
     return torch.vmap(forward, in_dims=(0, None))(draws, inputs)
 
 
@@ -136,17 +129,6 @@ def compiled_forward(prediction: Prediction, weights: Mapping[str, Tensor], inpu
         return function(model, dict(weights), inputs if count == size else pad(inputs, size))[:count]
 
 
-def converted_biases(prediction: Prediction, trace: ForwardTrace) -> dict[str, Tensor]:
-    """Returns the biases of convolutions under autocast in the dtype of their inputs, by name.
-
-    On CUDA devices ``torch.vmap`` compares these dtypes before autocast converts the bias (torch 2.11).
-    """
-    if prediction.device.type != "cuda" or not trace.bias_dtypes:
-        return {}
-    parameters = dict(prediction.source_model.named_parameters(remove_duplicate=False))
-    return {name: parameters[name].detach().to(dtype) for name, dtype in trace.bias_dtypes.items()}
-
-
 class CompiledSampler:
     """Runs sampled networks in compiled passes of constant shape.
 
@@ -159,7 +141,6 @@ class CompiledSampler:
     def __init__(self, prediction: Prediction, shared: SharedDraws, trace: ForwardTrace) -> None:
         self.prediction, self.shared, self.trace = prediction, shared, trace
         self.keys = tuple([(key, call) for key, call, _ in trace.noise_shapes])
-        self.biases = converted_biases(prediction, trace)
 
     def try_outputs(self, inputs: Any, samples: range) -> Tensor | None:
         """Returns outputs ``[len(samples), rows, ...]``, or None after a warning if the network does not compile."""
@@ -216,7 +197,7 @@ class CompiledSampler:
         function = compile_once(self.prediction, forward_samples, graphs, fullgraph=True)
         for size, inputs in chunks:
             run = function if rows(inputs) == self.prediction.compiled_rows else forward_samples
-            outputs = run(model, self.keys, draws, inputs, self.biases)
+            outputs = run(model, self.keys, self.trace.image_layers, draws, inputs)
             check_rows(outputs[0], rows(inputs))
             dtype = torch.promote_types(outputs.dtype, torch.float32)
             # a copy, because the next replay of a CUDA graph overwrites its outputs

@@ -53,7 +53,7 @@ from flowbnn.posterior.base import (
     select_prefix,
 )
 from flowbnn.posterior.calibration import Calibration
-from flowbnn.posterior.compiled import CompiledSampler, converted_biases, forward_sample
+from flowbnn.posterior.compiled import CompiledSampler, forward_sample, forward_sample_by_rules
 from flowbnn.posterior.prediction import Prediction, check_rows, clone_sharing_tensors, even_size
 from flowbnn.posterior.report import FitReport
 from flowbnn.posterior.trace import ForwardTrace
@@ -288,7 +288,7 @@ class NoiseSampler:
         """Returns outputs of several samples per pass, by vmap over their draws."""
         prediction, first, results = self.prediction, samples.start, list[Tensor]()
         keys, total = tuple([(key, call) for key, call, _ in trace.noise_shapes]), rows(inputs)
-        model = self.vmap_model(trace)
+        forward_one = forward_sample_by_rules if trace.image_layers else forward_sample
         while first < samples.stop:
             limit = prediction.row_limit
             size, count = self.chunk_sizes(inputs, samples.stop - first, trace)
@@ -302,7 +302,7 @@ class NoiseSampler:
                 if self.generator is not None:
                     examples = min(size, total - start)
                     draws = self.draw_examples(trace, count, examples)
-                forward = torch.vmap(partial(forward_sample, model, keys, rows=examples), in_dims=(0, None))
+                forward = torch.vmap(partial(forward_one, self.model, keys, rows=examples), in_dims=(0, None))
                 outputs = prediction.attempt(partial(forward, draws, chunk), min(size, total) * count)
                 if outputs is None:  # fewer samples, or fewer rows
                     self.ran_out_of_memory = True
@@ -316,21 +316,6 @@ class NoiseSampler:
         if has_row_axis(inputs):
             check_rows(outputs[0], total)
         return outputs
-
-    def vmap_model(self, trace: ForwardTrace) -> nn.Module:
-        """Returns the network, or under autocast a clone whose convolutions have biases of the dtype of their inputs.
-
-        On CUDA devices vmap compares these dtypes before autocast converts the bias (torch 2.11).
-        """
-        biases = converted_biases(self.prediction, trace)
-        if not biases:
-            return self.model
-        clone = clone_sharing_tensors(self.model)
-        if clone is not self.model:
-            for name, bias in biases.items():
-                module, _, attribute = name.rpartition(".")
-                clone.get_submodule(module)._parameters[attribute] = nn.Parameter(bias, requires_grad=False)
-        return clone
 
     def draw_examples(self, trace: ForwardTrace, count: int, num_rows: int) -> list[Tensor]:
         """Returns separate draws for every example, ``[count, num_rows, *positions, dim]``, one tensor per call of a layer."""

@@ -8,7 +8,6 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.conv import _ConvNd
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
@@ -16,6 +15,7 @@ from flowbnn.batches import call, evaluation_mode, is_out_of_memory, rows, watch
 from flowbnn.noise import Noise, noise_layers
 from flowbnn.noise.base import make_noise_modes
 from flowbnn.noise.contexts import NoiseContext, Shape
+from flowbnn.posterior.vmap_rules import has_image_layers
 
 Result = TypeVar("Result")
 
@@ -41,7 +41,7 @@ class ForwardTrace:
         flops_per_row: Floating-point operations of one row in matrix products and convolutions; 0 if unknown.
         prefix_share: Share of these operations before the first noise.
         noise_shapes: Layer key, number of earlier calls, and positions of each draw, in the order of the pass.
-        bias_dtypes: Dtype of the input of each convolution with a bias of another dtype, by the name of the bias. Autocast causes this.
+        image_layers: True if the network has layers for which vmap needs :class:`~flowbnn.posterior.vmap_rules.VmapRules`.
         error: Error that the network raised, or None.
         vmap_works: True once vmap has run on such inputs.
         vmap_error: Message of the error that vmap raised; empty if there was none.
@@ -54,7 +54,7 @@ class ForwardTrace:
     flops_per_row: float = 0.0
     prefix_share: float = 0.0
     noise_shapes: list[tuple[int, int, Shape]] = field(default_factory=list)
-    bias_dtypes: dict[str, torch.dtype] = field(default_factory=dict)
+    image_layers: bool = False
     error: Exception | None = None
     vmap_works: bool = False
     vmap_error: str = ""
@@ -110,7 +110,7 @@ def trace_forward(model: nn.Module, inputs: Any) -> ForwardTrace:
     >>> trace.bytes_per_row, trace.flops_per_row
     (64, 64.0)
     """
-    trace, counter = ForwardTrace(max(1, rows(inputs))), FlopCounter()
+    trace, counter = ForwardTrace(max(1, rows(inputs)), image_layers=has_image_layers(model)), FlopCounter()
     probe, started = ProbeDraws(counter), list[bool]()
 
     def begin(name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -122,8 +122,6 @@ def trace_forward(model: nn.Module, inputs: Any) -> ForwardTrace:
         trace.bytes_per_row = max(trace.bytes_per_row, read + written)
         noisy = (read if noisy_input else 0) + (written if probe.shapes else 0)
         trace.noisy_bytes_per_row = max(trace.noisy_bytes_per_row, noisy)
-        if isinstance(module, _ConvNd) and module.bias is not None and args[0].dtype != module.bias.dtype:
-            trace.bias_dtypes[f"{name}.bias" if name else "bias"] = args[0].dtype
 
     context: AbstractContextManager[Any] = nullcontext()
     if noise_layers(model):
