@@ -64,7 +64,7 @@ class DigitsCase:
         examples: Number of digits that the noise is fitted to.
         lr: Learning rate of the weights.
         prior_scale: Standard deviation of the prior of the noise.
-        conv: True for the convolutional network.
+        conv: If True, the network is convolutional.
     """
 
     images: int

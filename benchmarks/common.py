@@ -250,7 +250,7 @@ def parse_arguments(
 
     Args:
         description: Text of the help.
-        on_cpu: Whether half precision and acceleration are allowed on a CPU.
+        on_cpu: If True, half precision and acceleration are allowed on a CPU.
         extra: Names of further options and their arguments of ``add_argument``.
     """
     parser = make_parser(description, batch=128, rounds=60, threads=2)

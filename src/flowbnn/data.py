@@ -41,11 +41,11 @@ class TensorLoader:
     Args:
         tensors: Tensors, arrays or lists of numbers with the examples on the first axis, all of one length and on one device.
         batch_size: Number of examples in a batch. The last batch may be smaller.
-        shuffle: If True, draw a new order at every pass.
+        shuffle: If True, draws a new order at every pass.
         generator: Generator of the orders and the augmentation, saved in checkpoints. None uses torch's global generator.
         augment: Function ``(images, generator) -> images`` of the first tensor of a batch, such as a random crop.
         prepare: Function ``images -> images`` that follows it, such as a normalization.
-        drop_last: If True, leave out a smaller last batch. ``num_data`` counts the examples of one pass.
+        drop_last: If True, leaves out a smaller last batch. ``num_data`` counts the examples of one pass.
         together: Number of batches that are gathered, augmented and prepared at once, which saves a GPU about thirty kernel
             launches per batch. With a ``generator`` and complete passes the batches are the same as one by one. None is the number
             that makes 16 MiB on a GPU, and 1 elsewhere. It is also 1 if ``augment`` or ``prepare`` may look at the whole batch,

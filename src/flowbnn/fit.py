@@ -23,7 +23,7 @@ def fit(
     Args:
         network: Network with noise, from :func:`~flowbnn.to_stochastic`. It is not changed.
         loader: Batches of ``(inputs, targets)``, for example a ``DataLoader``.
-        inplace: Whether to train ``network`` itself instead of a copy.
+        inplace: If True, trains ``network`` itself instead of a copy.
         epochs: Number of passes over the loader. By default, training ends when the ELBO has reached a plateau, see
             :class:`~flowbnn.methods.schedule.PlateauSchedule`.
         weight_lr: Learning rate of the weights. To fit the noise alone, use ``freeze(network, "weights")``.
@@ -39,7 +39,7 @@ def fit(
             the plateau. None keeps them constant. A :class:`~flowbnn.methods.schedule.PlateauSchedule` changes the rules for the
             plateau. A function from ``(optimizer, number of steps)`` to a scheduler is stepped at every batch.
         validation_samples: Number of networks per prediction on the validation data, whose negative log-likelihood (NLL) is recorded.
-        report: Whether to compute the report of the fit.
+        report: If True, computes the report of the fit.
         options: Options of :class:`~flowbnn.methods.FitOptions`, such as ``likelihood``, ``num_data``, ``validation``, ``checkpoint``,
             ``resume``, ``early_stop``, ``seed``, ``precision``, ``devices`` and ``progress``.
 

@@ -166,7 +166,7 @@ def standardize_targets(
         outputs: Outputs of the network for some examples.
         targets: Targets of these examples.
         statistics: Statistics of all targets.
-        trained: Whether the weights will be trained. Otherwise, the network is not changed.
+        trained: If True, the weights will be trained. Otherwise, the network is not changed.
 
     Returns:
         Outputs of the changed network for the same examples.

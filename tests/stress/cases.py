@@ -159,7 +159,7 @@ class Fit:
     Args:
         name: Name of the method or function.
         settings: Names and values of settings.
-        regression: Whether the targets are real numbers instead of classes.
+        regression: If True, the targets are real numbers instead of classes.
     """
 
     name: str

@@ -154,7 +154,7 @@ def trials(seed: int, exhaustive: bool = False) -> Iterator[tuple[EntryPoint, di
 
     Args:
         seed: Seed of the choices.
-        exhaustive: Whether to yield every argument with every invalid value once, instead of random ones without end.
+        exhaustive: If True, yields every argument with every invalid value once, instead of random ones without end.
     """
     rng = random.Random(seed)
     points = [point for point in entry_points() if point.parameters]
@@ -190,7 +190,7 @@ def stress(seed: int, budget: Budget, valid_first: bool = True) -> StressResult:
     Args:
         seed: Seed of the trials.
         budget: Limit of the trials.
-        valid_first: Whether to call every entry point with valid arguments first.
+        valid_first: If True, calls every entry point with valid arguments first.
     """
     result = StressResult("fuzz", seed)
     before = os.getcwd()

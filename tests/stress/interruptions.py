@@ -48,7 +48,7 @@ def kill_at_replace(number: int, after: bool) -> Callable[[], None]:
 
     Args:
         number: Number of replaced files before that, counted from 0.
-        after: Whether the process dies just after the replacement instead of just before.
+        after: If True, the process dies just after the replacement instead of just before.
     """
 
     def prepare() -> None:

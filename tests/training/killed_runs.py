@@ -41,7 +41,7 @@ def run(folder, kind, fresh, kill_at=None, kill_in=None, kill_validating=None):
     Args:
         folder: Folder of the checkpoint and the result.
         kind: Kind of loader.
-        fresh: True for a new run, False for a resumed one.
+        fresh: If True, the run is new. If False, it is resumed.
         kill_at: Step at which the process kills itself.
         kill_in: ``("before" or "after", n)``: the process kills itself before or after the n-th rename of a file.
         kill_validating: Number of the validation in which the process kills itself.

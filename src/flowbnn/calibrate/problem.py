@@ -46,7 +46,7 @@ class HeldOutData:
         inputs: Inputs of all examples.
         targets: Targets of all examples.
         likelihood: Observation model.
-        scale_is_known: True if the likelihood already has a noise scale. Otherwise, the scale is fitted to residuals.
+        scale_is_known: If True, the likelihood already has a noise scale. Otherwise, the scale is fitted to residuals.
     """
 
     network: nn.Module

@@ -40,7 +40,7 @@ class Candidate:
         settings: Settings that differ from the defaults of the method.
         excluded: Names of common settings that the method ignores, because they have another meaning for it.
         cost: Approximate training time, as a multiple of the training time of the baseline. Expensive methods are started first.
-        held_out: True if the method learns from held-out data, as temperature scaling does.
+        held_out: If True, the method learns from held-out data, as temperature scaling does.
         max_weights: Largest number of weights for which the method takes less than hours. Larger networks are skipped.
         short_run: Function that returns settings for a small number of epochs, given the epochs and the batches per epoch.
     """

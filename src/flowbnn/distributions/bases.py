@@ -121,7 +121,7 @@ class DiagonalNormal(Diagonal):
     Args:
         loc: Locations ``(..., dim)``.
         scale: Scales ``(..., dim)``, or one number.
-        validate_args: True to check arguments and values, as in ``torch.distributions``.
+        validate_args: If True, checks arguments and values, as in ``torch.distributions``.
 
     >>> q = DiagonalNormal(torch.zeros(3), torch.ones(3))
     >>> q.rsample((2,), generator=torch.Generator().manual_seed(0)).shape, round(q.entropy().item(), 4)
@@ -146,7 +146,7 @@ class DiagonalStudent(Diagonal):
         loc: Locations ``(..., dim)``.
         scale: Scales ``(..., dim)``, or one number.
         df: Degrees of freedom, above 0. The variance is finite above 2.
-        validate_args: True to check arguments and values, as in ``torch.distributions``.
+        validate_args: If True, checks arguments and values, as in ``torch.distributions``.
 
     >>> p = DiagonalStudent(torch.zeros(1), torch.ones(1), df=3.0)
     >>> round(p.log_prob(torch.zeros(1)).item(), 4), p.variance.item()
@@ -184,7 +184,7 @@ class DiagonalLaplace(Diagonal):
     Args:
         loc: Locations ``(..., dim)``.
         scale: Scales ``(..., dim)``, or one number.
-        validate_args: True to check arguments and values, as in ``torch.distributions``.
+        validate_args: If True, checks arguments and values, as in ``torch.distributions``.
 
     >>> p = DiagonalLaplace(torch.zeros(1), torch.ones(1))
     >>> round(p.log_prob(torch.zeros(1)).item(), 4), p.variance.item()
@@ -207,7 +207,7 @@ class DiagonalLogistic(Diagonal):
     Args:
         loc: Locations ``(..., dim)``.
         scale: Scales ``(..., dim)``, or one number.
-        validate_args: True to check arguments and values, as in ``torch.distributions``.
+        validate_args: If True, checks arguments and values, as in ``torch.distributions``.
 
     >>> p = DiagonalLogistic(torch.zeros(1), torch.ones(1))
     >>> round(p.log_prob(torch.zeros(1)).exp().item(), 4), round(p.variance.item(), 4)
@@ -231,7 +231,7 @@ class CircularUniform(Diagonal):
     Args:
         loc: Locations ``(..., dim)``.
         scale: Scales ``(..., dim)``, or one number.
-        validate_args: True to check arguments and values, as in ``torch.distributions``.
+        validate_args: If True, checks arguments and values, as in ``torch.distributions``.
 
     >>> CircularUniform(torch.zeros(1), torch.full((1,), math.pi)).log_prob(torch.tensor([7.0]))
     tensor(-1.8379)
@@ -256,7 +256,7 @@ class NormalMixture(_VectorDistribution):
     Args:
         loc: Means ``(..., components, dim)``.
         scale: Standard deviations ``(..., components, dim)``, or one number.
-        validate_args: True to check arguments and values, as in ``torch.distributions``.
+        validate_args: If True, checks arguments and values, as in ``torch.distributions``.
 
     >>> mixture = NormalMixture(torch.tensor([[-2.0], [2.0]]), 0.5)
     >>> mixture.mean, mixture.variance

@@ -122,7 +122,7 @@ class DiscretizedLogisticBase(Base):
         dim: Number of integers.
         components: Number of components of each mixture.
         values: Approximate number of values of an integer.
-        data_init: True to fit the mixtures to the first training batch by expectation maximization.
+        data_init: If True, the mixtures are fitted to the first training batch by expectation maximization.
 
     >>> DiscretizedLogisticBase(3)().sample((2,)).shape
     torch.Size([2, 3])

@@ -69,7 +69,7 @@ class Flow(Distribution):
         transform: A :class:`~flowbnn.transforms.Transform`.
         context: Context vectors of the transform. There is one distribution for each, so that all axes but the last join the batch
             shape.
-        validate_args: True to check values, as in ``torch.distributions``.
+        validate_args: If True, checks values, as in ``torch.distributions``.
 
     >>> from flowbnn.transforms import Affine
     >>> flow = Flow(torch.distributions.Independent(torch.distributions.Normal(torch.zeros(2), torch.ones(2)), 1), Affine(2))

@@ -20,7 +20,7 @@ class Step(NamedTuple):
 
     Args:
         transform: The transform.
-        inverse: True if the composition applies its inverse.
+        inverse: If True, the composition applies its inverse.
         path: Position in the composition.
         domain: Constraint of each number before the step.
         codomain: Constraint of each number after the step.

@@ -253,9 +253,9 @@ class NSF(StackedFlow):
         hidden: Widths of the hidden layers of the networks.
         bins: Number of bins of the splines.
         bound: Half width of the interval of the splines, by default 5; they are the identity outside.
-        autoregressive: True for autoregressive transforms with cheap densities instead of couplings. For cheap draws use
+        autoregressive: If True, the transforms are autoregressive with cheap densities instead of couplings. For cheap draws use
             ``IAF(dim, univariate=SplineMap(bins, bound))``.
-        circular: True if the entries are angles between ``-bound`` and ``bound``, by default pi. Angles are taken modulo one turn.
+        circular: If True, the entries are angles between ``-bound`` and ``bound``, by default pi. Angles are taken modulo one turn.
             For degrees use ``bound=180``. The default base is uniform.
         base: Base of the same length; standard normal by default.
 

@@ -115,7 +115,7 @@ class PixelFlow(ImageFlow):
         hidden: Widths of the networks; for images, one residual block of this many channels for each width.
         levels: Number of levels of images.
         values: Number of values of a pixel, which is an integer from 0; None for real pixels.
-        data_init: True to let ActNorm normalize the first training batch.
+        data_init: If True, ActNorm normalizes the first training batch.
         base: Base of the same length; standard normal by default.
     """
 
@@ -159,7 +159,7 @@ class Glow(PixelFlow):
         levels: Number of levels of images.
         values: Number of values of a pixel, which is an integer from 0. Densities are then bounds on log-probabilities by uniform
             dequantization. With None pixels are real numbers.
-        data_init: True to let ActNorm normalize the first training batch, for densities of data. With False it starts at the
+        data_init: If True, ActNorm normalizes the first training batch, for densities of data. If False, it starts at the
             identity, for noise.
         base: Base of the same length; standard normal by default.
 
@@ -204,7 +204,7 @@ class ResidualFlow(PixelFlow):
         hidden: Widths of the hidden layers of the blocks.
         levels: Number of levels of images.
         values: Number of values of a pixel, or None for real pixels, as in :class:`Glow`.
-        data_init: True to let ActNorm normalize the first training batch.
+        data_init: If True, ActNorm normalizes the first training batch.
         lipschitz: Lipschitz constant of each block.
         log_det: Computation of the log-determinant, as in :class:`~flowbnn.transforms.Residual`.
         cheap: Direction that costs one pass: ``"inverse"`` for densities, ``"forward"`` for draws.
@@ -258,7 +258,7 @@ class FlowPP(PixelFlow):
         hidden: Widths of the networks; for images, one residual block of this many channels for each width.
         levels: Number of levels of images.
         values: Number of values of a pixel, or None for real pixels, as in :class:`Glow`.
-        data_init: True to let ActNorm normalize the first training batch.
+        data_init: If True, ActNorm normalizes the first training batch.
         components: Number of components of the mixture of each :class:`~flowbnn.transforms.LogisticMixtureMap`.
         base: Base of the same length; standard normal by default.
 
@@ -334,7 +334,7 @@ class IDF(ImageFlow):
         levels: Number of levels of images. Half of the channels are split off at every level, at the last one twice.
         values: Approximate number of values of an integer, which sets the scale of networks and base. All integers are allowed.
         components: Number of components of the mixtures of discretized logistics that are the base.
-        data_init: True to fit these mixtures to the first training batch, for densities of data.
+        data_init: If True, these mixtures are fitted to the first training batch, for densities of data.
         base: Base of integers of the same length.
 
     >>> flow = IDF(2, length=2, values=10)
@@ -436,7 +436,7 @@ class DiscreteFlow(FlowModel):
         length: Number of transforms.
         hidden: Widths of the hidden layers of their networks.
         kind: ``"bipartite"`` for couplings, or ``"autoregressive"``, whose draws cost ``dim`` passes and probabilities one.
-        learn_scale: True to learn scales as well as shifts, as in :class:`~flowbnn.transforms.ModularMap`.
+        learn_scale: If True, learns scales as well as shifts, as in :class:`~flowbnn.transforms.ModularMap`.
         temperature: Temperature of the softmax that gradients pass through.
 
     >>> flow = DiscreteFlow(3, categories=4)

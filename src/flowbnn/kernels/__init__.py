@@ -54,8 +54,8 @@ class Group(NamedTuple):
     Args:
         chains: The chains.
         vectors: Vectors that the chains are applied to, concatenated in ``[rows, sum of lengths]``.
-        log_det: True to compute log-determinants.
-        allow_tf32: True to allow products of many rows in one pass of TF32 instead of three, with errors of about 1e-3. Use it if the
+        log_det: If True, log-determinants are computed.
+        allow_tf32: If True, allows products of many rows in one pass of TF32 instead of three, with errors of about 1e-3. Use it if the
             values are rounded to half precision afterwards.
     """
 
@@ -86,8 +86,8 @@ def evaluate(
     Args:
         chain: The chain.
         z: Rows ``[rows, dim]``.
-        log_det: True to compute log-determinants.
-        allow_tf32: True to allow products in TF32, as in :class:`Group`.
+        log_det: If True, log-determinants are computed.
+        allow_tf32: If True, allows products in TF32, as in :class:`Group`.
 
     Returns:
         The values ``[rows, dim]``, and the log-determinants ``[rows]`` or None.

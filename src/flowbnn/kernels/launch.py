@@ -156,8 +156,8 @@ class GroupTask:
         vectors: Vectors ``[rows, numbers]``.
         all_weights: Parameters of all chains.
         weight_slice: Position of these parameters among those of the call.
-        log_det: True to compute log-determinants.
-        allow_tf32: True to allow products in TF32.
+        log_det: If True, log-determinants are computed.
+        allow_tf32: If True, allows products in TF32.
     """
 
     shapes: tuple[ChainShape, ...]
@@ -234,7 +234,7 @@ def forward(task: GroupTask, save: bool, x: Tensor, log_dets: Tensor, saved: Ten
 
     Args:
         task: The task.
-        save: True to save what :func:`backward` needs.
+        save: If True, saves what :func:`backward` needs.
         x: Memory for the values ``[rows, numbers]``.
         log_dets: Memory for the log-determinants ``[chains, rows]``.
         saved: Memory for what is saved.

@@ -92,7 +92,7 @@ def forward(
         shape: Structure of the chain.
         weights: Parameters of the chain.
         z: Rows ``[rows, dim]``.
-        log_det: True to compute log-determinants.
+        log_det: If True, log-determinants are computed.
 
     Returns:
         The values, and the log-determinants ``[rows]`` or None.

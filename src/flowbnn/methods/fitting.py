@@ -191,8 +191,8 @@ def prepare(
         model: Network. Only the scale of its outputs may change.
         loader: Batches of ``(inputs, targets)``.
         options: Options of the fit.
-        trained: Whether the weights will be trained.
-        reset_noise: Whether learned noise starts at the size of the residuals even if the likelihood has another value.
+        trained: If True, the weights will be trained.
+        reset_noise: If True, learned noise starts at the size of the residuals even if the likelihood has another value.
     """
     trained = trained and any(weight.requires_grad for weight in weight_parameters(model))
     data = DataSummary.read(loader, options.likelihood, options.seed, options.num_data)
@@ -225,7 +225,7 @@ class FirstBatch(NamedTuple):
         inputs: Inputs on the device of the network.
         outputs: Outputs of the network, with its noise held at the mean.
         noise_inputs: Inputs of the layers with noise, by layer name.
-        from_sigmoid: Whether the outputs are the result of a sigmoid.
+        from_sigmoid: If True, the outputs are the result of a sigmoid.
     """
 
     inputs: Any
@@ -309,7 +309,7 @@ def warn_probabilities(likelihood: Likelihood, outputs: Tensor, from_sigmoid: bo
     Args:
         likelihood: Likelihood of the targets.
         outputs: Outputs of the network.
-        from_sigmoid: Whether the outputs are the result of a sigmoid.
+        from_sigmoid: If True, the outputs are the result of a sigmoid.
     """
     if not isinstance(likelihood, Categorical | Bernoulli):
         return

@@ -145,7 +145,7 @@ def batch_norm_statistics(
         count: Number of networks.
         loader: Batches of inputs and targets.
         seed: Seed of a shuffled loader.
-        progress: True to show a progress bar.
+        progress: If True, shows a progress bar.
     """
     states = []
     for index in track(range(count), "BatchNorm statistics", progress and is_main_process()):

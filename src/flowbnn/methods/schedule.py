@@ -59,7 +59,7 @@ class PlateauRun:
         schedule: Settings of the schedule.
         steps_per_epoch: Number of batches in an epoch.
         max_epochs: Largest number of epochs.
-        decay: Whether the learning rates decay after the plateau. Otherwise, the run ends there.
+        decay: If True, the learning rates decay after the plateau. Otherwise, the run ends there.
         skip_epochs: Number of first epochs to ignore, while the weight of the KL grows.
 
     >>> run = PlateauRun(PlateauSchedule(), steps_per_epoch=25, max_epochs=30)
@@ -158,8 +158,8 @@ def default_noise_lr(total_steps: int, plateau: bool, regression: bool) -> float
 
     Args:
         total_steps: Number of steps, or the largest number if ``plateau``.
-        plateau: Whether the run ends at a plateau of the ELBO.
-        regression: Whether the likelihood has a learned noise scale.
+        plateau: If True, the run ends at a plateau of the ELBO.
+        regression: If True, the likelihood has a learned noise scale.
 
     >>> default_noise_lr(1000, plateau=True, regression=False), default_noise_lr(1000, plateau=False, regression=True)
     (0.02, 0.05)

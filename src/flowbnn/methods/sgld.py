@@ -64,7 +64,7 @@ class SGLD(Method):
             gives a constant step size.
         exploration: Fraction of each cycle without snapshots, at its start, where steps are largest. With ``cycles=0``, fraction of the
             run.
-        preconditioned: True to scale steps by the root mean square of the gradient, as RMSprop does.
+        preconditioned: If True, steps are scaled by the root mean square of the gradient, as RMSprop does.
         damping: Constant added to the root mean square of the gradient.
         temperature: Temperature of the posterior; 1 for the exact posterior, below 1 for a narrower one.
         lr: Step size for the loss per example, as an ordinary learning rate.
@@ -179,7 +179,7 @@ class Langevin(torch.optim.Optimizer):
         lr: Step size :math:`\epsilon`.
         num_data: Number of examples :math:`N`.
         weight_decay: Precision of the prior per example, :math:`\lambda`.
-        preconditioned: False for :math:`G = 1`.
+        preconditioned: If False, :math:`G = 1`.
         damping: Damping :math:`\delta`, at least :math:`\epsilon \lambda` so that the prior alone never overshoots.
         min_adaptation: Minimum number of steps from which the preconditioner is estimated.
 

@@ -110,7 +110,7 @@ def temper(
         validation: Batches of ``(inputs, targets)`` to which the posterior was not fitted.
         samples: Number of samples of the predictions; None for the default of the posterior.
         seed: Seed of the predictions.
-        progress: True to show a progress bar.
+        progress: If True, shows a progress bar.
 
     >>> import flowbnn as fb
     >>> inputs = torch.randn(200, 2, generator=torch.Generator().manual_seed(0))

@@ -23,7 +23,7 @@ class GatedConvNet(nn.Module):
         hidden: Number of hidden channels.
         blocks: Number of residual blocks.
         context_dim: Length of the context vectors, which every pixel reads; 0 ignores the context.
-        bias: False for convolutions without biases, whose output is zero wherever all its inputs are zero.
+        bias: If True, convolutions have biases. If False, the output is zero wherever all its inputs are zero.
 
     >>> net = GatedConvNet(2, 6, hidden=8, blocks=1)
     >>> net(torch.ones(5, 4, 4, 2)).shape

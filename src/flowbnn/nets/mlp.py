@@ -111,7 +111,7 @@ def register_data_init(module: Any, data_init: bool) -> None:
 
     Args:
         module: The module.
-        data_init: True to wait for the first batch; False if the module is initialized already.
+        data_init: If True, the first batch will initialize the module. If False, it is initialized already.
     """
     module.register_buffer("initialized", torch.tensor(not data_init))
     # The same flag in Python, because a compiled graph cannot branch on a tensor.
@@ -230,7 +230,7 @@ class MaskedMLP(ConditionerMLP):
         order: Entries from first to last, every index from 0 to ``dim - 1`` once; by default in their own order.
         activation: Function that makes the activation between layers.
         context_dim: Length of the context vectors; 0 ignores the context.
-        interleaved: True if the outputs of one entry are adjacent; otherwise the first outputs of all entries come first, and so on.
+        interleaved: If True, the outputs of one entry are adjacent. Otherwise the first outputs of all entries come first, and so on.
         features: Number of adjacent inputs for each entry.
 
     >>> net = MaskedMLP(3, 2, hidden=(16,), order=[2, 0, 1])

@@ -205,7 +205,7 @@ class RunState:
         """Loads the checkpoint, or raises an error and changes nothing if it does not fit.
 
         Args:
-            warn: If True, warn about settings that have changed.
+            warn: If True, warns about settings that have changed.
         """
         path, rule = self.path, self.options.early_stop
         assert path is not None

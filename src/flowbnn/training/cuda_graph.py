@@ -265,7 +265,7 @@ class Recorder:
         """Returns True if a loss or gradient is known not to be finite.
 
         Args:
-            wait: If True, wait for the device to know.
+            wait: If True, waits for the device to know.
         """
         if wait:
             return bool(self.nonfinite.item())

@@ -42,7 +42,7 @@ class FiniteGuard:
 
         Args:
             recorder: Recorder of the steps, or None.
-            wait: If True, wait for the device; else use what is known already.
+            wait: If True, waits for the device. Otherwise uses what is known already.
         """
         position = self.state.position
         if recorder is not None and recorder.is_nonfinite(wait):

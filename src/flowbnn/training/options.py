@@ -83,7 +83,7 @@ class TrainingOptions:
         epochs: Number of passes over the loader.
         checkpoint: Checkpoint file (``*.safetensors``), or a folder, in which it is called ``last.safetensors``.
         checkpoint_every: Number of steps between two checkpoints. None saves at the end of every epoch.
-        resume: If True, continue from ``checkpoint`` if it exists. The random state and the hyperparameters of the optimizer and the
+        resume: If True, continues from ``checkpoint`` if it exists. The random state and the hyperparameters of the optimizer and the
             schedule, such as the learning rate, are those of the file. A warning lists settings that differ. ``epochs`` may have
             increased, and early stopping may have been dropped or given more patience.
         early_stop: Rule for early stopping, or None.
@@ -100,7 +100,7 @@ class TrainingOptions:
             half precision both convert convolutions to channels-last. ``"auto"`` is ``"graph"`` if that is safe (one device, a fused
             optimizer, float32 or bf16, a method of flowbnn), else ``"off"``. A warning is raised if a requested mode is not possible.
         seed: Seed of torch, numpy and ``random`` at the beginning of the run, the same in all processes.
-        progress: If True, show a progress bar on a terminal.
+        progress: If True, shows a progress bar on a terminal.
         tensorboard: Folder of TensorBoard logs with one point per epoch, or None.
         description: Label at the left of the progress bar.
 

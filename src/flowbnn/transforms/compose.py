@@ -45,7 +45,7 @@ def apply_transform(
         transform: The transform.
         value: Values to transform.
         context: Context vectors, which are broadcast to the batch.
-        inverse: True to apply the inverse.
+        inverse: If True, applies the inverse.
         extra_axes: Number of axes that events of the composition have in addition to those of the transform.
         path: Position in the composition; (0, 2) is the third transform of the first one.
 

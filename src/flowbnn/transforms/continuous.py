@@ -50,7 +50,7 @@ class NeuralODE(BidirectionalTransform):
             exact up to 8 dimensions, and in ``eval()`` up to 256.
         rtol: Relative tolerance of a step, at least 2e-6 in float32.
         atol: Absolute tolerance of a step, at least 2e-6 in float32.
-        adjoint: True to compute gradients by the adjoint equation.
+        adjoint: If True, gradients are computed by the adjoint equation.
         max_evaluations: Largest number of evaluations of the net in one solution; more raise an error.
         net: Module that is called as ``net(z, tc)`` and returns the velocity, where ``tc`` is the time followed by the context.
 

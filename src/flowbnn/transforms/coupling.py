@@ -34,13 +34,13 @@ class Coupling(ConditionedTransform):
         univariate: Map :math:`g` of single numbers.
         mask: Entries :math:`A`, which stay unchanged: ``"half"`` (the first half), ``"alternating"`` (entries 0, 2, 4, ...) or one
             boolean for each entry.
-        flip: True to exchange :math:`A` and :math:`B`.
+        flip: If True, exchanges :math:`A` and :math:`B`.
         hidden: Widths of the hidden layers of the default net, a :class:`~flowbnn.nets.ConditionerMLP`.
         activation: Function that makes an activation of the default net.
         context_dim: Length of the context vectors of the default net.
         net: Module that is called as ``net(q(z_A), context)`` and returns ``univariate.params_per_entry`` numbers for each entry of
             :math:`B`. With a convolution, such as :class:`~flowbnn.nets.GatedConvNet`, events are images with channels last.
-        compress: True to let the net read :math:`q(z_A)`; False for :math:`z_A` itself, as in the papers.
+        compress: If True, the net reads :math:`q(z_A)`. If False, it reads :math:`z_A` itself, as in the papers.
 
     >>> from flowbnn.transforms import SplineMap
     >>> spline = Coupling(4, SplineMap(bins=4), hidden=(8,))
@@ -117,7 +117,7 @@ class AdditiveCoupling(Coupling):
     Args:
         dim: Length of the vectors, at least 2.
         mask: Entries that stay unchanged, as in :class:`Coupling`.
-        flip: True to exchange the entries that stay and those that move.
+        flip: If True, exchanges the entries that stay and those that move.
         options: Further arguments of :class:`Coupling`.
 
     >>> x, log_det = AdditiveCoupling(3)(torch.ones(2, 3))
@@ -139,9 +139,9 @@ class AffineCoupling(Coupling):
     Args:
         dim: Length of the vectors, at least 2.
         mask: Entries that stay unchanged, as in :class:`Coupling`.
-        flip: True to exchange the entries that stay and those that move.
+        flip: If True, exchanges the entries that stay and those that move.
         bound: Largest absolute value of the log-scale.
-        positive_log_scale: True for positive log-scales only, as in :class:`~flowbnn.transforms.AffineMap`.
+        positive_log_scale: If True, all log-scales are positive, as in :class:`~flowbnn.transforms.AffineMap`.
         options: Further arguments of :class:`Coupling`.
 
     >>> x, log_det = AffineCoupling(4, mask="alternating", hidden=(8,))(torch.ones(2, 4))
@@ -188,9 +188,9 @@ class GlowStep(Compose):
 
     Args:
         dim: Length of the vectors, at least 2.
-        permute: True to draw a random permutation for the linear map, which mixes the halves of stacked steps sooner.
-        data_init: True to normalize the first training batch, as Glow does for densities of data. The coupling then has positive
-            log-scales. With False ActNorm starts at the identity, because noise of a trained network must keep its mean of one.
+        permute: If True, draws a random permutation for the linear map, which mixes the halves of stacked steps sooner.
+        data_init: If True, normalizes the first training batch, as Glow does for densities of data. The coupling then has positive
+            log-scales. If False, ActNorm starts at the identity, because noise of a trained network must keep its mean of one.
         generator: Generator of the linear map; torch's global one by default.
         coupling: Arguments of :class:`~flowbnn.transforms.AffineCoupling`, such as ``hidden``, ``flip`` and ``net``. With a
             :class:`~flowbnn.nets.GatedConvNet` it is a step of images with channels last.
@@ -247,7 +247,7 @@ class Autoregressive(ConditionedTransform):
             ``passes(event_shape)`` returns the length of the longest chain of dependent entries. Its ``event_dim`` is the number of
             axes of an event, by default one. For sequences use :class:`~flowbnn.nets.WaveNet`, for images
             :class:`~flowbnn.nets.PixelCNN`, features last.
-        compress: True to let the net read :math:`q`; False for the values themselves, as in the papers.
+        compress: If True, the net reads :math:`q`. If False, it reads the values themselves, as in the papers.
 
     >>> flow = Autoregressive(3, cheap="forward", hidden=(16,))
     >>> x, log_det = flow(torch.ones(2, 3))

@@ -193,7 +193,7 @@ class ModularMap(Univariate):
 
     Args:
         categories: Number :math:`K` of categories.
-        learn_scale: True to learn :math:`\sigma`, which is otherwise one.
+        learn_scale: If True, :math:`\sigma` is learned. Otherwise it is one.
         temperature: Temperature of the softmax.
 
     >>> z, logits = torch.eye(3)[1], torch.tensor([0.0, 0.0, 5.0])

@@ -247,7 +247,7 @@ class ActNorm(Affine):
     Args:
         dim: Length of the vectors.
         bound: Largest absolute value of the log-scale; the first one stays within 0.95 of it, where gradients still pass.
-        data_init: True to set the parameters by the first batch; with False this is :class:`Affine`, which starts at the identity.
+        data_init: If True, the first batch sets the parameters. If False, this is :class:`Affine`, which starts at the identity.
 
     >>> norm = ActNorm(2)
     >>> x, log_det = norm(torch.tensor([[1.0, 5.0], [3.0, 5.0]]))

@@ -28,8 +28,8 @@ class LULinear(BidirectionalTransform):
 
     Args:
         dim: Length of the vectors.
-        bias: True to add a shift :math:`b`.
-        permute: True to draw a random :math:`P`, which is saved in the ``state_dict``; otherwise :math:`P = I`.
+        bias: If True, adds a shift :math:`b`.
+        permute: If True, draws a random :math:`P`, which is saved in the ``state_dict``. Otherwise :math:`P = I`.
         bound: Largest absolute value of :math:`d`.
         init_std: Standard deviation of the initial off-diagonal entries of the parameter; 0 starts exactly at :math:`P`.
         generator: Generator of the random start; torch's global one by default.

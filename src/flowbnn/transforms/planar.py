@@ -78,8 +78,8 @@ class PlanarLU(Transform):
 
         Args:
             z: Vectors ``(..., dim)``.
-            log_det: False to skip the log-determinant.
-            allow_tf32: True to allow products in TF32, as in :class:`flowbnn.kernels.Group`.
+            log_det: If False, the log-determinant is skipped.
+            allow_tf32: If True, allows products in TF32, as in :class:`flowbnn.kernels.Group`.
         """
         chain = self.chain
         check_vectors(z, self.dim, self, *chain.weights[:1])

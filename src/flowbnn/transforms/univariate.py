@@ -72,7 +72,7 @@ class ConditionedTransform(BidirectionalTransform):
         dim: Length of the vectors.
         univariate: Map of single entries.
         net: Module that is called as ``net(value, context)``.
-        compress: True to let the net read ``univariate.read(value)`` instead of the values.
+        compress: If True, the net reads ``univariate.read(value)`` instead of the values.
     """
 
     net: Any
@@ -137,7 +137,7 @@ class AffineMap(Univariate):
 
     Args:
         bound: Largest absolute value :math:`b` of the log-scale.
-        positive_log_scale: True for :math:`s = b \tanh(\mathrm{softplus}(a - 2) / b) > 0`, much as in Glow. Numbers then only shrink
+        positive_log_scale: If True, :math:`s = b \tanh(\mathrm{softplus}(a - 2) / b) > 0`, much as in Glow. Numbers then only shrink
             on the way from data to the base, so that no unusual image diverges. The map does not start at the identity.
 
     >>> AffineMap().forward(torch.ones(1), torch.tensor([0.0, 2.0]))

@@ -151,7 +151,7 @@ class ExactHessian:
 
     Args:
         values: Values :math:`v` or probabilities :math:`p`, ``[b, C]``.
-        softmax: True for the Hessian of a softmax.
+        softmax: If True, the Hessian is that of a softmax.
     """
 
     def __init__(self, values: Tensor, softmax: bool = False) -> None:

@@ -52,7 +52,7 @@ class Laplace(Method):
             Frozen weights are excluded.
         prior_scale: Standard deviation of the Gaussian prior. ``"marginal likelihood"`` maximizes the evidence after training, which
             then uses a prior of scale 1.
-        per_layer: True for one prior scale per layer.
+        per_layer: If True, every layer has its own prior scale.
         predictive: Method of prediction. ``"linearized"`` linearizes the network in its weights, for which the approximation is
             exact. ``"sampled"`` uses networks with sampled weights. ``"probit"`` divides linearized logits by a function of their
             variance, without sampling (classification only). For an output layer the first two are the same and take one forward pass.

@@ -131,7 +131,7 @@ class LaplacePosterior(WeightPosterior):
 
         Args:
             inputs: Inputs of the network.
-            diagonal: True to return only the diagonal, ``[B, C]``.
+            diagonal: If True, returns only the diagonal, ``[B, C]``.
         """
         check_finite(inputs)
         return self._variance(clone_sharing_tensors(self.model), inputs, diagonal)

@@ -126,8 +126,8 @@ class PriorSearch:
 
     Args:
         scale: Standard deviation of the prior; None to maximize the evidence.
-        per_layer: True for one prior per layer.
-        learns_noise: True if the noise of a Gaussian likelihood is learned with the prior.
+        per_layer: If True, every layer has its own prior.
+        learns_noise: If True, the noise of a Gaussian likelihood is learned with the prior.
     """
 
     scale: float | None

@@ -76,8 +76,8 @@ class ChainSampler:
         """Runs all remaining transitions.
 
         Args:
-            resume: True to continue from the checkpoint file, if it exists.
-            progress: True to show a progress bar.
+            resume: If True, continues from the checkpoint file, if it exists.
+            progress: If True, shows a progress bar.
             description: Label of the progress bar.
 
         Returns:

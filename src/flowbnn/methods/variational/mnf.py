@@ -286,7 +286,7 @@ class MultiplicativeLayer(nn.Module):
     Args:
         weight: Initial mean of the weight.
         bias: Initial mean of the bias, or None.
-        by_filter: True if ``z`` has an entry for every filter, False for every input feature.
+        by_filter: If True, ``z`` has an entry for every filter. If False, it has one for every input feature.
         std: Initial standard deviation of weight and bias.
         z_std: Initial standard deviation of ``z``.
         transforms: Function from the dimension of ``z`` to the transforms of a flow.

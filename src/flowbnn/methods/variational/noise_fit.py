@@ -131,7 +131,7 @@ def plan_training(options: NoiseFitOptions, loader: Iterable[Any], learned_scale
     Args:
         options: Options of the fit.
         loader: Training data. A loader without a length is assumed to have 25 batches.
-        learned_scale: Whether the likelihood learns a noise scale.
+        learned_scale: If True, the likelihood learns a noise scale.
     """
     length, schedule = length_of(loader), options.schedule
     steps = length or 25

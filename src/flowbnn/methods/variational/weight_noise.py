@@ -43,9 +43,9 @@ def draw_rows(
     Args:
         shard: Rows of this process, or None.
         shape: Shape of the draws.
-        batched: True if the first axis is the batch.
+        batched: If True, the first axis is the batch.
         like: Tensor with the dtype and device of the draws.
-        signs: True to draw signs.
+        signs: If True, draws signs.
     """
 
     def draw(num_rows: int | None) -> Tensor:
