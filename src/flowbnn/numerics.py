@@ -1,11 +1,15 @@
 """Numerically stable functions of tensors."""
 
+import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
+
+# torch numbers the levels of forward-mode differentiation once per process, so two threads at a time get wrong derivatives
+FORWARD_MODE_LOCK = threading.RLock()
 
 
 def sum_rightmost(value: Tensor, dims: int) -> Tensor:

@@ -1,6 +1,7 @@
 """Tests of the posteriors of all methods: thread safety, samples and seeds."""
 
 import threading
+import time
 
 import pytest
 import torch
@@ -66,6 +67,32 @@ def test_seeded_predictions_do_not_use_the_global_generator(posterior):
     posterior.predict(x, 16, seed=0, adaptive=0.01)
     posterior.sample(0)
     assert torch.equal(torch.get_rng_state(), before)
+
+
+class Pause(nn.Module):
+    """Layer that waits, so that the passes of two threads overlap."""
+
+    def forward(self, x):
+        time.sleep(0.005)
+        return x
+
+
+def test_linearized_predictions_of_several_posteriors_are_thread_safe():
+    """Torch's levels of forward-mode differentiation belong to the process, not to a posterior."""
+    x, posteriors = blobs(16).tensors[0], []
+    for seed in range(3):
+        torch.manual_seed(seed)
+        network = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), Pause(), nn.Linear(8, 3))
+        method = fb.Laplace("diag", layers="all", epochs=1)
+        posteriors.append(method.fit(network, loader(blobs()), seed=0, **QUIET).use("linearized"))
+    expected, equal = [posterior.predict(x, 2, seed=0).samples for posterior in posteriors], []
+
+    def predict(number):
+        index = number % len(posteriors)
+        equal.append(torch.equal(posteriors[index].predict(x, 2, seed=0).samples, expected[index]))
+
+    run_in_threads(predict)
+    assert equal == [True] * THREADS
 
 
 @pytest.mark.parametrize("mode", ["shared", "mean", "off"])

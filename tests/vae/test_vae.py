@@ -366,3 +366,18 @@ def test_linear_autoencoder_and_options_that_its_fit_refuses():
         with pytest.raises(fb.FlowBNNError) as caught:
             fb.vae.fit_autoencoder(model, torch.rand(8, 4), **TWO_EPOCHS, **option)
         assert caught.value.argument == next(iter(option))
+
+
+def test_early_stopping_scores_the_loss_that_is_trained() -> None:
+    """With beta 0 the KL divergence grows without bound, so the ELBO would restore an early epoch."""
+    torch.manual_seed(0)
+    data, held_out = images(64), images(16)
+    vae = fb.vae.VAE((1, 4, 4), 2, hidden=(16,), beta=0.0)
+    options = {"lr": 0.03, "patience": 20, "seed": 0, "progress": False, "accelerator": "cpu"}
+    trained = fb.vae.fit_autoencoder(vae, data, validation=held_out, epochs=20, batch_size=16, **options)
+    losses, elbos = trained.history["validation_loss"], trained.history["validation_nll"]
+    assert elbos.index(min(elbos)) != losses.index(min(losses))
+    torch.manual_seed(0)
+    with torch.no_grad():
+        reconstruction = trained.terms(held_out)[0].mean()
+    assert min(losses) == pytest.approx(-float(reconstruction), rel=1e-5)

@@ -9,15 +9,23 @@ from typing import Annotated, Any, Literal
 import torch
 from torch import Tensor, nn
 
-from flowbnn.batches import check_finite, device_of, dtype_of
+from flowbnn.batches import check_finite, device_of, dtype_of, evaluation_mode
 from flowbnn.data import TensorLoader
 from flowbnn.density.density import Data, Density, gives_lower_bound
-from flowbnn.density.examples import Loader, check_loader, is_in_memory, make_loader, split_batch
+from flowbnn.density.examples import (
+    Loader,
+    check_loader,
+    is_in_memory,
+    iterate_batches,
+    make_loader,
+    split_batch,
+)
 from flowbnn.distributions.support import has_full_support
 from flowbnn.errors import FlowBNNError, check_shape, pluralize, quote_names, warn
 from flowbnn.options import Bounds, Count, Positive, UnitInterval, accepts_options_of, check, checked, options
 from flowbnn.training import Clock, EarlyStop, TrainingOptions, cosine, train
 from flowbnn.training.options import length_of
+from flowbnn.training.randomness import sampling_context
 from flowbnn.transforms import ActNorm, flow_matching_loss
 from flowbnn.transforms.base import check_distribution_module
 
@@ -39,7 +47,8 @@ class DensityOptions(TrainingOptions):
         warmup_fraction: Share of the steps over which the learning rate first grows linearly from zero. Otherwise the first steps of
             Adam would move all weights of a large flow at once.
         weight_decay: Weight decay of AdamW.
-        patience: Number of epochs without a better validation likelihood before the training stops. The best epoch is restored.
+        patience: Number of epochs without a better validation likelihood before the training stops. The best epoch is restored. A
+            flow with its own ``training_loss`` stops by that loss on the validation data.
         standardize: Fits data of mean 0 and standard deviation 1 and returns densities and samples in the units of the data. None
             standardizes vectors of real numbers for flows whose support is all real numbers.
         objective: ``"likelihood"``, or for continuous-time flows ``"flow-matching"``, which needs no ODE solver in training
@@ -94,7 +103,8 @@ def fit_density(flow: nn.Module, data: Data, **kwargs: Any) -> Density:
         )  # raises before the training rather than after its first epoch
         validate = partial(_validation_scores, density, held_out)
         if options.early_stop is None:
-            early_stop = EarlyStop(monitor="validation_nll", patience=options.patience)
+            monitor = "validation_loss" if hasattr(flow, "training_loss") else "validation_nll"
+            early_stop = EarlyStop(monitor=monitor, patience=options.patience)
             options = replace(options, early_stop=early_stop)
     groups = _parameter_groups(density, options.lr)
     optimizer = torch.optim.AdamW(groups, weight_decay=options.weight_decay, fused=True)
@@ -116,8 +126,20 @@ def fit_density(flow: nn.Module, data: Data, **kwargs: Any) -> Density:
 
 
 def _validation_scores(density: Density, held_out: Any) -> dict[str, float]:
-    """Returns the negative log-likelihood (NLL) of the validation data."""
-    return {"nll": -float(density.score(held_out).double().mean())}
+    """Returns the negative log-likelihood (NLL) of the validation data, and the mean of a flow's own ``training_loss``.
+
+    The loss is that of the end of the run, where annealed weights have their final values. The seed is the same in every epoch.
+    """
+    scores = {"nll": -float(density.score(held_out).double().mean())}
+    training_loss = getattr(density.flow, "training_loss", None)
+    if training_loss is not None:
+        total, count, end = 0.0, 0, Clock(1, 1, 1, 1, progress=1.0)
+        with evaluation_mode(density), sampling_context(device_of(density), 0):
+            for x, context in iterate_batches(held_out, None, density.flow):
+                total += len(x) * float(training_loss(density.standardize(x), context, end)[0])
+                count += len(x)
+        scores["loss"] = total / count
+    return scores
 
 
 class DensityObjective(nn.Module):

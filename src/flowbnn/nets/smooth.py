@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from flowbnn.nets.mlp import Length, check_context, check_output
-from flowbnn.numerics import at_least_single, inverse_softplus
+from flowbnn.numerics import FORWARD_MODE_LOCK, at_least_single, inverse_softplus
 from flowbnn.options import Count, Probability, checked
 
 LinearMap = Callable[[Tensor], Tensor]
@@ -211,7 +211,8 @@ class AutogradNet:
             return map_rows(lambda row: pullback(row)[0], v)
 
         def jvp(u: Tensor) -> Tensor:
-            return map_rows(lambda row: torch.func.jvp(self, (z,), (row,))[1], u)
+            with FORWARD_MODE_LOCK:
+                return map_rows(lambda row: torch.func.jvp(self, (z,), (row,))[1], u)
 
         return step, vjp, jvp
 

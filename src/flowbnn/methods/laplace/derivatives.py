@@ -17,6 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from flowbnn.batches import NetworkCaller, apply, call, is_out_of_memory, rows, take
 from flowbnn.errors import FlowBNNError
 from flowbnn.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood
+from flowbnn.numerics import FORWARD_MODE_LOCK
 
 
 def flat_outputs(model: nn.Module, inputs: Any) -> Tensor:
@@ -27,8 +28,11 @@ def flat_outputs(model: nn.Module, inputs: Any) -> Tensor:
 
 @contextmanager
 def _differentiable_attention() -> Iterator[None]:
-    """Context manager that selects an attention kernel with vmap and forward-mode support, and silences torch's own warnings."""
-    with warnings.catch_warnings(), sdpa_kernel(SDPBackend.MATH):
+    """Context manager that selects an attention kernel with vmap and forward-mode support, and silences torch's own warnings.
+
+    The kernel, the filters of warnings and the levels of forward mode belong to the process, so one thread at a time enters.
+    """
+    with FORWARD_MODE_LOCK, warnings.catch_warnings(), sdpa_kernel(SDPBackend.MATH):
         warnings.filterwarnings("ignore", ".*torch.jit.script.*", DeprecationWarning)
         warnings.filterwarnings("ignore", "There is a performance drop", UserWarning)
         yield
