@@ -220,10 +220,10 @@ def test_early_stopping_restores_the_best_epoch():
     assert "validation_accuracy" in posterior.history
 
 
-def test_several_samples_and_schedules_and_optimizers():
+def test_repeats_and_schedules_and_optimizers():
     posterior = fitted(
         epochs=2,
-        samples=3,
+        repeats=3,
         optimizer=torch.optim.SGD,
         schedule=lambda optimizer, steps: torch.optim.lr_scheduler.OneCycleLR(
             optimizer, [0.01, 0.1], total_steps=steps

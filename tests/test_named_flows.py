@@ -67,7 +67,7 @@ def test_flow_works_as_density_posterior_and_noise(name: str) -> None:
 
     batches = [(x, (x[:, 0] > 0).long())]
     for joint in (None, "layers"):
-        method = fb.NodeNoise(recipe(name, joint=joint, kl_samples=2), epochs=1, samples=1)
+        method = fb.NodeNoise(recipe(name, joint=joint, kl_samples=2), epochs=1, repeats=1)
         network = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 2))
         posterior = method.fit(network, batches, seed=0, progress=False)
         assert posterior.predict(x, 4, seed=0).log_samples.isfinite().all()

@@ -33,7 +33,9 @@ def fit(
         beta: Weight of the KL divergence.
         warmup: Fraction of the run over which the weight of the KL divergence grows from 0 to ``beta``.
         gamma: Weight of the entropy.
-        samples: Number of draws per example and step.
+        repeats: Number of copies of each example in a batch, each with noise of its own. The gradient of the noise has less variance, at
+            ``repeats`` times the cost of a step. Dropout of whole filters with repeated examples is the best single Wide ResNet of
+            Nado et al. 2021 (https://arxiv.org/abs/2106.04015); see also Hoffer et al. 2019 (https://arxiv.org/abs/1901.09335).
         optimizer: Function from parameter groups to an optimizer. Adam by default.
         schedule: Learning-rate schedule. ``"cosine"`` decays the rates to zero, from the start if ``epochs`` is set and otherwise after
             the plateau. None keeps them constant. A :class:`~flowbnn.methods.schedule.PlateauSchedule` changes the rules for the

@@ -126,6 +126,7 @@ CASES: dict[str, Case] = {
             {"rate": 1.0},
             {"rate": "a"},
             {"layers": 3},
+            {"repeats": 0},
         ),
     ),
     "deep-ensemble": Case(
@@ -191,7 +192,7 @@ CASES: dict[str, Case] = {
     ),
     "bayes-by-backprop": Case(
         lambda **settings: fb.BayesByBackprop(**SHORT | settings),
-        lambda: fb.BayesByBackprop(noise_lr=0.05, samples=2, **CONVERGED | {"epochs": 400, "lr": 0.05}),
+        lambda: fb.BayesByBackprop(noise_lr=0.05, repeats=2, **CONVERGED | {"epochs": 400, "lr": 0.05}),
         "mean-field",
         "its weights are independent",
         samples=4000,

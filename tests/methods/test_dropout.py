@@ -223,3 +223,13 @@ def test_padding_does_not_bypass_the_masks():
     x[:, 3, 0] = 2.0
     posterior = posterior_of(Padded(), x)
     assert posterior.predict(x, 4, seed=0).log_samples.std(0).max() > 0.01
+
+
+@pytest.mark.parametrize("rate", [None, 0.3], ids=["own layers", "added"])
+def test_repeats_put_copies_of_each_example_into_a_batch(rate):
+    rows: list[int] = []
+    network = nn.Sequential(nn.Linear(2, 4), nn.Dropout(0.5), nn.Linear(4, 3))
+    network[0].register_forward_hook(lambda module, args, outputs: rows.append(len(outputs)))
+    batches = [(torch.randn(6, 2), torch.arange(6) % 3)] * 2
+    fb.MCDropout(rate, epochs=1, repeats=3).fit(network, batches, **QUIET)
+    assert rows.count(18) == 2

@@ -63,7 +63,7 @@ def two_samples_of_a_mixture(**options):
     rules = {"0": fb.noise.NormalAffine(components=3), "*": fb.noise.NormalGlow(1)}
     inputs = torch.randn(17, 3, generator=torch.Generator().manual_seed(2))
     loader = TensorLoader(inputs, inputs.sum(1, keepdim=True), batch_size=8, shuffle=True)
-    return fb.fit(fb.to_stochastic(network, rules), loader, samples=2, clip_gradient=0.5, **options)
+    return fb.fit(fb.to_stochastic(network, rules), loader, repeats=2, clip_gradient=0.5, **options)
 
 
 def device_batches(**options):

@@ -22,12 +22,23 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from flowbnn.batches import call, device_of, evaluation_mode, has_row_axis, move, record_calls, repeat, take
+from flowbnn.batches import (
+    call,
+    device_of,
+    evaluation_mode,
+    has_row_axis,
+    move,
+    record_calls,
+    repeat,
+    repeat_each,
+    split_batch,
+    take,
+)
 from flowbnn.convert import to_stochastic
 from flowbnn.errors import quote_names, warn
 from flowbnn.likelihoods import Likelihood
 from flowbnn.methods.base import FitOptions, Method, register_method
-from flowbnn.methods.fitting import prepare
+from flowbnn.methods.fitting import Forward, LossAndLogs, negative_log_likelihood, prepare
 from flowbnn.methods.network_layers import (
     disable_nested_tensors,
     dropout_layers,
@@ -37,14 +48,14 @@ from flowbnn.methods.variational.noise_fit import NoiseFitOptions, fit_noise
 from flowbnn.noise import Dropout
 from flowbnn.noise.layout import wrappable_layers
 from flowbnn.numerics import constant
-from flowbnn.options import Probability, accepts_options_of, checked, options
+from flowbnn.options import Count, Probability, accepts_options_of, checked, options
 from flowbnn.posterior.base import Posterior, Prediction
 from flowbnn.posterior.noise import NoisePosterior
 from flowbnn.posterior.prediction import new_seed
 from flowbnn.posterior.trace import try_call
 from flowbnn.posterior.weights import generator_of
 from flowbnn.regression import fit_noise_scale
-from flowbnn.training import History
+from flowbnn.training import Clock, History
 
 
 @register_method
@@ -64,6 +75,8 @@ class MCDropout(Method):
             0.1 by default.
         layers: Glob of the layers before which dropout is added. By default, all layers except the first, which reads the data.
         prior_scale: Standard deviation :math:`\sigma` of the prior, which gives a weight decay of :math:`(1 - p) / \sigma^2 N`.
+        repeats: Number of copies of each example in a batch, each with a mask of its own. It reduces the variance of the gradient, at
+            ``repeats`` times the cost of a step (Nado et al. 2021, https://arxiv.org/abs/2106.04015).
 
     >>> import torch
     >>> loader = [(torch.randn(8, 2), torch.arange(8) % 3)]
@@ -74,6 +87,7 @@ class MCDropout(Method):
 
     rate: Probability | None = None
     layers: str | None = field(default=None, kw_only=True)
+    repeats: Count = field(default=1, kw_only=True)
 
     @accepts_options_of(FitOptions)
     def fit(self, network: nn.Module, loader: Iterable[Any], **kwargs: Any) -> Posterior:
@@ -91,10 +105,21 @@ class MCDropout(Method):
             posterior = NoisePosterior(self._add_dropout(model, rate).eval(), likelihood)
             fit_noise_scale(posterior, loader, options.seed)
             return posterior
-        settings = {name: getattr(self, name) for name in ("epochs", "optimizer", "schedule")}
+        settings = {name: getattr(self, name) for name in ("epochs", "optimizer", "schedule", "repeats")}
         settings["weight_decay"] = self._weight_decay(rate, loader, options)
         fit_options = NoiseFitOptions(weight_lr=self.lr, **settings, **kwargs)
         return fit_noise(self._add_dropout(model, rate), loader, fit_options)
+
+    def _loss(self, model: nn.Module) -> Callable[..., LossAndLogs]:
+        """Returns the loss of :meth:`fit_point`, with ``repeats`` copies of each example."""
+        if self.repeats == 1:
+            return negative_log_likelihood
+
+        def loss(likelihood: Likelihood, forward: Forward, batch: Any, clock: Clock) -> LossAndLogs:
+            copies = repeat_each(split_batch(batch), self.repeats)
+            return negative_log_likelihood(likelihood, forward, copies, clock)
+
+        return loss
 
     def _weight_decay(self, rate: float, loader: Iterable[Any], options: FitOptions) -> float:
         return (1.0 - rate) / (self.prior_scale**2 * options.num_examples(loader))

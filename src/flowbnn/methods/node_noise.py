@@ -98,6 +98,6 @@ class NodeNoise(Variational):
         model, options = self.setup(network, loader, kwargs)
         with temporary_seed(options.seed):
             noisy = to_stochastic(model, self.rules(), inplace=True)
-        names = ("epochs", "noise_lr", "beta", "gamma", "warmup", "samples", "optimizer", "schedule")
+        names = ("epochs", "noise_lr", "beta", "gamma", "warmup", "repeats", "optimizer", "schedule")
         settings = {name: getattr(self, name) for name in names}
         return fit_noise(noisy, loader, NoiseFitOptions(weight_lr=self.lr, **settings, **kwargs))

@@ -65,7 +65,7 @@ class Variational(Method):
         noise_lr: Learning rate of all other parameters.
         beta: Weight of the KL divergence.
         warmup: Fraction of the run over which the weight of the KL divergence grows from 0 to ``beta``.
-        samples: Number of draws per step.
+        repeats: Number of draws per step. Each draw serves a copy of every example.
     """
 
     epochs: Count = 20
@@ -73,7 +73,7 @@ class Variational(Method):
     noise_lr: Positive = 5e-3
     beta: NonNegative = 1.0
     warmup: UnitInterval = 0.0
-    samples: Count = 1
+    repeats: Count = 1
 
 
 def fit_elbo(
@@ -111,7 +111,7 @@ def fit_elbo(
         {"name": "likelihood", "params": noise, "lr": max(method.noise_lr, method.likelihood_lr)},
     ]
     objective = ELBO(likelihood, prepared.data.require_num_examples(), method.beta)
-    settings = {name: getattr(method, name) for name in ("beta", "warmup", "samples")}
+    settings = {name: getattr(method, name) for name in ("beta", "warmup", "repeats")}
     posterior.history = train_posterior(
         posterior,
         make_weight_loss(objective, divergence, method),
@@ -136,7 +136,7 @@ def make_weight_loss(objective: ELBO, divergence: Callable[[], Divergence], meth
         divergence: Function that returns the KL divergence and the entropy of the distribution of weights.
         method: Settings of the method.
     """
-    likelihood, samples = objective.likelihood, method.samples
+    likelihood, repeats = objective.likelihood, method.repeats
     log_scale = likelihood.log_scale if learns_noise(likelihood) else None
 
     def loss(forward: Forward, batch: Any, clock: Clock) -> LossAndLogs:
@@ -149,9 +149,9 @@ def make_weight_loss(objective: ELBO, divergence: Callable[[], Divergence], meth
             with torch.no_grad():
                 second = forward(inputs)
             correction = draw_variance_term(log_scale, outputs, second)
-        if samples > 1:  # each draw of the weights serves all examples
-            outputs = torch.cat([outputs, *(forward(inputs) for _ in range(samples - 1))])
-            targets = repeat(targets, samples)
+        if repeats > 1:  # each draw of the weights serves all examples
+            outputs = torch.cat([outputs, *(forward(inputs) for _ in range(repeats - 1))])
+            targets = repeat(targets, repeats)
         weight = warm_up(clock.progress, method.warmup)
         terms = objective.terms(outputs, targets, Divergences({}, divergence()), weight)
         logs = terms.logs()

@@ -53,7 +53,7 @@ class NoiseFitOptions(FitOptions):
     beta: NonNegative = 1.0
     warmup: UnitInterval = 0.0
     gamma: NonNegative = 0.0
-    samples: Count = 1
+    repeats: Count = 1
     optimizer: Callable[..., torch.optim.Optimizer] | None = None
     schedule: SchedulerFactory | PlateauSchedule | Literal["cosine"] | None = "cosine"
     validation_samples: Count = 8
@@ -176,7 +176,7 @@ def train_noise(
         plan: Length and learning rates.
         prepared: Result of the preparation.
     """
-    settings = {name: getattr(options, name) for name in ("beta", "gamma", "warmup", "samples")}
+    settings = {name: getattr(options, name) for name in ("beta", "gamma", "warmup", "repeats")}
     with noise_mode(posterior.model, "sample"):
         history = train_posterior(
             posterior,
@@ -229,7 +229,7 @@ def make_loss(model: nn.Module, objective: ELBO, options: NoiseFitOptions, num_r
         options: Options of the fit.
         num_rows: Number of examples from which the initial noise scale was estimated.
     """
-    likelihood, warmup, samples = objective.likelihood, options.warmup, options.samples
+    likelihood, warmup, repeats = objective.likelihood, options.warmup, options.repeats
     log_scale = likelihood.log_scale if learns_noise(likelihood) else None
     # the estimate has no error if it is made from all examples
     error = math.sqrt(0.5 / num_rows * max(0.0, 1.0 - num_rows / objective.num_data))
@@ -244,7 +244,7 @@ def make_loss(model: nn.Module, objective: ELBO, options: NoiseFitOptions, num_r
                 log_scale.clamp_(max=limit)
         weight = warm_up(clock.progress, warmup) if warmup else 1.0
         check = should_check_targets(targets, clock)
-        terms = objective(model, inputs, targets, weight, samples, forward, check)
+        terms = objective(model, inputs, targets, weight, repeats, forward, check)
         return terms.loss, terms.logs()
 
     return loss
