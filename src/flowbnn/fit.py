@@ -33,7 +33,7 @@ def fit(
         beta: Weight of the KL divergence.
         warmup: Fraction of the run over which the weight of the KL divergence grows from 0 to ``beta``.
         gamma: Weight of the entropy.
-        repeats: Number of copies of each example in a batch, each with noise of its own. The gradient of the noise has less variance, at
+        repeats: Number of copies of each example in a batch, each with noise of its own. The gradient has less variance, at
             ``repeats`` times the cost of a step. Dropout of whole filters with repeated examples is the best single Wide ResNet of
             Nado et al. 2021 (https://arxiv.org/abs/2106.04015); see also Hoffer et al. 2019 (https://arxiv.org/abs/1901.09335).
         optimizer: Function from parameter groups to an optimizer. Adam by default.
