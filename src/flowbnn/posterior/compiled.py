@@ -23,8 +23,8 @@ from flowbnn.posterior.trace import ForwardTrace
 from flowbnn.posterior.vmap_rules import VmapRules
 from flowbnn.training.device import quiet_compiler, unlimited_recompiles
 
-# floating-point operations of a pass that keep a large GPU busy (4,096 images of VGG16); a CPU is busy with one sample
-FULL_PASS_FLOPS = {"cpu": 0.0, "cuda": 2.7e12}
+# floating-point operations of a pass that keep a large GPU busy (8,192 images of VGG16); a CPU is busy with one sample
+FULL_PASS_FLOPS = {"cpu": 0.0, "cuda": 5.5e12}
 
 
 def compile_errors() -> tuple[type[Exception], ...]:
