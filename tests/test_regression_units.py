@@ -5,6 +5,7 @@ import warnings
 
 import pytest
 import torch
+from method_cases import CASES
 from problems import QUIET
 from regression_problems import batches, best_nll, curve, network, residual, solved
 from torch import nn
@@ -103,3 +104,23 @@ def test_a_trained_network_in_small_units_keeps_them_if_the_first_batch_is_flat(
 
     posterior = fb.MLE(epochs=1, lr=1e-7).fit(Sine(), TensorLoader(x, y, batch_size=2000), seed=0, **QUIET)
     assert list(posterior.model.state_dict()) == ["amplitude"]
+
+
+@pytest.mark.filterwarnings("ignore::flowbnn.errors.FlowBNNWarning")
+@pytest.mark.parametrize("name", list(CASES))
+def test_targets_in_double_precision_far_from_zero_keep_their_digits(name):
+    """In single precision the targets would be multiples of 8."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(96, 4, generator=generator)
+    y = 1e8 + x.double() @ torch.tensor([[0.5], [-0.5], [0.5], [-0.5]], dtype=torch.float64)
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+    posterior = CASES[name].make().fit(net, TensorLoader(x, y, batch_size=32), seed=0, **QUIET)
+    scores = posterior.predict(x, 16, seed=0).evaluate(y)
+    assert scores["rmse"] < 0.5
+    assert scores["coverage_90"] > 0.7
+
+
+def test_integer_targets_of_a_regression_keep_their_digits():
+    targets = torch.tensor([1_763_471_101, 1_763_471_102])
+    assert fb.likelihoods.Gaussian(1.0).canonical_targets(targets).diff().item() == 1.0

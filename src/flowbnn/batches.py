@@ -194,6 +194,17 @@ def move(inputs: Any, device: torch.device, dtype: torch.dtype | None = None) ->
     return convert(inputs) if isinstance(inputs, Tensor) else apply(inputs, convert)
 
 
+def move_data(data: tuple[Any, Tensor], network: nn.Module) -> tuple[Any, Tensor]:
+    """Returns inputs on the device and in the dtype of a network, and targets on its device in their own dtype.
+
+    Args:
+        data: Inputs and targets.
+        network: Network to call with the inputs.
+    """
+    inputs, targets = data
+    return move(inputs, device_of(network), dtype_of(network)), targets.to(device_of(network))
+
+
 class NetworkCaller(nn.Module):
     """Module that calls a network with a tensor, tuple or mapping, on the device and in the dtype of its weights.
 

@@ -114,6 +114,30 @@ def output_scale(network: nn.Module, width: int) -> tuple[Tensor, Tensor]:
     return loc, scale
 
 
+def scale_dtype(network: nn.Module, statistics: TargetStatistics) -> torch.dtype | None:
+    """Returns the dtype of location and scale: that of the network, or float64 if targets are far from zero.
+
+    The targets are far from zero if rounding their mean to the precision of the network changes it by more than a thousandth of
+    their standard deviation. The outputs of the network are then in float64, which holds such targets.
+
+    Args:
+        network: Network to scale.
+        statistics: Statistics of all targets.
+
+    >>> statistics = TargetStatistics()
+    >>> statistics.add(torch.tensor([1e8 - 1, 1e8 + 1], dtype=torch.float64))
+    >>> scale_dtype(nn.Linear(2, 1), statistics)
+    torch.float64
+    """
+    dtype = dtype_of(network)
+    if dtype is None:
+        return None
+    error = torch.finfo(dtype).eps * statistics.mean.abs()
+    varying = is_varying(statistics.mean, statistics.variance)
+    far = varying & (error > 1e-3 * statistics.variance.sqrt())
+    return torch.float64 if dtype == torch.float32 and bool(far.any()) else dtype
+
+
 def needs_standardization(
     network: nn.Module, outputs: Tensor, targets: Tensor, statistics: TargetStatistics
 ) -> Tensor:
@@ -181,7 +205,7 @@ def standardize_targets(
         scale = torch.where(far & varying, std, scale)
         if likelihood.noise == "predicted":  # the second half of the outputs is the log-variance
             loc, scale = torch.cat([loc, 2.0 * scale.log()]), torch.cat([scale, torch.ones_like(scale)])
-        device, dtype = device_of(network), dtype_of(network)
+        device, dtype = device_of(network), scale_dtype(network, statistics)
         if SCALE in network._buffers:
             outputs = (outputs - network.get_buffer(LOC)) / network.get_buffer(SCALE)
         set_output_scale(network, loc.to(device, dtype), scale.to(device, dtype))

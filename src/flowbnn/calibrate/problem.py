@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from flowbnn.batches import copy_network, device_of, dtype_of, move, pick, take
+from flowbnn.batches import copy_network, device_of, move_data, pick, take
 from flowbnn.calibrate.flow import FlowFit, fit_flow
 from flowbnn.convert import Rule, to_stochastic
 from flowbnn.diagnostics.fixed_data import check_row_independence, read_fixed_data
@@ -93,7 +93,7 @@ def read_held_out(
     prepared = prepare(network, batches, FitOptions(likelihood=likelihood, seed=seed), trained=False)
     prepared.check_batch(data)
     prepared_likelihood = prepared.likelihood
-    inputs, targets = move(data, device_of(network), dtype_of(network))
+    inputs, targets = move_data(data, network)
     targets = prepared_likelihood.canonical_targets(targets).to(device_of(network))
     scale_is_known = not learns_noise(prepared_likelihood) or (
         isinstance(likelihood, Gaussian) and bool(likelihood.log_scale.any())

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flowbnn.batches import device_of, dtype_of, halve_rows_on_oom, move, rewrap_forward_errors, take
+from flowbnn.batches import device_of, halve_rows_on_oom, move_data, rewrap_forward_errors, take
 from flowbnn.diagnostics.fixed_data import check_row_independence, read_fixed_data
 from flowbnn.errors import FlowBNNError
 from flowbnn.methods.mcmc.hamiltonian import make_potential
@@ -59,7 +59,7 @@ class NoiseTarget:
             FlowBNNError: If the network or the likelihood does not accept the data.
         """
         data = read_fixed_data(loader, self.seed, purpose)
-        inputs, targets = move(data, self.device, dtype_of(self.network.model))
+        inputs, targets = move_data(data, self.network.model)
         with rewrap_forward_errors(inputs), torch.no_grad():
             noise = self.draw(min(2, len(targets)))[0].to(self.dtype)
             outputs = self.network.outputs(take(inputs, 0, 2), noise)

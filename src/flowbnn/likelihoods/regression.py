@@ -66,7 +66,7 @@ class Gaussian(Likelihood):
 
     def canonical_targets(self, targets: Tensor) -> Tensor:
         """Returns targets as floating point numbers."""
-        return targets if targets.is_floating_point() else targets.float()
+        return targets if targets.is_floating_point() else targets.double()
 
     def average_outputs(self, outputs: Sequence[Tensor]) -> Tensor:
         """Returns the mean. With predicted noise, the Gaussian has the mean and the variance of the mixture."""

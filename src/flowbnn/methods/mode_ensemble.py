@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Literal, Self
 import torch
 from torch import Tensor, nn
 
-from flowbnn.batches import device_of, dtype_of, move, pick, take
+from flowbnn.batches import device_of, dtype_of, move_data, pick, take
 from flowbnn.convert import to_stochastic
 from flowbnn.errors import pluralize
 from flowbnn.likelihoods import Gaussian, Likelihood, learns_noise
@@ -91,7 +91,7 @@ class ModeEnsemble(Method):
         data = gather_data(loader, prepared.check_batch, seed)
         point = self.fit_point(model, loader, options, weight_decay=1.0 / num_data, prepared=prepared)
         model, likelihood = point.model.eval(), point.likelihood
-        inputs, targets = move(data, device_of(model), dtype_of(model))
+        inputs, targets = move_data(data, model)
         default_scale = 0.5  # as in NodeNoise
         noisy_model = self._noisy_model(model, first_inputs, default_scale)
         search = _ModeSearch(noisy_model, likelihood, inputs, targets, num_data, seed)

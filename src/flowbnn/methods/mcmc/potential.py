@@ -20,10 +20,8 @@ from torch.func import functional_call, vmap
 from flowbnn.batches import (
     NetworkCaller,
     check_finite_batch,
-    device_of,
-    dtype_of,
     join,
-    move,
+    move_data,
     shapes,
     split_batch,
     take,
@@ -104,7 +102,7 @@ class NetworkPotential:
         rows_per_pass: int = 4096,
     ) -> None:
         self.model, self.likelihood = NetworkCaller(model.eval()), likelihood.eval()
-        self.inputs, self.targets = move(data, device_of(model), dtype_of(model))
+        self.inputs, self.targets = move_data(data, model)
         self.scale = num_data / len(self.targets)
         self.sites, self.rows_per_pass = sites, rows_per_pass
         values = {name: value.detach() for name, value in model.named_parameters() if value.requires_grad}
