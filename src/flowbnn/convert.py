@@ -241,16 +241,17 @@ class FixedNoise(Noise):
         noise: Noise to replace.
         vector: Constant factors.
         seed: Seed of the draw at site ``position``. A noise map is drawn at the first input of its size, and stored.
+        index: Index of that draw.
     """
 
     fixed = True
 
-    def __init__(self, noise: Noise, vector: Tensor, seed: int | None = None) -> None:
+    def __init__(self, noise: Noise, vector: Tensor, seed: int | None = None, index: int = 0) -> None:
         super().__init__(noise.layout, "channel" if seed is None else noise.site)
         self.label, self.default_mode = "fixed", NoiseMode("shared", 1)
         self.register_buffer("vector", vector.detach().clone())
         # in a tuple, so that the noise is not registered as a submodule
-        self.source = (noise, seed or 0, vector.device) if self.site == "position" else None
+        self.source = (noise, seed or 0, vector.device, index) if self.site == "position" else None
 
     def draw(self, shape: Shape, generator: OptionalGenerator = None) -> Tensor:
         return self.mean().expand(*shape, -1)
@@ -267,8 +268,10 @@ class FixedNoise(Noise):
         name = "_".join(map(str, ("map", call, *at)))
         if self._buffers.get(name) is None:
             assert self.source is not None
-            noise, layer_seed, source_device = self.source
-            maps = constant(lambda: noise.shared_maps(at, 0, 1, layer_seed, source_device, call).to(device))
+            noise, layer_seed, source_device, index = self.source
+            maps = constant(
+                lambda: noise.shared_maps(at, index, index + 1, layer_seed, source_device, call).to(device)
+            )
             if torch.compiler.is_exporting():
                 return maps
             self.register_buffer(name, maps, persistent=False)
@@ -308,17 +311,24 @@ def to_deterministic(model: nn.Module, *, absorb: bool = False) -> nn.Module:
 
 
 @torch.no_grad()
-def fix_noise(model: nn.Module, seed: int | None) -> nn.Module:
-    """Returns a copy of a stochastic network whose noise is fixed at the first shared draw of ``seed``."""
-    model = deepcopy(model).eval()
-    modes, device, fixed = make_noise_modes(model, "shared", 1, seed), device_of(model), {}
-    for name, noise in noise_layers(model).items():
-        layer_seed = modes[noise.key].seed
-        fixed[name] = FixedNoise(noise, noise.shared_vectors(1, layer_seed, device)[0], layer_seed)
-    _replace_noise(model, fixed)
-    for module in model.modules():
-        vars(module).pop("flowbnn_nested", None)  # nested tensors stay disabled, as in predictions
-    return model
+def fix_noise(model: nn.Module, samples: int, seed: int | None) -> list[nn.Module]:
+    """Returns copies of a stochastic network whose noise is fixed, one for each shared draw of ``seed``."""
+    source = deepcopy(model).eval()
+    layers, device, networks = noise_layers(source), device_of(source), []
+    modes = make_noise_modes(source, "shared", samples, seed)
+    seeds = {name: modes[noise.key].seed for name, noise in layers.items()}
+    vectors = {name: noise.shared_vectors(samples, seeds[name], device) for name, noise in layers.items()}
+    for index in range(samples):
+        network = deepcopy(source)
+        fixed = {
+            name: FixedNoise(noise, vectors[name][index], seeds[name], index)
+            for name, noise in layers.items()
+        }
+        _replace_noise(network, fixed)
+        for module in network.modules():
+            vars(module).pop("flowbnn_nested", None)  # nested tensors stay disabled, as in predictions
+        networks.append(network)
+    return networks
 
 
 def _replace_noise(model: nn.Module, fixed: Mapping[str, FixedNoise]) -> None:

@@ -61,6 +61,16 @@ def test_sample_is_the_first_network_of_a_prediction(posterior):
             torch.testing.assert_close(probabilities, first, rtol=1e-5, atol=1e-6)
 
 
+def test_networks_are_those_of_a_prediction(posterior):
+    x = blobs(16).tensors[0]
+    for samples in (3, 33):  # draws are made in blocks of 32
+        networks = posterior.networks(samples, seed=4)
+        with torch.no_grad():
+            probabilities = torch.stack([network(x).softmax(-1) for network in networks])
+        expected = posterior.predict(x, samples, seed=4).samples
+        torch.testing.assert_close(probabilities, expected, rtol=1e-5, atol=1e-6)
+
+
 def test_seeded_predictions_do_not_use_the_global_generator(posterior):
     x, before = blobs(16).tensors[0], torch.get_rng_state()
     posterior.predict(x, 4, seed=0)

@@ -45,14 +45,15 @@ def test_sample_is_the_first_network_of_a_prediction(case, site):
     torch.manual_seed(0)
     posterior = posterior_of(examples_first(case), fb.noise.NormalAffine(site=site))
     inputs = double(x.movedim(case.batch_axis, 0) for x in case.inputs())
-    first = logits(posterior, inputs, 5, seed=3)[0]
-    one = posterior.sample(3)
+    outputs = logits(posterior, inputs, 5, seed=3)
+    first, one, third = outputs[0], posterior.sample(3), posterior.networks(5, 3)[2]
     posterior.cache.values.clear()
     fresh = posterior.sample(3)  # of a posterior that has not predicted
     with torch.no_grad():
         found = one(*inputs)
         assert (found - first).abs().max() <= 1e-6 * first.abs().max()
         assert (fresh(*inputs) - first).abs().max() <= 1e-6 * first.abs().max()
+        assert (third(*inputs) - outputs[2]).abs().max() <= 1e-6 * outputs[2].abs().max()
         for again in (one, fb.to_deterministic(one), copy.deepcopy(one)):
             assert torch.equal(again(*inputs), found)
     assert not noise_layers(one)

@@ -189,15 +189,18 @@ class DropoutPosterior(Posterior):
             return prediction.run(inputs, networks(), len(samples))
 
     @checked
-    def sample(self, seed: int | None = None) -> nn.Module:
-        """Returns a copy of the network with fixed masks: the first network of a prediction with this seed."""
-        network = deepcopy(self.model).eval()
-        masks = DropoutMasks(network, self.axes or {})
-        masks.select(new_seed() if seed is None else seed, 0)
-        masks.__enter__()
-        for layer in dropout_layers(network):
-            layer.p = 0.0  # the masks replace torch's dropout in training mode, too
-        return network
+    def networks(self, samples: Count, seed: int | None = None) -> list[nn.Module]:
+        """Returns copies of the network with fixed masks, those of a prediction with this seed."""
+        seed, networks = new_seed() if seed is None else seed, []
+        for index in range(samples):
+            network = deepcopy(self.model).eval()
+            masks = DropoutMasks(network, self.axes or {})
+            masks.select(seed, index)
+            masks.__enter__()
+            for layer in dropout_layers(network):
+                layer.p = 0.0  # the masks replace torch's dropout in training mode, too
+            networks.append(network)
+        return networks
 
     def settings(self) -> dict[str, Any]:
         return {"axes": self.axes}

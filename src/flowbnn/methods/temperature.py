@@ -197,8 +197,8 @@ class TemperedPosterior(Posterior):
     r"""Posterior whose predictions are scaled by a temperature :math:`T`. Above 1, the inner posterior is overconfident.
 
     For classification, the logits of every sample are divided by :math:`T`. For regression, the predictive distribution is scaled
-    about its mean, so that its standard deviation is multiplied by :math:`T`. ``sample`` and ``draws`` then return networks of the
-    inner posterior without scaling, because the mean prediction depends on all networks.
+    about its mean, so that its standard deviation is multiplied by :math:`T`. ``networks``, ``sample`` and ``draws`` then return
+    networks of the inner posterior without scaling, because the mean prediction depends on all networks.
 
     Args:
         posterior: Inner posterior, of any method.
@@ -230,14 +230,18 @@ class TemperedPosterior(Posterior):
         predictive = self.posterior._predictive(outputs, sample_counts)
         return apply_temperature(predictive, self.temperature, sample_counts)
 
+    def networks(self, samples: int, seed: int | None = None) -> list[nn.Module]:
+        """Returns networks of the inner posterior; for classification, their logits are divided by the temperature."""
+        return [self._scaled(network) for network in self.posterior.networks(samples, seed)]
+
     def sample(self, seed: int | None = None) -> nn.Module:
         """Returns one network of the inner posterior; for classification, its logits are divided by the temperature."""
-        network = self.posterior.sample(seed)
-        return (
-            network
-            if isinstance(self.likelihood, Gaussian)
-            else DividedOutputs(network, self.temperature).eval()
-        )
+        return self._scaled(self.posterior.sample(seed))
+
+    def _scaled(self, network: nn.Module) -> nn.Module:
+        if isinstance(self.likelihood, Gaussian):
+            return network
+        return DividedOutputs(network, self.temperature).eval()
 
     def draws(self, samples: int, seed: int | None = None) -> dict[str, Tensor]:
         """Returns draws of the inner posterior."""

@@ -286,9 +286,19 @@ class Posterior:
             "training data"
         )
 
+    def networks(self, samples: int, seed: int | None = None) -> list[nn.Module]:
+        """Returns the networks of ``predict(inputs, samples, seed=seed)`` in evaluation mode, each an independent plain network.
+
+        Args:
+            samples: Number of networks.
+            seed: Seed of the draws.
+        """
+        return self._unsupported("single networks")
+
+    @checked
     def sample(self, seed: int | None = None) -> nn.Module:
-        """Returns one network of the posterior, as a plain network."""
-        return self._unsupported("single network")
+        """Returns one network of the posterior, the first of :meth:`networks` with this seed."""
+        return self.networks(1, seed)[0]
 
     def draws(self, samples: int, seed: int | None = None) -> dict[str, Tensor]:
         """Returns weights or noise that differ between samples, ``{name: [samples, ...]}``."""

@@ -92,13 +92,17 @@ class NoisePosterior(Posterior):
         return state["sampler"].outputs(prediction.to_device(inputs), samples, trace)
 
     @checked
-    def sample(self, seed: int | None = None) -> nn.Module:
-        """Returns the first network of a prediction with this seed, as a plain network.
+    def networks(self, samples: Count, seed: int | None = None) -> list[nn.Module]:
+        """Returns the networks of a prediction with this seed, as plain networks.
 
-        The draw is multiplied into the weights where that is safe. In attention, recurrent and tied layers it is a buffer, as for
+        A draw is multiplied into the weights where that is safe. In attention, recurrent and tied layers it is a buffer, as for
         site ``position`` and side ``output``. It is also a buffer in modules whose own code may read the weight.
+
+        Args:
+            samples: Number of networks.
+            seed: Seed of the draws.
         """
-        return fix_noise(self.model, seed)
+        return fix_noise(self.model, samples, seed)
 
     @checked
     def draws(self, samples: Count, seed: int | None = None) -> dict[str, Tensor]:

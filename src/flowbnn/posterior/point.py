@@ -32,9 +32,9 @@ class PointPosterior(Posterior):
         return outputs.expand(len(samples), *(-1,) * (outputs.ndim - 1))
 
     @checked
-    def sample(self, seed: int | None = None) -> nn.Module:
-        """Returns a copy of the network."""
-        return deepcopy(self.model).eval()
+    def networks(self, samples: Count, seed: int | None = None) -> list[nn.Module]:
+        """Returns copies of the network."""
+        return [deepcopy(self.model).eval() for _ in range(samples)]
 
     @checked
     def draws(self, samples: Count, seed: int | None = None) -> dict[str, Tensor]:

@@ -157,9 +157,11 @@ class WeightPosterior(Posterior):
         return torch.stack(densities)
 
     @checked
-    def sample(self, seed: int | None = None) -> nn.Module:
-        """Returns a copy of the network with weights drawn from the posterior."""
-        return self.network_of({name: value[0] for name, value in self.draws(1, seed).items()})
+    def networks(self, samples: Count, seed: int | None = None) -> list[nn.Module]:
+        """Returns copies of the network with weights drawn from the posterior, those of a prediction with the same seed."""
+        seed = new_seed() if seed is None else seed
+        with torch.no_grad():
+            return [self.network_of(self.weights(index, seed)) for index in range(samples)]
 
     def network_of(self, values: Mapping[str, Tensor]) -> nn.Module:
         """Returns a copy of the network with these weights, in evaluation mode."""
@@ -301,9 +303,14 @@ class MemberPosterior(WeightPosterior):
         return likelihood
 
     @checked
+    def networks(self, samples: Count, seed: int | None = None) -> list[nn.Module]:
+        """Returns members, those of a prediction with as many samples and the same seed."""
+        return [self.member(self.chosen(index, samples, seed)) for index in range(samples)]
+
+    @checked
     def sample(self, seed: int | None = None) -> nn.Module:
         """Returns one of the networks at random."""
-        return self.member(self.chosen(0, 1, new_seed() if seed is None else seed))
+        return self.networks(1, new_seed() if seed is None else seed)[0]
 
     @checked
     def member(self, index: int) -> nn.Module:
