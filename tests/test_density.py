@@ -11,6 +11,7 @@ import flowbnn as fb
 from flowbnn.density import Density
 from flowbnn.density.target import TargetFit
 from flowbnn.distributions import DiagonalNormal
+from flowbnn.errors import FlowBNNError
 from flowbnn.transforms import ActNorm, Affine, Compose, Dequantization, Exp
 
 TWO_EPOCHS = {"epochs": 2, "seed": 0, "progress": False, "accelerator": "cpu"}
@@ -422,3 +423,29 @@ def test_actnorm_scales_have_five_times_the_learning_rate() -> None:
     transform = fit.flow.transform
     torch.testing.assert_close(transform.raw_log_scale.abs(), torch.full((2,), 5e-3), rtol=1e-3, atol=0.0)
     torch.testing.assert_close(transform.shift.abs(), torch.full((2,), 1e-3), rtol=1e-3, atol=0.0)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda: fb.flows.NSF(2, length=2, bound=4.0),
+        lambda: fb.flows.NSF(2, length=2, base=fb.distributions.LaplaceBase(2, 0.0, 1.0)),
+    ],
+)
+def test_densities_with_another_base_or_bound_are_refused(tmp_path, other) -> None:
+    flow = fb.flows.NSF(2, length=2)
+    path = fb.density.Density(flow).save(tmp_path / "density.safetensors")
+    assert torch.equal(fb.load_density(path, flow).score(torch.ones(1, 2)), flow().log_prob(torch.ones(1, 2)))
+    with pytest.raises(FlowBNNError) as caught:
+        fb.load_density(path, other())
+    assert caught.value.kind == "architecture"
+
+
+def test_densities_with_nan_are_refused(tmp_path) -> None:
+    density = fb.density.Density(fb.flows.NSF(2, length=2))
+    with torch.no_grad():
+        next(density.parameters()).fill_(torch.nan)
+    path = density.save(tmp_path / "density.safetensors")
+    with pytest.raises(FlowBNNError) as caught:
+        fb.load_density(path, fb.flows.NSF(2, length=2))
+    assert caught.value.kind == "not finite"

@@ -16,7 +16,8 @@ from flowbnn.batches import device_of, dtype_of, evaluation_mode, move
 from flowbnn.density.examples import as_tensor, iterate_batches
 from flowbnn.errors import FlowBNNError, check_shape, pluralize, warn
 from flowbnn.options import Count, Probability, Seed, check, checked, options
-from flowbnn.training import History, check_weights, save_tensors
+from flowbnn.training import History, save_tensors
+from flowbnn.training.compatibility import describe_layers, read_module
 from flowbnn.training.randomness import sampling_context
 from flowbnn.training.storage import TensorFile
 from flowbnn.transforms.base import check_tensor
@@ -173,7 +174,8 @@ class Density(nn.Module):
 
     def save(self, path: str | Path) -> Path:
         """Writes the fitted flow to one safetensors file, atomically."""
-        return save_tensors(path, self.state_dict(), {"kind": "density", "history": self.history.to_dict()})
+        document = {"kind": "density", "history": self.history.to_dict(), "layers": describe_layers(self)}
+        return save_tensors(path, self.state_dict(), document)
 
 
 @options
@@ -233,7 +235,7 @@ def load_density(path: str | Path, flow: nn.Module) -> Density:
         flow: Flow with the architecture of the fitted one. It is copied.
 
     Raises:
-        FlowBNNError: If the file holds no density, or one of another architecture.
+        FlowBNNError: If the file holds no density, or one of another architecture, base or spline bound.
     """
     file = TensorFile(path, sum(parameter.numel() for parameter in flow.parameters()))
     if file.document.get("kind") != "density":
@@ -244,8 +246,7 @@ def load_density(path: str | Path, flow: nn.Module) -> Density:
             torch.empty_like(file.views[name]) if name in file.views else None for name in ("loc", "scale")
         )
     density = Density(deepcopy(flow), loc, scale, history)
-    check_weights(density, file.views, Path(path))
-    density.load_state_dict(file.tensors)
+    read_module(file, density)
     return density.to(device_of(flow)).eval()
 
 

@@ -70,7 +70,7 @@ from flowbnn.training import (
     save_tensors,
     track,
 )
-from flowbnn.training.checkpoint import layer_classes, warn_changed_layers
+from flowbnn.training.compatibility import describe_layers, warn_changed_layers
 from flowbnn.training.device import AUTOCAST_DTYPES
 from flowbnn.training.options import MixedPrecision
 from flowbnn.training.storage import TensorFile
@@ -338,7 +338,7 @@ class Posterior:
             "kind": self.kind,
             "likelihood": self.likelihood.to_dict(),
             "history": self.history.to_dict(),
-            "modules": layer_classes(self.model),
+            "layers": describe_layers(self.model),
             "settings": self.settings(),
         }
 
@@ -408,7 +408,7 @@ class Posterior:
         bad = first_nonfinite_tensor(iter(file.tensors.items()))
         if bad:
             raise FlowBNNError(f"'{file}' is damaged: '{bad}' holds NaN or infinity", kind="file")
-        warn_changed_layers(model, file.document.get("modules") or {}, file)
+        warn_changed_layers(model, file.document.get("layers") or {}, file)
         for prefix, module in modules.items():
             module.load_state_dict(select_prefix(file.tensors, prefix))
         return cls(model, likelihood, history)

@@ -1,6 +1,6 @@
 """Training: one loop over any objective, with checkpoints that survive a kill."""
 
-from flowbnn.training.checkpoint import check_weights
+from flowbnn.training.compatibility import check_weights
 from flowbnn.training.device import connect, is_main_process, is_torchrun_worker, num_processes, run_on_main
 from flowbnn.training.finite import first_nonfinite_layer
 from flowbnn.training.loop import train

@@ -1,24 +1,30 @@
-"""The checkpoint of a training run, which holds everything needed to resume it, and checks that stored weights fit a network."""
+"""The checkpoint of a training run, which holds everything needed to resume it."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from flowbnn.batches import fingerprint, first_nonfinite_tensor
+from flowbnn.batches import fingerprint
 from flowbnn.errors import FlowBNNError, warn
+from flowbnn.training.compatibility import (
+    check_optimizer_state,
+    check_tensors,
+    check_weights,
+    describe_layers,
+    load_optimizer,
+    strip_prefix,
+)
 from flowbnn.training.options import EarlyStop, TrainingOptions
 from flowbnn.training.progress import History
 from flowbnn.training.randomness import RandomState
 from flowbnn.training.storage import TensorFile, copy_file, decode_state, save_state
 
-# options of an optimizer that choose its implementation and are no part of its state
-IMPLEMENTATION_OPTIONS = ("foreach", "fused", "capturable", "differentiable")
 # options of an optimizer that a resumed run compares with the stored ones
 HYPERPARAMETERS = ("lr", "momentum", "betas", "eps", "weight_decay", "nesterov", "alpha")
 
@@ -55,6 +61,9 @@ class Position:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "Position":
         """Returns the position that :meth:`to_dict` stored."""
+        counts = [values[name] for name in ("epoch", "batches", "step", "epochs_since_best")]
+        if any(type(count) is not int or count < 0 for count in counts):
+            raise ValueError(f"position {counts}")
         return cls(**{**values, "history": History.from_dict(values["history"])})
 
     def __str__(self) -> str:
@@ -133,6 +142,7 @@ class RunState:
         groups = [group["params"] for group in self.optimizer.param_groups]
         self.parameters: list[nn.Parameter] = [parameter for group in groups for parameter in group]
         self.path = self.options.checkpoint_path
+        self.arithmetic = {"precision": self.options.precision, "clip_gradient": self.options.clip_gradient}
         self.epochs = self.options.epochs  # may decrease when the length of the run depends on its record
         self.hyperparameters: dict[str, Any] = {}  # at the beginning of the run
         for number, group in enumerate(self.optimizer.param_groups):
@@ -153,6 +163,9 @@ class RunState:
             "early stopping by": rule and f"{rule.monitor} ({rule.mode})",
             "random generators": len(self.random.generators),
         }
+        for name, words in describe_layers(self.objective).items():
+            if layer := strip_prefix(name, self.name_prefix):
+                self.invariants[f"layer '{layer}'"] = words
         for layer, facts in self.structure.items():
             self.invariants |= {f"{key} of layer '{layer}'": repr(value) for key, value in facts.items()}
 
@@ -179,6 +192,7 @@ class RunState:
             "first_batch": self.first_batch,
             "invariants": self.invariants,
             "settings": self.settings,
+            "arithmetic": self.arithmetic,
             "hyperparameters": self.hyperparameters,
         }
         save_state(self.path, contents)
@@ -209,9 +223,7 @@ class RunState:
         """
         path, rule = self.path, self.options.early_stop
         assert path is not None
-        stored = self._read(path)
-        position = Position.from_dict(stored["position"])
-        self._check_invariants(stored["invariants"], position)
+        stored, position = self._read(path)
         if warn:
             self.warn_changed_settings(stored)
         position.set_early_stop(rule)
@@ -231,19 +243,40 @@ class RunState:
         self.first_batch = stored["first_batch"]
         self.saved_step = self.position.step
 
-    def _read(self, path: Path) -> dict[str, Any]:
-        """Returns the contents of the checkpoint after checks of shapes, checksum and weights, in this order."""
+    def _read(self, path: Path) -> tuple[dict[str, Any], Position]:
+        """Returns the contents of the checkpoint and its position after checks of shapes, checksum and numbers, in this order."""
         file = TensorFile(path, sum(value.numel() for value in self.objective.state_dict().values()))
         if file.document.get("kind") != "training":
             text = f"'{path}' is no checkpoint of a training run; name another file or use resume=False"
             raise FlowBNNError(text, kind="checkpoint", argument="checkpoint")
-        for finite, source in (((), "views"), (self.names, "tensors")):
+        for source in ("views", "tensors"):  # shapes are checked before any tensor is read
             with file.reading():
-                stored: dict[str, Any] = decode_state(file.document, getattr(file, source))
-                weights = stored["weights"], stored["best_weights"] or stored["weights"]
-            for state in weights:
-                check_weights(self.objective, state, path, self.name_prefix, finite)
-        return stored
+                stored = decode_state(file.document, getattr(file, source))
+                position = Position.from_dict(stored["position"])
+                self._check_contents(path, stored, position, finite=source == "tensors")
+        return stored, position
+
+    def _check_contents(
+        self, path: Path, stored: Mapping[str, Any], position: Position, finite: bool
+    ) -> None:
+        """Raises an error if the contents of the checkpoint do not fit this run.
+
+        Args:
+            path: Path of the checkpoint.
+            stored: Contents of the checkpoint.
+            position: Position of the checkpoint.
+            finite: If True, tensors are in memory. They must be finite, and random states valid.
+        """
+        for weights in (stored["weights"], stored["best_weights"] or stored["weights"]):
+            check_weights(self.objective, weights, path, self.name_prefix, finite)
+        self._check_invariants(stored["invariants"], position)
+        names = [strip_prefix(name, self.name_prefix) for name in self.names]
+        check_optimizer_state(self.optimizer, stored["optimizer"], names, path, finite)
+        if self.schedule is not None:
+            check_tensors(self.schedule.state_dict(), stored["schedule"], path, owner="the schedule")
+        random_states = [*stored["random"].values(), (stored["first_batch"] or {}).get("random")]
+        for state in filter(None, random_states if finite else ()):
+            self.random.check(state)
 
     def _check_invariants(self, stored: Mapping[str, Any], position: Position) -> None:
         """Raises an error if the checkpoint was written by a run of another kind."""
@@ -293,7 +326,7 @@ class RunState:
             pairs = {name: (before, values.get(name, before)) for name, before in stored[kind].items()}
             return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
 
-        changed = differences("settings", self.settings)
+        changed = differences("settings", self.settings) | differences("arithmetic", self.arithmetic)
         ignored = differences("hyperparameters", self.hyperparameters)
         words = [f"{name} changes from {before} to {after}" for name, (before, after) in changed.items()]
         words += [f"{name} stays {before}, not {after}" for name, (before, after) in ignored.items()]
@@ -307,131 +340,7 @@ def unfinished(path: Path) -> Position | None:
     try:
         document = TensorFile(path).document
         position = Position.from_dict(document["position"])
-    except (FlowBNNError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError):
         return None
     finished = position.history.stopped_early or position.epoch >= document["epochs"]
     return None if finished or position.step == 0 else position
-
-
-def load_optimizer(optimizer: Optimizer, stored: dict[str, Any]) -> None:
-    """Loads the state of an optimizer, but keeps the implementation (``fused``, ``foreach``) of this run.
-
-    Args:
-        optimizer: Optimizer to change.
-        stored: State that ``state_dict`` returned.
-    """
-    groups = [
-        {**current, **group, **{name: current[name] for name in IMPLEMENTATION_OPTIONS if name in current}}
-        for current, group in zip(optimizer.state_dict()["param_groups"], stored["param_groups"], strict=True)
-    ]
-    optimizer.load_state_dict({**stored, "param_groups": groups})
-    for parameter, state in optimizer.state.items():
-        for name, value in state.items():
-            # files store the plain memory layout, but fused updates require the layout of the parameter
-            if (
-                isinstance(value, Tensor)
-                and value.shape == parameter.shape
-                and value.stride() != parameter.stride()
-            ):
-                state[name] = torch.empty_like(parameter, dtype=value.dtype, requires_grad=False).copy_(value)
-
-
-# -------------------- stored weights and networks
-
-
-def strip_prefix(name: str, prefix: str) -> str:
-    """Returns the name of a module or parameter relative to the submodule ``prefix``; other names are unchanged.
-
-    >>> strip_prefix("network.fc1.weight", "network"), strip_prefix("likelihood.scale", "network")
-    ('fc1.weight', 'likelihood.scale')
-    """
-    if not prefix:
-        return name
-    return "" if name == prefix else name.removeprefix(prefix + ".")
-
-
-def check_weights(
-    model: nn.Module,
-    state: Mapping[str, Any],
-    source: str | Path,
-    name_prefix: str = "",
-    finite: Iterable[str] = (),
-) -> None:
-    """Raises an error if a state does not have the names, shapes and dtypes of a network, or is not finite.
-
-    Args:
-        model: Network that is to load the state.
-        state: Tensors by name.
-        source: File of the state, for messages.
-        name_prefix: Name of a submodule that messages leave out.
-        finite: Names of tensors that must be finite.
-
-    >>> check_weights(nn.Linear(2, 1), nn.Linear(3, 1).state_dict(), "a.safetensors")
-    Traceback (most recent call last):
-    flowbnn.errors.FlowBNNError: 'a.safetensors' does not fit the network: weight is (1, 3) in the file, (1, 2) here
-    """
-    expected = model.state_dict()
-
-    def describe(name: str) -> str:
-        if name not in state or name not in expected:
-            return "is not stored" if name not in state else "is not here"
-        stored, current = state[name], expected[name]
-        if not isinstance(stored, Tensor) or not isinstance(current, Tensor):
-            return "" if type(stored) is type(current) else "has another type"
-        if stored.shape != current.shape:
-            return f"is {tuple(stored.shape)} in the file, {tuple(current.shape)} here"
-        if stored.dtype != current.dtype:
-            return f"is {stored.dtype} in the file, {current.dtype} here".replace("torch.", "")
-        return ""
-
-    differences = {
-        strip_prefix(name, name_prefix): words
-        for name in dict.fromkeys([*expected, *state])
-        if (words := describe(name))
-    }
-    if differences:
-        words = _first_few([f"{name} {words}" for name, words in differences.items()])
-        text = f"'{source}' does not fit the network: {words}"
-        raise FlowBNNError(text, kind="architecture", differences=differences)
-    layer = first_nonfinite_tensor((name, state[name]) for name in finite)
-    if layer is not None:
-        layer = strip_prefix(layer, name_prefix)
-        text = f"'{source}' has NaN or infinite weights in {layer!r}; use an earlier file or start again"
-        raise FlowBNNError(text, kind="not finite", layer=layer)
-
-
-def _first_few(words: list[str], limit: int = 3) -> str:
-    return ", ".join(words[:limit]) + (f" and {len(words) - limit} more" if len(words) > limit else "")
-
-
-def layer_classes(model: nn.Module) -> dict[str, str]:
-    """Returns the class name of every module without children.
-
-    >>> layer_classes(nn.Sequential(nn.Linear(2, 3), nn.ReLU()))
-    {'0': 'Linear', '1': 'ReLU'}
-    """
-    return {
-        name: type(module).__name__
-        for name, module in model.named_modules()
-        if name and next(module.children(), None) is None
-    }
-
-
-def warn_changed_layers(model: nn.Module, stored: Mapping[str, str], path: Any) -> None:
-    """Warns if the layers of a network, such as its activations, have other classes than when its weights were saved.
-
-    Args:
-        model: Network that loads the weights.
-        stored: Class names that :func:`layer_classes` returned.
-        path: File of the weights, for the message.
-    """
-    current = layer_classes(model)
-    changed = {
-        name: (stored[name], current[name])
-        for name in current
-        if stored.get(name, current[name]) != current[name]
-    }
-    if changed:
-        words = _first_few([f"'{name}' was {before} and is {now}" for name, (before, now) in changed.items()])
-        text = f"'{path}' was saved from a network with other layers ({words}), so its predictions differ"
-        warn(text, kind="layers", changed=changed)

@@ -10,7 +10,8 @@ from torch.optim import Optimizer
 
 from flowbnn.batches import check_finite_batch, first_nonfinite_tensor, named_tensors, watch_modules
 from flowbnn.errors import FlowBNNError
-from flowbnn.training.checkpoint import RunState, strip_prefix
+from flowbnn.training.checkpoint import RunState
+from flowbnn.training.compatibility import strip_prefix
 from flowbnn.training.cuda_graph import Recorder, is_fused
 from flowbnn.training.device import Process
 from flowbnn.training.options import Clock

@@ -10,6 +10,8 @@ import torch
 
 from flowbnn.distributions.draws import GENERATOR_LOCK
 
+MT19937_WORDS = 624  # length of the state of numpy's global generator
+
 
 def seed_all(seed: int) -> None:
     """Seeds torch (all devices), numpy's global generator and ``random``."""
@@ -81,6 +83,18 @@ class RandomState:
         np.random.seed(seed % 2**32)  # noqa: NPY002
         for generator in (torch.default_generator, *self.generators):
             generator.manual_seed(seed)
+
+    def check(self, state: dict[str, Any]) -> None:
+        """Raises an error if a state cannot be restored. The generators are not changed."""
+        for value in (state["torch"], *state.get("generators", [])):
+            torch.Generator().set_state(value)
+        if "python" in state:
+            version, words, gauss = state["python"]
+            random.Random().setstate((version, tuple(words.tolist()), gauss))
+            _, numbers, position, *_ = state["numpy"]
+            # numpy would read memory outside of its state
+            if numbers.shape != (MT19937_WORDS,) or position not in range(MT19937_WORDS + 1):
+                raise ValueError(f"random state of shape {tuple(numbers.shape)} at position {position}")
 
     def restore(self, state: dict[str, Any]) -> None:
         """Restores a state returned by :meth:`state` or :meth:`torch_state`, or the entries of it that are present."""

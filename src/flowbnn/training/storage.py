@@ -216,7 +216,7 @@ class TensorFile:
             return
         except FlowBNNError:
             raise
-        except (json.JSONDecodeError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        except (json.JSONDecodeError, TypeError, LookupError, AttributeError, RecursionError) as error:
             reason = f"header: {type(error).__name__}"
         except (OSError, SafetensorError, ValueError, RuntimeError, MemoryError) as error:
             reason = "a pickle" if zipfile.is_zipfile(self.path) else _reason(error)
