@@ -85,6 +85,20 @@ def Ge(bound: float) -> Bounds:
     return Bounds(ge=bound)
 
 
+class NonEmpty(Bounds):
+    """Condition that a string or a path is not empty, for use in ``Annotated``.
+
+    >>> "" in NonEmpty(), "runs" in NonEmpty()
+    (False, True)
+    """
+
+    def __contains__(self, value: Any) -> bool:
+        return bool(str(value).strip())
+
+    def __str__(self) -> str:
+        return "that is not empty"
+
+
 @dataclass(frozen=True)
 class Hint:
     """Words that follow the description of an option in error messages, for use in ``Annotated``.
@@ -102,7 +116,7 @@ NonNegative = Annotated[float, Ge(0)]
 UnitInterval = Annotated[float, Bounds(ge=0, le=1)]
 Probability = Annotated[float, Bounds(gt=0, lt=1)]
 Seed = Annotated[int, Bounds(ge=0, lt=2**32)]
-File = str | PathLike[str]
+File = Annotated[str | PathLike[str], NonEmpty()]
 
 # words for types in error messages, with an article and without
 PHRASES = {bool: "True or False", int: "an integer", float: "a number", str: "a string", NoneType: "None"}

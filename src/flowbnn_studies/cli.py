@@ -26,7 +26,16 @@ OPTIONS = {  # command-line names of arguments that differ from Python
     "num_nodes": "--nodes",
 }
 
-Out = Annotated[Path, typer.Option("--out", help="Folder of the results.")]
+
+def _path(text: str | Path) -> Path:
+    """Returns a path. An empty one, which would be the current folder, is refused."""
+    if not str(text).strip():
+        raise typer.BadParameter("a path must not be empty; use . for the current folder")
+    return Path(text)
+
+
+PATH: dict[str, Any] = {"parser": _path, "metavar": "PATH"}  # options of every path
+Out = Annotated[Path, typer.Option("--out", help="Folder of the results.", **PATH)]
 Resume = Annotated[
     bool, typer.Option("--resume", help="Continue an interrupted run; finished trainings are reused.")
 ]
@@ -265,15 +274,17 @@ def demo(
 
 @app.command()
 def report(
-    folder: Annotated[Path, typer.Argument(help="Folder of the results.")] = Path("results"),
+    folder: Annotated[Path, typer.Argument(help="Folder of the results.", **PATH)] = Path("results"),
     out: Annotated[
-        Path | None, typer.Option("--out", help="HTML file to write.", show_default="FOLDER/report.html")
+        Path | None,
+        typer.Option("--out", help="HTML file to write.", show_default="FOLDER/report.html", **PATH),
     ] = None,
     markdown: Annotated[
-        Path | None, typer.Option("--markdown", help="Also write the tables to this Markdown file.")
+        Path | None, typer.Option("--markdown", help="Also write the tables to this Markdown file.", **PATH)
     ] = None,
     figures: Annotated[
-        Path | None, typer.Option("--figures", help="Also write every figure as a PNG into this folder.")
+        Path | None,
+        typer.Option("--figures", help="Also write every figure as a PNG into this folder.", **PATH),
     ] = None,
 ) -> None:
     """Write the report from stored results; nothing is trained."""

@@ -8,7 +8,8 @@ import flowbnn as fb
 from flowbnn.data import TensorLoader
 from flowbnn.errors import FlowBNNError
 from flowbnn.likelihoods import Categorical, Likelihood
-from flowbnn.predictive import CategoricalPredictive
+from flowbnn.posterior import PointPosterior, load_posterior
+from flowbnn.predictive import CategoricalPredictive, GaussianPredictive
 
 
 class PixelLabels(Likelihood):
@@ -85,3 +86,33 @@ def test_elbo_refuses_empty_batches_and_fractional_labels(inputs, targets):
     model = fb.to_stochastic(nn.Linear(2, 2), {"*": fb.noise.NormalAffine()})
     with pytest.raises(FlowBNNError):
         fb.ELBO(Categorical(), 6)(model, inputs, targets)
+
+
+class LaplaceNoise(Likelihood):
+    """Likelihood of CONTRIBUTING.md, which has a setting and no ``to_dict``."""
+
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        self.scale = scale
+
+    def log_prob(self, outputs, targets):
+        return -((targets.reshape(outputs.shape) - outputs).abs() / self.scale).sum(1)
+
+    def predictive(self, outputs, sample_counts=None):
+        return GaussianPredictive(outputs, 2.0 * self.scale**2, sample_counts)
+
+
+class HiddenScale(LaplaceNoise):
+    """Likelihood that stores its setting under another name."""
+
+    def __init__(self, width: float) -> None:
+        super().__init__(2.0 * width)
+
+
+def test_likelihoods_with_settings_are_saved_and_loaded(tmp_path):
+    posterior = PointPosterior(nn.Linear(2, 1), LaplaceNoise(0.3))
+    loaded = load_posterior(posterior.save(tmp_path / "a.safetensors"), nn.Linear(2, 1))
+    assert loaded.likelihood.scale == 0.3
+    with pytest.raises(FlowBNNError) as caught:
+        PointPosterior(nn.Linear(2, 1), HiddenScale(0.3)).save(tmp_path / "b.safetensors")
+    assert (caught.value.kind, caught.value.argument) == ("unsupported", "width")

@@ -200,3 +200,18 @@ def test_gpu_trains_one_variant_at_a_time(monkeypatch, words, parallel):
     monkeypatch.setattr(cli, "_study_runner", runner)
     assert "enough" in call("run", *words).output
     assert numbers == [4 if parallel else 1]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("run", "two-clusters", "--out", ""),
+        ("report", ""),
+        ("report", ".", "--out", " "),
+        ("demo", "--out", ""),
+    ],
+)
+def test_empty_paths_are_refused(words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert call(*words).exit_code == 2
+    assert list(tmp_path.iterdir()) == []

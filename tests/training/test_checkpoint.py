@@ -7,7 +7,7 @@ import torch
 from checkpoint_runs import batches, equal_snapshots, halving, make, refusal, run
 
 from flowbnn.errors import FlowBNNError
-from flowbnn.training import EarlyStop, load_tensors
+from flowbnn.training import EarlyStop, TrainingOptions, load_tensors
 
 
 @pytest.mark.parametrize(
@@ -189,3 +189,12 @@ def test_document_of_a_checkpoint_is_plain_json(interrupted):
     assert json.loads(json.dumps(document)) == document
     invariants = {"optimizer": "Adam", "learning-rate schedule": "StepLR", "batches per epoch": 4}
     assert invariants.items() <= document["invariants"].items()
+
+
+def test_empty_paths_are_refused(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for make_options in (lambda: TrainingOptions(checkpoint=""), lambda: TrainingOptions(tensorboard=" ")):
+        with pytest.raises(FlowBNNError) as caught:
+            make_options()
+        assert caught.value.argument in ("checkpoint", "tensorboard")
+    assert list(tmp_path.iterdir()) == []

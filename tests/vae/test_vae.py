@@ -10,7 +10,9 @@ from torch.distributions import MultivariateNormal
 import flowbnn as fb
 from flowbnn.density import Density
 from flowbnn.density.fit import DensityObjective
+from flowbnn.errors import FlowBNNError
 from flowbnn.transforms import Amortized, Compose, LULinear, Residual, Sigmoid
+from flowbnn.vae import VAE, load_autoencoder
 
 TWO_EPOCHS = {"epochs": 2, "seed": 0, "progress": False, "accelerator": "cpu"}
 
@@ -381,3 +383,24 @@ def test_early_stopping_scores_the_loss_that_is_trained() -> None:
     with torch.no_grad():
         reconstruction = trained.terms(held_out)[0].mean()
     assert min(losses) == pytest.approx(-float(reconstruction), rel=1e-5)
+
+
+def test_saved_autoencoders_are_loaded_or_refused(tmp_path) -> None:
+    vae = VAE((1, 4, 4), latent_dim=2, hidden=(8,), posterior="iaf", length=1)
+    path = vae.save(tmp_path / "vae.safetensors")
+    loaded = load_autoencoder(path, VAE((1, 4, 4), latent_dim=2, hidden=(8,), posterior="iaf", length=1))
+    x = torch.ones(2, 1, 4, 4)
+    assert torch.equal(loaded.encode(x), vae.encode(x))
+    others = [
+        VAE((1, 4, 4), latent_dim=3, hidden=(8,), posterior="iaf", length=1),
+        VAE((1, 4, 4), latent_dim=2, hidden=(8,)),
+    ]
+    for other in others:
+        with pytest.raises(FlowBNNError) as caught:
+            load_autoencoder(path, other)
+        assert caught.value.kind == "architecture"
+    with torch.no_grad():
+        vae.code.weight.fill_(torch.nan)
+    with pytest.raises(FlowBNNError) as caught:
+        load_autoencoder(vae.save(path), loaded)
+    assert caught.value.kind == "not finite"

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from flowbnn.batches import device_of, dtype_of, evaluation_mode, move
 from flowbnn.density.examples import as_tensor, iterate_batches
 from flowbnn.errors import FlowBNNError, check_shape, pluralize, warn
-from flowbnn.options import Count, Probability, Seed, check, checked, options
-from flowbnn.training import History, save_tensors
-from flowbnn.training.compatibility import describe_layers, read_module
+from flowbnn.options import Count, File, Probability, Seed, check, checked, options
+from flowbnn.training import History
+from flowbnn.training.compatibility import count_weights, read_module, save_module
 from flowbnn.training.randomness import sampling_context
 from flowbnn.training.storage import TensorFile
 from flowbnn.transforms.base import check_tensor
@@ -172,10 +172,9 @@ class Density(nn.Module):
             )
         return NoveltyDetector(self, rate, criterion, finite_scores(scores).sort().values)
 
-    def save(self, path: str | Path) -> Path:
+    def save(self, path: File) -> Path:
         """Writes the fitted flow to one safetensors file, atomically."""
-        document = {"kind": "density", "history": self.history.to_dict(), "layers": describe_layers(self)}
-        return save_tensors(path, self.state_dict(), document)
+        return save_module(path, self, "density", self.history)
 
 
 @options
@@ -227,7 +226,7 @@ class NoveltyDetector:
 
 
 @checked
-def load_density(path: str | Path, flow: nn.Module) -> Density:
+def load_density(path: File, flow: nn.Module) -> Density:
     """Loads a density that :meth:`Density.save` wrote.
 
     Args:
@@ -237,16 +236,12 @@ def load_density(path: str | Path, flow: nn.Module) -> Density:
     Raises:
         FlowBNNError: If the file holds no density, or one of another architecture, base or spline bound.
     """
-    file = TensorFile(path, sum(parameter.numel() for parameter in flow.parameters()))
-    if file.document.get("kind") != "density":
-        raise FlowBNNError(f"'{path}' holds no density", kind="file", argument="path")
-    with file.reading():
-        history = History.from_dict(file.document["history"])
-        loc, scale = (
-            torch.empty_like(file.views[name]) if name in file.views else None for name in ("loc", "scale")
-        )
-    density = Density(deepcopy(flow), loc, scale, history)
-    read_module(file, density)
+    file = TensorFile(path, count_weights(flow))
+    loc, scale = (
+        torch.empty_like(file.views[name]) if name in file.views else None for name in ("loc", "scale")
+    )
+    density = Density(deepcopy(flow), loc, scale)
+    density.history = read_module(file, density, "density")
     return density.to(device_of(flow)).eval()
 
 

@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from inspect import Parameter, signature
 from typing import Any
 
 import torch
@@ -9,6 +10,8 @@ from torch import Tensor, nn
 
 from flowbnn.errors import FlowBNNError
 from flowbnn.options import checked
+
+NAMED = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)  # arguments that have names
 
 
 class Likelihood(nn.Module, ABC):
@@ -69,8 +72,26 @@ class Likelihood(nn.Module, ABC):
         raise FlowBNNError(text, kind="views")
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the name and the settings as plain values."""
-        return {"likelihood": type(self).__name__}
+        """Returns the name and the settings as plain values.
+
+        The settings are the attributes with the names of the arguments of ``__init__``. A likelihood that stores its arguments under
+        other names overrides this method.
+
+        Raises:
+            FlowBNNError: If an argument is not stored as a plain value, so that a saved posterior could not be loaded.
+        """
+        result = {"likelihood": type(self).__name__}
+        if type(self).to_dict is not Likelihood.to_dict:  # the subclass adds its settings
+            return result
+        names = [
+            name for name, argument in signature(type(self)).parameters.items() if argument.kind in NAMED
+        ]
+        settings = {name: getattr(self, name, self) for name in names}
+        for name, value in settings.items():
+            if not isinstance(value, bool | int | float | str | None):
+                text = f"{type(self).__name__} cannot be saved, because self.{name} is no number or string; define to_dict"
+                raise FlowBNNError(text, kind="unsupported", argument=name)
+        return {**result, **settings}
 
 
 def mean_log_prob(likelihood: Likelihood, outputs: Tensor, targets: Tensor) -> Tensor:

@@ -48,7 +48,7 @@ from flowbnn.batches import (
 from flowbnn.errors import FlowBNNError, pluralize
 from flowbnn.likelihoods import Likelihood, make_likelihood
 from flowbnn.noise import noise_layers
-from flowbnn.options import Count, Positive, accepts_options_of, all_subclasses, checked
+from flowbnn.options import Count, File, Positive, accepts_options_of, all_subclasses, checked
 from flowbnn.posterior.adaptive import Adaptive, adaptive_outputs
 from flowbnn.posterior.loaders import OutputCollector, group_batches, shard_loader
 from flowbnn.posterior.prediction import (
@@ -354,7 +354,7 @@ class Posterior:
         }
 
     @checked
-    def save(self, path: str | Path) -> Path:
+    def save(self, path: File) -> Path:
         """Writes the posterior to one safetensors file, atomically. The file holds tensors and JSON, and no code."""
         return save_tensors(path, self.tensors(), self.document())
 

@@ -7,6 +7,7 @@ Every load and every resumed run compares names, shapes, dtypes and finiteness b
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from flowbnn.errors import FlowBNNError, warn
-from flowbnn.training.storage import TensorFile
+from flowbnn.training.progress import History
+from flowbnn.training.storage import TensorFile, save_tensors
 
 # entries of a parameter group that a resumed run keeps: its parameters and the implementation of the optimizer
 OWN_OPTIONS = ("params", "foreach", "fused", "capturable", "differentiable")
@@ -213,28 +215,56 @@ def warn_changed_layers(model: nn.Module, stored: Mapping[str, str], path: Any) 
         )
 
 
-def read_module(file: TensorFile, module: nn.Module) -> None:
-    """Reads the tensors of a file into a module.
+# -------------------- modules
+
+
+def count_weights(module: nn.Module) -> int:
+    """Returns the number of values that the state of a module holds."""
+    return sum(value.numel() for value in module.state_dict().values() if isinstance(value, Tensor))
+
+
+def save_module(path: str | PathLike[str], module: nn.Module, kind: str, history: History) -> Path:
+    """Writes the tensors of a module, its layers and its history to one safetensors file, atomically.
 
     Args:
-        file: File whose document has ``layers``, the result of :func:`describe_layers`.
+        path: Path of the file.
+        module: Module to save.
+        kind: Kind of the file.
+        history: Record of the training.
+    """
+    document = {"kind": kind, "history": history.to_dict(), "layers": describe_layers(module)}
+    return save_tensors(path, module.state_dict(), document)
+
+
+def read_module(file: TensorFile, module: nn.Module, kind: str) -> History:
+    """Reads the tensors of a file of :func:`save_module` into a module.
+
+    Args:
+        file: File to read.
         module: Module to change. It is unchanged if the file does not fit it.
+        kind: Kind of the file.
+
+    Returns:
+        Record of the training.
 
     Raises:
-        FlowBNNError: If layers, their settings, or tensors differ, or if numbers are not finite.
+        FlowBNNError: If kind, layers, their settings, or tensors differ, or if numbers are not finite.
     """
+    if file.document.get("kind") != kind:
+        raise FlowBNNError(f"'{file}' holds no {kind}", kind="file", argument="path")
     check_weights(module, file.views, file.path)  # before any tensor is read
     with file.reading():
         changed = changed_layers(module, dict(file.document["layers"]))
+        history = History.from_dict(file.document["history"])
     if changed:
         words = _first_few(
             [f"'{name}' is {before} there, {now} here" for name, (before, now) in changed.items()]
         )
-        raise FlowBNNError(
-            f"'{file}' was saved from other layers: {words}", kind="architecture", differences=changed
-        )
+        text = f"'{file}' was saved from other layers: {words}"
+        raise FlowBNNError(text, kind="architecture", differences=changed)
     check_weights(module, file.tensors, file.path, finite=True)
     module.load_state_dict(file.tensors)
+    return history
 
 
 # -------------------- optimizers

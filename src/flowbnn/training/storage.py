@@ -27,7 +27,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from flowbnn.errors import FlowBNNError
-from flowbnn.options import checked
+from flowbnn.options import File, checked
 
 FORMAT = 4  # version of the file format
 HEADER = "flowbnn"  # key of the document in the metadata of safetensors
@@ -39,7 +39,7 @@ _file_numbers = count()  # threads may write the same file at once
 
 
 @checked
-def save_tensors(path: str | Path, tensors: Mapping[str, Any], document: Mapping[str, Any]) -> Path:
+def save_tensors(path: File, tensors: Mapping[str, Any], document: Mapping[str, Any]) -> Path:
     """Writes named tensors and a JSON document to one safetensors file, atomically.
 
     Tensors that share memory (tied weights) are stored once and loaded as one tensor. If writing fails, an existing file is unchanged.
@@ -71,7 +71,7 @@ def save_tensors(path: str | Path, tensors: Mapping[str, Any], document: Mapping
 
 
 @checked
-def load_tensors(path: str | Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def load_tensors(path: File) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Reads a file of :func:`save_tensors`.
 
     Args:
@@ -290,7 +290,7 @@ def copy_file(path: Path, other: Path) -> None:
 
 
 @checked
-def check_writable(path: str | Path) -> None:
+def check_writable(path: File) -> None:
     """Raises an error if a file cannot be written, and removes temporary files of killed runs.
 
     Args:

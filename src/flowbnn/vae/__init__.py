@@ -9,7 +9,7 @@
 """
 
 from flowbnn.vae.decoders import BernoulliDecoder, Decoder, GaussianDecoder, LogisticDecoder
-from flowbnn.vae.model import VAE, Autoencoder, fit_autoencoder
+from flowbnn.vae.model import VAE, Autoencoder, fit_autoencoder, load_autoencoder
 from flowbnn.vae.nets import GatedConvDecoder, GatedConvEncoder
 
 __all__ = [
@@ -22,4 +22,5 @@ __all__ = [
     "GaussianDecoder",
     "LogisticDecoder",
     "fit_autoencoder",
+    "load_autoencoder",
 ]

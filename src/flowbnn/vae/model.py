@@ -9,7 +9,9 @@ encoder predicts, followed by a flow conditioned on the features of the encoder:
 
 import math
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
@@ -25,6 +27,7 @@ from flowbnn.nets.mlp import check_context
 from flowbnn.numerics import full_precision, is_concrete, soft_clamp
 from flowbnn.options import (
     Count,
+    File,
     Ge,
     Hint,
     NonNegative,
@@ -36,7 +39,9 @@ from flowbnn.options import (
     checked,
 )
 from flowbnn.training import Clock, History
+from flowbnn.training.compatibility import count_weights, read_module, save_module
 from flowbnn.training.randomness import sampling_context
+from flowbnn.training.storage import TensorFile
 from flowbnn.transforms import Compose, Transform
 from flowbnn.transforms.base import warn_slow_sampling
 from flowbnn.vae.decoders import BernoulliDecoder, Decoder, GaussianDecoder, LogisticDecoder
@@ -191,6 +196,11 @@ class Autoencoder(nn.Module):
             return torch.stack(
                 [self.decoder.mean(self.decode(torch.lerp(*ends, weight), context)) for weight in weights]
             )
+
+    @checked
+    def save(self, path: File) -> Path:
+        """Writes the weights and the history to one safetensors file, atomically. :func:`load_autoencoder` reads it."""
+        return save_module(path, self, "autoencoder", self.history)
 
     def sample_codes(self, count: int, context: Tensor | None = None) -> Tensor:
         """Draws codes from the prior. An autoencoder has none and raises FlowBNNError."""
@@ -446,3 +456,29 @@ def fit_autoencoder(
     trained: Any = density.flow
     trained.history = density.history
     return trained
+
+
+@checked
+def load_autoencoder(path: File, model: Autoencoder) -> Any:
+    """Loads an autoencoder that :meth:`Autoencoder.save` wrote.
+
+    Args:
+        path: File to read.
+        model: Autoencoder with the architecture of the saved one. It is copied.
+
+    Returns:
+        The copy with the weights and the history of the file, in evaluation mode.
+
+    Raises:
+        FlowBNNError: If the file holds no autoencoder, one of another architecture, or numbers that are not finite.
+
+    >>> import tempfile
+    >>> vae = VAE((1, 8, 8), latent_dim=2, hidden=(16,))
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     loaded = load_autoencoder(vae.save(f"{folder}/vae.safetensors"), VAE((1, 8, 8), latent_dim=2, hidden=(16,)))
+    >>> torch.equal(loaded.code.weight, vae.code.weight)
+    True
+    """
+    loaded = deepcopy(model)
+    loaded.history = read_module(TensorFile(path, count_weights(loaded)), loaded, "autoencoder")
+    return loaded.eval()

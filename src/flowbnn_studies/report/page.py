@@ -63,7 +63,7 @@ def write_report(results: Sequence[ResultsSource], out: Path | str) -> Path:
 
     Args:
         results: Files ``results.json``, folders that hold one, or their contents; one for each study.
-        out: HTML file to write; in an existing folder, ``report.html``.
+        out: HTML file to write (``*.html``); in an existing folder, ``report.html``.
 
     Returns:
         Path of the page.
@@ -82,8 +82,16 @@ def write_report(results: Sequence[ResultsSource], out: Path | str) -> Path:
     html = template.render(studies=studies, colours=COLOURS, references=REFERENCES)
     path = Path(out)
     path = path / "report.html" if path.is_dir() else path
+    check_suffix(path, (".html", ".htm"))
     write_file(path, html.encode("utf-8", errors="replace"))
     return path
+
+
+def check_suffix(path: Path, suffixes: Sequence[str]) -> None:
+    """Raises FlowBNNError unless a file has one of some suffixes, so that a page cannot replace ``results.json`` or a posterior."""
+    if path.suffix.lower() not in suffixes:
+        text = f"'{path}' must end in {' or '.join(suffixes)}; other files are never overwritten"
+        raise FlowBNNError(text, kind="file", argument="out")
 
 
 def write_file(path: Path, content: bytes) -> None:
@@ -269,7 +277,7 @@ def write_markdown(results: Sequence[ResultsSource], out: Path | str) -> Path:
 
     Args:
         results: Results of the studies, as in :func:`write_report`.
-        out: File to write.
+        out: File to write (``*.md``).
 
     Returns:
         Path of the file.
@@ -304,6 +312,7 @@ def write_markdown(results: Sequence[ResultsSource], out: Path | str) -> Path:
     for reference in REFERENCES:
         title = f"[{reference.title}]({reference.link})" if reference.link else f"*{reference.title}*"
         lines.append(f"- **{reference.name}**: {reference.author}, {title}")
+    check_suffix(Path(out), (".md", ".markdown", ".txt"))
     write_file(Path(out), ("\n".join(lines).rstrip() + "\n").encode())
     return Path(out)
 

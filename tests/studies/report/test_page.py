@@ -2,6 +2,7 @@
 
 import ast
 import re
+from collections.abc import Callable
 from html import unescape
 from html.parser import HTMLParser
 from itertools import pairwise
@@ -253,6 +254,19 @@ def test_unwritable_output_is_refused(two_clusters: dict[str, Any], tmp_path: Pa
         save_figures([two_clusters], tmp_path / "file")
     assert error.value.kind == "file"
     assert (tmp_path / "file").read_text() == "kept"
+
+
+@pytest.mark.parametrize("write", [write_report, write_markdown])
+@pytest.mark.parametrize("name", ["results.json", "posterior.safetensors", "page"])
+def test_files_of_a_study_are_not_overwritten(
+    two_clusters: dict[str, Any], tmp_path: Path, write: Callable[..., Path], name: str
+) -> None:
+    two_clusters["figures"] = []
+    (tmp_path / name).write_text("kept")
+    with pytest.raises(FlowBNNError) as error:
+        write([two_clusters], tmp_path / name)
+    assert (error.value.kind, error.value.argument) == ("file", "out")
+    assert (tmp_path / name).read_text() == "kept"
 
 
 def test_empty_results_are_refused(tmp_path: Path) -> None:
