@@ -126,7 +126,8 @@ def check_shape(
     Args:
         argument: Name of the argument that holds the tensor.
         values: Tensor to check.
-        expected: Expected size of each axis. A name such as ``"batch"`` allows any size, and ``"..."`` any number of axes.
+        expected: Expected size of each axis. A name such as ``"batch"`` allows any size, ``"batch >= 1"`` any size from one on, and
+            ``"..."`` any number of axes.
         hint: Advice that follows the message.
         kind: Kind of the error.
         owner: Name of the class that takes the tensor.
@@ -141,12 +142,43 @@ def check_shape(
     if "..." in axes:
         place = axes.index("...")
         axes[place : place + 1] = ["any"] * (len(shape) - len(axes) + 1)
-    pairs = zip(axes, shape, strict=False)
-    if len(axes) == len(shape) and all(isinstance(axis, str) or axis == size for axis, size in pairs):
+    fits = [
+        axis == size if isinstance(axis, int) else size >= int(axis.partition(" >= ")[2] or 0)
+        for axis, size in zip(axes, shape, strict=False)
+    ]
+    if len(axes) == len(shape) and all(fits):
         return
     sizes = ", ".join(map(str, expected)) + ("," if len(expected) == 1 else "")
     result = shape if hasattr(values, "shape") else describe_value(values)
     text = f"{f'{owner}: ' if owner else ''}{argument} must have shape ({sizes}), got {result}"
+    raise FlowBNNError(f"{text}; {hint}" if hint else text, kind=kind, argument=argument)
+
+
+def check_entries(
+    argument: str, values: Any, valid: Any, requirement: str, hint: str = "", kind: str = "range"
+) -> None:
+    """Raises FlowBNNError if entries of a tensor are invalid.
+
+    Args:
+        argument: Name of the argument that holds the tensor.
+        values: Tensor to check.
+        valid: Mask of its valid entries, or of its valid rows.
+        requirement: Words for a valid entry.
+        hint: Advice that follows the message.
+        kind: Kind of the error.
+
+    >>> import torch
+    >>> values = torch.tensor([0.5, -2.0])
+    >>> check_entries("variance", values, values > 0, "positive", hint="use exp() for a log-variance")
+    Traceback (most recent call last):
+    flowbnn.errors.FlowBNNError: variance must be positive, got -2 (1 of 2 entries); use exp() for a log-variance
+    """
+    if bool(valid.all()):
+        return
+    invalid = values[~valid]
+    numbers = [f"{number:.4g}" for number in invalid[0].flatten().tolist()]
+    entry = ", ".join(numbers[:4]) + (", ..." if len(numbers) > 4 else "")
+    text = f"{argument} must be {requirement}, got {entry} ({len(invalid)} of {valid.numel()} entries)"
     raise FlowBNNError(f"{text}; {hint}" if hint else text, kind=kind, argument=argument)
 
 

@@ -7,7 +7,7 @@ from typing import Annotated
 import torch
 from torch import Tensor, nn
 
-from flowbnn.errors import FlowBNNError, nearest
+from flowbnn.errors import FlowBNNError, check_shape, nearest
 from flowbnn.noise import noise_layers
 from flowbnn.noise.flow_noise import InputNoise
 from flowbnn.options import Count, Ge, Seed, UnitInterval, checked
@@ -66,9 +66,7 @@ def count_modes(density: Tensor, prominence: UnitInterval = 0.1) -> int:
     >>> count_modes(bump(0.0)), count_modes(bump(-3.0) + bump(3.0)), count_modes(bump(-0.5) + bump(0.5))
     (1, 2, 1)
     """
-    if density.ndim != 1 or not len(density):
-        text = f"density must be [G], not empty, got {list(density.shape)}"
-        raise FlowBNNError(text, kind="shape", argument="density")
+    check_shape("density", density, ("points >= 1",))
     values = density.tolist()
     min_height = prominence * max(values)
     modes, rising, low, high = 0, True, 0.0, 0.0

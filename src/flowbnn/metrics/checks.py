@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from flowbnn.errors import FlowBNNError
+from flowbnn.errors import FlowBNNError, check_entries, check_shape
 
 
 def mean_as_float(values: Tensor) -> float:
@@ -36,17 +36,13 @@ def check_probabilities(probabilities: Tensor, ndim: int = 2) -> Tensor:
     Raises:
         FlowBNNError: If the shape is wrong, or if rows are negative or do not sum to one.
     """
-    values, shape = to_floating_point(probabilities, "probabilities"), list(probabilities.shape)
-    if len(shape) != ndim or shape[-1] < 2 or (ndim == 2 and not shape[0]):
-        text = (
-            f"probabilities must be [B, C] with B > 0 and C > 1, got {shape}; stack (1 - p, p) for one class"
-        )
-        raise FlowBNNError(text, kind="shape", argument="probabilities")
+    values = to_floating_point(probabilities, "probabilities")
+    axes = ("batch >= 1", "classes >= 2") if ndim == 2 else ("samples", "batch", "classes >= 2")
+    check_shape("probabilities", probabilities, axes, hint="stack (1 - p, p) for one class")
     valid = (probabilities >= 0).all(-1) & ((probabilities.sum(-1) - 1).abs() <= 1e-3)  # False for NaN
-    if not valid.all():
-        count = f"{int((~valid).sum())} of {valid.numel()}"
-        text = f"probabilities are negative or do not sum to one in {count} rows; apply softmax to logits"
-        raise FlowBNNError(text, kind="range", argument="probabilities")
+    check_entries(
+        "probabilities", values, valid, "nonnegative and sum to one", hint="apply softmax to logits"
+    )
     return values
 
 
@@ -76,21 +72,17 @@ def check_classes(targets: Tensor, inputs: int, classes: int, kind: str | None =
     Raises:
         FlowBNNError: If the shape, the dtype or a label is wrong.
     """
-    if targets.is_floating_point() or targets.shape != (inputs,):
-        # advice by the shape: a column of labels, one-hot labels, or labels of another type
-        hints: dict[tuple[int, ...], str] = {
-            (inputs, 1): "; use targets.squeeze(1)",
-            (inputs, classes): "; use targets.argmax(1) for one-hot targets",
-        }
-        hint = hints.get(tuple(targets.shape), "; use targets.long()" if targets.shape == (inputs,) else "")
-        text = f"targets must be ({inputs},) integers, got {targets.dtype} {tuple(targets.shape)}{hint}"
+    hints = {
+        (inputs, 1): "use targets.squeeze(1)",
+        (inputs, classes): "use targets.argmax(1) for one-hot labels",
+    }
+    hint = hints.get(tuple(targets.shape), "")  # type: ignore[arg-type]
+    check_shape("targets", targets, (inputs,), hint, kind or "shape")
+    if targets.is_floating_point():
+        text = f"targets must be integers, got {targets.dtype}; use targets.long()"
         raise FlowBNNError(text, kind=kind or "shape", argument="targets")
-    invalid = (targets < 0) | (targets >= classes)
-    if invalid.any():
-        text = (
-            f"targets must be from 0 to {classes - 1} for {classes} classes, got {int(targets[invalid][0])}"
-        )
-        raise FlowBNNError(text, kind=kind or "range", argument="targets")
+    valid = (targets >= 0) & (targets < classes)
+    check_entries("targets", targets, valid, f"from 0 to {classes - 1}", kind=kind or "range")
     return targets.long()
 
 
@@ -107,14 +99,8 @@ def check_values(values: Tensor, name: str, shape: torch.Size | None = None) -> 
     """
     if shape is not None and values.ndim == 1 and shape[-1] == 1:
         values = values.unsqueeze(-1)
-    if values.ndim != 2 or values.shape != (shape or values.shape) or (shape is None and not values.numel()):
-        expected = "[B, D], not empty" if shape is None else list(shape)
-        text = f"{name} must be {expected}, got {list(values.shape)}"
-        raise FlowBNNError(text, kind="shape", argument=name)
-    finite = torch.isfinite(values.detach()).all(-1)
-    if not finite.all():
-        text = f"{name} has {int((~finite).sum())} of {len(finite)} rows with NaN or infinity"
-        raise FlowBNNError(text, kind="not finite", argument=name)
+    check_shape(name, values, shape or ("batch >= 1", "outputs >= 1"))
+    check_entries(name, values, torch.isfinite(values.detach()), "finite", kind="not finite")
     return to_floating_point(values, name)
 
 
@@ -128,8 +114,6 @@ def check_scores(scores: Tensor, name: str) -> Tensor:
     Raises:
         FlowBNNError: If there are no scores, or if scores are NaN.
     """
-    invalid = int(scores.isnan().sum())
-    if scores.ndim != 1 or not len(scores) or invalid:
-        text = f"{name} must be [B] without NaN, got {list(scores.shape)} with {invalid} NaN"
-        raise FlowBNNError(text, kind="not finite" if invalid else "shape", argument=name)
+    check_shape(name, scores, ("batch >= 1",))
+    check_entries(name, scores, ~scores.isnan(), "a number", kind="not finite")
     return to_floating_point(scores, name)

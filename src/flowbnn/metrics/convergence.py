@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flowbnn.errors import FlowBNNError
+from flowbnn.errors import FlowBNNError, check_entries, check_shape
 from flowbnn.options import checked
 
 MIN_DRAWS = 4  # half chains of fewer than two draws have no variance
@@ -121,11 +121,8 @@ def _to_array(draws: Tensor) -> Any:
     Raises:
         FlowBNNError: If there are too few draws, or some are not finite.
     """
-    if draws.ndim < 2 or draws.shape[1] < MIN_DRAWS:
-        text = f"draws must be [chains, draws, ...] with at least {MIN_DRAWS} draws per chain, got {tuple(draws.shape)}"
-        raise FlowBNNError(text, kind="shape", argument="draws")
-    if not bool(torch.isfinite(draws).all()):
-        raise FlowBNNError("draws are not finite", kind="not finite", argument="draws")
+    check_shape("draws", draws, ("chains", f"draws >= {MIN_DRAWS}", "..."))
+    check_entries("draws", draws, torch.isfinite(draws), "finite", kind="not finite")
     return draws.detach().cpu().double().movedim((0, 1), (-2, -1)).numpy()
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flowbnn.errors import FlowBNNError
+from flowbnn.errors import check_entries, check_shape
 from flowbnn.metrics.convergence import array_statistics
 from flowbnn.options import checked
 
@@ -142,12 +142,9 @@ def _smooth(log_weights: Tensor) -> SmoothedTail:
     Raises:
         FlowBNNError: If there are too few weights, or some are not finite.
     """
-    if log_weights.ndim != 1 or len(log_weights) < MIN_WEIGHTS:
-        text = f"log_weights must be [S] with S >= {MIN_WEIGHTS}, got {list(log_weights.shape)}"
-        raise FlowBNNError(text, kind="shape", argument="log_weights")
-    if infinite := int((~log_weights.isfinite()).sum()):
-        text = f"log_weights are not finite for {infinite} of {len(log_weights)} draws; look for log, sqrt or division in the network"
-        raise FlowBNNError(text, kind="not finite", argument="log_weights")
+    check_shape("log_weights", log_weights, (f"draws >= {MIN_WEIGHTS}",))
+    hint = "look for log, sqrt or division in the network"
+    check_entries("log_weights", log_weights, log_weights.isfinite(), "finite", hint, "not finite")
     weights = log_weights.detach().double()
     ordered = weights.sort().values
     size = _tail_size(len(weights))

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 import torch
 from torch import Tensor
 
-from flowbnn.errors import FlowBNNError
+from flowbnn.errors import FlowBNNError, check_shape
 from flowbnn.metrics.checks import check_scores
 from flowbnn.options import Bounds, checked
 
@@ -123,11 +123,9 @@ def risk_coverage(uncertainty: Tensor, correct: Tensor) -> RiskCoverage:
     0.3333
     """
     uncertainty = check_scores(uncertainty, "uncertainty")
-    if correct.dtype != torch.bool or correct.shape != uncertainty.shape:
-        text = (
-            f"correct must be {list(uncertainty.shape)} booleans, got {correct.dtype} {list(correct.shape)}"
-        )
-        raise FlowBNNError(text, kind="shape", argument="correct")
+    check_shape("correct", correct, uncertainty.shape)
+    if correct.dtype != torch.bool:
+        raise FlowBNNError(f"correct must be boolean, got {correct.dtype}", kind="shape", argument="correct")
     _, group, counts = uncertainty.detach().cpu().unique(return_inverse=True, return_counts=True)
     errors = torch.bincount(group, weights=(~correct).cpu().double(), minlength=len(counts)) / counts
     answered = torch.arange(1, len(group) + 1, dtype=torch.float64)

@@ -7,7 +7,7 @@ from typing import Annotated, Literal, TypedDict
 import torch
 from torch import Tensor
 
-from flowbnn.errors import FlowBNNError, check_shape
+from flowbnn.errors import check_entries, check_shape
 from flowbnn.metrics.checks import check_classification, check_probabilities, check_values, mean_as_float
 from flowbnn.options import Count, Ge, Hint, check, checked
 
@@ -261,8 +261,6 @@ def interval_coverage(low: Tensor, high: Tensor, targets: Tensor) -> float:
     """
     low, high = check_values(low, "low"), check_values(high, "high")
     check_shape("high", high, low.shape)
-    if (low > high).any():
-        text = f"low exceeds high by {float((low - high).max()):.3g}"
-        raise FlowBNNError(text, kind="range", argument="low")
+    check_entries("low", low, low <= high, "at most high")
     targets = check_values(targets, "targets", low.shape).to(low.device)
     return mean_as_float((low <= targets) & (targets <= high))
