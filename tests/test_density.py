@@ -360,7 +360,7 @@ def test_fit_target_finds_target_and_constant() -> None:
         (lambda: fb.fit_density(Gaussian(), points(), validation=points() * math.nan), "finite", None),
         (lambda: fb.fit_density(Gaussian(), points(), validation="0.1"), "value", "validation"),
         (lambda: fb.fit_density(Gaussian(), points(), validation=points(0)), "data", "validation"),
-        (lambda: fb.fit_density(Gaussian(), points(), validation=iter([points()])), "value", "validation"),
+        (lambda: fb.fit_density(Gaussian(), points(), validation=iter([points()])), "loader", "validation"),
         (
             lambda: fb.fit_density(Gaussian(), points(), validation=points()[:, :1]),
             "shape",

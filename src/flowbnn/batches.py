@@ -275,14 +275,11 @@ def repeat(inputs: Any, times: int) -> Any:
     return apply(inputs, lambda tensor: tensor.repeat(times, *(1,) * (tensor.ndim - 1)))
 
 
-def count_data(loader: Any) -> int:
-    """Returns the number of examples in one pass over a loader, over all processes.
+def reported_size(loader: Any) -> int | None:
+    """Returns the number of examples in one pass over a loader, over all processes, or None if the loader does not report it.
 
     Args:
         loader: ``DataLoader``, list of batches, or an object with an attribute ``num_data``.
-
-    Raises:
-        FlowBNNError: If the loader does not have a known number of examples.
     """
     number = getattr(loader, "num_data", None)
     if isinstance(number, int):
@@ -297,8 +294,16 @@ def count_data(loader: Any) -> int:
         if getattr(batches, "drop_last", False):
             count = count // size * size
         return count * int(getattr(sampler, "num_replicas", 1))
-    text = "the number of examples of this loader is unknown; set num_data"
-    raise FlowBNNError(text, kind="loader", argument="num_data")
+    return None
+
+
+def check_repeatable(loader: Any, argument: str = "loader") -> None:
+    """Raises FlowBNNError if a loader is an iterator, which serves one pass only."""
+    if hasattr(loader, "__next__"):
+        text = (
+            f"{argument} is an iterator, which can be read only once; use a DataLoader or a list of batches"
+        )
+        raise FlowBNNError(text, kind="loader", argument=argument)
 
 
 def is_batch(inputs: Any) -> bool:

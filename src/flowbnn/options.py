@@ -80,6 +80,21 @@ class Bounds:
         return " and ".join(f"{words} {bound}" for words, bound in bounds.items() if math.isfinite(bound))
 
 
+@dataclass(frozen=True, kw_only=True)
+class NonEmpty(Bounds):
+    """Condition of a list or dictionary with at least one entry, for use in ``Annotated``.
+
+    >>> [] in NonEmpty(), [1] in NonEmpty(), str(NonEmpty())
+    (False, True, 'that is not empty')
+    """
+
+    def __contains__(self, value: Any) -> bool:
+        return len(value) > 0
+
+    def __str__(self) -> str:
+        return "that is not empty"
+
+
 def Ge(bound: float) -> Bounds:
     """Returns the bounds of numbers that are at least ``bound``."""
     return Bounds(ge=bound)

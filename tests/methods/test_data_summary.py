@@ -4,10 +4,11 @@ import pytest
 import torch
 from problems import QUIET
 from torch import nn
+from torch.utils.data import DataLoader
 
 import flowbnn as fb
 from flowbnn.errors import FlowBNNError
-from flowbnn.methods.data_summary import DataSummary
+from flowbnn.methods.data_summary import DataSummary, count_examples
 
 
 class CountingLoader:
@@ -100,6 +101,37 @@ def test_the_number_of_examples_of_a_loader_that_does_not_tell():
         unknown.require_num_examples()
     assert error.value.argument == "num_data"
     assert DataSummary.read(Stream(torch.zeros(4).long()), num_data=7).num_examples == 7
+
+
+class SizedLoader:
+    """Loader of labels that has a length but neither a dataset nor a sampler."""
+
+    def __len__(self) -> int:
+        return 3
+
+    def __iter__(self):
+        for rows in (4, 4, 2):
+            yield torch.randn(rows, 2), torch.zeros(rows).long()
+
+
+def test_the_examples_of_a_loader_with_a_length_are_counted():
+    state = torch.get_rng_state()
+    assert DataSummary.read(SizedLoader()).num_examples == count_examples(SizedLoader()) == 10
+    assert torch.equal(torch.get_rng_state(), state)
+    posterior = fb.MAP(epochs=1).fit(nn.Linear(2, 2), SizedLoader(), seed=0, **QUIET)
+    assert len(posterior.predict(torch.zeros(3, 2)).probabilities) == 3
+    with pytest.raises(FlowBNNError) as error:
+        count_examples(DataLoader([]))
+    assert error.value.kind == "loader"
+
+
+@pytest.mark.parametrize(("keys", "expected"), [(("ids", "label"), "pop('label')"), (("x", "z"), "'x', 'z'")])
+def test_the_advice_for_dictionaries_names_their_own_keys(keys, expected):
+    batch = {key: torch.zeros(2) for key in keys}
+    with pytest.raises(FlowBNNError) as error:
+        fb.MLE(epochs=1).fit(nn.Linear(2, 2), [batch], **QUIET)
+    assert error.value.kind == "loader"
+    assert expected in str(error.value)
 
 
 def test_reading_restores_all_generators():

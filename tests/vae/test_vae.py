@@ -289,7 +289,7 @@ def test_log_prob_of_extreme_outputs_is_finite(decoder_cls) -> None:
         (lambda: fb.vae.GatedConvEncoder((1, 27, 27)), "shape", "shape"),
         (lambda: Amortized(LULinear(2), 3)(torch.zeros(1, 2)), "shape", "context"),
         (lambda: Amortized(Compose(LULinear(2), Sigmoid()), 3), "value", "transform"),
-        (lambda: fb.vae.Autoencoder((), 2), "shape", "shape"),
+        (lambda: fb.vae.Autoencoder((), 2), "value", "shape"),
     ],
 )
 def test_bad_input_raises_an_error_of_one_line(call, kind, argument) -> None:

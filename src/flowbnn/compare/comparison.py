@@ -14,12 +14,12 @@ from importlib.metadata import version
 from io import StringIO
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import nn
 
-from flowbnn.batches import device_of, fingerprint
+from flowbnn.batches import check_repeatable, device_of, fingerprint
 from flowbnn.compare.candidates import BASELINE, CANDIDATES, Candidate, find_candidates
 from flowbnn.compare.measurement import measure, warm_up
 from flowbnn.compare.results import (
@@ -38,9 +38,12 @@ from flowbnn.compare.results import (
 from flowbnn.errors import FlowBNNError, pluralize, warn
 from flowbnn.methods import Method, Temperature
 from flowbnn.methods.fitting import FitOptions, LikelihoodName
-from flowbnn.options import Count, File, Positive, Seed, checked
+from flowbnn.options import Count, File, NonEmpty, Positive, Seed, checked
 from flowbnn.training import track
 from flowbnn.training.options import Accelerator, Precision, length_of
+
+Methods = Annotated[Sequence[str | Method], NonEmpty()]
+MethodsByLabel = Annotated[Mapping[str, Method], NonEmpty()]
 
 # fmt: off
 METRICS = (
@@ -65,12 +68,12 @@ def compare(
     *,
     novel: Any = None,
     validation: Iterable[Any] | None = None,
-    methods: str | Method | Sequence[str | Method] | Mapping[str, Method] | None = None,
+    methods: str | Method | Methods | MethodsByLabel | None = None,
     epochs: Count = 20,
     lr: Positive = 1e-3,
     samples: Count = 128,
     seed: Seed = 0,
-    seeds: Count | Sequence[Seed] = 1,
+    seeds: Count | Annotated[Sequence[Seed], NonEmpty()] = 1,
     likelihood: LikelihoodName = "auto",
     num_data: Count | None = None,
     clip_gradient: Positive | None = None,
@@ -114,7 +117,8 @@ def compare(
     ['map', 'mc-dropout', 'mle']
     """
     all_seeds = list(range(seed, seed + seeds) if isinstance(seeds, int) else dict.fromkeys(seeds))
-    _check_arguments(train_loader, test_loader, methods, all_seeds)
+    check_repeatable(train_loader, "train_loader")
+    check_repeatable(test_loader, "test_loader")
     options: dict[str, Any] = {"num_data": num_data, "clip_gradient": clip_gradient}
     options |= {"accelerator": accelerator, "precision": precision}
     experiment = _Experiment(
@@ -215,17 +219,6 @@ class _Experiment:
         result |= {"warnings": warning_records, "seconds": time.monotonic() - start}
         cache.put(candidate.key, seed, repr(method), result)
         return result
-
-
-def _check_arguments(train_loader: Any, test_loader: Any, methods: Any, seeds: Sequence[int]) -> None:
-    """Raises FlowBNNError if a loader can be read only once, or if there are no methods or seeds."""
-    for argument, loader in (("train_loader", train_loader), ("test_loader", test_loader)):
-        if iter(loader) is loader:
-            text = f"{argument} is an iterator; pass a DataLoader or a list"
-            raise FlowBNNError(text, kind="loader", argument=argument)
-    for argument, is_empty in (("seeds", not seeds), ("methods", methods in ([], (), {}))):
-        if is_empty:
-            raise FlowBNNError(f"{argument} is empty", kind="empty", argument=argument)
 
 
 def _changed_options(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from flowbnn.batches import device_of, dtype_of, evaluation_mode, move
 from flowbnn.density.examples import as_tensor, iterate_batches
-from flowbnn.errors import FlowBNNError, check_shape, pluralize, warn
+from flowbnn.errors import FlowBNNError, check_entries, check_shape, pluralize, warn
 from flowbnn.options import Count, File, Probability, Seed, check, checked, options
 from flowbnn.training import History
 from flowbnn.training.compatibility import count_weights, read_module, save_module
@@ -133,7 +133,7 @@ class Density(nn.Module):
             seed: Seed of densities that are estimated from draws.
         """
         scores = self.score(data, context, seed)
-        check_not_empty(scores, "data")
+        check_shape("data", scores, ("examples >= 1",), kind="data")
         size = math.prod(next(iterate_batches(data, context, self.flow))[0].shape[1:])
         return -float(scores.double().mean()) / (math.log(2.0) * size)
 
@@ -157,19 +157,12 @@ class Density(nn.Module):
             context: Contexts of the held-out examples, or None.
         """
         scores = self.score(held_out, context)
-        check_not_empty(scores, "held_out")
-        if bool(scores.isnan().any()):
-            text = "held-out examples have log-densities of NaN; remove these examples"
-            raise FlowBNNError(text, kind="data", argument="held_out")
+        check_shape("held_out", scores, ("examples >= 1",), kind="data")
+        check_entries("held_out", scores, ~scores.isnan(), "in the support", "remove these examples", "data")
         if rate * (1 + len(scores)) < 1:
             minimum = math.ceil(1 / rate) - 1
-            warn(
-                f"rate={rate:g} needs at least {pluralize(minimum, 'held-out example')}, got {len(scores)}; no example will be "
-                "called novel",
-                kind="data",
-                argument="held_out",
-                minimum=minimum,
-            )
+            text = f"rate={rate:g} needs at least {pluralize(minimum, 'held-out example')}, got {len(scores)}; none will be novel"
+            warn(text, kind="data", argument="held_out", minimum=minimum)
         return NoveltyDetector(self, rate, criterion, finite_scores(scores).sort().values)
 
     def save(self, path: File) -> Path:
@@ -248,12 +241,6 @@ def load_density(path: File, flow: nn.Module) -> Density:
 def gives_lower_bound(flow: nn.Module) -> bool:
     """Returns whether the ``log_prob`` of a flow is a lower bound on the log-density."""
     return bool(getattr(flow, "lower_bound", getattr(getattr(flow, "transform", None), "lower_bound", False)))
-
-
-def check_not_empty(scores: Tensor, name: str) -> None:
-    """Raises FlowBNNError if there are no scores, and so no examples."""
-    if not len(scores):
-        raise FlowBNNError(f"{name} has no examples", kind="data", argument=name)
 
 
 def finite_scores(scores: Tensor) -> Tensor:

@@ -1,6 +1,5 @@
 r"""Maximum-likelihood fits of flows, :math:`\max_\theta \frac1N \sum_i \log p_\theta(x_i)`."""
 
-from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
@@ -9,7 +8,7 @@ from typing import Annotated, Any, Literal
 import torch
 from torch import Tensor, nn
 
-from flowbnn.batches import check_finite, device_of, dtype_of, evaluation_mode
+from flowbnn.batches import check_finite, check_repeatable, device_of, dtype_of, evaluation_mode
 from flowbnn.data import TensorLoader
 from flowbnn.density.density import Data, Density, gives_lower_bound
 from flowbnn.density.examples import (
@@ -204,9 +203,7 @@ def _make_loaders(data: Any, options: DensityOptions, flow: nn.Module) -> tuple[
     if share:
         check("validation", share, Fraction)
         if len(tensors[0]) < 2:
-            text = (
-                f"{pluralize(len(tensors[0]), 'example')} cannot be split; provide more, or set validation=0"
-            )
+            text = f"{pluralize(len(tensors[0]), 'example')} cannot be split; set validation=0"
             raise FlowBNNError(text, kind="data", argument="validation")
         order = torch.randperm(len(tensors[0]), generator=generator).to(tensors[0].device)
         count = max(1, round(share * len(order)))
@@ -228,9 +225,7 @@ def _first_batch(flow: nn.Module, loader: Any, name: str) -> tuple[Tensor, Any]:
     Raises:
         FlowBNNError: If the loader can be read only once or is empty, or if the examples do not have the shape of the flow.
     """
-    if isinstance(loader, Iterator):
-        text = f"{name} is an iterator, which can be read only once; provide a loader or a list of batches"
-        raise FlowBNNError(text, argument=name)
+    check_repeatable(loader, name)
     batch = next(iter(loader), None)
     if batch is None:
         raise FlowBNNError(f"{name} has no batches", kind="data", argument=name)
@@ -278,9 +273,5 @@ def _warn_if_diverged(losses: list[float], lr: float) -> None:
     """Warns if the mean loss of the last epoch is clearly larger than that of the first."""
     increase = losses[-1] - losses[0]
     if increase > 0.1 * (1.0 + abs(losses[0])):
-        warn(
-            f"the training diverged: the mean loss was {losses[0]:.4g} in the first epoch and {losses[-1]:.4g} in the last; set "
-            f"lr={lr / 3:.2g}, or validation=0.1, which restores the best epoch",
-            kind="divergence",
-            increase=increase,
-        )
+        text = f"the mean loss rose from {losses[0]:.4g} to {losses[-1]:.4g}; set lr={lr / 3:.2g}, or validation=0.1"
+        warn(text, kind="divergence", increase=increase)

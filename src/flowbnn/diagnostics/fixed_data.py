@@ -69,12 +69,8 @@ def read_fixed_data(loader: Iterable[Any], seed: int, purpose: str = "diagnostic
 
     data = read(seed)
     if not isinstance(loader, list | tuple) and _row_checksums(data) != _row_checksums(read(seed + 1)):
-        raise FlowBNNError(
-            f"two passes over the loader for {purpose} give different examples; disable random augmentation and drop_last "
-            "(shuffling is allowed)",
-            kind="loader",
-            argument="loader",
-        )
+        text = f"two passes over the loader for {purpose} differ; disable random augmentation and drop_last (shuffling is allowed)"
+        raise FlowBNNError(text, kind="loader", argument="loader")
     return data
 
 

@@ -11,13 +11,14 @@ from torch import Tensor
 from flowbnn.batches import (
     as_loader,
     check_finite_batch,
-    count_data,
+    check_repeatable,
     has_row_axis,
     join,
+    reported_size,
     shapes,
     split_batch,
 )
-from flowbnn.errors import FlowBNNError
+from flowbnn.errors import FlowBNNError, quote_names
 from flowbnn.likelihoods import Gaussian, Likelihood
 from flowbnn.regression import TargetStatistics
 from flowbnn.training.options import length_of
@@ -35,25 +36,34 @@ def check_loader(loader: Any, purpose: str = "training", needs_length: str = "")
     Raises:
         FlowBNNError: If the object is not a loader, is empty, can be read only once, or has no targets or no length.
     """
-    problem = None
+    problem, example = None, "flowbnn.data.TensorLoader(inputs, targets, batch_size=128, shuffle=True)"
+    check_repeatable(loader)
     if not hasattr(loader, "__iter__") or isinstance(loader, Tensor) or as_loader(loader) is not loader:
-        problem = (
-            f"{purpose} needs a loader of batches, such as flowbnn.data.TensorLoader(inputs, targets, batch_size=128, shuffle=True), "
-            f"got a {type(loader).__name__}"
-        )
-    elif hasattr(loader, "__next__"):
-        problem = f"the loader for {purpose} can be read only once; use a DataLoader or a list of batches"
+        problem = f"{purpose} needs a loader, such as {example}, got a {type(loader).__name__}"
     elif isinstance(loader, list | tuple) and not loader:
         raise empty_loader(purpose)
     elif isinstance(loader, list | tuple) and split_batch(loader[0])[1] is None:
-        advice = "use flowbnn.data.TensorLoader(inputs, targets)"
+        problem = f"{purpose} needs batches of (inputs, targets), got inputs alone; use {example}"
         if isinstance(loader[0], Mapping):
-            advice = "use (batch, batch.pop('labels'))"
-        problem = f"{purpose} needs batches of (inputs, targets), got inputs alone; {advice}"
+            problem = f"{purpose} needs batches of (inputs, targets), got a dictionary; {_advice_for_keys(loader[0])}"
     elif needs_length and length_of(loader) is None:
         problem = f"{needs_length} needs len(loader), but a {type(loader).__name__} has none"
     if problem is not None:
         raise FlowBNNError(problem, kind="loader", argument="loader")
+
+
+def _advice_for_keys(batch: Mapping[str, Any]) -> str:
+    """Returns how to split a dictionary into inputs and targets.
+
+    >>> _advice_for_keys({"input_ids": 0, "labels": 1})
+    "use (batch, batch.pop('labels'))"
+    >>> _advice_for_keys({"x": 0, "z": 1})
+    "use (batch, batch.pop(key)) with the key of its targets; there are 'x', 'z'"
+    """
+    names = ("labels", "label", "targets", "target", "y")
+    if key := next((name for name in names if name in batch), None):
+        return f"use (batch, batch.pop('{key}'))"
+    return f"use (batch, batch.pop(key)) with the key of its targets; there are {quote_names([str(key) for key in batch])}"
 
 
 def empty_loader(purpose: str = "training") -> FlowBNNError:
@@ -123,12 +133,7 @@ class DataSummary:
         Raises:
             FlowBNNError: If the number is unknown or zero.
         """
-        if self.num_examples is None:
-            text = "the number of training examples is unknown; set num_data=..."
-            raise FlowBNNError(text, kind="loader", argument="num_data")
-        if not self.num_examples:
-            raise empty_loader()
-        return self.num_examples
+        return _known_size(self.num_examples)
 
     @classmethod
     def read(
@@ -141,8 +146,8 @@ class DataSummary:
     ) -> "DataSummary":
         """Reads a loader once and restores all generators.
 
-        Only the first batch is read, with two exceptions. A regression needs all targets, to standardize them. A list of batches is
-        read to count its examples, if ``num_data`` is None.
+        Only the first batch is read, with two exceptions. A regression needs all targets, to standardize them. The examples of a
+        loader that has a length but does not report its number of examples are counted, if ``num_data`` is None.
 
         Args:
             loader: Batches of ``(inputs, targets)``.
@@ -151,7 +156,9 @@ class DataSummary:
             num_data: Number of training examples, if known.
             min_rows: Minimum size of ``sample`` for a regression, to estimate the size of the residuals.
         """
-        count, must_count = 0, num_data is None and isinstance(loader, list | tuple)
+        check_loader(loader)
+        count, num_data = 0, reported_size(loader) if num_data is None else num_data
+        must_count = num_data is None and length_of(loader) is not None
         with closing(_read(loader, seed)) as reader:
             first = next(reader)
             statistics = TargetStatistics() if is_regression(likelihood, first[1]) else None
@@ -165,19 +172,36 @@ class DataSummary:
                     statistics.add(batch[1])
                 elif not must_count:
                     break
-        if num_data is None:
-            num_data = count if must_count else _reported_size(loader)
-            num_data = count if num_data is None and statistics is not None else num_data
+        if num_data is None and (must_count or statistics is not None):
+            num_data = count
         same_shape = len({shapes(batch) for batch in batches}) == 1 and has_row_axis(first[0])
         return cls(*first, join(batches) if len(batches) > 1 and same_shape else first, num_data, statistics)
 
 
-def _reported_size(loader: Iterable[Any]) -> int | None:
-    """Returns the number of examples that a loader reports, or None if it reports none."""
-    try:
-        return count_data(loader)
-    except FlowBNNError:
-        return None
+def count_examples(loader: Iterable[Any]) -> int:
+    """Returns the number of examples that a loader reports. If it reports none but has a length, they are counted in one pass.
+
+    Args:
+        loader: Batches of ``(inputs, targets)``.
+
+    Raises:
+        FlowBNNError: If the number is unknown or zero.
+    """
+    number = reported_size(loader)
+    if number is None and length_of(loader) is not None:
+        with closing(_read(loader, None)) as reader:
+            number = sum(len(targets) for _, targets in reader)
+    return _known_size(number)
+
+
+def _known_size(number: int | None) -> int:
+    """Returns a number of examples. Raises FlowBNNError if it is unknown or zero."""
+    if number is None:
+        text = "the number of training examples is unknown; set num_data=..."
+        raise FlowBNNError(text, kind="loader", argument="num_data")
+    if not number:
+        raise empty_loader()
+    return number
 
 
 def is_regression(likelihood: Likelihood | str, targets: Tensor) -> bool:

@@ -16,7 +16,6 @@ from flowbnn.batches import (
     as_loader,
     call,
     check_finite,
-    count_data,
     device_of,
     dtype_of,
     evaluation_mode,
@@ -36,7 +35,7 @@ from flowbnn.likelihoods import (
     make_likelihood,
 )
 from flowbnn.likelihoods.base import mean_log_prob
-from flowbnn.methods.data_summary import DataSummary, check_loader, empty_loader, first_batch
+from flowbnn.methods.data_summary import DataSummary, check_loader, count_examples, first_batch
 from flowbnn.noise import Recipe, noise_layers, weight_parameters
 from flowbnn.noise.modes import align_batch_axes, record_noise_inputs
 from flowbnn.numerics import is_concrete
@@ -81,10 +80,7 @@ class FitOptions(TrainingOptions):
 
     def num_examples(self, loader: Iterable[Any]) -> int:
         """Returns the number of training examples."""
-        number = count_data(loader) if self.num_data is None else self.num_data
-        if not number:
-            raise empty_loader()
-        return number
+        return count_examples(loader) if self.num_data is None else self.num_data
 
     def for_stage(self, name: str, description: str, **changes: Any) -> "FitOptions":
         """Returns the options of one of several training runs, which has its own file in the folder ``checkpoint``."""

@@ -13,9 +13,9 @@ from torch import Tensor, distributed
 
 from flowbnn.batches import (
     check_finite,
-    count_data,
     has_row_axis,
     join,
+    reported_size,
     rows,
     shapes,
     split_batch,
@@ -30,7 +30,7 @@ from flowbnn.training.randomness import RandomState, loader_generators
 def expected_rows(loader: Any) -> int:
     """Returns the number of rows of a loader, or 0 if it is unknown."""
     try:
-        return count_data(loader)
+        return reported_size(loader) or 0
     except (FlowBNNError, TypeError):
         return 0
 

@@ -30,6 +30,7 @@ from flowbnn.options import (
     File,
     Ge,
     Hint,
+    NonEmpty,
     NonNegative,
     Seed,
     UnitInterval,
@@ -46,6 +47,8 @@ from flowbnn.transforms import Compose, Transform
 from flowbnn.transforms.base import warn_slow_sampling
 from flowbnn.vae.decoders import BernoulliDecoder, Decoder, GaussianDecoder, LogisticDecoder
 from flowbnn.vae.nets import make_mlp_decoder, make_mlp_encoder
+
+Shape = Annotated[Sequence[Count], NonEmpty(), Hint("such as (64,) or (1, 28, 28)")]
 
 
 class Autoencoder(nn.Module):
@@ -76,7 +79,7 @@ class Autoencoder(nn.Module):
     @checked
     def __init__(
         self,
-        shape: Sequence[Count],
+        shape: Shape,
         latent_dim: Count,
         *,
         hidden: Sequence[Count] = (400, 400),
@@ -86,9 +89,6 @@ class Autoencoder(nn.Module):
         context_dim: Annotated[int, Ge(0)] = 0,
     ) -> None:
         super().__init__()
-        if not shape:
-            text = "shape must not be empty; use (64,) or (1, 28, 28)"
-            raise FlowBNNError(text, kind="shape", argument="shape")
         self.shape, self.latent_dim, self.context_dim = tuple(shape), latent_dim, context_dim
         decoders = {"bernoulli": BernoulliDecoder, "gaussian": GaussianDecoder, "logistic": LogisticDecoder}
         self.decoder: Decoder = decoders[decoder]() if isinstance(decoder, str) else decoder
