@@ -80,35 +80,20 @@ class Bounds:
         return " and ".join(f"{words} {bound}" for words, bound in bounds.items() if math.isfinite(bound))
 
 
-@dataclass(frozen=True, kw_only=True)
-class NonEmpty(Bounds):
-    """Condition of a list or dictionary with at least one entry, for use in ``Annotated``.
-
-    >>> [] in NonEmpty(), [1] in NonEmpty(), str(NonEmpty())
-    (False, True, 'that is not empty')
-    """
-
-    def __contains__(self, value: Any) -> bool:
-        return len(value) > 0
-
-    def __str__(self) -> str:
-        return "that is not empty"
-
-
 def Ge(bound: float) -> Bounds:
     """Returns the bounds of numbers that are at least ``bound``."""
     return Bounds(ge=bound)
 
 
 class NonEmpty(Bounds):
-    """Condition that a string or a path is not empty, for use in ``Annotated``.
+    """Condition that a string, a path, a list or a dictionary is not empty, for use in ``Annotated``.
 
-    >>> "" in NonEmpty(), "runs" in NonEmpty()
-    (False, True)
+    >>> "" in NonEmpty(), "runs" in NonEmpty(), [] in NonEmpty()
+    (False, True, False)
     """
 
     def __contains__(self, value: Any) -> bool:
-        return bool(str(value).strip())
+        return bool(str(value).strip() if isinstance(value, str | PathLike) else len(value))
 
     def __str__(self) -> str:
         return "that is not empty"
