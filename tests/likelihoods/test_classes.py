@@ -49,6 +49,41 @@ def test_outputs_and_targets_that_do_not_fit_are_refused(likelihood, outputs, ta
     assert "\n" not in str(caught.value)
 
 
+def test_soft_labels_are_expectations_over_labels():
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(5, 3, generator=generator, dtype=torch.float64)
+    soft = torch.rand(5, 3, generator=generator).softmax(-1)
+    likelihood, labels = Categorical(), torch.arange(3)
+    values = torch.stack([likelihood.log_prob(logits, label.expand(5)) for label in labels], -1)
+    expected = (soft * values).sum(-1)
+    torch.testing.assert_close(likelihood.log_prob(logits, soft), expected)
+    one_hot = torch.eye(3)[[0, 2, 1, 1, 0]]
+    torch.testing.assert_close(
+        likelihood.log_prob(logits, one_hot), likelihood.log_prob(logits, one_hot.argmax(1))
+    )
+    predictive = likelihood.predictive(logits[None])
+    for name, value in predictive.evaluate(soft).items():
+        if (
+            name != "ece"
+        ):  # the other scores are sums over examples, so that their expectation is a sum over labels
+            single = [
+                [
+                    likelihood.predictive(logits[None, i : i + 1]).evaluate(label[None])[name]
+                    for label in labels
+                ]
+                for i in range(5)
+            ]
+            assert value == pytest.approx(float((soft * torch.tensor(single)).sum(-1).mean()), abs=1e-6)
+    assert predictive.evaluate(one_hot) == pytest.approx(predictive.evaluate(one_hot.argmax(1)))
+
+
+@pytest.mark.parametrize("targets", [torch.tensor([[0.5, 0.6]]), torch.tensor([[1.5, -0.5]])])
+def test_rows_that_are_no_probabilities_are_refused(targets):
+    with pytest.raises(FlowBNNError) as caught:
+        Categorical().check(torch.zeros(1, 2), targets)
+    assert (caught.value.kind, caught.value.argument) == ("targets", "targets")
+
+
 @pytest.mark.parametrize("likelihood", [Categorical(), Bernoulli()])
 def test_labels_with_fractions_are_refused(likelihood):
     with pytest.raises(FlowBNNError) as caught:

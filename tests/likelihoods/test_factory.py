@@ -23,6 +23,13 @@ def test_real_numbers_are_a_regression(targets):
     assert isinstance(make_likelihood("auto", outputs, targets), Gaussian)
 
 
+def test_rows_of_probabilities_are_soft_labels():
+    targets = torch.tensor([[0.8, 0.1, 0.1], [0.0, 1.0, 0.0]])
+    for dtype in (torch.float32, torch.float64):
+        assert isinstance(make_likelihood("auto", torch.zeros(2, 3), targets.to(dtype)), Categorical)
+    assert isinstance(make_likelihood("gaussian", torch.zeros(2, 3), targets), Gaussian)
+
+
 ONE_HOT = torch.eye(3)[[0, 2, 1, 0]]
 BINARY = torch.tensor([0.0, 1.0, 1.0, 0.0])
 MULTI_LABEL = torch.tensor([[1.0, 1.0, 0.0], [0.0, 0.0, 0.0]])

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from method_cases import CASES
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -177,3 +178,24 @@ def test_comparison_without_methods_is_refused():
     with pytest.raises(fb.FlowBNNError) as error:
         fb.compare(nn.Linear(4, 3), loader, loader, methods=[])
     assert error.value.argument == "methods"
+
+
+@pytest.mark.parametrize("name", list(CASES))
+def test_soft_labels_train_like_labels(name: str) -> None:
+    """Rows of one-hot probabilities give the fit of the labels."""
+    loader = classes()
+    soft = [(x, nn.functional.one_hot(y, 3).float()) for x, y in loader]
+    expected = CASES[name].make().fit(network(), loader, **QUIET).predict(loader[0][0], 4, seed=0)
+    posterior = CASES[name].make().fit(network(), soft, likelihood="categorical", **QUIET)
+    predictive = posterior.predict(loader[0][0], 4, seed=0)
+    torch.testing.assert_close(predictive.probabilities, expected.probabilities, atol=1e-3, rtol=0.0)
+    assert predictive.evaluate(soft[0][1]) == pytest.approx(predictive.evaluate(loader[0][1]))
+
+
+def test_smoothed_labels_are_fitted_as_probabilities() -> None:
+    """At the optimum the predicted probabilities are the mean of the soft labels."""
+    rows = torch.tensor([[0.7, 0.2, 0.1], [0.5, 0.2, 0.3]], dtype=torch.float64)
+    loader = [(torch.zeros(16, 4), rows.repeat(8, 1))]
+    posterior = fb.MLE(epochs=300, lr=0.05).fit(nn.Linear(4, 3), loader, **QUIET)
+    probabilities = posterior.predict(torch.zeros(1, 4)).probabilities[0]
+    torch.testing.assert_close(probabilities, torch.tensor([0.6, 0.2, 0.2]), atol=1e-3, rtol=0.0)

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from flowbnn.errors import FlowBNNError, check_shape
 from flowbnn.likelihoods.base import Likelihood, stack_outputs, to_single_precision
-from flowbnn.metrics.checks import check_classes
+from flowbnn.metrics.checks import check_classes, expected_value, is_soft
 from flowbnn.numerics import is_concrete
 from flowbnn.options import checked
 from flowbnn.predictive import CategoricalPredictive
@@ -17,8 +17,13 @@ from flowbnn.predictive import CategoricalPredictive
 class Categorical(Likelihood):
     r"""Likelihood of class labels, :math:`\log p(y \mid x) = \log \mathrm{softmax}(f(x))_y`, the negative cross entropy.
 
+    Soft labels :math:`t`, such as those of label smoothing or mixup, are rows of probabilities. Their log-likelihood is the expectation
+    over labels, :math:`\sum_c t_c \log \mathrm{softmax}(f(x))_c`.
+
     >>> import torch
     >>> round(Categorical().log_prob(torch.zeros(1, 4), torch.tensor([2])).item(), 4)  # -log(4)
+    -1.3863
+    >>> round(Categorical().log_prob(torch.zeros(1, 4), torch.tensor([[0.9, 0.1, 0.0, 0.0]])).item(), 4)
     -1.3863
     """
 
@@ -27,21 +32,23 @@ class Categorical(Likelihood):
 
         Args:
             outputs: Logits ``[B, C]``.
-            targets: Class indices ``[B]``.
+            targets: Class indices ``[B]``, or probabilities ``[B, C]``.
         """
         outputs = to_single_precision(outputs)
+        if is_soft(targets):
+            return expected_value(outputs.log_softmax(-1), targets)
         if targets.is_floating_point():
             targets = self.canonical_targets(targets)
         # torch ignores the label -100 by default
         return -F.cross_entropy(outputs, targets.long(), reduction="none", ignore_index=-(2**62))
 
     def canonical_targets(self, targets: Tensor) -> Tensor:
-        """Returns integer labels.
+        """Returns integer labels. Probabilities ``[B, C]`` are returned unchanged.
 
         Raises:
             FlowBNNError: If labels have fractions.
         """
-        return _to_integers(targets)
+        return targets if is_soft(targets) else _to_integers(targets)
 
     def average_outputs(self, outputs: Sequence[Tensor]) -> Tensor:
         """Returns the logarithm of the mean probabilities."""
@@ -52,11 +59,11 @@ class Categorical(Likelihood):
         return CategoricalPredictive(outputs, sample_counts)
 
     def check(self, outputs: Tensor, targets: Tensor) -> None:
-        """Raises FlowBNNError if outputs are not ``[B, C]``, or if targets are not one class index for each row.
+        """Raises FlowBNNError if outputs are not ``[B, C]``, or if targets are neither class indices nor rows of probabilities.
 
         Args:
             outputs: Logits ``[B, C]``.
-            targets: Class indices ``[B]``.
+            targets: Class indices ``[B]``, or probabilities ``[B, C]``.
         """
         if outputs.ndim != 2:
             hint = "for pixels, subclass Likelihood" if outputs.ndim > 2 else ""
@@ -129,8 +136,3 @@ def _to_integers(targets: Tensor) -> Tensor:
         )
         raise FlowBNNError(text, kind="targets", argument="targets")
     return targets.long()
-
-
-def is_one_hot(targets: Tensor) -> bool:
-    """Returns True if each row has exactly one 1 and otherwise 0."""
-    return bool(((targets == 0) | (targets == 1)).all()) and bool((targets.sum(1) == 1).all())

@@ -6,8 +6,9 @@ from torch import Tensor
 
 from flowbnn.errors import FlowBNNError, nearest
 from flowbnn.likelihoods.base import Likelihood
-from flowbnn.likelihoods.classes import Bernoulli, Categorical, is_one_hot
+from flowbnn.likelihoods.classes import Bernoulli, Categorical
 from flowbnn.likelihoods.regression import Gaussian
+from flowbnn.metrics.checks import are_probabilities
 from flowbnn.options import all_subclasses, checked
 
 
@@ -21,7 +22,7 @@ def make_likelihood(
 
     Args:
         likelihood: Likelihood, which is returned unchanged, its name, or the result of its ``to_dict``. ``"auto"`` chooses by the
-            targets: integers are classes, and real numbers are a regression.
+            targets: integers are classes, rows of probabilities are soft labels of classes, and other real numbers are a regression.
         outputs: Outputs of the network, ``[B, ...]``. They determine the dimension of a Gaussian. One output per example means two
             classes with one logit.
         targets: Targets, ``[B, ...]``, needed for ``"auto"``.
@@ -69,7 +70,7 @@ def _choose_name(outputs: Tensor | None, targets: Tensor | None) -> str:
         return "bernoulli" if has_one_logit else "categorical"
     if message := _label_message(targets, outputs):
         raise FlowBNNError(message, kind="targets", argument="likelihood")
-    return "gaussian"
+    return "categorical" if are_probabilities(targets) else "gaussian"
 
 
 def _label_message(targets: Tensor, outputs: Tensor | None) -> str:
@@ -80,11 +81,11 @@ def _label_message(targets: Tensor, outputs: Tensor | None) -> str:
     if not targets.numel() or not bool(((targets == 0) | (targets == 1)).all()):
         return ""
     gaussian = "set likelihood='gaussian' if they are real numbers"
-    if targets.ndim == 2 and targets.shape[1] > 1:
-        if is_one_hot(targets):
-            return f"the targets look like one-hot labels; pass targets.argmax(1), or {gaussian}"
-        if bool((targets == 0).any()) and bool((targets == 1).any()):
-            return f"the targets look like multiple labels, which are not supported; {gaussian}"
+    if are_probabilities(targets):
+        return f"the targets look like one-hot labels; pass targets.argmax(1), set likelihood='categorical', or {gaussian}"
+    has_both = bool((targets == 0).any()) and bool((targets == 1).any())
+    if targets.ndim == 2 and targets.shape[1] > 1 and has_both:
+        return f"the targets look like multiple labels, which are not supported; {gaussian}"
     if targets.numel() != len(targets):
         return ""
     name = "bernoulli"

@@ -20,6 +20,7 @@ from flowbnn.batches import (
 )
 from flowbnn.errors import FlowBNNError, quote_names
 from flowbnn.likelihoods import Gaussian, Likelihood
+from flowbnn.metrics.checks import are_probabilities
 from flowbnn.regression import TargetStatistics
 from flowbnn.training.options import length_of
 from flowbnn.training.randomness import preserve_rng_state
@@ -207,5 +208,6 @@ def _known_size(number: int | None) -> int:
 def is_regression(likelihood: Likelihood | str, targets: Tensor) -> bool:
     """Returns True if the likelihood is, or will be, Gaussian."""
     if isinstance(likelihood, str):
-        return likelihood == "gaussian" or (likelihood == "auto" and targets.is_floating_point())
+        is_real = targets.is_floating_point() and not are_probabilities(targets)
+        return likelihood == "gaussian" or (likelihood == "auto" and is_real)
     return isinstance(likelihood, Gaussian)

@@ -46,12 +46,35 @@ def check_probabilities(probabilities: Tensor, ndim: int = 2) -> Tensor:
     return values
 
 
+def is_soft(targets: Tensor) -> bool:
+    """Returns True if targets have the shape and the type of soft labels, floating point numbers ``[B, C]`` of two or more classes."""
+    return targets.is_floating_point() and targets.ndim == 2 and targets.shape[1] > 1
+
+
+def are_probabilities(targets: Tensor) -> bool:
+    """Returns True if targets are soft labels: floating point rows ``[B, C]`` that are not negative and sum to one.
+
+    >>> are_probabilities(torch.tensor([[0.9, 0.1], [0.5, 0.5]])), are_probabilities(torch.tensor([[0.9, 0.2]]))
+    (True, False)
+    """
+    if not is_soft(targets) or not len(targets):
+        return False
+    sums = targets.double().sum(-1)
+    return bool((targets >= 0).all()) and bool(((sums - 1.0).abs() <= 1e-3).all())
+
+
+def expected_value(values: Tensor, targets: Tensor) -> Tensor:
+    """Returns the expectation ``[B]`` of values ``[B, C]`` over soft labels. A class of probability zero may have an infinite value."""
+    targets = targets.to(values)
+    return torch.where(targets > 0, targets * values, 0.0).sum(-1)
+
+
 def check_classification(probabilities: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """Returns the arguments of a classification metric on the same device.
 
     Args:
         probabilities: Class probabilities ``[B, C]``.
-        targets: Class indices ``[B]``.
+        targets: Class indices ``[B]``, or soft labels ``[B, C]``.
 
     Raises:
         FlowBNNError: If there are no rows, or if an argument is invalid.
@@ -61,10 +84,10 @@ def check_classification(probabilities: Tensor, targets: Tensor) -> tuple[Tensor
 
 
 def check_classes(targets: Tensor, inputs: int, classes: int, kind: str | None = None) -> Tensor:
-    """Returns class indices as ``int64``.
+    """Returns class indices as ``int64``, and soft labels unchanged.
 
     Args:
-        targets: Class indices ``[inputs]`` from 0 to ``classes - 1``.
+        targets: Class indices ``[inputs]`` from 0 to ``classes - 1``, or soft labels ``[inputs, classes]``.
         inputs: Number of inputs.
         classes: Number of classes.
         kind: Kind of the error. By default ``"shape"`` for a wrong shape or dtype and ``"range"`` for a wrong label.
@@ -72,6 +95,11 @@ def check_classes(targets: Tensor, inputs: int, classes: int, kind: str | None =
     Raises:
         FlowBNNError: If the shape, the dtype or a label is wrong.
     """
+    if is_soft(targets) and targets.shape == (inputs, classes):
+        if are_probabilities(targets) or not inputs:
+            return targets
+        text = "soft labels are negative or do not sum to one in some rows; apply softmax to logits"
+        raise FlowBNNError(text, kind=kind or "range", argument="targets")
     hints = {
         (inputs, 1): "use targets.squeeze(1)",
         (inputs, classes): "use targets.argmax(1) for one-hot labels",

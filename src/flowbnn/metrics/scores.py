@@ -8,7 +8,14 @@ import torch
 from torch import Tensor
 
 from flowbnn.errors import check_entries, check_shape
-from flowbnn.metrics.checks import check_classification, check_probabilities, check_values, mean_as_float
+from flowbnn.metrics.checks import (
+    check_classification,
+    check_probabilities,
+    check_values,
+    expected_value,
+    is_soft,
+    mean_as_float,
+)
 from flowbnn.options import Count, Ge, Hint, check, checked
 
 
@@ -20,13 +27,13 @@ def accuracy(probabilities: Tensor, targets: Tensor) -> float:
 
     Args:
         probabilities: Class probabilities ``[B, C]``.
-        targets: Class indices ``[B]``.
+        targets: Class indices ``[B]``, or soft labels ``[B, C]``, over which the score is an expectation.
 
     >>> accuracy(torch.tensor([[0.9, 0.1], [0.2, 0.8], [0.6, 0.4], [0.3, 0.7]]), torch.tensor([0, 1, 1, 1]))
     0.75
     """
     probabilities, targets = check_classification(probabilities, targets)
-    return mean_as_float(probabilities.argmax(-1) == targets)
+    return mean_as_float(_label_probability(targets, probabilities.argmax(-1)))
 
 
 @checked
@@ -38,12 +45,14 @@ def negative_log_likelihood(probabilities: Tensor, targets: Tensor) -> float:
 
     Args:
         probabilities: Class probabilities ``[B, C]``.
-        targets: Class indices ``[B]``.
+        targets: Class indices ``[B]``, or soft labels ``[B, C]``, over which the score is an expectation.
 
     >>> round(negative_log_likelihood(torch.tensor([[0.5, 0.5], [0.2, 0.8]]), torch.tensor([0, 0])), 4)  # log(10) / 2
     1.1513
     """
     probabilities, targets = check_classification(probabilities, targets)
+    if is_soft(targets):
+        return mean_as_float(-expected_value(probabilities.log(), targets))
     return mean_as_float(-torch.log(probabilities.gather(-1, targets.unsqueeze(-1))))
 
 
@@ -57,14 +66,23 @@ def brier_score(probabilities: Tensor, targets: Tensor) -> float:
 
     Args:
         probabilities: Class probabilities ``[B, C]``.
-        targets: Class indices ``[B]``.
+        targets: Class indices ``[B]``, or soft labels ``[B, C]``, over which the score is an expectation.
 
     >>> round(brier_score(torch.tensor([[0.7, 0.2, 0.1]]), torch.tensor([0])), 4)  # 0.09 + 0.04 + 0.01
     0.14
     """
     probabilities, targets = check_classification(probabilities, targets)
+    if is_soft(targets):
+        # the expectation over labels: the squared distance, and the variance of the one-hot label
+        targets = targets.to(probabilities)
+        return mean_as_float((probabilities - targets).square().sum(-1) + 1.0 - targets.square().sum(-1))
     one_hot = torch.zeros_like(probabilities).scatter_(-1, targets.unsqueeze(-1), 1.0)
     return mean_as_float((probabilities - one_hot).square().sum(-1))
+
+
+def _label_probability(targets: Tensor, labels: Tensor) -> Tensor:
+    """Returns the probability ``[B]`` that the target is the label: 0 or 1 for class indices, and that of the soft label."""
+    return targets.gather(-1, labels.unsqueeze(-1)).squeeze(-1) if is_soft(targets) else labels == targets
 
 
 class ReliabilityBin(TypedDict):
@@ -92,7 +110,7 @@ def calibration_error(
 
     Args:
         probabilities: Class probabilities ``[B, C]``.
-        targets: Class indices ``[B]``.
+        targets: Class indices ``[B]``, or soft labels ``[B, C]``, over which the score is an expectation.
         bins: Number of bins. 15 is common.
         kind: Type of the bins. ``"equal"``: bins ``(low, high]`` of equal width of the largest probability (Guo et al., 2017).
             ``"adaptive"``: bins of equal numbers of inputs; equal confidences share the bin of their middle rank, so that the order of
@@ -109,11 +127,12 @@ def calibration_error(
     probabilities, targets = check_classification(probabilities, targets)
     if kind == "classwise":
         classes = range(probabilities.shape[-1])
-        errors = [_weighted_gap(_equal_bins(probabilities[:, c], targets == c, bins)) for c in classes]
+        correct = [targets[:, c] if is_soft(targets) else targets == c for c in classes]
+        errors = [_weighted_gap(_equal_bins(probabilities[:, c], correct[c], bins)) for c in classes]
         return sum(errors) / len(classes)
     confidence, labels = probabilities.max(-1)
     make_bins = _equal_bins if kind == "equal" else _adaptive_bins
-    return _weighted_gap(make_bins(confidence, labels == targets, bins))
+    return _weighted_gap(make_bins(confidence, _label_probability(targets, labels), bins))
 
 
 @checked
@@ -125,7 +144,7 @@ def reliability(probabilities: Tensor, targets: Tensor, bins: Count = 15) -> lis
 
     Args:
         probabilities: Class probabilities ``[B, C]``.
-        targets: Class indices ``[B]``.
+        targets: Class indices ``[B]``, or soft labels ``[B, C]``, over which the score is an expectation.
         bins: Number of bins.
 
     Returns:
@@ -141,7 +160,7 @@ def reliability(probabilities: Tensor, targets: Tensor, bins: Count = 15) -> lis
     """
     probabilities, targets = check_classification(probabilities, targets)
     confidence, labels = probabilities.max(-1)
-    contents = _equal_bins(confidence, labels == targets, bins).T.tolist()
+    contents = _equal_bins(confidence, _label_probability(targets, labels), bins).T.tolist()
     return [
         ReliabilityBin(
             low=index / bins,

@@ -10,7 +10,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from flowbnn.metrics import accuracy, brier_score, calibration_error
-from flowbnn.metrics.checks import check_classes, check_probabilities, mean_as_float
+from flowbnn.metrics.checks import (
+    check_classes,
+    check_probabilities,
+    expected_value,
+    is_soft,
+    mean_as_float,
+)
 from flowbnn.options import Count, Probability, checked
 from flowbnn.predictive.base import Predictive, check_finite_samples, check_samples, quantile_levels
 
@@ -196,11 +202,14 @@ class CategoricalPredictive(Predictive):
         r"""Returns the negative log-likelihood :math:`-\log \bar p_y` of each input, ``[B]``.
 
         Args:
-            targets: Class indices ``[B]``. The default is the predicted labels.
+            targets: Class indices ``[B]``, or soft labels ``[B, C]``, whose value is the expectation over labels. The default is the
+                predicted labels.
         """
         if targets is None:
             return -self.log_probabilities.amax(-1)
         targets = self._check_targets(targets)
+        if is_soft(targets):
+            return -expected_value(self.log_probabilities, targets)
         return -self.log_probabilities.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
 
     @checked
@@ -269,7 +278,7 @@ class CategoricalPredictive(Predictive):
         """Returns accuracy, NLL, Brier score and expected calibration error with 15 bins, as in :mod:`flowbnn.metrics`.
 
         Args:
-            targets: Class indices ``[B]``.
+            targets: Class indices ``[B]``, or soft labels ``[B, C]``, over which all scores are expectations.
         """
         targets = self._check_targets(targets)
         return {

@@ -17,6 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from flowbnn.batches import NetworkCaller, apply, call, is_out_of_memory, rows, take
 from flowbnn.errors import FlowBNNError
 from flowbnn.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood
+from flowbnn.metrics.checks import is_soft
 from flowbnn.numerics import FORWARD_MODE_LOCK
 
 
@@ -267,6 +268,8 @@ def _categorical_hessian(
     if kind == "sampled":
         uniform = torch.rand(len(p), 1, generator=generator, dtype=torch.float64).to(p.device)
         targets = (p.double().cumsum(1) < uniform).sum(1).clamp_max(p.shape[1] - 1)
+    if is_soft(targets):
+        return OuterProductHessian(p - targets.to(p))
     gradient = p.clone()
     gradient[torch.arange(len(p), device=p.device), targets.to(p.device).long()] -= 1.0
     return OuterProductHessian(gradient)
