@@ -7,6 +7,7 @@
 import ast
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -19,11 +20,14 @@ GENITIVE = re.compile(r"^[\w, *`.()\[\]|\"']+: [Oo]f ")
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
-def docstrings(path: Path) -> Iterator[tuple[int, str]]:
-    """Yields the line number and the text of every docstring of a file."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, DOCUMENTED) and (text := ast.get_docstring(node)):
-            yield node.body[0].lineno, text
+@cache
+def docstrings(path: Path) -> list[tuple[int, str]]:
+    """Returns the line number and the text of every docstring of a file."""
+    return [
+        (node.body[0].lineno, text)
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, DOCUMENTED) and (text := ast.get_docstring(node))
+    ]
 
 
 def genitives(text: str) -> Iterator[str]:

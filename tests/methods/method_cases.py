@@ -192,7 +192,7 @@ CASES: dict[str, Case] = {
     ),
     "bayes-by-backprop": Case(
         lambda **settings: fb.BayesByBackprop(**SHORT | settings),
-        lambda: fb.BayesByBackprop(noise_lr=0.05, repeats=2, **CONVERGED | {"epochs": 400, "lr": 0.05}),
+        lambda: fb.BayesByBackprop(noise_lr=0.1, repeats=16, **CONVERGED | {"epochs": 150}),
         "mean-field",
         "its weights are independent",
         samples=4000,
@@ -211,8 +211,8 @@ CASES: dict[str, Case] = {
         ),
     ),
     "mnf": Case(
-        lambda **settings: fb.MNF(**SHORT | settings),
-        lambda: fb.MNF("planar", noise_lr=0.03, **CONVERGED | {"epochs": 300, "lr": 0.05}),
+        lambda **settings: fb.MNF(**{"flow": "planar", **SHORT} | settings),
+        lambda: fb.MNF("planar", noise_lr=0.05, repeats=4, **CONVERGED | {"epochs": 150}),
         "mean",
         "its covariance lies between mean-field and exact",
         samples=600,
@@ -228,13 +228,13 @@ CASES: dict[str, Case] = {
     ),
     "hmc": Case(
         lambda **settings: fb.HMC(
-            **{**SHORT, "samples": 6, "warmup": 16, "chains": 2, "steps": 6, "target_accept": 0.9} | settings
+            **{**SHORT, "samples": 4, "warmup": 8, "chains": 2, "steps": 6, "target_accept": 0.9} | settings
         ),
-        lambda: fb.HMC(samples=150, warmup=100, chains=4, steps=6, epochs=0, prior_scale=PRIOR),
+        lambda: fb.HMC(samples=100, warmup=60, chains=6, steps=6, epochs=0, prior_scale=PRIOR),
         "exact",
         "up to Monte Carlo error",
         samples=600,
-        chains=4,
+        chains=6,
         invalid=(
             {"steps": 0},
             *INVALID_CHAIN,
@@ -242,14 +242,14 @@ CASES: dict[str, Case] = {
     ),
     "nuts": Case(
         lambda **settings: fb.NUTS(
-            **{**SHORT, "samples": 6, "warmup": 16, "chains": 2, "max_depth": 3, "target_accept": 0.9}
+            **{**SHORT, "samples": 4, "warmup": 8, "chains": 2, "max_depth": 3, "target_accept": 0.9}
             | settings
         ),
-        lambda: fb.NUTS(samples=50, warmup=50, chains=10, max_depth=5, epochs=0, prior_scale=PRIOR),
+        lambda: fb.NUTS(samples=20, warmup=40, chains=25, max_depth=5, epochs=0, prior_scale=PRIOR),
         "exact",
         "up to Monte Carlo error",
         samples=500,
-        chains=10,
+        chains=25,
         invalid=(
             {"max_depth": 0},
             {"max_depth": 20},

@@ -28,8 +28,8 @@ def test_conjugate_regression_is_exact():
     assert diagnostics.rhat_weights < 1.05
     assert diagnostics.ess_outputs > 100
     assert diagnostics.divergences == 0
-    assert (diagnostics.chains, diagnostics.draws) == (4, 150)
-    assert "4 chains of 150 draws" in str(diagnostics)
+    assert (diagnostics.chains, diagnostics.draws) == (6, 100)
+    assert "6 chains of 100 draws" in str(diagnostics)
 
 
 def small(**options):
@@ -157,7 +157,7 @@ def test_learned_noise_is_sampled_with_the_weights(tmp_path):
     net = nn.Linear(1, 1, bias=False).double()
     with torch.no_grad():
         net.weight.fill_(0.4)
-    posterior = fb.HMC(samples=100, warmup=60, chains=8, steps=5, epochs=0).fit(
+    posterior = fb.HMC(samples=40, warmup=40, chains=20, steps=5, epochs=0).fit(
         net, [(inputs, targets[:, 0])], seed=0, **QUIET
     )
     center = 0.5 * (targets - 0.4).square().mean().log()
@@ -191,7 +191,7 @@ def test_noise_of_a_linear_layer_is_exact():
     covariance = torch.linalg.inv(design.T @ design / 0.25 + torch.eye(2, dtype=torch.float64) / 0.4**2)
     mean = covariance @ ((design.T @ targets)[:, 0] / 0.25 + 1.0 / 0.4**2)
     posterior = fb.HMC(
-        samples=120, warmup=60, chains=8, steps=5, epochs=0, variables="noise", noise_scale=0.4
+        samples=40, warmup=40, chains=24, steps=5, epochs=0, variables="noise", noise_scale=0.4
     ).fit(net, [(inputs, targets)], likelihood=fb.likelihoods.Gaussian(noise=0.5), seed=0, **QUIET)
     draws = posterior.chains[""]
     deviations = draws - mean

@@ -122,8 +122,8 @@ def test_constant_noise_is_mean_field():
 @pytest.mark.parametrize("flow", ["coupling", "planar"])
 def test_elbo_lies_between_mean_field_and_evidence(flow):
     problem, network, batches, _ = conjugate(bias=False)
-    rates = {"lr": 0.05, "noise_lr": 0.03, "schedule": cosine}
-    method = fb.MNF(flow, epochs=10, kl_samples=16, prior_scale=PRIOR, **rates)
+    rates = {"lr": 0.1, "noise_lr": 0.06, "schedule": cosine}
+    method = fb.MNF(flow, epochs=5, kl_samples=16, prior_scale=PRIOR, **rates)
     posterior = method.fit(
         network,
         repeat_rows(batches, 12) * 25,

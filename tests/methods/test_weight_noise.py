@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributions import Normal, kl_divergence
+from torch.func import functional_call, vmap
 from torch.nn import functional as F
 
 from flowbnn.distributions.draws import standard_normal
@@ -174,7 +175,9 @@ def test_outputs_have_the_moments_of_random_weights(kind, estimator):
     with torch.no_grad():
         if estimator == "local":  # every example has its own noise
             outputs = model(x.repeat(count, *[1] * (x.ndim - 1))).unflatten(0, (count, -1))
-        else:
+        elif estimator == "reparameterization":
+            outputs = vmap(lambda _: model(x), randomness="different")(torch.arange(count))
+        else:  # vmap does not support the random signs of Flipout
             outputs = torch.stack([model(x) for _ in range(count)])
     # outputs are Gaussian, so the standard errors of mean and variance are known
     assert ((outputs.mean(0) - mean).abs() < 5.0 * (variance / count).sqrt()).all()
@@ -191,15 +194,30 @@ def perceptron() -> nn.Sequential:
 def estimate_gradients(estimator: str, count: int, rows: int = 8) -> torch.Tensor:
     network, x, y = perceptron(), normals(1, rows, 3), normals(2, rows, 2)
     model = gaussian_network(network, x, estimator, 0.2)
-    estimates = []
+    parameters = {name: getattr(model.weights, name) for name in ("mean", "log_std")}
+    # one row of parameters for each estimate
+    rows_of = {f"weights.{name}": value.detach().repeat(count, 1) for name, value in parameters.items()}
+    leaves = [value.requires_grad_() for value in rows_of.values()]
+
+    def loss(values):
+        return (functional_call(model, values, (x,)) - y).square().mean()
+
     torch.manual_seed(1)
-    shapes = model.weights.shapes
-    for _ in range(count):
-        loss = (model(x) - y).square().mean()
-        gradients = torch.autograd.grad(loss, [model.weights.mean, model.weights.log_std])
-        named = [named_parts(gradient, shapes) for gradient in gradients]
-        estimates.append(torch.cat([values[name].flatten() for values in named for name in sorted(shapes)]))
-    return torch.stack(estimates)
+    if estimator == "flipout":  # vmap does not support its random signs
+        losses = [loss({name: value[row] for name, value in rows_of.items()}) for row in range(count)]
+        return by_name(torch.autograd.grad(sum(losses), leaves), model.weights.shapes)
+    losses = vmap(loss, randomness="different")(rows_of)
+    return by_name(torch.autograd.grad(losses.sum(), leaves), model.weights.shapes)
+
+
+def by_name(gradients: tuple[torch.Tensor, ...], shapes: dict[str, torch.Size]) -> torch.Tensor:
+    """Returns gradients ``[S, D]`` with their columns in the order of the names, which estimators do not share."""
+
+    def columns(row):
+        parts = named_parts(row, shapes)
+        return torch.cat([parts[name].flatten() for name in sorted(shapes)])
+
+    return torch.cat([vmap(columns)(gradient) for gradient in gradients], 1)
 
 
 def test_estimators_agree_and_reduce_the_variance():
