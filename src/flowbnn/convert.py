@@ -16,8 +16,8 @@ from flowbnn.batches import copy_network, device_of
 from flowbnn.errors import FlowBNNError, nearest, warn
 from flowbnn.noise import Layout, Noise, Recipe, noise_layers
 from flowbnn.noise.base import layers_with_noise, make_noise_modes
-from flowbnn.noise.batched import NoiseGroup
-from flowbnn.noise.contexts import NoiseMode, OptionalGenerator, Shape
+from flowbnn.noise.batched import draw_examples
+from flowbnn.noise.contexts import NoiseGroup, NoiseMode, OptionalGenerator, Shape
 from flowbnn.noise.layout import absorbs, layout_of, output_layout, weight_scale, wrappable_layers
 from flowbnn.numerics import constant
 from flowbnn.options import Hint, checked
@@ -355,7 +355,7 @@ def _replace_noise(model: nn.Module, fixed: Mapping[str, FixedNoise]) -> None:
 
 def _add_group_hooks(model: nn.Module, layers: list[Noise]) -> None:
     """Adds hooks to the root that mark the start and the end of a forward pass."""
-    group = NoiseGroup(layers)
+    group = NoiseGroup(layers, draw_examples)
     model.register_forward_pre_hook(group.begin, prepend=True, with_kwargs=True)
     model.register_forward_hook(group.end, always_call=True)
 

@@ -4,8 +4,7 @@ import pytest
 import torch
 from test_kernels import PLANAR, REPORT, make_flows, needs_gpu
 
-from flowbnn import kernels
-from flowbnn.kernels import Group, evaluate, evaluate_many, gpu, reference
+from flowbnn.kernels import Group, chains, evaluate, evaluate_many, gpu, reference
 
 POSITION = [
     ([(128, REPORT)], 32768, False),
@@ -73,7 +72,8 @@ def test_groups_are_evaluated_one_by_one_without_kernels(allow_tf32):
 
 def test_group_without_kernels_does_not_affect_the_others(monkeypatch):
     launched = []
-    monkeypatch.setattr(kernels, "_on_gpu", lambda chain, start, first: chain.shape.dim < 40)
+    monkeypatch.setattr(chains, "available", lambda vectors: True)
+    monkeypatch.setattr(chains, "_fits_kernels", lambda chain, vectors: chain.shape.dim < 40)
     monkeypatch.setattr(
         gpu,
         "evaluate_groups",

@@ -7,7 +7,7 @@ from torch import nn
 import flowbnn as fb
 from flowbnn.noise import noise_layers
 from flowbnn.noise.batched import divergences
-from flowbnn.noise.batched_normals import Gaussians
+from flowbnn.noise.gaussians import Gaussians
 
 
 def stochastic(rules=None):

@@ -15,12 +15,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import flowbnn as fb
 from flowbnn.distributions import Flow, MixtureBase, NormalBase, NormalMixture
 from flowbnn.distributions.draws import select_normal
-from flowbnn.noise import batched_normals as mixtures
-from flowbnn.noise import noise_layers, noise_mode
+from flowbnn.noise import mixtures, noise_layers, noise_mode
 from flowbnn.noise.batched import divergences
-from flowbnn.noise.batched_normals import Mixtures
 from flowbnn.noise.contexts import RowShard
 from flowbnn.noise.flow_noise import InputNoise
+from flowbnn.noise.mixtures import Mixtures
 from flowbnn.objectives import ELBO
 from flowbnn.transforms import Affine, Compose
 

@@ -10,9 +10,9 @@ from torch.utils.checkpoint import checkpoint
 
 import flowbnn as fb
 from flowbnn import kernels
-from flowbnn.noise import batched, batched_normals, noise_layers
+from flowbnn.noise import batched, gaussians, noise_layers
 from flowbnn.noise.batched import divergences
-from flowbnn.noise.contexts import NoiseContext, RowShard, current_modes, set_row_shard
+from flowbnn.noise.contexts import NoiseContext, RowShard, context_of, current_modes, set_row_shard
 from flowbnn.objectives import ELBO
 
 RULES = {
@@ -26,7 +26,7 @@ RULES = {
 def as_on_a_device(monkeypatch):
     """Draw ahead as where there are kernels for many flows; without them the groups go one after the other."""
     served = SimpleNamespace(**{**vars(kernels), "available": lambda z: True})
-    monkeypatch.setattr(batched_normals, "kernels", served)
+    monkeypatch.setattr(gaussians, "kernels", served)
     monkeypatch.setattr(batched, "kernels", served)
 
 
@@ -262,11 +262,13 @@ def test_two_converted_submodules_use_their_own_draws():
     context, known = prepare(other, 6, shapes)
     assert known is not None
     assert len(context.prepared.tensors) == 4
+    layer = next(iter(noise_layers(other).values()))
     with context:
         other[0](torch.randn(6, 3, 6, 6))
-        assert len(context.prepared.tensors) == 2
+        assert len(context_of(layer).prepared.tensors) == 2
         other[1](torch.randn(6, 3, 6, 6))
-    assert context.prepared.tensors == {}
+        assert context_of(layer).prepared.tensors == {}
+    assert len(context.prepared.tensors) == 4
 
 
 @pytest.mark.parametrize("mode", ["shared", "mean", "off"])

@@ -7,8 +7,8 @@ import torch
 
 import flowbnn as fb
 from flowbnn.noise.base import make_noise_modes, noise_layers
-from flowbnn.noise.batched import SampleDraws, SharedDraws
 from flowbnn.noise.contexts import NoiseContext
+from flowbnn.noise.gaussians import SampleDraws, SharedDraws
 from flowbnn.posterior.noise import NoiseSampler
 from flowbnn.posterior.prediction import Prediction, PredictionCache, PredictOptions
 

@@ -22,7 +22,7 @@ from conversion_networks import NETWORKS, Residual
 from flowbnn.models import VGG16, LeNet
 from flowbnn.noise import noise_layers
 from flowbnn.noise.base import make_noise_modes
-from flowbnn.noise.batched import SharedDraws
+from flowbnn.noise.gaussians import SharedDraws
 from flowbnn.posterior import compiled, noise
 from flowbnn.posterior.compiled import forward_samples
 

@@ -9,7 +9,7 @@ import flowbnn as fb
 from conversion_networks import Residual
 from flowbnn.errors import FlowBNNError
 from flowbnn.noise import noise_layers
-from flowbnn.noise.contexts import active_context
+from flowbnn.noise.contexts import context_of
 from flowbnn.noise.modes import align_batch_axes
 from flowbnn.posterior.prediction import Prediction, PredictionCache, PredictOptions
 from flowbnn.posterior.trace import trace_forward
@@ -170,7 +170,7 @@ def test_training_flags_and_modes_are_unchanged():
     assert (model.training, model[1].training) == (True, False)
     for layer in noise_layers(model).values():
         assert layer.default_mode == ("sample", 1, 0, None)
-        assert active_context(layer) is None
+        assert context_of(layer).modes == {layer.key: layer.default_mode}  # no context is left
 
 
 def test_call_order_is_the_order_of_the_forward_pass():

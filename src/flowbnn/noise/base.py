@@ -6,6 +6,7 @@ keeps its class, weights, place and name.
 A forward pass stores nothing on the module. What it needs is in its :class:`~flowbnn.noise.contexts.NoiseContext`.
 """
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from copy import deepcopy
@@ -26,6 +27,7 @@ from flowbnn.noise.contexts import (
     RowCountChanged,
     RowShard,
     Shape,
+    UnexpectedNoiseShape,
     context_of,
     new_key,
 )
@@ -151,9 +153,16 @@ class Noise(nn.Module, ABC):
                 with torch.no_grad():
                     memo[self.key, "mean"] = self.mean()
             return memo[self.key, "mean"].view(1, *(1,) * len(at), dim)
-        if context.source is not None:
+        source, mapped = context.source, context.mapped
+        if source is not None or mapped is not None:
             call = 0 if self.site == "channel" else self._count_call(forward)
-            vectors = context.source.draws(self, at, call, device)
+            if mapped is not None:
+                tensor, examples = mapped.tensors.get((self.key, call)), mapped.rows or 1
+                if tensor is None or tensor.numel() != examples * dim * math.prod(at):
+                    raise UnexpectedNoiseShape(f"no draws for {self.label} at positions {at}, call {call}")
+                vectors = tensor.view(examples, *at, dim)
+            elif source is not None:
+                vectors = source.draws(self, at, call, device)
             if len(vectors) not in (1, rows):
                 raise RowCountChanged(f"a layer has {rows} rows, but draws for {len(vectors)}")
             return vectors

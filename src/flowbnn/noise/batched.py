@@ -1,100 +1,35 @@
 """Noise of many layers in few launches.
 
 A network of many small noise vectors spends its time on launching tiny operations. Layers whose noise begins with a learnable Gaussian
-are therefore concatenated, and so are those that begin with mixtures (:mod:`flowbnn.noise.batched_normals`). The draws and the KL of
-each group are computed at once. All other layers draw for themselves, with the same meaning.
+are therefore concatenated (:mod:`flowbnn.noise.gaussians`), and so are those that begin with mixtures (:mod:`flowbnn.noise.mixtures`).
+The draws and the KL of each group are computed at once. All other layers draw for themselves, with the same meaning.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from flowbnn import kernels
 from flowbnn.distributions import Divergence
+from flowbnn.distributions.draws import standard_normal
 from flowbnn.kernels import Group
-from flowbnn.noise.base import BLOCK, Noise, block_seeds
-from flowbnn.noise.batched_normals import Gaussians, Mixtures
+from flowbnn.noise.base import Noise
 from flowbnn.noise.contexts import (
     ForwardState,
     NoiseContext,
+    NoiseGroup,
     NoiseMode,
     PreparedDraws,
     Shape,
     ShapeRecord,
-    active_context,
     current_modes,
     current_row_shard,
-    end_forward,
 )
+from flowbnn.noise.gaussians import Gaussians, without_autocast
 from flowbnn.noise.joint import JointPart, joint_name
-
-
-class NoiseGroup:
-    """Noise of one network. Hooks on the root of the network mark the begin and the end of a forward pass.
-
-    A layer of site ``channel`` that draws per example draws once per pass: if it is called again, it uses the same draw, because the
-    noise belongs to the network. The first learnable Gaussian that needs a draw draws for all of them, and so does the first mixture.
-
-    Args:
-        layers: Noise modules of the network.
-    """
-
-    def __init__(self, layers: list[Noise]) -> None:
-        self.layers = layers
-
-    def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Begins a forward pass, as a forward pre-hook of the root."""
-        context = active_context(self.layers[0])
-        for layer in self.layers:
-            if context is None or layer.key not in context.modes:  # no single context covers all layers
-                context = NoiseContext(current_modes(self.layers))
-                break
-        assert context is not None
-        sizes: Shape = ()
-        for value in (*args, *kwargs.values()):
-            if isinstance(value, Tensor):
-                sizes = tuple(value.shape[:2])
-                break
-        draws: dict[int, Tensor] = {}
-        prepared = context.prepared
-        if prepared is not None and prepared.tensors:
-            for layer in self.layers:
-                tensor = prepared.tensors.pop(layer.key, None)
-                # without gradients this is the first of two runs (activation checkpointing), which draw for themselves
-                if tensor is not None and prepared.gradients == torch.is_grad_enabled():
-                    draws[layer.key] = tensor
-        context.begin_forward(ForwardState(self, sizes, draws))
-
-    def end(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        """Ends a forward pass, as a forward hook of the root that is called even if the pass fails."""
-        end_forward(self)
-
-    def draw_examples(self, noise: Noise, rows: int, context: NoiseContext) -> Tensor:
-        """Returns the draws of a layer for ``rows`` examples, ``[rows, dim]``, and stores them in the forward state."""
-        forward, generator = context.forward, context.modes[noise.key].generator
-        assert forward is not None
-        if isinstance(noise, JointPart):
-            vectors = noise.joint_noise.draw_rows(rows, (), generator, context.shard)
-            for layer in self.layers:
-                if layer.joint_noise is noise.joint_noise and isinstance(layer, JointPart):
-                    forward.draws[layer.key] = vectors[:, layer.span]
-            return forward.draws[noise.key]
-        kind, group, generators = _kind(noise), [], []
-        for layer in self.layers if kind is not None else ():
-            if _kind(layer) is kind and is_batchable(layer, context.modes) and layer.key not in forward.draws:
-                group.append(layer)
-                generators.append(context.modes[layer.key].generator)
-        included = len(group) > 1 and any(layer is noise for layer in group)
-        if included and kind is not None and kind.are_compatible(group, generators):
-            with without_autocast(group):
-                forward.draws.update(kind(group).draws(rows, generator, context.shard))
-        else:
-            forward.draws[noise.key] = noise.draw_rows(rows, (), generator, context.shard)
-        return forward.draws[noise.key]
-
+from flowbnn.noise.mixtures import Mixtures
 
 Kind = type[Gaussians] | type[Mixtures]
 
@@ -113,12 +48,36 @@ def is_batchable(noise: Any, modes: Mapping[int, NoiseMode]) -> bool:
     return modes[noise.key].mode == "sample"
 
 
-def without_autocast(layers: list[Any]) -> AbstractContextManager[Any]:
-    """Disables autocast if any of the layers has a flow: flows are not accurate in bfloat16."""
-    device = (layers[0].gaussian_base or layers[0].mixture_base)[1].shift.device.type
-    if torch.is_autocast_enabled(device) and any(noise.flow_tail for noise in layers):
-        return torch.autocast(device, enabled=False)
-    return nullcontext()
+def draw_examples(noise: Noise, rows: int, context: NoiseContext) -> Tensor:
+    """Returns the draws of a layer for ``rows`` examples, ``[rows, dim]``, and stores them in the forward state.
+
+    The first learnable Gaussian that needs a draw draws for all of them, and so does the first mixture.
+
+    Args:
+        noise: Noise module of site ``channel``.
+        rows: Number of examples.
+        context: Context of a forward pass.
+    """
+    forward, generator = context.forward, context.modes[noise.key].generator
+    assert forward is not None
+    if isinstance(noise, JointPart):
+        vectors = noise.joint_noise.draw_rows(rows, (), generator, context.shard)
+        for layer in forward.group.layers:
+            if layer.joint_noise is noise.joint_noise and isinstance(layer, JointPart):
+                forward.draws[layer.key] = vectors[:, layer.span]
+        return forward.draws[noise.key]
+    kind, group, generators = _kind(noise), [], []
+    for layer in forward.group.layers if kind is not None else ():
+        if _kind(layer) is kind and is_batchable(layer, context.modes) and layer.key not in forward.draws:
+            group.append(layer)
+            generators.append(context.modes[layer.key].generator)
+    included = len(group) > 1 and any(layer is noise for layer in group)
+    if included and kind is not None and kind.are_compatible(group, generators):
+        with without_autocast(group):
+            forward.draws.update(kind(group).draws(rows, generator, context.shard))
+    else:
+        forward.draws[noise.key] = noise.draw_rows(rows, (), generator, context.shard)
+    return forward.draws[noise.key]
 
 
 # -------------------- KL and entropy
@@ -243,130 +202,30 @@ def _draw_positions_with_kl(
 ) -> tuple[PreparedDraws, Divergences] | None:
     """Does the same for noise at every position, on devices with kernels for many flows at once; else returns None."""
     block = Gaussians(group)
-    drawn = [noise for noise in block.flows if noise.key in shapes and modes[noise.key].mode == "sample"]
-    if not drawn or any(noise.chain is None for noise in block.flows) or not kernels.available(block.mean):
+    chains: list[Any] = block.chains
+    sampled = [
+        (noise, chain)
+        for noise, chain in zip(block.flows, chains, strict=True)
+        if noise.key in shapes and modes[noise.key].mode == "sample"
+    ]
+    if not sampled or None in chains or not kernels.available(block.mean):
         return None
     prepared = PreparedDraws({}, torch.is_grad_enabled())
     with without_autocast(block.layers):
         generator = modes[block.layers[0].key].generator
         sizes = [noise.layout.dim for noise in block.flows]
-        normal = block.normal(block.fresh, sum(sizes), generator)
-        groups = [Group([noise.chain for noise in block.flows], block.starts(normal), True)]
-        for noise in drawn:
+        shape = torch.Size((block.fresh, sum(sizes)))
+        normal = standard_normal(shape, block.mean.dtype, block.mean.device, generator)
+        groups = [Group(chains, block.starts(normal), True)]
+        for noise, chain in sampled:
             at, half = shapes[noise.key]
             start = noise.begin_rows(rows, at, generator, current_row_shard())
-            groups.append(Group([noise.chain], start.reshape(-1, start.shape[-1]), False, half))
+            groups.append(Group([chain], start.reshape(-1, start.shape[-1]), False, half))
         (ends, log_dets), *draws = kernels.evaluate_many(groups)
         by_key, total = block.summary(normal, list(ends.split(sizes, -1)), log_dets)
-    for noise, (x, _) in zip(drawn, draws, strict=True):
+    for (noise, _), (x, _) in zip(sampled, draws, strict=True):
         prepared.tensors[noise.key] = x.view(rows, *shapes[noise.key][0], noise.layout.dim)
     return prepared, _add_missing(layers, modes, by_key, [total])
-
-
-# -------------------- draws of predictions
-
-
-class SharedDraws:
-    """Draws of mode ``shared`` of all layers of a network: sample ``s`` is the same network for all inputs.
-
-    Args:
-        layers: Noise modules of the network.
-        modes: Modes by layer key, which have the seeds and the number of samples.
-        device: Device of the draws.
-    """
-
-    def __init__(self, layers: Sequence[Noise], modes: Mapping[int, NoiseMode], device: torch.device) -> None:
-        self.layers, self.modes, self.device = dict[int, Noise](), modes, device
-        for layer in layers:
-            self.layers[layer.key] = layer
-        self.vectors = shared_draws(layers, modes, device)
-        for key, draws in self.vectors.items():  # compiled functions are specialized to strides
-            self.vectors[key] = draws.contiguous()
-
-    def tensors(
-        self, shapes: Iterable[tuple[int, int, Shape]], start: int, stop: int
-    ) -> dict[tuple[int, int], Tensor]:
-        """Returns draws ``[stop - start, *at, dim]`` by layer key and call.
-
-        Args:
-            shapes: Layer key, number of earlier calls, and positions of each call of a layer in a pass.
-            start: First sample.
-            stop: End of the range of samples.
-        """
-        result: dict[tuple[int, int], Tensor] = {}
-        for key, call, at in shapes:
-            if key in self.vectors:
-                result[key, call] = self.vectors[key][start:stop]
-            elif (layer := self.layers.get(key)) is not None:
-                result[key, call] = layer.shared_maps(
-                    at, start, stop, self.modes[key].seed, self.device, call
-                )
-        return result
-
-
-class SampleDraws:
-    """Draws of one sample of :class:`SharedDraws`, as a source of a :class:`~flowbnn.noise.contexts.NoiseContext`.
-
-    Args:
-        shared: Draws of all samples.
-        index: Number of the sample.
-    """
-
-    def __init__(self, shared: SharedDraws, index: int) -> None:
-        self.shared, self.index = shared, index
-        self.maps: dict[Any, Tensor] = {}  # of this sample, for all chunks of rows
-
-    def draws(self, layer: Noise, at: Shape, call: int, device: torch.device) -> Tensor:
-        vectors = self.shared.vectors.get(layer.key)
-        if vectors is not None:
-            return vectors[self.index : self.index + 1].view(1, *at, layer.layout.dim)
-        if (layer.key, call, at) not in self.maps:
-            seed = self.shared.modes[layer.key].seed
-            self.maps[layer.key, call, at] = layer.shared_maps(
-                at, self.index, self.index + 1, seed, device, call
-            )
-        return self.maps[layer.key, call, at]
-
-
-def shared_draws(
-    layers: Sequence[Noise], modes: Mapping[int, NoiseMode], device: torch.device
-) -> dict[int, Tensor]:
-    """Returns the draws of mode ``shared`` of layers of site ``channel``, ``[samples, dim]`` by layer key, in few launches."""
-    group: list[Any] = []
-    others: list[Noise] = []
-    for layer in layers:
-        if layer.site == "channel":
-            noise: Any = layer
-            plain = noise.gaussian_base is not None and noise.uses_default_draw
-            if plain and noise.normalizing:
-                plain = not noise.reads_batch
-            (group if plain else others).append(layer)
-    draws: dict[int, Tensor] = {}
-    with torch.no_grad():
-        if len(group) > 1 and Gaussians.are_compatible(group, [None] * len(group)):
-            gaussians, generator, normals = Gaussians(group), torch.Generator(device), []
-            for layer in gaussians.layers:
-                _, samples, seed, _ = modes[layer.key]
-                blocks = []
-                for block_seed in block_seeds(samples, seed):
-                    generator.manual_seed(block_seed)
-                    blocks.append(gaussians.normal(BLOCK, layer.layout.dim, generator))
-                normals.append(torch.cat(blocks)[:samples])
-            with without_autocast(group):
-                draws = gaussians.draws_from(torch.cat(normals, -1))
-        else:
-            others = group + others
-        joint: dict[int, Tensor] = {}
-        for layer in others:
-            _, samples, seed, _ = modes[layer.key]
-            if isinstance(layer, JointPart):
-                key = id(layer.joint_noise)
-                if key not in joint:
-                    joint[key] = layer.joint_noise.shared_vectors(samples, seed, device)
-                draws[layer.key] = joint[key][:, layer.span]
-            else:
-                draws[layer.key] = layer.shared_vectors(samples, seed, device)
-    return draws
 
 
 def example_draws(
@@ -380,8 +239,8 @@ def example_draws(
         rows: Number of rows.
         modes: Modes by layer key.
     """
-    group, by_key = NoiseGroup(layers), {layer.key: layer for layer in layers}
-    forward = ForwardState(group, (), {})
+    by_key = {layer.key: layer for layer in layers}
+    forward = ForwardState(NoiseGroup(layers, draw_examples), (), {})
     context = NoiseContext(modes, sharded=False, forward=forward)
     result: dict[tuple[int, int], Tensor] = {}
     for key, call, at in shapes:
@@ -390,6 +249,6 @@ def example_draws(
             result[key, call] = layer.draw_rows(rows, at, modes[key].generator, None)
         else:
             if key not in forward.draws:
-                group.draw_examples(layer, rows, context)
+                draw_examples(layer, rows, context)
             result[key, call] = forward.draws[key]
     return result

@@ -5,7 +5,6 @@ in force and where draws come from. Contexts are frozen. A ``with`` block makes 
 Passes of several threads over one network are therefore independent.
 """
 
-import math
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -13,8 +12,9 @@ from itertools import count
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from flowbnn.batches import call
 from flowbnn.errors import FlowBNNError
 
 Mode = Literal["sample", "shared", "mean", "off"]
@@ -141,24 +141,18 @@ class MappedDraws:
     tensors: Mapping[tuple[int, int], Tensor]
     rows: int = 0
 
-    def draws(self, layer: Any, at: Shape, call: int, device: torch.device) -> Tensor:
-        tensor, lead = self.tensors.get((layer.key, call)), self.rows or 1
-        if tensor is None or tensor.numel() != lead * layer.layout.dim * math.prod(at):
-            raise UnexpectedNoiseShape(f"no draws for {layer.label} at positions {at}, call {call}")
-        return tensor.view(lead, *at, layer.layout.dim)
-
 
 @dataclass(frozen=True)
 class PreparedDraws:
     """Draws per example that were made before the pass.
 
     Args:
-        tensors: Draws ``[rows, *at, dim]`` by layer key. The first forward pass takes them out.
+        tensors: Draws ``[rows, *at, dim]`` by layer key.
         gradients: True if they were made with gradients enabled. They serve passes with the same setting only.
         required: If True, layers without prepared draws raise an error instead of drawing.
     """
 
-    tensors: dict[int, Tensor]
+    tensors: Mapping[int, Tensor]
     gradients: bool
     required: bool = False
 
@@ -168,7 +162,7 @@ class ForwardState:
     """State of one forward pass of a network.
 
     Args:
-        group: :class:`~flowbnn.noise.batched.NoiseGroup` of the network.
+        group: Noise modules of the network.
         sizes: First two sizes of the first input tensor; empty if there is none.
         draws: Draws per example of this pass, by layer key.
         gradients: True if gradients were enabled when the pass began.
@@ -176,7 +170,7 @@ class ForwardState:
         memo: Means and shared draws of this pass.
     """
 
-    group: Any
+    group: "NoiseGroup"
     sizes: Shape
     draws: dict[int, Tensor]
     gradients: bool = field(default_factory=torch.is_grad_enabled)
@@ -221,6 +215,7 @@ class NoiseContext:
     Args:
         modes: Mode of each layer, by layer key. Other layers, and copies of these, are not affected.
         source: Source of draws; None lets each layer draw.
+        mapped: Draws of one sample, which are used instead of a source.
         prepared: Draws per example for the first forward pass.
         sharded: If True, draws per example are those of this process's :class:`RowShard`.
         recorded_shapes: Dictionary into which layers of site ``position`` write the positions that they draw for.
@@ -229,6 +224,7 @@ class NoiseContext:
 
     modes: Mapping[int, NoiseMode]
     source: DrawSource | None = None
+    mapped: MappedDraws | None = None
     prepared: PreparedDraws | None = None
     sharded: bool = True
     recorded_shapes: ShapeRecord | None = None
@@ -241,11 +237,11 @@ class NoiseContext:
     def __exit__(self, *error: object) -> None:
         _thread.stack = _thread.stack[:-1]
 
-    def begin_forward(self, forward: ForwardState) -> None:
-        """Makes this context current for one forward pass, until :func:`end_forward`."""
-        NoiseContext(
-            self.modes, self.source, self.prepared, self.sharded, self.recorded_shapes, forward
-        ).__enter__()
+    def change(self, prepared: PreparedDraws | None, forward: ForwardState | None) -> "NoiseContext":
+        """Returns a copy with other prepared draws and another forward pass."""
+        return NoiseContext(
+            self.modes, self.source, self.mapped, prepared, self.sharded, self.recorded_shapes, forward
+        )
 
     @property
     def shard(self) -> RowShard | None:
@@ -253,22 +249,63 @@ class NoiseContext:
         return _Process.shard if self.sharded else None
 
 
-def end_forward(group: Any) -> None:
-    """Drops the context of the innermost forward pass of a network, and those that were entered inside it."""
-    stack = _thread.stack
-    for index in range(len(stack) - 1, -1, -1):
-        forward = stack[index].forward
-        if forward is not None and forward.group is group:
-            _thread.stack = stack[:index]
-            return
+class NoiseGroup:
+    """Noise of one network. Hooks on the root of the network mark the begin and the end of a forward pass.
 
+    A layer of site ``channel`` that draws per example draws once per pass: if it is called again, it uses the same draw, because the
+    noise belongs to the network.
 
-def active_context(noise: Any) -> NoiseContext | None:
-    """Returns the innermost context of this thread that has a mode for this layer, or None."""
-    for context in reversed(_thread.stack):
-        if noise.key in context.modes:
-            return context
-    return None
+    Args:
+        layers: Noise modules of the network.
+        draw_examples: Function of a noise module, a number of examples and a context that returns the draws of the module.
+    """
+
+    def __init__(self, layers: list[Any], draw_examples: Callable[[Any, int, NoiseContext], Tensor]) -> None:
+        self.layers, self.draw_examples = layers, draw_examples
+
+    def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Begins a forward pass, as a forward pre-hook of the root."""
+        stack, first = _thread.stack, self.layers[0].key
+        position = len(stack) - 1
+        while position >= 0 and first not in stack[position].modes:
+            position -= 1
+        covered = position >= 0
+        for layer in self.layers:
+            covered = covered and layer.key in stack[position].modes
+        # without a single context that covers all layers, each has the mode of its own context
+        context = stack[position] if covered else NoiseContext(current_modes(self.layers))
+        sizes: Shape = ()
+        for value in (*args, *kwargs.values()):
+            if isinstance(value, Tensor):
+                sizes = tuple(value.shape[:2])
+                break
+        draws: dict[int, Tensor] = {}
+        prepared = context.prepared
+        if prepared is not None and prepared.tensors:
+            others = dict(prepared.tensors)
+            for layer in self.layers:
+                tensor = others.pop(layer.key, None)
+                # without gradients this is the first of two runs (activation checkpointing), which draw for themselves
+                if tensor is not None and prepared.gradients == torch.is_grad_enabled():
+                    draws[layer.key] = tensor
+            # later passes in the same context draw anew
+            context = context.change(
+                PreparedDraws(others, prepared.gradients, prepared.required), context.forward
+            )
+            stack = (*stack[:position], context, *stack[position + 1 :])
+        _thread.stack = (*stack, context.change(context.prepared, ForwardState(self, sizes, draws)))
+
+    def end(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        """Ends a forward pass, as a forward hook of the root that is called even if the pass fails.
+
+        The context of the innermost pass of this network is dropped, and those that were entered inside it.
+        """
+        stack = _thread.stack
+        for index in range(len(stack) - 1, -1, -1):
+            forward = stack[index].forward
+            if forward is not None and forward.group is self:
+                _thread.stack = stack[:index]
+                return
 
 
 def context_of(noise: Any) -> NoiseContext:
@@ -282,3 +319,22 @@ def context_of(noise: Any) -> NoiseContext:
 def current_modes(layers: Iterable[Any]) -> dict[int, NoiseMode]:
     """Returns the modes in force for these layers, by layer key."""
     return {layer.key: context_of(layer).modes[layer.key] for layer in layers}
+
+
+def forward_sample(
+    model: nn.Module, keys: tuple[tuple[int, int], ...], draws: list[Tensor], inputs: Any, rows: int = 0
+) -> Tensor:
+    """Returns the outputs of one sampled network.
+
+    Args:
+        model: Stochastic network in evaluation mode.
+        keys: Layer key and number of earlier calls of each draw.
+        draws: Draws ``[*at, dim]``, or ``[rows, *at, dim]`` where every example has its own.
+        inputs: Inputs.
+        rows: Number of examples that have draws of their own, or 0 if one draw serves all.
+    """
+    modes: dict[int, NoiseMode] = {}
+    for key, _ in keys:
+        modes[key] = NoiseMode("shared")
+    with NoiseContext(modes, mapped=MappedDraws(dict(zip(keys, draws, strict=True)), rows), sharded=False):
+        return call(model, inputs)

@@ -16,7 +16,6 @@ from flowbnn.distributions.draws import (
     standard_normal,
 )
 from flowbnn.errors import FlowBNNError
-from flowbnn.kernels import Chain
 from flowbnn.noise.base import Noise, Site
 from flowbnn.noise.contexts import NoiseContext, OptionalGenerator, RowShard, Shape, context_of
 from flowbnn.noise.layout import Layout
@@ -75,6 +74,8 @@ class InputNoise(Noise):
         # the transforms after the base, or after the affine map that is merged with it
         merged = self.gaussian_base is not None or self.mixture_base is not None
         self.flow_tail: list[Transform] = steps[1:] if merged else [self.transform]
+        self.flow_is_chain = len(self.flow_tail) == 1 and isinstance(self.flow_tail[0], PlanarLU)
+        self.uses_default_draw = type(self).draw is InputNoise.draw  # a subclass may override it
         self.normalizing = tuple(m for m in self.transform.modules() if isinstance(m, ActNorm | BatchNorm))
 
     def posterior(self) -> Flow:
@@ -199,27 +200,17 @@ class InputNoise(Noise):
                 total = value if total is None else total + value
         return z, total if total is not None or not log_det else z.new_zeros(z.shape[:-1])
 
-    @property
-    def chain(self) -> Chain | None:
-        """Flow after the learnable Gaussian if it is one chain of planar and LU maps, else None."""
-        flow = self.flow_tail[0] if self.gaussian_base is not None and len(self.flow_tail) == 1 else None
-        return flow.chain if isinstance(flow, PlanarLU) else None
-
     def record_shape(self, context: NoiseContext, at: Shape) -> None:
         """Writes the positions into the context, so that :func:`~flowbnn.noise.batched.draw_with_kl` can draw for the next pass."""
         shapes, forward = context.recorded_shapes, context.forward
-        if shapes is None or self.chain is None or not self.uses_default_draw:
+        chain = self.gaussian_base is not None and self.flow_is_chain
+        if shapes is None or not chain or not self.uses_default_draw:
             return
         half = self._autocast()[1] is not None
         if shapes.get(self.key, (at, half))[1] != half and forward is not None:
             forward.draws.pop(self.key, None)  # prepared for another precision
         if not torch.compiler.is_compiling():
             shapes[self.key] = (at, half)
-
-    @property
-    def uses_default_draw(self) -> bool:
-        """True unless a subclass overrides :meth:`draw`."""
-        return type(self).draw is InputNoise.draw
 
     @property
     def reads_batch(self) -> bool:

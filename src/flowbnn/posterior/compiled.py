@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from flowbnn.batches import call, evaluation_mode, pad, rows, take
-from flowbnn.noise.batched import SharedDraws
-from flowbnn.noise.contexts import MappedDraws, NoiseContext, NoiseMode, UnexpectedNoiseShape
+from flowbnn.noise.contexts import UnexpectedNoiseShape, forward_sample
+from flowbnn.noise.gaussians import SharedDraws
 from flowbnn.posterior.prediction import Prediction, check_rows, even_size
 from flowbnn.posterior.trace import ForwardTrace
 from flowbnn.posterior.vmap_rules import VmapRules
@@ -54,25 +54,6 @@ def forward_with_weights(model: nn.Module, weights: Mapping[str, Tensor], inputs
         return functional_call(model, dict(weights), args, kwargs)
 
     return call(forward, inputs)  # type: ignore[arg-type]
-
-
-def forward_sample(
-    model: nn.Module, keys: tuple[tuple[int, int], ...], draws: list[Tensor], inputs: Any, rows: int = 0
-) -> Tensor:
-    """Returns the outputs of one sampled network.
-
-    Args:
-        model: Stochastic network in evaluation mode.
-        keys: Layer key and number of earlier calls of each draw.
-        draws: Draws ``[*at, dim]``, or ``[rows, *at, dim]`` where every example has its own.
-        inputs: Inputs.
-        rows: Number of examples that have draws of their own, or 0 if one draw serves all.
-    """
-    modes: dict[int, NoiseMode] = {}
-    for key, _ in keys:
-        modes[key] = NoiseMode("shared")
-    with NoiseContext(modes, MappedDraws(dict(zip(keys, draws, strict=True)), rows), sharded=False):
-        return call(model, inputs)
 
 
 def forward_sample_by_rules(*args: Any, **options: Any) -> Tensor:

@@ -38,9 +38,10 @@ from flowbnn.convert import fix_noise, to_stochastic
 from flowbnn.errors import FlowBNNError
 from flowbnn.noise import Noise, noise_layers
 from flowbnn.noise.base import make_noise_modes
-from flowbnn.noise.batched import SampleDraws, SharedDraws, example_draws
-from flowbnn.noise.contexts import NoiseContext, NoiseMode
+from flowbnn.noise.batched import example_draws
+from flowbnn.noise.contexts import NoiseContext, NoiseMode, forward_sample
 from flowbnn.noise.flow_noise import InputNoise
+from flowbnn.noise.gaussians import SampleDraws, SharedDraws
 from flowbnn.noise.joint import independent_vectors
 from flowbnn.noise.layout import absorbs, weight_scale
 from flowbnn.noise.recipes import recipe_from_dict
@@ -53,7 +54,7 @@ from flowbnn.posterior.base import (
     select_prefix,
 )
 from flowbnn.posterior.calibration import Calibration
-from flowbnn.posterior.compiled import CompiledSampler, forward_sample, forward_sample_by_rules
+from flowbnn.posterior.compiled import CompiledSampler, forward_sample_by_rules
 from flowbnn.posterior.prediction import Prediction, check_rows, clone_sharing_tensors, even_size
 from flowbnn.posterior.report import FitReport
 from flowbnn.posterior.trace import ForwardTrace

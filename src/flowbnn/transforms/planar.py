@@ -67,8 +67,7 @@ class PlanarLU(Transform):
     @property
     def chain(self) -> Chain:
         """The chain as :mod:`flowbnn.kernels` expects it."""
-        planar = (self.w, self.u, self.b) if self.chain_shape.planar else ()
-        return Chain(self.chain_shape, (*planar, self.factors) if self.chain_shape.linear else planar)
+        return Chain.of(self)
 
     def forward(self, z: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
         return self.push(z)  # type: ignore[return-value]

@@ -1,12 +1,27 @@
-r"""Chains of planar and LU maps on a CPU: numpy with explicit derivatives.
+r"""Chains of planar and LU maps: their evaluation by the best code for the device, and the code for a CPU.
 
-numpy starts a small operation faster than torch, and autograd adds a node and two operations for each. A chain on vectors of a few
-hundred numbers consists of such small operations. The formulas are those of :mod:`flowbnn.kernels.reference`. Names that begin with
-``grad_`` are gradients.
+A chain on a layer of a few hundred channels consists of about a hundred tiny operations. Each takes longer to start than to compute.
+:func:`evaluate` evaluates one chain, :func:`evaluate_many` the chains of all layers at once. They choose between three
+implementations:
+
+==============================  ===============================================================================
+float32 on a CUDA device        Triton kernels for many chains in few launches (:mod:`flowbnn.kernels.gpu`)
+few numbers on a CPU            numpy with explicit derivatives (:class:`ChainFunction`)
+other cases                     torch's operations (:mod:`flowbnn.kernels.reference`)
+==============================  ===============================================================================
+
+All three compute the same values, log-determinants and gradients up to rounding. Results of the Triton kernels are bitwise
+reproducible. ``torch.compile`` traces them as one operator without a graph break, and a CUDA graph can capture it.
+
+numpy starts a small operation faster than torch, and autograd adds a node and two operations for each. Its formulas are those of
+:mod:`flowbnn.kernels.reference`. Names that begin with ``grad_`` are gradients.
 """
 
+import os
+from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
+from importlib.util import find_spec
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -16,26 +31,151 @@ from torch._C._functorch import maybe_current_level
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
-from flowbnn.kernels import reference
+from flowbnn.kernels import gpu, reference
 from flowbnn.kernels.reference import ChainShape
+
+_TRITON = find_spec("triton") is not None
+_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # tests run Triton's kernels on a CPU
 
 Array = NDArray[Any]
 
 
-def is_supported(z: Tensor) -> bool:
-    """Returns True if numpy is the fastest code for a tensor.
+class Chain(NamedTuple):
+    """Planar and LU maps, one after the other.
 
-    It needs a CPU and few numbers, because torch uses more threads for many. ``torch.compile``, ``torch.func`` and forward-mode
-    derivatives need torch's operations.
+    Args:
+        shape: Structure of the chain.
+        weights: ``w``, ``u``, ``b`` of the planar maps and ``factors`` of the LU maps, as in :mod:`flowbnn.kernels.reference`.
+
+    >>> from flowbnn.transforms import PlanarLU
+    >>> chain = PlanarLU(3, [("planar", 2), ("lu", 1)]).chain
+    >>> [tuple(weight.shape) for weight in chain.weights]
+    [(2, 3), (2, 3), (2,), (1, 3, 3)]
     """
-    return (
-        z.is_cpu
-        and 0 < z.numel() <= 2**16
-        and z.dtype in (torch.float32, torch.float64)
-        and not is_compiling()
-        and maybe_current_level() is None
-        and forward_ad._current_level < 0
-    )
+
+    shape: ChainShape
+    weights: tuple[Tensor, ...]
+
+    @classmethod
+    def of(cls, maps: Any) -> "Chain":
+        """Returns the chain of a :class:`~flowbnn.transforms.PlanarLU`, which stacks the parameters of its maps."""
+        shape = maps.chain_shape
+        planar = (maps.w, maps.u, maps.b) if shape.planar else ()
+        return cls(shape, (*planar, maps.factors) if shape.linear else planar)
+
+
+class Group(NamedTuple):
+    """Chains on the same rows.
+
+    Args:
+        chains: The chains.
+        vectors: Vectors that the chains are applied to, concatenated in ``[rows, sum of lengths]``.
+        log_det: If True, log-determinants are computed.
+        allow_tf32: If True, allows products of many rows in one pass of TF32 instead of three, with errors of about 1e-3. Use it if the
+            values are rounded to half precision afterwards.
+    """
+
+    chains: Sequence[Chain]
+    vectors: Tensor
+    log_det: bool
+    allow_tf32: bool = False
+
+
+def available(z: Tensor) -> bool:
+    """Returns True if Triton kernels can evaluate many chains at once.
+
+    They need float32 on a CUDA device and an installed Triton. ``torch.func`` is not supported.
+
+    >>> available(torch.zeros(3, 2, dtype=torch.float64))
+    False
+    """
+    if not _TRITON or z.dtype != torch.float32 or not (z.is_cuda or _INTERPRETED):
+        return False
+    return is_compiling() or maybe_current_level() is None
+
+
+def evaluate(
+    chain: Chain, z: Tensor, log_det: bool = True, allow_tf32: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """Applies a chain.
+
+    Args:
+        chain: The chain.
+        z: Rows ``[rows, dim]``.
+        log_det: If True, log-determinants are computed.
+        allow_tf32: If True, allows products in TF32, as in :class:`Group`.
+
+    Returns:
+        The values ``[rows, dim]``, and the log-determinants ``[rows]`` or None.
+
+    >>> shape = ChainShape(dim=2, runs=((True, 1),), planar=1, linear=0, margin=1e-3, bound=4.0)
+    >>> chain = Chain(shape, (torch.ones(1, 2), torch.zeros(1, 2), torch.zeros(1)))
+    >>> x, log_det = evaluate(chain, torch.tensor([[0.0, 0.0], [1.0, -1.0]]))
+    >>> x.shape, log_det
+    (torch.Size([2, 2]), tensor([-0.3665, -0.3665]))
+    """
+    if available(z) and _fits_kernels(chain, z):
+        x, log_dets = gpu.evaluate_groups([Group([chain], z, log_det, allow_tf32)])[0]
+        return x, None if log_dets is None else log_dets[0]
+    # numpy uses one thread, so torch is faster for many numbers; transforms and traces of torch need its own operations
+    few = z.is_cpu and 0 < z.numel() <= 2**16 and z.dtype in (torch.float32, torch.float64)
+    plain = not is_compiling() and maybe_current_level() is None and forward_ad._current_level < 0
+    if few and plain and chain.weights:
+        return ChainFunction.apply(chain.shape, log_det, z, *chain.weights)
+    return reference.forward(chain.shape, chain.weights, z, log_det)
+
+
+def evaluate_many(groups: Sequence[Group]) -> list[tuple[Tensor, Tensor | None]]:
+    """Applies the chains of all groups, at once if the device allows it.
+
+    Args:
+        groups: The groups.
+
+    Returns:
+        For each group the values, concatenated as its vectors, and the log-determinants ``[chains, rows]`` or None.
+
+    >>> from flowbnn.transforms import Planar
+    >>> group = Group([Planar(2).chain, Planar(3).chain], torch.zeros(4, 5), log_det=True)
+    >>> x, log_dets = evaluate_many([group])[0]
+    >>> x.shape, log_dets.shape
+    (torch.Size([4, 5]), torch.Size([2, 4]))
+    """
+    first = groups[0].vectors
+    on_gpu = [
+        available(group.vectors)
+        and group.vectors.device == first.device
+        and all(_fits_kernels(chain, group.vectors) for chain in group.chains)
+        for group in groups
+    ]
+    gpu_groups = [group for group, selected in zip(groups, on_gpu, strict=True) if selected]
+    results = iter(gpu.evaluate_groups(gpu_groups) if gpu_groups else [])
+    return [
+        next(results) if selected else _evaluate_group(group)
+        for group, selected in zip(groups, on_gpu, strict=True)
+    ]
+
+
+def _fits_kernels(chain: Chain, z: Tensor) -> bool:
+    """Returns True if the Triton kernels support a chain on these vectors."""
+    max_dim = 1024  # the registers of a Triton program hold no longer row
+    if not z.shape[0] or chain.shape.dim > max_dim:
+        return False
+    weights = chain.weights
+    return len(weights) > 0 and all(w.dtype == z.dtype and w.device == z.device for w in weights)
+
+
+def _evaluate_group(group: Group) -> tuple[Tensor, Tensor | None]:
+    """Applies the chains of a group one by one."""
+    columns = group.vectors.split([chain.shape.dim for chain in group.chains], -1)
+    results = [
+        evaluate(chain, z, group.log_det, group.allow_tf32)
+        for chain, z in zip(group.chains, columns, strict=True)
+    ]
+    log_dets = [log_det for _, log_det in results if log_det is not None]
+    return torch.cat([x for x, _ in results], -1), torch.stack(log_dets) if group.log_det else None
+
+
+# -------------------- numpy
 
 
 def _constrain(w: Array, u: Array, margin: float) -> tuple[Array, Array, tuple[Any, ...]]:

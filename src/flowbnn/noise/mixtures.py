@@ -1,0 +1,123 @@
+r"""Mixtures of normals of many layers, concatenated: draws and KL in few launches.
+
+The affine map of :mod:`flowbnn.noise.gaussians` makes of an equal mixture of normals :math:`\mathcal N(\mu_k, \sigma_k^2)` one of
+:math:`\mathcal N(m_k, d_k^2)` with :math:`m_k = c + t + e^s (\mu_k - c)` and :math:`d_k = e^s \sigma_k`, whose density needs no
+Jacobian. A layer draws one component for each row.
+"""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flowbnn.distributions import Divergence
+from flowbnn.distributions.draws import draw_components, select_normal, standard_normal
+from flowbnn.noise.contexts import OptionalGenerator, RowShard
+from flowbnn.noise.gaussians import HALF_LOG_2PI, centers, divergences_of
+from flowbnn.numerics import soft_clamp
+
+GATHER_LIMIT = (
+    2**17
+)  # numbers per layer: for more, summing the gradients of gather takes longer than launches per layer
+
+
+class Mixtures:
+    """Layers whose noise begins with a mixture of normals, concatenated: means and deviations ``[components, numbers]``."""
+
+    def __init__(self, layers: list[Any]) -> None:
+        self.layers, self.fresh = layers, layers[0].kl_samples
+        self.sizes = tuple([noise.layout.dim for noise in layers])
+        bases, affines, _ = zip(*[noise.mixture_base for noise in layers], strict=True)
+        loc = torch.cat([base.loc for base in bases], -1)
+        log_scale = torch.cat([base.log_scale for base in bases], -1)
+        shift = torch.cat([affine.shift for affine in affines])
+        grow = soft_clamp(torch.cat([affine.raw_log_scale for affine in affines]), affines[0].bound)
+        center = centers(affines)
+        self.mean = torch.addcmul(shift + center, loc - center, grow.exp())
+        self.log_deviation = bases[0].bounded(log_scale) + grow
+        self.deviation = self.log_deviation.exp()
+
+    @staticmethod
+    def are_compatible(layers: list[Any], generators: list[OptionalGenerator]) -> bool:
+        """Returns True if layers have the same number of components, bound, generator, dtype and device."""
+        kinds = {
+            (len(base.loc), affine.bound, base.loc.dtype, base.loc.device)
+            for base, affine, _ in (noise.mixture_base for noise in layers)
+        }
+        # generators by `is`: not every version of torch.compile knows the id of None
+        return len(kinds) == 1 and all(generator is generators[0] for generator in generators)
+
+    def start(
+        self, rows: int, fresh: int, generator: OptionalGenerator, shard: RowShard | None
+    ) -> tuple[Tensor, Tensor]:
+        """Returns components ``[rows + fresh, layers]`` and normal numbers ``[rows + fresh, numbers]``, of this process's rows."""
+        loc = self.layers[0].mixture_base[0].loc
+        cut = rows if shard is None else shard.global_rows(rows)
+        total = cut + fresh
+        which = draw_components(len(loc), (total, len(self.layers)), loc.device, generator)
+        normal = standard_normal(torch.Size((total, sum(self.sizes))), loc.dtype, loc.device, generator)
+        if shard is not None:
+            which = torch.cat([shard.select(which[:cut], rows), which[cut:]])
+            normal = torch.cat([shard.select(normal[:cut], rows), normal[cut:]])
+        return which, normal
+
+    def draw(self, which: Tensor, normal: Tensor) -> Tensor:
+        r"""Returns :math:`m_k + d_k \epsilon` with the component ``which`` of each row and layer, ``[rows, numbers]``."""
+        if normal.numel() >= GATHER_LIMIT * len(self.sizes):
+            tables = (tensor.split(self.sizes, -1) for tensor in (self.mean, self.deviation, normal))
+            columns = enumerate(zip(*tables, strict=True))
+            return torch.cat([select_normal(m, d, which[:, i], e) for i, (m, d, e) in columns], -1)
+        index = torch.cat([which[:, i : i + 1].expand(-1, size) for i, size in enumerate(self.sizes)], -1)
+        return torch.addcmul(self.mean.gather(0, index), self.deviation.gather(0, index), normal)
+
+    def push(self, draws: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Transforms draws ``[draws, numbers]`` by the flows, and returns the log-determinants ``[layers, draws]`` as well."""
+        if not any(noise.flow_tail for noise in self.layers):
+            return draws, None
+        pushed = [noise.push(z) for noise, z in zip(self.layers, draws.split(self.sizes, -1), strict=True)]
+        return torch.cat([x for x, _ in pushed], -1), torch.stack([log_dets for _, log_dets in pushed])
+
+    def draws(self, rows: int, generator: OptionalGenerator, shard: RowShard | None) -> dict[int, Tensor]:
+        """Returns draws ``[rows, dim]`` by layer key."""
+        starts = self.draw(*self.start(rows, 0, generator, shard)).split(self.sizes, -1)
+        return {noise.key: noise.push(z, False)[0] for noise, z in zip(self.layers, starts, strict=True)}
+
+    def divergences(self, generator: OptionalGenerator) -> tuple[dict[int, Divergence], Divergence]:
+        """Returns KL and entropy by layer key, and their sums."""
+        return self.draw_with_kl(0, generator, None)[1:]
+
+    def draw_with_kl(
+        self, rows: int, generator: OptionalGenerator, shard: RowShard | None
+    ) -> tuple[dict[int, Tensor], dict[int, Divergence], Divergence]:
+        """Returns draws for ``rows`` rows, and KL and entropy on fresh draws, computed together."""
+        starts = self.draw(*self.start(rows, self.fresh, generator, shard))
+        ends, log_dets = self.push(starts)
+        log_dets = None if log_dets is None else log_dets[:, rows:]
+        keys, draws = [noise.key for noise in self.layers], ends[:rows].split(self.sizes, -1)
+        return dict(zip(keys, draws, strict=True)), *self.summary(starts[rows:], ends[rows:], log_dets)
+
+    def summary(
+        self, draws: Tensor, ends: Tensor, log_dets: Tensor | None
+    ) -> tuple[dict[int, Divergence], Divergence]:
+        """Returns KL and entropy by layer key and their sums, as means over draws (see :func:`~flowbnn.distributions.divergence`).
+
+        Args:
+            draws: Draws of the mixtures, ``[draws, numbers]``.
+            ends: Draws after the flows.
+            log_dets: Log-determinants of the flows, ``[layers, draws]``; None if there are none.
+        """
+        priors = [noise.mixture_base[2] for noise in self.layers]
+        loc, scale = torch.cat([p.loc for p in priors]), torch.cat([p.scale for p in priors])
+        components = len(self.mean)
+        of_each = (draws.unsqueeze(1) - self.mean) / self.deviation  # [draws, components, numbers]
+        of_prior = ((ends - loc) / scale).unsqueeze(1)
+        logs = torch.cat([self.log_deviation, scale.log().unsqueeze(0)]) + HALF_LOG_2PI
+        numbers = -0.5 * torch.cat([of_each, of_prior], 1).square() - logs
+        # [layers, draws, components + 1]
+        sums = torch.stack([layer.sum(-1) for layer in numbers.split(self.sizes, -1)])
+        log_q = torch.logsumexp(sums[..., :components], -1) - math.log(components)
+        if log_dets is not None:
+            log_q = log_q - log_dets
+        kls, entropies = (log_q - sums[..., components]).mean(-1), -log_q.mean(-1)
+        return divergences_of(self.layers, kls, entropies)
