@@ -191,11 +191,12 @@ def accepts_options_of(cls: type) -> Callable[[F], F]:
 
 @cache
 def _layout(function: Any, annotated: Any) -> tuple[Signature, dict[str, Any]]:
-    """Returns the signature and the annotations of a function.
+    """Returns the signature of a function and its annotations, without those that allow everything.
 
     They are read at its first call, because reading all of them would take a tenth of the time of an import.
     """
-    return signature(function), get_type_hints(annotated, include_extras=True)
+    hints = get_type_hints(annotated, include_extras=True)
+    return signature(function), {name: hint for name, hint in hints.items() if hint is not Any}
 
 
 def _check_calls(function: F, annotated: Any, owner: str) -> F:
@@ -324,10 +325,15 @@ def _allows(annotation: Any, value: Any) -> bool:
         return True
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
-        bounds = [entry for entry in arguments[1:] if isinstance(entry, Bounds)]
-        return _allows(arguments[0], value) and all(value in entry for entry in bounds)
+        allowed = _allows(arguments[0], value)
+        for entry in arguments[1:]:
+            allowed = allowed and (not isinstance(entry, Bounds) or value in entry)
+        return allowed
     if origin in (Union, UnionType):
-        return any(_allows(choice, value) for choice in arguments)
+        allowed = False
+        for choice in arguments:
+            allowed = allowed or _allows(choice, value)
+        return allowed
     if origin is Literal:
         return any(type(value) is type(choice) and value == choice for choice in arguments)
     if annotation is None:

@@ -9,7 +9,7 @@ import flowbnn as fb
 from flowbnn.noise.base import make_noise_modes, noise_layers
 from flowbnn.noise.contexts import NoiseContext
 from flowbnn.noise.gaussians import SampleDraws, SharedDraws
-from flowbnn.posterior.noise import NoiseSampler
+from flowbnn.posterior.noise import NoisePosterior, NoiseSampler
 from flowbnn.posterior.prediction import Prediction, PredictionCache, PredictOptions
 
 MIXED = {
@@ -51,17 +51,17 @@ def sampling(model, samples, strategy="auto", cache=None, **options):
         options: Options of the prediction.
     """
     cache = CACHES.setdefault(model, PredictionCache()) if cache is None else cache
+    posterior = NoisePosterior(model, fb.likelihoods.Categorical())
     with Prediction(model, PredictOptions(samples, **options), samples, cache) as prediction:
         sampler = NoiseSampler(prediction)
 
         def draw(inputs, start=0, stop=samples):
+            if strategy == "auto":
+                prediction.state.values["sampler"] = sampler
+                return posterior.outputs(inputs, range(start, stop), prediction)
             trace, inputs = prediction.measure(inputs), prediction.to_device(inputs)
-            strategies = {
-                "auto": sampler.outputs,
-                "vmap": sampler.run_vmap,
-                "sequential": sampler.run_sequentially,
-            }
-            return strategies[strategy](inputs, range(start, stop), trace)
+            run = sampler.run_vmap if strategy == "vmap" else sampler.run_sequentially
+            return run(inputs, range(start, stop), trace)
 
         draw.sampler, draw.prediction = sampler, prediction
         yield draw

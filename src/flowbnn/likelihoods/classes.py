@@ -27,6 +27,8 @@ class Categorical(Likelihood):
     -1.3863
     """
 
+    predictive = CategoricalPredictive  # of samples of logits ``[S, B, C]``
+
     def log_prob(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Returns the log-probability of the label of each example, ``[B]``.
 
@@ -53,10 +55,6 @@ class Categorical(Likelihood):
     def average_outputs(self, outputs: Sequence[Tensor]) -> Tensor:
         """Returns the logarithm of the mean probabilities."""
         return stack_outputs(outputs).log_softmax(-1).logsumexp(0) - math.log(len(outputs))
-
-    def predictive(self, outputs: Tensor, sample_counts: Tensor | None = None) -> CategoricalPredictive:
-        """Returns the predictive distribution of samples of logits ``[S, B, C]``."""
-        return CategoricalPredictive(outputs, sample_counts)
 
     def check(self, outputs: Tensor, targets: Tensor) -> None:
         """Raises FlowBNNError if outputs are not ``[B, C]``, or if targets are neither class indices nor rows of probabilities.

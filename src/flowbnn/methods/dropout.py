@@ -177,13 +177,13 @@ class DropoutPosterior(Posterior):
     def outputs(self, inputs: Any, samples: range, prediction: Prediction) -> Tensor:
         """Returns the outputs of the network with the masks of each sample."""
         if self.axes is None:
-            self.axes = example_axes(prediction.model, move(inputs, prediction.device, prediction.dtype))
-        masks = prediction.state.get("masks", lambda: DropoutMasks(prediction.model, self.axes or {}))
+            self.axes = example_axes(prediction.clone, move(inputs, prediction.device, prediction.dtype))
+        masks = prediction.state.get("masks", lambda: DropoutMasks(prediction.clone, self.axes or {}))
 
         def networks() -> Iterator[Callable[[Any], Tensor]]:
             for index in samples:
                 masks.select(prediction.seed, index, None if prediction.shared else prediction.batch_index)
-                yield partial(call, prediction.model)
+                yield partial(call, prediction.clone)
 
         with masks:
             return prediction.run(inputs, networks(), len(samples))

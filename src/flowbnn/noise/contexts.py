@@ -216,7 +216,7 @@ class NoiseContext:
         modes: Mode of each layer, by layer key. Other layers, and copies of these, are not affected.
         source: Source of draws; None lets each layer draw.
         mapped: Draws of one sample, which are used instead of a source.
-        prepared: Draws per example for the first forward pass.
+        prepared: Draws per example for the first forward pass in the block.
         sharded: If True, draws per example are those of this process's :class:`RowShard`.
         recorded_shapes: Dictionary into which layers of site ``position`` write the positions that they draw for.
         forward: Forward pass that is running, or None outside of the network's root.

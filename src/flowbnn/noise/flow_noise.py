@@ -40,6 +40,12 @@ class InputNoise(Noise):
         label: Text in the table of the conversion.
     """
 
+    uses_default_draw = True  # False for subclasses that override ``draw``, which are drawn one by one
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        cls.uses_default_draw = cls.draw is InputNoise.draw
+
     def __init__(
         self,
         base: Base,
@@ -75,7 +81,6 @@ class InputNoise(Noise):
         merged = self.gaussian_base is not None or self.mixture_base is not None
         self.flow_tail: list[Transform] = steps[1:] if merged else [self.transform]
         self.flow_is_chain = len(self.flow_tail) == 1 and isinstance(self.flow_tail[0], PlanarLU)
-        self.uses_default_draw = type(self).draw is InputNoise.draw  # a subclass may override it
         self.normalizing = tuple(m for m in self.transform.modules() if isinstance(m, ActNorm | BatchNorm))
 
     def posterior(self) -> Flow:

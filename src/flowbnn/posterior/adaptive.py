@@ -110,7 +110,7 @@ class Adaptive:
 
 
 def adaptive_outputs(
-    draw: Draw, inputs: Any, samples: int, rule: Adaptive, predictive: Callable[[Tensor], Predictive]
+    draw: Draw, inputs: Any, samples: int, rule: Adaptive | float, predictive: Callable[[Tensor], Predictive]
 ) -> tuple[Tensor, Tensor]:
     """Samples outputs in rounds until the prediction of each input has converged.
 
@@ -118,12 +118,13 @@ def adaptive_outputs(
         draw: Function that returns the outputs ``[len(samples), b, ...]`` of a range of samples for some of the inputs.
         inputs: Inputs.
         samples: Maximum number of samples.
-        rule: Rule that decides when an input has enough samples.
+        rule: Rule that decides when an input has enough samples, or its tolerance.
         predictive: Function from outputs to a predictive distribution.
 
     Returns:
         Outputs ``[samples, B, ...]``, NaN for samples that were not drawn, and the number of samples of each input, ``[B]``.
     """
+    rule = rule if isinstance(rule, Adaptive) else Adaptive(tolerance=rule)
     low, batch, cut = 0, inputs, has_row_axis(inputs)
     outputs = sample_counts = active = torch.empty(0)
     for high in rule.test_sizes(samples):

@@ -22,8 +22,9 @@ torch.Size([5, 3])
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from copy import deepcopy
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -37,8 +38,6 @@ from flowbnn.batches import (
     check_finite,
     copy_network,
     device_of,
-    dtype_of,
-    evaluation_mode,
     first_nonfinite_tensor,
     is_batch,
     move,
@@ -50,15 +49,13 @@ from flowbnn.likelihoods import Likelihood, make_likelihood
 from flowbnn.noise import noise_layers
 from flowbnn.options import Count, File, Positive, accepts_options_of, all_subclasses, checked
 from flowbnn.posterior.adaptive import Adaptive, adaptive_outputs
-from flowbnn.posterior.loaders import OutputCollector, group_batches, shard_loader
+from flowbnn.posterior.loaders import OutputCollector, shard_loader
 from flowbnn.posterior.prediction import (
     Prediction,
     PredictionCache,
     PredictOptions,
     View,
-    autocast_to,
     average_views,
-    clone_sharing_tensors,
 )
 from flowbnn.predictive.base import NonFiniteSamplesError
 from flowbnn.regression import LOC, SCALE, set_output_scale
@@ -66,9 +63,7 @@ from flowbnn.training import (
     History,
     check_weights,
     first_nonfinite_layer,
-    is_main_process,
     save_tensors,
-    track,
 )
 from flowbnn.training.compatibility import describe_layers, warn_changed_layers
 from flowbnn.training.device import AUTOCAST_DTYPES
@@ -185,20 +180,35 @@ class Posterior:
         return predictive, None if targets is None else self.likelihood.canonical_targets(targets)
 
     def collect(self, inputs: Any, options: PredictOptions) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Returns outputs ``[samples, rows, ...]``, the number of samples of each row if adaptive, and the targets if any."""
+        """Returns outputs ``[samples, rows, ...]``, the number of samples of each row if adaptive, and the targets if any.
+
+        Args:
+            inputs: Inputs or a loader, as in :meth:`predict`.
+            options: Options of the prediction.
+        """
         self._check_supported(inputs, options)
-        if is_batch(inputs):
+        one_batch, rule = is_batch(inputs), options.adaptive
+        if one_batch:
             check_finite(inputs)
+        outputs_of = average_views(self.outputs, self.likelihood) if options.views else self.outputs
+        loaders = nullcontext() if one_batch else shard_loader(inputs, bool(options.sharded), options.shared)
+        with loaders as loader:
+            collector = None if one_batch else OutputCollector(loader)
             with Prediction(self.model, options, self.default_samples, self.cache) as prediction:
-                return *self._sample_outputs(inputs, prediction), None
-        with shard_loader(inputs, bool(options.sharded), options.shared) as loader:
-            collector, show_progress = OutputCollector(loader), options.progress and is_main_process()
-            with Prediction(self.model, options, self.default_samples, self.cache) as prediction:
-                prediction.total_rows = collector.expected_rows
-                batches = track(loader, "predicting") if show_progress else loader
-                for index, (batch, targets) in enumerate(group_batches(batches, prediction.rows_per_group)):
-                    prediction.batch_index = collector.batch_index(index)
-                    collector.add(*self._sample_outputs(batch, prediction), targets)
+                samples = range(prediction.samples)
+                for batch, targets in [(inputs, [])] if collector is None else collector.groups(prediction):
+                    with rewrap_forward_errors(batch):
+                        if rule is None:
+                            outputs, counts = outputs_of(batch, samples, prediction), None
+                        else:
+                            draw = partial(outputs_of, prediction=prediction)
+                            outputs, counts = adaptive_outputs(
+                                draw, batch, len(samples), rule, self._predictive
+                            )
+                    if collector is None:
+                        return outputs, counts, None
+                    collector.add(outputs, counts, targets)
+            assert collector is not None
             return collector.result()
 
     def _check_supported(self, inputs: Any, options: PredictOptions) -> None:
@@ -215,22 +225,6 @@ class Posterior:
             message = f"{argument} requires shared=True"
         if argument:
             raise FlowBNNError(message, kind="unsupported", argument=argument)
-
-    def _sample_outputs(self, inputs: Any, prediction: Prediction) -> tuple[Tensor, Tensor | None]:
-        """Returns outputs ``[samples, batch, ...]`` and, for adaptive sampling, the number of samples of each input."""
-        outputs = average_views(self.outputs, self.likelihood) if prediction.options.views else self.outputs
-        rule, samples = prediction.options.adaptive, prediction.samples
-        with rewrap_forward_errors(inputs):
-            if rule is None:
-                return outputs(inputs, range(samples), prediction), None
-            rule = rule if isinstance(rule, Adaptive) else Adaptive(tolerance=rule)
-            return adaptive_outputs(
-                lambda rows, numbers: outputs(rows, numbers, prediction),
-                inputs,
-                samples,
-                rule,
-                self._predictive,
-            )
 
     def _predictive(self, outputs: Tensor, sample_counts: Tensor | None = None) -> Any:
         """Returns the predictive distribution of outputs under the likelihood."""
@@ -257,24 +251,24 @@ class Posterior:
         try:
             return self._predictive(outputs, sample_counts)
         except NonFiniteSamplesError as error:
-            with self.cache.lock:
-                cause, fields = self._find_nonfinite(inputs, options), error.fields
+            with Prediction(self.model, replace(options, precision="32-true"), 1, self.cache) as prediction:
+                cause, fields = self._find_nonfinite(inputs, options, prediction), error.fields
             message = f"samples are not finite for {fields['inputs']} of {fields['total']} inputs: {cause}"
             raise FlowBNNError(message, **fields) from None
 
-    def _find_nonfinite(self, inputs: Any, options: PredictOptions) -> str:
+    def _find_nonfinite(self, inputs: Any, options: PredictOptions, prediction: Prediction) -> str:
         """Returns the parameter or layer that makes outputs of the first batches not finite, and what to do."""
         name = first_nonfinite_tensor(self.model.named_parameters())
         if name is not None:
             return f"parameter '{name}' has NaN or infinite values; load or train the posterior again"
-        network, device = clone_sharing_tensors(self.model), device_of(self.model)
+        network, device = prediction.clone, prediction.device
         half = AUTOCAST_DTYPES.get(options.precision)
         layers: dict[torch.dtype | None, str] = {}
         for precision in {None, half}:
             for batch in [inputs] if is_batch(inputs) else islice(inputs, 8):
                 rows = batch if is_batch(inputs) else split_batch(batch)[0]
-                rows = move(rows, device, dtype_of(self.model))
-                with evaluation_mode(network), autocast_to(device, precision):
+                rows = move(rows, device, prediction.dtype)
+                with torch.autocast(device.type, precision, enabled=precision is not None):
                     name = first_nonfinite_layer(network, partial(call, network, rows))
                 if name:
                     layers[precision] = f"layer '{name}'"

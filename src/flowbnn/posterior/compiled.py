@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from flowbnn.batches import call, evaluation_mode, pad, rows, take
+from flowbnn.batches import call, pad, rows, take
 from flowbnn.noise.contexts import UnexpectedNoiseShape, forward_sample
 from flowbnn.noise.gaussians import SharedDraws
 from flowbnn.posterior.prediction import Prediction, check_rows, even_size
@@ -101,8 +101,8 @@ def compile_once(
 
 def compiled_forward(prediction: Prediction, weights: Mapping[str, Tensor], inputs: Any) -> Tensor:
     """Runs one compiled pass of a network with these weights. Few rows, which are not worth padding, run as they are."""
-    count, size, model = rows(inputs), prediction.compiled_rows, prediction.source_model
-    with evaluation_mode(model), quiet_compiler(), unlimited_recompiles():
+    count, size, model = rows(inputs), prediction.compiled_rows, prediction.model
+    with quiet_compiler(), unlimited_recompiles():
         if 2 * count < size:
             return forward_with_weights(model, weights, inputs)
         graphs = prediction.device.type == "cuda" and size <= 1024
@@ -129,8 +129,7 @@ class CompiledSampler:
             # compiled kernels assert strides, which torch's libraries may change later
             errors: tuple[type[Exception], ...] = (*compile_errors(), UnexpectedNoiseShape, AssertionError)
             try:
-                with evaluation_mode(self.prediction.source_model):
-                    return self.outputs(inputs, samples)
+                return self.outputs(inputs, samples)
             except errors as error:
                 self.trace.compile_error = _summary(error)
         self.prediction.warn_once(
@@ -172,7 +171,7 @@ class CompiledSampler:
             last: End of the range of samples.
             count: Number of samples in a pass, to which the draws are padded.
         """
-        model, parts = self.prediction.source_model, []
+        model, parts = self.prediction.model, []
         tensors = self.shared.tensors(self.trace.noise_shapes, first, last)
         draws = [pad(tensors[key], count) if last - first < count else tensors[key] for key in self.keys]
         function = compile_once(self.prediction, forward_samples, graphs, fullgraph=True)

@@ -22,6 +22,8 @@ from flowbnn.batches import (
     tensors_of,
 )
 from flowbnn.errors import FlowBNNError
+from flowbnn.posterior.prediction import Prediction
+from flowbnn.training import is_main_process, track
 from flowbnn.training.device import num_processes
 from flowbnn.training.distributed import WorkerLost, is_connection_loss, select_rows
 from flowbnn.training.randomness import RandomState, loader_generators
@@ -94,6 +96,19 @@ class OutputCollector:
         """Returns the index in the whole loader of a batch of this process."""
         sharded = isinstance(self.loader, ShardedLoader) and not self.loader.cut
         return self.loader.batch_indices[index] if sharded else index
+
+    def groups(self, prediction: Prediction) -> Iterator[tuple[Any, list[Tensor]]]:
+        """Yields inputs and targets of the loader, those of several small batches at a time.
+
+        Args:
+            prediction: Prediction, which has the size of the groups and gets the index of each.
+        """
+        prediction.total_rows = self.expected_rows
+        show_progress = prediction.options.progress and is_main_process()
+        batches = track(self.loader, "predicting") if show_progress else self.loader
+        for index, group in enumerate(group_batches(batches, prediction.rows_per_group)):
+            prediction.batch_index = self.batch_index(index)
+            yield group
 
     def add(
         self, outputs: Tensor, sample_counts: Tensor | None = None, targets: Sequence[Tensor] = ()

@@ -1,7 +1,7 @@
 """Posterior of a stochastic network, and the strategies to sample its outputs.
 
 If all inputs share the draws, a sample is one network. There are two strategies to run many sampled networks
-(:meth:`NoiseSampler.outputs`):
+(:meth:`NoisePosterior.outputs`):
 
 * *vmap*: several sampled networks in one pass, by ``torch.func.vmap`` over the draws of all layers
   (:func:`~flowbnn.posterior.compiled.forward_samples`), compiled on request;
@@ -31,6 +31,7 @@ from flowbnn.batches import (
     device_of,
     evaluation_mode,
     has_row_axis,
+    move,
     rows,
     take,
 )
@@ -86,11 +87,29 @@ class NoisePosterior(Posterior):
     report: FitReport | None = None  # set by fb.fit
 
     def outputs(self, inputs: Any, samples: range, prediction: Prediction) -> Tensor:
-        """Returns the outputs of some samples by the strategy that suits the network."""
+        """Returns the outputs of some samples by the strategy that suits the network: compiled, vmap or sequential."""
         trace, state = prediction.measure(inputs), prediction.state.values
         if "sampler" not in state:
             state["sampler"] = NoiseSampler(prediction)
-        return state["sampler"].outputs(prediction.to_device(inputs), samples, trace)
+        sampler: NoiseSampler = state["sampler"]
+        inputs = move(inputs, prediction.device, prediction.dtype)
+        sampler.seed_batch()
+        if sampler.is_worth_compiling(inputs, trace):
+            outputs = sampler.run_compiled(inputs, samples, trace)
+            if outputs is not None:
+                return outputs
+        if trace.noise_shapes and not trace.vmap_error and sampler.prefers_vmap(inputs, trace):
+            try:
+                with nullcontext() if trace.vmap_works else errors_for_slow_vmap():
+                    outputs = sampler.run_vmap(inputs, samples, trace)
+                trace.vmap_works = True
+                return outputs
+            except Exception as error:
+                if isinstance(error, FlowBNNError):
+                    raise
+                trace.vmap_error = str(error) or type(error).__name__
+                sampler.seed_batch()
+        return sampler.run_sequentially(inputs, samples, trace)
 
     @checked
     def networks(self, samples: Count, seed: int | None = None) -> list[nn.Module]:
@@ -198,7 +217,7 @@ class NoiseSampler:
     """
 
     def __init__(self, prediction: Prediction) -> None:
-        self.prediction, self.model, self.ran_out_of_memory = prediction, prediction.eval_model, False
+        self.prediction, self.model, self.ran_out_of_memory = prediction, prediction.model, False
         self.device_kind = "cpu" if prediction.device.type == "cpu" else "cuda"
         self.layers = noise_layers(self.model)
         self.generator = None if prediction.shared else torch.Generator(prediction.device)
@@ -207,35 +226,6 @@ class NoiseSampler:
             self.shared = SharedDraws(list(self.layers.values()), self.modes, prediction.device)
         else:
             self.modes = make_noise_modes(self.layers, "sample", 1, None, self.generator)
-
-    def outputs(self, inputs: Any, samples: range, trace: ForwardTrace) -> Tensor:
-        """Returns outputs ``[len(samples), rows, ...]`` by one of the strategies.
-
-        Args:
-            inputs: Inputs on the device.
-            samples: Range of samples.
-            trace: Measurements of the network on such inputs.
-        """
-        self.seed_batch()
-        if self.is_worth_compiling(inputs, trace):
-            sampler = self.prediction.state.get(
-                ("compiled", id(trace)), lambda: CompiledSampler(self.prediction, self.shared, trace)
-            )
-            outputs = sampler.try_outputs(inputs, samples)
-            if outputs is not None:
-                return outputs
-        if trace.noise_shapes and not trace.vmap_error and self.prefers_vmap(inputs, trace):
-            try:
-                with nullcontext() if trace.vmap_works else errors_for_slow_vmap():
-                    outputs = self.run_vmap(inputs, samples, trace)
-                trace.vmap_works = True
-                return outputs
-            except Exception as error:
-                if isinstance(error, FlowBNNError):
-                    raise
-                trace.vmap_error = str(error) or type(error).__name__
-                self.seed_batch()
-        return self.run_sequentially(inputs, samples, trace)
 
     def seed_batch(self) -> None:
         """Seeds the draws of this batch, if every example has its own."""
@@ -286,6 +276,14 @@ class NoiseSampler:
             shared_rows = noisy_limit // min(num_samples, 8)  # so that eight samples share a prefix
             size = min(size, even_size(total, max(1, shared_rows)))
         return size, max(1, min(num_samples, noisy_limit // size))
+
+    # -------------------- compiled
+
+    def run_compiled(self, inputs: Any, samples: range, trace: ForwardTrace) -> Tensor | None:
+        """Returns outputs of compiled passes, or None after a warning if the network does not compile."""
+        make = partial(CompiledSampler, self.prediction, self.shared, trace)
+        compiled = self.prediction.state.get(("compiled", id(trace)), make)
+        return compiled.try_outputs(inputs, samples)
 
     # -------------------- vmap
 

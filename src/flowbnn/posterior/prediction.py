@@ -2,10 +2,10 @@
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack
 from copy import deepcopy
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Literal, Self, TypeVar
 
 import torch
@@ -139,7 +139,8 @@ class Prediction:
         cache: Cache of the posterior, which has its lock.
 
     Attributes:
-        source_model: Network of the posterior. Other threads may use it, so it must not be changed.
+        model: Network in evaluation mode. Other threads may use it, so it must not be changed. It is the network of the posterior, or
+            :attr:`clone` if that is in training mode.
         samples, seed, shared, half, device: Values of the options and the network.
         total_rows: Number of rows of the loader; 0 if unknown or without a loader.
         batch_index: Index of the batch in the loader, which seeds its draws if ``shared`` is False.
@@ -151,7 +152,7 @@ class Prediction:
     def __init__(
         self, model: nn.Module, options: PredictOptions, samples: int, cache: PredictionCache
     ) -> None:
-        self.source_model, self.options, self.cache = model, options, cache
+        self.model, self.options, self.cache = model, options, cache
         self.device, self.dtype, self.half = (
             device_of(model),
             dtype_of(model),
@@ -169,30 +170,24 @@ class Prediction:
         with ExitStack() as stack:
             stack.enter_context(self.cache.lock)
             stack.enter_context(torch.no_grad())
-            stack.enter_context(autocast_to(self.device, self.half))
+            if self.half is not None:
+                stack.enter_context(torch.autocast(self.device.type, self.half))
             self.stack = stack.pop_all()
+        for module in self.model.modules():
+            if module.training:
+                self.model = self.clone
+                break
         return self
 
     def __exit__(self, *error: object) -> None:
         self.stack.close()
 
-    @property
-    def model(self) -> nn.Module:
+    @cached_property
+    def clone(self) -> nn.Module:
         """Clone of the network in evaluation mode, whose weights and hooks the posterior may change."""
-        return self.state.get("model", self._clone)
-
-    def _clone(self) -> nn.Module:
-        clone = clone_sharing_tensors(self.source_model)
+        clone = clone_sharing_tensors(self.model)
         self.stack.enter_context(evaluation_mode(clone))
         return clone
-
-    @property
-    def eval_model(self) -> nn.Module:
-        """Network in evaluation mode, which must not be changed. It is a clone if the network of the posterior is in training mode."""
-        for module in self.source_model.modules():
-            if module.training:
-                return self.model
-        return self.source_model
 
     def warn_once(self, kind: str, message: str, **fields: Any) -> None:
         """Raises a warning, at most once per kind and prediction."""
@@ -227,12 +222,21 @@ class Prediction:
         """
         if rows(inputs) == 0:
             raise FlowBNNError("the batch has no rows to predict", kind="empty")
-        trace = self.attempt(partial(self.trace, inputs), 2)
-        self.row_limit = self.row_limit or self.options.max_batch or 0
-        if not self.row_limit and trace is not None:
+        key: tuple[Any, ...] = ("trace", self.half)
+        for tensor in tensors_of(inputs):
+            key += (tensor.shape[1:], tensor.dtype)
+        trace = self.cache.values.get(key)
+        if trace is None:  # the first inputs of this shape and dtype
+            two_rows = take(inputs, 0, 2) if has_row_axis(inputs) else inputs
+            two_rows = move(two_rows, self.device, self.dtype)
+            trace = self.attempt(partial(trace_forward, self.model, two_rows), 2)
+            if trace is None:
+                return ForwardTrace(1)
+            self.cache.values[key] = trace
+        if not self.row_limit:
             rows_in_memory = self.free_bytes() // max(1, 3 * trace.bytes_per_row)
-            self.row_limit = int(min(max(rows_in_memory, 16), 2**17))
-        return trace or ForwardTrace(1)
+            self.row_limit = self.options.max_batch or int(min(max(rows_in_memory, 16), 2**17))
+        return trace
 
     def free_bytes(self) -> int:
         """Returns the bytes that one pass may take."""
@@ -243,17 +247,6 @@ class Prediction:
             reserved = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
             free += reserved // 2
         return min(free, PASS_BYTES["cuda"])
-
-    def trace(self, inputs: Any) -> ForwardTrace:
-        """Returns the measurements of a pass over two rows, made once per shape and precision of the inputs."""
-        key: tuple[Any, ...] = ("trace", self.half)
-        for tensor in tensors_of(inputs):
-            key += (tensor.shape[1:], tensor.dtype)
-        if key not in self.cache.values:
-            two_rows = take(inputs, 0, 2) if has_row_axis(inputs) else inputs
-            two_rows = move(two_rows, self.device, self.dtype)
-            self.cache.values[key] = trace_forward(self.eval_model, two_rows)
-        return self.cache.values[key]
 
     def attempt(self, work: Callable[[], Result], num_rows: int) -> Result | None:
         """Returns the result of ``work`` on ``num_rows`` rows, or halves the row limit and returns None if memory ran out."""
@@ -287,7 +280,7 @@ class Prediction:
             count: Number of networks.
         """
         inputs, result = self.to_device(inputs), None
-        for index, network in enumerate((partial(call, self.eval_model),) if networks is None else networks):
+        for index, network in enumerate((partial(call, self.model),) if networks is None else networks):
             for outputs, start, stop, total in self._chunks(inputs, network):
                 if result is None:
                     dtype = torch.promote_types(outputs.dtype, torch.float32)
@@ -319,11 +312,6 @@ class Prediction:
                 continue
             yield check_rows(chunk_outputs, stop - start), start, stop, total
             start = stop
-
-
-def autocast_to(device: torch.device, half: torch.dtype | None) -> AbstractContextManager[Any]:
-    """Returns autocast to half precision, or a null context if ``half`` is None."""
-    return nullcontext() if half is None else torch.autocast(device.type, half)
 
 
 def even_size(count: int, limit: int) -> int:

@@ -179,12 +179,12 @@ class WeightPosterior(Posterior):
                 partial(compiled_forward, prediction, values) for values in self.stream(samples, prediction)
             )
             return prediction.run(inputs, compiled, len(samples))
-        weights = prediction.state.get("weights", lambda: SwappedWeights(prediction.model, self.names))
+        weights = prediction.state.get("weights", lambda: SwappedWeights(prediction.clone, self.names))
 
         def networks() -> Iterator[Callable[[Any], Tensor]]:
             for values in self.stream(samples, prediction):
                 weights.fill(values)
-                yield partial(call, prediction.model)
+                yield partial(call, prediction.clone)
 
         with weights:
             return prediction.run(inputs, networks(), len(samples))

@@ -232,7 +232,8 @@ def check_samples(
         hint = "use from_bernoulli" if single else "flatten other axes"
         text = f"{name} must be {shape} with S > 0, got {list(values.shape)}; {hint}"
         raise FlowBNNError(text, kind="shape", argument=name)
-    values = to_floating_point(values, name)
+    if values.dtype not in (torch.float32, torch.float64):
+        values = to_floating_point(values, name)
     if sample_counts is None:
         return values, None
     samples, inputs = values.shape[:2]

@@ -166,7 +166,7 @@ class LaplacePosterior(WeightPosterior):
 
     def outputs(self, inputs: Any, samples: range, prediction: Prediction) -> Tensor:
         if self.predictive == "probit":
-            outputs = prediction.run(inputs, [partial(self._probit, prediction.model)])
+            outputs = prediction.run(inputs, [partial(self._probit, prediction.clone)])
             return outputs.expand(len(samples), *outputs.shape[1:])
         if self.output_layer is not None:
             return self._sample_output_layer(inputs, samples, prediction)
@@ -182,7 +182,7 @@ class LaplacePosterior(WeightPosterior):
 
     def _linearized(self, samples: range, prediction: Prediction) -> Iterator[Callable[[Any], Tensor]]:
         r"""Yields the linearized network :math:`f(x) + J(x) (w - \hat w)` of each sample."""
-        jacobian = prediction.state.get("jacobian", lambda: Jacobian(prediction.model, self.names))
+        jacobian = prediction.state.get("jacobian", lambda: Jacobian(prediction.clone, self.names))
         for index in samples:
             tangents = self._deviations(index, prediction.seed)
             yield lambda rows, tangents=tangents: sum(jacobian.push(rows, tangents))  # type: ignore[misc]
@@ -191,7 +191,7 @@ class LaplacePosterior(WeightPosterior):
         r"""Samples the output layer alone: :math:`f(x) + \Delta\, \phi(x)`, with one forward pass for outputs and features."""
 
         def network(rows: Any) -> Tensor:
-            outputs, features = self._outputs_and_features(prediction.model, rows)
+            outputs, features = self._outputs_and_features(prediction.clone, rows)
             dtype = torch.promote_types(outputs.dtype, torch.float32)
             return torch.cat([outputs.to(dtype), features.to(dtype)], 1)
 
