@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from flowbnn.batches import call, repeat_each, tensors_of
 from flowbnn.distributions import Divergence
 from flowbnn.errors import FlowBNNError
-from flowbnn.likelihoods.base import Likelihood, mean_log_prob
+from flowbnn.likelihoods.base import Likelihood
 from flowbnn.noise import noise_layers
 from flowbnn.noise.batched import Divergences, divergences, draw_with_kl
 from flowbnn.noise.contexts import NoiseContext, ShapeRecord, current_modes, current_row_shard
@@ -38,6 +38,25 @@ def warm_up(progress: Any, length: float) -> Any:
     if length <= 0.0:
         return 1.0
     return (progress / length).clamp(max=1.0) if isinstance(progress, Tensor) else min(1.0, progress / length)
+
+
+def mean_log_prob(likelihood: Likelihood, outputs: Tensor, targets: Tensor) -> Tensor:
+    """Returns the mean log-likelihood over examples.
+
+    Args:
+        likelihood: Observation model.
+        outputs: Outputs of the network, ``[B, ...]``.
+        targets: Targets, ``[B, ...]``.
+
+    Raises:
+        FlowBNNError: If the likelihood does not return one number per example. A mean over pixels, for example, would be too small
+            relative to the KL divergence.
+    """
+    values = likelihood.log_prob(outputs, targets)
+    if values.shape != outputs.shape[:1]:
+        text = f"log_prob must return shape ({len(outputs)},), got {tuple(values.shape)}; sum over all axes but the first"
+        raise FlowBNNError(f"{type(likelihood).__name__}.{text}", kind="shape", argument="likelihood")
+    return values.mean()
 
 
 @dataclass(frozen=True)

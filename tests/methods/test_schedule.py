@@ -26,28 +26,28 @@ def plateau_run(steps_per_epoch: int = 10, max_epochs: int = 60, **options) -> P
 
 def test_epochs_of_the_warmup_are_skipped():
     constant = history_of(*[-1.0] * 60)
-    assert plateau_run().num_epochs(constant) == 12
-    assert plateau_run(skip_epochs=15).num_epochs(constant) == 23 + 11
-    assert plateau_run(decay=False).num_epochs(constant) == 8
+    assert plateau_run().update(constant) == 12
+    assert plateau_run(skip_epochs=15).update(constant) == 23 + 11
+    assert plateau_run(decay=False).update(constant) == 8
     rising = plateau_run()
-    assert rising.num_epochs(history_of(*[0.1 * epoch for epoch in range(60)])) == 60
+    assert rising.update(history_of(*[0.1 * epoch for epoch in range(60)])) == 60
     assert (rising.plateau_epoch, rising.elbo_gain) == (40, pytest.approx(0.4))
 
 
 def test_a_drop_of_the_elbo_lowers_the_rates_and_is_no_plateau():
     run = plateau_run(steps_per_epoch=20, max_epochs=30)  # two epochs make a window of 40 steps
     drop = (0.0, -1.3, 0.5, 0.4, 0.1, -2.5)
-    assert run.num_epochs(history_of(*drop)) == 30
+    assert run.update(history_of(*drop)) == 30
     assert (run.cut_epochs, run.elbo_drop) == ([6], pytest.approx(1.65))
     assert [run.rate(20 * epoch) for epoch in (5, 6, 19)] == [1.0, 0.25, 0.25]
     second_drop = (*drop, -1.0, -3.0, -1.1, -3.1)  # constant, but below the best epochs
-    assert run.num_epochs(history_of(*second_drop)) == 30
+    assert run.update(history_of(*second_drop)) == 30
     assert run.cut_epochs == [6, 10]
     assert run.rate(200) == 1 / 16
-    assert run.num_epochs(history_of(*second_drop, 0.6, 0.65, 0.7, 0.71, 0.7, 0.7)) == 16 + 8
+    assert run.update(history_of(*second_drop, 0.6, 0.65, 0.7, 0.71, 0.7, 0.7)) == 16 + 8
     assert run.rate(20 * 20) == pytest.approx(0.5 / 16)
     for small_drop in ((0.0, 0.2, 0.3, 0.25, 0.2, 0.22), (0.0, 0.2, 0.5, 0.2, 0.4, 0.1)):
-        assert run.num_epochs(history_of(*small_drop)) < 30
+        assert run.update(history_of(*small_drop)) < 30
         assert not run.cut_epochs
 
 

@@ -317,7 +317,7 @@ def test_several_samples_in_a_pass_are_the_samples_one_by_one(rules, sizes, trac
     images, samples = torch.randn(6, 3, 32, 32), 20
     expected = one_at_a_time(model, images, samples, 1)
     with sampling(model, samples) as draw:
-        work = draw.prediction.trace(images).flops_per_row
+        work = draw.prediction.measure(images).flops_per_row
     passes = []
     run = compiled.CompiledSampler.run_chunks
     monkeypatch.setattr(
@@ -414,7 +414,7 @@ def test_on_a_gpu_few_images_go_through_with_several_samples(rules, precision, m
     tolerance = {"rtol": 1e-3, "atol": 1e-3} if precision == "32-true" else {"rtol": 0.05, "atol": 0.03}
     with sampling(model, 16, seed=1, precision=precision) as draw:
         expected = draw(images)
-        work = 32 * draw.prediction.trace(images).flops_per_row
+        work = 32 * draw.prediction.measure(images).flops_per_row
     apart = (expected - expected.roll(1, 0)).abs().amax((1, 2)).min()  # of any sample and the one before it
     for count in (1, 4, 16):
         monkeypatch.setitem(compiled.FULL_PASS_FLOPS, "cuda", count * work)

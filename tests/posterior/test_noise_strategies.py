@@ -76,7 +76,7 @@ def test_both_strategies_give_the_networks_one_at_a_time(case, site):
     before = {name: value.clone() for name, value in model.state_dict().items()}
     truth = one_at_a_time(model, inputs, 5, 1)
     with sampling(model, 5, seed=1) as draw:
-        chosen, trace = draw(inputs), draw.prediction.trace(inputs)
+        chosen, trace = draw(inputs), draw.prediction.measure(inputs)
         assert len(draw.sampler.absorbed_layers(trace)) == ABSORBED.get(case.name, (0, 0))[site == "position"]
         assert bool(trace.vmap_error) == (case.name in SEQUENTIAL), trace.vmap_error
     sequential = sample_outputs(model, inputs, 5, seed=1, strategy="sequential", max_batch=3)
@@ -168,7 +168,7 @@ def test_the_faster_strategy_is_chosen():
     torch.manual_seed(0)
     grey, color = (fb.to_stochastic(LeNet(c), {"*": fb.noise.NormalAffine()}) for c in (1, 3))
     with sampling(grey, 4) as draw:
-        trace = draw.prediction.trace(draw.prediction.to_device(torch.randn(2, 1, 28, 28)))
+        trace = draw.prediction.measure(draw.prediction.to_device(torch.randn(2, 1, 28, 28)))
         # 24 x 24 positions x 6 x 25 and 8 x 8 x 16 x 150 multiplications, each with an addition, and three linear layers
         assert trace.flops_per_row == 2 * (24 * 24 * 150 + 8 * 8 * 16 * 150 + 256 * 120 + 120 * 84 + 84 * 10)
         assert trace.prefix_share == pytest.approx(2 * 24 * 24 * 150 / trace.flops_per_row)
@@ -176,7 +176,7 @@ def test_the_faster_strategy_is_chosen():
             "the first convolution is computed once"
         )
     with sampling(color, 4) as draw:
-        trace = draw.prediction.trace(draw.prediction.to_device(torch.randn(2, 3, 32, 32)))
+        trace = draw.prediction.measure(draw.prediction.to_device(torch.randn(2, 3, 32, 32)))
         assert (trace.prefix_share, len(draw.sampler.absorbed_layers(trace))) == (0.0, 5)
         assert not draw.sampler.prefers_vmap(torch.empty(600, 1), trace), "one sample fills the pass"
         assert draw.sampler.prefers_vmap(torch.empty(1, 1), trace), "passes of one row are mostly overhead"
@@ -185,7 +185,7 @@ def test_the_faster_strategy_is_chosen():
 def test_rows_stay_together_up_to_the_row_limit():
     model = fb.to_stochastic(LeNet(3), {"*": fb.noise.NormalAffine()})
     with sampling(model, 64, max_batch=100) as draw:
-        trace = draw.prediction.trace(draw.prediction.to_device(torch.randn(2, 3, 32, 32)))
+        trace = draw.prediction.measure(draw.prediction.to_device(torch.randn(2, 3, 32, 32)))
         assert draw.sampler.chunk_sizes(torch.empty(100, 1), 64, trace) == (100, 1)
         assert draw.sampler.chunk_sizes(torch.empty(30, 1), 64, trace) == (30, 3)
         assert draw.sampler.chunk_sizes(torch.empty(120, 1), 64, trace) == (60, 1)
@@ -207,7 +207,7 @@ def test_hooks_multiply_where_the_weights_cannot():
     x = torch.randn(4, 3, 8, 8)
     with sampling(model, 5, seed=1, strategy="sequential") as draw:
         outputs = draw(x)
-        names = draw.sampler.absorbed_layers(draw.prediction.trace(x))
+        names = draw.sampler.absorbed_layers(draw.prediction.measure(x))
     assert set(names) == {"conv1", "conv2", "head"}
     torch.testing.assert_close(
         outputs, sample_outputs(model, x, 5, seed=1, strategy="vmap"), rtol=1e-5, atol=1e-6
@@ -348,7 +348,7 @@ def test_a_network_that_branches_on_values_runs_sequentially(refuses):
     x, cache = 0.5 + torch.rand(20, 3) * torch.tensor([1.0, 10.0, 100.0]), PredictionCache()
     with sampling(model, 3, cache=cache, seed=1) as draw:
         outputs = draw(x)
-        assert bool(draw.prediction.trace(x).vmap_error) == refuses
+        assert bool(draw.prediction.measure(x).vmap_error) == refuses
     assert torch.isfinite(outputs).all()
     torch.testing.assert_close(outputs, one_at_a_time(model.eval(), x, 3, 1))
 

@@ -175,7 +175,7 @@ def test_networks_that_route_rows_by_values_run_one_at_a_time():
         given = given if len(given) > 1 else given[0]
         with sampling(model, 4) as draw:
             draw(given)
-            error = draw.prediction.trace(given).vmap_error
+            error = draw.prediction.measure(given).vmap_error
         assert bool(error) == (name in sequential), (name, error)
 
 

@@ -94,25 +94,6 @@ class Likelihood(nn.Module, ABC):
         return {**result, **settings}
 
 
-def mean_log_prob(likelihood: Likelihood, outputs: Tensor, targets: Tensor) -> Tensor:
-    """Returns the mean log-likelihood over examples.
-
-    Args:
-        likelihood: Observation model.
-        outputs: Outputs of the network, ``[B, ...]``.
-        targets: Targets, ``[B, ...]``.
-
-    Raises:
-        FlowBNNError: If the likelihood does not return one number per example. A mean over pixels, for example, would be too small
-            relative to the KL divergence.
-    """
-    values = likelihood.log_prob(outputs, targets)
-    if values.shape != outputs.shape[:1]:
-        text = f"log_prob must return shape ({len(outputs)},), got {tuple(values.shape)}; sum over all axes but the first"
-        raise FlowBNNError(f"{type(likelihood).__name__}.{text}", kind="shape", argument="likelihood")
-    return values.mean()
-
-
 def to_single_precision(outputs: Tensor) -> Tensor:
     """Returns outputs in single precision if they are in half precision."""
     return outputs.float() if outputs.dtype in (torch.float16, torch.bfloat16) else outputs

@@ -36,10 +36,10 @@ class Categorical(Likelihood):
             outputs: Logits ``[B, C]``.
             targets: Class indices ``[B]``, or probabilities ``[B, C]``.
         """
-        outputs = to_single_precision(outputs)
-        if is_soft(targets):
-            return expected_value(outputs.log_softmax(-1), targets)
+        outputs = outputs.float() if outputs.dtype.itemsize < 4 else outputs
         if targets.is_floating_point():
+            if is_soft(targets):
+                return expected_value(outputs.log_softmax(-1), targets)
             targets = self.canonical_targets(targets)
         # torch ignores the label -100 by default
         return -F.cross_entropy(outputs, targets.long(), reduction="none", ignore_index=-(2**62))
@@ -66,7 +66,10 @@ class Categorical(Likelihood):
         if outputs.ndim != 2:
             hint = "for pixels, subclass Likelihood" if outputs.ndim > 2 else ""
             check_shape("outputs", outputs, ("batch", "classes"), hint, kind="outputs", owner="Categorical")
-        check_classes(targets, outputs.shape[0], outputs.shape[1], kind="targets")
+        inputs, classes = outputs.shape
+        labels = targets.shape == (inputs,) and not targets.is_floating_point()
+        if not labels or bool(((targets < 0) | (targets >= classes)).any()):
+            check_classes(targets, inputs, classes, kind="targets")  # the error says which of these failed
 
 
 class Bernoulli(Likelihood):

@@ -34,11 +34,11 @@ from flowbnn.likelihoods import (
     learns_noise,
     make_likelihood,
 )
-from flowbnn.likelihoods.base import mean_log_prob
 from flowbnn.methods.data_summary import DataSummary, check_loader, count_examples, first_batch
 from flowbnn.noise import Recipe, noise_layers, weight_parameters
 from flowbnn.noise.modes import align_batch_axes, record_noise_inputs
 from flowbnn.numerics import is_concrete
+from flowbnn.objectives import mean_log_prob
 from flowbnn.options import Count, call_factory, options
 from flowbnn.posterior.base import Posterior
 from flowbnn.posterior.prediction import check_rows, new_seed
@@ -157,6 +157,7 @@ class PreparedFit:
     Args:
         likelihood: Likelihood on the device of the network, checked against outputs and targets.
         inputs: Inputs of the first batch, on the device of the network.
+        outputs: Outputs of the network for the sample of the data, with its noise held at the mean.
         check_batch: Function that checks the targets of a batch.
         data: Summary of the training data.
         idle_layers: Layers with noise that the network never calls.
@@ -164,6 +165,7 @@ class PreparedFit:
 
     likelihood: Likelihood
     inputs: Any
+    outputs: Tensor
     check_batch: Callable[[Any], None]
     data: DataSummary
     idle_layers: list[str]
@@ -174,7 +176,6 @@ def prepare(
     loader: Iterable[Any],
     options: FitOptions,
     trained: bool = True,
-    reset_noise: bool = False,
 ) -> PreparedFit:
     """Reads the loader once, runs one batch through the network, and returns the likelihood that fits both.
 
@@ -188,7 +189,6 @@ def prepare(
         loader: Batches of ``(inputs, targets)``.
         options: Options of the fit.
         trained: If True, the weights will be trained.
-        reset_noise: If True, learned noise starts at the size of the residuals even if the likelihood has another value.
     """
     trained = trained and any(weight.requires_grad for weight in weight_parameters(model))
     data = DataSummary.read(loader, options.likelihood, options.seed, options.num_data)
@@ -201,7 +201,7 @@ def prepare(
     if isinstance(likelihood, Gaussian) and data.statistics is not None:
         outputs = standardize_targets(model, likelihood, outputs, targets, data.statistics, trained)
     likelihood.initialize(outputs, targets.to(outputs.device))
-    if learns_noise(likelihood) and (reset_noise or not bool(likelihood.log_scale.any())):
+    if learns_noise(likelihood) and not bool(likelihood.log_scale.any()):
         set_noise_scale(likelihood, [(outputs, targets)])
     row = outputs[:1].detach()
 
@@ -211,7 +211,7 @@ def prepare(
 
     idle_layers = align_batch_axes(model, first.inputs, first.noise_inputs) if noise_layers(model) else []
     warn_idle_layers(idle_layers)
-    return PreparedFit(likelihood, move(data.inputs, device, dtype), check_batch, data, idle_layers)
+    return PreparedFit(likelihood, move(data.inputs, device, dtype), outputs, check_batch, data, idle_layers)
 
 
 class FirstBatch(NamedTuple):

@@ -64,11 +64,11 @@ class PlateauRun:
 
     >>> run = PlateauRun(PlateauSchedule(), steps_per_epoch=25, max_epochs=30)
     >>> records = [{"elbo": -1 / epoch**2} for epoch in range(1, 31)]
-    >>> [run.num_epochs(History(records[:epochs])) for epochs in (1, 9, 10, 15)]
+    >>> [run.update(History(records[:epochs])) for epochs in (1, 9, 10, 15)]
     [30, 30, 15, 15]
     >>> [round(run.rate(25 * epoch), 2) for epoch in (0, 10, 12.5, 15)]
     [1.0, 1.0, 0.5, 0.0]
-    >>> run.num_epochs(History([{"elbo": value} for value in (-1.0, -0.5, -0.4, -0.8, -2.0)])), run.rate(25 * 5 - 1), run.rate(25 * 5)
+    >>> run.update(History([{"elbo": value} for value in (-1.0, -0.5, -0.4, -0.8, -2.0)])), run.rate(25 * 5 - 1), run.rate(25 * 5)
     (30, 1.0, 0.25)
     """
 
@@ -83,10 +83,10 @@ class PlateauRun:
         self.schedule, self.steps_per_epoch, self.max_epochs = schedule, steps_per_epoch, max_epochs
         self.decay, self.skip_epochs = decay, skip_epochs
         self.window = max(2, math.ceil(schedule.window / steps_per_epoch))  # in epochs
-        self.num_epochs(History())
+        self.update(History())
 
-    def num_epochs(self, history: History) -> int:
-        """Returns the number of epochs of the run, as far as the history determines it."""
+    def update(self, history: History) -> int:
+        """Sets the state from the history and returns the number of epochs of the run, as far as the history determines it."""
         values = history["elbo"] if history.epochs else []
         # a third of the epochs is reserved for the decay
         last = self.max_epochs - self.max_epochs // 3 if self.decay else self.max_epochs

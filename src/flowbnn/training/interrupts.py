@@ -1,11 +1,15 @@
-"""Deferred handling of Ctrl-C and SIGTERM, so that a signal never splits an update of the weights."""
+"""Interrupted runs: deferred Ctrl-C and SIGTERM, so that a signal never splits an update of the weights, and the last save."""
 
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
+
+from flowbnn.batches import batch_size
+from flowbnn.errors import FlowBNNError
 
 
 class Terminated(RuntimeError):
@@ -67,3 +71,40 @@ class Interrupts:
         if not self.deferring or self.pending is kind:
             raise kind
         self.pending = self.pending or kind
+
+
+def explain_interruption(run: Any, error: BaseException, interrupts: Interrupts) -> None:
+    """Saves the last complete step of an interrupted run and says where, or raises a clearer error.
+
+    Args:
+        run: :class:`~flowbnn.training.loop.TrainingRun` that has ended.
+        error: Exception that ended it.
+        interrupts: Signal handlers of the run.
+    """
+    position = run.position
+    ending, interrupts.ending = interrupts.ending, True  # from here on SIGTERM changes nothing
+    lost = run.process.describe_lost_worker(error)
+    message = f"{lost} {position}; {_save_and_describe(run)}" if lost else ""
+    interrupts.ending = ending or lost is not None
+    if "more than 1 value per channel" in str(error) and batch_size(run.batch) == 1:
+        message = (
+            f"epoch {position.epoch + 1}, batch {position.batches + 1} has one example, and BatchNorm needs at least 2; use "
+            "drop_last=True or another batch size"
+        )
+    if message:
+        raise FlowBNNError(message, kind="worker lost" if lost else "batch") from error
+    if isinstance(error, KeyboardInterrupt) and run.path is not None and run.is_main:
+        message = f"flowbnn: interrupted in epoch {position.epoch + 1}; {_save_and_describe(run)}"
+        print(message, file=sys.stderr)
+
+
+def _save_and_describe(run: Any) -> str:
+    """Saves the last complete step, unless an update was interrupted, and returns a sentence about the file."""
+    try:
+        if not run.updating:
+            run.save()
+    except FlowBNNError as error:
+        return str(error)
+    if run.path is None or not run.path.exists() or (run.is_main and run.state.saved_step is None):
+        return "nothing was saved"
+    return f"saved to '{run.path}'; continue with resume=True (flowbnn run: --resume)"

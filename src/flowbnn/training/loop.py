@@ -1,7 +1,6 @@
 """The training loop of every method: an objective computes the loss of a batch, the loop does everything else."""
 
 import math
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -14,16 +13,17 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils import clip_grads_with_norm_
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
-from flowbnn.batches import batch_size, check_finite_tensors, fingerprint, named_tensors
+from flowbnn.batches import check_finite_tensors, fingerprint, named_tensors
 from flowbnn.errors import FlowBNNError, warn
+from flowbnn.options import Count, UnitInterval, checked
 from flowbnn.training.checkpoint import RunState
 from flowbnn.training.cuda_graph import make_recorder
 from flowbnn.training.device import Process, connect, move_batch, preserve_training_modes
 from flowbnn.training.distributed import Worker
 from flowbnn.training.finite import FiniteGuard
-from flowbnn.training.interrupts import Interrupts
+from flowbnn.training.interrupts import Interrupts, explain_interruption
 from flowbnn.training.options import Clock, TrainingOptions, check_arguments, check_result, length_of
 from flowbnn.training.progress import Display, History, open_tensorboard, terminal
 from flowbnn.training.randomness import RandomState, loader_generators, seed_all
@@ -103,6 +103,35 @@ def train(
     if run.state.best_weights is not None:
         objective.load_state_dict(run.state.best_weights)
     return run.position.history
+
+
+@checked
+def cosine(optimizer: Optimizer, steps: Count, rise: UnitInterval = 0.0) -> LRScheduler:
+    r"""Returns a schedule that decreases the learning rate to zero along half a cosine, after a linear warm-up.
+
+    The factor at step :math:`t` of :math:`T` is :math:`\min(1, (t + 1) / (r T)) \cdot (1 + \cos(\pi t / T)) / 2`.
+
+    Args:
+        optimizer: Optimizer whose learning rates are scheduled.
+        steps: Number of steps :math:`T`.
+        rise: Fraction :math:`r` of the steps in the warm-up.
+
+    >>> import torch
+    >>> optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+    >>> schedule, rates = cosine(optimizer, steps=4, rise=0.5), []
+    >>> for _ in range(5):
+    ...     rates.append(round(schedule.get_last_lr()[0], 2))
+    ...     optimizer.step()
+    ...     schedule.step()
+    >>> rates
+    [0.5, 0.85, 0.5, 0.15, 0.0]
+    """
+    warmup_steps = max(1.0, rise * steps)
+
+    def factor(step: int) -> float:
+        return min(1.0, (step + 1) / warmup_steps) * (0.5 + 0.5 * math.cos(math.pi * min(1.0, step / steps)))
+
+    return LambdaLR(optimizer, factor)
 
 
 class TrainingRun:
@@ -194,7 +223,7 @@ class TrainingRun:
             try:
                 yield interrupts
             except BaseException as error:
-                self.explain(error, interrupts)
+                explain_interruption(self, error, interrupts)
                 raise
 
     @property
@@ -437,32 +466,3 @@ class TrainingRun:
         self.guard.check_weights()
         self.position.history.seconds = time.monotonic() - self.start_time
         self.state.save()
-
-    def explain(self, error: BaseException, interrupts: Interrupts) -> None:
-        """Saves the last complete step of an interrupted run and says where, or raises a clearer error."""
-        position = self.position
-        ending, interrupts.ending = interrupts.ending, True  # from here on SIGTERM changes nothing
-        lost = self.process.describe_lost_worker(error)
-        message = f"{lost} {position}; {self.save_and_describe()}" if lost else ""
-        interrupts.ending = ending or lost is not None
-        if "more than 1 value per channel" in str(error) and batch_size(self.batch) == 1:
-            message = (
-                f"epoch {position.epoch + 1}, batch {position.batches + 1} has one example, and BatchNorm needs at least 2; use "
-                "drop_last=True or another batch size"
-            )
-        if message:
-            raise FlowBNNError(message, kind="worker lost" if lost else "batch") from error
-        if isinstance(error, KeyboardInterrupt) and self.path is not None and self.is_main:
-            message = f"flowbnn: interrupted in epoch {position.epoch + 1}; {self.save_and_describe()}"
-            print(message, file=sys.stderr)
-
-    def save_and_describe(self) -> str:
-        """Saves the last complete step, unless an update was interrupted, and returns a sentence about the file."""
-        try:
-            if not self.updating:
-                self.save()
-        except FlowBNNError as error:
-            return str(error)
-        if self.path is None or not self.path.exists() or (self.is_main and self.state.saved_step is None):
-            return "nothing was saved"
-        return f"saved to '{self.path}'; continue with resume=True (flowbnn run: --resume)"

@@ -22,7 +22,6 @@ from flowbnn.methods.fitting import (
     Forward,
     Loss,
     LossAndLogs,
-    PreparedFit,
     SchedulerFactory,
     make_optimizer,
     prepare,
@@ -36,7 +35,7 @@ from flowbnn.noise.base import layers_with_noise
 from flowbnn.objectives import ELBO, warm_up
 from flowbnn.options import Count, NonNegative, UnitInterval, options
 from flowbnn.posterior.noise import NoisePosterior
-from flowbnn.regression import NoiseScale, check_noise_scale, fit_noise_scale
+from flowbnn.regression import NoiseScale, check_noise_scale, fit_noise_scale, set_noise_scale
 from flowbnn.training import Clock, History, cosine, is_main_process
 from flowbnn.training.options import length_of
 from flowbnn.training.progress import terminal
@@ -71,16 +70,36 @@ def fit_noise(model: nn.Module, loader: Iterable[Any], options: NoiseFitOptions)
     """
     check_trainable(model, options)
     initial = InitialState.of(model) if options.report else None
-    prepared = prepare(model, loader, options, trains_weights(model, options), reset_noise=True)
-    plan = plan_training(options, loader, learns_noise(prepared.likelihood))
-    objective = ELBO(prepared.likelihood, prepared.data.require_num_examples(), options.beta, options.gamma)
-    posterior = NoisePosterior(model, prepared.likelihood)
-    posterior.history = train_noise(posterior, objective, loader, options, plan, prepared)
+    prepared = prepare(model, loader, options, trains_weights(model, options))
+    likelihood, targets = prepared.likelihood, prepared.data.sample[1]
+    if learns_noise(
+        likelihood
+    ):  # starts at the size of the residuals, even if the likelihood has another value
+        set_noise_scale(likelihood, [(prepared.outputs, targets)])
+    rates = choose_length_and_rates(options, loader, learns_noise(likelihood))
+    objective = ELBO(likelihood, prepared.data.require_num_examples(), options.beta, options.gamma)
+    posterior = NoisePosterior(model, likelihood)
+    settings = {name: getattr(options, name) for name in ("beta", "gamma", "warmup", "repeats")}
+    with noise_mode(model, "sample"):
+        posterior.history = train_posterior(
+            posterior,
+            make_loss(model, objective, options, len(targets)),
+            make_noise_optimizer(posterior, options, rates.noise_lr),
+            loader,
+            replace(options, epochs=rates.epochs),
+            rates.scheduler,
+            options.validation_samples,
+            settings={**settings, "num_data": objective.num_data},
+            check_batch=prepared.check_batch,
+            num_epochs=rates.num_epochs,
+        )
+    for layer in noise_layers(model).values():
+        layer.fitted = True
     log_scale, noise_scale = finish_noise_scale(posterior, loader, options.seed)
     if initial is not None:
         batches = spread_batches(loader, options.seed)
         fit = FinishedFit(posterior, initial, objective, log_scale, batches, options.validation)
-        posterior.report = make_report(fit, plan.plateau, prepared.idle_layers, noise_scale)
+        posterior.report = make_report(fit, rates.plateau, prepared.idle_layers, noise_scale)
         print_report(posterior, options)
     return posterior
 
@@ -107,7 +126,7 @@ def trains_weights(model: nn.Module, options: NoiseFitOptions) -> bool:
 # -------------------- training
 
 
-class TrainingPlan(NamedTuple):
+class LengthAndRates(NamedTuple):
     """Length and learning rates of a fit.
 
     Args:
@@ -125,74 +144,36 @@ class TrainingPlan(NamedTuple):
     plateau: PlateauRun
 
 
-def plan_training(options: NoiseFitOptions, loader: Iterable[Any], learned_scale: bool) -> TrainingPlan:
+def choose_length_and_rates(
+    options: NoiseFitOptions, loader: Iterable[Any], learned_scale: bool
+) -> LengthAndRates:
     """Returns the length and the learning rates of a fit.
+
+    There are three cases. A scheduler of the user and a number of epochs are taken as they are. A number of epochs alone has rates that
+    fall along a cosine. Without either, training ends at a plateau of the ELBO.
 
     Args:
         options: Options of the fit.
-        loader: Training data. A loader without a length is assumed to have 25 batches.
+        loader: Training data. A loader without a length is assumed to have 25 batches, and its rates are constant.
         learned_scale: If True, the likelihood learns a noise scale.
     """
     length, schedule = length_of(loader), options.schedule
-    steps = length or 25
+    steps, decay = length or 25, length is not None and schedule is not None
     settings = schedule if isinstance(schedule, PlateauSchedule) else PlateauSchedule()
-    epochs = options.epochs or settings.max_epochs(steps)
-    if options.epochs is None and callable(
-        schedule
-    ):  # runs that end at a plateau usually need half of the epochs
-        epochs //= 2
-    adaptive = options.epochs is None and not callable(schedule)
-    plateau = PlateauRun(
-        settings,
-        steps,
-        epochs,
-        length is not None and schedule is not None,
-        math.ceil(options.warmup * epochs),
-    )
-    scheduler = schedule if callable(schedule) else cosine if length and schedule is not None else None
-    if adaptive:
-        scheduler = plateau.make_scheduler if plateau.decay else None
+    max_epochs, scheduler, num_epochs = settings.max_epochs(steps), None, None
+    # runs that end at a plateau usually need half of the epochs
+    epochs = options.epochs or (max_epochs // 2 if callable(schedule) else max_epochs)
+    plateau = PlateauRun(settings, steps, epochs, decay, math.ceil(options.warmup * epochs))
+    if callable(schedule):
+        scheduler = schedule
+    elif options.epochs is not None:
+        scheduler = cosine if decay else None
+    else:
+        scheduler, num_epochs = plateau.make_scheduler if decay else None, plateau.update
     noise_lr = options.noise_lr
     if noise_lr is None:
-        noise_lr = default_noise_lr(steps * epochs, adaptive, learned_scale)
-    return TrainingPlan(epochs, scheduler, plateau.num_epochs if adaptive else None, noise_lr, plateau)
-
-
-def train_noise(
-    posterior: NoisePosterior,
-    objective: ELBO,
-    loader: Iterable[Any],
-    options: NoiseFitOptions,
-    plan: TrainingPlan,
-    prepared: PreparedFit,
-) -> History:
-    """Maximizes the ELBO in place and returns the training history.
-
-    Args:
-        posterior: Posterior whose network and likelihood are trained.
-        objective: ELBO of the network.
-        loader: Batches of ``(inputs, targets)``.
-        options: Options of the fit.
-        plan: Length and learning rates.
-        prepared: Result of the preparation.
-    """
-    settings = {name: getattr(options, name) for name in ("beta", "gamma", "warmup", "repeats")}
-    with noise_mode(posterior.model, "sample"):
-        history = train_posterior(
-            posterior,
-            make_loss(posterior.model, objective, options, len(prepared.data.sample[1])),
-            make_noise_optimizer(posterior, options, plan.noise_lr),
-            loader,
-            replace(options, epochs=plan.epochs),
-            plan.scheduler,
-            options.validation_samples,
-            settings={**settings, "num_data": objective.num_data},
-            check_batch=prepared.check_batch,
-            num_epochs=plan.num_epochs,
-        )
-    for layer in noise_layers(posterior.model).values():
-        layer.fitted = True
-    return history
+        noise_lr = default_noise_lr(steps * epochs, num_epochs is not None, learned_scale)
+    return LengthAndRates(epochs, scheduler, num_epochs, noise_lr, plateau)
 
 
 def make_noise_optimizer(
