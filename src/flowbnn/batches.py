@@ -437,10 +437,10 @@ def record_calls(modules: Mapping[str, nn.Module]) -> Iterator[list[ModuleCall]]
     """
     calls: list[ModuleCall] = []
 
-    def record(name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    def append_call(name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         calls.append(ModuleCall(name, next(iter((*args, *kwargs.values())), None), output))
 
-    with watch_modules(modules, None, record):
+    with watch_modules(modules, None, append_call):
         yield calls
 
 

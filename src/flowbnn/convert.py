@@ -244,7 +244,7 @@ class FixedNoise(Noise):
         index: Index of that draw.
     """
 
-    fixed = True
+    is_constant = True
 
     def __init__(self, noise: Noise, vector: Tensor, seed: int | None = None, index: int = 0) -> None:
         super().__init__(noise.layout, "channel" if seed is None else noise.site)
@@ -396,7 +396,7 @@ def _unhook(module: nn.Module) -> None:
         for key, hook in list(hooks.items()):
             owner = getattr(hook, "__self__", None)
             first = owner.layers[0] if isinstance(owner, NoiseGroup) else owner
-            if isinstance(first, Noise) and not first.fixed:
+            if isinstance(first, Noise) and not first.is_constant:
                 del hooks[key]
                 module._forward_pre_hooks_with_kwargs.pop(key, None)
                 module._forward_hooks_always_called.pop(key, None)

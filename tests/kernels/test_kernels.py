@@ -15,7 +15,7 @@ import torch
 
 from flowbnn import kernels
 from flowbnn.convert import to_stochastic
-from flowbnn.kernels import Group, chains, gpu, launch, reference
+from flowbnn.kernels import Group, chains, gpu, launch, reference, tasks
 from flowbnn.noise import NormalInvConv
 from flowbnn.noise.batched import divergences
 from flowbnn.noise.flow_noise import InputNoise
@@ -138,7 +138,7 @@ def test_shapes_are_encoded_and_decoded():
 
 
 def test_all_flows_share_the_launch_of_a_stage():
-    launches = launch.schedule(tuple(PlanarLU(3, runs).chain_shape for runs in (REPORT, REPORT, PLANAR)))
+    launches = tasks.schedule(tuple(PlanarLU(3, runs).chain_shape for runs in (REPORT, REPORT, PLANAR)))
     kinds = [(kind, len(pairs)) for kind, pairs in launches]
     assert kinds == [("planar", 3), *[("upper", 2), ("lower", 2)] * 3, ("planar", 2)]
 
@@ -194,7 +194,7 @@ def numpy_backward(task, saved, grad_x, grad_log_dets, grad_vectors, grad_weight
         z_grad, *others = torch.autograd.grad(outputs[: len(grads)], leaves, grads)
         grad_vectors.split(task.dims, -1)[i].copy_(z_grad)
         weight_grads += others
-    order = launch.flat_order(task.shapes)
+    order = tasks.flat_order(task.shapes)
     grad_weights.copy_(torch.cat([weight_grads[position].flatten() for position in order]))
 
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from flowbnn.kernels import launch, reference
-from flowbnn.kernels.launch import GroupTask, by_chain, flat_order, weight_names
 from flowbnn.kernels.reference import ChainShape
+from flowbnn.kernels.tasks import GroupTask, by_chain, flat_order, weight_names
 
 
 class OperatorLists(NamedTuple):

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from flowbnn.batches import device_of, split_batch, take
 from flowbnn.likelihoods import Likelihood
 from flowbnn.methods.base import PointMethod, register_method
-from flowbnn.methods.fitting import Forward, LossAndLogs, negative_log_likelihood
+from flowbnn.methods.fitting import LossAndLogs, NetworkFunction, negative_log_likelihood
 from flowbnn.options import Count, Positive, options
 from flowbnn.posterior.weights import SwappedTensors
 from flowbnn.training import Clock
@@ -50,7 +50,7 @@ def _perturbed_loss(
     scale: float,
     sub_batches: int,
     likelihood: Likelihood,
-    forward: Forward,
+    forward: NetworkFunction,
     batch: Any,
     clock: Clock,
 ) -> LossAndLogs:

@@ -38,7 +38,7 @@ from flowbnn.convert import to_stochastic
 from flowbnn.errors import quote_names, warn
 from flowbnn.likelihoods import Likelihood
 from flowbnn.methods.base import FitOptions, Method, register_method
-from flowbnn.methods.fitting import Forward, LossAndLogs, negative_log_likelihood, prepare
+from flowbnn.methods.fitting import LossAndLogs, NetworkFunction, negative_log_likelihood, prepare
 from flowbnn.methods.network_layers import (
     disable_nested_tensors,
     dropout_layers,
@@ -115,7 +115,7 @@ class MCDropout(Method):
         if self.repeats == 1:
             return negative_log_likelihood
 
-        def loss(likelihood: Likelihood, forward: Forward, batch: Any, clock: Clock) -> LossAndLogs:
+        def loss(likelihood: Likelihood, forward: NetworkFunction, batch: Any, clock: Clock) -> LossAndLogs:
             copies = repeat_each(split_batch(batch), self.repeats)
             return negative_log_likelihood(likelihood, forward, copies, clock)
 

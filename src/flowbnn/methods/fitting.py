@@ -10,7 +10,6 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from flowbnn.batches import (
     as_loader,
@@ -26,18 +25,11 @@ from flowbnn.batches import (
     split_batch,
 )
 from flowbnn.errors import FlowBNNError, quote_names, warn
-from flowbnn.likelihoods import (
-    Bernoulli,
-    Categorical,
-    Gaussian,
-    Likelihood,
-    learns_noise,
-    make_likelihood,
-)
+from flowbnn.likelihoods import Gaussian, Likelihood, learns_noise, make_likelihood
+from flowbnn.likelihoods.probabilities import SigmoidRecorder, warn_probabilities
 from flowbnn.methods.data_summary import DataSummary, check_loader, count_examples, first_batch
 from flowbnn.noise import Recipe, noise_layers, weight_parameters
 from flowbnn.noise.modes import align_batch_axes, record_noise_inputs
-from flowbnn.numerics import is_concrete
 from flowbnn.objectives import mean_log_prob
 from flowbnn.options import Count, call_factory, options
 from flowbnn.posterior.base import Posterior
@@ -49,10 +41,10 @@ NOISE_LR = (
     0.01  # learning rate of the logarithm of a noise scale: under Adam it halves or doubles within 70 steps
 )
 LikelihoodName = Likelihood | Literal["auto", "categorical", "bernoulli", "gaussian"]
-Forward = Callable[[Any], Tensor]
+NetworkFunction = Callable[[Any], Tensor]
 LossAndLogs = tuple[Tensor, dict[str, Tensor]]
 SchedulerFactory = Callable[[torch.optim.Optimizer, int], Any]
-Loss = Callable[[Forward, Any, Clock], LossAndLogs]
+Loss = Callable[[NetworkFunction, Any, Clock], LossAndLogs]
 
 
 @options(kw_only=True, owner="fit")
@@ -273,51 +265,6 @@ def run_first_batch(
             raise FlowBNNError(f"the {name} does not fit: {error}", **error.fields) from error.__cause__
 
 
-class SigmoidRecorder(TorchFunctionMode):
-    """Context manager that records the results of all sigmoids.
-
-    >>> with SigmoidRecorder() as sigmoids:
-    ...     probabilities, ones = torch.sigmoid(torch.ones(2, 1)), torch.ones(2, 1)
-    >>> sigmoids.recorded(probabilities.squeeze(1)), sigmoids.recorded(ones)
-    (True, False)
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.results: list[Tensor] = []
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        is_sigmoid = getattr(func, "__name__", "") in ("sigmoid", "sigmoid_", "special_expit")
-        if is_sigmoid and type(result) is Tensor and is_concrete(result):
-            self.results.append(result)
-        return result
-
-    def recorded(self, outputs: Tensor) -> bool:
-        """Returns True if the tensor is a result of a sigmoid, up to its shape, its precision and clamping."""
-        same_size = (each.flatten().to(outputs) for each in self.results if each.numel() == outputs.numel())
-        return any(torch.allclose(each, outputs.flatten(), atol=1e-5) for each in same_size)
-
-
-def warn_probabilities(likelihood: Likelihood, outputs: Tensor, from_sigmoid: bool) -> None:
-    """Warns if the network returns probabilities, because likelihoods take logits.
-
-    Args:
-        likelihood: Likelihood of the targets.
-        outputs: Outputs of the network.
-        from_sigmoid: If True, the outputs are the result of a sigmoid.
-    """
-    if not isinstance(likelihood, Categorical | Bernoulli):
-        return
-    in_unit_interval = bool(((outputs >= 0) & (outputs <= 1)).all())
-    sums_to_one = bool(((outputs.sum(-1) - 1).abs() < 1e-3).all())
-    if in_unit_interval and (sums_to_one if isinstance(likelihood, Categorical) else from_sigmoid):
-        warn(
-            "the network returns probabilities, but logits are expected; remove its last softmax or sigmoid",
-            kind="probabilities",
-        )
-
-
 def warn_idle_layers(layers: list[str]) -> None:
     """Warns if layers have noise but are never called, so that their noise has no effect."""
     if layers:
@@ -457,7 +404,7 @@ def _plain_settings(recipe: Any) -> dict[str, Any]:
 
 
 def negative_log_likelihood(
-    likelihood: Likelihood, forward: Forward, batch: Any, clock: Clock
+    likelihood: Likelihood, forward: NetworkFunction, batch: Any, clock: Clock
 ) -> LossAndLogs:
     """Returns the loss of a network without noise, and its logs. A partial with the likelihood is a loss of :class:`Objective`."""
     inputs, targets = split_batch(batch)

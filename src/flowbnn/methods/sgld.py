@@ -24,8 +24,8 @@ from flowbnn.errors import FlowBNNError, warn
 from flowbnn.likelihoods import Likelihood, learns_noise
 from flowbnn.methods.base import FitOptions, Method, register_method
 from flowbnn.methods.fitting import (
-    Forward,
     LossAndLogs,
+    NetworkFunction,
     negative_log_likelihood,
     prepare,
     total_steps,
@@ -107,7 +107,7 @@ class SGLD(Method):
         log_noise = likelihood.log_scale if learns_noise(likelihood) else None
         snapshots = Snapshots(model, log_noise, sorted(step_schedule.snapshot_steps))
 
-        def loss(forward: Forward, batch: Any, clock: Clock) -> LossAndLogs:
+        def loss(forward: NetworkFunction, batch: Any, clock: Clock) -> LossAndLogs:
             snapshots.record(clock.step)
             optimizer.adapting = not step_schedule.is_sampling(clock.step)
             data_loss, logs = negative_log_likelihood(likelihood, forward, batch, clock)

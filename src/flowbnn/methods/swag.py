@@ -17,7 +17,13 @@ from torch.distributions import LowRankMultivariateNormal
 from flowbnn.errors import FlowBNNError
 from flowbnn.likelihoods import Gaussian, Likelihood
 from flowbnn.methods.base import FitOptions, Method, register_method
-from flowbnn.methods.fitting import Forward, LossAndLogs, negative_log_likelihood, prepare, train_posterior
+from flowbnn.methods.fitting import (
+    LossAndLogs,
+    NetworkFunction,
+    negative_log_likelihood,
+    prepare,
+    train_posterior,
+)
 from flowbnn.methods.network_layers import (
     batch_norm_layers,
     batch_norm_statistics,
@@ -126,7 +132,7 @@ class SWAG(Method):
         groups: list[dict[str, Any]] = [weights, {"params": noise}] if noise else [weights]
         optimizer = torch.optim.SGD(groups, lr=self.swag_lr, momentum=self.momentum)
 
-        def loss(forward: Forward, batch: Any, clock: Clock) -> LossAndLogs:
+        def loss(forward: NetworkFunction, batch: Any, clock: Clock) -> LossAndLogs:
             if self._is_snapshot_due(clock, int(moments.count)):
                 moments.collect(model)
             return negative_log_likelihood(likelihood, forward, batch, clock)

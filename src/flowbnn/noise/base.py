@@ -59,7 +59,7 @@ class Noise(nn.Module, ABC):
 
     gaussian_base: Any = None  # (base, affine map, prior) of noise that begins with a learnable Gaussian
     mixture_base: Any = None  # the same for noise that begins with a mixture
-    fixed: bool = False  # True for constant factors, which do not count as noise
+    is_constant: bool = False  # True for constant factors, which do not count as noise
 
     def __init__(self, layout: Layout, site: Site) -> None:
         super().__init__()
@@ -388,7 +388,7 @@ def noise_layers(model: nn.Module) -> dict[str, Noise]:
             continue
         visited.add(id(module))
         if isinstance(module, Noise):
-            if not module.fixed:
+            if not module.is_constant:
                 layers[name.rpartition(".")[0]] = module
             continue
         prefix = f"{name}." if name else ""

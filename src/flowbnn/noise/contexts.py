@@ -159,7 +159,7 @@ class PreparedDraws:
 
 @dataclass(frozen=True, eq=False)
 class ForwardState:
-    """State of one forward pass of a network.
+    """State of one forward pass of a network, whose dictionaries its layers fill while they run. It ends with the pass.
 
     Args:
         group: Noise modules of the network.

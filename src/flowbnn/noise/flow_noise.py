@@ -220,7 +220,7 @@ class InputNoise(Noise):
     @property
     def reads_batch(self) -> bool:
         """True if a draw depends on the others of its batch: the flow normalizes by the batch in training."""
-        return any(not getattr(part, "is_initialized", False) for part in self.normalizing)
+        return any(not getattr(layer, "is_initialized", False) for layer in self.normalizing)
 
     def _autocast(self) -> tuple[str, torch.dtype | None]:
         """Returns the type of the device and the precision of autocast, or None if it is disabled."""

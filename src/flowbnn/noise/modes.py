@@ -127,14 +127,14 @@ def parameter_groups(
         noise_lr: Learning rate of the noise.
         weight_decay: Weight decay of the weights.
     """
-    parts = {
+    settings = {
         "weights": (weight_parameters(model), weight_lr, weight_decay),
         "noise": (noise_parameters(model), noise_lr, 0.0),
         "likelihood": ([] if likelihood is None else list(likelihood.parameters()), noise_lr, 0.0),
     }
     groups = [
         {"name": name, "params": [p for p in parameters if p.requires_grad], "lr": lr, "weight_decay": decay}
-        for name, (parameters, lr, decay) in parts.items()
+        for name, (parameters, lr, decay) in settings.items()
     ]
     return [group for group in groups if group["params"]]
 
@@ -187,8 +187,8 @@ def _align_layer(name: str, layer: Noise, first: Tensor, second: Tensor, size: i
     elif free and len(axes) == 1 and axes[0] not in (layout.batch_axis, first.ndim + layout.feature_axis):
         layer.layout = layout._replace(batch_axis=axes[0], unbatched_ndim=first.ndim - 1)
         layer.recipe = replace(layer.recipe, batch_axis=axes[0])
-    steps, rest = divmod(len(first), size) if layer.layout.batch_axis == 0 and first.ndim else (1, 0)
-    if steps > 1 and not rest and len(second) == steps * few:
+    steps, remainder = divmod(len(first), size) if layer.layout.batch_axis == 0 and first.ndim else (1, 0)
+    if steps > 1 and not remainder and len(second) == steps * few:
         # rows are time steps or frames: either those of one example or those of one step follow each other
         by_step = first.unflatten(0, (steps, size))[:, 1 : 1 + few].flatten(0, 1)
         by_example = first[steps : steps * (1 + few)]

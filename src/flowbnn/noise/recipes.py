@@ -238,7 +238,7 @@ class NormalCoupling(Recipe):
         if dim < 2:
             return ()
         steps = [(AffineCoupling(dim, hidden=(self.hidden,)), Reverse(dim)) for _ in range(self.length)]
-        return [part for step in steps for part in step]
+        return [transform for step in steps for transform in step]
 
 
 @options
@@ -285,9 +285,9 @@ class NormalFlow(Recipe):
     __hash__ = Recipe.__hash__  # settings are a dictionary
 
     def __post_init__(self) -> None:
-        known = named_flows()
-        if self.flow not in known:
-            text = f"NormalFlow has no flow {self.flow!r}{nearest(self.flow, known)}"
+        flows = named_flows()
+        if self.flow not in flows:
+            text = f"NormalFlow has no flow {self.flow!r}{nearest(self.flow, flows)}"
             raise FlowBNNError(text, argument="flow")
 
     def transforms(self, dim: int) -> Sequence[Transform]:
@@ -363,10 +363,10 @@ def recipe_from_dict(document: dict[str, Any]) -> Recipe:
     check("recipe", document, dict)
     settings = dict(document)
     name = settings.pop("recipe", "")
-    known = {kind.__name__: kind for kind in all_subclasses(Recipe)}
-    if name not in known:
-        raise FlowBNNError(f"there is no recipe {name!r}{nearest(str(name), known)}")
+    recipes = {kind.__name__: kind for kind in all_subclasses(Recipe)}
+    if name not in recipes:
+        raise FlowBNNError(f"there is no recipe {name!r}{nearest(str(name), recipes)}")
     if name == "FlowNoise":
         text = "a FlowNoise cannot be saved; convert the network with the same rules and load into the converted network"
         raise FlowBNNError(text, kind="unsupported")
-    return known[name](**settings)
+    return recipes[name](**settings)

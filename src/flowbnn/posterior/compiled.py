@@ -171,7 +171,7 @@ class CompiledSampler:
             last: End of the range of samples.
             count: Number of samples in a pass, to which the draws are padded.
         """
-        model, parts = self.prediction.model, []
+        model, chunk_outputs = self.prediction.model, []
         tensors = self.shared.tensors(self.trace.noise_shapes, first, last)
         draws = [pad(tensors[key], count) if last - first < count else tensors[key] for key in self.keys]
         function = compile_once(self.prediction, forward_samples, graphs, fullgraph=True)
@@ -181,8 +181,8 @@ class CompiledSampler:
             check_rows(outputs[0], rows(inputs))
             dtype = torch.promote_types(outputs.dtype, torch.float32)
             # a copy, because the next replay of a CUDA graph overwrites its outputs
-            parts.append(outputs[: last - first, :size].to(dtype, copy=True))
-        return torch.cat(parts, 1) if len(parts) > 1 else parts[0]
+            chunk_outputs.append(outputs[: last - first, :size].to(dtype, copy=True))
+        return torch.cat(chunk_outputs, 1) if len(chunk_outputs) > 1 else chunk_outputs[0]
 
     def cut(self, inputs: Any, num_samples: int) -> tuple[int, bool, list[tuple[int, Any]]]:
         """Returns the number of samples in a pass, whether to use CUDA graphs, and the chunks of the inputs.

@@ -12,9 +12,9 @@ from flowbnn.distributions import Divergence
 from flowbnn.likelihoods import learns_noise
 from flowbnn.methods.base import FitOptions, Method
 from flowbnn.methods.fitting import (
-    Forward,
     Loss,
     LossAndLogs,
+    NetworkFunction,
     PreparedFit,
     make_optimizer,
     should_check_targets,
@@ -139,7 +139,7 @@ def make_weight_loss(objective: ELBO, divergence: Callable[[], Divergence], meth
     likelihood, repeats = objective.likelihood, method.repeats
     log_scale = likelihood.log_scale if learns_noise(likelihood) else None
 
-    def loss(forward: Forward, batch: Any, clock: Clock) -> LossAndLogs:
+    def loss(forward: NetworkFunction, batch: Any, clock: Clock) -> LossAndLogs:
         inputs, targets = split_batch(batch)
         outputs = forward(inputs)
         if should_check_targets(targets, clock):

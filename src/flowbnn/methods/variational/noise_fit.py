@@ -19,9 +19,9 @@ from flowbnn.likelihoods import learns_noise
 from flowbnn.methods.fitting import (
     NOISE_LR,
     FitOptions,
-    Forward,
     Loss,
     LossAndLogs,
+    NetworkFunction,
     SchedulerFactory,
     make_optimizer,
     prepare,
@@ -216,7 +216,7 @@ def make_loss(model: nn.Module, objective: ELBO, options: NoiseFitOptions, num_r
     error = math.sqrt(0.5 / num_rows * max(0.0, 1.0 - num_rows / objective.num_data))
     limit = None if log_scale is None else log_scale.detach() + math.log1p(2.0 * error)
 
-    def loss(forward: Forward, batch: Any, clock: Clock) -> LossAndLogs:
+    def loss(forward: NetworkFunction, batch: Any, clock: Clock) -> LossAndLogs:
         nonlocal limit
         inputs, targets = split_batch(batch)
         if log_scale is not None and limit is not None:
