@@ -167,16 +167,16 @@ class Prediction:
             raise_malloc_trim_threshold()
 
     def __enter__(self) -> Self:
-        with ExitStack() as stack:
-            stack.enter_context(self.cache.lock)
-            stack.enter_context(torch.no_grad())
+        with ExitStack() as self.stack:  # which closes it if an error occurs here
+            self.stack.enter_context(self.cache.lock)
+            self.stack.enter_context(torch.no_grad())
             if self.half is not None:
-                stack.enter_context(torch.autocast(self.device.type, self.half))
-            self.stack = stack.pop_all()
-        for module in self.model.modules():
-            if module.training:
-                self.model = self.clone
-                break
+                self.stack.enter_context(torch.autocast(self.device.type, self.half))
+            for module in self.model.modules():
+                if module.training:
+                    self.model = self.clone
+                    break
+            self.stack = self.stack.pop_all()
         return self
 
     def __exit__(self, *error: object) -> None:
