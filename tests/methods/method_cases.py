@@ -245,11 +245,11 @@ CASES: dict[str, Case] = {
             **{**SHORT, "samples": 4, "warmup": 8, "chains": 2, "max_depth": 3, "target_accept": 0.9}
             | settings
         ),
-        lambda: fb.NUTS(samples=20, warmup=40, chains=25, max_depth=5, epochs=0, prior_scale=PRIOR),
+        lambda: fb.NUTS(samples=50, warmup=40, chains=10, max_depth=5, epochs=0, prior_scale=PRIOR),
         "exact",
         "up to Monte Carlo error",
         samples=500,
-        chains=25,
+        chains=10,
         invalid=(
             {"max_depth": 0},
             {"max_depth": 20},
