@@ -33,6 +33,7 @@ PACKAGES = [  # from the highest to the lowest; each may import only those below
     "metrics",
     "data",
     "batches",
+    "networks",
     "models",
     "numerics",
     "options",

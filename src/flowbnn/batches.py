@@ -3,15 +3,12 @@
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from copy import deepcopy
-from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from contextlib import contextmanager
+from typing import Any, TypeVar
 from zlib import crc32
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 
 from flowbnn.errors import FlowBNNError
 
@@ -123,45 +120,6 @@ def output_tensor(outputs: Any) -> Tensor:
         return logits
     text = f"the network returns a {type(outputs).__name__} instead of a tensor; wrap it in a module that returns one"
     raise FlowBNNError(text, kind="network")
-
-
-def copy_network(
-    network: nn.Module,
-    advice: str = "use weight_norm and spectral_norm of torch.nn.utils.parametrizations",
-) -> nn.Module:
-    """Returns a deep copy of a network, without the wrappers of ``torch.compile``.
-
-    Args:
-        network: Network to copy.
-        advice: End of the error message if torch cannot copy it.
-
-    Raises:
-        FlowBNNError: If the network is TorchScript, has lazy or meta parameters, or cannot be copied.
-    """
-    problem = ""
-    for module in network.modules():
-        if isinstance(module, torch.jit.ScriptModule):
-            problem, advice = "TorchScript", "use the original"
-        elif any(value.is_meta for value in module.parameters(recurse=False)):
-            problem, advice = "meta tensors", "load its weights"
-        elif any(map(is_lazy, module.parameters(recurse=False))):
-            problem, advice = f"uninitialized {type(module).__name__}", "run a batch first"
-    try:
-        if not problem:
-            return unwrap_compiled(deepcopy(network))
-    except RuntimeError as error:
-        problem = str(error).splitlines()[0]
-    text = f"this network cannot be copied ({problem}); {advice}"
-    raise FlowBNNError(text, kind="network", argument="network")
-
-
-def unwrap_compiled(network: nn.Module) -> nn.Module:
-    """Returns the network that ``torch.compile`` wrapped, and unwraps its submodules in place."""
-    for parent in list(network.modules()):
-        for name, child in parent._modules.items():  # named_children lists a shared module only once
-            if child is not None:
-                parent._modules[name] = child._modules.get("_orig_mod", child)
-    return network._modules.get("_orig_mod", network)  # type: ignore[return-value]
 
 
 def dtype_of(model: nn.Module) -> torch.dtype | None:
@@ -362,86 +320,6 @@ def rewrap_forward_errors(inputs: Any, what: str = "the network fails on inputs 
         elif any(tensor.ndim in (1, 3) for tensor in tensors) and re.search("shape|channels|dim", message):
             hint = "; use inputs[None] for one example"
         raise FlowBNNError(f"{what} shape {sizes}: {message}{hint}", kind="network") from error
-
-
-@contextmanager
-def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Context manager of evaluation mode without gradients, which restores the training mode of every module at its end.
-
-    A ``train`` method that a module overrides is called, because it may do more than set the flag (adapters merge their weights).
-
-    Args:
-        model: Network.
-    """
-    flags, training = [], False
-    for module in model.modules():
-        flags.append((module, module.training))
-        training = training or module.training
-    if training:
-        model.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        for module, training in flags:
-            if module.training != training and type(module).train is not nn.Module.train:
-                module.train(training)
-        for module, training in flags:
-            if module.training != training:
-                module.training = training
-
-
-@contextmanager
-def watch_modules(
-    modules: Mapping[str, nn.Module], before: Callable[..., None] | None, after: Callable[..., None] | None
-) -> Iterator[None]:
-    """Context manager that calls functions before and after the forward pass of each module.
-
-    Args:
-        modules: Modules by name.
-        before: Function ``(name, module, args, kwargs)``, or None.
-        after: Function ``(name, module, args, kwargs, output)``, or None.
-    """
-    with ExitStack() as hooks:
-        for name, module in modules.items():
-            if before is not None:
-                hooks.enter_context(module.register_forward_pre_hook(partial(before, name), with_kwargs=True))
-            if after is not None:
-                hooks.enter_context(module.register_forward_hook(partial(after, name), with_kwargs=True))
-        yield
-
-
-class ModuleCall(NamedTuple):
-    """One call of a module in a forward pass.
-
-    Args:
-        name: Name of the module.
-        inputs: First argument of the call.
-        output: Result of the call.
-    """
-
-    name: str
-    inputs: Any
-    output: Any
-
-
-@contextmanager
-def record_calls(modules: Mapping[str, nn.Module]) -> Iterator[list[ModuleCall]]:
-    """Context manager that records all calls of some modules, in the order in which they end.
-
-    >>> layers = {"linear": nn.Linear(2, 3)}
-    >>> with record_calls(layers) as calls:
-    ...     _ = layers["linear"](torch.ones(4, 2))
-    >>> [(call.name, call.inputs.shape, call.output.shape) for call in calls]
-    [('linear', torch.Size([4, 2]), torch.Size([4, 3]))]
-    """
-    calls: list[ModuleCall] = []
-
-    def append_call(name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        calls.append(ModuleCall(name, next(iter((*args, *kwargs.values())), None), output))
-
-    with watch_modules(modules, None, append_call):
-        yield calls
 
 
 # phrases of torch's error messages on CUDA and CPU

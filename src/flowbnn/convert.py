@@ -12,8 +12,9 @@ from typing import Annotated, Any, Literal
 import torch
 from torch import Tensor, nn
 
-from flowbnn.batches import copy_network, device_of
+from flowbnn.batches import device_of
 from flowbnn.errors import FlowBNNError, nearest, warn
+from flowbnn.networks import copy_network
 from flowbnn.noise import Layout, Noise, Recipe, noise_layers
 from flowbnn.noise.base import layers_with_noise, make_noise_modes
 from flowbnn.noise.batched import draw_examples

@@ -5,8 +5,8 @@ from typing import Any
 
 from torch import nn
 
-from flowbnn.batches import copy_network, unwrap_compiled
 from flowbnn.methods.variational.noise_fit import NoiseFitOptions, fit_noise
+from flowbnn.networks import copy_network, unwrap_compiled
 from flowbnn.options import accepts_options_of, checked
 from flowbnn.posterior.noise import NoisePosterior
 

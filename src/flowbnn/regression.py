@@ -17,9 +17,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from flowbnn.batches import call, check_finite_batch, device_of, dtype_of, evaluation_mode, move, split_batch
+from flowbnn.batches import call, check_finite_batch, device_of, dtype_of, move, split_batch
 from flowbnn.errors import warn
 from flowbnn.likelihoods import Gaussian, Likelihood, learns_noise, log_variance
+from flowbnn.networks import evaluation_mode
 from flowbnn.noise import noise_layers, noise_mode
 from flowbnn.training import is_main_process
 from flowbnn.training.randomness import preserve_rng_state

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from flowbnn.batches import evaluation_mode
+from flowbnn.networks import evaluation_mode
 
 
 class Frozen(nn.Sequential):

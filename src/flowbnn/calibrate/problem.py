@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from flowbnn.batches import copy_network, device_of, move_data, pick, take
+from flowbnn.batches import device_of, move_data, pick, take
 from flowbnn.calibrate.flow import FlowFit, fit_flow
 from flowbnn.convert import Rule, to_stochastic
 from flowbnn.diagnostics.fixed_data import check_row_independence, read_fixed_data
@@ -22,6 +22,7 @@ from flowbnn.methods.variational.base import FLOWS
 from flowbnn.methods.variational.block_gaussian import BlockGaussian
 from flowbnn.methods.variational.natural_gradient import NaturalFit, Structure, fit_gaussian
 from flowbnn.methods.variational.noisy_network import NoisyNetwork
+from flowbnn.networks import copy_network
 from flowbnn.noise import Noise, NormalAffine, Recipe, noise_layers
 from flowbnn.noise.flow_noise import InputNoise
 from flowbnn.noise.joint import MAX_DENSE_DIM, check_size, independent_vectors

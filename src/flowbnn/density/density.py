@@ -12,9 +12,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from flowbnn.batches import device_of, dtype_of, evaluation_mode, move
+from flowbnn.batches import device_of, dtype_of, move
 from flowbnn.density.examples import as_tensor, iterate_batches
 from flowbnn.errors import check_entries, check_shape, pluralize, warn
+from flowbnn.networks import evaluation_mode
 from flowbnn.options import Count, File, Probability, Seed, check, checked, options
 from flowbnn.training import History
 from flowbnn.training.compatibility import count_weights, read_module, save_module

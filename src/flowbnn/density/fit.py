@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 import torch
 from torch import Tensor, nn
 
-from flowbnn.batches import check_finite, check_repeatable, device_of, dtype_of, evaluation_mode
+from flowbnn.batches import check_finite, check_repeatable, device_of, dtype_of
 from flowbnn.data import TensorLoader
 from flowbnn.density.density import Data, Density, gives_lower_bound
 from flowbnn.density.examples import (
@@ -21,6 +21,7 @@ from flowbnn.density.examples import (
 )
 from flowbnn.distributions.support import has_full_support
 from flowbnn.errors import FlowBNNError, check_shape, pluralize, quote_names, warn
+from flowbnn.networks import evaluation_mode
 from flowbnn.options import Bounds, Count, Positive, UnitInterval, accepts_options_of, check, checked, options
 from flowbnn.training import Clock, EarlyStop, TrainingOptions, cosine, train
 from flowbnn.training.options import length_of

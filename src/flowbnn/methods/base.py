@@ -41,7 +41,6 @@ from typing import Annotated, Any, ClassVar
 import torch
 from torch import nn
 
-from flowbnn.batches import copy_network
 from flowbnn.errors import FlowBNNError
 from flowbnn.methods.data_summary import check_loader
 from flowbnn.methods.fitting import (
@@ -55,6 +54,7 @@ from flowbnn.methods.fitting import (
     prepare,
     train_posterior,
 )
+from flowbnn.networks import copy_network
 from flowbnn.noise import noise_layers
 from flowbnn.options import Ge, Positive, accepts_options_of, options
 from flowbnn.posterior.base import Posterior

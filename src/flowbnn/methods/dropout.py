@@ -22,18 +22,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from flowbnn.batches import (
-    call,
-    device_of,
-    evaluation_mode,
-    has_row_axis,
-    move,
-    record_calls,
-    repeat,
-    repeat_each,
-    split_batch,
-    take,
-)
+from flowbnn.batches import call, device_of, has_row_axis, move, repeat, repeat_each, split_batch, take
 from flowbnn.convert import to_stochastic
 from flowbnn.errors import quote_names, warn
 from flowbnn.likelihoods import Likelihood
@@ -45,6 +34,7 @@ from flowbnn.methods.network_layers import (
     layers_with_inner_dropout,
 )
 from flowbnn.methods.variational.noise_fit import NoiseFitOptions, fit_noise
+from flowbnn.networks import evaluation_mode, record_calls
 from flowbnn.noise import Dropout
 from flowbnn.noise.layout import wrappable_layers
 from flowbnn.numerics import constant

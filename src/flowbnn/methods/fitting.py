@@ -17,7 +17,6 @@ from flowbnn.batches import (
     check_finite,
     device_of,
     dtype_of,
-    evaluation_mode,
     move,
     output_tensor,
     rewrap_forward_errors,
@@ -28,6 +27,7 @@ from flowbnn.errors import FlowBNNError, quote_names, warn
 from flowbnn.likelihoods import Gaussian, Likelihood, learns_noise, make_likelihood
 from flowbnn.likelihoods.probabilities import SigmoidRecorder, warn_probabilities
 from flowbnn.methods.data_summary import DataSummary, check_loader, count_examples, first_batch
+from flowbnn.networks import evaluation_mode
 from flowbnn.noise import Recipe, noise_layers, weight_parameters
 from flowbnn.noise.modes import align_batch_axes, record_noise_inputs
 from flowbnn.objectives import mean_log_prob

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flowbnn.batches import call, device_of, dtype_of, evaluation_mode, move, split_batch
+from flowbnn.batches import call, device_of, dtype_of, move, split_batch
 from flowbnn.errors import FlowBNNError, nearest
+from flowbnn.networks import evaluation_mode
 from flowbnn.training import is_main_process, track
 from flowbnn.training.randomness import preserve_rng_state
 

@@ -8,8 +8,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from flowbnn.batches import call, evaluation_mode, record_calls, rows, take
+from flowbnn.batches import call, rows, take
 from flowbnn.errors import warn
+from flowbnn.networks import evaluation_mode, record_calls
 from flowbnn.noise.base import Noise, layers_with_noise, make_noise_modes, noise_layers
 from flowbnn.noise.contexts import Mode, NoiseContext
 from flowbnn.options import Count, NonNegative, checked

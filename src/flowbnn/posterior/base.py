@@ -36,7 +36,6 @@ from torch import Tensor, nn
 from flowbnn.batches import (
     call,
     check_finite,
-    copy_network,
     device_of,
     first_nonfinite_tensor,
     is_batch,
@@ -46,6 +45,7 @@ from flowbnn.batches import (
 )
 from flowbnn.errors import FlowBNNError, pluralize
 from flowbnn.likelihoods import Likelihood, make_likelihood
+from flowbnn.networks import copy_network
 from flowbnn.noise import noise_layers
 from flowbnn.options import Count, File, Positive, accepts_options_of, all_subclasses, checked
 from flowbnn.posterior.adaptive import Adaptive, adaptive_outputs

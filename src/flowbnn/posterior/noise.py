@@ -25,18 +25,10 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from flowbnn.batches import (
-    call,
-    copy_network,
-    device_of,
-    evaluation_mode,
-    has_row_axis,
-    move,
-    rows,
-    take,
-)
+from flowbnn.batches import call, device_of, has_row_axis, move, rows, take
 from flowbnn.convert import fix_noise, to_stochastic
 from flowbnn.errors import FlowBNNError
+from flowbnn.networks import copy_network, evaluation_mode
 from flowbnn.noise import Noise, noise_layers
 from flowbnn.noise.base import make_noise_modes
 from flowbnn.noise.batched import example_draws

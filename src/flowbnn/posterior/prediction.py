@@ -15,7 +15,6 @@ from flowbnn.batches import (
     call,
     device_of,
     dtype_of,
-    evaluation_mode,
     has_row_axis,
     is_out_of_memory,
     move,
@@ -26,6 +25,7 @@ from flowbnn.batches import (
 )
 from flowbnn.errors import FlowBNNError, pluralize, warn
 from flowbnn.likelihoods import Likelihood
+from flowbnn.networks import evaluation_mode
 from flowbnn.noise import Noise
 from flowbnn.options import Count, Positive
 from flowbnn.posterior.adaptive import Adaptive

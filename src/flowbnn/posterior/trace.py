@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from flowbnn.batches import call, evaluation_mode, is_out_of_memory, rows, watch_modules
+from flowbnn.batches import call, is_out_of_memory, rows
+from flowbnn.networks import evaluation_mode, watch_modules
 from flowbnn.noise import Noise, noise_layers
 from flowbnn.noise.base import make_noise_modes
 from flowbnn.noise.contexts import NoiseContext, Shape

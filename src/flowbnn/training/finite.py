@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from flowbnn.batches import check_finite_batch, first_nonfinite_tensor, named_tensors, watch_modules
+from flowbnn.batches import check_finite_batch, first_nonfinite_tensor, named_tensors
 from flowbnn.errors import FlowBNNError
+from flowbnn.networks import watch_modules
 from flowbnn.training.checkpoint import RunState
 from flowbnn.training.compatibility import strip_prefix
 from flowbnn.training.cuda_graph import Recorder, is_fused

@@ -18,12 +18,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributions import constraints
 
-from flowbnn.batches import device_of, evaluation_mode
+from flowbnn.batches import device_of
 from flowbnn.density import DensityOptions, fit_density
 from flowbnn.distributions import DiagonalNormal, Flow
 from flowbnn.errors import FlowBNNError, check_shape, nearest
 from flowbnn.flows import FlowModel, make_posterior_transform, named_flows
 from flowbnn.nets.mlp import check_context
+from flowbnn.networks import evaluation_mode
 from flowbnn.numerics import full_precision, is_concrete, soft_clamp
 from flowbnn.options import (
     Count,

@@ -14,10 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from flowbnn.batches import call, device_of, evaluation_mode, rows, take
+from flowbnn.batches import call, device_of, rows, take
 from flowbnn.errors import FlowBNNError
 from flowbnn.methods.laplace.blocks import Shapes
 from flowbnn.methods.network_layers import no_layer_selected, unsupported_layer
+from flowbnn.networks import evaluation_mode
 
 Layers = dict[str, Shapes]  # for each layer, the shapes of its parameters by their names in the network
 

@@ -8,21 +8,13 @@ from typing import Any, ClassVar, Literal, Self
 import torch
 from torch import Tensor, nn
 
-from flowbnn.batches import (
-    call,
-    check_finite,
-    device_of,
-    dtype_of,
-    evaluation_mode,
-    move,
-    rewrap_forward_errors,
-    take,
-)
+from flowbnn.batches import call, check_finite, device_of, dtype_of, move, rewrap_forward_errors, take
 from flowbnn.errors import pluralize
 from flowbnn.likelihoods import Likelihood
 from flowbnn.methods.laplace.blocks import CurvatureBlock, DiagonalBlock, FullBlock, KroneckerBlock
 from flowbnn.methods.laplace.derivatives import Jacobian, check_likelihood, flat_outputs
 from flowbnn.methods.network_layers import disable_nested_tensors
+from flowbnn.networks import evaluation_mode
 from flowbnn.options import checked
 from flowbnn.posterior.base import Posterior, Prediction, select_prefix
 from flowbnn.posterior.prediction import clone_sharing_tensors

@@ -23,11 +23,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from flowbnn.batches import evaluation_mode, halve_rows_on_oom, repeat, take
+from flowbnn.batches import halve_rows_on_oom, repeat, take
 from flowbnn.likelihoods import Likelihood, learns_noise
 from flowbnn.methods.fitting import likelihood_not_finite
 from flowbnn.methods.variational.block_gaussian import BlockGaussian, average, factorize_or
 from flowbnn.methods.variational.noisy_network import NoisyNetwork
+from flowbnn.networks import evaluation_mode
 from flowbnn.regression import min_noise_variance
 
 Structure = Literal["full", "chain", "layers", "factorized"]

@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flowbnn.batches import device_of, dtype_of, evaluation_mode, move, split_batch
+from flowbnn.batches import device_of, dtype_of, move, split_batch
 from flowbnn.errors import warn
 from flowbnn.likelihoods import Likelihood, learns_noise
 from flowbnn.methods.schedule import PlateauRun, elbo_drop, elbo_gain
+from flowbnn.networks import evaluation_mode
 from flowbnn.noise import noise_layers, noise_mode
 from flowbnn.noise.collapse import health_warnings, posterior_health
 from flowbnn.noise.contexts import Mode

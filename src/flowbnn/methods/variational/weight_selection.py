@@ -7,8 +7,9 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from flowbnn.batches import call, device_of, dtype_of, evaluation_mode, move, record_calls
+from flowbnn.batches import call, device_of, dtype_of, move
 from flowbnn.methods.network_layers import no_layer_selected, unsupported_layer
+from flowbnn.networks import evaluation_mode, record_calls
 from flowbnn.noise.layout import FORWARD, absorbs
 
 Estimator = Literal["reparameterization", "local", "flipout"]
