@@ -19,13 +19,22 @@ from torch import Tensor, nn
 
 from flowbnn.batches import call, check_finite_batch, device_of, dtype_of, move, split_batch
 from flowbnn.errors import warn
-from flowbnn.likelihoods import Gaussian, Likelihood, learns_noise, log_variance
+from flowbnn.likelihoods import (
+    ConditionalDensity,
+    Gaussian,
+    Likelihood,
+    RealLikelihood,
+    learns_noise,
+    log_variance,
+)
 from flowbnn.networks import evaluation_mode
 from flowbnn.noise import noise_layers, noise_mode
 from flowbnn.training import is_main_process
 from flowbnn.training.randomness import preserve_rng_state
 
 LOC, SCALE = "flowbnn_loc", "flowbnn_scale"  # names of the two buffers
+MAX_ROWS = 2**16  # number of targets that are searched for repeated values
+MIN_REPEATED_SHARE = 0.02  # share of repeated values without a warning: a few zeros do not shape a density
 MAX_RATIO = 1.5  # largest ratio of predicted and actual errors without a warning; short fits reach 1.3
 
 
@@ -44,6 +53,7 @@ class TargetStatistics:
 
     def __init__(self) -> None:
         self.count, self.mean, self._squares = 0, torch.zeros(()), torch.zeros(())
+        self._first_targets: list[Tensor] = []
 
     def add(self, targets: Tensor) -> None:
         """Adds a batch ``[B, ...]``. A batch whose width differs from the first is skipped. Training raises an error for it."""
@@ -58,12 +68,23 @@ class TargetStatistics:
             0
         ) + difference.square() * fraction * self.count
         self.mean = self.mean + difference * fraction
+        if self.count < MAX_ROWS:
+            self._first_targets.append(values[: MAX_ROWS - self.count])
         self.count += len(values)
 
     @property
     def variance(self) -> Tensor:
         """Variance ``[D]`` of each target."""
         return self._squares / self.count
+
+    def repeated_share(self) -> Tensor:
+        """Returns the share of the first targets, ``[D]``, with a value that at least 0.5 % of them have, and at least three."""
+        values, shares = torch.cat(self._first_targets), []
+        for column in values.unbind(1):
+            counts = column.unique(return_counts=True)[1]
+            frequent = counts[(counts >= 3) & (counts >= 0.005 * len(column))]
+            shares.append(float(frequent.sum()) / len(column))
+        return torch.tensor(shares)
 
 
 def is_varying(mean: Tensor, variance: Tensor) -> Tensor:
@@ -83,6 +104,28 @@ def min_noise_variance(mean: Tensor, variance: Tensor) -> Tensor:
     """
     size = torch.where(mean != 0, mean.square(), torch.ones_like(mean))
     return 1e-8 * torch.where(is_varying(mean, variance), variance, size)
+
+
+def warn_repeated_targets(likelihood: ConditionalDensity, statistics: TargetStatistics) -> None:
+    """Warns if many targets share a few values, at which a density of any shape can become arbitrarily large.
+
+    Args:
+        likelihood: Likelihood, which stores the share of repeated targets. An equal share is not reported again.
+        statistics: Statistics of the targets.
+    """
+    shares = statistics.repeated_share()
+    share, worst = shares.max(0)
+    previous, likelihood.repeated_share = likelihood.repeated_share, float(share)
+    if share >= MIN_REPEATED_SHARE and float(share) != previous and is_main_process():
+        target = f" of target {int(worst)}" if len(shares) > 1 else ""
+        warn(
+            f"{float(share):.0%} of the values{target} are repeated, and the density can become a spike at each of them, so that its "
+            "log-likelihood means little; use likelihood='gaussian' or add noise of the size of the rounding to the targets",
+            kind="repeated",
+            argument="targets",
+            share=float(share),
+            target=int(worst),
+        )
 
 
 # -------------------- units of the targets
@@ -175,7 +218,7 @@ def needs_standardization(
 @torch.no_grad()
 def standardize_targets(
     network: nn.Module,
-    likelihood: Gaussian,
+    likelihood: RealLikelihood,
     outputs: Tensor,
     targets: Tensor,
     statistics: TargetStatistics,
@@ -187,7 +230,7 @@ def standardize_targets(
 
     Args:
         network: Network to change in place.
-        likelihood: Gaussian likelihood of the targets.
+        likelihood: Likelihood of the targets.
         outputs: Outputs of the network for some examples.
         targets: Targets of these examples.
         statistics: Statistics of all targets.
@@ -196,7 +239,7 @@ def standardize_targets(
     Returns:
         Outputs of the changed network for the same examples.
     """
-    predictions = likelihood.moments(outputs)[0].cpu().double()
+    predictions = likelihood.mean(outputs).cpu().double()
     targets = targets.cpu().double().reshape(predictions.shape)
     far = needs_standardization(network, predictions, targets, statistics) & trained
     loc, scale = output_scale(network, len(far))
@@ -204,8 +247,7 @@ def standardize_targets(
     if bool(far.any()):
         loc = torch.where(far, statistics.mean, loc)
         scale = torch.where(far & varying, std, scale)
-        if likelihood.noise == "predicted":  # the second half of the outputs is the log-variance
-            loc, scale = torch.cat([loc, 2.0 * scale.log()]), torch.cat([scale, torch.ones_like(scale)])
+        loc, scale = likelihood.output_units(loc, scale)
         device, dtype = device_of(network), scale_dtype(network, statistics)
         if SCALE in network._buffers:
             outputs = (outputs - network.get_buffer(LOC)) / network.get_buffer(SCALE)

@@ -15,7 +15,7 @@ from flowbnn.calibrate.flow import FlowFit
 from flowbnn.calibrate.problem import CalibrationProblem, PriorName, read_held_out
 from flowbnn.convert import Rule
 from flowbnn.errors import FlowBNNError, warn
-from flowbnn.likelihoods import Gaussian, Likelihood
+from flowbnn.likelihoods import Likelihood, RealLikelihood
 from flowbnn.methods.variational.base import FlowName
 from flowbnn.methods.variational.natural_gradient import MAX_PASSES, NaturalFit
 from flowbnn.noise import Recipe, noise_layers
@@ -171,7 +171,7 @@ def _warn_unreliable(problem: CalibrationProblem, fit: NaturalFit, temperature: 
             kind="convergence",
         )
     memorized = temperature < 0.8 or temperature == 1.0
-    if memorized and not isinstance(problem.data.likelihood, Gaussian):
+    if memorized and not isinstance(problem.data.likelihood, RealLikelihood):
         warn(
             f"the optimal temperature {temperature:.2f} of the held-out data is typical of training data, on which calibration makes "
             "the network overconfident; pass data that the weights have not seen",

@@ -15,7 +15,7 @@ from flowbnn.errors import FlowBNNError
 from flowbnn.methods.mcmc.posterior import ChainPosterior
 from flowbnn.options import Count, Seed, checked
 from flowbnn.posterior.base import Posterior
-from flowbnn.predictive import GaussianPredictive, Predictive
+from flowbnn.predictive import ContinuousPredictive, Predictive
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ def _check_comparable(predictive: Predictive, reference: Predictive) -> None:
 
 def _compare_predictives(predictive: Any, reference: Any) -> tuple[float, float]:
     """Returns the agreement and the total variation of two predictives."""
-    if not isinstance(predictive, GaussianPredictive):
+    if not isinstance(predictive, ContinuousPredictive):
         p, q = predictive.probabilities, reference.probabilities
         equal_fraction = float((p.argmax(-1) == q.argmax(-1)).float().mean())
         return equal_fraction, 0.5 * float((p - q).abs().sum(-1).mean())
@@ -129,16 +129,13 @@ def _compare_predictives(predictive: Any, reference: Any) -> tuple[float, float]
     return equal_fraction, sum(variations) / len(predictive)
 
 
-def _total_variation(predictive: GaussianPredictive, reference: GaussianPredictive) -> float:
-    """Returns the total variation of two Gaussian mixtures of one input, on a grid of 201 points for each target."""
+def _total_variation(predictive: ContinuousPredictive, reference: ContinuousPredictive) -> float:
+    """Returns the total variation of two densities of one input, on a grid of 201 points for each target."""
     units = torch.linspace(-8.0, 8.0, 201, dtype=torch.float64, device=predictive.mean.device)
     width = torch.maximum(predictive.std, reference.std).reshape(-1)
     grid = 0.5 * (predictive.mean + reference.mean).reshape(-1) + units[:, None] * width
     p, q = (
-        torch.distributions.Normal(mixture.samples, mixture.sample_variances.sqrt())
-        .log_prob(grid)
-        .exp()
-        .mean(0)
+        mixture._mean(mixture._log_densities(grid.mT.unsqueeze(0)).exp())[0].mT
         for mixture in (predictive, reference)
     )
     return 0.5 * float(((p - q).abs() * (units[1] - units[0]) * width).sum(0).mean())

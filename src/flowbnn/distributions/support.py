@@ -12,7 +12,7 @@ from flowbnn.options import Bounds
 from flowbnn.transforms.base import Transform, transform_error
 from flowbnn.transforms.compose import Compose, Inverse, add_location, apply_transform
 from flowbnn.transforms.linear import Permutation
-from flowbnn.transforms.univariate import CircularSplineMap
+from flowbnn.transforms.splines import CircularSplineMap
 
 
 class Step(NamedTuple):

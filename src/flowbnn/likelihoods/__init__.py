@@ -6,14 +6,25 @@ distribution of samples of outputs ``[S, B, ...]``. To write one, subclass :clas
 
 from flowbnn.likelihoods.base import Likelihood
 from flowbnn.likelihoods.classes import Bernoulli, Categorical
+from flowbnn.likelihoods.densities import ConditionalDensity, Flow, Mixture
 from flowbnn.likelihoods.factory import make_likelihood
-from flowbnn.likelihoods.regression import Gaussian, append_log_variance, learns_noise, log_variance
+from flowbnn.likelihoods.regression import (
+    Gaussian,
+    RealLikelihood,
+    append_log_variance,
+    learns_noise,
+    log_variance,
+)
 
 __all__ = [
     "Bernoulli",
     "Categorical",
+    "ConditionalDensity",
+    "Flow",
     "Gaussian",
     "Likelihood",
+    "Mixture",
+    "RealLikelihood",
     "append_log_variance",
     "learns_noise",
     "log_variance",

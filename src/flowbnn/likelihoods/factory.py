@@ -1,5 +1,6 @@
 """Choice of an observation model by its name or by the targets."""
 
+from inspect import isabstract
 from typing import Any
 
 from torch import Tensor
@@ -7,7 +8,8 @@ from torch import Tensor
 from flowbnn.errors import FlowBNNError, nearest
 from flowbnn.likelihoods.base import Likelihood
 from flowbnn.likelihoods.classes import Bernoulli, Categorical
-from flowbnn.likelihoods.regression import Gaussian
+from flowbnn.likelihoods.densities import Flow, Mixture
+from flowbnn.likelihoods.regression import Gaussian, RealLikelihood
 from flowbnn.metrics.checks import are_probabilities
 from flowbnn.options import all_subclasses, checked
 
@@ -42,8 +44,13 @@ def make_likelihood(
     name = str(settings.pop("likelihood", None)).lower()
     if name == "auto":
         name = _choose_name(outputs, targets)
-    classes: dict[str, Any] = {cls.__name__.lower(): cls for cls in all_subclasses(Likelihood)}  # type: ignore[type-abstract]
+    classes: dict[str, Any] = {
+        cls.__name__.lower(): cls
+        for cls in all_subclasses(Likelihood)  # type: ignore[type-abstract]
+        if not isabstract(cls)
+    }
     classes |= {"categorical": Categorical, "bernoulli": Bernoulli, "gaussian": Gaussian}
+    classes |= {"flow": Flow, "mixture": Mixture}
     if name not in classes:
         text = f"unknown likelihood '{name}'{nearest(name, ['auto', *classes])}"
         raise FlowBNNError(text, argument="likelihood")
@@ -51,7 +58,7 @@ def make_likelihood(
         settings.setdefault("dim", outputs.shape[-1])
     shape = settings.pop("shape", None)  # stored in files
     result = classes[name](**settings)
-    if isinstance(result, Gaussian) and shape is not None:
+    if isinstance(result, RealLikelihood) and shape is not None:
         result.shape = tuple(map(int, shape))
     return result
 

@@ -1,6 +1,7 @@
 """Observation models of real-valued targets."""
 
 import math
+from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any, Literal, TypeGuard
 
@@ -16,7 +17,38 @@ from flowbnn.predictive.base import check_samples
 MAX_LOG_SCALE = 30.0  # standard deviations from 1e-13 to 1e13, whose squares float32 represents
 
 
-class Gaussian(Likelihood):
+class RealLikelihood(Likelihood):
+    """Base class for observation models of real-valued targets, whose units a fit may standardize."""
+
+    shape: tuple[int, ...] | None = None  # shape of a target in the data, () for a number
+
+    @abstractmethod
+    def mean(self, outputs: Tensor) -> Tensor:
+        """Returns the mean of the targets, ``[B, D]``, for outputs of the network."""
+
+    def output_units(self, loc: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns location and scale of the outputs of a network in standard units, so that its targets get these units.
+
+        Args:
+            loc: Location of each target, ``[D]``.
+            scale: Scale of each target, ``[D]``.
+        """
+        return loc, scale
+
+    def initialize(self, outputs: Tensor, targets: Tensor) -> None:
+        """Stores the shape of one target, so that predictions get the same shape."""
+        self.shape = tuple(targets.shape[1:])
+
+    def canonical_targets(self, targets: Tensor) -> Tensor:
+        """Returns targets as floating point numbers."""
+        return targets if targets.is_floating_point() else targets.double()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the name and the settings as plain values."""
+        return {**super().to_dict(), "shape": self.shape}
+
+
+class Gaussian(RealLikelihood):
     r"""Likelihood of real-valued targets, :math:`y \sim \mathcal N(f(x), \sigma^2)`.
 
     Args:
@@ -29,8 +61,6 @@ class Gaussian(Likelihood):
     >>> round(likelihood.log_prob(torch.zeros(1, 1), torch.zeros(1, 1)).item(), 4)  # -log(2) - log(2 pi) / 2
     -1.6121
     """
-
-    shape: tuple[int, ...] | None = None  # shape of a target in the data, () for a number
 
     @checked
     def __init__(self, noise: Literal["learned", "predicted"] | Positive = "learned", dim: Count = 1) -> None:
@@ -60,13 +90,15 @@ class Gaussian(Likelihood):
         error = (targets.to(mean.dtype).reshape(mean.shape) - mean).square() / variance
         return -0.5 * (error + variance.log() + math.log(2.0 * math.pi)).flatten(1).sum(-1)
 
-    def initialize(self, outputs: Tensor, targets: Tensor) -> None:
-        """Stores the shape of one target, so that predictions get the same shape."""
-        self.shape = tuple(targets.shape[1:])
+    def mean(self, outputs: Tensor) -> Tensor:
+        """Returns the mean of the targets for outputs ``[..., D]``."""
+        return self.moments(outputs)[0]
 
-    def canonical_targets(self, targets: Tensor) -> Tensor:
-        """Returns targets as floating point numbers."""
-        return targets if targets.is_floating_point() else targets.double()
+    def output_units(self, loc: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns location and scale of the outputs. The second half of the outputs may be the log-variance."""
+        if self.noise != "predicted":
+            return loc, scale
+        return torch.cat([loc, 2.0 * scale.log()]), torch.cat([scale, torch.ones_like(scale)])
 
     def average_outputs(self, outputs: Sequence[Tensor]) -> Tensor:
         """Returns the mean. With predicted noise, the Gaussian has the mean and the variance of the mixture."""
@@ -114,7 +146,7 @@ class Gaussian(Likelihood):
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the name and the settings as plain values."""
-        return {**super().to_dict(), "noise": self.noise, "dim": self.dim, "shape": self.shape}
+        return {**super().to_dict(), "noise": self.noise, "dim": self.dim}
 
 
 @checked

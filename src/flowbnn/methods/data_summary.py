@@ -19,7 +19,7 @@ from flowbnn.batches import (
     split_batch,
 )
 from flowbnn.errors import FlowBNNError, quote_names
-from flowbnn.likelihoods import Gaussian, Likelihood
+from flowbnn.likelihoods import Likelihood, RealLikelihood
 from flowbnn.metrics.checks import are_probabilities
 from flowbnn.regression import TargetStatistics
 from flowbnn.training.options import length_of
@@ -104,6 +104,9 @@ def _read(loader: Iterable[Any], seed: int | None, purpose: str = "training") ->
         raise empty_loader(purpose)
 
 
+REGRESSIONS = ("gaussian", "flow", "mixture")  # names of likelihoods of real-valued targets
+
+
 @dataclass(frozen=True)
 class DataSummary:
     """Summary of a training set.
@@ -152,7 +155,7 @@ class DataSummary:
 
         Args:
             loader: Batches of ``(inputs, targets)``.
-            likelihood: Likelihood or its name. A Gaussian means regression.
+            likelihood: Likelihood or its name, which tells a regression from a classification.
             seed: Seed for the order of a shuffled loader.
             num_data: Number of training examples, if known.
             min_rows: Minimum size of ``sample`` for a regression, to estimate the size of the residuals.
@@ -206,8 +209,8 @@ def _known_size(number: int | None) -> int:
 
 
 def is_regression(likelihood: Likelihood | str, targets: Tensor) -> bool:
-    """Returns True if the likelihood is, or will be, Gaussian."""
+    """Returns True if the likelihood is, or will be, one of real-valued targets."""
     if isinstance(likelihood, str):
         is_real = targets.is_floating_point() and not are_probabilities(targets)
-        return likelihood == "gaussian" or (likelihood == "auto" and is_real)
-    return isinstance(likelihood, Gaussian)
+        return likelihood in REGRESSIONS or (likelihood == "auto" and is_real)
+    return isinstance(likelihood, RealLikelihood)

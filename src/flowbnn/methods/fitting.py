@@ -24,7 +24,13 @@ from flowbnn.batches import (
     split_batch,
 )
 from flowbnn.errors import FlowBNNError, quote_names, warn
-from flowbnn.likelihoods import Gaussian, Likelihood, learns_noise, make_likelihood
+from flowbnn.likelihoods import (
+    ConditionalDensity,
+    Likelihood,
+    RealLikelihood,
+    learns_noise,
+    make_likelihood,
+)
 from flowbnn.likelihoods.probabilities import SigmoidRecorder, warn_probabilities
 from flowbnn.methods.data_summary import DataSummary, check_loader, count_examples, first_batch
 from flowbnn.networks import evaluation_mode
@@ -34,13 +40,13 @@ from flowbnn.objectives import mean_log_prob
 from flowbnn.options import Count, call_factory, options
 from flowbnn.posterior.base import Posterior
 from flowbnn.posterior.prediction import check_rows, new_seed
-from flowbnn.regression import noise_at_mean, set_noise_scale, standardize_targets
+from flowbnn.regression import noise_at_mean, set_noise_scale, standardize_targets, warn_repeated_targets
 from flowbnn.training import Clock, History, TrainingOptions, train
 
 NOISE_LR = (
     0.01  # learning rate of the logarithm of a noise scale: under Adam it halves or doubles within 70 steps
 )
-LikelihoodName = Likelihood | Literal["auto", "categorical", "bernoulli", "gaussian"]
+LikelihoodName = Likelihood | Literal["auto", "categorical", "bernoulli", "gaussian", "flow", "mixture"]
 NetworkFunction = Callable[[Any], Tensor]
 LossAndLogs = tuple[Tensor, dict[str, Tensor]]
 SchedulerFactory = Callable[[torch.optim.Optimizer, int], Any]
@@ -190,8 +196,12 @@ def prepare(
     likelihood = deepcopy(make_likelihood(options.likelihood, outputs, targets)).to(device)
     likelihood.check(outputs, targets)
     warn_probabilities(likelihood, outputs, first.from_sigmoid)
-    if isinstance(likelihood, Gaussian) and data.statistics is not None:
+    if isinstance(likelihood, RealLikelihood) and data.statistics is not None:
         outputs = standardize_targets(model, likelihood, outputs, targets, data.statistics, trained)
+        if isinstance(likelihood, ConditionalDensity):
+            # members of an ensemble copy the likelihood of the options, which remembers the warning
+            source = options.likelihood if isinstance(options.likelihood, ConditionalDensity) else likelihood
+            warn_repeated_targets(source, data.statistics)
     likelihood.initialize(outputs, targets.to(outputs.device))
     if learns_noise(likelihood) and not bool(likelihood.log_scale.any()):
         set_noise_scale(likelihood, [(outputs, targets)])

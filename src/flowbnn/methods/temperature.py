@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from flowbnn.batches import as_loader, call
 from flowbnn.errors import warn
-from flowbnn.likelihoods import Gaussian
+from flowbnn.likelihoods import RealLikelihood
 from flowbnn.methods.base import FitOptions, Method, misplaced_setting, register_method
 from flowbnn.methods.data_summary import first_batch
 from flowbnn.methods.loader_split import split_loader
@@ -30,7 +30,7 @@ from flowbnn.posterior.base import (
     open_posterior_file,
     rewrap_load_errors,
 )
-from flowbnn.predictive import CategoricalPredictive, GaussianPredictive
+from flowbnn.predictive import CategoricalPredictive
 from flowbnn.training.storage import TensorFile
 
 
@@ -151,7 +151,7 @@ def best_temperature(
     if at_low or best == size - 1:
         temperature = bounds[0] if at_low else bounds[1]
         reason = f"no temperature in {bounds} is optimal"
-        if at_low and not isinstance(posterior.likelihood, Gaussian):
+        if at_low and not isinstance(posterior.likelihood, RealLikelihood):
             temperature, reason = 1.0, "all validation examples are classified correctly at any temperature"
         text = f"{reason}, so {temperature:g} is used; provide more data"
         warn(text, kind="validation", temperature=temperature)
@@ -239,7 +239,7 @@ class TemperedPosterior(Posterior):
         return self._scaled(self.posterior.sample(seed))
 
     def _scaled(self, network: nn.Module) -> nn.Module:
-        if isinstance(self.likelihood, Gaussian):
+        if isinstance(self.likelihood, RealLikelihood):
             return network
         return DividedOutputs(network, self.temperature).eval()
 
@@ -292,7 +292,4 @@ def apply_temperature(predictive: Any, temperature: Any, sample_counts: Tensor |
     sample_counts = None if sample_counts is None else predictive.sample_counts
     if isinstance(predictive, CategoricalPredictive):  # log-probabilities are logits
         return CategoricalPredictive(predictive.log_samples / temperature, sample_counts)
-    center = predictive.mean.reshape(predictive.samples.shape[1:])
-    means = center + temperature * (predictive.samples - center)
-    variances = temperature**2 * predictive.sample_variances
-    return GaussianPredictive(means, variances, sample_counts, predictive.shape)
+    return predictive.rescale(temperature)

@@ -10,6 +10,19 @@ so means over samples divide by S, not by S - 1.
 
 from flowbnn.predictive.base import Predictive
 from flowbnn.predictive.categorical import ABSTAIN, CategoricalPredictive
-from flowbnn.predictive.gaussian import Decision, GaussianPredictive, Interval
+from flowbnn.predictive.continuous import ContinuousPredictive, Decision, Interval
+from flowbnn.predictive.flow import FlowPredictive
+from flowbnn.predictive.gaussian import GaussianPredictive
+from flowbnn.predictive.mixture import MixturePredictive
 
-__all__ = ["ABSTAIN", "CategoricalPredictive", "Decision", "GaussianPredictive", "Interval", "Predictive"]
+__all__ = [
+    "ABSTAIN",
+    "CategoricalPredictive",
+    "ContinuousPredictive",
+    "Decision",
+    "FlowPredictive",
+    "GaussianPredictive",
+    "Interval",
+    "MixturePredictive",
+    "Predictive",
+]

@@ -10,14 +10,13 @@ from flowbnn.transforms.images import ChannelsFirst, Checkerboard, MultiScale, R
 from flowbnn.transforms.linear import BlockTriangular, Householder, LULinear, Permutation, Reverse, Shuffle
 from flowbnn.transforms.planar import Planar, PlanarLU, Radial, Sylvester
 from flowbnn.transforms.residual import Residual
+from flowbnn.transforms.splines import CircularSplineMap, SplineMap
 from flowbnn.transforms.surjective import AbsoluteValue, Augment, Dequantization, MaxPool, Slice, VAELayer
 from flowbnn.transforms.univariate import (
     AffineMap,
-    CircularSplineMap,
     LogisticMixtureMap,
     ShiftMap,
     SigmoidalMap,
-    SplineMap,
     Univariate,
 )
 

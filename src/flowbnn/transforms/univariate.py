@@ -6,9 +6,8 @@ the map it applies, both ``(..., D)``. With all parameters zero the map should b
 there.
 """
 
-import math
 from abc import ABC, abstractmethod
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -16,15 +15,15 @@ from torch.nn import functional as F
 
 from flowbnn.nets.mlp import check_net, check_output
 from flowbnn.numerics import monotone_root, soft_clamp
-from flowbnn.options import Bounds, Count, Ge, Positive, check, options
+from flowbnn.options import Count, Positive, options
 from flowbnn.transforms.base import BidirectionalTransform, check_vectors
 
 
 class Univariate(ABC):
     """Base class for increasing maps of one number. The docstring of this module states the contract.
 
-    >>> AffineMap().params_per_entry, SplineMap(bins=8).params_per_entry
-    (2, 23)
+    >>> AffineMap().params_per_entry, ShiftMap().params_per_entry
+    (2, 1)
     """
 
     interleaved: bool = False
@@ -277,153 +276,3 @@ class LogisticMixtureMap(Univariate):
         log_scale, shift, units = self._read(value, parameters)
         y, log_slope = _mixture(value, *units)
         return y * log_scale.exp() + shift, log_slope + log_scale
-
-
-@options
-class SplineMap(Univariate):
-    r"""Monotone rational-quadratic spline on :math:`[-B, B]` with the identity outside (Durkan, Bekasov, Murray & Papamakarios 2019).
-
-    Between two knots, with :math:`\xi, \eta \in [0, 1]` the fractions of the bin's width :math:`w` and height :math:`h` that lie
-    below :math:`z` and :math:`x`, and :math:`\delta_0, \delta_1` the slopes at the knots over :math:`h / w`,
-
-    .. math:: \eta = \frac{\xi (\xi + \delta_0 (1 - \xi))}{\beta}, \qquad
-              \frac{d\eta}{d\xi} = \frac{\delta_1 \xi^2 + 2 \xi (1 - \xi) + \delta_0 (1 - \xi)^2}{\beta^2}, \qquad
-              \beta = 1 + (\delta_0 + \delta_1 - 2) \xi (1 - \xi) .
-
-    In these units the discriminant of the inverse is a sum of positive numbers, :math:`t^2 + 4 \eta (1 - \eta)` with
-    :math:`t = \delta_0 (1 - \eta) - \delta_1 \eta`. Rounding cannot make it negative, unlike the usual :math:`b^2 - 4ac`. Values are
-    clamped to the interval first, and the clamped-off distance is added at the end. There is no boolean index that may be empty, and
-    no gradient of a branch that is not taken.
-
-    Args:
-        bins: Number :math:`K` of bins. An entry has ``3 * bins - 1`` parameters: widths, heights, and slopes at the inner knots.
-        bound: Half width :math:`B` of the interval.
-        min_size: Smallest width and height of a bin as a fraction of the interval. Slopes lie between ``min_size`` and its
-            reciprocal.
-
-    >>> spline = SplineMap(bins=4, bound=2.0)
-    >>> x, log_slope = spline.forward(torch.tensor([0.5, 7.0]), torch.linspace(-1, 1, 22))
-    >>> x, spline.inverse(x, torch.linspace(-1, 1, 22))[0]
-    (tensor([0.4965, 7.0000]), tensor([0.5000, 7.0000]))
-    """
-
-    bins: Annotated[int, Ge(2)] = 8
-    bound: Positive = 3.0
-    min_size: Positive = 1e-3
-    interleaved = True
-
-    def __post_init__(self) -> None:
-        limit = Bounds(lt=1 / self.bins)
-        check("min_size", self.min_size, Annotated[float, limit], type(self).__name__)
-
-    @property
-    def params_per_entry(self) -> int:
-        return 3 * self.bins - 1
-
-    def forward(self, value: Tensor, parameters: Tensor) -> tuple[Tensor, Tensor]:
-        inside = value.clamp(-self.bound, self.bound)
-        x0, w, y0, h, d0, d1 = self._bin(inside, parameters, 0)
-        xi = ((inside - x0) / w).clamp(0.0, 1.0)
-        eta, log_slope = _bin_forward(xi, d0, d1)
-        return torch.addcmul(y0, h, eta) + (value - inside), log_slope + torch.log(h / w)
-
-    def inverse(self, value: Tensor, parameters: Tensor) -> tuple[Tensor, Tensor]:
-        inside = value.clamp(-self.bound, self.bound)
-        x0, w, y0, h, d0, d1 = self._bin(inside, parameters, 1)
-        eta = ((inside - y0) / h).clamp(0.0, 1.0)
-        complement = 1.0 - eta
-        t = d0 * complement - d1 * eta
-        root = torch.sqrt(t * t + 4.0 * eta * complement) + t.abs()
-        positive = t >= 0
-        # The one of two equal quotients that adds positive numbers.
-        numerator = torch.where(positive, 2.0 * eta, root)
-        xi = numerator / (numerator + torch.where(positive, root, 2.0 * complement))
-        log_slope = -_bin_forward(xi, d0, d1)[1] - torch.log(h / w)
-        return torch.addcmul(x0, w, xi) + (value - inside), log_slope
-
-    def _knot_slopes(self, raw: Tensor) -> Tensor:
-        """Returns the raw log-slopes at all knots. They are zero at the ends, which is a slope of one."""
-        return F.pad(raw, (1, 1))
-
-    def _bin(self, value: Tensor, parameters: Tensor, side: int) -> Any:
-        """Returns the left end and width, the bottom and height, and both relative slopes of the bin of each value.
-
-        Args:
-            value: Values inside the interval.
-            parameters: Parameters of the spline.
-            side: 0 to find bins by their widths, 1 to find them by their heights.
-        """
-        bins = self.bins
-        parameters = parameters.unflatten(-1, (value.shape[-1], -1))
-        sizes = F.softmax(parameters[..., : 2 * bins].unflatten(-1, (2, bins)), -1)
-        sizes = 2.0 * self.bound * (self.min_size + (1.0 - self.min_size * bins) * sizes[..., :-1])
-        # The ends are exact, so that the slopes outside are one.
-        knots = F.pad(sizes.cumsum(-1) - self.bound, (1, 0), value=-self.bound)
-        knots = F.pad(knots, (0, 1), value=self.bound)
-        index = (value.unsqueeze(-1) >= knots[..., side, 1:-1]).sum(-1)
-        table = torch.cat([knots, self._knot_slopes(parameters[..., 2 * bins :]).unsqueeze(-2)], -2)
-        index = torch.stack([index, index + 1], -1).unsqueeze(-2).expand(*index.shape, 3, 2)
-        (x0, x1), (y0, y1), logs = (row.unbind(-1) for row in table.gather(-1, index).unbind(-2))
-        w, h = x1 - x0, y1 - y0
-        d0, d1 = (soft_clamp(log, -math.log(self.min_size)).exp() * (w / h) for log in logs)
-        return x0, w, y0, h, d0, d1
-
-
-def _bin_forward(xi: Tensor, d0: Tensor, d1: Tensor) -> tuple[Tensor, Tensor]:
-    r"""Returns :math:`\eta` and :math:`\log d\eta / d\xi` of :class:`SplineMap`."""
-    complement = 1.0 - xi
-    beta = 1.0 + (d0 + d1 - 2.0) * xi * complement
-    slope = d1 * xi * xi + 2.0 * xi * complement + d0 * complement * complement
-    return xi * (xi + d0 * complement) / beta, torch.log(slope) - 2.0 * torch.log(beta)
-
-
-@options
-class CircularSplineMap(SplineMap):
-    """Rational-quadratic spline of the circle :math:`[-B, B)` onto itself, followed by a learned rotation (Rezende et al. 2020).
-
-    The slopes at both ends are one parameter, so that densities are continuous where the circle closes. Values are taken modulo
-    :math:`2B`. Networks read the cosine and the sine of the angle.
-
-    Args:
-        bins: Number of bins. An entry has ``3 * bins + 1`` parameters: widths, heights, slopes and the angle of the rotation.
-        bound: Half circumference :math:`B`; the default is for angles in radians.
-        min_size: Smallest size of a bin, as in :class:`SplineMap`.
-
-    >>> circle = CircularSplineMap(bins=4)
-    >>> x, _ = circle.forward(torch.tensor([3.0, 3.0 + 2 * math.pi]), torch.linspace(-1, 1, 13).repeat(2))
-    >>> torch.allclose(x[0], x[1], atol=1e-5)
-    True
-    """
-
-    bound: Positive = math.pi
-    features = 2
-
-    @property
-    def params_per_entry(self) -> int:
-        return 3 * self.bins + 1
-
-    def read(self, value: Tensor) -> Tensor:
-        angle = value * (math.pi / self.bound)
-        return torch.stack([angle.cos(), angle.sin()], -1).flatten(-2)
-
-    def forward(self, value: Tensor, parameters: Tensor) -> tuple[Tensor, Tensor]:
-        parameters, angle = self._split_angle(value, parameters)
-        value, log_slope = super().forward(self._wrap(value), parameters)
-        return self._wrap(value + angle), log_slope
-
-    def inverse(self, value: Tensor, parameters: Tensor) -> tuple[Tensor, Tensor]:
-        parameters, angle = self._split_angle(value, parameters)
-        value, log_slope = super().inverse(self._wrap(value - angle), parameters)
-        return self._wrap(value), log_slope
-
-    def _split_angle(self, value: Tensor, parameters: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the parameters of the splines and the angles of the rotations."""
-        parameters = parameters.unflatten(-1, (value.shape[-1], -1))
-        return parameters[..., :-1].flatten(-2), parameters[..., -1]
-
-    def _wrap(self, value: Tensor) -> Tensor:
-        """Returns values modulo one turn."""
-        return torch.remainder(value + self.bound, 2.0 * self.bound) - self.bound
-
-    def _knot_slopes(self, raw: Tensor) -> Tensor:
-        return torch.cat([raw, raw[..., :1]], -1)

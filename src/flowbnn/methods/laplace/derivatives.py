@@ -16,7 +16,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from flowbnn.batches import NetworkCaller, apply, call, is_out_of_memory, rows, take
 from flowbnn.errors import FlowBNNError
-from flowbnn.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood
+from flowbnn.likelihoods import (
+    Bernoulli,
+    Categorical,
+    ConditionalDensity,
+    Gaussian,
+    Likelihood,
+    RealLikelihood,
+)
 from flowbnn.metrics.checks import is_soft
 from flowbnn.numerics import FORWARD_MODE_LOCK
 
@@ -214,7 +221,31 @@ class OuterProductHessian:
         return self.gradients.unsqueeze(1)
 
 
-OutputHessian = ExactHessian | OuterProductHessian
+class MatrixHessian:
+    """Hessians of a batch as matrices, with the methods of :class:`ExactHessian`.
+
+    Args:
+        matrices: Positive semidefinite matrices ``[b, C, C]``.
+    """
+
+    def __init__(self, matrices: Tensor) -> None:
+        self.matrices, self.count = matrices, matrices.shape[1]
+
+    def total(self) -> Tensor:
+        return self.matrices.sum(0)
+
+    def diagonal(self) -> Tensor:
+        return self.matrices.diagonal(dim1=1, dim2=2)
+
+    def row(self, index: int) -> Tensor:
+        return self.matrices[:, index]
+
+    def columns(self, low: int, high: int) -> Tensor:
+        values, vectors = torch.linalg.eigh(self.matrices)
+        return (vectors * values.clamp_min(0.0).sqrt().unsqueeze(1)).mT[:, low:high]
+
+
+OutputHessian = ExactHessian | OuterProductHessian | MatrixHessian
 
 
 def unknown_hessian(likelihood: Likelihood) -> FlowBNNError:
@@ -229,11 +260,11 @@ def unknown_hessian(likelihood: Likelihood) -> FlowBNNError:
 
 def check_likelihood(likelihood: Likelihood, predictive: str) -> None:
     """Raises FlowBNNError if the Hessian of the likelihood is unknown, or if it has no probit approximation."""
-    if not isinstance(likelihood, Categorical | Bernoulli | Gaussian) or (
+    if not isinstance(likelihood, Categorical | Bernoulli | Gaussian | ConditionalDensity) or (
         isinstance(likelihood, Gaussian) and likelihood.noise == "predicted"
     ):
         raise unknown_hessian(likelihood)
-    if predictive == "probit" and isinstance(likelihood, Gaussian):
+    if predictive == "probit" and isinstance(likelihood, RealLikelihood):
         text = "predictive='probit' is for classification; use 'linearized'"
         raise FlowBNNError(text, kind="likelihood", argument="predictive")
 
@@ -244,7 +275,7 @@ def output_hessian(
     """Returns the Hessian of the loss in the outputs.
 
     Args:
-        likelihood: Observation model; Categorical, Bernoulli or Gaussian.
+        likelihood: Observation model; Categorical, Bernoulli, Gaussian or a ConditionalDensity.
         outputs: Outputs of the network, ``[b, C]``.
         targets: Observed targets.
         kind: ``"ggn"`` (exact), ``"fisher"`` (gradients of the observed targets) or ``"sampled"`` (gradients of drawn targets).
@@ -256,6 +287,8 @@ def output_hessian(
         return _bernoulli_hessian(outputs, targets, kind, generator)
     if isinstance(likelihood, Gaussian):
         return _gaussian_hessian(likelihood, outputs, targets, kind, generator)
+    if isinstance(likelihood, ConditionalDensity):
+        return _density_hessian(likelihood, outputs, targets, kind, generator)
     raise unknown_hessian(likelihood)
 
 
@@ -304,3 +337,33 @@ def _gaussian_hessian(
     if heteroscedastic:
         gradient = torch.cat([gradient, 0.5 * (1.0 - residual.square())], 1)
     return OuterProductHessian(gradient)
+
+
+def _density_hessian(
+    likelihood: ConditionalDensity, outputs: Tensor, targets: Tensor, kind: str, generator: torch.Generator
+) -> OutputHessian:
+    r"""Returns the Fisher information :math:`E_y[g g^T]`, with gradients :math:`g` of the log-density by autograd.
+
+    The Hessian of an observed target may have negative eigenvalues. Its expectation over targets is the Fisher information, which has
+    none. The expectation of each target is computed by quadrature.
+    """
+    if kind != "ggn":
+        if kind == "sampled":
+            seed = int(torch.randint(2**31 - 1, (), generator=generator))
+            targets = likelihood.predictive(outputs.detach().unsqueeze(0)).sample(1, seed)[0]
+        with torch.enable_grad():
+            leaf = outputs.detach().requires_grad_()
+            log_prob = likelihood.log_prob(leaf, targets).sum()
+        return OuterProductHessian(torch.autograd.grad(log_prob, leaf)[0])
+    with torch.no_grad():
+        points, weights = likelihood.nodes(outputs.detach())
+    count, num_rows = points.shape[:2]
+    with torch.enable_grad():
+        leaf = outputs.detach().repeat(count, 1).requires_grad_()
+        sums = likelihood.log_densities(leaf, points.flatten(0, 1)).sum(0)
+    matrices = outputs.new_zeros(num_rows, outputs.shape[1], outputs.shape[1])
+    for index, total in enumerate(sums.unbind()):
+        (gradient,) = torch.autograd.grad(total, leaf, retain_graph=True)
+        root = gradient.unflatten(0, (count, num_rows)) * weights[..., index].sqrt().unsqueeze(-1)
+        matrices += torch.einsum("mbi,mbj->bij", root, root)
+    return MatrixHessian(matrices)
