@@ -32,7 +32,7 @@ def test_readme_example(capsys):
     code = code.replace("fit(bayesian, train, seed=0", "fit(bayesian, train, epochs=5, seed=0")
     exec(re.sub(r"epochs=\d+(.*)seed=0", r"epochs=5\1seed=0, progress=False", code), names)
     output = capsys.readouterr().out
-    assert "novelty_auroc" in output
+    assert "auroc_mutual_information" in output
     assert re.search(r"tensor\(\[.*-?\d", output)
 
 

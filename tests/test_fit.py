@@ -268,7 +268,7 @@ def test_entropy_detects_novel_inputs():
     posterior = fitted(epochs=20)
     strange = [(torch.zeros(50, 4) + 1.0, torch.zeros(50, dtype=torch.long))]
     report = fb.evaluate(posterior, loader(), novel=strange, samples=32, progress=False)
-    assert report["novelty_auroc"] > 0.8
+    assert report["auroc_entropy"] > 0.8
 
 
 def test_dropout_as_noise():

@@ -53,7 +53,7 @@ from flowbnn.methods import (
 )
 from flowbnn.noise import noise_mode, parameter_groups
 from flowbnn.objectives import ELBO
-from flowbnn.posterior import Posterior, evaluate, load_posterior
+from flowbnn.posterior import Posterior, evaluate, gated, load_posterior
 
 __version__ = "0.1.0"
 
@@ -90,6 +90,7 @@ __all__ = [
     "fit_density",
     "fit_target",
     "flows",
+    "gated",
     "likelihoods",
     "load_density",
     "load_posterior",

@@ -66,6 +66,10 @@ METRICS = (
         "nats.", NOVEL),
     Metric("auroc", "Novelty AUROC", "higher", ".3f",
            "Probability that an image of an unseen class has a higher entropy than one of a known class; 0.5 is chance.", NOVEL),
+    Metric("auroc_mi", "AUROC by MI", "higher", ".3f",
+           "Novelty AUROC by the mutual information of label and network; a single network has none.", NOVEL),
+    Metric("auroc_energy", "AUROC by energy", "higher", ".3f",
+           "Novelty AUROC by the energy, minus the logarithm of the sum of the exponentials of the logits.", NOVEL),
 )
 # fmt: on
 
@@ -159,6 +163,9 @@ class Cifar5(ImageMethodStudy):
         values = {"error": 1.0 - scores["accuracy"], "nll": scores["nll"], "ece": scores["ece"]}
         values |= {"known_entropy": float(known.entropy.mean()), "novel_entropy": float(novel.entropy.mean())}
         values["auroc"] = novelty_auroc(known.entropy, novel.entropy)
+        values["auroc_energy"] = novelty_auroc(known.energy, novel.energy)
+        if known.num_samples > 1:
+            values["auroc_mi"] = novelty_auroc(known.mutual_information, novel.mutual_information)
         grid = [1.61 * index / 40 for index in range(41)]
         below = [float((novel.entropy <= limit).double().mean()) for limit in grid]
         predictives = {"known": known, "novel": novel}

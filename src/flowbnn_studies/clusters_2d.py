@@ -27,6 +27,8 @@ METRICS = (
            "method is more certain on the ring than on test points."),
     Metric("auroc_mi", "AUROC by MI", "higher", ".3f",
            "Novelty AUROC by the mutual information of label and network; a single network has none."),
+    Metric("auroc_energy", "AUROC by energy", "higher", ".3f",
+           "Novelty AUROC by the energy, minus the logarithm of the sum of the exponentials of the logits."),
     Metric("ring_entropy", "Entropy on the ring", "higher", ".3f",
            f"Mean predictive entropy on the ring, in nats; at most log 2 = {math.log(2):.3f}."),
     Metric("ring_confidence", "Confidence on the ring", "lower", ".3f",
@@ -92,6 +94,7 @@ class Clusters2d(MethodStudy):
         known, novel = predict(posterior, test[0], s.samples), predict(posterior, far, s.samples)
         values = known.evaluate(test[1]) | {
             "auroc": novelty_auroc(known.entropy, novel.entropy),
+            "auroc_energy": novelty_auroc(known.energy, novel.energy),
             "ring_entropy": float(novel.entropy.mean()),
             "ring_confidence": float(novel.confidence.mean()),
         }

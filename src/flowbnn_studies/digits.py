@@ -37,6 +37,8 @@ METRICS = (
     Metric("aupr", "Novelty AUPR", "higher", ".4f", "Average precision of the detection of the unseen digit by predictive entropy."),
     Metric("auroc_mi", "AUROC by MI", "higher", ".4f",
            "Novelty AUROC by the mutual information of label and network; a single network has none."),
+    Metric("auroc_energy", "AUROC by energy", "higher", ".4f",
+           "Novelty AUROC by the energy, minus the logarithm of the sum of the exponentials of the logits."),
     Metric("aupr_mi", "AUPR by MI", "higher", ".4f", "Novelty AUPR by the mutual information."),
 )
 # fmt: on
@@ -130,6 +132,7 @@ class DigitsStudy(Study):
         values = known.evaluate(digits.test[1])
         values["auroc"] = novelty_auroc(known.entropy, novel.entropy)
         values["aupr"] = novelty_aupr(known.entropy, novel.entropy)
+        values["auroc_energy"] = novelty_auroc(known.energy, novel.energy)
         if posterior.default_samples > 1:
             values["auroc_mi"] = novelty_auroc(known.mutual_information, novel.mutual_information)
             values["aupr_mi"] = novelty_aupr(known.mutual_information, novel.mutual_information)

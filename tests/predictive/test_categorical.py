@@ -218,3 +218,26 @@ def test_sample_draws_labels_from_the_mixture():
     assert labels.shape == (20000, 1)
     assert float(labels.float().mean()) == pytest.approx(0.4, abs=0.015)
     assert torch.equal(prediction.log_prob(torch.tensor([1])), -prediction.nll(torch.tensor([1])))
+
+
+def test_energy_is_minus_the_log_sum_of_exponentials():
+    logits = torch.randn(3, 5, 4, generator=torch.Generator().manual_seed(0))
+    prediction = CategoricalPredictive(logits)
+    torch.testing.assert_close(prediction.energy, -logits.logsumexp(-1).mean(0))
+    torch.testing.assert_close(prediction.logits, logits)
+    assert torch.allclose(
+        CategoricalPredictive.from_probabilities(logits.softmax(-1)).energy, torch.zeros(5), atol=1e-6
+    )
+    one = torch.tensor([[[-2.0], [2.0], [0.0]]])
+    energy = CategoricalPredictive.from_bernoulli(one).energy
+    assert energy[0] == energy[1] < energy[2]
+
+
+@pytest.mark.parametrize("samples", [1, 3, 64])
+def test_fallback_has_its_probabilities_exactly(samples):
+    fallback = torch.tensor([0.1, 0.65, 0.25])
+    prediction = CategoricalPredictive(torch.randn(samples, 2, 3))
+    replaced = prediction.with_fallback(torch.tensor([True, False]), fallback)
+    torch.testing.assert_close(replaced.probabilities[0], fallback)
+    torch.testing.assert_close(replaced.probabilities[1], prediction.probabilities[1])
+    assert bool(torch.isfinite(replaced.mutual_information).all())

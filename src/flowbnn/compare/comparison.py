@@ -51,7 +51,12 @@ METRICS = (
     Metric("rmse", "RMSE", "lower", ".4f", "Root mean squared error of the predictive mean."),
     Metric("coverage_90", "Coverage", "none", ".3f", "Fraction of targets inside their 90 % interval."),
     Metric("auroc", "Novelty AUROC", "higher", ".4f",
-           "Probability that a novel input has a higher uncertainty than a test input; 0.5 is chance level."),
+           "Probability that a novel input has a higher uncertainty than a test input; 0.5 is chance level. The uncertainty is the "
+           "entropy of classes, or the standard deviation of real values."),
+    Metric("auroc_mi", "AUROC by MI", "higher", ".4f",
+           "Novelty AUROC by the mutual information of label and network; a single network has none."),
+    Metric("auroc_energy", "AUROC by energy", "higher", ".4f",
+           "Novelty AUROC by the energy, minus the logarithm of the sum of the exponentials of the logits."),
     Metric("training", "Training", "lower", ".2f", "Training time, as a multiple of the training time of the baseline."),
     Metric("prediction", "Prediction", "lower", ".2f", "Prediction time, as a multiple of the prediction time of the baseline."),
     Metric("parameters", "Parameters", "lower", ",.0f", "Number of real numbers stored for prediction."),

@@ -20,6 +20,14 @@ from flowbnn.metrics import novelty_auroc, reliability
 from flowbnn.posterior.evaluate import novelty_scores
 from flowbnn.predictive import CategoricalPredictive
 
+# column of the table for each score of novel inputs
+NOVELTY_COLUMNS = {
+    "entropy": "auroc",
+    "std": "auroc",
+    "mutual_information": "auroc_mi",
+    "energy": "auroc_energy",
+}
+
 
 def clock(device: torch.device | None = None) -> float:
     """Returns a time in seconds. Only differences of two times have a meaning.
@@ -161,7 +169,10 @@ def measure(
     values: dict[str, float | None] = dict(predictive.evaluate(targets))
     if novel is not None:
         novel_predictive = posterior.predict(novel, number, seed=0, progress=False).cpu()
-        values["auroc"] = novelty_auroc(novelty_scores(predictive), novelty_scores(novel_predictive))
+        novel_scores = novelty_scores(novel_predictive)
+        for name, scores in novelty_scores(predictive).items():
+            if name in NOVELTY_COLUMNS:
+                values[NOVELTY_COLUMNS[name]] = novelty_auroc(scores, novel_scores[name])
     values |= {"train_seconds": train_seconds, "predict_seconds": min(times)}
     values |= {"parameters": float(count_stored_numbers(posterior)), "memory": peak}
     content: dict[str, Any] = {"values": values, "samples": number}

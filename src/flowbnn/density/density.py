@@ -205,7 +205,15 @@ class NoveltyDetector:
 
     def p_value(self, data: Any, context: Any = None) -> Tensor:
         """Returns the p-value of each example under the hypothesis that it is familiar."""
-        low = high = finite_scores(self.density.score(data, context))
+        return self.p_value_of(self.density.score(data, context))
+
+    def p_value_of(self, log_densities: Tensor) -> Tensor:
+        """Returns the p-values of examples with these log-densities.
+
+        Args:
+            log_densities: Log-densities of the examples, from :meth:`Density.score`.
+        """
+        low = high = finite_scores(log_densities)
         number, above = len(self.held_out), torch.zeros((), dtype=torch.long)
         if self.criterion == "typicality":
             opposite = 2.0 * (self.held_out.sum() + low) / (1 + number) - low

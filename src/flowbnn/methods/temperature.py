@@ -290,6 +290,6 @@ def apply_temperature(predictive: Any, temperature: Any, sample_counts: Tensor |
         sample_counts: Number of samples of each row, if it differs between rows.
     """
     sample_counts = None if sample_counts is None else predictive.sample_counts
-    if isinstance(predictive, CategoricalPredictive):  # log-probabilities are logits
-        return CategoricalPredictive(predictive.log_samples / temperature, sample_counts)
+    if isinstance(predictive, CategoricalPredictive):
+        return CategoricalPredictive(predictive.logits / temperature, sample_counts)
     return predictive.rescale(temperature)

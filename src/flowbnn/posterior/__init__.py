@@ -2,13 +2,15 @@
 
 from flowbnn.posterior.adaptive import Adaptive
 from flowbnn.posterior.base import Posterior, Prediction, PredictOptions, load_posterior
-from flowbnn.posterior.evaluate import evaluate
+from flowbnn.posterior.evaluate import evaluate, novelty_scores
+from flowbnn.posterior.gated import GatedPosterior, gated
 from flowbnn.posterior.noise import NoisePosterior
 from flowbnn.posterior.point import PointPosterior
 from flowbnn.posterior.weights import MemberPosterior, WeightPosterior
 
 __all__ = [
     "Adaptive",
+    "GatedPosterior",
     "MemberPosterior",
     "NoisePosterior",
     "PointPosterior",
@@ -17,5 +19,7 @@ __all__ = [
     "Prediction",
     "WeightPosterior",
     "evaluate",
+    "gated",
     "load_posterior",
+    "novelty_scores",
 ]

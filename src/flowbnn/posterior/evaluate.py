@@ -6,8 +6,10 @@ from typing import Any
 from torch import Tensor
 
 from flowbnn.batches import as_loader
+from flowbnn.density import Density
+from flowbnn.density.density import finite_scores
 from flowbnn.errors import FlowBNNError
-from flowbnn.metrics import novelty_aupr, novelty_auroc
+from flowbnn.metrics import novelty_auroc
 from flowbnn.options import checked
 from flowbnn.posterior.base import Posterior
 from flowbnn.predictive import CategoricalPredictive
@@ -19,6 +21,7 @@ def evaluate(
     loader: Iterable[Any],
     *,
     novel: Iterable[Any] | None = None,
+    density: Density | None = None,
     seed: int = 0,
     **options: Any,
 ) -> dict[str, float]:
@@ -30,8 +33,11 @@ def evaluate(
     Args:
         posterior: Posterior of any method.
         loader: Batches of ``(inputs, targets)``, or one such pair.
-        novel: Out-of-distribution inputs: a loader, a pair, or a tensor. They add ``novelty_auroc``, the probability that a novel input
-            has a larger predictive entropy than an input of ``loader``, and ``novelty_aupr``, the average precision of detecting it.
+        novel: Out-of-distribution inputs: a loader, a pair, or a tensor. They add one AUROC for each score of :func:`novelty_scores`,
+            the probability that a novel input has a larger score than an input of ``loader``: ``auroc_entropy``,
+            ``auroc_mutual_information`` and ``auroc_energy`` for classification, ``auroc_std`` and ``auroc_epistemic`` for regression,
+            and ``auroc_density`` with a density.
+        density: Density of the inputs, from :func:`~flowbnn.fit_density`. A posterior of :func:`~flowbnn.gated` has its own.
         seed: Seed of the prediction.
         options: Other options of :meth:`Posterior.predict`. Adaptive sampling adds ``sample_counts``, the mean number of samples.
 
@@ -49,14 +55,42 @@ def evaluate(
     if options.get("adaptive") is not None:
         report["sample_counts"] = float(predictive.sample_counts.double().mean())
     if novel is not None:
-        novel_predictive = posterior.predict(as_loader(novel), seed=seed, **options)
-        scores = novelty_scores(predictive), novelty_scores(novel_predictive)
-        report |= {"novelty_auroc": novelty_auroc(*scores), "novelty_aupr": novelty_aupr(*scores)}
+        novel = as_loader(novel)
+        known_scores = novelty_scores(predictive)
+        novel_scores = novelty_scores(posterior.predict(novel, seed=seed, **options))
+        if density is not None:
+            known_scores["density"], novel_scores["density"] = (
+                -finite_scores(density.score(data)) for data in (as_loader(loader), novel)
+            )
+        for name, scores in known_scores.items():
+            report[f"auroc_{name}"] = novelty_auroc(scores, novel_scores[name])
     return report
 
 
-def novelty_scores(predictive: Any) -> Tensor:
-    """Returns scores ``[B]`` that are larger for novel inputs: the entropy of classes, the epistemic variance of real values."""
+def novelty_scores(predictive: Any) -> dict[str, Tensor]:
+    """Returns scores ``[B]`` that tend to be larger for novel inputs, by name.
+
+    For classes these are the entropy, the mutual information of several samples, and the energy of logits. For real values they are the
+    standard deviation, and the epistemic variance of several samples. A posterior with a density gate adds minus the log-density.
+
+    Args:
+        predictive: Predictive distribution.
+
+    >>> import torch
+    >>> from flowbnn.predictive import CategoricalPredictive
+    >>> list(novelty_scores(CategoricalPredictive(torch.zeros(4, 3, 2))))
+    ['entropy', 'mutual_information', 'energy']
+    """
+    several = predictive.num_samples > 1
+    scores: dict[str, Tensor] = {}
     if isinstance(predictive, CategoricalPredictive):
-        return predictive.entropy
-    return predictive.epistemic.reshape(len(predictive), -1).sum(-1)
+        scores["entropy"] = predictive.entropy
+        if several:
+            scores["mutual_information"] = predictive.mutual_information
+        scores["energy"] = predictive.energy
+    else:
+        names = ("std", "epistemic") if several else ("std",)
+        scores |= {name: getattr(predictive, name).reshape(len(predictive), -1).sum(-1) for name in names}
+    if predictive.log_density is not None:
+        scores["density"] = -predictive.log_density
+    return scores

@@ -30,6 +30,7 @@ class Predictive(ABC):
     _tensors: tuple[Tensor, ...]
     _sample_counts: Tensor | None = None  # [1, B], or None if all inputs have S samples
     shape: tuple[int, ...] | None = None  # shape of a target, or None for [K]
+    log_density: Tensor | None = None  # log-density of each input, [B], if the posterior has a density gate
 
     @classmethod
     def _from_tensors(
@@ -38,6 +39,12 @@ class Predictive(ABC):
         """Returns a predictive with tensors that have been checked."""
         predictive = cls.__new__(cls)
         predictive._tensors, predictive._sample_counts, predictive.shape = tensors, sample_counts, shape
+        return predictive
+
+    def _copy(self, *tensors: Tensor) -> Self:
+        """Returns a predictive of the same inputs and samples with other tensors."""
+        predictive = self._from_tensors(*tensors, sample_counts=self._sample_counts, shape=self.shape)
+        predictive.log_density = self.log_density
         return predictive
 
     def _to_target_shape(self, values: Tensor) -> Tensor:
@@ -102,7 +109,9 @@ class Predictive(ABC):
         indices = [index] if isinstance(index, int) else index
         sample_counts = None if self._sample_counts is None else self._sample_counts[:, indices]
         tensors = [tensor[:, indices] for tensor in self._tensors]
-        return self._from_tensors(*tensors, sample_counts=sample_counts, shape=self.shape)
+        predictive = self._from_tensors(*tensors, sample_counts=sample_counts, shape=self.shape)
+        predictive.log_density = None if self.log_density is None else self.log_density[indices]
+        return predictive
 
     @checked
     def select_samples(self, samples: slice) -> Self:
@@ -111,13 +120,17 @@ class Predictive(ABC):
         Args:
             samples: Slice of the samples.
         """
-        return self._from_tensors(*(tensor[samples] for tensor in self._tensors), shape=self.shape)
+        predictive = self._from_tensors(*(tensor[samples] for tensor in self._tensors), shape=self.shape)
+        predictive.log_density = self.log_density
+        return predictive
 
     def to(self, *args: Any, **kwargs: Any) -> Self:
         """Returns the predictive on another device or in another dtype, with the arguments of :meth:`torch.Tensor.to`."""
         tensors = [tensor.to(*args, **kwargs) for tensor in self._tensors]
         sample_counts = None if self._sample_counts is None else self._sample_counts.to(tensors[0].device)
-        return self._from_tensors(*tensors, sample_counts=sample_counts, shape=self.shape)
+        predictive = self._from_tensors(*tensors, sample_counts=sample_counts, shape=self.shape)
+        predictive.log_density = None if self.log_density is None else self.log_density.to(*args, **kwargs)
+        return predictive
 
     def cpu(self) -> Self:
         """Returns the predictive on the CPU."""

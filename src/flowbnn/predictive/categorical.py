@@ -49,7 +49,9 @@ class CategoricalPredictive(Predictive):
     def __init__(self, logits: Tensor, sample_counts: Tensor | None = None) -> None:
         logits, self._sample_counts = check_samples(logits, "logits", "[S, B, C]", sample_counts, min_size=2)
         self._tensors = (logits,)
-        self._tensors = (self._fill_missing(F.log_softmax(logits, dim=-1), math.nan),)
+        normalizers = logits.logsumexp(-1, keepdim=True)
+        tensors = (F.log_softmax(logits, dim=-1), normalizers)
+        self._tensors = tuple(self._fill_missing(tensor, math.nan) for tensor in tensors)
         check_finite_samples(self._fill_missing(self._tensors[0], 0.0).isnan())
 
     @classmethod
@@ -81,12 +83,18 @@ class CategoricalPredictive(Predictive):
         """
         logits = logits.unsqueeze(-1) if logits.ndim == 2 else logits
         logits, _ = check_samples(logits, "logits", "[S, B] or [S, B, 1]", max_size=1)
-        return cls(torch.cat([torch.zeros_like(logits), logits], dim=-1), sample_counts)
+        # half of the logit for each class, so that the energy depends on its absolute value only
+        return cls(torch.cat([-0.5 * logits, 0.5 * logits], dim=-1), sample_counts)
 
     @property
     def log_samples(self) -> Tensor:
         """Log-probabilities of each sample, ``[S, B, C]``. NaN for samples that an input does not have."""
         return self._tensors[0]
+
+    @property
+    def logits(self) -> Tensor:
+        """Unnormalized logits of each sample, ``[S, B, C]``."""
+        return self._tensors[0] + self._tensors[1]
 
     @property
     def samples(self) -> Tensor:
@@ -156,6 +164,15 @@ class CategoricalPredictive(Predictive):
         near = p * (ratio + torch.expm1(-ratio.clamp(min=-1.0)))
         far = torch.where(p > 0, p * ratio, 0.0) - p + q
         return self._mean(torch.where(ratio > -1.0, near, far).clamp(min=0.0).sum(-1))
+
+    @property
+    def energy(self) -> Tensor:
+        r"""Mean energy of the samples, :math:`-\frac1S \sum_s \log \sum_c e^{f_{sc}}` for logits :math:`f`, ``[B]``.
+
+        It is large for inputs with small logits, which are often novel (Liu et al. 2020, https://arxiv.org/abs/2010.03759). It is zero
+        for predictives that are made from probabilities.
+        """
+        return -self._mean(self._tensors[1]).squeeze(-1)
 
     @property
     def aleatoric(self) -> Tensor:
@@ -272,6 +289,32 @@ class CategoricalPredictive(Predictive):
             by: Name of the :meth:`uncertainty`.
         """
         return self.labels.masked_fill(self._exceeds(abstain_above, by), ABSTAIN)
+
+    def with_fallback(self, novel: Tensor, fallback: Tensor) -> Self:
+        """Returns the predictive with fixed class probabilities for some inputs.
+
+        Each sample predicts one or two classes there, and their mean has the fixed probabilities. The uncertainty is thus epistemic.
+
+        Args:
+            novel: Booleans ``[B]``, True for inputs to replace.
+            fallback: Class probabilities ``[C]``.
+
+        >>> prediction = CategoricalPredictive(torch.zeros(4, 2, 2))
+        >>> prediction = prediction.with_fallback(torch.tensor([True, False]), torch.tensor([0.25, 0.75]))
+        >>> prediction.probabilities, prediction.epistemic
+        (tensor([[0.2500, 0.7500],
+                [0.5000, 0.5000]]), tensor([0.5623, 0.0000]))
+        """
+        counts = self.sample_counts.to(self.log_samples.dtype)
+        start = torch.arange(self.num_samples, device=counts.device).unsqueeze(1) / counts
+        stop = start + 1.0 / counts  # each sample covers an interval of the cumulated probabilities
+        high = fallback.to(counts).cumsum(0)
+        low = high - fallback.to(counts)
+        overlap = torch.minimum(stop.unsqueeze(-1), high) - torch.maximum(start.unsqueeze(-1), low)
+        log_samples = torch.log(overlap.clamp_min(0.0) * counts.unsqueeze(-1))
+        replaced = self._fill_missing(torch.log_softmax(log_samples, -1), math.nan)
+        log_samples = torch.where(novel.to(counts.device)[:, None], replaced, self.log_samples)
+        return self._copy(log_samples, self._tensors[1])
 
     @checked
     def evaluate(self, targets: Tensor) -> dict[str, float]:

@@ -290,8 +290,32 @@ class ContinuousPredictive(Predictive):
             factor: Positive number, or a tensor of one number.
         """
         center = self.mean.reshape(self.samples.shape[1:])
-        tensors = self._rescaled(center, factor)
-        return self._from_tensors(*tensors, sample_counts=self._sample_counts, shape=self.shape)
+        return self._copy(*self._rescaled(center, factor))
+
+    def with_fallback(self, novel: Tensor, fallback: Tensor) -> Self:
+        """Returns the predictive with a fixed Gaussian for some inputs.
+
+        With several samples, half of the variance of the Gaussian is the disagreement of their means.
+
+        Args:
+            novel: Booleans ``[B]``, True for inputs to replace.
+            fallback: Mean and variance of the Gaussian of each target, ``[2, D]``.
+        """
+        mean, variance = (value.to(self.samples).expand(self.samples.shape) for value in fallback)
+        counts = self.sample_counts.to(mean.dtype)
+        levels = (torch.arange(self.num_samples, device=mean.device).unsqueeze(1) + 0.5) / counts
+        spread = torch.special.ndtri(levels.clamp(max=1.0 - 1e-6))
+        size = self._mean(spread.square()).sqrt()
+        spread = torch.where(size > 0, spread / size.clamp_min(1e-6), 0.0).unsqueeze(-1)
+        share = torch.where(size > 0, 0.5, 0.0).unsqueeze(-1)  # of the variance, between samples
+        tensors = self._gaussian_tensors(mean + (share * variance).sqrt() * spread, (1.0 - share) * variance)
+        novel = novel.to(mean.device)
+        return self._copy(
+            *(
+                torch.where(novel.view(-1, *(1,) * (old.ndim - 2)), new, old)
+                for new, old in zip(tensors, self._tensors, strict=True)
+            )
+        )
 
     def _check_targets(self, targets: Tensor) -> Tensor:
         if self.shape is not None and len(self.shape) > 1 and targets.shape[1:] == self.shape:

@@ -186,10 +186,20 @@ class TensorFile:
             text = f"'{self.path}' has unknown tensors, such as {unknown[0]!r:.80}"
             raise FlowBNNError(text, kind="file", names=unknown)
 
-    def with_document(self, document: dict[str, Any]) -> "TensorFile":
-        """Returns a copy of this file with another document and the same tensors."""
+    def with_document(self, document: dict[str, Any], without: str | None = None) -> "TensorFile":
+        """Returns a copy of this file with another document.
+
+        Args:
+            document: Document of the copy.
+            without: Prefix of the names of tensors that the copy does not have. None copies all tensors.
+        """
         other = copy(self)
         other.document = document
+        if without is not None:
+            other.views, other.tensors = (
+                {name: value for name, value in tensors.items() if not name.startswith(without)}
+                for tensors in (self.views, self.tensors)
+            )
         return other
 
     def _find_problem(self, weights: int | None) -> str:

@@ -54,6 +54,7 @@ def image_metrics(novel: dict[str, str]) -> tuple[Metric, ...]:
     shift, cost = "Out-of-distribution and corrupted images", "Cost"
     entropy = "Probability that an out-of-distribution image ({}) has a higher predictive entropy than a test image; 0.5 is chance."
     mutual = "AUROC ({}) by the mutual information of label and network; a single network has none."
+    energy = "AUROC ({}) by the energy, minus the logarithm of the sum of the exponentials of the logits."
     views = {
         "mirror": ("two views", MIRROR, "Image and mirror image"),
         "moved": ("six views", SIX_VIEWS, "Six views of an image"),
@@ -67,6 +68,7 @@ def image_metrics(novel: dict[str, str]) -> tuple[Metric, ...]:
         *CLASSIFICATION,
         *(Metric(f"auroc_{k}", f"AUROC {name}", "higher", ".3f", entropy.format(name), shift) for k, name in novel.items()),
         *(Metric(f"mi_{k}", f"AUROC {name}, by MI", "higher", ".3f", mutual.format(name), shift) for k, name in novel.items()),
+        *(Metric(f"energy_{k}", f"AUROC {name}, by energy", "higher", ".3f", energy.format(name), shift) for k, name in novel.items()),
         Metric("shift_accuracy", "Accuracy, corrupted", "higher", ".3f",
                "Accuracy on corrupted images, mean over all kinds of corruption and five strengths.", shift),
         Metric("shift_nll", "NLL, corrupted", "lower", ".3f",
@@ -187,6 +189,7 @@ def evaluate_shift(
         values[f"auroc_{key}"] = novelty_auroc(reference.entropy, novel.entropy)
         if novel.num_samples > 1:
             values[f"mi_{key}"] = novelty_auroc(reference.mutual_information, novel.mutual_information)
+        values[f"energy_{key}"] = novelty_auroc(reference.energy, novel.energy)
         entropy[key] = histogram(novel.entropy, 0.0, 2.4, 24)
     shift: dict[str, dict[str, list[float]]] = {
         kind: {"accuracy": [], "nll": [], "ece": []} for kind in settings.corruptions

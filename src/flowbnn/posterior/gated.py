@@ -1,0 +1,316 @@
+r"""Density gate: a posterior whose predictions fall back to a fixed distribution for unfamiliar inputs.
+
+A flow is fitted to the inputs, or to features of them. An input is unfamiliar if its density is smaller than that of all but a share
+:math:`\alpha` of held-out inputs. Its prediction is then the distribution of the targets without any input: class frequencies, or a
+Gaussian with the mean and the standard deviation of the targets. Elsewhere predictions do not change.
+"""
+
+from collections.abc import Iterable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+
+from flowbnn.batches import as_loader, copy_network, split_batch, take
+from flowbnn.density import Density, NoveltyDetector, fit_density
+from flowbnn.density.features import Features
+from flowbnn.errors import FlowBNNError
+from flowbnn.flows import named_flows
+from flowbnn.likelihoods import RealLikelihood
+from flowbnn.options import Bounds, Count, Probability, Seed, checked
+from flowbnn.posterior.base import (
+    Posterior,
+    Prediction,
+    load_posterior,
+    open_posterior_file,
+    rewrap_load_errors,
+)
+from flowbnn.posterior.prediction import PredictOptions
+from flowbnn.regression import TargetStatistics, noise_at_mean
+from flowbnn.training.randomness import preserve_rng_state
+from flowbnn.training.storage import TensorFile
+
+FlowName = Literal["nsf", "maf", "realnvp"]
+PREFIX = "gate."  # of the tensors of a gate in a file; those of the inner posterior follow without it
+
+
+class DensityGate(nn.Module):
+    """Density of the features of familiar inputs, with the threshold below which an input is unfamiliar.
+
+    Args:
+        features: Function from inputs to features.
+        density: Density of the features.
+        held_out: Log-densities of held-out familiar inputs, ``[N]``.
+        fallback: Class probabilities ``[C]``, or mean and variance of each target, ``[2, D]``.
+        false_alarm: Share of familiar inputs that are called unfamiliar.
+        flow: Name of the flow.
+    """
+
+    held_out: Tensor
+    fallback: Tensor
+
+    def __init__(
+        self,
+        features: Features,
+        density: Density,
+        held_out: Tensor,
+        fallback: Tensor,
+        false_alarm: float,
+        flow: str,
+    ) -> None:
+        super().__init__()
+        self.features, self.density = features, density
+        self.false_alarm, self.flow = false_alarm, flow
+        self.register_buffer("held_out", held_out)
+        self.register_buffer("fallback", fallback)
+
+    @property
+    def detector(self) -> NoveltyDetector:
+        """Detector of unfamiliar features."""
+        return NoveltyDetector(self.density, self.false_alarm, "density", self.held_out)
+
+    def scores(self, inputs: Any, network: nn.Module) -> Tensor:
+        """Returns the log-density of the features of each input, ``[B]``.
+
+        Args:
+            inputs: Inputs of the network.
+            network: Network of the posterior.
+        """
+        features = self.features(inputs, network, partial(noise_at_mean, network))
+        return self.density.score(features)
+
+    def is_unfamiliar(self, scores: Tensor) -> Tensor:
+        """Returns True for each log-density that is smaller than all but a share ``false_alarm`` of the held-out ones."""
+        return self.detector.p_value_of(scores.cpu()) <= self.false_alarm
+
+    def settings(self) -> dict[str, Any]:
+        """Returns everything except the tensors as plain values."""
+        return {
+            "layer": self.features.layer,
+            "flow": self.flow,
+            "dim": int(self.density.flow.dim),
+            "false_alarm": self.false_alarm,
+        }
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Tensor], settings: Mapping[str, Any]) -> "DensityGate":
+        """Returns the gate of a file.
+
+        Args:
+            state: Tensors of its ``state_dict``.
+            settings: Result of :meth:`settings`.
+        """
+        features = Features(settings["layer"], state.get("features.center"), state.get("features.directions"))
+        flow = named_flows()[settings["flow"]](int(settings["dim"]))
+        density = Density(flow, state.get("density.loc"), state.get("density.scale"))
+        gate = cls(
+            features,
+            density,
+            state["held_out"],
+            state["fallback"],
+            float(settings["false_alarm"]),
+            settings["flow"],
+        )
+        gate.load_state_dict(dict(state))
+        return gate.eval()
+
+
+class GatedPosterior(Posterior):
+    """Posterior with a density gate, from :func:`gated`.
+
+    ``predict`` returns the prediction of the inner posterior for familiar inputs, and the fallback for unfamiliar ones. Its attribute
+    ``log_density`` has the log-density of the features of each input. All other methods are those of the inner posterior.
+
+    Args:
+        posterior: Inner posterior, of any method.
+        gate: Density gate.
+    """
+
+    kind: ClassVar[str] = "gated"
+
+    def __init__(self, posterior: Posterior, gate: DensityGate) -> None:
+        super().__init__(posterior.model, posterior.likelihood, posterior.history)
+        self.posterior, self.gate, self.cache = posterior, gate, posterior.cache
+        self.default_samples = posterior.default_samples
+        self.supports_compile, self.requires_shared = posterior.supports_compile, posterior.requires_shared
+
+    def __repr__(self) -> str:
+        return f"GatedPosterior({self.posterior!r}, false_alarm={self.gate.false_alarm:g})"
+
+    def outputs(self, inputs: Any, samples: range, prediction: Prediction) -> Tensor:
+        """Returns the outputs of the inner posterior."""
+        return self.posterior.outputs(inputs, samples, prediction)
+
+    def _sample_outputs(self, inputs: Any, prediction: Prediction) -> tuple[Tensor, Tensor | None]:
+        """Returns outputs with the log-densities of the inputs as a further column, so that both are collected together."""
+        outputs, sample_counts = self.posterior._sample_outputs(inputs, prediction)
+        outputs = outputs.unsqueeze(-1) if outputs.ndim == 2 else outputs
+        if outputs.ndim != 3:
+            text = (
+                f"a gated posterior needs outputs of shape (batch, outputs), got {tuple(outputs.shape[1:])}"
+            )
+            raise FlowBNNError(text, kind="outputs", argument="posterior")
+        scores = self.gate.scores(inputs, prediction.eval_model).to(outputs)
+        lowest = torch.finfo(outputs.dtype).min
+        scores = scores.nan_to_num(lowest).clamp_min(lowest).expand(len(outputs), -1)
+        return torch.cat([outputs, scores.unsqueeze(-1)], -1), sample_counts
+
+    def _predictive(self, outputs: Tensor, sample_counts: Tensor | None = None) -> Any:
+        predictive = self.posterior._predictive(outputs[..., :-1], sample_counts)
+        scores = outputs[0, :, -1]
+        predictive.log_density = scores
+        return predictive.with_fallback(self.gate.is_unfamiliar(scores), self.gate.fallback)
+
+    @checked
+    def is_unfamiliar(self, inputs: Any) -> Tensor:
+        """Returns True for each input that the gate calls unfamiliar, ``[B]``.
+
+        Args:
+            inputs: Inputs of the network.
+        """
+        with Prediction(self.model, PredictOptions(), self.default_samples, self.cache) as prediction:
+            return self.gate.is_unfamiliar(self.gate.scores(inputs, prediction.eval_model))
+
+    def networks(self, samples: int, seed: int | None = None) -> list[nn.Module]:
+        """Returns networks of the inner posterior, without the gate."""
+        return self.posterior.networks(samples, seed)
+
+    def draws(self, samples: int, seed: int | None = None) -> dict[str, Tensor]:
+        """Returns draws of the inner posterior."""
+        return self.posterior.draws(samples, seed)
+
+    def log_prob(self, values: Any) -> Tensor:
+        """Returns log-densities of the inner posterior."""
+        return self.posterior.log_prob(values)
+
+    def document(self) -> dict[str, Any]:
+        return {**super().document(), "gate": self.gate.settings(), "inner": self.posterior.document()}
+
+    def tensors(self) -> dict[str, Tensor]:
+        gate = {f"{PREFIX}{name}": value for name, value in self.gate.state_dict().items()}
+        return {**self.posterior.tensors(), **gate}
+
+    @classmethod
+    @checked
+    def load(cls, path: str | Path | TensorFile, network: nn.Module) -> "Posterior":
+        """Loads a saved posterior into a copy of ``network``.
+
+        Args:
+            path: Path of the file.
+            network: Plain network that the posterior was made from.
+        """
+        file = open_posterior_file(path, network, [cls.kind])
+        with rewrap_load_errors(file):
+            inner_file = file.with_document(dict(file.document["inner"]), without=PREFIX)
+            settings = dict(file.document["gate"])
+        inner = load_posterior(inner_file, network)
+        with rewrap_load_errors(file):
+            tensors = {
+                name.removeprefix(PREFIX): value
+                for name, value in file.tensors.items()
+                if name.startswith(PREFIX)
+            }
+            return cls(inner, DensityGate.from_state(tensors, settings))
+
+
+@checked
+def gated(
+    posterior: Posterior,
+    loader: Iterable[Any],
+    features: str | None = None,
+    false_alarm: Probability = 0.05,
+    *,
+    components: Count = 16,
+    flow: FlowName = "nsf",
+    held_out: Annotated[float, Bounds(gt=0, lt=1)] = 0.2,
+    epochs: Count = 100,
+    seed: Seed = 0,
+    progress: bool = False,
+) -> GatedPosterior:
+    r"""Adds a density gate to a posterior: predictions fall back to a fixed distribution for unfamiliar inputs.
+
+    Far from the data most networks are confident. A flow :math:`p(h)` over the inputs, or over features :math:`h` of the network,
+    notices such inputs. The fallback is the frequency of the classes, or a Gaussian with the mean and the standard deviation of the targets. A
+    share ``false_alarm`` of familiar inputs gets it as well. It is measured on rows of the loader that the flow is not fitted to, and
+    the guarantee holds for any flow (:class:`~flowbnn.density.NoveltyDetector`).
+
+    Args:
+        posterior: Posterior of any method.
+        loader: Batches of ``(inputs, targets)``, or one such pair. With features of a layer, use data that the network was not trained
+            on, because its features of training data differ.
+        features: Name of the layer whose outputs are the features. None uses the inputs.
+        false_alarm: Share of familiar inputs that are called unfamiliar.
+        components: Largest number of features. Wider features are reduced to this number of principal components, and the distance to
+            their plane is added.
+        flow: Name of the flow, ``"nsf"``, ``"maf"`` or ``"realnvp"``.
+        held_out: Share of the rows that set the threshold.
+        epochs: Largest number of epochs of the fit of the flow.
+        seed: Seed of the split and of the fit.
+        progress: If True, a progress bar is shown on a terminal.
+
+    Returns:
+        A posterior whose predictions have ``log_density``. ``posterior.gate`` is the gate.
+
+    Raises:
+        FlowBNNError: If the loader has no targets, or if the network has no such layer.
+
+    >>> from flowbnn.likelihoods import Categorical
+    >>> from flowbnn.posterior import PointPosterior
+    >>> inputs = torch.randn(200, 2, generator=torch.Generator().manual_seed(0))
+    >>> posterior = PointPosterior(nn.Linear(2, 3), Categorical())
+    >>> safe = gated(posterior, (inputs, torch.arange(200) % 4 % 3), epochs=2)
+    >>> safe.predict(torch.full((1, 2), 100.0)).probabilities  # class frequencies
+    tensor([[0.4975, 0.2512, 0.2512]])
+    """
+    loader, network = as_loader(loader), copy_network(posterior.model).eval()
+    context = partial(noise_at_mean, network)
+    with preserve_rng_state(loader, seed):
+        extractor = Features.fit(loader, components, features, network, context)
+    vectors, statistics, counts = [], TargetStatistics(), torch.zeros(0)
+    with preserve_rng_state(loader, seed):
+        for batch in loader:
+            inputs, targets = split_batch(batch)
+            if targets is None:
+                raise FlowBNNError(
+                    "gated needs a loader of (inputs, targets)", kind="loader", argument="loader"
+                )
+            vectors.append(extractor(inputs, network, context))
+            if isinstance(posterior.likelihood, RealLikelihood):
+                statistics.add(targets)
+            else:
+                counts = _add_counts(counts, posterior.likelihood.canonical_targets(targets).cpu())
+    rows = torch.cat(vectors)
+    order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed))
+    number = max(1, round(held_out * len(rows)))
+    if len(rows) - number < 2:
+        text = f"a density gate needs at least 3 rows, got {len(rows)}"
+        raise FlowBNNError(text, kind="data", argument="loader")
+    model = named_flows()[flow](rows.shape[1])
+    density = fit_density(model, rows[order[number:]], epochs=epochs, seed=seed, progress=progress)
+    detector = density.novelty(rows[order[:number]], rate=false_alarm)
+    fallback = _fallback(posterior, statistics, counts, batch)
+    return GatedPosterior(
+        posterior, DensityGate(extractor, density, detector.held_out, fallback, false_alarm, flow)
+    )
+
+
+def _add_counts(counts: Tensor, labels: Tensor) -> Tensor:
+    """Adds the numbers of labels ``[B]``, or the sums of soft labels ``[B, C]``, to counts."""
+    added = labels.double().sum(0) if labels.ndim == 2 else torch.bincount(labels).double()
+    size = max(len(counts), len(added))
+    total = torch.zeros(size, dtype=torch.float64)
+    total[: len(counts)] += counts
+    total[: len(added)] += added
+    return total
+
+
+def _fallback(posterior: Posterior, statistics: TargetStatistics, counts: Tensor, batch: Any) -> Tensor:
+    """Returns class frequencies with one more example of each class, or the mean and the variance of each target."""
+    if isinstance(posterior.likelihood, RealLikelihood):
+        return torch.stack([statistics.mean, statistics.variance]).float()
+    predictive = posterior.predict(take(split_batch(batch)[0], 0, 1), 1, progress=False)
+    frequencies = torch.ones(predictive.probabilities.shape[-1], dtype=torch.float64)
+    frequencies[: len(counts)] += counts
+    return (frequencies / frequencies.sum()).float()
