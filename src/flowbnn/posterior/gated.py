@@ -232,9 +232,9 @@ def gated(
     r"""Adds a density gate to a posterior: predictions fall back to a fixed distribution for unfamiliar inputs.
 
     Far from the data most networks are confident. A flow :math:`p(h)` over the inputs, or over features :math:`h` of the network,
-    notices such inputs. The fallback is the frequency of the classes, or a Gaussian with the mean and the standard deviation of the targets. A
-    share ``false_alarm`` of familiar inputs gets it as well. It is measured on rows of the loader that the flow is not fitted to, and
-    the guarantee holds for any flow (:class:`~flowbnn.density.NoveltyDetector`).
+    notices such inputs. The fallback is the frequency of the classes, or a Gaussian with the mean and the standard deviation of the
+    targets. A share ``false_alarm`` of familiar inputs gets it as well. It is measured on rows of the loader that the flow is not
+    fitted to, and the guarantee holds for any flow (:class:`~flowbnn.density.NoveltyDetector`).
 
     Args:
         posterior: Posterior of any method.
