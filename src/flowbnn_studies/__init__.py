@@ -52,6 +52,7 @@ ORDER = (
     "flows.tabular_densities:TabularDensities",
     "flows.densities_2d:Densities2d",
     "flows.change_of_variables:ChangeOfVariables",
+    "flows.conditional_density:ConditionalDensityStudy",
     "flows.energies:Energies",
     "flows.why_flows:WhyFlows",
     "images.study:IMAGE_STUDIES",

@@ -31,7 +31,7 @@ def random_outputs(likelihood, rows: int, scale: float = 1.0) -> torch.Tensor:
 def test_density_integrates_to_one(make):
     likelihood = make(dim=2)
     outputs = random_outputs(likelihood, 6)
-    units = torch.linspace(-40.0, 40.0, 200_001, dtype=torch.float64)
+    units = torch.linspace(-15.0, 15.0, 50_001, dtype=torch.float64)
     predictive = likelihood.predictive(outputs[None])
     for row in range(6):
         grid = predictive.mean[row] + predictive.std[row] * units.unsqueeze(1)
@@ -98,13 +98,14 @@ def test_curvature_is_the_fisher_information(make):
     hessian = output_hessian(likelihood, outputs, torch.zeros(2), "ggn", torch.Generator())
     predictive = likelihood.predictive(outputs[None])
     for row in range(2):
-        grid = predictive.mean[row] + predictive.std[row] * torch.linspace(-12, 12, 20_001).double()
+        grid = predictive.mean[row] + predictive.std[row] * torch.linspace(-12, 12, 40_001).double()
         leaf = outputs[row].repeat(len(grid), 1).requires_grad_()
         log_density = likelihood.log_prob(leaf, grid)
         (gradient,) = torch.autograd.grad(log_density.sum(), leaf)
         mass = log_density.detach().exp() * (grid[1] - grid[0])
         expected = gradient.mT @ (mass.unsqueeze(1) * gradient)
-        torch.testing.assert_close(hessian.matrices[row], expected, atol=0.02, rtol=0.02)
+        error = (hessian.matrices[row] - expected).abs().max()
+        assert error < 0.01 * expected.abs().max()
     columns = hessian.columns(0, hessian.count)
     torch.testing.assert_close(columns.mT @ columns, hessian.matrices)
     torch.testing.assert_close(hessian.total(), hessian.matrices.sum(0))
@@ -214,6 +215,8 @@ def test_repeated_targets_are_reported_once(make, method):
 
 def test_calibration_accepts_conditional_densities(make):
     likelihood = make()
-    inputs, targets = skewed(60)
-    posterior = fb.calibrate(network_for(likelihood), [(inputs, targets)], likelihood=likelihood, **QUIET)
+    inputs, targets = skewed(40)
+    posterior = fb.calibrate(
+        network_for(likelihood), [(inputs, targets)], likelihood=likelihood, folds=0, **QUIET
+    )
     assert torch.isfinite(posterior.predict(inputs, samples=8, seed=0).nll(targets)).all()

@@ -11,11 +11,9 @@ targets are independent given the outputs. The last layer has ``num_outputs`` ou
 torch.Size([2])
 """
 
-import math
 from abc import abstractmethod
 from typing import Annotated, Any, Literal
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -171,7 +169,7 @@ class Flow(ConditionalDensity):
         density = self._make(outputs.unsqueeze(0))
         edges = density.knots[0, ..., 0, :]
         edges = torch.cat([2.0 * edges[..., :1], edges, 2.0 * edges[..., -1:]], -1)  # two tails
-        fractions, weights = gauss_legendre(4, outputs)
+        fractions, weights = gauss_legendre(8, outputs)
         widths = edges.diff(dim=-1).unsqueeze(-1)
         z = (edges[..., :-1, None] + widths * fractions).flatten(-2).movedim(-1, 0)
         mass = (widths * weights).flatten(-2).movedim(-1, 0) * torch.exp(-0.5 * z.square())
@@ -233,17 +231,18 @@ class Mixture(ConditionalDensity):
         return MixturePredictive(*tensors, sample_counts, self.shape)
 
     def nodes(self, outputs: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns points and weights of a quadrature rule, a Gauss-Hermite rule for each component.
+        """Returns points and weights of a quadrature rule, by a Gauss-Legendre rule between quantiles of the components.
 
         Args:
             outputs: Outputs of the network, ``[B, num_outputs]``.
         """
         density = self._make(outputs.unsqueeze(0))
-        means, stds, weights = (tensor[0] for tensor in (density.means, density.stds, density.weights))
-        z, mass = (torch.from_numpy(a).to(outputs) for a in np.polynomial.hermite_e.hermegauss(16))
-        mass = mass / math.sqrt(2.0 * math.pi)
-        points = means.unsqueeze(-1) + stds.unsqueeze(-1) * z
-        return tuple(value.flatten(-2).movedim(-1, 0) for value in (points, weights.unsqueeze(-1) * mass))  # type: ignore[return-value]
+        edges = density._grid(32)
+        fractions, weights = gauss_legendre(4, outputs)
+        widths = edges.diff(dim=-1).unsqueeze(-1)
+        points = (edges[..., :-1, None] + widths * fractions).flatten(-2)
+        mass = (widths * weights).flatten(-2) * density._log_densities(points)[0].exp()
+        return points.movedim(-1, 0), (mass / mass.sum(-1, keepdim=True)).movedim(-1, 0)
 
     def output_units(self, loc: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
         """Returns location and scale of all outputs: those of the targets for means, and a shift of the log-scales."""

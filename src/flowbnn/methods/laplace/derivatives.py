@@ -360,9 +360,9 @@ def _density_hessian(
     count, num_rows = points.shape[:2]
     with torch.enable_grad():
         leaf = outputs.detach().repeat(count, 1).requires_grad_()
-        sums = likelihood.log_densities(leaf, points.flatten(0, 1)).sum(0)
+        sums = likelihood.log_densities(leaf, points.flatten(0, 1)).sum(0).unbind()
     matrices = outputs.new_zeros(num_rows, outputs.shape[1], outputs.shape[1])
-    for index, total in enumerate(sums.unbind()):
+    for index, total in enumerate(sums):
         (gradient,) = torch.autograd.grad(total, leaf, retain_graph=True)
         root = gradient.unflatten(0, (count, num_rows)) * weights[..., index].sqrt().unsqueeze(-1)
         matrices += torch.einsum("mbi,mbj->bij", root, root)
