@@ -120,6 +120,27 @@ def test_cross_fitting():
     assert [member.calibration.examples for member in names["members"]] == [8] * 5
 
 
+@pytest.mark.filterwarnings("ignore::flowbnn.errors.FlowBNNWarning")  # one epoch is too few
+def test_noise_of_any_shape():
+    code = next(code for code in code_blocks("docs/fitting.md") if "likelihoods.Flow" in code)
+    loader = DataLoader(TensorDataset(torch.randn(8, 3), torch.randn(8)), 4)
+    names = {"fb": fb, "nn": torch.nn, "loader": loader, "inputs": torch.zeros(2, 3)}
+    exec(code.replace("epochs=50).fit(network, loader", "epochs=1).fit(network, loader, progress=False"), names)
+    assert names["low"].shape[1:] == (2,)
+
+
+@pytest.mark.filterwarnings("ignore::flowbnn.errors.FlowBNNWarning")  # a few epochs are too few
+def test_novelty_page():
+    (code,) = code_blocks("docs/novelty.md")
+    names: dict = {}
+    torch.manual_seed(0)
+    exec(code, names)
+    assert {"auroc_entropy", "auroc_mutual_information", "auroc_energy"} < names["report"].keys()
+    torch.testing.assert_close(
+        names["safe"].predict(torch.full((1, 2), 50.0)).probabilities[0], names["safe"].gate.fallback
+    )
+
+
 def test_prediction_page():
     (code,) = code_blocks("docs/prediction.md")
     names: dict = {}
