@@ -125,7 +125,9 @@ def test_noise_of_any_shape():
     code = next(code for code in code_blocks("docs/fitting.md") if "likelihoods.Flow" in code)
     loader = DataLoader(TensorDataset(torch.randn(8, 3), torch.randn(8)), 4)
     names = {"fb": fb, "nn": torch.nn, "loader": loader, "inputs": torch.zeros(2, 3)}
-    exec(code.replace("epochs=50).fit(network, loader", "epochs=1).fit(network, loader, progress=False"), names)
+    exec(
+        code.replace("epochs=50).fit(network, loader", "epochs=1).fit(network, loader, progress=False"), names
+    )
     assert names["low"].shape[1:] == (2,)
 
 

@@ -53,6 +53,7 @@ ORDER = (
     "flows.densities_2d:Densities2d",
     "flows.change_of_variables:ChangeOfVariables",
     "flows.conditional_density:ConditionalDensityStudy",
+    "flows.density_gate:DensityGateStudy",
     "flows.energies:Energies",
     "flows.why_flows:WhyFlows",
     "images.study:IMAGE_STUDIES",

@@ -9,6 +9,7 @@ from torch import nn
 import flowbnn as fb
 from flowbnn.errors import FlowBNNError
 from flowbnn.likelihoods import Categorical, Flow, Gaussian, Mixture
+from flowbnn.methods.temperature import temper
 from flowbnn.posterior import PointPosterior
 
 QUIET = {"progress": False, "seed": 0}
@@ -99,6 +100,15 @@ def test_features_of_a_layer_and_principal_components(fitted):
         dim = posterior.gate.density.flow.dim
         assert dim == {"0": 4, "2": 2, None: 2}[options.get("features")]
         assert posterior.is_unfamiliar(ring(100)).double().mean() > 0.8
+
+
+def test_temperature_comes_before_the_gate(fitted, gate):
+    data = clusters(200, 7)
+    with pytest.raises(FlowBNNError) as caught:
+        temper(gate, data, progress=False)
+    assert (caught.value.kind, caught.value.argument) == ("unsupported", "posterior")
+    safe = fb.gated(temper(fitted[1], data, progress=False), data, epochs=2)
+    assert safe.predict(data[0]).log_density.shape == (200,)
 
 
 def test_other_densities_of_inputs_can_be_evaluated(fitted):

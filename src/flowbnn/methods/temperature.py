@@ -30,6 +30,7 @@ from flowbnn.posterior.base import (
     open_posterior_file,
     rewrap_load_errors,
 )
+from flowbnn.posterior.gated import GatedPosterior
 from flowbnn.predictive import CategoricalPredictive
 from flowbnn.training.storage import TensorFile
 
@@ -119,6 +120,9 @@ def temper(
     >>> round(temper(posterior, loader).temperature, 2)  # its training data
     1.0
     """
+    if isinstance(posterior, GatedPosterior):
+        text = "the fallback of a density gate has no temperature; temper the posterior first, then call fb.gated"
+        raise FlowBNNError(text, kind="unsupported", argument="posterior")
     if isinstance(posterior, TemperedPosterior):
         posterior = posterior.posterior
     validation = as_loader(validation)
