@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from flowbnn.batches import as_loader, call
-from flowbnn.errors import warn
+from flowbnn.errors import FlowBNNError, warn
 from flowbnn.likelihoods import RealLikelihood
 from flowbnn.methods.base import FitOptions, Method, misplaced_setting, register_method
 from flowbnn.methods.data_summary import first_batch

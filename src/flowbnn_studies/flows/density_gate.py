@@ -97,7 +97,7 @@ class DensityGateStudy(Study):
     title = "Detection of novel inputs by a density gate"
     description = "entropy, mutual information, energy, density, Mahalanobis distance and neighbours on near and far novel inputs"
     question = (
-        "A network is confident far from its data and in holes between them. Which score detects such inputs, and what does a gate cost "
+        "A network is confident far from its data and in holes between them. Which score detects such inputs, and what does a gate "
         "that replaces the predictions of inputs which a flow finds unfamiliar?"
     )
     source = "Liu et al. 2020 (energy); Sun et al. 2022 (nearest neighbours); Lee et al. 2018 (Mahalanobis distance)"
@@ -133,8 +133,8 @@ class DensityGateStudy(Study):
 
     def findings(self, settings: Settings, parts: SeedResults) -> Findings:
         notes = [
-            f"Four clusters of standard deviation {settings.spread:g} on a plane, with a ring of radius {settings.radius:g} or the space "
-            "between the clusters as novel inputs; 8x8 digits with one digit left out; Fashion-MNIST with MNIST as novel images.",
+            f"Four clusters of standard deviation {settings.spread:g} on a plane, with a ring of radius {settings.radius:g} or the "
+            "space between the clusters as novel inputs; 8x8 digits with one digit left out; Fashion-MNIST with MNIST as novel images.",
             "The flow is fitted to the inputs, or to 16 principal components of images and the distance to their plane. Mahalanobis "
             "distance and neighbours use the same features, standardized. No score sees a novel input.",
             f"The gate has a rate of false alarms of {settings.false_alarm:g}, measured on a fifth of the training inputs.",
