@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flowbnn.batches import call, device_of, dtype_of, evaluation_mode, move, rows, split_batch, take
+from flowbnn.batches import call, device_of, dtype_of, move, rows, split_batch, take
 from flowbnn.errors import FlowBNNError, nearest
+from flowbnn.networks import evaluation_mode
 
 MAX_ROWS = 5000  # rows from which principal components are computed: with 16 components, far more than enough
 CHUNK = 512  # rows that a network reads at a time

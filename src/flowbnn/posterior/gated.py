@@ -13,12 +13,13 @@ from typing import Annotated, Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from flowbnn.batches import as_loader, copy_network, split_batch, take
+from flowbnn.batches import as_loader, split_batch, take
 from flowbnn.density import Density, NoveltyDetector, fit_density
 from flowbnn.density.features import Features
 from flowbnn.errors import FlowBNNError
 from flowbnn.flows import named_flows
 from flowbnn.likelihoods import RealLikelihood
+from flowbnn.networks import copy_network
 from flowbnn.options import Bounds, Count, Probability, Seed, checked
 from flowbnn.posterior.base import (
     Posterior,
