@@ -31,7 +31,7 @@ def random_outputs(likelihood, rows: int, scale: float = 1.0) -> torch.Tensor:
 def test_density_integrates_to_one(make):
     likelihood = make(dim=2)
     outputs = random_outputs(likelihood, 6)
-    units = torch.linspace(-15.0, 15.0, 50_001, dtype=torch.float64)
+    units = torch.linspace(-10.0, 10.0, 50_001, dtype=torch.float64)
     predictive = likelihood.predictive(outputs[None])
     for row in range(6):
         grid = predictive.mean[row] + predictive.std[row] * units.unsqueeze(1)

@@ -96,8 +96,8 @@ class ConditionalDensityStudy(Study):
     seeds = 5
     headline = tuple(f"log_likelihood_{name}" for name in SETS)
     quick: ClassVar[dict[str, Any]] = {
-        "sets": ("branches",), "train": 120, "test": 60, "hidden": (8,), "epochs": 3, "members": 2, "samples": 4, "levels": 5,
-        "trees": 3, "batch": 60,
+        "sets": ("branches",), "train": 80, "test": 40, "hidden": (8,), "epochs": 2, "members": 2, "samples": 4, "levels": 3,
+        "trees": 2, "batch": 40, "bins": 4, "components": 2,
     }  # fmt: skip
 
     def variants(self, settings: Settings) -> tuple[Variant, ...]:
