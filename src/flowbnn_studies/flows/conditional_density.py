@@ -92,7 +92,6 @@ class ConditionalDensityStudy(Study):
     )
     source = "Bishop 1994 (mixture density networks); Durkan et al. 2019 (rational-quadratic splines)"
     settings = Settings
-    partial = False
     seeds = 5
     headline = tuple(f"log_likelihood_{name}" for name in SETS)
     quick: ClassVar[dict[str, Any]] = {

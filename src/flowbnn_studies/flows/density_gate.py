@@ -102,7 +102,6 @@ class DensityGateStudy(Study):
     )
     source = "Liu et al. 2020 (energy); Sun et al. 2022 (nearest neighbours); Lee et al. 2018 (Mahalanobis distance)"
     settings = Settings
-    partial = False
     seeds = 5
     headline = ("density_ring", "density_hole", "density_digits", "density_fashion")
     quick: ClassVar[dict[str, Any]] = {
