@@ -27,7 +27,7 @@ class Categorical(Likelihood):
     -1.3863
     """
 
-    predictive = CategoricalPredictive  # of samples of logits ``[S, B, C]``
+    predictive = CategoricalPredictive  # type: ignore[assignment]  # of samples of logits ``[S, B, C]``
 
     def log_prob(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Returns the log-probability of the label of each example, ``[B]``.

@@ -173,7 +173,7 @@ def draw_with_kl(
     """
     if torch._C._functorch.maybe_current_level() is not None:
         return None
-    prepared = PreparedDraws({}, torch.is_grad_enabled())
+    tensors: dict[int, Tensor] = {}
     by_key: dict[int, Divergence] = {}
     totals: list[Divergence] = []
     groups = _group_layers(layers.values(), modes)
@@ -183,10 +183,11 @@ def draw_with_kl(
             generator = modes[members[0].key].generator
             with without_autocast(members):
                 draws, each, total = kind(members).draw_with_kl(rows, generator, current_row_shard())
-            prepared.tensors.update(draws)
+            tensors |= draws
             by_key |= each
             totals.append(total)
     if totals:
+        prepared = PreparedDraws(tensors, torch.is_grad_enabled())
         return prepared, _add_missing(layers, modes, by_key, totals)
     if not shapes or not groups or groups[0][0] is not Gaussians:
         return None
@@ -210,7 +211,6 @@ def _draw_positions_with_kl(
     ]
     if not sampled or None in chains or not kernels.available(block.mean):
         return None
-    prepared = PreparedDraws({}, torch.is_grad_enabled())
     with without_autocast(block.layers):
         generator = modes[block.layers[0].key].generator
         sizes = [noise.layout.dim for noise in block.flows]
@@ -223,8 +223,10 @@ def _draw_positions_with_kl(
             groups.append(Group([chain], start.reshape(-1, start.shape[-1]), False, half))
         (ends, log_dets), *draws = kernels.evaluate_many(groups)
         by_key, total = block.summary(normal, list(ends.split(sizes, -1)), log_dets)
+    tensors: dict[int, Tensor] = {}
     for (noise, _), (x, _) in zip(sampled, draws, strict=True):
-        prepared.tensors[noise.key] = x.view(rows, *shapes[noise.key][0], noise.layout.dim)
+        tensors[noise.key] = x.view(rows, *shapes[noise.key][0], noise.layout.dim)
+    prepared = PreparedDraws(tensors, torch.is_grad_enabled())
     return prepared, _add_missing(layers, modes, by_key, [total])
 
 

@@ -201,9 +201,12 @@ class Posterior:
                         if rule is None:
                             outputs, counts = outputs_of(batch, samples, prediction), None
                         else:
-                            draw = partial(outputs_of, prediction=prediction)
                             outputs, counts = adaptive_outputs(
-                                draw, batch, len(samples), rule, self._predictive
+                                lambda rows, numbers: outputs_of(rows, numbers, prediction),
+                                batch,
+                                len(samples),
+                                rule,
+                                self._predictive,
                             )
                     if collector is None:
                         return outputs, counts, None
