@@ -1,11 +1,14 @@
-"""Tests of figures as data against exact values."""
+"""Tests of figures as data and of paired comparisons, against exact values."""
 
+import math
+
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from flowbnn import to_stochastic
-from flowbnn.compare.results import pooled_bins
+from flowbnn.errors import FlowBNNError
 from flowbnn.noise import NormalAffine, NormalPlanar, noise_layers
 from flowbnn_studies.runner.findings import (
     curve,
@@ -13,6 +16,8 @@ from flowbnn_studies.runner.findings import (
     density_panels,
     histogram,
     histogram_panels,
+    paired_difference,
+    sign_flip_p_value,
 )
 
 
@@ -22,19 +27,6 @@ def test_curve_is_the_mean_over_common_epochs():
     assert line["mean"] == [-2.0, -3.0]
     assert line["std"] == pytest.approx([2**0.5, 2**0.5])
     assert curve("a", [[1.0]])["std"] is None
-
-
-def test_pooled_bins_are_weighted_and_keep_empty_bins():
-    def bar(fraction, confidence=None, accuracy=None):
-        return {"low": 0.0, "high": 0.5, "fraction": fraction, "confidence": confidence, "accuracy": accuracy}
-
-    empty, mixed, half = bar(0.0), bar(0.3, 0.4, 0.5), bar(0.1, 0.2, 0.1)
-    assert pooled_bins([[empty], [empty]])[0]["accuracy"] is None
-    pooled = pooled_bins([[mixed], [half]])[0]
-    assert pooled["fraction"] == pytest.approx(0.2)
-    assert pooled["confidence"] == pytest.approx(0.35)  # (0.3 * 0.4 + 0.1 * 0.2) / 0.4
-    assert pooled["accuracy"] == pytest.approx(0.4)
-    assert pooled_bins([[mixed], [empty]])[0]["confidence"] == pytest.approx(0.4)
 
 
 def test_histogram_counts_every_value_once():
@@ -75,3 +67,48 @@ def test_headlines_answer_the_question():
     ):
         keys = {metric.key for metric in module.METRICS}
         assert expected <= set(study.headline) <= keys
+
+
+def test_paired_difference():
+    # differences 1, 2, 3: mean 2, standard deviation 1, so 2 +- t / sqrt(3); two degrees of freedom have t in closed form
+    t = 0.95 * math.sqrt(2 / (1 - 0.95**2))
+    result = paired_difference([2.0, 4.0, 6.0], [1.0, 2.0, 3.0])
+    assert result.mean == 2.0
+    assert result.low == pytest.approx(2 - t / math.sqrt(3), abs=1e-12)
+    assert result.high == pytest.approx(2 + t / math.sqrt(3), abs=1e-12)
+    assert not result.significant
+    assert paired_difference([2.0, 4.0, 6.0], [1.0, 2.9, 5.1]).significant
+
+
+def test_one_seed_is_never_significant():
+    assert not paired_difference([1.0], [0.0]).significant
+    assert "one seed" in paired_difference([1.0], [0.0]).describe()
+
+
+def test_unequal_numbers_of_seeds_are_refused():
+    with pytest.raises(FlowBNNError) as caught:
+        paired_difference([1.0, 2.0], [1.0])
+    assert caught.value.kind == "seeds"
+
+
+def test_sign_flip_test_of_many_seeds():
+    """The estimate for 20 differences lies within four standard errors of the exact p-value."""
+    # fmt: off
+    differences = [
+        0.3, -0.1, 0.2, 0.05, -0.2, 0.4, 0.1, -0.3, 0.2, 0.1, 0.02, -0.05, 0.3, -0.15, 0.1, 0.2, -0.1, 0.05, 0.1, -0.2,
+    ]
+    # fmt: on
+    sums = np.zeros(1)
+    for difference in differences:
+        sums = np.concatenate([sums + difference, sums - difference])
+    exact = float((np.abs(sums) >= abs(sum(differences)) * (1 - 1e-12)).mean())
+    assert abs(sign_flip_p_value(differences) - exact) < 4 * (exact * (1 - exact) / 100_000) ** 0.5
+    assert 0 < sign_flip_p_value([1.0] * 30) < 1e-4
+
+
+def test_sign_flip_test_of_few_seeds():
+    # sums of +-1 +-2 +-4: only equal signs reach 7
+    assert sign_flip_p_value([1.0, 2.0, 4.0]) == 2 / 8
+    # 1 + 2 - 4 = -1, and |sum| >= 1 for all signs
+    assert sign_flip_p_value([1.0, 2.0, -4.0]) == 1.0
+    assert sign_flip_p_value([0.3, 0.1, 0.2, 0.4, 0.5]) == 2 / 32

@@ -1,14 +1,12 @@
-"""Tests of means, standard deviations and paired comparisons against exact values."""
+"""Tests of the results of seeds: means, standard deviations, pooled bins and recorded warnings."""
 
 import math
 import warnings
 
-import numpy as np
 import pytest
 
-from flowbnn.compare.results import SeedResults, record_warnings, summary
-from flowbnn.errors import FlowBNNError, FlowBNNWarning
-from flowbnn_studies.runner.findings import paired_difference, sign_flip_p_value
+from flowbnn.compare.results import SeedResults, pooled_bins, record_warnings, summary
+from flowbnn.errors import FlowBNNWarning
 
 
 def test_mean_and_standard_deviation():
@@ -26,28 +24,6 @@ def test_one_seed_has_no_standard_deviation_and_missing_values_no_mean():
     assert summary([0.5])["std"] is None
     assert summary([0.5, None])["mean"] is None
     assert summary([0.5, math.inf])["mean"] is None
-
-
-def test_paired_difference():
-    # differences 1, 2, 3: mean 2, standard deviation 1, so 2 +- t / sqrt(3); two degrees of freedom have t in closed form
-    t = 0.95 * math.sqrt(2 / (1 - 0.95**2))
-    result = paired_difference([2.0, 4.0, 6.0], [1.0, 2.0, 3.0])
-    assert result.mean == 2.0
-    assert result.low == pytest.approx(2 - t / math.sqrt(3), abs=1e-12)
-    assert result.high == pytest.approx(2 + t / math.sqrt(3), abs=1e-12)
-    assert not result.significant
-    assert paired_difference([2.0, 4.0, 6.0], [1.0, 2.9, 5.1]).significant
-
-
-def test_one_seed_is_never_significant():
-    assert not paired_difference([1.0], [0.0]).significant
-    assert "one seed" in paired_difference([1.0], [0.0]).describe()
-
-
-def test_unequal_numbers_of_seeds_are_refused():
-    with pytest.raises(FlowBNNError) as caught:
-        paired_difference([1.0, 2.0], [1.0])
-    assert caught.value.kind == "seeds"
 
 
 def test_warning_of_many_layers_is_counted_for_each():
@@ -87,24 +63,14 @@ def test_other_warnings_are_not_recorded():
     assert caught == []
 
 
-def test_sign_flip_test_of_many_seeds():
-    """The estimate for 20 differences lies within four standard errors of the exact p-value."""
-    # fmt: off
-    differences = [
-        0.3, -0.1, 0.2, 0.05, -0.2, 0.4, 0.1, -0.3, 0.2, 0.1, 0.02, -0.05, 0.3, -0.15, 0.1, 0.2, -0.1, 0.05, 0.1, -0.2,
-    ]
-    # fmt: on
-    sums = np.zeros(1)
-    for difference in differences:
-        sums = np.concatenate([sums + difference, sums - difference])
-    exact = float((np.abs(sums) >= abs(sum(differences)) * (1 - 1e-12)).mean())
-    assert abs(sign_flip_p_value(differences) - exact) < 4 * (exact * (1 - exact) / 100_000) ** 0.5
-    assert 0 < sign_flip_p_value([1.0] * 30) < 1e-4
+def test_pooled_bins_are_weighted_and_keep_empty_bins():
+    def bar(fraction, confidence=None, accuracy=None):
+        return {"low": 0.0, "high": 0.5, "fraction": fraction, "confidence": confidence, "accuracy": accuracy}
 
-
-def test_sign_flip_test_of_few_seeds():
-    # sums of +-1 +-2 +-4: only equal signs reach 7
-    assert sign_flip_p_value([1.0, 2.0, 4.0]) == 2 / 8
-    # 1 + 2 - 4 = -1, and |sum| >= 1 for all signs
-    assert sign_flip_p_value([1.0, 2.0, -4.0]) == 1.0
-    assert sign_flip_p_value([0.3, 0.1, 0.2, 0.4, 0.5]) == 2 / 32
+    empty, full, half = bar(0.0), bar(0.3, 0.4, 0.5), bar(0.1, 0.2, 0.1)
+    assert pooled_bins([[empty], [empty]])[0]["accuracy"] is None
+    pooled = pooled_bins([[full], [half]])[0]
+    assert pooled["fraction"] == pytest.approx(0.2)
+    assert pooled["confidence"] == pytest.approx(0.35)  # (0.3 * 0.4 + 0.1 * 0.2) / 0.4
+    assert pooled["accuracy"] == pytest.approx(0.4)
+    assert pooled_bins([[full], [empty]])[0]["confidence"] == pytest.approx(0.4)

@@ -1,11 +1,16 @@
 """Tests of the studies of all methods, with tiny settings."""
 
 import json
+import math
 
 import pytest
+import torch
 
 from flowbnn.compare.candidates import find_candidates
-from flowbnn_studies import get_study
+from flowbnn.errors import FlowBNNError
+from flowbnn_studies import SeedResults, get_study
+from flowbnn_studies.elephant import accuracy_with_new, threshold_for
+from flowbnn_studies.regression_1d import scale_inputs, spread_growth
 from flowbnn_studies.report import load_results, write_report
 from flowbnn_studies.runner.run import run_study
 
@@ -77,3 +82,53 @@ def test_failing_method_is_noted_and_others_are_evaluated(tmp_path, monkeypatch)
     results = run_study(study, settings=settings, seeds=1, out=tmp_path, progress=False)
     assert [row["key"] for row in results["rows"]] == ["mle"]
     assert "MC dropout could not be fitted: layer 'fc1' is not supported; use MAP." in results["notes"]
+
+
+def test_spread_growth_is_the_ratio_of_outside_to_inside():
+    inputs = torch.tensor([-0.2, 0.0, 0.25, 0.5, 0.6])
+    assert spread_growth(inputs, torch.tensor([4.0, 1.0, 2.0, 3.0, 8.0])) == pytest.approx(6.0 / 2.0)
+    assert spread_growth(inputs, torch.zeros(5)) is None
+    assert scale_inputs(torch.tensor([0.0, 0.25, 0.5])).tolist() == [-2.0, 0.0, 2.0]
+
+
+def test_threshold_keeps_its_fraction():
+    scores = torch.arange(1.0, 21.0)[torch.randperm(20, generator=torch.Generator().manual_seed(0))]
+    assert threshold_for(scores, 0.95) == 19.0
+    assert threshold_for(scores, 1.0) == 20.0
+    assert threshold_for(scores, 0.01) == 1.0
+    with pytest.raises(FlowBNNError) as caught:
+        threshold_for(scores, 0.0)
+    assert caught.value.argument == "keep"
+
+
+def test_accuracy_with_rejection():
+    # known: right and kept, right but rejected, wrong and kept, wrong and rejected; novel: two found, one missed
+    labels, targets = torch.tensor([0, 1, 2, 3]), torch.tensor([0, 1, 0, 0])
+    known, novel = torch.tensor([0.1, 0.9, 0.2, 0.8]), torch.tensor([0.7, 0.6, 0.5])
+    rejection = accuracy_with_new(labels, targets, known, novel, threshold=0.5)
+    assert rejection == {"accuracy": (1 + 2) / 7, "found": 2 / 3, "lost": 0.5}
+    never = accuracy_with_new(labels, targets, known, novel, threshold=math.inf)
+    assert never == {"accuracy": 2 / 7, "found": 0.0, "lost": 0.0}
+
+
+def test_answers_follow_from_the_numbers():
+    from flowbnn_studies.clusters_2d import answer as ring_answer
+    from flowbnn_studies.regression_1d import answer as curve_answer
+
+    candidates = find_candidates(["map", "mc-dropout"])
+
+    def parts(**values):
+        return SeedResults(
+            [0], {(key.replace("_", "-"), 0): {"values": value} for key, value in values.items()}
+        )
+
+    map_values = {"nll": 0.1, "growth": None, "coverage_outside": 0.2}
+    dropout_values = {"nll": 0.2, "growth": 5.0, "coverage_outside": 0.9}
+    text = curve_answer(parts(map=map_values, mc_dropout=dropout_values), candidates)
+    assert "(1 seed): MAP 0.100, MC dropout 0.200" in text
+    assert "outside: MC dropout 5.0" in text
+    assert "intervals cover: MC dropout 90%, MAP 20%" in text
+    common = {"ece": 0.1, "ring_entropy": 0.3}
+    text = ring_answer(parts(map={"auroc": 0.2, **common}, mc_dropout={"auroc": 0.8, **common}), candidates)
+    assert "best MC dropout 0.800" in text
+    assert "1 of 2 methods are no better than chance" in text

@@ -5,10 +5,10 @@ import math
 import pytest
 import torch
 from problems import NOISE, PRIOR, QUIET, Tied, blobs, conjugate, loader, small
-from test_bayes_by_backprop import Reader, cosine, evidence, mean_field_bound, repeat_rows
 from torch import nn
 from torch.distributions import Normal, kl_divergence
 from torch.func import functional_call, vmap
+from variational_problems import Reader, cosine, evidence, mean_field_bound, repeat_rows
 
 import flowbnn as fb
 from flowbnn.errors import FlowBNNError, FlowBNNWarning

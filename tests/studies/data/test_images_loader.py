@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from flowbnn.batches import count_data
 from flowbnn.data import TensorLoader
 from flowbnn.errors import FlowBNNError
+from flowbnn.methods.data_summary import count_examples
 from flowbnn_studies.data import CropAndFlip, ImageSet, Normalize, device_loader
 
 
@@ -83,7 +83,7 @@ def test_drop_last_omits_the_incomplete_batch():
     rows_by_pass = [{row for (rows,) in loader for row in rows.tolist()} for _ in range(20)]
     assert all(len(rows) == 8 for rows in rows_by_pass)
     assert set().union(*rows_by_pass) == set(range(10))  # each pass omits other rows
-    assert (len(loader), loader.num_data, count_data(loader)) == (2, 8, 8)
+    assert (len(loader), loader.num_data, count_examples(loader)) == (2, 8, 8)
     with pytest.raises(FlowBNNError) as caught:
         TensorLoader(torch.arange(3), batch_size=4, drop_last=True)
     assert caught.value.kind == "loader"
