@@ -290,11 +290,8 @@ def check_finite(inputs: Any, what: str = "inputs") -> None:
             raise FlowBNNError(f"the {what} are {kind}")
         if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
             bad = (~torch.isfinite(tensor)).reshape(len(tensor), -1).any(1).nonzero()
-            raise FlowBNNError(
-                f"the {what} have NaN or infinite values in {len(bad)} of {len(tensor)} rows (the first is row {int(bad[0])}); "
-                "clean or remove them",
-                kind="finite",
-            )
+            text = f"the {what} have NaN or infinite values in {len(bad)} of {len(tensor)} rows, first in row {int(bad[0])}; clean them"
+            raise FlowBNNError(text, kind="finite")
 
 
 @contextmanager

@@ -383,12 +383,8 @@ def _warn_dropped_means(layers: Mapping[str, Noise]) -> None:
     shifts = {name: float((noise.mean() - 1).square().mean().sqrt()) for name, noise in fitted.items()}
     if shifts and max(shifts.values()) > 0.02:
         name = max(shifts, key=shifts.__getitem__)
-        warn(
-            f"the means of the trained noise differ from one (by {shifts[name]:.2f} in layer '{name}') and are dropped; "
-            "to keep them, use to_deterministic(model, absorb=True)",
-            kind="mean",
-            layers=[name],
-        )
+        text = f"the means of the noise (up to {shifts[name]:.2f} off one, in layer '{name}') are dropped; absorb=True keeps them"
+        warn(text, kind="mean", layers=[name])
 
 
 def _unhook(module: nn.Module) -> None:

@@ -257,12 +257,9 @@ def standardize_targets(
     mismatch = ~far & (error > (5.0 if trained else 3.0) * std) & varying
     if len(targets) >= 8 and bool(mismatch.any()):
         worst = int((error / std.clamp_min(1e-300) * mismatch).argmax())
-        warn(
-            f"the outputs of the network are about {error[worst]:.3g} away from the targets, which have mean "
-            f"{statistics.mean[worst]:.3g} and standard deviation {std[worst]:.3g}; check their units, or train the network first",
-            kind="units",
-            output=worst,
-        )
+        where = f"mean {statistics.mean[worst]:.3g} and standard deviation {std[worst]:.3g}"
+        text = f"the outputs are about {error[worst]:.3g} away from targets of {where}; check their units, or train the network first"
+        warn(text, kind="units", output=worst)
     return outputs
 
 
@@ -374,14 +371,9 @@ def fit_noise_scale(
     worst = int((width / error.clamp_min(1e-300)).argmax())
     scale = NoiseScale(float(noise[worst].sqrt()), float(width[worst]), float(error[worst]))
     if width[worst] > MAX_RATIO * error[worst] and (spread > noise)[worst] and is_main_process():
-        warn(
-            f"the predictive standard deviation is {width[worst]:.3g}, but the residuals on the training data are {error[worst]:.3g}, "
-            "so intervals will be too wide; fit longer (epochs=...), reduce the spread of the networks (a smaller dropout rate or "
-            "prior_scale), or use fb.Temperature on held-out data",
-            kind="width",
-            width=scale.predicted,
-            residuals=scale.residual,
-        )
+        advice = "fit longer, decrease the dropout rate or prior_scale, or use fb.Temperature"
+        text = f"the predictive standard deviation {width[worst]:.3g} exceeds the residuals {error[worst]:.3g}; {advice}"
+        warn(text, kind="width", width=scale.predicted, residuals=scale.residual)
     return scale
 
 
@@ -463,12 +455,7 @@ def check_noise_scale(
     agrees = scale <= MAX_RATIO * residual and residual <= MAX_RATIO * scale
     if not agrees and residual and is_main_process():
         target = f" of target {worst}" if len(residuals) > 1 else ""
-        warn(
-            f"the noise scale{target} is {scale:.3g}, but the residuals on the training data are {residual:.3g}, so intervals will be "
-            f"too {'narrow' if residual > scale else 'wide'}; fit longer (epochs=...) or learn the noise (likelihood='gaussian')",
-            kind="noise_level",
-            target=worst,
-            level=scale,
-            residuals=residual,
-        )
+        side = "narrow" if residual > scale else "wide"
+        text = f"the noise scale{target}, {scale:.3g}, is too {side} for residuals of {residual:.3g}; set likelihood='gaussian'"
+        warn(text, kind="noise_level", target=worst, level=scale, residuals=residual)
     return NoiseScale(scale, scale, residual)

@@ -88,11 +88,8 @@ def find_modes(target: NoiseTarget, starts: int = 16, max_iterations: int = 200)
     runs = [_maximize(space, start, max_iterations) for start in space.position(target.draw_prior(starts))]
     ends, unconverged = torch.stack([end for end, _ in runs]), sum(not converged for _, converged in runs)
     if unconverged:
-        warn(
-            f"{unconverged} of {starts} L-BFGS runs did not converge in {max_iterations} iterations; the number of modes is unreliable",
-            kind="modes",
-            unconverged=unconverged,
-        )
+        text = f"{unconverged} of {starts} L-BFGS runs did not converge in {max_iterations} steps; the number of modes is unreliable"
+        warn(text, kind="modes", unconverged=unconverged)
     heights = -space(ends)[0]
     order = heights.argsort(descending=True)
     ends, heights = ends[order], heights[order]

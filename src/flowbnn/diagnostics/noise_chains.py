@@ -192,13 +192,9 @@ def _warn_not_mixed(chains: NoiseChains, warmup: int) -> None:
     count, samples, _ = chains.position.shape
     divergent = chains.divergences / (count * samples)
     if not chains.converged:
-        warn(
-            f"{count} chains of {samples} draws after {warmup} warm-up transitions have not mixed (R-hat {chains.rhat:.3f} in layer "
-            f"'{chains.worst_layer}', above {MAX_RHAT}); increase samples or warmup, or look for several modes with modes()",
-            kind="chains",
-            rhat=chains.rhat,
-            layers=[chains.worst_layer],
-        )
+        where = f"{count} chains of {samples} draws after {warmup} of warm-up, layer '{chains.worst_layer}'"
+        text = f"R-hat is {chains.rhat:.3f}, so the chains have not mixed ({where}); increase samples or warmup, or see modes()"
+        warn(text, kind="chains", rhat=chains.rhat, layers=[chains.worst_layer])
     elif divergent > 0.01:
         text = f"{divergent:.1%} of the transitions diverged, so draws may miss narrow regions; set target_accept=0.95"
         warn(text, kind="chains", divergences=chains.divergences)

@@ -181,12 +181,8 @@ class NoiseTarget:
     def _gauss_newton(self, vectors: Tensor) -> Tensor:
         """Returns the mean Gauss-Newton matrix over draws. Every example has its own draws, several if there are few examples."""
         if self.dim > MAX_DENSE_DIM:
-            raise FlowBNNError(
-                f"chains, modes and tempering need a dense matrix of the noise and support at most {MAX_DENSE_DIM:,} dimensions, got "
-                f"{self.dim:,}; use pareto_k or evidence(method='psis')",
-                kind="size",
-                size=self.dim,
-            )
+            text = f"chains, modes and tempering support {MAX_DENSE_DIM:,} dimensions, got {self.dim:,}; use evidence(method='psis')"
+            raise FlowBNNError(text, kind="size", size=self.dim)
         total = torch.zeros(self.dim, self.dim, dtype=torch.float64, device=self.device)
         generator = torch.Generator().manual_seed(self.seed)
         repeats = max(1, 512 // self.count)

@@ -77,12 +77,8 @@ class DeepEnsemble(Method):
                 return network
             unchanged = reset_parameters(network)
         if unchanged and warns:
-            warn(
-                f"reset_parameters() does not change {quote_names(unchanged, 3)}, so all members start from the same values there; "
-                "set initialize=",
-                kind="start",
-                layers=unchanged,
-            )
+            text = f"reset_parameters() leaves {quote_names(unchanged, 3)} unchanged, so all members start alike there; set initialize="
+            warn(text, kind="start", layers=unchanged)
         return network
 
 

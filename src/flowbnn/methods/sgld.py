@@ -150,13 +150,8 @@ class SGLD(Method):
         """Warns if the log-likelihood fell by far more than half a nat per weight, the expected distance from the mode."""
         values = history["log_likelihood"]
         if values and values[0] - values[-1] > 2.0 * weights_per_example + 0.1 and is_main_process():
-            warn(
-                f"SGLD diverged: the log-likelihood per example fell from {values[0]:.3g} to {values[-1]:.3g}; decrease lr "
-                f"(lr={self.lr / 10:.1g})",
-                kind="diverged",
-                first=values[0],
-                last=values[-1],
-            )
+            text = f"SGLD diverged: the log-likelihood fell from {values[0]:.3g} to {values[-1]:.3g}; set lr={self.lr / 10:.1g}"
+            warn(text, kind="diverged", first=values[0], last=values[-1])
 
     def step_schedule(self, total: int) -> "StepSchedule":
         """Returns the schedule of a run of ``total`` steps. A short run has fewer than ``samples`` snapshots."""

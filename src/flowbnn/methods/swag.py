@@ -80,11 +80,9 @@ class SWAG(Method):
         sgd_epochs = self.epochs - training_epochs
         num_snapshots = sgd_epochs * min(self.snapshots_per_epoch, length_of(loader) or 1)
         if num_snapshots < 2:
-            raise FlowBNNError(
-                f"SWAG needs at least 2 snapshots, got {num_snapshots} (epochs={self.epochs}, begin={self.begin}); increase epochs or "
-                "decrease begin",
-                argument="epochs",
-            )
+            settings = f"epochs={self.epochs}, begin={self.begin}"
+            text = f"SWAG needs at least 2 snapshots, got {num_snapshots} ({settings}); increase epochs or decrease begin"
+            raise FlowBNNError(text, argument="epochs")
         if training_epochs:
             point = self.fit_point(
                 model, loader, options.for_stage("training", "training", epochs=training_epochs)

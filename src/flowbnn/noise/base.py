@@ -200,12 +200,8 @@ class Noise(nn.Module, ABC):
         if context.prepared is not None and context.prepared.required:
             draws = forward.draws.get(self.key) if forward is not None and serves else None
             if draws is None or forward is None or len(draws) != forward.split_rows(rows)[0]:
-                raise FlowBNNError(
-                    f"per-example noise is not supported for a layer that has {rows} rows, no batch axis, or runs twice "
-                    "(activation checkpointing); leave it plain with None in the rules",
-                    kind="unsupported",
-                    argument="rules",
-                )
+                text = f"a layer of {rows} rows has no batch axis or runs twice (activation checkpointing); set its rule to None"
+                raise FlowBNNError(text, kind="unsupported", argument="rules")
         if forward is None or not serves:
             return self.draw_rows(rows, at, generator, context.shard)
         examples, times = forward.split_rows(rows)

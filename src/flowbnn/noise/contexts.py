@@ -79,11 +79,8 @@ class RowShard(NamedTuple):
             return self.total * times
         if rows == 1:
             return 1  # an input without examples: one draw, the same on every process
-        raise FlowBNNError(
-            f"a layer with noise has {rows} rows, which is no multiple of the {self.stop - self.start} examples of this process; "
-            "train on one device, or use site='channel'",
-            kind="shape",
-        )
+        text = f"a layer has {rows} rows, no multiple of {self.stop - self.start} examples; train on one device, or set site='channel'"
+        raise FlowBNNError(text, kind="shape")
 
     def select(self, draws: Tensor, rows: int) -> Tensor:
         """Returns the ``rows`` rows of this process from draws for the global batch."""

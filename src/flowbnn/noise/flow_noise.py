@@ -106,11 +106,9 @@ class InputNoise(Noise):
         too_small = ~(width > torch.finfo(dtype).eps * mean.abs())
         if bool(too_small.any()):
             index = int(too_small.int().argmax())
-            raise FlowBNNError(
-                f"noise of mean {float(mean[index]):.3g} and standard deviation {float(width[index]):.1g} is too narrow for "
-                f"{str(dtype).removeprefix('torch.')}; check the noise of the likelihood, or use float64",
-                kind="precision",
-            )
+            noise = f"mean {float(mean[index]):.3g} and standard deviation {float(width[index]):.1g}"
+            text = f"noise of {noise} is too narrow for {dtype}; check the noise of the likelihood, or use float64"
+            raise FlowBNNError(text, kind="precision")
         if isinstance(steps[-1], BlockTriangular):
             steps[-1].assign(mean, roots, links)
         elif self.gaussian_base is None and isinstance(steps[-1], Affine):  # after a flow

@@ -56,12 +56,8 @@ class JointPart(Noise):
         return self.joint_noise.draw(shape, generator)[..., self.span]
 
     def draw_rows(self, rows: int, at: Shape, generator: OptionalGenerator, shard: RowShard | None) -> Tensor:
-        raise FlowBNNError(
-            "joint noise is drawn once for the whole network; call the network instead of a layer, without activation "
-            "checkpointing, or leave out joint",
-            kind="unsupported",
-            argument="joint",
-        )
+        text = "joint noise is drawn for the whole network; call the network, not a layer, and without activation checkpointing"
+        raise FlowBNNError(text, kind="unsupported", argument="joint")
 
     def draw_each(self, at: Shape, generators: Iterable[torch.Generator]) -> Tensor:
         return self.joint_noise.draw_each(at, generators)[..., self.span]
@@ -99,13 +95,9 @@ def check_size(structure: str, sizes: Sequence[int], argument: str = "joint", wi
     if dim > MAX_DENSE_DIM:
         smaller = "structure='factorized'" if argument == "structure" else "noise without joint"
         smaller = f"{argument}='chain'" if max(sizes) <= MAX_DENSE_DIM else smaller
-        raise FlowBNNError(
-            f"{argument}={structure!r} needs matrices of {dim:,} x {dim:,} numbers ({6 * width * dim**2 / 2**30:.1f} GiB); "
-            f"use {smaller}, or rules with noise on fewer layers",
-            kind="size",
-            argument=argument,
-            size=dim,
-        )
+        size = f"{6 * width * dim**2 / 2**30:.1f} GiB"
+        text = f"{argument}={structure!r} needs {size} for {dim:,} x {dim:,} matrices; use {smaller}, or noise on fewer layers"
+        raise FlowBNNError(text, kind="size", argument=argument, size=dim)
 
 
 def join(vector: InputNoise, layouts: Sequence[Layout]) -> list[Noise]:

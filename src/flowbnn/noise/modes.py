@@ -177,12 +177,8 @@ def _align_layer(name: str, layer: Noise, first: Tensor, second: Tensor, size: i
     sizes = enumerate(zip(first.shape, second.shape, strict=True))
     axes = [axis for axis, (a, b) in sizes if a != b and a * few == b * size]
     if free and first.shape == second.shape and first.numel() and torch.equal(first, second):
-        warn(
-            f"the input of layer '{name}' does not depend on the examples, so one draw of its noise serves a whole batch; "
-            "to leave it without noise, set its rule to None",
-            kind="axis",
-            layer=name,
-        )
+        text = f"the input of layer '{name}' is the same for all examples, which share one draw of noise; set its rule to None"
+        warn(text, kind="axis", layer=name)
         layer.layout = layout._replace(batch_axis=None)
         layer.recipe = replace(layer.recipe, batch_axis="none")
     elif free and len(axes) == 1 and axes[0] not in (layout.batch_axis, first.ndim + layout.feature_axis):

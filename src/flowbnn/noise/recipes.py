@@ -317,11 +317,9 @@ class FlowNoise(Recipe):
         usable = callable(self.factory) and not isinstance(self.factory, Transform)
         transform = self.factory(dim) if usable else None  # type: ignore[misc]
         if not isinstance(transform, Transform):
-            raise FlowBNNError(
-                "FlowNoise needs a function from the dimension to a transform, such as lambda dim: Planar(dim), got "
-                f"{describe_value(transform if usable else self.factory)}",
-                argument="factory",
-            )
+            value = describe_value(transform if usable else self.factory)
+            text = f"FlowNoise needs a function from the dimension to a transform, such as lambda dim: Planar(dim), got {value}"
+            raise FlowBNNError(text, argument="factory")
         return [transform]
 
     def __str__(self) -> str:

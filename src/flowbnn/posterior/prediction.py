@@ -323,11 +323,8 @@ def even_size(count: int, limit: int) -> int:
 def check_rows(outputs: Tensor, count: int) -> Tensor:
     """Returns the outputs. Raises FlowBNNError unless they have ``count`` rows."""
     if outputs.shape[:1] != (count,):
-        raise FlowBNNError(
-            f"the network returned outputs of shape {tuple(outputs.shape)} for {pluralize(count, 'row')} of inputs; "
-            "it must return one row per example, with the examples on the first axis (pass a single one as inputs[None])",
-            kind="shape",
-        )
+        text = f"the network returned shape {tuple(outputs.shape)} for {pluralize(count, 'row')}; use inputs[None] for one example"
+        raise FlowBNNError(text, kind="shape")
     return outputs
 
 

@@ -207,13 +207,8 @@ class RunState:
         longer = unfinished(backup)
         if longer is None or longer.step <= earlier.step:
             self.backup_path = backup
-        warn(
-            f"'{path}' belongs to a run that was interrupted in epoch {earlier.epoch + 1} after {earlier.batches} batches and is "
-            f"replaced; '{backup.name}' keeps the longest interrupted run. Use resume=True to continue it",
-            kind="unfinished checkpoint",
-            path=str(path),
-            step=earlier.step,
-        )
+        text = f"'{path}' holds a run interrupted in epoch {earlier.epoch + 1}, kept as '{backup.name}'; use resume=True to continue it"
+        warn(text, kind="unfinished checkpoint", path=str(path), step=earlier.step)
 
     def load(self, warn: bool) -> None:
         """Loads the checkpoint, or raises an error and changes nothing if it does not fit.

@@ -73,17 +73,13 @@ def check_tensors(
     }
     if differences:
         words = _first_few([f"{name} {words}" for name, words in differences.items()])
-        raise FlowBNNError(
-            f"'{source}' does not fit {owner}: {words}", kind="architecture", differences=differences
-        )
+        text = f"'{source}' does not fit {owner}: {words}"
+        raise FlowBNNError(text, kind="architecture", differences=differences)
     for name in stored if finite else ():
         if _is_spoiled(stored[name], expected[name]):
             layer = strip_prefix(name, name_prefix)
-            raise FlowBNNError(
-                f"'{source}' has NaN or infinite values in {layer!r}; use an earlier file or start again",
-                kind="not finite",
-                layer=layer,
-            )
+            text = f"'{source}' has NaN or infinite values in {layer!r}; use an earlier file or start again"
+            raise FlowBNNError(text, kind="not finite", layer=layer)
 
 
 def check_weights(
@@ -208,11 +204,8 @@ def warn_changed_layers(model: nn.Module, stored: Mapping[str, str], path: Any) 
     changed = changed_layers(model, stored)
     if changed:
         words = _first_few([f"'{name}' was {before} and is {now}" for name, (before, now) in changed.items()])
-        warn(
-            f"'{path}' was saved from a network with other layers ({words}), so its predictions differ",
-            kind="layers",
-            changed=changed,
-        )
+        text = f"'{path}' was saved from a network with other layers ({words}), so its predictions differ"
+        warn(text, kind="layers", changed=changed)
 
 
 # -------------------- modules

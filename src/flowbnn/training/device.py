@@ -219,11 +219,9 @@ def resolve_devices(options: TrainingOptions) -> tuple[str, int, int]:
         local = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         machines = int(os.environ["WORLD_SIZE"]) // local
         if options.devices not in (1, "auto", local) or num_nodes not in (1, machines):
-            raise _device_error(
-                f"torchrun started {local} processes on each of {machines} machines, but devices={options.devices!r} and "
-                f"num_nodes={num_nodes} were requested; leave both out",
-                "devices",
-            )
+            setting = f"num_nodes={num_nodes}, devices={options.devices!r}"
+            text = f"torchrun started {local} processes on each of {machines} machines, not {setting}; leave both out"
+            raise _device_error(text, "devices")
         devices, num_nodes = local, machines
     elif num_nodes > 1:
         text = f"num_nodes={num_nodes}: start the script with torchrun on every machine (docs/devices.md)"

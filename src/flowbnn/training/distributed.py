@@ -317,11 +317,8 @@ class Worker(Process):
             stack.enter_context(sharded_dropout(objective, lambda: self.row_shard))
             synchronized = stack.enter_context(synchronized_batch_norm(objective, self.device))
             if not synchronized and self.rank == 0:
-                warn(
-                    f"on CPUs each of the {self.num_processes} processes computes BatchNorm statistics of its own rows, so the result "
-                    "depends on the number of processes",
-                    kind="batch norm",
-                )
+                text = f"on CPUs each of {self.num_processes} processes has BatchNorm statistics of its own, which change the result"
+                warn(text, kind="batch norm")
             yield
 
     def shard(self, loader: Any) -> Any:

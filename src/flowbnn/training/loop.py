@@ -250,12 +250,9 @@ class TrainingRun:
         batches = self.iterate_epoch(position.epoch)
         for number in range(position.batches):
             if next(batches, END) is END:
-                raise FlowBNNError(
-                    f"'{self.path}' had done {position.batches} batches of epoch {position.epoch + 1}, but this loader has only "
-                    f"{number}; use the same data and batch size",
-                    kind="checkpoint",
-                    argument="loader",
-                )
+                done = f"{position.batches} batches of epoch {position.epoch + 1}"
+                text = f"'{self.path}' had done {done}, but this loader has {number}; use the same data and batch size"
+                raise FlowBNNError(text, kind="checkpoint", argument="loader")
         if position.batches and state.last_step_rng is not None:
             self.random.restore(state.last_step_rng)
         state.last_step_rng = None

@@ -169,13 +169,8 @@ def _check_memory(structure: str, needed: int, available: float) -> None:
     """Raises FlowBNNError if a structure needs more than half of the available bytes."""
     if needed > available / 2:
         cheaper = "'kron' or 'diag'" if structure == "full" else "'diag'"
-        raise FlowBNNError(
-            f"Laplace('{structure}') needs {needed / 2**30:.3g} GiB of memory, and {available / 2**30:.3g} GiB are free; "
-            f"use {cheaper}, or fewer layers",
-            kind="memory",
-            argument="structure",
-            needed=needed,
-        )
+        text = f"Laplace('{structure}') needs {needed / 2**30:.3g} of {available / 2**30:.3g} GiB free; use {cheaper}, or fewer layers"
+        raise FlowBNNError(text, kind="memory", argument="structure", needed=needed)
 
 
 def free_memory(device: torch.device) -> float:

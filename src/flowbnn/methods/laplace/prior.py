@@ -345,12 +345,8 @@ def newton_gain(
 def warn_not_at_mode(gain: float, tolerance: float = 1.0) -> None:
     """Warns if another Newton step would increase the log-density by more than the tolerance, in nats."""
     if gain > tolerance and is_main_process():
-        warn(
-            f"the weights are not at the mode: another Newton step would increase the log-density by {gain:.3g}; "
-            "increase newton_steps, or train first with epochs",
-            kind="mode",
-            gain=gain,
-        )
+        text = f"the weights are not at the mode (a Newton step gains {gain:.3g} nats); increase newton_steps, or train with epochs"
+        warn(text, kind="mode", gain=gain)
 
 
 @torch.no_grad()

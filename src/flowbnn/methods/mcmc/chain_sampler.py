@@ -174,12 +174,9 @@ class ChainSampler:
         settings = file.document.get("settings") or {}
         changed = next((name for name in self.settings if settings.get(name) != self.settings[name]), None)
         if changed is not None:
-            raise FlowBNNError(
-                f"'{path}' has {changed}={settings.get(changed)!r}, but this run has {changed}={self.settings[changed]!r}; use the "
-                "same value, or resume=False",
-                kind="resume",
-                argument=changed,
-            )
+            stored = settings.get(changed)
+            text = f"'{path}' has {changed}={stored!r}, not {self.settings[changed]!r}; use the same value, or resume=False"
+            raise FlowBNNError(text, kind="resume", argument=changed)
         shapes = {name: view.shape for name, view in file.views.items()}
         if shapes != self._expected_shapes(file.document.get("number", 0)):  # before any tensor is read
             raise FlowBNNError(f"'{path}' is not a checkpoint of these chains", kind="file")

@@ -186,12 +186,8 @@ class ChainMethod(Method):
         size = potential.start.numel()
         if size > self.max_variables:
             gigabytes = 4e-9 * size * self.chains * self.samples
-            warn(
-                f"{name} samples {size:,} {self.variables}, which takes {gigabytes:.2g} GB and hours or days; "
-                "use variables='noise', or fb.SGLD",
-                kind="size",
-                size=size,
-            )
+            text = f"{name} samples {size:,} {self.variables}: {gigabytes:.2g} GB, and hours or days; use variables='noise', or fb.SGLD"
+            warn(text, kind="size", size=size)
 
 
 @register_method

@@ -144,22 +144,15 @@ class ChainPosterior(MemberPosterior):
         divergent = self.record["divergent"]
         divergences = int(divergent.sum())
         if divergences:
-            warn(
-                f"{divergences} of {divergent.numel()} transitions diverged, so narrow regions of the posterior are undersampled; "
-                "increase target_accept or warmup",
-                kind="divergence",
-                divergences=divergences,
-            )
+            number = divergent.numel()
+            text = f"{divergences} of {number} transitions diverged, so draws miss narrow regions; increase target_accept or warmup"
+            warn(text, kind="divergence", divergences=divergences)
         outputs = self.record["outputs"].double()
         # R-hat of fewer than 100 draws is too noisy for a warning
         can_check = outputs.shape[1] >= 100 and arviz_is_installed()
         if can_check and (rhat := float(split_rhat(outputs).max())) > RHAT_THRESHOLD:
-            warn(
-                f"the chains have not converged: R-hat {rhat:.2f} of the outputs exceeds {RHAT_THRESHOLD}; increase samples or warmup, "
-                "and see posterior.diagnostics()",
-                kind="rhat",
-                rhat=rhat,
-            )
+            text = f"the chains have not converged (R-hat {rhat:.2f}); increase samples or warmup, and see posterior.diagnostics()"
+            warn(text, kind="rhat", rhat=rhat)
 
     def state(self) -> dict[str, Tensor]:
         members = {f"member.{name}": value for name, value in self.members.items()}

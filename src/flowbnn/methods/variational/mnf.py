@@ -150,12 +150,9 @@ class MNF(Variational):
             reason = "not linear" if unsupported else "frozen weight"
             raise unsupported_layer(model, (unsupported or supported)[0], "MNF", "BayesByBackprop", reason)
         if unsupported:
-            warn(
-                f"MNF keeps the weights of layer {describe_layer(model, unsupported[0])} deterministic, because it is not linear; "
-                "BayesByBackprop supports it",
-                kind="plain",
-                layers=unsupported,
-            )
+            layer = describe_layer(model, unsupported[0])
+            text = f"MNF keeps layer {layer} deterministic, because it is not linear; BayesByBackprop supports it"
+            warn(text, kind="plain", layers=unsupported)
         return specs
 
 

@@ -188,13 +188,8 @@ def warn_if_worse(gain: Gain, kind: str) -> None:
         kind: Kind of the warning.
     """
     if gain.is_loss:
-        warn(
-            f"the fit has lowered the {gain}; fit longer (epochs=...), or decrease the learning rates (weight_lr=..., noise_lr=..., or "
-            "lr=... of a method) or prior_scale",
-            kind=kind,
-            before=gain.before,
-            after=gain.after,
-        )
+        text = f"the fit has lowered the {gain}; fit longer (epochs=...), or decrease the learning rates or prior_scale"
+        warn(text, kind=kind, before=gain.before, after=gain.after)
 
 
 def check_convergence(history: History, plateau: PlateauRun) -> tuple[float, float]:
@@ -218,19 +213,12 @@ def warn_not_converged(plateau: PlateauRun, drop: float) -> None:
         drop: Largest drop of the ELBO per example.
     """
     if drop > plateau.schedule.max_drop:
-        warn(
-            f"the ELBO dropped by {drop:.3g} per example during the fit, so the learning rates are too large; shuffle the loader "
-            "(shuffle=True), or use smaller rates (weight_lr=..., noise_lr=..., or lr=... of a method)",
-            kind="elbo_drop",
-            drop=drop,
-        )
+        text = f"the ELBO dropped by {drop:.3g} per example; shuffle the loader, or decrease the rates (weight_lr, noise_lr or lr)"
+        warn(text, kind="elbo_drop", drop=drop)
     elif plateau.elbo_gain > plateau.schedule.tolerance:
-        warn(
-            f"the ELBO has not converged within {plateau.max_epochs} epochs: it rose by {plateau.elbo_gain:.3f} per example in "
-            f"{plateau.window} epochs; fit longer (epochs={2 * plateau.max_epochs})",
-            kind="convergence",
-            gain=plateau.elbo_gain,
-        )
+        epochs = f"the last {plateau.window} of {plateau.max_epochs} epochs"
+        text = f"the ELBO rose by {plateau.elbo_gain:.3f} per example in {epochs}; set epochs={2 * plateau.max_epochs}"
+        warn(text, kind="convergence", gain=plateau.elbo_gain)
 
 
 # -------------------- held-out data
@@ -258,13 +246,9 @@ def compare_held_out(fit: FinishedFit) -> tuple[Gain | None, float | None]:
         training = log_likelihoods(network, fit.batches, 1)
     excess = float(training.mean() - before.mean())
     if is_memorized(training, before):
-        warn(
-            f"the initial weights have memorized the training data: their log-likelihood is {training.mean():.3f} per example there "
-            f"and {before.mean():.3f} on the validation data, so the noise will be overconfident; fit it to held-out data with "
-            "fb.calibrate(network, held_out)",
-            kind="memorized",
-            excess=excess,
-        )
+        scores = f"{training.mean():.3f} per example, {before.mean():.3f} on validation data"
+        text = f"the weights have memorized the training data (log-likelihood {scores}); use fb.calibrate(network, held_out)"
+        warn(text, kind="memorized", excess=excess)
     gain = Gain.of(before, log_likelihoods(fit.posterior, fit.validation), "held-out log-likelihood")
     warn_if_worse(gain, "gain")
     return gain, excess
