@@ -181,6 +181,8 @@ def _choose(
 
 
 def _describe_mismatch(rule: Rule, model: nn.Module, layers: dict[str, nn.Module]) -> str:
+    if list(layers) == [""]:
+        return f"rule {rule!r} matches no layer; the network is one {type(model).__name__} layer, so use '*'"
     if not isinstance(rule, str):
         return f"rule {getattr(rule, '__name__', rule)} matches no layer{nearest('', layers)}"
     modules = dict(model.named_modules(remove_duplicate=False))

@@ -24,9 +24,10 @@ Code inside the library relies on the types and checks nothing again.
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache, wraps
+from functools import cache, reduce, wraps
 from inspect import Parameter, Signature, signature
 from numbers import Integral, Real
+from operator import or_
 from os import PathLike
 from types import NoneType, UnionType
 from typing import (
@@ -175,15 +176,17 @@ def accepts_options_of(cls: type) -> Callable[[F], F]:
     """
 
     def decorate(function: F) -> F:
-        parameters = signature(function).parameters
+        own = signature(function)
+        parameters = own.parameters
         named = [value for value in parameters.values() if value.kind is not Parameter.VAR_KEYWORD]
         added = [
             value.replace(kind=Parameter.KEYWORD_ONLY)
             for name, value in signature(cls).parameters.items()
             if name not in parameters
         ]
-        function.__signature__ = Signature([*named, *added])  # type: ignore[attr-defined]
-        function.__annotations__ |= {value.name: value.annotation for value in added}
+        function.__signature__ = own.replace(parameters=[*named, *added])  # type: ignore[attr-defined]
+        annotations = cls.__init__.__annotations__  # type: ignore[misc]
+        function.__annotations__ |= {value.name: annotations[value.name] for value in added}
         return function
 
     return decorate
@@ -231,7 +234,34 @@ def _check_calls(function: F, annotated: Any, owner: str) -> F:
                 check(argument, value, hints[argument], name)
         return function(*args, **kwargs)
 
+    wrapper.__signature__ = _readable(signature(function))  # type: ignore[attr-defined]
     return wrapper  # type: ignore[return-value]
+
+
+def _readable(layout: Signature) -> Signature:
+    """Returns a signature for ``help`` and documentation, with plain types instead of conditions.
+
+    >>> def optimize(steps: Count, rate: Positive | None = None): ...
+    >>> _readable(signature(optimize))
+    <Signature (steps: int, rate: float | None = None)>
+    """
+    parameters = layout.parameters.values()
+    return layout.replace(
+        parameters=[value.replace(annotation=_plain(value.annotation)) for value in parameters]
+    )
+
+
+@cache
+def _plain(annotation: Any) -> Any:
+    """Returns an annotation without the conditions of ``Annotated``."""
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return _plain(arguments[0])
+    if origin in (Union, UnionType):
+        return reduce(or_, map(_plain, arguments))
+    if origin in (Sequence, Mapping, Iterable, list, dict):
+        return origin[tuple(map(_plain, arguments))]
+    return annotation
 
 
 def _call_error(owner: str, layout: Signature, kwargs: Mapping[str, Any], error: TypeError) -> FlowBNNError:

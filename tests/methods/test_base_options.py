@@ -1,6 +1,7 @@
 """Tests of misplaced and invalid options of fits, which all methods refuse with the name of the argument."""
 
 from collections.abc import Callable, Iterable
+from inspect import signature
 from typing import Any
 
 import pytest
@@ -173,3 +174,20 @@ def test_likelihood_instance_is_accepted() -> None:
         network(1), REGRESSION, likelihood=fb.likelihoods.Gaussian(), num_data=16, **QUIET
     )
     assert isinstance(posterior.predict(REGRESSION[0][0]).mean, Tensor)
+
+
+@pytest.mark.parametrize(
+    "function", [fb.fit, fb.fit_density, fb.to_stochastic, fb.NodeNoise, fb.MAP.fit, fb.vae.VAE]
+)
+def test_signatures_show_plain_types(function):
+    text = str(signature(function))
+    assert "Annotated" not in text
+    assert "Bounds" not in text
+    assert "=" in text
+
+
+def test_conditions_of_the_types_are_still_checked():
+    assert signature(fb.MAP).parameters["epochs"].annotation is int
+    with pytest.raises(FlowBNNError) as error:
+        fb.MAP(epochs=0)
+    assert error.value.argument == "epochs"

@@ -16,7 +16,7 @@ from torch.distributions import Distribution, Independent, Normal, constraints
 from torch.nn import functional as F
 
 from flowbnn.distributions.draws import draw_components, select_normal, standard_normal
-from flowbnn.errors import FlowBNNError, describe_value
+from flowbnn.errors import FlowBNNError, check_shape
 from flowbnn.options import Bounds, Count, NonNegative, Positive, check, checked
 
 DegreesOfFreedom = Annotated[float, Bounds(gt=2)]  # of a Student-t distribution with a finite variance
@@ -41,9 +41,7 @@ class _VectorDistribution(Distribution):
     def __init__(self, loc: Tensor, scale: Tensor | float, validate_args: bool | None = False) -> None:
         name = type(self).__name__
         if not isinstance(loc, Tensor) or loc.ndim < self.axes:
-            shape = tuple(loc.shape) if isinstance(loc, Tensor) else describe_value(loc)
-            text = f"{name}(loc=...) must have ndim >= {self.axes}, got {shape}"
-            raise FlowBNNError(text, kind="shape", argument="loc")
+            check_shape("loc", loc, ("...", *("any",) * self.axes), owner=name)
         if not loc.is_floating_point():
             check("loc", loc, Tensor, name)
         if not isinstance(validate_args, bool | None):

@@ -209,7 +209,12 @@ def resolve_devices(options: TrainingOptions) -> tuple[str, int, int]:
     """
     kind, num_nodes = device_kind(options.accelerator), options.num_nodes
     if not kind:
-        text = f"accelerator={options.accelerator!r} is not available to torch {torch.__version__}; use accelerator='cpu'"
+        reason = (
+            "which is built without CUDA" if torch.version.cuda is None else "which finds no driver or device"
+        )
+        text = (
+            f"accelerator={options.accelerator!r} is not available to torch, {reason}; use accelerator='cpu'"
+        )
         raise _device_error(text, "accelerator")
     if options.precision == "16-mixed" and kind != "cuda":
         raise _device_error("precision='16-mixed' needs a CUDA device; use 'bf16-mixed'", "precision")

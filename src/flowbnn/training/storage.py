@@ -229,8 +229,13 @@ class TensorFile:
         except (json.JSONDecodeError, TypeError, LookupError, AttributeError, RecursionError) as error:
             reason = f"header: {type(error).__name__}"
         except (OSError, SafetensorError, ValueError, RuntimeError, MemoryError) as error:
-            reason = "a pickle" if zipfile.is_zipfile(self.path) else _reason(error)
-        raise FlowBNNError(f"'{self.path}' is damaged or no safetensors file ({reason})", kind="file")
+            reason = _reason(error)
+        advice = (
+            "; a pickle of torch.save can run code: save the fit with flowbnn"
+            if zipfile.is_zipfile(self.path)
+            else ""
+        )
+        raise FlowBNNError(f"'{self.path}' is damaged or no safetensors file ({reason}){advice}", kind="file")
 
 
 def save_state(path: str | Path, state: Mapping[str, Any]) -> Path:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from flowbnn.errors import FlowBNNError
+from flowbnn.errors import check_entries
 from flowbnn.options import Ge, checked
 
 MIN_LOG_SCALE = -7.0  # otherwise a pixel that is always black would dominate the likelihood
@@ -72,9 +72,8 @@ class BernoulliDecoder(Decoder):
         return torch.bernoulli(torch.sigmoid(outputs))
 
     def check(self, x: Tensor) -> None:
-        if bool(((x < 0) | (x > 1)).any()):
-            text = f"BernoulliDecoder needs numbers from 0 to 1, got {float(x.min()):g} to {float(x.max()):g}"
-            raise FlowBNNError(f"{text}; rescale them, or set decoder='gaussian'", kind="data", argument="x")
+        hint = "rescale them, or set decoder='gaussian'"
+        check_entries("x", x, (x >= 0) & (x <= 1), "from 0 to 1", hint, kind="data")
 
 
 class GaussianDecoder(Decoder):
@@ -155,9 +154,8 @@ class LogisticDecoder(Decoder):
         return draws.round().clamp(0.0, self.levels - 1.0)
 
     def check(self, x: Tensor) -> None:
-        if bool((x != x.round()).any()) or bool(((x < 0) | (x > self.levels - 1.0)).any()):
-            text = f"LogisticDecoder needs integers from 0 to {self.levels - 1}; rescale and round, or set decoder='gaussian'"
-            raise FlowBNNError(text, kind="data", argument="x")
+        valid, hint = (x == x.round()) & (x >= 0) & (x < self.levels), "round them, or set decoder='gaussian'"
+        check_entries("x", x, valid, f"an integer from 0 to {self.levels - 1}", hint, kind="data")
 
     def extra_repr(self) -> str:
         return f"levels={self.levels}"
