@@ -189,5 +189,5 @@ def test_signatures_show_plain_types(function):
 def test_conditions_of_the_types_are_still_checked():
     assert signature(fb.MAP).parameters["epochs"].annotation is int
     with pytest.raises(FlowBNNError) as error:
-        fb.MAP(epochs=0)
+        fb.MAP(epochs=-1)
     assert error.value.argument == "epochs"
