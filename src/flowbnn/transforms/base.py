@@ -51,7 +51,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributions import constraints
 
-from flowbnn.errors import FlowBNNError, check_shape, warn
+from flowbnn.errors import FlowBNNError, warn
 from flowbnn.numerics import is_concrete
 from flowbnn.options import Bounds
 
@@ -191,7 +191,8 @@ def check_events(value: Tensor, shape: Sequence[int], owner: object) -> torch.Si
     """Returns the batch shape of a value. Raises FlowBNNError if its events have another shape."""
     batch_dim = value.ndim - len(shape)
     if batch_dim < 0 or value.shape[batch_dim:] != torch.Size(shape):
-        check_shape("value", value, ("...", *shape), owner=type(owner).__name__)
+        sizes = ", ".join(map(str, shape))
+        raise transform_error(owner, f"needs shape (..., {sizes}), got {tuple(value.shape)}", "shape")
     return value.shape[:batch_dim]
 
 

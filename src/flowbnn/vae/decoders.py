@@ -154,7 +154,10 @@ class LogisticDecoder(Decoder):
         return draws.round().clamp(0.0, self.levels - 1.0)
 
     def check(self, x: Tensor) -> None:
-        valid, hint = (x == x.round()) & (x >= 0) & (x < self.levels), "round them, or set decoder='gaussian'"
+        valid, hint = (
+            (x == x.round()) & (x >= 0) & (x <= self.levels - 1.0),
+            "round them, or set decoder='gaussian'",
+        )
         check_entries("x", x, valid, f"an integer from 0 to {self.levels - 1}", hint, kind="data")
 
     def extra_repr(self) -> str:
