@@ -16,9 +16,11 @@ from flowbnn.batches import device_of
 from flowbnn.errors import FlowBNNError, nearest, warn
 from flowbnn.networks import copy_network
 from flowbnn.noise import Layout, Noise, Recipe, noise_layers
+from flowbnn.noise.adapters import calls_layers_only, enclosing_adapter, guard_adapters
 from flowbnn.noise.base import layers_with_noise, make_noise_modes
 from flowbnn.noise.batched import draw_examples
 from flowbnn.noise.contexts import NoiseGroup, NoiseMode, OptionalGenerator, Shape
+from flowbnn.noise.inspection import matrix_share, warn_mostly_plain
 from flowbnn.noise.layout import absorbs, layout_of, output_layout, weight_scale, wrappable_layers
 from flowbnn.numerics import constant
 from flowbnn.options import Hint, checked
@@ -48,7 +50,13 @@ class Conversion:
 
 
 class ConversionTable(tuple[Conversion, ...]):
-    """Tuple of :class:`Conversion` that prints as a table."""
+    """Tuple of :class:`Conversion` that prints as a table.
+
+    Attributes:
+        share: Share of the matrix weights of the network that belong to layers with noise. It is printed if it is not 1.
+    """
+
+    share: float = 1.0
 
     def __str__(self) -> str:
         header = tuple(column.name for column in fields(Conversion))
@@ -58,7 +66,10 @@ class ConversionTable(tuple[Conversion, ...]):
         rows = [header, tuple("-" * width for width in widths), *rows]
         alignment = "<<<<>>"
         cells = [[f"{c:{a}{w}}" for c, a, w in zip(row, alignment, widths, strict=True)] for row in rows]
-        return "\n".join("  ".join(row).rstrip() for row in cells)
+        lines = ["  ".join(row).rstrip() for row in cells]
+        if self.share < 1.0:
+            lines.insert(0, f"noise reaches {100 * self.share:.0f} % of the matrix weights")
+        return "\n".join(lines)
 
 
 @checked
@@ -134,6 +145,9 @@ def to_stochastic(
         for name, noise in zip(names, noises, strict=True):
             _wrap(layers[name], noise, recipes[name])
     _add_group_hooks(model, list(noise_layers(model).values()))
+    guard_adapters(model, recipes)
+    if len(recipes) == len(layers):
+        warn_mostly_plain(model)
     for module in model.modules():
         if isinstance(module, nn.TransformerEncoder) and module.use_nested_tensor:
             module.use_nested_tensor = (
@@ -336,7 +350,7 @@ def fix_noise(model: nn.Module, samples: int, seed: int | None) -> list[nn.Modul
 
 def _replace_noise(model: nn.Module, fixed: Mapping[str, FixedNoise]) -> None:
     """Replaces all noise of a network by constant factors, in the weights where that is safe, otherwise in buffers."""
-    buffers: list[Noise] = []
+    buffers: dict[str, Noise] = {}
     layers = noise_layers(model)
     for submodule in model.modules():
         _unhook(submodule)
@@ -351,9 +365,10 @@ def _replace_noise(model: nn.Module, fixed: Mapping[str, FixedNoise]) -> None:
             module.weight.data.mul_(weight_scale(module, factors.mean().to(module.weight)))
         elif factors is not None:
             _wrap(module, factors)
-            buffers.append(factors)
+            buffers[name] = factors
     if buffers:
-        _add_group_hooks(model, buffers)
+        _add_group_hooks(model, list(buffers.values()))
+    guard_adapters(model, buffers, [name for name in fixed if name not in buffers])
 
 
 def _add_group_hooks(model: nn.Module, layers: list[Noise]) -> None:
@@ -366,13 +381,17 @@ def _add_group_hooks(model: nn.Module, layers: list[Noise]) -> None:
 def _absorbs(model: nn.Module, name: str) -> bool:
     """Returns True if noise on the input of a layer can be multiplied into its weight, because nothing else reads the weight.
 
-    No other module may share the weight. All parents of the layer must be modules of torch, because other code may read the weight.
+    No other module may share the weight. All parents of the layer must be modules of torch, because other code may read the weight. A
+    LoRA adapter reads it only to merge it.
     """
     module = model.get_submodule(name)
     if not absorbs(module):
         return False
     weight = module._parameters["weight"]
     users = sum(weight is value for other in model.modules() for value in other._parameters.values())
+    adapter = enclosing_adapter(model, name)
+    if adapter is not None and calls_layers_only(adapter):
+        return users == 1
     path = name.split(".")
     parents = [model.get_submodule(".".join(path[:end])) for end in range(len(path) if name else 0)]
     return users == 1 and all(type(parent).__module__.startswith("torch.") for parent in parents)
@@ -412,7 +431,7 @@ def describe(model: nn.Module) -> ConversionTable:
     (the network)  Linear  NormalAffine()  channel    4           8
                                                                   8
     """
-    return ConversionTable(
+    table = ConversionTable(
         Conversion(
             name or "(the network)",
             type(model.get_submodule(name)).__name__,
@@ -423,3 +442,5 @@ def describe(model: nn.Module) -> ConversionTable:
         )
         for name, noise in layers_with_noise(model).items()
     )
+    table.share = matrix_share(model)[0]
+    return table

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flowbnn.batches import call, repeat_each, tensors_of
+from flowbnn.batches import call, repeat, repeat_each, tensors_of
 from flowbnn.distributions import Divergence
 from flowbnn.errors import FlowBNNError
 from flowbnn.likelihoods.base import Likelihood
@@ -142,18 +142,20 @@ class ELBO:
             inputs: Tensor, or tuple or mapping of tensors, with the examples on the first axis.
             targets: Targets of the batch.
             scale: Factor of beta, for warm-up.
-            samples: Number of draws per example.
+            samples: Number of draws per example, or per batch if the examples interact.
             forward: Function that runs the network, if that is a wrapper around ``model`` (torch's DDP).
             check: If True, checks that the targets fit the outputs. The check synchronizes with the device.
 
         Returns:
             The terms of the ELBO.
         """
-        if samples > 1:
+        layers, shard = noise_layers(model), current_row_shard()
+        one_draw = any(layer.layout.one_draw for layer in layers.values())
+        if samples > 1 and not one_draw:
             inputs, targets = repeat_each(inputs, samples), repeat_each(targets, samples)
-        layers, tensors, shard = noise_layers(model), tensors_of(inputs), current_row_shard()
-        modes = current_modes(layers.values())
+        modes, tensors = current_modes(layers.values()), tensors_of(inputs)
         rows = tensors[0].shape[0] if tensors and tensors[0].ndim else 0
+        rows = min(rows, 1) if one_draw else rows
         # shapes of the global batch, so that all processes draw the same noise
         shapes = self._shapes_for(rows if shard is None else shard.global_rows(rows))
         prepared, divergence = (draw_with_kl(layers, rows, modes, shapes) if rows else None) or (None, None)
@@ -161,6 +163,11 @@ class ELBO:
             outputs = call(model, inputs) if forward is None else forward(inputs)
             if divergence is None:
                 divergence = divergences(layers)
+            if samples > 1 and one_draw:  # examples that interact cannot be repeated in one batch
+                passes = [
+                    call(model, inputs) if forward is None else forward(inputs) for _ in range(samples - 1)
+                ]
+                outputs, targets = torch.cat([outputs, *passes]), repeat(targets, samples)
         if isinstance(targets, Tensor) and targets.shape[:1] != outputs.shape[:1]:
             message = f"outputs {tuple(outputs.shape)} and targets {tuple(targets.shape)} differ in length"
             raise FlowBNNError(message, kind="shape", argument="targets")

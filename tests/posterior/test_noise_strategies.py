@@ -365,5 +365,7 @@ def test_random_numbers_in_the_network_are_drawn_by_each_sample():
     model = fb.to_stochastic(Random(), {"*": fb.noise.NormalAffine()})
     with torch.no_grad():
         noise_layers(model)["layer"].transform[0].raw_log_scale.fill_(-20.0)
-    outputs = sample_outputs(model, torch.zeros(4, 3), 6)
+    with pytest.warns(fb.errors.FlowBNNWarning) as caught:
+        outputs = sample_outputs(model, torch.zeros(4, 3), 6)
+    assert [entry.message.kind for entry in caught] == ["random"]
     assert outputs.std(0).min() > 1e-3

@@ -25,6 +25,7 @@ from flowbnn.methods.variational.noisy_network import NoisyNetwork
 from flowbnn.networks import copy_network
 from flowbnn.noise import Noise, NormalAffine, Recipe, noise_layers
 from flowbnn.noise.flow_noise import InputNoise
+from flowbnn.noise.inspection import check_called, remove_noise_without_gradient
 from flowbnn.noise.joint import MAX_DENSE_DIM, check_size, independent_vectors
 from flowbnn.noise.modes import align_batch_axes
 from flowbnn.posterior.noise import NoisePosterior
@@ -129,7 +130,10 @@ class CalibrationProblem:
         self.data, self.seed = data, seed
         rules = {"*": NormalAffine(prior_scale=prior_scale)} if rules is None else rules
         self.rules = _update_rules(rules, joint=None)
-        layers = noise_layers(self._add_noise(self.rules))
+        network, inputs = self._add_noise(self.rules), take(data.inputs, 0, BATCH_SIZE)
+        self.rules |= dict.fromkeys(remove_noise_without_gradient(network, inputs))
+        check_called(network, align_batch_axes(network, inputs))
+        layers = noise_layers(network)
         for name, noise in layers.items():
             _check_gaussian(name, noise)
         sizes = [noise.layout.dim for noise in layers.values()]

@@ -23,7 +23,7 @@ from flowbnn.batches import (
     rows,
     split_batch,
 )
-from flowbnn.errors import FlowBNNError, quote_names, warn
+from flowbnn.errors import FlowBNNError
 from flowbnn.likelihoods import (
     ConditionalDensity,
     Likelihood,
@@ -35,11 +35,13 @@ from flowbnn.likelihoods.probabilities import SigmoidRecorder, warn_probabilitie
 from flowbnn.methods.data_summary import DataSummary, check_loader, count_examples, first_batch
 from flowbnn.networks import evaluation_mode
 from flowbnn.noise import Recipe, noise_layers, weight_parameters
-from flowbnn.noise.modes import align_batch_axes, record_noise_inputs
+from flowbnn.noise.inspection import inspect_noise
+from flowbnn.noise.modes import record_noise_inputs, share_draws_in_batches
 from flowbnn.objectives import mean_log_prob
 from flowbnn.options import Count, call_factory, options
 from flowbnn.posterior.base import Posterior
 from flowbnn.posterior.prediction import check_rows, new_seed
+from flowbnn.posterior.trace import examples_interact
 from flowbnn.regression import noise_at_mean, set_noise_scale, standardize_targets, warn_repeated_targets
 from flowbnn.training import Clock, History, TrainingOptions, train
 
@@ -159,6 +161,7 @@ class PreparedFit:
         check_batch: Function that checks the targets of a batch.
         data: Summary of the training data.
         idle_layers: Layers with noise that the network never calls.
+        rows_interact: Whether outputs depend on other examples of the batch. One draw of the noise then serves a whole batch.
     """
 
     likelihood: Likelihood
@@ -167,6 +170,7 @@ class PreparedFit:
     check_batch: Callable[[Any], None]
     data: DataSummary
     idle_layers: list[str]
+    rows_interact: bool
 
 
 def prepare(
@@ -177,10 +181,9 @@ def prepare(
 ) -> PreparedFit:
     """Reads the loader once, runs one batch through the network, and returns the likelihood that fits both.
 
-    A second pass over a few rows determines the axis of the examples in each layer with noise
-    (:func:`~flowbnn.noise.modes.align_batch_axes`). A likelihood in the options is copied, because its noise is learned. If the
-    weights will be trained, a fresh network is rescaled to the units of real-valued targets
-    (:func:`~flowbnn.regression.standardize_targets`).
+    Further passes over a few rows inspect the layers with noise (:func:`~flowbnn.noise.inspection.inspect_noise`). A likelihood in the
+    options is copied, because its noise is learned. If the weights will be trained, a fresh network is rescaled to the units of
+    real-valued targets (:func:`~flowbnn.regression.standardize_targets`).
 
     Args:
         model: Network. Only the scale of its outputs may change.
@@ -211,9 +214,13 @@ def prepare(
         batch_targets = split_batch(batch)[1]
         likelihood.check(row.expand(len(batch_targets), *row.shape[1:]), batch_targets)
 
-    idle_layers = align_batch_axes(model, first.inputs, first.noise_inputs) if noise_layers(model) else []
-    warn_idle_layers(idle_layers)
-    return PreparedFit(likelihood, move(data.inputs, device, dtype), outputs, check_batch, data, idle_layers)
+    idle_layers, rows_interact = list[str](), False
+    if noise_layers(model):
+        idle_layers = inspect_noise(model, first.inputs, first.noise_inputs)
+        rows_interact = examples_interact(model, first.inputs)
+        share_draws_in_batches(model, rows_interact)
+    inputs = move(data.inputs, device, dtype)
+    return PreparedFit(likelihood, inputs, outputs, check_batch, data, idle_layers, rows_interact)
 
 
 class FirstBatch(NamedTuple):
@@ -273,13 +280,6 @@ def run_first_batch(
             return outputs
         except FlowBNNError as error:
             raise FlowBNNError(f"the {name} does not fit: {error}", **error.fields) from error.__cause__
-
-
-def warn_idle_layers(layers: list[str]) -> None:
-    """Warns if layers have noise but are never called, so that their noise has no effect."""
-    if layers:
-        text = f"the network never calls layers {quote_names(layers)}, so their noise has no effect; set their rules to None"
-        warn(text, kind="idle", layers=layers)
 
 
 # -------------------- training

@@ -26,6 +26,7 @@ from flowbnn.methods.mcmc.potential import gather_data
 from flowbnn.methods.mode_mixture import Covariance, ModeBase, ModeNoise
 from flowbnn.methods.variational.noisy_network import NoisyNetwork
 from flowbnn.noise import noise_layers
+from flowbnn.noise.inspection import check_called, remove_noise_without_gradient
 from flowbnn.noise.joint import independent_vectors
 from flowbnn.noise.modes import align_batch_axes
 from flowbnn.options import Count, Positive, accepts_options_of, options
@@ -145,7 +146,8 @@ class ModeEnsemble(Method):
         """Returns a copy of the network with noise whose distribution can hold the modes."""
         recipe = ModeNoise(modes=self.members, covariance=covariance, prior_scale=scale, side=self.side)
         noisy_model = to_stochastic(model, {self.layers or "*": recipe})
-        align_batch_axes(noisy_model, first_inputs)
+        remove_noise_without_gradient(noisy_model, first_inputs)
+        check_called(noisy_model, align_batch_axes(noisy_model, first_inputs))
         for layer in noise_layers(noisy_model).values():
             layer.fitted = True
         return noisy_model.eval()

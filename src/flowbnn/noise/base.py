@@ -194,17 +194,19 @@ class Noise(nn.Module, ABC):
         return memo[self.key].view(mode.samples, *at, self.layout.dim)
 
     def _example_vectors(self, context: NoiseContext, rows: int, at: Shape) -> Tensor:
-        """Returns a draw of its own for every example, ``[rows, *at, dim]``."""
+        """Returns a draw of its own for every example, ``[rows, *at, dim]``, or one for all if the examples interact."""
         forward, generator = context.forward, context.modes[self.key].generator
         serves = forward is not None and forward.reuses_draws()
-        if context.prepared is not None and context.prepared.required:
+        required = context.prepared is not None and context.prepared.required
+        one_draw = self.layout.one_draw and not required
+        if required:
             draws = forward.draws.get(self.key) if forward is not None and serves else None
             if draws is None or forward is None or len(draws) != forward.split_rows(rows)[0]:
                 text = f"a layer of {rows} rows has no batch axis or runs twice (activation checkpointing); set its rule to None"
                 raise FlowBNNError(text, kind="unsupported", argument="rules")
         if forward is None or not serves:
-            return self.draw_rows(rows, at, generator, context.shard)
-        examples, times = forward.split_rows(rows)
+            return self.draw_rows(1 if one_draw else rows, at, generator, context.shard)
+        examples, times = (1, 1) if one_draw else forward.split_rows(rows)
         if self.site == "channel":
             vectors = forward.draws.get(self.key)
             if vectors is None or len(vectors) != examples:

@@ -28,6 +28,7 @@ class Layout(NamedTuple):
             output instead, which saves the gradient of the images, and at prediction all passes of the layer but one.
         examples_first: If the network flattens time steps or frames into the rows, True if all rows of one example are adjacent
             (``x.flatten(0, 1)`` of examples first), and False if all examples of one step are.
+        one_draw: True if one draw serves all examples of a batch in training, because the examples interact.
     """
 
     dim: int
@@ -38,6 +39,7 @@ class Layout(NamedTuple):
     split: tuple[int, ...] = ()
     fan_out: int = 0
     examples_first: bool = True
+    one_draw: bool = False
 
 
 def is_unmodified(module: nn.Module, kind: type[nn.Module]) -> bool:
@@ -80,6 +82,22 @@ _LAYOUTS: dict[type[nn.Module], Callable[..., Layout]] = {
     nn.Embedding: lambda m: Layout(m.embedding_dim, side="output"),
     nn.EmbeddingBag: lambda m: Layout(m.embedding_dim, side="output"),
 }
+# linear layers of libraries that need not be installed, by the full name of the class
+_NAMED_LAYOUTS: dict[str, Callable[..., Layout]] = {
+    "transformers.pytorch_utils.Conv1D": lambda m: Layout(
+        m.weight.shape[0]
+    ),  # GPT-2; its weight is transposed
+    "torch_geometric.nn.dense.linear.Linear": lambda m: Layout(m.in_channels),
+}
+
+
+def _layout_function(module: nn.Module) -> Callable[..., Layout] | None:
+    """Returns the function of the nearest registered class of a module, or None."""
+    for kind in type(module).__mro__:
+        function = _LAYOUTS.get(kind) or _NAMED_LAYOUTS.get(f"{kind.__module__}.{kind.__qualname__}")
+        if function is not None:
+            return function
+    return None
 
 
 def register_layer(kind: type[nn.Module], layout: Callable[..., Layout]) -> None:
@@ -105,7 +123,7 @@ def register_layer(kind: type[nn.Module], layout: Callable[..., Layout]) -> None
 
 def wrappable(module: nn.Module) -> bool:
     """Returns True if a layer can have noise."""
-    return any(kind in _LAYOUTS for kind in type(module).__mro__)
+    return _layout_function(module) is not None
 
 
 def wrappable_layers(model: nn.Module) -> dict[str, Any]:
@@ -116,7 +134,8 @@ def wrappable_layers(model: nn.Module) -> dict[str, Any]:
 
 def layout_of(module: nn.Module) -> Layout:
     """Returns the layout of the nearest registered class of ``module``."""
-    layout = next((_LAYOUTS[kind](module) for kind in type(module).__mro__ if kind in _LAYOUTS), None)
+    function = _layout_function(module)
+    layout = None if function is None else function(module)
     if layout is not None and layout.dim > 0:
         return layout
     reason = "has no input width yet; run one batch through the lazy network first"

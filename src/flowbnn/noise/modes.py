@@ -143,6 +143,17 @@ def parameter_groups(
 # -------------------- axis of the examples
 
 
+def share_draws_in_batches(model: nn.Module, shared: bool) -> None:
+    """Sets whether one draw of the noise serves all examples of a batch in training, because the examples interact.
+
+    Args:
+        model: Network with noise, whose layers are changed in place.
+        shared: True for one draw per batch, False for one draw per example.
+    """
+    for layer in noise_layers(model).values():
+        layer.layout = layer.layout._replace(one_draw=shared)
+
+
 def align_batch_axes(
     model: nn.Module, inputs: Any, layer_inputs: Mapping[str, Tensor] | None = None
 ) -> list[str]:
@@ -161,10 +172,12 @@ def align_batch_axes(
     """
     layers, size = noise_layers(model), rows(inputs)
     first = _noise_inputs(model, inputs) if layer_inputs is None else layer_inputs
-    idle = [name for name in layers if first and name not in first]
+    if first is None:
+        return []
+    idle = [name for name in layers if name not in first]
     few = min(2, size - 1)
     # without the first row, so that an input that depends on the examples changes
-    second = _noise_inputs(model, take(inputs, 1, 1 + few)) if few else {}
+    second = (_noise_inputs(model, take(inputs, 1, 1 + few)) if few else None) or {}
     for name, layer in layers.items():
         if name in first and name in second and first[name].ndim == second[name].ndim:
             _align_layer(name, layer, first[name], second[name], size, few)
@@ -205,11 +218,11 @@ def record_noise_inputs(model: nn.Module) -> Iterator[dict[str, Tensor]]:
         recorded.setdefault(name, value if isinstance(value, Tensor) else torch.empty(0))
 
 
-def _noise_inputs(model: nn.Module, inputs: Any) -> dict[str, Tensor]:
-    """Returns what the noise of every layer multiplies, or nothing if the network fails on these inputs."""
+def _noise_inputs(model: nn.Module, inputs: Any) -> dict[str, Tensor] | None:
+    """Returns what the noise of every layer multiplies, or None if the network fails on these inputs."""
     try:
         with record_noise_inputs(model) as recorded, evaluation_mode(model), noise_mode(model, "off"):
             call(model, inputs)
     except Exception:  # a network for batches of one size: its layers stay as they are
-        return {}
+        return None
     return recorded

@@ -77,6 +77,11 @@ class NoisePosterior(Posterior):
     supports_compile = True
     calibration: Calibration | None = None  # set by fb.calibrate
     report: FitReport | None = None  # set by fb.fit
+    rows_interact: bool = False  # True if outputs depend on other rows of a batch, found by fb.fit
+
+    def set_rows_interact(self, rows_interact: bool) -> None:
+        """Sets whether outputs depend on other rows of a batch, as in a graph. All rows then share the draws of a prediction."""
+        self.rows_interact = self.requires_shared = rows_interact
 
     def outputs(self, inputs: Any, samples: range, prediction: Prediction) -> Tensor:
         """Returns the outputs of some samples by the strategy that suits the network: compiled, vmap or sequential."""
@@ -148,12 +153,14 @@ class NoisePosterior(Posterior):
         return torch.stack(densities).sum(0)
 
     def settings(self) -> dict[str, Any]:
-        return {"report": None if self.report is None else self.report.to_dict()}
+        report = None if self.report is None else self.report.to_dict()
+        return {"report": report, "rows_interact": self.rows_interact}
 
     @classmethod
     def from_state(cls, point: Posterior, state: dict[str, Tensor], settings: dict[str, Any]) -> Self:
         posterior, report = cls(point.model, point.likelihood, point.history), settings.get("report")
         posterior.report = None if report is None else FitReport.from_dict(report)
+        posterior.set_rows_interact(bool(settings.get("rows_interact", False)))
         return posterior
 
     def document(self) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from typing import Any, Literal, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from flowbnn.batches import (
     call,
@@ -23,7 +24,7 @@ from flowbnn.batches import (
     take,
     tensors_of,
 )
-from flowbnn.errors import FlowBNNError, pluralize, warn
+from flowbnn.errors import FlowBNNError, pluralize, quote_names, warn
 from flowbnn.likelihoods import Likelihood
 from flowbnn.networks import evaluation_mode
 from flowbnn.noise import Noise
@@ -233,6 +234,7 @@ class Prediction:
             if trace is None:
                 return ForwardTrace(1)
             self.cache.values[key] = trace
+            self.warn_dependence(trace, inputs)
         if not self.row_limit:
             rows_in_memory = self.free_bytes() // max(1, 3 * trace.bytes_per_row)
             self.row_limit = self.options.max_batch or int(min(max(rows_in_memory, 16), 2**17))
@@ -247,6 +249,28 @@ class Prediction:
             reserved = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
             free += reserved // 2
         return min(free, PASS_BYTES["cuda"])
+
+    def warn_dependence(self, trace: ForwardTrace, inputs: Any) -> None:
+        """Warns, once per posterior, if a seed does not determine predictions, or if they depend on how inputs are batched."""
+        text, layers = "", list[str]()
+        if trace.dependence == "random":
+            text = (
+                "the network draws random numbers of its own, so predictions with the same seed differ; in evaluation mode turn off "
+                "functions such as F.dropout (training=self.training) and torch.randn"
+            )
+        elif trace.dependence == "rows" and has_row_axis(inputs):
+            text = "the outputs of the network depend on the other rows of a batch, so predictions depend on how inputs are batched"
+            modules = self.source_model.named_modules()
+            layers = [
+                name
+                for name, module in modules
+                if isinstance(module, _BatchNorm) and module.running_mean is None
+            ]
+            if layers:
+                text += f"; use track_running_stats=True in {quote_names(layers)}"
+        if text:
+            kind = "batch" if trace.dependence == "rows" else "random"
+            self.cache.get(("warning", kind), lambda: warn(text, kind=kind, layers=layers))
 
     def attempt(self, work: Callable[[], Result], num_rows: int) -> Result | None:
         """Returns the result of ``work`` on ``num_rows`` rows, or halves the row limit and returns None if memory ran out."""

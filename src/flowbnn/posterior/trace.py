@@ -4,14 +4,14 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from flowbnn.batches import call, is_out_of_memory, rows
+from flowbnn.batches import apply, call, device_of, has_row_axis, is_out_of_memory, rows, take
 from flowbnn.networks import evaluation_mode, watch_modules
 from flowbnn.noise import Noise, noise_layers
 from flowbnn.noise.base import make_noise_modes
@@ -31,6 +31,9 @@ def try_call(work: Callable[[], Result]) -> Result | Exception:
         return error
 
 
+Dependence = Literal["none", "rows", "random"]
+
+
 @dataclass
 class ForwardTrace:
     """Measurements of one forward pass.
@@ -43,6 +46,7 @@ class ForwardTrace:
         prefix_share: Share of these operations before the first noise.
         noise_shapes: Layer key, number of earlier calls, and positions of each draw, in the order of the pass.
         image_layers: True if the network has layers for which vmap needs :class:`~flowbnn.posterior.vmap_rules.VmapRules`.
+        dependence: Result of :func:`find_dependence` on these rows.
         error: Error that the network raised, or None.
         vmap_works: True once vmap has run on such inputs.
         vmap_error: Message of the error that vmap raised; empty if there was none.
@@ -56,6 +60,7 @@ class ForwardTrace:
     prefix_share: float = 0.0
     noise_shapes: list[tuple[int, int, Shape]] = field(default_factory=list)
     image_layers: bool = False
+    dependence: Dependence = "none"
     error: Exception | None = None
     vmap_works: bool = False
     vmap_error: str = ""
@@ -135,7 +140,89 @@ def trace_forward(model: nn.Module, inputs: Any) -> ForwardTrace:
         return trace
     trace.flops_per_row, trace.noise_shapes = counter.total / trace.rows, probe.shapes
     trace.prefix_share = probe.prefix_flops / counter.total if counter.total else 0.0
+    with evaluation_mode(model), context:
+        trace.dependence = find_dependence(partial(call, model), inputs, outputs)
     return trace
+
+
+def find_dependence(
+    forward: Callable[[Any], Tensor], inputs: Any, outputs: Tensor | None = None
+) -> Dependence:
+    """Finds what the outputs of a network depend on beside their own row of the inputs, from a pass in which other rows are replaced.
+
+    Args:
+        forward: Function that runs the network, with its noise fixed.
+        inputs: Few rows of inputs.
+        outputs: Outputs for these inputs, if they are known.
+
+    Returns:
+        ``"rows"`` if outputs depend on other rows, ``"random"`` if two passes over the same inputs differ, otherwise ``"none"``. A
+        network that fails on the replaced rows counts as ``"none"``.
+
+    >>> x = torch.arange(8.0).view(4, 2)
+    >>> find_dependence(torch.exp, x), find_dependence(lambda x: x - x.mean(0), x)
+    ('none', 'rows')
+    """
+    total = rows(inputs)
+    order = torch.randperm(total, generator=torch.Generator().manual_seed(0))
+    kept, replaced = order[: (total + 1) // 2], order[(total + 1) // 2 :]
+    source = torch.arange(total)
+    source[replaced] = kept[: len(replaced)]
+
+    def replace_rows(tensor: Tensor) -> Tensor:
+        return tensor[source.to(tensor.device)] if tensor.shape[:1] == (total,) else tensor
+
+    def differs(first: Tensor, second: Tensor | Exception) -> bool:
+        if isinstance(second, Exception) or first.shape != second.shape or first.shape[:1] != (total,):
+            return False
+        index = kept.to(first.device)
+        tolerance = max(1e-4, 10.0 * torch.finfo(first.dtype).eps) * float(first.abs().max())
+        return float((first - second)[index].abs().max()) > tolerance  # False for NaN
+
+    outputs = forward(inputs) if outputs is None else outputs
+    if not outputs.is_floating_point():
+        return "none"
+    state = _generator_state(outputs.device)
+    changed = differs(outputs, try_call(partial(forward, apply(inputs, replace_rows))))
+    # dropout may draw the same mask again, so a network that draws runs several times
+    tries = 1 if torch.equal(state, _generator_state(outputs.device)) else 8
+    if (changed or tries > 1) and any(
+        differs(outputs, try_call(partial(forward, inputs))) for _ in range(tries)
+    ):
+        return "random"
+    return "rows" if changed else "none"
+
+
+def _generator_state(device: torch.device) -> Tensor:
+    """Returns the state of torch's global generator of a device."""
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+
+
+def examples_interact(model: nn.Module, inputs: Any, max_rows: int = 8) -> bool:
+    """Returns True if outputs of a network in evaluation mode depend on other examples of the batch, as in a graph.
+
+    Random numbers that the network draws are the same in all passes.
+
+    Args:
+        model: Network. Its noise is off.
+        inputs: Batch of inputs on the device of the network.
+        max_rows: Number of examples to run, unless they cannot be separated.
+    """
+    if has_row_axis(inputs) and rows(inputs) > max_rows:
+        inputs = take(inputs, 0, max_rows)
+    if rows(inputs) < 2:
+        return False
+    devices = [device] if (device := device_of(model)).type == "cuda" else []
+
+    def forward(batch: Any) -> Tensor:
+        with torch.random.fork_rng(devices):
+            torch.manual_seed(0)
+            return call(model, batch)
+
+    modes = make_noise_modes(layers, "off") if (layers := noise_layers(model)) else {}
+    with evaluation_mode(model), NoiseContext(modes, sharded=False):
+        dependence = try_call(partial(find_dependence, forward, inputs))
+    return dependence == "rows"
 
 
 def _size(values: Any) -> int:

@@ -79,6 +79,7 @@ def fit_noise(model: nn.Module, loader: Iterable[Any], options: NoiseFitOptions)
     rates = choose_length_and_rates(options, loader, learns_noise(likelihood))
     objective = ELBO(likelihood, prepared.data.require_num_examples(), options.beta, options.gamma)
     posterior = NoisePosterior(model, likelihood)
+    posterior.set_rows_interact(prepared.rows_interact)
     settings = {name: getattr(options, name) for name in ("beta", "gamma", "warmup", "repeats")}
     with noise_mode(model, "sample"):
         posterior.history = train_posterior(

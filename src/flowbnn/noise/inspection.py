@@ -1,0 +1,224 @@
+"""Inspection of a network with noise: layers that are never called or that no gradient reaches, and weights without noise."""
+
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flowbnn.batches import call, device_of, has_row_axis, rows, take
+from flowbnn.errors import FlowBNNError, quote_names, warn
+from flowbnn.networks import evaluation_mode
+from flowbnn.noise.base import Noise, make_noise_modes, noise_layers
+from flowbnn.noise.contexts import NoiseContext, NoiseGroup, Shape
+from flowbnn.noise.joint import JointPart
+from flowbnn.noise.modes import align_batch_axes
+
+
+class GradientProbe:
+    """Source of draws that are one and require gradients.
+
+    Attributes:
+        tensors: Draws of each layer, by layer key.
+    """
+
+    def __init__(self) -> None:
+        self.tensors: dict[int, list[Tensor]] = {}
+
+    def draws(self, layer: Noise, at: Shape, call: int, device: torch.device) -> Tensor:
+        tensor = torch.ones(1, *at, layer.layout.dim, device=device, requires_grad=True)
+        self.tensors.setdefault(layer.key, []).append(tensor)
+        return tensor
+
+
+def layers_without_gradient(model: nn.Module, inputs: Any, max_rows: int = 8) -> list[str]:
+    """Returns the layers that multiply by noise, but through which no gradient of the outputs flows.
+
+    This is the case under ``torch.no_grad()`` or before ``detach()``. Noise that is not trained is left out, such as dropout or frozen
+    noise. The result is empty if the network fails on a few rows.
+
+    Args:
+        model: Network with noise.
+        inputs: Batch of inputs on the device of the network.
+        max_rows: Number of rows to run.
+
+    >>> from flowbnn import to_stochastic
+    >>> from flowbnn.noise import NormalAffine
+    >>> class Head(nn.Module):
+    ...     def __init__(self):
+    ...         super().__init__()
+    ...         self.trunk, self.out = nn.Linear(2, 4), nn.Linear(4, 3)
+    ...     def forward(self, x):
+    ...         return self.out(self.trunk(x).detach())
+    >>> layers_without_gradient(to_stochastic(Head(), {"*": NormalAffine()}), torch.ones(5, 2))
+    ['trunk']
+    """
+    if has_row_axis(inputs) and rows(inputs) > max_rows:
+        inputs = take(inputs, 0, max_rows)
+    with evaluation_mode(model):
+        names = _unreached_layers(model, inputs)
+    if names:  # gradients may be off in evaluation mode only
+        unreached = _unreached_layers(deepcopy(model).train(), inputs)
+        names = [name for name in names if name in unreached]
+    return names
+
+
+def _unreached_layers(model: nn.Module, inputs: Any) -> list[str]:
+    """Returns the layers with trainable noise that the gradient of the outputs does not reach, or nothing if the network fails."""
+    probe, layers = GradientProbe(), noise_layers(model)
+    context = NoiseContext(make_noise_modes(layers, "shared", 1, 0), probe, sharded=False)
+    devices = [device] if (device := device_of(model)).type == "cuda" else []
+    try:
+        with context, torch.random.fork_rng(devices), torch.enable_grad():
+            outputs = call(model, inputs)
+            tensors = [tensor for draws in probe.tensors.values() for tensor in draws]
+            gradients: Sequence[Tensor | None] = [None] * len(tensors)
+            if outputs.requires_grad and tensors:
+                gradients = torch.autograd.grad(outputs.sum(), tensors, allow_unused=True)
+    except (
+        Exception
+    ):  # a network for batches of one size, or one that torch cannot differentiate in its noise
+        return []
+    reached = {
+        id(tensor) for tensor, gradient in zip(tensors, gradients, strict=True) if gradient is not None
+    }
+    return [
+        name
+        for name, noise in layers.items()
+        if noise.key in probe.tensors
+        and not any(id(tensor) in reached for tensor in probe.tensors[noise.key])
+        and any(parameter.requires_grad for parameter in noise.joint_noise.parameters())
+    ]
+
+
+def remove_noise_without_gradient(model: nn.Module, inputs: Any) -> list[str]:
+    """Removes noise that no gradient reaches, so that its layers are plain, and warns.
+
+    Such noise would stay at its initial value or return to its prior, and only disturb the predictions.
+
+    Args:
+        model: Network with noise, which is changed in place.
+        inputs: Batch of inputs on the device of the network.
+
+    Returns:
+        Names of the layers without gradient.
+
+    Raises:
+        FlowBNNError: If all layers have no gradient, or if a layer shares joint noise with others.
+    """
+    names, layers = layers_without_gradient(model, inputs), noise_layers(model)
+    if not names:
+        return []
+    text = f"no gradient reaches the noise of layers {quote_names(names)}, because they run under torch.no_grad() or before detach()"
+    if len(names) == len(layers) or any(isinstance(layers[name], JointPart) for name in names):
+        advice = "give noise to other layers only, or remove torch.no_grad()"
+        raise FlowBNNError(f"{text}; {advice}", kind="gradient", argument="network", layers=names)
+    warn(
+        f"{text}; they are left without noise (to silence this, set their rules to None)",
+        kind="gradient",
+        layers=names,
+    )
+    for name in names:
+        remove_noise(model, name)
+    return names
+
+
+def remove_noise(model: nn.Module, name: str) -> None:
+    """Removes the noise of one layer in place.
+
+    Args:
+        model: Network with noise.
+        name: Name of the layer, whose noise must not be joint.
+    """
+    module, noise = model.get_submodule(name), noise_layers(model)[name]
+    for child_name, child in list(module.named_children()):
+        if child is noise:
+            delattr(module, child_name)
+    for hooks in (module._forward_hooks, module._forward_pre_hooks):
+        for key, hook in list(hooks.items()):
+            if getattr(hook, "__self__", None) is noise:
+                del hooks[key]
+                module._forward_pre_hooks_with_kwargs.pop(key, None)
+    for parent in model.modules():
+        for hook in (*parent._forward_pre_hooks.values(), *parent._forward_hooks.values()):
+            group = getattr(hook, "__self__", None)
+            if isinstance(group, NoiseGroup):
+                group.layers = [layer for layer in group.layers if layer is not noise]
+
+
+def inspect_noise(
+    model: nn.Module, inputs: Any, layer_inputs: Mapping[str, Tensor] | None = None
+) -> list[str]:
+    """Removes noise that cannot be learned, finds the axis of the examples in all other layers, and warns of layers without calls.
+
+    Args:
+        model: Network with noise, which is changed in place.
+        inputs: Batch of inputs on the device of the network.
+        layer_inputs: Inputs of the layers for this batch, see :func:`~flowbnn.noise.modes.align_batch_axes`.
+
+    Returns:
+        Names of the layers that the network never calls.
+
+    Raises:
+        FlowBNNError: If no layer with noise is called, or if no gradient reaches any of them.
+    """
+    remove_noise_without_gradient(model, inputs)
+    idle = align_batch_axes(model, inputs, layer_inputs)
+    check_called(model, idle)
+    if idle:
+        warn(
+            f"the network never calls layers {quote_names(idle)}, so their noise has no effect; set their rules to None",
+            kind="idle",
+            layers=idle,
+        )
+    return idle
+
+
+def check_called(model: nn.Module, idle: Sequence[str]) -> None:
+    """Raises FlowBNNError if the network calls none of its layers with noise.
+
+    Args:
+        model: Network with noise.
+        idle: Layers that the network never calls.
+    """
+    if idle and len(idle) == len(noise_layers(model)):
+        raise FlowBNNError(
+            f"the network never calls layers {quote_names(idle)}, so the noise has no effect; call them in forward instead of reading "
+            "their weights, or give noise to other layers",
+            kind="idle",
+            argument="network",
+            layers=list(idle),
+        )
+
+
+def matrix_share(model: nn.Module) -> tuple[float, list[str]]:
+    """Returns the share of matrix weights in layers with noise, and the classes of the modules that hold the others, largest first."""
+    layers = noise_layers(model)
+    noise = {id(value) for each in layers.values() for value in each.parameters()}
+    reached = {id(value) for name in layers for value in model.get_submodule(name).parameters()}
+    total, sizes, counted = 0, dict[str, int](), set(noise)
+    for module in model.modules():
+        for value in module._parameters.values():
+            if value is None or value.ndim < 2 or id(value) in counted:
+                continue
+            counted.add(id(value))
+            total += value.numel()
+            if id(value) not in reached:
+                kind = type(module).__name__
+                sizes[kind] = sizes.get(kind, 0) + value.numel()
+    share = 1.0 - sum(sizes.values()) / total if total else 1.0
+    return share, sorted(sizes, key=sizes.__getitem__, reverse=True)
+
+
+def warn_mostly_plain(model: nn.Module) -> None:
+    """Warns if most matrix weights are in modules that cannot have noise, although all other layers have it."""
+    share, classes = matrix_share(model)
+    if share < 0.5:
+        warn(
+            f"noise reaches {100 * share:.0f} % of the matrix weights, because {quote_names(classes)} cannot have noise; add these "
+            "classes with flowbnn.noise.register_layer",
+            kind="share",
+            share=share,
+            classes=classes,
+        )
