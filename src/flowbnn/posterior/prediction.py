@@ -260,7 +260,7 @@ class Prediction:
             )
         elif trace.dependence == "rows" and has_row_axis(inputs):
             text = "the outputs of the network depend on the other rows of a batch, so predictions depend on how inputs are batched"
-            modules = self.source_model.named_modules()
+            modules = self.model.named_modules()
             layers = [
                 name
                 for name, module in modules
