@@ -206,8 +206,9 @@ class Posterior:
                                 batch,
                                 len(samples),
                                 rule,
-                                self._predictive,
+                                self._round_predictive,
                             )
+                    outputs = self._finish_batch(batch, outputs, prediction)
                     if collector is None:
                         return outputs, counts, None
                     collector.add(outputs, counts, targets)
@@ -228,6 +229,14 @@ class Posterior:
             message = f"{argument} requires shared=True"
         if argument:
             raise FlowBNNError(message, kind="unsupported", argument=argument)
+
+    def _finish_batch(self, inputs: Any, outputs: Tensor, prediction: Prediction) -> Tensor:
+        """Returns the outputs for a batch as they are collected. A subclass may append columns for :meth:`_predictive`."""
+        return outputs
+
+    def _round_predictive(self, outputs: Tensor) -> Any:
+        """Returns the predictive distribution after a round of adaptive sampling, of outputs before :meth:`_finish_batch`."""
+        return self._predictive(outputs)
 
     def _predictive(self, outputs: Tensor, sample_counts: Tensor | None = None) -> Any:
         """Returns the predictive distribution of outputs under the likelihood."""

@@ -144,19 +144,22 @@ class GatedPosterior(Posterior):
         """Returns the outputs of the inner posterior."""
         return self.posterior.outputs(inputs, samples, prediction)
 
-    def _sample_outputs(self, inputs: Any, prediction: Prediction) -> tuple[Tensor, Tensor | None]:
+    def _finish_batch(self, inputs: Any, outputs: Tensor, prediction: Prediction) -> Tensor:
         """Returns outputs with the log-densities of the inputs as a further column, so that both are collected together."""
-        outputs, sample_counts = self.posterior._sample_outputs(inputs, prediction)
+        outputs = self.posterior._finish_batch(inputs, outputs, prediction)
         outputs = outputs.unsqueeze(-1) if outputs.ndim == 2 else outputs
         if outputs.ndim != 3:
             text = (
                 f"a gated posterior needs outputs of shape (batch, outputs), got {tuple(outputs.shape[1:])}"
             )
             raise FlowBNNError(text, kind="outputs", argument="posterior")
-        scores = self.gate.scores(inputs, prediction.eval_model).to(outputs)
+        scores = self.gate.scores(inputs, prediction.model).to(outputs)
         lowest = torch.finfo(outputs.dtype).min
         scores = scores.nan_to_num(lowest).clamp_min(lowest).expand(len(outputs), -1)
-        return torch.cat([outputs, scores.unsqueeze(-1)], -1), sample_counts
+        return torch.cat([outputs, scores.unsqueeze(-1)], -1)
+
+    def _round_predictive(self, outputs: Tensor) -> Any:
+        return self.posterior._round_predictive(outputs)
 
     def _predictive(self, outputs: Tensor, sample_counts: Tensor | None = None) -> Any:
         predictive = self.posterior._predictive(outputs[..., :-1], sample_counts)
@@ -172,7 +175,7 @@ class GatedPosterior(Posterior):
             inputs: Inputs of the network.
         """
         with Prediction(self.model, PredictOptions(), self.default_samples, self.cache) as prediction:
-            return self.gate.is_unfamiliar(self.gate.scores(inputs, prediction.eval_model))
+            return self.gate.is_unfamiliar(self.gate.scores(inputs, prediction.model))
 
     def networks(self, samples: int, seed: int | None = None) -> list[nn.Module]:
         """Returns networks of the inner posterior, without the gate."""
