@@ -27,11 +27,11 @@ def test_training_flags_of_all_modules_are_restored(mode):
         mode
     )
     network[1].training = not mode
-    before = [part.training for part in network.modules()]
+    before = [module.training for module in network.modules()]
     with evaluation_mode(network):
-        assert not any(part.training for part in network.modules())
+        assert not any(module.training for module in network.modules())
         assert not torch.is_grad_enabled()
-    assert [part.training for part in network.modules()] == before
+    assert [module.training for module in network.modules()] == before
     assert torch.is_grad_enabled()
 
 
@@ -45,7 +45,7 @@ def test_training_flags_are_restored_after_an_error():
 
     with pytest.raises(RuntimeError, match="in the pass"):
         changed()
-    assert not any(part.training for part in network.modules())
+    assert not any(module.training for module in network.modules())
 
 
 def test_a_network_in_evaluation_mode_is_not_changed():

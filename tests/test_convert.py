@@ -273,8 +273,8 @@ def test_autocast_keeps_the_flow_in_float32():
     bayesian = to_stochastic(mlp(), {"*": NormalGlow(1)})
     dtypes = []
     for layer in noise_layers(bayesian).values():
-        for part in layer.transform:
-            part.register_forward_hook(lambda module, args, output: dtypes.append(output[0].dtype))
+        for step in layer.transform:
+            step.register_forward_hook(lambda module, args, output: dtypes.append(output[0].dtype))
     with torch.autocast("cpu", dtype=torch.bfloat16):
         bayesian(torch.ones(2, 4))
     assert set(dtypes) == {torch.float32}

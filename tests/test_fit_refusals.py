@@ -85,7 +85,7 @@ def test_overflow_in_half_precision_suggests_single_precision():
     assert posterior.predict(x, samples=2).probabilities.shape == (5, 3)
     error = refused(lambda: posterior.predict(x, samples=2, precision="16-mixed"))
     assert (error.kind, error.fields["inputs"]) == ("not finite", 5)
-    assert all(part in str(error) for part in ("layer '0'", "precision='32-true'"))
+    assert all(words in str(error) for words in ("layer '0'", "precision='32-true'"))
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])

@@ -267,7 +267,7 @@ def test_standardization_with_small_batches(size):
     assert fb.MLE(epochs=1).fit(network(), few, seed=0, **QUIET).model.flowbnn_scale.item() > 100
 
 
-def fixed(noise):
+def with_noise(noise):
     return {"likelihood": Gaussian(noise=noise), "seed": 0, **QUIET}
 
 
@@ -283,7 +283,7 @@ def test_warning_if_the_noise_scale_differs_from_the_residuals(method):
     """The residuals of such a short fit are 0.1 to 0.6."""
     for noise in (1.0, 0.005):
         with pytest.warns(FlowBNNWarning) as caught:
-            method.fit(network(), batches(), **fixed(noise))
+            method.fit(network(), batches(), **with_noise(noise))
         named = of_kind(caught, "noise_level")[0]
         assert named.fields["level"] == pytest.approx(noise)
         assert not 1 / 1.5 < named.fields["residuals"] / noise < 1.5
@@ -296,7 +296,7 @@ def test_no_warning_if_the_noise_scale_agrees_with_the_residuals(method):
         fitted = method.fit(network(), batches(), seed=0, **QUIET)
         size = residual(fitted.sample(0), curve(500, 0))
         for factor in (0.8, 1.25):
-            fb.MLE(epochs=0).fit(fitted.sample(0), batches(), **fixed(factor * size))
+            fb.MLE(epochs=0).fit(fitted.sample(0), batches(), **with_noise(factor * size))
     assert not of_kind(caught, "noise_level")
 
 
@@ -353,7 +353,7 @@ def test_frozen_noise_stays_in_every_method(method):
 @pytest.mark.parametrize("center", [1e6, 1e9])
 def test_the_noise_scale_of_targets_far_from_zero(center):
     """The mean is at least a million standard deviations, which double precision resolves."""
-    x, y = (part.double() for part in curve(500, 0))
+    x, y = (tensor.double() for tensor in curve(500, 0))
     loader = TensorLoader(x, y + center, batch_size=50, shuffle=True)
     near = fb.MLE(epochs=3, lr=0.02).fit(
         network().double(), TensorLoader(x, y, batch_size=50), seed=0, **QUIET

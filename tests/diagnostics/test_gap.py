@@ -8,7 +8,7 @@ import flowbnn as fb
 
 def test_gap_is_split_into_correlation_within_and_across_layers(problem):
     precision = problem.precision
-    blocks = [torch.linalg.slogdet(precision[part, part])[1] for part in (slice(0, 3), slice(3, 5))]
+    blocks = [torch.linalg.slogdet(precision[block, block])[1] for block in (slice(0, 3), slice(3, 5))]
     diagonal, full = precision.diagonal().log().sum(), torch.linalg.slogdet(precision)[1]
     within, across = 0.5 * float(diagonal - sum(blocks)), 0.5 * float(sum(blocks) - full)
     assert min(within, across) > 0.1

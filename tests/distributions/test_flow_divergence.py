@@ -29,16 +29,16 @@ def test_terms_of_the_kl_cancel_for_each_draw_near_the_prior():
     dim, draws = 64, 16
     q, prior = Flow(normal(dim), near_identity(dim)), normal(dim)
     generator = torch.Generator().manual_seed(1)
-    paired, mixed = [], []
+    paired, unpaired = [], []
     for _ in range(200):
         state = generator.get_state()
         paired.append(divergence(q, prior, draws, generator).kl)
         x, log_det = q.transform(q.base.rsample((draws,), generator.set_state(state)))
-        mixed.append((-prior.log_prob(x) - log_det).mean(0) - q.base.entropy())
-    paired, mixed = torch.stack(paired), torch.stack(mixed)
-    assert mixed.std() == pytest.approx((dim / 2 / draws) ** 0.5, rel=0.2)
-    assert paired.std() < 0.15 * mixed.std()
-    error = (mixed - paired).mean() / (mixed - paired).std() * 200**0.5
+        unpaired.append((-prior.log_prob(x) - log_det).mean(0) - q.base.entropy())
+    paired, unpaired = torch.stack(paired), torch.stack(unpaired)
+    assert unpaired.std() == pytest.approx((dim / 2 / draws) ** 0.5, rel=0.2)
+    assert paired.std() < 0.15 * unpaired.std()
+    error = (unpaired - paired).mean() / (unpaired - paired).std() * 200**0.5
     assert error.abs() < 4, "both must estimate the same number"
 
 
@@ -67,9 +67,9 @@ def test_gradients_equal_those_of_the_mixed_estimate():
     parameters = list(q.transform.parameters())
     result = divergence(q, prior, 8, torch.Generator().manual_seed(0)).kl
     x, log_det = q.transform(q.base.rsample((8,), torch.Generator().manual_seed(0)))
-    mixed = (-prior.log_prob(x) - log_det).mean(0)
+    unpaired = (-prior.log_prob(x) - log_det).mean(0)
     for first, second in zip(
-        torch.autograd.grad(result, parameters), torch.autograd.grad(mixed, parameters), strict=True
+        torch.autograd.grad(result, parameters), torch.autograd.grad(unpaired, parameters), strict=True
     ):
         torch.testing.assert_close(first, second, rtol=0, atol=1e-12)
 

@@ -136,13 +136,13 @@ def test_axes_are_saved(case, tmp_path):
 
 def test_masks_have_the_moments_of_dropout():
     x = torch.ones(3, 2000)
-    for part in (nn.Dropout(0.3), nn.AlphaDropout(0.3)):
-        masked = MaskedDropout(part, [0])
+    for layer in (nn.Dropout(0.3), nn.AlphaDropout(0.3)):
+        masked = MaskedDropout(layer, [0])
         masked.seed = 1
-        drawn, truth = masked(part, (x,), x), part(torch.ones(200, 2000))
-        assert torch.equal(drawn[0], drawn[1])
-        assert set(drawn.unique().mul(1e4).round().tolist()) == set(truth.unique().mul(1e4).round().tolist())
-        assert abs(float(drawn[0].mean() - truth.mean())) < 4 * float(truth.std()) / 2000**0.5
+        output, truth = masked(layer, (x,), x), layer(torch.ones(200, 2000))
+        assert torch.equal(output[0], output[1])
+        assert set(output.unique().mul(1e4).round().tolist()) == set(truth.unique().mul(1e4).round().tolist())
+        assert abs(float(output[0].mean() - truth.mean())) < 4 * float(truth.std()) / 2000**0.5
     maps = MaskedDropout(nn.Dropout2d(0.5), [0])(None, (), torch.ones(2, 50, 4, 4))
     assert torch.equal(maps, maps[:1, :, :1, :1].expand_as(maps))
 

@@ -84,13 +84,13 @@ def test_noise_of_a_trained_network_is_fitted_to_its_residuals():
     posterior = fb.MAP(epochs=0).fit(network, loader(data), **QUIET)
     residual = data.tensors[1] - network(data.tensors[0])
     assert torch.allclose(posterior.likelihood.log_scale.exp(), residual.square().mean(0).sqrt(), rtol=1e-5)
-    fixed = fb.likelihoods.Gaussian(dim=2)
-    nn.init.constant_(fixed.log_scale, 0.3)
-    fixed.requires_grad_(False)
+    fixed_noise = fb.likelihoods.Gaussian(dim=2)
+    nn.init.constant_(fixed_noise.log_scale, 0.3)
+    fixed_noise.requires_grad_(False)
     with pytest.warns(fb.errors.FlowBNNWarning) as caught:
-        posterior = fb.MAP(epochs=0).fit(network, loader(data), likelihood=fixed, **QUIET)
+        posterior = fb.MAP(epochs=0).fit(network, loader(data), likelihood=fixed_noise, **QUIET)
     assert of_kind(caught, "noise_level")[0].fields["target"] == 1
-    assert torch.equal(posterior.likelihood.log_scale, fixed.log_scale)
+    assert torch.equal(posterior.likelihood.log_scale, fixed_noise.log_scale)
 
 
 def test_sample_is_a_copy_of_the_network():

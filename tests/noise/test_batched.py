@@ -35,12 +35,14 @@ class Checkpointed(nn.Module):
         self.save_memory, self.reentrant, self.seen = False, False, []
 
     def forward(self, x):
-        def part(h):
+        def block(h):
             hidden = torch.tanh(self.first(h))
             self.seen.append(hidden.detach().clone())
             return self.second(hidden)
 
-        return self.third(checkpoint(part, x, use_reentrant=self.reentrant) if self.save_memory else part(x))
+        return self.third(
+            checkpoint(block, x, use_reentrant=self.reentrant) if self.save_memory else block(x)
+        )
 
 
 def test_packed_draws_have_each_layers_own_distribution():
@@ -214,7 +216,7 @@ def test_set_prior_changes_the_kl(components):
     network = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 4), nn.Linear(4, 2))
     model = fb.to_stochastic(network, {"*": fb.noise.NormalAffine(components=components, kl_samples=20_000)})
     layers = noise_layers(model)
-    before = {name: part.kl.item() for name, part in divergences(layers).items()}
+    before = {name: block.kl.item() for name, block in divergences(layers).items()}
     layers["1"].set_prior(NormalBase(4, loc=3.0, scale=0.5))
     after = divergences(layers)
     alone = layers["1"].divergence().kl.item()
@@ -222,8 +224,8 @@ def test_set_prior_changes_the_kl(components):
     assert after["1"].kl.item() == pytest.approx(alone, rel=0.02)
     assert after["0"].kl.item() == pytest.approx(before["0"], rel=0.1, abs=0.05)
     layers["1"].set_prior(MixtureBase(4, 2))  # of another kind: for itself
-    mixed = divergences(layers)["1"].kl.item()
-    assert mixed == pytest.approx(layers["1"].divergence().kl.item(), rel=0.02, abs=0.05)
+    mixture_kl = divergences(layers)["1"].kl.item()
+    assert mixture_kl == pytest.approx(layers["1"].divergence().kl.item(), rel=0.02, abs=0.05)
 
 
 class Steps(nn.Module):

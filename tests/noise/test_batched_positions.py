@@ -57,13 +57,13 @@ def prepare(model, rows, shapes):
 def test_the_pass_uses_the_prepared_draws():
     model, images, given = network(), torch.randn(6, 3, 6, 6), {}
     assert prepare(model, 6, {})[1] is None  # no pass has told how many positions there are
-    context, known = prepare(model, 6, recorded_shapes(model, images))
-    assert known is not None
+    context, prepared_terms = prepare(model, 6, recorded_shapes(model, images))
+    assert prepared_terms is not None
     layers = noise_layers(model)
-    drawn = {name: context.prepared.tensors[layers[name].key] for name in ("0", "2")}
+    layer_draws = {name: context.prepared.tensors[layers[name].key] for name in ("0", "2")}
     assert len(context.prepared.tensors) == 2
-    assert {name: tuple(z.shape) for name, z in drawn.items()} == {"0": (6, 6, 6, 3), "2": (6, 4, 4, 4)}
-    for name in drawn:
+    assert {name: tuple(z.shape) for name, z in layer_draws.items()} == {"0": (6, 6, 6, 3), "2": (6, 4, 4, 4)}
+    for name in layer_draws:
         model.get_submodule(name).register_forward_hook(
             lambda module, args, output, name=name: given.__setitem__(name, args[0])
         )
@@ -71,12 +71,12 @@ def test_the_pass_uses_the_prepared_draws():
         outputs = model(images)
         first = dict(given)
         model(images)  # nothing is left for the next pass
-    torch.testing.assert_close(first["0"], images * drawn["0"].movedim(-1, 1))
+    torch.testing.assert_close(first["0"], images * layer_draws["0"].movedim(-1, 1))
     inner = torch.relu(nn.functional.conv2d(first["0"], model[0].weight, model[0].bias))
-    torch.testing.assert_close(first["2"], inner * drawn["2"].movedim(-1, 1))
+    torch.testing.assert_close(first["2"], inner * layer_draws["2"].movedim(-1, 1))
     assert not torch.equal(given["0"], first["0"])
     ELBO(fb.likelihoods.Categorical(), 10).terms(
-        outputs, torch.zeros(6, dtype=torch.long), known
+        outputs, torch.zeros(6, dtype=torch.long), prepared_terms
     ).loss.backward()
     assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in model.parameters())
 
@@ -90,9 +90,9 @@ def test_the_divergence_is_that_of_the_layers():
     torch.manual_seed(4)
     expected = divergences(layers)  # of the same normals, which are drawn first
     assert found.keys() == expected.keys() == layers.keys()
-    for name, part in expected.items():
-        torch.testing.assert_close(found[name].kl, part.kl)
-        torch.testing.assert_close(found[name].entropy, part.entropy)
+    for name, entry in expected.items():
+        torch.testing.assert_close(found[name].kl, entry.kl)
+        torch.testing.assert_close(found[name].entropy, entry.entropy)
     torch.testing.assert_close(found.total.kl, expected.total.kl)
 
 
@@ -133,8 +133,8 @@ def test_a_layer_called_twice_draws_anew():
 
     torch.manual_seed(0)
     model = fb.to_stochastic(Twice(), {"*": fb.noise.NormalInvConv(site="position")})
-    context, known = prepare(model, 5, recorded_shapes(model, torch.randn(5, 3, 2, 2)))
-    assert known is not None
+    context, prepared_terms = prepare(model, 5, recorded_shapes(model, torch.randn(5, 3, 2, 2)))
+    assert prepared_terms is not None
     with context:
         one, two = model(torch.ones(5, 3, 2, 2))
     assert not torch.equal(one, two)
@@ -256,10 +256,10 @@ def test_a_layer_called_at_two_sizes_has_draws_of_both_shapes():
 def test_two_converted_submodules_use_their_own_draws():
     other = nn.ModuleList([nn.Sequential(network(), nn.Identity()), network()])
     shapes = {}
-    for part in (other[0][0], other[1]):
-        shapes |= recorded_shapes(part, torch.randn(6, 3, 6, 6))
-    context, known = prepare(other, 6, shapes)
-    assert known is not None
+    for entry in (other[0][0], other[1]):
+        shapes |= recorded_shapes(entry, torch.randn(6, 3, 6, 6))
+    context, prepared_terms = prepare(other, 6, shapes)
+    assert prepared_terms is not None
     assert len(context.prepared.tensors) == 4
     layer = next(iter(noise_layers(other).values()))
     with context:

@@ -39,8 +39,8 @@ def test_packed_kl_of_a_flow_is_what_its_density_says():
         terms = flow.log_prob(x) - noise.prior.distribution().log_prob(x)
     spread = terms.std() / 20_000**0.5
     assert abs(found["1"].kl - terms.mean()) < 6 * spread
-    assert abs(found.total.kl - sum(part.kl for part in found.values())) < 1e-9
-    assert abs(found.total.entropy - sum(part.entropy for part in found.values())) < 1e-9
+    assert abs(found.total.kl - sum(term.kl for term in found.values())) < 1e-9
+    assert abs(found.total.entropy - sum(term.entropy for term in found.values())) < 1e-9
 
 
 def test_packed_draws_of_a_flow_follow_its_distribution():
@@ -65,24 +65,24 @@ def test_draw_with_kl_has_the_draws_and_the_kl_of_separate_calls():
     """Same distribution of draws, same exact KL for the Gaussians, an unbiased one for the flow, and the pass uses the draws once."""
     model = stochastic({"1": fb.noise.NormalInvConv(kl_samples=4000), "*": fb.noise.NormalAffine()})
     layers = noise_layers(model)
-    (context, known), truth = prepared_context(layers, 3000), divergences(layers)
+    (context, prepared_terms), truth = prepared_context(layers, 3000), divergences(layers)
     for name in ("0", "2"):
-        assert torch.allclose(known[name].kl, truth[name].kl)
-        assert torch.allclose(known[name].entropy, truth[name].entropy)
+        assert torch.allclose(prepared_terms[name].kl, truth[name].kl)
+        assert torch.allclose(prepared_terms[name].entropy, truth[name].entropy)
     flow, prior = layers["1"].posterior(), layers["1"].prior.distribution()
     with torch.no_grad():
         x = flow.rsample((4000,))
         error = (flow.log_prob(x) - prior.log_prob(x)).std() / 4000**0.5
-    assert abs(known["1"].kl - truth["1"].kl) < 5 * 2**0.5 * error
-    drawn = dict(context.prepared.tensors)
-    assert set(drawn) == {noise.key for noise in layers.values()}
+    assert abs(prepared_terms["1"].kl - truth["1"].kl) < 5 * 2**0.5 * error
+    draws = dict(context.prepared.tensors)
+    assert set(draws) == {noise.key for noise in layers.values()}
     single = layers["1"].posterior().rsample((3000,))
-    mine = drawn[layers["1"].key]
+    mine = draws[layers["1"].key]
     spread = (mine.var(0) + single.var(0)).div(3000).sqrt()
     assert mine.shape == single.shape
     assert ((mine.mean(0) - single.mean(0)).abs() < 5 * spread).all()
     x = torch.randn(3000, 3, dtype=torch.float64)
-    hidden = model[0].weight @ (x * drawn[layers["0"].key]).T + model[0].bias[:, None]
+    hidden = model[0].weight @ (x * draws[layers["0"].key]).T + model[0].bias[:, None]
     seen = []
     model[1].register_forward_pre_hook(lambda module, args: seen.append(args[0]), prepend=True)
     with context:
@@ -112,5 +112,5 @@ def test_gradients_of_draw_with_kl_are_those_of_the_single_layers():
     )
     of_kl = torch.autograd.grad(terms.kl / 10, parameters, allow_unused=True)
     for total, first, second in zip(whole, of_likelihood, of_kl, strict=True):
-        parts = sum(part for part in (first, second) if part is not None)
+        parts = sum(term for term in (first, second) if term is not None)
         assert torch.allclose(total, parts)

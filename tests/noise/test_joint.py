@@ -83,9 +83,9 @@ def test_layers_draw_from_one_vector(joint: str) -> None:
         layer.register_forward_hook(lambda module, args, output: torch.ones_like(output))
     with fb.noise_mode(model, "sample", seed=2):
         model(torch.ones(40_000, 4).double())
-    drawn = torch.cat([seen[name] for name in names], -1)
+    draws = torch.cat([seen[name] for name in names], -1)
     scale = covariance.diagonal().sqrt()
-    gap = (drawn.T.cov() - covariance) / scale / scale[:, None]
+    gap = (draws.T.cov() - covariance) / scale / scale[:, None]
     assert gap.abs().max() < 0.05
     posterior = fb.posterior.NoisePosterior(model, fb.likelihoods.Categorical())
     shared = posterior.draws(2_000, seed=4)
@@ -131,7 +131,7 @@ def test_two_joint_vectors_have_different_names() -> None:
     kl = divergences(noise_layers(model))
     assert list(kl) == ["joint", "joint from fc3"] == [health.layer for health in posterior_health(model)]
     assert kl.total is not None
-    torch.testing.assert_close(sum(part.kl for part in kl.values()), kl.total.kl)
+    torch.testing.assert_close(sum(term.kl for term in kl.values()), kl.total.kl)
 
 
 def test_a_layer_of_a_joined_network_cannot_run_alone() -> None:

@@ -26,10 +26,10 @@ def test_output_noise_multiplies_the_output_including_the_bias(name):
         assert torch.equal(noisy(inputs), layer(inputs))
     with torch.no_grad(), fb.noise_mode(noisy, "shared", samples=2, seed=1):
         given = noisy(torch.cat([inputs, inputs]))
-    drawn = fb.posterior.NoisePosterior(noisy, fb.likelihoods.Gaussian(1.0)).draws(2, seed=1)[""]
+    draws = fb.posterior.NoisePosterior(noisy, fb.likelihoods.Gaussian(1.0)).draws(2, seed=1)[""]
     shape = [1] * given.ndim
     shape[features] = -1
-    for block, vector in zip(given.chunk(2), drawn, strict=True):
+    for block, vector in zip(given.chunk(2), draws, strict=True):
         assert (vector - 1).abs().max() > 0.05
         torch.testing.assert_close(block, layer(inputs) * vector.view(shape))
 

@@ -50,7 +50,7 @@ def network(rules=PLAIN, dtype=torch.float32, convolutions=2):
     return model
 
 
-def mixed(model):
+def mixture_layers(model):
     return [layer for layer in noise_layers(model).values() if layer.mixture_base is not None]
 
 
@@ -65,14 +65,14 @@ def by_layer(layer, which, normal):
 @pytest.mark.parametrize("rules", [PLAIN, FLOWS])
 def test_draws_kl_and_gradients_are_those_of_the_layers(rules):
     model = network(rules, torch.float64)
-    layers = mixed(model)
+    layers = mixture_layers(model)
     block = Mixtures(layers)
     which, normal = block.start(7, 0, None, None)
     assert which.shape == (7, len(layers))
     assert set(which.unique().tolist()) == {0, 1, 2}
-    drawn = block.draw(which, normal)
-    ends, log_dets = block.push(drawn)
-    parts, total = block.summary(drawn, ends, log_dets)
+    draws = block.draw(which, normal)
+    ends, log_dets = block.push(draws)
+    parts, total = block.summary(draws, ends, log_dets)
 
     truth = []
     for index, (layer, some) in enumerate(zip(layers, normal.split(block.sizes, -1), strict=True)):
@@ -95,11 +95,11 @@ def test_draws_kl_and_gradients_are_those_of_the_layers(rules):
 
 def test_centers_may_differ():
     rules = {"0": fb.noise.NormalAffine(components=3, base_loc=0.5), "*": fb.noise.NormalAffine(components=3)}
-    layers = mixed(network(rules, torch.float64))
+    layers = mixture_layers(network(rules, torch.float64))
     block = Mixtures(layers)
     which, normal = block.start(5, 0, None, None)
-    drawn = block.draw(which, normal).split(block.sizes, -1)
-    for index, (layer, x) in enumerate(zip(layers, drawn, strict=True)):
+    draws = block.draw(which, normal).split(block.sizes, -1)
+    for index, (layer, x) in enumerate(zip(layers, draws, strict=True)):
         some = normal.split(block.sizes, -1)[index]
         torch.testing.assert_close(x, by_layer(layer, which[:, index], some)[0])
 
@@ -119,23 +119,23 @@ def test_one_component_or_many_the_kl_is_that_of_the_layer_within_its_standard_e
         error = bracket.std() / math.sqrt(many)
         assert abs(found[name].kl - bracket.mean()) < 5 * math.sqrt(2) * error
     assert found.total is not None
-    torch.testing.assert_close(found.total.kl, sum(part.kl for part in found.values()))
+    torch.testing.assert_close(found.total.kl, sum(piece.kl for piece in found.values()))
 
 
 @pytest.mark.parametrize("rules", [PLAIN, FLOWS, BOTH])
 def test_the_pass_uses_prepared_draws(rules):
     model, given = network(rules), {}
     layers = noise_layers(model)
-    context, known = prepared_context(layers, 6)
-    assert known is not None
-    assert set(known) == set(noise_layers(model))
-    torch.testing.assert_close(known.total.kl, sum(part.kl for part in known.values()))
-    drawn = {name: context.prepared.tensors[layer.key] for name, layer in layers.items()}
+    context, terms = prepared_context(layers, 6)
+    assert terms is not None
+    assert set(terms) == set(noise_layers(model))
+    torch.testing.assert_close(terms.total.kl, sum(piece.kl for piece in terms.values()))
+    draws = {name: context.prepared.tensors[layer.key] for name, layer in layers.items()}
     model[0].register_forward_hook(lambda module, args, output: given.__setitem__("x", args[0]))
     images = torch.randn(6, 3, 6, 6)
     with context:
         assert model(images).shape == (6, 2)
-    torch.testing.assert_close(given["x"], images * drawn["0"][:, :, None, None])
+    torch.testing.assert_close(given["x"], images * draws["0"][:, :, None, None])
 
 
 def test_a_pass_without_prepared_draws_draws_all_mixtures_at_once(monkeypatch):
@@ -159,18 +159,18 @@ def test_draws_of_a_pass_have_the_moments_of_the_mixture():
 
 def test_processes_draw_what_one_would_draw():
     model = network()
-    layers = mixed(model)
+    layers = mixture_layers(model)
 
-    def drawn(share, rows):
+    def draws(share, rows):
         torch.manual_seed(3)
         block = Mixtures(layers)
         return block.draw(*block.start(rows, 4, None, share))
 
-    whole = drawn(None, 10)
+    whole = draws(None, 10)
     for start, stop in ((0, 4), (4, 10)):
-        part = drawn(RowShard(start, stop, 10), stop - start)
-        torch.testing.assert_close(part[: stop - start], whole[start:stop])
-        torch.testing.assert_close(part[stop - start :], whole[10:])  # the fresh draws are the same for all
+        piece = draws(RowShard(start, stop, 10), stop - start)
+        torch.testing.assert_close(piece[: stop - start], whole[start:stop])
+        torch.testing.assert_close(piece[stop - start :], whole[10:])  # the fresh draws are the same for all
 
 
 @pytest.mark.parametrize("site", ["channel", "position"])
@@ -181,22 +181,22 @@ def test_shared_draws_are_those_of_one_seed_at_a_time(site, recipe):
     at = (3, 3) if site == "position" else ()
     sources = [torch.Generator().manual_seed(seed) for seed in (5, 6)]
     together = layer.draw_each(at, sources)
-    for seed, drawn in zip((5, 6), together, strict=True):
-        torch.testing.assert_close(drawn, layer.draw(at, torch.Generator().manual_seed(seed)))
+    for seed, draws in zip((5, 6), together, strict=True):
+        torch.testing.assert_close(draws, layer.draw(at, torch.Generator().manual_seed(seed)))
 
 
 def test_gradients_of_chosen_components_once_and_twice():
     loc, scale = torch.randn(3, 4, dtype=torch.float64), torch.rand(3, 4, dtype=torch.float64) + 0.5
     which, normal = torch.randint(3, (5, 2)), torch.randn(5, 2, 4, dtype=torch.float64)
 
-    def drawn(loc, scale):
+    def draws(loc, scale):
         return select_normal(loc, scale, which, normal)
 
     wanted = loc.requires_grad_(), scale.requires_grad_()
-    assert torch.autograd.gradcheck(drawn, wanted)
-    assert torch.autograd.gradgradcheck(lambda *given: drawn(*given).square(), wanted)
-    torch.testing.assert_close(drawn(*wanted), loc[which] + scale[which] * normal)
-    batched = torch.vmap(lambda shift: drawn(loc + shift, scale))(torch.arange(2.0, dtype=torch.float64))
+    assert torch.autograd.gradcheck(draws, wanted)
+    assert torch.autograd.gradgradcheck(lambda *given: draws(*given).square(), wanted)
+    torch.testing.assert_close(draws(*wanted), loc[which] + scale[which] * normal)
+    batched = torch.vmap(lambda shift: draws(loc + shift, scale))(torch.arange(2.0, dtype=torch.float64))
     torch.testing.assert_close(batched[1] - batched[0], torch.ones(5, 2, 4, dtype=torch.float64))
 
 
@@ -274,14 +274,14 @@ def test_ten_layers_cost_a_few_operations_more_than_two():
 
 
 def test_many_rows_are_drawn_layer_by_layer_with_the_same_result(monkeypatch):
-    layers = mixed(network(dtype=torch.float64))
+    layers = mixture_layers(network(dtype=torch.float64))
     block = Mixtures(layers)
     which, normal = block.start(9, 0, None, None)
     parameters = [p for layer in layers for p in layer.parameters()]
 
     def found():
-        drawn = block.draw(which, normal)
-        return drawn, *torch.autograd.grad(drawn.square().sum(), parameters, retain_graph=True)
+        draws = block.draw(which, normal)
+        return draws, *torch.autograd.grad(draws.square().sum(), parameters, retain_graph=True)
 
     together = found()
     monkeypatch.setattr(mixtures, "GATHER_LIMIT", 1)
@@ -295,13 +295,13 @@ def test_half_precision_leaves_the_choice_exact():
     truth = loc[which] + scale[which] * normal
     expected = torch.autograd.grad(truth.square().sum(), (loc, scale))
 
-    def drawn(loc, scale):
+    def draws(loc, scale):
         return select_normal(loc, scale, which, normal)
 
     torch._dynamo.reset()
-    whole = torch.compile(drawn, fullgraph=True, backend="aot_eager")
+    whole = torch.compile(draws, fullgraph=True, backend="aot_eager")
     # torch traces the way back of a compiled step under autocast, so that there its products round as those of the layers do
-    for function, error in ((drawn, 1e-6), (whole, 2.0**-7)):
+    for function, error in ((draws, 1e-6), (whole, 2.0**-7)):
         with torch.autocast("cpu", dtype=torch.bfloat16):
             found = function(loc, scale)
         gradients = torch.autograd.grad(found.square().sum(), (loc, scale))
@@ -374,7 +374,7 @@ def test_mixtures_that_are_not_prepared_have_their_kl_computed_together(monkeypa
         Mixtures, "__init__", lambda self, layers: sizes.append(len(layers)) or make(self, layers)
     )
     layers = noise_layers(model)
-    _, known = prepared_context(layers, 6)
+    _, terms = prepared_context(layers, 6)
     assert sizes == [2, 2]
-    assert set(known) == set(noise_layers(model))
-    torch.testing.assert_close(known.total.kl, sum(part.kl for part in known.values()))
+    assert set(terms) == set(noise_layers(model))
+    torch.testing.assert_close(terms.total.kl, sum(piece.kl for piece in terms.values()))

@@ -61,9 +61,9 @@ def test_a_frozen_network_keeps_the_statistics_of_its_batch_norm():
     torch.manual_seed(0)
     inputs, targets = 3.0 + 2.0 * torch.randn(40, 4), torch.arange(40) % 3
     plain = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
-    known = fb.MLE(epochs=2, lr=0.01).fit(plain, [(inputs, targets)], seed=0, progress=False).model
-    before = known.eval()(inputs)
-    network = fb.to_stochastic(known, {"*": fb.noise.NormalAffine()})
+    plain_model = fb.MLE(epochs=2, lr=0.01).fit(plain, [(inputs, targets)], seed=0, progress=False).model
+    before = plain_model.eval()(inputs)
+    network = fb.to_stochastic(plain_model, {"*": fb.noise.NormalAffine()})
     fb.noise.freeze(network, "weights")
     held = {
         "validation": [(inputs, targets)],
@@ -75,4 +75,4 @@ def test_a_frozen_network_keeps_the_statistics_of_its_batch_norm():
         assert torch.equal(posterior.model(inputs), before)
     fb.noise.unfreeze(posterior.model, "weights")
     again = fb.fit(posterior.model, [(inputs, targets)], epochs=1, **held)
-    assert not torch.equal(again.model[1].running_mean, known[1].running_mean)
+    assert not torch.equal(again.model[1].running_mean, plain_model[1].running_mean)

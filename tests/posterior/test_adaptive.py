@@ -127,7 +127,7 @@ def test_regression_settles_by_its_standard_deviation():
         torch.arange(2),
         64,
         fb.posterior.Adaptive(0.05),
-        lambda part: GaussianPredictive(part, 1.0),
+        lambda values: GaussianPredictive(values, 1.0),
     )
     assert sample_counts.tolist() == [18, 64]  # the first look with 16 samples or more, and all
     with pytest.raises(fb.FlowBNNError) as caught:
@@ -136,7 +136,7 @@ def test_regression_settles_by_its_standard_deviation():
             torch.arange(2),
             64,
             fb.posterior.Adaptive(criterion="decision"),
-            lambda part: GaussianPredictive(part, 1.0),
+            lambda values: GaussianPredictive(values, 1.0),
         )
     assert caught.value.argument == "criterion"
 

@@ -43,7 +43,7 @@ def test_the_density_is_that_of_the_layers(posterior):
     base = torch.distributions.Normal(1.0, 0.1)  # a fresh NormalAffine is its base
     gaussian = base.log_prob(draws["2"]).sum(-1)
     planar = posterior.log_prob(draws) - gaussian
-    noise = next(part for part in posterior.model[0].modules() if isinstance(part, InputNoise))
+    noise = next(module for module in posterior.model[0].modules() if isinstance(module, InputNoise))
     assert torch.allclose(planar, noise.posterior().log_prob(draws["0"]).detach(), atol=1e-4)
     assert layer.in_features == draws["2"].shape[-1]
 

@@ -270,7 +270,7 @@ def test_a_network_that_was_compiled_after_its_conversion_is_fitted_saved_and_lo
     shared = torch.compile(nn.Linear(4, 4), backend="eager")
     plain = nn.Sequential(shared, nn.Tanh(), shared, nn.Linear(4, 2))
     model = fb.to_stochastic(plain, {"*": fb.noise.NormalAffine()})
-    assert [type(part) for part in model] == [nn.Linear, nn.Tanh, nn.Linear, nn.Linear]
+    assert [type(module) for module in model] == [nn.Linear, nn.Tanh, nn.Linear, nn.Linear]
     x, quiet = torch.randn(30, 4), {"progress": False, "seed": 0}
     compiled = torch.compile(model, backend="eager")
     posterior = fb.fit(compiled, [(x, torch.arange(30) % 2)], epochs=1, inplace=True, **quiet)

@@ -103,9 +103,9 @@ def test_a_sample_does_not_depend_on_the_number_of_samples(recipe):
         torch.testing.assert_close(
             logits(posterior, x, samples, seed=3), many[:samples], rtol=1e-6, atol=1e-6
         )
-    drawn, few = posterior.draws(70, 3), posterior.draws(2, 3)
+    draws, few = posterior.draws(70, 3), posterior.draws(2, 3)
     for name, value in few.items():
-        torch.testing.assert_close(value, drawn[name][:2], rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(value, draws[name][:2], rtol=1e-6, atol=1e-6)
     with torch.no_grad():
         torch.testing.assert_close(posterior.sample(3)(x), many[0], rtol=1e-6, atol=1e-6)
 

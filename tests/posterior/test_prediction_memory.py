@@ -150,14 +150,14 @@ def test_output_collector_accepts_more_or_fewer_rows_than_expected():
     parts = [torch.randn(3, count, 2) for count in (4, 1, 5, 2)]
     for expected in (0, 4, 12, 40):
         store = OutputCollector(Counted(expected))
-        for part in parts:
-            store.add(part)
+        for chunk in parts:
+            store.add(chunk)
         assert torch.equal(store.result()[0], torch.cat(parts, 1))
     store = OutputCollector(Counted(12))
     store.add(parts[0])
     base = store.tensor
-    for part in parts[1:]:
-        store.add(part)
+    for chunk in parts[1:]:
+        store.add(chunk)
     assert store.tensor is base, "allocated once"
     assert expected_rows(DataLoader(TensorDataset(torch.zeros(9, 2)), batch_size=2)) == 9
     assert expected_rows(iter([])) == 0

@@ -185,7 +185,7 @@ def test_one_sample_has_an_infinite_standard_error() -> None:
 def test_standard_error_is_the_standard_deviation_of_means() -> None:
     samples = 64
     logits = random_logits(samples * 400, 1, 3)
-    means = torch.stack([CategoricalPredictive(part).probabilities[0] for part in logits.split(samples)])
+    means = torch.stack([CategoricalPredictive(chunk).probabilities[0] for chunk in logits.split(samples)])
     predicted = CategoricalPredictive(logits).standard_error[0] * math.sqrt(400)
     # the standard deviation of 400 means has a relative error of 1 / sqrt(800) = 3.5 %; allow four of these
     assert ((means.std(0) / predicted - 1).abs() < 0.142).all()

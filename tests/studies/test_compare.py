@@ -36,11 +36,11 @@ def test_command_compares_and_resumes(tmp_path):
     columns = ("Accuracy", "NLL", "ECE", "Brier", "Novelty AUROC", "Training", "Prediction", "Parameters")
     for column in columns:
         assert column in done.output
-    part = tmp_path / "compare-mlp-clusters" / "parts" / "map-seed0.json"
-    modified = part.stat().st_mtime_ns
+    path = tmp_path / "compare-mlp-clusters" / "parts" / "map-seed0.json"
+    modified = path.stat().st_mtime_ns
     resumed = call(*words, "--methods", "map,mc-dropout", "--resume")
     assert resumed.exit_code == 0, resumed.output
-    assert part.stat().st_mtime_ns == modified
+    assert path.stat().st_mtime_ns == modified
     assert "MC dropout" in resumed.output
 
 

@@ -57,8 +57,8 @@ def test_published_numbers_are_shown():
         study = get_study(name)
         settings = study.make_settings()
         histograms = {group: {"edges": [0.0, 1.0], "fraction": [1.0]} for group in ("known", "novel")}
-        part = {"values": {metric: 0.5}, "below": {"x": [0.0], "share": [1.0]}, "entropy": histograms}
-        (row,) = study.findings(settings, SeedResults([0], {(key, 0): part})).rows
+        content = {"values": {metric: 0.5}, "below": {"x": [0.0], "share": [1.0]}, "entropy": histograms}
+        (row,) = study.findings(settings, SeedResults([0], {(key, 0): content})).rows
         assert row["values"][metric]["published"] == value
 
 

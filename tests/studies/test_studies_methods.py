@@ -104,10 +104,10 @@ def test_threshold_keeps_its_fraction():
 def test_accuracy_with_rejection():
     # known: right and kept, right but rejected, wrong and kept, wrong and rejected; novel: two found, one missed
     labels, targets = torch.tensor([0, 1, 2, 3]), torch.tensor([0, 1, 0, 0])
-    known, novel = torch.tensor([0.1, 0.9, 0.2, 0.8]), torch.tensor([0.7, 0.6, 0.5])
-    rejection = accuracy_with_new(labels, targets, known, novel, threshold=0.5)
+    familiar, novel = torch.tensor([0.1, 0.9, 0.2, 0.8]), torch.tensor([0.7, 0.6, 0.5])
+    rejection = accuracy_with_new(labels, targets, familiar, novel, threshold=0.5)
     assert rejection == {"accuracy": (1 + 2) / 7, "found": 2 / 3, "lost": 0.5}
-    never = accuracy_with_new(labels, targets, known, novel, threshold=math.inf)
+    never = accuracy_with_new(labels, targets, familiar, novel, threshold=math.inf)
     assert never == {"accuracy": 2 / 7, "found": 0.0, "lost": 0.0}
 
 

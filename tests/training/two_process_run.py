@@ -165,7 +165,7 @@ def predictions(posterior, folder, rank):
     loaders = {
         "ordered": DataLoader(TensorDataset(*held_out), batch_size=4),
         "shuffled": DataLoader(TensorDataset(*held_out), batch_size=4, shuffle=True),
-        "list": [tuple(part[i : i + 4] for part in held_out) for i in range(0, 17, 4)],
+        "list": [tuple(tensor[i : i + 4] for tensor in held_out) for i in range(0, 17, 4)],
         "single": [held_out],
         "bare": [held_out[0][:9], held_out[0][9:]],
     }

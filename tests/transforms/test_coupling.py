@@ -18,8 +18,10 @@ def seeded(seed: int) -> torch.Generator:
 
 def bent_data(dim: int, rows: int, scale: float) -> Tensor:
     """Returns correlated noise with a long parabolic tail."""
-    mixed = 0.5 * torch.randn(rows, dim, generator=seeded(0)) @ torch.randn(dim, dim, generator=seeded(1))
-    return scale * (mixed + mixed[:, :1].square())
+    correlated = (
+        0.5 * torch.randn(rows, dim, generator=seeded(0)) @ torch.randn(dim, dim, generator=seeded(1))
+    )
+    return scale * (correlated + correlated[:, :1].square())
 
 
 def train(flow: Compose, data: Tensor, steps: int = 50, rate: float = 1e-3) -> list[float]:

@@ -238,8 +238,8 @@ def test_a_prior_per_layer_has_higher_evidence(structure):
     assert set(separate.prior_scale) == {"0", "2"}
     assert separate.prior_scale["0"] > separate.prior_scale["2"]
     assert separate.log_evidence > shared.log_evidence
-    fixed = fb.Laplace(structure, layers="all", prior_scale=shared.prior_scale * 1.1, epochs=0)
-    assert fixed.fit(network, truth.batches(inputs, labels), **QUIET).log_evidence < shared.log_evidence
+    method = fb.Laplace(structure, layers="all", prior_scale=shared.prior_scale * 1.1, epochs=0)
+    assert method.fit(network, truth.batches(inputs, labels), **QUIET).log_evidence < shared.log_evidence
 
 
 @pytest.mark.parametrize("structure", STRUCTURES)

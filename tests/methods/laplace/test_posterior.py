@@ -38,8 +38,8 @@ class Reader(nn.Module):
         self.out = nn.Linear(4, 3)
 
     def forward(self, x):
-        mixed = self.mix(self.words(x))
-        return self.out((mixed[0] if isinstance(mixed, tuple) else mixed).mean(1))
+        hidden = self.mix(self.words(x))
+        return self.out((hidden[0] if isinstance(hidden, tuple) else hidden).mean(1))
 
 
 @pytest.mark.parametrize("recurrent", [False, True])

@@ -155,8 +155,8 @@ def test_richer_structures_have_a_larger_elbo(memorized):
 def test_fitted_prior_has_a_larger_elbo(memorized):
     model = fb.to_stochastic(memorized.network, {"*": NormalAffine()})
     arguments = model, fb.likelihoods.Categorical(), memorized.inputs[:40], memorized.targets[:40]
-    fixed, fitted = (fit_gaussian(*arguments, "full", prior=prior) for prior in ("fixed", "fitted"))
-    assert fitted.elbo > fixed.elbo
+    fixed_prior, fitted = (fit_gaussian(*arguments, "full", prior=prior) for prior in ("fixed", "fitted"))
+    assert fitted.elbo > fixed_prior.elbo
     assert fitted.gaussian.prior_variance.unique().numel() == 3  # one standard deviation per layer
 
 

@@ -17,8 +17,8 @@ def test_power_and_miniboone_are_split_and_standardized(tmp_path):
         (tmp_path / name).mkdir()
         np.save(tmp_path / name / "data.npy", 3.0 + random.rand(1000, columns))
     power, boone = load_table("power", tmp_path), load_table("miniboone", tmp_path)
-    assert [tuple(part.shape) for part in power] == [(810, 6), (90, 6), (100, 6)]
-    assert [tuple(part.shape) for part in boone] == [(810, 5), (90, 5), (100, 5)]
+    assert [tuple(subset.shape) for subset in power] == [(810, 6), (90, 6), (100, 6)]
+    assert [tuple(subset.shape) for subset in boone] == [(810, 5), (90, 5), (100, 5)]
     for train, validation, test in (power, boone):
         reference = torch.cat([train, validation]).double()
         torch.testing.assert_close(reference.mean(0), torch.zeros_like(reference[0]), atol=1e-5, rtol=0)
@@ -37,18 +37,20 @@ def test_hepmass_keeps_the_signal_and_columns_without_repetition(tmp_path, mass)
     random = np.random.RandomState(0)
     (tmp_path / "hepmass").mkdir()
     tables = {}
-    for part, rows in (("train", 200), ("test", 60)):
-        table = tables[part] = random.rand(rows, 5)
+    for subset, rows in (("train", 200), ("test", 60)):
+        table = tables[subset] = random.rand(rows, 5)
         table[:, 0] = np.arange(rows) % 2  # the label
         table[:, 2] = np.arange(rows) // 2 % 3  # steps
         table[10:40, 4] = 2.0  # repeated, but not the least value, which is what the authors count
         names, rows_ = "# label,f0,f1,f2,f3", table
-        if part == "test":
+        if subset == "test":
             names += ",mass"
             rows_ = np.hstack((table, np.full((rows, 1), 1000.0))) if mass else table
-        np.savetxt(tmp_path / "hepmass" / f"1000_{part}.csv", rows_, "%.18e", ",", header=names, comments="")
+        np.savetxt(
+            tmp_path / "hepmass" / f"1000_{subset}.csv", rows_, "%.18e", ",", header=names, comments=""
+        )
     parts = load_table("hepmass", tmp_path)
-    assert [tuple(part.shape) for part in parts] == [(90, 3), (10, 3), (30, 3)]
+    assert [tuple(subset.shape) for subset in parts] == [(90, 3), (10, 3), (30, 3)]
     train, test = (table[table[:, 0] == 1][:, [1, 3, 4]] for table in tables.values())
     for values, rows_ in zip(parts, (train[:90], train[90:], test), strict=True):
         expected = (rows_ - train.mean(0)) / train.std(0, ddof=1)

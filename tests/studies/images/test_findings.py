@@ -68,7 +68,7 @@ def test_answer_of_a_few_parts():
     complete = parts()
     selected = SeedResults(
         complete.seeds,
-        {key: part for key, part in complete.content.items() if key[0].startswith("best-flow")},
+        {key: entry for key, entry in complete.content.items() if key[0].startswith("best-flow")},
     )
     assert [variant.key for variant in trained_variants(selected, VARIANTS)] == [
         "best-flow-position",
@@ -99,7 +99,7 @@ def test_row_with_fewer_seeds_is_marked_and_never_best():
     )
     incomplete = SeedResults(
         complete.seeds,
-        {k: part for k, part in complete.content.items() if k[0] != "best-mixture-position" or k[1] == 0},
+        {k: entry for k, entry in complete.content.items() if k[0] != "best-mixture-position" or k[1] == 0},
     )
     for current, number in ((complete, 5), (incomplete, 1)):
         table = table_rows(current, VARIANTS, CLASSIFICATION, VGG16_CIFAR10)
@@ -160,9 +160,9 @@ def test_note_states_the_ece_of_perfect_calibration():
     settings = ImageSettings()
     bins = [{"low": 0.8, "high": 1.0, "confidence": 0.9, "accuracy": 0.9, "fraction": 1.0}]
     results = parts()
-    for (key, _), part in results.content.items():
+    for (key, _), entry in results.content.items():
         if key == "best-plain":
-            part["bins"] = bins
+            entry["bins"] = bins
     (note,) = [
         line
         for line in notes(results, VARIANTS, settings, FASHION)
@@ -175,8 +175,12 @@ def test_note_states_the_ece_of_perfect_calibration():
 
 def test_figure_of_a_site_needs_noise_at_that_site():
     complete = parts()
-    for part in complete.content.values():
-        part |= {"curves": {"elbo": [-1.0, -0.5], "log_likelihood": [-1.0, -0.5]}, "shift": {}, "entropy": {}}
+    for entry in complete.content.values():
+        entry |= {
+            "curves": {"elbo": [-1.0, -0.5], "log_likelihood": [-1.0, -0.5]},
+            "shift": {},
+            "entropy": {},
+        }
     for selected_keys, titles in (
         ({"xiong-dropout", "xiong-flow-position"}, ["Figure 5 of Xiong's report, redrawn"]),
         ({"xiong-dropout"}, ["Figure 5 of Xiong's report, redrawn"]),
@@ -186,7 +190,7 @@ def test_figure_of_a_site_needs_noise_at_that_site():
         ),
     ):
         selected = SeedResults(
-            complete.seeds, {key: part for key, part in complete.content.items() if key[0] in selected_keys}
+            complete.seeds, {key: entry for key, entry in complete.content.items() if key[0] in selected_keys}
         )
         trained = trained_variants(selected, VARIANTS)
         sites = [("position", FASHION), ("channel", None)]

@@ -91,10 +91,10 @@ def test_parts_are_reused_and_collected_from_any_device(tmp_path):
     target = tmp_path / "there" / "lenet-fashion" / "parts"
     target.mkdir(parents=True)
     for path in parts.iterdir():
-        part = json.loads(path.read_text().replace('"accelerator": "cpu"', '"accelerator": "cuda"'))
+        document = json.loads(path.read_text().replace('"accelerator": "cpu"', '"accelerator": "cuda"'))
         if "flow" in path.name:
-            part["content"]["machine"]["acceleration"] = "graph"
-        (target / path.name).write_text(json.dumps(part))
+            document["content"]["machine"]["acceleration"] = "graph"
+        (target / path.name).write_text(json.dumps(document))
     collected = run_study(
         study, settings=settings, seeds=1, out=tmp_path / "there", progress=False, collect=True
     )
@@ -379,10 +379,10 @@ def test_resnet18_is_compared_with_swag_and_an_ensemble(tmp_path, monkeypatch):
         key: json.loads((tmp_path / study.name / "parts" / f"{key}-seed0.json").read_text())
         for key in [*only, "best-gaussian-channel"]
     }
-    assert all(part["content"]["shift"]["blur"]["nll"] for part in content.values())
+    assert all(document["content"]["shift"]["blur"]["nll"] for document in content.values())
     assert results["answer"].startswith("Best mean values: NLL")  # one seed decides no comparison
     two_seeds = SeedResults(
-        [0, 1], {(key, seed): part["content"] for key, part in content.items() for seed in (0, 1)}
+        [0, 1], {(key, seed): document["content"] for key, document in content.items() for seed in (0, 1)}
     )
     assert "SWAG versus Gaussian noise: " in study.findings(settings, two_seeds).answer
     assert not any("Xiong" in note for note in results["notes"])

@@ -35,30 +35,30 @@ def test_study_runs_in_parts_and_reuses_results(tmp_path, monkeypatch):
     assert set(rows["joint"]) == {f"{name}_vgg16" for name in names}
     assert set(rows["plain"]) == {f"{name}_vgg16" for name in names - {"elbo"}}
     assert first["answer"].startswith("VGG16, 1 seed: the NLL is")
-    part = tmp_path / "calibrate-cifar10" / "parts" / "vgg16-seed0.json"
-    stamp = part.stat().st_mtime_ns
+    entry = tmp_path / "calibrate-cifar10" / "parts" / "vgg16-seed0.json"
+    stamp = entry.stat().st_mtime_ns
     combined = run_study(cifar10_study, only=["vgg16", "vgg16-all"], resume=True, **options)
-    assert part.stat().st_mtime_ns == stamp
+    assert entry.stat().st_mtime_ns == stamp
     assert "nll_vgg16" in next(row["values"] for row in combined["rows"] if row["key"] == "all")
-    assert json.loads(part.read_text())["content"]["table"]["joint"]["passes"] > 8
+    assert json.loads(entry.read_text())["content"]["table"]["joint"]["passes"] > 8
     # another training of the other network keeps this part valid
     changed_settings = cifar10_study.make_settings(quick=True, **{"resnet18.epochs": 2})
     run_study(cifar10_study, only=["vgg16"], resume=True, **{**options, "settings": changed_settings})
-    assert part.stat().st_mtime_ns == stamp
+    assert entry.stat().st_mtime_ns == stamp
 
 
 def without_factorized(parts):
     tables = {
-        key: {name: row for name, row in part["table"].items() if name != "factorized"}
-        for key, part in parts.content.items()
+        key: {name: row for name, row in entry["table"].items() if name != "factorized"}
+        for key, entry in parts.content.items()
     }
     return SeedResults(
-        parts.seeds, {key: {**part, "table": tables[key]} for key, part in parts.content.items()}
+        parts.seeds, {key: {**entry, "table": tables[key]} for key, entry in parts.content.items()}
     )
 
 
 def test_elbo_chooses_for_every_seed():
-    def part(factorized, joint):
+    def entry(factorized, joint):
         table = {
             key: {"elbo": elbo, "nll": nll, "ece": 0.01, "seconds": 2.0}
             for key, (elbo, nll) in (
@@ -75,8 +75,8 @@ def test_elbo_chooses_for_every_seed():
     parts = SeedResults(
         [0, 1],
         {
-            ("vgg16", 0): part((-0.3, 0.4), (-0.2, 0.3)),
-            ("vgg16", 1): part((-0.2, 0.35), (-0.3, 0.2)),
+            ("vgg16", 0): entry((-0.3, 0.4), (-0.2, 0.3)),
+            ("vgg16", 1): entry((-0.2, 0.35), (-0.3, 0.2)),
             **{("vgg16-all", seed): {"values": {}, "table": {"all": {"nll": 0.2}}} for seed in (0, 1)},
         },
     )

@@ -163,8 +163,8 @@ def images_figure() -> JsonObject:
     panels = []
     for title, spread in (("Known: a 3, and it is sure", 0.05), ("Novel: a 9 it has never seen", 1.2)):
         bars = [
-            {"label": str(digit), "value": float(part)}
-            for digit, part in enumerate(rng.dirichlet(np.full(9, spread)))
+            {"label": str(digit), "value": float(probability)}
+            for digit, probability in enumerate(rng.dirichlet(np.full(9, spread)))
         ]
         panels.append({"title": title, "pixels": rng.integers(0, 17, (8, 8)).tolist(), "bars": bars})
     return figure(

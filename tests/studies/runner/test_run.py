@@ -61,9 +61,9 @@ def test_resume_runs_only_unfinished_jobs(study, tmp_path):
 def test_reused_results_keep_their_times(study, tmp_path):
     run(study, tmp_path)
     for path in (tmp_path / "tiny" / "parts").iterdir():
-        part = json.loads(path.read_text())
-        part["content"]["seconds"] = 100.0
-        path.write_text(json.dumps(part))
+        document = json.loads(path.read_text())
+        document["content"]["seconds"] = 100.0
+        path.write_text(json.dumps(document))
     assert run(study, tmp_path, resume=True)["seconds"] == 400.0
 
 
