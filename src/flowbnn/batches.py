@@ -316,7 +316,11 @@ def rewrap_forward_errors(inputs: Any, what: str = "the network fails on inputs 
             hint = "; use inputs.float()"
         elif any(tensor.ndim in (1, 3) for tensor in tensors) and re.search("shape|channels|dim", message):
             hint = "; use inputs[None] for one example"
-        raise FlowBNNError(f"{what} shape {sizes}: {message}{hint}", kind="network") from error
+        raise FlowBNNError(
+            f"{what} shape {sizes}: {message}{hint}",
+            kind="network",
+            shapes=[tuple(tensor.shape) for tensor in tensors],
+        ) from error
 
 
 # phrases of torch's error messages on CUDA and CPU

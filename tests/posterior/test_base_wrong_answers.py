@@ -58,8 +58,9 @@ def test_dropping_trained_means_raises_a_warning():
     model = mlp_noise()
     fb.to_deterministic(model)  # nothing was trained: nothing to say
     posterior = fb.fit(model, [(x, y)], epochs=30, noise_lr=0.05, progress=False)
-    with pytest.warns(fb.errors.FlowBNNWarning, match="absorb=True"):
+    with pytest.warns(fb.errors.FlowBNNWarning) as raised:
         fb.to_deterministic(posterior.model)
+    assert [warning.message.kind for warning in raised] == ["mean"]
     plain = fb.to_deterministic(posterior.model, absorb=True)
     with fb.noise_mode(posterior.model, "mean"):
         torch.testing.assert_close(plain(x), posterior.model(x))
@@ -93,40 +94,38 @@ def test_transposed_targets_are_refused():
 
 
 @pytest.mark.parametrize(
-    ("threshold", "by", "line"),
-    [
-        (2, "entropy", "from 0 to 1 .*got 2"),
-        (-1, "entropy", "from 0 to 1 .*got -1"),
-        (-0.1, "epistemic", "at least 0 .*got -0.1"),
-        ("a", "entropy", "must be a number .*got 'a'"),
-    ],
+    ("threshold", "by"), [(2, "entropy"), (-1, "entropy"), (-0.1, "epistemic"), ("a", "entropy")]
 )
-def test_invalid_thresholds_are_refused(threshold, by, line):
+def test_invalid_thresholds_are_refused(threshold, by):
     prediction = fb.posterior.PointPosterior(mlp(), fb.likelihoods.Categorical()).predict(data()[0])
-    with pytest.raises(fb.FlowBNNError, match=line):
+    with pytest.raises(fb.FlowBNNError) as error:
         prediction.decide(threshold, by=by)
+    assert (error.value.kind, error.value.argument) == ("value", "abstain_above")
+    assert f"got {threshold!r}" in str(error.value)
     assert (prediction.decide(float("inf")) >= 0).all()
     usual = prediction.uncertainty("entropy").quantile(0.5)
     assert int((prediction.decide(usual) == -1).sum()) == 20, "a threshold may be a tensor"
 
 
 @pytest.mark.parametrize(
-    ("inputs", "line"),
+    ("inputs", "shapes", "hint"),
     [
-        (torch.randn(3, 5), r"inputs of shape \(3, 5\): "),
-        (torch.zeros(3, 6, dtype=torch.uint8), "float\\(\\) / 255"),
-        ((torch.randn(3, 6), torch.zeros(3)), r"inputs of shape \(3, 6\), \(3,\): "),
+        (torch.randn(3, 5), [(3, 5)], ""),
+        (torch.zeros(3, 6, dtype=torch.uint8), [(3, 6)], "; use images.float() / 255"),
+        ((torch.randn(3, 6), torch.zeros(3)), [(3, 6), (3,)], ""),
     ],
 )
 @pytest.mark.parametrize("noisy", [False, True])
-def test_inputs_that_the_network_rejects_raise_one_line(inputs, line, noisy):
+def test_inputs_that_the_network_rejects_raise_one_line(inputs, shapes, hint, noisy):
     posterior = (
         fb.posterior.NoisePosterior(mlp_noise(), fb.likelihoods.Categorical())
         if noisy
         else fb.posterior.PointPosterior(mlp(), fb.likelihoods.Categorical())
     )
-    with pytest.raises(fb.FlowBNNError, match=line) as caught:
+    with pytest.raises(fb.FlowBNNError) as caught:
         posterior.predict(inputs, 4)
+    assert (caught.value.kind, caught.value.fields["shapes"]) == ("network", shapes)
+    assert str(caught.value).endswith(hint)
     assert "\n" not in str(caught.value)
 
 

@@ -36,6 +36,7 @@ def unsupported_layer(
         kind="layer",
         argument=argument,
         layer=layer,
+        reason=reason,
     )
 
 

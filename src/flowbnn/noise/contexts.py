@@ -80,7 +80,7 @@ class RowShard(NamedTuple):
         if rows == 1:
             return 1  # an input without examples: one draw, the same on every process
         text = f"a layer has {rows} rows, no multiple of {self.stop - self.start} examples; train on one device, or set site='channel'"
-        raise FlowBNNError(text, kind="shape")
+        raise FlowBNNError(text, kind="shape", rows=rows)
 
     def select(self, draws: Tensor, rows: int) -> Tensor:
         """Returns the ``rows`` rows of this process from draws for the global batch."""

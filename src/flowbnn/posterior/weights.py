@@ -151,7 +151,7 @@ class WeightPosterior(Posterior):
         if missing or len(counts) != 1:
             reason = f"'{missing[0]}' is missing" if missing else f"they have {sorted(counts)} samples"
             text = f"log_prob needs all weights, as draws returns them, but {reason}"
-            raise FlowBNNError(text, argument="values")
+            raise FlowBNNError(text, argument="values", missing=missing)
         with torch.no_grad():
             densities = [self.log_density({k: v[i] for k, v in values.items()}) for i in range(counts.pop())]
         return torch.stack(densities)

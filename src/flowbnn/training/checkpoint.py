@@ -208,7 +208,7 @@ class RunState:
         if longer is None or longer.step <= earlier.step:
             self.backup_path = backup
         text = f"'{path}' holds a run interrupted in epoch {earlier.epoch + 1}, kept as '{backup.name}'; use resume=True to continue it"
-        warn(text, kind="unfinished checkpoint", path=str(path), step=earlier.step)
+        warn(text, kind="unfinished checkpoint", path=str(path), backup=str(backup), step=earlier.step)
 
     def load(self, warn: bool) -> None:
         """Loads the checkpoint, or raises an error and changes nothing if it does not fit.
