@@ -89,7 +89,7 @@ def check_size(structure: str, sizes: Sequence[int], argument: str = "joint", wi
     >>> check_size("chain", [5000, 5000])
     >>> check_size("full", [5000, 5000])
     Traceback (most recent call last):
-    flowbnn.errors.FlowBNNError: joint='full' needs matrices of 10,000 x 10,000 numbers (2.2 GiB); use joint='chain', or ...
+    flowbnn.errors.FlowBNNError: joint='full' needs 2.2 GiB for 10,000 x 10,000 matrices; use joint='chain', or ...
     """
     dim = sum(sizes) if structure == "full" else max(sizes)
     if dim > MAX_DENSE_DIM:
