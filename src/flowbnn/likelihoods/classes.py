@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from torch import Tensor
 from torch.nn import functional as F
 
-from flowbnn.errors import FlowBNNError, check_shape
+from flowbnn.errors import FlowBNNError, check_entries, check_shape
 from flowbnn.likelihoods.base import Likelihood, stack_outputs, to_single_precision
 from flowbnn.metrics.checks import check_classes, expected_value, is_soft
 from flowbnn.numerics import is_concrete
@@ -121,19 +121,13 @@ class Bernoulli(Likelihood):
             text = f"Bernoulli needs one logit per example, got outputs of shape {tuple(outputs.shape)}"
             raise FlowBNNError(text, kind="outputs", argument="outputs")
         if targets.numel() != outputs.shape[0] or not bool(((targets == 0) | (targets == 1)).all()):
-            raise FlowBNNError(
-                "Bernoulli needs one label, 0 or 1, for each example; set likelihood='gaussian' for real-valued targets, or add one "
-                "output per class to the network",
-                kind="targets",
-                argument="targets",
-            )
+            text = "Bernoulli needs one label, 0 or 1, per example; set likelihood='gaussian' for real numbers, or add outputs"
+            raise FlowBNNError(text, kind="targets", argument="targets")
 
 
 def _to_integers(targets: Tensor) -> Tensor:
     """Returns labels as integers. Floating point numbers without fractions are accepted."""
-    if targets.is_floating_point() and is_concrete(targets) and not bool((targets == targets.round()).all()):
-        text = (
-            "class labels must be integers, got fractions; pass targets.argmax(1) or (targets > 0.5).long()"
-        )
-        raise FlowBNNError(text, kind="targets", argument="targets")
+    if targets.is_floating_point() and is_concrete(targets):
+        hint = "use (targets > 0.5).long(), or likelihood='gaussian' for real numbers"
+        check_entries("targets", targets, targets == targets.round(), "an integer", hint, kind="targets")
     return targets.long()

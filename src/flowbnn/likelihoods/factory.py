@@ -92,7 +92,7 @@ def _label_message(targets: Tensor, outputs: Tensor | None) -> str:
         return f"the targets look like one-hot labels; pass targets.argmax(1), set likelihood='categorical', or {gaussian}"
     has_both = bool((targets == 0).any()) and bool((targets == 1).any())
     if targets.ndim == 2 and targets.shape[1] > 1 and has_both:
-        return f"the targets look like multiple labels, which are not supported; {gaussian}"
+        return f"the targets look like several labels per example; fit a separate network for each label, or {gaussian}"
     if targets.numel() != len(targets):
         return ""
     name = "bernoulli"

@@ -107,7 +107,7 @@ def check_classes(targets: Tensor, inputs: int, classes: int, kind: str | None =
     hint = hints.get(tuple(targets.shape), "")  # type: ignore[arg-type]
     check_shape("targets", targets, (inputs,), hint, kind or "shape")
     if targets.is_floating_point():
-        text = f"targets must be integers, got {targets.dtype}; use targets.long()"
+        text = f"targets must be integers, got {targets.dtype}; use targets.long(), or likelihood='gaussian' for real numbers"
         raise FlowBNNError(text, kind=kind or "shape", argument="targets")
     valid = (targets >= 0) & (targets < classes)
     check_entries("targets", targets, valid, f"from 0 to {classes - 1}", kind=kind or "range")
