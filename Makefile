@@ -26,8 +26,8 @@ lint: $(STAMP)  ## run the linter and the type checker
 test: lint  ## run the linter, the type checker, the tests and the doctests
 	$(BIN)/python -m pytest -n 2 --dist worksteal
 
-test-gpu: $(STAMP)  ## run the tests that need a CUDA device, in six processes; continuous integration has none
-	$(BIN)/python -m pytest -m gpu tests -n 6 -p no:benchmark -o addopts="-q --import-mode=importlib"
+test-gpu: $(STAMP)  ## run the tests that need a CUDA device, in six processes, and record the result in docs/devices.md
+	$(BIN)/python tests/gpu_suite.py
 
 bench: $(STAMP)  ## measure speed, memory, defaults and threads, and count the structure of the code
 	$(BIN)/python benchmarks/training_step.py --out $(OUT)
