@@ -220,3 +220,13 @@ def test_calibration_accepts_conditional_densities(make):
         network_for(likelihood), [(inputs, targets)], likelihood=likelihood, folds=0, **QUIET
     )
     assert torch.isfinite(posterior.predict(inputs, samples=8, seed=0).nll(targets)).all()
+
+
+def test_constant_targets_are_reported_and_give_finite_predictions(make):
+    inputs, likelihood = skewed(64)[0], make()
+    loader = fb.data.TensorLoader(inputs, torch.full((64,), 5.0), batch_size=32)
+    with pytest.warns(FlowBNNWarning) as caught:
+        posterior = fb.MLE(epochs=5).fit(network_for(likelihood), loader, likelihood=likelihood, **QUIET)
+    shares = [item.message.fields.get("share") for item in caught if item.message.kind == "repeated"]
+    assert shares == [1.0]
+    assert torch.isfinite(posterior.predict(inputs).mean).all()
