@@ -9,7 +9,7 @@ from torch import nn
 import flowbnn as fb
 from flowbnn.errors import FlowBNNError
 from flowbnn.likelihoods import Categorical, Flow, Gaussian, Mixture
-from flowbnn.methods.temperature import temper
+from flowbnn.methods.temperature import TemperedPosterior, temper
 from flowbnn.posterior import PointPosterior
 
 QUIET = {"progress": False, "seed": 0}
@@ -107,7 +107,7 @@ def test_temperature_comes_before_the_gate(fitted, gate):
     with pytest.raises(FlowBNNError) as caught:
         temper(gate, data, progress=False)
     assert (caught.value.kind, caught.value.argument) == ("unsupported", "posterior")
-    safe = fb.gated(temper(fitted[1], data, progress=False), data, epochs=2)
+    safe = fb.gated(TemperedPosterior(fitted[1], 2.0), data, epochs=2)
     assert safe.predict(data[0]).log_density.shape == (200,)
 
 

@@ -157,8 +157,8 @@ class Flow(ConditionalDensity):
     @checked
     def predictive(self, outputs: Tensor, sample_counts: Tensor | None = None) -> FlowPredictive:
         """Returns the predictive distribution of samples of outputs ``[S, B, num_outputs]``."""
-        tensors = self._make(self._checked_outputs(outputs))._tensors
-        return FlowPredictive(*tensors, sample_counts, self.shape)
+        density = self._make(self._checked_outputs(outputs))
+        return FlowPredictive(density.loc, density.scale, density.knots, sample_counts, self.shape)
 
     def nodes(self, outputs: Tensor) -> tuple[Tensor, Tensor]:
         """Returns points and weights of a quadrature rule, by a Gauss-Legendre rule for the normal variable in each bin.
@@ -227,8 +227,8 @@ class Mixture(ConditionalDensity):
     @checked
     def predictive(self, outputs: Tensor, sample_counts: Tensor | None = None) -> MixturePredictive:
         """Returns the predictive distribution of samples of outputs ``[S, B, num_outputs]``."""
-        tensors = self._make(self._checked_outputs(outputs))._tensors
-        return MixturePredictive(*tensors, sample_counts, self.shape)
+        means, stds, log_weights = self._make(self._checked_outputs(outputs))._tensors
+        return MixturePredictive(means, stds, log_weights, sample_counts, self.shape)
 
     def nodes(self, outputs: Tensor) -> tuple[Tensor, Tensor]:
         """Returns points and weights of a quadrature rule, by a Gauss-Legendre rule between quantiles of the components.

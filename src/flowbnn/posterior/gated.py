@@ -88,10 +88,11 @@ class DensityGate(nn.Module):
 
     def settings(self) -> dict[str, Any]:
         """Returns everything except the tensors as plain values."""
+        dim: Any = self.density.flow.dim
         return {
             "layer": self.features.layer,
             "flow": self.flow,
-            "dim": int(self.density.flow.dim),
+            "dim": int(dim),
             "false_alarm": self.false_alarm,
         }
 
@@ -153,10 +154,15 @@ class GatedPosterior(Posterior):
                 f"a gated posterior needs outputs of shape (batch, outputs), got {tuple(outputs.shape[1:])}"
             )
             raise FlowBNNError(text, kind="outputs", argument="posterior")
-        scores = self.gate.scores(inputs, prediction.model).to(outputs)
+        scores = self._scores(inputs, prediction).to(outputs)
         lowest = torch.finfo(outputs.dtype).min
         scores = scores.nan_to_num(lowest).clamp_min(lowest).expand(len(outputs), -1)
         return torch.cat([outputs, scores.unsqueeze(-1)], -1)
+
+    def _scores(self, inputs: Any, prediction: Prediction) -> Tensor:
+        """Returns the log-density of each input. The hook of a layer is on a clone, because other threads may use the network."""
+        network = prediction.model if self.gate.features.layer is None else prediction.clone
+        return self.gate.scores(inputs, network)
 
     def _round_predictive(self, outputs: Tensor) -> Any:
         return self.posterior._round_predictive(outputs)
@@ -175,7 +181,7 @@ class GatedPosterior(Posterior):
             inputs: Inputs of the network.
         """
         with Prediction(self.model, PredictOptions(), self.default_samples, self.cache) as prediction:
-            return self.gate.is_unfamiliar(self.gate.scores(inputs, prediction.model))
+            return self.gate.is_unfamiliar(self._scores(inputs, prediction))
 
     def networks(self, samples: int, seed: int | None = None) -> list[nn.Module]:
         """Returns networks of the inner posterior, without the gate."""

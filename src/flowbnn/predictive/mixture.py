@@ -68,12 +68,12 @@ class MixturePredictive(ContinuousPredictive):
         return self._tensors[2].exp()
 
     @cached_property
-    def samples(self) -> Tensor:  # type: ignore[override]
+    def samples(self) -> Tensor:
         """Mean of the density of each sample, ``[S, B, D]``."""
         return (self.weights * self.means).sum(-1)
 
     @cached_property
-    def sample_variances(self) -> Tensor:  # type: ignore[override]
+    def sample_variances(self) -> Tensor:
         """Variance of the density of each sample, ``[S, B, D]``."""
         spread = (self.means - self.samples.unsqueeze(-1)).square()
         return (self.weights * (self.stds.square() + spread)).sum(-1)

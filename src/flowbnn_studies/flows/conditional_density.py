@@ -147,8 +147,7 @@ class Split:
     """
 
     def __init__(self, train: tuple[Tensor, Tensor], test: tuple[Tensor, Tensor]) -> None:
-        inputs, targets = zip(*(train, test), strict=True)
-        inputs, targets = standardize(*inputs), standardize(*targets)
+        inputs, targets = standardize(train[0], test[0]), standardize(train[1], test[1])
         held_out = len(inputs[0]) // 10
         self.validation = inputs[0][:held_out], targets[0][:held_out]
         self.train = inputs[0][held_out:], targets[0][held_out:]
@@ -197,15 +196,14 @@ def load_data(name: str, s: Settings, seed: int) -> Split | None:
 def _evaluate_network(job: Job, data: Split) -> dict[str, float]:
     """Fits a network with the likelihood of the variant and evaluates it."""
     s: Settings = job.settings
-    likelihood: Likelihood = Flow("nsf", bins=s.bins)
+    density = Mixture(s.components) if job.variant == "mixture" else Flow("nsf", bins=s.bins)
+    likelihood: Likelihood = density
+    width = density.num_outputs
     if job.variant in ("gaussian", "predicted"):
         likelihood = Gaussian("predicted" if job.variant == "predicted" else "learned")
-    elif job.variant == "mixture":
-        likelihood = Mixture(s.components)
-    widths = {"gaussian": 1, "predicted": 2}
-    width = widths.get(job.variant) or likelihood.num_outputs  # type: ignore[union-attr, operator]
+        width = 2 if job.variant == "predicted" else 1
     torch.manual_seed(job.seed)
-    network = MLP(data.train[0].shape[1], s.hidden, int(width))
+    network = MLP(data.train[0].shape[1], s.hidden, width)
     posterior = _fit(job, network, data, likelihood)
     numbers = predict(posterior, data.test[0], s.samples).evaluate(data.test[1])
     return {**numbers, "log_likelihood": -numbers["nll"]}
