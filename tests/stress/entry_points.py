@@ -125,7 +125,8 @@ CLASS_ARGUMENTS = {
 INTERNAL = """
     absorbs align_batch_axes Amortized append_log_variance average average_outputs Base Bernoulli.log_prob BlockTriangular.assign
     BlockTriangular.variances bounded build build_joint canonical_targets Categorical.log_prob check check_members check_weights
-    chosen Clock collect compute connect context_of coupling_options current_row_shard cut Decision Decoder DiagonalNormal
+    chosen Clock collect compute ConditionalDensity connect context_of ContinuousPredictive coupling_options
+    current_row_shard cut Decision Decoder DiagonalNormal
     DiagonalStudent Digits DiscretizedLogistic distribution Divergence divergence divergences Divergences document draw
     draw_with_kl expand extract_features first_nonfinite_layer fit_point FixedNoise flat_draw flatten Flow flow_matching_loss
     FlowBNNError FlowBNNWarning FlowNoise forward_shape from_dict from_points from_state from_states Gaussian.log_prob History
@@ -133,7 +134,7 @@ INTERNAL = """
     layout_of like Likelihood log_density log_variance looks make_autoregressive make_coupling make_levels make_noise_modes
     make_pixel_noise make_split_noise make_step Marginal MemberPosterior moments move net network_of Noise NoiseContext NoiseGroup
     NoiseMode NoisePosterior NormalMixture num_processes OneHotVectors Optimum outputs passes plan PointPosterior Posterior
-    posterior potential Prediction Predictive prior_log_prob problem push push_normal read read_point rearrange Recipe
+    posterior potential Prediction Predictive prior_log_prob problem push push_normal read read_point RealLikelihood rearrange Recipe
     recipe_from_dict register_layer ReliabilityBin restore RiskCoverage rules run_on_main sample_codes set_loc_and_scale
     set_row_shard set_statistics settings settled setup shared_draws side side_length split standard standard_log_prob start state
     step step_schedule stream tensors terms to_dict track train training_loss Transform transforms Univariate velocity VGG16
