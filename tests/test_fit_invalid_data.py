@@ -132,7 +132,7 @@ def test_weights_for_other_layers_raise_a_warning(tmp_path):
     with pytest.warns(FlowBNNWarning) as caught:
         fb.load_posterior(path, other)
     assert [(entry.message.kind, entry.message.fields["changed"]) for entry in caught] == [
-        ("layers", {"1": ("ReLU", "Tanh")})
+        ("layers", {"1": ("ReLU()", "Tanh()")})
     ]
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -1,5 +1,6 @@
 """Comparison of methods on a user's own network and data."""
 
-from flowbnn.compare.comparison import Comparison, compare
+from flowbnn.compare.comparison import Comparison
+from flowbnn.compare.experiment import compare
 
 __all__ = ["Comparison", "compare"]

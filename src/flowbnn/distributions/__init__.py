@@ -3,16 +3,10 @@
 from flowbnn.distributions.bases import (
     Base,
     CircularBase,
-    CircularUniform,
-    DiagonalLaplace,
-    DiagonalLogistic,
-    DiagonalNormal,
-    DiagonalStudent,
     LaplaceBase,
     LogisticBase,
     MixtureBase,
     NormalBase,
-    NormalMixture,
     StudentBase,
 )
 from flowbnn.distributions.discrete import (
@@ -22,6 +16,14 @@ from flowbnn.distributions.discrete import (
     OneHotVectors,
 )
 from flowbnn.distributions.flow import Divergence, Flow, divergence
+from flowbnn.distributions.vectors import (
+    CircularUniform,
+    DiagonalLaplace,
+    DiagonalLogistic,
+    DiagonalNormal,
+    DiagonalStudent,
+    NormalMixture,
+)
 
 __all__ = [
     "Base",

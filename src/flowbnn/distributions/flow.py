@@ -18,15 +18,15 @@ from torch.distributions import (
     register_kl,
 )
 
-from flowbnn.distributions.bases import (
+from flowbnn.distributions.draws import GENERATOR_LOCK, reparameterized_sample
+from flowbnn.distributions.support import any_rightmost, has_full_range, output_support, pull_back
+from flowbnn.distributions.vectors import (
     Diagonal,
     DiagonalNormal,
     NormalMixture,
     as_diagonal_normal,
     unwrap_independent,
 )
-from flowbnn.distributions.draws import GENERATOR_LOCK, reparameterized_sample
-from flowbnn.distributions.support import any_rightmost, has_full_range, output_support, pull_back
 from flowbnn.errors import FlowBNNError
 from flowbnn.numerics import full_precision, sum_rightmost
 from flowbnn.options import Hint, check, checked

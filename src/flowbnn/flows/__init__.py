@@ -18,21 +18,21 @@ from inspect import signature
 from typing import Any
 
 from flowbnn.errors import FlowBNNError
-from flowbnn.flows.base import (
+from flowbnn.flows.base import FlowModel
+from flowbnn.flows.images import IDF, DiscreteFlow, FlowPP, Glow, ResidualFlow
+from flowbnn.flows.vectors import (
     FFJORD,
     IAF,
     MAF,
     NAF,
     NICE,
     NSF,
-    FlowModel,
     Householder,
     Planar,
     Radial,
     RealNVP,
     Sylvester,
 )
-from flowbnn.flows.images import IDF, DiscreteFlow, FlowPP, Glow, ResidualFlow
 from flowbnn.transforms import Transform
 
 __all__ = [

@@ -8,7 +8,7 @@ from dataclasses import asdict, field, fields
 from typing import Annotated, Any, Literal
 
 from flowbnn.distributions import Base, MixtureBase, NormalBase, StudentBase
-from flowbnn.distributions.bases import DegreesOfFreedom
+from flowbnn.distributions.vectors import DegreesOfFreedom
 from flowbnn.errors import FlowBNNError, describe_value, nearest
 from flowbnn.flows import make_posterior_transform, named_flows
 from flowbnn.noise.base import DropoutNoise, Noise, Site

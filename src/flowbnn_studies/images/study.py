@@ -15,7 +15,8 @@ from flowbnn.training import History
 from flowbnn_studies.data import CORRUPTIONS
 from flowbnn_studies.images.data import ImageData, load_image_data
 from flowbnn_studies.images.evaluation import add_matched_nll, evaluate, image_metrics
-from flowbnn_studies.images.findings import PLAIN, answer, comparisons, figures, notes, table_rows
+from flowbnn_studies.images.figures import figures
+from flowbnn_studies.images.findings import PLAIN, answer, comparisons, notes, table_rows
 from flowbnn_studies.images.settings import (
     FASHION,
     GROUPS,

@@ -8,6 +8,7 @@ import torch
 from flowbnn.compare.results import CLASSIFICATION
 from flowbnn_studies import SeedResults, get_study
 from flowbnn_studies.images.evaluation import add_matched_nll, image_metrics, nll_at_entropy, tempering_curve
+from flowbnn_studies.images.figures import training_figure
 from flowbnn_studies.images.findings import (
     PLAIN,
     answer,
@@ -15,7 +16,6 @@ from flowbnn_studies.images.findings import (
     notes,
     table_rows,
     trained_variants,
-    training_figure,
 )
 from flowbnn_studies.images.settings import (
     EPOCHS,
