@@ -126,3 +126,20 @@ def test_the_public_surface_exists_and_is_sorted():
         assert module.__all__, package
         for name in module.__all__:
             assert hasattr(module, name), f"{package}.{name}"
+
+
+def test_files_of_tests_are_named_after_modules():
+    """The name is that of a module or package, possibly followed by an aspect, in the folder of the same path."""
+    tests, package_wide = (
+        ROOT.parents[1] / "tests",
+        {"documents", "fresh_process", "gpu_suite", "imports", "language", "stress"},
+    )
+    for path in tests.rglob("test_*.py"):
+        *folders, name = path.relative_to(tests).with_suffix("").parts
+        source = ROOT.parent / "flowbnn_studies" if folders[:1] == ["studies"] else ROOT
+        folder = source.joinpath(*(folders[1:] if source != ROOT else folders))
+        assert folder.is_dir(), f"{path} is in a folder that mirrors no package"
+        modules = {module.stem for module in folder.iterdir() if module.suffix == ".py" or module.is_dir()}
+        modules |= {folder.name.removeprefix("flowbnn_")} | (set() if folders else package_wide)
+        subject = name.removeprefix("test_")
+        assert any(f"{subject}_".startswith(f"{module}_") for module in modules), f"{path} names no module"

@@ -4,6 +4,7 @@ from contextlib import contextmanager
 from weakref import WeakKeyDictionary
 
 import torch
+from torch import nn
 
 import flowbnn as fb
 from flowbnn.noise.base import make_noise_modes, noise_layers
@@ -88,3 +89,16 @@ def one_at_a_time(model, inputs, samples, seed):
             with NoiseContext(modes, SampleDraws(shared, index), sharded=False):
                 outputs.append(model(*inputs) if isinstance(inputs, tuple) else model(inputs))
     return torch.stack(outputs)
+
+
+class SinglePrecisionHead(nn.Module):
+    """Network that disables autocast for its last layer, which therefore has no weight in half precision."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(4, 8), nn.Linear(8, 3)
+
+    def forward(self, x):
+        x = self.body(x)
+        with torch.autocast("cpu", enabled=False):
+            return self.head(x.float())

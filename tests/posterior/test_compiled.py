@@ -9,6 +9,7 @@ import torch
 from sampling_helpers import (
     MAPPED,
     MIXED,
+    SinglePrecisionHead,
     compile_by,
     compiled_outputs,
     one_at_a_time,
@@ -111,22 +112,9 @@ def test_half_precision(traced):
     assert (found - compiled_outputs(model, images, 3)).abs().max() > 0
 
 
-class Careful(nn.Module):
-    """Turns autocast off, so that its last layer takes no weight in half precision."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body, self.head = nn.Linear(4, 8), nn.Linear(8, 3)
-
-    def forward(self, x):
-        x = self.body(x)
-        with torch.autocast("cpu", enabled=False):
-            return self.head(x.float())
-
-
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
 def test_compiled_layer_that_disables_autocast(traced):
-    model = fb.to_stochastic(Careful(), {"*": fb.noise.NormalAffine()})
+    model = fb.to_stochastic(SinglePrecisionHead(), {"*": fb.noise.NormalAffine()})
     x = torch.randn(50, 4)
     found = compiled_outputs(model, x, 4, precision="bf16-mixed")
     torch.testing.assert_close(found, sample_outputs(model, x, 4, seed=1), rtol=0.05, atol=0.05)

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from sampling_helpers import one_at_a_time, sample_outputs, sampling
+from sampling_helpers import SinglePrecisionHead, one_at_a_time, sample_outputs, sampling
 from torch import nn
 
 import flowbnn as fb
@@ -273,17 +273,7 @@ def test_half_precision_is_for_the_layers_and_not_for_the_noise():
 
 
 def test_a_layer_that_disables_autocast():
-    class Careful(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.body, self.head = nn.Linear(4, 8), nn.Linear(8, 3)
-
-        def forward(self, x):
-            x = self.body(x)
-            with torch.autocast("cpu", enabled=False):
-                return self.head(x.float())
-
-    model = fb.to_stochastic(Careful(), {"*": fb.noise.NormalAffine()})
+    model = fb.to_stochastic(SinglePrecisionHead(), {"*": fb.noise.NormalAffine()})
     x = torch.randn(50, 4)
     rough = sample_outputs(model, x, 4, "sequential", seed=0, precision="bf16-mixed")
     torch.testing.assert_close(rough, sample_outputs(model, x, 4, seed=0), rtol=0.05, atol=0.05)

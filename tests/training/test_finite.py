@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from objectives import train
+from objectives import SparseAndDouble, train
 from torch import nn
 
 from flowbnn.batches import check_finite_batch
@@ -252,19 +252,10 @@ def test_optimizers_of_other_parameters_are_refused():
 
 
 def test_gradients_of_several_dtypes_and_layouts_are_accepted():
-    class Mixed(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.table = nn.Embedding(5, 2, sparse=True)
-            self.linear = nn.Linear(2, 1, dtype=torch.float64)
-
-        def forward(self, x):
-            return self.linear(self.table(x).double())
-
     def step(model, batch, clock):
         return model(batch).square().mean(), {}
 
-    model = Mixed()
+    model = SparseAndDouble()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     options = TrainingOptions(epochs=2, accelerator="cpu")
     assert train(model, step, optimizer, [torch.arange(5), torch.tensor([1, 1])], options).steps == 4

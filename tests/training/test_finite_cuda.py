@@ -4,7 +4,7 @@ import gc
 
 import pytest
 import torch
-from objectives import train
+from objectives import SparseAndDouble, train
 from torch import nn
 
 import flowbnn as fb
@@ -73,21 +73,12 @@ def test_nonfinite_gradient_is_named_and_fused_optimizers_keep_the_weights(tmp_p
 
 
 def test_nonfinite_gradients_of_several_dtypes_and_layouts():
-    class Mixed(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.table = nn.Embedding(5, 2, sparse=True)
-            self.linear = nn.Linear(2, 1, dtype=torch.float64)
-
-        def forward(self, x):
-            return self.linear(self.table(x).double())
-
     def step(model, batch, clock):
         loss = model(batch).square().mean()
         fault = (model.linear.bias * 0.0).abs().pow(0.5).sum() if clock.step == 5 else 0.0
         return loss + fault, {}
 
-    model = Mixed()
+    model = SparseAndDouble()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     settings = TrainingOptions(epochs=3, accelerator="cuda")
     with pytest.raises(FlowBNNError) as caught:
