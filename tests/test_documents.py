@@ -109,15 +109,14 @@ def test_custom_training_loop():
 def test_cross_fitting():
     code = next(code for code in code_blocks("docs/fitting.md") if "make_network" in code)
     code = code.replace(
-        "MAP().fit(make_network(), train", "MAP(epochs=2).fit(make_network(), train, progress=False"
+        "method=fb.MAP()", "method=fb.MAP(epochs=2), progress=False, candidates=['temperature']"
     )
-    code = code.replace("likelihood=plain", "folds=0, progress=False, likelihood=plain")
     torch.manual_seed(0)
     names = {"fb": fb, "torch": torch, "inputs": torch.randn(40, 4), "targets": torch.arange(40) % 3}
     names |= {"make_network": lambda: torch.nn.Linear(4, 3), "test_inputs": torch.randn(6, 4)}
     exec(code, names)
     assert torch.allclose(names["probabilities"].sum(-1), torch.ones(6))
-    assert [member.calibration.examples for member in names["members"]] == [8] * 5
+    assert [member.calibration.examples for member in names["posterior"].members] == [8] * 5
 
 
 @pytest.mark.filterwarnings("ignore::flowbnn.errors.FlowBNNWarning")  # one epoch is too few

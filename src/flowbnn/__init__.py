@@ -27,7 +27,7 @@ from flowbnn import (
     transforms,
     vae,
 )
-from flowbnn.calibrate import calibrate
+from flowbnn.calibrate import calibrate, cross_calibrate
 from flowbnn.compare import compare
 from flowbnn.convert import describe, to_deterministic, to_stochastic
 from flowbnn.density import fit_density, fit_target, load_density
@@ -46,10 +46,13 @@ from flowbnn.methods import (
     BayesByBackprop,
     DeepEnsemble,
     Laplace,
+    LastLayerRefit,
+    MatrixScaling,
     MCDropout,
     ModeEnsemble,
     NodeNoise,
     Temperature,
+    VectorScaling,
 )
 from flowbnn.noise import noise_mode, parameter_groups
 from flowbnn.objectives import ELBO
@@ -72,13 +75,17 @@ __all__ = [
     "FlowBNNError",
     "FlowBNNWarning",
     "Laplace",
+    "LastLayerRefit",
     "MCDropout",
+    "MatrixScaling",
     "ModeEnsemble",
     "NodeNoise",
     "Posterior",
     "Temperature",
+    "VectorScaling",
     "calibrate",
     "compare",
+    "cross_calibrate",
     "data",
     "density",
     "describe",

@@ -29,10 +29,12 @@ def test_calibration_improves_held_out_predictions(structure, memorized, tmp_pat
     network, inputs, targets, _ = memorized
     before = {name: value.clone() for name, value in network.state_dict().items()}
     loader = fb.data.TensorLoader(inputs[:100], targets[:100], batch_size=40, shuffle=True)
-    posterior = fb.calibrate(network, loader, structure=structure, **{**QUICK, "folds": 2})
+    options = {**QUICK, "folds": 2, "candidates": ["noise"]}
+    posterior = fb.calibrate(network, loader, structure=structure, **options)
     assert all(torch.equal(value, before[name]) for name, value in network.state_dict().items())
     report = posterior.calibration
-    assert report.nll["calibrated"] < report.nll["plain"]
+    assert report.choice == "noise"
+    assert report.nll["noise"] < report.nll["plain"]
     assert (report.structure, report.examples, report.dimensions) == (structure, 100, 42)
     assert report.temperature > 1.0
     test = (inputs[100:], targets[100:])
@@ -51,9 +53,12 @@ def test_noise_scale_of_a_regression_is_learned():
     problem = LinearRegression(200)
     loader = fb.data.TensorLoader(problem.inputs, problem.targets, batch_size=50)
     posterior = fb.calibrate(problem.network, loader, **{**QUICK, "folds": 2})
+    assert posterior.calibration.choice in ("refit", "noise")
     assert posterior.likelihood.log_scale.exp().item() == pytest.approx(NOISE_SCALE, rel=0.15)
-    assert not posterior.calibration.ece
-    assert posterior.calibration.nll["calibrated"] < posterior.calibration.nll["plain"] - 0.1
+    report = posterior.calibration
+    assert not report.ece
+    assert list(report.nll) == ["plain", "temperature", "refit", "noise"]
+    assert report.nll["noise"] < report.nll["plain"] - 0.1
 
 
 @pytest.mark.parametrize(("structure", "noise_scale"), [("full", 1e-4), ("factorized", 1e-6)])
@@ -143,10 +148,10 @@ def test_report_is_saved_with_the_posterior(folds, tmp_path):
     network.weight.copy_(torch.tensor([[-1.0, -1.0], [1.0, 1.0]]))
     posterior = fb.calibrate(network, data, prior="fixed", folds=folds, progress=False)
     loaded = type(posterior).load(posterior.save(tmp_path / "calibrated.safetensors"), network)
+    assert bool(posterior.calibration.nll) == (folds > 0)
     assert str(loaded.calibration) == str(posterior.calibration)
     assert loaded.calibration == posterior.calibration
     assert (posterior.calibration.gain is None) == (folds == 0)
-    assert not posterior.calibration.better
 
 
 def test_exact_targets_keep_a_noise_scale():
@@ -188,7 +193,9 @@ def test_data_that_are_all_classified_correctly_are_warned_about_once():
         network.bias.zero_()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        fb.calibrate(network, [(x, (x[:, 0] > 0).long())], folds=4, progress=False)
+        fb.calibrate(
+            network, [(x, (x[:, 0] > 0).long())], folds=4, candidates=["temperature"], progress=False
+        )
     assert warning_kinds(caught) == ["memorized"]
 
 
@@ -202,15 +209,13 @@ def test_other_units_than_the_targets_are_warned_about():
     assert not [name for name, _ in posterior.model.named_buffers() if "flowbnn" in name]
 
 
-@pytest.mark.filterwarnings("ignore::flowbnn.FlowBNNWarning")
 def test_one_example_is_counted_in_the_singular():
     with pytest.warns(FlowBNNWarning) as caught:
         posterior = fb.calibrate(
             nn.Linear(2, 2), [(torch.ones(1, 2), torch.tensor([0]))], prior="fixed", progress=False
         )
-    assert "examples" in warning_kinds(caught.list)
-    assert str(posterior.calibration).endswith(" 2 dimensions, fixed prior, 1 held-out example")
-    assert "1 layer with noise" in repr(posterior)
+    assert warning_kinds(caught.list) == ["classes"]
+    assert str(posterior.calibration) == "plain, fitted to 1 held-out example without a comparison."
 
 
 def test_fit_that_does_not_converge_is_warned_about():
@@ -223,6 +228,135 @@ def test_fit_that_does_not_converge_is_warned_about():
     with pytest.warns(FlowBNNWarning) as caught:
         fb.calibrate(network, [(x, labels)], prior="fixed", folds=0, progress=False)
     assert "convergence" in warning_kinds(caught.list)
+
+
+# -------------------- choice
+
+
+def labels_of(network: nn.Module, inputs: Tensor, seed: int = 0) -> Tensor:
+    """Draws labels from the probabilities of a network, which is thus perfectly calibrated."""
+    probabilities = network(inputs).detach().softmax(-1)
+    return torch.multinomial(probabilities, 1, generator=torch.Generator().manual_seed(seed))[:, 0]
+
+
+def make_network(factor: float = 3.0) -> nn.Module:
+    torch.manual_seed(1)
+    network = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+    with torch.no_grad():
+        network[2].weight.mul_(factor)
+    return network
+
+
+def make_inputs(count: int) -> Tensor:
+    return torch.randn(count, 4, generator=torch.Generator().manual_seed(5))
+
+
+FAST = {
+    "candidates": ["plain", "temperature", "vector", "matrix", "refit"],
+    "progress": False,
+    "accelerator": "cpu",
+}
+
+
+def test_the_plain_network_is_returned_if_it_is_calibrated():
+    network, inputs = make_network(), make_inputs(300)
+    posterior = fb.calibrate(network, (inputs, labels_of(network, inputs)), **FAST)
+    assert posterior.calibration.choice == "plain"
+    assert isinstance(posterior, fb.posterior.PointPosterior)
+    assert "the plain network is returned" in str(posterior.calibration)
+    assert posterior.calibration.gain == 0.0
+    assert not posterior.calibration.better
+
+
+def test_temperature_is_chosen_if_the_network_is_overconfident():
+    network, inputs = make_network(), make_inputs(400)
+    labels = labels_of(network, inputs)
+    posterior = fb.calibrate(nn.Sequential(network, Scale(4.0)), (inputs, labels), **FAST)
+    assert posterior.calibration.choice == "temperature"
+    assert posterior.temperature == pytest.approx(4.0, rel=0.2)
+    assert posterior.calibration.better
+    assert list(posterior.calibration.nll) == ["plain", "temperature", "vector", "matrix", "refit"][:4]
+    assert "refit" not in posterior.calibration.nll
+
+
+class Scale(nn.Module):
+    """Multiplies logits by a factor."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.factor * x
+
+
+def test_a_shifted_class_needs_vector_scaling():
+    network, inputs = make_network(), make_inputs(400)
+    biased = make_network()
+    with torch.no_grad():
+        biased[2].bias.add_(torch.tensor([2.0, -2.0, 0.0]))
+    options = {**FAST, "candidates": ["temperature", "vector", "matrix"]}
+    posterior = fb.calibrate(biased, (inputs, labels_of(network, inputs)), **options)
+    assert posterior.calibration.choice == "vector"
+    assert posterior.calibration.nll["vector"] < posterior.calibration.nll["temperature"] - 0.1
+
+
+def test_a_wrong_last_layer_needs_a_refit():
+    network, inputs = make_network(), make_inputs(600)
+    labels, broken = labels_of(network, inputs), make_network()
+    with torch.no_grad():
+        broken[2].weight.add_(2.0 * torch.randn(3, 8, generator=torch.Generator().manual_seed(2)))
+    posterior = fb.calibrate(broken, (inputs, labels), **FAST)
+    assert posterior.calibration.choice == "refit"
+    test = torch.randn(500, 4, generator=torch.Generator().manual_seed(6))
+    point = fb.posterior.PointPosterior(broken, posterior.likelihood)
+    data = [(test, labels_of(network, test, 1))]
+    nll, plain = (fb.evaluate(each, data, progress=False)["nll"] for each in (posterior, point))
+    assert nll < plain - 0.2
+
+
+@pytest.mark.parametrize("name", ["plain", "temperature", "vector", "matrix", "refit", "noise"])
+def test_one_candidate_needs_no_folds(name):
+    network, inputs = make_network(), make_inputs(60)
+    data = inputs, labels_of(network, inputs)
+    posterior = fb.calibrate(network, data, candidates=[name], **QUICK)
+    assert posterior.calibration.choice == name
+    assert not posterior.calibration.nll
+    assert posterior.predict(inputs, 4).probabilities.isfinite().all()
+
+
+def test_noise_is_followed_by_a_scaling(tmp_path):
+    network, inputs = make_network(), make_inputs(80)
+    data = inputs, labels_of(network, inputs)
+    names = ["noise", "noise+temperature", "noise+matrix"]
+    posterior = fb.calibrate(network, data, candidates=names, **{**QUICK, "folds": 2}, samples=8)
+    assert list(posterior.calibration.nll) == ["plain", *names]
+    loaded = fb.load_posterior(posterior.save(tmp_path / "posterior"), network)
+    assert loaded.calibration == posterior.calibration
+
+
+@pytest.mark.parametrize(
+    ("candidates", "folds", "argument"),
+    [
+        (["plain", "noise"], 0, "candidates"),
+        (["noise+temperature"], 0, "folds"),
+        (["nois"], 4, "candidates"),
+    ],
+)
+def test_bad_candidates_are_refused(candidates, folds, argument, memorized):
+    data = memorized.inputs[:40], memorized.targets[:40]
+    with pytest.raises(FlowBNNError) as caught:
+        fb.calibrate(memorized.network, data, candidates=candidates, folds=folds, progress=False)
+    assert caught.value.argument == argument
+
+
+def test_class_candidates_of_a_regression_are_refused():
+    problem = LinearRegression()
+    with pytest.raises(FlowBNNError) as caught:
+        fb.calibrate(
+            problem.network, (problem.inputs, problem.targets), candidates=["matrix"], progress=False
+        )
+    assert (caught.value.kind, caught.value.argument) == ("likelihood", "candidates")
 
 
 # -------------------- errors

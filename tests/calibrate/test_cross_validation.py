@@ -7,22 +7,54 @@ import torch
 from torch import nn
 
 import flowbnn as fb
-from flowbnn.calibrate.cross_validation import predict_folds
+from flowbnn.calibrate.cross_validation import (
+    Folds,
+    choose_candidate,
+    choose_per_fold,
+    predict_noise,
+    predict_refit,
+    predict_scaled,
+)
 from flowbnn.calibrate.problem import CalibrationProblem, HeldOutData
 from flowbnn.methods.variational import natural_gradient
 
 
-def test_held_out_examples_do_not_affect_their_predictions(memorized, monkeypatch):
+@pytest.mark.parametrize("name", ["temperature", "vector", "matrix", "refit", "noise"])
+def test_held_out_examples_do_not_affect_their_predictions(name, memorized, monkeypatch):
     """If the labels of a fold are flipped, the likelihoods of its examples become their complements, to the last bit."""
     monkeypatch.setattr(natural_gradient._GaussianProblem, "min_draws", 1)  # saves time
     inputs, targets = memorized.inputs[:60], memorized.targets[:60]
-    fold = torch.randperm(60, generator=torch.Generator().manual_seed(0))[::6]
+    order = torch.randperm(60, generator=torch.Generator().manual_seed(0))
+    groups = [order[fold::3] for fold in range(3)]
     likelihoods = []
-    for labels in (targets, targets.index_copy(0, fold, 1 - targets[fold])):
+    for labels in (targets, targets.index_copy(0, groups[0], 1 - targets[groups[0]])):
         data = HeldOutData(memorized.network, inputs, labels, fb.likelihoods.Categorical())
-        _, predictions = predict_folds(CalibrationProblem(data), ["fixed"], 6, 8, False)
-        likelihoods.append(predictions["calibrated"].nll[0].neg().exp())
-    torch.testing.assert_close(likelihoods[0] + likelihoods[1], torch.ones(10, dtype=torch.float64))
+        folds = Folds(data, groups)
+        if name == "noise":
+            priors = ["fixed", "fitted"]
+            predictions, _ = predict_noise(CalibrationProblem(data), folds, priors, 8, False, None)
+        else:
+            predictions = predict_refit(folds) if name == "refit" else predict_scaled(folds, name)
+        likelihoods.append(predictions.nll[groups[0]].neg().exp())
+    torch.testing.assert_close(likelihoods[0] + likelihoods[1], torch.ones(20, dtype=torch.float64))
+
+
+def test_settings_are_chosen_on_other_folds():
+    nll = torch.tensor([[0.0, 0.0, 5.0, 5.0, 1.0, 1.0], [3.0, 3.0, 1.0, 1.0, 2.0, 2.0]])
+    groups = [torch.tensor([0, 1]), torch.tensor([2, 3]), torch.tensor([4, 5])]
+    assert choose_per_fold(nll, groups) == [1, 0, 1]
+
+
+def test_choice_prefers_the_simpler_candidate_within_one_standard_error():
+    generator = torch.Generator().manual_seed(0)
+    plain = torch.rand(400, generator=generator).double()
+    noise = torch.randn(400, generator=generator).double()
+    noise = (noise - noise.mean()) / noise.std()
+    for gain, expected in ((0.04, "plain"), (0.06, "temperature")):  # the standard error is 0.05
+        choice = choose_candidate({"plain": plain, "temperature": plain - gain + noise})
+        assert choice.name == expected
+        assert choice.difference["temperature"].mean == pytest.approx(-gain)
+        assert choice.difference["temperature"].error == pytest.approx(0.05)
 
 
 @pytest.mark.parametrize("noise_scale", [None, 0.5])
@@ -38,7 +70,13 @@ def test_regression_scores_by_hand(noise_scale, monkeypatch):
         likelihood = fb.likelihoods.Gaussian()
         nn.init.constant_(likelihood.log_scale, math.log(noise_scale))
     monkeypatch.setattr(torch, "randperm", lambda count, generator: torch.arange(count))
-    options = {"folds": 2, "likelihood": likelihood, "progress": False, "accelerator": "cpu"}
+    options = {
+        "folds": 2,
+        "likelihood": likelihood,
+        "candidates": ["temperature"],
+        "progress": False,
+        "accelerator": "cpu",
+    }
     report = fb.calibrate(network, data, **options).calibration
     folds = (0.1**2, 0.2**2), (0.3**2, 0.4**2)  # squared residuals
     nll = {"plain": 0.0, "temperature": 0.0}
@@ -57,5 +95,6 @@ def test_regression_scores_by_hand(noise_scale, monkeypatch):
 @pytest.mark.parametrize(("count", "folds"), [(1, 0), (3, 0), (5, 2)])
 def test_few_examples_have_fewer_folds(count, folds):
     x = torch.randn(count, 2, generator=torch.Generator().manual_seed(0))
-    report = fb.calibrate(nn.Linear(2, 2), [(x, torch.arange(count) % 2)], progress=False).calibration
+    data = [(x, torch.arange(count) % 2)]
+    report = fb.calibrate(nn.Linear(2, 2), data, candidates=["temperature"], progress=False).calibration
     assert (report.folds, bool(report.nll)) == (folds, folds > 0)

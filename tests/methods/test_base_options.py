@@ -52,7 +52,8 @@ def test_settings_of_a_method_are_not_options_of_fit(name: str) -> None:
 
 def test_errors_name_the_method_of_a_misplaced_setting() -> None:
     assert "SGLD(cycles=2)" in str(error_of(lambda: fb.SGLD().fit(network(), BATCHES, cycles=2)))
-    assert "Temperature(lr=0.5)" in str(error_of(lambda: fb.Temperature().fit(network(), BATCHES, lr=0.5)))
+    assert error_of(lambda: fb.Temperature().fit(network(), BATCHES, lr=0.5)).argument == "lr"
+    assert error_of(lambda: fb.Temperature(lr=0.5)).argument == "lr"
     tempered = fb.Temperature(fb.MCDropout(0.1))
     assert "MCDropout(rate=0.2)" in str(error_of(lambda: tempered.fit(network(), BATCHES, rate=0.2, **QUIET)))
     assert (

@@ -1,6 +1,7 @@
 """Tests of Temperature: its optimum, its effect on predictions, and its use with any posterior."""
 
 import math
+import warnings
 
 import pytest
 import torch
@@ -38,7 +39,12 @@ def noisy_labels(count: int = 300) -> tuple[torch.Tensor, torch.Tensor]:
 def test_temperature_is_optimal_and_scales_with_the_logits():
     pair = noisy_labels()
     temperatures = [
-        temper(PointPosterior(linear(factor), fb.likelihoods.Categorical()), pair, progress=False).temperature
+        temper(
+            PointPosterior(linear(factor), fb.likelihoods.Categorical()),
+            pair,
+            prior_scale=None,
+            progress=False,
+        ).temperature
         for factor in (1.0, 5.0)
     ]
     assert temperatures[1] == pytest.approx(5.0 * temperatures[0], rel=1e-8)
@@ -60,7 +66,7 @@ def test_temperature_of_several_samples_is_fitted_to_their_mixture():
         for name in ("weight", "bias")
     }
     posterior = MemberPosterior(linear(), fb.likelihoods.Categorical(), members)
-    tempered = temper(posterior, [(inputs, labels)], progress=False)
+    tempered = temper(posterior, [(inputs, labels)], prior_scale=None, progress=False)
 
     def loss(temperature: torch.Tensor) -> torch.Tensor:
         samples = torch.stack([(network(inputs) / temperature).log_softmax(-1) for network in networks])
@@ -72,7 +78,10 @@ def test_temperature_of_several_samples_is_fitted_to_their_mixture():
     assert tempered.predict(inputs).nll(labels).mean().item() == pytest.approx(
         loss(optimum).item(), rel=1e-10
     )
-    assert temper(tempered, [(inputs, labels)], progress=False).temperature == tempered.temperature
+    assert (
+        temper(tempered, [(inputs, labels)], prior_scale=None, progress=False).temperature
+        == tempered.temperature
+    )
     outputs = tempered.sample(0)(inputs)
     assert any(torch.allclose(outputs, network(inputs) / tempered.temperature) for network in networks)
 
@@ -125,17 +134,49 @@ def test_tempered_posterior_of_any_method_is_saved(method, tmp_path):
     assert torch.isfinite(adaptive.probabilities).all()
 
 
+def test_prior_of_the_log_temperature():
+    """The temperature minimizes the summed NLL plus the penalty, also if all examples are classified correctly."""
+    inputs, labels = noisy_labels(20)
+    logits = linear()(inputs).detach()
+    grid = torch.linspace(-3, 3, 6001, dtype=torch.float64)
+    for targets in (labels, logits.argmax(1)):
+        for scale in (0.1, 0.5):
+            nll = torch.stack(
+                [nn.functional.cross_entropy(logits / u.exp(), targets, reduction="sum") for u in grid]
+            )
+            expected = grid[(nll + grid.square() / (2 * scale**2)).argmin()].exp()
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                posterior = fb.Temperature(prior_scale=scale).fit(linear(), (inputs, targets), **QUIET)
+            assert posterior.temperature == pytest.approx(float(expected), rel=2e-3)
+
+
+def test_my_network_is_scaled_in_one_line_with_all_held_out_data():
+    network, data = linear(4.0), noisy_labels()
+    before = {name: value.clone() for name, value in network.state_dict().items()}
+    posterior = fb.Temperature().fit(network, data, **QUIET)
+    assert all(torch.equal(value, before[name]) for name, value in posterior.model.state_dict().items())
+    expected = temper(PointPosterior(network, fb.likelihoods.Categorical()), data, progress=False).temperature
+    assert posterior.temperature == expected
+    shuffled = DataLoader(TensorDataset(*data), batch_size=7, shuffle=True)
+    assert fb.Temperature().fit(network, shuffled, **QUIET).temperature == pytest.approx(expected, rel=1e-9)
+
+
 def test_temperature_out_of_bounds_raises_a_warning():
     inputs = torch.eye(3).repeat(4, 1)
     layer = nn.Linear(3, 3)
     nn.init.eye_(layer.weight)
     with pytest.warns(FlowBNNWarning) as caught:
-        tempered = temper(PointPosterior(layer, fb.likelihoods.Categorical()), (inputs, torch.arange(12) % 3))
+        tempered = temper(
+            PointPosterior(layer, fb.likelihoods.Categorical()),
+            (inputs, torch.arange(12) % 3),
+            prior_scale=None,
+        )
     assert caught[0].message.fields == {"kind": "validation", "temperature": 1.0}
     assert tempered.temperature == 1.0
     wrong = (inputs, (torch.arange(12) + 1) % 3)
     with pytest.warns(FlowBNNWarning) as caught:
-        tempered = temper(PointPosterior(layer, fb.likelihoods.Categorical()), wrong)
+        tempered = temper(PointPosterior(layer, fb.likelihoods.Categorical()), wrong, prior_scale=None)
     assert caught[0].message.fields == {"kind": "validation", "temperature": 100.0}
     assert tempered.temperature == 100.0
 
@@ -164,7 +205,7 @@ def test_invalid_arguments_are_refused():
             return iter([(torch.zeros(4), 0), (torch.ones(4), 1)])
 
     with pytest.raises(FlowBNNError) as error:
-        fb.Temperature().fit(small(), DataLoader(Stream(), batch_size=2), num_data=2, **QUIET)
+        fb.Temperature(fb.MAP()).fit(small(), DataLoader(Stream(), batch_size=2), num_data=2, **QUIET)
     assert error.value.argument == "validation"
     with pytest.raises(FlowBNNError) as error:
         fb.Temperature(fb.MAP(), epochs=3)
@@ -177,14 +218,10 @@ def test_invalid_arguments_are_refused():
     assert error.value.kind == "loader"
 
 
-def test_default_method_is_map(tmp_path):
-    expected = fb.Temperature(fb.MAP(**TRAINED)).fit(
+def test_tempered_posterior_of_another_network_is_refused(tmp_path):
+    posterior = fb.Temperature(fb.MAP(**TRAINED)).fit(
         small(), loader(blobs()), validation=loader(blobs(60)), seed=0, **QUIET
     )
-    posterior = fb.Temperature(**TRAINED).fit(
-        small(), loader(blobs()), validation=loader(blobs(60)), seed=0, **QUIET
-    )
-    assert posterior.temperature == expected.temperature
     path = posterior.save(tmp_path / "a.safetensors")
     with pytest.raises(FlowBNNError) as error:
         fb.load_posterior(path, nn.Linear(4, 3))

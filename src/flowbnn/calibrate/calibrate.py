@@ -1,28 +1,56 @@
-"""Calibration of a trained network by noise that is fitted on held-out data, with fixed weights.
+"""Calibration of a trained network on held-out data: the best of several calibrators, chosen by cross-validation.
 
 On training data the likelihood is overconfident, so a more accurate posterior gives worse predictions. Always calibrate on held-out
 data.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 import torch
 from torch import nn
 
-from flowbnn.calibrate.cross_validation import Scores, cross_validate
+from flowbnn.calibrate.cross_validation import (
+    Folds,
+    Predictions,
+    choose_candidate,
+    predict_noise,
+    predict_plain,
+    predict_refit,
+    predict_scaled,
+    temperature_of_all,
+)
 from flowbnn.calibrate.flow import FlowFit
-from flowbnn.calibrate.problem import CalibrationProblem, PriorName, read_held_out
+from flowbnn.calibrate.problem import CalibrationProblem, HeldOutData, PriorName, read_held_out
+from flowbnn.calibrate.unfit_data import find_limits, hard_labels, warn_unreliable
 from flowbnn.convert import Rule
 from flowbnn.errors import FlowBNNError, warn
-from flowbnn.likelihoods import Likelihood, RealLikelihood
+from flowbnn.likelihoods import Bernoulli, Categorical, Likelihood
+from flowbnn.methods.calibrators.folds import split_folds
 from flowbnn.methods.variational.base import FlowName
-from flowbnn.methods.variational.natural_gradient import MAX_PASSES, NaturalFit
+from flowbnn.metrics import calibration_error
 from flowbnn.noise import Recipe, noise_layers
 from flowbnn.options import Count, Ge, Positive, Seed, checked
+from flowbnn.posterior.base import Posterior
 from flowbnn.posterior.calibration import Calibration
-from flowbnn.posterior.noise import NoisePosterior
 from flowbnn.training.progress import History, terminal
+
+CandidateName = Literal[
+    "plain", "temperature", "vector", "matrix", "refit", "noise", "noise+temperature", "noise+matrix"
+]
+CANDIDATES: tuple[CandidateName, ...] = (  # the simplest first
+    "plain",
+    "temperature",
+    "vector",
+    "matrix",
+    "refit",
+    "noise",
+    "noise+temperature",
+    "noise+matrix",
+)
+SLOW_CANDIDATES = ("noise+matrix",)  # only on request
+CLASS_CANDIDATES = ("vector", "matrix", "noise+temperature", "noise+matrix")  # need classes
 
 
 @checked
@@ -30,6 +58,7 @@ def calibrate(
     network: nn.Module,
     held_out: Iterable[Any],
     *,
+    candidates: Sequence[CandidateName] | Literal["auto"] = "auto",
     structure: Literal["auto", "full", "chain", "layers", "factorized"] = "auto",
     prior: Literal["auto", "fitted", "fixed"] = "auto",
     prior_scale: Positive | None = None,
@@ -41,22 +70,29 @@ def calibrate(
     accelerator: Literal["auto", "cpu", "gpu", "cuda", "mps"] = "auto",
     seed: Seed = 0,
     progress: bool = True,
-) -> NoisePosterior:
-    r"""Fits noise in a trained network to held-out data. The weights stay fixed.
+) -> Posterior:
+    r"""Returns the best calibrator of a trained network, chosen by cross-validation on held-out data.
 
-    The posterior is one Gaussian over the noise of all layers. It is fitted to the ELBO by natural gradients
+    The candidates are the network as it is (``"plain"``), :class:`~flowbnn.Temperature`, structured :class:`~flowbnn.VectorScaling`
+    and :class:`~flowbnn.MatrixScaling`, a refit of the last layer (:class:`~flowbnn.LastLayerRefit`), noise in all layers, and noise
+    followed by a scaling. The simplest candidate within one standard error of the lowest negative log-likelihood (NLL) is returned, so
+    the plain network is returned unless a calibrator is better. The weights of the caller's network never change.
+
+    The noise has a Gaussian posterior over all layers. It is fitted to the ELBO by natural gradients
     (:mod:`flowbnn.methods.variational.natural_gradient`), which takes ten to thirty passes over the held-out data and needs no tuning.
-    Cross-validation compares it with the network without noise and with temperature scaling.
 
     Args:
         network: Trained network. It is copied.
-        held_out: Batches of ``(inputs, targets)``, or one pair, that the weights were not trained on, as for temperature scaling. Every
-            pass must give the same examples, in any order.
-        structure: Structure of the covariance: ``"full"``, a ``"chain"`` of layers (each linear in the previous one), independent
-            ``"layers"``, or ``"factorized"``. ``"auto"`` is full up to 6,000 dimensions, then a chain, then factorized.
+        held_out: Batches of ``(inputs, targets)``, or one pair, that the weights were not trained on. Every pass must give the same
+            examples, in any order.
+        candidates: Names of the candidates. ``"auto"`` compares all that the likelihood and the network allow. Without folds it is
+            the noise.
+        structure: Structure of the covariance of the noise: ``"full"``, a ``"chain"`` of layers (each linear in the previous one),
+            independent ``"layers"``, or ``"factorized"``. ``"auto"`` is factorized if there are fewer examples than dimensions, else
+            full up to 6,000 dimensions, then a chain, then factorized.
         prior: Prior of the noise. ``"fixed"`` is :math:`\mathcal N(1, \mathrm{scale}^2)`. ``"fitted"`` has a mean and a standard
-            deviation for every layer that maximize the ELBO, which helps with few examples. ``"auto"`` takes the better one on the
-            first fold. Without folds it is fixed if there are more examples than dimensions.
+            deviation for every layer that maximize the ELBO, which helps with few examples. ``"auto"`` takes the better one. It is
+            chosen for each fold on the other folds. Without folds it is fixed if there are more examples than dimensions.
         prior_scale: Standard deviation :math:`\mathrm{scale}` of the fixed prior. The default is 0.5.
         rules: Noise of each layer, with its prior, as in :func:`~flowbnn.to_stochastic`. By default all layers get noise with the same
             prior.
@@ -65,7 +101,7 @@ def calibrate(
             every layer has its own flow. It starts at the Gaussian, is trained by the ELBO (:mod:`flowbnn.calibrate.flow`), and is
             dropped if it does not improve the ELBO. Training takes hundreds of steps of 32 passes over the data, so use it for small
             networks or on a GPU.
-        folds: Number of folds of the cross-validation, or 0 for none.
+        folds: Number of folds of the cross-validation. With 0 there must be one candidate, which is returned without a comparison.
         samples: Number of samples of the predictions in the cross-validation.
         likelihood: Observation model. ``"auto"`` chooses it by the targets. For a regression, pass the likelihood of the trained
             network (``posterior.likelihood``), which has its noise scale. Otherwise the scale is fitted to the residuals on
@@ -75,10 +111,11 @@ def calibrate(
         progress: If True, shows progress bars and prints the comparison.
 
     Returns:
-        A posterior with a comparison in ``calibration`` (:class:`Calibration`) and the ELBO in ``history``.
+        The posterior of the choice, with the comparison in ``calibration`` (:class:`Calibration`).
 
     Raises:
-        FlowBNNError: If the network has noise already, or if ``rules`` give noise that is not Gaussian.
+        FlowBNNError: If the network has noise already, returns NaN, or cannot be calibrated by the candidates, or if ``rules`` give
+            noise that is not Gaussian.
 
     >>> import flowbnn as fb
     >>> generator = torch.Generator().manual_seed(0)
@@ -87,24 +124,25 @@ def calibrate(
     >>> network = fb.models.MLP(2, (16,), 2)
     >>> plain = fb.MLE(epochs=200, lr=0.02).fit(network, [(inputs[:100], targets[:100])], seed=0, progress=False)
     >>> posterior = calibrate(plain.model, [(inputs[100:], targets[100:])], progress=False)
-    >>> posterior.calibration.nll["calibrated"] < posterior.calibration.nll["plain"]
+    >>> posterior.calibration.nll[posterior.calibration.choice] < posterior.calibration.nll["plain"]
     True
     """
     _check_arguments(network, prior_scale, rules)
     data = read_held_out(network, held_out, likelihood, accelerator, seed)
-    problem = CalibrationProblem(data, rules, flow, prior_scale or 0.5, structure, seed)
     folds = min(folds, len(data) // 2) if len(data) >= 4 else 0
-    priors = _candidate_priors(prior, folds, problem)
-    all_indices = torch.arange(len(data))
-    fit = problem.fit_gaussian(all_indices, priors[0])
-    scores = cross_validate(problem, priors, folds, samples, progress) if folds else Scores(priors[0])
-    if scores.prior != priors[0]:
-        fit = problem.fit_gaussian(all_indices, scores.prior, start=fit.gaussian)
-    posterior, flow_fit = problem.make_posterior(fit, all_indices, progress)
-    temperature = problem.scale_temperature(all_indices).temperature
-    posterior.calibration = _make_report(problem, folds, scores, temperature, flow_fit)
-    posterior.history = History([{"elbo": value / len(data)} for value in fit.trace])
-    _warn_unreliable(problem, fit, temperature)
+    names = _candidate_names(candidates, folds, data)
+    groups = split_folds(data.targets, folds, seed) if folds else []
+    limits = find_limits(data, groups)
+
+    def make_problem() -> CalibrationProblem:
+        return CalibrationProblem(data, rules, flow, prior_scale or 0.5, structure, seed)
+
+    search = _Search(data, Folds(data, groups), make_problem, prior, samples, progress, candidates == "auto")
+    if limits is not None:
+        names = [name for name in names if name in limits.candidates] or ["plain"]
+    posterior = search.compare(names) if folds else search.fit_without_folds(names)
+    posterior.calibration = search.report
+    warn_unreliable(data, limits, search.report.temperature, search.temperature_bound)
     if progress and (console := terminal()) is not None:
         console.print(str(posterior.calibration), highlight=False)
     return posterior
@@ -120,61 +158,177 @@ def _check_arguments(network: nn.Module, prior_scale: float | None, rules: Mappi
         raise FlowBNNError(text, kind="rules", argument="prior_scale")
 
 
-def _candidate_priors(prior: str, folds: int, problem: CalibrationProblem) -> list[PriorName]:
-    """Returns the priors to choose from by cross-validation. Without folds there is only one."""
-    if prior != "auto":
-        return ["fitted" if prior == "fitted" else "fixed"]
-    if folds:
-        return ["fixed", "fitted"]
-    return ["fixed" if len(problem.data) > problem.dim else "fitted"]
+def _candidate_names(candidates: Sequence[str] | str, folds: int, data: HeldOutData) -> list[str]:
+    """Returns the names of the candidates, the simplest first. With folds the plain network is always one of them.
+
+    Raises:
+        FlowBNNError: If a candidate needs classes and the targets are none, or if several are compared without folds.
+    """
+    has_classes = isinstance(data.likelihood, Categorical | Bernoulli)
+    if candidates == "auto":
+        unused = SLOW_CANDIDATES if has_classes else CLASS_CANDIDATES
+        return [name for name in CANDIDATES if name not in unused] if folds else ["noise"]
+    unsuitable = [name for name in candidates if name in CLASS_CANDIDATES and not has_classes]
+    if unsuitable:
+        text = f"candidate '{unsuitable[0]}' needs classes, got the likelihood {data.likelihood!r}"
+        raise FlowBNNError(text, kind="likelihood", argument="candidates")
+    if not folds and len(candidates) != 1:
+        text = f"{len(candidates)} candidates cannot be compared without folds; set folds, or one candidate"
+        raise FlowBNNError(text, kind="folds", argument="candidates")
+    return [name for name in CANDIDATES if name in candidates or (folds and name == "plain")]
 
 
-def _make_report(
-    problem: CalibrationProblem, folds: int, scores: Scores, temperature: float, flow_fit: FlowFit | None
-) -> Calibration:
-    """Returns the comparison of the calibrated network with the baselines."""
-    return Calibration(
-        nll=scores.nll,
-        ece=scores.ece,
-        gain=scores.gain,
-        error=scores.error,
-        folds=folds,
-        examples=len(problem.data),
-        dimensions=problem.dim,
-        structure=problem.structure,
-        prior=scores.prior,
-        temperature=temperature,
-        flow=None if flow_fit is None else flow_fit.label,
-        flow_gain=None if flow_fit is None else flow_fit.gain,
-        flow_error=None if flow_fit is None else flow_fit.error,
-    )
-
-
-def _warn_unreliable(problem: CalibrationProblem, fit: NaturalFit, temperature: float) -> None:
-    """Warns about too few examples, a fit that has not converged, and data that the weights seem to have memorized.
-
-    A temperature below 0.8 means that the network is underconfident on the data, which is typical of training data. It is exactly 1 if
-    all examples are classified correctly. In a regression the temperature depends on the noise scale and is not checked.
+@dataclass
+class _Search:
+    """Comparison of candidates, and the fit of the choice.
 
     Args:
-        problem: Network and held-out data.
-        fit: Fit to all examples.
-        temperature: Temperature on all examples.
+        data: Network and held-out data.
+        folds: Folds of the data.
+        make_problem: Function that adds noise to the network.
+        prior: Prior of the noise, or ``"auto"``.
+        samples: Number of samples of the predictions.
+        progress: If True, shows progress bars.
+        tolerant: If True, a candidate that does not support the network is excluded. Otherwise its error is raised.
     """
-    count = len(problem.data)
-    if count < 20:  # the standard error of an accuracy of 0.8 is then 0.09
-        warn(f"at least 20 held-out examples are needed to assess calibration, got {count}", kind="examples")
-    if not fit.converged:
-        warn(
-            f"the ELBO did not converge in {MAX_PASSES} passes over the held-out data; check for very large outputs of the network, "
-            "decrease prior_scale, or use temperature scaling",
-            kind="convergence",
+
+    data: HeldOutData
+    folds: Folds
+    make_problem: Callable[[], CalibrationProblem]
+    prior: str
+    samples: int
+    progress: bool
+    tolerant: bool
+    predictions: dict[str, Predictions] = field(default_factory=dict)
+    excluded: dict[str, str] = field(default_factory=dict)
+    problem: CalibrationProblem | None = None
+    chosen_prior: str = ""
+    flow_fit: FlowFit | None = None
+    report: Calibration = field(default_factory=lambda: Calibration("plain"))
+    temperature_bound: str = ""
+
+    def compare(self, names: Sequence[str]) -> Posterior:
+        """Returns the posterior of the best candidate, and sets the report."""
+        for name in names:
+            self._predict(name)
+        choice = choose_candidate({name: each.nll for name, each in self.predictions.items()})
+        posterior = self.predictions[choice.name].finish()
+        targets = hard_labels(self.data.targets)
+        self._write_report(
+            choice.name,
+            nll={name: float(each.nll.mean()) for name, each in self.predictions.items()},
+            ece={
+                name: calibration_error(each.probabilities, targets)
+                for name, each in self.predictions.items()
+                if each.probabilities is not None
+            },
+            difference=dict(choice.difference),
         )
-    memorized = temperature < 0.8 or temperature == 1.0
-    if memorized and not isinstance(problem.data.likelihood, RealLikelihood):
-        warn(
-            f"the optimal temperature {temperature:.2f} of the held-out data is typical of training data, on which calibration makes "
-            "the network overconfident; pass data that the weights have not seen",
-            kind="memorized",
-            temperature=temperature,
+        return posterior
+
+    def fit_without_folds(self, names: Sequence[str]) -> Posterior:
+        """Returns the posterior of the only candidate."""
+        (name,) = names
+        everything = torch.arange(len(self.data))
+        single = Folds(self.data, [everything])
+        if name == "plain":
+            posterior: Posterior = self.data.point_posterior(everything)
+        elif name == "noise":
+            prior = "fitted" if self.prior == "fitted" else "fixed"
+            problem = self.problem = self.make_problem()
+            if self.prior == "auto" and len(self.data) <= problem.dim:
+                prior = "fitted"
+            posterior = self._fit_noise("fitted" if prior == "fitted" else "fixed")
+        elif name == "refit":
+            posterior = predict_refit(Folds(self.data, split_folds(self.data.targets, 2, 0))).finish()
+        elif name in ("temperature", "vector", "matrix"):
+            posterior = predict_scaled(single, name).finish()
+        else:
+            text = f"candidate '{name}' needs folds, because its scaling is fitted to held-out predictions"
+            raise FlowBNNError(text, kind="folds", argument="folds")
+        self._write_report(name)
+        return posterior
+
+    def _predict(self, name: str) -> None:
+        """Adds the predictions of one candidate, or the reason why it has none."""
+        try:
+            if name == "plain":
+                result = predict_plain(self.folds)
+            elif name == "refit":
+                result = predict_refit(self.folds)
+            elif name == "noise":
+                result = self._predict_noise()
+            elif name.startswith("noise+"):
+                inner = self.predictions.get("noise")
+                if inner is None and "noise" not in self.excluded:
+                    inner = self._predict_noise()
+                if inner is None:
+                    return
+                result = predict_scaled(self.folds, name.removeprefix("noise+"), inner)
+            else:
+                result = predict_scaled(self.folds, name)
+        except FlowBNNError as error:
+            self._exclude(name, error)
+            return
+        if not bool(result.nll.isfinite().all()):
+            count = int((~result.nll.isfinite()).sum())
+            text = f"its likelihood is not finite for {count} of {len(result.nll)} examples that it was not fitted to"
+            self._exclude(name, FlowBNNError(text, kind="not finite", argument="network"))
+            return
+        self.predictions[name] = result
+
+    def _exclude(self, name: str, error: FlowBNNError) -> None:
+        """Excludes a candidate that failed. An error of the plain network or about an argument of the caller is raised."""
+        about_arguments = error.argument in ("rules", "structure", "flow", "prior_scale")
+        if name == "plain" or not self.tolerant or about_arguments:
+            raise error
+        self.excluded[name] = str(error)
+        if name == "noise":
+            warn(f"noise is not compared: {error}", **{**error.fields, "kind": "excluded", "candidate": name})
+
+    def _predict_noise(self) -> Predictions:
+        """Returns the predictions of the noise, and sets its prior."""
+        self.problem = self.make_problem()
+        priors: list[PriorName] = ["fixed", "fitted"]
+        if self.prior != "auto":
+            priors = ["fitted" if self.prior == "fitted" else "fixed"]
+        result, prior = predict_noise(
+            self.problem, self.folds, priors, self.samples, self.progress, self._fit_noise
+        )
+        self.chosen_prior = prior
+        return result
+
+    def _fit_noise(self, prior: PriorName) -> Posterior:
+        """Returns the posterior of the noise for all examples."""
+        assert self.problem is not None
+        everything = torch.arange(len(self.data))
+        fit = self.problem.fit_gaussian(everything, prior)
+        posterior, self.flow_fit = self.problem.make_posterior(fit, everything, self.progress)
+        posterior.history = History([{"elbo": value / len(self.data)} for value in fit.trace])
+        self.chosen_prior = prior
+        if not fit.converged:
+            text = "check for very large outputs of the network, decrease prior_scale, or use temperature scaling"
+            warn(
+                f"the ELBO did not converge in {len(fit.trace)} passes over the held-out data; {text}",
+                kind="convergence",
+            )
+        return posterior
+
+    def _write_report(self, choice: str, **scores: Any) -> None:
+        """Sets the report."""
+        fit, flow, problem = temperature_of_all(self.data), self.flow_fit, self.problem
+        self.temperature_bound = fit.bound
+        self.report = Calibration(
+            choice,
+            **scores,
+            excluded=self.excluded,
+            folds=len(self.folds.groups),
+            examples=len(self.data),
+            temperature=fit.temperature,
+            dimensions=0 if problem is None else problem.dim,
+            structure="" if problem is None else problem.structure,
+            prior=self.chosen_prior,
+            flow=None if flow is None else flow.label,
+            flow_gain=None if flow is None else flow.gain,
+            flow_error=None if flow is None else flow.error,
         )

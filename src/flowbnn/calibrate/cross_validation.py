@@ -1,128 +1,301 @@
-"""Cross-validation of a calibrated network against the network without noise and temperature scaling."""
+"""Cross-validation of the candidates of a calibration: predictions for folds that a candidate was not fitted to."""
 
-from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from flowbnn.calibrate.problem import CalibrationProblem, PriorName
-from flowbnn.metrics import calibration_error
-from flowbnn.posterior.base import Posterior
+from flowbnn.calibrate.problem import CalibrationProblem, HeldOutData, PriorName
+from flowbnn.likelihoods import Gaussian
+from flowbnn.methods.calibrators.last_layer import LastLayerProblem, LastLayerRefit
+from flowbnn.methods.calibrators.log_temperature import TemperatureFit, fit_temperatures
+from flowbnn.methods.calibrators.scaling import MatrixScaling, VectorScaling
+from flowbnn.methods.temperature import Temperature, TemperedPosterior
+from flowbnn.methods.variational.block_gaussian import BlockGaussian
+from flowbnn.posterior.base import Posterior, PredictOptions
+from flowbnn.posterior.calibration import Difference
 from flowbnn.predictive import CategoricalPredictive
 from flowbnn.training.progress import track
 
-
-@dataclass(frozen=True)
-class Scores:
-    """Held-out scores of ``"plain"``, ``"temperature"`` and ``"calibrated"``. They are empty without cross-validation.
-
-    Args:
-        prior: Prior of the calibrated network.
-        nll: Mean negative log-likelihood (NLL) of each method.
-        ece: Expected calibration error of each method. Empty for a regression.
-        gain: Mean NLL of temperature scaling minus the mean NLL of the calibrated network.
-        error: Standard error of the gain.
-    """
-
-    prior: PriorName
-    nll: dict[str, float] = field(default_factory=dict)
-    ece: dict[str, float] = field(default_factory=dict)
-    gain: float | None = None
-    error: float | None = None
+SCALINGS: dict[str, Any] = {
+    "temperature": Temperature(),
+    "vector": VectorScaling(),
+    "matrix": MatrixScaling(),
+}
 
 
-def cross_validate(
-    problem: CalibrationProblem, priors: Sequence[PriorName], folds: int, samples: int, progress: bool
-) -> Scores:
-    """Runs K-fold cross-validation.
+@dataclass(frozen=True, eq=False)
+class Folds:
+    """Folds of the held-out data.
 
     Args:
-        problem: Network and held-out data.
-        priors: Priors to choose from. The better one on the first fold is used from then on.
-        folds: Number of folds.
-        samples: Number of samples of a prediction.
-        progress: If True, shows a progress bar.
+        data: Network and held-out data.
+        groups: Indices of the examples of each fold.
     """
-    prior, predictions = predict_folds(problem, priors, folds, samples, progress)
-    nll = {name: torch.cat(prediction.nll) for name, prediction in predictions.items()}
-    gain = nll["temperature"] - nll["calibrated"]
-    return Scores(
-        prior=prior,
-        nll={name: float(values.mean()) for name, values in nll.items()},
-        ece={
-            name: calibration_error(torch.cat(prediction.probabilities), torch.cat(prediction.targets))
-            for name, prediction in predictions.items()
-            if prediction.probabilities
-        },
-        gain=float(gain.mean()),
-        error=float(gain.std() / len(gain) ** 0.5),
+
+    data: HeldOutData
+    groups: Sequence[Tensor]
+
+    @property
+    def training(self) -> list[Tensor]:
+        """Indices of the examples of all folds but one, for each fold."""
+        return [
+            torch.cat([*self.groups[:fold], *self.groups[fold + 1 :]]) for fold in range(len(self.groups))
+        ]
+
+
+class Predictions(NamedTuple):
+    """Predictions of one candidate for all examples, each by a fit to the other folds.
+
+    Args:
+        nll: Negative log-likelihoods ``[N]`` in float64, on the CPU.
+        probabilities: Class probabilities ``[N, C]``, or None for a regression.
+        finish: Function that fits the candidate to all examples and returns its posterior.
+        outputs: Sampled outputs ``[S, N, ...]`` of the predictions, if other candidates are built on them.
+    """
+
+    nll: Tensor
+    probabilities: Tensor | None
+    finish: Callable[[], Posterior]
+    outputs: Tensor | None = None
+
+
+def gather(folds: Folds, predictives: Sequence[Any], finish: Callable[[], Posterior]) -> Predictions:
+    """Returns the predictions of all examples from the predictive distributions of the folds.
+
+    Args:
+        folds: Folds of the data.
+        predictives: Predictive distribution of each fold, for its examples.
+        finish: Function that fits the candidate to all examples.
+    """
+    nll = torch.zeros(len(folds.data), dtype=torch.float64)
+    probabilities = None
+    for group, predictive in zip(folds.groups, predictives, strict=True):
+        targets = folds.data.targets[group.to(folds.data.targets.device)]
+        nll[group] = predictive.nll(targets.to(_device(predictive))).double().cpu()
+        if isinstance(predictive, CategoricalPredictive):
+            values = predictive.probabilities.double().cpu()
+            if probabilities is None:
+                probabilities = torch.zeros(len(nll), values.shape[1], dtype=torch.float64)
+            probabilities[group] = values
+    return Predictions(nll, probabilities, finish)
+
+
+def _device(predictive: Any) -> torch.device:
+    """Returns the device of a predictive distribution."""
+    return predictive._tensors[0].device
+
+
+def predict_plain(folds: Folds) -> Predictions:
+    """Predicts by the network as it is."""
+    data, outputs = folds.data, folds.data.outputs.double()[None]
+    predictives = [
+        data.point_posterior(training)._predictive(outputs[:, group.to(outputs.device)])
+        for training, group in zip(folds.training, folds.groups, strict=True)
+    ]
+    return gather(folds, predictives, lambda: data.point_posterior(torch.arange(len(data))))
+
+
+def temperature_of_all(data: HeldOutData) -> TemperatureFit:
+    """Returns the temperature for all held-out data."""
+    posterior = data.point_posterior(torch.arange(len(data)))
+    (fit,) = fit_temperatures(posterior, data.outputs.double()[None], data.targets)
+    return fit
+
+
+def predict_scaled(folds: Folds, name: str, inner: Predictions | None = None) -> Predictions:
+    """Predicts by a scaled network, or by a scaled posterior.
+
+    Args:
+        folds: Folds of the data.
+        name: Name of the scaling.
+        inner: Predictions of the posterior that is scaled, or None for the network without noise.
+    """
+    data, calibrator, everything = folds.data, SCALINGS[name], torch.arange(len(folds.data))
+    outputs = data.outputs.double()[None] if inner is None or inner.outputs is None else inner.outputs
+    device, targets = outputs.device, data.targets
+    if not data.scale_is_known:  # the noise scale of a regression differs between folds
+        scaled = [
+            calibrator.calibrate_outputs(
+                data.point_posterior(rows), outputs[:, rows.to(device)], targets[rows.to(device)]
+            )
+            for rows in (*folds.training, everything)
+        ]
+    else:
+        base = data.point_posterior(everything)
+        subsets = [rows.to(device) for rows in (*folds.training, everything)]
+        if name == "temperature":
+            fits = fit_temperatures(base, outputs, targets, subsets)
+            scaled = [TemperedPosterior(base, fit.temperature) for fit in fits]
+        else:
+            scaled = calibrator.fit_subsets(base, outputs, targets, subsets)
+    predictives = [
+        each._predictive(outputs[:, group.to(device)])
+        for each, group in zip(scaled, folds.groups, strict=False)
+    ]
+    return gather(
+        folds, predictives, lambda: scaled[-1] if inner is None else scaled[-1].wrap(inner.finish())
     )
 
 
-@dataclass
-class FoldPredictions:
-    """Predictions of one method for the held-out examples of each fold.
+def predict_refit(folds: Folds) -> Predictions:
+    """Predicts by a refitted last layer. The penalty for a fold is the best one for the other folds."""
+    data, calibrator = folds.data, LastLayerRefit()
+    everything = torch.arange(len(data))
+    problem = LastLayerProblem.read(data.point_posterior(everything), data.batches(everything))
+    scores = calibrator.score_folds(problem, folds.groups)
+    choices = choose_per_fold(scores.nll.cpu(), folds.groups)
+    predictives = []
+    for choice, group in zip(choices, folds.groups, strict=True):
+        index = group.to(scores.outputs.device)
+        predictives.append(data.point_posterior(everything)._predictive(scores.outputs[choice, index][None]))
+    best = int(scores.nll.mean(1).argmin())
+    return gather(folds, predictives, lambda: calibrator.refit(problem, scores, best))
+
+
+def choose_per_fold(nll: Tensor, groups: Sequence[Tensor]) -> list[int]:
+    """Returns the setting for each fold that has the lowest NLL on all other folds.
+
+    A setting is thus never chosen by the examples that it is scored on.
 
     Args:
-        nll: Negative log-likelihoods of the examples, one tensor for each fold.
-        probabilities: Class probabilities ``[B, C]``, one tensor for each fold. Empty for a regression.
-        targets: Targets, one tensor for each fold.
+        nll: Negative log-likelihoods of the settings, ``[K, N]``, each on folds that were left out.
+        groups: Indices of the examples of each fold.
+    """
+    total = nll.sum(1)
+    return [int((total - nll[:, group].sum(1)).argmin()) for group in groups]
+
+
+class NoisePrediction(NamedTuple):
+    """Prediction of one fold by a network with noise.
+
+    Args:
+        predictive: Predictive distribution.
+        outputs: Sampled outputs.
+        gaussian: Gaussian of the noise.
+        total: Sum of the negative log-likelihoods.
     """
 
-    nll: list[Tensor] = field(default_factory=list)
-    probabilities: list[Tensor] = field(default_factory=list)
-    targets: list[Tensor] = field(default_factory=list)
+    predictive: Any
+    outputs: Tensor
+    gaussian: BlockGaussian
+    total: float
 
 
-def predict_folds(
-    problem: CalibrationProblem, priors: Sequence[PriorName], folds: int, samples: int, progress: bool
-) -> tuple[PriorName, dict[str, FoldPredictions]]:
-    """Predicts every fold by methods that are fitted to the other folds.
+def predict_fold(
+    problem: CalibrationProblem,
+    training: Tensor,
+    group: Tensor,
+    prior: PriorName,
+    samples: int,
+    start: BlockGaussian | None,
+) -> NoisePrediction:
+    """Predicts a fold by noise that is fitted to the other folds.
 
     Args:
-        problem: Network and held-out data.
-        priors: Priors to choose from. The better one on the first fold is used from then on.
-        folds: Number of folds.
+        problem: Network with noise and held-out data.
+        training: Indices of the examples of the other folds.
+        group: Indices of the examples of the fold.
+        prior: Prior of the noise.
+        samples: Number of samples.
+        start: Gaussian to start from, which must not depend on the fold, or None.
+    """
+    fit = problem.fit_gaussian(training, prior, start, precise=False)
+    posterior, _ = problem.make_posterior(fit, training)
+    inputs, targets = problem.data.select(group)
+    options = PredictOptions(samples, seed=problem.seed, progress=False)
+    outputs, _, _ = posterior.collect(inputs, options)
+    predictive = posterior._predictive(outputs)
+    return NoisePrediction(predictive, outputs, fit.gaussian, float(predictive.nll(targets).double().sum()))
+
+
+def predict_noise(
+    problem: CalibrationProblem,
+    folds: Folds,
+    priors: Sequence[PriorName],
+    samples: int,
+    progress: bool,
+    finish: Callable[[PriorName], Posterior],
+) -> tuple[Predictions, PriorName]:
+    """Predicts by a network with noise.
+
+    Several priors are compared on the first half of the folds, on two at least. The prior for a fold is the best one on those of them
+    that are other folds, so that it is never chosen by the examples that it is scored on.
+
+    Args:
+        problem: Network with noise and held-out data.
+        folds: Folds of the data.
+        priors: Priors to choose from.
         samples: Number of samples of a prediction.
         progress: If True, shows a progress bar.
+        finish: Function that fits the noise with a prior to all examples.
 
     Returns:
-        The prior, and the predictions of ``"plain"``, ``"temperature"`` and ``"calibrated"``.
+        The predictions, and the prior with the lowest NLL on the folds on which it was compared.
     """
-    order = torch.randperm(len(problem.data), generator=torch.Generator().manual_seed(problem.seed))
-    predictions: dict[str, FoldPredictions] = defaultdict(FoldPredictions)
-    for fold in track(range(folds), "cross-validation", progress):
-        training = torch.cat([order[other::folds] for other in range(folds) if other != fold])
-        inputs, targets = problem.data.select(order[fold::folds])
-        for name, posterior in _fit_methods(problem, priors, training).items():
-            predictive = posterior.predict(inputs, samples, seed=problem.seed, progress=False)
-            predictions[name].nll.append(predictive.nll(targets).double().cpu())
-            predictions[name].targets.append(targets)
-            if isinstance(predictive, CategoricalPredictive):
-                predictions[name].probabilities.append(predictive.probabilities)
-        priors = [min(priors, key=lambda prior: float(predictions[prior].nll[0].mean()))]
-    (prior,) = priors
-    names = {"plain": "plain", "temperature": "temperature", "calibrated": prior}
-    return prior, {name: predictions[key] for name, key in names.items()}
+    compared = range(max(2, len(folds.groups) // 2) if len(priors) > 1 else 0)
+    results = list[dict[PriorName, NoisePrediction]]()
+
+    def best_prior(used: Sequence[int]) -> PriorName:
+        return min(priors, key=lambda prior: sum(results[fold][prior].total for fold in used))
+
+    pairs = list(zip(folds.training, folds.groups, strict=True))
+    for fold, (training, group) in enumerate(track(pairs, "cross-validation", progress)):
+        results.append({})
+        start = None
+        for prior in priors if fold in compared else [best_prior(compared)]:
+            results[-1][prior] = predict_fold(problem, training, group, prior, samples, start)
+            start = results[-1][prior].gaussian
+    chosen = [
+        result[best_prior([other for other in compared if other != fold])]
+        if fold in compared
+        else next(iter(result.values()))
+        for fold, result in enumerate(results)
+    ]
+    prior = best_prior(compared)
+    predictions = gather(folds, [result.predictive for result in chosen], lambda: finish(prior))
+    if isinstance(folds.data.likelihood, Gaussian):
+        return predictions, prior
+    joined = torch.cat([result.outputs for result in chosen], 1)
+    order = torch.cat(list(folds.groups)).argsort().to(joined.device)
+    return predictions._replace(outputs=joined[:, order].double()), prior
 
 
-def _fit_methods(
-    problem: CalibrationProblem, priors: Sequence[PriorName], training: Tensor
-) -> dict[str, Posterior]:
-    """Fits the baselines, and the calibrated network with each prior, to the training folds.
+class Choice(NamedTuple):
+    """Result of :func:`choose_candidate`.
 
-    The first fit does not start from the fit to all examples, which has seen the held-out fold. The fit with the second prior starts
-    from the first.
+    Args:
+        name: Name of the candidate.
+        difference: NLL of each candidate minus that of the plain network, and its standard error.
     """
-    posteriors: dict[str, Posterior] = {
-        "plain": problem.point_estimate(training),
-        "temperature": problem.scale_temperature(training),
-    }
-    start = None
-    for prior in priors:
-        fit = problem.fit_gaussian(training, prior, start)
-        posteriors[prior], _ = problem.make_posterior(fit, training)
-        start = fit.gaussian
-    return posteriors
+
+    name: str
+    difference: Mapping[str, Difference]
+
+
+def paired_difference(nll: Tensor, baseline: Tensor) -> Difference:
+    """Returns the mean of the differences of paired examples, and its standard error."""
+    gap = nll - baseline
+    error = float(gap.std()) / math.sqrt(len(gap)) if len(gap) > 1 else math.inf
+    return Difference(float(gap.mean()), error)
+
+
+def choose_candidate(nll: Mapping[str, Tensor]) -> Choice:
+    """Chooses the simplest candidate whose NLL is within one standard error of the lowest.
+
+    The standard error is that of the paired difference to the best candidate. The plain network therefore wins every tie.
+
+    Args:
+        nll: Negative log-likelihoods of all examples, by candidate, the simplest candidate first.
+
+    >>> flat, better = torch.tensor([1.0, 2.0, 3.0, 4.0]), torch.tensor([0.5, 1.4, 2.6, 3.5])
+    >>> choose_candidate({"plain": flat, "temperature": flat - 0.001 * better, "noise": better}).name
+    'noise'
+    """
+    best = min(nll, key=lambda name: float(nll[name].mean()))
+    gaps = {name: paired_difference(values, nll[best]) for name, values in nll.items()}
+    name = next(name for name, gap in gaps.items() if gap.mean <= gap.error or name == best)
+    return Choice(name, {key: paired_difference(values, nll["plain"]) for key, values in nll.items()})

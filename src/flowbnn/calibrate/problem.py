@@ -1,36 +1,34 @@
 """The network, the held-out data and the noise of a calibration, and the posteriors that are fitted to subsets of the data."""
 
-import warnings
 from collections.abc import Iterable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from flowbnn.batches import device_of, move_data, pick, take
+from flowbnn.batches import call, device_of, move_data, pick, take, tensors_of
 from flowbnn.calibrate.flow import FlowFit, fit_flow
 from flowbnn.convert import Rule, to_stochastic
 from flowbnn.diagnostics.fixed_data import check_row_independence, read_fixed_data
 from flowbnn.distributions import NormalBase
-from flowbnn.errors import FlowBNNError, FlowBNNWarning
-from flowbnn.likelihoods import Gaussian, Likelihood, learns_noise
+from flowbnn.errors import FlowBNNError, quote_names, warn
+from flowbnn.likelihoods import Categorical, Gaussian, Likelihood, learns_noise
 from flowbnn.methods.fitting import FitOptions, prepare
-from flowbnn.methods.temperature import TemperedPosterior, temper
 from flowbnn.methods.variational.base import FLOWS
 from flowbnn.methods.variational.block_gaussian import BlockGaussian
 from flowbnn.methods.variational.natural_gradient import NaturalFit, Structure, fit_gaussian
 from flowbnn.methods.variational.noisy_network import NoisyNetwork
-from flowbnn.networks import copy_network
+from flowbnn.networks import copy_network, evaluation_mode
 from flowbnn.noise import Noise, NormalAffine, Recipe, noise_layers
 from flowbnn.noise.flow_noise import InputNoise
-from flowbnn.noise.inspection import check_called, remove_noise_without_gradient
 from flowbnn.noise.joint import MAX_DENSE_DIM, check_size, independent_vectors
 from flowbnn.noise.modes import align_batch_axes
 from flowbnn.posterior.noise import NoisePosterior
 from flowbnn.posterior.point import PointPosterior
-from flowbnn.regression import fit_residual_scale
+from flowbnn.regression import set_noise_scale
 from flowbnn.training.device import device_kind
 from flowbnn.training.randomness import temporary_seed
 
@@ -59,6 +57,23 @@ class HeldOutData:
 
     def __len__(self) -> int:
         return len(self.targets)
+
+    @cached_property
+    def outputs(self) -> Tensor:
+        """Outputs of the network without noise, ``[N, ...]``."""
+        with evaluation_mode(self.network), torch.no_grad():
+            batches = [take(self.inputs, low, low + BATCH_SIZE) for low in range(0, len(self), BATCH_SIZE)]
+            return torch.cat([call(self.network, batch) for batch in batches])
+
+    def point_posterior(self, indices: Tensor) -> PointPosterior:
+        """Returns the network without noise. An unknown noise scale is fitted to the residuals of these examples."""
+        likelihood = deepcopy(self.likelihood)
+        if not self.scale_is_known:
+            assert isinstance(likelihood, Gaussian)
+            indices = indices.to(self.targets.device)
+            with torch.no_grad():
+                set_noise_scale(likelihood, [(self.outputs[indices], self.targets[indices])])
+        return PointPosterior(self.network, likelihood)
 
     def select(self, indices: Tensor) -> tuple[Any, Tensor]:
         """Returns the inputs and targets of some examples."""
@@ -104,7 +119,7 @@ def read_held_out(
 
 
 class CalibrationProblem:
-    """Fits posteriors of noise, and the baselines, to subsets of the held-out data.
+    """Fits posteriors of noise to subsets of the held-out data.
 
     Args:
         data: Network and held-out data.
@@ -130,15 +145,13 @@ class CalibrationProblem:
         self.data, self.seed = data, seed
         rules = {"*": NormalAffine(prior_scale=prior_scale)} if rules is None else rules
         self.rules = _update_rules(rules, joint=None)
-        network, inputs = self._add_noise(self.rules), take(data.inputs, 0, BATCH_SIZE)
-        self.rules |= dict.fromkeys(remove_noise_without_gradient(network, inputs))
-        check_called(network, align_batch_axes(network, inputs))
-        layers = noise_layers(network)
+        self.rules = self._exclude_idle_layers(self.rules)
+        layers = noise_layers(self._add_noise(self.rules))
         for name, noise in layers.items():
             _check_gaussian(name, noise)
         sizes = [noise.layout.dim for noise in layers.values()]
         self.dim = sum(sizes)
-        self.structure = choose_structure(structure, sizes)
+        self.structure = choose_structure(structure, sizes, len(data))
         self.loc, self.scale = (
             torch.cat([getattr(noise.prior, name) for noise in layers.values()]) for name in ("loc", "scale")
         )
@@ -162,6 +175,32 @@ class CalibrationProblem:
         align_batch_axes(model, take(self.data.inputs, 0, BATCH_SIZE))
         return model
 
+    def _exclude_idle_layers(self, rules: dict[Rule, Recipe | None]) -> dict[Rule, Recipe | None]:
+        """Returns rules without noise in layers that the network does not call, or whose noise does not change its outputs.
+
+        Raises:
+            FlowBNNError: If no layer is left.
+        """
+        model = to_stochastic(self.data.network, rules)
+        inputs = take(self.data.inputs, 0, BATCH_SIZE)
+        uncalled = align_batch_axes(model, inputs)
+        layers = noise_layers(model)
+        without_gradient = [name for name in layers_without_gradient(model, inputs) if name not in uncalled]
+        if not uncalled and not without_gradient:
+            return rules
+        if len(uncalled) + len(without_gradient) == len(layers):
+            text = f"no layer can carry noise: the outputs do not depend on {quote_names(list(layers))}, or have no gradient there"
+            raise FlowBNNError(text, kind="noise", argument="network", layers=list(layers))
+        reasons = {
+            "uncalled": "are never called",
+            "without gradient": "carry no gradient, as under torch.no_grad()",
+        }
+        for names, reason in ((uncalled, "uncalled"), (without_gradient, "without gradient")):
+            if names:
+                text = f"layers {quote_names(names)} {reasons[reason]}, so they get no noise"
+                warn(text, kind=reason, layers=names)
+        return rules | dict.fromkeys((*uncalled, *without_gradient))
+
     def _add_flow(self, flow: str | Recipe) -> nn.Module:
         """Returns the network with noise that a flow transforms."""
         recipe = flow if isinstance(flow, Recipe) else FLOWS[flow]()
@@ -179,7 +218,7 @@ class CalibrationProblem:
             return self._add_noise(rules, self.structure)
 
     def fit_gaussian(
-        self, indices: Tensor, prior: PriorName, start: BlockGaussian | None = None
+        self, indices: Tensor, prior: PriorName, start: BlockGaussian | None = None, precise: bool = True
     ) -> NaturalFit:
         """Fits a Gaussian posterior of the noise to some examples.
 
@@ -187,16 +226,18 @@ class CalibrationProblem:
             indices: Indices of the examples.
             prior: Prior of the noise, fixed or fitted.
             start: Gaussian to start from, or None for a narrow one around the network without noise.
+            precise: If False, the fit takes half of the time, see :func:`fit_gaussian`.
         """
         return fit_gaussian(
             self.network,
-            self.point_estimate(indices).likelihood,
+            self.data.point_posterior(indices).likelihood,
             *self.data.select(indices),
             self.structure,
             prior=prior,
             loc=self.loc,
             scale=self.scale,
             start=start,
+            precise=precise,
             seed=self.seed,
         )
 
@@ -243,18 +284,31 @@ class CalibrationProblem:
             layer.fitted = True
         return NoisePosterior(network, fit.likelihood)
 
-    def point_estimate(self, indices: Tensor) -> PointPosterior:
-        """Returns the network without noise. An unknown noise scale is fitted to the residuals of these examples."""
-        likelihood = deepcopy(self.data.likelihood)
-        if not self.data.scale_is_known:
-            fit_residual_scale(self.data.network, likelihood, self.data.batches(indices))
-        return PointPosterior(self.data.network, likelihood)
 
-    def scale_temperature(self, indices: Tensor) -> TemperedPosterior:
-        """Returns the network without noise, with the optimal temperature for some examples."""
-        with warnings.catch_warnings():  # calibrate warns once, for all examples
-            warnings.filterwarnings("ignore", category=FlowBNNWarning)
-            return temper(self.point_estimate(indices), self.data.batches(indices), progress=False)
+def layers_without_gradient(model: nn.Module, inputs: Any) -> list[str]:
+    """Returns the layers whose noise has no gradient at any output.
+
+    Args:
+        model: Network with noise.
+        inputs: Batch of inputs.
+    """
+    layers = noise_layers(model)
+    if any(noise.site != "channel" for noise in layers.values()):
+        return []  # refused later, with the name of the layer
+    network = NoisyNetwork(model, Categorical())
+    device, generator = device_of(model), torch.Generator().manual_seed(0)
+    count = len(tensors_of(inputs)[0])
+    vectors = torch.ones(count, sum(network.sizes), dtype=network.dtype, device=device, requires_grad=True)
+    with torch.enable_grad():
+        outputs = network.outputs(inputs, vectors)
+        weights = torch.randn(outputs.shape, generator=generator).to(outputs)
+        if not outputs.requires_grad:
+            return list(layers)
+        (gradient,) = torch.autograd.grad((weights * outputs).sum(), vectors, allow_unused=True)
+    if gradient is None:
+        return list(layers)
+    slopes = gradient.split(network.sizes, -1)
+    return [name for name, slope in zip(layers, slopes, strict=True) if not bool(slope.any())]
 
 
 def _check_gaussian(layer: str, noise: Noise) -> None:
@@ -273,21 +327,29 @@ def _update_rules(rules: Rules, **settings: Any) -> dict[Rule, Recipe | None]:
     return {rule: None if recipe is None else replace(recipe, **settings) for rule, recipe in rules.items()}
 
 
-def choose_structure(structure: Any, sizes: list[int]) -> Structure:
-    """Returns the structure of the covariance. ``"auto"`` is the most general one that fits into memory.
+def choose_structure(structure: Any, sizes: list[int], num_examples: int) -> Structure:
+    """Returns the structure of the covariance.
+
+    ``"auto"`` is factorized if there are fewer examples than noise variables, because correlations are then not determined by the data.
+    Otherwise it is the most general structure that fits into memory.
 
     Args:
         structure: Name of the structure, or ``"auto"``.
         sizes: Numbers of noise variables of the layers.
+        num_examples: Number of held-out examples.
 
     Raises:
         FlowBNNError: If the layers are too large for the structure.
 
-    >>> choose_structure("auto", [500, 400]), choose_structure("auto", [5000, 4000]), choose_structure("auto", [25_088])
-    ('full', 'chain', 'factorized')
+    >>> choose_structure("auto", [500, 400], 1_000), choose_structure("auto", [500, 400], 100)
+    ('full', 'factorized')
+    >>> choose_structure("auto", [5_000, 4_000], 10_000), choose_structure("auto", [25_088], 50_000)
+    ('chain', 'factorized')
     """
     if structure != "auto":
         if structure != "factorized":
             check_size(structure, sizes, "structure", width=8)
         return structure
+    if num_examples < sum(sizes):
+        return "factorized"
     return "full" if sum(sizes) <= MAX_DENSE_DIM else "chain" if max(sizes) <= MAX_DENSE_DIM else "factorized"

@@ -38,6 +38,7 @@ class Candidate:
         label: Name in tables and figures.
         method: Class of the method.
         settings: Settings that differ from the defaults of the method.
+        inner: Method that is fitted first if the candidate is a calibrator, with all other settings.
         excluded: Names of common settings that the method ignores, because they have another meaning for it.
         cost: Approximate training time, as a multiple of the training time of the baseline. Expensive methods are started first.
         held_out: If True, the method learns from held-out data, as temperature scaling does.
@@ -54,6 +55,7 @@ class Candidate:
     held_out: bool = False
     max_weights: float = math.inf
     short_run: Callable[[int, int | None], Mapping[str, Any]] | None = None
+    inner: type[Method] | None = None
 
     @property
     def method_name(self) -> str:
@@ -71,10 +73,14 @@ class Candidate:
             batches: Number of batches per epoch, if known.
             common: Settings of all methods. Settings that the method does not have are ignored.
         """
-        names = {setting.name for setting in fields(self.method)} - set(self.excluded)
+        names = {setting.name for setting in fields(self.inner or self.method)} - set(self.excluded)
         common = {name: value for name, value in common.items() if name in names}
         short = self.short_run(common["epochs"], batches) if self.short_run and "epochs" in common else {}
-        return self.method(**{**common, **short, **self.settings, **(specific or {})})
+        settings = {**common, **short, **self.settings, **(specific or {})}
+        if self.inner is None:
+            return self.method(**settings)
+        inner = {name: settings.pop(name) for name in names & set(settings)}
+        return self.method(**{"method": self.inner(**inner), **settings})
 
 
 def _short_sgld(epochs: int, batches: int | None) -> dict[str, Any]:
@@ -99,7 +105,7 @@ CANDIDATES: tuple[Candidate, ...] = (
     Candidate("mle", "Maximum likelihood", MLE),
     Candidate("map", "MAP", MAP),
     Candidate("damp", "DAMP", DAMP, cost=1.5),
-    Candidate("temperature", "Temperature scaling", Temperature, cost=1.2, held_out=True),
+    Candidate("temperature", "Temperature scaling", Temperature, cost=1.2, held_out=True, inner=MAP),
     Candidate("mc-dropout", "MC dropout", MCDropout, cost=2),
     Candidate("deep-ensemble", "Deep ensemble of 5", DeepEnsemble, {"members": 5}, cost=5),
     Candidate("mode-ensemble", "Modes of the noise, 16", ModeEnsemble, excluded=_PRIOR, cost=4),

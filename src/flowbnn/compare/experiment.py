@@ -19,7 +19,7 @@ from flowbnn.compare.results import (
     record_warnings,
 )
 from flowbnn.errors import FlowBNNError, warn
-from flowbnn.methods import Method, Temperature
+from flowbnn.methods import Calibrator, Method
 from flowbnn.methods.fitting import FitOptions, LikelihoodName
 from flowbnn.options import Count, File, NonEmpty, Positive, Seed, checked
 from flowbnn.training import track
@@ -223,7 +223,7 @@ def _choose_methods(methods: Any, failures: dict[str, str], **common: Any) -> li
         key = re.sub(r"[^a-z0-9]+", "-", (label or method.name).lower()).strip("-") or "method"
         while key in selection:
             key += "-again"
-        held_out = isinstance(method, Temperature)
+        held_out = isinstance(method, Calibrator)
         candidate = Candidate(key, label or repr(method), type(method), vars(method), held_out=held_out)
         selection[key] = candidate, method
     return list(selection.values())

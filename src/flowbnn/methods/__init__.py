@@ -1,6 +1,9 @@
 """Methods that fit posteriors, one file each: ``method.fit(network, loader)`` returns a posterior."""
 
 from flowbnn.methods.base import METHODS, FitOptions, Method, register_method
+from flowbnn.methods.calibrators.base import CalibratedPosterior, Calibrator
+from flowbnn.methods.calibrators.last_layer import LastLayerRefit
+from flowbnn.methods.calibrators.scaling import MatrixScaling, ScaledPosterior, VectorScaling
 from flowbnn.methods.damp import DAMP
 from flowbnn.methods.dropout import DropoutPosterior, MCDropout
 from flowbnn.methods.ensemble import DeepEnsemble, EnsemblePosterior
@@ -32,6 +35,8 @@ __all__ = [
     "SGLD",
     "SWAG",
     "BayesByBackprop",
+    "CalibratedPosterior",
+    "Calibrator",
     "ChainDiagnostics",
     "ChainPosterior",
     "DeepEnsemble",
@@ -41,8 +46,10 @@ __all__ = [
     "GaussianWeightPosterior",
     "Laplace",
     "LaplacePosterior",
+    "LastLayerRefit",
     "MCDropout",
     "MNFPosterior",
+    "MatrixScaling",
     "MemberPosterior",
     "Method",
     "ModeEnsemble",
@@ -53,8 +60,10 @@ __all__ = [
     "Posterior",
     "SGLDPosterior",
     "SWAGPosterior",
+    "ScaledPosterior",
     "Temperature",
     "TemperedPosterior",
+    "VectorScaling",
     "evaluate",
     "load_posterior",
     "register_method",

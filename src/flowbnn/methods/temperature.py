@@ -1,98 +1,81 @@
 r"""Temperature scaling (Guo et al. 2017, https://arxiv.org/abs/1706.04599): calibration by one number, fitted on held-out data.
 
-.. math:: \hat T = \arg\min_T \; -\sum_i \log \frac1S \sum_s p(y_i \mid f_s(x_i) / T)
+.. math:: \hat T = \arg\min_T \; -\sum_i \log \frac1S \sum_s p(y_i \mid f_s(x_i) / T) + \frac{(\log T)^2}{2 \tau^2}
 
-It is the first calibration method to try, on top of any other method. It changes no weights. For a single network it changes no
-predicted class either.
+It is the first calibration method to try, on a trained network or on top of any other method. It changes no weights. For a single
+network it changes no predicted class either.
 """
 
-import math
 from collections.abc import Iterable
-from dataclasses import field, fields, replace
-from pathlib import Path
+from dataclasses import field
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor, nn
 
-from flowbnn.batches import as_loader, call
-from flowbnn.errors import FlowBNNError, warn
-from flowbnn.likelihoods import RealLikelihood
-from flowbnn.methods.base import FitOptions, Method, misplaced_setting, register_method
-from flowbnn.methods.data_summary import first_batch
-from flowbnn.methods.loader_split import split_loader
-from flowbnn.options import Count, Positive, Probability, Seed, accepts_options_of, checked, options
-from flowbnn.posterior.base import (
-    Posterior,
-    Prediction,
-    PredictOptions,
-    load_posterior,
-    open_posterior_file,
-    rewrap_load_errors,
+from flowbnn.batches import call
+from flowbnn.errors import warn
+from flowbnn.likelihoods import Gaussian
+from flowbnn.methods.base import register_method
+from flowbnn.methods.calibrators.base import CalibratedPosterior, Calibrator, collect_outputs
+from flowbnn.methods.calibrators.log_temperature import (
+    BOUNDS,
+    PRIOR_SCALE,
+    TemperatureFit,
+    apply_temperature,
+    fit_temperatures,
 )
-from flowbnn.posterior.gated import GatedPosterior
-from flowbnn.predictive import CategoricalPredictive
-from flowbnn.training.storage import TensorFile
+from flowbnn.options import Count, Positive, Seed, checked, options
+from flowbnn.posterior.base import Posterior
 
 
 @register_method
 @options(repr=False)
-class Temperature(Method):
-    """Temperature scaling on top of a method.
+class Temperature(Calibrator):
+    r"""Temperature scaling of a trained network, or on top of a method. It never changes weights.
 
     Args:
-        method: Method that fits the posterior; None to train the network as :class:`~flowbnn.MAP` does.
-        validation_fraction: Fraction of the training data that is held out if ``fit`` gets no validation data.
-        samples: Number of samples of the predictions on the validation data; None for the default of the posterior.
-        epochs: Number of epochs of the training. This and the settings below require ``method=None``.
-        lr: Learning rate of the training.
-        optimizer: Function from parameter groups to an optimizer.
-        schedule: Function from optimizer and number of steps to a learning-rate schedule.
-        prior_scale: Standard deviation of the prior of the weights.
+        method: Method that is fitted first. None scales the network as it is, and trains nothing.
+        validation_fraction: Fraction of the training data that is held out if ``method`` is set and ``fit`` gets no validation data.
+        samples: Number of samples of the predictions on the held-out data. None for the default of the posterior.
+        prior_scale: Standard deviation :math:`\tau` of the prior of :math:`\log T`, or None for no prior. A regression has none.
 
-    >>> import flowbnn as fb
+    >>> import torch
+    >>> network = nn.Linear(2, 2)
     >>> inputs = torch.randn(200, 2, generator=torch.Generator().manual_seed(0))
-    >>> loader = [(inputs, (inputs[:, 0] + inputs[:, 1].sin() * inputs[:, 1] > 0).long())]
-    >>> Temperature(fb.MAP(epochs=100, lr=0.1)).fit(nn.Linear(2, 2), loader, progress=False).kind
+    >>> held_out = (inputs, (inputs[:, 0] + inputs[:, 1].sin() * inputs[:, 1] > 0).long())
+    >>> Temperature().fit(network, held_out, progress=False).kind
     'tempered'
     """
 
-    method: Method | None = None
-    validation_fraction: Probability = field(default=0.1, kw_only=True)
-    samples: Count | None = field(default=None, kw_only=True)
+    prior_scale: Positive | None = field(default=PRIOR_SCALE, kw_only=True)  # type: ignore[assignment]
 
-    def __post_init__(self) -> None:
-        changed = next((f.name for f in fields(Method) if getattr(self, f.name) != f.default), None)
-        if self.method is not None and changed is not None:
-            raise misplaced_setting(changed, type(self.method).__name__, getattr(self, changed))
+    def calibrate_outputs(
+        self, posterior: Posterior, outputs: Tensor, targets: Tensor
+    ) -> "TemperedPosterior":
+        """Returns the posterior at the temperature of the held-out data; see :meth:`Calibrator.calibrate_outputs`."""
+        if isinstance(posterior, TemperedPosterior):
+            posterior = posterior.posterior
+        (fit,) = fit_temperatures(posterior, outputs, targets, prior_scale=self.prior_scale)
+        return TemperedPosterior(posterior, check_temperature(fit, posterior, self.prior_scale is not None))
 
-    @accepts_options_of(FitOptions)
-    def fit(self, network: nn.Module, loader: Iterable[Any], **kwargs: Any) -> "TemperedPosterior":
-        """Fits the posterior and its temperature; see :meth:`Method.fit`.
 
-        The temperature is fitted to ``validation``, by default a random fraction of the loader.
-        """
-        model, options = (self.method or self).setup(network, loader, kwargs)
-        if options.validation is None:
-            loader, validation = split_loader(loader, self.validation_fraction, options.seed or 0)
-            num_data = options.num_data
-            if num_data is not None:
-                num_data = max(1, round(num_data * (1.0 - self.validation_fraction)))
-            options = replace(options, validation=validation, num_data=num_data)
-        posterior: Posterior
-        if self.method is None:
-            posterior = self.fit_point(model, loader, options)
-        else:
-            kwargs = {**kwargs, "validation": options.validation, "num_data": options.num_data}
-            posterior = self.method.fit(network, loader, **kwargs)
-        assert options.validation is not None
-        return temper(
-            posterior,
-            options.validation,
-            samples=self.samples,
-            seed=options.seed or 0,
-            progress=options.progress,
-        )
+def check_temperature(fit: TemperatureFit, posterior: Posterior, has_prior: bool) -> float:
+    """Returns the temperature to use, and warns if the likelihood alone does not determine it.
+
+    Args:
+        fit: Fit to the held-out data.
+        posterior: Posterior that is scaled.
+        has_prior: True if the temperature has a prior.
+    """
+    temperature, reason = fit.temperature, f"no temperature in {BOUNDS} is optimal"
+    if not fit.bound:
+        return temperature
+    if fit.bound == "low" and not isinstance(posterior.likelihood, Gaussian):
+        reason = "all held-out examples are classified correctly at any temperature"
+        temperature = temperature if has_prior else 1.0
+    text = f"{reason}, so {temperature:.3g} is used; provide more data, and check that the labels fit the network"
+    warn(text, kind="validation", temperature=temperature)
+    return temperature
 
 
 @checked
@@ -100,104 +83,34 @@ def temper(
     posterior: Posterior,
     validation: Iterable[Any],
     *,
+    prior_scale: Positive | None = PRIOR_SCALE,
     samples: Count | None = None,
     seed: Seed = 0,
     progress: bool = True,
 ) -> "TemperedPosterior":
-    """Returns the posterior with the temperature that maximizes the likelihood of held-out data.
+    """Returns the posterior at the temperature of held-out data.
 
     Args:
-        posterior: Posterior of any method; the temperature of a tempered posterior is fitted again.
+        posterior: Posterior of any method. The temperature of a tempered posterior is fitted again.
         validation: Batches of ``(inputs, targets)`` to which the posterior was not fitted.
-        samples: Number of samples of the predictions; None for the default of the posterior.
+        prior_scale: Standard deviation of the prior of the log-temperature, or None for no prior.
+        samples: Number of samples of the predictions. None for the default of the posterior.
         seed: Seed of the predictions.
         progress: If True, shows a progress bar.
 
-    >>> import flowbnn as fb
+    >>> import torch, flowbnn as fb
     >>> inputs = torch.randn(200, 2, generator=torch.Generator().manual_seed(0))
     >>> loader = [(inputs, (inputs[:, 0] + inputs[:, 1].sin() * inputs[:, 1] > 0).long())]
     >>> posterior = fb.MLE(epochs=300, lr=0.1).fit(nn.Linear(2, 2), loader, progress=False)
     >>> round(temper(posterior, loader).temperature, 2)  # its training data
     1.0
     """
-    if isinstance(posterior, GatedPosterior):
-        text = "the fallback of a density gate has no temperature; temper the posterior first, then call fb.gated"
-        raise FlowBNNError(text, kind="unsupported", argument="posterior")
-    if isinstance(posterior, TemperedPosterior):
-        posterior = posterior.posterior
-    validation = as_loader(validation)
-    first_batch(validation, purpose="temperature scaling")
-    outputs, _, targets = posterior.collect(validation, PredictOptions(samples, seed=seed, progress=progress))
-    assert targets is not None
-    targets = posterior.likelihood.canonical_targets(targets).to(outputs.device)
-    return TemperedPosterior(posterior, best_temperature(posterior, outputs.double(), targets))
+    inner = posterior.posterior if isinstance(posterior, TemperedPosterior) else posterior
+    outputs, targets = collect_outputs(inner, validation, samples, seed, progress)
+    return Temperature(prior_scale=prior_scale).calibrate_outputs(inner, outputs, targets)
 
 
-def best_temperature(
-    posterior: Posterior, outputs: Tensor, targets: Tensor, bounds: tuple[float, float] = (1e-2, 1e2)
-) -> float:
-    r"""Returns the minimizer of the negative log-likelihood (NLL) over :math:`u = \log T`.
-
-    The best point of a grid is refined by Newton's method, safeguarded by bisection within its cell.
-
-    Args:
-        posterior: Posterior of the outputs.
-        outputs: Sampled outputs ``[S, B, ...]``.
-        targets: Targets of the validation data.
-        bounds: Smallest and largest temperature; a warning is raised if the minimum is not between them.
-    """
-    low, high = (math.log(bound) for bound in bounds)
-    size = 17
-    grid = [low + (high - low) * index / (size - 1) for index in range(size)]
-    values = [_nll_and_derivatives(posterior, outputs, targets, u, derivatives=False)[0] for u in grid]
-    best = min(range(size), key=lambda index: (values[index], abs(grid[index])))
-    at_low = values[0] <= values[best]
-    if at_low or best == size - 1:
-        temperature = bounds[0] if at_low else bounds[1]
-        reason = f"no temperature in {bounds} is optimal"
-        if at_low and not isinstance(posterior.likelihood, RealLikelihood):
-            temperature, reason = 1.0, "all validation examples are classified correctly at any temperature"
-        text = f"{reason}, so {temperature:g} is used; provide more data"
-        warn(text, kind="validation", temperature=temperature)
-        return temperature
-    left, right, u = grid[best - 1], grid[best + 1], grid[best]
-    for _ in range(60):
-        _, slope, curvature = _nll_and_derivatives(posterior, outputs, targets, u)
-        left, right = (u, right) if slope < 0 else (left, u)
-        newton = u - slope / curvature if curvature > 0 else math.inf
-        proposal = newton if left < newton < right else (left + right) / 2
-        if abs(proposal - u) < 1e-12 or slope == 0.0:
-            break
-        u = proposal
-    return math.exp(u)
-
-
-def _nll_and_derivatives(
-    posterior: Posterior,
-    outputs: Tensor,
-    targets: Tensor,
-    u: float,
-    derivatives: bool = True,
-    max_elements: int = 2**21,
-) -> tuple[float, float, float]:
-    """Returns the mean NLL at ``T = exp(u)`` and its first two derivatives in ``u``, in chunks of ``max_elements`` outputs."""
-    num_rows = max(1, max_elements // max(1, outputs[:, :1].numel()))
-    nll, slope, curvature = 0.0, 0.0, 0.0
-    with torch.set_grad_enabled(derivatives):
-        for start in range(0, len(targets), num_rows):
-            log_t = torch.tensor(u, dtype=outputs.dtype, device=outputs.device, requires_grad=derivatives)
-            chunk = slice(start, start + num_rows)
-            predictive = apply_temperature(posterior._predictive(outputs[:, chunk]), log_t.exp())
-            loss = predictive.nll(targets[chunk]).sum()
-            nll += loss.item()
-            if derivatives:
-                (first,) = torch.autograd.grad(loss, log_t, create_graph=True)
-                (second,) = torch.autograd.grad(first, log_t)
-                slope, curvature = slope + first.item(), curvature + second.item()
-    return nll / len(targets), slope / len(targets), curvature / len(targets)
-
-
-class TemperedPosterior(Posterior):
+class TemperedPosterior(CalibratedPosterior):
     r"""Posterior whose predictions are scaled by a temperature :math:`T`. Above 1, the inner posterior is overconfident.
 
     For classification, the logits of every sample are divided by :math:`T`. For regression, the predictive distribution is scaled
@@ -208,7 +121,7 @@ class TemperedPosterior(Posterior):
         posterior: Inner posterior, of any method.
         temperature: Temperature :math:`T`.
 
-    >>> import flowbnn as fb
+    >>> import torch, flowbnn as fb
     >>> inner = fb.methods.PointPosterior(nn.Linear(2, 3), fb.likelihoods.Categorical())
     >>> TemperedPosterior(inner, 2.0).predict(torch.ones(4, 2)).probabilities.shape
     torch.Size([4, 3])
@@ -218,20 +131,14 @@ class TemperedPosterior(Posterior):
 
     @checked
     def __init__(self, posterior: Posterior, temperature: Positive) -> None:
-        super().__init__(posterior.model, posterior.likelihood, posterior.history)
-        self.posterior, self.temperature = posterior, float(temperature)
-        self.default_samples, self.cache = posterior.default_samples, posterior.cache
-        self.supports_compile, self.requires_shared = posterior.supports_compile, posterior.requires_shared
+        super().__init__(posterior)
+        self.temperature = float(temperature)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.posterior!r}, temperature={self.temperature:.4g})"
 
-    def outputs(self, inputs: Any, samples: range, prediction: Prediction) -> Tensor:
-        """Returns outputs of the inner posterior."""
-        return self.posterior.outputs(inputs, samples, prediction)
-
-    def _predictive(self, outputs: Tensor, sample_counts: Tensor | None = None) -> Any:
-        predictive = self.posterior._predictive(outputs, sample_counts)
+    def transform(self, predictive: Any, sample_counts: Tensor | None) -> Any:
+        """Returns the predictive distribution at the temperature."""
         return apply_temperature(predictive, self.temperature, sample_counts)
 
     def networks(self, samples: int, seed: int | None = None) -> list[nn.Module]:
@@ -243,35 +150,12 @@ class TemperedPosterior(Posterior):
         return self._scaled(self.posterior.sample(seed))
 
     def _scaled(self, network: nn.Module) -> nn.Module:
-        if isinstance(self.likelihood, RealLikelihood):
+        if isinstance(self.likelihood, Gaussian):
             return network
         return DividedOutputs(network, self.temperature).eval()
 
-    def draws(self, samples: int, seed: int | None = None) -> dict[str, Tensor]:
-        """Returns draws of the inner posterior."""
-        return self.posterior.draws(samples, seed)
-
-    def log_prob(self, values: Any) -> Tensor:
-        """Returns log-densities of the inner posterior; the temperature changes predictions, not weights."""
-        return self.posterior.log_prob(values)
-
-    def document(self) -> dict[str, Any]:
-        return {**super().document(), "temperature": self.temperature, "inner": self.posterior.document()}
-
-    def tensors(self) -> dict[str, Tensor]:
-        return self.posterior.tensors()
-
-    @classmethod
-    @checked
-    def load(cls, path: str | Path | TensorFile, network: nn.Module) -> "Posterior":
-        """Loads a saved posterior into ``network``, which stays unchanged if it does not fit."""
-        file = open_posterior_file(path, network, [cls.kind])
-        with rewrap_load_errors(file):
-            temperature = file.document["temperature"]
-            inner_file = file.with_document(dict(file.document["inner"]))
-        inner = load_posterior(inner_file, network)
-        with rewrap_load_errors(file):
-            return cls(inner, temperature)
+    def settings(self) -> dict[str, Any]:
+        return {"temperature": self.temperature}
 
 
 class DividedOutputs(nn.Module):
@@ -283,17 +167,3 @@ class DividedOutputs(nn.Module):
 
     def forward(self, *inputs: Any, **named_inputs: Any) -> Tensor:
         return call(self.network, named_inputs or inputs) / self.temperature
-
-
-def apply_temperature(predictive: Any, temperature: Any, sample_counts: Tensor | None = None) -> Any:
-    """Returns a predictive distribution at a temperature.
-
-    Args:
-        predictive: Predictive distribution of classes or of real-valued targets.
-        temperature: Temperature, a float or a scalar tensor.
-        sample_counts: Number of samples of each row, if it differs between rows.
-    """
-    sample_counts = None if sample_counts is None else predictive.sample_counts
-    if isinstance(predictive, CategoricalPredictive):
-        return CategoricalPredictive(predictive.logits / temperature, sample_counts)
-    return predictive.rescale(temperature)

@@ -4,6 +4,7 @@ from flowbnn.posterior.adaptive import Adaptive
 from flowbnn.posterior.base import Posterior, Prediction, PredictOptions, load_posterior
 from flowbnn.posterior.evaluate import evaluate, novelty_scores
 from flowbnn.posterior.gated import GatedPosterior, gated
+from flowbnn.posterior.mixture import MixturePosterior
 from flowbnn.posterior.noise import NoisePosterior
 from flowbnn.posterior.point import PointPosterior
 from flowbnn.posterior.weights import MemberPosterior, WeightPosterior
@@ -12,6 +13,7 @@ __all__ = [
     "Adaptive",
     "GatedPosterior",
     "MemberPosterior",
+    "MixturePosterior",
     "NoisePosterior",
     "PointPosterior",
     "Posterior",

@@ -49,6 +49,7 @@ from flowbnn.networks import copy_network
 from flowbnn.noise import noise_layers
 from flowbnn.options import Count, File, Positive, accepts_options_of, all_subclasses, checked
 from flowbnn.posterior.adaptive import Adaptive, adaptive_outputs
+from flowbnn.posterior.calibration import Calibration
 from flowbnn.posterior.loaders import OutputCollector, shard_loader
 from flowbnn.posterior.prediction import (
     Prediction,
@@ -97,6 +98,7 @@ class Posterior:
     default_samples: int = 128
     supports_compile: bool = False  # True if predictions support compile=True
     requires_shared: bool = False  # True if predictions do not support shared=False
+    calibration: Calibration | None = None  # set by fb.calibrate
 
     def __init__(self, model: nn.Module, likelihood: Likelihood, history: History | None = None) -> None:
         self.model, self.likelihood, self.history = model, likelihood, history or History()
@@ -346,7 +348,14 @@ class Posterior:
             "history": self.history.to_dict(),
             "layers": describe_layers(self.model),
             "settings": self.settings(),
+            "calibration": None if self.calibration is None else self.calibration.to_dict(),
         }
+
+    def read_calibration(self, file: TensorFile) -> None:
+        """Reads the report of a calibration from a file, if it has one."""
+        calibration = file.document.get("calibration")
+        with rewrap_load_errors(file):
+            self.calibration = None if calibration is None else Calibration.from_dict(calibration)
 
     def tensors(self) -> dict[str, Tensor]:
         """Returns all tensors to save, from the network, the likelihood and the posterior."""
@@ -384,7 +393,9 @@ class Posterior:
         point = Posterior.read_point(copy_network(network), file)
         state = {name: value.to(device) for name, value in select_prefix(file.tensors, "posterior").items()}
         with rewrap_load_errors(file):
-            return cls.from_state(point, state, settings)
+            posterior = cls.from_state(point, state, settings)
+        posterior.read_calibration(file)
+        return posterior
 
     @classmethod
     def read_point(cls, model: nn.Module, file: TensorFile, read: bool = True) -> "Posterior":

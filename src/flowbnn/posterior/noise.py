@@ -17,7 +17,6 @@ import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
@@ -46,7 +45,6 @@ from flowbnn.posterior.base import (
     rewrap_load_errors,
     select_prefix,
 )
-from flowbnn.posterior.calibration import Calibration
 from flowbnn.posterior.compiled import CompiledSampler, forward_sample_by_rules
 from flowbnn.posterior.prediction import Prediction, check_rows, clone_sharing_tensors, even_size
 from flowbnn.posterior.report import FitReport
@@ -75,7 +73,6 @@ class NoisePosterior(Posterior):
 
     kind = "node noise"
     supports_compile = True
-    calibration: Calibration | None = None  # set by fb.calibrate
     report: FitReport | None = None  # set by fb.fit
     rows_interact: bool = False  # True if outputs depend on other rows of a batch, found by fb.fit
 
@@ -168,8 +165,7 @@ class NoisePosterior(Posterior):
             name: {"recipe": "FlowNoise"} if layer.recipe is None else layer.recipe.to_dict()
             for name, layer in noise_layers(self.model).items()
         }
-        calibration = None if self.calibration is None else asdict(self.calibration)
-        return {**super().document(), "recipes": recipes, "calibration": calibration}
+        return {**super().document(), "recipes": recipes}
 
     @classmethod
     @checked
@@ -197,8 +193,7 @@ class NoisePosterior(Posterior):
         point = cls.read_point(network, file)
         with rewrap_load_errors(file):
             posterior = cls.from_state(point, {}, file.document["settings"])
-            calibration = file.document.get("calibration")
-            posterior.calibration = None if calibration is None else Calibration(**calibration)
+        posterior.read_calibration(file)
         posterior.model.eval()
         for layer in noise_layers(posterior.model).values():
             layer.fitted = True

@@ -238,6 +238,31 @@ class TensorFile:
         raise FlowBNNError(f"'{self.path}' is damaged or no safetensors file ({reason}){advice}", kind="file")
 
 
+class NestedTensorFile(TensorFile):
+    """Part of a file that holds the document and the tensors of another object, such as an inner posterior.
+
+    Args:
+        parent: File.
+        prefix: Start of the names of the tensors of the part. It is removed from the names.
+        document: Document of the part.
+    """
+
+    def __init__(self, parent: TensorFile, prefix: str, document: dict[str, Any]) -> None:
+        self.path, self.parent, self.prefix, self.document = parent.path, parent, prefix, document
+        self.views = self._select(parent.views)
+
+    @cached_property
+    def tensors(self) -> dict[str, Tensor]:
+        """Copies of the tensors of the part, after a check of the checksum of the whole file."""
+        return self._select(self.parent.tensors)
+
+    def _select(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        prefix = self.prefix
+        return {
+            name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)
+        }
+
+
 def save_state(path: str | Path, state: Mapping[str, Any]) -> Path:
     """Writes a nested state of tensors and plain values, such as that of an optimizer, atomically.
 

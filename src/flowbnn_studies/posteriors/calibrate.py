@@ -7,19 +7,18 @@ from dataclasses import asdict, fields
 from typing import Annotated, Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from flowbnn import evaluate
 from flowbnn.calibrate import calibrate
 from flowbnn.compare.results import Metric, SeedResults
 from flowbnn.data import TensorLoader
-from flowbnn.methods import MLE, Laplace
+from flowbnn.methods import MLE, Laplace, LastLayerRefit, MatrixScaling, VectorScaling
 from flowbnn.methods.temperature import TemperedPosterior, temper
 from flowbnn.models import MLP, LeNet
 from flowbnn.noise import NormalCoupling, NormalPlanar
 from flowbnn.options import Bounds, Count, Positive, options
 from flowbnn.posterior import PointPosterior, Posterior
-from flowbnn.posterior.base import PredictOptions
 from flowbnn_studies.data.tables import load_uci, standardize
 from flowbnn_studies.images.data import ImageData, load_image_data
 from flowbnn_studies.images.evaluation import evaluate_shift, predict
@@ -50,7 +49,9 @@ FITS: dict[str, tuple[str, str, dict[str, Any]]] = {  # label, method, and argum
 FIRST = {  # rows without noise
     "plain": ("Deterministic", "mle"),
     "temperature": ("Temperature scaling", "temperature"),
-    "vector": ("Vector scaling", "temperature"),
+    "svs": ("Structured vector scaling", "temperature"),
+    "sms": ("Structured matrix scaling", "temperature"),
+    "refit": ("Last layer refitted", "mle"),
     "laplace": ("Last-layer Laplace", "laplace"),
 }
 ROWS: dict[str, tuple[str, str]] = {
@@ -273,7 +274,9 @@ def fit_posteriors(
     yield "plain", plain, 0.0
     yield "temperature", *time_call(temper, plain, held_out, progress=False)
     if not held_out.tensors[1].is_floating_point():
-        yield "vector", *time_call(fit_vector_scaling, plain, held_out)
+        yield "svs", *time_call(VectorScaling().fit, plain, held_out, progress=False)
+        yield "sms", *time_call(MatrixScaling().fit, plain, held_out, progress=False)
+    yield "refit", *time_call(LastLayerRefit().fit, plain, held_out, progress=False)
     options: dict[str, Any] = {"seed": job.seed, "progress": False, "accelerator": job.accelerator}
     yield "laplace", *time_call(Laplace(layers="last", epochs=0).fit, plain.model, held_out, **options)
     for key, arguments in fits.items():
@@ -361,44 +364,6 @@ def train_on_all_data(
         tempered = temper(posterior, [(data[0][held_out], data[1][held_out])], progress=False)
         log_temperatures.append(math.log(tempered.temperature))
     return TemperedPosterior(network(data), math.exp(sum(log_temperatures) / folds))
-
-
-class VectorScaledNetwork(nn.Module):
-    """Network whose logits are scaled and shifted for each class.
-
-    Args:
-        network: Network with logits.
-        factor: Factor of each class.
-        offset: Offset of each class.
-    """
-
-    def __init__(self, network: nn.Module, factor: Tensor, offset: Tensor) -> None:
-        super().__init__()
-        self.network = network
-        self.factor, self.offset = nn.Parameter(factor), nn.Parameter(offset)
-
-    def forward(self, inputs: Any) -> Tensor:
-        return self.network(inputs) * self.factor + self.offset
-
-
-def fit_vector_scaling(plain: PointPosterior, held_out: TensorLoader) -> PointPosterior:
-    r"""Fits vector scaling (Guo et al. 2017, https://arxiv.org/abs/1706.04599): :math:`a \circ f(x) + b` by maximum likelihood."""
-    outputs, _, targets = plain.collect(held_out, PredictOptions(1, progress=False))
-    assert targets is not None
-    logits, targets = outputs[0].double(), targets.to(outputs.device)
-    factor, offset = logits.new_ones(logits.shape[1]), logits.new_zeros(logits.shape[1])
-    parameters = [factor.requires_grad_(), offset.requires_grad_()]
-    optimizer = torch.optim.LBFGS(parameters, max_iter=200, line_search_fn="strong_wolfe")
-
-    def loss() -> Tensor:
-        optimizer.zero_grad()
-        value = nn.functional.cross_entropy(logits * factor + offset, targets)
-        value.backward()
-        return value
-
-    optimizer.step(loss)
-    scaled = VectorScaledNetwork(plain.model, factor.detach().float(), offset.detach().float())
-    return PointPosterior(scaled.eval(), plain.likelihood)
 
 
 def comparisons(parts: SeedResults, metrics: Sequence[Metric]) -> list[dict[str, Any]]:

@@ -133,7 +133,7 @@ class CalibrateCifar10(Study):
         fits = {key: arguments for key, (_, arguments) in FITS.items() if key in s.fits}
         for key, posterior, seconds in fit_posteriors(point, held_out, job, fits):
             table[key] = evaluate_images(posterior, images, s, names, job.precision) | {"seconds": seconds}
-            if key in fits:
+            if key in fits and "elbo" in posterior.history:
                 elbos = posterior.history["elbo"][-8:]
                 table[key] |= {"elbo": sum(elbos) / len(elbos), "passes": posterior.history.epochs}
         return {"values": {}, "table": table, "minutes": point.history.seconds / 60}

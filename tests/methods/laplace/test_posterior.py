@@ -253,7 +253,7 @@ def test_network_with_predicted_noise_is_calibrated():
     data = [(inputs, inputs[:, :1] + torch.randn(60, 1))]
     options = {"folds": 2, "progress": False, "accelerator": "cpu"}
     posterior = fb.calibrate(nn.Linear(3, 2), data, likelihood=Gaussian("predicted"), **options)
-    assert posterior.calibration.nll["calibrated"] < posterior.calibration.nll["plain"]
+    assert posterior.calibration.nll["noise"] < posterior.calibration.nll["plain"]
 
     class CustomLikelihood(Likelihood):
         log_prob = predictive = None

@@ -39,14 +39,14 @@ def test_study_runs(tmp_path, monkeypatch) -> None:
         content[variant.key, 0] = calibrate_study.train(job)
     findings = calibrate_study.findings(settings, SeedResults([0], content))
     rows = {row["key"]: row["values"] for row in findings.rows}
-    assert set(rows) == {"plain", "temperature", "vector", "laplace", *fits, "all"}
+    assert set(rows) == {"plain", "temperature", "svs", "sms", "refit", "laplace", *fits, "all"}
     images = {f"{name}_{case}" for name in (*study.NUMBERS, *study.BEYOND) for case in ("80-60", "80-same")}
     assert set(rows["flow-joint"]) == {
         f"{name}_energy" for name in study.TABLE
     }  # there are too many images for flows
     assert set(rows["joint"]) == images | {f"{name}_energy" for name in study.TABLE}
     assert "nll_80-same" not in rows["all"]
-    assert "nll_energy" not in rows["vector"]
+    assert "nll_energy" not in rows["svs"]
     assert "temperature scaling, 1 seed: undecided with one seed on 80 + 60 (" in findings.answer
     assert "memorized" in findings.answer
     assert "energy (" in findings.answer

@@ -3,16 +3,11 @@
 import json
 
 import pytest
-import torch
 from torch import nn
 
 from flowbnn.compare.results import SeedResults
-from flowbnn.data import TensorLoader
-from flowbnn.likelihoods import Categorical
-from flowbnn.posterior import PointPosterior
 from flowbnn_studies import get_study, run_study
 from flowbnn_studies.posteriors import calibrate_cifar10 as study
-from flowbnn_studies.posteriors.calibrate import fit_vector_scaling
 
 
 def tiny(architecture, channels, width):
@@ -30,7 +25,17 @@ def test_study_runs_in_parts_and_reuses_results(tmp_path, monkeypatch):
     options = {"settings": settings, "seeds": 1, "out": tmp_path, "progress": False, "accelerator": "cpu"}
     first = run_study(cifar10_study, only=["vgg16"], **options)
     rows = {row["key"]: row["values"] for row in first["rows"]}
-    assert set(rows) == {"plain", "temperature", "vector", "laplace", "factorized", "joint", "chosen"}
+    assert set(rows) == {
+        "plain",
+        "temperature",
+        "svs",
+        "sms",
+        "refit",
+        "laplace",
+        "factorized",
+        "joint",
+        "chosen",
+    }
     names = set(study.NUMBERS) | set(study.MORE)
     assert set(rows["joint"]) == {f"{name}_vgg16" for name in names}
     assert set(rows["plain"]) == {f"{name}_vgg16" for name in names - {"elbo"}}
@@ -67,9 +72,7 @@ def test_elbo_chooses_for_every_seed():
                 ("joint-fixed", (-0.1, 0.1)),
             )
         }
-        others = {
-            key: {"nll": 0.5, "ece": 0.02, "seconds": 0.0} for key in ("plain", "temperature", "vector")
-        }
+        others = {key: {"nll": 0.5, "ece": 0.02, "seconds": 0.0} for key in ("plain", "temperature", "svs")}
         return {"values": {}, "table": others | table, "minutes": 1.0}
 
     parts = SeedResults(
@@ -89,17 +92,3 @@ def test_elbo_chooses_for_every_seed():
     assert "misses 0.008" in text
     difference = "difference of the noise: +0.1250 (95 % CI -0.1927 to +0.4427)."
     assert f"The tempered network on all images has 0.2000; {difference}" in text
-
-
-def test_vector_scaling_recovers_scales_and_offsets():
-    source = torch.Generator().manual_seed(0)
-    logits = 2.0 * torch.randn(20_000, 3, generator=source)
-    factor, offset = torch.tensor([0.5, 1.0, 1.5]), torch.tensor([0.5, 0.0, -0.5])
-    labels = torch.distributions.Categorical(logits=logits * factor + offset).probs
-    samples = torch.multinomial(labels, 1, generator=source)[:, 0]
-    point = PointPosterior(nn.Identity(), Categorical())
-    point.model.register_buffer("none", torch.zeros(()))
-    scaled = fit_vector_scaling(point, TensorLoader(logits, samples, batch_size=5_000))
-    assert torch.allclose(scaled.model.factor, factor, atol=0.05)
-    # a constant added to all offsets has no effect
-    assert torch.allclose(scaled.model.offset - scaled.model.offset.mean(), offset, atol=0.05)

@@ -23,6 +23,14 @@ class NoiseDerivatives(NamedTuple):
     roots: Tensor  # rows of a root of the generalized Gauss-Newton matrix, [B K, D]
 
 
+class RowGradients(NamedTuple):
+    """Gradients of the log-likelihood of each example in its noise."""
+
+    outputs: Tensor  # outputs of the network, [B, ...]
+    log_likelihood: Tensor  # log-likelihood of each example, [B]
+    gradient: Tensor  # [B, D]
+
+
 class NoisyNetwork:
     """Network as a function of one noise vector per example.
 
@@ -95,6 +103,21 @@ class NoisyNetwork:
             values[index] += log_prob.detach().reshape(shape).sum(1, dtype=torch.float64)
             gradients[index] += gradient.reshape(*shape, vectors.shape[-1]).sum(1, dtype=torch.float64)
         return values, gradients
+
+    def row_gradients(self, inputs: Any, targets: Tensor, vectors: Tensor) -> "RowGradients":
+        """Returns the log-likelihood of each example and its gradient in the noise.
+
+        Args:
+            inputs: Inputs of the network.
+            targets: Targets of the examples.
+            vectors: Noise of each example, ``[B, D]``.
+        """
+        leaf = vectors.detach().to(self.dtype).requires_grad_()
+        with torch.enable_grad():
+            outputs = self.outputs(inputs, leaf)
+            log_prob = self.likelihood.log_prob(outputs, targets)
+            (gradient,) = torch.autograd.grad(log_prob.sum(), leaf)
+        return RowGradients(outputs.detach(), log_prob.detach(), gradient)
 
     def derivatives(
         self,

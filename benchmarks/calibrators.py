@@ -1,0 +1,277 @@
+"""Compares ``fb.calibrate`` with every post-hoc calibrator, over networks, numbers of held-out examples and seeds.
+
+    python benchmarks/calibrators.py --quick --out results            # two small networks, minutes on a CPU
+    FLOWBNN_DATA=data python benchmarks/calibrators.py --device cuda --out results
+
+A network is trained once for each seed. Each calibrator is then fitted to 100, 300, 1,000 and 5,000 other examples, and tested on the
+same test data. The full plan has LeNet on 1,000 images of Fashion-MNIST, VGG16 and ResNet18 on 45,000 images of CIFAR-10, and MLPs on
+1,000 rows of two UCI tables, whose targets are divided into five classes of equal size. Results are written after every fit, and a run
+with the same ``--out`` continues where another has stopped.
+
+The summary compares ``calibrate`` with the best rival of each cell (that with the lowest mean NLL over seeds), paired by seed, with
+Student's 95 % interval.
+"""
+
+import json
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import torch
+from common import make_parser
+from torch import Tensor, nn
+
+import flowbnn as fb
+from flowbnn.data import TensorLoader
+from flowbnn.models import MLP, VGG16, LeNet, ResNet18
+from flowbnn.posterior import PointPosterior
+from flowbnn_studies.data.augment import CropAndFlip
+from flowbnn_studies.data.load import load_images
+from flowbnn_studies.data.tables import load_uci, standardize
+from flowbnn_studies.runner.findings import paired_difference
+
+Pair = tuple[Tensor, Tensor]
+RIVALS = ("plain", "temperature", "svs", "sms", "refit")
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A network, its data and its training.
+
+    Args:
+        load: Function from a seed to training data, held-out data and test data.
+        network: Function that returns a new network.
+        sizes: Numbers of held-out examples.
+        epochs: Number of epochs of the training.
+        lr: Learning rate.
+        batch: Batch size.
+        augment: True to translate and mirror training images, with SGD and one cycle of the learning rate.
+    """
+
+    load: Callable[[int], tuple[Pair, Pair, Pair]]
+    network: Callable[[], nn.Module]
+    sizes: tuple[int, ...] = (100, 300, 1000, 5000)
+    epochs: int = 100
+    lr: float = 2e-3
+    batch: int = 64
+    augment: bool = False
+
+
+def split(inputs: Tensor, targets: Tensor, counts: tuple[int, int], seed: int) -> tuple[Pair, Pair, Pair]:
+    """Returns random training data, held-out data and test data of one table.
+
+    Args:
+        inputs: All inputs.
+        targets: All targets.
+        counts: Numbers of training and held-out examples. The others are for the test.
+        seed: Seed of the order.
+    """
+    order = torch.randperm(len(targets), generator=torch.Generator().manual_seed(seed))
+    first, second = counts[0], sum(counts)
+    training, held_out, test = (
+        (inputs[rows], targets[rows]) for rows in (order[:first], order[first:second], order[second:])
+    )
+    return training, held_out, test
+
+
+def load_digits(seed: int) -> tuple[Pair, Pair, Pair]:
+    """Returns the digits of scikit-learn: 200 for training, 600 held out, 997 for the test."""
+    from sklearn.datasets import load_digits
+
+    digits = load_digits()
+    inputs, targets = torch.tensor(digits.data, dtype=torch.float32) / 16, torch.tensor(digits.target)
+    return split(inputs, targets, (200, 600), seed)
+
+
+def load_synthetic(seed: int) -> tuple[Pair, Pair, Pair]:
+    """Returns five classes in ten dimensions, whose labels are drawn from a random network."""
+    generator = torch.Generator().manual_seed(1234)
+    weights = [torch.randn(10, 16, generator=generator), torch.randn(16, 5, generator=generator)]
+    generator = torch.Generator().manual_seed(seed)
+    inputs = torch.randn(3800, 10, generator=generator)
+    logits = (inputs @ weights[0] / 2.0).tanh() @ weights[1]
+    targets = torch.multinomial(logits.softmax(-1), 1, generator=generator)[:, 0]
+    return split(inputs, targets, (200, 600), seed)
+
+
+def load_fashion(seed: int) -> tuple[Pair, Pair, Pair]:
+    """Returns 1,000 training images, 5,000 held-out images and the test images of Fashion-MNIST."""
+    images, test = load_images("fashion-mnist"), load_images("fashion-mnist", "test")
+    training, held_out, _ = split(images.normalized(), images.labels, (1000, 5000), seed)
+    return training, held_out, (images.normalizer()(test.images), test.labels)
+
+
+def load_cifar10(seed: int) -> tuple[Pair, Pair, Pair]:
+    """Returns 45,000 training images, 5,000 held-out images and the test images of CIFAR-10."""
+    images, test = load_images("cifar10"), load_images("cifar10", "test")
+    training, held_out = images.split(5000, seed)
+    normalize = images.normalizer()
+    parts = tuple((normalize(part.images), part.labels) for part in (training, held_out, test))
+    return parts[0], parts[1], parts[2]
+
+
+def load_uci_classes(name: str) -> Callable[[int], tuple[Pair, Pair, Pair]]:
+    """Returns a function that loads a UCI table, with the targets in five classes of equal size."""
+
+    def load(seed: int) -> tuple[Pair, Pair, Pair]:
+        inputs, targets, *test = load_uci(name, 0)
+        inputs, targets = torch.cat([inputs, test[0]]), torch.cat([targets, test[1]])[:, 0]
+        edges = targets.quantile(torch.tensor([0.2, 0.4, 0.6, 0.8]))
+        return split(standardize(inputs)[0], torch.bucketize(targets, edges), (1000, 5000), seed)
+
+    return load
+
+
+QUICK = {
+    "digits-mlp": Problem(load_digits, lambda: MLP(64, (64,), 10), (100, 300), epochs=60),
+    "synthetic-mlp": Problem(load_synthetic, lambda: MLP(10, (32, 32), 5), (100, 300), epochs=60),
+}
+FULL = {
+    "lenet-fashion": Problem(load_fashion, lambda: LeNet(1), epochs=60),
+    "vgg16-cifar10": Problem(load_cifar10, lambda: VGG16(3), epochs=30, lr=0.05, batch=128, augment=True),
+    "resnet18-cifar10": Problem(
+        load_cifar10, lambda: ResNet18(3), epochs=30, lr=0.1, batch=128, augment=True
+    ),
+    "mlp-protein": Problem(load_uci_classes("protein"), lambda: MLP(9, (50, 50), 5)),
+    "mlp-kin8nm": Problem(load_uci_classes("kin8nm"), lambda: MLP(8, (50, 50), 5)),
+}
+
+
+def train(problem: Problem, data: Pair, seed: int, device: str) -> PointPosterior:
+    """Trains the network of a problem."""
+    torch.manual_seed(seed)
+    settings: dict[str, Any] = {}
+    if problem.augment:
+
+        def sgd(groups: Any) -> torch.optim.Optimizer:
+            return torch.optim.SGD(groups, lr=problem.lr, momentum=0.9, nesterov=True, weight_decay=5e-4)
+
+        def one_cycle(optimizer: torch.optim.Optimizer, steps: int) -> Any:
+            return torch.optim.lr_scheduler.OneCycleLR(optimizer, problem.lr, total_steps=steps)
+
+        settings = {"optimizer": sgd, "schedule": one_cycle}
+    augment = CropAndFlip() if problem.augment else None
+    tensors = [tensor.to(device) for tensor in data]
+    loader = TensorLoader(*tensors, batch_size=problem.batch, shuffle=True, augment=augment)
+    method = fb.MLE(epochs=problem.epochs, lr=problem.lr, **settings)
+    precision = "bf16-mixed" if problem.augment and device == "cuda" else "32-true"
+    options = {"seed": seed, "progress": False, "accelerator": device, "precision": precision}
+    return method.fit(problem.network().to(device), loader, **options)
+
+
+def fit_calibrators(
+    plain: PointPosterior, held_out: Pair, seed: int, device: str
+) -> dict[str, Callable[[], fb.Posterior]]:
+    """Returns functions that fit each calibrator to the held-out data."""
+    quiet: dict[str, Any] = {"progress": False, "seed": seed, "accelerator": device}
+    return {
+        "plain": lambda: plain,
+        "temperature": lambda: fb.Temperature().fit(plain, held_out, **quiet),
+        "svs": lambda: fb.VectorScaling().fit(plain, held_out, **quiet),
+        "sms": lambda: fb.MatrixScaling().fit(plain, held_out, **quiet),
+        "refit": lambda: fb.LastLayerRefit().fit(plain, held_out, **quiet),
+        "noise": lambda: fb.calibrate(plain.model, held_out, candidates=["noise"], folds=0, **quiet),
+        "calibrate": lambda: fb.calibrate(plain.model, held_out, **quiet),
+    }
+
+
+def run_seed(name: str, problem: Problem, seed: int, device: str, rows: dict[str, Any], save: Any) -> None:
+    """Trains one network, and adds the scores of all calibrators to ``rows``."""
+    sizes = [size for size in problem.sizes if f"{name}/{size}/{seed}" not in rows]
+    if not sizes:
+        return
+    training, held_out, test = problem.load(seed)
+    plain = train(problem, training, seed, device)
+    test = (test[0].to(device), test[1].to(device))
+    for size in sizes:
+        part = held_out[0][:size].to(device), held_out[1][:size].to(device)
+        scores = {}
+        for key, fit in fit_calibrators(plain, part, seed, device).items():
+            start = time.perf_counter()
+            posterior = fit()
+            seconds = time.perf_counter() - start
+            numbers = fb.evaluate(posterior, [test], samples=64, progress=False)
+            scores[key] = {metric: numbers[metric] for metric in ("nll", "ece", "accuracy")}
+            scores[key]["seconds"] = seconds
+            if key == "calibrate":
+                assert posterior.calibration is not None
+                scores[key] |= {"choice": posterior.calibration.choice}
+        rows[f"{name}/{size}/{seed}"] = scores
+        save()
+
+
+def summarize(rows: dict[str, Any]) -> list[dict[str, Any]]:
+    """Returns the comparison of each cell, and prints it."""
+    cells: dict[str, list[dict[str, Any]]] = {}
+    for key, scores in rows.items():
+        cells.setdefault(key.rpartition("/")[0], []).append(scores)
+    table = []
+    for cell, runs in cells.items():
+        nll = {key: [run[key]["nll"] for run in runs] for key in runs[0]}
+        ece = {key: fmean(run[key]["ece"] for run in runs) for key in runs[0]}
+        best = min(RIVALS, key=lambda key: fmean(nll[key]))
+        gap = paired_difference(nll["calibrate"], nll[best])
+        choices = [run["calibrate"]["choice"] for run in runs]
+        table.append(
+            {
+                "cell": cell,
+                "seeds": len(runs),
+                "nll": {key: fmean(values) for key, values in nll.items()},
+                "ece": ece,
+                "best rival": best,
+                "difference": gap.mean,
+                "interval": [gap.low, gap.high],
+                "choices": {choice: choices.count(choice) for choice in sorted(set(choices))},
+                "seconds": fmean(run["calibrate"]["seconds"] for run in runs),
+            }
+        )
+        values = "  ".join(f"{key} {fmean(values):.4f}" for key, values in nll.items())
+        print(f"{cell}, {len(runs)} seeds\n  NLL {values}")
+        print("  ECE " + "  ".join(f"{key} {value:.4f}" for key, value in ece.items()))
+        print(
+            f"  calibrate - {best}: {gap.mean:+.4f} (95 % CI {gap.low:+.4f} to {gap.high:+.4f}); {table[-1]['choices']}"
+        )
+    mean = fmean(row["difference"] for row in table)
+    better = sum(row["interval"][1] < 0 for row in table)
+    worse = sum(row["interval"][0] > 0 for row in table)
+    print(
+        f"mean difference to the best rival {mean:+.4f}; better in {better}, worse in {worse} of {len(table)} cells"
+    )
+    return table
+
+
+def main() -> None:
+    """Runs the benchmark."""
+    parser = make_parser(__doc__, threads=2, seeds=10)
+    parser.add_argument("--quick", action="store_true", help="two small networks that need no data files")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda")
+    parser.add_argument("--only", default="", help="part of the name of a problem")
+    parser.add_argument("--out", type=Path, default=None, help="folder of calibrators.json")
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    warnings.simplefilter("ignore")
+    path = None if arguments.out is None else arguments.out / "calibrators.json"
+    rows: dict[str, Any] = {}
+    if path is not None and path.is_file():
+        rows = json.loads(path.read_text())["rows"]
+
+    def save(table: Any = None) -> None:
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            document = {"torch": torch.__version__, "device": arguments.device, "rows": rows, "table": table}
+            path.write_text(json.dumps(document, indent=1))
+
+    problems = QUICK if arguments.quick else FULL
+    for seed in range(arguments.seeds):
+        for name, problem in problems.items():
+            if arguments.only in name:
+                run_seed(name, problem, seed, arguments.device, rows, save)
+    save(summarize(rows))
+
+
+if __name__ == "__main__":
+    main()

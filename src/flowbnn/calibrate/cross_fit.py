@@ -1,0 +1,105 @@
+"""Cross-fitting: a network for each fold, trained on the other folds and calibrated on its own."""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Annotated, Any
+
+import torch
+from torch import Tensor, nn
+
+from flowbnn.batches import as_loader, pick
+from flowbnn.calibrate.calibrate import calibrate
+from flowbnn.data import TensorLoader
+from flowbnn.diagnostics.fixed_data import read_fixed_data
+from flowbnn.errors import FlowBNNError
+from flowbnn.methods.base import Method
+from flowbnn.methods.calibrators.folds import split_folds
+from flowbnn.methods.point import MAP
+from flowbnn.options import Count, Ge, Seed, checked
+from flowbnn.posterior.mixture import MixturePosterior
+from flowbnn.posterior.point import PointPosterior
+from flowbnn.training.progress import terminal
+from flowbnn.training.randomness import temporary_seed
+
+
+@checked
+def cross_calibrate(
+    make_network: Callable[[], nn.Module],
+    data: Iterable[Any],
+    *,
+    folds: Annotated[int, Ge(2)] = 5,
+    method: Method | None = None,
+    batch_size: Count | None = None,
+    options: Mapping[str, Any] | None = None,
+    seed: Seed = 0,
+    progress: bool = True,
+    **calibration: Any,
+) -> MixturePosterior:
+    """Trains a network for each fold on the other folds, calibrates it on its own fold, and returns the mixture of all.
+
+    All data are used for training and for calibration, and no network is calibrated on its training data. The cost is that of a deep
+    ensemble with one member for each fold.
+
+    Args:
+        make_network: Function that returns a new, untrained network.
+        data: Batches of ``(inputs, targets)``, or one pair. Every pass must give the same examples.
+        folds: Number of folds.
+        method: Method that trains a network. The default is ``MAP()``.
+        batch_size: Number of examples in a batch of the training. The default is that of the loader, or 64.
+        options: Options of the training, such as ``{"likelihood": "gaussian", "precision": "bf16-mixed"}``.
+        seed: Seed of the folds, the networks and the fits.
+        progress: If True, shows progress bars.
+        calibration: Options of :func:`~flowbnn.calibrate`, such as ``candidates`` and ``samples``.
+
+    Returns:
+        The mixture. ``posterior.members`` has the calibrated network of each fold.
+
+    Raises:
+        FlowBNNError: If the method does not return a single network, or if there are fewer examples than folds.
+
+    >>> inputs = torch.randn(120, 2, generator=torch.Generator().manual_seed(0))
+    >>> data = inputs, (inputs[:, 0] * inputs[:, 1] > 0).long()
+    >>> method, options = MAP(epochs=20, lr=0.02), {"candidates": ["temperature"], "progress": False}
+    >>> posterior = cross_calibrate(lambda: nn.Linear(2, 2), data, folds=3, method=method, **options)
+    >>> posterior
+    MixturePosterior(3 members: PointPosterior)
+    """
+    inputs, targets = read_fixed_data(data, seed, "cross-calibration")
+    if len(targets) < 2 * folds:
+        text = f"{folds} folds need at least {2 * folds} examples, got {len(targets)}"
+        raise FlowBNNError(text, kind="examples", argument="folds")
+    method = MAP() if method is None else method
+    batch_size = batch_size or getattr(as_loader(data), "batch_size", None) or 64
+    training_options = {"seed": seed, "progress": progress, **(options or {})}
+    if "accelerator" in training_options:
+        calibration.setdefault("accelerator", training_options["accelerator"])
+    members = []
+    for number, group in enumerate(split_folds(targets, folds, seed)):
+        rest = torch.ones(len(targets), dtype=torch.bool)
+        rest[group] = False
+        with temporary_seed(seed * 1_000_003 + number):
+            network = make_network()
+        loader = _make_loader(inputs, targets, rest.nonzero()[:, 0], batch_size, seed + number)
+        description = f"fold {number + 1}/{folds}"
+        point = method.fit(network, loader, **{"description": description, **training_options})
+        if not isinstance(point, PointPosterior):
+            text = (
+                f"cross_calibrate needs a method that returns one network, such as fb.MAP(), got {method!r}"
+            )
+            raise FlowBNNError(text, kind="method", argument="method")
+        held_out = [(pick(inputs, group), targets[group])]
+        arguments = {"likelihood": point.likelihood, "seed": seed, "progress": False, **calibration}
+        members.append(calibrate(point.model, held_out, **arguments))
+        if progress and (console := terminal()) is not None:
+            console.print(f"{description}: {members[-1].calibration}", highlight=False)
+    return MixturePosterior(members)
+
+
+def _make_loader(inputs: Any, targets: Tensor, index: Tensor, batch_size: int, seed: int) -> Any:
+    """Returns a loader of some examples in random order."""
+    if isinstance(inputs, Tensor):
+        generator = torch.Generator().manual_seed(seed)
+        return TensorLoader(
+            inputs[index], targets[index], batch_size=batch_size, shuffle=True, generator=generator
+        )
+    order = index[torch.randperm(len(index), generator=torch.Generator().manual_seed(seed))]
+    return [(pick(inputs, rows), targets[rows]) for rows in order.split(batch_size)]

@@ -1,0 +1,125 @@
+"""Detection of held-out data that a network cannot be calibrated on, and warnings about doubtful data."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from flowbnn.calibrate.cross_validation import paired_difference, temperature_of_all
+from flowbnn.calibrate.problem import HeldOutData
+from flowbnn.errors import FlowBNNError, pluralize, warn
+from flowbnn.likelihoods import Bernoulli, Categorical, Gaussian
+from flowbnn.metrics.checks import is_soft
+
+
+@dataclass(frozen=True)
+class DataLimits:
+    """Limits that the data set to the candidates.
+
+    Args:
+        kind: Kind of the warning.
+        message: Reason, for the warning.
+        candidates: Candidates that these data can determine.
+    """
+
+    kind: str
+    message: str
+    candidates: tuple[str, ...] = ("plain",)
+
+
+def find_limits(data: HeldOutData, groups: Sequence[Tensor]) -> DataLimits | None:
+    """Returns the reason why the data determine few candidates or none, or None.
+
+    Args:
+        data: Network and held-out data.
+        groups: Indices of the examples of each fold.
+
+    Raises:
+        FlowBNNError: If the network returns NaN or infinite values.
+    """
+    finite = data.outputs.flatten(1).isfinite().all(1) if data.outputs.ndim > 1 else data.outputs.isfinite()
+    if not bool(finite.all()):
+        text = f"the network returns NaN or infinite values for {int((~finite).sum())} of {len(data)} held-out examples"
+        raise FlowBNNError(f"{text}; check the inputs and weights", kind="not finite", argument="network")
+    if not isinstance(data.likelihood, Categorical | Bernoulli):
+        return None
+    targets = hard_labels(data.targets)
+    classes = 2 if isinstance(data.likelihood, Bernoulli) else data.outputs.shape[1]
+    present = targets.unique()
+    if len(present) == 1:
+        text = f"all {pluralize(len(data), 'held-out example')} are of class {int(present)}, so the plain network is returned"
+        return DataLimits("classes", f"{text}; provide examples of all classes")
+    if contradicts(data, targets, classes):
+        text = "the labels contradict the network: class frequencies predict them better, at any temperature"
+        return DataLimits(
+            "labels", f"{text}, so the plain network is returned; check the order of the classes"
+        )
+    if len(data) < classes:
+        text = f"{pluralize(len(data), 'held-out example')} for {classes} classes determine a temperature at most"
+        return DataLimits("examples", f"{text}; provide at least one of each class", ("plain", "temperature"))
+    for fold, group in enumerate(groups):
+        rest = torch.ones(len(targets), dtype=torch.bool)
+        rest[group] = False
+        if len(targets[rest].unique()) == 1:
+            text = f"without fold {fold + 1}, all held-out examples are of class {int(targets[rest][0])}"
+            return DataLimits(
+                "folds", f"{text}; provide more examples of the rare class", ("plain", "temperature")
+            )
+    return None
+
+
+def hard_labels(targets: Tensor) -> Tensor:
+    """Returns class labels ``[N]`` on the CPU, of soft labels the most probable class."""
+    return targets.argmax(1).cpu() if is_soft(targets) else targets.flatten().long().cpu()
+
+
+def contradicts(data: HeldOutData, targets: Tensor, classes: int) -> bool:
+    """Returns True if class frequencies predict significantly better than the network, and no finite temperature helps.
+
+    Args:
+        data: Network and held-out data.
+        targets: Class labels, on the CPU.
+        classes: Number of classes.
+    """
+    counts = torch.bincount(targets, minlength=classes).double()
+    left_out = (counts[targets] - 1.0 + 1.0 / classes) / (len(targets) - 1.0 + 1.0)
+    posterior = data.point_posterior(torch.arange(len(data)))
+    plain = posterior._predictive(data.outputs.double()[None]).nll(_flat(data.targets)).double().cpu()
+    gap = paired_difference(plain, -left_out.log())
+    return gap.mean > 2.0 * gap.error and temperature_of_all(data).bound == "high"
+
+
+def _flat(targets: Tensor) -> Tensor:
+    """Returns class labels without further axes, and soft labels unchanged."""
+    return targets if is_soft(targets) else targets.flatten()
+
+
+def warn_unreliable(data: HeldOutData, limits: DataLimits | None, temperature: float, bound: str) -> None:
+    """Warns about data that limit the calibration, too few examples, and data that the weights seem to have memorized.
+
+    A temperature below 0.8 means that the network is underconfident on the data, which is typical of training data. So is a
+    likelihood that grows as the temperature falls, because all examples are classified correctly. In a regression the temperature
+    depends on the noise scale and is not checked.
+
+    Args:
+        data: Network and held-out data.
+        limits: Limits of the data, if any.
+        temperature: Temperature on all examples.
+        bound: Bound of the temperature at which the likelihood is largest, if any.
+    """
+    if limits is not None:
+        warn(limits.message, kind=limits.kind)
+    elif len(data) < 20:  # the standard error of an accuracy of 0.8 is then 0.09
+        text = f"at least 20 held-out examples are needed to assess calibration, got {len(data)}"
+        warn(text, kind="examples")
+    if limits is not None or isinstance(data.likelihood, Gaussian) or not math.isfinite(temperature):
+        return
+    if temperature < 0.8 or bound == "low":
+        warn(
+            f"the optimal temperature {temperature:.2f} of the held-out data is typical of training data, on which calibration makes "
+            "the network overconfident; pass data that the weights have not seen",
+            kind="memorized",
+            temperature=temperature,
+        )

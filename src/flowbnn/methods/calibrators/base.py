@@ -1,0 +1,299 @@
+"""Base classes of post-hoc calibrators and of the posteriors that they return.
+
+A calibrator takes a trained network, or a posterior of any method, and data that the weights were not trained on. It trains nothing:
+
+>>> import torch, flowbnn as fb
+>>> network, held_out = torch.nn.Linear(2, 3), (torch.randn(60, 2), torch.arange(60) % 3)
+>>> for calibrator in (fb.Temperature(), fb.VectorScaling(), fb.MatrixScaling()):
+...     print(calibrator.fit(network, held_out, progress=False).predict(torch.zeros(1, 2)).probabilities.shape)
+torch.Size([1, 3])
+torch.Size([1, 3])
+torch.Size([1, 3])
+
+``Temperature(fb.MAP())`` fits a method first: ``fit`` then takes training data, and calibrates on ``validation`` or on a part of them.
+"""
+
+from collections.abc import Iterable
+from dataclasses import field, fields, replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from flowbnn.batches import as_loader, device_of
+from flowbnn.errors import FlowBNNError
+from flowbnn.methods.base import FitOptions, Method, misplaced_setting
+from flowbnn.methods.data_summary import check_loader, first_batch
+from flowbnn.methods.fitting import prepare
+from flowbnn.methods.loader_split import split_loader
+from flowbnn.networks import copy_network
+from flowbnn.noise import noise_layers
+from flowbnn.options import Count, Probability, accepts_options_of, checked, options
+from flowbnn.posterior.base import (
+    Posterior,
+    Prediction,
+    PredictOptions,
+    load_posterior,
+    open_posterior_file,
+    rewrap_load_errors,
+    select_prefix,
+)
+from flowbnn.posterior.point import PointPosterior
+from flowbnn.predictive import CategoricalPredictive
+from flowbnn.regression import fit_residual_scale
+from flowbnn.training.device import device_kind
+from flowbnn.training.randomness import preserve_rng_state
+from flowbnn.training.storage import NestedTensorFile, TensorFile
+
+USED_OPTIONS = ("likelihood", "accelerator", "seed", "progress")  # of fit, if nothing is trained
+
+
+@options(repr=False)
+class Calibrator(Method):
+    """Base class for methods that calibrate a trained network, or another method, on held-out data.
+
+    Subclasses define :meth:`calibrate_outputs`.
+
+    Args:
+        method: Method that is fitted first. None calibrates the network as it is, and trains nothing.
+        validation_fraction: Fraction of the training data that is held out if ``method`` is set and ``fit`` gets no validation data.
+        samples: Number of samples of the predictions on the held-out data. None for the default of the posterior.
+    """
+
+    needs_weights: ClassVar[bool] = False
+
+    method: Method | None = None
+    validation_fraction: Probability = field(default=0.1, kw_only=True)
+    samples: Count | None = field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        defaults = {setting.name: setting.default for setting in fields(Method)}
+        inherited = [
+            setting for setting in fields(self) if setting.default == defaults.get(setting.name, ...)
+        ]
+        changed = next((s.name for s in inherited if getattr(self, s.name) != s.default), None)
+        if changed is not None:
+            owner = "MAP" if self.method is None else type(self.method).__name__
+            raise misplaced_setting(changed, owner, getattr(self, changed))
+
+    @accepts_options_of(FitOptions)
+    def fit(self, network: nn.Module | Posterior, loader: Iterable[Any], **kwargs: Any) -> Posterior:
+        """Calibrates a trained network, or fits ``method`` and calibrates its posterior.
+
+        Args:
+            network: Trained network, which is not changed, or a posterior of any method. With ``method`` it is a network to train.
+            loader: Held-out batches of ``(inputs, targets)``, or one pair. With ``method`` these are training data.
+            kwargs: Options of :class:`~flowbnn.methods.FitOptions`. Without ``method`` only ``likelihood``, ``accelerator``, ``seed``
+                and ``progress`` are used. With ``method`` the calibration uses ``validation``, by default a random fraction of the
+                loader.
+        """
+        if self.method is None:
+            posterior, held_out, options = self._wrap_network(network, as_loader(loader), kwargs)
+        else:
+            posterior, held_out, options = self._fit_method(network, loader, kwargs)
+        return self.calibrate(posterior, held_out, seed=options.seed or 0, progress=options.progress)
+
+    def calibrate(
+        self, posterior: Posterior, held_out: Iterable[Any], *, seed: int = 0, progress: bool = True
+    ) -> Posterior:
+        """Returns the calibrated posterior.
+
+        Args:
+            posterior: Posterior of any method.
+            held_out: Batches of ``(inputs, targets)`` to which the posterior was not fitted.
+            seed: Seed of the predictions.
+            progress: If True, shows a progress bar.
+        """
+        outputs, targets = collect_outputs(posterior, held_out, self.samples, seed, progress)
+        return self.calibrate_outputs(posterior, outputs, targets)
+
+    def calibrate_outputs(self, posterior: Posterior, outputs: Tensor, targets: Tensor) -> Posterior:
+        """Returns the calibrated posterior.
+
+        Args:
+            posterior: Posterior of any method.
+            outputs: Sampled outputs of the posterior for the held-out data, ``[S, N, ...]``, in float64.
+            targets: Targets of the held-out data.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must define calibrate_outputs(...)")
+
+    def _wrap_network(
+        self, network: Any, held_out: Any, kwargs: dict[str, Any]
+    ) -> tuple[Posterior, Any, FitOptions]:
+        """Returns the network as a posterior, with the held-out data and the options."""
+        name = type(self).__name__
+        misplaced = next((setting.name for setting in fields(self) if setting.name in kwargs), None)
+        if misplaced is not None:
+            raise misplaced_setting(misplaced, name, kwargs[misplaced])
+        options = FitOptions(**kwargs)
+        unused = next((option for option in kwargs if option not in USED_OPTIONS), None)
+        if unused is not None:
+            text = f"{name}() trains nothing, so it does not use {unused}; use {name}(fb.MAP()) to train the network first"
+            raise FlowBNNError(text, kind="unsupported", argument=unused)
+        check_loader(held_out, "calibration")
+        if isinstance(network, Posterior):
+            return network, held_out, options
+        return point_posterior(network, held_out, options, name), held_out, options
+
+    def _fit_method(
+        self, network: Any, loader: Iterable[Any], kwargs: dict[str, Any]
+    ) -> tuple[Posterior, Any, FitOptions]:
+        """Fits the inner method, and returns its posterior, the held-out data and the options."""
+        assert self.method is not None
+        _, options = self.method.setup(network, loader, kwargs)
+        if options.validation is None:
+            loader, validation = split_loader(loader, self.validation_fraction, options.seed or 0)
+            num_data = options.num_data
+            if num_data is not None:
+                num_data = max(1, round(num_data * (1.0 - self.validation_fraction)))
+            options = replace(options, validation=validation, num_data=num_data)
+        kwargs = {**kwargs, "validation": options.validation, "num_data": options.num_data}
+        return self.method.fit(network, loader, **kwargs), options.validation, options
+
+
+def point_posterior(network: Any, held_out: Any, options: FitOptions, owner: str) -> PointPosterior:
+    """Returns a copy of a trained network as a posterior, with a likelihood that fits the held-out data.
+
+    Args:
+        network: Trained network.
+        held_out: Batches of ``(inputs, targets)``. A learned noise scale is fitted to their residuals.
+        options: Options with the likelihood, the accelerator and the seed.
+        owner: Name of the calibrator, for messages.
+
+    Raises:
+        FlowBNNError: If the network is no module, or has noise.
+    """
+    problem = ""
+    if not isinstance(network, nn.Module):
+        problem = f"{owner} needs a network (nn.Module) or a posterior, got a {type(network).__name__}"
+    elif noise_layers(network):
+        problem = f"{owner} needs a network without noise, or its posterior; use fb.to_deterministic(network)"
+    if problem:
+        raise FlowBNNError(problem, kind="network", argument="network")
+    kind, device = device_kind(options.accelerator), device_of(network)
+    model = copy_network(network).to(device if device.type == kind else torch.device(kind)).eval()
+    likelihood = prepare(model, held_out, options, trained=False).likelihood
+    with preserve_rng_state(held_out, options.seed or 0):
+        fit_residual_scale(model, likelihood, held_out)
+    return PointPosterior(model, likelihood)
+
+
+def collect_outputs(
+    posterior: Posterior, held_out: Iterable[Any], samples: int | None, seed: int, progress: bool
+) -> tuple[Tensor, Tensor]:
+    """Returns sampled outputs ``[S, N, ...]`` for held-out data in float64, and the targets.
+
+    Args:
+        posterior: Posterior of any method.
+        held_out: Batches of ``(inputs, targets)``, or one pair.
+        samples: Number of samples. None for the default of the posterior.
+        seed: Seed of the predictions.
+        progress: If True, shows a progress bar.
+    """
+    held_out = as_loader(held_out)
+    first_batch(held_out, purpose="calibration")
+    outputs, _, targets = posterior.collect(held_out, PredictOptions(samples, seed=seed, progress=progress))
+    assert targets is not None
+    targets = posterior.likelihood.canonical_targets(targets).to(outputs.device)
+    return outputs.double(), targets
+
+
+def class_log_samples(posterior: Posterior, outputs: Tensor, owner: str) -> Tensor:
+    """Returns the log-probabilities ``[S, N, C]`` of sampled outputs.
+
+    Args:
+        posterior: Posterior of the outputs.
+        outputs: Sampled outputs ``[S, N, ...]``.
+        owner: Name of the calibrator, for messages.
+
+    Raises:
+        FlowBNNError: If the targets are not classes.
+    """
+    predictive = posterior._predictive(outputs)
+    if not isinstance(predictive, CategoricalPredictive):
+        text = f"{owner} needs classes, got the likelihood {posterior.likelihood!r}; use fb.Temperature or fb.calibrate"
+        raise FlowBNNError(text, kind="likelihood", argument="likelihood")
+    return predictive.log_samples
+
+
+class CalibratedPosterior(Posterior):
+    """Base class for posteriors whose predictive distribution is a function of that of an inner posterior.
+
+    Subclasses define :meth:`transform`, and ``settings``, ``state`` and :meth:`from_inner` for saving.
+
+    Args:
+        posterior: Inner posterior, of any method.
+    """
+
+    def __init__(self, posterior: Posterior) -> None:
+        super().__init__(posterior.model, posterior.likelihood, posterior.history)
+        self.posterior = posterior
+        self.default_samples, self.cache = posterior.default_samples, posterior.cache
+        self.supports_compile, self.requires_shared = posterior.supports_compile, posterior.requires_shared
+
+    def transform(self, predictive: Any, sample_counts: Tensor | None) -> Any:
+        """Returns the calibrated predictive distribution.
+
+        Args:
+            predictive: Predictive distribution of the inner posterior.
+            sample_counts: Number of samples of each row, if it differs between rows.
+        """
+        return self._unsupported("transform(predictive, sample_counts), which subclasses must define")
+
+    def outputs(self, inputs: Any, samples: range, prediction: Prediction) -> Tensor:
+        """Returns outputs of the inner posterior."""
+        return self.posterior.outputs(inputs, samples, prediction)
+
+    def _predictive(self, outputs: Tensor, sample_counts: Tensor | None = None) -> Any:
+        return self.transform(self.posterior._predictive(outputs, sample_counts), sample_counts)
+
+    def draws(self, samples: int, seed: int | None = None) -> dict[str, Tensor]:
+        """Returns draws of the inner posterior."""
+        return self.posterior.draws(samples, seed)
+
+    def log_prob(self, values: Any) -> Tensor:
+        """Returns log-densities of the inner posterior. The calibration changes predictions, not weights."""
+        return self.posterior.log_prob(values)
+
+    def document(self) -> dict[str, Any]:
+        return {**super().document(), "inner": self.posterior.document()}
+
+    def tensors(self) -> dict[str, Tensor]:
+        inner = {f"inner.{name}": value for name, value in self.posterior.tensors().items()}
+        return inner | {f"posterior.{name}": value for name, value in self.state().items()}
+
+    def wrap(self, posterior: Posterior) -> "CalibratedPosterior":
+        """Returns another posterior with the same calibration."""
+        return self.from_inner(posterior, self.state(), self.settings())
+
+    @classmethod
+    def from_inner(
+        cls, posterior: Posterior, state: dict[str, Tensor], settings: dict[str, Any]
+    ) -> "CalibratedPosterior":
+        """Returns the posterior that was saved in a file. It may raise any exception if the file is invalid.
+
+        Args:
+            posterior: Inner posterior.
+            state: Tensors that ``state`` returned.
+            settings: Values that ``settings`` returned.
+        """
+        return cls(posterior, **settings, **state)
+
+    @classmethod
+    @checked
+    def load(cls, path: str | Path | TensorFile, network: nn.Module) -> "Posterior":
+        """Loads a saved posterior into a copy of ``network``."""
+        file = open_posterior_file(path, network, [cls.kind])
+        with rewrap_load_errors(file):
+            settings, inner_document = dict(file.document["settings"]), dict(file.document["inner"])
+        inner = load_posterior(NestedTensorFile(file, "inner.", inner_document), network)
+        device = device_of(inner.model)
+        with rewrap_load_errors(file):
+            state = {
+                name: value.to(device) for name, value in select_prefix(file.tensors, "posterior").items()
+            }
+            posterior = cls.from_inner(inner, state, settings)
+        file.check_names(posterior.tensors())
+        posterior.read_calibration(file)
+        return posterior

@@ -1,0 +1,258 @@
+r"""Refit of the last layer to held-out data, with a penalty that is chosen by cross-validation.
+
+.. math:: \hat W = \arg\min_W \; -\frac1N \sum_i \log p(y_i \mid W \phi(x_i)) + \frac{\lambda s^2}{2} \|W - W_0\|^2
+
+with the features :math:`\phi` of the trained network, their mean square :math:`s^2`, and the trained weights or zero as :math:`W_0`.
+The problem is convex for classes. All folds and penalties are fitted at once.
+"""
+
+from collections.abc import Iterable, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from flowbnn.batches import as_loader, call, device_of, dtype_of, move, split_batch
+from flowbnn.errors import FlowBNNError
+from flowbnn.likelihoods import Likelihood, learns_noise
+from flowbnn.methods.calibrators.base import Calibrator
+from flowbnn.methods.calibrators.folds import split_folds
+from flowbnn.methods.calibrators.lbfgs import minimize_batch
+from flowbnn.methods.data_summary import first_batch
+from flowbnn.methods.laplace.layer_selection import record_calls
+from flowbnn.networks import evaluation_mode
+from flowbnn.options import Ge, Positive, options
+from flowbnn.posterior.base import Posterior
+from flowbnn.posterior.point import PointPosterior
+
+MAX_ELEMENTS = 2**22  # outputs of all problems that are fitted at once, 32 MiB in float64
+
+
+@options(repr=False)
+class LastLayerRefit(Calibrator):
+    r"""Refit of the last linear layer of a trained network to held-out data. The network of the caller is not changed.
+
+    The penalty :math:`\lambda` and its center are chosen by cross-validation. A large penalty towards the trained weights leaves the
+    network as it is.
+
+    Args:
+        method: Method that is fitted first, whose posterior is a single network. None refits the network as it is.
+        validation_fraction: Fraction of the training data that is held out if ``method`` is set and ``fit`` gets no validation data.
+        samples: Number of samples, which a single network does not need.
+        penalties: Values of :math:`\lambda` to choose from.
+        center: Center of the penalty: the ``"trained"`` weights, ``"zero"``, or ``"auto"`` for the better one.
+        folds: Number of folds of the cross-validation.
+
+    >>> inputs = torch.randn(60, 2, generator=torch.Generator().manual_seed(0))
+    >>> network = nn.Sequential(nn.Linear(2, 8), nn.ReLU(), nn.Linear(8, 3))
+    >>> LastLayerRefit().fit(network, (inputs, torch.arange(60) % 3), progress=False)
+    PointPosterior(Sequential, Categorical(), 0 epochs)
+    """
+
+    penalties: Sequence[Positive] = field(default=(1e-3, 1e-2, 1e-1, 1.0, 10.0, 100.0), kw_only=True)
+    center: Literal["auto", "trained", "zero"] = field(default="auto", kw_only=True)
+    folds: Annotated[int, Ge(2)] = field(default=5, kw_only=True)
+
+    def calibrate(
+        self, posterior: Posterior, held_out: Iterable[Any], *, seed: int = 0, progress: bool = True
+    ) -> PointPosterior:
+        """Returns the network with the refitted layer; see :meth:`Calibrator.calibrate`."""
+        problem = LastLayerProblem.read(posterior, held_out)
+        groups = split_folds(problem.targets, self.folds, seed)
+        scores = self.score_folds(problem, groups)
+        best = min(range(len(scores.settings)), key=lambda index: float(scores.nll[index].mean()))
+        return self.refit(problem, scores, best)
+
+    @property
+    def settings(self) -> list["RefitSetting"]:
+        """Penalties and centers to choose from, the largest penalty first."""
+        centers = ("trained", "zero") if self.center == "auto" else (self.center,)
+        return [
+            RefitSetting(value, center)
+            for center in centers
+            for value in sorted(self.penalties, reverse=True)
+        ]
+
+    def score_folds(self, problem: "LastLayerProblem", groups: Sequence[Tensor]) -> "RefitScores":
+        """Returns the held-out scores of all settings.
+
+        Args:
+            problem: Features and targets.
+            groups: Indices of the examples of each fold.
+        """
+        settings, everything = self.settings, torch.arange(len(problem.targets))
+        nll = problem.features.new_zeros(len(settings), len(everything))
+        outputs = problem.features.new_zeros(len(settings), len(everything), len(problem.weight))
+        keep = torch.ones(len(groups), len(everything), dtype=torch.bool)
+        for row, group in zip(keep, groups, strict=True):
+            row[group] = False
+        pairs = [(everything[row], setting) for row in keep for setting in settings]
+        weights = problem.fit(pairs).unflatten(0, (len(groups), len(settings)))
+        for group, fold_weights in zip(groups, weights, strict=True):
+            index = group.to(nll.device)
+            outputs[:, index] = problem.features[index] @ fold_weights.mT
+            nll[:, index] = -problem.log_prob(outputs[:, index], index)
+        return RefitScores(settings, nll, outputs)
+
+    def refit(self, problem: "LastLayerProblem", scores: "RefitScores", best: int) -> PointPosterior:
+        """Returns the network whose layer is fitted to all examples.
+
+        Args:
+            problem: Features and targets.
+            scores: Scores of all settings.
+            best: Index of the setting.
+        """
+        (weight,) = problem.fit([(torch.arange(len(problem.targets)), scores.settings[best])])
+        return problem.make_posterior(weight, scores.outputs[best])
+
+
+class RefitSetting(NamedTuple):
+    """Penalty of a refit.
+
+    Args:
+        penalty: Factor of the penalty, relative to the mean square of the features.
+        center: Center of the penalty, ``"trained"`` or ``"zero"``.
+    """
+
+    penalty: float
+    center: str
+
+
+class RefitScores(NamedTuple):
+    """Held-out scores of a refit.
+
+    Args:
+        settings: Settings, of number K.
+        nll: Negative log-likelihood of each example in the fold that was left out, ``[K, N]``.
+        outputs: Outputs for each example in the fold that was left out, ``[K, N, C]``.
+    """
+
+    settings: list[RefitSetting]
+    nll: Tensor
+    outputs: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class LastLayerProblem:
+    """Features of held-out data before the last layer, and the layer.
+
+    Args:
+        posterior: Single network.
+        layer: Name of its last layer.
+        features: Features ``[N, F]`` in float64, with a column of ones if the layer has a bias.
+        targets: Targets.
+        weight: Trained weights ``[C, F]``, with the bias as last column.
+        likelihood: Observation model in float64.
+    """
+
+    posterior: PointPosterior
+    layer: str
+    features: Tensor
+    targets: Tensor
+    weight: Tensor
+    likelihood: Likelihood
+
+    @classmethod
+    def read(cls, posterior: Posterior, held_out: Iterable[Any]) -> "LastLayerProblem":
+        """Computes the features of held-out data.
+
+        Args:
+            posterior: Posterior of a single network.
+            held_out: Batches of ``(inputs, targets)``, or one pair.
+
+        Raises:
+            FlowBNNError: If the posterior is no single network, or if its output is not that of a linear layer.
+        """
+        if not isinstance(posterior, PointPosterior):
+            text = f"LastLayerRefit needs a single network, got a {type(posterior).__name__}"
+            raise FlowBNNError(text, kind="network", argument="network")
+        held_out, model = as_loader(held_out), posterior.model
+        device, dtype = device_of(model), dtype_of(model)
+        first = move(first_batch(held_out, purpose="calibration")[0], device, dtype)
+        layer = record_calls(model, first).output_layer
+        if layer is None:
+            text = "LastLayerRefit needs a network whose output is that of an nn.Linear layer; use fb.MatrixScaling"
+            raise FlowBNNError(text, kind="layer", argument="network")
+        module = model.get_submodule(layer)
+        assert isinstance(module, nn.Linear)
+        features, targets = list[Tensor](), list[Tensor]()
+
+        def store(module: nn.Module, args: Any) -> None:
+            features.append(args[0].detach().double())
+
+        handle = module.register_forward_pre_hook(store)
+        try:
+            with evaluation_mode(model), torch.no_grad():
+                for batch in held_out:
+                    inputs, batch_targets = split_batch(batch)
+                    call(model, move(inputs, device, dtype))
+                    targets.append(posterior.likelihood.canonical_targets(batch_targets).to(device))
+        finally:
+            handle.remove()
+        columns, weight = [torch.cat(features)], [module.weight.detach().double()]
+        if module.bias is not None:
+            columns.append(torch.ones_like(columns[0][:, :1]))
+            weight.append(module.bias.detach().double()[:, None])
+        likelihood = deepcopy(posterior.likelihood).double().requires_grad_(False)
+        return cls(
+            posterior, layer, torch.cat(columns, 1), torch.cat(targets), torch.cat(weight, 1), likelihood
+        )
+
+    def log_prob(self, outputs: Tensor, index: Tensor) -> Tensor:
+        """Returns log-likelihoods ``[P, N]`` of outputs ``[P, N, C]`` for some examples."""
+        targets = self.targets[index]
+        repeated = targets.expand(len(outputs), *targets.shape).flatten(0, 1)
+        return self.likelihood.log_prob(outputs.flatten(0, 1), repeated).reshape(outputs.shape[:2])
+
+    def fit(self, problems: Sequence[tuple[Tensor, RefitSetting]]) -> Tensor:
+        """Returns the weights ``[P, C, F]`` of several problems, each with its examples and its setting.
+
+        Args:
+            problems: Indices of the examples and setting of each problem.
+        """
+        group = max(1, MAX_ELEMENTS // (len(self.targets) * len(self.weight)))
+        chunks = [problems[start : start + group] for start in range(0, len(problems), group)]
+        return torch.cat([self._fit_group(chunk) for chunk in chunks])
+
+    def _fit_group(self, problems: Sequence[tuple[Tensor, RefitSetting]]) -> Tensor:
+        count, everything = len(problems), torch.arange(len(self.targets), device=self.features.device)
+        mask = self.features.new_zeros(count, len(self.targets))
+        for row, (subset, _) in zip(mask, problems, strict=True):
+            row[subset.to(row.device)] = 1.0
+        mask /= mask.sum(1, keepdim=True)
+        square = float(self.features.square().mean())
+        penalties = self.features.new_tensor([square * setting.penalty for _, setting in problems])
+        trained = self.features.new_tensor([setting.center == "trained" for _, setting in problems])
+        centers = trained[:, None] * self.weight.flatten()
+
+        def objective(x: Tensor, rows: Tensor) -> Tensor:
+            outputs = self.features @ x.reshape(-1, *self.weight.shape).mT
+            nll = -(self.log_prob(outputs, everything) * mask[rows]).sum(1)
+            return nll + 0.5 * penalties[rows] * (x - centers[rows]).square().sum(1)
+
+        start = self.weight.flatten().expand(count, -1).clone()
+        # a derivative of the mean NLL below 1e-5 does not change a prediction visibly
+        weights = minimize_batch(objective, start, max_iterations=150, tolerance=1e-5)
+        return weights.reshape(count, *self.weight.shape)
+
+    @torch.no_grad()
+    def make_posterior(self, weight: Tensor, held_out_outputs: Tensor) -> PointPosterior:
+        """Returns a copy of the network with other weights of the last layer.
+
+        Args:
+            weight: Weights ``[C, F]``, with the bias as last column.
+            held_out_outputs: Outputs for examples that were left out, ``[N, C]``. A learned noise scale is fitted to them.
+        """
+        model, likelihood = deepcopy(self.posterior.model), deepcopy(self.posterior.likelihood)
+        module = model.get_submodule(self.layer)
+        assert isinstance(module, nn.Linear)
+        columns = module.weight.shape[1]
+        module.weight.copy_(weight[:, :columns])
+        if module.bias is not None:
+            module.bias.copy_(weight[:, columns])
+        if learns_noise(likelihood):
+            residuals = held_out_outputs - self.targets.reshape(held_out_outputs.shape)
+            likelihood.log_scale.copy_(0.5 * residuals.square().mean(0).clamp(min=1e-24).log())
+        return PointPosterior(model, likelihood, self.posterior.history)

@@ -1,0 +1,130 @@
+"""Tests of data that a network cannot be calibrated on: one warning names the reason, and nothing worse is returned."""
+
+import warnings
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import flowbnn as fb
+from flowbnn.errors import FlowBNNError, FlowBNNWarning
+from flowbnn.posterior import PointPosterior
+
+QUIET = {"progress": False, "accelerator": "cpu"}
+
+
+def make_network() -> nn.Module:
+    torch.manual_seed(1)
+    network = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+    with torch.no_grad():
+        network[2].weight.mul_(4.0)
+    return network
+
+
+def make_data(count: int = 60) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    inputs = torch.randn(count, 4, generator=generator)
+    probabilities = make_network()(inputs).detach().softmax(-1)
+    return inputs, torch.multinomial(probabilities, 1, generator=generator)[:, 0]
+
+
+def calibrate(network: nn.Module, data: tuple[Tensor, Tensor], **options) -> tuple[fb.Posterior, list[str]]:
+    """Returns the posterior and the kinds of the warnings."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        posterior = fb.calibrate(network, data, **QUIET, **options)
+    messages = [entry.message for entry in caught if isinstance(entry.message, FlowBNNWarning)]
+    assert not any("\n" in str(message) for message in messages)
+    return posterior, [message.kind for message in messages]
+
+
+def assert_unchanged(posterior: fb.Posterior, network: nn.Module, inputs: Tensor) -> None:
+    assert isinstance(posterior, PointPosterior)
+    assert posterior.calibration.choice == "plain"
+    torch.testing.assert_close(posterior.predict(inputs).probabilities, network(inputs).softmax(-1).detach())
+
+
+@pytest.mark.parametrize("folds", [0, 4])
+def test_one_class_returns_the_plain_network(folds):
+    network, (inputs, _) = make_network(), make_data()
+    posterior, kinds = calibrate(network, (inputs, torch.ones(60, dtype=torch.long)), folds=folds)
+    assert kinds == ["classes"]
+    assert_unchanged(posterior, network, inputs)
+
+
+@pytest.mark.parametrize("folds", [0, 4])
+def test_labels_that_contradict_the_network_return_it(folds):
+    network, (inputs, labels) = make_network(), make_data(200)
+    posterior, kinds = calibrate(network, (inputs, (labels + 1) % 3), folds=folds)
+    assert kinds == ["labels"]
+    assert_unchanged(posterior, network, inputs)
+
+
+def test_fewer_examples_than_classes_determine_a_temperature_only():
+    torch.manual_seed(0)
+    network, inputs = nn.Linear(4, 30), torch.randn(20, 4)
+    labels = torch.multinomial(network(inputs).detach().softmax(-1), 1)[:, 0]
+    posterior, kinds = calibrate(network, (inputs, labels))
+    assert kinds == ["examples"]
+    assert list(posterior.calibration.nll) == ["plain", "temperature"]
+
+
+def test_a_fold_with_one_class_is_named():
+    torch.manual_seed(0)
+    network = nn.Linear(4, 2)
+    inputs = torch.randn(30, 4)
+    labels = torch.zeros(30, dtype=torch.long)
+    labels[network(inputs).diff().argmax()] = 1
+    posterior, kinds = calibrate(network, (inputs, labels))
+    assert kinds[0] == "folds"
+    assert list(posterior.calibration.nll) == ["plain", "temperature"]
+
+
+class NanOnSome(nn.Linear):
+    """Returns NaN for inputs whose first feature is large."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.where(x[:, :1] > 1.5, float("nan"), super().forward(x))
+
+
+@pytest.mark.parametrize("folds", [0, 4])
+def test_nan_on_some_examples_is_an_error(folds):
+    inputs, labels = make_data()
+    with pytest.raises(FlowBNNError) as caught:
+        fb.calibrate(NanOnSome(4, 3), (inputs, labels), folds=folds, **QUIET)
+    assert (caught.value.kind, caught.value.argument) == ("not finite", "network")
+    assert "\n" not in str(caught.value)
+
+
+class Backbone(nn.Module):
+    """Network whose first layer runs without gradients, and whose third layer is never called."""
+
+    def __init__(self, uses_head: bool = True) -> None:
+        super().__init__()
+        self.body, self.head, self.idle = nn.Linear(4, 8), nn.Linear(8, 3), nn.Linear(8, 3)
+        self.uses_head = uses_head
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            features = self.body(x).tanh()
+        if not self.uses_head:
+            return features[:, :3]
+        return self.head(features)
+
+
+def test_layers_without_gradient_or_calls_get_no_noise():
+    torch.manual_seed(0)
+    posterior, kinds = calibrate(Backbone(), make_data(), candidates=["noise"], folds=0)
+    assert set(kinds) == {"uncalled", "without gradient"}
+    assert list(fb.noise.noise_layers(posterior.model)) == ["head"]
+
+
+def test_a_network_without_layers_for_noise_is_calibrated_otherwise():
+    torch.manual_seed(0)
+    posterior, kinds = calibrate(Backbone(uses_head=False), make_data(80))
+    assert "excluded" in kinds
+    assert "noise" in posterior.calibration.excluded
+    assert "temperature" in posterior.calibration.nll
+    with pytest.raises(FlowBNNError) as caught:
+        fb.calibrate(Backbone(uses_head=False), make_data(80), candidates=["noise"], folds=0, **QUIET)
+    assert caught.value.kind == "noise"
