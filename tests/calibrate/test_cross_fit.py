@@ -23,6 +23,7 @@ def make_network() -> nn.Module:
     return nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 2))
 
 
+@pytest.mark.filterwarnings("ignore::flowbnn.FlowBNNWarning")  # the networks are trained briefly
 def test_every_network_is_calibrated_on_its_own_fold(tmp_path):
     data = make_data()
     options = {"folds": 3, "method": METHOD, "candidates": ["temperature", "vector"], **QUIET}
@@ -72,6 +73,7 @@ def test_mixture_of_noise_samples_every_member(tmp_path):
     assert adaptive.probabilities.isfinite().all()
 
 
+@pytest.mark.filterwarnings("ignore::flowbnn.FlowBNNWarning")
 def test_regression_members_have_their_own_noise():
     generator = torch.Generator().manual_seed(0)
     inputs = torch.randn(80, 2, generator=generator)

@@ -44,20 +44,42 @@ def assert_unchanged(posterior: fb.Posterior, network: nn.Module, inputs: Tensor
     torch.testing.assert_close(posterior.predict(inputs).probabilities, network(inputs).softmax(-1).detach())
 
 
-@pytest.mark.parametrize("folds", [0, 4])
-def test_one_class_returns_the_plain_network(folds):
+def test_one_class_returns_the_plain_network():
     network, (inputs, _) = make_network(), make_data()
-    posterior, kinds = calibrate(network, (inputs, torch.ones(60, dtype=torch.long)), folds=folds)
+    data = inputs, torch.ones(60, dtype=torch.long)
+    posterior, kinds = calibrate(network, data)
     assert kinds == ["classes"]
     assert_unchanged(posterior, network, inputs)
+    posterior, kinds = calibrate(network, data, candidates=["temperature"], folds=0)
+    assert kinds == ["classes"]  # without a comparison the candidate is fitted as requested
 
 
-@pytest.mark.parametrize("folds", [0, 4])
-def test_labels_that_contradict_the_network_return_it(folds):
+def test_labels_that_contradict_the_network_return_it():
     network, (inputs, labels) = make_network(), make_data(200)
-    posterior, kinds = calibrate(network, (inputs, (labels + 1) % 3), folds=folds)
+    posterior, kinds = calibrate(network, (inputs, (labels + 1) % 3))
     assert kinds == ["labels"]
     assert_unchanged(posterior, network, inputs)
+    _, kinds = calibrate(network, (inputs, labels), candidates=["temperature"])
+    assert kinds == []
+
+
+def test_wrong_class_frequencies_do_not_contradict_the_network():
+    network, (inputs, labels) = make_network(), make_data(200)
+    with torch.no_grad():
+        network[2].bias.add_(torch.tensor([4.0, -4.0, 0.0]))
+    posterior, kinds = calibrate(network, (inputs, labels), candidates=["vector"])
+    assert kinds == []
+    assert posterior.calibration.choice == "vector"
+
+
+@pytest.mark.parametrize(
+    "targets", [torch.tensor([0, 1, 2]), torch.randn(3, 1)], ids=["classes", "regression"]
+)
+def test_too_few_examples_to_compare_return_the_plain_network(targets):
+    network = make_network() if not targets.is_floating_point() else nn.Linear(4, 1)
+    posterior, kinds = calibrate(network, (make_data(3)[0], targets))
+    assert kinds == ["examples"]
+    assert posterior.calibration.choice == "plain"
 
 
 def test_fewer_examples_than_classes_determine_a_temperature_only():
@@ -115,7 +137,7 @@ class Backbone(nn.Module):
 def test_layers_without_gradient_or_calls_get_no_noise():
     torch.manual_seed(0)
     posterior, kinds = calibrate(Backbone(), make_data(), candidates=["noise"], folds=0)
-    assert set(kinds) == {"uncalled", "without gradient"}
+    assert {"idle", "gradient"} <= set(kinds)
     assert list(fb.noise.noise_layers(posterior.model)) == ["head"]
 
 

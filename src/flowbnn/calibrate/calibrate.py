@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from flowbnn.calibrate.cross_validation import (
+    SCALINGS,
     Folds,
     Predictions,
     choose_candidate,
@@ -129,20 +130,21 @@ def calibrate(
     """
     _check_arguments(network, prior_scale, rules)
     data = read_held_out(network, held_out, likelihood, accelerator, seed)
-    folds = min(folds, len(data) // 2) if len(data) >= 4 else 0
-    names = _candidate_names(candidates, folds, data)
+    wants_folds, folds = folds > 0, min(folds, len(data) // 2) if len(data) >= 4 else 0
+    names = _candidate_names(candidates, wants_folds, data)
     groups = split_folds(data.targets, folds, seed) if folds else []
-    limits = find_limits(data, groups)
+    limits = find_limits(data, groups, wants_folds)
 
     def make_problem() -> CalibrationProblem:
         return CalibrationProblem(data, rules, flow, prior_scale or 0.5, structure, seed)
 
     search = _Search(data, Folds(data, groups), make_problem, prior, samples, progress, candidates == "auto")
-    if limits is not None:
+    if limits is not None and wants_folds:
         names = [name for name in names if name in limits.candidates] or ["plain"]
     posterior = search.compare(names) if folds else search.fit_without_folds(names)
     posterior.calibration = search.report
-    warn_unreliable(data, limits, search.report.temperature, search.temperature_bound)
+    report = search.report
+    warn_unreliable(data, limits, report.choice, report.temperature, search.temperature_bound)
     if progress and (console := terminal()) is not None:
         console.print(str(posterior.calibration), highlight=False)
     return posterior
@@ -158,7 +160,7 @@ def _check_arguments(network: nn.Module, prior_scale: float | None, rules: Mappi
         raise FlowBNNError(text, kind="rules", argument="prior_scale")
 
 
-def _candidate_names(candidates: Sequence[str] | str, folds: int, data: HeldOutData) -> list[str]:
+def _candidate_names(candidates: Sequence[str] | str, folds: bool, data: HeldOutData) -> list[str]:
     """Returns the names of the candidates, the simplest first. With folds the plain network is always one of them.
 
     Raises:
@@ -230,7 +232,6 @@ class _Search:
         """Returns the posterior of the only candidate."""
         (name,) = names
         everything = torch.arange(len(self.data))
-        single = Folds(self.data, [everything])
         if name == "plain":
             posterior: Posterior = self.data.point_posterior(everything)
         elif name == "noise":
@@ -242,7 +243,9 @@ class _Search:
         elif name == "refit":
             posterior = predict_refit(Folds(self.data, split_folds(self.data.targets, 2, 0))).finish()
         elif name in ("temperature", "vector", "matrix"):
-            posterior = predict_scaled(single, name).finish()
+            outputs = self.data.outputs.double()[None]
+            point = self.data.point_posterior(everything)
+            posterior = SCALINGS[name].calibrate_outputs(point, outputs, self.data.targets)
         else:
             text = f"candidate '{name}' needs folds, because its scaling is fitted to held-out predictions"
             raise FlowBNNError(text, kind="folds", argument="folds")

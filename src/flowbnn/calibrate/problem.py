@@ -1,22 +1,23 @@
 """The network, the held-out data and the noise of a calibration, and the posteriors that are fitted to subsets of the data."""
 
 from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
 from copy import deepcopy
 from dataclasses import dataclass, fields, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from flowbnn.batches import call, device_of, move_data, pick, take, tensors_of
+from flowbnn.batches import call, device_of, move_data, pick, take
 from flowbnn.calibrate.flow import FlowFit, fit_flow
 from flowbnn.convert import Rule, to_stochastic
 from flowbnn.diagnostics.fixed_data import check_row_independence, read_fixed_data
 from flowbnn.distributions import NormalBase
 from flowbnn.errors import FlowBNNError, quote_names, warn
-from flowbnn.likelihoods import Categorical, Gaussian, Likelihood, learns_noise
-from flowbnn.methods.fitting import FitOptions, prepare
+from flowbnn.likelihoods import Gaussian, Likelihood, learns_noise
+from flowbnn.methods.fitting import FitOptions, prepare, warn_idle_layers
 from flowbnn.methods.variational.base import FLOWS
 from flowbnn.methods.variational.block_gaussian import BlockGaussian
 from flowbnn.methods.variational.natural_gradient import NaturalFit, Structure, fit_gaussian
@@ -143,9 +144,9 @@ class CalibrationProblem:
         seed: int = 0,
     ) -> None:
         self.data, self.seed = data, seed
-        rules = {"*": NormalAffine(prior_scale=prior_scale)} if rules is None else rules
+        if rules is None:
+            rules = self._exclude_idle_layers({"*": NormalAffine(prior_scale=prior_scale)})
         self.rules = _update_rules(rules, joint=None)
-        self.rules = self._exclude_idle_layers(self.rules)
         layers = noise_layers(self._add_noise(self.rules))
         for name, noise in layers.items():
             _check_gaussian(name, noise)
@@ -176,29 +177,23 @@ class CalibrationProblem:
         return model
 
     def _exclude_idle_layers(self, rules: dict[Rule, Recipe | None]) -> dict[Rule, Recipe | None]:
-        """Returns rules without noise in layers that the network does not call, or whose noise does not change its outputs.
+        """Returns rules without noise in layers that the network does not call, or that carry no gradient.
 
         Raises:
             FlowBNNError: If no layer is left.
         """
-        model = to_stochastic(self.data.network, rules)
-        inputs = take(self.data.inputs, 0, BATCH_SIZE)
-        uncalled = align_batch_axes(model, inputs)
-        layers = noise_layers(model)
-        without_gradient = [name for name in layers_without_gradient(model, inputs) if name not in uncalled]
-        if not uncalled and not without_gradient:
-            return rules
-        if len(uncalled) + len(without_gradient) == len(layers):
-            text = f"no layer can carry noise: the outputs do not depend on {quote_names(list(layers))}, or have no gradient there"
-            raise FlowBNNError(text, kind="noise", argument="network", layers=list(layers))
-        reasons = {
-            "uncalled": "are never called",
-            "without gradient": "carry no gradient, as under torch.no_grad()",
-        }
-        for names, reason in ((uncalled, "uncalled"), (without_gradient, "without gradient")):
-            if names:
-                text = f"layers {quote_names(names)} {reasons[reason]}, so they get no noise"
-                warn(text, kind=reason, layers=names)
+        names = list(noise_layers(to_stochastic(self.data.network, rules)))
+        uncalled, without_gradient = find_idle_layers(self.data.network, names, take(self.data.inputs, 0, 8))
+        if len(uncalled) + len(without_gradient) == len(names):
+            text = (
+                f"no layer can carry noise, because {quote_names(names)} are not called or carry no gradient"
+            )
+            raise FlowBNNError(text, kind="noise", argument="network", layers=names)
+        if uncalled:
+            warn_idle_layers(uncalled)
+        if without_gradient:
+            text = f"layers {quote_names(without_gradient)} carry no gradient, as under torch.no_grad(), so they get no noise"
+            warn(text, kind="gradient", layers=without_gradient)
         return rules | dict.fromkeys((*uncalled, *without_gradient))
 
     def _add_flow(self, flow: str | Recipe) -> nn.Module:
@@ -285,30 +280,36 @@ class CalibrationProblem:
         return NoisePosterior(network, fit.likelihood)
 
 
-def layers_without_gradient(model: nn.Module, inputs: Any) -> list[str]:
-    """Returns the layers whose noise has no gradient at any output.
+def find_idle_layers(network: nn.Module, names: list[str], inputs: Any) -> tuple[list[str], list[str]]:
+    """Returns the layers that a network does not call, and those whose outputs have no gradient at its own outputs.
 
     Args:
-        model: Network with noise.
+        network: Network without noise.
+        names: Names of the layers to check.
         inputs: Batch of inputs.
     """
-    layers = noise_layers(model)
-    if any(noise.site != "channel" for noise in layers.values()):
-        return []  # refused later, with the name of the layer
-    network = NoisyNetwork(model, Categorical())
-    device, generator = device_of(model), torch.Generator().manual_seed(0)
-    count = len(tensors_of(inputs)[0])
-    vectors = torch.ones(count, sum(network.sizes), dtype=network.dtype, device=device, requires_grad=True)
-    with torch.enable_grad():
-        outputs = network.outputs(inputs, vectors)
-        weights = torch.randn(outputs.shape, generator=generator).to(outputs)
-        if not outputs.requires_grad:
-            return list(layers)
-        (gradient,) = torch.autograd.grad((weights * outputs).sum(), vectors, allow_unused=True)
-    if gradient is None:
-        return list(layers)
-    slopes = gradient.split(network.sizes, -1)
-    return [name for name, slope in zip(layers, slopes, strict=True) if not bool(slope.any())]
+    factors = {name: torch.ones((), device=device_of(network), requires_grad=True) for name in names}
+    called = set[str]()
+
+    def scale(name: str, module: nn.Module, args: Any, output: Any) -> Any:
+        called.add(name)
+        if isinstance(output, tuple):
+            return (output[0] * factors[name].to(output[0]), *output[1:])
+        return output * factors[name].to(output)
+
+    with ExitStack() as hooks, evaluation_mode(network):
+        for name in names:
+            hooks.enter_context(network.get_submodule(name).register_forward_hook(partial(scale, name)))
+        with torch.enable_grad():
+            outputs = call(network, inputs)
+            gradients: tuple[Tensor | None, ...] = (None,) * len(names)
+            if outputs.requires_grad:
+                total = (
+                    outputs * torch.linspace(1.0, 2.0, outputs.numel()).to(outputs).view_as(outputs)
+                ).sum()
+                gradients = torch.autograd.grad(total, list(factors.values()), allow_unused=True)
+    without = [name for name, slope in zip(names, gradients, strict=True) if slope is None and name in called]
+    return [name for name in names if name not in called], without
 
 
 def _check_gaussian(layer: str, noise: Noise) -> None:

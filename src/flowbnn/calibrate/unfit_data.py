@@ -7,10 +7,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from flowbnn.calibrate.cross_validation import paired_difference, temperature_of_all
+from flowbnn.calibrate.cross_validation import paired_difference
 from flowbnn.calibrate.problem import HeldOutData
 from flowbnn.errors import FlowBNNError, pluralize, warn
 from flowbnn.likelihoods import Bernoulli, Categorical, Gaussian
+from flowbnn.methods.calibrators.lbfgs import minimize_batch
 from flowbnn.metrics.checks import is_soft
 
 
@@ -29,12 +30,13 @@ class DataLimits:
     candidates: tuple[str, ...] = ("plain",)
 
 
-def find_limits(data: HeldOutData, groups: Sequence[Tensor]) -> DataLimits | None:
+def find_limits(data: HeldOutData, groups: Sequence[Tensor], wants_folds: bool) -> DataLimits | None:
     """Returns the reason why the data determine few candidates or none, or None.
 
     Args:
         data: Network and held-out data.
         groups: Indices of the examples of each fold.
+        wants_folds: True if candidates are to be compared.
 
     Raises:
         FlowBNNError: If the network returns NaN or infinite values.
@@ -43,19 +45,23 @@ def find_limits(data: HeldOutData, groups: Sequence[Tensor]) -> DataLimits | Non
     if not bool(finite.all()):
         text = f"the network returns NaN or infinite values for {int((~finite).sum())} of {len(data)} held-out examples"
         raise FlowBNNError(f"{text}; check the inputs and weights", kind="not finite", argument="network")
+    too_few = None
+    if wants_folds and not groups:
+        text = f"at least 4 held-out examples are needed to compare calibrators, got {len(data)}"
+        too_few = DataLimits("examples", text)
     if not isinstance(data.likelihood, Categorical | Bernoulli):
-        return None
+        return too_few
     targets = hard_labels(data.targets)
     classes = 2 if isinstance(data.likelihood, Bernoulli) else data.outputs.shape[1]
     present = targets.unique()
     if len(present) == 1:
-        text = f"all {pluralize(len(data), 'held-out example')} are of class {int(present)}, so the plain network is returned"
+        text = f"all {pluralize(len(data), 'held-out example')} are of class {int(present)}"
         return DataLimits("classes", f"{text}; provide examples of all classes")
+    if too_few is not None:
+        return too_few
     if contradicts(data, targets, classes):
         text = "the labels contradict the network: class frequencies predict them better, at any temperature"
-        return DataLimits(
-            "labels", f"{text}, so the plain network is returned; check the order of the classes"
-        )
+        return DataLimits("labels", f"{text}; check the order of the classes")
     if len(data) < classes:
         text = f"{pluralize(len(data), 'held-out example')} for {classes} classes determine a temperature at most"
         return DataLimits("examples", f"{text}; provide at least one of each class", ("plain", "temperature"))
@@ -76,7 +82,10 @@ def hard_labels(targets: Tensor) -> Tensor:
 
 
 def contradicts(data: HeldOutData, targets: Tensor, classes: int) -> bool:
-    """Returns True if class frequencies predict significantly better than the network, and no finite temperature helps.
+    r"""Returns True if class frequencies predict significantly better than the network, whose logits do not help them.
+
+    The logits help if :math:`a` is significantly positive in :math:`\mathrm{softmax}(a \log p + b)` with an offset :math:`b` for each
+    class. A network with wrong class frequencies alone is thus not contradicted.
 
     Args:
         data: Network and held-out data.
@@ -84,11 +93,22 @@ def contradicts(data: HeldOutData, targets: Tensor, classes: int) -> bool:
         classes: Number of classes.
     """
     counts = torch.bincount(targets, minlength=classes).double()
-    left_out = (counts[targets] - 1.0 + 1.0 / classes) / (len(targets) - 1.0 + 1.0)
-    posterior = data.point_posterior(torch.arange(len(data)))
-    plain = posterior._predictive(data.outputs.double()[None]).nll(_flat(data.targets)).double().cpu()
-    gap = paired_difference(plain, -left_out.log())
-    return gap.mean > 2.0 * gap.error and temperature_of_all(data).bound == "high"
+    left_out = (counts[targets] - 1.0 + 1.0 / classes) / len(targets)
+    predictive = data.point_posterior(torch.arange(len(data)))._predictive(data.outputs.double()[None])
+    gap = paired_difference(predictive.nll(_flat(data.targets)).double().cpu(), -left_out.log())
+    if gap.mean <= 2.0 * gap.error:
+        return False
+    log_p = predictive.log_probabilities.cpu().clamp(min=-1e3)
+
+    def objective(x: Tensor, rows: Tensor) -> Tensor:
+        # the first problem has a slope, the second has none; a weak penalty keeps offsets of absent classes finite
+        logits = (x[:, :1] * (rows == 0)[:, None])[..., None] * log_p + x[:, None, 1:]
+        nll = -logits.log_softmax(-1)[:, torch.arange(len(targets)), targets].sum(1)
+        return (nll + 0.01 * x.square().sum(1)) / len(targets)
+
+    x = minimize_batch(objective, log_p.new_zeros(2, 1 + classes))
+    values = len(targets) * objective(x, torch.arange(2))
+    return float(x[0, 0]) <= 0.0 or float(values[1] - values[0]) < 2.0  # two nats are two standard errors
 
 
 def _flat(targets: Tensor) -> Tensor:
@@ -96,7 +116,9 @@ def _flat(targets: Tensor) -> Tensor:
     return targets if is_soft(targets) else targets.flatten()
 
 
-def warn_unreliable(data: HeldOutData, limits: DataLimits | None, temperature: float, bound: str) -> None:
+def warn_unreliable(
+    data: HeldOutData, limits: DataLimits | None, choice: str, temperature: float, bound: str
+) -> None:
     """Warns about data that limit the calibration, too few examples, and data that the weights seem to have memorized.
 
     A temperature below 0.8 means that the network is underconfident on the data, which is typical of training data. So is a
@@ -106,11 +128,13 @@ def warn_unreliable(data: HeldOutData, limits: DataLimits | None, temperature: f
     Args:
         data: Network and held-out data.
         limits: Limits of the data, if any.
+        choice: Candidate that is returned.
         temperature: Temperature on all examples.
         bound: Bound of the temperature at which the likelihood is largest, if any.
     """
     if limits is not None:
-        warn(limits.message, kind=limits.kind)
+        returned = "; the plain network is returned" if choice == "plain" else ""
+        warn(f"{limits.message}{returned}", kind=limits.kind)
     elif len(data) < 20:  # the standard error of an accuracy of 0.8 is then 0.09
         text = f"at least 20 held-out examples are needed to assess calibration, got {len(data)}"
         warn(text, kind="examples")

@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 
 from flowbnn.batches import halve_rows_on_oom, repeat, take
-from flowbnn.likelihoods import learns_noise
 from flowbnn.methods.variational.block_gaussian import BlockGaussian, average, factorize_or
 from flowbnn.methods.variational.noisy_network import NoisyNetwork
 
@@ -41,11 +40,10 @@ class PairEstimate:
     log_likelihood: Tensor  # of all data, for each draw and its mirror image, [draws]
     gradient: Tensor  # [D]
     blocks: list[Tensor]  # expected Hessian of the negative log-likelihood, in the blocks of the Gaussian
-    squared_residuals: Tensor  # mean over the examples of a regression
 
 
 class HessianRefinement:
-    """Steps to the maximum of the ELBO by the exact Hessian.
+    """Steps to the maximum of the ELBO by the exact Hessian. A learned noise scale of a regression stays as it is.
 
     Args:
         network: Network with noise.
@@ -64,18 +62,19 @@ class HessianRefinement:
         entries = len(q.mean) ** 2
         pairs = max(MIN_DRAWS, DRAWS_PER_ENTRY * entries) / (2 * STEPS)
         self.draws_per_example = max(1, math.ceil(pairs / len(targets)))
-        label_generator = torch.Generator().manual_seed(seed)
-        roots = []
-        for low in range(0, len(targets), self.rows):
-            batch_inputs, batch_targets = take((inputs, targets), low, low + self.rows)
-            vectors = q.mean.to(network.dtype).expand(len(batch_targets), -1).clone()
-            result = network.derivatives(
-                batch_inputs, batch_targets, vectors, label_generator, exact=64, labels=8
-            )
-            roots.append(result.roots.double().unflatten(0, (-1, len(batch_targets))))
-        self.roots = torch.cat(roots, 1)  # [K, N, D]
+        self.roots = halve_rows_on_oom(self, lambda: self._curvature_roots(q.mean, seed))  # [K, N, D]
         flat = self.roots.flatten(0, 1)
         self.curvature = flat.mT @ flat
+
+    def _curvature_roots(self, mean: Tensor, seed: int) -> Tensor:
+        """Returns the rows of a root of the Gauss-Newton matrix of each example at a fixed noise vector, ``[K, N, D]``."""
+        generator, roots = torch.Generator().manual_seed(seed), []
+        for low in range(0, len(self.targets), self.rows):
+            inputs, targets = take((self.inputs, self.targets), low, low + self.rows)
+            vectors = mean.to(self.network.dtype).expand(len(targets), -1).clone()
+            result = self.network.derivatives(inputs, targets, vectors, generator, exact=64, labels=8)
+            roots.append(result.roots.double().unflatten(0, (-1, len(targets))))
+        return torch.cat(roots, 1)
 
     @staticmethod
     def suits(q: BlockGaussian) -> bool:
@@ -90,20 +89,12 @@ class HessianRefinement:
             update_prior: Function that fits the prior of a Gaussian.
         """
         initial, gaussians = q, list[BlockGaussian]()
-        scale = self._noise_scale()
         for step in range(STEPS):
             estimate = halve_rows_on_oom(self, lambda q=q: self.estimate(q))
             q = update_prior(self.step(q, estimate, 0.5 if step < BURN_IN else 0.3))
-            if scale is not None and bool(estimate.squared_residuals.isfinite().all()):
-                scale.copy_(0.5 * estimate.squared_residuals.clamp(min=1e-30).log())
             gaussians.append(q)
         refined = average(gaussians[BURN_IN:])
         return refined if self._gain(initial, refined) > 0.0 else initial
-
-    def _noise_scale(self) -> Tensor | None:
-        """Returns the logarithm of the learned noise of a regression, or None."""
-        likelihood = self.network.likelihood
-        return likelihood.log_scale.data if learns_noise(likelihood) else None
 
     def step(self, q: BlockGaussian, estimate: PairEstimate, size: float) -> BlockGaussian:
         """Takes a step, halved until the precision is positive definite. The Gaussian stays if nothing is finite."""
@@ -123,7 +114,7 @@ class HessianRefinement:
         """Estimates the derivatives of the ELBO by one pair of draws, or several, for each example."""
         blocks = [torch.zeros_like(block) for block in q.blocks]
         gradient, totals = torch.zeros_like(q.mean), []
-        squares, count = torch.zeros((), device=q.mean.device, dtype=torch.float64), self.draws_per_example
+        count = self.draws_per_example
         for _ in range(count):
             total = torch.zeros(2, dtype=torch.float64, device=q.mean.device)
             for low in range(0, len(self.targets), self.rows):
@@ -139,13 +130,10 @@ class HessianRefinement:
                 _add_products(blocks, scores.split(q.sizes, -1), residual.split(q.sizes, -1), 1.0 / count)
                 halves = result.log_likelihood.double().chunk(2)
                 total += torch.stack([half.sum() for half in halves])
-                if learns_noise(self.network.likelihood):
-                    error = result.outputs.double() - repeat(targets, 2).reshape(result.outputs.shape)
-                    squares = squares + error.square().sum(0) / (2 * count * len(self.targets))
             totals.append(total)
         curvature = self._curvature_blocks(q)
         blocks = [fixed + change for fixed, change in zip(curvature, blocks, strict=True)]
-        return PairEstimate(torch.cat(totals), gradient, blocks, squares)
+        return PairEstimate(torch.cat(totals), gradient, blocks)
 
     def _draw(self, q: BlockGaussian, count: int) -> tuple[Tensor, Tensor]:
         """Returns deviations from the mean ``[B, D]``, and the precision times each."""
