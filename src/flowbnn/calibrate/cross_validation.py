@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from flowbnn.calibrate.problem import CalibrationProblem, HeldOutData, PriorName
-from flowbnn.likelihoods import Gaussian
+from flowbnn.likelihoods import RealLikelihood
 from flowbnn.methods.calibrators.last_layer import LastLayerProblem, LastLayerRefit
 from flowbnn.methods.calibrators.log_temperature import TemperatureFit, fit_temperatures
 from flowbnn.methods.calibrators.scaling import MatrixScaling, VectorScaling
@@ -257,7 +257,7 @@ def predict_noise(
     ]
     prior = best_prior(compared)
     predictions = gather(folds, [result.predictive for result in chosen], lambda: finish(prior))
-    if isinstance(folds.data.likelihood, Gaussian):
+    if isinstance(folds.data.likelihood, RealLikelihood):
         return predictions, prior
     joined = torch.cat([result.outputs for result in chosen], 1)
     order = torch.cat(list(folds.groups)).argsort().to(joined.device)

@@ -10,7 +10,7 @@ from torch import Tensor
 from flowbnn.calibrate.cross_validation import paired_difference
 from flowbnn.calibrate.problem import HeldOutData
 from flowbnn.errors import FlowBNNError, pluralize, warn
-from flowbnn.likelihoods import Bernoulli, Categorical, Gaussian
+from flowbnn.likelihoods import Bernoulli, Categorical, RealLikelihood
 from flowbnn.methods.calibrators.lbfgs import minimize_batch
 from flowbnn.metrics.checks import is_soft
 
@@ -138,7 +138,7 @@ def warn_unreliable(
     elif len(data) < 20:  # the standard error of an accuracy of 0.8 is then 0.09
         text = f"at least 20 held-out examples are needed to assess calibration, got {len(data)}"
         warn(text, kind="examples")
-    if limits is not None or isinstance(data.likelihood, Gaussian) or not math.isfinite(temperature):
+    if limits is not None or isinstance(data.likelihood, RealLikelihood) or not math.isfinite(temperature):
         return
     if temperature < 0.8 or bound == "low":
         warn(

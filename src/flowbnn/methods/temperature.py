@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from flowbnn.batches import call
 from flowbnn.errors import warn
-from flowbnn.likelihoods import Gaussian
+from flowbnn.likelihoods import RealLikelihood
 from flowbnn.methods.base import register_method
 from flowbnn.methods.calibrators.base import CalibratedPosterior, Calibrator, collect_outputs
 from flowbnn.methods.calibrators.log_temperature import (
@@ -70,7 +70,7 @@ def check_temperature(fit: TemperatureFit, posterior: Posterior, has_prior: bool
     temperature, reason = fit.temperature, f"no temperature in {BOUNDS} is optimal"
     if not fit.bound:
         return temperature
-    if fit.bound == "low" and not isinstance(posterior.likelihood, Gaussian):
+    if fit.bound == "low" and not isinstance(posterior.likelihood, RealLikelihood):
         reason = "all held-out examples are classified correctly at any temperature"
         temperature = temperature if has_prior else 1.0
     text = f"{reason}, so {temperature:.3g} is used; provide more data, and check that the labels fit the network"
@@ -150,7 +150,7 @@ class TemperedPosterior(CalibratedPosterior):
         return self._scaled(self.posterior.sample(seed))
 
     def _scaled(self, network: nn.Module) -> nn.Module:
-        if isinstance(self.likelihood, Gaussian):
+        if isinstance(self.likelihood, RealLikelihood):
             return network
         return DividedOutputs(network, self.temperature).eval()
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from flowbnn.errors import FlowBNNError, pluralize
-from flowbnn.likelihoods import Categorical, Gaussian, Likelihood
+from flowbnn.likelihoods import Categorical, Gaussian, Likelihood, RealLikelihood
 from flowbnn.options import checked
 from flowbnn.posterior.base import (
     Posterior,
@@ -108,8 +108,11 @@ class MixturePosterior(Posterior):
 
 def _output_likelihood(likelihood: Likelihood) -> Likelihood:
     """Returns the observation model of log-probabilities, or of means and log-variances."""
-    if not isinstance(likelihood, Gaussian):
+    if not isinstance(likelihood, RealLikelihood):
         return Categorical()
+    if not isinstance(likelihood, Gaussian):
+        text = f"a mixture of posteriors supports classes and Gaussian noise, got {likelihood!r}"
+        raise FlowBNNError(text, kind="unsupported", argument="likelihood")
     result = Gaussian("predicted")
     result.shape = likelihood.shape
     return result

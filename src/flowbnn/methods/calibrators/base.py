@@ -39,6 +39,7 @@ from flowbnn.posterior.base import (
     rewrap_load_errors,
     select_prefix,
 )
+from flowbnn.posterior.gated import GatedPosterior
 from flowbnn.posterior.point import PointPosterior
 from flowbnn.predictive import CategoricalPredictive
 from flowbnn.regression import fit_residual_scale
@@ -190,7 +191,13 @@ def collect_outputs(
         samples: Number of samples. None for the default of the posterior.
         seed: Seed of the predictions.
         progress: If True, shows a progress bar.
+
+    Raises:
+        FlowBNNError: If the posterior has a density gate, whose fallback cannot be calibrated.
     """
+    if isinstance(posterior, GatedPosterior):
+        text = "the fallback of a density gate is not calibrated; calibrate the posterior first, then call fb.gated"
+        raise FlowBNNError(text, kind="unsupported", argument="posterior")
     held_out = as_loader(held_out)
     first_batch(held_out, purpose="calibration")
     outputs, _, targets = posterior.collect(held_out, PredictOptions(samples, seed=seed, progress=progress))

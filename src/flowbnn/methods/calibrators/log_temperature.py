@@ -13,9 +13,9 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from flowbnn.likelihoods import Gaussian
+from flowbnn.likelihoods import RealLikelihood
 from flowbnn.posterior.base import Posterior
-from flowbnn.predictive import CategoricalPredictive, GaussianPredictive
+from flowbnn.predictive import CategoricalPredictive
 
 BOUNDS = (1e-2, 1e2)  # of the temperature
 GRID_SIZE = 17  # temperatures of the first search, a factor of 1.8 apart
@@ -53,7 +53,7 @@ def fit_temperatures(
         prior_scale: Standard deviation :math:`\tau` of the prior of :math:`\log T`, or None for no prior.
     """
     subsets = [torch.arange(len(targets), device=targets.device)] if subsets is None else subsets
-    if prior_scale is None or isinstance(posterior.likelihood, Gaussian):
+    if prior_scale is None or isinstance(posterior.likelihood, RealLikelihood):
         prior_scale = math.inf
     low, high = (math.log(bound) for bound in BOUNDS)
     grid = [low + (high - low) * index / (GRID_SIZE - 1) for index in range(GRID_SIZE)]
@@ -139,9 +139,6 @@ def apply_temperature(predictive: Any, temperature: Any, sample_counts: Tensor |
         sample_counts: Number of samples of each row, if it differs between rows.
     """
     sample_counts = None if sample_counts is None else predictive.sample_counts
-    if isinstance(predictive, CategoricalPredictive):  # log-probabilities are logits
-        return CategoricalPredictive(predictive.log_samples / temperature, sample_counts)
-    center = predictive.mean.reshape(predictive.samples.shape[1:])
-    means = center + temperature * (predictive.samples - center)
-    variances = temperature**2 * predictive.sample_variances
-    return GaussianPredictive(means, variances, sample_counts, predictive.shape)
+    if isinstance(predictive, CategoricalPredictive):
+        return CategoricalPredictive(predictive.logits / temperature, sample_counts)
+    return predictive.rescale(temperature)
