@@ -149,4 +149,4 @@ def test_a_network_without_layers_for_noise_is_calibrated_otherwise():
     assert "temperature" in posterior.calibration.nll
     with pytest.raises(FlowBNNError) as caught:
         fb.calibrate(Backbone(uses_head=False), make_data(80), candidates=["noise"], folds=0, **QUIET)
-    assert caught.value.kind == "noise"
+    assert caught.value.kind == "gradient"

@@ -1,10 +1,9 @@
 """The network, the held-out data and the noise of a calibration, and the posteriors that are fitted to subsets of the data."""
 
 from collections.abc import Iterable, Mapping
-from contextlib import ExitStack
 from copy import deepcopy
 from dataclasses import dataclass, fields, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
@@ -17,7 +16,7 @@ from flowbnn.diagnostics.fixed_data import check_row_independence, read_fixed_da
 from flowbnn.distributions import NormalBase
 from flowbnn.errors import FlowBNNError, quote_names, warn
 from flowbnn.likelihoods import Gaussian, Likelihood, learns_noise
-from flowbnn.methods.fitting import FitOptions, prepare, warn_idle_layers
+from flowbnn.methods.fitting import FitOptions, prepare
 from flowbnn.methods.variational.base import FLOWS
 from flowbnn.methods.variational.block_gaussian import BlockGaussian
 from flowbnn.methods.variational.natural_gradient import NaturalFit, Structure, fit_gaussian
@@ -144,9 +143,8 @@ class CalibrationProblem:
         seed: int = 0,
     ) -> None:
         self.data, self.seed = data, seed
-        if rules is None:
-            rules = self._exclude_idle_layers({"*": NormalAffine(prior_scale=prior_scale)})
-        self.rules = _update_rules(rules, joint=None)
+        rules = {"*": NormalAffine(prior_scale=prior_scale)} if rules is None else rules
+        self.rules = self._exclude_idle_layers(_update_rules(rules, joint=None))
         layers = noise_layers(self._add_noise(self.rules))
         for name, noise in layers.items():
             _check_gaussian(name, noise)
@@ -177,24 +175,20 @@ class CalibrationProblem:
         return model
 
     def _exclude_idle_layers(self, rules: dict[Rule, Recipe | None]) -> dict[Rule, Recipe | None]:
-        """Returns rules without noise in layers that the network does not call, or that carry no gradient.
+        """Returns rules without noise in layers that the network does not call, or that no gradient reaches.
 
         Raises:
             FlowBNNError: If no layer is left.
         """
-        names = list(noise_layers(to_stochastic(self.data.network, rules)))
-        uncalled, without_gradient = find_idle_layers(self.data.network, names, take(self.data.inputs, 0, 8))
-        if len(uncalled) + len(without_gradient) == len(names):
-            text = (
-                f"no layer can carry noise, because {quote_names(names)} are not called or carry no gradient"
-            )
-            raise FlowBNNError(text, kind="noise", argument="network", layers=names)
-        if uncalled:
-            warn_idle_layers(uncalled)
-        if without_gradient:
-            text = f"layers {quote_names(without_gradient)} carry no gradient, as under torch.no_grad(), so they get no noise"
-            warn(text, kind="gradient", layers=without_gradient)
-        return rules | dict.fromkeys((*uncalled, *without_gradient))
+        network, inputs = to_stochastic(self.data.network, rules), take(self.data.inputs, 0, BATCH_SIZE)
+        idle = align_batch_axes(network, inputs)
+        check_called(network, idle)
+        if idle:
+            text = f"the network never calls layers {quote_names(idle)}, so they get no noise; set their rules to None"
+            warn(text, kind="idle", layers=idle)
+            rules = rules | dict.fromkeys(idle)
+            network = self._add_noise(rules)
+        return rules | dict.fromkeys(remove_noise_without_gradient(network, inputs))
 
     def _add_flow(self, flow: str | Recipe) -> nn.Module:
         """Returns the network with noise that a flow transforms."""
@@ -278,38 +272,6 @@ class CalibrationProblem:
         for layer in noise_layers(network).values():
             layer.fitted = True
         return NoisePosterior(network, fit.likelihood)
-
-
-def find_idle_layers(network: nn.Module, names: list[str], inputs: Any) -> tuple[list[str], list[str]]:
-    """Returns the layers that a network does not call, and those whose outputs have no gradient at its own outputs.
-
-    Args:
-        network: Network without noise.
-        names: Names of the layers to check.
-        inputs: Batch of inputs.
-    """
-    factors = {name: torch.ones((), device=device_of(network), requires_grad=True) for name in names}
-    called = set[str]()
-
-    def scale(name: str, module: nn.Module, args: Any, output: Any) -> Any:
-        called.add(name)
-        if isinstance(output, tuple):
-            return (output[0] * factors[name].to(output[0]), *output[1:])
-        return output * factors[name].to(output)
-
-    with ExitStack() as hooks, evaluation_mode(network):
-        for name in names:
-            hooks.enter_context(network.get_submodule(name).register_forward_hook(partial(scale, name)))
-        with torch.enable_grad():
-            outputs = call(network, inputs)
-            gradients: tuple[Tensor | None, ...] = (None,) * len(names)
-            if outputs.requires_grad:
-                total = (
-                    outputs * torch.linspace(1.0, 2.0, outputs.numel()).to(outputs).view_as(outputs)
-                ).sum()
-                gradients = torch.autograd.grad(total, list(factors.values()), allow_unused=True)
-    without = [name for name, slope in zip(names, gradients, strict=True) if slope is None and name in called]
-    return [name for name in names if name not in called], without
 
 
 def _check_gaussian(layer: str, noise: Noise) -> None:
