@@ -3,6 +3,7 @@
 import doctest
 import math
 import re
+import warnings
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -40,9 +41,12 @@ def test_readme_example(capsys):
 def test_readme_calibration(capsys):
     _, code, _ = code_blocks("README.md")
     torch.manual_seed(0)
-    held_out = [(torch.randn(40, 4), torch.arange(40) % 3)]
-    names = {"fb": fb, "network": torch.nn.Linear(4, 3), "held_out": held_out}
-    exec(code, names)
+    network, inputs = torch.nn.Linear(4, 3), torch.randn(40, 4)
+    held_out = [(inputs, torch.multinomial(network(inputs).softmax(-1).detach(), 1)[:, 0])]
+    names = {"fb": fb, "network": network, "held_out": held_out}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        exec(code, names)
     assert "temperature" in capsys.readouterr().out
 
 

@@ -105,6 +105,8 @@ class Calibration:
         if not self.difference:
             return f"{self.choice}, fitted to {examples} without a comparison."
         start = f"{self.folds}-fold cross-validation of {examples}"
+        if len(self.difference) == 1:
+            return f"{start}: only the plain network was scored, and it is returned."
         if self.choice == "plain":
             return f"{start}: the plain network is returned, no calibrator is better by more than one standard error."
         return f"{start}: {self.choice} is chosen (NLL {self.difference[self.choice]} relative to the plain network)."
