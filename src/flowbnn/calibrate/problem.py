@@ -24,6 +24,7 @@ from flowbnn.methods.variational.noisy_network import NoisyNetwork
 from flowbnn.networks import copy_network, evaluation_mode
 from flowbnn.noise import Noise, NormalAffine, Recipe, noise_layers
 from flowbnn.noise.flow_noise import InputNoise
+from flowbnn.noise.inspection import check_called, remove_noise_without_gradient
 from flowbnn.noise.joint import MAX_DENSE_DIM, check_size, independent_vectors
 from flowbnn.noise.modes import align_batch_axes
 from flowbnn.posterior.noise import NoisePosterior
