@@ -26,7 +26,6 @@ from common import (
 
 import flowbnn as fb
 from flowbnn.likelihoods import Categorical
-from flowbnn.posterior.prediction import casting
 from flowbnn.training.device import AUTOCAST_DTYPES
 
 METHODS = {
@@ -118,7 +117,11 @@ def measure_prediction(options: Any, methods: dict[str, Any], batch: Any) -> Any
     images = torch.randn(options.images, *input_shape(options.model), device=device)
 
     def run_plain() -> None:
-        with torch.inference_mode(), casting(torch.device(device), AUTOCAST_DTYPES.get(precision)):
+        dtype = AUTOCAST_DTYPES.get(precision)
+        with (
+            torch.inference_mode(),
+            torch.autocast(torch.device(device).type, dtype, enabled=dtype is not None),
+        ):
             for _ in range(options.samples):
                 plain(images)
 
