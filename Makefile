@@ -4,6 +4,9 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 OUT ?= results
+MINUTES ?= 15  # of the stress tests
+TRIALS ?= inf  # of each suite of the stress tests
+SEED ?= 0
 export PYTHONDONTWRITEBYTECODE =  # the tests start many processes, each of which would compile the library anew
 
 .PHONY: demo test test-gpu lint bench stress clean
@@ -43,8 +46,8 @@ bench: $(STAMP)  ## measure speed, memory, defaults and threads, and count the s
 	$(BIN)/python benchmarks/threads.py
 	$(BIN)/python benchmarks/structure.py --out $(OUT)
 
-stress: $(STAMP)  ## run the stress tests for 15 minutes; fails on any wrong answer
-	$(BIN)/python -m tests.stress --minutes 15 --seed 0
+stress: $(STAMP)  ## run the stress tests for 15 minutes (MINUTES=, TRIALS=, SEED=); fails on any wrong answer
+	$(BIN)/python -m tests.stress --minutes $(MINUTES) --trials $(TRIALS) --seed $(SEED)
 
 clean:
 	rm -rf $(VENV) $(OUT) build dist *.egg-info src/*.egg-info

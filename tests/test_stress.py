@@ -3,7 +3,15 @@
 import os
 
 import pytest
-from tests.stress import Budget, files, fuzz, interruptions, processes, soak, threads
+from tests.stress import (
+    Budget,
+    files,
+    fuzz,
+    interruptions,
+    processes,
+    soak,
+    threads,
+)
 
 needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork and SIGKILL")
 

@@ -4,6 +4,8 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
+from inspect import Parameter, signature
 from typing import Any, TypeVar
 from zlib import crc32
 
@@ -95,12 +97,15 @@ def call(model: nn.Module, inputs: Any) -> Tensor:
 
     Args:
         model: Network.
-        inputs: Tensor, tuple (called as ``model(*inputs)``) or mapping (called as ``model(**inputs)``).
+        inputs: Tensor, tuple (called as ``model(*inputs)``) or mapping (called as ``model(**inputs)``). A network whose ``forward``
+            cannot take the entries as arguments gets the tuple or mapping as one argument.
 
     Raises:
         FlowBNNError: If the network does not return a tensor.
     """
-    if isinstance(inputs, Mapping):
+    if isinstance(inputs, Tensor) or _takes_whole(model, inputs):
+        outputs = model(inputs)
+    elif isinstance(inputs, Mapping):
         outputs = model(**inputs)
     elif isinstance(inputs, list | tuple):
         outputs = model(*inputs)
@@ -109,13 +114,31 @@ def call(model: nn.Module, inputs: Any) -> Tensor:
     return outputs if isinstance(outputs, Tensor) else output_tensor(outputs)
 
 
+def _takes_whole(model: Any, inputs: Any) -> bool:
+    """Returns True if the ``forward`` of a network has too few arguments for the entries of a tuple or a mapping."""
+    names, variadic = _argument_names(getattr(type(model), "forward", nn.Module.forward))
+    if not names or Parameter.VAR_POSITIONAL in variadic or not isinstance(inputs, Mapping | list | tuple):
+        return False
+    if isinstance(inputs, Mapping):
+        return Parameter.VAR_KEYWORD not in variadic and not inputs.keys() & set(names)
+    return len(inputs) > len(names)
+
+
+@cache
+def _argument_names(forward: Callable[..., Any]) -> tuple[list[str], set[Any]]:
+    """Returns the names of the arguments of a ``forward`` without ``self``, and the kinds of its variadic ones."""
+    parameters = list(signature(forward).parameters.values())[1:]
+    variadic = {Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD} & {value.kind for value in parameters}
+    return [value.name for value in parameters if value.kind not in variadic], variadic
+
+
 def output_tensor(outputs: Any) -> Tensor:
-    """Returns ``.logits`` of an object that a network returns instead of a tensor.
+    """Returns ``.logits`` of an object, or ``["logits"]`` of a dictionary, that a network returns instead of a tensor.
 
     Raises:
         FlowBNNError: If the object has none.
     """
-    logits = getattr(outputs, "logits", None)
+    logits = outputs.get("logits") if isinstance(outputs, Mapping) else getattr(outputs, "logits", None)
     if isinstance(logits, Tensor):
         return logits
     text = f"the network returns a {type(outputs).__name__} instead of a tensor; wrap it in a module that returns one"
@@ -147,6 +170,7 @@ def move(inputs: Any, device: torch.device, dtype: torch.dtype | None = None) ->
 
     def convert(tensor: Tensor) -> Tensor:
         target = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+        tensor = tensor.clone() if tensor.is_inference() else tensor  # which autograd cannot use
         return tensor.to(device, target, non_blocking=True)
 
     return convert(inputs) if isinstance(inputs, Tensor) else apply(inputs, convert)

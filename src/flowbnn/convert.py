@@ -116,6 +116,8 @@ def to_stochastic(
     2      Linear  NormalAffine()          channel    8          16
                                                                  42
     """
+    if not inplace:
+        model = copy_network(model, "use inplace=True")
     layers = wrappable_layers(model)
     if noise_layers(model) or not layers:
         raise FlowBNNError(
@@ -124,9 +126,6 @@ def to_stochastic(
             else "the network has noise already; remove it with to_deterministic",
             kind="model",
         )
-    if not inplace:
-        model = copy_network(model, "use inplace=True")
-        layers = wrappable_layers(model)
     recipes = _choose(model, layers, rules)
     if joint is not None:
         recipes = {name: replace(recipe, joint=joint) for name, recipe in recipes.items()}

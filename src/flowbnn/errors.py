@@ -24,7 +24,7 @@ class FlowBNNError(ValueError):
     """
 
     def __init__(self, message: str = "", **fields: Any) -> None:
-        super().__init__(message)
+        super().__init__(message if "\n" not in message else " ".join(message.split()))
         self.fields: dict[str, Any] = {"kind": "value", **fields}
         self.kind, self.argument, self.layer = map(self.fields.get, ("kind", "argument", "layer"))
 

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from flowbnn.errors import FlowBNNError
@@ -36,11 +36,26 @@ def copy_network(
             problem, advice = f"uninitialized {type(module).__name__}", "run a batch through it first"
     try:
         if not problem:
-            return unwrap_compiled(deepcopy(network))
+            return unwrap_compiled(deepcopy_network(network))
     except RuntimeError as error:
         problem = str(error).splitlines()[0]
     text = f"this network cannot be copied ({problem}); {advice}"
     raise FlowBNNError(text, kind="network", argument="network")
+
+
+def deepcopy_network(network: nn.Module) -> nn.Module:
+    """Returns a deep copy of a network.
+
+    Tensors that hooks compute from parameters (old weight norm, pruning) are copied without their history, with which torch refuses to
+    copy them. The next forward pass computes them again.
+
+    >>> network = torch.nn.utils.prune.identity(nn.Linear(2, 1), "weight")
+    >>> deepcopy_network(network)(torch.zeros(1, 2)).shape
+    torch.Size([1, 1])
+    """
+    attributes = [value for module in network.modules() for value in vars(module).values()]
+    computed = [value for value in attributes if isinstance(value, Tensor) and not value.is_leaf]
+    return deepcopy(network, {id(value): value.detach().clone() for value in computed})
 
 
 def unwrap_compiled(network: nn.Module) -> nn.Module:

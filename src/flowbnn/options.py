@@ -112,6 +112,10 @@ class Hint:
 
 
 Count = Annotated[int, Ge(1)]
+# sizes that fit into memory: lengths of vectors, numbers of layers, numbers of sampled networks
+Dim = Annotated[int, Bounds(ge=1, le=2**24)]
+Depth = Annotated[int, Bounds(ge=1, le=10_000)]
+SampleCount = Annotated[int, Bounds(ge=1, le=10**6)]
 Positive = Annotated[float, Bounds(gt=0)]
 NonNegative = Annotated[float, Ge(0)]
 UnitInterval = Annotated[float, Bounds(ge=0, le=1)]
@@ -122,6 +126,7 @@ File = Annotated[str | PathLike[str], NonEmpty()]
 # words for types in error messages, with an article and without
 PHRASES = {bool: "True or False", int: "an integer", float: "a number", str: "a string", NoneType: "None"}
 PHRASES[Tensor] = "a dense tensor of real numbers"
+PLAIN_NUMBERS = (bool, int, float)  # to which numbers of other types, such as numpy.int64, are converted
 NOUNS: dict[Any, str] = {Sequence: "list", Iterable: "list or DataLoader", Mapping: "dictionary"}
 NOUNS |= {dict: "dictionary", PathLike: "path", Callable: "function"}
 
@@ -216,10 +221,11 @@ def _check_calls(function: F, annotated: Any, owner: str) -> F:
         name = owner or type(args[0]).__name__
         layout, hints = _layout(function, annotated)
         try:
-            arguments = layout.bind(*args, **kwargs).arguments
+            bound = layout.bind(*args, **kwargs)
         except TypeError as error:
             raise _call_error(name, layout, kwargs, error) from None
-        for argument, value in arguments.items():
+        converted = False
+        for argument, value in bound.arguments.items():
             parameter = layout.parameters[argument]
             if argument not in hints or value is parameter.default:
                 continue
@@ -232,7 +238,14 @@ def _check_calls(function: F, annotated: Any, owner: str) -> F:
                     check(argument, entry, hints[argument], name)
             elif parameter.kind is not Parameter.VAR_KEYWORD:
                 check(argument, value, hints[argument], name)
-        return function(*args, **kwargs)
+                if (
+                    hints[argument] is not Any
+                    and isinstance(value, Real)
+                    and type(value) not in PLAIN_NUMBERS
+                ):
+                    bound.arguments[argument] = int(value) if isinstance(value, Integral) else float(value)
+                    converted = True
+        return function(*bound.args, **bound.kwargs) if converted else function(*args, **kwargs)
 
     wrapper.__signature__ = _readable(signature(function))  # type: ignore[attr-defined]
     return wrapper  # type: ignore[return-value]

@@ -355,7 +355,9 @@ def fit_noise_scale(
     if not learns_noise(likelihood):
         return None
     with preserve_rng_state(loader, seed or 0):
-        predictive, targets = posterior.predict_with_targets(loader, samples, seed=0, progress=False)
+        predictive, targets = posterior.predict_with_targets(
+            loader, samples, seed=0, progress=False, keep_samples=True
+        )
     outputs, variances = predictive.samples.cpu(), predictive.sample_variances.cpu()
     targets = torch.as_tensor(targets).to(outputs).reshape(outputs.shape[1:])
     error = (targets - outputs.mean(0)).square().mean(0).double()
@@ -444,7 +446,9 @@ def check_noise_scale(
             if rows >= max_rows:
                 break
     samples = min(samples, posterior.default_samples)
-    predictive, targets = posterior.predict_with_targets(batches, samples, seed=0, progress=False)
+    predictive, targets = posterior.predict_with_targets(
+        batches, samples, seed=0, progress=False, keep_samples=True
+    )
     outputs, variances = predictive.samples.double(), predictive.sample_variances.double()
     targets = torch.as_tensor(targets).to(outputs).reshape(outputs.shape[1:])
     residuals, scales = (value.mean((0, 1)).sqrt() for value in ((targets - outputs).square(), variances))

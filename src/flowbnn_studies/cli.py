@@ -235,12 +235,12 @@ def compare(
         from flowbnn_studies import get_study
 
         study = get_study("compare")
-        changes: dict[str, Any] = dict(map(_setting, change or []))
+        changes: dict[str, Any] = {"network": network, "data": data, **dict(map(_setting, change or []))}
         if epochs is not None:
             changes["epochs"] = epochs
         if methods is not None:
             changes["methods"] = tuple(name.strip() for name in methods.split(",") if name.strip())
-        settings = study.make_settings(quick=quick, network=network, data=data, **changes)
+        settings = study.make_settings(quick=quick, **changes)
         with _study_runner(context, _jobs(jobs)) as run_one:
             results = run_one(study, settings=settings, seeds=_seeds(seeds))
         _show(results, _folder(out, quick), all_metrics=True)

@@ -279,3 +279,35 @@ def test_a_network_that_was_compiled_after_its_conversion_is_fitted_saved_and_lo
     assert torch.equal(
         again.predict(x, 4, seed=0).probabilities, posterior.predict(x, 4, seed=0).probabilities
     )
+
+
+class ScalarParameter(nn.Module):
+    """Network with a parameter without axes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.scale = nn.Linear(4, 3), nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x):
+        return self.scale * self.layer(x)
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        fb.SWAG(epochs=6),
+        fb.BayesByBackprop(epochs=1),
+        fb.HMC(samples=2, warmup=2, chains=1),
+        fb.Laplace("diag", layers="all", predictive="sampled", prior_scale=0.1, epochs=0),
+    ],
+)
+@pytest.mark.filterwarnings("ignore::flowbnn.errors.FlowBNNWarning")  # of short fits
+def test_parameters_without_axes_are_sampled(method):
+    torch.manual_seed(0)
+    inputs = torch.randn(12, 4)
+    posterior = method.fit(ScalarParameter(), [(inputs, torch.arange(12) % 3)], seed=0, progress=False)
+    draws = posterior.draws(2, seed=1)
+    assert draws["scale"].shape == (2,)
+    outputs = posterior.collect(inputs, fb.posterior.PredictOptions(2, seed=1))[0]
+    for index, network in enumerate(posterior.networks(2, seed=1)):
+        torch.testing.assert_close(network(inputs), outputs[index], rtol=1e-4, atol=1e-5)

@@ -1,5 +1,6 @@
 """Predictions do not change the network of the posterior, which other threads may use at the same time."""
 
+import threading
 from copy import deepcopy
 
 import pytest
@@ -116,7 +117,9 @@ def test_a_network_that_cannot_be_copied_is_returned_itself():
     assert clone_sharing_tensors(network) is not network
     scripted = torch.jit.trace(network, torch.zeros(1, 2))
     assert clone_sharing_tensors(scripted) is scripted
-    network.cache = network[0].weight * 2  # a tensor with a history, which deepcopy refuses
+    network.cache = network[0].weight * 2  # a tensor with a history, which deepcopy alone refuses
+    assert clone_sharing_tensors(network) is not network
+    network.cache = threading.Lock()  # type: ignore[assignment]
     assert clone_sharing_tensors(network) is network
 
 
@@ -125,7 +128,7 @@ def test_noise_is_right_in_a_network_that_cannot_be_copied(copyable):
     torch.manual_seed(0)
     network = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
     if not copyable:
-        network.cache = network[0].weight * 2
+        network.cache = threading.Lock()
     model = fb.to_stochastic(network, {"*": fb.noise.NormalAffine()}, inplace=True).train()
     truth = one_at_a_time(model, INPUTS, 4, 1)
     for strategy in ("vmap", "sequential"):

@@ -20,7 +20,19 @@ from operator import add
 from tests.stress import Budget, StressResult, first_line
 
 # suites, with their shares of the time
-SUITES = {"fuzz": 0.15, "files": 0.2, "interruptions": 0.3, "processes": 0.1, "threads": 0.1, "soak": 0.15}
+SUITES = {
+    "fuzz": 0.1,
+    "files": 0.12,
+    "checkpoints": 0.1,
+    "interruptions": 0.2,
+    "processes": 0.05,
+    "threads": 0.1,
+    "networks": 0.13,
+    "targets": 0.05,
+    "loaders": 0.05,
+    "memory": 0.05,
+    "soak": 0.05,
+}
 RESULT_PREFIX = "result "  # begins the lines by which a child process reports its results
 
 

@@ -211,6 +211,8 @@ class Fit:
         result = cached_fit(self)
         if isinstance(result, fb.Posterior):
             return fb.load_posterior(path, network().to(next(result.model.parameters()).dtype))
+        if isinstance(result, fb.vae.Autoencoder):
+            return fb.vae.load_autoencoder(path, autoencoder())
         return fb.load_density(path, flow().to(next(result.parameters()).dtype))
 
 

@@ -1,4 +1,4 @@
-"""Calls the methods of one fit, and its network, from eight threads. Each answer must equal that of a single thread.
+"""Calls the methods of several fits, and their networks, from eight threads. Each answer must equal that of a single thread.
 
 The calls are those that take a ``seed``: methods of the result of a fit, and public functions of a posterior.
 """
@@ -35,6 +35,7 @@ from flowbnn.noise import noise_layers, noise_mode
 __all__ = ["answer", "seeded_calls", "stress"]
 
 NUM_THREADS = 8
+GROUP_SIZE = 3  # fits that are used at the same time
 WEIGHTS = {"predict": 20, "sample": 6, "network": 6}  # how often a call is chosen; 1 for all others
 
 
@@ -100,32 +101,55 @@ def use_network(posterior: Any, inputs: Tensor, seed: int) -> Any:
 
 
 def stress(seed: int, budget: Budget, names: tuple[str, ...] = FITS, calls: int = 48) -> StressResult:
-    """Runs each fit in turn, first with its defaults, then with random settings, and 48 calls in each of 8 threads."""
+    """Runs groups of up to three fits, first with their defaults, then with random settings, and 48 calls in each of 8 threads.
+
+    The calls of a group run at the same time, because posteriors may share state of torch that no lock of theirs protects.
+    """
     result, rng = StressResult("threads", seed), random.Random(seed)
     warnings.simplefilter("ignore")
     number = 0
     while budget.allows(result):
-        name = names[number % len(names)]
-        fit = Fit(name) if number < len(names) else random_fit(name, rng)
-        number += 1
-        try:
-            points = seeded_calls(fit)
-        except Exception as error:
-            result.add("failed", f"{fit}: {describe_error(error)}")
-            continue
-        weights = [WEIGHTS.get(name, 1) for name in points]
-        chosen = [
-            (rng.choices([*points], weights)[0], rng.randrange(5), rng.randint(1, 16)) for _ in range(calls)
-        ]
-        expected = {call: answer(points[call[0]], *call[1:]) for call in set(chosen)}
-        repeated = [call for call in chosen for _ in range(NUM_THREADS)]
-        with ThreadPoolExecutor(NUM_THREADS) as pool:
-            futures = [pool.submit(answer, points[call[0]], *call[1:]) for call in repeated]
-        for call, future in zip(repeated, futures, strict=True):
-            exception = future.exception()
-            failure = describe_error(exception) if exception else difference(future.result(), expected[call])
-            result.add("failed" if failure else "right", failure and f"{fit} {call}: {failure}")
+        group: dict[str, dict[str, EntryPoint]] = {}
+        for _ in range(min(GROUP_SIZE, len(names))):
+            name = names[number % len(names)]
+            fit = Fit(name) if number < len(names) else random_fit(name, rng)
+            number += 1
+            try:
+                group[str(fit)] = seeded_calls(fit)
+            except Exception as error:
+                result.add("failed", f"{fit}: {describe_error(error)}")
+        if group:
+            run_calls(result, group, rng, calls)
     return result
+
+
+def run_calls(
+    result: StressResult, group: dict[str, dict[str, EntryPoint]], rng: random.Random, calls: int
+) -> None:
+    """Runs random calls of several fits in all threads, and adds the outcomes.
+
+    Args:
+        result: Outcomes of the suite.
+        group: Calls by name, for each fit.
+        rng: Generator of the choices.
+        calls: Number of different calls.
+    """
+    chosen = []
+    for _ in range(calls):
+        fit = rng.choice([*group])
+        weights = [WEIGHTS.get(name, 1) for name in group[fit]]
+        name = rng.choices([*group[fit]], weights)[0]
+        chosen.append((fit, name, rng.randrange(5), rng.randint(1, 16)))
+    expected = {call: answer(group[call[0]][call[1]], *call[2:]) for call in set(chosen)}
+    repeated = [call for call in chosen for _ in range(NUM_THREADS)]
+    rng.shuffle(repeated)
+    with ThreadPoolExecutor(NUM_THREADS) as pool:
+        futures = [pool.submit(answer, group[call[0]][call[1]], *call[2:]) for call in repeated]
+    for call, future in zip(repeated, futures, strict=True):
+        exception = future.exception()
+        failure = describe_error(exception) if exception else difference(future.result(), expected[call])
+        others = ", ".join(fit for fit in group if fit != call[0])
+        result.add("failed" if failure else "right", failure and f"{call} beside {others}: {failure}")
 
 
 def difference(first: dict[str, Tensor], second: dict[str, Tensor]) -> str:

@@ -272,3 +272,15 @@ def test_net_with_coarse_rounding_is_inverted_to_its_precision():
 class Expansion(nn.Module):
     def forward(self, z: Tensor, context: Tensor | None = None) -> Tensor:
         return 2 * z
+
+
+@pytest.mark.parametrize("dim", [256, 257])
+def test_inverses_have_all_digits_in_any_dimension(dim):
+    """Above 256 dimensions the matrix of the Newton step is not formed."""
+    torch.manual_seed(0)
+    block = Residual(dim, hidden=(16,), log_det="truncated").double().eval()
+    x = torch.randn(3, dim, dtype=torch.float64)
+    with torch.no_grad():
+        z, _ = block.inverse(x)
+        error = (z + block.net(z) - x).abs().max()
+    assert error < 1e-12

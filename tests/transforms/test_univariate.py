@@ -8,7 +8,7 @@ from torch import Tensor
 
 import flowbnn as fb
 from flowbnn.errors import FlowBNNError
-from flowbnn.transforms import CircularSplineMap, SplineMap
+from flowbnn.transforms import Autoregressive, CircularSplineMap, Coupling, SigmoidalMap, SplineMap
 
 
 def usual_inverse(y: Tensor, x0: Tensor, w: Tensor, y0: Tensor, h: Tensor, d0: Tensor, d1: Tensor) -> Tensor:
@@ -126,3 +126,24 @@ def test_bad_bins_raise() -> None:
     with pytest.raises(FlowBNNError) as caught:
         CircularSplineMap(bins=1)
     assert caught.value.argument == "bins"
+
+
+@pytest.mark.parametrize("kind", [Coupling, Autoregressive])
+def test_sigmoidal_maps_of_distant_components_are_finite(kind):
+    """Nets that read values of 1000 as they are place components far apart, and the slope between them underflows."""
+    torch.manual_seed(0)
+    transform = kind(4, SigmoidalMap(8), compress=False)
+    with torch.no_grad():
+        for parameter in transform.parameters():
+            parameter.normal_(0.0, 0.5)
+    z = 1e3 * torch.randn(32, 4)
+    x, log_det = transform(z)
+    found, inverse_log_det = transform.inverse(x)
+    for tensor in (x, log_det, found, inverse_log_det):
+        assert tensor.isfinite().all()
+    again = transform(found)[0]
+    torch.testing.assert_close(again, x, rtol=1e-4, atol=1e-2)
+    gradients = torch.autograd.grad(
+        inverse_log_det.sum() + found.sum(), list(transform.parameters()), allow_unused=True
+    )
+    assert all(gradient.isfinite().all() for gradient in gradients if gradient is not None)

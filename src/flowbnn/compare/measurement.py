@@ -18,7 +18,6 @@ from flowbnn.methods import MLE, MemberPosterior, Method, ModePosterior, Posteri
 from flowbnn.methods.fitting import LikelihoodName
 from flowbnn.metrics import novelty_auroc, reliability
 from flowbnn.posterior.evaluate import novelty_scores
-from flowbnn.predictive import CategoricalPredictive
 
 # column of the table for each score of novel inputs
 NOVELTY_COLUMNS = {
@@ -176,6 +175,6 @@ def measure(
     values |= {"train_seconds": train_seconds, "predict_seconds": min(times)}
     values |= {"parameters": float(count_stored_numbers(posterior)), "memory": peak}
     content: dict[str, Any] = {"values": values, "samples": number}
-    if isinstance(predictive, CategoricalPredictive):
+    if "entropy" in predictive.uncertainties:
         content["bins"] = reliability(predictive.probabilities, targets)
     return content

@@ -80,7 +80,9 @@ def agreement(
     """
     if isinstance(chains, ChainPosterior):
         data = read_fixed_data(loader, seed) if test is None else read_fixed_data(test, seed, "test data")
-        reference = chains.predict([data], min(samples, len(chains)), seed=seed, progress=False)
+        reference = chains.predict(
+            [data], min(samples, len(chains)), seed=seed, progress=False, keep_samples=True
+        )
         converged = chains.diagnostics().rhat_outputs <= MAX_RHAT
         distance = distance_floor = math.nan
     else:
@@ -94,7 +96,8 @@ def agreement(
         draws, half = chains.space.position(target.draw(samples, 96)[0]), len(position) // 2
         distance = sliced_wasserstein(draws, position)
         distance_floor = sliced_wasserstein(position[:half], position[half:])
-    predictive = posterior.predict([data], samples, seed=seed, progress=False).to(data[1].device)
+    predictive = posterior.predict([data], samples, seed=seed, progress=False, keep_samples=True)
+    predictive = predictive.to(data[1].device)
     reference = reference.to(data[1].device)
     _check_comparable(predictive, reference)
     half = reference.num_samples // 2

@@ -22,7 +22,7 @@ from flowbnn.distributions.vectors import (
     DiagonalStudent,
     NormalMixture,
 )
-from flowbnn.options import Count, NonNegative, Positive, checked
+from flowbnn.options import Count, Dim, NonNegative, Positive, checked
 
 
 class Base(nn.Module, ABC):
@@ -60,7 +60,7 @@ class _FixedBase(Base):
     scale: Tensor
 
     @checked
-    def __init__(self, dim: Count, loc: float = 1.0, scale: Positive = 0.5) -> None:
+    def __init__(self, dim: Dim, loc: float = 1.0, scale: Positive = 0.5) -> None:
         super().__init__()
         self.dim = dim
         self.register_buffer("loc", torch.full((dim,), float(loc)))
@@ -130,7 +130,7 @@ class CircularBase(_FixedBase):
     kind = CircularUniform
 
     @checked
-    def __init__(self, dim: Count, bound: Positive = math.pi) -> None:
+    def __init__(self, dim: Dim, bound: Positive = math.pi) -> None:
         super().__init__(dim, 0.0, bound)
         self.value_kind = f"angles up to {bound:g}"
 
@@ -149,9 +149,7 @@ class StudentBase(_FixedBase):
     """
 
     @checked
-    def __init__(
-        self, dim: Count, loc: float = 1.0, scale: Positive = 0.5, df: DegreesOfFreedom = 4.0
-    ) -> None:
+    def __init__(self, dim: Dim, loc: float = 1.0, scale: Positive = 0.5, df: DegreesOfFreedom = 4.0) -> None:
         super().__init__(dim, loc, scale)
         self.df = df
 
@@ -177,7 +175,7 @@ class MixtureBase(Base):
     @checked
     def __init__(
         self,
-        dim: Count,
+        dim: Dim,
         components: Count = 4,
         loc: float = 1.0,
         scale: Positive = 0.5,

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from flowbnn.distributions.bases import Base
 from flowbnn.nets.mlp import register_data_init
 from flowbnn.numerics import inverse_soft_clamp, soft_clamp
-from flowbnn.options import Count, Positive, checked
+from flowbnn.options import Count, Dim, Positive, checked
 
 
 def _draw_categories(logits: Tensor, sample_shape: Any) -> Tensor:
@@ -133,7 +133,7 @@ class DiscretizedLogisticBase(Base):
 
     @checked
     def __init__(
-        self, dim: Count, components: Count = 5, values: Positive = 256.0, data_init: bool = False
+        self, dim: Dim, components: Count = 5, values: Positive = 256.0, data_init: bool = False
     ) -> None:
         super().__init__()
         self.dim, self.components, self.values, self.value_kind = dim, components, values, "integers"

@@ -309,6 +309,9 @@ def divergence(q: Any, prior: Any, samples: int = 16, generator: torch.Generator
     >>> divergence(Flow(prior, Affine(3)), prior).kl.item()
     0.0
     """
+    for name, value in (("q", q), ("prior", prior)):
+        if not hasattr(value, "event_shape"):
+            check(name, value, Distribution, "divergence")
     if q.event_shape != prior.event_shape:
         text = f"prior.event_shape must be {tuple(q.event_shape)}, got {tuple(prior.event_shape)}"
         raise FlowBNNError(text, kind="shape", argument="prior")

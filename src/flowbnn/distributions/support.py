@@ -188,4 +188,9 @@ def pull_back(
         outside = outside | any_rightmost(invalid, axes - support.event_dim)
     # A base that validates its arguments must not receive points without a preimage.
     mask = outside.reshape(outside.shape + (1,) * axes)
-    return torch.where(mask, _inside_point(_scalar_constraint(support), value), value), log_det, outside
+    try:
+        inside = _inside_point(_scalar_constraint(support), value)
+    except RuntimeError:  # the bounds of a mixture have an axis for its components
+        text = f"{type(base).__name__} needs components on all real numbers, because torch joins no supports; use NormalMixture"
+        raise FlowBNNError(text, kind="range", argument="base") from None
+    return torch.where(mask, inside, value), log_det, outside

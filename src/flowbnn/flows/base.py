@@ -11,7 +11,7 @@ from flowbnn import transforms
 from flowbnn.distributions import Base, Flow, NormalBase
 from flowbnn.errors import FlowBNNError
 from flowbnn.nets.mlp import Length, check_context
-from flowbnn.options import Count, checked
+from flowbnn.options import Count, Depth, Dim, checked
 from flowbnn.transforms import Autoregressive, Compose, Coupling, Transform, Univariate
 
 Widths = Sequence[Count]
@@ -99,9 +99,9 @@ class StackedFlow(NamedFlow):
     @checked
     def __init__(
         self,
-        dim: Count,
+        dim: Dim,
         context_dim: Length = 0,
-        length: Count = 4,
+        length: Depth = 4,
         hidden: Widths = (64, 64),
         *,
         base: Base | None = None,
@@ -151,7 +151,7 @@ class ParametricFlow(NamedFlow):
 
     @checked
     def __init__(
-        self, dim: Count, context_dim: Length = 0, length: Count = 4, *, base: Base | None = None
+        self, dim: Dim, context_dim: Length = 0, length: Depth = 4, *, base: Base | None = None
     ) -> None:
         self.length = length
         super().__init__(dim, context_dim, base)

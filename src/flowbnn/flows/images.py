@@ -19,7 +19,7 @@ from flowbnn.flows.base import Direction, FlowModel, NamedFlow, StackedFlow, Wid
 from flowbnn.nets.convolution import GatedConvNet
 from flowbnn.nets.mlp import ConditionalNormal, Length
 from flowbnn.numerics import soft_clamp
-from flowbnn.options import Count, Positive, Probability, checked
+from flowbnn.options import Count, Depth, Positive, Probability, checked
 from flowbnn.transforms import ActNorm, AffineMap, Compose, Coupling, Inverse, Transform, Univariate
 from flowbnn.transforms.surjective import AtLeastTwo
 
@@ -173,7 +173,7 @@ class Glow(PixelFlow):
         self,
         dim: ImageShape,
         context_dim: Length = 0,
-        length: Count = 4,
+        length: Depth = 4,
         hidden: Widths = (64, 64),
         levels: Count = 3,
         values: AtLeastTwo | None = 256,
@@ -219,7 +219,7 @@ class ResidualFlow(PixelFlow):
         self,
         dim: ImageShape,
         context_dim: Length = 0,
-        length: Count = 8,
+        length: Depth = 8,
         hidden: Widths = (64, 64),
         levels: Count = 3,
         values: AtLeastTwo | None = 256,
@@ -272,7 +272,7 @@ class FlowPP(PixelFlow):
         self,
         dim: ImageShape,
         context_dim: Length = 0,
-        length: Count = 4,
+        length: Depth = 4,
         hidden: Widths = (64, 64),
         levels: Count = 2,
         values: AtLeastTwo | None = 256,
@@ -350,7 +350,7 @@ class IDF(ImageFlow):
         self,
         dim: ImageShape,
         context_dim: Length = 0,
-        length: Count = 4,
+        length: Depth = 4,
         hidden: Widths = (64, 64),
         levels: Count = 2,
         values: Positive = 256,
@@ -450,7 +450,7 @@ class DiscreteFlow(FlowModel):
         dim: AtLeastTwo,
         categories: AtLeastTwo,
         context_dim: Length = 0,
-        length: Count = 4,
+        length: Depth = 4,
         hidden: Widths = (64, 64),
         kind: Literal["bipartite", "autoregressive"] = "bipartite",
         learn_scale: bool = False,

@@ -8,7 +8,7 @@ from flowbnn import transforms
 from flowbnn.distributions import Base, CircularBase
 from flowbnn.flows.base import Direction, ParametricFlow, StackedFlow, Widths
 from flowbnn.nets.mlp import Length
-from flowbnn.options import Count, Positive, checked
+from flowbnn.options import Count, Depth, Dim, Positive, checked
 from flowbnn.transforms import AffineMap, Compose, SplineMap, Transform, Univariate
 from flowbnn.transforms.surjective import AtLeastTwo
 
@@ -76,9 +76,9 @@ class MAF(StackedFlow):
     @checked
     def __init__(
         self,
-        dim: Count,
+        dim: Dim,
         context_dim: Length = 0,
-        length: Count = 4,
+        length: Depth = 4,
         hidden: Widths = (64, 64),
         univariate: Univariate = AffineMap(),  # noqa: B008
         *,
@@ -142,9 +142,9 @@ class NSF(StackedFlow):
     @checked
     def __init__(
         self,
-        dim: Count,
+        dim: Dim,
         context_dim: Length = 0,
-        length: Count = 4,
+        length: Depth = 4,
         hidden: Widths = (64, 64),
         bins: AtLeastTwo = 8,
         bound: Positive | None = None,
@@ -190,9 +190,9 @@ class NAF(StackedFlow):
     @checked
     def __init__(
         self,
-        dim: Count,
+        dim: Dim,
         context_dim: Length = 0,
-        length: Count = 2,
+        length: Depth = 2,
         hidden: Widths = (64, 64),
         units: Count = 16,
         cheap: Direction = "inverse",
@@ -226,7 +226,7 @@ class Planar(ParametricFlow):
 
     @checked
     def __init__(
-        self, dim: Count, context_dim: Length = 0, length: Count = 10, *, base: Base | None = None
+        self, dim: Dim, context_dim: Length = 0, length: Depth = 10, *, base: Base | None = None
     ) -> None:
         super().__init__(dim, context_dim, length, base=base)
 
@@ -252,9 +252,9 @@ class Sylvester(ParametricFlow):
     @checked
     def __init__(
         self,
-        dim: Count,
+        dim: Dim,
         context_dim: Length = 0,
-        length: Count = 4,
+        length: Depth = 4,
         reflections: Count = 8,
         *,
         base: Base | None = None,
@@ -283,7 +283,7 @@ class Radial(ParametricFlow):
 
     @checked
     def __init__(
-        self, dim: Count, context_dim: Length = 0, length: Count = 10, *, base: Base | None = None
+        self, dim: Dim, context_dim: Length = 0, length: Depth = 10, *, base: Base | None = None
     ) -> None:
         super().__init__(dim, context_dim, length, base=base)
 
@@ -335,9 +335,9 @@ class FFJORD(StackedFlow):
     @checked
     def __init__(
         self,
-        dim: Count,
+        dim: Dim,
         context_dim: Length = 0,
-        length: Count = 1,
+        length: Depth = 1,
         hidden: Widths = (64, 64),
         trace: Literal["exact", "hutchinson"] | None = None,
         rtol: Positive = 1e-5,

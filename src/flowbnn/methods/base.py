@@ -41,7 +41,7 @@ from typing import Annotated, Any, ClassVar
 import torch
 from torch import nn
 
-from flowbnn.errors import FlowBNNError
+from flowbnn.errors import FlowBNNError, close_words
 from flowbnn.methods.data_summary import check_loader
 from flowbnn.methods.fitting import (
     NOISE_LR,
@@ -153,6 +153,12 @@ class Method:
         misplaced = next((field.name for field in fields(self) if field.name in kwargs), None)
         if misplaced is not None:
             raise misplaced_setting(misplaced, name, kwargs[misplaced])
+        settings, names = ({field.name for field in fields(cls)} for cls in (type(self), FitOptions))
+        for key in kwargs.keys() - names:
+            close = close_words(key, [*settings, *names])[:1]
+            if close and close[0] in settings:  # "did you mean" would name a setting that fit refuses
+                text = f"fit has no setting '{key}'; use {name}({close[0]}=...)"
+                raise FlowBNNError(text, kind="unknown setting", argument=key)
         problem = None
         if not isinstance(network, nn.Module):
             problem = f"{name} needs a network (nn.Module), got a {type(network).__name__}"

@@ -34,7 +34,7 @@ from flowbnn.methods.network_layers import (
     layers_with_inner_dropout,
 )
 from flowbnn.methods.variational.noise_fit import NoiseFitOptions, fit_noise
-from flowbnn.networks import evaluation_mode, record_calls
+from flowbnn.networks import deepcopy_network, evaluation_mode, record_calls
 from flowbnn.noise import Dropout
 from flowbnn.noise.layout import wrappable_layers
 from flowbnn.numerics import constant
@@ -183,7 +183,7 @@ class DropoutPosterior(Posterior):
         """Returns copies of the network with fixed masks, those of a prediction with this seed."""
         seed, networks = new_seed() if seed is None else seed, []
         for index in range(samples):
-            network = deepcopy(self.model).eval()
+            network = deepcopy_network(self.model).eval()
             masks = DropoutMasks(network, self.axes or {})
             masks.select(seed, index)
             masks.__enter__()

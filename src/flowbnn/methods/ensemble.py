@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from flowbnn.errors import quote_names, warn
 from flowbnn.likelihoods import learns_noise
 from flowbnn.methods.base import FitOptions, Method, register_method
+from flowbnn.networks import deepcopy_network
 from flowbnn.options import Count, accepts_options_of, options
 from flowbnn.posterior.point import PointPosterior
 from flowbnn.posterior.weights import MemberPosterior, state_of
@@ -70,7 +71,7 @@ class DeepEnsemble(Method):
 
     def _initialized_copy(self, model: nn.Module, seed: int, warns: bool) -> nn.Module:
         """Returns a copy of the network with a new initialization; the state of torch's generator is preserved."""
-        network = deepcopy(model)
+        network = deepcopy_network(model)
         with temporary_seed(seed):
             if self.initialize is not None:
                 self.initialize(network)
@@ -155,7 +156,7 @@ class EnsemblePosterior(MemberPosterior):
             point.likelihood.log_scale.detach() for point in points if learns_noise(point.likelihood)
         ]
         return cls.from_states(
-            deepcopy(points[0].model).eval(),
+            deepcopy_network(points[0].model).eval(),
             deepcopy(points[0].likelihood),
             states,
             history,

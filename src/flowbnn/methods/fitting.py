@@ -326,7 +326,8 @@ def make_optimizer(
     """
     groups = [group for group in groups if group["params"]]
     if optimizer is None:
-        return torch.optim.Adam(groups, fused=True)
+        complex_weights = any(value.is_complex() for group in groups for value in group["params"])
+        return torch.optim.Adam(groups, fused=not complex_weights)  # fused kernels support real numbers only
     result: torch.optim.Optimizer = call_factory(
         optimizer, groups, name="optimizer", kind=torch.optim.Optimizer
     )

@@ -30,7 +30,11 @@ def unsupported_layer(
     >>> print(unsupported_layer(nn.Sequential(nn.GRU(2, 2)), "0", "MNF", "BayesByBackprop", "not linear"))
     MNF does not support layer '0' (GRU, not linear); use BayesByBackprop, or exclude the layer with layers=
     """
-    details = ", ".join(filter(None, [type(model.get_submodule(layer)).__name__, reason]))
+    kind = type(model.get_submodule(layer))
+    origin = (
+        "" if kind.__module__.startswith("torch.nn.") else f"{kind.__module__}."
+    )  # another library may have its own Linear
+    details = ", ".join(filter(None, [origin + kind.__name__, reason]))
     return FlowBNNError(
         f"{owner} does not support layer '{layer}' ({details}); use {alternative}, or exclude the layer with layers=",
         kind="layer",
@@ -51,7 +55,8 @@ def no_layer_selected(choice: Any, names: Iterable[str], target: str = "trainabl
     >>> print(no_layer_selected("fc11", ["conv1", "fc1"]))
     layers='fc11' selects no trainable weights; did you mean 'fc1'?
     """
-    hint = nearest(choice, names) if isinstance(choice, str) else ""
+    names = list(names)
+    hint = nearest(choice, names) if isinstance(choice, str) and choice not in names else ""
     return FlowBNNError(f"layers={choice!r} selects no {target}{hint}", kind="layer", argument="layers")
 
 

@@ -21,7 +21,8 @@ returns the outputs of some of its samples for a batch of inputs. The base class
 torch.Size([5, 3])
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import replace
@@ -47,7 +48,7 @@ from flowbnn.errors import FlowBNNError, pluralize
 from flowbnn.likelihoods import Likelihood, make_likelihood
 from flowbnn.networks import copy_network
 from flowbnn.noise import noise_layers
-from flowbnn.options import Count, File, Positive, accepts_options_of, all_subclasses, checked
+from flowbnn.options import Count, File, Positive, SampleCount, accepts_options_of, all_subclasses, checked
 from flowbnn.posterior.adaptive import Adaptive, adaptive_outputs
 from flowbnn.posterior.calibration import Calibration
 from flowbnn.posterior.loaders import OutputCollector, shard_loader
@@ -58,6 +59,7 @@ from flowbnn.posterior.prediction import (
     View,
     average_views,
 )
+from flowbnn.predictive import concatenate_summaries, summarize
 from flowbnn.predictive.base import NonFiniteSamplesError
 from flowbnn.regression import LOC, SCALE, set_output_scale
 from flowbnn.training import (
@@ -66,11 +68,14 @@ from flowbnn.training import (
     first_nonfinite_layer,
     save_tensors,
 )
-from flowbnn.training.compatibility import describe_layers, warn_changed_layers
+from flowbnn.training.compatibility import count_weights, describe_layers, warn_changed_layers
 from flowbnn.training.device import AUTOCAST_DTYPES
 from flowbnn.training.options import MixedPrecision
 from flowbnn.training.storage import TensorFile
 
+SAMPLE_BYTES = (
+    2**27
+)  # samples of a loader that are in memory at once: those of 20,000 images, 10 classes and 128 samples
 PRECISIONS = (
     torch.float64,
     torch.float32,
@@ -126,7 +131,7 @@ class Posterior:
     def predict(
         self,
         inputs: Any,
-        samples: Count | None = None,
+        samples: SampleCount | None = None,
         *,
         shared: bool = True,
         seed: int | None = None,
@@ -137,6 +142,7 @@ class Posterior:
         compile: bool | Literal["auto"] = "auto",
         sharded: bool | Literal["auto"] = "auto",
         progress: bool = True,
+        keep_samples: bool | Literal["auto"] = "auto",
     ) -> Any:
         """Returns the predictive distribution for inputs, or for all inputs of a loader.
 
@@ -153,21 +159,33 @@ class Posterior:
             compile: If True, the network runs through ``torch.compile``. ``"auto"`` does so for long jobs on CUDA devices.
             sharded: If several processes are connected, each predicts a part of the loader. False predicts everything here.
             progress: If True, a progress bar is shown for loaders on a terminal.
+            keep_samples: If True, the outputs of all samples are kept. If False, loaders are reduced to means and uncertainties.
+                ``"auto"`` keeps up to 128 MB of samples.
 
         Returns:
-            A :class:`~flowbnn.predictive.CategoricalPredictive` or :class:`~flowbnn.predictive.GaussianPredictive`.
+            A :class:`~flowbnn.predictive.CategoricalPredictive` or :class:`~flowbnn.predictive.GaussianPredictive`, or a
+            :class:`~flowbnn.predictive.PredictionSummary` if samples are not kept.
             :class:`PredictOptions` describes the options in detail.
         """
         options = PredictOptions(
-            samples, shared, seed, max_batch, adaptive, views, precision, compile, sharded, progress
+            samples,
+            shared,
+            seed,
+            max_batch,
+            adaptive,
+            views,
+            precision,
+            compile,
+            sharded,
+            progress,
+            keep_samples,
         )
-        outputs, sample_counts, _ = self.collect(inputs, options)
-        return self._predictive_or_error(outputs, sample_counts, inputs, options)
+        return self._predict(inputs, options)[0]
 
     @checked
     @accepts_options_of(PredictOptions)
     def predict_with_targets(
-        self, inputs: Any, samples: Count | None = None, **options: Any
+        self, inputs: Any, samples: SampleCount | None = None, **options: Any
     ) -> tuple[Any, Tensor | None]:
         """Returns the predictive distribution and the targets of the loader, in the same order.
 
@@ -177,16 +195,54 @@ class Posterior:
             options: Other options of :meth:`predict`.
         """
         predict_options = PredictOptions(samples, **options)
-        outputs, sample_counts, targets = self.collect(inputs, predict_options)
-        predictive = self._predictive_or_error(outputs, sample_counts, inputs, predict_options)
-        return predictive, None if targets is None else self.likelihood.canonical_targets(targets)
+        return self._predict(inputs, predict_options, score=True)
 
-    def collect(self, inputs: Any, options: PredictOptions) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    def _predict(
+        self, inputs: Any, options: PredictOptions, score: bool = False
+    ) -> tuple[Any, Tensor | None]:
+        """Returns the predictive distribution and the targets of a loader, or None.
+
+        Args:
+            inputs: Inputs or a loader.
+            options: Options of the prediction.
+            score: If True, summaries have the scores of the targets.
+        """
+        summaries, targets = [], []
+
+        def consume(outputs: Tensor, sample_counts: Tensor | None, values: Tensor | None) -> bool:
+            """Adds the summary of some rows. Returns False if their predictive distribution has none."""
+            predictive = self._predictive_or_error(outputs, sample_counts, inputs, options)
+            rows_targets = None if values is None else self.likelihood.canonical_targets(values)
+            summary = summarize(predictive, rows_targets if score else None)
+            if summary is not None:
+                summaries.append(summary)
+                targets.extend([] if rows_targets is None else [rows_targets])
+            return summary is not None
+
+        max_bytes = math.inf if options.keep_samples is True else SAMPLE_BYTES
+        outputs, *rest = self.collect(inputs, options, consume, max_bytes)
+        reduce = bool(summaries) or (options.keep_samples is False and not is_batch(inputs))
+        complete = bool(summaries) and not outputs.shape[1]
+        if complete or (reduce and consume(outputs, *rest)):
+            return concatenate_summaries(summaries), torch.cat(targets) if targets else None
+        predictive = self._predictive_or_error(outputs, rest[0], inputs, options)
+        return predictive, None if rest[1] is None else self.likelihood.canonical_targets(rest[1])
+
+    def collect(
+        self,
+        inputs: Any,
+        options: PredictOptions,
+        consume: Callable[[Tensor, Tensor | None, Tensor | None], bool] | None = None,
+        max_bytes: float = math.inf,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Returns outputs ``[samples, rows, ...]``, the number of samples of each row if adaptive, and the targets if any.
 
         Args:
-            inputs: Inputs or a loader, as in :meth:`predict`.
+            inputs: Inputs or a loader.
             options: Options of the prediction.
+            consume: Function that is called with the results for some rows of a loader whenever they have ``max_bytes`` bytes. They are
+                then left out of the result, unless the function returns False.
+            max_bytes: Number of bytes of outputs.
         """
         self._check_supported(inputs, options)
         one_batch, rule = is_batch(inputs), options.adaptive
@@ -195,7 +251,8 @@ class Posterior:
         outputs_of = average_views(self.outputs, self.likelihood) if options.views else self.outputs
         loaders = nullcontext() if one_batch else shard_loader(inputs, bool(options.sharded), options.shared)
         with loaders as loader:
-            collector = None if one_batch else OutputCollector(loader)
+            max_bytes = math.inf if consume is None else max_bytes
+            collector = None if one_batch else OutputCollector(loader, max_bytes)
             with Prediction(self.model, options, self.default_samples, self.cache) as prediction:
                 samples = range(prediction.samples)
                 for batch, targets in [(inputs, [])] if collector is None else collector.groups(prediction):
@@ -214,6 +271,11 @@ class Posterior:
                     if collector is None:
                         return outputs, counts, None
                     collector.add(outputs, counts, targets)
+                    if consume is not None and collector.is_full:
+                        if consume(*collector.result()):
+                            collector.clear()
+                        else:
+                            collector.max_bytes = math.inf
             assert collector is not None
             return collector.result()
 
@@ -459,8 +521,7 @@ def open_posterior_file(
         network: Network that the posterior was made from.
         kinds: Kinds of posteriors that are accepted.
     """
-    weights = sum(value.numel() for value in network.state_dict().values())
-    file = path if isinstance(path, TensorFile) else TensorFile(path, weights)
+    file = path if isinstance(path, TensorFile) else TensorFile(path, count_weights(network))
     kind = file.document.get("kind")
     if kind not in kinds:
         expected = f"a posterior of kind '{kinds[0]}'" if len(kinds) == 1 else "a posterior"

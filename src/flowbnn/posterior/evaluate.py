@@ -12,7 +12,6 @@ from flowbnn.errors import FlowBNNError
 from flowbnn.metrics import novelty_auroc
 from flowbnn.options import checked
 from flowbnn.posterior.base import Posterior
-from flowbnn.predictive import CategoricalPredictive
 
 
 @checked
@@ -83,7 +82,7 @@ def novelty_scores(predictive: Any) -> dict[str, Tensor]:
     """
     several = predictive.num_samples > 1
     scores: dict[str, Tensor] = {}
-    if isinstance(predictive, CategoricalPredictive):
+    if "entropy" in predictive.uncertainties:
         scores["entropy"] = predictive.entropy
         if several:
             scores["mutual_information"] = predictive.mutual_information

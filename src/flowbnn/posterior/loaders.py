@@ -3,6 +3,7 @@
 If several processes predict together, each reads its part of the batches from a :class:`ShardedLoader`, and all get the whole result.
 """
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -84,10 +85,12 @@ class OutputCollector:
 
     Args:
         loader: Loader of the batches.
+        max_bytes: Number of bytes of outputs at which the collector is full. Processes that share a loader have no limit.
     """
 
-    def __init__(self, loader: Any) -> None:
+    def __init__(self, loader: Any, max_bytes: float = math.inf) -> None:
         self.loader, self.expected_rows, self.num_rows = loader, expected_rows(loader), 0
+        self.max_bytes = math.inf if isinstance(loader, ShardedLoader) else max_bytes
         self.tensor: Tensor | None = None
         self.targets: list[Tensor] = []
         self.sample_counts: list[Tensor] = []
@@ -121,19 +124,38 @@ class OutputCollector:
             targets: Targets of the rows.
         """
         start, stop, previous = self.num_rows, self.num_rows + outputs.shape[1], self.tensor
+        if previous is not None and not previous.shape[1]:  # the rows before have been taken
+            previous = None
         if previous is None and stop >= self.expected_rows:
             self.tensor = outputs
-        elif previous is None or stop > previous.shape[1]:
-            size = self.expected_rows if previous is None else max(stop, 2 * previous.shape[1])
-            self.tensor = _allocate(outputs, size, previous)
-            if previous is not None:
-                self.tensor[:, :start] = previous[:, :start]
+        elif previous is None:
+            bytes_per_row = outputs.numel() * outputs.element_size() / max(1, outputs.shape[1])
+            max_rows = min(self.expected_rows, self.max_bytes / max(1.0, bytes_per_row))
+            self.tensor = _allocate(outputs, max(stop, int(max_rows)), None)
+        elif stop > previous.shape[1]:
+            self.tensor = _allocate(outputs, max(stop, 2 * previous.shape[1]), previous)
+            self.tensor[:, :start] = previous[:, :start]
         if self.tensor is not outputs and self.tensor is not None:
             self.tensor[:, start:stop] = outputs
         self.num_rows = stop
         self.targets.extend([tensor.cpu() for tensor in targets])
         if sample_counts is not None:
             self.sample_counts.append(sample_counts)
+
+    @property
+    def is_full(self) -> bool:
+        """True if the outputs have at least ``max_bytes`` bytes."""
+        tensor = self.tensor
+        if tensor is None or not tensor.shape[1]:
+            return False
+        return tensor.numel() // tensor.shape[1] * self.num_rows * tensor.element_size() >= self.max_bytes
+
+    def clear(self) -> None:
+        """Drops the rows collected so far."""
+        self.expected_rows = max(0, self.expected_rows - self.num_rows)
+        if self.tensor is not None:
+            self.tensor = self.tensor[:, :0].clone()
+        self.num_rows, self.targets, self.sample_counts = 0, [], []
 
     def result(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Returns all outputs, sample counts and targets, of this process or of all that share the loader."""

@@ -37,7 +37,7 @@ from flowbnn.noise.gaussians import SampleDraws, SharedDraws
 from flowbnn.noise.joint import independent_vectors
 from flowbnn.noise.layout import absorbs, weight_scale
 from flowbnn.noise.recipes import recipe_from_dict
-from flowbnn.options import Count, checked
+from flowbnn.options import SampleCount, checked
 from flowbnn.posterior.base import (
     PRECISIONS,
     Posterior,
@@ -106,7 +106,7 @@ class NoisePosterior(Posterior):
         return sampler.run_sequentially(inputs, samples, trace)
 
     @checked
-    def networks(self, samples: Count, seed: int | None = None) -> list[nn.Module]:
+    def networks(self, samples: SampleCount, seed: int | None = None) -> list[nn.Module]:
         """Returns the networks of a prediction with this seed, as plain networks.
 
         A draw is multiplied into the weights where that is safe. In attention, recurrent and tied layers it is a buffer, as for
@@ -119,7 +119,7 @@ class NoisePosterior(Posterior):
         return fix_noise(self.model, samples, seed)
 
     @checked
-    def draws(self, samples: Count, seed: int | None = None) -> dict[str, Tensor]:
+    def draws(self, samples: SampleCount, seed: int | None = None) -> dict[str, Tensor]:
         """Returns noise vectors ``{layer: [samples, dim]}``. A prediction with the same seed uses the same vectors.
 
         At site ``position`` these are the vectors at one position of the feature map.

@@ -1,12 +1,12 @@
 """Posterior of a single network."""
 
-from copy import deepcopy
 from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 
-from flowbnn.options import Count, checked
+from flowbnn.networks import deepcopy_network
+from flowbnn.options import SampleCount, checked
 from flowbnn.posterior.base import Posterior, Prediction
 from flowbnn.posterior.compiled import compiled_forward
 
@@ -32,12 +32,12 @@ class PointPosterior(Posterior):
         return outputs.expand(len(samples), *(-1,) * (outputs.ndim - 1))
 
     @checked
-    def networks(self, samples: Count, seed: int | None = None) -> list[nn.Module]:
+    def networks(self, samples: SampleCount, seed: int | None = None) -> list[nn.Module]:
         """Returns copies of the network."""
-        return [deepcopy(self.model).eval() for _ in range(samples)]
+        return [deepcopy_network(self.model).eval() for _ in range(samples)]
 
     @checked
-    def draws(self, samples: Count, seed: int | None = None) -> dict[str, Tensor]:
+    def draws(self, samples: SampleCount, seed: int | None = None) -> dict[str, Tensor]:
         """Returns the weights of the network, ``samples`` times."""
         parameters = self.model.named_parameters()
         return {name: value.detach().expand(samples, *value.shape).clone() for name, value in parameters}

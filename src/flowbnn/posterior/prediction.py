@@ -28,7 +28,7 @@ from flowbnn.errors import FlowBNNError, pluralize, quote_names, warn
 from flowbnn.likelihoods import Likelihood
 from flowbnn.networks import evaluation_mode
 from flowbnn.noise import Noise
-from flowbnn.options import Count, Positive
+from flowbnn.options import Count, Positive, SampleCount
 from flowbnn.posterior.adaptive import Adaptive
 from flowbnn.posterior.trace import ForwardTrace, trace_forward
 from flowbnn.training.device import AUTOCAST_DTYPES, raise_malloc_trim_threshold
@@ -64,9 +64,12 @@ class PredictOptions:
         sharded: If several processes are connected (torchrun), all must call this with the same loader. Each predicts a part, and all
             return the complete prediction in the order of the loader. False lets this process predict everything.
         progress: If True, a progress bar is shown for loaders on a terminal.
+        keep_samples: If True, the result has the outputs of all samples. If False, a loader is reduced batch by batch to a
+            :class:`~flowbnn.predictive.PredictionSummary` of means and uncertainties, whose memory does not grow with the samples.
+            ``"auto"`` keeps up to 128 MB of samples. Tensors of inputs and processes that share a loader always keep them.
     """
 
-    samples: Count | None = None
+    samples: SampleCount | None = None
     shared: bool = True
     seed: int | None = None
     max_batch: Count | None = None
@@ -76,6 +79,7 @@ class PredictOptions:
     compile: bool | Literal["auto"] = "auto"
     sharded: bool | Literal["auto"] = "auto"
     progress: bool = True
+    keep_samples: bool | Literal["auto"] = "auto"
 
 
 def new_seed() -> int:
@@ -101,6 +105,12 @@ def clone_sharing_tensors(network: nn.Module) -> nn.Module:
         if isinstance(module, Noise):
             memo[id(module)] = module
         tensors = (*module._parameters.values(), *module._buffers.values())
+        computed = [
+            value for value in vars(module).values() if isinstance(value, Tensor) and not value.is_leaf
+        ]
+        memo |= {
+            id(value): value.detach() for value in computed
+        }  # old weight norm and pruning compute them again
         memo |= {id(tensor): tensor for tensor in tensors if tensor is not None}
     try:
         return deepcopy(network, memo)

@@ -6,7 +6,6 @@ returns one as a network, and saves and loads them.
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from copy import deepcopy
 from functools import partial
 from typing import Annotated, Any, ClassVar, Self
 
@@ -16,7 +15,8 @@ from torch import Tensor, nn
 from flowbnn.batches import call
 from flowbnn.errors import FlowBNNError, pluralize
 from flowbnn.likelihoods import Gaussian, Likelihood, append_log_variance
-from flowbnn.options import Bounds, Count, check, checked
+from flowbnn.networks import deepcopy_network
+from flowbnn.options import Bounds, SampleCount, check, checked
 from flowbnn.posterior.base import Posterior, Prediction
 from flowbnn.posterior.compiled import compiled_forward
 from flowbnn.posterior.prediction import new_seed
@@ -48,7 +48,7 @@ def named_parts(vectors: Tensor, shapes: Mapping[str, Sequence[int]]) -> dict[st
     """
     pieces = vectors.split([math.prod(shape) for shape in shapes.values()], -1)
     named = zip(shapes.items(), pieces, strict=True)
-    return {name: piece.reshape(*vectors.shape[:-1], *shape) for (name, shape), piece in named}
+    return {name: piece.reshape((*vectors.shape[:-1], *shape)) for (name, shape), piece in named}
 
 
 class SwappedTensors:
@@ -136,7 +136,7 @@ class WeightPosterior(Posterior):
         return self._unsupported("density")
 
     @checked
-    def draws(self, samples: Count, seed: int | None = None) -> dict[str, Tensor]:
+    def draws(self, samples: SampleCount, seed: int | None = None) -> dict[str, Tensor]:
         """Returns weights ``{name: [samples, ...]}``, those of a prediction with the same seed."""
         seed = new_seed() if seed is None else seed
         with torch.no_grad():
@@ -157,7 +157,7 @@ class WeightPosterior(Posterior):
         return torch.stack(densities)
 
     @checked
-    def networks(self, samples: Count, seed: int | None = None) -> list[nn.Module]:
+    def networks(self, samples: SampleCount, seed: int | None = None) -> list[nn.Module]:
         """Returns copies of the network with weights drawn from the posterior, those of a prediction with the same seed."""
         seed = new_seed() if seed is None else seed
         with torch.no_grad():
@@ -165,7 +165,7 @@ class WeightPosterior(Posterior):
 
     def network_of(self, values: Mapping[str, Tensor]) -> nn.Module:
         """Returns a copy of the network with these weights, in evaluation mode."""
-        network = deepcopy(self.model).eval()
+        network = deepcopy_network(self.model).eval()
         tensors = _named_tensors(network)
         with torch.no_grad():
             for name, value in values.items():
@@ -278,7 +278,7 @@ class MemberPosterior(WeightPosterior):
         return index * self.size // samples if samples < self.size else index % self.size
 
     @checked
-    def draws(self, samples: Count, seed: int | None = None) -> dict[str, Tensor]:
+    def draws(self, samples: SampleCount, seed: int | None = None) -> dict[str, Tensor]:
         """Returns members ``{name: [samples, ...]}``, those of a prediction with as many samples and the same seed."""
         taken = [self.chosen(index, samples, seed) for index in range(samples)]
         return {name: value[taken] for name, value in self.members.items()}
@@ -303,7 +303,7 @@ class MemberPosterior(WeightPosterior):
         return likelihood
 
     @checked
-    def networks(self, samples: Count, seed: int | None = None) -> list[nn.Module]:
+    def networks(self, samples: SampleCount, seed: int | None = None) -> list[nn.Module]:
         """Returns members, those of a prediction with as many samples and the same seed."""
         return [self.member(self.chosen(index, samples, seed)) for index in range(samples)]
 

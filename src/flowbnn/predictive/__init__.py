@@ -14,6 +14,7 @@ from flowbnn.predictive.continuous import ContinuousPredictive, Decision, Interv
 from flowbnn.predictive.flow import FlowPredictive
 from flowbnn.predictive.gaussian import GaussianPredictive
 from flowbnn.predictive.mixture import MixturePredictive
+from flowbnn.predictive.summary import PredictionSummary, concatenate_summaries, summarize
 
 __all__ = [
     "ABSTAIN",
@@ -24,5 +25,8 @@ __all__ = [
     "GaussianPredictive",
     "Interval",
     "MixturePredictive",
+    "PredictionSummary",
     "Predictive",
+    "concatenate_summaries",
+    "summarize",
 ]

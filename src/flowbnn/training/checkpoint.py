@@ -16,6 +16,7 @@ from flowbnn.training.compatibility import (
     check_optimizer_state,
     check_tensors,
     check_weights,
+    count_weights,
     describe_layers,
     load_optimizer,
     strip_prefix,
@@ -240,7 +241,7 @@ class RunState:
 
     def _read(self, path: Path) -> tuple[dict[str, Any], Position]:
         """Returns the contents of the checkpoint and its position after checks of shapes, checksum and numbers, in this order."""
-        file = TensorFile(path, sum(value.numel() for value in self.objective.state_dict().values()))
+        file = TensorFile(path, count_weights(self.objective))
         if file.document.get("kind") != "training":
             text = f"'{path}' is no checkpoint of a training run; name another file or use resume=False"
             raise FlowBNNError(text, kind="checkpoint", argument="checkpoint")

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from flowbnn.errors import FlowBNNError, warn
@@ -25,7 +26,7 @@ OWN_OPTIONS = ("params", "foreach", "fused", "capturable", "differentiable")
 STRUCTURAL_PACKAGES = tuple(f"flowbnn.{name}." for name in ("transforms", "distributions", "flows", "nets"))
 STRUCTURAL_PACKAGES += ("torch.nn.modules.", "flowbnn.vae.decoders")
 # attributes of layers that do not change their function
-TRANSIENT_ATTRIBUTES = ("training", "inplace", "is_initialized")
+TRANSIENT_ATTRIBUTES = ("training", "inplace", "is_initialized", "use_nested_tensor")
 PLAIN_TYPES = (bool, int, float, str, type(None), torch.dtype, torch.Size)
 
 
@@ -213,7 +214,8 @@ def warn_changed_layers(model: nn.Module, stored: Mapping[str, str], path: Any) 
 
 def count_weights(module: nn.Module) -> int:
     """Returns the number of values that the state of a module holds."""
-    return sum(value.numel() for value in module.state_dict().values() if isinstance(value, Tensor))
+    values = [value for value in module.state_dict().values() if isinstance(value, Tensor)]
+    return sum(value.numel() for value in values if not is_lazy(value))
 
 
 def save_module(path: str | PathLike[str], module: nn.Module, kind: str, history: History) -> Path:

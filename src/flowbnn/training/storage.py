@@ -421,6 +421,8 @@ def _without_aliases(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], 
     aliases: dict[str, str] = {}
     names: dict[tuple[Any, ...], str] = {}
     for name, tensor in tensors.items():
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"'{name}' is a {type(tensor).__name__}, no tensor")
         memory = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
         if tensor.numel() and memory in names:
             aliases[name] = names[memory]

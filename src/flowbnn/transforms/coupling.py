@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from flowbnn.errors import FlowBNNError
 from flowbnn.nets.mlp import ConditionerMLP, Length, MaskedMLP
 from flowbnn.numerics import sum_rightmost
-from flowbnn.options import Count, Ge, Positive, checked
+from flowbnn.options import Count, Dim, Ge, Positive, checked
 from flowbnn.transforms.base import transform_error
 from flowbnn.transforms.compose import Compose
 from flowbnn.transforms.elementwise import ActNorm
@@ -258,7 +258,7 @@ class Autoregressive(ConditionedTransform):
     @checked
     def __init__(
         self,
-        dim: Count,
+        dim: Dim,
         univariate: Univariate = AffineMap(),  # noqa: B008
         cheap: Literal["forward", "inverse"] = "inverse",
         hidden: Sequence[Count] = (64, 64),

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from flowbnn.nets.mlp import ConditionalNormal, ConditionerMLP, Length
 from flowbnn.numerics import inverse_softplus
-from flowbnn.options import Count, Positive, checked, options
+from flowbnn.options import Count, Dim, Positive, checked, options
 from flowbnn.transforms.base import check_events, check_tensor, check_vectors
 from flowbnn.transforms.surjective import AtLeastTwo, IntegerTransform
 from flowbnn.transforms.univariate import ShiftMap, Univariate
@@ -22,7 +22,7 @@ class _CategoricalTransform(IntegerTransform):
     """Base class for maps from ``categories`` adjacent numbers for each of ``dim`` variables to vectors of categories."""
 
     @checked
-    def __init__(self, dim: Count, categories: AtLeastTwo) -> None:
+    def __init__(self, dim: Dim, categories: AtLeastTwo) -> None:
         super().__init__()
         self.dim, self.categories, self.lengths = dim, categories, (dim * categories, dim)
         self.codomain = constraints.integer_interval(0, categories - 1)
@@ -66,7 +66,7 @@ class Argmax(_CategoricalTransform):
     @checked
     def __init__(
         self,
-        dim: Count,
+        dim: Dim,
         categories: AtLeastTwo,
         noise: nn.Module | None = None,
         hidden: Sequence[Count] = (64, 64),

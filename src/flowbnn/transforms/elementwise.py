@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from flowbnn.nets.mlp import register_data_init
 from flowbnn.numerics import inverse_soft_clamp, inverse_softplus, soft_clamp
-from flowbnn.options import Bounds, Count, Positive, checked
+from flowbnn.options import Bounds, Dim, Positive, checked
 from flowbnn.transforms.base import (
     BidirectionalTransform,
     Transform,
@@ -190,7 +190,7 @@ class Affine(BidirectionalTransform):
     linearity = "diagonal"
 
     @checked
-    def __init__(self, dim: Count, bound: Positive = 8.0, center: float = 0.0) -> None:
+    def __init__(self, dim: Dim, bound: Positive = 8.0, center: float = 0.0) -> None:
         super().__init__()
         self.bound, self.center = bound, center
         self.shift = nn.Parameter(torch.zeros(dim))
@@ -259,7 +259,7 @@ class ActNorm(Affine):
     initialized: Tensor
 
     @checked
-    def __init__(self, dim: Count, bound: Positive = 8.0, data_init: bool = True) -> None:
+    def __init__(self, dim: Dim, bound: Positive = 8.0, data_init: bool = True) -> None:
         super().__init__(dim, bound)
         register_data_init(self, data_init)
 
@@ -315,7 +315,7 @@ class BatchNorm(BidirectionalTransform):
     @checked
     def __init__(
         self,
-        dim: Count,
+        dim: Dim,
         momentum: Annotated[float, Bounds(gt=0, le=1)] = 0.1,
         eps: Positive = 1e-5,
         bound: Positive = 8.0,

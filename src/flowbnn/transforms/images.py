@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from flowbnn.nets.convolution import GatedConvNet
 from flowbnn.nets.mlp import ConditionalNormal, Length
-from flowbnn.options import Count, call_factory, checked
+from flowbnn.options import Count, Depth, call_factory, checked
 from flowbnn.transforms.base import (
     BidirectionalTransform,
     Transform,
@@ -167,7 +167,7 @@ class MultiScale(Compose):
         self,
         shape: Sequence[Count],
         levels: Count,
-        length: Count,
+        length: Depth,
         make_step: Callable[[int, int], Transform],
         make_noise: Callable[[int, int, int], nn.Module] | None = None,
         context_dim: Length = 0,

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from flowbnn.kernels.reference import solve, triangles
 from flowbnn.nets.mlp import check_order
 from flowbnn.numerics import soft_clamp, solve_triangular
-from flowbnn.options import Count, NonNegative, Positive, checked
+from flowbnn.options import Count, Dim, NonNegative, Positive, checked
 from flowbnn.transforms.base import BidirectionalTransform, Transform, check_vectors
 
 
@@ -47,7 +47,7 @@ class LULinear(BidirectionalTransform):
     @checked
     def __init__(
         self,
-        dim: Count,
+        dim: Dim,
         bias: bool = False,
         permute: bool = False,
         bound: Positive = 4.0,
@@ -95,7 +95,7 @@ class Householder(BidirectionalTransform):
     linearity = "affine"
 
     @checked
-    def __init__(self, dim: Count, reflections: Count = 2, generator: torch.Generator | None = None) -> None:
+    def __init__(self, dim: Dim, reflections: Count = 2, generator: torch.Generator | None = None) -> None:
         super().__init__()
         self.dim = dim
         pairs = torch.randn((reflections + 1) // 2, dim, generator=generator).repeat_interleave(2, 0)
@@ -175,8 +175,8 @@ class Reverse(Permutation):
     """
 
     @checked
-    def __init__(self, dim: Count) -> None:
-        super().__init__(range(dim - 1, -1, -1))
+    def __init__(self, dim: Dim) -> None:
+        super().__init__(torch.arange(dim - 1, -1, -1))
 
 
 class Shuffle(Permutation):
@@ -192,7 +192,7 @@ class Shuffle(Permutation):
     """
 
     @checked
-    def __init__(self, dim: Count, generator: torch.Generator | None = None) -> None:
+    def __init__(self, dim: Dim, generator: torch.Generator | None = None) -> None:
         super().__init__(torch.randperm(dim, generator=generator))
 
 

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from flowbnn import kernels
 from flowbnn.kernels import Chain, ChainShape, reference
 from flowbnn.numerics import safe_norm, tanh_root, tanh_slope
-from flowbnn.options import Bounds, Count, Ge, Positive, check, checked
+from flowbnn.options import Bounds, Count, Dim, Ge, Positive, check, checked
 from flowbnn.transforms.base import BidirectionalTransform, Transform, check_vectors
 from flowbnn.transforms.linear import LULinear, normalize_rows, reflect
 
@@ -39,7 +39,7 @@ class PlanarLU(Transform):
     @checked
     def __init__(
         self,
-        dim: Count,
+        dim: Dim,
         runs: Sequence[tuple[Literal["planar", "lu"], Annotated[int, Ge(0)]]],
         margin: Positive = 1e-3,
         bound: Positive = 4.0,
@@ -125,7 +125,7 @@ class Planar(PlanarLU):
     """
 
     @checked
-    def __init__(self, dim: Count, generator: torch.Generator | None = None) -> None:
+    def __init__(self, dim: Dim, generator: torch.Generator | None = None) -> None:
         super().__init__(dim, [("planar", 1)], generator=generator)
 
 
@@ -151,7 +151,7 @@ class Radial(BidirectionalTransform):
     """
 
     @checked
-    def __init__(self, dim: Count, generator: torch.Generator | None = None) -> None:
+    def __init__(self, dim: Dim, generator: torch.Generator | None = None) -> None:
         super().__init__()
         self.dim = dim
         self.center = nn.Parameter(0.1 * torch.randn(dim, generator=generator))
@@ -212,7 +212,7 @@ class Sylvester(BidirectionalTransform):
     @checked
     def __init__(
         self,
-        dim: Count,
+        dim: Dim,
         basis: Literal["householder", "orthogonal", "identity", "reversal"] = "householder",
         size: Count | None = None,
         generator: torch.Generator | None = None,

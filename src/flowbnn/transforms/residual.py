@@ -10,7 +10,7 @@ from flowbnn.errors import FlowBNNError
 from flowbnn.nets.mlp import Length, check_net
 from flowbnn.nets.smooth import AutogradNet, LinearMap, LipschitzConv, LipschitzMLP, SmoothMLP
 from flowbnn.numerics import at_least_single, is_concrete, sum_rightmost
-from flowbnn.options import Count, Probability, checked
+from flowbnn.options import Count, Dim, Probability, checked
 from flowbnn.transforms.base import Transform, check_dense, check_events, check_vectors, convergence_error
 from flowbnn.transforms.compose import broadcast_batch_shapes
 
@@ -67,7 +67,7 @@ class Residual(Transform):
     @checked
     def __init__(
         self,
-        dim: Count | Sequence[Count],
+        dim: Dim | Sequence[Count],
         hidden: Sequence[Count] = (64, 64),
         context_dim: Length = 0,
         lipschitz: Probability = 0.9,
@@ -101,10 +101,11 @@ class Residual(Transform):
             z = self._fixed_point(net, x)
             _, vjp, jvp = net.linearize(z)
             matrix = self._one_plus_jacobian(vjp, z) if self.dim <= EXACT_IN_EVAL else None
-        for _ in range(2):
+        for step in range(2):
             error = z + net(z) - x
             if matrix is None:
-                z = z - _Solve.apply(error, vjp, jvp)
+                # the fixed point has half of the digits, after the first step all of them
+                z = z - _Solve.apply(error, vjp, jvp, step == 0 and is_concrete(x))
             else:
                 flat = at_least_single(error.flatten(-self.event_dim))
                 z = z - torch.linalg.solve(matrix, flat).reshape(error.shape).to(z.dtype)
@@ -187,9 +188,9 @@ class Residual(Transform):
 
 
 class _Solve(torch.autograd.Function):
-    """Product with a constant :math:`(I + J)^{-1}` in the derivatives.
+    """Product with a constant :math:`(I + J)^{-1}`, in the value if ``solve`` is True, and always in the derivatives.
 
-    The argument is zero up to rounding, because it is the error at a root. The value is therefore the argument itself.
+    At a root the argument is zero up to rounding. The value is then the argument itself.
     """
 
     @staticmethod

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from flowbnn.errors import FlowBNNError, describe_value
 from flowbnn.nets.mlp import ConditionalNormal, ConditionerMLP, Length, with_context
 from flowbnn.numerics import sum_rightmost
-from flowbnn.options import Count, Ge, checked
+from flowbnn.options import Count, Dim, Ge, checked
 from flowbnn.transforms.base import (
     BidirectionalTransform,
     Transform,
@@ -99,7 +99,7 @@ class Augment(StochasticTransform):
     @checked
     def __init__(
         self,
-        dim: Count,
+        dim: Dim,
         extra_dim: Count,
         noise: nn.Module | None = None,
         hidden: Sequence[Count] = (64, 64),
@@ -139,7 +139,7 @@ class Slice(Inverse):
     """
 
     @checked
-    def __init__(self, dim: Count, extra_dim: Count, noise: nn.Module | None = None, **options: Any) -> None:
+    def __init__(self, dim: Dim, extra_dim: Count, noise: nn.Module | None = None, **options: Any) -> None:
         super().__init__(Augment(dim, extra_dim, noise, **options))
 
 
@@ -198,7 +198,7 @@ class MaxPool(Transform):
     draws = "inverse"
 
     @checked
-    def __init__(self, dim: Count, size: AtLeastTwo = 4) -> None:
+    def __init__(self, dim: Dim, size: AtLeastTwo = 4) -> None:
         super().__init__()
         self.dim, self.size, self.lengths = dim, size, (dim * size, dim)
         self.log_rate = nn.Parameter(torch.zeros(dim))
@@ -349,7 +349,7 @@ class VAELayer(StochasticTransform):
     @checked
     def __init__(
         self,
-        dim: Count | Sequence[Count],
+        dim: Dim | Sequence[Count],
         latent_dim: Count,
         decoder: nn.Module | None = None,
         encoder: nn.Module | None = None,

@@ -228,10 +228,14 @@ def _mixture_inverse(x: Tensor, log_a: Tensor, b: Tensor, log_w: Tensor) -> tupl
 
     with torch.no_grad():
         bracket = (x.unsqueeze(-1) - b) * (-log_a).exp()
-    z = monotone_root(newton, bracket.amin(-1), bracket.amax(-1))
+        low, high = bracket.amin(-1), bracket.amax(-1)
+    z = monotone_root(newton, low, high)
+    # between distant components the slope underflows, and the rounding of x alone would move z out of its bracket
+    smallest = torch.finfo(x.dtype).eps ** 2
     for _ in range(2):
         error, slope = newton(z)
-        z = z - error / slope
+        step = error / slope.clamp(min=smallest)
+        z = torch.where(step.abs() <= high - low + 1e-3 * (1.0 + z.abs()), z - step, z)
     return z, -_mixture(z, log_a, b, log_w)[1]
 
 

@@ -28,6 +28,7 @@ from flowbnn.networks import evaluation_mode
 from flowbnn.numerics import full_precision, is_concrete, soft_clamp
 from flowbnn.options import (
     Count,
+    Depth,
     File,
     Ge,
     Hint,
@@ -261,7 +262,7 @@ class VAE(Autoencoder):
         latent_dim: Count,
         *,
         posterior: str | Callable[[int, int], Transform] = "gaussian",
-        length: Count = 4,
+        length: Depth = 4,
         prior: Annotated[FlowModel | None, Hint("such as fb.flows.NSF(latent_dim)")] = None,
         beta: NonNegative = 1.0,
         reconstruction: NonNegative = 1.0,

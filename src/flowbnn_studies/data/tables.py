@@ -1,6 +1,7 @@
 """Published tables: UCI sets for regression and four tables for density estimation."""
 
-import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -24,10 +25,15 @@ UCI_FOLDERS = {
 }
 TABLE_FILES = {
     "power": ("power/data.npy",),
-    "gas": ("gas/ethylene_CO.pickle",),
+    "gas": ("gas/ethylene_CO.npy",),
     "hepmass": ("hepmass/1000_train.csv", "hepmass/1000_test.csv"),
     "miniboone": ("miniboone/data.npy",),
 }
+# line that converts the published pickle, without its columns of concentrations and time
+GAS_CONVERSION = (
+    "numpy.save('ethylene_CO.npy', pandas.read_pickle('ethylene_CO.pickle')"
+    ".drop(columns=['Meth', 'Eth', 'Time']).to_numpy(float))"
+)
 
 
 def load_uci(name: str, split: int, root: File | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -50,14 +56,30 @@ def load_uci(name: str, split: int, root: File | None = None) -> tuple[Tensor, T
             kind="data",
             argument="name",
         )
-    table = _table(folder / "data.txt")
 
     def read_indices(name: str) -> Tensor:
         return torch.from_numpy(np.loadtxt(folder / f"index_{name}.txt", dtype=np.int64, ndmin=1))
 
-    inputs, targets = table[:, read_indices("features")], table[:, read_indices("target")]
-    train, test = read_indices(f"train_{split}"), read_indices(f"test_{split}")
-    return inputs[train], targets[train], inputs[test], targets[test]
+    with _reading(folder):
+        table = _table(folder / "data.txt")
+        inputs, targets = table[:, read_indices("features")], table[:, read_indices("target")]
+        train, test = read_indices(f"train_{split}"), read_indices(f"test_{split}")
+        return inputs[train], targets[train], inputs[test], targets[test]
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """Context manager that turns errors of damaged files into a FlowBNNError."""
+    try:
+        yield
+    except (ValueError, LookupError, EOFError, OSError, MemoryError) as error:
+        text = f"{path} cannot be read as the published data: {error}"
+        raise FlowBNNError(" ".join(text.split())[:500], kind="file") from error
+
+
+def _array(path: Path) -> np.ndarray:
+    """Reads an array. Mapping it first refuses headers that promise more numbers than the file has."""
+    return np.array(np.load(path, mmap_mode="r", allow_pickle=False))
 
 
 @lru_cache
@@ -90,20 +112,15 @@ def load_table(name: str, root: File | None = None) -> tuple[Tensor, Tensor, Ten
     paths = [data_folder(root) / file for file in TABLE_FILES[name]]
     missing = [str(path) for path in paths if not path.is_file()]
     if missing:
+        convert = f" and convert the pickle by {GAS_CONVERSION}" if name == "gas" else ""
         raise FlowBNNError(
-            f"missing {', '.join(missing)}; unpack data.tar.gz of zenodo.org/records/1161203 there, or set FLOWBNN_DATA to the folder "
-            f"that has {name}/",
+            f"missing {', '.join(missing)}; unpack data.tar.gz of zenodo.org/records/1161203 there{convert}, or set "
+            f"FLOWBNN_DATA to the folder that has {name}/",
             kind="file",
             argument="root",
         )
-    try:
+    with _reading(paths[0]):
         tables = _READERS[name](paths)
-    except (ValueError, LookupError, EOFError, pickle.UnpicklingError) as error:
-        text = f"{paths[0]} cannot be read as the published file: {error}"
-        raise FlowBNNError(" ".join(text.split()), kind="file") from error
-    except ImportError as error:
-        text = "table 'gas' needs pandas; run pip install pandas"
-        raise FlowBNNError(text, kind="import") from error
     return tuple(torch.from_numpy(np.ascontiguousarray(table, dtype=np.float32)) for table in tables)  # type: ignore[return-value]
 
 
@@ -124,7 +141,7 @@ def _standardized(tables: list[np.ndarray], reference: np.ndarray, ddof: int = 0
 def _power(paths: list[Path]) -> list[np.ndarray]:
     """Reads POWER: shuffled, without reactive power and day, with uniform noise of the width of the measurement steps."""
     rng = np.random.RandomState(42)
-    table = np.load(paths[0], allow_pickle=False)
+    table = _array(paths[0])
     rng.shuffle(table)
     rows = len(table)
     table = np.delete(np.delete(table, 3, axis=1), 1, axis=1)
@@ -137,12 +154,9 @@ def _power(paths: list[Path]) -> list[np.ndarray]:
 def _gas(paths: list[Path]) -> list[np.ndarray]:
     """Reads GAS: only the sensors, one of each group of columns correlated above 0.98.
 
-    The file is a pickle, which can execute code. Read only the published one.
+    The published file is a pickle, which can execute code and is therefore not read. The user converts it once.
     """
-    import pandas as pd
-
-    table = pd.read_pickle(paths[0]).drop(columns=["Meth", "Eth", "Time"])
-    values = table.to_numpy(dtype=np.float64)
+    values = _array(paths[0]).astype(np.float64)
     while ((correlated := np.corrcoef(values.T) > 0.98).sum(1) > 1).any():
         values = np.delete(values, int((correlated.sum(1) > 1).argmax()), axis=1)
     return _split(_standardized([values], values, ddof=1)[0])
@@ -163,7 +177,7 @@ def _hepmass(paths: list[Path]) -> list[np.ndarray]:
 
 def _miniboone(paths: list[Path]) -> list[np.ndarray]:
     """Reads MINIBOONE unchanged."""
-    tables = _split(np.load(paths[0], allow_pickle=False))
+    tables = _split(_array(paths[0]))
     return _standardized(tables, np.vstack(tables[:2]))
 
 

@@ -59,6 +59,11 @@ _RESULTS: dict[str, Any] = {
 _WORDS = {str: "a string", float: "a number", int: "a number", dict: "an object", list: "a list"}
 
 
+def _parse_integer(text: str) -> int | float:
+    """Returns an integer, or a float if it has more than 18 digits, which numpy could not store."""
+    return int(text) if len(text) <= 18 else float(text)
+
+
 def load_results(source: ResultsSource) -> dict[str, Any]:
     """Reads and checks the results of one study.
 
@@ -80,7 +85,7 @@ def load_results(source: ResultsSource) -> dict[str, Any]:
     if path.exists() and not path.is_file():
         _refuse(str(path), "is not a regular file")
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"), parse_int=_parse_integer)
     except OSError as error:
         raise FlowBNNError(
             f"cannot read {path}: {error.strerror or error}; run a study first", kind="file"

@@ -148,8 +148,9 @@ def test_learned_noise_maximizes_the_evidence(prior_scale):
         assert max(conjugate(inputs, targets, scale * factor, noise)[2] for factor in (0.9, 1.1)) < best
 
 
-# an untrained network is far from the mode
+# an untrained network is far from the mode, and its factors are a poor approximation
 @pytest.mark.filterwarnings("ignore:the weights are not at the mode")
+@pytest.mark.filterwarnings("ignore:the NLL on")
 @pytest.mark.parametrize("structure", ["full", "kron"])
 @pytest.mark.parametrize("per_layer", [False, True])
 def test_noise_is_finite_with_directions_of_zero_curvature(structure, per_layer):
@@ -166,13 +167,16 @@ def test_noise_is_finite_with_directions_of_zero_curvature(structure, per_layer)
 
 def test_newton_steps_converge_to_the_mode():
     """For a nonlinear network, the gradient of the log posterior is zero and the prior maximizes the evidence."""
-    inputs, labels = classes(40)
+    inputs, _ = classes(80)
+    # labels that depend on the inputs: for random ones the zero network has the largest evidence
+    labels = (inputs[:, 0] > 0).long() + (inputs[:, 1] > 0).long()
     network = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
     data = truth.batches(inputs, labels)
-    posterior = fb.Laplace("full", layers="all", epochs=50, lr=0.02, newton_steps=30).fit(
+    posterior = fb.Laplace("full", layers="all", epochs=50, lr=0.02, newton_steps=200).fit(
         network, data, **QUIET
     )
     model = posterior.model.requires_grad_()
+    assert (model(inputs).argmax(1) == labels).double().mean() > 0.8
     loss = nn.functional.cross_entropy(model(inputs), labels, reduction="sum")
     loss = loss + sum(p.square().sum() for p in model.parameters()) / (2 * posterior.prior_scale**2)
     gradient = torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(model.parameters()))])
@@ -290,3 +294,49 @@ def test_probit_scales_logits_without_sampling():
     prediction = posterior.predict(inputs)
     assert prediction.num_samples == 1
     assert torch.allclose(prediction.probabilities, expected, atol=1e-10)
+
+
+def trained_classifier():
+    """Returns a classifier that separates two classes, its training data and validation data."""
+    torch.manual_seed(0)
+    inputs = torch.randn(60, 2)
+    targets = (inputs.sum(1) > 0).long()
+    network = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 2))
+    optimizer = torch.optim.Adam(network.parameters(), lr=0.05)
+    for _ in range(150):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(network(inputs[:40]), targets[:40]).backward()
+        optimizer.step()
+    return network, [(inputs[:40], targets[:40])], [(inputs[40:], targets[40:])]
+
+
+def test_priors_at_their_bound_keep_the_network(monkeypatch):
+    network, loader, _ = trained_classifier()
+    monkeypatch.setattr(
+        QuadraticModel, "best_precisions", lambda self, *_: [1e10] if self.gradient is not None else [1.0]
+    )
+    with pytest.warns(FlowBNNWarning) as caught:
+        posterior = fb.Laplace("diag", layers="all", epochs=0, newton_steps=2).fit(network, loader, **QUIET)
+    assert "prior" in [warning.message.kind for warning in caught]
+    for before, after in zip(network.parameters(), posterior.model.parameters(), strict=True):
+        assert torch.equal(before, after)
+
+
+@pytest.mark.parametrize("layers", ["last", "all"])
+def test_priors_are_chosen_on_validation_data(layers):
+    network, loader, validation = trained_classifier()
+    posterior = fb.Laplace(layers=layers, epochs=0).fit(network, loader, validation=validation, **QUIET)
+    nlls = posterior.validation_nll
+    assert len(nlls) == 5
+    found = posterior.predict_with_targets(validation, 32, seed=0, progress=False)
+    assert found[0].nll(found[1]).mean().item() == pytest.approx(min(nlls.values()), rel=1e-5)
+
+
+def test_predictions_worse_than_the_network_are_warned_about():
+    network, loader, _ = trained_classifier()
+    with pytest.warns(FlowBNNWarning) as caught:
+        fb.Laplace("full", layers="all", predictive="sampled", prior_scale=100.0, epochs=0).fit(
+            network, loader, **QUIET
+        )
+    warning = next(warning.message for warning in caught if warning.message.kind == "worse")
+    assert warning.fields["nll"] > warning.fields["network_nll"] + 0.3

@@ -1,14 +1,14 @@
 """Tests of the tables of Papamakarios et al. 2017 on small files of the published format."""
 
-import sys
-from types import SimpleNamespace
+import pickle
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 from flowbnn import FlowBNNError
-from flowbnn_studies.data.tables import load_table
+from flowbnn_studies.data.tables import load_table, load_uci
 
 
 def test_power_and_miniboone_are_split_and_standardized(tmp_path):
@@ -57,7 +57,7 @@ def test_hepmass_keeps_the_signal_and_columns_without_repetition(tmp_path, mass)
         np.testing.assert_allclose(values.numpy(), expected, rtol=1e-6, atol=1e-6)
 
 
-def test_gas_keeps_one_of_correlated_columns(tmp_path, monkeypatch):
+def test_gas_keeps_one_of_correlated_columns(tmp_path):
     """Columns are dropped one by one, the first that is still correlated with another one, so the last of each group remains."""
     random = np.random.RandomState(0)
     sensors = random.rand(1000, 6)
@@ -65,22 +65,8 @@ def test_gas_keeps_one_of_correlated_columns(tmp_path, monkeypatch):
     sensors[:, 4] = -sensors[:, 1]  # which is no correlation above 0.98
     sensors[:, 5] = sensors[:, 2] - 1e-3 * sensors[:, 1]
     (tmp_path / "gas").mkdir()
-    (tmp_path / "gas" / "ethylene_CO.pickle").write_bytes(b"")
-    monkeypatch.setitem(sys.modules, "pandas", None)
-    with pytest.raises(FlowBNNError) as caught:
-        load_table("gas", tmp_path)
-    assert caught.value.kind == "import"
-    dropped = []
-
-    def drop(columns):
-        dropped.extend(columns)
-        return SimpleNamespace(to_numpy=lambda dtype: sensors)
-
-    monkeypatch.setitem(
-        sys.modules, "pandas", SimpleNamespace(read_pickle=lambda path: SimpleNamespace(drop=drop))
-    )
+    np.save(tmp_path / "gas" / "ethylene_CO.npy", sensors)
     train, validation, test = load_table("gas", tmp_path)
-    assert sorted(dropped) == ["Eth", "Meth", "Time"]
     assert [len(train), len(validation), len(test)] == [810, 90, 100]
     columns = sensors[:, [1, 3, 4, 5]]
     expected = (columns - columns.mean(0)) / columns.std(0, ddof=1)
@@ -108,3 +94,61 @@ def test_missing_file_or_table_is_refused(tmp_path):
     with pytest.raises(FlowBNNError) as caught:
         load_table("powr", tmp_path)
     assert caught.value.argument == "name"
+
+
+class Harmful:
+    """Object whose pickle creates a file when it is read."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple:
+        return open, (str(self.path), "w")
+
+
+def test_pickles_are_never_read(tmp_path):
+    (tmp_path / "gas").mkdir()
+    content = pickle.dumps(Harmful(tmp_path / "harm"))
+    for name in ("ethylene_CO.pickle", "ethylene_CO.npy"):
+        (tmp_path / "gas" / name).write_bytes(content)
+        with pytest.raises(FlowBNNError) as caught:
+            load_table("gas", tmp_path)
+        assert caught.value.kind == "file"
+    assert not (tmp_path / "harm").exists()
+
+
+@pytest.mark.parametrize("damage", ["data.txt", "index_features.txt", "index_train_0.txt", "rows", "missing"])
+def test_damaged_uci_files_are_refused(tmp_path, damage):
+    folder = tmp_path / "uci" / "yacht"
+    folder.mkdir(parents=True)
+    np.savetxt(folder / "data.txt", np.random.RandomState(0).rand(6, 3))
+    for name, values in {
+        "features": [0, 1],
+        "target": [2],
+        "train_0": [0, 1, 2, 3],
+        "test_0": [4, 5],
+    }.items():
+        np.savetxt(folder / f"index_{name}.txt", values, fmt="%d")
+    if damage == "rows":
+        (folder / "index_test_0.txt").write_text("77\n")
+    elif damage == "missing":
+        (folder / "index_test_0.txt").unlink()
+    else:
+        (folder / damage).write_bytes(b"\xff\xfe rubbish")
+    with pytest.raises(FlowBNNError) as caught:
+        load_uci("yacht", 0, tmp_path)
+    assert caught.value.kind == "file"
+    with pytest.raises(FlowBNNError):
+        load_uci("yacht", 99, tmp_path)
+
+
+def test_headers_of_tables_beyond_memory_are_refused(tmp_path):
+    (tmp_path / "miniboone").mkdir()
+    path = tmp_path / "miniboone" / "data.npy"
+    header = {"descr": "<f8", "fortran_order": False, "shape": (10**12,)}
+    with path.open("wb") as file:
+        np.lib.format.write_array_header_1_0(file, header)
+        file.write(bytes(64))
+    with pytest.raises(FlowBNNError) as caught:
+        load_table("miniboone", tmp_path)
+    assert caught.value.kind == "file"

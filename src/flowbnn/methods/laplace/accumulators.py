@@ -81,7 +81,11 @@ class CurvatureAccumulator:
 
     def diagonal(self, layer: str) -> Tensor:
         """Returns the diagonal of the curvature, in the order of the parameters of the layer."""
-        return self.parameter_order(layer, self.sums[layer, "values"])
+        values = self.sums.get((layer, "values"))
+        if values is None:  # a layer that is never called has no curvature
+            size = sum(math.prod(shape) for shape in self.layers[layer].values())
+            return next(iter(self.sums.values())).new_zeros(size)
+        return self.parameter_order(layer, values)
 
     def matrix(self) -> Tensor:
         """Returns the joint curvature matrix of all layers."""
@@ -228,7 +232,9 @@ class JacobianAccumulator(CurvatureAccumulator):
         for start, stop, low, high in self.jacobian.chunks(inputs, curvature.count):
             columns = curvature.columns(low, high)[start:stop]
             rows = self.jacobian.rows(take(inputs, start, stop), columns)
-            flat = torch.cat([rows[name].flatten(2) for name in self.jacobian.names], 2).flatten(0, 1)
+            # a parameter without axes has rows without them
+            columns = [rows[name].reshape(*rows[name].shape[:2], -1) for name in self.jacobian.names]
+            flat = torch.cat(columns, 2).flatten(0, 1)
             total = flat.square().sum(0) if self.structure == "diag" else flat.T @ flat
             self.accumulate("", "all", total)
         return outputs

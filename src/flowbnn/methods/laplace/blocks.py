@@ -64,7 +64,7 @@ class CurvatureBlock:
         sizes = [math.prod(shape[self.row_axes :]) for shape in self.shapes.values()]
         batch_shape = values.shape[: values.ndim - 1 - self.row_axes]
         pieces = zip(self.shapes.items(), values.split(sizes, -1), strict=True)
-        return {name: piece.reshape(*batch_shape, *shape) for (name, shape), piece in pieces}
+        return {name: piece.reshape((*batch_shape, *shape)) for (name, shape), piece in pieces}
 
     @property
     def precision(self) -> Tensor:

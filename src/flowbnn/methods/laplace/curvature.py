@@ -119,6 +119,10 @@ class CurvatureFit:
                 and module.running_mean is not None
             )
         )
+        supported = supported and set(module._parameters) <= {
+            "weight",
+            "bias",
+        }  # weight norm and pruning have others
         called_once = self.calls.counts[name] == 1 and shape[:1] == (self.calls.num_rows,)
         return supported and called_once and shares_weights(self.model, name) is None
 

@@ -12,11 +12,13 @@ from collections.abc import Iterable
 from dataclasses import KW_ONLY
 from typing import Annotated, Any, Literal
 
+import torch
 from torch import nn
 
 from flowbnn.likelihoods import Gaussian, learns_noise
 from flowbnn.methods.base import FitOptions, Method, register_method
 from flowbnn.methods.fitting import prepare
+from flowbnn.methods.laplace.comparison import compare_with_network
 from flowbnn.methods.laplace.curvature import Curvature, CurvatureFit
 from flowbnn.methods.laplace.derivatives import check_likelihood
 from flowbnn.methods.laplace.layer_selection import record_calls, select_layers
@@ -24,9 +26,10 @@ from flowbnn.methods.laplace.posterior import LaplacePosterior, PredictiveName
 from flowbnn.methods.laplace.prior import (
     PriorSearch,
     add_prior,
+    fit_prior,
     newton_gain,
     newton_step,
-    scale_noise,
+    warn_no_best_prior,
     warn_not_at_mode,
 )
 from flowbnn.methods.network_layers import disable_nested_tensors
@@ -51,7 +54,8 @@ class Laplace(Method):
         layers: Layers with a posterior: ``"last"`` (the layer with weights that is called last), ``"all"``, or a glob of names.
             Frozen weights are excluded.
         prior_scale: Standard deviation of the Gaussian prior. ``"marginal likelihood"`` maximizes the evidence after training, which
-            then uses a prior of scale 1.
+            then uses a prior of scale 1. With ``validation`` data, smaller scales are tried as well, and that with the lowest negative
+            log-likelihood (NLL) is used (``posterior.validation_nll``).
         per_layer: If True, every layer has its own prior scale.
         predictive: Method of prediction. ``"linearized"`` linearizes the network in its weights, for which the approximation is
             exact. ``"sampled"`` uses networks with sampled weights. ``"probit"`` divides linearized logits by a function of their
@@ -115,7 +119,7 @@ class Laplace(Method):
             blocks, evidence = add_prior(fit, curvature, deltas)
             if not converged:
                 warn_not_at_mode(newton_gain(fit, curvature, blocks, deltas))
-        return LaplacePosterior(
+        posterior = LaplacePosterior(
             model,
             likelihood,
             blocks,
@@ -125,6 +129,9 @@ class Laplace(Method):
             output_layer=fit.output_layer,
             history=point.history,
         )
+        with preserve_rng_state(loader if options.validation is None else options.validation, options.seed):
+            compare_with_network(posterior, options.validation, loader, choose=scale is None)
+        return posterior
 
     def _find_mode(self, fit: CurvatureFit, prior: PriorSearch) -> tuple[Curvature, list[float], bool]:
         """Finds prior, noise and, by Newton steps, the mode.
@@ -137,18 +144,23 @@ class Laplace(Method):
             fit_residual_scale(fit.model, likelihood, fit.batches("noise"))
         curvature = fit.measure()
         if not self.newton_steps:
-            relative, noise = prior.maximize_evidence(fit, curvature)
-            if prior.learns_noise:
-                scale_noise(fit, noise)
-                curvature = fit.measure()
-            return curvature, [delta / noise for delta in relative], True
+            return *fit_prior(fit, curvature, prior), True
+        start = {name: value.detach().clone() for name, value in fit.weights.items()}
         several_targets = isinstance(likelihood, Gaussian) and likelihood.dim > 1
         for number in range(self.newton_steps):
             # the evidence finds one common factor; the ratios between targets are estimated again from the residuals
             if number and prior.learns_noise and several_targets:
                 fit_residual_scale(fit.model, likelihood, fit.batches("noise"))
                 curvature = fit.measure()
-            curvature, deltas, gained = newton_step(fit, curvature, prior)
+            curvature, deltas, gained, at_bound = newton_step(fit, curvature, prior)
             if not gained:
                 break
-        return curvature, deltas, not gained
+        if not at_bound:
+            return curvature, deltas, not gained
+        warn_no_best_prior()
+        with torch.no_grad():
+            for name, value in start.items():
+                fit.weights[name].copy_(value)
+        if prior.learns_noise:
+            fit_residual_scale(fit.model, likelihood, fit.batches("noise"))
+        return *fit_prior(fit, fit.measure(), prior), True

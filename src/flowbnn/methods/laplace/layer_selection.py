@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from flowbnn.batches import call, device_of, rows, take
+from flowbnn.batches import call, device_of, has_row_axis, rows, take, tensors_of
 from flowbnn.errors import FlowBNNError
 from flowbnn.methods.laplace.blocks import Shapes
 from flowbnn.methods.network_layers import no_layer_selected, unsupported_layer
@@ -51,7 +51,15 @@ def parameter_modules(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def record_calls(model: nn.Module, inputs: Any) -> LayerCalls:
-    """Runs up to three examples and records the layers that are called."""
+    """Runs up to three examples and records the layers that are called.
+
+    Raises:
+        FlowBNNError: If the inputs cannot be split into examples, as a graph with its edges.
+    """
+    if not has_row_axis(inputs):
+        sizes = [list(tensor.shape) for tensor in tensors_of(inputs)]
+        text = f"Laplace needs inputs with one row for each example, got tensors of the shapes {sizes}; use SWAG or DeepEnsemble"
+        raise FlowBNNError(text, kind="shape", argument="loader")
     layers, results = parameter_modules(model), dict[str, Any]()
     calls = LayerCalls(min(3, rows(inputs)))
 

@@ -39,6 +39,10 @@ class LaplacePosterior(WeightPosterior):
         output_layer: Name of the output layer if no other layer has a posterior, else None.
         history: Training record.
 
+    Attributes:
+        validation_nll: Negative log-likelihood of the validation data by prior scale, relative to that of the highest evidence. Empty
+            without validation data.
+
     >>> import flowbnn as fb
     >>> loader = [(torch.randn(8, 2), torch.arange(8) % 3)]
     >>> posterior = fb.Laplace(epochs=0).fit(nn.Linear(2, 3), loader, progress=False)
@@ -47,6 +51,7 @@ class LaplacePosterior(WeightPosterior):
     """
 
     kind: ClassVar[str] = "laplace"
+    validation_nll: dict[float, float]
 
     def __init__(
         self,
@@ -62,7 +67,7 @@ class LaplacePosterior(WeightPosterior):
     ) -> None:
         super().__init__(disable_nested_tensors(model), likelihood, history)
         self.blocks, self.precisions = blocks, dict(precisions)
-        self.log_evidence, self.output_layer = log_evidence, output_layer
+        self.log_evidence, self.output_layer, self.validation_nll = log_evidence, output_layer, {}
         self.mode = {name: model.get_parameter(name).detach() for name in self.names}
         self.use(predictive)
 

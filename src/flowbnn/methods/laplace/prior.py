@@ -24,6 +24,9 @@ from flowbnn.methods.laplace.blocks import CurvatureBlock, FullBlock
 from flowbnn.methods.laplace.curvature import Curvature, CurvatureFit
 from flowbnn.training import is_main_process
 
+# beyond these precisions the prior has no effect, or the weights are zero, in float32
+PRECISION_BOUNDS = (1e-10, 1e10)
+
 
 def bisect_log(increases: Callable[[float], bool], low: float, high: float) -> float:
     """Returns the positive number at which a function stops increasing, by bisection of its logarithm.
@@ -83,7 +86,7 @@ class QuadraticModel:
         noise: float = 1.0,
         start: list[float] | None = None,
         max_iterations: int = 500,
-        bounds: tuple[float, float] = (1e-10, 1e10),
+        bounds: tuple[float, float] = PRECISION_BOUNDS,
     ) -> list[float]:
         r"""Returns the precisions :math:`\delta'` that maximize the evidence.
 
@@ -93,7 +96,7 @@ class QuadraticModel:
             noise: Factor :math:`s^2` of the variance of the noise.
             start: Initial precisions of the iteration.
             max_iterations: Maximum number of iterations.
-            bounds: Smallest and largest precision. Beyond the default the prior has no effect, or the weights are zero, in float32.
+            bounds: Smallest and largest precision.
 
         >>> model = QuadraticModel(torch.tensor([3.0]), torch.tensor([0.75]).sqrt(), None, [1])
         >>> round(model.best_precisions()[0], 6)  # solves 3 / (3 + d) = 0.75 d
@@ -248,18 +251,33 @@ def add_prior(
     return blocks, evidence
 
 
+def fit_prior(fit: CurvatureFit, curvature: Curvature, prior: PriorSearch) -> tuple[Curvature, list[float]]:
+    """Finds the best prior and noise at the current weights.
+
+    Returns:
+        The curvature under this noise, and the prior precision of each layer.
+    """
+    relative, noise = prior.maximize_evidence(fit, curvature)
+    if prior.learns_noise:
+        scale_noise(fit, noise)
+        curvature = fit.measure()
+    return curvature, [delta / noise for delta in relative]
+
+
 def newton_step(
     fit: CurvatureFit, curvature: Curvature, prior: PriorSearch
-) -> tuple[Curvature, list[float], bool]:
+) -> tuple[Curvature, list[float], bool, bool]:
     """Takes a Newton step to the mode under the best prior and noise, halved until the log-density increases.
 
     Returns:
-        The curvature at the new weights, the prior precision of each layer, and True if the step gained log-density.
+        The curvature at the new weights, the prior precision of each layer, True if the step gained log-density, and True if the best
+        prior is the narrowest, whose mode is the zero network.
     """
     weights = fit.weights
     start = {name: value.detach().clone() for name, value in weights.items()}
     gradient = fit.gradient(curvature.num_examples)
     relative, noise = prior.maximize_evidence(fit, curvature, gradient)
+    at_bound = prior.scale is None and max(relative) > 0.99 * PRECISION_BOUNDS[1]
     delta_by_name = {
         name: delta for shapes, delta in zip(fit.layers.values(), relative, strict=True) for name in shapes
     }
@@ -293,7 +311,7 @@ def newton_step(
             scale_noise(fit, error / count)
             after = fit.measure()
             deltas = deltas if prior.scale is not None else [delta * count / error for delta in deltas]
-    return after, deltas, gain > 1e-9  # nats
+    return after, deltas, gain > 1e-9, at_bound  # nats
 
 
 @torch.no_grad()
@@ -340,6 +358,16 @@ def newton_gain(
         squares = eigenbasis_gradient(block, gradient).square()
         gain += 0.5 * float((squares / (block.eigenvalues.flatten() + block.prior)).sum())
     return gain
+
+
+def warn_no_best_prior() -> None:
+    """Warns that Newton steps were undone, because they ended at the largest prior precision, in the zero network."""
+    if is_main_process():
+        warn(
+            "the evidence increases up to the largest prior precision, at which all weights are zero; the Newton steps are undone. Use "
+            "structure='kron', set prior_scale, or newton_steps=0",
+            kind="prior",
+        )
 
 
 def warn_not_at_mode(gain: float, tolerance: float = 1.0) -> None:

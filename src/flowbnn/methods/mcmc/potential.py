@@ -106,6 +106,8 @@ class NetworkPotential:
         self.scale = num_data / len(self.targets)
         self.sites, self.rows_per_pass = sites, rows_per_pass
         values = {name: value.detach() for name, value in model.named_parameters() if value.requires_grad}
+        if any(value.is_complex() for value in values.values()):
+            raise FlowBNNError("chains need real weights, got complex ones; use SGLD or SWAG", kind="network")
         if sites is not None:
             values = {
                 name: weight.new_ones(layout_of(module).dim) for name, (module, weight) in sites.items()

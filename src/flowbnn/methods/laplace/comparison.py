@@ -1,0 +1,73 @@
+"""Comparison of a Laplace approximation with the network it is made from, and the choice of its prior on validation data."""
+
+from collections.abc import Iterable
+from itertools import islice
+from typing import Any
+
+from flowbnn.errors import warn
+from flowbnn.methods.laplace.posterior import LaplacePosterior
+from flowbnn.posterior.base import Posterior
+from flowbnn.posterior.point import PointPosterior
+from flowbnn.training import is_main_process
+
+FACTORS = (1.0, 10.0, 1e2, 1e3, 1e4)  # of the prior precision; the last leaves little of the posterior
+TOLERANCE = 0.1  # nats per example by which the noise of few samples may raise the NLL
+TRAINING_TOLERANCE = 0.3  # the same on training data, on which the network itself is overconfident
+NUM_SAMPLES = 32
+
+
+def compare_with_network(
+    posterior: LaplacePosterior, validation: Iterable[Any] | None, training: Iterable[Any], choose: bool
+) -> None:
+    """Chooses the prior on validation data, and warns if predictions are worse than those of the network itself.
+
+    The NLL of all priors is stored as ``posterior.validation_nll``, by prior scale relative to the fitted one.
+
+    Args:
+        posterior: Laplace approximation, whose prior may change.
+        validation: Validation data, or None.
+        training: Training data, of which the first batch is used if there are no validation data.
+        choose: If True, the prior is chosen on the validation data.
+    """
+    data = list(islice(training, 1)) if validation is None else validation
+    network_nll = _mean_nll(PointPosterior(posterior.model, posterior._observation_model()), data)
+    priors = [block.prior for block in posterior.blocks]
+    precisions = dict(posterior.precisions)
+
+    def scale_prior(factor: float) -> None:
+        for block, prior in zip(posterior.blocks, priors, strict=True):
+            block.prior = factor * prior
+        posterior.precisions = {name: factor * value for name, value in precisions.items()}
+
+    factors = FACTORS if choose and validation is not None and all(priors) else FACTORS[:1]
+    nlls = {}
+    for factor in factors:
+        scale_prior(factor)
+        nlls[factor] = _mean_nll(posterior, data)
+    best = min(nlls, key=nlls.__getitem__)
+    scale_prior(best)
+    if validation is not None:
+        posterior.validation_nll = {factor**-0.5: nll for factor, nll in nlls.items()}
+    tolerance = TRAINING_TOLERANCE if validation is None else TOLERANCE
+    if nlls[best] > network_nll + tolerance and is_main_process():
+        source = "the first batch of the training data" if validation is None else "the validation data"
+        advice = (
+            "provide validation data, which choose the prior"
+            if validation is None
+            else "use newton_steps or epochs"
+        )
+        warn(
+            f"the NLL on {source} is {nlls[best]:.3g}, versus {network_nll:.3g} of the network itself; {advice}, or set a smaller "
+            "prior_scale",
+            kind="worse",
+            nll=nlls[best],
+            network_nll=network_nll,
+        )
+
+
+def _mean_nll(posterior: Posterior, data: Iterable[Any]) -> float:
+    """Returns the mean negative log-likelihood of some batches."""
+    samples = min(NUM_SAMPLES, posterior.default_samples)
+    predictive, targets = posterior.predict_with_targets(data, samples, seed=0, progress=False)
+    assert targets is not None
+    return float(predictive.nll(targets).double().mean())

@@ -1,0 +1,232 @@
+"""Predictions without their samples: the means, uncertainties and scores of each input.
+
+A prediction for N inputs by S networks needs the memory of S x N outputs. Predictions over large loaders are therefore reduced, batch
+by batch, to what does not grow with S.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from flowbnn.errors import FlowBNNError
+from flowbnn.metrics import root_mean_squared_error
+from flowbnn.metrics.checks import mean_as_float
+from flowbnn.options import check
+from flowbnn.predictive.base import Predictive
+from flowbnn.predictive.categorical import ABSTAIN, CategoricalPredictive
+from flowbnn.predictive.continuous import Decision
+
+COMMON = ("sample_counts", "standard_error", "sampling_error")
+CLASSES = (*COMMON, "log_probabilities", "variance", "expected_entropy", "mutual_information")
+CLASSES += (
+    "probabilities",
+    "labels",
+    "confidence",
+    "risk",
+    "total_variance",
+    "entropy",
+    "aleatoric",
+    "epistemic",
+)
+CLASSES += ("confidence_error", "decision_strength", "energy")
+REAL_VALUES = (*COMMON, "mean", "aleatoric", "epistemic", "variance", "std")
+SCORES = ("nll", "crps", "cdf")  # methods of targets that need the samples of real values
+
+
+class PredictionSummary:
+    """Prediction without its samples: means and uncertainties of each input, and scores of its targets.
+
+    It has the properties of :class:`CategoricalPredictive` or :class:`GaussianPredictive` that do not depend on single samples, and
+    their methods ``decide``, ``uncertainty`` and ``evaluate``. Quantiles, intervals and draws need the samples:
+    ``posterior.predict(loader, keep_samples=True)``.
+
+    Args:
+        values: Properties of the prediction by name, each ``[B, ...]``.
+        scores: Scores of the targets by name, each ``[B, ...]``, with the targets themselves. Empty if there are no targets.
+        kind: Class of the prediction.
+
+    >>> prediction = CategoricalPredictive(torch.tensor([[[2.0, 0.0]], [[0.0, 1.0]]]))
+    >>> summary = summarize(prediction)
+    >>> torch.equal(summary.probabilities, prediction.probabilities), summary
+    (True, PredictionSummary(CategoricalPredictive, inputs=1))
+    >>> summary.quantiles(0.5)
+    Traceback (most recent call last):
+    flowbnn.errors.FlowBNNError: this prediction has no 'quantiles', because its samples were not kept; use keep_samples=True in predict
+    """
+
+    def __init__(
+        self, values: Mapping[str, Tensor], scores: Mapping[str, Tensor], kind: type[Predictive]
+    ) -> None:
+        self._values, self._scores, self._kind = dict(values), dict(scores), kind
+        self.uncertainties = kind.uncertainties
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # while an object is copied
+            raise AttributeError(name)
+        if name in self._values:
+            return self._values[name]
+        if hasattr(self._kind, name):
+            text = f"this prediction has no '{name}', because its samples were not kept; use keep_samples=True in predict"
+            raise FlowBNNError(text, kind="samples", argument="keep_samples")
+        raise AttributeError(f"{self._kind.__name__} has no attribute {name!r}")
+
+    def __len__(self) -> int:
+        return len(self._values["sample_counts"])
+
+    def __getitem__(self, index: int | slice | Tensor | Sequence[int]) -> "PredictionSummary":
+        """Returns the summary of some inputs. An integer selects a summary of one input."""
+        indices = [index] if isinstance(index, int) else index
+        return self._map(lambda value: value[indices])
+
+    def __repr__(self) -> str:
+        return f"PredictionSummary({self._kind.__name__}, inputs={len(self)})"
+
+    def _map(self, function: Any) -> "PredictionSummary":
+        """Returns a summary whose tensors are results of a function."""
+        groups = [
+            {name: function(value) for name, value in group.items()} for group in (self._values, self._scores)
+        ]
+        return PredictionSummary(*groups, self._kind)
+
+    def to(self, *args: Any, **kwargs: Any) -> "PredictionSummary":
+        """Returns the summary on another device, with the arguments of :meth:`torch.Tensor.to`."""
+        return self._map(lambda value: value.to(*args, **kwargs))
+
+    def cpu(self) -> "PredictionSummary":
+        """Returns the summary on the CPU."""
+        return self.to("cpu")
+
+    @property
+    def num_samples(self) -> int:
+        """Number of samples that the values are computed from. With adaptive sampling, the largest number of any input."""
+        return int(self.sample_counts.max()) if len(self) else 0
+
+    @property
+    def log_density(self) -> Tensor | None:
+        """Log-density of each input, ``[B]``, if the posterior has a density gate."""
+        return self._values.get("log_density")
+
+    @property
+    def _mixture(self) -> CategoricalPredictive:
+        """Predictive of the mean probabilities, for what depends on nothing else."""
+        return CategoricalPredictive(self.log_probabilities.unsqueeze(0))
+
+    def uncertainty(self, by: str) -> Tensor:
+        """Returns an uncertainty, as :meth:`decide` compares it.
+
+        Args:
+            by: Name of the uncertainty, one of :attr:`uncertainties`.
+        """
+        check("by", by, Literal[self.uncertainties])
+        return (
+            self._mixture.uncertainty(by) if by in self._kind.normalized_uncertainties else getattr(self, by)
+        )
+
+    def decide(self, abstain_above: float | Tensor, by: str = "") -> Any:
+        """Returns labels, or values with a mask, as :meth:`CategoricalPredictive.decide` and :meth:`GaussianPredictive.decide` do.
+
+        Args:
+            abstain_above: Uncertainty above which the prediction abstains.
+            by: Name of the :meth:`uncertainty`. The default is the first one.
+        """
+        abstained = self.uncertainty(by or self.uncertainties[0]) > abstain_above
+        if "labels" in self._values:
+            return self.labels.masked_fill(abstained, ABSTAIN)
+        return Decision(self.mean, abstained)
+
+    def credible_set(self, mass: float = 0.9) -> Tensor:
+        """Returns the smallest set of classes with at least this predictive probability, as booleans ``[B, C]``.
+
+        Args:
+            mass: Probability of the set.
+        """
+        return self._mixture.credible_set(mass)
+
+    def nll(self, targets: Tensor) -> Tensor:
+        """Returns the negative log-likelihood of the target of each input, ``[B]``.
+
+        Args:
+            targets: Targets. For real values they must be those of the loader.
+        """
+        return self._mixture.nll(targets) if "labels" in self._values else self._score("nll", targets)
+
+    def crps(self, targets: Tensor) -> Tensor:
+        """Returns the continuous ranked probability score (CRPS) of each target.
+
+        Args:
+            targets: Targets of the loader.
+        """
+        return self._score("crps", targets)
+
+    def cdf(self, targets: Tensor) -> Tensor:
+        """Returns the predictive distribution function at each target.
+
+        Args:
+            targets: Targets of the loader.
+        """
+        return self._score("cdf", targets)
+
+    def _score(self, name: str, targets: Tensor) -> Tensor:
+        """Returns a score that was computed when the samples were there."""
+        stored = self._scores.get("targets")
+        if (
+            stored is None
+            or stored.numel() != targets.numel()
+            or not bool((stored == targets.view_as(stored)).all())
+        ):
+            text = f"'{name}' of other targets needs the samples of the prediction; use keep_samples=True in predict"
+            raise FlowBNNError(text, kind="samples", argument="keep_samples")
+        return self._scores[name]
+
+    def evaluate(self, targets: Tensor) -> dict[str, float]:
+        """Returns the metrics of :meth:`CategoricalPredictive.evaluate` or :meth:`GaussianPredictive.evaluate`.
+
+        Args:
+            targets: Targets. For real values they must be those of the loader.
+        """
+        if "labels" in self._values:
+            return self._mixture.evaluate(targets)
+        covered = (self.cdf(targets) - 0.5).abs() <= 0.45
+        return {
+            "rmse": root_mean_squared_error(self.mean.reshape(-1, 1), targets.to(self.mean).reshape(-1, 1)),
+            "nll": mean_as_float(self.nll(targets)),
+            "crps": mean_as_float(self.crps(targets)),
+            "coverage_90": mean_as_float(covered),
+        }
+
+
+def summarize(predictive: Any, targets: Tensor | None = None) -> PredictionSummary | None:
+    """Returns a prediction without its samples, or None if the class of the prediction has no summary.
+
+    Args:
+        predictive: Prediction with samples.
+        targets: Targets of the inputs, whose scores are computed while there are samples.
+    """
+    classes = isinstance(predictive, CategoricalPredictive)
+    if not classes and not all(hasattr(type(predictive), name) for name in (*SCORES, *REAL_VALUES)):
+        return None
+    values = {name: getattr(predictive, name) for name in (CLASSES if classes else REAL_VALUES)}
+    if predictive.log_density is not None:
+        values["log_density"] = predictive.log_density
+    scores: dict[str, Tensor] = {}
+    if targets is not None and not classes:
+        scores = {name: getattr(predictive, name)(targets) for name in SCORES} | {"targets": targets}
+    return PredictionSummary(values, scores, type(predictive))
+
+
+def concatenate_summaries(summaries: Sequence[PredictionSummary]) -> PredictionSummary:
+    """Returns one summary of the inputs of several.
+
+    Args:
+        summaries: Summaries of the same kind.
+    """
+    groups = [
+        {
+            name: torch.cat([getattr(summary, group)[name] for summary in summaries])
+            for name in getattr(summaries[0], group)
+        }
+        for group in ("_values", "_scores")
+    ]
+    return PredictionSummary(*groups, summaries[0]._kind)

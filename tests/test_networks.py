@@ -1,0 +1,72 @@
+"""Tests of calls and copies of networks that take or return unusual objects."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import prune
+
+import flowbnn as fb
+from flowbnn.batches import call, move
+from flowbnn.errors import FlowBNNError
+from flowbnn.networks import copy_network
+
+
+class TakesOne(nn.Linear):
+    """Network that takes a dictionary or a list as one argument."""
+
+    def forward(self, batch):
+        first = batch["x"] if isinstance(batch, dict) else batch[0]
+        return super().forward(first)
+
+
+class TakesTwo(nn.Linear):
+    """Network with two arguments."""
+
+    def forward(self, x, shift):
+        return super().forward(x) + shift
+
+
+def test_networks_that_take_a_dictionary_or_a_list_as_one_argument():
+    x, network = torch.ones(3, 2), TakesOne(2, 1)
+    expected = nn.Linear.forward(network, x)
+    for inputs in ({"x": x, "mask": x}, [x, x], (x, x)):
+        assert torch.equal(call(network, inputs), expected)
+    two = TakesTwo(2, 1)
+    assert torch.equal(call(two, (x, 1.0)), call(two, {"x": x, "shift": 1.0}))
+    with pytest.raises(TypeError):
+        call(two, {"x": x, "word": 1.0})
+
+
+def test_dictionaries_of_outputs_with_logits():
+    class Logits(nn.Linear):
+        def forward(self, x):
+            return {"logits": super().forward(x), "features": x}
+
+    network = Logits(2, 3)
+    assert call(network, torch.ones(4, 2)).shape == (4, 3)
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
+def test_networks_whose_weights_are_computed_can_be_copied():
+    old = nn.utils.weight_norm(nn.Linear(2, 3))
+    pruned = prune.l1_unstructured(nn.Linear(2, 3), "weight", amount=0.5)
+    for network in (old, pruned):
+        network(torch.ones(1, 2)).sum().backward()  # the weight has a history now
+        copy = copy_network(network)
+        assert torch.equal(copy(torch.ones(1, 2)), network(torch.ones(1, 2)))
+        posterior = fb.posterior.PointPosterior(network, fb.likelihoods.Categorical())
+        assert torch.equal(posterior.sample()(torch.ones(1, 2)), network(torch.ones(1, 2)))
+
+
+def test_tensors_of_inference_mode_can_be_used_by_autograd():
+    with torch.inference_mode():
+        x = torch.ones(2, 2)
+    nn.Linear(2, 1)(move(x, torch.device("cpu"))).sum().backward()
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_torchscript_is_named_by_every_function():
+    scripted = torch.jit.trace(nn.Linear(2, 3), torch.ones(1, 2))
+    with pytest.raises(FlowBNNError) as caught:
+        fb.to_stochastic(scripted, {"*": fb.noise.NormalAffine()})
+    assert "TorchScript" in str(caught.value)
