@@ -340,10 +340,9 @@ def rewrap_forward_errors(inputs: Any, what: str = "the network fails on inputs 
             hint = "; use inputs.float()"
         elif any(tensor.ndim in (1, 3) for tensor in tensors) and re.search("shape|channels|dim", message):
             hint = "; use inputs[None] for one example"
+        text = f"{what} shape {sizes}: {message}{hint}"
         raise FlowBNNError(
-            f"{what} shape {sizes}: {message}{hint}",
-            kind="network",
-            shapes=[tuple(tensor.shape) for tensor in tensors],
+            text, kind="network", shapes=[tuple(tensor.shape) for tensor in tensors]
         ) from error
 
 

@@ -104,11 +104,8 @@ class ConditionalDensity(RealLikelihood):
         if targets.shape[:1] != outputs.shape[:1] or targets.numel() != len(outputs) * self.dim:
             number = targets.numel() // max(1, len(targets))
             hint = f"; set dim={number}" if targets.shape[:1] == outputs.shape[:1] else ""
-            raise FlowBNNError(
-                f"{self!r} has {pluralize(self.dim, 'target')} per example, got targets of shape {tuple(targets.shape)}{hint}",
-                kind="targets",
-                argument="targets",
-            )
+            text = f"{self!r} has {pluralize(self.dim, 'target')} per example, got targets of shape {tuple(targets.shape)}{hint}"
+            raise FlowBNNError(text, kind="targets", argument="targets")
 
 
 class Flow(ConditionalDensity):

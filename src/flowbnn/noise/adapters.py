@@ -65,10 +65,8 @@ def _set_refusal(module: nn.Module, name: str, refusal: Any, refuse: bool) -> No
 
 
 def _refuse_merge(*args: Any, **kwargs: Any) -> NoReturn:
-    raise FlowBNNError(
-        "merging would drop the noise of this network; merge a network from posterior.sample(seed), with noise on linear layers only",
-        kind="merge",
-    )
+    text = "merging would drop the noise of this network; merge a network from posterior.sample(seed), with noise on linear layers only"
+    raise FlowBNNError(text, kind="merge")
 
 
 def _refuse_save(*args: Any, **kwargs: Any) -> NoReturn:

@@ -114,11 +114,8 @@ def remove_noise_without_gradient(model: nn.Module, inputs: Any) -> list[str]:
     if len(names) == len(layers) or any(isinstance(layers[name], JointPart) for name in names):
         advice = "give noise to other layers only, or remove torch.no_grad()"
         raise FlowBNNError(f"{text}; {advice}", kind="gradient", argument="network", layers=names)
-    warn(
-        f"{text}; they are left without noise (to silence this, set their rules to None)",
-        kind="gradient",
-        layers=names,
-    )
+    text = f"{text}; they are left without noise (to silence this, set their rules to None)"
+    warn(text, kind="gradient", layers=names)
     for name in names:
         remove_noise(model, name)
     return names
@@ -167,11 +164,8 @@ def inspect_noise(
     idle = align_batch_axes(model, inputs, layer_inputs)
     check_called(model, idle)
     if idle:
-        warn(
-            f"the network never calls layers {quote_names(idle)}, so their noise has no effect; set their rules to None",
-            kind="idle",
-            layers=idle,
-        )
+        text = f"the network never calls layers {quote_names(idle)}, so their noise has no effect; set their rules to None"
+        warn(text, kind="idle", layers=idle)
     return idle
 
 

@@ -283,9 +283,8 @@ def gated(
         for batch in loader:
             inputs, targets = split_batch(batch)
             if targets is None:
-                raise FlowBNNError(
-                    "gated needs a loader of (inputs, targets)", kind="loader", argument="loader"
-                )
+                text = "gated needs a loader of (inputs, targets)"
+                raise FlowBNNError(text, kind="loader", argument="loader")
             vectors.append(extractor(inputs, network, context))
             if isinstance(posterior.likelihood, RealLikelihood):
                 statistics.add(targets)
