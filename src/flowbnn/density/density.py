@@ -160,8 +160,8 @@ class Density(nn.Module):
         scores = self.score(held_out, context)
         check_shape("held_out", scores, ("examples >= 1",), kind="data")
         check_entries("held_out", scores, ~scores.isnan(), "in the support", "remove these examples", "data")
-        if rate * (1 + len(scores)) < 1:
-            minimum = math.ceil(1 / rate) - 1
+        minimum = math.ceil(1 / rate) - 1  # the smallest p-value of fewer examples exceeds the rate
+        if len(scores) < minimum:
             text = f"rate={rate:g} needs at least {pluralize(minimum, 'held-out example')}, got {len(scores)}; none will be novel"
             warn(text, kind="data", argument="held_out", minimum=minimum)
         return NoveltyDetector(self, rate, criterion, finite_scores(scores).sort().values)

@@ -82,7 +82,7 @@ class ConditionalDensity(RealLikelihood):
         return self._make(to_single_precision(outputs).unsqueeze(0)).samples[0]
 
     def _checked_outputs(self, outputs: Tensor) -> Tensor:
-        outputs, _ = check_samples(outputs, "outputs", f"[S, B, {self.num_outputs}]")
+        outputs, _ = check_samples(outputs, "outputs")
         check_shape("outputs", outputs, ("S", "B", self.num_outputs), owner=type(self).__name__)
         return outputs
 

@@ -111,7 +111,7 @@ class Gaussian(RealLikelihood):
     @checked
     def predictive(self, outputs: Tensor, sample_counts: Tensor | None = None) -> GaussianPredictive:
         """Returns the predictive distribution of samples of outputs ``[S, B, D]``."""
-        outputs, _ = check_samples(outputs, "outputs", "[S, B, D]")
+        outputs, _ = check_samples(outputs, "outputs")
         return GaussianPredictive(*self.moments(outputs), sample_counts, self.shape)
 
     def check(self, outputs: Tensor, targets: Tensor) -> None:

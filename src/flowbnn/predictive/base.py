@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, Self
 import torch
 from torch import Tensor
 
-from flowbnn.errors import FlowBNNError
+from flowbnn.errors import FlowBNNError, check_entries, check_shape
 from flowbnn.metrics.checks import to_floating_point
 from flowbnn.options import Bounds, Hint, check, checked
 
@@ -219,7 +219,6 @@ def check_finite_samples(invalid: Tensor) -> None:
 def check_samples(
     values: Tensor,
     name: str,
-    shape: str,
     sample_counts: Tensor | None = None,
     min_size: int = 0,
     max_size: float = math.inf,
@@ -229,7 +228,6 @@ def check_samples(
     Args:
         values: Samples ``[S, B, K]``.
         name: Name of the argument.
-        shape: Required shape as text.
         sample_counts: Number of samples of each input, ``[B]``, or None if all inputs have S samples.
         min_size: Smallest K.
         max_size: Largest K.
@@ -243,17 +241,18 @@ def check_samples(
     if values.ndim != 3 or not len(values) or not min_size <= values.shape[-1] <= max_size:
         single = values.ndim == 3 and values.shape[-1] < min_size
         hint = "use from_bernoulli" if single else "flatten other axes"
-        text = f"{name} must be {shape} with S > 0, got {list(values.shape)}; {hint}"
-        raise FlowBNNError(text, kind="shape", argument=name)
+        last = f"size >= {min_size}" if math.isinf(max_size) else int(max_size)
+        check_shape(name, values, ("samples >= 1", "batch", last), hint)
     if values.dtype not in (torch.float32, torch.float64):
         values = to_floating_point(values, name)
     if sample_counts is None:
         return values, None
     samples, inputs = values.shape[:2]
-    is_vector = sample_counts.shape == (inputs,) and not sample_counts.is_floating_point()
-    if not is_vector or not bool(((sample_counts >= 1) & (sample_counts <= samples)).all()):
-        text = f"sample_counts must be {inputs} integers from 1 to {samples}, got {sample_counts.dtype} {list(sample_counts.shape)}"
-        raise FlowBNNError(text, kind="range" if is_vector else "shape", argument="sample_counts")
+    check_shape("sample_counts", sample_counts, (inputs,))
+    if sample_counts.is_floating_point():
+        raise FlowBNNError("sample_counts must be integers", kind="shape", argument="sample_counts")
+    valid = (sample_counts >= 1) & (sample_counts <= samples)
+    check_entries("sample_counts", sample_counts, valid, f"from 1 to {samples}")
     return values, sample_counts.to(values.device, torch.int64).unsqueeze(0)
 
 

@@ -47,7 +47,7 @@ class CategoricalPredictive(Predictive):
 
     @checked
     def __init__(self, logits: Tensor, sample_counts: Tensor | None = None) -> None:
-        logits, self._sample_counts = check_samples(logits, "logits", "[S, B, C]", sample_counts, min_size=2)
+        logits, self._sample_counts = check_samples(logits, "logits", sample_counts, min_size=2)
         self._tensors = (logits,)
         normalizers = logits.logsumexp(-1, keepdim=True)
         tensors = (F.log_softmax(logits, dim=-1), normalizers)
@@ -65,7 +65,7 @@ class CategoricalPredictive(Predictive):
         >>> CategoricalPredictive.from_probabilities(torch.tensor([[[0.5, 0.5]], [[1.0, 0.0]]])).probabilities
         tensor([[0.7500, 0.2500]])
         """
-        probabilities, _ = check_samples(probabilities, "probabilities", "[S, B, C]")
+        probabilities, _ = check_samples(probabilities, "probabilities")
         check_finite_samples(~torch.isfinite(probabilities))
         return cls(torch.log(check_probabilities(probabilities, ndim=3)))
 
@@ -82,7 +82,7 @@ class CategoricalPredictive(Predictive):
         tensor([[0.5000, 0.5000]])
         """
         logits = logits.unsqueeze(-1) if logits.ndim == 2 else logits
-        logits, _ = check_samples(logits, "logits", "[S, B] or [S, B, 1]", max_size=1)
+        logits, _ = check_samples(logits, "logits", max_size=1)
         # half of the logit for each class, so that the energy depends on its absolute value only
         return cls(torch.cat([-0.5 * logits, 0.5 * logits], dim=-1), sample_counts)
 

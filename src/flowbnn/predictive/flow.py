@@ -45,7 +45,7 @@ class FlowPredictive(ContinuousPredictive):
         shape: tuple[int, ...] | None = None,
     ) -> None:
         self.shape = shape
-        loc, self._sample_counts = check_samples(loc, "loc", "[S, B, D]", sample_counts)
+        loc, self._sample_counts = check_samples(loc, "loc", sample_counts)
         self._tensors = (loc, scale, knots)
         tensors = [self._fill_missing(tensor, 1.0) for tensor in self._tensors]
         finite = [torch.isfinite(tensor).reshape(*loc.shape, -1).all(-1) for tensor in tensors]

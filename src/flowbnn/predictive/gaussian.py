@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from flowbnn.errors import FlowBNNError
+from flowbnn.errors import FlowBNNError, check_entries
 from flowbnn.options import checked
 from flowbnn.predictive.base import check_finite_samples, check_samples
 from flowbnn.predictive.continuous import ContinuousPredictive
@@ -41,7 +41,7 @@ class GaussianPredictive(ContinuousPredictive):
         shape: tuple[int, ...] | None = None,
     ) -> None:
         self.shape = shape
-        mean, self._sample_counts = check_samples(mean, "mean", "[S, B, D]", sample_counts)
+        mean, self._sample_counts = check_samples(mean, "mean", sample_counts)
         variance = torch.as_tensor(variance, dtype=mean.dtype, device=mean.device)
         try:
             variance = variance.expand(mean.shape)
@@ -52,11 +52,7 @@ class GaussianPredictive(ContinuousPredictive):
         means, variances = self._fill_missing(mean, 0.0), self._fill_missing(variance, 1.0)
         check_finite_samples(~(torch.isfinite(means) & torch.isfinite(variances)))
         self._tensors = (self._fill_missing(mean, math.nan), self._fill_missing(variance, math.nan))
-        if (variances <= 0).any():
-            text = (
-                f"variance must be positive, got {float(variances.min()):.3g}; take exp() of a log-variance"
-            )
-            raise FlowBNNError(text, kind="range", argument="variance")
+        check_entries("variance", variances, variances > 0, "positive", "take exp() of a log-variance")
 
     @property
     def samples(self) -> Tensor:
