@@ -311,10 +311,8 @@ class _Search:
         self.chosen_prior = prior
         if not fit.converged:
             text = "check for very large outputs of the network, decrease prior_scale, or use temperature scaling"
-            warn(
-                f"the ELBO did not converge in {len(fit.trace)} passes over the held-out data; {text}",
-                kind="convergence",
-            )
+            text = f"the ELBO did not converge in {len(fit.trace)} passes over the held-out data; {text}"
+            warn(text, kind="convergence")
         return posterior
 
     def _write_report(self, choice: str, **scores: Any) -> None:
