@@ -76,7 +76,9 @@ def fit(options: argparse.Namespace) -> tuple[fb.Posterior, Tensor, Tensor]:
         "fc1": fb.noise.NormalPlanar(length=2),
         "*": fb.noise.NormalAffine(),
     }
-    posterior = fb.fit(fb.to_stochastic(network, rules), loader, epochs=options.epochs, **training)
+    posterior = fb.fit(
+        fb.to_stochastic(network, rules), loader, epochs=options.epochs, **training, validation=None
+    )
     return posterior, images[: options.images], labels[: options.images]
 
 

@@ -62,7 +62,7 @@ def train(options: Any) -> None:
     assert conversion is not None
     model = fb.to_stochastic(MODELS[options.model](), conversion)
     settings = {"accelerator": options.device, "precision": options.precision, "acceleration": "off"}
-    fb.fit(model, loader, epochs=4, devices=options.worker, progress=False, **settings)
+    fb.fit(model, loader, epochs=4, devices=options.worker, progress=False, **settings, validation=None)
     if is_main_process():
         # the first pass reads the data, the second one warms up
         times = [*loader.times[1:], time.perf_counter()]

@@ -177,6 +177,7 @@ def call_rows() -> list[Row]:
         num_data=128,
         progress=False,
         seed=0,
+        validation=None,
     )
     with Trace() as first:
         posterior.predict(batch[0], 16)
@@ -207,7 +208,7 @@ def work_before_training(targets: torch.Tensor, outputs: int) -> str:
     handle = register_optimizer_step_pre_hook(lambda *_: counts.append((len(passes), loader.count)))
     try:
         model = fb.to_stochastic(network, {"*": NormalPlanar()})
-        fb.fit(model, loader, epochs=1, progress=False, seed=0)
+        fb.fit(model, loader, epochs=1, progress=False, seed=0, validation=None)
     finally:
         handle.remove()
     passes_before, batches_before = counts[0]

@@ -25,7 +25,18 @@ def _ignore_collapse_in_short_runs():
 def fitted(**options) -> fb.posterior.NoisePosterior:
     model = fb.to_stochastic(network(), {"0": fb.noise.NormalPlanar(2), "*": fb.noise.NormalAffine()})
     return fb.fit(
-        model, loader(), **{"epochs": 8, "weight_lr": 0.01, "noise_lr": 0.01, "seed": 0, **QUIET, **options}
+        model,
+        loader(),
+        **{
+            "epochs": 8,
+            "weight_lr": 0.01,
+            "noise_lr": 0.01,
+            "seed": 0,
+            "validation": None,
+            **QUIET,
+            **options,
+        },
+        validation=None,
     )
 
 
@@ -34,7 +45,7 @@ def test_the_example_of_the_readme():
     bayesian = fb.to_stochastic(
         plain.model, {"0": fb.noise.NormalPlanar(length=2), "*": fb.noise.NormalAffine()}
     )
-    posterior = fb.fit(bayesian, loader(), epochs=4, **QUIET)
+    posterior = fb.fit(bayesian, loader(), epochs=4, **QUIET, validation=None)
     images = blobs().tensors[0][:7]
     prediction = posterior.predict(images, samples=16)
     assert prediction.probabilities.shape == (7, 3)
@@ -58,14 +69,14 @@ def test_frozen_weights_stay():
     before = [p.clone() for p in fb.noise.weight_parameters(model)]
     noise_before = [p.clone() for p in fb.noise.noise_parameters(model)]
     fb.noise.freeze(model, "weights")
-    fb.fit(model, loader(), epochs=2, inplace=True, **QUIET)
+    fb.fit(model, loader(), epochs=2, inplace=True, **QUIET, validation=None)
     assert all(torch.equal(a, b) for a, b in zip(before, fb.noise.weight_parameters(model), strict=True))
     assert not any(
         torch.equal(a, b) for a, b in zip(noise_before, fb.noise.noise_parameters(model), strict=True)
     )
     fb.noise.freeze(model, "noise")
     with pytest.raises(FlowBNNError) as error:
-        fb.fit(model, loader(), epochs=1, **QUIET)
+        fb.fit(model, loader(), epochs=1, **QUIET, validation=None)
     assert (error.value.kind, error.value.argument) == ("network", "network")
 
 
@@ -78,7 +89,9 @@ def test_regression():
         nn.Sequential(nn.Linear(1, 16), nn.Tanh(), nn.Linear(16, 1)), {"*": fb.noise.NormalAffine()}
     )
     data = DataLoader(TensorDataset(x, y), batch_size=100, shuffle=True)
-    posterior = fb.fit(model, data, epochs=40, weight_lr=0.02, noise_lr=0.02, warmup=0.3, **QUIET)
+    posterior = fb.fit(
+        model, data, epochs=40, weight_lr=0.02, noise_lr=0.02, warmup=0.3, **QUIET, validation=None
+    )
     assert isinstance(posterior.likelihood, fb.likelihoods.Gaussian)
     assert float(posterior.likelihood.log_scale.detach().exp()) == pytest.approx(0.5, rel=0.25)
     report = fb.evaluate(posterior, data, samples=64, progress=False)
@@ -93,6 +106,7 @@ def test_regression():
         epochs=1,
         likelihood=fb.likelihoods.Gaussian("predicted"),
         **QUIET,
+        validation=None,
     )
     assert posterior.predict(x[:5]).mean.shape == (5, 1)
 
@@ -107,7 +121,12 @@ def test_regression_with_large_targets():
     nn.init.constant_(net[2].bias, 150.0)
     data = loader(TensorDataset(x, y))
     posterior = fb.fit(
-        fb.to_stochastic(net, {"0": fb.noise.NormalAffine()}), data, epochs=10, weight_lr=0.05, **QUIET
+        fb.to_stochastic(net, {"0": fb.noise.NormalAffine()}),
+        data,
+        epochs=10,
+        weight_lr=0.05,
+        **QUIET,
+        validation=None,
     )
     assert float(posterior.likelihood.log_scale.detach().exp()) == pytest.approx(50.0, rel=0.25)
     assert 0.8 < fb.evaluate(posterior, data, samples=32, progress=False)["coverage_90"] < 0.97
@@ -117,7 +136,7 @@ def test_regression_with_large_targets():
 def test_bernoulli_from_one_logit():
     data = blobs(classes=2)
     model = fb.to_stochastic(nn.Linear(4, 1), {"*": fb.noise.NormalAffine()})
-    posterior = fb.fit(model, loader(data), epochs=20, weight_lr=0.05, **QUIET)
+    posterior = fb.fit(model, loader(data), epochs=20, weight_lr=0.05, **QUIET, validation=None)
     assert fb.evaluate(posterior, loader(data), progress=False)["accuracy"] > 0.9
 
 
@@ -150,9 +169,9 @@ def test_a_resumed_fit_equals_an_uninterrupted_one(tmp_path):
     model = fb.to_stochastic(network(), {"0": fb.noise.NormalPlanar(2), "*": fb.noise.NormalAffine()})
     options = {"epochs": 6, "weight_lr": 0.01, "noise_lr": 0.01, "seed": 0, "checkpoint": path, **QUIET}
     with pytest.raises(Killed):
-        fb.fit(model, breaking(4), **options)
+        fb.fit(model, breaking(4), **options, validation=None)
     again = fb.to_stochastic(network(), {"0": fb.noise.NormalPlanar(2), "*": fb.noise.NormalAffine()})
-    resumed = fb.fit(again, loader(), resume=True, **options)
+    resumed = fb.fit(again, loader(), resume=True, **options, validation=None)
     for name, value in whole.model.state_dict().items():
         assert torch.equal(value, resumed.model.state_dict()[name]), name
     assert resumed.history["elbo"] == whole.history["elbo"]
@@ -177,7 +196,11 @@ def test_save_and_load(tmp_path):
         plain.predict(x).probabilities,
     )
     bare = fb.fit(
-        fb.to_stochastic(nn.Linear(4, 3), {"*": fb.noise.NormalAffine()}), loader(), epochs=1, **QUIET
+        fb.to_stochastic(nn.Linear(4, 3), {"*": fb.noise.NormalAffine()}),
+        loader(),
+        epochs=1,
+        **QUIET,
+        validation=None,
     )
     path = bare.save(tmp_path / "bare.safetensors")
     loaded = fb.posterior.NoisePosterior.load(path, nn.Linear(4, 3))
@@ -259,7 +282,7 @@ def test_networks_with_several_inputs():
     x, y = blobs().tensors
     model = fb.to_stochastic(Two(), {"*": fb.noise.NormalAffine()})
     batches = [((x[i : i + 40], x[i : i + 40]), y[i : i + 40]) for i in range(0, 240, 40)]
-    posterior = fb.fit(model, batches, epochs=1, **QUIET)
+    posterior = fb.fit(model, batches, epochs=1, **QUIET, validation=None)
     assert posterior.predict((x, x), samples=3).probabilities.shape == (240, 3)
     assert posterior.predict({"left": x, "right": x}, samples=3).probabilities.shape == (240, 3)
 
@@ -273,7 +296,7 @@ def test_entropy_detects_novel_inputs():
 
 def test_dropout_as_noise():
     model = fb.to_stochastic(network(), {"2": fb.noise.Dropout(0.3)})
-    posterior = fb.fit(model, loader(), epochs=3, weight_lr=0.02, **QUIET)
+    posterior = fb.fit(model, loader(), epochs=3, weight_lr=0.02, **QUIET, validation=None)
     assert posterior.history["kl"] == [0.0] * 3
     prediction = posterior.predict(blobs().tensors[0], samples=20)
     assert prediction.epistemic.max() > 1e-4
@@ -340,7 +363,14 @@ def test_labels_are_checked_in_every_epoch():
 
     model = fb.to_stochastic(network(), {"*": fb.noise.NormalAffine()})
     with pytest.raises(FlowBNNError) as caught:
-        fb.fit(model, Turning([(torch.zeros(240, 4), torch.zeros(240))]), epochs=5, num_data=240, **QUIET)
+        fb.fit(
+            model,
+            Turning([(torch.zeros(240, 4), torch.zeros(240))]),
+            epochs=5,
+            num_data=240,
+            **QUIET,
+            validation=None,
+        )
     assert caught.value.kind == "targets"
     assert Turning.passes == 4
 
@@ -348,18 +378,18 @@ def test_labels_are_checked_in_every_epoch():
 def test_noise_is_trained_inside_noise_mode():
     model = fb.to_stochastic(network(), {"*": fb.noise.NormalAffine()})
     with fb.noise_mode(model, "off"):
-        fb.fit(model, loader(), epochs=1, noise_lr=0.01, inplace=True, **QUIET)
+        fb.fit(model, loader(), epochs=1, noise_lr=0.01, inplace=True, **QUIET, validation=None)
     assert all((p != 0).any() for p in fb.noise.noise_parameters(model))
 
 
 def test_fit_returns_a_fitted_copy():
     model = fb.to_stochastic(network(), {"*": fb.noise.NormalAffine()})
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    posterior = fb.fit(model, loader(), epochs=1, seed=0, **QUIET)
+    posterior = fb.fit(model, loader(), epochs=1, seed=0, **QUIET, validation=None)
     assert posterior.model is not model
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert not any(layer.fitted for layer in fb.noise.noise_layers(model).values())
-    again = fb.fit(model, loader(), epochs=1, seed=0, inplace=True, **QUIET)
+    again = fb.fit(model, loader(), epochs=1, seed=0, inplace=True, **QUIET, validation=None)
     assert again.model is model
     assert all(torch.equal(value, again.tensors()[name]) for name, value in posterior.tensors().items())
 

@@ -72,7 +72,7 @@ def test_a_pair_of_tensors_is_validation_data_and_the_check_changes_nothing():
 
 def test_a_pair_of_tensors_is_no_loader_for_training():
     for fit in (
-        lambda: fb.fit(stochastic(), (INPUTS, LABELS), **QUIET),
+        lambda: fb.fit(stochastic(), (INPUTS, LABELS), **QUIET, validation=None),
         lambda: fb.MLE().fit(network(), (INPUTS, LABELS), **QUIET),
     ):
         assert "TensorLoader" in assert_refused(fit, "loader", "loader")
@@ -82,7 +82,7 @@ def test_unknown_options_are_refused_with_suggestions():
     model = stochastic()
     for argument, suggestion in (("lr", "weight_lr"), ("device", "'devices'"), ("nose_lr", "'noise_lr'")):
         message = assert_refused(
-            lambda argument=argument: fb.fit(model, loader(), **{argument: 1e-3}, **QUIET),
+            lambda argument=argument: fb.fit(model, loader(), **{argument: 1e-3}, **QUIET, validation=None),
             "unknown setting",
             argument,
         )

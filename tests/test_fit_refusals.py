@@ -37,20 +37,30 @@ def refused(function) -> FlowBNNError:
 @pytest.mark.parametrize(
     ("act", "kind", "argument"),
     [
-        (lambda m: fb.fit(network(), loader(), **QUIET), "network", "network"),
-        (lambda m: fb.fit(m, [], **QUIET), "loader", "loader"),
-        (lambda m: fb.fit(m, 5, **QUIET), "value", "loader"),
-        (lambda m: fb.fit(m, iter(loader()), **QUIET), "loader", "loader"),
-        (lambda m: fb.fit(m, DataLoader(blobs().tensors[0], 40), **QUIET), "loader", "loader"),
+        (lambda m: fb.fit(network(), loader(), **QUIET, validation=None), "network", "network"),
+        (lambda m: fb.fit(m, [], **QUIET, validation=None), "loader", "loader"),
+        (lambda m: fb.fit(m, 5, **QUIET, validation=None), "value", "loader"),
+        (lambda m: fb.fit(m, iter(loader()), **QUIET, validation=None), "loader", "loader"),
         (
-            lambda m: fb.fit(m, [{"x": torch.ones(2, 4), "labels": torch.zeros(2)}], **QUIET),
+            lambda m: fb.fit(m, DataLoader(blobs().tensors[0], 40), **QUIET, validation=None),
             "loader",
             "loader",
         ),
-        (lambda m: fb.fit(m, loader(), epoch=3, **QUIET), "unknown setting", "epoch"),
-        (lambda m: fb.fit(m, loader(blobs(classes=4)), **QUIET), "targets", "targets"),
-        (lambda m: fb.fit(m, nan_at(100), **QUIET), "batch", None),
-        (lambda m: fb.fit(m, loader(), checkpoint="/proc/nothing/here", **QUIET), "file", None),
+        (
+            lambda m: fb.fit(
+                m, [{"x": torch.ones(2, 4), "labels": torch.zeros(2)}], **QUIET, validation=None
+            ),
+            "loader",
+            "loader",
+        ),
+        (lambda m: fb.fit(m, loader(), epoch=3, **QUIET, validation=None), "unknown setting", "epoch"),
+        (lambda m: fb.fit(m, loader(blobs(classes=4)), **QUIET, validation=None), "targets", "targets"),
+        (lambda m: fb.fit(m, nan_at(100), **QUIET, validation=None), "batch", None),
+        (
+            lambda m: fb.fit(m, loader(), checkpoint="/proc/nothing/here", **QUIET, validation=None),
+            "file",
+            None,
+        ),
         (lambda m: fb.evaluate(network(), loader()), "value", "posterior"),
         (lambda m: fb.noise.freeze(network(), "noise"), "network", None),
         (lambda m: posterior_of(m).predict(None), "unsupported", "inputs"),
@@ -74,7 +84,7 @@ def test_a_loss_that_is_not_finite_names_the_layer(problem):
     if problem == "weights":
         plain[1] = nn.Identity()
         nn.init.constant_(plain[2].weight, float("inf"))
-    error = refused(lambda: fb.fit(noisy(plain), loader(), epochs=1, **QUIET))
+    error = refused(lambda: fb.fit(noisy(plain), loader(), epochs=1, **QUIET, validation=None))
     assert (error.kind, error.layer) == ("not finite", "2.weight" if problem == "weights" else "1")
 
 
@@ -147,7 +157,7 @@ def test_targets_that_are_not_finite_name_their_batch():
     plain = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
     for act in (
         lambda: fb.MLE(epochs=0).fit(plain, data, likelihood="gaussian", **QUIET),
-        lambda: fb.fit(noisy(plain), data, epochs=1, likelihood="gaussian", **QUIET),
+        lambda: fb.fit(noisy(plain), data, epochs=1, likelihood="gaussian", **QUIET, validation=None),
     ):
         error = refused(act)
         assert (error.kind, error.fields["tensor"]) == ("batch", "1")
@@ -159,7 +169,7 @@ def test_networks_with_several_rows_per_example():
     data = [(torch.randn(8, 1, 2, 2), torch.zeros(24, dtype=torch.long))]
     for act in (
         lambda: fb.MAP(epochs=1).fit(pixels, data, **QUIET),
-        lambda: fb.fit(noisy(pixels), data, epochs=1, **QUIET),
+        lambda: fb.fit(noisy(pixels), data, epochs=1, **QUIET, validation=None),
     ):
         assert refused(act).kind == "shape"
 

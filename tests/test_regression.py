@@ -145,7 +145,7 @@ def test_a_fit_of_noise_to_a_trained_network_keeps_its_noise_scale():
     for seed in range(2):
         loader = TensorLoader(*curve(500, seed), batch_size=100, shuffle=True)
         model = fb.to_stochastic(solved(*curve(500, seed)), {"*": fb.noise.NormalAffine()})
-        posterior = fb.fit(model, loader, epochs=50, seed=seed, **QUIET)
+        posterior = fb.fit(model, loader, epochs=50, seed=seed, **QUIET, validation=None)
         assert has_best_scale(posterior, *curve(500, seed))
         report = fb.evaluate(posterior, curve(2000, 1000 + seed), progress=False)
         assert report["nll"] < best_nll(report["rmse"]) + 0.05
@@ -197,6 +197,7 @@ def test_the_scale_of_the_outputs_is_saved_and_resumed(tmp_path):
         epochs=1,
         seed=0,
         **QUIET,
+        validation=None,
     )
     assert torch.equal(noisy.model.flowbnn_loc, whole.model.flowbnn_loc)
     loaded = fb.load_posterior(noisy.save(tmp_path / "noise.safetensors"), network())
@@ -318,7 +319,9 @@ def test_a_likelihood_object_is_fitted_like_its_name():
     found = []
     for likelihood in ("gaussian", Gaussian(), level):
         noisy = fb.to_stochastic(net, {"*": fb.noise.NormalAffine()})
-        posterior = fb.fit(noisy, batches(), epochs=2, likelihood=likelihood, seed=0, **QUIET)
+        posterior = fb.fit(
+            noisy, batches(), epochs=2, likelihood=likelihood, seed=0, **QUIET, validation=None
+        )
         found.append(torch.cat([value.flatten() for value in posterior.tensors().values()]))
     assert torch.equal(found[0], found[1])
     torch.testing.assert_close(found[0], found[2])

@@ -56,14 +56,19 @@ def test_a_sorted_loader_leads_to_no_standardization_of_a_trained_network():
         posterior = fb.MLE(epochs=0).fit(solved(x, y), loader, seed=0, **QUIET)
     assert residual(posterior.model, (x, y)) < 0.25
     noisy = fb.to_stochastic(solved(x, y), {"*": fb.noise.NormalAffine()})
-    posterior = fb.fit(noisy, loader, epochs=1, weight_lr=0.0, seed=0, **QUIET)
+    posterior = fb.fit(noisy, loader, epochs=1, weight_lr=0.0, seed=0, **QUIET, validation=None)
     assert not hasattr(posterior.model, "flowbnn_loc")
 
 
 def test_the_report_uses_the_initial_units():
     loader = batches(1e3, 5e3)
     posterior = fb.fit(
-        fb.to_stochastic(network(), {"*": fb.noise.NormalAffine()}), loader, epochs=1, seed=0, **QUIET
+        fb.to_stochastic(network(), {"*": fb.noise.NormalAffine()}),
+        loader,
+        epochs=1,
+        seed=0,
+        **QUIET,
+        validation=None,
     )
     size = residual(network(), curve(500, 0, 1e3, 5e3))
     divergence = 51 * (

@@ -16,9 +16,14 @@ from flowbnn.posterior.noise import NoisePosterior
 def fit(
     network: nn.Module, loader: Iterable[Any], *, inplace: bool = False, **options: Any
 ) -> NoisePosterior:
-    r"""Fits the noise and the weights of a stochastic network by the ELBO.
+    r"""Fits the noise and the weights of a stochastic network by the ELBO, if that improves its predictions.
 
     .. math:: \max \; E_q[\log p(D \mid z)] - \beta \sum_l \mathrm{KL}[q(z_l) \| p(z_l)] + \gamma \sum_l H(q(z_l))
+
+    The fit is compared with the given network on held-out data. If it is not better, the given network is returned with noise of almost
+    no width, and a warning is raised. By default, a tenth of the data is held out. The given weights may have been trained on these
+    rows. In this case, networks of the same architecture are trained afresh without them, with and without noise. If noise is better
+    there, it is fitted to all data.
 
     Args:
         network: Network with noise, from :func:`~flowbnn.to_stochastic`. It is not changed.
@@ -40,10 +45,12 @@ def fit(
         schedule: Learning-rate schedule. ``"cosine"`` decays the rates to zero, from the start if ``epochs`` is set and otherwise after
             the plateau. None keeps them constant. A :class:`~flowbnn.methods.schedule.PlateauSchedule` changes the rules for the
             plateau. A function from ``(optimizer, number of steps)`` to a scheduler is stepped at every batch.
+        validation: Fraction of the data that is held out to judge the fit, a loader of held-out data, or None to train on all data
+            without a judgement. The epoch with the best held-out log-likelihood is used.
         validation_samples: Number of networks per prediction on the validation data, whose negative log-likelihood (NLL) is recorded.
         report: If True, computes the report of the fit.
-        options: Options of :class:`~flowbnn.methods.FitOptions`, such as ``likelihood``, ``num_data``, ``validation``, ``checkpoint``,
-            ``resume``, ``early_stop``, ``seed``, ``precision``, ``devices`` and ``progress``.
+        options: Options of :class:`~flowbnn.methods.FitOptions`, such as ``likelihood``, ``num_data``, ``checkpoint``, ``resume``,
+            ``early_stop``, ``seed``, ``precision``, ``devices`` and ``progress``.
 
     Returns:
         Posterior of a fitted copy of the network. Its ``history`` has the ELBO, the log-likelihood, the KL divergence and the entropy
@@ -61,4 +68,4 @@ def fit(
     NoisePosterior(Linear, 1 layer with noise, Categorical(), 2 epochs)
     """
     model = unwrap_compiled(network) if inplace else copy_network(network)
-    return fit_noise(model, loader, NoiseFitOptions(**options))
+    return fit_noise(model, loader, NoiseFitOptions(**options), judges=True)

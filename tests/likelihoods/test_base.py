@@ -39,7 +39,7 @@ def test_likelihood_of_pixel_labels_is_saved_and_loaded(tmp_path):
     network, inputs, targets = make_segmentation(20)
     model = fb.to_stochastic(network, {"*": fb.noise.NormalAffine()})
     loader = TensorLoader(inputs, targets, batch_size=10)
-    posterior = fb.fit(model, loader, epochs=1, likelihood=PixelLabels(), progress=False)
+    posterior = fb.fit(model, loader, epochs=1, likelihood=PixelLabels(), progress=False, validation=None)
     loaded = fb.load_posterior(posterior.save(tmp_path / "posterior"), network)
     assert isinstance(loaded.likelihood, PixelLabels)
     expected = posterior.predict(inputs, samples=2, seed=0).probabilities

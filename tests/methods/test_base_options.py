@@ -102,7 +102,9 @@ INVALID_OPTIONS: tuple[dict[str, Any], ...] = (
 def test_invalid_options_are_refused(name: str) -> None:
     for invalid in INVALID_OPTIONS:
         if name == "fb.fit":
-            error = error_of(lambda o=invalid: fb.fit(noisy(), BATCHES, epochs=1, **QUIET | o))
+            error = error_of(
+                lambda o=invalid: fb.fit(noisy(), BATCHES, epochs=1, **QUIET | o, validation=None)
+            )
         else:
             error = error_of(lambda o=invalid: case_of(name).make().fit(network(), BATCHES, **QUIET | o))
         assert error.argument in invalid, (invalid, error)
@@ -133,7 +135,7 @@ def test_invalid_options_are_refused(name: str) -> None:
     ids=lambda invalid: next(iter(invalid)),
 )
 def test_invalid_arguments_of_fit_are_refused(invalid: dict[str, Any]) -> None:
-    error = error_of(lambda: fb.fit(noisy(), BATCHES, **{"epochs": 1, **QUIET, **invalid}))
+    error = error_of(lambda: fb.fit(noisy(), BATCHES, **{"epochs": 1, **QUIET, **invalid}, validation=None))
     assert error.argument in invalid
 
 
@@ -161,7 +163,7 @@ def test_invalid_recipes_are_refused(make: Callable[[], Any], name: str) -> None
 @pytest.mark.filterwarnings("ignore::flowbnn.errors.FlowBNNWarning")
 @pytest.mark.parametrize("seed", ["a", 1.5])
 def test_invalid_seeds_of_predictions_are_refused(seed: Any) -> None:
-    posterior = fb.fit(noisy(), BATCHES, epochs=1, **QUIET)
+    posterior = fb.fit(noisy(), BATCHES, epochs=1, **QUIET, validation=None)
     assert error_of(lambda: posterior.predict(BATCHES[0][0], seed=seed)).argument == "seed"
 
 

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 
 import flowbnn as fb
 from flowbnn.errors import FlowBNNError, FlowBNNWarning
-from flowbnn.methods.ensemble import reset_parameters
+from flowbnn.methods.network_layers import reset_parameters
 
 
 def test_members_differ_in_initialization_and_order_of_the_data():

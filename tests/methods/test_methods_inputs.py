@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import flowbnn as fb
 from flowbnn.methods import Method, temper
-from flowbnn.methods.ensemble import reset_parameters
+from flowbnn.methods.network_layers import reset_parameters
 
 QUIET: dict[str, Any] = {"progress": False, "seed": 1}
 pytestmark = pytest.mark.filterwarnings("ignore::flowbnn.errors.FlowBNNWarning")

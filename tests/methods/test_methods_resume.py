@@ -21,16 +21,21 @@ def noisy(recipe=None):
 
 
 def test_resuming_with_another_recipe_is_refused(tmp_path):
-    fb.fit(noisy(), loader(), epochs=1, checkpoint=tmp_path, **QUIET)
+    fb.fit(noisy(), loader(), epochs=1, checkpoint=tmp_path, **QUIET, validation=None)
     other = noisy(fb.noise.NormalAffine(prior_scale=0.1, base_scale=0.3))
     before = {name: value.clone() for name, value in other.state_dict().items()}
     with pytest.raises(FlowBNNError) as error:
-        fb.fit(other, loader(), epochs=2, checkpoint=tmp_path, resume=True, **QUIET)
+        fb.fit(other, loader(), epochs=2, checkpoint=tmp_path, resume=True, **QUIET, validation=None)
     assert "\n" not in str(error.value)
     assert error.value.kind == "checkpoint"
     assert error.value.fields["changed"]["prior_scale of layer '0'"] == ("0.5", "0.1")
     assert all(torch.equal(value, before[name]) for name, value in other.state_dict().items())
-    assert fb.fit(noisy(), loader(), epochs=2, checkpoint=tmp_path, resume=True, **QUIET).history.epochs == 2
+    assert (
+        fb.fit(
+            noisy(), loader(), epochs=2, checkpoint=tmp_path, resume=True, **QUIET, validation=None
+        ).history.epochs
+        == 2
+    )
 
 
 def test_resuming_with_another_dropout_rate_is_refused(tmp_path):
@@ -45,13 +50,13 @@ def test_resuming_a_custom_flow_with_another_prior_is_refused(tmp_path):
     def recipe(scale):
         return FlowNoise(lambda dim: Radial(dim), prior_scale=scale, base_scale=0.3)
 
-    fb.fit(noisy(recipe(0.5)), loader(), epochs=1, checkpoint=tmp_path, **QUIET)
+    fb.fit(noisy(recipe(0.5)), loader(), epochs=1, checkpoint=tmp_path, **QUIET, validation=None)
     options = {"epochs": 2, "checkpoint": tmp_path, "resume": True, **QUIET}
     with pytest.raises(FlowBNNError) as error:
-        fb.fit(noisy(recipe(0.2)), loader(), **options)
+        fb.fit(noisy(recipe(0.2)), loader(), **options, validation=None)
     assert error.value.kind == "checkpoint"
     assert error.value.fields["changed"]["prior_scale of layer '0'"] == ("0.5", "0.2")
-    assert fb.fit(noisy(recipe(0.5)), loader(), **options).history.epochs == 2
+    assert fb.fit(noisy(recipe(0.5)), loader(), **options, validation=None).history.epochs == 2
 
 
 class Interruption(Exception):
@@ -71,7 +76,15 @@ def interrupted_fit(folder, epoch, epochs=4, **options):
             return super().__iter__()
 
     with pytest.raises(Interruption):
-        fb.fit(noisy(), InterruptedLoader(blobs(), 40), epochs=epochs, checkpoint=folder, **QUIET, **options)
+        fb.fit(
+            noisy(),
+            InterruptedLoader(blobs(), 40),
+            epochs=epochs,
+            checkpoint=folder,
+            **QUIET,
+            **options,
+            validation=None,
+        )
 
 
 def saved_epoch(path):
@@ -83,13 +96,15 @@ def test_checkpoint_of_an_interrupted_run_is_kept(tmp_path):
     last, before = tmp_path / "last.safetensors", tmp_path / "last-before.safetensors"
     assert saved_epoch(last) == 2
     with pytest.warns(FlowBNNWarning) as caught:
-        fb.fit(noisy(), loader(), epochs=1, checkpoint=tmp_path, **QUIET)
+        fb.fit(noisy(), loader(), epochs=1, checkpoint=tmp_path, **QUIET, validation=None)
     assert len(caught) == 1
     assert "\n" not in str(caught[0].message)
     assert caught[0].message.fields["kind"] == "unfinished checkpoint"
     assert caught[0].message.fields["backup"] == str(before)
     assert (saved_epoch(last), saved_epoch(before)) == (1, 2)
-    resumed = fb.fit(noisy(), DataLoader(blobs(), 40), epochs=4, checkpoint=before, resume=True, **QUIET)
+    resumed = fb.fit(
+        noisy(), DataLoader(blobs(), 40), epochs=4, checkpoint=before, resume=True, **QUIET, validation=None
+    )
     assert resumed.history.epochs == 4
 
 
@@ -121,10 +136,12 @@ def test_finished_or_damaged_checkpoint_is_replaced_without_a_warning(tmp_path):
     rule = fb.training.EarlyStop("loss", patience=1, min_delta=1e9)
     with warnings.catch_warnings():
         warnings.simplefilter("error", FlowBNNWarning)
-        fb.fit(noisy(), loader(), epochs=1, checkpoint=tmp_path, **QUIET)
-        stopped = fb.fit(noisy(), loader(), epochs=5, checkpoint=tmp_path, early_stop=rule, **QUIET)
+        fb.fit(noisy(), loader(), epochs=1, checkpoint=tmp_path, **QUIET, validation=None)
+        stopped = fb.fit(
+            noisy(), loader(), epochs=5, checkpoint=tmp_path, early_stop=rule, **QUIET, validation=None
+        )
         assert stopped.history.epochs == 2
-        fb.fit(noisy(), loader(), epochs=3, checkpoint=tmp_path, **QUIET)
+        fb.fit(noisy(), loader(), epochs=3, checkpoint=tmp_path, **QUIET, validation=None)
         (tmp_path / "last.safetensors").write_bytes(b"damaged")
-        fb.fit(noisy(), loader(), epochs=1, checkpoint=tmp_path, **QUIET)
+        fb.fit(noisy(), loader(), epochs=1, checkpoint=tmp_path, **QUIET, validation=None)
     assert [path.name for path in tmp_path.iterdir()] == ["last.safetensors"]

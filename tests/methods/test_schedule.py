@@ -57,7 +57,7 @@ def test_constant_rates_for_a_loader_without_length():
             yield from TensorLoader(*rings(64, 1), batch_size=32)
 
     model = fb.to_stochastic(MLP(2, (8,), 2), {"*": NormalAffine()})
-    posterior = fb.fit(model, Stream(), epochs=2, num_data=64, **QUIET)
+    posterior = fb.fit(model, Stream(), epochs=2, num_data=64, **QUIET, validation=None)
     assert posterior.history["learning_rate"] == [2e-4, 2e-4]
 
 
@@ -65,7 +65,9 @@ def test_warning_if_the_elbo_has_not_converged():
     torch.manual_seed(0)
     model = fb.to_stochastic(MLP(2, (32,), 2), {"*": NormalAffine()})
     with pytest.warns(FlowBNNWarning) as caught:
-        posterior = fb.fit(model, [rings(300, 1)], schedule=None, weight_lr=1e-3, noise_lr=1e-3, **QUIET)
+        posterior = fb.fit(
+            model, [rings(300, 1)], schedule=None, weight_lr=1e-3, noise_lr=1e-3, **QUIET, validation=None
+        )
     assert of_kind(caught, "convergence")[0].fields["gain"] > 0.01
     assert posterior.report.elbo_gain > 0.01
 
@@ -96,7 +98,7 @@ def test_a_fit_ends_at_the_plateau_also_after_an_interruption(tmp_path):
 
     def fit(loader, **options):
         model = fb.to_stochastic(network, {"*": NormalAffine()})
-        return fb.fit(model, loader, seed=0, **options, **QUIET)
+        return fb.fit(model, loader, seed=0, **options, **QUIET, validation=None)
 
     complete = fit(batches, checkpoint=tmp_path / "complete")
     epochs, rates = complete.history.epochs, complete.history["learning_rate"]
@@ -131,9 +133,10 @@ def test_the_length_of_other_schedules():
         raise FlowBNNError("stop")
 
     with pytest.raises(FlowBNNError):
-        fb.fit(model, batches, schedule=schedule, **QUIET)
+        fb.fit(model, batches, schedule=schedule, **QUIET, validation=None)
     assert steps_of_schedule == [500]
-    rates = fb.fit(model, batches[:2], epochs=3, **QUIET).history["learning_rate"]
+    rates = fb.fit(model, batches[:2], epochs=3, **QUIET, validation=None).history["learning_rate"]
     assert rates == pytest.approx([2e-4 * (0.5 + 0.5 * math.cos(math.pi * t / 3)) for t in (1, 2, 3)])
-    short = fb.fit(model, batches[:10], schedule=PlateauSchedule(window=1, tolerance=10.0), **QUIET)
+    schedule = PlateauSchedule(window=1, tolerance=10.0)
+    short = fb.fit(model, batches[:10], schedule=schedule, **QUIET, validation=None)
     assert short.history.epochs == 6  # a plateau after two windows of two epochs

@@ -104,7 +104,7 @@ def test_fitted_saved_and_loaded(joint: str, tmp_path) -> None:
     model = fb.to_stochastic(network(), {"*": NormalCoupling(2)}, joint=joint)
     inputs = torch.randn(40, 4, generator=torch.Generator().manual_seed(0))
     loader = fb.data.TensorLoader(inputs, torch.arange(40) % 3, batch_size=20)
-    posterior = fb.fit(model, loader, epochs=2, seed=0, progress=False, accelerator="cpu")
+    posterior = fb.fit(model, loader, epochs=2, seed=0, progress=False, accelerator="cpu", validation=None)
     assert "kl/joint" in posterior.history
     predicted = posterior.predict(inputs, 5, seed=1).probabilities
     torch.testing.assert_close(

@@ -147,7 +147,7 @@ def posterior() -> fb.posterior.NoisePosterior:
     network = nn.Sequential(nn.Linear(4, 32), nn.ReLU(), nn.Linear(32, 3))
     data = DataLoader(blobs(), batch_size=40, shuffle=True)
     model = fb.to_stochastic(network, {"0": fb.noise.NormalPlanar(2), "*": fb.noise.NormalAffine()})
-    return fb.fit(model, data, epochs=15, weight_lr=0.01, progress=False, accelerator="cpu")
+    return fb.fit(model, data, epochs=15, weight_lr=0.01, progress=False, accelerator="cpu", validation=None)
 
 
 @pytest.mark.parametrize("as_loader", [False, True])

@@ -20,7 +20,7 @@ def data(rows: int = 40) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def quietly(*args, **options):
-    return fb.fit(*args, epochs=1, progress=False, **options)
+    return fb.fit(*args, epochs=1, progress=False, **options, validation=None)
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,7 @@ def test_dropping_trained_means_raises_a_warning():
     x, y = data()
     model = mlp_noise()
     fb.to_deterministic(model)  # nothing was trained: nothing to say
-    posterior = fb.fit(model, [(x, y)], epochs=30, noise_lr=0.05, progress=False)
+    posterior = fb.fit(model, [(x, y)], epochs=30, noise_lr=0.05, progress=False, validation=None)
     with pytest.warns(fb.errors.FlowBNNWarning) as raised:
         fb.to_deterministic(posterior.model)
     assert [warning.message.kind for warning in raised] == ["mean"]

@@ -41,4 +41,6 @@ def fit(folder, failure="", **options):
     loader = DataLoader(TensorDataset(inputs, (inputs.sum(1) > 0).long()), batch_size=4, shuffle=True)
     model = fb.to_stochastic(network, {"0": fb.noise.NormalPlanar(1), "*": fb.noise.NormalAffine()})
     defaults = {"accelerator": "cpu", "seed": 1, "epochs": 3, "noise_lr": 0.02, "progress": False}
-    return fb.fit(model, loader, checkpoint=folder, checkpoint_every=3, **defaults, **options)
+    return fb.fit(
+        model, loader, checkpoint=folder, checkpoint_every=3, **defaults, **options, validation=None
+    )

@@ -131,7 +131,7 @@ def fitted(acceleration, rules=None, rows=40, **options):
     options = {"epochs": 6, "progress": False, "acceleration": acceleration, "seed": 5, **options}
     if rules is None:
         return fb.MLE(epochs=options.pop("epochs"), schedule=linear_decay).fit(network, loader, **options)
-    return fb.fit(fb.to_stochastic(network, rules), loader, schedule=linear_decay, **options)
+    return fb.fit(fb.to_stochastic(network, rules), loader, schedule=linear_decay, **options, validation=None)
 
 
 def linear_decay(optimizer, steps):

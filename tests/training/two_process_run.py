@@ -53,7 +53,7 @@ def flow_noise(**options):
     model = fb.to_stochastic(convolutions(), FLOWS)
     rule = EarlyStop(patience=9)
     defaults = {"validation": shuffled(11, 4), "early_stop": rule, "warmup": 0.5, "gamma": 0.01}
-    return fb.fit(model, shuffled(), weight_lr=1e-3, noise_lr=1e-2, **defaults, **options)
+    return fb.fit(model, shuffled(), weight_lr=1e-3, noise_lr=1e-2, **defaults, **options, validation=None)
 
 
 def two_samples_of_a_mixture(**options):
@@ -63,7 +63,9 @@ def two_samples_of_a_mixture(**options):
     rules = {"0": fb.noise.NormalAffine(components=3), "*": fb.noise.NormalGlow(1)}
     inputs = torch.randn(17, 3, generator=torch.Generator().manual_seed(2))
     loader = TensorLoader(inputs, inputs.sum(1, keepdim=True), batch_size=8, shuffle=True)
-    return fb.fit(fb.to_stochastic(network, rules), loader, repeats=2, clip_gradient=0.5, **options)
+    return fb.fit(
+        fb.to_stochastic(network, rules), loader, repeats=2, clip_gradient=0.5, **options, validation=None
+    )
 
 
 def device_batches(**options):

@@ -48,11 +48,19 @@ from flowbnn.methods.fitting import (
     FitOptions,
     LossAndLogs,
     PreparedFit,
-    SchedulerFactory,
+    hold_out,
     make_optimizer,
     negative_log_likelihood,
+    plan_fit,
     prepare,
     train_posterior,
+)
+from flowbnn.methods.schedule import (
+    WEIGHT_SCHEDULE,
+    Monitor,
+    PlateauSchedule,
+    SchedulerFactory,
+    TrainingPlan,
 )
 from flowbnn.networks import copy_network
 from flowbnn.noise import noise_layers
@@ -92,10 +100,13 @@ class Method:
     """Base class for methods that turn a network into a posterior.
 
     Args:
-        epochs: Number of passes over the data when weights are trained by gradients. 0 uses the network as it is.
+        epochs: Number of passes over the data when weights are trained by gradients. 0 uses the network as it is. By default, a tenth
+            of the data is held out. Training ends when its log-likelihood has reached a plateau, and the best epoch is used; see
+            :class:`~flowbnn.methods.schedule.PlateauSchedule`.
         lr: Learning rate of this training.
         optimizer: Function from parameter groups to an optimizer, such as ``torch.optim.AdamW``. Adam by default.
-        schedule: Function from ``(optimizer, number of steps)`` to a learning-rate scheduler, which is stepped at every batch.
+        schedule: Function from ``(optimizer, number of steps)`` to a learning-rate scheduler, which is stepped at every batch, or rules
+            for the plateau (:class:`~flowbnn.methods.schedule.PlateauSchedule`).
         prior_scale: Standard deviation of the Gaussian prior of every weight, if the method has one.
     """
 
@@ -103,10 +114,10 @@ class Method:
     needs_weights: ClassVar[bool] = True  # whether the network must have trainable weights
     has_prior: ClassVar[bool] = True  # whether training by gradients includes a prior of the weights
 
-    epochs: Annotated[int, Ge(0)] = 20
+    epochs: Annotated[int, Ge(0)] | None = None
     lr: Positive = 1e-3
     optimizer: Callable[..., torch.optim.Optimizer] | None = None
-    schedule: SchedulerFactory | None = None
+    schedule: SchedulerFactory | PlateauSchedule | None = None
     prior_scale: Positive = 1.0
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -168,7 +179,7 @@ class Method:
             problem = f"{name} needs trainable weights; use network.requires_grad_()"
         if problem is not None:
             raise FlowBNNError(problem, kind="network", argument="network")
-        options = FitOptions(**{"epochs": max(1, self.epochs), "description": description, **kwargs})
+        options = FitOptions(**{"epochs": self.epochs or 1, "description": description, **kwargs})
         check_loader(loader)
         return copy_network(network), options
 
@@ -179,8 +190,9 @@ class Method:
         options: FitOptions,
         weight_decay: float | None = None,
         prepared: PreparedFit | None = None,
+        fold: int = 0,
     ) -> PointPosterior:
-        r"""Trains a network for ``epochs`` by maximum a posteriori, in place. With ``epochs=0`` the network is used as it is.
+        r"""Trains a network by maximum a posteriori, in place. With ``epochs=0`` the network is used as it is.
 
         .. math:: \max_w \frac1N \sum_i \log p(y_i \mid x_i, w) - \frac{\lambda}{2} \|w\|^2
 
@@ -193,11 +205,12 @@ class Method:
             weight_decay: Weight decay :math:`\lambda`. The default is :math:`1 / \sigma^2 N` for methods with a Gaussian prior, and 0
                 otherwise.
             prepared: Result of :func:`~flowbnn.methods.fitting.prepare`, if the method has called it already.
+            fold: Index of the block of data that is held out if ``epochs`` is None.
         """
-        prepared = prepared or prepare(model, loader, options, self.epochs > 0)
+        prepared = prepared or prepare(model, loader, options, self.trains)
         likelihood = prepared.likelihood
         posterior = PointPosterior(model.eval(), likelihood)
-        if self.epochs:
+        if self.trains:
             if weight_decay is None:
                 weight_decay = 0.0
                 if self.has_prior:
@@ -208,12 +221,43 @@ class Method:
                 {"params": list(likelihood.parameters()), "lr": self.likelihood_lr, "weight_decay": 0.0},
             ]
             optimizer, loss = make_optimizer(groups, self.optimizer), partial(self._loss(model), likelihood)
+            training, training_options, plan = self.plan_training(loader, options, fold)
             posterior.history = train_posterior(
-                posterior, loss, optimizer, loader, options, self.schedule, check_batch=prepared.check_batch
+                posterior,
+                loss,
+                optimizer,
+                training,
+                training_options,
+                plan.scheduler,
+                check_batch=prepared.check_batch,
+                num_epochs=plan.num_epochs,
             )
         with preserve_rng_state(loader, options.seed or 0):
             fit_residual_scale(model, likelihood, loader)
         return posterior
+
+    def plan_training(
+        self, loader: Iterable[Any], options: FitOptions, fold: int = 0
+    ) -> tuple[Iterable[Any], FitOptions, TrainingPlan]:
+        """Returns the training data, the options and the schedule of a training.
+
+        Args:
+            loader: Batches of ``(inputs, targets)``.
+            options: Options of the fit.
+            fold: Index of the block of data that is held out if ``epochs`` is None.
+        """
+        if self.epochs is not None:
+            plan, options = plan_fit(options.epochs, self.schedule, loader, options)
+            return loader, options, plan
+        loader, options = hold_out(loader, options, fold)
+        monitor: Monitor = "log_likelihood" if options.held_out is None else "validation_nll"
+        plan, options = plan_fit(None, self.schedule or WEIGHT_SCHEDULE, loader, options, monitor)
+        return loader, options, plan
+
+    @property
+    def trains(self) -> bool:
+        """True unless ``epochs`` is 0."""
+        return self.epochs != 0
 
     def _loss(self, model: nn.Module) -> Callable[..., LossAndLogs]:
         """Returns the loss of :meth:`fit_point`, whose first argument is the likelihood."""

@@ -33,6 +33,7 @@ from flowbnn.methods.network_layers import (
     dropout_layers,
     layers_with_inner_dropout,
 )
+from flowbnn.methods.schedule import WEIGHT_SCHEDULE
 from flowbnn.methods.variational.noise_fit import NoiseFitOptions, fit_noise
 from flowbnn.networks import deepcopy_network, evaluation_mode, record_calls
 from flowbnn.noise import Dropout
@@ -90,12 +91,14 @@ class MCDropout(Method):
         if self.rate is None and self.layers is None:
             warn_unsampled(layers_with_inner_dropout(model))
         rate = 0.1 if self.rate is None else self.rate
-        if not self.epochs:
+        if not self.trains:
             likelihood = self.fit_point(deepcopy(model), loader, options).likelihood
             posterior = NoisePosterior(self._add_dropout(model, rate).eval(), likelihood)
             fit_noise_scale(posterior, loader, options.seed)
             return posterior
         settings = {name: getattr(self, name) for name in ("epochs", "optimizer", "schedule", "repeats")}
+        if self.epochs is None:
+            settings["schedule"] = self.schedule or WEIGHT_SCHEDULE
         settings["weight_decay"] = self._weight_decay(rate, loader, options)
         fit_options = NoiseFitOptions(weight_lr=self.lr, **settings, **kwargs)
         return fit_noise(self._add_dropout(model, rate), loader, fit_options)
@@ -124,7 +127,7 @@ class MCDropout(Method):
         self, model: nn.Module, loader: Iterable[Any], options: FitOptions, weight_decay: float
     ) -> "DropoutPosterior":
         """Trains a network with dropout layers."""
-        prepared = prepare(disable_nested_tensors(model), loader, options, self.epochs > 0)
+        prepared = prepare(disable_nested_tensors(model), loader, options, self.trains)
         point = self.fit_point(model, loader, options, weight_decay, prepared)
         axes = example_axes(model, move(prepared.inputs, device_of(model)))
         uncalled = [name for name, calls in axes.items() if not calls]

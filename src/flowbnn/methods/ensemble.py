@@ -10,12 +10,13 @@ from dataclasses import field
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from flowbnn.errors import quote_names, warn
 from flowbnn.likelihoods import learns_noise
 from flowbnn.methods.base import FitOptions, Method, register_method
 from flowbnn.networks import deepcopy_network
+from flowbnn.methods.network_layers import reset_parameters
 from flowbnn.options import Count, accepts_options_of, options
 from flowbnn.posterior.point import PointPosterior
 from flowbnn.posterior.weights import MemberPosterior, state_of
@@ -40,7 +41,8 @@ class DeepEnsemble(Method):
             default ``reset_parameters`` of all layers, except frozen ones (``requires_grad=False``). ``lambda network: None`` starts
             all members from the weights of the network.
         prior_scale: Standard deviation of the Gaussian prior of each member, as in :class:`~flowbnn.MAP`.
-        epochs: Number of epochs of each member, at least 1.
+        epochs: Number of epochs of each member, at least 1. By default, each member ends at a plateau on its own held-out tenth of the
+            data, so that all data are used.
 
     >>> loader = [(torch.randn(8, 2), torch.arange(8) % 3)]
     >>> posterior = DeepEnsemble(3, epochs=2).fit(nn.Linear(2, 3), loader, progress=False)
@@ -49,7 +51,7 @@ class DeepEnsemble(Method):
     """
 
     members: Count = 5
-    epochs: Count = field(default=20, kw_only=True)
+    epochs: Count | None = field(default=None, kw_only=True)
     initialize: Callable[[nn.Module], Any] | None = field(default=None, kw_only=True)
 
     @accepts_options_of(FitOptions)
@@ -66,7 +68,7 @@ class DeepEnsemble(Method):
             with preserve_rng_state(loader):
                 for generator in loader_generators(loader):
                     generator.manual_seed(member_seed)
-                points.append(self.fit_point(member, loader, member_options))
+                points.append(self.fit_point(member, loader, member_options, fold=index % 5))
         return EnsemblePosterior.from_points(points, _merge_histories([point.history for point in points]))
 
     def _initialized_copy(self, model: nn.Module, seed: int, warns: bool) -> nn.Module:
@@ -81,38 +83,6 @@ class DeepEnsemble(Method):
             text = f"reset_parameters() leaves {quote_names(unchanged, 3)} unchanged, so all members start alike there; set initialize="
             warn(text, kind="start", layers=unchanged)
         return network
-
-
-def reset_parameters(network: nn.Module) -> list[str]:
-    """Calls ``reset_parameters`` of every layer. Returns the parameters that did not change, except constant ones.
-
-    Frozen parameters (``requires_grad=False``) are restored, and so are the buffers of layers whose parameters are all frozen.
-
-    >>> reset_parameters(nn.Linear(2, 2))
-    []
-    """
-    trainable = {name: value for name, value in network.named_parameters() if value.requires_grad}
-    initial = {name: value.detach().clone() for name, value in trainable.items()}
-    frozen: list[Tensor] = [value for value in network.parameters() if not value.requires_grad]
-    for module in network.modules():
-        parameters = list(module.parameters())
-        if parameters and not any(value.requires_grad for value in parameters):
-            frozen += module.buffers()
-    frozen_values = [(value, value.detach().clone()) for value in frozen]
-    with torch.no_grad():
-        for value in trainable.values():
-            value.add_(0.125)  # a parameter that still has this offset afterwards was not reset
-        marked = {name: value.clone() for name, value in trainable.items()}
-        for module in network.modules():
-            reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
-            if callable(reset):
-                reset()
-        unchanged = [name for name, value in trainable.items() if torch.equal(value, marked[name])]
-        for name in unchanged:
-            trainable[name].copy_(initial[name])
-        for tensor, initial_value in frozen_values:
-            tensor.copy_(initial_value)
-    return [name for name in unchanged if bool((initial[name] != initial[name].flatten()[0]).any())]
 
 
 def _merge_histories(histories: list[History]) -> History:

@@ -33,17 +33,20 @@ from flowbnn.likelihoods import (
 )
 from flowbnn.likelihoods.probabilities import SigmoidRecorder, warn_probabilities
 from flowbnn.methods.data_summary import DataSummary, check_loader, count_examples, first_batch
+from flowbnn.methods.loader_split import MIN_ROWS, split_loader
+from flowbnn.methods.schedule import Monitor, PlateauSchedule, SchedulerFactory, TrainingPlan, plan_training
 from flowbnn.networks import evaluation_mode
 from flowbnn.noise import Recipe, noise_layers, weight_parameters
 from flowbnn.noise.inspection import inspect_noise
 from flowbnn.noise.modes import record_noise_inputs, share_draws_in_batches
 from flowbnn.objectives import mean_log_prob
-from flowbnn.options import Count, call_factory, options
+from flowbnn.options import Count, Probability, call_factory, options
 from flowbnn.posterior.base import Posterior
 from flowbnn.posterior.prediction import check_rows, new_seed
 from flowbnn.posterior.trace import examples_interact
 from flowbnn.regression import noise_at_mean, set_noise_scale, standardize_targets, warn_repeated_targets
-from flowbnn.training import Clock, History, TrainingOptions, train
+from flowbnn.training import Clock, EarlyStop, History, TrainingOptions, train
+from flowbnn.training.options import length_of
 
 NOISE_LR = (
     0.01  # learning rate of the logarithm of a noise scale: under Adam it halves or doubles within 70 steps
@@ -51,7 +54,6 @@ NOISE_LR = (
 LikelihoodName = Likelihood | Literal["auto", "categorical", "bernoulli", "gaussian", "flow", "mixture"]
 NetworkFunction = Callable[[Any], Tensor]
 LossAndLogs = tuple[Tensor, dict[str, Tensor]]
-SchedulerFactory = Callable[[torch.optim.Optimizer, int], Any]
 Loss = Callable[[NetworkFunction, Any, Clock], LossAndLogs]
 
 
@@ -63,16 +65,23 @@ class FitOptions(TrainingOptions):
         likelihood: Likelihood of the targets, or its name. ``"auto"`` is categorical for integer targets, Bernoulli for integer targets
             and one output, and Gaussian with learned noise for real-valued targets.
         num_data: Number of training examples. By default, it is taken from the loader.
-        validation: Loader of held-out data. Its negative log-likelihood (NLL) and its accuracy or error are recorded at every epoch.
+        validation: Loader of held-out data, a fraction of the data to hold out, or None. The negative log-likelihood (NLL) of held-out
+            data and the accuracy or error are recorded at every epoch. Methods hold out a fraction only to find their number of epochs
+            (``epochs=None``). :func:`~flowbnn.fit` always does, to judge its result.
     """
 
     likelihood: LikelihoodName = "auto"
     num_data: Count | None = None
-    validation: Iterable[Any] | None = None
+    validation: Probability | Iterable[Any] | None = 0.1
 
     def __post_init__(self) -> None:
         super().__post_init__()
         object.__setattr__(self, "validation", as_loader(self.validation))
+
+    @property
+    def held_out(self) -> Iterable[Any] | None:
+        """Loader of held-out data, or None if ``validation`` is a fraction or None."""
+        return None if isinstance(self.validation, float) else self.validation
 
     def resolve_seed(self) -> int:
         """Returns the seed, or a random one from torch's generator if none is set."""
@@ -285,6 +294,65 @@ def run_first_batch(
 # -------------------- training
 
 
+def hold_out(loader: Iterable[Any], options: FitOptions, fold: int = 0) -> tuple[Iterable[Any], FitOptions]:
+    """Splits off held-out data if ``validation`` is a fraction.
+
+    A warning is raised if the loader cannot be split. Fewer than 20 examples are not split.
+
+    Args:
+        loader: Batches of ``(inputs, targets)``.
+        options: Options of the fit.
+        fold: Index of the held-out block, see :class:`~flowbnn.methods.loader_split.RowSplit`.
+
+    Returns:
+        The training data, and options whose ``validation`` is a loader or None.
+    """
+    fraction = options.validation
+    if not isinstance(fraction, float):
+        return loader, options
+    nothing = replace(options, validation=None)
+    check_loader(loader)
+    try:
+        training, held_out = split_loader(loader, fraction, fold=fold)
+    except FlowBNNError as error:
+        warn(f"{error}, or validation=None to train on all data without it", kind="split")
+        return loader, nothing
+    num_data = options.num_data
+    count = count_examples(training)
+    if count + count_examples(held_out) < MIN_ROWS:
+        return loader, nothing
+    if num_data is not None:
+        num_data = max(1, round(num_data * (1.0 - fraction)))
+    return training, replace(options, validation=held_out, num_data=num_data)
+
+
+def plan_fit(
+    epochs: int | None,
+    schedule: SchedulerFactory | PlateauSchedule | Literal["cosine"] | None,
+    loader: Iterable[Any],
+    options: FitOptions,
+    monitor: Monitor = "elbo",
+    warmup: float = 0.0,
+) -> tuple[TrainingPlan, FitOptions]:
+    """Returns the length and the schedule of a fit, and its options with the largest number of epochs.
+
+    A fit that finds its number of epochs on held-out data ends with the weights of the best epoch.
+
+    Args:
+        epochs: Number of epochs, or None to train until a plateau.
+        schedule: Learning-rate schedule, see :func:`~flowbnn.methods.schedule.plan_training`.
+        loader: Training data.
+        options: Options of the fit.
+        monitor: Name of the recorded value that a plateau is found in.
+        warmup: Fraction of the run in which the weight of the KL divergence grows.
+    """
+    plan = plan_training(epochs, schedule, length_of(loader), monitor, warmup)
+    early_stop = options.early_stop
+    if epochs is None and early_stop is None and options.held_out is not None:
+        early_stop = EarlyStop("validation_nll", patience=max(10, 2 * plan.plateau.window))
+    return plan, replace(options, epochs=plan.epochs, early_stop=early_stop)
+
+
 def make_validator(
     posterior: Posterior, validation: Iterable[Any] | None, samples: int
 ) -> Callable[[], dict[str, float]] | None:
@@ -377,7 +445,7 @@ def train_posterior(
         check_batch: Function that checks a batch, see :class:`Objective`.
         num_epochs: Function from the history to the number of epochs, see :func:`~flowbnn.training.train`.
     """
-    validate = make_validator(posterior, options.validation, samples)
+    validate = make_validator(posterior, options.held_out, samples)
     model = posterior.model if module is None else module
     model.train()
     scheduler = None

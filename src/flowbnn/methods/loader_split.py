@@ -1,88 +1,154 @@
-"""Random split of a loader into training data and held-out data."""
+"""Split of a loader into training data and held-out data.
+
+The split is a function of the number of examples. All fits on the same data therefore hold out the same rows, and a network that was
+trained with the default ``validation=0.1`` has not seen the rows on which ``fb.fit`` judges its noise.
+"""
 
 from copy import copy
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler, Subset
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler, SubsetRandomSampler
 
-from flowbnn.batches import rows, split_batch, take
+from flowbnn.batches import has_row_axis, pick, rows, split_batch
 from flowbnn.errors import FlowBNNError
 
+MIN_ROWS = 20  # below, a tenth of the data is one row or two, which says nothing
 
-def split_loader(loader: Any, fraction: float, seed: int) -> tuple[Any, Any]:
-    """Splits a loader at random into a training loader and a validation loader.
+
+@dataclass(frozen=True)
+class RowSplit:
+    """Indices of the rows for training and of the held-out rows.
+
+    Args:
+        number: Number of examples.
+        fraction: Fraction of the examples to hold out.
+        seed: Seed of the order of the examples.
+        fold: Index of the held-out block in this order. Blocks of different folds are disjoint.
+
+    >>> RowSplit(10, 0.2, fold=1).held_out.tolist(), len(RowSplit(10, 0.2).training)
+    ([5, 7], 8)
+    """
+
+    number: int
+    fraction: float
+    seed: int = 0
+    fold: int = 0
+
+    @property
+    def count(self) -> int:
+        """Number of held-out examples."""
+        return min(self.number - 1, max(1, round(self.fraction * self.number)))
+
+    @property
+    def held_out(self) -> Tensor:
+        """Sorted indices of the held-out examples."""
+        order = torch.randperm(self.number, generator=torch.Generator().manual_seed(self.seed))
+        return order[self.fold * self.count : (self.fold + 1) * self.count].sort().values
+
+    @property
+    def training(self) -> Tensor:
+        """Sorted indices of all other examples."""
+        mask = torch.ones(self.number, dtype=torch.bool)
+        mask[self.held_out] = False
+        return mask.nonzero().flatten()
+
+
+def cannot_split(loader: Any) -> FlowBNNError:
+    """Returns the error for a loader that cannot be split."""
+    return FlowBNNError(
+        f"this {type(loader).__name__} cannot be split into training data and held-out data; set validation= to a loader of held-out "
+        "data",
+        kind="split",
+        argument="validation",
+    )
+
+
+def split_loader(loader: Any, fraction: float, seed: int = 0, fold: int = 0) -> tuple[Any, Any]:
+    """Splits a loader at random into a training loader and a loader of held-out data.
+
+    Both keep the batch size, the collate function and the workers of the loader. The training loader is shuffled as the loader is.
 
     Args:
         loader: List of batches, :class:`~flowbnn.data.TensorLoader`, or ``DataLoader`` with a random or sequential sampler.
-        fraction: Fraction of the data in the validation loader.
+        fraction: Fraction of the data to hold out.
         seed: Seed of the split.
+        fold: Index of the held-out block, see :class:`RowSplit`.
+
+    Raises:
+        FlowBNNError: If the loader has another type or sampler, or fewer than two examples.
 
     >>> data = [(torch.randn(2), 1.0)] * 50
-    >>> train, validation = split_loader(DataLoader(data, batch_size=8, shuffle=True), 0.2, seed=0)
-    >>> len(train.dataset), len(validation.dataset), train.batch_size
+    >>> train, held_out = split_loader(DataLoader(data, batch_size=8, shuffle=True), 0.2)
+    >>> len(train.sampler), len(held_out.sampler), train.batch_size
     (40, 10, 8)
     """
-    generator = torch.Generator().manual_seed(seed)
     if isinstance(loader, list | tuple):
-        return _split_batches(list(loader), fraction, generator)
+        return _split_batches(list(loader), fraction, seed, fold)
     if hasattr(loader, "tensors") and hasattr(loader, "num_data"):  # flowbnn.data.TensorLoader
-        return _split_tensor_loader(loader, fraction, generator)
+        return _split_tensor_loader(loader, fraction, seed, fold)
     has_batch_sampler = isinstance(loader, DataLoader) and type(loader.batch_sampler) is BatchSampler
-    supported = has_batch_sampler and type(loader.sampler) in (RandomSampler, SequentialSampler)
-    if not supported:
-        raise no_held_out_data()
-    train_index, validation_index = _split_indices(len(loader.dataset), fraction, generator)
-
-    def subset_loader(index: Tensor, *names: str, **options: Any) -> DataLoader[Any]:
-        options |= {
-            name: getattr(loader, name) for name in ("batch_size", "collate_fn", "num_workers", *names)
-        }
-        return DataLoader(Subset(loader.dataset, index.tolist()), **options)
-
-    shuffle = isinstance(loader.sampler, RandomSampler)
-    names = ("generator", "drop_last", "pin_memory", "worker_init_fn")
-    return subset_loader(train_index, *names, shuffle=shuffle), subset_loader(validation_index)
+    if not has_batch_sampler or type(loader.sampler) not in (RandomSampler, SequentialSampler):
+        raise cannot_split(loader)
+    number = len(loader.dataset)
+    if number < 2 or len(loader.sampler) != number or getattr(loader.sampler, "replacement", False):
+        raise cannot_split(loader)
+    split, sampler = RowSplit(number, fraction, seed, fold), loader.sampler
+    training: Any = split.training.tolist()
+    if isinstance(sampler, RandomSampler):
+        training = SubsetRandomSampler(training, sampler.generator)
+    held_out = split.held_out.tolist()
+    return _with_sampler(loader, training, loader.drop_last), _with_sampler(loader, held_out, False)
 
 
-def no_held_out_data() -> FlowBNNError:
-    """Returns the error for a loader that cannot be split."""
-    message = "held-out data are needed, and this loader cannot be split; set validation="
-    return FlowBNNError(message, argument="validation")
+def _with_sampler(loader: Any, sampler: Any, drop_last: bool) -> Any:
+    """Returns a copy of a ``DataLoader`` with another sampler, which keeps all other attributes and the class."""
+    result = copy(loader)
+    # DataLoader refuses to set these attributes, because its own constructor derives them from each other
+    batches = BatchSampler(sampler, loader.batch_size, drop_last)
+    vars(result).update(sampler=sampler, batch_sampler=batches, drop_last=drop_last, _iterator=None)
+    return result
 
 
-def _split_tensor_loader(loader: Any, fraction: float, generator: torch.Generator) -> tuple[Any, Any]:
-    train_index, validation_index = _split_indices(len(loader.tensors[0]), fraction, generator)
-    train, validation = copy(loader), copy(loader)
-    for subset, index in ((train, train_index), (validation, validation_index)):
+def _split_tensor_loader(loader: Any, fraction: float, seed: int, fold: int) -> tuple[Any, Any]:
+    number = len(loader.tensors[0])
+    if number < 2:
+        raise cannot_split(loader)
+    split = RowSplit(number, fraction, seed, fold)
+    train, held_out = copy(loader), copy(loader)
+    for subset, index in ((train, split.training), (held_out, split.held_out)):
         subset.tensors = tuple(tensor[index.to(tensor.device)] for tensor in loader.tensors)
         subset.num_data = len(index)
     if loader.drop_last:
-        train.num_data = len(train_index) // loader.batch_size * loader.batch_size
-    validation.shuffle, validation.augment, validation.drop_last = False, None, False
-    return train, validation
+        train.num_data = len(split.training) // loader.batch_size * loader.batch_size
+        if not train.num_data:
+            raise cannot_split(loader)
+    held_out.shuffle, held_out.augment, held_out.drop_last = False, None, False
+    return train, held_out
 
 
-def _split_indices(number: int, fraction: float, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Returns sorted training and validation indices; raises FlowBNNError if there are fewer than two examples."""
+def _split_batches(batches: list[Any], fraction: float, seed: int, fold: int) -> tuple[Any, Any]:
+    """Holds out rows of the batches. A batch that occurs several times loses the same rows each time."""
+    distinct = {id(batch): batch for batch in batches}
+    pairs = {key: split_batch(batch) for key, batch in distinct.items()}
+    if any(targets is None or not has_row_axis((inputs, targets)) for inputs, targets in pairs.values()):
+        raise cannot_split(batches)
+    sizes = {key: rows(targets) for key, (_, targets) in pairs.items()}
+    number = sum(sizes.values())
     if number < 2:
-        raise no_held_out_data()
-    order = torch.randperm(number, generator=generator)
-    count = min(number - 1, max(1, round(fraction * number)))
-    return order[count:].sort().values, order[:count].sort().values
+        raise cannot_split(batches)
+    mask = torch.zeros(number, dtype=torch.bool)
+    mask[RowSplit(number, fraction, seed, fold).held_out] = True
+    masks = dict(zip(sizes, mask.split(list(sizes.values())), strict=True))
 
+    def select(keys: Any, held_out: bool) -> list[Any]:
+        index = {key: (masks[key] == held_out).nonzero().flatten() for key in masks}
+        return [
+            (pick(pairs[key][0], index[key]), pairs[key][1][index[key].to(pairs[key][1].device)])
+            for key in keys
+            if len(index[key])
+        ]
 
-def _split_batches(batches: list[Any], fraction: float, generator: torch.Generator) -> tuple[Any, Any]:
-    """Holds out batches if there are enough of them, else the last rows of the last batch."""
-    if round(fraction * len(batches)):
-        train, validation = _split_indices(len(batches), fraction, generator)
-        return [batches[i] for i in train.tolist()], [batches[i] for i in validation.tolist()]
-    total = sum(rows(split_batch(batch)[0]) for batch in batches)
-    inputs, targets = split_batch(batches[-1])
-    count = rows(inputs)
-    cut = count - min(count - 1, max(1, round(fraction * total)))
-    if targets is None or cut == count:
-        raise no_held_out_data()
-    head, tail = ((take(inputs, *ends), take(targets, *ends)) for ends in ((0, cut), (cut, count)))
-    return [*batches[:-1], head], [tail]
+    return select(map(id, batches), False), select(distinct, True)

@@ -75,19 +75,19 @@ class ModeEnsemble(Method):
 
     @property
     def needs_weights(self) -> bool:  # type: ignore[override]
-        return self.epochs > 0
+        return self.trains
 
     @accepts_options_of(FitOptions)
     def fit(self, network: nn.Module, loader: Iterable[Any], **kwargs: Any) -> "ModePosterior":
         """Fits the ensemble; see :meth:`Method.fit`."""
         model, options = self.setup(network, loader, kwargs)
         seed = options.resolve_seed()
-        prepared = prepare(model, loader, options, self.epochs > 0)
+        prepared = prepare(model, loader, options, self.trains)
         first_inputs = prepared.inputs
         if self.width == "laplace":
             check_likelihood(prepared.likelihood, "sampled")
-        if options.validation is not None:
-            first_batch(options.validation, purpose="validation")
+        if options.held_out is not None:
+            first_batch(options.held_out, purpose="validation")
         num_data = options.num_examples(loader)
         data = gather_data(loader, prepared.check_batch, seed)
         point = self.fit_point(model, loader, options, weight_decay=1.0 / num_data, prepared=prepared)
@@ -97,7 +97,7 @@ class ModeEnsemble(Method):
         noisy_model = self._noisy_model(model, first_inputs, default_scale)
         search = _ModeSearch(noisy_model, likelihood, inputs, targets, num_data, seed)
         scales: tuple[float, ...] = (self.prior_scale or default_scale,)
-        if self.prior_scale is None and options.validation is not None:
+        if self.prior_scale is None and options.held_out is not None:
             scales = (0.25, 0.5, 1.0, 2.0)
         best: ModePosterior | None = None
         validation_nll: dict[float, float] = {}
@@ -107,9 +107,9 @@ class ModeEnsemble(Method):
             )
             posterior = self._posterior(search, first_inputs, model, scale, modes, energy)
             posterior.history = point.history
-            if options.validation is not None:
+            if options.held_out is not None:
                 predictive, validation_targets = posterior.predict_with_targets(
-                    options.validation, seed=0, progress=False
+                    options.held_out, seed=0, progress=False
                 )
                 validation_nll[scale] = float(predictive.nll(validation_targets).mean())
             if best is None or validation_nll[scale] < min(list(validation_nll.values())[:-1]):

@@ -160,3 +160,35 @@ def batch_norm_statistics(
         recompute_batch_norm(network, loader, seed)
         states.append(dict(network.named_buffers()))
     return {name: torch.stack([state[name] for state in states]) for name in states[0]}
+
+
+def reset_parameters(network: nn.Module) -> list[str]:
+    """Calls ``reset_parameters`` of every layer. Returns the parameters that did not change, except constant ones.
+
+    Frozen parameters (``requires_grad=False``) are restored, and so are the buffers of layers whose parameters are all frozen.
+
+    >>> reset_parameters(nn.Linear(2, 2))
+    []
+    """
+    trainable = {name: value for name, value in network.named_parameters() if value.requires_grad}
+    initial = {name: value.detach().clone() for name, value in trainable.items()}
+    frozen: list[Tensor] = [value for value in network.parameters() if not value.requires_grad]
+    for module in network.modules():
+        parameters = list(module.parameters())
+        if parameters and not any(value.requires_grad for value in parameters):
+            frozen += module.buffers()
+    frozen_values = [(value, value.detach().clone()) for value in frozen]
+    with torch.no_grad():
+        for value in trainable.values():
+            value.add_(0.125)  # a parameter that still has this offset afterwards was not reset
+        marked = {name: value.clone() for name, value in trainable.items()}
+        for module in network.modules():
+            reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+            if callable(reset):
+                reset()
+        unchanged = [name for name, value in trainable.items() if torch.equal(value, marked[name])]
+        for name in unchanged:
+            trainable[name].copy_(initial[name])
+        for tensor, initial_value in frozen_values:
+            tensor.copy_(initial_value)
+    return [name for name in unchanged if bool((initial[name] != initial[name].flatten()[0]).any())]

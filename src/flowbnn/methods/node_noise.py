@@ -14,8 +14,7 @@ from torch import nn
 
 from flowbnn.convert import to_stochastic
 from flowbnn.methods.base import FitOptions, misplaced_setting, register_method
-from flowbnn.methods.fitting import SchedulerFactory
-from flowbnn.methods.schedule import PlateauSchedule
+from flowbnn.methods.schedule import WEIGHT_SCHEDULE, PlateauSchedule, SchedulerFactory
 from flowbnn.methods.variational.base import FLOWS, FlowName, Variational
 from flowbnn.methods.variational.noise_fit import NoiseFitOptions, fit_noise
 from flowbnn.noise import NormalAffine, Recipe
@@ -100,4 +99,6 @@ class NodeNoise(Variational):
             noisy = to_stochastic(model, self.rules(), inplace=True)
         names = ("epochs", "noise_lr", "beta", "gamma", "warmup", "repeats", "optimizer", "schedule")
         settings = {name: getattr(self, name) for name in names}
+        if self.epochs is None and self.schedule == "cosine":
+            settings["schedule"] = WEIGHT_SCHEDULE
         return fit_noise(noisy, loader, NoiseFitOptions(weight_lr=self.lr, **settings, **kwargs))

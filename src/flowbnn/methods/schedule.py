@@ -1,23 +1,29 @@
-r"""Training length and learning rates of a fit by the ELBO.
+r"""Training length and learning rates of a fit.
 
-:class:`PlateauSchedule` keeps the learning rates constant until the ELBO has reached a plateau. It then lowers them to zero along half
-a cosine. So neither the number of epochs nor the decay has to be chosen in advance.
+:class:`PlateauSchedule` keeps the learning rates constant until the ELBO has reached a plateau, or the log-likelihood of held-out data.
+It then lowers them to zero along half a cosine. So neither the number of epochs nor the decay has to be chosen in advance.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from statistics import fmean
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch.optim.lr_scheduler import LambdaLR
 
 from flowbnn.options import Count, Positive, options
-from flowbnn.training import History
+from flowbnn.training import History, cosine
+
+SchedulerFactory = Callable[[torch.optim.Optimizer, int], Any]
+Monitor = Literal["elbo", "log_likelihood", "validation_nll"]
 
 
 @options
 class PlateauSchedule:
     """Schedule that trains until the ELBO stops rising.
+
+    Methods without ELBO follow the log-likelihood of held-out data instead.
 
     The ELBO has reached a plateau when its mean over the last ``window`` steps exceeds the mean over the ``window`` steps before by at
     most ``tolerance``. Both means are taken over whole epochs, at least two each. The learning rates then decay to zero along half a
@@ -27,7 +33,7 @@ class PlateauSchedule:
     batches. The rates are then divided by 4, and training continues.
 
     Args:
-        max_steps: Largest number of optimizer steps. The number of epochs is always between 10 and 120.
+        max_steps: Largest number of optimizer steps. The number of epochs is always at least 10, and at most 0.12 times this number.
         window: Number of steps over which the ELBO is averaged.
         tolerance: Largest rise of the averaged ELBO on a plateau, in nats per example.
 
@@ -41,12 +47,17 @@ class PlateauSchedule:
 
     def max_epochs(self, steps_per_epoch: int) -> int:
         """Returns the largest number of epochs for a loader of this length."""
-        return min(120, max(10, math.ceil(self.max_steps / steps_per_epoch)))
+        cap = max(10, round(0.12 * self.max_steps))  # for loaders of a few batches
+        return min(cap, max(10, math.ceil(self.max_steps / steps_per_epoch)))
 
     @property
     def max_drop(self) -> float:
         """Largest drop of the averaged ELBO that does not lower the learning rates."""
         return 10 * self.tolerance
+
+
+# rules for weights that are trained from their initialization, at learning rates of about 0.001: they need more steps than noise
+WEIGHT_SCHEDULE = PlateauSchedule(max_steps=4000, window=100, tolerance=0.005)
 
 
 class PlateauRun:
@@ -61,6 +72,7 @@ class PlateauRun:
         max_epochs: Largest number of epochs.
         decay: If True, the learning rates decay after the plateau. Otherwise, the run ends there.
         skip_epochs: Number of first epochs to ignore, while the weight of the KL grows.
+        monitor: Name of the recorded value that the schedule follows. Only a drop of the ELBO lowers the rates.
 
     >>> run = PlateauRun(PlateauSchedule(), steps_per_epoch=25, max_epochs=30)
     >>> records = [{"elbo": -1 / epoch**2} for epoch in range(1, 31)]
@@ -79,15 +91,17 @@ class PlateauRun:
         max_epochs: int,
         decay: bool = True,
         skip_epochs: int = 0,
+        monitor: Monitor = "elbo",
     ) -> None:
         self.schedule, self.steps_per_epoch, self.max_epochs = schedule, steps_per_epoch, max_epochs
-        self.decay, self.skip_epochs = decay, skip_epochs
+        self.decay, self.skip_epochs, self.monitor = decay, skip_epochs, monitor
         self.window = max(2, math.ceil(schedule.window / steps_per_epoch))  # in epochs
         self.update(History())
 
     def update(self, history: History) -> int:
         """Sets the state from the history and returns the number of epochs of the run, as far as the history determines it."""
-        values = history["elbo"] if history.epochs else []
+        sign = -1.0 if self.monitor == "validation_nll" else 1.0
+        values = [sign * value for value in history[self.monitor]] if history.epochs else []
         # a third of the epochs is reserved for the decay
         last = self.max_epochs - self.max_epochs // 3 if self.decay else self.max_epochs
         self.plateau_epoch, self.elbo_gain, self.elbo_drop = last, 0.0, 0.0
@@ -98,7 +112,7 @@ class PlateauRun:
                 continue
             self.elbo_gain = elbo_gain(values[:epoch], self.window)
             drop = elbo_drop(values[self.skip_epochs : epoch], self.window)
-            if drop > self.schedule.max_drop:
+            if self.monitor == "elbo" and drop > self.schedule.max_drop:
                 self.cut_epochs.append(epoch)
                 self.elbo_drop = max(self.elbo_drop, drop)
                 earliest = min(epoch + 2 * self.window, last)
@@ -123,6 +137,55 @@ class PlateauRun:
     def make_scheduler(self, optimizer: torch.optim.Optimizer, _: int) -> LambdaLR:
         """Returns torch's scheduler for these learning rates."""
         return LambdaLR(optimizer, self.rate)
+
+
+class TrainingPlan(NamedTuple):
+    """Length and learning-rate schedule of a fit.
+
+    Args:
+        epochs: Number of epochs, or the largest number.
+        scheduler: Function from the optimizer and the number of steps to a learning-rate scheduler, or None for constant rates.
+        num_epochs: Function from the history to the number of epochs, or None if the number is fixed.
+        plateau: State of the schedule.
+    """
+
+    epochs: int
+    scheduler: SchedulerFactory | None
+    num_epochs: Callable[[History], int] | None
+    plateau: PlateauRun
+
+
+def plan_training(
+    epochs: int | None,
+    schedule: SchedulerFactory | PlateauSchedule | Literal["cosine"] | None,
+    steps_per_epoch: int | None,
+    monitor: Monitor = "elbo",
+    warmup: float = 0.0,
+) -> TrainingPlan:
+    """Returns the length and the learning-rate schedule of a fit.
+
+    Args:
+        epochs: Number of epochs, or None to train until a plateau.
+        schedule: Function that makes a scheduler, rules for the plateau, ``"cosine"``, or None for constant rates.
+        steps_per_epoch: Number of batches in an epoch. A loader without a length is assumed to have 25, and its rates are constant.
+        monitor: Name of the recorded value that a plateau is found in.
+        warmup: Fraction of the run in which the weight of the KL divergence grows.
+
+    >>> plan_training(None, "cosine", 25).epochs, plan_training(7, None, 25).scheduler
+    (40, None)
+    """
+    steps = steps_per_epoch or 25
+    settings = schedule if isinstance(schedule, PlateauSchedule) else PlateauSchedule()
+    max_epochs = epochs or settings.max_epochs(steps)
+    if epochs is None and callable(schedule):  # runs that end at a plateau usually need half of the epochs
+        max_epochs //= 2
+    decays = steps_per_epoch is not None and schedule is not None
+    plateau = PlateauRun(settings, steps, max_epochs, decays, math.ceil(warmup * max_epochs), monitor)
+    if callable(schedule):
+        return TrainingPlan(max_epochs, schedule, None, plateau)
+    if epochs is not None:
+        return TrainingPlan(max_epochs, cosine if decays else None, None, plateau)
+    return TrainingPlan(max_epochs, plateau.make_scheduler if decays else None, plateau.update, plateau)
 
 
 def elbo_gain(values: Sequence[float], window: int) -> float:

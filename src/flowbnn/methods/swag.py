@@ -55,7 +55,8 @@ class SWAG(Method):
         scale: Factor of the covariance; the paper uses 0.5.
         batch_norm_samples: Number of draws with their own BatchNorm statistics, if the network has BatchNorm. Each takes one pass
             over the data. The posterior is then this list of networks.
-        epochs: Number of epochs of training and SGD together, at least 1.
+        epochs: Number of epochs of training and SGD together, at least 1. By default, training ends at a plateau of the log-likelihood
+            of held-out data. SGD then runs for as many epochs, at least 20.
 
     >>> loader = [(torch.randn(8, 2), torch.arange(8) % 3)] * 2
     >>> posterior = SWAG(epochs=8).fit(nn.Linear(2, 3), loader, progress=False)
@@ -64,7 +65,7 @@ class SWAG(Method):
     """
 
     rank: Literal[0] | Annotated[int, Ge(2)] = 20
-    epochs: Count = field(default=20, kw_only=True)
+    epochs: Count | None = field(default=None, kw_only=True)
     begin: Annotated[float, Bounds(ge=0, lt=1)] = field(default=0.5, kw_only=True)
     swag_lr: Positive = field(default=1e-2, kw_only=True)
     momentum: Annotated[float, Bounds(ge=0, lt=1)] = field(default=0.9, kw_only=True)
@@ -76,17 +77,18 @@ class SWAG(Method):
     def fit(self, network: nn.Module, loader: Iterable[Any], **kwargs: Any) -> "SWAGPosterior":
         """Fits the posterior; see :meth:`Method.fit`. ``checkpoint`` is a folder with one file for training and one for SGD."""
         model, options = self.setup(network, loader, kwargs)
-        training_epochs = round(self.begin * self.epochs)
-        sgd_epochs = self.epochs - training_epochs
+        training_epochs = round(self.begin * self.epochs) if self.epochs else None
+        sgd_epochs = self.epochs - (training_epochs or 0) if self.epochs else 20
         num_snapshots = sgd_epochs * min(self.snapshots_per_epoch, length_of(loader) or 1)
         if num_snapshots < 2:
             settings = f"epochs={self.epochs}, begin={self.begin}"
             text = f"SWAG needs at least 2 snapshots, got {num_snapshots} ({settings}); increase epochs or decrease begin"
             raise FlowBNNError(text, argument="epochs")
-        if training_epochs:
-            point = self.fit_point(
-                model, loader, options.for_stage("training", "training", epochs=training_epochs)
-            )
+        if self.begin > 0 and training_epochs != 0:
+            stage = options.for_stage("training", "training", epochs=training_epochs or 1)
+            point = self.fit_point(model, loader, stage)
+            if training_epochs is None:
+                sgd_epochs = max(sgd_epochs, point.history.epochs)
         else:
             point = PointPosterior(model, prepare(model, loader, options).likelihood)
         training_history = point.history

@@ -59,6 +59,7 @@ class FitReport:
         elbo_gain: Rise of the ELBO per example in the last epochs. It is close to 0 after convergence.
         elbo_drop: Largest drop of the ELBO per example during training.
         noise_scale: Observation noise and residuals of a regression. None for other likelihoods.
+        accepted: False if the fit was not better than the given network on held-out data. The posterior is then the given network.
 
     >>> print(FitReport(elbo=Gain(-1.0, -0.5, 0.1, "ELBO"), collapsed={"fc1": "prior"}))
     ELBO -1.000 -> -0.500 per example (+0.500, standard error 0.100)
@@ -72,12 +73,15 @@ class FitReport:
     elbo_gain: float = 0.0
     elbo_drop: float = 0.0
     noise_scale: NoiseScale | None = None
+    accepted: bool = True
 
     def __str__(self) -> str:
         lines = [str(gain) for gain in (self.elbo, self.held_out) if gain is not None]
         if self.collapsed:
             layers = ", ".join(f"{layer} ({state})" for layer, state in self.collapsed.items())
             lines.append(f"collapsed layers: {layers}")
+        if not self.accepted:
+            lines.append("the fit was not better than the given network, which is returned")
         return "\n".join(lines)
 
     def to_dict(self) -> dict[str, Any]:

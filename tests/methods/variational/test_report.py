@@ -31,7 +31,7 @@ def test_a_fit_with_defaults_does_not_worsen_a_trained_network(data, outputs, re
     network, loader, plain = trained(data, outputs)
     test = data(2000, 2)
     before = fb.evaluate(plain, test, progress=False)
-    posterior = fb.fit(fb.to_stochastic(network, {"*": recipe}), loader, seed=0, **QUIET)
+    posterior = fb.fit(fb.to_stochastic(network, {"*": recipe}), loader, seed=0, **QUIET, validation=None)
     after = fb.evaluate(posterior, test, progress=False)
     assert after["nll"] < before["nll"] + 0.02
     if outputs == 1:
@@ -62,7 +62,9 @@ def test_the_report_is_optional():
     model = fb.to_stochastic(MLP(2, (8,), 2), {"*": NormalAffine()})
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        posterior = fb.fit(model, [rings(64, 1)], epochs=1, noise_lr=1e-7, report=False, **QUIET)
+        posterior = fb.fit(
+            model, [rings(64, 1)], epochs=1, noise_lr=1e-7, report=False, **QUIET, validation=None
+        )
     assert posterior.report is None
 
 
@@ -97,7 +99,14 @@ def test_the_elbo_of_examples_is_reproducible_and_restores_all_generators():
 def test_warning_if_the_elbo_decreases():
     network, loader, _ = trained(rings, 2, epochs=5)
     with pytest.warns(FlowBNNWarning) as caught:
-        fb.fit(fb.to_stochastic(network, {"*": NormalAffine()}), loader, epochs=1, weight_lr=1.0, **QUIET)
+        fb.fit(
+            fb.to_stochastic(network, {"*": NormalAffine()}),
+            loader,
+            epochs=1,
+            weight_lr=1.0,
+            **QUIET,
+            validation=None,
+        )
     loss = of_kind(caught, "elbo")[0]
     assert loss.fields["after"] < loss.fields["before"]
 
@@ -110,7 +119,9 @@ def test_the_elbo_is_compared_at_the_better_noise_scale():
     network, _, _ = trained(curve, 1)
     loader = [curve(300, 1)]  # in one batch, so that the noise scale starts at the residuals of all examples
     model = fb.to_stochastic(network, {"*": NormalAffine(base_scale=0.2)})
-    posterior = fb.fit(model, loader, epochs=1, weight_lr=0.0, noise_lr=1e-9, seed=0, **QUIET)
+    posterior = fb.fit(
+        model, loader, epochs=1, weight_lr=0.0, noise_lr=1e-9, seed=0, **QUIET, validation=None
+    )
     assert posterior.report.elbo.after == pytest.approx(posterior.report.elbo.before, rel=0.05)
 
 
@@ -142,7 +153,7 @@ def test_warning_if_the_elbo_drops_during_training():
     model = fb.to_stochastic(network, {"*": NormalAffine()})
     options = {"epochs": 6, "schedule": None, "seed": 0, "weight_lr": 1e-5, "noise_lr": 1e-5}
     with pytest.warns(FlowBNNWarning) as caught:
-        posterior = fb.fit(model, loader, **options, **QUIET)
+        posterior = fb.fit(model, loader, **options, **QUIET, validation=None)
     drop, elbo = of_kind(caught, "elbo_drop")[0].fields["drop"], posterior.history["elbo"]
     assert drop == pytest.approx(max(map(fmean, pairwise(elbo[:-2]))) - fmean(elbo[-2:]))
     assert posterior.report.elbo_drop == drop
@@ -159,14 +170,14 @@ def test_warnings_name_collapsed_and_idle_layers():
     short = {"epochs": 1, "noise_lr": 1e-7, **QUIET}
     model = fb.to_stochastic(blob_network(), {"0": NormalAffine(base_scale=0.5)})
     with pytest.warns(FlowBNNWarning) as caught:
-        posterior = fb.fit(model, blob_loader(), **short)
+        posterior = fb.fit(model, blob_loader(), **short, validation=None)
     assert collapsed_layers(caught, "prior") == ["0"]
     assert posterior.report.collapsed == {"0": "prior"}
     model = fb.to_stochastic(blob_network(), {"2": NormalAffine()})
     with torch.no_grad():
         fb.noise.noise_layers(model)["2"].transform[0].raw_log_scale.fill_(-6.0)
     with pytest.warns(FlowBNNWarning) as caught:
-        fb.fit(model, blob_loader(), **short)
+        fb.fit(model, blob_loader(), **short, validation=None)
     assert collapsed_layers(caught, "point") == ["2"]
     assert {one.filename for one in caught} == {__file__}  # warnings point to the line of the caller
 
@@ -184,7 +195,7 @@ def test_one_warning_for_each_problem():
     model = fb.to_stochastic(Deep(), {"*": NormalAffine(base_scale=0.5)})
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        fb.fit(model, blob_loader(), epochs=1, noise_lr=1e-7, **QUIET)
+        fb.fit(model, blob_loader(), epochs=1, noise_lr=1e-7, **QUIET, validation=None)
     assert [one.message.fields["kind"] for one in caught] == ["idle", "prior"]
     assert collapsed_layers(caught, "idle") == ["first", "second"]
     assert collapsed_layers(caught, "prior") == [f"deep.{number}" for number in range(8)]
@@ -204,5 +215,5 @@ def test_networks_whose_buffers_are_resized_have_a_report():
             return super().forward(x)
 
     model = fb.to_stochastic(Cached(2, 2), {"*": NormalAffine()})
-    posterior = fb.fit(model, [rings(64, 1)], epochs=2, seed=0, **QUIET)
+    posterior = fb.fit(model, [rings(64, 1)], epochs=2, seed=0, **QUIET, validation=None)
     assert posterior.report.elbo is not None

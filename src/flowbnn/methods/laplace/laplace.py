@@ -86,14 +86,14 @@ class Laplace(Method):
     def fit(self, network: nn.Module, loader: Iterable[Any], **kwargs: Any) -> LaplacePosterior:
         """Fits the posterior; see :meth:`Method.fit`. ``num_data`` is the number of examples that the loader represents."""
         model, options = self.setup(network, loader, kwargs)
-        trains = self.epochs > 0 or self.newton_steps > 0
+        trains = self.trains or self.newton_steps > 0
         prepared = prepare(disable_nested_tensors(model), loader, options, trains)
         check_likelihood(prepared.likelihood, self.predictive)
         calls = record_calls(model, prepared.inputs)
         layers = select_layers(model, calls, self.layers, self.structure)
         scale = None if isinstance(self.prior_scale, str) else float(self.prior_scale)
         point = PointPosterior(model, prepared.likelihood)
-        if self.epochs:
+        if self.trains:
             weight_decay = 1.0 / ((scale or 1.0) ** 2 * options.num_examples(loader))
             point = self.fit_point(model, loader, options, weight_decay, prepared)
         model, likelihood = model.eval(), point.likelihood
@@ -129,8 +129,8 @@ class Laplace(Method):
             output_layer=fit.output_layer,
             history=point.history,
         )
-        with preserve_rng_state(loader if options.validation is None else options.validation, options.seed):
-            compare_with_network(posterior, options.validation, loader, choose=scale is None)
+        with preserve_rng_state(loader if options.held_out is None else options.held_out, options.seed):
+            compare_with_network(posterior, options.held_out, loader, choose=scale is None)
         return posterior
 
     def _find_mode(self, fit: CurvatureFit, prior: PriorSearch) -> tuple[Curvature, list[float], bool]:

@@ -68,7 +68,7 @@ class ChainMethod(Method):
         noise_scale: Standard deviation :math:`s` of the prior of the noise.
         spread: Standard deviation of the initial positions around the trained network, in units of the prior standard deviation.
         prior_scale: Standard deviation of the prior of the weights.
-        epochs: Number of epochs of the initial training; 0 to start from the network as it is.
+        epochs: Number of epochs of the initial training; 0 to start from the network as it is. By default, training ends at a plateau.
     """
 
     max_variables: ClassVar[int] = 1_000_000  # above, a run takes hours, and a warning is raised
@@ -106,7 +106,7 @@ class ChainMethod(Method):
         name = type(self).__name__
         model, options = self.setup(network, loader, kwargs, f"{name} training")
         seed = options.resolve_seed()
-        trains = self.variables == "weights" or self.epochs > 0
+        trains = self.variables == "weights" or self.trains
         prepared = prepare(model, loader, options, trains)
         data, num_data = gather_data(loader, prepared.check_batch, seed), options.num_examples(loader)
         self._check_problem(self.potential(model, prepared.likelihood, take(data, 0, 256), 256), options)

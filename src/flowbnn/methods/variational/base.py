@@ -16,10 +16,13 @@ from flowbnn.methods.fitting import (
     LossAndLogs,
     NetworkFunction,
     PreparedFit,
+    hold_out,
     make_optimizer,
+    plan_fit,
     should_check_targets,
     train_posterior,
 )
+from flowbnn.methods.schedule import WEIGHT_SCHEDULE, plan_training
 from flowbnn.noise import (
     NormalAffine,
     NormalCoupling,
@@ -37,6 +40,7 @@ from flowbnn.options import Count, NonNegative, Positive, UnitInterval, options
 from flowbnn.posterior.weights import WeightPosterior
 from flowbnn.regression import check_noise_scale, draw_variance_term, fit_noise_scale
 from flowbnn.training import Clock
+from flowbnn.training.options import length_of
 
 FlowName = Literal[
     "gaussian", "planar", "radial", "sylvester", "coupling", "invconv", "glow",
@@ -59,7 +63,8 @@ class Variational(Method):
     """Base class for methods that maximize an ELBO.
 
     Args:
-        epochs: Number of passes over the data.
+        epochs: Number of passes over the data. By default, training ends when the ELBO has reached a plateau, and the best epoch on a
+            held-out tenth of the data is used.
         base_scale: Initial standard deviation. For weights it is relative to the root mean square of each weight tensor.
         lr: Learning rate of the weights, or of their means.
         noise_lr: Learning rate of all other parameters.
@@ -68,7 +73,7 @@ class Variational(Method):
         repeats: Number of draws per step. Each draw serves a copy of every example.
     """
 
-    epochs: Count = 20
+    epochs: Count | None = None
     base_scale: Positive = 0.1
     noise_lr: Positive = 5e-3
     beta: NonNegative = 1.0
@@ -110,19 +115,28 @@ def fit_elbo(
         {"name": "points", "params": point_weights, "lr": method.lr},
         {"name": "likelihood", "params": noise, "lr": max(method.noise_lr, method.likelihood_lr)},
     ]
-    objective = ELBO(likelihood, prepared.data.require_num_examples(), method.beta)
+    training, plan = loader, plan_training(options.epochs, method.schedule, length_of(loader))
+    num_data = prepared.data.require_num_examples()
+    if method.epochs is None:
+        training, options = hold_out(loader, options)
+        plan, options = plan_fit(
+            None, method.schedule or WEIGHT_SCHEDULE, training, options, warmup=method.warmup
+        )
+        num_data = options.num_examples(training)
+    objective = ELBO(likelihood, num_data, method.beta)
     settings = {name: getattr(method, name) for name in ("beta", "warmup", "repeats")}
     posterior.history = train_posterior(
         posterior,
         make_weight_loss(objective, divergence, method),
         make_optimizer(groups, method.optimizer),
-        loader,
+        training,
         options,
-        method.schedule,
+        plan.scheduler,
         samples=8,  # enough to follow the validation NLL from epoch to epoch
         module=module,
         settings={**settings, "num_data": objective.num_data},
         check_batch=prepared.check_batch,
+        num_epochs=plan.num_epochs,
     )
     if fit_noise_scale(posterior, loader, options.seed) is None:
         check_noise_scale(posterior, loader, options.seed)

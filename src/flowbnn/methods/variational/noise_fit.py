@@ -6,7 +6,7 @@ r"""Fit of the noise and the weights of a stochastic network by the ELBO.
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
@@ -22,21 +22,37 @@ from flowbnn.methods.fitting import (
     Loss,
     LossAndLogs,
     NetworkFunction,
-    SchedulerFactory,
+    hold_out,
     make_optimizer,
+    plan_fit,
     prepare,
     should_check_targets,
     train_posterior,
 )
-from flowbnn.methods.schedule import PlateauRun, PlateauSchedule, default_noise_lr
-from flowbnn.methods.variational.report import FinishedFit, InitialState, make_report, spread_batches
+from flowbnn.methods.schedule import PlateauSchedule, SchedulerFactory, TrainingPlan, default_noise_lr
+from flowbnn.methods.variational.initial_state import FinishedFit, InitialState, can_narrow, joint_noises
+from flowbnn.methods.variational.judgement import (
+    HeldOutComparison,
+    compare_held_out,
+    rehearse,
+    warn_memorized,
+    warn_rejected,
+)
+from flowbnn.methods.variational.report import make_report, spread_batches, warn_if_worse
 from flowbnn.noise import noise_layers, noise_mode, parameter_groups, weight_parameters
 from flowbnn.noise.base import layers_with_noise
 from flowbnn.objectives import ELBO, warm_up
 from flowbnn.options import Count, NonNegative, UnitInterval, options
 from flowbnn.posterior.noise import NoisePosterior
-from flowbnn.regression import NoiseScale, check_noise_scale, fit_noise_scale, set_noise_scale
-from flowbnn.training import Clock, History, cosine, is_main_process
+from flowbnn.posterior.report import Gain
+from flowbnn.regression import (
+    NoiseScale,
+    check_noise_scale,
+    fit_noise_scale,
+    fit_residual_scale,
+    set_noise_scale,
+)
+from flowbnn.training import Clock, EarlyStop, is_main_process
 from flowbnn.training.options import length_of
 from flowbnn.training.progress import terminal
 
@@ -60,23 +76,82 @@ class NoiseFitOptions(FitOptions):
     description: str = "fitting the noise"
 
 
-def fit_noise(model: nn.Module, loader: Iterable[Any], options: NoiseFitOptions) -> NoisePosterior:
+def fit_noise(
+    model: nn.Module, loader: Iterable[Any], options: NoiseFitOptions, judges: bool = False
+) -> NoisePosterior:
     """Fits the noise and the weights of a stochastic network in place.
 
     Args:
         model: Network with noise.
         loader: Batches of ``(inputs, targets)``.
         options: Options of the fit.
+        judges: If True, restores the initial network if the fit does not predict held-out data better.
     """
     check_trainable(model, options)
-    initial = InitialState.of(model) if options.report else None
+    initial = InitialState.of(model)
+    training, run_options = loader, replace(options, validation=options.held_out)
+    if judges or options.epochs is None:
+        training, run_options = hold_out(loader, options)
+    if judges and options.epochs and options.early_stop is None and run_options.held_out is not None:
+        run_options = replace(run_options, early_stop=EarlyStop(patience=options.epochs))
+    run = run_fit(model, training, run_options, initial)
+    posterior, comparison, report = run.fit.posterior, None, None
+    if judges or options.report:
+        comparison = compare_held_out(run.fit)
+    if options.report:
+        report = make_report(run.fit, run.plan.plateau, run.idle_layers, run.noise_scale)
+    if comparison is not None:
+        gain, accepted = comparison.gain, True
+        if judges and gain.after < gain.before and all(map(can_narrow, joint_noises(model))):
+            posterior, gain, accepted = settle(run, comparison, loader, options)
+        if accepted:
+            warn_memorized(comparison)
+            warn_if_worse(gain, "gain")
+        if report is not None:
+            collapsed = report.collapsed if accepted else {}
+            details = {"memorization": comparison.memorization, "collapsed": collapsed, "accepted": accepted}
+            report = replace(report, held_out=gain, **details)
+    posterior.report = report
+    print_report(posterior, options)
+    return posterior
+
+
+class NoiseRun(NamedTuple):
+    """Fit of the noise of a network, before its judgement and its report.
+
+    Args:
+        fit: Finished fit.
+        plan: Length and schedule of the fit.
+        idle_layers: Layers with noise that the network never calls.
+        noise_scale: Observation noise of a regression.
+    """
+
+    fit: FinishedFit
+    plan: TrainingPlan
+    idle_layers: Sequence[str]
+    noise_scale: NoiseScale | None
+
+
+def run_fit(
+    model: nn.Module, loader: Iterable[Any], options: NoiseFitOptions, initial: InitialState
+) -> NoiseRun:
+    """Maximizes the ELBO of a network in place, and fits or checks the noise scale of a regression.
+
+    Args:
+        model: Network with noise.
+        loader: Training data.
+        options: Options of the fit. ``validation`` is a loader or None.
+        initial: State of the network before the fit.
+    """
     prepared = prepare(model, loader, options, trains_weights(model, options))
     likelihood, targets = prepared.likelihood, prepared.data.sample[1]
-    if learns_noise(
-        likelihood
-    ):  # starts at the size of the residuals, even if the likelihood has another value
+    if learns_noise(likelihood):  # starts at the residuals, even if the likelihood has another value
         set_noise_scale(likelihood, [(prepared.outputs, targets)])
-    rates = choose_length_and_rates(options, loader, learns_noise(likelihood))
+    plan, train_options = plan_fit(options.epochs, options.schedule, loader, options, warmup=options.warmup)
+    noise_lr = options.noise_lr
+    if noise_lr is None:
+        total_steps = (length_of(loader) or 25) * plan.epochs
+        noise_lr = default_noise_lr(total_steps, plan.num_epochs is not None, learns_noise(likelihood))
     objective = ELBO(likelihood, prepared.data.require_num_examples(), options.beta, options.gamma)
     posterior = NoisePosterior(model, likelihood)
     posterior.set_rows_interact(prepared.rows_interact)
@@ -85,24 +160,58 @@ def fit_noise(model: nn.Module, loader: Iterable[Any], options: NoiseFitOptions)
         posterior.history = train_posterior(
             posterior,
             make_loss(model, objective, options, len(targets)),
-            make_noise_optimizer(posterior, options, rates.noise_lr),
+            make_noise_optimizer(posterior, options, noise_lr),
             loader,
-            replace(options, epochs=rates.epochs),
-            rates.scheduler,
+            train_options,
+            plan.scheduler,
             options.validation_samples,
             settings={**settings, "num_data": objective.num_data},
             check_batch=prepared.check_batch,
-            num_epochs=rates.num_epochs,
+            num_epochs=plan.num_epochs,
         )
     for layer in noise_layers(model).values():
         layer.fitted = True
     log_scale, noise_scale = finish_noise_scale(posterior, loader, options.seed)
-    if initial is not None:
-        batches = spread_batches(loader, options.seed)
-        fit = FinishedFit(posterior, initial, objective, log_scale, batches, options.validation)
-        posterior.report = make_report(fit, rates.plateau, prepared.idle_layers, noise_scale)
-        print_report(posterior, options)
-    return posterior
+    needs_batches = options.report or options.held_out is not None
+    batches = spread_batches(loader, options.seed) if needs_batches else []
+    fit = FinishedFit(posterior, initial, objective, log_scale, batches, options.held_out)
+    return NoiseRun(fit, plan, prepared.idle_layers, noise_scale)
+
+
+def settle(
+    run: NoiseRun, comparison: HeldOutComparison, loader: Iterable[Any], options: NoiseFitOptions
+) -> tuple[NoisePosterior, Gain, bool]:
+    """Decides on a fit that is worse than the given network on held-out data.
+
+    If the held-out data may have been part of the training of the given network, the fit is rehearsed. If noise is better there, it is
+    fitted to all data. Otherwise, the given network is restored.
+
+    Args:
+        run: Fit of the noise.
+        comparison: Log-likelihoods of held-out data.
+        loader: All data.
+        options: Options of the fit.
+
+    Returns:
+        The posterior, its gain over the given network, and False if it is the given network.
+    """
+    posterior, initial = run.fit.posterior, run.fit.initial
+    model, gain = posterior.model, comparison.gain
+    if isinstance(options.validation, float) and not comparison.is_memorized:
+
+        def fit(network: nn.Module, training: Iterable[Any], rehearsal: Any) -> NoisePosterior:
+            return run_fit(network, training, rehearsal, InitialState.of(network)).fit.posterior
+
+        rehearsal = rehearse(model, initial, loader, options, fit)
+        if rehearsal is not None and rehearsal.after > rehearsal.before:
+            initial.restore(model)
+            stage = options.for_stage("all-data", options.description, validation=None)
+            return run_fit(model, loader, stage, initial).fit.posterior, rehearsal, True
+        gain = rehearsal or gain
+    initial.restore_without_noise(model)
+    fit_residual_scale(model, posterior.likelihood, run.fit.batches)
+    warn_rejected(gain)
+    return posterior, gain, False
 
 
 # -------------------- checks
@@ -125,56 +234,6 @@ def trains_weights(model: nn.Module, options: NoiseFitOptions) -> bool:
 
 
 # -------------------- training
-
-
-class LengthAndRates(NamedTuple):
-    """Length and learning rates of a fit.
-
-    Args:
-        epochs: Number of epochs, or the largest number.
-        scheduler: Function from the optimizer and the number of steps to a learning-rate scheduler, or None for constant rates.
-        num_epochs: Function from the history to the number of epochs, or None if the number is fixed.
-        noise_lr: Learning rate of the noise.
-        plateau: State of the schedule.
-    """
-
-    epochs: int
-    scheduler: SchedulerFactory | None
-    num_epochs: Callable[[History], int] | None
-    noise_lr: float
-    plateau: PlateauRun
-
-
-def choose_length_and_rates(
-    options: NoiseFitOptions, loader: Iterable[Any], learned_scale: bool
-) -> LengthAndRates:
-    """Returns the length and the learning rates of a fit.
-
-    There are three cases. A scheduler of the user and a number of epochs are taken as they are. A number of epochs alone has rates that
-    fall along a cosine. Without either, training ends at a plateau of the ELBO.
-
-    Args:
-        options: Options of the fit.
-        loader: Training data. A loader without a length is assumed to have 25 batches, and its rates are constant.
-        learned_scale: If True, the likelihood learns a noise scale.
-    """
-    length, schedule = length_of(loader), options.schedule
-    steps, decay = length or 25, length is not None and schedule is not None
-    settings = schedule if isinstance(schedule, PlateauSchedule) else PlateauSchedule()
-    max_epochs, scheduler, num_epochs = settings.max_epochs(steps), None, None
-    # runs that end at a plateau usually need half of the epochs
-    epochs = options.epochs or (max_epochs // 2 if callable(schedule) else max_epochs)
-    plateau = PlateauRun(settings, steps, epochs, decay, math.ceil(options.warmup * epochs))
-    if callable(schedule):
-        scheduler = schedule
-    elif options.epochs is not None:
-        scheduler = cosine if decay else None
-    else:
-        scheduler, num_epochs = plateau.make_scheduler if decay else None, plateau.update
-    noise_lr = options.noise_lr
-    if noise_lr is None:
-        noise_lr = default_noise_lr(steps * epochs, num_epochs is not None, learned_scale)
-    return LengthAndRates(epochs, scheduler, num_epochs, noise_lr, plateau)
 
 
 def make_noise_optimizer(
@@ -257,5 +316,10 @@ def finish_noise_scale(
 
 def print_report(posterior: NoisePosterior, options: NoiseFitOptions) -> None:
     """Prints the report of a fit on a terminal."""
-    if options.progress and is_main_process() and (console := terminal()) is not None:
+    if (
+        posterior.report is not None
+        and options.progress
+        and is_main_process()
+        and (console := terminal()) is not None
+    ):
         console.print(str(posterior.report), highlight=False)

@@ -1,0 +1,247 @@
+r"""Judgement of a fit on held-out data: the fitted noise is returned only if it predicts them better than the given network.
+
+The weights of the given network may have been trained on the held-out rows, too. They have then memorized them, and no noise looks
+better there. In this case the fit is rehearsed: networks of the same architecture are trained afresh without some rows, until they fit
+the other rows as well as the given network does. Noise is fitted to each, and both are compared on the rows that were left out.
+"""
+
+import math
+import warnings
+from collections.abc import Callable, Iterable
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flowbnn.errors import FlowBNNError, FlowBNNWarning, warn
+from flowbnn.methods.data_summary import count_examples
+from flowbnn.methods.fitting import (
+    NOISE_LR,
+    FitOptions,
+    make_optimizer,
+    negative_log_likelihood,
+    prepare,
+    train_posterior,
+)
+from flowbnn.methods.loader_split import split_loader
+from flowbnn.methods.network_layers import reset_parameters
+from flowbnn.methods.schedule import WEIGHT_SCHEDULE
+from flowbnn.methods.variational.initial_state import FinishedFit, InitialState
+from flowbnn.noise import noise_mode, weight_parameters
+from flowbnn.posterior.base import Posterior
+from flowbnn.posterior.noise import NoisePosterior
+from flowbnn.posterior.point import PointPosterior
+from flowbnn.posterior.report import Gain
+from flowbnn.regression import fit_residual_scale
+from flowbnn.training import History, is_main_process
+from flowbnn.training.options import length_of
+from flowbnn.training.randomness import preserve_rng_state, temporary_seed
+
+FitFunction = Callable[[nn.Module, Iterable[Any], Any], NoisePosterior]
+JUDGED_ROWS, MAX_FOLDS = (
+    200,
+    5,
+)  # rows on which a rehearsal compares: a gain of 0.1 nats is then usually significant
+
+
+@dataclass(frozen=True)
+class HeldOutComparison:
+    """Log-likelihoods per example of the initial network and of the posterior.
+
+    Args:
+        before: Log-likelihoods of the held-out examples under the initial network.
+        after: Log-likelihoods of the held-out examples under the posterior.
+        training: Log-likelihoods of some training examples under the initial network.
+    """
+
+    before: Tensor
+    after: Tensor
+    training: Tensor
+
+    @property
+    def gain(self) -> Gain:
+        """Held-out log-likelihood before and after the fit."""
+        return Gain.of(self.before, self.after, "held-out log-likelihood")
+
+    @property
+    def memorization(self) -> float:
+        """Training log-likelihood minus held-out log-likelihood of the initial network."""
+        return float(self.training.mean() - self.before.mean())
+
+    @property
+    def is_memorized(self) -> bool:
+        """True if the initial weights have memorized the training data, but not the held-out data."""
+        return is_memorized(self.training, self.before)
+
+
+def log_likelihoods(posterior: Posterior, data: Iterable[Any], samples: int = 64) -> Tensor:
+    """Returns the predictive log-likelihood of every example."""
+    predictive, targets = posterior.predict_with_targets(data, samples, seed=0, progress=False)
+    return -predictive.nll(targets).double().cpu().flatten()
+
+
+def compare_held_out(fit: FinishedFit) -> HeldOutComparison | None:
+    """Returns the log-likelihoods of held-out data before and after a fit, or None without held-out data."""
+    if fit.held_out is None:
+        return None
+    model, likelihood = fit.posterior.model, fit.posterior.likelihood
+    with fit.initial_network():
+        if fit.initial.mode == "off":
+            with noise_mode(model, "off"):
+                network = PointPosterior(model, likelihood)
+                before, training = (log_likelihoods(network, data, 1) for data in (fit.held_out, fit.batches))
+        else:
+            before, training = (log_likelihoods(fit.posterior, data) for data in (fit.held_out, fit.batches))
+    return HeldOutComparison(before, log_likelihoods(fit.posterior, fit.held_out), training)
+
+
+def is_memorized(training: Tensor, held_out: Tensor) -> bool:
+    """Returns True if the training log-likelihood exceeds the held-out log-likelihood significantly, and by more than 0.1 nats.
+
+    Significance is measured after a sigmoid. Otherwise, a few confident errors among the held-out examples would hide any difference.
+
+    >>> training, wrong = torch.full((60,), -0.02), -torch.tensor([1.0, 2, 3, 4, 5, 6, 7, 7, 7, 10, 11, 12, 23, 28, 40])
+    >>> is_memorized(training, torch.cat([training[15:], wrong])), is_memorized(training, torch.cat([training[2:], wrong[-2:]]))
+    (True, False)
+    """
+    median = torch.cat([training, held_out]).median()
+    first, second = torch.sigmoid(training - median), torch.sigmoid(held_out - median)
+    error = (first.var() / len(first) + second.var() / len(second)).sqrt()
+    exceeds = bool(training.mean() > held_out.mean() + 0.1)
+    return exceeds and bool(first.mean() > second.mean() + 3 * error)
+
+
+# -------------------- rehearsal
+
+
+def rehearse(
+    network: nn.Module, initial: InitialState, loader: Iterable[Any], options: Any, fit: FitFunction
+) -> Gain | None:
+    """Compares networks that are trained afresh with and without noise, on rows that they have not seen.
+
+    Each of up to five networks leaves out another block of the data. All generators are restored.
+
+    Args:
+        network: Network after the fit. It is copied.
+        initial: State of the network before the fit.
+        loader: All data.
+        options: Options of the fit, whose ``validation`` is the fraction of each block.
+        fit: Function that fits the noise of a network, and its trainable weights, in place.
+
+    Returns:
+        Log-likelihood per left-out example without and with noise. None if there is nothing to rehearse: the weights cannot be
+        initialized again, or the given network does not predict these rows better than networks that have not seen them.
+    """
+    given = deepcopy(network)
+    initial.restore(given)
+    quiet = replace(options, validation=None, report=False, early_stop=None, progress=False)
+    quiet = replace(quiet, checkpoint=None, checkpoint_every=None, resume=False, tensorboard=None)
+    count = count_examples(split_loader(loader, options.validation)[1])
+    num_folds = max(1, min(MAX_FOLDS, math.ceil(JUDGED_ROWS / count), count_examples(loader) // count))
+    results: list[tuple[Tensor, Tensor, Tensor]] = []
+    with warnings.catch_warnings(), preserve_rng_state(loader, 0):
+        warnings.simplefilter(
+            "ignore", FlowBNNWarning
+        )  # they would describe networks that the user never sees
+        for fold in range(num_folds):
+            training, held_out = split_loader(loader, options.validation, fold=fold)
+            try:
+                result = _rehearse_once(given, training, held_out, replace(quiet, seed=fold), fit)
+            except FlowBNNError:  # for example, a loss that is not finite
+                return None
+            if result is None:
+                return None
+            results.append(result)
+            seen, before, after = (torch.cat(values) for values in zip(*results, strict=True))
+            gain = Gain.of(before, after, "log-likelihood of unseen examples, for networks trained afresh,")
+            if (
+                abs(gain.after - gain.before) > 3 * gain.standard_error
+            ):  # further folds would not change the decision
+                break
+    return gain if seen.mean() > before.mean() else None
+
+
+def _rehearse_once(
+    given: nn.Module, training: Iterable[Any], held_out: Iterable[Any], options: Any, fit: FitFunction
+) -> tuple[Tensor, Tensor, Tensor] | None:
+    """Returns the log-likelihoods of held-out rows under the given network, a network trained without them, and its noise."""
+    network = deepcopy(given)
+    likelihood = prepare(given, training, options, False).likelihood
+    with noise_mode(given, "off"):
+        fit_residual_scale(given, likelihood, training)
+        point = PointPosterior(given.eval(), likelihood)
+        target = float(log_likelihoods(point, training, 1).mean())
+        seen = log_likelihoods(point, held_out, 1)
+    weights = weight_parameters(network)
+    flags = [(parameter, parameter.requires_grad) for parameter in network.parameters()]
+    trainable = [weight for weight in weights if weight.requires_grad] or weights
+    for parameter in network.parameters():
+        parameter.requires_grad_(False)
+    for weight in trainable:
+        weight.requires_grad_(True)
+    with temporary_seed(options.seed):
+        if reset_parameters(network):
+            return None
+    before = _train_to(network, training, target, options, held_out)
+    for parameter, flag in flags:
+        parameter.requires_grad_(flag)
+    after = log_likelihoods(fit(network, training, options), held_out)
+    return seen, before, after
+
+
+def _train_to(
+    network: nn.Module, loader: Iterable[Any], target: float, options: FitOptions, held_out: Iterable[Any]
+) -> Tensor:
+    """Trains the weights until their log-likelihood reaches a target, and returns the log-likelihoods of held-out data."""
+    weights = [parameter for parameter in network.parameters() if parameter.requires_grad]
+    max_epochs = WEIGHT_SCHEDULE.max_epochs(length_of(loader) or 25)
+    with noise_mode(network, "off"):
+        prepared = prepare(network, loader, options)
+        point = PointPosterior(network, prepared.likelihood)
+        noise = list(prepared.likelihood.parameters())
+        groups = [{"params": weights, "lr": 5e-3}, {"params": noise, "lr": NOISE_LR}]
+        loss = partial(negative_log_likelihood, prepared.likelihood)
+
+        def num_epochs(history: History) -> int:
+            reached = history.epochs > 0 and history["log_likelihood"][-1] >= target
+            return history.epochs if reached else max_epochs
+
+        train_posterior(
+            point,
+            loss,
+            make_optimizer(groups, None),
+            loader,
+            replace(options, epochs=max_epochs),
+            check_batch=prepared.check_batch,
+            num_epochs=num_epochs,
+        )
+        fit_residual_scale(network, prepared.likelihood, loader)
+        return log_likelihoods(point, held_out, 1)
+
+
+# -------------------- warnings
+
+
+def warn_memorized(comparison: HeldOutComparison) -> None:
+    """Warns if the initial weights have memorized the training data."""
+    if comparison.is_memorized and is_main_process():
+        training, before = comparison.training.mean(), comparison.before.mean()
+        text = (
+            f"the initial weights have memorized the training data: their log-likelihood is {training:.3f} per example there and "
+            f"{before:.3f} on the validation data, so the noise will be overconfident; fit it to held-out data with "
+            "fb.calibrate(network, held_out)"
+        )
+        warn(text, kind="memorized", excess=comparison.memorization)
+
+
+def warn_rejected(gain: Gain) -> None:
+    """Warns that the fitted noise is not better than the given network, which is returned instead."""
+    if is_main_process():
+        text = (
+            f"the fit is not better than the given network ({gain}), so the given network is returned; fit the noise to data that the "
+            "weights have not seen with fb.calibrate(network, held_out), or increase gamma"
+        )
+        warn(text, kind="gain", before=gain.before, after=gain.after)

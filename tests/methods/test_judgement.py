@@ -1,0 +1,225 @@
+"""Judgement of a fit on held-out data: what is returned is never worse than the given network."""
+
+import warnings
+
+import pytest
+import torch
+from problems import QUIET, of_kind
+from report_problems import curve, rings, trained
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import flowbnn as fb
+from flowbnn.data import TensorLoader
+from flowbnn.errors import FlowBNNWarning
+from flowbnn.methods.variational.initial_state import InitialState
+from flowbnn.methods.variational.judgement import rehearse
+from flowbnn.methods.variational.noise_fit import NoiseFitOptions
+from flowbnn.models import MLP
+from flowbnn.noise import Dropout, NormalAffine, NormalFlow, NormalPlanar
+
+HARMFUL = {"epochs": 2, "weight_lr": 1.0, "schedule": None, "seed": 0}
+RECIPES = {
+    "affine": NormalAffine(),
+    "planar": NormalPlanar(2),
+    "spline": NormalFlow("nsf"),
+    "mixture": NormalAffine(components=3),
+    "full": NormalAffine(joint="full"),
+    "chain": NormalAffine(joint="chain"),
+    "low-rank": NormalAffine(joint="low-rank"),
+    "joint flow": NormalPlanar(2, joint="layers"),
+}
+
+
+def nll(posterior: fb.Posterior, data) -> float:
+    return fb.evaluate(posterior, data, progress=False)["nll"]
+
+
+def weights_of(model: nn.Module) -> list[torch.Tensor]:
+    return [weight.detach().clone() for weight in fb.noise.weight_parameters(model)]
+
+
+@pytest.mark.filterwarnings("ignore::flowbnn.errors.FlowBNNWarning")  # such a fit has other problems, too
+@pytest.mark.parametrize("name", RECIPES)
+def test_the_given_network_is_returned_if_the_fit_is_worse(name, tmp_path):
+    network, loader, plain = trained(rings, 2)
+    held_out = rings(300, 3)
+    model = fb.to_stochastic(network, {"*": RECIPES[name]})
+    with pytest.warns(FlowBNNWarning) as caught:
+        posterior = fb.fit(model, loader, validation=held_out, **HARMFUL, **QUIET)
+    warning = of_kind(caught, "gain")
+    assert len(warning) == 1
+    assert warning[0].fields["after"] < warning[0].fields["before"]
+    assert not posterior.report.accepted
+    assert not posterior.report.collapsed
+    assert nll(posterior, held_out) == pytest.approx(nll(plain, held_out), abs=2e-3)
+    for before, after in zip(weights_of(model), weights_of(posterior.model), strict=True):
+        assert torch.equal(before, after)
+    again = fb.load_posterior(posterior.save(tmp_path / "posterior"), network)
+    assert again.report == posterior.report
+    assert nll(again, held_out) == nll(posterior, held_out)
+
+
+@pytest.mark.filterwarnings("ignore::flowbnn.errors.FlowBNNWarning")
+def test_a_regression_returns_to_the_noise_scale_of_the_given_network():
+    network, loader, plain = trained(curve, 1)
+    model = fb.to_stochastic(network, {"*": NormalAffine()})
+    posterior = fb.fit(model, loader, validation=curve(300, 3), **HARMFUL, **QUIET)
+    assert not posterior.report.accepted
+    assert nll(posterior, curve(300, 4)) == pytest.approx(nll(plain, curve(300, 4)), abs=0.02)
+
+
+@pytest.mark.filterwarnings("ignore::flowbnn.errors.FlowBNNWarning")
+def test_noise_that_was_fitted_before_is_restored():
+    network, loader, _ = trained(rings, 2)
+    model = fb.to_stochastic(network, {"*": NormalAffine()})
+    first = fb.fit(model, loader, epochs=2, validation=None, seed=0, **QUIET)
+    second = fb.fit(first.model, loader, validation=rings(300, 3), **HARMFUL, **QUIET)
+    assert not second.report.accepted
+    for before, after in zip(first.model.parameters(), second.model.parameters(), strict=True):
+        assert torch.equal(before, after)
+
+
+def test_a_better_fit_is_returned_from_its_best_epoch():
+    torch.manual_seed(0)
+    model = fb.to_stochastic(MLP(2, (16,), 2), {"*": NormalAffine()})
+    loader = TensorLoader(*rings(300, 1), batch_size=32, shuffle=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FlowBNNWarning)  # ten epochs do not converge
+        posterior = fb.fit(model, loader, epochs=10, weight_lr=0.01, seed=0, **QUIET, validation=None)
+    assert posterior.report.accepted
+    assert posterior.report.held_out.after > posterior.report.held_out.before
+    values = posterior.history["validation_nll"]
+    assert posterior.history.best_epoch == values.index(min(values))
+
+
+def test_a_rehearsal_uses_networks_that_have_not_seen_the_rows():
+    torch.manual_seed(0)
+    inputs, labels = torch.randn(60, 5), torch.randint(2, (60,))  # nothing to learn
+    loader = TensorLoader(inputs, labels, batch_size=20, shuffle=True)
+    plain = fb.MLE(epochs=30, lr=0.02).fit(MLP(5, (32,), 2), loader, seed=0, **QUIET)
+    model = fb.to_stochastic(plain.model, {"*": NormalAffine()})
+    fb.noise.freeze(model, "weights")
+    fits, state = [], torch.get_rng_state()
+
+    def fit(network, training, options):
+        assert not any(weight.requires_grad for weight in fb.noise.weight_parameters(network))
+        fits.append((network, training))
+        return fb.posterior.NoisePosterior(network, fb.likelihoods.Categorical())
+
+    options = NoiseFitOptions(validation=0.1, seed=0, **QUIET)
+    gain = rehearse(model, InitialState.of(model), loader, options, fit)
+    assert 1 <= len(fits) <= 5  # blocks of six rows, until the decision is clear
+    assert all(training.num_data == 54 for _, training in fits)
+    assert nll(plain, (inputs, labels)) < 0.4  # memorized
+    assert -gain.before > 0.6  # no better than guessing
+    for network, training in fits:
+        with fb.noise.noise_mode(network, "off"):
+            outputs = network(training.tensors[0])
+        assert nn.functional.cross_entropy(outputs, training.tensors[1]) < 0.5  # trained as far
+    assert torch.equal(torch.get_rng_state(), state)
+    for before, after in zip(weights_of(plain.model), weights_of(model), strict=True):
+        assert torch.equal(before, after)
+
+
+def test_no_rehearsal_of_weights_that_cannot_be_reset():
+    class Fixed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.factor = nn.Linear(2, 2), nn.Parameter(torch.randn(2))
+
+        def forward(self, x):
+            return self.layer(x) * self.factor
+
+    model = fb.to_stochastic(Fixed(), {"*": NormalAffine()})
+    options = NoiseFitOptions(validation=0.1, seed=0, **QUIET)
+    assert rehearse(model, InitialState.of(model), [rings(60, 1)], options, pytest.fail) is None
+
+
+@pytest.mark.filterwarnings("ignore::flowbnn.errors.FlowBNNWarning")
+@pytest.mark.parametrize("gain", [-0.1, 0.1])
+def test_the_rehearsal_decides_if_the_weights_may_have_seen_the_held_out_rows(gain, monkeypatch):
+    from flowbnn.methods.variational import noise_fit
+    from flowbnn.posterior.report import Gain
+
+    network, loader, _ = trained(rings, 2)
+    monkeypatch.setattr(noise_fit, "rehearse", lambda *_: Gain(-0.5, -0.5 + gain, 0.01))
+    model = fb.to_stochastic(network, {"*": NormalAffine()})
+    posterior = fb.fit(model, loader, **HARMFUL, **QUIET, validation=None)
+    assert posterior.report.accepted == (gain > 0)
+    assert posterior.report.held_out == Gain(-0.5, -0.5 + gain, 0.01)
+    if gain > 0:
+        expected = fb.fit(model, loader, **HARMFUL, validation=None, **QUIET)
+        for a, b in zip(posterior.model.parameters(), expected.model.parameters(), strict=True):
+            assert torch.equal(a, b)
+
+
+@pytest.mark.filterwarnings("ignore::flowbnn.errors.FlowBNNWarning")
+def test_a_resumed_fit_makes_the_same_judgement(tmp_path):
+    torch.manual_seed(0)
+    network, data = MLP(2, (8,), 2), rings(96, 1)
+
+    class Killed(TensorLoader):
+        remaining = 6
+
+        def __iter__(self):
+            type(self).remaining -= 1
+            if self.remaining < 0:
+                raise KeyboardInterrupt
+            return super().__iter__()
+
+    def fit(loader_cls, **options):
+        model = fb.to_stochastic(network, {"*": NormalAffine()})
+        loader = loader_cls(*data, batch_size=16, shuffle=True)
+        return fb.fit(model, loader, epochs=8, weight_lr=0.01, seed=0, **options, **QUIET, validation=None)
+
+    complete = fit(TensorLoader)
+    with pytest.raises(KeyboardInterrupt):
+        fit(Killed, checkpoint=tmp_path)
+    resumed = fit(TensorLoader, checkpoint=tmp_path, resume=True)
+    assert resumed.history.records == complete.history.records
+    assert resumed.report == complete.report
+    for a, b in zip(complete.model.parameters(), resumed.model.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.filterwarnings("ignore::flowbnn.errors.FlowBNNWarning")
+def test_what_cannot_be_judged():
+    network, loader, _ = trained(rings, 2)
+
+    class Stream:
+        def __iter__(self):
+            return iter(loader)
+
+    short = {"epochs": 1, "seed": 0, **QUIET}
+    with pytest.warns(FlowBNNWarning) as caught:
+        posterior = fb.fit(
+            fb.to_stochastic(network, {"*": NormalAffine()}), Stream(), num_data=300, **short, validation=None
+        )
+    assert of_kind(caught, "split")
+    assert posterior.report.held_out is None
+    few = [tuple(tensor[:19] for tensor in rings(300, 1))]
+    posterior = fb.fit(fb.to_stochastic(network, {"*": NormalAffine()}), few, **short, validation=None)
+    assert posterior.report.held_out is None
+    dropout = fb.to_stochastic(network, {"*": Dropout(0.5)})
+    posterior = fb.fit(dropout, loader, validation=rings(300, 3), **HARMFUL, **QUIET)
+    assert posterior.report.accepted  # dropout has no width that could vanish
+    assert posterior.report.held_out.is_loss
+
+
+def test_methods_find_their_number_of_epochs_on_held_out_data():
+    data = TensorDataset(*rings(200, 1))
+    loader = DataLoader(data, batch_size=40, shuffle=True)
+    schedule = fb.methods.schedule.PlateauSchedule(max_steps=200, window=10, tolerance=0.05)
+    for method in (
+        fb.MLE(lr=0.01, schedule=schedule),
+        fb.BayesByBackprop(lr=0.01, schedule=schedule),
+        fb.DeepEnsemble(2, lr=0.01, schedule=schedule),
+        fb.SWAG(lr=0.01, schedule=schedule),
+    ):
+        torch.manual_seed(0)
+        history = method.fit(MLP(2, (8,), 2), loader, seed=0, **QUIET).history
+        assert "validation_nll" in history, method
+        assert 4 <= history.epochs <= 24 + 24, method
+        unseen = method.fit(MLP(2, (8,), 2), loader, seed=0, validation=None, **QUIET).history
+        assert "validation_nll" not in unseen, method
