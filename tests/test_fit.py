@@ -36,7 +36,6 @@ def fitted(**options) -> fb.posterior.NoisePosterior:
             **QUIET,
             **options,
         },
-        validation=None,
     )
 
 

@@ -86,7 +86,7 @@ def test_a_better_fit_is_returned_from_its_best_epoch():
     loader = TensorLoader(*rings(300, 1), batch_size=32, shuffle=True)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FlowBNNWarning)  # ten epochs do not converge
-        posterior = fb.fit(model, loader, epochs=10, weight_lr=0.01, seed=0, **QUIET, validation=None)
+        posterior = fb.fit(model, loader, epochs=10, weight_lr=0.01, seed=0, **QUIET)
     assert posterior.report.accepted
     assert posterior.report.held_out.after > posterior.report.held_out.before
     values = posterior.history["validation_nll"]
@@ -145,7 +145,7 @@ def test_the_rehearsal_decides_if_the_weights_may_have_seen_the_held_out_rows(ga
     network, loader, _ = trained(rings, 2)
     monkeypatch.setattr(noise_fit, "rehearse", lambda *_: Gain(-0.5, -0.5 + gain, 0.01))
     model = fb.to_stochastic(network, {"*": NormalAffine()})
-    posterior = fb.fit(model, loader, **HARMFUL, **QUIET, validation=None)
+    posterior = fb.fit(model, loader, **HARMFUL, **QUIET)
     assert posterior.report.accepted == (gain > 0)
     assert posterior.report.held_out == Gain(-0.5, -0.5 + gain, 0.01)
     if gain > 0:
@@ -171,7 +171,7 @@ def test_a_resumed_fit_makes_the_same_judgement(tmp_path):
     def fit(loader_cls, **options):
         model = fb.to_stochastic(network, {"*": NormalAffine()})
         loader = loader_cls(*data, batch_size=16, shuffle=True)
-        return fb.fit(model, loader, epochs=8, weight_lr=0.01, seed=0, **options, **QUIET, validation=None)
+        return fb.fit(model, loader, epochs=8, weight_lr=0.01, seed=0, **options, **QUIET)
 
     complete = fit(TensorLoader)
     with pytest.raises(KeyboardInterrupt):
@@ -193,13 +193,11 @@ def test_what_cannot_be_judged():
 
     short = {"epochs": 1, "seed": 0, **QUIET}
     with pytest.warns(FlowBNNWarning) as caught:
-        posterior = fb.fit(
-            fb.to_stochastic(network, {"*": NormalAffine()}), Stream(), num_data=300, **short, validation=None
-        )
+        posterior = fb.fit(fb.to_stochastic(network, {"*": NormalAffine()}), Stream(), num_data=300, **short)
     assert of_kind(caught, "split")
     assert posterior.report.held_out is None
     few = [tuple(tensor[:19] for tensor in rings(300, 1))]
-    posterior = fb.fit(fb.to_stochastic(network, {"*": NormalAffine()}), few, **short, validation=None)
+    posterior = fb.fit(fb.to_stochastic(network, {"*": NormalAffine()}), few, **short)
     assert posterior.report.held_out is None
     dropout = fb.to_stochastic(network, {"*": Dropout(0.5)})
     posterior = fb.fit(dropout, loader, validation=rings(300, 3), **HARMFUL, **QUIET)

@@ -53,7 +53,7 @@ def flow_noise(**options):
     model = fb.to_stochastic(convolutions(), FLOWS)
     rule = EarlyStop(patience=9)
     defaults = {"validation": shuffled(11, 4), "early_stop": rule, "warmup": 0.5, "gamma": 0.01}
-    return fb.fit(model, shuffled(), weight_lr=1e-3, noise_lr=1e-2, **defaults, **options, validation=None)
+    return fb.fit(model, shuffled(), weight_lr=1e-3, noise_lr=1e-2, **defaults, **options)
 
 
 def two_samples_of_a_mixture(**options):

@@ -31,7 +31,7 @@ def test_a_fit_with_defaults_does_not_worsen_a_trained_network(data, outputs, re
     network, loader, plain = trained(data, outputs)
     test = data(2000, 2)
     before = fb.evaluate(plain, test, progress=False)
-    posterior = fb.fit(fb.to_stochastic(network, {"*": recipe}), loader, seed=0, **QUIET, validation=None)
+    posterior = fb.fit(fb.to_stochastic(network, {"*": recipe}), loader, seed=0, **QUIET)
     after = fb.evaluate(posterior, test, progress=False)
     assert after["nll"] < before["nll"] + 0.02
     if outputs == 1:

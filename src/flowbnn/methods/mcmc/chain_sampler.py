@@ -62,6 +62,7 @@ class ChainSampler:
     ) -> None:
         self.potential, self.kernel, self.generators = potential, kernel, list(generators)
         self.num_warmup, self.samples, self.thin = warmup, samples, thin
+        self.first_draw = warmup  # transition at which the draws begin
         self.path, self.every, self.settings = path, every, dict(settings or {})
         self.warmup = Warmup(potential, self.generators, starts, warmup, target)
         self.starts = starts
@@ -87,7 +88,7 @@ class ChainSampler:
             check_writable(self.path)
             if resume and self.path.exists():
                 self.load(self.path)
-        total = self.num_warmup + self.samples * self.thin
+        total = self.first_draw + self.samples * self.thin
         with torch.no_grad():
             if self.state is None:
                 self.state = initial_state(self.potential, self.starts)
@@ -106,6 +107,11 @@ class ChainSampler:
         record = {name: torch.stack(draws, 1) for name, draws in self.draws.items()}
         return {**record, "step_size": self.warmup.step_size.clone()}
 
+    def extend(self) -> None:
+        """Begins as many draws again, with twice as many transitions per draw. The draws so far become part of the warm-up."""
+        self.first_draw, self.thin = self.number, 2 * self.thin
+        self.draws = {name: [] for name in self.record_names}
+
     def advance(self, number: int) -> None:
         """Takes one transition of every chain."""
         assert self.state is not None
@@ -113,7 +119,7 @@ class ChainSampler:
         state, transition = self.kernel(self.state, warmup.step_size, warmup.inverse_mass, self.generators)
         if number < self.num_warmup:
             warmup.update(number, state, transition.acceptance)
-        elif (number - self.num_warmup + 1) % self.thin == 0:
+        elif (number - self.first_draw + 1) % self.thin == 0:
             values = {"position": state.position.cpu(), "energy": state.energy.cpu(), **transition._asdict()}
             for name, draws in self.draws.items():
                 draws.append(values[name])
@@ -130,6 +136,8 @@ class ChainSampler:
         assert self.state is not None
         return {
             "number": self.number,
+            "first_draw": self.first_draw,
+            "thin": self.thin,
             "state": self.state._asdict(),
             "warmup": self.warmup.state(),
             "generators": [generator.get_state() for generator in self.generators],
@@ -139,7 +147,7 @@ class ChainSampler:
         """Writes the checkpoint of a snapshot with its draws. Returns False if there is no file to write."""
         if self.path is None or not is_main_process():
             return False
-        count = max(0, snapshot["number"] - self.num_warmup) // self.thin
+        count = max(0, snapshot["number"] - snapshot["first_draw"]) // snapshot["thin"]
         draws = {name: torch.stack(values[:count], 1) for name, values in self.draws.items() if count}
         save_state(self.path, {**snapshot, "draws": draws, "settings": self.settings})
         self.last_save = time.monotonic()
@@ -154,7 +162,7 @@ class ChainSampler:
         file = TensorFile(path, self.starts.shape[1])
         self._check_file(path, file)
         saved = decode_state(file.document, file.tensors)
-        self.number = saved["number"]
+        self.number, self.first_draw, self.thin = saved["number"], saved["first_draw"], saved["thin"]
         self.state = ChainState(
             **{name: value.to(self.starts.device) for name, value in saved["state"].items()}
         )
@@ -178,13 +186,15 @@ class ChainSampler:
             text = f"'{path}' has {changed}={stored!r}, not {self.settings[changed]!r}; use the same value, or resume=False"
             raise FlowBNNError(text, kind="resume", argument=changed)
         shapes = {name: view.shape for name, view in file.views.items()}
-        if shapes != self._expected_shapes(file.document.get("number", 0)):  # before any tensor is read
+        number, first, thin = (file.document.get(name, 0) for name in ("number", "first_draw", "thin"))
+        if shapes != self._expected_shapes(
+            max(0, number - first) // max(1, thin)
+        ):  # before any tensor is read
             raise FlowBNNError(f"'{path}' is not a checkpoint of these chains", kind="file")
 
-    def _expected_shapes(self, number: int) -> dict[str, torch.Size]:
-        """Returns the shapes of all tensors in a checkpoint after this number of transitions."""
+    def _expected_shapes(self, count: int) -> dict[str, torch.Size]:
+        """Returns the shapes of all tensors in a checkpoint with this number of draws of each chain."""
         num_chains, dim = self.starts.shape
-        count = max(0, number - self.num_warmup) // self.thin
         positions = self.starts.new_empty(num_chains, count, dim, device="meta")
         draws = dict.fromkeys(self.record_names, positions[..., 0]) | {"position": positions}
         tensors: dict[str, Tensor] = {}

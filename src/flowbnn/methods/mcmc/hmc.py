@@ -29,7 +29,12 @@ from flowbnn.methods.mcmc.hamiltonian import (
     metropolis_kernel,
     nuts_kernel,
 )
-from flowbnn.methods.mcmc.posterior import ChainPosterior, NoiseChainPosterior
+from flowbnn.methods.mcmc.posterior import (
+    RHAT_THRESHOLD,
+    ChainPosterior,
+    NoiseChainPosterior,
+    outputs_rhat,
+)
 from flowbnn.methods.mcmc.potential import (
     LOG_NOISE,
     NetworkPotential,
@@ -57,7 +62,8 @@ class ChainMethod(Method):
     then undersampled unless the chains are long or ``target_accept`` is high.
 
     Args:
-        samples: Number of draws of each chain.
+        samples: Number of draws of each chain. By default, 200 draws are taken. While the R-hat of the outputs exceeds 1.05, they are
+            taken again with twice as many transitions per draw, up to 8. A warning is raised if the R-hat is still larger.
         warmup: Number of transitions of each chain before the draws, which adapt step size and mass.
         chains: Number of chains. They run together by ``torch.func.vmap`` if the network supports it.
         thin: Number of transitions per draw.
@@ -73,7 +79,7 @@ class ChainMethod(Method):
 
     max_variables: ClassVar[int] = 1_000_000  # above, a run takes hours, and a warning is raised
 
-    samples: Count = 200
+    samples: Count | None = None
     warmup: Annotated[int, Ge(0)] = 200
     chains: Count = 4
     thin: Count = 1
@@ -116,9 +122,8 @@ class ChainMethod(Method):
         )
         potential = self.potential(point.model, point.likelihood, data, num_data)
         sampler = self._sampler(potential, num_data, seed, options)
-        record = sampler.run(options.resume, options.progress, f"sampling with {name}")
+        record = self._sample(sampler, potential, options)
         position = record.pop("position")
-        record["outputs"] = potential.function_values(position)
         members = named_parts(position.flatten(0, 1).to(potential.start.device), potential.shapes)
         if LOG_NOISE in members:
             record[LOG_NOISE] = members.pop(LOG_NOISE).unflatten(0, position.shape[:2]).cpu()
@@ -128,6 +133,21 @@ class ChainMethod(Method):
         )
         posterior.warn_not_converged()
         return posterior
+
+    def _sample(
+        self, sampler: ChainSampler, potential: NetworkPotential, options: FitOptions
+    ) -> dict[str, Tensor]:
+        """Runs the chains and returns their record. Without a number of samples, the run is extended until the chains agree."""
+        resume, description = options.resume, f"sampling with {type(self).__name__}"
+        while True:
+            record = sampler.run(resume, options.progress, description)
+            record["outputs"] = potential.function_values(record["position"])
+            rhat = outputs_rhat(record["outputs"])
+            longest = sampler.thin >= 8 * self.thin
+            if self.samples is not None or longest or rhat is None or rhat <= RHAT_THRESHOLD:
+                return record
+            sampler.extend()
+            resume = False  # the state is in memory
 
     def _sampler(
         self, potential: NetworkPotential, num_data: int, seed: int, options: FitOptions
@@ -155,7 +175,7 @@ class ChainMethod(Method):
             starts,
             generators,
             warmup=self.warmup,
-            samples=self.samples,
+            samples=self.samples or 200,
             thin=self.thin,
             target=self.target_accept,
             path=path and path.with_name(f"{prefix}chains.safetensors"),
@@ -185,7 +205,7 @@ class ChainMethod(Method):
             raise FlowBNNError(text, kind="random network", argument="network")
         size = potential.start.numel()
         if size > self.max_variables:
-            gigabytes = 4e-9 * size * self.chains * self.samples
+            gigabytes = 4e-9 * size * self.chains * (self.samples or 200)
             text = f"{name} samples {size:,} {self.variables}: {gigabytes:.2g} GB, and hours or days; use variables='noise', or fb.SGLD"
             warn(text, kind="size", size=size)
 

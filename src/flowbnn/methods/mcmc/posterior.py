@@ -19,6 +19,13 @@ from flowbnn.training import History
 RHAT_THRESHOLD = 1.05  # between the 1.01 of Vehtari et al. (2021), strict for networks, and the classical 1.1
 
 
+def outputs_rhat(outputs: Tensor) -> float | None:
+    """Returns the largest R-hat of function values ``[C, S, K]``, or None for fewer than 100 draws, for which it is too noisy."""
+    if outputs.shape[1] < 100 or not arviz_is_installed():
+        return None
+    return float(split_rhat(outputs.double()).max())
+
+
 @dataclass(frozen=True)
 class ChainDiagnostics:
     """Convergence diagnostics of Markov chains.
@@ -147,10 +154,8 @@ class ChainPosterior(MemberPosterior):
             number = divergent.numel()
             text = f"{divergences} of {number} transitions diverged, so draws miss narrow regions; increase target_accept or warmup"
             warn(text, kind="divergence", divergences=divergences)
-        outputs = self.record["outputs"].double()
-        # R-hat of fewer than 100 draws is too noisy for a warning
-        can_check = outputs.shape[1] >= 100 and arviz_is_installed()
-        if can_check and (rhat := float(split_rhat(outputs).max())) > RHAT_THRESHOLD:
+        rhat = outputs_rhat(self.record["outputs"])
+        if rhat is not None and rhat > RHAT_THRESHOLD:
             text = f"the chains have not converged (R-hat {rhat:.2f}); increase samples or warmup, and see posterior.diagnostics()"
             warn(text, kind="rhat", rhat=rhat)
 
