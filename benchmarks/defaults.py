@@ -46,7 +46,8 @@ def split(inputs: Tensor, targets: Tensor, seed: int, share: float, limit: int =
     number = min(limit, int(share * len(order)))
     train, test = order[:number], order[number:]
     if inputs.ndim == 2:
-        inputs = (inputs - inputs[train].mean(0)) / inputs[train].std(0).clamp_min(1e-6)
+        spread = inputs[train].std(0)
+        inputs = (inputs - inputs[train].mean(0)) / torch.where(spread > 0, spread, 1.0)
     if targets.is_floating_point():
         targets = (targets - targets[train].mean(0)) / targets[train].std(0)
     return inputs[train], targets[train], inputs[test], targets[test]

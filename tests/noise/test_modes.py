@@ -70,9 +70,9 @@ def test_a_frozen_network_keeps_the_statistics_of_its_batch_norm():
         "seed": 0,
         "progress": False,
     }  # which goes through modes of its own
-    posterior = fb.fit(network, [(inputs, targets)] * 3, epochs=2, **held, validation=None)
+    posterior = fb.fit(network, [(inputs, targets)] * 3, epochs=2, **held)
     with fb.noise_mode(posterior.model, "off"):
         assert torch.equal(posterior.model(inputs), before)
     fb.noise.unfreeze(posterior.model, "weights")
-    again = fb.fit(posterior.model, [(inputs, targets)], epochs=1, **held, validation=None)
+    again = fb.fit(posterior.model, [(inputs, targets)], epochs=1, **held | {"validation": None})
     assert not torch.equal(again.model[1].running_mean, plain_model[1].running_mean)

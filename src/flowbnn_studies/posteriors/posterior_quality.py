@@ -249,6 +249,7 @@ def fit_posterior(
             "weight_lr": s.weight_lr,
             "noise_lr": rate,
             "epochs": s.steps,
+            "validation": None,  # the study measures the fit itself
         }
         options |= {"likelihood": deepcopy(case.likelihood), "seed": seed, "progress": False, **device}
         posterior = fit(model, case.loader, **options)

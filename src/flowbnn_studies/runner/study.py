@@ -144,7 +144,7 @@ class Job:
         posterior: Posterior
         if rules:
             rates = {name: s[name] for name in ("weight_lr", "noise_lr")}
-            posterior = fit(to_stochastic(network, rules), loader, **rates, **options)
+            posterior = fit(to_stochastic(network, rules), loader, **{"validation": None, **rates, **options})
         else:
             method_options = {name: options.pop(name) for name in ("epochs", "schedule")}
             posterior = MLE(lr=s["weight_lr"], **method_options).fit(network, loader, **options)

@@ -1,6 +1,7 @@
 """Tests of the kernels of HMC and Metropolis on known densities, and of the warm-up."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from flowbnn.methods.mcmc.hamiltonian import (
     leapfrog,
     make_potential,
     metropolis_kernel,
+    nuts_kernel,
 )
 from flowbnn.methods.mcmc.warmup import Warmup, find_step_size, window_ends
 
@@ -144,6 +146,30 @@ def test_warmup_finds_the_scales():
     assert ((ratio > 0.7) & (ratio < 1.4)).all()
     assert record["acceptance"].mean() > 0.75
     assert not record["divergent"].any()
+
+
+def test_extended_chains_continue_with_more_transitions_per_draw(tmp_path):
+    def sampler(samples, path=None):
+        generators = [torch.Generator().manual_seed(chain) for chain in range(2)]
+        starts = torch.zeros(2, 2, dtype=torch.float64)
+        kernel = partial(nuts_kernel, gaussian)
+        return ChainSampler(gaussian, kernel, starts, generators, warmup=6, samples=samples, path=path)
+
+    def extended(sampler):
+        sampler.run(progress=False)
+        sampler.extend()
+        return sampler.run(progress=False)["position"]
+
+    expected = sampler(5 + 10).run(progress=False)["position"][:, 6::2]
+    assert torch.equal(extended(sampler(5)), expected)
+    interrupted = sampler(5, tmp_path / "chains.safetensors")
+    interrupted.run(progress=False)
+    interrupted.extend()
+    for _ in range(3):
+        interrupted.advance(interrupted.number)
+    interrupted.save(interrupted.snapshot())
+    resumed = sampler(5, tmp_path / "chains.safetensors").run(resume=True, progress=False)["position"]
+    assert torch.equal(resumed, expected)
 
 
 @pytest.mark.parametrize("start", [0.01, 30.0])

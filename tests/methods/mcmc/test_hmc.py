@@ -303,45 +303,35 @@ def test_unsupported_networks_are_refused():
     assert error.value.kind == "not finite"
 
 
-def test_default_chains_are_extended_until_they_agree(monkeypatch):
-    data = [blobs(30).tensors]
-    method = small(samples=None, warmup=10, steps=2)
-    rhats = iter([1.3, 1.2, 1.0])
-    monkeypatch.setattr("flowbnn.methods.mcmc.hmc.outputs_rhat", lambda outputs: next(rhats))
-    monkeypatch.setattr("flowbnn.methods.mcmc.posterior.outputs_rhat", lambda outputs: None)
-    posterior = method.fit(network(), data, seed=1, **QUIET)
-    assert len(posterior) == 2 * 200
-    # 10 + 200 + 400 transitions precede the draws, of which every fourth is kept
-    longer = small(samples=1400, warmup=10, steps=2).fit(network(), data, seed=1, **QUIET)
-    for name, chains in posterior.chains.items():
-        assert torch.equal(chains, longer.chains[name][:, 603::4])
-    rhats = iter([1.3, 1.3, 1.3, 1.3])
-    seen, extend = [], ChainSampler.extend
-    monkeypatch.setattr(ChainSampler, "extend", lambda sampler: seen.append(sampler.thin) or extend(sampler))
-    method.fit(network(), data, seed=1, **QUIET)
-    assert seen == [1, 2, 4]  # the budget
+class FakeSampler:
+    """Sampler that records the number of transitions per draw of every round."""
+
+    def __init__(self):
+        self.thin, self.rounds = 1, []
+
+    def run(self, resume, progress, description):
+        self.rounds.append((self.thin, resume))
+        return {"position": torch.zeros(2, 3, 1)}
+
+    def extend(self):
+        self.thin *= 2
 
 
-def test_extended_chains_resume_to_the_same_draws(monkeypatch, tmp_path):
-    data = [blobs(30).tensors]
-    method = small(samples=None, warmup=10, steps=2)
-    monkeypatch.setattr("flowbnn.methods.mcmc.hmc.outputs_rhat", lambda outputs: next(rhats))
-    monkeypatch.setattr("flowbnn.methods.mcmc.posterior.outputs_rhat", lambda outputs: None)
-    rhats = iter([1.3, 1.0])
-    complete = method.fit(network(), data, seed=1, **QUIET)
-    advance = ChainSampler.advance
-
-    def interrupted(sampler, number):
-        if number == 300:  # in the second round
-            raise KeyboardInterrupt
-        advance(sampler, number)
-
-    rhats = iter([1.3])
-    with monkeypatch.context() as patch:
-        patch.setattr(ChainSampler, "advance", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            method.fit(network(), data, seed=1, checkpoint=tmp_path, **QUIET)
-    rhats = iter([1.0])
-    resumed = method.fit(network(), data, seed=1, checkpoint=tmp_path, resume=True, **QUIET)
-    for name, value in complete.members.items():
-        assert torch.equal(value, resumed.members[name])
+@pytest.mark.parametrize(
+    ("samples", "rhats", "rounds"),
+    [
+        (None, [1.3, 1.2, 1.0], [1, 2, 4]),
+        (None, [1.3] * 4, [1, 2, 4, 8]),
+        (200, [1.3], [1]),
+        (None, [None], [1]),
+    ],
+    ids=["until they agree", "budget", "fixed", "unknown"],
+)
+def test_default_chains_are_extended(monkeypatch, samples, rhats, rounds):
+    values, sampler = iter(rhats), FakeSampler()
+    monkeypatch.setattr("flowbnn.methods.mcmc.hmc.outputs_rhat", lambda outputs: next(values))
+    potential = type("Potential", (), {"function_values": staticmethod(lambda position: position)})
+    options = fb.methods.FitOptions(checkpoint="chains", resume=True, **QUIET)
+    fb.HMC(samples=samples)._sample(sampler, potential, options)
+    assert [thin for thin, _ in sampler.rounds] == rounds
+    assert [resume for _, resume in sampler.rounds] == [True] + [False] * (len(rounds) - 1)

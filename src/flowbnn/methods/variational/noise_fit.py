@@ -55,6 +55,7 @@ from flowbnn.regression import (
 from flowbnn.training import Clock, EarlyStop, is_main_process
 from flowbnn.training.options import length_of
 from flowbnn.training.progress import terminal
+from flowbnn.training.randomness import preserve_rng_state
 
 
 @options(kw_only=True, owner="fit")
@@ -209,7 +210,8 @@ def settle(
             return run_fit(model, loader, stage, initial).fit.posterior, rehearsal, True
         gain = rehearsal or gain
     initial.restore_without_noise(model)
-    fit_residual_scale(model, posterior.likelihood, run.fit.batches)
+    with preserve_rng_state(loader, 0):
+        fit_residual_scale(model, posterior.likelihood, loader)
     warn_rejected(gain)
     return posterior, gain, False
 
