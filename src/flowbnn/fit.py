@@ -20,10 +20,11 @@ def fit(
 
     .. math:: \max \; E_q[\log p(D \mid z)] - \beta \sum_l \mathrm{KL}[q(z_l) \| p(z_l)] + \gamma \sum_l H(q(z_l))
 
-    The fit is compared with the given network on held-out data. If it is not better, the given network is returned with noise of almost
-    no width, and a warning is raised. By default, a tenth of the data is held out. The given weights may have been trained on these
-    rows. In this case, networks of the same architecture are trained afresh without them, with and without noise. If noise is better
-    there, it is fitted to all data.
+    The fit is compared with the given network on held-out data. If it is not better, it is repeated with early stopping. If the best
+    epoch is not better either, the given network is returned with noise of almost no width, and a warning is raised.
+
+    By default, a tenth of the data is held out. The given weights may have been trained on these rows. In this case, networks of the
+    same architecture are trained afresh without them, with and without noise. If noise is better there, it is fitted to all data.
 
     Args:
         network: Network with noise, from :func:`~flowbnn.to_stochastic`. It is not changed.
@@ -46,7 +47,7 @@ def fit(
             the plateau. None keeps them constant. A :class:`~flowbnn.methods.schedule.PlateauSchedule` changes the rules for the
             plateau. A function from ``(optimizer, number of steps)`` to a scheduler is stepped at every batch.
         validation: Fraction of the data that is held out to judge the fit, a loader of held-out data, or None to train on all data
-            without a judgement. The epoch with the best held-out log-likelihood is used.
+            without a judgement.
         validation_samples: Number of networks per prediction on the validation data, whose negative log-likelihood (NLL) is recorded.
         report: If True, computes the report of the fit.
         options: Options of :class:`~flowbnn.methods.FitOptions`, such as ``likelihood``, ``num_data``, ``checkpoint``, ``resume``,

@@ -333,10 +333,11 @@ def plan_fit(
     options: FitOptions,
     monitor: Monitor = "elbo",
     warmup: float = 0.0,
+    stops_early: bool = True,
 ) -> tuple[TrainingPlan, FitOptions]:
     """Returns the length and the schedule of a fit, and its options with the largest number of epochs.
 
-    A fit that finds its number of epochs on held-out data ends with the weights of the best epoch.
+    With held-out data, a fit that stops early ends with the weights of the best epoch.
 
     Args:
         epochs: Number of epochs, or None to train until a plateau.
@@ -345,10 +346,11 @@ def plan_fit(
         options: Options of the fit.
         monitor: Name of the recorded value that a plateau is found in.
         warmup: Fraction of the run in which the weight of the KL divergence grows.
+        stops_early: If True, a fit without a rule for early stopping gets one, unless its number of epochs is set.
     """
     plan = plan_training(epochs, schedule, length_of(loader), monitor, warmup)
     early_stop = options.early_stop
-    if epochs is None and early_stop is None and options.held_out is not None:
+    if stops_early and epochs is None and early_stop is None and options.held_out is not None:
         early_stop = EarlyStop("validation_nll", patience=max(10, 2 * plan.plateau.window))
     return plan, replace(options, epochs=plan.epochs, early_stop=early_stop)
 

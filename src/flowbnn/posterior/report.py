@@ -38,6 +38,11 @@ class Gain(NamedTuple):
         """True if the mean has decreased by more than two standard errors."""
         return self.after < self.before - 2 * self.standard_error
 
+    @property
+    def is_significant(self) -> bool:
+        """True if the mean has changed by more than two standard errors."""
+        return abs(self.after - self.before) > 2 * self.standard_error
+
     def __str__(self) -> str:
         return (
             f"{self.name} {self.before:.3f} -> {self.after:.3f} per example "

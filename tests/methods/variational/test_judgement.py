@@ -1,7 +1,5 @@
 """Judgement of a fit on held-out data: what is returned is never worse than the given network."""
 
-import warnings
-
 import pytest
 import torch
 from problems import QUIET, of_kind
@@ -80,17 +78,33 @@ def test_noise_that_was_fitted_before_is_restored():
         assert torch.equal(before, after)
 
 
-def test_a_better_fit_is_returned_from_its_best_epoch():
+@pytest.mark.filterwarnings("ignore::flowbnn.errors.FlowBNNWarning")  # ten epochs do not converge
+def test_a_better_fit_is_returned():
     torch.manual_seed(0)
     model = fb.to_stochastic(MLP(2, (16,), 2), {"*": NormalAffine()})
     loader = TensorLoader(*rings(300, 1), batch_size=32, shuffle=True)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FlowBNNWarning)  # ten epochs do not converge
-        posterior = fb.fit(model, loader, epochs=10, weight_lr=0.01, seed=0, **QUIET)
+    posterior = fb.fit(model, loader, epochs=10, weight_lr=0.01, seed=0, **QUIET)
     assert posterior.report.accepted
     assert posterior.report.held_out.after > posterior.report.held_out.before
+    assert posterior.history.best_epoch is None  # the last epoch is better than the given network
+
+
+@pytest.mark.filterwarnings("ignore::flowbnn.errors.FlowBNNWarning")
+def test_a_fit_that_overfits_is_repeated_with_early_stopping():
+    torch.manual_seed(0)
+    inputs, labels = rings(30, 1)
+    model = fb.to_stochastic(MLP(2, (32,), 2), {"*": NormalAffine()})
+    held_out = rings(300, 3)
+    posterior = fb.fit(
+        model, [(inputs, labels)], epochs=80, weight_lr=0.1, validation=held_out, seed=0, **QUIET
+    )
     values = posterior.history["validation_nll"]
+    assert (
+        values[-1] > 0.75 > min(values)
+    )  # worse than the untrained network, which was better after some epochs
+    assert posterior.report.accepted
     assert posterior.history.best_epoch == values.index(min(values))
+    assert nll(posterior, held_out) == pytest.approx(min(values), abs=0.02)
 
 
 def test_a_rehearsal_uses_networks_that_have_not_seen_the_rows():

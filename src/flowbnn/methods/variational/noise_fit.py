@@ -32,6 +32,7 @@ from flowbnn.methods.fitting import (
 from flowbnn.methods.schedule import PlateauSchedule, SchedulerFactory, TrainingPlan, default_noise_lr
 from flowbnn.methods.variational.initial_state import FinishedFit, InitialState, can_narrow, joint_noises
 from flowbnn.methods.variational.judgement import (
+    JUDGED_ROWS,
     HeldOutComparison,
     compare_held_out,
     rehearse,
@@ -93,9 +94,7 @@ def fit_noise(
     training, run_options = loader, replace(options, validation=options.held_out)
     if judges or options.epochs is None:
         training, run_options = hold_out(loader, options)
-    if judges and options.epochs and options.early_stop is None and run_options.held_out is not None:
-        run_options = replace(run_options, early_stop=EarlyStop(patience=options.epochs))
-    run = run_fit(model, training, run_options, initial)
+    run = run_fit(model, training, run_options, initial, stops_early=not judges)
     posterior, comparison, report = run.fit.posterior, None, None
     if judges or options.report:
         comparison = compare_held_out(run.fit)
@@ -103,8 +102,10 @@ def fit_noise(
         report = make_report(run.fit, run.plan.plateau, run.idle_layers, run.noise_scale)
     if comparison is not None:
         gain, accepted = comparison.gain, True
-        if judges and gain.after < gain.before and all(map(can_narrow, joint_noises(model))):
-            posterior, gain, accepted = settle(run, comparison, loader, options)
+        few_data = isinstance(options.validation, float) and len(comparison.before) < JUDGED_ROWS
+        doubtful = gain.after < gain.before or (few_data and not gain.is_significant)
+        if judges and doubtful and all(map(can_narrow, joint_noises(model))):
+            posterior, gain, accepted = settle(run, comparison, (loader, training), (options, run_options))
         if accepted:
             warn_memorized(comparison)
             warn_if_worse(gain, "gain")
@@ -134,7 +135,11 @@ class NoiseRun(NamedTuple):
 
 
 def run_fit(
-    model: nn.Module, loader: Iterable[Any], options: NoiseFitOptions, initial: InitialState
+    model: nn.Module,
+    loader: Iterable[Any],
+    options: NoiseFitOptions,
+    initial: InitialState,
+    stops_early: bool = False,
 ) -> NoiseRun:
     """Maximizes the ELBO of a network in place, and fits or checks the noise scale of a regression.
 
@@ -143,12 +148,15 @@ def run_fit(
         loader: Training data.
         options: Options of the fit. ``validation`` is a loader or None.
         initial: State of the network before the fit.
+        stops_early: If True, the fit ends with the best epoch on held-out data.
     """
     prepared = prepare(model, loader, options, trains_weights(model, options))
     likelihood, targets = prepared.likelihood, prepared.data.sample[1]
     if learns_noise(likelihood):  # starts at the residuals, even if the likelihood has another value
         set_noise_scale(likelihood, [(prepared.outputs, targets)])
-    plan, train_options = plan_fit(options.epochs, options.schedule, loader, options, warmup=options.warmup)
+    plan, train_options = plan_fit(
+        options.epochs, options.schedule, loader, options, warmup=options.warmup, stops_early=stops_early
+    )
     noise_lr = options.noise_lr
     if noise_lr is None:
         total_steps = (length_of(loader) or 25) * plan.epochs
@@ -180,38 +188,52 @@ def run_fit(
 
 
 def settle(
-    run: NoiseRun, comparison: HeldOutComparison, loader: Iterable[Any], options: NoiseFitOptions
+    run: NoiseRun,
+    comparison: HeldOutComparison,
+    loaders: tuple[Iterable[Any], Iterable[Any]],
+    options: tuple[NoiseFitOptions, NoiseFitOptions],
 ) -> tuple[NoisePosterior, Gain, bool]:
-    """Decides on a fit that is worse than the given network on held-out data.
+    """Decides on a fit that is not clearly better than the given network on held-out data.
 
-    If the held-out data may have been part of the training of the given network, the fit is rehearsed. If noise is better there, it is
-    fitted to all data. Otherwise, the given network is restored.
+    If the given network may have been trained on the held-out data, the fit is rehearsed. If noise is better there, it is fitted to all
+    data, otherwise the given network is restored. Without a rehearsal, a fit that is worse is repeated with early stopping. If it is
+    still worse, the given network is restored.
 
     Args:
         run: Fit of the noise.
         comparison: Log-likelihoods of held-out data.
-        loader: All data.
-        options: Options of the fit.
+        loaders: All data, and the training data without the held-out data.
+        options: Options of the fit on all data, and of the fit on the training data.
 
     Returns:
         The posterior, its gain over the given network, and False if it is the given network.
     """
-    posterior, initial = run.fit.posterior, run.fit.initial
+    posterior, initial, rehearsal = run.fit.posterior, run.fit.initial, None
     model, gain = posterior.model, comparison.gain
-    if isinstance(options.validation, float) and not comparison.is_memorized:
+    if isinstance(options[0].validation, float) and not comparison.is_memorized:
 
-        def fit(network: nn.Module, training: Iterable[Any], rehearsal: Any) -> NoisePosterior:
-            return run_fit(network, training, rehearsal, InitialState.of(network)).fit.posterior
+        def fit(network: nn.Module, training: Iterable[Any], settings: Any) -> NoisePosterior:
+            return run_fit(network, training, settings, InitialState.of(network)).fit.posterior
 
-        rehearsal = rehearse(model, initial, loader, options, fit)
-        if rehearsal is not None and rehearsal.after > rehearsal.before:
-            initial.restore(model)
-            stage = options.for_stage("all-data", options.description, validation=None)
-            return run_fit(model, loader, stage, initial).fit.posterior, rehearsal, True
-        gain = rehearsal or gain
+        rehearsal = rehearse(model, initial, loaders[0], options[0], fit)
+    if rehearsal is not None and rehearsal.after > rehearsal.before:
+        initial.restore(model)
+        stage = options[0].for_stage("all-data", options[0].description, validation=None)
+        return run_fit(model, loaders[0], stage, initial).fit.posterior, rehearsal, True
+    if rehearsal is None and gain.after >= gain.before:
+        return posterior, gain, True
+    if rehearsal is None and options[0].early_stop is None:
+        initial.restore(model)
+        rule = EarlyStop(patience=options[0].epochs or 10)
+        stage = options[1].for_stage("early-stop", options[0].description, early_stop=rule)
+        repeated = run_fit(model, loaders[1], stage, initial).fit
+        stopped = compare_held_out(repeated)
+        if stopped is not None and stopped.gain.after > stopped.gain.before:
+            return repeated.posterior, stopped.gain, True
+    gain = rehearsal or gain
     initial.restore_without_noise(model)
-    with preserve_rng_state(loader, 0):
-        fit_residual_scale(model, posterior.likelihood, loader)
+    with preserve_rng_state(loaders[0], 0):
+        fit_residual_scale(model, posterior.likelihood, loaders[0])
     warn_rejected(gain)
     return posterior, gain, False
 
