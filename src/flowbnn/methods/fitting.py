@@ -23,7 +23,7 @@ from flowbnn.batches import (
     rows,
     split_batch,
 )
-from flowbnn.errors import FlowBNNError
+from flowbnn.errors import FlowBNNError, warn
 from flowbnn.likelihoods import (
     ConditionalDensity,
     Likelihood,
@@ -315,7 +315,7 @@ def hold_out(loader: Iterable[Any], options: FitOptions, fold: int = 0) -> tuple
     try:
         training, held_out = split_loader(loader, fraction, fold=fold)
     except FlowBNNError as error:
-        warn(f"{error}, or validation=None to train on all data without it", kind="split")
+        warn(f"{error}, or to None", kind="split")
         return loader, nothing
     num_data = options.num_data
     count = count_examples(training)

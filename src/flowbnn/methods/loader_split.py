@@ -58,12 +58,8 @@ class RowSplit:
 
 def cannot_split(loader: Any) -> FlowBNNError:
     """Returns the error for a loader that cannot be split."""
-    return FlowBNNError(
-        f"this {type(loader).__name__} cannot be split into training data and held-out data; set validation= to a loader of held-out "
-        "data",
-        kind="split",
-        argument="validation",
-    )
+    text = f"this {type(loader).__name__} cannot be split to hold out data; set validation= to a loader of held-out data"
+    return FlowBNNError(text, kind="split", argument="validation")
 
 
 def split_loader(loader: Any, fraction: float, seed: int = 0, fold: int = 0) -> tuple[Any, Any]:

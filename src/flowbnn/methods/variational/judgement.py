@@ -229,19 +229,14 @@ def warn_memorized(comparison: HeldOutComparison) -> None:
     """Warns if the initial weights have memorized the training data."""
     if comparison.is_memorized and is_main_process():
         training, before = comparison.training.mean(), comparison.before.mean()
-        text = (
-            f"the initial weights have memorized the training data: their log-likelihood is {training:.3f} per example there and "
-            f"{before:.3f} on the validation data, so the noise will be overconfident; fit it to held-out data with "
-            "fb.calibrate(network, held_out)"
-        )
+        scores = f"{training:.3f} per example, {before:.3f} on validation data"
+        text = f"the weights have memorized the training data (log-likelihood {scores}); use fb.calibrate(network, held_out)"
         warn(text, kind="memorized", excess=comparison.memorization)
 
 
 def warn_rejected(gain: Gain) -> None:
     """Warns that the fitted noise is not better than the given network, which is returned instead."""
     if is_main_process():
-        text = (
-            f"the fit is not better than the given network ({gain}), so the given network is returned; fit the noise to data that the "
-            "weights have not seen with fb.calibrate(network, held_out), or increase gamma"
-        )
+        values = f"log-likelihood {gain.before:.3f} -> {gain.after:.3f} per held-out example"
+        text = f"the given network is returned, as noise made it no better ({values}); use fb.calibrate(network, held_out) or gamma=1"
         warn(text, kind="gain", before=gain.before, after=gain.after)
