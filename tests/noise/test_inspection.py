@@ -52,7 +52,7 @@ def test_fit_leaves_layers_without_gradient_plain(tmp_path):
     torch.manual_seed(0)
     network = Backbone()
     with pytest.warns(fb.errors.FlowBNNWarning) as caught:
-        posterior = fb.fit(stochastic(network), batches(), epochs=1, report=False, **QUIET)
+        posterior = fb.fit(stochastic(network), batches(), epochs=1, report=False, **QUIET, validation=None)
     assert [(entry.message.kind, entry.message.fields["layers"]) for entry in caught] == [
         ("gradient", ["body"])
     ]
@@ -82,14 +82,14 @@ def test_frozen_noise_needs_no_gradient():
 
 def test_joint_noise_of_a_layer_without_gradient_is_refused():
     with pytest.raises(FlowBNNError) as caught:
-        fb.fit(stochastic(Backbone(), joint="full"), batches(), epochs=1, **QUIET)
+        fb.fit(stochastic(Backbone(), joint="full"), batches(), epochs=1, **QUIET, validation=None)
     assert (caught.value.kind, caught.value.fields["layers"]) == ("gradient", ["body"])
 
 
 @pytest.mark.parametrize(
     "fit",
     [
-        lambda network: fb.fit(stochastic(network), batches(), epochs=1, **QUIET),
+        lambda network: fb.fit(stochastic(network), batches(), epochs=1, **QUIET, validation=None),
         lambda network: fb.NodeNoise(epochs=1).fit(network, batches(), **QUIET),
         lambda network: fb.calibrate(network, batches(), progress=False),
         lambda network: fb.ModeEnsemble(2, steps=2, epochs=0).fit(network, batches(), **QUIET),

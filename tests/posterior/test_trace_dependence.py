@@ -106,7 +106,7 @@ def test_training_draws_once_per_batch_if_rows_interact(site, samples):
     recipe = fb.noise.NormalAffine(site=site, base_scale=0.5)
     model = fb.to_stochastic(Graph(), {"*": recipe})
     options = {"epochs": 1, "repeats": samples, "report": False, **QUIET}
-    posterior = fb.fit(model, graph_loader(), **options)
+    posterior = fb.fit(model, graph_loader(), **options, validation=None)
     assert posterior.rows_interact
     factors = []
     layer = posterior.model.first
@@ -125,7 +125,7 @@ def test_spread_of_training_draws_is_that_of_predictions_if_rows_interact():
     """Draws per row would average the noise of the neighbours, and so narrow the outputs."""
     torch.manual_seed(0)
     model = fb.to_stochastic(Graph(), {"*": fb.noise.NormalAffine(base_scale=0.5)})
-    posterior = fb.fit(model, graph_loader(), epochs=1, noise_lr=0.0, report=False, **QUIET)
+    posterior = fb.fit(model, graph_loader(), epochs=1, noise_lr=0.0, report=False, **QUIET, validation=None)
     inputs = graph_loader()[0][0]
     options = fb.posterior.PredictOptions(1000, seed=0)
     predicted = posterior.collect(inputs, options)[0].std(0)
@@ -137,7 +137,7 @@ def test_spread_of_training_draws_is_that_of_predictions_if_rows_interact():
 def test_rows_that_interact_are_stored_and_need_shared_draws(tmp_path):
     torch.manual_seed(0)
     model = fb.to_stochastic(Graph(), {"*": fb.noise.NormalAffine()})
-    posterior = fb.fit(model, graph_loader(), epochs=1, report=False, **QUIET)
+    posterior = fb.fit(model, graph_loader(), epochs=1, report=False, **QUIET, validation=None)
     loaded = fb.load_posterior(posterior.save(tmp_path / "graph.safetensors"), Graph())
     for each in (posterior, loaded):
         with pytest.raises(FlowBNNError) as caught:
@@ -149,6 +149,7 @@ def test_rows_that_interact_are_stored_and_need_shared_draws(tmp_path):
         epochs=1,
         report=False,
         **QUIET,
+        validation=None,
     )
     assert not independent.rows_interact
     assert not any(layer.layout.one_draw for layer in noise_layers(independent.model).values())
