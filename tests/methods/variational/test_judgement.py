@@ -10,11 +10,13 @@ from torch.utils.data import DataLoader, TensorDataset
 import flowbnn as fb
 from flowbnn.data import TensorLoader
 from flowbnn.errors import FlowBNNWarning
+from flowbnn.methods.variational import noise_fit
 from flowbnn.methods.variational.initial_state import InitialState
-from flowbnn.methods.variational.judgement import rehearse
+from flowbnn.methods.variational.judgement import HeldOutComparison, rehearse
 from flowbnn.methods.variational.noise_fit import NoiseFitOptions
 from flowbnn.models import MLP
 from flowbnn.noise import Dropout, NormalAffine, NormalFlow, NormalPlanar
+from flowbnn.posterior.report import Gain
 
 HARMFUL = {"epochs": 2, "weight_lr": 1.0, "schedule": None, "seed": 0}
 RECIPES = {
@@ -90,21 +92,20 @@ def test_a_better_fit_is_returned():
 
 
 @pytest.mark.filterwarnings("ignore::flowbnn.errors.FlowBNNWarning")
-def test_a_fit_that_overfits_is_repeated_with_early_stopping():
-    torch.manual_seed(0)
-    inputs, labels = rings(30, 1)
-    model = fb.to_stochastic(MLP(2, (32,), 2), {"*": NormalAffine()})
-    held_out = rings(300, 3)
-    posterior = fb.fit(
-        model, [(inputs, labels)], epochs=80, weight_lr=0.1, validation=held_out, seed=0, **QUIET
-    )
-    values = posterior.history["validation_nll"]
-    assert (
-        values[-1] > 0.75 > min(values)
-    )  # worse than the untrained network, which was better after some epochs
-    assert posterior.report.accepted
-    assert posterior.history.best_epoch == values.index(min(values))
-    assert nll(posterior, held_out) == pytest.approx(min(values), abs=0.02)
+@pytest.mark.parametrize("repeated_gain", [0.1, -0.1])
+def test_a_worse_fit_is_repeated_with_early_stopping(repeated_gain, monkeypatch):
+    before = torch.linspace(-1.0, -0.5, 50)
+    comparisons = iter([HeldOutComparison(before, before + gain, before) for gain in (-0.2, repeated_gain)])
+    monkeypatch.setattr(noise_fit, "compare_held_out", lambda fit: next(comparisons))
+    network, loader, _ = trained(rings, 2)
+    model = fb.to_stochastic(network, {"*": NormalAffine()})
+    posterior = fb.fit(model, loader, epochs=4, weight_lr=0.02, validation=rings(50, 3), seed=0, **QUIET)
+    assert posterior.report.accepted == (repeated_gain > 0)
+    gain = posterior.report.held_out
+    assert gain.after - gain.before == pytest.approx(0.1 if repeated_gain > 0 else -0.2)
+    if repeated_gain > 0:
+        values = posterior.history["validation_nll"]
+        assert posterior.history.best_epoch == values.index(min(values))
 
 
 def test_a_rehearsal_uses_networks_that_have_not_seen_the_rows():
@@ -153,9 +154,6 @@ def test_no_rehearsal_of_weights_that_cannot_be_reset():
 @pytest.mark.filterwarnings("ignore::flowbnn.errors.FlowBNNWarning")
 @pytest.mark.parametrize("gain", [-0.1, 0.1])
 def test_the_rehearsal_decides_if_the_weights_may_have_seen_the_held_out_rows(gain, monkeypatch):
-    from flowbnn.methods.variational import noise_fit
-    from flowbnn.posterior.report import Gain
-
     network, loader, _ = trained(rings, 2)
     monkeypatch.setattr(noise_fit, "rehearse", lambda *_: Gain(-0.5, -0.5 + gain, 0.01))
     model = fb.to_stochastic(network, {"*": NormalAffine()})
