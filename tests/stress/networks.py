@@ -31,7 +31,7 @@ def fit_noise(network: nn.Module, batches: Any) -> Any:
     kinds = (nn.Linear, nn.Conv1d, nn.Conv2d)
     names = [name for name, module in network.named_modules() if type(module) in kinds]
     model = fb.to_stochastic(network, {name: fb.noise.NormalAffine() for name in names})
-    return fb.fit(model, batches, epochs=1, report=False, **QUIET)
+    return fb.fit(model, batches, epochs=1, report=False, **QUIET, validation=None)
 
 
 METHODS: dict[str, Callable[[nn.Module, Any], Any]] = {

@@ -15,8 +15,8 @@ from torch import nn
 from flowbnn.errors import quote_names, warn
 from flowbnn.likelihoods import learns_noise
 from flowbnn.methods.base import FitOptions, Method, register_method
-from flowbnn.networks import deepcopy_network
 from flowbnn.methods.network_layers import reset_parameters
+from flowbnn.networks import deepcopy_network
 from flowbnn.options import Count, accepts_options_of, options
 from flowbnn.posterior.point import PointPosterior
 from flowbnn.posterior.weights import MemberPosterior, state_of

@@ -6,7 +6,7 @@ from copy import deepcopy
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -91,7 +91,7 @@ class FitOptions(TrainingOptions):
         """Returns the number of training examples."""
         return count_examples(loader) if self.num_data is None else self.num_data
 
-    def for_stage(self, name: str, description: str, **changes: Any) -> "FitOptions":
+    def for_stage(self, name: str, description: str, **changes: Any) -> Self:
         """Returns the options of one of several training runs, which has its own file in the folder ``checkpoint``."""
         folder, board = self.checkpoint, self.tensorboard
         if folder is not None:
@@ -99,6 +99,9 @@ class FitOptions(TrainingOptions):
         if board is not None:
             changes["tensorboard"] = Path(board) / name
         return replace(self, description=description, **changes)
+
+
+AnyFitOptions = TypeVar("AnyFitOptions", bound=FitOptions)
 
 
 class Objective(nn.Module):
@@ -294,7 +297,9 @@ def run_first_batch(
 # -------------------- training
 
 
-def hold_out(loader: Iterable[Any], options: FitOptions, fold: int = 0) -> tuple[Iterable[Any], FitOptions]:
+def hold_out(
+    loader: Iterable[Any], options: AnyFitOptions, fold: int = 0
+) -> tuple[Iterable[Any], AnyFitOptions]:
     """Splits off held-out data if ``validation`` is a fraction.
 
     A warning is raised if the loader cannot be split. Fewer than 20 examples are not split.

@@ -116,7 +116,7 @@ def narrow(noise: Noise, factor: float = 0.01) -> None:
         noise.base.log_scale.add_(math.log(factor))
         noise.base.loc.sub_(1.0).mul_(factor).add_(1.0)
     else:
-        noise.base.scale.mul_(factor)
+        noise.base.get_buffer("scale").mul_(factor)
 
 
 @torch.no_grad()

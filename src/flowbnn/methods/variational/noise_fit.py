@@ -110,9 +110,13 @@ def fit_noise(
             warn_memorized(comparison)
             warn_if_worse(gain, "gain")
         if report is not None:
-            collapsed = report.collapsed if accepted else {}
-            details = {"memorization": comparison.memorization, "collapsed": collapsed, "accepted": accepted}
-            report = replace(report, held_out=gain, **details)
+            report = replace(
+                report,
+                held_out=gain,
+                memorization=comparison.memorization,
+                collapsed=report.collapsed if accepted else {},
+                accepted=accepted,
+            )
     posterior.report = report
     print_report(posterior, options)
     return posterior
