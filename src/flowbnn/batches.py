@@ -170,7 +170,8 @@ def move(inputs: Any, device: torch.device, dtype: torch.dtype | None = None) ->
 
     def convert(tensor: Tensor) -> Tensor:
         target = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
-        tensor = tensor.clone() if tensor.is_inference() else tensor  # which autograd cannot use
+        if not torch.compiler.is_compiling() and tensor.is_inference():  # which autograd cannot use
+            tensor = tensor.clone()
         return tensor.to(device, target, non_blocking=True)
 
     return convert(inputs) if isinstance(inputs, Tensor) else apply(inputs, convert)

@@ -96,7 +96,8 @@ def move_batch(batch: Any, device: torch.device) -> Any:
     (tensor([1.]), {'label': [tensor([0.])]})
     """
     if isinstance(batch, Tensor):
-        batch = batch.clone() if batch.is_inference() else batch  # which autograd cannot use
+        if not torch.compiler.is_compiling() and batch.is_inference():  # which autograd cannot use
+            batch = batch.clone()
         return batch if batch.device == device else batch.to(device, non_blocking=device.type == "cuda")
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
         return type(batch)(*(move_batch(value, device) for value in batch))
