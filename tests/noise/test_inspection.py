@@ -91,10 +91,9 @@ def test_joint_noise_of_a_layer_without_gradient_is_refused():
     [
         lambda network: fb.fit(stochastic(network), batches(), epochs=1, **QUIET, validation=None),
         lambda network: fb.NodeNoise(epochs=1).fit(network, batches(), **QUIET),
-        lambda network: fb.calibrate(network, batches(), progress=False),
         lambda network: fb.ModeEnsemble(2, steps=2, epochs=0).fit(network, batches(), **QUIET),
     ],
-    ids=["fit", "NodeNoise", "calibrate", "ModeEnsemble"],
+    ids=["fit", "NodeNoise", "ModeEnsemble"],
 )
 def test_noise_of_layers_that_are_never_called_is_refused(fit):
     torch.manual_seed(0)
@@ -102,6 +101,15 @@ def test_noise_of_layers_that_are_never_called_is_refused(fit):
         fit(Bypass())
     assert (caught.value.kind, caught.value.argument) == ("idle", "network")
     assert caught.value.fields["layers"] == ["first", "last"]
+
+
+def test_calibrate_excludes_noise_of_layers_that_are_never_called():
+    torch.manual_seed(0)
+    with pytest.warns(fb.errors.FlowBNNWarning) as caught:
+        posterior = fb.calibrate(Bypass(), batches(), progress=False)
+    fields = [entry.message.fields for entry in caught if entry.message.kind == "excluded"]
+    assert [(each["candidate"], each["layers"]) for each in fields] == [("noise", ["first", "last"])]
+    assert not noise_layers(getattr(posterior, "posterior", posterior).model)
 
 
 def test_calibrate_leaves_layers_without_gradient_plain():
