@@ -5,9 +5,13 @@ import os
 import pytest
 from tests.stress import (
     Budget,
+    checkpoints,
     files,
     fuzz,
     interruptions,
+    loaders,
+    memory,
+    networks,
     processes,
     soak,
     threads,
@@ -84,3 +88,32 @@ def test_threads_and_soak():
     budget = Budget(60.0, trials=33)
     assert threads.stress(seed=0, budget=budget, names=("mle", "swag"), calls=4).failures == []
     assert soak.stress(seed=0, budget=Budget(60.0, trials=10), names=("mle", "node-noise")).failures == []
+
+
+def test_networks_agree_with_those_built_by_hand():
+    names = ("resnet", "raw_parameter", "old_weight_norm", "dictionary_inputs")
+    budget = Budget(60.0, trials=12)
+    result = networks.stress(
+        seed=0, budget=budget, names=names, methods=("node noise", "map", "bayes by backprop")
+    )
+    assert result.failures == []
+    assert result.counts["right"] >= 8
+
+
+@needs_fork
+def test_forged_tensors_are_refused():
+    result = checkpoints.stress(seed=0, budget=Budget(60.0, trials=20), names=("map", "fit_density"))
+    assert result.failures == []
+
+
+@needs_fork
+def test_loaders_that_change():
+    names = ("shrinks", "grows", "raises later", "claims too much")
+    result = loaders.stress(seed=0, budget=Budget(60.0, trials=6), actions=("predict", "map"), names=names)
+    assert result.failures == []
+
+
+@needs_fork
+def test_memory_of_predictions_is_bounded():
+    result = memory.stress(seed=0, budget=Budget(60.0, trials=1), names=("map",), num_rows=40_000)
+    assert result.failures == []
