@@ -40,11 +40,11 @@ class Temperature(Calibrator):
         prior_scale: Standard deviation :math:`\tau` of the prior of :math:`\log T`, or None for no prior. A regression has none.
 
     >>> import torch
-    >>> network = nn.Linear(2, 2)
-    >>> inputs = torch.randn(200, 2, generator=torch.Generator().manual_seed(0))
-    >>> held_out = (inputs, (inputs[:, 0] + inputs[:, 1].sin() * inputs[:, 1] > 0).long())
-    >>> Temperature().fit(network, held_out, progress=False).kind
-    'tempered'
+    >>> generator = torch.Generator().manual_seed(0)
+    >>> logits = 6.0 * torch.randn(500, 3, generator=generator)  # three times too large
+    >>> labels = torch.multinomial((logits / 3.0).softmax(-1), 1, generator=generator)[:, 0]
+    >>> round(Temperature().fit(nn.Identity(), (logits, labels), progress=False).temperature)
+    3
     """
 
     prior_scale: Positive | None = field(default=PRIOR_SCALE, kw_only=True)  # type: ignore[assignment]

@@ -273,7 +273,9 @@ def fit_by_calibrate(
         "likelihood": case.likelihood,
     }
     with ignore_warnings():
-        return calibrate(case.network, case.loader, **options, seed=seed, progress=False, **device)
+        posterior = calibrate(case.network, case.loader, **options, seed=seed, progress=False, **device)
+    assert isinstance(posterior, NoisePosterior)
+    return posterior
 
 
 @torch.no_grad()

@@ -76,7 +76,7 @@ def maximize(elbo: Elbo, mean: Tensor, root: Tensor) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("count", [15, 60])
 def test_full_gaussian_maximizes_the_elbo(count):
-    """Natural gradients with the Gauss-Newton matrix alone end with standard deviations that are up to 30 % too small."""
+    """Steps with the Gauss-Newton matrix alone end 0.025 and 0.034 nats below the maximum."""
     model, inputs, labels = make_problem(count)
     fit = fit_gaussian(model, Categorical(), inputs, labels, "full", prior="fixed", scale=0.5)
     elbo, root = Elbo(model, inputs, labels, 128), torch.linalg.cholesky(fit.gaussian.covariance())

@@ -3,9 +3,11 @@
 A calibrator takes a trained network, or a posterior of any method, and data that the weights were not trained on. It trains nothing:
 
 >>> import torch, flowbnn as fb
->>> network, held_out = torch.nn.Linear(2, 3), (torch.randn(60, 2), torch.arange(60) % 3)
+>>> network, generator = torch.nn.Identity(), torch.Generator().manual_seed(0)  # the inputs are logits
+>>> logits = 2.0 * torch.randn(200, 3, generator=generator)
+>>> held_out = logits, torch.multinomial(logits.softmax(-1), 1, generator=generator)[:, 0]
 >>> for calibrator in (fb.Temperature(), fb.VectorScaling(), fb.MatrixScaling()):
-...     print(calibrator.fit(network, held_out, progress=False).predict(torch.zeros(1, 2)).probabilities.shape)
+...     print(calibrator.fit(network, held_out, progress=False).predict(torch.zeros(1, 3)).probabilities.shape)
 torch.Size([1, 3])
 torch.Size([1, 3])
 torch.Size([1, 3])

@@ -16,6 +16,7 @@ Gauss-Newton matrix :math:`G_i` of each example at a fixed point:
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -90,7 +91,7 @@ class HessianRefinement:
         """
         initial, gaussians = q, list[BlockGaussian]()
         for step in range(STEPS):
-            estimate = halve_rows_on_oom(self, lambda q=q: self.estimate(q))
+            estimate = halve_rows_on_oom(self, partial(self.estimate, q))
             q = update_prior(self.step(q, estimate, 0.5 if step < BURN_IN else 0.3))
             gaussians.append(q)
         refined = average(gaussians[BURN_IN:])
@@ -137,8 +138,9 @@ class HessianRefinement:
 
     def _draw(self, q: BlockGaussian, count: int) -> tuple[Tensor, Tensor]:
         """Returns deviations from the mean ``[B, D]``, and the precision times each."""
-        options = {"generator": self.generator, "device": q.mean.device, "dtype": torch.float64}
-        normal = torch.randn(count, len(q.mean), **options)
+        normal = torch.randn(
+            count, len(q.mean), generator=self.generator, device=q.mean.device, dtype=torch.float64
+        )
         scores = []
         for root, values in zip(q.roots, normal.split(q.sizes, -1), strict=True):
             if root.ndim == 1:
