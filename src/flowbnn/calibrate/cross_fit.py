@@ -56,12 +56,13 @@ def cross_calibrate(
     Raises:
         FlowBNNError: If the method does not return a single network, or if there are fewer examples than folds.
 
-    >>> inputs = torch.randn(120, 2, generator=torch.Generator().manual_seed(0))
-    >>> data = inputs, (inputs[:, 0] + inputs[:, 1].sin().cumsum(0).sin() > 0).long()
-    >>> method, options = MAP(epochs=60, lr=0.05), {"candidates": ["temperature"], "progress": False}
+    >>> generator = torch.Generator().manual_seed(0)
+    >>> inputs = torch.randn(300, 2, generator=generator)
+    >>> data = inputs, torch.bernoulli((2.0 * inputs[:, 0]).sigmoid(), generator=generator).long()
+    >>> method, options = MAP(epochs=100, lr=0.05), {"candidates": ["temperature"], "progress": False}
     >>> posterior = cross_calibrate(lambda: nn.Linear(2, 2), data, folds=3, method=method, **options)
     >>> len(posterior.members), posterior.predict(inputs).probabilities.shape
-    (3, torch.Size([120, 2]))
+    (3, torch.Size([300, 2]))
     """
     inputs, targets = read_fixed_data(data, seed, "cross-calibration")
     if len(targets) < 2 * folds:
