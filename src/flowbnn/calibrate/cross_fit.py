@@ -56,11 +56,12 @@ def cross_calibrate(
     Raises:
         FlowBNNError: If the method does not return a single network, or if there are fewer examples than folds.
 
+    >>> from flowbnn.models import MLP
     >>> generator = torch.Generator().manual_seed(0)
     >>> inputs = torch.randn(300, 2, generator=generator)
-    >>> data = inputs, torch.bernoulli((2.0 * inputs[:, 0]).sigmoid(), generator=generator).long()
-    >>> method, options = MAP(epochs=100, lr=0.05), {"candidates": ["temperature"], "progress": False}
-    >>> posterior = cross_calibrate(lambda: nn.Linear(2, 2), data, folds=3, method=method, **options)
+    >>> data = inputs, torch.bernoulli(inputs[:, 0].sigmoid(), generator=generator).long()
+    >>> method, options = MAP(epochs=150, lr=0.02, prior_scale=10.0), {"candidates": ["temperature"], "progress": False}
+    >>> posterior = cross_calibrate(lambda: MLP(2, (32,), 2), data, folds=3, method=method, **options)
     >>> len(posterior.members), posterior.predict(inputs).probabilities.shape
     (3, torch.Size([300, 2]))
     """
