@@ -243,9 +243,9 @@ def _wrap(module: nn.Module, noise: Noise, recipe: Recipe | None = None) -> None
     name = "noise" if not hasattr(module, "noise") else "flowbnn_noise"
     module.add_module(name, noise)
     if noise.layout.side == "output":
-        module.register_forward_hook(noise.output_hook, prepend=True)
+        _move_first(module._forward_hooks, module.register_forward_hook(noise.output_hook).id)
     elif noise.passes_through:
-        module.register_forward_hook(noise.pass_through_hook, prepend=True)
+        _move_first(module._forward_hooks, module.register_forward_hook(noise.pass_through_hook).id)
     else:
         module.register_forward_pre_hook(noise.input_hook, with_kwargs=True)
 
@@ -373,8 +373,19 @@ def _replace_noise(model: nn.Module, fixed: Mapping[str, FixedNoise]) -> None:
 def _add_group_hooks(model: nn.Module, layers: list[Noise]) -> None:
     """Adds hooks to the root that mark the start and the end of a forward pass."""
     group = NoiseGroup(layers, draw_examples)
-    model.register_forward_pre_hook(group.begin, prepend=True, with_kwargs=True)
+    handle = model.register_forward_pre_hook(group.begin, with_kwargs=True)
+    _move_first(model._forward_pre_hooks, handle.id)
     model.register_forward_hook(group.end, always_call=True)
+
+
+def _move_first(hooks: dict[int, Any], key: int) -> None:
+    """Moves a hook before all others.
+
+    The others are inserted again. ``prepend=True`` moves the entry of an ordered dictionary only, but torch 2.11 compiles the order in
+    which hooks were inserted.
+    """
+    for other in [other for other in hooks if other != key]:
+        hooks[other] = hooks.pop(other)
 
 
 def _absorbs(model: nn.Module, name: str) -> bool:

@@ -49,12 +49,19 @@ def deepcopy_network(network: nn.Module) -> nn.Module:
     Tensors that hooks compute from parameters (old weight norm, pruning) are copied without their history, with which torch refuses to
     copy them. The next forward pass computes them again.
 
-    >>> network = torch.nn.utils.prune.identity(nn.Linear(2, 1), "weight")
+    >>> from torch.nn.utils import prune
+    >>> network = prune.identity(nn.Linear(2, 1), "weight")
     >>> deepcopy_network(network)(torch.zeros(1, 2)).shape
     torch.Size([1, 1])
     """
-    attributes = [value for module in network.modules() for value in vars(module).values()]
-    computed = [value for value in attributes if isinstance(value, Tensor) and not value.is_leaf]
+    computed = []
+    for module in network.modules():
+        for hook in module._forward_pre_hooks.values():
+            # old weight norm and spectral norm, and pruning
+            name = getattr(hook, "name", None) or getattr(hook, "_tensor_name", None)
+            value = vars(module).get(name) if isinstance(name, str) else None
+            if isinstance(value, Tensor) and not value.is_leaf:
+                computed.append(value)
     return deepcopy(network, {id(value): value.detach().clone() for value in computed})
 
 

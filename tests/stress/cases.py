@@ -82,7 +82,7 @@ def flow() -> nn.Module:
     return fb.flows.RealNVP(3)
 
 
-def autoencoder() -> nn.Module:
+def autoencoder() -> fb.vae.Autoencoder:
     """Returns an autoencoder of vectors of length 3."""
     torch.manual_seed(0)
     return fb.vae.VAE((3,), 2, hidden=(4,))

@@ -33,7 +33,7 @@ FORGERIES: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def forgeries(path: Path) -> Iterator[tuple[str, str, Callable[[], None]]]:
+def forgeries(path: Path) -> Iterator[tuple[str, str, Callable[[], Path]]]:
     """Yields the name of every tensor of a file with the name of a forgery and a function that writes it."""
     tensors, document = load_tensors(path)
     for name, tensor in tensors.items():

@@ -144,7 +144,7 @@ def weight_norm_tcn(variant: int) -> tuple[nn.Module, Batches]:
 @subject
 def old_weight_norm(variant: int) -> tuple[nn.Module, Batches]:
     """Hook-based weight norm, whose weight is no parameter."""
-    first = nn.utils.weight_norm(nn.Linear(4, 5 + variant))  # type: ignore[no-untyped-call]
+    first = nn.utils.weight_norm(nn.Linear(4, 5 + variant))
     return nn.Sequential(first, nn.Tanh(), nn.Linear(5 + variant, NUM_CLASSES)), classes_of(rows(4))
 
 
@@ -331,7 +331,7 @@ def instance_norm(variant: int) -> tuple[nn.Module, Batches]:
     def forward(net: Any, x: Tensor) -> Tensor:
         x = F.prelu(net.norm(net.conv(x)), x.new_tensor([0.1]))
         pooled, indices = F.max_pool2d(x, 2, return_indices=True)
-        return net.head(F.max_unpool2d(pooled, indices, 2, output_size=x.shape[2:]).mean((2, 3)))
+        return net.head(F.max_unpool2d(pooled, indices, [2], output_size=x.shape[2:]).mean((2, 3)))
 
     layers = {
         "conv": nn.Conv2d(2, width, 3, padding=1),
@@ -369,5 +369,8 @@ def transposed_convolution(variant: int) -> tuple[nn.Module, Batches]:
         "up": nn.ConvTranspose2d(width, width, 2, stride=2),
         "head": nn.Linear(width, NUM_CLASSES),
     }
-    network = Calls(forward, **layers).to(memory_format=torch.channels_last)
+    network = Calls(forward, **layers)
+    for weight in network.parameters():
+        if weight.ndim == 4:
+            weight.data = weight.data.contiguous(memory_format=torch.channels_last)
     return network, classes_of(images())

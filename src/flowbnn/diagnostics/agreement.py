@@ -96,7 +96,7 @@ def agreement(
         draws, half = chains.space.position(target.draw(samples, 96)[0]), len(position) // 2
         distance = sliced_wasserstein(draws, position)
         distance_floor = sliced_wasserstein(position[:half], position[half:])
-    predictive = posterior.predict([data], samples, seed=seed, progress=False, keep_samples=True)
+    predictive = posterior.predict(data[0], samples, seed=seed, progress=False)
     predictive = predictive.to(data[1].device)
     reference = reference.to(data[1].device)
     _check_comparable(predictive, reference)

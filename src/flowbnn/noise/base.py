@@ -282,7 +282,7 @@ class Noise(nn.Module, ABC):
             x = self._multiply_packed(x)
         else:
             text = f"noise multiplies a tensor, but the layer got a {type(x).__name__}; leave it plain with None in the rules"
-            raise FlowBNNError(text, kind="layer")
+            raise TypeError(text)
         return ((x, *args[1:]), kwargs) if args else (args, {**kwargs, name: x})
 
     def _scale_output(self, module: nn.Module, output: Tensor, factor: Tensor) -> Tensor:

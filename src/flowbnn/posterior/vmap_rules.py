@@ -61,7 +61,7 @@ def batch_norm(
     if training or running_mean is None or running_var is None:
         return func(input, running_mean, running_var, weight, bias, training, momentum, eps)
     if not torch.compiler.is_compiling():
-        return BatchNormInEvaluation.apply(input, running_mean, running_var, weight, bias, eps)  # type: ignore
+        return BatchNormInEvaluation.apply(input, running_mean, running_var, weight, bias, eps)
     # compiled, these operations are a part of the kernels around them
     scale = torch.rsqrt(running_var + eps) * (1.0 if weight is None else weight)
     shift = (0.0 if bias is None else bias) - running_mean * scale
@@ -89,7 +89,7 @@ class BatchNormInEvaluation(torch.autograd.Function):
             raise RuntimeError("the statistics of a BatchNorm layer depend on the sample")
         x = x.movedim(samples, 0)
         outputs = BatchNormInEvaluation.apply(x.flatten(0, 1), *statistics)
-        return outputs.unflatten(0, x.shape[:2]), 0  # type: ignore[no-untyped-call]
+        return outputs.unflatten(0, x.shape[:2]), 0
 
 
 def convolution(

@@ -18,8 +18,14 @@ from flowbnn.predictive.base import Predictive
 from flowbnn.predictive.categorical import ABSTAIN, CategoricalPredictive
 from flowbnn.predictive.continuous import Decision
 
-COMMON = ("sample_counts", "standard_error", "sampling_error")
-CLASSES = (*COMMON, "log_probabilities", "variance", "expected_entropy", "mutual_information")
+COMMON: tuple[str, ...] = ("sample_counts", "standard_error", "sampling_error")
+CLASSES: tuple[str, ...] = (
+    *COMMON,
+    "log_probabilities",
+    "variance",
+    "expected_entropy",
+    "mutual_information",
+)
 CLASSES += (
     "probabilities",
     "labels",
@@ -85,10 +91,10 @@ class PredictionSummary:
 
     def _map(self, function: Any) -> "PredictionSummary":
         """Returns a summary whose tensors are results of a function."""
-        groups = [
+        values, scores = (
             {name: function(value) for name, value in group.items()} for group in (self._values, self._scores)
-        ]
-        return PredictionSummary(*groups, self._kind)
+        )
+        return PredictionSummary(values, scores, self._kind)
 
     def to(self, *args: Any, **kwargs: Any) -> "PredictionSummary":
         """Returns the summary on another device, with the arguments of :meth:`torch.Tensor.to`."""
@@ -222,11 +228,11 @@ def concatenate_summaries(summaries: Sequence[PredictionSummary]) -> PredictionS
     Args:
         summaries: Summaries of the same kind.
     """
-    groups = [
+    values, scores = (
         {
             name: torch.cat([getattr(summary, group)[name] for summary in summaries])
             for name in getattr(summaries[0], group)
         }
         for group in ("_values", "_scores")
-    ]
-    return PredictionSummary(*groups, summaries[0]._kind)
+    )
+    return PredictionSummary(values, scores, summaries[0]._kind)

@@ -6,7 +6,7 @@ Every load and every resumed run compares names, shapes, dtypes and finiteness b
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import fields, is_dataclass
+from dataclasses import fields
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -175,7 +175,8 @@ def _describe_setting(value: Any) -> str:
     if isinstance(value, list | tuple):
         words = [_describe_setting(entry) for entry in value]
         return f"({', '.join(words)})" if all(words) else ""
-    if is_dataclass(value) and value.__dataclass_params__.frozen:
+    parameters: Any = getattr(value, "__dataclass_params__", None)
+    if parameters is not None and parameters.frozen and not isinstance(value, type):
         pairs = {entry.name: _describe_setting(getattr(value, entry.name)) for entry in fields(value)}
         words = [f"{name}={setting}" for name, setting in pairs.items() if setting]
         return f"{type(value).__name__}({', '.join(words)})"

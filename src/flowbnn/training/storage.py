@@ -101,7 +101,7 @@ class TensorFile:
         views: Tensors by name, which stay on the disk until they are used.
     """
 
-    def __init__(self, path: str | Path, weights: int | None = None) -> None:
+    def __init__(self, path: str | os.PathLike[str], weights: int | None = None) -> None:
         self.path = Path(path)
         with self.reading():
             problem = self._find_problem(weights)

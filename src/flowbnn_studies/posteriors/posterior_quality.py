@@ -245,7 +245,7 @@ def fit_posterior(
             rate = s.fine_lr
     with ignore_warnings():
         options: dict[str, Any] = {
-            "samples": s.draws,
+            "repeats": s.draws,
             "weight_lr": s.weight_lr,
             "noise_lr": rate,
             "epochs": s.steps,

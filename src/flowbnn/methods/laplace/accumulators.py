@@ -233,8 +233,8 @@ class JacobianAccumulator(CurvatureAccumulator):
             columns = curvature.columns(low, high)[start:stop]
             rows = self.jacobian.rows(take(inputs, start, stop), columns)
             # a parameter without axes has rows without them
-            columns = [rows[name].reshape(*rows[name].shape[:2], -1) for name in self.jacobian.names]
-            flat = torch.cat(columns, 2).flatten(0, 1)
+            matrices = [rows[name].reshape(*rows[name].shape[:2], -1) for name in self.jacobian.names]
+            flat = torch.cat(matrices, 2).flatten(0, 1)
             total = flat.square().sum(0) if self.structure == "diag" else flat.T @ flat
             self.accumulate("", "all", total)
         return outputs
