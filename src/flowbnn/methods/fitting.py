@@ -37,13 +37,13 @@ from flowbnn.methods.loader_split import MIN_ROWS, split_loader
 from flowbnn.methods.schedule import Monitor, PlateauSchedule, SchedulerFactory, TrainingPlan, plan_training
 from flowbnn.networks import evaluation_mode
 from flowbnn.noise import Recipe, noise_layers, weight_parameters
-from flowbnn.noise.inspection import inspect_noise
+from flowbnn.noise.inspection import ProbePass, inspect_noise, probe_rows
 from flowbnn.noise.modes import record_noise_inputs, share_draws_in_batches
 from flowbnn.objectives import mean_log_prob
 from flowbnn.options import Count, Probability, call_factory, options
 from flowbnn.posterior.base import Posterior
 from flowbnn.posterior.prediction import check_rows, new_seed
-from flowbnn.posterior.trace import examples_interact
+from flowbnn.posterior.trace import examples_interact, rows_differ
 from flowbnn.regression import noise_at_mean, set_noise_scale, standardize_targets, warn_repeated_targets
 from flowbnn.training import Clock, EarlyStop, History, TrainingOptions, train
 from flowbnn.training.options import length_of
@@ -193,7 +193,7 @@ def prepare(
 ) -> PreparedFit:
     """Reads the loader once, runs one batch through the network, and returns the likelihood that fits both.
 
-    Further passes over a few rows inspect the layers with noise (:func:`~flowbnn.noise.inspection.inspect_noise`). A likelihood in the
+    One pass over two rows inspects the layers with noise (:func:`~flowbnn.noise.inspection.probe_rows`). A likelihood in the
     options is copied, because its noise is learned. If the weights will be trained, a fresh network is rescaled to the units of
     real-valued targets (:func:`~flowbnn.regression.standardize_targets`).
 
@@ -228,8 +228,8 @@ def prepare(
 
     idle_layers, rows_interact = list[str](), False
     if noise_layers(model):
-        idle_layers = inspect_noise(model, first.inputs, first.noise_inputs)
-        rows_interact = examples_interact(model, first.inputs)
+        idle_layers = inspect_noise(model, first.inputs, first.noise_inputs, first.probe)
+        rows_interact = first.may_interact() and examples_interact(model, first.inputs)
         share_draws_in_batches(model, rows_interact)
     inputs = move(data.inputs, device, dtype)
     return PreparedFit(likelihood, inputs, outputs, check_batch, data, idle_layers, rows_interact)
@@ -243,12 +243,18 @@ class FirstBatch(NamedTuple):
         outputs: Outputs of the network, with its noise held at the mean.
         noise_inputs: Inputs of the layers with noise, by layer name.
         from_sigmoid: If True, the outputs are the result of a sigmoid.
+        probe: Pass over a few rows of the batch, if the network has noise and does not fail on them.
     """
 
     inputs: Any
     outputs: Tensor
     noise_inputs: Mapping[str, Tensor]
     from_sigmoid: bool
+    probe: ProbePass | None
+
+    def may_interact(self) -> bool:
+        """Returns False if a few rows have the same outputs alone and in the batch."""
+        return self.probe is None or rows_differ(self.outputs, self.probe.outputs, self.probe.rows)
 
 
 def try_first_batch(model: nn.Module, inputs: Any) -> FirstBatch:
@@ -263,7 +269,8 @@ def try_first_batch(model: nn.Module, inputs: Any) -> FirstBatch:
         noise_inputs = stack.enter_context(record_noise_inputs(model))
         sigmoids = stack.enter_context(SigmoidRecorder())
         outputs = run_first_batch(model, inputs, "first batch")
-    return FirstBatch(inputs, outputs, noise_inputs, sigmoids.recorded(outputs))
+    probe = probe_rows(model, inputs) if noise_layers(model) else None
+    return FirstBatch(inputs, outputs, noise_inputs, sigmoids.recorded(outputs), probe)
 
 
 def _cuda(device: torch.device) -> list[torch.device]:

@@ -1,8 +1,11 @@
-"""Inspection of a network with noise: layers that are never called or that no gradient reaches, and weights without noise."""
+"""Inspection of a network with noise: layers that are never called or that no gradient reaches, and weights without noise.
+
+Every fit runs :func:`probe_rows`, one pass over two rows. Further passes are run only if this pass fails or finds something unusual.
+"""
 
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -13,11 +16,11 @@ from flowbnn.networks import evaluation_mode
 from flowbnn.noise.base import Noise, make_noise_modes, noise_layers
 from flowbnn.noise.contexts import NoiseContext, NoiseGroup, Shape
 from flowbnn.noise.joint import JointPart
-from flowbnn.noise.modes import align_batch_axes
+from flowbnn.noise.modes import align_batch_axes, record_noise_inputs
 
 
 class GradientProbe:
-    """Source of draws that are one and require gradients.
+    """Source of draws that are the posterior mean and require gradients.
 
     Attributes:
         tensors: Draws of each layer, by layer key.
@@ -25,11 +28,55 @@ class GradientProbe:
 
     def __init__(self) -> None:
         self.tensors: dict[int, list[Tensor]] = {}
+        self.means: dict[int, Tensor] = {}
 
     def draws(self, layer: Noise, at: Shape, call: int, device: torch.device) -> Tensor:
-        tensor = torch.ones(1, *at, layer.layout.dim, device=device, requires_grad=True)
+        if layer.key not in self.means:
+            with torch.no_grad():
+                self.means[layer.key] = layer.mean()
+        shape = (1, *(1,) * len(at), layer.layout.dim)
+        tensor = self.means[layer.key].view(shape).clone().to(device).requires_grad_()
         self.tensors.setdefault(layer.key, []).append(tensor)
         return tensor
+
+
+class ProbePass(NamedTuple):
+    """Pass over a few rows of a batch, with the noise at its mean.
+
+    Args:
+        rows: Rows of the batch.
+        outputs: Outputs of the network for these rows.
+        noise_inputs: Inputs of the layers with noise, by layer name.
+        unreached: Layers with trainable noise that the gradient of the outputs does not reach.
+    """
+
+    rows: slice
+    outputs: Tensor
+    noise_inputs: Mapping[str, Tensor]
+    unreached: list[str]
+
+
+def probe_rows(model: nn.Module, inputs: Any) -> ProbePass | None:
+    """Runs the second and third row of a batch in evaluation mode. The first row is left out, so that inputs of layers change.
+
+    Args:
+        model: Network with noise.
+        inputs: Batch of inputs on the device of the network.
+
+    Returns:
+        The pass, or None if the rows cannot be separated or the network fails on them.
+    """
+    if not has_row_axis(inputs) or rows(inputs) < 2:
+        return None
+    selected = slice(1, min(3, rows(inputs)))
+    try:
+        with evaluation_mode(model), record_noise_inputs(model) as noise_inputs:
+            outputs, unreached = _run_probe(model, take(inputs, selected.start, selected.stop))
+    except (
+        Exception
+    ):  # a network for batches of one size, or one that torch cannot differentiate in its noise
+        return None
+    return ProbePass(selected, outputs, noise_inputs, unreached)
 
 
 def layers_without_gradient(model: nn.Module, inputs: Any, max_rows: int = 8) -> list[str]:
@@ -66,33 +113,39 @@ def layers_without_gradient(model: nn.Module, inputs: Any, max_rows: int = 8) ->
 
 def _unreached_layers(model: nn.Module, inputs: Any) -> list[str]:
     """Returns the layers with trainable noise that the gradient of the outputs does not reach, or nothing if the network fails."""
-    probe, layers = GradientProbe(), noise_layers(model)
-    context = NoiseContext(make_noise_modes(layers, "shared", 1, 0), probe, sharded=False)
-    devices = [device] if (device := device_of(model)).type == "cuda" else []
     try:
-        with context, torch.random.fork_rng(devices), torch.enable_grad():
-            outputs = call(model, inputs)
-            tensors = [tensor for draws in probe.tensors.values() for tensor in draws]
-            gradients: Sequence[Tensor | None] = [None] * len(tensors)
-            if outputs.requires_grad and tensors:
-                gradients = torch.autograd.grad(outputs.sum(), tensors, allow_unused=True)
+        return _run_probe(model, inputs)[1]
     except (
         Exception
     ):  # a network for batches of one size, or one that torch cannot differentiate in its noise
         return []
+
+
+def _run_probe(model: nn.Module, inputs: Any) -> tuple[Tensor, list[str]]:
+    """Returns the outputs and the layers with trainable noise that the gradient of the outputs does not reach."""
+    probe, layers = GradientProbe(), noise_layers(model)
+    context = NoiseContext(make_noise_modes(layers, "shared", 1, 0), probe, sharded=False)
+    devices = [device] if (device := device_of(model)).type == "cuda" else []
+    with context, torch.random.fork_rng(devices), torch.enable_grad():
+        outputs = call(model, inputs)
+        tensors = [tensor for draws in probe.tensors.values() for tensor in draws]
+        gradients: Sequence[Tensor | None] = [None] * len(tensors)
+        if outputs.requires_grad and tensors:
+            gradients = torch.autograd.grad(outputs.sum(), tensors, allow_unused=True)
     reached = {
         id(tensor) for tensor, gradient in zip(tensors, gradients, strict=True) if gradient is not None
     }
-    return [
+    unreached = [
         name
         for name, noise in layers.items()
         if noise.key in probe.tensors
         and not any(id(tensor) in reached for tensor in probe.tensors[noise.key])
         and any(parameter.requires_grad for parameter in noise.joint_noise.parameters())
     ]
+    return outputs.detach(), unreached
 
 
-def remove_noise_without_gradient(model: nn.Module, inputs: Any) -> list[str]:
+def remove_noise_without_gradient(model: nn.Module, inputs: Any, probe: ProbePass | None = None) -> list[str]:
     """Removes noise that no gradient reaches, so that its layers are plain, and warns.
 
     Such noise would stay at its initial value or return to its prior, and only disturb the predictions.
@@ -100,6 +153,7 @@ def remove_noise_without_gradient(model: nn.Module, inputs: Any) -> list[str]:
     Args:
         model: Network with noise, which is changed in place.
         inputs: Batch of inputs on the device of the network.
+        probe: Result of :func:`probe_rows` for this batch, if it is known.
 
     Returns:
         Names of the layers without gradient.
@@ -107,6 +161,8 @@ def remove_noise_without_gradient(model: nn.Module, inputs: Any) -> list[str]:
     Raises:
         FlowBNNError: If all layers have no gradient, or if a layer shares joint noise with others.
     """
+    if probe is not None and not probe.unreached:
+        return []
     names, layers = layers_without_gradient(model, inputs), noise_layers(model)
     if not names:
         return []
@@ -145,7 +201,10 @@ def remove_noise(model: nn.Module, name: str) -> None:
 
 
 def inspect_noise(
-    model: nn.Module, inputs: Any, layer_inputs: Mapping[str, Tensor] | None = None
+    model: nn.Module,
+    inputs: Any,
+    layer_inputs: Mapping[str, Tensor] | None = None,
+    probe: ProbePass | None = None,
 ) -> list[str]:
     """Removes noise that cannot be learned, finds the axis of the examples in all other layers, and warns of layers without calls.
 
@@ -153,6 +212,7 @@ def inspect_noise(
         model: Network with noise, which is changed in place.
         inputs: Batch of inputs on the device of the network.
         layer_inputs: Inputs of the layers for this batch, see :func:`~flowbnn.noise.modes.align_batch_axes`.
+        probe: Result of :func:`probe_rows` for this batch, if it is known.
 
     Returns:
         Names of the layers that the network never calls.
@@ -160,8 +220,8 @@ def inspect_noise(
     Raises:
         FlowBNNError: If no layer with noise is called, or if no gradient reaches any of them.
     """
-    remove_noise_without_gradient(model, inputs)
-    idle = align_batch_axes(model, inputs, layer_inputs)
+    remove_noise_without_gradient(model, inputs, probe)
+    idle = align_batch_axes(model, inputs, layer_inputs, None if probe is None else probe.noise_inputs)
     check_called(model, idle)
     if idle:
         text = f"the network never calls layers {quote_names(idle)}, so their noise has no effect; set their rules to None"

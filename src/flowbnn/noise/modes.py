@@ -155,7 +155,10 @@ def share_draws_in_batches(model: nn.Module, shared: bool) -> None:
 
 
 def align_batch_axes(
-    model: nn.Module, inputs: Any, layer_inputs: Mapping[str, Tensor] | None = None
+    model: nn.Module,
+    inputs: Any,
+    layer_inputs: Mapping[str, Tensor] | None = None,
+    few_layer_inputs: Mapping[str, Tensor] | None = None,
 ) -> list[str]:
     """Finds the axis of the examples in every layer with noise, from one pass over a batch and one over a few of its rows.
 
@@ -166,6 +169,7 @@ def align_batch_axes(
         model: Network with noise, whose layers are changed in place.
         inputs: Batch of inputs.
         layer_inputs: Inputs of the layers for this batch, from :func:`record_noise_inputs`. The pass is run here by default.
+        few_layer_inputs: The same for the second and third row of this batch.
 
     Returns:
         Names of the layers that the network never calls.
@@ -177,7 +181,9 @@ def align_batch_axes(
     idle = [name for name in layers if name not in first]
     few = min(2, size - 1)
     # without the first row, so that an input that depends on the examples changes
-    second = (_noise_inputs(model, take(inputs, 1, 1 + few)) if few else None) or {}
+    second = few_layer_inputs
+    if second is None:
+        second = (_noise_inputs(model, take(inputs, 1, 1 + few)) if few else None) or {}
     for name, layer in layers.items():
         if name in first and name in second and first[name].ndim == second[name].ndim:
             _align_layer(name, layer, first[name], second[name], size, few)
@@ -215,7 +221,7 @@ def record_noise_inputs(model: nn.Module) -> Iterator[dict[str, Tensor]]:
         yield recorded
     for name, inputs, output in calls:
         value = inputs if layers[name].layout.side == "input" else output
-        recorded.setdefault(name, value if isinstance(value, Tensor) else torch.empty(0))
+        recorded.setdefault(name, value.detach() if isinstance(value, Tensor) else torch.empty(0))
 
 
 def _noise_inputs(model: nn.Module, inputs: Any) -> dict[str, Tensor] | None:

@@ -176,8 +176,7 @@ def find_dependence(
         if isinstance(second, Exception) or first.shape != second.shape or first.shape[:1] != (total,):
             return False
         index = kept.to(first.device)
-        tolerance = max(1e-4, 10.0 * torch.finfo(first.dtype).eps) * float(first.abs().max())
-        return float((first - second)[index].abs().max()) > tolerance  # False for NaN
+        return rows_differ(first, second[index], index)
 
     outputs = forward(inputs) if outputs is None else outputs
     if not outputs.is_floating_point():
@@ -191,6 +190,22 @@ def find_dependence(
     ):
         return "random"
     return "rows" if changed else "none"
+
+
+def rows_differ(outputs: Tensor, others: Tensor, index: slice | Tensor) -> bool:
+    """Returns True if outputs of some rows in another batch differ from those in this batch by more than rounding.
+
+    Args:
+        outputs: Outputs for a batch.
+        others: Outputs for some of its rows, in another batch.
+        index: Rows in the first batch.
+    """
+    if outputs[index].shape != others.shape:
+        return True
+    if not outputs.is_floating_point():
+        return False
+    tolerance = max(1e-4, 10.0 * torch.finfo(outputs.dtype).eps) * float(outputs.abs().max())
+    return float((outputs[index] - others).abs().max()) > tolerance  # False for NaN
 
 
 def _generator_state(device: torch.device) -> Tensor:
