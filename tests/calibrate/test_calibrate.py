@@ -271,12 +271,37 @@ def test_the_plain_network_is_returned_if_it_is_calibrated():
 def test_temperature_is_chosen_if_the_network_is_overconfident():
     network, inputs = make_network(), make_inputs(400)
     labels = labels_of(network, inputs)
-    options = {**FAST, "candidates": ["temperature", "vector", "matrix"]}
+    options = {**FAST, "candidates": ["temperature"]}
     posterior = fb.calibrate(nn.Sequential(network, Scale(4.0)), (inputs, labels), **options)
     assert posterior.calibration.choice == "temperature"
     assert posterior.temperature == pytest.approx(4.0, rel=0.2)
     assert posterior.calibration.better
-    assert list(posterior.calibration.nll) == ["plain", "temperature", "vector", "matrix"]
+    assert list(posterior.calibration.nll) == ["plain", "temperature"]
+
+
+def test_mixture_of_candidates_is_returned_with_its_weights(tmp_path):
+    """Two calibrators that are each wrong in another way: no single one is right."""
+    network, inputs = make_network(), make_inputs(400)
+    labels = labels_of(network, inputs)
+    broken = nn.Sequential(make_network(), Scale(3.0))
+    with torch.no_grad():
+        broken[0][2].weight.add_(torch.randn(3, 8, generator=torch.Generator().manual_seed(2)))
+    names = ["temperature", "vector", "matrix", "mixture"]
+    posterior = fb.calibrate(broken, (inputs, labels), **{**FAST, "candidates": names})
+    assert list(posterior.calibration.nll) == ["plain", *names]
+    lowest = min(posterior.calibration.nll, key=posterior.calibration.nll.__getitem__)
+    assert posterior.calibration.choice == lowest
+    loaded = fb.load_posterior(posterior.save(tmp_path / "posterior"), broken)
+    assert loaded.calibration == posterior.calibration
+    expected = posterior.predict(inputs[:5], seed=0).probabilities
+    assert torch.equal(loaded.predict(inputs[:5], seed=0).probabilities, expected)
+
+
+def test_mixture_needs_two_other_candidates():
+    network, inputs = make_network(), make_inputs(60)
+    options = {**FAST, "candidates": ["temperature", "mixture"]}
+    posterior = fb.calibrate(network, (inputs, labels_of(network, inputs)), **options)
+    assert list(posterior.calibration.excluded) == ["mixture"]
 
 
 class Scale(nn.Module):

@@ -96,3 +96,7 @@ def test_bad_arguments_are_refused():
     with pytest.raises(FlowBNNError) as caught:
         MixturePosterior([])
     assert caught.value.argument == "members"
+    member = PointPosterior(make_network(), fb.likelihoods.Categorical())
+    with pytest.raises(FlowBNNError) as caught:
+        MixturePosterior([member], [0.5, 0.5])
+    assert caught.value.argument == "weights"

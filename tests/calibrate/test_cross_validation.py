@@ -9,10 +9,13 @@ from torch import nn
 import flowbnn as fb
 from flowbnn.calibrate.cross_validation import (
     Folds,
+    Predictions,
     choose_candidate,
     choose_per_fold,
+    predict_mixture,
     predict_noise,
     predict_scaled,
+    stacking_weights,
 )
 from flowbnn.calibrate.problem import CalibrationProblem, HeldOutData
 from flowbnn.methods.calibrators.last_layer import LastLayerProblem, LastLayerRefit
@@ -49,7 +52,7 @@ def test_settings_are_chosen_on_other_folds():
     assert choose_per_fold(nll, groups) == [1, 0, 1]
 
 
-def test_choice_prefers_the_simpler_candidate_within_one_standard_error():
+def test_choice_prefers_the_plain_network_within_one_standard_error():
     generator = torch.Generator().manual_seed(0)
     plain = torch.rand(400, generator=generator).double()
     noise = torch.randn(400, generator=generator).double()
@@ -59,6 +62,44 @@ def test_choice_prefers_the_simpler_candidate_within_one_standard_error():
         assert choice.name == expected
         assert choice.difference["temperature"].mean == pytest.approx(-gain)
         assert choice.difference["temperature"].error == pytest.approx(0.05)
+
+
+def test_choice_has_the_lowest_nll_of_all_calibrators():
+    plain = torch.rand(400, generator=torch.Generator().manual_seed(0)).double()
+    names = {"plain": plain, "temperature": plain - 0.5, "noise": plain - 0.501}
+    assert choose_candidate(names).name == "noise"
+
+
+def test_stacking_weights_maximize_the_log_likelihood():
+    """The truth is the best point of a fine grid over the simplex of three weights."""
+    generator = torch.Generator().manual_seed(0)
+    log_likelihood = -torch.rand(40, 3, generator=generator).double() * torch.tensor([1.0, 1.5, 2.0])
+    weights = stacking_weights(log_likelihood, iterations=20_000)
+    steps = torch.linspace(0.0, 1.0, 201, dtype=torch.float64)
+    grid = torch.cartesian_prod(steps, steps)
+    grid = torch.cat([grid, 1.0 - grid.sum(1, keepdim=True)], 1)
+    grid = grid[grid[:, 2] >= -1e-12].clamp_min(0.0)
+    values = (log_likelihood.exp() @ grid.T).log().sum(0)
+    assert float((log_likelihood.exp() @ weights).log().sum()) >= float(values.max()) - 1e-9
+    assert (weights - grid[int(values.argmax())]).abs().max() < 0.01
+    assert float(weights.sum()) == pytest.approx(1.0)
+
+
+def test_mixture_weights_of_a_fold_do_not_depend_on_its_examples():
+    data, groups = range(20), list(torch.arange(20).split(5))
+    nll = torch.rand(2, 20, generator=torch.Generator().manual_seed(1)).double()
+
+    def predictions(values):
+        folds = Folds(data, groups)
+        return predict_mixture(folds, {str(i): Predictions(row, None, None) for i, row in enumerate(values)})
+
+    changed = nll.clone()
+    changed[:, groups[0][1:]] = 9.0  # other examples of the same fold
+    first = groups[0][0]
+    assert predictions(nll).nll[first] == predictions(changed).nll[first]
+    weights = stacking_weights(-nll[:, torch.cat(groups[1:])].T)
+    expected = -(weights * torch.exp(-nll[:, first])).sum().log()
+    assert float(predictions(nll).nll[first]) == pytest.approx(float(expected))
 
 
 @pytest.mark.parametrize("noise_scale", [None, 0.5])

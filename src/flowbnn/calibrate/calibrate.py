@@ -16,6 +16,7 @@ from flowbnn.calibrate.cross_validation import (
     Folds,
     Predictions,
     choose_candidate,
+    predict_mixture,
     predict_noise,
     predict_plain,
     predict_refit,
@@ -38,7 +39,15 @@ from flowbnn.posterior.calibration import Calibration
 from flowbnn.training.progress import History, terminal
 
 CandidateName = Literal[
-    "plain", "temperature", "vector", "matrix", "refit", "noise", "noise+temperature", "noise+matrix"
+    "plain",
+    "temperature",
+    "vector",
+    "matrix",
+    "refit",
+    "noise",
+    "noise+temperature",
+    "noise+matrix",
+    "mixture",
 ]
 CANDIDATES: tuple[CandidateName, ...] = (  # the simplest first
     "plain",
@@ -49,9 +58,10 @@ CANDIDATES: tuple[CandidateName, ...] = (  # the simplest first
     "noise",
     "noise+temperature",
     "noise+matrix",
+    "mixture",
 )
 SLOW_CANDIDATES = ("noise+matrix",)  # only on request
-CLASS_CANDIDATES = ("vector", "matrix", "noise+temperature", "noise+matrix")  # need classes
+CLASS_CANDIDATES = ("vector", "matrix", "noise+temperature", "noise+matrix", "mixture")  # need classes
 
 
 @checked
@@ -75,9 +85,10 @@ def calibrate(
     r"""Returns the best calibrator of a trained network, chosen by cross-validation on held-out data.
 
     The candidates are the network as it is (``"plain"``), :class:`~flowbnn.Temperature`, structured :class:`~flowbnn.VectorScaling`
-    and :class:`~flowbnn.MatrixScaling`, a refit of the last layer (:class:`~flowbnn.LastLayerRefit`), noise in all layers, and noise
-    followed by a scaling. The simplest candidate within one standard error of the lowest negative log-likelihood (NLL) is returned, so
-    the plain network is returned unless a calibrator is better. The weights of the caller's network never change.
+    and :class:`~flowbnn.MatrixScaling`, a refit of the last layer (:class:`~flowbnn.LastLayerRefit`), noise in all layers, noise
+    followed by a scaling, and a ``"mixture"`` of all of them with stacked weights. The candidate with the lowest negative
+    log-likelihood (NLL) is returned, or the plain network if its NLL is within one standard error of the lowest. The weights of the
+    caller's network never change.
 
     The noise has a Gaussian posterior over all layers. It is fitted to the ELBO by natural gradients
     (:mod:`flowbnn.methods.variational.natural_gradient`), which takes ten to thirty passes over the held-out data and needs no tuning.
@@ -247,7 +258,7 @@ class _Search:
             point = self.data.point_posterior(everything)
             posterior = SCALINGS[name].calibrate_outputs(point, outputs, self.data.targets)
         else:
-            text = f"candidate '{name}' needs folds, because its scaling is fitted to held-out predictions"
+            text = f"candidate '{name}' needs folds, because it is fitted to held-out predictions"
             raise FlowBNNError(text, kind="folds", argument="folds")
         self._write_report(name)
         return posterior
@@ -268,6 +279,12 @@ class _Search:
                 if inner is None:
                     return
                 result = predict_scaled(self.folds, name.removeprefix("noise+"), inner)
+            elif name == "mixture":
+                members = {key: value for key, value in self.predictions.items() if key != "plain"}
+                if len(members) < 2:
+                    self.excluded[name] = "it needs two other candidates"
+                    return
+                result = predict_mixture(self.folds, members)
             else:
                 result = predict_scaled(self.folds, name)
         except FlowBNNError as error:

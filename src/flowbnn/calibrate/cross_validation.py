@@ -17,6 +17,7 @@ from flowbnn.methods.temperature import Temperature, TemperedPosterior
 from flowbnn.methods.variational.block_gaussian import BlockGaussian
 from flowbnn.posterior.base import Posterior, PredictOptions
 from flowbnn.posterior.calibration import Difference
+from flowbnn.posterior.mixture import MixturePosterior
 from flowbnn.predictive import CategoricalPredictive
 from flowbnn.training.progress import track
 
@@ -264,6 +265,62 @@ def predict_noise(
     return predictions._replace(outputs=joined[:, order].double()), prior
 
 
+# -------------------- mixture of candidates
+
+
+def stacking_weights(log_likelihood: Tensor, iterations: int = 300) -> Tensor:
+    r"""Returns the weights of a mixture that maximize the log-likelihood of predictions.
+
+    .. math:: \max_w \sum_i \log \sum_k w_k\, p_k(y_i), \qquad w_k \ge 0, \quad \sum_k w_k = 1
+
+    This is stacking of predictive distributions (Yao et al. 2018, https://arxiv.org/abs/1704.02030). The problem is concave, and
+    expectation maximization increases the log-likelihood in every iteration.
+
+    Args:
+        log_likelihood: Log-likelihoods ``[N, K]`` of N examples under K predictive distributions that were not fitted to them.
+        iterations: Number of iterations.
+
+    >>> good, bad = torch.full((50, 1), -0.1), torch.full((50, 1), -2.0)
+    >>> stacking_weights(torch.cat([good, bad], 1)).round(decimals=3).tolist()
+    [1.0, 0.0]
+    """
+    log_likelihood = log_likelihood.double()
+    weights = log_likelihood.new_full((log_likelihood.shape[1],), 1.0 / log_likelihood.shape[1])
+    for _ in range(iterations):
+        weights = (log_likelihood + weights.log()).softmax(1).mean(0)
+    return weights
+
+
+def predict_mixture(folds: Folds, candidates: Mapping[str, Predictions]) -> Predictions:
+    """Predicts by a mixture of all candidates. The weights for a fold are fitted to the predictions of the other folds.
+
+    Args:
+        folds: Folds of the data.
+        candidates: Predictions of the candidates.
+    """
+    members = list(candidates.values())
+    log_likelihood = -torch.stack([member.nll for member in members], 1)
+    nll, probabilities = torch.zeros(len(folds.data), dtype=torch.float64), None
+    if all(member.probabilities is not None for member in members):
+        stacked = torch.stack([member.probabilities for member in members])  # type: ignore[misc]
+        probabilities = torch.zeros_like(stacked[0])
+    for training, group in zip(folds.training, folds.groups, strict=True):
+        weights = stacking_weights(log_likelihood[training])
+        nll[group] = -(log_likelihood[group] + weights.log()).logsumexp(1)
+        if probabilities is not None:
+            probabilities[group] = torch.einsum("k,knc->nc", weights, stacked[:, group])
+
+    def finish() -> Posterior:
+        weights = stacking_weights(log_likelihood)
+        used = [
+            index for index, weight in enumerate(weights.tolist()) if weight >= 0.02
+        ]  # others cost time only
+        posteriors = [members[index].finish() for index in used]
+        return posteriors[0] if len(used) == 1 else MixturePosterior(posteriors, weights[used].tolist())
+
+    return Predictions(nll, probabilities, finish)
+
+
 class Choice(NamedTuple):
     """Result of :func:`choose_candidate`.
 
@@ -284,18 +341,20 @@ def paired_difference(nll: Tensor, baseline: Tensor) -> Difference:
 
 
 def choose_candidate(nll: Mapping[str, Tensor]) -> Choice:
-    """Chooses the simplest candidate whose NLL is within one standard error of the lowest.
+    """Chooses the candidate with the lowest NLL, or the plain network if its NLL is within one standard error of the lowest.
 
-    The standard error is that of the paired difference to the best candidate. The plain network therefore wins every tie.
+    The standard error is that of the paired difference. The plain network therefore wins every tie.
 
     Args:
-        nll: Negative log-likelihoods of all examples, by candidate, the simplest candidate first.
+        nll: Negative log-likelihoods of all examples, by candidate. One is ``"plain"``.
 
     >>> flat, better = torch.tensor([1.0, 2.0, 3.0, 4.0]), torch.tensor([0.5, 1.4, 2.6, 3.5])
     >>> choose_candidate({"plain": flat, "temperature": flat - 0.001 * better, "noise": better}).name
     'noise'
     """
     best = min(nll, key=lambda name: float(nll[name].mean()))
-    gaps = {name: paired_difference(values, nll[best]) for name, values in nll.items()}
-    name = next(name for name, gap in gaps.items() if gap.mean <= gap.error or name == best)
-    return Choice(name, {key: paired_difference(values, nll["plain"]) for key, values in nll.items()})
+    gap = paired_difference(nll["plain"], nll[best])
+    return Choice(
+        "plain" if gap.mean <= gap.error else best,
+        {key: paired_difference(values, nll["plain"]) for key, values in nll.items()},
+    )

@@ -3,14 +3,14 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from flowbnn.errors import FlowBNNError, pluralize
 from flowbnn.likelihoods import Categorical, Gaussian, Likelihood, RealLikelihood
-from flowbnn.options import checked
+from flowbnn.options import NonEmpty, Positive, checked
 from flowbnn.posterior.base import (
     Posterior,
     Prediction,
@@ -24,14 +24,15 @@ from flowbnn.training.storage import NestedTensorFile, TensorFile
 
 
 class MixturePosterior(Posterior):
-    """Equally weighted mixture of posteriors, such as networks that were trained and calibrated on different folds.
+    """Mixture of posteriors: networks that were trained on different folds, or several calibrators of one network.
 
-    Sample ``s`` of M members is sample ``s // M`` of member ``s % M``. Members have equal weights if the number of samples is a
-    multiple of M, as the default is. The outputs are log-probabilities of classes, or means and log-variances of a regression, so
-    that each member may have its own calibration and its own observation noise.
+    Members take turns, each as often as its weight says (:meth:`schedule`). With equal weights sample ``s`` of M members is sample
+    ``s // M`` of member ``s % M``. The outputs are log-probabilities of classes, or means and log-variances of a regression, so that
+    each member may have its own calibration and its own observation noise.
 
     Args:
         members: Posteriors, whose networks have the same architecture.
+        weights: Positive weights of the members. They are normalized; the default is equal weights.
 
     >>> import flowbnn as fb
     >>> members = [fb.posterior.PointPosterior(nn.Linear(2, 3), fb.likelihoods.Categorical()) for _ in range(2)]
@@ -42,13 +43,22 @@ class MixturePosterior(Posterior):
     kind: ClassVar[str] = "mixture"
 
     @checked
-    def __init__(self, members: Sequence[Posterior]) -> None:
-        if not members:
-            raise FlowBNNError("a mixture needs at least one member", argument="members")
-        self.members = list(members)
+    def __init__(
+        self,
+        members: Annotated[Sequence[Posterior], NonEmpty()],
+        weights: Sequence[Positive] | None = None,
+    ) -> None:
+        weights = [1.0] * len(members) if weights is None else list(weights)
+        if len(weights) != len(members):
+            text = f"a mixture of {len(members)} members needs as many weights, got {len(weights)}"
+            raise FlowBNNError(text, kind="value", argument="weights")
+        self.members, self.weights = list(members), [float(weight) / sum(weights) for weight in weights]
         super().__init__(members[0].model, _output_likelihood(members[0].likelihood))
         count, largest = len(members), max(member.default_samples for member in members)
-        self.default_samples = count if largest == 1 else count * -(-largest // count)
+        if len(set(weights)) > 1:
+            self.default_samples = max(64, largest)  # weights are represented to within 1/64
+        else:
+            self.default_samples = count if largest == 1 else count * -(-largest // count)
 
     def __repr__(self) -> str:
         kinds = sorted({type(member).__name__ for member in self.members})
@@ -56,30 +66,55 @@ class MixturePosterior(Posterior):
 
     def outputs(self, inputs: Any, samples: range, prediction: Prediction) -> Tensor:
         """Returns log-probabilities, or means and log-variances, of some samples."""
-        count, results = len(self.members), dict[int, Tensor]()
+        schedule, results = self.schedule(samples.stop), dict[int, Tensor]()
         for index, member in enumerate(self.members):
-            numbers = [sample for sample in samples if sample % count == index]
-            if not numbers:
+            turns = [sample for sample, (number, _) in enumerate(schedule) if number == index]
+            turns = [sample for sample in turns if sample >= samples.start]
+            if not turns:
                 continue
+            first, last = schedule[turns[0]][1], schedule[turns[-1]][1]
+            if member.default_samples == 1:  # all samples are the same
+                last = first = 0
             options = replace(prediction.options, seed=prediction.seed, compile=False, adaptive=None)
-            with Prediction(member.model, options, len(numbers), member.cache) as inner:
+            with Prediction(member.model, options, last - first + 1, member.cache) as inner:
                 inner.batch_index, inner.total_rows = prediction.batch_index, prediction.total_rows
-                inner_range = range(numbers[0] // count, numbers[-1] // count + 1)
-                predictive = member._predictive(member.outputs(inputs, inner_range, inner))
-            for number, values in zip(numbers, _natural_outputs(predictive), strict=True):
-                results[number] = values.to(prediction.device)
-        return torch.stack([results[number] for number in samples])
+                predictive = member._predictive(member.outputs(inputs, range(first, last + 1), inner))
+            values = _natural_outputs(predictive).to(prediction.device)
+            for position, sample in enumerate(turns):
+                results[sample] = values[position if len(values) > 1 else 0]
+        return torch.stack([results[sample] for sample in samples])
+
+    def schedule(self, samples: int) -> list[tuple[int, int]]:
+        """Returns the member of each sample, and the number of the sample within its member.
+
+        Each sample goes to the member that is farthest behind its weight, so that every first part of the samples has nearly the
+        weights of the mixture.
+
+        >>> import flowbnn as fb
+        >>> members = [fb.posterior.PointPosterior(nn.Linear(2, 3), fb.likelihoods.Categorical()) for _ in range(2)]
+        >>> MixturePosterior(members, weights=[3, 1]).schedule(4)
+        [(0, 0), (0, 1), (1, 0), (0, 2)]
+        """
+        counts, result = [0] * len(self.members), list[tuple[int, int]]()
+        for total in range(1, samples + 1):
+            deficits = [weight * total - count for weight, count in zip(self.weights, counts, strict=True)]
+            index = max(range(len(deficits)), key=deficits.__getitem__)
+            result.append((index, counts[index]))
+            counts[index] += 1
+        return result
 
     def networks(self, samples: int, seed: int | None = None) -> list[nn.Module]:
         """Returns networks of the members in turn."""
-        seed, count = new_seed() if seed is None else seed, len(self.members)
-        numbers = [len(range(index, samples, count)) for index in range(count)]
-        pairs = zip(self.members, numbers, strict=True)
-        groups = [member.networks(number, seed) if number else [] for member, number in pairs]
-        return [groups[index % count][index // count] for index in range(samples)]
+        seed, schedule = new_seed() if seed is None else seed, self.schedule(samples)
+        groups = []
+        for index, member in enumerate(self.members):
+            count = sum(number == index for number, _ in schedule)
+            groups.append(member.networks(count, seed) if count else [])
+        return [groups[index][number] for index, number in schedule]
 
     def document(self) -> dict[str, Any]:
-        return {**super().document(), "members": [member.document() for member in self.members]}
+        members = [member.document() for member in self.members]
+        return {**super().document(), "members": members, "weights": self.weights}
 
     def tensors(self) -> dict[str, Tensor]:
         return {
@@ -100,7 +135,7 @@ class MixturePosterior(Posterior):
         ]
         members = [load_posterior(part, network) for part in parts]
         with rewrap_load_errors(file):
-            posterior = cls(members)
+            posterior = cls(members, file.document["weights"])
         file.check_names(posterior.tensors())
         posterior.read_calibration(file)
         return posterior
