@@ -42,6 +42,9 @@ __all__ = [
 SMALL_SETTINGS: dict[str, list[Any]] = {
     "epochs": [2],
     "fit_target.epochs": [1],  # an epoch has 100 steps
+    "cross_calibrate.method": [fb.MAP(epochs=1)],
+    "cross_calibrate.folds": [2],
+    "gated.components": [2],
     "evidence.samples": [40],
     "members": [2],
     "samples": [2, 25, 40],
@@ -113,6 +116,9 @@ FIT_ARGUMENTS: dict[str, Callable[[], Any]] = {
     "flow": flow,
     "data": lambda: vectors(24, 3),
     "log_density": lambda: lambda x: -x.square().sum(-1),
+    "cross_calibrate.make_network": lambda: network,
+    "cross_calibrate.data": lambda: loader(),
+    "gated.posterior": lambda: cached_fit("map"),
     "fit_autoencoder.model": autoencoder,
     "fit_autoencoder.data": lambda: vectors(24, 3).round(),
 }
@@ -177,7 +183,7 @@ class Fit:
         if method is None:
             return FUNCTIONS[self.name]
         names = {field.name for field in fields(method)}
-        return small_method(self.name, **{name: value for name, value in self.settings if name in names}).fit
+        return small_method(method, **{name: value for name, value in self.settings if name in names}).fit
 
     def __call__(self, **kwargs: Any) -> Any:
         """Runs the fit, with seed 0 unless another is given, and returns its result."""
@@ -192,8 +198,6 @@ class Fit:
         if "loader" in parameters or "held_out" in parameters:
             name = "loader" if "loader" in parameters else "held_out"
             arguments[name] = loader(regression=self.regression)
-        if self.name == "temperature":
-            arguments["validation"] = loader(regression=self.regression)
         if self.name not in METHODS:
             arguments |= small_settings(function)
         arguments |= {name: value for name, value in self.settings if name in parameters}
@@ -227,12 +231,13 @@ def small_settings(function: Callable[..., Any]) -> dict[str, Any]:
     return settings
 
 
-def small_method(name: str, **settings: Any) -> Any:
-    """Returns a method with settings that make its fit short."""
+def small_method(method: str | type[fb.methods.Method], **settings: Any) -> Any:
+    """Returns a method, by its name or class, with settings that make its fit short."""
+    method = METHODS[method] if isinstance(method, str) else method
     try:
-        return METHODS[name](**small_settings(METHODS[name]) | settings)
+        return method(**small_settings(method) | settings)
     except fb.FlowBNNError:  # a calibrator has no settings of a training
-        return METHODS[name](**settings)
+        return method(**settings)
 
 
 def _fit_functions() -> Iterator[tuple[str, Callable[..., Any]]]:

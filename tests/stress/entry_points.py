@@ -72,6 +72,12 @@ VALID_ARGUMENTS: dict[str, Callable[[], Any]] = {
     "draws": lambda: vectors(2, 20), "healths": lambda: fb.diagnostics.posterior_health(noisy_network(), samples=8),
     "base": lambda: fb.distributions.NormalBase(3).distribution(), "transform": lambda: fb.transforms.Affine(3),
     "freeze.part": lambda: "noise", "unfreeze.part": lambda: "noise",
+    "FlowPredictive.loc": lambda: vectors(4, 5, 1), "FlowPredictive.scale": lambda: vectors(4, 5, 1) + 0.5,
+    "knots": lambda: fb.likelihoods.Flow("nsf").predictive(vectors(4, 5, 25)).knots,
+    "means": lambda: vectors(4, 5, 1, 2), "stds": lambda: vectors(4, 5, 1, 2) + 0.5,
+    "MixturePredictive.logits": lambda: vectors(4, 5, 1, 2), "cross_calibrate.make_network": lambda: network,
+    "cross_calibrate.method": lambda: fb.MAP(epochs=1), "cross_calibrate.folds": lambda: 2,
+    "gated.posterior": lambda: cached_fit("map"), "gated.epochs": lambda: 2, "gated.components": lambda: 2,
     "loc": lambda: vectors(3), "NormalMixture.loc": lambda: vectors(2, 3), "scale": lambda: 0.5,
     "source": lambda: torch.distributions.transforms.ExpTransform(), "order": lambda: [1, 0, 2],
     "runs": lambda: [("planar", 1), ("lu", 1)], "dim": lambda: 3, "dimension": lambda: 0, "hidden": lambda: 2,
@@ -117,6 +123,8 @@ BINARY: dict[str, Callable[[], Any]] = {
 }
 CLASS_ARGUMENTS = {
     "GaussianPredictive": REAL,
+    "FlowPredictive": REAL,
+    "MixturePredictive": REAL,
     "Gaussian": REAL,
     "Bernoulli": BINARY,
     "LogisticDecoder": {"outputs": lambda: vectors(5, 6)},
@@ -125,20 +133,19 @@ CLASS_ARGUMENTS = {
 INTERNAL = """
     absorbs align_batch_axes Amortized append_log_variance average average_outputs Base Bernoulli.log_prob BlockTriangular.assign
     BlockTriangular.variances bounded build build_joint canonical_targets Categorical.log_prob check check_members check_weights
-    chosen Clock collect compute ConditionalDensity connect context_of ContinuousPredictive coupling_options
-    current_row_shard cut Decision Decoder DiagonalNormal
-    DiagonalStudent Digits DiscretizedLogistic distribution Divergence divergence divergences Divergences document draw
-    draw_with_kl expand extract_features first_nonfinite_layer fit_point FixedNoise flat_draw flatten Flow flow_matching_loss
-    FlowBNNError FlowBNNWarning FlowNoise forward_shape from_dict from_points from_state from_states Gaussian.log_prob History
-    improves initialize InputNoise Interval inverse_shape is_main_process is_torchrun_worker join kernel LayerHealth Layout
-    layout_of like Likelihood log_density log_variance looks make_autoregressive make_coupling make_levels make_noise_modes
-    make_pixel_noise make_split_noise make_step Marginal MemberPosterior moments move net network_of Noise NoiseContext NoiseGroup
-    NoiseMode NoisePosterior NormalMixture num_processes OneHotVectors Optimum outputs passes plan PointPosterior Posterior
-    posterior potential Prediction Predictive prior_log_prob problem push push_normal read read_point RealLikelihood rearrange Recipe
-    recipe_from_dict register_layer ReliabilityBin restore RiskCoverage rules run_on_main sample_codes set_loc_and_scale
-    set_row_shard set_statistics settings settled setup shared_draws side side_length split standard standard_log_prob start state
-    step step_schedule stream tensors terms to_dict track train training_loss Transform transforms Univariate velocity VGG16
-    weight_scale WeightPosterior weights wrappable
+    chosen Clock collect compute ConditionalDensity connect context_of ContinuousPredictive coupling_options current_row_shard cut
+    Decision Decoder DiagonalNormal DiagonalStudent Digits DiscretizedLogistic distribution Divergence divergence divergences
+    Divergences document draw draw_with_kl expand extract_features first_nonfinite_layer fit_point FixedNoise flat_draw flatten
+    Flow flow_matching_loss FlowBNNError FlowBNNWarning FlowNoise forward_shape from_dict from_points from_state from_states
+    Gaussian.log_prob History improves initialize InputNoise Interval inverse_shape is_main_process is_torchrun_worker join kernel
+    LayerHealth Layout layout_of like Likelihood log_density log_variance looks make_autoregressive make_coupling make_levels
+    make_noise_modes make_pixel_noise make_split_noise make_step Marginal MemberPosterior MixturePosterior moments move net
+    network_of Noise NoiseContext NoiseGroup NoiseMode NoisePosterior NormalMixture num_processes OneHotVectors Optimum outputs
+    passes plan PointPosterior Posterior posterior potential Prediction PredictionSummary Predictive prior_log_prob problem push
+    push_normal read read_point RealLikelihood rearrange Recipe recipe_from_dict register_layer ReliabilityBin restore RiskCoverage
+    rules run_on_main sample_codes set_loc_and_scale set_row_shard set_statistics settings settled setup shared_draws side
+    side_length split standard standard_log_prob start state step step_schedule stream tensors terms to_dict track train
+    training_loss Transform transforms Univariate velocity VGG16 weight_scale WeightPosterior weights wrappable
 """.split()  # noqa: SIM905
 SKIPPED_ARGUMENTS = {
     "devices",
@@ -233,7 +240,7 @@ def entry_points() -> tuple[EntryPoint, ...]:
         if inspect.isclass(point.function):
             cls: Any = point.function
             is_method = issubclass(cls, fb.methods.Method)
-            instance = small_method(cls.name) if is_method else point.call(point.arguments())
+            instance = small_method(cls) if is_method else point.call(point.arguments())
             if isinstance(instance, nn.Module):
                 instance.eval()
             name = instance.name if is_method else point.last_name
