@@ -347,15 +347,12 @@ def rewrap_forward_errors(inputs: Any, what: str = "the network fails on inputs 
         ) from error
 
 
-# phrases of torch's error messages on CUDA and CPU
-OUT_OF_MEMORY = ("out of memory", "not enough memory", "can't allocate memory", "ALLOC_FAILED")
-
-
 def is_out_of_memory(error: BaseException) -> bool:
     """Returns True if an exception means that memory ran out, on a CUDA device or on the CPU."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
-    return isinstance(error, RuntimeError) and any(phrase in str(error) for phrase in OUT_OF_MEMORY)
+    phrases = "out of memory", "not enough memory", "can't allocate memory", "ALLOC_FAILED"
+    return isinstance(error, RuntimeError) and any(phrase in str(error) for phrase in phrases)
 
 
 def halve_rows_on_oom(holder: Any, function: Callable[[], Result]) -> Result:

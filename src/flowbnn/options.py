@@ -124,11 +124,22 @@ Seed = Annotated[int, Bounds(ge=0, lt=2**32)]
 File = Annotated[str | PathLike[str], NonEmpty()]
 
 # words for types in error messages, with an article and without
-PHRASES = {bool: "True or False", int: "an integer", float: "a number", str: "a string", NoneType: "None"}
-PHRASES[Tensor] = "a dense tensor of real numbers"
-PLAIN_NUMBERS = (bool, int, float)  # to which numbers of other types, such as numpy.int64, are converted
-NOUNS: dict[Any, str] = {Sequence: "list", Iterable: "list or DataLoader", Mapping: "dictionary"}
-NOUNS |= {dict: "dictionary", PathLike: "path", Callable: "function"}
+PHRASES = {
+    bool: "True or False",
+    int: "an integer",
+    float: "a number",
+    str: "a string",
+    NoneType: "None",
+    Tensor: "a dense real tensor",
+}
+NOUNS: dict[Any, str] = {
+    Sequence: "list",
+    Iterable: "list or DataLoader",
+    Mapping: "dictionary",
+    dict: "dictionary",
+    PathLike: "path",
+    Callable: "function",
+}
 
 
 # -------------------- decorators
@@ -238,11 +249,8 @@ def _check_calls(function: F, annotated: Any, owner: str) -> F:
                     check(argument, entry, hints[argument], name)
             elif parameter.kind is not Parameter.VAR_KEYWORD:
                 check(argument, value, hints[argument], name)
-                if (
-                    hints[argument] is not Any
-                    and isinstance(value, Real)
-                    and type(value) not in PLAIN_NUMBERS
-                ):
+                plain = type(value) in (bool, int, float)  # others, such as numpy.int64, are converted
+                if hints[argument] is not Any and isinstance(value, Real) and not plain:
                     bound.arguments[argument] = int(value) if isinstance(value, Integral) else float(value)
                     converted = True
         return function(*bound.args, **bound.kwargs) if converted else function(*args, **kwargs)

@@ -33,8 +33,6 @@ from flowbnn.training import is_main_process
 from flowbnn.training.randomness import preserve_rng_state
 
 LOC, SCALE = "flowbnn_loc", "flowbnn_scale"  # names of the two buffers
-MAX_ROWS = 2**16  # number of targets that are searched for repeated values
-MIN_REPEATED_SHARE = 0.02  # share of repeated values without a warning: a few zeros do not shape a density
 MAX_RATIO = 1.5  # largest ratio of predicted and actual errors without a warning; short fits reach 1.3
 
 
@@ -68,8 +66,9 @@ class TargetStatistics:
             0
         ) + difference.square() * fraction * self.count
         self.mean = self.mean + difference * fraction
-        if self.count < MAX_ROWS:
-            self._first_targets.append(values[: MAX_ROWS - self.count])
+        max_rows = 2**16  # that are searched for repeated values
+        if self.count < max_rows:
+            self._first_targets.append(values[: max_rows - self.count])
         self.count += len(values)
 
     @property
@@ -116,7 +115,8 @@ def warn_repeated_targets(likelihood: ConditionalDensity, statistics: TargetStat
     shares = statistics.repeated_share()
     share, worst = shares.max(0)
     previous, likelihood.repeated_share = likelihood.repeated_share, float(share)
-    if share >= MIN_REPEATED_SHARE and float(share) != previous and is_main_process():
+    # a few zeros do not shape a density
+    if share >= 0.02 and float(share) != previous and is_main_process():
         target = f" of target {int(worst)}" if len(shares) > 1 else ""
         warn(
             f"{float(share):.0%} of the values{target} are repeated, and the density can become a spike at each of them, so that its "

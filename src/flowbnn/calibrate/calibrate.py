@@ -60,7 +60,6 @@ CANDIDATES: tuple[CandidateName, ...] = (  # the simplest first
     "noise+matrix",
     "mixture",
 )
-SLOW_CANDIDATES = ("noise+matrix",)  # only on request
 CLASS_CANDIDATES = ("vector", "matrix", "noise+temperature", "noise+matrix", "mixture")  # need classes
 
 
@@ -179,7 +178,7 @@ def _candidate_names(candidates: Sequence[str] | str, folds: bool, data: HeldOut
     """
     has_classes = isinstance(data.likelihood, Categorical | Bernoulli)
     if candidates == "auto":
-        unused = SLOW_CANDIDATES if has_classes else CLASS_CANDIDATES
+        unused = ("noise+matrix",) if has_classes else CLASS_CANDIDATES  # slow, so only on request
         return [name for name in CANDIDATES if name not in unused] if folds else ["noise"]
     unsuitable = [name for name in candidates if name in CLASS_CANDIDATES and not has_classes]
     if unsuitable:

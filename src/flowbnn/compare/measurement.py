@@ -19,14 +19,6 @@ from flowbnn.methods.fitting import LikelihoodName
 from flowbnn.metrics import novelty_auroc, reliability
 from flowbnn.posterior.evaluate import novelty_scores
 
-# column of the table for each score of novel inputs
-NOVELTY_COLUMNS = {
-    "entropy": "auroc",
-    "std": "auroc",
-    "mutual_information": "auroc_mi",
-    "energy": "auroc_energy",
-}
-
 
 def clock(device: torch.device | None = None) -> float:
     """Returns a time in seconds. Only differences of two times have a meaning.
@@ -169,9 +161,15 @@ def measure(
     if novel is not None:
         novel_predictive = posterior.predict(novel, number, seed=0, progress=False).cpu()
         novel_scores = novelty_scores(novel_predictive)
+        columns = {
+            "entropy": "auroc",
+            "std": "auroc",
+            "mutual_information": "auroc_mi",
+            "energy": "auroc_energy",
+        }
         for name, scores in novelty_scores(predictive).items():
-            if name in NOVELTY_COLUMNS:
-                values[NOVELTY_COLUMNS[name]] = novelty_auroc(scores, novel_scores[name])
+            if name in columns:
+                values[columns[name]] = novelty_auroc(scores, novel_scores[name])
     values |= {"train_seconds": train_seconds, "predict_seconds": min(times)}
     values |= {"parameters": float(count_stored_numbers(posterior)), "memory": peak}
     content: dict[str, Any] = {"values": values, "samples": number}

@@ -11,9 +11,6 @@ from flowbnn.batches import call, device_of, dtype_of, move, rows, split_batch, 
 from flowbnn.errors import FlowBNNError, nearest
 from flowbnn.networks import evaluation_mode
 
-MAX_ROWS = 5000  # rows from which principal components are computed: with 16 components, far more than enough
-CHUNK = 512  # rows that a network reads at a time
-
 
 class Features(nn.Module):
     r"""Features of inputs, as vectors in single precision.
@@ -68,7 +65,7 @@ class Features(nn.Module):
         for batch in batches:
             collected.append(plain(split_batch(batch)[0], network, context))
             count += len(collected[-1])
-            if count >= MAX_ROWS:
+            if count >= 5000:  # far more than 16 principal components need
                 break
         if not count:
             raise FlowBNNError("the loader has no examples", kind="data", argument="loader")
@@ -115,17 +112,17 @@ class Features(nn.Module):
                 text = "a density of inputs needs one tensor of inputs; set features= to the name of a layer"
                 raise FlowBNNError(text, kind="inputs", argument="features")
             return inputs.reshape(len(inputs), -1).float().cpu()
-        captured: list[Tensor] = []
+        captured, chunk = list[Tensor](), 512  # rows that the network reads at a time
         module = network.get_submodule(self.layer)
         handle = module.register_forward_hook(lambda _, args, outputs: captured.append(outputs))
         device, dtype = device_of(network), dtype_of(network)
         try:
             with evaluation_mode(network), context():
-                for start in range(0, rows(inputs), CHUNK):
-                    call(network, move(take(inputs, start, start + CHUNK), device, dtype))
+                for start in range(0, rows(inputs), chunk):
+                    call(network, move(take(inputs, start, start + chunk), device, dtype))
         finally:
             handle.remove()
-        if len(captured) != -(-rows(inputs) // CHUNK) or not isinstance(captured[0], Tensor):
+        if len(captured) != -(-rows(inputs) // chunk) or not isinstance(captured[0], Tensor):
             text = f"layer '{self.layer}' must return one tensor and run once in a forward pass"
             raise FlowBNNError(text, kind="layer", argument="features", layer=self.layer)
         return torch.cat([value.reshape(len(value), -1).float().cpu() for value in captured])

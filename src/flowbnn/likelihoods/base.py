@@ -11,8 +11,6 @@ from torch import Tensor, nn
 from flowbnn.errors import FlowBNNError
 from flowbnn.options import checked
 
-NAMED = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)  # arguments that have names
-
 
 class Likelihood(nn.Module, ABC):
     """Base class for observation models, the distribution of a target given the outputs of a network.
@@ -83,9 +81,9 @@ class Likelihood(nn.Module, ABC):
         result = {"likelihood": type(self).__name__}
         if type(self).to_dict is not Likelihood.to_dict:  # the subclass adds its settings
             return result
-        names = [
-            name for name, argument in signature(type(self)).parameters.items() if argument.kind in NAMED
-        ]
+        kinds = Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY  # arguments that have names
+        parameters = signature(type(self)).parameters.items()
+        names = [name for name, argument in parameters if argument.kind in kinds]
         settings = {name: getattr(self, name, self) for name in names}
         for name, value in settings.items():
             if not isinstance(value, bool | int | float | str | None):

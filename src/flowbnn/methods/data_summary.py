@@ -104,9 +104,6 @@ def _read(loader: Iterable[Any], seed: int | None, purpose: str = "training") ->
         raise empty_loader(purpose)
 
 
-REGRESSIONS = ("gaussian", "flow", "mixture")  # names of likelihoods of real-valued targets
-
-
 @dataclass(frozen=True)
 class DataSummary:
     """Summary of a training set.
@@ -212,5 +209,5 @@ def is_regression(likelihood: Likelihood | str, targets: Tensor) -> bool:
     """Returns True if the likelihood is, or will be, one of real-valued targets."""
     if isinstance(likelihood, str):
         is_real = targets.is_floating_point() and not are_probabilities(targets)
-        return likelihood in REGRESSIONS or (likelihood == "auto" and is_real)
+        return likelihood in ("gaussian", "flow", "mixture") or (likelihood == "auto" and is_real)
     return isinstance(likelihood, RealLikelihood)

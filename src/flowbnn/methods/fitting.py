@@ -33,7 +33,7 @@ from flowbnn.likelihoods import (
 )
 from flowbnn.likelihoods.probabilities import SigmoidRecorder, warn_probabilities
 from flowbnn.methods.data_summary import DataSummary, check_loader, count_examples, first_batch
-from flowbnn.methods.loader_split import MIN_ROWS, split_loader
+from flowbnn.methods.loader_split import split_loader
 from flowbnn.methods.schedule import Monitor, PlateauSchedule, SchedulerFactory, TrainingPlan, plan_training
 from flowbnn.networks import evaluation_mode
 from flowbnn.noise import Recipe, noise_layers, weight_parameters
@@ -331,7 +331,7 @@ def hold_out(
         return loader, nothing
     num_data = options.num_data
     count = count_examples(training)
-    if count + count_examples(held_out) < MIN_ROWS:
+    if count + count_examples(held_out) < 20:  # a tenth is one row or two, which says nothing
         return loader, nothing
     if num_data is not None:
         num_data = max(1, round(num_data * (1.0 - fraction)))

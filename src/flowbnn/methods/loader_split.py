@@ -15,8 +15,6 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sequential
 from flowbnn.batches import has_row_axis, pick, rows, split_batch
 from flowbnn.errors import FlowBNNError
 
-MIN_ROWS = 20  # below, a tenth of the data is one row or two, which says nothing
-
 
 @dataclass(frozen=True)
 class RowSplit:

@@ -23,7 +23,6 @@ from flowbnn.noise.contexts import NoiseMode, OptionalGenerator, RowShard, Shape
 from flowbnn.noise.joint import JointPart
 
 HALF_LOG_2PI = 0.5 * math.log(2.0 * math.pi)
-NORMAL_ENTROPY = 0.5 + HALF_LOG_2PI  # of a standard normal, in nats
 
 
 class Gaussians:
@@ -157,7 +156,8 @@ class Gaussians:
             sampled = (((x - loc[cut:]) / width[cut:]).square() - normal.square()).mean(0)
             square = torch.cat([square, sampled]) if cut else sampled
         log_deviation = self.log_scale + self.scale.log()
-        terms = torch.stack([0.5 * square - log_deviation + width.log(), log_deviation + NORMAL_ENTROPY])
+        entropy = log_deviation + (HALF_LOG_2PI + 0.5)
+        terms = torch.stack([0.5 * square - log_deviation + width.log(), entropy])
         # made on the device, so that compiled steps and CUDA graphs have no copy from the host
         segments = torch.cat([torch.full((n,), i, device=width.device) for i, n in enumerate(self.sizes)])
         kls, entropies = terms.new_zeros(2, len(self.sizes)).index_add(1, segments, terms).unbind()

@@ -51,9 +51,6 @@ from flowbnn.posterior.report import FitReport
 from flowbnn.posterior.trace import ForwardTrace
 from flowbnn.training.storage import TensorFile
 
-# floating-point operations of one sample above which the sequential strategy is faster: on a CPU scaling weights is then cheaper than
-# scaling feature maps; on a CUDA device the launches of one small pass per sample take longer than vmap
-SEQUENTIAL_FLOPS = {"cpu": 5e8, "cuda": math.inf}
 # fraction of the operations before the first noise above which vmap is faster, because it computes them once
 PREFIX_SHARE = {"cpu": 0.05, "cuda": 0.2}
 # floating-point operations above which a job takes minutes on a large GPU, so that compiling for a minute pays off; a CPU gains little
@@ -249,9 +246,10 @@ class NoiseSampler:
         total = rows(inputs)
         if 2 * total > self.prediction.row_limit:  # one sample fills the pass
             return False
-        if trace.flops_per_row * total < SEQUENTIAL_FLOPS[self.device_kind]:
+        if self.device_kind == "cuda":  # the launches of one small pass per sample take longer than vmap
             return True
-        return self.device_kind == "cpu" and not self.absorbed_layers(trace)
+        # on a CPU scaling weights is cheaper than scaling feature maps from about 5e8 operations on
+        return trace.flops_per_row * total < 5e8 or not self.absorbed_layers(trace)
 
     def chunk_sizes(self, inputs: Any, num_samples: int, trace: ForwardTrace) -> tuple[int, int]:
         """Returns the number of rows and of samples in a pass by vmap.

@@ -16,8 +16,6 @@ from flowbnn.numerics import monotone_root
 from flowbnn.options import Count, Probability, checked
 from flowbnn.predictive.base import Predictive, quantile_levels
 
-OUTERMOST = 5.0  # normal quantile of the outermost grid points; the mass beyond them is 6e-7
-
 
 class Decision(NamedTuple):
     """Predicted values, and a mask of the same shape for values that are too uncertain.
@@ -200,7 +198,8 @@ class ContinuousPredictive(Predictive):
     def _grid(self, count: int) -> Tensor:
         """Returns sorted points ``[B, D, count]`` that are dense where the densities of the samples have their mass."""
         number = self._part_quantiles(0.0).shape[0]
-        levels = torch.linspace(-OUTERMOST, OUTERMOST, max(9, -(-count // number))).tolist()
+        # normal quantiles; the mass beyond the outermost is 6e-7
+        levels = torch.linspace(-5.0, 5.0, max(9, -(-count // number))).tolist()
         points = torch.cat([self._part_quantiles(z) for z in levels]).movedim(0, -1).sort(-1).values
         last = (~points.isnan()).sum(-1, keepdim=True) - 1  # NaN, for missing samples, is sorted to the end
         fractions = torch.linspace(0.0, 1.0, count, device=points.device, dtype=torch.float64)

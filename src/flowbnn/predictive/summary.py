@@ -25,8 +25,6 @@ CLASSES: tuple[str, ...] = (
     "variance",
     "expected_entropy",
     "mutual_information",
-)
-CLASSES += (
     "probabilities",
     "labels",
     "confidence",
@@ -35,8 +33,10 @@ CLASSES += (
     "entropy",
     "aleatoric",
     "epistemic",
+    "confidence_error",
+    "decision_strength",
+    "energy",
 )
-CLASSES += ("confidence_error", "decision_strength", "energy")
 REAL_VALUES = (*COMMON, "mean", "aleatoric", "epistemic", "variance", "std")
 SCORES = ("nll", "crps", "cdf")  # methods of targets that need the samples of real values
 

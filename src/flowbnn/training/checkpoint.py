@@ -26,9 +26,6 @@ from flowbnn.training.progress import History
 from flowbnn.training.randomness import RandomState
 from flowbnn.training.storage import TensorFile, copy_file, decode_state, save_state
 
-# options of an optimizer that a resumed run compares with the stored ones
-HYPERPARAMETERS = ("lr", "momentum", "betas", "eps", "weight_decay", "nesterov", "alpha")
-
 
 @dataclass
 class Position:
@@ -150,9 +147,8 @@ class RunState:
             named = len(groups) > 1 or "name" in group
             suffix = f" of {group.get('name') or f'group {number}'}" if named else ""
             values = group | {"lr": group.get("initial_lr", group["lr"])}  # before any schedule
-            self.hyperparameters |= {
-                f"{name}{suffix}": values[name] for name in HYPERPARAMETERS if name in values
-            }
+            compared = "lr", "momentum", "betas", "eps", "weight_decay", "nesterov", "alpha"
+            self.hyperparameters |= {f"{name}{suffix}": values[name] for name in compared if name in values}
         groups = [[names[id(parameter)] for parameter in group] for group in groups]
         self.names = [name for group in groups for name in group]
         rule = self.options.early_stop

@@ -20,15 +20,6 @@ from flowbnn.errors import FlowBNNError, warn
 from flowbnn.training.progress import History
 from flowbnn.training.storage import TensorFile, save_tensors
 
-# entries of a parameter group that a resumed run keeps: its parameters and the implementation of the optimizer
-OWN_OPTIONS = ("params", "foreach", "fused", "capturable", "differentiable")
-# packages whose layers hold only structure in their public plain attributes
-STRUCTURAL_PACKAGES = tuple(f"flowbnn.{name}." for name in ("transforms", "distributions", "flows", "nets"))
-STRUCTURAL_PACKAGES += ("torch.nn.modules.", "flowbnn.vae.decoders")
-# attributes of layers that do not change their function
-TRANSIENT_ATTRIBUTES = ("training", "inplace", "is_initialized", "use_nested_tensor")
-PLAIN_TYPES = (bool, int, float, str, type(None), torch.dtype, torch.Size)
-
 
 def strip_prefix(name: str, prefix: str) -> str:
     """Returns the name of a module or parameter relative to the submodule ``prefix``; other names are unchanged.
@@ -149,8 +140,10 @@ def describe_layers(model: nn.Module) -> dict[str, str]:
     {'0': 'Linear(in_features=2, out_features=3)', '1': 'LeakyReLU(negative_slope=0.2)'}
     """
     descriptions = {}
+    rooms = "transforms", "distributions", "flows", "nets", "vae.decoders"
+    packages = ("torch.nn.modules.", *(f"flowbnn.{room}." for room in rooms))
     for name, module in model.named_modules():
-        structural = f"{type(module).__module__}.".startswith(STRUCTURAL_PACKAGES)
+        structural = f"{type(module).__module__}.".startswith(packages)
         if name and (structural or next(module.children(), None) is None):
             settings = _plain_attributes(module) if structural else {}
             words = ", ".join(f"{key}={value}" for key, value in settings.items())
@@ -160,17 +153,18 @@ def describe_layers(model: nn.Module) -> dict[str, str]:
 
 def _plain_attributes(module: nn.Module) -> dict[str, str]:
     """Returns the public attributes of a layer that are numbers, words, functions or options, in words."""
+    transient = "training", "inplace", "is_initialized", "use_nested_tensor"  # do not change the function
     values = {
         name: _describe_setting(value)
         for name, value in vars(module).items()
-        if not name.startswith("_") and name not in TRANSIENT_ATTRIBUTES
+        if not name.startswith("_") and name not in transient
     }
     return {name: words for name, words in values.items() if words}
 
 
 def _describe_setting(value: Any) -> str:
     """Returns a setting in words that are the same in every process, or an empty string for other values."""
-    if isinstance(value, PLAIN_TYPES):
+    if isinstance(value, bool | int | float | str | None | torch.dtype | torch.Size):
         return repr(value)
     if isinstance(value, list | tuple):
         words = [_describe_setting(entry) for entry in value]
@@ -273,8 +267,9 @@ def merge_groups(optimizer: Optimizer, stored: Sequence[Mapping[str, Any]]) -> l
         optimizer: Optimizer of this run.
         stored: Parameter groups that ``state_dict`` returned.
     """
+    own = "params", "foreach", "fused", "capturable", "differentiable"
     return [
-        {**current, **group, **{name: current[name] for name in OWN_OPTIONS if name in current}}
+        {**current, **group, **{name: current[name] for name in own if name in current}}
         for current, group in zip(optimizer.state_dict()["param_groups"], stored, strict=True)
     ]
 

@@ -22,9 +22,6 @@ from flowbnn.errors import warn
 from flowbnn.training.device import preserve_training_modes, quiet_compiler, unlimited_recompiles
 from flowbnn.training.options import Clock, TrainingOptions
 
-WARMUP_STEPS = 3  # before recording, for allocations, autotuning and the optimizer's state
-RECENT_BYTES = 2**28  # memory for recent batches, which are repeated to find the one that was not finite
-
 
 def is_fused(optimizer: Optimizer) -> bool:
     """Returns True if the optimizer reads ``found_inf`` on the device and leaves the weights unchanged if it is set."""
@@ -102,7 +99,8 @@ class Recorder:
         if self.signature is None:
             self.signature = signature
             size = sum(t.numel() * t.element_size() for _, t in named_tensors(batch))
-            self.recent = deque(maxlen=max(1, min(64, RECENT_BYTES // max(1, size))))
+            # 256 MiB of recent batches, which are repeated to find the one that was not finite
+            self.recent = deque(maxlen=max(1, min(64, 2**28 // max(1, size))))
             self.batch = apply(batch, self._empty_like)
         if signature != self.signature:
             return False
@@ -111,7 +109,8 @@ class Recorder:
             check(batch)
         self._copy_inputs(batch, clock)
         self.recent.append((batch, clock, torch.cuda.get_rng_state(self.device)))
-        if self.graph is None and self.warmup_steps == WARMUP_STEPS:
+        # three steps for allocations, autotuning and the optimizer's state
+        if self.graph is None and self.warmup_steps == 3:
             self._record(clock)
             if self.failure:
                 return False

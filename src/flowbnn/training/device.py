@@ -17,7 +17,6 @@ from flowbnn.training.options import TrainingOptions
 Result = TypeVar("Result")
 
 AUTOCAST_DTYPES = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
-WEIGHT_DTYPES = {"64-true": torch.float64, "bf16-true": torch.bfloat16, "16-true": torch.float16}
 
 
 class Process:
@@ -48,7 +47,8 @@ class Process:
         index = torch.cuda.current_device() if kind == "cuda" else None
         self.device = torch.device(kind, index) if index is not None else torch.device(kind)
         self.autocast_dtype = AUTOCAST_DTYPES.get(options.precision)
-        self.weight_dtype = WEIGHT_DTYPES.get(options.precision)
+        dtypes = {"64-true": torch.float64, "bf16-true": torch.bfloat16, "16-true": torch.float16}
+        self.weight_dtype = dtypes.get(options.precision)
         self.autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
         if self.autocast_dtype is not None:
             self.autocast = partial(torch.autocast, kind, self.autocast_dtype)

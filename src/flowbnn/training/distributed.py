@@ -262,11 +262,6 @@ def synchronized_batch_norm(model: nn.Module, device: torch.device) -> Iterator[
             parent._modules[name] = child
 
 
-CONNECTION_LOSS = re.compile(
-    r"gloo|nccl|connection (closed|reset|refused)|broken pipe|peer|timed out", re.IGNORECASE
-)
-
-
 class WorkerLost(FlowBNNError):
     """Raised when another process has died."""
 
@@ -281,7 +276,8 @@ def is_connection_loss(error: BaseException) -> bool:
     """
     if isinstance(error, (distributed.DistError, WorkerLost)):
         return True
-    return type(error) is RuntimeError and CONNECTION_LOSS.search(str(error)) is not None
+    pattern = r"gloo|nccl|connection (closed|reset|refused)|broken pipe|peer|timed out"
+    return type(error) is RuntimeError and re.search(pattern, str(error), re.IGNORECASE) is not None
 
 
 class Worker(Process):

@@ -19,8 +19,6 @@ from flowbnn.training.storage import check_writable
 if TYPE_CHECKING:
     from rich.console import Console
 
-LABELS = {"log_likelihood": "log-lik", "kl": "KL", "elbo": "ELBO"}
-
 
 @dataclass
 class History:
@@ -159,9 +157,8 @@ class Display:
         self.validation |= {name: means[name] for name in means if name.startswith("validation_")}
         names = [name for name in ("elbo", "log_likelihood", "kl", "loss") if name in means][:3]
         values = {name: means[name] for name in names} | dict(list(self.validation.items())[:2])
-        numbers = [
-            f"{LABELS.get(name, name.replace('_', ' '))} {value:.4g}" for name, value in values.items()
-        ]
+        labels = {"log_likelihood": "log-lik", "kl": "KL", "elbo": "ELBO"}
+        numbers = [f"{labels.get(key, key.replace('_', ' '))} {value:.4g}" for key, value in values.items()]
         done, total = (epoch, epochs) if self.steps is None else (step, self.steps * epochs)
         fields: dict[str, Any] = {
             "epoch": min(epoch + 1, epochs),

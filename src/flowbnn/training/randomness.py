@@ -10,8 +10,6 @@ import torch
 
 from flowbnn.distributions.draws import GENERATOR_LOCK
 
-MT19937_WORDS = 624  # length of the state of numpy's global generator
-
 
 def seed_all(seed: int) -> None:
     """Seeds torch (all devices), numpy's global generator and ``random``."""
@@ -92,9 +90,9 @@ class RandomState:
             version, words, gauss = state["python"]
             random.Random().setstate((version, tuple(words.tolist()), gauss))
             _, numbers, position, *_ = state["numpy"]
-            # numpy would read memory outside of its state
-            if numbers.shape != (MT19937_WORDS,) or position not in range(MT19937_WORDS + 1):
-                raise ValueError(f"random state of shape {tuple(numbers.shape)} at position {position}")
+            # numpy's generator has 624 words; it would read memory outside of them
+            if numbers.shape != (624,) or position not in range(625):
+                raise ValueError(f"random state of shape {tuple(numbers.shape)}, position {position}")
 
     def restore(self, state: dict[str, Any]) -> None:
         """Restores a state returned by :meth:`state` or :meth:`torch_state`, or the entries of it that are present."""

@@ -34,7 +34,6 @@ HEADER = "flowbnn"  # key of the document in the metadata of safetensors
 KIND = "__kind__"  # key of the type of an encoded value
 CHUNK_BYTES = 2**24  # bytes that are read at once for the checksum
 ReadBytes = Callable[[str], Iterable[bytes]]  # chunks of bytes of a tensor, by its name
-SEQUENCES = {"tuple": tuple, "deque": deque}
 _file_numbers = count()  # threads may write the same file at once
 
 
@@ -320,7 +319,7 @@ def decode_state(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
     if kind in ("map", "counter"):
         pairs = {key: decode_state(value, tensors) for key, value in tree["items"]}
         return Counter(pairs) if kind == "counter" else pairs
-    return SEQUENCES[kind](decode_state(entry, tensors) for entry in tree["items"])
+    return {"tuple": tuple, "deque": deque}[kind](decode_state(entry, tensors) for entry in tree["items"])
 
 
 def copy_file(path: Path, other: Path) -> None:

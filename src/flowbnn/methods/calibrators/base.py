@@ -49,8 +49,6 @@ from flowbnn.training.device import device_kind
 from flowbnn.training.randomness import preserve_rng_state
 from flowbnn.training.storage import NestedTensorFile, TensorFile
 
-USED_OPTIONS = ("likelihood", "accelerator", "seed", "progress")  # of fit, if nothing is trained
-
 
 @options(repr=False)
 class Calibrator(Method):
@@ -130,7 +128,8 @@ class Calibrator(Method):
         if misplaced is not None:
             raise misplaced_setting(misplaced, name, kwargs[misplaced])
         options = FitOptions(**kwargs)
-        unused = next((option for option in kwargs if option not in USED_OPTIONS), None)
+        used = "likelihood", "accelerator", "seed", "progress"
+        unused = next((option for option in kwargs if option not in used), None)
         if unused is not None:
             text = f"{name}() trains nothing, so it does not use {unused}; use {name}(fb.MAP()) to train the network first"
             raise FlowBNNError(text, kind="unsupported", argument=unused)

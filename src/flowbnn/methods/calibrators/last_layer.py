@@ -27,8 +27,6 @@ from flowbnn.options import Ge, Positive, options
 from flowbnn.posterior.base import Posterior
 from flowbnn.posterior.point import PointPosterior
 
-MAX_ELEMENTS = 2**22  # outputs of all problems that are fitted at once, 32 MiB in float64
-
 
 @options(repr=False)
 class LastLayerRefit(Calibrator):
@@ -212,7 +210,8 @@ class LastLayerProblem:
         Args:
             problems: Indices of the examples and setting of each problem.
         """
-        group = max(1, MAX_ELEMENTS // (len(self.targets) * len(self.weight)))
+        # the outputs of the problems that are fitted at once take 32 MiB in float64
+        group = max(1, 2**22 // (len(self.targets) * len(self.weight)))
         chunks = [problems[start : start + group] for start in range(0, len(problems), group)]
         return torch.cat([self._fit_group(chunk) for chunk in chunks])
 

@@ -10,8 +10,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-ARMIJO = 1e-4  # required decrease, as a fraction of the decrease that the gradient predicts
-MAX_HALVINGS = 30  # of a step
 Objective = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -100,6 +98,7 @@ def _line_search(
     rows: Tensor,
     direction: Tensor,
     length: Tensor,
+    max_halvings: int = 30,
 ) -> Tensor:
     """Halves the step of each problem until its value decreases, and updates variables, values and gradients in place.
 
@@ -107,13 +106,14 @@ def _line_search(
         True for each problem whose value does not decrease.
     """
     failed = torch.ones_like(rows, dtype=torch.bool)
-    for _ in range(MAX_HALVINGS):
+    for _ in range(max_halvings):
         open_rows = failed.nonzero()[:, 0]
         numbers, steps = rows[open_rows], direction[open_rows]
         candidate = x[numbers] + length[open_rows, None] * steps
         next_values, next_gradient = _differentiate(function, candidate, numbers)
         slope = (steps * gradient[numbers]).sum(1)
-        accepted = next_values <= values[numbers] + ARMIJO * length[open_rows] * slope
+        # the condition of Armijo: a fraction of the decrease that the gradient predicts
+        accepted = next_values <= values[numbers] + 1e-4 * length[open_rows] * slope
         numbers = numbers[accepted]
         x[numbers], values[numbers] = candidate[accepted], next_values[accepted]
         gradient[numbers] = next_gradient[accepted]

@@ -18,7 +18,6 @@ from flowbnn.posterior.base import Posterior
 from flowbnn.predictive import CategoricalPredictive
 
 BOUNDS = (1e-2, 1e2)  # of the temperature
-GRID_SIZE = 17  # temperatures of the first search, a factor of 1.8 apart
 PRIOR_SCALE = 0.5  # standard deviation of log T: 95 % of the prior lie between temperatures of 0.37 and 2.7
 
 
@@ -56,7 +55,8 @@ def fit_temperatures(
     if prior_scale is None or isinstance(posterior.likelihood, RealLikelihood):
         prior_scale = math.inf
     low, high = (math.log(bound) for bound in BOUNDS)
-    grid = [low + (high - low) * index / (GRID_SIZE - 1) for index in range(GRID_SIZE)]
+    last = 16  # neighbours are a factor of 1.8 apart
+    grid = [low + (high - low) * index / last for index in range(last + 1)]
     table = torch.stack([_nll_at(posterior, outputs, targets, u)[0] for u in grid])
     fits = []
     for subset in subsets:
@@ -65,11 +65,11 @@ def fit_temperatures(
         bound: Literal["", "low", "high"] = "low" if nll[0] <= min(nll) else ""
         if not bound and nll[-1] <= min(nll):
             bound = "high"
-        best = min(range(GRID_SIZE), key=lambda index: (values[index], abs(grid[index])))
-        if bound and best in (0, GRID_SIZE - 1):
+        best = min(range(last + 1), key=lambda index: (values[index], abs(grid[index])))
+        if bound and best in (0, last):
             fits.append(TemperatureFit(BOUNDS[0] if best == 0 else BOUNDS[1], bound))
             continue
-        cell = grid[max(0, best - 1)], grid[best], grid[min(GRID_SIZE - 1, best + 1)]
+        cell = grid[max(0, best - 1)], grid[best], grid[min(last, best + 1)]
         u = _refine(posterior, outputs[:, subset], targets[subset], cell, prior_scale)
         fits.append(TemperatureFit(math.exp(u), bound))
     return fits

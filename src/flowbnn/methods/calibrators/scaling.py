@@ -31,8 +31,6 @@ from flowbnn.options import Positive, checked, options
 from flowbnn.posterior.base import Posterior
 from flowbnn.predictive import CategoricalPredictive
 
-MAX_ELEMENTS = 2**24  # log-probabilities of all problems that are fitted at once, 128 MiB in float64
-
 
 @options(repr=False)
 class _Scaling(Calibrator):
@@ -62,7 +60,7 @@ class _Scaling(Calibrator):
         subsets = [subset.to(targets.device) for subset in subsets]
         fits = fit_temperatures(posterior, outputs, targets, subsets)
         temperatures = [fit.temperature for fit in fits]
-        group = max(1, MAX_ELEMENTS // log_samples.numel())
+        group = max(1, 2**24 // log_samples.numel())  # problems fitted at once: 128 MiB in float64
         results = []
         for start in range(0, len(subsets), group):
             part = slice(start, start + group)

@@ -10,11 +10,6 @@ from flowbnn.posterior.base import Posterior
 from flowbnn.posterior.point import PointPosterior
 from flowbnn.training import is_main_process
 
-FACTORS = (1.0, 10.0, 1e2, 1e3, 1e4)  # of the prior precision; the last leaves little of the posterior
-TOLERANCE = 0.1  # nats per example by which the noise of few samples may raise the NLL
-TRAINING_TOLERANCE = 0.3  # the same on training data, on which the network itself is overconfident
-NUM_SAMPLES = 32
-
 
 def compare_with_network(
     posterior: LaplacePosterior, validation: Iterable[Any] | None, training: Iterable[Any], choose: bool
@@ -39,8 +34,9 @@ def compare_with_network(
             block.prior = factor * prior
         posterior.precisions = {name: factor * value for name, value in precisions.items()}
 
-    factors = FACTORS if choose and validation is not None and all(priors) else FACTORS[:1]
-    nlls = {}
+    nlls, factors = dict[float, float](), (1.0,)  # factors of the prior precision
+    if choose and validation is not None and all(priors):
+        factors = (1.0, 10.0, 1e2, 1e3, 1e4)  # the last leaves little of the posterior
     for factor in factors:
         scale_prior(factor)
         nlls[factor] = _mean_nll(posterior, data)
@@ -48,16 +44,14 @@ def compare_with_network(
     scale_prior(best)
     if validation is not None:
         posterior.validation_nll = {factor**-0.5: nll for factor, nll in nlls.items()}
-    tolerance = TRAINING_TOLERANCE if validation is None else TOLERANCE
+    # nats per example by which few samples may raise the NLL; on training data the network is overconfident
+    tolerance = 0.3 if validation is None else 0.1
     if nlls[best] > network_nll + tolerance and is_main_process():
-        source = "the first batch of the training data" if validation is None else "the validation data"
-        advice = (
-            "provide validation data, which choose the prior"
-            if validation is None
-            else "use newton_steps or epochs"
-        )
+        source, advice = "validation data", "use newton_steps or epochs"
+        if validation is None:
+            source, advice = "training data", "provide validation data"
         warn(
-            f"the NLL on {source} is {nlls[best]:.3g}, versus {network_nll:.3g} of the network itself; {advice}, or set a smaller "
+            f"the NLL on {source} is {nlls[best]:.3g}, versus {network_nll:.3g} of the network itself; {advice}, or decrease "
             "prior_scale",
             kind="worse",
             nll=nlls[best],
@@ -67,7 +61,7 @@ def compare_with_network(
 
 def _mean_nll(posterior: Posterior, data: Iterable[Any]) -> float:
     """Returns the mean negative log-likelihood of some batches."""
-    samples = min(NUM_SAMPLES, posterior.default_samples)
+    samples = min(32, posterior.default_samples)
     predictive, targets = posterior.predict_with_targets(data, samples, seed=0, progress=False)
     assert targets is not None
     return float(predictive.nll(targets).double().mean())

@@ -26,13 +26,6 @@ from flowbnn.batches import halve_rows_on_oom, repeat, take
 from flowbnn.methods.variational.block_gaussian import BlockGaussian, average, factorize_or
 from flowbnn.methods.variational.noisy_network import NoisyNetwork
 
-MAX_DIM = 90  # above it, so many draws would be needed that the Gauss-Newton fit is kept
-MIN_DRAWS = 2**14  # of the whole refinement
-DRAWS_PER_ENTRY = (
-    16  # draws for each entry of the covariance; the loss of ELBO by their noise is then about 0.02 nats
-)
-STEPS, BURN_IN = 16, 4  # the Gaussians after the burn-in are averaged
-
 
 @dataclass
 class PairEstimate:
@@ -52,16 +45,25 @@ class HessianRefinement:
         targets: Targets of all examples.
         q: Gaussian from a fit by Gauss-Newton matrices, without links between its blocks.
         seed: Seed of the draws.
+        steps: Number of steps.
     """
 
     def __init__(
-        self, network: NoisyNetwork, inputs: Any, targets: Tensor, q: BlockGaussian, seed: int
+        self,
+        network: NoisyNetwork,
+        inputs: Any,
+        targets: Tensor,
+        q: BlockGaussian,
+        seed: int,
+        steps: int = 16,
     ) -> None:
+        self.steps, self.burn_in = steps, steps // 4  # the Gaussians after the burn-in are averaged
         self.network, self.inputs, self.targets = network, inputs, targets
         self.rows = 2048  # of one pass, halved if memory runs out
         self.generator = torch.Generator(targets.device).manual_seed(seed + 104_729)
         entries = len(q.mean) ** 2
-        pairs = max(MIN_DRAWS, DRAWS_PER_ENTRY * entries) / (2 * STEPS)
+        # with 16 draws for each entry of the covariance their noise costs about 0.02 nats of the ELBO
+        pairs = max(2**14, 16 * entries) / (2 * steps)
         self.draws_per_example = max(1, math.ceil(pairs / len(targets)))
         self.roots = halve_rows_on_oom(self, lambda: self._curvature_roots(q.mean, seed))  # [K, N, D]
         flat = self.roots.flatten(0, 1)
@@ -80,7 +82,7 @@ class HessianRefinement:
     @staticmethod
     def suits(q: BlockGaussian) -> bool:
         """Returns True if the number of draws that the refinement of a Gaussian needs is affordable."""
-        return len(q.mean) <= MAX_DIM and not q.links
+        return len(q.mean) <= 90 and not q.links
 
     def run(self, q: BlockGaussian, update_prior: Callable[[BlockGaussian], BlockGaussian]) -> BlockGaussian:
         """Returns the refined Gaussian, or ``q`` if the ELBO is not larger.
@@ -90,11 +92,11 @@ class HessianRefinement:
             update_prior: Function that fits the prior of a Gaussian.
         """
         initial, gaussians = q, list[BlockGaussian]()
-        for step in range(STEPS):
+        for step in range(self.steps):
             estimate = halve_rows_on_oom(self, partial(self.estimate, q))
-            q = update_prior(self.step(q, estimate, 0.5 if step < BURN_IN else 0.3))
+            q = update_prior(self.step(q, estimate, 0.5 if step < self.burn_in else 0.3))
             gaussians.append(q)
-        refined = average(gaussians[BURN_IN:])
+        refined = average(gaussians[self.burn_in :])
         return refined if self._gain(initial, refined) > 0.0 else initial
 
     def step(self, q: BlockGaussian, estimate: PairEstimate, size: float) -> BlockGaussian:

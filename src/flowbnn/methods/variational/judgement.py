@@ -41,10 +41,7 @@ from flowbnn.training.options import length_of
 from flowbnn.training.randomness import preserve_rng_state, temporary_seed
 
 FitFunction = Callable[[nn.Module, Iterable[Any], Any], NoisePosterior]
-JUDGED_ROWS, MAX_FOLDS = (
-    200,
-    5,
-)  # rows on which a rehearsal compares: a gain of 0.1 nats is then usually significant
+JUDGED_ROWS = 200  # rows on which a rehearsal compares: a gain of 0.1 nats is then usually significant
 
 
 @dataclass(frozen=True)
@@ -140,7 +137,7 @@ def rehearse(
     quiet = replace(options, validation=None, report=False, early_stop=None, progress=False)
     quiet = replace(quiet, checkpoint=None, checkpoint_every=None, resume=False, tensorboard=None)
     count = count_examples(split_loader(loader, options.validation)[1])
-    num_folds = max(1, min(MAX_FOLDS, math.ceil(JUDGED_ROWS / count), count_examples(loader) // count))
+    num_folds = max(1, min(5, math.ceil(JUDGED_ROWS / count), count_examples(loader) // count))
     results: list[tuple[Tensor, Tensor, Tensor]] = []
     with warnings.catch_warnings(), preserve_rng_state(loader, 0):
         warnings.simplefilter(

@@ -37,8 +37,6 @@ from flowbnn.regression import min_noise_variance
 
 Structure = Literal["full", "chain", "layers", "factorized"]
 
-MAX_PASSES = 60  # over the data; twenty usually suffice
-
 
 @dataclass
 class GaussianEstimate:
@@ -341,8 +339,9 @@ def _optimize(
     *,
     min_passes: int,
     num_averaged: int,
+    max_passes: int = 60,
 ) -> tuple[BlockGaussian, list[BlockGaussian], list[float]]:
-    """Takes natural-gradient steps until ``num_averaged`` after convergence, or for ``MAX_PASSES`` passes.
+    """Takes natural-gradient steps until ``num_averaged`` after convergence, or for ``max_passes`` passes; twenty usually suffice.
 
     Returns:
         The last Gaussian, the Gaussians after convergence, whose average has less noise, and the ELBO of every accepted step.
@@ -358,7 +357,7 @@ def _optimize(
         raise likelihood_not_finite(advice)
     size, min_size, max_size = 0.3, 0.01, 0.5
     trace, last_gaussians = [estimate.elbo], list[BlockGaussian]()
-    for number in range(MAX_PASSES):
+    for number in range(max_passes):
         proposal = problem.step(q, estimate, size)
         if fits_prior and number > 1:
             proposal = fit_prior(proposal, network.sizes, loc, scale)
