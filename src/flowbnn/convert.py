@@ -120,12 +120,12 @@ def to_stochastic(
         model = copy_network(model, "use inplace=True")
     layers = wrappable_layers(model)
     if noise_layers(model) or not layers:
-        raise FlowBNNError(
-            f"{type(model).__name__} has no layer that can have noise; add its layer classes with register_layer"
-            if not layers
-            else "the network has noise already; remove it with to_deterministic",
-            kind="model",
+        problem = (
+            "already has noise; use to_deterministic"
+            if layers
+            else "has no layer for noise; use register_layer"
         )
+        raise FlowBNNError(f"{type(model).__name__} {problem}", kind="model")
     recipes = _choose(model, layers, rules)
     if joint is not None:
         recipes = {name: replace(recipe, joint=joint) for name, recipe in recipes.items()}

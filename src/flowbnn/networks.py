@@ -29,11 +29,11 @@ def copy_network(
     problem = ""
     for module in network.modules():
         if isinstance(module, torch.jit.ScriptModule):
-            problem, advice = "it is TorchScript", "use the network that was scripted or traced"
+            problem, advice = "TorchScript", "script it afterwards"
         elif any(value.is_meta for value in module.parameters(recurse=False)):
-            problem, advice = "its weights are meta tensors", "load its weights first"
+            problem, advice = "meta tensors", "load its weights"
         elif any(map(is_lazy, module.parameters(recurse=False))):
-            problem, advice = f"uninitialized {type(module).__name__}", "run a batch through it first"
+            problem, advice = f"uninitialized {type(module).__name__}", "run a batch first"
     try:
         if not problem:
             return unwrap_compiled(deepcopy_network(network))

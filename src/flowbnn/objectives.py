@@ -172,7 +172,7 @@ class ELBO:
             message = f"outputs {tuple(outputs.shape)} and targets {tuple(targets.shape)} differ in length"
             raise FlowBNNError(message, kind="shape", argument="targets")
         if not len(outputs) and shard is None:
-            raise FlowBNNError("the batch has no examples", kind="shape")
+            raise FlowBNNError("batch is empty", kind="shape")
         if check:
             self.likelihood.check(outputs, targets)
         return self.terms(outputs, targets, divergence, scale)

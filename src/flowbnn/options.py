@@ -97,7 +97,7 @@ class NonEmpty(Bounds):
         return bool(str(value).strip() if isinstance(value, str | PathLike) else len(value))
 
     def __str__(self) -> str:
-        return "that is not empty"
+        return "(not empty)"
 
 
 @dataclass(frozen=True)
@@ -366,7 +366,7 @@ def _suggestion(annotation: Any, value: Any) -> str:
         classes = tuple(kind for kind in (annotation, *get_args(annotation)) if isinstance(kind, type))
         return f"; write {value.__name__}() with its brackets" if issubclass(value, classes) else ""
     if hasattr(value, "model") and _allows(annotation, value.model):
-        return "; its network is its .model"
+        return "; use its .model"
     return ""
 
 

@@ -119,8 +119,8 @@ def warn_repeated_targets(likelihood: ConditionalDensity, statistics: TargetStat
     if share >= 0.02 and float(share) != previous and is_main_process():
         target = f" of target {int(worst)}" if len(shares) > 1 else ""
         warn(
-            f"{float(share):.0%} of the values{target} are repeated, and the density can become a spike at each of them, so that its "
-            "log-likelihood means little; use likelihood='gaussian' or add noise of the size of the rounding to the targets",
+            f"{float(share):.0%} of the values{target} are repeated, so a density can be a spike at each of them; use "
+            "likelihood='gaussian', or undo the rounding of the targets by noise",
             kind="repeated",
             argument="targets",
             share=float(share),
@@ -373,8 +373,10 @@ def fit_noise_scale(
     worst = int((width / error.clamp_min(1e-300)).argmax())
     scale = NoiseScale(float(noise[worst].sqrt()), float(width[worst]), float(error[worst]))
     if width[worst] > MAX_RATIO * error[worst] and (spread > noise)[worst] and is_main_process():
-        advice = "fit longer, decrease the dropout rate or prior_scale, or use fb.Temperature"
-        text = f"the predictive standard deviation {width[worst]:.3g} exceeds the residuals {error[worst]:.3g}; {advice}"
+        text = (
+            f"the predictive standard deviation {width[worst]:.3g} exceeds the residuals {error[worst]:.3g}; fit longer, decrease "
+            "dropout or prior_scale, or use fb.Temperature"
+        )
         warn(text, kind="width", width=scale.predicted, residuals=scale.residual)
     return scale
 

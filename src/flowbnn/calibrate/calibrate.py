@@ -32,7 +32,8 @@ from flowbnn.likelihoods import Bernoulli, Categorical, Likelihood
 from flowbnn.methods.calibrators.folds import split_folds
 from flowbnn.methods.variational.base import FlowName
 from flowbnn.metrics import calibration_error
-from flowbnn.noise import Recipe, noise_layers
+from flowbnn.noise import Recipe
+from flowbnn.noise.base import check_without_noise
 from flowbnn.options import Count, Ge, Positive, Seed, checked
 from flowbnn.posterior.base import Posterior
 from flowbnn.posterior.calibration import Calibration
@@ -162,11 +163,9 @@ def calibrate(
 
 def _check_arguments(network: nn.Module, prior_scale: float | None, rules: Mapping[Rule, Any] | None) -> None:
     """Raises FlowBNNError if the network has noise already, or if the prior is given twice."""
-    if noise_layers(network):
-        text = "network already has noise; use fb.to_deterministic(network)"
-        raise FlowBNNError(text, kind="network", argument="network")
+    check_without_noise(network, "calibrate")
     if prior_scale is not None and rules is not None:
-        text = "prior_scale excludes rules; set it in each recipe"
+        text = "prior_scale excludes rules; set prior_scale of each recipe"
         raise FlowBNNError(text, kind="rules", argument="prior_scale")
 
 
@@ -185,7 +184,7 @@ def _candidate_names(candidates: Sequence[str] | str, folds: bool, data: HeldOut
         text = f"candidate '{unsuitable[0]}' needs classes, got the likelihood {data.likelihood!r}"
         raise FlowBNNError(text, kind="likelihood", argument="candidates")
     if not folds and len(candidates) != 1:
-        text = f"{len(candidates)} candidates cannot be compared without folds; set folds, or one candidate"
+        text = f"{len(candidates)} candidates need folds; set folds, or one candidate"
         raise FlowBNNError(text, kind="folds", argument="candidates")
     return [name for name in CANDIDATES if name in candidates or (folds and name == "plain")]
 
@@ -257,7 +256,7 @@ class _Search:
             point = self.data.point_posterior(everything)
             posterior = SCALINGS[name].calibrate_outputs(point, outputs, self.data.targets)
         else:
-            text = f"candidate '{name}' needs folds, because it is fitted to held-out predictions"
+            text = f"candidate '{name}' needs folds; set folds"
             raise FlowBNNError(text, kind="folds", argument="folds")
         self._write_report(name)
         return posterior
@@ -291,7 +290,7 @@ class _Search:
             return
         if not bool(result.nll.isfinite().all()):
             count = int((~result.nll.isfinite()).sum())
-            text = f"its likelihood is not finite for {count} of {len(result.nll)} examples that it was not fitted to"
+            text = f"likelihood not finite for {count} of {len(result.nll)} examples"
             self._exclude(name, FlowBNNError(text, kind="not finite", argument="network"))
             return
         self.predictions[name] = result
@@ -303,7 +302,7 @@ class _Search:
             raise error
         self.excluded[name] = str(error)
         if name == "noise":
-            warn(f"noise is not compared: {error}", **{**error.fields, "kind": "excluded", "candidate": name})
+            warn(f"noise not compared: {error}", **{**error.fields, "kind": "excluded", "candidate": name})
 
     def _predict_noise(self) -> Predictions:
         """Returns the predictions of the noise, and sets its prior."""
@@ -326,8 +325,7 @@ class _Search:
         posterior.history = History([{"elbo": value / len(self.data)} for value in fit.trace])
         self.chosen_prior = prior
         if not fit.converged:
-            text = "check for very large outputs of the network, decrease prior_scale, or use temperature scaling"
-            text = f"the ELBO did not converge in {len(fit.trace)} passes over the held-out data; {text}"
+            text = f"the ELBO did not converge in {len(fit.trace)} passes; decrease prior_scale, or use fb.Temperature"
             warn(text, kind="convergence")
         return posterior
 

@@ -14,7 +14,7 @@ from flowbnn.calibrate.flow import FlowFit, fit_flow
 from flowbnn.convert import Rule, to_stochastic
 from flowbnn.diagnostics.fixed_data import check_row_independence, read_fixed_data
 from flowbnn.distributions import NormalBase
-from flowbnn.errors import FlowBNNError, quote_names, warn
+from flowbnn.errors import FlowBNNError
 from flowbnn.likelihoods import Gaussian, Likelihood, learns_noise
 from flowbnn.methods.fitting import FitOptions, prepare
 from flowbnn.methods.variational.base import FLOWS
@@ -24,7 +24,7 @@ from flowbnn.methods.variational.noisy_network import NoisyNetwork
 from flowbnn.networks import copy_network, evaluation_mode
 from flowbnn.noise import Noise, NormalAffine, Recipe, noise_layers
 from flowbnn.noise.flow_noise import InputNoise
-from flowbnn.noise.inspection import check_called, remove_noise_without_gradient
+from flowbnn.noise.inspection import check_called, remove_noise_without_gradient, warn_idle
 from flowbnn.noise.joint import MAX_DENSE_DIM, check_size, independent_vectors
 from flowbnn.noise.modes import align_batch_axes
 from flowbnn.posterior.noise import NoisePosterior
@@ -163,7 +163,9 @@ class CalibrationProblem:
             )
         self.network = self._add_noise(self.rules, self.structure)
         if self.structure != "factorized" and len(independent_vectors(self.network)) > 1:
-            text = f"structure='{self.structure}' needs recipes that differ in their priors only; use structure='factorized'"
+            text = (
+                f"structure='{self.structure}' needs equal recipes, except priors; use structure='factorized'"
+            )
             raise FlowBNNError(text, kind="rules", argument="rules")
         check_row_independence(NoisyNetwork(self.network, data.likelihood), data.inputs)
         self.flow_network = None if flow is None else self._add_flow(flow)
@@ -185,8 +187,7 @@ class CalibrationProblem:
         idle = align_batch_axes(network, inputs)
         check_called(network, idle)
         if idle:
-            text = f"the network never calls layers {quote_names(idle)}, so they get no noise; set their rules to None"
-            warn(text, kind="idle", layers=idle)
+            warn_idle(idle)
             rules = rules | dict.fromkeys(idle)
             network = self._add_noise(rules)
         return rules | dict.fromkeys(remove_noise_without_gradient(network, inputs))

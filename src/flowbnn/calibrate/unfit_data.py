@@ -43,11 +43,11 @@ def find_limits(data: HeldOutData, groups: Sequence[Tensor], wants_folds: bool) 
     """
     finite = data.outputs.flatten(1).isfinite().all(1) if data.outputs.ndim > 1 else data.outputs.isfinite()
     if not bool(finite.all()):
-        text = f"the network returns NaN or infinite values for {int((~finite).sum())} of {len(data)} held-out examples"
-        raise FlowBNNError(f"{text}; check the inputs and weights", kind="not finite", argument="network")
+        text = f"outputs are not finite for {int((~finite).sum())} of {len(data)} examples; check inputs and weights"
+        raise FlowBNNError(text, kind="not finite", argument="network")
     too_few = None
     if wants_folds and not groups:
-        text = f"at least 4 held-out examples are needed to compare calibrators, got {len(data)}"
+        text = f"a comparison needs 4 held-out examples, got {len(data)}"
         too_few = DataLimits("examples", text)
     if not isinstance(data.likelihood, Categorical | Bernoulli):
         return too_few
@@ -55,24 +55,26 @@ def find_limits(data: HeldOutData, groups: Sequence[Tensor], wants_folds: bool) 
     classes = 2 if isinstance(data.likelihood, Bernoulli) else data.outputs.shape[1]
     present = targets.unique()
     if len(present) == 1:
-        text = f"all {pluralize(len(data), 'held-out example')} are of class {int(present)}"
-        return DataLimits("classes", f"{text}; provide examples of all classes")
+        text = (
+            f"all {pluralize(len(data), 'held-out example')} are of class {int(present)}; provide all classes"
+        )
+        return DataLimits("classes", text)
     if too_few is not None:
         return too_few
     if contradicts(data, targets, classes):
-        text = "the labels contradict the network: class frequencies predict them better, at any temperature"
-        return DataLimits("labels", f"{text}; check the order of the classes")
+        text = "class frequencies predict the labels better than the network; check the order of the classes"
+        return DataLimits("labels", text)
     if len(data) < classes:
-        text = f"{pluralize(len(data), 'held-out example')} for {classes} classes determine a temperature at most"
-        return DataLimits("examples", f"{text}; provide at least one of each class", ("plain", "temperature"))
+        text = (
+            f"{pluralize(len(data), 'held-out example')} for {classes} classes; provide one of each at least"
+        )
+        return DataLimits("examples", text, ("plain", "temperature"))
     for fold, group in enumerate(groups):
         rest = torch.ones(len(targets), dtype=torch.bool)
         rest[group] = False
         if len(targets[rest].unique()) == 1:
-            text = f"without fold {fold + 1}, all held-out examples are of class {int(targets[rest][0])}"
-            return DataLimits(
-                "folds", f"{text}; provide more examples of the rare class", ("plain", "temperature")
-            )
+            text = f"without fold {fold + 1}, all examples are of class {int(targets[rest][0])}; provide more of the others"
+            return DataLimits("folds", text, ("plain", "temperature"))
     return None
 
 
@@ -133,17 +135,18 @@ def warn_unreliable(
         bound: Bound of the temperature at which the likelihood is largest, if any.
     """
     if limits is not None:
-        returned = "; the plain network is returned" if choice == "plain" else ""
+        returned = "; plain network returned" if choice == "plain" else ""
         warn(f"{limits.message}{returned}", kind=limits.kind)
     elif len(data) < 20:  # the standard error of an accuracy of 0.8 is then 0.09
-        text = f"at least 20 held-out examples are needed to assess calibration, got {len(data)}"
+        text = (
+            f"calibration is unreliable with {pluralize(len(data), 'held-out example')}; provide at least 20"
+        )
         warn(text, kind="examples")
     if limits is not None or isinstance(data.likelihood, RealLikelihood) or not math.isfinite(temperature):
         return
     if temperature < 0.8 or bound == "low":
         warn(
-            f"the optimal temperature {temperature:.2f} of the held-out data is typical of training data, on which calibration makes "
-            "the network overconfident; pass data that the weights have not seen",
+            f"the optimal temperature {temperature:.2f} is typical of training data; pass data that the weights have not seen",
             kind="memorized",
             temperature=temperature,
         )

@@ -14,7 +14,7 @@ from flowbnn.data import TensorLoader
 from flowbnn.errors import FlowBNNError
 from flowbnn.options import Hint, check
 
-Loader = Annotated[Iterable[Any], Hint("a tensor, an array or a loader")]
+Loader = Annotated[Iterable[Any], Hint("tensor, array or loader")]
 
 
 def is_in_memory(data: Any) -> bool:

@@ -59,7 +59,7 @@ class Features(nn.Module):
         """
         if layer is not None and (network is None or layer not in dict(network.named_modules())):
             names = [] if network is None else [name for name, _ in network.named_modules() if name]
-            text = f"the network has no layer '{layer}'{nearest(layer, names)}"
+            text = f"unknown layer '{layer}'{nearest(layer, names)}"
             raise FlowBNNError(text, argument="features")
         plain, collected, count = cls(layer), list[Tensor](), 0
         for batch in batches:
@@ -68,7 +68,7 @@ class Features(nn.Module):
             if count >= 5000:  # far more than 16 principal components need
                 break
         if not count:
-            raise FlowBNNError("the loader has no examples", kind="data", argument="loader")
+            raise FlowBNNError("loader is empty", kind="data", argument="loader")
         values = torch.cat(collected).double()
         if values.shape[1] <= components:
             return plain

@@ -255,11 +255,7 @@ def _check_density(posterior: Any) -> None:
     if not isinstance(posterior, NoisePosterior):
         kind = getattr(posterior, "kind", type(posterior).__name__)
         scaled = isinstance(getattr(posterior, "posterior", None), NoisePosterior)  # temperature scaling
-        hint = (
-            "pass its .posterior"
-            if scaled
-            else "use fb.NodeNoise, or diagnostics.agreement with chains over weights"
-        )
+        hint = "pass its .posterior" if scaled else "use fb.NodeNoise, or diagnostics.agreement"
         message = f"diagnostics need a posterior of noise, got one of kind '{kind}'; {hint}"
     else:
         for name, layer in noise_layers(posterior.model).items():

@@ -87,12 +87,12 @@ def _label_message(targets: Tensor, outputs: Tensor | None) -> str:
     """
     if not targets.numel() or not bool(((targets == 0) | (targets == 1)).all()):
         return ""
-    gaussian = "set likelihood='gaussian' if they are real numbers"
+    gaussian = "likelihood='gaussian' for real numbers"
     if are_probabilities(targets):
         return f"the targets look like one-hot labels; pass targets.argmax(1), set likelihood='categorical', or {gaussian}"
     has_both = bool((targets == 0).any()) and bool((targets == 1).any())
     if targets.ndim == 2 and targets.shape[1] > 1 and has_both:
-        return f"the targets look like several labels per example; fit a separate network for each label, or {gaussian}"
+        return f"the targets look like several labels per example; fit a separate network for each label, or set {gaussian}"
     if targets.numel() != len(targets):
         return ""
     name = "bernoulli"

@@ -63,7 +63,7 @@ from flowbnn.methods.schedule import (
     TrainingPlan,
 )
 from flowbnn.networks import copy_network
-from flowbnn.noise import noise_layers
+from flowbnn.noise.base import check_without_noise
 from flowbnn.options import Ge, Positive, accepts_options_of, options
 from flowbnn.posterior.base import Posterior
 from flowbnn.posterior.point import PointPosterior
@@ -173,12 +173,11 @@ class Method:
         problem = None
         if not isinstance(network, nn.Module):
             problem = f"{name} needs a network (nn.Module), got a {type(network).__name__}"
-        elif noise_layers(network):
-            problem = f"{name} needs a network without noise; use fb.to_deterministic(network)"
         elif self.needs_weights and not any(parameter.requires_grad for parameter in network.parameters()):
             problem = f"{name} needs trainable weights; use network.requires_grad_()"
         if problem is not None:
             raise FlowBNNError(problem, kind="network", argument="network")
+        check_without_noise(network, name)
         options = FitOptions(**{"epochs": self.epochs or 1, "description": description, **kwargs})
         check_loader(loader)
         return copy_network(network), options

@@ -201,7 +201,7 @@ class _ModeSearch:
             lbfgs.step(lambda: float(energies().sum()))
         energy, modes = energies(), 1.0 + scale * deviation.detach()
         if not bool(torch.isfinite(energy).all()):
-            place = f"at a mode for prior_scale={scale:g}; decrease prior_scale"
+            place = f"for prior_scale={scale:g}; decrease prior_scale"
             raise likelihood_not_finite(place, "prior_scale")
         return modes, energy
 

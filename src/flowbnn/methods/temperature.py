@@ -71,9 +71,9 @@ def check_temperature(fit: TemperatureFit, posterior: Posterior, has_prior: bool
     if not fit.bound:
         return temperature
     if fit.bound == "low" and not isinstance(posterior.likelihood, RealLikelihood):
-        reason = "all held-out examples are classified correctly at any temperature"
+        reason = "all examples are classified correctly"
         temperature = temperature if has_prior else 1.0
-    text = f"{reason}, so {temperature:.3g} is used; provide more data, and check that the labels fit the network"
+    text = f"{reason}, so {temperature:.3g} is used; provide more data, and check the labels"
     warn(text, kind="validation", temperature=temperature)
     return temperature
 

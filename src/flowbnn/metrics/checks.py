@@ -40,9 +40,7 @@ def check_probabilities(probabilities: Tensor, ndim: int = 2) -> Tensor:
     axes = ("batch >= 1", "classes >= 2") if ndim == 2 else ("samples", "batch", "classes >= 2")
     check_shape("probabilities", probabilities, axes, hint="stack (1 - p, p) for one class")
     valid = (probabilities >= 0).all(-1) & ((probabilities.sum(-1) - 1).abs() <= 1e-3)  # False for NaN
-    check_entries(
-        "probabilities", values, valid, "nonnegative and sum to one", hint="apply softmax to logits"
-    )
+    check_entries("probabilities", values, valid, "nonnegative with sum 1", hint="use softmax")
     return values
 
 
@@ -97,7 +95,7 @@ def check_classes(targets: Tensor, inputs: int, classes: int, kind: str | None =
     """
     if is_soft(targets) and targets.shape == (inputs, classes):
         valid = (targets >= 0).all(-1) & ((targets.double().sum(-1) - 1.0).abs() <= 1e-3)
-        check_entries("targets", targets, valid, "nonnegative and sum to one", kind=kind or "range")
+        check_entries("targets", targets, valid, "nonnegative with sum 1", kind=kind or "range")
         return targets
     hints = {
         (inputs, 1): "use targets.squeeze(1)",

@@ -125,7 +125,7 @@ def risk_coverage(uncertainty: Tensor, correct: Tensor) -> RiskCoverage:
     uncertainty = check_scores(uncertainty, "uncertainty")
     check_shape("correct", correct, uncertainty.shape)
     if correct.dtype != torch.bool:
-        raise FlowBNNError(f"correct must be boolean, got {correct.dtype}", kind="shape", argument="correct")
+        raise FlowBNNError(f"correct is not boolean: {correct.dtype}", kind="shape", argument="correct")
     _, group, counts = uncertainty.detach().cpu().unique(return_inverse=True, return_counts=True)
     errors = torch.bincount(group, weights=(~correct).cpu().double(), minlength=len(counts)) / counts
     answered = torch.arange(1, len(group) + 1, dtype=torch.float64)

@@ -200,7 +200,7 @@ def calibration_floor(
     if isinstance(predictions, Tensor):
         probabilities = check_probabilities(predictions)
         predictions, number = reliability(probabilities, probabilities.argmax(-1), bins), len(probabilities)
-    check("number", number, Annotated[int, Ge(1), Hint("the number of inputs of the bars")])
+    check("number", number, Annotated[int, Ge(1), Hint("number of inputs")])
     assert number is not None
     total = 0.0
     for bar in predictions:

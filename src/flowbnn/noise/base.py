@@ -396,11 +396,23 @@ def noise_layers(model: nn.Module) -> dict[str, Noise]:
     return layers
 
 
+def check_without_noise(model: nn.Module, owner: str) -> None:
+    """Raises FlowBNNError if a network has noise already.
+
+    Args:
+        model: Network.
+        owner: Method or function that needs a network without noise, for the message.
+    """
+    if noise_layers(model):
+        text = f"{owner} needs a network without noise; use fb.to_deterministic(network)"
+        raise FlowBNNError(text, kind="network", argument="network")
+
+
 def layers_with_noise(model: nn.Module, argument: str | None = None) -> dict[str, Noise]:
     """Returns :func:`noise_layers`. Raises FlowBNNError, with the name of the argument, if there are none."""
     layers = noise_layers(model)
     if not layers:
-        message = "the network has no noise; convert it with to_stochastic(network, rules)"
+        message = "the network has no noise; use to_stochastic(network, rules)"
         raise FlowBNNError(message, kind="network", argument=argument)
     return layers
 

@@ -47,14 +47,11 @@ def _message(healths: Sequence[LayerHealth]) -> str:
     noise = f"the noise of layer{plural} {quote_names([health.layer for health in healths])} has collapsed"
     if healths[0].state == "point":
         spread = max(health.spread for health in healths)
-        return (
-            f"{noise} to a point ({limit}{spread:.1%} of the standard deviation of the prior), so it carries no uncertainty; increase "
-            "beta or gamma"
-        )
+        return f"{noise} to a point ({limit}{spread:.1%} of prior_scale); increase beta or gamma"
     kl = max(health.kl_per_dim for health in healths)
     return (
-        f"{noise} to its prior (KL {limit}{kl:.4f} nats per dimension), so it has learned nothing; train longer, increase noise_lr, "
-        f"decrease beta, or remove the noise of the layer{plural}"
+        f"{noise} to its prior (KL {limit}{kl:.4f} nats per dimension); train longer, increase noise_lr, decrease beta, or "
+        f"exclude the layer{plural}"
     )
 
 

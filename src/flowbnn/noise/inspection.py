@@ -166,12 +166,12 @@ def remove_noise_without_gradient(model: nn.Module, inputs: Any, probe: ProbePas
     names, layers = layers_without_gradient(model, inputs), noise_layers(model)
     if not names:
         return []
-    text = f"no gradient reaches the noise of layers {quote_names(names)}, because they run under torch.no_grad() or before detach()"
+    text = f"no gradient reaches layers {quote_names(names)}, because of torch.no_grad() or detach()"
     if len(names) == len(layers) or any(isinstance(layers[name], JointPart) for name in names):
-        advice = "give noise to other layers only, or remove torch.no_grad()"
-        raise FlowBNNError(f"{text}; {advice}", kind="gradient", argument="network", layers=names)
-    text = f"{text}; they are left without noise (to silence this, set their rules to None)"
-    warn(text, kind="gradient", layers=names)
+        raise FlowBNNError(f"{text}; exclude them", kind="gradient", argument="network", layers=names)
+    warn(
+        f"{text}; they get no noise (set their rules to None to silence this)", kind="gradient", layers=names
+    )
     for name in names:
         remove_noise(model, name)
     return names
@@ -224,9 +224,14 @@ def inspect_noise(
     idle = align_batch_axes(model, inputs, layer_inputs, None if probe is None else probe.noise_inputs)
     check_called(model, idle)
     if idle:
-        text = f"the network never calls layers {quote_names(idle)}, so their noise has no effect; set their rules to None"
-        warn(text, kind="idle", layers=idle)
+        warn_idle(idle)
     return idle
+
+
+def warn_idle(idle: Sequence[str]) -> None:
+    """Warns about layers whose noise has no effect, because the network never calls them."""
+    text = f"the network never calls layers {quote_names(idle)}; set their rules to None"
+    warn(text, kind="idle", layers=list(idle))
 
 
 def check_called(model: nn.Module, idle: Sequence[str]) -> None:
@@ -237,13 +242,8 @@ def check_called(model: nn.Module, idle: Sequence[str]) -> None:
         idle: Layers that the network never calls.
     """
     if idle and len(idle) == len(noise_layers(model)):
-        raise FlowBNNError(
-            f"the network never calls layers {quote_names(idle)}, so the noise has no effect; call them in forward instead of reading "
-            "their weights, or give noise to other layers",
-            kind="idle",
-            argument="network",
-            layers=list(idle),
-        )
+        text = f"the network never calls layers {quote_names(idle)}; call them in forward, or give noise to other layers"
+        raise FlowBNNError(text, kind="idle", argument="network", layers=list(idle))
 
 
 def matrix_share(model: nn.Module) -> tuple[float, list[str]]:

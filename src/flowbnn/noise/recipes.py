@@ -63,7 +63,7 @@ class Recipe:
     Recipe(prior_scale=0.3, joint='full')
     """
 
-    site: Annotated[Site, Hint("for noise on outputs use side='output'")] = "channel"
+    site: Annotated[Site, Hint("side='output' for outputs")] = "channel"
     side: Literal["input", "output"] = "input"
     prior_loc: float = 1.0
     prior_scale: Positive = 0.5
@@ -287,7 +287,7 @@ class NormalFlow(Recipe):
     def __post_init__(self) -> None:
         flows = named_flows()
         if self.flow not in flows:
-            text = f"NormalFlow has no flow {self.flow!r}{nearest(self.flow, flows)}"
+            text = f"unknown flow {self.flow!r}{nearest(self.flow, flows)}"
             raise FlowBNNError(text, argument="flow")
 
     def transforms(self, dim: int) -> Sequence[Transform]:
@@ -363,8 +363,8 @@ def recipe_from_dict(document: dict[str, Any]) -> Recipe:
     name = settings.pop("recipe", "")
     recipes = {kind.__name__: kind for kind in all_subclasses(Recipe)}
     if name not in recipes:
-        raise FlowBNNError(f"there is no recipe {name!r}{nearest(str(name), recipes)}")
+        raise FlowBNNError(f"unknown recipe {name!r}{nearest(str(name), recipes)}")
     if name == "FlowNoise":
-        text = "a FlowNoise cannot be saved; convert the network with the same rules and load into the converted network"
+        text = "a FlowNoise cannot be saved; load into a network converted with the same rules"
         raise FlowBNNError(text, kind="unsupported")
     return recipes[name](**settings)

@@ -125,7 +125,7 @@ class Posterior:
             samples: Range of sample numbers.
             prediction: Prediction that is running.
         """
-        return self._unsupported("outputs(inputs, samples, prediction), which subclasses must define")
+        return self._unsupported("outputs; define it")
 
     @checked
     def predict(
@@ -283,11 +283,11 @@ class Posterior:
         """Raises FlowBNNError for options that this posterior does not support."""
         name, argument, message = type(self).__name__, "", ""
         if not hasattr(inputs, "__iter__"):
-            argument, message = "inputs", f"predict takes inputs or a loader, got a {type(inputs).__name__}"
+            argument, message = "inputs", f"predict needs inputs, got a {type(inputs).__name__}"
         elif options.compile is True and not self.supports_compile:
-            argument, message = "compile", f"a {name} does not support compile=True"
+            argument, message = "compile", f"{name} cannot use compile=True"
         elif not options.shared and self.requires_shared:
-            argument, message = "shared", f"a {name} does not support shared=False"
+            argument, message = "shared", f"{name} cannot use shared=False"
         elif not options.shared and (options.views or options.adaptive is not None):
             argument = "views" if options.views else "adaptive"
             message = f"{argument} requires shared=True"
@@ -524,7 +524,7 @@ def open_posterior_file(
     file = path if isinstance(path, TensorFile) else TensorFile(path, count_weights(network))
     kind = file.document.get("kind")
     if kind not in kinds:
-        expected = f"a posterior of kind '{kinds[0]}'" if len(kinds) == 1 else "a posterior"
+        expected = f"'{kinds[0]}'" if len(kinds) == 1 else "a posterior"
         raise FlowBNNError(f"'{path}' has the kind '{kind}', expected {expected}", kind="file")
     return file
 

@@ -95,7 +95,7 @@ class Calibration:
             lines.append(f"noise: {self.structure} posterior over {dimensions}, {self.prior} prior")
         if self.flow_gain is not None:
             flow = self.flow or "flow (not used)"
-            gain = f"ELBO {self.flow_gain:+.2f} nats relative to the Gaussian"
+            gain = f"ELBO {self.flow_gain:+.2f} nats over a Gaussian"
             lines.append(f"{flow}: {gain}, standard error {self.flow_error:.2f}")
         return "\n".join([*lines, self._conclusion()])
 
@@ -106,7 +106,7 @@ class Calibration:
             return f"{self.choice}, fitted to {examples} without a comparison."
         start = f"{self.folds}-fold cross-validation of {examples}"
         if len(self.difference) == 1:
-            return f"{start}: only the plain network was scored, and it is returned."
+            return f"{start}: only the plain network was scored."
         if self.choice == "plain":
             return f"{start}: the plain network is returned, no calibrator is better by more than one standard error."
         return f"{start}: {self.choice} is chosen (NLL {self.difference[self.choice]} relative to the plain network)."

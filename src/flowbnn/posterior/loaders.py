@@ -165,7 +165,7 @@ class OutputCollector:
         if isinstance(self.loader, ShardedLoader):
             outputs, sample_counts, targets = self.loader.gather(outputs, sample_counts, targets)
         if outputs is None:
-            raise FlowBNNError("the loader is empty", kind="empty")
+            raise FlowBNNError("loader is empty", kind="empty")
         return outputs, sample_counts, targets
 
 
@@ -298,4 +298,4 @@ def _communicate(exchange: Callable[[], Any]) -> None:
     except RuntimeError as error:
         if not is_connection_loss(error):
             raise
-        raise WorkerLost("another worker died during the prediction") from None
+        raise WorkerLost("another worker died") from None

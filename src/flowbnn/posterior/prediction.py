@@ -232,7 +232,7 @@ class Prediction:
         The measurements are empty if memory runs out.
         """
         if rows(inputs) == 0:
-            raise FlowBNNError("the batch has no rows to predict", kind="empty")
+            raise FlowBNNError("no rows to predict", kind="empty")
         key: tuple[Any, ...] = ("trace", self.half)
         for tensor in tensors_of(inputs):
             key += (tensor.shape[1:], tensor.dtype)
@@ -374,9 +374,9 @@ def average_views(outputs: Outputs, likelihood: Likelihood) -> Outputs:
 
 def _apply_view(view: View, inputs: Any) -> Any:
     name = getattr(view, "__name__", type(view).__name__)
-    with rewrap_forward_errors(inputs, f"the view {name} fails on inputs of"):
+    with rewrap_forward_errors(inputs, f"view {name} fails on"):
         result = view(inputs)
     if type(result) is not type(inputs) or rows(result) != rows(inputs):
-        text = f"the view {name} must return {rows(inputs)} rows of the type {type(inputs).__name__}, like its inputs"
+        text = f"view {name} must return {rows(inputs)} rows of type {type(inputs).__name__}"
         raise FlowBNNError(text, kind="shape", argument="views")
     return result

@@ -117,11 +117,11 @@ class WeightPosterior(Posterior):
     @property
     def names(self) -> list[str]:
         """Names of the parameters and buffers that differ between samples."""
-        return self._unsupported("names, which subclasses must define")
+        return self._unsupported("names; define it")
 
     def weights(self, index: int, seed: int) -> dict[str, Tensor]:
         """Returns the weights of one sample."""
-        return self._unsupported("weights(index, seed), which subclasses must define")
+        return self._unsupported("weights; define it")
 
     def stream(self, samples: range, prediction: Prediction) -> Iterator[dict[str, Tensor]]:
         """Yields the weights of some samples of a prediction.
@@ -150,7 +150,7 @@ class WeightPosterior(Posterior):
         counts = {len(value) for value in values.values()}
         if missing or len(counts) != 1:
             reason = f"'{missing[0]}' is missing" if missing else f"they have {sorted(counts)} samples"
-            text = f"log_prob needs all weights, as draws returns them, but {reason}"
+            text = f"log_prob needs all weights: {reason}"
             raise FlowBNNError(text, argument="values", missing=missing)
         with torch.no_grad():
             densities = [self.log_density({k: v[i] for k, v in values.items()}) for i in range(counts.pop())]
@@ -196,7 +196,7 @@ def state_of(model: nn.Module) -> dict[str, Tensor]:
     return {name: tensor.detach().clone() for name, tensor in tensors.items()}
 
 
-NOISE_KEY = "noise of the members"  # in files; names of weights have no spaces
+NOISE_KEY = "member noise"  # in files; names of weights have no spaces
 
 
 class MemberPosterior(WeightPosterior):
@@ -228,7 +228,7 @@ class MemberPosterior(WeightPosterior):
         super().__init__(model, likelihood, history)
         self.check_members(members)
         if not members:
-            raise FlowBNNError("a MemberPosterior needs at least one member", kind="shape")
+            raise FlowBNNError("MemberPosterior needs members", kind="shape")
         self.log_noise = log_noise
         if log_noise is not None and isinstance(likelihood, Gaussian):
             with torch.no_grad():

@@ -196,7 +196,7 @@ class Predictive(ABC):
             threshold = threshold.item()
         if not (isinstance(threshold, float) and threshold == math.inf):
             bounds = Bounds(ge=0, le=1) if by in self.normalized_uncertainties else Bounds(ge=0)
-            check("abstain_above", threshold, Annotated[float, bounds, Hint("or infinity to never abstain")])
+            check("abstain_above", threshold, Annotated[float, bounds, Hint("infinity never abstains")])
         return uncertainty > threshold
 
 
@@ -269,5 +269,5 @@ def quantile_levels(q: float | Sequence[float] | Tensor, closed: bool) -> list[f
     levels = [float(level) for level in torch.as_tensor(q, dtype=torch.float64).flatten()]
     if not levels or not all(0.0 <= level <= 1.0 if closed else 0.0 < level < 1.0 for level in levels):
         interval = "[0, 1]" if closed else "(0, 1)"
-        raise FlowBNNError(f"q must hold levels in {interval}, got {levels}", kind="range", argument="q")
+        raise FlowBNNError(f"q needs levels in {interval}, got {levels}", kind="range", argument="q")
     return levels

@@ -211,9 +211,7 @@ def resolve_devices(options: TrainingOptions) -> tuple[str, int, int]:
     """
     kind, num_nodes = device_kind(options.accelerator), options.num_nodes
     if not kind:
-        reason = (
-            "which is built without CUDA" if torch.version.cuda is None else "which finds no driver or device"
-        )
+        reason = "built without CUDA" if torch.version.cuda is None else "no driver found"
         text = (
             f"accelerator={options.accelerator!r} is not available to torch, {reason}; use accelerator='cpu'"
         )

@@ -50,7 +50,7 @@ class FiniteGuard:
         if recorder is not None and recorder.is_nonfinite(wait):
             self.fail_on_recorded_step(recorder)
         if self.gradient_check is not None and not self.gradient_check.is_finite():
-            note = "" if self.gradient_check.skips_update else "; the weights were updated with it"
+            note = "" if self.gradient_check.skips_update else "; weights were updated"
             self.fail_on_gradient(f"in epoch {position.epoch + 1}, step {position.step}", note)
 
     def check_weights(self) -> None:
@@ -98,7 +98,7 @@ class FiniteGuard:
             elif term is not None:
                 cause = f"its term {term!r} is not"
             else:
-                cause = "the outputs of all layers are finite"
+                cause = "all outputs are finite"
         self.fail(f"the loss is not finite {state.position}: {cause}", layer or None, term)
 
     def fail_on_gradient(self, when: str, note: str = "") -> None:
@@ -133,9 +133,7 @@ class FiniteGuard:
                 self.fail_on_loss(batch, clock, logs, random_state)
             loss.backward()
             self.fail_on_gradient(when)
-        self.fail(
-            f"the loss or a gradient was not finite {when}, but not when these steps were repeated one by one"
-        )
+        self.fail(f"the loss or a gradient was not finite {when}, but finite when repeated")
 
     def fail(self, message: str, layer: str | None = None, term: str | None = None) -> NoReturn:
         """Raises the error that ends the run.
@@ -145,9 +143,9 @@ class FiniteGuard:
             layer: Name of the layer or parameter at fault.
             term: Name of the logged value that is not finite.
         """
-        half = "; half precision may overflow, try precision='32-true'" if self.process.autocast_dtype else ""
+        half = "; try precision='32-true'" if self.process.autocast_dtype else ""
         saved = self.state.saved_step is not None
-        file = f"; the last good checkpoint is '{self.state.path}'" if saved else ""
+        file = f"; last good checkpoint: '{self.state.path}'" if saved else ""
         raise FlowBNNError(f"{message}{half}{file}", kind="not finite", layer=layer, term=term)
 
 

@@ -186,7 +186,7 @@ def check_result(result: Any) -> None:
     elif not isinstance(loss, Tensor) or loss.numel() != 1:
         problem = "no scalar loss"
     elif not loss.requires_grad:
-        problem = "a loss without gradient"
+        problem = "a detached loss"
     else:
         for name, value in logs.items():
             if isinstance(value, Tensor) and value.numel() != 1:

@@ -206,7 +206,7 @@ class Autoencoder(nn.Module):
 
     def sample_codes(self, count: int, context: Tensor | None = None) -> Tensor:
         """Draws codes from the prior. An autoencoder has none and raises FlowBNNError."""
-        raise FlowBNNError("Autoencoder has no prior to sample from; use VAE", kind="unsupported")
+        raise FlowBNNError("Autoencoder has no prior; use VAE", kind="unsupported")
 
     @checked
     def sample(

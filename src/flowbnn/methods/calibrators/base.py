@@ -30,7 +30,7 @@ from flowbnn.methods.data_summary import check_loader, first_batch
 from flowbnn.methods.fitting import prepare
 from flowbnn.methods.loader_split import split_loader
 from flowbnn.networks import copy_network
-from flowbnn.noise import noise_layers
+from flowbnn.noise.base import check_without_noise
 from flowbnn.options import Count, Probability, accepts_options_of, checked, options
 from flowbnn.posterior.base import (
     Posterior,
@@ -131,7 +131,7 @@ class Calibrator(Method):
         used = "likelihood", "accelerator", "seed", "progress"
         unused = next((option for option in kwargs if option not in used), None)
         if unused is not None:
-            text = f"{name}() trains nothing, so it does not use {unused}; use {name}(fb.MAP()) to train the network first"
+            text = f"{name}() trains nothing and ignores {unused}; to train, use {name}(fb.MAP())"
             raise FlowBNNError(text, kind="unsupported", argument=unused)
         check_loader(held_out, "calibration")
         if isinstance(network, Posterior):
@@ -166,13 +166,10 @@ def point_posterior(network: Any, held_out: Any, options: FitOptions, owner: str
     Raises:
         FlowBNNError: If the network is no module, or has noise.
     """
-    problem = ""
     if not isinstance(network, nn.Module):
-        problem = f"{owner} needs a network (nn.Module) or a posterior, got a {type(network).__name__}"
-    elif noise_layers(network):
-        problem = f"{owner} needs a network without noise, or its posterior; use fb.to_deterministic(network)"
-    if problem:
-        raise FlowBNNError(problem, kind="network", argument="network")
+        text = f"{owner} needs a network (nn.Module) or a posterior, got a {type(network).__name__}"
+        raise FlowBNNError(text, kind="network", argument="network")
+    check_without_noise(network, owner)
     kind, device = device_kind(options.accelerator), device_of(network)
     model = copy_network(network).to(device if device.type == kind else torch.device(kind)).eval()
     likelihood = prepare(model, held_out, options, trained=False).likelihood
@@ -247,7 +244,7 @@ class CalibratedPosterior(Posterior):
             predictive: Predictive distribution of the inner posterior.
             sample_counts: Number of samples of each row, if it differs between rows.
         """
-        return self._unsupported("transform(predictive, sample_counts), which subclasses must define")
+        return self._unsupported("transform; define it")
 
     def outputs(self, inputs: Any, samples: range, prediction: Prediction) -> Tensor:
         """Returns outputs of the inner posterior."""

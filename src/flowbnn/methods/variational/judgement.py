@@ -153,7 +153,7 @@ def rehearse(
                 return None
             results.append(result)
             seen, before, after = (torch.cat(values) for values in zip(*results, strict=True))
-            gain = Gain.of(before, after, "log-likelihood of unseen examples, for networks trained afresh,")
+            gain = Gain.of(before, after, "held-out log-likelihood (trained afresh)")
             if (
                 abs(gain.after - gain.before) > 3 * gain.standard_error
             ):  # further folds would not change the decision

@@ -353,7 +353,7 @@ def _optimize(
         min_variance = min_noise_variance(*torch.var_mean(targets, 0, correction=0)[::-1])
     estimate = problem.estimate(q, labels)
     if not estimate.is_finite:
-        advice = "under narrow noise; exclude layers before logarithms, roots or divisions"
+        advice = "under narrow noise; exclude layers before log, sqrt or division"
         raise likelihood_not_finite(advice)
     size, min_size, max_size = 0.3, 0.01, 0.5
     trace, last_gaussians = [estimate.elbo], list[BlockGaussian]()
