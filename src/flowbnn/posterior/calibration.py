@@ -95,7 +95,7 @@ class Calibration:
             lines.append(f"noise: {self.structure} posterior over {dimensions}, {self.prior} prior")
         if self.flow_gain is not None:
             flow = self.flow or "flow (not used)"
-            gain = f"ELBO {self.flow_gain:+.2f} nats over a Gaussian"
+            gain = f"ELBO {self.flow_gain:+.2f} nats relative to the Gaussian"
             lines.append(f"{flow}: {gain}, standard error {self.flow_error:.2f}")
         return "\n".join([*lines, self._conclusion()])
 

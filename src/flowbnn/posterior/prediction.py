@@ -232,7 +232,7 @@ class Prediction:
         The measurements are empty if memory runs out.
         """
         if rows(inputs) == 0:
-            raise FlowBNNError("no rows to predict", kind="empty")
+            raise FlowBNNError("batch is empty", kind="empty")
         key: tuple[Any, ...] = ("trace", self.half)
         for tensor in tensors_of(inputs):
             key += (tensor.shape[1:], tensor.dtype)

@@ -98,7 +98,7 @@ class FiniteGuard:
             elif term is not None:
                 cause = f"its term {term!r} is not"
             else:
-                cause = "all outputs are finite"
+                cause = "the outputs of all layers are finite"
         self.fail(f"the loss is not finite {state.position}: {cause}", layer or None, term)
 
     def fail_on_gradient(self, when: str, note: str = "") -> None:

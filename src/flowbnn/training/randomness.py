@@ -92,7 +92,7 @@ class RandomState:
             _, numbers, position, *_ = state["numpy"]
             # numpy's generator has 624 words; it would read memory outside of them
             if numbers.shape != (624,) or position not in range(625):
-                raise ValueError(f"random state of shape {tuple(numbers.shape)}, position {position}")
+                raise ValueError(f"random state {tuple(numbers.shape)} at position {position}")
 
     def restore(self, state: dict[str, Any]) -> None:
         """Restores a state returned by :meth:`state` or :meth:`torch_state`, or the entries of it that are present."""

@@ -229,7 +229,11 @@ class TensorFile:
             reason = f"header: {type(error).__name__}"
         except (OSError, SafetensorError, ValueError, RuntimeError, MemoryError) as error:
             reason = _reason(error)
-        advice = "; a pickle is unsafe, use posterior.save" if zipfile.is_zipfile(self.path) else ""
+        advice = (
+            "; a pickle of torch.save can run code: use posterior.save"
+            if zipfile.is_zipfile(self.path)
+            else ""
+        )
         raise FlowBNNError(f"'{self.path}' is damaged or no safetensors file ({reason}){advice}", kind="file")
 
 
