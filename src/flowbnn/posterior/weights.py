@@ -228,7 +228,7 @@ class MemberPosterior(WeightPosterior):
         super().__init__(model, likelihood, history)
         self.check_members(members)
         if not members:
-            raise FlowBNNError("MemberPosterior needs members", kind="shape")
+            raise FlowBNNError("a MemberPosterior needs at least one member", kind="shape")
         self.log_noise = log_noise
         if log_noise is not None and isinstance(likelihood, Gaussian):
             with torch.no_grad():

@@ -34,7 +34,8 @@ def compare_with_network(
             block.prior = factor * prior
         posterior.precisions = {name: factor * value for name, value in precisions.items()}
 
-    nlls, factors = dict[float, float](), (1.0,)  # factors of the prior precision
+    nlls: dict[float, float] = {}
+    factors: tuple[float, ...] = (1.0,)  # of the prior precision
     if choose and validation is not None and all(priors):
         factors = (1.0, 10.0, 1e2, 1e3, 1e4)  # the last leaves little of the posterior
     for factor in factors:
