@@ -50,7 +50,7 @@ class FiniteGuard:
         if recorder is not None and recorder.is_nonfinite(wait):
             self.fail_on_recorded_step(recorder)
         if self.gradient_check is not None and not self.gradient_check.is_finite():
-            note = "" if self.gradient_check.skips_update else "; weights were updated"
+            note = "" if self.gradient_check.skips_update else "; the weights were updated with it"
             self.fail_on_gradient(f"in epoch {position.epoch + 1}, step {position.step}", note)
 
     def check_weights(self) -> None:
