@@ -108,6 +108,11 @@ def vectors(*shape: int) -> Tensor:
     return torch.rand(*shape, generator=torch.Generator().manual_seed(1))
 
 
+def point_posterior() -> fb.Posterior:
+    """Returns a posterior of one network."""
+    return cached_fit("map")
+
+
 # arguments of the fits, by the name of the argument, or by those of the function and the argument
 FIT_ARGUMENTS: dict[str, Callable[[], Any]] = {
     "network": network,
@@ -118,7 +123,7 @@ FIT_ARGUMENTS: dict[str, Callable[[], Any]] = {
     "log_density": lambda: lambda x: -x.square().sum(-1),
     "cross_calibrate.make_network": lambda: network,
     "cross_calibrate.data": lambda: loader(),
-    "gated.posterior": lambda: cached_fit("map"),
+    "gated.posterior": point_posterior,
     "fit_autoencoder.model": autoencoder,
     "fit_autoencoder.data": lambda: vectors(24, 3).round(),
 }

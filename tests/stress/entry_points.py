@@ -131,21 +131,26 @@ CLASS_ARGUMENTS = {
 }
 # names for use inside the library, and functions that training calls in each step and that therefore do not check their arguments
 INTERNAL = """
-    absorbs align_batch_axes Amortized append_log_variance average average_outputs Base Bernoulli.log_prob BlockTriangular.assign
-    BlockTriangular.variances bounded build build_joint canonical_targets Categorical.log_prob check check_members check_weights
-    chosen Clock collect compute ConditionalDensity connect context_of ContinuousPredictive coupling_options current_row_shard cut
-    Decision Decoder DiagonalNormal DiagonalStudent Digits DiscretizedLogistic distribution Divergence divergence divergences
-    Divergences document draw draw_with_kl expand extract_features first_nonfinite_layer fit_point FixedNoise flat_draw flatten
-    Flow flow_matching_loss FlowBNNError FlowBNNWarning FlowNoise forward_shape from_dict from_points from_state from_states
-    Gaussian.log_prob History improves initialize InputNoise Interval inverse_shape is_main_process is_torchrun_worker join kernel
-    LayerHealth Layout layout_of like Likelihood log_density log_variance looks make_autoregressive make_coupling make_levels
-    make_noise_modes make_pixel_noise make_split_noise make_step Marginal MemberPosterior MixturePosterior moments move net
-    network_of Noise NoiseContext NoiseGroup NoiseMode NoisePosterior NormalMixture num_processes OneHotVectors Optimum outputs
-    passes plan PointPosterior Posterior posterior potential Prediction PredictionSummary Predictive prior_log_prob problem push
-    push_normal read read_point RealLikelihood rearrange Recipe recipe_from_dict register_layer ReliabilityBin restore RiskCoverage
-    rules run_on_main sample_codes set_loc_and_scale set_row_shard set_statistics settings settled setup shared_draws side
-    side_length split standard standard_log_prob start state step step_schedule stream tensors terms to_dict track train
-    training_loss Transform transforms Univariate velocity VGG16 weight_scale WeightPosterior weights wrappable
+    absorbs align_batch_axes Amortized append_log_variance average average_outputs Base Bernoulli.log_prob Bernoulli.mean
+    BlockTriangular.assign BlockTriangular.variances bounded build build_joint calibrate_outputs canonical_targets
+    Categorical.log_prob Categorical.mean check check_members check_weights chosen CircularUniform Clock collect compute
+    concatenate_summaries ConditionalDensity connect context_of ContinuousPredictive coupling_options current_row_shard cut
+    Decision Decoder DiagonalLaplace DiagonalLogistic DiagonalNormal DiagonalStudent Digits DiscretizedLogistic distribution
+    Divergence divergence divergences Divergences document draw draw_with_kl expand extract_features first_nonfinite_layer
+    fit_point fit_subsets FixedNoise flat_draw flatten Flow flow_matching_loss FlowBNNError FlowBNNWarning FlowNoise forward_shape
+    from_dict from_points from_state from_states GatedPosterior Gaussian.log_prob Gaussian.mean has_converged History improves
+    initialize InputNoise Interval inverse_shape is_main_process is_torchrun_worker is_unfamiliar join kernel LayerHealth Layout
+    layout_of like Likelihood log_densities log_density log_variance looks make_autoregressive make_coupling make_levels
+    make_noise_modes make_pixel_noise make_split_noise make_step Marginal MemberPosterior Mixture.log_prob Mixture.mean
+    MixturePosterior moments move net network_of nodes Noise NoiseContext NoiseGroup NoiseMode NoisePosterior NormalMixture
+    novelty_scores num_processes OneHotVectors Optimum output_units outputs passes plan plan_training PointPosterior Posterior
+    posterior potential Prediction PredictionSummary Predictive PredictOptions prior_log_prob problem push push_normal read
+    read_calibration read_point RealLikelihood rearrange Recipe recipe_from_dict refit register_layer ReliabilityBin restore
+    RiskCoverage rules run_on_main sample_codes schedule score_folds set_loc_and_scale set_row_shard set_rows_interact
+    set_statistics settings settled setup shared_draws side side_length split standard standard_log_prob start state step
+    step_schedule stream summarize temperature.posterior.transform tensors terms test_sizes to_dict track train training_loss
+    Transform transform transforms Univariate vector-scaling.posterior.transform velocity VGG16 weight_scale WeightPosterior
+    weights with_fallback wrappable
 """.split()  # noqa: SIM905
 SKIPPED_ARGUMENTS = {
     "devices",
@@ -251,13 +256,21 @@ def entry_points() -> tuple[EntryPoint, ...]:
     return (*points, *methods)
 
 
+def _draws_of(posterior: fb.Posterior) -> Mapping[str, Any]:
+    """Returns one draw of a posterior, or nothing if it has no draws."""
+    try:
+        return posterior.draws(1, seed=0)
+    except fb.FlowBNNError:
+        return {}
+
+
 def entry_points_of_fit(fit: Fit | str) -> list[EntryPoint]:
     """Returns the methods of the result of a fit."""
     result = cached_fit(fit)
     kind = "posterior" if isinstance(result, fb.Posterior) else "result"
     valid_arguments = {
         "load.path": lambda: result.save("own.safetensors"),
-        "log_prob.values": lambda: result.draws(1, seed=0),
+        "log_prob.values": lambda: _draws_of(result),
         "index": lambda: 0,
     }
     return methods_of(f"{fit}.{kind}", result, valid_arguments)

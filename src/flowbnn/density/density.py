@@ -207,6 +207,7 @@ class NoveltyDetector:
         """Returns the p-value of each example under the hypothesis that it is familiar."""
         return self.p_value_of(self.density.score(data, context))
 
+    @checked
     def p_value_of(self, log_densities: Tensor) -> Tensor:
         """Returns the p-values of examples with these log-densities.
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from flowbnn.errors import FlowBNNError, pluralize
 from flowbnn.likelihoods import Categorical, Gaussian, Likelihood, RealLikelihood
-from flowbnn.options import NonEmpty, Positive, checked
+from flowbnn.options import NonEmpty, Positive, SampleCount, checked
 from flowbnn.posterior.base import (
     Posterior,
     Prediction,
@@ -103,7 +103,8 @@ class MixturePosterior(Posterior):
             counts[index] += 1
         return result
 
-    def networks(self, samples: int, seed: int | None = None) -> list[nn.Module]:
+    @checked
+    def networks(self, samples: SampleCount, seed: int | None = None) -> list[nn.Module]:
         """Returns networks of the members in turn."""
         seed, schedule = new_seed() if seed is None else seed, self.schedule(samples)
         groups = []

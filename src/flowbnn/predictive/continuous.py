@@ -13,7 +13,7 @@ from torch import Tensor
 from flowbnn.metrics import root_mean_squared_error
 from flowbnn.metrics.checks import check_values, mean_as_float
 from flowbnn.numerics import monotone_root
-from flowbnn.options import Count, Probability, checked
+from flowbnn.options import Count, Positive, Probability, checked
 from flowbnn.predictive.base import Predictive, quantile_levels
 
 
@@ -282,7 +282,8 @@ class ContinuousPredictive(Predictive):
             "coverage_90": mean_as_float(covered),
         }
 
-    def rescale(self, factor: float | Tensor) -> Self:
+    @checked
+    def rescale(self, factor: Positive | Tensor) -> Self:
         """Returns the predictive stretched about its mean, whose standard deviation is ``factor`` times as large.
 
         Args:

@@ -95,6 +95,7 @@ class Calibrator(Method):
             posterior, held_out, options = self._fit_method(network, loader, kwargs)
         return self.calibrate(posterior, held_out, seed=options.seed or 0, progress=options.progress)
 
+    @checked
     def calibrate(
         self, posterior: Posterior, held_out: Iterable[Any], *, seed: int = 0, progress: bool = True
     ) -> Posterior:

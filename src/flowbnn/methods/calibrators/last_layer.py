@@ -23,7 +23,7 @@ from flowbnn.methods.calibrators.lbfgs import minimize_batch
 from flowbnn.methods.data_summary import first_batch
 from flowbnn.methods.laplace.layer_selection import record_calls
 from flowbnn.networks import evaluation_mode
-from flowbnn.options import Ge, Positive, options
+from flowbnn.options import Ge, Positive, checked, options
 from flowbnn.posterior.base import Posterior
 from flowbnn.posterior.point import PointPosterior
 
@@ -53,6 +53,7 @@ class LastLayerRefit(Calibrator):
     center: Literal["auto", "trained", "zero"] = field(default="auto", kw_only=True)
     folds: Annotated[int, Ge(2)] = field(default=5, kw_only=True)
 
+    @checked
     def calibrate(
         self, posterior: Posterior, held_out: Iterable[Any], *, seed: int = 0, progress: bool = True
     ) -> PointPosterior:
