@@ -81,7 +81,7 @@ class TensorLoader:
         elif any(tensor.layout is not torch.strided for tensor in self.tensors):
             problem = "needs dense tensors; use .to_dense()"
         elif len(devices) > 1:
-            problem = f"needs tensors on one device, got {', '.join(devices)}"
+            problem = f"needs one device, got {', '.join(devices)}"
         elif drop_last and not self.num_data:
             problem = f"has no batch of {batch_size} from {pluralize(count, 'example')} with drop_last=True"
         if problem:

@@ -65,9 +65,7 @@ def find_limits(data: HeldOutData, groups: Sequence[Tensor], wants_folds: bool) 
         text = "class frequencies predict the labels better than the network; check the order of the classes"
         return DataLimits("labels", text)
     if len(data) < classes:
-        text = (
-            f"{pluralize(len(data), 'held-out example')} for {classes} classes; provide one of each at least"
-        )
+        text = f"{pluralize(len(data), 'held-out example')} for {classes} classes; provide all classes"
         return DataLimits("examples", text, ("plain", "temperature"))
     for fold, group in enumerate(groups):
         rest = torch.ones(len(targets), dtype=torch.bool)

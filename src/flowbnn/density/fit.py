@@ -264,7 +264,7 @@ def _mean_and_scale(
     varies = scale > (1e-15 * loc.abs()).clamp_min(smallest)
     if not bool(varies.all()):
         columns = [f"data[:, {', '.join(map(str, place))}]" for place in (~varies).nonzero().tolist()]
-        text = f"constant columns have no density; drop {quote_names(columns)}"
+        text = f"drop constant columns {quote_names(columns)}"
         warn(text, kind="constant", argument="data", columns=columns)
     scale = torch.where(varies, scale, 1.0)
     return loc.to(device_of(flow), dtype), scale.to(device_of(flow), dtype)

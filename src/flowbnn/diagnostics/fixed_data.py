@@ -57,7 +57,7 @@ def read_fixed_data(loader: Iterable[Any], seed: int, purpose: str = "diagnostic
         inputs, targets = split_batch(batch)
         if not has_row_axis((inputs, targets)):
             shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors_of((inputs, targets)))
-            text = f"inputs and targets differ in length, got shapes {shapes}"
+            text = f"inputs and targets {shapes} differ in length"
             raise FlowBNNError(text, kind="targets", argument="loader")
 
     def read(seed: int) -> tuple[Any, Tensor]:

@@ -22,7 +22,7 @@ from flowbnn.noise.base import BLOCK, Noise, block_seeds
 from flowbnn.noise.contexts import NoiseMode, OptionalGenerator, RowShard, Shape
 from flowbnn.noise.joint import JointPart
 
-HALF_LOG_2PI = 0.5 * math.log(2.0 * math.pi)
+HALF_LOG_2PI = 0.5 * math.log(2.0 * math.pi)  # minus the log-density of a standard normal at 0
 
 
 class Gaussians:

@@ -49,7 +49,7 @@ def evaluate(
     """
     predictive, targets = posterior.predict_with_targets(as_loader(loader), seed=seed, **options)
     if targets is None:
-        raise FlowBNNError("evaluate needs a loader of (inputs, targets), got inputs alone", kind="loader")
+        raise FlowBNNError("evaluate needs (inputs, targets), got inputs alone", kind="loader")
     report = {name: float(value) for name, value in predictive.evaluate(targets).items()}
     if options.get("adaptive") is not None:
         report["sample_counts"] = float(predictive.sample_counts.double().mean())

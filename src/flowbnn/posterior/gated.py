@@ -283,7 +283,7 @@ def gated(
         for batch in loader:
             inputs, targets = split_batch(batch)
             if targets is None:
-                text = "gated needs a loader of (inputs, targets)"
+                text = "gated needs (inputs, targets)"
                 raise FlowBNNError(text, kind="loader", argument="loader")
             vectors.append(extractor(inputs, network, context))
             if isinstance(posterior.likelihood, RealLikelihood):
