@@ -91,6 +91,17 @@ def test_examples_that_interact_are_told_from_random_numbers(name):
     assert not examples_interact(make(), before[:1])
 
 
+@pytest.mark.filterwarnings("ignore::flowbnn.errors.FlowBNNWarning")  # random numbers and batch statistics
+@pytest.mark.parametrize("name", DEPENDENCES)
+def test_fit_finds_examples_that_interact_from_two_rows(name):
+    torch.manual_seed(0)
+    make, expected = DEPENDENCES[name]
+    data = TensorLoader(torch.randn(16, 4), torch.arange(16) % 3, batch_size=8)
+    model = fb.to_stochastic(make(), {"*": fb.noise.NormalAffine(base_loc=1.5)})
+    posterior = fb.fit(model, data, epochs=1, report=False, **QUIET, validation=None)
+    assert posterior.rows_interact == (expected == ["batch"])
+
+
 EDGES = torch.tensor([[0, 1, 2, 3, 4, 5], [1, 2, 3, 4, 5, 0]])
 
 
