@@ -234,16 +234,20 @@ class SharedDraws:
                 (group if plain and not (noise.normalizing and noise.reads_batch) else others).append(layer)
         with torch.no_grad():
             if len(group) > 1 and Gaussians.are_compatible(group, [None] * len(group)):
-                self._draw_gaussians(Gaussians(group))
+                gaussians = Gaussians(group)
+                normal = self._normal_numbers(gaussians)
+                with without_autocast(group):
+                    draws, _ = gaussians.sample(normal, len(normal))
+                self.vectors.update(zip(gaussians.keys, draws, strict=True))
             else:
                 others = group + others
             for layer in others:
                 self._draw_alone(layer)
-        for key, draws in self.vectors.items():  # compiled functions are specialized to strides
-            self.vectors[key] = draws.contiguous()
+        for key, vectors in self.vectors.items():  # compiled functions are specialized to strides
+            self.vectors[key] = vectors.contiguous()
 
-    def _draw_gaussians(self, gaussians: Gaussians) -> None:
-        """Draws concatenated layers in few launches."""
+    def _normal_numbers(self, gaussians: Gaussians) -> Tensor:
+        """Returns the normal numbers ``[samples, numbers]`` of concatenated layers, each layer from its own seeds."""
         mean, generator, normals = gaussians.mean, torch.Generator(self.device), []
         for layer in gaussians.layers:
             _, samples, seed, _ = self.modes[layer.key]
@@ -252,9 +256,7 @@ class SharedDraws:
                 generator.manual_seed(block_seed)
                 blocks.append(standard_normal(shape, mean.dtype, mean.device, generator))
             normals.append(torch.cat(blocks)[:samples])
-        with without_autocast(gaussians.layers):
-            draws, _ = gaussians.sample(torch.cat(normals, -1), len(normals[0]))
-        self.vectors.update(zip(gaussians.keys, draws, strict=True))
+        return torch.cat(normals, -1)
 
     def _draw_alone(self, layer: Noise) -> None:
         """Draws one layer, or the joint vector of several layers for all of them."""

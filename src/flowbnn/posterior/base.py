@@ -180,7 +180,10 @@ class Posterior:
             progress,
             keep_samples,
         )
-        return self._predict(inputs, options)[0]
+        if not is_batch(inputs):
+            return self._predict_loader(inputs, options)[0]
+        outputs, sample_counts, _ = self.collect(inputs, options)
+        return self._predictive_or_error(outputs, sample_counts, inputs, options)
 
     @checked
     @accepts_options_of(PredictOptions)
@@ -195,9 +198,9 @@ class Posterior:
             options: Other options of :meth:`predict`.
         """
         predict_options = PredictOptions(samples, **options)
-        return self._predict(inputs, predict_options, score=True)
+        return self._predict_loader(inputs, predict_options, score=True)
 
-    def _predict(
+    def _predict_loader(
         self, inputs: Any, options: PredictOptions, score: bool = False
     ) -> tuple[Any, Tensor | None]:
         """Returns the predictive distribution and the targets of a loader, or None.
