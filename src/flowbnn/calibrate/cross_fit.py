@@ -54,7 +54,7 @@ def cross_calibrate(
         The mixture. ``posterior.members`` has the calibrated network of each fold.
 
     Raises:
-        FlowBNNError: If the method does not return a single network, or if there are fewer examples than folds.
+        FlowBNNError: If the method does not return a single network, or if there are fewer than ``2 * folds`` examples.
 
     >>> from flowbnn.models import MLP
     >>> generator = torch.Generator().manual_seed(0)
@@ -67,7 +67,7 @@ def cross_calibrate(
     """
     inputs, targets = read_fixed_data(data, seed, "cross-calibration")
     if len(targets) < 2 * folds:
-        text = f"{folds} folds need at least {2 * folds} examples, got {len(targets)}"
+        text = f"{folds} folds need at least {2 * folds} examples, got {len(targets)}; decrease folds"
         raise FlowBNNError(text, kind="examples", argument="folds")
     method = MAP() if method is None else method
     batch_size = batch_size or getattr(as_loader(data), "batch_size", None) or 64

@@ -67,7 +67,8 @@ def check_temperature(fit: TemperatureFit, posterior: Posterior, has_prior: bool
         posterior: Posterior that is scaled.
         has_prior: True if the temperature has a prior.
     """
-    temperature, reason = fit.temperature, f"no temperature in {BOUNDS} is optimal"
+    temperature = fit.temperature
+    reason = "the likelihood has no maximum for temperatures between {:g} and {:g}".format(*BOUNDS)
     if not fit.bound:
         return temperature
     if fit.bound == "low" and not isinstance(posterior.likelihood, RealLikelihood):

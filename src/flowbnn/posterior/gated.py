@@ -1,8 +1,8 @@
 r"""Density gate: a posterior whose predictions fall back to a fixed distribution for unfamiliar inputs.
 
-A flow is fitted to the inputs, or to features of them. An input is unfamiliar if its density is smaller than that of all but a share
-:math:`\alpha` of held-out inputs. Its prediction is then the distribution of the targets without any input: class frequencies, or a
-Gaussian with the mean and the standard deviation of the targets. Elsewhere predictions do not change.
+A flow is fitted to the inputs, or to features of them. An input is unfamiliar if its log-density is below the ``false_alarm`` quantile
+of the log-densities of held-out rows. Its prediction is then the distribution of the targets without any input: class frequencies, or
+a Gaussian with the mean and the standard deviation of the targets. Elsewhere predictions do not change.
 """
 
 from collections.abc import Iterable, Mapping
@@ -83,7 +83,7 @@ class DensityGate(nn.Module):
         return self.density.score(features)
 
     def is_unfamiliar(self, scores: Tensor) -> Tensor:
-        """Returns True for each log-density that is smaller than all but a share ``false_alarm`` of the held-out ones."""
+        """Returns True for each log-density below the ``false_alarm`` quantile of the log-densities of held-out rows."""
         return self.detector.p_value_of(scores.cpu()) <= self.false_alarm
 
     def settings(self) -> dict[str, Any]:
@@ -283,7 +283,7 @@ def gated(
         for batch in loader:
             inputs, targets = split_batch(batch)
             if targets is None:
-                text = "gated needs (inputs, targets)"
+                text = "fb.gated needs batches of (inputs, targets), got inputs only"
                 raise FlowBNNError(text, kind="loader", argument="loader")
             vectors.append(extractor(inputs, network, context))
             if isinstance(posterior.likelihood, RealLikelihood):

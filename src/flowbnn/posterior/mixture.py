@@ -26,9 +26,9 @@ from flowbnn.training.storage import NestedTensorFile, TensorFile
 class MixturePosterior(Posterior):
     """Mixture of posteriors: networks that were trained on different folds, or several calibrators of one network.
 
-    Members take turns, each as often as its weight says (:meth:`schedule`). With equal weights sample ``s`` of M members is sample
-    ``s // M`` of member ``s % M``. The outputs are log-probabilities of classes, or means and log-variances of a regression, so that
-    each member may have its own calibration and its own observation noise.
+    Samples are assigned to members in proportion to their weights (:meth:`schedule`). With equal weights sample ``s`` of M members is
+    sample ``s // M`` of member ``s % M``. The outputs are log-probabilities of classes, or means and log-variances of a regression, so
+    that each member may have its own calibration and its own observation noise.
 
     Args:
         members: Posteriors, whose networks have the same architecture.
@@ -87,8 +87,8 @@ class MixturePosterior(Posterior):
     def schedule(self, samples: int) -> list[tuple[int, int]]:
         """Returns the member of each sample, and the number of the sample within its member.
 
-        Each sample goes to the member that is farthest behind its weight, so that every first part of the samples has nearly the
-        weights of the mixture.
+        Each sample goes to the member that is farthest behind its weight, so that every prefix of the samples has nearly the weights of
+        the mixture.
 
         >>> import flowbnn as fb
         >>> members = [fb.posterior.PointPosterior(nn.Linear(2, 3), fb.likelihoods.Categorical()) for _ in range(2)]

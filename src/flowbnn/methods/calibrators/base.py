@@ -132,7 +132,7 @@ class Calibrator(Method):
         used = "likelihood", "accelerator", "seed", "progress"
         unused = next((option for option in kwargs if option not in used), None)
         if unused is not None:
-            text = f"{name}() trains nothing and ignores {unused}; to train, use {name}(fb.MAP())"
+            text = f"{name}() does not accept {unused}, because no method is trained; use {name}(fb.MAP())"
             raise FlowBNNError(text, kind="unsupported", argument=unused)
         check_loader(held_out, "calibration")
         if isinstance(network, Posterior):

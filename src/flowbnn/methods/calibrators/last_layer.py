@@ -165,7 +165,7 @@ class LastLayerProblem:
             FlowBNNError: If the posterior is no single network, or if its output is not that of a linear layer.
         """
         if not isinstance(posterior, PointPosterior):
-            text = f"LastLayerRefit needs a single network, got a {type(posterior).__name__}"
+            text = f"LastLayerRefit needs a single network, got a {type(posterior).__name__}; use fb.MatrixScaling"
             raise FlowBNNError(text, kind="network", argument="network")
         held_out, model = as_loader(held_out), posterior.model
         device, dtype = device_of(model), dtype_of(model)
