@@ -116,3 +116,24 @@ def test_likelihoods_with_settings_are_saved_and_loaded(tmp_path):
     with pytest.raises(FlowBNNError) as caught:
         PointPosterior(nn.Linear(2, 1), HiddenScale(0.3)).save(tmp_path / "b.safetensors")
     assert (caught.value.kind, caught.value.argument) == ("unsupported", "width")
+
+
+class ScaledGaussian(fb.likelihoods.RealLikelihood):
+    """Likelihood of a user with a setting of its own and without ``to_dict``."""
+
+    def __init__(self, width: float = 1.0) -> None:
+        super().__init__()
+        self.width = width
+
+    def mean(self, outputs):
+        return outputs
+
+    def log_prob(self, outputs, targets):
+        return torch.distributions.Normal(outputs, self.width).log_prob(targets).sum(-1)
+
+    def predictive(self, outputs, sample_counts=None):
+        return fb.predictive.GaussianPredictive(outputs, torch.full_like(outputs, self.width**2))
+
+
+def test_settings_of_a_real_likelihood_without_to_dict_are_saved():
+    assert ScaledGaussian(3.0).to_dict()["width"] == 3.0

@@ -7,7 +7,7 @@ from torch import nn
 import flowbnn as fb
 from flowbnn.errors import FlowBNNError
 from flowbnn.posterior import base
-from flowbnn.predictive import PredictionSummary, concatenate_summaries, summarize
+from flowbnn.predictive import CategoricalPredictive, PredictionSummary, concatenate_summaries, summarize
 from flowbnn.predictive.summary import CLASSES, REAL_VALUES
 
 CASES = {
@@ -118,3 +118,10 @@ def test_sizes_that_cannot_fit_into_memory_are_refused(make):
     with pytest.raises(FlowBNNError) as caught:
         make()
     assert caught.value.argument in ("dim", "length", "samples")
+
+
+def test_hasattr_is_false_for_what_needs_samples():
+    summary = summarize(CategoricalPredictive(torch.randn(3, 4, 2)))
+    assert hasattr(summary, "entropy")
+    assert not hasattr(summary, "samples")
+    assert getattr(summary, "samples", None) is None

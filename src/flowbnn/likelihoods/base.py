@@ -79,7 +79,8 @@ class Likelihood(nn.Module, ABC):
             FlowBNNError: If an argument is not stored as a plain value, so that a saved posterior could not be loaded.
         """
         result = {"likelihood": type(self).__name__}
-        if type(self).to_dict is not Likelihood.to_dict:  # the subclass adds its settings
+        first = next(c for c in type(self).__mro__ if "to_dict" in vars(c) or "__init__" in vars(c))
+        if "to_dict" in vars(first) and first is not Likelihood:  # it adds the settings of its own __init__
             return result
         kinds = Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY  # arguments that have names
         parameters = signature(type(self)).parameters.items()

@@ -20,20 +20,25 @@ from flowbnn.noise.modes import align_batch_axes, record_noise_inputs
 
 
 class GradientProbe:
-    """Source of draws that are the posterior mean and require gradients.
+    """Source of draws that require gradients: the posterior mean of fitted noise, or ones.
+
+    Args:
+        fitted: If True, the noise of the network is fitted.
 
     Attributes:
         tensors: Draws of each layer, by layer key.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, fitted: bool) -> None:
+        self.fitted = fitted
         self.tensors: dict[int, list[Tensor]] = {}
         self.means: dict[int, Tensor] = {}
 
     def draws(self, layer: Noise, at: Shape, call: int, device: torch.device) -> Tensor:
         if layer.key not in self.means:
             with torch.no_grad():
-                self.means[layer.key] = layer.mean()
+                mean = layer.mean() if self.fitted else torch.ones(layer.layout.dim)
+                self.means[layer.key] = mean
         shape = (1, *(1,) * len(at), layer.layout.dim)
         tensor = self.means[layer.key].view(shape).clone().to(device).requires_grad_()
         self.tensors.setdefault(layer.key, []).append(tensor)
@@ -123,7 +128,8 @@ def _unreached_layers(model: nn.Module, inputs: Any) -> list[str]:
 
 def _run_probe(model: nn.Module, inputs: Any) -> tuple[Tensor, list[str]]:
     """Returns the outputs and the layers with trainable noise that the gradient of the outputs does not reach."""
-    probe, layers = GradientProbe(), noise_layers(model)
+    layers = noise_layers(model)
+    probe = GradientProbe(any(layer.fitted for layer in layers.values()))
     context = NoiseContext(make_noise_modes(layers, "shared", 1, 0), probe, sharded=False)
     devices = [device] if (device := device_of(model)).type == "cuda" else []
     with context, torch.random.fork_rng(devices), torch.enable_grad():

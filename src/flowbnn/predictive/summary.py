@@ -41,6 +41,10 @@ REAL_VALUES = (*COMMON, "mean", "aleatoric", "epistemic", "variance", "std")
 SCORES = ("nll", "crps", "cdf")  # methods of targets that need the samples of real values
 
 
+class MissingSamples(FlowBNNError, AttributeError):
+    """Raised if a summary is asked for something that needs samples. ``hasattr`` returns False for it."""
+
+
 class PredictionSummary:
     """Prediction without its samples: means and uncertainties of each input, and scores of its targets.
 
@@ -59,7 +63,7 @@ class PredictionSummary:
     (True, PredictionSummary(CategoricalPredictive, inputs=1))
     >>> summary.quantiles(0.5)
     Traceback (most recent call last):
-    flowbnn.errors.FlowBNNError: this prediction has no 'quantiles', because its samples were not kept; use keep_samples=True in predict
+    flowbnn.predictive.summary.MissingSamples: this prediction has no 'quantiles', because its samples were not kept; ...
     """
 
     def __init__(
@@ -75,7 +79,7 @@ class PredictionSummary:
             return self._values[name]
         if hasattr(self._kind, name):
             text = f"this prediction has no '{name}', because its samples were not kept; use keep_samples=True in predict"
-            raise FlowBNNError(text, kind="samples", argument="keep_samples")
+            raise MissingSamples(text, kind="samples", argument="keep_samples")
         raise AttributeError(f"{self._kind.__name__} has no attribute {name!r}")
 
     def __len__(self) -> int:
