@@ -350,6 +350,20 @@ def test_one_candidate_needs_no_folds(name):
     assert posterior.predict(inputs, 4).probabilities.isfinite().all()
 
 
+@pytest.mark.parametrize("regression", [False, True])
+def test_refit_without_folds_is_that_of_last_layer_refit(regression):
+    network, inputs = make_network(), make_inputs(40)
+    labels = labels_of(network, inputs)
+    data = inputs, labels
+    if regression:
+        network, data = nn.Sequential(network, nn.Linear(3, 1)), (inputs, labels[:, None].float())
+    options = {"seed": 3, "progress": False, "accelerator": "cpu"}
+    posterior = fb.calibrate(network, data, candidates=["refit"], folds=0, **options)
+    expected = fb.LastLayerRefit().fit(network, data, **options)
+    for name, value in expected.model.state_dict().items():
+        torch.testing.assert_close(posterior.model.state_dict()[name], value)
+
+
 def test_noise_is_followed_by_a_scaling(tmp_path):
     network, inputs = make_network(), make_inputs(80)
     data = inputs, labels_of(network, inputs)

@@ -7,10 +7,12 @@ import torch
 from torch import Tensor, nn
 
 import flowbnn as fb
+from flowbnn.calibrate import CANDIDATES
 from flowbnn.errors import FlowBNNError, FlowBNNWarning
 from flowbnn.posterior import PointPosterior
 
 QUIET = {"progress": False, "accelerator": "cpu"}
+AUTOMATIC = set(CANDIDATES) - {"noise+matrix"}  # names that "auto" compares
 
 
 def make_network() -> nn.Module:
@@ -49,6 +51,7 @@ def test_one_class_returns_the_plain_network():
     data = inputs, torch.ones(60, dtype=torch.long)
     posterior, kinds = calibrate(network, data)
     assert kinds == ["classes"]
+    assert set(posterior.calibration.excluded) == AUTOMATIC - {"plain"}
     assert_unchanged(posterior, network, inputs)
     posterior, kinds = calibrate(network, data, candidates=["temperature"], folds=0)
     assert kinds == ["classes"]  # without a comparison the candidate is fitted as requested
@@ -89,6 +92,7 @@ def test_fewer_examples_than_classes_determine_a_temperature_only():
     posterior, kinds = calibrate(network, (inputs, labels))
     assert kinds == ["examples"]
     assert list(posterior.calibration.nll) == ["plain", "temperature"]
+    assert set(posterior.calibration.excluded) == AUTOMATIC - {"plain", "temperature"}
 
 
 def test_a_fold_with_one_class_is_named():
@@ -145,7 +149,8 @@ def test_a_network_without_layers_for_noise_is_calibrated_otherwise():
     torch.manual_seed(0)
     posterior, kinds = calibrate(Backbone(uses_head=False), make_data(80))
     assert "excluded" in kinds
-    assert "noise" in posterior.calibration.excluded
+    assert {"noise", "noise+temperature"} <= set(posterior.calibration.excluded)
+    assert {*posterior.calibration.nll, *posterior.calibration.excluded} == AUTOMATIC
     assert "temperature" in posterior.calibration.nll
     with pytest.raises(FlowBNNError) as caught:
         calibrate(Backbone(uses_head=False), make_data(80), candidates=["noise"], folds=0)

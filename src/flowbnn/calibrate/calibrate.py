@@ -6,7 +6,7 @@ data.
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import torch
 from torch import nn
@@ -30,6 +30,7 @@ from flowbnn.convert import Rule
 from flowbnn.errors import FlowBNNError, warn
 from flowbnn.likelihoods import Bernoulli, Categorical, Likelihood
 from flowbnn.methods.calibrators.folds import split_folds
+from flowbnn.methods.calibrators.last_layer import LastLayerRefit
 from flowbnn.methods.variational.base import FlowName
 from flowbnn.metrics import calibration_error
 from flowbnn.noise import Recipe
@@ -39,7 +40,7 @@ from flowbnn.posterior.base import Posterior
 from flowbnn.posterior.calibration import Calibration
 from flowbnn.training.progress import History, terminal
 
-CandidateName = Literal[
+CandidateName = Literal[  # the simplest first
     "plain",
     "temperature",
     "vector",
@@ -50,17 +51,7 @@ CandidateName = Literal[
     "noise+matrix",
     "mixture",
 ]
-CANDIDATES: tuple[CandidateName, ...] = (  # the simplest first
-    "plain",
-    "temperature",
-    "vector",
-    "matrix",
-    "refit",
-    "noise",
-    "noise+temperature",
-    "noise+matrix",
-    "mixture",
-)
+CANDIDATES: tuple[CandidateName, ...] = get_args(CandidateName)
 CLASS_CANDIDATES = ("vector", "matrix", "noise+temperature", "noise+matrix", "mixture")  # need classes
 
 
@@ -86,9 +77,9 @@ def calibrate(
 
     The candidates are the network as it is (``"plain"``), :class:`~flowbnn.Temperature`, structured :class:`~flowbnn.VectorScaling`
     and :class:`~flowbnn.MatrixScaling`, a refit of the last layer (:class:`~flowbnn.LastLayerRefit`), noise in all layers, noise
-    followed by a scaling, and a ``"mixture"`` of all of them with stacked weights. The candidate with the lowest negative
-    log-likelihood (NLL) is returned, or the plain network if its NLL is within one standard error of the lowest. The weights of the
-    caller's network never change.
+    followed by a scaling, and a ``"mixture"`` of all but the plain network with stacked weights. Members of the mixture with a weight
+    below 0.02 are dropped. The candidate with the lowest negative log-likelihood (NLL) is returned, or the plain network
+    if its NLL is within one standard error of the lowest. The caller's network is not modified.
 
     The noise has a Gaussian posterior over all layers. It is fitted to the ELBO by natural gradients
     (:mod:`flowbnn.methods.variational.natural_gradient`), which takes ten to thirty passes over the held-out data and needs no tuning.
@@ -97,14 +88,15 @@ def calibrate(
         network: Trained network. It is copied.
         held_out: Batches of ``(inputs, targets)``, or one pair, that the weights were not trained on. Every pass must give the same
             examples, in any order.
-        candidates: Names of the candidates. ``"auto"`` compares all that the likelihood and the network allow. Without folds it is
-            the noise.
+        candidates: Names of the candidates. ``"auto"`` compares all that the likelihood and the network allow, except
+            ``"noise+matrix"``, which is slow. Without folds it is the noise.
         structure: Structure of the covariance of the noise: ``"full"``, a ``"chain"`` of layers (each linear in the previous one),
             independent ``"layers"``, or ``"factorized"``. ``"auto"`` is factorized if there are fewer examples than dimensions, else
             full up to 6,000 dimensions, then a chain, then factorized.
         prior: Prior of the noise. ``"fixed"`` is :math:`\mathcal N(1, \mathrm{scale}^2)`. ``"fitted"`` has a mean and a standard
-            deviation for every layer that maximize the ELBO, which helps with few examples. ``"auto"`` takes the better one. It is
-            chosen for each fold on the other folds. Without folds it is fixed if there are more examples than dimensions.
+            deviation for every layer that maximize the ELBO, which helps with few examples. ``"auto"`` compares both on
+            the first half of the folds, on two at least. The prior for a fold is the better one on those of them that are other folds.
+            Without folds it is fixed if there are more examples than dimensions, else fitted.
         prior_scale: Standard deviation :math:`\mathrm{scale}` of the fixed prior. The default is 0.5.
         rules: Noise of each layer, with its prior, as in :func:`~flowbnn.to_stochastic`. By default all layers get noise with the same
             prior.
@@ -149,9 +141,11 @@ def calibrate(
     def make_problem() -> CalibrationProblem:
         return CalibrationProblem(data, rules, flow, prior_scale or 0.5, structure, seed)
 
-    search = _Search(data, Folds(data, groups), make_problem, prior, samples, progress, candidates == "auto")
+    tolerant = candidates == "auto"
+    search = _Search(data, Folds(data, groups), make_problem, prior, samples, seed, progress, tolerant)
     if limits is not None and wants_folds:
-        names = [name for name in names if name in limits.candidates] or ["plain"]
+        search.excluded = {name: limits.message for name in names if name not in limits.candidates}
+        names = [name for name in names if name in limits.candidates]
     posterior = search.compare(names) if folds else search.fit_without_folds(names)
     posterior.calibration = search.report
     report = search.report
@@ -181,7 +175,7 @@ def _candidate_names(candidates: Sequence[str] | str, folds: bool, data: HeldOut
         return [name for name in CANDIDATES if name not in unused] if folds else ["noise"]
     unsuitable = [name for name in candidates if name in CLASS_CANDIDATES and not has_classes]
     if unsuitable:
-        text = f"candidate '{unsuitable[0]}' needs classes, got the likelihood {data.likelihood!r}"
+        text = f"candidate '{unsuitable[0]}' needs classes, got the likelihood {data.likelihood!r}; remove it from candidates"
         raise FlowBNNError(text, kind="likelihood", argument="candidates")
     if not folds and len(candidates) != 1:
         text = f"{len(candidates)} candidates need folds; set folds, or one candidate"
@@ -199,6 +193,7 @@ class _Search:
         make_problem: Function that adds noise to the network.
         prior: Prior of the noise, or ``"auto"``.
         samples: Number of samples of the predictions.
+        seed: Seed of the folds of a refit.
         progress: If True, shows progress bars.
         tolerant: If True, a candidate that does not support the network is excluded. Otherwise its error is raised.
     """
@@ -208,6 +203,7 @@ class _Search:
     make_problem: Callable[[], CalibrationProblem]
     prior: str
     samples: int
+    seed: int
     progress: bool
     tolerant: bool
     predictions: dict[str, Predictions] = field(default_factory=dict)
@@ -250,7 +246,8 @@ class _Search:
                 prior = "fitted"
             posterior = self._fit_noise("fitted" if prior == "fitted" else "fixed")
         elif name == "refit":
-            posterior = predict_refit(Folds(self.data, split_folds(self.data.targets, 2, 0))).finish()
+            point, batches = self.data.point_posterior(everything), self.data.batches(everything)
+            posterior = LastLayerRefit().calibrate(point, batches, seed=self.seed, progress=False)
         elif name in ("temperature", "vector", "matrix"):
             outputs = self.data.outputs.double()[None]
             point = self.data.point_posterior(everything)
@@ -275,12 +272,13 @@ class _Search:
                 if inner is None and "noise" not in self.excluded:
                     inner = self._predict_noise()
                 if inner is None:
+                    self.excluded[name] = "noise is not compared"
                     return
                 result = predict_scaled(self.folds, name.removeprefix("noise+"), inner)
             elif name == "mixture":
                 members = {key: value for key, value in self.predictions.items() if key != "plain"}
                 if len(members) < 2:
-                    self.excluded[name] = "it needs two other candidates"
+                    self.excluded[name] = "it needs at least two fitted candidates besides plain"
                     return
                 result = predict_mixture(self.folds, members)
             else:
@@ -290,7 +288,7 @@ class _Search:
             return
         if not bool(result.nll.isfinite().all()):
             count = int((~result.nll.isfinite()).sum())
-            text = f"likelihood not finite for {count} of {len(result.nll)} examples"
+            text = f"likelihood not finite for {count} of {len(result.nll)} examples; check the outputs of the network"
             self._exclude(name, FlowBNNError(text, kind="not finite", argument="network"))
             return
         self.predictions[name] = result

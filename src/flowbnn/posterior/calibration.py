@@ -31,7 +31,7 @@ class Calibration:
         nll: Mean negative log-likelihood (NLL) of each candidate, pooled over folds. Empty without folds.
         ece: Expected calibration error of the same predictions. Empty for a regression.
         difference: NLL of each candidate minus that of the plain network, and its standard error.
-        excluded: Reason for each candidate that was not compared.
+        excluded: Reason for each candidate that was requested, by name or by ``"auto"``, and not compared.
         folds: Number of folds.
         examples: Number of held-out examples.
         temperature: Temperature for all held-out data.
