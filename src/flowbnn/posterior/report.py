@@ -54,9 +54,12 @@ class Gain(NamedTuple):
 class FitReport:
     """Report of ``fb.fit``. Each entry that points to a problem has also been raised as a warning.
 
+    All entries but ``held_out`` describe the posterior that is returned. If ``accepted`` is False, ``held_out`` describes the rejected
+    fit.
+
     Args:
         elbo: ELBO per example of the initial network and of the posterior, on ten batches and with the same draws. None if the ELBO of
-            the initial network is not finite.
+            the initial network is not finite, or if ``accepted`` is False.
         held_out: Log-likelihood per held-out example before and after the fit. None without validation data.
         memorization: Log-likelihood per training example minus that per held-out example, for the initial network. A large value
             shows that its weights have memorized the training data. None without validation data.

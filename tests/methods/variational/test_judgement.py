@@ -1,5 +1,7 @@
 """Judgement of a fit on held-out data: what is returned is never worse than the given network."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from problems import QUIET, of_kind
@@ -14,6 +16,7 @@ from flowbnn.methods.variational import noise_fit
 from flowbnn.methods.variational.initial_state import InitialState
 from flowbnn.methods.variational.judgement import HeldOutComparison, rehearse
 from flowbnn.methods.variational.noise_fit import NoiseFitOptions
+from flowbnn.methods.variational.report import example_elbos, spread_batches
 from flowbnn.models import MLP
 from flowbnn.noise import Dropout, NormalAffine, NormalFlow, NormalPlanar
 from flowbnn.posterior.report import Gain
@@ -52,6 +55,9 @@ def test_the_given_network_is_returned_if_the_fit_is_worse(name, tmp_path):
     assert warning[0].fields["after"] < warning[0].fields["before"]
     assert not posterior.report.accepted
     assert not posterior.report.collapsed
+    assert posterior.report.elbo is None
+    assert posterior.report.elbo_drop == 0
+    assert not of_kind(caught, "elbo")
     assert nll(posterior, held_out) == pytest.approx(nll(plain, held_out), abs=2e-3)
     for before, after in zip(weights_of(model), weights_of(posterior.model), strict=True):
         assert torch.equal(before, after)
@@ -66,6 +72,7 @@ def test_a_regression_returns_to_the_noise_scale_of_the_given_network():
     model = fb.to_stochastic(network, {"*": NormalAffine()})
     posterior = fb.fit(model, loader, validation=curve(300, 3), **HARMFUL, **QUIET)
     assert not posterior.report.accepted
+    assert posterior.report.noise_scale.noise == pytest.approx(posterior.likelihood.log_scale.exp().item())
     assert nll(posterior, curve(300, 4)) == pytest.approx(nll(plain, curve(300, 4)), abs=0.02)
 
 
@@ -106,6 +113,9 @@ def test_a_worse_fit_is_repeated_with_early_stopping(repeated_gain, monkeypatch)
     if repeated_gain > 0:
         values = posterior.history["validation_nll"]
         assert posterior.history.best_epoch == values.index(min(values))
+        objective = fb.ELBO(posterior.likelihood, loader.num_data)
+        elbos = example_elbos(posterior.model, objective, spread_batches(loader, 0))
+        assert posterior.report.elbo.after == pytest.approx(float(elbos.mean()), abs=1e-5)
 
 
 def test_a_rehearsal_uses_networks_that_have_not_seen_the_rows():
@@ -162,6 +172,9 @@ def test_the_rehearsal_decides_if_the_weights_may_have_seen_the_held_out_rows(ga
     assert posterior.report.held_out == Gain(-0.5, -0.5 + gain, 0.01)
     if gain > 0:
         expected = fb.fit(model, loader, **HARMFUL, validation=None, **QUIET)
+        compared = {"held_out": None, "memorization": None}
+        assert replace(posterior.report, **compared) == replace(expected.report, **compared)
+        assert posterior.history.records == expected.history.records
         for a, b in zip(posterior.model.parameters(), expected.model.parameters(), strict=True):
             assert torch.equal(a, b)
 

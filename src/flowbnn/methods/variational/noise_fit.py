@@ -45,7 +45,7 @@ from flowbnn.noise.base import layers_with_noise
 from flowbnn.objectives import ELBO, warm_up
 from flowbnn.options import Count, NonNegative, UnitInterval, options
 from flowbnn.posterior.noise import NoisePosterior
-from flowbnn.posterior.report import Gain
+from flowbnn.posterior.report import FitReport, Gain
 from flowbnn.regression import (
     NoiseScale,
     check_noise_scale,
@@ -95,29 +95,18 @@ def fit_noise(
     if judges or options.epochs is None:
         training, run_options = hold_out(loader, options)
     run = run_fit(model, training, run_options, initial, stops_early=not judges)
-    posterior, comparison, report = run.fit.posterior, None, None
-    if judges or options.report:
-        comparison = compare_held_out(run.fit)
-    if options.report:
-        report = make_report(run.fit, run.plan.plateau, run.idle_layers, run.noise_scale)
-    if comparison is not None:
-        gain, accepted = comparison.gain, True
+    comparison = compare_held_out(run.fit) if judges or options.report else None
+    decision = FitDecision(run, None if comparison is None else comparison.gain)
+    if judges and comparison is not None and all(map(can_narrow, joint_noises(model))):
         few_data = isinstance(options.validation, float) and len(comparison.before) < JUDGED_ROWS
-        doubtful = gain.after < gain.before or (few_data and not gain.is_significant)
-        if judges and doubtful and all(map(can_narrow, joint_noises(model))):
-            posterior, gain, accepted = settle(run, comparison, (loader, training), (options, run_options))
-        if accepted:
-            warn_memorized(comparison)
-            warn_if_worse(gain, "gain")
-        if report is not None:
-            report = replace(
-                report,
-                held_out=gain,
-                memorization=comparison.memorization,
-                collapsed=report.collapsed if accepted else {},
-                accepted=accepted,
-            )
-    posterior.report = report
+        gain = comparison.gain
+        if gain.after < gain.before or (few_data and not gain.is_significant):
+            decision = settle(run, comparison, (loader, training), (options, run_options))
+    posterior = decision.run.fit.posterior
+    if comparison is not None and decision.gain is not None and decision.accepted:
+        warn_memorized(comparison)
+        warn_if_worse(decision.gain, "gain")
+    posterior.report = report_decision(decision, comparison) if options.report else None
     print_report(posterior, options)
     return posterior
 
@@ -136,6 +125,20 @@ class NoiseRun(NamedTuple):
     plan: TrainingPlan
     idle_layers: Sequence[str]
     noise_scale: NoiseScale | None
+
+
+class FitDecision(NamedTuple):
+    """Fit that is returned, after the comparison on held-out data.
+
+    Args:
+        run: Fit whose posterior is returned.
+        gain: Held-out log-likelihood before and after the fit, or None without held-out data.
+        accepted: False if the posterior is the given network.
+    """
+
+    run: NoiseRun
+    gain: Gain | None
+    accepted: bool = True
 
 
 def run_fit(
@@ -196,7 +199,7 @@ def settle(
     comparison: HeldOutComparison,
     loaders: tuple[Iterable[Any], Iterable[Any]],
     options: tuple[NoiseFitOptions, NoiseFitOptions],
-) -> tuple[NoisePosterior, Gain, bool]:
+) -> FitDecision:
     """Decides on a fit that is not clearly better than the given network on held-out data.
 
     If the given network may have been trained on the held-out data, the fit is rehearsed. If noise is better there, it is fitted to all
@@ -210,7 +213,7 @@ def settle(
         options: Options of the fit on all data, and of the fit on the training data.
 
     Returns:
-        The posterior, its gain over the given network, and False if it is the given network.
+        The fit that is returned, with its gain over the given network.
     """
     posterior, initial, rehearsal = run.fit.posterior, run.fit.initial, None
     model, gain = posterior.model, comparison.gain
@@ -223,23 +226,24 @@ def settle(
     if rehearsal is not None and rehearsal.after > rehearsal.before:
         initial.restore(model)
         stage = options[0].for_stage("all-data", options[0].description, validation=None)
-        return run_fit(model, loaders[0], stage, initial).fit.posterior, rehearsal, True
+        return FitDecision(run_fit(model, loaders[0], stage, initial), rehearsal)
     if rehearsal is None and gain.after >= gain.before:
-        return posterior, gain, True
+        return FitDecision(run, gain)
     if rehearsal is None and options[0].early_stop is None:
         initial.restore(model)
         rule = EarlyStop(patience=options[0].epochs or 10)
         stage = options[1].for_stage("early-stop", options[0].description, early_stop=rule)
-        repeated = run_fit(model, loaders[1], stage, initial).fit
-        stopped = compare_held_out(repeated)
+        repeated = run_fit(model, loaders[1], stage, initial)
+        stopped = compare_held_out(repeated.fit)
         if stopped is not None and stopped.gain.after > stopped.gain.before:
-            return repeated.posterior, stopped.gain, True
+            return FitDecision(repeated, stopped.gain)
     gain = rehearsal or gain
     initial.restore_without_noise(model)
     with preserve_rng_state(loaders[0], 0):
         fit_residual_scale(model, posterior.likelihood, loaders[0])
     warn_rejected(gain)
-    return posterior, gain, False
+    noise_scale = check_noise_scale(posterior, loaders[0], options[0].seed)
+    return FitDecision(run._replace(noise_scale=noise_scale), gain, accepted=False)
 
 
 # -------------------- checks
@@ -340,6 +344,22 @@ def finish_noise_scale(
         return None, check_noise_scale(posterior, loader, seed)
     log_scale = likelihood.log_scale.detach().clone()
     return log_scale, fit_noise_scale(posterior, loader, seed)
+
+
+def report_decision(decision: FitDecision, comparison: HeldOutComparison | None) -> FitReport:
+    """Returns the report of the fit that is returned. The ELBO and the layers of a rejected fit are left out.
+
+    Args:
+        decision: Fit that is returned.
+        comparison: Log-likelihoods of held-out data, or None without held-out data.
+    """
+    run = decision.run
+    if decision.accepted:
+        report = make_report(run.fit, run.plan.plateau, run.idle_layers, run.noise_scale)
+    else:
+        report = FitReport(noise_scale=run.noise_scale, accepted=False)
+    memorization = None if comparison is None else comparison.memorization
+    return replace(report, held_out=decision.gain, memorization=memorization)
 
 
 def print_report(posterior: NoisePosterior, options: NoiseFitOptions) -> None:
