@@ -69,4 +69,4 @@ def fit(
     NoisePosterior(Linear, 1 layer with noise, Categorical(), 2 epochs)
     """
     model = unwrap_compiled(network) if inplace else copy_network(network)
-    return fit_noise(model, loader, NoiseFitOptions(**options), judges=True)
+    return fit_noise(model, loader, NoiseFitOptions(**options), verify=True)

@@ -67,7 +67,7 @@ class FitOptions(TrainingOptions):
         num_data: Number of training examples. By default, it is taken from the loader.
         validation: Loader of held-out data, a fraction of the data to hold out, or None. The negative log-likelihood (NLL) of held-out
             data and the accuracy or error are recorded at every epoch. Methods hold out a fraction only to find their number of epochs
-            (``epochs=None``). :func:`~flowbnn.fit` always does, to judge its result.
+            (``epochs=None``). :func:`~flowbnn.fit` always does, to verify its result.
     """
 
     likelihood: LikelihoodName = "auto"

@@ -1,4 +1,4 @@
-"""Judgement of a fit on held-out data: what is returned is never worse than the given network."""
+"""Comparison of a fit with its initial network on held-out data. The result is never worse than the given network."""
 
 from dataclasses import replace
 
@@ -14,7 +14,7 @@ from flowbnn.data import TensorLoader
 from flowbnn.errors import FlowBNNWarning
 from flowbnn.methods.variational import noise_fit
 from flowbnn.methods.variational.initial_state import InitialState
-from flowbnn.methods.variational.judgement import HeldOutComparison, rehearse
+from flowbnn.methods.variational.judgement import HeldOutComparison, compare_retrained
 from flowbnn.methods.variational.noise_fit import NoiseFitOptions
 from flowbnn.methods.variational.report import example_elbos, spread_batches
 from flowbnn.models import MLP
@@ -118,7 +118,7 @@ def test_a_worse_fit_is_repeated_with_early_stopping(repeated_gain, monkeypatch)
         assert posterior.report.elbo.after == pytest.approx(float(elbos.mean()), abs=1e-5)
 
 
-def test_a_rehearsal_uses_networks_that_have_not_seen_the_rows():
+def test_retrained_networks_have_not_seen_the_rows():
     torch.manual_seed(0)
     inputs, labels = torch.randn(60, 5), torch.randint(2, (60,))  # nothing to learn
     loader = TensorLoader(inputs, labels, batch_size=20, shuffle=True)
@@ -133,7 +133,7 @@ def test_a_rehearsal_uses_networks_that_have_not_seen_the_rows():
         return fb.posterior.NoisePosterior(network, fb.likelihoods.Categorical())
 
     options = NoiseFitOptions(validation=0.1, seed=0, **QUIET)
-    gain = rehearse(model, InitialState.of(model), loader, options, fit)
+    gain = compare_retrained(model, InitialState.of(model), loader, options, fit)
     assert 1 <= len(fits) <= 5  # blocks of six rows, until the decision is clear
     assert all(training.num_data == 54 for _, training in fits)
     assert nll(plain, (inputs, labels)) < 0.4  # memorized
@@ -147,7 +147,7 @@ def test_a_rehearsal_uses_networks_that_have_not_seen_the_rows():
         assert torch.equal(before, after)
 
 
-def test_no_rehearsal_of_weights_that_cannot_be_reset():
+def test_weights_that_cannot_be_reset_are_not_retrained():
     class Fixed(nn.Module):
         def __init__(self):
             super().__init__()
@@ -158,14 +158,14 @@ def test_no_rehearsal_of_weights_that_cannot_be_reset():
 
     model = fb.to_stochastic(Fixed(), {"*": NormalAffine()})
     options = NoiseFitOptions(validation=0.1, seed=0, **QUIET)
-    assert rehearse(model, InitialState.of(model), [rings(60, 1)], options, pytest.fail) is None
+    assert compare_retrained(model, InitialState.of(model), [rings(60, 1)], options, pytest.fail) is None
 
 
 @pytest.mark.filterwarnings("ignore::flowbnn.errors.FlowBNNWarning")
 @pytest.mark.parametrize("gain", [-0.1, 0.1])
-def test_the_rehearsal_decides_if_the_weights_may_have_seen_the_held_out_rows(gain, monkeypatch):
+def test_retrained_networks_decide_if_the_weights_may_have_seen_the_held_out_rows(gain, monkeypatch):
     network, loader, _ = trained(rings, 2)
-    monkeypatch.setattr(noise_fit, "rehearse", lambda *_: Gain(-0.5, -0.5 + gain, 0.01))
+    monkeypatch.setattr(noise_fit, "compare_retrained", lambda *_: Gain(-0.5, -0.5 + gain, 0.01))
     model = fb.to_stochastic(network, {"*": NormalAffine()})
     posterior = fb.fit(model, loader, **HARMFUL, **QUIET)
     assert posterior.report.accepted == (gain > 0)
@@ -180,7 +180,7 @@ def test_the_rehearsal_decides_if_the_weights_may_have_seen_the_held_out_rows(ga
 
 
 @pytest.mark.filterwarnings("ignore::flowbnn.errors.FlowBNNWarning")
-def test_a_resumed_fit_makes_the_same_judgement(tmp_path):
+def test_a_resumed_fit_makes_the_same_decision(tmp_path):
     torch.manual_seed(0)
     network, data = MLP(2, (8,), 2), rings(96, 1)
 
@@ -209,7 +209,7 @@ def test_a_resumed_fit_makes_the_same_judgement(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore::flowbnn.errors.FlowBNNWarning")
-def test_what_cannot_be_judged():
+def test_fits_that_cannot_be_verified():
     network, loader, _ = trained(rings, 2)
 
     class Stream:

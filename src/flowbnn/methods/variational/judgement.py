@@ -1,8 +1,9 @@
-r"""Judgement of a fit on held-out data: the fitted noise is returned only if it predicts them better than the given network.
+r"""Comparison of a fit with its initial network on held-out data.
 
-The weights of the given network may have been trained on the held-out rows, too. They have then memorized them, and no noise looks
-better there. In this case the fit is rehearsed: networks of the same architecture are trained afresh without some rows, until they fit
-the other rows as well as the given network does. Noise is fitted to each, and both are compared on the rows that were left out.
+The fitted noise is returned only if it predicts them better than the given network. The weights of the given network may have been
+trained on the held-out rows, too. They have then memorized them, and no noise looks better there. In this case, networks of the same
+architecture are retrained without some rows, until they fit the other rows as well as the given network does. Noise is fitted to each,
+and both are compared on the rows that were left out.
 """
 
 import math
@@ -41,7 +42,7 @@ from flowbnn.training.options import length_of
 from flowbnn.training.randomness import preserve_rng_state, temporary_seed
 
 FitFunction = Callable[[nn.Module, Iterable[Any], Any], NoisePosterior]
-JUDGED_ROWS = 200  # rows on which a rehearsal compares: a gain of 0.1 nats is then usually significant
+COMPARISON_ROWS = 200  # held-out rows, on which a gain of 0.1 nats is usually significant
 
 
 @dataclass(frozen=True)
@@ -111,13 +112,13 @@ def is_memorized(training: Tensor, held_out: Tensor) -> bool:
     return exceeds and bool(first.mean() > second.mean() + 3 * error)
 
 
-# -------------------- rehearsal
+# -------------------- retrained networks
 
 
-def rehearse(
+def compare_retrained(
     network: nn.Module, initial: InitialState, loader: Iterable[Any], options: Any, fit: FitFunction
 ) -> Gain | None:
-    """Compares networks that are trained afresh with and without noise, on rows that they have not seen.
+    """Compares retrained networks with and without noise, on rows that they have not seen.
 
     Each of up to five networks leaves out another block of the data. All generators are restored.
 
@@ -129,49 +130,50 @@ def rehearse(
         fit: Function that fits the noise of a network, and its trainable weights, in place.
 
     Returns:
-        Log-likelihood per left-out example without and with noise. None if there is nothing to rehearse: the weights cannot be
-        initialized again, or the given network does not predict these rows better than networks that have not seen them.
+        Log-likelihood per left-out example without and with noise. None if retrained networks cannot decide. Either the weights
+        cannot be initialized again, or the given network does not predict these rows better than networks that have not seen them.
     """
-    given = deepcopy(network)
-    initial.restore(given)
+    initial_network = deepcopy(network)
+    initial.restore(initial_network)
     quiet = replace(options, validation=None, report=False, early_stop=None, progress=False)
     quiet = replace(quiet, checkpoint=None, checkpoint_every=None, resume=False, tensorboard=None)
     count = count_examples(split_loader(loader, options.validation)[1])
-    num_folds = max(1, min(5, math.ceil(JUDGED_ROWS / count), count_examples(loader) // count))
+    num_folds = max(1, min(5, math.ceil(COMPARISON_ROWS / count), count_examples(loader) // count))
     results: list[tuple[Tensor, Tensor, Tensor]] = []
     with warnings.catch_warnings(), preserve_rng_state(loader, 0):
-        warnings.simplefilter(
-            "ignore", FlowBNNWarning
-        )  # they would describe networks that the user never sees
+        # warnings would describe networks that the user never sees
+        warnings.simplefilter("ignore", FlowBNNWarning)
         for fold in range(num_folds):
             training, held_out = split_loader(loader, options.validation, fold=fold)
             try:
-                result = _rehearse_once(given, training, held_out, replace(quiet, seed=fold), fit)
+                result = _compare_fold(initial_network, training, held_out, replace(quiet, seed=fold), fit)
             except FlowBNNError:  # for example, a loss that is not finite
                 return None
             if result is None:
                 return None
             results.append(result)
-            seen, before, after = (torch.cat(values) for values in zip(*results, strict=True))
-            gain = Gain.of(before, after, "held-out log-likelihood (trained afresh)")
-            if (
-                abs(gain.after - gain.before) > 3 * gain.standard_error
-            ):  # further folds would not change the decision
-                break
-    return gain if seen.mean() > before.mean() else None
+            initial_values, before, after = (torch.cat(values) for values in zip(*results, strict=True))
+            gain = Gain.of(before, after, "held-out log-likelihood (retrained networks)")
+            if abs(gain.after - gain.before) > 3 * gain.standard_error:
+                break  # further folds would not change the decision
+    return gain if initial_values.mean() > before.mean() else None
 
 
-def _rehearse_once(
-    given: nn.Module, training: Iterable[Any], held_out: Iterable[Any], options: Any, fit: FitFunction
+def _compare_fold(
+    initial_network: nn.Module,
+    training: Iterable[Any],
+    held_out: Iterable[Any],
+    options: Any,
+    fit: FitFunction,
 ) -> tuple[Tensor, Tensor, Tensor] | None:
     """Returns the log-likelihoods of held-out rows under the given network, a network trained without them, and its noise."""
-    network = deepcopy(given)
-    likelihood = prepare(given, training, options, False).likelihood
-    with noise_mode(given, "off"):
-        fit_residual_scale(given, likelihood, training)
-        point = PointPosterior(given.eval(), likelihood)
+    network = deepcopy(initial_network)
+    likelihood = prepare(initial_network, training, options, False).likelihood
+    with noise_mode(initial_network, "off"):
+        fit_residual_scale(initial_network, likelihood, training)
+        point = PointPosterior(initial_network.eval(), likelihood)
         target = float(log_likelihoods(point, training, 1).mean())
-        seen = log_likelihoods(point, held_out, 1)
+        initial_values = log_likelihoods(point, held_out, 1)
     weights = weight_parameters(network)
     flags = [(parameter, parameter.requires_grad) for parameter in network.parameters()]
     trainable = [weight for weight in weights if weight.requires_grad] or weights
@@ -186,7 +188,7 @@ def _rehearse_once(
     for parameter, flag in flags:
         parameter.requires_grad_(flag)
     after = log_likelihoods(fit(network, training, options), held_out)
-    return seen, before, after
+    return initial_values, before, after
 
 
 def _train_to(

@@ -32,10 +32,10 @@ from flowbnn.methods.fitting import (
 from flowbnn.methods.schedule import PlateauSchedule, SchedulerFactory, TrainingPlan, default_noise_lr
 from flowbnn.methods.variational.initial_state import FinishedFit, InitialState, can_narrow, joint_noises
 from flowbnn.methods.variational.judgement import (
-    JUDGED_ROWS,
+    COMPARISON_ROWS,
     HeldOutComparison,
     compare_held_out,
-    rehearse,
+    compare_retrained,
     warn_memorized,
     warn_rejected,
 )
@@ -79,7 +79,7 @@ class NoiseFitOptions(FitOptions):
 
 
 def fit_noise(
-    model: nn.Module, loader: Iterable[Any], options: NoiseFitOptions, judges: bool = False
+    model: nn.Module, loader: Iterable[Any], options: NoiseFitOptions, verify: bool = False
 ) -> NoisePosterior:
     """Fits the noise and the weights of a stochastic network in place.
 
@@ -87,32 +87,32 @@ def fit_noise(
         model: Network with noise.
         loader: Batches of ``(inputs, targets)``.
         options: Options of the fit.
-        judges: If True, restores the initial network if the fit does not predict held-out data better.
+        verify: If True, restores the initial network if the fit does not predict held-out data better.
     """
     check_trainable(model, options)
     initial = InitialState.of(model)
     training, run_options = loader, replace(options, validation=options.held_out)
-    if judges or options.epochs is None:
+    if verify or options.epochs is None:
         training, run_options = hold_out(loader, options)
-    run = run_fit(model, training, run_options, initial, stops_early=not judges)
-    comparison = compare_held_out(run.fit) if judges or options.report else None
+    run = run_fit(model, training, run_options, initial, stops_early=not verify)
+    comparison = compare_held_out(run.fit) if verify or options.report else None
     decision = FitDecision(run, None if comparison is None else comparison.gain)
-    if judges and comparison is not None and all(map(can_narrow, joint_noises(model))):
-        few_data = isinstance(options.validation, float) and len(comparison.before) < JUDGED_ROWS
+    if verify and comparison is not None and all(map(can_narrow, joint_noises(model))):
+        few_data = isinstance(options.validation, float) and len(comparison.before) < COMPARISON_ROWS
         gain = comparison.gain
         if gain.after < gain.before or (few_data and not gain.is_significant):
-            decision = settle(run, comparison, (loader, training), (options, run_options))
+            decision = accept_or_restore(run, comparison, (loader, training), (options, run_options))
     posterior = decision.run.fit.posterior
     if comparison is not None and decision.gain is not None and decision.accepted:
         warn_memorized(comparison)
-        warn_if_worse(decision.gain, "gain")
+        warn_if_worse(decision.gain, "gain", "use fb.calibrate(network, held_out) or increase gamma")
     posterior.report = report_decision(decision, comparison) if options.report else None
     print_report(posterior, options)
     return posterior
 
 
 class NoiseRun(NamedTuple):
-    """Fit of the noise of a network, before its judgement and its report.
+    """Fit of the noise of a network, before the comparison on held-out data and the report.
 
     Args:
         fit: Finished fit.
@@ -194,7 +194,7 @@ def run_fit(
     return NoiseRun(fit, plan, prepared.idle_layers, noise_scale)
 
 
-def settle(
+def accept_or_restore(
     run: NoiseRun,
     comparison: HeldOutComparison,
     loaders: tuple[Iterable[Any], Iterable[Any]],
@@ -202,9 +202,9 @@ def settle(
 ) -> FitDecision:
     """Decides on a fit that is not clearly better than the given network on held-out data.
 
-    If the given network may have been trained on the held-out data, the fit is rehearsed. If noise is better there, it is fitted to all
-    data, otherwise the given network is restored. Without a rehearsal, a fit that is worse is repeated with early stopping. If it is
-    still worse, the given network is restored.
+    If the given network may have been trained on the held-out data, :func:`compare_retrained` decides. If noise is better there, it is
+    fitted to all data, otherwise the given network is restored. If retrained networks cannot decide, a fit that is worse is repeated
+    with early stopping. If it is still worse, the given network is restored.
 
     Args:
         run: Fit of the noise.
@@ -215,29 +215,29 @@ def settle(
     Returns:
         The fit that is returned, with its gain over the given network.
     """
-    posterior, initial, rehearsal = run.fit.posterior, run.fit.initial, None
+    posterior, initial, retrained_gain = run.fit.posterior, run.fit.initial, None
     model, gain = posterior.model, comparison.gain
     if isinstance(options[0].validation, float) and not comparison.is_memorized:
 
         def fit(network: nn.Module, training: Iterable[Any], settings: Any) -> NoisePosterior:
             return run_fit(network, training, settings, InitialState.of(network)).fit.posterior
 
-        rehearsal = rehearse(model, initial, loaders[0], options[0], fit)
-    if rehearsal is not None and rehearsal.after > rehearsal.before:
+        retrained_gain = compare_retrained(model, initial, loaders[0], options[0], fit)
+    if retrained_gain is not None and retrained_gain.after > retrained_gain.before:
         initial.restore(model)
         stage = options[0].for_stage("all-data", options[0].description, validation=None)
-        return FitDecision(run_fit(model, loaders[0], stage, initial), rehearsal)
-    if rehearsal is None and gain.after >= gain.before:
+        return FitDecision(run_fit(model, loaders[0], stage, initial), retrained_gain)
+    if retrained_gain is None and gain.after >= gain.before:
         return FitDecision(run, gain)
-    if rehearsal is None and options[0].early_stop is None:
+    if retrained_gain is None and options[0].early_stop is None:
         initial.restore(model)
         rule = EarlyStop(patience=options[0].epochs or 10)
         stage = options[1].for_stage("early-stop", options[0].description, early_stop=rule)
         repeated = run_fit(model, loaders[1], stage, initial)
-        stopped = compare_held_out(repeated.fit)
-        if stopped is not None and stopped.gain.after > stopped.gain.before:
-            return FitDecision(repeated, stopped.gain)
-    gain = rehearsal or gain
+        second = compare_held_out(repeated.fit)
+        if second is not None and second.gain.after > second.gain.before:
+            return FitDecision(repeated, second.gain)
+    gain = retrained_gain or gain
     initial.restore_without_noise(model)
     with preserve_rng_state(loaders[0], 0):
         fit_residual_scale(model, posterior.likelihood, loaders[0])

@@ -91,20 +91,20 @@ def compare_elbo(fit: FinishedFit) -> Gain | None:
         after.append(example_elbos(model, fit.objective, fit.batches))
         copy_into(likelihood, {"log_scale": fitted})
     gain = Gain.of(before, max(after, key=Tensor.mean), "ELBO")
-    warn_if_worse(gain, "elbo")
+    warn_if_worse(gain, "elbo", "fit longer (epochs=...), or decrease the learning rates or prior_scale")
     return gain
 
 
-def warn_if_worse(gain: Gain, kind: str) -> None:
+def warn_if_worse(gain: Gain, kind: str, advice: str) -> None:
     """Warns if a fit has made its network worse by more than two standard errors.
 
     Args:
         gain: Values before and after the fit.
         kind: Kind of the warning.
+        advice: Remedy, as the end of the message.
     """
     if gain.is_loss:
-        text = f"the fit has lowered the {gain}; fit longer (epochs=...), or decrease the learning rates or prior_scale"
-        warn(text, kind=kind, before=gain.before, after=gain.after)
+        warn(f"the fit has lowered the {gain}; {advice}", kind=kind, before=gain.before, after=gain.after)
 
 
 def check_convergence(history: History, plateau: PlateauRun) -> tuple[float, float]:
