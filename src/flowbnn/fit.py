@@ -20,11 +20,15 @@ def fit(
 
     .. math:: \max \; E_q[\log p(D \mid z)] - \beta \sum_l \mathrm{KL}[q(z_l) \| p(z_l)] + \gamma \sum_l H(q(z_l))
 
-    The fit is compared with the given network on held-out data. If it is not better, it is repeated with early stopping. If the best
-    epoch is not better either, the given network is returned with noise of almost no width, and a warning is raised.
+    The fit is compared with the given network on held-out data:
 
-    By default, a tenth of the data is held out. The given weights may have been trained on these rows. In this case, networks of the
-    same architecture are trained afresh without them, with and without noise. If noise is better there, it is fitted to all data.
+    1. A tenth of the data is held out, and the noise is fitted to the other 90 %. A result that is clearly better on the held-out rows
+       is returned.
+    2. Otherwise, the given weights may have been trained on these rows. In this case, networks of the same architecture are retrained
+       without them, and compared with and without noise. If noise is better there, it is fitted to all data. Otherwise, the given
+       network is returned.
+    3. If step 2 does not apply or cannot decide, a result that is worse is fitted again with early stopping.
+    4. If it is still worse, the given network is returned with noise of almost no width, and a warning is raised.
 
     Args:
         network: Network with noise, from :func:`~flowbnn.to_stochastic`. It is not changed.
@@ -33,8 +37,8 @@ def fit(
         epochs: Number of passes over the loader. By default, training ends when the ELBO has reached a plateau, see
             :class:`~flowbnn.methods.schedule.PlateauSchedule`.
         weight_lr: Learning rate of the weights. To fit the noise alone, use ``freeze(network, "weights")``.
-        noise_lr: Learning rate of the noise. By default, it is 10 divided by the number of steps, between 0.002 and 0.05. For
-            regression with learned noise it is 0.05.
+        noise_lr: Learning rate of the noise. By default, it is 10 divided by the number of steps if ``epochs`` is set, and otherwise 20
+            divided by the largest number of steps. It is at least 0.002 and at most 0.05. For regression with learned noise it is 0.05.
         weight_decay: Weight decay of the weights.
         beta: Weight of the KL divergence.
         warmup: Fraction of the run over which the weight of the KL divergence grows from 0 to ``beta``.
@@ -46,8 +50,8 @@ def fit(
         schedule: Learning-rate schedule. ``"cosine"`` decays the rates to zero, from the start if ``epochs`` is set and otherwise after
             the plateau. None keeps them constant. A :class:`~flowbnn.methods.schedule.PlateauSchedule` changes the rules for the
             plateau. A function from ``(optimizer, number of steps)`` to a scheduler is stepped at every batch.
-        validation: Fraction of the data that is held out to judge the fit, a loader of held-out data, or None to train on all data
-            without a judgement.
+        validation: Fraction of the data that is held out, or a loader of held-out data. With None, the noise is fitted to all data and
+            always returned.
         validation_samples: Number of networks per prediction on the validation data, whose negative log-likelihood (NLL) is recorded.
         report: If True, computes the report of the fit.
         options: Options of :class:`~flowbnn.methods.FitOptions`, such as ``likelihood``, ``num_data``, ``checkpoint``, ``resume``,
@@ -57,7 +61,7 @@ def fit(
         Posterior of a fitted copy of the network. Its ``history`` has the ELBO, the log-likelihood, the KL divergence and the entropy
         of every epoch in nats. ``kl/name`` and ``entropy/name`` are the values of a single layer. Its ``report`` names collapsed layers
         and compares the ELBO and the held-out log-likelihood before and after the fit. A warning is raised for every problem in the
-        report.
+        report. If the given network is returned, ``history`` is that of the rejected fit.
 
     Raises:
         FlowBNNError: If the network has no noise or nothing to train, or if network, loader and likelihood do not fit together.

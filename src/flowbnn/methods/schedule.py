@@ -216,8 +216,9 @@ def default_noise_lr(total_steps: int, plateau: bool, regression: bool) -> float
     """Returns the learning rate of the noise that lets it converge within a number of steps.
 
     Under Adam a parameter moves by about its learning rate per step. The logarithm of a standard deviation may have to move by 10 over
-    a run. A run that ends at a plateau uses about half of its steps. Precise real-valued targets make the noise far narrower than
-    its start, which needs the largest rate.
+    a run. A run that ends at a plateau uses about half of its steps. The rate is therefore 10, or 20 with a plateau, divided by the
+    number of steps. It is at least 0.002 and at most 0.05. Precise real-valued targets make the noise far narrower than its start,
+    which needs the largest rate.
 
     Args:
         total_steps: Number of steps, or the largest number if ``plateau``.
