@@ -37,3 +37,10 @@ def test_networks_are_those_of_a_prediction():
     mixture, inputs = MixturePosterior(make_members(2), [3, 1]), torch.randn(5, 3)
     logits = torch.stack([network(inputs) for network in mixture.networks(4, seed=0)])
     torch.testing.assert_close(logits.softmax(-1), mixture.predict(inputs, 4, seed=0).samples)
+
+
+def test_mixtures_have_no_energy():
+    """Their outputs are log-probabilities, whose energy is zero up to rounding."""
+    member, inputs = make_members(1)[0], torch.randn(20, 3)
+    assert "energy" in fb.posterior.novelty_scores(member.predict(inputs))
+    assert "energy" not in fb.posterior.novelty_scores(MixturePosterior([member, member]).predict(inputs))

@@ -125,3 +125,9 @@ def test_hasattr_is_false_for_what_needs_samples():
     assert hasattr(summary, "entropy")
     assert not hasattr(summary, "samples")
     assert getattr(summary, "samples", None) is None
+
+
+def test_labels_stay_integers_in_another_precision():
+    summary = summarize(CategoricalPredictive(torch.randn(3, 4, 2))).to(torch.float64)
+    assert summary.labels.dtype == torch.int64
+    assert summary.entropy.dtype == torch.float64

@@ -1,10 +1,13 @@
 """Tests that files are compared with the objects that load them: tensors, layers, optimizer and random state."""
 
+import warnings
+
 import pytest
 import torch
 from checkpoint_runs import halving, make, refusal, run, snapshot
 from torch import nn
 
+import flowbnn as fb
 from flowbnn.errors import FlowBNNError, FlowBNNWarning
 from flowbnn.training import EarlyStop, load_tensors, save_tensors
 from flowbnn.training.compatibility import check_optimizer_state, check_tensors, describe_layers
@@ -122,3 +125,18 @@ def test_descriptions_of_layers_hold_their_settings():
     assert describe_layers(first) != describe_layers(second)
     plain, inplace = (nn.Sequential(nn.ReLU(inplace=value)) for value in (False, True))
     assert describe_layers(plain) == describe_layers(inplace.eval())
+
+
+@pytest.mark.parametrize("method", [fb.MAP(epochs=1), fb.NodeNoise(epochs=1)])
+@pytest.mark.parametrize("added", [True, False])
+def test_added_and_removed_layers_without_weights_are_warned_about(method, added, tmp_path):
+    short = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 2))
+    long = nn.Sequential(*short, nn.Tanh())
+    saved, other = (short, long) if added else (long, short)
+    data = [(torch.randn(20, 2), torch.arange(20) % 2)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        path = method.fit(saved, data, seed=0, progress=False).save(tmp_path / "posterior")
+    with pytest.warns(fb.errors.FlowBNNWarning) as caught:
+        fb.load_posterior(path, other)
+    assert [warning.message.kind for warning in caught] == ["layers"]

@@ -69,7 +69,8 @@ def evaluate(
 def novelty_scores(predictive: Any) -> dict[str, Tensor]:
     """Returns scores ``[B]`` that tend to be larger for novel inputs, by name.
 
-    For classes these are the entropy, the mutual information of several samples, and the energy of logits. For real values they are the
+    For classes these are the entropy, the mutual information of several samples, and the energy of logits. Predictives that are made
+    from probabilities, as those of a mixture of posteriors, have no energy. For real values they are the
     standard deviation, and the epistemic variance of several samples. A posterior with a density gate adds minus the log-density.
 
     Args:
@@ -86,7 +87,11 @@ def novelty_scores(predictive: Any) -> dict[str, Tensor]:
         scores["entropy"] = predictive.entropy
         if several:
             scores["mutual_information"] = predictive.mutual_information
-        scores["energy"] = predictive.energy
+        energy = predictive.energy
+        if bool(
+            (energy.abs() > 1e-5).any()
+        ):  # predictives that are made from probabilities have rounding errors only
+            scores["energy"] = energy
     else:
         names = ("std", "epistemic") if several else ("std",)
         scores |= {name: getattr(predictive, name).reshape(len(predictive), -1).sum(-1) for name in names}

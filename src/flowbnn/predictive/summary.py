@@ -102,7 +102,14 @@ class PredictionSummary:
 
     def to(self, *args: Any, **kwargs: Any) -> "PredictionSummary":
         """Returns the summary on another device, with the arguments of :meth:`torch.Tensor.to`."""
-        return self._map(lambda value: value.to(*args, **kwargs))
+
+        def convert(value: Tensor) -> Tensor:
+            result = value.to(*args, **kwargs)
+            return (
+                result if value.is_floating_point() else result.to(value.dtype)
+            )  # labels and counts stay integers
+
+        return self._map(convert)
 
     def cpu(self) -> "PredictionSummary":
         """Returns the summary on the CPU."""

@@ -185,7 +185,9 @@ def changed_layers(model: nn.Module, stored: Mapping[str, str]) -> dict[str, tup
         stored: Descriptions that :func:`describe_layers` returned.
     """
     current = describe_layers(model)
-    pairs = {name: (stored.get(name, words), words) for name, words in current.items()}
+    pairs = {
+        name: (stored.get(name, "absent"), current.get(name, "absent")) for name in {**stored, **current}
+    }
     return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
 
 
@@ -197,7 +199,7 @@ def warn_changed_layers(model: nn.Module, stored: Mapping[str, str], path: Any) 
         stored: Descriptions that :func:`describe_layers` returned.
         path: File of the weights, for the message.
     """
-    changed = changed_layers(model, stored)
+    changed = changed_layers(model, stored) if stored else {}
     if changed:
         words = _first_few([f"'{name}' was {before} and is {now}" for name, (before, now) in changed.items()])
         text = f"'{path}' was saved from a network with other layers ({words}), so its predictions differ"
