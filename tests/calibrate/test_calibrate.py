@@ -215,7 +215,9 @@ def test_one_example_is_counted_in_the_singular():
             nn.Linear(2, 2), [(torch.ones(1, 2), torch.tensor([0]))], prior="fixed", progress=False
         )
     assert warning_kinds(caught.list) == ["classes"]
-    assert str(posterior.calibration) == "plain, fitted to 1 held-out example without a comparison."
+    *reasons, conclusion = str(posterior.calibration).splitlines()
+    assert conclusion == "plain, fitted to 1 held-out example without a comparison."
+    assert len(reasons) == len(posterior.calibration.excluded)
 
 
 def test_fit_that_does_not_converge_is_warned_about():
