@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 import flowbnn as fb
 from flowbnn.data import TensorLoader
-from flowbnn.methods.temperature import temper
+from flowbnn.methods.calibrators.temperature import temper
 from flowbnn.models import MLP, VGG16, LeNet, SmallConv
 from flowbnn_studies.runner.findings import paired_difference
 

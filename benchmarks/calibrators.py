@@ -1,25 +1,28 @@
 """Compares ``fb.calibrate`` with every post-hoc calibrator, over networks, numbers of held-out examples and seeds.
 
     python benchmarks/calibrators.py --quick --out results            # two small networks, minutes on a CPU
-    FLOWBNN_DATA=data python benchmarks/calibrators.py --device cuda --out results
+    FLOWBNN_DATA=data python benchmarks/calibrators.py --device cuda --jobs 8 --out results
+    FLOWBNN_DATA=data python benchmarks/calibrators.py --jobs 14 --only mlp --out results
 
 A network is trained once for each seed. Each calibrator is then fitted to 100, 300, 1,000 and 5,000 other examples, and tested on the
 same test data. The full plan has LeNet on 1,000 images of Fashion-MNIST, VGG16 and ResNet18 on 45,000 images of CIFAR-10, and MLPs on
-1,000 rows of two UCI tables, whose targets are divided into five classes of equal size. Results are written after every fit, and a run
-with the same ``--out`` continues where another has stopped.
+1,000 rows of two UCI tables, whose targets are divided into five classes of equal size. The small networks of ``--quick`` are included.
+Results are written after every network, and a run with the same ``--out`` continues where another has stopped.
 
 The summary compares ``calibrate`` with the best rival of each cell (that with the lowest mean NLL over seeds), paired by seed, with
 Student's 95 % interval.
 """
 
 import json
+import multiprocessing
 import time
 import warnings
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from common import make_parser
@@ -130,7 +133,7 @@ QUICK = {
     "digits-mlp": Problem(load_digits, lambda: MLP(64, (64,), 10), (100, 300), epochs=60),
     "synthetic-mlp": Problem(load_synthetic, lambda: MLP(10, (32, 32), 5), (100, 300), epochs=60),
 }
-FULL = {
+IMAGES_AND_TABLES = {
     "lenet-fashion": Problem(load_fashion, lambda: LeNet(1), epochs=60),
     "vgg16-cifar10": Problem(load_cifar10, lambda: VGG16(3), epochs=30, lr=0.05, batch=128, augment=True),
     "resnet18-cifar10": Problem(
@@ -139,6 +142,7 @@ FULL = {
     "mlp-protein": Problem(load_uci_classes("protein"), lambda: MLP(9, (50, 50), 5)),
     "mlp-kin8nm": Problem(load_uci_classes("kin8nm"), lambda: MLP(8, (50, 50), 5)),
 }
+PROBLEMS = QUICK | IMAGES_AND_TABLES
 
 
 def train(problem: Problem, data: Pair, seed: int, device: str) -> PointPosterior:
@@ -179,18 +183,40 @@ def fit_calibrators(
     }
 
 
-def run_seed(name: str, problem: Problem, seed: int, device: str, rows: dict[str, Any], save: Any) -> None:
-    """Trains one network, and adds the scores of all calibrators to ``rows``."""
-    sizes = [size for size in problem.sizes if f"{name}/{size}/{seed}" not in rows]
+class Job(NamedTuple):
+    """Training and calibration of one network.
+
+    Args:
+        name: Name of the problem.
+        seed: Seed of data and training.
+        device: Device of the network.
+        threads: Number of threads.
+        finished: Cells with results, which are left out.
+    """
+
+    name: str
+    seed: int
+    device: str
+    threads: int
+    finished: frozenset[str]
+
+
+def run_job(job: Job) -> dict[str, Any]:
+    """Trains one network, and returns the scores of all calibrators by cell."""
+    torch.set_num_threads(job.threads)
+    warnings.simplefilter("ignore")
+    problem, seed, device = PROBLEMS[job.name], job.seed, job.device
+    sizes = [size for size in problem.sizes if f"{job.name}/{size}/{seed}" not in job.finished]
     if not sizes:
-        return
+        return {}
     training, held_out, test = problem.load(seed)
     plain = train(problem, training, seed, device)
     test = (test[0].to(device), test[1].to(device))
+    rows: dict[str, Any] = {}
     for size in sizes:
-        part = held_out[0][:size].to(device), held_out[1][:size].to(device)
-        scores = {}
-        for key, fit in fit_calibrators(plain, part, seed, device).items():
+        examples = held_out[0][:size].to(device), held_out[1][:size].to(device)
+        scores: dict[str, Any] = {}
+        for key, fit in fit_calibrators(plain, examples, seed, device).items():
             start = time.perf_counter()
             posterior = fit()
             seconds = time.perf_counter() - start
@@ -200,8 +226,8 @@ def run_seed(name: str, problem: Problem, seed: int, device: str, rows: dict[str
             if key == "calibrate":
                 assert posterior.calibration is not None
                 scores[key] |= {"choice": posterior.calibration.choice}
-        rows[f"{name}/{size}/{seed}"] = scores
-        save()
+        rows[f"{job.name}/{size}/{seed}"] = scores
+    return rows
 
 
 def summarize(rows: dict[str, Any]) -> list[dict[str, Any]]:
@@ -246,14 +272,12 @@ def summarize(rows: dict[str, Any]) -> list[dict[str, Any]]:
 
 def main() -> None:
     """Runs the benchmark."""
-    parser = make_parser(__doc__, threads=2, seeds=10)
+    parser = make_parser(__doc__, threads=2, seeds=10, jobs=1)
     parser.add_argument("--quick", action="store_true", help="two small networks that need no data files")
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
-    parser.add_argument("--only", default="", help="part of the name of a problem")
+    parser.add_argument("--only", default="", help="words in the names of problems, with commas between them")
     parser.add_argument("--out", type=Path, default=None, help="folder of calibrators.json")
     arguments = parser.parse_args()
-    torch.set_num_threads(arguments.threads)
-    warnings.simplefilter("ignore")
     path = None if arguments.out is None else arguments.out / "calibrators.json"
     rows: dict[str, Any] = {}
     if path is not None and path.is_file():
@@ -265,11 +289,24 @@ def main() -> None:
             document = {"torch": torch.__version__, "device": arguments.device, "rows": rows, "table": table}
             path.write_text(json.dumps(document, indent=1))
 
-    problems = QUICK if arguments.quick else FULL
-    for seed in range(arguments.seeds):
-        for name, problem in problems.items():
-            if arguments.only in name:
-                run_seed(name, problem, seed, arguments.device, rows, save)
+    words = [word.strip() for word in arguments.only.split(",")]
+    names = [name for name in (QUICK if arguments.quick else PROBLEMS) if any(word in name for word in words)]
+    finished, threads = frozenset(rows), 1 if arguments.jobs > 1 else arguments.threads
+    jobs = [
+        Job(name, seed, arguments.device, threads, finished)
+        for seed in range(arguments.seeds)
+        for name in names
+    ]
+    with ExitStack() as stack:
+        results = map(run_job, jobs)
+        if arguments.jobs > 1:
+            pool = stack.enter_context(
+                multiprocessing.get_context("spawn").Pool(arguments.jobs, maxtasksperchild=1)
+            )
+            results = pool.imap_unordered(run_job, jobs)
+        for result in results:
+            rows |= result
+            save()
     save(summarize(rows))
 
 

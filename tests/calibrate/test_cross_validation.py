@@ -85,21 +85,38 @@ def test_stacking_weights_maximize_the_log_likelihood():
     assert float(weights.sum()) == pytest.approx(1.0)
 
 
-def test_mixture_weights_of_a_fold_do_not_depend_on_its_examples():
-    data, groups = range(20), list(torch.arange(20).split(5))
-    nll = torch.rand(2, 20, generator=torch.Generator().manual_seed(1)).double()
+class Labels:
+    """Held-out data of which only the targets matter."""
 
-    def predictions(values):
-        folds = Folds(data, groups)
-        return predict_mixture(folds, {str(i): Predictions(row, None, None) for i, row in enumerate(values)})
+    def __init__(self, targets):
+        self.targets = targets
 
-    changed = nll.clone()
-    changed[:, groups[0][1:]] = 9.0  # other examples of the same fold
-    first = groups[0][0]
-    assert predictions(nll).nll[first] == predictions(changed).nll[first]
-    weights = stacking_weights(-nll[:, torch.cat(groups[1:])].T)
-    expected = -(weights * torch.exp(-nll[:, first])).sum().log()
-    assert float(predictions(nll).nll[first]) == pytest.approx(float(expected))
+    def __len__(self):
+        return len(self.targets)
+
+
+@pytest.mark.parametrize("soft", [False, True])
+def test_mixture_of_a_fold_is_scored_by_weights_of_the_other_folds(soft):
+    generator = torch.Generator().manual_seed(1)
+    probabilities = torch.rand(2, 20, 3, generator=generator).double().softmax(-1)
+    targets = torch.randint(3, (20,), generator=generator)
+    labels = nn.functional.one_hot(targets, 3).double()
+    if soft:
+        labels = 0.9 * labels + 0.1 / 3
+    groups = list(torch.arange(20).split(5))
+    nll = -(labels * probabilities.log()).sum(-1)
+
+    def predict(values):
+        each = {str(k): Predictions(nll[k], values[k], None) for k in range(2)}
+        return predict_mixture(Folds(Labels(labels if soft else targets), groups), each)
+
+    weights = stacking_weights(-nll[:, 5:].T)  # of the folds without the first
+    mixed = torch.einsum("k,knc->nc", weights, probabilities[:, :5])
+    result = predict(probabilities)
+    torch.testing.assert_close(result.probabilities[:5], mixed)
+    torch.testing.assert_close(result.nll[:5], -(labels[:5] * mixed.log()).sum(-1))
+    nll[:, 1:5] = 9.0  # other examples of the first fold do not matter
+    assert torch.equal(predict(probabilities).nll[:1], result.nll[:1])
 
 
 @pytest.mark.parametrize("noise_scale", [None, 0.5])

@@ -8,7 +8,7 @@ import torch
 
 import flowbnn as fb
 from flowbnn.errors import FlowBNNError
-from flowbnn.methods.temperature import TemperedPosterior
+from flowbnn.methods.calibrators.temperature import TemperedPosterior
 
 
 class AugmentedData(torch.utils.data.Dataset):

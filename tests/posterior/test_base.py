@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import flowbnn as fb
-from flowbnn.methods.temperature import TemperedPosterior
+from flowbnn.methods.calibrators.temperature import TemperedPosterior
 from flowbnn.posterior import MemberPosterior, PredictOptions
 from flowbnn.posterior.prediction import Prediction, PredictionCache
 from flowbnn.posterior.trace import trace_forward

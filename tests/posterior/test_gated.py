@@ -9,7 +9,7 @@ from torch import nn
 import flowbnn as fb
 from flowbnn.errors import FlowBNNError
 from flowbnn.likelihoods import Categorical, Flow, Gaussian, Mixture
-from flowbnn.methods.temperature import TemperedPosterior, temper
+from flowbnn.methods.calibrators.temperature import TemperedPosterior, temper
 from flowbnn.posterior import PointPosterior
 
 QUIET = {"progress": False, "seed": 0}

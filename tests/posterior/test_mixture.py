@@ -1,5 +1,6 @@
 """Tests of flowbnn.posterior.mixture."""
 
+import pytest
 import torch
 from torch import nn
 
@@ -44,3 +45,13 @@ def test_mixtures_have_no_energy():
     member, inputs = make_members(1)[0], torch.randn(20, 3)
     assert "energy" in fb.posterior.novelty_scores(member.predict(inputs))
     assert "energy" not in fb.posterior.novelty_scores(MixturePosterior([member, member]).predict(inputs))
+
+
+def test_gated_members_are_refused():
+    """Mixtures average calibrated predictions, and the fallback of a gate is none."""
+    inputs, targets = torch.randn(60, 3), torch.arange(60) % 4
+    safe = fb.gated(make_members(1)[0], (inputs, targets), false_alarm=0.5, epochs=1)
+    for wrap in (lambda: MixturePosterior([safe, safe]), lambda: fb.methods.TemperedPosterior(safe, 2.0)):
+        with pytest.raises(fb.errors.FlowBNNError) as caught:
+            wrap()
+        assert (caught.value.kind, caught.value.argument) == ("unsupported", "posterior")

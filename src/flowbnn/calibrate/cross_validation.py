@@ -13,7 +13,7 @@ from flowbnn.likelihoods import RealLikelihood
 from flowbnn.methods.calibrators.last_layer import LastLayerProblem, LastLayerRefit
 from flowbnn.methods.calibrators.log_temperature import TemperatureFit, fit_temperatures
 from flowbnn.methods.calibrators.scaling import MatrixScaling, VectorScaling
-from flowbnn.methods.temperature import Temperature, TemperedPosterior
+from flowbnn.methods.calibrators.temperature import Temperature, TemperedPosterior
 from flowbnn.methods.variational.block_gaussian import BlockGaussian
 from flowbnn.posterior.base import Posterior, PredictOptions
 from flowbnn.posterior.calibration import Difference
@@ -292,33 +292,29 @@ def stacking_weights(log_likelihood: Tensor, iterations: int = 300) -> Tensor:
 
 
 def predict_mixture(folds: Folds, candidates: Mapping[str, Predictions]) -> Predictions:
-    """Predicts by a mixture of all candidates. The weights for a fold are fitted to the predictions of the other folds.
+    """Predicts classes by a mixture of all candidates. The weights for a fold are fitted to the predictions of the other folds.
 
     Args:
         folds: Folds of the data.
-        candidates: Predictions of the candidates.
+        candidates: Predictions of the candidates, with class probabilities.
     """
     members = list(candidates.values())
     log_likelihood = -torch.stack([member.nll for member in members], 1)
-    nll, probabilities = torch.zeros(len(folds.data), dtype=torch.float64), None
-    if all(member.probabilities is not None for member in members):
-        stacked = torch.stack([member.probabilities for member in members])  # type: ignore[misc]
-        probabilities = torch.zeros_like(stacked[0])
+    stacked = torch.stack([member.probabilities for member in members if member.probabilities is not None])
+    predictives = []
     for training, group in zip(folds.training, folds.groups, strict=True):
         weights = stacking_weights(log_likelihood[training])
-        nll[group] = -(log_likelihood[group] + weights.log()).logsumexp(1)
-        if probabilities is not None:
-            probabilities[group] = torch.einsum("k,knc->nc", weights, stacked[:, group])
+        probabilities = torch.einsum("k,knc->nc", weights, stacked[:, group])
+        predictives.append(CategoricalPredictive(probabilities.log()[None]))
 
     def finish() -> Posterior:
         weights = stacking_weights(log_likelihood)
-        used = [
-            index for index, weight in enumerate(weights.tolist()) if weight >= 0.02
-        ]  # others cost time only
+        # members with less weight cost time and hardly change the prediction
+        used = [index for index, weight in enumerate(weights.tolist()) if weight >= 0.02]
         posteriors = [members[index].finish() for index in used]
         return posteriors[0] if len(used) == 1 else MixturePosterior(posteriors, weights[used].tolist())
 
-    return Predictions(nll, probabilities, finish)
+    return gather(folds, predictives, finish)
 
 
 class Choice(NamedTuple):

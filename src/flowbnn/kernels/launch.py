@@ -109,7 +109,7 @@ def backward(
 
     Args:
         task: The task.
-        saved: What :func:`forward` saved.
+        saved: Tensors that :func:`forward` saved.
         grad_x: Gradients to the values.
         grad_log_dets: Gradients to the log-determinants, or None.
         grad_vectors: Memory for the gradients to the vectors ``[rows, numbers]``.

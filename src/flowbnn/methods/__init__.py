@@ -4,6 +4,7 @@ from flowbnn.methods.base import METHODS, FitOptions, Method, register_method
 from flowbnn.methods.calibrators.base import CalibratedPosterior, Calibrator
 from flowbnn.methods.calibrators.last_layer import LastLayerRefit
 from flowbnn.methods.calibrators.scaling import MatrixScaling, ScaledPosterior, VectorScaling
+from flowbnn.methods.calibrators.temperature import Temperature, TemperedPosterior, temper
 from flowbnn.methods.damp import DAMP
 from flowbnn.methods.dropout import DropoutPosterior, MCDropout
 from flowbnn.methods.ensemble import DeepEnsemble, EnsemblePosterior
@@ -16,7 +17,6 @@ from flowbnn.methods.node_noise import NodeNoise
 from flowbnn.methods.point import MAP, MLE
 from flowbnn.methods.sgld import SGLD, SGLDPosterior
 from flowbnn.methods.swag import SWAG, SWAGPosterior
-from flowbnn.methods.temperature import Temperature, TemperedPosterior, temper
 from flowbnn.methods.variational.bayes_by_backprop import BayesByBackprop, GaussianWeightPosterior
 from flowbnn.methods.variational.mnf import MNF, MNFPosterior
 from flowbnn.posterior.base import Posterior, load_posterior

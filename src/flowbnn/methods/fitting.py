@@ -173,7 +173,7 @@ class PreparedFit:
         check_batch: Function that checks the targets of a batch.
         data: Summary of the training data.
         idle_layers: Layers with noise that the network never calls.
-        rows_interact: Whether outputs depend on other examples of the batch. One draw of the noise then serves a whole batch.
+        rows_interact: True if outputs depend on other examples of the batch. One draw of the noise then serves a whole batch.
     """
 
     likelihood: Likelihood

@@ -225,6 +225,13 @@ class GatedPosterior(Posterior):
             return cls(inner, DensityGate.from_state(tensors, settings))
 
 
+def check_without_gate(posterior: Posterior) -> None:
+    """Raises FlowBNNError if a posterior has a density gate, whose fallback must not be calibrated or mixed."""
+    if isinstance(posterior, GatedPosterior):
+        text = "the fallback of a density gate is not calibrated or mixed; call fb.gated last"
+        raise FlowBNNError(text, kind="unsupported", argument="posterior")
+
+
 @checked
 def gated(
     posterior: Posterior,

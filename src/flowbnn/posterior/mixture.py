@@ -18,6 +18,7 @@ from flowbnn.posterior.base import (
     open_posterior_file,
     rewrap_load_errors,
 )
+from flowbnn.posterior.gated import check_without_gate
 from flowbnn.posterior.prediction import new_seed
 from flowbnn.predictive import CategoricalPredictive
 from flowbnn.training.storage import NestedTensorFile, TensorFile
@@ -52,6 +53,8 @@ class MixturePosterior(Posterior):
         if len(weights) != len(members):
             text = f"a mixture of {len(members)} members needs as many weights, got {len(weights)}"
             raise FlowBNNError(text, kind="value", argument="weights")
+        for member in members:
+            check_without_gate(member)
         self.members, self.weights = list(members), [float(weight) / sum(weights) for weight in weights]
         super().__init__(members[0].model, _output_likelihood(members[0].likelihood))
         count, largest = len(members), max(member.default_samples for member in members)

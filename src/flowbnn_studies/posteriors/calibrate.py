@@ -14,7 +14,7 @@ from flowbnn.calibrate import calibrate
 from flowbnn.compare.results import Metric, SeedResults
 from flowbnn.data import TensorLoader
 from flowbnn.methods import MLE, Laplace, LastLayerRefit, MatrixScaling, VectorScaling
-from flowbnn.methods.temperature import TemperedPosterior, temper
+from flowbnn.methods.calibrators.temperature import TemperedPosterior, temper
 from flowbnn.models import MLP, LeNet
 from flowbnn.noise import NormalCoupling, NormalPlanar
 from flowbnn.options import Bounds, Count, Positive, options

@@ -8,7 +8,7 @@ import torch
 from flowbnn.compare.results import SeedResults
 from flowbnn.data import TensorLoader
 from flowbnn.likelihoods import Categorical
-from flowbnn.methods.temperature import TemperedPosterior, temper
+from flowbnn.methods.calibrators.temperature import TemperedPosterior, temper
 from flowbnn.options import Count, Positive, options
 from flowbnn.posterior import PointPosterior
 from flowbnn_studies.images.data import ImageData, load_image_data

@@ -17,8 +17,8 @@ from flowbnn.compare.measurement import count_stored_numbers, sample_count
 from flowbnn.compare.results import SeedResults
 from flowbnn.data import TensorLoader, clusters
 from flowbnn.methods import MLE, ModeEnsemble
+from flowbnn.methods.calibrators.temperature import temper
 from flowbnn.methods.ensemble import EnsemblePosterior
-from flowbnn.methods.temperature import temper
 from flowbnn.models import MLP, LeNet
 from flowbnn.options import Count, Positive, options
 from flowbnn.posterior import PointPosterior, Posterior

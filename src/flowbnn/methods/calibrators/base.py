@@ -41,7 +41,7 @@ from flowbnn.posterior.base import (
     rewrap_load_errors,
     select_prefix,
 )
-from flowbnn.posterior.gated import GatedPosterior
+from flowbnn.posterior.gated import check_without_gate
 from flowbnn.posterior.point import PointPosterior
 from flowbnn.predictive import CategoricalPredictive
 from flowbnn.regression import fit_residual_scale
@@ -194,9 +194,7 @@ def collect_outputs(
     Raises:
         FlowBNNError: If the posterior has a density gate, whose fallback cannot be calibrated.
     """
-    if isinstance(posterior, GatedPosterior):
-        text = "the fallback of a density gate is not calibrated; calibrate the posterior first, then call fb.gated"
-        raise FlowBNNError(text, kind="unsupported", argument="posterior")
+    check_without_gate(posterior)
     held_out = as_loader(held_out)
     first_batch(held_out, purpose="calibration")
     outputs, _, targets = posterior.collect(held_out, PredictOptions(samples, seed=seed, progress=progress))
@@ -233,6 +231,7 @@ class CalibratedPosterior(Posterior):
     """
 
     def __init__(self, posterior: Posterior) -> None:
+        check_without_gate(posterior)
         super().__init__(posterior.model, posterior.likelihood, posterior.history)
         self.posterior = posterior
         self.default_samples, self.cache = posterior.default_samples, posterior.cache

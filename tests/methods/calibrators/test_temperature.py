@@ -13,8 +13,8 @@ import flowbnn as fb
 from flowbnn.data import TensorLoader
 from flowbnn.errors import FlowBNNError, FlowBNNWarning
 from flowbnn.methods import MemberPosterior, PointPosterior
+from flowbnn.methods.calibrators.temperature import temper
 from flowbnn.methods.loader_split import split_loader
-from flowbnn.methods.temperature import temper
 
 TRAINED = {"epochs": 8, "lr": 0.03}
 
