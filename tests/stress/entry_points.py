@@ -145,7 +145,7 @@ INTERNAL = """
     MixturePosterior moments move net network_of nodes Noise NoiseContext NoiseGroup NoiseMode NoisePosterior NormalMixture
     novelty_scores num_processes OneHotVectors Optimum output_units outputs passes plan plan_training PointPosterior Posterior
     posterior potential Prediction PredictionSummary Predictive PredictOptions prior_log_prob problem push push_normal read
-    read_calibration read_point RealLikelihood rearrange Recipe recipe_from_dict refit register_layer ReliabilityBin restore
+    read_calibration RealLikelihood rearrange Recipe recipe_from_dict refit register_layer ReliabilityBin restore
     RiskCoverage rules run_on_main sample_codes schedule score_folds set_loc_and_scale set_row_shard set_rows_interact
     set_statistics settings settled setup shared_draws side side_length split standard standard_log_prob start state step
     step_schedule stream summarize temperature.posterior.transform tensors terms test_sizes to_dict track train training_loss

@@ -16,7 +16,8 @@ from flowbnn.diagnostics.fixed_data import check_row_independence, read_fixed_da
 from flowbnn.distributions import NormalBase
 from flowbnn.errors import FlowBNNError
 from flowbnn.likelihoods import Gaussian, Likelihood, learns_noise
-from flowbnn.methods.fitting import FitOptions, prepare
+from flowbnn.methods.fit_options import FitOptions
+from flowbnn.methods.preparation import prepare
 from flowbnn.methods.variational.base import FLOWS
 from flowbnn.methods.variational.block_gaussian import BlockGaussian
 from flowbnn.methods.variational.natural_gradient import NaturalFit, Structure, fit_gaussian

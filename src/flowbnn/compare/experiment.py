@@ -20,7 +20,7 @@ from flowbnn.compare.results import (
 )
 from flowbnn.errors import FlowBNNError, warn
 from flowbnn.methods import Calibrator, Method
-from flowbnn.methods.fitting import FitOptions, LikelihoodName
+from flowbnn.methods.fit_options import FitOptions, LikelihoodName
 from flowbnn.options import Count, File, NonEmpty, Positive, Seed, checked
 from flowbnn.training import track
 from flowbnn.training.options import Accelerator, Precision, length_of

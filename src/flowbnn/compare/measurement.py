@@ -15,7 +15,7 @@ from torch import nn
 from flowbnn.batches import device_of
 from flowbnn.errors import FlowBNNError
 from flowbnn.methods import MLE, MemberPosterior, Method, ModePosterior, Posterior
-from flowbnn.methods.fitting import LikelihoodName
+from flowbnn.methods.fit_options import LikelihoodName
 from flowbnn.metrics import novelty_auroc, reliability
 from flowbnn.posterior.evaluate import novelty_scores
 

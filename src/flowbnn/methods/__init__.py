@@ -12,10 +12,10 @@ from flowbnn.methods.laplace.laplace import Laplace
 from flowbnn.methods.laplace.posterior import LaplacePosterior
 from flowbnn.methods.mcmc.hmc import HMC, NUTS
 from flowbnn.methods.mcmc.posterior import ChainDiagnostics, ChainPosterior, NoiseChainPosterior
+from flowbnn.methods.mcmc.sgld import SGLD, SGLDPosterior
 from flowbnn.methods.mode_ensemble import ModeEnsemble, ModePosterior
 from flowbnn.methods.node_noise import NodeNoise
 from flowbnn.methods.point import MAP, MLE
-from flowbnn.methods.sgld import SGLD, SGLDPosterior
 from flowbnn.methods.swag import SWAG, SWAGPosterior
 from flowbnn.methods.variational.bayes_by_backprop import BayesByBackprop, GaussianWeightPosterior
 from flowbnn.methods.variational.mnf import MNF, MNFPosterior

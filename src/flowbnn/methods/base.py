@@ -43,18 +43,17 @@ from torch import nn
 
 from flowbnn.errors import FlowBNNError, close_words
 from flowbnn.methods.data_summary import check_loader
+from flowbnn.methods.fit_options import FitOptions
 from flowbnn.methods.fitting import (
     NOISE_LR,
-    FitOptions,
     LossAndLogs,
-    PreparedFit,
     hold_out,
     make_optimizer,
     negative_log_likelihood,
     plan_fit,
-    prepare,
     train_posterior,
 )
+from flowbnn.methods.preparation import PreparedFit, prepare
 from flowbnn.methods.schedule import (
     WEIGHT_SCHEDULE,
     Monitor,
@@ -203,7 +202,7 @@ class Method:
             options: Options of the fit.
             weight_decay: Weight decay :math:`\lambda`. The default is :math:`1 / \sigma^2 N` for methods with a Gaussian prior, and 0
                 otherwise.
-            prepared: Result of :func:`~flowbnn.methods.fitting.prepare`, if the method has called it already.
+            prepared: Result of :func:`~flowbnn.methods.preparation.prepare`, if the method has called it already.
             fold: Index of the block of data that is held out if ``epochs`` is None.
         """
         prepared = prepared or prepare(model, loader, options, self.trains)

@@ -27,12 +27,13 @@ from flowbnn.convert import to_stochastic
 from flowbnn.errors import quote_names, warn
 from flowbnn.likelihoods import Likelihood
 from flowbnn.methods.base import FitOptions, Method, register_method
-from flowbnn.methods.fitting import LossAndLogs, NetworkFunction, negative_log_likelihood, prepare
+from flowbnn.methods.fitting import LossAndLogs, NetworkFunction, negative_log_likelihood
 from flowbnn.methods.network_layers import (
     disable_nested_tensors,
     dropout_layers,
     layers_with_inner_dropout,
 )
+from flowbnn.methods.preparation import prepare
 from flowbnn.methods.schedule import WEIGHT_SCHEDULE
 from flowbnn.methods.variational.noise_fit import NoiseFitOptions, fit_noise
 from flowbnn.networks import deepcopy_network, evaluation_mode, record_calls

@@ -1,107 +1,44 @@
-"""Functions that all methods trained by gradients share: the options of a fit, the preparation, the objective and the training."""
+"""Training that all methods trained by gradients share: the objective, held-out data, the optimizer and the training run."""
 
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack
-from copy import deepcopy
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Iterable
+from dataclasses import fields, replace
 from functools import partial
-from pathlib import Path
-from typing import Any, Literal, NamedTuple, Self, TypeVar
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from flowbnn.batches import (
-    as_loader,
     call,
     check_finite,
     device_of,
     dtype_of,
     move,
     output_tensor,
-    rewrap_forward_errors,
-    rows,
     split_batch,
 )
 from flowbnn.errors import FlowBNNError, warn
 from flowbnn.likelihoods import (
-    ConditionalDensity,
     Likelihood,
-    RealLikelihood,
-    learns_noise,
-    make_likelihood,
 )
-from flowbnn.likelihoods.probabilities import SigmoidRecorder, warn_probabilities
-from flowbnn.methods.data_summary import DataSummary, check_loader, count_examples, first_batch
+from flowbnn.methods.data_summary import check_loader, count_examples, first_batch
+from flowbnn.methods.fit_options import AnyFitOptions, FitOptions
 from flowbnn.methods.loader_split import split_loader
+from flowbnn.methods.preparation import cuda_devices, run_first_batch
 from flowbnn.methods.schedule import Monitor, PlateauSchedule, SchedulerFactory, TrainingPlan, plan_training
 from flowbnn.networks import evaluation_mode
-from flowbnn.noise import Recipe, noise_layers, weight_parameters
-from flowbnn.noise.inspection import ProbePass, inspect_noise, probe_rows
-from flowbnn.noise.modes import record_noise_inputs, share_draws_in_batches
+from flowbnn.noise import Recipe, noise_layers
 from flowbnn.objectives import mean_log_prob
-from flowbnn.options import Count, Probability, call_factory, options
+from flowbnn.options import call_factory
 from flowbnn.posterior.base import Posterior
-from flowbnn.posterior.prediction import check_rows, new_seed
-from flowbnn.posterior.trace import examples_interact, rows_differ
-from flowbnn.regression import noise_at_mean, set_noise_scale, standardize_targets, warn_repeated_targets
-from flowbnn.training import Clock, EarlyStop, History, TrainingOptions, train
+from flowbnn.training import Clock, EarlyStop, History, train
 from flowbnn.training.options import length_of
 
-NOISE_LR = (
-    0.01  # learning rate of the logarithm of a noise scale: under Adam it halves or doubles within 70 steps
-)
-LikelihoodName = Likelihood | Literal["auto", "categorical", "bernoulli", "gaussian", "flow", "mixture"]
+# learning rate of the logarithm of a noise scale: under Adam it halves or doubles within 70 steps
+NOISE_LR = 0.01
 NetworkFunction = Callable[[Any], Tensor]
 LossAndLogs = tuple[Tensor, dict[str, Tensor]]
 Loss = Callable[[NetworkFunction, Any, Clock], LossAndLogs]
-
-
-@options(kw_only=True, owner="fit")
-class FitOptions(TrainingOptions):
-    """Options of every ``fit``. They extend :class:`~flowbnn.training.TrainingOptions`.
-
-    Args:
-        likelihood: Likelihood of the targets, or its name. ``"auto"`` is categorical for integer targets, Bernoulli for integer targets
-            and one output, and Gaussian with learned noise for real-valued targets.
-        num_data: Number of training examples. By default, it is taken from the loader.
-        validation: Loader of held-out data, a fraction of the data to hold out, or None. The negative log-likelihood (NLL) of held-out
-            data and the accuracy or error are recorded at every epoch. Methods hold out a fraction only to find their number of epochs
-            (``epochs=None``). :func:`~flowbnn.fit` always does, to verify its result.
-    """
-
-    likelihood: LikelihoodName = "auto"
-    num_data: Count | None = None
-    validation: Probability | Iterable[Any] | None = 0.1
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        object.__setattr__(self, "validation", as_loader(self.validation))
-
-    @property
-    def held_out(self) -> Iterable[Any] | None:
-        """Loader of held-out data, or None if ``validation`` is a fraction or None."""
-        return None if isinstance(self.validation, float) else self.validation
-
-    def resolve_seed(self) -> int:
-        """Returns the seed, or a random one from torch's generator if none is set."""
-        return new_seed() if self.seed is None else self.seed
-
-    def num_examples(self, loader: Iterable[Any]) -> int:
-        """Returns the number of training examples."""
-        return count_examples(loader) if self.num_data is None else self.num_data
-
-    def for_stage(self, name: str, description: str, **changes: Any) -> Self:
-        """Returns the options of one of several training runs, which has its own file in the folder ``checkpoint``."""
-        folder, board = self.checkpoint, self.tensorboard
-        if folder is not None:
-            changes["checkpoint"] = Path(str(folder).removesuffix(".safetensors")) / f"{name}.safetensors"
-        if board is not None:
-            changes["tensorboard"] = Path(board) / name
-        return replace(self, description=description, **changes)
-
-
-AnyFitOptions = TypeVar("AnyFitOptions", bound=FitOptions)
 
 
 class Objective(nn.Module):
@@ -157,151 +94,6 @@ class Objective(nn.Module):
         else:
             outputs = call(self.network, move(inputs, device_of(self.network), dtype_of(self.network)))
         return outputs.float() if outputs.dtype in (torch.bfloat16, torch.float16) else outputs
-
-
-# -------------------- before training
-
-
-@dataclass(frozen=True)
-class PreparedFit:
-    """Result of :func:`prepare`.
-
-    Args:
-        likelihood: Likelihood on the device of the network, checked against outputs and targets.
-        inputs: Inputs of the first batch, on the device of the network.
-        outputs: Outputs of the network for the sample of the data, with its noise held at the mean.
-        check_batch: Function that checks the targets of a batch.
-        data: Summary of the training data.
-        idle_layers: Layers with noise that the network never calls.
-        rows_interact: True if outputs depend on other examples of the batch. One draw of the noise then serves a whole batch.
-    """
-
-    likelihood: Likelihood
-    inputs: Any
-    outputs: Tensor
-    check_batch: Callable[[Any], None]
-    data: DataSummary
-    idle_layers: list[str]
-    rows_interact: bool
-
-
-def prepare(
-    model: nn.Module,
-    loader: Iterable[Any],
-    options: FitOptions,
-    trained: bool = True,
-) -> PreparedFit:
-    """Reads the loader once, runs one batch through the network, and returns the likelihood that fits both.
-
-    One pass over two rows inspects the layers with noise (:func:`~flowbnn.noise.inspection.probe_rows`). A likelihood in the
-    options is copied, because its noise is learned. If the weights will be trained, a fresh network is rescaled to the units of
-    real-valued targets (:func:`~flowbnn.regression.standardize_targets`).
-
-    Args:
-        model: Network. Only the scale of its outputs may change.
-        loader: Batches of ``(inputs, targets)``.
-        options: Options of the fit.
-        trained: If True, the weights will be trained.
-    """
-    trained = trained and any(weight.requires_grad for weight in weight_parameters(model))
-    data = DataSummary.read(loader, options.likelihood, options.seed, options.num_data)
-    device, dtype = device_of(model), dtype_of(model)
-    first = try_first_batch(model, move(data.sample[0], device, dtype))
-    outputs, targets = first.outputs, data.sample[1]
-    likelihood = deepcopy(make_likelihood(options.likelihood, outputs, targets)).to(device)
-    likelihood.check(outputs, targets)
-    warn_probabilities(likelihood, outputs, first.from_sigmoid)
-    if isinstance(likelihood, RealLikelihood) and data.statistics is not None:
-        outputs = standardize_targets(model, likelihood, outputs, targets, data.statistics, trained)
-        if isinstance(likelihood, ConditionalDensity):
-            # members of an ensemble copy the likelihood of the options, which remembers the warning
-            source = options.likelihood if isinstance(options.likelihood, ConditionalDensity) else likelihood
-            warn_repeated_targets(source, data.statistics)
-    likelihood.initialize(outputs, targets.to(outputs.device))
-    if learns_noise(likelihood) and not bool(likelihood.log_scale.any()):
-        set_noise_scale(likelihood, [(outputs, targets)])
-    row = outputs[:1].detach()
-
-    def check_batch(batch: Any) -> None:
-        batch_targets = split_batch(batch)[1]
-        likelihood.check(row.expand(len(batch_targets), *row.shape[1:]), batch_targets)
-
-    idle_layers, rows_interact = list[str](), False
-    if noise_layers(model):
-        idle_layers = inspect_noise(model, first.inputs, first.noise_inputs, first.probe)
-        rows_interact = first.may_interact() and examples_interact(model, first.inputs)
-        share_draws_in_batches(model, rows_interact)
-    inputs = move(data.inputs, device, dtype)
-    return PreparedFit(likelihood, inputs, outputs, check_batch, data, idle_layers, rows_interact)
-
-
-class FirstBatch(NamedTuple):
-    """First batch of a network.
-
-    Args:
-        inputs: Inputs on the device of the network.
-        outputs: Outputs of the network, with its noise held at the mean.
-        noise_inputs: Inputs of the layers with noise, by layer name.
-        from_sigmoid: If True, the outputs are the result of a sigmoid.
-        probe: Pass over a few rows of the batch, if the network has noise and does not fail on them.
-    """
-
-    inputs: Any
-    outputs: Tensor
-    noise_inputs: Mapping[str, Tensor]
-    from_sigmoid: bool
-    probe: ProbePass | None
-
-    def may_interact(self) -> bool:
-        """Returns False if a few rows have the same outputs alone and in the batch."""
-        return self.probe is None or rows_differ(self.outputs, self.probe.outputs, self.probe.rows)
-
-
-def try_first_batch(model: nn.Module, inputs: Any) -> FirstBatch:
-    """Runs the first batch through a network in evaluation mode, and restores torch's generators."""
-    with ExitStack() as stack:
-        for context in (
-            evaluation_mode(model),
-            noise_at_mean(model),
-            torch.random.fork_rng(_cuda(device_of(model))),
-        ):
-            stack.enter_context(context)
-        noise_inputs = stack.enter_context(record_noise_inputs(model))
-        sigmoids = stack.enter_context(SigmoidRecorder())
-        outputs = run_first_batch(model, inputs, "first batch")
-    probe = probe_rows(model, inputs) if noise_layers(model) else None
-    return FirstBatch(inputs, outputs, noise_inputs, sigmoids.recorded(outputs), probe)
-
-
-def _cuda(device: torch.device) -> list[torch.device]:
-    return [device] if device.type == "cuda" else []
-
-
-def run_first_batch(
-    model: nn.Module, inputs: Any, name: str, check: Callable[[Tensor], Any] | None = None
-) -> Tensor:
-    """Returns the outputs of a network for its first batch.
-
-    Args:
-        model: Network.
-        inputs: Inputs on the device of the network.
-        name: Name of the batch, for messages.
-        check: Function that raises FlowBNNError if the outputs do not fit.
-
-    Raises:
-        FlowBNNError: If the network or the check fails.
-    """
-    with rewrap_forward_errors(inputs, f"the network fails on the {name}, of"):
-        try:
-            outputs = check_rows(call(model, inputs), rows(inputs))
-            if check is not None:
-                check(outputs)
-            return outputs
-        except FlowBNNError as error:
-            raise FlowBNNError(f"the {name} does not fit: {error}", **error.fields) from error.__cause__
-
-
-# -------------------- training
 
 
 def hold_out(
@@ -385,7 +177,7 @@ def make_validator(
     check_finite(inputs, "validation inputs")
     check_finite(targets, "validation targets")
     model, device = posterior.model, device_of(posterior.model)
-    with evaluation_mode(model), torch.random.fork_rng(_cuda(device)):
+    with evaluation_mode(model), torch.random.fork_rng(cuda_devices(device)):
         inputs = move(inputs, device, dtype_of(model))
         check = partial(posterior.likelihood.check, targets=targets)
         run_first_batch(model, inputs, "first validation batch", check)

@@ -17,19 +17,14 @@ from torch.distributions import LowRankMultivariateNormal
 from flowbnn.errors import FlowBNNError
 from flowbnn.likelihoods import Gaussian, Likelihood
 from flowbnn.methods.base import FitOptions, Method, register_method
-from flowbnn.methods.fitting import (
-    LossAndLogs,
-    NetworkFunction,
-    negative_log_likelihood,
-    prepare,
-    train_posterior,
-)
+from flowbnn.methods.fitting import LossAndLogs, NetworkFunction, negative_log_likelihood, train_posterior
 from flowbnn.methods.network_layers import (
     batch_norm_layers,
     batch_norm_statistics,
     recompute_batch_norm,
     trainable_parameters,
 )
+from flowbnn.methods.preparation import prepare
 from flowbnn.options import Bounds, Count, Ge, Positive, accepts_options_of, options
 from flowbnn.posterior.base import Posterior
 from flowbnn.posterior.point import PointPosterior

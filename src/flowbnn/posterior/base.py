@@ -22,12 +22,10 @@ torch.Size([5, 3])
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import replace
-from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -35,22 +33,19 @@ import torch
 from torch import Tensor, nn
 
 from flowbnn.batches import (
-    call,
     check_finite,
     device_of,
-    first_nonfinite_tensor,
     is_batch,
-    move,
     rewrap_forward_errors,
-    split_batch,
 )
 from flowbnn.errors import FlowBNNError, pluralize
-from flowbnn.likelihoods import Likelihood, make_likelihood
+from flowbnn.likelihoods import Likelihood
 from flowbnn.networks import copy_network
 from flowbnn.noise import noise_layers
 from flowbnn.options import Count, File, Positive, SampleCount, accepts_options_of, all_subclasses, checked
 from flowbnn.posterior.adaptive import Adaptive, adaptive_outputs
 from flowbnn.posterior.calibration import Calibration
+from flowbnn.posterior.files import open_posterior_file, read_network, rewrap_load_errors, select_prefix
 from flowbnn.posterior.loaders import OutputCollector, shard_loader
 from flowbnn.posterior.prediction import (
     Prediction,
@@ -61,27 +56,16 @@ from flowbnn.posterior.prediction import (
 )
 from flowbnn.predictive import concatenate_summaries, summarize
 from flowbnn.predictive.base import NonFiniteSamplesError
-from flowbnn.regression import LOC, SCALE, set_output_scale
 from flowbnn.training import (
     History,
-    check_weights,
-    first_nonfinite_layer,
     save_tensors,
 )
-from flowbnn.training.compatibility import count_weights, describe_layers, warn_changed_layers
-from flowbnn.training.device import AUTOCAST_DTYPES
+from flowbnn.training.compatibility import describe_layers
 from flowbnn.training.options import MixedPrecision
 from flowbnn.training.storage import TensorFile
 
-SAMPLE_BYTES = (
-    2**27
-)  # samples of a loader that are in memory at once: those of 20,000 images, 10 classes and 128 samples
-PRECISIONS = (
-    torch.float64,
-    torch.float32,
-    torch.bfloat16,
-    torch.float16,
-)  # dtypes of weights and noise in files
+# samples of a loader that are in memory at once: those of 20,000 images, 10 classes and 128 samples
+SAMPLE_BYTES = 2**27
 
 
 class Posterior:
@@ -331,33 +315,9 @@ class Posterior:
             return self._predictive(outputs, sample_counts)
         except NonFiniteSamplesError as error:
             with Prediction(self.model, replace(options, precision="32-true"), 1, self.cache) as prediction:
-                cause, fields = self._find_nonfinite(inputs, options, prediction), error.fields
+                cause, fields = prediction.find_nonfinite(inputs, options.precision), error.fields
             message = f"samples are not finite for {fields['inputs']} of {fields['total']} inputs: {cause}"
             raise FlowBNNError(message, **fields) from None
-
-    def _find_nonfinite(self, inputs: Any, options: PredictOptions, prediction: Prediction) -> str:
-        """Returns the parameter or layer that makes outputs of the first batches not finite, and what to do."""
-        name = first_nonfinite_tensor(self.model.named_parameters())
-        if name is not None:
-            return f"parameter '{name}' has NaN or infinite values; load or train the posterior again"
-        network, device = prediction.clone, prediction.device
-        half = AUTOCAST_DTYPES.get(options.precision)
-        layers: dict[torch.dtype | None, str] = {}
-        for precision in {None, half}:
-            for batch in [inputs] if is_batch(inputs) else islice(inputs, 8):
-                rows = batch if is_batch(inputs) else split_batch(batch)[0]
-                rows = move(rows, device, prediction.dtype)
-                with torch.autocast(device.type, precision, enabled=precision is not None):
-                    name = first_nonfinite_layer(network, partial(call, network, rows))
-                if name:
-                    layers[precision] = f"layer '{name}'"
-                    break
-        if half is not None and None not in layers:
-            return f"{layers.get(half, 'a layer')} overflows in {options.precision}; use precision='32-true'"
-        return (
-            f"{layers.get(None, 'a layer')} returns NaN or infinite values; check its weights, and inputs far from the "
-            "training data"
-        )
 
     def networks(self, samples: int, seed: int | None = None) -> list[nn.Module]:
         """Returns the networks of ``predict(inputs, samples, seed=seed)`` in evaluation mode, each an independent plain network.
@@ -451,85 +411,16 @@ class Posterior:
         device = device_of(network)
         with rewrap_load_errors(file):
             settings = dict(file.document["settings"])
-        point = Posterior.read_point(copy_network(network).cpu(), file, read=False)
+        point = Posterior(*read_network(copy_network(network).cpu(), file, read=False))
         with rewrap_load_errors(file):  # shapes are checked before tensors are read
             tensors = cls.from_state(point, select_prefix(file.views, "posterior"), settings).tensors()
         file.check_names(tensors)
-        point = Posterior.read_point(copy_network(network), file)
+        point = Posterior(*read_network(copy_network(network), file))
         state = {name: value.to(device) for name, value in select_prefix(file.tensors, "posterior").items()}
         with rewrap_load_errors(file):
             posterior = cls.from_state(point, state, settings)
         posterior.read_calibration(file)
         return posterior
-
-    @classmethod
-    def read_point(cls, model: nn.Module, file: TensorFile, read: bool = True) -> "Posterior":
-        """Returns a posterior with the network, likelihood and history of a file.
-
-        Args:
-            model: Network to read the weights into. It is not changed if they do not fit.
-            file: File of a posterior.
-            read: If False, only shapes are checked, and the weights of ``model`` are not changed.
-        """
-        with rewrap_load_errors(file):
-            likelihood = make_likelihood(file.document["likelihood"])
-            for view in select_prefix(file.views, "likelihood").values():
-                if view.dtype in PRECISIONS:
-                    likelihood.to(view.dtype)
-            history = History.from_dict(file.document["history"])
-        modules = {"network": model, "likelihood": likelihood}
-        units = [view for name, view in select_prefix(file.views, "network").items() if name in (LOC, SCALE)]
-        if len(units) == 2:
-            set_output_scale(
-                model, *(torch.zeros(view.shape, dtype=view.dtype, device=device_of(model)) for view in units)
-            )
-        for prefix, module in modules.items():
-            check_weights(module, select_prefix(file.views, prefix), file.path)
-        if not read:
-            return cls(model, likelihood, history)
-        bad = first_nonfinite_tensor(iter(file.tensors.items()))
-        if bad:
-            raise FlowBNNError(f"'{file}' is damaged: '{bad}' holds NaN or infinity", kind="file")
-        warn_changed_layers(model, file.document.get("layers") or {}, file)
-        for prefix, module in modules.items():
-            module.load_state_dict(select_prefix(file.tensors, prefix))
-        return cls(model, likelihood, history)
-
-
-def select_prefix(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    """Returns the tensors whose names begin with a prefix and a dot, without the prefix."""
-    start = f"{prefix}."
-    return {name.removeprefix(start): value for name, value in tensors.items() if name.startswith(start)}
-
-
-@contextmanager
-def rewrap_load_errors(path: Any) -> Iterator[None]:
-    """Context manager that re-raises any error as a FlowBNNError about a file that cannot be loaded."""
-    try:
-        yield
-    except Exception as error:
-        reason = " ".join(str(error).split()) or type(error).__name__
-        if isinstance(error, KeyError):
-            reason = f"it has no {error}"
-        raise FlowBNNError(f"'{path}' cannot be loaded: {reason}", kind="file") from None
-
-
-def open_posterior_file(
-    path: "str | Path | TensorFile", network: nn.Module, kinds: Sequence[str]
-) -> TensorFile:
-    """Opens the file of a posterior and reads only its header.
-
-    Args:
-        path: Path of the file, or an open file.
-        network: Network that the posterior was made from.
-        kinds: Kinds of posteriors that are accepted.
-    """
-    file = path if isinstance(path, TensorFile) else TensorFile(path, count_weights(network))
-    kind = file.document.get("kind")
-    if kind not in kinds:
-        expected = f"'{kinds[0]}'" if len(kinds) == 1 else "a posterior"
-        raise FlowBNNError(f"'{path}' has the kind '{kind}', expected {expected}", kind="file")
-    return file
 
 
 @checked

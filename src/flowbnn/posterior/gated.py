@@ -21,13 +21,8 @@ from flowbnn.flows import named_flows
 from flowbnn.likelihoods import RealLikelihood
 from flowbnn.networks import copy_network
 from flowbnn.options import Bounds, Count, Probability, Seed, checked
-from flowbnn.posterior.base import (
-    Posterior,
-    Prediction,
-    load_posterior,
-    open_posterior_file,
-    rewrap_load_errors,
-)
+from flowbnn.posterior.base import Posterior, Prediction, load_posterior
+from flowbnn.posterior.files import open_posterior_file, rewrap_load_errors
 from flowbnn.posterior.prediction import PredictOptions
 from flowbnn.regression import TargetStatistics, noise_at_mean
 from flowbnn.training.randomness import preserve_rng_state

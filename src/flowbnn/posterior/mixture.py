@@ -11,13 +11,8 @@ from torch import Tensor, nn
 from flowbnn.errors import FlowBNNError, pluralize
 from flowbnn.likelihoods import Categorical, Gaussian, Likelihood, RealLikelihood
 from flowbnn.options import NonEmpty, Positive, SampleCount, checked
-from flowbnn.posterior.base import (
-    Posterior,
-    Prediction,
-    load_posterior,
-    open_posterior_file,
-    rewrap_load_errors,
-)
+from flowbnn.posterior.base import Posterior, Prediction, load_posterior
+from flowbnn.posterior.files import open_posterior_file, rewrap_load_errors
 from flowbnn.posterior.gated import check_without_gate
 from flowbnn.posterior.prediction import new_seed
 from flowbnn.predictive import CategoricalPredictive

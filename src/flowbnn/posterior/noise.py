@@ -38,14 +38,15 @@ from flowbnn.noise.joint import independent_vectors
 from flowbnn.noise.layout import absorbs, weight_scale
 from flowbnn.noise.recipes import recipe_from_dict
 from flowbnn.options import SampleCount, checked
-from flowbnn.posterior.base import (
+from flowbnn.posterior.base import Posterior
+from flowbnn.posterior.compiled import CompiledSampler, forward_sample_by_rules
+from flowbnn.posterior.files import (
     PRECISIONS,
-    Posterior,
     open_posterior_file,
+    read_network,
     rewrap_load_errors,
     select_prefix,
 )
-from flowbnn.posterior.compiled import CompiledSampler, forward_sample_by_rules
 from flowbnn.posterior.prediction import Prediction, check_rows, clone_sharing_tensors, even_size
 from flowbnn.posterior.report import FitReport
 from flowbnn.posterior.trace import ForwardTrace
@@ -186,8 +187,8 @@ class NoisePosterior(Posterior):
                     dtypes = {view.dtype for view in views.values()}
                     if len(dtypes) == 1 and dtypes < {*PRECISIONS}:  # recipes make noise in single precision
                         module.to(*dtypes)
-        file.check_names(cls.read_point(network, file, read=False).tensors())
-        point = cls.read_point(network, file)
+        file.check_names(cls(*read_network(network, file, read=False)).tensors())
+        point = cls(*read_network(network, file))
         with rewrap_load_errors(file):
             posterior = cls.from_state(point, {}, file.document["settings"])
         posterior.read_calibration(file)

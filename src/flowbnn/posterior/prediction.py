@@ -6,6 +6,7 @@ from contextlib import ExitStack
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import cached_property, partial
+from itertools import islice
 from typing import Any, Literal, Self, TypeVar
 
 import torch
@@ -16,11 +17,14 @@ from flowbnn.batches import (
     call,
     device_of,
     dtype_of,
+    first_nonfinite_tensor,
     has_row_axis,
+    is_batch,
     is_out_of_memory,
     move,
     rewrap_forward_errors,
     rows,
+    split_batch,
     take,
     tensors_of,
 )
@@ -31,6 +35,7 @@ from flowbnn.noise import Noise
 from flowbnn.options import Count, Positive, SampleCount
 from flowbnn.posterior.adaptive import Adaptive
 from flowbnn.posterior.trace import ForwardTrace, trace_forward
+from flowbnn.training import first_nonfinite_layer
 from flowbnn.training.device import AUTOCAST_DTYPES, raise_malloc_trim_threshold
 from flowbnn.training.options import MixedPrecision
 
@@ -346,6 +351,31 @@ class Prediction:
                 continue
             yield check_rows(chunk_outputs, stop - start), start, stop, total
             start = stop
+
+    def find_nonfinite(self, inputs: Any, precision: MixedPrecision) -> str:
+        """Returns the parameter or layer that makes outputs of the first batches not finite, and what to do.
+
+        Args:
+            inputs: Inputs or a loader.
+            precision: Precision of the prediction that failed.
+        """
+        name = first_nonfinite_tensor(self.model.named_parameters())
+        if name is not None:
+            return f"parameter '{name}' has NaN or infinite values; load or train the posterior again"
+        network, half = self.clone, AUTOCAST_DTYPES.get(precision)
+        layers: dict[torch.dtype | None, str] = {}
+        for dtype in {None, half}:
+            for batch in [inputs] if is_batch(inputs) else islice(inputs, 8):
+                values = move(batch if is_batch(inputs) else split_batch(batch)[0], self.device, self.dtype)
+                with torch.autocast(self.device.type, dtype, enabled=dtype is not None):
+                    name = first_nonfinite_layer(network, partial(call, network, values))
+                if name:
+                    layers[dtype] = f"layer '{name}'"
+                    break
+        if half is not None and None not in layers:
+            return f"{layers.get(half, 'a layer')} overflows in {precision}; use precision='32-true'"
+        layer = layers.get(None, "a layer")
+        return f"{layer} returns NaN or infinite values; check its weights, and inputs far from the training data"
 
 
 def even_size(count: int, limit: int) -> int:

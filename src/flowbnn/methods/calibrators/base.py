@@ -27,20 +27,13 @@ from flowbnn.batches import as_loader, device_of
 from flowbnn.errors import FlowBNNError
 from flowbnn.methods.base import FitOptions, Method, misplaced_setting
 from flowbnn.methods.data_summary import check_loader, first_batch
-from flowbnn.methods.fitting import prepare
 from flowbnn.methods.loader_split import split_loader
+from flowbnn.methods.preparation import prepare
 from flowbnn.networks import copy_network
 from flowbnn.noise.base import check_without_noise
 from flowbnn.options import Count, Probability, accepts_options_of, checked, options
-from flowbnn.posterior.base import (
-    Posterior,
-    Prediction,
-    PredictOptions,
-    load_posterior,
-    open_posterior_file,
-    rewrap_load_errors,
-    select_prefix,
-)
+from flowbnn.posterior.base import Posterior, Prediction, PredictOptions, load_posterior
+from flowbnn.posterior.files import open_posterior_file, rewrap_load_errors, select_prefix
 from flowbnn.posterior.gated import check_without_gate
 from flowbnn.posterior.point import PointPosterior
 from flowbnn.predictive import CategoricalPredictive

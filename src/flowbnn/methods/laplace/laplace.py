@@ -17,7 +17,6 @@ from torch import nn
 
 from flowbnn.likelihoods import Gaussian, learns_noise
 from flowbnn.methods.base import FitOptions, Method, register_method
-from flowbnn.methods.fitting import prepare
 from flowbnn.methods.laplace.comparison import compare_with_network
 from flowbnn.methods.laplace.curvature import Curvature, CurvatureFit
 from flowbnn.methods.laplace.derivatives import check_likelihood
@@ -33,6 +32,7 @@ from flowbnn.methods.laplace.prior import (
     warn_not_at_mode,
 )
 from flowbnn.methods.network_layers import disable_nested_tensors
+from flowbnn.methods.preparation import prepare
 from flowbnn.options import Ge, Positive, accepts_options_of, options
 from flowbnn.posterior.point import PointPosterior
 from flowbnn.regression import fit_residual_scale

@@ -16,7 +16,8 @@ from flowbnn.methods.laplace.derivatives import Jacobian, check_likelihood, flat
 from flowbnn.methods.network_layers import disable_nested_tensors
 from flowbnn.networks import evaluation_mode
 from flowbnn.options import checked
-from flowbnn.posterior.base import Posterior, Prediction, select_prefix
+from flowbnn.posterior.base import Posterior, Prediction
+from flowbnn.posterior.files import select_prefix
 from flowbnn.posterior.prediction import clone_sharing_tensors
 from flowbnn.posterior.weights import WeightPosterior, generator_of
 from flowbnn.training import History

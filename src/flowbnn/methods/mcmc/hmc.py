@@ -18,7 +18,7 @@ from flowbnn.batches import take
 from flowbnn.errors import FlowBNNError, warn
 from flowbnn.likelihoods import Likelihood
 from flowbnn.methods.base import FitOptions, Method, register_method
-from flowbnn.methods.fitting import likelihood_not_finite, prepare
+from flowbnn.methods.fitting import likelihood_not_finite
 from flowbnn.methods.mcmc.chain_sampler import ChainSampler, Kernel
 from flowbnn.methods.mcmc.hamiltonian import (
     ChainState,
@@ -42,6 +42,7 @@ from flowbnn.methods.mcmc.potential import (
     gather_data,
     noise_sites,
 )
+from flowbnn.methods.preparation import prepare
 from flowbnn.options import Bounds, Count, Ge, Positive, Probability, accepts_options_of, options
 from flowbnn.posterior.weights import generator_of, named_parts
 

@@ -12,7 +12,8 @@ from flowbnn.likelihoods import Likelihood
 from flowbnn.methods.mcmc.potential import LOG_NOISE, NoiseSites, noisy_weights
 from flowbnn.metrics.convergence import MIN_DRAWS, arviz_is_installed, effective_sample_size, split_rhat
 from flowbnn.noise.layout import layout_of
-from flowbnn.posterior.base import Posterior, select_prefix
+from flowbnn.posterior.base import Posterior
+from flowbnn.posterior.files import select_prefix
 from flowbnn.posterior.weights import MemberPosterior, check_members
 from flowbnn.training import History
 

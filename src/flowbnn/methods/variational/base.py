@@ -15,13 +15,13 @@ from flowbnn.methods.fitting import (
     Loss,
     LossAndLogs,
     NetworkFunction,
-    PreparedFit,
     hold_out,
     make_optimizer,
     plan_fit,
     should_check_targets,
     train_posterior,
 )
+from flowbnn.methods.preparation import PreparedFit
 from flowbnn.methods.schedule import WEIGHT_SCHEDULE, plan_training
 from flowbnn.noise import (
     NormalAffine,
@@ -102,7 +102,7 @@ def fit_elbo(
         groups: Parameter groups of the distribution of weights.
         method: Settings of the method.
         loader: Batches of ``(inputs, targets)``.
-        prepared: Result of :func:`~flowbnn.methods.fitting.prepare`.
+        prepared: Result of :func:`~flowbnn.methods.preparation.prepare`.
         options: Options of the fit.
     """
     likelihood, random_names = posterior.likelihood, set(posterior.names)

@@ -20,7 +20,7 @@ from flowbnn.distributions.draws import standard_normal
 from flowbnn.errors import FlowBNNError, nearest
 from flowbnn.likelihoods import Likelihood
 from flowbnn.methods.base import FitOptions, register_method
-from flowbnn.methods.fitting import prepare
+from flowbnn.methods.preparation import prepare
 from flowbnn.methods.variational.base import Variational, fit_elbo
 from flowbnn.methods.variational.weight_noise import (
     SampledNetwork,
@@ -37,7 +37,8 @@ from flowbnn.methods.variational.weight_selection import (
 )
 from flowbnn.noise.contexts import current_row_shard
 from flowbnn.options import Count, Positive, Probability, accepts_options_of, options
-from flowbnn.posterior.base import Posterior, Prediction, select_prefix
+from flowbnn.posterior.base import Posterior, Prediction
+from flowbnn.posterior.files import select_prefix
 from flowbnn.posterior.weights import WeightPosterior, generator_of, named_parts
 from flowbnn.training import History
 

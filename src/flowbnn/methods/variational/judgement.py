@@ -19,16 +19,11 @@ from torch import Tensor, nn
 
 from flowbnn.errors import FlowBNNError, FlowBNNWarning, warn
 from flowbnn.methods.data_summary import count_examples
-from flowbnn.methods.fitting import (
-    NOISE_LR,
-    FitOptions,
-    make_optimizer,
-    negative_log_likelihood,
-    prepare,
-    train_posterior,
-)
+from flowbnn.methods.fit_options import FitOptions
+from flowbnn.methods.fitting import NOISE_LR, make_optimizer, negative_log_likelihood, train_posterior
 from flowbnn.methods.loader_split import split_loader
 from flowbnn.methods.network_layers import reset_parameters
+from flowbnn.methods.preparation import prepare
 from flowbnn.methods.schedule import WEIGHT_SCHEDULE
 from flowbnn.methods.variational.initial_state import FinishedFit, InitialState
 from flowbnn.noise import noise_mode, weight_parameters

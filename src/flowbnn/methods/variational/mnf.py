@@ -34,8 +34,8 @@ from flowbnn.distributions.draws import standard_normal
 from flowbnn.errors import FlowBNNError, warn
 from flowbnn.likelihoods import Likelihood
 from flowbnn.methods.base import FitOptions, register_method
-from flowbnn.methods.fitting import prepare
 from flowbnn.methods.network_layers import unsupported_layer
+from flowbnn.methods.preparation import prepare
 from flowbnn.methods.variational.base import FLOWS, FlowName, Variational, fit_elbo
 from flowbnn.methods.variational.weight_noise import SampledNetwork, draw_rows, gaussian_kl, local_noise
 from flowbnn.methods.variational.weight_selection import (

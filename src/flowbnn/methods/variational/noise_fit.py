@@ -16,19 +16,19 @@ from torch import Tensor, nn
 from flowbnn.batches import split_batch
 from flowbnn.errors import FlowBNNError, warn
 from flowbnn.likelihoods import learns_noise
+from flowbnn.methods.fit_options import FitOptions
 from flowbnn.methods.fitting import (
     NOISE_LR,
-    FitOptions,
     Loss,
     LossAndLogs,
     NetworkFunction,
     hold_out,
     make_optimizer,
     plan_fit,
-    prepare,
     should_check_targets,
     train_posterior,
 )
+from flowbnn.methods.preparation import prepare
 from flowbnn.methods.schedule import PlateauSchedule, SchedulerFactory, TrainingPlan, default_noise_lr
 from flowbnn.methods.variational.initial_state import FinishedFit, InitialState, can_narrow, joint_noises
 from flowbnn.methods.variational.judgement import (

@@ -14,7 +14,7 @@ from flowbnn.data import TensorLoader
 from flowbnn.diagnostics import standard_error
 from flowbnn.errors import FlowBNNError, FlowBNNWarning
 from flowbnn.likelihoods import Gaussian
-from flowbnn.methods.sgld import Langevin, Snapshots, StepSchedule
+from flowbnn.methods.mcmc.sgld import Langevin, Snapshots, StepSchedule
 
 
 def stationary_covariance(rate: float, number: int, covariance: torch.Tensor) -> torch.Tensor:

@@ -27,7 +27,6 @@ from flowbnn.methods.fitting import (
     LossAndLogs,
     NetworkFunction,
     negative_log_likelihood,
-    prepare,
     total_steps,
     train_posterior,
 )
@@ -37,6 +36,7 @@ from flowbnn.methods.network_layers import (
     disable_dropout,
     trainable_parameters,
 )
+from flowbnn.methods.preparation import prepare
 from flowbnn.options import Bounds, Count, Ge, NonNegative, Positive, accepts_options_of, options
 from flowbnn.posterior.base import Posterior
 from flowbnn.posterior.point import PointPosterior
