@@ -10,6 +10,7 @@ import flowbnn
 
 ROOT = Path(flowbnn.__file__).parent
 PACKAGES = [  # from the highest to the lowest; each may import only those below it
+    "sklearn",
     "fit",
     "calibrate",
     "diagnostics",
