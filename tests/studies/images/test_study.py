@@ -59,6 +59,9 @@ def test_study_runs_in_parts(tmp_path):
     check_numbers(study, results, tmp_path)
     keys = [row["key"] for row in results["rows"] if not row.get("cited")]
     assert keys == ["xiong-plain", *only[:1], "xiong-gaussian-position", only[1], only[3]]
+    parts = [json.loads(path.read_text())["content"] for path in (tmp_path / name / "parts").iterdir()]
+    assert len(parts) == len(keys)
+    assert {len(part["curves"]["log_likelihood"]) for part in parts} == {1}  # each training has its epochs
     assert any("trainings are missing: xiong-dropout" in note for note in results["notes"])
     redrawn = results["figures"][0]
     assert redrawn["kind"] == "curves"
