@@ -133,11 +133,13 @@ def _argument_names(forward: Callable[..., Any]) -> tuple[list[str], set[Any]]:
 
 
 def output_tensor(outputs: Any) -> Tensor:
-    """Returns ``.logits`` of an object, or ``["logits"]`` of a dictionary, that a network returns instead of a tensor.
+    """Returns the tensor that a network returns, or ``.logits`` of an object, or ``["logits"]`` of a dictionary.
 
     Raises:
         FlowBNNError: If the object has none.
     """
+    if isinstance(outputs, Tensor):
+        return outputs
     logits = outputs.get("logits") if isinstance(outputs, Mapping) else getattr(outputs, "logits", None)
     if isinstance(logits, Tensor):
         return logits

@@ -5,13 +5,16 @@ from typing import Any
 
 from torch import nn
 
-from flowbnn.methods.variational.noise_fit import NoiseFitOptions, fit_noise
+from flowbnn.methods.fitting import hold_out
+from flowbnn.methods.variational.initial_state import InitialState
+from flowbnn.methods.variational.noise_fit import NoiseFitOptions, check_trainable, run_fit
+from flowbnn.methods.variational.report import finish_fit
+from flowbnn.methods.variational.verification import verify_fit
 from flowbnn.networks import copy_network, unwrap_compiled
-from flowbnn.options import accepts_options_of, checked
+from flowbnn.options import accepts_options_of, check
 from flowbnn.posterior.noise import NoisePosterior
 
 
-@checked
 @accepts_options_of(NoiseFitOptions)
 def fit(
     network: nn.Module, loader: Iterable[Any], *, inplace: bool = False, **options: Any
@@ -61,7 +64,7 @@ def fit(
         Posterior of a fitted copy of the network. Its ``history`` has the ELBO, the log-likelihood, the KL divergence and the entropy
         of every epoch in nats. ``kl/name`` and ``entropy/name`` are the values of a single layer. Its ``report`` names collapsed layers
         and compares the ELBO and the held-out log-likelihood before and after the fit. A warning is raised for every problem in the
-        report. If the given network is returned, ``history`` is that of the rejected fit.
+        report. If the given network is returned, ``history`` is empty.
 
     Raises:
         FlowBNNError: If the network has no noise or nothing to train, or if network, loader and likelihood do not fit together.
@@ -72,5 +75,12 @@ def fit(
     >>> fb.fit(network, loader, epochs=2, report=False, progress=False)
     NoisePosterior(Linear, 1 layer with noise, Categorical(), 2 epochs)
     """
+    fit_options = NoiseFitOptions(**options)
+    check("network", network, nn.Module, "fit")
+    check("loader", loader, Iterable, "fit")
     model = unwrap_compiled(network) if inplace else copy_network(network)
-    return fit_noise(model, loader, NoiseFitOptions(**options), verify=True)
+    check_trainable(model, fit_options)
+    training, training_options = hold_out(loader, fit_options)
+    finished = run_fit(model, training, training_options, InitialState.of(model))
+    decision = verify_fit(finished, (loader, fit_options), (training, training_options))
+    return finish_fit(decision, fit_options.report, fit_options.progress)

@@ -10,12 +10,13 @@ network, so its KL counts once for the whole data set, for any batch size and nu
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from flowbnn.batches import call, repeat, repeat_each, tensors_of
+from flowbnn.batches import call, output_tensor, repeat, repeat_each, tensors_of
 from flowbnn.distributions import Divergence
 from flowbnn.errors import FlowBNNError
 from flowbnn.likelihoods.base import Likelihood
@@ -149,6 +150,8 @@ class ELBO:
         Returns:
             The terms of the ELBO.
         """
+        if forward is None:
+            forward = model if isinstance(inputs, Tensor) else partial(call, model)
         layers, shard = noise_layers(model), current_row_shard()
         one_draw = any(layer.layout.one_draw for layer in layers.values())
         if samples > 1 and not one_draw:
@@ -160,13 +163,11 @@ class ELBO:
         shapes = self._shapes_for(rows if shard is None else shard.global_rows(rows))
         prepared, divergence = (draw_with_kl(layers, rows, modes, shapes) if rows else None) or (None, None)
         with NoiseContext(modes, prepared=prepared, recorded_shapes=shapes):
-            outputs = call(model, inputs) if forward is None else forward(inputs)
+            outputs = output_tensor(forward(inputs))
             if divergence is None:
                 divergence = divergences(layers)
             if samples > 1 and one_draw:  # examples that interact cannot be repeated in one batch
-                passes = [
-                    call(model, inputs) if forward is None else forward(inputs) for _ in range(samples - 1)
-                ]
+                passes = [output_tensor(forward(inputs)) for _ in range(samples - 1)]
                 outputs, targets = torch.cat([outputs, *passes]), repeat(targets, samples)
         if isinstance(targets, Tensor) and targets.shape[:1] != outputs.shape[:1]:
             message = f"outputs {tuple(outputs.shape)} and targets {tuple(targets.shape)} differ in length"

@@ -47,7 +47,9 @@ def test_packed_draws_of_a_flow_follow_its_distribution():
     model = stochastic({"1": fb.noise.NormalInvConv(), "*": fb.noise.NormalAffine()})
     layers = list(noise_layers(model).values())
     with torch.no_grad():
-        packed = Gaussians(layers).draws(40_000, None, None)[layers[1].key]
+        block = Gaussians(layers)
+        draws, _ = block.sample(block.start(40_000, 0, None, None), 40_000)
+        packed = draws[block.keys.index(layers[1].key)]
         single = layers[1].posterior().rsample((40_000,))
     spread = (packed.var(0) + single.var(0)).div(40_000).sqrt()
     assert ((packed.mean(0) - single.mean(0)).abs() < 5 * spread).all()

@@ -67,11 +67,12 @@ def test_draws_kl_and_gradients_are_those_of_the_layers(rules):
     model = network(rules, torch.float64)
     layers = mixture_layers(model)
     block = Mixtures(layers)
-    which, normal = block.start(7, 0, None, None)
+    which, normal = block.components(7, 0, None, None)
     assert which.shape == (7, len(layers))
     assert set(which.unique().tolist()) == {0, 1, 2}
     draws = block.draw(which, normal)
-    ends, log_dets = block.push(draws)
+    samples, log_dets = block.sample(draws, 0)
+    ends = torch.cat(samples, -1)
     parts, total = block.summary(draws, ends, log_dets)
 
     truth = []
@@ -97,7 +98,7 @@ def test_centers_may_differ():
     rules = {"0": fb.noise.NormalAffine(components=3, base_loc=0.5), "*": fb.noise.NormalAffine(components=3)}
     layers = mixture_layers(network(rules, torch.float64))
     block = Mixtures(layers)
-    which, normal = block.start(5, 0, None, None)
+    which, normal = block.components(5, 0, None, None)
     draws = block.draw(which, normal).split(block.sizes, -1)
     for index, (layer, x) in enumerate(zip(layers, draws, strict=True)):
         some = normal.split(block.sizes, -1)[index]
@@ -164,7 +165,7 @@ def test_processes_draw_what_one_would_draw():
     def draws(share, rows):
         torch.manual_seed(3)
         block = Mixtures(layers)
-        return block.draw(*block.start(rows, 4, None, share))
+        return block.start(rows, 4, None, share)
 
     whole = draws(None, 10)
     for start, stop in ((0, 4), (4, 10)):
@@ -276,7 +277,7 @@ def test_ten_layers_cost_a_few_operations_more_than_two():
 def test_many_rows_are_drawn_layer_by_layer_with_the_same_result(monkeypatch):
     layers = mixture_layers(network(dtype=torch.float64))
     block = Mixtures(layers)
-    which, normal = block.start(9, 0, None, None)
+    which, normal = block.components(9, 0, None, None)
     parameters = [p for layer in layers for p in layer.parameters()]
 
     def found():

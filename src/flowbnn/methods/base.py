@@ -47,11 +47,12 @@ from flowbnn.methods.fit_options import FitOptions
 from flowbnn.methods.fitting import (
     NOISE_LR,
     LossAndLogs,
+    Objective,
     hold_out,
     make_optimizer,
+    make_training_run,
     negative_log_likelihood,
     plan_fit,
-    train_posterior,
 )
 from flowbnn.methods.preparation import PreparedFit, prepare
 from flowbnn.methods.schedule import (
@@ -218,18 +219,17 @@ class Method:
                 {"params": weights, "lr": self.lr, "weight_decay": weight_decay},
                 {"params": list(likelihood.parameters()), "lr": self.likelihood_lr, "weight_decay": 0.0},
             ]
-            optimizer, loss = make_optimizer(groups, self.optimizer), partial(self._loss(model), likelihood)
+            loss = partial(self._loss(model), likelihood)
             training, training_options, plan = self.plan_training(loader, options, fold)
-            posterior.history = train_posterior(
+            posterior.history = make_training_run(
                 posterior,
-                loss,
-                optimizer,
+                Objective(model, likelihood, loss, prepared.check_batch),
+                make_optimizer(groups, self.optimizer),
                 training,
                 training_options,
                 plan.scheduler,
-                check_batch=prepared.check_batch,
                 num_epochs=plan.num_epochs,
-            )
+            ).train()
         with preserve_rng_state(loader, options.seed or 0):
             fit_residual_scale(model, likelihood, loader)
         return posterior

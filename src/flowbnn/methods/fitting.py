@@ -1,6 +1,7 @@
 """Training that all methods trained by gradients share: the objective, held-out data, the optimizer and the training run."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import fields, replace
 from functools import partial
 from typing import Any, Literal
@@ -14,7 +15,6 @@ from flowbnn.batches import (
     device_of,
     dtype_of,
     move,
-    output_tensor,
     split_batch,
 )
 from flowbnn.errors import FlowBNNError, warn
@@ -31,28 +31,83 @@ from flowbnn.noise import Recipe, noise_layers
 from flowbnn.objectives import mean_log_prob
 from flowbnn.options import call_factory
 from flowbnn.posterior.base import Posterior
-from flowbnn.training import Clock, EarlyStop, History, train
+from flowbnn.training import Clock, EarlyStop, History
+from flowbnn.training.loop import TrainingRun
 from flowbnn.training.options import length_of
 
 # learning rate of the logarithm of a noise scale: under Adam it halves or doubles within 70 steps
 NOISE_LR = 0.01
+HALF_PRECISION = (torch.bfloat16, torch.float16)
 NetworkFunction = Callable[[Any], Tensor]
 LossAndLogs = tuple[Tensor, dict[str, Tensor]]
 Loss = Callable[[NetworkFunction, Any, Clock], LossAndLogs]
 
 
-class Objective(nn.Module):
-    """Network, likelihood and loss of a batch, as :func:`flowbnn.training.train` trains, saves and resumes them.
+class NetworkObjective(nn.Module):
+    """Base class for objectives: a network and a likelihood, as :func:`flowbnn.training.train` trains, saves and resumes them.
 
-    Under autocast only the network computes in half precision. The loss is computed in float32.
+    Subclasses define ``forward(batch, clock)``, which returns the loss of a batch and a dictionary of logs.
+
+    Args:
+        network: Network, or a module that holds the network as ``network`` together with other parameters.
+        likelihood: Likelihood of the targets.
+        check_batch: Function that checks a batch on the host. If it is set, the loss makes no decision on the host, so that a step can
+            be recorded as a CUDA graph.
+        extra_state: Module with state that the loss collects, to be saved in checkpoints.
+    """
+
+    def __init__(
+        self,
+        network: nn.Module,
+        likelihood: Likelihood,
+        check_batch: Callable[[Any], None] | None = None,
+        extra_state: nn.Module | None = None,
+    ) -> None:
+        super().__init__()
+        self.network, self.likelihood = network, likelihood
+        self.check_batch, self.extra_state = check_batch, extra_state
+        self.capturable = check_batch is not None
+
+    @contextmanager
+    def full_precision(self) -> Iterator[NetworkFunction]:
+        """Disables autocast for the loss. Yields the function that runs the network, which alone computes in half precision."""
+        weight = next(self.network.parameters(), None)
+        device = "cpu" if weight is None else weight.device.type
+        if not torch.is_autocast_enabled(device):
+            yield self.outputs
+            return
+        half = torch.get_autocast_dtype(device)
+
+        def outputs(inputs: Any) -> Tensor:
+            with torch.autocast(device, half):
+                return self.outputs(inputs)
+
+        with torch.autocast(device, enabled=False):
+            yield outputs
+
+    def is_ready(self, inputs: Any) -> bool:
+        """Returns True if inputs are a tensor with the device and the dtype of the network."""
+        weight = next(self.network.parameters(), None)
+        same_device = isinstance(inputs, Tensor) and weight is not None and inputs.device == weight.device
+        return same_device and weight is not None and inputs.dtype == weight.dtype
+
+    def outputs(self, inputs: Any) -> Tensor:
+        """Returns the outputs of the network, at least in single precision."""
+        if not self.is_ready(inputs):
+            inputs = move(inputs, device_of(self.network), dtype_of(self.network))
+        outputs = call(self.network, inputs)
+        return outputs.float() if outputs.dtype in HALF_PRECISION else outputs
+
+
+class Objective(NetworkObjective):
+    """Objective of a network whose loss is a function.
 
     Args:
         network: Network, or a module that holds the network as ``network`` together with other parameters.
         likelihood: Likelihood of the targets.
         loss: Function ``loss(forward, batch, clock)`` that returns the loss and a dictionary of logs. ``forward(inputs)`` runs the
             network.
-        check_batch: Function that checks a batch on the host. If it is set, the loss makes no decision on the host, so that a step can
-            be recorded as a CUDA graph.
+        check_batch: Function that checks a batch on the host, see :class:`NetworkObjective`.
         extra_state: Module with state that the loss collects, to be saved in checkpoints.
     """
 
@@ -64,36 +119,12 @@ class Objective(nn.Module):
         check_batch: Callable[[Any], None] | None = None,
         extra_state: nn.Module | None = None,
     ) -> None:
-        super().__init__()
-        self.network, self.likelihood, self.loss = network, likelihood, loss
-        self.check_batch, self.extra_state = check_batch, extra_state
-        self.capturable = check_batch is not None
+        super().__init__(network, likelihood, check_batch, extra_state)
+        self.loss = loss
 
     def forward(self, batch: Any, clock: Clock) -> LossAndLogs:
-        weight = next(self.network.parameters(), None)
-        device = "cpu" if weight is None else weight.device.type
-        if not torch.is_autocast_enabled(device):
-            return self.loss(self.outputs, batch, clock)
-        half = torch.get_autocast_dtype(device)
-
-        def outputs(inputs: Any) -> Tensor:
-            with torch.autocast(device, half):
-                return self.outputs(inputs)
-
-        with torch.autocast(device, enabled=False):
+        with self.full_precision() as outputs:
             return self.loss(outputs, batch, clock)
-
-    def outputs(self, inputs: Any) -> Tensor:
-        """Returns the outputs of the network, at least in single precision."""
-        weight = next(self.network.parameters(), None)
-        is_ready = isinstance(inputs, Tensor) and weight is not None and inputs.device == weight.device
-        # the training loop has moved most batches already
-        if weight is not None and is_ready and inputs.dtype == weight.dtype:
-            outputs = self.network(inputs)
-            outputs = outputs if isinstance(outputs, Tensor) else output_tensor(outputs)
-        else:
-            outputs = call(self.network, move(inputs, device_of(self.network), dtype_of(self.network)))
-        return outputs.float() if outputs.dtype in (torch.bfloat16, torch.float16) else outputs
 
 
 def hold_out(
@@ -220,47 +251,42 @@ def total_steps(loader: Any, epochs: int, needs_length: str) -> int:
     return len(loader) * epochs
 
 
-def train_posterior(
+def make_training_run(
     posterior: Posterior,
-    loss: Loss,
+    objective: NetworkObjective,
     optimizer: torch.optim.Optimizer,
     loader: Any,
     options: FitOptions,
     schedule: SchedulerFactory | None = None,
     samples: int = 1,
     *,
-    module: nn.Module | None = None,
-    extra_state: nn.Module | None = None,
     settings: dict[str, Any] | None = None,
-    check_batch: Callable[[Any], None] | None = None,
     num_epochs: Callable[[History], int] | None = None,
-) -> History:
-    """Trains the network and the likelihood of a posterior in place, and leaves the network in evaluation mode.
+) -> TrainingRun:
+    """Returns the training run of a posterior. Its ``train()`` changes the network and the likelihood in place.
+
+    The network is in evaluation mode before and after the run.
 
     Args:
         posterior: Posterior whose network and likelihood are trained.
-        loss: Loss of a batch, see :class:`Objective`.
+        objective: Objective of the network, or of a module that holds it as ``network``.
         optimizer: Optimizer of all trained parameters.
         loader: Batches of ``(inputs, targets)``.
         options: Options of the fit.
         schedule: Function from the optimizer and the number of steps to a learning-rate scheduler.
         samples: Number of networks per prediction on the validation data.
-        module: Module that is trained instead of the network, and holds it as ``network`` together with other parameters.
-        extra_state: Module with further state, see :class:`Objective`.
         settings: Settings of the method that are saved in the checkpoint. A resumed run warns if they have changed.
-        check_batch: Function that checks a batch, see :class:`Objective`.
         num_epochs: Function from the history to the number of epochs, see :func:`~flowbnn.training.train`.
     """
     validate = make_validator(posterior, options.held_out, samples)
-    model = posterior.model if module is None else module
-    model.train()
+    objective.network.eval()
     scheduler = None
     if schedule is not None:
         steps = total_steps(loader, options.epochs, "a learning-rate schedule")
         kind = torch.optim.lr_scheduler.LRScheduler
         scheduler = call_factory(schedule, optimizer, steps, name="schedule", kind=kind)
-    history = train(
-        Objective(model, posterior.likelihood, loss, check_batch, extra_state),
+    return TrainingRun(
+        objective,
         optimizer,
         loader,
         options,
@@ -270,11 +296,9 @@ def train_posterior(
         structure={
             name: _plain_settings(layer.recipe) for name, layer in noise_layers(posterior.model).items()
         },
-        name_prefix="network" if module is None else "network.network",
+        name_prefix="network" if objective.network is posterior.model else "network.network",
         num_epochs=num_epochs,
     )
-    model.eval()
-    return history
 
 
 def _plain_settings(recipe: Any) -> dict[str, Any]:

@@ -17,7 +17,13 @@ from torch.distributions import LowRankMultivariateNormal
 from flowbnn.errors import FlowBNNError
 from flowbnn.likelihoods import Gaussian, Likelihood
 from flowbnn.methods.base import FitOptions, Method, register_method
-from flowbnn.methods.fitting import LossAndLogs, NetworkFunction, negative_log_likelihood, train_posterior
+from flowbnn.methods.fitting import (
+    LossAndLogs,
+    NetworkFunction,
+    Objective,
+    make_training_run,
+    negative_log_likelihood,
+)
 from flowbnn.methods.network_layers import (
     batch_norm_layers,
     batch_norm_statistics,
@@ -132,7 +138,8 @@ class SWAG(Method):
                 moments.collect(model)
             return negative_log_likelihood(likelihood, forward, batch, clock)
 
-        history = train_posterior(point, loss, optimizer, loader, options, extra_state=moments)
+        objective = Objective(model, likelihood, loss, extra_state=moments)
+        history = make_training_run(point, objective, optimizer, loader, options).train()
         moments.collect(model)
         return history
 

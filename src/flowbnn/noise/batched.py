@@ -74,7 +74,9 @@ def draw_examples(noise: Noise, rows: int, context: NoiseContext) -> Tensor:
     included = len(group) > 1 and any(layer is noise for layer in group)
     if included and kind is not None and kind.are_compatible(group, generators):
         with without_autocast(group):
-            forward.draws.update(kind(group).draws(rows, generator, context.shard))
+            block = kind(group)
+            draws, _ = block.sample(block.start(rows, 0, generator, context.shard), rows)
+        forward.draws.update(zip(block.keys, draws, strict=True))
     else:
         forward.draws[noise.key] = noise.draw_rows(rows, (), generator, context.shard)
     return forward.draws[noise.key]
@@ -182,8 +184,12 @@ def draw_with_kl(
         if len(members) > 1:
             generator = modes[members[0].key].generator
             with without_autocast(members):
-                draws, each, total = kind(members).draw_with_kl(rows, generator, current_row_shard())
-            tensors |= draws
+                block = kind(members)
+                start = block.start(rows, block.fresh, generator, current_row_shard())
+                draws, log_dets = block.sample(start, rows)
+                each, total = block.kl(start, draws, log_dets, rows)
+            for key, vectors in zip(block.keys, draws, strict=True):
+                tensors[key] = vectors[:rows]
             by_key |= each
             totals.append(total)
     if totals:

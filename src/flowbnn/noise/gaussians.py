@@ -105,11 +105,6 @@ class Gaussians:
             volumes.append(volume)
         return draws, torch.stack(volumes)[:, rows:] if log_det else None
 
-    def draws(self, rows: int, generator: OptionalGenerator, shard: RowShard | None) -> dict[int, Tensor]:
-        """Returns draws ``[rows, dim]`` by layer key."""
-        draws, _ = self.sample(self._shard_normal(rows, 0, generator, shard), rows)
-        return dict(zip(self.keys, draws, strict=True))
-
     def divergences(self, generator: OptionalGenerator) -> tuple[dict[int, Divergence], Divergence]:
         """Returns KL and entropy by layer key, and their sums."""
         if not self.flows:
@@ -118,21 +113,20 @@ class Gaussians:
         normal = standard_normal(shape, self.mean.dtype, self.mean.device, generator)
         return self.summary(normal, *self.sample(normal, 0))
 
-    def draw_with_kl(
-        self, rows: int, generator: OptionalGenerator, shard: RowShard | None
-    ) -> tuple[dict[int, Tensor], dict[int, Divergence], Divergence]:
-        """Returns draws for ``rows`` rows, and KL and entropy on fresh draws of the flows, computed together."""
-        normal = self._shard_normal(rows, self.fresh, generator, shard)
-        samples, log_dets = self.sample(normal, rows)
+    def kl(
+        self, normal: Tensor, samples: list[Tensor], log_dets: Tensor | None, rows: int
+    ) -> tuple[dict[int, Divergence], Divergence]:
+        """Returns KL and entropy by layer key and their sums, from the draws after the first ``rows``.
+
+        Args:
+            normal: Result of :meth:`start`.
+            samples: Draws of all layers, from :meth:`sample`.
+            log_dets: Log-determinants, from :meth:`sample`.
+            rows: Number of draws that are not used.
+        """
         if not self.flows:
-            return dict(zip(self.keys, samples, strict=True)), *self.summary(None, [], None)
-        draws: dict[int, Tensor] = {}
-        ends: list[Tensor] = []
-        for index, (key, values) in enumerate(zip(self.keys, samples, strict=True)):
-            draws[key] = values[:rows]
-            if index >= self.plain:
-                ends.append(values[rows:])
-        return draws, *self.summary(normal[rows:, self.cut :], ends, log_dets)
+            return self.summary(None, [], None)
+        return self.summary(normal[rows:, self.cut :], [x[rows:] for x in samples[self.plain :]], log_dets)
 
     def summary(
         self, normal: Tensor | None, ends: list[Tensor], log_dets: Tensor | None
@@ -166,9 +160,7 @@ class Gaussians:
             kls, entropies = kls - volume, entropies + volume
         return divergences_of(self.layers, kls, entropies)
 
-    def _shard_normal(
-        self, rows: int, fresh: int, generator: OptionalGenerator, shard: RowShard | None
-    ) -> Tensor:
+    def start(self, rows: int, fresh: int, generator: OptionalGenerator, shard: RowShard | None) -> Tensor:
         """Returns normal numbers for ``rows`` rows and ``fresh`` more. A process with a shard keeps its own rows."""
         global_rows = rows if shard is None else shard.global_rows(rows)
         shape = torch.Size((global_rows + fresh, len(self.mean)))

@@ -27,6 +27,7 @@ class Mixtures:
 
     def __init__(self, layers: list[Any]) -> None:
         self.layers, self.fresh = layers, layers[0].kl_samples
+        self.keys = tuple([noise.key for noise in layers])
         self.sizes = tuple([noise.layout.dim for noise in layers])
         bases, affines, _ = zip(*[noise.mixture_base for noise in layers], strict=True)
         loc = torch.cat([base.loc for base in bases], -1)
@@ -48,7 +49,11 @@ class Mixtures:
         # generators by `is`: not every version of torch.compile knows the id of None
         return len(kinds) == 1 and all(generator is generators[0] for generator in generators)
 
-    def start(
+    def start(self, rows: int, fresh: int, generator: OptionalGenerator, shard: RowShard | None) -> Tensor:
+        """Returns draws of the mixtures for ``rows`` rows and ``fresh`` more. A process with a shard keeps its own rows."""
+        return self.draw(*self.components(rows, fresh, generator, shard))
+
+    def components(
         self, rows: int, fresh: int, generator: OptionalGenerator, shard: RowShard | None
     ) -> tuple[Tensor, Tensor]:
         """Returns components ``[rows + fresh, layers]`` and normal numbers ``[rows + fresh, numbers]``, of this process's rows."""
@@ -71,31 +76,38 @@ class Mixtures:
         index = torch.cat([which[:, i : i + 1].expand(-1, size) for i, size in enumerate(self.sizes)], -1)
         return torch.addcmul(self.mean.gather(0, index), self.deviation.gather(0, index), normal)
 
-    def push(self, draws: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Transforms draws ``[draws, numbers]`` by the flows, and returns the log-determinants ``[layers, draws]`` as well."""
-        if not any(noise.flow_tail for noise in self.layers):
-            return draws, None
-        pushed = [noise.push(z) for noise, z in zip(self.layers, draws.split(self.sizes, -1), strict=True)]
-        return torch.cat([x for x, _ in pushed], -1), torch.stack([log_dets for _, log_dets in pushed])
+    def sample(self, starts: Tensor, rows: int) -> tuple[list[Tensor], Tensor | None]:
+        """Returns draws of all layers after their flows, and the log-determinants after the first ``rows`` draws.
 
-    def draws(self, rows: int, generator: OptionalGenerator, shard: RowShard | None) -> dict[int, Tensor]:
-        """Returns draws ``[rows, dim]`` by layer key."""
-        starts = self.draw(*self.start(rows, 0, generator, shard)).split(self.sizes, -1)
-        return {noise.key: noise.push(z, False)[0] for noise, z in zip(self.layers, starts, strict=True)}
+        Args:
+            starts: Draws of the mixtures, ``[draws, numbers]``.
+            rows: Number of draws without log-determinants.
+        """
+        draws, log_det = starts.split(self.sizes, -1), rows < len(starts)
+        if not any(noise.flow_tail for noise in self.layers):
+            return list(draws), None
+        pushed = [noise.push(z, log_det) for noise, z in zip(self.layers, draws, strict=True)]
+        log_dets = torch.stack([volume for _, volume in pushed])[:, rows:] if log_det else None
+        return [x for x, _ in pushed], log_dets
 
     def divergences(self, generator: OptionalGenerator) -> tuple[dict[int, Divergence], Divergence]:
         """Returns KL and entropy by layer key, and their sums."""
-        return self.draw_with_kl(0, generator, None)[1:]
+        starts = self.start(0, self.fresh, generator, None)
+        return self.kl(starts, *self.sample(starts, 0), 0)
 
-    def draw_with_kl(
-        self, rows: int, generator: OptionalGenerator, shard: RowShard | None
-    ) -> tuple[dict[int, Tensor], dict[int, Divergence], Divergence]:
-        """Returns draws for ``rows`` rows, and KL and entropy on fresh draws, computed together."""
-        starts = self.draw(*self.start(rows, self.fresh, generator, shard))
-        ends, log_dets = self.push(starts)
-        log_dets = None if log_dets is None else log_dets[:, rows:]
-        keys, draws = [noise.key for noise in self.layers], ends[:rows].split(self.sizes, -1)
-        return dict(zip(keys, draws, strict=True)), *self.summary(starts[rows:], ends[rows:], log_dets)
+    def kl(
+        self, starts: Tensor, samples: list[Tensor], log_dets: Tensor | None, rows: int
+    ) -> tuple[dict[int, Divergence], Divergence]:
+        """Returns KL and entropy by layer key and their sums, from the draws after the first ``rows``.
+
+        Args:
+            starts: Result of :meth:`start`.
+            samples: Draws of all layers, from :meth:`sample`.
+            log_dets: Log-determinants, from :meth:`sample`.
+            rows: Number of draws that are not used.
+        """
+        ends = starts if log_dets is None else torch.cat(samples, -1)
+        return self.summary(starts[rows:], ends[rows:], log_dets)
 
     def summary(
         self, draws: Tensor, ends: Tensor, log_dets: Tensor | None

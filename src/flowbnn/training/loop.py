@@ -89,20 +89,19 @@ def train(
     >>> history.epochs, history["loss"][-1] < 1e-3
     (8, True)
     """
-    options = options or TrainingOptions()
-    check_arguments(objective, optimizer, options, schedule, validate is not None)
-    contents = {"settings": settings or {}, "structure": structure or {}, "name_prefix": name_prefix}
-    run = TrainingRun(objective, optimizer, loader, options, schedule, validate, num_epochs, contents)
-    with run.open() as interrupts:
-        while not run.finished:
-            with interrupts.deferred():
-                batches = run.begin_epoch()
-                while run.step(batches) and interrupts.pending is None:
-                    pass
-            run.end_epoch(interrupts)
-    if run.state.best_weights is not None:
-        objective.load_state_dict(run.state.best_weights)
-    return run.position.history
+    run = TrainingRun(
+        objective,
+        optimizer,
+        loader,
+        options or TrainingOptions(),
+        schedule=schedule,
+        validate=validate,
+        settings=settings,
+        structure=structure,
+        name_prefix=name_prefix,
+        num_epochs=num_epochs,
+    )
+    return run.train()
 
 
 @checked
@@ -135,18 +134,7 @@ def cosine(optimizer: Optimizer, steps: Count, rise: UnitInterval = 0.0) -> LRSc
 
 
 class TrainingRun:
-    """One call of :func:`train`.
-
-    Args:
-        objective: Module that returns the loss of a batch.
-        optimizer: Optimizer of its parameters.
-        loader: Loader of global batches.
-        options: Options of the run.
-        schedule: Learning-rate schedule, or None.
-        validate: Function called after every epoch, or None.
-        num_epochs: Function that returns the number of epochs from the record so far, or None.
-        contents: Further contents of the checkpoint: ``settings``, ``structure`` and ``name_prefix``.
-    """
+    """Training run of an objective. The arguments are those of :func:`train`."""
 
     def __init__(
         self,
@@ -154,11 +142,15 @@ class TrainingRun:
         optimizer: Optimizer,
         loader: Iterable[Any],
         options: TrainingOptions,
-        schedule: LRScheduler | None,
-        validate: Validate | None,
-        num_epochs: NumEpochs | None,
-        contents: dict[str, Any],
+        *,
+        schedule: LRScheduler | None = None,
+        validate: Validate | None = None,
+        settings: Mapping[str, Any] | None = None,
+        structure: Mapping[str, Mapping[str, Any]] | None = None,
+        name_prefix: str = "",
+        num_epochs: NumEpochs | None = None,
     ) -> None:
+        check_arguments(objective, optimizer, options, schedule, validate is not None)
         self.objective, self.optimizer, self.schedule = objective, optimizer, schedule
         self.options, self.validate, self.num_epochs = options, validate, num_epochs
         self.path: Path | None = options.checkpoint_path
@@ -170,8 +162,18 @@ class TrainingRun:
             loader_generators(loader), process.device if process.num_processes > 1 else None
         )
         self.steps_per_epoch = length_of(loader)
-        contents |= {"options": options, "steps_per_epoch": self.steps_per_epoch, "scaler": process.scaler}
-        self.state = RunState(objective, optimizer, schedule, self.random, **contents)
+        self.state = RunState(
+            objective,
+            optimizer,
+            schedule,
+            self.random,
+            options=options,
+            steps_per_epoch=self.steps_per_epoch,
+            scaler=process.scaler,
+            settings=settings or {},
+            structure=structure or {},
+            name_prefix=name_prefix,
+        )
         self.position, self.parameters = self.state.position, self.state.parameters
         self.module = process.wrap(objective)
         self.loader = process.shard(loader)
@@ -198,6 +200,19 @@ class TrainingRun:
         # with resume=True, a file that appeared since belongs to a concurrent run
         if self.path is not None and self.is_main and not options.resume:
             state.warn_unfinished()
+
+    def train(self) -> History:
+        """Takes all steps of the run and returns its record."""
+        with self.open() as interrupts:
+            while not self.finished:
+                with interrupts.deferred():
+                    batches = self.begin_epoch()
+                    while self.step(batches) and interrupts.pending is None:
+                        pass
+                self.end_epoch(interrupts)
+        if self.state.best_weights is not None:
+            self.objective.load_state_dict(self.state.best_weights)
+        return self.position.history
 
     @contextmanager
     def open(self) -> Iterator[Interrupts]:

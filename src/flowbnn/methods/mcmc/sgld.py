@@ -26,9 +26,10 @@ from flowbnn.methods.base import FitOptions, Method, register_method
 from flowbnn.methods.fitting import (
     LossAndLogs,
     NetworkFunction,
+    Objective,
+    make_training_run,
     negative_log_likelihood,
     total_steps,
-    train_posterior,
 )
 from flowbnn.methods.network_layers import (
     batch_norm_layers,
@@ -118,9 +119,8 @@ class SGLD(Method):
 
         point = PointPosterior(model, likelihood)
         with disable_dropout(model):
-            history = train_posterior(
-                point, loss, optimizer, loader, options, schedule, extra_state=snapshots
-            )
+            objective = Objective(model, likelihood, loss, extra_state=snapshots)
+            history = make_training_run(point, objective, optimizer, loader, options, schedule).train()
         snapshots.record(steps)
         num_weights = sum(parameter.numel() for parameter in trainable_parameters(model).values())
         self._warn_if_diverged(history, num_weights / num_data)

@@ -15,11 +15,12 @@ from flowbnn.methods.fitting import (
     Loss,
     LossAndLogs,
     NetworkFunction,
+    Objective,
     hold_out,
     make_optimizer,
+    make_training_run,
     plan_fit,
     should_check_targets,
-    train_posterior,
 )
 from flowbnn.methods.preparation import PreparedFit
 from flowbnn.methods.schedule import WEIGHT_SCHEDULE, plan_training
@@ -123,34 +124,33 @@ def fit_elbo(
             None, method.schedule or WEIGHT_SCHEDULE, training, options, warmup=method.warmup
         )
         num_data = options.num_examples(training)
-    objective = ELBO(likelihood, num_data, method.beta)
+    elbo = ELBO(likelihood, num_data, method.beta)
     settings = {name: getattr(method, name) for name in ("beta", "warmup", "repeats")}
-    posterior.history = train_posterior(
+    loss = make_weight_loss(elbo, divergence, method)
+    posterior.history = make_training_run(
         posterior,
-        make_weight_loss(objective, divergence, method),
+        Objective(module, likelihood, loss, prepared.check_batch),
         make_optimizer(groups, method.optimizer),
         training,
         options,
         plan.scheduler,
         samples=8,  # enough to follow the validation NLL from epoch to epoch
-        module=module,
-        settings={**settings, "num_data": objective.num_data},
-        check_batch=prepared.check_batch,
+        settings={**settings, "num_data": num_data},
         num_epochs=plan.num_epochs,
-    )
+    ).train()
     if fit_noise_scale(posterior, loader, options.seed) is None:
         check_noise_scale(posterior, loader, options.seed)
 
 
-def make_weight_loss(objective: ELBO, divergence: Callable[[], Divergence], method: Variational) -> Loss:
+def make_weight_loss(elbo: ELBO, divergence: Callable[[], Divergence], method: Variational) -> Loss:
     """Returns the negative ELBO as a loss of :class:`~flowbnn.methods.fitting.Objective`.
 
     Args:
-        objective: ELBO with its likelihood.
+        elbo: ELBO with its likelihood.
         divergence: Function that returns the KL divergence and the entropy of the distribution of weights.
         method: Settings of the method.
     """
-    likelihood, repeats = objective.likelihood, method.repeats
+    likelihood, repeats = elbo.likelihood, method.repeats
     log_scale = likelihood.log_scale if learns_noise(likelihood) else None
 
     def loss(forward: NetworkFunction, batch: Any, clock: Clock) -> LossAndLogs:
@@ -167,7 +167,7 @@ def make_weight_loss(objective: ELBO, divergence: Callable[[], Divergence], meth
             outputs = torch.cat([outputs, *(forward(inputs) for _ in range(repeats - 1))])
             targets = repeat(targets, repeats)
         weight = warm_up(clock.progress, method.warmup)
-        terms = objective.terms(outputs, targets, Divergences({}, divergence()), weight)
+        terms = elbo.terms(outputs, targets, Divergences({}, divergence()), weight)
         logs = terms.logs()
         return terms.loss + correction, {name: logs[name] for name in ("elbo", "log_likelihood", "kl")}
 

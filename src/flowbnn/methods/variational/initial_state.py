@@ -1,8 +1,8 @@
-"""State of a network before a fit of its noise, to which the fit is compared and may return."""
+"""State of a network before a fit of its noise, to which the finished fit is compared and may return."""
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from flowbnn.distributions import MixtureBase
 from flowbnn.likelihoods import Likelihood, learns_noise
+from flowbnn.methods.schedule import PlateauRun
 from flowbnn.networks import evaluation_mode
 from flowbnn.noise import noise_layers, noise_mode
 from flowbnn.noise.base import Noise
@@ -19,7 +20,7 @@ from flowbnn.noise.flow_noise import InputNoise
 from flowbnn.objectives import ELBO
 from flowbnn.posterior.noise import NoisePosterior
 from flowbnn.posterior.weights import state_of
-from flowbnn.regression import LOC, SCALE, outputs_and_targets, set_noise_scale
+from flowbnn.regression import LOC, SCALE, NoiseScale, outputs_and_targets, set_noise_scale
 from flowbnn.transforms import BlockTriangular, Compose
 
 
@@ -130,24 +131,30 @@ def copy_into(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
 
 @dataclass(frozen=True)
 class FinishedFit:
-    """Finished fit, with the data that the report needs.
+    """Finished fit of the noise of a network, with the data that its report needs.
 
     Args:
         posterior: Fitted posterior.
         initial: Network before the fit.
-        objective: ELBO that was maximized.
+        elbo: ELBO that was maximized.
+        plateau: State of the schedule.
+        idle_layers: Layers with noise that the network never calls.
         log_scale: Logarithm of the noise scale that maximizes the ELBO, before the fit to the predictions. None if no noise is learned.
+        noise_scale: Observation noise of a regression, after the fit to the predictions. None for other likelihoods.
         batches: Batches of training data, spread evenly over the loader.
         held_out: Loader of held-out data, or None.
     """
 
     posterior: NoisePosterior
     initial: InitialState
-    objective: ELBO
+    elbo: ELBO
+    plateau: PlateauRun
+    idle_layers: Sequence[str]
     log_scale: Tensor | None
+    noise_scale: NoiseScale | None
     batches: Sequence[Any]
     held_out: Iterable[Any] | None
 
-    def initial_network(self) -> Any:
+    def initial_network(self) -> AbstractContextManager[None]:
         """Context manager that restores the initial network."""
         return self.initial.restored(self.posterior.model, self.posterior.likelihood, self.batches)

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterable, Sequence
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -12,34 +12,69 @@ from flowbnn.batches import device_of, dtype_of, move, split_batch
 from flowbnn.errors import warn
 from flowbnn.likelihoods import learns_noise
 from flowbnn.methods.schedule import PlateauRun, elbo_drop, elbo_gain
+from flowbnn.methods.variational.held_out_comparison import HeldOutComparison
 from flowbnn.methods.variational.initial_state import FinishedFit, copy_into
 from flowbnn.networks import evaluation_mode
 from flowbnn.noise import noise_mode
 from flowbnn.noise.collapse import health_warnings, posterior_health
 from flowbnn.objectives import ELBO
+from flowbnn.posterior.noise import NoisePosterior
 from flowbnn.posterior.report import FitReport, Gain
-from flowbnn.regression import NoiseScale
 from flowbnn.training import History, is_main_process
 from flowbnn.training.options import length_of
+from flowbnn.training.progress import terminal
 from flowbnn.training.randomness import preserve_rng_state, seed_all
 
 
-def make_report(
-    fit: FinishedFit, plateau: PlateauRun, idle_layers: Sequence[str], noise_scale: NoiseScale | None
-) -> FitReport:
-    """Returns the report of a fit, without the comparison on held-out data.
+class FitDecision(NamedTuple):
+    """Fit whose posterior is returned, after the comparison on held-out data.
 
     Args:
         fit: Finished fit.
-        plateau: State of the schedule.
-        idle_layers: Layers with noise that the network never calls.
-        noise_scale: Observation noise, from :func:`~flowbnn.regression.fit_noise_scale` or
-            :func:`~flowbnn.regression.check_noise_scale`.
+        comparison: Log-likelihoods of held-out data before and after the first fit, or None without held-out data.
+        gain: Gain that the decision is based on, or None without held-out data.
+        accepted: False if the posterior is the given network.
     """
+
+    fit: FinishedFit
+    comparison: HeldOutComparison | None = None
+    gain: Gain | None = None
+    accepted: bool = True
+
+
+def finish_fit(decision: FitDecision, report: bool, progress: bool) -> NoisePosterior:
+    """Returns the posterior of a decision, with its report. A warning is raised for every problem.
+
+    Args:
+        decision: Fit whose posterior is returned.
+        report: If True, computes the report of the fit.
+        progress: If True, prints the report on a terminal.
+    """
+    posterior = decision.fit.posterior
+    if decision.comparison is not None and decision.gain is not None and decision.accepted:
+        warn_memorized(decision.comparison)
+        warn_if_worse(decision.gain, "gain", "use fb.calibrate(network, held_out) or increase gamma")
+    if report:
+        posterior.report = make_report(decision)
+        if progress and is_main_process() and (console := terminal()) is not None:
+            console.print(str(posterior.report), highlight=False)
+    return posterior
+
+
+def make_report(decision: FitDecision) -> FitReport:
+    """Returns the report of the fit that is returned. The ELBO and the layers of a rejected fit are left out.
+
+    Args:
+        decision: Fit whose posterior is returned.
+    """
+    fit, comparison = decision.fit, decision.comparison
+    memorization = None if comparison is None else comparison.memorization
+    if not decision.accepted:
+        return FitReport(None, decision.gain, memorization, noise_scale=fit.noise_scale, accepted=False)
     elbo = compare_elbo(fit)
-    collapsed = find_collapsed_layers(fit.posterior.model, idle_layers)
-    gain, drop = check_convergence(fit.posterior.history, plateau)
-    return FitReport(elbo, None, None, collapsed, gain, drop, noise_scale)
+    collapsed = find_collapsed_layers(fit.posterior.model, fit.idle_layers)
+    rise, drop = check_convergence(fit.posterior.history, fit.plateau)
+    return FitReport(elbo, decision.gain, memorization, collapsed, rise, drop, fit.noise_scale)
 
 
 def spread_batches(loader: Iterable[Any], seed: int | None, count: int = 10) -> list[Any]:
@@ -81,14 +116,14 @@ def compare_elbo(fit: FinishedFit) -> Gain | None:
     """
     model, likelihood = fit.posterior.model, fit.posterior.likelihood
     with fit.initial_network():
-        before = example_elbos(model, fit.objective, fit.batches)
+        before = example_elbos(model, fit.elbo, fit.batches)
     if not bool(torch.isfinite(before).all()):
         return None
-    after = [example_elbos(model, fit.objective, fit.batches)]
+    after = [example_elbos(model, fit.elbo, fit.batches)]
     if learns_noise(likelihood) and fit.log_scale is not None:
         fitted = likelihood.log_scale.detach().clone()
         copy_into(likelihood, {"log_scale": fit.log_scale})
-        after.append(example_elbos(model, fit.objective, fit.batches))
+        after.append(example_elbos(model, fit.elbo, fit.batches))
         copy_into(likelihood, {"log_scale": fitted})
     gain = Gain.of(before, max(after, key=Tensor.mean), "ELBO")
     warn_if_worse(gain, "elbo", "fit longer (epochs=...), or decrease the learning rates or prior_scale")
@@ -105,6 +140,15 @@ def warn_if_worse(gain: Gain, kind: str, advice: str) -> None:
     """
     if gain.is_loss:
         warn(f"the fit has lowered the {gain}; {advice}", kind=kind, before=gain.before, after=gain.after)
+
+
+def warn_memorized(comparison: HeldOutComparison) -> None:
+    """Warns if the initial weights have memorized the training data."""
+    if comparison.is_memorized and is_main_process():
+        training, before = comparison.training.mean(), comparison.before.mean()
+        scores = f"{training:.3f} per example, {before:.3f} on validation data"
+        text = f"the weights have memorized the training data (log-likelihood {scores}); use fb.calibrate(network, held_out)"
+        warn(text, kind="memorized", excess=comparison.memorization)
 
 
 def check_convergence(history: History, plateau: PlateauRun) -> tuple[float, float]:

@@ -17,10 +17,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flowbnn.errors import FlowBNNError, FlowBNNWarning, warn
+from flowbnn.errors import FlowBNNError, FlowBNNWarning
 from flowbnn.methods.data_summary import count_examples
 from flowbnn.methods.fit_options import FitOptions
-from flowbnn.methods.fitting import NOISE_LR, make_optimizer, negative_log_likelihood, train_posterior
+from flowbnn.methods.fitting import (
+    NOISE_LR,
+    Objective,
+    make_optimizer,
+    make_training_run,
+    negative_log_likelihood,
+)
 from flowbnn.methods.loader_split import split_loader
 from flowbnn.methods.network_layers import reset_parameters
 from flowbnn.methods.preparation import prepare
@@ -32,7 +38,7 @@ from flowbnn.posterior.noise import NoisePosterior
 from flowbnn.posterior.point import PointPosterior
 from flowbnn.posterior.report import Gain
 from flowbnn.regression import fit_residual_scale
-from flowbnn.training import History, is_main_process
+from flowbnn.training import History
 from flowbnn.training.options import length_of
 from flowbnn.training.randomness import preserve_rng_state, temporary_seed
 
@@ -203,34 +209,13 @@ def _train_to(
             reached = history.epochs > 0 and history["log_likelihood"][-1] >= target
             return history.epochs if reached else max_epochs
 
-        train_posterior(
+        make_training_run(
             point,
-            loss,
+            Objective(network, prepared.likelihood, loss, prepared.check_batch),
             make_optimizer(groups, None),
             loader,
             replace(options, epochs=max_epochs),
-            check_batch=prepared.check_batch,
             num_epochs=num_epochs,
-        )
+        ).train()
         fit_residual_scale(network, prepared.likelihood, loader)
         return log_likelihoods(point, held_out, 1)
-
-
-# -------------------- warnings
-
-
-def warn_memorized(comparison: HeldOutComparison) -> None:
-    """Warns if the initial weights have memorized the training data."""
-    if comparison.is_memorized and is_main_process():
-        training, before = comparison.training.mean(), comparison.before.mean()
-        scores = f"{training:.3f} per example, {before:.3f} on validation data"
-        text = f"the weights have memorized the training data (log-likelihood {scores}); use fb.calibrate(network, held_out)"
-        warn(text, kind="memorized", excess=comparison.memorization)
-
-
-def warn_rejected(gain: Gain) -> None:
-    """Warns that the fitted noise is not better than the given network, which is returned instead."""
-    if is_main_process():
-        values = f"log-likelihood {gain.before:.3f} -> {gain.after:.3f} per held-out example"
-        text = f"the given network is returned, as noise made it no better ({values}); use fb.calibrate(network, held_out) or gamma=1"
-        warn(text, kind="gain", before=gain.before, after=gain.after)

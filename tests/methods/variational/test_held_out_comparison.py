@@ -12,9 +12,9 @@ from torch.utils.data import DataLoader, TensorDataset
 import flowbnn as fb
 from flowbnn.data import TensorLoader
 from flowbnn.errors import FlowBNNWarning
-from flowbnn.methods.variational import noise_fit
+from flowbnn.methods.variational import verification
+from flowbnn.methods.variational.held_out_comparison import HeldOutComparison, compare_retrained
 from flowbnn.methods.variational.initial_state import InitialState
-from flowbnn.methods.variational.judgement import HeldOutComparison, compare_retrained
 from flowbnn.methods.variational.noise_fit import NoiseFitOptions
 from flowbnn.methods.variational.report import example_elbos, spread_batches
 from flowbnn.models import MLP
@@ -54,6 +54,7 @@ def test_the_given_network_is_returned_if_the_fit_is_worse(name, tmp_path):
     assert len(warning) == 1
     assert warning[0].fields["after"] < warning[0].fields["before"]
     assert not posterior.report.accepted
+    assert posterior.history.epochs == 0  # the given network was not trained here
     assert not posterior.report.collapsed
     assert posterior.report.elbo is None
     assert posterior.report.elbo_drop == 0
@@ -103,7 +104,7 @@ def test_a_better_fit_is_returned():
 def test_a_worse_fit_is_repeated_with_early_stopping(repeated_gain, monkeypatch):
     before = torch.linspace(-1.0, -0.5, 50)
     comparisons = iter([HeldOutComparison(before, before + gain, before) for gain in (-0.2, repeated_gain)])
-    monkeypatch.setattr(noise_fit, "compare_held_out", lambda fit: next(comparisons))
+    monkeypatch.setattr(verification, "compare_held_out", lambda fit: next(comparisons))
     network, loader, _ = trained(rings, 2)
     model = fb.to_stochastic(network, {"*": NormalAffine()})
     posterior = fb.fit(model, loader, epochs=4, weight_lr=0.02, validation=rings(50, 3), seed=0, **QUIET)
@@ -165,7 +166,7 @@ def test_weights_that_cannot_be_reset_are_not_retrained():
 @pytest.mark.parametrize("gain", [-0.1, 0.1])
 def test_retrained_networks_decide_if_the_weights_may_have_seen_the_held_out_rows(gain, monkeypatch):
     network, loader, _ = trained(rings, 2)
-    monkeypatch.setattr(noise_fit, "compare_retrained", lambda *_: Gain(-0.5, -0.5 + gain, 0.01))
+    monkeypatch.setattr(verification, "compare_retrained", lambda *_: Gain(-0.5, -0.5 + gain, 0.01))
     model = fb.to_stochastic(network, {"*": NormalAffine()})
     posterior = fb.fit(model, loader, **HARMFUL, **QUIET)
     assert posterior.report.accepted == (gain > 0)

@@ -1,0 +1,112 @@
+"""Verification of a fit: the given network is returned if the fit does not predict held-out data better."""
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from flowbnn.errors import warn
+from flowbnn.methods.variational.held_out_comparison import (
+    COMPARISON_ROWS,
+    HeldOutComparison,
+    compare_held_out,
+    compare_retrained,
+)
+from flowbnn.methods.variational.initial_state import FinishedFit, InitialState, can_narrow, joint_noises
+from flowbnn.methods.variational.noise_fit import NoiseFitOptions, run_fit
+from flowbnn.methods.variational.report import FitDecision
+from flowbnn.posterior.noise import NoisePosterior
+from flowbnn.posterior.report import Gain
+from flowbnn.regression import check_noise_scale, fit_residual_scale
+from flowbnn.training import EarlyStop, History, is_main_process
+from flowbnn.training.randomness import preserve_rng_state
+
+DataAndOptions = tuple[Iterable[Any], NoiseFitOptions]
+
+
+def verify_fit(fit: FinishedFit, all_data: DataAndOptions, training: DataAndOptions) -> FitDecision:
+    """Compares a fit with the given network on held-out data, and returns the one to use.
+
+    1. A fit that is clearly better is returned.
+    2. If the given network may have been trained on the held-out data, :func:`compare_retrained` decides. If noise is better there, it
+       is fitted to all data. Otherwise, the given network is restored.
+    3. If retrained networks cannot decide, a fit that is worse is repeated with early stopping.
+    4. If it is still worse, the given network is restored.
+
+    Args:
+        fit: Fit to the training data.
+        all_data: All data, and the options of a fit to them.
+        training: Data without the held-out data, and the options of the fit to them.
+    """
+    comparison = compare_held_out(fit)
+    if comparison is None:
+        return FitDecision(fit)
+    gain, splits = comparison.gain, isinstance(all_data[1].validation, float)
+    few_rows = splits and len(comparison.before) < COMPARISON_ROWS
+    is_clear = gain.after >= gain.before and (gain.is_significant or not few_rows)
+    if is_clear or not all(map(can_narrow, joint_noises(fit.posterior.model))):
+        return FitDecision(fit, comparison, gain)
+    if splits and not comparison.is_memorized:
+        retrained_gain = compare_retrained(fit.posterior.model, fit.initial, *all_data, _fit_retrained)
+        if retrained_gain is not None:
+            return _decide_by_retrained(fit, comparison, retrained_gain, all_data)
+    if gain.after >= gain.before:
+        return FitDecision(fit, comparison, gain)
+    return _repeat_or_restore(fit, comparison, all_data, training)
+
+
+def _fit_retrained(network: nn.Module, loader: Iterable[Any], options: NoiseFitOptions) -> NoisePosterior:
+    return run_fit(network, loader, options, InitialState.of(network)).posterior
+
+
+def _decide_by_retrained(
+    fit: FinishedFit, comparison: HeldOutComparison, gain: Gain, all_data: DataAndOptions
+) -> FitDecision:
+    """Fits the noise to all data if it has improved retrained networks. Otherwise restores the given network."""
+    if gain.after <= gain.before:
+        return restore_given(fit, comparison, gain, all_data)
+    loader, options = all_data
+    fit.initial.restore(fit.posterior.model)
+    stage = options.for_stage("all-data", options.description, validation=None)
+    return FitDecision(run_fit(fit.posterior.model, loader, stage, fit.initial), comparison, gain)
+
+
+def _repeat_or_restore(
+    fit: FinishedFit, comparison: HeldOutComparison, all_data: DataAndOptions, training: DataAndOptions
+) -> FitDecision:
+    """Repeats a fit with early stopping. Restores the given network if the fit is still worse."""
+    options = all_data[1]
+    if options.early_stop is None:
+        fit.initial.restore(fit.posterior.model)
+        rule = EarlyStop(patience=options.epochs or 10)
+        stage = training[1].for_stage("early-stop", options.description, early_stop=rule)
+        repeated = run_fit(fit.posterior.model, training[0], stage, fit.initial)
+        second = compare_held_out(repeated)
+        if second is not None and second.gain.after > second.gain.before:
+            return FitDecision(repeated, comparison, second.gain)
+    return restore_given(fit, comparison, comparison.gain, all_data)
+
+
+def restore_given(
+    fit: FinishedFit, comparison: HeldOutComparison, gain: Gain, all_data: DataAndOptions
+) -> FitDecision:
+    """Restores the given network, with noise of almost no width. A warning is raised.
+
+    Args:
+        fit: Fit that is rejected.
+        comparison: Log-likelihoods of held-out data.
+        gain: Gain that the decision is based on.
+        all_data: All data, to which the noise scale of a regression is fitted, and the options.
+    """
+    posterior, (loader, options) = fit.posterior, all_data
+    fit.initial.restore_without_noise(posterior.model)
+    posterior.history = History()  # the given network was not trained here
+    with preserve_rng_state(loader, 0):
+        fit_residual_scale(posterior.model, posterior.likelihood, loader)
+    if is_main_process():
+        values = f"log-likelihood {gain.before:.3f} -> {gain.after:.3f} per held-out example"
+        text = f"the given network is returned, as noise made it no better ({values}); use fb.calibrate(network, held_out) or gamma=1"
+        warn(text, kind="gain", before=gain.before, after=gain.after)
+    noise_scale = check_noise_scale(posterior, loader, options.seed)
+    return FitDecision(replace(fit, noise_scale=noise_scale), comparison, gain, accepted=False)
