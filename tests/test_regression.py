@@ -42,6 +42,16 @@ def test_the_noise_scale_of_a_point_fit_is_the_size_of_its_residuals(method):
         assert log_scale.exp().item() == pytest.approx(residual(model, curve(500, 0)), rel=1e-5)
 
 
+def test_the_noise_scale_is_at_least_the_residuals_of_held_out_data():
+    """A network that fits 20 rows exactly has residuals of zero there, but not on other rows."""
+    x, y = curve(20, 0)
+    others = curve(500, 1)
+    posterior = fb.MLE(epochs=300, lr=1e-2).fit(network(), [(x, y)], validation=[others], seed=0, **QUIET)
+    scale = posterior.likelihood.log_scale.exp().item()
+    assert scale == pytest.approx(residual(posterior.model, others), rel=1e-5)
+    assert scale > 1.2 * residual(posterior.model, (x, y))
+
+
 def has_best_scale(posterior, x, y):
     """Returns True if a noise scale of 2 % more or less has a lower predictive likelihood."""
     values, log_scale = [], posterior.likelihood.log_scale
@@ -111,7 +121,7 @@ def test_the_noise_scale_belongs_to_the_weights_that_early_stopping_restores():
     options = {"validation": curve(50, 3), "early_stop": stop, "seed": 0, **QUIET}
     posterior = fb.MLE(epochs=40, lr=0.3).fit(network(), batches(), **options)
     assert posterior.history.best_epoch < posterior.history.epochs
-    expected = residual(posterior.model, curve(500, 0))
+    expected = max(residual(posterior.model, data) for data in (curve(500, 0), curve(50, 3)))
     assert posterior.likelihood.log_scale.exp().item() == pytest.approx(expected, rel=1e-5)
 
 

@@ -294,18 +294,29 @@ def set_noise_scale(likelihood: Gaussian, pairs: Iterable[tuple[Tensor, Tensor]]
         likelihood.log_scale.copy_(variance.log() / 2)
 
 
-def fit_residual_scale(model: nn.Module, likelihood: Likelihood, loader: Iterable[Any]) -> bool:
+@torch.no_grad()
+def fit_residual_scale(
+    model: nn.Module, likelihood: Likelihood, loader: Iterable[Any], held_out: Iterable[Any] | None = None
+) -> bool:
     """Sets a learned noise to its maximum-likelihood value for one network. Returns False if no noise is learned.
+
+    Residuals of data that a network was trained on are too small. With held-out data, the noise is therefore the larger of the two
+    values, for each target.
 
     Args:
         model: Network. Noise of its layers is fixed at the mean.
         likelihood: Likelihood, which is changed in place.
         loader: Batches of ``(inputs, targets)``.
+        held_out: Batches that the network was not trained on, or None.
     """
     if not learns_noise(likelihood):
         return False
     with evaluation_mode(model), noise_at_mean(model):
         set_noise_scale(likelihood, outputs_and_targets(model, loader))
+        if held_out is not None:
+            log_scale = likelihood.log_scale.detach().clone()
+            set_noise_scale(likelihood, outputs_and_targets(model, held_out))
+            likelihood.log_scale.copy_(torch.maximum(likelihood.log_scale, log_scale))
     return True
 
 

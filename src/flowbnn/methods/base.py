@@ -195,7 +195,8 @@ class Method:
 
         .. math:: \max_w \frac1N \sum_i \log p(y_i \mid x_i, w) - \frac{\lambda}{2} \|w\|^2
 
-        At the end, learned noise of a Gaussian likelihood is the maximum-likelihood value for these weights.
+        At the end, learned noise of a Gaussian likelihood is the maximum-likelihood value for these weights. If held-out data have
+        larger residuals, it is the value for the held-out data.
 
         Args:
             model: Network to train.
@@ -220,18 +221,18 @@ class Method:
                 {"params": list(likelihood.parameters()), "lr": self.likelihood_lr, "weight_decay": 0.0},
             ]
             loss = partial(self._loss(model), likelihood)
-            training, training_options, plan = self.plan_training(loader, options, fold)
+            training, options, plan = self.plan_training(loader, options, fold)
             posterior.history = make_training_run(
                 posterior,
                 Objective(model, likelihood, loss, prepared.check_batch),
                 make_optimizer(groups, self.optimizer),
                 training,
-                training_options,
+                options,
                 plan.scheduler,
                 num_epochs=plan.num_epochs,
             ).train()
         with preserve_rng_state(loader, options.seed or 0):
-            fit_residual_scale(model, likelihood, loader)
+            fit_residual_scale(model, likelihood, loader, options.held_out)
         return posterior
 
     def plan_training(

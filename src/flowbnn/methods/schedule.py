@@ -56,8 +56,9 @@ class PlateauSchedule:
         return 10 * self.tolerance
 
 
-# rules for weights that are trained from their initialization, at learning rates of about 0.001: they need more steps than noise
-WEIGHT_SCHEDULE = PlateauSchedule(max_steps=4000, window=100, tolerance=0.005)
+# rules for weights that are trained from their initialization, at learning rates of about 0.001: they need more steps than noise.
+# Chosen on held-out training rows of UCI regressions, where 4,000 steps and a window of 100 stopped before the networks had converged.
+WEIGHT_SCHEDULE = PlateauSchedule(max_steps=20_000, window=400, tolerance=0.005)
 
 
 class PlateauRun:

@@ -30,7 +30,7 @@ from flowbnn.methods.fitting import (
 from flowbnn.methods.loader_split import split_loader
 from flowbnn.methods.network_layers import reset_parameters
 from flowbnn.methods.preparation import prepare
-from flowbnn.methods.schedule import WEIGHT_SCHEDULE
+from flowbnn.methods.schedule import PlateauSchedule
 from flowbnn.methods.variational.initial_state import FinishedFit, InitialState
 from flowbnn.noise import noise_mode, weight_parameters
 from flowbnn.posterior.base import Posterior
@@ -197,7 +197,7 @@ def _train_to(
 ) -> Tensor:
     """Trains the weights until their log-likelihood reaches a target, and returns the log-likelihoods of held-out data."""
     weights = [parameter for parameter in network.parameters() if parameter.requires_grad]
-    max_epochs = WEIGHT_SCHEDULE.max_epochs(length_of(loader) or 25)
+    max_epochs = PlateauSchedule(max_steps=4000).max_epochs(length_of(loader) or 25)
     with noise_mode(network, "off"):
         prepared = prepare(network, loader, options)
         point = PointPosterior(network, prepared.likelihood)
