@@ -34,3 +34,11 @@ def _seed() -> None:
     torch.default_generator.manual_seed(0)  # torch.manual_seed takes milliseconds where there is no GPU
     if torch.cuda.is_available():
         torch.cuda.manual_seed_all(0)
+
+
+@pytest.fixture
+def unrefined(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fits Gaussians without the refinement by the Hessian, which takes longest and has tests of its own."""
+    from flowbnn.methods.variational.hessian_refinement import HessianRefinement
+
+    monkeypatch.setattr(HessianRefinement, "suits", staticmethod(lambda _: False))

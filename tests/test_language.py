@@ -25,9 +25,21 @@ def docstrings(path: Path) -> list[tuple[int, str]]:
     """Returns the line number and the text of every docstring of a file."""
     return [
         (node.body[0].lineno, text)
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        if isinstance(node, DOCUMENTED) and (text := ast.get_docstring(node))
+        for node in documented_nodes(ast.parse(path.read_text(encoding="utf-8")))
+        if (text := ast.get_docstring(node))
     ]
+
+
+def documented_nodes(
+    node: ast.AST,
+) -> Iterator[ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef]:
+    """Yields the objects that may have a docstring. Only statements are searched, because expressions contain none."""
+    if isinstance(node, DOCUMENTED):
+        yield node
+    for block in ("body", "orelse", "finalbody", "handlers", "cases"):
+        children = getattr(node, block, ())
+        for child in children if isinstance(children, list) else ():
+            yield from documented_nodes(child)
 
 
 def genitives(text: str) -> Iterator[str]:

@@ -140,6 +140,7 @@ def test_conflicting_rules_are_refused(rules, options, argument):
     assert (caught.value.kind, caught.value.argument) == ("rules", argument)
 
 
+@pytest.mark.usefixtures("unrefined")
 @pytest.mark.parametrize("folds", [0, 2])
 def test_report_is_saved_with_the_posterior(folds, tmp_path):
     x = torch.randn(40, 2, generator=torch.Generator().manual_seed(0))
@@ -456,7 +457,7 @@ def test_structure_that_does_not_fit_into_memory_is_refused():
     ids=str,
 )
 def test_noise_that_is_not_gaussian_is_refused(recipe, structure, memorized):
-    data = [(memorized.inputs, memorized.targets)]
+    data = [(memorized.inputs[:40], memorized.targets[:40])]
     with pytest.raises(FlowBNNError) as caught:
         fb.calibrate(memorized.network, data, rules={"*": recipe}, structure=structure, progress=False)
     assert (caught.value.kind, caught.value.argument) == ("rules", "rules")
@@ -474,6 +475,7 @@ class PositionEmbedding(nn.Module):
         return self.last((x + self.place(torch.arange(4))).flatten(1))
 
 
+@pytest.mark.usefixtures("unrefined")
 @pytest.mark.filterwarnings("ignore::flowbnn.FlowBNNWarning")
 @pytest.mark.parametrize("structure", ["full", "factorized"])
 def test_layer_without_an_axis_of_examples_is_refused(structure):
@@ -490,6 +492,7 @@ def batch_norm_network(track_running_stats: bool) -> nn.Module:
     return nn.Sequential(nn.Linear(3, 4), norm, nn.Linear(4, 2))
 
 
+@pytest.mark.usefixtures("unrefined")
 @pytest.mark.filterwarnings("ignore::flowbnn.FlowBNNWarning")  # the network is not trained
 def test_network_that_mixes_the_rows_of_a_batch_is_refused():
     x = torch.randn(30, 3, generator=torch.Generator().manual_seed(0))

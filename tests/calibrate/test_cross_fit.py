@@ -46,6 +46,7 @@ def test_every_network_is_calibrated_on_its_own_fold(tmp_path):
     assert fb.evaluate(posterior, [data], progress=False)["accuracy"] > 0.75
 
 
+@pytest.mark.usefixtures("unrefined")
 @pytest.mark.filterwarnings("ignore::flowbnn.FlowBNNWarning")  # few examples for each fold
 def test_mixture_of_noise_samples_every_member(tmp_path):
     options = {"folds": 2, "method": METHOD, "batch_size": 16, **QUIET}

@@ -216,7 +216,7 @@ def test_repeated_targets_are_reported_once(make, method):
 
 def test_calibration_accepts_conditional_densities(make):
     likelihood = make()
-    inputs, targets = skewed(40)
+    inputs, targets = skewed(200)  # fewer examples need as many draws, in more passes
     posterior = fb.calibrate(
         network_for(likelihood), [(inputs, targets)], likelihood=likelihood, folds=0, **QUIET
     )

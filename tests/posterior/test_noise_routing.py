@@ -299,7 +299,7 @@ class ScalarParameter(nn.Module):
     [
         fb.SWAG(epochs=6),
         fb.BayesByBackprop(epochs=1),
-        fb.HMC(samples=2, warmup=2, chains=1),
+        fb.HMC(samples=2, warmup=2, chains=1, epochs=1),
         fb.Laplace("diag", layers="all", predictive="sampled", prior_scale=0.1, epochs=0),
     ],
 )

@@ -46,7 +46,9 @@ METHODS: dict[str, Callable[[nn.Module, Any], Any]] = {
     "laplace": lambda network, batches: fb.Laplace(
         "diag", layers="all", predictive="sampled", prior_scale=0.1, epochs=0
     ).fit(network, batches, **QUIET),
-    "hmc": lambda network, batches: fb.HMC(samples=2, warmup=2, chains=1).fit(network, batches, **QUIET),
+    "hmc": lambda network, batches: fb.HMC(samples=2, warmup=2, chains=1, epochs=1).fit(
+        network, batches, **QUIET
+    ),
     "dropout": lambda network, batches: fb.MCDropout(0.2, epochs=1).fit(network, batches, **QUIET),
     "saved map": lambda network, batches: fb.MAP(epochs=1).fit(network, batches, **QUIET),
 }

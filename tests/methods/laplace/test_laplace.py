@@ -171,7 +171,7 @@ def test_newton_steps_converge_to_the_mode():
     # labels that depend on the inputs: for random ones the zero network has the largest evidence
     labels = (inputs[:, 0] > 0).long() + (inputs[:, 1] > 0).long()
     network = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
-    data = truth.batches(inputs, labels)
+    data = truth.batches(inputs, labels, 40)
     posterior = fb.Laplace("full", layers="all", epochs=50, lr=0.02, newton_steps=200).fit(
         network, data, **QUIET
     )

@@ -13,6 +13,7 @@ from flowbnn_studies.runner.findings import CHAIN_METRICS, describe_convergence
 from flowbnn_studies.runner.run import run_study
 
 
+@pytest.mark.usefixtures("unrefined")
 def test_study_runs(tmp_path, monkeypatch):
     quality_study, seeds, pareto_k = get_study("posterior-quality"), [], diagnostics.pareto_k
     settings = quality_study.make_settings(quick=True)  # its chains are too short to converge
@@ -60,6 +61,7 @@ def test_seeds_with_unconverged_chains_are_omitted():
     )
 
 
+@pytest.mark.usefixtures("unrefined")
 def test_joint_noise_starts_from_the_given_gaussian():
     settings = get_study("posterior-quality").make_settings(quick=True)
     case = study.make_case("blobs", settings, 0, {})
@@ -75,6 +77,7 @@ def test_joint_noise_starts_from_the_given_gaussian():
     assert torch.equal(case.network.fc1.weight, start.model.fc1.weight)
 
 
+@pytest.mark.usefixtures("unrefined")
 def test_figures_over_the_number_of_examples(tmp_path):
     matters_study = get_study("when-it-matters")
     results = run_study(
