@@ -146,6 +146,19 @@ def test_novelty_page():
     )
 
 
+@pytest.mark.filterwarnings("ignore::flowbnn.errors.FlowBNNWarning")  # a few epochs are too few
+def test_data_page(capsys):
+    codes = [code for code in code_blocks("docs/data.md") if "load_images" not in code]
+    assert len(codes) == 4
+    torch.manual_seed(0)
+    with warnings.catch_warnings():  # about functions of torch that other packages use
+        warnings.simplefilter("ignore")
+        for code in codes:
+            assert len([line for line in code.splitlines() if line]) <= 18
+            exec(code, {})
+    assert "torch.Size([24, 2])" in capsys.readouterr().out
+
+
 def test_prediction_page():
     (code,) = code_blocks("docs/prediction.md")
     names: dict = {}

@@ -54,6 +54,7 @@ from flowbnn.methods import (
     Temperature,
     VectorScaling,
 )
+from flowbnn.networks import select_output
 from flowbnn.noise import noise_mode, parameter_groups
 from flowbnn.objectives import ELBO
 from flowbnn.posterior import Posterior, evaluate, gated, load_posterior
@@ -109,6 +110,7 @@ __all__ = [
     "parameter_groups",
     "posterior",
     "predictive",
+    "select_output",
     "to_deterministic",
     "to_stochastic",
     "training",

@@ -1,6 +1,5 @@
 """``fb.fit``: fits the noise and the weights of a stochastic network by the ELBO."""
 
-from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
@@ -10,15 +9,13 @@ from flowbnn.methods.variational.initial_state import InitialState
 from flowbnn.methods.variational.noise_fit import NoiseFitOptions, check_trainable, run_fit
 from flowbnn.methods.variational.report import finish_fit
 from flowbnn.methods.variational.verification import verify_fit
-from flowbnn.networks import copy_network, unwrap_compiled
+from flowbnn.networks import copy_network, select_output, unwrap_compiled
 from flowbnn.options import accepts_options_of, check
 from flowbnn.posterior.noise import NoisePosterior
 
 
 @accepts_options_of(NoiseFitOptions)
-def fit(
-    network: nn.Module, loader: Iterable[Any], *, inplace: bool = False, **options: Any
-) -> NoisePosterior:
+def fit(network: nn.Module, loader: Any, *, inplace: bool = False, **options: Any) -> NoisePosterior:
     r"""Fits the noise and the weights of a stochastic network by the ELBO, if that improves its predictions.
 
     .. math:: \max \; E_q[\log p(D \mid z)] - \beta \sum_l \mathrm{KL}[q(z_l) \| p(z_l)] + \gamma \sum_l H(q(z_l))
@@ -35,7 +32,8 @@ def fit(
 
     Args:
         network: Network with noise, from :func:`~flowbnn.to_stochastic`. It is not changed.
-        loader: Batches of ``(inputs, targets)``, for example a ``DataLoader``.
+        loader: Training data: a ``DataLoader`` or a list of batches ``(inputs, targets)``, a ``Dataset``, a pair of tensors or arrays
+            (numpy, pandas), or a dictionary with ``labels``. See :func:`~flowbnn.data.formats.as_loader`.
         inplace: If True, trains ``network`` itself instead of a copy.
         epochs: Number of passes over the loader. By default, training ends when the ELBO has reached a plateau, see
             :class:`~flowbnn.methods.schedule.PlateauSchedule`.
@@ -57,8 +55,8 @@ def fit(
             always returned.
         validation_samples: Number of networks per prediction on the validation data, whose negative log-likelihood (NLL) is recorded.
         report: If True, computes the report of the fit.
-        options: Options of :class:`~flowbnn.methods.FitOptions`, such as ``likelihood``, ``num_data``, ``checkpoint``, ``resume``,
-            ``early_stop``, ``seed``, ``precision``, ``devices`` and ``progress``.
+        options: Options of :class:`~flowbnn.methods.FitOptions`, such as ``likelihood``, ``batch_size``, ``output``, ``num_data``,
+            ``checkpoint``, ``resume``, ``early_stop``, ``seed``, ``precision``, ``devices`` and ``progress``.
 
     Returns:
         Posterior of a fitted copy of the network. Its ``history`` has the ELBO, the log-likelihood, the KL divergence and the entropy
@@ -77,9 +75,10 @@ def fit(
     """
     fit_options = NoiseFitOptions(**options)
     check("network", network, nn.Module, "fit")
-    check("loader", loader, Iterable, "fit")
     model = unwrap_compiled(network) if inplace else copy_network(network)
+    model = select_output(model, fit_options.output)
     check_trainable(model, fit_options)
+    loader = fit_options.training_loader(loader)
     training, training_options = hold_out(loader, fit_options)
     finished = run_fit(model, training, training_options, InitialState.of(model))
     decision = verify_fit(finished, (loader, fit_options), (training, training_options))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from flowbnn.errors import FlowBNNError
+from flowbnn.errors import FlowBNNError, quote_names
 
 
 def copy_network(
@@ -119,6 +119,66 @@ def watch_modules(
             if after is not None:
                 hooks.enter_context(module.register_forward_hook(partial(after, name), with_kwargs=True))
         yield
+
+
+OutputSelection = str | int | Callable[[Any], Any]
+
+
+class SelectOutput:
+    """Forward hook that selects the tensor of outputs from what a network returns.
+
+    Args:
+        selection: Name of an entry or an attribute, position in a tuple, or function.
+    """
+
+    def __init__(self, selection: OutputSelection) -> None:
+        self.selection = selection
+
+    def __call__(self, module: nn.Module, args: Any, outputs: Any) -> Any:
+        if callable(self.selection):
+            return self.selection(outputs)
+        name, kind = self.selection, type(outputs).__name__
+        if isinstance(name, str) and not isinstance(outputs, Mapping) and hasattr(outputs, name):
+            return getattr(outputs, name)
+        try:
+            return outputs[name]
+        except (KeyError, IndexError, TypeError):
+            entries = (
+                f" with {quote_names([str(key) for key in outputs])}" if isinstance(outputs, Mapping) else ""
+            )
+            text = f"the network returns a {kind}{entries}, which has no output {name!r}"
+            raise FlowBNNError(text, kind="network", argument="output") from None
+
+
+def select_output(network: nn.Module, output: OutputSelection | None) -> nn.Module:
+    """Makes a network return one of its outputs, by a hook on the network itself. Its layers keep their names.
+
+    ``.logits`` of an object, ``["logits"]`` of a dictionary, and the first tensor of a tuple are selected without this function.
+
+    Args:
+        network: Network, which is changed in place.
+        output: Name of an entry or an attribute, position in a tuple, or function of what the network returns. None changes nothing.
+
+    Returns:
+        The network.
+
+    >>> network = select_output(nn.LSTM(2, 3, batch_first=True), lambda outputs: outputs[0][:, -1])
+    >>> network(torch.zeros(4, 7, 2)).shape
+    torch.Size([4, 3])
+    """
+    if output is None:
+        return network
+    for key, hook in list(network._forward_hooks.items()):
+        if isinstance(hook, SelectOutput):
+            del network._forward_hooks[key]
+    network.register_forward_hook(SelectOutput(output))
+    return network
+
+
+def output_selection(network: nn.Module) -> str | int | None:
+    """Returns the name or position that :func:`select_output` has set, or None if there is none or if it is a function."""
+    hooks = [hook for hook in network._forward_hooks.values() if isinstance(hook, SelectOutput)]
+    return hooks[0].selection if hooks and isinstance(hooks[0].selection, str | int) else None
 
 
 class ModuleCall(NamedTuple):

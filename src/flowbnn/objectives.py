@@ -16,7 +16,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flowbnn.batches import call, output_tensor, repeat, repeat_each, tensors_of
+from flowbnn.batches import (
+    call,
+    container_rows,
+    is_container,
+    output_tensor,
+    repeat,
+    repeat_each,
+    tensors_of,
+)
 from flowbnn.distributions import Divergence
 from flowbnn.errors import FlowBNNError
 from flowbnn.likelihoods.base import Likelihood
@@ -41,13 +49,16 @@ def warm_up(progress: Any, length: float) -> Any:
     return (progress / length).clamp(max=1.0) if isinstance(progress, Tensor) else min(1.0, progress / length)
 
 
-def mean_log_prob(likelihood: Likelihood, outputs: Tensor, targets: Tensor) -> Tensor:
+def mean_log_prob(
+    likelihood: Likelihood, outputs: Tensor, targets: Any, weights: Tensor | None = None
+) -> Tensor:
     """Returns the mean log-likelihood over examples.
 
     Args:
         likelihood: Observation model.
         outputs: Outputs of the network, ``[B, ...]``.
         targets: Targets, ``[B, ...]``.
+        weights: Weight of every example, ``[B]``, or None. They multiply the log-likelihoods and are not normalized.
 
     Raises:
         FlowBNNError: If the likelihood does not return one number per example. A mean over pixels, for example, would be too small
@@ -57,7 +68,7 @@ def mean_log_prob(likelihood: Likelihood, outputs: Tensor, targets: Tensor) -> T
     if values.shape != outputs.shape[:1]:
         text = f"log_prob must return shape ({len(outputs)},), got {tuple(values.shape)}; sum over all axes but the first"
         raise FlowBNNError(f"{type(likelihood).__name__}.{text}", kind="shape", argument="likelihood")
-    return values.mean()
+    return values.mean() if weights is None else (weights.to(values) * values).mean()
 
 
 @dataclass(frozen=True)
@@ -133,6 +144,7 @@ class ELBO:
         samples: int = 1,
         forward: Callable[[Any], Any] | None = None,
         check: bool = False,
+        weights: Tensor | None = None,
     ) -> Terms:
         """Runs the network on a batch and returns the terms of its ELBO. Every example has its own draw.
 
@@ -146,6 +158,7 @@ class ELBO:
             samples: Number of draws per example, or per batch if the examples interact.
             forward: Function that runs the network, if that is a wrapper around ``model`` (torch's DDP).
             check: If True, checks that the targets fit the outputs. The check synchronizes with the device.
+            weights: Weight of the log-likelihood of every example, ``[B]``, or None.
 
         Returns:
             The terms of the ELBO.
@@ -155,9 +168,11 @@ class ELBO:
         layers, shard = noise_layers(model), current_row_shard()
         one_draw = any(layer.layout.one_draw for layer in layers.values())
         if samples > 1 and not one_draw:
-            inputs, targets = repeat_each(inputs, samples), repeat_each(targets, samples)
+            inputs, targets, weights = repeat_each((inputs, targets, weights), samples)
         modes, tensors = current_modes(layers.values()), tensors_of(inputs)
         rows = tensors[0].shape[0] if tensors and tensors[0].ndim else 0
+        if not isinstance(inputs, Tensor) and is_container(inputs):
+            rows = container_rows(inputs)
         rows = min(rows, 1) if one_draw else rows
         # shapes of the global batch, so that all processes draw the same noise
         shapes = self._shapes_for(rows if shard is None else shard.global_rows(rows))
@@ -168,7 +183,8 @@ class ELBO:
                 divergence = divergences(layers)
             if samples > 1 and one_draw:  # examples that interact cannot be repeated in one batch
                 passes = [output_tensor(forward(inputs)) for _ in range(samples - 1)]
-                outputs, targets = torch.cat([outputs, *passes]), repeat(targets, samples)
+                outputs = torch.cat([outputs, *passes])
+                targets, weights = repeat((targets, weights), samples)
         if isinstance(targets, Tensor) and targets.shape[:1] != outputs.shape[:1]:
             message = f"outputs {tuple(outputs.shape)} and targets {tuple(targets.shape)} differ in length"
             raise FlowBNNError(message, kind="shape", argument="targets")
@@ -176,7 +192,7 @@ class ELBO:
             raise FlowBNNError("batch is empty", kind="shape")
         if check:
             self.likelihood.check(outputs, targets)
-        return self.terms(outputs, targets, divergence, scale)
+        return self.terms(outputs, targets, divergence, scale, weights)
 
     def _shapes_for(self, rows: int) -> ShapeRecord:
         """Returns the shapes that earlier passes over this number of rows recorded. The next pass adds to them."""
@@ -187,7 +203,14 @@ class ELBO:
                 self._shapes[rows] = shapes
         return shapes
 
-    def terms(self, outputs: Tensor, targets: Any, divergence: Divergences, scale: Any = 1.0) -> Terms:
+    def terms(
+        self,
+        outputs: Tensor,
+        targets: Any,
+        divergence: Divergences,
+        scale: Any = 1.0,
+        weights: Tensor | None = None,
+    ) -> Terms:
         """Returns the terms for given outputs and divergences.
 
         Args:
@@ -195,8 +218,9 @@ class ELBO:
             targets: Targets of the batch.
             divergence: KL and entropy of the layers.
             scale: Factor of beta, for warm-up.
+            weights: Weight of the log-likelihood of every example, ``[B]``, or None.
         """
-        log_likelihood = mean_log_prob(self.likelihood, outputs, targets)
+        log_likelihood = mean_log_prob(self.likelihood, outputs, targets, weights)
         zero = log_likelihood.new_zeros(())
         kl, entropy = divergence.total or Divergence(zero, zero)
         penalty = self.beta * scale * kl - self.gamma * entropy if self.gamma else self.beta * scale * kl

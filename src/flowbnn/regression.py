@@ -17,7 +17,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from flowbnn.batches import call, check_finite_batch, device_of, dtype_of, move, split_batch
+from flowbnn.batches import (
+    call,
+    check_finite_batch,
+    device_of,
+    dtype_of,
+    move,
+    output_tensor,
+    split_weighted_batch,
+)
 from flowbnn.errors import warn
 from flowbnn.likelihoods import (
     ConditionalDensity,
@@ -131,9 +139,9 @@ def warn_repeated_targets(likelihood: ConditionalDensity, statistics: TargetStat
 # -------------------- units of the targets
 
 
-def rescale_outputs(network: nn.Module, args: Any, outputs: Tensor) -> Tensor:
+def rescale_outputs(network: nn.Module, args: Any, outputs: Any) -> Tensor:
     """Forward hook that brings the outputs of a network to the units of the targets."""
-    return outputs * network.get_buffer(SCALE) + network.get_buffer(LOC)
+    return output_tensor(outputs) * network.get_buffer(SCALE) + network.get_buffer(LOC)
 
 
 def set_output_scale(network: nn.Module, loc: Tensor, scale: Tensor) -> None:
@@ -325,7 +333,7 @@ def outputs_and_targets(model: nn.Module, loader: Iterable[Any]) -> Iterator[tup
     device, dtype = device_of(model), dtype_of(model)
     for number, batch in enumerate(loader):
         check_finite_batch(batch, None, number)
-        inputs, targets = split_batch(batch)
+        inputs, targets, _ = split_weighted_batch(batch)  # the noise scale is that of all examples
         yield call(model, move(inputs, device, dtype)), targets
 
 
@@ -455,7 +463,7 @@ def check_noise_scale(
     with preserve_rng_state(loader, seed or 0):
         for batch in loader:
             batches.append(batch)
-            rows += len(split_batch(batch)[1])
+            rows += len(split_weighted_batch(batch).targets)
             if rows >= max_rows:
                 break
     samples = min(samples, posterior.default_samples)

@@ -4,7 +4,7 @@ On training data the likelihood is overconfident, so a more accurate posterior g
 data.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, get_args
 
@@ -33,6 +33,7 @@ from flowbnn.methods.calibrators.folds import split_folds
 from flowbnn.methods.calibrators.last_layer import LastLayerRefit
 from flowbnn.methods.variational.base import FlowName
 from flowbnn.metrics import calibration_error
+from flowbnn.networks import OutputSelection, copy_network, select_output
 from flowbnn.noise import Recipe
 from flowbnn.noise.base import check_without_noise
 from flowbnn.options import Count, Ge, Positive, Seed, checked
@@ -58,7 +59,7 @@ CLASS_CANDIDATES = ("vector", "matrix", "noise+temperature", "noise+matrix", "mi
 @checked
 def calibrate(
     network: nn.Module,
-    held_out: Iterable[Any],
+    held_out: Any,
     *,
     candidates: Sequence[CandidateName] | Literal["auto"] = "auto",
     structure: Literal["auto", "full", "chain", "layers", "factorized"] = "auto",
@@ -69,6 +70,7 @@ def calibrate(
     folds: Literal[0] | Annotated[int, Ge(2)] = 4,
     samples: Count = 64,
     likelihood: Literal["auto", "categorical", "bernoulli", "gaussian"] | Likelihood = "auto",
+    output: OutputSelection | None = None,
     accelerator: Literal["auto", "cpu", "gpu", "cuda", "mps"] = "auto",
     seed: Seed = 0,
     progress: bool = True,
@@ -86,8 +88,8 @@ def calibrate(
 
     Args:
         network: Trained network. It is copied.
-        held_out: Batches of ``(inputs, targets)``, or one pair, that the weights were not trained on. Every pass must give the same
-            examples, in any order.
+        held_out: Data that the weights were not trained on: a loader of ``(inputs, targets)``, a ``Dataset``, or a pair of tensors or
+            arrays. Every pass must give the same examples, in any order.
         candidates: Names of the candidates. ``"auto"`` compares all that the likelihood and the network allow, except
             ``"noise+matrix"``, which is slow. Without folds it is the noise.
         structure: Structure of the covariance of the noise: ``"full"``, a ``"chain"`` of layers (each linear in the previous one),
@@ -110,6 +112,7 @@ def calibrate(
         likelihood: Observation model. ``"auto"`` chooses it by the targets. For a regression, pass the likelihood of the trained
             network (``posterior.likelihood``), which has its noise scale. Otherwise the scale is fitted to the residuals on
             the training folds.
+        output: Name, position or function that selects the tensor of outputs, see :func:`~flowbnn.select_output`.
         accelerator: Device type to compute on.
         seed: Seed of all draws.
         progress: If True, shows progress bars and prints the comparison.
@@ -132,6 +135,8 @@ def calibrate(
     True
     """
     _check_arguments(network, prior_scale, rules)
+    if output is not None:
+        network = select_output(copy_network(network), output)
     data = read_held_out(network, held_out, likelihood, accelerator, seed)
     wants_folds, folds = folds > 0, min(folds, len(data) // 2) if len(data) >= 4 else 0
     names = _candidate_names(candidates, wants_folds, data)

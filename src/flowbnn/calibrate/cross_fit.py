@@ -1,14 +1,15 @@
 """Cross-fitting: a network for each fold, trained on the other folds and calibrated on its own."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any
 
 import torch
 from torch import Tensor, nn
 
-from flowbnn.batches import as_loader, pick
+from flowbnn.batches import pick
 from flowbnn.calibrate.calibrate import calibrate
 from flowbnn.data import TensorLoader
+from flowbnn.data.formats import as_loader
 from flowbnn.diagnostics.fixed_data import read_fixed_data
 from flowbnn.errors import FlowBNNError
 from flowbnn.methods.base import Method
@@ -24,7 +25,7 @@ from flowbnn.training.randomness import temporary_seed
 @checked
 def cross_calibrate(
     make_network: Callable[[], nn.Module],
-    data: Iterable[Any],
+    data: Any,
     *,
     folds: Annotated[int, Ge(2)] = 5,
     method: Method | None = None,
@@ -41,7 +42,7 @@ def cross_calibrate(
 
     Args:
         make_network: Function that returns a new, untrained network.
-        data: Batches of ``(inputs, targets)``, or one pair. Every pass must give the same examples.
+        data: Loader of ``(inputs, targets)``, ``Dataset``, or pair of tensors or arrays. Every pass must give the same examples.
         folds: Number of folds.
         method: Method that trains a network. The default is ``MAP()``.
         batch_size: Number of examples in a batch of the training. The default is that of the loader, or 64.
@@ -65,12 +66,13 @@ def cross_calibrate(
     >>> len(posterior.members), posterior.predict(inputs).probabilities.shape
     (3, torch.Size([300, 2]))
     """
+    data = as_loader(data, stage="train", argument="data")
     inputs, targets = read_fixed_data(data, seed, "cross-calibration")
     if len(targets) < 2 * folds:
         text = f"{folds} folds need at least {2 * folds} examples, got {len(targets)}; decrease folds"
         raise FlowBNNError(text, kind="examples", argument="folds")
     method = MAP() if method is None else method
-    batch_size = batch_size or getattr(as_loader(data), "batch_size", None) or 64
+    batch_size = batch_size or getattr(data, "batch_size", None) or 64
     training_options = {"seed": seed, "progress": progress, **(options or {})}
     if "accelerator" in training_options:
         calibration.setdefault("accelerator", training_options["accelerator"])

@@ -1,6 +1,6 @@
 """The network, the held-out data and the noise of a calibration, and the posteriors that are fitted to subsets of the data."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
@@ -89,7 +89,7 @@ class HeldOutData:
 
 def read_held_out(
     network: nn.Module,
-    held_out: Iterable[Any],
+    held_out: Any,
     likelihood: Any,
     accelerator: str,
     seed: int,
@@ -98,7 +98,7 @@ def read_held_out(
 
     Args:
         network: Trained network.
-        held_out: Batches of inputs and targets, or one pair.
+        held_out: Data of any format.
         likelihood: Observation model, or its name.
         accelerator: Device type to compute on.
         seed: Seed of the generators of the loader.

@@ -18,6 +18,7 @@ from flowbnn.compare.results import (
     SeedResults,
     record_warnings,
 )
+from flowbnn.data.formats import as_inputs, as_loader
 from flowbnn.errors import FlowBNNError, warn
 from flowbnn.methods import Calibrator, Method
 from flowbnn.methods.fit_options import FitOptions, LikelihoodName
@@ -32,11 +33,11 @@ MethodsByLabel = Annotated[Mapping[str, Method], NonEmpty()]
 @checked
 def compare(
     network: nn.Module,
-    train_loader: Iterable[Any],
-    test_loader: Iterable[Any],
+    train_loader: Any,
+    test_loader: Any,
     *,
     novel: Any = None,
-    validation: Iterable[Any] | None = None,
+    validation: Any = None,
     methods: str | Method | Methods | MethodsByLabel | None = None,
     epochs: Count = 20,
     lr: Positive = 1e-3,
@@ -44,6 +45,7 @@ def compare(
     seed: Seed = 0,
     seeds: Count | Annotated[Sequence[Seed], NonEmpty()] = 1,
     likelihood: LikelihoodName = "auto",
+    batch_size: Count | None = None,
     num_data: Count | None = None,
     clip_gradient: Positive | None = None,
     accelerator: Accelerator = "auto",
@@ -56,10 +58,11 @@ def compare(
     Args:
         network: Any module. Every method trains a copy from the given weights, except for deep ensembles, whose members are
             reinitialized. The deterministic baseline (maximum likelihood) is always included.
-        train_loader: Training batches of ``(inputs, targets)``. The loader is read repeatedly.
-        test_loader: Test batches of ``(inputs, targets)``. The loader is read repeatedly.
+        train_loader: Training data: a loader of ``(inputs, targets)``, a ``Dataset``, or a pair of tensors or arrays. They are read
+            repeatedly.
+        test_loader: Test data of any of these formats.
         novel: Inputs unlike the training data, or a loader of them. They add the novelty AUROC.
-        validation: Held-out batches for methods that need them, such as temperature scaling. By default, these methods hold out some
+        validation: Held-out data for methods that need them, such as temperature scaling. By default, these methods hold out some
             training data.
         methods: Keys of :data:`CANDIDATES`, glob patterns of keys, methods, or methods by label. None compares all candidates.
         epochs: Number of epochs of methods that are selected by key. A method that needs more is left out with a warning.
@@ -68,6 +71,7 @@ def compare(
         seed: First seed if ``seeds`` is a number.
         seeds: Number of seeds, or the seeds. Every seed starts from the given weights.
         likelihood: Observation model of every fit, as in :class:`~flowbnn.methods.FitOptions`.
+        batch_size: Number of examples in a training batch, if ``train_loader`` is no loader. The default is about 64.
         num_data: Number of training examples.
         clip_gradient: Largest norm of the gradient.
         accelerator: Device type of every fit.
@@ -86,6 +90,14 @@ def compare(
     ['map', 'mc-dropout', 'mle']
     """
     all_seeds = list(range(seed, seed + seeds) if isinstance(seeds, int) else dict.fromkeys(seeds))
+    train_loader = as_loader(
+        train_loader, batch_size=batch_size, shuffle=True, stage="train", argument="train_loader"
+    )
+    test_loader = as_loader(test_loader, argument="test_loader")
+    if validation is not None:
+        validation = as_loader(validation, stage="validation", argument="validation")
+    if novel is not None:
+        novel = as_loader(novel) if isinstance(novel, tuple) else as_inputs(novel, "novel")
     check_repeatable(train_loader, "train_loader")
     check_repeatable(test_loader, "test_loader")
     options: dict[str, Any] = {"num_data": num_data, "clip_gradient": clip_gradient}

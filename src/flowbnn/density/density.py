@@ -66,14 +66,19 @@ class Density(nn.Module):
         return gives_lower_bound(self.flow)
 
     def log_prob(self, x: Any, context: Any = None) -> Tensor:
-        """Returns the log-density of each example, with gradients.
+        """Returns the log-density of each example.
 
         Args:
-            x: Examples, a tensor or an array.
+            x: Examples. The log-density of a tensor has gradients, that of an array (numpy, pandas) or of a list has none.
             context: Contexts of the examples, or None.
+
+        >>> import numpy as np, flowbnn as fb
+        >>> Density(fb.flows.RealNVP(2)).log_prob(np.zeros((3, 2))).numpy().shape
+        (3,)
         """
-        log_prob: Tensor = self._distribution(context).log_prob(self.standardize(x))
-        return log_prob if self.scale is None else log_prob - self.scale.log().sum()
+        with torch.set_grad_enabled(torch.is_grad_enabled() and isinstance(x, Tensor)):
+            log_prob: Tensor = self._distribution(context).log_prob(self.standardize(x))
+            return log_prob if self.scale is None else log_prob - self.scale.log().sum()
 
     def _distribution(self, context: Any) -> Any:
         """Returns the distribution of the flow for a context, which is moved to the device and precision of the flow."""

@@ -1,6 +1,6 @@
 """Examples and their contexts as batches, from tensors, arrays, lists or loaders."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from numbers import Real
 from typing import Annotated, Any
@@ -9,8 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from flowbnn.batches import device_of, dtype_of, move
+from flowbnn.batches import device_of, dtype_of, is_array, move, split_labels
+from flowbnn.batches.arrays import as_tensor as array_tensor
 from flowbnn.data import TensorLoader
+from flowbnn.data.formats import as_loader
 from flowbnn.errors import FlowBNNError
 from flowbnn.options import Hint, check
 
@@ -18,7 +20,7 @@ Loader = Annotated[Iterable[Any], Hint("tensor, array or loader")]
 
 
 def is_in_memory(data: Any) -> bool:
-    """Returns whether data are a tensor, an array, a tuple of them, or a list of numbers.
+    """Returns whether data are a tensor, an array, a data frame, a tuple of them, or a list of numbers.
 
     A list of tensors, or of tuples that begin with one, is a list of batches. It counts as a loader.
 
@@ -29,7 +31,7 @@ def is_in_memory(data: Any) -> bool:
     while isinstance(first, list | tuple) and first and not isinstance(first[0], np.ndarray):
         first = first[0]
     rows = isinstance(first, Real) or (isinstance(data, list) and isinstance(first, np.ndarray))
-    return rows or isinstance(data, Tensor | np.ndarray | tuple)
+    return rows or isinstance(data, Tensor | tuple) or (not isinstance(data, list) and is_array(data))
 
 
 def make_loader(data: Any, context: Any, flow: nn.Module, batch_size: int = 4096) -> TensorLoader:
@@ -49,10 +51,12 @@ def make_loader(data: Any, context: Any, flow: nn.Module, batch_size: int = 4096
 
 
 def as_tensor(data: Any) -> Any:
-    """Returns arrays and lists of numbers as tensors of the same precision, and everything else unchanged."""
+    """Returns arrays, data frames and lists of numbers as tensors of the same precision, and everything else unchanged."""
+    if data is None or isinstance(data, Tensor):
+        return data
+    if is_array(data) and not isinstance(data, list):
+        return array_tensor(data, check=False)
     with suppress(TypeError, ValueError, RuntimeError):
-        if data is None or isinstance(data, Tensor):
-            return data
         # torch does not accept arrays with negative strides and warns about read-only arrays
         return torch.as_tensor(np.require(data, requirements=("C", "W")))
     return data
@@ -69,6 +73,7 @@ def iterate_batches(data: Any, context: Any, flow: nn.Module) -> Iterator[tuple[
     if is_in_memory(data):
         data = make_loader(data, context, flow)
     else:
+        data = as_loader(data, argument="data")
         check_loader(data, context)
     for batch in data:
         yield split_batch(batch, flow)
@@ -84,12 +89,16 @@ def check_loader(data: Any, context: Any) -> None:
 def split_batch(batch: Any, flow: nn.Module) -> tuple[Tensor, Tensor | None]:
     """Returns the examples and the context of a batch on the device of a flow.
 
-    Labels and other tensors are left out. A flow without ``context_dim`` gets no context.
+    Labels and other tensors are left out. A flow without ``context_dim`` gets no context. The values of a mapping are in their order.
     """
+    if isinstance(batch, Mapping):
+        batch = tuple(split_labels(batch)[0].values())
+    if is_array(batch):
+        batch = as_tensor(batch)
     if not isinstance(batch, Tensor | tuple | list):
         kind = type(batch).__name__
         raise FlowBNNError(f"a batch must be a tensor or begin with one, got {kind}", argument="data")
-    tensors = (batch,) if isinstance(batch, Tensor) else tuple(batch)
+    tensors = (batch,) if isinstance(batch, Tensor) else tuple(as_tensor(value) for value in batch)
     count = 2 if getattr(flow, "context_dim", 0) else 1
     for tensor in tensors[:count]:
         if isinstance(tensor, Tensor):  # `move` refuses everything else

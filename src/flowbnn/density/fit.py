@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from flowbnn.batches import check_finite, check_repeatable, device_of, dtype_of
 from flowbnn.data import TensorLoader
+from flowbnn.data.formats import as_loader
 from flowbnn.density.density import Data, Density, gives_lower_bound
 from flowbnn.density.examples import (
     Loader,
@@ -78,8 +79,8 @@ def fit_density(flow: nn.Module, data: Data, **kwargs: Any) -> Density:
         flow: Module that returns a distribution when it is called with a context or None, such as ``fb.flows.NSF(2)``. A user-defined
             flow may have its own ``training_loss(x, context, clock)``. If its attribute ``capturable`` is True, its steps on a GPU are
             recorded as a CUDA graph (:func:`flowbnn.training.train`). A method ``check(x)`` sees the batches of the first epoch.
-        data: Tensor, array or list of rows, with the examples on the first axis. Or a loader, whose batches are examples, or tuples of
-            examples and, for a conditional flow, contexts.
+        data: Tensor, array (numpy, pandas) or list of rows, with the examples on the first axis. Or a loader or ``Dataset``, whose
+            batches are examples, or tuples of examples and, for a conditional flow, contexts.
         kwargs: Options of :class:`DensityOptions`, such as ``validation``, ``epochs``, ``lr``, ``seed``, ``checkpoint`` and ``resume``.
 
     Returns:
@@ -192,7 +193,10 @@ def _make_loaders(data: Any, options: DensityOptions, flow: nn.Module) -> tuple[
     """Returns the loader of the training data and that of the validation data, or None without validation."""
     share = options.validation if isinstance(options.validation, float | int) else None
     held_out = None if share is not None else options.validation
+    if held_out is not None and not is_in_memory(held_out):
+        held_out = as_loader(held_out, stage="validation", argument="validation")
     if not is_in_memory(data):
+        data = as_loader(data, batch_size=options.batch_size, shuffle=True, stage="train", argument="data")
         check_loader(data, options.context)
         return data, held_out
     tensors = list(make_loader(data, options.context, flow).tensors)

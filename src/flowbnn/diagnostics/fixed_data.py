@@ -1,13 +1,13 @@
 """Reading of data whose likelihood is evaluated as a whole, and checks of networks that evaluate it."""
 
-from collections.abc import Iterable
 from typing import Any
 from zlib import crc32
 
 import torch
 from torch import Tensor
 
-from flowbnn.batches import as_loader, device_of, has_row_axis, split_batch, take, tensors_of
+from flowbnn.batches import device_of, has_row_axis, split_batch, take, tensors_of
+from flowbnn.data.formats import as_loader
 from flowbnn.errors import FlowBNNError
 from flowbnn.methods.data_summary import check_loader
 from flowbnn.methods.mcmc.potential import gather_data
@@ -38,7 +38,7 @@ def check_row_independence(network: NoisyNetwork, inputs: Any) -> None:
         raise FlowBNNError(text, kind="network")
 
 
-def read_fixed_data(loader: Iterable[Any], seed: int, purpose: str = "diagnostics") -> tuple[Any, Tensor]:
+def read_fixed_data(loader: Any, seed: int, purpose: str = "diagnostics") -> tuple[Any, Tensor]:
     """Returns all inputs and targets of a loader.
 
     Args:
@@ -49,7 +49,7 @@ def read_fixed_data(loader: Iterable[Any], seed: int, purpose: str = "diagnostic
     Raises:
         FlowBNNError: If the loader is empty, or if two passes over it give different examples. The order may differ.
     """
-    loader = as_loader(loader)
+    loader = as_loader(loader, stage="validation" if purpose == "calibration" else "train")
     check_loader(loader, purpose)
 
     def check_batch(batch: Any) -> None:

@@ -1,7 +1,6 @@
 """Report on the quality of a posterior of noise: a table and a verdict."""
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -171,10 +170,10 @@ def _chain_rows(
 @checked
 def diagnose(
     posterior: Posterior,
-    loader: Iterable[Any],
+    loader: Any,
     samples: Draws = 400,
     seconds: NonNegative = 300.0,
-    test: Iterable[Any] | None = None,
+    test: Any = None,
     seed: Seed = 0,
     progress: bool = True,
 ) -> Report:
@@ -185,7 +184,8 @@ def diagnose(
 
     Args:
         posterior: Fitted posterior of noise.
-        loader: Data that the posterior was fitted to. Every pass must give the same examples.
+        loader: Data that the posterior was fitted to: a loader, a ``Dataset``, or a pair of tensors or arrays.
+            Every pass must give the same examples.
         samples: Number of draws of importance sampling.
         seconds: Time limit of the chains. No chains are run if it is 0.
         test: Data for the comparison of predictions with the chains. The default is the data of the loader.

@@ -18,8 +18,8 @@ To write a method, subclass :class:`Method`, declare its settings with their con
         members: Count = 5
 
         @accepts_options_of(FitOptions)
-        def fit(self, network: nn.Module, loader: Iterable[Any], **kwargs: Any) -> MemberPosterior:
-            model, options = self.setup(network, loader, kwargs)
+        def fit(self, network: nn.Module, loader: Any, **kwargs: Any) -> MemberPosterior:
+            model, loader, options = self.setup(network, loader, kwargs)
             ...
 
 Its name in ``compare`` and on the command line is then ``my-method``. One test suite checks these rules for all methods:
@@ -42,7 +42,6 @@ import torch
 from torch import nn
 
 from flowbnn.errors import FlowBNNError, close_words
-from flowbnn.methods.data_summary import check_loader
 from flowbnn.methods.fit_options import FitOptions
 from flowbnn.methods.fitting import (
     NOISE_LR,
@@ -62,7 +61,7 @@ from flowbnn.methods.schedule import (
     SchedulerFactory,
     TrainingPlan,
 )
-from flowbnn.networks import copy_network
+from flowbnn.networks import copy_network, select_output
 from flowbnn.noise.base import check_without_noise
 from flowbnn.options import Ge, Positive, accepts_options_of, options
 from flowbnn.posterior.base import Posterior
@@ -135,25 +134,25 @@ class Method:
         return f"{type(self).__name__}({', '.join(changed)})"
 
     @accepts_options_of(FitOptions)
-    def fit(self, network: nn.Module, loader: Iterable[Any], **kwargs: Any) -> Posterior:
+    def fit(self, network: nn.Module, loader: Any, **kwargs: Any) -> Posterior:
         """Fits the posterior of a copy of the network.
 
         Args:
             network: Any module, fresh or trained.
-            loader: Batches of ``(inputs, targets)``.
-            kwargs: Options of :class:`FitOptions`, such as ``likelihood``, ``num_data``, ``validation``, ``seed``, ``checkpoint``,
-                ``resume``, ``precision`` and ``progress``.
+            loader: Training data: a loader of ``(inputs, targets)``, a ``Dataset``, or a pair of tensors or arrays.
+            kwargs: Options of :class:`FitOptions`, such as ``batch_size``, ``likelihood``, ``num_data``, ``validation``, ``seed``,
+                ``checkpoint``, ``resume``, ``precision`` and ``progress``.
         """
         raise NotImplementedError(f"{type(self).__name__} must define fit(network, loader, ...)")
 
     def setup(
-        self, network: nn.Module, loader: Iterable[Any], kwargs: dict[str, Any], description: str = "training"
-    ) -> tuple[nn.Module, FitOptions]:
-        """Checks the arguments of ``fit`` and returns a copy of the network and the options.
+        self, network: nn.Module, data: Any, kwargs: dict[str, Any], description: str = "training"
+    ) -> tuple[nn.Module, Iterable[Any], FitOptions]:
+        """Checks the arguments of ``fit`` and returns a copy of the network, the loader of the data, and the options.
 
         Args:
             network: Network of the caller.
-            loader: Batches of ``(inputs, targets)``.
+            data: Training data of any format, see :func:`~flowbnn.data.formats.as_loader`.
             kwargs: Keyword arguments of ``fit``.
             description: Name of the training in the progress bar.
 
@@ -179,8 +178,7 @@ class Method:
             raise FlowBNNError(problem, kind="network", argument="network")
         check_without_noise(network, name)
         options = FitOptions(**{"epochs": self.epochs or 1, "description": description, **kwargs})
-        check_loader(loader)
-        return copy_network(network), options
+        return select_output(copy_network(network), options.output), options.training_loader(data), options
 
     def fit_point(
         self,
@@ -273,9 +271,9 @@ class PointMethod(Method):
     """Base class for methods that return a single network, see :meth:`Method.fit_point`."""
 
     @accepts_options_of(FitOptions)
-    def fit(self, network: nn.Module, loader: Iterable[Any], **kwargs: Any) -> PointPosterior:
+    def fit(self, network: nn.Module, loader: Any, **kwargs: Any) -> PointPosterior:
         """Fits the network; see :meth:`Method.fit`."""
-        model, options = self.setup(network, loader, kwargs)
+        model, loader, options = self.setup(network, loader, kwargs)
         posterior = self.fit_point(model, loader, options)
         check_noise_scale(posterior, loader, options.seed)
         return posterior

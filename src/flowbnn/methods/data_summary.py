@@ -9,16 +9,16 @@ from typing import Any
 from torch import Tensor
 
 from flowbnn.batches import (
-    as_loader,
     check_finite_batch,
     check_repeatable,
     has_row_axis,
     join,
     reported_size,
     shapes,
-    split_batch,
+    split_weighted_batch,
 )
-from flowbnn.errors import FlowBNNError, quote_names
+from flowbnn.data import TensorLoader
+from flowbnn.errors import FlowBNNError
 from flowbnn.likelihoods import Likelihood, RealLikelihood
 from flowbnn.metrics.checks import are_probabilities
 from flowbnn.regression import TargetStatistics
@@ -37,16 +37,16 @@ def check_loader(loader: Any, purpose: str = "training", needs_length: str = "")
     Raises:
         FlowBNNError: If the object is not a loader, is empty, can be read only once, or has no targets or no length.
     """
-    problem, example = None, "flowbnn.data.TensorLoader(inputs, targets, batch_size=128, shuffle=True)"
+    problem, example = None, "a pair (inputs, targets), a Dataset or a DataLoader"
     check_repeatable(loader)
-    if not hasattr(loader, "__iter__") or isinstance(loader, Tensor) or as_loader(loader) is not loader:
-        problem = f"{purpose} needs a loader, such as {example}, got a {type(loader).__name__}"
+    if not hasattr(loader, "__iter__") or isinstance(loader, Tensor | str):
+        problem = f"{purpose} needs {example}, got a {type(loader).__name__}"
     elif isinstance(loader, list | tuple) and not loader:
         raise empty_loader(purpose)
-    elif isinstance(loader, list | tuple) and split_batch(loader[0])[1] is None:
+    elif isinstance(loader, list | tuple) and (first := split_weighted_batch(loader[0])).targets is None:
         problem = f"{purpose} needs batches of (inputs, targets), got inputs alone; use {example}"
-        if isinstance(loader[0], Mapping):
-            problem = f"{purpose} needs batches of (inputs, targets), got a dictionary; {_advice_for_keys(loader[0])}"
+        if isinstance(first.inputs, Mapping):
+            problem = f"{purpose} needs batches of (inputs, targets), got a dictionary; {_advice_for_keys(first.inputs)}"
     elif needs_length and length_of(loader) is None:
         problem = f"{needs_length} needs len(loader), but a {type(loader).__name__} has none"
     if problem is not None:
@@ -54,17 +54,29 @@ def check_loader(loader: Any, purpose: str = "training", needs_length: str = "")
 
 
 def _advice_for_keys(batch: Mapping[str, Any]) -> str:
-    """Returns how to split a dictionary into inputs and targets.
+    """Returns how to name the inputs and the targets of a dictionary.
 
-    >>> _advice_for_keys({"input_ids": 0, "labels": 1})
-    "use (batch, batch.pop('labels'))"
-    >>> _advice_for_keys({"x": 0, "z": 1})
-    "use (batch, batch.pop(key)) with the key of its targets; there are 'x', 'z'"
+    >>> _advice_for_keys({"x": 0, "y": 1})
+    "use flowbnn.data.Columns(loader, inputs=['x'], targets='y')"
     """
-    names = ("labels", "label", "targets", "target", "y")
-    if key := next((name for name in names if name in batch), None):
-        return f"use (batch, batch.pop('{key}'))"
-    return f"use (batch, batch.pop(key)) with the key of its targets; there are {quote_names([str(key) for key in batch])}"
+    keys = list(batch)
+    target = next((name for name in ("targets", "target", "y") if name in batch), keys[-1])
+    inputs = [key for key in keys if key != target]
+    return f"use flowbnn.data.Columns(loader, inputs={inputs!r}, targets={target!r})"
+
+
+def check_several_classes(loader: Any) -> None:
+    """Raises FlowBNNError if all integer targets of data in memory are the same class.
+
+    Args:
+        loader: Loader of the training data. Nothing is read from it unless it has its tensors in memory.
+    """
+    targets = loader.tensors[-1] if isinstance(loader, TensorLoader) else None
+    if targets is None or targets.is_floating_point() or targets.ndim != 1 or len(targets) < 2:
+        return
+    if bool((targets == targets[0]).all()):
+        text = f"all {len(targets)} targets are class {int(targets[0])}; provide examples of at least two classes"
+        raise FlowBNNError(text, kind="classes", argument="loader")
 
 
 def empty_loader(purpose: str = "training") -> FlowBNNError:
@@ -99,7 +111,7 @@ def _read(loader: Iterable[Any], seed: int | None, purpose: str = "training") ->
         for batch in loader:
             check_loader([batch], purpose)
             empty = False
-            yield split_batch(batch)
+            yield split_weighted_batch(batch)[:2]
     if empty:
         raise empty_loader(purpose)
 
@@ -158,10 +170,13 @@ class DataSummary:
             min_rows: Minimum size of ``sample`` for a regression, to estimate the size of the residuals.
         """
         check_loader(loader)
-        count, num_data = 0, reported_size(loader) if num_data is None else num_data
+        count, given = 0, num_data
+        num_data = reported_size(loader) if num_data is None else num_data
         must_count = num_data is None and length_of(loader) is not None
         with closing(_read(loader, seed)) as reader:
             first = next(reader)
+            if given is None and not has_row_axis(first[0]) and length_of(loader) is not None:
+                num_data, must_count = None, True  # the loader counts graphs, the likelihood targets
             statistics = TargetStatistics() if is_regression(likelihood, first[1]) else None
             batches: list[tuple[Any, Tensor]] = []
             for number, batch in enumerate(chain([first], reader)):

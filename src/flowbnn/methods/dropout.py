@@ -22,7 +22,16 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from flowbnn.batches import call, device_of, has_row_axis, move, repeat, repeat_each, split_batch, take
+from flowbnn.batches import (
+    call,
+    device_of,
+    has_row_axis,
+    move,
+    repeat,
+    repeat_each,
+    split_weighted_batch,
+    take,
+)
 from flowbnn.convert import to_stochastic
 from flowbnn.errors import quote_names, warn
 from flowbnn.likelihoods import Likelihood
@@ -82,9 +91,9 @@ class MCDropout(Method):
     repeats: Count = field(default=1, kw_only=True)
 
     @accepts_options_of(FitOptions)
-    def fit(self, network: nn.Module, loader: Iterable[Any], **kwargs: Any) -> Posterior:
+    def fit(self, network: nn.Module, loader: Any, **kwargs: Any) -> Posterior:
         """Fits the posterior; see :meth:`Method.fit`. With ``epochs=0``, dropout of a trained network is switched on."""
-        model, options = self.setup(network, loader, kwargs)
+        model, loader, options = self.setup(network, loader, kwargs)
         rates = [layer.p for layer in dropout_layers(model)]
         if rates and self.rate is None and self.layers is None:
             weight_decay = self._weight_decay(sum(rates) / len(rates), loader, options)
@@ -110,7 +119,7 @@ class MCDropout(Method):
             return negative_log_likelihood
 
         def loss(likelihood: Likelihood, forward: NetworkFunction, batch: Any, clock: Clock) -> LossAndLogs:
-            copies = repeat_each(split_batch(batch), self.repeats)
+            copies = repeat_each(split_weighted_batch(batch), self.repeats)
             return negative_log_likelihood(likelihood, forward, copies, clock)
 
         return loss

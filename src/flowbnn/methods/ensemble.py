@@ -4,7 +4,7 @@ Several networks are trained, each from its own initialization and with its own 
 posteriori fit. The predictive is their mixture, :math:`\frac1M \sum_m p(y \mid x, \hat w_m)`.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import field
 from typing import Any, ClassVar
@@ -55,9 +55,9 @@ class DeepEnsemble(Method):
     initialize: Callable[[nn.Module], Any] | None = field(default=None, kw_only=True)
 
     @accepts_options_of(FitOptions)
-    def fit(self, network: nn.Module, loader: Iterable[Any], **kwargs: Any) -> "EnsemblePosterior":
+    def fit(self, network: nn.Module, loader: Any, **kwargs: Any) -> "EnsemblePosterior":
         """Fits all members, one after the other; see :meth:`Method.fit`."""
-        model, options = self.setup(network, loader, kwargs)
+        model, loader, options = self.setup(network, loader, kwargs)
         seed = options.resolve_seed()
         points: list[PointPosterior] = []
         for index in range(self.members):

@@ -5,14 +5,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, Self, TypeVar
 
-from flowbnn.batches import (
-    as_loader,
-)
-from flowbnn.likelihoods import (
-    Likelihood,
-)
-from flowbnn.methods.data_summary import count_examples
-from flowbnn.options import Count, Probability, options
+from flowbnn.data.formats import as_loader
+from flowbnn.errors import FlowBNNError
+from flowbnn.likelihoods import Likelihood
+from flowbnn.methods.data_summary import check_loader, check_several_classes, count_examples
+from flowbnn.networks import OutputSelection
+from flowbnn.options import Count, Probability, check, options
 from flowbnn.posterior.prediction import new_seed
 from flowbnn.training import TrainingOptions
 
@@ -30,15 +28,44 @@ class FitOptions(TrainingOptions):
         validation: Loader of held-out data, a fraction of the data to hold out, or None. The negative log-likelihood (NLL) of held-out
             data and the accuracy or error are recorded at every epoch. Methods hold out a fraction only to find their number of epochs
             (``epochs=None``). :func:`~flowbnn.fit` always does, to verify its result.
+        batch_size: Number of examples in a batch, if the data are no loader. The default is about 64. These data are shuffled.
+        output: Name, position or function that selects the tensor of outputs from what the network returns. By default it is the tensor
+            itself, ``.logits``, ``["logits"]``, or the first tensor of a tuple.
     """
 
     likelihood: LikelihoodName = "auto"
     num_data: Count | None = None
-    validation: Probability | Iterable[Any] | None = 0.1
+    validation: Any = 0.1
+    batch_size: Count | None = None
+    output: OutputSelection | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        object.__setattr__(self, "validation", as_loader(self.validation))
+        if self.validation is None or isinstance(self.validation, int | float | str):
+            check("validation", self.validation, Probability | None, "fit")
+        else:
+            loader = as_loader(self.validation, stage="validation", argument="validation")
+            object.__setattr__(self, "validation", loader)
+
+    def training_loader(self, data: Any) -> Iterable[Any]:
+        """Returns training data of any format as a loader.
+
+        Args:
+            data: Training data. Data that are no loader are shuffled, in batches of ``batch_size``.
+
+        Raises:
+            FlowBNNError: If the data have no targets, or only one class.
+        """
+        loader: Iterable[Any] = as_loader(data, batch_size=self.batch_size, shuffle=True, stage="train")
+        check_loader(loader)
+        if loader is data and self.batch_size is not None:
+            size = getattr(data, "batch_size", None)
+            if size != self.batch_size:
+                text = f"batch_size={self.batch_size} has no effect on a {type(data).__name__}, which makes its own batches"
+                raise FlowBNNError(text, kind="loader", argument="batch_size")
+        if isinstance(self.likelihood, str) and self.likelihood in ("auto", "categorical", "bernoulli"):
+            check_several_classes(loader)
+        return loader
 
     @property
     def held_out(self) -> Iterable[Any] | None:

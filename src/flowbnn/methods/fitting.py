@@ -15,7 +15,7 @@ from flowbnn.batches import (
     device_of,
     dtype_of,
     move,
-    split_batch,
+    split_weighted_batch,
 )
 from flowbnn.errors import FlowBNNError, warn
 from flowbnn.likelihoods import (
@@ -316,11 +316,11 @@ def negative_log_likelihood(
     likelihood: Likelihood, forward: NetworkFunction, batch: Any, clock: Clock
 ) -> LossAndLogs:
     """Returns the loss of a network without noise, and its logs. A partial with the likelihood is a loss of :class:`Objective`."""
-    inputs, targets = split_batch(batch)
+    inputs, targets, weights = split_weighted_batch(batch)
     outputs = forward(inputs)
     if should_check_targets(targets, clock):
         likelihood.check(outputs, targets)
-    log_likelihood = mean_log_prob(likelihood, outputs, targets)
+    log_likelihood = mean_log_prob(likelihood, outputs, targets, weights)
     return -log_likelihood, {"log_likelihood": log_likelihood.detach()}
 
 

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler, SubsetRandomSampler
 
-from flowbnn.batches import has_row_axis, pick, rows, split_batch
+from flowbnn.batches import Batch, has_row_axis, pick, rows, split_weighted_batch
+from flowbnn.data import Columns
 from flowbnn.errors import FlowBNNError
 
 
@@ -79,6 +80,12 @@ def split_loader(loader: Any, fraction: float, seed: int = 0, fold: int = 0) -> 
     >>> len(train.sampler), len(held_out.sampler), train.batch_size
     (40, 10, 8)
     """
+    if isinstance(loader, Columns) and isinstance(loader.loader, list | tuple):
+        columns = {id(batch): loader.select(batch) for batch in loader.loader}
+        return _split_batches([columns[id(batch)] for batch in loader.loader], fraction, seed, fold)
+    if isinstance(loader, Columns):
+        training, held_out = split_loader(loader.loader, fraction, seed, fold)
+        return loader.over(training), loader.over(held_out)
     if isinstance(loader, list | tuple):
         return _split_batches(list(loader), fraction, seed, fold)
     if hasattr(loader, "tensors") and hasattr(loader, "num_data"):  # flowbnn.data.TensorLoader
@@ -126,10 +133,10 @@ def _split_tensor_loader(loader: Any, fraction: float, seed: int, fold: int) -> 
 def _split_batches(batches: list[Any], fraction: float, seed: int, fold: int) -> tuple[Any, Any]:
     """Holds out rows of the batches. A batch that occurs several times loses the same rows each time."""
     distinct = {id(batch): batch for batch in batches}
-    pairs = {key: split_batch(batch) for key, batch in distinct.items()}
-    if any(targets is None or not has_row_axis((inputs, targets)) for inputs, targets in pairs.values()):
+    parts = {key: split_weighted_batch(batch) for key, batch in distinct.items()}
+    if any(part.targets is None or not has_row_axis(part) for part in parts.values()):
         raise cannot_split(batches)
-    sizes = {key: rows(targets) for key, (_, targets) in pairs.items()}
+    sizes = {key: rows(part.targets) for key, part in parts.items()}
     number = sum(sizes.values())
     if number < 2:
         raise cannot_split(batches)
@@ -139,10 +146,7 @@ def _split_batches(batches: list[Any], fraction: float, seed: int, fold: int) ->
 
     def select(keys: Any, held_out: bool) -> list[Any]:
         index = {key: (masks[key] == held_out).nonzero().flatten() for key in masks}
-        return [
-            (pick(pairs[key][0], index[key]), pairs[key][1][index[key].to(pairs[key][1].device)])
-            for key in keys
-            if len(index[key])
-        ]
+        selected: list[Batch] = [pick(parts[key], index[key]) for key in keys if len(index[key])]
+        return [batch if batch.weights is not None else batch[:2] for batch in selected]
 
     return select(map(id, batches), False), select(distinct, True)

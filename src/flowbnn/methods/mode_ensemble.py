@@ -6,7 +6,6 @@ Every member is optimized from its own draw of the prior. With a narrow prior al
 prior every member may have its own mode. The ensemble stores only one noise vector per member.
 """
 
-from collections.abc import Iterable
 from copy import deepcopy
 from dataclasses import field
 from typing import Any, ClassVar, Literal, Self
@@ -79,9 +78,9 @@ class ModeEnsemble(Method):
         return self.trains
 
     @accepts_options_of(FitOptions)
-    def fit(self, network: nn.Module, loader: Iterable[Any], **kwargs: Any) -> "ModePosterior":
+    def fit(self, network: nn.Module, loader: Any, **kwargs: Any) -> "ModePosterior":
         """Fits the ensemble; see :meth:`Method.fit`."""
-        model, options = self.setup(network, loader, kwargs)
+        model, loader, options = self.setup(network, loader, kwargs)
         seed = options.resolve_seed()
         prepared = prepare(model, loader, options, self.trains)
         first_inputs = prepared.inputs

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flowbnn.batches import call, device_of, dtype_of, move, split_batch
+from flowbnn.batches import call, device_of, dtype_of, move, split_weighted_batch
 from flowbnn.errors import FlowBNNError, nearest
 from flowbnn.networks import evaluation_mode
 from flowbnn.training import is_main_process, track
@@ -137,7 +137,7 @@ def recompute_batch_norm(model: nn.Module, loader: Iterable[Any], seed: int) -> 
             layer.momentum = None  # type: ignore[assignment]
             layer.train()
         for batch in loader:
-            call(model, move(split_batch(batch)[0], device_of(model), dtype_of(model)))
+            call(model, move(split_weighted_batch(batch).inputs, device_of(model), dtype_of(model)))
     for layer, momentum in zip(layers, momenta, strict=True):
         layer.momentum = momentum
 

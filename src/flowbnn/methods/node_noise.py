@@ -6,7 +6,7 @@ Mixtures of Gaussians follow Trinh, Kaski and Heinonen 2020 (https://arxiv.org/a
 "Normalizing Flows for Implicit Bayesian Neural Networks".
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import field, fields
 from typing import Any, Literal
 
@@ -92,9 +92,9 @@ class NodeNoise(Variational):
         return {"*": FLOWS[self.kind](**common)}
 
     @accepts_options_of(FitOptions)
-    def fit(self, network: nn.Module, loader: Iterable[Any], **kwargs: Any) -> NoisePosterior:
+    def fit(self, network: nn.Module, loader: Any, **kwargs: Any) -> NoisePosterior:
         """Fits weights and noise together; see :meth:`Method.fit`."""
-        model, options = self.setup(network, loader, kwargs)
+        model, loader, options = self.setup(network, loader, kwargs)
         with temporary_seed(options.seed):
             noisy = to_stochastic(model, self.rules(), inplace=True)
         names = ("epochs", "noise_lr", "beta", "gamma", "warmup", "repeats", "optimizer", "schedule")

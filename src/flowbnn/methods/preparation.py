@@ -13,10 +13,11 @@ from flowbnn.batches import (
     call,
     device_of,
     dtype_of,
+    has_row_axis,
     move,
     rewrap_forward_errors,
     rows,
-    split_batch,
+    split_weighted_batch,
 )
 from flowbnn.errors import FlowBNNError
 from flowbnn.likelihoods import (
@@ -99,7 +100,7 @@ def prepare(
     row = outputs[:1].detach()
 
     def check_batch(batch: Any) -> None:
-        batch_targets = split_batch(batch)[1]
+        batch_targets = split_weighted_batch(batch).targets
         likelihood.check(row.expand(len(batch_targets), *row.shape[1:]), batch_targets)
 
     idle_layers, rows_interact = list[str](), False
@@ -170,7 +171,9 @@ def run_first_batch(
     """
     with rewrap_forward_errors(inputs, f"the network fails on the {name}, of"):
         try:
-            outputs = check_rows(call(model, inputs), rows(inputs))
+            outputs = call(model, inputs)
+            if has_row_axis(inputs):
+                check_rows(outputs, rows(inputs))
             if check is not None:
                 check(outputs)
             return outputs

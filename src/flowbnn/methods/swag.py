@@ -75,9 +75,9 @@ class SWAG(Method):
     batch_norm_samples: Count = field(default=30, kw_only=True)
 
     @accepts_options_of(FitOptions)
-    def fit(self, network: nn.Module, loader: Iterable[Any], **kwargs: Any) -> "SWAGPosterior":
+    def fit(self, network: nn.Module, loader: Any, **kwargs: Any) -> "SWAGPosterior":
         """Fits the posterior; see :meth:`Method.fit`. ``checkpoint`` is a folder with one file for training and one for SGD."""
-        model, options = self.setup(network, loader, kwargs)
+        model, loader, options = self.setup(network, loader, kwargs)
         training_epochs = round(self.begin * self.epochs) if self.epochs else None
         sgd_epochs = self.epochs - (training_epochs or 0) if self.epochs else 20
         num_snapshots = sgd_epochs * min(self.snapshots_per_epoch, length_of(loader) or 1)

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from flowbnn.batches import call, rows, take
+from flowbnn.batches import call, is_container, rows, take
 from flowbnn.errors import warn
 from flowbnn.networks import evaluation_mode, record_calls
 from flowbnn.noise.base import Noise, layers_with_noise, make_noise_modes, noise_layers
@@ -179,7 +179,7 @@ def align_batch_axes(
     if first is None:
         return []
     idle = [name for name in layers if name not in first]
-    few = min(2, size - 1)
+    few = 0 if is_container(inputs) else min(2, size - 1)
     # without the first row, so that an input that depends on the examples changes
     second = few_layer_inputs
     if second is None:

@@ -38,9 +38,10 @@ from flowbnn.batches import (
     is_batch,
     rewrap_forward_errors,
 )
+from flowbnn.data.formats import as_inputs
 from flowbnn.errors import FlowBNNError, pluralize
 from flowbnn.likelihoods import Likelihood
-from flowbnn.networks import copy_network
+from flowbnn.networks import copy_network, output_selection
 from flowbnn.noise import noise_layers
 from flowbnn.options import Count, File, Positive, SampleCount, accepts_options_of, all_subclasses, checked
 from flowbnn.posterior.adaptive import Adaptive, adaptive_outputs
@@ -131,8 +132,8 @@ class Posterior:
         """Returns the predictive distribution for inputs, or for all inputs of a loader.
 
         Args:
-            inputs: Tensor (or tuple or mapping of tensors) with the examples on the first axis, or a loader of ``(inputs, targets)`` or
-                of inputs alone.
+            inputs: Tensor or array (numpy, pandas) with the examples on the first axis, or a tuple or mapping of them. Or a loader or
+                ``Dataset`` of ``(inputs, targets)`` or of inputs alone. A tuple holds the inputs of a network with several arguments.
             samples: Number of sampled networks to average. The default is ``default_samples``.
             shared: If True, all inputs share the same draws. If False, every example has its own draws.
             seed: Seed of the draws. The same seed gives the same numbers.
@@ -164,6 +165,7 @@ class Posterior:
             progress,
             keep_samples,
         )
+        inputs = as_inputs(inputs)
         if not is_batch(inputs):
             return self._predict_loader(inputs, options)[0]
         outputs, sample_counts, _ = self.collect(inputs, options)
@@ -182,7 +184,7 @@ class Posterior:
             options: Other options of :meth:`predict`.
         """
         predict_options = PredictOptions(samples, **options)
-        return self._predict_loader(inputs, predict_options, score=True)
+        return self._predict_loader(as_inputs(inputs), predict_options, score=True)
 
     def _predict_loader(
         self, inputs: Any, options: PredictOptions, score: bool = False
@@ -372,6 +374,7 @@ class Posterior:
             "likelihood": self.likelihood.to_dict(),
             "history": self.history.to_dict(),
             "layers": describe_layers(self.model),
+            "output": output_selection(self.model),
             "settings": self.settings(),
             "calibration": None if self.calibration is None else self.calibration.to_dict(),
         }

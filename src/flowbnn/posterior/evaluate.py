@@ -1,11 +1,10 @@
 """Metrics of a posterior on held-out data."""
 
-from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor
 
-from flowbnn.batches import as_loader
+from flowbnn.data.formats import as_inputs, as_loader
 from flowbnn.density import Density
 from flowbnn.density.density import finite_scores
 from flowbnn.errors import FlowBNNError
@@ -17,9 +16,9 @@ from flowbnn.posterior.base import Posterior
 @checked
 def evaluate(
     posterior: Posterior,
-    loader: Iterable[Any],
+    loader: Any,
     *,
-    novel: Iterable[Any] | None = None,
+    novel: Any = None,
     density: Density | None = None,
     seed: int = 0,
     **options: Any,
@@ -31,7 +30,7 @@ def evaluate(
 
     Args:
         posterior: Posterior of any method.
-        loader: Batches of ``(inputs, targets)``, or one such pair.
+        loader: Loader of ``(inputs, targets)``, ``Dataset``, or pair of tensors or arrays.
         novel: Out-of-distribution inputs: a loader, a pair, or a tensor. They add one AUROC for each score of :func:`novelty_scores`,
             the probability that a novel input has a larger score than an input of ``loader``: ``auroc_entropy``,
             ``auroc_mutual_information`` and ``auroc_energy`` for classification, ``auroc_std`` and ``auroc_epistemic`` for regression,
@@ -47,19 +46,20 @@ def evaluate(
     >>> sorted(evaluate(posterior, (torch.zeros(5, 2), torch.zeros(5).long())))
     ['accuracy', 'brier', 'ece', 'nll']
     """
-    predictive, targets = posterior.predict_with_targets(as_loader(loader), seed=seed, **options)
+    loader = as_loader(loader)
+    predictive, targets = posterior.predict_with_targets(loader, seed=seed, **options)
     if targets is None:
         raise FlowBNNError("evaluate needs (inputs, targets), got inputs alone", kind="loader")
     report = {name: float(value) for name, value in predictive.evaluate(targets).items()}
     if options.get("adaptive") is not None:
         report["sample_counts"] = float(predictive.sample_counts.double().mean())
     if novel is not None:
-        novel = as_loader(novel)
+        novel = as_loader(novel) if isinstance(novel, tuple) else as_inputs(novel, "novel")
         known_scores = novelty_scores(predictive)
         novel_scores = novelty_scores(posterior.predict(novel, seed=seed, **options))
         if density is not None:
             known_scores["density"], novel_scores["density"] = (
-                -finite_scores(density.score(data)) for data in (as_loader(loader), novel)
+                -finite_scores(density.score(data)) for data in (loader, novel)
             )
         for name, scores in known_scores.items():
             report[f"auroc_{name}"] = novelty_auroc(scores, novel_scores[name])

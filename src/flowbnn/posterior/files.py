@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from flowbnn.batches import device_of, first_nonfinite_tensor
 from flowbnn.errors import FlowBNNError
 from flowbnn.likelihoods import Likelihood, make_likelihood
+from flowbnn.networks import select_output
 from flowbnn.regression import LOC, SCALE, set_output_scale
 from flowbnn.training import History, check_weights
 from flowbnn.training.compatibility import count_weights, warn_changed_layers
@@ -72,6 +73,8 @@ def read_network(
             if view.dtype in PRECISIONS:
                 likelihood.to(view.dtype)
         history = History.from_dict(file.document["history"])
+    if isinstance(output := file.document.get("output"), str | int):
+        select_output(model, output)
     modules = {"network": model, "likelihood": likelihood}
     units = [view for name, view in select_prefix(file.views, "network").items() if name in (LOC, SCALE)]
     if len(units) == 2:

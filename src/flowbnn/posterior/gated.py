@@ -5,7 +5,7 @@ of the log-densities of held-out rows. Its prediction is then the distribution o
 a Gaussian with the mean and the standard deviation of the targets. Elsewhere predictions do not change.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
@@ -13,7 +13,8 @@ from typing import Annotated, Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from flowbnn.batches import as_loader, split_batch, take
+from flowbnn.batches import split_weighted_batch, take
+from flowbnn.data.formats import as_loader
 from flowbnn.density import Density, NoveltyDetector, fit_density
 from flowbnn.density.features import Features
 from flowbnn.errors import FlowBNNError
@@ -230,7 +231,7 @@ def check_without_gate(posterior: Posterior) -> None:
 @checked
 def gated(
     posterior: Posterior,
-    loader: Iterable[Any],
+    loader: Any,
     features: str | None = None,
     false_alarm: Probability = 0.05,
     *,
@@ -250,8 +251,8 @@ def gated(
 
     Args:
         posterior: Posterior of any method.
-        loader: Batches of ``(inputs, targets)``, or one such pair. With features of a layer, use data that the network was not trained
-            on, because its features of training data differ.
+        loader: Loader of ``(inputs, targets)``, ``Dataset``, or pair of tensors or arrays. With features of a layer, use data that the
+            network was not trained on, because its features of training data differ.
         features: Name of the layer whose outputs are the features. None uses the inputs.
         false_alarm: Share of familiar inputs that are called unfamiliar.
         components: Largest number of features. Wider features are reduced to this number of principal components, and the distance to
@@ -283,7 +284,7 @@ def gated(
     vectors, statistics, counts = [], TargetStatistics(), torch.zeros(0)
     with preserve_rng_state(loader, seed):
         for batch in loader:
-            inputs, targets = split_batch(batch)
+            inputs, targets, _ = split_weighted_batch(batch)
             if targets is None:
                 text = "fb.gated needs batches of (inputs, targets), got inputs only"
                 raise FlowBNNError(text, kind="loader", argument="loader")
@@ -321,7 +322,7 @@ def _fallback(posterior: Posterior, statistics: TargetStatistics, counts: Tensor
     """Returns class frequencies with one more example of each class, or the mean and the variance of each target."""
     if isinstance(posterior.likelihood, RealLikelihood):
         return torch.stack([statistics.mean, statistics.variance]).float()
-    predictive = posterior.predict(take(split_batch(batch)[0], 0, 1), 1, progress=False)
+    predictive = posterior.predict(take(split_weighted_batch(batch).inputs, 0, 1), 1, progress=False)
     frequencies = torch.ones(predictive.probabilities.shape[-1], dtype=torch.float64)
     frequencies[: len(counts)] += counts
     return (frequencies / frequencies.sum()).float()

@@ -19,7 +19,7 @@ from flowbnn.batches import (
     reported_size,
     rows,
     shapes,
-    split_batch,
+    split_weighted_batch,
     tensors_of,
 )
 from flowbnn.errors import FlowBNNError
@@ -58,7 +58,7 @@ def group_batches(
     group_targets: list[Tensor] = []
     count = limit = 0
     for batch in batches:
-        inputs, targets = split_batch(batch)
+        inputs, targets, _ = split_weighted_batch(batch)  # metrics do not use weights
         check_finite(inputs)
         number = rows(inputs)
         if group and (count + number > limit or shapes(inputs) != shapes(group[0])):

@@ -24,7 +24,7 @@ from flowbnn.batches import (
     move,
     rewrap_forward_errors,
     rows,
-    split_batch,
+    split_weighted_batch,
     take,
     tensors_of,
 )
@@ -366,7 +366,9 @@ class Prediction:
         layers: dict[torch.dtype | None, str] = {}
         for dtype in {None, half}:
             for batch in [inputs] if is_batch(inputs) else islice(inputs, 8):
-                values = move(batch if is_batch(inputs) else split_batch(batch)[0], self.device, self.dtype)
+                values = move(
+                    batch if is_batch(inputs) else split_weighted_batch(batch).inputs, self.device, self.dtype
+                )
                 with torch.autocast(self.device.type, dtype, enabled=dtype is not None):
                     name = first_nonfinite_layer(network, partial(call, network, values))
                 if name:

@@ -11,7 +11,17 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from flowbnn.batches import apply, call, device_of, has_row_axis, is_out_of_memory, rows, take
+from flowbnn.batches import (
+    apply,
+    call,
+    device_of,
+    has_row_axis,
+    is_container,
+    is_graph,
+    is_out_of_memory,
+    rows,
+    take,
+)
 from flowbnn.networks import evaluation_mode, watch_modules
 from flowbnn.noise import Noise, noise_layers
 from flowbnn.noise.base import make_noise_modes
@@ -163,6 +173,8 @@ def find_dependence(
     >>> find_dependence(torch.exp, x), find_dependence(lambda x: x - x.mean(0), x)
     ('none', 'rows')
     """
+    if is_container(inputs):
+        return "none"  # whose rows cannot be replaced
     total = rows(inputs)
     order = torch.randperm(total, generator=torch.Generator().manual_seed(0))
     kept, replaced = order[: (total + 1) // 2], order[(total + 1) // 2 :]
@@ -223,6 +235,8 @@ def examples_interact(model: nn.Module, inputs: Any, max_rows: int = 8) -> bool:
         inputs: Batch of inputs on the device of the network.
         max_rows: Number of examples to run, unless they cannot be separated.
     """
+    if is_container(inputs):
+        return is_graph(inputs)  # nodes of a graph interact, sequences do not
     if has_row_axis(inputs) and rows(inputs) > max_rows:
         inputs = take(inputs, 0, max_rows)
     if rows(inputs) < 2:

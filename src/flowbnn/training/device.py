@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, distributed, nn
 
+from flowbnn.batches import convert_container, is_container
 from flowbnn.errors import FlowBNNError, pluralize
 from flowbnn.training.options import TrainingOptions
 
@@ -99,6 +100,8 @@ def move_batch(batch: Any, device: torch.device) -> Any:
         if not torch.compiler.is_compiling() and batch.is_inference():  # which autograd cannot use
             batch = batch.clone()
         return batch if batch.device == device else batch.to(device, non_blocking=device.type == "cuda")
+    if is_container(batch):
+        return convert_container(batch, lambda tensor: tensor.to(device))
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
         return type(batch)(*(move_batch(value, device) for value in batch))
     if isinstance(batch, (list, tuple)):

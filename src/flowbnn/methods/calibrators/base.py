@@ -23,7 +23,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from flowbnn.batches import as_loader, device_of
+from flowbnn.batches import device_of
+from flowbnn.data.formats import as_loader
 from flowbnn.errors import FlowBNNError
 from flowbnn.methods.base import FitOptions, Method, misplaced_setting
 from flowbnn.methods.data_summary import check_loader, first_batch
@@ -72,7 +73,7 @@ class Calibrator(Method):
             raise misplaced_setting(changed, owner, getattr(self, changed))
 
     @accepts_options_of(FitOptions)
-    def fit(self, network: nn.Module | Posterior, loader: Iterable[Any], **kwargs: Any) -> Posterior:
+    def fit(self, network: nn.Module | Posterior, loader: Any, **kwargs: Any) -> Posterior:
         """Calibrates a trained network, or fits ``method`` and calibrates its posterior.
 
         Args:
@@ -83,7 +84,9 @@ class Calibrator(Method):
                 loader.
         """
         if self.method is None:
-            posterior, held_out, options = self._wrap_network(network, as_loader(loader), kwargs)
+            posterior, held_out, options = self._wrap_network(
+                network, as_loader(loader, stage="validation"), kwargs
+            )
         else:
             posterior, held_out, options = self._fit_method(network, loader, kwargs)
         return self.calibrate(posterior, held_out, seed=options.seed or 0, progress=options.progress)
@@ -137,7 +140,7 @@ class Calibrator(Method):
     ) -> tuple[Posterior, Any, FitOptions]:
         """Fits the inner method, and returns its posterior, the held-out data and the options."""
         assert self.method is not None
-        _, options = self.method.setup(network, loader, kwargs)
+        _, loader, options = self.method.setup(network, loader, kwargs)
         if options.held_out is None:
             loader, validation = split_loader(loader, self.validation_fraction, options.seed or 0)
             num_data = options.num_data
@@ -188,7 +191,7 @@ def collect_outputs(
         FlowBNNError: If the posterior has a density gate, whose fallback cannot be calibrated.
     """
     check_without_gate(posterior)
-    held_out = as_loader(held_out)
+    held_out = as_loader(held_out, stage="validation", argument="held_out")
     first_batch(held_out, purpose="calibration")
     outputs, _, targets = posterior.collect(held_out, PredictOptions(samples, seed=seed, progress=progress))
     assert targets is not None

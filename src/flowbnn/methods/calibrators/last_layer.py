@@ -14,7 +14,8 @@ from typing import Annotated, Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from flowbnn.batches import as_loader, call, device_of, dtype_of, move, split_batch
+from flowbnn.batches import call, device_of, dtype_of, move, split_batch
+from flowbnn.data.formats import as_loader
 from flowbnn.errors import FlowBNNError
 from flowbnn.likelihoods import Likelihood, learns_noise
 from flowbnn.methods.calibrators.base import Calibrator
@@ -167,7 +168,7 @@ class LastLayerProblem:
         if not isinstance(posterior, PointPosterior):
             text = f"LastLayerRefit needs a single network, got a {type(posterior).__name__}; use fb.MatrixScaling"
             raise FlowBNNError(text, kind="network", argument="network")
-        held_out, model = as_loader(held_out), posterior.model
+        held_out, model = as_loader(held_out, stage="validation"), posterior.model
         device, dtype = device_of(model), dtype_of(model)
         first = move(first_batch(held_out, purpose="calibration")[0], device, dtype)
         layer = record_calls(model, first).output_layer

@@ -8,7 +8,6 @@ together with a common factor of the learned noise of a Gaussian likelihood. The
 running statistics of its BatchNorm layers. https://arxiv.org/abs/2106.14806
 """
 
-from collections.abc import Iterable
 from dataclasses import KW_ONLY
 from typing import Annotated, Any, Literal
 
@@ -83,9 +82,9 @@ class Laplace(Method):
     newton_steps: Annotated[int, Ge(0)] = 0
 
     @accepts_options_of(FitOptions)
-    def fit(self, network: nn.Module, loader: Iterable[Any], **kwargs: Any) -> LaplacePosterior:
+    def fit(self, network: nn.Module, loader: Any, **kwargs: Any) -> LaplacePosterior:
         """Fits the posterior; see :meth:`Method.fit`. ``num_data`` is the number of examples that the loader represents."""
-        model, options = self.setup(network, loader, kwargs)
+        model, loader, options = self.setup(network, loader, kwargs)
         trains = self.trains or self.newton_steps > 0
         prepared = prepare(disable_nested_tensors(model), loader, options, trains)
         check_likelihood(prepared.likelihood, self.predictive)

@@ -6,7 +6,7 @@ https://arxiv.org/abs/1206.1901; Hoffman and Gelman 2014, https://arxiv.org/abs/
 """
 
 from abc import abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
@@ -104,14 +104,14 @@ class ChainMethod(Method):
         """Returns the transition kernel: a function of state, step size, inverse mass and generators."""
 
     @accepts_options_of(FitOptions)
-    def fit(self, network: nn.Module, loader: Iterable[Any], **kwargs: Any) -> ChainPosterior:
+    def fit(self, network: nn.Module, loader: Any, **kwargs: Any) -> ChainPosterior:
         """Samples the posterior; see :meth:`Method.fit`.
 
         With ``checkpoint=folder`` the chains are saved every 30 seconds (or after ``checkpoint_every`` transitions), and
         ``resume=True`` continues to the same draws as an uninterrupted run.
         """
         name = type(self).__name__
-        model, options = self.setup(network, loader, kwargs, f"{name} training")
+        model, loader, options = self.setup(network, loader, kwargs, f"{name} training")
         seed = options.resolve_seed()
         trains = self.variables == "weights" or self.trains
         prepared = prepare(model, loader, options, trains)

@@ -91,9 +91,9 @@ class SGLD(Method):
     temperature: NonNegative = 1.0
 
     @accepts_options_of(FitOptions)
-    def fit(self, network: nn.Module, loader: Iterable[Any], **kwargs: Any) -> "SGLDPosterior":
+    def fit(self, network: nn.Module, loader: Any, **kwargs: Any) -> "SGLDPosterior":
         """Samples the posterior; see :meth:`Method.fit`. Validation evaluates the current network."""
-        model, options = self.setup(network, loader, kwargs, "sampling with SGLD")
+        model, loader, options = self.setup(network, loader, kwargs, "sampling with SGLD")
         if options.early_stop is not None:
             # the snapshots are spread over a run of known length
             message = f"SGLD needs early_stop=None, got {options.early_stop!r}; decrease epochs instead"

@@ -7,7 +7,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from flowbnn.batches import repeat, split_batch
+from flowbnn.batches import repeat, split_weighted_batch
 from flowbnn.distributions import Divergence
 from flowbnn.likelihoods import learns_noise
 from flowbnn.methods.base import FitOptions, Method
@@ -154,7 +154,7 @@ def make_weight_loss(elbo: ELBO, divergence: Callable[[], Divergence], method: V
     log_scale = likelihood.log_scale if learns_noise(likelihood) else None
 
     def loss(forward: NetworkFunction, batch: Any, clock: Clock) -> LossAndLogs:
-        inputs, targets = split_batch(batch)
+        inputs, targets, weights = split_weighted_batch(batch)
         outputs = forward(inputs)
         if should_check_targets(targets, clock):
             likelihood.check(outputs, targets)
@@ -165,9 +165,9 @@ def make_weight_loss(elbo: ELBO, divergence: Callable[[], Divergence], method: V
             correction = draw_variance_term(log_scale, outputs, second)
         if repeats > 1:  # each draw of the weights serves all examples
             outputs = torch.cat([outputs, *(forward(inputs) for _ in range(repeats - 1))])
-            targets = repeat(targets, repeats)
+            targets, weights = repeat((targets, weights), repeats)
         weight = warm_up(clock.progress, method.warmup)
-        terms = elbo.terms(outputs, targets, Divergences({}, divergence()), weight)
+        terms = elbo.terms(outputs, targets, Divergences({}, divergence()), weight, weights)
         logs = terms.logs()
         return terms.loss + correction, {name: logs[name] for name in ("elbo", "log_likelihood", "kl")}
 

@@ -8,7 +8,7 @@ no correlations.
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import field
 from typing import Any, ClassVar, Literal, Self
 
@@ -87,12 +87,12 @@ class BayesByBackprop(Variational):
     kl_samples: Count = field(default=1, kw_only=True)
 
     @accepts_options_of(FitOptions)
-    def fit(self, network: nn.Module, loader: Iterable[Any], **kwargs: Any) -> "GaussianWeightPosterior":
+    def fit(self, network: nn.Module, loader: Any, **kwargs: Any) -> "GaussianWeightPosterior":
         """Fits the posterior; see :meth:`Method.fit`. The means start at the weights of the network.
 
         The history has ELBO, log-likelihood and KL of every epoch.
         """
-        model, options = self.setup(network, loader, kwargs, "fitting the weights")
+        model, loader, options = self.setup(network, loader, kwargs, "fitting the weights")
         names = select_weights(model, self.layers)
         prepared = prepare(model, loader, options)
         likelihood, inputs = prepared.likelihood, prepared.inputs

@@ -20,7 +20,7 @@ Gaussian, and at most the evidence.
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import field
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
@@ -94,12 +94,12 @@ class MNF(Variational):
     kl_samples: Count = field(default=4, kw_only=True)
 
     @accepts_options_of(FitOptions)
-    def fit(self, network: nn.Module, loader: Iterable[Any], **kwargs: Any) -> "MNFPosterior":
+    def fit(self, network: nn.Module, loader: Any, **kwargs: Any) -> "MNFPosterior":
         """Fits the posterior; see :meth:`Method.fit`. The means start at the weights of the network.
 
         The history has ELBO, log-likelihood and the bound on the KL of every epoch.
         """
-        model, options = self.setup(network, loader, kwargs, "fitting the weights")
+        model, loader, options = self.setup(network, loader, kwargs, "fitting the weights")
         half_precision = dtype_of(model) in (torch.bfloat16, torch.float16)
         if half_precision or options.precision in ("bf16-true", "16-true"):
             text = "MNF needs float32 or float64; use network.float() and precision='bf16-mixed'"

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from flowbnn.batches import split_batch
+from flowbnn.batches import split_weighted_batch
 from flowbnn.errors import FlowBNNError, warn
 from flowbnn.likelihoods import learns_noise
 from flowbnn.methods.fit_options import FitOptions
@@ -171,7 +171,7 @@ class NoiseObjective(NetworkObjective):
         self.register_buffer("limit", limit, persistent=False)
 
     def forward(self, batch: Any, clock: Clock) -> LossAndLogs:
-        inputs, targets = split_batch(batch)
+        inputs, targets, weights = split_weighted_batch(batch)
         if self.limit is not None and learns_noise(self.likelihood):
             with torch.no_grad():
                 self.likelihood.log_scale.clamp_(max=self.limit)
@@ -179,7 +179,7 @@ class NoiseObjective(NetworkObjective):
         check = should_check_targets(targets, clock)
         with self.full_precision() as outputs:
             forward = self.network if outputs == self.outputs and self.is_ready(inputs) else outputs
-            terms = self.elbo(self.network, inputs, targets, scale, self.repeats, forward, check)
+            terms = self.elbo(self.network, inputs, targets, scale, self.repeats, forward, check, weights)
         return terms.loss, terms.logs()
 
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from flowbnn.batches import device_of, dtype_of, move, split_batch
+from flowbnn.batches import device_of, dtype_of, move, split_weighted_batch
 from flowbnn.errors import warn
 from flowbnn.likelihoods import learns_noise
 from flowbnn.methods.schedule import PlateauRun, elbo_drop, elbo_gain
@@ -101,7 +101,7 @@ def example_elbos(model: nn.Module, objective: ELBO, batches: Iterable[Any]) -> 
     with preserve_rng_state(None), evaluation_mode(model), noise_mode(model, "sample"):
         seed_all(0)
         for batch in batches:
-            inputs, targets = split_batch(batch)
+            inputs, targets, _ = split_weighted_batch(batch)
             terms = objective(model, move(inputs, device, dtype), targets := move(targets, device))
             log_likelihoods = objective.likelihood.log_prob(terms.outputs, targets).double().cpu()
             values.append(log_likelihoods + float(terms.elbo - terms.log_likelihood))

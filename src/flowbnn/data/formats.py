@@ -1,0 +1,284 @@
+"""The one rule for data: everything that users have becomes a loader, or inputs of a network.
+
+:func:`as_loader` serves functions that read inputs and targets. :func:`as_inputs` serves functions that predict. Every public function
+calls one of them once, before anything else.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from copy import copy
+from typing import Any, Literal
+
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+
+from flowbnn.batches import (
+    Batch,
+    as_tensors,
+    has_row_axis,
+    is_batch,
+    is_graph,
+    is_leaf,
+    named_tensors,
+    rebuild,
+    reported_size,
+    rows,
+    split_labels,
+    split_weighted_batch,
+)
+from flowbnn.batches.arrays import as_tensor, is_array
+from flowbnn.data.tensor_loader import TensorLoader
+from flowbnn.errors import FlowBNNError, quote_names
+from flowbnn.options import checked
+
+Column = int | str | tuple[int | str, ...] | list[int | str] | Callable[[Any], Any]
+Stage = Literal["train", "validation", "test"]
+BATCH_SIZE = 64  # examples in a training batch, where users set none
+READ_SIZE = 256  # examples of a Dataset that are read at once for a prediction
+
+
+def as_loader(
+    data: Any,
+    *,
+    batch_size: int | None = None,
+    shuffle: bool = False,
+    stage: Stage = "test",
+    argument: str = "loader",
+) -> Any:
+    """Returns data of any format as a loader of batches, which :func:`~flowbnn.batches.split_batch` splits.
+
+    * Tuple ``(inputs, targets)`` of tensors, arrays, data frames or lists of numbers. Inputs may be a tuple or a mapping. Of more than
+      two entries the last has the targets.
+    * Mapping of tensors or arrays with a key ``labels`` or ``label``.
+    * ``Dataset``, also of torch_geometric and Hugging Face, and a list of graphs.
+    * One graph of torch_geometric with targets ``y``.
+    * Lightning data module, whose loader for ``stage`` is taken.
+    * Loaders, lists of batches and other objects are returned unchanged.
+
+    Args:
+        data: Data of any format.
+        batch_size: Number of examples in a batch, if the data are no loader. The default is 64 for training. Data in memory are one
+            batch otherwise.
+        shuffle: If True, data that are no loader are read in a new order at every pass.
+        stage: Loader of a data module.
+        argument: Name of the argument that holds the data, for messages.
+
+    Raises:
+        FlowBNNError: If the data are empty, are no numbers, or have different numbers of inputs and targets.
+
+    >>> import numpy as np
+    >>> loader = as_loader((np.zeros((100, 3)), np.arange(100) % 2), batch_size=50)
+    >>> [(inputs.shape, targets.shape) for inputs, targets in loader]
+    [(torch.Size([50, 3]), torch.Size([50])), (torch.Size([50, 3]), torch.Size([50]))]
+    """
+    if _is_data_module(data):
+        return _module_loader(data, stage)
+    if isinstance(data, Dataset) or hasattr(data, "with_format") or _is_graph_list(data):
+        return _dataset_loader(data, batch_size, shuffle, argument)
+    if is_array(data):
+        return [(as_tensor(data),)]
+    if not is_in_memory(data):
+        return data
+    return _memory_loader(data, batch_size, shuffle, argument)
+
+
+def as_inputs(data: Any, argument: str = "inputs") -> Any:
+    """Returns data of any format as one batch of inputs, or as a loader.
+
+    Arrays, data frames and lists of numbers become tensors. A tuple holds the inputs of a network with several arguments. Labels inside
+    a mapping are left out. Everything else is treated as in :func:`as_loader`.
+
+    Args:
+        data: Inputs, or data with inputs and targets.
+        argument: Name of the argument that holds the data, for messages.
+
+    >>> as_inputs([[1.0, 2.0]]), as_inputs({"x": [1.0], "labels": [0]})
+    (tensor([[1., 2.]]), {'x': tensor([1.])})
+    """
+    if isinstance(data, Tensor):
+        return data
+    if is_array(data):
+        return as_tensor(data)
+    if isinstance(data, Mapping):
+        return as_tensors(split_labels(data)[0])
+    if isinstance(data, tuple) and all(is_leaf(value) or is_array(value) for value in data):
+        return as_tensors(data)
+    return data if is_batch(data) else as_loader(data, argument=argument)
+
+
+def is_in_memory(data: Any) -> bool:
+    """Returns True for a tuple of inputs and targets, a mapping of inputs with labels, or a graph, and False for a loader.
+
+    A tuple of batches is a loader: its last entry is no tensor and no array.
+    """
+    if isinstance(data, Mapping) or is_graph(data):
+        return True
+    if not isinstance(data, tuple) or len(data) < 2:
+        return False
+    last = data[-1]
+    if isinstance(last, tuple | list) and not is_array(last):  # targets of several heads, or a batch
+        return isinstance(data[0], Tensor) and all(isinstance(value, Tensor) for value in last)
+    return isinstance(last, Tensor | Mapping) or is_array(last)
+
+
+def _memory_loader(data: Any, batch_size: int | None, shuffle: bool, argument: str) -> Any:
+    """Returns data in memory as a loader."""
+    batch = split_weighted_batch(data)
+    inputs, targets, _ = batch
+    leaves = [tensor for _, tensor in named_tensors(batch)]
+    number = rows(inputs)
+    if targets is None:
+        return [(inputs,)]
+    if not has_row_axis((inputs, targets)):
+        count = rows(targets)
+        if isinstance(inputs, Tensor) and isinstance(targets, Tensor) and count != number:
+            text = f"{number} inputs and {count} targets differ in length"
+            raise FlowBNNError(text, kind="length", argument=argument)
+        return [(inputs, targets)]  # a graph, whose rows belong together
+    if not number:
+        raise FlowBNNError(f"the {argument} has no examples", kind="empty", argument=argument)
+    if batch_size is None and not shuffle:
+        return [(inputs, targets)]
+    loader = TensorLoader(*leaves, batch_size=batch_size or _even_size(number), shuffle=shuffle)
+    if isinstance(inputs, Tensor) and isinstance(targets, Tensor):
+        return loader
+    return Columns(
+        loader,
+        inputs=lambda columns: rebuild((inputs, targets), iter(columns))[0],
+        targets=lambda columns: rebuild((inputs, targets), iter(columns))[1],
+    )
+
+
+def _even_size(number: int) -> int:
+    """Returns the batch size that splits examples into batches of about 64, so that the last one is not much smaller."""
+    return -(-number // max(1, round(number / BATCH_SIZE)))
+
+
+def _dataset_loader(data: Any, batch_size: int | None, shuffle: bool, argument: str) -> Any:
+    """Returns a ``DataLoader`` of a ``Dataset``."""
+    size = batch_size or (BATCH_SIZE if shuffle else READ_SIZE)
+    if isinstance(data, IterableDataset):
+        return DataLoader(data, size)
+    if not len(data):
+        raise FlowBNNError(
+            f"the {argument} is an empty {type(data).__name__}", kind="empty", argument=argument
+        )
+    if isinstance(data, TensorDataset) and type(data) is TensorDataset:
+        return TensorLoader(*data.tensors, batch_size=size, shuffle=shuffle)
+    if is_graph(data[0]):
+        from torch_geometric.loader import DataLoader as GraphLoader
+
+        return GraphLoader(data, batch_size=size, shuffle=shuffle)
+    if hasattr(data, "with_format"):  # a dataset of Hugging Face
+        data = data.with_format("torch")
+    return DataLoader(data, size, shuffle=shuffle)
+
+
+def _is_graph_list(data: Any) -> bool:
+    """Returns True for a list of graphs that are not batched."""
+    return isinstance(data, list) and bool(data) and is_graph(data[0]) and not hasattr(data[0], "ptr")
+
+
+def _is_data_module(data: Any) -> bool:
+    """Returns True for a data module of Lightning."""
+    return hasattr(data, "train_dataloader") and hasattr(data, "prepare_data") and hasattr(data, "setup")
+
+
+def _module_loader(module: Any, stage: Stage) -> Any:
+    """Returns the loader of a data module for a stage: that of the stage, or of the other held-out stage if there is none."""
+    names = {"train": ("train",), "validation": ("val", "test"), "test": ("test", "val")}[stage]
+    stages = {"train": "fit", "val": "validate", "test": "test"}
+    module.prepare_data()
+    for name in names:
+        method = getattr(type(module), f"{name}_dataloader", None)
+        if method is None or getattr(method, "__module__", "").startswith(
+            ("lightning.", "pytorch_lightning.")
+        ):
+            continue  # not defined by the user
+        module.setup(stages[name])
+        return getattr(module, f"{name}_dataloader")()
+    text = f"{type(module).__name__} defines no {names[0]}_dataloader"
+    raise FlowBNNError(text, kind="loader", argument="loader")
+
+
+class Columns:
+    """Loader that names the inputs, the targets and the weights of the batches of another loader.
+
+    A batch of three tensors has two inputs and one target by default. If the third entry is an index or a weight, name the columns:
+    ``Columns(loader, inputs=0, targets=1)`` or ``Columns(loader, inputs=0, targets=1, weights=2)``.
+
+    Args:
+        data: Loader, ``Dataset`` or other data, whose batches are tuples, mappings or other objects.
+        inputs: Position or key of the inputs. A tuple of positions is a tuple of inputs. A list of keys is a mapping with these keys.
+            A function gets the whole batch.
+        targets: Position or key of the targets, a tuple or list of them, or a function. None has no targets.
+        weights: Position or key of the weights of the examples ``[B]``, or a function. The log-likelihood of an example is multiplied
+            by its weight. Weights with a mean of 1 keep the balance between data and prior.
+        batch_size: Number of examples in a batch, if ``data`` is a ``Dataset``.
+        shuffle: If True, a ``Dataset`` is read in a new order at every pass.
+
+    >>> import torch
+    >>> batches = [(torch.zeros(4, 2), torch.arange(4), torch.arange(100, 104))]
+    >>> [(inputs.shape, targets) for inputs, targets, _ in Columns(batches, inputs=0, targets=1)]
+    [(torch.Size([4, 2]), tensor([0, 1, 2, 3]))]
+    """
+
+    @checked
+    def __init__(
+        self,
+        data: Any,
+        inputs: Column = 0,
+        targets: Column | None = 1,
+        weights: Column | None = None,
+        batch_size: int | None = None,
+        shuffle: bool = False,
+    ) -> None:
+        self.loader = as_loader(data, batch_size=batch_size, shuffle=shuffle)
+        self.columns = {"inputs": inputs, "targets": targets, "weights": weights}
+
+    def select(self, batch: Any) -> Batch:
+        """Returns the inputs, the targets and the weights of a batch."""
+        inputs, targets, weights = (_entry(batch, name, column) for name, column in self.columns.items())
+        return Batch(inputs, targets, weights)
+
+    def __iter__(self) -> Iterator[Batch]:
+        for batch in self.loader:
+            yield self.select(batch)
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __getattr__(self, name: str) -> Any:
+        # what the library reads from loaders: number of examples, generators and batch size
+        if name in ("sampler", "batch_sampler", "generator", "batch_size"):
+            return getattr(self.loader, name)
+        raise AttributeError(f"Columns has no attribute {name!r}")
+
+    @property
+    def num_data(self) -> int | None:
+        """Number of examples in one pass, or None if it is unknown."""
+        return reported_size(self.loader)
+
+    def over(self, loader: Any) -> "Columns":
+        """Returns the same columns of another loader."""
+        result = copy(self)
+        result.loader = loader
+        return result
+
+
+def _entry(batch: Any, name: str, column: Any) -> Any:
+    """Returns one or several entries of a batch, as tensors if they are arrays."""
+    if column is None:
+        return None
+    if callable(column):
+        return column(batch)
+    if isinstance(column, list):
+        return {key: _entry(batch, name, key) for key in column}
+    if isinstance(column, tuple):
+        return tuple(_entry(batch, name, key) for key in column)
+    try:
+        value = batch[column]
+    except (KeyError, IndexError, TypeError):
+        keys = [str(key) for key in (batch.keys() if hasattr(batch, "keys") else range(len(batch)))]
+        text = f"a batch has no column {column!r} for {name}; there are {quote_names(keys)}"
+        raise FlowBNNError(text, kind="columns", argument=name) from None
+    return as_tensor(value, name) if is_array(value) else value
