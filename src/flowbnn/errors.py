@@ -6,6 +6,8 @@ from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from typing import Any
 
+from flowbnn.numerics import is_concrete
+
 
 class FlowBNNError(ValueError):
     """Exception for invalid input, with a message of one line that says what is wrong and what to do.
@@ -173,7 +175,7 @@ def check_entries(
     Traceback (most recent call last):
     flowbnn.errors.FlowBNNError: variance must be positive, got -2 (1 of 2 entries); use exp() for a log-variance
     """
-    if bool(valid.all()):
+    if not is_concrete(valid) or bool(valid.all()):
         return
     invalid = values[~valid]
     numbers = [f"{number:.4g}" for number in invalid[0].flatten().tolist()]

@@ -271,9 +271,8 @@ class MaskedDropout:
         self.masks: dict[Any, Tensor] = {}
 
     def __call__(self, layer: nn.Module | None, args: Any, x: Tensor) -> Tensor:
-        number = _call_counts.counts.get(self, 0)
+        number, axis = _call_counts.counts.get(self, 0), self.example_axis()
         _call_counts.counts[self] = number + 1
-        axis = self.axes[number] if number < len(self.axes) else 0
         shape = list(x.shape)
         if axis is not None and self.generator is None:
             shape[axis] = 1
@@ -286,6 +285,11 @@ class MaskedDropout:
         limit = -1.7580993408473766  # limit of SELU, which alpha dropout uses instead of dropped values
         scale = (keep * (1.0 + self.rate * limit**2)) ** -0.5
         return scale * (x * mask + limit * (1.0 - mask)) - scale * limit * self.rate
+
+    def example_axis(self) -> int | None:
+        """Returns the axis of the examples at the next call in the forward pass."""
+        number = _call_counts.counts.get(self, 0)
+        return self.axes[number] if number < len(self.axes) else 0
 
     def _mask(self, number: int, shape: tuple[int, ...], x: Tensor) -> Tensor:
         """Returns the mask for a call, by its number in the forward pass."""

@@ -163,8 +163,8 @@ class Noise(nn.Module, ABC):
                 vectors = tensor.view(examples, *at, dim)
             elif source is not None:
                 vectors = source.draws(self, at, call, device)
-            if len(vectors) not in (1, rows):
-                raise RowCountChanged(f"a layer has {rows} rows, but draws for {len(vectors)}")
+            if vectors.shape[0] not in (1, rows):  # len() would fix the number of rows of an exported graph
+                raise RowCountChanged(f"a layer has {rows} rows, but draws for {vectors.shape[0]}")
             return vectors
         if mode == "sample":
             return self._example_vectors(context, rows, at)

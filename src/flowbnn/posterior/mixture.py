@@ -77,7 +77,7 @@ class MixturePosterior(Posterior):
             with Prediction(member.model, options, last - first + 1, member.cache) as inner:
                 inner.batch_index, inner.total_rows = prediction.batch_index, prediction.total_rows
                 predictive = member._predictive(member.outputs(inputs, range(first, last + 1), inner))
-            values = _natural_outputs(predictive).to(prediction.device)
+            values = natural_outputs(predictive).to(prediction.device)
             for position, sample in enumerate(turns):
                 results[sample] = values[position if len(values) > 1 else 0]
         return torch.stack([results[sample] for sample in samples])
@@ -152,7 +152,7 @@ def _output_likelihood(likelihood: Likelihood) -> Likelihood:
     return result
 
 
-def _natural_outputs(predictive: Any) -> Tensor:
+def natural_outputs(predictive: Any) -> Tensor:
     """Returns the log-probabilities ``[S, B, C]`` of a predictive distribution, or its means and log-variances ``[S, B, 2 D]``."""
     if isinstance(predictive, CategoricalPredictive):
         return predictive.log_samples

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from flowbnn.errors import FlowBNNError, check_entries, check_shape
 from flowbnn.metrics.checks import to_floating_point
+from flowbnn.numerics import is_concrete
 from flowbnn.options import Bounds, Hint, check, checked
 
 
@@ -66,7 +67,8 @@ class Predictive(ABC):
         """Number of samples of each input, ``[B]``."""
         if self._sample_counts is not None:
             return self._sample_counts[0]
-        return torch.full((len(self),), self.num_samples, device=self._tensors[0].device)
+        values = self._tensors[0]  # its shape, because len() would fix the number of inputs of an exported graph
+        return torch.full((values.shape[1],), self.num_samples, device=values.device)
 
     @cached_property
     def _missing(self) -> Tensor | None:
@@ -210,7 +212,7 @@ def check_finite_samples(invalid: Tensor) -> None:
     Args:
         invalid: Mask ``[S, B, K]`` of values that are not finite.
     """
-    if invalid.any():
+    if is_concrete(invalid) and invalid.any():
         inputs, total = int(invalid.any(-1).any(0).sum()), invalid.shape[1]
         text = f"samples are not finite for {inputs} of {total} inputs; look for NaN in the inputs or weights"
         raise NonFiniteSamplesError(text, kind="not finite", inputs=inputs, total=total)
