@@ -11,6 +11,7 @@ import flowbnn
 ROOT = Path(flowbnn.__file__).parent
 PACKAGES = [  # from the highest to the lowest; each may import only those below it
     "sklearn",
+    "export",
     "fit",
     "calibrate",
     "diagnostics",
@@ -36,9 +37,9 @@ PACKAGES = [  # from the highest to the lowest; each may import only those below
     "batches",
     "networks",
     "models",
-    "numerics",
     "options",
     "errors",
+    "numerics",
 ]
 LEVEL = {package: -index for index, package in enumerate(PACKAGES)}
 FILES = sorted(path for path in ROOT.rglob("*.py") if path != ROOT / "__init__.py")

@@ -33,6 +33,7 @@ from flowbnn.convert import describe, to_deterministic, to_stochastic
 from flowbnn.density import fit_density, fit_target, load_density
 from flowbnn.diagnostics import diagnose
 from flowbnn.errors import FlowBNNError, FlowBNNWarning
+from flowbnn.export import export
 from flowbnn.fit import fit
 from flowbnn.methods import (
     DAMP,
@@ -94,6 +95,7 @@ __all__ = [
     "diagnostics",
     "distributions",
     "evaluate",
+    "export",
     "fit",
     "fit_density",
     "fit_target",

@@ -4,7 +4,7 @@ A :class:`SampledNetworks` holds the draws of K samples and computes the outputs
 masks multiply the rows ``[K * B, ...]`` of one network. Sampled weights are stacked, and ``torch.vmap`` runs the network over them.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flowbnn.batches import apply, call, tensors_of
+from flowbnn.batches import apply, call, has_row_axis, tensors_of
 from flowbnn.errors import FlowBNNError
 from flowbnn.likelihoods import append_log_variance
 from flowbnn.methods.calibrators.base import CalibratedPosterior
@@ -160,9 +160,7 @@ class NoiseRows(SampledNetworks):
                 stack.enter_context(module.register_forward_hook(hook, prepend=True))
             else:
                 hook = partial(_grow_input, grow)
-                stack.enter_context(
-                    module.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
-                )
+                stack.enter_context(module.register_forward_pre_hook(hook, prepend=True, with_kwargs=True))
 
 
 def _repeat_batch(tensor: Tensor, rows: Any, samples: int) -> Tensor:
@@ -425,7 +423,9 @@ class MixtureNetworks(SampledNetworks):
             for index, member in members.items()
             for name, value in member.draws.items()
         }
-        super().__init__(nn.ModuleDict({str(index): member for index, member in members.items()}), draws, samples)
+        super().__init__(
+            nn.ModuleDict({str(index): member for index, member in members.items()}), draws, samples
+        )
         self.posteriors, self.schedule = posterior.members, posterior.schedule(samples)
         self.likelihoods = nn.ModuleList(member.likelihood for member in posterior.members)
 
@@ -442,7 +442,7 @@ class MixtureNetworks(SampledNetworks):
 # -------------------- choice
 
 
-def candidates(
+def make_samplers(
     posterior: Posterior, inputs: Any, prediction: Prediction, samples: int
 ) -> list[Callable[[], SampledNetworks]]:
     """Returns functions that make the sampled networks of a posterior, the most efficient first.
@@ -453,35 +453,80 @@ def candidates(
         prediction: Prediction of the posterior, with the seed and the number of samples.
         samples: Number of samples to make, at most those of the prediction.
     """
+    if isinstance(posterior, CalibratedPosterior):
+        return make_samplers(posterior.posterior, inputs, prediction, samples)
+    if isinstance(posterior, MixturePosterior):
+        return [partial(_make_mixture, posterior, inputs, prediction, samples)]
     if isinstance(posterior, NoisePosterior):
-        kinds: list[Callable[[], SampledNetworks]] = [
-            partial(NoiseRows, posterior, inputs, prediction, samples, late) for late in (True, False)
-        ]
-        if prediction.measure(inputs).dependence == "rows":
-            kinds = []
-        return [*kinds, partial(NoiseMaps, posterior, inputs, prediction, samples, False)]
-    if isinstance(posterior, DropoutPosterior):
+        by_rows = [partial(NoiseRows, posterior, inputs, prediction, samples, late) for late in (True, False)]
+        interact = not has_row_axis(inputs) or prediction.measure(inputs).dependence == "rows"
         return [
-            *(partial(DropoutRows, posterior, inputs, prediction, samples, late) for late in (True, False)),
-            lambda: NetworkList(posterior.networks(samples, prediction.seed)),
+            *([] if interact else by_rows),
+            partial(NoiseMaps, posterior, inputs, prediction, samples, False),
         ]
-    if isinstance(posterior, LaplacePosterior) and posterior.predictive == "probit":
-        return [lambda: Deterministic(clone_sharing_tensors(prediction.model), posterior._probit)]
+    if isinstance(posterior, DropoutPosterior):
+        by_rows = [
+            partial(DropoutRows, posterior, inputs, prediction, samples, late) for late in (True, False)
+        ]
+        return [*by_rows, lambda: NetworkList(posterior.networks(samples, prediction.seed))]
+    if isinstance(posterior, LaplacePosterior) and posterior.predictive != "sampled":
+        return [partial(_make_laplace, posterior, prediction, samples)]
     if isinstance(posterior, LaplacePosterior) and posterior.output_layer is not None:
         return [partial(OutputLayer, posterior, prediction, samples)]
-    if isinstance(posterior, LaplacePosterior) and posterior.predictive == "linearized":
-        text = "a linearized Laplace approximation of all layers needs derivatives, which a file cannot hold; export posterior.use('sampled')"
-        raise FlowBNNError(text, kind="unsupported", argument="posterior")
-    if isinstance(posterior, MemberPosterior) and posterior.log_noise is not None:
-        seed = prediction.options.seed
-        chosen = [posterior.chosen(index, prediction.samples, seed) for index in range(samples)]
-        log_noise = posterior.log_noise[chosen]
+    if isinstance(posterior, WeightPosterior):
         return [
-            lambda kind=kind: AppendedNoise(kind(posterior, prediction, samples), log_noise)  # type: ignore[misc]
+            partial(_make_stacked, kind, posterior, prediction, samples)
             for kind in (StackedWeights, WeightLoop)
         ]
-    if isinstance(posterior, WeightPosterior):
-        return [partial(kind, posterior, prediction, samples) for kind in (StackedWeights, WeightLoop)]
     if isinstance(posterior, PointPosterior):
         return [lambda: Deterministic(clone_sharing_tensors(prediction.model))]
     return [lambda: NetworkList(posterior.networks(samples, prediction.seed))]
+
+
+def _make_laplace(posterior: LaplacePosterior, prediction: Prediction, samples: int) -> SampledNetworks:
+    """Returns the networks of a Laplace approximation that needs no derivatives."""
+    if posterior.output_layer is None:
+        text = f"a {posterior.predictive} Laplace approximation needs derivatives; export posterior.use('sampled')"
+        raise FlowBNNError(text, kind="unsupported", argument="model")
+    if posterior.predictive == "probit":
+        return Deterministic(clone_sharing_tensors(prediction.model), posterior._probit)
+    return OutputLayer(posterior, prediction, samples)
+
+
+def _make_stacked(
+    kind: type[StackedWeights], posterior: WeightPosterior, prediction: Prediction, samples: int
+) -> SampledNetworks:
+    """Returns the networks of a posterior over weights, with the observation noise of its members if they have it."""
+    networks = kind(posterior, prediction, samples)
+    if not isinstance(posterior, MemberPosterior) or posterior.log_noise is None:
+        return networks
+    seed = prediction.options.seed
+    chosen = [posterior.chosen(index, prediction.samples, seed) for index in range(samples)]
+    return AppendedNoise(networks, posterior.log_noise[chosen])
+
+
+def _make_mixture(
+    posterior: MixturePosterior, inputs: Any, prediction: Prediction, samples: int
+) -> SampledNetworks:
+    """Returns the networks of the members of a mixture, each by the first kind that runs."""
+    members: dict[int, SampledNetworks] = {}
+    schedule = posterior.schedule(samples)
+    for index, member in enumerate(posterior.members):
+        numbers = [number for owner, number in schedule if owner == index]
+        if numbers:
+            count = 1 if member.default_samples == 1 else max(numbers) + 1
+            with Prediction(member.model, prediction.options, samples, member.cache) as inner:
+                members[index] = _first_that_runs(make_samplers(member, inputs, inner, count), inputs)
+    return MixtureNetworks(posterior, members, samples)
+
+
+def _first_that_runs(makers: Sequence[Callable[[], SampledNetworks]], inputs: Any) -> SampledNetworks:
+    """Returns the first sampled networks that run on the inputs. The last error is raised if none do."""
+    for make in makers[:-1]:
+        try:
+            sampler = make()
+            sampler(inputs, sampler.draws)
+            return sampler
+        except Exception:  # a network whose rows are not those of its inputs
+            continue
+    return makers[-1]()

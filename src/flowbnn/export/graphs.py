@@ -1,0 +1,280 @@
+"""Traces of modules by ``torch.export``, and the files that they are written to."""
+
+import json
+import logging
+import re
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from flowbnn.errors import FlowBNNError
+from flowbnn.networks import evaluation_mode, watch_modules
+from flowbnn.training.storage import atomic_write
+
+Format = Literal["onnx", "torch"]
+METADATA = "flowbnn"  # name of the description in the metadata of a file
+MAX_ONNX_BYTES = 2**31 - 2**20  # a protocol buffer holds 2 GB
+
+
+def check_installed(format: Format) -> None:
+    """Raises FlowBNNError if a package that writes the format is missing."""
+    missing = [name for name in ("onnx", "onnxscript") if find_spec(name) is None]
+    if format == "onnx" and missing:
+        text = f"{' and '.join(missing)} not installed; use pip install flowbnn[export]"
+        raise FlowBNNError(text, kind="missing package", argument="path", packages=missing)
+
+
+# -------------------- values that do not depend on the inputs
+
+
+class ConstantAlgebra(TorchFunctionMode):
+    """Replaces linear algebra on parameters by its results, because ONNX has no factorizations and no triangular solves.
+
+    The module runs twice, on different inputs, before it is traced. A factorization with equal results is a constant of the graph. A
+    triangular system with equal matrices becomes a product with the inverse.
+    """
+
+    FACTORIZATIONS = (
+        torch.linalg.qr,
+        torch.linalg.slogdet,
+        torch.linalg.inv,
+        torch.linalg.cholesky,
+        torch.slogdet,
+        torch.logdet,
+    )
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.passes: list[list[Any]] = []
+        self.constants: list[Any] | None = None
+        self.position = 0
+
+    def begin_pass(self) -> None:
+        """Begins a pass that records results."""
+        self.passes.append([])
+
+    def begin_trace(self) -> None:
+        """Begins the pass that is traced."""
+        first, *others = self.passes
+        equal = [
+            [_equal(value, other[i]) for other in others if i < len(other)] for i, value in enumerate(first)
+        ]
+        self.constants = [value if all(same) else None for value, same in zip(first, equal, strict=True)]
+        self.position = 0
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.linalg.solve_triangular:
+            return self._solve(*args, **kwargs)
+        if func not in self.FACTORIZATIONS:
+            return func(*args, **kwargs)
+        return self._result(lambda: func(*args, **kwargs))
+
+    def _solve(self, matrix: Tensor, value: Tensor, *, left: bool = True, **options: bool) -> Tensor:
+        identity = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
+        inverse = self._result(lambda: torch.linalg.solve_triangular(matrix, identity, **options))
+        return inverse @ value if left else value @ inverse
+
+    def _result(self, compute: Callable[[], Any]) -> Any:
+        if self.constants is None:
+            with torch._C.DisableTorchFunction():
+                self.passes[-1].append(compute())
+            return self.passes[-1][-1]
+        constant = self.constants[self.position] if self.position < len(self.constants) else None
+        self.position += 1
+        return compute() if constant is None else constant
+
+
+def _equal(first: Any, second: Any) -> bool:
+    """Returns True if two tensors, or all tensors of two tuples, are equal."""
+    if isinstance(first, Tensor):
+        return torch.equal(first, second)
+    return all(_equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+# -------------------- traces
+
+
+class ActiveModules:
+    """Names of the modules whose forward pass is running, so that an error can name the layer.
+
+    Args:
+        module: Module that is traced.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.modules = {name: child for name, child in module.named_modules() if name}
+        self.names: list[str] = []
+
+    @contextmanager
+    def watch(self) -> Iterator[None]:
+        """Context manager that follows the forward pass."""
+        with watch_modules(self.modules, self._begin, self._end):
+            yield
+
+    def _begin(self, name: str, *args: Any) -> None:
+        self.names.append(name)
+
+    def _end(self, name: str, *args: Any) -> None:
+        self.names.pop()
+
+    def layer(self) -> str | None:
+        """Returns the innermost module that was running."""
+        return layer_name(self.names[-1]) if self.names else None
+
+
+def layer_name(name: str) -> str:
+    """Returns the name of a layer in the network of the user, from its name in the traced module.
+
+    >>> layer_name("sampler.network.0.conv1")
+    '0.conv1'
+    """
+    return re.sub(r"^(?:[\w.]*?\bsampler\.)?(?:network\.)*", "", name)
+
+
+@contextmanager
+def quiet_exporter() -> Iterator[None]:
+    """Context manager that silences warnings and log messages of torch's exporters, which users cannot act on."""
+    loggers = [
+        logging.getLogger(name) for name in ("torch.onnx", "torch.export", "torch._export", "onnxscript")
+    ]
+    levels = [logger.level for logger in loggers]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for logger in loggers:
+            logger.setLevel(logging.CRITICAL)
+        try:
+            yield
+        finally:
+            for logger, level in zip(loggers, levels, strict=True):
+                logger.setLevel(level)
+
+
+def trace(module: nn.Module, tensors: Sequence[Tensor], dynamic: Sequence[bool]) -> Any:
+    """Returns the ``ExportedProgram`` of a module.
+
+    Args:
+        module: Module in evaluation mode, whose arguments are tensors.
+        tensors: Example arguments.
+        dynamic: True for each argument whose first axis is the batch.
+
+    Raises:
+        FlowBNNError: If the module cannot be traced, with the layer.
+    """
+    batch = torch.export.Dim("batch")
+    shapes = [{0: batch} if free else {} for free in dynamic]
+    algebra, active = ConstantAlgebra(), ActiveModules(module)
+    with torch.no_grad(), evaluation_mode(module), quiet_exporter(), algebra:
+        for scale in (1.0, 0.5):
+            algebra.begin_pass()
+            module(*(tensor * scale if tensor.is_floating_point() else tensor for tensor in tensors))
+        algebra.begin_trace()
+        try:
+            with active.watch():
+                return torch.export.export(
+                    module, tuple(tensors), dynamic_shapes={"tensors": tuple(shapes)}, strict=False
+                )
+        except Exception as error:
+            layer = active.layer()
+            where = f"layer '{layer}'" if layer else "the network"
+            text = f"{where} cannot be exported ({first_line(error)})"
+            raise FlowBNNError(text, kind="export", layer=layer) from error
+
+
+def first_line(error: BaseException) -> str:
+    """Returns the line of an error message that says what happened."""
+    lines = [line.strip(" -") for line in str(error).strip().splitlines() if line.strip(" -")]
+    lines = lines or [type(error).__name__]
+    for line in lines:
+        if "specialized" in line:
+            return "the batch size is fixed by the code of the network"
+    return lines[0][:160].rstrip(" .:")
+
+
+# -------------------- files
+
+
+def write_program(
+    program: Any, path: Path, format: Format, names: Sequence[str], document: Mapping[str, Any]
+) -> None:
+    """Writes a traced program to one file, atomically.
+
+    Args:
+        program: Traced program.
+        path: Path of the file.
+        format: ``"onnx"`` or ``"torch"``.
+        names: Names of the inputs.
+        document: Description, which is stored in the file.
+    """
+    content = json.dumps(document)
+    if format == "torch":
+        with atomic_write(path) as temporary, quiet_exporter(), temporary.open("wb") as file:
+            torch.export.save(program, file, extra_files={METADATA: content})
+        return
+    onnx_program = to_onnx(program, names, list(document["outputs"]))
+    onnx_program.model.metadata_props[METADATA] = content
+    onnx_program.model.producer_name = METADATA
+    values = onnx_program.model.graph.initializers.values()
+    if sum(value.const_value.nbytes for value in values if value.const_value is not None) > MAX_ONNX_BYTES:
+        text = "an ONNX file holds at most 2 GB; use fewer samples, or format='torch'"
+        raise FlowBNNError(text, kind="export", argument="samples")
+    with atomic_write(path) as temporary:
+        onnx_program.save(temporary, external_data=False)
+
+
+def to_onnx(program: Any, inputs: Sequence[str], outputs: Sequence[str]) -> Any:
+    """Returns the ONNX program of a traced program.
+
+    Raises:
+        FlowBNNError: If ONNX has no such operation, with the layer that needs it.
+    """
+    try:
+        with quiet_exporter():
+            return torch.onnx.export(
+                program, dynamo=True, verbose=False, input_names=list(inputs), output_names=list(outputs)
+            )
+    except Exception as error:
+        operation, layer = _failed_operation(program, error)
+        where = f"layer '{layer}'" if layer else "the network"
+        reason = (
+            f"uses {operation}, which ONNX cannot express"
+            if operation
+            else f"fails in ONNX ({_cause(error)})"
+        )
+        raise FlowBNNError(f"{where} {reason}; use format='torch'", kind="export", layer=layer) from error
+
+
+def _failed_operation(program: Any, error: BaseException) -> tuple[str, str | None]:
+    """Returns the operation that an exporter did not know, and the layer that uses it."""
+    messages, cause = "", error
+    while cause is not None:
+        messages, cause = f"{messages} {cause}", cause.__cause__  # type: ignore[assignment]
+    match = re.search(r"op='([\w.]+)'", messages) or re.search(r"(?:torch\.ops\.)?(aten\.[\w.]+)", messages)
+    if match is None:
+        return "", None
+    operation = match[1]
+    for decomposed in (False, True):
+        graph = program.run_decompositions().graph if decomposed else program.graph
+        for node in graph.nodes:
+            if node.op == "call_function" and str(node.target) == operation:
+                stack = list((node.meta.get("nn_module_stack") or {}).values())
+                named = [layer_name(name) for name, *_ in stack if name]
+                return operation, named[-1] if named and named[-1] else None
+    return operation, None
+
+
+def _cause(error: BaseException) -> str:
+    """Returns the first line of the innermost error."""
+    with suppress(AttributeError):
+        while error.__cause__ is not None:
+            error = error.__cause__
+    return first_line(error)
