@@ -4,8 +4,8 @@ A :class:`SampledNetworks` holds the draws of K samples and computes the outputs
 masks multiply the rows ``[K * B, ...]`` of one network. Sampled weights are stacked, and ``torch.vmap`` runs the network over them.
 """
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -20,7 +20,7 @@ from flowbnn.methods.dropout import DropoutMasks, DropoutPosterior, MaskedDropou
 from flowbnn.methods.laplace.posterior import LaplacePosterior
 from flowbnn.noise import Noise, noise_layers
 from flowbnn.noise.base import make_noise_modes
-from flowbnn.noise.contexts import MappedDraws, NoiseContext, RowCountChanged, forward_sample
+from flowbnn.noise.contexts import RowCountChanged, forward_sample
 from flowbnn.noise.gaussians import SharedDraws
 from flowbnn.posterior.base import Posterior, Prediction
 from flowbnn.posterior.compiled import forward_with_weights
@@ -70,21 +70,27 @@ def repeat_rows(tensor: Tensor, samples: int, axis: int = 0) -> Tensor:
     return expanded.reshape(*shape[:axis], samples * shape[axis], *shape[axis + 1 :])
 
 
-def spread(draws: Tensor, rows: Any, axis: int = 0) -> Tensor:
-    """Returns draws ``[K, ...]`` for K blocks of rows, ``[K * rows, ...]``.
+def as_blocks(tensor: Tensor, samples: int, rows: Any, axis: int = 0) -> Tensor:
+    """Returns a tensor with an axis of samples before its axis of rows: size K, or 1 if no draw has changed the rows yet.
 
     Args:
-        draws: Draws.
-        rows: Number of rows of each block.
-        axis: Axis of the rows in the result. The draws have size 1 there.
+        tensor: Tensor with B rows, or K blocks of B rows.
+        samples: Number K of samples.
+        rows: Number B of rows of the inputs.
+        axis: Axis of the rows.
 
-    >>> spread(torch.tensor([[1], [2]]), 2, axis=0)
-    tensor([1, 1, 2, 2])
+    Raises:
+        RowCountChanged: If the tensor has another number of rows.
+
+    >>> as_blocks(torch.zeros(6, 4), 3, 2).shape, as_blocks(torch.zeros(2, 4), 3, 2).shape
+    (torch.Size([3, 2, 4]), torch.Size([1, 2, 4]))
     """
-    moved = draws.movedim(0, axis)
-    shape = list(moved.shape)
-    expanded = moved.expand(*shape[: axis + 1], rows, *shape[axis + 2 :])
-    return expanded.reshape(*shape[:axis], shape[axis] * rows, *shape[axis + 2 :])
+    if tensor.ndim > axis:
+        if tensor.shape[axis] == samples * rows:
+            return tensor.unflatten(axis, (samples, -1))
+        if tensor.shape[axis] == rows:
+            return tensor.unsqueeze(axis)
+    raise RowCountChanged(f"a layer has shape {tuple(tensor.shape)} for {rows} rows")
 
 
 def split_samples(outputs: Tensor, samples: int, rows: Any) -> Tensor:
@@ -103,7 +109,36 @@ def split_samples(outputs: Tensor, samples: int, rows: Any) -> Tensor:
 # -------------------- noise
 
 
-class NoiseRows(SampledNetworks):
+class NoiseDraws(SampledNetworks):
+    """Base class for sampled networks with multiplicative noise.
+
+    Args:
+        posterior: Posterior with noise.
+        inputs: Few examples on the device of the network.
+        prediction: Prediction with the seed and the number of samples.
+        samples: Number of samples.
+    """
+
+    def __init__(self, posterior: NoisePosterior, inputs: Any, prediction: Prediction, samples: int) -> None:
+        layers, trace = noise_layers(posterior.model), prediction.measure(inputs)
+        modes = make_noise_modes(layers, "shared", prediction.samples, prediction.seed)
+        shared = SharedDraws(list(layers.values()), modes, prediction.device)
+        labels = {layer.key: name or "network" for name, layer in layers.items()}
+        keys, draws = dict[str, tuple[int, int]](), dict[str, Tensor]()
+        for (key, number), tensor in shared.tensors(trace.noise_shapes, 0, samples).items():
+            name = f"noise.{labels[key]}" + (f".{number}" if number else "")
+            keys[name], draws[name] = (key, number), tensor.detach().clone()
+        super().__init__(clone_sharing_tensors(prediction.model), draws, samples)
+        self.keys, self.modes = keys, modes
+        for module in list(
+            self.network.modules()
+        ):  # hooks stay; a file does not need the parameters of the noise
+            for name, child in list(module._modules.items()):
+                if isinstance(child, Noise) and not child.is_constant:
+                    del module._modules[name]
+
+
+class NoiseRows(NoiseDraws):
     """Sampled networks with multiplicative noise: each block of rows has the noise of one sample.
 
     Args:
@@ -111,83 +146,109 @@ class NoiseRows(SampledNetworks):
         inputs: Few examples on the device of the network.
         prediction: Prediction with the seed and the number of samples.
         samples: Number of samples.
-        late: If True, rows are repeated at the first noise, so that what comes before is computed once. Networks in which noisy and
+        late: If True, rows are repeated by the first noise, so that what comes before is computed once. Networks in which noisy and
             other rows meet need False.
     """
 
     def __init__(
         self, posterior: NoisePosterior, inputs: Any, prediction: Prediction, samples: int, late: bool
     ) -> None:
-        layers, trace = noise_layers(posterior.model), prediction.measure(inputs)
-        modes = make_noise_modes(layers, "shared", prediction.samples, prediction.seed)
-        shared = SharedDraws(list(layers.values()), modes, prediction.device)
-        tensors = shared.tensors(trace.noise_shapes, 0, samples)
-        names = {layer.key: name or "network" for name, layer in layers.items()}
-        self_keys, draws = {}, {}
-        for (key, number), tensor in tensors.items():
-            name = f"noise.{names[key]}" + (f".{number}" if number else "")
-            self_keys[name], draws[name] = (key, number), tensor.detach().clone()
-        super().__init__(clone_sharing_tensors(prediction.model), draws, samples)
-        self.keys, self.modes, self.late = self_keys, modes, late
-        self.layers = {name: layer for name, layer in layers.items() if layer.key in names}
-        for module in self.network.modules():  # their hooks stay; the file does not need their parameters
-            for name, child in list(module._modules.items()):
-                if isinstance(child, Noise) and not child.is_constant:
-                    del module._modules[name]
+        super().__init__(posterior, inputs, prediction, samples)
+        self.late, self.blocks = late, list[BlockNoise]()
+        names = {key: name for name, key in self.keys.items()}
+        for module in self.network.modules():
+            for hooks in (module._forward_hooks, module._forward_pre_hooks):
+                for number, hook in list(hooks.items()):
+                    noise = getattr(hook, "__self__", None)
+                    if isinstance(noise, Noise) and not noise.is_constant:
+                        block = BlockNoise(
+                            noise, {call: name for (key, call), name in names.items() if key == noise.key}
+                        )
+                        self.blocks.append(block)
+                        hooks[number] = partial(getattr(Noise, hook.__name__), block)
 
     def forward(self, inputs: Any, draws: Mapping[str, Tensor]) -> Tensor:
         rows = batch_rows(inputs)
-        total = self.samples * rows
-        mapped = {key: spread(draws[name].unsqueeze(1), rows) for name, key in self.keys.items()}
-        with ExitStack() as stack:
-            if self.late:
-                self._repeat_at_noise(stack, rows, total)
-            else:
-                inputs = apply(inputs, partial(_repeat_batch, rows=rows, samples=self.samples))
-            stack.enter_context(NoiseContext(self.modes, mapped=MappedDraws(mapped, total), sharded=False))
-            outputs = call(self.network, inputs)
-        return split_samples(outputs, self.samples, rows)
-
-    def _repeat_at_noise(self, stack: ExitStack, rows: Any, total: Any) -> None:
-        """Registers hooks that repeat the rows that a layer with noise gets, or returns if its noise multiplies the output."""
-        for name, layer in self.layers.items():
-            axis, module = layer.layout.batch_axis, self.network.get_submodule(name)
-            if axis is None:
-                raise RowCountChanged(f"layer '{name}' has no batch axis")
-            grow = partial(_grow, rows=rows, samples=self.samples, axis=axis)
-            if layer.layout.side == "output" or layer.passes_through:
-                hook = partial(_grow_output, grow)
-                stack.enter_context(module.register_forward_hook(hook, prepend=True))
-            else:
-                hook = partial(_grow_input, grow)
-                stack.enter_context(module.register_forward_pre_hook(hook, prepend=True, with_kwargs=True))
+        for block in self.blocks:
+            block.begin(draws, self.samples, rows)
+        if not self.late:
+            inputs = apply(inputs, partial(repeat_rows, samples=self.samples))
+        return split_samples(call(self.network, inputs), self.samples, rows)
 
 
-def _repeat_batch(tensor: Tensor, rows: Any, samples: int) -> Tensor:
-    return repeat_rows(tensor, samples) if tensor.ndim and tensor.shape[0] == rows else tensor
+class BlockNoise:
+    """Noise of one layer that multiplies K blocks of rows by the draws of K samples.
+
+    It takes the place of a :class:`~flowbnn.noise.Noise` in the hooks of a layer.
+
+    Args:
+        noise: Noise of the layer.
+        names: Name of the draws of each call of the layer.
+    """
+
+    def __init__(self, noise: Noise, names: Mapping[int, str]) -> None:
+        self.noise, self.layout, self.names = noise, noise.layout, names
+        self.draws: Mapping[str, Tensor] = {}
+        self.samples, self.rows, self.calls = 1, None, 0
+
+    def begin(self, draws: Mapping[str, Tensor], samples: int, rows: Any) -> None:
+        """Begins a forward pass.
+
+        Args:
+            draws: Draws by name.
+            samples: Number of samples.
+            rows: Number of rows of the inputs.
+        """
+        self.draws, self.samples, self.rows, self.calls = draws, samples, rows, 0
+
+    def multiply(self, inputs: tuple[Tensor, ...], module: nn.Module | None = None) -> tuple[Tensor, ...]:
+        """Multiplies the inputs of the layer, or its output; see :meth:`Noise.multiply`."""
+        axis, feature_axis = self.layout.batch_axis, self.layout.feature_axis
+        if axis is None or inputs[0].ndim <= self.layout.unbatched_ndim:
+            raise RowCountChanged("a layer has no batch axis")
+        factors: dict[tuple[Any, ...], Tensor] = {}
+        results: list[Tensor] = []
+        offset = 0
+        for index, x in enumerate(inputs):
+            if not self.layout.split and index and x is inputs[index - 1]:
+                results.append(results[-1])
+                continue
+            skipped = (axis, x.ndim + feature_axis)
+            at = tuple([size for number, size in enumerate(x.shape) if number not in skipped])
+            at = at if self.noise.site == "position" else (1,) * len(at)
+            if at not in factors:
+                factors[at] = self._factor(at, axis).to(x.dtype)
+            factor = factors[at]
+            if self.layout.split:
+                factor = factor.narrow(feature_axis, offset, self.layout.split[index])
+                offset += self.layout.split[index]
+            blocks = as_blocks(x, self.samples, self.rows, axis)
+            blocks = blocks * factor if module is None else self._scale_output(module, blocks, factor)
+            results.append(blocks.flatten(axis, axis + 1))
+        return tuple(results)
+
+    def _factor(self, at: tuple[Any, ...], axis: int) -> Tensor:
+        """Returns the draws of the next call, with the samples at ``axis`` and an axis of size 1 for the rows after it."""
+        call = self.calls if self.noise.site == "position" else 0
+        self.calls += 1
+        draws = self.draws.get(self.names.get(call, ""))
+        if draws is None or draws[0].numel() != self.layout.dim * math.prod(at):
+            raise RowCountChanged(f"no draws for positions {at}, call {call}")
+        vectors = draws.reshape(self.samples, *at, self.layout.dim).movedim(-1, self.layout.feature_axis)
+        return vectors.movedim(0, axis).unsqueeze(axis + 1)
+
+    def _scale_output(self, module: nn.Module, blocks: Tensor, factor: Tensor) -> Tensor:
+        """Returns what the layer would give for a multiplied input, from its output for the plain input."""
+        if self.layout.fan_out > 1:
+            factor = factor.repeat_interleave(self.layout.fan_out, self.layout.feature_axis)
+        bias: Any = getattr(module, "bias", None)
+        if bias is None:
+            return blocks * factor
+        bias = bias.to(blocks.dtype).view(-1, *(1,) * (-1 - self.layout.feature_axis))
+        return (blocks - bias) * factor + bias  # the difference has fewer rows than the product
 
 
-def _grow(value: Any, rows: Any, samples: int, axis: int) -> Any:
-    """Returns K copies of the rows of a tensor that has B of them, and other values unchanged."""
-    if isinstance(value, Tensor) and value.ndim > axis and value.shape[axis] == rows:
-        return repeat_rows(value, samples, axis)
-    return value
-
-
-def _grow_input(grow: Callable[[Any], Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
-    copies: dict[int, Any] = {}  # a tensor that is passed twice (self-attention) stays one tensor
-
-    def copy(value: Any) -> Any:
-        return copies.setdefault(id(value), grow(value)) if isinstance(value, Tensor) else value
-
-    return tuple(copy(value) for value in args), {name: copy(value) for name, value in kwargs.items()}
-
-
-def _grow_output(grow: Callable[[Any], Any], module: nn.Module, args: Any, output: Any) -> Any:
-    return grow(output)
-
-
-class NoiseMaps(NoiseRows):
+class NoiseMaps(NoiseDraws):
     """Sampled networks with multiplicative noise, by vmap over the draws: correct even if the rows of a batch interact."""
 
     def forward(self, inputs: Any, draws: Mapping[str, Tensor]) -> Tensor:
@@ -230,7 +291,7 @@ class DropoutRows(SampledNetworks):
         super().__init__(network, {name: torch.stack(each) for name, each in drawn.items()}, samples)
         self.late, self.masks = late, DropoutMasks(network, axes)
         self.masks.layers = {
-            layer: RowMasks(layer, names[layer], axes.get(names[layer], [])) for layer in self.masks.layers
+            layer: BlockMasks(layer, names[layer], axes.get(names[layer], [])) for layer in self.masks.layers
         }
 
     def forward(self, inputs: Any, draws: Mapping[str, Tensor]) -> Tensor:
@@ -238,12 +299,12 @@ class DropoutRows(SampledNetworks):
         for masked in self.masks.layers.values():
             masked.draws, masked.rows, masked.samples = draws, rows, self.samples
         if not self.late:
-            inputs = apply(inputs, partial(_repeat_batch, rows=rows, samples=self.samples))
+            inputs = apply(inputs, partial(repeat_rows, samples=self.samples))
         with self.masks:
             return split_samples(call(self.network, inputs), self.samples, rows)
 
 
-class RowMasks(MaskedDropout):
+class BlockMasks(MaskedDropout):
     """Forward hook that applies the masks of K samples to K blocks of rows.
 
     Args:
@@ -261,17 +322,11 @@ class RowMasks(MaskedDropout):
         self.name = name
 
     def __call__(self, layer: nn.Module | None, args: Any, x: Tensor) -> Tensor:
-        axis = self.example_axis()
+        number, axis = self.next_call()
         if axis is None:
             raise RowCountChanged(f"layer '{self.name}' has no batch axis")
-        x = _grow(x, self.rows, self.samples, axis)
-        if x.shape[axis] != self.samples * self.rows:
-            raise RowCountChanged(f"layer '{self.name}' has {x.shape[axis]} rows")
-        return super().__call__(layer, args, x)
-
-    def _mask(self, number: int, shape: tuple[int, ...], x: Tensor) -> Tensor:
-        axis = self.axes[number] if number < len(self.axes) else 0
-        return spread(self.draws[f"mask.{self.name}.{number}"], self.rows, axis or 0).to(x)
+        mask = self.draws[f"mask.{self.name}.{number}"].to(x).movedim(0, axis)
+        return self.apply_mask(as_blocks(x, self.samples, self.rows, axis), mask).flatten(axis, axis + 1)
 
 
 # -------------------- weights
@@ -462,7 +517,7 @@ def make_samplers(
         interact = not has_row_axis(inputs) or prediction.measure(inputs).dependence == "rows"
         return [
             *([] if interact else by_rows),
-            partial(NoiseMaps, posterior, inputs, prediction, samples, False),
+            partial(NoiseMaps, posterior, inputs, prediction, samples),
         ]
     if isinstance(posterior, DropoutPosterior):
         by_rows = [

@@ -271,25 +271,28 @@ class MaskedDropout:
         self.masks: dict[Any, Tensor] = {}
 
     def __call__(self, layer: nn.Module | None, args: Any, x: Tensor) -> Tensor:
-        number, axis = _call_counts.counts.get(self, 0), self.example_axis()
-        _call_counts.counts[self] = number + 1
+        number, axis = self.next_call()
         shape = list(x.shape)
         if axis is not None and self.generator is None:
             shape[axis] = 1
         for shared in range(2, x.ndim) if self.drops_features else range(x.ndim - self.map_axes, x.ndim):
             shape[shared] = 1
-        mask = self._mask(number, tuple(shape), x)
+        return self.apply_mask(x, self._mask(number, tuple(shape), x))
+
+    def next_call(self) -> tuple[int, int | None]:
+        """Counts a call in the forward pass. Returns the number of earlier calls and the axis of the examples."""
+        number = _call_counts.counts.get(self, 0)
+        _call_counts.counts[self] = number + 1
+        return number, self.axes[number] if number < len(self.axes) else 0
+
+    def apply_mask(self, x: Tensor, mask: Tensor) -> Tensor:
+        """Returns a tensor without the entries where the mask is zero, scaled as in training."""
         keep = max(1.0 - self.rate, 1e-9)
         if not self.alpha:
             return x * (mask / keep)
         limit = -1.7580993408473766  # limit of SELU, which alpha dropout uses instead of dropped values
         scale = (keep * (1.0 + self.rate * limit**2)) ** -0.5
         return scale * (x * mask + limit * (1.0 - mask)) - scale * limit * self.rate
-
-    def example_axis(self) -> int | None:
-        """Returns the axis of the examples at the next call in the forward pass."""
-        number = _call_counts.counts.get(self, 0)
-        return self.axes[number] if number < len(self.axes) else 0
 
     def _mask(self, number: int, shape: tuple[int, ...], x: Tensor) -> Tensor:
         """Returns the mask for a call, by its number in the forward pass."""
