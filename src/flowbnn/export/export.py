@@ -28,7 +28,9 @@ from flowbnn.posterior.prediction import Prediction, PredictOptions
 from flowbnn.predictive import CategoricalPredictive
 
 EXAMPLE_ROWS = 3  # rows of the examples that are traced; torch.export treats one row as a constant
-TOLERANCE = 1e-4  # relative difference from predict above which a graph is rejected, plus a tenth of it for rounding
+TOLERANCE = (
+    1e-4  # relative difference from predict above which a graph is rejected, plus a tenth of it for rounding
+)
 
 
 @dataclass(frozen=True)

@@ -216,6 +216,8 @@ def write_program(
         document: Description, which is stored in the file.
     """
     content = json.dumps(document)
+    for node in program.graph.nodes:  # paths and code of the machine that exported
+        node.meta.pop("stack_trace", None)
     if format == "torch":
         with atomic_write(path) as temporary, quiet_exporter(), temporary.open("wb") as file:
             torch.export.save(program, file, extra_files={METADATA: content})
@@ -223,6 +225,8 @@ def write_program(
     onnx_program = to_onnx(program, names, list(document["outputs"]))
     onnx_program.model.metadata_props[METADATA] = content
     onnx_program.model.producer_name = METADATA
+    for node in onnx_program.model.graph.all_nodes():
+        node.metadata_props.clear()
     values = onnx_program.model.graph.initializers.values()
     if sum(value.const_value.nbytes for value in values if value.const_value is not None) > MAX_ONNX_BYTES:
         text = "an ONNX file holds at most 2 GB; use fewer samples, or format='torch'"
