@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from flowbnn.errors import FlowBNNError
-from flowbnn.metrics.pareto import _smooth, log_mean, max_usable_k, pareto_smoothed
+from flowbnn.metrics.pareto import _smooth, k_standard_error, log_mean, max_usable_k, pareto_smoothed
 
 
 @pytest.mark.parametrize("k", [0.2, 0.7, 1.2])
@@ -86,3 +86,13 @@ def test_bad_weights_are_refused(log_weights, kind):
     with pytest.raises(FlowBNNError) as caught:
         pareto_smoothed(log_weights)
     assert (caught.value.kind, caught.value.argument) == (kind, "log_weights")
+
+
+@pytest.mark.parametrize("k", [0.2, 0.7])
+def test_the_standard_error_of_k_is_the_spread_over_repetitions(k):
+    generator = torch.Generator().manual_seed(0)
+    uniform = torch.rand(200, 400, generator=generator, dtype=torch.float64)
+    weights = 1.0 + ((1.0 - uniform) ** -k - 1.0) / k  # quantiles of a generalized Pareto distribution
+    estimates = torch.tensor([pareto_smoothed(row.log())[1] for row in weights])
+    # the spread of 200 repetitions has itself an error of 5 %
+    assert k_standard_error(k, 400) == pytest.approx(estimates.std().item(), rel=0.2)

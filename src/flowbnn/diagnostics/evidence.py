@@ -17,7 +17,7 @@ from flowbnn.distributions.draws import standard_normal
 from flowbnn.errors import warn
 from flowbnn.methods.mcmc.hamiltonian import hmc_kernel, initial_state
 from flowbnn.metrics.convergence import effective_sample_size
-from flowbnn.metrics.pareto import MIN_WEIGHTS, log_mean, max_usable_k
+from flowbnn.metrics.pareto import MIN_WEIGHTS, k_standard_error, log_mean, max_usable_k
 from flowbnn.options import Bounds, Seed, checked
 from flowbnn.posterior.base import Posterior
 
@@ -52,6 +52,11 @@ class ParetoK:
         """Reliability of the weights: ``"good"``, ``"usable"`` or ``"bad"``."""
         # below 0.5 the variance of the weights is finite (Vehtari et al. 2024)
         return "bad" if self.k >= self.max_usable_k else "good" if self.k < 0.5 else "usable"
+
+    @property
+    def k_error(self) -> float:
+        """Standard error of ``k``. With 400 draws it is about 0.2, so a value near a limit decides little."""
+        return k_standard_error(self.k, self.samples)
 
     @property
     def max_usable_k(self) -> float:

@@ -130,7 +130,11 @@ class Report:
         k = self.pareto
         rows = [
             ("noise", pluralize(self.dimensions, "dimension"), pluralize(self.examples, "example")),
-            ("Pareto k-hat", f"{k.k:.2f}", f"{k.verdict}: good below 0.5, usable below {k.max_usable_k:.2f}"),
+            (
+                "Pareto k-hat",
+                f"{k.k:.2f} ± {k.k_error:.2f}",
+                f"{k.verdict}: good below 0.5, usable below {k.max_usable_k:.2f}",
+            ),
             ("ELBO", f"{k.elbo:.2f} ± {k.elbo_error:.2f}", "nats"),
         ]
         if self.gap is not None and self.chains is not None and self.agreement is not None:

@@ -34,6 +34,24 @@ def max_usable_k(samples: int) -> float:
     return min(0.7, 1.0 - 1.0 / math.log10(samples))
 
 
+def k_standard_error(k: float, samples: int) -> float:
+    r"""Returns the standard error of :math:`\hat k`.
+
+    The shape of a generalized Pareto distribution, estimated from :math:`T` draws, has the asymptotic standard error
+    :math:`(1 + k) / \sqrt T`. Here :math:`T` is the number of weights in the tail. The estimate is shrunk to 0.5 with the weight of
+    ten draws, which multiplies the error by :math:`T / (T + 10)`.
+
+    Args:
+        k: Estimated shape :math:`\hat k`.
+        samples: Number of draws, of which the largest weights are the tail.
+
+    >>> round(k_standard_error(0.7, 400), 2), round(k_standard_error(0.7, 10_000), 2)
+    (0.19, 0.09)
+    """
+    size = _tail_size(samples)
+    return (1.0 + k) / math.sqrt(size) * size / (size + 10)
+
+
 @checked
 def pareto_smoothed(log_weights: Tensor) -> tuple[Tensor, float]:
     r"""Returns log-weights with a smoothed tail, and :math:`\hat k`.
