@@ -265,11 +265,10 @@ def test_weights_of_the_elbo():
     assert torch.allclose(terms.log_likelihood, expected)
 
 
-def test_methods_without_weights_refuse_them():
+@pytest.mark.parametrize("method", [fb.HMC(samples=2), fb.Laplace(), fb.ModeEnsemble()])
+def test_methods_without_weights_refuse_them(method):
     with pytest.raises(fb.FlowBNNError) as caught:
-        fb.HMC(epochs=1, samples=2).fit(
-            network(), Columns([(X, Y, torch.ones(24))], weights=2), progress=False
-        )
+        method.fit(network(), Columns([(X, Y, torch.ones(24))], weights=2), progress=False)
     assert caught.value.kind == "weights"
 
 
@@ -316,6 +315,20 @@ def test_bad_data_are_refused_with_their_place(name):
         fb.MLE(epochs=1).fit(network(), make(), progress=False)
     assert caught.value.kind == kind
     assert caught.value.fields[field] == value
+
+
+def test_labels_as_strings_in_a_loader_are_refused():
+    names = [(row, "cat") for row in X]
+    with pytest.raises(fb.FlowBNNError) as caught:
+        fb.MLE(epochs=1).fit(network(), DataLoader(names, 4), progress=False)
+    assert caught.value.kind == "strings"
+
+
+def test_unexpected_keys_are_refused_with_advice():
+    with pytest.raises(fb.FlowBNNError) as caught:
+        fb.MLE(epochs=1).fit(network(), {"x": X, "row": Y, "labels": Y}, progress=False)
+    assert caught.value.kind == "network"
+    assert "Columns" in str(caught.value)
 
 
 def test_other_columns_than_at_fit_are_refused():

@@ -72,7 +72,7 @@ def test_custom_method() -> None:
         @accepts_options_of(FitOptions)
         def fit(self, network: nn.Module, loader: Iterable[Any], **kwargs: Any) -> Any:
             """Returns the options."""
-            return self.setup(network, loader, kwargs)[1]
+            return self.setup(network, loader, kwargs)[2]
 
     assert MyMLPMethod.name == "my-mlp-method"
     assert MyMLPMethod(epochs=3).fit(network(), BATCHES, seed=1) == FitOptions(epochs=3, seed=1)

@@ -170,6 +170,8 @@ def rewrap_forward_errors(inputs: Any, what: str = "the network fails on inputs 
         widths = re.search(r"mat1 and mat2 shapes cannot be multiplied \(\d+x(\d+) and (\d+)x\d+\)", message)
         if widths and any(tensor.ndim == 2 and tensor.shape[1] == int(widths[1]) for tensor in tensors):
             hint = f"; the network takes {widths[2]} columns, got {widths[1]}"
+        elif "unexpected keyword argument" in message and isinstance(inputs, Mapping):
+            hint = "; name the inputs with flowbnn.data.Columns(loader, inputs=[...], targets=...)"
         elif any(tensor.dtype == torch.uint8 for tensor in tensors):
             hint = "; use images.float() / 255"
         elif "same dtype" in message and any(not tensor.is_floating_point() for tensor in tensors):

@@ -109,6 +109,8 @@ def as_targets(targets: Any) -> Any:
     """
     if targets is None or isinstance(targets, Tensor):
         return targets
+    if isinstance(targets, tuple) and targets and isinstance(targets[0], str):
+        targets = list(targets)  # as a DataLoader collates them
     if is_array(targets):
         return as_tensor(targets, "targets")
     if isinstance(targets, Mapping) and targets:

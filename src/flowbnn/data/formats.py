@@ -235,6 +235,11 @@ class Columns:
         self.loader = as_loader(data, batch_size=batch_size, shuffle=shuffle)
         self.columns = {"inputs": inputs, "targets": targets, "weights": weights}
 
+    @property
+    def has_weights(self) -> bool:
+        """True if the batches have weights of examples."""
+        return self.columns["weights"] is not None
+
     def select(self, batch: Any) -> Batch:
         """Returns the inputs, the targets and the weights of a batch."""
         inputs, targets, weights = (_entry(batch, name, column) for name, column in self.columns.items())

@@ -41,6 +41,7 @@ from typing import Annotated, Any, ClassVar
 import torch
 from torch import nn
 
+from flowbnn.data import Columns
 from flowbnn.errors import FlowBNNError, close_words
 from flowbnn.methods.fit_options import FitOptions
 from flowbnn.methods.fitting import (
@@ -111,6 +112,7 @@ class Method:
 
     name: ClassVar[str] = "method"
     needs_weights: ClassVar[bool] = True  # whether the network must have trainable weights
+    supports_weights: ClassVar[bool] = True  # whether weights of examples are used, see flowbnn.data.Columns
     has_prior: ClassVar[bool] = True  # whether training by gradients includes a prior of the weights
 
     epochs: Annotated[int, Ge(0)] | None = None
@@ -178,7 +180,11 @@ class Method:
             raise FlowBNNError(problem, kind="network", argument="network")
         check_without_noise(network, name)
         options = FitOptions(**{"epochs": self.epochs or 1, "description": description, **kwargs})
-        return select_output(copy_network(network), options.output), options.training_loader(data), options
+        loader = options.training_loader(data)
+        if not self.supports_weights and isinstance(loader, Columns) and loader.has_weights:
+            text = f"{name} cannot use weights of examples; remove weights= of flowbnn.data.Columns"
+            raise FlowBNNError(text, kind="weights", argument="loader")
+        return select_output(copy_network(network), options.output), loader, options
 
     def fit_point(
         self,

@@ -63,6 +63,7 @@ class ModeEnsemble(Method):
     (ModePosterior(Linear, 4 members at 1 mode, Categorical()), 4)
     """
 
+    supports_weights: ClassVar[bool] = False
     max_full_dim: ClassVar[int] = 1000  # above, one covariance matrix per mode would take too much memory
 
     members: Count = 16

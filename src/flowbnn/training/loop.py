@@ -341,7 +341,8 @@ class TrainingRun:
             if tensor.device != self.process.device:
                 batch = move_batch(batch, self.process.device)
                 break
-        return batch, tensors[0][1].shape[0] if tensors and tensors[0][1].dim() else 1
+        # the targets are the last, whose number is that of the examples also if the inputs are a graph
+        return batch, tensors[-1][1].shape[0] if tensors and tensors[-1][1].dim() else 1
 
     def update(self) -> None:
         """Clips the gradients and steps the optimizer."""

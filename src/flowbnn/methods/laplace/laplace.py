@@ -9,7 +9,7 @@ running statistics of its BatchNorm layers. https://arxiv.org/abs/2106.14806
 """
 
 from dataclasses import KW_ONLY
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from torch import nn
@@ -71,6 +71,8 @@ class Laplace(Method):
     >>> posterior.predict(torch.zeros(1, 2), samples=16).probabilities.shape, posterior.functional_variance(torch.zeros(1, 2)).shape
     (torch.Size([1, 3]), torch.Size([1, 3, 3]))
     """
+
+    supports_weights: ClassVar[bool] = False
 
     structure: Literal["kron", "diag", "full"] = "kron"
     _: KW_ONLY

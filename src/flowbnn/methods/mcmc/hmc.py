@@ -78,6 +78,7 @@ class ChainMethod(Method):
         epochs: Number of epochs of the initial training; 0 to start from the network as it is. By default, training ends at a plateau.
     """
 
+    supports_weights: ClassVar[bool] = False
     max_variables: ClassVar[int] = 1_000_000  # above, a run takes hours, and a warning is raised
 
     samples: Count | None = None
