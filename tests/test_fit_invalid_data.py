@@ -70,12 +70,12 @@ def test_a_pair_of_tensors_is_validation_data_and_the_check_changes_nothing():
     assert_refused(lambda: histories[0][1.5], "name", 1.5)
 
 
-def test_a_pair_of_tensors_is_no_loader_for_training():
+def test_a_list_of_inputs_and_targets_is_a_list_of_batches():
     for fit in (
-        lambda: fb.fit(stochastic(), (INPUTS, LABELS), **QUIET, validation=None),
-        lambda: fb.MLE().fit(network(), (INPUTS, LABELS), **QUIET),
+        lambda: fb.fit(stochastic(), [INPUTS, LABELS], **QUIET, validation=None),
+        lambda: fb.MLE().fit(network(), [INPUTS, LABELS], **QUIET),
     ):
-        assert "TensorLoader" in assert_refused(fit, "loader", "loader")
+        assert "(inputs, targets)" in assert_refused(fit, "loader", "loader")
 
 
 def test_unknown_options_are_refused_with_suggestions():
@@ -105,7 +105,7 @@ def test_inputs_that_do_not_fit_are_refused(tmp_path):
     posterior = fb.posterior.NoisePosterior(stochastic(), fb.likelihoods.Categorical())
     assert "inputs[None]" in assert_refused(lambda: posterior.predict(INPUTS[0], 2), "shape")
     assert "inputs.float()" in assert_refused(lambda: posterior.predict(INPUTS.long(), 2), "network")
-    assert "from_numpy" in assert_refused(lambda: posterior.predict(np.zeros((2, 4)), 2), "value")
+    assert_refused(lambda: posterior.predict(np.full((2, 4), {}), 2), "dtype", "inputs")
     assert_refused(lambda: posterior.predict(INPUTS, "128"), "value", "samples")
     assert_refused(lambda: fb.load_posterior(tmp_path, network()), "file")
 

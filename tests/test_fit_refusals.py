@@ -39,7 +39,7 @@ def refused(function) -> FlowBNNError:
     [
         (lambda m: fb.fit(network(), loader(), **QUIET, validation=None), "network", "network"),
         (lambda m: fb.fit(m, [], **QUIET, validation=None), "loader", "loader"),
-        (lambda m: fb.fit(m, 5, **QUIET, validation=None), "value", "loader"),
+        (lambda m: fb.fit(m, 5, **QUIET, validation=None), "loader", "loader"),
         (lambda m: fb.fit(m, iter(loader()), **QUIET, validation=None), "loader", "loader"),
         (
             lambda m: fb.fit(m, DataLoader(blobs().tensors[0], 40), **QUIET, validation=None),
@@ -47,9 +47,7 @@ def refused(function) -> FlowBNNError:
             "loader",
         ),
         (
-            lambda m: fb.fit(
-                m, [{"x": torch.ones(2, 4), "labels": torch.zeros(2)}], **QUIET, validation=None
-            ),
+            lambda m: fb.fit(m, [{"x": torch.ones(2, 4), "y": torch.zeros(2)}], **QUIET, validation=None),
             "loader",
             "loader",
         ),

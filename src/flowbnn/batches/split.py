@@ -119,6 +119,8 @@ def as_targets(targets: Any) -> Any:
         return tuple(as_targets(value) for value in targets)
     kind = type(targets).__name__
     text = f"the targets of a batch must be a tensor or an array, not a {kind}"
+    if isinstance(targets, int | float):
+        text += "; use DataLoader(examples, batch_size=64) for a list of examples"
     raise FlowBNNError(text, kind="targets")
 
 
