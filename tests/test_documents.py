@@ -159,6 +159,19 @@ def test_data_page(capsys):
     assert "torch.Size([24, 2])" in capsys.readouterr().out
 
 
+@pytest.mark.filterwarnings("ignore::flowbnn.errors.FlowBNNWarning")  # one epoch is too few
+def test_scikit_learn_page():
+    for code in code_blocks("docs/scikit-learn.md"):
+        exec(
+            re.sub(
+                r"epochs=30|random_state=0\).fit\(",
+                lambda m: m[0].replace("30", "1").replace("0)", "0, epochs=1)"),
+                code,
+            ),
+            {},
+        )
+
+
 def test_prediction_page():
     (code,) = code_blocks("docs/prediction.md")
     names: dict = {}

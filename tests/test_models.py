@@ -8,7 +8,7 @@ from flowbnn import models
 from flowbnn.errors import FlowBNNError
 from flowbnn.likelihoods import Categorical
 from flowbnn.methods.variational.noisy_network import NoisyNetwork
-from flowbnn.models import MLP, VGG16, LeNet, ResNet18, SmallConv
+from flowbnn.models import MLP, VGG16, LeNet, PeriodicEmbedding, ResNet18, SmallConv
 
 CASES = {
     "MLP": (MLP(2, (8,), 3), (4, 2), 3, ["fc1", "fc2"]),
@@ -31,6 +31,7 @@ CASES = {
         ]
         + ["fc"],
     ),
+    "PeriodicEmbedding": (PeriodicEmbedding(2, width=3), (4, 2), 8, ["linear"]),
     "SmallConv": (SmallConv(classes=9, width=4), (5, 1, 8, 8), 9, ["conv1", "conv2", "fc1", "fc2"]),
 }
 

@@ -25,6 +25,7 @@ import flowbnn as fb
 from flowbnn.errors import FlowBNNError
 from flowbnn.methods import METHODS
 from flowbnn.sklearn import BayesianClassifier, BayesianRegressor, nll_score
+from flowbnn.sklearn.base import find_method
 
 CHEAP = {"method": "map", "hidden_sizes": (16,), "epochs": 20, "lr": 0.03, "batch_size": 32}
 
@@ -178,7 +179,7 @@ def test_rows_are_predicted_in_chunks(monkeypatch, curve):
     X, y = curve
     model = regressor(method="mc-dropout", network=_dropout_network, samples=4).fit(X, y)
     whole = model.predict(X, return_std=True)
-    monkeypatch.setattr("flowbnn.sklearn.MAX_ROWS", 50)
+    monkeypatch.setattr("flowbnn.sklearn.base.MAX_ROWS", 50)
     np.testing.assert_allclose(model.predict(X, return_std=True), whole, rtol=1e-6)
 
 
@@ -225,6 +226,13 @@ def test_a_network_of_the_user(curve):
     )
 
 
+def test_periodic_embedding_learns_a_function_that_changes_quickly():
+    X = np.random.default_rng(0).uniform(-1.0, 1.0, (300, 1))
+    y = np.sin(15.0 * X[:, 0])
+    plain, periodic = (regressor(embedding=name).fit(X, y).score(X, y) for name in (None, "periodic"))
+    assert periodic > plain + 0.3
+
+
 def test_random_numbers_of_the_caller_are_preserved(curve):
     np.random.seed(3)  # noqa: NPY002
     expected = np.random.rand(), torch.rand(1)  # noqa: NPY002
@@ -243,6 +251,7 @@ def test_random_numbers_of_the_caller_are_preserved(curve):
         ({"method": "ensembel"}, "method"),
         ({"hidden_sizes": (0,)}, "hidden_sizes"),
         ({"activation": "swish"}, "activation"),
+        ({"embedding": "fourier"}, "embedding"),
         ({"network": 3}, "network"),
         ({"network": lambda inputs, outputs: None}, "network"),
         ({"epochs": -1}, "epochs"),
@@ -280,10 +289,8 @@ def test_invalid_data_have_the_messages_of_scikit_learn(curve):
 
 
 def test_all_methods_have_names_that_the_estimators_find():
-    from flowbnn.sklearn import _find_method
-
-    assert all(_find_method(name, "method") is METHODS[name] for name in METHODS)
-    assert _find_method("deep_ensemble", "method") is fb.DeepEnsemble
+    assert all(find_method(name, "method") is METHODS[name] for name in METHODS)
+    assert find_method("deep_ensemble", "method") is fb.DeepEnsemble
 
 
 def test_scikit_learn_is_imported_on_use():

@@ -1,14 +1,15 @@
 """Deterministic networks (LeNet, MLP, ResNet18, SmallConv, VGG16) whose layers have names for conversion rules."""
 
+import math
 from collections.abc import Sequence
 from typing import Annotated
 
 import torch
 from torch import Tensor, nn
 
-from flowbnn.options import Bounds, Count, checked
+from flowbnn.options import Bounds, Count, Positive, checked
 
-__all__ = ["MLP", "VGG16", "LeNet", "ResNet18", "SmallConv"]
+__all__ = ["MLP", "VGG16", "LeNet", "PeriodicEmbedding", "ResNet18", "SmallConv"]
 
 Scale = Annotated[float, Bounds(gt=0, le=8)]
 
@@ -70,6 +71,45 @@ class MLP(nn.Module):
         for index in range(self.depth):
             x = self.get_submodule(f"fc{index + 1}")(x if index == 0 else torch.relu(x))
         return x
+
+
+class PeriodicEmbedding(nn.Module):
+    r"""First layer for tables: every number is followed by features of its sines and cosines.
+
+    .. math:: x_j \mapsto \left(x_j, \mathrm{relu}(W [\cos 2\pi c_j x_j, \sin 2\pi c_j x_j] + b)\right)
+
+    The frequencies :math:`c_j` of each input are learned. They let a perceptron learn functions that change quickly (Gorishniy et al.
+    2022, https://arxiv.org/abs/2203.05556, with one map :math:`W` for all inputs).
+
+    Args:
+        inputs: Number of inputs, which should be standardized.
+        frequencies: Number of frequencies of each input.
+        width: Number of features of each input.
+        scale: Standard deviation of the initial frequencies.
+
+    >>> embedding = PeriodicEmbedding(3, width=4)
+    >>> embedding.outputs, embedding(torch.zeros(5, 3)).shape
+    (15, torch.Size([5, 15]))
+    """
+
+    @checked
+    def __init__(
+        self, inputs: Count, frequencies: Count = 8, width: Count = 8, scale: Positive = 0.3
+    ) -> None:
+        super().__init__()
+        self.scale, self.outputs = scale, inputs * (width + 1)
+        self.frequencies = nn.Parameter(torch.empty(inputs, frequencies))
+        self.linear = nn.Linear(2 * frequencies, width)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draws new frequencies."""
+        nn.init.normal_(self.frequencies, std=self.scale)
+
+    def forward(self, x: Tensor) -> Tensor:
+        angles = (2.0 * math.pi * self.frequencies) * x.unsqueeze(-1)
+        features = torch.relu(self.linear(torch.cat([angles.cos(), angles.sin()], -1)))
+        return torch.cat([x, features.flatten(-2)], -1)
 
 
 class SmallConv(nn.Module):

@@ -1,0 +1,31 @@
+"""Scores of predictive distributions, as ``scoring`` functions of scikit-learn."""
+
+from typing import Any
+
+import numpy as np
+import torch
+from sklearn.base import BaseEstimator, is_classifier
+
+
+def nll_score(estimator: BaseEstimator, X: Any, y: Any) -> float:
+    """Returns the mean predictive log-likelihood of data, as a ``scoring`` function of scikit-learn. Larger is better.
+
+    For several targets it is the log-density of all of them.
+
+    Args:
+        estimator: Fitted :class:`~flowbnn.sklearn.BayesianClassifier` or :class:`~flowbnn.sklearn.BayesianRegressor`.
+        X: Inputs ``[N, F]``.
+        y: Labels, or targets in the units of the data.
+
+    >>> from sklearn.model_selection import cross_val_score
+    >>> from flowbnn.sklearn import BayesianRegressor
+    >>> X = np.linspace(-1.0, 1.0, 60)[:, None]
+    >>> model = BayesianRegressor("map", hidden_sizes=(8,), epochs=20, lr=0.01, random_state=0)
+    >>> cross_val_score(model, X, X[:, 0] ** 2, cv=3, scoring=nll_score).shape
+    (3,)
+    """
+    predictive = estimator.predict_dist(X)
+    if not is_classifier(estimator):
+        return float(predictive.log_prob(torch.from_numpy(np.array(y, dtype=np.float64))).mean())
+    labels = np.searchsorted(estimator.classes_, np.asarray(y))
+    return float(predictive.log_prob(torch.from_numpy(labels)).mean())
