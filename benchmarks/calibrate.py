@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 import flowbnn as fb
 from flowbnn.data import TensorLoader
-from flowbnn.methods.calibrators.temperature import temper
+from flowbnn.methods.calibrators.temperature import Temperature
 from flowbnn.models import MLP, VGG16, LeNet, SmallConv
 from flowbnn_studies.runner.findings import paired_difference
 
@@ -111,7 +111,7 @@ def print_gains(case: DigitsCase, seeds: int) -> None:
         loader = TensorLoader(*training, batch_size=50, shuffle=True)
         network = SmallConv(classes=10, width=12) if case.conv else MLP(64, (64,), 10)
         point = fb.MLE(epochs=case.epochs, lr=case.lr).fit(network, loader, seed=seed, **quiet)
-        posteriors = {"plain": point, "temperature": temper(point, [held_out], progress=False)}
+        posteriors = {"plain": point, "temperature": Temperature().fit(point, [held_out], progress=False)}
         for structure in ("factorized", "layers", "full"):
             for prior in ("fixed", "fitted"):
                 name = f"{structure}, {prior} prior"

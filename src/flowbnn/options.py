@@ -240,9 +240,8 @@ def _check_calls(function: F, annotated: Any, owner: str) -> F:
             parameter = layout.parameters[argument]
             if argument not in hints or value is parameter.default:
                 continue
-            if (
-                type(value) is str and value == parameter.default
-            ):  # equal strings of two modules may be two objects
+            # equal strings of two modules may be two objects
+            if type(value) is str and value == parameter.default:
                 continue
             if parameter.kind is Parameter.VAR_POSITIONAL:
                 for entry in value:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import flowbnn as fb
-from flowbnn.methods import Method, temper
+from flowbnn.methods import Method
 from flowbnn.methods.network_layers import reset_parameters
 
 QUIET: dict[str, Any] = {"progress": False, "seed": 1}
@@ -123,7 +123,7 @@ def test_draws_of_point_and_tempered_posteriors() -> None:
     point = fb.MAP(epochs=1).fit(network(), classes(), **QUIET)
     assert torch.equal(point.draws(3)["0.bias"], point.model[0].bias.detach().expand(3, 6))  # type: ignore[index]
     inner = fb.BayesByBackprop(epochs=1).fit(network(), classes(), **QUIET)
-    tempered = temper(inner, classes(), progress=False)
+    tempered = fb.Temperature().fit(inner, classes(), progress=False)
     draws = tempered.draws(2, seed=0)
     assert torch.equal(draws["0.weight"], inner.draws(2, seed=0)["0.weight"])
     assert torch.equal(tempered.log_prob(draws), inner.log_prob(draws))

@@ -9,7 +9,7 @@ from torch import nn
 import flowbnn as fb
 from flowbnn.errors import FlowBNNError
 from flowbnn.likelihoods import Categorical, Flow, Gaussian, Mixture
-from flowbnn.methods.calibrators.temperature import TemperedPosterior, temper
+from flowbnn.methods.calibrators.temperature import TemperedPosterior
 from flowbnn.posterior import PointPosterior
 
 QUIET = {"progress": False, "seed": 0}
@@ -105,7 +105,7 @@ def test_features_of_a_layer_and_principal_components(fitted):
 def test_temperature_comes_before_the_gate(fitted, gate):
     data = clusters(200, 7)
     with pytest.raises(FlowBNNError) as caught:
-        temper(gate, data, progress=False)
+        fb.Temperature().fit(gate, data, progress=False)
     assert (caught.value.kind, caught.value.argument) == ("unsupported", "posterior")
     safe = fb.gated(TemperedPosterior(fitted[1], 2.0), data, epochs=2)
     assert safe.predict(data[0]).log_density.shape == (200,)

@@ -2,6 +2,6 @@
 
 from flowbnn.calibrate.calibrate import CANDIDATES, calibrate
 from flowbnn.calibrate.cross_fit import cross_calibrate
-from flowbnn.posterior.calibration import Calibration
+from flowbnn.posterior.report import Calibration
 
 __all__ = ["CANDIDATES", "Calibration", "calibrate", "cross_calibrate"]

@@ -38,7 +38,7 @@ from flowbnn.noise import Recipe
 from flowbnn.noise.base import check_without_noise
 from flowbnn.options import Count, Ge, Positive, Seed, checked
 from flowbnn.posterior.base import Posterior
-from flowbnn.posterior.calibration import Calibration
+from flowbnn.posterior.report import Calibration
 from flowbnn.training.progress import History, terminal
 
 CandidateName = Literal[  # the simplest first

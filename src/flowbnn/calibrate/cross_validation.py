@@ -1,6 +1,5 @@
 """Cross-validation of the candidates of a calibration: predictions for folds that a candidate was not fitted to."""
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -16,8 +15,8 @@ from flowbnn.methods.calibrators.scaling import MatrixScaling, VectorScaling
 from flowbnn.methods.calibrators.temperature import Temperature, TemperedPosterior
 from flowbnn.methods.variational.block_gaussian import BlockGaussian
 from flowbnn.posterior.base import Posterior, PredictOptions
-from flowbnn.posterior.calibration import Difference
 from flowbnn.posterior.mixture import MixturePosterior
+from flowbnn.posterior.report import Difference
 from flowbnn.predictive import CategoricalPredictive
 from flowbnn.training.progress import track
 
@@ -329,13 +328,6 @@ class Choice(NamedTuple):
     difference: Mapping[str, Difference]
 
 
-def paired_difference(nll: Tensor, baseline: Tensor) -> Difference:
-    """Returns the mean of the differences of paired examples, and its standard error."""
-    gap = nll - baseline
-    error = float(gap.std()) / math.sqrt(len(gap)) if len(gap) > 1 else math.inf
-    return Difference(float(gap.mean()), error)
-
-
 def choose_candidate(nll: Mapping[str, Tensor]) -> Choice:
     """Chooses the candidate with the lowest NLL, or the plain network if its NLL is within one standard error of the lowest.
 
@@ -349,8 +341,8 @@ def choose_candidate(nll: Mapping[str, Tensor]) -> Choice:
     'noise'
     """
     best = min(nll, key=lambda name: float(nll[name].mean()))
-    gap = paired_difference(nll["plain"], nll[best])
+    gap = Difference.of(nll["plain"], nll[best])
     return Choice(
         "plain" if gap.mean <= gap.error else best,
-        {key: paired_difference(values, nll["plain"]) for key, values in nll.items()},
+        {key: Difference.of(values, nll["plain"]) for key, values in nll.items()},
     )

@@ -156,9 +156,8 @@ class CalibrationProblem:
         self.loc, self.scale = (
             torch.cat([getattr(noise.prior, name) for noise in layers.values()]) for name in ("loc", "scale")
         )
-        if (
-            self.structure != "factorized"
-        ):  # a joint vector needs equal recipes; the fits use self.loc and self.scale
+        if self.structure != "factorized":
+            # a joint vector needs equal recipes; the fits use self.loc and self.scale
             self.rules = _update_rules(
                 self.rules, prior_loc=1.0, prior_scale=prior_scale, base_loc=1.0, base_scale=0.1
             )

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from flowbnn.calibrate.cross_validation import paired_difference
 from flowbnn.calibrate.problem import HeldOutData
 from flowbnn.errors import FlowBNNError, pluralize, warn
 from flowbnn.likelihoods import Bernoulli, Categorical, RealLikelihood
 from flowbnn.methods.calibrators.lbfgs import minimize_batch
 from flowbnn.metrics.checks import is_soft
+from flowbnn.posterior.report import Difference
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ def contradicts(data: HeldOutData, targets: Tensor, classes: int) -> bool:
     counts = torch.bincount(targets, minlength=classes).double()
     left_out = (counts[targets] - 1.0 + 1.0 / classes) / len(targets)
     predictive = data.point_posterior(torch.arange(len(data)))._predictive(data.outputs.double()[None])
-    gap = paired_difference(predictive.nll(_flat(data.targets)).double().cpu(), -left_out.log())
+    gap = Difference.of(predictive.nll(_flat(data.targets)).double().cpu(), -left_out.log())
     if gap.mean <= 2.0 * gap.error:
         return False
     log_p = predictive.log_probabilities.cpu().clamp(min=-1e3)

@@ -99,9 +99,8 @@ def fit_density(flow: nn.Module, data: Data, **kwargs: Any) -> Density:
     validate = None
     if held_out is not None:
         check("validation", held_out, Loader)
-        _first_batch(
-            flow, held_out, "validation"
-        )  # raises before the training rather than after its first epoch
+        # raises before the training rather than after its first epoch
+        _first_batch(flow, held_out, "validation")
         validate = partial(_validation_scores, density, held_out)
         if options.early_stop is None:
             monitor = "validation_loss" if hasattr(flow, "training_loss") else "validation_nll"

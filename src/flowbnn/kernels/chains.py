@@ -334,11 +334,8 @@ class ChainFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        shape, arrays, tensors = (
-            ctx.shape,
-            ctx.arrays,
-            ctx.saved_tensors,
-        )  # torch checks that no weight has changed
+        shape, arrays = ctx.shape, ctx.arrays
+        tensors = ctx.saved_tensors  # torch checks that no weight has changed
         if torch.is_grad_enabled():
             log_det = grads[1] is not None
             function = lambda z, *weights: reference.forward(shape, weights, z, log_det)  # noqa: E731

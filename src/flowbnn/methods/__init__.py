@@ -1,10 +1,10 @@
 """Methods that fit posteriors, one file each: ``method.fit(network, loader)`` returns a posterior."""
 
 from flowbnn.methods.base import METHODS, FitOptions, Method, register_method
-from flowbnn.methods.calibrators.base import CalibratedPosterior, Calibrator
+from flowbnn.methods.calibrators.base import CalibratedPosterior, Calibrator, OutputCalibrator
 from flowbnn.methods.calibrators.last_layer import LastLayerRefit
 from flowbnn.methods.calibrators.scaling import MatrixScaling, ScaledPosterior, VectorScaling
-from flowbnn.methods.calibrators.temperature import Temperature, TemperedPosterior, temper
+from flowbnn.methods.calibrators.temperature import Temperature, TemperedPosterior
 from flowbnn.methods.damp import DAMP
 from flowbnn.methods.dropout import DropoutPosterior, MCDropout
 from flowbnn.methods.ensemble import DeepEnsemble, EnsemblePosterior
@@ -56,6 +56,7 @@ __all__ = [
     "ModePosterior",
     "NodeNoise",
     "NoiseChainPosterior",
+    "OutputCalibrator",
     "PointPosterior",
     "Posterior",
     "SGLDPosterior",
@@ -67,5 +68,4 @@ __all__ = [
     "evaluate",
     "load_posterior",
     "register_method",
-    "temper",
 ]

@@ -31,9 +31,8 @@ def unsupported_layer(
     MNF does not support layer '0' (GRU, not linear); use BayesByBackprop, or exclude the layer with layers=
     """
     kind = type(model.get_submodule(layer))
-    origin = (
-        "" if kind.__module__.startswith("torch.nn.") else f"{kind.__module__}."
-    )  # another library may have its own Linear
+    # another library may have its own Linear
+    origin = "" if kind.__module__.startswith("torch.nn.") else f"{kind.__module__}."
     details = ", ".join(filter(None, [origin + kind.__name__, reason]))
     return FlowBNNError(
         f"{owner} does not support layer '{layer}' ({details}); use {alternative}, or exclude the layer with layers=",

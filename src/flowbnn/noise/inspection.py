@@ -77,9 +77,8 @@ def probe_rows(model: nn.Module, inputs: Any) -> ProbePass | None:
     try:
         with evaluation_mode(model), record_noise_inputs(model) as noise_inputs:
             outputs, unreached = _run_probe(model, take(inputs, selected.start, selected.stop))
-    except (
-        Exception
-    ):  # a network for batches of one size, or one that torch cannot differentiate in its noise
+    except Exception:
+        # a network for batches of one size, or one that torch cannot differentiate in its noise
         return None
     return ProbePass(selected, outputs, noise_inputs, unreached)
 
@@ -120,9 +119,8 @@ def _unreached_layers(model: nn.Module, inputs: Any) -> list[str]:
     """Returns the layers with trainable noise that the gradient of the outputs does not reach, or nothing if the network fails."""
     try:
         return _run_probe(model, inputs)[1]
-    except (
-        Exception
-    ):  # a network for batches of one size, or one that torch cannot differentiate in its noise
+    except Exception:
+        # a network for batches of one size, or one that torch cannot differentiate in its noise
         return []
 
 

@@ -17,9 +17,8 @@ from flowbnn.noise.contexts import OptionalGenerator, RowShard
 from flowbnn.noise.gaussians import HALF_LOG_2PI, centers, divergences_of
 from flowbnn.numerics import soft_clamp
 
-GATHER_LIMIT = (
-    2**17
-)  # numbers per layer: for more, summing the gradients of gather takes longer than launches per layer
+# numbers per layer: for more, summing the gradients of gather takes longer than launches per layer
+GATHER_LIMIT = 2**17
 
 
 class Mixtures:

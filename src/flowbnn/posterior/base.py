@@ -45,7 +45,6 @@ from flowbnn.networks import copy_network, output_selection
 from flowbnn.noise import noise_layers
 from flowbnn.options import Count, File, Positive, SampleCount, accepts_options_of, all_subclasses, checked
 from flowbnn.posterior.adaptive import Adaptive, adaptive_outputs
-from flowbnn.posterior.calibration import Calibration
 from flowbnn.posterior.files import open_posterior_file, read_network, rewrap_load_errors, select_prefix
 from flowbnn.posterior.loaders import OutputCollector, shard_loader
 from flowbnn.posterior.prediction import (
@@ -55,6 +54,7 @@ from flowbnn.posterior.prediction import (
     View,
     average_views,
 )
+from flowbnn.posterior.report import Calibration
 from flowbnn.predictive import concatenate_summaries, summarize
 from flowbnn.predictive.base import NonFiniteSamplesError
 from flowbnn.training import (

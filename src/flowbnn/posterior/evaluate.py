@@ -88,9 +88,8 @@ def novelty_scores(predictive: Any) -> dict[str, Tensor]:
         if several:
             scores["mutual_information"] = predictive.mutual_information
         energy = predictive.energy
-        if bool(
-            (energy.abs() > 1e-5).any()
-        ):  # predictives that are made from probabilities have rounding errors only
+        # predictives that are made from probabilities have rounding errors only
+        if bool((energy.abs() > 1e-5).any()):
             scores["energy"] = energy
     else:
         names = ("std", "epistemic") if several else ("std",)

@@ -7,7 +7,6 @@ a Gaussian with the mean and the standard deviation of the targets. Elsewhere pr
 
 from collections.abc import Mapping
 from functools import partial
-from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 import torch
@@ -22,15 +21,13 @@ from flowbnn.flows import named_flows
 from flowbnn.likelihoods import RealLikelihood
 from flowbnn.networks import copy_network
 from flowbnn.options import Bounds, Count, Probability, Seed, checked
-from flowbnn.posterior.base import Posterior, Prediction, load_posterior
-from flowbnn.posterior.files import open_posterior_file, rewrap_load_errors
+from flowbnn.posterior.base import Posterior, Prediction
 from flowbnn.posterior.prediction import PredictOptions
+from flowbnn.posterior.wrapper import WrappedPosterior
 from flowbnn.regression import TargetStatistics, noise_at_mean
 from flowbnn.training.randomness import preserve_rng_state
-from flowbnn.training.storage import TensorFile
 
 FlowName = Literal["nsf", "maf", "realnvp"]
-PREFIX = "gate."  # of the tensors of a gate in a file; those of the inner posterior follow without it
 
 
 class DensityGate(nn.Module):
@@ -115,7 +112,7 @@ class DensityGate(nn.Module):
         return gate.eval()
 
 
-class GatedPosterior(Posterior):
+class GatedPosterior(WrappedPosterior):
     """Posterior with a density gate, from :func:`gated`.
 
     ``predict`` returns the prediction of the inner posterior for familiar inputs, and the fallback for unfamiliar ones. Its attribute
@@ -129,17 +126,11 @@ class GatedPosterior(Posterior):
     kind: ClassVar[str] = "gated"
 
     def __init__(self, posterior: Posterior, gate: DensityGate) -> None:
-        super().__init__(posterior.model, posterior.likelihood, posterior.history)
-        self.posterior, self.gate, self.cache = posterior, gate, posterior.cache
-        self.default_samples = posterior.default_samples
-        self.supports_compile, self.requires_shared = posterior.supports_compile, posterior.requires_shared
+        super().__init__(posterior)
+        self.gate = gate
 
     def __repr__(self) -> str:
         return f"GatedPosterior({self.posterior!r}, false_alarm={self.gate.false_alarm:g})"
-
-    def outputs(self, inputs: Any, samples: range, prediction: Prediction) -> Tensor:
-        """Returns the outputs of the inner posterior."""
-        return self.posterior.outputs(inputs, samples, prediction)
 
     def _finish_batch(self, inputs: Any, outputs: Tensor, prediction: Prediction) -> Tensor:
         """Returns outputs with the log-densities of the inputs as a further column, so that both are collected together."""
@@ -183,42 +174,19 @@ class GatedPosterior(Posterior):
         """Returns networks of the inner posterior, without the gate."""
         return self.posterior.networks(samples, seed)
 
-    def draws(self, samples: int, seed: int | None = None) -> dict[str, Tensor]:
-        """Returns draws of the inner posterior."""
-        return self.posterior.draws(samples, seed)
+    def settings(self) -> dict[str, Any]:
+        return self.gate.settings()
 
-    def log_prob(self, values: Any) -> Tensor:
-        """Returns log-densities of the inner posterior."""
-        return self.posterior.log_prob(values)
-
-    def document(self) -> dict[str, Any]:
-        return {**super().document(), "gate": self.gate.settings(), "inner": self.posterior.document()}
-
-    def tensors(self) -> dict[str, Tensor]:
-        gate = {f"{PREFIX}{name}": value for name, value in self.gate.state_dict().items()}
-        return {**self.posterior.tensors(), **gate}
+    def state(self) -> dict[str, Tensor]:
+        return self.gate.state_dict()
 
     @classmethod
-    @checked
-    def load(cls, path: str | Path | TensorFile, network: nn.Module) -> "Posterior":
-        """Loads a saved posterior into a copy of ``network``.
-
-        Args:
-            path: Path of the file.
-            network: Plain network that the posterior was made from.
-        """
-        file = open_posterior_file(path, network, [cls.kind])
-        with rewrap_load_errors(file):
-            inner_file = file.with_document(dict(file.document["inner"]), without=PREFIX)
-            settings = dict(file.document["gate"])
-        inner = load_posterior(inner_file, network)
-        with rewrap_load_errors(file):
-            tensors = {
-                name.removeprefix(PREFIX): value
-                for name, value in file.tensors.items()
-                if name.startswith(PREFIX)
-            }
-            return cls(inner, DensityGate.from_state(tensors, settings))
+    def from_inner(
+        cls, posterior: Posterior, state: dict[str, Tensor], settings: dict[str, Any]
+    ) -> "GatedPosterior":
+        """Returns the posterior of a file; see :meth:`WrappedPosterior.from_inner`. Densities are computed on the CPU."""
+        tensors = {name: value.cpu() for name, value in state.items()}
+        return cls(posterior, DensityGate.from_state(tensors, settings))
 
 
 def check_without_gate(posterior: Posterior) -> None:

@@ -1,12 +1,40 @@
-"""Report of a finished fit: what it gained over the initial network, and whether it can be trusted."""
+"""Reports of a fit and of a calibration: gains over the initial network, with standard errors, and problems."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from flowbnn.errors import pluralize
 from flowbnn.regression import NoiseScale
+
+
+class Difference(NamedTuple):
+    """Mean difference of paired examples, and its standard error.
+
+    Args:
+        mean: Mean over examples.
+        error: Standard error of the mean.
+
+    >>> import torch
+    >>> print(Difference.of(torch.tensor([1.0, 3.0]), torch.tensor([0.5, 1.5])))
+    +1.0000 +- 0.5000
+    """
+
+    mean: float
+    error: float
+
+    @classmethod
+    def of(cls, values: Tensor, baseline: Tensor) -> "Difference":
+        """Returns the mean of ``values - baseline``. The standard error of one example is infinite."""
+        gap = values - baseline
+        error = float(gap.std()) / math.sqrt(len(gap)) if len(gap) > 1 else math.inf
+        return cls(float(gap.mean()), error)
+
+    def __str__(self) -> str:
+        return f"{self.mean:+.4f} +- {self.error:.4f}"
 
 
 class Gain(NamedTuple):
@@ -30,7 +58,7 @@ class Gain(NamedTuple):
     @classmethod
     def of(cls, before: Tensor, after: Tensor, name: str) -> "Gain":
         """Returns the gain from the values of the same examples before and after the fit."""
-        error = float((after - before).std() / len(before) ** 0.5) if len(before) > 1 else float("inf")
+        error = Difference.of(after, before).error
         return cls(float(before.mean()), float(after.mean()), error, name)
 
     @property
@@ -105,3 +133,103 @@ class FitReport:
             if values.get(name) is not None:
                 values[name] = kind(*values[name])
         return cls(**values)
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Comparison of the candidates of a calibration, each predicted on folds that it was not fitted to.
+
+    Args:
+        choice: Name of the candidate that was returned.
+        nll: Mean negative log-likelihood (NLL) of each candidate, pooled over folds. Empty without folds.
+        ece: Expected calibration error of the same predictions. Empty for a regression.
+        difference: NLL of each candidate minus that of the plain network, and its standard error.
+        excluded: Reason for each candidate that was requested, by name or by ``"auto"``, and not compared.
+        folds: Number of folds.
+        examples: Number of held-out examples.
+        temperature: Temperature for all held-out data.
+        dimensions: Number of dimensions of the noise, or 0 if noise was not compared.
+        structure: Structure of the covariance of the noise.
+        prior: Prior of the noise.
+        flow: Name of the flow, or None if there is none or it was not better than the Gaussian.
+        flow_gain: ELBO of the flow minus that of the Gaussian, in nats. None without a flow.
+        flow_error: Standard error of ``flow_gain``. None without a flow.
+
+    >>> nll, difference = {"plain": 0.30, "temperature": 0.25}, {"plain": Difference(0.0, 0.0), "temperature": Difference(-0.05, 0.01)}
+    >>> print(Calibration("temperature", nll, {}, difference, folds=4, examples=500, temperature=1.8))
+                             NLL  minus plain
+      plain               0.3000
+    * temperature         0.2500  -0.0500 +- 0.0100
+    4-fold cross-validation of 500 held-out examples: temperature is chosen (NLL -0.0500 +- 0.0100 relative to the plain network).
+    """
+
+    choice: str
+    nll: Mapping[str, float] = field(default_factory=dict)
+    ece: Mapping[str, float] = field(default_factory=dict)
+    difference: Mapping[str, Difference] = field(default_factory=dict)
+    excluded: Mapping[str, str] = field(default_factory=dict)
+    folds: int = 0
+    examples: int = 0
+    temperature: float = 1.0
+    dimensions: int = 0
+    structure: str = ""
+    prior: str = ""
+    flow: str | None = None
+    flow_gain: float | None = None
+    flow_error: float | None = None
+
+    @property
+    def gain(self) -> float | None:
+        """Log-likelihood per example of the choice minus that of the plain network. None without folds."""
+        return -self.difference[self.choice].mean if self.difference else None
+
+    @property
+    def error(self) -> float | None:
+        """Standard error of ``gain``. None without folds."""
+        return self.difference[self.choice].error if self.difference else None
+
+    @property
+    def better(self) -> bool:
+        """True if the choice is better than the plain network by more than two standard errors."""
+        return self.gain is not None and self.error is not None and self.gain > 2.0 * self.error
+
+    def __str__(self) -> str:
+        lines = []
+        if self.nll:
+            lines.append(f"{'':<20} {'NLL':>7}  minus plain" + ("           ECE" if self.ece else ""))
+        for name, value in self.nll.items():
+            mark = "*" if name == self.choice else " "
+            difference = "" if name == "plain" else str(self.difference[name])
+            ece = f"{difference:<18}  {self.ece[name]:.4f}" if name in self.ece else difference
+            lines.append(f"{mark} {name:<18} {value:>7.4f}  {ece}".rstrip())
+        lines += [f"  {name:<18} not compared: {reason}" for name, reason in self.excluded.items()]
+        if self.dimensions:
+            dimensions = pluralize(self.dimensions, "dimension")
+            lines.append(f"noise: {self.structure} posterior over {dimensions}, {self.prior} prior")
+        if self.flow_gain is not None:
+            flow = self.flow or "flow (not used)"
+            gain = f"ELBO {self.flow_gain:+.2f} nats relative to the Gaussian"
+            lines.append(f"{flow}: {gain}, standard error {self.flow_error:.2f}")
+        return "\n".join([*lines, self._conclusion()])
+
+    def _conclusion(self) -> str:
+        """Returns a sentence about the choice."""
+        examples = pluralize(self.examples, "held-out example")
+        if not self.difference:
+            return f"{self.choice}, fitted to {examples} without a comparison."
+        start = f"{self.folds}-fold cross-validation of {examples}"
+        if len(self.difference) == 1:
+            return f"{start}: only the plain network was scored."
+        if self.choice == "plain":
+            return f"{start}: the plain network is returned, no calibrator is better by more than one standard error."
+        return f"{start}: {self.choice} is chosen (NLL {self.difference[self.choice]} relative to the plain network)."
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns plain values for a file."""
+        return {**asdict(self), "difference": {name: list(value) for name, value in self.difference.items()}}
+
+    @classmethod
+    def from_dict(cls, document: Mapping[str, Any]) -> "Calibration":
+        """Returns the report that :meth:`to_dict` stored."""
+        difference = {name: Difference(*map(float, value)) for name, value in document["difference"].items()}
+        return cls(**{**document, "difference": difference})

@@ -59,13 +59,13 @@ def check_tensors(
     flowbnn.errors.FlowBNNError: 'a.safetensors' does not fit the network: weight is (3,) in the file, (2,) here
     """
     differences = {
-        strip_prefix(name, name_prefix): words
+        strip_prefix(name, name_prefix): difference
         for name in dict.fromkeys([*expected, *stored])
-        if (words := _difference(name, expected, stored))
+        if (difference := _difference(name, expected, stored))
     }
     if differences:
-        words = _first_few([f"{name} {words}" for name, words in differences.items()])
-        text = f"'{source}' does not fit {owner}: {words}"
+        description = _first_few([f"{name} {difference}" for name, difference in differences.items()])
+        text = f"'{source}' does not fit {owner}: {description}"
         raise FlowBNNError(text, kind="architecture", differences=differences)
     for name in stored if finite else ():
         if _is_spoiled(stored[name], expected[name]):
@@ -98,7 +98,7 @@ def check_weights(
 
 
 def _difference(name: str, expected: Mapping[str, Any], stored: Mapping[str, Any]) -> str:
-    """Returns the difference between a stored and an expected value in words, or an empty string."""
+    """Returns a description of the difference between a stored and an expected value, or an empty string."""
     if name not in stored or name not in expected:
         return "is not stored" if name not in stored else "is not here"
     value, current = stored[name], expected[name]
@@ -123,8 +123,9 @@ def _is_spoiled(value: Any, current: Any) -> bool:
     return bool((~value.isfinite() & current.isfinite().to(value.device)).any())
 
 
-def _first_few(words: list[str], limit: int = 3) -> str:
-    return ", ".join(words[:limit]) + (f" and {len(words) - limit} more" if len(words) > limit else "")
+def _first_few(items: list[str], limit: int = 3) -> str:
+    """Returns the first items of a list, and the number of the others."""
+    return ", ".join(items[:limit]) + (f" and {len(items) - limit} more" if len(items) > limit else "")
 
 
 # -------------------- layers
@@ -140,40 +141,40 @@ def describe_layers(model: nn.Module) -> dict[str, str]:
     {'0': 'Linear(in_features=2, out_features=3)', '1': 'LeakyReLU(negative_slope=0.2)'}
     """
     descriptions = {}
-    rooms = "transforms", "distributions", "flows", "nets", "vae.decoders"
-    packages = ("torch.nn.modules.", *(f"flowbnn.{room}." for room in rooms))
+    subpackages = "transforms", "distributions", "flows", "nets", "vae.decoders"
+    packages = ("torch.nn.modules.", *(f"flowbnn.{name}." for name in subpackages))
     for name, module in model.named_modules():
         structural = f"{type(module).__module__}.".startswith(packages)
         if name and (structural or next(module.children(), None) is None):
             settings = _plain_attributes(module) if structural else {}
-            words = ", ".join(f"{key}={value}" for key, value in settings.items())
-            descriptions[name] = f"{type(module).__name__}({words})"
+            arguments = ", ".join(f"{key}={value}" for key, value in settings.items())
+            descriptions[name] = f"{type(module).__name__}({arguments})"
     return descriptions
 
 
 def _plain_attributes(module: nn.Module) -> dict[str, str]:
-    """Returns the public attributes of a layer that are numbers, words, functions or options, in words."""
+    """Returns descriptions of the public attributes of a layer that are numbers, strings, functions or options."""
     transient = "training", "inplace", "is_initialized", "use_nested_tensor"  # do not change the function
     values = {
         name: _describe_setting(value)
         for name, value in vars(module).items()
         if not name.startswith("_") and name not in transient
     }
-    return {name: words for name, words in values.items() if words}
+    return {name: description for name, description in values.items() if description}
 
 
 def _describe_setting(value: Any) -> str:
-    """Returns a setting in words that are the same in every process, or an empty string for other values."""
+    """Returns a description of a setting that is the same in every process, or an empty string for other values."""
     if isinstance(value, bool | int | float | str | None | torch.dtype | torch.Size):
         return repr(value)
     if isinstance(value, list | tuple):
-        words = [_describe_setting(entry) for entry in value]
-        return f"({', '.join(words)})" if all(words) else ""
+        entries = [_describe_setting(entry) for entry in value]
+        return f"({', '.join(entries)})" if all(entries) else ""
     parameters: Any = getattr(value, "__dataclass_params__", None)
     if parameters is not None and parameters.frozen and not isinstance(value, type):
         pairs = {entry.name: _describe_setting(getattr(value, entry.name)) for entry in fields(value)}
-        words = [f"{name}={setting}" for name, setting in pairs.items() if setting]
-        return f"{type(value).__name__}({', '.join(words)})"
+        arguments = [f"{name}={setting}" for name, setting in pairs.items() if setting]
+        return f"{type(value).__name__}({', '.join(arguments)})"
     return getattr(value, "__name__", "") if callable(value) else ""
 
 
@@ -201,8 +202,10 @@ def warn_changed_layers(model: nn.Module, stored: Mapping[str, str], path: Any) 
     """
     changed = changed_layers(model, stored) if stored else {}
     if changed:
-        words = _first_few([f"'{name}' was {before} and is {now}" for name, (before, now) in changed.items()])
-        text = f"'{path}' was saved from a network with other layers ({words}), so its predictions differ"
+        layers = _first_few(
+            [f"'{name}' was {before} and is {now}" for name, (before, now) in changed.items()]
+        )
+        text = f"'{path}' was saved from a network with other layers ({layers}), so its predictions differ"
         warn(text, kind="layers", changed=changed)
 
 
@@ -249,10 +252,10 @@ def read_module(file: TensorFile, module: nn.Module, kind: str) -> History:
         changed = changed_layers(module, dict(file.document["layers"]))
         history = History.from_dict(file.document["history"])
     if changed:
-        words = _first_few(
+        layers = _first_few(
             [f"'{name}' is {before} there, {now} here" for name, (before, now) in changed.items()]
         )
-        text = f"'{file}' was saved from other layers: {words}"
+        text = f"'{file}' was saved from other layers: {layers}"
         raise FlowBNNError(text, kind="architecture", differences=changed)
     check_weights(module, file.tensors, file.path, finite=True)
     module.load_state_dict(file.tensors)
@@ -269,9 +272,9 @@ def merge_groups(optimizer: Optimizer, stored: Sequence[Mapping[str, Any]]) -> l
         optimizer: Optimizer of this run.
         stored: Parameter groups that ``state_dict`` returned.
     """
-    own = "params", "foreach", "fused", "capturable", "differentiable"
+    implementation = "params", "foreach", "fused", "capturable", "differentiable"
     return [
-        {**current, **group, **{name: current[name] for name in own if name in current}}
+        {**current, **group, **{name: current[name] for name in implementation if name in current}}
         for current, group in zip(optimizer.state_dict()["param_groups"], stored, strict=True)
     ]
 
@@ -318,11 +321,11 @@ def _fresh_states(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]) -> 
             if optimizer.state.get(parameter):  # some optimizers make their state when they are created
                 yield optimizer.state[parameter]
                 continue
-            stand_in = torch.zeros_like(parameter).requires_grad_()
-            stand_in.grad = torch.zeros_like(parameter)
-            trial.param_groups, trial.state = [{**group, "params": [stand_in]}], defaultdict(dict)
+            zeros = torch.zeros_like(parameter).requires_grad_()
+            zeros.grad = torch.zeros_like(parameter)
+            trial.param_groups, trial.state = [{**group, "params": [zeros]}], defaultdict(dict)
             trial.step()
-            yield trial.state[stand_in]
+            yield trial.state[zeros]
 
 
 def load_optimizer(optimizer: Optimizer, stored: dict[str, Any]) -> None:

@@ -177,9 +177,8 @@ class Recorder:
 
     def _full_step(self, clock: Clock) -> None:
         self.optimizer.zero_grad(set_to_none=True)
-        with (
-            nullcontext() if self.warmup_steps else quiet_compiler()
-        ):  # the first backward pass is compiled too
+        # the first backward pass is compiled too
+        with nullcontext() if self.warmup_steps else quiet_compiler():
             loss, logs = self._evaluate(clock)
             loss.backward()
         parameters = [

@@ -183,9 +183,8 @@ class AsyncGradientCheck:
 
     def __init__(self, optimizer: Optimizer, device: torch.device) -> None:
         self.optimizer = optimizer
-        self.nonfinite = torch.zeros(
-            (), dtype=torch.float32, device=device
-        )  # the kernel takes no other dtype
+        # the kernel takes no other dtype
+        self.nonfinite = torch.zeros((), dtype=torch.float32, device=device)
         self.unit_scale = torch.ones_like(self.nonfinite)
         self.skips_update = is_fused(optimizer)
         self.result = torch.empty((), pin_memory=True)

@@ -14,7 +14,6 @@ import zlib
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from copy import copy
 from functools import cached_property, reduce
 from glob import escape
 from itertools import count
@@ -184,22 +183,6 @@ class TensorFile:
         if unknown:
             text = f"'{self.path}' has unknown tensors, such as {unknown[0]!r:.80}"
             raise FlowBNNError(text, kind="file", names=unknown)
-
-    def with_document(self, document: dict[str, Any], without: str | None = None) -> "TensorFile":
-        """Returns a copy of this file with another document.
-
-        Args:
-            document: Document of the copy.
-            without: Prefix of the names of tensors that the copy does not have. None copies all tensors.
-        """
-        other = copy(self)
-        other.document = document
-        if without is not None:
-            other.views, other.tensors = (
-                {name: value for name, value in tensors.items() if not name.startswith(without)}
-                for tensors in (self.views, self.tensors)
-            )
-        return other
 
     def _find_problem(self, weights: int | None) -> str:
         """Returns a problem that shows before torch or safetensors read the file, or an empty string."""

@@ -247,9 +247,8 @@ class _Adjoint(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         value, end, *tensors = ctx.saved_tensors
-        if (
-            torch.is_grad_enabled()
-        ):  # this gradient will be differentiated: pass through the steps of the solver
+        if torch.is_grad_enabled():
+            # this gradient will be differentiated: pass through the steps of the solver
             solution = ctx.owner._integrate(ctx.dynamics, ctx.times, value, tensors)
             inputs = [tensor for tensor in (value, *tensors) if tensor.requires_grad]
             gradients = iter(

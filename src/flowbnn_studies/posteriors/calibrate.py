@@ -14,7 +14,7 @@ from flowbnn.calibrate import calibrate
 from flowbnn.compare.results import Metric, SeedResults
 from flowbnn.data import TensorLoader
 from flowbnn.methods import MLE, Laplace, LastLayerRefit, MatrixScaling, VectorScaling
-from flowbnn.methods.calibrators.temperature import TemperedPosterior, temper
+from flowbnn.methods.calibrators.temperature import Temperature, TemperedPosterior
 from flowbnn.models import MLP, LeNet
 from flowbnn.noise import NormalCoupling, NormalPlanar
 from flowbnn.options import Bounds, Count, Positive, options
@@ -272,7 +272,7 @@ def fit_posteriors(
         fits: Arguments of calibrate by key.
     """
     yield "plain", plain, 0.0
-    yield "temperature", *time_call(temper, plain, held_out, progress=False)
+    yield "temperature", *time_call(Temperature().fit, plain, held_out, progress=False)
     if not held_out.tensors[1].is_floating_point():
         yield "svs", *time_call(VectorScaling().fit, plain, held_out, progress=False)
         yield "sms", *time_call(MatrixScaling().fit, plain, held_out, progress=False)
@@ -361,7 +361,7 @@ def train_on_all_data(
     for number, held_out in enumerate(parts):
         train = torch.cat([part for index, part in enumerate(parts) if index != number])
         posterior = network((data[0][train], data[1][train]))
-        tempered = temper(posterior, [(data[0][held_out], data[1][held_out])], progress=False)
+        tempered = Temperature().fit(posterior, [(data[0][held_out], data[1][held_out])], progress=False)
         log_temperatures.append(math.log(tempered.temperature))
     return TemperedPosterior(network(data), math.exp(sum(log_temperatures) / folds))
 

@@ -8,7 +8,7 @@ import torch
 from flowbnn.compare.results import SeedResults
 from flowbnn.data import TensorLoader
 from flowbnn.likelihoods import Categorical
-from flowbnn.methods.calibrators.temperature import TemperedPosterior, temper
+from flowbnn.methods.calibrators.temperature import Temperature, TemperedPosterior
 from flowbnn.options import Count, Positive, options
 from flowbnn.posterior import PointPosterior
 from flowbnn_studies.images.data import ImageData, load_image_data
@@ -123,7 +123,7 @@ class CalibrateCifar10(Study):
         if on_all_images:
             start = make_network(network, images.channels, s.width)
             point = PointPosterior(job.load_start_network(start).to(images.device), Categorical())
-            temperature = temper(point, held_out, progress=False).temperature
+            temperature = Temperature().fit(point, held_out, progress=False).temperature
             tempered = TemperedPosterior(_train_network(job, network, images), temperature)
             scores = evaluate_images(tempered, images, s, names, job.precision)
             return {"values": {}, "table": {"all": scores}}

@@ -17,7 +17,7 @@ from flowbnn.compare.measurement import count_stored_numbers, sample_count
 from flowbnn.compare.results import SeedResults
 from flowbnn.data import TensorLoader, clusters
 from flowbnn.methods import MLE, ModeEnsemble
-from flowbnn.methods.calibrators.temperature import temper
+from flowbnn.methods.calibrators.temperature import Temperature
 from flowbnn.methods.ensemble import EnsemblePosterior
 from flowbnn.models import MLP, LeNet
 from flowbnn.options import Count, Positive, options
@@ -247,7 +247,9 @@ def _fits(job: Job, problem: EnsembleProblem) -> dict[str, Callable[[], Any]]:
         return points
 
     return {
-        "temperature": lambda: temper(weights, problem.loader(slice(b.start, c.stop)), progress=False),
+        "temperature": lambda: Temperature().fit(
+            weights, problem.loader(slice(b.start, c.stop)), progress=False
+        ),
         "gaussian": gaussian,
         "modes": lambda: find_modes("point"),
         **({} if large else {"laplace": lambda: find_modes("laplace")}),

@@ -13,7 +13,6 @@ import flowbnn as fb
 from flowbnn.data import TensorLoader
 from flowbnn.errors import FlowBNNError, FlowBNNWarning
 from flowbnn.methods import MemberPosterior, PointPosterior
-from flowbnn.methods.calibrators.temperature import temper
 from flowbnn.methods.loader_split import split_loader
 
 TRAINED = {"epochs": 8, "lr": 0.03}
@@ -39,12 +38,9 @@ def noisy_labels(count: int = 300) -> tuple[torch.Tensor, torch.Tensor]:
 def test_temperature_is_optimal_and_scales_with_the_logits():
     pair = noisy_labels()
     temperatures = [
-        temper(
-            PointPosterior(linear(factor), fb.likelihoods.Categorical()),
-            pair,
-            prior_scale=None,
-            progress=False,
-        ).temperature
+        fb.Temperature(prior_scale=None)
+        .fit(PointPosterior(linear(factor), fb.likelihoods.Categorical()), pair, progress=False)
+        .temperature
         for factor in (1.0, 5.0)
     ]
     assert temperatures[1] == pytest.approx(5.0 * temperatures[0], rel=1e-8)
@@ -66,7 +62,7 @@ def test_temperature_of_several_samples_is_fitted_to_their_mixture():
         for name in ("weight", "bias")
     }
     posterior = MemberPosterior(linear(), fb.likelihoods.Categorical(), members)
-    tempered = temper(posterior, [(inputs, labels)], prior_scale=None, progress=False)
+    tempered = fb.Temperature(prior_scale=None).fit(posterior, [(inputs, labels)], progress=False)
 
     def loss(temperature: torch.Tensor) -> torch.Tensor:
         samples = torch.stack([(network(inputs) / temperature).log_softmax(-1) for network in networks])
@@ -79,7 +75,7 @@ def test_temperature_of_several_samples_is_fitted_to_their_mixture():
         loss(optimum).item(), rel=1e-10
     )
     assert (
-        temper(tempered, [(inputs, labels)], prior_scale=None, progress=False).temperature
+        fb.Temperature(prior_scale=None).fit(tempered, [(inputs, labels)], progress=False).temperature
         == tempered.temperature
     )
     outputs = tempered.sample(0)(inputs)
@@ -89,7 +85,7 @@ def test_temperature_of_several_samples_is_fitted_to_their_mixture():
 def test_decisions_of_one_network_do_not_change():
     inputs, labels = noisy_labels()
     plain = PointPosterior(linear(4.0), fb.likelihoods.Categorical())
-    tempered = temper(plain, (inputs, labels), progress=False)
+    tempered = fb.Temperature().fit(plain, (inputs, labels), progress=False)
     assert torch.equal(tempered.predict(inputs).labels, plain.predict(inputs).labels)
     before, after = (fb.evaluate(p, [(inputs, labels)], progress=False) for p in (plain, tempered))
     assert after["nll"] < before["nll"]
@@ -101,14 +97,13 @@ def test_regression_scales_the_standard_deviation():
     inputs = torch.randn(200, 4, generator=generator).double()
     layer = nn.Linear(4, 2).double()
     targets = layer(inputs).detach() + 0.7 * torch.randn(200, 2, generator=generator).double()
-    tempered = temper(
-        PointPosterior(layer, fb.likelihoods.Gaussian(0.2)), [(inputs, targets)], progress=False
-    )
+    plain = PointPosterior(layer, fb.likelihoods.Gaussian(0.2))
+    tempered = fb.Temperature().fit(plain, [(inputs, targets)], progress=False)
     error = (targets - layer(inputs).detach()) / 0.2
     expected = error.square().mean().sqrt().item()  # in closed form
     assert tempered.temperature == pytest.approx(expected, rel=1e-8)
     ensemble = fb.DeepEnsemble(3, epochs=2).fit(small(2), loader(lines()), seed=0, **QUIET)
-    tempered = temper(ensemble, loader(lines()), progress=False)
+    tempered = fb.Temperature().fit(ensemble, loader(lines()), progress=False)
     before, after = (p.predict(lines(6).tensors[0]) for p in (ensemble, tempered))
     assert torch.allclose(after.std, tempered.temperature * before.std, rtol=1e-4)
     assert torch.allclose(after.mean, before.mean, atol=1e-6)
@@ -156,7 +151,8 @@ def test_my_network_is_scaled_in_one_line_with_all_held_out_data():
     before = {name: value.clone() for name, value in network.state_dict().items()}
     posterior = fb.Temperature().fit(network, data, **QUIET)
     assert all(torch.equal(value, before[name]) for name, value in posterior.model.state_dict().items())
-    expected = temper(PointPosterior(network, fb.likelihoods.Categorical()), data, progress=False).temperature
+    plain = PointPosterior(network, fb.likelihoods.Categorical())
+    expected = fb.Temperature().fit(plain, data, progress=False).temperature
     assert posterior.temperature == expected
     shuffled = DataLoader(TensorDataset(*data), batch_size=7, shuffle=True)
     assert fb.Temperature().fit(network, shuffled, **QUIET).temperature == pytest.approx(expected, rel=1e-9)
@@ -166,17 +162,14 @@ def test_temperature_out_of_bounds_raises_a_warning():
     inputs = torch.eye(3).repeat(4, 1)
     layer = nn.Linear(3, 3)
     nn.init.eye_(layer.weight)
+    plain = PointPosterior(layer, fb.likelihoods.Categorical())
     with pytest.warns(FlowBNNWarning) as caught:
-        tempered = temper(
-            PointPosterior(layer, fb.likelihoods.Categorical()),
-            (inputs, torch.arange(12) % 3),
-            prior_scale=None,
-        )
+        tempered = fb.Temperature(prior_scale=None).fit(plain, (inputs, torch.arange(12) % 3))
     assert caught[0].message.fields == {"kind": "validation", "temperature": 1.0}
     assert tempered.temperature == 1.0
     wrong = (inputs, (torch.arange(12) + 1) % 3)
     with pytest.warns(FlowBNNWarning) as caught:
-        tempered = temper(PointPosterior(layer, fb.likelihoods.Categorical()), wrong, prior_scale=None)
+        tempered = fb.Temperature(prior_scale=None).fit(plain, wrong)
     assert caught[0].message.fields == {"kind": "validation", "temperature": 100.0}
     assert tempered.temperature == 100.0
 
@@ -211,10 +204,12 @@ def test_invalid_arguments_are_refused():
         fb.Temperature(fb.MAP(), epochs=3)
     assert error.value.argument == "epochs"
     with pytest.raises(FlowBNNError) as error:
-        temper(small(), loader(blobs()))
+        fb.Temperature().calibrate(small(), loader(blobs()))
     assert error.value.argument == "posterior"
     with pytest.raises(FlowBNNError) as error:
-        temper(PointPosterior(small(), fb.likelihoods.Categorical()), [torch.zeros(2, 4)], progress=False)
+        fb.Temperature().fit(
+            PointPosterior(small(), fb.likelihoods.Categorical()), [torch.zeros(2, 4)], **QUIET
+        )
     assert error.value.kind == "loader"
 
 

@@ -15,9 +15,9 @@ torch.Size([1, 3])
 ``Temperature(fb.MAP())`` fits a method first: ``fit`` then takes training data, and calibrates on ``validation`` or on a part of them.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import field, fields, replace
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -33,22 +33,21 @@ from flowbnn.methods.preparation import prepare
 from flowbnn.networks import copy_network
 from flowbnn.noise.base import check_without_noise
 from flowbnn.options import Count, Probability, accepts_options_of, checked, options
-from flowbnn.posterior.base import Posterior, Prediction, PredictOptions, load_posterior
-from flowbnn.posterior.files import open_posterior_file, rewrap_load_errors, select_prefix
+from flowbnn.posterior.base import Posterior, PredictOptions
 from flowbnn.posterior.gated import check_without_gate
 from flowbnn.posterior.point import PointPosterior
+from flowbnn.posterior.wrapper import WrappedPosterior
 from flowbnn.predictive import CategoricalPredictive
 from flowbnn.regression import fit_residual_scale
 from flowbnn.training.device import device_kind
 from flowbnn.training.randomness import preserve_rng_state
-from flowbnn.training.storage import NestedTensorFile, TensorFile
 
 
 @options(repr=False)
-class Calibrator(Method):
+class Calibrator(Method, ABC):
     """Base class for methods that calibrate a trained network, or another method, on held-out data.
 
-    Subclasses define :meth:`calibrate_outputs`.
+    Subclasses define :meth:`calibrate`. Those that need only the outputs of the network are subclasses of :class:`OutputCalibrator`.
 
     Args:
         method: Method that is fitted first. None calibrates the network as it is, and trains nothing.
@@ -91,7 +90,7 @@ class Calibrator(Method):
             posterior, held_out, options = self._fit_method(network, loader, kwargs)
         return self.calibrate(posterior, held_out, seed=options.seed or 0, progress=options.progress)
 
-    @checked
+    @abstractmethod
     def calibrate(
         self, posterior: Posterior, held_out: Iterable[Any], *, seed: int = 0, progress: bool = True
     ) -> Posterior:
@@ -103,18 +102,6 @@ class Calibrator(Method):
             seed: Seed of the predictions.
             progress: If True, shows a progress bar.
         """
-        outputs, targets = collect_outputs(posterior, held_out, self.samples, seed, progress)
-        return self.calibrate_outputs(posterior, outputs, targets)
-
-    def calibrate_outputs(self, posterior: Posterior, outputs: Tensor, targets: Tensor) -> Posterior:
-        """Returns the calibrated posterior.
-
-        Args:
-            posterior: Posterior of any method.
-            outputs: Sampled outputs of the posterior for the held-out data, ``[S, N, ...]``, in float64.
-            targets: Targets of the held-out data.
-        """
-        raise NotImplementedError(f"{type(self).__name__} must define calibrate_outputs(...)")
 
     def _wrap_network(
         self, network: Any, held_out: Any, kwargs: dict[str, Any]
@@ -149,6 +136,37 @@ class Calibrator(Method):
             options = replace(options, validation=validation, num_data=num_data)
         kwargs = {**kwargs, "validation": options.held_out, "num_data": options.num_data}
         return self.method.fit(network, loader, **kwargs), options.held_out, options
+
+
+@options(repr=False)
+class OutputCalibrator(Calibrator):
+    """Base class for calibrators that need only the outputs of a posterior. They work with any posterior.
+
+    Subclasses define :meth:`calibrate_outputs`.
+
+    Args:
+        method: Method that is fitted first. None calibrates the network as it is, and trains nothing.
+        validation_fraction: Fraction of the training data that is held out if ``method`` is set and ``fit`` gets no validation data.
+        samples: Number of samples of the predictions on the held-out data. None for the default of the posterior.
+    """
+
+    @checked
+    def calibrate(
+        self, posterior: Posterior, held_out: Iterable[Any], *, seed: int = 0, progress: bool = True
+    ) -> Posterior:
+        """Returns the calibrated posterior; see :meth:`Calibrator.calibrate`."""
+        outputs, targets = collect_outputs(posterior, held_out, self.samples, seed, progress)
+        return self.calibrate_outputs(posterior, outputs, targets)
+
+    @abstractmethod
+    def calibrate_outputs(self, posterior: Posterior, outputs: Tensor, targets: Tensor) -> Posterior:
+        """Returns the calibrated posterior.
+
+        Args:
+            posterior: Posterior of any method.
+            outputs: Sampled outputs of the posterior for the held-out data, ``[S, N, ...]``, in float64.
+            targets: Targets of the held-out data.
+        """
 
 
 def point_posterior(network: Any, held_out: Any, options: FitOptions, owner: str) -> PointPosterior:
@@ -217,7 +235,7 @@ def class_log_samples(posterior: Posterior, outputs: Tensor, owner: str) -> Tens
     return predictive.log_samples
 
 
-class CalibratedPosterior(Posterior):
+class CalibratedPosterior(WrappedPosterior):
     """Base class for posteriors whose predictive distribution is a function of that of an inner posterior.
 
     Subclasses define :meth:`transform`, and ``settings``, ``state`` and :meth:`from_inner` for saving.
@@ -228,10 +246,7 @@ class CalibratedPosterior(Posterior):
 
     def __init__(self, posterior: Posterior) -> None:
         check_without_gate(posterior)
-        super().__init__(posterior.model, posterior.likelihood, posterior.history)
-        self.posterior = posterior
-        self.default_samples, self.cache = posterior.default_samples, posterior.cache
-        self.supports_compile, self.requires_shared = posterior.supports_compile, posterior.requires_shared
+        super().__init__(posterior)
 
     def transform(self, predictive: Any, sample_counts: Tensor | None) -> Any:
         """Returns the calibrated predictive distribution.
@@ -242,59 +257,9 @@ class CalibratedPosterior(Posterior):
         """
         return self._unsupported("transform; define it")
 
-    def outputs(self, inputs: Any, samples: range, prediction: Prediction) -> Tensor:
-        """Returns outputs of the inner posterior."""
-        return self.posterior.outputs(inputs, samples, prediction)
-
     def _predictive(self, outputs: Tensor, sample_counts: Tensor | None = None) -> Any:
         return self.transform(self.posterior._predictive(outputs, sample_counts), sample_counts)
 
-    def draws(self, samples: int, seed: int | None = None) -> dict[str, Tensor]:
-        """Returns draws of the inner posterior."""
-        return self.posterior.draws(samples, seed)
-
-    def log_prob(self, values: Any) -> Tensor:
-        """Returns log-densities of the inner posterior. The calibration changes predictions, not weights."""
-        return self.posterior.log_prob(values)
-
-    def document(self) -> dict[str, Any]:
-        return {**super().document(), "inner": self.posterior.document()}
-
-    def tensors(self) -> dict[str, Tensor]:
-        inner = {f"inner.{name}": value for name, value in self.posterior.tensors().items()}
-        return inner | {f"posterior.{name}": value for name, value in self.state().items()}
-
-    def wrap(self, posterior: Posterior) -> "CalibratedPosterior":
+    def wrap(self, posterior: Posterior) -> Posterior:
         """Returns another posterior with the same calibration."""
         return self.from_inner(posterior, self.state(), self.settings())
-
-    @classmethod
-    def from_inner(
-        cls, posterior: Posterior, state: dict[str, Tensor], settings: dict[str, Any]
-    ) -> "CalibratedPosterior":
-        """Returns the posterior that was saved in a file. It may raise any exception if the file is invalid.
-
-        Args:
-            posterior: Inner posterior.
-            state: Tensors that ``state`` returned.
-            settings: Values that ``settings`` returned.
-        """
-        return cls(posterior, **settings, **state)
-
-    @classmethod
-    @checked
-    def load(cls, path: str | Path | TensorFile, network: nn.Module) -> "Posterior":
-        """Loads a saved posterior into a copy of ``network``."""
-        file = open_posterior_file(path, network, [cls.kind])
-        with rewrap_load_errors(file):
-            settings, inner_document = dict(file.document["settings"]), dict(file.document["inner"])
-        inner = load_posterior(NestedTensorFile(file, "inner.", inner_document), network)
-        device = device_of(inner.model)
-        with rewrap_load_errors(file):
-            state = {
-                name: value.to(device) for name, value in select_prefix(file.tensors, "posterior").items()
-            }
-            posterior = cls.from_inner(inner, state, settings)
-        file.check_names(posterior.tensors())
-        posterior.read_calibration(file)
-        return posterior

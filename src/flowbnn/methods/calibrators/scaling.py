@@ -23,7 +23,7 @@ from torch.nn import functional as F
 
 from flowbnn.batches import call
 from flowbnn.likelihoods import Bernoulli
-from flowbnn.methods.calibrators.base import CalibratedPosterior, Calibrator, class_log_samples
+from flowbnn.methods.calibrators.base import CalibratedPosterior, OutputCalibrator, class_log_samples
 from flowbnn.methods.calibrators.lbfgs import minimize_batch
 from flowbnn.methods.calibrators.log_temperature import fit_temperatures
 from flowbnn.metrics.checks import is_soft
@@ -33,7 +33,7 @@ from flowbnn.predictive import CategoricalPredictive
 
 
 @options(repr=False)
-class _Scaling(Calibrator):
+class _Scaling(OutputCalibrator):
     """Base class for vector and matrix scaling."""
 
     matrix: ClassVar[bool]
@@ -41,7 +41,7 @@ class _Scaling(Calibrator):
     penalty: Positive = field(default=1.0, kw_only=True)
 
     def calibrate_outputs(self, posterior: Posterior, outputs: Tensor, targets: Tensor) -> "ScaledPosterior":
-        """Returns the scaled posterior; see :meth:`Calibrator.calibrate_outputs`."""
+        """Returns the scaled posterior; see :meth:`OutputCalibrator.calibrate_outputs`."""
         (result,) = self.fit_subsets(posterior, outputs, targets, [torch.arange(len(targets))])
         return result
 

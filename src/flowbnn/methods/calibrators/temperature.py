@@ -6,7 +6,6 @@ It is the first calibration method to try, on a trained network or on top of any
 network it changes no predicted class either.
 """
 
-from collections.abc import Iterable
 from dataclasses import field
 from typing import Any, ClassVar
 
@@ -16,7 +15,7 @@ from flowbnn.batches import call
 from flowbnn.errors import warn
 from flowbnn.likelihoods import RealLikelihood
 from flowbnn.methods.base import register_method
-from flowbnn.methods.calibrators.base import CalibratedPosterior, Calibrator, collect_outputs
+from flowbnn.methods.calibrators.base import CalibratedPosterior, OutputCalibrator
 from flowbnn.methods.calibrators.log_temperature import (
     BOUNDS,
     PRIOR_SCALE,
@@ -24,13 +23,13 @@ from flowbnn.methods.calibrators.log_temperature import (
     apply_temperature,
     fit_temperatures,
 )
-from flowbnn.options import Count, Positive, Seed, checked, options
+from flowbnn.options import Positive, checked, options
 from flowbnn.posterior.base import Posterior
 
 
 @register_method
 @options(repr=False)
-class Temperature(Calibrator):
+class Temperature(OutputCalibrator):
     r"""Temperature scaling of a trained network, or on top of a method. It never changes weights.
 
     Args:
@@ -52,7 +51,7 @@ class Temperature(Calibrator):
     def calibrate_outputs(
         self, posterior: Posterior, outputs: Tensor, targets: Tensor
     ) -> "TemperedPosterior":
-        """Returns the posterior at the temperature of the held-out data; see :meth:`Calibrator.calibrate_outputs`."""
+        """Returns the posterior at the temperature of the held-out data; see :meth:`OutputCalibrator.calibrate_outputs`."""
         if isinstance(posterior, TemperedPosterior):
             posterior = posterior.posterior
         (fit,) = fit_temperatures(posterior, outputs, targets, prior_scale=self.prior_scale)
@@ -77,38 +76,6 @@ def check_temperature(fit: TemperatureFit, posterior: Posterior, has_prior: bool
     text = f"{reason}, so {temperature:.3g} is used; provide more data, and check the labels"
     warn(text, kind="validation", temperature=temperature)
     return temperature
-
-
-@checked
-def temper(
-    posterior: Posterior,
-    validation: Iterable[Any],
-    *,
-    prior_scale: Positive | None = PRIOR_SCALE,
-    samples: Count | None = None,
-    seed: Seed = 0,
-    progress: bool = True,
-) -> "TemperedPosterior":
-    """Returns the posterior at the temperature of held-out data.
-
-    Args:
-        posterior: Posterior of any method. The temperature of a tempered posterior is fitted again.
-        validation: Batches of ``(inputs, targets)`` to which the posterior was not fitted.
-        prior_scale: Standard deviation of the prior of the log-temperature, or None for no prior.
-        samples: Number of samples of the predictions. None for the default of the posterior.
-        seed: Seed of the predictions.
-        progress: If True, shows a progress bar.
-
-    >>> import torch, flowbnn as fb
-    >>> inputs = torch.randn(200, 2, generator=torch.Generator().manual_seed(0))
-    >>> loader = [(inputs, (inputs[:, 0] + inputs[:, 1].sin() * inputs[:, 1] > 0).long())]
-    >>> posterior = fb.MLE(epochs=300, lr=0.1).fit(nn.Linear(2, 2), loader, progress=False)
-    >>> round(temper(posterior, loader).temperature, 2)  # its training data
-    1.0
-    """
-    inner = posterior.posterior if isinstance(posterior, TemperedPosterior) else posterior
-    outputs, targets = collect_outputs(inner, validation, samples, seed, progress)
-    return Temperature(prior_scale=prior_scale).calibrate_outputs(inner, outputs, targets)
 
 
 class TemperedPosterior(CalibratedPosterior):

@@ -187,9 +187,8 @@ class ChainSampler:
             raise FlowBNNError(text, kind="resume", argument=changed)
         shapes = {name: view.shape for name, view in file.views.items()}
         number, first, thin = (file.document.get(name, 0) for name in ("number", "first_draw", "thin"))
-        if shapes != self._expected_shapes(
-            max(0, number - first) // max(1, thin)
-        ):  # before any tensor is read
+        # before any tensor is read
+        if shapes != self._expected_shapes(max(0, number - first) // max(1, thin)):
             raise FlowBNNError(f"'{path}' is not a checkpoint of these chains", kind="file")
 
     def _expected_shapes(self, count: int) -> dict[str, torch.Size]:
