@@ -206,7 +206,7 @@ class CompareStudy(MethodStudy):
         warm_up(network, loader)
         method, options = self.make_method(job, candidate, len(loader))
         test, novel = TensorLoader(*data.test, batch_size=512), TensorLoader(data.novel, batch_size=512)
-        validation = TensorLoader(*data.validation, batch_size=s.batch) if candidate.held_out else None
+        validation = TensorLoader(*data.validation, batch_size=s.batch) if candidate.needs_held_out else None
         options |= {"novel": novel, "validation": validation, "samples": s.samples}
         content = measure(method, network, loader, test, **options)
         sizes = {"train": len(data.train[0]), "test": len(data.test[0]), "novel": len(data.novel)}

@@ -121,7 +121,7 @@ class Uci(MethodStudy):
             if candidate.method in (HMC, NUTS) and len(inputs) > s.chain_rows:
                 continue
             inputs, test[0] = standardize(inputs, test[0])
-            held_out = max(1, len(inputs) // 10) if candidate.held_out else 0
+            held_out = max(1, len(inputs) // 10) if candidate.needs_held_out else 0
             large = len(inputs) > 5000
             batch, epochs = (s.large_batch, s.large_epochs) if large else (s.batch, s.epochs)
             loader = shuffled_loader((inputs[held_out:], targets[held_out:]), batch, job.seed)

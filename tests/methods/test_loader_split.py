@@ -30,7 +30,7 @@ def sources():
 @pytest.mark.parametrize("name", sources())
 def test_every_loader_holds_out_the_same_rows(name):
     training, held_out = map(labels_of, split_loader(sources()[name], 0.25))
-    assert sorted(held_out) == RowSplit(40, 0.25).held_out.tolist()
+    assert sorted(held_out) == RowSplit(40, 0.25).held_out_rows.tolist()
     assert sorted(training + held_out) == list(range(40))
 
 

@@ -100,7 +100,7 @@ VALID_ARGUMENTS: dict[str, Callable[[], Any]] = {
     "load_density.path": lambda: fb.density.Density(fb.flows.RealNVP(3)).save("density.safetensors"),
     "log_density": lambda: lambda x: -x.square().sum(-1), "fit_target.epochs": lambda: 1,
     "NoveltyDetector.density": lambda: fb.density.Density(fb.flows.RealNVP(3)),
-    "NoveltyDetector.held_out": lambda: vectors(5), "latent_dim": lambda: 2, "VAE.shape": lambda: (3,),
+    "NoveltyDetector.held_out_scores": lambda: vectors(5), "latent_dim": lambda: 2, "VAE.shape": lambda: (3,),
     "Autoencoder.shape": lambda: (3,), "GatedConvEncoder.shape": lambda: (1, 4, 4), "GatedConvDecoder.shape": lambda: (1, 4, 4),
     "fit_autoencoder.model": lambda: fb.vae.VAE((3,), 2, hidden=(4,)), "fit_autoencoder.data": lambda: vectors(20, 3).round(),
     "fit_autoencoder.epochs": lambda: 1, "select_samples.samples": lambda: slice(0, 2),

@@ -41,7 +41,7 @@ class Candidate:
         inner: Method that is fitted first if the candidate is a calibrator, with all other settings.
         excluded: Names of common settings that the method ignores, because they have another meaning for it.
         cost: Approximate training time, as a multiple of the training time of the baseline. Expensive methods are started first.
-        held_out: If True, the method learns from held-out data, as temperature scaling does.
+        needs_held_out: If True, the method learns from held-out data, as temperature scaling does.
         max_weights: Largest number of weights for which the method takes less than hours. Larger networks are skipped.
         short_run: Function that returns settings for a small number of epochs, given the epochs and the batches per epoch.
     """
@@ -52,7 +52,7 @@ class Candidate:
     settings: Mapping[str, Any] = field(default_factory=dict)
     excluded: tuple[str, ...] = ()
     cost: float = 1.0
-    held_out: bool = False
+    needs_held_out: bool = False
     max_weights: float = math.inf
     short_run: Callable[[int, int | None], Mapping[str, Any]] | None = None
     inner: type[Method] | None = None
@@ -105,7 +105,7 @@ CANDIDATES: tuple[Candidate, ...] = (
     Candidate("mle", "Maximum likelihood", MLE),
     Candidate("map", "MAP", MAP),
     Candidate("damp", "DAMP", DAMP, cost=1.5),
-    Candidate("temperature", "Temperature scaling", Temperature, cost=1.2, held_out=True, inner=MAP),
+    Candidate("temperature", "Temperature scaling", Temperature, cost=1.2, needs_held_out=True, inner=MAP),
     Candidate("mc-dropout", "MC dropout", MCDropout, cost=2),
     Candidate("deep-ensemble", "Deep ensemble of 5", DeepEnsemble, {"members": 5}, cost=5),
     Candidate("mode-ensemble", "Modes of the noise, 16", ModeEnsemble, excluded=_PRIOR, cost=4),

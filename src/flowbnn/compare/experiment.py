@@ -190,7 +190,7 @@ class _Experiment:
                     novel=self.novel,
                     samples=self.samples,
                     likelihood=self.likelihood,
-                    validation=self.validation if candidate.held_out else None,
+                    validation=self.validation if candidate.needs_held_out else None,
                     seed=seed,
                     **self.options,
                 )
@@ -235,8 +235,10 @@ def _choose_methods(methods: Any, failures: dict[str, str], **common: Any) -> li
         key = re.sub(r"[^a-z0-9]+", "-", (label or method.name).lower()).strip("-") or "method"
         while key in selection:
             key += "-again"
-        held_out = isinstance(method, Calibrator)
-        candidate = Candidate(key, label or repr(method), type(method), vars(method), held_out=held_out)
+        calibrates = isinstance(method, Calibrator)
+        candidate = Candidate(
+            key, label or repr(method), type(method), vars(method), needs_held_out=calibrates
+        )
         selection[key] = candidate, method
     return list(selection.values())
 

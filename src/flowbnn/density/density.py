@@ -189,7 +189,7 @@ class NoveltyDetector:
         density: Fitted density.
         rate: False alarm rate.
         criterion: ``"density"`` or ``"typicality"``, as in :meth:`Density.novelty`.
-        held_out: Log-densities of the held-out examples, in ascending order.
+        held_out_scores: Log-densities of the held-out examples, in ascending order.
 
     >>> import flowbnn as fb
     >>> density = Density(fb.flows.RealNVP(2))
@@ -201,12 +201,12 @@ class NoveltyDetector:
     density: Density = field(repr=False)
     rate: Probability
     criterion: Literal["density", "typicality"]
-    held_out: Tensor = field(repr=False)
+    held_out_scores: Tensor = field(repr=False)
 
     def novelty_score(self, data: Any, context: Any = None) -> Tensor:
         """Returns the negative log-density of each example, or its distance to the held-out mean; large values are novel."""
         scores = finite_scores(self.density.score(data, context))
-        return -scores if self.criterion == "density" else (scores - self.held_out.mean()).abs()
+        return -scores if self.criterion == "density" else (scores - self.held_out_scores.mean()).abs()
 
     def p_value(self, data: Any, context: Any = None) -> Tensor:
         """Returns the p-value of each example under the hypothesis that it is familiar."""
@@ -220,12 +220,12 @@ class NoveltyDetector:
             log_densities: Log-densities of the examples, from :meth:`Density.score`.
         """
         low = high = finite_scores(log_densities)
-        number, above = len(self.held_out), torch.zeros((), dtype=torch.long)
+        number, above = len(self.held_out_scores), torch.zeros((), dtype=torch.long)
         if self.criterion == "typicality":
-            opposite = 2.0 * (self.held_out.sum() + low) / (1 + number) - low
+            opposite = 2.0 * (self.held_out_scores.sum() + low) / (1 + number) - low
             low, high = torch.minimum(low, opposite), torch.maximum(low, opposite)
-            above = number - torch.searchsorted(self.held_out, high)
-        stranger = torch.searchsorted(self.held_out, low, right=True) + above
+            above = number - torch.searchsorted(self.held_out_scores, high)
+        stranger = torch.searchsorted(self.held_out_scores, low, right=True) + above
         return (1.0 + stranger.clamp(max=number)) / (1.0 + number)
 
     def is_novel(self, data: Any, context: Any = None) -> Tensor:

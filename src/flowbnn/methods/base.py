@@ -236,7 +236,7 @@ class Method:
                 num_epochs=plan.num_epochs,
             ).train()
         with preserve_rng_state(loader, options.seed or 0):
-            fit_residual_scale(model, likelihood, loader, options.held_out)
+            fit_residual_scale(model, likelihood, loader, options.validation_loader)
         return posterior
 
     def plan_training(
@@ -253,7 +253,7 @@ class Method:
             plan, options = plan_fit(options.epochs, self.schedule, loader, options)
             return loader, options, plan
         loader, options = hold_out(loader, options, fold)
-        monitor: Monitor = "log_likelihood" if options.held_out is None else "validation_nll"
+        monitor: Monitor = "log_likelihood" if options.validation_loader is None else "validation_nll"
         plan, options = plan_fit(None, self.schedule or WEIGHT_SCHEDULE, loader, options, monitor)
         return loader, options, plan
 

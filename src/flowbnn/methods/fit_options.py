@@ -68,7 +68,7 @@ class FitOptions(TrainingOptions):
         return loader
 
     @property
-    def held_out(self) -> Iterable[Any] | None:
+    def validation_loader(self) -> Iterable[Any] | None:
         """Loader of held-out data, or None if ``validation`` is a fraction or None."""
         return None if isinstance(self.validation, float) else self.validation
 

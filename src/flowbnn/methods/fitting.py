@@ -185,7 +185,7 @@ def plan_fit(
     """
     plan = plan_training(epochs, schedule, length_of(loader), monitor, warmup)
     early_stop = options.early_stop
-    if stops_early and epochs is None and early_stop is None and options.held_out is not None:
+    if stops_early and epochs is None and early_stop is None and options.validation_loader is not None:
         early_stop = EarlyStop("validation_nll", patience=max(10, 2 * plan.plateau.window))
     return plan, replace(options, epochs=plan.epochs, early_stop=early_stop)
 
@@ -278,7 +278,7 @@ def make_training_run(
         settings: Settings of the method that are saved in the checkpoint. A resumed run warns if they have changed.
         num_epochs: Function from the history to the number of epochs, see :func:`~flowbnn.training.train`.
     """
-    validate = make_validator(posterior, options.held_out, samples)
+    validate = make_validator(posterior, options.validation_loader, samples)
     objective.network.eval()
     scheduler = None
     if schedule is not None:

@@ -27,7 +27,7 @@ class RowSplit:
         seed: Seed of the order of the examples.
         fold: Index of the held-out block in this order. Blocks of different folds are disjoint.
 
-    >>> RowSplit(10, 0.2, fold=1).held_out.tolist(), len(RowSplit(10, 0.2).training)
+    >>> RowSplit(10, 0.2, fold=1).held_out_rows.tolist(), len(RowSplit(10, 0.2).training_rows)
     ([5, 7], 8)
     """
 
@@ -42,16 +42,16 @@ class RowSplit:
         return min(self.number - 1, max(1, round(self.fraction * self.number)))
 
     @property
-    def held_out(self) -> Tensor:
+    def held_out_rows(self) -> Tensor:
         """Sorted indices of the held-out examples."""
         order = torch.randperm(self.number, generator=torch.Generator().manual_seed(self.seed))
         return order[self.fold * self.count : (self.fold + 1) * self.count].sort().values
 
     @property
-    def training(self) -> Tensor:
+    def training_rows(self) -> Tensor:
         """Sorted indices of all other examples."""
         mask = torch.ones(self.number, dtype=torch.bool)
-        mask[self.held_out] = False
+        mask[self.held_out_rows] = False
         return mask.nonzero().flatten()
 
 
@@ -97,10 +97,10 @@ def split_loader(loader: Any, fraction: float, seed: int = 0, fold: int = 0) -> 
     if number < 2 or len(loader.sampler) != number or getattr(loader.sampler, "replacement", False):
         raise cannot_split(loader)
     split, sampler = RowSplit(number, fraction, seed, fold), loader.sampler
-    training: Any = split.training.tolist()
+    training: Any = split.training_rows.tolist()
     if isinstance(sampler, RandomSampler):
         training = SubsetRandomSampler(training, sampler.generator)
-    held_out = split.held_out.tolist()
+    held_out = split.held_out_rows.tolist()
     return _with_sampler(loader, training, loader.drop_last), _with_sampler(loader, held_out, False)
 
 
@@ -119,11 +119,11 @@ def _split_tensor_loader(loader: Any, fraction: float, seed: int, fold: int) -> 
         raise cannot_split(loader)
     split = RowSplit(number, fraction, seed, fold)
     train, held_out = copy(loader), copy(loader)
-    for subset, index in ((train, split.training), (held_out, split.held_out)):
+    for subset, index in ((train, split.training_rows), (held_out, split.held_out_rows)):
         subset.tensors = tuple(tensor[index.to(tensor.device)] for tensor in loader.tensors)
         subset.num_data = len(index)
     if loader.drop_last:
-        train.num_data = len(split.training) // loader.batch_size * loader.batch_size
+        train.num_data = len(split.training_rows) // loader.batch_size * loader.batch_size
         if not train.num_data:
             raise cannot_split(loader)
     held_out.shuffle, held_out.augment, held_out.drop_last = False, None, False
@@ -141,11 +141,11 @@ def _split_batches(batches: list[Any], fraction: float, seed: int, fold: int) ->
     if number < 2:
         raise cannot_split(batches)
     mask = torch.zeros(number, dtype=torch.bool)
-    mask[RowSplit(number, fraction, seed, fold).held_out] = True
+    mask[RowSplit(number, fraction, seed, fold).held_out_rows] = True
     masks = dict(zip(sizes, mask.split(list(sizes.values())), strict=True))
 
-    def select(keys: Any, held_out: bool) -> list[Any]:
-        index = {key: (masks[key] == held_out).nonzero().flatten() for key in masks}
+    def select(keys: Any, is_held_out: bool) -> list[Any]:
+        index = {key: (masks[key] == is_held_out).nonzero().flatten() for key in masks}
         selected: list[Batch] = [pick(parts[key], index[key]) for key in keys if len(index[key])]
         return [batch if batch.weights is not None else batch[:2] for batch in selected]
 

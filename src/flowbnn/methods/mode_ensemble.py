@@ -87,8 +87,8 @@ class ModeEnsemble(Method):
         first_inputs = prepared.inputs
         if self.width == "laplace":
             check_likelihood(prepared.likelihood, "sampled")
-        if options.held_out is not None:
-            first_batch(options.held_out, purpose="validation")
+        if options.validation_loader is not None:
+            first_batch(options.validation_loader, purpose="validation")
         num_data = options.num_examples(loader)
         data = gather_data(loader, prepared.check_batch, seed)
         point = self.fit_point(model, loader, options, weight_decay=1.0 / num_data, prepared=prepared)
@@ -98,7 +98,7 @@ class ModeEnsemble(Method):
         noisy_model = self._noisy_model(model, first_inputs, default_scale)
         search = _ModeSearch(noisy_model, likelihood, inputs, targets, num_data, seed)
         scales: tuple[float, ...] = (self.prior_scale or default_scale,)
-        if self.prior_scale is None and options.held_out is not None:
+        if self.prior_scale is None and options.validation_loader is not None:
             scales = (0.25, 0.5, 1.0, 2.0)
         best: ModePosterior | None = None
         validation_nll: dict[float, float] = {}
@@ -108,9 +108,9 @@ class ModeEnsemble(Method):
             )
             posterior = self._posterior(search, first_inputs, model, scale, modes, energy)
             posterior.history = point.history
-            if options.held_out is not None:
+            if options.validation_loader is not None:
                 predictive, validation_targets = posterior.predict_with_targets(
-                    options.held_out, seed=0, progress=False
+                    options.validation_loader, seed=0, progress=False
                 )
                 validation_nll[scale] = float(predictive.nll(validation_targets).mean())
             if best is None or validation_nll[scale] < min(list(validation_nll.values())[:-1]):

@@ -7,7 +7,7 @@ a Gaussian with the mean and the standard deviation of the targets. Elsewhere pr
 
 from collections.abc import Mapping
 from functools import partial
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,7 @@ from flowbnn.errors import FlowBNNError
 from flowbnn.flows import named_flows
 from flowbnn.likelihoods import RealLikelihood
 from flowbnn.networks import copy_network
-from flowbnn.options import Bounds, Count, Probability, Seed, checked
+from flowbnn.options import Count, Probability, Seed, checked
 from flowbnn.posterior.base import Posterior, Prediction
 from flowbnn.posterior.prediction import PredictOptions
 from flowbnn.posterior.wrapper import WrappedPosterior
@@ -36,20 +36,20 @@ class DensityGate(nn.Module):
     Args:
         features: Function from inputs to features.
         density: Density of the features.
-        held_out: Log-densities of held-out familiar inputs, ``[N]``.
+        held_out_scores: Log-densities of held-out familiar inputs, ``[N]``.
         fallback: Class probabilities ``[C]``, or mean and variance of each target, ``[2, D]``.
         false_alarm: Share of familiar inputs that are called unfamiliar.
         flow: Name of the flow.
     """
 
-    held_out: Tensor
+    held_out_scores: Tensor
     fallback: Tensor
 
     def __init__(
         self,
         features: Features,
         density: Density,
-        held_out: Tensor,
+        held_out_scores: Tensor,
         fallback: Tensor,
         false_alarm: float,
         flow: str,
@@ -57,13 +57,13 @@ class DensityGate(nn.Module):
         super().__init__()
         self.features, self.density = features, density
         self.false_alarm, self.flow = false_alarm, flow
-        self.register_buffer("held_out", held_out)
+        self.register_buffer("held_out_scores", held_out_scores)
         self.register_buffer("fallback", fallback)
 
     @property
     def detector(self) -> NoveltyDetector:
         """Detector of unfamiliar features."""
-        return NoveltyDetector(self.density, self.false_alarm, "density", self.held_out)
+        return NoveltyDetector(self.density, self.false_alarm, "density", self.held_out_scores)
 
     def scores(self, inputs: Any, network: nn.Module) -> Tensor:
         """Returns the log-density of the features of each input, ``[B]``.
@@ -103,7 +103,7 @@ class DensityGate(nn.Module):
         gate = cls(
             features,
             density,
-            state["held_out"],
+            state["held_out_scores"],
             state["fallback"],
             float(settings["false_alarm"]),
             settings["flow"],
@@ -205,7 +205,7 @@ def gated(
     *,
     components: Count = 16,
     flow: FlowName = "nsf",
-    held_out: Annotated[float, Bounds(gt=0, lt=1)] = 0.2,
+    held_out_fraction: Probability = 0.2,
     epochs: Count = 100,
     seed: Seed = 0,
     progress: bool = False,
@@ -226,7 +226,7 @@ def gated(
         components: Largest number of features. Wider features are reduced to this number of principal components, and the distance to
             their plane is added.
         flow: Name of the flow, ``"nsf"``, ``"maf"`` or ``"realnvp"``.
-        held_out: Share of the rows that set the threshold.
+        held_out_fraction: Fraction of the rows that sets the threshold.
         epochs: Largest number of epochs of the fit of the flow.
         seed: Seed of the split and of the fit.
         progress: If True, a progress bar is shown on a terminal.
@@ -263,7 +263,7 @@ def gated(
                 counts = _add_counts(counts, posterior.likelihood.canonical_targets(targets).cpu())
     rows = torch.cat(vectors)
     order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed))
-    number = max(1, round(held_out * len(rows)))
+    number = max(1, round(held_out_fraction * len(rows)))
     if len(rows) - number < 2:
         text = f"a density gate needs at least 3 rows, got {len(rows)}"
         raise FlowBNNError(text, kind="data", argument="loader")
@@ -272,7 +272,7 @@ def gated(
     detector = density.novelty(rows[order[:number]], rate=false_alarm)
     fallback = _fallback(posterior, statistics, counts, batch)
     return GatedPosterior(
-        posterior, DensityGate(extractor, density, detector.held_out, fallback, false_alarm, flow)
+        posterior, DensityGate(extractor, density, detector.held_out_scores, fallback, false_alarm, flow)
     )
 
 

@@ -82,13 +82,13 @@ class Gain(NamedTuple):
 class FitReport:
     """Report of ``fb.fit``. Each entry that points to a problem has also been raised as a warning.
 
-    All entries but ``held_out`` describe the posterior that is returned. If ``accepted`` is False, ``held_out`` describes the rejected
-    fit.
+    All entries but ``held_out_gain`` describe the posterior that is returned. If ``accepted`` is False, ``held_out_gain`` describes
+    the rejected fit.
 
     Args:
         elbo: ELBO per example of the initial network and of the posterior, on ten batches and with the same draws. None if the ELBO of
             the initial network is not finite, or if ``accepted`` is False.
-        held_out: Log-likelihood per held-out example before and after the fit. None without validation data.
+        held_out_gain: Log-likelihood per held-out example before and after the fit. None without validation data.
         memorization: Log-likelihood per training example minus that per held-out example, for the initial network. A large value
             shows that its weights have memorized the training data. None without validation data.
         collapsed: Layers whose noise has collapsed, as ``"point"`` or ``"prior"`` by layer name.
@@ -103,7 +103,7 @@ class FitReport:
     """
 
     elbo: Gain | None = None
-    held_out: Gain | None = None
+    held_out_gain: Gain | None = None
     memorization: float | None = None
     collapsed: Mapping[str, str] = field(default_factory=dict)
     elbo_gain: float = 0.0
@@ -112,7 +112,7 @@ class FitReport:
     accepted: bool = True
 
     def __str__(self) -> str:
-        lines = [str(gain) for gain in (self.elbo, self.held_out) if gain is not None]
+        lines = [str(gain) for gain in (self.elbo, self.held_out_gain) if gain is not None]
         if self.collapsed:
             layers = ", ".join(f"{layer} ({state})" for layer, state in self.collapsed.items())
             lines.append(f"collapsed layers: {layers}")
@@ -128,7 +128,7 @@ class FitReport:
     def from_dict(cls, document: Mapping[str, Any]) -> "FitReport":
         """Returns the report that :meth:`to_dict` stored."""
         values = dict(document)
-        kinds = {"elbo": Gain, "held_out": Gain, "noise_scale": NoiseScale}
+        kinds = {"elbo": Gain, "held_out_gain": Gain, "noise_scale": NoiseScale}
         for name, kind in kinds.items():
             if values.get(name) is not None:
                 values[name] = kind(*values[name])

@@ -8,9 +8,10 @@
 (torch.Size([5]), torch.Size([3, 1, 8, 8]), torch.Size([2, 1, 8, 8]))
 """
 
+from flowbnn.vae.autoencoder import Autoencoder, fit_autoencoder, load_autoencoder
 from flowbnn.vae.decoders import BernoulliDecoder, Decoder, GaussianDecoder, LogisticDecoder
-from flowbnn.vae.model import VAE, Autoencoder, fit_autoencoder, load_autoencoder
 from flowbnn.vae.nets import GatedConvDecoder, GatedConvEncoder
+from flowbnn.vae.variational import VAE
 
 __all__ = [
     "VAE",

@@ -254,7 +254,7 @@ class ImageMethodStudy(MethodStudy):
         device = str(images.device.type)
         loader = shuffled_loader(data.train, batch, job.seed, device, drop_last=True, augment=augment)
         method, _ = self.make_method(job, candidate, len(loader))
-        held_out = TensorLoader(*data.validation, batch_size=batch) if candidate.held_out else None
+        held_out = TensorLoader(*data.validation, batch_size=batch) if candidate.needs_held_out else None
         return method.fit(
             network.to(device), loader, validation=held_out, num_data=len(images), **job.short_options()
         )

@@ -95,7 +95,7 @@ def test_a_better_fit_is_returned():
     loader = TensorLoader(*rings(300, 1), batch_size=32, shuffle=True)
     posterior = fb.fit(model, loader, epochs=10, weight_lr=0.01, seed=0, **QUIET)
     assert posterior.report.accepted
-    assert posterior.report.held_out.after > posterior.report.held_out.before
+    assert posterior.report.held_out_gain.after > posterior.report.held_out_gain.before
     assert posterior.history.best_epoch is None  # the last epoch is better than the given network
 
 
@@ -109,7 +109,7 @@ def test_a_worse_fit_is_repeated_with_early_stopping(repeated_gain, monkeypatch)
     model = fb.to_stochastic(network, {"*": NormalAffine()})
     posterior = fb.fit(model, loader, epochs=4, weight_lr=0.02, validation=rings(50, 3), seed=0, **QUIET)
     assert posterior.report.accepted == (repeated_gain > 0)
-    gain = posterior.report.held_out
+    gain = posterior.report.held_out_gain
     assert gain.after - gain.before == pytest.approx(0.1 if repeated_gain > 0 else -0.2)
     if repeated_gain > 0:
         values = posterior.history["validation_nll"]
@@ -170,10 +170,10 @@ def test_retrained_networks_decide_if_the_weights_may_have_seen_the_held_out_row
     model = fb.to_stochastic(network, {"*": NormalAffine()})
     posterior = fb.fit(model, loader, **HARMFUL, **QUIET)
     assert posterior.report.accepted == (gain > 0)
-    assert posterior.report.held_out == Gain(-0.5, -0.5 + gain, 0.01)
+    assert posterior.report.held_out_gain == Gain(-0.5, -0.5 + gain, 0.01)
     if gain > 0:
         expected = fb.fit(model, loader, **HARMFUL, validation=None, **QUIET)
-        compared = {"held_out": None, "memorization": None}
+        compared = {"held_out_gain": None, "memorization": None}
         assert replace(posterior.report, **compared) == replace(expected.report, **compared)
         assert posterior.history.records == expected.history.records
         for a, b in zip(posterior.model.parameters(), expected.model.parameters(), strict=True):
@@ -221,14 +221,14 @@ def test_fits_that_cannot_be_verified():
     with pytest.warns(FlowBNNWarning) as caught:
         posterior = fb.fit(fb.to_stochastic(network, {"*": NormalAffine()}), Stream(), num_data=300, **short)
     assert of_kind(caught, "split")
-    assert posterior.report.held_out is None
+    assert posterior.report.held_out_gain is None
     few = [tuple(tensor[:19] for tensor in rings(300, 1))]
     posterior = fb.fit(fb.to_stochastic(network, {"*": NormalAffine()}), few, **short)
-    assert posterior.report.held_out is None
+    assert posterior.report.held_out_gain is None
     dropout = fb.to_stochastic(network, {"*": Dropout(0.5)})
     posterior = fb.fit(dropout, loader, validation=rings(300, 3), **HARMFUL, **QUIET)
     assert posterior.report.accepted  # dropout has no width that could vanish
-    assert posterior.report.held_out.is_loss
+    assert posterior.report.held_out_gain.is_loss
 
 
 def test_methods_find_their_number_of_epochs_on_held_out_data():

@@ -13,7 +13,11 @@ from variational_problems import Reader, cosine, evidence, mean_field_bound, rep
 import flowbnn as fb
 from flowbnn.errors import FlowBNNError, FlowBNNWarning
 from flowbnn.methods.variational.base import FLOWS
-from flowbnn.methods.variational.mnf import MultiplicativeLayer, MultiplicativeNetwork, layer_specs
+from flowbnn.methods.variational.multiplicative_layers import (
+    MultiplicativeLayer,
+    MultiplicativeNetwork,
+    layer_specs,
+)
 from flowbnn.transforms import Planar
 
 

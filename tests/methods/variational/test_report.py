@@ -46,11 +46,11 @@ def test_gains_are_those_of_the_predictions_and_are_saved(tmp_path):
     expected = -plain.predict(held_out[0]).nll(held_out[1]).mean()
     posterior = fb.fit(fb.to_stochastic(network, {"*": NormalAffine()}), loader, validation=held_out, **QUIET)
     report = posterior.report
-    assert report.held_out.before == pytest.approx(float(expected), abs=1e-5)
+    assert report.held_out_gain.before == pytest.approx(float(expected), abs=1e-5)
     after = -posterior.predict(held_out[0], 64, seed=0).nll(held_out[1]).mean()
-    assert report.held_out.after == pytest.approx(float(after), abs=1e-5)
-    assert 0 < report.held_out.standard_error < 0.1
-    assert not report.held_out.is_loss
+    assert report.held_out_gain.after == pytest.approx(float(after), abs=1e-5)
+    assert 0 < report.held_out_gain.standard_error < 0.1
+    assert not report.held_out_gain.is_loss
     assert report.elbo.after > report.elbo.before + 2 * report.elbo.standard_error
     assert abs(report.memorization) < 0.2
     again = fb.load_posterior(posterior.save(tmp_path / "posterior"), network)
@@ -77,7 +77,7 @@ def test_warning_if_the_held_out_log_likelihood_decreases():
         posterior = fb.fit(model, loader, validation=curve(500, 3), **options, **QUIET)
     loss = of_kind(caught, "gain")[0]
     assert loss.fields["after"] < loss.fields["before"]
-    assert posterior.report.held_out.is_loss
+    assert posterior.report.held_out_gain.is_loss
 
 
 def test_the_elbo_of_examples_is_reproducible_and_restores_all_generators():

@@ -128,14 +128,14 @@ class Calibrator(Method, ABC):
         """Fits the inner method, and returns its posterior, the held-out data and the options."""
         assert self.method is not None
         _, loader, options = self.method.setup(network, loader, kwargs)
-        if options.held_out is None:
+        if options.validation_loader is None:
             loader, validation = split_loader(loader, self.validation_fraction, options.seed or 0)
             num_data = options.num_data
             if num_data is not None:
                 num_data = max(1, round(num_data * (1.0 - self.validation_fraction)))
             options = replace(options, validation=validation, num_data=num_data)
-        kwargs = {**kwargs, "validation": options.held_out, "num_data": options.num_data}
-        return self.method.fit(network, loader, **kwargs), options.held_out, options
+        kwargs = {**kwargs, "validation": options.validation_loader, "num_data": options.num_data}
+        return self.method.fit(network, loader, **kwargs), options.validation_loader, options
 
 
 @options(repr=False)

@@ -130,8 +130,10 @@ class Laplace(Method):
             output_layer=fit.output_layer,
             history=point.history,
         )
-        with preserve_rng_state(loader if options.held_out is None else options.held_out, options.seed):
-            compare_with_network(posterior, options.held_out, loader, choose=scale is None)
+        with preserve_rng_state(
+            loader if options.validation_loader is None else options.validation_loader, options.seed
+        ):
+            compare_with_network(posterior, options.validation_loader, loader, choose=scale is None)
         return posterior
 
     def _find_mode(self, fit: CurvatureFit, prior: PriorSearch) -> tuple[Curvature, list[float], bool]:

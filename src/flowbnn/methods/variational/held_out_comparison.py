@@ -97,7 +97,7 @@ def compare_held_out(fit: FinishedFit) -> HeldOutComparison | None:
     return HeldOutComparison(before, log_likelihoods(fit.posterior, fit.held_out), training)
 
 
-def is_memorized(training: Tensor, held_out: Tensor) -> bool:
+def is_memorized(training_values: Tensor, held_out_values: Tensor) -> bool:
     """Returns True if the training log-likelihood exceeds the held-out log-likelihood significantly, and by more than 0.1 nats.
 
     Significance is measured after a sigmoid. Otherwise, a few confident errors among the held-out examples would hide any difference.
@@ -106,10 +106,10 @@ def is_memorized(training: Tensor, held_out: Tensor) -> bool:
     >>> is_memorized(training, torch.cat([training[15:], wrong])), is_memorized(training, torch.cat([training[2:], wrong[-2:]]))
     (True, False)
     """
-    median = torch.cat([training, held_out]).median()
-    first, second = torch.sigmoid(training - median), torch.sigmoid(held_out - median)
+    median = torch.cat([training_values, held_out_values]).median()
+    first, second = torch.sigmoid(training_values - median), torch.sigmoid(held_out_values - median)
     error = (first.var() / len(first) + second.var() / len(second)).sqrt()
-    exceeds = bool(training.mean() > held_out.mean() + 0.1)
+    exceeds = bool(training_values.mean() > held_out_values.mean() + 0.1)
     return exceeds and bool(first.mean() > second.mean() + 3 * error)
 
 

@@ -71,7 +71,7 @@ def fit_noise(model: nn.Module, loader: Iterable[Any], options: NoiseFitOptions)
     """
     check_trainable(model, options)
     initial = InitialState.of(model)
-    training, training_options = loader, replace(options, validation=options.held_out)
+    training, training_options = loader, replace(options, validation=options.validation_loader)
     if options.epochs is None:
         training, training_options = hold_out(loader, options)
     fit = run_fit(model, training, training_options, initial, stops_early=True)
@@ -123,7 +123,7 @@ def run_fit(
     for layer in noise_layers(model).values():
         layer.fitted = True
     log_scale, noise_scale = finish_noise_scale(posterior, loader, options.seed)
-    needs_batches = options.report or options.held_out is not None
+    needs_batches = options.report or options.validation_loader is not None
     return FinishedFit(
         posterior,
         initial,
@@ -133,7 +133,7 @@ def run_fit(
         log_scale,
         noise_scale,
         batches=spread_batches(loader, options.seed) if needs_batches else [],
-        held_out=options.held_out,
+        held_out=options.validation_loader,
     )
 
 
