@@ -138,25 +138,26 @@ def calibrate(
     if output is not None:
         network = select_output(copy_network(network), output)
     data = read_held_out(network, held_out, likelihood, accelerator, seed)
-    wants_folds, folds = folds > 0, min(folds, len(data) // 2) if len(data) >= 4 else 0
-    names = _candidate_names(candidates, wants_folds, data)
-    groups = split_folds(data.targets, folds, seed) if folds else []
-    limits = find_limits(data, groups, wants_folds)
+    names = _candidate_names(candidates, folds > 0, data)
+    num_folds = min(folds, len(data) // 2) if len(data) >= 4 else 0  # a fold has at least two examples
+    groups = split_folds(data.targets, num_folds, seed) if num_folds else []
+    limits = find_limits(data, groups, folds > 0)
 
     def make_problem() -> CalibrationProblem:
         return CalibrationProblem(data, rules, flow, prior_scale or 0.5, structure, seed)
 
     tolerant = candidates == "auto"
-    search = _Search(data, Folds(data, groups), make_problem, prior, samples, seed, progress, tolerant)
-    if limits is not None and wants_folds:
+    search = _CandidateSearch(
+        data, Folds(data, groups), make_problem, prior, samples, seed, progress, tolerant
+    )
+    if limits is not None and folds > 0:
         search.excluded = {name: limits.message for name in names if name not in limits.candidates}
         names = [name for name in names if name in limits.candidates]
-    posterior = search.compare(names) if folds else search.fit_without_folds(names)
-    posterior.calibration = search.report
-    report = search.report
+    posterior = search.compare(names) if num_folds else search.fit_without_folds(names)
+    report = posterior.calibration = search.report
     warn_unreliable(data, limits, report.choice, report.temperature, search.temperature_bound)
     if progress and (console := terminal()) is not None:
-        console.print(str(posterior.calibration), highlight=False)
+        console.print(str(report), highlight=False)
     return posterior
 
 
@@ -189,8 +190,10 @@ def _candidate_names(candidates: Sequence[str] | str, folds: bool, data: HeldOut
 
 
 @dataclass
-class _Search:
+class _CandidateSearch:
     """Comparison of candidates, and the fit of the choice.
+
+    ``compare`` and ``fit_without_folds`` return the posterior, and set ``report`` and ``temperature_bound``.
 
     Args:
         data: Network and held-out data.
@@ -206,7 +209,7 @@ class _Search:
     data: HeldOutData
     folds: Folds
     make_problem: Callable[[], CalibrationProblem]
-    prior: str
+    prior: Literal["auto", "fitted", "fixed"]
     samples: int
     seed: int
     progress: bool
@@ -245,11 +248,9 @@ class _Search:
         if name == "plain":
             posterior: Posterior = self.data.point_posterior(everything)
         elif name == "noise":
-            prior = "fitted" if self.prior == "fitted" else "fixed"
             problem = self.problem = self.make_problem()
-            if self.prior == "auto" and len(self.data) <= problem.dim:
-                prior = "fitted"
-            posterior = self._fit_noise("fitted" if prior == "fitted" else "fixed")
+            default: PriorName = "fitted" if len(self.data) <= problem.dim else "fixed"
+            posterior = self._fit_noise(default if self.prior == "auto" else self.prior)
         elif name == "refit":
             point, batches = self.data.point_posterior(everything), self.data.batches(everything)
             posterior = LastLayerRefit().calibrate(point, batches, seed=self.seed, progress=False)
@@ -310,9 +311,7 @@ class _Search:
     def _predict_noise(self) -> Predictions:
         """Returns the predictions of the noise, and sets its prior."""
         self.problem = self.make_problem()
-        priors: list[PriorName] = ["fixed", "fitted"]
-        if self.prior != "auto":
-            priors = ["fitted" if self.prior == "fitted" else "fixed"]
+        priors: list[PriorName] = ["fixed", "fitted"] if self.prior == "auto" else [self.prior]
         result, prior = predict_noise(
             self.problem, self.folds, priors, self.samples, self.progress, self._fit_noise
         )

@@ -109,13 +109,10 @@ def clone_sharing_tensors(network: nn.Module) -> nn.Module:
             return network
         if isinstance(module, Noise):
             memo[id(module)] = module
+        for value in vars(module).values():
+            if isinstance(value, Tensor) and not value.is_leaf:
+                memo[id(value)] = value.detach()  # old weight norm and pruning compute them again
         tensors = (*module._parameters.values(), *module._buffers.values())
-        computed = [
-            value for value in vars(module).values() if isinstance(value, Tensor) and not value.is_leaf
-        ]
-        memo |= {
-            id(value): value.detach() for value in computed
-        }  # old weight norm and pruning compute them again
         memo |= {id(tensor): tensor for tensor in tensors if tensor is not None}
     try:
         return deepcopy(network, memo)
@@ -169,11 +166,8 @@ class Prediction:
         self, model: nn.Module, options: PredictOptions, samples: int, cache: PredictionCache
     ) -> None:
         self.model, self.options, self.cache = model, options, cache
-        self.device, self.dtype, self.half = (
-            device_of(model),
-            dtype_of(model),
-            AUTOCAST_DTYPES.get(options.precision),
-        )
+        self.device, self.dtype = device_of(model), dtype_of(model)
+        self.half = AUTOCAST_DTYPES.get(options.precision)
         self.samples, self.shared = options.samples or samples, options.shared
         self.seed = new_seed() if options.seed is None else int(options.seed)
         self.total_rows = self.batch_index = self.row_limit = self.compiled_rows = 0

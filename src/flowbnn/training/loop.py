@@ -13,11 +13,10 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils import clip_grads_with_norm_
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from flowbnn.batches import check_finite_tensors, fingerprint, named_tensors
 from flowbnn.errors import FlowBNNError, warn
-from flowbnn.options import Count, UnitInterval, checked
 from flowbnn.training.checkpoint import RunState
 from flowbnn.training.cuda_graph import make_recorder
 from flowbnn.training.device import Process, connect, move_batch, preserve_training_modes
@@ -102,35 +101,6 @@ def train(
         num_epochs=num_epochs,
     )
     return run.train()
-
-
-@checked
-def cosine(optimizer: Optimizer, steps: Count, rise: UnitInterval = 0.0) -> LRScheduler:
-    r"""Returns a schedule that decreases the learning rate to zero along half a cosine, after a linear warm-up.
-
-    The factor at step :math:`t` of :math:`T` is :math:`\min(1, (t + 1) / (r T)) \cdot (1 + \cos(\pi t / T)) / 2`.
-
-    Args:
-        optimizer: Optimizer whose learning rates are scheduled.
-        steps: Number of steps :math:`T`.
-        rise: Fraction :math:`r` of the steps in the warm-up.
-
-    >>> import torch
-    >>> optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
-    >>> schedule, rates = cosine(optimizer, steps=4, rise=0.5), []
-    >>> for _ in range(5):
-    ...     rates.append(round(schedule.get_last_lr()[0], 2))
-    ...     optimizer.step()
-    ...     schedule.step()
-    >>> rates
-    [0.5, 0.85, 0.5, 0.15, 0.0]
-    """
-    warmup_steps = max(1.0, rise * steps)
-
-    def factor(step: int) -> float:
-        return min(1.0, (step + 1) / warmup_steps) * (0.5 + 0.5 * math.cos(math.pi * min(1.0, step / steps)))
-
-    return LambdaLR(optimizer, factor)
 
 
 class TrainingRun:
