@@ -84,9 +84,8 @@ _LAYOUTS: dict[type[nn.Module], Callable[..., Layout]] = {
 }
 # linear layers of libraries that need not be installed, by the full name of the class
 _NAMED_LAYOUTS: dict[str, Callable[..., Layout]] = {
-    "transformers.pytorch_utils.Conv1D": lambda m: Layout(
-        m.weight.shape[0]
-    ),  # GPT-2; its weight is transposed
+    # GPT-2; its weight is transposed
+    "transformers.pytorch_utils.Conv1D": lambda m: Layout(m.weight.shape[0]),
     "torch_geometric.nn.dense.linear.Linear": lambda m: Layout(m.in_channels),
 }
 

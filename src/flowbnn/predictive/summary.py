@@ -105,9 +105,8 @@ class PredictionSummary:
 
         def convert(value: Tensor) -> Tensor:
             result = value.to(*args, **kwargs)
-            return (
-                result if value.is_floating_point() else result.to(value.dtype)
-            )  # labels and counts stay integers
+            # labels and counts stay integers
+            return result if value.is_floating_point() else result.to(value.dtype)
 
         return self._map(convert)
 

@@ -104,9 +104,8 @@ class Rings(PlanarDensity):
 
     def log_prob(self, points: Tensor) -> Tensor:
         radius = points.norm(dim=-1, keepdim=True)
-        signed_radii = torch.cat([radius, -radius], -1).unsqueeze(
-            -1
-        )  # a negative radius has the opposite direction
+        # a negative radius has the opposite direction
+        signed_radii = torch.cat([radius, -radius], -1).unsqueeze(-1)
         square = (signed_radii - torch.tensor(self.radii).to(points)).square()
         logs = (-square / (2 * self.spread**2)).flatten(-2).logsumexp(-1)
         return logs - math.log(len(self.radii) * self.spread) - 1.5 * math.log(2 * PI) - radius[..., 0].log()
@@ -189,10 +188,8 @@ RECIPES: Mapping[str, tuple[str, dict[str, Any], float]] = {  # label, arguments
     "householder": ("Householder", {}, 1.0),
 }
 # fmt: on
-TARGET, TARGET_NAMES = (
-    0.05,
-    ("moons", "gaussians", "rings"),
-)  # largest gap of NSF in nats, and its distributions
+# largest gap of NSF in nats, and its distributions
+TARGET, TARGET_NAMES = 0.05, ("moons", "gaussians", "rings")
 
 
 @options

@@ -30,10 +30,8 @@ NAMES = {
     3: "Energy 3, a wave that splits and joins",
     4: "Energy 4, a wave that splits",
 }
-REACH, EDGE = (
-    4.0,
-    0.4,
-)  # half the side of the figures, beyond which energies 2 to 4 rise, and the scale of the rise
+# half the side of the figures, beyond which energies 2 to 4 rise, and the scale of the rise
+REACH, EDGE = 4.0, 0.4
 QUADRATURE_REACH = 8.0  # half the side of the square of the quadrature, where it has converged
 
 

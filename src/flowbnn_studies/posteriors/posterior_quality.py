@@ -206,9 +206,8 @@ def make_case(
         point = MLE(epochs=s.epochs, lr=s.lr, schedule=cosine).fit(
             network, batches, likelihood=likelihood, seed=seed, progress=False, **device
         )
-    if (
-        name == "boston"
-    ):  # all posteriors share one noise level, that of the residuals, so that their target density is the same
+    if name == "boston":
+        # all posteriors share one noise level, that of the residuals, so that their target density is the same
         residuals = point.predict(noise_data[0], progress=False).mean.cpu() - noise_data[1]
         likelihood = Gaussian(float(residuals.square().mean().sqrt()))
     return Case(point.model, likelihood, noise_data, test)  # type: ignore[arg-type]
@@ -409,9 +408,8 @@ class PosteriorQuality(Study):
         table[EXACT] = chain_values | {"modes": len(modes), "seconds": chain_seconds}
         table[NATURAL] = values | {"seconds": seconds}
         num_layers = sum(isinstance(layer, nn.Linear | nn.Conv2d) for layer in case.network.modules())
-        done = (
-            {NATURAL, "chain"} if num_layers == 2 else {NATURAL}
-        )  # a chain of two layers is a full covariance
+        # a chain of two layers is a full covariance
+        done = {NATURAL, "chain"} if num_layers == 2 else {NATURAL}
         keys = [key for key in s.posteriors if key not in done]
         for key in sorted(keys, key=lambda key: key != "full"):  # the flow starts from the full covariance
             posterior, seconds = time_call(fit_posterior, RECIPES[key][1], case, s, job.seed, device, start)

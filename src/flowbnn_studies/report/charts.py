@@ -312,10 +312,8 @@ def pareto_front(costs: Sequence[float], losses: Sequence[float]) -> list[int]:
 # offsets of a label from its dot, in points, the nearest first
 NEAR = ((8, 0), (-8, 0), (6, 9), (6, -9), (-6, 9), (-6, -9), (0, 12), (0, -12))
 SPOTS = [(across * far, up * far) for far in (1.0, 1.7, 2.6, 3.6, 4.8) for across, up in NEAR]
-PARETO_SIZE, AXES_SIZE = (
-    (480, 380),
-    np.array([430.0, 315.0]),
-)  # size of a panel, and approximate size of its axes
+# size of a panel, and approximate size of its axes
+PARETO_SIZE, AXES_SIZE = (480, 380), np.array([430.0, 315.0])
 Box = tuple[float, float, float, float]
 
 

@@ -438,9 +438,8 @@ def mark_trial(results: dict[str, Any], generated: bool = False) -> dict[str, An
     figures = []
     for entry in results["figures"]:
         data = entry["data"]
-        if entry.get(
-            "published"
-        ):  # otherwise dashed lines and levels are computed here, such as closed forms
+        # otherwise dashed lines and levels are computed here, such as closed forms
+        if entry.get("published"):
             data = {**data, "panels": [without_published(panel) for panel in data["panels"]]}
         figures.append({**entry, "data": data, "published": None})
     return {

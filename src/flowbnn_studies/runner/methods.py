@@ -100,9 +100,8 @@ class MethodStudy(Study):
     ) -> Posterior:
         """Fits the method to a copy of the network. With ``resume`` an interrupted training continues."""
         method, fit_options = self.make_method(job, candidate, len(loader))
-        held_out = (
-            validation if candidate.needs_held_out else None
-        )  # evaluating it would cost time at every epoch
+        # evaluating it would cost time at every epoch
+        held_out = validation if candidate.needs_held_out else None
         return method.fit(network, loader, validation=held_out, **options, **fit_options)
 
     def make_method(self, job: Job, candidate: Candidate, steps: int) -> tuple[Method, dict[str, Any]]:
