@@ -119,16 +119,18 @@ class PixelFlow(ImageFlow):
         base: Base of the same length; standard normal by default.
     """
 
+    @checked
     def __init__(
         self,
         dim: ImageShape,
-        context_dim: int,
-        length: int,
-        hidden: Widths,
-        levels: int,
-        values: int | None,
-        data_init: bool,
-        base: Base | None,
+        context_dim: Length = 0,
+        length: Depth = 4,
+        hidden: Widths = (64, 64),
+        levels: Count = 3,
+        values: AtLeastTwo | None = 256,
+        data_init: bool = False,
+        *,
+        base: Base | None = None,
     ) -> None:
         self.values, self.data_init = values, data_init
         super().__init__(dim, context_dim, length, hidden, levels, base)
@@ -167,21 +169,6 @@ class Glow(PixelFlow):
     >>> flow().log_prob(torch.randint(256, (5, 1, 4, 4))).shape
     torch.Size([5])
     """
-
-    @checked
-    def __init__(
-        self,
-        dim: ImageShape,
-        context_dim: Length = 0,
-        length: Depth = 4,
-        hidden: Widths = (64, 64),
-        levels: Count = 3,
-        values: AtLeastTwo | None = 256,
-        data_init: bool = False,
-        *,
-        base: Base | None = None,
-    ) -> None:
-        super().__init__(dim, context_dim, length, hidden, levels, values, data_init, base)
 
     def make_step(self, size: int, index: int) -> Transform:
         if size == 1:  # one number has no other to mix with
@@ -231,7 +218,7 @@ class ResidualFlow(PixelFlow):
         base: Base | None = None,
     ) -> None:
         self.lipschitz, self.log_det, self.cheap = lipschitz, log_det, cheap
-        super().__init__(dim, context_dim, length, hidden, levels, values, data_init, base)
+        super().__init__(dim, context_dim, length, hidden, levels, values, data_init, base=base)
 
     def make_transforms(self) -> Sequence[Transform]:
         first = [] if self.is_image else [ActNorm(self.dim, data_init=self.data_init)]
@@ -282,7 +269,7 @@ class FlowPP(PixelFlow):
         base: Base | None = None,
     ) -> None:
         self.components = components
-        super().__init__(dim, context_dim, length, hidden, levels, values, data_init, base)
+        super().__init__(dim, context_dim, length, hidden, levels, values, data_init, base=base)
 
     def make_step(self, size: int, index: int) -> Transform:
         checkerboard = self.is_image and index % 2 and self.side_length(2, size) % 2 == 0
