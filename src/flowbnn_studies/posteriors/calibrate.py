@@ -362,6 +362,7 @@ def train_on_all_data(
         train = torch.cat([part for index, part in enumerate(parts) if index != number])
         posterior = network((data[0][train], data[1][train]))
         tempered = Temperature().fit(posterior, [(data[0][held_out], data[1][held_out])], progress=False)
+        assert isinstance(tempered, TemperedPosterior)
         log_temperatures.append(math.log(tempered.temperature))
     return TemperedPosterior(network(data), math.exp(sum(log_temperatures) / folds))
 

@@ -123,7 +123,9 @@ class CalibrateCifar10(Study):
         if on_all_images:
             start = make_network(network, images.channels, s.width)
             point = PointPosterior(job.load_start_network(start).to(images.device), Categorical())
-            temperature = Temperature().fit(point, held_out, progress=False).temperature
+            start_posterior = Temperature().fit(point, held_out, progress=False)
+            assert isinstance(start_posterior, TemperedPosterior)
+            temperature = start_posterior.temperature
             tempered = TemperedPosterior(_train_network(job, network, images), temperature)
             scores = evaluate_images(tempered, images, s, names, job.precision)
             return {"values": {}, "table": {"all": scores}}
