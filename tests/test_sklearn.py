@@ -24,7 +24,7 @@ from sklearn.utils.estimator_checks import parametrize_with_checks
 import flowbnn as fb
 from flowbnn.errors import FlowBNNError
 from flowbnn.methods import METHODS
-from flowbnn.sklearn import BayesianClassifier, BayesianRegressor, nll_score
+from flowbnn.sklearn import BayesianClassifier, BayesianRegressor, log_likelihood_score
 from flowbnn.sklearn.base import find_method
 
 CHEAP = {"method": "map", "hidden_sizes": (16,), "epochs": 20, "lr": 0.03, "batch_size": 32}
@@ -72,7 +72,7 @@ def test_cross_validation_and_grid_search(curve):
     X, y = load_iris(return_X_y=True)
     assert cross_val_score(classifier(), X, y, cv=3, scoring="neg_log_loss").mean() > -0.3
     search = GridSearchCV(
-        regressor(epochs=10), {"method": ["map", fb.DeepEnsemble(2)]}, cv=2, scoring=nll_score
+        regressor(epochs=10), {"method": ["map", fb.DeepEnsemble(2)]}, cv=2, scoring=log_likelihood_score
     ).fit(*curve)
     assert search.best_estimator_.predict(curve[0]).shape == (120,)
     assert len(search.cv_results_["params"]) == 2
@@ -136,7 +136,11 @@ def test_regressor_predicts_in_the_units_of_the_data(curve):
     assert draws.shape == (5, 2000)
     np.testing.assert_allclose(draws.mean(1), mean[:5], atol=4.0 * std.max() / np.sqrt(2000))
     np.testing.assert_array_equal(draws, model.sample_y(X[:5], 2000, random_state=1))
-    assert nll_score(model, X, y) == pytest.approx(float(predictive.log_prob(torch.tensor(y)).mean()))
+    scaled = make_pipeline(StandardScaler(), regressor(epochs=60)).fit(X, y)
+    assert log_likelihood_score(scaled, X, y) == log_likelihood_score(scaled[-1], scaled[0].transform(X), y)
+    assert log_likelihood_score(model, X, y) == pytest.approx(
+        float(predictive.log_prob(torch.tensor(y)).mean())
+    )
 
 
 @pytest.mark.parametrize(
@@ -156,7 +160,7 @@ def test_several_targets_and_likelihoods(curve, likelihood):
     assert (low < high).all()
     assert (low.shape, high.shape) == ((9, 2), (9, 2))
     assert model.score(X, targets) > 0.3
-    assert np.isfinite(nll_score(model, X, targets))
+    assert np.isfinite(log_likelihood_score(model, X, targets))
 
 
 def test_classifier_predictions_agree():
@@ -172,7 +176,10 @@ def test_classifier_predictions_agree():
     draws = model.sample_y(X[:3], 4000)
     shares = np.stack([(draws == label).mean(1) for label in model.classes_], 1)
     np.testing.assert_allclose(shares, probabilities[:3], atol=0.05)
-    assert -nll_score(model, X, labels) == pytest.approx(log_loss(labels, probabilities), rel=1e-4)
+    assert -log_likelihood_score(model, X, labels) == pytest.approx(log_loss(labels, probabilities), rel=1e-4)
+    with pytest.raises(FlowBNNError) as caught:
+        log_likelihood_score(model, X[:2], ["a", "z"])
+    assert (caught.value.kind, caught.value.argument) == ("targets", "y")
 
 
 def test_rows_are_predicted_in_chunks(monkeypatch, curve):

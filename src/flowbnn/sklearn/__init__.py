@@ -21,6 +21,6 @@ except ImportError as error:
 
 from flowbnn.sklearn.classifier import BayesianClassifier
 from flowbnn.sklearn.regressor import BayesianRegressor
-from flowbnn.sklearn.scores import nll_score
+from flowbnn.sklearn.scores import log_likelihood_score
 
-__all__ = ["BayesianClassifier", "BayesianRegressor", "nll_score"]
+__all__ = ["BayesianClassifier", "BayesianRegressor", "log_likelihood_score"]
