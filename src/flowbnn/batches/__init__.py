@@ -4,18 +4,6 @@ from flowbnn.batches.arrays import (
     as_tensor,
     is_array,
 )
-from flowbnn.batches.calls import (
-    NetworkCaller,
-    call,
-    device_of,
-    dtype_of,
-    halve_rows_on_oom,
-    is_out_of_memory,
-    move,
-    move_data,
-    output_tensor,
-    rewrap_forward_errors,
-)
 from flowbnn.batches.containers import (
     container_rows,
     container_tensors,
@@ -27,40 +15,55 @@ from flowbnn.batches.containers import (
     is_leaf,
     needs_whole_batch,
 )
-from flowbnn.batches.finite import (
-    check_finite,
-    check_finite_batch,
-    check_finite_tensors,
-    first_nonfinite_tensor,
-    is_finite,
+from flowbnn.batches.conversion import (
+    as_targets,
+    as_tensors,
+    split_labels,
 )
-from flowbnn.batches.rows import (
+from flowbnn.batches.inputs import (
+    Batch,
     apply,
     batch_size,
-    fingerprint,
+    call,
+    check_finite,
+    check_finite_tensors,
+    device_of,
+    dtype_of,
     has_row_axis,
-    join,
+    is_batch,
+    is_finite,
+    move,
     named_tensors,
+    output_tensor,
+    rewrap_forward_errors,
+    rows,
+    split_batch,
+    split_weighted_batch,
+    take,
+    tensors_of,
+)
+from flowbnn.batches.loaders import (
+    check_repeatable,
+    reported_size,
+)
+from flowbnn.batches.networks import (
+    NetworkCaller,
+    check_finite_batch,
+    first_nonfinite_tensor,
+    halve_rows_on_oom,
+    is_out_of_memory,
+    move_data,
+)
+from flowbnn.batches.rows import (
+    check_selectable,
+    fingerprint,
+    join,
     pad,
     pick,
     rebuild,
     repeat,
     repeat_each,
-    rows,
     shapes,
-    take,
-    tensors_of,
-)
-from flowbnn.batches.split import (
-    Batch,
-    as_targets,
-    as_tensors,
-    check_repeatable,
-    is_batch,
-    reported_size,
-    split_batch,
-    split_labels,
-    split_weighted_batch,
 )
 
 __all__ = [
@@ -76,6 +79,7 @@ __all__ = [
     "check_finite_batch",
     "check_finite_tensors",
     "check_repeatable",
+    "check_selectable",
     "container_rows",
     "container_tensors",
     "convert_container",

@@ -6,7 +6,7 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from flowbnn.batches import device_of, has_row_axis, split_batch, take, tensors_of
+from flowbnn.batches import check_selectable, device_of, has_row_axis, split_batch, take, tensors_of
 from flowbnn.data.formats import as_loader
 from flowbnn.errors import FlowBNNError
 from flowbnn.methods.data_summary import check_loader
@@ -55,6 +55,7 @@ def read_fixed_data(loader: Any, seed: int, purpose: str = "diagnostics") -> tup
     def check_batch(batch: Any) -> None:
         check_loader([batch], purpose)
         inputs, targets = split_batch(batch)
+        check_selectable(inputs, purpose)
         if not has_row_axis((inputs, targets)):
             shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors_of((inputs, targets)))
             text = f"inputs and targets {shapes} differ in length"

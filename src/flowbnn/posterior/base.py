@@ -165,7 +165,8 @@ class Posterior:
             progress,
             keep_samples,
         )
-        inputs = as_inputs(inputs)
+        if not isinstance(inputs, Tensor):
+            inputs = as_inputs(inputs)
         if not is_batch(inputs):
             return self._predict_loader(inputs, options)[0]
         outputs, sample_counts, _ = self.collect(inputs, options)

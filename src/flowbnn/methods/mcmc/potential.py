@@ -20,6 +20,7 @@ from torch.func import functional_call, vmap
 from flowbnn.batches import (
     NetworkCaller,
     check_finite_batch,
+    check_selectable,
     join,
     move_data,
     shapes,
@@ -60,6 +61,7 @@ def gather_data(loader: Iterable[Any], check: Callable[[Any], None], seed: int) 
             check_finite_batch(batch, None, number)
             check(batch)
             batches.append(split_batch(batch))
+            check_selectable(batches[-1][0], "this method")
     if len({shapes(batch) for batch in batches}) > 1:
         text = "batches of different shapes or dtypes cannot be concatenated; pad them to one length"
         raise FlowBNNError(text, kind="loader", argument="loader")

@@ -1,0 +1,409 @@
+"""Batches as one forward pass needs them: inputs and targets, rows, checks, and calls of networks."""
+
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cache
+from inspect import Parameter, signature
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from flowbnn.batches.containers import (
+    container_rows,
+    container_tensors,
+    convert_container,
+    graph_arguments,
+    graph_targets,
+    is_container,
+    is_graph,
+    is_leaf,
+    needs_whole_batch,
+)
+from flowbnn.batches.conversion import as_targets, as_tensors, split_labels
+from flowbnn.errors import FlowBNNError, quote_names
+
+
+class Batch(NamedTuple):
+    """Batch with named parts.
+
+    Args:
+        inputs: Inputs of the network.
+        targets: Targets, or None.
+        weights: Weight of the log-likelihood of every example, ``[B]``, or None.
+    """
+
+    inputs: Any
+    targets: Any = None
+    weights: Tensor | None = None
+
+
+def split_batch(batch: Any) -> tuple[Any, Any]:
+    """Splits a batch into inputs and targets. Targets are None if the batch has none.
+
+    * Tuple or list: the last entry has the targets, all others are inputs. Three tensors are therefore two inputs and the targets.
+      Name the columns with :class:`~flowbnn.data.Columns` if the third is something else. A single entry has inputs alone.
+    * Mapping with ``labels``, ``label`` or ``label_ids``: these are the targets, and are not passed to the network.
+    * Graph of torch_geometric: ``y`` has the targets. The network gets the graph.
+    * Everything else has inputs alone. Arrays become tensors.
+
+    Args:
+        batch: Batch of a loader. The inputs may be a tensor, a tuple (called as ``model(*inputs)``) or a mapping (called as
+            ``model(**inputs)``).
+
+    Raises:
+        FlowBNNError: If the targets are no numbers, or if the batch has weights, which :func:`split_weighted_batch` returns.
+
+    >>> import torch
+    >>> split_batch((torch.zeros(1), torch.ones(1)))
+    (tensor([0.]), tensor([1.]))
+    >>> split_batch({"input_ids": torch.zeros(1), "labels": torch.ones(1)})
+    ({'input_ids': tensor([0.])}, tensor([1.]))
+    """
+    inputs, targets, weights = split_weighted_batch(batch)
+    if weights is not None:
+        text = "this method cannot use weights of examples; remove weights= of flowbnn.data.Columns"
+        raise FlowBNNError(text, kind="weights", argument="loader")
+    return inputs, targets
+
+
+def split_weighted_batch(batch: Any) -> Batch:
+    """Returns the inputs, the targets and the weights of a batch, as :func:`split_batch`. Weights are None if there are none."""
+    if isinstance(batch, Batch):
+        return batch
+    if type(batch) in (tuple, list) and len(batch) == 2:
+        inputs, targets = batch
+        if isinstance(inputs, Tensor) and isinstance(targets, Tensor):
+            return Batch(inputs, targets)
+    if isinstance(batch, Mapping):
+        inputs, targets = split_labels(batch)
+        return Batch(as_tensors(inputs), as_targets(targets))
+    if is_graph(batch):
+        return Batch(batch, graph_targets(batch))
+    if is_leaf(batch) or not isinstance(batch, list | tuple):
+        return Batch(as_tensors(batch))
+    if len(batch) <= 1:
+        return Batch(as_tensors(batch[0]))
+    inputs = batch[0] if len(batch) == 2 else tuple(batch[:-1])
+    return Batch(as_tensors(inputs), as_targets(batch[-1]))
+
+
+def is_batch(inputs: Any) -> bool:
+    """Returns True for one batch of inputs, and False for a loader."""
+    if isinstance(inputs, Tensor) or is_container(inputs) or hasattr(inputs, "keys"):
+        return True
+    if not isinstance(inputs, tuple) or not all(is_leaf(value) for value in inputs):
+        return False
+    return any(isinstance(value, Tensor) or is_container(value) for value in inputs)
+
+
+def apply(
+    inputs: Any, function: Callable[[Tensor], Tensor], container: Callable[[Any], Any] | None = None
+) -> Any:
+    """Applies a function to each tensor of the inputs. Numbers, strings, flags and None are left unchanged.
+
+    Args:
+        inputs: Tensor, or nested tuples, lists and mappings of tensors.
+        function: Function of a tensor.
+        container: Function of a graph or a packed sequence. By default an error is raised, because their rows cannot be selected.
+
+    >>> apply({"x": torch.ones(1), "return_dict": True}, torch.neg)
+    {'x': tensor([-1.]), 'return_dict': True}
+    """
+    if isinstance(inputs, Tensor):
+        return function(inputs)
+    if is_container(inputs):
+        if container is None:
+            text = f"the rows of a {type(inputs).__name__} cannot be selected"
+            raise FlowBNNError(text, kind="rows", argument="inputs")
+        return container(inputs)
+    if isinstance(inputs, Mapping):
+        return {name: apply(value, function, container) for name, value in inputs.items()}
+    if isinstance(inputs, list | tuple) and not needs_whole_batch(inputs):
+        values = [apply(value, function, container) for value in inputs]
+        return type(inputs)(*values) if hasattr(inputs, "_fields") else tuple(values)
+    return inputs
+
+
+def tensors_of(inputs: Any) -> list[Tensor]:
+    """Returns all tensors of the inputs."""
+    return [inputs] if isinstance(inputs, Tensor) else [tensor for _, tensor in named_tensors(inputs)]
+
+
+def named_tensors(batch: Any, name: str = "") -> list[tuple[str, Tensor]]:
+    """Returns every tensor of a nested batch with the path to it.
+
+    >>> [name for name, _ in named_tensors((torch.zeros(2), {"label": torch.zeros(2)}))]
+    ['0', '1.label']
+    """
+    if isinstance(batch, Tensor):
+        return [(name or "0", batch)]
+    pairs: Iterable[tuple[Any, Any]] = ()
+    if is_container(batch):
+        pairs = container_tensors(batch)
+    elif isinstance(batch, Mapping):
+        pairs = batch.items()
+    elif isinstance(batch, (list, tuple)):
+        pairs = enumerate(batch)
+    tensors = []
+    for key, value in pairs:
+        path = f"{name}.{key}" if name else str(key)
+        tensors += [(path, value)] if isinstance(value, Tensor) else named_tensors(value, path)
+    return tensors
+
+
+def batch_size(batch: Any) -> int:
+    """Returns the number of rows of the first tensor of a batch, or 1 if there is none.
+
+    >>> batch_size((torch.zeros(8, 3), torch.zeros(8)))
+    8
+    """
+    tensors = named_tensors(batch)
+    return tensors[0][1].shape[0] if tensors and tensors[0][1].dim() else 1
+
+
+def rows(inputs: Any) -> int:
+    """Returns the number of examples.
+
+    >>> rows({"x": torch.zeros(3, 2)})
+    3
+    """
+    if isinstance(inputs, Tensor) and inputs.ndim:
+        return inputs.shape[0]
+    if is_container(inputs):
+        return container_rows(inputs)
+    tensors = tensors_of(inputs)
+    if not tensors or tensors[0].ndim == 0:
+        raise _input_error(inputs)
+    return tensors[0].shape[0]
+
+
+def _input_error(inputs: Any) -> FlowBNNError:
+    """Returns the error for inputs that are no tensors with the examples on the first axis."""
+    kind = type(inputs).__name__
+    return FlowBNNError(f"inputs must be tensors or arrays with the examples on the first axis, not a {kind}")
+
+
+def take(inputs: Any, start: int, stop: int) -> Any:
+    """Returns the rows from ``start`` to ``stop`` of the inputs."""
+    return apply(inputs, lambda tensor: tensor[start:stop])
+
+
+def has_row_axis(inputs: Any) -> bool:
+    """Returns True if all tensors have the same number of rows, so that rows can be selected.
+
+    This is not the case for a graph with its edges, for a packed sequence, or if there is a list of strings.
+    """
+    if isinstance(inputs, Tensor):
+        return inputs.ndim > 0
+    if needs_whole_batch(inputs) or _has_whole_entries(inputs):
+        return False
+    sizes = {tensor.shape[:1] for tensor in tensors_of(inputs)}
+    return len(sizes) == 1 and len(sizes.pop()) == 1
+
+
+def _has_whole_entries(inputs: Any) -> bool:
+    """Returns True if an entry of a tuple or a mapping cannot be split into rows."""
+    entries: Iterable[Any] = ()
+    if isinstance(inputs, Mapping):
+        entries = inputs.values()
+    elif isinstance(inputs, list | tuple):
+        entries = inputs
+    others = [value for value in entries if not isinstance(value, Tensor)]
+    return any(needs_whole_batch(value) or _has_whole_entries(value) for value in others)
+
+
+def call(model: nn.Module, inputs: Any) -> Tensor:
+    """Calls a network and returns its tensor of outputs, see :func:`output_tensor`.
+
+    Args:
+        model: Network.
+        inputs: Tensor, tuple (called as ``model(*inputs)``) or mapping (called as ``model(**inputs)``). A network whose ``forward``
+            cannot take the entries as arguments gets the tuple or mapping as one argument. A graph of torch_geometric and a packed
+            sequence are one argument. A network with an argument ``edge_index`` gets the attributes of a graph by name.
+
+    Raises:
+        FlowBNNError: If the network does not return a tensor.
+    """
+    if isinstance(inputs, Tensor):
+        outputs = model(inputs)
+    elif is_container(inputs):
+        names = _argument_names(getattr(type(model), "forward", nn.Module.forward))[0]
+        arguments = graph_arguments(inputs, names) if is_graph(inputs) else None
+        outputs = model(inputs) if arguments is None else model(**arguments)
+    elif _takes_whole(model, inputs):
+        outputs = model(inputs)
+    elif isinstance(inputs, Mapping):
+        outputs = model(**inputs)
+    elif isinstance(inputs, list | tuple):
+        outputs = model(*inputs)
+    else:
+        outputs = model(inputs)
+    return outputs if isinstance(outputs, Tensor) and outputs.ndim != 1 else output_tensor(outputs)
+
+
+def _takes_whole(model: Any, inputs: Any) -> bool:
+    """Returns True if the ``forward`` of a network has too few arguments for the entries of a tuple or a mapping."""
+    names, variadic = _argument_names(getattr(type(model), "forward", nn.Module.forward))
+    if not names or Parameter.VAR_POSITIONAL in variadic or not isinstance(inputs, Mapping | list | tuple):
+        return False
+    if isinstance(inputs, Mapping):
+        return Parameter.VAR_KEYWORD not in variadic and not inputs.keys() & set(names)
+    return len(inputs) > len(names)
+
+
+@cache
+def _argument_names(forward: Callable[..., Any]) -> tuple[list[str], set[Any]]:
+    """Returns the names of the arguments of a ``forward`` without ``self``, and the kinds of its variadic ones."""
+    parameters = list(signature(forward).parameters.values())[1:]
+    variadic = {Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD} & {value.kind for value in parameters}
+    return [value.name for value in parameters if value.kind not in variadic], variadic
+
+
+def output_tensor(outputs: Any) -> Tensor:
+    """Returns the tensor of outputs among what a network returns.
+
+    It is the tensor itself, ``.logits`` of an object, ``["logits"]`` of a dictionary, or the first tensor of a tuple. One number for
+    each example, ``[B]``, becomes ``[B, 1]``. Use :func:`flowbnn.select_output` for other entries.
+
+    Raises:
+        FlowBNNError: If there is no such tensor.
+
+    >>> output_tensor({"logits": torch.zeros(2, 3), "features": torch.ones(2, 8)}).shape, output_tensor(torch.zeros(4)).shape
+    (torch.Size([2, 3]), torch.Size([4, 1]))
+    """
+    tensor = outputs.get("logits") if isinstance(outputs, Mapping) else getattr(outputs, "logits", outputs)
+    if type(tensor) in (tuple, list):
+        tensor = next((value for value in tensor if isinstance(value, Tensor)), None)
+    if isinstance(tensor, Tensor):
+        return tensor.unsqueeze(-1) if tensor.ndim == 1 else tensor
+    names = [str(name) for name in outputs] if isinstance(outputs, Mapping) else []
+    entries = f" with {quote_names(names)}" if names else ""
+    example = names[0] if names else "logits"
+    text = (
+        f"the network returns a {type(outputs).__name__}{entries} instead of a tensor; "
+        f"use flowbnn.select_output(network, {example!r})"
+    )
+    raise FlowBNNError(text, kind="network")
+
+
+def dtype_of(model: nn.Module) -> torch.dtype | None:
+    """Returns the dtype of the first real parameter, or None."""
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            return parameter.dtype
+    return None
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Returns the device of the first parameter, or the CPU."""
+    tensor = next(iter(model.parameters()), None)
+    return tensor.device if tensor is not None else torch.device("cpu")
+
+
+def move(inputs: Any, device: torch.device, dtype: torch.dtype | None = None) -> Any:
+    """Moves inputs to a device and converts real tensors to a dtype.
+
+    Args:
+        inputs: Tensor, or nested tuples, lists and mappings of tensors.
+        device: Target device.
+        dtype: Target dtype of real tensors, or None to keep theirs.
+    """
+
+    def convert(tensor: Tensor) -> Tensor:
+        target = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+        if not torch.compiler.is_compiling() and tensor.is_inference():  # which autograd cannot use
+            tensor = tensor.clone()
+        return tensor.to(device, target, non_blocking=True)
+
+    if isinstance(inputs, Tensor):
+        return convert(inputs)
+    return apply(inputs, convert, lambda value: convert_container(value, convert))
+
+
+def check_finite(inputs: Any, what: str = "inputs") -> None:
+    """Raises an error if inputs have NaN or infinite values, or are sparse or meta tensors.
+
+    Args:
+        inputs: Tensor, or nested tuples, lists and mappings of tensors.
+        what: Name of the inputs in the message.
+    """
+    for tensor in tensors_of(inputs):
+        if tensor.layout is not torch.strided or tensor.is_meta:
+            kind = "a meta tensor" if tensor.is_meta else f"a {tensor.layout} tensor; use x.to_dense()"
+            raise FlowBNNError(f"the {what} are {kind}")
+        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+            bad = (~torch.isfinite(tensor)).reshape(len(tensor), -1).any(1).nonzero()
+            text = f"the {what} have NaN or infinite values in {len(bad)} of {len(tensor)} rows, first in row {int(bad[0])}; clean them"
+            raise FlowBNNError(text, kind="finite")
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Returns True if all values of a tensor are finite.
+
+    A finite sum proves this in one pass. Only a sum that overflowed needs a second one.
+    """
+    if not (tensor.is_floating_point() or tensor.is_complex()) or tensor.numel() == 0:
+        return True
+    tensor = tensor.detach()
+    total = tensor.sum() if tensor.is_floating_point() else torch.view_as_real(tensor).sum()
+    return math.isfinite(total.item()) or bool(torch.isfinite(tensor).all())
+
+
+def check_finite_tensors(tensors: Sequence[tuple[str, Tensor]], epoch: int | None, index: int) -> None:
+    """Raises an error if a named tensor has NaN or infinite values or no rows, as :func:`check_finite_batch`."""
+    for name, tensor in tensors:
+        empty = tensor.dim() > 0 and tensor.shape[0] == 0
+        if not empty:
+            # a finite sum proves that all values are finite, in one pass
+            if not (tensor.is_floating_point() or tensor.is_complex()):
+                continue
+            if tensor.is_floating_point() and math.isfinite(tensor.detach().sum().item()):
+                continue
+            if is_finite(tensor):
+                continue
+        problem = f"tensor {name!r} has no rows; leave empty batches out of the loader"
+        if not empty:
+            bad = ~torch.isfinite(tensor)
+            count = int(bad.flatten(1).any(1).sum()) if tensor.dim() > 1 else int(bad.sum())
+            rows = tensor.shape[0] if tensor.dim() else 1
+            problem = (
+                f"{count} of {rows} rows of tensor {name!r} have NaN or infinite values; clean or remove them"
+            )
+        place = "" if epoch is None else f"epoch {epoch + 1}, "
+        raise FlowBNNError(f"{place}batch {index + 1}: {problem}", kind="batch", tensor=name)
+
+
+@contextmanager
+def rewrap_forward_errors(inputs: Any, what: str = "the network fails on inputs of") -> Iterator[None]:
+    """Context manager that re-raises errors of the forward pass with the input shapes and a hint.
+
+    Args:
+        inputs: Inputs of the forward pass.
+        what: Beginning of the message, before the shapes.
+    """
+    try:
+        yield
+    except (FlowBNNError, torch.OutOfMemoryError):
+        raise
+    except (RuntimeError, TypeError, ValueError, LookupError, AttributeError) as error:
+        tensors, hint = tensors_of(inputs), ""
+        sizes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors)
+        message = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        widths = re.search(r"mat1 and mat2 shapes cannot be multiplied \(\d+x(\d+) and (\d+)x\d+\)", message)
+        if widths and any(tensor.ndim == 2 and tensor.shape[1] == int(widths[1]) for tensor in tensors):
+            hint = f"; the network takes {widths[2]} columns, got {widths[1]}"
+        elif "unexpected keyword argument" in message and isinstance(inputs, Mapping):
+            hint = "; name the inputs with flowbnn.data.Columns(loader, inputs=[...], targets=...)"
+        elif any(tensor.dtype == torch.uint8 for tensor in tensors):
+            hint = "; use images.float() / 255"
+        elif "same dtype" in message and any(not tensor.is_floating_point() for tensor in tensors):
+            hint = "; use inputs.float()"
+        elif any(tensor.ndim in (1, 3) for tensor in tensors) and re.search("shape|channels|dim", message):
+            hint = "; use inputs[None] for one example"
+        text = f"{what} shape {sizes}: {message}{hint}"
+        raise FlowBNNError(
+            text, kind="network", shapes=[tuple(tensor.shape) for tensor in tensors]
+        ) from error

@@ -1,0 +1,38 @@
+"""Facts about loaders that need no pass over them."""
+
+from typing import Any
+
+from flowbnn.batches.inputs import rows, split_weighted_batch
+from flowbnn.errors import FlowBNNError
+
+
+def reported_size(loader: Any) -> int | None:
+    """Returns the number of examples in one pass over a loader, over all processes, or None if the loader does not report it.
+
+    Args:
+        loader: ``DataLoader``, list of batches, or an object with an attribute ``num_data``.
+    """
+    number = getattr(loader, "num_data", None)
+    if isinstance(number, int):
+        return number
+    if isinstance(loader, list | tuple):
+        batches = [split_weighted_batch(batch) for batch in loader]
+        return sum([rows(batch.inputs if batch.targets is None else batch.targets) for batch in batches])
+    batches = getattr(loader, "batch_sampler", None)
+    sampler = getattr(batches, "sampler", None)
+    size = getattr(batches, "batch_size", None)
+    if sampler is not None and isinstance(size, int) and hasattr(sampler, "__len__"):
+        count = len(sampler)
+        if getattr(batches, "drop_last", False):
+            count = count // size * size
+        return count * int(getattr(sampler, "num_replicas", 1))
+    return None
+
+
+def check_repeatable(loader: Any, argument: str = "loader") -> None:
+    """Raises FlowBNNError if a loader is an iterator, which serves one pass only."""
+    if hasattr(loader, "__next__"):
+        text = (
+            f"{argument} is an iterator, which can be read only once; use a DataLoader or a list of batches"
+        )
+        raise FlowBNNError(text, kind="loader", argument=argument)
