@@ -54,7 +54,7 @@ from flowbnn.batches.networks import (
     is_out_of_memory,
     move_data,
 )
-from flowbnn.batches.rows import (
+from flowbnn.batches.selection import (
     check_selectable,
     fingerprint,
     join,
