@@ -141,7 +141,9 @@ def named_tensors(batch: Any, name: str = "") -> list[tuple[str, Tensor]]:
     if isinstance(batch, Tensor):
         return [(name or "0", batch)]
     pairs: Iterable[tuple[Any, Any]] = ()
-    if is_container(batch):
+    if type(batch) in (list, tuple):
+        pairs = enumerate(batch)
+    elif is_container(batch):
         pairs = container_tensors(batch)
     elif isinstance(batch, Mapping):
         pairs = batch.items()
