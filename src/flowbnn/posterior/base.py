@@ -14,10 +14,11 @@ returns the outputs of some of its samples for a batch of inputs. The base class
 ``outputs`` usually calls ``prediction.run``, which runs a network over the rows in chunks that fit the memory of the device
 (:mod:`flowbnn.posterior.prediction`). A posterior of one network has three lines:
 
+>>> from flowbnn.likelihoods import Categorical
 >>> class SingleNetwork(Posterior):
 ...     def outputs(self, inputs, samples, prediction):
 ...         return prediction.run(inputs).expand(len(samples), -1, -1)
->>> SingleNetwork(nn.Linear(2, 3), make_likelihood("categorical")).predict(torch.zeros(5, 2), 4).probabilities.shape
+>>> SingleNetwork(nn.Linear(2, 3), Categorical()).predict(torch.zeros(5, 2), 4).probabilities.shape
 torch.Size([5, 3])
 """
 
