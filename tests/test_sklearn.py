@@ -213,7 +213,7 @@ def test_methods_by_name(name):
 def test_calibration_on_held_out_rows(calibrate, curve):
     model = regressor(calibrate=calibrate).fit(*curve)
     assert isinstance(model.posterior_, fb.methods.TemperedPosterior)
-    assert model.posterior_.posterior.history.epochs == 20
+    assert model.n_iter_ == model.posterior_.posterior.history.epochs == 20
 
 
 def test_a_network_of_the_user(curve):

@@ -106,9 +106,9 @@ class BayesianEstimator(BaseEstimator):  # type: ignore[misc]
             network = self._make_network(X.shape[1], num_outputs)
             if isinstance(likelihood, RealLikelihood) and network is not self.network:
                 standardize_outputs(network, likelihood, targets)
-            size = (
-                min(len(X), 64 if len(X) < 10_000 else 256) if self.batch_size == "auto" else self.batch_size
-            )
+            size = self.batch_size
+            if size == "auto":
+                size = min(len(X), 64 if len(X) < 10_000 else 256)
             loader = TensorLoader(
                 self._to_inputs(X, dtype_of(network)),
                 targets,
@@ -153,8 +153,8 @@ class BayesianEstimator(BaseEstimator):  # type: ignore[misc]
         layers: list[nn.Module] = []
         width = num_inputs
         if self.embedding is not None:
-            layers.append(PeriodicEmbedding(num_inputs))
-            width = layers[0].outputs
+            embedding = PeriodicEmbedding(num_inputs)
+            layers, width = [embedding], embedding.outputs
         for size in self.hidden_sizes:
             layers += [nn.Linear(width, int(size)), ACTIVATIONS[self.activation]()]
             width = int(size)
