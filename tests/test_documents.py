@@ -181,6 +181,18 @@ def test_prediction_page():
     assert 8 <= names["quick"].sample_counts.double().mean() <= 128
 
 
+@pytest.mark.filterwarnings("ignore::flowbnn.errors.FlowBNNWarning")  # two epochs are too few
+def test_export_page(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    names: dict = {}
+    torch.manual_seed(0)
+    for code in code_blocks("docs/export.md"):
+        assert len(code.strip().splitlines()) <= 10
+        exec(code, names)
+    assert names["probabilities"].shape == (5, 10)
+    assert names["log_prob"].shape == (3,)
+
+
 @pytest.mark.filterwarnings("ignore::flowbnn.errors.FlowBNNWarning")  # one epoch is too few
 def test_methods_page():
     (loop,) = code_blocks("docs/methods.md")

@@ -16,11 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from flowbnn.batches import apply, has_row_axis, is_batch, move, named_tensors, pad, rows, split_batch, take
+from flowbnn.data.formats import as_inputs
 from flowbnn.density.density import Density
 from flowbnn.errors import FlowBNNError
+from flowbnn.export.blocks import SampledNetworks
 from flowbnn.export.densities import DensityGraph, SampleGraph, base_draws
 from flowbnn.export.graphs import Format, check_installed, trace, write_program
-from flowbnn.export.samplers import SampledNetworks, make_samplers
+from flowbnn.export.samplers import make_samplers
 from flowbnn.options import File, SampleCount, Seed, check, checked
 from flowbnn.posterior.base import Posterior
 from flowbnn.posterior.gated import GatedPosterior
@@ -206,7 +208,8 @@ def _export_posterior(
     posterior: Posterior, example_inputs: Any, samples: int, seed: int, noise: Any, write: Callable[..., Any]
 ) -> ExportedModel:
     """Exports by the first kind of sampled networks that equals the prediction and can be traced."""
-    inputs = example_inputs if is_batch(example_inputs) else split_batch(next(iter(example_inputs)))[0]
+    inputs = as_inputs(example_inputs, "example_inputs")
+    inputs = inputs if is_batch(inputs) else split_batch(next(iter(inputs)))[0]
     batched = has_row_axis(inputs)
     inputs = pad(take(inputs, 0, EXAMPLE_ROWS), EXAMPLE_ROWS) if batched else inputs
     expected = uncertainties(posterior.predict(inputs, samples, seed=seed))

@@ -170,7 +170,7 @@ def trace(module: nn.Module, tensors: Sequence[Tensor], dynamic: Sequence[bool])
     Raises:
         FlowBNNError: If the module cannot be traced, with the layer.
     """
-    batch = torch.export.Dim("batch")
+    batch = torch.export.Dim("batch", min=1)
     shapes = [{0: batch} if free else {} for free in dynamic]
     algebra, active = ConstantAlgebra(), ActiveModules(module)
     with torch.no_grad(), evaluation_mode(module), quiet_exporter(), algebra:
@@ -195,7 +195,7 @@ def first_line(error: BaseException) -> str:
     lines = [line.strip(" -") for line in str(error).strip().splitlines() if line.strip(" -")]
     lines = lines or [type(error).__name__]
     for line in lines:
-        if "specialized" in line:
+        if "specialized" in line or "generated guard" in line:
             return "the batch size is fixed by the code of the network"
     return lines[0][:160].rstrip(" .:")
 

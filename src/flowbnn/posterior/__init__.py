@@ -3,6 +3,7 @@
 from flowbnn.posterior.adaptive import Adaptive
 from flowbnn.posterior.base import Posterior, Prediction, PredictOptions, load_posterior
 from flowbnn.posterior.evaluate import evaluate, novelty_scores
+from flowbnn.posterior.files import read_card
 from flowbnn.posterior.gated import GatedPosterior, gated
 from flowbnn.posterior.mixture import MixturePosterior
 from flowbnn.posterior.noise import NoisePosterior
@@ -24,4 +25,5 @@ __all__ = [
     "gated",
     "load_posterior",
     "novelty_scores",
+    "read_card",
 ]

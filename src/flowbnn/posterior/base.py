@@ -23,7 +23,7 @@ torch.Size([5, 3])
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import replace
@@ -46,7 +46,19 @@ from flowbnn.networks import copy_network, output_selection
 from flowbnn.noise import noise_layers
 from flowbnn.options import Count, File, Positive, SampleCount, accepts_options_of, all_subclasses, checked
 from flowbnn.posterior.adaptive import Adaptive, adaptive_outputs
+<<<<<<< HEAD
 from flowbnn.posterior.files import open_posterior_file, read_network, rewrap_load_errors, select_prefix
+=======
+from flowbnn.posterior.calibration import Calibration
+from flowbnn.posterior.files import (
+    model_card,
+    open_posterior_file,
+    read_network,
+    rewrap_load_errors,
+    select_prefix,
+    upload,
+)
+>>>>>>> cc0fb38a (Add model cards, push_to_hub, benchmarks and documentation of export)
 from flowbnn.posterior.loaders import OutputCollector, shard_loader
 from flowbnn.posterior.prediction import (
     Prediction,
@@ -399,9 +411,45 @@ class Posterior:
         }
 
     @checked
-    def save(self, path: File) -> Path:
-        """Writes the posterior to one safetensors file, atomically. The file holds tensors and JSON, and no code."""
-        return save_tensors(path, self.tensors(), self.document())
+    def save(self, path: File, metrics: Mapping[str, float] | None = None) -> Path:
+        """Writes the posterior to one safetensors file, atomically. The file holds tensors and JSON, and no code.
+
+        Args:
+            path: Path of the file.
+            metrics: Metrics on held-out data, from :func:`~flowbnn.evaluate`, for the model card in the file. The function
+                :func:`~flowbnn.posterior.read_card` returns the card.
+        """
+        return save_tensors(path, self.tensors(), {**self.document(), "card": self.card(metrics)})
+
+    def card(self, metrics: Mapping[str, float] | None = None) -> str:
+        """Returns a model card in Markdown: method, likelihood, metrics, versions, and how to load the posterior.
+
+        Args:
+            metrics: Metrics on held-out data, from :func:`~flowbnn.evaluate`.
+        """
+        return model_card(self, metrics)
+
+    @checked
+    def push_to_hub(
+        self,
+        repository: str,
+        metrics: Mapping[str, float] | None = None,
+        *,
+        private: bool = False,
+        api: Any = None,
+    ) -> str:
+        """Uploads the posterior, with its model card as README, to the Hugging Face Hub.
+
+        Args:
+            repository: Name of the repository, ``"user/name"``. It is created if it does not exist.
+            metrics: Metrics on held-out data for the model card.
+            private: If True, a new repository is private.
+            api: Client of the Hub. None uses ``huggingface_hub.HfApi()``, with the credentials of this machine.
+
+        Returns:
+            Address of the repository.
+        """
+        return upload(self, repository, metrics, private, api)
 
     @classmethod
     @checked

@@ -1,17 +1,21 @@
 """Files of posteriors: the header, the tensors of each prefix, and the network, likelihood and history that every file has."""
 
+import platform
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from importlib.metadata import version
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from flowbnn.batches import device_of, first_nonfinite_tensor
-from flowbnn.errors import FlowBNNError
+from flowbnn.errors import FlowBNNError, pluralize
 from flowbnn.likelihoods import Likelihood, make_likelihood
 from flowbnn.networks import select_output
+from flowbnn.options import File, checked
 from flowbnn.regression import LOC, SCALE, set_output_scale
 from flowbnn.training import History, check_weights
 from flowbnn.training.compatibility import count_weights, warn_changed_layers
@@ -91,3 +95,86 @@ def read_network(
     for prefix, module in modules.items():
         module.load_state_dict(select_prefix(file.tensors, prefix))
     return model, likelihood, history
+
+
+# -------------------- model cards
+
+
+def model_card(posterior: Any, metrics: Mapping[str, float] | None = None) -> str:
+    """Returns a description of a posterior in Markdown, as README files of model repositories have it.
+
+    Args:
+        posterior: Posterior of any method.
+        metrics: Metrics on held-out data, from :func:`~flowbnn.evaluate`.
+    """
+    network, history = posterior.model, posterior.history
+    weights = f"{sum(value.numel() for value in network.parameters()):,}"
+    lines = [
+        "---\nlibrary_name: flowbnn\ntags: [uncertainty, bayesian, calibration]\n---",
+        f"# {type(network).__name__} with calibrated uncertainty\n",
+        f"- Method: {type(posterior).__name__} (`{posterior.kind}`)",
+        f"- Network: {type(network).__name__}, {weights} parameters",
+        f"- Likelihood: {type(posterior.likelihood).__name__}",
+        f"- Samples of a prediction: {posterior.default_samples}",
+        f"- Training: {pluralize(history.epochs, 'epoch')}, {history.seconds:.0f} s",
+        f"- Versions: flowbnn {version('flowbnn')}, torch {torch.__version__}, Python {platform.python_version()}",
+    ]
+    if metrics:
+        rows = [f"| {name} | {value:.4g} |" for name, value in metrics.items()]
+        lines += ["\n## Metrics on held-out data\n", "| metric | value |\n|---|---|", *rows]
+    if posterior.calibration is not None:
+        lines += ["\n## Calibration\n", f"```\n{posterior.calibration}\n```"]
+    lines += [
+        "\n## Use\n",
+        "```python\nimport flowbnn as fb\n",
+        "network = ...  # the architecture, with any weights",
+        'posterior = fb.load_posterior("posterior.safetensors", network)',
+        "prediction = posterior.predict(inputs, seed=0)\n```\n",
+    ]
+    return "\n".join(lines)
+
+
+@checked
+def read_card(path: File) -> str:
+    """Returns the model card of a file that ``posterior.save`` wrote.
+
+    Args:
+        path: Path of the file.
+
+    Raises:
+        FlowBNNError: If the file has no card.
+    """
+    card = TensorFile(path).document.get("card")
+    if not isinstance(card, str):
+        raise FlowBNNError(f"'{path}' has no model card; save it with posterior.save", kind="file")
+    return card
+
+
+def upload(
+    posterior: Any, repository: str, metrics: Mapping[str, float] | None, private: bool, api: Any
+) -> str:
+    """Uploads a posterior and its card to the Hugging Face Hub. Returns the address of the repository.
+
+    Args:
+        posterior: Posterior of any method.
+        repository: Name of the repository, ``"user/name"``.
+        metrics: Metrics on held-out data for the card.
+        private: True for a private repository, if it does not exist yet.
+        api: Client with ``create_repo`` and ``upload_folder``, or None for ``huggingface_hub.HfApi()``.
+
+    Raises:
+        FlowBNNError: If ``huggingface_hub`` is not installed.
+    """
+    if api is None:
+        try:
+            from huggingface_hub import HfApi
+        except ImportError:
+            text = "push_to_hub needs huggingface_hub; use pip install huggingface_hub"
+            raise FlowBNNError(text, kind="missing package", packages=["huggingface_hub"]) from None
+        api = HfApi()
+    with TemporaryDirectory() as folder:
+        posterior.save(Path(folder) / "posterior.safetensors", metrics)
+        (Path(folder) / "README.md").write_text(model_card(posterior, metrics), encoding="utf-8")
+        address = api.create_repo(repository, private=private, exist_ok=True)
+        api.upload_folder(repo_id=repository, folder_path=folder, commit_message="Upload posterior")
+    return str(address)

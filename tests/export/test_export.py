@@ -1,0 +1,271 @@
+"""Tests of exported files: they give the predictions of posteriors in ONNX Runtime and in ``torch.export``."""
+
+import json
+import sys
+
+import onnxruntime
+import pytest
+import torch
+from export_networks import NETWORKS, ResidualNetwork, images, lenet, vectors
+from torch import nn
+
+import flowbnn as fb
+from flowbnn.batches import named_tensors
+from flowbnn.export.export import uncertainties
+from flowbnn.likelihoods import Bernoulli, Categorical, Gaussian
+from flowbnn.methods.calibrators.scaling import ScaledPosterior
+from flowbnn.methods.calibrators.temperature import TemperedPosterior
+from flowbnn.posterior import MemberPosterior, MixturePosterior, NoisePosterior, PointPosterior
+
+SAMPLES = 4
+
+
+def add_noise(network, likelihood=None, rules=None):
+    torch.manual_seed(0)
+    network = fb.to_stochastic(network.eval(), rules or {"*": fb.noise.NormalAffine()})
+    return NoisePosterior(network.eval(), likelihood or Categorical())
+
+
+def mlp(outputs=3):
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, outputs))
+
+
+def run(file, inputs, seed=0):
+    """Returns the outputs of an exported file."""
+    feeds = dict(zip(file.inputs, [tensor for _, tensor in named_tensors(inputs)], strict=False))
+    feeds |= file.draws(seed) if file.noise == "input" else {}
+    assert list(feeds) == list(file.inputs)
+    if file.format == "torch":
+        return torch.export.load(file.path).module()(*feeds.values())
+    session = onnxruntime.InferenceSession(str(file.path))
+    values = session.run(None, {name: tensor.numpy() for name, tensor in feeds.items()})
+    names = [output.name for output in session.get_outputs()]
+    return dict(zip(names, map(torch.as_tensor, values), strict=True))
+
+
+def assert_predicts(file, posterior, inputs, seed=0):
+    expected = uncertainties(posterior.predict(inputs, file.samples, seed=seed))
+    outputs = run(file, inputs, seed)
+    assert list(outputs) == list(file.outputs) == list(expected)
+    for name, value in expected.items():
+        torch.testing.assert_close(outputs[name], value, rtol=1e-5, atol=1e-5)
+
+
+# -------------------- networks
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_onnx_gives_predictions_of_any_network(name, tmp_path):
+    make, inputs = NETWORKS[name]
+    torch.manual_seed(0)
+    posterior = add_noise(make())
+    file = fb.export(posterior, tmp_path / "model.onnx", inputs(4), samples=SAMPLES)
+    assert_predicts(file, posterior, inputs(2))
+    assert_predicts(file, posterior, inputs(1))
+
+
+@pytest.mark.parametrize("noise", ["fixed", "input"])
+@pytest.mark.parametrize("make", [lenet, ResidualNetwork])
+def test_torch_gives_predictions(make, noise, tmp_path):
+    posterior, channels = add_noise(make()), 1 if make is lenet else 3
+    file = fb.export(posterior, tmp_path / "model.pt2", images(4, channels), samples=SAMPLES, noise=noise)
+    for rows in (1, 2, 7):
+        assert_predicts(file, posterior, images(rows, channels))
+
+
+def test_noise_as_input_takes_draws_of_any_seed(tmp_path):
+    posterior = add_noise(lenet())
+    file = fb.export(posterior, tmp_path / "model.onnx", images(4), samples=SAMPLES, noise="input")
+    assert list(file.inputs) == ["inputs", "noise.0", "noise.3", "noise.6", "noise.8"]
+    for seed in (0, 5):
+        assert_predicts(file, posterior, images(2), seed)
+
+
+@pytest.mark.parametrize("site", ["channel", "position"])
+def test_noise_of_both_sites_and_of_flows(site, tmp_path):
+    rules = {"0": fb.noise.NormalPlanar(length=2, site=site), "*": fb.noise.NormalAffine(site=site)}
+    posterior = add_noise(lenet(), rules=rules)
+    file = fb.export(posterior, tmp_path / "model.pt2", images(4), samples=SAMPLES)
+    assert_predicts(file, posterior, images(2))
+
+
+def test_layers_before_the_noise_run_once(tmp_path):
+    posterior = add_noise(lenet(), rules={"8": fb.noise.NormalAffine(), "*": None})
+    file = fb.export(posterior, tmp_path / "model.pt2", images(4), samples=SAMPLES)
+    program = torch.export.load(file.path)
+    shapes = [n.meta["val"].shape for n in program.graph.nodes if n.target is torch.ops.aten.conv2d.default]
+    assert [str(shape[0]) for shape in shapes] == [str(program.graph_signature and shapes[0][0])] * 2
+    assert "*" not in str(shapes[0][0])  # B rows rather than K * B
+    assert_predicts(file, posterior, images(2))
+
+
+def test_weights_are_stored_once(tmp_path):
+    network = nn.Sequential(nn.Linear(4, 200), nn.ReLU(), nn.Linear(200, 200), nn.ReLU(), nn.Linear(200, 3))
+    posterior = add_noise(network)
+    file = fb.export(posterior, tmp_path / "model.onnx", vectors(4, 4), samples=SAMPLES)
+    weights = 4 * sum(value.numel() for value in network.parameters())
+    draws = 4 * SAMPLES * (4 + 200 + 200)
+    assert weights + draws < file.num_bytes < weights + draws + 20_000
+
+
+# -------------------- methods
+
+
+def ensemble(outputs, likelihood, log_noise=None):
+    networks = [nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, outputs)) for _ in range(3)]
+    states = [network.state_dict() for network in networks]
+    return MemberPosterior.from_states(mlp(outputs), likelihood, states, log_noise=log_noise)
+
+
+def fitted(method, likelihood="categorical", network=None):
+    inputs = vectors(20, 4)
+    targets = (inputs[:, 0] > 0).long() if likelihood == "categorical" else inputs[:, :2]
+    return method.fit(network or mlp(2), (inputs, targets), likelihood=likelihood, progress=False)
+
+
+def dropout_network():
+    layers = (
+        nn.Linear(4, 6),
+        nn.SELU(),
+        nn.Dropout(0.3),
+        nn.Linear(6, 6),
+        nn.AlphaDropout(0.2),
+        nn.Linear(6, 2),
+    )
+    return nn.Sequential(*layers)
+
+
+POSTERIORS = {
+    "point": lambda: PointPosterior(mlp(), Categorical()),
+    "gaussian": lambda: add_noise(mlp(2), Gaussian(0.5, dim=2)),
+    "predicted variance": lambda: add_noise(mlp(2), Gaussian("predicted")),
+    "bernoulli": lambda: add_noise(mlp(1), Bernoulli()),
+    "ensemble": lambda: ensemble(3, Categorical()),
+    "ensemble with noise": lambda: ensemble(2, Gaussian(dim=2), torch.randn(3, 2)),
+    "temperature": lambda: TemperedPosterior(add_noise(mlp()), 1.7),
+    "temperature of a regression": lambda: TemperedPosterior(add_noise(mlp(2), Gaussian(0.5, dim=2)), 1.7),
+    "matrix": lambda: ScaledPosterior(add_noise(mlp()), 1.7, torch.randn(3, 3), torch.randn(3)),
+    "mixture": lambda: MixturePosterior([add_noise(mlp()), ensemble(3, Categorical())], [2.0, 1.0]),
+    "mixture of regressions": lambda: MixturePosterior(
+        [add_noise(mlp(2), Gaussian(s, dim=2)) for s in (0.1, 0.5)]
+    ),
+    "dropout": lambda: fitted(fb.MCDropout(epochs=1), network=dropout_network()),
+    "swag": lambda: fitted(fb.SWAG(epochs=4)),
+    "laplace": lambda: fitted(fb.Laplace(epochs=1)),
+    "laplace of a regression": lambda: fitted(fb.Laplace(epochs=1), "gaussian"),
+    "bayes by backprop": lambda: fitted(fb.BayesByBackprop(epochs=1)),
+    "mnf": lambda: fitted(fb.MNF(epochs=1)),
+    "hmc": lambda: fitted(fb.HMC(warmup=2, samples=2, chains=1)),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", POSTERIORS)
+def test_every_kind_of_posterior(name, tmp_path):
+    torch.manual_seed(0)
+    posterior = POSTERIORS[name]()
+    file = fb.export(posterior, tmp_path / "model.pt2", vectors(5, 4), samples=SAMPLES)
+    assert_predicts(file, posterior, vectors(2, 4))
+    other = fb.export(posterior, tmp_path / "noise.pt2", vectors(5, 4), samples=SAMPLES, noise="input")
+    assert_predicts(other, posterior, vectors(2, 4), seed=3)
+
+
+@pytest.mark.parametrize("name", ["ensemble", "mixture of regressions", "matrix"])
+def test_kinds_of_posteriors_in_onnx(name, tmp_path):
+    torch.manual_seed(0)
+    posterior = POSTERIORS[name]()
+    file = fb.export(posterior, tmp_path / "model.onnx", vectors(5, 4), samples=SAMPLES)
+    assert_predicts(file, posterior, vectors(2, 4))
+
+
+def test_ensemble_of_convolutions(tmp_path):
+    torch.manual_seed(0)
+    states = [lenet().state_dict() for _ in range(2)]
+    posterior = MemberPosterior.from_states(lenet(), Categorical(), states)
+    file = fb.export(posterior, tmp_path / "model.onnx", images(4), samples=2)
+    assert_predicts(file, posterior, images(3))
+
+
+# -------------------- description
+
+
+def test_file_holds_its_description(tmp_path):
+    file = fb.export(add_noise(mlp()), tmp_path / "model.onnx", vectors(5, 4), samples=SAMPLES, seed=7)
+    assert file.inputs == {"inputs": (["batch", 4], "float32")}
+    assert file.outputs["probabilities"] == (["batch", 3], "float32")
+    assert file.outputs["epistemic"] == (["batch"], "float32")
+    assert file.num_bytes == file.path.stat().st_size
+    metadata = onnxruntime.InferenceSession(str(file.path)).get_modelmeta().custom_metadata_map
+    document = json.loads(metadata["flowbnn"])
+    assert (document["samples"], document["seed"], document["noise"]) == (SAMPLES, 7, "fixed")
+    assert b"site-packages" not in file.path.read_bytes()
+    extra = {"flowbnn": ""}
+    other = fb.export(add_noise(mlp()), tmp_path / "model.pt2", vectors(5, 4), samples=SAMPLES)
+    torch.export.load(other.path, extra_files=extra)
+    assert json.loads(extra["flowbnn"])["format"] == "torch"
+
+
+def test_example_may_be_a_loader_an_array_or_one_row(tmp_path):
+    posterior = add_noise(mlp())
+    loader = [(vectors(5, 4), torch.zeros(5).long())]
+    for example in (loader, vectors(5, 4).numpy(), vectors(1, 4)):
+        file = fb.export(posterior, tmp_path / "model", example, samples=SAMPLES)
+        assert file.format == "torch"
+        assert_predicts(file, posterior, vectors(6, 4))
+
+
+# -------------------- errors
+
+
+class Branching(nn.Module):
+    def forward(self, x):
+        return x if bool((x > 0).all()) else -x
+
+
+def test_layer_that_branches_on_values_is_named(tmp_path):
+    posterior = PointPosterior(nn.Sequential(nn.Linear(4, 3), Branching()), Categorical())
+    with pytest.raises(fb.FlowBNNError) as error:
+        fb.export(posterior, tmp_path / "model.onnx", vectors(5, 4))
+    assert (error.value.kind, error.value.layer) == ("export", "1")
+    assert "\n" not in str(error.value)
+    assert not list(tmp_path.iterdir())
+
+
+class Eigenvalues(nn.Module):
+    def forward(self, x):
+        return torch.linalg.eigvalsh(x.unsqueeze(-1) * x.unsqueeze(-2))
+
+
+def test_layer_that_onnx_lacks_is_named(tmp_path):
+    posterior = PointPosterior(nn.Sequential(nn.Linear(4, 3), Eigenvalues()), Categorical())
+    with pytest.raises(fb.FlowBNNError) as error:
+        fb.export(posterior, tmp_path / "model.onnx", vectors(5, 4))
+    assert (error.value.kind, error.value.layer) == ("export", "1")
+    file = fb.export(posterior, tmp_path / "model.pt2", vectors(5, 4), samples=1)
+    assert_predicts(file, posterior, vectors(2, 4))
+
+
+def test_missing_package_names_the_extra(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "onnxscript", None)
+    with pytest.raises(fb.FlowBNNError) as error:
+        fb.export(add_noise(mlp()), tmp_path / "model.onnx", vectors(5, 4))
+    assert error.value.kind == "missing package"
+    assert "flowbnn[export]" in str(error.value)
+
+
+def test_unsupported_posteriors_and_draws(tmp_path):
+    torch.manual_seed(0)
+    inputs = vectors(60, 4)
+    posterior = add_noise(mlp())
+    gate = fb.gated(posterior, (inputs, torch.arange(60) % 3), epochs=1)
+    with pytest.raises(fb.FlowBNNError) as error:
+        fb.export(gate, tmp_path / "model.pt2", inputs)
+    assert (error.value.kind, error.value.argument) == ("unsupported", "model")
+    with pytest.raises(fb.FlowBNNError) as error:
+        fb.export(posterior, tmp_path / "model.pt2")
+    assert error.value.argument == "example_inputs"
+    file = fb.export(posterior, tmp_path / "model.pt2", inputs, samples=2)
+    with pytest.raises(fb.FlowBNNError) as error:
+        file.draws(0)
+    assert error.value.argument == "noise"
