@@ -21,4 +21,4 @@ def _registry(monkeypatch, _make_registry):
     """Builds torch's table of ONNX operators once, which takes a third of the time of a small export."""
     from torch.onnx._internal.exporter._registration import ONNXRegistry
 
-    monkeypatch.setattr(ONNXRegistry, "from_torchlib", _make_registry)
+    monkeypatch.setattr(ONNXRegistry, "from_torchlib", staticmethod(_make_registry))

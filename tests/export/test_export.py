@@ -156,7 +156,7 @@ POSTERIORS = {
     "laplace of a regression": lambda: fitted(fb.Laplace(epochs=1), "gaussian"),
     "bayes by backprop": lambda: fitted(fb.BayesByBackprop(epochs=1)),
     "mnf": lambda: fitted(fb.MNF(epochs=1)),
-    "hmc": lambda: fitted(fb.HMC(warmup=2, samples=2, chains=1)),
+    "hmc": lambda: fitted(fb.HMC(warmup=2, samples=2, chains=1, epochs=0)),
 }
 
 

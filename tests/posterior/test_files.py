@@ -104,7 +104,11 @@ def test_loading_needs_the_architecture_only(tmp_path):
     inputs = torch.randn(20, 4, generator=torch.Generator().manual_seed(0))
     data = (inputs, (inputs[:, 0] > 0).long())
     methods = [fb.DeepEnsemble(2, epochs=1), fb.SWAG(epochs=4), fb.Laplace(epochs=1), fb.MNF(epochs=1)]
-    methods += [fb.BayesByBackprop(epochs=1), fb.HMC(warmup=2, samples=2, chains=1), fb.MCDropout(epochs=1)]
+    methods += [
+        fb.BayesByBackprop(epochs=1),
+        fb.HMC(warmup=2, samples=2, chains=1, epochs=0),
+        fb.MCDropout(epochs=1),
+    ]
     posteriors = {type(m).__name__: m.fit(mlp(2), data, progress=False) for m in methods}
     noisy = add_noise(mlp(2), Categorical())
     posteriors |= {"noise": noisy, "mixture": MixturePosterior([noisy, posteriors["Laplace"]])}

@@ -170,24 +170,45 @@ def trace(module: nn.Module, tensors: Sequence[Tensor], dynamic: Sequence[bool])
     Raises:
         FlowBNNError: If the module cannot be traced, with the layer.
     """
-    batch = torch.export.Dim("batch", min=1)
-    shapes = [{0: batch} if free else {} for free in dynamic]
-    algebra, active = ConstantAlgebra(), ActiveModules(module)
+    algebra = ConstantAlgebra()
     with torch.no_grad(), evaluation_mode(module), quiet_exporter(), algebra:
         for scale in (1.0, 0.5):
             algebra.begin_pass()
             module(*(tensor * scale if tensor.is_floating_point() else tensor for tensor in tensors))
-        algebra.begin_trace()
         try:
-            with active.watch():
-                return torch.export.export(
-                    module, tuple(tensors), dynamic_shapes={"tensors": tuple(shapes)}, strict=False
-                )
-        except Exception as error:
-            layer = active.layer()
-            where = f"layer '{layer}'" if layer else "the network"
-            text = f"{where} cannot be exported ({first_line(error)})"
-            raise FlowBNNError(text, kind="export", layer=layer) from error
+            return _trace(module, tensors, dynamic, algebra, torch.export.Dim("batch", min=1))
+        except FlowBNNError as error:
+            if not error.fields.get("constraint"):
+                raise
+        # torch cannot prove that a condition on strides holds for all batch sizes, so it becomes a check at run time
+        return _trace(module, tensors, dynamic, algebra, torch.export.Dim.AUTO)
+
+
+def _trace(
+    module: nn.Module,
+    tensors: Sequence[Tensor],
+    dynamic: Sequence[bool],
+    algebra: ConstantAlgebra,
+    batch: Any,
+) -> Any:
+    """Traces a module once, with a kind of batch axis."""
+    active, shapes = ActiveModules(module), tuple({0: batch} if free else {} for free in dynamic)
+    algebra.begin_trace()
+    try:
+        with active.watch():
+            program = torch.export.export(
+                module, tuple(tensors), dynamic_shapes={"tensors": shapes}, strict=False
+            )
+    except Exception as error:
+        layer, constraint = active.layer(), "Constraints violated" in str(error)
+        where = f"layer '{layer}'" if layer else "the network"
+        text = f"{where} cannot be exported ({first_line(error)})"
+        raise FlowBNNError(text, kind="export", layer=layer, constraint=constraint) from error
+    places = [node for node in program.graph.nodes if node.op == "placeholder"][-len(tensors) :]
+    for place, free in zip(places, dynamic, strict=True):
+        if free and isinstance(place.meta["val"].shape[0], int):
+            raise FlowBNNError("the batch size is fixed by the code of the network", kind="export")
+    return program
 
 
 def first_line(error: BaseException) -> str:
@@ -227,6 +248,9 @@ def write_program(
     onnx_program.model.producer_name = METADATA
     for node in onnx_program.model.graph.all_nodes():
         node.metadata_props.clear()
+    for value in (*onnx_program.model.graph.inputs, *onnx_program.model.graph.outputs):
+        if value.shape is not None and not isinstance(value.shape[0] if len(value.shape) else 0, int):
+            value.shape = type(value.shape)(["batch", *value.shape[1:]])
     values = onnx_program.model.graph.initializers.values()
     if sum(value.const_value.nbytes for value in values if value.const_value is not None) > MAX_ONNX_BYTES:
         text = "an ONNX file holds at most 2 GB; use fewer samples, or format='torch'"

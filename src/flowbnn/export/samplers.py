@@ -146,16 +146,15 @@ class AppendedNoise(SampledNetworks):
 
     Args:
         inner: Sampled networks.
-        log_noise: Logarithms ``[K, D]`` of the noise.
+        log_noise: Logarithms ``[K, D]`` of the noise, which belong to the draws.
     """
 
     def __init__(self, inner: SampledNetworks, log_noise: Tensor) -> None:
-        super().__init__(inner, inner.draws, inner.samples)
-        self.log_noise = log_noise
+        super().__init__(inner, {**inner.draws, "log_noise": log_noise.clone()}, inner.samples)
 
     def forward(self, inputs: Any, draws: Mapping[str, Tensor]) -> Tensor:
-        means = self.network(inputs, draws)
-        return append_log_variance(means, self.log_noise.to(means).unsqueeze(1))
+        means = self.network(inputs, {name: value for name, value in draws.items() if name != "log_noise"})
+        return append_log_variance(means, draws["log_noise"].to(means).unsqueeze(1))
 
 
 class MixtureNetworks(SampledNetworks):
