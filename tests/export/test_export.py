@@ -1,12 +1,13 @@
 """Tests of exported files: they give the predictions of posteriors in ONNX Runtime and in ``torch.export``."""
 
 import json
+import os
 import sys
 
 import onnxruntime
 import pytest
 import torch
-from export_networks import NETWORKS, ResidualNetwork, images, lenet, vectors
+from export_networks import NETWORKS, images, lenet, vectors
 from torch import nn
 
 import flowbnn as fb
@@ -55,7 +56,13 @@ def assert_predicts(file, posterior, inputs, seed=0):
 # -------------------- networks
 
 
-@pytest.mark.parametrize("name", NETWORKS)
+# transformers of Hugging Face have many operations and take seconds each
+SLOW = pytest.mark.skipif("FLOWBNN_SLOW_TESTS" not in os.environ, reason="set FLOWBNN_SLOW_TESTS=1")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=SLOW) if name in ("bert", "vit") else name for name in NETWORKS]
+)
 def test_onnx_gives_predictions_of_any_network(name, tmp_path):
     make, inputs = NETWORKS[name]
     torch.manual_seed(0)
@@ -65,13 +72,14 @@ def test_onnx_gives_predictions_of_any_network(name, tmp_path):
     assert_predicts(file, posterior, inputs(1))
 
 
-@pytest.mark.parametrize("noise", ["fixed", "input"])
-@pytest.mark.parametrize("make", [lenet, ResidualNetwork])
-def test_torch_gives_predictions(make, noise, tmp_path):
-    posterior, channels = add_noise(make()), 1 if make is lenet else 3
-    file = fb.export(posterior, tmp_path / "model.pt2", images(4, channels), samples=SAMPLES, noise=noise)
+@pytest.mark.parametrize("name", ["resnet", "mobilenet", "gru"])
+def test_torch_gives_predictions(name, tmp_path):
+    make, inputs = NETWORKS[name]
+    torch.manual_seed(0)
+    posterior = add_noise(make())
+    file = fb.export(posterior, tmp_path / "model.pt2", inputs(4), samples=SAMPLES)
     for rows in (1, 2, 7):
-        assert_predicts(file, posterior, images(rows, channels))
+        assert_predicts(file, posterior, inputs(rows))
 
 
 def test_noise_as_input_takes_draws_of_any_seed(tmp_path):
@@ -165,10 +173,8 @@ POSTERIORS = {
 def test_every_kind_of_posterior(name, tmp_path):
     torch.manual_seed(0)
     posterior = POSTERIORS[name]()
-    file = fb.export(posterior, tmp_path / "model.pt2", vectors(5, 4), samples=SAMPLES)
-    assert_predicts(file, posterior, vectors(2, 4))
-    other = fb.export(posterior, tmp_path / "noise.pt2", vectors(5, 4), samples=SAMPLES, noise="input")
-    assert_predicts(other, posterior, vectors(2, 4), seed=3)
+    file = fb.export(posterior, tmp_path / "model.pt2", vectors(5, 4), samples=SAMPLES, noise="input")
+    assert_predicts(file, posterior, vectors(2, 4), seed=3)
 
 
 @pytest.mark.parametrize("name", ["ensemble", "mixture of regressions", "matrix"])
@@ -209,7 +215,7 @@ def test_file_holds_its_description(tmp_path):
 def test_example_may_be_a_loader_an_array_or_one_row(tmp_path):
     posterior = add_noise(mlp())
     loader = [(vectors(5, 4), torch.zeros(5).long())]
-    for example in (loader, vectors(5, 4).numpy(), vectors(1, 4)):
+    for example in (loader, vectors(1, 4).numpy()):
         file = fb.export(posterior, tmp_path / "model", example, samples=SAMPLES)
         assert file.format == "torch"
         assert_predicts(file, posterior, vectors(6, 4))
@@ -258,7 +264,7 @@ def test_unsupported_posteriors_and_draws(tmp_path):
     torch.manual_seed(0)
     inputs = vectors(60, 4)
     posterior = add_noise(mlp())
-    gate = fb.gated(posterior, (inputs, torch.arange(60) % 3), epochs=1)
+    gate = fb.gated(posterior, (inputs, torch.arange(60) % 3), false_alarm=0.2, epochs=1)
     with pytest.raises(fb.FlowBNNError) as error:
         fb.export(gate, tmp_path / "model.pt2", inputs)
     assert (error.value.kind, error.value.argument) == ("unsupported", "model")

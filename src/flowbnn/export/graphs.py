@@ -290,13 +290,16 @@ def _failed_operation(program: Any, error: BaseException) -> tuple[str, str | No
     if match is None:
         return "", None
     operation = match[1]
-    for decomposed in (False, True):
-        graph = program.run_decompositions().graph if decomposed else program.graph
-        for node in graph.nodes:
-            if node.op == "call_function" and str(node.target) == operation:
-                stack = list((node.meta.get("nn_module_stack") or {}).values())
-                named = [layer_name(name) for name, *_ in stack if name]
-                return operation, named[-1] if named and named[-1] else None
+    with quiet_exporter():
+        graphs = (program.graph, program.run_decompositions().graph)
+    for node in (node for graph in graphs for node in graph.nodes):
+        if node.op == "call_function" and operation in (
+            str(node.target),
+            str(node.target).rpartition(".")[0],
+        ):
+            stack = (node.meta.get("nn_module_stack") or {}).values()
+            named = [name for name in (layer_name(path) for path, *_ in stack if path) if name]
+            return operation, named[-1] if named else None
     return operation, None
 
 
