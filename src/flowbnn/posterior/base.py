@@ -46,10 +46,6 @@ from flowbnn.networks import copy_network, output_selection
 from flowbnn.noise import noise_layers
 from flowbnn.options import Count, File, Positive, SampleCount, accepts_options_of, all_subclasses, checked
 from flowbnn.posterior.adaptive import Adaptive, adaptive_outputs
-<<<<<<< HEAD
-from flowbnn.posterior.files import open_posterior_file, read_network, rewrap_load_errors, select_prefix
-=======
-from flowbnn.posterior.calibration import Calibration
 from flowbnn.posterior.files import (
     model_card,
     open_posterior_file,
@@ -58,7 +54,6 @@ from flowbnn.posterior.files import (
     select_prefix,
     upload,
 )
->>>>>>> cc0fb38a (Add model cards, push_to_hub, benchmarks and documentation of export)
 from flowbnn.posterior.loaders import OutputCollector, shard_loader
 from flowbnn.posterior.prediction import (
     Prediction,
