@@ -211,6 +211,16 @@ def test_densities_of_arrays_are_values():
     assert torch.allclose(density.log_prob(X.tolist()), density.score(X), atol=1e-5)
 
 
+def test_autoencoders_take_arrays():
+    model = fb.vae.VAE((3,), 2, decoder="gaussian")
+    model = fb.vae.fit_autoencoder(model, pd.DataFrame(X.double().numpy()), epochs=1, progress=False)
+    array = X.double().numpy()
+    for method in (model.encode, model.log_prob, model.reconstruct, model.log_likelihood):
+        assert len(method(array).numpy()) == 24
+    assert torch.allclose(model.encode(array), model.encode(X))
+    assert model.encode(X).requires_grad
+
+
 # -------------------- columns and weights
 
 

@@ -1,8 +1,9 @@
 """Autoencoders: a network that maps examples to codes and back, its training and its files."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import wraps
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributions import constraints
 
-from flowbnn.batches import device_of
+from flowbnn.batches import as_tensor, device_of, dtype_of, is_array
 from flowbnn.density import DensityOptions, fit_density
 from flowbnn.errors import FlowBNNError, check_shape
 from flowbnn.nets.mlp import check_context
@@ -35,6 +36,19 @@ from flowbnn.vae.decoders import BernoulliDecoder, Decoder, GaussianDecoder, Log
 from flowbnn.vae.nets import make_mlp_decoder, make_mlp_encoder
 
 Shape = Annotated[Sequence[Count], NonEmpty(), Hint("such as (64,) or (1, 28, 28)")]
+
+
+def takes_arrays(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorator of a method of examples, which also takes arrays (numpy, pandas) and lists. Their results have no gradients."""
+
+    @wraps(method)
+    def call(self: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(x, Tensor) or not is_array(x):
+            return method(self, x, *args, **kwargs)
+        with torch.no_grad():
+            return method(self, as_tensor(x).to(device_of(self), dtype_of(self)), *args, **kwargs)
+
+    return call
 
 
 class Autoencoder(nn.Module):
@@ -120,6 +134,7 @@ class Autoencoder(nn.Module):
         check_shape("z", z, ("batch", self.latent_dim), owner=type(self).__name__)
         return self.decoder_net(self._append_context(z, context)).to(z.dtype)
 
+    @takes_arrays
     def encode(self, x: Tensor, context: Tensor | None = None) -> Tensor:
         """Returns the code of each example. For a variational autoencoder it is the image of the mean of the base under the flow."""
         features = self.extract_features(x, context)
@@ -137,6 +152,7 @@ class Autoencoder(nn.Module):
         if is_concrete(x):
             self.decoder.check(x)
 
+    @takes_arrays
     def log_prob(self, x: Tensor, context: Tensor | None = None) -> Tensor:
         """Returns the log-likelihood of the reconstruction of each example, ``[B]``."""
         self.check(x)
@@ -153,6 +169,7 @@ class Autoencoder(nn.Module):
         value = self._reconstruction_log_prob(x, context).mean()
         return -value, {"reconstruction": value.detach()}
 
+    @takes_arrays
     @torch.no_grad()
     def reconstruct(self, x: Tensor, context: Tensor | None = None) -> Tensor:
         """Returns the mean of the decoder at the code of each example."""

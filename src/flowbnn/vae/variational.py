@@ -35,7 +35,7 @@ from flowbnn.training import Clock
 from flowbnn.training.randomness import sampling_context
 from flowbnn.transforms import Compose, Transform
 from flowbnn.transforms.base import warn_slow_sampling
-from flowbnn.vae.autoencoder import Autoencoder
+from flowbnn.vae.autoencoder import Autoencoder, takes_arrays
 
 
 class VAE(Autoencoder):
@@ -100,6 +100,7 @@ class VAE(Autoencoder):
             self.flow = make_posterior_transform(names[posterior], latent_dim, context, length=length)
         warn_slow_sampling(self.flow, "VAE.posterior")
 
+    @takes_arrays
     def posterior(self, x: Tensor, context: Tensor | None = None) -> Flow:
         r"""Returns the distribution :math:`q(z \mid x)` of the code of each example."""
         features = self.extract_features(x, context)
@@ -107,6 +108,7 @@ class VAE(Autoencoder):
             loc, raw = self.code(features).chunk(2, -1)
         return Flow(DiagonalNormal(loc, soft_clamp(raw, 8.0).exp()), self.flow, features)
 
+    @takes_arrays
     def encode(self, x: Tensor, context: Tensor | None = None) -> Tensor:
         q = self.posterior(x, context)
         with full_precision(q.base.loc):
@@ -137,6 +139,7 @@ class VAE(Autoencoder):
             kl = log_q - self.prior_log_prob(z, context)
         return self.decoder.log_prob(self.decode(z, context), x), kl
 
+    @takes_arrays
     def log_prob(self, x: Tensor, context: Tensor | None = None) -> Tensor:
         """Returns the ELBO of each example, estimated from one draw. It is a lower bound on the log-density."""
         self.check(x)
@@ -154,6 +157,7 @@ class VAE(Autoencoder):
         logs = {"elbo": likelihood - kl, "reconstruction": likelihood, "kl": kl}
         return loss, {name: value.detach() for name, value in logs.items()}
 
+    @takes_arrays
     @checked
     def log_likelihood(
         self,
