@@ -18,7 +18,7 @@ FLOWS = {
     "iaf": lambda: fb.flows.IAF(3, **SMALL),
     "nsf": lambda: fb.flows.NSF(3, **SMALL),
     "householder": lambda: fb.flows.Householder(3),
-    "lu": lambda: FlowModel(NormalBase(3), Compose([LULinear(3, permute=True, bias=True), Affine(3)])),
+    "lu": lambda: FlowModel(NormalBase(3), Compose(LULinear(3, permute=True, bias=True), Affine(3))),
     "block triangular": lambda: FlowModel(NormalBase(3), BlockTriangular((1, 2), "chain")),
     "mixture base": lambda: FlowModel(MixtureBase(3, 2), LULinear(3)),
 }

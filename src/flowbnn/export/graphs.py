@@ -200,10 +200,10 @@ def _trace(
                 module, tuple(tensors), dynamic_shapes={"tensors": shapes}, strict=False
             )
     except Exception as error:
-        layer, constraint = active.layer(), "Constraints violated" in str(error)
+        layer = active.layer()  # None after the last layer, where torch solves conditions on the batch size
         where = f"layer '{layer}'" if layer else "the network"
         text = f"{where} cannot be exported ({first_line(error)})"
-        raise FlowBNNError(text, kind="export", layer=layer, constraint=constraint) from error
+        raise FlowBNNError(text, kind="export", layer=layer, constraint=layer is None) from error
     places = [node for node in program.graph.nodes if node.op == "placeholder"][-len(tensors) :]
     for place, free in zip(places, dynamic, strict=True):
         if free and isinstance(place.meta["val"].shape[0], int):
