@@ -63,7 +63,7 @@ class NoiseTarget:
         with rewrap_forward_errors(inputs), torch.no_grad():
             noise = self.draw(min(2, len(targets)))[0].to(self.dtype)
             outputs = self.network.outputs(take(inputs, 0, 2), noise)
-        self.likelihood.check(outputs[:1].expand(len(targets), *outputs.shape[1:]), targets)
+        self.likelihood.check(self.likelihood.outputs_like(outputs[:1], targets), targets)
         check_row_independence(self.network, inputs)
         return inputs, self.likelihood.canonical_targets(targets).to(self.device)
 

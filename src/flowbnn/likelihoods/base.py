@@ -45,6 +45,15 @@ class Likelihood(nn.Module, ABC):
             targets: Targets, ``[B, ...]``.
         """
 
+    def outputs_like(self, row: Tensor, targets: Tensor) -> Tensor:
+        """Returns outputs of one example as outputs for some targets, whose values :meth:`check` does not use.
+
+        Args:
+            row: Outputs of one example, ``[1, ...]``.
+            targets: Targets of a batch.
+        """
+        return row.expand(len(targets), *row.shape[1:])
+
     def initialize(self, outputs: Tensor, targets: Tensor) -> None:
         """Sets initial values from the first batch, before training.
 

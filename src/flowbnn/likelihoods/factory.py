@@ -7,10 +7,10 @@ from torch import Tensor
 
 from flowbnn.errors import FlowBNNError, nearest
 from flowbnn.likelihoods.base import Likelihood
-from flowbnn.likelihoods.classes import Bernoulli, Categorical
+from flowbnn.likelihoods.classes import Bernoulli, Categorical, squeeze_channel
 from flowbnn.likelihoods.densities import Flow, Mixture
 from flowbnn.likelihoods.regression import Gaussian, RealLikelihood
-from flowbnn.metrics.checks import are_probabilities
+from flowbnn.metrics.checks import are_binary, are_probabilities
 from flowbnn.options import all_subclasses, checked
 
 
@@ -25,8 +25,9 @@ def make_likelihood(
     Args:
         likelihood: Likelihood, which is returned unchanged, its name, or the result of its ``to_dict``. ``"auto"`` chooses by the
             targets: integers are classes, rows of probabilities are soft labels of classes, and other real numbers are a regression.
-        outputs: Outputs of the network, ``[B, ...]``. They determine the dimension of a Gaussian. One output per example means two
-            classes with one logit.
+            Targets 0 and 1 with one output each are labels of a Bernoulli likelihood: several labels, a mask, or one logit.
+        outputs: Outputs of the network, ``[B, ...]``. They determine the dimension of a Gaussian. One output per integer target means
+            two classes with one logit.
         targets: Targets, ``[B, ...]``, needed for ``"auto"``.
 
     Raises:
@@ -72,12 +73,29 @@ def _choose_name(outputs: Tensor | None, targets: Tensor | None) -> str:
     if targets is None:
         text = "likelihood='auto' needs targets; set 'categorical', 'bernoulli' or 'gaussian'"
         raise FlowBNNError(text, kind="targets", argument="likelihood")
+    if outputs is not None and _are_logits_of_labels(outputs, targets):
+        return "bernoulli"
     if not targets.is_floating_point():
-        has_one_logit = outputs is not None and outputs.numel() == outputs.shape[0]
-        return "bernoulli" if has_one_logit else "categorical"
+        return "categorical"
     if message := _label_message(targets, outputs):
         raise FlowBNNError(message, kind="targets", argument="likelihood")
-    return "categorical" if are_probabilities(targets) else "gaussian"
+    return "categorical" if _are_soft(targets, outputs) else "gaussian"
+
+
+def _are_logits_of_labels(outputs: Tensor, targets: Tensor) -> bool:
+    """Returns True if each target is a label 0 or 1 that has one output."""
+    if outputs.numel() == len(outputs) and not targets.is_floating_point():
+        return True
+    same_shape = squeeze_channel(outputs).shape == squeeze_channel(targets).shape
+    return same_shape and are_binary(targets) and not _are_soft(targets, outputs)
+
+
+def _are_soft(targets: Tensor, outputs: Tensor | None) -> bool:
+    """Returns True if targets are probabilities ``[B, C]``, or probabilities at positions on the axis 1 or -1 of the outputs."""
+    if targets.ndim <= 2 or outputs is None or targets.shape != outputs.shape:
+        return are_probabilities(targets)
+    rows = (targets.movedim(axis, -1).flatten(0, -2) for axis in (1, -1))
+    return any(are_probabilities(values) for values in rows)
 
 
 def _label_message(targets: Tensor, outputs: Tensor | None) -> str:
@@ -88,11 +106,11 @@ def _label_message(targets: Tensor, outputs: Tensor | None) -> str:
     if not targets.numel() or not bool(((targets == 0) | (targets == 1)).all()):
         return ""
     gaussian = "likelihood='gaussian' for real numbers"
-    if are_probabilities(targets):
+    if _are_soft(targets, outputs):
         return f"the targets look like one-hot labels; pass targets.argmax(1), set likelihood='categorical', or {gaussian}"
     has_both = bool((targets == 0).any()) and bool((targets == 1).any())
-    if targets.ndim == 2 and targets.shape[1] > 1 and has_both:
-        return f"the targets look like several labels per example; fit a separate network for each label, or set {gaussian}"
+    if targets.ndim > 1 and targets.numel() > len(targets) and has_both:
+        return f"the targets look like several labels per example; use one output for each label, or set {gaussian}"
     if targets.numel() != len(targets):
         return ""
     name = "bernoulli"

@@ -20,7 +20,7 @@ from flowbnn.batches import (
 from flowbnn.data import TensorLoader
 from flowbnn.errors import FlowBNNError
 from flowbnn.likelihoods import Likelihood, RealLikelihood
-from flowbnn.metrics.checks import are_probabilities
+from flowbnn.metrics.checks import are_binary, are_probabilities
 from flowbnn.regression import TargetStatistics
 from flowbnn.training.options import length_of
 from flowbnn.training.randomness import preserve_rng_state
@@ -223,6 +223,6 @@ def _known_size(number: int | None) -> int:
 def is_regression(likelihood: Likelihood | str, targets: Tensor) -> bool:
     """Returns True if the likelihood is, or will be, one of real-valued targets."""
     if isinstance(likelihood, str):
-        is_real = targets.is_floating_point() and not are_probabilities(targets)
+        is_real = targets.is_floating_point() and not are_probabilities(targets) and not are_binary(targets)
         return likelihood in ("gaussian", "flow", "mixture") or (likelihood == "auto" and is_real)
     return isinstance(likelihood, RealLikelihood)

@@ -101,7 +101,7 @@ def prepare(
 
     def check_batch(batch: Any) -> None:
         batch_targets = split_weighted_batch(batch).targets
-        likelihood.check(row.expand(len(batch_targets), *row.shape[1:]), batch_targets)
+        likelihood.check(likelihood.outputs_like(row, batch_targets), batch_targets)
 
     idle_layers, rows_interact = list[str](), False
     if noise_layers(model):

@@ -1,9 +1,14 @@
 """Checks of the tensors that metrics and predictives take. Without them, wrong tensors would give wrong numbers instead of errors."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from flowbnn.errors import FlowBNNError, check_entries, check_shape
+
+IGNORED = -100
+"""Label of positions without a target, such as padding. Losses of torch ignore the same label."""
 
 
 def mean_as_float(values: Tensor) -> float:
@@ -26,18 +31,19 @@ def to_floating_point(values: Tensor, name: str) -> Tensor:
     return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
-def check_probabilities(probabilities: Tensor, ndim: int = 2) -> Tensor:
+def check_probabilities(probabilities: Tensor, leading: Sequence[str] = ("batch >= 1",)) -> Tensor:
     """Returns class probabilities in at least single precision.
 
     Args:
         probabilities: Probabilities ``[..., C]`` of at least two classes.
-        ndim: Number of axes. Tensors ``[B, C]`` must have at least one row.
+        leading: Names of the first axes, which any number of axes of positions may follow.
 
     Raises:
         FlowBNNError: If the shape is wrong, or if rows are negative or do not sum to one.
     """
     values = to_floating_point(probabilities, "probabilities")
-    axes = ("batch >= 1", "classes >= 2") if ndim == 2 else ("samples", "batch", "classes >= 2")
+    extra = ["..."] if probabilities.ndim > len(leading) + 1 else []
+    axes = (*leading, *extra, "classes >= 2")
     check_shape("probabilities", probabilities, axes, hint="stack (1 - p, p) for one class")
     valid = (probabilities >= 0).all(-1) & ((probabilities.sum(-1) - 1).abs() <= 1e-3)  # False for NaN
     check_entries("probabilities", values, valid, "nonnegative with sum 1", hint="use softmax")
@@ -47,6 +53,16 @@ def check_probabilities(probabilities: Tensor, ndim: int = 2) -> Tensor:
 def is_soft(targets: Tensor) -> bool:
     """Returns True if targets have the shape and the type of soft labels, floating point numbers ``[B, C]`` of two or more classes."""
     return targets.is_floating_point() and targets.ndim == 2 and targets.shape[1] > 1
+
+
+def are_binary(targets: Tensor) -> bool:
+    """Returns True if targets are labels 0 and 1, both of which occur. Ignored entries do not count.
+
+    >>> are_binary(torch.tensor([[1.0, 0.0], [0.0, 0.0]])), are_binary(torch.zeros(3))
+    (True, False)
+    """
+    zeros, ones = targets == 0, targets == 1
+    return bool(zeros.any()) and bool(ones.any()) and bool((zeros | ones | (targets == IGNORED)).all())
 
 
 def are_probabilities(targets: Tensor) -> bool:
@@ -62,51 +78,88 @@ def are_probabilities(targets: Tensor) -> bool:
 
 
 def expected_value(values: Tensor, targets: Tensor) -> Tensor:
-    """Returns the expectation ``[B]`` of values ``[B, C]`` over soft labels. A class of probability zero may have an infinite value."""
+    """Returns the expectation ``[...]`` of values ``[..., C]`` over soft labels. Classes of probability zero may be infinite."""
     targets = targets.to(values)
     return torch.where(targets > 0, targets * values, 0.0).sum(-1)
 
 
 def check_classification(probabilities: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the arguments of a classification metric on the same device.
+    """Returns the arguments of a classification metric on the same device, as rows ``[M, C]`` and targets ``[M]`` or ``[M, C]``.
 
     Args:
-        probabilities: Class probabilities ``[B, C]``.
-        targets: Class indices ``[B]``, or soft labels ``[B, C]``.
+        probabilities: Class probabilities ``[B, C]``, or ``[B, *positions, C]``.
+        targets: Class indices ``[B]`` or ``[B, *positions]``, or soft labels of the shape of the probabilities. Positions with the
+            label -100 are left out.
 
     Raises:
         FlowBNNError: If there are no rows, or if an argument is invalid.
     """
     probabilities = check_probabilities(probabilities)
-    return probabilities, check_classes(targets, *probabilities.shape).to(probabilities.device)
+    *shape, classes = probabilities.shape
+    targets = check_classes(targets, shape, classes).to(probabilities.device)
+    return select_valid(probabilities, targets) if len(shape) > 1 else (probabilities, targets)
 
 
-def check_classes(targets: Tensor, inputs: int, classes: int, kind: str | None = None) -> Tensor:
+def select_valid(values: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the rows ``[M, C]`` of values ``[B, *positions, C]`` at positions that have a target, and their targets.
+
+    Args:
+        values: Values ``[B, *positions, C]``.
+        targets: Class indices ``[B, *positions]``, of which -100 is ignored, or soft labels ``[B, *positions, C]``.
+
+    Raises:
+        FlowBNNError: If no position has a target.
+    """
+    values = values.flatten(0, -2)
+    if targets.is_floating_point():
+        return values, targets.flatten(0, -2)
+    targets = targets.flatten()
+    valid = targets != IGNORED
+    if not bool(valid.any()):
+        raise nothing_to_predict(targets.numel())
+    return values[valid], targets[valid]
+
+
+def nothing_to_predict(number: int, kind: str = "targets") -> FlowBNNError:
+    """Returns the error for targets that are all ignored.
+
+    Args:
+        number: Number of targets.
+        kind: Kind of the error.
+    """
+    text = f"all {number} targets have the ignored label; leave out examples without labels, or check ignore_index"
+    return FlowBNNError(text, kind=kind, argument="targets")
+
+
+def check_classes(targets: Tensor, shape: Sequence[int], classes: int, kind: str | None = None) -> Tensor:
     """Returns class indices as ``int64``, and soft labels unchanged.
 
     Args:
-        targets: Class indices ``[inputs]`` from 0 to ``classes - 1``, or soft labels ``[inputs, classes]``.
-        inputs: Number of inputs.
+        targets: Class indices from 0 to ``classes - 1``, or soft labels. Positions may have the label -100.
+        shape: Shape of class indices, ``(inputs, *positions)``. Soft labels have another axis of size ``classes``.
         classes: Number of classes.
         kind: Kind of the error. By default ``"shape"`` for a wrong shape or dtype and ``"range"`` for a wrong label.
 
     Raises:
         FlowBNNError: If the shape, the dtype or a label is wrong.
     """
-    if is_soft(targets) and targets.shape == (inputs, classes):
+    inputs, *positions = shape
+    if targets.is_floating_point() and targets.shape == (*shape, classes):
         valid = (targets >= 0).all(-1) & ((targets.double().sum(-1) - 1.0).abs() <= 1e-3)
         check_entries("targets", targets, valid, "nonnegative with sum 1", kind=kind or "range")
         return targets
     hints = {
-        (inputs, 1): "use targets.squeeze(1)",
+        (inputs, 1, *positions): "use targets.squeeze(1)",
         (inputs, classes): "use targets.argmax(1) for one-hot labels",
     }
-    hint = hints.get(tuple(targets.shape), "")  # type: ignore[arg-type]
-    check_shape("targets", targets, (inputs,), hint, kind or "shape")
+    hint = hints.get(tuple(targets.shape), "")
+    check_shape("targets", targets, tuple(shape), hint, kind or "shape")
     if targets.is_floating_point():
         text = f"targets must be integers, got {targets.dtype}; use targets.long(), or likelihood='gaussian' for real numbers"
         raise FlowBNNError(text, kind=kind or "shape", argument="targets")
     valid = (targets >= 0) & (targets < classes)
+    if positions:
+        valid |= targets == IGNORED
     check_entries("targets", targets, valid, f"from 0 to {classes - 1}", kind=kind or "range")
     return targets.long()
 

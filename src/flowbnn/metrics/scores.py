@@ -26,8 +26,9 @@ def accuracy(probabilities: Tensor, targets: Tensor) -> float:
     Every input has the same weight ("micro" average), regardless of the size of its class.
 
     Args:
-        probabilities: Class probabilities ``[B, C]``.
-        targets: Class indices ``[B]``, or soft labels ``[B, C]``, over which the score is an expectation.
+        probabilities: Class probabilities ``[B, C]``, or ``[B, *positions, C]``.
+        targets: Class indices ``[B]`` or ``[B, *positions]``, of which -100 is ignored. Over soft labels, of the shape of the
+            probabilities, the score is an expectation.
 
     >>> accuracy(torch.tensor([[0.9, 0.1], [0.2, 0.8], [0.6, 0.4], [0.3, 0.7]]), torch.tensor([0, 1, 1, 1]))
     0.75
@@ -44,8 +45,9 @@ def negative_log_likelihood(probabilities: Tensor, targets: Tensor) -> float:
     :meth:`flowbnn.predictive.CategoricalPredictive.nll`, which stays in the log domain and is more accurate.
 
     Args:
-        probabilities: Class probabilities ``[B, C]``.
-        targets: Class indices ``[B]``, or soft labels ``[B, C]``, over which the score is an expectation.
+        probabilities: Class probabilities ``[B, C]``, or ``[B, *positions, C]``.
+        targets: Class indices ``[B]`` or ``[B, *positions]``, of which -100 is ignored. Over soft labels, of the shape of the
+            probabilities, the score is an expectation.
 
     >>> round(negative_log_likelihood(torch.tensor([[0.5, 0.5], [0.2, 0.8]]), torch.tensor([0, 0])), 4)  # log(10) / 2
     1.1513
@@ -65,8 +67,9 @@ def brier_score(probabilities: Tensor, targets: Tensor) -> float:
     For two classes this is twice the score of the probability of one class. Some papers divide by the number of classes.
 
     Args:
-        probabilities: Class probabilities ``[B, C]``.
-        targets: Class indices ``[B]``, or soft labels ``[B, C]``, over which the score is an expectation.
+        probabilities: Class probabilities ``[B, C]``, or ``[B, *positions, C]``.
+        targets: Class indices ``[B]`` or ``[B, *positions]``, of which -100 is ignored. Over soft labels, of the shape of the
+            probabilities, the score is an expectation.
 
     >>> round(brier_score(torch.tensor([[0.7, 0.2, 0.1]]), torch.tensor([0])), 4)  # 0.09 + 0.04 + 0.01
     0.14
@@ -109,8 +112,9 @@ def calibration_error(
     Unlike torchmetrics, a confidence of exactly 1 belongs to the last bin, and two classes are scored by the predicted class.
 
     Args:
-        probabilities: Class probabilities ``[B, C]``.
-        targets: Class indices ``[B]``, or soft labels ``[B, C]``, over which the score is an expectation.
+        probabilities: Class probabilities ``[B, C]``, or ``[B, *positions, C]``.
+        targets: Class indices ``[B]`` or ``[B, *positions]``, of which -100 is ignored. Over soft labels, of the shape of the
+            probabilities, the score is an expectation.
         bins: Number of bins. 15 is common.
         kind: Type of the bins. ``"equal"``: bins ``(low, high]`` of equal width of the largest probability (Guo et al., 2017).
             ``"adaptive"``: bins of equal numbers of inputs; equal confidences share the bin of their middle rank, so that the order of
@@ -143,8 +147,9 @@ def reliability(probabilities: Tensor, targets: Tensor, bins: Count = 15) -> lis
     ``fraction * abs(accuracy - confidence)``.
 
     Args:
-        probabilities: Class probabilities ``[B, C]``.
-        targets: Class indices ``[B]``, or soft labels ``[B, C]``, over which the score is an expectation.
+        probabilities: Class probabilities ``[B, C]``, or ``[B, *positions, C]``.
+        targets: Class indices ``[B]`` or ``[B, *positions]``, of which -100 is ignored. Over soft labels, of the shape of the
+            probabilities, the score is an expectation.
         bins: Number of bins.
 
     Returns:
@@ -189,7 +194,7 @@ def calibration_floor(
     bin are assumed to be equal, which overestimates the floor by a few parts in a thousand for 15 bins.
 
     Args:
-        predictions: Class probabilities ``[B, C]``, or the bars of :func:`reliability`.
+        predictions: Class probabilities ``[B, C]`` or ``[B, *positions, C]``, or the bars of :func:`reliability`.
         number: Number of inputs of the bars.
         bins: Number of bins of the probabilities.
 
@@ -199,7 +204,8 @@ def calibration_floor(
     """
     if isinstance(predictions, Tensor):
         probabilities = check_probabilities(predictions)
-        predictions, number = reliability(probabilities, probabilities.argmax(-1), bins), len(probabilities)
+        predictions = reliability(probabilities, probabilities.argmax(-1), bins)
+        number = probabilities[..., 0].numel()
     check("number", number, Annotated[int, Ge(1), Hint("number of inputs")])
     assert number is not None
     total = 0.0

@@ -103,6 +103,7 @@ class Adaptive:
                 raise FlowBNNError(text, kind="unsupported", argument="criterion")
             return identical | ((error * reach <= self.tolerance) & reliable)
         margin = predictive.decision_strength
+        margin = margin.flatten(1).amin(1) if margin.ndim > 1 else margin  # all positions must be decided
         if self.criterion == "decision":
             return margin >= reach
         is_decided = (margin >= self.lead * remaining) | identical

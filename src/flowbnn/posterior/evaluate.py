@@ -69,9 +69,10 @@ def evaluate(
 def novelty_scores(predictive: Any) -> dict[str, Tensor]:
     """Returns scores ``[B]`` that tend to be larger for novel inputs, by name.
 
-    For classes these are the entropy, the mutual information of several samples, and the energy of logits. Predictives that are made
-    from probabilities, as those of a mixture of posteriors, have no energy. For real values they are the
-    standard deviation, and the epistemic variance of several samples. A posterior with a density gate adds minus the log-density.
+    For classes these are the entropy, the mutual information of several samples, and the energy of logits, each averaged over the
+    positions of an input. Predictives that are made from probabilities, as those of a mixture of posteriors, have no energy. For real
+    values they are the standard deviation, and the epistemic variance of several samples. A posterior with a density gate adds minus
+    the log-density.
 
     Args:
         predictive: Predictive distribution.
@@ -84,10 +85,10 @@ def novelty_scores(predictive: Any) -> dict[str, Tensor]:
     several = predictive.num_samples > 1
     scores: dict[str, Tensor] = {}
     if "entropy" in predictive.uncertainties:
-        scores["entropy"] = predictive.entropy
+        scores["entropy"] = _mean_over_positions(predictive.entropy)
         if several:
-            scores["mutual_information"] = predictive.mutual_information
-        energy = predictive.energy
+            scores["mutual_information"] = _mean_over_positions(predictive.mutual_information)
+        energy = _mean_over_positions(predictive.energy)
         # predictives that are made from probabilities have rounding errors only
         if bool((energy.abs() > 1e-5).any()):
             scores["energy"] = energy
@@ -97,3 +98,8 @@ def novelty_scores(predictive: Any) -> dict[str, Tensor]:
     if predictive.log_density is not None:
         scores["density"] = -predictive.log_density
     return scores
+
+
+def _mean_over_positions(values: Tensor) -> Tensor:
+    """Returns the mean ``[B]`` of values ``[B, *positions]``."""
+    return values.flatten(1).mean(1) if values.ndim > 1 else values

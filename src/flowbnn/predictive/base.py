@@ -212,10 +212,10 @@ def check_finite_samples(invalid: Tensor) -> None:
     """Raises NonFiniteSamplesError if a sample is not finite.
 
     Args:
-        invalid: Mask ``[S, B, K]`` of values that are not finite.
+        invalid: Mask ``[S, B, ...]`` of values that are not finite.
     """
     if is_concrete(invalid) and invalid.any():
-        inputs, total = int(invalid.any(-1).any(0).sum()), invalid.shape[1]
+        inputs, total = int(invalid.flatten(2).any(-1).any(0).sum()), invalid.shape[1]
         text = f"samples are not finite for {inputs} of {total} inputs; look for NaN in the inputs or weights"
         raise NonFiniteSamplesError(text, kind="not finite", inputs=inputs, total=total)
 
@@ -226,6 +226,7 @@ def check_samples(
     sample_counts: Tensor | None = None,
     min_size: int = 0,
     max_size: float = math.inf,
+    positions: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Returns samples in at least single precision, and the number of samples of each input.
 
@@ -235,14 +236,16 @@ def check_samples(
         sample_counts: Number of samples of each input, ``[B]``, or None if all inputs have S samples.
         min_size: Smallest K.
         max_size: Largest K.
+        positions: If True, samples ``[S, B, *positions, K]`` are accepted.
 
     Returns:
-        The samples ``[S, B, K]``, and the counts ``[1, B]`` or None.
+        The samples, and the counts ``[1, B]`` or None.
 
     Raises:
         FlowBNNError: If the shape or the dtype is wrong.
     """
-    if values.ndim != 3 or not len(values) or not min_size <= values.shape[-1] <= max_size:
+    allowed = values.ndim == 3 or (positions and values.ndim > 3)
+    if not allowed or not len(values) or not min_size <= values.shape[-1] <= max_size:
         single = values.ndim == 3 and values.shape[-1] < min_size
         hint = "use from_bernoulli" if single else "flatten other axes"
         last = f"size >= {min_size}" if math.isinf(max_size) else int(max_size)

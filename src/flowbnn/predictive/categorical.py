@@ -11,11 +11,12 @@ from torch.nn import functional as F
 
 from flowbnn.metrics import accuracy, brier_score, calibration_error
 from flowbnn.metrics.checks import (
+    IGNORED,
     check_classes,
     check_probabilities,
     expected_value,
-    is_soft,
     mean_as_float,
+    nothing_to_predict,
 )
 from flowbnn.options import Count, Probability, checked
 from flowbnn.predictive.base import Predictive, check_finite_samples, check_samples, quantile_levels
@@ -27,8 +28,13 @@ ABSTAIN = -1
 class CategoricalPredictive(Predictive):
     r"""Predictive distribution of class labels from S samples of the logits.
 
+    Predictions for pixels, tokens or several labels have axes of positions before the classes, ``[S, B, *positions, C]``. All
+    quantities of shape ``[B]`` below are then ``[B, *positions]``, and ``[B, C]`` is ``[B, *positions, C]``. Three are sums or extremes
+    over positions: :meth:`nll` and :attr:`sampling_error` have the shape ``[B]``, and :meth:`evaluate` averages over all positions. The
+    target -100 marks positions without a label.
+
     Args:
-        logits: Unnormalized logits ``[S, B, C]``. Minus infinity excludes a class.
+        logits: Unnormalized logits ``[S, B, C]`` or ``[S, B, *positions, C]``. Minus infinity excludes a class.
         sample_counts: Number of samples of each input, ``[B]``, with adaptive sampling. Only the first samples of an input are used, up
             to its count.
 
@@ -47,7 +53,9 @@ class CategoricalPredictive(Predictive):
 
     @checked
     def __init__(self, logits: Tensor, sample_counts: Tensor | None = None) -> None:
-        logits, self._sample_counts = check_samples(logits, "logits", sample_counts, min_size=2)
+        logits, self._sample_counts = check_samples(
+            logits, "logits", sample_counts, min_size=2, positions=True
+        )
         self._tensors = (logits,)
         normalizers = logits.logsumexp(-1, keepdim=True)
         tensors = (F.log_softmax(logits, dim=-1), normalizers)
@@ -60,29 +68,30 @@ class CategoricalPredictive(Predictive):
         """Returns the predictive of samples of probabilities.
 
         Args:
-            probabilities: Class probabilities ``[S, B, C]``.
+            probabilities: Class probabilities ``[S, B, C]`` or ``[S, B, *positions, C]``.
 
         >>> CategoricalPredictive.from_probabilities(torch.tensor([[[0.5, 0.5]], [[1.0, 0.0]]])).probabilities
         tensor([[0.7500, 0.2500]])
         """
-        probabilities, _ = check_samples(probabilities, "probabilities")
+        probabilities, _ = check_samples(probabilities, "probabilities", positions=True)
         check_finite_samples(~torch.isfinite(probabilities))
-        return cls(torch.log(check_probabilities(probabilities, ndim=3)))
+        return cls(torch.log(check_probabilities(probabilities, ("samples", "batch"))))
 
     @classmethod
     @checked
     def from_bernoulli(cls, logits: Tensor, sample_counts: Tensor | None = None) -> Self:
-        r"""Returns the predictive of two classes from one logit per input. Class 1 has the probability :math:`\sigma(l)`.
+        r"""Returns the predictive of two classes from one logit per label. Class 1 has the probability :math:`\sigma(l)`.
 
         Args:
-            logits: Logits ``[S, B]`` or ``[S, B, 1]``.
+            logits: Logits ``[S, B]`` of one label, or ``[S, B, *positions]`` of several labels or pixels. The axis after the inputs is
+                left out if its size is one.
             sample_counts: Number of samples of each input, ``[B]``, with adaptive sampling.
 
         >>> CategoricalPredictive.from_bernoulli(torch.zeros(3, 1)).probabilities
         tensor([[0.5000, 0.5000]])
         """
-        logits = logits.unsqueeze(-1) if logits.ndim == 2 else logits
-        logits, _ = check_samples(logits, "logits", max_size=1)
+        logits = logits.squeeze(2) if logits.ndim > 2 and logits.shape[2] == 1 else logits
+        logits, _ = check_samples(logits.unsqueeze(-1), "logits", max_size=1, positions=True)
         # half of the logit for each class, so that the energy depends on its absolute value only
         return cls(torch.cat([-0.5 * logits, 0.5 * logits], dim=-1), sample_counts)
 
@@ -144,12 +153,12 @@ class CategoricalPredictive(Predictive):
     @cached_property
     def entropy(self) -> Tensor:
         r"""Entropy of the mean, :math:`-\sum_c \bar p_c \log \bar p_c`, in nats, ``[B]``: the total uncertainty."""
-        return _entropy(self.log_probabilities)
+        return entropy_of(self.log_probabilities)
 
     @cached_property
-    def expected_entropy(self) -> Tensor:
+    def expectedentropy_of(self) -> Tensor:
         r"""Mean entropy of the samples, :math:`\frac1S \sum_s H[p_s]`, in nats, ``[B]``: the uncertainty of a single network."""
-        return self._mean(_entropy(self.log_samples))
+        return self._mean(entropy_of(self.log_samples))
 
     @cached_property
     def mutual_information(self) -> Tensor:
@@ -186,8 +195,8 @@ class CategoricalPredictive(Predictive):
 
     @property
     def sampling_error(self) -> Tensor:
-        """Largest :attr:`standard_error` of the class probabilities, ``[B]``."""
-        return self.standard_error.amax(-1)
+        """Largest :attr:`standard_error` of the class probabilities of an input, ``[B]``, over all positions."""
+        return self.standard_error.flatten(1).amax(-1)
 
     @cached_property
     def decision_strength(self) -> Tensor:
@@ -198,11 +207,11 @@ class CategoricalPredictive(Predictive):
         The differences are paired within samples. The lead is infinite if all samples are equal, and zero for one sample.
         """
         samples, top = self.samples, self.labels.unsqueeze(-1)
-        lead = samples.gather(-1, top.expand(self.num_samples, -1, -1)) - samples
+        lead = samples.gather(-1, top.expand(self.num_samples, *top.shape)) - samples
         mean = self._mean(lead)
         error = (self._variance_over_samples(lead) / (self._counts_like(lead) - 1.0).clamp(min=1.0)).sqrt()
         strength = torch.where(mean > 0, mean / error, 0.0).scatter(-1, top, math.inf).amin(-1)
-        return strength.masked_fill(self.sample_counts == 1, 0.0)
+        return strength.masked_fill(self._counts_like(strength.unsqueeze(0)) == 1.0, 0.0)
 
     def uncertainty(self, by: str) -> Tensor:
         r"""Returns an uncertainty ``[B]``, as :meth:`decide` compares it.
@@ -216,32 +225,39 @@ class CategoricalPredictive(Predictive):
 
     @checked
     def nll(self, targets: Tensor | None = None) -> Tensor:
-        r"""Returns the negative log-likelihood :math:`-\log \bar p_y` of each input, ``[B]``.
+        r"""Returns the negative log-likelihood :math:`-\log \bar p_y` of each input, ``[B]``, summed over positions.
 
         Args:
-            targets: Class indices ``[B]``, or soft labels ``[B, C]``, whose value is the expectation over labels. The default is the
-                predicted labels.
+            targets: Class indices ``[B]`` or ``[B, *positions]``, or soft labels ``[B, C]`` or ``[B, *positions, C]``, whose value is
+                the expectation over labels. The default is the predicted labels.
         """
         if targets is None:
-            return -self.log_probabilities.amax(-1)
-        targets = self._check_targets(targets)
-        if is_soft(targets):
+            values = -self.log_probabilities.amax(-1)
+        else:
+            values = self._position_nll(self._check_targets(targets))
+        return values.flatten(1).sum(-1) if values.ndim > 1 else values
+
+    def _position_nll(self, targets: Tensor) -> Tensor:
+        """Returns the negative log-likelihood of each position, ``[B, *positions]``, zero for ignored ones."""
+        if targets.is_floating_point():
             return -expected_value(self.log_probabilities, targets)
-        return -self.log_probabilities.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
+        values = -self.log_probabilities.gather(-1, targets.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+        return values.masked_fill(targets == IGNORED, 0.0) if targets.ndim > 1 else values
 
     @checked
     def sample(self, number: Count = 1, seed: int | None = None) -> Tensor:
-        """Draws labels from the mixture, ``[number, B]``. Each draw uses one of the S samples for all inputs.
+        """Draws labels from the mixture, ``[number, B]``. Each draw uses one of the S samples for all inputs and positions.
 
         Args:
             number: Number of draws.
             seed: Seed of the draws. None uses torch's global generator.
         """
         indices, generator = self._draw_sample_indices(number, seed)
-        classes = self.log_samples.shape[-1]
-        probabilities = self.samples.gather(0, indices.unsqueeze(-1).expand(-1, -1, classes))
-        labels = torch.multinomial(probabilities.reshape(-1, classes), 1, generator=generator)
-        return labels.reshape(indices.shape)
+        shape = self.log_samples.shape[1:]
+        indices = indices.view(*indices.shape, *(1,) * (len(shape) - 1)).expand(number, *shape)
+        probabilities = self.samples.gather(0, indices)
+        labels = torch.multinomial(probabilities.reshape(-1, shape[-1]), 1, generator=generator)
+        return labels.reshape(number, *shape[:-1])
 
     @checked
     def quantiles(self, q: float | Sequence[float] | Tensor) -> Tensor:
@@ -257,7 +273,7 @@ class CategoricalPredictive(Predictive):
         levels = quantile_levels(q, closed=True)
         # torch.quantile is limited to 16 million numbers; NaN, for missing samples, is sorted to the end
         ordered = self.samples.sort(0).values
-        last = (self.sample_counts - 1).to(ordered.dtype).view(1, -1, 1).expand(1, *ordered.shape[1:])
+        last = (self._counts_like(ordered) - 1.0).unsqueeze(0).expand(1, *ordered.shape[1:])
         quantiles = []
         for level in levels:
             position = level * last
@@ -321,23 +337,31 @@ class CategoricalPredictive(Predictive):
         """Returns accuracy, NLL, Brier score and expected calibration error with 15 bins, as in :mod:`flowbnn.metrics`.
 
         Args:
-            targets: Class indices ``[B]``, or soft labels ``[B, C]``, over which all scores are expectations.
+            targets: Class indices ``[B]`` or ``[B, *positions]``, or soft labels ``[B, C]`` or ``[B, *positions, C]``, over which all
+                scores are expectations. The scores are means over all positions whose label is not -100.
+
+        Raises:
+            FlowBNNError: If the targets do not fit, or if all are ignored.
         """
         targets = self._check_targets(targets)
+        nll = self._position_nll(targets)  # in the log domain, where probabilities do not underflow
+        if targets.ndim > 1 and not targets.is_floating_point():
+            nll = nll[targets != IGNORED]
+            if not nll.numel():
+                raise nothing_to_predict(targets.numel())
         return {
             "accuracy": accuracy(self.probabilities, targets),
-            "nll": mean_as_float(
-                self.nll(targets)
-            ),  # in the log domain, where probabilities do not underflow
+            "nll": mean_as_float(nll),
             "brier": brier_score(self.probabilities, targets),
             "ece": calibration_error(self.probabilities, targets),
         }
 
     def _check_targets(self, targets: Tensor) -> Tensor:
-        return check_classes(targets, *self.log_samples.shape[1:]).to(self.log_samples.device)
+        *shape, classes = self.log_samples.shape[1:]
+        return check_classes(targets, shape, classes).to(self.log_samples.device)
 
     def __repr__(self) -> str:
-        _, inputs, classes = self.log_samples.shape
+        _, inputs, *positions, classes = self.log_samples.shape
         text = ""
         if inputs:
             properties = (self.confidence, self.entropy, self.aleatoric, self.epistemic)
@@ -346,10 +370,11 @@ class CategoricalPredictive(Predictive):
             if self._sample_counts is not None:
                 text = text.replace(",", f" ± {mean_as_float(self.confidence_error):.3f},", 1)
         samples = self._describe_sample_counts()
-        return f"CategoricalPredictive(samples={samples}, inputs={inputs}, classes={classes}{text})"
+        places = f", positions={'x'.join(map(str, positions))}" if positions else ""
+        return f"CategoricalPredictive(samples={samples}, inputs={inputs}{places}, classes={classes}{text})"
 
 
-def _entropy(log_probabilities: Tensor) -> Tensor:
+def entropy_of(log_probabilities: Tensor) -> Tensor:
     """Returns the entropy over the last axis."""
     p = log_probabilities.exp()
     return -torch.where(p > 0, p * log_probabilities, 0.0).sum(-1)

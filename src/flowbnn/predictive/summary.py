@@ -1,10 +1,11 @@
 """Predictions without their samples: the means, uncertainties and scores of each input.
 
 A prediction for N inputs by S networks needs the memory of S x N outputs. Predictions over large loaders are therefore reduced, batch
-by batch, to what does not grow with S.
+by batch, to what does not grow with S. Predictions for pixels or tokens keep the mean log-probabilities and a few numbers for each
+position, from which the other properties are computed on demand.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -15,7 +16,7 @@ from flowbnn.metrics import root_mean_squared_error
 from flowbnn.metrics.checks import mean_as_float
 from flowbnn.options import check
 from flowbnn.predictive.base import Predictive
-from flowbnn.predictive.categorical import ABSTAIN, CategoricalPredictive
+from flowbnn.predictive.categorical import ABSTAIN, CategoricalPredictive, entropy_of
 from flowbnn.predictive.continuous import Decision
 
 COMMON: tuple[str, ...] = ("sample_counts", "standard_error", "sampling_error")
@@ -37,6 +38,26 @@ CLASSES: tuple[str, ...] = (
     "decision_strength",
     "energy",
 )
+# properties of positions that the mean probabilities do not determine; the others are computed from these
+POSITIONS: tuple[str, ...] = (
+    "sample_counts",
+    "sampling_error",
+    "log_probabilities",
+    "mutual_information",
+    "expected_entropy",
+    "total_variance",
+    "confidence_error",
+    "energy",
+)
+DERIVED: dict[str, Callable[[Any], Tensor]] = {
+    "probabilities": lambda summary: summary.log_probabilities.exp(),
+    "labels": lambda summary: summary.log_probabilities.argmax(-1),
+    "confidence": lambda summary: summary.log_probabilities.amax(-1).exp(),
+    "risk": lambda summary: 1.0 - summary.confidence,
+    "entropy": lambda summary: entropy_of(summary.log_probabilities),
+    "aleatoric": lambda summary: summary.expected_entropy,
+    "epistemic": lambda summary: summary.mutual_information,
+}
 REAL_VALUES = (*COMMON, "mean", "aleatoric", "epistemic", "variance", "std")
 SCORES = ("nll", "crps", "cdf")  # methods of targets that need the samples of real values
 
@@ -77,6 +98,8 @@ class PredictionSummary:
             raise AttributeError(name)
         if name in self._values:
             return self._values[name]
+        if name in DERIVED and "log_probabilities" in self._values:
+            return DERIVED[name](self)
         if hasattr(self._kind, name):
             text = f"this prediction has no '{name}', because its samples were not kept; use keep_samples=True in predict"
             raise MissingSamples(text, kind="samples", argument="keep_samples")
@@ -148,7 +171,7 @@ class PredictionSummary:
             by: Name of the :meth:`uncertainty`. The default is the first one.
         """
         abstained = self.uncertainty(by or self.uncertainties[0]) > abstain_above
-        if "labels" in self._values:
+        if "log_probabilities" in self._values:
             return self.labels.masked_fill(abstained, ABSTAIN)
         return Decision(self.mean, abstained)
 
@@ -166,7 +189,9 @@ class PredictionSummary:
         Args:
             targets: Targets. For real values they must be those of the loader.
         """
-        return self._mixture.nll(targets) if "labels" in self._values else self._score("nll", targets)
+        if "log_probabilities" in self._values:
+            return self._mixture.nll(targets)
+        return self._score("nll", targets)
 
     def crps(self, targets: Tensor) -> Tensor:
         """Returns the continuous ranked probability score (CRPS) of each target.
@@ -202,7 +227,7 @@ class PredictionSummary:
         Args:
             targets: Targets. For real values they must be those of the loader.
         """
-        if "labels" in self._values:
+        if "log_probabilities" in self._values:
             return self._mixture.evaluate(targets)
         covered = (self.cdf(targets) - 0.5).abs() <= 0.45
         return {
@@ -223,7 +248,10 @@ def summarize(predictive: Any, targets: Tensor | None = None) -> PredictionSumma
     classes = isinstance(predictive, CategoricalPredictive)
     if not classes and not all(hasattr(type(predictive), name) for name in (*SCORES, *REAL_VALUES)):
         return None
-    values = {name: getattr(predictive, name) for name in (CLASSES if classes else REAL_VALUES)}
+    names = CLASSES if classes else REAL_VALUES
+    if classes and predictive.log_samples.ndim > 3:
+        names = POSITIONS
+    values = {name: getattr(predictive, name) for name in names}
     if predictive.log_density is not None:
         values["log_density"] = predictive.log_density
     scores: dict[str, Tensor] = {}
