@@ -39,9 +39,10 @@ MULTI_LABEL = torch.tensor([[1.0, 1.0, 0.0], [0.0, 0.0, 0.0]])
     ("outputs", "targets"),
     [
         (torch.zeros(4, 3), ONE_HOT),
-        (torch.zeros(4, 1), BINARY),
+        (torch.zeros(4, 1), torch.zeros(4)),
         (torch.zeros(4, 2), BINARY),
-        (torch.zeros(2, 3), MULTI_LABEL),
+        (torch.zeros(2, 4), MULTI_LABEL),
+        (torch.zeros(2, 3, 4, 4), torch.eye(3)[torch.arange(32) % 3].reshape(2, 4, 4, 3).movedim(-1, 1)),
         (torch.zeros(4, 2), None),
     ],
 )
@@ -50,6 +51,32 @@ def test_ambiguous_targets_are_refused(outputs, targets):
         make_likelihood("auto", outputs, targets)
     assert (caught.value.kind, caught.value.argument) == ("targets", "likelihood")
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("outputs", "targets"),
+    [
+        ((4, 1), BINARY),
+        ((4,), BINARY),
+        ((2, 3), MULTI_LABEL),
+        ((2, 3), MULTI_LABEL.long()),
+        ((2, 3), MULTI_LABEL.bool()),
+        ((2, 3), torch.tensor([[1.0, -100.0, 0.0], [0.0, 1.0, 1.0]])),
+        ((2, 1, 2, 2), torch.tensor([0.0, 1.0, 1.0, 1.0]).repeat(2, 1).reshape(2, 1, 2, 2)),
+        ((2, 1, 2, 2), torch.tensor([0, 1, 1, 1]).repeat(2, 1).reshape(2, 2, 2)),
+    ],
+)
+def test_labels_with_one_output_each_are_bernoulli(outputs, targets):
+    likelihood = make_likelihood("auto", torch.zeros(outputs), targets)
+    assert isinstance(likelihood, Bernoulli)
+    likelihood.check(torch.zeros(outputs), targets)
+
+
+def test_labels_and_probabilities_at_positions_are_categorical():
+    masks = torch.arange(32).reshape(2, 4, 4) % 3
+    assert isinstance(make_likelihood("auto", torch.zeros(2, 3, 4, 4), masks), Categorical)
+    soft = torch.rand(2, 3, 4, 4).softmax(1)
+    assert isinstance(make_likelihood("auto", torch.zeros(2, 3, 4, 4), soft), Categorical)
 
 
 def test_names_override_the_targets():

@@ -96,6 +96,8 @@ def check_classification(probabilities: Tensor, targets: Tensor) -> tuple[Tensor
     """
     probabilities = check_probabilities(probabilities)
     *shape, classes = probabilities.shape
+    if len(shape) > 1 and tuple(targets.shape) == tuple(shape[1:]):  # samples that were not averaged
+        check_shape("probabilities", probabilities, (*shape[1:], classes), "average over samples")
     targets = check_classes(targets, shape, classes).to(probabilities.device)
     return select_valid(probabilities, targets) if len(shape) > 1 else (probabilities, targets)
 

@@ -156,7 +156,7 @@ class CategoricalPredictive(Predictive):
         return entropy_of(self.log_probabilities)
 
     @cached_property
-    def expectedentropy_of(self) -> Tensor:
+    def expected_entropy(self) -> Tensor:
         r"""Mean entropy of the samples, :math:`\frac1S \sum_s H[p_s]`, in nats, ``[B]``: the uncertainty of a single network."""
         return self._mean(entropy_of(self.log_samples))
 
