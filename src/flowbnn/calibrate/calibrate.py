@@ -226,12 +226,14 @@ class _CandidateSearch:
         """Returns the posterior of the best candidate, and sets the report."""
         for name in names:
             self._predict(name)
-        choice = choose_candidate({name: each.nll for name, each in self.predictions.items()})
+        # per label, as metrics have it; a common factor does not change the choice
+        per_label = {name: each.nll / self.data.num_positions for name, each in self.predictions.items()}
+        choice = choose_candidate(per_label)
         posterior = self.predictions[choice.name].finish()
         targets = hard_labels(self.data.targets)
         self._write_report(
             choice.name,
-            nll={name: float(each.nll.mean()) for name, each in self.predictions.items()},
+            nll={name: float(values.mean()) for name, values in per_label.items()},
             ece={
                 name: calibration_error(each.probabilities, targets)
                 for name, each in self.predictions.items()

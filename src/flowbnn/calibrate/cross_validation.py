@@ -14,6 +14,7 @@ from flowbnn.methods.calibrators.log_temperature import TemperatureFit, fit_temp
 from flowbnn.methods.calibrators.scaling import MatrixScaling, VectorScaling
 from flowbnn.methods.calibrators.temperature import Temperature, TemperedPosterior
 from flowbnn.methods.variational.block_gaussian import BlockGaussian
+from flowbnn.metrics.checks import IGNORED, expected_value
 from flowbnn.posterior.base import Posterior, PredictOptions
 from flowbnn.posterior.mixture import MixturePosterior
 from flowbnn.posterior.report import Difference
@@ -52,7 +53,7 @@ class Predictions(NamedTuple):
 
     Args:
         nll: Negative log-likelihoods ``[N]`` in float64, on the CPU.
-        probabilities: Class probabilities ``[N, C]``, or None for a regression.
+        probabilities: Class probabilities ``[N, C]`` or ``[N, *positions, C]``, or None for a regression.
         finish: Function that fits the candidate to all examples and returns its posterior.
         outputs: Sampled outputs ``[S, N, ...]`` of the predictions, if other candidates are built on them.
     """
@@ -77,9 +78,11 @@ def gather(folds: Folds, predictives: Sequence[Any], finish: Callable[[], Poster
         targets = folds.data.targets[group.to(folds.data.targets.device)]
         nll[group] = predictive.nll(targets.to(_device(predictive))).double().cpu()
         if isinstance(predictive, CategoricalPredictive):
-            values = predictive.probabilities.double().cpu()
+            values = predictive.probabilities.cpu()
+            # single precision is enough for the many numbers of pixels
+            values = values.double() if values.ndim == 2 else values.float()
             if probabilities is None:
-                probabilities = torch.zeros(len(nll), values.shape[1], dtype=torch.float64)
+                probabilities = values.new_zeros(len(nll), *values.shape[1:])
             probabilities[group] = values
     return Predictions(nll, probabilities, finish)
 
@@ -151,7 +154,8 @@ def predict_refit(folds: Folds) -> Predictions:
     predictives = []
     for choice, group in zip(choices, folds.groups, strict=True):
         index = group.to(scores.outputs.device)
-        predictives.append(data.point_posterior(everything)._predictive(scores.outputs[choice, index][None]))
+        outputs = problem.network_outputs(scores.outputs[choice, index])
+        predictives.append(data.point_posterior(everything)._predictive(outputs[None]))
     best = int(scores.nll.mean(1).argmin())
     return gather(folds, predictives, lambda: calibrator.refit(problem, scores, best))
 
@@ -298,12 +302,17 @@ def predict_mixture(folds: Folds, candidates: Mapping[str, Predictions]) -> Pred
         candidates: Predictions of the candidates, with class probabilities.
     """
     members = list(candidates.values())
-    log_likelihood = -torch.stack([member.nll for member in members], 1)
     stacked = torch.stack([member.probabilities for member in members if member.probabilities is not None])
+    log_likelihood, examples = (
+        -torch.stack([member.nll for member in members], 1),
+        torch.arange(len(folds.data)),
+    )
+    if stacked.ndim > 3:  # pixels or tokens are mixed one at a time
+        log_likelihood, examples = position_log_likelihood(stacked, folds.data.targets.cpu())
     predictives = []
-    for training, group in zip(folds.training, folds.groups, strict=True):
-        weights = stacking_weights(log_likelihood[training])
-        probabilities = torch.einsum("k,knc->nc", weights, stacked[:, group])
+    for group in folds.groups:
+        weights = stacking_weights(log_likelihood[~torch.isin(examples, group)])
+        probabilities = torch.einsum("k,k...->...", weights.to(stacked), stacked[:, group])
         predictives.append(CategoricalPredictive(probabilities.log()[None]))
 
     def finish() -> Posterior:
@@ -314,6 +323,24 @@ def predict_mixture(folds: Folds, candidates: Mapping[str, Predictions]) -> Pred
         return posteriors[0] if len(used) == 1 else MixturePosterior(posteriors, weights[used].tolist())
 
     return gather(folds, predictives, finish)
+
+
+def position_log_likelihood(probabilities: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the log-likelihoods ``[M, K]`` of all positions with a target, and the example of each, ``[M]``.
+
+    Args:
+        probabilities: Class probabilities of K candidates, ``[K, N, *positions, C]``.
+        targets: Class labels ``[N, *positions]``, or soft labels ``[N, *positions, C]``.
+    """
+    examples = torch.arange(len(targets)).view(-1, *(1,) * (probabilities.ndim - 3))
+    examples = examples.expand(probabilities.shape[1:-1])
+    if targets.is_floating_point():
+        values = torch.stack([expected_value(member.log(), targets) for member in probabilities], -1)
+        return values.flatten(0, -2), examples.flatten()
+    valid = targets != IGNORED
+    index = targets.clamp(min=0).unsqueeze(-1)
+    values = [member.gather(-1, index).squeeze(-1)[valid].log() for member in probabilities]
+    return torch.stack(values, -1), examples[valid]
 
 
 class Choice(NamedTuple):

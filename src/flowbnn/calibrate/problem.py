@@ -16,12 +16,14 @@ from flowbnn.diagnostics.fixed_data import check_row_independence, read_fixed_da
 from flowbnn.distributions import NormalBase
 from flowbnn.errors import FlowBNNError
 from flowbnn.likelihoods import Gaussian, Likelihood, learns_noise
+from flowbnn.likelihoods.classes import ClassLikelihood
 from flowbnn.methods.fit_options import FitOptions
 from flowbnn.methods.preparation import prepare
 from flowbnn.methods.variational.base import FLOWS
 from flowbnn.methods.variational.block_gaussian import BlockGaussian
 from flowbnn.methods.variational.natural_gradient import NaturalFit, Structure, fit_gaussian
 from flowbnn.methods.variational.noisy_network import NoisyNetwork
+from flowbnn.metrics.checks import IGNORED
 from flowbnn.networks import copy_network, evaluation_mode
 from flowbnn.noise import Noise, NormalAffine, Recipe, noise_layers
 from flowbnn.noise.flow_noise import InputNoise
@@ -66,6 +68,15 @@ class HeldOutData:
         with evaluation_mode(self.network), torch.no_grad():
             batches = [take(self.inputs, low, low + BATCH_SIZE) for low in range(0, len(self), BATCH_SIZE)]
             return torch.cat([call(self.network, batch) for batch in batches])
+
+    @property
+    def num_positions(self) -> float:
+        """Mean number of labels of an example, which is above 1 for pixels, tokens and several labels."""
+        if not isinstance(self.likelihood, ClassLikelihood):
+            return 1.0
+        if self.targets.is_floating_point():
+            return self.targets[..., 0].numel() / len(self)
+        return int((self.targets != IGNORED).sum()) / len(self)
 
     def point_posterior(self, indices: Tensor) -> PointPosterior:
         """Returns the network without noise. An unknown noise scale is fitted to the residuals of these examples."""

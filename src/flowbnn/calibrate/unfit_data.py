@@ -11,7 +11,7 @@ from flowbnn.calibrate.problem import HeldOutData
 from flowbnn.errors import FlowBNNError, pluralize, warn
 from flowbnn.likelihoods import Bernoulli, Categorical, RealLikelihood
 from flowbnn.methods.calibrators.lbfgs import minimize_batch
-from flowbnn.metrics.checks import is_soft
+from flowbnn.metrics.checks import IGNORED
 from flowbnn.posterior.report import Difference
 
 
@@ -52,8 +52,10 @@ def find_limits(data: HeldOutData, groups: Sequence[Tensor], wants_folds: bool) 
     if not isinstance(data.likelihood, Categorical | Bernoulli):
         return too_few
     targets = hard_labels(data.targets)
-    classes = 2 if isinstance(data.likelihood, Bernoulli) else data.outputs.shape[1]
-    present = targets.unique()
+    classes = 2
+    if isinstance(data.likelihood, Categorical):
+        classes = data.outputs.shape[data.likelihood.class_axis or 1]
+    present = _classes_of(targets)
     if len(present) == 1:
         text = (
             f"all {pluralize(len(data), 'held-out example')} are of class {int(present)}; provide all classes"
@@ -70,15 +72,22 @@ def find_limits(data: HeldOutData, groups: Sequence[Tensor], wants_folds: bool) 
     for fold, group in enumerate(groups):
         rest = torch.ones(len(targets), dtype=torch.bool)
         rest[group] = False
-        if len(targets[rest].unique()) == 1:
-            text = f"without fold {fold + 1}, all examples are of class {int(targets[rest][0])}; provide more of the others"
+        remaining = _classes_of(targets[rest])
+        if len(remaining) == 1:
+            text = f"without fold {fold + 1}, all examples are of class {int(remaining)}; provide more of the others"
             return DataLimits("folds", text, ("plain", "temperature"))
     return None
 
 
 def hard_labels(targets: Tensor) -> Tensor:
-    """Returns class labels ``[N]`` on the CPU, of soft labels the most probable class."""
-    return targets.argmax(1).cpu() if is_soft(targets) else targets.flatten().long().cpu()
+    """Returns class labels ``[N]`` or ``[N, *positions]`` on the CPU, of soft labels the most probable class."""
+    labels = targets.argmax(-1) if targets.is_floating_point() else targets
+    return (labels.flatten() if labels.numel() == len(labels) else labels).long().cpu()
+
+
+def _classes_of(labels: Tensor) -> Tensor:
+    """Returns the classes that occur among labels. Ignored positions do not count."""
+    return labels[labels != IGNORED].unique() if labels.ndim > 1 else labels.unique()
 
 
 def contradicts(data: HeldOutData, targets: Tensor, classes: int) -> bool:
@@ -89,16 +98,20 @@ def contradicts(data: HeldOutData, targets: Tensor, classes: int) -> bool:
 
     Args:
         data: Network and held-out data.
-        targets: Class labels, on the CPU.
+        targets: Class labels ``[N]`` or ``[N, *positions]``, on the CPU.
         classes: Number of classes.
     """
-    counts = torch.bincount(targets, minlength=classes).double()
-    left_out = (counts[targets] - 1.0 + 1.0 / classes) / len(targets)
+    valid = targets != IGNORED
+    counts = torch.bincount(targets[valid], minlength=classes).double()
+    left_out = (counts[targets.clamp(min=0)] - 1.0 + 1.0 / classes) / int(valid.sum())
+    frequencies = torch.where(valid, -left_out.log(), 0.0).reshape(len(targets), -1).sum(1)
     predictive = data.point_posterior(torch.arange(len(data)))._predictive(data.outputs.double()[None])
-    gap = Difference.of(predictive.nll(_flat(data.targets)).double().cpu(), -left_out.log())
+    gap = Difference.of(predictive.nll(_flat(data.targets)).double().cpu(), frequencies)
     if gap.mean <= 2.0 * gap.error:
         return False
-    log_p = predictive.log_probabilities.cpu().clamp(min=-1e3)
+    step = 1 + int(valid.sum()) // 2**17  # of many positions a part suffices
+    log_p = predictive.log_probabilities.cpu()[valid][::step].clamp(min=-1e3)
+    targets = targets[valid][::step]
 
     def objective(x: Tensor, rows: Tensor) -> Tensor:
         # the first problem has a slope, the second has none; a weak penalty keeps offsets of absent classes finite
@@ -112,8 +125,8 @@ def contradicts(data: HeldOutData, targets: Tensor, classes: int) -> bool:
 
 
 def _flat(targets: Tensor) -> Tensor:
-    """Returns class labels without further axes, and soft labels unchanged."""
-    return targets if is_soft(targets) else targets.flatten()
+    """Returns class labels without axes of size one, and soft labels and labels of positions unchanged."""
+    return targets.flatten() if targets.numel() == len(targets) else targets
 
 
 def warn_unreliable(

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from flowbnn.errors import FlowBNNError, pluralize
 from flowbnn.likelihoods import Categorical, Gaussian, Likelihood, RealLikelihood
+from flowbnn.likelihoods.classes import ClassLikelihood
 from flowbnn.options import NonEmpty, Positive, SampleCount, checked
 from flowbnn.posterior.base import Posterior, Prediction, load_posterior
 from flowbnn.posterior.files import open_posterior_file, rewrap_load_errors
@@ -140,8 +141,34 @@ class MixturePosterior(Posterior):
         return posterior
 
 
+class MemberClasses(Categorical):
+    """Likelihood of log-probabilities with the classes on the last axis, for targets of the likelihood of the members.
+
+    Args:
+        source: Likelihood of the members.
+    """
+
+    def __init__(self, source: ClassLikelihood) -> None:
+        super().__init__(class_axis=-1)
+        self.source = source
+
+    def extra_repr(self) -> str:
+        """Returns an empty string."""
+        return ""
+
+    def canonical_targets(self, targets: Tensor) -> Tensor:
+        """Returns targets in the form that predictives and metrics expect."""
+        return self.source.canonical_targets(targets)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the settings of the likelihood of the members."""
+        return self.source.to_dict()
+
+
 def _output_likelihood(likelihood: Likelihood) -> Likelihood:
     """Returns the observation model of log-probabilities, or of means and log-variances."""
+    if isinstance(likelihood, ClassLikelihood):
+        return MemberClasses(likelihood)
     if not isinstance(likelihood, RealLikelihood):
         return Categorical()
     if not isinstance(likelihood, Gaussian):
@@ -153,7 +180,7 @@ def _output_likelihood(likelihood: Likelihood) -> Likelihood:
 
 
 def natural_outputs(predictive: Any) -> Tensor:
-    """Returns the log-probabilities ``[S, B, C]`` of a predictive distribution, or its means and log-variances ``[S, B, 2 D]``."""
+    """Returns the log-probabilities ``[S, B, ..., C]`` of a predictive distribution, or its means and log-variances ``[S, B, 2 D]``."""
     if isinstance(predictive, CategoricalPredictive):
         return predictive.log_samples
     variances = predictive.sample_variances.expand_as(predictive.samples)

@@ -22,7 +22,7 @@ from flowbnn.methods.calibrators.base import Calibrator
 from flowbnn.methods.calibrators.folds import split_folds
 from flowbnn.methods.calibrators.lbfgs import minimize_batch
 from flowbnn.methods.data_summary import first_batch
-from flowbnn.methods.laplace.layer_selection import record_calls
+from flowbnn.methods.laplace.layer_selection import channels_last, record_calls
 from flowbnn.networks import evaluation_mode
 from flowbnn.options import Ge, Positive, checked, options
 from flowbnn.posterior.base import Posterior
@@ -84,7 +84,7 @@ class LastLayerRefit(Calibrator):
         """
         settings, everything = self.settings, torch.arange(len(problem.targets))
         nll = problem.features.new_zeros(len(settings), len(everything))
-        outputs = problem.features.new_zeros(len(settings), len(everything), len(problem.weight))
+        outputs = problem.features.new_zeros(len(settings), *problem.features.shape[:-1], len(problem.weight))
         keep = torch.ones(len(groups), len(everything), dtype=torch.bool)
         for row, group in zip(keep, groups, strict=True):
             row[group] = False
@@ -92,7 +92,7 @@ class LastLayerRefit(Calibrator):
         weights = problem.fit(pairs).unflatten(0, (len(groups), len(settings)))
         for group, fold_weights in zip(groups, weights, strict=True):
             index = group.to(nll.device)
-            outputs[:, index] = problem.features[index] @ fold_weights.mT
+            outputs[:, index] = problem.outputs(fold_weights, index)
             nll[:, index] = -problem.log_prob(outputs[:, index], index)
         return RefitScores(settings, nll, outputs)
 
@@ -126,7 +126,7 @@ class RefitScores(NamedTuple):
     Args:
         settings: Settings, of number K.
         nll: Negative log-likelihood of each example in the fold that was left out, ``[K, N]``.
-        outputs: Outputs for each example in the fold that was left out, ``[K, N, C]``.
+        outputs: Outputs for each example in the fold that was left out, ``[K, N, C]``, or ``[K, N, T, C]`` for T positions.
     """
 
     settings: list[RefitSetting]
@@ -141,10 +141,12 @@ class LastLayerProblem:
     Args:
         posterior: Single network.
         layer: Name of its last layer.
-        features: Features ``[N, F]`` in float64, with a column of ones if the layer has a bias.
+        features: Features ``[N, F]`` in float64, with a column of ones if the layer has a bias. Positions, such as pixels, have an axis
+            of their own, ``[N, T, F]``.
         targets: Targets.
         weight: Trained weights ``[C, F]``, with the bias as last column.
         likelihood: Observation model in float64.
+        positions: Sizes of the axes of the positions.
     """
 
     posterior: PointPosterior
@@ -153,6 +155,7 @@ class LastLayerProblem:
     targets: Tensor
     weight: Tensor
     likelihood: Likelihood
+    positions: tuple[int, ...] = ()
 
     @classmethod
     def read(cls, posterior: Posterior, held_out: Iterable[Any]) -> "LastLayerProblem":
@@ -163,7 +166,7 @@ class LastLayerProblem:
             held_out: Batches of ``(inputs, targets)``, or one pair.
 
         Raises:
-            FlowBNNError: If the posterior is no single network, or if its output is not that of a linear layer.
+            FlowBNNError: If the posterior is no single network, or if its output is not that of a linear layer or a 1x1 convolution.
         """
         if not isinstance(posterior, PointPosterior):
             text = f"LastLayerRefit needs a single network, got a {type(posterior).__name__}; use fb.MatrixScaling"
@@ -173,14 +176,16 @@ class LastLayerProblem:
         first = move(first_batch(held_out, purpose="calibration")[0], device, dtype)
         layer = record_calls(model, first).output_layer
         if layer is None:
-            text = "LastLayerRefit needs a network whose output is that of an nn.Linear layer; use fb.MatrixScaling"
+            text = "LastLayerRefit needs a network that ends with an nn.Linear layer or a 1x1 convolution; use fb.MatrixScaling"
             raise FlowBNNError(text, kind="layer", argument="network")
-        module = model.get_submodule(layer)
-        assert isinstance(module, nn.Linear)
-        features, targets = list[Tensor](), list[Tensor]()
+        module: Any = model.get_submodule(layer)
+        features, targets, positions = list[Tensor](), list[Tensor](), list[torch.Size]()
 
         def store(module: nn.Module, args: Any) -> None:
-            features.append(args[0].detach().double())
+            values = channels_last(module, args[0].detach())
+            positions.append(values.shape[1:-1])
+            features.append((values.flatten(1, -2) if values.ndim > 2 else values).double())
+            _check_memory(features)
 
         handle = module.register_forward_pre_hook(store)
         try:
@@ -191,20 +196,33 @@ class LastLayerProblem:
                     targets.append(posterior.likelihood.canonical_targets(batch_targets).to(device))
         finally:
             handle.remove()
-        columns, weight = [torch.cat(features)], [module.weight.detach().double()]
+        columns, weight = [torch.cat(features)], [module.weight.detach().double().flatten(1)]
         if module.bias is not None:
-            columns.append(torch.ones_like(columns[0][:, :1]))
+            columns.append(torch.ones_like(columns[0][..., :1]))
             weight.append(module.bias.detach().double()[:, None])
         likelihood = deepcopy(posterior.likelihood).double().requires_grad_(False)
-        return cls(
-            posterior, layer, torch.cat(columns, 1), torch.cat(targets), torch.cat(weight, 1), likelihood
-        )
+        parts = torch.cat(columns, -1), torch.cat(targets), torch.cat(weight, 1)
+        return cls(posterior, layer, *parts, likelihood, tuple(positions[0]))
+
+    def outputs(self, weights: Tensor, index: Tensor | None = None) -> Tensor:
+        """Returns the outputs ``[P, N, C]`` or ``[P, N, T, C]`` of weights ``[P, C, F]`` for some examples, or for all."""
+        features = self.features if index is None else self.features[index]
+        return features @ (weights.mT[:, None] if self.positions else weights.mT)
+
+    def network_outputs(self, outputs: Tensor) -> Tensor:
+        """Returns outputs ``[N, C]`` or ``[N, T, C]`` in the layout of the network."""
+        if not self.positions:
+            return outputs
+        values = outputs.unflatten(1, self.positions)
+        module = self.posterior.model.get_submodule(self.layer)
+        return values if isinstance(module, nn.Linear) else values.movedim(-1, 1)
 
     def log_prob(self, outputs: Tensor, index: Tensor) -> Tensor:
-        """Returns log-likelihoods ``[P, N]`` of outputs ``[P, N, C]`` for some examples."""
+        """Returns log-likelihoods ``[P, N]`` of outputs ``[P, N, C]`` or ``[P, N, T, C]`` for some examples."""
         targets = self.targets[index]
         repeated = targets.expand(len(outputs), *targets.shape).flatten(0, 1)
-        return self.likelihood.log_prob(outputs.flatten(0, 1), repeated).reshape(outputs.shape[:2])
+        values = self.network_outputs(outputs.flatten(0, 1))
+        return self.likelihood.log_prob(values, repeated).reshape(outputs.shape[:2])
 
     def fit(self, problems: Sequence[tuple[Tensor, RefitSetting]]) -> Tensor:
         """Returns the weights ``[P, C, F]`` of several problems, each with its examples and its setting.
@@ -213,7 +231,7 @@ class LastLayerProblem:
             problems: Indices of the examples and setting of each problem.
         """
         # the outputs of the problems that are fitted at once take 32 MiB in float64
-        group = max(1, 2**22 // (len(self.targets) * len(self.weight)))
+        group = max(1, 2**22 // (self.features[..., 0].numel() * len(self.weight)))
         chunks = [problems[start : start + group] for start in range(0, len(problems), group)]
         return torch.cat([self._fit_group(chunk) for chunk in chunks])
 
@@ -229,7 +247,7 @@ class LastLayerProblem:
         centers = trained[:, None] * self.weight.flatten()
 
         def objective(x: Tensor, rows: Tensor) -> Tensor:
-            outputs = self.features @ x.reshape(-1, *self.weight.shape).mT
+            outputs = self.outputs(x.reshape(-1, *self.weight.shape))
             nll = -(self.log_prob(outputs, everything) * mask[rows]).sum(1)
             return nll + 0.5 * penalties[rows] * (x - centers[rows]).square().sum(1)
 
@@ -247,13 +265,19 @@ class LastLayerProblem:
             held_out_outputs: Outputs for examples that were left out, ``[N, C]``. A learned noise scale is fitted to them.
         """
         model, likelihood = deepcopy(self.posterior.model), deepcopy(self.posterior.likelihood)
-        module = model.get_submodule(self.layer)
-        assert isinstance(module, nn.Linear)
+        module: Any = model.get_submodule(self.layer)
         columns = module.weight.shape[1]
-        module.weight.copy_(weight[:, :columns])
+        module.weight.copy_(weight[:, :columns].reshape(module.weight.shape))
         if module.bias is not None:
             module.bias.copy_(weight[:, columns])
         if learns_noise(likelihood):
             residuals = held_out_outputs - self.targets.reshape(held_out_outputs.shape)
             likelihood.log_scale.copy_(0.5 * residuals.square().mean(0).clamp(min=1e-24).log())
         return PointPosterior(model, likelihood, self.posterior.history)
+
+
+def _check_memory(features: Sequence[Tensor]) -> None:
+    """Raises FlowBNNError if the features of many positions take more than 1 GiB."""
+    if features[0].ndim > 2 and sum(values.nbytes for values in features) > 2**30:
+        text = "LastLayerRefit needs over 1 GiB for the features of all positions; pass fewer examples, or use fb.VectorScaling"
+        raise FlowBNNError(text, kind="memory", argument="network")

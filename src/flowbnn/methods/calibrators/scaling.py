@@ -26,7 +26,7 @@ from flowbnn.likelihoods import Bernoulli
 from flowbnn.methods.calibrators.base import CalibratedPosterior, OutputCalibrator, class_log_samples
 from flowbnn.methods.calibrators.lbfgs import minimize_batch
 from flowbnn.methods.calibrators.log_temperature import fit_temperatures
-from flowbnn.metrics.checks import is_soft
+from flowbnn.metrics.checks import IGNORED, is_soft
 from flowbnn.options import Positive, checked, options
 from flowbnn.posterior.base import Posterior
 from flowbnn.predictive import CategoricalPredictive
@@ -53,13 +53,15 @@ class _Scaling(OutputCalibrator):
         Args:
             posterior: Posterior of any method.
             outputs: Sampled outputs ``[S, N, ...]`` in float64.
-            targets: Class labels ``[N]``, or soft labels ``[N, C]``.
+            targets: Class labels ``[N]``, or soft labels ``[N, C]``, both with axes of positions after the first.
             subsets: Indices of the examples of each subset.
         """
         log_samples = class_log_samples(posterior, outputs, type(self).__name__)
         subsets = [subset.to(targets.device) for subset in subsets]
         fits = fit_temperatures(posterior, outputs, targets, subsets)
         temperatures = [fit.temperature for fit in fits]
+        if log_samples.ndim > 3:
+            log_samples, targets, subsets = flatten_positions(log_samples, targets, subsets)
         group = max(1, 2**24 // log_samples.numel())  # problems fitted at once: 128 MiB in float64
         results = []
         for start in range(0, len(subsets), group):
@@ -117,6 +119,34 @@ class MatrixScaling(_Scaling):
     """
 
     matrix: ClassVar[bool] = True
+
+
+def flatten_positions(
+    log_samples: Tensor, targets: Tensor, subsets: Sequence[Tensor], max_numbers: int = 2**23
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """Returns positions with a target as rows, a random part of them if there are many, and subsets of the rows.
+
+    Args:
+        log_samples: Log-probabilities ``[S, N, *positions, C]``.
+        targets: Class labels ``[N, *positions]``, or soft labels ``[N, *positions, C]``.
+        subsets: Indices of the examples of each subset.
+        max_numbers: Largest number of log-probabilities that are kept, 64 MiB in float64.
+    """
+    shape = log_samples.shape[1:-1]
+    examples = (
+        torch.arange(len(targets), device=targets.device).view(-1, *(1,) * (len(shape) - 1)).expand(shape)
+    )
+    soft = targets.is_floating_point()
+    valid = torch.ones(shape, dtype=torch.bool, device=targets.device) if soft else targets != IGNORED
+    rows = valid.flatten().nonzero()[:, 0]
+    max_rows = max(len(targets), max_numbers // (len(log_samples) * log_samples.shape[-1]))
+    if len(rows) > max_rows:
+        order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))
+        rows = rows[order[:max_rows].sort().values.to(rows.device)]
+    owners = examples.reshape(-1)[rows]
+    flat = targets.flatten(0, -2) if soft else targets.flatten()
+    row_subsets = [torch.isin(owners, subset).nonzero()[:, 0] for subset in subsets]
+    return log_samples.flatten(1, -2)[:, rows.to(log_samples.device)], flat[rows], row_subsets
 
 
 def label_weights(targets: Tensor, log_samples: Tensor) -> Tensor:
@@ -216,9 +246,9 @@ class ScaledPosterior(CalibratedPosterior):
 
     def networks(self, samples: int, seed: int | None = None) -> list[nn.Module]:
         """Returns networks of the inner posterior, whose outputs are mapped."""
-        binary = isinstance(self.likelihood, Bernoulli)
+        binary, axis = isinstance(self.likelihood, Bernoulli), getattr(self.likelihood, "class_axis", None)
         return [
-            ScaledOutputs(network, self.temperature, self.weight, self.bias, binary).eval()
+            ScaledOutputs(network, self.temperature, self.weight, self.bias, binary, axis or -1).eval()
             for network in self.posterior.networks(samples, seed)
         ]
 
@@ -251,13 +281,21 @@ class ScaledOutputs(nn.Module):
         weight: Matrix ``[C, C]``.
         bias: Offset ``[C]``.
         binary: True if the network has one logit for two classes.
+        class_axis: Axis of the classes in the outputs of the network.
     """
 
     def __init__(
-        self, network: nn.Module, temperature: float, weight: Tensor, bias: Tensor, binary: bool
+        self,
+        network: nn.Module,
+        temperature: float,
+        weight: Tensor,
+        bias: Tensor,
+        binary: bool,
+        class_axis: int = -1,
     ) -> None:
         super().__init__()
         self.network, self.temperature, self.binary = network, temperature, binary
+        self.class_axis = class_axis
         self.register_buffer("weight", weight)
         self.register_buffer("bias", bias)
 
@@ -265,7 +303,8 @@ class ScaledOutputs(nn.Module):
         outputs = call(self.network, named_inputs or inputs)
         weight, bias = self.get_buffer("weight"), self.get_buffer("bias")
         if not self.binary:
-            return scale_logits(outputs, self.temperature, weight, bias)
+            logits = outputs.movedim(self.class_axis, -1)
+            return scale_logits(logits, self.temperature, weight, bias).movedim(-1, self.class_axis)
         pair = torch.stack([torch.zeros_like(outputs), outputs], -1)
         scaled = scale_logits(pair, self.temperature, weight, bias)
         return scaled[..., 1] - scaled[..., 0]

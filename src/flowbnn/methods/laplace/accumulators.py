@@ -21,10 +21,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from flowbnn.batches import take
+from flowbnn.errors import FlowBNNError
 from flowbnn.methods.laplace.blocks import CurvatureBlock, DiagonalBlock, FullBlock, KroneckerBlock
-from flowbnn.methods.laplace.derivatives import Jacobian, OutputHessian, flat_outputs
-from flowbnn.methods.laplace.layer_selection import Layers
+from flowbnn.methods.laplace.derivatives import Jacobian, OutputHessian, batched_outputs, layer_rows
+from flowbnn.methods.laplace.layer_selection import Layers, channels_last
 
+MAX_COLUMNS = 2048  # backward passes over a batch, each of which takes about a millisecond at least
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 HessianFunction = Callable[[Tensor], OutputHessian]
 
@@ -46,7 +48,7 @@ class CurvatureAccumulator:
 
     @abstractmethod
     def add(self, inputs: Any, hessian: HessianFunction) -> Tensor:
-        """Adds a batch and returns its outputs as ``[b, C]``.
+        """Adds a batch and returns its outputs as ``[b, C]``, or with their axes of positions.
 
         Args:
             inputs: Inputs of the network.
@@ -112,11 +114,12 @@ class LastLayerAccumulator(CurvatureAccumulator):
         self.hooks.enter_context(layer.register_forward_pre_hook(self._store_features))
 
     def _store_features(self, module: nn.Module, args: Any) -> None:
-        self.features = self.columns(self.name, args[0].detach())
+        self.features = self.columns(self.name, channels_last(module, args[0].detach()).flatten(0, -2))
 
     def add(self, inputs: Any, hessian: HessianFunction) -> Tensor:
-        outputs = flat_outputs(self.model, inputs)
-        curvature, features = hessian(outputs), self.features
+        outputs = batched_outputs(self.model, inputs)
+        curvature: Any = layer_rows(hessian(outputs), outputs, self.model.get_submodule(self.name))
+        features = self.features
         self.counts[self.name] += len(features)
         if self.structure == "kron":
             self.accumulate(self.name, "inner", features.T @ features)
@@ -124,7 +127,7 @@ class LastLayerAccumulator(CurvatureAccumulator):
         elif self.structure == "diag":
             self.accumulate(self.name, "values", curvature.diagonal().T @ features.square())
         else:
-            num_outputs, width = outputs.shape[1], features.shape[1]
+            num_outputs, width = next(iter(self.layers[self.name].values()))[0], features.shape[1]
             matrix = features.new_empty(num_outputs, num_outputs, width, width)
             for index in range(num_outputs):
                 weighted = curvature.row(index)[:, index:].T.unsqueeze(2) * features  # [C - index, b, D]
@@ -168,15 +171,15 @@ class LayerwiseAccumulator(CurvatureAccumulator):
 
     def add(self, inputs: Any, hessian: HessianFunction) -> Tensor:
         with torch.enable_grad():
-            outputs = flat_outputs(self.model, inputs)
+            outputs = batched_outputs(self.model, inputs)
+            flat = outputs.reshape(len(outputs), -1)
         curvature = hessian(outputs.detach())
+        _check_count(curvature.count)
         activations = [self.outputs[name] for name in self.layers]
         for index in range(curvature.count):
             column = curvature.columns(index, index + 1)[:, 0]
             retain = index < curvature.count - 1
-            gradients = torch.autograd.grad(
-                outputs, activations, column, retain_graph=retain, allow_unused=True
-            )
+            gradients = torch.autograd.grad(flat, activations, column, retain_graph=retain, allow_unused=True)
             for name, gradient in zip(self.layers, gradients, strict=True):
                 if gradient is not None:
                     self._add_gradient(name, self.model.get_submodule(name), gradient)
@@ -227,8 +230,9 @@ class JacobianAccumulator(CurvatureAccumulator):
         self.jacobian = Jacobian(model, [name for shapes in layers.values() for name in shapes])
 
     def add(self, inputs: Any, hessian: HessianFunction) -> Tensor:
-        outputs = flat_outputs(self.model, inputs)
+        outputs = batched_outputs(self.model, inputs)
         curvature = hessian(outputs)
+        _check_count(curvature.count)
         for start, stop, low, high in self.jacobian.chunks(inputs, curvature.count):
             columns = curvature.columns(low, high)[start:stop]
             rows = self.jacobian.rows(take(inputs, start, stop), columns)
@@ -242,6 +246,13 @@ class JacobianAccumulator(CurvatureAccumulator):
     def diagonal(self, layer: str) -> Tensor:
         sizes = [sum(math.prod(shape) for shape in shapes.values()) for shapes in self.layers.values()]
         return self.sums["", "all"].split(sizes)[list(self.layers).index(layer)].clone()
+
+
+def _check_count(count: int) -> None:
+    """Raises FlowBNNError if a Hessian has so many columns that their backward passes would take hours."""
+    if count > MAX_COLUMNS:
+        text = f"the exact curvature of {count:,} outputs per example takes as many backward passes; set curvature='sampled'"
+        raise FlowBNNError(text, kind="outputs", argument="curvature")
 
 
 def input_patches(module: nn.Module, values: Tensor) -> Tensor:

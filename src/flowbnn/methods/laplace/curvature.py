@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from flowbnn.batches import device_of, dtype_of, move, split_batch
-from flowbnn.likelihoods import Likelihood
+from flowbnn.likelihoods import Categorical, Likelihood
 from flowbnn.methods.fitting import likelihood_not_finite
 from flowbnn.methods.laplace.accumulators import (
     CONVOLUTIONS,
@@ -67,8 +67,14 @@ class CurvatureFit:
 
     @property
     def output_layer(self) -> str | None:
-        """Name of the output layer if it is the only selected layer, else None."""
-        return self.calls.output_layer if list(self.layers) == [self.calls.output_layer] else None
+        """Name of the output layer if it is the only selected layer, and the classes are its outputs, else None."""
+        name = self.calls.output_layer
+        if name is None or list(self.layers) != [name]:
+            return None
+        if len(self.calls.output_shape) > 1 and isinstance(self.likelihood, Categorical):
+            is_last = isinstance(self.model.get_submodule(name), nn.Linear)
+            return name if (self.likelihood.class_axis == -1) == is_last else None
+        return name
 
     def examples(self, description: str) -> Iterator[tuple[Any, Tensor]]:
         """Yields inputs and targets of every batch, on the device of the network."""
@@ -82,7 +88,9 @@ class CurvatureFit:
     def measure(self) -> Curvature:
         """Computes curvature and log-likelihood by one pass over the data."""
         accumulator_cls: type[CurvatureAccumulator] = JacobianAccumulator
-        if self.output_layer is not None:
+        # the gradient of an example is a sum over its positions, which the Fisher matrix of the output layer alone does not have
+        sums_gradients = self.hessian == "fisher" and len(self.calls.output_shape) > 1
+        if self.output_layer is not None and not sums_gradients:
             accumulator_cls = LastLayerAccumulator
         elif self.structure == "kron" or (
             self.structure == "diag" and all(map(self._layerwise, self.layers))
@@ -134,7 +142,8 @@ class CurvatureFit:
         for inputs, targets in self.examples("gradient"):
             with torch.enable_grad():
                 outputs = jacobian.outputs(leaves, inputs)
-                log_likelihood = self.likelihood.log_prob(outputs.reshape(len(outputs), -1), targets).sum()
+                outputs = outputs if outputs.ndim > 2 else outputs.reshape(len(outputs), -1)
+                log_likelihood = self.likelihood.log_prob(outputs, targets).sum()
             gradients = torch.autograd.grad(log_likelihood, list(leaves.values()), materialize_grads=True)
             for name, gradient in zip(total, gradients, strict=True):
                 total[name] += self.example_weight(num_examples) * gradient

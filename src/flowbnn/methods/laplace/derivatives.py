@@ -4,6 +4,7 @@ The Hessian of the loss in the outputs, :math:`\Lambda = -\nabla^2_f \log p(y \m
 Callers need its sum over examples, its diagonal, one row, or some columns of a square root.
 """
 
+import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -24,7 +25,8 @@ from flowbnn.likelihoods import (
     Likelihood,
     RealLikelihood,
 )
-from flowbnn.metrics.checks import is_soft
+from flowbnn.likelihoods.classes import squeeze_channel
+from flowbnn.methods.laplace.layer_selection import channels_last
 from flowbnn.numerics import FORWARD_MODE_LOCK
 
 
@@ -32,6 +34,12 @@ def flat_outputs(model: nn.Module, inputs: Any) -> Tensor:
     """Returns the outputs of the network as ``[b, C]``."""
     outputs = call(model, inputs)
     return outputs.reshape(len(outputs), -1)
+
+
+def batched_outputs(model: nn.Module, inputs: Any) -> Tensor:
+    """Returns the outputs of the network as ``[b, C]``, or with their axes of positions."""
+    outputs = call(model, inputs)
+    return outputs if outputs.ndim > 2 else outputs.reshape(len(outputs), -1)
 
 
 @contextmanager
@@ -157,32 +165,39 @@ def _first_supported(functions: list[Callable[..., Any]], *args: Any) -> Any:
 
 
 class ExactHessian:
-    r"""Exact Hessians of a batch: :math:`\mathrm{diag}(v)` for independent outputs, :math:`\mathrm{diag}(p) - p p^T` for a softmax.
+    r"""Exact Hessians of a batch: :math:`\mathrm{diag}(v)` for independent outputs, :math:`a (\mathrm{diag}(p) - p p^T)` for a softmax.
 
-    The columns of a root of the latter are :math:`\sqrt{p_k} (e_k - p)`.
+    The columns of a root of the latter are :math:`\sqrt{a p_k} (e_k - p)`.
 
     Args:
         values: Values :math:`v` or probabilities :math:`p`, ``[b, C]``.
         softmax: If True, the Hessian is that of a softmax.
+        weights: Weights :math:`a` of the examples, ``[b, 1]``, of a softmax. None for ones.
     """
 
-    def __init__(self, values: Tensor, softmax: bool = False) -> None:
+    def __init__(self, values: Tensor, softmax: bool = False, weights: Tensor | None = None) -> None:
         self.values, self.softmax, self.count = values, softmax, values.shape[1]
+        self.weights = weights
 
     def total(self) -> Tensor:
         """Returns the sum over examples, ``[C, C]``."""
-        total = self.values.sum(0).diag()
-        return total - self.values.T @ self.values if self.softmax else total
+        weighted = self._weigh(self.values)
+        total = weighted.sum(0).diag()
+        return total - weighted.T @ self.values if self.softmax else total
 
     def diagonal(self) -> Tensor:
         """Returns the diagonals, ``[b, C]``."""
-        return self.values * (1.0 - self.values) if self.softmax else self.values
+        return self._weigh(self.values * (1.0 - self.values)) if self.softmax else self.values
 
     def row(self, index: int) -> Tensor:
         """Returns one row of each matrix, ``[b, C]``."""
         row = -self.values[:, index, None] * self.values if self.softmax else torch.zeros_like(self.values)
         row[:, index] += self.values[:, index]
-        return row
+        return self._weigh(row)
+
+    def _weigh(self, values: Tensor) -> Tensor:
+        """Returns values times the weights of the examples."""
+        return values if self.weights is None else self.weights * values
 
     def columns(self, low: int, high: int) -> Tensor:
         """Returns columns ``low`` to ``high`` of the ``count`` columns of a square root, ``[b, high - low, C]``."""
@@ -193,7 +208,7 @@ class ExactHessian:
             columns = values.new_zeros(len(values), high - low, values.shape[1])
         index = torch.arange(high - low, device=values.device)
         columns[:, index, low + index] += roots
-        return columns
+        return columns if self.weights is None else self.weights.sqrt().unsqueeze(1) * columns
 
 
 class OuterProductHessian:
@@ -245,7 +260,59 @@ class MatrixHessian:
         return (vectors * values.clamp_min(0.0).sqrt().unsqueeze(1)).mT[:, low:high]
 
 
-OutputHessian = ExactHessian | OuterProductHessian | MatrixHessian
+class PositionHessian:
+    """Hessians of outputs at positions, which do not interact, with the methods of :class:`ExactHessian` that backward passes need.
+
+    Args:
+        blocks: Hessians of all positions of all examples, one after the other.
+        shape: Shape of the outputs with the classes last, ``(b, *positions, C)``.
+        axis: Axis of the classes in the outputs of the network.
+    """
+
+    def __init__(self, blocks: ExactHessian | OuterProductHessian, shape: tuple[int, ...], axis: int) -> None:
+        self.blocks, self.shape, self.axis = blocks, shape, axis
+        # drawn targets of different positions are independent, so one column has the gradients of all
+        self.is_joint = isinstance(blocks, OuterProductHessian)
+        self.count = 1 if self.is_joint else blocks.count * math.prod(shape[1:-1])
+
+    def _to_outputs(self, values: Tensor) -> Tensor:
+        """Returns values ``[b * T, C]`` as ``[b, K]``, in the order of the outputs of the network."""
+        return values.reshape(self.shape).movedim(-1, self.axis).flatten(1)
+
+    def diagonal(self) -> Tensor:
+        return self._to_outputs(self.blocks.diagonal())
+
+    def columns(self, low: int, high: int) -> Tensor:
+        if isinstance(self.blocks, OuterProductHessian):
+            return self._to_outputs(self.blocks.gradients).unsqueeze(1)
+        columns, (rows, classes) = list[Tensor](), (self.shape[0], self.shape[-1])
+        for index in range(low, high):
+            position, number = divmod(index, self.blocks.count)
+            root = self.blocks.columns(number, number + 1).reshape(rows, -1, classes)
+            values = torch.zeros_like(root)
+            values[:, position] = root[:, position]
+            columns.append(self._to_outputs(values))
+        return torch.stack(columns, 1)
+
+
+def layer_rows(curvature: "OutputHessian", outputs: Tensor, module: nn.Module) -> "OutputHessian":
+    """Returns the Hessians of the output layer at each position, as rows in the order of its inputs.
+
+    Args:
+        curvature: Hessians of the outputs.
+        outputs: Outputs of the network, ``[b, ...]``.
+        module: Output layer, a linear layer or a 1x1 convolution.
+    """
+    if isinstance(curvature, PositionHessian):
+        return curvature.blocks
+    if outputs.ndim == 2 or isinstance(curvature, MatrixHessian):
+        return curvature
+    values = curvature.gradients if isinstance(curvature, OuterProductHessian) else curvature.values
+    rows = channels_last(module, values.reshape(outputs.shape)).flatten(0, -2)
+    return OuterProductHessian(rows) if isinstance(curvature, OuterProductHessian) else ExactHessian(rows)
+
+
+OutputHessian = ExactHessian | OuterProductHessian | MatrixHessian | PositionHessian
 
 
 def unknown_hessian(likelihood: Likelihood) -> FlowBNNError:
@@ -276,15 +343,15 @@ def output_hessian(
 
     Args:
         likelihood: Observation model; Categorical, Bernoulli, Gaussian or a ConditionalDensity.
-        outputs: Outputs of the network, ``[b, C]``.
+        outputs: Outputs of the network, ``[b, C]``, or with axes of positions.
         targets: Observed targets.
         kind: ``"ggn"`` (exact), ``"fisher"`` (gradients of the observed targets) or ``"sampled"`` (gradients of drawn targets).
         generator: Generator of the drawn targets.
     """
     if isinstance(likelihood, Categorical):
-        return _categorical_hessian(outputs, targets, kind, generator)
+        return _categorical_hessian(likelihood, outputs, targets, kind, generator)
     if isinstance(likelihood, Bernoulli):
-        return _bernoulli_hessian(outputs, targets, kind, generator)
+        return _bernoulli_hessian(likelihood, outputs, targets, kind, generator)
     if isinstance(likelihood, Gaussian):
         return _gaussian_hessian(likelihood, outputs, targets, kind, generator)
     if isinstance(likelihood, ConditionalDensity):
@@ -293,31 +360,40 @@ def output_hessian(
 
 
 def _categorical_hessian(
-    outputs: Tensor, targets: Tensor, kind: str, generator: torch.Generator
+    likelihood: Categorical, outputs: Tensor, targets: Tensor, kind: str, generator: torch.Generator
 ) -> OutputHessian:
-    p = outputs.softmax(1)
+    r"""Returns the Hessian of :math:`-\sum_c a_c \log p_c`, with class weights, label smoothing and ignored positions in :math:`a`."""
+    logits, labels = likelihood.classes_last(outputs, targets.to(outputs.device))
+    rows = logits.flatten(0, -2)
+    p, target_weights = rows.softmax(1), likelihood.target_weights(labels, logits).flatten(0, -2)
+    weights = target_weights.sum(1, keepdim=True)
+    is_plain = outputs.ndim == 2 and likelihood.class_weights is None
     if kind == "ggn":
-        return ExactHessian(p, softmax=True)
-    if kind == "sampled":
+        blocks: Any = ExactHessian(p, softmax=True, weights=None if is_plain else weights)
+    elif kind == "sampled":
         uniform = torch.rand(len(p), 1, generator=generator, dtype=torch.float64).to(p.device)
-        targets = (p.double().cumsum(1) < uniform).sum(1).clamp_max(p.shape[1] - 1)
-    if is_soft(targets):
-        return OuterProductHessian(p - targets.to(p))
-    gradient = p.clone()
-    gradient[torch.arange(len(p), device=p.device), targets.to(p.device).long()] -= 1.0
-    return OuterProductHessian(gradient)
+        drawn = (p.double().cumsum(1) < uniform).sum(1).clamp_max(p.shape[1] - 1)
+        blocks = OuterProductHessian(weights.sqrt() * (p - nn.functional.one_hot(drawn, p.shape[1])))
+    else:
+        blocks = OuterProductHessian(weights * p - target_weights)
+    if outputs.ndim == 2:
+        return blocks
+    return PositionHessian(blocks, tuple(logits.shape), 1 if likelihood.class_axis == 1 else -1)
 
 
 def _bernoulli_hessian(
-    outputs: Tensor, targets: Tensor, kind: str, generator: torch.Generator
+    likelihood: Bernoulli, outputs: Tensor, targets: Tensor, kind: str, generator: torch.Generator
 ) -> OutputHessian:
-    p = outputs.sigmoid()
+    logits = squeeze_channel(outputs)
+    labels = likelihood.hide_ignored(targets.to(logits.device).reshape(logits.shape)).to(logits)
+    zero, one = (values.reshape(len(outputs), -1) for values in likelihood.target_weights(labels))
+    p, weights = logits.reshape(one.shape).sigmoid(), zero + one
     if kind == "ggn":
-        return ExactHessian(p * (1.0 - p))
-    labels = targets.reshape(p.shape).to(p)
+        return ExactHessian(weights * p * (1.0 - p))
     if kind == "sampled":
-        labels = (torch.rand(p.shape, generator=generator).to(p) < p).to(p)
-    return OuterProductHessian(p - labels)
+        drawn = (torch.rand(p.shape, generator=generator).to(p) < p).to(p)
+        return OuterProductHessian(weights.sqrt() * (p - drawn))
+    return OuterProductHessian(weights * p - one)
 
 
 def _gaussian_hessian(

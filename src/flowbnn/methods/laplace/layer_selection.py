@@ -31,7 +31,9 @@ class LayerCalls:
     order: list[str] = field(default_factory=list)  # layers with parameters, in the order of their calls
     counts: Counter[str] = field(default_factory=Counter)  # number of calls of each layer
     shapes: dict[str, torch.Size] = field(default_factory=dict)  # shape of the first input of each layer
-    output_layer: str | None = None  # the Linear layer whose output is that of the network, if there is one
+    # the Linear layer or 1x1 convolution whose output is that of the network, if there is one
+    output_layer: str | None = None
+    output_shape: torch.Size = torch.Size()  # shape of the outputs of one example
 
 
 def own_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
@@ -77,12 +79,13 @@ def record_calls(model: nn.Module, inputs: Any) -> LayerCalls:
             hooks.enter_context(module.register_forward_pre_hook(partial(before, name)))
             hooks.enter_context(module.register_forward_hook(partial(after, name), prepend=True))
         outputs = call(model, take(inputs, 0, calls.num_rows))
+    calls.output_shape = outputs.shape[1:]
     last = calls.order[-1] if calls.order else ""
     if (
         results.get(last) is outputs
-        and outputs.ndim == 2
+        and outputs.ndim >= 2
         and calls.counts[last] == 1
-        and _is_torch_layer(layers[last], (nn.Linear,))
+        and (_is_torch_layer(layers[last], (nn.Linear,)) or _is_pointwise(layers[last]))
         and shares_weights(model, last) is None
     ):
         calls.output_layer = last
@@ -144,6 +147,20 @@ def _is_torch_layer(module: nn.Module, types: tuple[type[nn.Module], ...]) -> bo
         and not parametrize.is_parametrized(module)
         and all(name in ("weight", "bias") for name, _ in module.named_parameters(recurse=False))
     )
+
+
+def _is_pointwise(module: nn.Module) -> bool:
+    """Returns True if the module is a 1x1 convolution, which is a linear layer at each position."""
+    if not _is_torch_layer(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d)):
+        return False
+    sizes = (*module.kernel_size, *module.stride, module.groups)  # type: ignore[misc]
+    padding = module.padding if isinstance(module.padding, tuple) else (0,)
+    return all(size == 1 for size in sizes) and not any(padding)
+
+
+def channels_last(module: nn.Module, values: Tensor) -> Tensor:
+    """Returns inputs or outputs of a linear layer or a convolution with their channels on the last axis."""
+    return values if isinstance(module, nn.Linear) else values.movedim(1, -1)
 
 
 def _check_kronecker(model: nn.Module, name: str, module: nn.Module, calls: LayerCalls) -> None:

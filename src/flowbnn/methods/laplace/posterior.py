@@ -13,6 +13,7 @@ from flowbnn.errors import pluralize
 from flowbnn.likelihoods import Likelihood
 from flowbnn.methods.laplace.blocks import CurvatureBlock, DiagonalBlock, FullBlock, KroneckerBlock
 from flowbnn.methods.laplace.derivatives import Jacobian, check_likelihood, flat_outputs
+from flowbnn.methods.laplace.layer_selection import channels_last
 from flowbnn.methods.network_layers import disable_nested_tensors
 from flowbnn.networks import evaluation_mode
 from flowbnn.options import checked
@@ -138,11 +139,16 @@ class LaplacePosterior(WeightPosterior):
         inputs, block = move(inputs, device_of(network), dtype_of(network)), self.blocks[0]
         with evaluation_mode(network), rewrap_forward_errors(inputs):
             if self.output_layer is not None and isinstance(block, DiagonalBlock | KroneckerBlock):
-                features = self._outputs_and_features(network, inputs)[1]
-                ones = features.new_ones(len(features), 1)
-                columns = [features if len(shape) > 1 else ones for shape in block.shapes.values()]
-                covariance = block.linear_variance(columns)
-                return covariance.diagonal(dim1=1, dim2=2) if diagonal else covariance
+                outputs, features = self._outputs_and_features(network, inputs)
+                if diagonal or outputs.ndim == 2:  # positions depend on each other through the weights
+                    shape, features = features.shape[:-1], features.flatten(0, -2)
+                    ones = features.new_ones(len(features), 1)
+                    columns = [features if len(sizes) > 1 else ones for sizes in block.shapes.values()]
+                    covariance = block.linear_variance(columns)
+                    if not diagonal:
+                        return covariance
+                    variance = covariance.diagonal(dim1=1, dim2=2).unflatten(0, shape)
+                    return self._to_network_layout(variance).flatten(1)
             num_outputs = flat_outputs(network, take(inputs, 0, 1)).shape[1]
             jacobian = Jacobian(network, self.names)
             identity = torch.eye(num_outputs, dtype=dtype_of(network), device=device_of(network))
@@ -156,11 +162,16 @@ class LaplacePosterior(WeightPosterior):
         return torch.cat(chunks if diagonal else [chunk @ chunk.transpose(1, 2) for chunk in chunks])
 
     def _outputs_and_features(self, network: nn.Module, inputs: Any) -> tuple[Tensor, Tensor]:
-        """Returns the outputs of the network and the inputs of its output layer."""
+        """Returns the outputs of the network and the inputs of its output layer, both with their channels on the last axis."""
         assert self.output_layer is not None
         layer, features = network.get_submodule(self.output_layer), list[Tensor]()
         with layer.register_forward_pre_hook(lambda _, args: features.append(args[0])):
-            return call(network, inputs), features[0]
+            return channels_last(layer, call(network, inputs)), channels_last(layer, features[0])
+
+    def _to_network_layout(self, values: Tensor, axis: int = 1) -> Tensor:
+        """Returns values with channels on the last axis in the layout of the outputs, with channels on ``axis`` after a convolution."""
+        layer = self.model.get_submodule(self.output_layer or "")
+        return values if isinstance(layer, nn.Linear) else values.movedim(-1, axis)
 
     def outputs(self, inputs: Any, samples: range, prediction: Prediction) -> Tensor:
         if self.predictive == "probit":
@@ -191,11 +202,14 @@ class LaplacePosterior(WeightPosterior):
         def network(rows: Any) -> Tensor:
             outputs, features = self._outputs_and_features(prediction.clone, rows)
             dtype = torch.promote_types(outputs.dtype, torch.float32)
-            return torch.cat([outputs.to(dtype), features.to(dtype)], 1)
+            return torch.cat([outputs.to(dtype), features.to(dtype)], -1)
 
         joined = prediction.run(inputs, [network])[0]
         layer: Any = self.model.get_submodule(self.output_layer or "")
-        outputs, features = joined[:, : layer.out_features], joined[:, layer.out_features :].contiguous()
+        num_outputs = len(layer.weight)
+        shape = (*joined.shape[:-1], num_outputs)
+        joined = joined.flatten(0, -2)  # positions are rows
+        outputs, features = joined[:, :num_outputs], joined[:, num_outputs:].contiguous()
         result = outputs.new_empty(len(samples), *outputs.shape)
 
         def draw(index: int) -> tuple[Tensor, Tensor]:
@@ -203,7 +217,7 @@ class LaplacePosterior(WeightPosterior):
             bias = outputs.new_zeros(1, outputs.shape[1])
             for deviation in self._deviations(index, prediction.seed).values():
                 if deviation.ndim > 1:
-                    weight = deviation.T.contiguous().to(features)
+                    weight = deviation.flatten(1).T.contiguous().to(features)
                 else:
                     bias = deviation[None].to(outputs)
             return weight, bias
@@ -217,7 +231,7 @@ class LaplacePosterior(WeightPosterior):
                     prediction.state.get(("deviations", index), draw_index) if cacheable else draw_index()
                 )
                 result[position] = torch.addmm(outputs + bias, features, weight)
-        return result
+        return self._to_network_layout(result.reshape(len(samples), *shape), axis=2)
 
     def state(self) -> dict[str, Tensor]:
         return {
