@@ -203,7 +203,9 @@ def test_the_class_axis_is_found_from_the_shapes(outputs, targets, axis):
 @pytest.mark.parametrize("use", ["check", "log_prob", "predictive", "average_outputs"])
 def test_an_ambiguous_class_axis_is_refused(use):
     outputs, targets = torch.zeros(2, 4, 4), torch.zeros(2, 4).long()
-    arguments = {"predictive": (outputs[None],), "average_outputs": ([outputs],)}.get(use, (outputs, targets))
+    arguments = {"predictive": (outputs[None],), "average_outputs": ([outputs[None]],)}.get(
+        use, (outputs, targets)
+    )
     with pytest.raises(FlowBNNError) as caught:
         getattr(Categorical(), use)(*arguments)
     assert (caught.value.kind, caught.value.argument) == ("outputs", "class_axis")
@@ -242,8 +244,9 @@ def test_settings_are_saved_and_shown(likelihood):
 
 
 def test_average_outputs_of_positions_have_the_mean_probabilities():
-    outputs = torch.randn(3, 2, 5, 4, 6, dtype=torch.float64)
-    for axis, moved in ((1, outputs), (-1, outputs.movedim(2, -1))):
-        likelihood = Categorical(class_axis=axis)
-        average = likelihood.average_outputs(list(moved))
-        torch.testing.assert_close(average.softmax(axis), moved.softmax(axis if axis < 0 else 2).mean(0))
+    outputs = torch.randn(3, 2, 2, 5, 4, 6, dtype=torch.float64)  # views, samples, inputs, classes, positions
+    for axis, moved in ((1, outputs), (-1, outputs.movedim(3, -1))):
+        classes = -1 if axis < 0 else 2
+        average = Categorical(class_axis=axis).average_outputs(list(moved))
+        expected = moved.softmax(-1 if axis < 0 else 3).mean(0)
+        torch.testing.assert_close(average.softmax(classes), expected)

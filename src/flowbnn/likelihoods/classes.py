@@ -207,11 +207,15 @@ class Categorical(ClassLikelihood):
         return self.hide_ignored(labels) if labels.ndim > 1 else labels
 
     def average_outputs(self, outputs: Sequence[Tensor]) -> Tensor:
-        """Returns the logarithm of the mean probabilities."""
-        axis = self._find_axis(outputs[0], None)
-        return stack_outputs(outputs).log_softmax(axis if axis < 0 else axis + 1).logsumexp(0) - math.log(
-            len(outputs)
-        )
+        """Returns the logarithm of the mean probabilities.
+
+        Args:
+            outputs: Samples of logits ``[S, B, ...]`` of equal shape, or logits ``[B, C]``.
+        """
+        axis = -1
+        if outputs[0].ndim > 3 and self._find_axis(outputs[0][0], None) == 1:
+            axis = 3  # after the stacked views, the samples and the batch
+        return stack_outputs(outputs).log_softmax(axis).logsumexp(0) - math.log(len(outputs))
 
     @checked
     def predictive(self, outputs: Tensor, sample_counts: Tensor | None = None) -> CategoricalPredictive:

@@ -144,9 +144,9 @@ class NoisyNetwork:
             outputs = self.outputs(inputs, leaf)
             log_prob = self.likelihood.log_prob(outputs, targets)
             (gradient,) = torch.autograd.grad(log_prob.sum(), leaf, retain_graph=True)
-            flat, constant = outputs.flatten(1), outputs.detach().flatten(1)
+            flat, constant = outputs.flatten(1), outputs.detach()
             columns = []
-            if constant.shape[1] <= exact:
+            if flat.shape[1] <= exact:
                 hessian = output_hessian(self.likelihood, constant, targets, "ggn", generator)
                 columns = list(hessian.columns(0, hessian.count).unbind(1))
             else:
