@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from structured_problems import POSITIONS, make_structured
 
 import flowbnn as fb
 from flowbnn.errors import FlowBNNError
 from flowbnn.likelihoods import Bernoulli, Categorical
+from structured_problems import POSITIONS, make_structured
 
 METHODS = {
     "MLE": fb.MLE(epochs=1),

@@ -3,13 +3,13 @@
 import pytest
 import torch
 from laplace_truth import batches, covariance
-from structured_problems import make_structured
 from torch.func import functional_call, jacrev
 
 import flowbnn as fb
 from flowbnn.errors import FlowBNNError
 from flowbnn.likelihoods import Bernoulli, Categorical
 from flowbnn.methods.laplace import accumulators
+from structured_problems import make_structured
 
 LIKELIHOODS = {
     "pixels": Categorical(class_weights=[1.0, 2.0, 0.5], label_smoothing=0.1),
