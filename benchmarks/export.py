@@ -1,6 +1,6 @@
 """Measures an exported posterior in ONNX Runtime, relative to the network without noise in the same run.
 
-    python benchmarks/export.py [--model lenet] [--samples 32] [--rounds 400] [--threads 2] [--batch 1] [--out results]
+    python benchmarks/export.py [--model lenet] [--samples 32] [--rounds 2000] [--threads 2] [--batch 1] [--out results]
 
 The exported file predicts ``--batch`` inputs with all samples. The network without noise, exported by torch, gets as many rows as the
 file computes, ``batch * samples``. Both run in turn, so that other load of the machine affects both. ``ratio`` is the time of the
@@ -51,7 +51,7 @@ def export_plain(network: torch.nn.Module, path: Path, inputs: torch.Tensor) -> 
 
 
 def main() -> None:
-    parser = make_parser(__doc__, batch=1, samples=32, rounds=400, threads=2)
+    parser = make_parser(__doc__, batch=1, samples=32, rounds=2000, threads=2)
     parser.add_argument("--model", choices=sorted(MODELS), default="lenet")
     parser.add_argument("--device", choices=("cpu",), default="cpu")
     parser.add_argument("--out", type=Path, help="folder for the JSON file")

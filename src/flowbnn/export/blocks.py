@@ -298,7 +298,8 @@ class DropoutRows(SampledNetworks):
 
     def forward(self, inputs: Any, draws: Mapping[str, Tensor]) -> Tensor:
         rows = batch_rows(inputs)
-        for masked in self.masks.layers.values():
+        layers: Any = self.masks.layers  # of BlockMasks
+        for masked in layers.values():
             masked.draws, masked.rows, masked.samples = draws, rows, self.samples
         if not self.late:
             inputs = apply(inputs, partial(repeat_rows, samples=self.samples))

@@ -294,7 +294,7 @@ def _export_density(
         raise FlowBNNError(text, kind="unsupported", argument="model")
     with torch.no_grad():
         if noise == "input":
-            draw = partial(base_draws, density)
+            draw: Callable[..., dict[str, Tensor]] = partial(base_draws, density)
             tensors = list(draw(seed, EXAMPLE_ROWS).values())
             graph: nn.Module = SampleGraph(density)
         else:

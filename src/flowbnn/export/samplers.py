@@ -49,7 +49,7 @@ class StackedWeights(SampledNetworks):
             for holder in (module._parameters, module._buffers):
                 for name, tensor in holder.items():
                     if tensor is not None and any(tensor is used for used in _tensors(posterior, sets[0])):
-                        holder[name] = _placeholder(tensor)
+                        holder[name] = _placeholder(tensor)  # type: ignore[assignment]
 
     def forward(self, inputs: Any, draws: Mapping[str, Tensor]) -> Tensor:
         def one_sample(weights: dict[str, Tensor]) -> Tensor:
@@ -93,7 +93,7 @@ class NetworkList(SampledNetworks):
         super().__init__(nn.ModuleList(networks), {}, len(networks))
 
     def forward(self, inputs: Any, draws: Mapping[str, Tensor]) -> Tensor:
-        return torch.stack([call(network, inputs) for network in self.network])  # type: ignore[union-attr]
+        return torch.stack([call(network, inputs) for network in self.network])  # type: ignore[attr-defined]
 
 
 class OutputLayer(SampledNetworks):
@@ -216,10 +216,10 @@ def make_samplers(
             partial(NoiseMaps, posterior, inputs, prediction, samples),
         ]
     if isinstance(posterior, DropoutPosterior):
-        by_rows = [
+        masked = [
             partial(DropoutRows, posterior, inputs, prediction, samples, late) for late in (True, False)
         ]
-        return [*by_rows, lambda: NetworkList(posterior.networks(samples, prediction.seed))]
+        return [*masked, lambda: NetworkList(posterior.networks(samples, prediction.seed))]
     if isinstance(posterior, LaplacePosterior) and posterior.predictive != "sampled":
         return [partial(_make_laplace, posterior, prediction, samples)]
     if isinstance(posterior, LaplacePosterior) and posterior.output_layer is not None:
