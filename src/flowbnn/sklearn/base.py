@@ -50,7 +50,7 @@ PARAMETERS: dict[str, Any] = {  # valid values, checked by fit
 MAX_ROWS = 8192  # rows of one prediction, which bounds the memory of its samples
 
 
-class BayesianEstimator(BaseEstimator):  # type: ignore[misc]
+class BayesianEstimator(BaseEstimator):
     """Base class of both estimators, see :class:`~flowbnn.sklearn.BayesianClassifier` for the parameters."""
 
     def __init__(
@@ -106,13 +106,11 @@ class BayesianEstimator(BaseEstimator):  # type: ignore[misc]
             network = self._make_network(X.shape[1], num_outputs)
             if isinstance(likelihood, RealLikelihood) and network is not self.network:
                 standardize_outputs(network, likelihood, targets)
-            size = self.batch_size
-            if size == "auto":
-                size = min(len(X), 64 if len(X) < 10_000 else 256)
+            default_size = min(len(X), 64 if len(X) < 10_000 else 256)
             loader = TensorLoader(
                 self._to_inputs(X, dtype_of(network)),
                 targets,
-                batch_size=size,
+                batch_size=default_size if self.batch_size == "auto" else self.batch_size,
                 shuffle=True,
                 generator=torch.Generator().manual_seed(self._seed),
             )
@@ -133,7 +131,7 @@ class BayesianEstimator(BaseEstimator):  # type: ignore[misc]
             method = replace(method, **changes)
         if self.calibrate is False:
             return method
-        calibrator = Temperature() if self.calibrate is True else self.calibrate
+        calibrator: Any = Temperature() if self.calibrate is True else self.calibrate
         if isinstance(calibrator, str):
             calibrator = find_method(calibrator, "calibrate")()
         if not isinstance(calibrator, Calibrator) or isinstance(method, Calibrator):

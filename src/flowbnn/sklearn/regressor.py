@@ -1,7 +1,7 @@
 """Regressor for scikit-learn."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, Self
+from typing import Any, Literal, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -13,8 +13,19 @@ from torch import nn
 from flowbnn.likelihoods import Flow, Gaussian, Mixture, RealLikelihood
 from flowbnn.methods import Calibrator, Method
 from flowbnn.options import Probability, check
-from flowbnn.predictive.continuous import Interval
 from flowbnn.sklearn.base import BayesianEstimator, NetworkFactory, draw_seed
+
+
+class PredictionInterval(NamedTuple):
+    """Predictive intervals as arrays.
+
+    Args:
+        low: Lower ends.
+        high: Upper ends.
+    """
+
+    low: NDArray[Any]
+    high: NDArray[Any]
 
 
 class BayesianRegressor(RegressorMixin, BayesianEstimator):
@@ -147,7 +158,7 @@ class BayesianRegressor(RegressorMixin, BayesianEstimator):
             return tuple(self._map_rows(X, lambda p: p.mean.double(), lambda p: p.std.double()))
         return self._map_rows(X, lambda p: p.mean.double())[0]
 
-    def predict_interval(self, X: ArrayLike, level: float = 0.9) -> Interval:
+    def predict_interval(self, X: ArrayLike, level: float = 0.9) -> PredictionInterval:
         """Returns central predictive intervals with ends ``low`` and ``high``, ``[N]`` or ``[N, D]``.
 
         Args:
@@ -156,7 +167,7 @@ class BayesianRegressor(RegressorMixin, BayesianEstimator):
         """
         check("level", level, Probability)
         (ends,) = self._map_rows(X, lambda p: torch.stack([*p.interval(level)], 1).double())
-        return Interval(ends[:, 0], ends[:, 1])
+        return PredictionInterval(ends[:, 0], ends[:, 1])
 
     def sample_y(self, X: ArrayLike, n_samples: int = 1, random_state: Any = 0) -> NDArray[Any]:
         """Draws targets from the predictive distribution, ``[N, n_samples]`` or ``[N, D, n_samples]``.
