@@ -182,6 +182,15 @@ def test_prediction_page():
 
 
 @pytest.mark.filterwarnings("ignore::flowbnn.errors.FlowBNNWarning")  # two epochs are too few
+def test_outputs_page():
+    for code in code_blocks("docs/outputs.md"):
+        assert len([line for line in code.splitlines() if line]) <= 10
+        torch.manual_seed(0)
+        names: dict = {}
+        exec(code, names)
+
+
+@pytest.mark.filterwarnings("ignore::flowbnn.errors.FlowBNNWarning")  # two epochs are too few
 def test_export_page(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     names: dict = {}
