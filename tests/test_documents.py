@@ -97,6 +97,20 @@ def test_noise_page(capsys):
     assert re.search(r"conv2 .*InvConv.*\n.*fc1 .*Planar", capsys.readouterr().out)
 
 
+@pytest.mark.filterwarnings("ignore::flowbnn.errors.FlowBNNWarning")  # one epoch is too few
+def test_targets_page():
+    names: dict = {}
+    torch.manual_seed(0)
+    for code in code_blocks("docs/targets.md"):
+        code = code.replace("DeepEnsemble(3)", "DeepEnsemble(2, epochs=1)").replace(
+            "SWAG()", "SWAG(epochs=6)"
+        )
+        code = code.replace("MCDropout()", "MCDropout(epochs=1)")
+        exec(code.replace("likelihood=", "progress=False, likelihood="), names)
+    assert names["prediction"]["class"].probabilities.shape == (5, 2)
+    assert (names["low"] < names["high"]).all()
+
+
 def test_custom_training_loop():
     code = next(code for code in code_blocks("docs/fitting.md") if "fb.ELBO" in code)
     assert len(code.strip().splitlines()) == 8  # the README promises eight lines

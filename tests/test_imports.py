@@ -35,6 +35,7 @@ PACKAGES = [  # from the highest to the lowest; each may import only those below
     "metrics",
     "data",
     "batches",
+    "packing",
     "networks",
     "models",
     "options",

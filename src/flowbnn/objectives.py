@@ -32,6 +32,7 @@ from flowbnn.noise import noise_layers
 from flowbnn.noise.batched import Divergences, divergences, draw_with_kl
 from flowbnn.noise.contexts import NoiseContext, ShapeRecord, current_modes, current_row_shard
 from flowbnn.options import Count, NonNegative, checked
+from flowbnn.packing import pack_targets
 
 
 def warm_up(progress: Any, length: float) -> Any:
@@ -164,7 +165,9 @@ class ELBO:
             The terms of the ELBO.
         """
         if forward is None:
+            self.likelihood.attach(model)
             forward = model if isinstance(inputs, Tensor) else partial(call, model)
+        targets = targets if isinstance(targets, Tensor) else pack_targets(targets)
         layers, shard = noise_layers(model), current_row_shard()
         one_draw = any(layer.layout.one_draw for layer in layers.values())
         if samples > 1 and not one_draw:

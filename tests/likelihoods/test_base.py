@@ -1,5 +1,11 @@
 """Tests of likelihoods that a user writes."""
 
+import importlib
+import re
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -10,6 +16,8 @@ from flowbnn.errors import FlowBNNError
 from flowbnn.likelihoods import Categorical, Likelihood
 from flowbnn.posterior import PointPosterior, load_posterior
 from flowbnn.predictive import CategoricalPredictive, GaussianPredictive
+
+ROOT = Path(__file__).parents[2]
 
 
 class PixelLabels(Likelihood):
@@ -116,6 +124,102 @@ def test_likelihoods_with_settings_are_saved_and_loaded(tmp_path):
     with pytest.raises(FlowBNNError) as caught:
         PointPosterior(nn.Linear(2, 1), HiddenScale(0.3)).save(tmp_path / "b.safetensors")
     assert (caught.value.kind, caught.value.argument) == ("unsupported", "width")
+
+
+LOAD = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import torch, flowbnn as fb
+from torch import nn
+try:
+    fb.load_posterior(sys.argv[2], nn.Linear(2, 1))
+except fb.errors.FlowBNNError as error:
+    assert error.kind == "file" and "\\n" not in str(error), error
+else:
+    raise AssertionError("the class has not been imported")
+from laplace_noise import LaplaceNoise
+try:
+    fb.load_posterior(sys.argv[2], nn.Linear(2, 1), likelihood=fb.likelihoods.Poisson)
+except fb.errors.FlowBNNError as error:
+    assert (error.kind, error.argument) == ("file", "likelihood"), error
+else:
+    raise AssertionError("the file has another likelihood")
+posterior = fb.load_posterior(sys.argv[2], nn.Linear(2, 1), likelihood=LaplaceNoise)
+print(posterior.likelihood.scale, posterior.predict(torch.ones(1, 2)).mean.item())
+"""
+
+
+@pytest.mark.filterwarnings("ignore::flowbnn.errors.FlowBNNWarning")  # one epoch is too few
+def test_likelihood_of_contributing_is_loaded_in_another_process(tmp_path, monkeypatch):
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "CONTRIBUTING.md").read_text(), re.DOTALL)
+    (code,) = (block for block in blocks if "class LaplaceNoise" in block)
+    (tmp_path / "laplace_noise.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    noise = importlib.import_module("laplace_noise").LaplaceNoise(0.3)
+    inputs = torch.randn(40, 2)
+    loader = [(inputs, inputs.sum(1))]
+    posterior = fb.MLE(epochs=1).fit(nn.Linear(2, 1), loader, likelihood=noise, progress=False)
+    path = posterior.save(tmp_path / "posterior.safetensors")
+    command = [sys.executable, "-c", LOAD, str(tmp_path), str(path)]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    scale, mean = map(float, result.stdout.split())
+    assert scale == 0.3
+    assert mean == pytest.approx(posterior.predict(torch.ones(1, 2)).mean.item())
+
+
+@pytest.mark.filterwarnings("ignore::flowbnn.errors.FlowBNNWarning")
+@pytest.mark.parametrize(
+    "method",
+    [
+        fb.DeepEnsemble(2, epochs=1),
+        fb.MCDropout(epochs=1),
+        fb.BayesByBackprop(epochs=1),
+        fb.NodeNoise(epochs=1),
+        fb.SWAG(epochs=6),
+        fb.SGLD(epochs=8, samples=2, cycles=1),
+        fb.HMC(samples=2, warmup=2, chains=2, steps=2, epochs=1),
+    ],
+    ids=lambda method: method.name,
+)
+def test_likelihood_with_two_methods_works_with_methods(method):
+    inputs = torch.randn(40, 2)
+    loader = [(inputs, inputs.sum(1))]
+    network = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 1))
+    posterior = method.fit(network, loader, likelihood=LaplaceNoise(0.3), progress=False, seed=0)
+    assert set(fb.evaluate(posterior, loader, samples=2)) == {"rmse", "nll", "crps", "coverage_90"}
+
+
+@pytest.mark.filterwarnings("ignore::flowbnn.errors.FlowBNNWarning")
+def test_likelihood_with_two_methods_is_calibrated_and_refused_by_laplace():
+    inputs = torch.randn(60, 2)
+    data, network = (inputs, inputs.sum(1) + 0.3 * torch.randn(60)), nn.Linear(2, 1)
+    posterior = fb.calibrate(network, data, likelihood=LaplaceNoise(0.3), folds=2, progress=False)
+    assert {"plain", "noise"} <= set(posterior.calibration.nll)
+    with pytest.raises(FlowBNNError) as caught:
+        fb.Laplace(epochs=1).fit(network, [data], likelihood=LaplaceNoise(0.3), progress=False)
+    assert (caught.value.kind, caught.value.argument) == ("likelihood", "likelihood")
+
+
+class NumberedGaussian(LaplaceNoise):
+    """Likelihood whose ``to_dict`` has a value that JSON cannot store."""
+
+    def to_dict(self):
+        return {"likelihood": "NumberedGaussian", "scale": torch.tensor(1.0)}
+
+
+@pytest.mark.parametrize(
+    "likelihood", [HiddenScale(0.3), NumberedGaussian(0.3)], ids=lambda value: type(value).__name__
+)
+def test_likelihoods_that_cannot_be_saved_are_refused_before_training(likelihood):
+    calls = []
+    network = nn.Linear(2, 1)
+    network.register_forward_hook(lambda *_: calls.append(1))
+    loader = [(torch.randn(8, 2), torch.randn(8))] * 4
+    with pytest.raises(FlowBNNError) as caught:
+        fb.MLE(epochs=1).fit(network, loader, likelihood=likelihood, progress=False)
+    assert caught.value.kind == "unsupported"
+    assert len(calls) <= 2
 
 
 class ScaledGaussian(fb.likelihoods.RealLikelihood):

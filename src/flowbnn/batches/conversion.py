@@ -8,6 +8,7 @@ from torch import Tensor
 from flowbnn.batches.arrays import as_tensor, is_array
 from flowbnn.batches.containers import is_leaf, needs_whole_batch
 from flowbnn.errors import FlowBNNError
+from flowbnn.packing import pack_targets
 
 LABELS = ("labels", "label", "label_ids")  # keys of the targets in the batches of Hugging Face
 
@@ -37,7 +38,7 @@ def as_tensors(inputs: Any) -> Any:
 
 
 def as_targets(targets: Any) -> Any:
-    """Returns targets as a tensor, or as a tuple or mapping of tensors for a network with several heads.
+    """Returns targets as a tensor. Those of several heads, a tuple or mapping, are packed into one.
 
     Raises:
         FlowBNNError: If they are no numbers.
@@ -49,9 +50,9 @@ def as_targets(targets: Any) -> Any:
     if is_array(targets):
         return as_tensor(targets, "targets")
     if isinstance(targets, Mapping) and targets:
-        return {name: as_targets(value) for name, value in targets.items()}
+        return pack_targets({name: as_targets(value) for name, value in targets.items()})
     if isinstance(targets, list | tuple) and targets and not needs_whole_batch(targets):
-        return tuple(as_targets(value) for value in targets)
+        return pack_targets(tuple(as_targets(value) for value in targets))
     kind = type(targets).__name__
     text = f"the targets of a batch must be a tensor or an array, not a {kind}"
     if isinstance(targets, int | float):

@@ -10,7 +10,11 @@ from torch import Tensor
 from flowbnn.calibrate.problem import CalibrationProblem, HeldOutData, PriorName
 from flowbnn.likelihoods import RealLikelihood
 from flowbnn.methods.calibrators.last_layer import LastLayerProblem, LastLayerRefit
-from flowbnn.methods.calibrators.log_temperature import TemperatureFit, fit_temperatures
+from flowbnn.methods.calibrators.log_temperature import (
+    TemperatureFit,
+    fit_temperatures,
+    supports_temperature,
+)
 from flowbnn.methods.calibrators.scaling import MatrixScaling, VectorScaling
 from flowbnn.methods.calibrators.temperature import Temperature, TemperedPosterior
 from flowbnn.methods.variational.block_gaussian import BlockGaussian
@@ -103,8 +107,10 @@ def predict_plain(folds: Folds) -> Predictions:
 
 
 def temperature_of_all(data: HeldOutData) -> TemperatureFit:
-    """Returns the temperature for all held-out data."""
+    """Returns the temperature for all held-out data, 1 for predictions that have none, such as counts."""
     posterior = data.point_posterior(torch.arange(len(data)))
+    if not supports_temperature(posterior._predictive(data.outputs[:1].double()[None])):
+        return TemperatureFit(1.0, "")
     (fit,) = fit_temperatures(posterior, data.outputs.double()[None], data.targets)
     return fit
 

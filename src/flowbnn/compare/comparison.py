@@ -31,6 +31,8 @@ METRICS = (
     *CLASSIFICATION,
     Metric("rmse", "RMSE", "lower", ".4f", "Root mean squared error of the predictive mean."),
     Metric("coverage_90", "Coverage", "none", ".3f", "Fraction of targets inside their 90 % interval."),
+    Metric("concordance", "Concordance", "higher", ".4f",
+           "Fraction of comparable pairs of times whose predicted medians have the same order."),
     Metric("auroc", "Novelty AUROC", "higher", ".4f",
            "Probability that a novel input has a higher uncertainty than a test input; 0.5 is chance level. The uncertainty is the "
            "entropy of classes, or the standard deviation of real values."),

@@ -6,8 +6,11 @@ distribution of samples of outputs ``[S, B, ...]``. To write one, subclass :clas
 
 from flowbnn.likelihoods.base import Likelihood
 from flowbnn.likelihoods.classes import Bernoulli, Categorical
+from flowbnn.likelihoods.counts import CountLikelihood, NegativeBinomial, Poisson
 from flowbnn.likelihoods.densities import ConditionalDensity, Flow, Mixture
 from flowbnn.likelihoods.factory import make_likelihood
+from flowbnn.likelihoods.heads import Heads
+from flowbnn.likelihoods.quantiles import Quantiles
 from flowbnn.likelihoods.regression import (
     Gaussian,
     RealLikelihood,
@@ -15,16 +18,23 @@ from flowbnn.likelihoods.regression import (
     learns_noise,
     log_variance,
 )
+from flowbnn.likelihoods.survival import Survival
 
 __all__ = [
     "Bernoulli",
     "Categorical",
     "ConditionalDensity",
+    "CountLikelihood",
     "Flow",
     "Gaussian",
+    "Heads",
     "Likelihood",
     "Mixture",
+    "NegativeBinomial",
+    "Poisson",
+    "Quantiles",
     "RealLikelihood",
+    "Survival",
     "append_log_variance",
     "learns_noise",
     "log_variance",

@@ -1,15 +1,15 @@
 """Base class for observation models."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from inspect import Parameter, signature
+from collections.abc import Mapping, Sequence
+from inspect import Parameter, isabstract, signature
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from flowbnn.errors import FlowBNNError
-from flowbnn.options import checked
+from flowbnn.errors import FlowBNNError, nearest
+from flowbnn.options import all_subclasses, checked
 
 
 class Likelihood(nn.Module, ABC):
@@ -35,6 +35,13 @@ class Likelihood(nn.Module, ABC):
         Args:
             outputs: Samples of the outputs, ``[S, B, ...]``.
             sample_counts: Number of samples of each input, ``[B]``, with adaptive sampling.
+        """
+
+    def attach(self, network: nn.Module) -> None:
+        """Prepares a network whose outputs are no tensor, before its first call. The default does nothing.
+
+        Args:
+            network: Network, to which hooks may be added.
         """
 
     def check(self, outputs: Tensor, targets: Tensor) -> None:
@@ -78,6 +85,18 @@ class Likelihood(nn.Module, ABC):
         text = f"{type(self).__name__} does not support views, because it does not define average_outputs"
         raise FlowBNNError(text, kind="views")
 
+    def information(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Returns the curvature of the negative log-likelihood in the outputs, ``[B, C, C]``, or its diagonal ``[B, C]``.
+
+        It must be positive semidefinite. The default is :func:`observed_information`, which noise is fitted with.
+        :class:`~flowbnn.Laplace` needs a likelihood that defines its own, such as the Fisher information.
+
+        Args:
+            outputs: Outputs of the network, ``[B, ...]``, with ``C`` numbers per example.
+            targets: Targets, ``[B, ...]``.
+        """
+        return observed_information(self, outputs, targets)
+
     def to_dict(self) -> dict[str, Any]:
         """Returns the name and the settings as plain values.
 
@@ -100,6 +119,66 @@ class Likelihood(nn.Module, ABC):
                 text = f"{type(self).__name__} cannot be saved, because self.{name} is no number or string; define to_dict"
                 raise FlowBNNError(text, kind="unsupported", argument=name)
         return {**result, **settings}
+
+
+def build_likelihood(likelihood: Likelihood | str | Mapping[str, Any]) -> Likelihood:
+    """Returns a likelihood by its name, or from the result of its ``to_dict``. A class of the library precedes others of its name.
+
+    Args:
+        likelihood: Likelihood, which is returned unchanged, the name of its class in any case, or its settings.
+
+    Raises:
+        FlowBNNError: If the name is unknown.
+    """
+    if isinstance(likelihood, Likelihood):
+        return likelihood
+    settings = dict(likelihood) if isinstance(likelihood, Mapping) else {"likelihood": likelihood}
+    name = str(settings.pop("likelihood", None)).lower().replace("_", "")
+    concrete = [cls for cls in all_subclasses(Likelihood) if not isabstract(cls)]  # type: ignore[type-abstract]
+    concrete.sort(key=lambda cls: cls.__module__.startswith("flowbnn."))
+    classes: dict[str, Any] = {cls.__name__.lower(): cls for cls in concrete}
+    if name not in classes:
+        hint = nearest(name, ["auto", *classes])
+        if isinstance(likelihood, Mapping):  # from a file
+            hint = (
+                "; import the module of its class, or pass the class to load_posterior(..., likelihood=...)"
+            )
+        raise FlowBNNError(f"unknown likelihood '{name}'{hint}", argument="likelihood")
+    shape = settings.pop("shape", None)  # stored in files
+    result = classes[name](**settings)
+    if shape is not None:
+        result.shape = tuple(map(int, shape))
+    return result
+
+
+def observed_information(likelihood: Likelihood, outputs: Tensor, targets: Tensor) -> Tensor:
+    """Returns the Hessian of the negative log-likelihood in the outputs, ``[B, C, C]``, without its negative eigenvalues.
+
+    A likelihood that is piecewise linear in its outputs has no Hessian. The outer product of its gradient is then returned.
+
+    Args:
+        likelihood: Likelihood of the targets.
+        outputs: Outputs of the network, ``[B, ...]``, with ``C`` numbers per example.
+        targets: Targets, ``[B, ...]``.
+
+    >>> from flowbnn.likelihoods import Poisson
+    >>> observed_information(Poisson(), torch.zeros(1, 1), torch.ones(1))
+    tensor([[[1.]]])
+    """
+    with torch.enable_grad():
+        leaf = outputs.detach().requires_grad_()
+        loss = -likelihood.log_prob(leaf, targets).sum()
+        (gradient,) = torch.autograd.grad(loss, leaf, create_graph=True)
+        flat = gradient.flatten(1)
+        rows = [
+            torch.autograd.grad(total, leaf, retain_graph=True, materialize_grads=True)[0].flatten(1)
+            for total in (flat.sum(0).unbind() if flat.requires_grad else ())
+        ]
+    hessian = torch.stack(rows, 1) if rows else flat.new_zeros(*flat.shape, flat.shape[1])
+    if not bool(hessian.any()):
+        return (flat.unsqueeze(2) * flat.unsqueeze(1)).detach()
+    values, vectors = torch.linalg.eigh(hessian)
+    return (vectors * values.clamp_min(0.0).unsqueeze(1)) @ vectors.mT
 
 
 def to_single_precision(outputs: Tensor) -> Tensor:

@@ -1,17 +1,15 @@
 """Choice of an observation model by its name or by the targets."""
 
-from inspect import isabstract
+import json
 from typing import Any
 
 from torch import Tensor
 
-from flowbnn.errors import FlowBNNError, nearest
-from flowbnn.likelihoods.base import Likelihood
-from flowbnn.likelihoods.classes import Bernoulli, Categorical, squeeze_channel
-from flowbnn.likelihoods.densities import Flow, Mixture
-from flowbnn.likelihoods.regression import Gaussian, RealLikelihood
+from flowbnn.errors import FlowBNNError
+from flowbnn.likelihoods.base import Likelihood, build_likelihood
+from flowbnn.likelihoods.classes import squeeze_channel
 from flowbnn.metrics.checks import are_binary, are_probabilities
-from flowbnn.options import all_subclasses, checked
+from flowbnn.options import checked
 
 
 @checked
@@ -42,26 +40,29 @@ def make_likelihood(
     settings: dict[str, Any] = (
         dict(likelihood) if isinstance(likelihood, dict) else {"likelihood": likelihood}
     )
-    name = str(settings.pop("likelihood", None)).lower()
+    name = str(settings.pop("likelihood", None)).lower().replace("_", "")
     if name == "auto":
         name = _choose_name(outputs, targets)
-    classes: dict[str, Any] = {
-        cls.__name__.lower(): cls
-        for cls in all_subclasses(Likelihood)  # type: ignore[type-abstract]
-        if not isabstract(cls)
-    }
-    classes |= {"categorical": Categorical, "bernoulli": Bernoulli, "gaussian": Gaussian}
-    classes |= {"flow": Flow, "mixture": Mixture}
-    if name not in classes:
-        text = f"unknown likelihood '{name}'{nearest(name, ['auto', *classes])}"
-        raise FlowBNNError(text, argument="likelihood")
     if name == "gaussian" and outputs is not None and settings.get("noise", "learned") == "learned":
         settings.setdefault("dim", outputs.shape[-1])
-    shape = settings.pop("shape", None)  # stored in files
-    result = classes[name](**settings)
-    if isinstance(result, RealLikelihood) and shape is not None:
-        result.shape = tuple(map(int, shape))
-    return result
+    return build_likelihood(
+        {"likelihood": name, **settings} if isinstance(likelihood, dict) or settings else name
+    )
+
+
+def check_serializable(likelihood: Likelihood) -> None:
+    """Raises FlowBNNError if a saved likelihood could not be loaded, so that a fit fails before it has trained.
+
+    Args:
+        likelihood: Likelihood whose settings are checked.
+    """
+    settings = likelihood.to_dict()
+    try:
+        json.dumps(settings)
+    except (TypeError, ValueError):
+        name = type(likelihood).__name__
+        text = f"{name} cannot be saved, because {name}.to_dict() has values that JSON cannot store; use numbers and strings"
+        raise FlowBNNError(text, kind="unsupported", argument="likelihood") from None
 
 
 def _choose_name(outputs: Tensor | None, targets: Tensor | None) -> str:

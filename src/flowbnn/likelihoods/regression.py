@@ -24,7 +24,11 @@ class RealLikelihood(Likelihood):
 
     @abstractmethod
     def mean(self, outputs: Tensor) -> Tensor:
-        """Returns the mean of the targets, ``[B, D]``, for outputs of the network."""
+        """Returns the mean of :meth:`link` of the targets, ``[B, D]``, for outputs of the network."""
+
+    def link(self, targets: Tensor) -> Tensor:
+        """Returns targets on the scale of the outputs, ``[B, D]``. The default is the targets themselves."""
+        return targets
 
     def output_units(self, loc: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
         """Returns location and scale of the outputs of a network in standard units, so that its targets get these units.

@@ -1,6 +1,6 @@
 """Summary of a training set, from one pass over its loader: first batch, number of examples, statistics of the targets."""
 
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from itertools import chain
@@ -19,7 +19,7 @@ from flowbnn.batches import (
 )
 from flowbnn.data import TensorLoader
 from flowbnn.errors import FlowBNNError
-from flowbnn.likelihoods import Likelihood, RealLikelihood
+from flowbnn.likelihoods import Likelihood, RealLikelihood, make_likelihood
 from flowbnn.metrics.checks import are_binary, are_probabilities
 from flowbnn.regression import TargetStatistics
 from flowbnn.training.options import length_of
@@ -178,6 +178,7 @@ class DataSummary:
             if given is None and not has_row_axis(first[0]) and length_of(loader) is not None:
                 num_data, must_count = None, True  # the loader counts graphs, the likelihood targets
             statistics = TargetStatistics() if is_regression(likelihood, first[1]) else None
+            link = link_of(likelihood)
             batches: list[tuple[Any, Tensor]] = []
             for number, batch in enumerate(chain([first], reader)):
                 if statistics is not None and count < min_rows:
@@ -185,7 +186,7 @@ class DataSummary:
                 count += len(batch[1])
                 if statistics is not None:
                     check_finite_batch(batch, 0, number)
-                    statistics.add(batch[1])
+                    statistics.add(link(batch[1]))
                 elif not must_count:
                     break
         if num_data is None and (must_count or statistics is not None):
@@ -222,7 +223,14 @@ def _known_size(number: int | None) -> int:
 
 def is_regression(likelihood: Likelihood | str, targets: Tensor) -> bool:
     """Returns True if the likelihood is, or will be, one of real-valued targets."""
-    if isinstance(likelihood, str):
-        is_real = targets.is_floating_point() and not are_probabilities(targets) and not are_binary(targets)
-        return likelihood in ("gaussian", "flow", "mixture") or (likelihood == "auto" and is_real)
-    return isinstance(likelihood, RealLikelihood)
+    if likelihood == "auto":
+        return targets.is_floating_point() and not are_probabilities(targets) and not are_binary(targets)
+    return isinstance(make_likelihood(likelihood), RealLikelihood)
+
+
+def link_of(likelihood: Likelihood | str) -> Callable[[Tensor], Tensor]:
+    """Returns the function from targets to the scale of the outputs."""
+    if likelihood == "auto":
+        return lambda targets: targets
+    model = make_likelihood(likelihood)
+    return model.link if isinstance(model, RealLikelihood) else lambda targets: targets

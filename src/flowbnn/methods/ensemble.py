@@ -125,9 +125,17 @@ class EnsemblePosterior(MemberPosterior):
         log_noise = [
             point.likelihood.log_scale.detach() for point in points if learns_noise(point.likelihood)
         ]
+        likelihood = deepcopy(points[0].likelihood)
+        with (
+            torch.no_grad()
+        ):  # other parameters of a likelihood, such as the noise scales of its heads, are averaged
+            for parameter, *values in zip(
+                likelihood.parameters(), *(point.likelihood.parameters() for point in points), strict=True
+            ):
+                parameter.copy_(torch.stack(values).mean(0))
         return cls.from_states(
             deepcopy_network(points[0].model).eval(),
-            deepcopy(points[0].likelihood),
+            likelihood,
             states,
             history,
             log_noise=torch.stack(log_noise) if log_noise else None,

@@ -14,7 +14,21 @@ from flowbnn.options import Count, Probability, check, options
 from flowbnn.posterior.prediction import new_seed
 from flowbnn.training import TrainingOptions
 
-LikelihoodName = Likelihood | Literal["auto", "categorical", "bernoulli", "gaussian", "flow", "mixture"]
+LikelihoodName = (
+    Likelihood
+    | Literal[
+        "auto",
+        "categorical",
+        "bernoulli",
+        "gaussian",
+        "flow",
+        "mixture",
+        "poisson",
+        "negative_binomial",
+        "survival",
+        "quantiles",
+    ]
+)
 
 
 @options(kw_only=True, owner="fit")

@@ -22,11 +22,14 @@ from flowbnn.batches import (
 from flowbnn.errors import FlowBNNError
 from flowbnn.likelihoods import (
     ConditionalDensity,
+    Heads,
     Likelihood,
+    Quantiles,
     RealLikelihood,
     learns_noise,
     make_likelihood,
 )
+from flowbnn.likelihoods.factory import check_serializable
 from flowbnn.likelihoods.probabilities import SigmoidRecorder, warn_probabilities
 from flowbnn.methods.data_summary import DataSummary
 from flowbnn.methods.fit_options import FitOptions
@@ -36,7 +39,13 @@ from flowbnn.noise.inspection import ProbePass, inspect_noise, probe_rows
 from flowbnn.noise.modes import record_noise_inputs, share_draws_in_batches
 from flowbnn.posterior.prediction import check_rows
 from flowbnn.posterior.trace import examples_interact, rows_differ
-from flowbnn.regression import noise_at_mean, set_noise_scale, standardize_targets, warn_repeated_targets
+from flowbnn.regression import (
+    SCALE,
+    noise_at_mean,
+    set_noise_scale,
+    standardize_targets,
+    warn_repeated_targets,
+)
 
 
 @dataclass(frozen=True)
@@ -83,14 +92,21 @@ def prepare(
     trained = trained and any(weight.requires_grad for weight in weight_parameters(model))
     data = DataSummary.read(loader, options.likelihood, options.seed, options.num_data)
     device, dtype = device_of(model), dtype_of(model)
+    if isinstance(options.likelihood, Likelihood):
+        options.likelihood.attach(model)
     first = try_first_batch(model, move(data.sample[0], device, dtype))
     outputs, targets = first.outputs, data.sample[1]
     likelihood = deepcopy(make_likelihood(options.likelihood, outputs, targets)).to(device)
+    likelihood.attach(model)
+    check_serializable(likelihood)
     likelihood.check(outputs, targets)
     warn_probabilities(likelihood, outputs, first.from_sigmoid)
     if isinstance(likelihood, RealLikelihood) and data.statistics is not None:
-        outputs = standardize_targets(model, likelihood, outputs, targets, data.statistics, trained)
-        if isinstance(likelihood, ConditionalDensity):
+        values = likelihood.link(targets)
+        # the columns of several heads cannot be told from each other again
+        trained = trained and not (isinstance(likelihood, Heads) and SCALE in model._buffers)
+        outputs = standardize_targets(model, likelihood, outputs, values, data.statistics, trained)
+        if isinstance(likelihood, ConditionalDensity) and not isinstance(likelihood, Quantiles):
             # members of an ensemble copy the likelihood of the options, which remembers the warning
             source = options.likelihood if isinstance(options.likelihood, ConditionalDensity) else likelihood
             warn_repeated_targets(source, data.statistics)

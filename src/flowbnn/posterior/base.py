@@ -100,6 +100,7 @@ class Posterior:
 
     def __init__(self, model: nn.Module, likelihood: Likelihood, history: History | None = None) -> None:
         self.model, self.likelihood, self.history = model, likelihood, history or History()
+        likelihood.attach(model)
         self.cache = PredictionCache()
 
     def __repr__(self) -> str:
@@ -472,19 +473,31 @@ class Posterior:
 
 
 @checked
-def load_posterior(path: "str | Path | TensorFile", network: nn.Module) -> Posterior:
+def load_posterior(
+    path: "str | Path | TensorFile",
+    network: nn.Module,
+    likelihood: type[Likelihood] | Likelihood | None = None,
+) -> Posterior:
     """Reads a posterior of any method that ``posterior.save(path)`` wrote.
 
     Args:
         path: Path of the file.
         network: Plain network that the posterior was made from. It is copied.
+        likelihood: Class of a likelihood of your own, or an instance. The file has its name and settings, and finds the class by its
+            name. Passing the class makes sure that it has been imported.
 
     Returns:
         The posterior.
 
     Raises:
-        FlowBNNError: If the file is damaged or was made from another architecture.
+        FlowBNNError: If the file is damaged, was made from another architecture, or has another likelihood.
     """
     kinds = {kind.kind: kind for kind in all_subclasses(Posterior)}
     file = open_posterior_file(path, network, list(kinds))
+    stored = file.document.get("likelihood")
+    if likelihood is not None and isinstance(stored, Mapping):
+        cls = likelihood if isinstance(likelihood, type) else type(likelihood)
+        if stored.get("likelihood") != cls.__name__:
+            text = f"'{path}' has the likelihood {stored.get('likelihood')}, not {cls.__name__}"
+            raise FlowBNNError(text, kind="file", argument="likelihood")
     return kinds[file.document["kind"]].load(file, network)

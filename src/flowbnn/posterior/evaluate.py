@@ -11,6 +11,7 @@ from flowbnn.errors import FlowBNNError
 from flowbnn.metrics import novelty_auroc
 from flowbnn.options import checked
 from flowbnn.posterior.base import Posterior
+from flowbnn.predictive import HeadsPredictive
 
 
 @checked
@@ -82,6 +83,12 @@ def novelty_scores(predictive: Any) -> dict[str, Tensor]:
     >>> list(novelty_scores(CategoricalPredictive(torch.zeros(4, 3, 2))))
     ['entropy', 'mutual_information', 'energy']
     """
+    if isinstance(predictive, HeadsPredictive):
+        return {
+            f"{name}_{score}": values
+            for name, head in predictive.items()
+            for score, values in novelty_scores(head).items()
+        }
     several = predictive.num_samples > 1
     scores: dict[str, Tensor] = {}
     if "entropy" in predictive.uncertainties:

@@ -79,6 +79,7 @@ def read_network(
         history = History.from_dict(file.document["history"])
     if isinstance(output := file.document.get("output"), str | int):
         select_output(model, output)
+    likelihood.attach(model)
     modules = {"network": model, "likelihood": likelihood}
     units = [view for name, view in select_prefix(file.views, "network").items() if name in (LOC, SCALE)]
     if len(units) == 2:

@@ -18,7 +18,7 @@ from flowbnn.density import Density, NoveltyDetector, fit_density
 from flowbnn.density.features import Features
 from flowbnn.errors import FlowBNNError
 from flowbnn.flows import named_flows
-from flowbnn.likelihoods import RealLikelihood
+from flowbnn.likelihoods import Heads, RealLikelihood
 from flowbnn.networks import copy_network
 from flowbnn.options import Count, Probability, Seed, checked
 from flowbnn.posterior.base import Posterior, Prediction
@@ -245,6 +245,9 @@ def gated(
     >>> safe.predict(torch.full((1, 2), 100.0)).probabilities  # class frequencies
     tensor([[0.4975, 0.2512, 0.2512]])
     """
+    if isinstance(posterior.likelihood, Heads):
+        text = "a density gate has no fallback for several heads; use one posterior for each head"
+        raise FlowBNNError(text, kind="unsupported", argument="posterior")
     loader, network = as_loader(loader), copy_network(posterior.model).eval()
     context = partial(noise_at_mean, network)
     with preserve_rng_state(loader, seed):
@@ -258,7 +261,7 @@ def gated(
                 raise FlowBNNError(text, kind="loader", argument="loader")
             vectors.append(extractor(inputs, network, context))
             if isinstance(posterior.likelihood, RealLikelihood):
-                statistics.add(targets)
+                statistics.add(posterior.likelihood.link(targets))
             else:
                 counts = _add_counts(counts, posterior.likelihood.canonical_targets(targets).cpu())
     rows = torch.cat(vectors)

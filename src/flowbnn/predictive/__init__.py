@@ -11,22 +11,32 @@ so means over samples divide by S, not by S - 1.
 from flowbnn.predictive.base import Predictive
 from flowbnn.predictive.categorical import ABSTAIN, CategoricalPredictive
 from flowbnn.predictive.continuous import ContinuousPredictive, Decision, Interval
+from flowbnn.predictive.counts import CountPredictive
 from flowbnn.predictive.flow import FlowPredictive
 from flowbnn.predictive.gaussian import GaussianPredictive
+from flowbnn.predictive.heads import HeadsPredictive
 from flowbnn.predictive.mixture import MixturePredictive
+from flowbnn.predictive.quantiles import QuantilePredictive
 from flowbnn.predictive.summary import PredictionSummary, concatenate_summaries, summarize
+from flowbnn.predictive.survival import LogNormalPredictive, SurvivalPredictive, WeibullPredictive
 
 __all__ = [
     "ABSTAIN",
     "CategoricalPredictive",
     "ContinuousPredictive",
+    "CountPredictive",
     "Decision",
     "FlowPredictive",
     "GaussianPredictive",
+    "HeadsPredictive",
     "Interval",
+    "LogNormalPredictive",
     "MixturePredictive",
     "PredictionSummary",
     "Predictive",
+    "QuantilePredictive",
+    "SurvivalPredictive",
+    "WeibullPredictive",
     "concatenate_summaries",
     "summarize",
 ]

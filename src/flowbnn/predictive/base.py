@@ -28,6 +28,7 @@ class Predictive(ABC):
 
     uncertainties: tuple[str, ...] = ()
     normalized_uncertainties: tuple[str, ...] = ()  # uncertainties with values in [0, 1]
+    has_summary: bool = True  # False if predictions over large loaders keep their samples
     _tensors: tuple[Tensor, ...]
     _sample_counts: Tensor | None = None  # [1, B], or None if all inputs have S samples
     shape: tuple[int, ...] | None = None  # shape of a target, or None for [K]

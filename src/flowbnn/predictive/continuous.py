@@ -56,6 +56,7 @@ class ContinuousPredictive(Predictive):
     """
 
     uncertainties = ("std", "epistemic", "variance", "aleatoric")
+    can_rescale: bool = True  # False if the predictive has no rescale
     _values_per_point: int = 1  # numbers that the densities of one point need, for the size of a chunk
 
     @property
@@ -193,6 +194,17 @@ class ContinuousPredictive(Predictive):
         tail = (1.0 - mass) / 2
         return Interval(*self.quantiles([tail, 1.0 - tail]))
 
+    @checked
+    def covered(self, targets: Tensor, mass: Probability = 0.9) -> Tensor:
+        """Returns True for each target in the central :meth:`interval` of this predictive mass.
+
+        Args:
+            targets: Targets ``[B, D]``.
+            mass: Probability of the interval.
+        """
+        # a target is in the 90 % interval if and only if its cdf is in [0.05, 0.95]
+        return (self.cdf(targets) - 0.5).abs() <= mass / 2
+
     # -------------------- integrals
 
     def _grid(self, count: int) -> Tensor:
@@ -273,13 +285,11 @@ class ContinuousPredictive(Predictive):
             targets: Targets ``[B, D]``.
         """
         targets = self._check_targets(targets)
-        # a target is in the central interval if and only if its cdf is in [0.05, 0.95]
-        covered = (self.cdf(targets) - 0.5).abs() <= 0.45
         return {
             "rmse": root_mean_squared_error(self._mean(self.samples), targets),
             "nll": mean_as_float(self.nll(targets)),
             "crps": mean_as_float(self.crps(targets)),
-            "coverage_90": mean_as_float(covered),
+            "coverage_90": mean_as_float(self.covered(targets)),
         }
 
     @checked

@@ -59,7 +59,7 @@ DERIVED: dict[str, Callable[[Any], Tensor]] = {
     "epistemic": lambda summary: summary.mutual_information,
 }
 REAL_VALUES = (*COMMON, "mean", "aleatoric", "epistemic", "variance", "std")
-SCORES = ("nll", "crps", "cdf")  # methods of targets that need the samples of real values
+SCORES = ("nll", "crps", "cdf", "covered")  # methods of targets that need the samples of real values
 
 
 class MissingSamples(FlowBNNError, AttributeError):
@@ -229,12 +229,11 @@ class PredictionSummary:
         """
         if "log_probabilities" in self._values:
             return self._mixture.evaluate(targets)
-        covered = (self.cdf(targets) - 0.5).abs() <= 0.45
         return {
             "rmse": root_mean_squared_error(self.mean.reshape(-1, 1), targets.to(self.mean).reshape(-1, 1)),
             "nll": mean_as_float(self.nll(targets)),
             "crps": mean_as_float(self.crps(targets)),
-            "coverage_90": mean_as_float(covered),
+            "coverage_90": mean_as_float(self._score("covered", targets)),
         }
 
 
@@ -245,6 +244,8 @@ def summarize(predictive: Any, targets: Tensor | None = None) -> PredictionSumma
         predictive: Prediction with samples.
         targets: Targets of the inputs, whose scores are computed while there are samples.
     """
+    if not getattr(predictive, "has_summary", True):
+        return None
     classes = isinstance(predictive, CategoricalPredictive)
     if not classes and not all(hasattr(type(predictive), name) for name in (*SCORES, *REAL_VALUES)):
         return None

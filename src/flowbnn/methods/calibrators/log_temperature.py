@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from flowbnn.errors import FlowBNNError
 from flowbnn.likelihoods import RealLikelihood
 from flowbnn.posterior.base import Posterior
 from flowbnn.predictive import CategoricalPredictive
@@ -130,6 +131,13 @@ def _nll_at(
     return torch.cat(values), slope, curvature
 
 
+def supports_temperature(predictive: Any) -> bool:
+    """Returns True if a predictive distribution can be scaled by a temperature."""
+    if isinstance(predictive, CategoricalPredictive):
+        return True
+    return hasattr(predictive, "rescale") and getattr(predictive, "can_rescale", True)
+
+
 def apply_temperature(predictive: Any, temperature: Any, sample_counts: Tensor | None = None) -> Any:
     """Returns a predictive distribution at a temperature.
 
@@ -138,6 +146,9 @@ def apply_temperature(predictive: Any, temperature: Any, sample_counts: Tensor |
         temperature: Temperature, a float or a scalar tensor.
         sample_counts: Number of samples of each row, if it differs between rows.
     """
+    if not supports_temperature(predictive):
+        text = f"a {type(predictive).__name__} has no temperature; use the candidates 'plain', 'refit' and 'noise' of fb.calibrate"
+        raise FlowBNNError(text, kind="unsupported", argument="likelihood")
     sample_counts = None if sample_counts is None else predictive.sample_counts
     if isinstance(predictive, CategoricalPredictive):
         return CategoricalPredictive(predictive.logits / temperature, sample_counts)

@@ -22,6 +22,7 @@ from flowbnn.likelihoods import (
     Categorical,
     ConditionalDensity,
     Gaussian,
+    Heads,
     Likelihood,
     RealLikelihood,
 )
@@ -318,18 +319,26 @@ OutputHessian = ExactHessian | OuterProductHessian | MatrixHessian | PositionHes
 def unknown_hessian(likelihood: Likelihood) -> FlowBNNError:
     """Returns the error for a likelihood whose Hessian is unknown."""
     return FlowBNNError(
-        f"the curvature of {likelihood!r} is unknown; use a Categorical, a Bernoulli, or a Gaussian with known or learned noise, "
-        "or a method without curvature (DeepEnsemble, SWAG)",
+        f"the curvature of {likelihood!r} is unknown; define its method information, or use a method without curvature "
+        "(DeepEnsemble, SWAG)",
         kind="likelihood",
         argument="likelihood",
     )
 
 
+def has_curvature(likelihood: Likelihood) -> bool:
+    """Returns True if the curvature of a likelihood in the outputs is known."""
+    if isinstance(likelihood, Gaussian):
+        return likelihood.noise != "predicted"
+    if isinstance(likelihood, Heads):
+        return all(has_curvature(head) for head in likelihood.heads.values())
+    own = type(likelihood).information is not Likelihood.information
+    return own or isinstance(likelihood, Categorical | Bernoulli | ConditionalDensity)
+
+
 def check_likelihood(likelihood: Likelihood, predictive: str) -> None:
     """Raises FlowBNNError if the Hessian of the likelihood is unknown, or if it has no probit approximation."""
-    if not isinstance(likelihood, Categorical | Bernoulli | Gaussian | ConditionalDensity) or (
-        isinstance(likelihood, Gaussian) and likelihood.noise == "predicted"
-    ):
+    if not has_curvature(likelihood):
         raise unknown_hessian(likelihood)
     if predictive == "probit" and isinstance(likelihood, RealLikelihood):
         text = "predictive='probit' is for classification; use 'linearized'"
@@ -342,12 +351,16 @@ def output_hessian(
     """Returns the Hessian of the loss in the outputs.
 
     Args:
-        likelihood: Observation model; Categorical, Bernoulli, Gaussian or a ConditionalDensity.
-        outputs: Outputs of the network, ``[b, C]``, or with axes of positions.
+        likelihood: Observation model.
+        outputs: Outputs of the network, ``[b, C]``, or in the shape that the likelihood expects.
         targets: Observed targets.
         kind: ``"ggn"`` (exact), ``"fisher"`` (gradients of the observed targets) or ``"sampled"`` (gradients of drawn targets).
         generator: Generator of the drawn targets.
     """
+    if type(likelihood).information is not Likelihood.information:
+        return _information_hessian(likelihood, outputs, targets, kind, generator)
+    if isinstance(likelihood, Heads):
+        return _heads_hessian(likelihood, outputs, targets, kind, generator)
     if isinstance(likelihood, Categorical):
         return _categorical_hessian(likelihood, outputs, targets, kind, generator)
     if isinstance(likelihood, Bernoulli):
@@ -356,7 +369,50 @@ def output_hessian(
         return _gaussian_hessian(likelihood, outputs, targets, kind, generator)
     if isinstance(likelihood, ConditionalDensity):
         return _density_hessian(likelihood, outputs, targets, kind, generator)
-    raise unknown_hessian(likelihood)
+    return _information_hessian(likelihood, outputs, targets, kind, generator)
+
+
+def _heads_hessian(
+    likelihood: Heads, outputs: Tensor, targets: Tensor, kind: str, generator: torch.Generator
+) -> OutputHessian:
+    """Returns the block-diagonal curvature of independent heads."""
+    parts, values = likelihood.split_outputs(outputs), likelihood.split_targets(targets)
+    hessians = [
+        output_hessian(head, parts[name], values[name], kind, generator)
+        for name, head in likelihood.heads.items()
+    ]
+    # an outer product of gradients of independent heads has blocks of mean zero off the diagonal
+    if all(isinstance(hessian, OuterProductHessian) for hessian in hessians):
+        return OuterProductHessian(torch.cat([hessian.columns(0, 1)[:, 0] for hessian in hessians], 1))
+    columns = [hessian.columns(0, hessian.count).to(outputs) for hessian in hessians]
+    blocks = [root.mT @ root for root in columns]
+    matrices = outputs.new_zeros(len(outputs), outputs.shape[1], outputs.shape[1])
+    place = 0
+    for block in blocks:
+        size = block.shape[1]
+        matrices[:, place : place + size, place : place + size] = block
+        place += size
+    return MatrixHessian(matrices)
+
+
+def _information_hessian(
+    likelihood: Likelihood, outputs: Tensor, targets: Tensor, kind: str, generator: torch.Generator
+) -> OutputHessian:
+    """Returns the curvature that the likelihood defines, or outer products of gradients for many outputs."""
+    many = outputs[:1].numel() > 64 and type(likelihood).information is Likelihood.information
+    if kind == "fisher" or many:
+        with torch.enable_grad():
+            leaf = outputs.detach().requires_grad_()
+            log_prob = likelihood.log_prob(leaf, targets).sum()
+        return OuterProductHessian(torch.autograd.grad(log_prob, leaf)[0].flatten(1))
+    matrices = likelihood.information(outputs, targets).detach()
+    hessian = ExactHessian(matrices) if matrices.ndim == 2 else MatrixHessian(matrices)
+    if kind == "ggn":
+        return hessian
+    # random combinations of the columns of a root are unbiased, as gradients of drawn targets are
+    columns = hessian.columns(0, hessian.count)
+    normal = torch.randn(columns.shape[:2], generator=generator, dtype=columns.dtype).to(columns.device)
+    return OuterProductHessian((normal.unsqueeze(1) @ columns).squeeze(1))
 
 
 def _categorical_hessian(
