@@ -125,8 +125,8 @@ def uncertainties(predictive: Any) -> dict[str, Tensor]:
     """Returns mean probabilities or the mean of the targets, epistemic and aleatoric uncertainty of a predictive distribution.
 
     >>> values = uncertainties(CategoricalPredictive(torch.tensor([[[2.0, 0.0]], [[-2.0, 0.0]]])))
-    >>> {name: value.tolist() for name, value in values.items()}["probabilities"]
-    [[0.5, 0.5]]
+    >>> values["probabilities"], values["aleatoric"]
+    (tensor([[0.5000, 0.5000]]), tensor([0.3653]))
     """
     if (
         type(predictive) is CategoricalPredictive
@@ -186,7 +186,7 @@ def export(
     >>> network = fb.to_stochastic(nn.Linear(4, 3), {"*": fb.noise.NormalAffine()}).eval()
     >>> posterior = fb.posterior.NoisePosterior(network, fb.likelihoods.Categorical())
     >>> with tempfile.TemporaryDirectory() as folder:
-    ...     file = fb.export(posterior, f"{folder}/model.pt2", torch.zeros(5, 4), samples=8)
+    ...     file = export(posterior, f"{folder}/model.pt2", torch.zeros(5, 4), samples=8)
     ...     outputs = torch.export.load(file.path).module()(torch.zeros(2, 4))
     >>> {name: tuple(value.shape) for name, value in outputs.items()}
     {'probabilities': (2, 3), 'epistemic': (2,), 'aleatoric': (2,)}
