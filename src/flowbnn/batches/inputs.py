@@ -232,7 +232,8 @@ def call(model: nn.Module, inputs: Any) -> Tensor:
     if isinstance(inputs, Tensor):
         outputs = model(inputs)
     elif is_container(inputs):
-        names = _argument_names(getattr(type(model), "forward", nn.Module.forward))[0]
+        inner = getattr(model, "network", getattr(model, "module", model))  # of a wrapper with *args
+        names = _argument_names(getattr(type(inner), "forward", nn.Module.forward))[0]
         arguments = graph_arguments(inputs, names) if is_graph(inputs) else None
         outputs = model(inputs) if arguments is None else model(**arguments)
     elif _takes_whole(model, inputs):

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flowbnn.batches import device_of, rows, split_weighted_batch, take
+from flowbnn.batches import device_of, has_row_axis, rows, split_weighted_batch, take
 from flowbnn.likelihoods import Likelihood
 from flowbnn.methods.base import PointMethod, register_method
 from flowbnn.methods.fitting import LossAndLogs, NetworkFunction, negative_log_likelihood
@@ -61,7 +61,9 @@ def _perturbed_loss(
         for key, parameter in parameters.items()
         if parameter is not None and parameter.requires_grad and "bias" not in key
     ]
-    total, num_rows = torch.zeros((), device=device_of(model)), rows(split_weighted_batch(batch).targets)
+    whole = split_weighted_batch(batch)
+    total, num_rows = torch.zeros((), device=device_of(model)), rows(whole.targets)
+    sub_batches = sub_batches if has_row_axis(whole.inputs) else 1  # a graph cannot be cut
     for index in range(sub_batches):
         low, high = num_rows * index // sub_batches, num_rows * (index + 1) // sub_batches
         if low == high:
@@ -72,8 +74,7 @@ def _perturbed_loss(
                 noise = torch.randn_like(parameter)
                 perturbed[id(parameter)] = parameter + scale * parameter.detach() * noise
         with SwappedTensors((parameters, key, perturbed[id(p)]) for parameters, key, p in locations):
-            loss, _ = negative_log_likelihood(
-                likelihood, forward, take(split_weighted_batch(batch), low, high), clock
-            )
+            part = whole if sub_batches == 1 else take(whole, low, high)
+            loss, _ = negative_log_likelihood(likelihood, forward, part, clock)
         total = total + loss * ((high - low) / num_rows)
     return total, {"log_likelihood": -total.detach()}
