@@ -230,7 +230,8 @@ class _CandidateSearch:
         per_label = {name: each.nll / self.data.num_positions for name, each in self.predictions.items()}
         choice = choose_candidate(per_label)
         posterior = self.predictions[choice.name].finish()
-        targets = hard_labels(self.data.targets)
+        has_classes = any(each.probabilities is not None for each in self.predictions.values())
+        targets = hard_labels(self.data.targets) if has_classes else self.data.targets
         self._write_report(
             choice.name,
             nll={name: float(values.mean()) for name, values in per_label.items()},
