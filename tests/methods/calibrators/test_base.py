@@ -310,3 +310,14 @@ def test_no_warning_is_raised_for_good_data(network, recwarn):
     for calibrator in CALIBRATORS:
         calibrator.fit(network, held_out(), **QUIET)
     assert not [entry for entry in recwarn if isinstance(entry.message, FlowBNNWarning)]
+
+
+@pytest.mark.parametrize("calibrator", [fb.VectorScaling(), fb.MatrixScaling()])
+def test_scaling_keeps_the_energy_of_the_logits(calibrator, network):
+    """The energy of normalized logits would be zero for every input."""
+    posterior, inputs = calibrator.fit(network, held_out(), **QUIET), held_out()[0]
+    logits = network(inputs).detach() / posterior.temperature
+    torch.testing.assert_close(posterior.predict(inputs).energy, -logits.logsumexp(-1))
+    outputs = posterior.sample(0)(inputs).detach()
+    torch.testing.assert_close(outputs.softmax(-1), posterior.predict(inputs).probabilities)
+    torch.testing.assert_close(outputs.logsumexp(-1), logits.logsumexp(-1))

@@ -222,3 +222,24 @@ def test_tempered_posterior_of_another_network_is_refused(tmp_path):
         fb.load_posterior(path, nn.Linear(4, 3))
     assert error.value.kind == "architecture"
     assert str(path) in str(error.value)
+
+
+@pytest.mark.parametrize("regression", [False, True])
+def test_method_that_trains_nothing_leaves_all_data_to_the_calibration(regression):
+    network, data = (small(2), lines(120).tensors) if regression else (linear(4.0), noisy_labels())
+    expected = fb.Temperature().fit(network, data, **QUIET)
+    for method in (fb.MLE(epochs=0), fb.MAP(epochs=0)):
+        posterior = fb.Temperature(method).fit(network, [data], **QUIET)
+        assert posterior.temperature == pytest.approx(expected.temperature, rel=1e-6)
+        for before, after in zip(network.parameters(), posterior.model.parameters(), strict=True):
+            assert torch.equal(before, after)
+
+
+@pytest.mark.parametrize(
+    ("name", "advice"), [("epochs", "MAP(epochs="), ("epoch", "MAP(epochs="), ("sample", "(samples=")]
+)
+def test_settings_of_a_training_are_explained(name, advice):
+    with pytest.raises(FlowBNNError) as caught:
+        fb.Temperature().fit(small(), blobs(30).tensors, **{name: 2}, **QUIET)
+    assert caught.value.kind == "unknown setting"
+    assert advice in str(caught.value)

@@ -25,8 +25,8 @@ from torch import Tensor, nn
 
 from flowbnn.batches import device_of
 from flowbnn.data.formats import as_loader
-from flowbnn.errors import FlowBNNError
-from flowbnn.methods.base import FitOptions, Method, misplaced_setting
+from flowbnn.errors import FlowBNNError, close_words
+from flowbnn.methods.base import FitOptions, Method, PointMethod, misplaced_setting
 from flowbnn.methods.data_summary import check_loader, first_batch
 from flowbnn.methods.loader_split import split_loader
 from flowbnn.methods.preparation import prepare
@@ -80,7 +80,7 @@ class Calibrator(Method, ABC):
             loader: Held-out batches of ``(inputs, targets)``, or one pair. With ``method`` these are training data.
             kwargs: Options of :class:`~flowbnn.methods.FitOptions`. Without ``method`` only ``likelihood``, ``accelerator``, ``seed``
                 and ``progress`` are used. With ``method`` the calibration uses ``validation``, by default a random fraction of the
-                loader.
+                loader. A method that trains nothing, such as ``MAP(epochs=0)``, leaves all of the loader to the calibration.
         """
         if self.method is None:
             posterior, held_out, options = self._wrap_network(
@@ -108,9 +108,16 @@ class Calibrator(Method, ABC):
     ) -> tuple[Posterior, Any, FitOptions]:
         """Returns the network as a posterior, with the held-out data and the options."""
         name = type(self).__name__
-        misplaced = next((setting.name for setting in fields(self) if setting.name in kwargs), None)
-        if misplaced is not None:
-            raise misplaced_setting(misplaced, name, kwargs[misplaced])
+        trained = {setting.name for setting in fields(Method)}
+        own = {setting.name for setting in fields(self)} - trained
+        accepted = {option.name for option in fields(FitOptions)} - trained
+        for key in kwargs:
+            close = next(iter(close_words(key, [*accepted, *own, *trained])), "")
+            if close in own:
+                raise misplaced_setting(close, name, kwargs[key])
+            if close in trained:
+                text = f"{name}() trains nothing and has no setting '{key}'; use {name}(fb.MAP({close}=...))"
+                raise FlowBNNError(text, kind="unknown setting", argument=key)
         options = FitOptions(**kwargs)
         used = "likelihood", "accelerator", "seed", "progress"
         unused = next((option for option in kwargs if option not in used), None)
@@ -128,6 +135,8 @@ class Calibrator(Method, ABC):
         """Fits the inner method, and returns its posterior, the held-out data and the options."""
         assert self.method is not None
         _, loader, options = self.method.setup(network, loader, kwargs)
+        if options.validation_loader is None and isinstance(self.method, PointMethod) and not self.method.trains:
+            return self.method.fit(network, loader, **kwargs), loader, options
         if options.validation_loader is None:
             loader, validation = split_loader(loader, self.validation_fraction, options.seed or 0)
             num_data = options.num_data

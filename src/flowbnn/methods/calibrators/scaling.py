@@ -241,7 +241,7 @@ class ScaledPosterior(CalibratedPosterior):
     def transform(self, predictive: Any, sample_counts: Tensor | None) -> CategoricalPredictive:
         """Returns the predictive distribution of the mapped log-probabilities."""
         sample_counts = None if sample_counts is None else predictive.sample_counts
-        logits = scale_logits(predictive.log_samples, self.temperature, self.weight, self.bias)
+        logits = scale_logits(predictive.logits, self.temperature, self.weight, self.bias)
         return CategoricalPredictive(logits, sample_counts)
 
     def networks(self, samples: int, seed: int | None = None) -> list[nn.Module]:
@@ -262,14 +262,19 @@ class ScaledPosterior(CalibratedPosterior):
 def scale_logits(logits: Tensor, temperature: float, weight: Tensor, bias: Tensor) -> Tensor:
     """Returns mapped logits.
 
+    They are shifted so that their energy, minus the logarithm of the sum of their exponentials, is that of the logits at the
+    temperature. The probabilities do not depend on the shift.
+
     Args:
         logits: Logits ``[..., C]``.
         temperature: Temperature of the logits before they are mapped.
         weight: Matrix ``[C, C]``.
         bias: Offset ``[C]``.
     """
-    values = F.log_softmax(logits / temperature, -1)
-    return values @ weight.to(values).mT + bias.to(values)
+    values = logits / temperature
+    log_norm = values.logsumexp(-1, keepdim=True)
+    mapped = (values - log_norm) @ weight.to(values).mT + bias.to(values)
+    return F.log_softmax(mapped, -1) + log_norm
 
 
 class ScaledOutputs(nn.Module):
