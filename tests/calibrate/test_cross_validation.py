@@ -14,6 +14,7 @@ from flowbnn.calibrate.cross_validation import (
     choose_per_fold,
     predict_mixture,
     predict_noise,
+    predict_refit,
     predict_scaled,
     stacking_weights,
 )
@@ -160,3 +161,20 @@ def test_few_examples_have_fewer_folds(count, folds):
     data = [(x, torch.arange(count) % 2)]
     report = fb.calibrate(nn.Linear(2, 2), data, candidates=["temperature"], progress=False).calibration
     assert (report.folds, bool(report.nll)) == (folds, folds > 0)
+
+
+def test_refit_of_a_regression_is_scored_with_its_own_noise_scale():
+    """A last layer that is off by a factor of five has a large noise scale, which the refit must not inherit."""
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(90, 2, generator=generator)
+    targets = inputs.sum(1, keepdim=True) + 0.1 * torch.randn(90, 1, generator=generator)
+    network = nn.Sequential(nn.Identity(), nn.Linear(2, 1))
+    with torch.no_grad():
+        network[1].weight.fill_(5.0)
+        network[1].bias.zero_()
+    likelihood = fb.likelihoods.Gaussian()
+    data = HeldOutData(network, inputs, targets, likelihood, scale_is_known=False)
+    groups = [torch.arange(fold, 90, 3) for fold in range(3)]
+    nll = predict_refit(Folds(data, groups)).nll
+    expected = 0.5 * math.log(2.0 * math.pi * math.e * 0.1**2)  # entropy of the noise
+    assert nll.mean().item() == pytest.approx(expected, abs=0.15)

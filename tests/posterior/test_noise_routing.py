@@ -200,7 +200,7 @@ def test_noise_of_experts_stays_per_row_in_training():
         model = fb.to_stochastic(Experts(), {"*": fb.noise.NormalAffine()})
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            assert align_batch_axes(model, torch.randn(32, 4)) == []
+            assert align_batch_axes(model, torch.randn(32, 4)) == ([], [])
         assert {layer.layout.batch_axis for layer in noise_layers(model).values()} == {0}
 
 

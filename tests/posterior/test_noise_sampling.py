@@ -186,7 +186,7 @@ def test_call_order_is_the_order_of_the_forward_pass():
     layers = noise_layers(model)
     keys = [key for key, _, _ in trace_forward(model, torch.ones(3, 2)).noise_shapes]
     assert keys == [layers["early"].key, layers["late"].key]
-    assert align_batch_axes(model, torch.ones(6, 2)) == ["never"]
+    assert align_batch_axes(model, torch.ones(6, 2)).idle == ["never"]
 
 
 def test_the_row_limit_depends_on_the_width_of_the_network():

@@ -1,6 +1,7 @@
 """Cross-validation of the candidates of a calibration: predictions for folds that a candidate was not fitted to."""
 
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -8,7 +9,7 @@ import torch
 from torch import Tensor
 
 from flowbnn.calibrate.problem import CalibrationProblem, HeldOutData, PriorName
-from flowbnn.likelihoods import RealLikelihood
+from flowbnn.likelihoods import RealLikelihood, learns_noise
 from flowbnn.methods.calibrators.last_layer import LastLayerProblem, LastLayerRefit
 from flowbnn.methods.calibrators.log_temperature import (
     TemperatureFit,
@@ -22,7 +23,9 @@ from flowbnn.metrics.checks import IGNORED, expected_value
 from flowbnn.posterior.base import Posterior, PredictOptions
 from flowbnn.posterior.mixture import MixturePosterior
 from flowbnn.posterior.report import Difference
+from flowbnn.posterior.point import PointPosterior
 from flowbnn.predictive import CategoricalPredictive
+from flowbnn.regression import set_noise_scale
 from flowbnn.training.progress import track
 
 SCALINGS: dict[str, Any] = {
@@ -151,17 +154,21 @@ def predict_scaled(folds: Folds, name: str, inner: Predictions | None = None) ->
 
 
 def predict_refit(folds: Folds) -> Predictions:
-    """Predicts by a refitted last layer. The penalty for a fold is the best one for the other folds."""
+    """Predicts by a refitted last layer. Penalty and learned noise scale of a fold are the best ones for the other folds."""
     data, calibrator = folds.data, LastLayerRefit()
     everything = torch.arange(len(data))
     problem = LastLayerProblem.read(data.point_posterior(everything), data.batches(everything))
     scores = calibrator.score_folds(problem, folds.groups)
     choices = choose_per_fold(scores.nll.cpu(), folds.groups)
     predictives = []
-    for choice, group in zip(choices, folds.groups, strict=True):
-        index = group.to(scores.outputs.device)
-        outputs = problem.network_outputs(scores.outputs[choice, index])
-        predictives.append(data.point_posterior(everything)._predictive(outputs[None]))
+    for choice, training, group in zip(choices, folds.training, folds.groups, strict=True):
+        outputs, likelihood = scores.outputs[choice], deepcopy(data.likelihood).double()
+        if learns_noise(likelihood):  # fitted to held-out residuals, as in the posterior of all examples
+            rows = training.to(outputs.device)
+            set_noise_scale(likelihood, [(outputs[rows], problem.targets[rows])])
+        posterior = PointPosterior(data.network, likelihood)
+        values = problem.network_outputs(outputs[group.to(outputs.device)])
+        predictives.append(posterior._predictive(values[None]))
     best = int(scores.nll.mean(1).argmin())
     return gather(folds, predictives, lambda: calibrator.refit(problem, scores, best))
 

@@ -191,15 +191,22 @@ class CalibrationProblem:
     def _exclude_idle_layers(self, rules: dict[Rule, Recipe | None]) -> dict[Rule, Recipe | None]:
         """Returns rules without noise in layers that the network does not call, or that no gradient reaches.
 
+        Layers whose input does not depend on the examples, such as embeddings of positions, have no noise of an example either.
+
         Raises:
-            FlowBNNError: If no layer is left.
+            FlowBNNError: If no layer is left, or if a rule gives noise to a layer without an axis of the examples.
         """
         network, inputs = to_stochastic(self.data.network, rules), take(self.data.inputs, 0, BATCH_SIZE)
-        idle = align_batch_axes(network, inputs)
-        check_called(network, idle)
+        idle, constant = align_batch_axes(network, inputs)
+        check_called(network, [*idle, *constant])
+        for name, noise in noise_layers(network).items():
+            if noise.layout.batch_axis is None and name not in constant:
+                text = f"calibrate gives every example its own noise, but layer '{name}' has no batch axis; set its rule to None"
+                raise FlowBNNError(text, kind="rules", argument="rules", layer=name)
         if idle:
             warn_idle(idle)
-            rules = rules | dict.fromkeys(idle)
+        if idle or constant:
+            rules = rules | dict.fromkeys([*idle, *constant])
             network = self._add_noise(rules)
         return rules | dict.fromkeys(remove_noise_without_gradient(network, inputs))
 

@@ -28,7 +28,7 @@ from flowbnn.methods.variational.noisy_network import NoisyNetwork
 from flowbnn.noise import noise_layers
 from flowbnn.noise.inspection import check_called, remove_noise_without_gradient
 from flowbnn.noise.joint import independent_vectors
-from flowbnn.noise.modes import align_batch_axes
+from flowbnn.noise.modes import align_batch_axes, warn_constant_inputs
 from flowbnn.options import Count, Positive, accepts_options_of, options
 from flowbnn.posterior.base import Posterior
 from flowbnn.posterior.noise import NoisePosterior
@@ -148,7 +148,9 @@ class ModeEnsemble(Method):
         recipe = ModeNoise(modes=self.members, covariance=covariance, prior_scale=scale, side=self.side)
         noisy_model = to_stochastic(model, {self.layers or "*": recipe})
         remove_noise_without_gradient(noisy_model, first_inputs)
-        check_called(noisy_model, align_batch_axes(noisy_model, first_inputs))
+        calls = align_batch_axes(noisy_model, first_inputs)
+        warn_constant_inputs(calls.constant)
+        check_called(noisy_model, calls.idle)
         for layer in noise_layers(noisy_model).values():
             layer.fitted = True
         return noisy_model.eval()

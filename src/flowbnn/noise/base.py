@@ -203,7 +203,7 @@ class Noise(nn.Module, ABC):
             draws = forward.draws.get(self.key) if forward is not None and serves else None
             if draws is None or forward is None or len(draws) != forward.split_rows(rows)[0]:
                 text = f"a layer of {rows} rows has no batch axis or runs twice (activation checkpointing); set its rule to None"
-                raise FlowBNNError(text, kind="unsupported", argument="rules")
+                raise FlowBNNError(text, kind="unsupported", argument="rules", key=self.key)
         if forward is None or not serves:
             return self.draw_rows(1 if one_draw else rows, at, generator, context.shard)
         examples, times = (1, 1) if one_draw else forward.split_rows(rows)

@@ -16,7 +16,7 @@ from flowbnn.networks import evaluation_mode
 from flowbnn.noise.base import Noise, make_noise_modes, noise_layers
 from flowbnn.noise.contexts import NoiseContext, NoiseGroup, Shape
 from flowbnn.noise.joint import JointPart
-from flowbnn.noise.modes import align_batch_axes, record_noise_inputs
+from flowbnn.noise.modes import align_batch_axes, record_noise_inputs, warn_constant_inputs
 
 
 class GradientProbe:
@@ -225,7 +225,9 @@ def inspect_noise(
         FlowBNNError: If no layer with noise is called, or if no gradient reaches any of them.
     """
     remove_noise_without_gradient(model, inputs, probe)
-    idle = align_batch_axes(model, inputs, layer_inputs, None if probe is None else probe.noise_inputs)
+    few_layer_inputs = None if probe is None else probe.noise_inputs
+    idle, constant = align_batch_axes(model, inputs, layer_inputs, few_layer_inputs)
+    warn_constant_inputs(constant)
     check_called(model, idle)
     if idle:
         warn_idle(idle)

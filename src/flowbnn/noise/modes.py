@@ -1,9 +1,9 @@
 """Functions on the noise of a network: modes, freezing, optimizer groups, and the axes of the examples."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -154,12 +154,24 @@ def share_draws_in_batches(model: nn.Module, shared: bool) -> None:
         layer.layout = layer.layout._replace(one_draw=shared)
 
 
+class LayerCalls(NamedTuple):
+    """Layers with noise that a forward pass does not call, or calls with the same input for all examples.
+
+    Args:
+        idle: Names of the layers that the network never calls.
+        constant: Names of the layers whose input does not depend on the examples, without those whose rule says so.
+    """
+
+    idle: list[str]
+    constant: list[str]
+
+
 def align_batch_axes(
     model: nn.Module,
     inputs: Any,
     layer_inputs: Mapping[str, Tensor] | None = None,
     few_layer_inputs: Mapping[str, Tensor] | None = None,
-) -> list[str]:
+) -> LayerCalls:
     """Finds the axis of the examples in every layer with noise, from one pass over a batch and one over a few of its rows.
 
     A sequence-first layer has the examples on axis 1. A layer whose input does not depend on the examples, such as an embedding of
@@ -172,32 +184,43 @@ def align_batch_axes(
         few_layer_inputs: The same for the second and third row of this batch.
 
     Returns:
-        Names of the layers that the network never calls.
+        Names of the layers that the network never calls, and of those whose input does not depend on the examples.
     """
     layers, size = noise_layers(model), rows(inputs)
     first = _noise_inputs(model, inputs) if layer_inputs is None else layer_inputs
     if first is None:
-        return []
-    idle = [name for name in layers if name not in first]
+        return LayerCalls([], [])
+    idle, constant = [name for name in layers if name not in first], list[str]()
     few = 0 if is_container(inputs) else min(2, size - 1)
     # without the first row, so that an input that depends on the examples changes
     second = few_layer_inputs
     if second is None:
         second = (_noise_inputs(model, take(inputs, 1, 1 + few)) if few else None) or {}
     for name, layer in layers.items():
-        if name in first and name in second and first[name].ndim == second[name].ndim:
-            _align_layer(name, layer, first[name], second[name], size, few)
-    return idle
+        recorded = name in first and name in second and first[name].ndim == second[name].ndim
+        if recorded and _align_layer(layer, first[name], second[name], size, few):
+            constant.append(name)
+    return LayerCalls(idle, constant)
 
 
-def _align_layer(name: str, layer: Noise, first: Tensor, second: Tensor, size: int, few: int) -> None:
-    """Sets the axis of the examples of one layer, from its inputs for a batch and for ``few`` rows of it."""
+def warn_constant_inputs(names: Sequence[str]) -> None:
+    """Warns about layers whose input does not depend on the examples."""
+    for name in names:
+        text = f"the input of layer '{name}' is the same for all examples, which share one draw of noise; set its rule to None"
+        warn(text, kind="axis", layer=name)
+
+
+def _align_layer(layer: Noise, first: Tensor, second: Tensor, size: int, few: int) -> bool:
+    """Sets the axis of the examples of one layer, from its inputs for a batch and for ``few`` rows of it.
+
+    Returns:
+        True if the input does not depend on the examples.
+    """
     layout, free = layer.layout, layer.recipe is not None and layer.recipe.batch_axis is None
     sizes = enumerate(zip(first.shape, second.shape, strict=True))
     axes = [axis for axis, (a, b) in sizes if a != b and a * few == b * size]
-    if free and first.shape == second.shape and first.numel() and torch.equal(first, second):
-        text = f"the input of layer '{name}' is the same for all examples, which share one draw of noise; set its rule to None"
-        warn(text, kind="axis", layer=name)
+    constant = free and first.shape == second.shape and bool(first.numel()) and torch.equal(first, second)
+    if constant:
         layer.layout = layout._replace(batch_axis=None)
         layer.recipe = replace(layer.recipe, batch_axis="none")
     elif free and len(axes) == 1 and axes[0] not in (layout.batch_axis, first.ndim + layout.feature_axis):
@@ -211,6 +234,7 @@ def _align_layer(name: str, layer: Noise, first: Tensor, second: Tensor, size: i
         gaps = [float((second - other).abs().max()) for other in (by_step, by_example)]
         if gaps[0] < 0.1 * gaps[1]:
             layer.layout = layer.layout._replace(examples_first=False)
+    return constant
 
 
 @contextmanager

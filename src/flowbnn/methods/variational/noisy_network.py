@@ -62,8 +62,15 @@ class NoisyNetwork:
         by_layer = zip(self.layers.values(), vectors.split(self.sizes, -1), strict=True)
         draws = {noise.key: values for noise, values in by_layer}
         prepared = PreparedDraws(draws, torch.is_grad_enabled(), required=True)
-        with NoiseContext(make_noise_modes(self.model, "sample"), prepared=prepared, sharded=False):
-            outputs = call(self.model, inputs)
+        try:
+            with NoiseContext(make_noise_modes(self.model, "sample"), prepared=prepared, sharded=False):
+                outputs = call(self.model, inputs)
+        except FlowBNNError as error:
+            name = next((name for name, n in self.layers.items() if n.key == error.fields.get("key")), None)
+            if name is None:
+                raise
+            text = f"layer '{name}' has no batch axis or runs twice (activation checkpointing); set its rule to None"
+            raise FlowBNNError(text, kind="unsupported", argument="rules", layer=name) from error
         return outputs if outputs.ndim > 1 else outputs.unsqueeze(1)
 
     def passes(
