@@ -1,6 +1,6 @@
 """Layers and trainable parameters of a network: selection errors, dropout layers, and statistics of BatchNorm layers."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from flowbnn.batches import call, device_of, dtype_of, move, split_weighted_batch
-from flowbnn.errors import FlowBNNError, nearest
+from flowbnn.errors import FlowBNNError, nearest, quote_names
 from flowbnn.networks import evaluation_mode
 from flowbnn.training import is_main_process, track
 from flowbnn.training.randomness import preserve_rng_state
@@ -30,12 +30,21 @@ def unsupported_layer(
     >>> print(unsupported_layer(nn.Sequential(nn.GRU(2, 2)), "0", "MNF", "BayesByBackprop", "not linear"))
     MNF does not support layer '0' (GRU, not linear); use BayesByBackprop, or exclude the layer with layers=
     """
-    kind = type(model.get_submodule(layer))
-    # another library may have its own Linear
-    origin = "" if kind.__module__.startswith("torch.nn.") else f"{kind.__module__}."
-    details = ", ".join(filter(None, [origin + kind.__name__, reason]))
+    module = model.get_submodule(layer)
+    kind = type(module)
+    parent = next((base for base in kind.__mro__ if base.__module__.startswith("torch.nn.")), nn.Module)
+    origin, details = kind.__name__, [reason]
+    if parent is not kind:  # another library may have its own Linear
+        origin = f"{kind.__module__}.{kind.__name__}"
+        if parent is not nn.Module and reason in ("", "unsupported type", "not linear"):
+            details = [f"a subclass of nn.{parent.__name__} with its own forward"]
+    raw = [name for name, _ in module.named_parameters(recurse=False)]
+    if parent is nn.Module and raw:
+        details = [f"whose parameters {quote_names(raw)} belong to no torch layer"]
+    text = ", ".join(filter(None, [origin, *details]))
+    where = f"layer '{layer}'" if layer else "the network itself"
     return FlowBNNError(
-        f"{owner} does not support layer '{layer}' ({details}); use {alternative}, or exclude the layer with layers=",
+        f"{owner} does not support {where} ({text}); use {alternative}, or exclude the layer with layers=",
         kind="layer",
         argument=argument,
         layer=layer,
@@ -43,19 +52,26 @@ def unsupported_layer(
     )
 
 
-def no_layer_selected(choice: Any, names: Iterable[str], target: str = "trainable weights") -> FlowBNNError:
+def no_layer_selected(
+    choice: Any, names: Iterable[str], target: str = "trainable weights", parameters: Iterable[str] = ()
+) -> FlowBNNError:
     """Returns the error for an argument ``layers`` that selects nothing.
 
     Args:
         choice: Value of the argument.
         names: Names that could be selected.
         target: Objects to select.
+        parameters: Names of the parameters of the network, one of which may have been given instead of its layer.
 
     >>> print(no_layer_selected("fc11", ["conv1", "fc1"]))
     layers='fc11' selects no trainable weights; did you mean 'fc1'?
+    >>> print(no_layer_selected("token", ["", "head"], parameters=["token", "head.weight"]))
+    layers='token' selects no trainable weights; 'token' is a parameter, so use its layer, layers=''
     """
     names = list(names)
-    hint = nearest(choice, names) if isinstance(choice, str) and choice not in names else ""
+    hint = nearest(choice, filter(None, names)) if isinstance(choice, str) and choice not in names else ""
+    if isinstance(choice, str) and choice in parameters:
+        hint = f"; '{choice}' is a parameter, so use its layer, layers='{choice.rpartition('.')[0]}'"
     return FlowBNNError(f"layers={choice!r} selects no {target}{hint}", kind="layer", argument="layers")
 
 
@@ -67,9 +83,23 @@ def disable_nested_tensors(model: nn.Module) -> nn.Module:
     return model
 
 
+def check_real_weights(parameters: Mapping[str, Tensor]) -> None:
+    """Raises FlowBNNError if one of these parameters is complex, because the posteriors of weights are densities of real vectors."""
+    name = next((name for name, value in parameters.items() if value.is_complex()), None)
+    if name is not None:
+        text = f"this method needs real weights, but '{name}' is complex; use DeepEnsemble, or store it by torch.view_as_real"
+        raise FlowBNNError(text, kind="network", argument="network", parameter=name)
+
+
 def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Returns the parameters that require gradients, tied ones once, by name."""
-    return {name: value for name, value in model.named_parameters() if value.requires_grad}
+    """Returns the parameters that require gradients, tied ones once, by name.
+
+    Raises:
+        FlowBNNError: If one of them is complex.
+    """
+    parameters = {name: value for name, value in model.named_parameters() if value.requires_grad}
+    check_real_weights(parameters)
+    return parameters
 
 
 # -------------------- dropout

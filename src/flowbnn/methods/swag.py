@@ -78,6 +78,7 @@ class SWAG(Method):
     def fit(self, network: nn.Module, loader: Any, **kwargs: Any) -> "SWAGPosterior":
         """Fits the posterior; see :meth:`Method.fit`. ``checkpoint`` is a folder with one file for training and one for SGD."""
         model, loader, options = self.setup(network, loader, kwargs)
+        trainable_parameters(model)  # raises an error before the training if some are complex
         training_epochs = round(self.begin * self.epochs) if self.epochs else None
         sgd_epochs = self.epochs - (training_epochs or 0) if self.epochs else 20
         num_snapshots = sgd_epochs * min(self.snapshots_per_epoch, length_of(loader) or 1)

@@ -340,3 +340,28 @@ def test_predictions_worse_than_the_network_are_warned_about():
         )
     warning = next(warning.message for warning in caught if warning.message.kind == "worse")
     assert warning.fields["nll"] > warning.fields["network_nll"] + 0.3
+
+
+def test_comparison_with_the_network_uses_more_than_one_batch():
+    """The first batch alone would not show that the network has memorized it and not the others."""
+    network, loader, _ = trained_classifier()
+    batches = [(x, y) for x, y in zip(loader[0][0].split(4), loader[0][1].split(4), strict=True)]
+    with pytest.warns(FlowBNNWarning) as caught:
+        fb.Laplace("full", layers="all", predictive="sampled", prior_scale=100.0, epochs=0).fit(
+            network, batches, **QUIET
+        )
+    warning = next(warning.message for warning in caught if warning.message.kind == "worse")
+    with torch.no_grad():
+        expected = nn.functional.cross_entropy(network(loader[0][0]), loader[0][1])
+    assert warning.fields["network_nll"] == pytest.approx(expected.item(), rel=1e-5)
+
+
+def test_prior_on_validation_data_is_not_worse_than_the_network():
+    network, loader, validation = trained_classifier()
+    repeated = [(x, y) for x, y in loader * 2]
+    posterior = fb.Laplace("full", layers="all", predictive="sampled", epochs=0).fit(
+        network, repeated, validation=validation, **QUIET
+    )
+    with torch.no_grad():
+        plain = nn.functional.cross_entropy(network(validation[0][0]), validation[0][1]).item()
+    assert min(posterior.validation_nll.values()) <= plain + 2e-3

@@ -135,7 +135,11 @@ class Calibrator(Method, ABC):
         """Fits the inner method, and returns its posterior, the held-out data and the options."""
         assert self.method is not None
         _, loader, options = self.method.setup(network, loader, kwargs)
-        if options.validation_loader is None and isinstance(self.method, PointMethod) and not self.method.trains:
+        if (
+            options.validation_loader is None
+            and isinstance(self.method, PointMethod)
+            and not self.method.trains
+        ):
             return self.method.fit(network, loader, **kwargs), loader, options
         if options.validation_loader is None:
             loader, validation = split_loader(loader, self.validation_fraction, options.seed or 0)

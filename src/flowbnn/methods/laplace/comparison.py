@@ -1,9 +1,9 @@
 """Comparison of a Laplace approximation with the network it is made from, and the choice of its prior on validation data."""
 
 from collections.abc import Iterable
-from itertools import islice
 from typing import Any
 
+from flowbnn.batches import batch_size
 from flowbnn.errors import warn
 from flowbnn.methods.laplace.posterior import LaplacePosterior
 from flowbnn.posterior.base import Posterior
@@ -16,15 +16,16 @@ def compare_with_network(
 ) -> None:
     """Chooses the prior on validation data, and warns if predictions are worse than those of the network itself.
 
-    The NLL of all priors is stored as ``posterior.validation_nll``, by prior scale relative to the fitted one.
+    The NLL of all priors is stored as ``posterior.validation_nll``, by prior scale relative to the fitted one. As the scale decreases,
+    the predictions approach those of the network. Scales are tried until the best one is not worse than the network.
 
     Args:
         posterior: Laplace approximation, whose prior may change.
         validation: Validation data, or None.
-        training: Training data, of which the first batch is used if there are no validation data.
+        training: Training data, of which the first batches are used if there are no validation data.
         choose: If True, the prior is chosen on the validation data.
     """
-    data = list(islice(training, 1)) if validation is None else validation
+    data = _first_batches(training) if validation is None else validation
     network_nll = _mean_nll(PointPosterior(posterior.model, posterior._observation_model()), data)
     priors = [block.prior for block in posterior.blocks]
     precisions = dict(posterior.precisions)
@@ -37,8 +38,10 @@ def compare_with_network(
     nlls: dict[float, float] = {}
     factors: tuple[float, ...] = (1.0,)  # of the prior precision
     if choose and validation is not None and all(priors):
-        factors = (1.0, 10.0, 1e2, 1e3, 1e4)  # the last leaves little of the posterior
+        factors = (1.0, 10.0, 1e2, 1e3, 1e4, 1e6, 1e8)
     for factor in factors:
+        if factor > 1e4 and min(nlls.values()) <= network_nll + 1e-3:
+            break  # the posterior is as good as the network, from which 1e6 and more leave hardly a difference
         scale_prior(factor)
         nlls[factor] = _mean_nll(posterior, data)
     best = min(nlls, key=nlls.__getitem__)
@@ -58,6 +61,17 @@ def compare_with_network(
             nll=nlls[best],
             network_nll=network_nll,
         )
+
+
+def _first_batches(loader: Iterable[Any], num_rows: int = 1000) -> list[Any]:
+    """Returns the first batches of a loader, up to the one with the given number of rows."""
+    batches, count = [], 0
+    for batch in loader:
+        batches.append(batch)
+        count += batch_size(batch)
+        if count >= num_rows:
+            break
+    return batches
 
 
 def _mean_nll(posterior: Posterior, data: Iterable[Any]) -> float:

@@ -14,11 +14,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from flowbnn.batches import call, device_of, has_row_axis, rows, take, tensors_of
+from flowbnn.batches import call, device_of, has_row_axis, rewrap_forward_errors, rows, take, tensors_of
 from flowbnn.errors import FlowBNNError
 from flowbnn.methods.laplace.blocks import Shapes
-from flowbnn.methods.network_layers import no_layer_selected, unsupported_layer
+from flowbnn.methods.network_layers import check_real_weights, no_layer_selected, unsupported_layer
 from flowbnn.networks import evaluation_mode
+from flowbnn.noise.layout import FORWARD
 
 Layers = dict[str, Shapes]  # for each layer, the shapes of its parameters by their names in the network
 
@@ -34,6 +35,8 @@ class LayerCalls:
     # the Linear layer or 1x1 convolution whose output is that of the network, if there is one
     output_layer: str | None = None
     output_shape: torch.Size = torch.Size()  # shape of the outputs of one example
+    # layers of subclasses whose own forward returned what that of their torch class returns
+    equivalent: set[str] = field(default_factory=set)
 
 
 def own_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
@@ -56,7 +59,7 @@ def record_calls(model: nn.Module, inputs: Any) -> LayerCalls:
     """Runs up to three examples and records the layers that are called.
 
     Raises:
-        FlowBNNError: If the inputs cannot be split into examples, as a graph with its edges.
+        FlowBNNError: If the inputs cannot be split into examples, as a graph with its edges, or if the network fails on three of them.
     """
     if not has_row_axis(inputs):
         sizes = [list(tensor.shape) for tensor in tensors_of(inputs)]
@@ -73,19 +76,25 @@ def record_calls(model: nn.Module, inputs: Any) -> LayerCalls:
 
     def after(name: str, module: nn.Module, args: Any, output: Any) -> None:
         results[name] = output
+        if _overrides_forward(module) and args and _computes_torch_layer(module, args[0], output):
+            calls.equivalent.add(name)
 
     with ExitStack() as hooks, evaluation_mode(model):
         for name, module in layers.items():
             hooks.enter_context(module.register_forward_pre_hook(partial(before, name)))
             hooks.enter_context(module.register_forward_hook(partial(after, name), prepend=True))
-        outputs = call(model, take(inputs, 0, calls.num_rows))
+        examples = take(inputs, 0, calls.num_rows)
+        what = f"Laplace runs single examples, but the network fails on the first {calls.num_rows}, of"
+        with rewrap_forward_errors(examples, what):
+            outputs = call(model, examples)
     calls.output_shape = outputs.shape[1:]
     last = calls.order[-1] if calls.order else ""
     if (
         results.get(last) is outputs
         and outputs.ndim >= 2
         and calls.counts[last] == 1
-        and (_is_torch_layer(layers[last], (nn.Linear,)) or _is_pointwise(layers[last]))
+        and (isinstance(layers[last], nn.Linear) or _is_pointwise(layers[last]))
+        and (_is_torch_layer(layers[last]) or last in calls.equivalent)
         and shares_weights(model, last) is None
     ):
         calls.output_layer = last
@@ -119,13 +128,14 @@ def select_layers(model: nn.Module, calls: LayerCalls, pattern: str, structure: 
         }
         if not shapes or (structure == "kron" and isinstance(module, norms)):
             continue
+        check_real_weights({weight: model.get_parameter(weight) for weight in shapes})
         assigned.update(shapes)
         selected[name] = shapes
         if structure == "kron":
             _check_kronecker(model, name, module, calls)
     if not selected:
         target = f"trainable weights for structure='{structure}'"
-        raise no_layer_selected(pattern, ["last", "all", *modules], target)
+        raise no_layer_selected(pattern, ["last", "all", *modules], target, dict(model.named_parameters()))
     _check_memory(structure, required_memory(structure, selected), free_memory(device_of(model)))
     return selected
 
@@ -140,18 +150,44 @@ def shares_weights(model: nn.Module, name: str) -> str | None:
     return None
 
 
-def _is_torch_layer(module: nn.Module, types: tuple[type[nn.Module], ...]) -> bool:
-    """Returns True if the module computes exactly what one of these torch layers does, with unparametrized weights."""
+def _is_plain(module: nn.Module) -> bool:
+    """Returns True for a linear layer or convolution with an unparametrized weight and no other parameters than a bias."""
     return (
-        any(isinstance(module, cls) and type(module).forward is cls.forward for cls in types)
+        isinstance(module, FORWARD)
         and not parametrize.is_parametrized(module)
         and all(name in ("weight", "bias") for name, _ in module.named_parameters(recurse=False))
     )
 
 
+def _is_torch_layer(module: nn.Module) -> bool:
+    """Returns True if the module is a linear layer or a convolution with the forward of torch and an unparametrized weight."""
+    return _is_plain(module) and not _overrides_forward(module)
+
+
+def _overrides_forward(module: nn.Module) -> bool:
+    """Returns True for a linear layer or a convolution of a class with its own forward."""
+    kind: Any = next((kind for kind in FORWARD if isinstance(module, kind)), None)
+    return kind is not None and type(module).forward is not kind.forward
+
+
+def _computes_torch_layer(module: nn.Module, inputs: Any, output: Any) -> bool:
+    """Returns True if a layer with its own forward computes what its torch class does, as the Linear layers of timm do.
+
+    Args:
+        module: Layer.
+        inputs: Input of a call.
+        output: Output of the call.
+    """
+    kind: Any = next(kind for kind in FORWARD if isinstance(module, kind))
+    if not _is_plain(module) or not isinstance(inputs, Tensor) or not isinstance(output, Tensor):
+        return False
+    expected = kind.forward(module, inputs)
+    return expected.shape == output.shape and torch.allclose(expected, output, rtol=1e-4, atol=1e-5)
+
+
 def _is_pointwise(module: nn.Module) -> bool:
     """Returns True if the module is a 1x1 convolution, which is a linear layer at each position."""
-    if not _is_torch_layer(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d)):
+    if not isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d)):
         return False
     sizes = (*module.kernel_size, *module.stride, module.groups)  # type: ignore[misc]
     padding = module.padding if isinstance(module.padding, tuple) else (0,)
@@ -166,7 +202,7 @@ def channels_last(module: nn.Module, values: Tensor) -> Tensor:
 def _check_kronecker(model: nn.Module, name: str, module: nn.Module, calls: LayerCalls) -> None:
     """Raises FlowBNNError if Kronecker factors do not support this layer."""
     reason = None
-    if not _is_torch_layer(module, (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)):
+    if not _is_torch_layer(module) and name not in calls.equivalent:
         reason = "unsupported type"
     elif getattr(module, "groups", 1) != 1:
         reason = f"{module.groups} groups"

@@ -37,7 +37,7 @@ from flowbnn.likelihoods import (
     learns_noise,
 )
 from flowbnn.methods.mcmc.hamiltonian import make_potential
-from flowbnn.methods.network_layers import no_layer_selected, unsupported_layer
+from flowbnn.methods.network_layers import check_real_weights, no_layer_selected, unsupported_layer
 from flowbnn.noise.layout import absorbs, layout_of, weight_scale, wrappable_layers
 from flowbnn.posterior.weights import named_parts
 from flowbnn.training.randomness import preserve_rng_state
@@ -108,8 +108,7 @@ class NetworkPotential:
         self.scale = num_data / len(self.targets)
         self.sites, self.rows_per_pass = sites, rows_per_pass
         values = {name: value.detach() for name, value in model.named_parameters() if value.requires_grad}
-        if any(value.is_complex() for value in values.values()):
-            raise FlowBNNError("chains need real weights, got complex ones; use SGLD or SWAG", kind="network")
+        check_real_weights(values)
         if sites is not None:
             values = {
                 name: weight.new_ones(layout_of(module).dim) for name, (module, weight) in sites.items()

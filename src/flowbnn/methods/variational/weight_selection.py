@@ -75,7 +75,7 @@ def select_weights(model: nn.Module, choice: LayerChoice) -> list[str]:
         if parameter.requires_grad and parameter.is_floating_point() and chosen.intersection(layers_of[name])
     ]
     if not names:
-        raise no_layer_selected(choice, layers)
+        raise no_layer_selected(choice, layers, parameters=layers_of)
     return names
 
 
