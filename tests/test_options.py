@@ -68,14 +68,3 @@ def test_settings_of_a_method_are_suggested_as_such():
         with pytest.raises(FlowBNNError) as caught:
             fb.MAP().fit(nn.Linear(4, 3), data, **{name: 2})
         assert "MAP(epochs=" in str(caught.value)
-
-
-def test_mixtures_of_uniforms_are_refused_as_bases():
-    distributions = torch.distributions
-    uniform = distributions.Uniform(torch.zeros(2, 2), torch.tensor([[1.0, 1.0], [2.0, 2.0]]))
-    mixture = distributions.MixtureSameFamily(
-        distributions.Categorical(torch.ones(2)), distributions.Independent(uniform, 1)
-    )
-    with pytest.raises(FlowBNNError) as caught:
-        fb.distributions.Flow(mixture, fb.transforms.Affine(2)).log_prob(torch.rand(3, 2))
-    assert caught.value.argument == "base"

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from torch.distributions import Independent, Laplace, MultivariateNormal, Normal, kl_divergence
+from torch.distributions import Categorical, Independent, Laplace, MultivariateNormal, Normal, kl_divergence
 
 from flowbnn.distributions import DiagonalNormal, Flow, MixtureBase, NormalMixture, divergence
 from flowbnn.errors import FlowBNNError
@@ -203,3 +203,10 @@ def test_divergence_compiles_without_a_graph_break(base, make):
     actual = compiled()
     torch.manual_seed(0)
     torch.testing.assert_close(actual, total())
+
+
+def test_divergence_needs_reparameterized_draws():
+    q = Categorical(torch.ones(3))
+    with pytest.raises(FlowBNNError) as caught:
+        divergence(q, q)
+    assert (caught.value.kind, caught.value.argument) == ("unsupported", "q")

@@ -431,3 +431,23 @@ def test_density_and_draws_compile(transform, monkeypatch):
         lambda value: Flow(base, transform).log_prob(value), fullgraph=True, backend="eager"
     )
     torch.testing.assert_close(compiled(x), Flow(base, transform).log_prob(x))
+
+
+@pytest.mark.parametrize("dim", [None, 3])
+def test_mixture_of_uniforms_as_base(dim):
+    """The density is the mean of those components whose interval contains the value. Torch demands all intervals."""
+    shape = () if dim is None else (dim,)
+    low, high = torch.tensor([0.0, 0.5]), torch.tensor([1.0, 2.5])
+    component = Uniform(*(ends.reshape(2, *(1,) * len(shape)).expand(2, *shape) for ends in (low, high)))
+    component = component if dim is None else Independent(component, 1)
+    flow = Flow(
+        MixtureSameFamily(Categorical(torch.tensor([0.25, 0.75])), component),
+        Exp() if dim is None else Affine(dim),
+    )
+    z = torch.tensor([-0.5, 0.25, 0.75, 2.0, 3.0])
+    expected = 0.25 * ((z > 0) & (z < 1)) + 0.75 * ((z > 0.5) & (z < 2.5)) / 2.0 ** (dim or 1)
+    x = z.exp() if dim is None else z[:, None].expand(-1, dim)
+    expected = expected / z.exp() if dim is None else expected
+    torch.testing.assert_close(flow.log_prob(x).exp(), expected)
+    assert flow.support.check(x).tolist() == (expected > 0).tolist()
+    assert bool(flow.log_prob(flow.sample((20,))).isfinite().all())

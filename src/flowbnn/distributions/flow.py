@@ -19,7 +19,13 @@ from torch.distributions import (
 )
 
 from flowbnn.distributions.draws import GENERATOR_LOCK, reparameterized_sample
-from flowbnn.distributions.support import any_rightmost, has_full_range, output_support, pull_back
+from flowbnn.distributions.support import (
+    any_rightmost,
+    base_log_prob,
+    has_full_range,
+    output_support,
+    pull_back,
+)
 from flowbnn.distributions.vectors import (
     Diagonal,
     DiagonalNormal,
@@ -29,7 +35,7 @@ from flowbnn.distributions.vectors import (
 )
 from flowbnn.errors import FlowBNNError
 from flowbnn.numerics import full_precision, sum_rightmost
-from flowbnn.options import Hint, check, checked
+from flowbnn.options import Count, Hint, check, checked
 from flowbnn.transforms.base import Transform, check_dense, check_events, transform_error
 from flowbnn.transforms.compose import Compose, Inverse, broadcast_batch_shapes
 from flowbnn.transforms.linear import BlockTriangular
@@ -90,6 +96,12 @@ class Flow(Distribution):
     ) -> None:
         if not isinstance(base, Distribution):
             check("base", base, Annotated[Distribution, Hint("or use fb.flows.FlowModel")], "Flow")
+        if not isinstance(transform, Transform):
+            check("transform", transform, Transform, "Flow")
+        if not isinstance(context, Tensor | None):
+            check("context", context, Tensor | None, "Flow")
+        if not isinstance(validate_args, bool | None):
+            check("validate_args", validate_args, bool | None, "Flow")
         shape = base.batch_shape + base.event_shape
         if len(shape) < transform.event_dim:
             text = f"needs {transform.event_dim} event axes, got base shape {tuple(shape)}; use Reshape"
@@ -186,7 +198,7 @@ class Flow(Distribution):
         if self._validate_args:
             self._validate_sample(value)
         z, log_det, outside = self._pull_back(value)
-        log_prob = self._batch_base(self.base.log_prob(z)) + log_det
+        log_prob = self._batch_base(base_log_prob(self.base, z)) + log_det
         size = sum_rightmost(value.detach().abs(), len(self.event_shape))
         huge = size > torch.finfo(log_prob.dtype).max ** 0.5
         outside = outside | (huge & log_prob.isnan())  # overflow on the way to the base: inf - inf
@@ -312,12 +324,19 @@ def divergence(q: Any, prior: Any, samples: int = 16, generator: torch.Generator
     for name, value in (("q", q), ("prior", prior)):
         if not hasattr(value, "event_shape"):
             check(name, value, Distribution, "divergence")
+    if not isinstance(samples, int) or samples < 1:
+        check("samples", samples, Count, "divergence")
+    if not isinstance(generator, torch.Generator | None):
+        check("generator", generator, torch.Generator | None, "divergence")
     if q.event_shape != prior.event_shape:
         text = f"prior.event_shape must be {tuple(q.event_shape)}, got {tuple(prior.event_shape)}"
         raise FlowBNNError(text, kind="shape", argument="prior")
     exact = _closed_form(q, prior)
     if exact is not None:
         return exact
+    if not q.has_rsample:
+        text = f"divergence needs draws with gradients, but a {type(q).__name__} has no rsample; use NormalMixture for a mixture"
+        raise FlowBNNError(text, kind="unsupported", argument="q")
     if not isinstance(q, Flow):
         x = reparameterized_sample(q, (samples,), generator)
         log_q = q.log_prob(x)

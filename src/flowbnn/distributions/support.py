@@ -4,10 +4,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributions import constraints, transform_to
+from torch.distributions import Independent, MixtureSameFamily, constraints, transform_to
 from torch.distributions.constraints import Constraint
 
 from flowbnn.errors import FlowBNNError
+from flowbnn.numerics import sum_rightmost
 from flowbnn.options import Bounds
 from flowbnn.transforms.base import Transform, transform_error
 from flowbnn.transforms.compose import Compose, Inverse, add_location, apply_transform
@@ -66,8 +67,61 @@ def _same_constraint(first: Any, second: Any) -> bool:
     return bool((lower & torch.as_tensor(first.upper_bound == second.upper_bound)).all())
 
 
+class MixtureSupport(Constraint):
+    """Union of the supports of the components of a mixture.
+
+    The constraint of torch demands that a value lies in the supports of all components.
+
+    Args:
+        components: Distribution of the components, which are its last batch axis.
+
+    >>> components = torch.distributions.Uniform(torch.tensor([0.0, 2.0]), torch.tensor([1.0, 3.0]))
+    >>> MixtureSupport(components).check(torch.tensor([0.5, 1.5, 2.5])).tolist()
+    [True, False, True]
+    """
+
+    def __init__(self, components: Any) -> None:
+        self.components = components
+        self.event_dim = len(components.event_shape)
+        super().__init__()
+
+    def check(self, value: Tensor) -> Tensor:
+        return self.components.support.check(value.unsqueeze(-1 - self.event_dim)).any(-1)
+
+
+def _is_bounded_mixture(base: Any) -> bool:
+    """Returns True for a mixture of components that are not positive on all real numbers."""
+    return isinstance(base, MixtureSameFamily) and not has_full_support(base.component_distribution)
+
+
+def base_log_prob(base: Any, value: Tensor) -> Tensor:
+    """Returns log-densities of a base. Components of a mixture that a value lies outside of contribute nothing.
+
+    >>> components = torch.distributions.Uniform(torch.tensor([0.0, 2.0]), torch.tensor([1.0, 4.0]))
+    >>> mixture = MixtureSameFamily(torch.distributions.Categorical(torch.ones(2)), components)
+    >>> base_log_prob(mixture, torch.tensor([0.5, 1.5, 2.5])).exp().tolist()
+    [0.5, 0.0, 0.25]
+    """
+    if isinstance(base, Independent):
+        return sum_rightmost(base_log_prob(base.base_dist, value), base.reinterpreted_batch_ndims)
+    if not _is_bounded_mixture(base):
+        return base.log_prob(value)
+    components = base.component_distribution
+    value = value.unsqueeze(-1 - len(components.event_shape))
+    inside = components.support.check(value)
+    mask = inside.reshape(inside.shape + (1,) * len(components.event_shape))
+    point = _inside_point(_scalar_constraint(components.support), torch.where(mask, value, 0.0))
+    log_prob = components.log_prob(torch.where(mask, value, point))
+    log_prob = torch.where(inside, log_prob, torch.full_like(log_prob, -torch.inf))
+    return torch.logsumexp(log_prob + base.mixture_distribution.logits, -1)
+
+
 def _base_support(base: Any) -> Any:
     """Returns the support of a distribution, or the real numbers if it declares none."""
+    if isinstance(base, Independent):
+        return constraints.independent(_base_support(base.base_dist), base.reinterpreted_batch_ndims)
+    if _is_bounded_mixture(base):
+        return MixtureSupport(base.component_distribution)
     try:
         return base.support
     except (AttributeError, NotImplementedError):
@@ -113,8 +167,10 @@ def output_support(base: Any, transform: Transform) -> Constraint | None:
             _check_real_input(base, step)
         if _is_real(region) or _same_constraint(region, step.domain):
             region = step.codomain
-        elif not isinstance(step.transform, Permutation) or isinstance(
-            getattr(region, "lower_bound", 0), Tensor
+        elif (
+            not isinstance(step.transform, Permutation)
+            or isinstance(region, MixtureSupport)
+            or isinstance(getattr(region, "lower_bound", 0), Tensor)
         ):
             return None  # bounds of single numbers would have to move with the numbers
     return region
@@ -188,9 +244,4 @@ def pull_back(
         outside = outside | any_rightmost(invalid, axes - support.event_dim)
     # A base that validates its arguments must not receive points without a preimage.
     mask = outside.reshape(outside.shape + (1,) * axes)
-    try:
-        inside = _inside_point(_scalar_constraint(support), value)
-    except RuntimeError:  # the bounds of a mixture have an axis for its components
-        text = f"{type(base).__name__} needs components on all real numbers, because torch joins no supports; use NormalMixture"
-        raise FlowBNNError(text, kind="range", argument="base") from None
-    return torch.where(mask, inside, value), log_det, outside
+    return torch.where(mask, _inside_point(_scalar_constraint(support), value), value), log_det, outside

@@ -36,7 +36,7 @@ class _VectorDistribution(Distribution):
         name = type(self).__name__
         if not isinstance(loc, Tensor) or loc.ndim < self.axes:
             check_shape("loc", loc, ("...", *("any",) * self.axes), owner=name)
-        if not loc.is_floating_point():
+        if not isinstance(loc, Tensor) or not loc.is_floating_point() or loc.layout is not torch.strided:
             check("loc", loc, Tensor, name)
         if not isinstance(validate_args, bool | None):
             check("validate_args", validate_args, bool | None, name)
