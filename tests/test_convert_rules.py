@@ -93,7 +93,7 @@ def test_messages_suggest_what_to_write(rules, suggestion):
 @pytest.mark.parametrize(
     ("convert", "kind", "argument"),
     [
-        (lambda: to_stochastic(nn.Sequential(nn.ReLU()), {"*": NormalAffine()}), "model", None),
+        (lambda: to_stochastic(nn.Sequential(nn.ReLU()), {"*": NormalAffine()}), "model", "model"),
         (
             lambda: to_stochastic(to_stochastic(mlp(), {"*": NormalAffine()}), {"*": NormalAffine()}),
             "model",

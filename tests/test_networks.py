@@ -70,3 +70,33 @@ def test_torchscript_is_named_by_every_function():
     with pytest.raises(FlowBNNError) as caught:
         fb.to_stochastic(scripted, {"*": fb.noise.NormalAffine()})
     assert "TorchScript" in str(caught.value)
+
+
+UNUSABLE = {
+    "lazy": lambda: nn.Sequential(nn.LazyLinear(3), nn.Linear(3, 2)),
+    "meta": lambda: nn.Sequential(nn.Linear(4, 3, device="meta"), nn.Linear(3, 2)),
+    "scripted": lambda: torch.jit.script(nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))),
+}
+
+
+@pytest.mark.filterwarnings(
+    "ignore:.*torch.jit.script.*:DeprecationWarning", "ignore:Lazy modules:UserWarning"
+)
+@pytest.mark.parametrize("name", UNUSABLE)
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda network, data: fb.MAP(epochs=1).fit(network, data, progress=False),
+        lambda network, data: fb.Temperature().fit(network, data, progress=False),
+        lambda network, data: fb.calibrate(network, data, progress=False),
+        lambda network, data: fb.compare(network, data, data, methods=["mle"], epochs=1, progress=False),
+        lambda network, data: fb.to_stochastic(network, {"*": fb.noise.NormalAffine()}),
+    ],
+    ids=["fit", "temperature", "calibrate", "compare", "to_stochastic"],
+)
+def test_networks_without_weights_or_layers_are_refused(name, use):
+    with pytest.raises(FlowBNNError) as caught:
+        use(UNUSABLE[name](), [(torch.ones(6, 4), torch.arange(6) % 2)])
+    assert (caught.value.kind, caught.value.argument) == ("network", "network")
+    if name != "scripted":
+        assert "'0'" in str(caught.value)

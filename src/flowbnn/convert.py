@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from flowbnn.batches import device_of
-from flowbnn.errors import FlowBNNError, nearest, warn
+from flowbnn.errors import FlowBNNError, nearest, quote_names, warn
 from flowbnn.networks import copy_network
 from flowbnn.noise import Layout, Noise, Recipe, noise_layers
 from flowbnn.noise.adapters import calls_layers_only, enclosing_adapter, guard_adapters
@@ -119,13 +119,10 @@ def to_stochastic(
     if not inplace:
         model = copy_network(model, "use inplace=True")
     layers = wrappable_layers(model)
-    if noise_layers(model) or not layers:
-        problem = (
-            "already has noise; use to_deterministic"
-            if layers
-            else "has no layer for noise; use register_layer"
-        )
-        raise FlowBNNError(f"{type(model).__name__} {problem}", kind="model")
+    if noise_layers(model):
+        raise FlowBNNError(f"{type(model).__name__} already has noise; use to_deterministic", kind="model")
+    if not layers:
+        raise _no_layers(model)
     recipes = _choose(model, layers, rules)
     if joint is not None:
         recipes = {name: replace(recipe, joint=joint) for name, recipe in recipes.items()}
@@ -154,6 +151,22 @@ def to_stochastic(
             )
             vars(module)["flowbnn_nested"] = True
     return model
+
+
+def _no_layers(model: nn.Module) -> FlowBNNError:
+    """Returns the error for a network without layers that can have noise, which names the modules that hold its weights."""
+    name = type(model).__name__
+    owners = {n: module for n, module in model.named_modules() if [*module.parameters(recurse=False)]}
+    if not owners:
+        return FlowBNNError(
+            f"{name} has no weights, so no layer can have noise", kind="model", argument="model"
+        )
+    first, module = next(iter(owners.items()))
+    where = f"layer '{first}' ({type(module).__name__})" if first else f"{name} itself"
+    weights = quote_names([n for n, _ in module.named_parameters(recurse=False)])
+    text = f"{name} has no layer for noise: {where} holds the parameters {weights}"
+    advice = f"use layers such as nn.Linear, or fb.noise.register_layer({type(module).__name__}, ...)"
+    return FlowBNNError(f"{text}; {advice}", kind="model", argument="model", layers=[*owners])
 
 
 def _rank(rule: Rule, name: str, module: nn.Module) -> tuple[int, int] | None:
@@ -194,6 +207,10 @@ def _choose(
 
 
 def _describe_mismatch(rule: Rule, model: nn.Module, layers: dict[str, nn.Module]) -> str:
+    if isinstance(rule, str) and rule in dict(model.named_parameters()):
+        owner = rule.rpartition(".")[0]
+        remedy = f"use '{owner}'" if owner in layers else f"there is noise for {quote_names(list(layers))}"
+        return f"{rule!r} is a parameter, and rules name layers; {remedy}"
     if list(layers) == [""]:
         return f"rule {rule!r} matches no layer; the network is one {type(model).__name__} layer, so use '*'"
     if not isinstance(rule, str):

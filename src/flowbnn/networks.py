@@ -26,21 +26,31 @@ def copy_network(
     Raises:
         FlowBNNError: If the network is TorchScript, has lazy or meta parameters, or cannot be copied.
     """
-    problem = ""
-    for module in network.modules():
-        if isinstance(module, torch.jit.ScriptModule):
-            problem, advice = "TorchScript", "script it afterwards"
-        elif any(value.is_meta for value in module.parameters(recurse=False)):
-            problem, advice = "meta tensors", "load its weights"
-        elif any(map(is_lazy, module.parameters(recurse=False))):
-            problem, advice = f"uninitialized {type(module).__name__}", "run a batch first"
+    check_copyable(network)
     try:
-        if not problem:
-            return unwrap_compiled(deepcopy_network(network))
+        return unwrap_compiled(deepcopy_network(network))
     except RuntimeError as error:
-        problem = str(error).splitlines()[0]
-    text = f"this network cannot be copied ({problem}); {advice}"
-    raise FlowBNNError(text, kind="network", argument="network")
+        raise _copy_error(str(error).splitlines()[0], advice) from error
+
+
+def check_copyable(network: nn.Module) -> None:
+    """Raises FlowBNNError if a network is TorchScript, or has lazy or meta parameters."""
+    for name, module in network.named_modules():
+        kind = type(module).__name__
+        if isinstance(module, torch.jit.ScriptModule):
+            raise _copy_error("TorchScript has no layers to change", "use the nn.Module that was scripted")
+        for value in module.parameters(recurse=False):
+            if is_lazy(value):
+                where = f"layer '{name}' ({kind}) has no shape yet"
+                raise _copy_error(where, "run one batch through the network first")
+            if value.is_meta:
+                raise _copy_error(f"layer '{name}' ({kind}) is on the meta device", "load its weights")
+
+
+def _copy_error(problem: str, advice: str) -> FlowBNNError:
+    """Returns the error for a network that cannot be copied."""
+    text = f"this network cannot be copied: {problem}; {advice}"
+    return FlowBNNError(text, kind="network", argument="network")
 
 
 def deepcopy_network(network: nn.Module) -> nn.Module:

@@ -201,3 +201,62 @@ def test_smoothed_labels_are_fitted_as_probabilities() -> None:
     posterior = fb.MLE(epochs=300, lr=0.05).fit(nn.Linear(4, 3), loader, **QUIET)
     probabilities = posterior.predict(torch.zeros(1, 4)).probabilities[0]
     torch.testing.assert_close(probabilities, torch.tensor([0.6, 0.2, 0.2]), atol=1e-3, rtol=0.0)
+
+
+@pytest.mark.parametrize("regression", [False, True])
+@pytest.mark.parametrize("name", list(CASES))
+def test_data_of_inference_mode_are_used(name: str, regression: bool) -> None:
+    """Autograd cannot save tensors that were made in inference mode. They are copied."""
+    loader = classes()
+    targets = [x[:, :1] if regression else y for x, y in loader]
+    with torch.inference_mode():
+        inference = [(x.clone(), y.clone()) for (x, _), y in zip(loader, targets, strict=True)]
+    method, outputs = CASES[name].make(), 1 if regression else 3
+    plain = [(x, y) for (x, _), y in zip(loader, targets, strict=True)]
+    expected = method.fit(network(outputs), plain, **QUIET).predict(loader[0][0], 2, seed=0)
+    predictive = method.fit(network(outputs), inference, **QUIET).predict(loader[0][0], 2, seed=0)
+    first, second = (p.mean if regression else p.probabilities for p in (predictive, expected))
+    torch.testing.assert_close(first, second)
+
+
+class ComplexWeights(nn.Module):
+    """Network with complex weights, as in Fourier neural operators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.spectrum, self.head = nn.Parameter(torch.randn(4, 6, dtype=torch.cfloat)), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head((x.to(torch.cfloat) @ self.spectrum).abs())
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        fb.SWAG(epochs=4),
+        fb.SGLD(epochs=4, samples=2, cycles=1),
+        fb.HMC(samples=2, warmup=2, chains=1),
+        fb.Laplace("diag", layers="all", epochs=0),
+        fb.Laplace("full", layers="all", epochs=0),
+    ],
+    ids=lambda method: repr(method),
+)
+def test_posteriors_of_complex_weights_are_refused(method: Method) -> None:
+    with pytest.raises(fb.FlowBNNError) as error:
+        method.fit(ComplexWeights(), classes(), **QUIET)
+    assert (error.value.kind, error.value.fields["parameter"]) == ("network", "spectrum")
+    fb.Laplace(epochs=0).fit(ComplexWeights(), classes(), **QUIET)  # the last layer is real
+
+
+class FixedGraph(nn.Linear):
+    """Graph network with a fixed adjacency matrix of 16 nodes."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (torch.eye(16) + 0.1) @ super().forward(x)
+
+
+@pytest.mark.parametrize("structure", ["kron", "diag", "full"])
+def test_laplace_of_one_graph_is_refused(structure: Any) -> None:
+    with pytest.raises(fb.FlowBNNError) as error:
+        fb.Laplace(structure, epochs=0).fit(FixedGraph(4, 3), classes(), **QUIET)
+    assert (error.value.kind, error.value.fields["shapes"]) == ("network", [(3, 4)])

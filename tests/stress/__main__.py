@@ -1,11 +1,12 @@
 """Runs the stress suites one after the other and prints one table. Exits with status 1 if anything failed.
 
-python -m tests.stress [--minutes 15] [--trials 5000] [--seed 0] [--suite interruptions] [--jobs 1]
+python -m tests.stress [--minutes 15] [--trials 5000] [--seed 0] [--suite interruptions] [--jobs 1] [--out FILE.json]
 """
 
 import argparse
 import json
 import os
+import platform
 import subprocess
 import sys
 import time
@@ -13,9 +14,12 @@ import warnings
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
+from datetime import UTC, datetime
 from functools import reduce
 from importlib import import_module
+from importlib.metadata import version
 from operator import add
+from pathlib import Path
 
 from tests.stress import Budget, StressResult, first_line
 
@@ -33,6 +37,18 @@ SUITES = {
     "memory": 0.05,
     "soak": 0.05,
 }
+LONG_RUNS = """\
+each job runs all suites of the call, with the seeds --seed, --seed + 1, ... and an equal share of the trials.
+
+long runs on a machine with 16 cores:
+  python -m tests.stress --suite interruptions --trials 1600 --jobs 16 --out kills.json      # more than 2,000 kills
+  python -m tests.stress --suite files --suite checkpoints --trials 10000 --jobs 16 --out files.json
+  python -m tests.stress --suite fuzz --trials 50000 --jobs 16 --out fuzz.json
+  python -m tests.stress --suite networks --trials 1320 --jobs 5 --out networks.json   # 22 subjects x 5 variants x 12 methods
+  python -m tests.stress --suite threads --suite targets --suite loaders --trials 4000 --jobs 8 --out others.json
+  python -m tests.stress --suite memory --trials 8 --jobs 4 --out memory.json
+  python -m tests.stress --suite soak --minutes 60 --jobs 16 --out soak.json
+"""
 RESULT_PREFIX = "result "  # begins the lines by which a child process reports its results
 
 
@@ -87,9 +103,28 @@ def run_in_child(options: argparse.Namespace, seed: int) -> list[StressResult]:
     return results
 
 
+def write_results(path: Path, results: list[StressResult]) -> None:
+    """Writes the results as JSON, with the command and the versions."""
+    content = {
+        "command": " ".join(["python -m tests.stress", *sys.argv[1:]]),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "versions": {name: version(name) for name in ("flowbnn", "torch")}
+        | {"python": platform.python_version()},
+        "trials": sum(result.trials for result in results),
+        "failed": sum(len(result.failures) for result in results),
+        "suites": [asdict(result) for result in results],
+    }
+    path.write_text(json.dumps(content, indent=2) + "\n")
+
+
 def parse_options() -> argparse.Namespace:
     """Returns the options of the command line."""
-    parser = argparse.ArgumentParser(prog="python -m tests.stress", description=first_line(__doc__))
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.stress",
+        description=first_line(__doc__),
+        epilog=LONG_RUNS,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--minutes", type=float, help="total time; 15 unless --trials is set")
     parser.add_argument(
         "--trials", type=float, default=float("inf"), help="trials of each suite, over all jobs"
@@ -99,6 +134,7 @@ def parse_options() -> argparse.Namespace:
         "--suite", choices=SUITES, action="append", help="suite to run, repeatable; default all"
     )
     parser.add_argument("--jobs", type=int, default=1, help="parallel processes, each with its own seed")
+    parser.add_argument("--out", type=Path, help="JSON file for the results, written after each suite")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     options.suite = options.suite or list(SUITES)
@@ -114,6 +150,8 @@ def main() -> int:
     if options.jobs == 1:
         for result in run_here(options):
             results.append(result)
+            if options.out is not None:
+                write_results(options.out, results)
             if options.child:
                 print(RESULT_PREFIX + json.dumps(asdict(result)), flush=True)
     else:
@@ -122,6 +160,8 @@ def main() -> int:
             of_jobs = list(pool.map(lambda seed: run_in_child(options, seed), seeds))
         for name in options.suite:
             results.append(reduce(add, [result for job in of_jobs for result in job if result.suite == name]))
+    if options.out is not None:
+        write_results(options.out, results)
     if not options.child:
         print(table(results))
     return int(not results or any(result.failures or not result.trials for result in results))

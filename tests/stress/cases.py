@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 import flowbnn as fb
 from flowbnn.methods import METHODS
+from flowbnn.methods.calibrators.base import Calibrator
 from flowbnn.options import _allows as allows
 
 __all__ = [
@@ -212,7 +213,10 @@ class Fit:
 
     @property
     def has_checkpoint(self) -> bool:
-        """True if the fit can be resumed from a checkpoint."""
+        """True if the fit can be resumed from a checkpoint. A calibrator without a method trains nothing."""
+        method = METHODS.get(self.name)
+        if method is not None and issubclass(method, Calibrator) and not dict(self.settings).get("method"):
+            return False
         return "checkpoint" in inspect.signature(self.function).parameters
 
     def load(self, path: Any) -> Any:

@@ -104,6 +104,17 @@ VALID_ARGUMENTS: dict[str, Callable[[], Any]] = {
     "Autoencoder.shape": lambda: (3,), "GatedConvEncoder.shape": lambda: (1, 4, 4), "GatedConvDecoder.shape": lambda: (1, 4, 4),
     "fit_autoencoder.model": lambda: fb.vae.VAE((3,), 2, hidden=(4,)), "fit_autoencoder.data": lambda: vectors(20, 3).round(),
     "fit_autoencoder.epochs": lambda: 1, "select_samples.samples": lambda: slice(0, 2),
+    "load_autoencoder.model": lambda: fb.vae.VAE((3,), 2, hidden=(4,)),
+    "load_autoencoder.path": lambda: fb.vae.VAE((3,), 2, hidden=(4,)).save("autoencoder.safetensors"),
+    "log_densities": lambda: vectors(5), "Mixture.predictive.outputs": lambda: vectors(4, 5, 15),
+    "PointPosterior.model": network, "NoisePosterior.model": noisy_network,
+    "members": lambda: [cached_fit("map"), cached_fit("mle")], "register_layer.kind": lambda: nn.PReLU,
+    "layout": lambda: lambda module: fb.noise.Layout(1), "DiagonalStudent.df": lambda: 5.0,
+    "flow_matching_loss.transform": lambda: fb.transforms.NeuralODE(3, hidden=(4,)),
+    "flow_matching_loss.base": lambda: fb.distributions.NormalBase(3).distribution(),
+    "flow_matching_loss.data": lambda: vectors(5, 3),
+    "flowbnn.distributions.Flow.base": lambda: fb.distributions.NormalBase(3).distribution(),
+    "NormalMixture.scale": lambda: vectors(2, 3) + 0.5,
     "simulation_ranks.fit": lambda: lambda batches: cached_fit("node-noise"), "simulation_ranks.simulations": lambda: 2,
 }
 # fmt: on
@@ -129,28 +140,27 @@ CLASS_ARGUMENTS = {
     "Bernoulli": BINARY,
     "LogisticDecoder": {"outputs": lambda: vectors(5, 6)},
 }
-# names for use inside the library, and functions that training calls in each step and that therefore do not check their arguments
+# Base classes, records that functions return, names for use inside the library, and functions that training calls in each step and
+# that therefore do not check their arguments. Everything else that users call is tested.
 INTERNAL = """
     absorbs align_batch_axes Amortized append_log_variance average average_outputs Base Bernoulli.log_prob Bernoulli.mean
     BlockTriangular.assign BlockTriangular.variances bounded build build_joint calibrate_outputs canonical_targets
     Categorical.log_prob Categorical.mean check check_members check_weights chosen CircularUniform Clock collect compute
     concatenate_summaries ConditionalDensity connect context_of ContinuousPredictive coupling_options current_row_shard cut
-    Decision Decoder DiagonalLaplace DiagonalLogistic DiagonalNormal DiagonalStudent Digits DiscretizedLogistic distribution
-    Divergence divergence divergences Divergences document draw draw_with_kl expand extract_features first_nonfinite_layer
-    fit_point fit_subsets FixedNoise flat_draw flatten Flow flow_matching_loss FlowBNNError FlowBNNWarning FlowNoise forward_shape
-    from_dict from_points from_state from_states GatedPosterior Gaussian.log_prob Gaussian.mean has_converged History improves
-    initialize InputNoise Interval inverse_shape is_main_process is_torchrun_worker is_unfamiliar join kernel LayerHealth Layout
-    layout_of like Likelihood log_densities log_density log_variance looks make_autoregressive make_coupling make_levels
-    make_noise_modes make_pixel_noise make_split_noise make_step Marginal MemberPosterior Mixture.log_prob Mixture.mean
-    MixturePosterior moments move net network_of nodes Noise NoiseContext NoiseGroup NoiseMode NoisePosterior NormalMixture
-    novelty_scores num_processes OneHotVectors Optimum output_units outputs passes plan plan_training PointPosterior Posterior
-    posterior potential Prediction PredictionSummary Predictive PredictOptions prior_log_prob problem push push_normal read
-    read_calibration RealLikelihood rearrange Recipe recipe_from_dict refit register_layer ReliabilityBin restore
-    RiskCoverage rules run_on_main sample_codes schedule score_folds set_loc_and_scale set_row_shard set_rows_interact
-    set_statistics settings settled setup shared_draws side side_length split standard standard_log_prob start state step
-    step_schedule stream summarize temperature.posterior.transform tensors terms test_sizes to_dict track train training_loss
-    Transform transform transforms Univariate vector-scaling.posterior.transform velocity VGG16 weight_scale WeightPosterior
-    weights with_fallback wrappable
+    Decision Decoder Digits DiscretizedLogistic distribution Divergence divergences Divergences document draw draw_with_kl expand
+    extract_features first_nonfinite_layer fit_point fit_subsets FixedNoise flat_draw flatten FlowBNNError FlowBNNWarning
+    FlowNoise forward_shape from_inner from_dict from_points from_state from_states GatedPosterior Gaussian.log_prob Gaussian.mean
+    has_converged History improves initialize InputNoise Interval inverse_shape is_main_process is_torchrun_worker is_unfamiliar
+    join kernel LayerHealth Layout layout_of like Likelihood log_densities log_density log_variance looks make_autoregressive
+    make_coupling make_levels make_noise_modes make_pixel_noise make_split_noise make_step Marginal MemberPosterior
+    Mixture.log_prob Mixture.mean moments move net network_of nodes Noise NoiseContext NoiseGroup NoiseMode novelty_scores
+    num_processes OneHotVectors Optimum output_units outputs passes plan plan_training Posterior posterior potential Prediction
+    PredictionSummary Predictive prior_log_prob problem push push_normal read read_calibration RealLikelihood rearrange Recipe
+    recipe_from_dict refit ReliabilityBin restore RiskCoverage rules run_on_main sample_codes schedule score_folds
+    set_loc_and_scale set_row_shard set_rows_interact set_statistics settings settled setup shared_draws side side_length split
+    standard standard_log_prob start state step step_schedule stream summarize temperature.posterior.transform tensors terms
+    test_sizes to_dict track train training_loss Transform transform transforms Univariate vector-scaling.posterior.transform
+    velocity VGG16 weight_scale WeightPosterior weights with_fallback wrappable
 """.split()  # noqa: SIM905
 SKIPPED_ARGUMENTS = {
     "devices",

@@ -68,8 +68,10 @@ INVALID_VALUES: dict[str, Callable[[], Any]] = {
 
 def _has_nan(result: Any) -> bool:
     """Returns whether a result contains NaN."""
-    if is_dataclass(result):
-        return False  # its NaN means that something could not be measured
+    if is_dataclass(result) or isinstance(result, fb.predictive.Interval):
+        return (
+            False  # its NaN means that something could not be measured, or that a region has fewer intervals
+        )
     if isinstance(result, tuple):
         return any(map(_has_nan, result))
     if isinstance(result, fb.predictive.Predictive):

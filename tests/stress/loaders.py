@@ -104,7 +104,15 @@ def try_loader(loader: str, action: str, num_data: int | None) -> str:
 def stress(
     seed: int,
     budget: Budget,
-    actions: tuple[str, ...] = ("predict", "evaluate", "map", "node-noise", "swag", "laplace", "ensemble"),
+    actions: tuple[str, ...] = (
+        "predict",
+        "evaluate",
+        "map",
+        "node-noise",
+        "swag",
+        "laplace",
+        "deep-ensemble",
+    ),
     names: tuple[str, ...] = tuple(LOADERS),
 ) -> StressResult:
     """Tries every loader with every action, in random order, with and without ``num_data``."""

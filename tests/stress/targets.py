@@ -18,7 +18,7 @@ import flowbnn as fb
 
 __all__ = ["stress"]
 
-METHODS = ("map", "node-noise", "swag", "ensemble", "laplace")
+METHODS = ("map", "node-noise", "swag", "deep-ensemble", "laplace")
 NUM_ROWS = 24
 
 

@@ -22,6 +22,7 @@ from flowbnn.data.formats import as_inputs, as_loader
 from flowbnn.errors import FlowBNNError, warn
 from flowbnn.methods import Calibrator, Method
 from flowbnn.methods.fit_options import FitOptions, LikelihoodName
+from flowbnn.networks import check_copyable
 from flowbnn.options import Count, File, NonEmpty, Positive, Seed, checked
 from flowbnn.training import track
 from flowbnn.training.options import Accelerator, Precision, length_of
@@ -89,6 +90,7 @@ def compare(
     >>> sorted(row["key"] for row in result.rows)
     ['map', 'mc-dropout', 'mle']
     """
+    check_copyable(network)
     all_seeds = list(range(seed, seed + seeds) if isinstance(seeds, int) else dict.fromkeys(seeds))
     train_loader = as_loader(
         train_loader, batch_size=batch_size, shuffle=True, stage="train", argument="train_loader"

@@ -7,6 +7,7 @@ from typing import Any, Literal, NamedTuple
 from torch import Tensor, nn
 
 from flowbnn.errors import FlowBNNError
+from flowbnn.options import checked
 
 FORWARD: tuple[type[nn.Module], ...] = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 TRANSPOSED: tuple[type[nn.Module], ...] = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -99,6 +100,7 @@ def _layout_function(module: nn.Module) -> Callable[..., Layout] | None:
     return None
 
 
+@checked
 def register_layer(kind: type[nn.Module], layout: Callable[..., Layout]) -> None:
     """Registers a layer class, so that :func:`~flowbnn.to_stochastic` can add noise to it.
 

@@ -98,6 +98,7 @@ class Posterior:
     requires_shared: bool = False  # True if predictions do not support shared=False
     calibration: Calibration | None = None  # set by fb.calibrate
 
+    @checked
     def __init__(self, model: nn.Module, likelihood: Likelihood, history: History | None = None) -> None:
         self.model, self.likelihood, self.history = model, likelihood, history or History()
         likelihood.attach(model)

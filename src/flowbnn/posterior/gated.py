@@ -25,7 +25,7 @@ from flowbnn.posterior.base import Posterior, Prediction
 from flowbnn.posterior.prediction import PredictOptions
 from flowbnn.posterior.wrapper import WrappedPosterior
 from flowbnn.regression import TargetStatistics, noise_at_mean
-from flowbnn.training.randomness import preserve_rng_state
+from flowbnn.training.randomness import preserve_rng_state, temporary_seed
 
 FlowName = Literal["nsf", "maf", "realnvp"]
 
@@ -270,8 +270,11 @@ def gated(
     if len(rows) - number < 2:
         text = f"a density gate needs at least 3 rows, got {len(rows)}"
         raise FlowBNNError(text, kind="data", argument="loader")
-    model = named_flows()[flow](rows.shape[1])
-    density = fit_density(model, rows[order[number:]], epochs=epochs, seed=seed, progress=progress)
+    with temporary_seed(
+        seed
+    ):  # holds the lock of torch's global generator, which initial weights and the fit use
+        model = named_flows()[flow](rows.shape[1])
+        density = fit_density(model, rows[order[number:]], epochs=epochs, seed=seed, progress=progress)
     detector = density.novelty(rows[order[:number]], rate=false_alarm)
     fallback = _fallback(posterior, statistics, counts, batch)
     return GatedPosterior(

@@ -131,7 +131,7 @@ class TrainingRun:
         self.random = RandomState(
             loader_generators(loader), process.device if process.num_processes > 1 else None
         )
-        self.steps_per_epoch = length_of(loader)
+        self.steps_per_epoch = length_of(loader) or None  # a loader with batches may claim a length of zero
         self.state = RunState(
             objective,
             optimizer,
@@ -308,7 +308,7 @@ class TrainingRun:
         if self.on_cpu:
             check_finite_tensors(tensors, position.epoch, position.batches)
         for _, tensor in tensors:
-            if tensor.device != self.process.device:
+            if tensor.device != self.process.device or tensor.is_inference():
                 batch = move_batch(batch, self.process.device)
                 break
         # the targets are the last, whose number is that of the examples also if the inputs are a graph

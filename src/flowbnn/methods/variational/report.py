@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from flowbnn.batches import device_of, dtype_of, move, split_weighted_batch
 from flowbnn.errors import warn
 from flowbnn.likelihoods import learns_noise
+from flowbnn.methods.data_summary import empty_loader
 from flowbnn.methods.schedule import PlateauRun, elbo_drop, elbo_gain
 from flowbnn.methods.variational.held_out_comparison import HeldOutComparison
 from flowbnn.methods.variational.initial_state import FinishedFit, copy_into
@@ -84,10 +85,16 @@ def spread_batches(loader: Iterable[Any], seed: int | None, count: int = 10) -> 
         loader: Loader to read. All generators are restored.
         seed: Seed for the order of a shuffled loader.
         count: Number of batches. Ten give standard errors of some hundredths of a nat.
+
+    Raises:
+        FlowBNNError: If the loader has become empty since it was first read.
     """
     with preserve_rng_state(loader, seed):
         step = math.ceil((length_of(loader) or 1) / count)
-        return list(islice(iter(loader), 0, step * count, step))
+        batches = list(islice(iter(loader), 0, step * count, step))
+    if not batches:
+        raise empty_loader("the report")
+    return batches
 
 
 # -------------------- ELBO
