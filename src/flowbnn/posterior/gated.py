@@ -250,10 +250,12 @@ def gated(
         raise FlowBNNError(text, kind="unsupported", argument="posterior")
     loader, network = as_loader(loader), copy_network(posterior.model).eval()
     context = partial(noise_at_mean, network)
-    with preserve_rng_state(loader, seed):
+    # temporary_seed holds the lock of torch's global generator, which loaders, initial weights and the fit use;
+    # predict must stay outside
+    with temporary_seed(seed), preserve_rng_state(loader, seed):
         extractor = Features.fit(loader, components, features, network, context)
     vectors, statistics, counts = [], TargetStatistics(), torch.zeros(0)
-    with preserve_rng_state(loader, seed):
+    with temporary_seed(seed), preserve_rng_state(loader, seed):
         for batch in loader:
             inputs, targets, _ = split_weighted_batch(batch)
             if targets is None:
@@ -270,9 +272,7 @@ def gated(
     if len(rows) - number < 2:
         text = f"a density gate needs at least 3 rows, got {len(rows)}"
         raise FlowBNNError(text, kind="data", argument="loader")
-    with temporary_seed(
-        seed
-    ):  # holds the lock of torch's global generator, which initial weights and the fit use
+    with temporary_seed(seed):
         model = named_flows()[flow](rows.shape[1])
         density = fit_density(model, rows[order[number:]], epochs=epochs, seed=seed, progress=progress)
     detector = density.novelty(rows[order[:number]], rate=false_alarm)
