@@ -296,7 +296,7 @@ def _fallback(posterior: Posterior, statistics: TargetStatistics, counts: Tensor
     """Returns class frequencies with one more example of each class, or the mean and the variance of each target."""
     if isinstance(posterior.likelihood, RealLikelihood):
         return torch.stack([statistics.mean, statistics.variance]).float()
-    predictive = posterior.predict(take(split_weighted_batch(batch).inputs, 0, 1), 1, progress=False)
+    predictive = posterior.predict(take(split_weighted_batch(batch).inputs, 0, 1), 1, seed=0, progress=False)
     frequencies = torch.ones(predictive.probabilities.shape[-1], dtype=torch.float64)
     frequencies[: len(counts)] += counts
     return (frequencies / frequencies.sum()).float()

@@ -28,6 +28,7 @@ from flowbnn.batches import (
     take,
     tensors_of,
 )
+from flowbnn.distributions.draws import GENERATOR_LOCK
 from flowbnn.errors import FlowBNNError, pluralize, quote_names, warn
 from flowbnn.likelihoods import Likelihood
 from flowbnn.networks import evaluation_mode
@@ -88,8 +89,12 @@ class PredictOptions:
 
 
 def new_seed() -> int:
-    """Returns a seed from torch's global generator, for predictions without one."""
-    return int(torch.randint(2**31 - 1, ()))
+    """Returns a seed from torch's global generator, for predictions without one.
+
+    A block of another thread that has seeded the generator comes to its end first.
+    """
+    with GENERATOR_LOCK:
+        return int(torch.randint(2**31 - 1, ()))
 
 
 def clone_sharing_tensors(network: nn.Module) -> nn.Module:
