@@ -290,8 +290,9 @@ def test_structure_that_does_not_fit_into_memory_is_refused():
 )
 def test_noise_that_is_not_gaussian_is_refused(recipe, structure, memorized):
     data = [(memorized.inputs[:40], memorized.targets[:40])]
+    options = {"candidates": ["plain", "noise"], "progress": False}
     with pytest.raises(FlowBNNError) as caught:
-        fb.calibrate(memorized.network, data, rules={"*": recipe}, structure=structure, progress=False)
+        fb.calibrate(memorized.network, data, rules={"*": recipe}, structure=structure, **options)
     assert (caught.value.kind, caught.value.argument) == ("rules", "rules")
     assert caught.value.layer is not None
 

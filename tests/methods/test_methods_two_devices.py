@@ -31,7 +31,7 @@ def test_fits_and_predictions_stay_on_one_device(name, kind, monkeypatch):
         assert {value.device for value in posterior.model.parameters()} == {DEVICE}
         prediction = posterior.predict(make(8).tensors[0], 4, seed=0)
         assert prediction.samples.device == DEVICE
-        assert math.isfinite(fb.evaluate(posterior, data, progress=False)["nll"])
+        assert math.isfinite(fb.evaluate(posterior, data, samples=4, progress=False)["nll"])
 
 
 @pytest.mark.filterwarnings("ignore::flowbnn.errors.FlowBNNWarning")
