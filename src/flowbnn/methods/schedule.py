@@ -112,8 +112,10 @@ class PlateauRun:
             if epoch < earliest:
                 continue
             self.elbo_gain = elbo_gain(values[:epoch], self.window)
-            drop = elbo_drop(values[self.skip_epochs : epoch], self.window)
-            if self.monitor == "elbo" and drop > self.schedule.max_drop:
+            drop = 0.0
+            if self.monitor == "elbo":
+                drop = elbo_drop(values[self.skip_epochs : epoch], self.window)
+            if drop > self.schedule.max_drop:
                 self.cut_epochs.append(epoch)
                 self.elbo_drop = max(self.elbo_drop, drop)
                 earliest = min(epoch + 2 * self.window, last)
@@ -209,8 +211,13 @@ def elbo_drop(values: Sequence[float], window: int) -> float:
     """
     window = max(window, len(values) // 10)  # the best of many short means is high by chance
     last = values[-window:]
-    windows = (values[start : start + window] for start in range(len(values) - 2 * window + 1))
-    return max((fmean(earlier) - fmean(last) for earlier in windows if min(earlier) > max(last)), default=0.0)
+    highest, num_above = max(last, default=math.inf), 0
+    means = []  # of the windows whose values all exceed the last ones
+    for stop, value in enumerate(values[:-window], 1):
+        num_above = num_above + 1 if value > highest else 0
+        if num_above >= window:
+            means.append(fmean(values[stop - window : stop]))
+    return max(means) - fmean(last) if means else 0.0
 
 
 def default_noise_lr(total_steps: int, plateau: bool, regression: bool) -> float:
