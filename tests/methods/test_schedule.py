@@ -10,7 +10,7 @@ from report_problems import rings
 import flowbnn as fb
 from flowbnn.data import TensorLoader
 from flowbnn.errors import FlowBNNError, FlowBNNWarning
-from flowbnn.methods.schedule import PlateauRun, PlateauSchedule, elbo_gain
+from flowbnn.methods.schedule import PlateauRun, PlateauSchedule, elbo_drop, elbo_gain
 from flowbnn.models import MLP
 from flowbnn.noise import NormalAffine
 from flowbnn.training import History
@@ -140,3 +140,16 @@ def test_the_length_of_other_schedules():
     schedule = PlateauSchedule(window=1, tolerance=10.0)
     short = fb.fit(model, batches[:10], schedule=schedule, **QUIET, validation=None)
     assert short.history.epochs == 6  # a plateau after two windows of two epochs
+
+
+@pytest.mark.parametrize("window", [1, 2, 5])
+def test_elbo_drop_is_the_largest_of_all_windows(window):
+    """Every earlier window is compared with the last one. Its values must all exceed those of the last window."""
+    walks = torch.randn(40, 60, generator=torch.Generator().manual_seed(0)).cumsum(1)
+    for count, values in zip(range(21, 61), walks.tolist(), strict=True):
+        values = values[:count]
+        width = max(window, count // 10)
+        last = values[-width:]
+        earlier = [values[start : start + width] for start in range(count - 2 * width + 1)]
+        drops = [(sum(group) - sum(last)) / width for group in earlier if min(group) > max(last)]
+        assert elbo_drop(values, window) == pytest.approx(max(drops, default=0.0))
