@@ -53,7 +53,11 @@ def probabilities() -> Tensor:
 VALID_ARGUMENTS: dict[str, Callable[[], Any]] = {
     **FIT_ARGUMENTS, "loader": short_loader, "train_loader": short_loader, "test_loader": short_loader, "held_out": short_loader,
     "to_stochastic.model": network, "describe.model": noisy_network, "rules": lambda: {"*": fb.noise.NormalAffine()},
-    "likelihood": fb.likelihoods.Categorical, "posterior": lambda: cached_fit("mle"),
+    "likelihood": fb.likelihoods.Categorical, "Heads.heads": lambda: {"label": fb.likelihoods.Categorical()},
+    "log_mean": lambda: vectors(4, 5, 1), "LogNormalPredictive.loc": lambda: vectors(4, 5, 1),
+    "LogNormalPredictive.scale": lambda: vectors(4, 5, 1).exp(), "WeibullPredictive.loc": lambda: vectors(4, 5, 1),
+    "WeibullPredictive.scale": lambda: vectors(4, 5, 1).exp(), "QuantilePredictive.values": lambda: vectors(4, 5, 1, 2).sort().values,
+    "QuantilePredictive.levels": lambda: (0.1, 0.9), "posterior": lambda: cached_fit("mle"),
     "pareto_k.posterior": lambda: cached_fit("node-noise"), "log_weights": lambda: vectors(50),
     "load_posterior.path": lambda: cached_fit("mle").save("saved.safetensors"),
     "load.path": lambda: cached_fit("mle").save("saved.safetensors"), "save.path": lambda: "new.safetensors", "layer": lambda: "0",
@@ -132,7 +136,29 @@ BINARY: dict[str, Callable[[], Any]] = {
     "targets": lambda: torch.tensor([0, 1, 1, 0, 1]),
     "predictive.outputs": lambda: vectors(4, 5, 1),
 }
+COUNTS = REAL | {"targets": lambda: torch.tensor([[0], [1], [2], [0], [1]])}
+TIMES = REAL | {"targets": lambda: vectors(5, 1).exp(), "times": lambda: vectors(5, 1).exp()}
+
+
+def with_outputs(count: int, arguments: dict[str, Callable[[], Any]]) -> dict[str, Callable[[], Any]]:
+    """Returns arguments of a likelihood whose network has several outputs for a target."""
+    return arguments | {
+        "outputs": lambda: vectors(5, count),
+        "predictive.outputs": lambda: vectors(4, 5, count),
+    }
+
+
 CLASS_ARGUMENTS = {
+    "CountPredictive": COUNTS,
+    "Poisson": COUNTS,
+    "NegativeBinomial": with_outputs(2, COUNTS),
+    "LogNormalPredictive": TIMES,
+    "WeibullPredictive": TIMES,
+    "Survival": with_outputs(
+        2, TIMES | {"targets": lambda: torch.stack([vectors(5).exp(), torch.ones(5)], 1)}
+    ),
+    "QuantilePredictive": REAL,
+    "Quantiles": with_outputs(4, REAL),
     "GaussianPredictive": REAL,
     "FlowPredictive": REAL,
     "MixturePredictive": REAL,
@@ -143,6 +169,8 @@ CLASS_ARGUMENTS = {
 # Base classes, records that functions return, names for use inside the library, and functions that training calls in each step and
 # that therefore do not check their arguments. Everything else that users call is tested.
 INTERNAL = """
+    Heads HeadsPredictive SurvivalPredictive CountLikelihood CountPredictive.hdr CountPredictive.rescale information link outputs_like
+    Columns export target_weights
     absorbs align_batch_axes Amortized append_log_variance average average_outputs Base Bernoulli.log_prob Bernoulli.mean
     BlockTriangular.assign BlockTriangular.variances bounded build build_joint calibrate_outputs canonical_targets
     Categorical.log_prob Categorical.mean check check_members check_weights chosen CircularUniform Clock collect compute

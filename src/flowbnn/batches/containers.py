@@ -73,7 +73,7 @@ def convert_container(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
     """
     if isinstance(value, PackedSequence):
         data = function(value.data)
-        moved = value.to(data.device)  # with its indices; the lengths stay on the CPU
+        moved: PackedSequence = value.to(device=data.device)  # with its indices; the lengths stay on the CPU
         return PackedSequence(data, moved.batch_sizes, moved.sorted_indices, moved.unsorted_indices)
     return copy(value).apply(function)
 
@@ -94,7 +94,7 @@ def needs_whole_batch(value: Any) -> bool:
     """Returns True for a container, and for a sequence without tensors such as a list of strings, whose rows cannot be selected."""
     if is_container(value):
         return True
-    plain = isinstance(value, list | tuple) and bool(value)
+    plain = isinstance(value, list | tuple) and len(value) > 0
     return plain and not any(
         isinstance(entry, Tensor | list | tuple | Mapping) or is_graph(entry) for entry in value
     )

@@ -278,7 +278,7 @@ def output_tensor(outputs: Any) -> Tensor:
     (torch.Size([2, 3]), torch.Size([4, 1]))
     """
     tensor = outputs.get("logits") if isinstance(outputs, Mapping) else getattr(outputs, "logits", outputs)
-    if type(tensor) in (tuple, list):
+    if isinstance(tensor, tuple | list):
         tensor = next((value for value in tensor if isinstance(value, Tensor)), None)
     if isinstance(tensor, Tensor):
         return tensor.unsqueeze(-1) if tensor.ndim == 1 else tensor

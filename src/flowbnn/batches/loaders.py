@@ -18,12 +18,12 @@ def reported_size(loader: Any) -> int | None:
     if isinstance(loader, list | tuple):
         batches = [split_weighted_batch(batch) for batch in loader]
         return sum([rows(batch.inputs if batch.targets is None else batch.targets) for batch in batches])
-    batches = getattr(loader, "batch_sampler", None)
-    sampler = getattr(batches, "sampler", None)
-    size = getattr(batches, "batch_size", None)
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    sampler = getattr(batch_sampler, "sampler", None)
+    size = getattr(batch_sampler, "batch_size", None)
     if sampler is not None and isinstance(size, int) and hasattr(sampler, "__len__"):
         count = len(sampler)
-        if getattr(batches, "drop_last", False):
+        if getattr(batch_sampler, "drop_last", False):
             count = count // size * size
         return count * int(getattr(sampler, "num_replicas", 1))
     return None

@@ -352,8 +352,8 @@ def position_log_likelihood(probabilities: Tensor, targets: Tensor) -> tuple[Ten
         return values.flatten(0, -2), examples.flatten()
     valid = targets != IGNORED
     index = targets.clamp(min=0).unsqueeze(-1)
-    values = [member.gather(-1, index).squeeze(-1)[valid].log() for member in probabilities]
-    return torch.stack(values, -1), examples[valid]
+    columns = [member.gather(-1, index).squeeze(-1)[valid].log() for member in probabilities]
+    return torch.stack(columns, -1), examples[valid]
 
 
 class Choice(NamedTuple):

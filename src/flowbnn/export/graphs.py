@@ -237,8 +237,12 @@ def write_program(
         document: Description, which is stored in the file.
     """
     content = json.dumps(document)
-    for node in program.graph.nodes:  # paths and code of the machine that exported
-        node.meta.pop("stack_trace", None)
+    for node in list(program.graph.nodes):
+        node.meta.pop("stack_trace", None)  # paths and code of the machine that exported
+        if (
+            getattr(node.target, "__name__", "") == "lazy_load_decompositions"
+        ):  # torch 2.11 records it, and cannot store it
+            program.graph.erase_node(node)
     if format == "torch":
         with atomic_write(path) as temporary, quiet_exporter(), temporary.open("wb") as file:
             torch.export.save(program, file, extra_files={METADATA: content})

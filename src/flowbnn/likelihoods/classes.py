@@ -82,6 +82,8 @@ class Categorical(ClassLikelihood):
     -2.7726
     """
 
+    _class_weights: Tensor | None
+
     @checked
     def __init__(
         self,
@@ -282,6 +284,8 @@ class Bernoulli(ClassLikelihood):
     >>> round(Bernoulli().log_prob(torch.zeros(1, 3), torch.tensor([[1.0, 0.0, -100.0]])).item(), 4)  # two known labels
     -1.3863
     """
+
+    _pos_weight: Tensor | None
 
     @checked
     def __init__(

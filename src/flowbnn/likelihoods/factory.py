@@ -77,6 +77,9 @@ def _choose_name(outputs: Tensor | None, targets: Tensor | None) -> str:
     if outputs is not None and _are_logits_of_labels(outputs, targets):
         return "bernoulli"
     if not targets.is_floating_point():
+        if targets.ndim == 2 and _are_soft(targets.float(), outputs):
+            text = "the targets look like one-hot labels; pass targets.argmax(1), or set likelihood='bernoulli' for several labels"
+            raise FlowBNNError(text, kind="targets", argument="likelihood")
         return "categorical"
     if message := _label_message(targets, outputs):
         raise FlowBNNError(message, kind="targets", argument="likelihood")
@@ -88,7 +91,7 @@ def _are_logits_of_labels(outputs: Tensor, targets: Tensor) -> bool:
     if outputs.numel() == len(outputs) and not targets.is_floating_point():
         return True
     same_shape = squeeze_channel(outputs).shape == squeeze_channel(targets).shape
-    return same_shape and are_binary(targets) and not _are_soft(targets, outputs)
+    return same_shape and are_binary(targets) and not _are_soft(targets.float(), outputs)
 
 
 def _are_soft(targets: Tensor, outputs: Tensor | None) -> bool:

@@ -97,11 +97,11 @@ def split_loader(loader: Any, fraction: float, seed: int = 0, fold: int = 0) -> 
     if number < 2 or len(loader.sampler) != number or getattr(loader.sampler, "replacement", False):
         raise cannot_split(loader)
     split, sampler = RowSplit(number, fraction, seed, fold), loader.sampler
-    training: Any = split.training_rows.tolist()
+    order: Any = split.training_rows.tolist()
     if isinstance(sampler, RandomSampler):
-        training = SubsetRandomSampler(training, sampler.generator)
-    held_out = split.held_out_rows.tolist()
-    return _with_sampler(loader, training, loader.drop_last), _with_sampler(loader, held_out, False)
+        order = SubsetRandomSampler(order, sampler.generator)
+    held_out_rows = split.held_out_rows.tolist()
+    return _with_sampler(loader, order, loader.drop_last), _with_sampler(loader, held_out_rows, False)
 
 
 def _with_sampler(loader: Any, sampler: Any, drop_last: bool) -> Any:

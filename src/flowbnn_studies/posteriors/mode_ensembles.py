@@ -296,8 +296,8 @@ def _make_problem(job: Job) -> EnsembleProblem:
 
 
 def _count(settings: Settings, number: int) -> int:
-    """Returns a number of examples, reduced for trial runs."""
-    return max(20, round(settings.data_fraction * number))
+    """Returns a number of examples, reduced for trial runs. Of 20 examples of blobs, all may be of one class."""
+    return max(40, round(settings.data_fraction * number))
 
 
 def _small_trainer(
@@ -350,7 +350,7 @@ def _table(job: Job) -> EnsembleProblem:
 def _load_shuffled(job: Job, data: str) -> tuple[ImageData, Tensor]:
     """Returns the images and a random order of the training images."""
     s: Settings = job.settings
-    generated = max(80, round(s.data_fraction * 50_000))
+    generated = max(150, round(s.data_fraction * 50_000))
     images = load_image_data(ImageSettings(source=s.source, generated=generated), data, [], job.device)
     order = torch.randperm(images.num_data, generator=torch.Generator().manual_seed(job.seed))
     return images, order.to(images.device)

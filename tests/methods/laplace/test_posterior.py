@@ -9,7 +9,7 @@ from torch import nn
 import flowbnn as fb
 from flowbnn.likelihoods import Gaussian, Likelihood
 from flowbnn.methods import LaplacePosterior, load_posterior
-from flowbnn.methods.laplace.derivatives import output_hessian
+from flowbnn.methods.laplace.derivatives import check_likelihood, output_hessian
 from flowbnn.posterior import PredictOptions
 
 
@@ -255,9 +255,11 @@ def test_network_with_predicted_noise_is_calibrated():
     posterior = fb.calibrate(nn.Linear(3, 2), data, likelihood=Gaussian("predicted"), **options)
     assert posterior.calibration.nll["noise"] < posterior.calibration.nll["plain"]
 
+
+def test_a_likelihood_without_curvature_is_refused():
     class CustomLikelihood(Likelihood):
         log_prob = predictive = None
 
     with pytest.raises(fb.FlowBNNError) as error:
-        output_hessian(CustomLikelihood(), inputs, inputs, "ggn", torch.Generator())
+        check_likelihood(CustomLikelihood(), "linearized")
     assert (error.value.kind, error.value.argument) == ("likelihood", "likelihood")

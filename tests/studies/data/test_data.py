@@ -22,7 +22,8 @@ def generated(name: str, split: str = "train") -> ImageSet:
 
 def test_example_runs(monkeypatch):
     monkeypatch.setattr(flowbnn_studies.data, "load_images", generated)
-    (code,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    blocks = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    (code,) = (block for block in blocks if "load_images" in block)
     names: dict = {}
     exec(code, names)
     assert (len(names["train"]), len(names["validation"])) == (1000, 5000)
