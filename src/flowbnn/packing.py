@@ -66,7 +66,7 @@ def pack_targets(targets: Any) -> Tensor:
     if len({len(value) for value in values}) > 1:
         text = f"the targets of several heads differ in length, got {', '.join(str(len(value)) for value in values)}"
         raise FlowBNNError(text, kind="targets")
-    header = [MAGIC, checksum_of(list(names)) if by_name else 0, len(values)]
+    header = [MAGIC, checksum_of([str(name) for name in names]) if by_name else 0, len(values)]
     for value in values:
         header += [not value.is_floating_point(), value.ndim - 1, *value.shape[1:]]
     rows, device = len(values[0]), values[0].device

@@ -170,7 +170,8 @@ CLASS_ARGUMENTS = {
 # that therefore do not check their arguments. Everything else that users call is tested.
 INTERNAL = """
     Heads HeadsPredictive SurvivalPredictive CountLikelihood CountPredictive.hdr CountPredictive.rescale information link outputs_like
-    Columns export target_weights
+    Columns export PredictOptions target_weights attach parameters_of push_to_hub rescale Survival.mean NegativeBinomial.mean
+    Poisson.mean Quantiles.mean Quantiles.quantiles Survival.log_prob NegativeBinomial.log_prob Poisson.log_prob Quantiles.log_prob
     absorbs align_batch_axes Amortized append_log_variance average average_outputs Base Bernoulli.log_prob Bernoulli.mean
     BlockTriangular.assign BlockTriangular.variances bounded build build_joint calibrate_outputs canonical_targets
     Categorical.log_prob Categorical.mean check check_members check_weights chosen CircularUniform Clock collect compute

@@ -73,7 +73,7 @@ def convert_container(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
     """
     if isinstance(value, PackedSequence):
         data = function(value.data)
-        moved: PackedSequence = value.to(device=data.device)  # with its indices; the lengths stay on the CPU
+        moved: Any = value.to(data.device)  # type: ignore[arg-type]  # with its indices; the lengths stay on the CPU
         return PackedSequence(data, moved.batch_sizes, moved.sorted_indices, moved.unsorted_indices)
     return copy(value).apply(function)
 

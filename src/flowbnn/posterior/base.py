@@ -418,6 +418,7 @@ class Posterior:
         """
         return save_tensors(path, self.tensors(), {**self.document(), "card": self.card(metrics)})
 
+    @checked
     def card(self, metrics: Mapping[str, float] | None = None) -> str:
         """Returns a model card in Markdown: method, likelihood, metrics, versions, and how to load the posterior.
 

@@ -189,7 +189,7 @@ def _is_pointwise(module: nn.Module) -> bool:
     """Returns True if the module is a 1x1 convolution, which is a linear layer at each position."""
     if not isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d)):
         return False
-    sizes = (*module.kernel_size, *module.stride, module.groups)  # type: ignore[misc]
+    sizes = (*module.kernel_size, *module.stride, module.groups)
     padding = module.padding if isinstance(module.padding, tuple) else (0,)
     return all(size == 1 for size in sizes) and not any(padding)
 
