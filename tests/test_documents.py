@@ -34,7 +34,7 @@ def test_readme_examples(capsys):
     exec(calibration.replace("seed=0)", "seed=0, progress=False)"), names)
     posterior, output = names["posterior"], capsys.readouterr().out
     assert "temperature" in output
-    assert -1 in posterior.predict(names["digits"].novel[0][:8]).decide(abstain_above=0.3)
+    assert -1 in posterior.predict(names["digits"].novel[0][:8]).decide(abstain_above=0.3).values
     plain = fb.posterior.PointPosterior(names["network"], fb.likelihoods.Categorical())
     before, after = (fb.evaluate(each, names["digits"].test, progress=False) for each in (plain, posterior))
     assert after["nll"] < 0.7 * before["nll"]

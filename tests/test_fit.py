@@ -49,7 +49,7 @@ def test_the_example_of_the_readme():
     prediction = posterior.predict(images, samples=16)
     assert prediction.probabilities.shape == (7, 3)
     assert prediction.epistemic.shape == (7,)
-    assert prediction.decide(abstain_above=0.5).shape == (7,)
+    assert prediction.decide(abstain_above=0.5).values.shape == (7,)
 
 
 def test_a_fit_raises_the_elbo():

@@ -102,9 +102,9 @@ def test_invalid_thresholds_are_refused(threshold, by):
         prediction.decide(threshold, by=by)
     assert (error.value.kind, error.value.argument) == ("value", "abstain_above")
     assert f"got {threshold!r}" in str(error.value)
-    assert (prediction.decide(float("inf")) >= 0).all()
+    assert (prediction.decide(float("inf")).values >= 0).all()
     usual = prediction.uncertainty("entropy").quantile(0.5)
-    assert int((prediction.decide(usual) == -1).sum()) == 20, "a threshold may be a tensor"
+    assert int((prediction.decide(usual).values == -1).sum()) == 20, "a threshold may be a tensor"
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,9 @@ import math
 import pytest
 import torch
 
-from flowbnn.predictive import ABSTAIN, CategoricalPredictive
+from flowbnn import metrics
+from flowbnn.errors import FlowBNNError
+from flowbnn.predictive import ABSTAIN, CategoricalPredictive, Decision, summarize
 
 # two samples, three inputs, two classes: the samples agree, disagree, and are both uncertain
 SAMPLES = torch.tensor(
@@ -161,21 +163,53 @@ def test_credible_set_is_the_smallest_set() -> None:
 def test_decide_abstains_above_the_threshold() -> None:
     prediction = CategoricalPredictive.from_probabilities(SAMPLES)
     assert ABSTAIN == -1
-    assert prediction.decide(0.9).tolist() == [0, -1, -1]  # entropies H80 / log 2 = 0.72, 1, 1
-    assert prediction.decide(0.7).tolist() == [-1, -1, -1]
-    assert (prediction.decide(1.0) >= 0).all()
-    assert prediction.decide(0.3, by="risk").tolist() == [0, -1, -1]
-    by_epistemic = prediction.decide(0.1, by="epistemic").tolist()
+    assert prediction.decide(0.9).values.tolist() == [0, -1, -1]  # entropies H80 / log 2 = 0.72, 1, 1
+    assert prediction.decide(0.7).values.tolist() == [-1, -1, -1]
+    assert (prediction.decide(1.0).values >= 0).all()
+    assert prediction.decide(0.3, by="risk").values.tolist() == [0, -1, -1]
+    by_epistemic = prediction.decide(0.1, by="epistemic").values.tolist()
     assert by_epistemic[1] == -1
     assert min(by_epistemic[0], by_epistemic[2]) >= 0
-    assert (prediction.decide(0.4, by="total_variance") < 0).tolist() == [False, True, False]
-    assert (prediction.decide(math.inf) >= 0).all()
+    assert (prediction.decide(0.4, by="total_variance").values < 0).tolist() == [False, True, False]
+    assert (prediction.decide(math.inf).values >= 0).all()
+
+
+def test_decisions_of_classes_and_values_have_one_type() -> None:
+    classes = CategoricalPredictive.from_probabilities(SAMPLES)
+    for prediction in (classes, summarize(classes)):
+        decision = prediction.decide(0.9)
+        assert isinstance(decision, Decision)
+        assert torch.equal(decision.abstained, decision.values == ABSTAIN)
+
+
+def test_reliability_and_risk_coverage_take_targets_and_an_option() -> None:
+    prediction = CategoricalPredictive(random_logits(4, 40, 6))
+    targets = torch.arange(40) % 6
+    for each in (prediction, summarize(prediction)):
+        assert each.reliability(targets, 5) == metrics.reliability(prediction.probabilities, targets, 5)
+        curve = each.risk_coverage(targets, "epistemic")
+        expected = metrics.risk_coverage(prediction.epistemic, prediction.labels == targets)
+        assert torch.equal(curve.risk, expected.risk)
+        assert curve.area == expected.area
+        with pytest.raises(FlowBNNError) as error:
+            each.risk_coverage(prediction.probabilities)
+        assert (error.value.kind, error.value.argument) == ("targets", "targets")
+
+
+def test_risk_coverage_ignores_positions_without_a_target() -> None:
+    prediction = CategoricalPredictive(random_logits(4, 12, 6).unflatten(1, (3, 4)))
+    targets = torch.arange(12).reshape(3, 4) % 6
+    targets[0] = -100
+    expected = metrics.risk_coverage(
+        prediction.entropy[1:].flatten(), (prediction.labels == targets)[1:].flatten()
+    )
+    assert torch.equal(prediction.risk_coverage(targets).risk, expected.risk)
 
 
 def test_normalized_entropy_is_at_most_one() -> None:
     for classes in range(2, 40):
         uniform = CategoricalPredictive(torch.zeros(3, 1, classes))
-        assert uniform.decide(1.0).item() >= 0
+        assert uniform.decide(1.0).values.item() >= 0
 
 
 def test_one_sample_has_an_infinite_standard_error() -> None:

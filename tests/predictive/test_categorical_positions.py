@@ -37,7 +37,7 @@ def test_positions_are_independent_inputs(counts):
     torch.testing.assert_close(prediction.sampling_error, flat.sampling_error.reshape(3, -1).amax(1))
     torch.testing.assert_close(prediction.quantiles(0.3).flatten(1, 3), flat.quantiles(0.3))
     assert torch.equal(prediction.credible_set(0.8).flatten(0, 2), flat.credible_set(0.8))
-    assert torch.equal(prediction.decide(0.8).flatten(), flat.decide(0.8))
+    assert torch.equal(prediction.decide(0.8).values.flatten(), flat.decide(0.8).values)
     assert prediction.sample(5, seed=0).shape == (5, 3, *SHAPE)
     values = flat.nll(targets.clamp(min=0).flatten()).reshape(targets.shape)
     torch.testing.assert_close(prediction.nll(targets), values.masked_fill(targets < 0, 0.0).sum((1, 2)))
@@ -82,7 +82,7 @@ def test_summaries_of_positions_have_the_values_of_all_samples():
         torch.testing.assert_close(getattr(summary, name), getattr(prediction, name), msg=name)
     for by in prediction.uncertainties:
         torch.testing.assert_close(summary.uncertainty(by), prediction.uncertainty(by))
-        assert torch.equal(summary.decide(0.3, by), prediction.decide(0.3, by))
+        assert torch.equal(summary.decide(0.3, by).values, prediction.decide(0.3, by).values)
     torch.testing.assert_close(summary.nll(targets), prediction.nll(targets))
     assert summary.evaluate(targets) == pytest.approx(prediction.evaluate(targets))
     torch.testing.assert_close(summary[1:].entropy, prediction[1:].entropy)

@@ -123,7 +123,8 @@ def test_decide_abstains_above_the_threshold() -> None:
         torch.tensor([[[1.0], [0.0]], [[1.0], [4.0]]]), torch.tensor([[9.0], [1.0]])
     )
     values, abstained = prediction.decide(2.5)  # stds 3 and sqrt 5
-    assert values.tolist() == [[1.0], [2.0]]
+    assert values.isnan().tolist() == [[True], [False]]
+    assert values[1].tolist() == [2.0]
     assert abstained.tolist() == [[True], [False]]
     assert prediction.decide(2.0, by="epistemic").abstained.tolist() == [[False], [True]]
 

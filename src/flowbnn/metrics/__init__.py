@@ -2,7 +2,7 @@
 
 Probabilities are ``[B, C]``, averaged over samples, and targets are class indices ``[B]``. Predictions for pixels, tokens or several
 labels have further axes, ``[B, *positions, C]`` and ``[B, *positions]``. Scores are then means over all positions, and the label -100
-marks positions without a target. Every function checks its input, returns a
+marks positions without a target. Predictions come first, then targets, then options. Every function checks its input, returns a
 ``float`` or plain Python data, and states its formula, because the same name has different definitions in different papers.
 
 These metrics are not taken from torchmetrics. Its calibration error puts a confidence of exactly 1 into a separate bin, and its

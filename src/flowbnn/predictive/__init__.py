@@ -8,9 +8,9 @@ ensemble or HMC. All its quantities belong to the equally weighted mixture of th
 so means over samples divide by S, not by S - 1.
 """
 
-from flowbnn.predictive.base import Predictive
-from flowbnn.predictive.categorical import ABSTAIN, CategoricalPredictive
-from flowbnn.predictive.continuous import ContinuousPredictive, Decision, Interval
+from flowbnn.predictive.base import ABSTAIN, Decision, Predictive
+from flowbnn.predictive.categorical import CategoricalPredictive
+from flowbnn.predictive.continuous import ContinuousPredictive, Interval
 from flowbnn.predictive.counts import CountPredictive
 from flowbnn.predictive.flow import FlowPredictive
 from flowbnn.predictive.gaussian import GaussianPredictive

@@ -4,7 +4,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -13,6 +13,35 @@ from flowbnn.errors import FlowBNNError, check_entries, check_shape
 from flowbnn.metrics.checks import to_floating_point
 from flowbnn.numerics import is_concrete
 from flowbnn.options import Bounds, Hint, check, checked
+
+ABSTAIN = -1
+"""Label of inputs for which a predictive of classes abstains. Real values are NaN there."""
+
+
+class Decision(NamedTuple):
+    """Predictions that are certain enough, and a mask of those that are not. Every ``decide`` returns one.
+
+    Args:
+        values: Labels, or means of real values. Where the predictive abstains, a label is -1 and a real value is NaN.
+        abstained: True where the predictive abstains, in the shape of the values.
+
+    >>> Decision.make(torch.tensor([2, 0]), torch.tensor([False, True]))
+    Decision(values=tensor([ 2, -1]), abstained=tensor([False,  True]))
+    """
+
+    values: Tensor
+    abstained: Tensor
+
+    @classmethod
+    def make(cls, values: Tensor, abstained: Tensor) -> Self:
+        """Returns a decision without the values for which the predictive abstains.
+
+        Args:
+            values: Labels, or means of real values.
+            abstained: True where the predictive abstains.
+        """
+        missing = math.nan if values.is_floating_point() else ABSTAIN
+        return cls(values.masked_fill(abstained, missing), abstained)
 
 
 class Predictive(ABC):

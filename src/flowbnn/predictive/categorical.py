@@ -9,7 +9,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from flowbnn.metrics import accuracy, brier_score, calibration_error
+from flowbnn.errors import FlowBNNError
+from flowbnn.metrics import (
+    ReliabilityBin,
+    RiskCoverage,
+    accuracy,
+    brier_score,
+    calibration_error,
+    reliability,
+    risk_coverage,
+)
 from flowbnn.metrics.checks import (
     IGNORED,
     check_classes,
@@ -19,10 +28,7 @@ from flowbnn.metrics.checks import (
     nothing_to_predict,
 )
 from flowbnn.options import Count, Probability, checked
-from flowbnn.predictive.base import Predictive, check_finite_samples, check_samples, quantile_levels
-
-ABSTAIN = -1
-"""Label of inputs for which :meth:`CategoricalPredictive.decide` abstains."""
+from flowbnn.predictive.base import Decision, Predictive, check_finite_samples, check_samples, quantile_levels
 
 
 class CategoricalPredictive(Predictive):
@@ -45,7 +51,7 @@ class CategoricalPredictive(Predictive):
     >>> prediction.epistemic  # the samples agree on the first input only
     tensor([0.0000, 0.5023])
     >>> prediction.decide(abstain_above=0.9)
-    tensor([ 0, -1])
+    Decision(values=tensor([ 0, -1]), abstained=tensor([False,  True]))
     """
 
     uncertainties = ("entropy", "risk", "epistemic", "total_variance", "aleatoric")
@@ -297,14 +303,14 @@ class CategoricalPredictive(Predictive):
         included = mass_before < mass - 8 * torch.finfo(ordered.dtype).eps
         return torch.zeros_like(included).scatter(-1, order, included)
 
-    def decide(self, abstain_above: float | Tensor, by: str = "entropy") -> Tensor:
-        """Returns labels ``[B]``, with :data:`ABSTAIN` for uncertain inputs.
+    def decide(self, abstain_above: float | Tensor, by: str = "entropy") -> Decision:
+        """Returns labels ``[B]``, with -1 for inputs whose uncertainty is above a threshold, and a mask of these.
 
         Args:
             abstain_above: Uncertainty above which the predictive abstains.
             by: Name of the :meth:`uncertainty`.
         """
-        return self.labels.masked_fill(self._exceeds(abstain_above, by), ABSTAIN)
+        return Decision.make(self.labels, self._exceeds(abstain_above, by))
 
     def with_fallback(self, novel: Tensor, fallback: Tensor) -> Self:
         """Returns the predictive with fixed class probabilities for some inputs.
@@ -331,6 +337,30 @@ class CategoricalPredictive(Predictive):
         replaced = self._fill_missing(torch.log_softmax(log_samples, -1), math.nan)
         log_samples = torch.where(novel.to(counts.device)[:, None], replaced, self.log_samples)
         return self._copy(log_samples, self._tensors[1])
+
+    @checked
+    def reliability(self, targets: Tensor, bins: Count = 15) -> list[ReliabilityBin]:
+        """Returns the bars of a reliability diagram, as :func:`flowbnn.metrics.reliability` does.
+
+        Args:
+            targets: Class indices or soft labels, as in :meth:`evaluate`.
+            bins: Number of bins of the confidence.
+        """
+        return reliability(self.probabilities, self._check_targets(targets), bins)
+
+    @checked
+    def risk_coverage(self, targets: Tensor, by: str = "entropy") -> RiskCoverage:
+        """Returns the error rate on the most certain inputs at each coverage, as :func:`flowbnn.metrics.risk_coverage` does.
+
+        Args:
+            targets: Class indices ``[B]`` or ``[B, *positions]``, of which -100 is ignored.
+            by: Name of the :meth:`uncertainty`.
+
+        >>> prediction = CategoricalPredictive(torch.tensor([[[2.0, 0.0], [1.0, 0.0]]]))
+        >>> prediction.risk_coverage(torch.tensor([0, 1])).risk.tolist()
+        [0.0, 0.5]
+        """
+        return risk_coverage_of(self._check_targets(targets), self.labels, self.uncertainty(by))
 
     @checked
     def evaluate(self, targets: Tensor) -> dict[str, float]:
@@ -372,6 +402,24 @@ class CategoricalPredictive(Predictive):
         samples = self._describe_sample_counts()
         places = f", positions={'x'.join(map(str, positions))}" if positions else ""
         return f"CategoricalPredictive(samples={samples}, inputs={inputs}{places}, classes={classes}{text})"
+
+
+def risk_coverage_of(targets: Tensor, labels: Tensor, uncertainty: Tensor) -> RiskCoverage:
+    """Returns the risk-coverage curve of labels at all positions that have a target.
+
+    Args:
+        targets: Class indices ``[B]`` or ``[B, *positions]``, of which -100 is ignored.
+        labels: Predicted classes in the shape of the targets.
+        uncertainty: Uncertainties in the shape of the targets.
+
+    Raises:
+        FlowBNNError: If the targets are soft labels.
+    """
+    if targets.is_floating_point():
+        text = "risk_coverage needs class indices, got soft labels; use targets.argmax(-1)"
+        raise FlowBNNError(text, kind="targets", argument="targets")
+    scored = targets != IGNORED
+    return risk_coverage(uncertainty[scored], (labels == targets)[scored])
 
 
 def entropy_of(log_probabilities: Tensor) -> Tensor:

@@ -14,19 +14,7 @@ from flowbnn.metrics import root_mean_squared_error
 from flowbnn.metrics.checks import check_values, mean_as_float
 from flowbnn.numerics import monotone_root
 from flowbnn.options import Count, Positive, Probability, checked
-from flowbnn.predictive.base import Predictive, quantile_levels
-
-
-class Decision(NamedTuple):
-    """Predicted values, and a mask of the same shape for values that are too uncertain.
-
-    Args:
-        values: Predicted values.
-        abstained: True for values that should not be used.
-    """
-
-    values: Tensor
-    abstained: Tensor
+from flowbnn.predictive.base import Decision, Predictive, quantile_levels
 
 
 class Interval(NamedTuple):
@@ -261,7 +249,7 @@ class ContinuousPredictive(Predictive):
     # -------------------- decisions and metrics
 
     def decide(self, abstain_above: float | Tensor, by: str = "std") -> Decision:
-        """Returns the mean ``[B, D]``, and a mask of values whose uncertainty is above a threshold.
+        """Returns the mean ``[B, D]``, with NaN for values whose uncertainty is above a threshold, and a mask of these.
 
         Args:
             abstain_above: Uncertainty above which the predictive abstains.
@@ -272,10 +260,10 @@ class ContinuousPredictive(Predictive):
         >>> prediction = GaussianPredictive(torch.tensor([[[1.0], [0.0]], [[1.0], [4.0]]]), 0.01)
         >>> prediction.decide(abstain_above=1.0)
         Decision(values=tensor([[1.],
-                [2.]]), abstained=tensor([[False],
+                [nan]]), abstained=tensor([[False],
                 [ True]]))
         """
-        return Decision(self.mean, self._exceeds(abstain_above, by))
+        return Decision.make(self.mean, self._exceeds(abstain_above, by))
 
     @checked
     def evaluate(self, targets: Tensor) -> dict[str, float]:

@@ -12,12 +12,11 @@ import torch
 from torch import Tensor
 
 from flowbnn.errors import FlowBNNError
-from flowbnn.metrics import root_mean_squared_error
+from flowbnn.metrics import ReliabilityBin, RiskCoverage, reliability, root_mean_squared_error
 from flowbnn.metrics.checks import mean_as_float
 from flowbnn.options import check
-from flowbnn.predictive.base import Predictive
-from flowbnn.predictive.categorical import ABSTAIN, CategoricalPredictive, entropy_of
-from flowbnn.predictive.continuous import Decision
+from flowbnn.predictive.base import Decision, Predictive
+from flowbnn.predictive.categorical import CategoricalPredictive, entropy_of, risk_coverage_of
 
 COMMON: tuple[str, ...] = ("sample_counts", "standard_error", "sampling_error")
 CLASSES: tuple[str, ...] = (
@@ -163,17 +162,15 @@ class PredictionSummary:
             self._mixture.uncertainty(by) if by in self._kind.normalized_uncertainties else getattr(self, by)
         )
 
-    def decide(self, abstain_above: float | Tensor, by: str = "") -> Any:
-        """Returns labels, or values with a mask, as :meth:`CategoricalPredictive.decide` and :meth:`GaussianPredictive.decide` do.
+    def decide(self, abstain_above: float | Tensor, by: str = "") -> Decision:
+        """Returns labels or means, and a mask of uncertain ones, as :meth:`CategoricalPredictive.decide` does.
 
         Args:
             abstain_above: Uncertainty above which the prediction abstains.
             by: Name of the :meth:`uncertainty`. The default is the first one.
         """
         abstained = self.uncertainty(by or self.uncertainties[0]) > abstain_above
-        if "log_probabilities" in self._values:
-            return self.labels.masked_fill(abstained, ABSTAIN)
-        return Decision(self.mean, abstained)
+        return Decision.make(self.labels if "log_probabilities" in self._values else self.mean, abstained)
 
     def credible_set(self, mass: float = 0.9) -> Tensor:
         """Returns the smallest set of classes with at least this predictive probability, as booleans ``[B, C]``.
@@ -182,6 +179,25 @@ class PredictionSummary:
             mass: Probability of the set.
         """
         return self._mixture.credible_set(mass)
+
+    def reliability(self, targets: Tensor, bins: int = 15) -> list[ReliabilityBin]:
+        """Returns the bars of a reliability diagram, as :meth:`CategoricalPredictive.reliability` does.
+
+        Args:
+            targets: Class indices or soft labels.
+            bins: Number of bins of the confidence.
+        """
+        return reliability(self.probabilities, self._mixture._check_targets(targets), bins)
+
+    def risk_coverage(self, targets: Tensor, by: str = "entropy") -> RiskCoverage:
+        """Returns the error rate on the most certain inputs, as :meth:`CategoricalPredictive.risk_coverage` does.
+
+        Args:
+            targets: Class indices.
+            by: Name of the :meth:`uncertainty`.
+        """
+        targets = self._mixture._check_targets(targets)
+        return risk_coverage_of(targets, self.labels, self.uncertainty(by))
 
     def nll(self, targets: Tensor) -> Tensor:
         """Returns the negative log-likelihood of the target of each input, ``[B]``.
