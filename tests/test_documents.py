@@ -140,6 +140,23 @@ def test_novelty_page():
 
 
 @pytest.mark.filterwarnings("ignore::flowbnn.errors.FlowBNNWarning")  # a few epochs are too few
+def test_conformal_page():
+    names: dict = {}
+    for code in code_blocks("docs/conformal.md"):
+        exec(code, names)
+    assert names["sets"].predict_set(names["inputs"]).shape == (900, 3)
+    assert names["low"].shape == (300,)
+
+
+@pytest.mark.filterwarnings("ignore::flowbnn.errors.FlowBNNWarning")  # a few epochs are too few
+def test_active_learning_page():
+    (code,) = code_blocks("docs/active-learning.md")
+    names: dict = {}
+    exec(code, names)
+    assert len(names["labelled"].unique()) == 25
+
+
+@pytest.mark.filterwarnings("ignore::flowbnn.errors.FlowBNNWarning")  # a few epochs are too few
 def test_data_page(capsys):
     codes = [code for code in code_blocks("docs/data.md") if "load_images" not in code]
     assert len(codes) == 4

@@ -12,6 +12,8 @@ ROOT = Path(flowbnn.__file__).parent
 PACKAGES = [  # from the highest to the lowest; each may import only those below it
     "sklearn",
     "export",
+    "active",
+    "conformal",
     "fit",
     "calibrate",
     "diagnostics",
@@ -124,6 +126,7 @@ def test_the_public_surface_exists_and_is_sorted():
         "posterior",
         "predictive",
         "diagnostics",
+        "conformal",
     ):
         module = getattr(flowbnn, package)
         assert module.__all__, package

@@ -11,6 +11,8 @@ Recipes of noise are in :mod:`flowbnn.noise`, observation models in :mod:`flowbn
 """
 
 from flowbnn import (
+    active,
+    conformal,
     data,
     density,
     diagnostics,
@@ -27,8 +29,10 @@ from flowbnn import (
     transforms,
     vae,
 )
+from flowbnn.active import acquire
 from flowbnn.calibrate import calibrate, cross_calibrate
 from flowbnn.compare import compare
+from flowbnn.conformal import conformalize, control_risk
 from flowbnn.convert import describe, to_deterministic, to_stochastic
 from flowbnn.density import fit_density, fit_target, load_density
 from flowbnn.diagnostics import diagnose
@@ -85,8 +89,13 @@ __all__ = [
     "Posterior",
     "Temperature",
     "VectorScaling",
+    "acquire",
+    "active",
     "calibrate",
     "compare",
+    "conformal",
+    "conformalize",
+    "control_risk",
     "cross_calibrate",
     "data",
     "density",

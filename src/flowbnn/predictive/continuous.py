@@ -205,6 +205,13 @@ class ContinuousPredictive(Predictive):
         fractions = torch.linspace(0.0, 1.0, count, device=points.device, dtype=torch.float64)
         return points.gather(-1, (last * fractions).round().long())
 
+    def _fine_grid(self) -> Tensor:
+        """Returns sorted points ``[B, D, 509]``, four for each interval between points of the grid."""
+        edges = self._grid(128)
+        steps = torch.linspace(0.0, 1.0, 5, device=edges.device, dtype=edges.dtype)[:-1]
+        points = (edges[..., :-1, None] + edges.diff(dim=-1).unsqueeze(-1) * steps).flatten(-2)
+        return torch.cat([points, edges[..., -1:]], -1)
+
     @torch.no_grad()
     def _by_chunks(self, function: Callable[..., Tensor], points: int, *values: Tensor) -> Tensor:
         """Applies a function of a predictive and values ``[B, ...]`` to a few inputs at a time, and joins results ``[B, ...]``."""
@@ -348,10 +355,7 @@ def _crps(predictive: ContinuousPredictive, targets: Tensor) -> Tensor:
 
 def _region(predictive: ContinuousPredictive, mass: float) -> Tensor:
     """Returns the ends of the intervals of a highest density region, ``[B, D, 256, 2]``, NaN where there are fewer intervals."""
-    edges = predictive._grid(128)
-    steps = torch.linspace(0.0, 1.0, 5, device=edges.device, dtype=edges.dtype)[:-1]
-    points = (edges[..., :-1, None] + edges.diff(dim=-1).unsqueeze(-1) * steps).flatten(-2)
-    points = torch.cat([points, edges[..., -1:]], -1)
+    points = predictive._fine_grid()
     density = predictive._mean(predictive._log_densities(points).exp())
     masses = predictive._mean(predictive._cdfs(points)).diff(dim=-1)
     low, high = torch.zeros_like(density[..., :1]), density.amax(-1, keepdim=True)
