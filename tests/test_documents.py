@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import matplotlib.pyplot
 import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
@@ -279,3 +280,20 @@ def test_linked_files_exist(name):
         assert (ROOT / target).exists(), f"{name} links to {target}, which does not exist"
     for target in re.findall(r"`((?:src|tests|docs|benchmarks)/[\w./-]+\.\w+)`", text):
         assert (ROOT / target).exists(), f"{name} names {target}, which does not exist"
+
+
+def test_plots_page(tmp_path, monkeypatch):
+    matplotlib.use("Agg")
+    monkeypatch.chdir(tmp_path)
+    posterior = fb.posterior.PointPosterior(torch.nn.Linear(2, 3), fb.likelihoods.Categorical())
+    inputs = {"test_inputs": torch.randn(30, 2), "test_targets": torch.arange(30) % 3}
+    names: dict = {"posterior": posterior, **inputs}
+    for code in code_blocks("docs/plots.md"):
+        exec(code, names)
+    assert (tmp_path / "reliability.png").stat().st_size > 1000
+    assert len(names["right"].lines) == 4
+    matplotlib.pyplot.close("all")
+    page = (ROOT / "docs/plots.md").read_text()
+    methods = {"plot_density": "density.plot(", "plot_comparison": "comparison.plot("}
+    for name in fb.plots.__all__:
+        assert not name.startswith("plot_") or methods.get(name, name) in page, name

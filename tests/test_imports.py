@@ -34,6 +34,7 @@ PACKAGES = [  # from the highest to the lowest; each may import only those below
     "transforms",
     "nets",
     "kernels",
+    "plots",
     "metrics",
     "data",
     "batches",

@@ -25,6 +25,7 @@ from flowbnn.compare.results import (
 )
 from flowbnn.errors import pluralize
 from flowbnn.options import File
+from flowbnn.plots import plot_comparison
 
 # fmt: off
 METRICS = (
@@ -151,6 +152,8 @@ class Comparison:
         if not overlapping_labels:
             return "All its seeds are better than all seeds of the other methods."
         return f"Its worst seed is no better than the best seed of {len(overlapping_labels)} others: {'; '.join(overlapping_labels)}."
+
+    plot = plot_comparison
 
     def figures(self) -> list[dict[str, Any]]:
         """Returns figures of quality against cost and of calibration, as plain data for the report."""

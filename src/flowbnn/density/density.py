@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from flowbnn import plots
 from flowbnn.batches import device_of, dtype_of, move
 from flowbnn.density.examples import as_tensor, iterate_batches
 from flowbnn.errors import check_entries, check_shape, pluralize, warn
@@ -170,6 +171,8 @@ class Density(nn.Module):
             text = f"rate={rate:g} needs at least {pluralize(minimum, 'held-out example')}, got {len(scores)}; none will be novel"
             warn(text, kind="data", argument="held_out", minimum=minimum)
         return NoveltyDetector(self, rate, criterion, finite_scores(scores).sort().values)
+
+    plot, plot_history = plots.plot_density, plots.plot_history
 
     def save(self, path: File) -> Path:
         """Writes the fitted flow to one safetensors file, atomically."""

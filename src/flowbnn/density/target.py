@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from flowbnn import plots
 from flowbnn.batches import device_of
 from flowbnn.distributions.draws import reparameterized_sample
 from flowbnn.errors import FlowBNNError, check_shape, pluralize
@@ -42,6 +43,8 @@ class TargetFit:
 
     def __repr__(self) -> str:
         return f"TargetFit({type(self.flow).__name__}, {pluralize(self.history.epochs, 'epoch')})"
+
+    plot, plot_history = plots.plot_density, plots.plot_history
 
     @checked
     def evidence(self, samples: Count = 10_000, seed: Seed = 0) -> dict[str, float]:

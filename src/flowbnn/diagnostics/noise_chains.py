@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
+from flowbnn import plots
 from flowbnn.diagnostics.noise_target import NoiseTarget, WhitenedDensity
 from flowbnn.errors import FlowBNNError, pluralize, warn
 from flowbnn.methods.mcmc.chain_sampler import ChainSampler
@@ -69,6 +70,8 @@ class NoiseChains:
     def draws(self) -> dict[str, Tensor]:
         """Noise of each layer, ``{layer: [chains, draws, dim]}``."""
         return self.target.by_layer(self.vectors)
+
+    plot_trace, plot_ranks = plots.plot_trace, plots.plot_ranks
 
     def check_target(self, target: NoiseTarget) -> "NoiseChains":
         """Returns these chains if they sample from the given density.

@@ -33,6 +33,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
+from flowbnn import plots
 from flowbnn.batches import (
     check_finite,
     device_of,
@@ -356,6 +357,9 @@ class Posterior:
 
     def _unsupported(self, feature: str) -> Any:
         raise FlowBNNError(f"a {type(self).__name__} has no {feature}", kind="unsupported")
+
+    plot_history, plot_kl = plots.plot_history, plots.plot_kl
+    plot_class_map, plot_pairs = plots.plot_class_map, plots.plot_pairs
 
     def state(self) -> dict[str, Tensor]:
         """Returns the tensors to save in addition to the network and the likelihood."""

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal, NamedTuple, Self
 import torch
 from torch import Tensor
 
+from flowbnn import plots
 from flowbnn.errors import FlowBNNError, check_entries, check_shape
 from flowbnn.metrics.checks import to_floating_point
 from flowbnn.numerics import is_concrete
@@ -215,6 +216,8 @@ class Predictive(ABC):
         """
         check("by", by, Literal[self.uncertainties])
         return getattr(self, by)
+
+    plot_functions, plot_novelty = plots.plot_functions, plots.plot_novelty
 
     def _describe_sample_counts(self) -> str:
         """Returns the number of samples as text."""

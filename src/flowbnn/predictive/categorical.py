@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from flowbnn import plots
 from flowbnn.errors import FlowBNNError
 from flowbnn.metrics import (
     ReliabilityBin,
@@ -385,6 +386,8 @@ class CategoricalPredictive(Predictive):
             "brier": brier_score(self.probabilities, targets),
             "ece": calibration_error(self.probabilities, targets),
         }
+
+    plot_reliability, plot_risk_coverage = plots.plot_reliability, plots.plot_risk_coverage
 
     def _check_targets(self, targets: Tensor) -> Tensor:
         *shape, classes = self.log_samples.shape[1:]

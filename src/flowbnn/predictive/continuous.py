@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from flowbnn import plots
 from flowbnn.metrics import root_mean_squared_error
 from flowbnn.metrics.checks import check_values, mean_as_float
 from flowbnn.numerics import monotone_root
@@ -286,6 +287,8 @@ class ContinuousPredictive(Predictive):
             "crps": mean_as_float(self.crps(targets)),
             "coverage_90": mean_as_float(self.covered(targets)),
         }
+
+    plot_intervals, plot_pit, plot_coverage = plots.plot_intervals, plots.plot_pit, plots.plot_coverage
 
     @checked
     def rescale(self, factor: Positive | Tensor) -> Self:

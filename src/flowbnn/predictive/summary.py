@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from flowbnn import plots
 from flowbnn.errors import FlowBNNError
 from flowbnn.metrics import ReliabilityBin, RiskCoverage, reliability, root_mean_squared_error
 from flowbnn.metrics.checks import mean_as_float
@@ -224,6 +225,9 @@ class PredictionSummary:
             targets: Targets of the loader.
         """
         return self._score("cdf", targets)
+
+    plot_reliability, plot_risk_coverage = plots.plot_reliability, plots.plot_risk_coverage
+    plot_pit, plot_coverage, plot_novelty = plots.plot_pit, plots.plot_coverage, plots.plot_novelty
 
     def _score(self, name: str, targets: Tensor) -> Tensor:
         """Returns a score that was computed when the samples were there."""

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from flowbnn import plots
 from flowbnn.errors import FlowBNNError, nearest
 from flowbnn.options import File
 from flowbnn.training.options import TrainingOptions, length_of
@@ -76,6 +77,8 @@ class History:
 
     def __len__(self) -> int:
         return len(self.records)
+
+    plot, plot_kl = plots.plot_history, plots.plot_kl
 
     def to_dict(self) -> dict[str, Any]:
         """Returns plain values that JSON can store."""

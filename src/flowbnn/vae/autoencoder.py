@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributions import constraints
 
+from flowbnn import plots
 from flowbnn.batches import as_tensor, device_of, dtype_of, is_array
 from flowbnn.density import DensityOptions, fit_density
 from flowbnn.errors import FlowBNNError, check_shape
@@ -199,6 +200,9 @@ class Autoencoder(nn.Module):
             return torch.stack(
                 [self.decoder.mean(self.decode(torch.lerp(*ends, weight), context)) for weight in weights]
             )
+
+    plot_reconstructions, plot_samples = plots.plot_reconstructions, plots.plot_samples
+    plot_history = plots.plot_history
 
     @checked
     def save(self, path: File) -> Path:

@@ -7,6 +7,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
+from flowbnn import plots
 from flowbnn.errors import pluralize, warn
 from flowbnn.likelihoods import Likelihood
 from flowbnn.methods.mcmc.potential import LOG_NOISE, NoiseSites, noisy_weights
@@ -146,6 +147,8 @@ class ChainPosterior(MemberPosterior):
             chains=record["energy"].shape[0],
             draws=record["energy"].shape[1],
         )
+
+    plot_trace, plot_ranks = plots.plot_trace, plots.plot_ranks
 
     def warn_not_converged(self) -> None:
         """Warns if transitions diverged, or if the chains disagree."""
