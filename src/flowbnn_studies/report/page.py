@@ -228,8 +228,12 @@ def _differences(results: JsonObject) -> list[str]:
     return _table(["", *map(_escape, heads)], lines)
 
 
-def _markdown(results: JsonObject) -> list[str]:
-    """Returns the Markdown of one study."""
+def study_markdown(results: JsonObject) -> list[str]:
+    """Returns the lines of the Markdown of one study: question, answer, tables, differences, notes and command.
+
+    Args:
+        results: Content of ``results.json``.
+    """
     first, *details = results["answer"].splitlines() or [""]
     lines = [
         f"## {_escape(results['title'])}",
@@ -299,7 +303,7 @@ def write_markdown(results: Sequence[ResultsSource], out: Path | str) -> Path:
         rows.append([_escape(content["study"]), _escape(answer), best or "–"])
     lines += _table(["study", "answer", "best mean values"], rows)
     for content in contents:
-        lines += _markdown(content)
+        lines += study_markdown(content)
     columns = [column for content in contents for table in make_tables(content) for column in table.columns]
     if definitions := group_definitions(columns):
         lines += ["## Definitions of the columns", ""]
