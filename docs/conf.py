@@ -25,13 +25,16 @@ extensions = [
 exclude_patterns = ["generated/gallery/**/*.md5", "results/**", "_static/**", "_ext/**"]
 root_doc = "index"
 templates_path = ["_templates"]
-suppress_warnings = ["ref.python", "config.cache", "myst.strikethrough"]  # short names of types may mean several classes
+suppress_warnings = [
+    "ref.python",
+    "config.cache",
+    "myst.strikethrough",
+]  # short names of types may mean several classes
 
 # Python
 autodoc_member_order = "bysource"
 autodoc_typehints = "description"
 autodoc_typehints_description_target = "documented"
-autodoc_preserve_defaults = True
 napoleon_numpy_docstring = False
 python_use_unqualified_type_names = True
 add_module_names = False
@@ -74,6 +77,6 @@ sphinx_gallery_conf = {
     "write_computation_times": False,
     "abort_on_example_error": True,
     "remove_config_comments": True,
-    "plot_gallery": True,
+    "plot_gallery": not os.environ.get("FLOWBNN_DOCS_SKIP_GALLERY"),  # scripts are shown, but not executed
     "min_reported_time": 0,
 }

@@ -20,7 +20,7 @@ QUICK = bool(os.environ.get("FLOWBNN_EXAMPLES_QUICK"))
 # ----------------
 # Four overlapping clusters of points, of which one is the second class. Any PyTorch network will do.
 torch.manual_seed(0)
-inputs, labels = fb.data.clusters(400, seed=0)
+inputs, labels = fb.data.clusters(400, spread=1.95, generator=torch.Generator().manual_seed(0))
 network = fb.models.MLP(2, (32, 32), 2)
 train = fb.data.TensorLoader(inputs, labels, batch_size=100, shuffle=True)
 plain = fb.MLE(epochs=5 if QUICK else 40, lr=0.01).fit(network, train, seed=0, progress=False)
@@ -49,10 +49,15 @@ print(prediction)
 
 # %%
 figure, axes = plt.subplots(1, 2, figsize=(9, 4), layout="constrained", sharey=True)
-maps = {"Probability of the second class": prediction.probabilities[:, 1], "Epistemic uncertainty (nats)": prediction.epistemic}
+maps = {
+    "Probability of the second class": prediction.probabilities[:, 1],
+    "Epistemic uncertainty (nats)": prediction.epistemic,
+}
 for ax, (title, values) in zip(axes, maps.items(), strict=True):
-    image = ax.pcolormesh(side, side, values.reshape(len(side), -1).T, cmap="viridis", shading="auto")
-    ax.scatter(*inputs.T, c=labels, s=8, cmap="gray", edgecolors="white", linewidths=0.3)
+    image = ax.pcolormesh(
+        side.numpy(), side.numpy(), values.reshape(len(side), -1).T.numpy(), cmap="viridis", shading="auto"
+    )
+    ax.scatter(*inputs.T.numpy(), c=labels.numpy(), s=8, cmap="gray", edgecolors="white", linewidths=0.3)
     ax.set(title=title, xlabel="$x_1$")
     figure.colorbar(image, ax=ax)
 axes[0].set_ylabel("$x_2$")

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from sphinx.application import Sphinx
 
-from flowbnn_site import api, flows, katex, methods, references, studies
+from flowbnn_site import api, flows, katex, methods, references, studies, typehints
 from flowbnn_site.llms import write_llms
 
 LINKS = {  # links that work on a code host, and the pages of the site that they mean
@@ -31,7 +31,9 @@ def generate(app: Sphinx) -> None:
     for name in DOCUMENTS:
         text = (root.parent / f"{name}.md").read_text(encoding="utf-8")
         text = re.sub(r"\]\(docs/", "](/", text)
-        text = re.sub(r"\]\((CONTRIBUTING|CHANGELOG|SECURITY|RELEASING)\.md", lambda m: f"]({m[1].lower()}.md", text)
+        text = re.sub(
+            r"\]\((CONTRIBUTING|CHANGELOG|SECURITY|RELEASING)\.md", lambda m: f"]({m[1].lower()}.md", text
+        )
         api.write(folder / f"{name.lower()}.md", re.sub(r"\[([^]]+)\]\(README\.md\)", r"\1", text))
 
 
@@ -41,11 +43,19 @@ def rewrite_links(app: Sphinx, docname: str, source: list[str]) -> None:
         source[0] = re.sub(pattern, page, source[0])
 
 
+def skip_member(app: Sphinx, kind: str, name: str, value: object, skip: bool, options: object) -> bool | None:
+    """Skips methods that scikit-learn adds to its estimators, whose docstrings refer to its own pages."""
+    return True if (getattr(value, "__module__", None) or "").startswith("sklearn.") else None
+
+
 def setup(app: Sphinx) -> dict[str, bool]:
     """Registers the extension."""
+    app.setup_extension("sphinx.ext.autodoc")
     katex.setup(app)
+    typehints.setup(app)
     references.setup(app)
     app.connect("builder-inited", generate, priority=100)  # before the gallery, which runs at 500
+    app.connect("autodoc-skip-member", skip_member)
     app.connect("source-read", rewrite_links)
     app.connect("build-finished", write_llms)
     return {"parallel_read_safe": False, "parallel_write_safe": True}

@@ -11,6 +11,7 @@ from typing import Any
 
 import flowbnn
 
+MAX_VALUE = 100  # characters of a constant that its page shows
 INTERNAL = {"batches", "kernels", "numerics", "options", "packing"}  # used by the library only
 
 
@@ -104,12 +105,16 @@ def page_of(name: Name) -> str:
 
 
 def _page(name: Name) -> str:
-    title = f"``{name.path}``"
-    lines = [title, "=" * len(title), "", f".. auto{name.kind}:: {name.package}::{name.name}"]
+    title = name.name
+    lines = [title, "=" * len(title), ""]
+    if name.kind == "data":  # docstrings of data are those of their types
+        value = repr(name.value) if len(repr(name.value)) < MAX_VALUE else ""
+        return "\n".join(
+            [*lines, f".. py:data:: {name.path}", *([f"   :value: {value}"] if value else []), ""]
+        )
+    lines += [f".. auto{name.kind}:: {name.package}::{name.name}"]
     if name.kind in ("class", "exception"):
         lines += ["   :members:", "   :show-inheritance:"]
-    if name.kind == "data":
-        lines += ["   :no-value:"]
     return "\n".join([*lines, ""])
 
 
@@ -127,7 +132,10 @@ def _index(package: str, names: dict[int | str, Name]) -> str:
             lines += [heading, "-" * len(heading), "", ".. list-table::", "   :widths: 30 70", ""]
         for name in sorted(groups.get(kind, []), key=lambda item: item.name.lower()):
             target = canonical(name, names)
-            lines += [f"   * - :doc:`{name.name} </generated/api/{page_of(target)}>`", f"     - {name.summary}"]
+            lines += [
+                f"   * - :doc:`{name.name} </generated/api/{page_of(target)}>`",
+                f"     - {name.summary}",
+            ]
             own += [page_of(name)] if target == name else []
         lines.append("")
     lines += [".. toctree::", "   :hidden:", ""]
@@ -144,7 +152,13 @@ def write_pages(folder: Path) -> None:
         write(folder / room / "index.rst", _index(package, names))
     for name in names.values():
         write(folder / f"{page_of(name)}.rst", _page(name))
-    lines = ["API reference", "=============", "", "Every public name has a page. The most important are in :doc:`flowbnn/index`.", ""]
+    lines = [
+        "API reference",
+        "=============",
+        "",
+        "Every public name has a page. The most important are in :doc:`flowbnn/index`.",
+        "",
+    ]
     lines += [".. list-table::", "   :widths: 30 70", ""]
     for room, package in rooms:
         summary = Name("", "", importlib.import_module(package)).value.__doc__ or ""

@@ -136,7 +136,12 @@ def _page(family: FlowFamily) -> str:
         return [*lines, "```", ""]
 
     lines = [f"# {family.title}", "", f"$$\n{family.formula}\n$$", "", family.explanation, ""]
-    lines += [f"- **Use when:** {family.use}", f"- **Density:** {family.density}", f"- **Draw:** {family.draw}", ""]
+    lines += [
+        f"- **Use when:** {family.use}",
+        f"- **Density:** {family.density}",
+        f"- **Draw:** {family.draw}",
+        "",
+    ]
     if family.flows:
         lines += ["## Flows", "", *listing("flows", family.flows)]
     lines += ["## Transforms", "", *listing("transforms", family.transforms)]

@@ -103,7 +103,9 @@ PAGES = {
     "ModeEnsemble": MethodPage(
         "Mode ensemble",
         r"q(z) = \frac1M \sum_{m=1}^M \delta_{\hat z_m}, \qquad \hat z_m = \text{local maximum of } \log p(\mathcal D \mid z, \hat w) + \log p(z)",
-        r"The weights $\hat w$ are shared. Only the noise vectors $\hat z_m$ differ. `width=\"laplace\"` puts a Gaussian at each.".replace('\\"', '"'),
+        r"The weights $\hat w$ are shared. Only the noise vectors $\hat z_m$ differ. `width=\"laplace\"` puts a Gaussian at each.".replace(
+            '\\"', '"'
+        ),
         "The posterior of the noise has several modes, and you want an ensemble that stores one network.",
         "One mode explains the data (`fb.diagnostics.count_modes`). Gaussian noise is then simpler and as good.",
     ),

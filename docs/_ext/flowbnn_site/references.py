@@ -28,7 +28,9 @@ def find(target: str) -> tuple[Any, list[str]] | None:
     return None
 
 
-def resolve(app: Sphinx, env: BuildEnvironment, node: pending_xref, content: nodes.TextElement) -> nodes.Node | None:
+def resolve(
+    app: Sphinx, env: BuildEnvironment, node: pending_xref, content: nodes.TextElement
+) -> nodes.Node | None:
     """Returns a link to the page of the public name that a reference means; None if it means a private one."""
     target = node.get("reftarget", "")
     if node.get("refdomain") != "py" or not target.startswith("flowbnn."):

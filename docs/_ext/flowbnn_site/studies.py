@@ -49,7 +49,9 @@ def _figures(results: dict[str, Any], source: Path, folder: Path) -> list[str]:
         if not path.exists() or path.stat().st_mtime < source.stat().st_mtime:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(to_png(make_plot(figure, colours), figure["title"], scale=1.5))
-        caption = " ".join((figure.get("caption") or figure["title"]).split()).replace("[", "(").replace("]", ")")
+        caption = (
+            " ".join((figure.get("caption") or figure["title"]).split()).replace("[", "(").replace("]", ")")
+        )
         lines += [f"![{caption}](figures/{path.name})", "", f"*{_cell(caption)}*", ""]
     return lines
 
@@ -75,7 +77,10 @@ def write_pages(source: Path, folder: Path) -> None:
         names.append(path.parent.name)
         write(folder / f"{path.parent.name}.md", _page(results, path, folder))
     toctree = "\n".join(["```{toctree}", ":maxdepth: 1", "", *names, "```"])
-    write(folder / "index.md", f"# Pages of the studies\n\nThe [overview](../../results.md) has the answers.\n\n{toctree}\n")
+    write(
+        folder / "index.md",
+        f"# Pages of the studies\n\nThe [overview](../../results.md) has the answers.\n\n{toctree}\n",
+    )
 
 
 if __name__ == "__main__":

@@ -1,0 +1,58 @@
+"""
+Abstain, and detect unknown inputs
+==================================
+
+A classifier of digits has never seen an eight. It may refuse to answer. The risk-coverage curve shows what refusing is worth, and histograms show
+how well the entropy separates eights from known digits.
+"""
+
+import os
+
+import matplotlib.pyplot as plt
+import torch
+
+import flowbnn as fb
+
+QUICK = bool(os.environ.get("FLOWBNN_EXAMPLES_QUICK"))
+
+# %%
+# Train with noise
+# ----------------
+torch.manual_seed(0)
+digits = fb.data.load_digits(novel=8)
+train = fb.data.TensorLoader(*digits.train, batch_size=128, shuffle=True)
+method = fb.NodeNoise("gaussian", epochs=2 if QUICK else 40, lr=0.01)
+posterior = method.fit(fb.models.SmallConv(1, 9), train, seed=0, progress=False)
+scores = fb.evaluate(posterior, digits.test, novel=digits.novel, samples=8 if QUICK else 64, progress=False)
+print({name: round(value, 3) for name, value in scores.items()})
+
+# %%
+# Decide
+# ------
+# ``decide`` returns -1 for inputs whose normalized entropy exceeds the limit.
+known = posterior.predict(digits.test[0], samples=8 if QUICK else 64, seed=0)
+eights = posterior.predict(digits.novel[0], samples=8 if QUICK else 64, seed=0)
+for name, prediction in {"known digits": known, "eights": eights}.items():
+    decisions = prediction.decide(abstain_above=0.1)
+    print(f"{name}: {(decisions == fb.predictive.ABSTAIN).float().mean():.0%} are not answered")
+
+# %%
+# What abstaining is worth
+# ------------------------
+# Known digits and eights come together. Every answer to an eight is wrong.
+uncertainty = torch.cat([known.entropy, eights.entropy])
+correct = torch.cat([known.labels == digits.test[1], torch.zeros(len(eights.entropy), dtype=torch.bool)])
+curve = fb.metrics.risk_coverage(uncertainty, correct)
+figure, (left, right) = plt.subplots(1, 2, figsize=(9, 4), layout="constrained")
+left.plot(curve.coverage, 1 - curve.risk, color="#0072B2")
+left.set(
+    xlabel="share of inputs that are answered",
+    ylabel="accuracy of the answers",
+    title="Accuracy against coverage",
+)
+bins = torch.linspace(0, float(uncertainty.max()), 25).tolist()
+right.hist(known.entropy, bins=bins, density=True, alpha=0.6, color="#0072B2", label="known digits")
+right.hist(eights.entropy, bins=bins, density=True, alpha=0.6, color="#D55E00", label="eights, never seen")
+right.set(xlabel="entropy (nats)", ylabel="density", title=f"AUROC {scores['auroc_entropy']:.3f}")
+right.legend()
+plt.show()

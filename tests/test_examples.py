@@ -1,0 +1,21 @@
+"""Runs every script of the gallery with a small setting."""
+
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+import pytest
+
+EXAMPLES = sorted((Path(__file__).parents[1] / "examples").glob("plot_*.py"))
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+@pytest.mark.filterwarnings("ignore::flowbnn.errors.FlowBNNWarning")  # a few epochs are too few
+def test_example_runs(path, monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv("FLOWBNN_EXAMPLES_QUICK", "1")
+    monkeypatch.chdir(tmp_path)  # files that a script writes
+    plt.switch_backend("agg")
+    exec(compile(path.read_text(encoding="utf-8"), str(path), "exec"), {"__name__": "__main__"})
+    figures = plt.get_fignums()
+    plt.close("all")
+    assert figures, "an example ends with a figure"
+    assert capsys.readouterr().out, "an example prints what it computed"
