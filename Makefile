@@ -9,7 +9,7 @@ TRIALS ?= inf  # of each suite of the stress tests
 SEED ?= 0
 export PYTHONDONTWRITEBYTECODE =  # the tests start many processes, each of which would compile the library anew
 
-.PHONY: demo test test-gpu lint bench stress clean
+.PHONY: demo test test-gpu test-lowest coverage docs docs-quick lint bench stress clean
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11) and 'flowbnn needs Python 3.11 or newer, this is ' + sys.version.split()[0])"
@@ -22,8 +22,8 @@ demo: $(STAMP)  ## run two studies and write the report
 	$(BIN)/flowbnn demo --out $(OUT)
 
 lint: $(STAMP)  ## run the linter and the type checker
-	$(BIN)/ruff check src tests benchmarks
-	$(BIN)/ruff format --check src tests benchmarks
+	$(BIN)/ruff check src tests benchmarks examples docs
+	$(BIN)/ruff format --check src tests benchmarks examples docs
 	$(BIN)/mypy
 
 test: lint  ## run the linter, the type checker, the tests and the doctests
@@ -31,6 +31,22 @@ test: lint  ## run the linter, the type checker, the tests and the doctests
 
 test-gpu: $(STAMP)  ## run the tests that need a CUDA device, in six processes, and record the result in docs/devices.md
 	$(BIN)/python tests/gpu_suite.py
+
+test-lowest:  ## run the tests with the lowest supported versions of the dependencies, in .venv-lowest
+	$(PYTHON) -m venv .venv-lowest
+	$(PYTHON) tests/lowest_versions.py > .venv-lowest/constraints.txt
+	.venv-lowest/bin/python -m pip install --quiet --disable-pip-version-check -c .venv-lowest/constraints.txt -e ".[dev]"
+	.venv-lowest/bin/python -m pytest -n 2 --dist worksteal
+
+coverage: $(STAMP)  ## run the tests, and write the lines that none of them reaches to htmlcov/index.html
+	$(BIN)/python -m pytest -n 2 --dist worksteal --cov=flowbnn --cov-report=term --cov-report=html
+
+docs: $(STAMP)  ## build the site into build/docs, execute the gallery, and check links and public names
+	$(BIN)/python -m sphinx -q -W --keep-going docs build/docs
+	$(BIN)/python docs/_ext/check_site.py build/docs
+
+docs-quick: export FLOWBNN_DOCS_SKIP_GALLERY = 1
+docs-quick: docs  ## build the site without executing the gallery
 
 bench: $(STAMP)  ## measure speed, memory, defaults and threads, and count the structure of the code
 	$(BIN)/python benchmarks/training_step.py --out $(OUT)
@@ -50,4 +66,4 @@ stress: $(STAMP)  ## run the stress tests for 15 minutes (MINUTES=, TRIALS=, SEE
 	$(BIN)/python -m tests.stress --minutes $(MINUTES) --trials $(TRIALS) --seed $(SEED)
 
 clean:
-	rm -rf $(VENV) $(OUT) build dist *.egg-info src/*.egg-info
+	rm -rf $(VENV) .venv-lowest htmlcov .coverage docs/generated $(OUT) build dist *.egg-info src/*.egg-info

@@ -2,8 +2,8 @@
 First steps
 ===========
 
-A network is trained on two classes of points, turned into a Bayesian network, and fitted. The map shows its predictions and where sampled networks
-disagree.
+A network is trained on two classes of points, turned into a Bayesian network, and fitted. The map shows its
+predictions and where sampled networks disagree.
 """
 
 import os

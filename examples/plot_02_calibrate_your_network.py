@@ -2,8 +2,8 @@
 Calibrate your own network
 ==========================
 
-A trained network is too confident. ``fb.calibrate`` compares several calibrators on held-out data and returns the best. The reliability diagram shows
-the network before and after.
+A trained network is too confident. ``fb.calibrate`` compares several calibrators on held-out data and returns
+the best. The reliability diagram shows the network before and after.
 """
 
 import os

@@ -2,8 +2,8 @@
 Regression with intervals in units
 ==================================
 
-A deep ensemble predicts a curve with 90 % intervals, in the units of the targets. Its uncertainty has two parts: noise of the measurements, and
-disagreement of the networks, which grows where data are missing.
+A deep ensemble predicts a curve with 90 % intervals, in the units of the targets. Its uncertainty has two
+parts: noise of the measurements, and disagreement of the networks, which grows where data are missing.
 """
 
 import os

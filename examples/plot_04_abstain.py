@@ -2,8 +2,8 @@
 Abstain, and detect unknown inputs
 ==================================
 
-A classifier of digits has never seen an eight. It may refuse to answer. The risk-coverage curve shows what refusing is worth, and histograms show
-how well the entropy separates eights from known digits.
+A classifier of digits has never seen an eight. It may refuse to answer. The risk-coverage curve shows what
+refusing is worth, and histograms show how well the entropy separates eights from known digits.
 """
 
 import os
@@ -29,12 +29,12 @@ print({name: round(value, 3) for name, value in scores.items()})
 # %%
 # Decide
 # ------
-# ``decide`` returns -1 for inputs whose normalized entropy exceeds the limit.
+# ``decide`` abstains from inputs whose normalized entropy exceeds the limit.
 known = posterior.predict(digits.test[0], samples=8 if QUICK else 64, seed=0)
 eights = posterior.predict(digits.novel[0], samples=8 if QUICK else 64, seed=0)
 for name, prediction in {"known digits": known, "eights": eights}.items():
-    decisions = prediction.decide(abstain_above=0.1)
-    print(f"{name}: {(decisions == fb.predictive.ABSTAIN).float().mean():.0%} are not answered")
+    decision = prediction.decide(abstain_above=0.1)
+    print(f"{name}: {decision.abstained.float().mean():.0%} are not answered")
 
 # %%
 # What abstaining is worth

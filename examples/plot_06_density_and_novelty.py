@@ -2,7 +2,8 @@
 Density and novelty
 ===================
 
-A neural spline flow learns the density of points by maximum likelihood. The density flags new points, with a chosen rate of false alarms.
+A neural spline flow learns the density of points by maximum likelihood. The density flags new points, with a
+chosen rate of false alarms.
 """
 
 import os

@@ -2,8 +2,8 @@
 Conditional density of the targets
 ==================================
 
-Targets with two possible values cannot be described by a Gaussian. A flow-shaped likelihood learns their density for every input, and highest
-density regions have a gap where no target lies.
+Targets with two possible values cannot be described by a Gaussian. A flow-shaped likelihood learns their
+density for every input, and highest density regions have a gap where no target lies.
 """
 
 import os

@@ -2,8 +2,8 @@
 Tables with scikit-learn
 ========================
 
-``BayesianClassifier`` and ``BayesianRegressor`` are estimators of scikit-learn. They work in pipelines and searches, and their predictions carry
-uncertainties.
+``BayesianClassifier`` and ``BayesianRegressor`` are estimators of scikit-learn. They work in pipelines and
+searches, and their predictions carry uncertainties.
 """
 
 import os

@@ -65,7 +65,7 @@ from flowbnn.noise import noise_mode, parameter_groups
 from flowbnn.objectives import ELBO
 from flowbnn.posterior import Posterior, evaluate, gated, load_posterior
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "DAMP",

@@ -3,11 +3,10 @@
 from pathlib import Path
 from typing import Any
 
+from flowbnn_site.api import write
 from flowbnn_studies.report import find_results, load_results, study_markdown
 from flowbnn_studies.report.canvas import to_png
 from flowbnn_studies.report.page import make_plot, page_colours
-
-from flowbnn_site.api import write
 
 MAX_FIGURES = 2  # figures of a page; the report has all of them
 OVERVIEW = """# Results

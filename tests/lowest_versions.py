@@ -1,0 +1,37 @@
+"""Prints the lowest supported version of every dependency in pyproject.toml as a constraint file, for ``make test-lowest``.
+
+Releases below the bound that a dependency has for the running Python are skipped by raising the bound in ``NEWER``.
+"""
+
+import re
+import sys
+import tomllib
+from pathlib import Path
+
+NEWER: dict[str, str] = {}  # packages whose lowest release has no wheel for the running Python
+REQUIREMENT = re.compile(r"^(?P<name>[A-Za-z0-9._-]+)(?:\[[^]]*\])?>=(?P<version>[0-9.]+)$")
+
+
+def constraints(project: dict) -> dict[str, str]:
+    """Returns the lowest version of each dependency and of each dependency of an extra, by name.
+
+    Args:
+        project: Table ``project`` of pyproject.toml.
+    """
+    groups = [project["dependencies"], *project["optional-dependencies"].values()]
+    matches = [REQUIREMENT.match(line) for group in groups for line in group]
+    lowest = {match["name"]: match["version"] for match in matches if match}
+    return lowest | {name: version for name, version in NEWER.items() if name in lowest}
+
+
+def main() -> None:
+    """Prints one constraint a line. ``1.11`` becomes ``1.11.*``, the newest release of that series with all of its fixes."""
+    path = Path(__file__).parents[1] / "pyproject.toml"
+    for name, version in sorted(
+        constraints(tomllib.loads(path.read_text(encoding="utf-8"))["project"]).items()
+    ):
+        sys.stdout.write(f"{name}=={version}.*\n")
+
+
+if __name__ == "__main__":
+    main()
