@@ -38,8 +38,8 @@ for _ in range(5 if QUICK else 60):
         optimizer.step()
     history.append(
         {
-            "log-likelihood": float(terms.log_likelihood),
-            **{name: float(layer.kl) for name, layer in terms.layers.items()},
+            "log-likelihood": terms.log_likelihood.item(),
+            **{name: layer.kl.item() for name, layer in terms.layers.items()},
         }
     )
 print(history[-1])

@@ -25,12 +25,13 @@ def constraints(project: dict) -> dict[str, str]:
 
 
 def main() -> None:
-    """Prints one constraint a line. ``1.11`` becomes ``1.11.*``, the newest release of that series with all of its fixes."""
+    """Prints one constraint a line. ``2`` becomes ``2.0.*``, the newest release of that series with all of its fixes."""
     path = Path(__file__).parents[1] / "pyproject.toml"
     for name, version in sorted(
         constraints(tomllib.loads(path.read_text(encoding="utf-8"))["project"]).items()
     ):
-        sys.stdout.write(f"{name}=={version}.*\n")
+        series = version if "." in version else f"{version}.0"
+        sys.stdout.write(f"{name}=={series}.*\n")
 
 
 if __name__ == "__main__":

@@ -106,7 +106,13 @@ def page_of(name: Name) -> str:
 
 def _page(name: Name) -> str:
     title = name.name
-    lines = [title, "=" * len(title), ""]
+    lines = [
+        ":orphan:",
+        "",
+        title,
+        "=" * len(title),
+        "",
+    ]  # hundreds of entries would slow down every page's sidebar
     if name.kind == "data":  # docstrings of data are those of their types
         value = repr(name.value) if len(repr(name.value)) < MAX_VALUE else ""
         return "\n".join(
@@ -126,7 +132,6 @@ def _index(package: str, names: dict[int | str, Name]) -> str:
     for name in public_names(package):
         groups.setdefault(name.kind, []).append(name)
     titles = {"class": "Classes", "exception": "Errors", "function": "Functions", "data": "Constants"}
-    own = []
     for kind, heading in titles.items():
         if kind in groups:
             lines += [heading, "-" * len(heading), "", ".. list-table::", "   :widths: 30 70", ""]
@@ -136,10 +141,8 @@ def _index(package: str, names: dict[int | str, Name]) -> str:
                 f"   * - :doc:`{name.name} </generated/api/{page_of(target)}>`",
                 f"     - {name.summary}",
             ]
-            own += [page_of(name)] if target == name else []
         lines.append("")
-    lines += [".. toctree::", "   :hidden:", ""]
-    return "\n".join([*lines, *(f"   /generated/api/{page}" for page in own), ""])
+    return "\n".join([*lines, ""])
 
 
 def write_pages(folder: Path) -> None:

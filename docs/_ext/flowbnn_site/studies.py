@@ -11,9 +11,9 @@ from flowbnn_studies.report.page import make_plot, page_colours
 MAX_FIGURES = 2  # figures of a page; the report has all of them
 OVERVIEW = """# Results
 
-Every number of the documentation comes from a stored study: `docs/results/<study>/results.json` has its values for every seed, its settings,
-package versions, device and time. The documentation site has a page with figures and tables for each study. `flowbnn report` writes all of them
-as one page, and `flowbnn run <study>` computes them again ([studies](studies.md)).
+Every number of the documentation comes from a stored study. The file `docs/results/<study>/results.json` has its values for every seed,
+its settings, package versions, device and time. The documentation site has a page with figures and tables for each study.
+`flowbnn report` writes all of them as one page, and `flowbnn run <study>` computes them again ([studies](studies.md)).
 
 | study | question | answer |
 |---|---|---|
