@@ -4,7 +4,21 @@
 >>> write_report(find_results("results"), "results/report.html")  # doctest: +SKIP
 """
 
-from flowbnn_studies.report.page import console_lines, save_figures, study_markdown, write_markdown, write_report
+from flowbnn_studies.report.page import (
+    console_lines,
+    save_figures,
+    study_markdown,
+    write_markdown,
+    write_report,
+)
 from flowbnn_studies.report.reading import find_results, load_results
 
-__all__ = ["console_lines", "find_results", "load_results", "save_figures", "study_markdown", "write_markdown", "write_report"]
+__all__ = [
+    "console_lines",
+    "find_results",
+    "load_results",
+    "save_figures",
+    "study_markdown",
+    "write_markdown",
+    "write_report",
+]
