@@ -1,5 +1,7 @@
 """Scores of class labels."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -28,7 +30,7 @@ def test_adaptive_scores_equal_their_definition(randomized):
     generator = torch.Generator().manual_seed(0)
     probabilities = torch.randn(50, 6, generator=generator, dtype=torch.float64).softmax(-1)
     uniform = torch.rand(50, 1, generator=generator, dtype=torch.float64)
-    share = uniform if randomized else torch.ones_like(uniform)
+    share = uniform if randomized else torch.zeros_like(uniform)
     torch.testing.assert_close(
         APS(randomized).scores(probabilities.log(), uniform), brute_force(probabilities, share)
     )
@@ -38,7 +40,7 @@ def test_adaptive_scores_equal_their_definition(randomized):
     )
 
 
-def test_tuning_chooses_the_rank_that_covers_and_the_penalty_of_the_smallest_sets():
+def test_tuning_chooses_the_rank_and_the_penalty_of_the_smallest_sets():
     """A few probable classes and a long tail: a penalty removes the tail from the sets."""
     generator = torch.Generator().manual_seed(0)
     logits = 0.5 * torch.randn(400, 50, generator=generator, dtype=torch.float64)
@@ -47,12 +49,14 @@ def test_tuning_chooses_the_rank_that_covers_and_the_penalty_of_the_smallest_set
     log_probabilities, uniform = logits.log_softmax(-1), torch.ones(400, 1, dtype=torch.float64)
     tuned = RAPS().tuned(log_probabilities, targets, uniform, 0.9)
     ranks = (log_probabilities >= log_probabilities.gather(1, targets[:, None])).sum(1)
-    assert tuned.rank == ranks.sort().values[-(-401 * 9 // 10) - 1]
     sizes = {}
-    for penalty in (0.0, 0.001, 0.01, 0.1, 0.2, 0.5):
-        scores = RAPS(penalty=penalty, rank=tuned.rank).scores(log_probabilities, uniform)
+    for penalty, rank in itertools.product(
+        (0.0, 0.001, 0.01, 0.1, 0.2, 0.5), range(1, int(ranks.sort().values[360]) + 1)
+    ):
+        scores = RAPS(penalty=penalty, rank=rank).scores(log_probabilities, uniform)
         own = scores.gather(1, targets[:, None]).flatten()
-        sizes[penalty] = float((scores <= own.sort().values[360]).double().sum(1).mean())
-    assert tuned.penalty == min(sizes, key=sizes.get) > 0.0
+        sizes[penalty, rank] = float((scores <= own.sort().values[360]).double().sum(1).mean())
+    assert sizes[tuned.penalty, tuned.rank] == min(sizes.values()) < sizes[0.0, 1]
     assert not tuned.needs_tuning
     assert RAPS(penalty=0.3).tuned(log_probabilities, targets, uniform, 0.9).penalty == 0.3
+    assert RAPS(rank=3).tuned(log_probabilities, targets, uniform, 0.9).rank == 3

@@ -76,11 +76,12 @@ class APS(ClassScore):
 
     Args:
         randomized: If True, :math:`u` is uniform in [0, 1] for each input. The coverage is then exact up to :math:`1 / (n + 1)`, but
-            sets differ from call to call. If False, :math:`u = 1`. Sets are then deterministic and cover a little more.
+            sets differ from call to call, and some are empty. If False, :math:`u = 0`. Sets are then deterministic and never empty.
+            They cover more than asked if the most probable class alone is right often enough.
 
     >>> probabilities = torch.tensor([[0.7, 0.2, 0.1]], dtype=torch.float64)
     >>> APS().scores(probabilities.log(), torch.ones(1, 1))
-    tensor([[0.7000, 0.9000, 1.0000]], dtype=torch.float64)
+    tensor([[0.0000, 0.7000, 0.9000]], dtype=torch.float64)
     """
 
     randomized: bool = False
@@ -94,8 +95,8 @@ class APS(ClassScore):
         """Returns the probability of all more probable classes, and a share of the class itself."""
         probabilities = log_probabilities.exp()
         ordered, order = probabilities.sort(dim=-1, descending=True, stable=True)
-        share = uniform if self.randomized else torch.ones_like(uniform)
-        values = ordered.cumsum(-1) - (1.0 - share) * ordered + self._penalties(ordered)
+        before = ordered.cumsum(-1) - ordered
+        values = (before + uniform * ordered if self.randomized else before) + self._penalties(ordered)
         return torch.empty_like(values).scatter(-1, order, values)
 
     def _penalties(self, ordered: Tensor) -> Tensor:
@@ -112,15 +113,16 @@ class RAPS(APS):
     The penalty avoids large sets of many improbable classes.
 
     Args:
-        randomized: If True, :math:`u` is uniform in [0, 1] for each input, otherwise it is 1, as in :class:`APS`.
+        randomized: If True, :math:`u` is uniform in [0, 1] for each input, otherwise it is 0, as in :class:`APS`.
         penalty: Penalty :math:`\lambda`. ``"auto"`` chooses the one with the smallest sets on a part of the held-out data, among 0,
             0.001, 0.01, 0.1, 0.2 and 0.5.
-        rank: Rank :math:`k` up to which classes have no penalty. ``"auto"`` takes the rank that covers the labels of that part.
+        rank: Rank :math:`k` up to which classes have no penalty. ``"auto"`` chooses it together with the penalty, among the ranks up
+            to the one that covers the labels of that part.
         tuning_fraction: Fraction of the held-out data for the choice of penalty and rank. They are not used for the threshold.
 
     >>> probabilities = torch.tensor([[0.7, 0.2, 0.1]], dtype=torch.float64)
     >>> RAPS(penalty=0.1, rank=1).scores(probabilities.log(), torch.ones(1, 1))
-    tensor([[0.7000, 1.0000, 1.2000]], dtype=torch.float64)
+    tensor([[0.0000, 0.8000, 1.1000]], dtype=torch.float64)
     """
 
     penalty: NonNegative | Literal["auto"] = "auto"
@@ -140,21 +142,20 @@ class RAPS(APS):
 
     def tuned(self, log_probabilities: Tensor, targets: Tensor, uniform: Tensor, coverage: float) -> Self:
         """Returns the score with the penalty and the rank of the smallest sets on some examples."""
-        labels = targets.unsqueeze(-1)
-        rank = self.rank
-        if rank == "auto":
+        labels, last = targets.unsqueeze(-1), self.rank
+        if last == "auto":
             own = log_probabilities.gather(-1, labels)
-            rank = int(_upper_quantile((log_probabilities >= own).sum(-1), coverage))
-        if self.penalty != "auto":
-            return replace(self, rank=rank)
+            last = int(_upper_quantile((log_probabilities >= own).sum(-1), coverage))
+        ranks = range(1, last + 1) if self.rank == "auto" else (last,)
         best, smallest = self, float("inf")
-        for penalty in PENALTIES:
-            candidate = replace(self, penalty=penalty, rank=rank)
-            scores = candidate.scores(log_probabilities, uniform)
-            threshold = _upper_quantile(scores.gather(-1, labels).squeeze(-1), coverage)
-            size = float((scores <= threshold).double().sum(-1).mean())
-            if size < smallest:
-                best, smallest = candidate, size
+        for penalty in PENALTIES if self.penalty == "auto" else (self.penalty,):
+            for rank in ranks if penalty else ranks[-1:]:
+                candidate = replace(self, penalty=penalty, rank=rank)
+                scores = candidate.scores(log_probabilities, uniform)
+                threshold = _upper_quantile(scores.gather(-1, labels).squeeze(-1), coverage)
+                size = float((scores <= threshold).double().sum(-1).mean())
+                if size < smallest:
+                    best, smallest = candidate, size
         return best
 
 
