@@ -22,16 +22,18 @@ def fit(network: nn.Module, loader: Any, *, inplace: bool = False, **options: An
 
     The fit is compared with the given network on held-out data:
 
-    1. A tenth of the data is held out, and the noise is fitted to the other 90 %. A result that is clearly better on the held-out rows
-       is returned.
+    1. A tenth of the data is held out, and the noise is fitted to the other 90 %. A result that is better on the held-out rows is
+       returned. On fewer than 200 held-out rows, the gain must exceed two standard errors. Noise whose width cannot be reduced, such
+       as dropout, is always returned.
     2. Otherwise, the given weights may have been trained on these rows. In this case, networks of the same architecture are retrained
        without them, and compared with and without noise. If noise is better there, it is fitted to all data. Otherwise, the given
        network is returned.
-    3. If step 2 does not apply or cannot decide, a result that is worse is fitted again with early stopping.
+    3. If step 2 does not apply or cannot decide, a result that is not worse is returned. A worse one is fitted again with early
+       stopping.
     4. If it is still worse, the given network is returned with noise of almost no width, and a warning is raised.
 
     Args:
-        network: Network with noise, from :func:`~flowbnn.to_stochastic`. It is not changed.
+        network: Network with noise, from :func:`~flowbnn.to_stochastic`. It is copied, unless ``inplace`` is True.
         loader: Training data: a ``DataLoader`` or a list of batches ``(inputs, targets)``, a ``Dataset``, a pair of tensors or arrays
             (numpy, pandas), or a dictionary with ``labels``. See :func:`~flowbnn.data.formats.as_loader`.
         inplace: If True, trains ``network`` itself instead of a copy.

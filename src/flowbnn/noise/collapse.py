@@ -60,7 +60,7 @@ def _message(healths: Sequence[LayerHealth]) -> str:
 def posterior_health(model: nn.Module, samples: Count = 512, seed: Seed = 0) -> list[LayerHealth]:
     """Returns the state of the noise of every layer.
 
-    Noise is a point if its standard deviation is below 0.5 % of the prior's; large data sets lead to 2 %. It is at its prior if its KL
+    Noise is a point if its standard deviation is below 0.5 % of that of the prior. It is at its prior if its KL
     divergence is below 0.002 nats per dimension.
 
     Args:

@@ -159,7 +159,7 @@ class Posterior:
                 ``"auto"`` keeps up to 128 MB of samples.
 
         Returns:
-            A :class:`~flowbnn.predictive.CategoricalPredictive` or :class:`~flowbnn.predictive.GaussianPredictive`, or a
+            The predictive distribution of the likelihood, such as :class:`~flowbnn.predictive.CategoricalPredictive` for classes, or a
             :class:`~flowbnn.predictive.PredictionSummary` if samples are not kept.
             :class:`PredictOptions` describes the options in detail.
         """

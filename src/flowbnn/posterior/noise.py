@@ -3,8 +3,8 @@
 If all inputs share the draws, a sample is one network. There are two strategies to run many sampled networks
 (:meth:`NoisePosterior.outputs`):
 
-* *vmap*: several sampled networks in one pass, by ``torch.func.vmap`` over the draws of all layers
-  (:func:`~flowbnn.posterior.compiled.forward_samples`), compiled on request;
+* *vmap*: several sampled networks in one pass, by ``torch.func.vmap`` over the draws of all layers. Long jobs on a GPU are compiled
+  (:class:`~flowbnn.posterior.compiled.CompiledSampler`);
 * *sequential*: one network after the other, with the noise multiplied into the weights of torch's linear layers and convolutions, and
   by hooks elsewhere.
 
