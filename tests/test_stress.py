@@ -115,5 +115,5 @@ def test_loaders_that_change():
 
 @needs_fork
 def test_memory_of_predictions_is_bounded():
-    result = memory.stress(seed=0, budget=Budget(60.0, trials=1), names=("map",), num_rows=40_000)
+    result = memory.stress(seed=0, budget=Budget(60.0, trials=1), names=("node-noise",), num_rows=160_000)
     assert result.failures == []

@@ -5,7 +5,7 @@ import torch
 from sklearn import metrics as sk
 
 from flowbnn.errors import FlowBNNError
-from flowbnn.predictive import CategoricalPredictive, concatenate_summaries, summarize
+from flowbnn.predictive import CategoricalPredictive, SummaryCollector, summarize
 
 SHAPE = (4, 5)
 PER_POSITION = ("labels", "confidence", "confidence_error", "risk", "entropy", "aleatoric", "epistemic")
@@ -77,7 +77,7 @@ def test_several_labels_have_two_classes_each():
 
 def test_summaries_of_positions_have_the_values_of_all_samples():
     prediction, targets = CategoricalPredictive(make_logits(), torch.tensor([6, 3, 1])), make_targets()
-    summary = concatenate_summaries([summarize(prediction[:2]), summarize(prediction[2:])])
+    summary = SummaryCollector([summarize(prediction[:2]), summarize(prediction[2:])]).result()
     for name in (*PER_POSITION, "probabilities", "sampling_error", "total_variance", "energy"):
         torch.testing.assert_close(getattr(summary, name), getattr(prediction, name), msg=name)
     for by in prediction.uncertainties:

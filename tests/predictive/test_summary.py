@@ -7,7 +7,7 @@ from torch import nn
 import flowbnn as fb
 from flowbnn.errors import FlowBNNError
 from flowbnn.posterior import base
-from flowbnn.predictive import CategoricalPredictive, PredictionSummary, concatenate_summaries, summarize
+from flowbnn.predictive import CategoricalPredictive, PredictionSummary, SummaryCollector, summarize
 from flowbnn.predictive.summary import CLASSES, REAL_VALUES
 
 CASES = {
@@ -69,6 +69,19 @@ def test_loaders_are_reduced_to_the_values_of_all_samples(case, adaptive, small_
 
 
 @pytest.mark.parametrize("case", CASES)
+def test_few_samples_are_reduced_at_a_time(case, small_limit, monkeypatch):
+    """Entropies and variances of all samples in memory would take ten times their memory."""
+    posterior, loader, names = make_posterior(case)
+    expected = posterior.predict(loader, 16, seed=1, keep_samples=True)
+    small_limit.clear()
+    monkeypatch.setattr(base, "SUMMARY_BYTES", 600)
+    found = posterior.predict(loader, 16, seed=1, keep_samples=False)
+    assert max(small_limit) <= 600
+    for name in names:
+        torch.testing.assert_close(getattr(found, name), getattr(expected, name), msg=name)
+
+
+@pytest.mark.parametrize("case", CASES)
 def test_metrics_do_not_depend_on_the_limit(case, monkeypatch):
     posterior, loader, _ = make_posterior(case)
     expected = fb.evaluate(posterior, loader, novel=3.0 * torch.randn(20, 4), samples=8)
@@ -97,7 +110,7 @@ def test_samples_are_kept_on_request():
 
 def test_summaries_move_and_are_joined():
     prediction = fb.predictive.CategoricalPredictive(torch.randn(5, 7, 3))
-    summary = concatenate_summaries([summarize(prediction[:3]), summarize(prediction[3:])]).to("cpu")
+    summary = SummaryCollector([summarize(prediction[:3]), summarize(prediction[3:])]).result().to("cpu")
     torch.testing.assert_close(summary.entropy, prediction.entropy)
     assert torch.equal(summary.credible_set(0.9), prediction.credible_set(0.9))
     assert summarize(object()) is None

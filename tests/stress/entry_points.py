@@ -175,7 +175,7 @@ INTERNAL = """
     absorbs align_batch_axes Amortized append_log_variance average average_outputs Base Bernoulli.log_prob Bernoulli.mean
     BlockTriangular.assign BlockTriangular.variances bounded build build_joint calibrate_outputs canonical_targets
     Categorical.log_prob Categorical.mean check check_members check_weights chosen CircularUniform Clock collect compute
-    concatenate_summaries ConditionalDensity connect context_of ContinuousPredictive coupling_options current_row_shard cut
+    ConditionalDensity connect context_of ContinuousPredictive coupling_options current_row_shard cut
     Decision Decoder Digits DiscretizedLogistic distribution Divergence divergences Divergences document draw draw_with_kl expand
     extract_features first_nonfinite_layer fit_point fit_subsets FixedNoise flat_draw flatten FlowBNNError FlowBNNWarning
     FlowNoise forward_shape from_inner from_dict from_points from_state from_states GatedPosterior Gaussian.log_prob Gaussian.mean
@@ -187,8 +187,8 @@ INTERNAL = """
     PredictionSummary Predictive prior_log_prob problem push push_normal read read_calibration RealLikelihood rearrange Recipe
     recipe_from_dict refit ReliabilityBin restore RiskCoverage rules run_on_main sample_codes schedule score_folds
     set_loc_and_scale set_row_shard set_rows_interact set_statistics settings settled setup shared_draws side side_length split
-    standard standard_log_prob start state step step_schedule stream summarize temperature.posterior.transform tensors terms
-    test_sizes to_dict track train training_loss Transform transform transforms Univariate vector-scaling.posterior.transform
+    standard standard_log_prob start state step step_schedule stream summarize SummaryCollector temperature.posterior.transform tensors
+    terms test_sizes to_dict track train training_loss Transform transform transforms Univariate vector-scaling.posterior.transform
     velocity VGG16 weight_scale WeightPosterior weights with_fallback wrappable
 """.split()  # noqa: SIM905
 SKIPPED_ARGUMENTS = {

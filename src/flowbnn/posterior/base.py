@@ -64,7 +64,7 @@ from flowbnn.posterior.prediction import (
     average_views,
 )
 from flowbnn.posterior.report import Calibration
-from flowbnn.predictive import concatenate_summaries, summarize
+from flowbnn.predictive import SummaryCollector, summarize
 from flowbnn.predictive.base import NonFiniteSamplesError
 from flowbnn.training import (
     History,
@@ -76,6 +76,8 @@ from flowbnn.training.storage import TensorFile
 
 # samples of a loader that are in memory at once: those of 20,000 images, 10 classes and 128 samples
 SAMPLE_BYTES = 2**27
+# samples that are reduced to a summary at once, whose entropies and variances take about ten times as much memory
+SUMMARY_BYTES = 2**22
 
 
 class Posterior:
@@ -208,24 +210,32 @@ class Posterior:
             options: Options of the prediction.
             score: If True, summaries have the scores of the targets.
         """
-        summaries, targets = [], []
+        summaries, targets = SummaryCollector(), list[Tensor]()
 
         def consume(outputs: Tensor, sample_counts: Tensor | None, values: Tensor | None) -> bool:
             """Adds the summary of some rows. Returns False if their predictive distribution has none."""
-            predictive = self._predictive_or_error(outputs, sample_counts, inputs, options)
             rows_targets = None if values is None else self.likelihood.canonical_targets(values)
-            summary = summarize(predictive, rows_targets if score else None)
-            if summary is not None:
-                summaries.append(summary)
-                targets.extend([] if rows_targets is None else [rows_targets])
-            return summary is not None
+            bytes_per_row = outputs[:, :1].numel() * outputs.element_size()
+            size = max(1, SUMMARY_BYTES // max(1, bytes_per_row))
+            for start in range(0, outputs.shape[1], size):
+                chunk = slice(start, start + size)
+                counts, chunk_targets = (
+                    None if rows is None else rows[chunk] for rows in (sample_counts, rows_targets)
+                )
+                predictive = self._predictive_or_error(outputs[:, chunk], counts, inputs, options)
+                summary = summarize(predictive, chunk_targets if score else None)
+                if summary is None:
+                    return False
+                summaries.add(summary)
+            targets.extend([] if rows_targets is None else [rows_targets])
+            return True
 
-        max_bytes = math.inf if options.keep_samples is True else SAMPLE_BYTES
+        max_bytes = {True: math.inf, False: SUMMARY_BYTES}.get(options.keep_samples, SAMPLE_BYTES)
         outputs, *rest = self.collect(inputs, options, consume, max_bytes)
-        reduce = bool(summaries) or (options.keep_samples is False and not is_batch(inputs))
-        complete = bool(summaries) and not outputs.shape[1]
+        reduce = summaries.num_rows > 0 or (options.keep_samples is False and not is_batch(inputs))
+        complete = summaries.num_rows > 0 and not outputs.shape[1]
         if complete or (reduce and consume(outputs, *rest)):
-            return concatenate_summaries(summaries), torch.cat(targets) if targets else None
+            return summaries.result(), torch.cat(targets) if targets else None
         predictive = self._predictive_or_error(outputs, rest[0], inputs, options)
         return predictive, None if rest[1] is None else self.likelihood.canonical_targets(rest[1])
 
@@ -275,6 +285,7 @@ class Posterior:
                     if consume is not None and collector.is_full:
                         if consume(*collector.result()):
                             collector.clear()
+                            collector.max_bytes = min(collector.max_bytes, SUMMARY_BYTES)
                         else:
                             collector.max_bytes = math.inf
             assert collector is not None

@@ -126,11 +126,11 @@ class OutputCollector:
         start, stop, previous = self.num_rows, self.num_rows + outputs.shape[1], self.tensor
         if previous is not None and not previous.shape[1]:  # the rows before have been taken
             previous = None
-        if previous is None and stop >= self.expected_rows:
+        size = outputs.numel() * outputs.element_size()
+        if previous is None and (stop >= self.expected_rows or size >= self.max_bytes):
             self.tensor = outputs
         elif previous is None:
-            bytes_per_row = outputs.numel() * outputs.element_size() / max(1, outputs.shape[1])
-            max_rows = min(self.expected_rows, self.max_bytes / max(1.0, bytes_per_row))
+            max_rows = min(self.expected_rows, self.max_bytes * max(1, outputs.shape[1]) / max(1, size))
             self.tensor = _allocate(outputs, max(stop, int(max_rows)), None)
         elif stop > previous.shape[1]:
             self.tensor = _allocate(outputs, max(stop, 2 * previous.shape[1]), previous)

@@ -46,6 +46,8 @@ Outputs = Callable[[Any, range, Any], Tensor]
 
 # larger passes are not faster on a CPU, whose caches they exceed, nor on a GPU that is busy
 PASS_BYTES = {"cpu": 3 * 2**24, "cuda": 2**33}
+# outputs of all samples for the rows that are read from a loader at a time: 65,536 rows of 64 samples and two classes
+GROUP_BYTES = 2**25
 
 
 @dataclass(frozen=True)
@@ -212,8 +214,10 @@ class Prediction:
         """Returns the number of rows to read from the loader at a time."""
         if not self.shared:
             return 0  # the draws depend on the batch, so each is predicted by itself
+        bytes_per_row = max(1, self.samples * self.measure(inputs).output_bytes_per_row)
+        limit = min(self.max_rows(inputs), GROUP_BYTES // bytes_per_row)
         # adaptive sampling drops converged inputs, so it needs many at a time to fill its passes
-        return max(self.max_rows(inputs), 0 if self.options.adaptive is None else 4096)
+        return max(limit, 0 if self.options.adaptive is None else 4096)
 
     def to_device(self, inputs: Any) -> Any:
         """Returns the inputs on the device of the network and in its precision, and sets the row limit."""

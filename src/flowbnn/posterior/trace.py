@@ -52,6 +52,7 @@ class ForwardTrace:
         rows: Number of rows of the inputs.
         bytes_per_row: Bytes of one row in the input and output of the widest module; 0 if unknown.
         noisy_bytes_per_row: The same for the part of the network after the first noise.
+        output_bytes_per_row: Bytes of one row in the output of the network; 0 if unknown.
         flops_per_row: Floating-point operations of one row in matrix products and convolutions; 0 if unknown.
         prefix_share: Share of these operations before the first noise.
         noise_shapes: Layer key, number of earlier calls, and positions of each draw, in the order of the pass.
@@ -66,6 +67,7 @@ class ForwardTrace:
     rows: int
     bytes_per_row: int = 0
     noisy_bytes_per_row: int = 0
+    output_bytes_per_row: int = 0
     flops_per_row: float = 0.0
     prefix_share: float = 0.0
     noise_shapes: list[tuple[int, int, Shape]] = field(default_factory=list)
@@ -148,6 +150,7 @@ def trace_forward(model: nn.Module, inputs: Any) -> ForwardTrace:
     if isinstance(outputs, Exception):  # the prediction itself reports it
         trace.error = outputs
         return trace
+    trace.output_bytes_per_row = _size((outputs,)) // trace.rows
     trace.flops_per_row, trace.noise_shapes = counter.total / trace.rows, probe.shapes
     trace.prefix_share = probe.prefix_flops / counter.total if counter.total else 0.0
     with evaluation_mode(model), context:

@@ -17,7 +17,7 @@ from flowbnn.predictive.gaussian import GaussianPredictive
 from flowbnn.predictive.heads import HeadsPredictive
 from flowbnn.predictive.mixture import MixturePredictive
 from flowbnn.predictive.quantiles import QuantilePredictive
-from flowbnn.predictive.summary import PredictionSummary, concatenate_summaries, summarize
+from flowbnn.predictive.summary import PredictionSummary, SummaryCollector, summarize
 from flowbnn.predictive.survival import LogNormalPredictive, SurvivalPredictive, WeibullPredictive
 
 __all__ = [
@@ -35,8 +35,8 @@ __all__ = [
     "PredictionSummary",
     "Predictive",
     "QuantilePredictive",
+    "SummaryCollector",
     "SurvivalPredictive",
     "WeibullPredictive",
-    "concatenate_summaries",
     "summarize",
 ]

@@ -5,7 +5,7 @@ by batch, to what does not grow with S. Predictions for pixels or tokens keep th
 position, from which the other properties are computed on demand.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -281,17 +281,46 @@ def summarize(predictive: Any, targets: Tensor | None = None) -> PredictionSumma
     return PredictionSummary(values, scores, type(predictive))
 
 
-def concatenate_summaries(summaries: Sequence[PredictionSummary]) -> PredictionSummary:
-    """Returns one summary of the inputs of several.
+class SummaryCollector:
+    """Collects the summaries of consecutive inputs.
+
+    The values are copied to tensors that double their size when they are full. Separate tensors of all summaries would lie between
+    freed samples in memory, which could then not be used again.
 
     Args:
-        summaries: Summaries of the same kind.
+        summaries: First summaries, all of the same kind.
+
+    >>> prediction = CategoricalPredictive(torch.tensor([[[2.0, 0.0]], [[0.0, 1.0]]]))
+    >>> collector = SummaryCollector([summarize(prediction), summarize(prediction)])
+    >>> collector.result()
+    PredictionSummary(CategoricalPredictive, inputs=2)
     """
-    values, scores = (
-        {
-            name: torch.cat([getattr(summary, group)[name] for summary in summaries])
-            for name in getattr(summaries[0], group)
-        }
-        for group in ("_values", "_scores")
-    )
-    return PredictionSummary(values, scores, summaries[0]._kind)
+
+    def __init__(self, summaries: Iterable[PredictionSummary] = ()) -> None:
+        self.num_rows, self.kind = 0, Predictive
+        self.buffers: dict[tuple[str, str], Tensor] = {}
+        for summary in summaries:
+            self.add(summary)
+
+    def add(self, summary: PredictionSummary) -> None:
+        """Adds the summary of the next inputs."""
+        start, stop, self.kind = self.num_rows, self.num_rows + len(summary), summary._kind
+        for group in ("_values", "_scores"):
+            for name, value in getattr(summary, group).items():
+                buffer = self.buffers.get((group, name), value[:0])
+                if stop > len(buffer):
+                    shape = max(stop, 2 * len(buffer)), *value.shape[1:]
+                    larger = torch.empty(shape, dtype=value.dtype, device=value.device)
+                    larger[:start] = buffer[:start]
+                    self.buffers[group, name] = buffer = larger
+                buffer[start:stop] = value
+        self.num_rows = stop
+
+    def result(self) -> PredictionSummary:
+        """Returns one summary of all inputs. The collector is empty afterwards."""
+        groups: dict[str, dict[str, Tensor]] = {"_values": {}, "_scores": {}}
+        while self.buffers:  # one value after the other, so that memory for a single copy is needed
+            (group, name), buffer = self.buffers.popitem()
+            groups[group][name] = buffer if len(buffer) == self.num_rows else buffer[: self.num_rows].clone()
+        self.num_rows = 0
+        return PredictionSummary(groups["_values"], groups["_scores"], self.kind)
