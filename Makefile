@@ -35,7 +35,8 @@ test-gpu: $(STAMP)  ## run the tests that need a CUDA device, in six processes, 
 test-lowest:  ## run the tests with the lowest supported versions of the dependencies, in .venv-lowest
 	$(PYTHON) -m venv .venv-lowest
 	$(PYTHON) tests/lowest_versions.py > .venv-lowest/constraints.txt
-	.venv-lowest/bin/python -m pip install --quiet --disable-pip-version-check -c .venv-lowest/constraints.txt -e ".[dev]"
+	.venv-lowest/bin/python -m pip install --quiet --disable-pip-version-check -c .venv-lowest/constraints.txt \
+		-e ".[studies,tensorboard,export,huggingface,lightning,graphs,playground]" "pandas==2.2.*" pytest pytest-xdist
 	.venv-lowest/bin/python -m pytest -n 2 --dist worksteal
 
 coverage: $(STAMP)  ## run the tests, and write the lines that none of them reaches to htmlcov/index.html

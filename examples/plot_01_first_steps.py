@@ -39,26 +39,27 @@ posterior = fb.fit(bayesian, train, validation=None, seed=0, progress=False, **o
 print(posterior)
 
 # %%
-# Predict on a grid
-# -----------------
+# Predict
+# -------
 # One call samples networks and averages their predictions. The epistemic part of the uncertainty is their disagreement.
-side = torch.linspace(-10, 10, 20 if QUICK else 80)
-grid = torch.cartesian_prod(side, side)
-prediction = posterior.predict(grid, samples=8 if QUICK else 64, seed=0)
+samples = 8 if QUICK else 64
+prediction = posterior.predict(inputs, samples, seed=0)
 print(prediction)
 
 # %%
+# Colours fade where the network is uncertain. The deterministic network on the left is surer than it should be.
+resolution = 20 if QUICK else 120
 figure, axes = plt.subplots(1, 2, figsize=(9, 4), layout="constrained", sharey=True)
-maps = {
-    "Probability of the second class": prediction.probabilities[:, 1],
-    "Epistemic uncertainty (nats)": prediction.epistemic,
-}
-for ax, (title, values) in zip(axes, maps.items(), strict=True):
-    image = ax.pcolormesh(
-        side.numpy(), side.numpy(), values.reshape(len(side), -1).T.numpy(), cmap="viridis", shading="auto"
-    )
-    ax.scatter(*inputs.T.numpy(), c=labels.numpy(), s=8, cmap="gray", edgecolors="white", linewidths=0.3)
-    ax.set(title=title, xlabel="$x_1$")
-    figure.colorbar(image, ax=ax)
-axes[0].set_ylabel("$x_2$")
+for ax, (title, model) in zip(
+    axes, {"without noise": plain, "with flow noise": posterior}.items(), strict=True
+):
+    fb.plots.plot_class_map(model, inputs, targets=labels, samples=samples, resolution=resolution, ax=ax)
+    ax.set_title(title)
+plt.show()
+
+# %%
+# Noise of the second layer
+# -------------------------
+# Each point is one draw of three noise variables. Flows may bend and skew the Gaussian that they start from.
+fb.plots.plot_pairs(posterior, layer="fc2", samples=50 if QUICK else 1000)
 plt.show()

@@ -52,19 +52,9 @@ for name, prediction in predictions.items():
     print(name, {metric: round(value, 3) for metric, value in prediction.evaluate(test[1]).items()})
 
 # %%
-# Bars on the diagonal mean that confidence is accuracy.
-figure, axes = plt.subplots(1, 2, figsize=(8, 4), layout="constrained", sharey=True)
+# Points on the diagonal mean that confidence is accuracy. The band is what chance allows for a perfectly calibrated network.
+figure, axes = plt.subplots(1, 2, figsize=(9, 4), layout="constrained", sharey=True)
 for ax, (name, prediction) in zip(axes, predictions.items(), strict=True):
-    bins = [
-        bar
-        for bar in fb.metrics.reliability(prediction.probabilities, test[1], bins=10)
-        if bar["fraction"] > 0
-    ]
-    ax.bar(
-        [bar["confidence"] for bar in bins], [bar["accuracy"] for bar in bins], width=0.05, color="#0072B2"
-    )
-    ax.plot([0, 1], [0, 1], color="gray", linestyle="--")
-    error = fb.metrics.calibration_error(prediction.probabilities, test[1])
-    ax.set(title=f"{name}: ECE {error:.3f}", xlabel="confidence", xlim=(0.3, 1.03), ylim=(0, 1))
-axes[0].set_ylabel("accuracy")
+    prediction.plot_reliability(test[1], bins=10, ax=ax)
+    ax.set_title(name)
 plt.show()

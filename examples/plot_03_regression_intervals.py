@@ -46,22 +46,16 @@ print(posterior)
 # ``interval(0.9)`` has its bounds in degrees. ``decide(abstain_above=...)`` takes a standard deviation in degrees.
 grid = torch.linspace(-2, 20, 200)[:, None]
 prediction = posterior.predict(standardized(grid))
-interval = prediction.interval(0.9)
 noise, disagreement = prediction.aleatoric.sqrt(), prediction.epistemic.sqrt()
 
 # %%
 figure, (top, bottom) = plt.subplots(
     2, 1, figsize=(8, 6), layout="constrained", sharex=True, height_ratios=[2, 1]
 )
-top.fill_between(
-    grid[:, 0], interval.low[:, 0], interval.high[:, 0], color="#0072B2", alpha=0.25, label="90 % interval"
-)
-top.plot(grid, prediction.mean, color="#0072B2", label="mean")
-top.scatter(hours, degrees, s=10, color="black", label="measurements")
-top.set(ylabel="temperature (°C)")
-top.legend()
-bottom.plot(grid, noise, color="#E69F00", label="noise (aleatoric)")
-bottom.plot(grid, disagreement, color="#009E73", label="disagreement (epistemic)")
+prediction.plot_intervals(grid, data=(hours, degrees), ax=top)
+top.set(xlabel="", ylabel="temperature (°C)")
+bottom.plot(grid.numpy(), noise.numpy(), color="#E69F00", label="noise (aleatoric)")
+bottom.plot(grid.numpy(), disagreement.numpy(), color="#009E73", label="disagreement (epistemic)")
 bottom.set(xlabel="hour", ylabel="std (°C)")
 bottom.legend()
 plt.show()

@@ -39,20 +39,8 @@ for name, prediction in {"known digits": known, "eights": eights}.items():
 # %%
 # What abstaining is worth
 # ------------------------
-# Known digits and eights come together. Every answer to an eight is wrong.
-uncertainty = torch.cat([known.entropy, eights.entropy])
-correct = torch.cat([known.labels == digits.test[1], torch.zeros(len(eights.entropy), dtype=torch.bool)])
-curve = fb.metrics.risk_coverage(uncertainty, correct)
+# The left curve has the error rate among the answered known digits. On the right, the entropy separates eights from known digits.
 figure, (left, right) = plt.subplots(1, 2, figsize=(9, 4), layout="constrained")
-left.plot(curve.coverage, 1 - curve.risk, color="#0072B2")
-left.set(
-    xlabel="share of inputs that are answered",
-    ylabel="accuracy of the answers",
-    title="Accuracy against coverage",
-)
-bins = torch.linspace(0, float(uncertainty.max()), 25).tolist()
-right.hist(known.entropy, bins=bins, density=True, alpha=0.6, color="#0072B2", label="known digits")
-right.hist(eights.entropy, bins=bins, density=True, alpha=0.6, color="#D55E00", label="eights, never seen")
-right.set(xlabel="entropy (nats)", ylabel="density", title=f"AUROC {scores['auroc_entropy']:.3f}")
-right.legend()
+known.plot_risk_coverage(digits.test[1], ax=left)
+fb.plots.plot_novelty(known, eights, by="entropy", ax=right)
 plt.show()

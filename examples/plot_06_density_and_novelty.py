@@ -52,19 +52,13 @@ print(
 )
 
 # %%
-side_x, side_y = (
-    torch.linspace(-1.8, 2.8, 30 if QUICK else 120),
-    torch.linspace(-1.4, 1.8, 30 if QUICK else 120),
-)
-grid = torch.cartesian_prod(side_x, side_y)
-values = density.log_prob(grid.numpy()).exp().reshape(len(side_x), -1).T
-novel = detector.is_novel(grid).float().reshape(len(side_x), -1).T
-figure, axes = plt.subplots(1, 3, figsize=(12, 3.6), layout="constrained", sharex=True, sharey=True)
-axes[0].scatter(*data.T, s=2, color="black")
-axes[0].set(title="data")
-axes[1].pcolormesh(side_x.numpy(), side_y.numpy(), values.numpy(), cmap="viridis", shading="auto")
-axes[1].contour(side_x.numpy(), side_y.numpy(), novel.numpy(), levels=[0.5], colors="white")
-axes[1].set(title="density; novel outside the line")
-axes[2].scatter(*density.sample(1500, seed=0).T, s=2, color="#0072B2")
-axes[2].set(title="samples", xlim=(-1.8, 2.8), ylim=(-1.4, 1.8))
+# Regions of 20, 50, 80 and 95 % of the probability, with samples of the flow.
+figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained", sharex=True, sharey=True)
+fb.plots.plot_density(density, data, samples=300, resolution=20 if QUICK else 150, ax=left)
+left.set_title("density, data and samples")
+novel = detector.is_novel(strange)
+for mask, colour, label in ((novel, "#D55E00", "novel"), (~novel, "#0072B2", "familiar")):
+    right.scatter(*strange[mask].T.numpy(), s=5, color=colour, label=label)
+right.set(title="random points, as the detector sees them", xlim=(-2.5, 3.5), ylim=(-2, 2.5))
+right.legend()
 plt.show()

@@ -1,6 +1,6 @@
 """Prints the lowest supported version of every dependency in pyproject.toml as a constraint file, for ``make test-lowest``.
 
-Releases below the bound that a dependency has for the running Python are skipped by raising the bound in ``NEWER``.
+Tools of developers are not constrained. A dependency whose lowest release has no wheel for the running Python is raised in ``NEWER``.
 """
 
 import re
@@ -9,6 +9,7 @@ import tomllib
 from pathlib import Path
 
 NEWER: dict[str, str] = {}  # packages whose lowest release has no wheel for the running Python
+TOOLS = ("dev", "docs")  # extras of developers, who may use the newest
 REQUIREMENT = re.compile(r"^(?P<name>[A-Za-z0-9._-]+)(?:\[[^]]*\])?>=(?P<version>[0-9.]+)$")
 
 
@@ -18,7 +19,8 @@ def constraints(project: dict) -> dict[str, str]:
     Args:
         project: Table ``project`` of pyproject.toml.
     """
-    groups = [project["dependencies"], *project["optional-dependencies"].values()]
+    extras = [group for name, group in project["optional-dependencies"].items() if name not in TOOLS]
+    groups = [project["dependencies"], *extras]
     matches = [REQUIREMENT.match(line) for group in groups for line in group]
     lowest = {match["name"]: match["version"] for match in matches if match}
     return lowest | {name: version for name, version in NEWER.items() if name in lowest}
