@@ -194,6 +194,11 @@ def test_reliability_of_positions_counts_those_with_a_target():
     low, high = binomial_band(0.95, 150, float(prediction.confidence[:, 1:].mean()))
     (patch,) = ax.patches
     assert (patch.get_y(), patch.get_y() + patch.get_height()) == pytest.approx((float(low), float(high)))
+    plots.close(ax)
+    ax = prediction.plot_reliability(prediction.probabilities, bins=1)  # soft labels
+    low, high = binomial_band(0.95, 200, float(prediction.confidence.mean()))
+    (patch,) = ax.patches
+    assert (patch.get_y(), patch.get_y() + patch.get_height()) == pytest.approx((float(low), float(high)))
 
 
 @pytest.mark.parametrize(
@@ -265,6 +270,20 @@ def test_functions_are_the_samples_that_all_inputs_have():
     plt.close("all")
     ax = CLASSES[:60].plot_functions(X, output=1, number=2)
     np.testing.assert_allclose(ax.lines[1].get_ydata(), CLASSES.samples[1, :60, 1])
+
+
+def test_figures_of_the_other_kind_are_refused():
+    posterior = fb.posterior.PointPosterior(nn.Linear(2, 1), fb.likelihoods.Gaussian(0.1))
+    for call in (
+        lambda: plots.plot_reliability(VALUES, TARGETS),
+        lambda: plots.plot_risk_coverage(VALUES, TARGETS),
+        lambda: plots.plot_intervals(CLASSES, X),
+        lambda: plots.plot_pit(CLASSES, TARGETS),
+        lambda: posterior.plot_class_map(torch.zeros(3, 2), resolution=3),
+    ):
+        with pytest.raises(FlowBNNError) as error:
+            call()
+        assert (error.value.kind, error.value.argument) == ("unsupported", "predictive")
 
 
 @pytest.mark.parametrize("predictive", [VALUES, summarize(VALUES, Y)], ids=["samples", "summary"])

@@ -9,7 +9,7 @@ import numpy as np
 from torch import Tensor
 
 from flowbnn.options import Count, Probability, checked
-from flowbnn.plots.style import add_legend, binomial_band, describe_axes, drawing, to_array
+from flowbnn.plots.style import add_legend, binomial_band, check_kind, describe_axes, drawing, to_array
 
 
 @checked
@@ -39,6 +39,7 @@ def plot_pit(
     'targets (%)'
     >>> fb.plots.close(ax)
     """
+    check_kind(predictive, "cdf", "real values")
     values = to_array(predictive.cdf(targets)).reshape(-1)
     counts, edges = np.histogram(values, bins, (0.0, 1.0))
     low, high = binomial_band(level, values.size, 1.0 / bins)
@@ -89,6 +90,7 @@ def plot_coverage(
     'observed coverage (%)'
     >>> fb.plots.close(ax)
     """
+    check_kind(predictive, "cdf", "real values")
     values = to_array(predictive.cdf(targets)).reshape(-1)
     masses = np.linspace(0.0, 1.0, 101)
     covered = np.searchsorted(np.sort(2.0 * np.abs(values - 0.5)), masses + 1e-12, side="right") / values.size

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from flowbnn.errors import check_shape
 from flowbnn.options import Ge, NonNegative, SampleCount, Seed, checked
-from flowbnn.plots.style import Palette, add_legend, blend, describe_axes, drawing, to_array
+from flowbnn.plots.style import Palette, add_legend, blend, check_kind, describe_axes, drawing, to_array
 
 
 @checked
@@ -60,6 +60,7 @@ def plot_class_map(
     ]
     grid = torch.cartesian_prod(*sides)
     predictive = posterior.predict(grid, samples, seed=seed, progress=False)
+    check_kind(predictive, "probabilities", "classes")
     shape = (resolution, resolution)
     labels = predictive.labels.cpu().numpy().reshape(shape).T
     confidence = to_array(predictive.confidence).reshape(shape).T

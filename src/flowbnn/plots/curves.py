@@ -8,7 +8,7 @@ from torch import Tensor
 
 from flowbnn.errors import FlowBNNError
 from flowbnn.options import Count, Ge, Probability, checked
-from flowbnn.plots.style import add_headroom, add_legend, describe_axes, drawing, to_array
+from flowbnn.plots.style import add_headroom, add_legend, check_kind, describe_axes, drawing, to_array
 
 Index = Annotated[int, Ge(0)]
 
@@ -69,6 +69,7 @@ def plot_intervals(
     ['mean', '90 % interval', '50 % interval']
     >>> fb.plots.close(ax)
     """
+    check_kind(predictive, "mean", "real values")
     x, order = ordered_inputs(inputs, len(predictive))
     mean = _column(predictive.mean, output)[order]
     bands = [

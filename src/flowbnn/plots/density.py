@@ -102,7 +102,9 @@ def _samples_and_log_density(
         density = density.flow
     with torch.no_grad():
         distribution = density(context) if isinstance(density, nn.Module) else density
-    with torch.no_grad(), torch.random.fork_rng():
+    tensors = density.parameters() if isinstance(density, nn.Module) else ()
+    devices = sorted({tensor.device.index for tensor in tensors if tensor.is_cuda})
+    with torch.no_grad(), torch.random.fork_rng(devices):
         torch.manual_seed(seed)
         draws = distribution.sample((samples,))
     device, vector = draws.device, bool(getattr(distribution, "event_shape", (1,)))

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from flowbnn.metrics.checks import IGNORED
 from flowbnn.options import Count, Probability, checked
-from flowbnn.plots.style import add_legend, binomial_band, describe_axes, drawing
+from flowbnn.plots.style import add_legend, binomial_band, check_kind, describe_axes, drawing
 
 
 @checked
@@ -44,12 +44,14 @@ def plot_reliability(
     ('confidence', 'accuracy')
     >>> fb.plots.close(ax)
     """
+    check_kind(predictive, "reliability", "classes")
     bars = [bar for bar in predictive.reliability(targets, bins) if bar["fraction"] > 0]
     confidence, accuracy, fraction = (
-        np.array([bar[name] for bar in bars], dtype=np.float64)  # type: ignore[literal-required]
+        np.array([bar[name] for bar in bars], dtype=np.float64)
         for name in ("confidence", "accuracy", "fraction")
     )
-    number = len(targets) if targets.is_floating_point() else int((targets != IGNORED).sum())
+    soft = targets.is_floating_point()
+    number = predictive.labels.numel() if soft else int((targets != IGNORED).sum())
     low, high = binomial_band(level, np.round(fraction * number), confidence)
     error = float((fraction * np.abs(accuracy - confidence)).sum())
     with drawing(ax, (5.0, 4.6)) as (ax, palette):

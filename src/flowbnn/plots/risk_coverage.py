@@ -6,7 +6,7 @@ import numpy as np
 from torch import Tensor
 
 from flowbnn.options import checked
-from flowbnn.plots.style import add_headroom, add_legend, describe_axes, drawing, to_array
+from flowbnn.plots.style import add_headroom, add_legend, check_kind, describe_axes, drawing, to_array
 
 
 @checked
@@ -35,6 +35,7 @@ def plot_risk_coverage(
     'coverage (% of the inputs answered)'
     >>> fb.plots.close(ax)
     """
+    check_kind(predictive, "risk_coverage", "classes")
     curve = predictive.risk_coverage(targets, by)
     coverage, risk = 100.0 * to_array(curve.coverage), 100.0 * to_array(curve.risk)
     wrong = risk[-1]

@@ -232,6 +232,19 @@ def add_legend(ax: Any, palette: Palette, **options: Any) -> None:
         legend.get_frame().set_linewidth(0.0)
 
 
+def check_kind(predictive: Any, attribute: str, kind: str) -> None:
+    """Raises FlowBNNError if a predictive is of another kind than a figure needs.
+
+    Args:
+        predictive: Predictive distribution.
+        attribute: Name of an attribute that the right kind has.
+        kind: Words for the right kind, such as ``"classes"``.
+    """
+    if not hasattr(predictive, attribute):
+        text = f"this figure needs predictions of {kind}, got a {type(predictive).__name__}"
+        raise FlowBNNError(text, kind="unsupported", argument="predictive")
+
+
 def add_headroom(ax: Any, share: float) -> None:
     """Extends the vertical axis above the data, so that a legend fits.
 
