@@ -21,7 +21,14 @@ from flowbnn.noise.base import layers_with_noise, make_noise_modes
 from flowbnn.noise.batched import draw_examples
 from flowbnn.noise.contexts import NoiseGroup, NoiseMode, OptionalGenerator, Shape
 from flowbnn.noise.inspection import matrix_share, warn_mostly_plain
-from flowbnn.noise.layout import absorbs, layout_of, output_layout, weight_scale, wrappable_layers
+from flowbnn.noise.layout import (
+    absorbs,
+    layout_of,
+    output_layout,
+    registration_advice,
+    weight_scale,
+    wrappable_layers,
+)
 from flowbnn.numerics import constant
 from flowbnn.options import Hint, checked
 
@@ -150,6 +157,10 @@ def to_stochastic(
                 False  # nested tensors bypass the forward of the layers, and so the noise
             )
             vars(module)["flowbnn_nested"] = True
+    if any(kind.__name__ == "LightningModule" for kind in type(model).__mro__):
+        from flowbnn.integrations.lightning import add_guard
+
+        add_guard(model)
     return model
 
 
@@ -165,7 +176,7 @@ def _no_layers(model: nn.Module) -> FlowBNNError:
     where = f"layer '{first}' ({type(module).__name__})" if first else f"{name} itself"
     weights = quote_names([n for n, _ in module.named_parameters(recurse=False)])
     text = f"{name} has no layer for noise: {where} holds the parameters {weights}"
-    advice = f"use layers such as nn.Linear, or fb.noise.register_layer({type(module).__name__}, ...)"
+    advice = registration_advice([type(module).__name__])
     return FlowBNNError(f"{text}; {advice}", kind="model", argument="model", layers=[*owners])
 
 

@@ -210,6 +210,45 @@ CASES: dict[str, Case] = {
             *INVALID_VARIATIONAL,
         ),
     ),
+    "ivon": Case(
+        lambda **settings: fb.IVON(
+            **{"epochs": 20, "lr": 0.2} | {k: v for k, v in settings.items() if k != "lr"}
+        ),
+        lambda: fb.IVON(epochs=300, lr=0.1, hessian_init=4.0, repeats=8, schedule=cosine, prior_scale=PRIOR),
+        "mean-field",
+        "its weights are independent",
+        samples=4000,
+        mean_tolerance=0.05,
+        variance_tolerance=0.05,  # the Hessian is a running mean of estimates from draws
+        invalid=(
+            {"momentum": 1.0},
+            {"hessian_momentum": 1.0},
+            {"hessian_init": 0.0},
+            {"beta": 0.0},
+            {"repeats": 0},
+            {"epochs": 0},
+            {"layers": 3},
+            {"optimizer": torch.optim.Adam},
+        ),
+    ),
+    "vbll": Case(
+        lambda **settings: fb.VBLL(**SHORT | settings),
+        lambda: fb.VBLL(noise_lr=0.1, **CONVERGED | {"epochs": 400}),
+        "exact",
+        "the network is its last layer",
+        samples=4000,
+        mean_tolerance=1e-2,
+        variance_tolerance=0.02,
+        invalid=(
+            {"structure": "kron"},
+            {"base_scale": -1.0},
+            {"noise_lr": 0},
+            {"beta": -1},
+            {"warmup": 2},
+            {"repeats": 2},
+            {"epochs": 0},
+        ),
+    ),
     "mnf": Case(
         lambda **settings: fb.MNF(**{"flow": "planar", **SHORT} | settings),
         lambda: fb.MNF("planar", noise_lr=0.05, repeats=4, **CONVERGED | {"epochs": 150}),

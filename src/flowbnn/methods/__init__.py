@@ -8,6 +8,8 @@ from flowbnn.methods.calibrators.temperature import Temperature, TemperedPosteri
 from flowbnn.methods.damp import DAMP
 from flowbnn.methods.dropout import DropoutPosterior, MCDropout
 from flowbnn.methods.ensemble import DeepEnsemble, EnsemblePosterior
+from flowbnn.methods.gaussian.ivon import IVON
+from flowbnn.methods.gaussian.vbll import VBLL, VBLLPosterior
 from flowbnn.methods.laplace.laplace import Laplace
 from flowbnn.methods.laplace.posterior import LaplacePosterior
 from flowbnn.methods.mcmc.hmc import HMC, NUTS
@@ -27,6 +29,7 @@ from flowbnn.posterior.weights import MemberPosterior
 __all__ = [
     "DAMP",
     "HMC",
+    "IVON",
     "MAP",
     "METHODS",
     "MLE",
@@ -34,6 +37,7 @@ __all__ = [
     "NUTS",
     "SGLD",
     "SWAG",
+    "VBLL",
     "BayesByBackprop",
     "CalibratedPosterior",
     "Calibrator",
@@ -64,6 +68,7 @@ __all__ = [
     "ScaledPosterior",
     "Temperature",
     "TemperedPosterior",
+    "VBLLPosterior",
     "VectorScaling",
     "evaluate",
     "load_posterior",

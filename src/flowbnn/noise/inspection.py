@@ -16,6 +16,7 @@ from flowbnn.networks import evaluation_mode
 from flowbnn.noise.base import Noise, make_noise_modes, noise_layers
 from flowbnn.noise.contexts import NoiseContext, NoiseGroup, Shape
 from flowbnn.noise.joint import JointPart
+from flowbnn.noise.layout import registration_advice
 from flowbnn.noise.modes import align_batch_axes, record_noise_inputs, warn_constant_inputs
 
 
@@ -276,8 +277,8 @@ def warn_mostly_plain(model: nn.Module) -> None:
     share, classes = matrix_share(model)
     if share < 0.5:
         warn(
-            f"noise reaches {100 * share:.0f} % of the matrix weights, because {quote_names(classes)} cannot have noise; add these "
-            "classes with flowbnn.noise.register_layer",
+            f"noise reaches {100 * share:.0f} % of the matrix weights, because {quote_names(classes)} cannot have noise; "
+            f"{registration_advice(classes)}",
             kind="share",
             share=share,
             classes=classes,

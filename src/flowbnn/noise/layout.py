@@ -1,6 +1,6 @@
 """Position of a noise vector on a layer's tensor: the axes of the features and of the examples."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -122,6 +122,19 @@ def register_layer(kind: type[nn.Module], layout: Callable[..., Layout]) -> None
     _LAYOUTS[kind] = layout
 
 
+def registration_advice(classes: Sequence[str]) -> str:
+    """Returns advice on classes of layers that are not registered, with the arguments of :func:`register_layer`.
+
+    Args:
+        classes: Names of the classes, the most important one first.
+
+    >>> registration_advice(["KANLinear"])
+    'use flowbnn.noise.register_layer(KANLinear, lambda layer: flowbnn.noise.Layout(number_of_input_features))'
+    """
+    name = classes[0] if classes else "MyLayer"
+    return f"use flowbnn.noise.register_layer({name}, lambda layer: flowbnn.noise.Layout(number_of_input_features))"
+
+
 def wrappable(module: nn.Module) -> bool:
     """Returns True if a layer can have noise."""
     return _layout_function(module) is not None
@@ -141,7 +154,7 @@ def layout_of(module: nn.Module) -> Layout:
         return layout
     reason = "has no input width yet; run one batch through the lazy network first"
     if layout is None:
-        reason = "cannot have noise; add its class with register_layer"
+        reason = f"cannot have noise; {registration_advice([type(module).__name__])}"
     raise FlowBNNError(f"a {type(module).__name__} {reason}", kind="layer")
 
 

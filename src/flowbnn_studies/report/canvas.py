@@ -83,7 +83,7 @@ class MethodFamily:
 
 # The first match counts: a variant of a method comes before the method.
 METHOD_FAMILIES = (
-    MethodFamily("variational weights", "crimson", ("bayes-by-backprop", "mnf")),
+    MethodFamily("variational weights", "crimson", ("bayes-by-backprop", "mnf", "ivon", "vbll")),
     MethodFamily("Laplace", "amber", ("laplace",)),
     MethodFamily("ensembles", "olive", ("deep-ensemble", "mode-ensemble", "swag")),
     MethodFamily("Markov chains", "violet", ("sgld", "hmc", "nuts")),

@@ -50,7 +50,7 @@ def test_every_method_has_the_colour_of_its_family() -> None:
         {"deep-ensemble", "mode-ensemble", "swag"},
         {"laplace"},
     ]
-    expected_groups += [{"bayes-by-backprop", "mnf"}, {"sgld", "hmc", "nuts"}]
+    expected_groups += [{"bayes-by-backprop", "mnf", "ivon", "vbll"}, {"sgld", "hmc", "nuts"}]
     groups = [
         {name for name in families if families[name] == families[other_name]} for other_name in families
     ]

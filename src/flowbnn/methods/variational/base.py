@@ -126,7 +126,7 @@ def fit_elbo(
         num_data = options.num_examples(training)
     elbo = ELBO(likelihood, num_data, method.beta)
     settings = {name: getattr(method, name) for name in ("beta", "warmup", "repeats")}
-    loss = make_weight_loss(elbo, divergence, method)
+    loss = make_weight_loss(elbo, divergence, method.repeats, method.warmup)
     posterior.history = make_training_run(
         posterior,
         Objective(module, likelihood, loss, prepared.check_batch),
@@ -142,15 +142,18 @@ def fit_elbo(
         check_noise_scale(posterior, loader, options.seed)
 
 
-def make_weight_loss(elbo: ELBO, divergence: Callable[[], Divergence], method: Variational) -> Loss:
+def make_weight_loss(
+    elbo: ELBO, divergence: Callable[[], Divergence], repeats: int = 1, warmup: float = 0.0
+) -> Loss:
     """Returns the negative ELBO as a loss of :class:`~flowbnn.methods.fitting.Objective`.
 
     Args:
         elbo: ELBO with its likelihood.
         divergence: Function that returns the KL divergence and the entropy of the distribution of weights.
-        method: Settings of the method.
+        repeats: Number of draws of the weights per step.
+        warmup: Fraction of the run over which the weight of the KL divergence grows.
     """
-    likelihood, repeats = elbo.likelihood, method.repeats
+    likelihood = elbo.likelihood
     log_scale = likelihood.log_scale if learns_noise(likelihood) else None
 
     def loss(forward: NetworkFunction, batch: Any, clock: Clock) -> LossAndLogs:
@@ -166,7 +169,7 @@ def make_weight_loss(elbo: ELBO, divergence: Callable[[], Divergence], method: V
         if repeats > 1:  # each draw of the weights serves all examples
             outputs = torch.cat([outputs, *(forward(inputs) for _ in range(repeats - 1))])
             targets, weights = repeat((targets, weights), repeats)
-        weight = warm_up(clock.progress, method.warmup)
+        weight = warm_up(clock.progress, warmup)
         terms = elbo.terms(outputs, targets, Divergences({}, divergence()), weight, weights)
         logs = terms.logs()
         return terms.loss + correction, {name: logs[name] for name in ("elbo", "log_likelihood", "kl")}

@@ -1,0 +1,99 @@
+"""Every kind of network that users bring: converted, fitted, predicted, calibrated, saved and loaded, or refused in one line."""
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import tests.user_networks.libraries  # noqa: F401
+import torch
+from tests.user_networks.cases import CASES, Case
+from torch import nn
+
+import flowbnn as fb
+from flowbnn.batches import call, move, split_batch
+from flowbnn.data.formats import as_loader
+from flowbnn.errors import FlowBNNError
+from flowbnn.posterior import PredictOptions
+
+SAMPLES = 2
+STEPS = ("convert", "fit", "predict", "calibrate", "load")
+
+
+class Trial:
+    """Steps of one case. Every step returns nothing, or raises an error."""
+
+    def __init__(self, case: Case, folder: Any) -> None:
+        self.case, self.folder, self.data = case, folder, case.data()
+
+    def network(self, seed: int = 0) -> nn.Module:
+        torch.manual_seed(seed)
+        network = self.case.make()
+        return network.double() if self.case.double else network
+
+    def convert(self) -> None:
+        self.noisy = fb.to_stochastic(self.network(), self.case.rules)
+
+    def fit(self) -> None:
+        options = {"likelihood": self.case.likelihood, "output": self.case.output, "validation": None}
+        self.posterior = fb.fit(
+            self.noisy, self.data, epochs=1, report=False, progress=False, seed=0, **options
+        )
+
+    def inputs(self) -> Any:
+        inputs = split_batch(next(iter(as_loader(self.data))))[0]
+        weight = next(value for value in self.posterior.model.parameters())
+        return move(inputs, weight.device, weight.dtype if weight.is_floating_point() else None)
+
+    def outputs(self, posterior: Any) -> torch.Tensor:
+        torch.manual_seed(0)
+        return posterior.collect(self.inputs(), PredictOptions(SAMPLES, seed=1))[0].double()
+
+    def predict(self) -> None:
+        outputs = self.outputs(self.posterior)
+        with torch.no_grad():
+            single = [call(network, self.inputs()) for network in self.posterior.networks(SAMPLES, seed=1)]
+        expected = torch.stack(single).double()
+        scale = 1.0 + float(expected.abs().max())
+        assert (outputs - expected).abs().max() / scale < self.case.tolerance
+
+    def calibrate(self) -> None:
+        options = {"likelihood": self.case.likelihood, "output": self.case.output}
+        options = {name: value for name, value in options.items() if value not in ("auto", None)}
+        posterior = fb.calibrate(
+            self.network(), self.data, progress=False, seed=0, candidates=["noise"], **options
+        )
+        assert torch.isfinite(self.outputs(posterior)).all()
+
+    def load(self) -> None:
+        path = self.posterior.save(self.folder / "posterior.safetensors")
+        loaded = fb.load_posterior(path, self.network(seed=1))
+        if self.case.tolerance < float("inf"):
+            torch.testing.assert_close(
+                self.outputs(loaded), self.outputs(self.posterior), atol=1e-6, rtol=1e-5
+            )
+
+
+def run_steps(case: Case, folder: Any) -> dict[str, str]:
+    """Returns the kind of the error of each step that is refused. After a refusal, steps that need its result are left out."""
+    trial, refusals = Trial(case, folder), dict[str, str]()
+    for step in STEPS:
+        if step != "calibrate" and ("convert" in refusals or "fit" in refusals):
+            continue
+        function: Callable[[], None] = getattr(trial, step)
+        if step == "calibrate" and "convert" in refusals:
+            continue
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                function()
+        except FlowBNNError as error:
+            refusals[step] = error.kind if "\n" not in str(error) else "several lines"
+    return refusals
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", CASES)
+def test_network_passes_every_step_or_is_refused(name, tmp_path):
+    case = CASES[name]
+    assert run_steps(case, tmp_path) == dict(case.refusals)
