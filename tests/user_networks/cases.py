@@ -30,6 +30,7 @@ class Case:
         refusals: Kind of the error of each step that is refused.
         tolerance: Largest difference between predictions and single networks.
         double: True if the network is converted to double precision.
+        calibrator: Candidate of the calibration. Refused calibrations are those by noise.
     """
 
     make: Callable[[], nn.Module]
@@ -40,6 +41,7 @@ class Case:
     refusals: Mapping[str, str] = field(default_factory=dict)
     tolerance: float = 1e-6
     double: bool = True
+    calibrator: str = "temperature"
 
 
 CASES: dict[str, Case] = {}
@@ -104,17 +106,18 @@ add_subject("resnet inplace relu", "resnet")
 add_subject("convnext", "convnext")
 add_structured("unet per pixel classes", "pixels")
 add_structured("unet binary mask", "mask", likelihood="bernoulli")
-add_structured("multilabel", "labels", likelihood="bernoulli")
-add_subject("regression multi", "two_targets")
+add_structured("multilabel", "labels", likelihood="bernoulli", calibrator="noise")
+add_subject("regression multi", "two_targets", calibrator="noise")
 add(
     "regression squeezed",
     lambda: nn.Sequential(mlp(1), nn.Flatten(0)),
     lambda: halves(normal(ROWS, 4), normal(ROWS, 4).sum(1)),
+    calibrator="noise",
 )
 add_subject("vit sdpa rmsnorm", "vision_transformer")
 add_subject("tcn conv1d weightnorm", "weight_norm_tcn")
 add_subject("old weight norm", "old_weight_norm")
-add_subject("deepsets masked", "masked_sets")
+add_subject("deepsets masked", "masked_sets", calibrator="noise")
 
 
 def edges(nodes: int) -> Tensor:
@@ -139,6 +142,7 @@ add(
     "gnn node full graph",
     NodeNetwork,
     lambda: [((normal(ROWS, 4), edges(ROWS)), CLASSES), ((normal(ROWS, 4) + 0.1, edges(ROWS)), CLASSES)],
+    refusals={"calibrate": "rows"},
 )
 
 
@@ -180,7 +184,7 @@ def packed() -> Any:
     return [(packed, CLASSES[:12]), (packed, CLASSES[:12])]
 
 
-add("packed collate natural", PackedNetwork, packed)
+add("packed collate natural", PackedNetwork, packed, refusals={"calibrate": "rows"})
 add_subject("rnncell loop", "recurrent_cell")
 add_subject("bilinear", "bilinear")
 add(
@@ -208,8 +212,8 @@ add(
     lambda: halves(torch.complex(normal(ROWS, 4), normal(ROWS, 4))),
     double=False,
 )
-add_subject("moe top1 routing", "mixture_of_experts")
-add_subject("early exit", "early_exit")
+add_subject("moe top1 routing", "mixture_of_experts", refusals={"calibrate": "unsupported"})
+add_subject("early exit", "early_exit", calibrator="noise")
 
 # -------------------- 23 to 49 of the list
 
@@ -227,7 +231,12 @@ class WholeDictionary(nn.Module):
         return self.layer(batch["a"] + batch["b"])
 
 
-add("dict as one arg", WholeDictionary, lambda: halves({"a": normal(ROWS, 4), "b": normal(ROWS, 4)}))
+add(
+    "dict as one arg",
+    WholeDictionary,
+    lambda: halves({"a": normal(ROWS, 4), "b": normal(ROWS, 4)}),
+    calibrator="noise",
+)
 
 
 class TwoHeads(nn.Module):
@@ -250,6 +259,7 @@ add(
     lambda: TwoHeads("tuple"),
     lambda: halves(normal(ROWS, 4), (CLASSES, normal(ROWS, 1))),
     likelihood=fb.likelihoods.Heads({"label": "categorical", "value": "gaussian"}),
+    calibrator="noise",
 )
 add("dict output logits", lambda: TwoHeads("dictionary"), lambda: halves(normal(ROWS, 4)))
 add_subject("mixed raw parameter", "raw_parameter")
@@ -265,8 +275,8 @@ def initialized() -> nn.Module:
     return network
 
 
-add("lazy uninit", lazy, lambda: halves(normal(ROWS, 4)), refusals={"convert": "model"}, double=False)
-add("lazy init", initialized, lambda: halves(normal(ROWS, 4)))
+add("lazy uninit", lazy, lambda: halves(normal(ROWS, 4)), refusals={"convert": "network"}, double=False)
+add("lazy init", initialized, lambda: halves(normal(ROWS, 4)), calibrator="noise")
 
 
 class QuantizedLinear(nn.Module):
@@ -285,13 +295,13 @@ add(
     "jit script",
     lambda: torch.jit.trace(mlp(), normal(2, 4)),
     lambda: halves(normal(ROWS, 4)),
-    refusals={"convert": "model"},
+    refusals={"convert": "network"},
     double=False,
 )
 add("bfloat16 model", lambda: mlp().bfloat16(), lambda: halves(normal(ROWS, 4)), tolerance=2e-2, double=False)
 add("all frozen", lambda: mlp().requires_grad_(False), lambda: halves(normal(ROWS, 4)))
-add("meta device", lambda: mlp().to("meta"), lambda: halves(normal(ROWS, 4)), refusals={"fit": "network"})
-add_subject("grad checkpoint nonreentrant", "activation_checkpointing")
+add("meta device", lambda: mlp().to("meta"), lambda: halves(normal(ROWS, 4)), refusals={"convert": "network"})
+add_subject("grad checkpoint nonreentrant", "activation_checkpointing", refusals={"calibrate": "unsupported"})
 add("data parallel", lambda: nn.DataParallel(mlp()), lambda: halves(normal(ROWS, 4)))
 add_subject("functional dropout", "functional_dropout")
 
@@ -303,7 +313,13 @@ class AlwaysDropout(nn.Sequential):
         return F.dropout(super().forward(x), 0.2, training=True)
 
 
-add("always dropout", lambda: AlwaysDropout(*mlp()), lambda: halves(normal(ROWS, 4)), tolerance=float("inf"))
+add(
+    "always dropout",
+    lambda: AlwaysDropout(*mlp()),
+    lambda: halves(normal(ROWS, 4)),
+    tolerance=float("inf"),
+    refusals={"calibrate": "random"},
+)
 add("single logit float targets", lambda: mlp(1), lambda: halves(normal(ROWS, 4), (CLASSES > 0).float()))
 add(
     "single logit bernoulli",
@@ -326,7 +342,12 @@ class Bags(nn.Module):
         return self.head(self.bag(tokens, offsets))
 
 
-add("embeddingbag offsets", Bags, lambda: [((words(30), torch.arange(12) * 2), CLASSES[:12])] * 2)
+add(
+    "embeddingbag offsets",
+    Bags,
+    lambda: [((words(30), torch.arange(12) * 2), CLASSES[:12])] * 2,
+    refusals={"calibrate": "rows"},
+)
 
 
 class Queries(nn.Module):
@@ -373,7 +394,9 @@ class Centred(nn.Module):
         return self.head(torch.tanh(hidden - hidden.mean(0)))
 
 
-add("batch stat attention across", Centred, lambda: halves(normal(ROWS, 4)))
+add(
+    "batch stat attention across", Centred, lambda: halves(normal(ROWS, 4)), refusals={"calibrate": "network"}
+)
 
 
 class KANLinear(nn.Module):
@@ -460,6 +483,7 @@ add(
     lambda: mlp(1),
     lambda: halves(normal(ROWS, 4), CLASSES.float().unsqueeze(1)),
     likelihood="poisson",
+    calibrator="noise",
 )
 add(
     "channels last images",

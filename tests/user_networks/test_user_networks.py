@@ -60,9 +60,9 @@ class Trial:
     def calibrate(self) -> None:
         options = {"likelihood": self.case.likelihood, "output": self.case.output}
         options = {name: value for name, value in options.items() if value not in ("auto", None)}
-        posterior = fb.calibrate(
-            self.network(), self.data, progress=False, seed=0, candidates=["noise"], **options
-        )
+        candidate = "noise" if "calibrate" in self.case.refusals else self.case.calibrator
+        short = {"candidates": [candidate], "folds": 0, "structure": "factorized", "prior": "fixed"}
+        posterior = fb.calibrate(self.network(), self.data, progress=False, seed=0, **short, **options)
         assert torch.isfinite(self.outputs(posterior)).all()
 
     def load(self) -> None:

@@ -28,9 +28,10 @@ from flowbnn.calibrate.problem import CalibrationProblem, HeldOutData, PriorName
 from flowbnn.calibrate.unfit_data import find_limits, hard_labels, warn_unreliable
 from flowbnn.convert import Rule
 from flowbnn.errors import FlowBNNError, warn
-from flowbnn.likelihoods import Bernoulli, Categorical, Likelihood
+from flowbnn.likelihoods import Bernoulli, Categorical
 from flowbnn.methods.calibrators.folds import split_folds
 from flowbnn.methods.calibrators.last_layer import LastLayerRefit
+from flowbnn.methods.fit_options import LikelihoodName
 from flowbnn.methods.variational.base import FlowName
 from flowbnn.metrics import calibration_error
 from flowbnn.networks import OutputSelection, copy_network, select_output
@@ -69,7 +70,7 @@ def calibrate(
     flow: FlowName | Recipe | None = None,
     folds: Literal[0] | Annotated[int, Ge(2)] = 4,
     samples: Count = 64,
-    likelihood: Literal["auto", "categorical", "bernoulli", "gaussian"] | Likelihood = "auto",
+    likelihood: LikelihoodName = "auto",
     output: OutputSelection | None = None,
     accelerator: Literal["auto", "cpu", "gpu", "cuda", "mps"] = "auto",
     seed: Seed = 0,

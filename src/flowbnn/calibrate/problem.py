@@ -14,7 +14,7 @@ from flowbnn.calibrate.flow import FlowFit, fit_flow
 from flowbnn.convert import Rule, to_stochastic
 from flowbnn.diagnostics.fixed_data import check_row_independence, read_fixed_data
 from flowbnn.distributions import NormalBase
-from flowbnn.errors import FlowBNNError
+from flowbnn.errors import FlowBNNError, quote_names, warn
 from flowbnn.likelihoods import Gaussian, Likelihood, learns_noise
 from flowbnn.likelihoods.classes import ClassLikelihood
 from flowbnn.methods.fit_options import FitOptions
@@ -178,8 +178,19 @@ class CalibrationProblem:
                 f"structure='{self.structure}' needs equal recipes, except priors; use structure='factorized'"
             )
             raise FlowBNNError(text, kind="rules", argument="rules")
-        check_row_independence(NoisyNetwork(self.network, data.likelihood), data.inputs)
+        self._check_rows()
         self.flow_network = None if flow is None else self._add_flow(flow)
+
+    def _check_rows(self) -> None:
+        """Checks that the outputs of the examples are independent. Errors of a layer have its name."""
+        try:
+            check_row_independence(NoisyNetwork(self.network, self.data.likelihood), self.data.inputs)
+        except FlowBNNError as error:
+            keys = {noise.key: name for name, noise in noise_layers(self.network).items()}
+            name = keys.get(error.fields.get("key", -1))
+            if name is None:
+                raise
+            raise FlowBNNError(f"layer '{name}': {error}", **error.fields, layer=name) from None
 
     def _add_noise(self, rules: Rules, structure: Structure = "factorized") -> nn.Module:
         """Returns the network with noise."""
@@ -189,7 +200,9 @@ class CalibrationProblem:
         return model
 
     def _exclude_idle_layers(self, rules: dict[Rule, Recipe | None]) -> dict[Rule, Recipe | None]:
-        """Returns rules without noise in layers that the network does not call, or that no gradient reaches.
+        """Returns rules without noise in layers that the network does not call, that no gradient reaches, or that see no examples.
+
+        Embeddings of positions see no examples. Their noise would be the same for all examples of a batch.
 
         Layers whose input does not depend on the examples, such as embeddings of positions, have no noise of an example either.
 
@@ -207,6 +220,13 @@ class CalibrationProblem:
             warn_idle(idle)
         if idle or constant:
             rules = rules | dict.fromkeys([*idle, *constant])
+            network = self._add_noise(rules)
+        layers = noise_layers(network)
+        constant = [name for name, noise in layers.items() if noise.layout.batch_axis is None]
+        if constant and len(constant) < len(layers):
+            text = f"layers {quote_names(constant)} do not depend on the examples; they get no noise in the calibration"
+            warn(text, kind="constant", layers=constant)
+            rules = rules | dict.fromkeys(constant)
             network = self._add_noise(rules)
         return rules | dict.fromkeys(remove_noise_without_gradient(network, inputs))
 

@@ -34,6 +34,10 @@ def check_row_independence(network: NoisyNetwork, inputs: Any) -> None:
         raise FlowBNNError("outputs are NaN; look for NaN in the inputs and weights", kind="not finite")
     tolerance = max(1e-3, 10.0 * torch.finfo(batched.dtype).eps) * float(batched.abs().max())
     if not torch.allclose(batched[: len(single)], single, rtol=0.0, atol=tolerance):
+        again = network.outputs(small, ones[: len(tensors_of(small)[0])])
+        if not torch.allclose(again, single, rtol=0.0, atol=tolerance):
+            text = "outputs are random in evaluation mode; disable dropout that is always on"
+            raise FlowBNNError(text, kind="random", argument="network")
         text = "outputs depend on the other examples of a batch; replace layers such as BatchNorm(track_running_stats=False)"
         raise FlowBNNError(text, kind="network")
 
@@ -57,6 +61,10 @@ def read_fixed_data(loader: Any, seed: int, purpose: str = "diagnostics") -> tup
         inputs, targets = split_batch(batch)
         check_selectable(inputs, purpose)
         if not has_row_axis((inputs, targets)):
+            if not has_row_axis(inputs):
+                sizes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors_of(inputs))
+                text = f"{purpose} selects rows of the inputs, which is not possible for tensors of the shapes {sizes}; "
+                raise FlowBNNError(f"{text}use fb.Temperature or fb.fit", kind="rows", argument="inputs")
             shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors_of((inputs, targets)))
             text = f"inputs and targets {shapes} differ in length"
             raise FlowBNNError(text, kind="targets", argument="loader")

@@ -19,6 +19,7 @@ except ImportError:
         raise ImportError(text) from error
 
 from flowbnn.calibrate import calibrate
+from flowbnn.data.formats import as_loader
 from flowbnn.errors import FlowBNNError, warn
 from flowbnn.integrations.kl import KLTerm, make_posterior
 from flowbnn.methods.fit_options import LikelihoodName
@@ -105,6 +106,8 @@ class CalibrationCallback(Callback):
         if data is None:
             loaders = trainer.val_dataloaders
             data = loaders[0] if isinstance(loaders, list | tuple) and loaders else loaders
+            if data is None and trainer.datamodule is not None:  # a module without validation_step
+                data = as_loader(trainer.datamodule, stage="validation")
         if data is None or (isinstance(data, list) and not data):
             text = "CalibrationCallback needs held-out data; pass held_out= or a validation loader"
             raise FlowBNNError(text, kind="loader", argument="held_out")

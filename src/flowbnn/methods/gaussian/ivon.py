@@ -197,6 +197,11 @@ class OnlineNewton(torch.optim.Optimizer):
             "adam": False,
         }
         super().__init__(groups, defaults)
+        for group in self.param_groups:
+            if not group["adam"]:
+                mean, log_std = group["params"]
+                self.state[mean] = {"step": torch.zeros(()), "gradient": torch.zeros_like(mean)}
+                self.state[log_std] = {"hessian": torch.full_like(log_std, hessian_init)}
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -213,12 +218,8 @@ class OnlineNewton(torch.optim.Optimizer):
         """Updates the Hessian, the means and the standard deviations."""
         if mean.grad is None:
             return
-        state, decay = self.state[mean], group["weight_decay"]
-        if not state:
-            state["step"] = torch.zeros(())
-            state["gradient"] = torch.zeros_like(mean)
-            state["hessian"] = torch.full_like(mean, group["hessian_init"])
-        beta1, beta2, hessian = group["momentum"], group["hessian_momentum"], state["hessian"]
+        state, hessian = self.state[mean], self.state[log_std]["hessian"]
+        beta1, beta2, decay = group["momentum"], group["hessian_momentum"], group["weight_decay"]
         state["step"] += 1
         state["gradient"].lerp_(mean.grad, 1.0 - beta1)
         slope = torch.zeros_like(mean) if log_std.grad is None else log_std.grad
