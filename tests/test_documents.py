@@ -297,3 +297,69 @@ def test_plots_page(tmp_path, monkeypatch):
     methods = {"plot_density": "density.plot(", "plot_comparison": "comparison.plot("}
     for name in fb.plots.__all__:
         assert not name.startswith("plot_") or methods.get(name, name) in page, name
+
+
+def text_data(rows=24):
+    """Returns examples of a text classifier, as data sets of Hugging Face return them."""
+    words = torch.arange(rows * 5).view(rows, 5) % 20
+    return [{"input_ids": words[index], "labels": torch.tensor(index % 2)} for index in range(rows)]
+
+
+class TextData(torch.utils.data.Dataset):
+    """Data set of :func:`text_data`."""
+
+    def __init__(self):
+        self.rows = text_data()
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, index):
+        return self.rows[index]
+
+
+@pytest.mark.filterwarnings("ignore")  # of other libraries, and of short fits
+def test_integrations_page(tmp_path, monkeypatch):
+    import lightning
+    from torch_geometric.data import Data
+
+    class Classifier(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.layer = torch.nn.Linear(4, 3)
+
+        def forward(self, x):
+            return self.layer(x)
+
+        def training_step(self, batch, index):
+            return torch.nn.functional.cross_entropy(self(batch[0]), batch[1])
+
+        def configure_optimizers(self):
+            return torch.optim.Adam(self.parameters())
+
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(0)
+    edges = torch.tensor([[0, 1, 2], [1, 2, 0]])
+    graphs = [Data(x=torch.randn(3, 3), edge_index=edges, y=torch.tensor([i % 2])) for i in range(24)]
+    graph = Data(x=torch.randn(3, 3), edge_index=edges, y=torch.tensor([0, 1, 1]))
+    names = {"fb": fb, "torch": torch, "train_texts": TextData(), "held_out_texts": TextData()}
+    names |= {"graphs": graphs, "graph": graph, "Classifier": Classifier, "data_module": small_loader()}
+    for code in code_blocks("docs/integrations.md"):
+        code = re.sub(
+            r"fb\.fit\((.*)\)(?=\s|$)",
+            r"fb.fit(\1, epochs=1, report=False, progress=False)",
+            code,
+            flags=re.M,
+        )
+        code = code.replace(
+            "held_out)\nprint", "held_out, candidates=['temperature'], progress=False)\nprint"
+        )
+        code = code.replace(
+            "report_to=[]", "report_to=[], use_cpu=True, num_train_epochs=1, disable_tqdm=True"
+        )
+        code = code.replace("logger=False", "logger=False, enable_progress_bar=False, accelerator='cpu'")
+        exec(code, names)
+        if "model" in names and "base_model" not in names:
+            names["base_model"] = fb.networks.copy_network(names["model"])
+    assert not any("lora" in name for name, _ in names["merged"].named_modules())
+    assert names["posterior"].predict(graphs, 2).probabilities.shape == (24, 2)

@@ -3,22 +3,22 @@
 import warnings
 from typing import Any
 
-import lightning
 import torch
-from peft import LoraConfig, get_peft_model
 from tests.user_networks.cases import CLASSES, ROWS, Case, add, halves, normal, words
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
-from torch_geometric.data import Data
-from torch_geometric.loader import DataLoader as GraphLoader
-from torch_geometric.nn import GATConv, GCNConv, SAGEConv, global_mean_pool
 
 import flowbnn as fb
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
+    warnings.simplefilter("ignore")  # of these libraries about torch and each other
+    import lightning
     import transformers as hf
+    from peft import LoraConfig, get_peft_model
+    from torch_geometric.data import Data
+    from torch_geometric.loader import DataLoader as GraphLoader
+    from torch_geometric.nn import GATConv, GCNConv, SAGEConv, global_mean_pool
 
 __all__ = ["Case"]
 

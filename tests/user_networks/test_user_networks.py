@@ -5,7 +5,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import tests.user_networks.libraries  # noqa: F401
+import tests.user_networks.libraries
+import tests.user_networks.structures  # noqa: F401
 import torch
 from tests.user_networks.cases import CASES, Case
 from torch import nn

@@ -14,7 +14,7 @@ from flowbnn.calibrate.flow import FlowFit, fit_flow
 from flowbnn.convert import Rule, to_stochastic
 from flowbnn.diagnostics.fixed_data import check_row_independence, read_fixed_data
 from flowbnn.distributions import NormalBase
-from flowbnn.errors import FlowBNNError, quote_names, warn
+from flowbnn.errors import FlowBNNError
 from flowbnn.likelihoods import Gaussian, Likelihood, learns_noise
 from flowbnn.likelihoods.classes import ClassLikelihood
 from flowbnn.methods.fit_options import FitOptions
@@ -200,9 +200,7 @@ class CalibrationProblem:
         return model
 
     def _exclude_idle_layers(self, rules: dict[Rule, Recipe | None]) -> dict[Rule, Recipe | None]:
-        """Returns rules without noise in layers that the network does not call, that no gradient reaches, or that see no examples.
-
-        Embeddings of positions see no examples. Their noise would be the same for all examples of a batch.
+        """Returns rules without noise in layers that the network does not call, or that no gradient reaches.
 
         Layers whose input does not depend on the examples, such as embeddings of positions, have no noise of an example either.
 
@@ -220,13 +218,6 @@ class CalibrationProblem:
             warn_idle(idle)
         if idle or constant:
             rules = rules | dict.fromkeys([*idle, *constant])
-            network = self._add_noise(rules)
-        layers = noise_layers(network)
-        constant = [name for name, noise in layers.items() if noise.layout.batch_axis is None]
-        if constant and len(constant) < len(layers):
-            text = f"layers {quote_names(constant)} do not depend on the examples; they get no noise in the calibration"
-            warn(text, kind="constant", layers=constant)
-            rules = rules | dict.fromkeys(constant)
             network = self._add_noise(rules)
         return rules | dict.fromkeys(remove_noise_without_gradient(network, inputs))
 
