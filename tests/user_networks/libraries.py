@@ -100,7 +100,7 @@ def mixtral() -> Any:
 
 # -------------------- 50 to 63 of the list
 
-add("bert pair", bert, lambda: halves(sentences()), calibrator="noise")
+add("bert pair", bert, lambda: halves(sentences()))
 add("bert hf dict batches", bert, lambda: DataLoader(Examples(), 12))
 add(
     "distilbert",
