@@ -116,7 +116,7 @@ add(
 add_subject("vit sdpa rmsnorm", "vision_transformer")
 add_subject("tcn conv1d weightnorm", "weight_norm_tcn")
 add_subject("old weight norm", "old_weight_norm")
-add_subject("deepsets masked", "masked_sets", calibrator="noise")
+add_subject("deepsets masked", "masked_sets")
 
 
 def edges(nodes: int) -> Tensor:

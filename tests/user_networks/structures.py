@@ -71,7 +71,7 @@ def initialized() -> nn.Module:
 
 
 add("lazy uninit", lazy, lambda: halves(normal(ROWS, 4)), refusals={"convert": "network"}, double=False)
-add("lazy init", initialized, lambda: halves(normal(ROWS, 4)), calibrator="noise")
+add("lazy init", initialized, lambda: halves(normal(ROWS, 4)))
 
 
 class QuantizedLinear(nn.Module):

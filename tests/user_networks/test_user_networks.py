@@ -98,3 +98,21 @@ def run_steps(case: Case, folder: Any) -> dict[str, str]:
 def test_network_passes_every_step_or_is_refused(name, tmp_path):
     case = CASES[name]
     assert run_steps(case, tmp_path) == dict(case.refusals)
+
+
+def test_registered_layers_have_noise():
+    class OwnLinear(nn.Module):
+        """Linear layer of an own class."""
+
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(3, 4))
+
+        def forward(self, x):
+            return x @ self.weight.T
+
+    with pytest.raises(FlowBNNError) as caught:
+        fb.to_stochastic(OwnLinear(), {"*": fb.noise.NormalAffine()})
+    assert "register_layer(OwnLinear, lambda layer: flowbnn.noise.Layout(" in str(caught.value)
+    fb.noise.register_layer(OwnLinear, lambda layer: fb.noise.Layout(layer.weight.shape[1]))
+    assert fb.describe(fb.to_stochastic(OwnLinear(), {"*": fb.noise.NormalAffine()}))[0].dim == 4
