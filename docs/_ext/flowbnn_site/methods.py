@@ -130,6 +130,20 @@ PAGES = {
         "You want a Gaussian over every weight, the classic variational method.",
         "The network is large or well trained. The KL of all weights often dominates the data.",
     ),
+    "IVON": MethodPage(
+        "IVON",
+        r"q(w) = \prod_i \mathcal N\left(w_i; m_i, \frac{1}{N (h_i + \delta)}\right), \qquad \hat h_i = \hat g_i\, \epsilon_i / \sigma_i",
+        r"The Hessian $h$ is a running mean of estimates $\hat h$ from the gradient $\hat g$ at a draw $m + \sigma \epsilon$. The prior has the precision $N \delta$.",
+        "You want a Gaussian over every weight, and train from the start with an optimizer that replaces Adam.",
+        "Training is short. The Hessian needs many steps to forget its initial value.",
+    ),
+    "VBLL": MethodPage(
+        "Variational Bayesian last layer",
+        r"q(W) = \prod_k \mathcal N(w_k; \bar w_k, S_k), \qquad z_k = w_k^\top \phi(x)",
+        r"The features $\phi$ are deterministic. They are trained together with the means $\bar w_k$ and covariances $S_k$ of the last layer, on a bound without samples.",
+        "All samples of a prediction must cost one pass, and the network is still to be trained.",
+        "The network must not change. Use a Laplace approximation of the last layer.",
+    ),
     "MNF": MethodPage(
         "Multiplicative normalizing flows",
         r"q(w) = \int q(w \mid z)\, q(z)\, dz, \qquad w_{ij} \sim \mathcal N(z_i \mu_{ij}, \sigma_{ij}^2)",
