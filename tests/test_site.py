@@ -119,3 +119,11 @@ def test_every_page_is_in_the_contents():
     assert not {
         page for page in pages if page.removeprefix("explanation/") not in lines and page not in lines
     }
+
+
+def test_pictures_of_the_gallery_have_the_order_of_the_pages(site):
+    methods = (ROOT / "examples" / "plot_15_method_maps.py").read_text(encoding="utf-8")
+    assert re.findall(r'^    "(\w+)": fb\.', methods, re.MULTILINE) == list(site["methods"].PAGES)
+    flows = (ROOT / "examples" / "plot_16_flow_families.py").read_text(encoding="utf-8")
+    families = list(site["flows"].FAMILIES)[: site["flows"].NUM_PICTURES]
+    assert re.findall(r'^    "(\w+)": \(fb\.', flows, re.MULTILINE) == families

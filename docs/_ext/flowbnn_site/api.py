@@ -2,6 +2,7 @@
 
 import importlib
 import inspect
+import os
 import pkgutil
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -169,6 +170,19 @@ def write_pages(folder: Path) -> None:
         lines += [f"   * - :doc:`{package} <{room}/index>`", f"     - {sentence}"]
     lines += ["", ".. toctree::", "   :hidden:", "", *(f"   {room}/index" for room, _ in rooms), ""]
     write(folder / "index.rst", "\n".join(lines))
+
+
+def gallery_picture(script: str, number: int, alt: str) -> list[str]:
+    """Returns the Markdown of a figure of the gallery; nothing if the gallery is not executed.
+
+    Args:
+        script: Name of the script without its suffix.
+        number: Number of the figure in the script, from 1.
+        alt: Description of the picture.
+    """
+    if os.environ.get("FLOWBNN_DOCS_SKIP_GALLERY"):
+        return []
+    return [f"![{alt}](/generated/gallery/images/sphx_glr_{script}_{number:03d}.png)", ""]
 
 
 def write(path: Path, text: str) -> None:

@@ -4,7 +4,9 @@ from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 
-from flowbnn_site.api import Name, write
+from flowbnn_site.api import Name, gallery_picture, write
+
+NUM_PICTURES = 5  # families that the script of the gallery draws, in the order of FAMILIES
 
 
 @dataclass(frozen=True)
@@ -126,7 +128,7 @@ FAMILIES = {
 }  # fmt: skip
 
 
-def _page(family: FlowFamily) -> str:
+def _page(number: int, family: FlowFamily) -> str:
     def listing(module: str, names: tuple[str, ...]) -> list[str]:
         package = import_module(f"flowbnn.{module}")
         lines = ["```{eval-rst}", ".. list-table::", "   :widths: 30 70", ""]
@@ -142,6 +144,10 @@ def _page(family: FlowFamily) -> str:
         f"- **Draw:** {family.draw}",
         "",
     ]
+    if number <= NUM_PICTURES:
+        lines += gallery_picture(
+            "plot_16_flow_families", number, f"A density learned by {family.title.lower()}"
+        )
     if family.flows:
         lines += ["## Flows", "", *listing("flows", family.flows)]
     lines += ["## Transforms", "", *listing("transforms", family.transforms)]
@@ -152,8 +158,8 @@ def _page(family: FlowFamily) -> str:
 def write_pages(folder: Path) -> None:
     """Writes a page for each family and their index."""
     rows = ["| family | density | draw | use when |", "|---|---|---|---|"]
-    for key, family in FAMILIES.items():
-        write(folder / f"{key}.md", _page(family))
+    for number, (key, family) in enumerate(FAMILIES.items(), start=1):
+        write(folder / f"{key}.md", _page(number, family))
         rows.append(f"| [{family.title}]({key}.md) | {family.density} | {family.draw} | {family.use} |")
     toctree = ["```{toctree}", ":hidden:", "", *FAMILIES, "```"]
     intro = "A flow is a base distribution and a chain of transforms ([how to use them](../../flows.md)). Costs are passes through the networks."

@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from flowbnn_site.api import write
+from flowbnn_site.api import gallery_picture, write
 
 
 @dataclass(frozen=True)
@@ -192,7 +192,7 @@ def table_row(text: str, name: str) -> dict[str, str]:
     raise LookupError(f"docs/methods.md has no row for {name}")
 
 
-def _page(name: str, page: MethodPage, row: dict[str, str]) -> str:
+def _page(name: str, number: int, page: MethodPage, row: dict[str, str]) -> str:
     paper = row["paper"] or "none"
     facts = [f"**Use when:** {page.use}", f"**Use another method when:** {page.avoid}"]
     facts += [f"**Represents:** {row['representation']}", f"**Paper:** {paper}"]
@@ -210,6 +210,9 @@ def _page(name: str, page: MethodPage, row: dict[str, str]) -> str:
             "",
             "Times were measured for LeNet on digits ([all methods](../../methods.md#choosing-a-method)).",
             "",
+            *gallery_picture(
+                "plot_15_method_maps", number, f"Predictions of {page.title} for two classes of points"
+            ),
             "## Arguments",
             "",
             f"All arguments of [`fb.{name}`](../api/flowbnn/{name}.rst):",
@@ -232,8 +235,8 @@ def write_pages(docs: Path, folder: Path) -> None:
     """
     text = (docs / "methods.md").read_text(encoding="utf-8")
     rows = ["| method | use when |", "|---|---|"]
-    for name, page in PAGES.items():
-        write(folder / f"{name}.md", _page(name, page, table_row(text, name)))
+    for number, (name, page) in enumerate(PAGES.items(), start=1):
+        write(folder / f"{name}.md", _page(name, number, page, table_row(text, name)))
         rows.append(f"| [{page.title}]({name}.md) (`fb.{name}`) | {page.use} |")
     toctree = ["```{toctree}", ":hidden:", "", *PAGES, "```"]
     intro = "Each page has the formula, the cost, the paper and all arguments. [Choose a method](../../choose-a-method.md) compares them."
