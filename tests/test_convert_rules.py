@@ -142,3 +142,32 @@ def test_a_layer_of_ones_own():
     register_layer(Scale, lambda module: Layout(len(module.weight)))
     bayesian = to_stochastic(nn.Sequential(Scale()), {Scale: FlowNoise(Radial)})
     assert bayesian(torch.ones(3, 4)).std() > 0
+
+
+class RawWeights(nn.Module):
+    """Module whose weights belong to no layer, beside one layer."""
+
+    def __init__(self, layer=True):
+        super().__init__()
+        self.token = nn.Parameter(torch.ones(4))
+        self.head = nn.Linear(4, 2) if layer else nn.Identity()
+
+    def forward(self, x):
+        return self.head(x * self.token)
+
+
+@pytest.mark.parametrize(("rule", "suggestion"), [("token", "'head'"), ("head.weight", "'head'")])
+def test_rule_of_a_parameter_is_explained(rule, suggestion):
+    with pytest.raises(FlowBNNError) as caught:
+        to_stochastic(RawWeights(), {rule: NormalAffine()})
+    assert (caught.value.kind, caught.value.argument) == ("rules", "rules")
+    assert "is a parameter" in str(caught.value)
+    assert suggestion in str(caught.value)
+
+
+def test_network_of_raw_parameters_is_refused():
+    with pytest.raises(FlowBNNError) as caught:
+        to_stochastic(RawWeights(layer=False), {"*": NormalAffine()})
+    assert (caught.value.kind, caught.value.argument) == ("model", "model")
+    assert caught.value.fields["layers"] == [""]
+    assert "'token'" in str(caught.value)

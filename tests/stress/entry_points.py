@@ -275,9 +275,11 @@ def _simple_value(annotation: Any) -> Any:
 
 @cache
 def entry_points() -> tuple[EntryPoint, ...]:
-    """Returns all entry points."""
+    """Returns all entry points, without abstract classes."""
     points = [
-        EntryPoint(name, thing) for name, thing in public_names() if name.split(".")[-1] not in INTERNAL
+        EntryPoint(name, thing)
+        for name, thing in public_names()
+        if name.split(".")[-1] not in INTERNAL and not inspect.isabstract(thing)
     ]
     methods: list[EntryPoint] = []
     for point in points:

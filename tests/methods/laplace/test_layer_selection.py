@@ -65,3 +65,51 @@ def test_invalid_arguments_are_refused():
     with pytest.raises(fb.FlowBNNError) as error:
         fb.Laplace(epochs=0).fit(network, data, sed=1)
     assert (error.value.kind, error.value.argument) == ("unknown setting", "sed")
+
+
+class OtherLinear(nn.Linear):
+    """Linear layer with a forward of its own, as that of timm."""
+
+    def forward(self, x):
+        return nn.functional.linear(x, self.weight, self.bias)
+
+
+class HalvedLinear(nn.Linear):
+    """Linear layer that computes something else."""
+
+    def forward(self, x):
+        return 0.5 * super().forward(x)
+
+
+@pytest.mark.parametrize("layers", ["last", "all"])
+def test_subclasses_that_compute_a_linear_layer_are_supported(layers):
+    inputs, labels = torch.randn(12, 4), torch.arange(12) % 3
+    plain = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
+    other = nn.Sequential(OtherLinear(4, 5), nn.Tanh(), OtherLinear(5, 3))
+    other.load_state_dict(plain.state_dict())
+    method = fb.Laplace("kron", layers=layers, prior_scale=1.0, epochs=0)
+    expected, found = (
+        method.fit(network, [(inputs, labels)], **QUIET).predict(inputs, 4, seed=0)
+        for network in (plain, other)
+    )
+    torch.testing.assert_close(found.probabilities, expected.probabilities)
+
+
+def test_subclass_that_computes_something_else_is_refused():
+    network = nn.Sequential(HalvedLinear(4, 5), nn.Tanh(), nn.Linear(5, 3))
+    with pytest.raises(fb.FlowBNNError) as error:
+        fb.Laplace("kron", layers="all", epochs=0).fit(
+            network, [(torch.randn(6, 4), torch.arange(6) % 3)], **QUIET
+        )
+    assert (error.value.kind, error.value.layer) == ("layer", "0")
+    assert "nn.Linear" in str(error.value)
+
+
+def test_name_of_a_parameter_instead_of_its_layer():
+    network = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
+    with pytest.raises(fb.FlowBNNError) as error:
+        fb.Laplace("diag", layers="2.weight", epochs=0).fit(
+            network, [(torch.randn(6, 4), torch.arange(6) % 3)], **QUIET
+        )
+    assert (error.value.kind, error.value.argument) == ("layer", "layers")
+    assert "layers='2'" in str(error.value)
