@@ -247,6 +247,27 @@ def test_columns_of_a_loader_can_be_split_and_counted():
     assert sum(len(batch.targets) for batch in training) == 18
 
 
+@pytest.mark.parametrize("names", [(0, 1, 2), ("a", "label", "w")])
+def test_columns_of_data_in_memory(names):
+    values = (X.numpy(), Y, torch.arange(24.0))
+    data = values if names[0] == 0 else dict(zip(names, values, strict=True))
+    inputs, targets, weights = names
+    loader = Columns(data, inputs=inputs, targets=targets, weights=weights, batch_size=8)
+    batches = list(loader)
+    assert (len(batches), loader.num_data) == (3, 24)
+    assert torch.equal(torch.cat([batch.inputs for batch in batches]), X)
+    assert torch.equal(torch.cat([batch.targets for batch in batches]), Y)
+    assert torch.equal(torch.cat([batch.weights for batch in batches]), values[2])
+
+
+def test_batch_with_weights_is_data():
+    weights = torch.tensor([1.0, 0.0]).repeat(12)
+    for batch in fb.data.formats.as_loader(fb.batches.Batch(X, Y, weights), batch_size=5, shuffle=True):
+        rows = (X[:, None] == batch.inputs).all(-1).float().argmax(0)
+        assert torch.equal(batch.targets, Y[rows])
+        assert torch.equal(batch.weights, weights[rows])
+
+
 def test_three_tensors_are_two_inputs_and_targets():
     inputs, targets = fb.batches.split_batch((X, X, Y))
     assert len(inputs) == 2

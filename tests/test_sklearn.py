@@ -143,6 +143,16 @@ def test_regressor_predicts_in_the_units_of_the_data(curve):
     )
 
 
+@pytest.mark.parametrize("name", ["Poisson", "NegativeBinomial", "Survival", "Quantiles"])
+def test_units_of_likelihoods_with_a_log_link(curve, name):
+    X, y = curve
+    times = np.round(y / 20.0)
+    targets = np.column_stack([times, np.ones_like(times)]) if name == "Survival" else times
+    model = regressor(likelihood=getattr(fb.likelihoods, name)(), epochs=1, lr=1e-5).fit(X, targets)
+    # an untrained network predicts about the mean of the targets
+    assert 0.5 < model.predict(X).mean() / times.mean() < 2.0
+
+
 @pytest.mark.parametrize(
     "likelihood", ["gaussian", "heteroscedastic", "mixture", "flow", fb.likelihoods.Mixture(2, dim=2)]
 )

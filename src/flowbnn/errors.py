@@ -145,7 +145,7 @@ def check_shape(
         place = axes.index("...")
         axes[place : place + 1] = ["any"] * (len(shape) - len(axes) + 1)
     fits = [
-        axis == size if isinstance(axis, int) else size >= int(axis.partition(" >= ")[2] or 0)
+        size >= int(axis.partition(" >= ")[2] or 0) if isinstance(axis, str) else axis == size
         for axis, size in zip(axes, shape, strict=False)
     ]
     if len(axes) == len(shape) and all(fits):

@@ -185,6 +185,34 @@ def test_kinds_of_posteriors_in_onnx(name, tmp_path):
     assert_predicts(file, posterior, vectors(2, 4))
 
 
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", ["Gaussian", "NegativeBinomial", "Survival", "Quantiles"])
+def test_likelihoods_of_real_numbers(name, tmp_path):
+    likelihood = getattr(fb.likelihoods, name)()
+    posterior = ensemble(
+        getattr(likelihood, "num_outputs", 2 if name == "NegativeBinomial" else 1), likelihood
+    )
+    suffix = "pt2" if name == "Quantiles" else "onnx"
+    file = fb.export(posterior, tmp_path / f"model.{suffix}", vectors(3, 4), samples=SAMPLES)
+    for number in (1, 5):  # rows
+        assert_predicts(file, posterior, vectors(number, 4))
+
+
+def test_quantiles_in_onnx_are_refused(tmp_path):
+    posterior = ensemble(4, fb.likelihoods.Quantiles())
+    with pytest.raises(fb.FlowBNNError) as caught:
+        fb.export(posterior, tmp_path / "model.onnx", vectors(3, 4), samples=SAMPLES)
+    assert (caught.value.kind, caught.value.argument) == ("export", "format")
+
+
+def test_heads_are_outputs_with_their_names(tmp_path):
+    likelihood = fb.likelihoods.Heads({"class": "categorical", "value": Gaussian(1.0)}, [(3,), (1,)])
+    posterior = ensemble(4, likelihood)
+    file = fb.export(posterior, tmp_path / "model.onnx", vectors(3, 4), samples=SAMPLES)
+    assert list(file.outputs)[::3] == ["class_probabilities", "value_mean"]
+    assert_predicts(file, posterior, vectors(5, 4))
+
+
 def test_ensemble_of_convolutions(tmp_path):
     torch.manual_seed(0)
     states = [lenet().state_dict() for _ in range(2)]

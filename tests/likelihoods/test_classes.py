@@ -1,6 +1,7 @@
 """Tests of the likelihoods of class labels."""
 
 import json
+import math
 
 import pytest
 import torch
@@ -250,3 +251,16 @@ def test_average_outputs_of_positions_have_the_mean_probabilities():
         average = Categorical(class_axis=axis).average_outputs(list(moved))
         expected = moved.softmax(-1 if axis < 0 else 3).mean(0)
         torch.testing.assert_close(average.softmax(classes), expected)
+
+
+# -------------------- labels of pixels as bytes
+
+
+@pytest.mark.parametrize(("likelihood", "channels", "classes"), [(Categorical, 3, 3), (Bernoulli, 1, 2)])
+def test_ignored_label_of_bytes(likelihood, channels, classes):
+    outputs = torch.zeros(2, channels, 2, 2)
+    masks = torch.tensor([[[255, 255], [0, 1]], [[1, 1], [0, 0]]], dtype=torch.uint8)
+    model = likelihood(ignore_index=255)
+    model.check(outputs, masks)
+    model.initialize(outputs, masks)
+    assert torch.allclose(model.log_prob(outputs, masks), -math.log(classes) * torch.tensor([2.0, 4.0]))

@@ -18,12 +18,12 @@ from flowbnn.batches import (
     is_batch,
     is_graph,
     is_leaf,
-    named_tensors,
     rebuild,
     reported_size,
     rows,
     split_labels,
     split_weighted_batch,
+    tensors_of,
 )
 from flowbnn.batches.arrays import as_tensor, is_array
 from flowbnn.data.tensor_loader import TensorLoader
@@ -110,7 +110,7 @@ def is_in_memory(data: Any) -> bool:
 
     A tuple of batches is a loader: its last entry is no tensor and no array.
     """
-    if isinstance(data, Mapping) or is_graph(data):
+    if isinstance(data, Mapping | Batch) or is_graph(data):
         return True
     if not isinstance(data, tuple) or len(data) < 2:
         return False
@@ -123,8 +123,7 @@ def is_in_memory(data: Any) -> bool:
 def _memory_loader(data: Any, batch_size: int | None, shuffle: bool, argument: str) -> Any:
     """Returns data in memory as a loader."""
     batch = split_weighted_batch(data)
-    inputs, targets, _ = batch
-    leaves = [tensor for _, tensor in named_tensors(batch)]
+    inputs, targets, weights = batch
     number = rows(inputs)
     if targets is None:
         return [(inputs,)]
@@ -136,16 +135,13 @@ def _memory_loader(data: Any, batch_size: int | None, shuffle: bool, argument: s
         return [(inputs, targets)]  # a graph, whose rows belong together
     if not number:
         raise FlowBNNError(f"the {argument} has no examples", kind="empty", argument=argument)
+    if weights is not None:
+        return Columns(batch, weights=2, batch_size=batch_size, shuffle=shuffle)
     if batch_size is None and not shuffle:
         return [(inputs, targets)]
-    loader = TensorLoader(*leaves, batch_size=batch_size or _even_size(number), shuffle=shuffle)
     if isinstance(inputs, Tensor) and isinstance(targets, Tensor):
-        return loader
-    return Columns(
-        loader,
-        inputs=lambda columns: rebuild((inputs, targets), iter(columns))[0],
-        targets=lambda columns: rebuild((inputs, targets), iter(columns))[1],
-    )
+        return TensorLoader(inputs, targets, batch_size=batch_size or _even_size(number), shuffle=shuffle)
+    return Columns((inputs, targets), batch_size=batch_size, shuffle=shuffle)
 
 
 def _even_size(number: int) -> int:
@@ -207,20 +203,22 @@ class Columns:
     ``Columns(loader, inputs=0, targets=1)`` or ``Columns(loader, inputs=0, targets=1, weights=2)``.
 
     Args:
-        data: Loader, ``Dataset`` or other data, whose batches are tuples, mappings or other objects.
+        data: Loader or ``Dataset``, whose batches are tuples, mappings or other objects, or a tuple or mapping of arrays.
         inputs: Position or key of the inputs. A tuple of positions is a tuple of inputs. A list of keys is a mapping with these keys.
             A function gets the whole batch.
         targets: Position or key of the targets, a tuple or list of them, or a function. None has no targets.
         weights: Position or key of the weights of the examples ``[B]``, or a function. The log-likelihood of an example is multiplied
             by its weight. Weights with a mean of 1 keep the balance between data and prior.
-        batch_size: Number of examples in a batch, if ``data`` is a ``Dataset``.
-        shuffle: If True, a ``Dataset`` is read in a new order at every pass.
+        batch_size: Number of examples in a batch, if ``data`` is no loader. The default is about 64 if the data are shuffled, or 256.
+        shuffle: If True, data that are no loader are read in a new order at every pass.
 
     >>> import torch
     >>> batches = [(torch.zeros(4, 2), torch.arange(4), torch.arange(100, 104))]
     >>> [(inputs.shape, targets) for inputs, targets, _ in Columns(batches, inputs=0, targets=1)]
     [(torch.Size([4, 2]), tensor([0, 1, 2, 3]))]
     """
+
+    structure: Any = None  # tuple or mapping in memory, whose tensors the loader has
 
     @checked
     def __init__(
@@ -232,8 +230,14 @@ class Columns:
         batch_size: int | None = None,
         shuffle: bool = False,
     ) -> None:
-        self.loader = as_loader(data, batch_size=batch_size, shuffle=shuffle)
         self.columns = {"inputs": inputs, "targets": targets, "weights": weights}
+        if isinstance(data, Mapping) or (isinstance(data, tuple) and is_in_memory(data)):
+            values = as_tensors(data)
+            size = batch_size or (_even_size(rows(values)) if shuffle else READ_SIZE)
+            self.loader = TensorLoader(*tensors_of(values), batch_size=size, shuffle=shuffle)
+            self.structure = values
+        else:
+            self.loader = as_loader(data, batch_size=batch_size, shuffle=shuffle)
 
     @property
     def has_weights(self) -> bool:
@@ -242,6 +246,8 @@ class Columns:
 
     def select(self, batch: Any) -> Batch:
         """Returns the inputs, the targets and the weights of a batch."""
+        if self.structure is not None:
+            batch = rebuild(self.structure, iter(batch))
         inputs, targets, weights = (_entry(batch, name, column) for name, column in self.columns.items())
         return Batch(inputs, targets, weights)
 

@@ -27,7 +27,7 @@ from flowbnn.options import File, SampleCount, Seed, check, checked
 from flowbnn.posterior.base import Posterior
 from flowbnn.posterior.gated import GatedPosterior
 from flowbnn.posterior.prediction import Prediction, PredictOptions
-from flowbnn.predictive import CategoricalPredictive
+from flowbnn.predictive import CategoricalPredictive, HeadsPredictive
 
 EXAMPLE_ROWS = 3  # rows of the examples that are traced; torch.export treats one row as a constant
 TOLERANCE = (
@@ -128,9 +128,8 @@ def uncertainties(predictive: Any) -> dict[str, Tensor]:
     >>> values["probabilities"], values["aleatoric"]
     (tensor([[0.5000, 0.5000]]), tensor([0.3653]))
     """
-    if (
-        type(predictive) is CategoricalPredictive
-    ):  # fewer operations than its properties, which serve adaptive sampling
+    if type(predictive) is CategoricalPredictive:
+        # fewer operations than its properties, which serve adaptive sampling
         logs = predictive.log_samples
         samples = logs.exp()
         mean = samples.mean(0)
@@ -138,6 +137,9 @@ def uncertainties(predictive: Any) -> dict[str, Tensor]:
         negative_total = (mean * mean.clamp(min=1e-37).log()).sum(-1)
         epistemic = (negative_aleatoric - negative_total).clamp(min=0.0)
         return {"probabilities": mean, "epistemic": epistemic, "aleatoric": -negative_aleatoric}
+    if isinstance(predictive, HeadsPredictive):
+        heads = {name: uncertainties(head) for name, head in predictive.items()}
+        return {f"{head}_{name}": value for head, values in heads.items() for name, value in values.items()}
     first = "probabilities" if hasattr(type(predictive), "probabilities") else "mean"
     return {name: getattr(predictive, name) for name in (first, "epistemic", "aleatoric")}
 
@@ -160,8 +162,10 @@ def export(
     The file of a posterior returns ``probabilities`` (or ``mean`` for a regression), ``epistemic`` and ``aleatoric`` for any batch
     size, those of ``posterior.predict(inputs, samples, seed=seed)``. For classes the uncertainties are the mutual information and the
     expected entropy in nats, whose sum is the entropy of the probabilities. For a regression they are variances in squared units of
-    the targets. Noise and dropout masks multiply the rows of one network, so that the file holds its weights once. Methods that sample
-    weights need ``samples`` copies of these weights.
+    the targets. Outputs of several heads begin with the name of the head, such as ``class_probabilities``.
+
+    Noise and dropout masks multiply the rows of one network, so that the file holds its weights once. Methods that sample weights need
+    ``samples`` copies of these weights.
 
     The file of a density returns the ``log_prob`` of examples. With ``noise="input"`` it returns ``samples`` and their ``log_prob``
     for draws of the base distribution instead.

@@ -48,11 +48,10 @@ class ClassLikelihood(Likelihood):
 
     def hide_ignored(self, targets: Tensor) -> Tensor:
         """Returns targets in which the ignored label is -100."""
-        return (
-            targets
-            if self.ignore_index == IGNORED
-            else targets.masked_fill(targets == self.ignore_index, IGNORED)
-        )
+        if self.ignore_index == IGNORED:
+            return targets
+        labels = targets if targets.is_floating_point() else targets.long()  # bytes cannot hold -100
+        return labels.masked_fill(labels == self.ignore_index, IGNORED)
 
 
 class Categorical(ClassLikelihood):

@@ -306,7 +306,8 @@ def quantile_levels(q: float | Sequence[float] | Tensor, closed: bool) -> list[f
     Raises:
         FlowBNNError: If there are no levels, or if one is outside of the interval.
     """
-    levels = [float(level) for level in torch.as_tensor(q, dtype=torch.float64).flatten()]
+    values = q.flatten().tolist() if isinstance(q, Tensor) else [q] if isinstance(q, int | float) else q
+    levels = [float(level) for level in values]
     if not levels or not all(0.0 <= level <= 1.0 if closed else 0.0 < level < 1.0 for level in levels):
         interval = "[0, 1]" if closed else "(0, 1)"
         raise FlowBNNError(f"q needs levels in {interval}, got {levels}", kind="range", argument="q")

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from functools import cached_property
+from statistics import NormalDist
 
 import torch
 from torch import Tensor
@@ -134,5 +135,5 @@ class QuantilePredictive(ContinuousPredictive):
 
 def normal_quantiles(levels: Sequence[float], like: Tensor) -> Tensor:
     """Returns quantiles of the standard normal distribution, ``[L]``, in the dtype and on the device of a tensor."""
-    values = torch.tensor(quantile_levels(levels, closed=False), dtype=torch.float64)
-    return torch.special.ndtri(values).to(like)
+    values = [NormalDist().inv_cdf(level) for level in quantile_levels(levels, closed=False)]
+    return torch.tensor(values, dtype=like.dtype, device=like.device)

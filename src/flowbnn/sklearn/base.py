@@ -219,7 +219,7 @@ def find_method(name: str, argument: str) -> type[Method]:
 def standardize_outputs(network: nn.Module, likelihood: RealLikelihood, targets: Tensor) -> None:
     """Sets a fresh network to return outputs in the units of the targets, so that its weights see standardized targets."""
     statistics = TargetStatistics()
-    statistics.add(targets)
+    statistics.add(likelihood.link(targets))
     varying = is_varying(statistics.mean, statistics.variance)
     scale = torch.where(varying, statistics.variance.sqrt(), 1.0)
     dtype = scale_dtype(network, statistics)

@@ -8,7 +8,7 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from sklearn.base import RegressorMixin
 from sklearn.utils.validation import validate_data
-from torch import nn
+from torch import Tensor, nn
 
 from flowbnn.likelihoods import Flow, Gaussian, Mixture, RealLikelihood
 from flowbnn.methods import Calibrator, Method
@@ -133,7 +133,7 @@ class BayesianRegressor(RegressorMixin, BayesianEstimator):
         )
         targets = torch.from_numpy(np.array(y, dtype=np.float64))
         likelihood = self._make_likelihood(targets[0].numel())
-        return self._fit(np.asarray(X), targets, likelihood, count_outputs(likelihood, targets[0].numel()))
+        return self._fit(np.asarray(X), targets, likelihood, count_outputs(likelihood, targets))
 
     def _make_likelihood(self, dim: int) -> RealLikelihood:
         """Returns the likelihood of ``dim`` targets."""
@@ -183,8 +183,7 @@ class BayesianRegressor(RegressorMixin, BayesianEstimator):
         return draws.movedim(0, -1).double().numpy()
 
 
-def count_outputs(likelihood: RealLikelihood, dim: int) -> int:
-    """Returns the number of outputs of a network for a likelihood of ``dim`` targets."""
-    if isinstance(likelihood, Gaussian):
-        return 2 * dim if likelihood.noise == "predicted" else dim
-    return int(getattr(likelihood, "num_outputs", dim))
+def count_outputs(likelihood: RealLikelihood, targets: Tensor) -> int:
+    """Returns the number of outputs that a network needs for a likelihood of some targets."""
+    units = torch.ones(likelihood.link(targets[:1]).numel())
+    return len(likelihood.output_units(units, units)[0])
