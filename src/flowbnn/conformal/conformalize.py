@@ -184,7 +184,7 @@ def conformalize(
     allow_empty: bool = True,
     seed: int = 0,
     **options: Any,
-) -> ConformalClassifier | ConformalRegressor:
+) -> Any:
     r"""Returns prediction sets or intervals that have the target with a guaranteed probability.
 
     The coverage is guaranteed on average over held-out data and new data that are exchangeable. For fixed held-out data of n examples
@@ -292,9 +292,10 @@ class _Labels:
         rows = torch.randperm(number, generator=torch.Generator().manual_seed(self.seed))
         tuning = rows[:count]
         valid = self.targets[tuning] != IGNORED
-        values = (values[tuning][valid] for values in (self.log_probabilities, self.targets, uniform))
+        log_probabilities, targets = self.log_probabilities[tuning][valid], self.targets[tuning][valid]
         note = f" beside {pluralize(count, 'example')} for the settings of the score"
-        return self.score.tuned(*values, coverage), rows[count:], note
+        tuned = self.score.tuned(log_probabilities, targets, uniform[tuning][valid], coverage)
+        return tuned, rows[count:], note
 
     @staticmethod
     def _by_class(scores: Tensor, targets: Tensor, classes: int, level: Fraction) -> Tensor:

@@ -109,7 +109,7 @@ def control_risk(
     confidence: Probability = 0.9,
     seed: int = 0,
     **options: Any,
-) -> LabelSets | SelectiveClassifier:
+) -> Any:
     r"""Returns decisions whose risk is at most a level, by a threshold from held-out data.
 
     * ``"false-negative-rate"``: sets of labels, for posteriors with several labels or a mask of pixels. The set has all labels of

@@ -55,8 +55,8 @@ def _level_ends(predictive: ContinuousPredictive, log_level: Tensor) -> Tensor:
     ends = []
     for crossing, inner in ((rising, points[..., 1:]), (falling, points[..., :-1])):
         outer = points[..., :-1] if crossing is rising else points[..., 1:]
-        brackets = (_first(side, crossing, count) for side in (inner, outer))
-        ends.append(_bisect(predictive, *brackets, level, peak))
+        bracket = _first(inner, crossing, count), _first(outer, crossing, count)
+        ends.append(_bisect(predictive, *bracket, level, peak))
     empty = ~rising.any(-1, keepdim=True) & (torch.arange(count, device=points.device) == 0)
     both = torch.stack([torch.where(empty, peak, end) for end in ends], -1)
     padding = both.new_full((*both.shape[:2], points.shape[-1] // 2 - count, 2), math.nan)
