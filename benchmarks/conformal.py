@@ -6,8 +6,8 @@ The rivals are not needed by flowbnn: ``pip install mapie torchcp``. TorchCP nee
 not installed, an empty module takes its place.
 
 Each network is trained once, with the seeds 100, 101, ... Settings of flowbnn were chosen on the seeds 0 and 1. The other rows are
-split at random into 400 held-out rows and test rows, with seeds that depend on the network and the split only. All libraries get the same
-predictions and the same rows.
+split at random into 400 held-out rows and test rows, with seeds that depend on the network and the split only. All libraries get the
+same predictions and the same rows.
 
 * ``digits``: 8 x 8 digits of scikit-learn, 10 classes, 200 training rows.
 * ``classes``: generated table, 30 classes in 10 dimensions, 1,500 training rows.
