@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import astuple, dataclass, fields, replace
 from fnmatch import fnmatchcase
+from functools import partial
+from importlib import import_module
 from typing import Annotated, Any, Literal
 
 import torch
@@ -158,10 +160,18 @@ def to_stochastic(
             )
             vars(module)["flowbnn_nested"] = True
     if any(kind.__name__ == "LightningModule" for kind in type(model).__mro__):
-        from flowbnn.integrations.lightning import add_guard
-
-        add_guard(model)
+        # a callback warns of a training without the KL divergence
+        vars(model)["configure_callbacks"] = partial(_lightning_callbacks, model)
     return model
+
+
+def _lightning_callbacks(module: Any) -> list[Any]:
+    """Returns the callbacks of a ``LightningModule``, and one that raises a warning if the noise is trained without its KL divergence."""
+    callbacks = type(module).configure_callbacks(module)
+    guard = import_module(
+        "flowbnn.integrations.lightning"
+    ).KLGuard()  # a higher package, used by Lightning only
+    return [*(callbacks if isinstance(callbacks, list | tuple) else [callbacks]), guard]
 
 
 def _no_layers(model: nn.Module) -> FlowBNNError:

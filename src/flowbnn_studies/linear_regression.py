@@ -11,9 +11,8 @@ from torch import Tensor, nn
 from flowbnn.compare.results import SeedResults, figure
 from flowbnn.diagnostics import effective_sample_size
 from flowbnn.likelihoods import Gaussian
-from flowbnn.methods import HMC, BayesByBackprop, ChainPosterior
+from flowbnn.methods import HMC, BayesByBackprop, ChainPosterior, GaussianWeightPosterior
 from flowbnn.methods.mcmc.hmc import Metropolis
-from flowbnn.methods.variational.bayes_by_backprop import GaussianWeightPosterior
 from flowbnn.options import Count, Positive, options
 from flowbnn.training import cosine
 from flowbnn_studies.runner.findings import kernel_density, line, panel, pluralize, round_values

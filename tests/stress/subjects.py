@@ -331,7 +331,7 @@ def instance_norm(variant: int) -> tuple[nn.Module, Batches]:
     def forward(net: Any, x: Tensor) -> Tensor:
         x = F.prelu(net.norm(net.conv(x)), x.new_tensor([0.1]))
         pooled, indices = F.max_pool2d(x, 2, return_indices=True)
-        return net.head(F.max_unpool2d(pooled, indices, 2, output_size=x.shape[2:]).mean((2, 3)))
+        return net.head(F.max_unpool2d(pooled, indices, [2, 2], output_size=x.shape[2:]).mean((2, 3)))
 
     layers = {
         "conv": nn.Conv2d(2, width, 3, padding=1),

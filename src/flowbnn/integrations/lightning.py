@@ -4,7 +4,6 @@ A ``LightningModule`` with noise that is trained without :class:`NoiseCallback` 
 is raised if the module itself was converted by :func:`~flowbnn.to_stochastic`.
 """
 
-from functools import partial
 from typing import Any
 
 from torch import nn
@@ -128,14 +127,3 @@ class KLGuard(Callback):
                 kind="kl",
                 layers=list(layers),
             )
-
-
-def add_guard(module: nn.Module) -> None:
-    """Adds :class:`KLGuard` to the callbacks of a ``LightningModule``."""
-    vars(module)["configure_callbacks"] = partial(_configure_callbacks, module)
-
-
-def _configure_callbacks(module: Any) -> list[Any]:
-    """Returns the callbacks of a module, and the guard."""
-    callbacks = type(module).configure_callbacks(module)
-    return [*(callbacks if isinstance(callbacks, list | tuple) else [callbacks]), KLGuard()]

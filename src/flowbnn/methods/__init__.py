@@ -10,6 +10,7 @@ from flowbnn.methods.dropout import DropoutPosterior, MCDropout
 from flowbnn.methods.ensemble import DeepEnsemble, EnsemblePosterior
 from flowbnn.methods.gaussian.ivon import IVON
 from flowbnn.methods.gaussian.vbll import VBLL, VBLLPosterior
+from flowbnn.methods.gaussian.weights import GaussianWeightPosterior
 from flowbnn.methods.laplace.laplace import Laplace
 from flowbnn.methods.laplace.posterior import LaplacePosterior
 from flowbnn.methods.mcmc.hmc import HMC, NUTS
@@ -19,7 +20,7 @@ from flowbnn.methods.mode_ensemble import ModeEnsemble, ModePosterior
 from flowbnn.methods.node_noise import NodeNoise
 from flowbnn.methods.point import MAP, MLE
 from flowbnn.methods.swag import SWAG, SWAGPosterior
-from flowbnn.methods.variational.bayes_by_backprop import BayesByBackprop, GaussianWeightPosterior
+from flowbnn.methods.variational.bayes_by_backprop import BayesByBackprop
 from flowbnn.methods.variational.mnf import MNF, MNFPosterior
 from flowbnn.posterior.base import Posterior, load_posterior
 from flowbnn.posterior.evaluate import evaluate

@@ -24,14 +24,10 @@ from torch import Tensor, nn
 from flowbnn.distributions import Divergence
 from flowbnn.methods.base import FitOptions, Method, register_method
 from flowbnn.methods.fitting import NOISE_LR, Objective, hold_out, make_training_run, plan_fit
+from flowbnn.methods.gaussian.weights import GaussianNetwork, GaussianWeightPosterior, GaussianWeights
 from flowbnn.methods.preparation import prepare
 from flowbnn.methods.schedule import WEIGHT_SCHEDULE, TrainingPlan
 from flowbnn.methods.variational.base import make_weight_loss
-from flowbnn.methods.variational.bayes_by_backprop import (
-    GaussianNetwork,
-    GaussianWeightPosterior,
-    GaussianWeights,
-)
 from flowbnn.methods.variational.weight_noise import gaussian_kl
 from flowbnn.methods.variational.weight_selection import LayerChoice, select_weights
 from flowbnn.objectives import ELBO
