@@ -140,7 +140,7 @@ def test_files_of_tests_are_named_after_modules():
     """The name is that of a module or package, possibly followed by an aspect, in the folder of the same path."""
     tests, package_wide = (
         ROOT.parents[1] / "tests",
-        {"documents", "fresh_process", "gpu_suite", "imports", "language", "site", "stress"},
+        {"documents", "examples", "fresh_process", "gpu_suite", "imports", "language", "site", "stress"},
     )
     for path in tests.rglob("test_*.py"):
         *folders, name = path.relative_to(tests).with_suffix("").parts

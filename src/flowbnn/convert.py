@@ -166,7 +166,7 @@ def to_stochastic(
 
 
 def _lightning_callbacks(module: Any) -> list[Any]:
-    """Returns the callbacks of a ``LightningModule``, and one that raises a warning if the noise is trained without its KL divergence."""
+    """Returns the callbacks of a ``LightningModule``, and one that warns of training without the KL divergence."""
     callbacks = type(module).configure_callbacks(module)
     guard = import_module(
         "flowbnn.integrations.lightning"
