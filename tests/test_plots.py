@@ -422,6 +422,10 @@ def test_comparison_shows_means_and_deviations_with_the_best_on_top():
     assert line.get_ydata()[0] > line.get_ydata()[1]
     np.testing.assert_allclose([segment[1, 0] - segment[0, 0] for segment in bars.get_segments()], [0.2, 0.2])
     plots.close(ax)
+    equal = SeedResults([0, 1], {(CANDIDATES[0].key, seed): {"values": {"nll": 0.5}} for seed in (0, 1)})
+    ax = Comparison(CANDIDATES[:1], equal).plot()  # seeds that agree are still several seeds
+    assert texts(ax) == ["one seed", "mean ± 1 standard deviation"]
+    plots.close(ax)
     ax = comparison().plot("accuracy")
     np.testing.assert_allclose(ax.containers[0][0].get_xdata(), [0.7, 0.4])
     plots.close(ax)

@@ -86,6 +86,7 @@ def plot_trace(chains: Any, *, name: str = DENSITY, unit: Annotated[int, Ge(0)] 
             ax.plot(np.arange(1, len(values) + 1), values, label=f"chain {chain + 1}", **style)
         describe_axes(ax, palette, "draw", _describe(name, unit, chains), _diagnostics(draws))
         ax.set_xlim(1, max(2, draws.shape[1]))
+        ax.locator_params(axis="x", integer=True)
         add_legend(ax, palette, loc="upper left", bbox_to_anchor=(1.0, 1.0))
     return ax
 

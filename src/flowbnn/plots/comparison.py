@@ -46,8 +46,9 @@ def plot_comparison(comparison: Any, metric: str = "nll", *, ax: Any = None) -> 
     places = np.arange(len(rows))[::-1]
     means = np.array([cell["mean"] for _, cell in rows])
     errors = np.array([cell["std"] or 0.0 for _, cell in rows])
+    several = any(cell["std"] is not None for _, cell in rows)
     with drawing(ax, (6.4, 1.3 + 0.34 * len(rows))) as (ax, palette):
-        if errors.any():
+        if several:
             for index, (place, (_, cell)) in enumerate(zip(places, rows, strict=True)):
                 label = "one seed" if index == 0 else None
                 values = [value for value in cell["per_seed"] if value is not None]
@@ -58,13 +59,13 @@ def plot_comparison(comparison: Any, metric: str = "nll", *, ax: Any = None) -> 
         ax.errorbar(
             means,
             places,
-            xerr=errors if errors.any() else None,
+            xerr=errors if several else None,
             fmt="o",
             color=palette.colour(0),
             elinewidth=2.0,
             capsize=3.0,
             markersize=6.5,
-            label="mean ± 1 standard deviation" if errors.any() else "one seed",
+            label="mean ± 1 standard deviation" if several else "one seed",
             zorder=3,
         )
         ax.set_yticks(places, [label for label, _ in rows])

@@ -111,11 +111,11 @@ def plot_kl(fit: Any, *, max_layers: Count = 6, ax: Any = None) -> Any:
             colour = palette.muted if name not in layers else palette.colour(index)
             ax.plot(x, values, color=colour, marker=marker, label=name)
         ax.set_ylim(bottom=min(0.0, ax.get_ylim()[0]))
-        _finish(ax, palette, "KL divergence of the noise (nats)")
+        _finish(ax, palette, "KL divergence of the noise (nats)", "layer")
     return ax
 
 
-def _finish(ax: Any, palette: Any, label: str) -> None:
+def _finish(ax: Any, palette: Any, label: str, legend_title: str = "") -> None:
     """Sets labels, whole numbers of epochs and the legend."""
     from matplotlib.ticker import MaxNLocator
 
@@ -126,3 +126,6 @@ def _finish(ax: Any, palette: Any, label: str) -> None:
         add_legend(ax, palette, loc="upper left", bbox_to_anchor=(1.0, 1.0))
     else:
         add_legend(ax, palette)
+    if legend_title:
+        ax.get_legend().set_title(legend_title)
+        ax.get_legend().get_title().set(color=palette.ink, fontsize=10)

@@ -61,7 +61,7 @@ def plot_pairs(
     size = 1.5 * len(units) + 1.2
     with drawing(ax, (size, size)) as (ax, palette):
         ax.set_axis_off()
-        ax.set_title(f"{layer or 'network'}, {samples:,} samples", color=palette.ink, loc="left")
+        ax.set_title(f"layer '{layer}' ({samples:,} samples)", color=palette.ink, loc="left")
         _draw_grid(ax, palette, values[:, list(units)], list(units))
     return ax
 
