@@ -47,7 +47,8 @@ prediction = posterior.predict(inputs, samples, seed=0)
 print(prediction)
 
 # %%
-# Colours fade where the network is uncertain. The deterministic network on the left is surer than it should be.
+# Colours fade where the network is uncertain. Far from the points both networks are confident, because noise does not detect
+# unfamiliar inputs. ``fb.gated`` does.
 resolution = 20 if QUICK else 120
 figure, axes = plt.subplots(1, 2, figsize=(9, 4), layout="constrained", sharey=True)
 for ax, (title, model) in zip(

@@ -55,7 +55,6 @@ print(
 # Regions of 20, 50, 80 and 95 % of the probability, with samples of the flow.
 figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained", sharex=True, sharey=True)
 fb.plots.plot_density(density, data, samples=300, resolution=20 if QUICK else 150, ax=left)
-left.set_title("density, data and samples")
 novel = detector.is_novel(strange)
 for mask, colour, label in ((novel, "#D55E00", "novel"), (~novel, "#0072B2", "familiar")):
     right.scatter(*strange[mask].T.numpy(), s=5, color=colour, label=label)

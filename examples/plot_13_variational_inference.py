@@ -38,6 +38,5 @@ print({name: round(float(value), 3) for name, value in evidence.items() if isins
 print(f"exact log-evidence: {math.log(2 * math.pi * 0.5):.3f}")
 
 # %%
-ax = fb.plots.plot_density(fitted, samples=300, resolution=20 if QUICK else 150)
-ax.set_title("fitted flow: regions of 20 to 95 % and samples")
+fb.plots.plot_density(fitted, samples=300, resolution=20 if QUICK else 150)
 plt.show()

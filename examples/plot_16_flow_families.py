@@ -46,5 +46,5 @@ for family, (flow, options) in flows.items():
     seconds = time.perf_counter() - start
     print(f"{family}: log-density {density.log_prob(points.numpy()).mean():.2f} nats, {seconds:.0f} s")
     ax = fb.plots.plot_density(density, points, samples=200, resolution=10 if QUICK else 60)
-    ax.set_title(f"{family}: {type(flow).__name__}")
+    ax.set_title(f"{family}: {type(flow).__name__}", loc="left")
 plt.show()
