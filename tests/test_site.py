@@ -127,3 +127,17 @@ def test_pictures_of_the_gallery_have_the_order_of_the_pages(site):
     flows = (ROOT / "examples" / "plot_16_flow_families.py").read_text(encoding="utf-8")
     families = list(site["flows"].FAMILIES)[: site["flows"].NUM_PICTURES]
     assert re.findall(r'^    "(\w+)": \(fb\.', flows, re.MULTILINE) == families
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_names_in_documents_exist(page):
+    if page.name == "CHANGELOG.md":  # older entries have the names of their time
+        return
+    missing = []
+    for path in re.findall(r"`fb\.([A-Za-z_][\w.]*\w)", page.read_text(encoding="utf-8")):
+        value = fb
+        for name in path.split("."):
+            value = getattr(value, name, None)
+        if value is None:
+            missing.append(f"fb.{path}")
+    assert not missing
