@@ -39,6 +39,8 @@ methods = {
     "SWAG": fb.SWAG(**short),
     "Laplace": fb.Laplace(**short),
     "BayesByBackprop": fb.BayesByBackprop(**short),
+    "IVON": fb.IVON(epochs=short["epochs"]),
+    "VBLL": fb.VBLL(**short),
     "MNF": fb.MNF(**short),
     "SGLD": fb.SGLD(epochs=60),
     "HMC": fb.HMC(samples=50, warmup=50, chains=2, steps=16, **short),

@@ -12,7 +12,7 @@ try:
     from lightning.pytorch import Callback
 except ImportError:
     try:
-        from pytorch_lightning import Callback  # type: ignore[no-redef]
+        from pytorch_lightning import Callback  # type: ignore[assignment]
     except ImportError as error:
         text = "flowbnn.integrations.lightning needs lightning: pip install flowbnn[lightning]"
         raise ImportError(text) from error

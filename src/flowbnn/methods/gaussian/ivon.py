@@ -208,7 +208,7 @@ class OnlineNewton(torch.optim.Optimizer):
                 continue
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    self._adam_step(group, parameter)
+                    self._adam_step(group, parameter, parameter.grad)
 
     def _newton_step(self, group: dict[str, Any], mean: Tensor, log_std: Tensor) -> None:
         """Updates the Hessian, the means and the standard deviations."""
@@ -227,7 +227,7 @@ class OnlineNewton(torch.optim.Optimizer):
         mean.sub_(rate * (gradient + decay * mean) / (hessian + decay))
         log_std.copy_(-0.5 * (group["ess"] * (hessian + decay)).log())
 
-    def _adam_step(self, group: dict[str, Any], parameter: Tensor) -> None:
+    def _adam_step(self, group: dict[str, Any], parameter: Tensor, gradient: Tensor) -> None:
         """Updates a parameter without a posterior by Adam."""
         state = self.state[parameter]
         if not state:
@@ -235,7 +235,7 @@ class OnlineNewton(torch.optim.Optimizer):
             state["mean"], state["square"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
         state["step"] += 1
         step = float(state["step"])
-        state["mean"].lerp_(parameter.grad, 0.1)
-        state["square"].lerp_(parameter.grad.square(), 0.001)
+        state["mean"].lerp_(gradient, 0.1)
+        state["square"].lerp_(gradient.square(), 0.001)
         root = (state["square"] / (1.0 - math.pow(0.999, step))).sqrt_().add_(1e-8)
         parameter.addcdiv_(state["mean"], root, value=-group["lr"] / (1.0 - math.pow(0.9, step)))

@@ -131,7 +131,7 @@ class VBLL(Variational):
 
     def _groups(self, posterior: "VBLLPosterior", num_data: int) -> list[dict[str, Any]]:
         """Returns the parameter groups of the optimizer."""
-        names, features, mean = set(posterior.names), [], []
+        names, features, mean = set(posterior.names), list[Tensor](), list[Tensor]()
         for name, value in posterior.model.named_parameters():
             if name in names or value.requires_grad:
                 (mean if name in names else features).append(value.requires_grad_())
@@ -429,6 +429,7 @@ class VBLLPosterior(WeightPosterior):
     @classmethod
     def from_state(cls, point: Posterior, state: dict[str, Tensor], settings: dict[str, Any]) -> Self:
         diagonal = state["log_diagonal"]
-        covariance = RowCovariance(*diagonal.shape, 1.0, settings["structure"]).to(diagonal)
+        rows, columns = diagonal.shape
+        covariance = RowCovariance(rows, columns, 1.0, settings["structure"]).to(diagonal)
         covariance.load_state_dict(state)
         return cls(point.model, point.likelihood, settings["layer"], covariance, point.history)
