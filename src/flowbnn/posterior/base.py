@@ -230,7 +230,9 @@ class Posterior:
             targets.extend([] if rows_targets is None else [rows_targets])
             return True
 
-        max_bytes = {True: math.inf, False: SUMMARY_BYTES}.get(options.keep_samples, SAMPLE_BYTES)
+        max_bytes: float = SAMPLE_BYTES
+        if options.keep_samples != "auto":
+            max_bytes = math.inf if options.keep_samples else SUMMARY_BYTES
         outputs, *rest = self.collect(inputs, options, consume, max_bytes)
         reduce = summaries.num_rows > 0 or (options.keep_samples is False and not is_batch(inputs))
         complete = summaries.num_rows > 0 and not outputs.shape[1]
