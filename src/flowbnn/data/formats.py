@@ -269,7 +269,7 @@ class Columns:
         """Number of examples in one pass, or None if it is unknown."""
         return reported_size(self.loader)
 
-    def over(self, loader: Any) -> "Columns":
+    def with_loader(self, loader: Any) -> "Columns":
         """Returns the same columns of another loader."""
         result = copy(self)
         result.loader = loader

@@ -132,9 +132,8 @@ class NoiseDraws(SampledNetworks):
             keys[name], draws[name] = (key, number), tensor.detach().clone()
         super().__init__(clone_sharing_tensors(prediction.model), draws, samples)
         self.keys, self.modes = keys, modes
-        for module in list(
-            self.network.modules()
-        ):  # hooks stay; a file does not need the parameters of the noise
+        # hooks stay; a file does not need the parameters of the noise
+        for module in list(self.network.modules()):
             for name, child in list(module._modules.items()):
                 if isinstance(child, Noise) and not child.is_constant:
                     del module._modules[name]

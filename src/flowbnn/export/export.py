@@ -5,7 +5,7 @@ K draws of a seed, or takes draws as inputs. The same seed therefore gives the s
 """
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from inspect import signature
@@ -30,9 +30,8 @@ from flowbnn.posterior.prediction import Prediction, PredictOptions
 from flowbnn.predictive import CategoricalPredictive, HeadsPredictive
 
 EXAMPLE_ROWS = 3  # rows of the examples that are traced; torch.export treats one row as a constant
-TOLERANCE = (
-    1e-4  # relative difference from predict above which a graph is rejected, plus a tenth of it for rounding
-)
+# relative difference from predict above which a graph is rejected, plus a tenth of it for rounding
+TOLERANCE = 1e-4
 
 
 @dataclass(frozen=True)
@@ -226,14 +225,14 @@ def _export_posterior(
                 graph = PredictiveGraph(posterior, make(), inputs, noise).eval()
                 tensors = [*(tensor for _, tensor in named_tensors(inputs)), *_noise_values(graph)]
                 _check_equal(graph(*tensors), expected)
-                program = trace(graph, tensors, [batched] * graph.count + [False] * len(graph.noise_names))
+                batch_axes = [batched] * graph.count + [False] * len(graph.noise_names)
+                program = trace(graph, tensors, batch_axes)
             except Exception as error:  # the next kind is slower and serves more networks
                 errors.append(_as_export_error(error))
                 continue
             names = [*_input_names(posterior.model, inputs), *graph.noise_names]
-
             draw = partial(_draws, posterior, type(graph.sampler), inputs, samples)
-            return write(program, tensors, names, expected, posterior.kind, draw, batched)
+            return write(program, tensors, names, expected, posterior.kind, draw, batch_axes)
     raise errors[0]
 
 
@@ -311,7 +310,7 @@ def _export_density(
         expected = graph(*tensors)
         program = trace(graph, tensors, [True])
     names = ["noise" if noise == "input" else "x"]
-    return write(program, tensors, names, expected, "density", draw, True)
+    return write(program, tensors, names, expected, "density", draw, [True])
 
 
 # -------------------- files
@@ -324,7 +323,7 @@ def _write(
     expected: Mapping[str, Tensor],
     kind: str,
     draw: Callable[..., dict[str, Tensor]],
-    batched: bool,
+    batch_axes: Sequence[bool],
     *,
     path: Path,
     format: Format,
@@ -334,19 +333,17 @@ def _write(
 ) -> ExportedModel:
     """Writes the file and returns its description."""
     size = rows(tensors[0])
-    num_inputs = len(names) - (len(draw(seed)) if noise == "input" and kind != "density" else 0)
 
-    def describe(tensor: Tensor, free: bool) -> tuple[list[int | str], str]:
+    def describe(tensor: Tensor, has_batch_axis: bool) -> tuple[list[int | str], str]:
         shape: list[int | str] = list(tensor.shape)
-        if free and shape and shape[0] == size:
+        if has_batch_axis and shape and shape[0] == size:
             shape[0] = "batch"
         return shape, str(tensor.dtype).removeprefix("torch.")
 
     inputs = {
-        name: describe(value, batched and index < num_inputs)
-        for index, (name, value) in enumerate(zip(names, tensors, strict=True))
+        name: describe(tensor, free) for name, tensor, free in zip(names, tensors, batch_axes, strict=True)
     }
-    outputs = {name: describe(value, batched) for name, value in expected.items()}
+    outputs = {name: describe(value, any(batch_axes)) for name, value in expected.items()}
     result = ExportedModel(path, format, kind, inputs, outputs, samples, seed, noise, _draw=draw)
     write_program(program, path, format, names, result.to_dict())
     return ExportedModel(path, format, kind, inputs, outputs, samples, seed, noise, path.stat().st_size, draw)

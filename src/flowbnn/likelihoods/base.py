@@ -186,6 +186,11 @@ def to_single_precision(outputs: Tensor) -> Tensor:
     return outputs.float() if outputs.dtype in (torch.float16, torch.bfloat16) else outputs
 
 
+def with_columns(outputs: Tensor, ndim: int) -> Tensor:
+    """Returns outputs with ``ndim`` axes. An axis of outputs is added if a network with one output has none."""
+    return outputs.unsqueeze(-1) if outputs.ndim == ndim - 1 else outputs
+
+
 def stack_outputs(outputs: Sequence[Tensor]) -> Tensor:
     """Stacks outputs in at least single precision."""
     return torch.stack([to_single_precision(tensor) for tensor in outputs])

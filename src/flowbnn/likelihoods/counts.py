@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from flowbnn.errors import FlowBNNError, pluralize
-from flowbnn.likelihoods.base import observed_information, stack_outputs
+from flowbnn.likelihoods.base import observed_information, stack_outputs, with_columns
 from flowbnn.likelihoods.regression import RealLikelihood
 from flowbnn.options import Positive, checked
 from flowbnn.predictive.counts import CountPredictive, check_counts, count_log_prob
@@ -51,22 +51,18 @@ class CountLikelihood(RealLikelihood):
             outputs: Outputs of the network, ``[B, D * outputs_per_target]``, or ``[B]`` for one output.
             targets: Counts ``[B, D]``, or ``[B]`` if D is 1.
         """
-        log_mean, log_dispersion = self.parameters_of(_with_columns(outputs, 2))
+        log_mean, log_dispersion = self.parameters_of(with_columns(outputs, 2))
         counts = targets.reshape(log_mean.shape)
         result = count_log_prob(log_mean, log_dispersion, counts).sum(-1)
         return result.to(torch.promote_types(outputs.dtype, torch.float32))
 
     def mean(self, outputs: Tensor) -> Tensor:
         """Returns the logarithm of the mean counts, ``[B, D]``."""
-        return self.parameters_of(_with_columns(outputs, 2))[0]
+        return self.parameters_of(with_columns(outputs, 2))[0]
 
     def link(self, targets: Tensor) -> Tensor:
         """Returns the logarithm of counts, ``[B, D]``. One half is added, because zero has no logarithm."""
-        return (
-            (targets.double().flatten(1) if targets.ndim > 1 else targets.double().unsqueeze(1))
-            .add(0.5)
-            .log()
-        )
+        return (targets.double().reshape(len(targets), -1) + 0.5).log()
 
     def canonical_targets(self, targets: Tensor) -> Tensor:
         """Returns counts as floating point numbers in double precision."""
@@ -75,7 +71,7 @@ class CountLikelihood(RealLikelihood):
     @checked
     def predictive(self, outputs: Tensor, sample_counts: Tensor | None = None) -> CountPredictive:
         """Returns the predictive distribution of samples of outputs ``[S, B, D * outputs_per_target]``, or ``[S, B]``."""
-        return CountPredictive(*self.parameters_of(_with_columns(outputs, 3)), sample_counts, self.shape)
+        return CountPredictive(*self.parameters_of(with_columns(outputs, 3)), sample_counts, self.shape)
 
     def check(self, outputs: Tensor, targets: Tensor) -> None:
         """Raises FlowBNNError if targets are no counts, or if their number does not fit the outputs.
@@ -156,7 +152,7 @@ class NegativeBinomial(CountLikelihood):
         """Returns the Fisher information of the log-means, ``[B, D]``, or the observed information of all outputs."""
         if self.dispersion == "predicted":
             return observed_information(self, outputs, targets)
-        log_mean, log_dispersion = self.parameters_of(_with_columns(outputs, 2))
+        log_mean, log_dispersion = self.parameters_of(with_columns(outputs, 2))
         return torch.sigmoid(log_mean + log_dispersion).div(log_dispersion.exp()).to(outputs.dtype)
 
     def average_outputs(self, outputs: Sequence[Tensor]) -> Tensor:
@@ -174,8 +170,3 @@ class NegativeBinomial(CountLikelihood):
     def to_dict(self) -> dict[str, Any]:
         """Returns the name and the settings as plain values."""
         return {**super().to_dict(), "dispersion": self.dispersion}
-
-
-def _with_columns(outputs: Tensor, ndim: int) -> Tensor:
-    """Returns outputs with an axis of targets, if a network with one output has none."""
-    return outputs.unsqueeze(-1) if outputs.ndim == ndim - 1 else outputs

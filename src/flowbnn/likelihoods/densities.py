@@ -175,9 +175,9 @@ class Flow(ConditionalDensity):
 
     def output_units(self, loc: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
         """Returns location and scale of all outputs: those of the targets for locations, and a shift of the log-scales."""
-        rest = torch.zeros(self.num_outputs - 2 * self.dim, dtype=loc.dtype)
+        zeros = torch.zeros(self.num_outputs - 2 * self.dim, dtype=loc.dtype)
         ones = torch.ones(self.num_outputs - self.dim, dtype=scale.dtype)
-        return torch.cat([loc, scale.log(), rest]), torch.cat([scale, ones])
+        return torch.cat([loc, scale.log(), zeros]), torch.cat([scale, ones])
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the name and the settings as plain values."""

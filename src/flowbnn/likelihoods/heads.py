@@ -99,8 +99,7 @@ class Heads(RealLikelihood):
     def _known_shapes(self) -> list[tuple[int, ...]]:
         shapes = self.output_shapes
         if shapes is None:
-            text = f"Heads needs a network that returns a dictionary with {quote_names(self.names)}, or a tuple in their order"
-            raise FlowBNNError(text, kind="outputs", argument="outputs")
+            raise missing_outputs(self.names)
         return shapes
 
     def split_targets(self, targets: Any) -> dict[str, Tensor]:
@@ -232,6 +231,12 @@ class Heads(RealLikelihood):
         }
 
 
+def missing_outputs(names: Sequence[str]) -> FlowBNNError:
+    """Returns the error for a network without outputs for some heads."""
+    text = f"the network has no outputs for {quote_names(names)}; return a dictionary with the names of all heads, or a tuple"
+    return FlowBNNError(text, kind="outputs", argument="outputs")
+
+
 class OutputPacker:
     """Forward hook that concatenates the outputs of several heads to one tensor ``[B, K]``.
 
@@ -253,9 +258,7 @@ class OutputPacker:
             values = list(outputs)[: len(self.names)] if isinstance(outputs, list | tuple) else []
             missing = list(self.names[len(values) :])
         if missing or not all(isinstance(value, Tensor) for value in values):
-            names = quote_names(missing or self.names)
-            text = f"the network has no outputs for {names}; return a dictionary with the names of the heads, or a tuple in their order"
-            raise FlowBNNError(text, kind="outputs", argument="outputs")
+            raise missing_outputs(missing or self.names)
         if self.shapes is None:
             self.shapes = [tuple(value.shape[1:]) for value in values]
         return torch.cat([value.reshape(len(value), -1) for value in values], 1)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from flowbnn.errors import FlowBNNError, pluralize
-from flowbnn.likelihoods.base import stack_outputs
+from flowbnn.likelihoods.base import stack_outputs, with_columns
 from flowbnn.likelihoods.regression import RealLikelihood
 from flowbnn.options import Positive, checked
 from flowbnn.predictive.survival import (
@@ -25,10 +25,8 @@ from flowbnn.predictive.survival import (
     check_survival,
 )
 
-LOG_SCALES = (
-    -10.0,
-    4.0,
-)  # range of the log-scale; float64 represents the moments of times with a scale of exp(4) at most
+# range of the log-scale; float64 represents the moments of times with a scale of exp(4) at most
+LOG_SCALES = (-10.0, 4.0)
 PREDICTIVES: dict[str, type[SurvivalPredictive]] = {
     "lognormal": LogNormalPredictive,
     "weibull": WeibullPredictive,
@@ -88,7 +86,7 @@ class Survival(RealLikelihood):
             outputs: Outputs of the network, ``[B, num_outputs]``.
             targets: Times and event indicators, ``[B, 2]``.
         """
-        loc, scale = (values.squeeze(-1) for values in self.parameters_of(self._columns(outputs, 2)))
+        loc, scale = (values.squeeze(-1) for values in self.parameters_of(with_columns(outputs, 2)))
         times, events = targets.double().unbind(-1)
         kind, log_times = PREDICTIVES[self.distribution], times.log()
         z = (log_times - loc) / scale
@@ -98,7 +96,7 @@ class Survival(RealLikelihood):
 
     def mean(self, outputs: Tensor) -> Tensor:
         """Returns the mean of the log-times, ``[B, 1]``."""
-        loc, scale = self.parameters_of(self._columns(outputs, 2))
+        loc, scale = self.parameters_of(with_columns(outputs, 2))
         return loc - EULER_GAMMA * scale if self.distribution == "weibull" else loc
 
     def link(self, targets: Tensor) -> Tensor:
@@ -118,7 +116,7 @@ class Survival(RealLikelihood):
     @checked
     def predictive(self, outputs: Tensor, sample_counts: Tensor | None = None) -> SurvivalPredictive:
         """Returns the predictive distribution of samples of outputs ``[S, B, num_outputs]``."""
-        parameters = self.parameters_of(self._columns(outputs, 3))
+        parameters = self.parameters_of(with_columns(outputs, 3))
         return PREDICTIVES[self.distribution](*parameters, sample_counts, self.shape)
 
     def information(self, outputs: Tensor, targets: Tensor) -> Tensor:
@@ -127,7 +125,7 @@ class Survival(RealLikelihood):
         The loss of an example is :math:`h(z)` of the standardized log-time :math:`z`, plus a linear function of the outputs. It is
         convex in :math:`z`, so that the matrix is positive semidefinite for observed and for censored times.
         """
-        loc, scale = self.parameters_of(self._columns(outputs, 2))
+        loc, scale = self.parameters_of(with_columns(outputs, 2))
         times, events = targets.double().unsqueeze(-1).unbind(1)
         kind, z = PREDICTIVES[self.distribution], (times.log() - loc) / scale
         with torch.enable_grad():
@@ -162,7 +160,7 @@ class Survival(RealLikelihood):
             outputs: Outputs of the network, ``[B, num_outputs]``.
             targets: Times and event indicators, ``[B, 2]``.
         """
-        if self._columns(outputs, 2).shape != (len(outputs), self.num_outputs):
+        if with_columns(outputs, 2).shape != (len(outputs), self.num_outputs):
             text = f"{self!r} needs {pluralize(self.num_outputs, 'output')} per example, got outputs of shape {tuple(outputs.shape)}"
             raise FlowBNNError(text, kind="outputs", argument="outputs")
         if targets.shape != (len(outputs), 2):
@@ -172,11 +170,6 @@ class Survival(RealLikelihood):
             )
             raise FlowBNNError(text, kind="targets", argument="targets")
         check_survival(targets)
-
-    @staticmethod
-    def _columns(outputs: Tensor, ndim: int) -> Tensor:
-        """Returns outputs with an axis of outputs, if a network with one output has none."""
-        return outputs.unsqueeze(-1) if outputs.ndim == ndim - 1 else outputs
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the name and the settings as plain values."""

@@ -170,12 +170,12 @@ class DataSummary:
             min_rows: Minimum size of ``sample`` for a regression, to estimate the size of the residuals.
         """
         check_loader(loader)
-        count, given = 0, num_data
-        num_data = reported_size(loader) if num_data is None else num_data
+        count, is_fixed = 0, num_data is not None
+        num_data = num_data if is_fixed else reported_size(loader)
         must_count = num_data is None and length_of(loader) is not None
         with closing(_read(loader, seed)) as reader:
             first = next(reader)
-            if given is None and not has_row_axis(first[0]) and length_of(loader) is not None:
+            if not is_fixed and not has_row_axis(first[0]) and length_of(loader) is not None:
                 num_data, must_count = None, True  # the loader counts graphs, the likelihood targets
             statistics = TargetStatistics() if is_regression(likelihood, first[1]) else None
             link = link_of(likelihood)

@@ -85,7 +85,7 @@ def split_loader(loader: Any, fraction: float, seed: int = 0, fold: int = 0) -> 
         return _split_batches([columns[id(batch)] for batch in loader.loader], fraction, seed, fold)
     if isinstance(loader, Columns):
         training, held_out = split_loader(loader.loader, fraction, seed, fold)
-        return loader.over(training), loader.over(held_out)
+        return loader.with_loader(training), loader.with_loader(held_out)
     if isinstance(loader, list | tuple):
         return _split_batches(list(loader), fraction, seed, fold)
     if hasattr(loader, "tensors") and hasattr(loader, "num_data"):  # flowbnn.data.TensorLoader

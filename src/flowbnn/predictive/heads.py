@@ -141,9 +141,9 @@ class HeadsPredictive(Predictive):
         for name, head in self.items():
             for index in indices.unique().tolist():
                 head_seed = int(torch.randint(2**31 - 1, (), generator=generator, device=generator.device))
-                drawn = head.select_samples(slice(index, index + 1)).sample(number, head_seed)
-                mask = (indices == index).view(*indices.shape, *(1,) * (drawn.ndim - 2))
-                result[name] = torch.where(mask, drawn, result.get(name, drawn))
+                draws = head.select_samples(slice(index, index + 1)).sample(number, head_seed)
+                mask = (indices == index).view(*indices.shape, *(1,) * (draws.ndim - 2))
+                result[name] = torch.where(mask, draws, result.get(name, draws))
         return result
 
     def quantiles(self, q: float | Sequence[float] | Tensor) -> dict[str, Tensor]:

@@ -100,7 +100,7 @@ class BayesianEstimator(BaseEstimator):
         for name, annotation in PARAMETERS.items():
             check(name, getattr(self, name), annotation, owner=type(self).__name__)
         method = self._make_method()
-        self._seed = int(check_random_state(self.random_state).randint(2**31 - 1))
+        self._seed = draw_seed(self.random_state)
         self.scaler_ = StandardScaler().fit(X) if self.standardize else None
         with preserve_rng_state(None, self._seed):
             network = self._make_network(X.shape[1], num_outputs)
