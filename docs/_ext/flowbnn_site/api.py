@@ -149,6 +149,10 @@ def _index(package: str, names: dict[int | str, Name]) -> str:
 def write_pages(folder: Path) -> None:
     """Writes the reference: an index, a page for each package and a page for each name."""
     names = canonical_names()
+    current = {folder / f"{page_of(name)}.rst" for name in names.values()}
+    for path in set(folder.glob("*/*.rst")) - current:  # of names that no longer exist
+        if path.name != "index.rst":
+            path.unlink()
     rooms = []
     for package in packages():
         room = package.removeprefix("flowbnn").lstrip(".").replace(".", "-") or "flowbnn"
