@@ -250,14 +250,14 @@ def write_program(
     onnx_program = to_onnx(program, names, list(document["outputs"]))
     onnx_program.model.metadata_props[METADATA] = content
     onnx_program.model.producer_name = METADATA
-    graph, names = onnx_program.model.graph, {*names, *document["outputs"]}
+    graph, reserved = onnx_program.model.graph, {*names, *document["outputs"]}
     for node in graph.all_nodes():
         node.metadata_props.clear()
         if node.op_type == "Erf" and node.inputs[0].dtype.name == "DOUBLE":
             text = "ONNX Runtime has no error function of float64, which quantiles and GELU need; use format='torch'"
             raise FlowBNNError(text, kind="export", argument="format")
         for value in node.outputs:
-            if value.name in names and value not in graph.outputs:  # a name of ours, which must be unique
+            if value.name in reserved and value not in graph.outputs:  # a name of ours, which must be unique
                 value.name = f"{value.name}_of_{node.name}"
     for value in (*onnx_program.model.graph.inputs, *onnx_program.model.graph.outputs):
         if value.shape is not None and not isinstance(value.shape[0] if len(value.shape) else 0, int):
