@@ -311,13 +311,11 @@ class PositionEmbedding(nn.Module):
 @pytest.mark.usefixtures("unrefined")
 @pytest.mark.filterwarnings("ignore::flowbnn.FlowBNNWarning")
 @pytest.mark.parametrize("structure", ["full", "factorized"])
-def test_layer_without_an_axis_of_examples_is_refused(structure):
+def test_layer_without_an_axis_of_examples_stays_plain(structure):
     data = [(torch.randn(24, 4, 3), torch.arange(24) % 2)]
-    with pytest.raises(FlowBNNError):
-        fb.calibrate(PositionEmbedding(), data, structure=structure, **QUICK)
-    rules = {"place": None, "*": NormalAffine()}
-    posterior = fb.calibrate(PositionEmbedding(), data, structure=structure, rules=rules, **QUICK)
-    assert posterior.calibration.dimensions == 12
+    for rules in (None, {"place": None, "*": NormalAffine()}):
+        posterior = fb.calibrate(PositionEmbedding(), data, structure=structure, rules=rules, **QUICK)
+        assert posterior.calibration.dimensions == 12
 
 
 def batch_norm_network(track_running_stats: bool) -> nn.Module:

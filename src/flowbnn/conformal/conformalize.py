@@ -363,8 +363,8 @@ def example_weights(members: Tensor) -> tuple[Tensor, int]:
 
 def interval_scores(score: IntervalScore, predictive: Any, targets: Tensor, coverage: float) -> Tensor:
     """Returns the scores of targets, ``[B, D]``."""
-    shape = predictive.samples.shape[1:]
-    return score.scores(predictive, targets.to(predictive.samples).reshape(shape), coverage).double()
+    targets = predictive._check_targets(targets)
+    return score.scores(predictive, targets.to(predictive.samples), coverage).double()
 
 
 def _select_score(score: Any, names: Mapping[str, Any], cls: type, kind: str) -> Any:

@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
-from scipy.stats import binom
 from torch import Tensor
 
 from flowbnn.conformal.conformalize import class_labels, keep_samples, predict_data
@@ -205,6 +204,8 @@ def _selective_threshold(uncertainty: Tensor, wrong: Tensor, level: float, delta
         """Returns the probability of so few errors among accepted predictions, if the error rate is the level."""
         accepted = uncertainty[rows] <= candidates.unsqueeze(-1)
         errors = (accepted & wrong[rows]).sum(-1)
+        from scipy.stats import binom  # its import takes longer than all of flowbnn
+
         return binom.cdf(errors.cpu().numpy(), accepted.sum(-1).cpu().numpy(), level).tolist()
 
     accepted_thresholds = []

@@ -323,4 +323,4 @@ class SummaryCollector:
             (group, name), buffer = self.buffers.popitem()
             groups[group][name] = buffer if len(buffer) == self.num_rows else buffer[: self.num_rows].clone()
         self.num_rows = 0
-        return PredictionSummary(groups["_values"], groups["_scores"], self.kind)
+        return PredictionSummary(groups["_values"], groups["_scores"], self.kind)  # type: ignore[type-abstract]
