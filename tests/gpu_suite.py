@@ -31,12 +31,14 @@ ARGUMENTS = [
 
 
 def current_commit() -> str:
-    """Returns the short hash of the commit, with a mark if files have changed since."""
+    """Returns the variable ``FLOWBNN_COMMIT``, or the short hash of the commit, with a mark if files have changed since."""
+    if commit := os.environ.get("FLOWBNN_COMMIT"):
+        return commit
     try:
         command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
-        return os.environ.get("FLOWBNN_COMMIT", "unknown")
+        return "unknown"
 
 
 def read_counts(path: Path) -> dict[str, Any]:

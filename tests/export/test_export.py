@@ -32,6 +32,16 @@ def mlp(outputs=3):
     return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, outputs))
 
 
+def export_or_skip(*arguments, **options):
+    """Exports a posterior. Skips the test if this version of torch cannot store sampled weights."""
+    try:
+        return fb.export(*arguments, **options)
+    except fb.FlowBNNError as error:
+        if error.argument == "format" and tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13):
+            pytest.skip(str(error))
+        raise
+
+
 def run(file, inputs, seed=0):
     """Returns the outputs of an exported file."""
     feeds = dict(zip(file.inputs, [tensor for _, tensor in named_tensors(inputs)], strict=False))
@@ -173,7 +183,7 @@ POSTERIORS = {
 def test_every_kind_of_posterior(name, tmp_path):
     torch.manual_seed(0)
     posterior = POSTERIORS[name]()
-    file = fb.export(posterior, tmp_path / "model.pt2", vectors(5, 4), samples=SAMPLES, noise="input")
+    file = export_or_skip(posterior, tmp_path / "model.pt2", vectors(5, 4), samples=SAMPLES, noise="input")
     assert_predicts(file, posterior, vectors(2, 4), seed=3)
 
 
@@ -193,7 +203,7 @@ def test_likelihoods_of_real_numbers(name, tmp_path):
         getattr(likelihood, "num_outputs", 2 if name == "NegativeBinomial" else 1), likelihood
     )
     suffix = "pt2" if name == "Quantiles" else "onnx"
-    file = fb.export(posterior, tmp_path / f"model.{suffix}", vectors(3, 4), samples=SAMPLES)
+    file = export_or_skip(posterior, tmp_path / f"model.{suffix}", vectors(3, 4), samples=SAMPLES)
     for number in (1, 5):  # rows
         assert_predicts(file, posterior, vectors(number, 4))
 

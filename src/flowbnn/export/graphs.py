@@ -237,12 +237,13 @@ def write_program(
         document: Description, which is stored in the file.
     """
     content = json.dumps(document)
-    for node in list(program.graph.nodes):
+    for node in program.graph.nodes:
         node.meta.pop("stack_trace", None)  # paths and code of the machine that exported
-        if (
-            getattr(node.target, "__name__", "") == "lazy_load_decompositions"
-        ):  # torch 2.11 records it, and cannot store it
-            program.graph.erase_node(node)
+    if format == "torch" and any(
+        "vmap" in getattr(node.target, "__name__", "") for node in program.graph.nodes
+    ):
+        text = f"torch {torch.__version__} cannot store sampled weights; use torch 2.13 or newer, or format='onnx'"
+        raise FlowBNNError(text, kind="export", argument="format")
     if format == "torch":
         with atomic_write(path) as temporary, quiet_exporter(), temporary.open("wb") as file:
             torch.export.save(program, file, extra_files={METADATA: content})
