@@ -239,9 +239,9 @@ def write_program(
     content = json.dumps(document)
     for node in program.graph.nodes:
         node.meta.pop("stack_trace", None)  # paths and code of the machine that exported
-    if format == "torch" and any(
-        "vmap" in getattr(node.target, "__name__", "") for node in program.graph.nodes
-    ):
+    stores_vmap = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 13)
+    names_of_calls = [getattr(node.target, "__name__", "") for node in program.graph.nodes]
+    if format == "torch" and not stores_vmap and any("vmap" in name for name in names_of_calls):
         text = f"torch {torch.__version__} cannot store sampled weights; use torch 2.13 or newer, or format='onnx'"
         raise FlowBNNError(text, kind="export", argument="format")
     if format == "torch":
