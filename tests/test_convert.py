@@ -150,7 +150,11 @@ COMPILED = [case for case in NETWORKS if case.compiles and case.name not in MADE
 @pytest.mark.filterwarnings(
     "ignore:The .grad attribute"
 )  # dynamo's own look at the hook's product, where the root is noisy
-@pytest.mark.parametrize("cases", [COMPILED[i::3] for i in range(3)], ids=lambda cases: cases[0].name)
+@pytest.mark.parametrize(
+    "cases",
+    [pytest.param(COMPILED[i::3], marks=pytest.mark.slow if i else ()) for i in range(3)],
+    ids=lambda cases: cases[0].name,
+)
 def test_compiles_without_a_graph_break(cases):
     """Several networks in one graph, since a start of the compiler takes as long as a network."""
     torch._dynamo.reset()

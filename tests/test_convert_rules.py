@@ -161,7 +161,7 @@ def test_rule_of_a_parameter_is_explained(rule, suggestion):
     with pytest.raises(FlowBNNError) as caught:
         to_stochastic(RawWeights(), {rule: NormalAffine()})
     assert (caught.value.kind, caught.value.argument) == ("rules", "rules")
-    assert "is a parameter" in str(caught.value)
+    assert "(Parameter)" in str(caught.value)
     assert suggestion in str(caught.value)
 
 

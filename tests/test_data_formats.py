@@ -15,6 +15,7 @@ from flowbnn.data import Columns, TensorLoader
 from flowbnn.data.formats import as_inputs, as_loader
 from flowbnn.likelihoods import Categorical
 from flowbnn.posterior import PointPosterior
+from slow_cases import mark_slow
 
 with warnings.catch_warnings():  # about functions of torch that these packages use
     warnings.simplefilter("ignore")
@@ -489,6 +490,9 @@ NETWORKS = {
 }
 
 
+RELATIVES = ("keywords", "logits in a dictionary", "list of graphs", "bert")  # networks like others
+
+
 class RowsOf(Dataset):
     def __init__(self, columns):
         self.columns = columns
@@ -501,7 +505,7 @@ class RowsOf(Dataset):
 
 
 @pytest.mark.filterwarnings("ignore::flowbnn.FlowBNNWarning")
-@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize("name", mark_slow(NETWORKS, [name for name in NETWORKS if name not in RELATIVES]))
 def test_networks_of_all_inputs_and_outputs_are_fitted_and_evaluated(name):
     make_network, make_data = NETWORKS[name]
     torch.manual_seed(0)

@@ -19,7 +19,8 @@ from flowbnn_studies import get_study, run_study
 from flowbnn_studies.runner.study import STUDIES
 
 ROOT = Path(__file__).parent.parent
-SMALL_IAF = "IAF(2, length=1, hidden=(4,))"  # replaces IAF(2) in the documents, whose steps take longer
+# flows that replace those of the documents, whose steps take longer
+SMALL_IAF, SMALL_NSF = "IAF(2, length=1, hidden=(4,))", "NSF(2, length=1, hidden=(4,))"
 
 
 def code_blocks(name: str) -> list[str]:
@@ -208,7 +209,7 @@ def test_export_page(tmp_path, monkeypatch):
     torch.manual_seed(0)
     for code in code_blocks("docs/export.md"):
         assert len(code.strip().splitlines()) <= 10
-        exec(code, names)
+        exec(code.replace("NSF(2)", SMALL_NSF), names)
     assert names["probabilities"].shape == (5, 10)
     assert names["log_prob"].shape == (3,)
 

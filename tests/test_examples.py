@@ -8,7 +8,11 @@ import pytest
 EXAMPLES = sorted((Path(__file__).parents[1] / "examples").glob("plot_*.py"))
 
 
-@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+# test_documents.py exports to ONNX as well
+PATHS = [pytest.param(path, marks=pytest.mark.slow if "onnx" in path.stem else ()) for path in EXAMPLES]
+
+
+@pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
 @pytest.mark.filterwarnings("ignore::flowbnn.errors.FlowBNNWarning")  # a few epochs are too few
 def test_example_runs(path, monkeypatch, tmp_path, capsys):
     monkeypatch.setenv("FLOWBNN_EXAMPLES_QUICK", "1")

@@ -45,6 +45,7 @@ PACKAGES = [  # from the highest to the lowest; each may import only those below
     "options",
     "errors",
     "numerics",
+    "version",
 ]
 LEVEL = {package: -index for index, package in enumerate(PACKAGES)}
 FILES = sorted(path for path in ROOT.rglob("*.py") if path != ROOT / "__init__.py")
@@ -74,9 +75,7 @@ def test_imports_point_down(path):
         assert parts[0] == "flowbnn", (
             f"{path.name} imports {name}: studies use the library, never the reverse"
         )
-        if len(parts) == 2 and parts[1] not in LEVEL:
-            assert parts[1] == "__version__", f"{path.name} imports {name} from the package itself"
-            continue
+        assert parts[1] in LEVEL, f"{path.name} imports {name} from the package itself"
         there = parts[1]
         assert LEVEL[there] <= LEVEL[here], f"{path.name} in {here} imports {name}, which is above it"
         assert there == here or LEVEL[there] < LEVEL[here], (

@@ -16,8 +16,16 @@ from flowbnn.batches import call, move, split_batch
 from flowbnn.data.formats import as_loader
 from flowbnn.errors import FlowBNNError
 from flowbnn.posterior import PredictOptions
+from slow_cases import mark_slow
 
 SAMPLES = 2
+# networks of libraries that have a relative in the default run
+RELATIVES = (
+    "bert eager attn", "bert grad ckpt", "bert pair", "bert token cls", "distilbert", "electra", "hf convnext",
+    "hf mixtral cls", "hf resnet", "hf segformer pixels", "hf swin", "llama cls", "lora bert rules lora only",
+    "t5 encoder cls", "timm mobilenetv3 small 050", "timm resnet10t", "timm test convnext", "pyg sage graphs",
+    "regression squeezed", "multilabel",
+)  # fmt: skip
 STEPS = ("convert", "fit", "predict", "calibrate", "load")
 
 
@@ -94,7 +102,8 @@ def run_steps(case: Case, folder: Any) -> dict[str, str]:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.usefixtures("unrefined")
+@pytest.mark.parametrize("name", mark_slow(CASES, [name for name in CASES if name not in RELATIVES]))
 def test_network_passes_every_step_or_is_refused(name, tmp_path):
     case = CASES[name]
     assert run_steps(case, tmp_path) == dict(case.refusals)

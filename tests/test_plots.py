@@ -1,8 +1,6 @@
 """Tests of the figures: the plotted numbers are those of the library, axes are used, and no figure is left open."""
 
 import math
-import subprocess
-import sys
 
 import matplotlib
 import numpy as np
@@ -128,20 +126,6 @@ def test_figures_use_the_axes_and_both_styles(name):
     assert plt.get_fignums() == [ax.figure.number]
     assert plots.palette_of(ax) is plots.LIGHT
     assert ax.get_xlabel() or ax.get_title(loc="left") or ax.get_yticklabels()
-
-
-def test_importing_flowbnn_does_not_import_matplotlib():
-    code = """
-import sys
-sys.modules["matplotlib"] = None
-import torch, flowbnn as fb
-try:
-    fb.predictive.CategoricalPredictive(torch.zeros(1, 1, 2)).plot_reliability(torch.tensor([0]))
-except fb.FlowBNNError as error:
-    print(error.kind, "|", error)
-"""
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert result.stdout.strip() == "missing package | plots need matplotlib: pip install flowbnn[plots]"
 
 
 def test_failures_leave_no_figure_and_no_style():

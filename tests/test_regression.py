@@ -230,7 +230,7 @@ def test_standardization_with_predicted_noise():
     "method",
     [
         fb.Laplace(structure="kron", layers="all", epochs=8, lr=0.1),
-        fb.Laplace(structure="full", layers="last", epochs=8, lr=0.1),
+        pytest.param(fb.Laplace(structure="full", layers="last", epochs=8, lr=0.1), marks=pytest.mark.slow),
         fb.BayesByBackprop(epochs=3),
         fb.MNF(epochs=3),
         fb.SWAG(epochs=6),

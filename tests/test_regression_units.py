@@ -78,7 +78,7 @@ def test_the_report_uses_the_initial_units():
     assert posterior.report.elbo.after > posterior.report.elbo.before + 0.5
 
 
-@pytest.mark.filterwarnings("ignore:.*in half precision")
+@pytest.mark.filterwarnings("ignore:precision=")
 @pytest.mark.parametrize(
     "method", [fb.MAP(epochs=1), fb.NodeNoise(epochs=1), fb.NodeNoise(epochs=1, joint="full")]
 )

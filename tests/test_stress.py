@@ -114,6 +114,7 @@ def test_loaders_that_change():
 
 
 @needs_fork
+@pytest.mark.slow
 def test_memory_of_predictions_is_bounded():
     result = memory.stress(seed=0, budget=Budget(60.0, trials=1), names=("node-noise",), num_rows=160_000)
     assert result.failures == []

@@ -66,8 +66,7 @@ from flowbnn.networks import select_output
 from flowbnn.noise import noise_mode, parameter_groups
 from flowbnn.objectives import ELBO
 from flowbnn.posterior import Posterior, evaluate, gated, load_posterior
-
-__version__ = "0.2.0"
+from flowbnn.version import __version__ as __version__
 
 __all__ = [
     "DAMP",

@@ -16,14 +16,13 @@ from torch import Tensor, nn
 
 from flowbnn.batches import call
 from flowbnn.data.formats import as_inputs
-from flowbnn.errors import FlowBNNError, check_shape, pluralize
+from flowbnn.errors import FlowBNNError, check_shape, describe_value, requirement_error, value_error
 from flowbnn.likelihoods.regression import RealLikelihood
 from flowbnn.options import Count, SampleCount, checked
 from flowbnn.posterior import Posterior
 from flowbnn.predictive import ContinuousPredictive
 
 AcquisitionScore = Literal["bald", "batchbald", "entropy", "margin", "variance", "thompson"]
-CHUNK_NUMBERS = 2**24  # numbers of conditional probabilities that are in memory at once
 
 
 class Selection(NamedTuple):
@@ -86,8 +85,7 @@ def acquire(
     options = {"keep_samples": True if joint else "auto", **options}
     predictive = posterior.predict(as_inputs(pool, "pool"), samples, seed=seed, **options)
     if batch_size > len(predictive):
-        text = f"batch_size={batch_size} is more than the {pluralize(len(predictive), 'input')} of the pool"
-        raise FlowBNNError(text, kind="pool", argument="batch_size")
+        raise value_error("batch_size", f"at most {len(predictive)} (the pool)", batch_size, kind="pool")
     classes = hasattr(predictive, "log_probabilities")
     if joint:
         _check_joint(predictive, score)
@@ -126,14 +124,14 @@ def acquisition_scores(predictive: Any, score: str) -> Tensor:
         elif score in ("bald", "entropy"):
             values = predictive.entropy if score == "entropy" else predictive.mutual_information
         else:
-            raise _unsupported(score, "real values, and the posterior predicts classes")
+            raise _unsupported(score, "real values", predictive)
     elif "epistemic" in predictive.uncertainties:
         if score not in ("bald", "variance"):
-            raise _unsupported(score, "classes, and the posterior predicts real values")
+            raise _unsupported(score, "classes", predictive)
         ratio = predictive.epistemic / predictive.aleatoric
         values = predictive.variance if score == "variance" else 0.5 * torch.log1p(ratio)
     else:
-        raise _unsupported(score, f"classes or real values, got a {type(predictive).__name__}")
+        raise _unsupported(score, "classes or numbers", predictive)
     return values.reshape(len(values), -1).sum(-1)
 
 
@@ -207,7 +205,7 @@ def _conditional_entropy(p: Tensor, posterior_weights: Tensor, weights: Tensor) 
         weights: Probability of each configuration, ``[M]``.
     """
     samples, _, classes = p.shape
-    size = max(1, CHUNK_NUMBERS // (len(weights) * classes))
+    size = max(1, 2**24 // (len(weights) * classes))  # of numbers that are in memory at once
     entropies = []
     for chunk in p.split(size, 1):
         conditional = (posterior_weights @ chunk.reshape(samples, -1)).view(len(weights), -1, classes)
@@ -271,16 +269,17 @@ def _check_joint(predictive: Any, score: str) -> None:
     """Raises FlowBNNError if the joint prediction of several inputs does not serve a score."""
     classes = hasattr(predictive, "log_probabilities")
     if score == "batchbald" and classes and predictive.samples.ndim > 3:
-        raise _unsupported(score, "one label for each input; use score='bald', which sums over positions")
+        raise _unsupported(score, "single labels", predictive, "use score='bald'")
     if not classes and not isinstance(predictive, ContinuousPredictive):
-        raise _unsupported(score, f"classes or real values, got a {type(predictive).__name__}")
+        raise _unsupported(score, "classes or numbers", predictive)
     if score == "thompson" and (classes or predictive.samples.shape[-1] != 1):
-        raise _unsupported(score, "one real value for each input")
+        raise _unsupported(score, "single real values", predictive)
 
 
-def _unsupported(score: str, requirement: str) -> FlowBNNError:
+def _unsupported(score: str, requirement: str, predictive: Any, hint: str = "") -> FlowBNNError:
     """Returns the error about predictions that a score does not serve."""
-    return FlowBNNError(f"score='{score}' needs {requirement}", kind="unsupported", argument="score")
+    value = describe_value(predictive)
+    return requirement_error(f"score='{score}'", requirement, value, hint, argument="score")
 
 
 class FunctionPosterior:
@@ -377,8 +376,9 @@ class FunctionModel:
     @checked
     def __init__(self, posterior: Posterior, samples: SampleCount = 64, seed: int = 0) -> None:
         if not isinstance(posterior.likelihood, RealLikelihood):
-            text = f"FunctionModel needs a posterior of real values, got {posterior.likelihood!r}"
-            raise FlowBNNError(text, kind="unsupported", argument="posterior")
+            raise requirement_error(
+                "FunctionModel", "real values", posterior.likelihood, argument="posterior"
+            )
         self.likelihood = posterior.likelihood
         self.networks: list[nn.Module] = posterior.networks(samples, seed)
 

@@ -84,9 +84,7 @@ class ConversionTable(tuple[Conversion, ...]):
 @checked
 def to_stochastic(
     model: nn.Module,
-    rules: Annotated[
-        Mapping[Rule, Recipe | None], Hint('from layers to recipes, such as {"*": NormalAffine()}')
-    ],
+    rules: Annotated[Mapping[Rule, Recipe | None], Hint('such as {"*": NormalAffine()}')],
     *,
     joint: Literal["full", "chain", "low-rank", "layers"] | None = None,
     inplace: bool = False,
@@ -179,9 +177,7 @@ def _no_layers(model: nn.Module) -> FlowBNNError:
     name = type(model).__name__
     owners = {n: module for n, module in model.named_modules() if [*module.parameters(recurse=False)]}
     if not owners:
-        return FlowBNNError(
-            f"{name} has no weights, so no layer can have noise", kind="model", argument="model"
-        )
+        return FlowBNNError(f"{name} has no weights for noise", kind="model", argument="model")
     first, module = next(iter(owners.items()))
     where = f"layer '{first}' ({type(module).__name__})" if first else f"{name} itself"
     weights = quote_names([n for n, _ in module.named_parameters(recurse=False)])
@@ -209,7 +205,7 @@ def _choose(
     aliases = {name: id(module) for name, module in model.named_modules(remove_duplicate=False)}
     first = {id(module): name for name, module in layers.items()}
     winners: dict[str, tuple[tuple[int, int], Recipe | None]] = {}
-    problem = 'the rules give no layer noise; {"*": NormalAffine()} gives noise to every layer'
+    problem = 'no layer has noise; use {"*": NormalAffine()}'
     for rule, recipe in rules.items():
         # a shared module matches each of its names
         layer_rule = first.get(aliases.get(rule, 0), rule) if isinstance(rule, str) else rule
@@ -228,24 +224,20 @@ def _choose(
 
 
 def _describe_mismatch(rule: Rule, model: nn.Module, layers: dict[str, nn.Module]) -> str:
-    if isinstance(rule, str) and rule in dict(model.named_parameters()):
-        owner = rule.rpartition(".")[0]
-        remedy = f"use '{owner}'" if owner in layers else f"there is noise for {quote_names(list(layers))}"
-        return f"{rule!r} is a parameter, and rules name layers; {remedy}"
     if list(layers) == [""]:
-        return f"rule {rule!r} matches no layer; the network is one {type(model).__name__} layer, so use '*'"
+        return f"rule {rule!r} matches no layer; use '*'"
     if not isinstance(rule, str):
         return f"rule {getattr(rule, '__name__', rule)} matches no layer{nearest('', layers)}"
-    modules = dict(model.named_modules(remove_duplicate=False))
-    parent = rule.rpartition(".")[0]
-    if rule in modules:
-        advice = ""
-        if isinstance(modules.get(parent), nn.MultiheadAttention):
-            advice = f"; use {parent!r}"
-        elif any(name.startswith(rule + ".") for name in layers):
-            advice = f"; use {rule + '.*'!r} for its layers"
-        return f"{rule!r} ({type(modules[rule]).__name__}) cannot have noise{advice}"
-    return f"rule {rule!r} matches no layer{nearest(rule, layers)}"
+    parent, named = rule.rpartition(".")[0], dict(model.named_modules(remove_duplicate=False))
+    value = (named | dict(model.named_parameters())).get(rule)
+    kind = "" if value is None else f" ({type(value).__name__})"
+    if any(name.startswith(rule + ".") for name in layers):
+        advice = f"; use {rule + '.*'!r}"
+    elif parent in layers:  # of a parameter, or of a layer inside of attention
+        advice = f"; use {parent!r}"
+    else:
+        advice = nearest(rule, layers)
+    return f"rule {rule!r}{kind} matches no layer{advice}"
 
 
 def _layout(model: nn.Module, name: str, module: nn.Module, recipe: Recipe) -> Layout:
@@ -313,7 +305,7 @@ class FixedNoise(Noise):
     def mean(self) -> Tensor:
         return self.get_buffer("vector")
 
-    def shared_vectors(self, samples: int, seed: int, device: torch.device) -> Tensor:
+    def shared_vectors(self, samples: int, seed: int, device: torch.device, seeded: Any = None) -> Tensor:
         return self.mean()[None]
 
     def shared_maps(

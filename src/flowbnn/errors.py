@@ -2,7 +2,8 @@
 
 import sys
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from difflib import get_close_matches
 from typing import Any
 
@@ -29,6 +30,10 @@ class FlowBNNError(ValueError):
         super().__init__(message if "\n" not in message else " ".join(message.split()))
         self.fields: dict[str, Any] = {"kind": "value", **fields}
         self.kind, self.argument, self.layer = map(self.fields.get, ("kind", "argument", "layer"))
+
+
+class MissingPackageError(FlowBNNError, ImportError):
+    """Exception for an optional package that is not installed. It is an ``ImportError``, too."""
 
 
 class FlowBNNWarning(UserWarning):
@@ -115,13 +120,117 @@ def nearest(word: str, choices: Iterable[str]) -> str:
     return f"; there {'are' if choices[1:] else 'is'} {quote_names(choices, 8)}" if choices else ""
 
 
+def with_hint(text: str, hint: str) -> str:
+    """Returns a message that ends with an advice, if there is one."""
+    return f"{text}; {hint}" if hint else text
+
+
+def requirement_error(
+    subject: str, requirement: str, value: Any = None, hint: str = "", **fields: Any
+) -> FlowBNNError:
+    """Returns the error for something that needs what it did not get, of the kind ``"unsupported"`` unless ``fields`` give another.
+
+    Args:
+        subject: Name of the function, class or setting.
+        requirement: Words for what it needs.
+        value: Value that it got. Strings are shown without quotes. None is not shown.
+        hint: Advice that follows the message.
+        fields: Fields of the error.
+
+    >>> requirement_error("score='margin'", "classes", "real values", hint="use score='variance'", argument="score")
+    FlowBNNError("score='margin' needs classes, got real values; use score='variance'")
+    """
+    got = "" if value is None else f", got {value}"
+    text = with_hint(f"{subject} needs {requirement}{got}", hint)
+    return FlowBNNError(text, **{"kind": "unsupported", **fields})
+
+
+def value_error(argument: str, /, expected: str, value: Any, hint: str = "", **fields: Any) -> FlowBNNError:
+    """Returns the error for an argument with a wrong value.
+
+    Args:
+        argument: Name of the argument.
+        expected: Words for what it must be.
+        value: Wrong value, or words for it. Strings are shown without quotes.
+        hint: Advice that follows the message.
+        fields: Fields of the error. Its ``argument`` is that name by default.
+
+    >>> value_error("targets", "integers", "torch.float32", hint="use targets.long()", kind="dtype")
+    FlowBNNError('targets must be integers, got torch.float32; use targets.long()')
+    """
+    text = with_hint(f"{argument} must be {expected}, got {value}", hint)
+    return FlowBNNError(text, **{"argument": argument, **fields})
+
+
+def nonfinite_error(
+    name: str, finite: Any, hint: str, where: str = "", cls: type[FlowBNNError] = FlowBNNError, **fields: Any
+) -> FlowBNNError:
+    """Returns the error for values that are NaN or infinite.
+
+    Args:
+        name: Name of the values.
+        finite: Mask ``[rows, ...]`` of the finite values.
+        hint: Advice that follows the message.
+        where: Place of the first of them. The default is its row.
+        cls: Class of the error.
+        fields: Fields of the error besides ``rows``, the number of rows.
+
+    >>> import torch
+    >>> nonfinite_error("the outputs", torch.tensor([True, False, True]), "check the weights")
+    FlowBNNError('NaN or infinity in 1 of 3 rows of the outputs, first in row 1; check the weights')
+    """
+    rows = (~finite).reshape(len(finite), -1).any(1).nonzero()
+    where = where or f"row {int(rows[0])}"
+    text = f"NaN or infinity in {len(rows)} of {len(finite)} rows of {name}, first in {where}; {hint}"
+    return cls(text, rows=len(rows), **fields)
+
+
+def check_name(name: str, choices: Iterable[str], noun: str, **fields: Any) -> None:
+    """Raises FlowBNNError if a name is unknown, with the names that resemble it.
+
+    Args:
+        name: Name to check.
+        choices: Known names.
+        noun: Noun for the thing that has the name.
+        fields: Fields of the error.
+
+    >>> check_name("fc3", ["fc1", "conv"], "layer", argument="layer")
+    Traceback (most recent call last):
+    flowbnn.errors.FlowBNNError: unknown layer 'fc3'; did you mean 'fc1'?
+    """
+    choices = list(choices)
+    if name not in choices:
+        raise FlowBNNError(f"unknown {noun} '{name}'{nearest(name, choices)}", **fields)
+
+
+@contextmanager
+def optional_import(feature: str, package: str, install: str) -> Iterator[None]:
+    """Context manager that raises MissingPackageError if an import fails.
+
+    Args:
+        feature: Name of the module or function that needs the package.
+        package: Name of the package.
+        install: Argument of ``pip install``.
+
+    >>> with optional_import("plots", "matplotlib", "flowbnn[plots]"):
+    ...     import matplotlib
+    """
+    try:
+        yield
+    except ImportError as error:
+        text = f"{feature} needs {package}: pip install {install}"
+        raise MissingPackageError(text, kind="missing package", packages=[package]) from error
+
+
 def check_shape(
     argument: str,
+    /,
     values: Any,
     expected: Sequence[int | str],
     hint: str = "",
     kind: str = "shape",
     owner: str = "",
+    **fields: Any,
 ) -> None:
     """Raises FlowBNNError if a tensor does not have the expected shape.
 
@@ -133,6 +242,7 @@ def check_shape(
         hint: Advice that follows the message.
         kind: Kind of the error.
         owner: Name of the class that takes the tensor.
+        fields: Further fields of the error.
 
     >>> import torch
     >>> check_shape("z", torch.zeros(3, 5), ("batch", 5))
@@ -153,11 +263,18 @@ def check_shape(
     sizes = ", ".join(map(str, expected)) + ("," if len(expected) == 1 else "")
     result = shape if hasattr(values, "shape") else describe_value(values)
     text = f"{f'{owner}: ' if owner else ''}{argument} must have shape ({sizes}), got {result}"
-    raise FlowBNNError(f"{text}; {hint}" if hint else text, kind=kind, argument=argument)
+    raise FlowBNNError(with_hint(text, hint), **{"kind": kind, "argument": argument, **fields})
 
 
 def check_entries(
-    argument: str, values: Any, valid: Any, requirement: str, hint: str = "", kind: str = "range"
+    argument: str,
+    /,
+    values: Any,
+    valid: Any,
+    requirement: str,
+    hint: str = "",
+    kind: str = "range",
+    **fields: Any,
 ) -> None:
     """Raises FlowBNNError if entries of a tensor are invalid.
 
@@ -168,6 +285,7 @@ def check_entries(
         requirement: Words for a valid entry.
         hint: Advice that follows the message.
         kind: Kind of the error.
+        fields: Further fields of the error.
 
     >>> import torch
     >>> values = torch.tensor([0.5, -2.0])
@@ -180,8 +298,8 @@ def check_entries(
     invalid = values[~valid]
     numbers = [f"{number:.4g}" for number in invalid[0].flatten().tolist()]
     entry = ", ".join(numbers[:4]) + (", ..." if len(numbers) > 4 else "")
-    text = f"{argument} must be {requirement}, got {entry} ({len(invalid)} of {valid.numel()} entries)"
-    raise FlowBNNError(f"{text}; {hint}" if hint else text, kind=kind, argument=argument)
+    entries = f"{entry} ({len(invalid)} of {valid.numel()} entries)"
+    raise value_error(argument, requirement, entries, hint, kind=kind, **fields)
 
 
 def describe_value(value: object) -> str:

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from flowbnn.errors import FlowBNNError, quote_names
+from flowbnn.errors import FlowBNNError, nearest
 
 
 def copy_network(
     network: nn.Module,
-    advice: str = "use weight_norm and spectral_norm of torch.nn.utils.parametrizations",
+    advice: str = "use torch.nn.utils.parametrizations.weight_norm",
 ) -> nn.Module:
     """Returns a deep copy of a network, without the wrappers of ``torch.compile``.
 
@@ -36,15 +36,14 @@ def copy_network(
 def check_copyable(network: nn.Module) -> None:
     """Raises FlowBNNError if a network is TorchScript, or has lazy or meta parameters."""
     for name, module in network.named_modules():
-        kind = type(module).__name__
+        layer = f"layer '{name}' ({type(module).__name__})" if name else f"a {type(module).__name__}"
         if isinstance(module, torch.jit.ScriptModule):
-            raise _copy_error("TorchScript has no layers to change", "use the nn.Module that was scripted")
+            raise _copy_error(f"{layer} is TorchScript", "use the original nn.Module")
         for value in module.parameters(recurse=False):
             if is_lazy(value):
-                where = f"layer '{name}' ({kind}) has no shape yet"
-                raise _copy_error(where, "run one batch through the network first")
+                raise _copy_error(f"{layer} is lazy", "call the network once")
             if value.is_meta:
-                raise _copy_error(f"layer '{name}' ({kind}) is on the meta device", "load its weights")
+                raise _copy_error(f"{layer} has meta tensors", "load its weights")
 
 
 def _copy_error(problem: str, advice: str) -> FlowBNNError:
@@ -147,16 +146,14 @@ class SelectOutput:
     def __call__(self, module: nn.Module, args: Any, outputs: Any) -> Any:
         if callable(self.selection):
             return self.selection(outputs)
-        name, kind = self.selection, type(outputs).__name__
+        name = self.selection
         if isinstance(name, str) and not isinstance(outputs, Mapping) and hasattr(outputs, name):
             return getattr(outputs, name)
         try:
             return outputs[name]
         except (KeyError, IndexError, TypeError):
-            entries = (
-                f" with {quote_names([str(key) for key in outputs])}" if isinstance(outputs, Mapping) else ""
-            )
-            text = f"the network returns a {kind}{entries}, which has no output {name!r}"
+            names = [str(key) for key in outputs] if isinstance(outputs, Mapping) else []
+            text = f"unknown output {name!r} of a {type(outputs).__name__}{nearest(str(name), names)}"
             raise FlowBNNError(text, kind="network", argument="output") from None
 
 

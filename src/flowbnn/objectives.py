@@ -26,7 +26,7 @@ from flowbnn.batches import (
     tensors_of,
 )
 from flowbnn.distributions import Divergence
-from flowbnn.errors import FlowBNNError
+from flowbnn.errors import FlowBNNError, check_shape
 from flowbnn.likelihoods.base import Likelihood
 from flowbnn.noise import noise_layers
 from flowbnn.noise.batched import Divergences, divergences, draw_with_kl
@@ -67,8 +67,8 @@ def mean_log_prob(
     """
     values = likelihood.log_prob(outputs, targets)
     if values.shape != outputs.shape[:1]:
-        text = f"log_prob must return shape ({len(outputs)},), got {tuple(values.shape)}; sum over all axes but the first"
-        raise FlowBNNError(f"{type(likelihood).__name__}.{text}", kind="shape", argument="likelihood")
+        name, hint = f"{type(likelihood).__name__}.log_prob", "sum over all other axes"
+        check_shape(name, values, outputs.shape[:1], hint, argument="likelihood")
     return values.mean() if weights is None else (weights.to(values) * values).mean()
 
 
@@ -99,9 +99,12 @@ class Terms:
 
     def logs(self) -> dict[str, Tensor]:
         """Returns scalars for the training log. ``kl/name`` and ``entropy/name`` are the values of a layer."""
-        result: dict[str, Tensor] = {}
-        for name in ("elbo", "log_likelihood", "kl", "entropy"):
-            result[name] = getattr(self, name).detach()
+        result = {
+            "elbo": -self.loss.detach(),
+            "log_likelihood": self.log_likelihood.detach(),
+            "kl": self.kl.detach(),
+            "entropy": self.entropy.detach(),
+        }
         for name, (kl, entropy) in self.layers.items():
             result |= {f"kl/{name}": kl.detach(), f"entropy/{name}": entropy.detach()}
         return result
@@ -189,8 +192,7 @@ class ELBO:
                 outputs = torch.cat([outputs, *passes])
                 targets, weights = repeat((targets, weights), samples)
         if isinstance(targets, Tensor) and targets.shape[:1] != outputs.shape[:1]:
-            message = f"outputs {tuple(outputs.shape)} and targets {tuple(targets.shape)} differ in length"
-            raise FlowBNNError(message, kind="shape", argument="targets")
+            check_shape("targets", targets, (len(outputs), "..."))
         if not len(outputs) and shard is None:
             raise FlowBNNError("batch is empty", kind="shape")
         if check:

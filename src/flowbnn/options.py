@@ -123,22 +123,20 @@ Probability = Annotated[float, Bounds(gt=0, lt=1)]
 Seed = Annotated[int, Bounds(ge=0, lt=2**32)]
 File = Annotated[str | PathLike[str], NonEmpty()]
 
-# words for types in error messages, with an article and without
-PHRASES = {
+# words for types in error messages
+PHRASES: dict[Any, str] = {
     bool: "True or False",
     int: "an integer",
     float: "a number",
     str: "a string",
     NoneType: "None",
     Tensor: "a dense real tensor",
-}
-NOUNS: dict[Any, str] = {
-    Sequence: "list",
-    Iterable: "list or DataLoader",
-    Mapping: "dictionary",
-    dict: "dictionary",
-    PathLike: "path",
-    Callable: "function",
+    Sequence: "a list",
+    Iterable: "a list or DataLoader",
+    Mapping: "a dictionary",
+    dict: "a dictionary",
+    PathLike: "a path",
+    Callable: "a function",
 }
 
 
@@ -328,7 +326,7 @@ def call_factory(function: Callable[..., Any], *args: Any, name: str, kind: type
 # -------------------- checks
 
 
-def check(name: str, value: Any, annotation: Any, owner: str = "") -> None:
+def check(name: str, value: Any, annotation: Any, owner: str = "", kind: str = "value") -> None:
     """Raises an error if an annotation does not allow a value.
 
     Args:
@@ -336,6 +334,7 @@ def check(name: str, value: Any, annotation: Any, owner: str = "") -> None:
         value: Value of the option.
         annotation: Type, union, literal, or ``Annotated`` with a :class:`Bounds` or a :class:`Hint`.
         owner: Name of the function or class that has the option.
+        kind: Kind of the error.
 
     >>> check("rate", 1.5, UnitInterval)
     Traceback (most recent call last):
@@ -353,7 +352,8 @@ def check(name: str, value: Any, annotation: Any, owner: str = "") -> None:
     subject = f"{owner}({name}=...)" if owner else name
     expected = f"{verb} {_describe(annotation)}{hint}"
     suggestion = _suggestion(annotation, value)
-    raise FlowBNNError(f"{subject} must {expected}, got {describe_value(value)}{suggestion}", argument=name)
+    text = f"{subject} must {expected}, got {describe_value(value)}{suggestion}"
+    raise FlowBNNError(text, kind=kind, argument=name)
 
 
 def _suggestion(annotation: Any, value: Any) -> str:
@@ -444,8 +444,8 @@ def _describe(annotation: Any) -> str:
     if origin in (Union, UnionType, Literal):
         choices = [repr(choice) if origin is Literal else _describe(choice) for choice in arguments]
         return " or ".join([", ".join(choices[:-1]), choices[-1]] if choices[1:] else choices)
-    if annotation in PHRASES:
-        return PHRASES[annotation]
     kind = origin or annotation
-    noun = str(NOUNS.get(kind) or getattr(kind, "__name__", kind))
+    if kind in PHRASES:
+        return PHRASES[kind]
+    noun = str(getattr(kind, "__name__", kind))
     return f"{'an' if noun[0].lower() in 'aeiou' else 'a'} {noun}"

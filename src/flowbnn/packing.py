@@ -1,22 +1,22 @@
 """Targets of several heads as one tensor.
 
 The targets of a batch may be a dictionary or a tuple of tensors. All of the library handles them as one tensor ``[B, K]`` in float64.
-Each of its rows begins with a header: a magic number, a checksum of the names (0 for a tuple), the number of tensors, and for each
+Each of its rows begins with a header: a magic number, a checksum of the names (0 for a tuple), the length of the header, and for each
 tensor whether it holds integers, its number of axes, and their sizes. The values follow. The tensor thus describes itself, and can be
 selected, concatenated and moved like any other.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 from zlib import crc32
 
 import torch
 from torch import Tensor
 
-from flowbnn.errors import FlowBNNError
+from flowbnn.errors import check_shape
+from flowbnn.options import NonEmpty, check
 
-MAGIC = 7_340_033.0  # float32 represents it
-MAX_AXES = 6  # of a target
+MAGIC = 7_340_033.0  # first number of packed targets, which float32 represents
 
 
 class TargetLayout(NamedTuple):
@@ -54,22 +54,17 @@ def pack_targets(targets: Any) -> Tensor:
     [tensor([2, 0]), tensor([[0.5000],
             [1.5000]], dtype=torch.float64)]
     """
+    check("targets", targets, Annotated[Mapping[Any, Tensor] | Sequence[Tensor], NonEmpty()], kind="targets")
     by_name = isinstance(targets, Mapping)
-    if not by_name and not isinstance(targets, list | tuple):
-        text = f"the targets of a batch must be a tensor, not a {type(targets).__name__}; use torch.as_tensor"
-        raise FlowBNNError(text, kind="targets")
     names = sorted(targets) if by_name else range(len(targets))
-    values = [targets[name] for name in names]
-    if not values or not all(isinstance(value, Tensor) and 1 <= value.ndim <= MAX_AXES for value in values):
-        text = "the targets of several heads must be tensors with the examples on the first axis; use torch.as_tensor"
-        raise FlowBNNError(text, kind="targets")
-    if len({len(value) for value in values}) > 1:
-        text = f"the targets of several heads differ in length, got {', '.join(str(len(value)) for value in values)}"
-        raise FlowBNNError(text, kind="targets")
-    header = [MAGIC, checksum_of([str(name) for name in names]) if by_name else 0, len(values)]
+    values, rows = [targets[name] for name in names], -1
+    layout: list[int] = []
     for value in values:
-        header += [not value.is_floating_point(), value.ndim - 1, *value.shape[1:]]
-    rows, device = len(values[0]), values[0].device
+        check_shape("targets", value, ("examples" if rows < 0 else rows, "..."), kind="targets")
+        rows = len(value)
+        layout += [not value.is_floating_point(), value.ndim - 1, *value.shape[1:]]
+    checksum, device = checksum_of([str(name) for name in names]) if by_name else 0, values[0].device
+    header = [MAGIC, checksum, 3 + len(layout), *layout]
     start = torch.tensor(header, dtype=torch.float64, device=device).expand(rows, -1)
     return torch.cat([start, *(value.to(device).double().reshape(rows, -1) for value in values)], 1)
 
@@ -79,15 +74,15 @@ def read_layout(packed: Tensor) -> TargetLayout | None:
     is_candidate = packed.ndim == 2 and packed.shape[1] > 3 and len(packed) and packed.is_floating_point()
     if not is_candidate or packed[0, 0].item() != MAGIC:
         return None
-    checksum, count = (int(number) for number in packed[0, 1:3].tolist())
-    numbers = [int(number) for number in packed[0, 3 : 3 + count * (MAX_AXES + 1)].tolist()]
+    checksum, start = (int(number) for number in packed[0, 1:3].tolist())
+    numbers = [int(number) for number in packed[0, 3:start].tolist()]
     integers, shapes, place = list[bool](), list[tuple[int, ...]](), 0
-    for _ in range(count):
+    while place < len(numbers):
         axes = numbers[place + 1]
         integers.append(bool(numbers[place]))
         shapes.append(tuple(numbers[place + 2 : place + 2 + axes]))
         place += 2 + axes
-    return TargetLayout(checksum, tuple(integers), tuple(shapes), 3 + place)
+    return TargetLayout(checksum, tuple(integers), tuple(shapes), start)
 
 
 def unpack_targets(packed: Tensor, layout: TargetLayout) -> list[Tensor]:

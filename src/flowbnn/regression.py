@@ -126,14 +126,9 @@ def warn_repeated_targets(likelihood: ConditionalDensity, statistics: TargetStat
     # a few zeros do not shape a density
     if share >= 0.02 and float(share) != previous and is_main_process():
         target = f" of target {int(worst)}" if len(shares) > 1 else ""
-        warn(
-            f"{float(share):.0%} of the values{target} are repeated, so a density can be a spike at each of them; use "
-            "likelihood='gaussian', or undo the rounding of the targets by noise",
-            kind="repeated",
-            argument="targets",
-            share=float(share),
-            target=int(worst),
-        )
+        problem = f"{share:.0%} of the values{target} are repeated, where a density can be a spike"
+        text = f"{problem}; use likelihood='gaussian', or add noise to rounded targets"
+        warn(text, kind="repeated", argument="targets", share=float(share), target=int(worst))
 
 
 # -------------------- units of the targets
@@ -266,7 +261,7 @@ def standardize_targets(
     if len(targets) >= 8 and bool(mismatch.any()):
         worst = int((error / std.clamp_min(1e-300) * mismatch).argmax())
         where = f"mean {statistics.mean[worst]:.3g} and standard deviation {std[worst]:.3g}"
-        text = f"the outputs are about {error[worst]:.3g} away from targets of {where}; check their units, or train the network first"
+        text = f"outputs are about {error[worst]:.3g} away from targets of {where}; check their units, or train the network first"
         warn(text, kind="units", output=worst)
     return outputs
 
@@ -392,10 +387,8 @@ def fit_noise_scale(
     worst = int((width / error.clamp_min(1e-300)).argmax())
     scale = NoiseScale(float(noise[worst].sqrt()), float(width[worst]), float(error[worst]))
     if width[worst] > MAX_RATIO * error[worst] and (spread > noise)[worst] and is_main_process():
-        text = (
-            f"the predictive standard deviation {width[worst]:.3g} exceeds the residuals {error[worst]:.3g}; fit longer, decrease "
-            "dropout or prior_scale, or use fb.Temperature"
-        )
+        widths = f"the predictive standard deviation {width[worst]:.3g} exceeds residuals {error[worst]:.3g}"
+        text = f"{widths}; fit longer, decrease dropout or prior_scale, or use fb.Temperature"
         warn(text, kind="width", width=scale.predicted, residuals=scale.residual)
     return scale
 

@@ -11,11 +11,12 @@ from torch import Tensor
 from flowbnn.compare.candidates import Candidate
 from flowbnn.compare.results import CLASSIFICATION, Metric, SeedResults, figure, reliability_figure
 from flowbnn.data import TensorLoader, clusters, ring
+from flowbnn.data.toy import CENTRES
 from flowbnn.methods import Posterior
 from flowbnn.metrics import novelty_auroc, reliability
 from flowbnn.models import MLP
 from flowbnn.options import Count, Positive, options
-from flowbnn_studies.runner.findings import pluralize, ranking, round_values
+from flowbnn_studies.runner.findings import paired_difference, pluralize, ranking, round_values
 from flowbnn_studies.runner.methods import MethodSettings, MethodStudy, predict, shuffled_loader
 from flowbnn_studies.runner.study import Findings, Job
 
@@ -29,6 +30,10 @@ METRICS = (
            "Novelty AUROC by the mutual information of label and network; a single network has none."),
     Metric("auroc_energy", "AUROC by energy", "higher", ".3f",
            "Novelty AUROC by the energy, minus the logarithm of the sum of the exponentials of the logits."),
+    Metric("auroc_hole", "AUROC in the hole", "higher", ".3f",
+           "Probability that a point of the hole between the blobs has a higher predictive entropy than a test point."),
+    Metric("auroc_hole_mi", "AUROC in the hole by MI", "higher", ".3f",
+           "The same by the mutual information of label and network; a single network has none."),
     Metric("ring_entropy", "Entropy on the ring", "higher", ".3f",
            f"Mean predictive entropy on the ring, in nats; at most log 2 = {math.log(2):.3f}."),
     Metric("ring_confidence", "Confidence on the ring", "lower", ".3f",
@@ -45,6 +50,7 @@ class Settings(MethodSettings):
         spread: Standard deviation of each blob.
         train, test: Number of training and test points.
         radius: Radius of the ring. The blobs lie within 6 of the origin.
+        gap: Distance of the hole from the centre of every blob, in standard deviations. The hole lies between the blobs.
         ring: Number of points on the ring.
         hidden: Widths of the hidden layers.
         grid: Number of grid points along each axis of the maps, which extend a third beyond the ring.
@@ -54,6 +60,7 @@ class Settings(MethodSettings):
     train: Count = 400
     test: Count = 4000
     radius: Positive = 18.0
+    gap: Positive = 3.0
     ring: Count = 1000
     hidden: tuple[int, ...] = (32, 32)
     batch: Count = 100
@@ -65,13 +72,13 @@ class Settings(MethodSettings):
 
 class Clusters2d(MethodStudy):
     name = "clusters-2d"
-    title = "Two classes and a ring of out-of-distribution inputs"
+    title = "Two classes, with a ring around them and a hole between them"
     description = (
-        "two classes on a plane and a ring far from the data: out-of-distribution detection by all methods"
+        "two classes on a plane, a ring far from the data and a hole between them: detection of novel inputs"
     )
     question = (
-        "A network is trained on two classes of four blobs. Which methods are uncertain on a wide ring around them, where there are no "
-        "data?"
+        "A network is trained on two classes of four blobs. Which methods are uncertain where there are no data: on a wide ring around "
+        "the blobs, and in the hole between them?"
     )
     source = "the blobs of Xiong's report, figure 3; novelty as in Ravenda's report, section 1.6"
     settings = Settings
@@ -79,6 +86,7 @@ class Clusters2d(MethodStudy):
         "hmc": {"samples": 60, "warmup": 60, "chains": 2, "steps": 32},
         "nuts": {"samples": 40, "warmup": 40, "chains": 2, "max_depth": 5},
     }
+    seeds = 10
     quick: ClassVar[dict[str, Any]] = {"epochs": 5, "test": 200, "ring": 100, "hidden": (8,), "samples": 8, "grid": 13}  # fmt: skip
 
     def evaluate(self, job: Job, candidate: Candidate) -> dict[str, Any]:
@@ -91,15 +99,19 @@ class Clusters2d(MethodStudy):
         far = ring(s.ring, s.radius, generator)
         validation = TensorLoader(*held_out, batch_size=s.train)
         posterior = self.fit(job, candidate, network, shuffled_loader(train, s.batch, job.seed), validation)
-        known, novel = predict(posterior, test[0], s.samples), predict(posterior, far, s.samples)
+        known, novel, hole = (
+            predict(posterior, points, s.samples) for points in (test[0], far, hole_points(s, generator))
+        )
         values = known.evaluate(test[1]) | {
             "auroc": novelty_auroc(known.entropy, novel.entropy),
             "auroc_energy": novelty_auroc(known.energy, novel.energy),
+            "auroc_hole": novelty_auroc(known.entropy, hole.entropy),
             "ring_entropy": float(novel.entropy.mean()),
             "ring_confidence": float(novel.confidence.mean()),
         }
         if posterior.default_samples > 1:
             values["auroc_mi"] = novelty_auroc(known.mutual_information, novel.mutual_information)
+            values["auroc_hole_mi"] = novelty_auroc(known.mutual_information, hole.mutual_information)
         content: dict[str, Any] = {"values": values, "bins": reliability(known.probabilities, test[1])}
         if job.seed == 0:
             content["map"] = _map(posterior, s)
@@ -117,6 +129,18 @@ class Clusters2d(MethodStudy):
         rows = self.rows(settings, parts, METRICS)
         all_figures = figures(settings, parts, candidates, self.first_seed_parts(settings, parts, "map"))
         return Findings(answer(parts, candidates), METRICS, rows, all_figures, notes)
+
+
+def hole_points(s: Settings, generator: torch.Generator) -> Tensor:
+    """Returns points between the blobs, ``[ring, 2]``, that are at least ``gap`` standard deviations from all centres."""
+    centres = torch.tensor(CENTRES)
+    low, high = centres.amin(0), centres.amax(0)
+    points = torch.empty(0, 2)
+    while len(points) < s.ring:
+        candidates = low + (high - low) * torch.rand(8192, 2, generator=generator)
+        inside = torch.cdist(candidates, centres).amin(1) >= s.gap * s.spread
+        points = torch.cat([points, candidates[inside]])
+    return points[: s.ring]
 
 
 def map_axis(s: Settings) -> Tensor:
@@ -173,13 +197,21 @@ def figures(
     return [*result, reliability_figure("Test points of the blobs.", labels, parts)]
 
 
+def is_above_chance(parts: SeedResults, key: str) -> bool:
+    """Returns True if the AUROC on the ring is above 0.5 by more than its 95 % interval over seeds."""
+    values = parts.values(key, "auroc")
+    return len(values) > 1 and paired_difference(values, [0.5] * len(values)).low > 0.0
+
+
 def answer(parts: SeedResults, candidates: Sequence[Candidate]) -> str:
     """Returns the answer, computed from the numbers."""
     rank = partial(ranking, parts, candidates)
-    failing = sum(parts.mean(candidate.key, "auroc") <= 0.5 for candidate in candidates)
+    above = [candidate.label for candidate in candidates if is_above_chance(parts, candidate.key)]
+    names = ", ".join(above) or "no method"
     return (
-        f"Detection of the ring (AUROC by entropy, {pluralize(len(parts.seeds))}): best {rank('auroc', higher=True)}. {failing} of "
-        f"{len(candidates)} methods are no better than chance.\n"
+        f"On the ring, {names} detected novel points better than chance (AUROC by entropy above 0.5 by more than its 95 % interval, "
+        f"{pluralize(len(parts.seeds))}): {rank('auroc', higher=True)}.\n"
+        f"In the hole between the blobs, AUROC by entropy: {rank('auroc_hole', higher=True)}.\n"
         f"Entropy on the ring, at most {math.log(2):.3f}: {rank('ring_entropy', higher=True)}.\n"
         f"Calibration error on test points, for comparison: {rank('ece')}."
     )

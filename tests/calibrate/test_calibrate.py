@@ -12,6 +12,7 @@ import flowbnn as fb
 from flowbnn.errors import FlowBNNError, FlowBNNWarning
 from flowbnn.noise import Dropout, NormalAffine, NormalPlanar, noise_layers
 from flowbnn.noise.joint import independent_vectors
+from slow_cases import mark_slow
 
 QUICK = {"folds": 0, "progress": False, "accelerator": "cpu"}
 
@@ -24,7 +25,10 @@ def warning_kinds(caught: list[warnings.WarningMessage]) -> list[str]:
 # -------------------- results
 
 
-@pytest.mark.parametrize("structure", ["full", "chain", "layers", "factorized"])
+STRUCTURES = ["full", "chain", "layers", "factorized"]
+
+
+@pytest.mark.parametrize("structure", mark_slow(STRUCTURES, ["full", "factorized"]))
 def test_calibration_improves_held_out_predictions(structure, memorized, tmp_path):
     network, inputs, targets, _ = memorized
     before = {name: value.clone() for name, value in network.state_dict().items()}
@@ -61,6 +65,7 @@ def test_noise_scale_of_a_regression_is_learned():
     assert report.nll["noise"] < report.nll["plain"] - 0.1
 
 
+@pytest.mark.usefixtures("unrefined")
 @pytest.mark.parametrize(("structure", "noise_scale"), [("full", 1e-4), ("factorized", 1e-6)])
 def test_posterior_can_be_very_narrow(structure, noise_scale):
     """Both structures are exact in one dimension. Bounded log-scales ended at 3e-5."""
@@ -112,6 +117,7 @@ UNUSED_DATA = [(torch.ones(30, 2), torch.zeros(30, 1))]
 UNUSED_OPTIONS = {"likelihood": fb.likelihoods.Gaussian(1.0), "prior": "fixed", "progress": False, "folds": 0}
 
 
+@pytest.mark.usefixtures("unrefined")
 @pytest.mark.parametrize("structure", ["full", "factorized"])
 def test_every_layer_has_the_prior_of_its_rule(structure):
     posterior = fb.calibrate(UnusedLayers(), UNUSED_DATA, rules=RULES, structure=structure, **UNUSED_OPTIONS)
@@ -155,6 +161,7 @@ def test_report_is_saved_with_the_posterior(folds, tmp_path):
     assert (posterior.calibration.gain is None) == (folds == 0)
 
 
+@pytest.mark.usefixtures("unrefined")
 def test_exact_targets_keep_a_noise_scale():
     x = torch.randn(100, 2, generator=torch.Generator().manual_seed(0))
     network = nn.Linear(2, 1).requires_grad_(False)
@@ -164,6 +171,7 @@ def test_exact_targets_keep_a_noise_scale():
     assert float(posterior.predict(x, 32, seed=0).nll(network(x)).mean()) < 0.0
 
 
+@pytest.mark.usefixtures("unrefined")
 def test_outputs_of_one_logit_may_be_squeezed():
     torch.manual_seed(0)
     inputs = torch.randn(240, 2)
@@ -179,6 +187,7 @@ def test_outputs_of_one_logit_may_be_squeezed():
 # -------------------- warnings
 
 
+@pytest.mark.usefixtures("unrefined")
 def test_training_data_are_warned_about(memorized):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -200,6 +209,7 @@ def test_data_that_are_all_classified_correctly_are_warned_about_once():
     assert warning_kinds(caught) == ["memorized"]
 
 
+@pytest.mark.usefixtures("unrefined")
 def test_other_units_than_the_targets_are_warned_about():
     x = torch.randn(100, 2, generator=torch.Generator().manual_seed(0))
     network = nn.Linear(2, 1)
@@ -221,6 +231,7 @@ def test_one_example_is_counted_in_the_singular():
     assert len(reasons) == len(posterior.calibration.excluded)
 
 
+@pytest.mark.usefixtures("unrefined")
 def test_fit_that_does_not_converge_is_warned_about():
     """With logits in the tens of thousands every step is rejected."""
     generator = torch.Generator().manual_seed(0)
@@ -272,7 +283,12 @@ def test_bad_numbers_of_folds_are_refused(folds, memorized):
 def test_structure_that_does_not_fit_into_memory_is_refused():
     network = nn.Sequential(nn.Flatten(), nn.Linear(7000, 2))
     with pytest.raises(FlowBNNError) as caught:
-        fb.calibrate(network, [(torch.randn(4, 7000), torch.tensor([0, 1, 0, 1]))], structure="full")
+        fb.calibrate(
+            network,
+            [(torch.randn(4, 7000), torch.tensor([0, 1, 0, 1]))],
+            candidates=["noise"],
+            structure="full",
+        )
     assert caught.value.argument == "structure"
 
 
@@ -350,6 +366,7 @@ class SquareRoot(nn.Module):
         return self.two(x) * (1.05 - self.one(torch.ones_like(x[:, :1]))).sqrt()
 
 
+@pytest.mark.usefixtures("unrefined")
 @pytest.mark.filterwarnings("ignore::flowbnn.FlowBNNWarning")  # the network is not trained
 def test_nan_likelihoods_are_refused():
     x = torch.randn(30, 3, generator=torch.Generator().manual_seed(0))

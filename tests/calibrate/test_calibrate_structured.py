@@ -9,6 +9,7 @@ from flowbnn.methods.calibrators.folds import split_folds
 from flowbnn.methods.calibrators.last_layer import LastLayerProblem
 from flowbnn.methods.calibrators.scaling import flatten_positions
 from flowbnn.posterior import PointPosterior
+from slow_cases import mark_slow
 from structured_problems import POSITIONS, make_structured
 
 SCALINGS = ["temperature", "vector", "matrix", "refit", "mixture"]
@@ -22,7 +23,7 @@ def trained(problem, examples=30):
     return point, inputs[examples:], targets[examples:]
 
 
-@pytest.mark.parametrize("problem", POSITIONS)
+@pytest.mark.parametrize("problem", mark_slow(POSITIONS, ["tokens", "labels"]))
 @pytest.mark.filterwarnings("ignore::flowbnn.errors.FlowBNNWarning")
 def test_calibrated_networks_are_not_worse(problem, tmp_path):
     point, inputs, targets = trained(problem)
@@ -40,14 +41,14 @@ def test_calibrated_networks_are_not_worse(problem, tmp_path):
     torch.testing.assert_close(loaded.predict(inputs[:3], 4).probabilities, prediction.probabilities)
 
 
-@pytest.mark.parametrize("problem", ["tokens"])
+@pytest.mark.usefixtures("unrefined")
 @pytest.mark.filterwarnings("ignore::flowbnn.errors.FlowBNNWarning")
-def test_noise_of_a_tagger_is_calibrated(problem):
-    point, inputs, targets = trained(problem, 16)
+def test_noise_of_a_tagger_is_calibrated():
+    point, inputs, targets = trained("tokens", 16)
     posterior = fb.calibrate(
         point.model, (inputs, targets), candidates=["noise"], folds=0, samples=4, progress=False
     )
-    assert posterior.predict(inputs[:3], 4).entropy.shape == (3, *POSITIONS[problem])
+    assert posterior.predict(inputs[:3], 4).entropy.shape == (3, *POSITIONS["tokens"])
 
 
 @pytest.mark.filterwarnings("ignore::flowbnn.errors.FlowBNNWarning")

@@ -44,7 +44,7 @@ def fit_flow_to_few_examples(
 def test_flow_is_never_worse_than_its_gaussian():
     """Short training with a large learning rate makes some flows worse. They are dropped."""
     num_better = 0
-    for seed in range(10):
+    for seed in range(4):
         recipe = NormalPlanar(4) if seed % 2 else NormalCoupling()
         training = {"steps": 6, "draws": 8, "lr": 0.05}
         fit, gaussian, data = fit_flow_to_few_examples(seed, 0.5, recipe, precise=False, **training)
@@ -52,7 +52,7 @@ def test_flow_is_never_worse_than_its_gaussian():
         assert (fit.posterior is gaussian) != fit.better
         ours, theirs = (fb.diagnostics.pareto_k(q, data, 400, seed=99) for q in (fit.posterior, gaussian))
         assert ours.elbo > theirs.elbo - 3 * math.hypot(ours.elbo_error, theirs.elbo_error)
-    assert num_better < 10  # otherwise the test checks nothing
+    assert num_better < 4  # otherwise the test checks nothing
 
 
 def test_flow_gains_if_the_posterior_is_not_gaussian():
@@ -102,6 +102,7 @@ def test_noise_without_a_flow_is_refused(flow, structure):
     assert caught.value.argument == "flow"
 
 
+@pytest.mark.usefixtures("unrefined")
 @pytest.mark.parametrize("flow", ["nsf", "planar"])
 def test_flow_of_each_layer_starts_at_its_gaussian(flow, monkeypatch):
     monkeypatch.setitem(fit_flow.__kwdefaults__, "steps", 0)

@@ -56,7 +56,13 @@ def check_law(counts, coverage):
 
 
 @pytest.mark.parametrize(
-    "score", ["nll", APS(randomized=True), RAPS(True, 0.05, 2)], ids=["nll", "aps", "raps"]
+    "score",
+    [
+        pytest.param("nll", marks=pytest.mark.slow),
+        pytest.param(APS(randomized=True), marks=pytest.mark.slow),
+        RAPS(True, 0.05, 2),
+    ],
+    ids=["nll", "aps", "raps"],
 )
 def test_coverage_of_classes_over_splits_has_its_exact_law(score):
     generator, counts = torch.Generator().manual_seed(0), []

@@ -1,6 +1,7 @@
 """Tests of importance sampling and of estimates of the log-evidence, against closed forms."""
 
 import warnings
+from inspect import signature
 
 import pytest
 import scipy.stats
@@ -9,7 +10,7 @@ from tests.diagnostics.linear_problem import NOISE_SCALE
 from torch.distributions import MultivariateNormal
 
 import flowbnn as fb
-from flowbnn.diagnostics.evidence import NUM_GROUPS, Evidence, warn_if_different
+from flowbnn.diagnostics.evidence import Evidence, _tempered_evidence, warn_if_different
 from flowbnn.errors import FlowBNNWarning
 from flowbnn.noise.joint import independent_vectors
 
@@ -45,7 +46,8 @@ def test_every_method_estimates_the_evidence(problem, method):
 
 def test_number_of_particle_groups_makes_four_standard_errors_significant():
     """With a standard error from few groups, the deviation has a Student t distribution."""
-    assert 2 * scipy.stats.t.sf(4.0, NUM_GROUPS - 1) < 0.01
+    num_groups = signature(_tempered_evidence).parameters["num_groups"].default
+    assert 2 * scipy.stats.t.sf(4.0, num_groups - 1) < 0.01
 
 
 def test_estimates_that_disagree_are_warned_about():

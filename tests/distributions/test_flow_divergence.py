@@ -183,7 +183,13 @@ def test_bad_input_raises(call, kind, argument):
 
 
 @pytest.mark.parametrize(
-    ("base", "make"), [("normal", Planar), ("normal", LULinear), ("torch", Planar), ("mixture", Affine)]
+    ("base", "make"),
+    [
+        pytest.param("normal", Planar, marks=pytest.mark.slow),
+        ("normal", LULinear),
+        pytest.param("torch", Planar, marks=pytest.mark.slow),
+        pytest.param("mixture", Affine, marks=pytest.mark.slow),
+    ],
 )
 def test_divergence_compiles_without_a_graph_break(base, make):
     transform, prior = make(3), DiagonalNormal(torch.ones(3), torch.full((3,), 0.5))

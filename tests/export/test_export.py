@@ -1,7 +1,6 @@
 """Tests of exported files: they give the predictions of posteriors in ONNX Runtime and in ``torch.export``."""
 
 import json
-import os
 import sys
 
 import onnxruntime
@@ -17,6 +16,7 @@ from flowbnn.likelihoods import Bernoulli, Categorical, Gaussian
 from flowbnn.methods.calibrators.scaling import ScaledPosterior
 from flowbnn.methods.calibrators.temperature import TemperedPosterior
 from flowbnn.posterior import MemberPosterior, MixturePosterior, NoisePosterior, PointPosterior
+from slow_cases import mark_slow
 
 SAMPLES = 4
 
@@ -66,13 +66,7 @@ def assert_predicts(file, posterior, inputs, seed=0):
 # -------------------- networks
 
 
-# transformers of Hugging Face have many operations and take seconds each
-SLOW = pytest.mark.skipif("FLOWBNN_SLOW_TESTS" not in os.environ, reason="set FLOWBNN_SLOW_TESTS=1")
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=SLOW) if name in ("bert", "vit") else name for name in NETWORKS]
-)
+@pytest.mark.parametrize("name", mark_slow(NETWORKS, ["vgg", "convnext", "lstm", "named inputs"]))
 def test_onnx_gives_predictions_of_any_network(name, tmp_path):
     make, inputs = NETWORKS[name]
     torch.manual_seed(0)
@@ -82,7 +76,10 @@ def test_onnx_gives_predictions_of_any_network(name, tmp_path):
     assert_predicts(file, posterior, inputs(1))
 
 
-@pytest.mark.parametrize("name", ["resnet", "mobilenet", "gru"])
+@pytest.mark.parametrize(
+    "name",
+    mark_slow(["resnet", "mobilenet", "gru", "transformer", "upsampler"], ["mobilenet", "transformer"]),
+)
 def test_torch_gives_predictions(name, tmp_path):
     make, inputs = NETWORKS[name]
     torch.manual_seed(0)
@@ -100,7 +97,7 @@ def test_noise_as_input_takes_draws_of_any_seed(tmp_path):
         assert_predicts(file, posterior, images(2), seed)
 
 
-@pytest.mark.parametrize("site", ["channel", "position"])
+@pytest.mark.parametrize("site", mark_slow(["channel", "position"], ["position"]))
 def test_noise_of_both_sites_and_of_flows(site, tmp_path):
     rules = {"0": fb.noise.NormalPlanar(length=2, site=site), "*": fb.noise.NormalAffine(site=site)}
     posterior = add_noise(lenet(), rules=rules)
@@ -116,15 +113,6 @@ def test_layers_before_the_noise_run_once(tmp_path):
     assert [str(shape[0]) for shape in shapes] == [str(program.graph_signature and shapes[0][0])] * 2
     assert "*" not in str(shapes[0][0])  # B rows rather than K * B
     assert_predicts(file, posterior, images(2))
-
-
-def test_weights_are_stored_once(tmp_path):
-    network = nn.Sequential(nn.Linear(4, 200), nn.ReLU(), nn.Linear(200, 200), nn.ReLU(), nn.Linear(200, 3))
-    posterior = add_noise(network)
-    file = fb.export(posterior, tmp_path / "model.onnx", vectors(4, 4), samples=SAMPLES)
-    weights = 4 * sum(value.numel() for value in network.parameters())
-    draws = 4 * SAMPLES * (4 + 200 + 200)
-    assert weights + draws < file.num_bytes < weights + draws + 20_000
 
 
 # -------------------- methods
@@ -178,8 +166,21 @@ POSTERIORS = {
 }
 
 
+# every kind of sampled networks, and of calibrations
+KINDS = [
+    "predicted variance",
+    "bernoulli",
+    "ensemble with noise",
+    "matrix",
+    "mixture",
+    "dropout",
+    "laplace",
+    "mnf",
+]
+
+
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", POSTERIORS)
+@pytest.mark.parametrize("name", mark_slow(POSTERIORS, KINDS))
 def test_every_kind_of_posterior(name, tmp_path):
     torch.manual_seed(0)
     posterior = POSTERIORS[name]()
@@ -187,7 +188,7 @@ def test_every_kind_of_posterior(name, tmp_path):
     assert_predicts(file, posterior, vectors(2, 4), seed=3)
 
 
-@pytest.mark.parametrize("name", ["ensemble", "mixture of regressions", "matrix"])
+@pytest.mark.parametrize("name", mark_slow(["ensemble", "mixture of regressions", "matrix"], ["ensemble"]))
 def test_kinds_of_posteriors_in_onnx(name, tmp_path):
     torch.manual_seed(0)
     posterior = POSTERIORS[name]()
@@ -196,7 +197,9 @@ def test_kinds_of_posteriors_in_onnx(name, tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", ["Gaussian", "NegativeBinomial", "Survival", "Quantiles"])
+@pytest.mark.parametrize(
+    "name", mark_slow(["Gaussian", "NegativeBinomial", "Survival", "Quantiles"], ["Survival"])
+)
 def test_likelihoods_of_real_numbers(name, tmp_path):
     likelihood = getattr(fb.likelihoods, name)()
     posterior = ensemble(
@@ -208,8 +211,17 @@ def test_likelihoods_of_real_numbers(name, tmp_path):
         assert_predicts(file, posterior, vectors(number, 4))
 
 
-def test_quantiles_in_onnx_are_refused(tmp_path):
-    posterior = ensemble(4, fb.likelihoods.Quantiles())
+class ErrorFunction(nn.Module):
+    def forward(self, x):
+        return torch.erf(x)
+
+
+@pytest.mark.parametrize("cause", mark_slow(["network", "likelihood"], ["network"]))
+def test_error_functions_in_double_precision_are_refused_in_onnx(cause, tmp_path):
+    network = nn.Sequential(nn.Linear(4, 3), ErrorFunction()).double()
+    posterior = PointPosterior(network, Categorical())
+    if cause == "likelihood":
+        posterior = ensemble(4, fb.likelihoods.Quantiles())
     with pytest.raises(fb.FlowBNNError) as caught:
         fb.export(posterior, tmp_path / "model.onnx", vectors(3, 4), samples=SAMPLES)
     assert (caught.value.kind, caught.value.argument) == ("export", "format")
@@ -218,7 +230,7 @@ def test_quantiles_in_onnx_are_refused(tmp_path):
 def test_heads_are_outputs_with_their_names(tmp_path):
     likelihood = fb.likelihoods.Heads({"class": "categorical", "value": Gaussian(1.0)}, [(3,), (1,)])
     posterior = ensemble(4, likelihood)
-    file = fb.export(posterior, tmp_path / "model.onnx", vectors(3, 4), samples=SAMPLES)
+    file = fb.export(posterior, tmp_path / "model.pt2", vectors(3, 4), samples=SAMPLES)
     assert list(file.outputs)[::3] == ["class_probabilities", "value_mean"]
     assert_predicts(file, posterior, vectors(5, 4))
 
@@ -234,8 +246,12 @@ def test_ensemble_of_convolutions(tmp_path):
 # -------------------- description
 
 
-def test_file_holds_its_description(tmp_path):
-    file = fb.export(add_noise(mlp()), tmp_path / "model.onnx", vectors(5, 4), samples=SAMPLES, seed=7)
+def test_file_holds_its_description_and_the_weights_once(tmp_path):
+    network = nn.Sequential(nn.Linear(4, 200), nn.ReLU(), nn.Linear(200, 200), nn.ReLU(), nn.Linear(200, 3))
+    file = fb.export(add_noise(network), tmp_path / "model.onnx", vectors(5, 4), samples=SAMPLES, seed=7)
+    weights = 4 * sum(value.numel() for value in network.parameters())
+    draws = 4 * SAMPLES * (4 + 200 + 200)
+    assert weights + draws < file.num_bytes < weights + draws + 20_000
     assert file.inputs == {"inputs": (["batch", 4], "float32")}
     assert file.outputs["probabilities"] == (["batch", 3], "float32")
     assert file.outputs["epistemic"] == (["batch"], "float32")

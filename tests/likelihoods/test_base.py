@@ -1,11 +1,5 @@
 """Tests of likelihoods that a user writes."""
 
-import importlib
-import re
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -16,8 +10,6 @@ from flowbnn.errors import FlowBNNError
 from flowbnn.likelihoods import Categorical, Likelihood
 from flowbnn.posterior import PointPosterior, load_posterior
 from flowbnn.predictive import CategoricalPredictive, GaussianPredictive
-
-ROOT = Path(__file__).parents[2]
 
 
 class PixelLabels(Likelihood):
@@ -126,48 +118,6 @@ def test_likelihoods_with_settings_are_saved_and_loaded(tmp_path):
     assert (caught.value.kind, caught.value.argument) == ("unsupported", "width")
 
 
-LOAD = """
-import sys
-sys.path.insert(0, sys.argv[1])
-import torch, flowbnn as fb
-from torch import nn
-try:
-    fb.load_posterior(sys.argv[2], nn.Linear(2, 1))
-except fb.errors.FlowBNNError as error:
-    assert error.kind == "file" and "\\n" not in str(error), error
-else:
-    raise AssertionError("the class has not been imported")
-from laplace_noise import LaplaceNoise
-try:
-    fb.load_posterior(sys.argv[2], nn.Linear(2, 1), likelihood=fb.likelihoods.Poisson)
-except fb.errors.FlowBNNError as error:
-    assert (error.kind, error.argument) == ("file", "likelihood"), error
-else:
-    raise AssertionError("the file has another likelihood")
-posterior = fb.load_posterior(sys.argv[2], nn.Linear(2, 1), likelihood=LaplaceNoise)
-print(posterior.likelihood.scale, posterior.predict(torch.ones(1, 2)).mean.item())
-"""
-
-
-@pytest.mark.filterwarnings("ignore::flowbnn.errors.FlowBNNWarning")  # one epoch is too few
-def test_likelihood_of_contributing_is_loaded_in_another_process(tmp_path, monkeypatch):
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "CONTRIBUTING.md").read_text(), re.DOTALL)
-    (code,) = (block for block in blocks if "class LaplaceNoise" in block)
-    (tmp_path / "laplace_noise.py").write_text(code)
-    monkeypatch.syspath_prepend(tmp_path)
-    noise = importlib.import_module("laplace_noise").LaplaceNoise(0.3)
-    inputs = torch.randn(40, 2)
-    loader = [(inputs, inputs.sum(1))]
-    posterior = fb.MLE(epochs=1).fit(nn.Linear(2, 1), loader, likelihood=noise, progress=False)
-    path = posterior.save(tmp_path / "posterior.safetensors")
-    command = [sys.executable, "-c", LOAD, str(tmp_path), str(path)]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stderr
-    scale, mean = map(float, result.stdout.split())
-    assert scale == 0.3
-    assert mean == pytest.approx(posterior.predict(torch.ones(1, 2)).mean.item())
-
-
 @pytest.mark.filterwarnings("ignore::flowbnn.errors.FlowBNNWarning")
 @pytest.mark.parametrize(
     "method",
@@ -190,6 +140,7 @@ def test_likelihood_with_two_methods_works_with_methods(method):
     assert set(fb.evaluate(posterior, loader, samples=2)) == {"rmse", "nll", "crps", "coverage_90"}
 
 
+@pytest.mark.usefixtures("unrefined")
 @pytest.mark.filterwarnings("ignore::flowbnn.errors.FlowBNNWarning")
 def test_likelihood_with_two_methods_is_calibrated_and_refused_by_laplace():
     inputs = torch.randn(60, 2)

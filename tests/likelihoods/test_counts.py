@@ -13,6 +13,7 @@ from flowbnn.errors import FlowBNNError
 from flowbnn.likelihoods import NegativeBinomial, Poisson, make_likelihood
 from flowbnn.likelihoods.base import observed_information
 from flowbnn.predictive import CountPredictive
+from slow_cases import mark_slow
 
 LIKELIHOODS = {
     "poisson": Poisson,
@@ -204,7 +205,7 @@ METHODS = {
 
 
 @pytest.mark.filterwarnings("ignore::flowbnn.errors.FlowBNNWarning")  # a few epochs are too few
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", mark_slow(METHODS, ["map", "node-noise", "ensemble", "hmc", "laplace"]))
 def test_every_method_fits_predicts_saves_and_loads(name, likelihood, tmp_path):
     inputs, targets = counts_data()
     torch.manual_seed(0)
@@ -242,6 +243,7 @@ def test_views_and_adaptive_sampling(likelihood):
     assert posterior.predict(inputs, 20, adaptive=0.5).sample_counts.shape == (64,)
 
 
+@pytest.mark.usefixtures("unrefined")
 @pytest.mark.filterwarnings("ignore::flowbnn.errors.FlowBNNWarning")
 def test_calibrate_fits_noise_without_a_temperature(likelihood):
     inputs, targets = counts_data(80)

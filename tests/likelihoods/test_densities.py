@@ -10,6 +10,7 @@ import flowbnn as fb
 from flowbnn.errors import FlowBNNError, FlowBNNWarning
 from flowbnn.likelihoods import Flow, Gaussian, Mixture, make_likelihood
 from flowbnn.methods.laplace.derivatives import output_hessian
+from slow_cases import mark_slow
 
 QUIET = {"progress": False, "seed": 0}
 LIKELIHOODS = {
@@ -170,7 +171,7 @@ METHODS = {
 }
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", mark_slow(METHODS, ["node-noise", "ensemble", "swag", "laplace"]))
 @pytest.mark.parametrize("kind", LIKELIHOODS)
 def test_every_method_fits_predicts_saves_and_loads(name, kind, tmp_path):
     likelihood = LIKELIHOODS[kind]()
@@ -186,7 +187,7 @@ def test_every_method_fits_predicts_saves_and_loads(name, kind, tmp_path):
     )
 
 
-@pytest.mark.parametrize("unit", [1.0, 1e4])
+@pytest.mark.parametrize("unit", [pytest.param(1.0, marks=pytest.mark.slow), 1e4])
 def test_skewed_noise_is_fitted_better_than_by_a_gaussian_in_any_unit(make, unit):
     train, test = skewed(800, unit), skewed(1600, unit)
     test = test[0][800:], test[1][800:]
@@ -214,6 +215,7 @@ def test_repeated_targets_are_reported_once(make, method):
     assert repeated[0].fields["share"] == pytest.approx(0.3)
 
 
+@pytest.mark.usefixtures("unrefined")
 def test_calibration_accepts_conditional_densities(make):
     likelihood = make()
     inputs, targets = skewed(200)  # fewer examples need as many draws, in more passes

@@ -13,6 +13,7 @@ from flowbnn.errors import FlowBNNError
 from flowbnn.likelihoods import Survival, make_likelihood
 from flowbnn.likelihoods.base import observed_information
 from flowbnn.predictive.survival import concordance
+from slow_cases import mark_slow
 
 DISTRIBUTIONS = ("lognormal", "weibull")
 
@@ -146,7 +147,7 @@ METHODS = {
 
 
 @pytest.mark.filterwarnings("ignore::flowbnn.errors.FlowBNNWarning")  # a few epochs are too few
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", mark_slow(METHODS, ["node-noise", "ensemble", "laplace", "temperature"]))
 def test_every_method_fits_predicts_saves_and_loads(name, tmp_path):
     inputs, targets = survival_data(64)
     torch.manual_seed(0)
@@ -162,10 +163,11 @@ def test_every_method_fits_predicts_saves_and_loads(name, tmp_path):
     )
 
 
+@pytest.mark.usefixtures("unrefined")
 @pytest.mark.filterwarnings("ignore::flowbnn.errors.FlowBNNWarning")
-@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+@pytest.mark.parametrize("distribution", mark_slow(DISTRIBUTIONS, ["weibull"]))
 def test_calibrate_views_and_adaptive_sampling(distribution):
-    inputs, targets = survival_data(80)
+    inputs, targets = survival_data(40)
     likelihood = Survival(distribution)
     network = nn.Sequential(nn.Linear(1, 4), nn.Tanh(), nn.Linear(4, 2))
     posterior = fb.calibrate(network, (inputs, targets), likelihood=likelihood, folds=2, progress=False)
@@ -175,7 +177,7 @@ def test_calibrate_views_and_adaptive_sampling(distribution):
     ensemble = fb.DeepEnsemble(2, epochs=1).fit(
         network, [(inputs, targets)], likelihood=likelihood, progress=False
     )
-    assert ensemble.predict(inputs, 20, adaptive=0.5).sample_counts.shape == (80,)
+    assert ensemble.predict(inputs, 20, adaptive=0.5).sample_counts.shape == (40,)
 
 
 @pytest.mark.parametrize(

@@ -145,7 +145,7 @@ CASES: dict[str, Case] = {
     ),
     "swag": Case(
         lambda **settings: fb.SWAG(**{"batch_norm_samples": 4, "epochs": 20, "lr": 0.03} | settings),
-        lambda: fb.SWAG(epochs=400, lr=0.1, swag_lr=0.02, schedule=cosine, prior_scale=PRIOR),
+        lambda: fb.SWAG(epochs=250, lr=0.1, swag_lr=0.02, schedule=cosine, prior_scale=PRIOR),
         "mean",
         "its variance is that of minibatches, and the data are one batch",
         samples=100,
@@ -214,7 +214,15 @@ CASES: dict[str, Case] = {
         lambda **settings: fb.IVON(
             **{"epochs": 20, "lr": 0.2} | {k: v for k, v in settings.items() if k != "lr"}
         ),
-        lambda: fb.IVON(epochs=300, lr=0.1, hessian_init=4.0, repeats=8, schedule=cosine, prior_scale=PRIOR),
+        lambda: fb.IVON(
+            epochs=300,
+            lr=0.1,
+            hessian_init=4.0,
+            hessian_momentum=0.99,
+            repeats=8,
+            schedule=cosine,
+            prior_scale=PRIOR,
+        ),
         "mean-field",
         "its weights are independent",
         samples=4000,
@@ -233,7 +241,7 @@ CASES: dict[str, Case] = {
     ),
     "vbll": Case(
         lambda **settings: fb.VBLL(**SHORT | settings),
-        lambda: fb.VBLL(noise_lr=0.1, **CONVERGED | {"epochs": 400}),
+        lambda: fb.VBLL(noise_lr=0.1, **CONVERGED | {"epochs": 200}),
         "exact",
         "the network is its last layer",
         samples=4000,
@@ -251,7 +259,7 @@ CASES: dict[str, Case] = {
     ),
     "mnf": Case(
         lambda **settings: fb.MNF(**{"flow": "planar", **SHORT} | settings),
-        lambda: fb.MNF("planar", noise_lr=0.05, repeats=4, **CONVERGED | {"epochs": 150}),
+        lambda: fb.MNF("planar", noise_lr=0.05, repeats=4, **CONVERGED | {"epochs": 100}),
         "mean",
         "its covariance lies between mean-field and exact",
         samples=600,
@@ -336,7 +344,7 @@ CASES: dict[str, Case] = {
     ),
     "node-noise": Case(
         lambda **settings: fb.NodeNoise("gaussian", **SHORT | settings),
-        lambda: fb.NodeNoise("gaussian", noise_lr=0.02, **CONVERGED | {"epochs": 300, "lr": 0.05}),
+        lambda: fb.NodeNoise("gaussian", noise_lr=0.04, **CONVERGED | {"epochs": 150, "lr": 0.05}),
         "near",
         "its posterior is over factors of the inputs, with trained weights",
         samples=400,

@@ -143,7 +143,6 @@ def test_invalid_arguments_of_fit_are_refused(invalid: dict[str, Any]) -> None:
 def test_invalid_rules_are_refused(rule: Any) -> None:
     error = error_of(lambda: fb.to_stochastic(network(), {rule: fb.noise.NormalAffine()}))
     assert error.argument == "rules"
-    assert "(rules=...) must hold a string, a type or a function (from layers to recipes" in str(error)
 
 
 @pytest.mark.parametrize(

@@ -14,10 +14,16 @@ from flowbnn.errors import FlowBNNError
 from flowbnn.methods import METHODS
 from flowbnn.metrics.convergence import effective_sample_size
 from flowbnn.noise import noise_layers
+from slow_cases import mark_slow
 
 # the warm-up of these short chains is too short to avoid divergences
 pytestmark = pytest.mark.filterwarnings("ignore:.*transitions diverged:flowbnn.errors.FlowBNNWarning")
 every_method = pytest.mark.parametrize("name", NAMES)
+# the others are fitted by the code of these
+distinct_methods = pytest.mark.parametrize(
+    "name",
+    mark_slow(NAMES, [name for name in NAMES if name not in ("mle", "damp", "temperature", "nuts", "mnf")]),
+)
 
 
 def copy_state(network: nn.Module) -> dict[str, torch.Tensor]:
@@ -73,7 +79,7 @@ def test_conjugate_regression(name):
     assert (white - torch.eye(len(white))).abs().max() < tolerance
 
 
-@every_method
+@distinct_methods
 def test_same_seed_gives_the_same_result(name):
     first, network = fitted(name, "regression"), small(2)
     torch.rand(torch.randint(5, 50, ()))  # changes the state of the global generator
@@ -107,7 +113,7 @@ def test_loaded_posterior_predicts_the_same(name, tmp_path):
     assert equal_states(state, other.state_dict())
 
 
-@every_method
+@distinct_methods
 def test_batch_norm_is_supported(name):
     case = case_of(name)
     network, data = normalized().train(), blobs()
@@ -136,7 +142,7 @@ def test_batch_norm_is_supported(name):
     assert torch.stack(log_ratios).mean(0).abs().max() < math.log(2.0)
 
 
-@every_method
+@distinct_methods
 def test_tied_weights_stay_tied_and_count_once(name):
     case = case_of(name)
     network = Tied()

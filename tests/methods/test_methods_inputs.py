@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import flowbnn as fb
 from flowbnn.methods import Method
 from flowbnn.methods.network_layers import reset_parameters
+from slow_cases import mark_slow
 
 QUIET: dict[str, Any] = {"progress": False, "seed": 1}
 pytestmark = pytest.mark.filterwarnings("ignore::flowbnn.errors.FlowBNNWarning")
@@ -182,7 +183,11 @@ def test_comparison_without_methods_is_refused():
     assert error.value.argument == "methods"
 
 
-@pytest.mark.parametrize("name", list(CASES))
+# those that read the data in ways of their own
+READERS = ["map", "temperature", "laplace", "swag", "hmc", "vbll", "node-noise", "mode-ensemble"]
+
+
+@pytest.mark.parametrize("name", mark_slow(CASES, READERS))
 def test_soft_labels_train_like_labels(name: str) -> None:
     """Rows of one-hot probabilities give the fit of the labels."""
     loader = classes()
@@ -203,8 +208,10 @@ def test_smoothed_labels_are_fitted_as_probabilities() -> None:
     torch.testing.assert_close(probabilities, torch.tensor([0.6, 0.2, 0.2]), atol=1e-3, rtol=0.0)
 
 
-@pytest.mark.parametrize("regression", [False, True])
-@pytest.mark.parametrize("name", list(CASES))
+@pytest.mark.parametrize(
+    "regression", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["classification", "regression"]
+)
+@pytest.mark.parametrize("name", mark_slow(CASES, READERS))
 def test_data_of_inference_mode_are_used(name: str, regression: bool) -> None:
     """Autograd cannot save tensors that were made in inference mode. They are copied."""
     loader = classes()

@@ -6,6 +6,7 @@ import torch
 import flowbnn as fb
 from flowbnn.errors import FlowBNNError
 from flowbnn.likelihoods import Bernoulli, Categorical
+from slow_cases import mark_slow
 from structured_problems import POSITIONS, make_structured
 
 METHODS = {
@@ -24,10 +25,17 @@ METHODS = {
 }
 
 
+PAIRS = [f"{method}, {problem}" for method in METHODS for problem in POSITIONS]
+SIZE = len(POSITIONS)
+DIAGONAL = [
+    pair for i, pair in enumerate(PAIRS) if i // SIZE % SIZE == i % SIZE
+]  # every method, every problem
+
+
 @pytest.mark.filterwarnings("ignore::flowbnn.errors.FlowBNNWarning")
-@pytest.mark.parametrize("problem", POSITIONS)
-@pytest.mark.parametrize("method", METHODS)
-def test_methods_fit_predict_save_and_load(method, problem, tmp_path):
+@pytest.mark.parametrize("pair", mark_slow(PAIRS, DIAGONAL))
+def test_methods_fit_predict_save_and_load(pair, tmp_path):
+    method, problem = pair.split(", ")
     network, inputs, targets = make_structured(problem)
     loader = fb.data.TensorLoader(inputs, targets, batch_size=12)
     posterior = METHODS[method].fit(network, loader, progress=False, seed=0)
@@ -72,7 +80,7 @@ def test_a_mask_that_ignores_everything_is_one_line():
         assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("problem", ["pixels", "labels"])
+@pytest.mark.parametrize("problem", mark_slow(["pixels", "labels"], ["labels"]))
 def test_compare_has_a_row_for_each_method(problem):
     network, inputs, targets = make_structured(problem)
     loader = fb.data.TensorLoader(inputs, targets, batch_size=12)

@@ -8,6 +8,7 @@ from method_cases import CASES, PROBLEMS
 from problems import loader, small
 
 import flowbnn as fb
+from slow_cases import mark_slow
 from two_devices import DEVICE, accelerator
 
 OPTIONS = {"progress": False, "seed": 0}
@@ -15,14 +16,21 @@ OPTIONS = {"progress": False, "seed": 0}
 
 @pytest.mark.filterwarnings("ignore::flowbnn.errors.FlowBNNWarning")
 @pytest.mark.parametrize(
-    ("name", "kind"),
-    [
-        *((name, "regression") for name in CASES),
-        ("node-noise", "classification"),
-        ("laplace", "classification"),
-    ],
+    "case",
+    mark_slow(
+        [*(f"{name} regression" for name in CASES), "node-noise classification", "laplace classification"],
+        [
+            *(
+                f"{name} regression"
+                for name in CASES
+                if name not in ("mle", "map", "damp", "nuts", "laplace", "mnf")
+            ),
+            "laplace classification",
+        ],
+    ),
 )
-def test_fits_and_predictions_stay_on_one_device(name, kind, monkeypatch):
+def test_fits_and_predictions_stay_on_one_device(case, monkeypatch):
+    name, kind = case.split()
     make, outputs = PROBLEMS[kind]
     data = loader(make(32))
     with accelerator(monkeypatch):

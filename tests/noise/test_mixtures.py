@@ -285,7 +285,7 @@ def test_many_rows_are_drawn_layer_by_layer_with_the_same_result(monkeypatch):
         return draws, *torch.autograd.grad(draws.square().sum(), parameters, retain_graph=True)
 
     together = found()
-    monkeypatch.setattr(mixtures, "GATHER_LIMIT", 1)
+    monkeypatch.setattr(mixtures.Mixtures, "gather_limit", 1)
     for ours, theirs in zip(found(), together, strict=True):
         torch.testing.assert_close(ours, theirs)
 

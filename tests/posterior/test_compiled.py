@@ -26,16 +26,19 @@ from flowbnn.noise.base import make_noise_modes
 from flowbnn.noise.gaussians import SharedDraws
 from flowbnn.posterior import compiled, noise
 from flowbnn.posterior.compiled import forward_samples
+from slow_cases import mark_slow
+
+SITES = {
+    "channel": MIXED,
+    "position": MAPPED,
+    "both": {**MIXED, "conv2": fb.noise.NormalInvConv(site="position")},
+}
 
 
-@pytest.mark.parametrize(
-    "rules",
-    [MIXED, MAPPED, {**MIXED, "conv2": fb.noise.NormalInvConv(site="position")}],
-    ids=["channel", "position", "both"],
-)
-def test_compiled_samples_are_the_uncompiled_ones(rules, traced):
+@pytest.mark.parametrize("site", mark_slow(SITES, ["both"]))
+def test_compiled_samples_are_the_uncompiled_ones(site, traced):
     torch.manual_seed(0)
-    model = fb.to_stochastic(LeNet(3), rules).eval()
+    model = fb.to_stochastic(LeNet(3), SITES[site]).eval()
     images = torch.randn(6, 3, 32, 32)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     samples = 7
@@ -50,14 +53,18 @@ def test_compiled_samples_are_the_uncompiled_ones(rules, traced):
         assert torch.equal(value, before[name]), name
 
 
+LAYERS = [f"{name} channel" for name in ("mlp", "depthwise", "grey-image", "conv1d", "tied-weights")]
+LAYERS += [f"{name} position" for name in ("depthwise", "grey-image", "tied-weights", "one-feature")]
+
+
 @pytest.mark.parametrize(
-    ("name", "site"),
-    [
-        *((name, "channel") for name in ("mlp", "depthwise", "grey-image", "conv1d", "tied-weights")),
-        *((name, "position") for name in ("depthwise", "grey-image", "tied-weights", "one-feature")),
-    ],
+    "layer",
+    mark_slow(
+        LAYERS, ["depthwise channel", "conv1d channel", "tied-weights position", "one-feature position"]
+    ),
 )
-def test_every_kind_of_layer(name, site, traced):
+def test_every_kind_of_layer(layer, traced):
+    name, site = layer.split()
     torch.manual_seed(0)
     case = next(case for case in NETWORKS if case.name == name)
     model = fb.to_stochastic(case.network(), {"*": fb.noise.NormalAffine(site=site)}).eval()
@@ -279,6 +286,7 @@ def test_noise_is_fused_into_the_kernels_of_the_network(monkeypatch):
     torch._dynamo.reset()
 
 
+@pytest.mark.slow
 def test_vgg16_is_traced_in_one_graph(traced):
     torch.manual_seed(0)
     model = fb.to_stochastic(VGG16(width=0.125), {"*": fb.noise.NormalAffine(site="position")})
@@ -295,8 +303,12 @@ def test_vgg16_is_traced_in_one_graph(traced):
     ("rules", "sizes"),
     [
         (MIXED, ((7, 4), (100, 8))),  # powers of two that waste little
-        (MAPPED, ((100, 8),)),
-        ({"fc1": fb.noise.NormalPlanar(2), "fc3": fb.noise.NormalAffine()}, ((7, 4),)),
+        pytest.param(MAPPED, ((100, 8),), marks=pytest.mark.slow),
+        pytest.param(
+            {"fc1": fb.noise.NormalPlanar(2), "fc3": fb.noise.NormalAffine()},
+            ((7, 4),),
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_several_samples_in_a_pass_are_the_samples_one_by_one(rules, sizes, traced, monkeypatch):

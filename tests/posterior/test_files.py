@@ -1,17 +1,14 @@
-"""Tests of saved posteriors: model cards, uploads, and loading in a process that has the architecture only."""
+"""Tests of saved posteriors: model cards and uploads. test_fresh_process.py loads posteriors in another process."""
 
-import json
-import subprocess
 import sys
-import textwrap
 
 import pytest
 import torch
 from torch import nn
 
 import flowbnn as fb
-from flowbnn.likelihoods import Categorical, Gaussian
-from flowbnn.posterior import MixturePosterior, NoisePosterior, PointPosterior, read_card
+from flowbnn.likelihoods import Categorical
+from flowbnn.posterior import NoisePosterior, PointPosterior, read_card
 
 
 def mlp(outputs=3):
@@ -81,47 +78,3 @@ def test_push_to_hub_without_the_package(monkeypatch):
     with pytest.raises(fb.FlowBNNError) as error:
         PointPosterior(mlp(), Categorical()).push_to_hub("user/model")
     assert error.value.kind == "missing package"
-
-
-LOADER = """
-import json, sys
-import torch
-from torch import nn
-import flowbnn as fb
-
-means = {}
-for name in sys.argv[2:]:
-    network = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
-    posterior = fb.load_posterior(f"{sys.argv[1]}/{name}.safetensors", network)
-    predictive = posterior.predict(torch.ones(2, 4), 4, seed=0)
-    means[name] = (predictive.samples.double()).flatten().tolist()
-print(json.dumps(means))
-"""
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_loading_needs_the_architecture_only(tmp_path):
-    inputs = torch.randn(20, 4, generator=torch.Generator().manual_seed(0))
-    data = (inputs, (inputs[:, 0] > 0).long())
-    methods = [fb.DeepEnsemble(2, epochs=1), fb.SWAG(epochs=4), fb.Laplace(epochs=1), fb.MNF(epochs=1)]
-    methods += [
-        fb.BayesByBackprop(epochs=1),
-        fb.HMC(warmup=2, samples=2, chains=1, epochs=0),
-        fb.MCDropout(epochs=1),
-    ]
-    posteriors = {type(m).__name__: m.fit(mlp(2), data, progress=False) for m in methods}
-    noisy = add_noise(mlp(2), Categorical())
-    posteriors |= {"noise": noisy, "mixture": MixturePosterior([noisy, posteriors["Laplace"]])}
-    posteriors["temperature"] = fb.Temperature().calibrate(noisy, data)
-    posteriors["regression"] = add_noise(mlp(2), Gaussian(0.5, dim=2))
-    for name, posterior in posteriors.items():
-        posterior.save(tmp_path / f"{name}.safetensors")
-    command = [sys.executable, "-c", textwrap.dedent(LOADER), str(tmp_path), *posteriors]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stderr
-    means = json.loads(result.stdout)
-    for name, posterior in posteriors.items():
-        expected = posterior.predict(torch.ones(2, 4), 4, seed=0).samples.double().flatten()
-        torch.testing.assert_close(
-            torch.tensor(means[name], dtype=torch.float64), expected, rtol=1e-6, atol=1e-6
-        )

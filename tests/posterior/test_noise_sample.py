@@ -39,7 +39,7 @@ def double(inputs):
     return tuple(x.double() if x.is_floating_point() else x for x in inputs)
 
 
-@pytest.mark.parametrize("site", ["channel", "position"])
+@pytest.mark.parametrize("site", ["channel", pytest.param("position", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("case", NETWORKS, ids=lambda case: case.name)
 def test_sample_is_the_first_network_of_a_prediction(case, site):
     torch.manual_seed(0)

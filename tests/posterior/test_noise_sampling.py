@@ -215,7 +215,7 @@ def noise_posterior(model):
         (lambda m: noise_posterior(m).predict(torch.ones(2, 4), 1, max_batch=0), "value", "max_batch"),
         (lambda m: noise_posterior(m).predict(torch.ones(2, 4), sed=0), "unknown setting", "sed"),
         (lambda m: sample_outputs(m, torch.ones(0, 4), 1), "empty", None),
-        (lambda m: sample_outputs(m, "images", 1), "value", None),
+        (lambda m: sample_outputs(m, "images", 1), "value", "inputs"),
         (lambda m: fb.noise_mode(m, "loud"), "value", "mode"),
         (lambda m: fb.noise_mode(m, "shared", samples=0), "value", "samples"),
         (lambda m: fb.noise.freeze(m, "bias"), "value", "part"),
@@ -243,7 +243,11 @@ class Repeating(nn.Module):
 
 @pytest.mark.parametrize(
     "recipe",
-    [fb.noise.Dropout(0.3), fb.noise.NormalAffine(site="position"), fb.noise.NormalAffine()],
+    [
+        pytest.param(fb.noise.Dropout(0.3), marks=pytest.mark.slow),
+        fb.noise.NormalAffine(site="position"),
+        fb.noise.NormalAffine(),
+    ],
     ids=["dropout", "position", "channel"],
 )
 @pytest.mark.filterwarnings("ignore:the network does not compile in one graph:flowbnn.errors.FlowBNNWarning")

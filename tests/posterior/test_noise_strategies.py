@@ -67,7 +67,7 @@ SEQUENTIAL = {
 SEQUENTIAL |= {name for name in ABSORBED if name.startswith("transformer")}
 
 
-@pytest.mark.parametrize("site", ["channel", "position"])
+@pytest.mark.parametrize("site", [pytest.param("channel", marks=pytest.mark.slow), "position"])
 @pytest.mark.parametrize("case", NETWORKS, ids=lambda case: case.name)
 def test_both_strategies_give_the_networks_one_at_a_time(case, site):
     torch.manual_seed(0)

@@ -7,16 +7,26 @@ from torch import nn
 import flowbnn as fb
 from flowbnn.errors import FlowBNNError
 from flowbnn.posterior import base
-from flowbnn.predictive import CategoricalPredictive, PredictionSummary, SummaryCollector, summarize
-from flowbnn.predictive.summary import CLASSES, REAL_VALUES
+from flowbnn.predictive import (
+    CategoricalPredictive,
+    ContinuousPredictive,
+    PredictionSummary,
+    SummaryCollector,
+    summarize,
+)
 
 CASES = {
-    "classes": (fb.likelihoods.Categorical, 3, lambda rows: torch.arange(rows) % 3, CLASSES),
+    "classes": (
+        fb.likelihoods.Categorical,
+        3,
+        lambda rows: torch.arange(rows) % 3,
+        CategoricalPredictive.summary_properties,
+    ),
     "real values": (
         fb.likelihoods.Gaussian,
         1,
         lambda rows: torch.linspace(-1.0, 1.0, rows)[:, None],
-        REAL_VALUES,
+        ContinuousPredictive.summary_properties,
     ),
 }
 

@@ -96,6 +96,7 @@ def test_interrupted_training_continues_with_equal_results(tmp_path, monkeypatch
     assert again["figures"] == complete["figures"]
 
 
+@pytest.mark.slow
 def test_two_processes_give_equal_results(tmp_path, clusters_run):
     study, settings, _, single = clusters_run
     parallel = run_study(study, settings=settings, seeds=1, out=tmp_path, progress=False, jobs=2)

@@ -128,7 +128,19 @@ def test_answers_follow_from_the_numbers():
     assert "(1 seed): MAP 0.100, MC dropout 0.200" in text
     assert "outside: MC dropout 5.0" in text
     assert "intervals cover: MC dropout 90%, MAP 20%" in text
-    common = {"ece": 0.1, "ring_entropy": 0.3}
-    text = ring_answer(parts(map={"auroc": 0.2, **common}, mc_dropout={"auroc": 0.8, **common}), candidates)
-    assert "best MC dropout 0.800" in text
-    assert "1 of 2 methods are no better than chance" in text
+    common = {"ece": 0.1, "ring_entropy": 0.3, "auroc_hole": 0.6}
+    aurocs = {
+        "map": (0.2, 0.9, 0.6),
+        "mc-dropout": (0.8, 0.81, 0.82),
+    }  # only the second is reliably above 0.5
+    results = {
+        (key, seed): {"values": {"auroc": value, **common}}
+        for key, values in aurocs.items()
+        for seed, value in enumerate(values)
+    }
+    text = ring_answer(SeedResults([0, 1, 2], results), candidates)
+    assert "MC dropout detected novel points better than chance" in text
+    assert "MAP detected" not in text
+    assert "MC dropout 0.810, MAP 0.567" in text
+    text = ring_answer(SeedResults([0], results), candidates)
+    assert "no method detected novel points better than chance" in text

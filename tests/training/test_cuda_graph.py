@@ -46,7 +46,7 @@ MIXED = {  # every kind of noise, in as few graphs as possible
 }
 
 
-@pytest.mark.parametrize("kind", ["channel", "position"])
+@pytest.mark.parametrize("kind", ["channel", pytest.param("position", marks=pytest.mark.slow)])
 def test_training_step_with_noise_compiles_to_one_graph(kind):
     torch._dynamo.reset()
     network = nn.Sequential(nn.Conv2d(1, 3, 5, 5), nn.ReLU(), nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten())

@@ -95,16 +95,17 @@ def test_nan_in_a_batch_names_rows_and_tensor():
     inputs = torch.zeros(6, 2, 2)
     inputs[1, 0, 1], inputs[4, 1, 1], inputs[4, 0, 0] = float("nan"), float("inf"), float("nan")
     cases = [
-        ({"image": inputs, "label": torch.zeros(6)}, "image", "epoch 3, batch 8: 2 of 6 rows"),
-        ((torch.zeros(2, 3), torch.tensor([0.0, float("nan")])), "1", "1 of 2 rows"),
-        ([torch.zeros(2), {"mask": torch.zeros(0, 2)}], "1.mask", "no rows"),
-        ([torch.tensor([1.0, complex(0.0, float("inf"))])], "0", "1 of 2 rows"),
+        ({"image": inputs, "label": torch.zeros(6)}, "image", 2),
+        ((torch.zeros(2, 3), torch.tensor([0.0, float("nan")])), "1", 1),
+        ([torch.zeros(2), {"mask": torch.zeros(0, 2)}], "1.mask", None),
+        ([torch.tensor([1.0, complex(0.0, float("inf"))])], "0", 1),
     ]
-    for batch, tensor, words in cases:
+    for batch, tensor, rows in cases:
         with pytest.raises(FlowBNNError) as caught:
             check_finite_batch(batch, 2, 7)
         assert (caught.value.kind, caught.value.fields["tensor"]) == ("batch", tensor)
-        assert words in str(caught.value)
+        assert caught.value.fields.get("rows") == rows
+        assert "epoch 3, batch 8" in str(caught.value)
 
 
 def test_bad_batch_ends_training_before_it_reaches_the_model():

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -69,6 +70,7 @@ def _saved_bytes(noisy: bool, compiled: bool) -> tuple[int, Tensor, dict[str, Te
     return sum(sizes.values()), result.detach(), gradients
 
 
+@pytest.mark.slow
 def test_compiled_steps_save_one_copy_of_the_feature_maps_and_have_equal_gradients() -> None:
     plain, _, _ = _saved_bytes(False, compiled=True)
     noisy, value, grads = _saved_bytes(True, compiled=True)

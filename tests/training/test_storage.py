@@ -114,7 +114,7 @@ def header(text):
     return struct.pack("<Q", len(raw)) + raw
 
 
-FORMAT = storage.FORMAT
+FORMAT = storage.TensorFile.format
 HOSTILE = {
     "zip pickle": None,  # a file of torch.save
     "pickle": pickle.dumps(Bomb()),
@@ -241,7 +241,7 @@ def sparse(path, tensors, document):
         entries[name] = {"dtype": "F32", "shape": list(shape), "data_offsets": [start, stop]}
         start = stop
     content = json.dumps({"aliases": {}, "document": document})
-    text = json.dumps({"format": storage.FORMAT, "checksum": 0, "content": content})
+    text = json.dumps({"format": FORMAT, "checksum": 0, "content": content})
     raw = json.dumps({"__metadata__": {"flowbnn": text}, **entries}).encode()
     with path.open("wb") as file:
         file.write(struct.pack("<Q", len(raw)) + raw)
@@ -270,7 +270,7 @@ def test_posteriors_without_networks_are_refused(tmp_path, kind):
     with pytest.raises(FlowBNNError) as caught:
         fb.load_posterior(path, network)
     assert caught.value.kind == "file"
-    assert "at least one member" in str(caught.value)
+    assert "members must be one or more" in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
@@ -310,7 +310,7 @@ def test_nested_states_keep_their_types():
 
 @pytest.mark.parametrize("chunk", [5, 2**24])
 def test_checksum_detects_a_flipped_bit(tmp_path, monkeypatch, chunk):
-    monkeypatch.setattr(storage, "CHUNK_BYTES", chunk)
+    monkeypatch.setattr(storage.TensorFile, "chunk_bytes", chunk)
     tensors = {
         "weight": torch.randn(40, 3),
         "half": torch.randn(7).bfloat16(),

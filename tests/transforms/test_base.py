@@ -21,6 +21,13 @@ from flowbnn.transforms.base import Transform
 EVERY_CASE = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 FRESH_OR_TRAINED = pytest.mark.parametrize("trained", [False, True], ids=["fresh", "trained"])
 PRECISION = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
+# single precision and untrained maps have tests of their own in the default run
+DOUBLE_PRECISION = pytest.mark.parametrize(
+    "dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.float64], ids=["float32", "float64"]
+)
+TRAINED = pytest.mark.parametrize(
+    "trained", [pytest.param(False, marks=pytest.mark.slow), True], ids=["fresh", "trained"]
+)
 ROUND_TRIP = {torch.float32: 1e-5, torch.float64: 1e-10}
 LOG_DET = {torch.float32: 1e-4, torch.float64: 1e-9}
 # Roots with implicit derivatives, triangular systems and look-ups; other transforms consist of these and of plain arithmetic.
@@ -113,7 +120,7 @@ def test_round_trip(case: Case, trained: bool, dtype: torch.dtype) -> None:
 
 @EVERY_CASE
 @FRESH_OR_TRAINED
-@PRECISION
+@DOUBLE_PRECISION
 def test_log_det_equals_that_of_the_jacobian(case: Case, trained: bool, dtype: torch.dtype) -> None:
     transform = build(case, dtype, trained)
     for _, function, start in directions(case, transform, dtype, count=4):
@@ -150,7 +157,7 @@ def test_density_integrates_to_one_in_one_dimension(case: Case, trained: bool) -
 
 
 @cases_with_quadrature(2)
-@FRESH_OR_TRAINED
+@TRAINED
 def test_density_integrates_to_one_in_two_dimensions(case: Case, trained: bool) -> None:
     transform = build(case, trained=trained, dim=2)
     side = torch.linspace(-6, 6, 61, dtype=torch.float64)
@@ -190,7 +197,7 @@ def test_gradients_reach_every_parameter(case: Case, trained: bool) -> None:
 
 
 @EVERY_CASE
-@FRESH_OR_TRAINED
+@TRAINED
 def test_gradients_equal_finite_differences(case: Case, trained: bool) -> None:
     transform = build(case, trained=trained)
     parameters = dict(transform.named_parameters())
@@ -232,7 +239,7 @@ def test_second_derivatives_equal_finite_differences(case: Case) -> None:
 
 
 @EVERY_CASE
-@FRESH_OR_TRAINED
+@TRAINED
 def test_float32_stays_finite(case: Case, trained: bool) -> None:
     transform = build(case, torch.float32, trained)
     points = (directions(case, transform, torch.float32, scale) for scale in (1, 10, 100))
@@ -282,9 +289,17 @@ def test_copies_are_equal_and_independent(case: Case) -> None:
 TRACED = [case for case in CASES if case.name not in (*TRACE_GRADIENTS, *COVERED_BY_OTHERS)]
 # Several transforms in one graph, because a start of the compiler takes as long as a transform.
 GROUPS = [[case for case in CASES if case.name in TRACE_GRADIENTS], *(TRACED[i::6] for i in range(6))]
+SHORT_GROUPS = ("radial", "inverse")  # first cases of groups that are compiled quickly
 
 
-@pytest.mark.parametrize("cases", GROUPS, ids=lambda cases: f"{cases[0].name} and others")
+@pytest.mark.parametrize(
+    "cases",
+    [
+        pytest.param(cases, marks=() if cases[0].name in SHORT_GROUPS else pytest.mark.slow)
+        for cases in GROUPS
+    ],
+    ids=lambda cases: f"{cases[0].name} and others",
+)
 def test_compiles_without_a_graph_break(cases: list[Case], monkeypatch: pytest.MonkeyPatch) -> None:
     for iteration in (tanh_root, monotone_root):
         monkeypatch.setattr(iteration, "__defaults__", (2,))  # all steps compile alike
@@ -310,7 +325,7 @@ def test_compiles_without_a_graph_break(cases: list[Case], monkeypatch: pytest.M
 
 
 @EVERY_CASE
-@PRECISION
+@DOUBLE_PRECISION
 def test_any_batch_shape(case: Case, dtype: torch.dtype) -> None:
     transform = build(case, dtype)
     state = torch.random.get_rng_state()

@@ -60,7 +60,8 @@ def real_nvp(dim: int, layers: int, compress: bool = True, seed: int = 0) -> Com
 
 
 @pytest.mark.parametrize(
-    ("layers", "rate", "data_scale", "starts", "steps"), [(8, 1e-2, 1.0, 3, 25), (32, 1e-3, 10.0, 1, 20)]
+    ("layers", "rate", "data_scale", "starts", "steps"),
+    [(8, 1e-2, 1.0, 3, 25), pytest.param(32, 1e-3, 10.0, 1, 20, marks=pytest.mark.slow)],
 )
 def test_trained_real_nvp_is_invertible(
     layers: int, rate: float, data_scale: float, starts: int, steps: int
@@ -122,7 +123,9 @@ def test_initial_glow_steps_are_invertible_at_scale_100() -> None:
     assert max(worst_round_trip(glow(19, 4, False), 19, scale) for scale in (1, 10, 100)) < 2e-6
 
 
-@pytest.mark.parametrize("data_init", [False, True], ids=["from-identity", "from-data"])
+@pytest.mark.parametrize(
+    "data_init", [pytest.param(False, marks=pytest.mark.slow), True], ids=["from-identity", "from-data"]
+)
 def test_trained_glow_steps_are_invertible_at_scale_100(data_init: bool) -> None:
     flow = glow(19, 4, data_init)
     losses = train(flow, bent_data(19, 128, 1.0))

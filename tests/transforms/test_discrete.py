@@ -158,6 +158,7 @@ def test_zeros_map_to_zeros_for_any_parameters() -> None:
     assert not torch.isin(white, torch.tensor([0.0, 200.0])).all()
 
 
+@pytest.mark.slow
 def test_couplings_of_integers_learn_neighbours_quickly() -> None:
     """With a fixed small gain thousands of steps are needed to reach the differences of neighbouring pixels."""
     torch.manual_seed(0)

@@ -86,7 +86,7 @@ def test_loaded_actnorm_is_not_initialized_again() -> None:
 
 @pytest.mark.parametrize(
     ("direction", "initialized"),
-    [("forward", False), ("inverse", False), ("forward", True)],
+    [("forward", False), pytest.param("inverse", False, marks=pytest.mark.slow), ("forward", True)],
     ids=["forward", "inverse", "initialized"],
 )
 def test_actnorm_compiles_in_training(direction: str, initialized: bool) -> None:

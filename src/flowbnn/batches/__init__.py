@@ -45,6 +45,7 @@ from flowbnn.batches.inputs import (
 from flowbnn.batches.loaders import (
     check_repeatable,
     reported_size,
+    require_targets,
 )
 from flowbnn.batches.networks import (
     NetworkCaller,
@@ -110,6 +111,7 @@ __all__ = [
     "repeat",
     "repeat_each",
     "reported_size",
+    "require_targets",
     "rewrap_forward_errors",
     "rows",
     "shapes",

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flowbnn.errors import FlowBNNError, pluralize
+from flowbnn.errors import FlowBNNError, nonfinite_error, value_error
 
 
 def is_array(values: Any) -> bool:
@@ -72,16 +72,14 @@ def as_tensor(values: Any, name: str = "inputs", *, check: bool = True) -> Tenso
 def _plain_array(values: Any, name: str) -> np.ndarray:
     """Returns an array of numbers. Raises FlowBNNError if the values are none."""
     if isinstance(values, np.ma.MaskedArray) and values.mask.any():
-        text = f"the {name} have {int(values.mask.sum())} masked values; fill them"
-        raise FlowBNNError(text, kind="missing", argument=name)
+        raise value_error(name, "complete", f"{int(values.mask.sum())} masked values", kind="missing")
     if hasattr(values, "isna") and (missing := np.asarray(values.isna())).any() and values.dtype.kind != "f":
         raise _missing(name, missing.reshape(len(missing), -1), None)
     try:
         array = np.asarray(values)
     except (TypeError, ValueError) as error:
-        kind = type(values).__name__
-        text = f"the {name} are a {kind} that is no array: {str(error).splitlines()[0]}"
-        raise FlowBNNError(text, kind="dtype", argument=name) from None
+        value = f"a {type(values).__name__} ({str(error).splitlines()[0]})"
+        raise value_error(name, "an array", value, kind="dtype") from None
     if array.dtype.kind == "O" and not isinstance(values, np.ndarray) and hasattr(values, "dtype"):
         with suppress(TypeError, ValueError):  # nullable types of pandas
             array = array.astype(float if "Float" in str(values.dtype) else int)
@@ -148,6 +146,5 @@ def _missing(name: str, bad: np.ndarray, columns: Sequence[Any] | None) -> FlowB
     row, place = (int(index) for index in np.argwhere(bad)[0])
     column = place if columns is None else list(columns)[place]
     where = f"row {row}" if bad.shape[1] == 1 and columns is None else f"row {row}, column {column!r}"
-    rows = pluralize(int(bad.any(1).sum()), "row")
-    text = f"the {name} have missing or infinite values in {rows}, first in {where}; fill or drop them"
-    return FlowBNNError(text, kind="missing", argument=name, row=row, column=column)
+    fields: dict[str, Any] = {"kind": "missing", "argument": name, "row": row, "column": column}
+    return nonfinite_error(f"the {name}", torch.from_numpy(~bad), "fill or drop them", where, **fields)

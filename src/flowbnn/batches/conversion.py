@@ -7,10 +7,8 @@ from torch import Tensor
 
 from flowbnn.batches.arrays import as_tensor, is_array
 from flowbnn.batches.containers import is_leaf, needs_whole_batch
-from flowbnn.errors import FlowBNNError
+from flowbnn.errors import describe_value, value_error
 from flowbnn.packing import pack_targets
-
-LABELS = ("labels", "label", "label_ids")  # keys of the targets in the batches of Hugging Face
 
 
 def split_labels(batch: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
@@ -19,7 +17,8 @@ def split_labels(batch: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
     >>> split_labels({"x": 1, "label": 2})
     ({'x': 1}, 2)
     """
-    key = next((name for name in LABELS if name in batch), None)
+    keys = ("labels", "label", "label_ids")  # in the batches of Hugging Face
+    key = next((name for name in keys if name in batch), None)
     return {name: value for name, value in batch.items() if name != key}, None if key is None else batch[key]
 
 
@@ -53,8 +52,5 @@ def as_targets(targets: Any) -> Any:
         return pack_targets({name: as_targets(value) for name, value in targets.items()})
     if isinstance(targets, list | tuple) and targets and not needs_whole_batch(targets):
         return pack_targets(tuple(as_targets(value) for value in targets))
-    kind = type(targets).__name__
-    text = f"the targets of a batch must be a tensor or an array, not a {kind}"
-    if isinstance(targets, int | float):
-        text += "; use DataLoader(examples, batch_size=64) for a list of examples"
-    raise FlowBNNError(text, kind="targets")
+    hint = "use DataLoader(examples, batch_size=64)" if isinstance(targets, int | float) else ""
+    raise value_error("targets", "a tensor or an array", describe_value(targets), hint, kind="targets")

@@ -23,7 +23,14 @@ from flowbnn.batches.containers import (
     needs_whole_batch,
 )
 from flowbnn.batches.conversion import as_targets, as_tensors, split_labels
-from flowbnn.errors import FlowBNNError, quote_names
+from flowbnn.errors import (
+    FlowBNNError,
+    describe_value,
+    nonfinite_error,
+    quote_names,
+    requirement_error,
+    value_error,
+)
 
 
 class Batch(NamedTuple):
@@ -116,8 +123,7 @@ def apply(
         return function(inputs)
     if is_container(inputs):
         if container is None:
-            text = f"the rows of a {type(inputs).__name__} cannot be selected"
-            raise FlowBNNError(text, kind="rows", argument="inputs")
+            raise no_rows_error(inputs, "this function")
         return container(inputs)
     if isinstance(inputs, Mapping):
         return {name: apply(value, function, container) for name, value in inputs.items()}
@@ -125,6 +131,17 @@ def apply(
         values = [apply(value, function, container) for value in inputs]
         return type(inputs)(*values) if hasattr(inputs, "_fields") else tuple(values)
     return inputs
+
+
+def no_rows_error(inputs: Any, purpose: str) -> FlowBNNError:
+    """Returns the error for graphs, packed sequences and lists of strings, whose rows cannot be selected.
+
+    Args:
+        inputs: Inputs of a batch.
+        purpose: Name of what selects rows.
+    """
+    value, hint = describe_value(inputs), "use fb.Temperature or fb.fit"
+    return requirement_error(purpose, "inputs with rows", value, hint, kind="rows", argument="inputs")
 
 
 def tensors_of(inputs: Any) -> list[Tensor]:
@@ -178,14 +195,9 @@ def rows(inputs: Any) -> int:
         return container_rows(inputs)
     tensors = tensors_of(inputs)
     if not tensors or tensors[0].ndim == 0:
-        raise _input_error(inputs)
+        expected, value = "tensors or arrays with the examples on the first axis", describe_value(inputs)
+        raise value_error("inputs", expected, value)
     return tensors[0].shape[0]
-
-
-def _input_error(inputs: Any) -> FlowBNNError:
-    """Returns the error for inputs that are no tensors with the examples on the first axis."""
-    kind = type(inputs).__name__
-    return FlowBNNError(f"inputs must be tensors or arrays with the examples on the first axis, not a {kind}")
 
 
 def take(inputs: Any, start: int, stop: int) -> Any:
@@ -283,13 +295,9 @@ def output_tensor(outputs: Any) -> Tensor:
     if isinstance(tensor, Tensor):
         return tensor.unsqueeze(-1) if tensor.ndim == 1 else tensor
     names = [str(name) for name in outputs] if isinstance(outputs, Mapping) else []
-    entries = f" with {quote_names(names)}" if names else ""
-    example = names[0] if names else "logits"
-    text = (
-        f"the network returns a {type(outputs).__name__}{entries} instead of a tensor; "
-        f"use flowbnn.select_output(network, {example!r})"
-    )
-    raise FlowBNNError(text, kind="network")
+    value = f"a {type(outputs).__name__}" + (f" with {quote_names(names)}" if names else "")
+    hint = f"use flowbnn.select_output(network, {names[0] if names else 'logits'!r})"
+    raise value_error("the network's output", "a tensor", value, hint, kind="network", argument=None)
 
 
 def dtype_of(model: nn.Module) -> torch.dtype | None:
@@ -337,10 +345,8 @@ def check_finite(inputs: Any, what: str = "inputs") -> None:
         if tensor.layout is not torch.strided or tensor.is_meta:
             kind = "a meta tensor" if tensor.is_meta else f"a {tensor.layout} tensor; use x.to_dense()"
             raise FlowBNNError(f"the {what} are {kind}")
-        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
-            bad = (~torch.isfinite(tensor)).reshape(len(tensor), -1).any(1).nonzero()
-            text = f"the {what} have NaN or infinite values in {len(bad)} of {len(tensor)} rows, first in row {int(bad[0])}; clean them"
-            raise FlowBNNError(text, kind="finite")
+        if tensor.is_floating_point() and not bool((finite := torch.isfinite(tensor)).all()):
+            raise nonfinite_error(f"the {what}", finite, "clean or remove them", kind="finite")
 
 
 def is_finite(tensor: Tensor) -> bool:
@@ -367,16 +373,12 @@ def check_finite_tensors(tensors: Sequence[tuple[str, Tensor]], epoch: int | Non
                 continue
             if is_finite(tensor):
                 continue
-        problem = f"tensor {name!r} has no rows; leave empty batches out of the loader"
-        if not empty:
-            bad = ~torch.isfinite(tensor)
-            count = int(bad.flatten(1).any(1).sum()) if tensor.dim() > 1 else int(bad.sum())
-            rows = tensor.shape[0] if tensor.dim() else 1
-            problem = (
-                f"{count} of {rows} rows of tensor {name!r} have NaN or infinite values; clean or remove them"
-            )
-        place = "" if epoch is None else f"epoch {epoch + 1}, "
-        raise FlowBNNError(f"{place}batch {index + 1}: {problem}", kind="batch", tensor=name)
+        place = ("" if epoch is None else f"epoch {epoch + 1}, ") + f"batch {index + 1}"
+        if empty:
+            text = f"{place}: tensor {name!r} has no rows; drop empty batches"
+            raise FlowBNNError(text, kind="batch", tensor=name)
+        finite, hint = torch.isfinite(torch.atleast_1d(tensor)), "clean or remove them"
+        raise nonfinite_error(f"tensor {name!r} of {place}", finite, hint, kind="batch", tensor=name)
 
 
 @contextmanager
@@ -395,11 +397,11 @@ def rewrap_forward_errors(inputs: Any, what: str = "the network fails on inputs 
         tensors, hint = tensors_of(inputs), ""
         sizes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors)
         message = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        widths = re.search(r"mat1 and mat2 shapes cannot be multiplied \(\d+x(\d+) and (\d+)x\d+\)", message)
+        widths = re.search(r"cannot be multiplied \(\d+x(\d+) and (\d+)x\d+\)", message)
         if widths and any(tensor.ndim == 2 and tensor.shape[1] == int(widths[1]) for tensor in tensors):
             hint = f"; the network takes {widths[2]} columns, got {widths[1]}"
         elif "unexpected keyword argument" in message and isinstance(inputs, Mapping):
-            hint = "; name the inputs with flowbnn.data.Columns(loader, inputs=[...], targets=...)"
+            hint = "; use flowbnn.data.Columns(loader, inputs=[...], targets=...)"
         elif any(tensor.dtype == torch.uint8 for tensor in tensors):
             hint = "; use images.float() / 255"
         elif "same dtype" in message and any(not tensor.is_floating_point() for tensor in tensors):

@@ -3,7 +3,7 @@
 from typing import Any
 
 from flowbnn.batches.inputs import rows, split_weighted_batch
-from flowbnn.errors import FlowBNNError
+from flowbnn.errors import requirement_error, value_error
 
 
 def reported_size(loader: Any) -> int | None:
@@ -29,10 +29,21 @@ def reported_size(loader: Any) -> int | None:
     return None
 
 
+def require_targets(targets: Any, argument: str = "loader") -> Any:
+    """Returns targets. Raises FlowBNNError if there are none.
+
+    Args:
+        targets: Targets, or None.
+        argument: Name of the argument that holds the data.
+    """
+    if targets is None:
+        fields = {"kind": "loader", "argument": argument}
+        raise requirement_error(argument, "(inputs, targets)", "inputs alone", **fields)
+    return targets
+
+
 def check_repeatable(loader: Any, argument: str = "loader") -> None:
     """Raises FlowBNNError if a loader is an iterator, which serves one pass only."""
     if hasattr(loader, "__next__"):
-        text = (
-            f"{argument} is an iterator, which can be read only once; use a DataLoader or a list of batches"
-        )
-        raise FlowBNNError(text, kind="loader", argument=argument)
+        hint = "use a DataLoader or list"
+        raise value_error(argument, "repeatable", "an iterator", hint, kind="loader")

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from flowbnn.batches.containers import needs_whole_batch
-from flowbnn.batches.inputs import _has_whole_entries, apply, named_tensors
-from flowbnn.errors import FlowBNNError
+from flowbnn.batches.inputs import _has_whole_entries, apply, named_tensors, no_rows_error
 
 
 def rebuild(inputs: Any, tensors: Iterator[Tensor]) -> Any:
@@ -38,9 +37,7 @@ def check_selectable(inputs: Any, purpose: str) -> None:
         purpose: Use of the data, for the message.
     """
     if not isinstance(inputs, Tensor) and (needs_whole_batch(inputs) or _has_whole_entries(inputs)):
-        kind = type(inputs).__name__
-        text = f"{purpose} selects rows of the inputs, which is not possible for a {kind}; use fb.Temperature or fb.fit"
-        raise FlowBNNError(text, kind="rows", argument="inputs")
+        raise no_rows_error(inputs, purpose)
 
 
 def pick(inputs: Any, index: Tensor) -> Any:

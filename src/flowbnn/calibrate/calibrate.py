@@ -27,7 +27,7 @@ from flowbnn.calibrate.flow import FlowFit
 from flowbnn.calibrate.problem import CalibrationProblem, HeldOutData, PriorName, read_held_out
 from flowbnn.calibrate.unfit_data import find_limits, hard_labels, warn_unreliable
 from flowbnn.convert import Rule
-from flowbnn.errors import FlowBNNError, warn
+from flowbnn.errors import FlowBNNError, nonfinite_error, requirement_error, warn
 from flowbnn.likelihoods import Bernoulli, Categorical
 from flowbnn.methods.calibrators.folds import split_folds
 from flowbnn.methods.calibrators.last_layer import LastLayerRefit
@@ -54,7 +54,6 @@ CandidateName = Literal[  # the simplest first
     "mixture",
 ]
 CANDIDATES: tuple[CandidateName, ...] = get_args(CandidateName)
-CLASS_CANDIDATES = ("vector", "matrix", "noise+temperature", "noise+matrix", "mixture")  # need classes
 
 
 @checked
@@ -177,13 +176,16 @@ def _candidate_names(candidates: Sequence[str] | str, folds: bool, data: HeldOut
         FlowBNNError: If a candidate needs classes and the targets are none, or if several are compared without folds.
     """
     has_classes = isinstance(data.likelihood, Categorical | Bernoulli)
+    need_classes = ("vector", "matrix", "noise+temperature", "noise+matrix", "mixture")
     if candidates == "auto":
-        unused = ("noise+matrix",) if has_classes else CLASS_CANDIDATES  # slow, so only on request
+        unused = ("noise+matrix",) if has_classes else need_classes  # slow, so only on request
         return [name for name in CANDIDATES if name not in unused] if folds else ["noise"]
-    unsuitable = [name for name in candidates if name in CLASS_CANDIDATES and not has_classes]
+    unsuitable = [name for name in candidates if name in need_classes and not has_classes]
     if unsuitable:
-        text = f"candidate '{unsuitable[0]}' needs classes, got the likelihood {data.likelihood!r}; remove it from candidates"
-        raise FlowBNNError(text, kind="likelihood", argument="candidates")
+        fields = {"kind": "likelihood", "argument": "candidates"}
+        raise requirement_error(
+            f"candidate '{unsuitable[0]}'", "classes", data.likelihood, "remove it", **fields
+        )
     if not folds and len(candidates) != 1:
         text = f"{len(candidates)} candidates need folds; set folds, or one candidate"
         raise FlowBNNError(text, kind="folds", argument="candidates")
@@ -282,13 +284,13 @@ class _CandidateSearch:
                 if inner is None and "noise" not in self.excluded:
                     inner = self._predict_noise()
                 if inner is None:
-                    self.excluded[name] = "noise is not compared"
+                    self.excluded[name] = "noise is excluded"
                     return
                 result = predict_scaled(self.folds, name.removeprefix("noise+"), inner)
             elif name == "mixture":
                 members = {key: value for key, value in self.predictions.items() if key != "plain"}
                 if len(members) < 2:
-                    self.excluded[name] = "it needs at least two fitted candidates besides plain"
+                    self.excluded[name] = "it needs two other fitted candidates"
                     return
                 result = predict_mixture(self.folds, members)
             else:
@@ -297,9 +299,9 @@ class _CandidateSearch:
             self._exclude(name, error)
             return
         if not bool(result.nll.isfinite().all()):
-            count = int((~result.nll.isfinite()).sum())
-            text = f"likelihood not finite for {count} of {len(result.nll)} examples; check the outputs of the network"
-            self._exclude(name, FlowBNNError(text, kind="not finite", argument="network"))
+            fields: dict[str, Any] = {"kind": "not finite", "argument": "network"}
+            finite = result.nll.isfinite()
+            self._exclude(name, nonfinite_error("the likelihood", finite, "check the network", **fields))
             return
         self.predictions[name] = result
 

@@ -11,13 +11,13 @@ from flowbnn.calibrate.calibrate import calibrate
 from flowbnn.data import TensorLoader
 from flowbnn.data.formats import as_loader
 from flowbnn.diagnostics.fixed_data import read_fixed_data
-from flowbnn.errors import FlowBNNError
+from flowbnn.errors import requirement_error
 from flowbnn.methods.base import Method
 from flowbnn.methods.calibrators.folds import split_folds
 from flowbnn.methods.point import MAP
 from flowbnn.options import Count, Ge, Seed, checked
 from flowbnn.posterior.mixture import MixturePosterior
-from flowbnn.posterior.point import PointPosterior
+from flowbnn.posterior.weights import PointPosterior
 from flowbnn.training.progress import terminal
 from flowbnn.training.randomness import temporary_seed
 
@@ -69,8 +69,9 @@ def cross_calibrate(
     data = as_loader(data, stage="train", argument="data")
     inputs, targets = read_fixed_data(data, seed, "cross-calibration")
     if len(targets) < 2 * folds:
-        text = f"{folds} folds need at least {2 * folds} examples, got {len(targets)}; decrease folds"
-        raise FlowBNNError(text, kind="examples", argument="folds")
+        fields = {"kind": "examples", "argument": "folds"}
+        need, number = f"at least {2 * folds} examples", len(targets)
+        raise requirement_error(f"folds={folds}", need, number, "decrease folds", **fields)
     method = MAP() if method is None else method
     batch_size = batch_size or getattr(data, "batch_size", None) or 64
     training_options = {"seed": seed, "progress": progress, **(options or {})}
@@ -86,10 +87,8 @@ def cross_calibrate(
         description = f"fold {number + 1}/{folds}"
         point = method.fit(network, loader, **{"description": description, **training_options})
         if not isinstance(point, PointPosterior):
-            text = (
-                f"cross_calibrate needs a method that returns one network, such as fb.MAP(), got {method!r}"
-            )
-            raise FlowBNNError(text, kind="method", argument="method")
+            fields = {"kind": "method", "argument": "method"}
+            raise requirement_error("cross_calibrate", "a single network", method, "use fb.MAP()", **fields)
         held_out = [(pick(inputs, group), targets[group])]
         arguments = {"likelihood": point.likelihood, "seed": seed, "progress": False, **calibration}
         members.append(calibrate(point.model, held_out, **arguments))

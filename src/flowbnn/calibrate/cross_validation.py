@@ -22,8 +22,8 @@ from flowbnn.methods.variational.block_gaussian import BlockGaussian
 from flowbnn.metrics.checks import IGNORED, expected_value
 from flowbnn.posterior.base import Posterior, PredictOptions
 from flowbnn.posterior.mixture import MixturePosterior
-from flowbnn.posterior.point import PointPosterior
 from flowbnn.posterior.report import Difference
+from flowbnn.posterior.weights import PointPosterior
 from flowbnn.predictive import CategoricalPredictive
 from flowbnn.regression import set_noise_scale
 from flowbnn.training.progress import track

@@ -14,7 +14,7 @@ from flowbnn.calibrate.flow import FlowFit, fit_flow
 from flowbnn.convert import Rule, to_stochastic
 from flowbnn.diagnostics.fixed_data import check_row_independence, read_fixed_data
 from flowbnn.distributions import NormalBase
-from flowbnn.errors import FlowBNNError
+from flowbnn.errors import FlowBNNError, requirement_error
 from flowbnn.likelihoods import Gaussian, Likelihood, learns_noise
 from flowbnn.likelihoods.classes import ClassLikelihood
 from flowbnn.methods.fit_options import FitOptions
@@ -31,7 +31,7 @@ from flowbnn.noise.inspection import check_called, remove_noise_without_gradient
 from flowbnn.noise.joint import MAX_DENSE_DIM, check_size, independent_vectors
 from flowbnn.noise.modes import align_batch_axes
 from flowbnn.posterior.noise import NoisePosterior
-from flowbnn.posterior.point import PointPosterior
+from flowbnn.posterior.weights import PointPosterior
 from flowbnn.regression import set_noise_scale
 from flowbnn.training.device import device_kind
 from flowbnn.training.randomness import temporary_seed
@@ -212,8 +212,9 @@ class CalibrationProblem:
         check_called(network, [*idle, *constant])
         for name, noise in noise_layers(network).items():
             if noise.layout.batch_axis is None and name not in constant:
-                text = f"calibrate gives every example its own noise, but layer '{name}' has no batch axis; set its rule to None"
-                raise FlowBNNError(text, kind="rules", argument="rules", layer=name)
+                fields = {"kind": "rules", "argument": "rules", "layer": name}
+                hint = f"add the rule '{name}': None"
+                raise requirement_error("calibrate", f"a batch axis in layer '{name}'", hint=hint, **fields)
         if idle:
             warn_idle(idle)
         if idle or constant:

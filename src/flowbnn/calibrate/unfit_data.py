@@ -3,12 +3,13 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from flowbnn.calibrate.problem import HeldOutData
-from flowbnn.errors import FlowBNNError, pluralize, warn
+from flowbnn.errors import nonfinite_error, pluralize, warn
 from flowbnn.likelihoods import Bernoulli, Categorical, RealLikelihood
 from flowbnn.methods.calibrators.lbfgs import minimize_batch
 from flowbnn.metrics.checks import IGNORED
@@ -43,8 +44,8 @@ def find_limits(data: HeldOutData, groups: Sequence[Tensor], wants_folds: bool) 
     """
     finite = data.outputs.flatten(1).isfinite().all(1) if data.outputs.ndim > 1 else data.outputs.isfinite()
     if not bool(finite.all()):
-        text = f"outputs are not finite for {int((~finite).sum())} of {len(data)} examples; check inputs and weights"
-        raise FlowBNNError(text, kind="not finite", argument="network")
+        fields: dict[str, Any] = {"kind": "not finite", "argument": "network"}
+        raise nonfinite_error("the outputs", finite, "check inputs and weights", **fields)
     too_few = None
     if wants_folds and not groups:
         text = f"a comparison needs 4 held-out examples, got {len(data)}"
@@ -149,15 +150,10 @@ def warn_unreliable(
         returned = "; plain network returned" if choice == "plain" else ""
         warn(f"{limits.message}{returned}", kind=limits.kind)
     elif len(data) < 20:  # the standard error of an accuracy of 0.8 is then 0.09
-        text = (
-            f"calibration is unreliable with {pluralize(len(data), 'held-out example')}; provide at least 20"
-        )
-        warn(text, kind="examples")
+        number = pluralize(len(data), "held-out example")
+        warn(f"calibration is unreliable with {number}; provide at least 20", kind="examples")
     if limits is not None or isinstance(data.likelihood, RealLikelihood) or not math.isfinite(temperature):
         return
     if temperature < 0.8 or bound == "low":
-        warn(
-            f"the optimal temperature {temperature:.2f} is typical of training data; pass data that the weights have not seen",
-            kind="memorized",
-            temperature=temperature,
-        )
+        text = f"the optimal temperature {temperature:.2f} is typical of training data; pass data that the weights have not seen"
+        warn(text, kind="memorized", temperature=temperature)

@@ -4,7 +4,6 @@ import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
-from importlib.metadata import version
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ from flowbnn.compare.results import (
 from flowbnn.errors import pluralize
 from flowbnn.options import File
 from flowbnn.plots import plot_comparison
+from flowbnn.version import __version__
 
 # fmt: off
 METRICS = (
@@ -198,7 +198,7 @@ class Comparison:
             The path of the file.
         """
         threads = torch.get_num_threads()
-        versions = {"flowbnn": version("flowbnn"), "torch": torch.__version__}
+        versions = {"flowbnn": __version__, "torch": torch.__version__}
         results = {
             "schema": 1,
             "study": "compare",

@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from flowbnn.batches import device_of
-from flowbnn.errors import FlowBNNError
+from flowbnn.batches import device_of, require_targets
 from flowbnn.methods import MLE, MemberPosterior, Method, ModePosterior, Posterior
 from flowbnn.methods.fit_options import LikelihoodName
 from flowbnn.metrics import novelty_auroc, reliability
@@ -153,9 +152,7 @@ def measure(
         start = clock(device)
         predictive, targets = posterior.predict_with_targets(test, number, seed=0, progress=False)
         times.append(clock(device) - start)
-    if targets is None:
-        text = "test_loader must yield (inputs, targets), got inputs only"
-        raise FlowBNNError(text, kind="loader", argument="test_loader")
+    targets = require_targets(targets, "test_loader")
     peak, predictive = memory.read(), predictive.cpu()
     values: dict[str, float | None] = dict(predictive.evaluate(targets))
     if novel is not None:

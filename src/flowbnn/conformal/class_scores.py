@@ -13,9 +13,6 @@ from torch import Tensor
 from flowbnn.conformal.thresholds import exact
 from flowbnn.options import Count, NonNegative, Probability, options
 
-# penalties that RAPS compares, as in its paper, and no penalty
-PENALTIES = (0.0, 0.001, 0.01, 0.1, 0.2, 0.5)
-
 
 class ClassScore(ABC):
     """Base class for scores of class labels. A subclass defines :meth:`scores`."""
@@ -147,8 +144,10 @@ class RAPS(APS):
             own = log_probabilities.gather(-1, labels)
             last = int(_upper_quantile((log_probabilities >= own).sum(-1), coverage))
         ranks = range(1, last + 1) if self.rank == "auto" else (last,)
+        # the penalties of the paper, and no penalty
+        penalties = (0.0, 0.001, 0.01, 0.1, 0.2, 0.5) if self.penalty == "auto" else (self.penalty,)
         best, smallest = self, float("inf")
-        for penalty in PENALTIES if self.penalty == "auto" else (self.penalty,):
+        for penalty in penalties:
             for rank in ranks if penalty else ranks[-1:]:
                 candidate = replace(self, penalty=penalty, rank=rank)
                 scores = candidate.scores(log_probabilities, uniform)

@@ -17,13 +17,22 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from flowbnn.batches import require_targets
 from flowbnn.conformal.class_scores import CLASS_SCORES, RAPS, ClassScore
 from flowbnn.conformal.interval_scores import INTERVAL_SCORES, IntervalScore
 from flowbnn.conformal.thresholds import exact, least_examples, loss_threshold, too_few_examples
 from flowbnn.data.formats import as_loader
-from flowbnn.errors import FlowBNNError, describe_value, nearest, pluralize, quote_names, warn
+from flowbnn.errors import (
+    FlowBNNError,
+    describe_value,
+    nearest,
+    pluralize,
+    quote_names,
+    requirement_error,
+    warn,
+)
 from flowbnn.likelihoods import Bernoulli, Categorical
-from flowbnn.metrics.checks import IGNORED
+from flowbnn.metrics.checks import IGNORED, check_hard_labels
 from flowbnn.options import Probability, checked
 from flowbnn.posterior import Posterior
 from flowbnn.posterior.prediction import new_seed
@@ -226,13 +235,13 @@ def conformalize(
         tuned, thresholds = problem.thresholds(coverage, class_conditional)
         return ConformalClassifier(posterior, tuned, thresholds, coverage, allow_empty, options)
     if not isinstance(predictive, ContinuousPredictive) or isinstance(predictive, SurvivalPredictive):
-        text = (
-            f"conformalize needs classes or real values without censoring, got a {type(predictive).__name__}"
+        raise requirement_error(
+            "conformalize", "classes, or uncensored numbers", describe_value(predictive), argument="posterior"
         )
-        raise FlowBNNError(text, kind="unsupported", argument="posterior")
     if class_conditional:
-        text = "class_conditional=True needs classes, and the posterior predicts real values"
-        raise FlowBNNError(text, kind="unsupported", argument="class_conditional")
+        raise requirement_error(
+            "class_conditional=True", "classes", "real values", argument="class_conditional"
+        )
     interval_score = _select_score(score, INTERVAL_SCORES, IntervalScore, "real values")
     scores = interval_scores(interval_score, predictive, targets, coverage)
     level, number = 1 - exact(coverage), len(scores)
@@ -293,7 +302,7 @@ class _Labels:
         tuning = rows[:count]
         valid = self.targets[tuning] != IGNORED
         log_probabilities, targets = self.log_probabilities[tuning][valid], self.targets[tuning][valid]
-        note = f" beside {pluralize(count, 'example')} for the settings of the score"
+        note = f" beside {pluralize(count, 'example')} for tuning"
         tuned = self.score.tuned(log_probabilities, targets, uniform[tuning][valid], coverage)
         return tuned, rows[count:], note
 
@@ -309,10 +318,14 @@ class _Labels:
                 scarce.append(f"{label} ({number})")
         if scarce:
             least = least_examples(level)
-            text = f"class_conditional=True needs at least {least} held-out examples of each class, got fewer of {quote_names(scarce)}"
+            need = f"at least {least} examples per class"
+            fields: dict[str, Any] = {"kind": "examples", "argument": "held_out", "least": least}
+            error = requirement_error(
+                "class_conditional=True", need, f"fewer of {quote_names(scarce)}", **fields
+            )
             if len(scarce) == classes:
-                raise FlowBNNError(text, kind="examples", argument="held_out", least=least)
-            warn(f"{text}; every set has these classes", kind="examples", argument="held_out", least=least)
+                raise error
+            warn(f"{error}; every set has these classes", **fields)
         return thresholds
 
 
@@ -328,16 +341,12 @@ def predict_data(posterior: Posterior, data: Any, options: Mapping[str, Any]) ->
         FlowBNNError: If the data have no targets.
     """
     predictive, targets = posterior.predict_with_targets(as_loader(data, argument="held_out"), **options)
-    if targets is None:
-        raise FlowBNNError("held-out data need targets, got inputs alone", kind="loader", argument="held_out")
-    return predictive, targets
+    return predictive, require_targets(targets, "held_out")
 
 
 def class_labels(targets: Tensor) -> Tensor:
     """Returns class labels. Raises FlowBNNError for soft labels, of which sets have no coverage."""
-    if targets.is_floating_point():
-        text = "prediction sets need one label for each input, got soft labels; use targets.argmax(-1)"
-        raise FlowBNNError(text, kind="targets", argument="held_out")
+    check_hard_labels(targets, "a prediction set", "held_out")
     return targets
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flowbnn.errors import FlowBNNError
+from flowbnn.errors import requirement_error
 from flowbnn.options import options
 from flowbnn.predictive import CountPredictive, Interval
 from flowbnn.predictive.level_sets import level_set, marginal_log_density
@@ -140,8 +140,7 @@ class NegativeLogDensity(IntervalScore):
     def _check(predictive: Any) -> None:
         """Raises FlowBNNError for counts, which have no density."""
         if isinstance(predictive, CountPredictive):
-            text = "score='nll' needs a density, and counts have none; use score='cqr'"
-            raise FlowBNNError(text, kind="unsupported", argument="score")
+            raise requirement_error("score='nll'", "a density", "counts", "use score='cqr'", argument="score")
 
 
 def _flat(values: Tensor) -> Tensor:

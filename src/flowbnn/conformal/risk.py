@@ -8,14 +8,18 @@ import torch
 from torch import Tensor
 
 from flowbnn.conformal.conformalize import class_labels, keep_samples, predict_data
-from flowbnn.conformal.thresholds import exact, least_examples, loss_threshold, too_few_examples
-from flowbnn.errors import FlowBNNError, pluralize
+from flowbnn.conformal.thresholds import (
+    exact,
+    least_examples,
+    loss_threshold,
+    no_threshold,
+    too_few_examples,
+)
+from flowbnn.errors import FlowBNNError, describe_value, requirement_error
 from flowbnn.metrics.checks import IGNORED
 from flowbnn.options import Probability, checked
 from flowbnn.posterior import Posterior
 from flowbnn.predictive import Decision
-
-NUM_CANDIDATES = 50  # thresholds of a selective classifier, at quantiles of the tuning data
 
 
 @dataclass(frozen=True)
@@ -149,17 +153,20 @@ def control_risk(
     positions = hasattr(predictive, "log_probabilities") and predictive.log_probabilities.ndim > 2
     if risk == "false-negative-rate":
         if not positions or predictive.log_probabilities.shape[-1] != 2:
-            text = "risk='false-negative-rate' needs several labels or a mask, as Bernoulli predicts them"
-            raise FlowBNNError(text, kind="unsupported", argument="risk")
+            raise _unsupported(risk, "several binary labels", predictive)
         threshold = _false_negative_threshold(predictive.log_probabilities, targets, level)
         return LabelSets(posterior, threshold, level, options)
     if positions or not hasattr(predictive, "log_probabilities"):
-        text = "risk='selective-error' needs one class label for each input"
-        raise FlowBNNError(text, kind="unsupported", argument="risk")
+        raise _unsupported(risk, "single labels", predictive)
     labels, uncertainty = _labels_and_risk(predictive)
     wrong = labels != class_labels(targets).to(labels.device)
     threshold = _selective_threshold(uncertainty, wrong, level, 1.0 - confidence, seed)
     return SelectiveClassifier(posterior, threshold, level, confidence, options)
+
+
+def _unsupported(risk: str, requirement: str, predictive: Any) -> FlowBNNError:
+    """Returns the error about predictions that have no risk of a kind."""
+    return requirement_error(f"risk='{risk}'", requirement, describe_value(predictive), argument="risk")
 
 
 def _labels_and_risk(predictive: Any) -> tuple[Tensor, Tensor]:
@@ -197,7 +204,8 @@ def _selective_threshold(uncertainty: Tensor, wrong: Tensor, level: float, delta
     order = torch.randperm(len(wrong), generator=torch.Generator().manual_seed(seed)).to(wrong.device)
     tuning, testing = order[: len(order) // 2], order[len(order) // 2 :]
     ordered = uncertainty[tuning].sort().values
-    places = torch.linspace(0, len(ordered) - 1, NUM_CANDIDATES, device=wrong.device).round().long()
+    # 50 thresholds, at quantiles of the tuning data
+    places = torch.linspace(0, len(ordered) - 1, 50, device=wrong.device).round().long()
     candidates = ordered[places].unique() if len(ordered) else ordered
 
     def p_values(rows: Tensor) -> list[float]:
@@ -215,6 +223,5 @@ def _selective_threshold(uncertainty: Tensor, wrong: Tensor, level: float, delta
             break
         accepted_thresholds.append(float(candidates[index]))
     if not accepted_thresholds:
-        text = f"no threshold has a selective error of at most {level:g} on {pluralize(len(wrong), 'held-out example')}"
-        raise FlowBNNError(f"{text}; increase level or add data", kind="risk", argument="level")
+        raise no_threshold(level, "increase level, or add data", argument="level")
     return max(accepted_thresholds)

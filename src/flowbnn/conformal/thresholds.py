@@ -16,7 +16,7 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 
-from flowbnn.errors import FlowBNNError, check_shape
+from flowbnn.errors import FlowBNNError, check_entries, check_shape
 from flowbnn.options import Probability, checked
 
 
@@ -71,6 +71,13 @@ def too_few_examples(
     return FlowBNNError(text, kind="examples", argument="held_out", least=least)
 
 
+def no_threshold(level: float, hint: str, argument: str) -> FlowBNNError:
+    """Returns the error about thresholds that all have a risk above a level."""
+    return FlowBNNError(
+        f"no threshold has a risk of at most {level:g}; {hint}", kind="risk", argument=argument
+    )
+
+
 @checked
 def conformal_quantile(scores: Tensor, coverage: Probability = 0.9) -> float:
     r"""Returns the threshold of split conformal prediction, the score of rank :math:`\lceil (n + 1) c \rceil` of n held-out scores.
@@ -118,15 +125,16 @@ def risk_threshold(losses: Tensor, thresholds: Tensor, level: Probability = 0.1)
     0.2...
     """
     check_shape("losses", losses, ("examples >= 1", len(thresholds)))
-    if bool((losses < 0).any()) or bool((losses > 1).any()) or bool((losses.diff(dim=1) > 0).any()):
-        text = "losses must be from 0 to 1 and must not increase with the threshold"
-        raise FlowBNNError(text, kind="range", argument="losses")
+    valid = (losses >= 0) & (losses <= 1)
+    valid[:, 1:] &= losses.diff(dim=1) <= 0
+    check_entries("losses", losses, valid, "from 0 to 1, and not increasing")
     alpha, number = exact(level), len(losses)
     if number < least_examples(alpha):
         raise too_few_examples("level", level, number, alpha)
     risks = (losses.double().sum(0) + 1.0) / (number + 1)
-    valid = (risks <= float(alpha) + 1e-12).nonzero()
-    if not len(valid):
-        text = f"no threshold has a risk of at most {level:g}; the smallest is {float(risks.min()):.3g}; add larger thresholds"
-        raise FlowBNNError(text, kind="risk", argument="thresholds")
-    return float(thresholds[int(valid[0])])
+    places = (risks <= float(alpha) + 1e-12).nonzero()
+    if not len(places):
+        raise no_threshold(
+            level, f"the smallest is {float(risks.min()):.3g}; add larger thresholds", argument="thresholds"
+        )
+    return float(thresholds[int(places[0])])

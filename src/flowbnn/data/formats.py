@@ -27,7 +27,7 @@ from flowbnn.batches import (
 )
 from flowbnn.batches.arrays import as_tensor, is_array
 from flowbnn.data.tensor_loader import TensorLoader
-from flowbnn.errors import FlowBNNError, quote_names
+from flowbnn.errors import FlowBNNError, check_shape, nearest
 from flowbnn.options import checked
 
 Column = int | str | tuple[int | str, ...] | list[int | str] | Callable[[Any], Any]
@@ -128,10 +128,8 @@ def _memory_loader(data: Any, batch_size: int | None, shuffle: bool, argument: s
     if targets is None:
         return [(inputs,)]
     if not has_row_axis((inputs, targets)):
-        count = rows(targets)
-        if isinstance(inputs, Tensor) and isinstance(targets, Tensor) and count != number:
-            text = f"{number} inputs and {count} targets differ in length"
-            raise FlowBNNError(text, kind="length", argument=argument)
+        if isinstance(inputs, Tensor) and isinstance(targets, Tensor):
+            check_shape("targets", targets, (number, "..."), kind="length", argument=argument)
         return [(inputs, targets)]  # a graph, whose rows belong together
     if not number:
         raise FlowBNNError(f"the {argument} has no examples", kind="empty", argument=argument)
@@ -262,7 +260,7 @@ class Columns:
         # what the library reads from loaders: number of examples, generators and batch size
         if name in ("sampler", "batch_sampler", "generator", "batch_size"):
             return getattr(self.loader, name)
-        raise AttributeError(f"Columns has no attribute {name!r}")
+        return super().__getattribute__(name)  # raises the AttributeError of Python
 
     @property
     def num_data(self) -> int | None:
@@ -290,6 +288,6 @@ def _entry(batch: Any, name: str, column: Any) -> Any:
         value = batch[column]
     except (KeyError, IndexError, TypeError):
         keys = [str(key) for key in (batch.keys() if hasattr(batch, "keys") else range(len(batch)))]
-        text = f"a batch has no column {column!r} for {name}; there are {quote_names(keys)}"
+        text = f"unknown column {column!r} for {name}{nearest(str(column), keys)}"
         raise FlowBNNError(text, kind="columns", argument=name) from None
     return as_tensor(value, name) if is_array(value) else value

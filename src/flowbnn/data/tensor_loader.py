@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from flowbnn.batches import as_tensor
-from flowbnn.errors import FlowBNNError, pluralize
+from flowbnn.errors import FlowBNNError
 from flowbnn.options import Count, checked
 
 Augment = Callable[[Tensor, torch.Generator | None], Tensor]
@@ -58,13 +58,13 @@ class TensorLoader:
         self.num_data = count // batch_size * batch_size if drop_last else count
         problem = ""
         if count < 0 or any(shape[:1] != (count,) for shape in shapes):
-            problem = f"needs tensors with the same number of examples, got shapes {shapes}"
+            problem = f"needs equally long tensors, got shapes {shapes}"
         elif any(tensor.layout is not torch.strided for tensor in self.tensors):
             problem = "needs dense tensors; use .to_dense()"
         elif len(devices) > 1:
             problem = f"needs one device, got {', '.join(devices)}"
         elif drop_last and not self.num_data:
-            problem = f"has no batch of {batch_size} from {pluralize(count, 'example')} with drop_last=True"
+            problem = f"needs {batch_size} examples with drop_last=True, got {count}"
         if problem:
             raise FlowBNNError(f"TensorLoader {problem}", kind="loader")
         self.batch_size, self.shuffle, self.generator = batch_size, shuffle, generator

@@ -7,7 +7,7 @@ from typing import Annotated, NamedTuple
 import torch
 from torch import Tensor
 
-from flowbnn.errors import FlowBNNError, check_shape
+from flowbnn.errors import check_entries, check_shape, optional_import
 from flowbnn.options import Bounds, Count, NonNegative, Positive, checked
 
 # centres and classes of four Gaussian blobs in the plane, whose true class probabilities are known
@@ -145,8 +145,7 @@ def true_curve(inputs: Tensor, noise: Tensor | float = 0.0) -> Tensor:
     if isinstance(noise, Tensor) and noise.ndim:
         check_shape("noise", noise, inputs.shape)
     shifted = inputs + noise
-    if bool((shifted.abs() > 1e30).any()):
-        raise FlowBNNError("inputs must be below 1e30", argument="inputs")
+    check_entries("inputs", shifted, ~(shifted.abs() > 1e30), "at most 1e30", kind="value")
     return shifted + 0.3 * torch.sin(2 * math.pi * shifted) + 0.3 * torch.sin(4 * math.pi * shifted)
 
 
@@ -213,11 +212,8 @@ def load_digits(novel: Annotated[int, Bounds(ge=0, le=9)] = 8, seed: int = 0) ->
     >>> digits.known
     (0, 1, 2, 3, 4, 5, 6, 7, 9)
     """
-    try:
+    with optional_import("load_digits", "scikit-learn", "flowbnn[studies]"):
         from sklearn.datasets import load_digits as read_digits
-    except ImportError:
-        text = "the digits need scikit-learn: pip install flowbnn[studies]"
-        raise FlowBNNError(text, kind="missing package") from None
     bunch = read_digits()
     images = torch.from_numpy(bunch.images).float().unsqueeze(1) / 16.0
     labels = torch.from_numpy(bunch.target).long()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from flowbnn.diagnostics.fixed_data import read_fixed_data
-from flowbnn.diagnostics.noise_chains import MAX_RHAT, NoiseChains, noise_chains
+from flowbnn.diagnostics.noise_chains import NoiseChains, noise_chains
 from flowbnn.diagnostics.noise_target import NoiseTarget
 from flowbnn.errors import FlowBNNError
 from flowbnn.methods.mcmc.posterior import ChainPosterior
@@ -83,7 +83,7 @@ def agreement(
         reference = chains.predict(
             [data], min(samples, len(chains)), seed=seed, progress=False, keep_samples=True
         )
-        converged = chains.diagnostics().rhat_outputs <= MAX_RHAT
+        converged = chains.diagnostics().rhat_outputs <= NoiseChains.max_rhat
         distance = distance_floor = math.nan
     else:
         target = NoiseTarget(posterior, loader, seed)

@@ -22,7 +22,6 @@ from flowbnn.options import Bounds, Seed, checked
 from flowbnn.posterior.base import Posterior
 
 Draws = Annotated[int, Bounds(ge=MIN_WEIGHTS, le=1_000_000)]
-NUM_GROUPS = 8  # independent particle groups of tempering; with fewer groups the standard error itself is too uncertain
 
 
 @dataclass(frozen=True)
@@ -257,24 +256,27 @@ def bridge_sampling(chains: Tensor, proposal: Tensor) -> tuple[float, float]:
 
 
 @torch.no_grad()
-def _tempered_evidence(target: NoiseTarget, num_particles: int = 32, max_leapfrog: int = 8) -> Evidence:
+def _tempered_evidence(
+    target: NoiseTarget, num_groups: int = 8, num_particles: int = 32, max_leapfrog: int = 8
+) -> Evidence:
     """Returns the log-evidence by sequential Monte Carlo from the prior to the posterior.
 
     Groups of particles share only the temperatures, so their spread gives an unbiased standard error.
 
     Args:
         target: Density of the noise given the data.
+        num_groups: Number of independent groups. With fewer than 8, the standard error itself is too uncertain.
         num_particles: Number of particles of a group.
         max_leapfrog: Largest number of leapfrog steps of a move.
     """
-    vectors = target.draw_prior(NUM_GROUPS * num_particles)
+    vectors = target.draw_prior(num_groups * num_particles)
     generator = torch.Generator(target.device).manual_seed(target.seed + 3)
-    log_means = vectors.new_zeros(NUM_GROUPS)
+    log_means = vectors.new_zeros(num_groups)
     beta, step_size = 0.0, 0.3
     while beta < 1.0:
         log_likelihood = target.log_likelihood(vectors)
         increment = _next_increment(log_likelihood, 1.0 - beta)
-        weights = (increment * log_likelihood).reshape(NUM_GROUPS, num_particles)
+        weights = (increment * log_likelihood).reshape(num_groups, num_particles)
         log_means += weights.logsumexp(1) - math.log(num_particles)
         beta = min(1.0, beta + increment)
         indices = _resample(weights.softmax(1), generator)
@@ -289,8 +291,8 @@ def _tempered_evidence(target: NoiseTarget, num_particles: int = 32, max_leapfro
             )
             step_size *= math.exp(0.5 * (float(move.acceptance.mean()) - 0.8))
         vectors = space.vectors(state.position)
-    value = float(log_means.logsumexp(0)) - math.log(NUM_GROUPS)
-    error = float((log_means - value).exp().std()) / math.sqrt(NUM_GROUPS)
+    value = float(log_means.logsumexp(0)) - math.log(num_groups)
+    error = float((log_means - value).exp().std()) / math.sqrt(num_groups)
     return Evidence(value, error, "tempered", error < 1.0)
 
 

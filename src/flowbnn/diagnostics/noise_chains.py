@@ -5,7 +5,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -19,8 +19,6 @@ from flowbnn.metrics.convergence import MIN_DRAWS, effective_sample_size, split_
 from flowbnn.options import Count, Ge, Probability, Seed, checked
 from flowbnn.posterior.base import Posterior
 from flowbnn.posterior.weights import generator_of
-
-MAX_RHAT = 1.01  # threshold for mixed chains (Vehtari et al. 2021)
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,6 +36,8 @@ class NoiseChains:
         divergences: Number of divergent transitions.
     """
 
+    max_rhat: ClassVar[float] = 1.01  # threshold for mixed chains (Vehtari et al. 2021)
+
     target: NoiseTarget
     space: WhitenedDensity
     position: Tensor
@@ -49,7 +49,7 @@ class NoiseChains:
 
     def __repr__(self) -> str:
         chains, draws, dimensions = self.position.shape
-        verdict = "converged" if self.converged else f"not converged: R-hat is above {MAX_RHAT}"
+        verdict = "converged" if self.converged else f"not converged: R-hat is above {self.max_rhat}"
         return (
             f"NoiseChains({pluralize(chains, 'chain')} x {pluralize(draws, 'draw')} x {pluralize(dimensions, 'dimension')}, "
             f"R-hat {self.rhat:.3f} in layer '{self.worst_layer}', "
@@ -59,7 +59,7 @@ class NoiseChains:
     @property
     def converged(self) -> bool:
         """True if R-hat is at most 1.01."""
-        return self.rhat <= MAX_RHAT
+        return self.rhat <= self.max_rhat
 
     @property
     def vectors(self) -> Tensor:
@@ -132,7 +132,7 @@ def noise_chains(
         record = sampler.run(progress=progress, description="sampling the noise")
         position = record["position"]
         rhat = split_rhat(position)
-        if float(rhat.max()) <= MAX_RHAT or 2 * sampler.samples > max_extension * samples:
+        if float(rhat.max()) <= NoiseChains.max_rhat or 2 * sampler.samples > max_extension * samples:
             break
         sampler.samples *= 2
     layers = [name for name, size in zip(target.names, target.sizes, strict=True) for _ in range(size)]

@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from flowbnn.diagnostics.agreement import Agreement, agreement
 from flowbnn.diagnostics.evidence import Draws, ParetoK, pareto_k
@@ -13,8 +13,6 @@ from flowbnn.diagnostics.noise_target import MAX_DENSE_DIM, NoiseTarget
 from flowbnn.errors import pluralize
 from flowbnn.options import NonNegative, Seed, checked
 from flowbnn.posterior.base import Posterior
-
-SMALL_GAP = 0.01  # nats per example; a smaller gap hardly affects predictions
 
 Upgrade = Literal["none", "unknown", "within", "across", "shape"]
 
@@ -35,6 +33,8 @@ class Report:
         required_seconds: Estimated running time of chains. Infinite if it is far above the limit or was not estimated.
     """
 
+    small_gap: ClassVar[float] = 0.01  # nats per example; a smaller gap hardly affects predictions
+
     pareto: ParetoK
     dimensions: int
     examples: int
@@ -54,7 +54,7 @@ class Report:
     def importance_sampling_ok(self) -> bool:
         """True if importance sampling alone supports the posterior: usable weights, a small gap, and no missed modes."""
         # with few examples, one nat in total is small as well
-        small = self.pareto.gap < max(1.0, SMALL_GAP * self.examples)
+        small = self.pareto.gap < max(1.0, self.small_gap * self.examples)
         return self.pareto.verdict != "bad" and small and not self.missed
 
     @property
@@ -77,7 +77,7 @@ class Report:
         """
         if self.gap is None or self.agreement is None or not self.verified:
             return "none" if self.pareto.verdict == "good" and self.importance_sampling_ok else "unknown"
-        if self.good and (self.gap.per_example < SMALL_GAP or self.agreement.within_floor):
+        if self.good and (self.gap.per_example < self.small_gap or self.agreement.within_floor):
             return "none"
         gains: dict[Upgrade, float] = {
             "within": self.gap.within,

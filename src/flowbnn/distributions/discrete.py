@@ -88,9 +88,6 @@ class _DataInitLogistic(DiscretizedLogistic):
         return self.initialize(value).log_prob(value)
 
 
-MIN_SCALE = 1 / 16  # the integer at the centre of a component then costs a thousandth of a bit
-
-
 def discretized_logistic(
     raw: Tensor, components: int, values: float, rate_factor: float = 1
 ) -> DiscretizedLogistic:
@@ -108,7 +105,8 @@ def discretized_logistic(
     broad_weight = 2.0**-12  # an unexpected integer then costs about 22 bits at most
     loc, log_scale, logits = raw.unflatten(-1, (-1, 3, components)).unbind(-2)
     centers = (torch.arange(components, dtype=loc.dtype, device=loc.device) + 0.5) / components
-    scale = MIN_SCALE + values / (6.0 * components) * soft_clamp(rate_factor * log_scale, 8.0).exp()
+    min_scale = DiscretizedLogisticBase.min_scale
+    scale = min_scale + values / (6.0 * components) * soft_clamp(rate_factor * log_scale, 8.0).exp()
     weights = F.log_softmax(rate_factor * logits, -1) + math.log(1.0 - broad_weight)
     loc = values * (loc + centers)
     pairs = (loc, values / 2.0), (scale, values / 6.0), (weights, math.log(broad_weight))
@@ -129,6 +127,7 @@ class DiscretizedLogisticBase(Base):
     """
 
     initialized: Tensor
+    min_scale = 1 / 16  # the integer at the centre of a component then costs a thousandth of a bit
     rate_factor = 30.0  # scales and weights have to move farther than locations
 
     @checked
@@ -169,8 +168,8 @@ class DiscretizedLogisticBase(Base):
             logits = (count + 0.5).log()
             loc = (loc + (responsibility * z).sum(0)) / (1.0 + count)
             distance = (responsibility * (z - loc).abs()).sum(0) / (2.0 * math.log(2.0))
-            scale = MIN_SCALE + (scale + distance) / (1.0 + count)
-        log_scale = inverse_soft_clamp(((scale - MIN_SCALE) * 6.0 * k / self.values).log(), 8.0, 0.95)
+            scale = self.min_scale + (scale + distance) / (1.0 + count)
+        log_scale = inverse_soft_clamp(((scale - self.min_scale) * 6.0 * k / self.values).log(), 8.0, 0.95)
         raw = [(loc - centers) / self.values, log_scale / self.rate_factor, logits / self.rate_factor]
         self.raw.copy_(torch.stack(raw, 1).flatten())
         self.initialized.fill_(True)

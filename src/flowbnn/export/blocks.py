@@ -5,6 +5,7 @@ stored once.
 """
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -22,7 +23,7 @@ from flowbnn.posterior.noise import NoisePosterior
 from flowbnn.posterior.prediction import Prediction, clone_sharing_tensors
 
 
-class SampledNetworks(nn.Module):
+class SampledNetworks(nn.Module, ABC):
     """Base class for the sampled networks of a prediction. Subclasses define ``forward(inputs, draws)``.
 
     Args:
@@ -35,6 +36,7 @@ class SampledNetworks(nn.Module):
         super().__init__()
         self.network, self.draws, self.samples = network, dict(draws), samples
 
+    @abstractmethod
     def forward(self, inputs: Any, draws: Mapping[str, Tensor]) -> Tensor:
         """Returns outputs ``[K, B, ...]``.
 
@@ -42,7 +44,6 @@ class SampledNetworks(nn.Module):
             inputs: Inputs of B examples.
             draws: Draws by name, such as the attribute ``draws``.
         """
-        raise NotImplementedError
 
 
 def batch_rows(inputs: Any) -> Any:
@@ -84,7 +85,7 @@ def as_blocks(tensor: Tensor, samples: int, rows: Any, axis: int = 0) -> Tensor:
             return tensor.unflatten(axis, (samples, -1))
         if size == rows:
             return tensor.unsqueeze(axis)
-    raise RowCountChanged(f"a layer has shape {tuple(tensor.shape)} for {rows} rows")
+    raise RowCountChanged(f"shape {tuple(tensor.shape)} for {rows} rows")
 
 
 def join_blocks(blocks: Tensor, rows: Any, axis: int = 0) -> Tensor:
@@ -206,7 +207,7 @@ class BlockNoise:
         """Multiplies the inputs of the layer, or its output; see :meth:`Noise.multiply`."""
         axis, feature_axis = self.layout.batch_axis, self.layout.feature_axis
         if axis is None or inputs[0].ndim <= self.layout.unbatched_ndim:
-            raise RowCountChanged("a layer has no batch axis")
+            raise RowCountChanged("no batch axis")
         factors: dict[tuple[Any, ...], Tensor] = {}
         results: list[Tensor] = []
         offset = 0
@@ -234,7 +235,7 @@ class BlockNoise:
         self.calls += 1
         draws = self.draws.get(self.names.get(call, ""))
         if draws is None or draws[0].numel() != self.layout.dim * math.prod(at):
-            raise RowCountChanged(f"no draws for positions {at}, call {call}")
+            raise RowCountChanged(f"no draws at {at}, call {call}")
         vectors = draws.reshape(self.samples, *at, self.layout.dim).movedim(-1, self.layout.feature_axis)
         return vectors.movedim(0, axis).unsqueeze(axis + 1)
 
@@ -326,7 +327,7 @@ class BlockMasks(MaskedDropout):
     def __call__(self, layer: nn.Module | None, args: Any, x: Tensor) -> Tensor:
         number, axis = self.next_call()
         if axis is None:
-            raise RowCountChanged(f"layer '{self.name}' has no batch axis")
+            raise RowCountChanged("no batch axis")
         mask = self.draws[f"mask.{self.name}.{number}"].to(x).movedim(0, axis)
         blocks = self.apply_mask(as_blocks(x, self.samples, self.rows, axis), mask)
         return join_blocks(blocks, self.rows, axis)

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from flowbnn.batches import device_of
 from flowbnn.density.density import Density
-from flowbnn.errors import FlowBNNError
+from flowbnn.errors import FlowBNNError, describe_value, requirement_error
 from flowbnn.networks import evaluation_mode
 from flowbnn.training.randomness import sampling_context
 
@@ -56,12 +56,16 @@ def flow_of(density: Density) -> Any:
     """
     flow = density._distribution(None)
     if not hasattr(flow, "base") or not hasattr(flow, "transform"):
-        text = f"a {type(flow).__name__} has no base noise that could be an input; export log_prob with noise='fixed'"
-        raise FlowBNNError(text, kind="unsupported", argument="noise")
+        raise _unsupported("a base distribution", flow)
     if flow.transform.stochastic or flow.transform.discrete:
-        text = f"{type(flow.transform).__name__} draws random numbers or integers, which a file cannot do"
-        raise FlowBNNError(text, kind="unsupported", argument="noise")
+        raise _unsupported("a deterministic transform", flow.transform)
     return flow
+
+
+def _unsupported(requirement: str, value: Any) -> FlowBNNError:
+    """Returns the error about a density whose base noise cannot be an input."""
+    hint = "use noise='fixed'"
+    return requirement_error("noise='input'", requirement, describe_value(value), hint, argument="noise")
 
 
 def base_draws(density: Density, seed: int, count: int = 1) -> dict[str, Tensor]:

@@ -18,20 +18,18 @@ from torch import Tensor, nn
 from flowbnn.batches import apply, has_row_axis, is_batch, move, named_tensors, pad, rows, split_batch, take
 from flowbnn.data.formats import as_inputs
 from flowbnn.density.density import Density
-from flowbnn.errors import FlowBNNError
+from flowbnn.errors import FlowBNNError, requirement_error
 from flowbnn.export.blocks import SampledNetworks
 from flowbnn.export.densities import DensityGraph, SampleGraph, base_draws
 from flowbnn.export.graphs import Format, check_installed, trace, write_program
 from flowbnn.export.samplers import make_samplers
 from flowbnn.options import File, SampleCount, Seed, check, checked
 from flowbnn.posterior.base import Posterior
-from flowbnn.posterior.gated import GatedPosterior
+from flowbnn.posterior.gated import check_without_gate
 from flowbnn.posterior.prediction import Prediction, PredictOptions
 from flowbnn.predictive import CategoricalPredictive, HeadsPredictive
 
 EXAMPLE_ROWS = 3  # rows of the examples that are traced; torch.export treats one row as a constant
-# relative difference from predict above which a graph is rejected, plus a tenth of it for rounding
-TOLERANCE = 1e-4
 
 
 @dataclass(frozen=True)
@@ -73,8 +71,8 @@ class ExportedModel:
             FlowBNNError: If the file holds its draws.
         """
         if self.noise != "input":
-            text = "this file holds the draws of its seed; export with noise='input' for draws of other seeds"
-            raise FlowBNNError(text, kind="unsupported", argument="noise")
+            hint = "export with noise='input'"
+            raise requirement_error("draws", "noise inputs", f"noise='{self.noise}'", hint, argument="noise")
         return self._draw(seed) if count is None else self._draw(seed, count)
 
     def to_dict(self) -> dict[str, Any]:
@@ -200,9 +198,7 @@ def export(
     write = partial(_write, path=path, format=format, samples=samples, seed=seed, noise=noise)
     if isinstance(model, Density):
         return _export_density(model, example_inputs, seed, noise, write)
-    if isinstance(model, GatedPosterior):
-        text = "a density gate cannot be exported; export posterior.posterior, and the density of the gate to a second file"
-        raise FlowBNNError(text, kind="unsupported", argument="model")
+    check_without_gate(model, "model", "export posterior.posterior and posterior.gate.density")
     check("example_inputs", example_inputs, object if example_inputs is not None else Tensor, "export")
     return _export_posterior(model, example_inputs, samples, seed, noise, write)
 
@@ -241,7 +237,7 @@ def _as_export_error(error: Exception) -> FlowBNNError:
     if isinstance(error, FlowBNNError):
         return error
     reason = " ".join(str(error).split())[:160] or type(error).__name__
-    return FlowBNNError(f"the posterior cannot be exported ({reason})", kind="export")
+    return FlowBNNError(f"export failed ({reason})", kind="export")
 
 
 def _noise_values(graph: PredictiveGraph) -> list[Tensor]:
@@ -262,13 +258,13 @@ def _draws(
 
 
 def _check_equal(values: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
-    """Raises FlowBNNError if the values of a graph differ from those of the prediction."""
+    """Raises FlowBNNError if the values of a graph differ from those of the prediction by more than rounding."""
     for name, value in expected.items():
-        tolerance = TOLERANCE * (0.1 + float(value.abs().max()))
+        tolerance = 1e-4 * (0.1 + float(value.abs().max()))
         if values[name].shape != value.shape or not torch.allclose(
             values[name], value.to(values[name]), rtol=0.0, atol=tolerance
         ):
-            text = f"the graph does not give the {name} of predict; does the network use random numbers?"
+            text = f"the graph and predict give different {name}; remove random numbers from the network"
             raise FlowBNNError(text, kind="export", output=name)
 
 
@@ -293,8 +289,7 @@ def _export_density(
 ) -> ExportedModel:
     """Exports the log-density of examples, or examples from base noise."""
     if density.lower_bound:
-        text = "log_prob of this flow is a lower bound that is estimated from draws, which a file cannot hold"
-        raise FlowBNNError(text, kind="unsupported", argument="model")
+        raise requirement_error("export", "an exact log_prob", "a lower bound", argument="model")
     with torch.no_grad():
         if noise == "input":
             draw: Callable[..., dict[str, Tensor]] = partial(base_draws, density)

@@ -14,21 +14,19 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from flowbnn.errors import FlowBNNError
+from flowbnn.errors import FlowBNNError, MissingPackageError, requirement_error
 from flowbnn.networks import evaluation_mode, watch_modules
 from flowbnn.training.storage import atomic_write
 
 Format = Literal["onnx", "torch"]
-METADATA = "flowbnn"  # name of the description in the metadata of a file
-MAX_ONNX_BYTES = 2**31 - 2**20  # a protocol buffer holds 2 GB
 
 
 def check_installed(format: Format) -> None:
     """Raises FlowBNNError if a package that writes the format is missing."""
     missing = [name for name in ("onnx", "onnxscript") if find_spec(name) is None]
     if format == "onnx" and missing:
-        text = f"{' and '.join(missing)} not installed; use pip install flowbnn[export]"
-        raise FlowBNNError(text, kind="missing package", argument="path", packages=missing)
+        text = f"export needs {' and '.join(missing)}: pip install flowbnn[export]"
+        raise MissingPackageError(text, kind="missing package", argument="path", packages=missing)
 
 
 # -------------------- values that do not depend on the inputs
@@ -143,18 +141,22 @@ def layer_name(name: str) -> str:
 
 @contextmanager
 def quiet_exporter() -> Iterator[None]:
-    """Context manager that silences warnings and log messages of torch's exporters, which users cannot act on."""
+    """Context manager that silences warnings and log messages of torch's exporters, and saves no stack traces, which files omit."""
     loggers = [
         logging.getLogger(name) for name in ("torch.onnx", "torch.export", "torch._export", "onnxscript")
     ]
     levels = [logger.level for logger in loggers]
+    config: Any = torch.fx.config  # the option is newer than the oldest supported torch
+    no_stack_traces = getattr(config, "do_not_emit_stack_traces", False)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for logger in loggers:
             logger.setLevel(logging.CRITICAL)
+        config.do_not_emit_stack_traces = True
         try:
             yield
         finally:
+            config.do_not_emit_stack_traces = no_stack_traces
             for logger, level in zip(loggers, levels, strict=True):
                 logger.setLevel(level)
 
@@ -207,8 +209,13 @@ def _trace(
     places = [node for node in program.graph.nodes if node.op == "placeholder"][-len(tensors) :]
     for place, free in zip(places, dynamic, strict=True):
         if free and isinstance(place.meta["val"].shape[0], int):
-            raise FlowBNNError("the batch size is fixed by the code of the network", kind="export")
+            raise FlowBNNError(_fixed_batch_size(), kind="export")
     return program
+
+
+def _fixed_batch_size() -> str:
+    """Returns the reason why a network cannot be traced for all batch sizes."""
+    return "the code of the network fixes the batch size"
 
 
 def first_line(error: BaseException) -> str:
@@ -217,7 +224,7 @@ def first_line(error: BaseException) -> str:
     lines = lines or [type(error).__name__]
     for line in lines:
         if "specialized" in line or "generated guard" in line:
-            return "the batch size is fixed by the code of the network"
+            return _fixed_batch_size()
     return lines[0][:160].rstrip(" .:")
 
 
@@ -242,21 +249,21 @@ def write_program(
     stores_vmap = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 13)
     names_of_calls = [getattr(node.target, "__name__", "") for node in program.graph.nodes]
     if format == "torch" and not stores_vmap and any("vmap" in name for name in names_of_calls):
-        text = f"torch {torch.__version__} cannot store sampled weights; use torch 2.13 or newer, or format='onnx'"
-        raise FlowBNNError(text, kind="export", argument="format")
+        hint, fields = "use format='onnx'", {"kind": "export", "argument": "format"}
+        value = f"torch {torch.__version__}"
+        raise requirement_error("format='torch' with sampled weights", "torch 2.13", value, hint, **fields)
     if format == "torch":
         with atomic_write(path) as temporary, quiet_exporter(), temporary.open("wb") as file:
-            torch.export.save(program, file, extra_files={METADATA: content})
+            torch.export.save(program, file, extra_files={"flowbnn": content})
         return
     onnx_program = to_onnx(program, names, list(document["outputs"]))
-    onnx_program.model.metadata_props[METADATA] = content
-    onnx_program.model.producer_name = METADATA
+    onnx_program.model.metadata_props["flowbnn"] = content
+    onnx_program.model.producer_name = "flowbnn"
     graph, reserved = onnx_program.model.graph, {*names, *document["outputs"]}
     for node in graph.all_nodes():
         node.metadata_props.clear()
         if node.op_type == "Erf" and node.inputs[0].dtype.name == "DOUBLE":
-            text = "ONNX Runtime has no error function of float64, which quantiles and GELU need; use format='torch'"
-            raise FlowBNNError(text, kind="export", argument="format")
+            raise _unsupported("the network", "uses Erf of float64", argument="format")
         for value in node.outputs:
             if value.name in reserved and value not in graph.outputs:  # a name of ours, which must be unique
                 value.name = f"{value.name}_of_{node.name}"
@@ -264,9 +271,12 @@ def write_program(
         if value.shape is not None and not isinstance(value.shape[0] if len(value.shape) else 0, int):
             value.shape = type(value.shape)(["batch", *value.shape[1:]])
     values = onnx_program.model.graph.initializers.values()
-    if sum(value.const_value.nbytes for value in values if value.const_value is not None) > MAX_ONNX_BYTES:
-        text = "an ONNX file holds at most 2 GB; use fewer samples, or format='torch'"
-        raise FlowBNNError(text, kind="export", argument="samples")
+    size = sum(value.const_value.nbytes for value in values if value.const_value is not None)
+    if size > 2**31 - 2**20:  # a protocol buffer holds 2 GB
+        value, hint = f"{size / 2**30:.1f} GB", "use fewer samples, or format='torch'"
+        raise requirement_error(
+            "format='onnx'", "less than 2 GB", value, hint, kind="export", argument="samples"
+        )
     with atomic_write(path) as temporary:
         onnx_program.save(temporary, external_data=False)
 
@@ -285,12 +295,14 @@ def to_onnx(program: Any, inputs: Sequence[str], outputs: Sequence[str]) -> Any:
     except Exception as error:
         operation, layer = _failed_operation(program, error)
         where = f"layer '{layer}'" if layer else "the network"
-        reason = (
-            f"uses {operation}, which ONNX cannot express"
-            if operation
-            else f"fails in ONNX ({_cause(error)})"
-        )
-        raise FlowBNNError(f"{where} {reason}; use format='torch'", kind="export", layer=layer) from error
+        problem = f"uses {operation}" if operation else f"fails ({_cause(error)})"
+        raise _unsupported(where, problem, layer=layer) from error
+
+
+def _unsupported(where: str, problem: str, **fields: Any) -> FlowBNNError:
+    """Returns the error about a part of the network that ONNX does not support."""
+    text = f"ONNX does not support {where}, which {problem}; use format='torch'"
+    return FlowBNNError(text, kind="export", **fields)
 
 
 def _failed_operation(program: Any, error: BaseException) -> tuple[str, str | None]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from flowbnn.batches import call, has_row_axis
-from flowbnn.errors import FlowBNNError
+from flowbnn.errors import requirement_error
 from flowbnn.export.blocks import DropoutRows, NoiseMaps, NoiseRows, SampledNetworks
 from flowbnn.likelihoods import append_log_variance
 from flowbnn.methods.calibrators.base import CalibratedPosterior
@@ -22,9 +22,8 @@ from flowbnn.posterior.base import Posterior, Prediction
 from flowbnn.posterior.compiled import forward_with_weights
 from flowbnn.posterior.mixture import MixturePosterior, natural_outputs
 from flowbnn.posterior.noise import NoisePosterior
-from flowbnn.posterior.point import PointPosterior
 from flowbnn.posterior.prediction import clone_sharing_tensors
-from flowbnn.posterior.weights import MemberPosterior, WeightPosterior
+from flowbnn.posterior.weights import MemberPosterior, PointPosterior, WeightPosterior
 
 # -------------------- weights
 
@@ -237,8 +236,10 @@ def make_samplers(
 def _make_laplace(posterior: LaplacePosterior, prediction: Prediction, samples: int) -> SampledNetworks:
     """Returns the networks of a Laplace approximation that needs no derivatives."""
     if posterior.output_layer is None:
-        text = f"a {posterior.predictive} Laplace approximation needs derivatives; export posterior.use('sampled')"
-        raise FlowBNNError(text, kind="unsupported", argument="model")
+        hint = "export posterior.use('sampled')"
+        raise requirement_error(
+            f"predictive='{posterior.predictive}'", "derivatives", hint=hint, argument="model"
+        )
     if posterior.predictive == "probit":
         return Deterministic(clone_sharing_tensors(prediction.model), posterior._probit)
     return OutputLayer(posterior, prediction, samples)

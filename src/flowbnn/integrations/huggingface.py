@@ -7,14 +7,12 @@ from typing import Any
 
 from torch import nn
 
-try:
+from flowbnn.errors import FlowBNNError, optional_import
+
+with optional_import("flowbnn.integrations.huggingface", "transformers", "flowbnn[huggingface]"):
     from transformers import TrainerCallback
-except ImportError as error:
-    text = "flowbnn.integrations.huggingface needs transformers: pip install flowbnn[huggingface]"
-    raise ImportError(text) from error
 
 from flowbnn.calibrate import calibrate
-from flowbnn.errors import FlowBNNError
 from flowbnn.integrations.kl import KLTerm, make_posterior
 from flowbnn.methods.fit_options import LikelihoodName
 from flowbnn.noise.adapters import is_adapter

@@ -67,7 +67,7 @@ class KLTerm:
             return
         number = count_examples(loader)
         if number is None:
-            text = f"the number of examples of a {type(loader).__name__} is unknown; set num_data="
+            text = f"a {type(loader).__name__} has unknown length; set num_data"
             raise FlowBNNError(text, kind="num_data", argument="num_data")
         self.num_data = number if max_data is None else min(number, max_data)
 

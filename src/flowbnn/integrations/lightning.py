@@ -8,18 +8,16 @@ from typing import Any
 
 from torch import nn
 
+from flowbnn.errors import optional_import, requirement_error, warn
+
 try:
     from lightning.pytorch import Callback
 except ImportError:
-    try:
-        from pytorch_lightning import Callback  # type: ignore[assignment]
-    except ImportError as error:
-        text = "flowbnn.integrations.lightning needs lightning: pip install flowbnn[lightning]"
-        raise ImportError(text) from error
+    with optional_import("flowbnn.integrations.lightning", "lightning", "flowbnn[lightning]"):
+        from pytorch_lightning import Callback
 
 from flowbnn.calibrate import calibrate
 from flowbnn.data.formats import as_loader
-from flowbnn.errors import FlowBNNError, warn
 from flowbnn.integrations.kl import KLTerm, make_posterior
 from flowbnn.methods.fit_options import LikelihoodName
 from flowbnn.noise import noise_layers
@@ -108,8 +106,8 @@ class CalibrationCallback(Callback):
             if data is None and trainer.datamodule is not None:  # a module without validation_step
                 data = as_loader(trainer.datamodule, stage="validation")
         if data is None or (isinstance(data, list) and not data):
-            text = "CalibrationCallback needs held-out data; pass held_out= or a validation loader"
-            raise FlowBNNError(text, kind="loader", argument="held_out")
+            hint, fields = "pass held_out=", {"kind": "loader", "argument": "held_out"}
+            raise requirement_error("CalibrationCallback", "held-out data", hint=hint, **fields)
         self.posterior = calibrate(pl_module, data, **self.options)
 
 
@@ -121,9 +119,6 @@ class KLGuard(Callback):
         layers = noise_layers(pl_module)
         trained = any(p.requires_grad for layer in layers.values() for p in layer.parameters())
         if trained and not any(isinstance(callback, NoiseCallback) for callback in trainer.callbacks):
-            warn(
-                "the noise of this LightningModule has no KL divergence and will collapse; add "
-                "flowbnn.integrations.lightning.NoiseCallback() to the callbacks of the Trainer, or use fb.fit",
-                kind="kl",
-                layers=list(layers),
-            )
+            advice = "add flowbnn.integrations.lightning.NoiseCallback() to the Trainer, or use fb.fit"
+            text = f"the noise of this LightningModule has no KL divergence and will collapse; {advice}"
+            warn(text, kind="kl", layers=list(layers))

@@ -13,21 +13,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-try:
+from flowbnn.errors import FlowBNNError, describe_value, optional_import, requirement_error
+
+with optional_import("flowbnn.integrations.peft", "peft", "flowbnn[huggingface]"):
     import peft
-except ImportError as error:
-    text = "flowbnn.integrations.peft needs peft: pip install flowbnn[huggingface]"
-    raise ImportError(text) from error
 
 from flowbnn.convert import to_stochastic
-from flowbnn.errors import FlowBNNError
 from flowbnn.networks import copy_network
 from flowbnn.noise import NormalAffine, Recipe, freeze, noise_layers
 from flowbnn.posterior.base import Posterior, load_posterior
 from flowbnn.training import save_tensors
 from flowbnn.training.storage import TensorFile
-
-ADAPTER_PARTS = ("lora_", "modules_to_save")  # beginnings of the names of modules that belong to adapters
 
 
 def to_stochastic_lora(
@@ -48,8 +44,9 @@ def to_stochastic_lora(
         FlowBNNError: If the model has no LoRA adapters.
     """
     if not any("lora_B" in name.split(".") for name, _ in model.named_modules()):
-        text = f"{type(model).__name__} has no LoRA adapters; use peft.get_peft_model(model, LoraConfig(...))"
-        raise FlowBNNError(text, kind="model", argument="model")
+        value, hint = describe_value(model), "use peft.get_peft_model(model, LoraConfig(...))"
+        fields = {"kind": "model", "argument": "model"}
+        raise requirement_error("to_stochastic_lora", "LoRA adapters", value, hint, **fields)
     converted = to_stochastic(model, {"*.lora_B.*": recipe or NormalAffine()}, inplace=inplace)
     if not train_weights:
         freeze(converted, "weights")
@@ -72,9 +69,8 @@ def save_adapters(posterior: Posterior, path: str | Path) -> Path:
     model: Any = posterior.model
     configs = getattr(model, "peft_config", {})
     if len(configs) != 1:
-        problem = f"it has {len(configs)} adapters" if configs else "it is no PeftModel; use posterior.save"
-        text = f"the network ({type(model).__name__}) cannot be saved as one adapter, because {problem}"
-        raise FlowBNNError(text, kind="save", argument="posterior")
+        value, fields = f"{len(configs)} adapters", {"kind": "save", "argument": "posterior"}
+        raise requirement_error("save_adapters", "one adapter", value, "use posterior.save", **fields)
     adapter, config = next(iter(configs.items()))
     frozen = _base_tensors(model, frozen=True)
     tensors = {name: value for name, value in posterior.tensors().items() if name not in frozen}
@@ -105,9 +101,7 @@ def load_adapters(path: str | Path, base: nn.Module) -> Posterior:
         try:
             network = peft.get_peft_model(copy_network(base), config, adapter_name=adapter["name"])
         except ValueError as error:
-            text = (
-                f"the adapters of '{path}' do not fit a {type(base).__name__}: {str(error).splitlines()[0]}"
-            )
+            text = f"adapters of '{path}' do not fit {type(base).__name__}: {str(error).splitlines()[0]}"
             raise FlowBNNError(text, kind="architecture", argument="base") from error
     return load_posterior(AdapterFile(path, network.eval()), network)
 
@@ -142,12 +136,13 @@ def _base_tensors(model: nn.Module, frozen: bool = False) -> set[str]:
         frozen: If True, trainable parameters are left out.
     """
     noise = {id(value) for layer in noise_layers(model).values() for value in layer.parameters()}
+    adapter_parts = "lora_", "modules_to_save"  # beginnings of the names of modules that belong to adapters
     return {
         f"network.{name}"
         for name, value in model.named_parameters(remove_duplicate=False)
         if id(value) not in noise
         and not (frozen and value.requires_grad)
-        and not any(part.startswith(ADAPTER_PARTS) for part in name.split("."))
+        and not any(part.startswith(adapter_parts) for part in name.split("."))
     }
 
 

@@ -8,7 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flowbnn.errors import FlowBNNError, nearest
+from flowbnn.errors import (
+    FlowBNNError,
+    describe_value,
+    nearest,
+    requirement_error,
+    value_error,
+    with_hint,
+)
+from flowbnn.numerics import at_least_single
 from flowbnn.options import all_subclasses, checked
 
 
@@ -82,8 +90,9 @@ class Likelihood(nn.Module, ABC):
         Raises:
             FlowBNNError: If the likelihood does not define the mean.
         """
-        text = f"{type(self).__name__} does not support views, because it does not define average_outputs"
-        raise FlowBNNError(text, kind="views")
+        raise requirement_error(
+            "views", f"{type(self).__name__}.average_outputs", hint="define it", kind="views"
+        )
 
     def information(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Returns the curvature of the negative log-likelihood in the outputs, ``[B, C, C]``, or its diagonal ``[B, C]``.
@@ -116,8 +125,9 @@ class Likelihood(nn.Module, ABC):
         settings = {name: getattr(self, name, self) for name in names}
         for name, value in settings.items():
             if not isinstance(value, bool | int | float | str | None):
-                text = f"{type(self).__name__} cannot be saved, because self.{name} is no number or string; define to_dict"
-                raise FlowBNNError(text, kind="unsupported", argument=name)
+                attribute, fields = f"{type(self).__name__}.{name}", {"kind": "unsupported", "argument": name}
+                hint = "define to_dict"
+                raise value_error(attribute, "a number or string", describe_value(value), hint, **fields)
         return {**result, **settings}
 
 
@@ -140,9 +150,7 @@ def build_likelihood(likelihood: Likelihood | str | Mapping[str, Any]) -> Likeli
     if name not in classes:
         hint = nearest(name, ["auto", *classes])
         if isinstance(likelihood, Mapping):  # from a file
-            hint = (
-                "; import the module of its class, or pass the class to load_posterior(..., likelihood=...)"
-            )
+            hint = "; import its module, or use load_posterior(..., likelihood=...)"
         raise FlowBNNError(f"unknown likelihood '{name}'{hint}", argument="likelihood")
     shape = settings.pop("shape", None)  # stored in files
     result = classes[name](**settings)
@@ -181,9 +189,17 @@ def observed_information(likelihood: Likelihood, outputs: Tensor, targets: Tenso
     return (vectors * values.clamp_min(0.0).unsqueeze(1)) @ vectors.mT
 
 
-def to_single_precision(outputs: Tensor) -> Tensor:
-    """Returns outputs in single precision if they are in half precision."""
-    return outputs.float() if outputs.dtype in (torch.float16, torch.bfloat16) else outputs
+def misfit_error(outputs: Tensor, targets: Tensor, hint: str, argument: str) -> FlowBNNError:
+    """Returns the error for outputs and targets whose shapes do not fit each other.
+
+    Args:
+        outputs: Outputs of the network.
+        targets: Targets.
+        hint: Advice that follows the message.
+        argument: Argument at fault, ``"outputs"`` or ``"targets"``.
+    """
+    text = f"outputs of shape {tuple(outputs.shape)} do not fit targets of shape {tuple(targets.shape)}"
+    return FlowBNNError(with_hint(text, hint), kind=argument, argument=argument)
 
 
 def with_columns(outputs: Tensor, ndim: int) -> Tensor:
@@ -193,4 +209,4 @@ def with_columns(outputs: Tensor, ndim: int) -> Tensor:
 
 def stack_outputs(outputs: Sequence[Tensor]) -> Tensor:
     """Stacks outputs in at least single precision."""
-    return torch.stack([to_single_precision(tensor) for tensor in outputs])
+    return torch.stack([at_least_single(tensor) for tensor in outputs])

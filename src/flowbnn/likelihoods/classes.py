@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from flowbnn.errors import FlowBNNError, check_entries, check_shape
-from flowbnn.likelihoods.base import Likelihood, stack_outputs, to_single_precision
-from flowbnn.metrics.checks import IGNORED, check_classes, expected_value, nothing_to_predict
-from flowbnn.numerics import is_concrete
+from flowbnn.errors import check_entries, check_shape, value_error
+from flowbnn.likelihoods.base import Likelihood, misfit_error, stack_outputs
+from flowbnn.metrics.checks import IGNORED, check_any_target, check_classes, expected_value
+from flowbnn.numerics import at_least_single, is_concrete
 from flowbnn.options import Bounds, Positive, checked
 from flowbnn.predictive import CategoricalPredictive
 
@@ -107,7 +107,7 @@ class Categorical(ClassLikelihood):
             outputs: Logits ``[B, C]``, ``[B, C, *positions]`` or ``[B, *positions, C]``.
             targets: Class indices ``[B]`` or ``[B, *positions]``, or probabilities of the shape of the outputs.
         """
-        logits, targets = self.classes_last(to_single_precision(outputs), targets)
+        logits, targets = self.classes_last(at_least_single(outputs), targets)
         if targets.is_floating_point():
             values = expected_value(logits.log_softmax(-1), self.target_weights(targets, logits))
         else:
@@ -169,23 +169,16 @@ class Categorical(ClassLikelihood):
             return -1
         if self.class_axis is not None:
             return self.class_axis
-        if targets is None:
-            text = f"the class axis of outputs {tuple(outputs.shape)} is unknown; set Categorical(class_axis=1) or class_axis=-1"
-            raise FlowBNNError(text, kind="outputs", argument="class_axis")
-        shape, axes = targets.shape, list[int]()
-        for axis in (1, -1):
-            soft = targets.is_floating_point() and shape == outputs.shape and _sums_to_one(targets, axis)
-            if soft or shape == outputs.movedim(axis, -1).shape[:-1]:
-                axes.append(axis)
+        axes = [axis for axis in (1, -1) if targets is None or _is_class_axis(axis, outputs, targets)]
         if len(axes) == 1:
             return axes[0]
-        text = f"outputs of shape {tuple(outputs.shape)} do not fit targets of shape {tuple(shape)}"
-        if axes:
-            text = f"{text} in one way only; set Categorical(class_axis=1), as torch's losses have it, or class_axis=-1"
-            raise FlowBNNError(text, kind="outputs", argument="class_axis")
+        if axes or targets is None:
+            value = f"None for outputs of shape {tuple(outputs.shape)}"
+            raise value_error("class_axis", "1 or -1", value, "set Categorical(class_axis=1)", kind="outputs")
         first, last = outputs.movedim(1, -1).shape[:-1], outputs.shape[:-1]
-        text = f"{text}; pass integers of shape {tuple(first)}, or {tuple(last)} if the classes are last"
-        raise FlowBNNError(text, kind="outputs", argument="outputs")
+        raise misfit_error(
+            outputs, targets, f"use targets of shape {tuple(first)} or {tuple(last)}", "outputs"
+        )
 
     def initialize(self, outputs: Tensor, targets: Tensor) -> None:
         """Stores the axis of the classes of outputs with positions."""
@@ -237,7 +230,8 @@ class Categorical(ClassLikelihood):
             check_shape("outputs", outputs, ("batch", "classes"), kind="outputs", owner="Categorical")
         axis = self._find_axis(outputs, targets)
         *shape, classes = outputs.movedim(axis, -1).shape
-        self._check_weights(classes)
+        if self._class_weights is not None:
+            check_shape("class_weights", self._class_weights, (classes,), kind="outputs")
         if targets.is_floating_point() and targets.shape == outputs.shape:
             check_classes(targets.movedim(axis, -1), shape, classes, kind="targets")
             return
@@ -245,14 +239,8 @@ class Categorical(ClassLikelihood):
         if not targets.is_floating_point() and len(shape) > 1:
             labels = self.hide_ignored(targets)
         check_classes(labels, shape, classes, kind="targets")
-        if len(shape) > 1 and bool((labels == IGNORED).all()):
-            raise nothing_to_predict(labels.numel())
-
-    def _check_weights(self, classes: int) -> None:
-        """Raises FlowBNNError if the number of class weights is not that of the classes."""
-        if self.class_weights is not None and len(self.class_weights) != classes:
-            text = f"class_weights has {len(self.class_weights)} values for {classes} classes"
-            raise FlowBNNError(text, kind="outputs", argument="class_weights")
+        if len(shape) > 1:
+            check_any_target(labels != IGNORED)
 
     def outputs_like(self, row: Tensor, targets: Tensor) -> Tensor:
         """Returns outputs of one row with the number of rows and the positions of some targets."""
@@ -308,7 +296,7 @@ class Bernoulli(ClassLikelihood):
             outputs: Logits ``[B]``, ``[B, 1]``, ``[B, L]`` or ``[B, *positions]``.
             targets: Labels 0 or 1 of the same shape.
         """
-        logits = squeeze_channel(to_single_precision(outputs))
+        logits = squeeze_channel(at_least_single(outputs))
         labels = self.hide_ignored(squeeze_channel(targets).reshape(logits.shape)).to(logits.dtype)
         zero, one = self.target_weights(labels)
         values = one * F.logsigmoid(logits) + zero * F.logsigmoid(-logits)
@@ -356,19 +344,16 @@ class Bernoulli(ClassLikelihood):
         """
         shape, labels = squeeze_channel(outputs).shape, squeeze_channel(targets)
         if labels.shape != shape:
-            kind = "outputs" if targets.numel() == len(outputs) else "targets"
-            text = f"Bernoulli needs one logit per label, got outputs {tuple(outputs.shape)} and targets {tuple(targets.shape)}"
-            raise FlowBNNError(text, kind=kind, argument=kind)
-        weight = self._pos_weight
-        if weight is not None and weight.ndim and weight.shape != shape[-1:]:
-            text = f"pos_weight has {len(weight)} values for outputs of shape {tuple(outputs.shape)}"
-            raise FlowBNNError(text, kind="outputs", argument="pos_weight")
+            argument = "outputs" if targets.numel() == len(outputs) else "targets"
+            raise misfit_error(outputs, targets, "Bernoulli needs one output per label", argument)
+        if self._pos_weight is not None and self._pos_weight.ndim:
+            check_shape("pos_weight", self._pos_weight, shape[-1:], kind="outputs")
         valid, ignored = (labels == 0) | (labels == 1), labels == self.ignore_index
-        if not bool((valid | ignored if len(shape) > 1 else valid).all()):
-            text = "Bernoulli needs labels of 0 or 1; set likelihood='gaussian' for real numbers, or add outputs for more classes"
-            raise FlowBNNError(text, kind="targets", argument="targets")
-        if len(shape) > 1 and not bool(valid.any()):
-            raise nothing_to_predict(labels.numel())
+        allowed = valid | ignored if len(shape) > 1 else valid
+        hint = "use likelihood='gaussian' or 'categorical'"
+        check_entries("targets", labels, allowed, "0 or 1", hint, kind="targets")
+        if len(shape) > 1:
+            check_any_target(valid)
 
     def outputs_like(self, row: Tensor, targets: Tensor) -> Tensor:
         """Returns outputs of one row with the number of rows and the positions of some targets."""
@@ -387,14 +372,16 @@ def _as_tensor(weights: float | list[float] | None) -> Tensor | None:
     return None if weights is None else torch.tensor(weights, dtype=torch.float64)
 
 
-def _sums_to_one(targets: Tensor, axis: int) -> bool:
-    """Returns True if values sum to one along an axis."""
-    return bool(((targets.double().sum(axis) - 1.0).abs() <= 1e-3).all())
+def _is_class_axis(axis: int, outputs: Tensor, targets: Tensor) -> bool:
+    """Returns True if targets fit outputs with the classes on an axis."""
+    if targets.is_floating_point() and targets.shape == outputs.shape:
+        return bool(((targets.double().sum(axis) - 1.0).abs() <= 1e-3).all())
+    return targets.shape == outputs.movedim(axis, -1).shape[:-1]
 
 
 def _to_integers(targets: Tensor) -> Tensor:
     """Returns labels as integers. Floating point numbers without fractions are accepted."""
     if targets.is_floating_point() and is_concrete(targets):
-        hint = "use (targets > 0.5).long(), or likelihood='gaussian' for real numbers"
+        hint = "use (targets > 0.5).long() or likelihood='gaussian'"
         check_entries("targets", targets, targets == targets.round(), "an integer", hint, kind="targets")
     return targets.long()

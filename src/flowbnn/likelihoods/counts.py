@@ -24,14 +24,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from flowbnn.errors import FlowBNNError, pluralize
-from flowbnn.likelihoods.base import observed_information, stack_outputs, with_columns
+from flowbnn.errors import pluralize
+from flowbnn.likelihoods.base import misfit_error, observed_information, stack_outputs, with_columns
 from flowbnn.likelihoods.regression import RealLikelihood
 from flowbnn.options import Positive, checked
 from flowbnn.predictive.counts import CountPredictive, check_counts, count_log_prob
-
-MAX_LOG_MEAN = 80.0  # float32 represents the gradient exp(80)
-MAX_LOG_DISPERSION = 15.0  # a smaller dispersion cannot be told from a Poisson distribution
 
 
 class CountLikelihood(RealLikelihood):
@@ -41,7 +38,7 @@ class CountLikelihood(RealLikelihood):
 
     def parameters_of(self, outputs: Tensor) -> tuple[Tensor, Tensor]:
         """Returns logarithms of means and dispersions ``[..., D]`` for outputs ``[..., D * outputs_per_target]``."""
-        log_mean = outputs.double().clamp(-MAX_LOG_MEAN, MAX_LOG_MEAN)
+        log_mean = outputs.double().clamp(-80.0, 80.0)  # float32 represents the gradient exp(80)
         return log_mean, torch.full_like(log_mean, -math.inf)
 
     def log_prob(self, outputs: Tensor, targets: Tensor) -> Tensor:
@@ -80,14 +77,15 @@ class CountLikelihood(RealLikelihood):
             outputs: Outputs of the network, ``[B, D * outputs_per_target]``, or ``[B]`` for one output.
             targets: Counts ``[B, D]``, or ``[B]`` if D is 1.
         """
-        number, name = self.outputs_per_target, type(self).__name__
+        number = self.outputs_per_target
         width = outputs.shape[1] if outputs.ndim == 2 else 1
-        if outputs.ndim not in (1, 2) or width % number:
-            text = f"{name} needs {pluralize(number, 'output')} per target, got outputs of shape {tuple(outputs.shape)}"
-            raise FlowBNNError(text, kind="outputs", argument="outputs")
-        if targets.shape[:1] != outputs.shape[:1] or targets.numel() * number != len(outputs) * width:
-            text = f"{name} has {pluralize(width // number, 'target')} per example, got targets of shape {tuple(targets.shape)}"
-            raise FlowBNNError(text, kind="targets", argument="targets")
+        has_outputs = outputs.ndim in (1, 2) and width % number == 0
+        has_targets = (
+            targets.shape[:1] == outputs.shape[:1] and targets.numel() * number == len(outputs) * width
+        )
+        if not (has_outputs and has_targets):
+            hint = f"{type(self).__name__} needs {pluralize(number, 'output')} per target"
+            raise misfit_error(outputs, targets, hint, "targets" if has_outputs else "outputs")
         check_counts(targets)
 
 
@@ -139,7 +137,7 @@ class NegativeBinomial(CountLikelihood):
             log_mean = super().parameters_of(outputs)[0]
             return log_mean, torch.full_like(log_mean, math.log(float(self.dispersion)))
         outputs, log_dispersion = outputs.chunk(2, -1)
-        limit = MAX_LOG_DISPERSION
+        limit = 15.0  # a smaller dispersion cannot be told from a Poisson distribution
         return super().parameters_of(outputs)[0], log_dispersion.double().clamp(-limit, limit)
 
     def output_units(self, loc: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:

@@ -17,9 +17,10 @@ from typing import Annotated, Any, Literal
 import torch
 from torch import Tensor
 
-from flowbnn.errors import FlowBNNError, check_shape, pluralize
-from flowbnn.likelihoods.base import to_single_precision
+from flowbnn.errors import check_shape
+from flowbnn.likelihoods.base import misfit_error
 from flowbnn.likelihoods.regression import MAX_LOG_SCALE, RealLikelihood
+from flowbnn.numerics import at_least_single
 from flowbnn.options import Count, Ge, checked
 from flowbnn.predictive import FlowPredictive, MixturePredictive
 from flowbnn.predictive.base import check_samples
@@ -73,13 +74,13 @@ class ConditionalDensity(RealLikelihood):
             outputs: Outputs of the network, ``[B, num_outputs]``.
             targets: Targets ``[B, D]``, or ``[B]`` if D is 1.
         """
-        outputs = to_single_precision(outputs)
+        outputs = at_least_single(outputs)
         values = targets.to(outputs.dtype).reshape(len(outputs), self.dim)
         return self.log_densities(outputs, values).sum(-1)
 
     def mean(self, outputs: Tensor) -> Tensor:
         """Returns the mean of the targets, ``[B, D]``."""
-        return self._make(to_single_precision(outputs).unsqueeze(0)).samples[0]
+        return self._make(at_least_single(outputs).unsqueeze(0)).samples[0]
 
     def _checked_outputs(self, outputs: Tensor) -> Tensor:
         outputs, _ = check_samples(outputs, "outputs")
@@ -93,19 +94,12 @@ class ConditionalDensity(RealLikelihood):
             outputs: Outputs of the network, ``[B, num_outputs]``.
             targets: Targets ``[B, D]``, or ``[B]`` if D is 1.
         """
-        if outputs.ndim != 2 or outputs.shape[1] != self.num_outputs:
-            raise FlowBNNError(
-                f"{self!r} needs {self.num_outputs} outputs per example, got outputs of shape {tuple(outputs.shape)}; end the network "
-                f"with nn.Linear(..., likelihood.num_outputs)",
-                kind="outputs",
-                argument="outputs",
-                num_outputs=self.num_outputs,
-            )
+        hint, fields = "use nn.Linear(..., likelihood.num_outputs)", {"num_outputs": self.num_outputs}
+        check_shape("outputs", outputs, ("batch", self.num_outputs), hint, "outputs", repr(self), **fields)
         if targets.shape[:1] != outputs.shape[:1] or targets.numel() != len(outputs) * self.dim:
             number = targets.numel() // max(1, len(targets))
-            hint = f"; set dim={number}" if targets.shape[:1] == outputs.shape[:1] else ""
-            text = f"{self!r} has {pluralize(self.dim, 'target')} per example, got targets of shape {tuple(targets.shape)}{hint}"
-            raise FlowBNNError(text, kind="targets", argument="targets")
+            hint = f"set dim={number}" if targets.shape[:1] == outputs.shape[:1] else ""
+            raise misfit_error(outputs, targets, hint, "targets")
 
 
 class Flow(ConditionalDensity):

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
-from flowbnn.errors import FlowBNNError
+from flowbnn.errors import FlowBNNError, requirement_error
 from flowbnn.likelihoods.base import Likelihood, build_likelihood
 from flowbnn.likelihoods.classes import squeeze_channel
 from flowbnn.metrics.checks import are_binary, are_probabilities
@@ -59,9 +59,8 @@ def check_serializable(likelihood: Likelihood) -> None:
     settings = likelihood.to_dict()
     try:
         json.dumps(settings)
-    except (TypeError, ValueError):
-        name = type(likelihood).__name__
-        text = f"{name} cannot be saved, because {name}.to_dict() has values that JSON cannot store; use numbers and strings"
+    except (TypeError, ValueError) as error:
+        text = f"{type(likelihood).__name__}.to_dict(): {error}; use numbers and strings"
         raise FlowBNNError(text, kind="unsupported", argument="likelihood") from None
 
 
@@ -72,17 +71,18 @@ def _choose_name(outputs: Tensor | None, targets: Tensor | None) -> str:
         FlowBNNError: If there are no targets, or if floating point targets look like class labels.
     """
     if targets is None:
-        text = "likelihood='auto' needs targets; set 'categorical', 'bernoulli' or 'gaussian'"
-        raise FlowBNNError(text, kind="targets", argument="likelihood")
+        hint, fields = (
+            "set 'categorical', 'bernoulli' or 'gaussian'",
+            {"kind": "targets", "argument": "likelihood"},
+        )
+        raise requirement_error("likelihood='auto'", "targets", hint=hint, **fields)
     if outputs is not None and _are_logits_of_labels(outputs, targets):
         return "bernoulli"
     if not targets.is_floating_point():
         if targets.ndim == 2 and _are_soft(targets.float(), outputs):
-            text = "the targets look like one-hot labels; pass targets.argmax(1), or set likelihood='bernoulli' for several labels"
-            raise FlowBNNError(text, kind="targets", argument="likelihood")
+            raise _ambiguity_error("one-hot labels", "targets.argmax(1)", "bernoulli")
         return "categorical"
-    if message := _label_message(targets, outputs):
-        raise FlowBNNError(message, kind="targets", argument="likelihood")
+    _check_real(targets, outputs)
     return "categorical" if _are_soft(targets, outputs) else "gaussian"
 
 
@@ -102,25 +102,31 @@ def _are_soft(targets: Tensor, outputs: Tensor | None) -> bool:
     return any(are_probabilities(values) for values in rows)
 
 
-def _label_message(targets: Tensor, outputs: Tensor | None) -> str:
-    """Returns a message about floating point targets that look like class labels, or an empty string.
+def _check_real(targets: Tensor, outputs: Tensor | None) -> None:
+    """Raises FlowBNNError if floating point targets look like class labels.
 
     A batch of zeros looks like labels, because positive examples may be rare.
     """
     if not targets.numel() or not bool(((targets == 0) | (targets == 1)).all()):
-        return ""
-    gaussian = "likelihood='gaussian' for real numbers"
+        return
     if _are_soft(targets, outputs):
-        return f"the targets look like one-hot labels; pass targets.argmax(1), set likelihood='categorical', or {gaussian}"
-    has_both = bool((targets == 0).any()) and bool((targets == 1).any())
-    if targets.ndim > 1 and targets.numel() > len(targets) and has_both:
-        return f"the targets look like several labels per example; use one output for each label, or set {gaussian}"
-    if targets.numel() != len(targets):
-        return ""
-    name = "bernoulli"
-    if outputs is not None and outputs.numel() > len(outputs):
-        name = "categorical"
-    return (
-        f"the targets are floating point numbers that are all 0 or 1; pass integers or set likelihood='{name}' if they are labels, or "
-        f"{gaussian}"
-    )
+        raise _ambiguity_error("one-hot labels", "targets.argmax(1)", "categorical", "gaussian")
+    if targets.numel() == len(targets):
+        one_output = outputs is None or outputs.numel() <= len(outputs)
+        name = "bernoulli" if one_output else "categorical"
+        raise _ambiguity_error("labels of type float", "targets.long()", name, "gaussian")
+    if bool((targets == 0).any()) and bool((targets == 1).any()):
+        raise _ambiguity_error("several labels", "one output for each", "gaussian")
+
+
+def _ambiguity_error(noun: str, remedy: str, *names: str) -> FlowBNNError:
+    """Returns the error for targets of which several likelihoods are possible.
+
+    Args:
+        noun: Words for the targets.
+        remedy: What to use if these words are right.
+        names: Names of possible likelihoods.
+    """
+    choices = " or ".join(f"'{name}'" for name in names)
+    text = f"targets look like {noun}; use {remedy}, or set likelihood={choices}"
+    return FlowBNNError(text, kind="targets", argument="likelihood")

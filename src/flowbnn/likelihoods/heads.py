@@ -1,15 +1,16 @@
 """Observation model of networks with several heads."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor, nn
 
-from flowbnn.errors import FlowBNNError, quote_names
-from flowbnn.likelihoods.base import Likelihood, build_likelihood, to_single_precision
+from flowbnn.errors import FlowBNNError, quote_names, requirement_error
+from flowbnn.likelihoods.base import Likelihood, build_likelihood
 from flowbnn.likelihoods.regression import RealLikelihood, learns_noise
-from flowbnn.options import checked
+from flowbnn.numerics import at_least_single
+from flowbnn.options import NonEmpty, checked
 from flowbnn.packing import checksum_of, pack_targets, read_layout, unpack_targets
 from flowbnn.predictive.heads import HeadsPredictive
 
@@ -43,7 +44,7 @@ class Heads(RealLikelihood):
     @checked
     def __init__(
         self,
-        heads: Mapping[str, Any] | Sequence[Any],
+        heads: Annotated[Mapping[str, Any] | Sequence[Any], NonEmpty()],
         output_shapes: Sequence[Sequence[int]] | None = None,
     ) -> None:
         super().__init__()
@@ -53,8 +54,6 @@ class Heads(RealLikelihood):
             pairs = [(name, head) for name, head in heads]  # stored in files, because JSON may sort names
         else:
             pairs = [(str(index), head) for index, head in enumerate(heads)]
-        if not pairs or not all(isinstance(name, str) and name for name, _ in pairs):
-            raise FlowBNNError("Heads needs at least one likelihood, by name or in order", argument="heads")
         self.names = tuple(name for name, _ in pairs)
         self.members = nn.ModuleList([build_likelihood(head) for _, head in pairs])
         self._packer: OutputPacker | None = None
@@ -99,7 +98,7 @@ class Heads(RealLikelihood):
     def _known_shapes(self) -> list[tuple[int, ...]]:
         shapes = self.output_shapes
         if shapes is None:
-            raise missing_outputs(self.names)
+            raise missing_heads("outputs", self.names)
         return shapes
 
     def split_targets(self, targets: Any) -> dict[str, Tensor]:
@@ -121,8 +120,7 @@ class Heads(RealLikelihood):
         by_name = layout is not None and layout.checksum == checksum_of(self.names)
         by_position = layout is not None and not layout.checksum and len(layout.shapes) == len(self.names)
         if layout is None or not (by_name or by_position):
-            text = f"Heads needs targets for {quote_names(self.names)}, as a dictionary with these names or a tuple in their order"
-            raise FlowBNNError(text, kind="targets", argument="targets")
+            raise missing_heads("targets", self.names)
         parts = dict(zip(names, unpack_targets(packed, layout), strict=True))
         return {name: parts[name] for name in self.names}
 
@@ -179,7 +177,7 @@ class Heads(RealLikelihood):
 
     def predictive(self, outputs: Tensor, sample_counts: Tensor | None = None) -> HeadsPredictive:
         """Returns the predictive distribution of samples of concatenated outputs ``[S, B, K]``."""
-        parts = self.split_outputs(to_single_precision(outputs))
+        parts = self.split_outputs(at_least_single(outputs))
         heads = {name: head.predictive(parts[name], sample_counts) for name, head in self.heads.items()}
         return HeadsPredictive(heads, self.split_targets)
 
@@ -231,10 +229,15 @@ class Heads(RealLikelihood):
         }
 
 
-def missing_outputs(names: Sequence[str]) -> FlowBNNError:
-    """Returns the error for a network without outputs for some heads."""
-    text = f"the network has no outputs for {quote_names(names)}; return a dictionary with the names of all heads, or a tuple"
-    return FlowBNNError(text, kind="outputs", argument="outputs")
+def missing_heads(noun: str, names: Sequence[str]) -> FlowBNNError:
+    """Returns the error for a network without outputs, or a batch without targets, for some heads.
+
+    Args:
+        noun: ``"outputs"`` or ``"targets"``.
+        names: Names of the heads.
+    """
+    hint = "use a dictionary of all heads, or a tuple in their order"
+    return requirement_error("Heads", f"{noun} for {quote_names(names)}", hint=hint, kind=noun, argument=noun)
 
 
 class OutputPacker:
@@ -258,7 +261,7 @@ class OutputPacker:
             values = list(outputs)[: len(self.names)] if isinstance(outputs, list | tuple) else []
             missing = list(self.names[len(values) :])
         if missing or not all(isinstance(value, Tensor) for value in values):
-            raise missing_outputs(missing or self.names)
+            raise missing_heads("outputs", missing or self.names)
         if self.shapes is None:
             self.shapes = [tuple(value.shape[1:]) for value in values]
         return torch.cat([value.reshape(len(value), -1) for value in values], 1)

@@ -51,7 +51,5 @@ def warn_probabilities(likelihood: Likelihood, outputs: Tensor, from_sigmoid: bo
     in_unit_interval = bool(((outputs >= 0) & (outputs <= 1)).all())
     sums_to_one = bool(((outputs.sum(-1) - 1).abs() < 1e-3).all())
     if in_unit_interval and (sums_to_one if isinstance(likelihood, Categorical) else from_sigmoid):
-        warn(
-            "the network returns probabilities, but logits are expected; remove its last softmax or sigmoid",
-            kind="probabilities",
-        )
+        text = "the network returns probabilities instead of logits; remove its last softmax or sigmoid"
+        warn(text, kind="probabilities")

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flowbnn.errors import FlowBNNError
+from flowbnn.errors import value_error
 from flowbnn.likelihoods.base import stack_outputs
 from flowbnn.likelihoods.densities import ConditionalDensity
 from flowbnn.likelihoods.regression import MAX_LOG_SCALE
-from flowbnn.options import Count, checked
+from flowbnn.options import Count, Probability, checked
 from flowbnn.predictive.continuous import gauss_legendre
 from flowbnn.predictive.quantiles import QuantilePredictive, normal_quantiles
 
@@ -41,13 +41,11 @@ class Quantiles(ConditionalDensity):
     """
 
     @checked
-    def __init__(self, levels: Sequence[float] = (0.05, 0.5, 0.95), dim: Count = 1) -> None:
+    def __init__(self, levels: Sequence[Probability] = (0.05, 0.5, 0.95), dim: Count = 1) -> None:
         super().__init__()
         self.levels, self.dim = tuple(float(level) for level in levels), dim
-        pairs = zip(self.levels, self.levels[1:], strict=False)
-        if len(self.levels) < 2 or not all(0.0 < a < b < 1.0 for a, b in pairs):
-            text = f"levels must be at least two ascending numbers between 0 and 1, got {list(self.levels)}"
-            raise FlowBNNError(text, argument="levels")
+        if len(self.levels) < 2 or list(self.levels) != sorted(set(self.levels)):
+            raise value_error("levels", "two or more, ascending", list(self.levels))
 
     def extra_repr(self) -> str:
         return f"{self.levels}" + (f", dim={self.dim}" if self.dim > 1 else "")

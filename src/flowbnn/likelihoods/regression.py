@@ -8,8 +8,9 @@ from typing import Any, Literal, TypeGuard
 import torch
 from torch import Tensor, nn
 
-from flowbnn.errors import FlowBNNError, pluralize
-from flowbnn.likelihoods.base import Likelihood, stack_outputs, to_single_precision
+from flowbnn.errors import check_shape
+from flowbnn.likelihoods.base import Likelihood, misfit_error, stack_outputs
+from flowbnn.numerics import at_least_single
 from flowbnn.options import Count, Positive, checked
 from flowbnn.predictive import GaussianPredictive
 from flowbnn.predictive.base import check_samples
@@ -75,7 +76,7 @@ class Gaussian(RealLikelihood):
 
     def moments(self, outputs: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the mean and the variance of the targets for outputs ``[..., D]``."""
-        outputs = to_single_precision(outputs)
+        outputs = at_least_single(outputs)
         if self.noise == "predicted":
             mean, log_var = outputs.chunk(2, -1)
             return mean, log_var.clamp(-2.0 * MAX_LOG_SCALE, 2.0 * MAX_LOG_SCALE).exp()
@@ -125,28 +126,21 @@ class Gaussian(RealLikelihood):
             outputs: Outputs of the network, ``[B, D]``, or ``[B, 2 D]`` with predicted noise.
             targets: Targets ``[B, D]``, or ``[B]`` if D is 1.
         """
-        if message := self._check_outputs(outputs):
-            raise FlowBNNError(message, kind="outputs", argument="outputs")
+        advice = "remove squeeze(-1)" if outputs.ndim == 1 else "flatten them"
+        check_shape("outputs", outputs, ("batch", "targets"), advice, "outputs", "Gaussian")
         rows, width = outputs.shape
+        if self.noise == "learned":
+            advice = f"use Gaussian(dim={width})"
+            check_shape("outputs", outputs, ("batch", self.dim), advice, "outputs", "Gaussian")
+        if self.noise == "predicted" and width % 2:
+            raise misfit_error(
+                outputs, targets, "return a mean and a log-variance for each target", "outputs"
+            )
         width = width // 2 if self.noise == "predicted" else width
         if targets.numel() != rows * width or targets.shape[:1] != outputs.shape[:1]:
-            hint = "; use labels.long() for class labels" if targets.ndim == 1 and width > 1 else ""
-            if 2 * targets.numel() == rows * width:
-                hint = "; or Gaussian('predicted')"
-            text = f"targets of shape {tuple(targets.shape)} do not fit {pluralize(rows, 'row')} of {pluralize(width, 'output')}{hint}"
-            raise FlowBNNError(text, kind="targets", argument="targets")
-
-    def _check_outputs(self, outputs: Tensor) -> str:
-        """Returns a message about outputs of a wrong shape, or an empty string."""
-        if outputs.ndim != 2:
-            hint = "remove squeeze(-1)" if outputs.ndim == 1 else "flatten them"
-            return f"Gaussian needs outputs of shape (batch, targets), got {tuple(outputs.shape)}; {hint}"
-        width = outputs.shape[1]
-        if self.noise == "predicted" and width % 2:
-            return f"Gaussian('predicted') needs a mean and a log-variance for each target, got {pluralize(width, 'output')}"
-        if self.noise == "learned" and width != self.dim:
-            return f"Gaussian(dim={self.dim}) needs {pluralize(self.dim, 'output')}, got {width}; use Gaussian(dim={width})"
-        return ""
+            hint = "use labels.long() for classes" if targets.ndim == 1 and width > 1 else ""
+            hint = "use Gaussian('predicted')" if 2 * targets.numel() == rows * width else hint
+            raise misfit_error(outputs, targets, hint, "targets")
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the name and the settings as plain values."""

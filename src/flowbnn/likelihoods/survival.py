@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from flowbnn.errors import FlowBNNError, pluralize
+from flowbnn.errors import check_shape
 from flowbnn.likelihoods.base import stack_outputs, with_columns
 from flowbnn.likelihoods.regression import RealLikelihood
 from flowbnn.options import Positive, checked
@@ -24,13 +24,6 @@ from flowbnn.predictive.survival import (
     WeibullPredictive,
     check_survival,
 )
-
-# range of the log-scale; float64 represents the moments of times with a scale of exp(4) at most
-LOG_SCALES = (-10.0, 4.0)
-PREDICTIVES: dict[str, type[SurvivalPredictive]] = {
-    "lognormal": LogNormalPredictive,
-    "weibull": WeibullPredictive,
-}
 
 
 class Survival(RealLikelihood):
@@ -64,6 +57,11 @@ class Survival(RealLikelihood):
         return f"{self.distribution!r}, scale={self.scale!r}"
 
     @property
+    def predictive_cls(self) -> type[SurvivalPredictive]:
+        """Class of the predictive distribution."""
+        return LogNormalPredictive if self.distribution == "lognormal" else WeibullPredictive
+
+    @property
     def num_outputs(self) -> int:
         """Number of outputs of the network."""
         return 2 if self.scale == "predicted" else 1
@@ -77,7 +75,8 @@ class Survival(RealLikelihood):
         if self.scale != "predicted":
             return outputs, torch.full_like(outputs, float(self.scale))
         loc, log_scale = outputs.chunk(2, -1)
-        return loc, log_scale.clamp(*LOG_SCALES).exp()
+        # float64 represents the moments of times with a scale of exp(4) at most
+        return loc, log_scale.clamp(-10.0, 4.0).exp()
 
     def log_prob(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Returns the log-density of observed times, and the log-probability of survival of censored ones, ``[B]``.
@@ -88,7 +87,7 @@ class Survival(RealLikelihood):
         """
         loc, scale = (values.squeeze(-1) for values in self.parameters_of(with_columns(outputs, 2)))
         times, events = targets.double().unbind(-1)
-        kind, log_times = PREDICTIVES[self.distribution], times.log()
+        kind, log_times = self.predictive_cls, times.log()
         z = (log_times - loc) / scale
         density = kind.standard_log_density(z) - scale.log() - log_times
         result = torch.where(events == 1, density, kind.standard_log_survival(z))
@@ -117,7 +116,7 @@ class Survival(RealLikelihood):
     def predictive(self, outputs: Tensor, sample_counts: Tensor | None = None) -> SurvivalPredictive:
         """Returns the predictive distribution of samples of outputs ``[S, B, num_outputs]``."""
         parameters = self.parameters_of(with_columns(outputs, 3))
-        return PREDICTIVES[self.distribution](*parameters, sample_counts, self.shape)
+        return self.predictive_cls(*parameters, sample_counts, self.shape)
 
     def information(self, outputs: Tensor, targets: Tensor) -> Tensor:
         r"""Returns the Gauss-Newton matrix :math:`h''(z) \nabla z \nabla z^T` of the outputs, ``[B, C, C]``.
@@ -127,7 +126,7 @@ class Survival(RealLikelihood):
         """
         loc, scale = self.parameters_of(with_columns(outputs, 2))
         times, events = targets.double().unsqueeze(-1).unbind(1)
-        kind, z = PREDICTIVES[self.distribution], (times.log() - loc) / scale
+        kind, z = self.predictive_cls, (times.log() - loc) / scale
         with torch.enable_grad():
             leaf = z.detach().requires_grad_()
             loss = -torch.where(
@@ -160,15 +159,10 @@ class Survival(RealLikelihood):
             outputs: Outputs of the network, ``[B, num_outputs]``.
             targets: Times and event indicators, ``[B, 2]``.
         """
-        if with_columns(outputs, 2).shape != (len(outputs), self.num_outputs):
-            text = f"{self!r} needs {pluralize(self.num_outputs, 'output')} per example, got outputs of shape {tuple(outputs.shape)}"
-            raise FlowBNNError(text, kind="outputs", argument="outputs")
-        if targets.shape != (len(outputs), 2):
-            text = (
-                f"Survival needs targets of shape ({len(outputs)}, 2), times and event indicators, got {tuple(targets.shape)}; "
-                "use torch.stack([times, events], 1)"
-            )
-            raise FlowBNNError(text, kind="targets", argument="targets")
+        columns = with_columns(outputs, 2)
+        check_shape("outputs", columns, ("batch", self.num_outputs), kind="outputs", owner=repr(self))
+        hint = "use torch.stack([times, events], 1)"
+        check_shape("targets", targets, (len(outputs), 2), hint, "targets", "Survival")
         check_survival(targets)
 
     def to_dict(self) -> dict[str, Any]:

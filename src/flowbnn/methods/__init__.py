@@ -16,7 +16,7 @@ from flowbnn.methods.laplace.posterior import LaplacePosterior
 from flowbnn.methods.mcmc.hmc import HMC, NUTS
 from flowbnn.methods.mcmc.posterior import ChainDiagnostics, ChainPosterior, NoiseChainPosterior
 from flowbnn.methods.mcmc.sgld import SGLD, SGLDPosterior
-from flowbnn.methods.mode_ensemble import ModeEnsemble, ModePosterior
+from flowbnn.methods.modes.mode_ensemble import ModeEnsemble, ModePosterior
 from flowbnn.methods.node_noise import NodeNoise
 from flowbnn.methods.point import MAP, MLE
 from flowbnn.methods.swag import SWAG, SWAGPosterior
@@ -24,8 +24,7 @@ from flowbnn.methods.variational.bayes_by_backprop import BayesByBackprop
 from flowbnn.methods.variational.mnf import MNF, MNFPosterior
 from flowbnn.posterior.base import Posterior, load_posterior
 from flowbnn.posterior.evaluate import evaluate
-from flowbnn.posterior.point import PointPosterior
-from flowbnn.posterior.weights import MemberPosterior
+from flowbnn.posterior.weights import MemberPosterior, PointPosterior
 
 __all__ = [
     "DAMP",

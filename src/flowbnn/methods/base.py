@@ -33,6 +33,7 @@ Every file of a method has the same order: the method with its formula, paper an
 """
 
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import fields
 from functools import partial
@@ -42,7 +43,7 @@ import torch
 from torch import nn
 
 from flowbnn.data import Columns
-from flowbnn.errors import FlowBNNError, close_words
+from flowbnn.errors import FlowBNNError, close_words, requirement_error
 from flowbnn.methods.fit_options import FitOptions
 from flowbnn.methods.fitting import (
     NOISE_LR,
@@ -66,27 +67,28 @@ from flowbnn.networks import copy_network, select_output
 from flowbnn.noise.base import check_without_noise
 from flowbnn.options import Ge, Positive, accepts_options_of, options
 from flowbnn.posterior.base import Posterior
-from flowbnn.posterior.point import PointPosterior
+from flowbnn.posterior.weights import PointPosterior
 from flowbnn.regression import check_noise_scale, fit_residual_scale
 from flowbnn.training.randomness import preserve_rng_state
 
 METHODS: dict[str, type["Method"]] = {}
 
 
-def misplaced_setting(name: str, owner: str, value: Any = ...) -> FlowBNNError:
+def misplaced_setting(name: str, owner: str, value: Any, argument: str = "") -> FlowBNNError:
     """Returns the error for a setting that belongs to another object.
 
     Args:
         name: Name of the setting.
         owner: Name of the class that has the setting.
         value: Value of the setting, to show in the message.
+        argument: Argument at fault, if it has another name.
 
     >>> print(misplaced_setting("members", "DeepEnsemble", 3))
     members is a setting of DeepEnsemble; use DeepEnsemble(members=3)
     """
-    text = "..." if value is ... else " ".join(repr(value).split())[:60]
+    text = " ".join(repr(value).split())[:60]
     message = f"{name} is a setting of {owner}; use {owner}({name}={text})"
-    return FlowBNNError(message, kind="unknown setting", argument=name)
+    return FlowBNNError(message, kind="unknown setting", argument=argument or name)
 
 
 def register_method(method_cls: type["Method"]) -> type["Method"]:
@@ -96,7 +98,7 @@ def register_method(method_cls: type["Method"]) -> type["Method"]:
 
 
 @options(kw_only=True, repr=False)
-class Method:
+class Method(ABC):
     """Base class for methods that turn a network into a posterior.
 
     Args:
@@ -135,6 +137,7 @@ class Method:
         ]
         return f"{type(self).__name__}({', '.join(changed)})"
 
+    @abstractmethod
     @accepts_options_of(FitOptions)
     def fit(self, network: nn.Module, loader: Any, **kwargs: Any) -> Posterior:
         """Fits the posterior of a copy of the network.
@@ -145,7 +148,6 @@ class Method:
             kwargs: Options of :class:`FitOptions`, such as ``batch_size``, ``likelihood``, ``num_data``, ``validation``, ``seed``,
                 ``checkpoint``, ``resume``, ``precision`` and ``progress``.
         """
-        raise NotImplementedError(f"{type(self).__name__} must define fit(network, loader, ...)")
 
     def setup(
         self, network: nn.Module, data: Any, kwargs: dict[str, Any], description: str = "training"
@@ -162,28 +164,21 @@ class Method:
             FlowBNNError: If a setting of the method is passed to ``fit``, or if network or loader cannot be used.
         """
         name = type(self).__name__
-        misplaced = next((field.name for field in fields(self) if field.name in kwargs), None)
-        if misplaced is not None:
-            raise misplaced_setting(misplaced, name, kwargs[misplaced])
         settings, names = ({field.name for field in fields(cls)} for cls in (type(self), FitOptions))
-        for key in kwargs.keys() - names:
-            close = close_words(key, [*settings, *names])[:1]
-            if close and close[0] in settings:  # "did you mean" would name a setting that fit refuses
-                text = f"fit has no setting '{key}'; use {name}({close[0]}=...)"
-                raise FlowBNNError(text, kind="unknown setting", argument=key)
-        problem = None
-        if not isinstance(network, nn.Module):
-            problem = f"{name} needs a network (nn.Module), got a {type(network).__name__}"
-        elif self.needs_weights and not any(parameter.requires_grad for parameter in network.parameters()):
-            problem = f"{name} needs trainable weights; use network.requires_grad_()"
-        if problem is not None:
-            raise FlowBNNError(problem, kind="network", argument="network")
+        for key, value in kwargs.items():
+            # a typo of a setting of the method would be told to use it in fit, which refuses it
+            close = [key] if key in settings | names else close_words(key, [*settings, *names])[:1]
+            if close and close[0] in settings:
+                raise misplaced_setting(close[0], name, value, key)
         check_without_noise(network, name)
+        if self.needs_weights and not any(parameter.requires_grad for parameter in network.parameters()):
+            hint = "use network.requires_grad_()"
+            raise requirement_error(name, "trainable weights", hint=hint, kind="network", argument="network")
         options = FitOptions(**{"epochs": self.epochs or 1, "description": description, **kwargs})
         loader = options.training_loader(data)
         if not self.supports_weights and isinstance(loader, Columns) and loader.has_weights:
-            text = f"{name} cannot use weights of examples; remove weights= of flowbnn.data.Columns"
-            raise FlowBNNError(text, kind="weights", argument="loader")
+            hint = "remove weights= of flowbnn.data.Columns"
+            raise requirement_error(name, "unweighted examples", hint=hint, kind="weights", argument="loader")
         return select_output(copy_network(network), options.output), loader, options
 
     def fit_point(

@@ -18,7 +18,7 @@ from flowbnn.batches import (
     split_weighted_batch,
 )
 from flowbnn.data import TensorLoader
-from flowbnn.errors import FlowBNNError
+from flowbnn.errors import FlowBNNError, describe_value, requirement_error
 from flowbnn.likelihoods import Likelihood, RealLikelihood, make_likelihood
 from flowbnn.metrics.checks import are_binary, are_probabilities
 from flowbnn.regression import TargetStatistics
@@ -37,20 +37,20 @@ def check_loader(loader: Any, purpose: str = "training", needs_length: str = "")
     Raises:
         FlowBNNError: If the object is not a loader, is empty, can be read only once, or has no targets or no length.
     """
-    problem, example = None, "a pair (inputs, targets), a Dataset or a DataLoader"
+    requirement = value = hint = ""
     check_repeatable(loader)
     if not hasattr(loader, "__iter__") or isinstance(loader, Tensor | str):
-        problem = f"{purpose} needs {example}, got a {type(loader).__name__}"
+        requirement, value = "a pair (inputs, targets), a Dataset or a DataLoader", describe_value(loader)
     elif isinstance(loader, list | tuple) and not loader:
         raise empty_loader(purpose)
     elif isinstance(loader, list | tuple) and (first := split_weighted_batch(loader[0])).targets is None:
-        problem = f"{purpose} needs batches of (inputs, targets), got inputs alone; use {example}"
+        requirement, value = "batches of (inputs, targets)", "inputs alone"
         if isinstance(first.inputs, Mapping):
-            problem = f"{purpose} needs batches of (inputs, targets), got a dictionary; {_advice_for_keys(first.inputs)}"
+            value, hint = "a dictionary", _advice_for_keys(first.inputs)
     elif needs_length and length_of(loader) is None:
-        problem = f"{needs_length} needs len(loader), but a {type(loader).__name__} has none"
-    if problem is not None:
-        raise FlowBNNError(problem, kind="loader", argument="loader")
+        purpose, requirement, value = needs_length, "len(loader)", describe_value(loader)
+    if requirement:
+        raise requirement_error(purpose, requirement, value, hint, kind="loader", argument="loader")
 
 
 def _advice_for_keys(batch: Mapping[str, Any]) -> str:
@@ -75,8 +75,8 @@ def check_several_classes(loader: Any) -> None:
     if targets is None or targets.is_floating_point() or targets.ndim != 1 or len(targets) < 2:
         return
     if bool((targets == targets[0]).all()):
-        text = f"all {len(targets)} targets are class {int(targets[0])}; provide examples of at least two classes"
-        raise FlowBNNError(text, kind="classes", argument="loader")
+        value = f"class {int(targets[0])} for all {len(targets)} examples"
+        raise requirement_error("training", "several classes", value, kind="classes", argument="loader")
 
 
 def empty_loader(purpose: str = "training") -> FlowBNNError:
@@ -214,8 +214,7 @@ def count_examples(loader: Iterable[Any]) -> int:
 def _known_size(number: int | None) -> int:
     """Returns a number of examples. Raises FlowBNNError if it is unknown or zero."""
     if number is None:
-        text = "the number of training examples is unknown; set num_data=..."
-        raise FlowBNNError(text, kind="loader", argument="num_data")
+        raise requirement_error("training", "len(loader) or num_data=", kind="loader", argument="num_data")
     if not number:
         raise empty_loader()
     return number

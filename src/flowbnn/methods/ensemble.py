@@ -18,8 +18,7 @@ from flowbnn.methods.base import FitOptions, Method, register_method
 from flowbnn.methods.network_layers import reset_parameters
 from flowbnn.networks import deepcopy_network
 from flowbnn.options import Count, accepts_options_of, options
-from flowbnn.posterior.point import PointPosterior
-from flowbnn.posterior.weights import MemberPosterior, state_of
+from flowbnn.posterior.weights import MemberPosterior, PointPosterior, state_of
 from flowbnn.regression import SCALE, set_output_scale
 from flowbnn.training import History
 from flowbnn.training.randomness import loader_generators, preserve_rng_state, temporary_seed

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Literal, Self, TypeVar
 
 from flowbnn.data.formats import as_loader
-from flowbnn.errors import FlowBNNError
+from flowbnn.errors import describe_value, requirement_error
 from flowbnn.likelihoods import Likelihood
 from flowbnn.methods.data_summary import check_loader, check_several_classes, count_examples
 from flowbnn.networks import OutputSelection
@@ -75,8 +75,9 @@ class FitOptions(TrainingOptions):
         if loader is data and self.batch_size is not None:
             size = getattr(data, "batch_size", None)
             if size != self.batch_size:
-                text = f"batch_size={self.batch_size} has no effect on a {type(data).__name__}, which makes its own batches"
-                raise FlowBNNError(text, kind="loader", argument="batch_size")
+                subject, value = f"batch_size={self.batch_size}", describe_value(data)
+                fields = {"kind": "loader", "argument": "batch_size"}
+                raise requirement_error(subject, "data without batches", value, **fields)
         if isinstance(self.likelihood, str) and self.likelihood in ("auto", "categorical", "bernoulli"):
             check_several_classes(loader)
         return loader

@@ -37,7 +37,6 @@ from flowbnn.training.options import length_of
 
 # learning rate of the logarithm of a noise scale: under Adam it halves or doubles within 70 steps
 NOISE_LR = 0.01
-HALF_PRECISION = (torch.bfloat16, torch.float16)
 NetworkFunction = Callable[[Any], Tensor]
 LossAndLogs = tuple[Tensor, dict[str, Tensor]]
 Loss = Callable[[NetworkFunction, Any, Clock], LossAndLogs]
@@ -96,7 +95,7 @@ class NetworkObjective(nn.Module):
         if not self.is_ready(inputs):
             inputs = move(inputs, device_of(self.network), dtype_of(self.network))
         outputs = call(self.network, inputs)
-        return outputs.float() if outputs.dtype in HALF_PRECISION else outputs
+        return outputs.float() if outputs.dtype in (torch.bfloat16, torch.float16) else outputs
 
 
 class Objective(NetworkObjective):

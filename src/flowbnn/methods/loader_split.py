@@ -14,7 +14,7 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sequential
 
 from flowbnn.batches import Batch, has_row_axis, pick, rows, split_weighted_batch
 from flowbnn.data import Columns
-from flowbnn.errors import FlowBNNError
+from flowbnn.errors import FlowBNNError, describe_value
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class RowSplit:
 
 def cannot_split(loader: Any) -> FlowBNNError:
     """Returns the error for a loader that cannot be split."""
-    text = f"this {type(loader).__name__} cannot be split to hold out data; set validation= to a loader of held-out data"
+    text = f"{describe_value(loader)} cannot be split; set validation= to held-out data"
     return FlowBNNError(text, kind="split", argument="validation")
 
 

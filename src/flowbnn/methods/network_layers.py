@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from flowbnn.batches import call, device_of, dtype_of, move, split_weighted_batch
-from flowbnn.errors import FlowBNNError, nearest, quote_names
+from flowbnn.errors import FlowBNNError, nearest, quote_names, requirement_error
 from flowbnn.networks import evaluation_mode
 from flowbnn.training import is_main_process, track
 from flowbnn.training.randomness import preserve_rng_state
@@ -37,10 +37,10 @@ def unsupported_layer(
     if parent is not kind:  # another library may have its own Linear
         origin = f"{kind.__module__}.{kind.__name__}"
         if parent is not nn.Module and reason in ("", "unsupported type", "not linear"):
-            details = [f"a subclass of nn.{parent.__name__} with its own forward"]
+            details = [f"a subclass of nn.{parent.__name__}"]
     raw = [name for name, _ in module.named_parameters(recurse=False)]
     if parent is nn.Module and raw:
-        details = [f"whose parameters {quote_names(raw)} belong to no torch layer"]
+        details = [f"with own parameters {quote_names(raw)}"]
     text = ", ".join(filter(None, [origin, *details]))
     where = f"layer '{layer}'" if layer else "the network itself"
     return FlowBNNError(
@@ -66,12 +66,12 @@ def no_layer_selected(
     >>> print(no_layer_selected("fc11", ["conv1", "fc1"]))
     layers='fc11' selects no trainable weights; did you mean 'fc1'?
     >>> print(no_layer_selected("token", ["", "head"], parameters=["token", "head.weight"]))
-    layers='token' selects no trainable weights; 'token' is a parameter, so use its layer, layers=''
+    layers='token' selects no trainable weights; 'token' is a parameter, use layers=''
     """
     names = list(names)
     hint = nearest(choice, filter(None, names)) if isinstance(choice, str) and choice not in names else ""
     if isinstance(choice, str) and choice in parameters:
-        hint = f"; '{choice}' is a parameter, so use its layer, layers='{choice.rpartition('.')[0]}'"
+        hint = f"; '{choice}' is a parameter, use layers='{choice.rpartition('.')[0]}'"
     return FlowBNNError(f"layers={choice!r} selects no {target}{hint}", kind="layer", argument="layers")
 
 
@@ -87,8 +87,9 @@ def check_real_weights(parameters: Mapping[str, Tensor]) -> None:
     """Raises FlowBNNError if one of these parameters is complex, because the posteriors of weights are densities of real vectors."""
     name = next((name for name, value in parameters.items() if value.is_complex()), None)
     if name is not None:
-        text = f"this method needs real weights, but '{name}' is complex; use DeepEnsemble, or store it by torch.view_as_real"
-        raise FlowBNNError(text, kind="network", argument="network", parameter=name)
+        value, hint = f"complex '{name}'", "use DeepEnsemble, or torch.view_as_real"
+        fields = {"kind": "network", "argument": "network", "parameter": name}
+        raise requirement_error("this method", "real weights", value, hint, **fields)
 
 
 def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:

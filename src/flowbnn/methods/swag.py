@@ -33,8 +33,13 @@ from flowbnn.methods.network_layers import (
 from flowbnn.methods.preparation import prepare
 from flowbnn.options import Bounds, Count, Ge, Positive, accepts_options_of, options
 from flowbnn.posterior.base import Posterior
-from flowbnn.posterior.point import PointPosterior
-from flowbnn.posterior.weights import WeightPosterior, check_members, generator_of, named_parts
+from flowbnn.posterior.weights import (
+    PointPosterior,
+    WeightPosterior,
+    check_members,
+    generator_of,
+    named_parts,
+)
 from flowbnn.regression import output_scale
 from flowbnn.training import Clock, History
 from flowbnn.training.options import length_of

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from flowbnn.errors import FlowBNNError, check_entries, check_shape
+from flowbnn.errors import FlowBNNError, check_entries, check_shape, requirement_error, value_error
 
 IGNORED = -100
 """Label of positions without a target, such as padding. Losses of torch ignore the same label."""
@@ -27,7 +27,7 @@ def to_floating_point(values: Tensor, name: str) -> Tensor:
         FlowBNNError: If the tensor is not a floating point one.
     """
     if not values.is_floating_point():
-        raise FlowBNNError(f"{name} needs floating point, got {values.dtype}", kind="dtype", argument=name)
+        raise value_error(name, "floating point", values.dtype, kind="dtype")
     return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
@@ -117,20 +117,45 @@ def select_valid(values: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         return values, targets.flatten(0, -2)
     targets = targets.flatten()
     valid = targets != IGNORED
-    if not bool(valid.any()):
-        raise nothing_to_predict(targets.numel())
+    check_any_target(valid)
     return values[valid], targets[valid]
 
 
-def nothing_to_predict(number: int, kind: str = "targets") -> FlowBNNError:
-    """Returns the error for targets that are all ignored.
+def check_any_target(valid: Tensor) -> None:
+    """Raises FlowBNNError if all targets are ignored.
 
     Args:
-        number: Number of targets.
-        kind: Kind of the error.
+        valid: True for targets that are not ignored.
     """
-    text = f"all {number} targets have the ignored label; leave out examples without labels, or check ignore_index"
-    return FlowBNNError(text, kind=kind, argument="targets")
+    if not bool(valid.any()):
+        text = f"all {valid.numel()} targets have the ignored label; leave out examples without labels, or check ignore_index"
+        raise FlowBNNError(text, kind="targets", argument="targets")
+
+
+def check_integers(name: str, values: Tensor, kind: str = "shape", hint: str = "") -> None:
+    """Raises FlowBNNError if a tensor holds real numbers instead of integers.
+
+    Args:
+        name: Name of the argument.
+        values: Tensor to check.
+        kind: Kind of the error.
+        hint: Advice that follows the message.
+    """
+    if values.is_floating_point():
+        raise value_error(name, "integers", values.dtype, hint or f"use {name}.long()", kind=kind)
+
+
+def check_hard_labels(targets: Tensor, subject: str, argument: str = "targets") -> None:
+    """Raises FlowBNNError if targets are soft labels.
+
+    Args:
+        targets: Class indices or soft labels.
+        subject: Name of what needs class indices.
+        argument: Name of the argument that holds the targets.
+    """
+    if targets.is_floating_point():
+        value, hint = "soft labels", "use targets.argmax(-1)"
+        raise requirement_error(subject, "class indices", value, hint, kind="targets", argument=argument)
 
 
 def check_classes(targets: Tensor, shape: Sequence[int], classes: int, kind: str | None = None) -> Tensor:
@@ -156,9 +181,7 @@ def check_classes(targets: Tensor, shape: Sequence[int], classes: int, kind: str
     }
     hint = hints.get(tuple(targets.shape), "")
     check_shape("targets", targets, tuple(shape), hint, kind or "shape")
-    if targets.is_floating_point():
-        text = f"targets must be integers, got {targets.dtype}; use targets.long(), or likelihood='gaussian' for real numbers"
-        raise FlowBNNError(text, kind=kind or "shape", argument="targets")
+    check_integers("targets", targets, kind or "shape", "use targets.long() or likelihood='gaussian'")
     valid = (targets >= 0) & (targets < classes)
     if positions:
         valid |= targets == IGNORED

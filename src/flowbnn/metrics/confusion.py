@@ -8,8 +8,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from flowbnn.errors import FlowBNNError, check_entries, check_shape
-from flowbnn.metrics.checks import IGNORED, nothing_to_predict
+from flowbnn.errors import check_entries, check_shape
+from flowbnn.metrics.checks import IGNORED, check_any_target, check_integers
 from flowbnn.options import Count, checked
 
 
@@ -30,13 +30,10 @@ def confusion_matrix(labels: Tensor, targets: Tensor, classes: Count | None = No
             [0, 1]])
     """
     check_shape("targets", targets, tuple(labels.shape))
-    for name, values in (("labels", labels), ("targets", targets)):
-        if values.is_floating_point():
-            text = f"{name} must be integers, got {values.dtype}; use {name}.long()"
-            raise FlowBNNError(text, kind="shape", argument=name)
+    check_integers("labels", labels)
+    check_integers("targets", targets)
     valid = targets != IGNORED
-    if not bool(valid.any()):
-        raise nothing_to_predict(targets.numel())
+    check_any_target(valid)
     rows, columns = targets[valid].long(), labels[valid].long().to(targets.device)
     number = 1 + int(max(rows.max(), columns.max())) if classes is None else classes
     for name, values in (("targets", rows), ("labels", columns)):
@@ -94,9 +91,8 @@ def f1_score(
         check_shape("labels", labels, ("batch >= 1", "...", "labels >= 1"))
         pairs = zip(labels.flatten(0, -2).unbind(-1), targets.flatten(0, -2).unbind(-1), strict=True)
         check_shape("targets", targets, tuple(labels.shape))
+        check_any_target(targets != IGNORED)
         present = [(label, target) for label, target in pairs if bool((target != IGNORED).any())]
-        if not present:
-            raise nothing_to_predict(targets.numel())
         matrices = [confusion_matrix(label, target, 2) for label, target in present]
         counts = torch.stack([torch.stack([m[1, 1], m[0, 1] + m[1, 0]]) for m in matrices]).double()
     else:

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flowbnn.errors import FlowBNNError, check_entries, check_shape
+from flowbnn.errors import check_entries, check_shape, optional_import
 from flowbnn.options import checked
 
 MIN_DRAWS = 4  # half chains of fewer than two draws have no variance
@@ -29,13 +29,10 @@ def array_statistics() -> Any:
     The package is imported on first use, because importing it takes longer than importing flowbnn.
 
     Raises:
-        FlowBNNError: If the package is not installed.
+        MissingPackageError: If the package is not installed.
     """
-    try:
+    with optional_import("flowbnn.diagnostics", "arviz-stats", "arviz-stats"):
         from arviz_stats.base import array_stats
-    except ImportError:
-        text = "R-hat, effective sample sizes and Pareto k-hat need arviz-stats: pip install arviz-stats"
-        raise FlowBNNError(text, kind="missing package") from None
     return array_stats
 
 

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 import torch
 from torch import Tensor
 
-from flowbnn.errors import FlowBNNError, check_shape
+from flowbnn.errors import check_shape, value_error
 from flowbnn.metrics.checks import check_scores
 from flowbnn.options import Bounds, checked
 
@@ -125,7 +125,7 @@ def risk_coverage(uncertainty: Tensor, correct: Tensor) -> RiskCoverage:
     uncertainty = check_scores(uncertainty, "uncertainty")
     check_shape("correct", correct, uncertainty.shape)
     if correct.dtype != torch.bool:
-        raise FlowBNNError(f"correct is not boolean: {correct.dtype}", kind="shape", argument="correct")
+        raise value_error("correct", "boolean", correct.dtype, kind="shape")
     _, group, counts = uncertainty.detach().cpu().unique(return_inverse=True, return_counts=True)
     errors = torch.bincount(group, weights=(~correct).cpu().double(), minlength=len(counts)) / counts
     answered = torch.arange(1, len(group) + 1, dtype=torch.float64)

@@ -8,7 +8,7 @@ A forward pass stores nothing on the module. What it needs is in its :class:`~fl
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from copy import deepcopy
 from typing import Any, Literal
 
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from flowbnn.distributions import Divergence
-from flowbnn.errors import FlowBNNError
+from flowbnn.errors import FlowBNNError, describe_value, requirement_error, value_error
 from flowbnn.noise.contexts import (
     ForwardState,
     Mode,
@@ -34,6 +34,7 @@ from flowbnn.noise.contexts import (
 from flowbnn.noise.layout import Layout
 
 Site = Literal["channel", "position"]
+SeededGenerator = Callable[[int], torch.Generator]
 BLOCK = 32  # shared draws per seed, so that draw s does not depend on the number of draws
 
 
@@ -111,15 +112,23 @@ class Noise(nn.Module, ABC):
         """True if the noise can multiply the layer's output instead (see :class:`~flowbnn.noise.layout.Layout`)."""
         return self.layout.fan_out > 0 and self.site == "channel"
 
-    def shared_vectors(self, samples: int, seed: int, device: torch.device) -> Tensor:
-        """Returns the draws of mode ``shared``, ``[samples, dim]``; at site ``position`` those of one position."""
+    def shared_vectors(
+        self, samples: int, seed: int, device: torch.device, seeded: SeededGenerator | None = None
+    ) -> Tensor:
+        """Returns the draws of mode ``shared``, ``[samples, dim]``; at site ``position`` those of one position.
+
+        Args:
+            samples: Number of draws.
+            seed: Seed of this layer's draws.
+            device: Device of the draws.
+            seeded: Function that returns a generator with a given seed, for each block of draws. By default, one generator is seeded
+                again and again.
+        """
         if self.site == "position":
             return self.shared_maps((), 0, samples, seed, device)
         with torch.no_grad():
-            generator = torch.Generator(device)
-            draws = self.draw_each(
-                (BLOCK,), (generator.manual_seed(each) for each in block_seeds(samples, seed))
-            )
+            seeded = seeded or torch.Generator(device).manual_seed
+            draws = self.draw_each((BLOCK,), map(seeded, block_seeds(samples, seed)))
             return draws.flatten(0, 1)[:samples]
 
     def shared_maps(
@@ -260,7 +269,12 @@ class Noise(nn.Module, ABC):
             if layout.split:
                 factor = factor.narrow(layout.feature_axis, offset, layout.split[index])
                 offset += layout.split[index]
-            results.append(x * factor if module is None else self._scale_output(module, x, factor))
+            if module is not None:
+                results.append(self._scale_output(module, x, factor))
+            elif context.mapped is not None and torch.compiler.is_compiling():
+                results.append(_multiply_features_last(x, factor, layout.feature_axis))
+            else:
+                results.append(x * factor)
         return tuple(results)
 
     # -------------------- hooks
@@ -368,15 +382,29 @@ class DropoutNoise(Noise):
         return f"rate={self.rate}, dim={self.layout.dim}, site={self.site}"
 
 
+def _multiply_features_last(x: Tensor, factor: Tensor, axis: int) -> Tensor:
+    """Returns ``x * factor``, computed with the features on the last axis.
+
+    The compiler stores the product of several samples in the order in which it is computed. A convolution on a GPU reads this order
+    without a copy.
+    """
+    return (x.movedim(axis, -1) * factor.movedim(axis, -1)).movedim(-1, axis)
+
+
 # -------------------- noise of a network
 
 
-def noise_layers(model: nn.Module) -> dict[str, Noise]:
-    """Returns the noise modules of a converted network by the names of their layers, in the order of the network."""
+def noise_layers(model: nn.Module, argument: str | None = None) -> dict[str, Noise]:
+    """Returns the noise modules of a converted network by the names of their layers, in the order of the network.
+
+    Args:
+        model: Network.
+        argument: Name of the argument that holds the network, for errors.
+    """
     if not isinstance(model, nn.Module):
-        advice = "; pass its .model" if isinstance(getattr(model, "model", None), nn.Module) else ""
-        text = f"expected a torch.nn.Module, got a {type(model).__name__}{advice}"
-        raise FlowBNNError(text, kind="network")
+        hint = "pass its .model" if isinstance(getattr(model, "model", None), nn.Module) else ""
+        value = describe_value(model)
+        raise value_error("the network", "an nn.Module", value, hint, kind="network", argument=argument)
     layers: dict[str, Noise] = {}
     visited: set[int] = set()
     waiting: list[tuple[str, nn.Module]] = [("", model)]
@@ -403,17 +431,17 @@ def check_without_noise(model: nn.Module, owner: str) -> None:
         model: Network.
         owner: Method or function that needs a network without noise, for the message.
     """
-    if noise_layers(model):
+    if noise_layers(model, "network"):
         text = f"{owner} needs a network without noise; use fb.to_deterministic(network)"
         raise FlowBNNError(text, kind="network", argument="network")
 
 
 def layers_with_noise(model: nn.Module, argument: str | None = None) -> dict[str, Noise]:
     """Returns :func:`noise_layers`. Raises FlowBNNError, with the name of the argument, if there are none."""
-    layers = noise_layers(model)
+    layers = noise_layers(model, argument)
     if not layers:
-        message = "the network has no noise; use to_stochastic(network, rules)"
-        raise FlowBNNError(message, kind="network", argument=argument)
+        hint = "use to_stochastic(network, rules)"
+        raise requirement_error("the network", "noise", hint=hint, kind="network", argument=argument)
     return layers
 
 

@@ -111,6 +111,8 @@ def _group_layers(layers: Iterable[Any], modes: Mapping[int, NoiseMode]) -> list
     groups: list[tuple[Kind, list[Any]]] = []
     for kind in (Gaussians, Mixtures):
         group = by_kind[kind]
+        if len(group) < 2:
+            continue
         if len({noise.kl_samples for noise in group if kind is Mixtures or noise.flow_tail}) > 1:
             group = [noise for noise in group if kind is Gaussians and not noise.flow_tail]
         if len(group) > 1 and kind.are_compatible(group, [modes[noise.key].generator for noise in group]):

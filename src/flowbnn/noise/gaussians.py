@@ -18,7 +18,7 @@ from flowbnn import kernels
 from flowbnn.distributions import Divergence
 from flowbnn.distributions.draws import standard_normal
 from flowbnn.kernels import Chain, Group
-from flowbnn.noise.base import BLOCK, Noise, block_seeds
+from flowbnn.noise.base import BLOCK, Noise, SeededGenerator, block_seeds
 from flowbnn.noise.contexts import NoiseMode, OptionalGenerator, RowShard, Shape
 from flowbnn.noise.joint import JointPart
 
@@ -211,10 +211,22 @@ class SharedDraws:
         layers: Noise modules of the network.
         modes: Modes by layer key, which have the seeds and the number of samples.
         device: Device of the draws.
+        seeded: Function that returns a generator with a given seed. By default, one generator is seeded again and again.
+
+    Attributes:
+        order: Layers in the order of their draws. Each takes one generator for every block of draws.
     """
 
-    def __init__(self, layers: Sequence[Noise], modes: Mapping[int, NoiseMode], device: torch.device) -> None:
+    def __init__(
+        self,
+        layers: Sequence[Noise],
+        modes: Mapping[int, NoiseMode],
+        device: torch.device,
+        seeded: SeededGenerator | None = None,
+    ) -> None:
         self.layers, self.modes, self.device = dict[int, Noise](), modes, device
+        self.seeded = seeded or torch.Generator(device).manual_seed
+        self.order: list[Noise] = []
         self.vectors: dict[int, Tensor] = {}  # [samples, dim] by layer key, of layers of site ``channel``
         group: list[Any] = []
         others: list[Noise] = []
@@ -240,13 +252,13 @@ class SharedDraws:
 
     def _normal_numbers(self, gaussians: Gaussians) -> Tensor:
         """Returns the normal numbers ``[samples, numbers]`` of concatenated layers, each layer from its own seeds."""
-        mean, generator, normals = gaussians.mean, torch.Generator(self.device), []
+        mean, normals = gaussians.mean, []
+        self.order += gaussians.layers
         for layer in gaussians.layers:
             _, samples, seed, _ = self.modes[layer.key]
             shape, blocks = torch.Size((BLOCK, layer.layout.dim)), []
             for block_seed in block_seeds(samples, seed):
-                generator.manual_seed(block_seed)
-                blocks.append(standard_normal(shape, mean.dtype, mean.device, generator))
+                blocks.append(standard_normal(shape, mean.dtype, mean.device, self.seeded(block_seed)))
             normals.append(torch.cat(blocks)[:samples])
         return torch.cat(normals, -1)
 
@@ -254,9 +266,11 @@ class SharedDraws:
         """Draws one layer, or the joint vector of several layers for all of them."""
         _, samples, seed, _ = self.modes[layer.key]
         if not isinstance(layer, JointPart):
-            self.vectors[layer.key] = layer.shared_vectors(samples, seed, self.device)
+            self.order.append(layer)
+            self.vectors[layer.key] = layer.shared_vectors(samples, seed, self.device, self.seeded)
         elif layer.key not in self.vectors:
-            vectors = layer.joint_noise.shared_vectors(samples, seed, self.device)
+            self.order.append(layer)
+            vectors = layer.joint_noise.shared_vectors(samples, seed, self.device, self.seeded)
             for other in self.layers.values():
                 if isinstance(other, JointPart) and other.joint_noise is layer.joint_noise:
                     self.vectors[other.key] = vectors[:, other.span]

@@ -17,12 +17,12 @@ from flowbnn.noise.contexts import OptionalGenerator, RowShard
 from flowbnn.noise.gaussians import HALF_LOG_2PI, centers, divergences_of
 from flowbnn.numerics import soft_clamp
 
-# numbers per layer: for more, summing the gradients of gather takes longer than launches per layer
-GATHER_LIMIT = 2**17
-
 
 class Mixtures:
     """Layers whose noise begins with a mixture of normals, concatenated: means and deviations ``[components, numbers]``."""
+
+    # numbers per layer: for more, summing the gradients of gather takes longer than launches per layer
+    gather_limit = 2**17
 
     def __init__(self, layers: list[Any]) -> None:
         self.layers, self.fresh = layers, layers[0].kl_samples
@@ -68,7 +68,7 @@ class Mixtures:
 
     def draw(self, which: Tensor, normal: Tensor) -> Tensor:
         r"""Returns :math:`m_k + d_k \epsilon` with the component ``which`` of each row and layer, ``[rows, numbers]``."""
-        if normal.numel() >= GATHER_LIMIT * len(self.sizes):
+        if normal.numel() >= self.gather_limit * len(self.sizes):
             tables = (tensor.split(self.sizes, -1) for tensor in (self.mean, self.deviation, normal))
             columns = enumerate(zip(*tables, strict=True))
             return torch.cat([select_normal(m, d, which[:, i], e) for i, (m, d, e) in columns], -1)

@@ -16,7 +16,6 @@ from flowbnn.noise.contexts import Mode, NoiseContext
 from flowbnn.options import Count, NonNegative, checked
 
 Part = Literal["weights", "noise"]
-FROZEN = "_frozen_by_flowbnn"  # attribute of modules with the names of their frozen parameters
 
 
 @checked
@@ -67,7 +66,7 @@ def _named_part(model: nn.Module, part: Part) -> list[tuple[set[str], str, nn.Pa
     ids = {id(p) for p in (noise_parameters(model) if part == "noise" else weight_parameters(model))}
     parameters = []
     for module in model.modules():
-        frozen = module.__dict__.setdefault(FROZEN, set())
+        frozen = module.__dict__.setdefault("_frozen_by_flowbnn", set())
         parameters += [(frozen, name, p) for name, p in module._parameters.items() if id(p) in ids]
     return parameters  # type: ignore[return-value]
 

@@ -131,7 +131,7 @@ def plot_samples(
     with drawing(ax, (4.2, 4.4) if image else None) as (ax, palette):
         if image:
             _draw_images(ax, palette, draws, columns)
-            ax.set_title("samples of the prior", color=palette.ink, loc="left")
+            ax.set_title("prior samples", color=palette.ink, loc="left")
         else:
             _draw_lines(ax, palette, draws, "sample", "-")
             add_legend(ax, palette)

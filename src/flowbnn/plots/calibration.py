@@ -58,7 +58,7 @@ def plot_pit(
         ax.axhline(100.0 / bins, color=palette.ink, linestyle="--", linewidth=1.1, label="expected")
         ax.set_xlim(0, 1)
         ax.set_ylim(0, 1.3 * max(share.max(), 100.0 * float(high)))
-        describe_axes(ax, palette, "PIT: predictive distribution function at the target", "targets (%)")
+        describe_axes(ax, palette, "PIT of the targets", "targets (%)")
         ax.grid(False, axis="x")
         add_legend(ax, palette, loc="upper center", ncols=2)
     return ax
@@ -111,6 +111,6 @@ def plot_coverage(
         ax.plot(100.0 * masses, 100.0 * covered, color=colour, label=label or "observed")
         ax.set_xlim(0, 100)
         ax.set_ylim(0, 100)
-        describe_axes(ax, palette, "probability of the interval (%)", "observed coverage (%)")
+        describe_axes(ax, palette, "interval probability (%)", "observed coverage (%)")
         add_legend(ax, palette, loc="upper left")
     return ax

@@ -5,7 +5,7 @@ from typing import Annotated, Any
 import numpy as np
 from torch import Tensor
 
-from flowbnn.errors import FlowBNNError, check_shape, nearest
+from flowbnn.errors import check_name, check_shape, value_error
 from flowbnn.metrics.convergence import MIN_DRAWS, effective_sample_size, split_rhat
 from flowbnn.options import Count, Ge, Probability, checked
 from flowbnn.plots.style import add_legend, binomial_band, describe_axes, drawing, to_array
@@ -33,15 +33,11 @@ def chain_draws(chains: Any, name: str = DENSITY, unit: int = 0) -> Tensor:
         quantities["outputs"] = record["outputs"]
     if name not in quantities:
         quantities |= chains.chains if record else chains.draws
-    if name not in quantities:
-        raise FlowBNNError(
-            f"the chains have no '{name}'{nearest(name, quantities)}", kind="name", argument="name"
-        )
+    check_name(name, quantities, "quantity", kind="name", argument="name")
     values = quantities[name]
     values = values.reshape(*values.shape[:2], -1)
     if unit >= values.shape[-1]:
-        text = f"unit must be below {values.shape[-1]}, the size of '{name}', got {unit}"
-        raise FlowBNNError(text, kind="value", argument="unit")
+        raise value_error("unit", f"below {values.shape[-1]}", unit)
     return values[..., unit].detach().cpu().double()
 
 
@@ -150,7 +146,7 @@ def plot_ranks(
         ax.set_xlim(0, 100)
         ax.set_ylim(0, step * len(heights))
         title = f"{_describe(name, unit, chains)}; band: {100 * level:.4g} % of independent draws"
-        describe_axes(ax, palette, "rank among the draws of all chains (%)", "", title)
+        describe_axes(ax, palette, "rank (% of all draws)", "", title)
     return ax
 
 

@@ -49,7 +49,7 @@ def plot_class_map(
     >>> fb.plots.close(ax)
     """
     points = inputs if isinstance(inputs, Tensor) else torch.as_tensor(np.asarray(inputs))
-    check_shape("inputs", points, ("points >= 1", 2), "the map needs two numbers for each point")
+    check_shape("inputs", points, ("points >= 1", 2))
     points = points.detach().cpu()
     points = points if points.is_floating_point() else points.float()
     low, high = points.amin(0), points.amax(0)

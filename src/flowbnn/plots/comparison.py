@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from flowbnn.errors import FlowBNNError, nearest
+from flowbnn.errors import check_name
 from flowbnn.options import checked
 from flowbnn.plots.style import add_legend, describe_axes, drawing
 
@@ -35,9 +35,7 @@ def plot_comparison(comparison: Any, metric: str = "nll", *, ax: Any = None) -> 
     >>> fb.plots.close(ax)
     """
     metrics = {each.key: each for each in comparison.metrics}
-    if metric not in metrics:
-        text = f"the comparison has no metric '{metric}'{nearest(metric, metrics)}"
-        raise FlowBNNError(text, kind="name", argument="metric")
+    check_name(metric, metrics, "metric", kind="name", argument="metric")
     column = metrics[metric]
     cells = [(row["label"], row["values"].get(metric)) for row in comparison.table_rows()]
     rows = [(label, cell) for label, cell in cells if cell is not None and cell["mean"] is not None]

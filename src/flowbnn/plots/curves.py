@@ -6,7 +6,7 @@ from typing import Annotated, Any
 import numpy as np
 from torch import Tensor
 
-from flowbnn.errors import FlowBNNError
+from flowbnn.errors import value_error
 from flowbnn.options import Count, Ge, Probability, checked
 from flowbnn.plots.style import add_headroom, add_legend, check_kind, describe_axes, drawing, to_array
 
@@ -25,10 +25,7 @@ def ordered_inputs(inputs: Any, number: int) -> tuple[np.ndarray, np.ndarray]:
     """
     values = to_array(inputs)
     if values.size != number:
-        text = (
-            f"inputs must have shape ({number},) or ({number}, 1), got {values.shape}; curves have one input"
-        )
-        raise FlowBNNError(text, kind="shape", argument="inputs")
+        raise value_error("inputs", f"{number} numbers", f"shape {values.shape}", kind="shape")
     order = np.argsort(values.reshape(-1), kind="stable")
     return values.reshape(-1)[order], order
 
@@ -136,9 +133,7 @@ def plot_functions(
             label = "samples" if index == 0 else None
             ax.plot(x, values, color=colour, linewidth=1.0, alpha=alpha, label=label)
         ax.plot(x, mean, color=palette.ink, linewidth=2.0, label="mean")
-        describe_axes(
-            ax, palette, "input", f"probability of class {output}" if classes else "mean of the target"
-        )
+        describe_axes(ax, palette, "input", f"probability of class {output}" if classes else "target mean")
         ax.margins(x=0)
         add_headroom(ax, 0.18)
         add_legend(ax, palette, loc="upper center", ncols=2)

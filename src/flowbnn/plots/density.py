@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from flowbnn.errors import FlowBNNError
+from flowbnn.errors import value_error
 from flowbnn.options import Count, Ge, Probability, Seed, checked
 from flowbnn.plots.style import Palette, add_legend, blend, describe_axes, drawing, to_array
 
@@ -56,8 +56,7 @@ def plot_density(
     """
     draws, log_prob = _samples_and_log_density(density, context, samples, seed)
     if draws.shape[-1] > 2:
-        text = f"plot_density needs a density of one or two numbers, got {draws.shape[-1]}; plot marginals of samples"
-        raise FlowBNNError(text, kind="shape", argument="density")
+        raise value_error("density", "1-d or 2-d", f"{draws.shape[-1]}-d", "plot its marginals", kind="shape")
     points = to_array(draws)
     examples = None if data is None else to_array(data).reshape(-1, draws.shape[-1])
     sides = [

@@ -5,16 +5,9 @@ from typing import Any
 
 import numpy as np
 
-from flowbnn.errors import FlowBNNError
+from flowbnn.errors import requirement_error
 from flowbnn.options import Count, checked
 from flowbnn.plots.style import add_legend, describe_axes, drawing
-
-OBJECTIVES = {
-    "elbo": "ELBO (nats per example)",
-    "log_likelihood": "log-likelihood (nats per example)",
-    "reconstruction": "reconstruction (nats per example)",
-    "loss": "loss",
-}
 
 
 def _history(source: Any) -> Any:
@@ -25,8 +18,7 @@ def _history(source: Any) -> Any:
     """
     history = getattr(source, "history", source)
     if not getattr(history, "records", None):
-        text = f"a {type(source).__name__} without recorded epochs has no history to plot"
-        raise FlowBNNError(text, kind="history")
+        raise requirement_error("the plot", "recorded epochs", f"a {type(source).__name__}", kind="history")
     return history
 
 
@@ -50,12 +42,18 @@ def plot_history(fit: Any, *, names: Sequence[str] = (), ax: Any = None) -> Any:
     >>> fb.plots.close(ax)
     """
     history = _history(fit)
+    objectives = {
+        "elbo": "ELBO (nats per example)",
+        "log_likelihood": "log-likelihood (nats per example)",
+        "reconstruction": "reconstruction (nats per example)",
+        "loss": "loss",
+    }
     if not names:
-        objective = next((name for name in OBJECTIVES if name in history), history.names[0])
+        objective = next((name for name in objectives if name in history), history.names[0])
         names = [name for name in (objective, f"validation_{objective}") if name in history]
-        label = OBJECTIVES.get(objective, objective)
+        label = objectives.get(objective, objective)
     else:
-        label = OBJECTIVES.get(names[0], names[0]) if len(names) == 1 else "value"
+        label = objectives.get(names[0], names[0]) if len(names) == 1 else "value"
     series = {name: np.asarray(history[name], dtype=np.float64) for name in names}
     with drawing(ax) as (ax, palette):
         for index, (name, values) in enumerate(series.items()):
@@ -96,7 +94,7 @@ def plot_kl(fit: Any, *, max_layers: Count = 6, ax: Any = None) -> Any:
     history = _history(fit)
     layers = {name[3:]: np.asarray(history[name]) for name in history.names if name.startswith("kl/")}
     if not layers and "kl" not in history:
-        raise FlowBNNError("the history has no KL divergence; use plot_history", kind="history")
+        raise requirement_error("plot_kl", "a recorded KL", hint="use plot_history", kind="history")
     ranked = sorted(layers, key=lambda name: -layers[name][-1])
     lines = {name: layers[name] for name in ranked[:max_layers]}
     if ranked[max_layers:]:
@@ -111,12 +109,12 @@ def plot_kl(fit: Any, *, max_layers: Count = 6, ax: Any = None) -> Any:
             colour = palette.muted if name not in layers else palette.colour(index)
             ax.plot(x, values, color=colour, marker=marker, label=name)
         ax.set_ylim(bottom=min(0.0, ax.get_ylim()[0]))
-        _finish(ax, palette, "KL divergence of the noise (nats)", "layer")
+        _finish(ax, palette, "noise KL divergence (nats)", "layer")
     return ax
 
 
 def _finish(ax: Any, palette: Any, label: str, legend_title: str = "") -> None:
-    """Sets labels, whole numbers of epochs and the legend."""
+    """Sets the axis labels, integer ticks of the epochs, and the legend."""
     from matplotlib.ticker import MaxNLocator
 
     ax.xaxis.set_major_locator(MaxNLocator(6, integer=True, min_n_ticks=1))

@@ -8,20 +8,25 @@ from flowbnn.metrics import novelty_auroc
 from flowbnn.options import Count, checked
 from flowbnn.plots.style import add_legend, describe_axes, drawing, to_array
 
-# names of uncertainties with their units, for classes and for real values
-CLASSES = {
-    "entropy": "entropy (fraction of the largest)",
-    "risk": "risk (1 − confidence)",
-    "epistemic": "mutual information (nats)",
-    "aleatoric": "expected entropy (nats)",
-    "total_variance": "total variance of the probabilities",
-}
-REAL_VALUES = {
-    "std": "standard deviation (unit of the targets)",
-    "epistemic": "epistemic variance (squared unit)",
-    "variance": "variance (squared unit)",
-    "aleatoric": "aleatoric variance (squared unit)",
-}
+
+def _axis_label(predictive: Any, by: str) -> str:
+    """Returns the name of an uncertainty with its unit."""
+    if hasattr(predictive, "probabilities"):
+        labels = {
+            "entropy": "normalized entropy",
+            "risk": "risk (1 − confidence)",
+            "epistemic": "mutual information (nats)",
+            "aleatoric": "expected entropy (nats)",
+            "total_variance": "total variance",
+        }
+    else:
+        labels = {
+            "std": "standard deviation (target unit)",
+            "epistemic": "epistemic variance (squared unit)",
+            "variance": "variance (squared unit)",
+            "aleatoric": "aleatoric variance (squared unit)",
+        }
+    return labels.get(by, by)
 
 
 @checked
@@ -52,7 +57,6 @@ def plot_novelty(known: Any, novel: Any, *, by: str = "", bins: Count = 30, ax: 
     values = [to_array(each) for each in scores]
     low, high = min(each.min() for each in values), max(each.max() for each in values)
     edges = np.linspace(low, high if high > low else low + 1.0, bins + 1)
-    names = CLASSES if hasattr(known, "probabilities") else REAL_VALUES
     with drawing(ax) as (ax, palette):
         for index, (label, each) in enumerate(zip(("known inputs", "novel inputs"), values, strict=True)):
             counts, _ = np.histogram(each, edges)
@@ -61,6 +65,6 @@ def plot_novelty(known: Any, novel: Any, *, by: str = "", bins: Count = 30, ax: 
             ax.stairs(share, edges, fill=True, color=colour, alpha=0.4, label=f"{label} ({each.size:,})")
             ax.stairs(share, edges, color=colour, linewidth=1.5)
         ax.set_xlim(edges[0], edges[-1])
-        describe_axes(ax, palette, names.get(by, by), "inputs (%)", f"AUROC {area:.3f}")
+        describe_axes(ax, palette, _axis_label(known, by), "inputs (%)", f"AUROC {area:.3f}")
         add_legend(ax, palette)
     return ax

@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 import numpy as np
 
-from flowbnn.errors import FlowBNNError, nearest
+from flowbnn.errors import check_name, value_error
 from flowbnn.options import Ge, SampleCount, Seed, checked
 from flowbnn.plots.style import Palette, describe_axes, drawing, restyle, to_array
 
@@ -48,16 +48,10 @@ def plot_pairs(
     """
     draws = posterior.draws(samples, seed)
     layer = layer or next(iter(draws))
-    if layer not in draws:
-        raise FlowBNNError(
-            f"the posterior has no '{layer}'{nearest(layer, draws)}", kind="name", argument="layer"
-        )
+    check_name(layer, draws, "layer", kind="name", argument="layer")
     values = to_array(draws[layer]).reshape(samples, -1)
     if not 2 <= len(units) <= 6 or max(units) >= values.shape[1]:
-        text = (
-            f"units must be 2 to 6 indices below {values.shape[1]}, the size of '{layer}', got {tuple(units)}"
-        )
-        raise FlowBNNError(text, kind="value", argument="units")
+        raise value_error("units", f"2 to 6 indices below {values.shape[1]}", tuple(units))
     size = 1.5 * len(units) + 1.2
     with drawing(ax, (size, size)) as (ax, palette):
         ax.set_axis_off()

@@ -32,7 +32,7 @@ def plot_risk_coverage(
     >>> prediction = fb.predictive.CategoricalPredictive(torch.tensor([[[2.0, 0.0], [1.0, 0.0]]]))
     >>> ax = prediction.plot_risk_coverage(torch.tensor([0, 1]))
     >>> ax.get_xlabel()
-    'coverage (% of the inputs answered)'
+    'coverage (% of inputs)'
     >>> fb.plots.close(ax)
     """
     check_kind(predictive, "risk_coverage", "classes")
@@ -50,6 +50,6 @@ def plot_risk_coverage(
         ax.set_xlim(0, 100)
         add_headroom(ax, 0.3)
         ax.set_ylim(bottom=0)
-        describe_axes(ax, palette, "coverage (% of the inputs answered)", "errors (% of the answers)")
+        describe_axes(ax, palette, "coverage (% of inputs)", "errors (% of the answers)")
         add_legend(ax, palette, loc="upper center", ncols=2)
     return ax

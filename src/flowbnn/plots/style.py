@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from flowbnn.errors import FlowBNNError
+from flowbnn.errors import optional_import, requirement_error
 from flowbnn.options import checked
 
 OKABE_ITO = {
@@ -75,13 +75,10 @@ def pyplot() -> Any:
     """Returns ``matplotlib.pyplot``.
 
     Raises:
-        FlowBNNError: If matplotlib is not installed.
+        MissingPackageError: If matplotlib is not installed.
     """
-    try:
+    with optional_import("flowbnn.plots", "matplotlib", "flowbnn[plots]"):
         from matplotlib import pyplot
-    except ImportError:
-        text = "plots need matplotlib: pip install flowbnn[plots]"
-        raise FlowBNNError(text, kind="missing package") from None
     return pyplot
 
 
@@ -241,8 +238,8 @@ def check_kind(predictive: Any, attribute: str, kind: str) -> None:
         kind: Words for the right kind, such as ``"classes"``.
     """
     if not hasattr(predictive, attribute):
-        text = f"this figure needs predictions of {kind}, got a {type(predictive).__name__}"
-        raise FlowBNNError(text, kind="unsupported", argument="predictive")
+        value = f"a {type(predictive).__name__}"
+        raise requirement_error("this figure", kind, value, argument="predictive")
 
 
 def add_headroom(ax: Any, share: float) -> None:

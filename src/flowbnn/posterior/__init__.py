@@ -7,8 +7,7 @@ from flowbnn.posterior.files import read_card
 from flowbnn.posterior.gated import GatedPosterior, gated
 from flowbnn.posterior.mixture import MixturePosterior
 from flowbnn.posterior.noise import NoisePosterior
-from flowbnn.posterior.point import PointPosterior
-from flowbnn.posterior.weights import MemberPosterior, WeightPosterior
+from flowbnn.posterior.weights import MemberPosterior, PointPosterior, WeightPosterior
 
 __all__ = [
     "Adaptive",

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from flowbnn.batches import has_row_axis, pick
-from flowbnn.errors import FlowBNNError
+from flowbnn.errors import requirement_error
 from flowbnn.options import Bounds, Ge, NonNegative, Positive, Probability, options
 from flowbnn.predictive import CategoricalPredictive, Predictive
 
@@ -99,8 +99,8 @@ class Adaptive:
         reliable = count >= 16  # the estimate of a standard error from fewer samples is unreliable
         if not isinstance(predictive, CategoricalPredictive) or self.criterion == "probabilities":
             if self.criterion == "decision":
-                text = "criterion='decision' is for classification; use criterion='probabilities'"
-                raise FlowBNNError(text, kind="unsupported", argument="criterion")
+                value, hint = f"a {type(predictive).__name__}", "use criterion='probabilities'"
+                raise requirement_error("criterion='decision'", "classes", value, hint, argument="criterion")
             return identical | ((error * reach <= self.tolerance) & reliable)
         margin = predictive.decision_strength
         margin = margin.flatten(1).amin(1) if margin.ndim > 1 else margin  # all positions must be decided

@@ -342,9 +342,8 @@ class Posterior:
             return self._predictive(outputs, sample_counts)
         except NonFiniteSamplesError as error:
             with Prediction(self.model, replace(options, precision="32-true"), 1, self.cache) as prediction:
-                cause, fields = prediction.find_nonfinite(inputs, options.precision), error.fields
-            message = f"samples are not finite for {fields['inputs']} of {fields['total']} inputs: {cause}"
-            raise FlowBNNError(message, **fields) from None
+                cause = prediction.find_nonfinite(inputs, options.precision)
+            raise FlowBNNError(f"{str(error).partition(';')[0]}; {cause}", **error.fields) from None
 
     def networks(self, samples: int, seed: int | None = None) -> list[nn.Module]:
         """Returns the networks of ``predict(inputs, samples, seed=seed)`` in evaluation mode, each an independent plain network.

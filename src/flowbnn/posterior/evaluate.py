@@ -4,10 +4,10 @@ from typing import Any
 
 from torch import Tensor
 
+from flowbnn.batches import require_targets
 from flowbnn.data.formats import as_inputs, as_loader
 from flowbnn.density import Density
 from flowbnn.density.density import finite_scores
-from flowbnn.errors import FlowBNNError
 from flowbnn.metrics import novelty_auroc
 from flowbnn.options import checked
 from flowbnn.posterior.base import Posterior
@@ -49,9 +49,7 @@ def evaluate(
     """
     loader = as_loader(loader)
     predictive, targets = posterior.predict_with_targets(loader, seed=seed, **options)
-    if targets is None:
-        raise FlowBNNError("evaluate needs (inputs, targets), got inputs alone", kind="loader")
-    report = {name: float(value) for name, value in predictive.evaluate(targets).items()}
+    report = {name: float(value) for name, value in predictive.evaluate(require_targets(targets)).items()}
     if options.get("adaptive") is not None:
         report["sample_counts"] = float(predictive.sample_counts.double().mean())
     if novel is not None:

@@ -3,7 +3,6 @@
 import platform
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from flowbnn.batches import device_of, first_nonfinite_tensor
-from flowbnn.errors import FlowBNNError, pluralize
+from flowbnn.errors import FlowBNNError, optional_import, pluralize
 from flowbnn.likelihoods import Likelihood, make_likelihood
 from flowbnn.networks import select_output
 from flowbnn.options import File, checked
@@ -20,6 +19,7 @@ from flowbnn.regression import LOC, SCALE, set_output_scale
 from flowbnn.training import History, check_weights
 from flowbnn.training.compatibility import count_weights, warn_changed_layers
 from flowbnn.training.storage import TensorFile
+from flowbnn.version import __version__
 
 # dtypes of weights and noise in files
 PRECISIONS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -91,7 +91,7 @@ def read_network(
         return model, likelihood, history
     bad = first_nonfinite_tensor(iter(file.tensors.items()))
     if bad:
-        raise FlowBNNError(f"'{file}' is damaged: '{bad}' holds NaN or infinity", kind="file")
+        raise FlowBNNError(f"'{file}' is damaged: '{bad}' is not finite", kind="file")
     warn_changed_layers(model, file.document.get("layers") or {}, file)
     for prefix, module in modules.items():
         module.load_state_dict(select_prefix(file.tensors, prefix))
@@ -116,9 +116,9 @@ def model_card(posterior: Any, metrics: Mapping[str, float] | None = None) -> st
         f"- Method: {type(posterior).__name__} (`{posterior.kind}`)",
         f"- Network: {type(network).__name__}, {weights} parameters",
         f"- Likelihood: {type(posterior.likelihood).__name__}",
-        f"- Samples of a prediction: {posterior.default_samples}",
+        f"- Samples: {posterior.default_samples}",
         f"- Training: {pluralize(history.epochs, 'epoch')}, {history.seconds:.0f} s",
-        f"- Versions: flowbnn {version('flowbnn')}, torch {torch.__version__}, Python {platform.python_version()}",
+        f"- Versions: flowbnn {__version__}, torch {torch.__version__}, Python {platform.python_version()}",
     ]
     if metrics:
         rows = [f"| {name} | {value:.4g} |" for name, value in metrics.items()]
@@ -147,7 +147,7 @@ def read_card(path: File) -> str:
     """
     card = TensorFile(path).document.get("card")
     if not isinstance(card, str):
-        raise FlowBNNError(f"'{path}' has no model card; save it with posterior.save", kind="file")
+        raise FlowBNNError(f"'{path}' has no card; write it with posterior.save", kind="file")
     return card
 
 
@@ -167,11 +167,8 @@ def upload(
         FlowBNNError: If ``huggingface_hub`` is not installed.
     """
     if api is None:
-        try:
+        with optional_import("push_to_hub", "huggingface_hub", "huggingface_hub"):
             from huggingface_hub import HfApi
-        except ImportError:
-            text = "push_to_hub needs huggingface_hub; use pip install huggingface_hub"
-            raise FlowBNNError(text, kind="missing package", packages=["huggingface_hub"]) from None
         api = HfApi()
     with TemporaryDirectory() as folder:
         posterior.save(Path(folder) / "posterior.safetensors", metrics)

@@ -12,11 +12,11 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from flowbnn.batches import split_weighted_batch, take
+from flowbnn.batches import require_targets, split_weighted_batch, take
 from flowbnn.data.formats import as_loader
 from flowbnn.density import Density, NoveltyDetector, fit_density
 from flowbnn.density.features import Features
-from flowbnn.errors import FlowBNNError
+from flowbnn.errors import check_shape, requirement_error, value_error
 from flowbnn.flows import named_flows
 from flowbnn.likelihoods import Heads, RealLikelihood
 from flowbnn.networks import copy_network
@@ -136,11 +136,8 @@ class GatedPosterior(WrappedPosterior):
         """Returns outputs with the log-densities of the inputs as a further column, so that both are collected together."""
         outputs = self.posterior._finish_batch(inputs, outputs, prediction)
         outputs = outputs.unsqueeze(-1) if outputs.ndim == 2 else outputs
-        if outputs.ndim != 3:
-            text = (
-                f"a gated posterior needs outputs of shape (batch, outputs), got {tuple(outputs.shape[1:])}"
-            )
-            raise FlowBNNError(text, kind="outputs", argument="posterior")
+        axes = ("samples", "batch", "outputs")
+        check_shape("outputs", outputs, axes, kind="outputs", owner="fb.gated", argument="posterior")
         scores = self._scores(inputs, prediction).to(outputs)
         lowest = torch.finfo(outputs.dtype).min
         scores = scores.nan_to_num(lowest).clamp_min(lowest).expand(len(outputs), -1)
@@ -189,11 +186,19 @@ class GatedPosterior(WrappedPosterior):
         return cls(posterior, DensityGate.from_state(tensors, settings))
 
 
-def check_without_gate(posterior: Posterior) -> None:
-    """Raises FlowBNNError if a posterior has a density gate, whose fallback must not be calibrated or mixed."""
+def check_without_gate(
+    posterior: Any, argument: str = "posterior", hint: str = "use posterior.posterior and call fb.gated last"
+) -> None:
+    """Raises FlowBNNError if a posterior has a density gate, whose fallback must not be calibrated, mixed or exported.
+
+    Args:
+        posterior: Posterior to check.
+        argument: Name of the argument that holds it.
+        hint: Advice that follows the message.
+    """
     if isinstance(posterior, GatedPosterior):
-        text = "the fallback of a density gate is not calibrated or mixed; call fb.gated last"
-        raise FlowBNNError(text, kind="unsupported", argument="posterior")
+        value = "a gated posterior"
+        raise value_error(argument, "without a density gate", value, hint, kind="unsupported")
 
 
 @checked
@@ -246,8 +251,8 @@ def gated(
     tensor([[0.4975, 0.2512, 0.2512]])
     """
     if isinstance(posterior.likelihood, Heads):
-        text = "a density gate has no fallback for several heads; use one posterior for each head"
-        raise FlowBNNError(text, kind="unsupported", argument="posterior")
+        value, hint = posterior.likelihood, "fit a posterior per head"
+        raise requirement_error("fb.gated", "one head", value, hint, argument="posterior")
     loader, network = as_loader(loader), copy_network(posterior.model).eval()
     context = partial(noise_at_mean, network)
     # temporary_seed holds the lock of torch's global generator, which loaders, initial weights and the fit use;
@@ -258,9 +263,7 @@ def gated(
     with temporary_seed(seed), preserve_rng_state(loader, seed):
         for batch in loader:
             inputs, targets, _ = split_weighted_batch(batch)
-            if targets is None:
-                text = "fb.gated needs batches of (inputs, targets), got inputs only"
-                raise FlowBNNError(text, kind="loader", argument="loader")
+            require_targets(targets)
             vectors.append(extractor(inputs, network, context))
             if isinstance(posterior.likelihood, RealLikelihood):
                 statistics.add(posterior.likelihood.link(targets))
@@ -270,8 +273,7 @@ def gated(
     order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed))
     number = max(1, round(held_out_fraction * len(rows)))
     if len(rows) - number < 2:
-        text = f"a density gate needs at least 3 rows, got {len(rows)}"
-        raise FlowBNNError(text, kind="data", argument="loader")
+        raise requirement_error("fb.gated", "at least 3 rows", len(rows), kind="data", argument="loader")
     with temporary_seed(seed):
         model = named_flows()[flow](rows.shape[1])
         density = fit_density(model, rows[order[number:]], epochs=epochs, seed=seed, progress=progress)

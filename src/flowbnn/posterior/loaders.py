@@ -253,7 +253,7 @@ class ShardedLoader:
         _communicate(lambda: distributed.all_gather_object(reports, (error, self.sizes, tensors)))
         for rank, (message, _, _) in enumerate(reports):
             if message is not None and error is None:
-                text = f"prediction failed in worker {rank} of {self.world}: {message}"
+                text = f"worker {rank} of {self.world} failed: {message}"
                 raise FlowBNNError(text, kind="worker")
         return reports
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from flowbnn.errors import FlowBNNError, pluralize
+from flowbnn.errors import pluralize, requirement_error, value_error
 from flowbnn.likelihoods import Categorical, Gaussian, Likelihood, RealLikelihood
 from flowbnn.likelihoods.classes import ClassLikelihood
 from flowbnn.options import NonEmpty, Positive, SampleCount, checked
@@ -47,8 +47,7 @@ class MixturePosterior(Posterior):
     ) -> None:
         weights = [1.0] * len(members) if weights is None else list(weights)
         if len(weights) != len(members):
-            text = f"a mixture of {len(members)} members needs as many weights, got {len(weights)}"
-            raise FlowBNNError(text, kind="value", argument="weights")
+            raise value_error("weights", f"{len(members)} numbers", len(weights))
         for member in members:
             check_without_gate(member)
         self.members, self.weights = list(members), [float(weight) / sum(weights) for weight in weights]
@@ -172,8 +171,7 @@ def _output_likelihood(likelihood: Likelihood) -> Likelihood:
     if not isinstance(likelihood, RealLikelihood):
         return Categorical()
     if not isinstance(likelihood, Gaussian):
-        text = f"a mixture of posteriors supports classes and Gaussian noise, got {likelihood!r}"
-        raise FlowBNNError(text, kind="unsupported", argument="likelihood")
+        raise requirement_error("a mixture", "classes or a Gaussian", likelihood, argument="likelihood")
     result = Gaussian("predicted")
     result.shape = likelihood.shape
     return result

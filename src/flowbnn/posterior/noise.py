@@ -26,14 +26,14 @@ from torch import Tensor, nn
 
 from flowbnn.batches import call, device_of, has_row_axis, move, rows, take
 from flowbnn.convert import fix_noise, to_stochastic
-from flowbnn.errors import FlowBNNError
+from flowbnn.errors import FlowBNNError, quote_names, requirement_error
 from flowbnn.networks import copy_network, evaluation_mode
 from flowbnn.noise import Noise, noise_layers
 from flowbnn.noise.base import make_noise_modes
 from flowbnn.noise.batched import example_draws
 from flowbnn.noise.contexts import NoiseContext, NoiseMode, forward_sample
 from flowbnn.noise.flow_noise import InputNoise
-from flowbnn.noise.gaussians import SampleDraws, SharedDraws
+from flowbnn.noise.gaussians import SampleDraws
 from flowbnn.noise.joint import independent_vectors
 from flowbnn.noise.layout import absorbs, weight_scale
 from flowbnn.noise.recipes import recipe_from_dict
@@ -48,6 +48,7 @@ from flowbnn.posterior.files import (
     select_prefix,
 )
 from flowbnn.posterior.prediction import Prediction, check_rows, clone_sharing_tensors, even_size
+from flowbnn.posterior.recorded_draws import shared_draws
 from flowbnn.posterior.report import FitReport
 from flowbnn.posterior.trace import ForwardTrace
 from flowbnn.training.storage import TensorFile
@@ -134,12 +135,12 @@ class NoisePosterior(Posterior):
         """Returns the log-density ``[S]`` of noise vectors ``{layer: [S, dim]}`` of all layers, as :meth:`draws` returns them."""
         layers = noise_layers(self.model)
         if set(values) != set(layers):
-            text = "log_prob needs the noise of all layers, as draws returns it"
-            raise FlowBNNError(text, kind="unsupported")
+            noise, value = f"noise of {quote_names(list(layers))}", quote_names(list(values))
+            raise requirement_error("log_prob", noise, value, "use draws")
         for name, layer in layers.items():
             if not isinstance(layer.joint_noise, InputNoise):
-                text = f"the noise of layer '{name}' is {layer.label}, which has no density"
-                raise FlowBNNError(text, kind="unsupported", layer=name)
+                value = f"{layer.label} in layer '{name}'"
+                raise requirement_error("log_prob", "noise with a density", value, layer=name)
         with evaluation_mode(self.model):
             densities = [
                 vector.posterior().log_prob(torch.cat([values[name] for name in names], -1))
@@ -215,7 +216,8 @@ class NoiseSampler:
         self.generator = None if prediction.shared else torch.Generator(prediction.device)
         if self.generator is None:
             self.modes = make_noise_modes(self.layers, "shared", prediction.samples, prediction.seed)
-            self.shared = SharedDraws(list(self.layers.values()), self.modes, prediction.device)
+            layers = list(self.layers.values())
+            self.shared = shared_draws(layers, self.modes, prediction.device, prediction.cache)
         else:
             self.modes = make_noise_modes(self.layers, "sample", 1, None, self.generator)
 
@@ -229,7 +231,7 @@ class NoiseSampler:
         prediction = self.prediction
         requested = prediction.options.compile
         if requested is True and not prediction.shared:
-            prediction.warn_once("compile", "compile=True has no effect with shared=False")
+            prediction.warn_once("compile", "compile=True is ignored with shared=False")
         if not requested or not prediction.shared or not trace.noise_shapes:
             return False
         if requested is True:

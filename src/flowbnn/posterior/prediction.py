@@ -29,7 +29,7 @@ from flowbnn.batches import (
     tensors_of,
 )
 from flowbnn.distributions.draws import GENERATOR_LOCK
-from flowbnn.errors import FlowBNNError, pluralize, quote_names, warn
+from flowbnn.errors import FlowBNNError, check_shape, pluralize, quote_names, warn
 from flowbnn.likelihoods import Likelihood
 from flowbnn.networks import evaluation_mode
 from flowbnn.noise import Noise
@@ -46,8 +46,6 @@ Outputs = Callable[[Any, range, Any], Tensor]
 
 # larger passes are not faster on a CPU, whose caches they exceed, nor on a GPU that is busy
 PASS_BYTES = {"cpu": 3 * 2**24, "cuda": 2**33}
-# outputs of all samples for the rows that are read from a loader at a time: 65,536 rows of 64 samples and two classes
-GROUP_BYTES = 2**25
 
 
 @dataclass(frozen=True)
@@ -215,7 +213,8 @@ class Prediction:
         if not self.shared:
             return 0  # the draws depend on the batch, so each is predicted by itself
         bytes_per_row = max(1, self.samples * self.measure(inputs).output_bytes_per_row)
-        limit = min(self.max_rows(inputs), GROUP_BYTES // bytes_per_row)
+        # outputs of all samples: 65,536 rows of 64 samples and two classes
+        limit = min(self.max_rows(inputs), 2**25 // bytes_per_row)
         # adaptive sampling drops converged inputs, so it needs many at a time to fill its passes
         return max(limit, 0 if self.options.adaptive is None else 4096)
 
@@ -272,12 +271,12 @@ class Prediction:
         """Warns, once per posterior, if a seed does not determine predictions, or if they depend on how inputs are batched."""
         text, layers = "", list[str]()
         if trace.dependence == "random":
-            text = (
-                "the network draws random numbers of its own, so predictions with the same seed differ; in evaluation mode turn off "
-                "functions such as F.dropout (training=self.training) and torch.randn"
+            problem = (
+                "the network draws random numbers in evaluation mode, so a seed does not fix predictions"
             )
+            text = f"{problem}; use F.dropout(x, p, self.training)"
         elif trace.dependence == "rows" and has_row_axis(inputs):
-            text = "the outputs of the network depend on the other rows of a batch, so predictions depend on how inputs are batched"
+            text = "the outputs of the network depend on the other rows of a batch, so predictions depend on batches"
             modules = self.model.named_modules()
             layers = [
                 name
@@ -300,15 +299,11 @@ class Prediction:
         # the exception is gone here, and with it the tensors of the failed pass
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
+        text = f"memory ran out with {pluralize(num_rows, 'row')} in a pass"
         if num_rows <= 1:
-            text = "memory ran out with a single row in the pass; free memory on the device or use a lower precision"
-            raise FlowBNNError(text, kind="memory")
+            raise FlowBNNError(f"{text}; free memory, or lower the precision", kind="memory")
         self.row_limit = max(1, num_rows // 2)
-        self.warn_once(
-            "memory",
-            f"memory ran out with {num_rows} rows in a pass; continuing with {self.row_limit} (set max_batch to start there)",
-            rows=num_rows,
-        )
+        self.warn_once("memory", f"{text}; continuing with max_batch={self.row_limit}", rows=num_rows)
         return None
 
     def run(
@@ -364,7 +359,7 @@ class Prediction:
         """
         name = first_nonfinite_tensor(self.model.named_parameters())
         if name is not None:
-            return f"parameter '{name}' has NaN or infinite values; load or train the posterior again"
+            return f"parameter '{name}' is not finite; load or train the posterior again"
         network, half = self.clone, AUTOCAST_DTYPES.get(precision)
         layers: dict[torch.dtype | None, str] = {}
         for dtype in {None, half}:
@@ -380,7 +375,7 @@ class Prediction:
         if half is not None and None not in layers:
             return f"{layers.get(half, 'a layer')} overflows in {precision}; use precision='32-true'"
         layer = layers.get(None, "a layer")
-        return f"{layer} returns NaN or infinite values; check its weights, and inputs far from the training data"
+        return f"{layer} returns NaN or infinity; check its weights, and inputs far from the data"
 
 
 def even_size(count: int, limit: int) -> int:
@@ -392,8 +387,8 @@ def even_size(count: int, limit: int) -> int:
 def check_rows(outputs: Tensor, count: int) -> Tensor:
     """Returns the outputs. Raises FlowBNNError unless they have ``count`` rows."""
     if outputs.shape[:1] != (count,):
-        text = f"the network returned shape {tuple(outputs.shape)} for {pluralize(count, 'row')}; use inputs[None] for one example"
-        raise FlowBNNError(text, kind="shape")
+        hint = "use inputs[None] for one example"
+        check_shape("the network's output", outputs, (count, "..."), hint, argument=None)
     return outputs
 
 

@@ -86,7 +86,7 @@ class BatchNormInEvaluation(torch.autograd.Function):
     def vmap(info: Any, in_dims: tuple[Samples, ...], x: Tensor, *statistics: Any) -> tuple[Tensor, int]:
         samples, *others = in_dims
         if samples is None or any(axis is not None for axis in others):
-            raise RuntimeError("the statistics of a BatchNorm layer depend on the sample")
+            raise RuntimeError("BatchNorm statistics depend on the sample")
         x = x.movedim(samples, 0)
         outputs = BatchNormInEvaluation.apply(x.flatten(0, 1), *statistics)
         return outputs.unflatten(0, x.shape[:2]), 0

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from flowbnn.batches import call
-from flowbnn.errors import FlowBNNError, pluralize
+from flowbnn.errors import FlowBNNError, check_name, check_shape, pluralize, value_error
 from flowbnn.likelihoods import Gaussian, Likelihood, append_log_variance
 from flowbnn.networks import deepcopy_network
 from flowbnn.options import Bounds, SampleCount, check, checked
@@ -49,6 +49,38 @@ def named_parts(vectors: Tensor, shapes: Mapping[str, Sequence[int]]) -> dict[st
     pieces = vectors.split([math.prod(shape) for shape in shapes.values()], -1)
     named = zip(shapes.items(), pieces, strict=True)
     return {name: piece.reshape((*vectors.shape[:-1], *shape)) for (name, shape), piece in named}
+
+
+class PointPosterior(Posterior):
+    """Single network with the interface of a posterior.
+
+    >>> import torch
+    >>> from flowbnn.likelihoods import Categorical
+    >>> posterior = PointPosterior(nn.Linear(2, 3), Categorical())
+    >>> posterior.predict(torch.zeros(5, 2)).num_samples
+    1
+    """
+
+    kind = "point"
+    default_samples = 1
+    supports_compile = True
+
+    def outputs(self, inputs: Any, samples: range, prediction: Prediction) -> Tensor:
+        """Returns the outputs of the network, once per sample."""
+        forward = partial(compiled_forward, prediction, {})
+        outputs = prediction.run(inputs, [forward] if prediction.options.compile is True else None)
+        return outputs.expand(len(samples), *(-1,) * (outputs.ndim - 1))
+
+    @checked
+    def networks(self, samples: SampleCount, seed: int | None = None) -> list[nn.Module]:
+        """Returns copies of the network."""
+        return [deepcopy_network(self.model).eval() for _ in range(samples)]
+
+    @checked
+    def draws(self, samples: SampleCount, seed: int | None = None) -> dict[str, Tensor]:
+        """Returns the weights of the network, ``samples`` times."""
+        parameters = self.model.named_parameters()
+        return {name: value.detach().expand(samples, *value.shape).clone() for name, value in parameters}
 
 
 class SwappedTensors:
@@ -228,7 +260,7 @@ class MemberPosterior(WeightPosterior):
         super().__init__(model, likelihood, history)
         self.check_members(members)
         if not members:
-            raise FlowBNNError("a MemberPosterior needs at least one member", kind="shape")
+            raise value_error("members", "one or more", 0, kind="shape", argument=None)
         self.log_noise = log_noise
         if log_noise is not None and isinstance(likelihood, Gaussian):
             with torch.no_grad():
@@ -332,8 +364,9 @@ def check_members(like: nn.Module | Mapping[str, Tensor], members: Mapping[str, 
     tensors = _named_tensors(like) if isinstance(like, nn.Module) else like
     sizes = {len(value) for value in members.values()}
     if len(sizes) > 1 or 0 in sizes:
-        text = f"members must have the same positive number of every weight, got {sorted(sizes)}"
-        raise FlowBNNError(text, kind="shape")
+        raise value_error(
+            "members", "equally many of each weight", sorted(sizes), kind="shape", argument=None
+        )
     for name, value in members.items():
-        if name not in tensors or value.shape[1:] != tensors[name].shape:
-            raise FlowBNNError(f"weights '{name}' of the members do not fit the network", kind="shape")
+        check_name(name, tensors, "weight", kind="shape")
+        check_shape(name, value, ("members", *tensors[name].shape), argument=None)

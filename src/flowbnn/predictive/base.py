@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from flowbnn import plots
-from flowbnn.errors import FlowBNNError, check_entries, check_shape
-from flowbnn.metrics.checks import to_floating_point
+from flowbnn.errors import FlowBNNError, check_entries, check_shape, nonfinite_error
+from flowbnn.metrics.checks import check_integers, to_floating_point
 from flowbnn.numerics import is_concrete
-from flowbnn.options import Bounds, Hint, check, checked
+from flowbnn.options import Bounds, Hint, NonEmpty, Probability, UnitInterval, check, checked
 
 ABSTAIN = -1
 """Label of inputs for which a predictive of classes abstains. Real values are NaN there."""
@@ -58,7 +58,9 @@ class Predictive(ABC):
 
     uncertainties: tuple[str, ...] = ()
     normalized_uncertainties: tuple[str, ...] = ()  # uncertainties with values in [0, 1]
-    has_summary: bool = True  # False if predictions over large loaders keep their samples
+    # properties that predictions over large loaders keep instead of their samples; without any they keep the samples
+    summary_properties: tuple[str, ...] = ()
+    summary_scores: tuple[str, ...] = ()  # methods of the targets, whose results they keep
     _tensors: tuple[Tensor, ...]
     _sample_counts: Tensor | None = None  # [1, B], or None if all inputs have S samples
     shape: tuple[int, ...] | None = None  # shape of a target, or None for [K]
@@ -248,9 +250,11 @@ def check_finite_samples(invalid: Tensor) -> None:
         invalid: Mask ``[S, B, ...]`` of values that are not finite.
     """
     if is_concrete(invalid) and invalid.any():
-        inputs, total = int(invalid.flatten(2).any(-1).any(0).sum()), invalid.shape[1]
-        text = f"samples are not finite for {inputs} of {total} inputs; look for NaN in the inputs or weights"
-        raise NonFiniteSamplesError(text, kind="not finite", inputs=inputs, total=total)
+        finite, hint = ~invalid.flatten(2).any(-1).any(0), "look for NaN in inputs or weights"
+        fields: dict[str, Any] = {"inputs": int((~finite).sum()), "total": len(finite)}
+        raise nonfinite_error(
+            "the samples", finite, hint, cls=NonFiniteSamplesError, kind="not finite", **fields
+        )
 
 
 def check_samples(
@@ -289,8 +293,7 @@ def check_samples(
         return values, None
     samples, inputs = values.shape[:2]
     check_shape("sample_counts", sample_counts, (inputs,))
-    if sample_counts.is_floating_point():
-        raise FlowBNNError("sample_counts must be integers", kind="shape", argument="sample_counts")
+    check_integers("sample_counts", sample_counts)
     valid = (sample_counts >= 1) & (sample_counts <= samples)
     check_entries("sample_counts", sample_counts, valid, f"from 1 to {samples}")
     return values, sample_counts.to(values.device, torch.int64).unsqueeze(0)
@@ -308,7 +311,6 @@ def quantile_levels(q: float | Sequence[float] | Tensor, closed: bool) -> list[f
     """
     values = q.flatten().tolist() if isinstance(q, Tensor) else [q] if isinstance(q, int | float) else q
     levels = [float(level) for level in values]
-    if not levels or not all(0.0 <= level <= 1.0 if closed else 0.0 < level < 1.0 for level in levels):
-        interval = "[0, 1]" if closed else "(0, 1)"
-        raise FlowBNNError(f"q needs levels in {interval}, got {levels}", kind="range", argument="q")
+    level_type = UnitInterval if closed else Probability
+    check("q", levels, Annotated[Sequence[level_type], NonEmpty()], kind="range")  # type: ignore[valid-type]
     return levels

@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from flowbnn import plots
-from flowbnn.errors import FlowBNNError
 from flowbnn.metrics import (
     ReliabilityBin,
     RiskCoverage,
@@ -23,10 +22,10 @@ from flowbnn.metrics import (
 from flowbnn.metrics.checks import (
     IGNORED,
     check_classes,
+    check_hard_labels,
     check_probabilities,
     expected_value,
     mean_as_float,
-    nothing_to_predict,
 )
 from flowbnn.options import Count, Probability, checked
 from flowbnn.predictive.base import Decision, Predictive, check_finite_samples, check_samples, quantile_levels
@@ -57,6 +56,37 @@ class CategoricalPredictive(Predictive):
 
     uncertainties = ("entropy", "risk", "epistemic", "total_variance", "aleatoric")
     normalized_uncertainties = ("entropy", "risk")
+    summary_properties = (
+        "sample_counts",
+        "standard_error",
+        "sampling_error",
+        "log_probabilities",
+        "variance",
+        "expected_entropy",
+        "mutual_information",
+        "probabilities",
+        "labels",
+        "confidence",
+        "risk",
+        "total_variance",
+        "entropy",
+        "aleatoric",
+        "epistemic",
+        "confidence_error",
+        "decision_strength",
+        "energy",
+    )
+    # properties of positions that the mean probabilities do not determine; the others are computed from these
+    position_properties = (
+        "sample_counts",
+        "sampling_error",
+        "log_probabilities",
+        "mutual_information",
+        "expected_entropy",
+        "total_variance",
+        "confidence_error",
+        "energy",
+    )
 
     @checked
     def __init__(self, logits: Tensor, sample_counts: Tensor | None = None) -> None:
@@ -378,8 +408,6 @@ class CategoricalPredictive(Predictive):
         nll = self._position_nll(targets)  # in the log domain, where probabilities do not underflow
         if targets.ndim > 1 and not targets.is_floating_point():
             nll = nll[targets != IGNORED]
-            if not nll.numel():
-                raise nothing_to_predict(targets.numel())
         return {
             "accuracy": accuracy(self.probabilities, targets),
             "nll": mean_as_float(nll),
@@ -418,9 +446,7 @@ def risk_coverage_of(targets: Tensor, labels: Tensor, uncertainty: Tensor) -> Ri
     Raises:
         FlowBNNError: If the targets are soft labels.
     """
-    if targets.is_floating_point():
-        text = "risk_coverage needs class indices, got soft labels; use targets.argmax(-1)"
-        raise FlowBNNError(text, kind="targets", argument="targets")
+    check_hard_labels(targets, "risk_coverage")
     scored = targets != IGNORED
     return risk_coverage(uncertainty[scored], (labels == targets)[scored])
 

@@ -45,6 +45,17 @@ class ContinuousPredictive(Predictive):
     """
 
     uncertainties = ("std", "epistemic", "variance", "aleatoric")
+    summary_properties: tuple[str, ...] = (
+        "sample_counts",
+        "standard_error",
+        "sampling_error",
+        "mean",
+        "aleatoric",
+        "epistemic",
+        "variance",
+        "std",
+    )
+    summary_scores = ("nll", "crps", "cdf", "covered")
     can_rescale: bool = True  # False if the predictive has no rescale
     _values_per_point: int = 1  # numbers that the densities of one point need, for the size of a chunk
 

@@ -8,7 +8,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from flowbnn.errors import FlowBNNError, check_entries, check_shape
+from flowbnn.errors import check_entries, check_shape, requirement_error
 from flowbnn.options import Probability, checked
 from flowbnn.predictive.base import check_finite_samples, check_samples
 from flowbnn.predictive.continuous import ContinuousPredictive, Interval, gauss_legendre
@@ -131,10 +131,8 @@ class CountPredictive(ContinuousPredictive):
         return torch.poisson(rate, generator=generator)
 
     def _rescaled(self, center: Tensor, factor: float | Tensor) -> NoReturn:
-        text = (
-            "counts cannot be rescaled by a temperature; use fb.calibrate, or likelihood='negative_binomial'"
-        )
-        raise FlowBNNError(text, kind="unsupported", argument="likelihood")
+        hint = "use fb.calibrate"
+        raise requirement_error("a temperature", "real values", "counts", hint, argument="likelihood")
 
     def _gaussian_tensors(self, mean: Tensor, variance: Tensor) -> Sequence[Tensor]:
         return mean + 0.5 * variance, variance.expm1().clamp_min(1e-12).log()
@@ -180,8 +178,7 @@ class CountPredictive(ContinuousPredictive):
 
     def hdr(self, mass: Probability = 0.9) -> Interval:
         """Raises FlowBNNError, because highest density regions are for densities. Use :meth:`interval`."""
-        text = "counts have no highest density region; use interval"
-        raise FlowBNNError(text, kind="unsupported")
+        raise requirement_error("hdr", "a density", "counts", "use interval")
 
 
 def count_log_prob(log_mean: Tensor, log_dispersion: Tensor, counts: Tensor) -> Tensor:
@@ -211,9 +208,8 @@ def count_log_prob(log_mean: Tensor, log_dispersion: Tensor, counts: Tensor) -> 
 
 def check_counts(targets: Tensor) -> None:
     """Raises FlowBNNError if targets are negative or have fractions."""
-    hint = "use likelihood='gaussian' for real numbers"
-    check_entries("targets", targets, targets >= 0, "counts of at least 0", hint, kind="targets")
-    check_entries("targets", targets, targets == targets.round(), "integer counts", hint, kind="targets")
+    valid = (targets >= 0) & (targets == targets.round())
+    check_entries("targets", targets, valid, "counts", "use likelihood='gaussian'", kind="targets")
 
 
 def _negative_binomial_cdf(mean: Tensor, log_dispersion: Tensor, counts: Tensor, upper: bool) -> Tensor:

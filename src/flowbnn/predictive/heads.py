@@ -1,14 +1,14 @@
 """Predictive distribution of several targets with predictives of their own."""
 
 from collections.abc import Callable, ItemsView, Iterator, KeysView, Mapping, Sequence, ValuesView
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor
 
-from flowbnn.errors import FlowBNNError, nearest
+from flowbnn.errors import check_name
 from flowbnn.metrics.checks import mean_as_float
-from flowbnn.options import Count, checked
+from flowbnn.options import Count, check, checked
 from flowbnn.predictive.base import Predictive
 
 TargetSplit = Callable[[Any], Mapping[str, Tensor]]
@@ -34,7 +34,6 @@ class HeadsPredictive(Predictive):
     tensor([2.0176, 2.0176])
     """
 
-    has_summary = False
     can_rescale = False
 
     def __init__(self, heads: Mapping[str, Any], split: TargetSplit) -> None:
@@ -70,10 +69,7 @@ class HeadsPredictive(Predictive):
         """Returns the predictive of a head by its name, or the predictive of some inputs."""
         if not isinstance(index, str):
             return self._map(lambda head: head[index])
-        if index not in self._heads:
-            raise FlowBNNError(
-                f"there is no head '{index}'{nearest(index, self._heads)}", kind="head", argument=index
-            )
+        check_name(index, self._heads, "head", kind="head", argument=index)
         return self._heads[index]
 
     def _map(self, function: Callable[[Any], Any]) -> Self:
@@ -162,11 +158,10 @@ class HeadsPredictive(Predictive):
         Args:
             by: Name of the head and of its uncertainty, one of :attr:`uncertainties`.
         """
-        for name, head in self.items():
-            for each in head.uncertainties:
-                if by == f"{name}_{each}":
-                    return head.uncertainty(each)
-        raise FlowBNNError(f"unknown uncertainty '{by}'{nearest(by, self.uncertainties)}", argument="by")
+        check("by", by, Literal[self.uncertainties])
+        heads = {f"{name}_{each}": (head, each) for name, head in self.items() for each in head.uncertainties}
+        head, name = heads[by]
+        return head.uncertainty(name)
 
     def decide(
         self, abstain_above: Mapping[str, float], by: Mapping[str, str] | None = None

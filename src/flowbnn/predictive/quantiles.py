@@ -46,7 +46,7 @@ class QuantilePredictive(ContinuousPredictive):
         filled = self._fill_missing(values, 1.0)
         check_finite_samples(~torch.isfinite(filled).all(-1))
         ascending = self._fill_missing(values.diff(dim=-1), 1.0) > 0
-        check_entries("values", values.diff(dim=-1), ascending, "in ascending order of levels")
+        check_entries("values", values.diff(dim=-1), ascending, "ascending")
         self._tensors = self._fill_missing(values, math.nan), normals
 
     @property

@@ -6,7 +6,7 @@ position, from which the other properties are computed on demand.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -19,51 +19,15 @@ from flowbnn.options import check
 from flowbnn.predictive.base import Decision, Predictive
 from flowbnn.predictive.categorical import CategoricalPredictive, entropy_of, risk_coverage_of
 
-COMMON: tuple[str, ...] = ("sample_counts", "standard_error", "sampling_error")
-CLASSES: tuple[str, ...] = (
-    *COMMON,
-    "log_probabilities",
-    "variance",
-    "expected_entropy",
-    "mutual_information",
-    "probabilities",
-    "labels",
-    "confidence",
-    "risk",
-    "total_variance",
-    "entropy",
-    "aleatoric",
-    "epistemic",
-    "confidence_error",
-    "decision_strength",
-    "energy",
-)
-# properties of positions that the mean probabilities do not determine; the others are computed from these
-POSITIONS: tuple[str, ...] = (
-    "sample_counts",
-    "sampling_error",
-    "log_probabilities",
-    "mutual_information",
-    "expected_entropy",
-    "total_variance",
-    "confidence_error",
-    "energy",
-)
-DERIVED: dict[str, Callable[[Any], Tensor]] = {
-    "probabilities": lambda summary: summary.log_probabilities.exp(),
-    "labels": lambda summary: summary.log_probabilities.argmax(-1),
-    "confidence": lambda summary: summary.log_probabilities.amax(-1).exp(),
-    "risk": lambda summary: 1.0 - summary.confidence,
-    "entropy": lambda summary: entropy_of(summary.log_probabilities),
-    "aleatoric": lambda summary: summary.expected_entropy,
-    "epistemic": lambda summary: summary.mutual_information,
-}
-REAL_VALUES = (*COMMON, "mean", "aleatoric", "epistemic", "variance", "std")
-SCORES = ("nll", "crps", "cdf", "covered")  # methods of targets that need the samples of real values
-
 
 class MissingSamples(FlowBNNError, AttributeError):
     """Raised if a summary is asked for something that needs samples. ``hasattr`` returns False for it."""
+
+    @classmethod
+    def of(cls, name: str) -> "MissingSamples":
+        """Returns the error about a property or method that needs samples."""
+        text = f"{name} needs samples, which were not kept; use predict(..., keep_samples=True)"
+        return cls(text, kind="samples", argument="keep_samples")
 
 
 class PredictionSummary:
@@ -84,8 +48,19 @@ class PredictionSummary:
     (True, PredictionSummary(CategoricalPredictive, inputs=1))
     >>> summary.quantiles(0.5)
     Traceback (most recent call last):
-    flowbnn.predictive.summary.MissingSamples: this prediction has no 'quantiles', because its samples were not kept; ...
+    flowbnn.predictive.summary.MissingSamples: quantiles needs samples, which were not kept; use predict(..., keep_samples=True)
     """
+
+    # properties of classes that the mean probabilities determine
+    _derived: ClassVar[dict[str, Callable[[Any], Tensor]]] = {
+        "probabilities": lambda summary: summary.log_probabilities.exp(),
+        "labels": lambda summary: summary.log_probabilities.argmax(-1),
+        "confidence": lambda summary: summary.log_probabilities.amax(-1).exp(),
+        "risk": lambda summary: 1.0 - summary.confidence,
+        "entropy": lambda summary: entropy_of(summary.log_probabilities),
+        "aleatoric": lambda summary: summary.expected_entropy,
+        "epistemic": lambda summary: summary.mutual_information,
+    }
 
     def __init__(
         self, values: Mapping[str, Tensor], scores: Mapping[str, Tensor], kind: type[Predictive]
@@ -98,11 +73,10 @@ class PredictionSummary:
             raise AttributeError(name)
         if name in self._values:
             return self._values[name]
-        if name in DERIVED and "log_probabilities" in self._values:
-            return DERIVED[name](self)
+        if name in self._derived and "log_probabilities" in self._values:
+            return self._derived[name](self)
         if hasattr(self._kind, name):
-            text = f"this prediction has no '{name}', because its samples were not kept; use keep_samples=True in predict"
-            raise MissingSamples(text, kind="samples", argument="keep_samples")
+            raise MissingSamples.of(name)
         raise AttributeError(f"{self._kind.__name__} has no attribute {name!r}")
 
     def __len__(self) -> int:
@@ -237,8 +211,7 @@ class PredictionSummary:
             or stored.numel() != targets.numel()
             or not bool((stored == targets.view_as(stored)).all())
         ):
-            text = f"'{name}' of other targets needs the samples of the prediction; use keep_samples=True in predict"
-            raise FlowBNNError(text, kind="samples", argument="keep_samples")
+            raise MissingSamples.of(f"{name} of other targets")
         return self._scores[name]
 
     def evaluate(self, targets: Tensor) -> dict[str, float]:
@@ -264,20 +237,18 @@ def summarize(predictive: Any, targets: Tensor | None = None) -> PredictionSumma
         predictive: Prediction with samples.
         targets: Targets of the inputs, whose scores are computed while there are samples.
     """
-    if not getattr(predictive, "has_summary", True):
+    names = getattr(predictive, "summary_properties", ())
+    if not names:
         return None
-    classes = isinstance(predictive, CategoricalPredictive)
-    if not classes and not all(hasattr(type(predictive), name) for name in (*SCORES, *REAL_VALUES)):
-        return None
-    names = CLASSES if classes else REAL_VALUES
-    if classes and predictive.log_samples.ndim > 3:
-        names = POSITIONS
+    if isinstance(predictive, CategoricalPredictive) and predictive.log_samples.ndim > 3:
+        names = predictive.position_properties
     values = {name: getattr(predictive, name) for name in names}
     if predictive.log_density is not None:
         values["log_density"] = predictive.log_density
     scores: dict[str, Tensor] = {}
-    if targets is not None and not classes:
-        scores = {name: getattr(predictive, name)(targets) for name in SCORES} | {"targets": targets}
+    if targets is not None and predictive.summary_scores:
+        scores = {name: getattr(predictive, name)(targets) for name in predictive.summary_scores}
+        scores["targets"] = targets
     return PredictionSummary(values, scores, type(predictive))
 
 

@@ -17,7 +17,6 @@ from flowbnn.predictive.base import check_finite_samples, check_samples
 from flowbnn.predictive.continuous import ContinuousPredictive, gauss_legendre
 
 EULER_GAMMA = 0.5772156649015329  # minus the mean of a standard Gumbel variable of minima
-MAX_EXPONENT = 30.0  # beyond it, exp(z) continues along its tangent, so that gradients stay finite
 
 
 class SurvivalPredictive(ContinuousPredictive):
@@ -33,7 +32,7 @@ class SurvivalPredictive(ContinuousPredictive):
         shape: Shape of a time, ``()`` for a number.
     """
 
-    has_summary = False  # scores of censored times need the samples
+    summary_properties = ()  # scores of censored times need the samples
 
     @checked
     def __init__(
@@ -248,7 +247,9 @@ class WeibullPredictive(SurvivalPredictive):
 
     @staticmethod
     def standard_log_survival(z: Tensor) -> Tensor:
-        inner = z.clamp_max(MAX_EXPONENT)
+        inner = z.clamp_max(
+            30.0
+        )  # beyond it, exp(z) continues along its tangent, so that gradients stay finite
         return -inner.exp() * (1.0 + (z - inner))
 
     @staticmethod
@@ -278,12 +279,10 @@ class WeibullPredictive(SurvivalPredictive):
 def check_survival(targets: Tensor) -> None:
     """Raises FlowBNNError if targets ``[B, 2]`` are no positive times with event indicators 0 or 1."""
     times, events = targets.unbind(1)
-    check_entries("targets", times, times > 0, "positive times in the first column", kind="targets")
+    fields = {"kind": "targets", "argument": "targets"}
+    check_entries("times targets[:, 0]", times, times > 0, "positive", **fields)
     valid = (events == 0) | (events == 1)
-    hint = "1 for an observed event, 0 for a censored time"
-    check_entries(
-        "targets", events, valid, "event indicators 0 or 1 in the second column", hint, kind="targets"
-    )
+    check_entries("events targets[:, 1]", events, valid, "1, or 0 if censored", **fields)
 
 
 def concordance(predicted: Tensor, times: Tensor, events: Tensor) -> float:

@@ -14,10 +14,10 @@ inside, and predictions are in the units of the data.
 The module needs scikit-learn, which ``import flowbnn`` does not: ``pip install flowbnn[sklearn]``.
 """
 
-try:
+from flowbnn.errors import optional_import
+
+with optional_import("flowbnn.sklearn", "scikit-learn", "flowbnn[sklearn]"):
     import sklearn.base  # noqa: F401
-except ImportError as error:
-    raise ImportError("flowbnn.sklearn needs scikit-learn: pip install flowbnn[sklearn]") from error
 
 from flowbnn.sklearn.classifier import BayesianClassifier
 from flowbnn.sklearn.regressor import BayesianRegressor

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from flowbnn.batches import dtype_of
 from flowbnn.data import TensorLoader
-from flowbnn.errors import FlowBNNError, nearest
+from flowbnn.errors import check_name, value_error
 from flowbnn.likelihoods import Likelihood, RealLikelihood
 from flowbnn.methods import MAP, METHODS, Calibrator, Method, Posterior, Temperature
 from flowbnn.models import PeriodicEmbedding
@@ -47,11 +47,12 @@ PARAMETERS: dict[str, Any] = {  # valid values, checked by fit
     "verbose": bool,
     "fit_options": Mapping[str, Any] | None,
 }
-MAX_ROWS = 8192  # rows of one prediction, which bounds the memory of its samples
 
 
 class BayesianEstimator(BaseEstimator):
     """Base class of both estimators, see :class:`~flowbnn.sklearn.BayesianClassifier` for the parameters."""
+
+    _max_rows = 8192  # rows of one prediction, which bounds the memory of its samples
 
     def __init__(
         self,
@@ -135,8 +136,8 @@ class BayesianEstimator(BaseEstimator):
         if isinstance(calibrator, str):
             calibrator = find_method(calibrator, "calibrate")()
         if not isinstance(calibrator, Calibrator) or isinstance(method, Calibrator):
-            text = f"calibrate needs a calibrator of another method, got {calibrator!r} and method={method!r}; set calibrate=True"
-            raise FlowBNNError(text, kind="value", argument="calibrate")
+            value = f"{calibrator!r} with method={method!r}"
+            raise value_error("calibrate", "a calibrator of another method", value, "set calibrate=True")
         return replace(calibrator, method=method)
 
     def _make_network(self, num_inputs: int, num_outputs: int) -> nn.Module:
@@ -179,7 +180,7 @@ class BayesianEstimator(BaseEstimator):
     def _map_rows(self, X: Any, *functions: Callable[[Any], Tensor]) -> list[NDArray[Any]]:
         """Returns functions of the predictive distribution, each an array ``[N, ...]``, computed for some rows at a time."""
         parts = []
-        for rows in self._read_inputs(X).split(MAX_ROWS):
+        for rows in self._read_inputs(X).split(self._max_rows):
             predictive = self._predict_rows(rows)
             parts.append([function(predictive) for function in functions])
         return [torch.cat(values).numpy() for values in zip(*parts, strict=True)]
@@ -211,8 +212,7 @@ def find_method(name: str, argument: str) -> type[Method]:
     """
     key = ALIASES.get(name, name).replace("_", "-")
     if key not in METHODS:
-        text = f"unknown method '{name}'{nearest(name, [*ALIASES, *METHODS])}"
-        raise FlowBNNError(text, kind="value", argument=argument)
+        check_name(name, [*ALIASES, *METHODS], "method", argument=argument)
     return METHODS[key]
 
 

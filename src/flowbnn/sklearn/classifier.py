@@ -9,7 +9,7 @@ from sklearn.base import ClassifierMixin
 from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import column_or_1d, validate_data
 
-from flowbnn.errors import FlowBNNError
+from flowbnn.errors import requirement_error
 from flowbnn.options import Probability, check
 from flowbnn.sklearn.base import BayesianEstimator, draw_seed
 
@@ -72,8 +72,8 @@ class BayesianClassifier(ClassifierMixin, BayesianEstimator):
         check_classification_targets(y)
         self.classes_, labels = np.unique(column_or_1d(y, warn=True), return_inverse=True)
         if len(self.classes_) < 2:
-            text = f"y has only one class, {self.classes_.tolist()[0]!r}; BayesianClassifier needs at least 2 classes"
-            raise FlowBNNError(text, kind="targets", argument="y")
+            value, fields = f"one class ({self.classes_.tolist()[0]!r})", {"kind": "targets", "argument": "y"}
+            raise requirement_error("BayesianClassifier", "at least 2 classes", value, **fields)
         return self._fit(np.asarray(X), torch.from_numpy(labels).long(), "auto", len(self.classes_))
 
     def predict(self, X: ArrayLike) -> NDArray[Any]:

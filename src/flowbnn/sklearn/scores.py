@@ -7,7 +7,7 @@ import torch
 from sklearn.base import BaseEstimator, is_classifier
 from sklearn.pipeline import Pipeline
 
-from flowbnn.errors import FlowBNNError
+from flowbnn.errors import value_error
 
 
 def log_likelihood_score(estimator: BaseEstimator, X: Any, y: Any) -> float:
@@ -38,7 +38,6 @@ def log_likelihood_score(estimator: BaseEstimator, X: Any, y: Any) -> float:
         return float(predictive.log_prob(torch.from_numpy(np.array(y, dtype=np.float64))).mean())
     unknown = np.setdiff1d(y, estimator.classes_)
     if len(unknown):
-        text = f"y has labels that were not in the training data: {unknown[:5].tolist()}"
-        raise FlowBNNError(text, kind="targets", argument="y")
+        raise value_error("y", "in estimator.classes_", unknown[:5].tolist(), kind="targets")
     labels = np.searchsorted(estimator.classes_, np.asarray(y))
     return float(predictive.log_prob(torch.from_numpy(labels)).mean())

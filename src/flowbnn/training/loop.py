@@ -235,8 +235,8 @@ class TrainingRun:
         batches = self.iterate_epoch(position.epoch)
         for number in range(position.batches):
             if next(batches, END) is END:
-                done = f"{position.batches} batches of epoch {position.epoch + 1}"
-                text = f"'{self.path}' had done {done}, but this loader has {number}; use the same data and batch size"
+                place = f"batch {position.batches} of epoch {position.epoch + 1}"
+                text = f"'{self.path}' is from {place}, this loader has {number}; restore it, or use resume=False"
                 raise FlowBNNError(text, kind="checkpoint", argument="loader")
         if position.batches and state.last_step_rng is not None:
             self.random.restore(state.last_step_rng)
@@ -398,7 +398,7 @@ class TrainingRun:
         """Validates, records the epoch, and applies the schedule, early stopping and the checkpoint."""
         position = self.position
         if position.batches == 0:
-            text = f"the loader has no batch in epoch {position.epoch + 1}: it is empty, or an iterator that serves one epoch only"
+            text = f"epoch {position.epoch + 1} has no batches; iterators serve only one"
             raise FlowBNNError(text, kind="loader", argument="loader")
         self.synchronize()
         self.process.synchronize_buffers(self.objective)

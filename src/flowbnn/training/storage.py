@@ -28,10 +28,7 @@ from torch import Tensor
 from flowbnn.errors import FlowBNNError
 from flowbnn.options import File, checked
 
-FORMAT = 4  # version of the file format
-HEADER = "flowbnn"  # key of the document in the metadata of safetensors
 KIND = "__kind__"  # key of the type of an encoded value
-CHUNK_BYTES = 2**24  # bytes that are read at once for the checksum
 ReadBytes = Callable[[str], Iterable[bytes]]  # chunks of bytes of a tensor, by its name
 _file_numbers = count()  # threads may write the same file at once
 
@@ -63,8 +60,8 @@ def save_tensors(path: File, tensors: Mapping[str, Any], document: Mapping[str, 
     with atomic_write(path) as temporary:
         stored, aliases = _without_aliases(tensors)
         content = json.dumps({"aliases": aliases, "document": document, "order": list(tensors)})
-        header = json.dumps({"format": FORMAT, "checksum": _checksum(stored, content), "content": content})
-        save_file(stored, temporary, metadata={HEADER: header})
+        header = {"format": TensorFile.format, "checksum": _checksum(stored, content), "content": content}
+        save_file(stored, temporary, metadata={TensorFile.metadata_key: json.dumps(header)})
     return path
 
 
@@ -99,6 +96,10 @@ class TensorFile:
         views: Tensors by name, which stay on the disk until they are used.
     """
 
+    format = 4  # version of the file format
+    metadata_key = "flowbnn"  # key of the document in the metadata of safetensors
+    chunk_bytes = 2**24  # bytes that are read at once for the checksum
+
     def __init__(self, path: str | os.PathLike[str], weights: int | None = None) -> None:
         self.path = Path(path)
         with self.reading():
@@ -108,8 +109,8 @@ class TensorFile:
             header = self._open()
             if header is None:
                 raise FlowBNNError(f"'{path}' was not written by flowbnn", kind="file")
-            if header["format"] != FORMAT:
-                text = f"'{path}' has format {header['format']!r}, but this version reads {FORMAT}"
+            if header["format"] != self.format:
+                text = f"'{path}' has format {header['format']!r}, this version reads {self.format}"
                 raise FlowBNNError(text, kind="file")
             self.checksum, self.content = header["checksum"], header["content"]
             content = json.loads(self.content)
@@ -127,7 +128,7 @@ class TensorFile:
             self.identity, failure = _identity(self.path), None
             try:
                 with safe_open(self.path, framework="pt", device="cpu") as file:
-                    header = json.loads((file.metadata() or {}).get(HEADER, "null"))
+                    header = json.loads((file.metadata() or {}).get(self.metadata_key, "null"))
                     self.stored = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
             except (SafetensorError, ValueError, RuntimeError) as error:
                 failure = error
@@ -172,8 +173,8 @@ class TensorFile:
             def read_bytes(name: str) -> Iterator[bytes]:
                 start, stop = entries[name]["data_offsets"]
                 file.seek(8 + header_bytes + start)
-                for begin in range(start, stop, CHUNK_BYTES):
-                    yield file.read(min(CHUNK_BYTES, stop - begin))
+                for begin in range(start, stop, self.chunk_bytes):
+                    yield file.read(min(self.chunk_bytes, stop - begin))
 
             yield read_bytes
 

@@ -15,8 +15,6 @@ from torch.nn import functional as F
 from flowbnn.errors import check_entries
 from flowbnn.options import Ge, checked
 
-MIN_LOG_SCALE = -7.0  # otherwise a pixel that is always black would dominate the likelihood
-
 
 class Decoder(nn.Module, ABC):
     """Base class for decoders: the distribution of examples given the outputs of a network.
@@ -25,9 +23,11 @@ class Decoder(nn.Module, ABC):
 
     Attributes:
         outputs_per_number: Number of outputs of the network for each number of an example.
+        min_log_scale: Smallest logarithm of a scale. Otherwise a pixel that is always black would dominate the likelihood.
     """
 
     outputs_per_number: int = 1
+    min_log_scale: float = -7.0
 
     @abstractmethod
     def log_prob(self, outputs: Tensor, x: Tensor) -> Tensor:
@@ -89,7 +89,7 @@ class GaussianDecoder(Decoder):
         self.log_scale = nn.Parameter(torch.zeros(()))
 
     def log_prob(self, outputs: Tensor, x: Tensor) -> Tensor:
-        log_scale = self.log_scale.clamp(min=MIN_LOG_SCALE)
+        log_scale = self.log_scale.clamp(min=self.min_log_scale)
         error = ((x - outputs) * (-log_scale).exp()).square()
         return -0.5 * (error + 2.0 * log_scale + math.log(2.0 * math.pi)).flatten(1).sum(1)
 
@@ -97,7 +97,7 @@ class GaussianDecoder(Decoder):
         return outputs
 
     def sample(self, outputs: Tensor) -> Tensor:
-        return outputs + self.log_scale.clamp(min=MIN_LOG_SCALE).exp() * torch.randn_like(outputs)
+        return outputs + self.log_scale.clamp(min=self.min_log_scale).exp() * torch.randn_like(outputs)
 
 
 class LogisticDecoder(Decoder):
@@ -131,7 +131,7 @@ class LogisticDecoder(Decoder):
         """Returns the two parameters of the logistic distribution in the units of the data."""
         mean, log_scale = outputs.chunk(2, 1)
         half = 0.5 * (self.levels - 1)
-        return half * (1.0 + mean), log_scale.clamp(MIN_LOG_SCALE, 5.0) + math.log(half)
+        return half * (1.0 + mean), log_scale.clamp(self.min_log_scale, 5.0) + math.log(half)
 
     def log_prob(self, outputs: Tensor, x: Tensor) -> Tensor:
         mean, log_scale = self._location_and_log_scale(outputs)

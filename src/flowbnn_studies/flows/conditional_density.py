@@ -67,10 +67,10 @@ class Settings:
     sets: tuple[str, ...] = tuple(SETS)
     train: Count = 2000
     test: Count = 2000
-    rows: Count = 40_000
+    rows: Count = 20_000
     hidden: tuple[int, ...] = (64, 64)
-    epochs: Count = 200
-    batch: Count = 128
+    epochs: Count = 100
+    batch: Count = 256
     lr: Positive = 2e-3
     bins: Count = 8
     components: Count = 5

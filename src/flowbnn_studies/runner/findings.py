@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from flowbnn import errors
 from flowbnn.compare.results import SeedResults, best_first, figure, format_means, summary
 from flowbnn.diagnostics import marginal
-from flowbnn.diagnostics.noise_chains import MAX_RHAT
+from flowbnn.diagnostics.noise_chains import NoiseChains
 from flowbnn.errors import FlowBNNError
 from flowbnn.noise import noise_layers
 from flowbnn.noise.flow_noise import InputNoise
@@ -385,7 +385,7 @@ def sign_flip_p_value(differences: Sequence[float]) -> float:
 
 def have_converged(rhat: float | None) -> bool:
     """Returns True if the chains can be treated as the exact posterior. An infinite R-hat is stored as None."""
-    return rhat is not None and rhat <= MAX_RHAT
+    return rhat is not None and rhat <= NoiseChains.max_rhat
 
 
 def drop_unconverged(numbers: Mapping[str, Any]) -> dict[str, Any]:
@@ -409,8 +409,8 @@ def describe_convergence(chains: Iterable[tuple[str, float | None]]) -> str:
         for name, rhat in chains
         if not have_converged(rhat)
     ]
-    text = f"Excluded from the comparison because R-hat is above {MAX_RHAT}: {', '.join(unconverged)}."
-    return text if unconverged else f"All chains have an R-hat of at most {MAX_RHAT}."
+    text = f"Excluded from the comparison because R-hat is above {NoiseChains.max_rhat}: {', '.join(unconverged)}."
+    return text if unconverged else f"All chains have an R-hat of at most {NoiseChains.max_rhat}."
 
 
 def mark_trial(results: dict[str, Any], generated: bool = False) -> dict[str, Any]:

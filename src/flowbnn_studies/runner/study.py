@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, is_dataclass, replace
 from fnmatch import fnmatchcase
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
@@ -24,6 +23,7 @@ from flowbnn.errors import FlowBNNError, nearest
 from flowbnn.fit import fit
 from flowbnn.methods import MLE, PointPosterior, Posterior
 from flowbnn.noise import Recipe
+from flowbnn.version import __version__
 
 NETWORK_FILE = "posterior.safetensors"
 GPUS = ("cuda", "gpu")  # names of the accelerators for which torch's device is "cuda"
@@ -160,7 +160,7 @@ class Job:
         names = ("study", "variant", "seed", "start_from", "accelerator", "precision")
         settings = relevant(self.variant) if relevant else asdict(self.settings)
         fields = {name: getattr(self, name) for name in names}
-        return to_plain_values({**fields, "settings": settings, "flowbnn": version("flowbnn")})
+        return to_plain_values({**fields, "settings": settings, "flowbnn": __version__})
 
     def load_result(self, network: bool = False, anywhere: bool = False) -> dict[str, Any] | None:
         """Returns the result of an earlier run of the same job, or None.

@@ -135,7 +135,7 @@ def test_scaling_minimizes_the_penalized_likelihood(calibrator, network):
 
 def test_vector_scaling_corrects_factors_and_offsets():
     source = torch.Generator().manual_seed(0)
-    logits = (2.0 * torch.randn(20_000, 3, generator=source)).log_softmax(-1)
+    logits = (2.0 * torch.randn(5_000, 3, generator=source)).log_softmax(-1)
     truth = (logits * torch.tensor([0.5, 1.0, 1.5]) + torch.tensor([0.5, 0.0, -0.5])).log_softmax(-1)
     samples = torch.multinomial(truth.exp(), 1, generator=source)[:, 0]
     identity = PointPosterior(nn.Identity(), fb.likelihoods.Categorical())

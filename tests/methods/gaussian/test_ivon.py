@@ -7,7 +7,9 @@ import torch
 from torch import nn
 
 import flowbnn as fb
+from flowbnn.data import TensorLoader, clusters
 from flowbnn.methods.gaussian.ivon import OnlineNewton
+from flowbnn.models import MLP
 
 X = torch.randn(40, 3, generator=torch.Generator().manual_seed(0))
 Y = (X.sum(1) > 0).long()
@@ -102,3 +104,11 @@ def test_noise_of_a_regression_is_learned():
     method = fb.IVON(epochs=400, lr=0.3)
     posterior = method.fit(nn.Linear(3, 1), [(X, targets)], progress=False, seed=0)
     assert fb.evaluate(posterior, (X, targets), samples=16)["rmse"] == pytest.approx(0.1, abs=0.05)
+
+
+def test_weights_do_not_diverge_on_small_data():
+    train, test = (clusters(n, 1.2, torch.Generator().manual_seed(seed)) for n, seed in ((200, 0), (1000, 1)))
+    torch.manual_seed(0)
+    loader = TensorLoader(*train, batch_size=50, shuffle=True)
+    posterior = fb.IVON(epochs=100).fit(MLP(2, (16, 16), 2), loader, progress=False, seed=0)
+    assert fb.evaluate(posterior, test, samples=32)["nll"] < 0.05

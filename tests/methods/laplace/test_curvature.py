@@ -11,6 +11,7 @@ from torch import nn
 import flowbnn as fb
 from flowbnn.methods.laplace.accumulators import input_patches
 from flowbnn.posterior import PredictOptions
+from slow_cases import mark_slow
 
 
 def test_curvature_of_logistic_regression_is_the_hessian():
@@ -166,10 +167,17 @@ def test_tied_weights_are_counted_once(structure):
     assert (error.value.kind, error.value.layer) == ("layer", "first")
 
 
-@pytest.mark.parametrize("kind", ["ggn", "fisher", "sampled"])
-@pytest.mark.parametrize("likelihood", ["categorical", "bernoulli", "gaussian"])
-def test_curvature_kinds(kind, likelihood):
+CURVATURES = [
+    f"{kind} {likelihood}"
+    for kind in ("ggn", "fisher", "sampled")
+    for likelihood in ("categorical", "bernoulli", "gaussian")
+]
+
+
+@pytest.mark.parametrize("case", mark_slow(CURVATURES, [*CURVATURES[:6], "sampled categorical"]))
+def test_curvature_kinds(case):
     """The empirical Fisher equals explicit gradients. The mean of the sampled curvature is the exact curvature."""
+    kind, likelihood = case.split()
     count, outputs = (40, 3) if likelihood == "categorical" else (40, 1)
     inputs = torch.randn(count, 2, dtype=torch.float64)
     targets = {

@@ -52,7 +52,7 @@ def explicit_curvature(network, names, likelihood, inputs, targets, kind):
     return total
 
 
-@pytest.mark.parametrize("kind", ["ggn", "fisher"])
+@pytest.mark.parametrize("kind", ["ggn", pytest.param("fisher", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("structure", "layers"), [("full", "last"), ("diag", "last"), ("diag", "all")])
 @pytest.mark.parametrize("problem", LIKELIHOODS)
 @pytest.mark.filterwarnings("ignore::flowbnn.errors.FlowBNNWarning")
@@ -105,7 +105,7 @@ def test_drawn_targets_estimate_the_curvature_without_bias():
 
 @pytest.mark.filterwarnings("ignore::flowbnn.errors.FlowBNNWarning")
 def test_too_many_exact_columns_are_refused(monkeypatch):
-    monkeypatch.setattr(accumulators, "MAX_COLUMNS", 50)
+    monkeypatch.setattr(accumulators.CurvatureAccumulator, "max_columns", 50)
     network, inputs, targets, likelihood = make_problem("pixels")
     options = {"likelihood": likelihood, "progress": False}
     with pytest.raises(FlowBNNError) as caught:

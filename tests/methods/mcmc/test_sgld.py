@@ -189,6 +189,7 @@ def test_each_snapshot_has_its_own_batch_norm_statistics():
         assert torch.allclose(member[1].running_mean, hidden.mean(0), atol=1e-4)
 
 
+@pytest.mark.slow
 def test_learned_noise_is_sampled_with_the_weights(tmp_path):
     """Compares with quadrature over the log noise, with the weights integrated in closed form."""
     inputs, targets, _, _ = regression()

@@ -20,6 +20,7 @@ from flowbnn.methods.variational.report import example_elbos, spread_batches
 from flowbnn.models import MLP
 from flowbnn.noise import Dropout, NormalAffine, NormalFlow, NormalPlanar
 from flowbnn.posterior.report import Gain
+from slow_cases import mark_slow
 
 HARMFUL = {"epochs": 2, "weight_lr": 1.0, "schedule": None, "seed": 0}
 RECIPES = {
@@ -43,7 +44,7 @@ def weights_of(model: nn.Module) -> list[torch.Tensor]:
 
 
 @pytest.mark.filterwarnings("ignore::flowbnn.errors.FlowBNNWarning")  # such a fit has other problems, too
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", mark_slow(RECIPES, ["affine", "planar", "mixture", "full"]))
 def test_the_given_network_is_returned_if_the_fit_is_worse(name, tmp_path):
     network, loader, plain = trained(rings, 2)
     held_out = rings(300, 3)

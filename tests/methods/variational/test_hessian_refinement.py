@@ -74,7 +74,7 @@ def maximize(elbo: Elbo, mean: Tensor, root: Tensor) -> tuple[Tensor, Tensor]:
     return mean.detach(), root.detach().tril()
 
 
-@pytest.mark.parametrize("count", [15, 60])
+@pytest.mark.parametrize("count", [15, pytest.param(60, marks=pytest.mark.slow)])
 def test_full_gaussian_maximizes_the_elbo(count):
     """Steps with the Gauss-Newton matrix alone end 0.025 and 0.034 nats below the maximum."""
     model, inputs, labels = make_problem(count)
@@ -93,7 +93,7 @@ def test_full_gaussian_maximizes_the_elbo(count):
     assert float((ratios - 1.0).abs().max()) < 0.06
 
 
-@pytest.mark.parametrize("structure", ["layers", "factorized"])
+@pytest.mark.parametrize("structure", [pytest.param("layers", marks=pytest.mark.slow), "factorized"])
 def test_refined_structures_have_a_larger_elbo(structure):
     model, inputs, labels = make_problem(15)
     arguments = model, Categorical(), inputs, labels, structure

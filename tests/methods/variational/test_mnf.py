@@ -123,7 +123,7 @@ def test_constant_noise_is_mean_field():
     torch.testing.assert_close(bound, truth, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("flow", ["coupling", "planar"])
+@pytest.mark.parametrize("flow", [pytest.param("coupling", marks=pytest.mark.slow), "planar"])
 def test_elbo_lies_between_mean_field_and_evidence(flow):
     problem, network, batches, _ = conjugate(bias=False)
     rates = {"lr": 0.1, "noise_lr": 0.06, "schedule": cosine}

@@ -142,6 +142,7 @@ def test_derivatives_agree_with_autograd(memorized):
     torch.testing.assert_close(roots.mT @ roots, torch.einsum("bcd,bce,bef->df", jacobian, hessian, jacobian))
 
 
+@pytest.mark.usefixtures("unrefined")
 def test_richer_structures_have_a_larger_elbo(memorized):
     model = fb.to_stochastic(memorized.network, {"*": NormalAffine()})
     arguments = model, fb.likelihoods.Categorical(), memorized.inputs, memorized.targets
@@ -153,6 +154,7 @@ def test_richer_structures_have_a_larger_elbo(memorized):
     assert fits[2].elbo > fits[0].elbo + 1.0
 
 
+@pytest.mark.usefixtures("unrefined")
 def test_fitted_prior_has_a_larger_elbo(memorized):
     model = fb.to_stochastic(memorized.network, {"*": NormalAffine()})
     arguments = model, fb.likelihoods.Categorical(), memorized.inputs[:40], memorized.targets[:40]
@@ -177,6 +179,7 @@ def test_outlying_examples_do_not_hide_a_bad_proposal(seed):
     assert torch.isfinite(fit.gaussian.covariance()).all()
 
 
+@pytest.mark.usefixtures("unrefined")
 def test_chunks_are_halved_if_memory_runs_out(monkeypatch):
     derivatives, sizes = NoisyNetwork.derivatives, []
 

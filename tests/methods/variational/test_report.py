@@ -26,7 +26,7 @@ from flowbnn.noise import NormalAffine, NormalPlanar
 @pytest.mark.filterwarnings("ignore:the given network is returned:flowbnn.FlowBNNWarning")
 @pytest.mark.parametrize(
     ("data", "outputs", "recipe"),
-    [(rings, 2, NormalPlanar()), (curve, 1, NormalAffine())],
+    [pytest.param(rings, 2, NormalPlanar(), marks=pytest.mark.slow), (curve, 1, NormalAffine())],
     ids=["classes-planar", "curve-gaussian"],
 )
 def test_a_fit_with_defaults_does_not_worsen_a_trained_network(data, outputs, recipe):

@@ -9,6 +9,7 @@ from flowbnn.density import Density
 from flowbnn_studies import get_study
 from flowbnn_studies.report import load_results
 from flowbnn_studies.runner.run import run_study
+from slow_cases import mark_slow
 
 FIGURES = {
     "dlgm-planar": ["curves", "images"],
@@ -19,7 +20,7 @@ FIGURES = {
 }
 
 
-@pytest.mark.parametrize("name", FIGURES)
+@pytest.mark.parametrize("name", mark_slow(FIGURES, [name for name in FIGURES if name != "images"]))
 @pytest.mark.filterwarnings("ignore::flowbnn.FlowBNNWarning")  # the trainings are too short
 def test_study_runs_and_results_are_valid(name, tmp_path):
     study = get_study(name)

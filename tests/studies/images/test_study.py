@@ -20,6 +20,7 @@ from flowbnn_studies.images.evaluation import VIEWS
 from flowbnn_studies.images.settings import GROUPS, ImageSettings
 from flowbnn_studies.report import load_results
 from flowbnn_studies.runner.run import run_study
+from slow_cases import mark_slow
 
 
 def small(name, **changes):
@@ -46,7 +47,7 @@ def check_numbers(study, results, folder):
     assert 0 <= values["shift_accuracy"]["mean"] <= 1
 
 
-@pytest.mark.parametrize("name", ["lenet-cifar10", "vgg16-cifar10"])
+@pytest.mark.parametrize("name", mark_slow(["lenet-cifar10", "vgg16-cifar10"], ["lenet-cifar10"]))
 def test_study_runs_on_generated_images(name, tmp_path):
     study, settings = small(name)
     check_numbers(study, run(study, settings, tmp_path, only=["xiong-flow-position"]), tmp_path)
@@ -351,6 +352,7 @@ def test_invalid_precision_keeps_results_and_stored_start_is_reused(tmp_path, ca
     assert "xiong-flow-channel-seed0.json" in archived
 
 
+@pytest.mark.slow
 def test_resnet18_is_compared_with_swag_and_an_ensemble(tmp_path, monkeypatch):
     def tiny(architecture, channels, width):
         return nn.Sequential(nn.AvgPool2d(8), ResidualBlock(channels, 4, 2), nn.Flatten(), nn.Linear(16, 10))

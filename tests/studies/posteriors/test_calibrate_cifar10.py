@@ -17,6 +17,7 @@ def tiny(architecture, channels, width):
     return nn.Sequential(nn.AvgPool2d(8), ResidualBlock(channels, 4, 2), nn.Flatten(), nn.Linear(16, 10))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("unrefined")
 @pytest.mark.filterwarnings("ignore::flowbnn.FlowBNNWarning")  # networks of one epoch are under-confident
 def test_study_runs_in_parts_and_reuses_results(tmp_path, monkeypatch):

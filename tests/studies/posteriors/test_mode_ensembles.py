@@ -15,6 +15,7 @@ def tiny(architecture, channels, width):
     return nn.Sequential(nn.AvgPool2d(8), ResidualBlock(channels, 4, 2), nn.Flatten(), nn.Linear(16, 10))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("unrefined")
 @pytest.mark.filterwarnings("ignore::flowbnn.FlowBNNWarning")  # networks of one epoch
 def test_study_runs_in_parts(tmp_path, monkeypatch):

@@ -77,6 +77,7 @@ def test_joint_noise_starts_from_the_given_gaussian():
     assert torch.equal(case.network.fc1.weight, start.model.fc1.weight)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("unrefined")
 def test_figures_over_the_number_of_examples(tmp_path):
     matters_study = get_study("when-it-matters")

@@ -80,7 +80,9 @@ def strip_numbers(value: Any, number: Any) -> Any:
     return value
 
 
-@pytest.mark.parametrize("number", [None, 0.0, -1.0])
+@pytest.mark.parametrize(
+    "number", [None, pytest.param(0.0, marks=pytest.mark.slow), pytest.param(-1.0, marks=pytest.mark.slow)]
+)
 def test_missing_and_constant_data_are_drawn(request: pytest.FixtureRequest, number: float | None) -> None:
     kinds: set[str] = set()  # one figure of each kind
     for name in STUDIES:

@@ -95,6 +95,7 @@ def test_missing_field_is_named(tmp_path: Path, two_clusters: dict[str, Any], fi
     assert field_of(error) == f"{tmp_path / 'results.json'}.{field}"
 
 
+@pytest.mark.usefixtures("sketched")
 def test_optional_fields_may_be_missing(tmp_path: Path, two_clusters: dict[str, Any]) -> None:
     for field in set(two_clusters) - {"schema", *NEEDED}:
         del two_clusters[field]

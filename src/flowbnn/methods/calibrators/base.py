@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from flowbnn.batches import device_of
 from flowbnn.data.formats import as_loader
-from flowbnn.errors import FlowBNNError, close_words
+from flowbnn.errors import close_words, requirement_error
 from flowbnn.methods.base import FitOptions, Method, PointMethod, misplaced_setting
 from flowbnn.methods.data_summary import check_loader, first_batch
 from flowbnn.methods.loader_split import split_loader
@@ -35,7 +35,7 @@ from flowbnn.noise.base import check_without_noise
 from flowbnn.options import Count, Probability, accepts_options_of, checked, options
 from flowbnn.posterior.base import Posterior, PredictOptions
 from flowbnn.posterior.gated import check_without_gate
-from flowbnn.posterior.point import PointPosterior
+from flowbnn.posterior.weights import PointPosterior
 from flowbnn.posterior.wrapper import WrappedPosterior
 from flowbnn.predictive import CategoricalPredictive
 from flowbnn.regression import fit_residual_scale
@@ -116,14 +116,15 @@ class Calibrator(Method, ABC):
             if close in own:
                 raise misplaced_setting(close, name, kwargs[key])
             if close in trained:
-                text = f"{name}() trains nothing and has no setting '{key}'; use {name}(fb.MAP({close}=...))"
-                raise FlowBNNError(text, kind="unknown setting", argument=key)
+                raise misplaced_setting(close, "MAP", kwargs[key], key)
         options = FitOptions(**kwargs)
         used = "likelihood", "accelerator", "seed", "progress"
         unused = next((option for option in kwargs if option not in used), None)
         if unused is not None:
-            text = f"{name}() does not accept {unused}, because no method is trained; use {name}(fb.MAP())"
-            raise FlowBNNError(text, kind="unsupported", argument=unused)
+            hint = f"use {name}(fb.MAP())"
+            raise requirement_error(
+                unused, "a trained method", hint=hint, kind="unsupported", argument=unused
+            )
         check_loader(held_out, "calibration")
         if isinstance(network, Posterior):
             return network, held_out, options
@@ -194,9 +195,6 @@ def point_posterior(network: Any, held_out: Any, options: FitOptions, owner: str
     Raises:
         FlowBNNError: If the network is no module, or has noise.
     """
-    if not isinstance(network, nn.Module):
-        text = f"{owner} needs a network (nn.Module) or a posterior, got a {type(network).__name__}"
-        raise FlowBNNError(text, kind="network", argument="network")
     check_without_noise(network, owner)
     kind, device = device_kind(options.accelerator), device_of(network)
     model = copy_network(network).to(device if device.type == kind else torch.device(kind)).eval()
@@ -243,8 +241,8 @@ def class_log_samples(posterior: Posterior, outputs: Tensor, owner: str) -> Tens
     """
     predictive = posterior._predictive(outputs)
     if not isinstance(predictive, CategoricalPredictive):
-        text = f"{owner} needs classes, got the likelihood {posterior.likelihood!r}; use fb.Temperature or fb.calibrate"
-        raise FlowBNNError(text, kind="likelihood", argument="likelihood")
+        value, hint = repr(posterior.likelihood), "use fb.Temperature or fb.calibrate"
+        raise requirement_error(owner, "classes", value, hint, kind="likelihood", argument="likelihood")
     return predictive.log_samples
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from flowbnn.batches import call, device_of, dtype_of, move, split_batch
 from flowbnn.data.formats import as_loader
-from flowbnn.errors import FlowBNNError
+from flowbnn.errors import FlowBNNError, describe_value, requirement_error
 from flowbnn.likelihoods import Likelihood, learns_noise
 from flowbnn.methods.calibrators.base import Calibrator
 from flowbnn.methods.calibrators.folds import split_folds
@@ -26,7 +26,7 @@ from flowbnn.methods.laplace.layer_selection import channels_last, record_calls
 from flowbnn.networks import evaluation_mode
 from flowbnn.options import Ge, Positive, checked, options
 from flowbnn.posterior.base import Posterior
-from flowbnn.posterior.point import PointPosterior
+from flowbnn.posterior.weights import PointPosterior
 
 
 @options(repr=False)
@@ -169,15 +169,13 @@ class LastLayerProblem:
             FlowBNNError: If the posterior is no single network, or if its output is not that of a linear layer or a 1x1 convolution.
         """
         if not isinstance(posterior, PointPosterior):
-            text = f"LastLayerRefit needs a single network, got a {type(posterior).__name__}; use fb.MatrixScaling"
-            raise FlowBNNError(text, kind="network", argument="network")
+            raise _refusal("a single network", "network", describe_value(posterior))
         held_out, model = as_loader(held_out, stage="validation"), posterior.model
         device, dtype = device_of(model), dtype_of(model)
         first = move(first_batch(held_out, purpose="calibration")[0], device, dtype)
         layer = record_calls(model, first).output_layer
         if layer is None:
-            text = "LastLayerRefit needs a network that ends with an nn.Linear layer or a 1x1 convolution; use fb.MatrixScaling"
-            raise FlowBNNError(text, kind="layer", argument="network")
+            raise _refusal("a final nn.Linear or 1x1 convolution", "layer")
         module: Any = model.get_submodule(layer)
         features, targets, positions = list[Tensor](), list[Tensor](), list[torch.Size]()
 
@@ -185,7 +183,10 @@ class LastLayerProblem:
             values = channels_last(module, args[0].detach())
             positions.append(values.shape[1:-1])
             features.append((values.flatten(1, -2) if values.ndim > 2 else values).double())
-            _check_memory(features)
+            if values.ndim > 2 and sum(array.nbytes for array in features) > 2**30:
+                raise _refusal(
+                    "over 1 GiB of features", "memory", hint="pass fewer examples, or use fb.VectorScaling"
+                )
 
         handle = module.register_forward_pre_hook(store)
         try:
@@ -276,8 +277,8 @@ class LastLayerProblem:
         return PointPosterior(model, likelihood, self.posterior.history)
 
 
-def _check_memory(features: Sequence[Tensor]) -> None:
-    """Raises FlowBNNError if the features of many positions take more than 1 GiB."""
-    if features[0].ndim > 2 and sum(values.nbytes for values in features) > 2**30:
-        text = "LastLayerRefit needs over 1 GiB for the features of all positions; pass fewer examples, or use fb.VectorScaling"
-        raise FlowBNNError(text, kind="memory", argument="network")
+def _refusal(
+    requirement: str, kind: str, value: str | None = None, hint: str = "use fb.MatrixScaling"
+) -> FlowBNNError:
+    """Returns the error for a network whose last layer cannot be fitted again."""
+    return requirement_error("LastLayerRefit", requirement, value, hint, kind=kind, argument="network")

@@ -18,7 +18,6 @@ from flowbnn.likelihoods import RealLikelihood
 from flowbnn.posterior.base import Posterior
 from flowbnn.predictive import CategoricalPredictive
 
-BOUNDS = (1e-2, 1e2)  # of the temperature
 PRIOR_SCALE = 0.5  # standard deviation of log T: 95 % of the prior lie between temperatures of 0.37 and 2.7
 
 
@@ -55,7 +54,8 @@ def fit_temperatures(
     subsets = [torch.arange(len(targets), device=targets.device)] if subsets is None else subsets
     if prior_scale is None or isinstance(posterior.likelihood, RealLikelihood):
         prior_scale = math.inf
-    low, high = (math.log(bound) for bound in BOUNDS)
+    coldest, hottest = 1e-2, 1e2  # far outside of what calibration needs
+    low, high = math.log(coldest), math.log(hottest)
     last = 16  # neighbours are a factor of 1.8 apart
     grid = [low + (high - low) * index / last for index in range(last + 1)]
     table = torch.stack([_nll_at(posterior, outputs, targets, u)[0] for u in grid])
@@ -68,7 +68,7 @@ def fit_temperatures(
             bound = "high"
         best = min(range(last + 1), key=lambda index: (values[index], abs(grid[index])))
         if bound and best in (0, last):
-            fits.append(TemperatureFit(BOUNDS[0] if best == 0 else BOUNDS[1], bound))
+            fits.append(TemperatureFit(coldest if best == 0 else hottest, bound))
             continue
         cell = grid[max(0, best - 1)], grid[best], grid[min(last, best + 1)]
         u = _refine(posterior, outputs[:, subset], targets[subset], cell, prior_scale)

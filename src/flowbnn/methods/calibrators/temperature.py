@@ -17,7 +17,6 @@ from flowbnn.likelihoods import RealLikelihood
 from flowbnn.methods.base import register_method
 from flowbnn.methods.calibrators.base import CalibratedPosterior, OutputCalibrator
 from flowbnn.methods.calibrators.log_temperature import (
-    BOUNDS,
     PRIOR_SCALE,
     TemperatureFit,
     apply_temperature,
@@ -66,14 +65,13 @@ def check_temperature(fit: TemperatureFit, posterior: Posterior, has_prior: bool
         posterior: Posterior that is scaled.
         has_prior: True if the temperature has a prior.
     """
-    temperature = fit.temperature
-    reason = "the likelihood has no maximum for temperatures between {:g} and {:g}".format(*BOUNDS)
+    temperature, cause = fit.temperature, ""
     if not fit.bound:
         return temperature
     if fit.bound == "low" and not isinstance(posterior.likelihood, RealLikelihood):
-        reason = "all examples are classified correctly"
+        cause = " for perfect predictions"
         temperature = temperature if has_prior else 1.0
-    text = f"{reason}, so {temperature:.3g} is used; provide more data, and check the labels"
+    text = f"the likelihood has no maximum{cause}, so T={temperature:.3g}; provide more data, and check the labels"
     warn(text, kind="validation", temperature=temperature)
     return temperature
 

@@ -48,8 +48,11 @@ class IVON(Method):
         lr: Learning rate :math:`\alpha`.
         momentum: Momentum :math:`\beta_1` of the gradients.
         hessian_momentum: Momentum :math:`\beta_2` of the Hessian. The paper uses 0.99999 for runs of 100,000 steps. By default, it is
-            one minus 10 divided by the number of steps, and at least 0.99.
+            one minus 10 divided by the number of steps, and at least 0.9975. With smaller values a noisy estimate close to zero makes
+            the weights diverge on small data sets.
         hessian_init: Initial Hessian :math:`h_0` of the mean loss. A larger value makes early draws narrower.
+        clip_radius: Largest absolute value of the ratio :math:`(g + \delta m) / (h + \delta)` of a step. With the defaults, a mean
+            moves by at most about the learning rate in a step. None takes the steps of the formula.
         beta: Weight :math:`\beta` of the KL divergence. Smaller values give a colder posterior.
         repeats: Number of draws of the weights per step.
         layers: Layers with random weights, as in :class:`~flowbnn.BayesByBackprop`. None for all layers, normalization layers included.
@@ -68,6 +71,7 @@ class IVON(Method):
     momentum: Annotated[float, Bounds(ge=0, lt=1)] = 0.9
     hessian_momentum: Annotated[float, Bounds(ge=0, lt=1)] | None = None
     hessian_init: Positive = 1.0
+    clip_radius: Positive | None = 1.0
     beta: Positive = 1.0
     repeats: Count = 1
     layers: LayerChoice = None
@@ -75,7 +79,7 @@ class IVON(Method):
     @accepts_options_of(FitOptions)
     def fit(self, network: nn.Module, loader: Any, **kwargs: Any) -> GaussianWeightPosterior:
         """Fits the posterior; see :meth:`Method.fit`. The means start at the weights of the network."""
-        model, loader, options = self.setup(network, loader, kwargs, "fitting the weights")
+        model, loader, options = self.setup(network, loader, kwargs)
         names = select_weights(model, self.layers or (lambda name, module: True))
         prepared = prepare(model, loader, options)
         training, options, plan = self._plan(loader, options)
@@ -128,7 +132,7 @@ class IVON(Method):
         ess = num_data / self.beta
         momentum = self.hessian_momentum
         if momentum is None:
-            momentum = 1.0 - min(0.01, 10.0 / num_steps) if num_steps else 0.999
+            momentum = 1.0 - min(0.0025, 10.0 / num_steps) if num_steps else 0.999
         weight_decay = 1.0 / (ess * self.prior_scale**2)
         return {
             "ess": ess,
@@ -136,6 +140,7 @@ class IVON(Method):
             "momentum": self.momentum,
             "hessian_momentum": momentum,
             "hessian_init": self.hessian_init,
+            "clip_radius": math.inf if self.clip_radius is None else self.clip_radius,
         }
 
     def _optimizer(
@@ -164,6 +169,7 @@ class OnlineNewton(torch.optim.Optimizer):
         momentum: Momentum :math:`\beta_1` of the gradients.
         hessian_momentum: Momentum :math:`\beta_2` of the Hessian.
         hessian_init: Initial Hessian :math:`h_0`.
+        clip_radius: Largest absolute value of the ratio of gradient and Hessian. By default it is not limited.
 
     >>> mean, log_std = nn.Parameter(torch.ones(1)), nn.Parameter(torch.zeros(1))
     >>> settings = {"momentum": 0.0, "hessian_momentum": 0.5, "hessian_init": 1.0}
@@ -182,6 +188,7 @@ class OnlineNewton(torch.optim.Optimizer):
         momentum: float,
         hessian_momentum: float,
         hessian_init: float,
+        clip_radius: float = math.inf,
     ) -> None:
         defaults = {
             "lr": 0.1,
@@ -190,6 +197,7 @@ class OnlineNewton(torch.optim.Optimizer):
             "momentum": momentum,
             "hessian_momentum": hessian_momentum,
             "hessian_init": hessian_init,
+            "clip_radius": clip_radius,
             "adam": False,
         }
         super().__init__(groups, defaults)
@@ -225,8 +233,9 @@ class OnlineNewton(torch.optim.Optimizer):
         correction = 0.5 * (1.0 - beta2) ** 2 * difference.square() / (hessian + decay)
         hessian.add_((1.0 - beta2) * difference + correction)
         gradient = state["gradient"] / (1.0 - beta1 ** float(state["step"]))
-        rate = group["lr"] * (group["hessian_init"] + decay)
-        mean.sub_(rate * (gradient + decay * mean) / (hessian + decay))
+        radius = group["clip_radius"]
+        direction = ((gradient + decay * mean) / (hessian + decay)).clamp_(-radius, radius)
+        mean.sub_(group["lr"] * (group["hessian_init"] + decay) * direction)
         log_std.copy_(-0.5 * (group["ess"] * (hessian + decay)).log())
 
     def _adam_step(self, group: dict[str, Any], parameter: Tensor, gradient: Tensor) -> None:

@@ -27,7 +27,7 @@ from torch.nn import functional as F
 
 from flowbnn.batches import call, output_tensor, split_weighted_batch
 from flowbnn.distributions import Divergence
-from flowbnn.errors import FlowBNNError
+from flowbnn.errors import FlowBNNError, check_shape
 from flowbnn.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood
 from flowbnn.methods.base import FitOptions, register_method
 from flowbnn.methods.fitting import (
@@ -53,8 +53,6 @@ from flowbnn.posterior.base import Posterior, Prediction
 from flowbnn.posterior.weights import WeightPosterior, generator_of
 from flowbnn.regression import SCALE, check_noise_scale, fit_noise_scale, rescale_outputs
 from flowbnn.training import Clock, History
-
-MAX_ENTRIES = 2**27  # entries of all covariances of full structure, 512 MiB in single precision
 
 
 @register_method
@@ -88,7 +86,7 @@ class VBLL(Variational):
     @accepts_options_of(FitOptions)
     def fit(self, network: nn.Module, loader: Any, **kwargs: Any) -> "VBLLPosterior":
         """Fits features and posterior together; see :meth:`Method.fit`."""
-        model, loader, options = self.setup(network, loader, kwargs, "fitting the last layer")
+        model, loader, options = self.setup(network, loader, kwargs)
         prepared = prepare(model, loader, options)
         check_likelihood(prepared.likelihood, prepared.outputs)
         layer = find_output_layer(model, prepared.inputs)
@@ -122,8 +120,9 @@ class VBLL(Variational):
         """Returns the covariance at the start of the training."""
         linear: Any = model.get_submodule(layer)
         rows, columns = linear.out_features, linear.in_features + (linear.bias is not None)
-        if self.structure == "full" and rows * columns**2 > MAX_ENTRIES:
-            text = f"the covariances of layer '{layer}' have {rows} x {columns}^2 entries; use VBLL('diag')"
+        gibibytes = 4 * rows * columns**2 / 2**30  # in single precision
+        if self.structure == "full" and gibibytes > 0.5:
+            text = f"VBLL('full') needs {gibibytes:.2g} GiB for layer '{layer}'; use VBLL('diag')"
             raise FlowBNNError(text, kind="memory", argument="structure", layer=layer)
         scale = self.base_scale * float(linear.weight.detach().square().mean().sqrt().clamp_min(1e-3))
         covariance = RowCovariance(rows, columns, min(scale, self.prior_scale), self.structure)
@@ -170,7 +169,7 @@ def check_likelihood(likelihood: Likelihood, outputs: Tensor) -> None:
     """Raises FlowBNNError if the bound does not hold for a likelihood."""
     problem = ""
     if outputs.ndim != 2:
-        problem = f"outputs of the shape {tuple(outputs.shape)}"
+        problem = f"outputs of shape {tuple(outputs.shape)}"
     elif not isinstance(likelihood, Gaussian | Categorical | Bernoulli):
         problem = f"the likelihood {type(likelihood).__name__}"
     elif isinstance(likelihood, Gaussian) and likelihood.noise == "predicted":
@@ -238,9 +237,7 @@ def find_output_layer(model: nn.Module, inputs: Any) -> str:
             expected = rescale_outputs(model, None, expected)
         if torch.equal(expected, outputs) and shares_weights(model, name) is None:
             return name
-    text = (
-        "VBLL needs an nn.Linear of its own as the last layer of the network; use Laplace or BayesByBackprop"
-    )
+    text = "VBLL needs a final, unshared nn.Linear layer; use Laplace or BayesByBackprop"
     raise FlowBNNError(text, kind="layer", argument="network")
 
 
@@ -356,10 +353,7 @@ class VBLLPosterior(WeightPosterior):
     ) -> None:
         super().__init__(model, likelihood, history)
         self.layer, self.covariance = layer, covariance
-        shape, expected = tuple(covariance.log_diagonal.shape), tuple(self.mean.shape)
-        if shape != expected:
-            text = f"the covariance of layer '{layer}' must have the shape {expected}, got {shape}"
-            raise FlowBNNError(text, kind="shape", argument="covariance")
+        check_shape("covariance", covariance.log_diagonal, self.mean.shape)
 
     @property
     def linear(self) -> Any:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from flowbnn.distributions.draws import standard_normal
-from flowbnn.errors import FlowBNNError, nearest
+from flowbnn.errors import FlowBNNError, check_name, check_shape, value_error
 from flowbnn.likelihoods import Likelihood
 from flowbnn.methods.variational.weight_noise import SampledNetwork, flipout_noise, local_noise
 from flowbnn.methods.variational.weight_selection import Estimator
@@ -51,15 +51,11 @@ class GaussianWeightPosterior(WeightPosterior):
         if not std:
             raise FlowBNNError("std is empty", argument="std")
         for name, value in std.items():
-            kind = problem = ""
-            if name not in parameters:
-                kind, problem = "name", f"is no parameter{nearest(name, parameters)}"
-            elif value.shape != (shape := parameters[name].shape):
-                kind, problem = "shape", f"must have shape {tuple(shape)}, got {tuple(value.shape)}"
-            elif not bool((value >= 0).all()):
-                kind, problem = "value", f"must be non-negative, got {float(value.min()):.3g}"
-            if problem:
-                raise FlowBNNError(f"std['{name}'] {problem}", kind=kind, argument="std")
+            check_name(name, parameters, "parameter", kind="name", argument="std")
+            check_shape(f"std['{name}']", value, parameters[name].shape, argument="std")
+            if not bool((value >= 0).all()):
+                lowest = f"{float(value.min()):.3g}"
+                raise value_error(f"std['{name}']", "non-negative", lowest, kind="value", argument="std")
         # the order of the network, because draws depend on the order and files do not store it
         self.shapes = {name: parameters[name].shape for name in parameters if name in std}
         self.flat_mean, self.flat_std = self.flatten(parameters), self.flatten(std)

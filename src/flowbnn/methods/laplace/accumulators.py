@@ -26,7 +26,6 @@ from flowbnn.methods.laplace.blocks import CurvatureBlock, DiagonalBlock, FullBl
 from flowbnn.methods.laplace.derivatives import Jacobian, OutputHessian, batched_outputs, layer_rows
 from flowbnn.methods.laplace.layer_selection import Layers, channels_last
 
-MAX_COLUMNS = 2048  # backward passes over a batch, each of which takes about a millisecond at least
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 HessianFunction = Callable[[Tensor], OutputHessian]
 
@@ -39,6 +38,8 @@ class CurvatureAccumulator:
         layers: Layers whose curvature is accumulated.
         structure: Structure of the curvature, ``"kron"``, ``"diag"`` or ``"full"``.
     """
+
+    max_columns = 2048  # backward passes over a batch, each of which takes about a millisecond at least
 
     def __init__(self, model: nn.Module, layers: Layers, structure: str) -> None:
         self.model, self.layers, self.structure = model, layers, structure
@@ -54,6 +55,12 @@ class CurvatureAccumulator:
             inputs: Inputs of the network.
             hessian: Function from outputs to the Hessian of the loss in them.
         """
+
+    def check_columns(self, count: int) -> None:
+        """Raises FlowBNNError if a Hessian has so many columns that their backward passes would take hours."""
+        if count > self.max_columns:
+            text = f"exact curvature needs at most {self.max_columns:,} outputs, got {count:,}; set curvature='sampled'"
+            raise FlowBNNError(text, kind="outputs", argument="curvature")
 
     def accumulate(self, layer: str, key: str, value: Tensor) -> None:
         """Adds a tensor to the sum of this layer and key."""
@@ -174,7 +181,7 @@ class LayerwiseAccumulator(CurvatureAccumulator):
             outputs = batched_outputs(self.model, inputs)
             flat = outputs.reshape(len(outputs), -1)
         curvature = hessian(outputs.detach())
-        _check_count(curvature.count)
+        self.check_columns(curvature.count)
         activations = [self.outputs[name] for name in self.layers]
         for index in range(curvature.count):
             column = curvature.columns(index, index + 1)[:, 0]
@@ -232,7 +239,7 @@ class JacobianAccumulator(CurvatureAccumulator):
     def add(self, inputs: Any, hessian: HessianFunction) -> Tensor:
         outputs = batched_outputs(self.model, inputs)
         curvature = hessian(outputs)
-        _check_count(curvature.count)
+        self.check_columns(curvature.count)
         for start, stop, low, high in self.jacobian.chunks(inputs, curvature.count):
             columns = curvature.columns(low, high)[start:stop]
             rows = self.jacobian.rows(take(inputs, start, stop), columns)
@@ -246,13 +253,6 @@ class JacobianAccumulator(CurvatureAccumulator):
     def diagonal(self, layer: str) -> Tensor:
         sizes = [sum(math.prod(shape) for shape in shapes.values()) for shapes in self.layers.values()]
         return self.sums["", "all"].split(sizes)[list(self.layers).index(layer)].clone()
-
-
-def _check_count(count: int) -> None:
-    """Raises FlowBNNError if a Hessian has so many columns that their backward passes would take hours."""
-    if count > MAX_COLUMNS:
-        text = f"the exact curvature of {count:,} outputs per example takes as many backward passes; set curvature='sampled'"
-        raise FlowBNNError(text, kind="outputs", argument="curvature")
 
 
 def input_patches(module: nn.Module, values: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ from flowbnn.batches import batch_size
 from flowbnn.errors import warn
 from flowbnn.methods.laplace.posterior import LaplacePosterior
 from flowbnn.posterior.base import Posterior
-from flowbnn.posterior.point import PointPosterior
+from flowbnn.posterior.weights import PointPosterior
 from flowbnn.training import is_main_process
 
 
@@ -55,8 +55,7 @@ def compare_with_network(
         if validation is None:
             source, advice = "training data", "provide validation data"
         warn(
-            f"the NLL on {source} is {nlls[best]:.3g}, versus {network_nll:.3g} of the network itself; {advice}, or decrease "
-            "prior_scale",
+            f"the NLL on {source} is {nlls[best]:.3g}, versus {network_nll:.3g} of the network; {advice}, or decrease prior_scale",
             kind="worse",
             nll=nlls[best],
             network_nll=network_nll,

@@ -16,7 +16,7 @@ from torch.func import functional_call, jvp, vjp, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from flowbnn.batches import NetworkCaller, apply, call, is_out_of_memory, rows, take
-from flowbnn.errors import FlowBNNError
+from flowbnn.errors import FlowBNNError, requirement_error
 from flowbnn.likelihoods import (
     Bernoulli,
     Categorical,
@@ -158,7 +158,7 @@ def _first_supported(functions: list[Callable[..., Any]], *args: Any) -> Any:
             if len(functions) > 1:
                 functions.remove(function)
     reason = str(failure).partition("\n")[0][:120]
-    text = f"torch cannot differentiate this network in its weights ({reason}); select fewer layers, or use predictive='sampled'"
+    text = f"torch cannot differentiate this network ({reason}); select fewer layers, or use predictive='sampled'"
     raise FlowBNNError(text, kind="derivative")
 
 
@@ -316,16 +316,6 @@ def layer_rows(curvature: "OutputHessian", outputs: Tensor, module: nn.Module) -
 OutputHessian = ExactHessian | OuterProductHessian | MatrixHessian | PositionHessian
 
 
-def unknown_hessian(likelihood: Likelihood) -> FlowBNNError:
-    """Returns the error for a likelihood whose Hessian is unknown."""
-    return FlowBNNError(
-        f"the curvature of {likelihood!r} is unknown; define its method information, or use a method without curvature "
-        "(DeepEnsemble, SWAG)",
-        kind="likelihood",
-        argument="likelihood",
-    )
-
-
 def has_curvature(likelihood: Likelihood) -> bool:
     """Returns True if the curvature of a likelihood in the outputs is known."""
     if isinstance(likelihood, Gaussian):
@@ -339,10 +329,13 @@ def has_curvature(likelihood: Likelihood) -> bool:
 def check_likelihood(likelihood: Likelihood, predictive: str) -> None:
     """Raises FlowBNNError if the Hessian of the likelihood is unknown, or if it has no probit approximation."""
     if not has_curvature(likelihood):
-        raise unknown_hessian(likelihood)
+        text = f"the curvature of {likelihood!r} is unknown; define its information(), or use DeepEnsemble"
+        raise FlowBNNError(text, kind="likelihood", argument="likelihood")
     if predictive == "probit" and isinstance(likelihood, RealLikelihood):
-        text = "predictive='probit' is for classification; use 'linearized'"
-        raise FlowBNNError(text, kind="likelihood", argument="predictive")
+        fields = {"kind": "likelihood", "argument": "predictive"}
+        raise requirement_error(
+            "predictive='probit'", "classes", repr(likelihood), "use 'linearized'", **fields
+        )
 
 
 def output_hessian(

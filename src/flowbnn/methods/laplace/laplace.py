@@ -33,7 +33,7 @@ from flowbnn.methods.laplace.prior import (
 from flowbnn.methods.network_layers import disable_nested_tensors
 from flowbnn.methods.preparation import prepare
 from flowbnn.options import Ge, Positive, accepts_options_of, options
-from flowbnn.posterior.point import PointPosterior
+from flowbnn.posterior.weights import PointPosterior
 from flowbnn.regression import fit_residual_scale
 from flowbnn.training import is_main_process, track
 from flowbnn.training.randomness import preserve_rng_state

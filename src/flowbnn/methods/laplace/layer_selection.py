@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from flowbnn.batches import call, device_of, has_row_axis, rewrap_forward_errors, rows, take, tensors_of
-from flowbnn.errors import FlowBNNError
+from flowbnn.errors import FlowBNNError, requirement_error
 from flowbnn.methods.laplace.blocks import Shapes
 from flowbnn.methods.network_layers import check_real_weights, no_layer_selected, unsupported_layer
 from flowbnn.networks import evaluation_mode
@@ -63,8 +63,8 @@ def record_calls(model: nn.Module, inputs: Any) -> LayerCalls:
     """
     if not has_row_axis(inputs):
         sizes = [list(tensor.shape) for tensor in tensors_of(inputs)]
-        text = f"Laplace needs inputs with one row for each example, got tensors of the shapes {sizes}; use SWAG or DeepEnsemble"
-        raise FlowBNNError(text, kind="shape", argument="loader")
+        requirement, value = "inputs with one row per example", f"shapes {sizes}"
+        raise requirement_error("Laplace", requirement, value, "use SWAG", kind="shape", argument="loader")
     layers, results = parameter_modules(model), dict[str, Any]()
     calls = LayerCalls(min(3, rows(inputs)))
 
@@ -84,8 +84,7 @@ def record_calls(model: nn.Module, inputs: Any) -> LayerCalls:
             hooks.enter_context(module.register_forward_pre_hook(partial(before, name)))
             hooks.enter_context(module.register_forward_hook(partial(after, name), prepend=True))
         examples = take(inputs, 0, calls.num_rows)
-        what = f"Laplace runs single examples, but the network fails on the first {calls.num_rows}, of"
-        with rewrap_forward_errors(examples, what):
+        with rewrap_forward_errors(examples, f"Laplace fails on the first {calls.num_rows} examples, of"):
             outputs = call(model, examples)
     calls.output_shape = outputs.shape[1:]
     last = calls.order[-1] if calls.order else ""
@@ -134,7 +133,7 @@ def select_layers(model: nn.Module, calls: LayerCalls, pattern: str, structure: 
         if structure == "kron":
             _check_kronecker(model, name, module, calls)
     if not selected:
-        target = f"trainable weights for structure='{structure}'"
+        target = f"trainable weights (structure='{structure}')"
         raise no_layer_selected(pattern, ["last", "all", *modules], target, dict(model.named_parameters()))
     _check_memory(structure, required_memory(structure, selected), free_memory(device_of(model)))
     return selected

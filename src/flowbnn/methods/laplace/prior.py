@@ -364,8 +364,7 @@ def warn_no_best_prior() -> None:
     """Warns that Newton steps were undone, because they ended at the largest prior precision, in the zero network."""
     if is_main_process():
         warn(
-            "the evidence increases up to the largest prior precision, at which all weights are zero; the Newton steps are undone. Use "
-            "structure='kron', set prior_scale, or newton_steps=0",
+            "Newton steps are undone, as the best prior sets all weights to zero; use structure='kron', prior_scale= or newton_steps=0",
             kind="prior",
         )
 

@@ -30,7 +30,6 @@ from flowbnn.methods.mcmc.hamiltonian import (
     nuts_kernel,
 )
 from flowbnn.methods.mcmc.posterior import (
-    RHAT_THRESHOLD,
     ChainPosterior,
     NoiseChainPosterior,
     outputs_rhat,
@@ -146,7 +145,7 @@ class ChainMethod(Method):
             record["outputs"] = potential.function_values(record["position"])
             rhat = outputs_rhat(record["outputs"])
             longest = sampler.thin >= 8 * self.thin
-            if self.samples is not None or longest or rhat is None or rhat <= RHAT_THRESHOLD:
+            if self.samples is not None or longest or rhat is None or rhat <= ChainPosterior.max_rhat:
                 return record
             sampler.extend()
             resume = False  # the state is in memory

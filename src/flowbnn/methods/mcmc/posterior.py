@@ -18,8 +18,6 @@ from flowbnn.posterior.files import select_prefix
 from flowbnn.posterior.weights import MemberPosterior, check_members
 from flowbnn.training import History
 
-RHAT_THRESHOLD = 1.05  # between the 1.01 of Vehtari et al. (2021), strict for networks, and the classical 1.1
-
 
 def outputs_rhat(outputs: Tensor) -> float | None:
     """Returns the largest R-hat of function values ``[C, S, K]``, or None for fewer than 100 draws, for which it is too noisy."""
@@ -101,6 +99,8 @@ class ChainPosterior(MemberPosterior):
     """
 
     kind: ClassVar[str] = "chains"
+    # between the 1.01 of Vehtari et al. (2021), strict for networks, and the classical 1.1
+    max_rhat: ClassVar[float] = 1.05
 
     def __init__(
         self,
@@ -159,7 +159,7 @@ class ChainPosterior(MemberPosterior):
             text = f"{divergences} of {number} transitions diverged, so draws miss narrow regions; increase target_accept or warmup"
             warn(text, kind="divergence", divergences=divergences)
         rhat = outputs_rhat(self.record["outputs"])
-        if rhat is not None and rhat > RHAT_THRESHOLD:
+        if rhat is not None and rhat > self.max_rhat:
             text = f"the chains have not converged (R-hat {rhat:.2f}); increase samples or warmup, and see posterior.diagnostics()"
             warn(text, kind="rhat", rhat=rhat)
 
@@ -223,5 +223,5 @@ def _worst_diagnostics(*groups: Tensor, columns: int = 4096) -> tuple[float, flo
         rhat = max(rhat, float(rhats.max()))
         bulk = min(bulk, float(effective_sample_size(draws, "bulk").min()))
         tail = min(tail, float(effective_sample_size(draws, "tail").min()))
-        mixed, count = mixed + int((rhats < RHAT_THRESHOLD).sum()), count + rhats.numel()
+        mixed, count = mixed + int((rhats < ChainPosterior.max_rhat).sum()), count + rhats.numel()
     return rhat, bulk, tail, mixed / max(1, count)

@@ -40,8 +40,7 @@ from flowbnn.methods.network_layers import (
 from flowbnn.methods.preparation import prepare
 from flowbnn.options import Bounds, Count, Ge, NonNegative, Positive, accepts_options_of, options
 from flowbnn.posterior.base import Posterior
-from flowbnn.posterior.point import PointPosterior
-from flowbnn.posterior.weights import NOISE_KEY, MemberPosterior, state_of
+from flowbnn.posterior.weights import NOISE_KEY, MemberPosterior, PointPosterior, state_of
 from flowbnn.regression import MAX_RATIO, fit_noise_scale
 from flowbnn.training import Clock, History, is_main_process
 

@@ -81,7 +81,7 @@ class BayesByBackprop(Variational):
 
         The history has ELBO, log-likelihood and KL of every epoch.
         """
-        model, loader, options = self.setup(network, loader, kwargs, "fitting the weights")
+        model, loader, options = self.setup(network, loader, kwargs)
         names = select_weights(model, self.layers)
         prepared = prepare(model, loader, options)
         likelihood, inputs = prepared.likelihood, prepared.inputs

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -35,15 +35,14 @@ from flowbnn.methods.variational.initial_state import FinishedFit, InitialState
 from flowbnn.noise import noise_mode, weight_parameters
 from flowbnn.posterior.base import Posterior
 from flowbnn.posterior.noise import NoisePosterior
-from flowbnn.posterior.point import PointPosterior
 from flowbnn.posterior.report import Gain
+from flowbnn.posterior.weights import PointPosterior
 from flowbnn.regression import fit_residual_scale
 from flowbnn.training import History
 from flowbnn.training.options import length_of
 from flowbnn.training.randomness import preserve_rng_state, temporary_seed
 
 FitFunction = Callable[[nn.Module, Iterable[Any], Any], NoisePosterior]
-COMPARISON_ROWS = 200  # held-out rows, on which a gain of 0.1 nats is usually significant
 
 
 @dataclass(frozen=True)
@@ -55,6 +54,8 @@ class HeldOutComparison:
         after: Log-likelihoods of the held-out examples under the posterior.
         training: Log-likelihoods of some training examples under the initial network.
     """
+
+    enough_rows: ClassVar[int] = 200  # held-out rows, on which a gain of 0.1 nats is usually significant
 
     before: Tensor
     after: Tensor
@@ -139,7 +140,9 @@ def compare_retrained(
     quiet = replace(options, validation=None, report=False, early_stop=None, progress=False)
     quiet = replace(quiet, checkpoint=None, checkpoint_every=None, resume=False, tensorboard=None)
     count = count_examples(split_loader(loader, options.validation)[1])
-    num_folds = max(1, min(5, math.ceil(COMPARISON_ROWS / count), count_examples(loader) // count))
+    num_folds = max(
+        1, min(5, math.ceil(HeldOutComparison.enough_rows / count), count_examples(loader) // count)
+    )
     results: list[tuple[Tensor, Tensor, Tensor]] = []
     with warnings.catch_warnings(), preserve_rng_state(loader, 0):
         # warnings would describe networks that the user never sees

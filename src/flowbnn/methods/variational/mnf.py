@@ -96,7 +96,7 @@ class MNF(Variational):
 
         The history has ELBO, log-likelihood and the bound on the KL of every epoch.
         """
-        model, loader, options = self.setup(network, loader, kwargs, "fitting the weights")
+        model, loader, options = self.setup(network, loader, kwargs)
         half_precision = dtype_of(model) in (torch.bfloat16, torch.float16)
         if half_precision or options.precision in ("bf16-true", "16-true"):
             text = "MNF needs float32 or float64; use network.float() and precision='bf16-mixed'"
@@ -148,7 +148,7 @@ class MNF(Variational):
             raise unsupported_layer(model, (unsupported or supported)[0], "MNF", "BayesByBackprop", reason)
         if unsupported:
             layer = describe_layer(model, unsupported[0])
-            text = f"MNF keeps layer {layer} deterministic, because it is not linear; BayesByBackprop supports it"
+            text = f"MNF keeps layer {layer} deterministic (not linear); BayesByBackprop supports it"
             warn(text, kind="plain", layers=unsupported)
         return specs
 

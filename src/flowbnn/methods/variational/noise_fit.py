@@ -187,11 +187,10 @@ def check_trainable(model: nn.Module, options: NoiseFitOptions) -> None:
     """Raises FlowBNNError if the network has no noise, or nothing that can be trained. Warns if the noise has half precision."""
     layers_with_noise(model, "network")
     if not any(parameter.requires_grad for parameter in model.parameters()):
-        message = "this network has nothing to train, because both its weights and its noise are frozen"
+        message = "fit needs trainable parameters; use network.requires_grad_()"
         raise FlowBNNError(message, kind="network", argument="network")
     if options.precision in ("bf16-true", "16-true"):
-        text = f"precision={options.precision!r} stores the noise in half precision, which is too coarse for flows; use 'bf16-mixed'"
-        warn(text, kind="precision")
+        warn(f"precision={options.precision!r} rounds the noise; use 'bf16-mixed'", kind="precision")
 
 
 def trains_weights(model: nn.Module, options: NoiseFitOptions) -> bool:

@@ -8,7 +8,6 @@ from torch import nn
 
 from flowbnn.errors import warn
 from flowbnn.methods.variational.held_out_comparison import (
-    COMPARISON_ROWS,
     HeldOutComparison,
     compare_held_out,
     compare_retrained,
@@ -43,7 +42,7 @@ def verify_fit(fit: FinishedFit, all_data: DataAndOptions, training: DataAndOpti
     if comparison is None:
         return FitDecision(fit)
     gain, splits = comparison.gain, isinstance(all_data[1].validation, float)
-    few_rows = splits and len(comparison.before) < COMPARISON_ROWS
+    few_rows = splits and len(comparison.before) < comparison.enough_rows
     is_clear = gain.after >= gain.before and (gain.is_significant or not few_rows)
     if is_clear or not all(map(can_narrow, joint_noises(fit.posterior.model))):
         return FitDecision(fit, comparison, gain)

@@ -11,7 +11,7 @@ from torch.utils.data import TensorDataset
 
 import flowbnn as fb
 from flowbnn.errors import FlowBNNError
-from flowbnn.methods.mode_mixture import ModeMixture
+from flowbnn.methods.modes.mode_mixture import ModeMixture
 
 NOISE, SCALE = 0.3, 0.5
 

@@ -22,7 +22,7 @@ from flowbnn.methods.data_summary import first_batch
 from flowbnn.methods.fitting import likelihood_not_finite
 from flowbnn.methods.laplace.derivatives import check_likelihood
 from flowbnn.methods.mcmc.potential import gather_data
-from flowbnn.methods.mode_mixture import Covariance, ModeBase, ModeNoise
+from flowbnn.methods.modes.mode_mixture import Covariance, ModeBase, ModeNoise
 from flowbnn.methods.preparation import prepare
 from flowbnn.methods.variational.noisy_network import NoisyNetwork
 from flowbnn.noise import noise_layers

@@ -1,0 +1,1 @@
+"""Ensembles of the modes of the noise."""
