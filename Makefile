@@ -9,7 +9,7 @@ TRIALS ?= inf  # of each suite of the stress tests
 SEED ?= 0
 export PYTHONDONTWRITEBYTECODE =  # the tests start many processes, each of which would compile the library anew
 
-.PHONY: demo test test-gpu test-lowest coverage docs docs-quick lint bench stress clean
+.PHONY: demo test test-slow test-gpu test-lowest coverage docs docs-quick lint bench stress clean
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11) and 'flowbnn needs Python 3.11 or newer, this is ' + sys.version.split()[0])"
@@ -29,6 +29,9 @@ lint: $(STAMP)  ## run the linter and the type checker
 test: lint  ## run the linter, the type checker, the tests and the doctests
 	$(BIN)/python -m pytest -n 2 --dist worksteal
 
+test-slow: $(STAMP)  ## run the tests that make test leaves out: the same assertions on more cases
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m slow
+
 test-gpu: $(STAMP)  ## run the tests that need a CUDA device, in six processes, and record the result in docs/devices.md
 	$(BIN)/python tests/gpu_suite.py
 
@@ -36,11 +39,11 @@ test-lowest:  ## run the tests with the lowest supported versions of the depende
 	$(PYTHON) -m venv .venv-lowest
 	$(PYTHON) tests/lowest_versions.py > .venv-lowest/constraints.txt
 	.venv-lowest/bin/python -m pip install --quiet --disable-pip-version-check -c .venv-lowest/constraints.txt \
-		-e ".[studies,tensorboard,export,huggingface,lightning,graphs,playground]" "pandas==2.2.*" pytest pytest-xdist
-	.venv-lowest/bin/python -m pytest -n 2 --dist worksteal
+		-e ".[studies,tensorboard,export,huggingface,lightning,graphs,playground]" "pandas==2.2.*" pytest pytest-timeout pytest-xdist
+	.venv-lowest/bin/python -m pytest -n 2 --dist worksteal -m ""
 
 coverage: $(STAMP)  ## run the tests, and write the lines that none of them reaches to htmlcov/index.html
-	$(BIN)/python -m pytest -n 2 --dist worksteal --cov=flowbnn --cov-report=term --cov-report=html
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "" --cov=flowbnn --cov-report=term --cov-report=html
 
 docs: $(STAMP)  ## build the site into build/docs, execute the gallery, and check links and public names
 	$(BIN)/python -m sphinx -q -W --keep-going docs build/docs

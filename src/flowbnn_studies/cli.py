@@ -1,4 +1,4 @@
-"""Command line: ``flowbnn list``, ``run``, ``compare``, ``demo`` and ``report``."""
+"""Command line: ``flowbnn list``, ``run``, ``compare``, ``demo``, ``report`` and ``playground``."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -24,6 +24,14 @@ app = typer.Typer(
 OPTIONS = {  # command-line names of arguments that differ from Python
     "accelerator": "--device",
     "num_nodes": "--nodes",
+}
+
+EXTRAS = {  # optional packages and the extras that install them
+    "matplotlib": "studies",
+    "jinja2": "studies",
+    "sklearn": "studies",
+    "starlette": "playground",
+    "uvicorn": "playground",
 }
 
 
@@ -111,9 +119,11 @@ def _one_line_errors(resume_command: str = "") -> Iterator[None]:
         typer.echo(f"flowbnn: {f'{OPTIONS[argument]}: ' if argument in OPTIONS else ''}{error}", err=True)
         raise typer.Exit(2) from None
     except ModuleNotFoundError as error:
-        if error.name not in ("matplotlib", "jinja2", "sklearn"):
+        package = (error.name or "").partition(".")[0]
+        if package not in EXTRAS:
             raise
-        typer.echo(f"flowbnn: {error.name} is not installed; run pip install flowbnn[studies]", err=True)
+        text = f"flowbnn: {package} is not installed; run pip install flowbnn[{EXTRAS[package]}]"
+        typer.echo(text, err=True)
         raise typer.Exit(2) from None
     except KeyboardInterrupt:
         from flowbnn.training import is_main_process
@@ -126,9 +136,9 @@ def _one_line_errors(resume_command: str = "") -> Iterator[None]:
 
 def _version(requested: bool) -> None:
     if requested:
-        from importlib.metadata import version
+        from flowbnn.version import __version__
 
-        typer.echo(version("flowbnn"))
+        typer.echo(__version__)
         raise typer.Exit
 
 
@@ -302,6 +312,22 @@ def report(
             typer.echo(f"Tables: {write_markdown(paths, markdown)}")
         if figures is not None:
             typer.echo(f"Figures: {len(save_figures(paths, figures))} in {figures}")
+
+
+@app.command()
+def playground(
+    port: Annotated[
+        int, typer.Option("--port", help="Port of the loopback address; 0 chooses a free one.")
+    ] = 0,
+    no_browser: Annotated[
+        bool, typer.Option("--no-browser", help="Print the address and open no browser.")
+    ] = False,
+) -> None:
+    """Open an interactive page: draw points, fit a method and see where it is certain."""
+    with _one_line_errors():
+        from flowbnn_studies.playground.server import serve
+
+        serve(port, browser=not no_browser, announce=typer.echo)
 
 
 @contextmanager

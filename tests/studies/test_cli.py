@@ -64,6 +64,7 @@ def test_run_writes_results_and_report_writes_the_page(tmp_path):
         (["run", "digits", "--set", "novl=3"], "did you mean 'novel'"),
         (["run", "digits", "--set", "width=1.5"], "(width=...) must be an integer of at least 1, got 1.5"),
         (["report", "no-such-folder"], "no-such-folder"),
+        (["playground", "--port", "70000"], "got 70000"),
     ],
 )
 def test_errors_are_one_line_with_exit_code_2(words, message):
@@ -170,6 +171,17 @@ def test_missing_package_is_one_line(missing, monkeypatch):
     done = call("report", Path(__file__).parents[2] / "docs" / "results")
     assert done.exit_code == 2
     assert done.stderr == f"flowbnn: {missing} is not installed; run pip install flowbnn[studies]\n"
+
+
+@pytest.mark.parametrize("missing", ["starlette", "uvicorn"])
+def test_missing_package_of_the_playground_is_one_line(missing, monkeypatch):
+    monkeypatch.delitem(sys.modules, "flowbnn_studies.playground.server", raising=False)
+    for name in [name for name in sys.modules if name.partition(".")[0] == missing]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, missing, None)
+    done = call("playground", "--no-browser")
+    assert done.exit_code == 2
+    assert done.stderr == f"flowbnn: {missing} is not installed; run pip install flowbnn[playground]\n"
 
 
 def test_missing_typer_is_one_line(monkeypatch):
