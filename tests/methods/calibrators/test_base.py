@@ -219,6 +219,19 @@ def test_refit_sets_the_noise_of_a_regression():
     assert ((posterior.likelihood.log_scale.exp() / residual - 1.0).abs() < 0.3).all()
 
 
+def test_refit_of_a_network_in_the_units_of_the_targets():
+    inputs, targets = lines(40).tensors
+    fit = fb.MLE(epochs=3).fit(small(2), (inputs, 1000.0 + 50.0 * targets), seed=0, **QUIET)
+    network, held_out = fit.model, (inputs, 1020.0 + 50.0 * targets)
+    assert "flowbnn_loc" in network.state_dict()
+    posterior = fb.LastLayerRefit(penalties=[1e-7]).fit(network, held_out, **QUIET)
+    with torch.no_grad():
+        features = nn.functional.pad(network[:-1](inputs), (0, 1), value=1.0)
+        expected = features @ torch.linalg.lstsq(features.double(), held_out[1].double()).solution.float()
+        torch.testing.assert_close(posterior.model(inputs), expected, atol=0.5, rtol=0)
+        assert (network(inputs) - held_out[1]).square().mean() > 100.0
+
+
 # -------------------- errors
 
 

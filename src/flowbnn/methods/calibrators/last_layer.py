@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from flowbnn.batches import call, device_of, dtype_of, move, split_batch
 from flowbnn.data.formats import as_loader
 from flowbnn.errors import FlowBNNError, describe_value, requirement_error
-from flowbnn.likelihoods import Likelihood, learns_noise
+from flowbnn.likelihoods import Bernoulli, Categorical, Likelihood, learns_noise
 from flowbnn.methods.calibrators.base import Calibrator
 from flowbnn.methods.calibrators.folds import split_folds
 from flowbnn.methods.calibrators.lbfgs import minimize_batch
@@ -27,6 +27,7 @@ from flowbnn.networks import evaluation_mode
 from flowbnn.options import Ge, Positive, checked, options
 from flowbnn.posterior.base import Posterior
 from flowbnn.posterior.weights import PointPosterior
+from flowbnn.regression import output_scale
 
 
 @options(repr=False)
@@ -147,6 +148,7 @@ class LastLayerProblem:
         weight: Trained weights ``[C, F]``, with the bias as last column.
         likelihood: Observation model in float64.
         positions: Sizes of the axes of the positions.
+        loc, scale: Location and scale ``[C]`` that bring the outputs of the layer to the units of the targets.
     """
 
     posterior: PointPosterior
@@ -155,7 +157,9 @@ class LastLayerProblem:
     targets: Tensor
     weight: Tensor
     likelihood: Likelihood
-    positions: tuple[int, ...] = ()
+    positions: tuple[int, ...]
+    loc: Tensor
+    scale: Tensor
 
     @classmethod
     def read(cls, posterior: Posterior, held_out: Iterable[Any]) -> "LastLayerProblem":
@@ -173,9 +177,11 @@ class LastLayerProblem:
         held_out, model = as_loader(held_out, stage="validation"), posterior.model
         device, dtype = device_of(model), dtype_of(model)
         first = move(first_batch(held_out, purpose="calibration")[0], device, dtype)
-        layer = record_calls(model, first).output_layer
+        layer = record_calls(model, first).unscaled_output_layer
         if layer is None:
-            raise _refusal("a final nn.Linear or 1x1 convolution", "layer")
+            has_classes = isinstance(posterior.likelihood, Categorical | Bernoulli)
+            hint = "use fb.MatrixScaling" if has_classes else "use fb.Temperature"
+            raise _refusal("a final nn.Linear or 1x1 convolution", "layer", hint=hint)
         module: Any = model.get_submodule(layer)
         features, targets, positions = list[Tensor](), list[Tensor](), list[torch.Size]()
 
@@ -203,12 +209,13 @@ class LastLayerProblem:
             weight.append(module.bias.detach().double()[:, None])
         likelihood = deepcopy(posterior.likelihood).double().requires_grad_(False)
         parts = torch.cat(columns, -1), torch.cat(targets), torch.cat(weight, 1)
-        return cls(posterior, layer, *parts, likelihood, tuple(positions[0]))
+        units = [values.to(device) for values in output_scale(model, len(module.weight))]
+        return cls(posterior, layer, *parts, likelihood, tuple(positions[0]), *units)
 
     def outputs(self, weights: Tensor, index: Tensor | None = None) -> Tensor:
         """Returns the outputs ``[P, N, C]`` or ``[P, N, T, C]`` of weights ``[P, C, F]`` for some examples, or for all."""
         features = self.features if index is None else self.features[index]
-        return features @ (weights.mT[:, None] if self.positions else weights.mT)
+        return self.loc + self.scale * (features @ (weights.mT[:, None] if self.positions else weights.mT))
 
     def network_outputs(self, outputs: Tensor) -> Tensor:
         """Returns outputs ``[N, C]`` or ``[N, T, C]`` in the layout of the network."""

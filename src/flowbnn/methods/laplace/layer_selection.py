@@ -34,6 +34,8 @@ class LayerCalls:
     shapes: dict[str, torch.Size] = field(default_factory=dict)  # shape of the first input of each layer
     # the Linear layer or 1x1 convolution whose output is that of the network, if there is one
     output_layer: str | None = None
+    # the same for the outputs before they are scaled to the units of the targets
+    unscaled_output_layer: str | None = None
     output_shape: torch.Size = torch.Size()  # shape of the outputs of one example
     # layers of subclasses whose own forward returned what that of their torch class returns
     equivalent: set[str] = field(default_factory=set)
@@ -79,7 +81,11 @@ def record_calls(model: nn.Module, inputs: Any) -> LayerCalls:
         if _overrides_forward(module) and args and _computes_torch_layer(module, args[0], output):
             calls.equivalent.add(name)
 
+    def before_scaling(module: nn.Module, args: Any, output: Any) -> None:
+        results["unscaled"] = output
+
     with ExitStack() as hooks, evaluation_mode(model):
+        hooks.enter_context(model.register_forward_hook(before_scaling, prepend=True))
         for name, module in layers.items():
             hooks.enter_context(module.register_forward_pre_hook(partial(before, name)))
             hooks.enter_context(module.register_forward_hook(partial(after, name), prepend=True))
@@ -88,15 +94,17 @@ def record_calls(model: nn.Module, inputs: Any) -> LayerCalls:
             outputs = call(model, examples)
     calls.output_shape = outputs.shape[1:]
     last = calls.order[-1] if calls.order else ""
+    unscaled = results.pop("unscaled", outputs)
     if (
-        results.get(last) is outputs
+        results.get(last) is unscaled
         and outputs.ndim >= 2
         and calls.counts[last] == 1
         and (isinstance(layers[last], nn.Linear) or _is_pointwise(layers[last]))
         and (_is_torch_layer(layers[last]) or last in calls.equivalent)
         and shares_weights(model, last) is None
     ):
-        calls.output_layer = last
+        calls.unscaled_output_layer = last
+        calls.output_layer = last if unscaled is outputs else None
     return calls
 
 
