@@ -3,10 +3,12 @@
 import doctest
 import math
 import re
+import sys
 import warnings
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import matplotlib.pyplot
 import pytest
@@ -281,6 +283,26 @@ def test_linked_files_exist(name):
         assert (ROOT / target).exists(), f"{name} links to {target}, which does not exist"
     for target in re.findall(r"`((?:src|tests|docs|benchmarks)/[\w./-]+\.\w+)`", text):
         assert (ROOT / target).exists(), f"{name} names {target}, which does not exist"
+
+
+@pytest.mark.filterwarnings("ignore::flowbnn.errors.FlowBNNWarning")  # a few epochs are too few
+def test_progress_page(tmp_path, monkeypatch):
+    """The page with a stand-in for wandb."""
+    logged = []
+    run = SimpleNamespace(log=lambda metrics, step: logged.append((step, metrics["elbo"])))
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda project: run))
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(0)
+    network = torch.nn.Linear(4, 3)
+    names = {"fb": fb, "network": network, "loader": small_loader()}
+    names["bayesian"] = fb.to_stochastic(network, {"*": fb.noise.NormalAffine()})
+    for code in code_blocks("docs/progress.md"):
+        code = code.replace(
+            "fb.fit(bayesian, loader", "fb.fit(bayesian, loader, epochs=2, report=False, validation=loader"
+        )
+        exec(code.replace("epochs=40", "epochs=4"), names)
+    assert (tmp_path / "runs" / "first.csv").read_text().count("\n") == 5
+    assert [step for step, _ in logged][:2] == [1, 2]
 
 
 def test_plots_page(tmp_path, monkeypatch):

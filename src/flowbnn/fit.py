@@ -58,7 +58,7 @@ def fit(network: nn.Module, loader: Any, *, inplace: bool = False, **options: An
         validation_samples: Number of networks per prediction on the validation data, whose negative log-likelihood (NLL) is recorded.
         report: If True, computes the report of the fit.
         options: Options of :class:`~flowbnn.methods.FitOptions`, such as ``likelihood``, ``batch_size``, ``output``, ``num_data``,
-            ``checkpoint``, ``resume``, ``early_stop``, ``seed``, ``precision``, ``devices`` and ``progress``.
+            ``checkpoint``, ``resume``, ``early_stop``, ``callbacks``, ``log``, ``seed``, ``precision``, ``devices`` and ``progress``.
 
     Returns:
         Posterior of a fitted copy of the network. Its ``history`` has the ELBO, the log-likelihood, the KL divergence and the entropy

@@ -68,7 +68,8 @@ FIXED_SETTINGS = {
     "progress",
     "resume",
     "checkpoint",
-    "tensorboard",
+    "log",
+    "callbacks",
     "calibrate.flow",
     "flowpp",
 }

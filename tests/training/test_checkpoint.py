@@ -193,8 +193,8 @@ def test_document_of_a_checkpoint_is_plain_json(interrupted):
 
 def test_empty_paths_are_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for make_options in (lambda: TrainingOptions(checkpoint=""), lambda: TrainingOptions(tensorboard=" ")):
+    for make_options in (lambda: TrainingOptions(checkpoint=""), lambda: TrainingOptions(log=" ")):
         with pytest.raises(FlowBNNError) as caught:
             make_options()
-        assert caught.value.argument in ("checkpoint", "tensorboard")
+        assert caught.value.argument in ("checkpoint", "log")
     assert list(tmp_path.iterdir()) == []

@@ -1,7 +1,6 @@
 """Tests of the training loop: steps, records, schedules, early stopping, display, and refused arguments."""
 
 import io
-import warnings
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from flowbnn.errors import FlowBNNError
 from flowbnn.training import EarlyStop, History, TrainingOptions
-from flowbnn.training.progress import Display, terminal
+from flowbnn.training.progress import terminal
 
 
 def squared(model, batch, clock):
@@ -281,43 +280,10 @@ def test_unwritable_folders_are_refused_before_the_first_step(tmp_path):
     def never(model, batch, clock):
         raise AssertionError("training began")
 
-    for option in ("checkpoint", "tensorboard"):
+    for option in ("checkpoint", "log"):
         with pytest.raises(FlowBNNError) as caught:
             run(step=never, **{option: tmp_path / "file" / "run"})
         assert caught.value.kind == "file"
-
-
-def test_tensorboard_logs(tmp_path):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    history = run(tensorboard=tmp_path / "logs")
-    events = accumulator.EventAccumulator(str(tmp_path / "logs")).Reload()
-    points = [(event.step, event.value) for event in events.Scalars("loss")]
-    assert points == [(1, pytest.approx(history["loss"][0])), (2, pytest.approx(history["loss"][1]))]
-
-
-def test_progress_bar_shows_epoch_and_values():
-    screen = io.StringIO()
-    console = Console(file=screen, force_terminal=True, width=150)
-    options = TrainingOptions(epochs=7, description="LeNet", early_stop=EarlyStop("validation_nll"))
-    with Display(options, steps=10, console=console) as display:
-        assert display.is_due()
-        display.update(1, 10, {"elbo": -2.0, "validation_accuracy": 0.5, "validation_nll": 0.25}, 7)
-        display.update(2, 25, {"loss": 9.0, "elbo": -1.5, "log_likelihood": -1.25, "kl": 12.5}, 5)
-        assert not display.is_due()
-    text = screen.getvalue()
-    for word in (
-        "LeNet",
-        "epoch 2/7",
-        "epoch 3/5",
-        "ELBO -1.5",
-        "log-lik -1.25",
-        "KL 12.5",
-        "validation nll 0.25",
-    ):
-        assert word in text
-    assert "loss" not in text
 
 
 def test_nothing_is_printed_without_a_terminal(capfd):

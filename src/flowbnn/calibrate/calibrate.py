@@ -40,7 +40,8 @@ from flowbnn.noise.base import check_without_noise
 from flowbnn.options import Count, Ge, Positive, Seed, checked
 from flowbnn.posterior.base import Posterior
 from flowbnn.posterior.report import Calibration
-from flowbnn.training.progress import History, terminal
+from flowbnn.training import History
+from flowbnn.training.progress import terminal
 
 CandidateName = Literal[  # the simplest first
     "plain",

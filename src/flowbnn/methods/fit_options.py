@@ -13,6 +13,7 @@ from flowbnn.networks import OutputSelection
 from flowbnn.options import Count, Probability, check, options
 from flowbnn.posterior.prediction import new_seed
 from flowbnn.training import TrainingOptions
+from flowbnn.training.logs import is_csv
 
 LikelihoodName = (
     Likelihood
@@ -96,12 +97,13 @@ class FitOptions(TrainingOptions):
         return count_examples(loader) if self.num_data is None else self.num_data
 
     def for_stage(self, name: str, description: str, **changes: Any) -> Self:
-        """Returns the options of one of several training runs, which has its own file in the folder ``checkpoint``."""
-        folder, board = self.checkpoint, self.tensorboard
+        """Returns the options of one of several training runs, which has a checkpoint and a log of its own."""
+        folder, log = self.checkpoint, self.log
         if folder is not None:
             changes["checkpoint"] = Path(str(folder).removesuffix(".safetensors")) / f"{name}.safetensors"
-        if board is not None:
-            changes["tensorboard"] = Path(board) / name
+        if log is not None:
+            path = Path(log)
+            changes["log"] = path.with_name(f"{path.stem}-{name}.csv") if is_csv(path) else path / name
         return replace(self, description=description, **changes)
 
 

@@ -147,6 +147,11 @@ class SWAG(Method):
         objective = Objective(model, likelihood, loss, extra_state=moments)
         history = make_training_run(point, objective, optimizer, loader, options).train()
         moments.collect(model)
+        if moments.count < 2:
+            text = f"SWAG needs at least 2 snapshots, but was stopped after {history.epochs} epochs of SGD; stop it later"
+            raise FlowBNNError(
+                text, kind="stopped", argument="early_stop" if options.early_stop else "callbacks"
+            )
         return history
 
     def _is_snapshot_due(self, clock: Clock, count: int) -> bool:

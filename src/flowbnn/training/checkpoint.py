@@ -21,8 +21,8 @@ from flowbnn.training.compatibility import (
     load_optimizer,
     strip_prefix,
 )
+from flowbnn.training.history import History
 from flowbnn.training.options import EarlyStop, TrainingOptions
-from flowbnn.training.progress import History
 from flowbnn.training.randomness import RandomState
 from flowbnn.training.storage import TensorFile, copy_file, decode_state, save_state
 
@@ -37,6 +37,7 @@ class Position:
         step: Number of optimizer steps that are done.
         best: Best value that early stopping has seen.
         epochs_since_best: Number of epochs since the best value.
+        stopped_by_callback: True if a callback has ended the run.
         totals: Sums of the logged values of the current epoch, weighted by examples.
         weights: Numbers of examples in these sums.
         history: Record of the finished epochs.
@@ -47,6 +48,7 @@ class Position:
     step: int = 0
     best: float | None = None
     epochs_since_best: int = 0
+    stopped_by_callback: bool = False
     totals: dict[str, Any] = field(default_factory=dict)
     weights: dict[str, float] = field(default_factory=dict)
     history: History = field(default_factory=History)
@@ -67,11 +69,18 @@ class Position:
     def __str__(self) -> str:
         return f"in epoch {self.epoch + 1}, step {self.step + 1}"
 
-    def set_early_stop(self, rule: EarlyStop | None) -> None:
-        """Applies a rule for early stopping that may have been dropped or given more patience."""
+    def set_early_stop(self, rule: EarlyStop | None, has_callbacks: bool) -> None:
+        """Applies a rule for early stopping that may have been dropped or given more patience.
+
+        Args:
+            rule: Rule for early stopping, or None.
+            has_callbacks: False if the resumed run has no callbacks. It then continues where a callback had ended it.
+        """
         if rule is None:
             self.best, self.epochs_since_best, self.history.best_epoch = None, 0, None
-        self.history.stopped_early = rule is not None and self.epochs_since_best >= rule.patience
+        self.stopped_by_callback = self.stopped_by_callback and has_callbacks
+        exhausted = rule is not None and self.epochs_since_best >= rule.patience
+        self.history.stopped_early = exhausted or self.stopped_by_callback
 
     def update_best(self, rule: EarlyStop, record: Mapping[str, float]) -> bool:
         """Applies early stopping to the record of an epoch.
@@ -218,7 +227,7 @@ class RunState:
         stored, position = self._read(path)
         if warn:
             self.warn_changed_settings(stored)
-        position.set_early_stop(rule)
+        position.set_early_stop(rule, bool(self.options.callbacks))
         vars(self.position).update(vars(position))
         self.best_weights = stored["best_weights"] if rule is not None and rule.restore_best else None
         self.objective.load_state_dict(stored["weights"])

@@ -17,7 +17,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from flowbnn.errors import FlowBNNError, warn
-from flowbnn.training.progress import History
+from flowbnn.training.history import History
 from flowbnn.training.storage import TensorFile, save_tensors
 
 

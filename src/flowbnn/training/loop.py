@@ -22,9 +22,11 @@ from flowbnn.training.cuda_graph import make_recorder
 from flowbnn.training.device import Process, connect, move_batch, preserve_training_modes
 from flowbnn.training.distributed import Worker
 from flowbnn.training.finite import FiniteGuard
+from flowbnn.training.history import History
 from flowbnn.training.interrupts import Interrupts, explain_interruption
-from flowbnn.training.options import Clock, TrainingOptions, check_arguments, check_result, length_of
-from flowbnn.training.progress import Display, History, open_tensorboard, terminal
+from flowbnn.training.logs import open_log
+from flowbnn.training.options import Clock, Epoch, TrainingOptions, check_arguments, check_result, length_of
+from flowbnn.training.progress import TrainingDisplay, terminal
 from flowbnn.training.randomness import RandomState, loader_generators, seed_all
 from flowbnn.training.storage import check_writable
 
@@ -188,17 +190,19 @@ class TrainingRun:
     def open(self) -> Iterator[Interrupts]:
         """Context manager of all epochs: signals, display, training mode and synchronization of the processes."""
         interrupts = Interrupts(terminate=self.process.num_processes > 1)
-        folder = self.options.tensorboard if self.is_main else None
         console = terminal() if self.is_main and self.options.progress else None
-        self.display: Display | None = None
+        self.display: TrainingDisplay | None = None
         with ExitStack() as stack:
-            self.tensorboard = open_tensorboard(folder, self.position.epoch + 1)
-            if self.tensorboard is not None:
-                stack.callback(self.tensorboard.close)
+            self.log = open_log(self.options.log if self.is_main else None, self.position.history)
+            if self.log is not None:
+                stack.callback(self.log.close)
             interrupts.install()
             stack.callback(interrupts.remove)
             if console is not None:
-                self.display = stack.enter_context(Display(self.options, self.steps_per_epoch, console))
+                display = TrainingDisplay(
+                    self.options, self.steps_per_epoch, console, self.position.epoch, self.position.step
+                )
+                self.display = stack.enter_context(display)
             stack.enter_context(self.process.synchronized_layers(self.objective))
             stack.enter_context(preserve_training_modes(self.objective))
             self.objective.train()
@@ -403,8 +407,10 @@ class TrainingRun:
         self.synchronize()
         self.process.synchronize_buffers(self.objective)
         self.state.last_step_rng = self.random.state() if self.path is not None else None
-        if self.validate is not None and self.state.saved_step != position.step:
-            with interrupts.deferred():  # validation may take long or fail; a resumed run begins with it
+        if (self.validate is not None or self.options.callbacks) and self.state.saved_step != position.step:
+            with (
+                interrupts.deferred()
+            ):  # validation and callbacks may take long or fail; a resumed run begins with them
                 self.save()
         record = self.means() | {"learning_rate": float(self.optimizer.param_groups[0]["lr"])}
         if self.validate is not None:
@@ -414,12 +420,32 @@ class TrainingRun:
             for name, value in values.items():
                 record[f"validation_{name.removeprefix('validation_')}"] = float(value)
         record = self.process.broadcast(record)
+        stop = False
+        if self.options.callbacks:
+            stop = self.process.broadcast(self.is_main and self._call_callbacks(record))
         with interrupts.deferred():
-            self._record_epoch(record)
+            self._record_epoch(record, stop)
         if self.display is not None:
             self.display.update(position.epoch, position.step, record, self.state.epochs)
 
-    def _record_epoch(self, record: dict[str, float]) -> None:
+    def _call_callbacks(self, record: dict[str, float]) -> bool:
+        """Calls all callbacks with the record of this epoch. Returns True if one of them returns True."""
+        epoch = Epoch(
+            self.position.epoch + 1,
+            self.state.epochs,
+            dict(record),
+            time.monotonic() - self.start_time,
+            self.options.description,
+            self.objective.get_submodule(self.state.name_prefix),
+        )
+        state = self.random.state()
+        with preserve_training_modes(self.objective):
+            self.objective.eval()
+            results = [callback(epoch) for callback in self.options.callbacks]
+        self.random.restore(state)
+        return any(map(_is_true, results))
+
+    def _record_epoch(self, record: dict[str, float], stop: bool) -> None:
         position, options, state = self.position, self.options, self.state
         self.updating = True
         if self.schedule is not None and options.schedule_every == "epoch":
@@ -427,6 +453,8 @@ class TrainingRun:
             self.schedule.step(*([monitored] if isinstance(self.schedule, ReduceLROnPlateau) else []))  # type: ignore[arg-type]
         if options.early_stop is not None and position.update_best(options.early_stop, record):
             state.best_weights = deepcopy(self.objective.state_dict())
+        if stop:
+            position.stopped_by_callback = position.history.stopped_early = True
         position.history.records.append(record)
         position.history.steps = position.step
         position.history.seconds = time.monotonic() - self.start_time
@@ -437,9 +465,8 @@ class TrainingRun:
         self.updating = False
         if options.checkpoint_every is None or self.finished:
             self.save()
-        if self.tensorboard is not None:
-            for name, value in record.items():
-                self.tensorboard.add_scalar(name, value, position.epoch)
+        if self.log is not None:
+            self.log.write(position.history)
 
     def save(self) -> None:
         """Writes the checkpoint on the main process."""
@@ -449,3 +476,9 @@ class TrainingRun:
         self.guard.check_weights()
         self.position.history.seconds = time.monotonic() - self.start_time
         self.state.save()
+
+
+def _is_true(result: Any) -> bool:
+    """Returns True for True, and for the same value of numpy or torch. Other results, such as numbers, do not count."""
+    is_flag = str(getattr(result, "dtype", "")) in ("bool", "torch.bool")
+    return result is True or (is_flag and bool(result))

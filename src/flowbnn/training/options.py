@@ -1,7 +1,7 @@
 """Options of a training run, its rule for early stopping, and checks of the arguments of the loop."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -36,6 +36,29 @@ class Clock(NamedTuple):
     epochs: int
     progress: float | Tensor = 0.0
     recording: bool = False
+
+
+class Epoch(NamedTuple):
+    """Record of an epoch, which every callback of a run gets at its end.
+
+    Args:
+        number: Number of epochs that are done, including this one.
+        epochs: Largest number of epochs of the run.
+        metrics: Values of the epoch by name, as in :class:`History`: ``loss``, ``elbo``, ``kl``, ``validation_nll``, ...
+        seconds: Duration of the run so far.
+        description: Name of the run, such as ``"member 2 of 5"``.
+        model: Network, flow or autoencoder that is trained, in evaluation mode.
+    """
+
+    number: int
+    epochs: int
+    metrics: dict[str, float]
+    seconds: float
+    description: str
+    model: nn.Module
+
+
+Callback = Callable[[Epoch], Any]
 
 
 @options
@@ -87,6 +110,9 @@ class TrainingOptions:
             schedule, such as the learning rate, are those of the file. A warning lists settings that differ. ``epochs`` may have
             increased, and early stopping may have been dropped or given more patience.
         early_stop: Rule for early stopping, or None.
+        callbacks: Functions that are called at the end of every epoch with its :class:`Epoch`, in the first process. A run ends if one
+            of them returns True. Random numbers that they draw do not change the run. In fits of several runs, such as those of an
+            ensemble, each run calls them. Chains and calibrators without epochs do not.
         clip_gradient: Largest total norm of the gradient, or None.
         schedule_every: Unit of the learning-rate schedule, ``"step"`` or ``"epoch"``.
         accelerator: ``"cpu"``, ``"cuda"`` or ``"mps"``. ``"gpu"`` is either of the last two, ``"auto"`` a GPU if there is one.
@@ -101,7 +127,8 @@ class TrainingOptions:
             optimizer, float32 or bf16, a method of flowbnn), else ``"off"``. A warning is raised if a requested mode is not possible.
         seed: Seed of torch, numpy and ``random`` at the beginning of the run, the same in all processes.
         progress: If True, shows a progress bar on a terminal.
-        tensorboard: Folder of TensorBoard logs with one point per epoch, or None.
+        log: File (``*.csv``) with one row per epoch, or a folder of TensorBoard logs with one point per epoch. A resumed run continues
+            them. Otherwise a file is replaced.
         description: Label at the left of the progress bar.
 
     >>> TrainingOptions(epochs=3, checkpoint="runs/first").checkpoint_path.as_posix()
@@ -113,6 +140,7 @@ class TrainingOptions:
     checkpoint_every: Count | None = None
     resume: bool = False
     early_stop: Annotated[EarlyStop | None, Hint("such as EarlyStop(patience=5)")] = None
+    callbacks: Annotated[Sequence[Callback], Hint("functions of an Epoch")] = ()
     clip_gradient: Positive | None = None
     schedule_every: Literal["step", "epoch"] = "step"
     accelerator: Accelerator = "auto"
@@ -122,7 +150,7 @@ class TrainingOptions:
     acceleration: Literal["auto", "off", "graph", "compile"] = "auto"
     seed: Seed | None = None
     progress: bool = True
-    tensorboard: Annotated[File | None, Hint("such as 'logs'")] = None
+    log: Annotated[File | None, Hint("such as 'runs/first.csv'")] = None
     description: str = "training"
 
     def __post_init__(self) -> None:

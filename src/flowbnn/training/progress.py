@@ -1,93 +1,28 @@
-"""The record of a training run, its progress bar on a terminal, and its TensorBoard logs."""
+"""Progress bars on a terminal: one line for each task that is running, the outermost first.
+
+A task that begins while another one is running appears below it, as the epochs of a training below the methods of a comparison. A line
+is never wider than the terminal. On a narrow one the bar shrinks first, then the elapsed time and the values are left out.
+"""
 
 import os
 import random
 import sys
+import threading
 import time
-import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from flowbnn import plots
-from flowbnn.errors import FlowBNNError, nearest
-from flowbnn.options import File
 from flowbnn.training.options import TrainingOptions, length_of
-from flowbnn.training.storage import check_writable
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    from rich.console import Console, ConsoleOptions
+    from rich.live import Live
+    from rich.text import Text
 
-
-@dataclass
-class History:
-    """Record of a training run, epoch by epoch.
-
-    Each epoch records ``loss``, the objective's logs as means over the examples, ``learning_rate`` (of the first parameter group, at
-    the end of the epoch) and the values of ``validate`` as ``validation_...``.
-
-    Args:
-        records: Values of each epoch by name.
-        steps: Number of optimizer steps.
-        seconds: Duration of the run.
-        stopped_early: True if early stopping ended the run.
-        best_epoch: Index of the best epoch, if early stopping is used.
-
-    >>> history = History([{"loss": 2.0, "kl": 5.0}, {"loss": 1.0, "kl": 4.5}])
-    >>> history["kl"], history.epochs, history.last["loss"]
-    ([5.0, 4.5], 2, 1.0)
-    >>> History.from_dict(history.to_dict()) == history
-    True
-    """
-
-    records: list[dict[str, float]] = field(default_factory=list)
-    steps: int = 0
-    seconds: float = 0.0
-    stopped_early: bool = False
-    best_epoch: int | None = None
-
-    @property
-    def epochs(self) -> int:
-        """Number of complete epochs."""
-        return len(self.records)
-
-    @property
-    def names(self) -> list[str]:
-        """Names of all recorded values, in order of appearance."""
-        return list(dict.fromkeys(name for record in self.records for name in record))
-
-    @property
-    def last(self) -> dict[str, float]:
-        """Record of the last epoch."""
-        return self.records[-1] if self.records else {}
-
-    def __getitem__(self, name: str | int) -> Any:
-        """Returns one value of all epochs (``history["kl"]``) or all values of one epoch (``history[-1]``)."""
-        if isinstance(name, int) and -len(self.records) <= name < len(self.records):
-            return self.records[name]
-        if name not in self.names:
-            hint = nearest(name, self.names) if isinstance(name, str) else f"; there are {self.epochs} epochs"
-            raise FlowBNNError(f"the history lacks {name!r}{hint}", kind="name", argument=name)
-        return [record.get(str(name), float("nan")) for record in self.records]
-
-    def __contains__(self, name: object) -> bool:
-        return name in self.names
-
-    def __len__(self) -> int:
-        return len(self.records)
-
-    plot, plot_kl = plots.plot_history, plots.plot_kl
-
-    def to_dict(self) -> dict[str, Any]:
-        """Returns plain values that JSON can store."""
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> "History":
-        """Returns the history that :meth:`to_dict` stored."""
-        return cls(**values)
+SECONDS_BETWEEN_REFRESHES = 0.1
+BAR_WIDTHS = (24, 16, 8)
+GAP = "  "
 
 
 def terminal() -> "Console | None":
@@ -99,53 +34,257 @@ def terminal() -> "Console | None":
     if not (is_tty or "FORCE_COLOR" in os.environ or "rich" in sys.modules):
         return None
     state = random.getstate()
-    import rich.progress  # draws from Python's random numbers
+    import rich.live  # draws from Python's random numbers
 
     random.setstate(state)
     console = rich.get_console()
     return console if console.is_terminal else None
 
 
-class Display:
-    """Progress bar with epoch, ELBO, log-likelihood, KL, last validation, elapsed and remaining time.
+def format_seconds(seconds: float) -> str:
+    """Returns a duration as minutes and seconds, or as hours, minutes and seconds.
+
+    >>> format_seconds(75.4), format_seconds(3 * 3600 + 62)
+    ('1:15', '3:01:02')
+    """
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+class ProgressBar:
+    """Context manager that shows the progress of a task as a line on a terminal.
+
+    The line has the label, the counter, a bar, the values that are optimized, the elapsed time, and the estimated time that is left.
+    Nothing is shown if the output is no terminal.
+
+    Args:
+        label: Name of the task.
+        total: Number of steps, or None if it is unknown.
+        unit: Word before the counter, such as ``"epoch"``.
+        visible: If False, nothing is shown.
+        start: Number of steps that were done before, if the task is resumed.
+        keep: If True, the line stays on the terminal when the task ends, unless the task is part of another one.
+        console: Console to draw on. The default is the terminal.
+
+    >>> with ProgressBar("sampling", total=3) as bar:
+    ...     for step in range(3):
+    ...         bar.update(step + 1, values=["acceptance 0.8"])
+    >>> bar.completed
+    3
+    """
+
+    def __init__(
+        self,
+        label: str,
+        total: int | None = None,
+        *,
+        unit: str = "",
+        visible: bool = True,
+        start: int = 0,
+        keep: bool = False,
+        console: "Console | None" = None,
+    ) -> None:
+        self.label, self.total, self.unit, self.keep = label, total, unit, keep
+        self.console = (console or terminal()) if visible else None
+        self.counter = ""  # replaces the number of steps
+        self.values: Sequence[str] = ()
+        self.completed = self.start = start
+        self.finished = False
+        self.start_time = time.monotonic()
+        self.next_time = 0.0
+
+    def __enter__(self) -> Self:
+        self.start_time = time.monotonic()
+        if self.console is not None:
+            SCREEN.open(self, self.console)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.finished = True
+        if self.console is not None:
+            SCREEN.close(self, self.console)
+
+    def is_due(self) -> bool:
+        """Returns True if the line is shown and has not been drawn for a tenth of a second."""
+        return self.console is not None and time.monotonic() >= self.next_time
+
+    def update(
+        self,
+        completed: int | None = None,
+        *,
+        total: int | None = None,
+        label: str | None = None,
+        counter: str | None = None,
+        values: Sequence[str] | None = None,
+    ) -> None:
+        """Sets what is given, and draws the line at most ten times a second.
+
+        Args:
+            completed: Number of steps that are done.
+            total: Number of steps.
+            label: Name of the task.
+            counter: Text that replaces the number of steps.
+            values: Values of the step, the most important first.
+        """
+        self.completed = self.completed if completed is None else completed
+        self.total = self.total if total is None else total
+        self.label = self.label if label is None else label
+        self.counter = self.counter if counter is None else counter
+        self.values = self.values if values is None else values
+        if self.console is not None and (self.is_due() or label is not None or self.completed == self.total):
+            self.next_time = time.monotonic() + SECONDS_BETWEEN_REFRESHES
+            SCREEN.refresh()
+
+    @property
+    def seconds_left(self) -> float | None:
+        """Estimated time until the task ends, in seconds. None if it is unknown."""
+        done = self.completed - self.start
+        if self.finished or self.total is None or done <= 0 or self.completed >= self.total:
+            return None
+        return (time.monotonic() - self.start_time) / done * (self.total - self.completed)
+
+    def render(self, width: int, indent: int = 0) -> "Text":
+        """Returns the line of the task.
+
+        Args:
+            width: Number of columns.
+            indent: Number of columns before the label.
+        """
+        from rich.text import Text
+
+        before, bar_width, after = self._fit(width - indent)
+        line = Text(" " * indent, no_wrap=True, overflow="ellipsis", end="")
+        line.append(before[0], "bold").append("".join(GAP + part for part in before[1:]))
+        if bar_width and self.total:
+            filled = round(bar_width * min(1.0, self.completed / self.total))
+            line.append(GAP).append("━" * filled, "cyan").append("─" * (bar_width - filled), "dim")
+        line.append("".join(GAP + part for part in after))
+        line.truncate(width, overflow="ellipsis")
+        return line
+
+    def _fit(self, width: int) -> tuple[list[str], int, list[str]]:
+        """Returns the words before the bar, the width of the bar, and the words after it, which fit into a number of columns."""
+        counter = self.counter
+        if not counter and self.total is not None:
+            counter = f"{self.completed:,}/{self.total:,}"
+        elif not counter and self.completed:
+            counter = f"{self.completed:,}"
+        elapsed, left = format_seconds(time.monotonic() - self.start_time), self.seconds_left
+        times = [elapsed] if left is None else [f"{elapsed}, {format_seconds(left)} left"]
+        times += [] if left is None else [f"{format_seconds(left)} left"]
+        before = [self.label, *([f"{self.unit} {counter}".strip()] if counter else [])]
+        most = list(self.values)
+        for values in [most[:count] for count in range(len(most), 0, -1)] or [[]]:
+            for text in times:
+                for bar_width in BAR_WIDTHS if self.total else (0,):
+                    words = [*before, *values, text]
+                    used = len(GAP.join(words)) + (bar_width + len(GAP) if bar_width else 0)
+                    if used <= width:
+                        return before, bar_width, [*values, text]
+        for values in (most[:1], []):
+            if len(GAP.join([*before, *values, times[-1]])) <= width:
+                return before, 0, [*values, times[-1]]
+        rest = len(GAP.join(["", *before[1:], times[-1]]))
+        label = before[0] if len(before[0]) <= width - rest else before[0][: max(1, width - rest - 1)] + "…"
+        return [label, *before[1:]], 0, [times[-1]]
+
+
+class _Screen:
+    """Lines of all tasks that are running, the outermost first."""
+
+    def __init__(self) -> None:
+        self.bars: list[ProgressBar] = []
+        self.live: Live | None = None
+        self.lock = threading.RLock()
+
+    def open(self, bar: ProgressBar, console: "Console") -> None:
+        """Adds the line of a task."""
+        from rich.errors import LiveError
+        from rich.live import Live
+
+        with self.lock:
+            self.bars.append(bar)
+            if self.live is None:
+                # no refresh thread, which would compete with the computation
+                live = Live(self, console=console, auto_refresh=False, transient=True)
+                with suppress(LiveError):  # the caller shows a live display of their own on this console
+                    live.start()
+                    self.live = live
+            self.refresh()
+
+    def close(self, bar: ProgressBar, console: "Console") -> None:
+        """Removes the line of a task."""
+        with self.lock:
+            self.refresh()
+            self.bars.remove(bar)
+            if self.live is not None and not self.bars:
+                self.live.stop()
+                self.live = None
+            self.refresh()
+            if bar.keep and not self.bars:
+                console.print(bar.render(console.width))
+
+    def refresh(self) -> None:
+        """Draws all lines."""
+        with self.lock:
+            if self.live is not None:
+                self.live.refresh()
+
+    def __rich_console__(self, console: "Console", options: "ConsoleOptions") -> "Iterator[Text]":
+        for depth, bar in enumerate(self.bars):
+            line = bar.render(options.max_width, 2 * depth)
+            line.end = "\n"
+            yield line
+
+
+SCREEN = _Screen()
+
+
+class TrainingDisplay:
+    """Progress bar of a training run, with epoch, ELBO or log-likelihood, last validation, KL divergence, and the time that is left.
 
     Args:
         options: Options of the training run.
         steps: Number of steps per epoch, or None if unknown.
         console: Console to draw on.
+        epoch: Number of epochs that were done before, if the run is resumed.
+        step: Number of steps that were done before.
     """
 
-    def __init__(self, options: TrainingOptions, steps: int | None, console: "Console") -> None:
-        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+    labels: ClassVar[dict[str, str]] = {
+        "elbo": "ELBO",
+        "log_likelihood": "log-lik",
+        "kl": "KL",
+        "validation_nll": "validation NLL",
+        "validation_rmse": "validation RMSE",
+    }
 
-        columns = (
-            TextColumn("{task.description}"),
-            TextColumn("epoch {task.fields[epoch]}/{task.fields[epochs]}"),
-            BarColumn(bar_width=20),
-            TextColumn("{task.fields[numbers]}"),
-            TimeElapsedColumn(),
-            TimeRemainingColumn(),
+    def __init__(
+        self, options: TrainingOptions, steps: int | None, console: "Console", epoch: int = 0, step: int = 0
+    ) -> None:
+        self.bar = ProgressBar(
+            options.description,
+            options.epochs * (steps or 1),
+            unit="epoch",
+            start=epoch if steps is None else step,
+            keep=True,
+            console=console,
         )
-        # no refresh thread, which would compete with the computation
-        self.bar = Progress(*columns, console=console, auto_refresh=False)
-        self.steps, self.next_time = steps, 0.0
-        fields: dict[str, Any] = {"epoch": 1, "epochs": options.epochs, "numbers": ""}
-        self.task = self.bar.add_task(options.description, total=options.epochs * (steps or 1), **fields)
+        self.bar.counter = f"{epoch + 1}/{options.epochs}"
+        self.steps = steps
         self.validation: dict[str, float] = {}
 
-    def __enter__(self) -> "Display":
-        from rich.errors import LiveError
-
-        with suppress(LiveError):  # the caller shows its own live display on this console
-            self.bar.start()
+    def __enter__(self) -> "TrainingDisplay":
+        self.bar.__enter__()
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.bar.stop()
+        self.bar.__exit__(*error)
 
     def is_due(self) -> bool:
         """Returns True every tenth of a second, because reading the values may wait for the device."""
-        return time.monotonic() >= self.next_time
+        return self.bar.is_due()
 
     def update(self, epoch: int, step: int, means: Mapping[str, float], epochs: int) -> None:
         """Shows the means of the epoch and the last validation.
@@ -156,55 +295,38 @@ class Display:
             means: Means of the values logged in this epoch.
             epochs: Number of epochs of the run.
         """
-        self.next_time = time.monotonic() + 0.1
         self.validation |= {name: means[name] for name in means if name.startswith("validation_")}
-        names = [name for name in ("elbo", "log_likelihood", "kl", "loss") if name in means][:3]
-        values = {name: means[name] for name in names} | dict(list(self.validation.items())[:2])
-        labels = {"log_likelihood": "log-lik", "kl": "KL", "elbo": "ELBO"}
-        numbers = [f"{labels.get(key, key.replace('_', ' '))} {value:.4g}" for key, value in values.items()]
-        done, total = (epoch, epochs) if self.steps is None else (step, self.steps * epochs)
-        fields: dict[str, Any] = {
-            "epoch": min(epoch + 1, epochs),
-            "epochs": epochs,
-            "numbers": "  ".join(numbers),
-        }
-        self.bar.update(self.task, completed=done, total=total, **fields)
-        self.bar.refresh()
+        logged = [name for name in ("elbo", "log_likelihood", "kl", "loss") if name in means][:3]
+        validated = sorted(self.validation, key=lambda name: name != "validation_nll")[:2]
+        values = {name: {**means, **self.validation}[name] for name in [*logged[:1], *validated, *logged[1:]]}
+        self.bar.update(
+            epoch if self.steps is None else step,
+            total=epochs if self.steps is None else self.steps * epochs,
+            counter=f"{min(epoch + 1, epochs)}/{epochs}",
+            values=[
+                f"{self.labels.get(name, name.replace('_', ' '))} {value:.4g}"
+                for name, value in values.items()
+            ],
+        )
 
 
-def track(loader: Any, description: str, visible: bool = True) -> Iterator[Any]:
-    """Yields the batches of a loader and shows a progress bar on a terminal.
+def track(loader: Iterable[Any], label: str, visible: bool = True, unit: str = "") -> Iterator[Any]:
+    """Yields the entries of an iterable, such as the batches of a loader, and shows a progress bar on a terminal.
 
     Args:
         loader: Iterable of batches.
-        description: Label at the left of the bar.
+        label: Name of the task.
         visible: If False, no bar is shown.
+        unit: Word before the counter, such as ``"batch"``.
 
-    >>> list(track([1, 2], "batches"))
+    >>> list(track([1, 2], "predicting"))
     [1, 2]
     """
-    console = terminal() if visible else None
-    if console is None:
+    bar = ProgressBar(label, length_of(loader), unit=unit, visible=visible)
+    if bar.console is None:
         yield from loader
         return
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn(description), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True) as bar:
-        yield from bar.track(loader, total=length_of(loader))
-
-
-def open_tensorboard(folder: File | None, step: int) -> Any:
-    """Returns a TensorBoard writer, or None without a folder.
-
-    Args:
-        folder: Folder of the logs, or None.
-        step: First step of this run. Later steps that a killed run logged are overwritten.
-    """
-    if folder is None:
-        return None
-    check_writable(Path(folder) / "events")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        from torch.utils.tensorboard import SummaryWriter  # pip install flowbnn[tensorboard]
-    return SummaryWriter(str(folder), purge_step=step)
+    with bar:
+        for number, entry in enumerate(loader, 1):
+            yield entry
+            bar.update(number)

@@ -14,7 +14,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal, TextIO
 
 import torch
@@ -22,8 +22,7 @@ import torch
 from flowbnn.errors import FlowBNNError, FlowBNNWarning
 from flowbnn.methods import Posterior
 from flowbnn.models import MLP
-from flowbnn.options import options
-from flowbnn.training import EarlyStop
+from flowbnn.training import Epoch
 from flowbnn_studies.playground.methods import FitSettings
 from flowbnn_studies.playground.points import Points
 from flowbnn_studies.playground.presets import make_preset
@@ -35,28 +34,6 @@ MAX_SAMPLES = 200
 TEMPERATURES = (0.1, 10.0)
 SLOTS = ("a", "b")
 SECONDS_BETWEEN_REPORTS = 0.1
-
-
-@options
-class EpochReporter(EarlyStop):
-    """Rule for early stopping that never stops, and reports the record of every epoch.
-
-    Args:
-        report: Function that gets the progress.
-    """
-
-    monitor: str = "loss"
-    restore_best: bool = False
-    report: Callable[[Mapping[str, float]], None] = field(default=lambda record: None, kw_only=True)
-
-    def read(self, record: Mapping[str, float]) -> float:
-        """Reports the record of an epoch and returns its loss."""
-        self.report(record)
-        return record[self.monitor]
-
-    def improves(self, value: float, best: float | None) -> bool:
-        """Returns True, so that the run goes on."""
-        return True
 
 
 class Progress:
@@ -73,8 +50,9 @@ class Progress:
         self.label: Literal["elbo", "log_likelihood"] = "log_likelihood"
         self.values: list[float] = []
 
-    def add(self, record: Mapping[str, float]) -> None:
-        """Adds the record of one epoch."""
+    def __call__(self, epoch: Epoch) -> None:
+        """Adds the record of an epoch. This is a callback of the fit."""
+        record = epoch.metrics
         if record.get("kl"):  # dropout has none
             self.label = "elbo"
         self.epochs += 1
@@ -149,7 +127,7 @@ class Workbench:
                 data,
                 batch_size=BATCH_SIZE,
                 seed=seed,
-                early_stop=EpochReporter(report=progress.add),
+                callbacks=[progress],
                 progress=False,
             )
         seconds = time.perf_counter() - start

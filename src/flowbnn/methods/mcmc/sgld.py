@@ -120,6 +120,9 @@ class SGLD(Method):
         with disable_dropout(model):
             objective = Objective(model, likelihood, loss, extra_state=snapshots)
             history = make_training_run(point, objective, optimizer, loader, options, schedule).train()
+        if history.stopped_early:  # by a callback
+            message = f"SGLD was stopped after {history.epochs} of {self.epochs} epochs, which leaves snapshots out; decrease epochs"
+            raise FlowBNNError(message, kind="stopped", argument="callbacks")
         snapshots.record(steps)
         num_weights = sum(parameter.numel() for parameter in trainable_parameters(model).values())
         self._warn_if_diverged(history, num_weights / num_data)

@@ -138,7 +138,7 @@ def compare_retrained(
     initial_network = deepcopy(network)
     initial.restore(initial_network)
     quiet = replace(options, validation=None, report=False, early_stop=None, progress=False)
-    quiet = replace(quiet, checkpoint=None, checkpoint_every=None, resume=False, tensorboard=None)
+    quiet = replace(quiet, checkpoint=None, checkpoint_every=None, resume=False, log=None, callbacks=())
     count = count_examples(split_loader(loader, options.validation)[1])
     num_folds = max(
         1, min(5, math.ceil(HeldOutComparison.enough_rows / count), count_examples(loader) // count)
