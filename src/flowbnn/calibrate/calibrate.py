@@ -40,7 +40,7 @@ from flowbnn.noise.base import check_without_noise
 from flowbnn.options import Count, Ge, Positive, Seed, checked
 from flowbnn.posterior.base import Posterior
 from flowbnn.posterior.report import Calibration
-from flowbnn.training import History
+from flowbnn.training import History, ProgressBar, is_main_process
 from flowbnn.training.progress import terminal
 
 CandidateName = Literal[  # the simplest first
@@ -228,12 +228,16 @@ class _CandidateSearch:
 
     def compare(self, names: Sequence[str]) -> Posterior:
         """Returns the posterior of the best candidate, and sets the report."""
-        for name in names:
-            self._predict(name)
-        # per label, as metrics have it; a common factor does not change the choice
-        per_label = {name: each.nll / self.data.num_positions for name, each in self.predictions.items()}
-        choice = choose_candidate(per_label)
-        posterior = self.predictions[choice.name].finish()
+        visible = self.progress and is_main_process()
+        with ProgressBar("calibrating", len(names) + 1, unit="candidate", even=False, visible=visible) as bar:
+            for index, name in enumerate(names):
+                bar.update(index, label=f"calibrating: {name}")
+                self._predict(name)
+            # per label, as metrics have it; a common factor does not change the choice
+            per_label = {name: each.nll / self.data.num_positions for name, each in self.predictions.items()}
+            choice = choose_candidate(per_label)
+            bar.update(len(names), label=f"calibrating: {choice.name}, all data")
+            posterior = self.predictions[choice.name].finish()
         has_classes = any(each.probabilities is not None for each in self.predictions.values())
         targets = hard_labels(self.data.targets) if has_classes else self.data.targets
         self._write_report(
@@ -329,7 +333,13 @@ class _CandidateSearch:
         """Returns the posterior of the noise for all examples."""
         assert self.problem is not None
         everything = torch.arange(len(self.data))
-        fit = self.problem.fit_gaussian(everything, prior)
+        visible = self.progress and is_main_process()
+        with ProgressBar("noise, all data", unit="pass", visible=visible) as bar:
+            fit = self.problem.fit_gaussian(
+                everything,
+                prior,
+                callback=lambda number, elbo: bar.update(number, values=[f"ELBO {elbo:.4g}"]),
+            )
         posterior, self.flow_fit = self.problem.make_posterior(fit, everything, self.progress)
         posterior.history = History([{"elbo": value / len(self.data)} for value in fit.trace])
         self.chosen_prior = prior

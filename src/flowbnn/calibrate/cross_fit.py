@@ -18,7 +18,7 @@ from flowbnn.methods.point import MAP
 from flowbnn.options import Count, Ge, Seed, checked
 from flowbnn.posterior.mixture import MixturePosterior
 from flowbnn.posterior.weights import PointPosterior
-from flowbnn.training.progress import terminal
+from flowbnn.training.progress import terminal, track
 from flowbnn.training.randomness import temporary_seed
 
 
@@ -78,13 +78,14 @@ def cross_calibrate(
     if "accelerator" in training_options:
         calibration.setdefault("accelerator", training_options["accelerator"])
     members = []
-    for number, group in enumerate(split_folds(targets, folds, seed)):
+    groups = split_folds(targets, folds, seed)
+    for number, group in enumerate(track(groups, "cross-fitting", progress, "fold")):
         rest = torch.ones(len(targets), dtype=torch.bool)
         rest[group] = False
         with temporary_seed(seed * 1_000_003 + number):
             network = make_network()
         loader = _make_loader(inputs, targets, rest.nonzero()[:, 0], batch_size, seed + number)
-        description = f"fold {number + 1}/{folds}"
+        description = f"training of fold {number + 1}"
         point = method.fit(network, loader, **{"description": description, **training_options})
         if not isinstance(point, PointPosterior):
             fields = {"kind": "method", "argument": "method"}
@@ -93,7 +94,7 @@ def cross_calibrate(
         arguments = {"likelihood": point.likelihood, "seed": seed, "progress": False, **calibration}
         members.append(calibrate(point.model, held_out, **arguments))
         if progress and (console := terminal()) is not None:
-            console.print(f"{description}: {members[-1].calibration}", highlight=False)
+            console.print(f"fold {number + 1}: {members[-1].calibration}", highlight=False)
     return MixturePosterior(members)
 
 

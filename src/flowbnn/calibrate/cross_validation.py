@@ -26,7 +26,7 @@ from flowbnn.posterior.report import Difference
 from flowbnn.posterior.weights import PointPosterior
 from flowbnn.predictive import CategoricalPredictive
 from flowbnn.regression import set_noise_scale
-from flowbnn.training.progress import track
+from flowbnn.training import ProgressBar
 
 SCALINGS: dict[str, Any] = {
     "temperature": Temperature(),
@@ -209,6 +209,7 @@ def predict_fold(
     prior: PriorName,
     samples: int,
     start: BlockGaussian | None,
+    callback: Callable[[int, float], None] | None = None,
 ) -> NoisePrediction:
     """Predicts a fold by noise that is fitted to the other folds.
 
@@ -219,8 +220,9 @@ def predict_fold(
         prior: Prior of the noise.
         samples: Number of samples.
         start: Gaussian to start from, which must not depend on the fold, or None.
+        callback: Function that is called after every pass of the fit with the number of passes and the ELBO per example.
     """
-    fit = problem.fit_gaussian(training, prior, start, precise=False)
+    fit = problem.fit_gaussian(training, prior, start, precise=False, callback=callback)
     posterior, _ = problem.make_posterior(fit, training)
     inputs, targets = problem.data.select(group)
     options = PredictOptions(samples, seed=problem.seed, progress=False)
@@ -260,12 +262,21 @@ def predict_noise(
         return min(priors, key=lambda prior: sum(results[fold][prior].total for fold in used))
 
     pairs = list(zip(folds.training, folds.groups, strict=True))
-    for fold, (training, group) in enumerate(track(pairs, "cross-validation", progress)):
-        results.append({})
-        start = None
-        for prior in priors if fold in compared else [best_prior(compared)]:
-            results[-1][prior] = predict_fold(problem, training, group, prior, samples, start)
-            start = results[-1][prior].gaussian
+    num_fits = len(pairs) + len(compared) * (len(priors) - 1)
+    with ProgressBar("noise", num_fits, unit="fit", visible=progress) as bar:
+        for fold, (training, group) in enumerate(pairs):
+            results.append({})
+            start = None
+            for prior in priors if fold in compared else [best_prior(compared)]:
+                words = f"fold {fold + 1}", f"{prior} prior"
+
+                def show_pass(number: int, elbo: float, words: Sequence[str] = words) -> None:
+                    bar.update(values=[f"ELBO {elbo:.4g}", *words, f"pass {number}"])
+
+                arguments = training, group, prior, samples, start, show_pass
+                results[-1][prior] = predict_fold(problem, *arguments)
+                start = results[-1][prior].gaussian
+                bar.update(bar.completed + 1)
     chosen = [
         result[best_prior([other for other in compared if other != fold])]
         if fold in compared

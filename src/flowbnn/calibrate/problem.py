@@ -1,6 +1,6 @@
 """The network, the held-out data and the noise of a calibration, and the posteriors that are fitted to subsets of the data."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
@@ -239,7 +239,12 @@ class CalibrationProblem:
             return self._add_noise(rules, self.structure)
 
     def fit_gaussian(
-        self, indices: Tensor, prior: PriorName, start: BlockGaussian | None = None, precise: bool = True
+        self,
+        indices: Tensor,
+        prior: PriorName,
+        start: BlockGaussian | None = None,
+        precise: bool = True,
+        callback: Callable[[int, float], None] | None = None,
     ) -> NaturalFit:
         """Fits a Gaussian posterior of the noise to some examples.
 
@@ -248,6 +253,7 @@ class CalibrationProblem:
             prior: Prior of the noise, fixed or fitted.
             start: Gaussian to start from, or None for a narrow one around the network without noise.
             precise: If False, the fit takes half of the time, see :func:`fit_gaussian`.
+            callback: Function that is called after every pass with the number of passes and the ELBO per example.
         """
         return fit_gaussian(
             self.network,
@@ -260,6 +266,7 @@ class CalibrationProblem:
             start=start,
             precise=precise,
             seed=self.seed,
+            callback=callback,
         )
 
     def make_posterior(

@@ -24,7 +24,7 @@ from flowbnn.methods import Calibrator, Method
 from flowbnn.methods.fit_options import FitOptions, LikelihoodName
 from flowbnn.networks import check_copyable
 from flowbnn.options import Count, File, NonEmpty, Positive, Seed, checked
-from flowbnn.training import track
+from flowbnn.training import ProgressBar
 from flowbnn.training.options import Accelerator, Precision, length_of
 
 Methods = Annotated[Sequence[str | Method], NonEmpty()]
@@ -116,8 +116,11 @@ def compare(
     warm_up(network, train_loader, likelihood)
     parts = SeedResults(all_seeds, {})
     runs = [(candidate, method, number) for candidate, method in selection for number in all_seeds]
-    for candidate, method, number in track(runs, "comparing", progress):
-        parts.content[candidate.key, number] = experiment.run(candidate, method, number, cache, failures)
+    with ProgressBar("comparing", len(runs), unit="fit", visible=progress) as bar:
+        # the fits show nothing, because their times are compared
+        for index, (candidate, method, number) in enumerate(runs):
+            bar.update(index, label=f"comparing: {candidate.label}, seed {number}")
+            parts.content[candidate.key, number] = experiment.run(candidate, method, number, cache, failures)
     return Comparison(
         [candidate for candidate, _ in selection],
         parts,

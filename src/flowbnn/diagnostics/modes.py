@@ -12,6 +12,7 @@ from flowbnn.diagnostics.noise_target import NoiseTarget, WhitenedDensity
 from flowbnn.errors import warn
 from flowbnn.options import Count, Seed, checked
 from flowbnn.posterior.base import Posterior
+from flowbnn.training import track
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,16 +77,20 @@ def modes(posterior: Posterior, loader: Iterable[Any], starts: Count = 16, seed:
     return find_modes(NoiseTarget(posterior, loader, seed), starts)
 
 
-def find_modes(target: NoiseTarget, starts: int = 16, max_iterations: int = 200) -> Modes:
+def find_modes(
+    target: NoiseTarget, starts: int = 16, max_iterations: int = 200, progress: bool = False
+) -> Modes:
     """Finds distinct maxima of a density of noise, as :func:`modes` does.
 
     Args:
         target: Density of the noise given the data.
         starts: Number of optimizer runs.
         max_iterations: Largest number of L-BFGS iterations of a run.
+        progress: If True, shows a progress bar.
     """
     space = target.whitening()
-    runs = [_maximize(space, start, max_iterations) for start in space.position(target.draw_prior(starts))]
+    positions = track(space.position(target.draw_prior(starts)), "optimizing", progress, "run")
+    runs = [_maximize(space, start, max_iterations) for start in positions]
     ends, unconverged = torch.stack([end for end, _ in runs]), sum(not converged for _, converged in runs)
     if unconverged:
         text = f"{unconverged} of {starts} L-BFGS runs did not converge in {max_iterations} steps; the number of modes is unreliable"

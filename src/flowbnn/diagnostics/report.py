@@ -13,6 +13,7 @@ from flowbnn.diagnostics.noise_target import MAX_DENSE_DIM, NoiseTarget
 from flowbnn.errors import pluralize
 from flowbnn.options import NonNegative, Seed, checked
 from flowbnn.posterior.base import Posterior
+from flowbnn.training import ProgressBar
 
 Upgrade = Literal["none", "unknown", "within", "across", "shape"]
 
@@ -209,24 +210,35 @@ def diagnose(
     >>> report.dimensions, report.examples, report.gap
     (3, 30, None)
     """
-    target = NoiseTarget(posterior, loader, seed)
-    data, test = [target.data], None if test is None else [target.read(test, "test data")]
-    required = estimate_seconds(target, seconds) if target.dim <= MAX_DENSE_DIM and seconds else math.inf
-    report = Report(
-        pareto_k(posterior, data, samples, seed), target.dim, target.count, required_seconds=required
-    )
-    if required <= seconds:
-        extension = int(min(4, seconds // required))
-        chains = noise_chains(posterior, data, max_extension=extension, seed=seed, progress=progress)
-        modes = find_modes(chains.target)
-        report = replace(
-            report,
-            chains=chains,
-            gap=elbo_gap(posterior, data, chains, samples, seed),
-            agreement=agreement(posterior, data, chains, test, seed=seed),
-            modes=len(modes),
-            missed=modes.missed(chains),
-        )
+    with ProgressBar("diagnosing", 6, unit="step", even=False, visible=progress) as bar:
+
+        def begin(step: int, name: str) -> None:
+            bar.update(step - 1, label=f"diagnosing: {name}")
+
+        begin(1, "timing of chains")
+        target = NoiseTarget(posterior, loader, seed)
+        data, test = [target.data], None if test is None else [target.read(test, "test data")]
+        required = estimate_seconds(target, seconds) if target.dim <= MAX_DENSE_DIM and seconds else math.inf
+        begin(2, "importance sampling")
+        pareto = pareto_k(posterior, data, samples, seed)
+        report = Report(pareto, target.dim, target.count, required_seconds=required)
+        if required <= seconds:
+            extension = int(min(4, seconds // required))
+            begin(3, "chains")
+            chains = noise_chains(posterior, data, max_extension=extension, seed=seed, progress=progress)
+            begin(4, "modes")
+            modes = find_modes(chains.target, progress=progress)
+            begin(5, "gap to the exact posterior")
+            gap = elbo_gap(posterior, data, chains, samples, seed)
+            begin(6, "agreement with the chains")
+            report = replace(
+                report,
+                chains=chains,
+                gap=gap,
+                agreement=agreement(posterior, data, chains, test, seed=seed),
+                modes=len(modes),
+                missed=modes.missed(chains),
+            )
     if progress:
         print(report)
     return report

@@ -20,7 +20,7 @@ from flowbnn.networks import deepcopy_network
 from flowbnn.options import Count, accepts_options_of, options
 from flowbnn.posterior.weights import MemberPosterior, PointPosterior, state_of
 from flowbnn.regression import SCALE, set_output_scale
-from flowbnn.training import History
+from flowbnn.training import History, is_main_process, track
 from flowbnn.training.randomness import loader_generators, preserve_rng_state, temporary_seed
 
 
@@ -59,7 +59,8 @@ class DeepEnsemble(Method):
         model, loader, options = self.setup(network, loader, kwargs)
         seed = options.resolve_seed()
         points: list[PointPosterior] = []
-        for index in range(self.members):
+        visible = options.progress and is_main_process()
+        for index in track(range(self.members), "ensemble", visible, "member", keep=True):
             member_seed = (seed * 1_000_003 + index) % 2**32
             member = self._initialized_copy(model, member_seed, warns=index == 0)
             description = f"member {index + 1}/{self.members}"

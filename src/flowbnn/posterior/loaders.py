@@ -108,7 +108,7 @@ class OutputCollector:
         """
         prediction.total_rows = self.expected_rows
         show_progress = prediction.options.progress and is_main_process()
-        batches = track(self.loader, "predicting") if show_progress else self.loader
+        batches = track(self.loader, "predicting", unit="batch") if show_progress else self.loader
         for index, group in enumerate(group_batches(batches, prediction.rows_per_group)):
             prediction.batch_index = self.batch_index(index)
             yield group

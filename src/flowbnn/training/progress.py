@@ -61,9 +61,10 @@ class ProgressBar:
     Args:
         label: Name of the task.
         total: Number of steps, or None if it is unknown.
-        unit: Word before the counter, such as ``"epoch"``.
+        unit: Word before the number of the current step, such as ``"epoch"``. Without it, the number of finished steps is shown.
         visible: If False, nothing is shown.
         start: Number of steps that were done before, if the task is resumed.
+        even: If False, the steps take different times, so the time that is left is not estimated.
         keep: If True, the line stays on the terminal when the task ends, unless the task is part of another one.
         console: Console to draw on. The default is the terminal.
 
@@ -82,20 +83,22 @@ class ProgressBar:
         unit: str = "",
         visible: bool = True,
         start: int = 0,
+        even: bool = True,
         keep: bool = False,
         console: "Console | None" = None,
     ) -> None:
-        self.label, self.total, self.unit, self.keep = label, total, unit, keep
+        self.label, self.total, self.unit = label, total, unit
+        self.even, self.keep = even, keep
         self.console = (console or terminal()) if visible else None
         self.counter = ""  # replaces the number of steps
         self.values: Sequence[str] = ()
         self.completed = self.start = start
         self.finished = False
-        self.start_time = time.monotonic()
+        self.start_time = self.step_time = time.monotonic()  # of the task, and of the current step
         self.next_time = 0.0
 
     def __enter__(self) -> Self:
-        self.start_time = time.monotonic()
+        self.start_time = self.step_time = time.monotonic()
         if self.console is not None:
             SCREEN.open(self, self.console)
         return self
@@ -127,7 +130,8 @@ class ProgressBar:
             counter: Text that replaces the number of steps.
             values: Values of the step, the most important first.
         """
-        self.completed = self.completed if completed is None else completed
+        if completed is not None and completed != self.completed:
+            self.completed, self.step_time = completed, time.monotonic()
         self.total = self.total if total is None else total
         self.label = self.label if label is None else label
         self.counter = self.counter if counter is None else counter
@@ -140,9 +144,12 @@ class ProgressBar:
     def seconds_left(self) -> float | None:
         """Estimated time until the task ends, in seconds. None if it is unknown."""
         done = self.completed - self.start
-        if self.finished or self.total is None or done <= 0 or self.completed >= self.total:
+        if self.finished or not self.even or self.total is None or done <= 0 or self.completed >= self.total:
             return None
-        return (time.monotonic() - self.start_time) / done * (self.total - self.completed)
+        seconds_per_step = (self.step_time - self.start_time) / done
+        return max(
+            0.0, seconds_per_step * (self.total - self.completed) - (time.monotonic() - self.step_time)
+        )
 
     def render(self, width: int, indent: int = 0) -> "Text":
         """Returns the line of the task.
@@ -167,7 +174,8 @@ class ProgressBar:
         """Returns the words before the bar, the width of the bar, and the words after it, which fit into a number of columns."""
         counter = self.counter
         if not counter and self.total is not None:
-            counter = f"{self.completed:,}/{self.total:,}"
+            current = min(self.completed + bool(self.unit), self.total)
+            counter = f"{current:,}/{self.total:,}"
         elif not counter and self.completed:
             counter = f"{self.completed:,}"
         elapsed, left = format_seconds(time.monotonic() - self.start_time), self.seconds_left
@@ -185,9 +193,10 @@ class ProgressBar:
         for values in (most[:1], []):
             if len(GAP.join([*before, *values, times[-1]])) <= width:
                 return before, 0, [*values, times[-1]]
-        rest = len(GAP.join(["", *before[1:], times[-1]]))
-        label = before[0] if len(before[0]) <= width - rest else before[0][: max(1, width - rest - 1)] + "…"
-        return [label, *before[1:]], 0, [times[-1]]
+        words = [counter, times[-1]] if counter else [times[-1]]
+        room = max(2, width - len(GAP.join(["", *words])))
+        label = self.label if len(self.label) <= room else f"{self.label[: room - 1]}…"
+        return [label, *words], 0, []
 
 
 class _Screen:
@@ -296,7 +305,7 @@ class TrainingDisplay:
             epochs: Number of epochs of the run.
         """
         self.validation |= {name: means[name] for name in means if name.startswith("validation_")}
-        logged = [name for name in ("elbo", "log_likelihood", "kl", "loss") if name in means][:3]
+        logged = [name for name in ("elbo", "log_likelihood", "kl") if name in means] or ["loss"]
         validated = sorted(self.validation, key=lambda name: name != "validation_nll")[:2]
         values = {name: {**means, **self.validation}[name] for name in [*logged[:1], *validated, *logged[1:]]}
         self.bar.update(
@@ -310,7 +319,9 @@ class TrainingDisplay:
         )
 
 
-def track(loader: Iterable[Any], label: str, visible: bool = True, unit: str = "") -> Iterator[Any]:
+def track(
+    loader: Iterable[Any], label: str, visible: bool = True, unit: str = "", keep: bool = False
+) -> Iterator[Any]:
     """Yields the entries of an iterable, such as the batches of a loader, and shows a progress bar on a terminal.
 
     Args:
@@ -318,11 +329,12 @@ def track(loader: Iterable[Any], label: str, visible: bool = True, unit: str = "
         label: Name of the task.
         visible: If False, no bar is shown.
         unit: Word before the counter, such as ``"batch"``.
+        keep: If True, the line stays on the terminal when the task ends, unless the task is part of another one.
 
     >>> list(track([1, 2], "predicting"))
     [1, 2]
     """
-    bar = ProgressBar(label, length_of(loader), unit=unit, visible=visible)
+    bar = ProgressBar(label, length_of(loader), unit=unit, visible=visible, keep=keep)
     if bar.console is None:
         yield from loader
         return

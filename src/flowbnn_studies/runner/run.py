@@ -26,6 +26,7 @@ from flowbnn.compare.results import SeedResults, record_warnings, to_plain_value
 from flowbnn.errors import FlowBNNError, nearest
 from flowbnn.options import Count, checked
 from flowbnn.training import (
+    ProgressBar,
     TrainingOptions,
     check_writable,
     connect,
@@ -34,6 +35,7 @@ from flowbnn.training import (
     num_processes,
     run_on_main,
 )
+from flowbnn.training.progress import format_seconds
 from flowbnn_studies.runner.findings import mark_trial
 from flowbnn_studies.runner.study import GPUS, Job, Study, Variant, get_study
 
@@ -287,18 +289,22 @@ def _run_jobs(
     num_done: int,
     started: float | None,
 ) -> None:
-    """Runs the jobs in stages, and prints a line for each unless ``started`` is None."""
+    """Runs the jobs in stages. Shows a progress bar and prints a line for each unless ``started`` is None."""
     variants = study.variants(settings)
-    labels, number = {variant.key: variant.label for variant in variants}, num_done
-    for stage in _stages(variants, todo):
-        for job in workers.run(stage):
-            number += 1
-            if started is not None:
-                count_and_time = f"{number} of {num_done + len(todo)}, {time.monotonic() - started:.0f} s"
-                line = f"{study.name}: finished {labels[job.variant]}, seed {job.seed} ({count_and_time})"
-                print(line, file=sys.stderr, flush=True)
-        if not study.keep_networks:
-            run_on_main(lambda: _delete_checkpoints(all_jobs))
+    labels, total = {variant.key: variant.label for variant in variants}, num_done + len(todo)
+    bar = ProgressBar(study.name, total, unit="training", start=num_done, visible=started is not None)
+    with bar:
+        for stage in _stages(variants, todo):
+            for job in workers.run(stage):
+                bar.update(bar.completed + 1)
+                if started is not None:
+                    times = f"{bar.completed} of {total}, {time.monotonic() - started:.0f} s"
+                    if bar.seconds_left is not None:
+                        times += f", about {format_seconds(bar.seconds_left)} left"
+                    line = f"{study.name}: finished {labels[job.variant]}, seed {job.seed} ({times})"
+                    print(line, file=sys.stderr, flush=True)
+            if not study.keep_networks:
+                run_on_main(lambda: _delete_checkpoints(all_jobs))
 
 
 def _load_parts(

@@ -12,7 +12,7 @@ from torch import Tensor
 from flowbnn.errors import FlowBNNError, warn
 from flowbnn.methods.mcmc.hamiltonian import ChainState, Potential, Transition, initial_state
 from flowbnn.methods.mcmc.warmup import Warmup
-from flowbnn.training import check_writable, is_main_process, track
+from flowbnn.training import ProgressBar, check_writable, is_main_process
 from flowbnn.training.storage import TensorFile, decode_state, encode_state, save_state
 
 Kernel = Callable[[ChainState, Tensor, Tensor, Sequence[torch.Generator]], tuple[ChainState, Transition]]
@@ -95,11 +95,15 @@ class ChainSampler:
                 self.warmup.restart(self.state)
             previous = self.snapshot()
             try:
-                for number in track(range(self.number, total), description, progress and is_main_process()):
-                    previous = self.snapshot()
-                    self.advance(number)
-                    if self.number == total or self.is_save_due():
-                        self.save(self.snapshot())
+                visible = progress and is_main_process()
+                with ProgressBar(description, total, start=self.number, visible=visible) as bar:
+                    for number in range(self.number, total):
+                        previous = self.snapshot()
+                        transition = self.advance(number)
+                        if self.number == total or self.is_save_due():
+                            self.save(self.snapshot())
+                        if bar.is_due():
+                            bar.update(self.number, values=self._describe(transition))
             finally:
                 if self.number < total and self.save(previous):
                     message = f"stopped after {previous['number']} transitions, saved in '{self.path}'; continue with resume=True"
@@ -112,8 +116,14 @@ class ChainSampler:
         self.first_draw, self.thin = self.number, 2 * self.thin
         self.draws = {name: [] for name in self.record_names}
 
-    def advance(self, number: int) -> None:
-        """Takes one transition of every chain."""
+    def _describe(self, transition: Transition) -> list[str]:
+        """Returns the stage of the chains, the acceptance probability of their last transition, and the step size."""
+        stage = "warm-up" if self.number <= self.num_warmup else "draws"
+        acceptance, step_size = float(transition.acceptance.mean()), float(self.warmup.step_size.mean())
+        return [stage, f"acceptance {acceptance:.2f}", f"step size {step_size:.2g}"]
+
+    def advance(self, number: int) -> Transition:
+        """Takes one transition of every chain, and returns it."""
         assert self.state is not None
         warmup = self.warmup
         state, transition = self.kernel(self.state, warmup.step_size, warmup.inverse_mass, self.generators)
@@ -124,6 +134,7 @@ class ChainSampler:
             for name, draws in self.draws.items():
                 draws.append(values[name])
         self.state, self.number = state, number + 1
+        return transition
 
     def is_save_due(self) -> bool:
         """Returns True if it is time to write the checkpoint."""

@@ -38,7 +38,7 @@ from flowbnn.posterior.noise import NoisePosterior
 from flowbnn.posterior.report import Gain
 from flowbnn.posterior.weights import PointPosterior
 from flowbnn.regression import fit_residual_scale
-from flowbnn.training import History
+from flowbnn.training import History, is_main_process, track
 from flowbnn.training.options import length_of
 from flowbnn.training.randomness import preserve_rng_state, temporary_seed
 
@@ -147,7 +147,8 @@ def compare_retrained(
     with warnings.catch_warnings(), preserve_rng_state(loader, 0):
         # warnings would describe networks that the user never sees
         warnings.simplefilter("ignore", FlowBNNWarning)
-        for fold in range(num_folds):
+        label = "comparing retrained networks with and without noise"
+        for fold in track(range(num_folds), label, options.progress and is_main_process(), "network"):
             training, held_out = split_loader(loader, options.validation, fold=fold)
             try:
                 result = _compare_fold(initial_network, training, held_out, replace(quiet, seed=fold), fit)

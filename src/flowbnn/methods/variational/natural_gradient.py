@@ -16,7 +16,7 @@ ends with steps by the exact Hessian (:mod:`~flowbnn.methods.variational.hessian
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -280,6 +280,7 @@ def fit_gaussian(
     start: BlockGaussian | None = None,
     precise: bool = True,
     seed: int = 0,
+    callback: Callable[[int, float], None] | None = None,
 ) -> NaturalFit:
     """Fits a Gaussian over the noise of a stochastic network to data that its weights have not seen.
 
@@ -296,6 +297,7 @@ def fit_gaussian(
         precise: If True, the Gaussians of several steps after convergence are averaged, and a Gaussian of few dimensions is refined by
             the exact Hessian (:mod:`~flowbnn.methods.variational.hessian_refinement`). If False, the fit takes half of the time.
         seed: Seed of the draws.
+        callback: Function that is called after every pass with the number of passes and the ELBO per example.
     """
     likelihood = deepcopy(likelihood)
     network = NoisyNetwork(model, likelihood)
@@ -314,6 +316,7 @@ def fit_gaussian(
             prior == "fitted",
             min_passes=8 if start is None else 3,
             num_averaged=8 if precise else 3,
+            callback=callback,
         )
         if last_gaussians:
             gaussian = average(last_gaussians)
@@ -340,6 +343,7 @@ def _optimize(
     min_passes: int,
     num_averaged: int,
     max_passes: int = 60,
+    callback: Callable[[int, float], None] | None = None,
 ) -> tuple[BlockGaussian, list[BlockGaussian], list[float]]:
     """Takes natural-gradient steps until ``num_averaged`` after convergence, or for ``max_passes`` passes; twenty usually suffice.
 
@@ -365,6 +369,8 @@ def _optimize(
             variance = torch.maximum(estimate.squared_residuals, min_variance)
             likelihood.log_scale.copy_(0.5 * variance.log())
         proposed = problem.estimate(proposal, labels)
+        if callback is not None:
+            callback(number + 1, estimate.elbo / problem.num_examples)
         error = _elbo_error(estimate, proposed, problem.num_examples)
         if not (proposed.is_finite and proposed.elbo - estimate.elbo > -2.0 * error):
             if size <= min_size and (repeated := problem.estimate(q, labels)).is_finite:
