@@ -83,7 +83,7 @@ def acquire(
     joint = score in ("batchbald", "thompson")
     samples = batch_size if score == "thompson" and samples is None else samples
     options = {"keep_samples": True if joint else "auto", **options}
-    predictive = posterior.predict(as_inputs(pool, "pool"), samples, seed=seed, **options)
+    predictive = posterior.predict(as_inputs(pool, "pool", posterior.columns), samples, seed=seed, **options)
     if batch_size > len(predictive):
         raise value_error("batch_size", f"at most {len(predictive)} (the pool)", batch_size, kind="pool")
     classes = hasattr(predictive, "log_probabilities")

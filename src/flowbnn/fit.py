@@ -4,12 +4,13 @@ from typing import Any
 
 from torch import nn
 
+from flowbnn.data.formats import columns_of
 from flowbnn.methods.fitting import hold_out
 from flowbnn.methods.variational.initial_state import InitialState
 from flowbnn.methods.variational.noise_fit import NoiseFitOptions, check_trainable, run_fit
 from flowbnn.methods.variational.report import finish_fit
 from flowbnn.methods.variational.verification import verify_fit
-from flowbnn.networks import copy_network, select_output, unwrap_compiled
+from flowbnn.networks import copy_network, select_output, set_input_columns, unwrap_compiled
 from flowbnn.options import accepts_options_of, check
 from flowbnn.posterior.noise import NoisePosterior
 
@@ -81,6 +82,7 @@ def fit(network: nn.Module, loader: Any, *, inplace: bool = False, **options: An
     model = select_output(model, fit_options.output)
     check_trainable(model, fit_options)
     loader = fit_options.training_loader(loader)
+    set_input_columns(model, columns_of(loader))
     training, training_options = hold_out(loader, fit_options)
     finished = run_fit(model, training, training_options, InitialState.of(model))
     decision = verify_fit(finished, (loader, fit_options), (training, training_options))

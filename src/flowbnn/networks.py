@@ -188,6 +188,26 @@ def output_selection(network: nn.Module) -> str | int | None:
     return hooks[0].selection if hooks and isinstance(hooks[0].selection, str | int) else None
 
 
+def set_input_columns(network: nn.Module, columns: Any) -> nn.Module:
+    """Stores the names of the columns of the inputs with a network.
+
+    Args:
+        network: Network, which is changed in place.
+        columns: Names by the path to a data frame among the inputs. Empty or None keeps those that the network has.
+
+    Returns:
+        The network.
+    """
+    if columns and isinstance(columns, Mapping):
+        object.__setattr__(network, "_input_columns", dict(columns))
+    return network
+
+
+def input_columns(network: nn.Module) -> dict[str, list[str]]:
+    """Returns the names that :func:`set_input_columns` has stored, by the path to a data frame among the inputs."""
+    return dict(getattr(network, "_input_columns", {}))
+
+
 class ModuleCall(NamedTuple):
     """One call of a module in a forward pass.
 

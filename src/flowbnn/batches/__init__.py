@@ -3,6 +3,14 @@
 from flowbnn.batches.arrays import (
     as_tensor,
     is_array,
+    is_frame,
+)
+from flowbnn.batches.columns import (
+    ColumnNames,
+    ColumnOrders,
+    column_names,
+    column_orders,
+    reorder_columns,
 )
 from flowbnn.batches.containers import (
     container_rows,
@@ -69,6 +77,8 @@ from flowbnn.batches.selection import (
 
 __all__ = [
     "Batch",
+    "ColumnNames",
+    "ColumnOrders",
     "NetworkCaller",
     "apply",
     "as_targets",
@@ -81,6 +91,8 @@ __all__ = [
     "check_finite_tensors",
     "check_repeatable",
     "check_selectable",
+    "column_names",
+    "column_orders",
     "container_rows",
     "container_tensors",
     "convert_container",
@@ -96,6 +108,7 @@ __all__ = [
     "is_batch",
     "is_container",
     "is_finite",
+    "is_frame",
     "is_graph",
     "is_leaf",
     "is_out_of_memory",
@@ -108,6 +121,7 @@ __all__ = [
     "pad",
     "pick",
     "rebuild",
+    "reorder_columns",
     "repeat",
     "repeat_each",
     "reported_size",

@@ -32,6 +32,11 @@ def is_array(values: Any) -> bool:
     return hasattr(values, "__array__") and hasattr(values, "shape") and len(values.shape) > 0
 
 
+def is_frame(values: Any) -> bool:
+    """Returns True for a data frame of pandas or polars."""
+    return hasattr(values, "columns") and hasattr(values, "dtypes")
+
+
 def as_tensor(values: Any, name: str = "inputs", *, check: bool = True) -> Tensor:
     """Returns an array, a data frame or a list of numbers as a tensor. Tensors are returned unchanged.
 
@@ -51,11 +56,8 @@ def as_tensor(values: Any, name: str = "inputs", *, check: bool = True) -> Tenso
     """
     if isinstance(values, Tensor):
         return values
-    columns = getattr(values, "columns", None)
-    if columns is not None and hasattr(values, "dtypes"):
-        array = _frame_array(values, columns, name)
-    else:
-        array = _plain_array(values, name)
+    columns = values.columns if is_frame(values) else None
+    array = _plain_array(values, name) if columns is None else _frame_array(values, columns, name)
     if array.dtype.kind == "f" and check and name == "inputs":
         _check_missing(array, name, columns)
     kind, size = array.dtype.kind, array.dtype.itemsize

@@ -10,6 +10,8 @@ from typing import Any
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
+from flowbnn.batches.arrays import is_array
+
 Leaf = Tensor | PackedSequence | str | int | float | None
 
 
@@ -96,5 +98,6 @@ def needs_whole_batch(value: Any) -> bool:
         return True
     plain = isinstance(value, list | tuple) and len(value) > 0
     return plain and not any(
-        isinstance(entry, Tensor | list | tuple | Mapping) or is_graph(entry) for entry in value
+        isinstance(entry, Tensor | list | tuple | Mapping) or is_graph(entry) or is_array(entry)
+        for entry in value
     )

@@ -9,12 +9,13 @@ from torch import Tensor, nn
 from flowbnn.batches import pick
 from flowbnn.calibrate.calibrate import calibrate
 from flowbnn.data import TensorLoader
-from flowbnn.data.formats import as_loader
+from flowbnn.data.formats import as_loader, columns_of
 from flowbnn.diagnostics.fixed_data import read_fixed_data
 from flowbnn.errors import requirement_error
 from flowbnn.methods.base import Method
 from flowbnn.methods.calibrators.folds import split_folds
 from flowbnn.methods.point import MAP
+from flowbnn.networks import set_input_columns
 from flowbnn.options import Count, Ge, Seed, checked
 from flowbnn.posterior.mixture import MixturePosterior
 from flowbnn.posterior.weights import PointPosterior
@@ -83,7 +84,7 @@ def cross_calibrate(
         rest = torch.ones(len(targets), dtype=torch.bool)
         rest[group] = False
         with temporary_seed(seed * 1_000_003 + number):
-            network = make_network()
+            network = set_input_columns(make_network(), columns_of(data))
         loader = _make_loader(inputs, targets, rest.nonzero()[:, 0], batch_size, seed + number)
         description = f"training of fold {number + 1}"
         point = method.fit(network, loader, **{"description": description, **training_options})

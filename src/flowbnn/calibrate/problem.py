@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from flowbnn.batches import call, device_of, move_data, pick, take
 from flowbnn.calibrate.flow import FlowFit, fit_flow
 from flowbnn.convert import Rule, to_stochastic
+from flowbnn.data.formats import as_loader, columns_of
 from flowbnn.diagnostics.fixed_data import check_row_independence, read_fixed_data
 from flowbnn.distributions import NormalBase
 from flowbnn.errors import FlowBNNError, requirement_error
@@ -24,7 +25,7 @@ from flowbnn.methods.variational.block_gaussian import BlockGaussian
 from flowbnn.methods.variational.natural_gradient import NaturalFit, Structure, fit_gaussian
 from flowbnn.methods.variational.noisy_network import NoisyNetwork
 from flowbnn.metrics.checks import IGNORED
-from flowbnn.networks import copy_network, evaluation_mode
+from flowbnn.networks import copy_network, evaluation_mode, input_columns, set_input_columns
 from flowbnn.noise import Noise, NormalAffine, Recipe, noise_layers
 from flowbnn.noise.flow_noise import InputNoise
 from flowbnn.noise.inspection import check_called, remove_noise_without_gradient, warn_idle
@@ -114,10 +115,15 @@ def read_held_out(
         accelerator: Device type to compute on.
         seed: Seed of the generators of the loader.
     """
+    held_out = as_loader(held_out, stage="validation", columns=input_columns(network))
     data = read_fixed_data(held_out, seed, "calibration")
     kind = device_kind(accelerator)
     device = device_of(network)
-    network = copy_network(network).to(device if device.type == kind else torch.device(kind)).eval()
+    network = (
+        set_input_columns(copy_network(network), columns_of(held_out))
+        .to(device if device.type == kind else torch.device(kind))
+        .eval()
+    )
     network.requires_grad_(False)
     batches = [take(data, low, low + BATCH_SIZE) for low in range(0, len(data[1]), BATCH_SIZE)]
     prepared = prepare(network, batches, FitOptions(likelihood=likelihood, seed=seed), trained=False)

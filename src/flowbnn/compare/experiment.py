@@ -18,7 +18,7 @@ from flowbnn.compare.results import (
     SeedResults,
     record_warnings,
 )
-from flowbnn.data.formats import as_inputs, as_loader
+from flowbnn.data.formats import as_inputs, as_loader, columns_of
 from flowbnn.errors import FlowBNNError, warn
 from flowbnn.methods import Calibrator, Method
 from flowbnn.methods.fit_options import FitOptions, LikelihoodName
@@ -95,11 +95,18 @@ def compare(
     train_loader = as_loader(
         train_loader, batch_size=batch_size, shuffle=True, stage="train", argument="train_loader"
     )
-    test_loader = as_loader(test_loader, argument="test_loader")
+    test_loader = as_loader(test_loader, argument="test_loader", columns=columns_of(train_loader))
     if validation is not None:
-        validation = as_loader(validation, stage="validation", argument="validation")
+        validation = as_loader(
+            validation, stage="validation", argument="validation", columns=columns_of(train_loader)
+        )
     if novel is not None:
-        novel = as_loader(novel) if isinstance(novel, tuple) else as_inputs(novel, "novel")
+        columns = columns_of(train_loader)
+        novel = (
+            as_loader(novel, columns=columns)
+            if isinstance(novel, tuple)
+            else as_inputs(novel, "novel", columns)
+        )
     check_repeatable(train_loader, "train_loader")
     check_repeatable(test_loader, "test_loader")
     options: dict[str, Any] = {"num_data": num_data, "clip_gradient": clip_gradient}

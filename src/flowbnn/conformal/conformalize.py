@@ -340,7 +340,9 @@ def predict_data(posterior: Posterior, data: Any, options: Mapping[str, Any]) ->
     Raises:
         FlowBNNError: If the data have no targets.
     """
-    predictive, targets = posterior.predict_with_targets(as_loader(data, argument="held_out"), **options)
+    predictive, targets = posterior.predict_with_targets(
+        as_loader(data, argument="held_out", columns=posterior.columns), **options
+    )
     return predictive, require_targets(targets, "held_out")
 
 

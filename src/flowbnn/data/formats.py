@@ -4,8 +4,9 @@
 calls one of them once, before anything else.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from copy import copy
+from types import MappingProxyType
 from typing import Any, Literal
 
 from torch import Tensor
@@ -13,12 +14,19 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from flowbnn.batches import (
     Batch,
+    ColumnNames,
+    ColumnOrders,
+    as_targets,
     as_tensors,
+    column_names,
+    column_orders,
     has_row_axis,
     is_batch,
+    is_frame,
     is_graph,
     is_leaf,
     rebuild,
+    reorder_columns,
     reported_size,
     rows,
     split_labels,
@@ -30,7 +38,8 @@ from flowbnn.data.tensor_loader import TensorLoader
 from flowbnn.errors import FlowBNNError, check_shape, nearest
 from flowbnn.options import checked
 
-Column = int | str | tuple[int | str, ...] | list[int | str] | Callable[[Any], Any]
+Names = int | str | list[int | str]
+Column = Names | tuple[Names, ...] | Callable[[Any], Any]
 Stage = Literal["train", "validation", "test"]
 BATCH_SIZE = 64  # examples in a training batch, where users set none
 READ_SIZE = 256  # examples of a Dataset that are read at once for a prediction
@@ -43,6 +52,7 @@ def as_loader(
     shuffle: bool = False,
     stage: Stage = "test",
     argument: str = "loader",
+    columns: ColumnNames | None = None,
 ) -> Any:
     """Returns data of any format as a loader of batches, which :func:`~flowbnn.batches.split_batch` splits.
 
@@ -61,9 +71,11 @@ def as_loader(
         shuffle: If True, data that are no loader are read in a new order at every pass.
         stage: Loader of a data module.
         argument: Name of the argument that holds the data, for messages.
+        columns: Names of the columns of the inputs at the fit, see :func:`~flowbnn.networks.input_columns`. Data frames with these
+            columns in another order are reordered.
 
     Raises:
-        FlowBNNError: If the data are empty, are no numbers, or have different numbers of inputs and targets.
+        FlowBNNError: If the data are empty, are no numbers, have different numbers of inputs and targets, or have other columns.
 
     >>> import numpy as np
     >>> loader = as_loader((np.zeros((100, 3)), np.arange(100) % 2), batch_size=50)
@@ -77,11 +89,14 @@ def as_loader(
     if is_array(data):
         return [(as_tensor(data),)]
     if not is_in_memory(data):
-        return data
-    return _memory_loader(data, batch_size, shuffle, argument)
+        return data if columns is None else align_columns(data, columns)
+    # strings in an unknown column would be refused later, with advice that does not help
+    column_orders(column_names(_inputs_of(data)), columns or {})
+    loader = _memory_loader(data, batch_size, shuffle, argument)
+    return loader if columns is None else align_columns(loader, columns)
 
 
-def as_inputs(data: Any, argument: str = "inputs") -> Any:
+def as_inputs(data: Any, argument: str = "inputs", columns: ColumnNames | None = None) -> Any:
     """Returns data of any format as one batch of inputs, or as a loader.
 
     Arrays, data frames and lists of numbers become tensors. A tuple holds the inputs of a network with several arguments. Labels inside
@@ -90,19 +105,71 @@ def as_inputs(data: Any, argument: str = "inputs") -> Any:
     Args:
         data: Inputs, or data with inputs and targets.
         argument: Name of the argument that holds the data, for messages.
+        columns: Names of the columns of the inputs at the fit, as in :func:`as_loader`.
 
     >>> as_inputs([[1.0, 2.0]]), as_inputs({"x": [1.0], "labels": [0]})
     (tensor([[1., 2.]]), {'x': tensor([1.])})
     """
     if isinstance(data, Tensor):
         return data
-    if is_array(data):
-        return as_tensor(data)
+    values = data if isinstance(data, tuple) else [data]
     if isinstance(data, Mapping):
-        return as_tensors(split_labels(data)[0])
-    if isinstance(data, tuple) and all(is_leaf(value) or is_array(value) for value in data):
-        return as_tensors(data)
-    return data if is_batch(data) else as_loader(data, argument=argument)
+        data = split_labels(data)[0]
+    elif not all(is_leaf(value) or is_array(value) for value in values):
+        return data if is_batch(data) else as_loader(data, argument=argument, columns=columns)
+    orders = column_orders(column_names(data), columns or {}, argument)
+    return reorder_columns(as_tensor(data) if is_array(data) else as_tensors(data), orders)
+
+
+class BatchList(list[Any]):
+    """List of batches with the names of the columns of their inputs.
+
+    Args:
+        batches: Batches.
+        input_columns: Result of :func:`~flowbnn.batches.column_names` for the inputs.
+    """
+
+    def __init__(self, batches: Any, input_columns: ColumnNames) -> None:
+        super().__init__(batches)
+        self.input_columns = input_columns
+
+
+def columns_of(loader: Any) -> ColumnNames:
+    """Returns the names of the columns of the inputs of a loader, if it was made from data frames or mappings in memory."""
+    return loader.input_columns if isinstance(loader, BatchList | TensorLoader | Columns) else {}
+
+
+def align_columns(loader: Any, columns: ColumnNames) -> Any:
+    """Returns a loader whose inputs have the given columns in the given order. Loaders without names are returned unchanged.
+
+    Args:
+        loader: Loader.
+        columns: Names of the columns.
+
+    Raises:
+        FlowBNNError: If columns are missing or unknown.
+    """
+    orders = column_orders(columns_of(loader), columns)
+    if not orders:
+        return loader
+    if isinstance(loader, BatchList):
+        return BatchList([(reorder_columns(batch[0], orders), *batch[1:]) for batch in loader], columns)
+    result = copy(loader)
+    result.input_columns = columns
+    if isinstance(loader, TensorLoader):
+        result.tensors = (reorder_columns(loader.tensors[0], orders), *loader.tensors[1:])
+    else:
+        result.orders = orders
+    return result
+
+
+def _inputs_of(data: Any) -> Any:
+    """Returns the inputs of data in memory, as they are."""
+    if isinstance(data, Mapping):
+        return split_labels(data)[0]
+    if isinstance(data, Batch) or not isinstance(data, tuple):
+        return getattr(data, "inputs", None)
+    return data[0] if len(data) == 2 else data[:-1]
 
 
 def is_in_memory(data: Any) -> bool:
@@ -121,25 +188,29 @@ def is_in_memory(data: Any) -> bool:
 
 
 def _memory_loader(data: Any, batch_size: int | None, shuffle: bool, argument: str) -> Any:
-    """Returns data in memory as a loader."""
-    batch = split_weighted_batch(data)
+    """Returns data in memory as a loader, which has the names of the columns of the inputs."""
+    names, batch = column_names(_inputs_of(data)), split_weighted_batch(data)
     inputs, targets, weights = batch
     number = rows(inputs)
     if targets is None:
-        return [(inputs,)]
+        return BatchList([(inputs,)], names)
     if not has_row_axis((inputs, targets)):
         if isinstance(inputs, Tensor) and isinstance(targets, Tensor):
             check_shape("targets", targets, (number, "..."), kind="length", argument=argument)
-        return [(inputs, targets)]  # a graph, whose rows belong together
+        return BatchList([(inputs, targets)], names)  # a graph, whose rows belong together
     if not number:
         raise FlowBNNError(f"the {argument} has no examples", kind="empty", argument=argument)
-    if weights is not None:
-        return Columns(batch, weights=2, batch_size=batch_size, shuffle=shuffle)
-    if batch_size is None and not shuffle:
-        return [(inputs, targets)]
-    if isinstance(inputs, Tensor) and isinstance(targets, Tensor):
-        return TensorLoader(inputs, targets, batch_size=batch_size or _even_size(number), shuffle=shuffle)
-    return Columns((inputs, targets), batch_size=batch_size, shuffle=shuffle)
+    if weights is None and batch_size is None and not shuffle:
+        return BatchList([(inputs, targets)], names)
+    loader: Any
+    if weights is None and isinstance(inputs, Tensor) and isinstance(targets, Tensor):
+        loader = TensorLoader(inputs, targets, batch_size=batch_size or _even_size(number), shuffle=shuffle)
+    elif weights is None:
+        loader = Columns((inputs, targets), batch_size=batch_size, shuffle=shuffle)
+    else:
+        loader = Columns(batch, weights=2, batch_size=batch_size, shuffle=shuffle)
+    loader.input_columns = names
+    return loader
 
 
 def _even_size(number: int) -> int:
@@ -201,9 +272,11 @@ class Columns:
     ``Columns(loader, inputs=0, targets=1)`` or ``Columns(loader, inputs=0, targets=1, weights=2)``.
 
     Args:
-        data: Loader or ``Dataset``, whose batches are tuples, mappings or other objects, or a tuple or mapping of arrays.
+        data: Loader or ``Dataset``, whose batches are tuples, mappings or other objects, or a tuple or mapping of arrays, or a data
+            frame.
         inputs: Position or key of the inputs. A tuple of positions is a tuple of inputs. A list of keys is a mapping with these keys.
-            A function gets the whole batch.
+            A function gets the whole batch. The default is the first entry. In a data frame, a name is a vector, and a list of names is
+            a matrix of these columns. The default is all columns without targets and weights.
         targets: Position or key of the targets, a tuple or list of them, or a function. None has no targets.
         weights: Position or key of the weights of the examples ``[B]``, or a function. The log-likelihood of an example is multiplied
             by its weight. Weights with a mean of 1 keep the balance between data and prior.
@@ -217,25 +290,39 @@ class Columns:
     """
 
     structure: Any = None  # tuple or mapping in memory, whose tensors the loader has
+    input_columns: ColumnNames = MappingProxyType({})
+    orders: ColumnOrders = MappingProxyType({})  # of the columns of the inputs, see align_columns
 
     @checked
     def __init__(
         self,
         data: Any,
-        inputs: Column = 0,
+        inputs: Column | None = None,
         targets: Column | None = 1,
         weights: Column | None = None,
         batch_size: int | None = None,
         shuffle: bool = False,
     ) -> None:
-        self.columns = {"inputs": inputs, "targets": targets, "weights": weights}
-        if isinstance(data, Mapping) or (isinstance(data, tuple) and is_in_memory(data)):
-            values = as_tensors(data)
+        self.columns = {"inputs": 0 if inputs is None else inputs, "targets": targets, "weights": weights}
+        if is_frame(data) or isinstance(data, Mapping) or (isinstance(data, tuple) and is_in_memory(data)):
+            values = self._read_frame(data, inputs) if is_frame(data) else as_tensors(data)
             size = batch_size or (_even_size(rows(values)) if shuffle else READ_SIZE)
             self.loader = TensorLoader(*tensors_of(values), batch_size=size, shuffle=shuffle)
             self.structure = values
         else:
             self.loader = as_loader(data, batch_size=batch_size, shuffle=shuffle)
+
+    def _read_frame(self, frame: Any, inputs: Column | None) -> Batch:
+        """Returns the inputs, the targets and the weights in a data frame. Inputs that are None are all other columns."""
+        others = [self.columns[name] for name in ("targets", "weights")]
+        used = {name for entry in others for name in (entry if isinstance(entry, list | tuple) else [entry])}
+        chosen = [name for name in frame.columns if name not in used] if inputs is None else inputs
+        parts = [
+            _frame_entry(frame, name, column) for name, column in (self.columns | {"inputs": chosen}).items()
+        ]
+        self.input_columns = column_names(parts[0])
+        weights = parts[2] if parts[2] is None else as_tensor(parts[2], "weights")
+        return Batch(as_tensors(parts[0]), as_targets(parts[1]), weights)
 
     @property
     def has_weights(self) -> bool:
@@ -246,8 +333,9 @@ class Columns:
         """Returns the inputs, the targets and the weights of a batch."""
         if self.structure is not None:
             batch = rebuild(self.structure, iter(batch))
-        inputs, targets, weights = (_entry(batch, name, column) for name, column in self.columns.items())
-        return Batch(inputs, targets, weights)
+        if not isinstance(self.structure, Batch):  # not from a data frame
+            batch = Batch(*(_entry(batch, name, column) for name, column in self.columns.items()))
+        return Batch(reorder_columns(batch.inputs, self.orders), *batch[1:])
 
     def __iter__(self) -> Iterator[Batch]:
         for batch in self.loader:
@@ -287,7 +375,25 @@ def _entry(batch: Any, name: str, column: Any) -> Any:
     try:
         value = batch[column]
     except (KeyError, IndexError, TypeError):
-        keys = [str(key) for key in (batch.keys() if hasattr(batch, "keys") else range(len(batch)))]
-        text = f"unknown column {column!r} for {name}{nearest(str(column), keys)}"
-        raise FlowBNNError(text, kind="columns", argument=name) from None
+        keys = batch.keys() if hasattr(batch, "keys") else range(len(batch))
+        raise _unknown_column(column, name, keys) from None
     return as_tensor(value, name) if is_array(value) else value
+
+
+def _frame_entry(frame: Any, name: str, column: Any) -> Any:
+    """Returns one or several columns of a data frame, as it has them."""
+    if column is None or callable(column):
+        return column and column(frame)
+    if isinstance(column, tuple):
+        return tuple(_frame_entry(frame, name, entry) for entry in column)
+    labels = list(frame.columns)
+    for label in column if isinstance(column, list) else [column]:
+        if label not in labels:
+            raise _unknown_column(label, name, labels)
+    return frame[column]
+
+
+def _unknown_column(column: Any, name: str, choices: Iterable[Any]) -> FlowBNNError:
+    """Returns the error for a column that the data do not have."""
+    text = f"unknown column {column!r} for {name}{nearest(str(column), [str(key) for key in choices])}"
+    return FlowBNNError(text, kind="columns", argument=name)

@@ -6,7 +6,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from flowbnn.batches import as_tensor
+from flowbnn.batches import ColumnNames, as_tensor, column_names
 from flowbnn.errors import FlowBNNError
 from flowbnn.options import Count, checked
 
@@ -52,6 +52,7 @@ class TensorLoader:
         together: Count | None = None,
     ) -> None:
         self.tensors = tuple([_default_precision(values) for values in tensors])
+        self.input_columns: ColumnNames = column_names(tensors[0]) if tensors else {}
         shapes = [tuple(tensor.shape) for tensor in self.tensors]
         devices = sorted({str(tensor.device) for tensor in self.tensors})
         count = shapes[0][0] if shapes and shapes[0] else -1

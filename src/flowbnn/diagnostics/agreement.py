@@ -79,7 +79,8 @@ def agreement(
         FlowBNNError: If the posterior and the chains predict different quantities.
     """
     if isinstance(chains, ChainPosterior):
-        data = read_fixed_data(loader, seed) if test is None else read_fixed_data(test, seed, "test data")
+        purpose = "diagnostics" if test is None else "test data"
+        data = read_fixed_data(loader if test is None else test, seed, purpose, posterior.columns)
         reference = chains.predict(
             [data], min(samples, len(chains)), seed=seed, progress=False, keep_samples=True
         )

@@ -6,7 +6,15 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from flowbnn.batches import check_selectable, device_of, has_row_axis, split_batch, take, tensors_of
+from flowbnn.batches import (
+    ColumnNames,
+    check_selectable,
+    device_of,
+    has_row_axis,
+    split_batch,
+    take,
+    tensors_of,
+)
 from flowbnn.data.formats import as_loader
 from flowbnn.errors import FlowBNNError
 from flowbnn.methods.data_summary import check_loader
@@ -42,18 +50,22 @@ def check_row_independence(network: NoisyNetwork, inputs: Any) -> None:
         raise FlowBNNError(text, kind="network")
 
 
-def read_fixed_data(loader: Any, seed: int, purpose: str = "diagnostics") -> tuple[Any, Tensor]:
+def read_fixed_data(
+    loader: Any, seed: int, purpose: str = "diagnostics", columns: ColumnNames | None = None
+) -> tuple[Any, Tensor]:
     """Returns all inputs and targets of a loader.
 
     Args:
         loader: Loader of batches, or one pair of inputs and targets.
         seed: Seed of the generators of the loader.
         purpose: Purpose of the data, for error messages.
+        columns: Names of the columns of the inputs at the fit.
 
     Raises:
         FlowBNNError: If the loader is empty, or if two passes over it give different examples. The order may differ.
     """
-    loader = as_loader(loader, stage="validation" if purpose == "calibration" else "train")
+    stage: Any = "validation" if purpose == "calibration" else "train"
+    loader = as_loader(loader, stage=stage, columns=columns)
     check_loader(loader, purpose)
 
     def check_batch(batch: Any) -> None:

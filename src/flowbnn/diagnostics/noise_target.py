@@ -17,6 +17,7 @@ from flowbnn.diagnostics.fixed_data import check_row_independence, read_fixed_da
 from flowbnn.errors import FlowBNNError
 from flowbnn.methods.mcmc.hamiltonian import make_potential
 from flowbnn.methods.variational.noisy_network import NoisyNetwork
+from flowbnn.networks import input_columns
 from flowbnn.noise import noise_layers
 from flowbnn.noise.flow_noise import InputNoise
 from flowbnn.noise.joint import MAX_DENSE_DIM, independent_vectors
@@ -58,7 +59,7 @@ class NoiseTarget:
         Raises:
             FlowBNNError: If the network or the likelihood does not accept the data.
         """
-        data = read_fixed_data(loader, self.seed, purpose)
+        data = read_fixed_data(loader, self.seed, purpose, input_columns(self.network.model))
         inputs, targets = move_data(data, self.network.model)
         with rewrap_forward_errors(inputs), torch.no_grad():
             noise = self.draw(min(2, len(targets)))[0].to(self.dtype)

@@ -207,7 +207,7 @@ def _export_posterior(
     posterior: Posterior, example_inputs: Any, samples: int, seed: int, noise: Any, write: Callable[..., Any]
 ) -> ExportedModel:
     """Exports by the first kind of sampled networks that equals the prediction and can be traced."""
-    inputs = as_inputs(example_inputs, "example_inputs")
+    inputs = as_inputs(example_inputs, "example_inputs", posterior.columns)
     inputs = inputs if is_batch(inputs) else split_batch(next(iter(inputs)))[0]
     batched = has_row_axis(inputs)
     inputs = pad(take(inputs, 0, EXAMPLE_ROWS), EXAMPLE_ROWS) if batched else inputs

@@ -43,6 +43,7 @@ import torch
 from torch import nn
 
 from flowbnn.data import Columns
+from flowbnn.data.formats import columns_of
 from flowbnn.errors import FlowBNNError, close_words, requirement_error
 from flowbnn.methods.fit_options import FitOptions
 from flowbnn.methods.fitting import (
@@ -63,7 +64,7 @@ from flowbnn.methods.schedule import (
     SchedulerFactory,
     TrainingPlan,
 )
-from flowbnn.networks import copy_network, select_output
+from flowbnn.networks import copy_network, select_output, set_input_columns
 from flowbnn.noise.base import check_without_noise
 from flowbnn.options import Ge, Positive, accepts_options_of, options
 from flowbnn.posterior.base import Posterior
@@ -179,7 +180,8 @@ class Method(ABC):
         if not self.supports_weights and isinstance(loader, Columns) and loader.has_weights:
             hint = "remove weights= of flowbnn.data.Columns"
             raise requirement_error(name, "unweighted examples", hint=hint, kind="weights", argument="loader")
-        return select_output(copy_network(network), options.output), loader, options
+        model = select_output(copy_network(network), options.output)
+        return set_input_columns(model, columns_of(loader)), loader, options
 
     def fit_point(
         self,

@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, Self, TypeVar
 
-from flowbnn.data.formats import as_loader
+from flowbnn.data.formats import align_columns, as_loader, columns_of
 from flowbnn.errors import describe_value, requirement_error
 from flowbnn.likelihoods import Likelihood
 from flowbnn.methods.data_summary import check_loader, check_several_classes, count_examples
@@ -73,6 +73,8 @@ class FitOptions(TrainingOptions):
         """
         loader: Iterable[Any] = as_loader(data, batch_size=self.batch_size, shuffle=True, stage="train")
         check_loader(loader)
+        if self.validation_loader is not None:
+            object.__setattr__(self, "validation", align_columns(self.validation, columns_of(loader)))
         if loader is data and self.batch_size is not None:
             size = getattr(data, "batch_size", None)
             if size != self.batch_size:

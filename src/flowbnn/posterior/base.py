@@ -43,7 +43,7 @@ from flowbnn.batches import (
 from flowbnn.data.formats import as_inputs
 from flowbnn.errors import FlowBNNError, pluralize
 from flowbnn.likelihoods import Likelihood
-from flowbnn.networks import copy_network, output_selection
+from flowbnn.networks import copy_network, input_columns, output_selection
 from flowbnn.noise import noise_layers
 from flowbnn.options import Count, File, Positive, SampleCount, accepts_options_of, all_subclasses, checked
 from flowbnn.posterior.adaptive import Adaptive, adaptive_outputs
@@ -113,6 +113,11 @@ class Posterior:
         epochs = pluralize(self.history.epochs, "epoch")
         return f"{type(self).__name__}({type(self.model).__name__}{layers}, {self.likelihood!r}, {epochs})"
 
+    @property
+    def columns(self) -> dict[str, list[str]]:
+        """Names of the columns of the inputs at the fit, by the path to a data frame, ``""`` if the inputs were one data frame."""
+        return input_columns(self.model)
+
     def outputs(self, inputs: Any, samples: range, prediction: Prediction) -> Tensor:
         """Returns the outputs ``[len(samples), batch, ...]`` of some samples for one batch of inputs.
 
@@ -179,7 +184,7 @@ class Posterior:
             keep_samples,
         )
         if not isinstance(inputs, Tensor):
-            inputs = as_inputs(inputs)
+            inputs = as_inputs(inputs, columns=self.columns)
         if not is_batch(inputs):
             return self._predict_loader(inputs, options)[0]
         outputs, sample_counts, _ = self.collect(inputs, options)
@@ -198,7 +203,8 @@ class Posterior:
             options: Other options of :meth:`predict`.
         """
         predict_options = PredictOptions(samples, **options)
-        return self._predict_loader(as_inputs(inputs), predict_options, score=True)
+        loader = as_inputs(inputs, columns=self.columns)
+        return self._predict_loader(loader, predict_options, score=True)
 
     def _predict_loader(
         self, inputs: Any, options: PredictOptions, score: bool = False
@@ -402,6 +408,7 @@ class Posterior:
             "history": self.history.to_dict(),
             "layers": describe_layers(self.model),
             "output": output_selection(self.model),
+            "columns": self.columns,
             "settings": self.settings(),
             "calibration": None if self.calibration is None else self.calibration.to_dict(),
         }

@@ -47,13 +47,18 @@ def evaluate(
     >>> sorted(evaluate(posterior, (torch.zeros(5, 2), torch.zeros(5).long())))
     ['accuracy', 'brier', 'ece', 'nll']
     """
-    loader = as_loader(loader)
+    columns = posterior.columns
+    loader = as_loader(loader, columns=columns)
     predictive, targets = posterior.predict_with_targets(loader, seed=seed, **options)
     report = {name: float(value) for name, value in predictive.evaluate(require_targets(targets)).items()}
     if options.get("adaptive") is not None:
         report["sample_counts"] = float(predictive.sample_counts.double().mean())
     if novel is not None:
-        novel = as_loader(novel) if isinstance(novel, tuple) else as_inputs(novel, "novel")
+        novel = (
+            as_loader(novel, columns=columns)
+            if isinstance(novel, tuple)
+            else as_inputs(novel, "novel", columns)
+        )
         known_scores = novelty_scores(predictive)
         novel_scores = novelty_scores(posterior.predict(novel, seed=seed, **options))
         if density is not None:

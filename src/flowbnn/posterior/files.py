@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from flowbnn.batches import device_of, first_nonfinite_tensor
 from flowbnn.errors import FlowBNNError, optional_import, pluralize
 from flowbnn.likelihoods import Likelihood, make_likelihood
-from flowbnn.networks import select_output
+from flowbnn.networks import select_output, set_input_columns
 from flowbnn.options import File, checked
 from flowbnn.regression import LOC, SCALE, set_output_scale
 from flowbnn.training import History, check_weights
@@ -79,6 +79,7 @@ def read_network(
         history = History.from_dict(file.document["history"])
     if isinstance(output := file.document.get("output"), str | int):
         select_output(model, output)
+    set_input_columns(model, file.document.get("columns"))
     likelihood.attach(model)
     modules = {"network": model, "likelihood": likelihood}
     units = [view for name, view in select_prefix(file.views, "network").items() if name in (LOC, SCALE)]

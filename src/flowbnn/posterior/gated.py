@@ -253,7 +253,7 @@ def gated(
     if isinstance(posterior.likelihood, Heads):
         value, hint = posterior.likelihood, "fit a posterior per head"
         raise requirement_error("fb.gated", "one head", value, hint, argument="posterior")
-    loader, network = as_loader(loader), copy_network(posterior.model).eval()
+    loader, network = as_loader(loader, columns=posterior.columns), copy_network(posterior.model).eval()
     context = partial(noise_at_mean, network)
     # temporary_seed holds the lock of torch's global generator, which loaders, initial weights and the fit use;
     # predict must stay outside

@@ -24,13 +24,13 @@ import torch
 from torch import Tensor, nn
 
 from flowbnn.batches import device_of
-from flowbnn.data.formats import as_loader
+from flowbnn.data.formats import as_loader, columns_of
 from flowbnn.errors import close_words, requirement_error
 from flowbnn.methods.base import FitOptions, Method, PointMethod, misplaced_setting
 from flowbnn.methods.data_summary import check_loader, first_batch
 from flowbnn.methods.loader_split import split_loader
 from flowbnn.methods.preparation import prepare
-from flowbnn.networks import copy_network
+from flowbnn.networks import copy_network, input_columns, set_input_columns
 from flowbnn.noise.base import check_without_noise
 from flowbnn.options import Count, Probability, accepts_options_of, checked, options
 from flowbnn.posterior.base import Posterior, PredictOptions
@@ -83,9 +83,9 @@ class Calibrator(Method, ABC):
                 loader. A method that trains nothing, such as ``MAP(epochs=0)``, leaves all of the loader to the calibration.
         """
         if self.method is None:
-            posterior, held_out, options = self._wrap_network(
-                network, as_loader(loader, stage="validation"), kwargs
-            )
+            columns = network.columns if isinstance(network, Posterior) else input_columns(network)
+            held_out = as_loader(loader, stage="validation", columns=columns)
+            posterior, held_out, options = self._wrap_network(network, held_out, kwargs)
         else:
             posterior, held_out, options = self._fit_method(network, loader, kwargs)
         return self.calibrate(posterior, held_out, seed=options.seed or 0, progress=options.progress)
@@ -201,7 +201,7 @@ def point_posterior(network: Any, held_out: Any, options: FitOptions, owner: str
     likelihood = prepare(model, held_out, options, trained=False).likelihood
     with preserve_rng_state(held_out, options.seed or 0):
         fit_residual_scale(model, likelihood, held_out)
-    return PointPosterior(model, likelihood)
+    return PointPosterior(set_input_columns(model, columns_of(held_out)), likelihood)
 
 
 def collect_outputs(
@@ -220,7 +220,7 @@ def collect_outputs(
         FlowBNNError: If the posterior has a density gate, whose fallback cannot be calibrated.
     """
     check_without_gate(posterior)
-    held_out = as_loader(held_out, stage="validation", argument="held_out")
+    held_out = as_loader(held_out, stage="validation", argument="held_out", columns=posterior.columns)
     first_batch(held_out, purpose="calibration")
     outputs, _, targets = posterior.collect(held_out, PredictOptions(samples, seed=seed, progress=progress))
     assert targets is not None

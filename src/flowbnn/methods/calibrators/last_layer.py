@@ -174,7 +174,8 @@ class LastLayerProblem:
         """
         if not isinstance(posterior, PointPosterior):
             raise _refusal("a single network", "network", describe_value(posterior))
-        held_out, model = as_loader(held_out, stage="validation"), posterior.model
+        held_out = as_loader(held_out, stage="validation", columns=posterior.columns)
+        model = posterior.model
         device, dtype = device_of(model), dtype_of(model)
         first = move(first_batch(held_out, purpose="calibration")[0], device, dtype)
         layer = record_calls(model, first).unscaled_output_layer
