@@ -14,6 +14,7 @@ from flowbnn.methods import Posterior
 from flowbnn.metrics import novelty_auroc
 from flowbnn.models import LeNet, SmallConv
 from flowbnn.options import Bounds, Count, Positive, checked, options
+from flowbnn.posterior import novelty_scores
 from flowbnn.predictive import CategoricalPredictive
 from flowbnn_studies.data.images import DATASETS
 from flowbnn_studies.images.data import ImageMethodSettings, ImageMethodStudy
@@ -45,6 +46,10 @@ METRICS = (
              f"Probability that an image of the new class has a higher {label} than one of a known class; 0.5 is chance. "
              f"{MEANINGS[key]}", NOVEL)
       for key, label in UNCERTAINTIES.items()),
+    Metric("auroc_mutual_information", "AUROC, mutual information", "higher", ".3f",
+           "The same by the mutual information of label and network; a single network has none.", NOVEL),
+    Metric("auroc_energy", "AUROC, energy", "higher", ".3f",
+           "The same by the energy, minus the logarithm of the sum of the exponentials of the logits.", NOVEL),
     *(Metric(f"{part}_{key}", f"{label}, {where}", "none", ".3f", f"Mean {label} of the {where} images.", NOVEL)
       for key, label in UNCERTAINTIES.items()
       for part, where in (("known", "known"), ("novel", "new"))),
@@ -230,6 +235,9 @@ def evaluate_rejection(
     known, novel, held_out = (predict(posterior, predictive, s.samples) for predictive in images)
     targets = digits.test[1].cpu()
     values: dict[str, float | None] = dict(known.evaluate(targets))
+    novel_scores_by_name = novelty_scores(novel)
+    for name, familiar_scores in novelty_scores(known).items():
+        values[f"auroc_{name}"] = novelty_auroc(familiar_scores, novel_scores_by_name[name])
     for key, score in SCORES.items():
         if key == "variance" and posterior.default_samples == 1:
             values["known_variance"] = values["novel_variance"] = None

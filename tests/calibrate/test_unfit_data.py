@@ -57,6 +57,16 @@ def test_one_class_returns_the_plain_network():
     assert kinds == ["classes"]  # without a comparison the candidate is fitted as requested
 
 
+def test_equal_targets_return_the_plain_network():
+    torch.manual_seed(0)
+    network, inputs = nn.Linear(4, 1), torch.randn(60, 4)
+    posterior, kinds = calibrate(network, (inputs, torch.full((60, 1), 2.0)))
+    assert kinds == ["targets"]
+    assert posterior.calibration.choice == "plain"
+    assert list(posterior.calibration.nll) == ["plain"]
+    torch.testing.assert_close(posterior.predict(inputs).mean, network(inputs).detach())
+
+
 def test_labels_that_contradict_the_network_return_it():
     network, (inputs, labels) = make_network(), make_data(200)
     posterior, kinds = calibrate(network, (inputs, (labels + 1) % 3))

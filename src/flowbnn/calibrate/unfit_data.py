@@ -51,6 +51,9 @@ def find_limits(data: HeldOutData, groups: Sequence[Tensor], wants_folds: bool) 
         text = f"a comparison needs 4 held-out examples, got {len(data)}"
         too_few = DataLimits("examples", text)
     if not isinstance(data.likelihood, Categorical | Bernoulli):
+        if len(data) > 1 and bool((data.targets == data.targets[:1]).all()):
+            text = f"all {len(data)} held-out targets are equal; provide targets that differ"
+            return DataLimits("targets", text)
         return too_few
     targets = hard_labels(data.targets)
     classes = 2
@@ -58,9 +61,8 @@ def find_limits(data: HeldOutData, groups: Sequence[Tensor], wants_folds: bool) 
         classes = data.outputs.shape[data.likelihood.class_axis or 1]
     present = _classes_of(targets)
     if len(present) == 1:
-        text = (
-            f"all {pluralize(len(data), 'held-out example')} are of class {int(present)}; provide all classes"
-        )
+        number = pluralize(len(data), "held-out example")
+        text = f"{number} of class {int(present)} and of no other class; provide all classes"
         return DataLimits("classes", text)
     if too_few is not None:
         return too_few

@@ -77,6 +77,10 @@ CORRUPTED = {
 }
 BEYOND = {
     "auroc_mnist": ("AUROC MNIST", "higher", ".3f", "Probability that a digit has a higher predictive entropy than a test image."),
+    "mi_mnist": ("AUROC MNIST, by MI", "higher", ".3f",
+                 "The same by the mutual information of label and network; a single network has none."),
+    "energy_mnist": ("AUROC MNIST, by energy", "higher", ".3f",
+                     "The same by the energy, minus the logarithm of the sum of the exponentials of the logits."),
     **CORRUPTED,
 }  # fmt: skip
 TABLE = {

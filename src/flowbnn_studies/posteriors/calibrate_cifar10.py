@@ -49,6 +49,11 @@ MORE = {
     **{f"auroc_{key}": (f"AUROC {name}", "higher", ".3f",
        f"Probability that an image of {name} has a higher predictive entropy than a test image.")
        for key, name in NOVEL.items()},
+    **{f"mi_{key}": (f"AUROC {name}, by MI", "higher", ".3f",
+       f"AUROC on {name} by the mutual information of label and network; a single network has none.") for key, name in NOVEL.items()},
+    **{f"energy_{key}": (f"AUROC {name}, by energy", "higher", ".3f",
+       f"AUROC on {name} by the energy, minus the logarithm of the sum of the exponentials of the logits.")
+       for key, name in NOVEL.items()},
     **CORRUPTED,
 }
 # fmt: on
