@@ -78,6 +78,7 @@ class ConditionalDensity(RealLikelihood):
         values = targets.to(outputs.dtype).reshape(len(outputs), self.dim)
         return self.log_densities(outputs, values).sum(-1)
 
+    @checked
     def mean(self, outputs: Tensor) -> Tensor:
         """Returns the mean of the targets, ``[B, D]``."""
         return self._make(at_least_single(outputs).unsqueeze(0)).samples[0]
