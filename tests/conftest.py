@@ -27,21 +27,13 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
-@pytest.fixture(scope="session")
-def _quick_seeds() -> None:
-    """Makes ``torch.manual_seed`` quick where there is no GPU: it formats the stack for devices that are never used."""
-    import torch
-
-    if not torch.cuda.is_available():
-        for devices in (torch.cuda, torch.xpu, torch.mtia):
-            devices._lazy_call = lambda *_, **__: None
-
-
 @pytest.fixture(autouse=True)
-def _seed(_quick_seeds: None) -> None:
+def _seed() -> None:
     import torch
 
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)
+    if torch.cuda.is_available():
+        torch.cuda.manual_seed_all(0)
 
 
 @pytest.fixture

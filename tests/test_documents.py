@@ -204,6 +204,7 @@ def test_outputs_page():
         exec(code, names)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::flowbnn.errors.FlowBNNWarning")  # two epochs are too few
 def test_export_page(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -16,6 +16,7 @@ from flowbnn.methods.mcmc.posterior import ChainPosterior
 from flowbnn.posterior import PointPosterior
 
 
+@pytest.mark.slow
 def test_exact_posterior_is_within_the_floor(problem):
     exact = fb.diagnostics.agreement(problem.exact, problem.loader, problem.chains, samples=1600)
     assert exact.variation < 1.5 * exact.variation_floor < 0.05

@@ -182,6 +182,7 @@ def test_bad_input_raises(call, kind, argument):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("base", "make"),
     [

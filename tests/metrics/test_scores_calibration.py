@@ -140,6 +140,7 @@ def test_bad_options_are_refused(function, options, argument) -> None:
     assert caught.value.argument == argument
 
 
+@pytest.mark.slow
 def test_floor_is_the_mean_error_of_a_calibrated_classifier() -> None:
     generator = torch.Generator().manual_seed(0)
     confidence = 0.5 + 0.5 * torch.rand(2000, generator=generator, dtype=torch.float64).sqrt()

@@ -140,6 +140,7 @@ def test_a_layer_called_twice_draws_anew():
     assert not torch.equal(one, two)
 
 
+@pytest.mark.slow
 def test_a_compiled_step_prepares_the_draws_of_an_uncompiled_one():
     model, images = network(), torch.randn(6, 3, 6, 6)
     objective, labels, compiles = ELBO(fb.likelihoods.Categorical(), 10), torch.zeros(6, dtype=torch.long), []
@@ -203,6 +204,7 @@ def test_all_processes_prepare_draws_or_none():
     assert set(objectives[0]._shapes) == {5, 4}
 
 
+@pytest.mark.slow
 def test_a_checkpointed_layer_draws_for_itself_and_compiles():
     class Saving(nn.Module):
         def __init__(self, inner):

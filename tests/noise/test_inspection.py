@@ -112,6 +112,7 @@ def test_calibrate_excludes_noise_of_layers_that_are_never_called():
     assert not noise_layers(getattr(posterior, "posterior", posterior).model)
 
 
+@pytest.mark.slow
 def test_calibrate_leaves_layers_without_gradient_plain():
     torch.manual_seed(0)
     with pytest.warns(fb.errors.FlowBNNWarning) as caught:

@@ -201,6 +201,7 @@ def test_gradients_of_chosen_components_once_and_twice():
     torch.testing.assert_close(batched[1] - batched[0], torch.ones(5, 2, 4, dtype=torch.float64))
 
 
+@pytest.mark.slow
 def test_a_step_compiles_in_one_graph_and_is_the_same():
     sites = {
         "0": fb.noise.NormalAffine(components=3, site="position"),
@@ -342,6 +343,7 @@ def test_methods_of_subclasses_are_used():
     assert seen[0].min() == 0.9
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # torch's own derivatives are scripts
 def test_batches_of_several_sizes_compile_and_forward_derivatives_and_traces_work():
     torch._dynamo.reset()

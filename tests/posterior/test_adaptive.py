@@ -55,6 +55,7 @@ def test_numbers_of_samples_at_each_look():
     assert fb.posterior.Adaptive(start=2, growth=1.1).test_sizes(6) == [2, 3, 4, 5, 6]
 
 
+@pytest.mark.slow
 def test_skipped_samples_rarely_change_the_decision():
     """Of inputs whose classes are all but tied, no more than 1 - certainty are answered otherwise than with all samples."""
     generator = torch.Generator().manual_seed(0)

@@ -59,9 +59,7 @@ LAYERS += [f"{name} position" for name in ("depthwise", "grey-image", "tied-weig
 
 @pytest.mark.parametrize(
     "layer",
-    mark_slow(
-        LAYERS, ["depthwise channel", "conv1d channel", "tied-weights position", "one-feature position"]
-    ),
+    mark_slow(LAYERS, ["depthwise channel", "tied-weights position"]),
 )
 def test_every_kind_of_layer(layer, traced):
     name, site = layer.split()
@@ -74,6 +72,7 @@ def test_every_kind_of_layer(layer, traced):
     assert traced["graphs"] == 1
 
 
+@pytest.mark.slow
 def test_parts_of_the_samples_and_cut_inputs(traced):
     torch.manual_seed(0)
     model = fb.to_stochastic(
@@ -108,6 +107,7 @@ def test_compiled_functions_follow_the_parameters_and_hold_no_reference_to_the_n
     assert gone() is None
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # a processor without bfloat16
 def test_half_precision(traced):
     torch.manual_seed(0)
@@ -258,6 +258,7 @@ def test_maps_drawn_together_are_those_drawn_one_by_one():
                 torch.testing.assert_close(together[seed], one, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_noise_is_fused_into_the_kernels_of_the_network(monkeypatch):
     """As many kernels as the plain network has, by torch's own compiler; what they compute is tested on a GPU."""
     metrics, config = (pytest.importorskip(f"torch._inductor.{name}") for name in ("metrics", "config"))
@@ -299,6 +300,7 @@ def test_vgg16_is_traced_in_one_graph(traced):
 # -------------------- several samples in a pass
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rules", "sizes"),
     [
@@ -358,6 +360,7 @@ def test_fewer_samples_are_in_a_pass_if_memory_runs_out(traced, monkeypatch):
     assert passes == [4, 2, 2, 2, 2, 2]
 
 
+@pytest.mark.slow
 def test_many_numbers_of_samples_and_of_inputs_are_compiled(traced, monkeypatch):
     """Torch stops compiling a function after eight shapes unless the limit is raised."""
     model = fb.to_stochastic(nn.Linear(4, 3), {"*": fb.noise.NormalAffine()})
@@ -388,6 +391,7 @@ def test_a_part_of_the_samples_runs_one_by_one(monkeypatch):
     assert passes == [1, 1, 1, 8]
 
 
+@pytest.mark.slow
 def test_compiled_passes_have_one_shape(traced):
     torch.manual_seed(0)
     model = fb.to_stochastic(LeNet(), {"conv2": fb.noise.NormalInvConv(), "*": fb.noise.NormalAffine()})

@@ -245,6 +245,7 @@ def test_predictions_of_eight_threads_equal_those_of_one():
     assert all(torch.allclose(one, off) for one in plainly)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("unrefined")
 def test_a_compiled_network_is_unwrapped(tmp_path):
     """Its layers had other names, and hooks that they did not call."""

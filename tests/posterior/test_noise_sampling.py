@@ -245,7 +245,7 @@ class Repeating(nn.Module):
     "recipe",
     [
         pytest.param(fb.noise.Dropout(0.3), marks=pytest.mark.slow),
-        fb.noise.NormalAffine(site="position"),
+        pytest.param(fb.noise.NormalAffine(site="position"), marks=pytest.mark.slow),
         fb.noise.NormalAffine(),
     ],
     ids=["dropout", "position", "channel"],

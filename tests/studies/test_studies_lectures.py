@@ -14,6 +14,7 @@ from flowbnn_studies.linear_regression import (
 from flowbnn_studies.report import load_results, write_report
 from flowbnn_studies.rotated_mnist import rotate
 from flowbnn_studies.runner.run import run_study
+from slow_cases import mark_slow
 
 SETTINGS = {
     "linear-regression": {"inputs": (1,), "draws": 12, "warmup": 2, "steps": 2, "fit_steps": 5},
@@ -31,7 +32,7 @@ FIGURES = {
 }
 
 
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("name", mark_slow(SETTINGS, ["linear-regression", "mnist-mlp", "cifar-5"]))
 @pytest.mark.filterwarnings("ignore::flowbnn.FlowBNNWarning")  # the trainings are too short
 def test_study_runs_and_is_reported(name, tmp_path, sketched):
     study = get_study(name)

@@ -13,6 +13,7 @@ from flowbnn_studies.elephant import accuracy_with_new, threshold_for
 from flowbnn_studies.regression_1d import scale_inputs, spread_growth
 from flowbnn_studies.report import load_results, write_report
 from flowbnn_studies.runner.run import run_study
+from slow_cases import mark_slow
 
 FEW = ("mle", "mc-dropout", "node-noise-gaussian")
 SETTINGS = {
@@ -37,7 +38,7 @@ FIGURES = {
 }
 
 
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("name", mark_slow(SETTINGS, [name for name in SETTINGS if name != "compare"]))
 def test_study_runs_and_results_follow_the_schema(name, tmp_path, sketched):
     study = get_study(name)
     settings = study.make_settings(quick=True, methods=FEW, **SETTINGS[name])

@@ -1,5 +1,6 @@
 """Tests that a trial run is marked as such in every output."""
 
+import pytest
 from tiny_study import Tiny, registered
 
 from flowbnn_studies import get_study
@@ -10,6 +11,7 @@ from flowbnn_studies.runner.run import run_study
 TRIAL = "(trial run with generated data)"
 
 
+@pytest.mark.slow
 def test_trial_run_on_generated_images_shows_no_published_or_best_values(tmp_path):
     study = get_study("lenet-fashion")
     changes = {"generated": 40, "shift_images": 4, "*.batch": 20, "*.epochs": 1, "cost_rounds": 0}
