@@ -227,6 +227,28 @@ def test_error_functions_in_double_precision_are_refused_in_onnx(cause, tmp_path
     assert (caught.value.kind, caught.value.argument) == ("export", "format")
 
 
+GATES = {  # posterior, targets, layer of the features, flow
+    "classes, inputs": (lambda: add_noise(mlp()), torch.arange(60) % 3, None, "nsf"),
+    "classes, layer": (lambda: add_noise(mlp()), torch.arange(60) % 3, "0", "realnvp"),
+    "regression, layer": (lambda: add_noise(mlp(2), Gaussian(0.5, dim=2)), vectors(60, 2), "0", "maf"),
+}
+
+
+@pytest.mark.parametrize("suffix", mark_slow(["onnx", "pt2"], ["pt2"]))
+@pytest.mark.parametrize("name", mark_slow(GATES, ["regression, layer"]))
+def test_density_gates_are_exported(name, suffix, tmp_path):
+    make, targets, features, flow = GATES[name]
+    torch.manual_seed(0)
+    inputs = vectors(60, 4)
+    posterior = fb.gated(make(), (inputs, targets), features, 0.3, epochs=1, flow=flow)
+    file = fb.export(posterior, tmp_path / f"model.{suffix}", inputs, samples=SAMPLES)
+    rows = torch.cat([vectors(5, 4), 30.0 * vectors(3, 4)])
+    assert set(posterior.is_unfamiliar(rows).tolist()) == {False, True}
+    assert "log_density" in file.outputs
+    assert_predicts(file, posterior, rows)
+    assert_predicts(file, posterior, rows[:1])
+
+
 def test_heads_are_outputs_with_their_names(tmp_path):
     likelihood = fb.likelihoods.Heads({"class": "categorical", "value": Gaussian(1.0)}, [(3,), (1,)])
     posterior = ensemble(4, likelihood)
@@ -318,10 +340,6 @@ def test_unsupported_posteriors_and_draws(tmp_path):
     torch.manual_seed(0)
     inputs = vectors(60, 4)
     posterior = add_noise(mlp())
-    gate = fb.gated(posterior, (inputs, torch.arange(60) % 3), false_alarm=0.2, epochs=1)
-    with pytest.raises(fb.FlowBNNError) as error:
-        fb.export(gate, tmp_path / "model.pt2", inputs)
-    assert (error.value.kind, error.value.argument) == ("unsupported", "model")
     with pytest.raises(fb.FlowBNNError) as error:
         fb.export(posterior, tmp_path / "model.pt2")
     assert error.value.argument == "example_inputs"

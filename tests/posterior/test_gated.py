@@ -103,10 +103,14 @@ def test_features_of_a_layer_and_principal_components(fitted):
         assert posterior.is_unfamiliar(ring(100)).double().mean() > 0.5
 
 
-def test_temperature_comes_before_the_gate(fitted, gate):
+def test_calibrators_keep_the_gate(fitted, gate):
     data = clusters(200, 7)
+    calibrated, plain = (fb.Temperature().fit(each, data, **QUIET) for each in (gate, fitted[1]))
+    assert calibrated.gate is gate.gate
+    assert calibrated.posterior.temperature == plain.temperature
+    assert bool(calibrated.is_unfamiliar(torch.full((1, 2), 100.0)).all())
     with pytest.raises(FlowBNNError) as caught:
-        fb.Temperature().fit(gate, data, progress=False)
+        fb.Temperature().calibrate(gate, data, progress=False)
     assert (caught.value.kind, caught.value.argument) == ("unsupported", "posterior")
     safe = fb.gated(TemperedPosterior(fitted[1], 2.0), data, epochs=2)
     assert safe.predict(data[0]).log_density.shape == (200,)

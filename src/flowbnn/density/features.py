@@ -95,7 +95,14 @@ class Features(nn.Module):
             network: Network of the layer.
             context: Function that returns a context manager in which the network runs.
         """
-        values = self._raw(inputs, network, context)
+        return self.reduce(self._raw(inputs, network, context))
+
+    def reduce(self, values: Tensor) -> Tensor:
+        """Returns the principal components of vectors and the distance to their plane, or the vectors if there are no components.
+
+        Args:
+            values: Inputs or outputs of the layer as vectors, ``[B, F]``.
+        """
         if self.center is None or self.directions is None:
             return values
         difference = values.to(self.center.device) - self.center

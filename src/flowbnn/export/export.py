@@ -21,12 +21,13 @@ from flowbnn.density.density import Density
 from flowbnn.errors import FlowBNNError, requirement_error
 from flowbnn.export.blocks import SampledNetworks
 from flowbnn.export.densities import DensityGraph, SampleGraph, base_draws
+from flowbnn.export.gates import GateGraph
 from flowbnn.export.graphs import Format, check_installed, trace, write_program
 from flowbnn.export.samplers import make_samplers
 from flowbnn.options import File, SampleCount, Seed, check, checked
 from flowbnn.posterior.base import Posterior
-from flowbnn.posterior.gated import check_without_gate
-from flowbnn.posterior.prediction import Prediction, PredictOptions
+from flowbnn.posterior.gated import GatedPosterior
+from flowbnn.posterior.prediction import Prediction, PredictOptions, clone_sharing_tensors
 from flowbnn.predictive import CategoricalPredictive, HeadsPredictive
 
 EXAMPLE_ROWS = 3  # rows of the examples that are traced; torch.export treats one row as a constant
@@ -110,21 +111,36 @@ class PredictiveGraph(nn.Module):
         self.likelihood = posterior.likelihood
         self.noise_names = list(sampler.draws) if noise == "input" else []
         self.count = len(named_tensors(inputs))
+        self.gate: GateGraph | None = None
+        if isinstance(posterior, GatedPosterior):
+            self.posterior, row = posterior.posterior, posterior.gate.fallback.new_ones(1, dtype=torch.bool)
+            with torch.no_grad():
+                outputs = sampler(inputs, sampler.draws)[:, :1]
+                predictive = self.posterior._predictive(outputs).with_fallback(row, posterior.gate.fallback)
+            network = clone_sharing_tensors(posterior.model).eval()
+            self.gate = GateGraph(posterior.gate, network, uncertainties(predictive))
 
     def forward(self, *tensors: Tensor) -> dict[str, Tensor]:
         values = iter(tensors)
         inputs = apply(self.structure, lambda _: next(values))
         draws = dict(zip(self.noise_names, values, strict=True)) or self.sampler.draws
-        return uncertainties(self.posterior._predictive(self.sampler(inputs, draws)))
+        result = uncertainties(self.posterior._predictive(self.sampler(inputs, draws)))
+        return result if self.gate is None else self.gate(inputs, result)
 
 
 def uncertainties(predictive: Any) -> dict[str, Tensor]:
     """Returns mean probabilities or the mean of the targets, epistemic and aleatoric uncertainty of a predictive distribution.
 
+    A posterior with a density gate adds the log-density of each input.
+
     >>> values = uncertainties(CategoricalPredictive(torch.tensor([[[2.0, 0.0]], [[-2.0, 0.0]]])))
     >>> values["probabilities"], values["aleatoric"]
     (tensor([[0.5000, 0.5000]]), tensor([0.3653]))
     """
+    if isinstance(predictive, HeadsPredictive):
+        heads = {name: uncertainties(head) for name, head in predictive.items()}
+        return {f"{head}_{name}": value for head, values in heads.items() for name, value in values.items()}
+    density = {} if predictive.log_density is None else {"log_density": predictive.log_density}
     if type(predictive) is CategoricalPredictive:
         # fewer operations than its properties, which serve adaptive sampling
         logs = predictive.log_samples
@@ -133,12 +149,9 @@ def uncertainties(predictive: Any) -> dict[str, Tensor]:
         negative_aleatoric = (samples * logs.clamp(min=-1e4)).sum((0, -1)) * (1.0 / len(logs))
         negative_total = (mean * mean.clamp(min=1e-37).log()).sum(-1)
         epistemic = (negative_aleatoric - negative_total).clamp(min=0.0)
-        return {"probabilities": mean, "epistemic": epistemic, "aleatoric": -negative_aleatoric}
-    if isinstance(predictive, HeadsPredictive):
-        heads = {name: uncertainties(head) for name, head in predictive.items()}
-        return {f"{head}_{name}": value for head, values in heads.items() for name, value in values.items()}
+        return {"probabilities": mean, "epistemic": epistemic, "aleatoric": -negative_aleatoric, **density}
     first = "probabilities" if hasattr(type(predictive), "probabilities") else "mean"
-    return {name: getattr(predictive, name) for name in (first, "epistemic", "aleatoric")}
+    return {name: getattr(predictive, name) for name in (first, "epistemic", "aleatoric")} | density
 
 
 # -------------------- the function
@@ -159,7 +172,8 @@ def export(
     The file of a posterior returns ``probabilities`` (or ``mean`` for a regression), ``epistemic`` and ``aleatoric`` for any batch
     size, those of ``posterior.predict(inputs, samples, seed=seed)``. For classes the uncertainties are the mutual information and the
     expected entropy in nats, whose sum is the entropy of the probabilities. For a regression they are variances in squared units of
-    the targets. Outputs of several heads begin with the name of the head, such as ``class_probabilities``.
+    the targets. Outputs of several heads begin with the name of the head, such as ``class_probabilities``. A posterior of
+    :func:`~flowbnn.gated` returns ``log_density`` as well.
 
     Noise and dropout masks multiply the rows of one network, so that the file holds its weights once. Methods that sample weights need
     ``samples`` copies of these weights.
@@ -198,7 +212,6 @@ def export(
     write = partial(_write, path=path, format=format, samples=samples, seed=seed, noise=noise)
     if isinstance(model, Density):
         return _export_density(model, example_inputs, seed, noise, write)
-    check_without_gate(model, "model", "export posterior.posterior and posterior.gate.density")
     check("example_inputs", example_inputs, object if example_inputs is not None else Tensor, "export")
     return _export_posterior(model, example_inputs, samples, seed, noise, write)
 

@@ -20,6 +20,7 @@ from flowbnn.methods.dropout import DropoutPosterior
 from flowbnn.methods.laplace.posterior import LaplacePosterior
 from flowbnn.posterior.base import Posterior, Prediction
 from flowbnn.posterior.compiled import forward_with_weights
+from flowbnn.posterior.gated import GatedPosterior
 from flowbnn.posterior.mixture import MixturePosterior, natural_outputs
 from flowbnn.posterior.noise import NoisePosterior
 from flowbnn.posterior.prediction import clone_sharing_tensors
@@ -203,7 +204,7 @@ def make_samplers(
         prediction: Prediction of the posterior, with the seed and the number of samples.
         samples: Number of samples to make, at most those of the prediction.
     """
-    if isinstance(posterior, CalibratedPosterior):
+    if isinstance(posterior, CalibratedPosterior | GatedPosterior):
         return make_samplers(posterior.posterior, inputs, prediction, samples)
     if isinstance(posterior, MixturePosterior):
         return [partial(_make_mixture, posterior, inputs, prediction, samples)]

@@ -34,7 +34,7 @@ from flowbnn.networks import copy_network, input_columns, set_input_columns
 from flowbnn.noise.base import check_without_noise
 from flowbnn.options import Count, Probability, accepts_options_of, checked, options
 from flowbnn.posterior.base import Posterior, PredictOptions
-from flowbnn.posterior.gated import check_without_gate
+from flowbnn.posterior.gated import GatedPosterior, check_without_gate
 from flowbnn.posterior.weights import PointPosterior
 from flowbnn.posterior.wrapper import WrappedPosterior
 from flowbnn.predictive import CategoricalPredictive
@@ -77,11 +77,14 @@ class Calibrator(Method, ABC):
 
         Args:
             network: Trained network, which is not changed, or a posterior of any method. With ``method`` it is a network to train.
+                A posterior with a density gate keeps its gate and fallback.
             loader: Held-out batches of ``(inputs, targets)``, or one pair. With ``method`` these are training data.
             kwargs: Options of :class:`~flowbnn.methods.FitOptions`. Without ``method`` only ``likelihood``, ``accelerator``, ``seed``
                 and ``progress`` are used. With ``method`` the calibration uses ``validation``, by default a random fraction of the
                 loader. A method that trains nothing, such as ``MAP(epochs=0)``, leaves all of the loader to the calibration.
         """
+        if isinstance(network, GatedPosterior):
+            return GatedPosterior(self.fit(network.posterior, loader, **kwargs), network.gate)
         if self.method is None:
             columns = network.columns if isinstance(network, Posterior) else input_columns(network)
             held_out = as_loader(loader, stage="validation", columns=columns)
