@@ -104,7 +104,8 @@ def test_features_of_a_layer_and_principal_components(fitted):
 
 
 def test_calibrators_keep_the_gate(fitted, gate):
-    data = clusters(200, 7)
+    inputs, targets = clusters(200, 7)
+    data = inputs, torch.where(torch.arange(200) % 5 == 0, 1 - targets, targets)
     calibrated, plain = (fb.Temperature().fit(each, data, **QUIET) for each in (gate, fitted[1]))
     assert calibrated.gate is gate.gate
     assert calibrated.posterior.temperature == plain.temperature
