@@ -80,6 +80,7 @@ def test_noise_page(capsys):
     assert re.search(r"conv2 .*InvConv.*\n.*fc1 .*Planar", capsys.readouterr().out)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::flowbnn.errors.FlowBNNWarning")  # one epoch is too few
 def test_targets_page():
     names: dict = {}
@@ -173,6 +174,7 @@ def test_data_page(capsys):
     assert "torch.Size([24, 2])" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::flowbnn.errors.FlowBNNWarning")  # one epoch is too few
 def test_scikit_learn_page():
     for code in code_blocks("docs/scikit-learn.md"):
@@ -342,6 +344,7 @@ class TextData(torch.utils.data.Dataset):
         return self.rows[index]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # of other libraries, and of short fits
 def test_integrations_page(tmp_path, monkeypatch):
     import lightning

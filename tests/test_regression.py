@@ -149,6 +149,7 @@ def test_a_resumed_fit_equals_an_uninterrupted_one(tmp_path, seed):
         assert all(torch.equal(again[name], value) for name, value in whole.items())
 
 
+@pytest.mark.slow
 def test_a_fit_of_noise_to_a_trained_network_keeps_its_noise_scale():
     """The coverage varies between data sets, so its mean is tested."""
     coverages = []

@@ -55,6 +55,7 @@ def test_flow_is_never_worse_than_its_gaussian():
     assert num_better < 4  # otherwise the test checks nothing
 
 
+@pytest.mark.slow
 def test_flow_gains_if_the_posterior_is_not_gaussian():
     fit, gaussian, data = fit_flow_to_few_examples(1, 2.0, NormalCoupling(), steps=80, draws=32, lr=0.02)
     assert fit.better

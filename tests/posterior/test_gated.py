@@ -95,6 +95,7 @@ def test_loaders_and_adaptive_samples_and_indices_keep_the_densities(gate):
     assert gate.predict(inputs, adaptive=0.1).log_density.shape == (50,)
 
 
+@pytest.mark.slow
 def test_features_of_a_layer_and_principal_components(fitted):
     for options in ({"features": "0", "components": 3}, {"features": "2"}, {"components": 1}):
         posterior = fb.gated(fitted[1], clusters(300, 1), epochs=12, flow="realnvp", **options)

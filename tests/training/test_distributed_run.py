@@ -25,6 +25,7 @@ def load_script(name):
     return module
 
 
+@pytest.mark.slow
 def test_two_processes_reach_the_result_of_one_and_end_if_one_dies(tmp_path, monkeypatch):
     """One start of two processes serves several checks, because their imports take longer than the training."""
     one, two = tmp_path / "one", tmp_path / "two"

@@ -299,6 +299,7 @@ def test_bad_input_raises_an_error_of_one_line(call, kind, argument) -> None:
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.slow
 def test_training_step_can_be_compiled_with_progress_as_tensor() -> None:
     from flowbnn.training import Clock
 

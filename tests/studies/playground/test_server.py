@@ -271,6 +271,7 @@ def test_ports_are_checked():
     assert caught.value.kind == "port"
 
 
+@pytest.mark.slow
 def test_the_wheel_has_the_page():
     """Every file of the page matches a pattern of the package data."""
     import tomllib

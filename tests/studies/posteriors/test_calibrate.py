@@ -23,6 +23,7 @@ def table(name: str, split: int) -> tuple[torch.Tensor, ...]:
     return inputs[:40], targets[:40], inputs[40:], targets[40:]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("unrefined")
 @pytest.mark.filterwarnings("ignore::flowbnn.FlowBNNWarning")  # a network of one epoch is under-confident
 def test_study_runs(tmp_path, monkeypatch) -> None:

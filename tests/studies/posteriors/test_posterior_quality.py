@@ -13,6 +13,7 @@ from flowbnn_studies.runner.findings import CHAIN_METRICS, describe_convergence
 from flowbnn_studies.runner.run import run_study
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("unrefined")
 def test_study_runs(tmp_path, monkeypatch):
     quality_study, seeds, pareto_k = get_study("posterior-quality"), [], diagnostics.pareto_k
