@@ -9,13 +9,16 @@ from importlib import import_module
 
 from flowbnn.compare.results import Metric, SeedResults
 from flowbnn_studies.runner.run import open_workers, run_study
+from flowbnn_studies.runner.story import Numbers, Story
 from flowbnn_studies.runner.study import Findings, Job, Study, Variant, get_study, register_study, studies
 
 __all__ = [
     "Findings",
     "Job",
     "Metric",
+    "Numbers",
     "SeedResults",
+    "Story",
     "Study",
     "Variant",
     "get_study",

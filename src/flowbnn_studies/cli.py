@@ -296,6 +296,13 @@ def report(
         Path | None,
         typer.Option("--figures", help="Also write every figure as a PNG into this folder.", **PATH),
     ] = None,
+    jobs: Annotated[
+        int | None,
+        typer.Option(
+            "--jobs", help="Number of processes that draw figures.", show_default="cores, at most 4"
+        ),
+    ] = None,
+    no_progress: NoProgress = False,
 ) -> None:
     """Write the report from stored results; nothing is trained."""
     with _one_line_errors():
@@ -307,7 +314,8 @@ def report(
         paths.sort(
             key=lambda path: order.index(path.parent.name) if path.parent.name in order else len(order)
         )
-        typer.echo(f"Report: {write_report(paths, out or folder / 'report.html')}")
+        page = write_report(paths, out or folder / "report.html", jobs=_jobs(jobs), progress=not no_progress)
+        typer.echo(f"Report: {page}")
         if markdown is not None:
             typer.echo(f"Tables: {write_markdown(paths, markdown)}")
         if figures is not None:

@@ -18,6 +18,7 @@ from flowbnn.models import MLP
 from flowbnn.options import Count, Positive, options
 from flowbnn_studies.runner.findings import paired_difference, pluralize, ranking, round_values
 from flowbnn_studies.runner.methods import MethodSettings, MethodStudy, predict, shuffled_loader
+from flowbnn_studies.runner.story import Numbers, Story
 from flowbnn_studies.runner.study import Findings, Job
 
 # fmt: off
@@ -118,6 +119,25 @@ class Clusters2d(MethodStudy):
             content["points"] = round_values(train[0], 2)
             content["point_class"] = train[1].tolist()
         return content
+
+    def story(self, numbers: Numbers) -> Story:
+        ranked = numbers.ranked("auroc")
+        above = [key for key in ranked if numbers.mean(key, "auroc") > 0.5]
+        certain = [key for key in above if min(numbers.per_seed(key, "auroc")) <= 0.5]
+        names = " and ".join(f"{numbers.name(key)} (AUROC {numbers.spread(key, 'auroc')})" for key in above)
+        caveat = ", and not on every seed" if certain else ""
+        shown = ("mle", "deep-ensemble", "node-noise-planar", ranked[0])
+        return Story(
+            "Which methods are uncertain far from the data?",
+            f"Almost none: {len(ranked) - len(above)} of {len(ranked)} methods, node noise included, are more certain on a "
+            "ring far from "
+            f"the data than near it, and only {names or 'none'} beat chance{caveat}.",
+            f"{len(ranked) - len(above)} of {len(ranked)}",
+            "methods are more certain far from the data than near it",
+            ("auroc", "ring_entropy", "ece", "nll"),
+            figure="map",
+            panels=tuple(numbers.label(key) for key in shown),
+        )
 
     def findings(self, settings: Settings, parts: SeedResults) -> Findings:
         candidates = self.evaluated_candidates(settings, parts)

@@ -19,6 +19,7 @@ from flowbnn.models import MLP, VGG16, LeNet, ResNet18, SmallConv
 from flowbnn.options import Ge, options
 from flowbnn_studies.data import load_images, novel_noise
 from flowbnn_studies.runner.methods import MethodSettings, MethodStudy, shuffled_loader
+from flowbnn_studies.runner.story import Numbers, Story
 from flowbnn_studies.runner.study import Findings, Job
 
 TensorPair = tuple[Tensor, Tensor]
@@ -217,6 +218,23 @@ class CompareStudy(MethodStudy):
             "novel_label": data.novel_label,
         }
         return {**content, **description}
+
+    def story(self, numbers: Numbers) -> Story:
+        best, second = numbers.ranked("nll")[:2]
+        rivals = [key for key in numbers.ranked("nll")[1:] if numbers.better(best, key, "nll") == 0]
+        return Story(
+            numbers.results["title"],
+            f"{numbers.name(best)} has the lowest NLL ({numbers.text(best, 'nll', '.3f')}), but over {numbers.seeds} seeds it is not "
+            f"significantly better than {len(rivals)} of the other methods, and a prediction takes "
+            f"{numbers.text(best, 'prediction', '.0f')} times as long as that of one network ({numbers.name(second)}: "
+            f"{numbers.text(second, 'prediction', '.0f')})."
+            if rivals
+            else f"{numbers.name(best)} has the lowest NLL ({numbers.text(best, 'nll', '.3f')}), but a prediction takes "
+            f"{numbers.text(best, 'prediction', '.0f')} times as long as that of one network.",
+            numbers.text(best, "nll", ".3f"),
+            f"NLL of {numbers.name(best)}; {numbers.name(second)} has {numbers.text(second, 'nll', '.3f')}",
+            ("nll", "ece", "training", "prediction"),
+        )
 
     def findings(self, settings: Settings, parts: SeedResults) -> Findings:
         part = parts.of(self.evaluated_candidates(settings, parts)[0].key)[0]

@@ -26,6 +26,7 @@ from flowbnn_studies.runner.findings import (
     training_figure,
 )
 from flowbnn_studies.runner.methods import predict, shuffled_loader
+from flowbnn_studies.runner.story import Numbers, Story
 from flowbnn_studies.runner.study import Findings, Job, Study, Variant
 
 # fmt: off
@@ -153,6 +154,21 @@ class DigitsStudy(Study):
             content["densities"] = density_panels(posterior.model, ["conv2", "fc1"], 2, s.samples)
             content["pair"] = density_pair(posterior.model, "conv2")
         return content
+
+    def story(self, numbers: Numbers) -> Story:
+        best, novel = numbers.ranked("nll")[0], numbers.ranked("auroc")[0]
+        plain = numbers.text("plain", "nll", ".3f")
+        verdict = "is" if numbers.better(best, "plain", "nll") > 0 else "is not significantly"
+        return Story(
+            "Which noise gives a digit classifier the best probabilities?",
+            f"{numbers.name(best)} has the lowest negative log-likelihood (NLL), {numbers.text(best, 'nll', '.3f')}, but {verdict} "
+            f"better than the network without noise ({plain}), and for a digit that was never shown {numbers.name(novel)} "
+            f"is {numbers.verdict(novel, 'plain', 'auroc')} than no noise (AUROC {numbers.text(novel, 'auroc')} versus "
+            f"{numbers.text('plain', 'auroc')}).",
+            f"{numbers.text(best, 'nll', '.3f')} vs {plain}",
+            f"NLL with {numbers.name(best)} and without noise, {numbers.seeds} splits",
+            ("nll", "ece", "accuracy", "auroc"),
+        )
 
     def findings(self, settings: Settings, parts: SeedResults) -> Findings:
         labels = self.row_labels(settings)

@@ -20,6 +20,7 @@ from flowbnn_studies.data.images import DATASETS
 from flowbnn_studies.images.data import ImageMethodSettings, ImageMethodStudy
 from flowbnn_studies.runner.findings import histogram, histogram_panels, pluralize, ranking, round_values
 from flowbnn_studies.runner.methods import MethodSettings, MethodStudy, predict, shuffled_loader
+from flowbnn_studies.runner.story import Numbers, Story
 from flowbnn_studies.runner.study import Findings, Job
 
 UNCERTAINTIES = {"nll": "NLL*", "entropy": "entropy*", "variance": "total variance"}
@@ -124,6 +125,36 @@ class Elephant(MethodStudy):
         validation = TensorLoader(*digits.validation, batch_size=s.batch)
         posterior = self.fit(job, candidate, network, loader, validation)
         return evaluate_rejection(posterior, digits, s, self.classes, with_images=job.seed == 0)
+
+    def story(self, numbers: Numbers) -> Story:
+        novel = (
+            "sneakers, which it has never seen"
+            if self.name == "elephant-fashion"
+            else "a digit that it has never seen"
+        )
+        best, second = numbers.ranked("with_new_entropy")[:2]
+        rejecting, never = (100 * numbers.mean(best, key) for key in ("with_new_entropy", "never"))
+        found, lost = (f"{100 * numbers.mean(best, key):.0f} %" for key in ("found", "lost"))
+        if rejecting <= never:
+            answer = (
+                f"No: with {numbers.name(best)}, the best of {len(numbers.ranked('accuracy'))} methods, rejecting uncertain "
+                "images finds "
+                f"{found} of the new class and loses {lost} of the known ones, so {rejecting:.0f} % of all answers are right, and "
+                f"{never:.0f} % without rejecting."
+            )
+        else:
+            answer = (
+                f"Yes, if it may say “new”: with {numbers.name(best)} it finds {found} of the new class and loses {lost} of the known "
+                f"ones, but its calibration error on known classes is {numbers.text(best, 'ece', '.2f')}, and it is "
+                f"{numbers.verdict(best, second, 'with_new_entropy')} than {numbers.name(second)}."
+            )
+        return Story(
+            f"Can a classifier notice {novel}?",
+            answer,
+            found,
+            f"of the images of the new class are found by {numbers.name(best)}",
+            ("with_new_entropy", "never", "found", "lost"),
+        )
 
     def findings(self, settings: Settings, parts: SeedResults) -> Findings:
         candidates = self.evaluated_candidates(settings, parts)

@@ -12,6 +12,7 @@ from flowbnn.options import Count, NonNegative, options
 from flowbnn.posterior import NoisePosterior
 from flowbnn_studies.runner.findings import curve, paired_difference, panel, pluralize
 from flowbnn_studies.runner.methods import predict, shuffled_loader
+from flowbnn_studies.runner.story import Numbers, Story
 from flowbnn_studies.runner.study import Findings, Job, Study, Variant
 from flowbnn_studies.two_clusters import ClusterSettings, sample_points
 
@@ -86,6 +87,23 @@ class FlowLength(Study):
             },
             "history": {name: posterior.history[name] for name in ("elbo", "log_likelihood", "kl")},
         }
+
+    def story(self, numbers: Numbers) -> Story:
+        first, second, *_, last = numbers.ranked("negative_elbo")
+        gain = numbers.mean(last, "negative_elbo") - numbers.mean(first, "negative_elbo")
+        verdict = numbers.verdict(first, second, "negative_elbo")
+        return Story(
+            "How many planar flows does the noise of a small network need?",
+            f"{numbers.name(first)} has the best bound (negative ELBO {numbers.text(first, 'negative_elbo')}) and "
+            f"{numbers.name(last)} the worst ({numbers.text(last, 'negative_elbo')}), but it is {verdict} than "
+            f"{numbers.name(second)}, and the calibration error differs by less than a thousandth."
+            if abs(numbers.mean(first, "ece") - numbers.mean(last, "ece")) < 1e-3
+            else f"{numbers.name(first)} has the best bound and {numbers.name(last)} the worst, but it is {verdict} "
+            f"than {numbers.name(second)}.",
+            f"{gain:.4f} nats",
+            f"gained for each point by {numbers.name(first)} over {numbers.name(last)}",
+            ("negative_elbo", "nll", "ece"),
+        )
 
     def findings(self, settings: Settings, parts: SeedResults) -> Findings:
         labels = self.row_labels(settings)

@@ -16,6 +16,7 @@ from flowbnn_studies.images.data import SPLIT_SEED, read_images
 from flowbnn_studies.images.settings import ImageSource
 from flowbnn_studies.runner.findings import line, panel, pluralize
 from flowbnn_studies.runner.methods import predict, shuffled_loader
+from flowbnn_studies.runner.story import Numbers, Story
 from flowbnn_studies.runner.study import Findings, Job, Study, Variant, make_metrics, regroup_parts
 
 SCALE = 126.0  # divisor of the pixels, as in the paper
@@ -146,6 +147,23 @@ class MnistMlp(Study):
         scores = predict(posterior, images, s.samples).evaluate(labels.cpu())
         values = {"error": 1.0 - scores["accuracy"], "nll": scores["nll"], "ece": scores["ece"]}
         return {"values": {f"{name}_{units}": value for name, value in values.items()}}
+
+    def story(self, numbers: Numbers) -> Story:
+        size = max(int(key.removeprefix("error_")) for key in numbers.metrics if key.startswith("error_"))
+        error, ece = f"error_{size}", f"ece_{size}"
+        mixture, dropout = (f"{100 * numbers.mean(key, error):.2f} %" for key in ("mixture", "dropout"))
+        ending = "lower" if numbers.mean("mixture", ece) < numbers.mean("dropout", ece) else "higher"
+        return Story(
+            "Does a distribution over weights err as little as dropout on MNIST?",
+            f"{'No' if numbers.mean('mixture', error) > numbers.mean('dropout', error) else 'Yes'}: Bayes by Backprop with a "
+            "scale mixture "
+            f"errs on {mixture} of the test images and dropout on {dropout}, though its calibration error is {ending} "
+            f"({numbers.text('mixture', ece)} versus {numbers.text('dropout', ece)}).",
+            f"{mixture} vs {dropout}",
+            f"test errors of Bayes by Backprop and of dropout, {size} units",
+            (error, f"nll_{size}", ece),
+            charts=(error, ece),
+        )
 
     def findings(self, settings: Settings, parts: SeedResults) -> Findings:
         by_row = regroup_parts(parts, lambda variant, name: (variant.rpartition("-")[0], name))

@@ -16,6 +16,7 @@ from flowbnn.models import MLP
 from flowbnn.options import Count, Positive, options
 from flowbnn_studies.runner.findings import pluralize, ranking, round_values
 from flowbnn_studies.runner.methods import MethodSettings, MethodStudy, predict, shuffled_loader
+from flowbnn_studies.runner.story import Numbers, Story
 from flowbnn_studies.runner.study import Findings, Job
 
 # fmt: off
@@ -118,6 +119,26 @@ class Regression1d(MethodStudy):
             }
             content["points"] = {"x": round_values(inputs.squeeze(1)), "y": round_values(targets.squeeze(1))}
         return content
+
+    def story(self, numbers: Numbers) -> Story:
+        ordered = sorted(
+            numbers.ranked("coverage_outside"), key=lambda key: numbers.mean(key, "coverage_outside")
+        )
+        worst, best = ordered[0], ordered[-1]
+        low, high = (100 * numbers.mean(key, "coverage_outside") for key in (worst, best))
+        ending = "which is still too few" if high < 90 else "which is enough"
+        noise = numbers.label("node-noise-planar")
+        return Story(
+            "Do methods notice where a curve has no data?",
+            f"Partly: outside the data, intervals that should hold 90 % of the targets hold {high:.0f} % with "
+            f"{numbers.name(best)}, {ending}, {100 * numbers.mean('node-noise-planar', 'coverage_outside'):.0f} % with node noise, "
+            f"and {low:.0f} % with {numbers.name(worst)}.",
+            f"{low:.0f}–{high:.0f} %",
+            "of the targets outside the data lie in 90 % intervals",
+            ("coverage_outside", "coverage_90", "nll"),
+            figure="bands",
+            panels=(numbers.label(worst), noise, numbers.label(best)),
+        )
 
     def findings(self, settings: Settings, parts: SeedResults) -> Findings:
         candidates = self.evaluated_candidates(settings, parts)

@@ -18,6 +18,7 @@ from flowbnn.posterior import Posterior
 from flowbnn_studies.images.data import ImageMethodSettings, ImageMethodStudy
 from flowbnn_studies.runner.findings import line, panel, pluralize, ranking, round_values
 from flowbnn_studies.runner.methods import predict
+from flowbnn_studies.runner.story import Numbers, Story
 from flowbnn_studies.runner.study import Findings, Job
 
 UPRIGHT, ROTATED = "Upright digits", "Rotated digits"
@@ -92,6 +93,23 @@ class RotatedMnist(ImageMethodStudy):
             content["shares"] = round_values(predictive.probabilities, 3)
             content["pixels"] = [round_values(image[0], 2) for image in rotated]
         return content
+
+    def story(self, numbers: Numbers) -> Story:
+        best, *_, worst = numbers.ranked("sure_wrong")
+        share = {
+            key: f"{100 * numbers.mean(key, 'sure_wrong'):.0f} %"
+            for key in (best, worst, "node-noise-planar")
+        }
+        return Story(
+            "Which methods become uncertain when a digit is turned?",
+            f"{numbers.name(best)} most: {share[best]} of its answers to turned digits are wrong with a confidence above 0.9, versus "
+            f"{share[worst]} with {numbers.name(worst)}, but its calibration error on upright digits is "
+            f"{numbers.text(best, 'ece', '.3f')} instead of {numbers.text(worst, 'ece', '.3f')}, and flow noise has "
+            f"{share['node-noise-planar']}.",
+            f"{share[best]} vs {share[worst]}",
+            f"of the answers are confident and wrong: {numbers.name(best)} and {numbers.name(worst)}",
+            ("sure_wrong", "turned_nll", "ece", "accuracy"),
+        )
 
     def findings(self, settings: Settings, parts: SeedResults) -> Findings:
         candidates = self.evaluated_candidates(settings, parts)

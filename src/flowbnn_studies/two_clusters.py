@@ -25,6 +25,7 @@ from flowbnn_studies.runner.findings import (
     training_figure,
 )
 from flowbnn_studies.runner.methods import predict, shuffled_loader
+from flowbnn_studies.runner.story import Numbers, Story
 from flowbnn_studies.runner.study import Findings, Job, Study, Variant
 
 PUBLISHED = {"plain": {"accuracy": 0.953, "ece": 0.094}, "flow": {"ece": 0.009}}
@@ -157,6 +158,27 @@ class TwoClusters(Study):
         if job.variant == "flow":
             content["densities"] = density_panels(posterior.model, ["fc1", "fc2"], 2, s.samples)
         return content
+
+    def story(self, numbers: Numbers) -> Story:
+        plain, flow, longer = (numbers.text(key, "ece") for key in ("plain", "flow", "longer"))
+        verdict = numbers.better("flow", "longer", "ece")
+        answer = f"Flow noise lowers the calibration error from {plain} to {flow}"
+        if verdict > 0:
+            answer += f", and the same network without noise reaches only {longer} after as many epochs."
+        elif verdict == 0:
+            answer = f"Not by itself: {answer[0].lower()}{answer[1:]}" + (
+                ", but the credit belongs to the longer training: without noise, the same network reaches "
+                f"{longer} after as many epochs, and the difference is not significant."
+            )
+        else:
+            answer = f"No: the network reaches {flow} with flow noise, and {longer} without noise after as many epochs."
+        return Story(
+            "Does noise make the confidence of a small network match its accuracy?",
+            answer,
+            f"{flow} vs {longer}",
+            "calibration error (ECE) with flow noise and without noise, after as many epochs",
+            ("ece", "nll", "accuracy"),
+        )
 
     def findings(self, settings: Settings, parts: SeedResults) -> Findings:
         labels = self.row_labels(settings)

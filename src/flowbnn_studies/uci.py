@@ -16,6 +16,7 @@ from flowbnn.options import Count, Positive, options
 from flowbnn.training import cosine
 from flowbnn_studies.data.tables import UCI_FOLDERS, load_uci, standardize
 from flowbnn_studies.runner.methods import MethodSettings, MethodStudy, predict, shuffled_loader
+from flowbnn_studies.runner.story import Numbers, Story
 from flowbnn_studies.runner.study import Findings, Job, make_metrics
 
 SPLITS = {name: 5 if name == "protein" else 20 for name in UCI_FOLDERS}
@@ -141,6 +142,37 @@ class Uci(MethodStudy):
             values[f"rmse_{name}"] = numbers["rmse"]
             values[f"coverage_90_{name}"] = numbers["coverage_90"]
         return {"values": values}
+
+    def story(self, numbers: Numbers) -> Story:
+        tables = [key for key in numbers.metrics if key.startswith("log_likelihood_")]
+        best = {table: numbers.ranked(table)[0] for table in tables}
+        noise = "node-noise-gaussian-predicted"
+        won = [table.removeprefix("log_likelihood_") for table, key in best.items() if key == noise]
+        behind = {table: numbers.mean(best[table], table) - numbers.mean(noise, table) for table in tables}
+        worst = max(behind, key=lambda table: behind[table])
+        shown = (
+            *(
+                "mle",
+                "mc-dropout",
+                "deep-ensemble",
+                "bayes-by-backprop",
+                "laplace-all",
+                "hmc",
+                "node-noise-gaussian",
+                noise,
+            ),
+        )
+        return Story(
+            "Which methods predict the targets of tables best?",
+            f"It depends on the table: {len(set(best.values()))} different methods win {len(tables)} tables, and node noise with a "
+            f"predicted noise level wins {len(won)} ({' and '.join(won) or 'none'}) but fails on "
+            f"{worst.removeprefix('log_likelihood_')}, {behind[worst]:.1f} nats behind the best.",
+            f"{len(won)} of {len(tables)}",
+            "tables on which node noise with a predicted noise level is best",
+            tuple(tables),
+            rows=shown,
+            charts=tuple(tables[:3]),
+        )
 
     def findings(self, settings: Settings, parts: SeedResults) -> Findings:
         notes = [

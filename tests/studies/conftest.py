@@ -18,4 +18,4 @@ def sketched(monkeypatch: pytest.MonkeyPatch) -> None:
         panel.draw(Figure())
         return "<svg/>"
 
-    monkeypatch.setattr("flowbnn_studies.report.page.to_svg", sketch)
+    monkeypatch.setattr("flowbnn_studies.report.figures.to_svg", sketch)

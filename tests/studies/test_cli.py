@@ -164,7 +164,7 @@ def test_missing_device_is_refused_before_archiving(device, tmp_path):
 
 @pytest.mark.parametrize("missing", ["jinja2", "matplotlib"])
 def test_missing_package_is_one_line(missing, monkeypatch):
-    def write_report(*arguments):
+    def write_report(*arguments, **options):
         raise ModuleNotFoundError(f"No module named {missing!r}", name=missing)
 
     monkeypatch.setattr("flowbnn_studies.report.write_report", write_report)

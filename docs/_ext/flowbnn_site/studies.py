@@ -6,7 +6,9 @@ from typing import Any
 from flowbnn_site.api import write
 from flowbnn_studies.report import find_results, load_results, study_markdown
 from flowbnn_studies.report.canvas import to_png
-from flowbnn_studies.report.page import make_plot, page_colours
+from flowbnn_studies.report.figures import make_plot
+from flowbnn_studies.report.page import page_colours, story_figures
+from flowbnn_studies.report.story import story_of
 
 MAX_FIGURES = 2  # figures of a page; the report has all of them
 OVERVIEW = """# Results
@@ -33,17 +35,18 @@ def overview(folder: Path) -> str:
     rows = []
     for path in find_results(folder):
         results = load_results(path)
-        answer = (results["answer"].splitlines() or [""])[0]
+        story = story_of(results)
         link = f"[{results['study']}](results/{path.parent.name}/results.json)"
-        rows.append(f"| {link} | {_cell(results['question'])} | {_cell(answer)} |\n")
+        rows.append(f"| {link} | {_cell(story.question)} | {_cell(story.answer)} |\n")
     return OVERVIEW + "".join(rows)
 
 
 def _figures(results: dict[str, Any], source: Path, folder: Path) -> list[str]:
-    """Draws the first figures of a study, unless newer files exist, and returns their Markdown."""
+    """Draws the figure that shows the answer, and a further one, unless newer files exist. Returns their Markdown."""
     lines = []
     colours = page_colours([results])
-    for index, figure in enumerate(results["figures"][:MAX_FIGURES], start=1):
+    lead, others = story_figures(results, story_of(results))
+    for index, figure in enumerate([*lead, *others][:MAX_FIGURES], start=1):
         path = folder / f"{results['study']}-{index}.png"
         if not path.exists() or path.stat().st_mtime < source.stat().st_mtime:
             path.parent.mkdir(parents=True, exist_ok=True)

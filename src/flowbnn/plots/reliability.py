@@ -1,5 +1,6 @@
 """Reliability diagram of class probabilities."""
 
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -7,7 +8,7 @@ from torch import Tensor
 
 from flowbnn.metrics.checks import IGNORED
 from flowbnn.options import Count, Probability, checked
-from flowbnn.plots.style import add_legend, binomial_band, check_kind, describe_axes, drawing
+from flowbnn.plots.style import Palette, add_legend, binomial_band, check_kind, describe_axes, drawing
 
 
 @checked
@@ -46,22 +47,15 @@ def plot_reliability(
     """
     check_kind(predictive, "reliability", "classes")
     bars = [bar for bar in predictive.reliability(targets, bins) if bar["fraction"] > 0]
-    confidence, accuracy, fraction = (
-        np.array([bar[name] for bar in bars], dtype=np.float64)
-        for name in ("confidence", "accuracy", "fraction")
-    )
     soft = targets.is_floating_point()
     number = predictive.labels.numel() if soft else int((targets != IGNORED).sum())
+    left, confidence, accuracy, fraction = _columns(bars)
     low, high = binomial_band(level, np.round(fraction * number), confidence)
     error = float((fraction * np.abs(accuracy - confidence)).sum())
     with drawing(ax, (5.0, 4.6)) as (ax, palette):
         first = not ax.collections
-        if first:
-            ax.plot([0, 1], [0, 1], color=palette.muted, linestyle="--", linewidth=1.1, zorder=1)
-        (line,) = ax.plot(confidence, accuracy, linewidth=1.4, alpha=0.8)
-        colour = line.get_color()
-        left = np.array([bar["low"] for bar in bars])
-        band = f"{100 * level:.4g} % of calibrated networks"
+        name = f"{label}: ECE {error:.3f}" if label else f"accuracy, ECE {error:.3f}"
+        colour = draw_bins(ax, palette, bars, label=name)
         ax.bar(
             left,
             high - low,
@@ -71,16 +65,41 @@ def plot_reliability(
             color=palette.muted if first else colour,
             alpha=0.22,
             linewidth=0,
-            label=band if first else None,
+            label=f"{100 * level:.4g} % of calibrated networks" if first else None,
         )
-        size = 20.0 + 260.0 * fraction
-        name = f"{label}: ECE {error:.3f}" if label else f"accuracy, ECE {error:.3f}"
-        ax.scatter(
-            confidence, accuracy, size, color=colour, linewidths=0, zorder=4, label=name, clip_on=False
-        )
-        ax.set_xlim(0, 1)
-        ax.set_ylim(0, 1)
-        describe_axes(ax, palette, "confidence", "accuracy")
         legend: dict[str, Any] = {"loc": "upper left", "markerscale": 0.6}
         add_legend(ax, palette, **legend)
     return ax
+
+
+def _columns(bins: Sequence[Mapping[str, Any]]) -> Iterator[np.ndarray]:
+    """Returns the left ends, confidences, accuracies and fractions of bins."""
+    names = ("low", "confidence", "accuracy", "fraction")
+    return (np.array([entry[name] for entry in bins], dtype=np.float64) for name in names)
+
+
+def draw_bins(
+    ax: Any, palette: Palette, bins: Sequence[Mapping[str, Any]], colour: str | None = None, label: str = ""
+) -> str:
+    """Draws accuracy against confidence of bins on axes, with the diagonal if the axes are empty.
+
+    Args:
+        ax: Axes of matplotlib.
+        palette: Colours of the figure.
+        bins: Bins with inputs, as in ``predictive.reliability``.
+        colour: Colour of the points. The default is the next one of the axes.
+        label: Name in the legend.
+
+    Returns:
+        The colour.
+    """
+    _, confidence, accuracy, fraction = _columns(bins)
+    if not ax.collections:
+        ax.plot([0, 1], [0, 1], color=palette.muted, linestyle="--", linewidth=1.1, zorder=1)
+    (line,) = ax.plot(confidence, accuracy, color=colour, linewidth=1.4, alpha=0.8)
+    style: dict[str, Any] = {"color": line.get_color(), "linewidths": 0, "zorder": 4, "clip_on": False}
+    ax.scatter(confidence, accuracy, 20.0 + 260.0 * fraction, label=label, **style)
+    ax.set_xlim(0, 1)
+    ax.set_ylim(0, 1)
+    describe_axes(ax, palette, "confidence", "accuracy")
+    return str(line.get_color())

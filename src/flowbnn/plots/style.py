@@ -82,7 +82,7 @@ def pyplot() -> Any:
     return pyplot
 
 
-def _settings(palette: Palette) -> dict[str, Any]:
+def settings(palette: Palette) -> dict[str, Any]:
     """Returns the settings of matplotlib for a palette."""
     from cycler import cycler
 
@@ -134,7 +134,7 @@ def style(dark: bool = False) -> Iterator[None]:
     >>> fb.plots.close(axes)
     """
     palette = DARK if dark else LIGHT
-    with pyplot().rc_context(_settings(palette)):
+    with pyplot().rc_context(settings(palette)):
         token = _active.set(palette)
         try:
             yield

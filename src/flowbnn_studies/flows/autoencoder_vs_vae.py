@@ -11,6 +11,7 @@ from flowbnn.vae import VAE, Autoencoder, fit_autoencoder
 from flowbnn_studies.images.data import read_bytes
 from flowbnn_studies.images.settings import ImageSource
 from flowbnn_studies.runner.findings import grid_figures, image_grid, pluralize, round_values
+from flowbnn_studies.runner.story import Numbers, Story
 from flowbnn_studies.runner.study import Findings, Job, Study, Variant
 
 SHAPE = (1, 28, 28)
@@ -111,6 +112,21 @@ class AutoencoderVsVae(Study):
                 "reach": float(codes.abs().max()),
             }
         return content
+
+    def story(self, numbers: Numbers) -> Story:
+        outside = {key: f"{100 * numbers.mean(key, 'outside'):.0f} %" for key in ("reconstruction", "both")}
+        return Story(
+            "Why does a variational autoencoder need both terms of its objective?",
+            f"Only with both can new digits be drawn: without the KL, {outside['reconstruction']} of the codes lie far from the prior "
+            f"({outside['both']} with it), and without the reconstruction the codes say nothing, but the KL does not improve the "
+            f"reconstruction itself (error {numbers.text('both', 'error', '.3f')} versus "
+            f"{numbers.text('reconstruction', 'error', '.3f')}).",
+            f"{outside['reconstruction']} → {outside['both']}",
+            "of the codes lie far from the prior, without and with the KL",
+            ("error", "outside", "neighbours", "novelty"),
+            figure="images",
+            place=1,
+        )
 
     def findings(self, settings: Settings, parts: SeedResults) -> Findings:
         first = self.first_seed_parts(settings, parts, "codes")

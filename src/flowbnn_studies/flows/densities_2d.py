@@ -13,6 +13,7 @@ from flowbnn.compare.results import SeedResults, figure
 from flowbnn.density import Density, fit_density
 from flowbnn.options import Count, Positive, options
 from flowbnn_studies.runner.findings import cell_centers, evaluate_on_grid, pluralize, ranking, round_values
+from flowbnn_studies.runner.story import Numbers, Story
 from flowbnn_studies.runner.study import Findings, Job, Study, Variant, make_metrics, time_call
 
 PI = math.pi
@@ -259,6 +260,26 @@ class Densities2d(Study):
                 content["pictures"][name] = picture(density, toy, s)
         return content
 
+    def story(self, numbers: Numbers) -> Story:
+        gaps = [key for key in numbers.metrics if key.startswith("gap_")]
+        best = [numbers.ranked(gap)[0] for gap in gaps]
+        worst = max(numbers.mean("nsf", gap) for gap in gaps)
+        others = [key for key in numbers.rows if key != "nsf"]
+        once = all(len(numbers.per_seed(key, gaps[0])) == 1 for key in others)
+        caveat = f", but the other {len(others)} flows were trained on one seed only" if once else ""
+        return Story(
+            "Which flows can learn difficult shapes in the plane?",
+            f"Splines: NSF is closest to the truth on {best.count('nsf')} of {len(gaps)} shapes and at most {worst:.3f} nats "
+            "short of it"
+            f"{caveat}.",
+            f"{worst:.3f} nats",
+            f"largest shortfall of NSF over {len(gaps)} shapes",
+            tuple(gaps[:4]),
+            figure="map",
+            place=2,
+            panels=("Truth", "NSF", numbers.label("naf"), numbers.label("realnvp")),
+        )
+
     def findings(self, settings: Settings, parts: SeedResults) -> Findings:
         kinds = {
             "gap": ("Gap", "lower", ".3f", "Mean over test points of the true log-density minus that of the flow, in nats; 0 is "
@@ -327,7 +348,7 @@ class Densities2d(Study):
                 "y": round_values(axis, 3),
                 "top": float(truth.max()),
             }
-            result.append(figure("map", toy.label, caption, {**data, "columns": 4, "panels": panels}))
+            result.append(figure("map", toy.label, caption, {**data, "panels": panels}))
         return result
 
 

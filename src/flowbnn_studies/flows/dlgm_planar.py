@@ -18,6 +18,7 @@ from flowbnn.vae import VAE, GatedConvDecoder, GatedConvEncoder, fit_autoencoder
 from flowbnn_studies.images.data import binarise, read_binary, read_bytes
 from flowbnn_studies.images.settings import ImageSource
 from flowbnn_studies.runner.findings import grid_figures, image_grid, line, panel, pluralize
+from flowbnn_studies.runner.story import Numbers, Story
 from flowbnn_studies.runner.study import Findings, Job, Study, Variant
 
 SHAPE = (1, 28, 28)
@@ -146,6 +147,22 @@ class DlgmPlanar(Study):
         if job.seed == 0:
             content["samples"] = image_grid(model.sample(40, seed=0, mean=True), 8)
         return content
+
+    def story(self, numbers: Numbers) -> Story:
+        counts = sorted(int(key.removeprefix("planar-")) for key in numbers.rows if key.startswith("planar-"))
+        first, last = (numbers.text(f"planar-{count}", "nll") for count in (counts[0], counts[-1]))
+        return Story(
+            "How much do flows improve the posterior of a variational autoencoder?",
+            f"{counts[-1]} planar flows lower −ln p(x) of unseen digits from {first} to {last} nats, but better networks "
+            "matter more: with "
+            f"convolutions it is {numbers.text('conv-gaussian', 'nll')} without a flow and "
+            f"{numbers.text('conv-sylvester', 'nll')} with "
+            "Sylvester flows (one seed).",
+            f"{first} → {last}",
+            f"−ln p(x) in nats, without a flow and with {counts[-1]} planar flows",
+            ("nll", "bound", "gap"),
+            figure="curves",
+        )
 
     def findings(self, settings: Settings, parts: SeedResults) -> Findings:
         drawing = (

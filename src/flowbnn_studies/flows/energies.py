@@ -13,6 +13,7 @@ from flowbnn.compare.results import SeedResults, figure
 from flowbnn.density.target import TargetFit, fit_target
 from flowbnn.options import Count, Positive, options
 from flowbnn_studies.runner.findings import cell_centers, evaluate_on_grid, pluralize, ranking, round_values
+from flowbnn_studies.runner.story import Numbers, Story
 from flowbnn_studies.runner.study import Findings, Job, Study, Variant, make_metrics, time_call
 
 RECIPES: Mapping[str, tuple[str, str, dict[str, Any], float]] = {  # label, flow, its arguments, relative cost
@@ -94,6 +95,22 @@ class Energies(Study):
                 content["pictures"][str(number)] = picture(fitted, s)
         return content
 
+    def story(self, numbers: Numbers) -> Story:
+        gaps = [key for key in numbers.metrics if key.startswith("gap_")]
+        short, long = ([numbers.mean(key, gap) for gap in gaps] for key in ("planar-2", "planar-32"))
+        winners = [numbers.ranked(gap)[0] for gap in gaps]
+        return Story(
+            "How close do flows come to a density that is known up to a constant?",
+            f"32 planar flows come within {min(long):.2f} to {max(long):.2f} nats of four such densities and 2 planar flows within "
+            f"{min(short):.2f} to {max(short):.2f}, but no family is best on all: {len(set(winners))} different flows win.",
+            f"{max(short):.2f} → {max(long):.2f}",
+            "nats short in the worst case: 2 and 32 planar flows",
+            tuple(gaps),
+            figure="map",
+            place=2,
+            panels=("Target", "Planar (2)", "Planar (32)", "NSF"),
+        )
+
     def findings(self, settings: Settings, parts: SeedResults) -> Findings:
         kinds = {
             "gap": ("Gap", "lower", ".3f", "log Z minus the ELBO, in nats: the KL divergence from the flow to the target; 0 is exact."),
@@ -171,7 +188,7 @@ class Energies(Study):
                 "y": round_values(axis, 3),
                 "top": float(target.max()),
             }
-            result.append(figure("map", NAMES[number], caption, {**data, "columns": 4, "panels": panels}))
+            result.append(figure("map", NAMES[number], caption, {**data, "panels": panels}))
         return result
 
 

@@ -17,6 +17,7 @@ from flowbnn_studies.images.data import read_bytes, read_images
 from flowbnn_studies.images.settings import ImageSource
 from flowbnn_studies.runner.findings import histogram, histogram_panels, pluralize
 from flowbnn_studies.runner.methods import shuffled_loader
+from flowbnn_studies.runner.story import Numbers, Story
 from flowbnn_studies.runner.study import Findings, Job, Study, Variant, regroup_parts
 
 SETS = {"fashion-mnist": "Fashion-MNIST", "mnist": "MNIST"}
@@ -135,6 +136,19 @@ class NoveltyByDensity(Study):
             "features": _score_histograms(feature_density, test_features, novel_features),
         }
         return {"values": values, "histograms": histograms}
+
+    def story(self, numbers: Numbers) -> Story:
+        forward, back = "auroc_fashion-mnist", "auroc_mnist"
+        raw, features = (numbers.text(key, forward) for key in ("density", "features"))
+        return Story(
+            "Does a flow give unfamiliar images a low density?",
+            f"Not in general: a flow of Fashion-MNIST finds MNIST more probable (AUROC {raw}), the density of a classifier's features "
+            f"detects it ({features}), but in the other direction the raw density is enough ({numbers.text('density', back)}).",
+            f"{raw} vs {features}",
+            "AUROC for MNIST after Fashion-MNIST: density of the image, density of features",
+            (forward, back, "found_fashion-mnist"),
+            figure="histogram",
+        )
 
     def findings(self, settings: Settings, parts: SeedResults) -> Findings:
         # value density_auroc of variant mnist becomes auroc_mnist of row density

@@ -17,6 +17,7 @@ from flowbnn.flows import FFJORD, MAF, RealNVP, ResidualFlow
 from flowbnn.options import Count, Positive, options
 from flowbnn.vae import VAE
 from flowbnn_studies.runner.findings import pluralize
+from flowbnn_studies.runner.story import Numbers, Story
 from flowbnn_studies.runner.study import Findings, Job, Study, Variant, regroup_parts, time_call
 
 LABELS = {
@@ -134,6 +135,21 @@ class WhyFlows(Study):
                 numbers |= measure_exactness(density.flow, density.standardize(test[: s.num_checked]))
             values |= {f"{key}/{name}": value for name, value in numbers.items()}
         return {"values": values}
+
+    def story(self, numbers: Numbers) -> Story:
+        best = numbers.ranked("gap", ("coupling", "autoregressive", "continuous", "residual"))[0]
+        slower = numbers.mean(best, "sampling_ratio")
+        return Story(
+            "Are flows exact and fast, as lectures say?",
+            f"Coupling flows are: exact to {numbers.text('coupling', 'inverse_error', '.0e')} and fast both ways, but their "
+            "density falls "
+            f"{numbers.text('coupling', 'gap', '.1f')} nats short of the truth, and the closest family "
+            f"({numbers.name(best)}, {numbers.text(best, 'gap', '.1f')}) samples {slower:.0f} times slower.",
+            f"{slower:.0f} ×",
+            f"sampling time of the {numbers.name(best)} relative to a coupling flow",
+            ("gap", "density_ratio", "sampling_ratio"),
+            charts=("gap", "sampling_ratio"),
+        )
 
     def findings(self, settings: Settings, parts: SeedResults) -> Findings:
         by_model = regroup_parts(parts, lambda _, name: (name.partition("/")[0], name.partition("/")[2]))

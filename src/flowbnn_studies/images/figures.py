@@ -123,7 +123,7 @@ def _shift(parts: SeedResults, variants: Sequence[Variant]) -> dict[str, Any]:
             ]
             panels.append(panel(f"{kind.capitalize()}: {words}", "", lines, better=better))
     caption = "Corrupted test images, five strengths of each kind. Mean over seeds minus that of the deterministic network."
-    data: dict[str, Any] = {"x_label": "strength", "panels": panels, "columns": min(7, len(kinds))}
+    data: dict[str, Any] = {"x_label": "strength", "panels": panels}
     plain = next((v.label for v in variants if v.key in PLAIN.values()), None)
     if plain is not None:
         data["baseline"] = plain

@@ -33,6 +33,8 @@ from flowbnn_studies.images.settings import (
     split_key,
 )
 from flowbnn_studies.images.training import fit_variant, measure_cost
+from flowbnn_studies.runner.findings import pluralize
+from flowbnn_studies.runner.story import Numbers, Story
 from flowbnn_studies.runner.study import Findings, Job, Study, Variant
 
 SEEDS = (3, 5)  # numbers of seeds of Xiong's recipe and of the best recipe
@@ -125,6 +127,34 @@ class ImageStudy(Study):
         )
         posterior.save(job.network_path)
         return evaluate(posterior, images, settings.evaluating(job.variant), training, job.precision)
+
+    def story(self, numbers: Numbers) -> Story:
+        pairs = [
+            (f"{recipe}-flow-{site}", f"{recipe}-gaussian-{site}")
+            for recipe in ("xiong", "best")
+            for site in ("position", "channel")
+        ]
+        scores = ("accuracy", "nll", "ece")
+        verdicts = [numbers.better(*pair, score) for pair in pairs for score in scores]
+        wins, losses = (sum(verdict == sign for verdict in verdicts) for sign in (1, -1))
+        gains = [numbers.better("best-gaussian-channel", "best-plain", score) for score in scores]
+        names = [name for name, gain in zip(("accuracy", "NLL", "ECE"), gains, strict=True) if gain > 0]
+        gained = (
+            " and ".join([", ".join(names[:-1]), names[-1]] if names[1:] else names)
+            or "none of accuracy, NLL and ECE"
+        )
+        kinds = ("plain", "dropout", "gaussian-position", "gaussian-channel", "flow-position", "flow-channel")
+        return Story(
+            f"Is noise from a flow better than Gaussian noise in {self.network} on {self.dataset}?",
+            f"{'Rarely' if wins else 'No'}: it is significantly better in {wins} of {len(verdicts)} comparisons and worse in "
+            f"{losses}, and "
+            f"Gaussian noise itself significantly improves {gained} over a network without noise that was trained as well.",
+            f"{wins} of {len(verdicts)}",
+            "comparisons in which flow noise beats Gaussian noise",
+            ("nll", "ece", "accuracy"),
+            rows=tuple(f"best-{kind}" for kind in kinds),
+            charts=("nll", "ece"),
+        )
 
     def findings(self, settings: ImageSettings, parts: SeedResults) -> Findings:
         variants = self.variants(settings)
@@ -273,6 +303,22 @@ class RivalStudy(ImageStudy):
             f"{_RESNET18['long'].epochs} epochs. Which posterior gives the best probabilities, on the test set, on corrupted images "
             f"and on {self.novel_description} it has never seen: noise on the inputs or outputs of its layers, SWAG or a deep "
             "ensemble?"
+        )
+
+    def story(self, numbers: Numbers) -> Story:
+        short = numbers.ranked("nll", [key for key in numbers.rows if key.startswith("best-")])[0]
+        noise, plain = (numbers.text(f"long-{kind}", "nll", ".3f") for kind in ("joint-channel", "plain"))
+        seeds = len(numbers.per_seed("long-plain", "nll"))
+        return Story(
+            f"Which posterior gives {self.network} the best probabilities on {self.dataset}?",
+            f"After a long training, joint Gaussian noise lowers the NLL from {plain} to {noise}, but with "
+            f"{pluralize(seeds, 'seed')} only; "
+            f"after a short one, {numbers.label(short).lower()} is best ({numbers.text(short, 'nll', '.3f')}, "
+            f"{pluralize(len(numbers.per_seed(short, 'nll')), 'seed')}).",
+            f"{plain} → {noise}",
+            "NLL after a long training, without and with joint Gaussian noise",
+            ("nll", "ece", "accuracy"),
+            charts=("nll", "ece"),
         )
 
     def variants(self, settings: ImageSettings) -> tuple[Variant, ...]:

@@ -25,6 +25,7 @@ from flowbnn_studies.posteriors.calibrate import (
     fit_posteriors,
 )
 from flowbnn_studies.runner.findings import paired_difference, pluralize
+from flowbnn_studies.runner.story import Numbers, Story
 from flowbnn_studies.runner.study import Findings, Job, Study, Variant, make_metrics, parts_by_row
 
 NETWORKS = {"lenet": "LeNet", "vgg16": "VGG16", "resnet18": "ResNet18"}
@@ -144,6 +145,32 @@ class CalibrateCifar10(Study):
                 elbos = posterior.history["elbo"][-8:]
                 table[key] |= {"elbo": sum(elbos) / len(elbos), "passes": posterior.history.epochs}
         return {"values": {}, "table": table, "minutes": point.history.seconds / 60}
+
+    def story(self, numbers: Numbers) -> Story:
+        names = {"lenet": "LeNet", "vgg16": "VGG16", "resnet18": "ResNet18"}
+        won = [
+            name for key, name in names.items() if numbers.better("chosen", "temperature", f"nll_{key}") > 0
+        ]
+        behind = sum(
+            numbers.mean("all", f"nll_{key}") < numbers.mean("chosen", f"nll_{key}") for key in names
+        )
+        lead = (
+            f"For {len(won)} of {len(names)} networks ({' and '.join(won)})"
+            if won
+            else f"For none of {len(names)} networks"
+        )
+        return Story(
+            "Does noise on held-out images beat temperature scaling on CIFAR-10?",
+            f"{lead}, for example from {numbers.text('temperature', 'nll_vgg16', '.3f')} to "
+            f"{numbers.text('chosen', 'nll_vgg16', '.3f')} in "
+            f"NLL with VGG16, but a network that is trained on the held-out images as well has a lower mean NLL in {behind} "
+            f"of {len(names)}.",
+            f"{len(won)} of {len(names)}",
+            "networks whose NLL is significantly lower with noise than with temperature scaling",
+            ("nll_lenet", "nll_vgg16", "nll_resnet18", "ece_vgg16"),
+            rows=("plain", "temperature", "vector", "laplace", "factorized", "joint", "all"),
+            charts=("nll_lenet", "nll_vgg16", "nll_resnet18"),
+        )
 
     def findings(self, settings: Settings, parts: SeedResults) -> Findings:
         by_row = network_parts_by_row(parts)

@@ -30,6 +30,7 @@ from flowbnn_studies.images.study import SHORT_RESNET18
 from flowbnn_studies.images.training import fit_variant
 from flowbnn_studies.runner.findings import paired_difference
 from flowbnn_studies.runner.methods import shuffled_loader
+from flowbnn_studies.runner.story import Numbers, Story
 from flowbnn_studies.runner.study import Findings, Job, Study, Variant, make_metrics, parts_by_row, time_call
 
 TensorPair = tuple[Tensor, Tensor]
@@ -185,6 +186,23 @@ class ModeEnsembles(Study):
                 table[key]["nll"] += float(torch.tensor(problem.unit).log())
         table["ensemble"]["seconds"] += table["plain"]["seconds"]  # the first member
         return {"values": {}, "table": table}
+
+    def story(self, numbers: Numbers) -> Story:
+        problems = [key for key in numbers.metrics if key.startswith("nll_")]
+        verdicts = [numbers.better("modes", "gaussian", problem) for problem in problems]
+        ensemble = sum(numbers.better("ensemble", "modes", problem) > 0 for problem in problems)
+        won = sum(verdict > 0 for verdict in verdicts)
+        charts = tuple(key for key in ("nll_blobs", "nll_concrete", "nll_lenet-fashion") if key in problems)
+        return Story(
+            "Are the modes of the noise worth more than Gaussian noise around one of them?",
+            f"{'Sometimes' if won else 'No'}: modes predict significantly better on {won} of {len(problems)} problems and worse on "
+            f"{sum(verdict < 0 for verdict in verdicts)}, and a deep ensemble, which needs more training, is significantly better than "
+            f"modes on {ensemble}.",
+            f"{won} of {len(problems)}",
+            "problems on which modes beat Gaussian noise",
+            tuple(problems[:4]),
+            charts=charts or tuple(problems[:1]),
+        )
 
     def findings(self, settings: Settings, parts: SeedResults) -> Findings:
         tables = ((seed, problem, part["table"]) for (problem, seed), part in parts.content.items())

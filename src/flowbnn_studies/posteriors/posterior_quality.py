@@ -35,6 +35,7 @@ from flowbnn_studies.runner.findings import (
     paired_difference,
     pluralize,
 )
+from flowbnn_studies.runner.story import Numbers, Story
 from flowbnn_studies.runner.study import Findings, Job, Study, Variant, parts_by_row, time_call
 
 TensorPair = tuple[Tensor, Tensor]
@@ -417,6 +418,25 @@ class PosteriorQuality(Study):
             values, _ = measure_posterior(posterior, chains, case, s, job.seed)
             table[key] = values | {"seconds": seconds}
         return {"values": {}, "table": table}
+
+    def story(self, numbers: Numbers) -> Story:
+        problems = [key.removeprefix("gap_") for key in numbers.metrics if key.startswith("gap_")]
+        joint, factorized = (
+            [numbers.mean(row, f"gap_{problem}") for problem in problems] for row in ("full", "factorized")
+        )
+        gains = sum(numbers.better("full", "factorized", f"excess_{problem}") > 0 for problem in problems)
+        charts = tuple(f"gap_{problem}" for problem in problems[:3])
+        return Story(
+            "How close do fitted posteriors of the noise come to the exact one?",
+            f"A joint Gaussian comes within {min(joint):.1f} to {max(joint):.1f} nats, a factorized one within "
+            f"{min(factorized):.1f} to "
+            f"{max(factorized):.1f}, but its test NLL is significantly lower on {gains} of {len(problems)} problems.",
+            f"{numbers.text('full', 'gap_blobs', '.1f')} vs {numbers.text('factorized', 'gap_blobs', '.1f')}",
+            "nats from the exact posterior: joint and factorized Gaussian, blobs",
+            (*charts, "excess_blobs"),
+            rows=("factorized", "planar", "coupling", "layers", "low-rank", "full", "flow"),
+            charts=charts,
+        )
 
     def findings(self, settings: Settings, parts: SeedResults) -> Findings:
         by_row = problem_parts_by_row(parts)

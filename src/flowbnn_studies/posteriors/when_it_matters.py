@@ -24,6 +24,7 @@ from flowbnn_studies.runner.findings import (
     panel,
     pluralize,
 )
+from flowbnn_studies.runner.story import Numbers, Story
 from flowbnn_studies.runner.study import Findings, Job, Study, Variant
 
 ROWS = {"factorized": "Factorized", "full": "Joint"}
@@ -97,6 +98,27 @@ class WhenItMatters(Study):
             numbers, _ = measure_posterior(posterior, chains, case, s, job.seed)
             values |= {f"{column}_{key}": numbers[column] for column in COLUMNS}
         return {"values": values}
+
+    def story(self, numbers: Numbers) -> Story:
+        gains = {}
+        for row in numbers.rows:
+            excess = (numbers.per_seed(row, f"excess_{kind}") for kind in ("factorized", "full"))
+            gains[row] = paired_difference(*excess)
+        won = [row for row, gain in gains.items() if gain.low > 0 and gain.mean > MIN_EXCESS]
+        where = f" ({' and '.join(numbers.name(row) for row in won)})" if won else ""
+        means = (
+            [numbers.mean(row, f"per_example_{kind}") for row in gains] for kind in ("full", "factorized")
+        )
+        closer = sum(full < factorized for full, factorized in zip(*means, strict=True))
+        return Story(
+            "When does a joint posterior of the noise predict better than a factorized one?",
+            f"Rarely: it is closer to the exact posterior in {closer} of {len(gains)} settings, but lowers the test NLL significantly "
+            f"by more than {MIN_EXCESS} nats in only {len(won)}{where}.",
+            f"{len(won)} of {len(gains)}",
+            f"settings in which a joint posterior gains more than {MIN_EXCESS} nats",
+            ("excess_factorized", "excess_full", "per_example_factorized", "per_example_full"),
+            figure="curves",
+        )
 
     def findings(self, settings: MattersSettings, parts: SeedResults) -> Findings:
         convergence = describe_convergence(

@@ -4,13 +4,9 @@
 >>> write_report(find_results("results"), "results/report.html")  # doctest: +SKIP
 """
 
-from flowbnn_studies.report.page import (
-    console_lines,
-    save_figures,
-    study_markdown,
-    write_markdown,
-    write_report,
-)
+from flowbnn_studies.report.console import console_lines
+from flowbnn_studies.report.markdown import study_markdown, write_markdown
+from flowbnn_studies.report.page import save_figures, write_report
 from flowbnn_studies.report.reading import find_results, load_results
 
 __all__ = [

@@ -25,24 +25,26 @@ from matplotlib.figure import Figure, SubFigure
 from matplotlib.legend_handler import HandlerTuple
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
+from matplotlib.transforms import Bbox
+
+from flowbnn.plots.style import DARK, LIGHT, OKABE_ITO, settings
 
 # Each name is a custom property of the page: (light scheme, dark scheme). Figures are drawn in the light value, which the page replaces
-# by the name, so that a figure follows the reader's scheme. The hues are those of Okabe and Ito (2008), darkened for contrast on white.
+# by the name, so that a figure follows the reader's scheme. The hues are those of flowbnn.plots, some darkened for contrast on white.
 COLOURS: dict[str, tuple[str, str]] = {
-    "ink": ("#20242c", "#e9ebef"),
-    "muted": ("#5f6673", "#a7aebb"),
+    **{name: (getattr(LIGHT, name), getattr(DARK, name)) for name in ("ink", "muted")},
     "faint": ("#b4bac4", "#596170"),
-    "line": ("#e2e5ea", "#343b47"),
-    "surface": ("#fefefe", "#1a1e25"),
+    "line": (LIGHT.faint, DARK.faint),
+    "surface": (LIGHT.background, "#1a1e25"),
     "page": ("#f6f7f9", "#12151a"),
     "accent": ("#00619a", "#5cb5ee"),
     # methods
     "slate": ("#6b7280", "#98a1b0"),
     "brown": ("#8a5a3c", "#c8966f"),
-    "vermillion": ("#d55e00", "#f4813a"),
-    "blue": ("#0072b2", "#4fabe6"),
+    "vermillion": (OKABE_ITO["vermillion"].lower(), "#f4813a"),
+    "blue": (OKABE_ITO["blue"].lower(), "#4fabe6"),
     "purple": ("#c0609a", "#e39cc4"),
-    "green": ("#009e73", "#30c79c"),
+    "green": (OKABE_ITO["green"].lower(), "#30c79c"),
     "olive": ("#7c8500", "#bcc64a"),
     "crimson": ("#a6163a", "#f2617c"),
     "amber": ("#c78500", "#f0b23c"),
@@ -97,17 +99,13 @@ METHOD_FAMILIES = (
 
 # Settings of matplotlib. One point is one pixel of the page because figures are saved at 72 dots per inch.
 # fmt: off
-RC: dict[str, Any] = {
-    "figure.dpi": 72, "figure.facecolor": "none", "savefig.facecolor": "none", "svg.fonttype": "none", "text.parse_math": False,
-    "font.family": "sans-serif", "font.sans-serif": ["DejaVu Sans"], "font.size": 10.5, "text.color": COLOURS["ink"][0],
-    "axes.facecolor": "none", "axes.edgecolor": COLOURS["faint"][0], "axes.linewidth": 0.9, "axes.axisbelow": True,
-    "axes.labelcolor": COLOURS["muted"][0], "axes.labelsize": 10.5, "axes.spines.top": False, "axes.spines.right": False,
-    "axes.titlesize": 10, "axes.titlecolor": COLOURS["muted"][0], "axes.titlelocation": "left", "axes.titlepad": 5,
-    "axes.grid": True, "axes.grid.axis": "y", "grid.color": COLOURS["line"][0], "grid.linewidth": 0.9,
-    **{f"{axis}tick.color": COLOURS["faint"][0] for axis in "xy"}, **{f"{axis}tick.labelsize": 10 for axis in "xy"},
-    **{f"{axis}tick.labelcolor": COLOURS["muted"][0] for axis in "xy"}, "xtick.major.size": 3, "ytick.major.size": 0,
-    "lines.linewidth": 1.8, "lines.solid_capstyle": "round", "legend.frameon": False,
-    "figure.constrained_layout.h_pad": 0.04, "figure.constrained_layout.w_pad": 0.04,
+RC: dict[str, Any] = settings(LIGHT) | {
+    "figure.dpi": 72, "figure.facecolor": "none", "savefig.facecolor": "none", "axes.facecolor": "none", "svg.fonttype": "none",
+    "text.parse_math": False, "font.family": "sans-serif", "font.sans-serif": ["DejaVu Sans"], "font.size": 10.5,
+    "axes.labelsize": 10.5, "axes.titlesize": 10, "axes.titlepad": 5, "axes.grid.axis": "y",
+    **{f"{axis}tick.labelsize": 10 for axis in "xy"}, "xtick.major.size": 3, "ytick.major.size": 0,
+    **{f"axes.{name}color": COLOURS["muted"][0] for name in ("label", "title")}, "axes.edgecolor": COLOURS["faint"][0],
+    "figure.constrained_layout.use": False, "figure.constrained_layout.h_pad": 0.04, "figure.constrained_layout.w_pad": 0.04,
 }
 # fmt: on
 
@@ -256,12 +254,14 @@ class Plot:
         keys: Entries of the legend.
         columns: Number of panels in a row.
         size: Width and height of one panel, in pixels.
+        same_axes: All panels of a group have the same axes, so that the layout of the first one fits all.
     """
 
     groups: list[Group]
     keys: list[Key] = field(default_factory=list)
     columns: int = 3
     size: tuple[int, int] = (300, 225)
+    same_axes: bool = False
 
 
 def make_panels(data: dict[str, Any], draw: Callable[[Axes, dict[str, Any]], None]) -> list[Panel]:
@@ -328,7 +328,9 @@ def _drawing(seed: str = "flowbnn") -> Iterator[None]:
         yield
 
 
-def to_svg(panel: Panel, size: tuple[int, int], name: str, alt: str) -> str:
+def to_svg(
+    panel: Panel, size: tuple[int, int], name: str, alt: str, layouts: dict[Any, list[Bbox]] | None = None
+) -> str:
     """Returns the panel as an ``<svg>`` element for a page, with named colours and identifiers of its own.
 
     Args:
@@ -336,13 +338,21 @@ def to_svg(panel: Panel, size: tuple[int, int], name: str, alt: str) -> str:
         size: Width and height, in pixels.
         name: Prefix of the identifiers, different for every picture of a page.
         alt: Text for readers who cannot see the picture.
+        layouts: Places of the axes of earlier panels with the same axes, which are reused. Computing them takes half of the time.
     """
+    layouts = {} if layouts is None else layouts
     with _drawing(name):
         figure = Figure(figsize=(size[0] / 72, size[1] / 72), layout="constrained")
         panel.draw(figure)
+        kind = tuple(axes.axison for axes in figure.axes)  # images have no axes
+        if kind in layouts:
+            figure.set_layout_engine("none")
+            for axes, place in zip(figure.axes, layouts[kind], strict=True):
+                axes.set_position(place)
         figure.set_dpi(150)  # resolution of rasterized parts; the rest stays vector graphics
         stream = io.BytesIO()
         FigureCanvasSVG(figure).print_svg(stream, metadata={"Date": None})
+        layouts[kind] = [axes.get_position(original=True) for axes in figure.axes]
     tree = ElementTree.fromstring(stream.getvalue())
     _strip(tree)
     _rename_identifiers(tree, name)

@@ -1,14 +1,19 @@
-"""Charts: lines over epochs or strengths, histograms, reliability diagrams, bars, and quality against cost."""
+"""Charts: lines over epochs or strengths, histograms, reliability diagrams, comparisons, bars, and quality against cost."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
+from textwrap import wrap
 from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.textpath import TextPath
-from matplotlib.ticker import FuncFormatter
+from matplotlib.ticker import FuncFormatter, MaxNLocator
 
+from flowbnn.compare.results import Metric
+from flowbnn.plots import LIGHT, plot_comparison
+from flowbnn.plots.reliability import draw_bins
 from flowbnn_studies.report.canvas import (
     CLASSES,
     DASHED,
@@ -21,6 +26,7 @@ from flowbnn_studies.report.canvas import (
     assign_colours,
     family_of,
     format_number,
+    format_tick,
     light_colour,
     line_style,
     make_panels,
@@ -35,9 +41,21 @@ DASHES = ("", "5 2", "1.5 1.5", "6 2 1.5 2")  # of lines that share a colour; pu
 LEVELS = ("1 3", "4 2 1 2", "8 3")  # of horizontal levels
 
 
-def _layout(count: int) -> tuple[int, tuple[int, int]]:
-    """Returns the number of columns and the size of one panel. Few panels are larger, and four form a square."""
-    return (1, (420, 260)) if count == 1 else (2, (380, 240)) if count in (2, 4) else (3, (300, 225))
+def arrange(count: int, small: tuple[int, int] = (300, 225)) -> tuple[int, tuple[int, int]]:
+    """Returns the number of columns and the size of one panel. No row has a single panel, unless there is only one panel.
+
+    Args:
+        count: Number of panels.
+        small: Width and height of a panel if there are many.
+
+    >>> [arrange(count)[0] for count in (1, 2, 3, 4, 5, 7, 8, 9, 10, 13, 18)]
+    [1, 2, 3, 4, 3, 4, 4, 3, 4, 5, 3]
+    """
+    if count < 3:
+        return (1, (420, 260)) if count == 1 else (2, (380, 240))
+    columns = next((number for number in (4, 3) if count % number == 0), 0) if count > 3 else 3
+    columns = columns or next((number for number in (4, 3, 5, 2) if count % number > 1), 3)
+    return columns, small if columns < 4 else (min(245, small[0]), min(205, small[1]))
 
 
 def _styles(panels: list[JsonObject], colours: Mapping[str, str]) -> dict[str, Style]:
@@ -115,7 +133,7 @@ def curves(data: JsonObject, colours: Mapping[str, str]) -> Plot:
     points are marked.
     """
     styles = _styles(data["panels"], colours)
-    columns, size = (4, (245, 205)) if data.get("columns") == 4 else _layout(len(data["panels"]))
+    columns, size = arrange(len(data["panels"]))
     keys = [Key(label, colour, "line", dashes) for label, (colour, dashes) in styles.items()]
     spread = any(line.get("std") for panel in data["panels"] for line in panel["lines"])
     if spread and data.get("baseline"):
@@ -168,94 +186,92 @@ def histogram(data: JsonObject, colours: Mapping[str, str]) -> Plot:
             keys.append(Key(f"{label}, in the colour of the method", "ink", "line", DASHES[(place - 1) % 4]))
         else:
             keys.append(Key(label, colour_of({}, place), "area", alpha=0.5))
-    columns, size = _layout(len(panels))
-    return Plot([Group(make_panels(data, draw))], keys, columns, size)
+    columns, size = arrange(len(panels))
+    return Plot([Group(make_panels(data, draw))], keys, columns, size, True)
 
 
-MIN_FRACTION = 0.01  # bins with a smaller fraction of inputs are faint because their accuracy is mostly noise
 BIN_KEYS = [
     Key("perfect calibration", "muted", "line", "4 3"),
-    Key("accuracy of a bin; stem: difference to its confidence", "ink", "dot"),
+    Key("accuracy of a bin; larger dots have more inputs", "ink", "dot"),
 ]
 
 
-def _columns(bins: list[JsonObject]) -> dict[str, np.ndarray]:
-    return {
-        name: to_floats([item.get(name) for item in bins])
-        for name in ("low", "high", "confidence", "accuracy", "fraction")
-    }
-
-
-def draw_accuracy(axes: Axes, bins: list[JsonObject], colour: str) -> None:
-    """Draws a bar up to the accuracy of each bin, and a stem from the diagonal to it: the calibration gap."""
-    table = _columns(bins)
-    strength = np.clip(np.sqrt(np.nan_to_num(table["fraction"]) / MIN_FRACTION), 0.15, 1.0)
-    axes.plot([0, 1], [0, 1], color=light_colour("muted"), linestyle=DASHED, linewidth=1.1)
-    columns = (table[name] for name in ("low", "high", "confidence", "accuracy"))
-    ink = light_colour("ink")
-    for low, high, confidence, accuracy, alpha in zip(*columns, strength, strict=True):
-        if np.isfinite([confidence, accuracy]).all():
-            middle, width = (low + high) / 2, 0.86 * (high - low)
-            axes.bar(middle, accuracy, width, color=light_colour(colour), alpha=0.45 * alpha, linewidth=0)
-            axes.vlines(confidence, *sorted((confidence, accuracy)), color=ink, alpha=alpha)
-            dot: Any = {"markersize": 3.8, "markeredgewidth": 0, "clip_on": False, "zorder": 5}
-            axes.plot(confidence, accuracy, "o", color=ink, alpha=alpha, **dot)
-    axes.set_xlim(0, 1)
-    axes.set_ylim(0, 1.02)
-    set_ticks(axes)
-    axes.set_title("accuracy")
-    axes.set_xlabel("confidence")
-
-
-def bin_keys(models: list[JsonObject]) -> list[Key]:
-    """Returns the legend of reliability diagrams."""
-    shares = to_floats([item["fraction"] for model in models for item in model["bins"]])
-    faint = bool(np.any((shares > 0) & (shares < MIN_FRACTION)))
-    return (
-        [*BIN_KEYS, Key("faint: bin with less than 1 % of the inputs", "ink", "dot", alpha=0.3)]
-        if faint
-        else BIN_KEYS
-    )
-
-
 def reliability(data: JsonObject, colours: Mapping[str, str]) -> Plot:
-    """Plots accuracy against confidence for each model, above the fraction of inputs in each bin."""
+    """Plots accuracy against confidence for each model. The area of a dot is the fraction of inputs in its bin."""
     models = data["models"]
-    top = (
-        value_range(np.zeros(1), to_floats([item["fraction"] for model in models for item in model["bins"]]))
-        or (0.0, 1.0)
-    )[1]
 
     def make(model: JsonObject) -> Panel:
-        colour = colours.get(model["label"], "sky")
+        colour = light_colour(colours.get(model["label"], "sky"))
+        numbers = to_floats(
+            [[entry.get(name) for name in ("confidence", "accuracy")] for entry in model["bins"]]
+        )
+        known = np.isfinite(numbers.reshape(-1, 2)).all(1)
+        bins = [entry for entry, usable in zip(model["bins"], known, strict=True) if usable]
 
         def draw(sheet: Sheet) -> None:
-            upper, lower = sheet.subplots(2, 1, sharex=True, height_ratios=(3.6, 1))
-            draw_accuracy(upper, model["bins"], colour)
-            table = _columns(model["bins"])
-            middle, width = (table["low"] + table["high"]) / 2, 0.86 * (table["high"] - table["low"])
-            lower.bar(
-                middle,
-                np.nan_to_num(table["fraction"]),
-                width,
-                color=light_colour(colour),
-                alpha=0.75,
-                linewidth=0,
-            )
-            lower.set_ylim(0, 1.06 * top if top > 0 else 1)
-            set_ticks(lower, 5, 2)
-            lower.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:.4g} %"))
-            upper.tick_params(axis="x", length=0, labelbottom=False)
-            upper.set_xlabel("")
-            lower.set_title("fraction of inputs")
-            lower.set_xlabel("confidence")
+            axes = sheet.subplots()
+            draw_bins(axes, LIGHT, bins, colour)
+            set_ticks(axes)
 
         note = f"ECE\N{NO-BREAK SPACE}{format_number(model['ece'])}" if model.get("ece") is not None else ""
         return Panel(model["label"], draw, note)
 
-    columns = 1 if len(models) == 1 else 2 if len(models) in (2, 4) else 3
-    size = {1: (370, 370), 2: (370, 320), 3: (300, 300)}[columns]
-    return Plot([Group([make(model) for model in models])], bin_keys(models) if models else [], columns, size)
+    columns, size = arrange(len(models), (235, 220))
+    return Plot([Group([make(model) for model in models])], BIN_KEYS if models else [], columns, size, True)
+
+
+@dataclass(frozen=True)
+class _Comparison:
+    """Rows of stored results, as :func:`flowbnn.plots.plot_comparison` reads them."""
+
+    metrics: list[Metric]
+    rows: list[JsonObject]
+
+    def table_rows(self) -> list[JsonObject]:
+        return self.rows
+
+
+def comparison(results: JsonObject, metrics: Sequence[str], keys: Sequence[str] = ()) -> Plot:
+    """Plots means, standard deviations and all seeds of some rows, one panel for each metric, the best row on top.
+
+    Args:
+        results: Content of ``results.json``.
+        metrics: Keys of the metrics.
+        keys: Keys of the rows. Empty: all measured rows.
+    """
+    chosen = {metric["key"]: metric for metric in results["metrics"] if metric["key"] in metrics}
+    rows = [row for row in results["rows"] if not row.get("cited") and (not keys or row["key"] in keys)]
+    rows = [{**row, "label": "\n".join(wrap(row["label"], 26))} for row in rows]
+    columns = [
+        Metric(key, metric["label"], metric.get("better") or "none", metric.get("format") or ".3f", "")
+        for key, metric in chosen.items()
+    ]
+
+    def make(metric: str) -> Panel:
+        def draw(sheet: Sheet) -> None:
+            axes = sheet.subplots()
+            plot_comparison(_Comparison(columns, rows), metric, ax=axes)
+            if (legend := axes.get_legend()) is not None:
+                legend.remove()
+            axes.set_ylim(-0.7, len(axes.get_yticks()) - 0.3)
+            better = chosen[metric].get("better")
+            axes.set_xlabel(f"{better} is better" if better in ("higher", "lower") else "")
+            axes.grid(True, axis="x")
+            axes.grid(False, axis="y")
+            axes.tick_params(axis="y", length=0)
+            axes.xaxis.set_major_locator(MaxNLocator(4))
+            axes.xaxis.set_major_formatter(FuncFormatter(format_tick))
+
+        group, label = chosen[metric].get("group") or "", chosen[metric]["label"]
+        return Panel(f"{group}: {label}" if group and group not in label else label, draw)
+
+    several = len(results["seeds"]) > 1
+    legend = [Key("mean ± 1 standard deviation over seeds" if several else "one seed", "blue", "cross")]
+    legend += [Key("one seed", "muted", "dot", alpha=0.6)] if several else []
+    lines = sum(1 + row["label"].count("\n") for row in rows)
+    panels = [make(metric) for metric in metrics if metric in chosen]
+    size = (430 if len(panels) < 3 else 370, 58 + 10 * len(rows) + 13 * lines)
+    return Plot([Group(panels)], legend, min(3, max(1, len(panels))), size)
 
 
 def bars(data: JsonObject, colours: Mapping[str, str]) -> Plot:

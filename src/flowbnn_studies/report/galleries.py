@@ -24,10 +24,11 @@ from flowbnn_studies.report.canvas import (
     to_floats,
     value_range,
 )
-from flowbnn_studies.report.charts import bin_keys, draw_accuracy
+from flowbnn_studies.report.charts import arrange
 
 JsonObject = dict[str, Any]
 BAND_WIDTH = 2.0  # standard deviations on either side of the mean
+SMALLEST_DOT = 0.45  # diameter of grid dots without uncertainty, relative to their distance
 BLANK = 0.03  # maps whose maximum is below this fraction of the scale show no colour and get a remark
 
 
@@ -45,10 +46,12 @@ def _decisions(model: JsonObject, largest: float, span: Any, width: int) -> Pane
         points, classes = to_floats(model["points"]).reshape(-1, 2), to_floats(model["point_class"])
         grid, predicted = to_floats(model["grid"]).reshape(-1, 2), to_floats(model["grid_class"])
         spacing = (width - 40) / max([2, *(len(np.unique(column)) for column in grid.T)])
-        size = np.full(len(grid), 0.26 * spacing)
+        size = np.full(len(grid), SMALLEST_DOT * spacing)
         if model.get("grid_uncertainty") is not None and largest > 0:
             size = spacing * (
-                0.26 + 0.74 * np.clip(np.nan_to_num(to_floats(model["grid_uncertainty"])) / largest, 0, 1)
+                SMALLEST_DOT
+                + (1.0 - SMALLEST_DOT)
+                * np.clip(np.nan_to_num(to_floats(model["grid_uncertainty"])) / largest, 0, 1)
             )
         for label in np.unique(np.concatenate([classes, predicted])):
             if np.isfinite(label):
@@ -71,8 +74,9 @@ def _decisions(model: JsonObject, largest: float, span: Any, width: int) -> Pane
 
 
 def field(data: JsonObject, colours: Mapping[str, str]) -> Plot:
-    """Plots a column for each model: predictions over the plane with the uncertainty as dot size, and the calibration below."""
-    models, size = data["models"], (300, 280)
+    """Plots the predictions of each model over the plane, with the uncertainty as dot size."""
+    models = data["models"]
+    columns, size = arrange(len(models), (300, 280))
     spreads = [to_floats(model["grid_uncertainty"]) for model in models if model.get("grid_uncertainty")]
     largest = (value_range(np.zeros(1), *spreads) or (0.0, 0.0))[1]
     axes = [
@@ -83,30 +87,14 @@ def field(data: JsonObject, colours: Mapping[str, str]) -> Plot:
     if axes[0] is not None and axes[1] is not None:
         span = [(low - 0.02 * (high - low), high + 0.02 * (high - low)) for low, high in (axes[0], axes[1])]
 
-    def calibration(model: JsonObject) -> Panel:
-        return Panel(
-            model["label"],
-            lambda sheet: draw_accuracy(sheet.subplots(), model["bins"], colours.get(model["label"], "sky")),
-        )
-
     present = to_floats([label for model in models for label in model["point_class"]])
     classes = sorted({int(label) for label in present[np.isfinite(present)]})
     keys = [Key(f"class {label}", CLASSES[label % len(CLASSES)], "dot") for label in classes]
     keys.append(Key("grid: predicted class; larger dots where sampled networks disagree", "muted", "sizes"))
     seed = f", seed {data['seed']}" if data.get("seed") is not None else ""
-    groups = [
-        Group(
-            [_decisions(model, largest, span, size[0]) for model in models],
-            f"Predicted class and uncertainty{seed}",
-        ),
-        Group([calibration(model) for model in models], f"Accuracy against confidence{seed}"),
-    ]
-    return Plot(
-        groups if models else [],
-        [*keys, *bin_keys(models)] if models else [],
-        min(3, max(1, len(models))),
-        size,
-    )
+    panels = [_decisions(model, largest, span, size[0]) for model in models]
+    group = Group(panels, f"Predicted class and uncertainty{seed}")
+    return Plot([group] if models else [], keys if models else [], columns, size, True)
 
 
 def bands(data: JsonObject, colours: Mapping[str, str]) -> Plot:
@@ -158,7 +146,8 @@ def bands(data: JsonObject, colours: Mapping[str, str]) -> Plot:
         Key(data.get("truth_label") or "true curve", "ink", "line", "4 3"),
     ]
     keys += [Key("ends of the training range", "faint")] if data.get("span") else []
-    return Plot([Group(make_panels(data, draw))], keys if panels else [], 3, (300, 215))
+    columns, size = arrange(len(panels), (300, 215))
+    return Plot([Group(make_panels(data, draw))], keys if panels else [], columns, size, True)
 
 
 def maps(data: JsonObject, colours: Mapping[str, str]) -> Plot:
@@ -206,10 +195,9 @@ def maps(data: JsonObject, colours: Mapping[str, str]) -> Plot:
         if values.size and maximum < BLANK * top:
             _mark_blank(axes, maximum)
 
-    columns, size = (4, (225, 215)) if data.get("columns") == 4 else (3, (300, 275))
-    return Plot(
-        [Group(make_panels(data, draw))], _map_keys(data, top, classes) if panels else [], columns, size
-    )
+    columns, size = arrange(len(panels), (300, 275))
+    keys = _map_keys(data, top, classes) if panels else []
+    return Plot([Group(make_panels(data, draw))], keys, columns, size, regular)
 
 
 def _mark_blank(axes: Axes, maximum: float) -> None:
@@ -299,7 +287,7 @@ def draws(data: JsonObject, colours: Mapping[str, str]) -> Plot:
         Key("dot: one sampled network", "muted", "dot"),
         Key("bar: mean of the networks", "muted", "area", alpha=0.3),
     ]
-    return Plot([Group(panels)], keys if panels else [], 2, (420, 185 if long else 150))
+    return Plot([Group(panels)], keys if panels else [], 2, (420, 185 if long else 150), True)
 
 
 def shares(data: JsonObject, colours: Mapping[str, str]) -> Plot:
@@ -324,7 +312,8 @@ def shares(data: JsonObject, colours: Mapping[str, str]) -> Plot:
 
     panels = _after_pictures(pictures, 2, 8.5, make_panels(data, draw))
     keys = [Key(label, hues[place % len(hues)], "area") for place, label in enumerate(classes)]
-    return Plot([Group(panels)], keys if panels else [], 3, (300, 165))
+    columns, _ = arrange(len(panels))
+    return Plot([Group(panels)], keys if panels else [], columns, (300, 165), True)
 
 
 def mass_levels(values: np.ndarray, masses: tuple[float, ...]) -> list[float]:
@@ -395,7 +384,8 @@ def density(data: JsonObject, colours: Mapping[str, str]) -> Plot:
     keys = [Key("posterior", "teal", "area", alpha=0.5)] if panels else []
     keys += [Key("prior", "muted", "line", "4 3")] if any(panel.get("prior") for panel in panels) else []
     keys += [Key("contours of 50 % and 90 % of the mass", "ink")] if pairs else []
-    return Plot([Group(all_panels)], keys, 3, (300, 225 if pairs else 190))
+    columns, size = arrange(len(all_panels), (300, 225 if pairs else 190))
+    return Plot([Group(all_panels)], keys, columns, size)
 
 
 def images(data: JsonObject, colours: Mapping[str, str]) -> Plot:
@@ -437,6 +427,6 @@ def images(data: JsonObject, colours: Mapping[str, str]) -> Plot:
         Key("probability of other classes", "faint", "area"),
     ]
     all_panels = [make(panel) for panel in data["panels"]]
-    return Plot(
-        [Group(all_panels)], keys if any(panel.get("bars") for panel in data["panels"]) else [], 3, (300, 160)
-    )
+    columns, size = arrange(len(all_panels), (300, 160))
+    has_bars = any(panel.get("bars") for panel in data["panels"])
+    return Plot([Group(all_panels)], keys if has_bars else [], columns, size)

@@ -96,7 +96,7 @@ class Workers:
     def __init__(self, number: int = 1) -> None:
         self.number = number
         context = multiprocessing.get_context("spawn")
-        self.pool = ProcessPoolExecutor(number, context, initializer=_init_worker) if number > 1 else None
+        self.pool = ProcessPoolExecutor(number, context, initializer=init_worker) if number > 1 else None
 
     def run(self, jobs: Sequence[Job]) -> Iterator[Job]:
         """Yields each job when it is finished, in any order."""
@@ -130,7 +130,7 @@ def block_interrupts() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, previous)
 
 
-def _init_worker() -> None:
+def init_worker() -> None:
     """Makes a worker ignore Ctrl-C and exit together with its parent."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = multiprocessing.parent_process()

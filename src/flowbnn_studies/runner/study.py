@@ -24,6 +24,7 @@ from flowbnn.fit import fit
 from flowbnn.methods import MLE, PointPosterior, Posterior
 from flowbnn.noise import Recipe
 from flowbnn.version import __version__
+from flowbnn_studies.runner.story import Numbers, Story
 
 NETWORK_FILE = "posterior.safetensors"
 GPUS = ("cuda", "gpu")  # names of the accelerators for which torch's device is "cuda"
@@ -360,6 +361,14 @@ class Study:
     def findings(self, settings: Any, parts: SeedResults) -> Findings:
         """Computes rows, figures and the answer from the numbers alone."""
         raise NotImplementedError
+
+    def story(self, numbers: Numbers) -> Story | None:
+        """Returns the question, the answer and the number that open the report, or None for the first line of the answer.
+
+        Args:
+            numbers: Numbers of the stored results.
+        """
+        return None
 
     def warning_notes(self, settings: Any, parts: SeedResults) -> list[str]:
         """Returns the warnings of the fits as notes."""

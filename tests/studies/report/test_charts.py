@@ -13,8 +13,10 @@ from matplotlib.image import imread
 
 from flowbnn_studies.report import load_results, reading, save_figures, write_report
 from flowbnn_studies.report.canvas import COLOURS, Panel, to_png, to_svg
+from flowbnn_studies.report.charts import comparison
+from flowbnn_studies.report.figures import PLOTS, make_plot
 from flowbnn_studies.report.galleries import mass_levels
-from flowbnn_studies.report.page import PLOTS, make_plot, page_colours
+from flowbnn_studies.report.page import page_colours
 
 STUDIES = ["two_clusters", "digits", "flow_length", "lenet", "rivals"]
 
@@ -44,7 +46,7 @@ def test_every_kind_has_a_schema_a_plot_and_an_example(request: pytest.FixtureRe
 
 def test_svg_has_named_colours_and_unique_identifiers(page: str) -> None:
     svgs = re.findall(r'<svg viewBox="0 0 \d+ \d+" role="img".*?</svg>', page, re.DOTALL)
-    assert len(svgs) == 45
+    assert len(svgs) == 43
     identifiers = [re.findall(r' id="([^"]*)"', svg) for svg in svgs]
     flat = [identifier for group in identifiers for identifier in group]
     assert len(flat) == len(set(flat))
@@ -149,7 +151,7 @@ def test_legends_of_single_kinds(
     two_clusters: dict[str, Any], rivals: dict[str, Any], lenet: dict[str, Any]
 ) -> None:
     assert "larger dots where sampled networks disagree" in legend_of(two_clusters["figures"][0])
-    assert "less than 1 %" in legend_of(two_clusters["figures"][1])
+    assert "larger dots have more inputs" in legend_of(two_clusters["figures"][1])
     assert "standard deviation over seeds" in legend_of(rivals["figures"][3])
     assert "true curve" in legend_of(rivals["figures"][0])
     assert "ring of out-of-distribution inputs" in legend_of(rivals["figures"][1])
@@ -158,16 +160,26 @@ def test_legends_of_single_kinds(
     assert "of the deterministic network" in legend_of(lenet["figures"][1])
 
 
-def test_bins_of_few_inputs_are_faint(two_clusters: dict[str, Any]) -> None:
-    plot = make_plot(two_clusters["figures"][1], {})
-    assert plot.keys[-1].alpha == 0.3
-    upper = axes_of(plot.groups[0].panels[0])
-    dots = [line for line in upper.lines if line.get_marker() == "o"]
-    assert [dot.get_alpha() for dot in dots] == pytest.approx([0.5**0.5, 1.0, 1.0])
-    assert not any(dot.get_clip_on() for dot in dots)
-    for model in two_clusters["figures"][1]["data"]["models"]:
-        model["bins"] = model["bins"][2:]
-    assert "faint" not in legend_of(two_clusters["figures"][1])
+def test_area_of_a_bin_is_its_fraction_of_the_inputs(two_clusters: dict[str, Any]) -> None:
+    figure = two_clusters["figures"][1]
+    bins = [entry for entry in figure["data"]["models"][0]["bins"] if entry["confidence"] is not None]
+    (dots,) = axes_of(make_plot(figure, {}).groups[0].panels[0]).collections
+    np.testing.assert_allclose(
+        dots.get_offsets(), [[entry["confidence"], entry["accuracy"]] for entry in bins]
+    )
+    np.testing.assert_allclose(dots.get_sizes(), [20 + 260 * entry["fraction"] for entry in bins])
+
+
+def test_comparison_shows_the_chosen_rows_the_best_on_top(two_clusters: dict[str, Any]) -> None:
+    keys = [row["key"] for row in two_clusters["rows"][:2]]
+    plot = comparison(two_clusters, ["ece"], keys)
+    (panel,) = plot.groups[0].panels
+    axes = axes_of(panel)
+    means = {row["label"]: row["values"]["ece"]["mean"] for row in two_clusters["rows"][:2]}
+    labels = [text.get_text().replace("\n", " ") for text in axes.get_yticklabels()]
+    assert labels == sorted(means, key=lambda label: means[label])
+    assert axes.get_xlabel() == "lower is better"
+    assert axes.get_legend() is None
 
 
 def test_corruption_is_drawn_as_difference_to_the_baseline(lenet: dict[str, Any]) -> None:
@@ -187,7 +199,6 @@ def test_published_line_is_dashed_in_the_colour_of_ours(lenet: dict[str, Any]) -
     assert keys["Flow noise"] == ("vermillion", "")
     assert keys["Xiong: flow"] == ("vermillion", "5 2")
     assert keys["Xiong: baseline"][0] == "muted"
-    assert plot.columns == 4
 
 
 def test_many_lines_differ_and_few_points_are_marked(flow_length: dict[str, Any]) -> None:
