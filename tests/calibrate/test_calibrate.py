@@ -113,7 +113,7 @@ class UnusedLayers(nn.Module):
 
 
 RULES = {"one": NormalAffine(prior_scale=0.2, prior_loc=0.9), "two": NormalAffine(prior_scale=2.0)}
-UNUSED_DATA = [(torch.ones(30, 2), torch.zeros(30, 1))]
+UNUSED_DATA = [(torch.ones(30, 2), torch.linspace(-1.0, 1.0, 30).unsqueeze(1))]
 UNUSED_OPTIONS = {"likelihood": fb.likelihoods.Gaussian(1.0), "prior": "fixed", "progress": False, "folds": 0}
 
 

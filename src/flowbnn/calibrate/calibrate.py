@@ -16,12 +16,12 @@ from flowbnn.calibrate.cross_validation import (
     Folds,
     Predictions,
     choose_candidate,
+    fit_overall_temperature,
     predict_mixture,
     predict_noise,
     predict_plain,
     predict_refit,
     predict_scaled,
-    temperature_of_all,
 )
 from flowbnn.calibrate.flow import FlowFit
 from flowbnn.calibrate.problem import CalibrationProblem, HeldOutData, PriorName, read_held_out
@@ -78,11 +78,19 @@ def calibrate(
 ) -> Posterior:
     r"""Returns the best calibrator of a trained network, chosen by cross-validation on held-out data.
 
-    The candidates are the network as it is (``"plain"``), :class:`~flowbnn.Temperature`, structured :class:`~flowbnn.VectorScaling`
-    and :class:`~flowbnn.MatrixScaling`, a refit of the last layer (:class:`~flowbnn.LastLayerRefit`), noise in all layers, noise
-    followed by a scaling, and a ``"mixture"`` of all but the plain network with stacked weights. Members of the mixture with a weight
-    below 0.02 are dropped. The candidate with the lowest negative log-likelihood (NLL) is returned, or the plain network
-    if its NLL is within one standard error of the lowest. The caller's network is not modified.
+    The candidates are
+
+    * ``"plain"``: the network itself,
+    * ``"temperature"``: :class:`~flowbnn.Temperature`,
+    * ``"vector"`` and ``"matrix"``: structured :class:`~flowbnn.VectorScaling` and :class:`~flowbnn.MatrixScaling`,
+    * ``"refit"``: a refit of the last layer (:class:`~flowbnn.LastLayerRefit`),
+    * ``"noise"``: noise in all layers,
+    * ``"noise+temperature"`` and ``"noise+matrix"``: noise followed by a scaling,
+    * ``"mixture"``: a mixture of all other candidates but the plain network, with weights fitted by stacking. Members with a weight
+      below 0.02 are dropped.
+
+    The candidate with the lowest negative log-likelihood (NLL) is returned, or the plain network if its NLL is within one standard
+    error of the lowest. The caller's network is not modified.
 
     The noise has a Gaussian posterior over all layers. It is fitted to the ELBO by natural gradients
     (:mod:`flowbnn.methods.variational.natural_gradient`), which takes ten to thirty passes over the held-out data and needs no tuning.
@@ -92,14 +100,14 @@ def calibrate(
         held_out: Data that the weights were not trained on: a loader of ``(inputs, targets)``, a ``Dataset``, or a pair of tensors or
             arrays. Every pass must give the same examples, in any order.
         candidates: Names of the candidates. ``"auto"`` compares all that the likelihood and the network allow, except
-            ``"noise+matrix"``, which is slow. Without folds it is the noise.
+            ``"noise+matrix"``, which is slow. If ``folds`` is 0, it fits the noise only.
         structure: Structure of the covariance of the noise: ``"full"``, a ``"chain"`` of layers (each linear in the previous one),
             independent ``"layers"``, or ``"factorized"``. ``"auto"`` is factorized if there are fewer examples than dimensions, else
             full up to 6,000 dimensions, then a chain, then factorized.
         prior: Prior of the noise. ``"fixed"`` is :math:`\mathcal N(1, \mathrm{scale}^2)`. ``"fitted"`` has a mean and a standard
             deviation for every layer that maximize the ELBO, which helps with few examples. ``"auto"`` compares both on
-            the first half of the folds, on two at least. The prior for a fold is the better one on those of them that are other folds.
-            Without folds it is fixed if there are more examples than dimensions, else fitted.
+            the first half of the folds, and on at least two folds. Each fold uses the prior that is better on the other compared
+            folds. Without folds the prior is fixed if there are more examples than dimensions, else fitted.
         prior_scale: Standard deviation :math:`\mathrm{scale}` of the fixed prior. The default is 0.5.
         rules: Noise of each layer, with its prior, as in :func:`~flowbnn.to_stochastic`. By default all layers get noise with the same
             prior.
@@ -108,7 +116,7 @@ def calibrate(
             every layer has its own flow. It starts at the Gaussian, is trained by the ELBO (:mod:`flowbnn.calibrate.flow`), and is
             dropped if it does not improve the ELBO. Training takes hundreds of steps of 32 passes over the data, so use it for small
             networks or on a GPU.
-        folds: Number of folds of the cross-validation. With 0 there must be one candidate, which is returned without a comparison.
+        folds: Number of folds of the cross-validation. If it is 0, the only candidate is returned without a comparison.
         samples: Number of samples of the predictions in the cross-validation.
         likelihood: Observation model. ``"auto"`` chooses it by the targets. For a regression, pass the likelihood of the trained
             network (``posterior.likelihood``), which has its noise scale. Otherwise the scale is fitted to the residuals on
@@ -119,10 +127,10 @@ def calibrate(
         progress: If True, shows progress bars and prints the comparison.
 
     Returns:
-        The posterior of the choice, with the comparison in ``calibration`` (:class:`Calibration`).
+        The posterior of the chosen candidate. Its attribute ``calibration`` has the comparison (:class:`Calibration`).
 
     Raises:
-        FlowBNNError: If the network has noise already, returns NaN, or cannot be calibrated by the candidates, or if ``rules`` give
+        FlowBNNError: If the network already has noise, returns NaN, or is not supported by the candidates, or if ``rules`` give
             noise that is not Gaussian.
 
     >>> import flowbnn as fb
@@ -147,9 +155,9 @@ def calibrate(
     def make_problem() -> CalibrationProblem:
         return CalibrationProblem(data, rules, flow, prior_scale or 0.5, structure, seed)
 
-    tolerant = candidates == "auto"
+    exclude_failures = candidates == "auto"
     search = _CandidateSearch(
-        data, Folds(data, groups), make_problem, prior, samples, seed, progress, tolerant
+        data, Folds(data, groups), make_problem, prior, samples, seed, progress, exclude_failures
     )
     if limits is not None and folds > 0:
         search.excluded = {name: limits.message for name in names if name not in limits.candidates}
@@ -163,7 +171,7 @@ def calibrate(
 
 
 def _check_arguments(network: nn.Module, prior_scale: float | None, rules: Mapping[Rule, Any] | None) -> None:
-    """Raises FlowBNNError if the network has noise already, or if the prior is given twice."""
+    """Raises FlowBNNError if the network already has noise, or if both arguments set the prior."""
     check_without_noise(network, "calibrate")
     if prior_scale is not None and rules is not None:
         text = "prior_scale excludes rules; set prior_scale of each recipe"
@@ -174,7 +182,7 @@ def _candidate_names(candidates: Sequence[str] | str, folds: bool, data: HeldOut
     """Returns the names of the candidates, the simplest first. With folds the plain network is always one of them.
 
     Raises:
-        FlowBNNError: If a candidate needs classes and the targets are none, or if several are compared without folds.
+        FlowBNNError: If a candidate needs classes and the targets are not classes, or if several are compared without folds.
     """
     has_classes = isinstance(data.likelihood, Categorical | Bernoulli)
     need_classes = ("vector", "matrix", "noise+temperature", "noise+matrix", "mixture")
@@ -195,7 +203,7 @@ def _candidate_names(candidates: Sequence[str] | str, folds: bool, data: HeldOut
 
 @dataclass
 class _CandidateSearch:
-    """Comparison of candidates, and the fit of the choice.
+    """Compares candidates, and fits the best one to all data.
 
     ``compare`` and ``fit_without_folds`` return the posterior, and set ``report`` and ``temperature_bound``.
 
@@ -207,7 +215,7 @@ class _CandidateSearch:
         samples: Number of samples of the predictions.
         seed: Seed of the folds of a refit.
         progress: If True, shows progress bars.
-        tolerant: If True, a candidate that does not support the network is excluded. Otherwise its error is raised.
+        exclude_failures: If True, a candidate that does not support the network is excluded. Otherwise its error is raised.
     """
 
     data: HeldOutData
@@ -217,7 +225,7 @@ class _CandidateSearch:
     samples: int
     seed: int
     progress: bool
-    tolerant: bool
+    exclude_failures: bool
     predictions: dict[str, Predictions] = field(default_factory=dict)
     excluded: dict[str, str] = field(default_factory=dict)
     problem: CalibrationProblem | None = None
@@ -233,20 +241,23 @@ class _CandidateSearch:
             for index, name in enumerate(names):
                 bar.update(index, label=f"calibrating: {name}")
                 self._predict(name)
-            # per label, as metrics have it; a common factor does not change the choice
-            per_label = {name: each.nll / self.data.num_positions for name, each in self.predictions.items()}
+            # per label, like the metrics; a common factor does not change the choice
+            per_label = {
+                name: prediction.nll / self.data.num_positions
+                for name, prediction in self.predictions.items()
+            }
             choice = choose_candidate(per_label)
             bar.update(len(names), label=f"calibrating: {choice.name}, all data")
             posterior = self.predictions[choice.name].finish()
-        has_classes = any(each.probabilities is not None for each in self.predictions.values())
+        has_classes = any(prediction.probabilities is not None for prediction in self.predictions.values())
         targets = hard_labels(self.data.targets) if has_classes else self.data.targets
         self._write_report(
             choice.name,
             nll={name: float(values.mean()) for name, values in per_label.items()},
             ece={
-                name: calibration_error(each.probabilities, targets)
-                for name, each in self.predictions.items()
-                if each.probabilities is not None
+                name: calibration_error(prediction.probabilities, targets)
+                for name, prediction in self.predictions.items()
+                if prediction.probabilities is not None
             },
             difference=dict(choice.difference),
         )
@@ -255,19 +266,19 @@ class _CandidateSearch:
     def fit_without_folds(self, names: Sequence[str]) -> Posterior:
         """Returns the posterior of the only candidate."""
         (name,) = names
-        everything = torch.arange(len(self.data))
+        all_rows = torch.arange(len(self.data))
         if name == "plain":
-            posterior: Posterior = self.data.point_posterior(everything)
+            posterior: Posterior = self.data.point_posterior(all_rows)
         elif name == "noise":
             problem = self.problem = self.make_problem()
             default: PriorName = "fitted" if len(self.data) <= problem.dim else "fixed"
             posterior = self._fit_noise(default if self.prior == "auto" else self.prior)
         elif name == "refit":
-            point, batches = self.data.point_posterior(everything), self.data.batches(everything)
+            point, batches = self.data.point_posterior(all_rows), self.data.batches(all_rows)
             posterior = LastLayerRefit().calibrate(point, batches, seed=self.seed, progress=False)
         elif name in ("temperature", "vector", "matrix"):
             outputs = self.data.outputs.double()[None]
-            point = self.data.point_posterior(everything)
+            point = self.data.point_posterior(all_rows)
             posterior = SCALINGS[name].calibrate_outputs(point, outputs, self.data.targets)
         else:
             text = f"candidate '{name}' needs folds; set folds"
@@ -311,9 +322,9 @@ class _CandidateSearch:
         self.predictions[name] = result
 
     def _exclude(self, name: str, error: FlowBNNError) -> None:
-        """Excludes a candidate that failed. An error of the plain network or about an argument of the caller is raised."""
+        """Excludes a candidate that failed. Errors of the plain network and errors about arguments are raised."""
         about_arguments = error.argument in ("rules", "structure", "flow", "prior_scale")
-        if name == "plain" or not self.tolerant or about_arguments:
+        if name == "plain" or not self.exclude_failures or about_arguments:
             raise error
         self.excluded[name] = str(error)
         if name == "noise":
@@ -332,15 +343,15 @@ class _CandidateSearch:
     def _fit_noise(self, prior: PriorName) -> Posterior:
         """Returns the posterior of the noise for all examples."""
         assert self.problem is not None
-        everything = torch.arange(len(self.data))
+        all_rows = torch.arange(len(self.data))
         visible = self.progress and is_main_process()
         with ProgressBar("noise, all data", unit="pass", visible=visible) as bar:
             fit = self.problem.fit_gaussian(
-                everything,
+                all_rows,
                 prior,
                 callback=lambda number, elbo: bar.update(number, values=[f"ELBO {elbo:.4g}"]),
             )
-        posterior, self.flow_fit = self.problem.make_posterior(fit, everything, self.progress)
+        posterior, self.flow_fit = self.problem.make_posterior(fit, all_rows, self.progress)
         posterior.history = History([{"elbo": value / len(self.data)} for value in fit.trace])
         self.chosen_prior = prior
         if not fit.converged:
@@ -350,7 +361,7 @@ class _CandidateSearch:
 
     def _write_report(self, choice: str, **scores: Any) -> None:
         """Sets the report."""
-        fit, flow, problem = temperature_of_all(self.data), self.flow_fit, self.problem
+        fit, flow, problem = fit_overall_temperature(self.data), self.flow_fit, self.problem
         self.temperature_bound = fit.bound
         self.report = Calibration(
             choice,

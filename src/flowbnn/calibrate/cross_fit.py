@@ -1,4 +1,4 @@
-"""Cross-fitting: a network for each fold, trained on the other folds and calibrated on its own."""
+"""Cross-fitting: one network for each fold, trained on the other folds and calibrated on this fold."""
 
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any
@@ -36,7 +36,7 @@ def cross_calibrate(
     progress: bool = True,
     **calibration: Any,
 ) -> MixturePosterior:
-    """Trains a network for each fold on the other folds, calibrates it on its own fold, and returns the mixture of all.
+    """Trains one network for each fold on the other folds, calibrates it on this fold, and returns the mixture of all networks.
 
     All data are used for training and for calibration, and no network is calibrated on its training data. The cost is that of a deep
     ensemble with one member for each fold.
@@ -81,11 +81,11 @@ def cross_calibrate(
     members = []
     groups = split_folds(targets, folds, seed)
     for number, group in enumerate(track(groups, "cross-fitting", progress, "fold")):
-        rest = torch.ones(len(targets), dtype=torch.bool)
-        rest[group] = False
+        training_mask = torch.ones(len(targets), dtype=torch.bool)
+        training_mask[group] = False
         with temporary_seed(seed * 1_000_003 + number):
             network = set_input_columns(make_network(), columns_of(data))
-        loader = _make_loader(inputs, targets, rest.nonzero()[:, 0], batch_size, seed + number)
+        loader = _make_loader(inputs, targets, training_mask.nonzero()[:, 0], batch_size, seed + number)
         description = f"training of fold {number + 1}"
         point = method.fit(network, loader, **{"description": description, **training_options})
         if not isinstance(point, PointPosterior):

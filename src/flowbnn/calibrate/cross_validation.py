@@ -48,7 +48,7 @@ class Folds:
     groups: Sequence[Tensor]
 
     @property
-    def training(self) -> list[Tensor]:
+    def training_rows(self) -> list[Tensor]:
         """Indices of the examples of all folds but one, for each fold."""
         return [
             torch.cat([*self.groups[:fold], *self.groups[fold + 1 :]]) for fold in range(len(self.groups))
@@ -62,7 +62,7 @@ class Predictions(NamedTuple):
         nll: Negative log-likelihoods ``[N]`` in float64, on the CPU.
         probabilities: Class probabilities ``[N, C]`` or ``[N, *positions, C]``, or None for a regression.
         finish: Function that fits the candidate to all examples and returns its posterior.
-        outputs: Sampled outputs ``[S, N, ...]`` of the predictions, if other candidates are built on them.
+        outputs: Sampled outputs ``[S, N, ...]`` of the predictions, which other candidates may transform.
     """
 
     nll: Tensor
@@ -100,17 +100,17 @@ def _device(predictive: Any) -> torch.device:
 
 
 def predict_plain(folds: Folds) -> Predictions:
-    """Predicts by the network as it is."""
+    """Predicts with the plain network."""
     data, outputs = folds.data, folds.data.outputs.double()[None]
     predictives = [
         data.point_posterior(training)._predictive(outputs[:, group.to(outputs.device)])
-        for training, group in zip(folds.training, folds.groups, strict=True)
+        for training, group in zip(folds.training_rows, folds.groups, strict=True)
     ]
     return gather(folds, predictives, lambda: data.point_posterior(torch.arange(len(data))))
 
 
-def temperature_of_all(data: HeldOutData) -> TemperatureFit:
-    """Returns the temperature for all held-out data, 1 for predictions that have none, such as counts."""
+def fit_overall_temperature(data: HeldOutData) -> TemperatureFit:
+    """Fits one temperature to all held-out data. It is 1 for likelihoods without a temperature, such as counts."""
     posterior = data.point_posterior(torch.arange(len(data)))
     if not supports_temperature(posterior._predictive(data.outputs[:1].double()[None])):
         return TemperatureFit(1.0, "")
@@ -119,49 +119,49 @@ def temperature_of_all(data: HeldOutData) -> TemperatureFit:
 
 
 def predict_scaled(folds: Folds, name: str, inner: Predictions | None = None) -> Predictions:
-    """Predicts by a scaled network, or by a scaled posterior.
+    """Predicts with a scaled network, or with a scaled posterior.
 
     Args:
         folds: Folds of the data.
         name: Name of the scaling.
         inner: Predictions of the posterior that is scaled, or None for the network without noise.
     """
-    data, calibrator, everything = folds.data, SCALINGS[name], torch.arange(len(folds.data))
+    data, calibrator, all_rows = folds.data, SCALINGS[name], torch.arange(len(folds.data))
     outputs = data.outputs.double()[None] if inner is None or inner.outputs is None else inner.outputs
     device, targets = outputs.device, data.targets
     if not data.scale_is_known:  # the noise scale of a regression differs between folds
-        scaled = [
+        posteriors = [
             calibrator.calibrate_outputs(
                 data.point_posterior(rows), outputs[:, rows.to(device)], targets[rows.to(device)]
             )
-            for rows in (*folds.training, everything)
+            for rows in (*folds.training_rows, all_rows)
         ]
     else:
-        base = data.point_posterior(everything)
-        subsets = [rows.to(device) for rows in (*folds.training, everything)]
+        base = data.point_posterior(all_rows)
+        subsets = [rows.to(device) for rows in (*folds.training_rows, all_rows)]
         if name == "temperature":
             fits = fit_temperatures(base, outputs, targets, subsets)
-            scaled = [TemperedPosterior(base, fit.temperature) for fit in fits]
+            posteriors = [TemperedPosterior(base, fit.temperature) for fit in fits]
         else:
-            scaled = calibrator.fit_subsets(base, outputs, targets, subsets)
+            posteriors = calibrator.fit_subsets(base, outputs, targets, subsets)
     predictives = [
-        each._predictive(outputs[:, group.to(device)])
-        for each, group in zip(scaled, folds.groups, strict=False)
+        posterior._predictive(outputs[:, group.to(device)])
+        for posterior, group in zip(posteriors, folds.groups, strict=False)
     ]
     return gather(
-        folds, predictives, lambda: scaled[-1] if inner is None else scaled[-1].wrap(inner.finish())
+        folds, predictives, lambda: posteriors[-1] if inner is None else posteriors[-1].wrap(inner.finish())
     )
 
 
 def predict_refit(folds: Folds) -> Predictions:
-    """Predicts by a refitted last layer. Penalty and learned noise scale of a fold are the best ones for the other folds."""
+    """Predicts with a refitted last layer. The penalty and the learned noise scale of a fold are chosen on the other folds."""
     data, calibrator = folds.data, LastLayerRefit()
-    everything = torch.arange(len(data))
-    problem = LastLayerProblem.read(data.point_posterior(everything), data.batches(everything))
+    all_rows = torch.arange(len(data))
+    problem = LastLayerProblem.read(data.point_posterior(all_rows), data.batches(all_rows))
     scores = calibrator.score_folds(problem, folds.groups)
     choices = choose_per_fold(scores.nll.cpu(), folds.groups)
     predictives = []
-    for choice, training, group in zip(choices, folds.training, folds.groups, strict=True):
+    for choice, training, group in zip(choices, folds.training_rows, folds.groups, strict=True):
         outputs, likelihood = scores.outputs[choice], deepcopy(data.likelihood).double()
         if learns_noise(likelihood):  # fitted to held-out residuals, as in the posterior of all examples
             rows = training.to(outputs.device)
@@ -174,12 +174,12 @@ def predict_refit(folds: Folds) -> Predictions:
 
 
 def choose_per_fold(nll: Tensor, groups: Sequence[Tensor]) -> list[int]:
-    """Returns the setting for each fold that has the lowest NLL on all other folds.
+    """Returns for each fold the setting with the lowest NLL on all other folds.
 
-    A setting is thus never chosen by the examples that it is scored on.
+    The examples of a fold therefore never choose its setting.
 
     Args:
-        nll: Negative log-likelihoods of the settings, ``[K, N]``, each on folds that were left out.
+        nll: Negative log-likelihoods of the settings, ``[K, N]``, where each example was held out from the fit.
         groups: Indices of the examples of each fold.
     """
     total = nll.sum(1)
@@ -211,7 +211,7 @@ def predict_fold(
     start: BlockGaussian | None,
     callback: Callable[[int, float], None] | None = None,
 ) -> NoisePrediction:
-    """Predicts a fold by noise that is fitted to the other folds.
+    """Predicts a fold with noise that is fitted to the other folds.
 
     Args:
         problem: Network with noise and held-out data.
@@ -239,10 +239,10 @@ def predict_noise(
     progress: bool,
     finish: Callable[[PriorName], Posterior],
 ) -> tuple[Predictions, PriorName]:
-    """Predicts by a network with noise.
+    """Predicts all folds with noise, and chooses its prior.
 
-    Several priors are compared on the first half of the folds, on two at least. The prior for a fold is the best one on those of them
-    that are other folds, so that it is never chosen by the examples that it is scored on.
+    Several priors are compared on the first half of the folds, and on at least two folds. Each fold uses the prior that is best on
+    the other compared folds. The examples of a fold therefore never choose its prior.
 
     Args:
         problem: Network with noise and held-out data.
@@ -253,43 +253,43 @@ def predict_noise(
         finish: Function that fits the noise with a prior to all examples.
 
     Returns:
-        The predictions, and the prior with the lowest NLL on the folds on which it was compared.
+        The predictions, and the prior with the lowest NLL on the compared folds.
     """
-    compared = range(max(2, len(folds.groups) // 2) if len(priors) > 1 else 0)
+    compared_folds = range(max(2, len(folds.groups) // 2) if len(priors) > 1 else 0)
     results = list[dict[PriorName, NoisePrediction]]()
 
-    def best_prior(used: Sequence[int]) -> PriorName:
-        return min(priors, key=lambda prior: sum(results[fold][prior].total for fold in used))
+    def best_prior(selection: Sequence[int]) -> PriorName:
+        return min(priors, key=lambda prior: sum(results[fold][prior].total for fold in selection))
 
-    pairs = list(zip(folds.training, folds.groups, strict=True))
-    num_fits = len(pairs) + len(compared) * (len(priors) - 1)
+    pairs = list(zip(folds.training_rows, folds.groups, strict=True))
+    num_fits = len(pairs) + len(compared_folds) * (len(priors) - 1)
     with ProgressBar("noise", num_fits, unit="fit", visible=progress) as bar:
         for fold, (training, group) in enumerate(pairs):
             results.append({})
             start = None
-            for prior in priors if fold in compared else [best_prior(compared)]:
-                words = f"fold {fold + 1}", f"{prior} prior"
+            for prior in priors if fold in compared_folds else [best_prior(compared_folds)]:
+                labels = f"fold {fold + 1}", f"{prior} prior"
 
-                def show_pass(number: int, elbo: float, words: Sequence[str] = words) -> None:
-                    bar.update(values=[f"ELBO {elbo:.4g}", *words, f"pass {number}"])
+                def show_pass(number: int, elbo: float, labels: Sequence[str] = labels) -> None:
+                    bar.update(values=[f"ELBO {elbo:.4g}", *labels, f"pass {number}"])
 
                 arguments = training, group, prior, samples, start, show_pass
                 results[-1][prior] = predict_fold(problem, *arguments)
                 start = results[-1][prior].gaussian
                 bar.update(bar.completed + 1)
-    chosen = [
-        result[best_prior([other for other in compared if other != fold])]
-        if fold in compared
+    fold_predictions = [
+        result[best_prior([index for index in compared_folds if index != fold])]
+        if fold in compared_folds
         else next(iter(result.values()))
         for fold, result in enumerate(results)
     ]
-    prior = best_prior(compared)
-    predictions = gather(folds, [result.predictive for result in chosen], lambda: finish(prior))
+    prior = best_prior(compared_folds)
+    predictions = gather(folds, [result.predictive for result in fold_predictions], lambda: finish(prior))
     if isinstance(folds.data.likelihood, RealLikelihood):
         return predictions, prior
-    joined = torch.cat([result.outputs for result in chosen], 1)
-    order = torch.cat(list(folds.groups)).argsort().to(joined.device)
-    return predictions._replace(outputs=joined[:, order].double()), prior
+    outputs = torch.cat([result.outputs for result in fold_predictions], 1)
+    order = torch.cat(list(folds.groups)).argsort().to(outputs.device)
+    return predictions._replace(outputs=outputs[:, order].double()), prior
 
 
 # -------------------- mixture of candidates
@@ -319,32 +319,36 @@ def stacking_weights(log_likelihood: Tensor, iterations: int = 300) -> Tensor:
 
 
 def predict_mixture(folds: Folds, candidates: Mapping[str, Predictions]) -> Predictions:
-    """Predicts classes by a mixture of all candidates. The weights for a fold are fitted to the predictions of the other folds.
+    """Predicts classes with a mixture of all candidates. The weights for a fold are fitted to the predictions of the other folds.
 
     Args:
         folds: Folds of the data.
         candidates: Predictions of the candidates, with class probabilities.
     """
     members = list(candidates.values())
-    stacked = torch.stack([member.probabilities for member in members if member.probabilities is not None])
+    member_probabilities = torch.stack(
+        [member.probabilities for member in members if member.probabilities is not None]
+    )
     log_likelihood, examples = (
         -torch.stack([member.nll for member in members], 1),
         torch.arange(len(folds.data)),
     )
-    if stacked.ndim > 3:  # pixels or tokens are mixed one at a time
-        log_likelihood, examples = position_log_likelihood(stacked, folds.data.targets.cpu())
+    if member_probabilities.ndim > 3:  # each pixel or token has a mixture of its own
+        log_likelihood, examples = position_log_likelihood(member_probabilities, folds.data.targets.cpu())
     predictives = []
     for group in folds.groups:
         weights = stacking_weights(log_likelihood[~torch.isin(examples, group)])
-        probabilities = torch.einsum("k,k...->...", weights.to(stacked), stacked[:, group])
+        probabilities = torch.einsum(
+            "k,k...->...", weights.to(member_probabilities), member_probabilities[:, group]
+        )
         predictives.append(CategoricalPredictive(probabilities.log()[None]))
 
     def finish() -> Posterior:
         weights = stacking_weights(log_likelihood)
         # members with less weight cost time and hardly change the prediction
-        used = [index for index, weight in enumerate(weights.tolist()) if weight >= 0.02]
-        posteriors = [members[index].finish() for index in used]
-        return posteriors[0] if len(used) == 1 else MixturePosterior(posteriors, weights[used].tolist())
+        indices = [index for index, weight in enumerate(weights.tolist()) if weight >= 0.02]
+        posteriors = [members[index].finish() for index in indices]
+        return posteriors[0] if len(indices) == 1 else MixturePosterior(posteriors, weights[indices].tolist())
 
     return gather(folds, predictives, finish)
 
@@ -385,7 +389,7 @@ def choose_candidate(nll: Mapping[str, Tensor]) -> Choice:
     The standard error is that of the paired difference. The plain network therefore wins every tie.
 
     Args:
-        nll: Negative log-likelihoods of all examples, by candidate. One is ``"plain"``.
+        nll: Negative log-likelihoods of all examples, by candidate. It must contain ``"plain"``.
 
     >>> flat, better = torch.tensor([1.0, 2.0, 3.0, 4.0]), torch.tensor([0.5, 1.4, 2.6, 3.5])
     >>> choose_candidate({"plain": flat, "temperature": flat - 0.001 * better, "noise": better}).name

@@ -67,7 +67,7 @@ def fit_flow(
 
     Args:
         gaussian: Gaussian posterior of the noise.
-        flow: Posterior of the same noise with the same prior and a flow that is approximately the Gaussian.
+        flow: Posterior of the same noise, with the same prior. Its flow starts close to the Gaussian.
         inputs: All inputs, on the device of the network.
         targets: All targets, on the device of the network.
         steps: Number of training steps.
@@ -81,9 +81,11 @@ def fit_flow(
     if parameters := _trainable_parameters(flow_vectors):
         _train(target, flow_vectors, parameters, steps, draws, lr, progress)
     gaussian_vectors = [vector for vector, _ in independent_vectors(gaussian.model)]
-    count = 256  # draws of the comparison
-    gains = _elbo_terms(flow_vectors, target, count, 2) - _elbo_terms(gaussian_vectors, target, count, 2)
-    fit = FlowFit(flow, float(gains.mean()), float(gains.std()) / count**0.5)
+    num_draws = 256  # of the comparison
+    gains = _elbo_terms(flow_vectors, target, num_draws, 2) - _elbo_terms(
+        gaussian_vectors, target, num_draws, 2
+    )
+    fit = FlowFit(flow, float(gains.mean()), float(gains.std()) / num_draws**0.5)
     return fit if fit.better else FlowFit(gaussian, fit.gain, fit.error)
 
 

@@ -90,12 +90,12 @@ class HeldOutData:
         return PointPosterior(self.network, likelihood)
 
     def select(self, indices: Tensor) -> tuple[Any, Tensor]:
-        """Returns the inputs and targets of some examples."""
+        """Returns the inputs and targets of the examples with these indices."""
         indices = indices.to(self.targets.device)
         return pick(self.inputs, indices), self.targets[indices]
 
     def batches(self, indices: Tensor) -> list[tuple[Any, Tensor]]:
-        """Returns some examples in batches."""
+        """Returns batches of the examples with these indices."""
         return [self.select(batch) for batch in indices.split(BATCH_SIZE)]
 
 
@@ -208,7 +208,7 @@ class CalibrationProblem:
     def _exclude_idle_layers(self, rules: dict[Rule, Recipe | None]) -> dict[Rule, Recipe | None]:
         """Returns rules without noise in layers that the network does not call, or that no gradient reaches.
 
-        Layers whose input does not depend on the examples, such as embeddings of positions, have no noise of an example either.
+        Layers whose input does not depend on the examples, such as embeddings of positions, are excluded as well.
 
         Raises:
             FlowBNNError: If no layer is left, or if a rule gives noise to a layer without an axis of the examples.
@@ -252,7 +252,7 @@ class CalibrationProblem:
         precise: bool = True,
         callback: Callable[[int, float], None] | None = None,
     ) -> NaturalFit:
-        """Fits a Gaussian posterior of the noise to some examples.
+        """Fits a Gaussian posterior of the noise to the examples with these indices.
 
         Args:
             indices: Indices of the examples.

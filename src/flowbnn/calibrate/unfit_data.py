@@ -18,12 +18,12 @@ from flowbnn.posterior.report import Difference
 
 @dataclass(frozen=True)
 class DataLimits:
-    """Limits that the data set to the candidates.
+    """Problem of the held-out data, and the candidates that remain possible.
 
     Args:
         kind: Kind of the warning.
-        message: Reason, for the warning.
-        candidates: Candidates that these data can determine.
+        message: Message of the warning.
+        candidates: Candidates that can be fitted to these data.
     """
 
     kind: str
@@ -31,13 +31,13 @@ class DataLimits:
     candidates: tuple[str, ...] = ("plain",)
 
 
-def find_limits(data: HeldOutData, groups: Sequence[Tensor], wants_folds: bool) -> DataLimits | None:
-    """Returns the reason why the data determine few candidates or none, or None.
+def find_limits(data: HeldOutData, groups: Sequence[Tensor], needs_folds: bool) -> DataLimits | None:
+    """Returns the first problem of the data that excludes candidates, or None if there is no problem.
 
     Args:
         data: Network and held-out data.
         groups: Indices of the examples of each fold.
-        wants_folds: True if candidates are to be compared.
+        needs_folds: True if candidates are compared by cross-validation.
 
     Raises:
         FlowBNNError: If the network returns NaN or infinite values.
@@ -47,7 +47,7 @@ def find_limits(data: HeldOutData, groups: Sequence[Tensor], wants_folds: bool) 
         fields: dict[str, Any] = {"kind": "not finite", "argument": "network"}
         raise nonfinite_error("the outputs", finite, "check inputs and weights", **fields)
     too_few = None
-    if wants_folds and not groups:
+    if needs_folds and not groups:
         text = f"a comparison needs 4 held-out examples, got {len(data)}"
         too_few = DataLimits("examples", text)
     if not isinstance(data.likelihood, Categorical | Bernoulli):
@@ -66,18 +66,18 @@ def find_limits(data: HeldOutData, groups: Sequence[Tensor], wants_folds: bool) 
         return DataLimits("classes", text)
     if too_few is not None:
         return too_few
-    if contradicts(data, targets, classes):
+    if labels_contradict(data, targets, classes):
         text = "class frequencies predict the labels better than the network; check the order of the classes"
         return DataLimits("labels", text)
     if len(data) < classes:
         text = f"{pluralize(len(data), 'held-out example')} for {classes} classes; provide all classes"
         return DataLimits("examples", text, ("plain", "temperature"))
     for fold, group in enumerate(groups):
-        rest = torch.ones(len(targets), dtype=torch.bool)
-        rest[group] = False
-        remaining = _classes_of(targets[rest])
-        if len(remaining) == 1:
-            text = f"without fold {fold + 1}, all examples are of class {int(remaining)}; provide more of the others"
+        mask = torch.ones(len(targets), dtype=torch.bool)
+        mask[group] = False
+        remaining_classes = _classes_of(targets[mask])
+        if len(remaining_classes) == 1:
+            text = f"without fold {fold + 1}, all examples are of class {int(remaining_classes)}; provide more of the others"
             return DataLimits("folds", text, ("plain", "temperature"))
     return None
 
@@ -93,11 +93,11 @@ def _classes_of(labels: Tensor) -> Tensor:
     return labels[labels != IGNORED].unique() if labels.ndim > 1 else labels.unique()
 
 
-def contradicts(data: HeldOutData, targets: Tensor, classes: int) -> bool:
-    r"""Returns True if class frequencies predict significantly better than the network, whose logits do not help them.
+def labels_contradict(data: HeldOutData, targets: Tensor, classes: int) -> bool:
+    r"""Returns True if class frequencies predict significantly better than the network, and its logits do not improve them.
 
     The logits help if :math:`a` is significantly positive in :math:`\mathrm{softmax}(a \log p + b)` with an offset :math:`b` for each
-    class. A network with wrong class frequencies alone is thus not contradicted.
+    class. A network whose only fault is wrong class frequencies therefore passes.
 
     Args:
         data: Network and held-out data.
@@ -112,7 +112,7 @@ def contradicts(data: HeldOutData, targets: Tensor, classes: int) -> bool:
     gap = Difference.of(predictive.nll(_flat(data.targets)).double().cpu(), frequencies)
     if gap.mean <= 2.0 * gap.error:
         return False
-    step = 1 + int(valid.sum()) // 2**17  # of many positions a part suffices
+    step = 1 + int(valid.sum()) // 2**17  # a subset of many positions suffices
     log_p = predictive.log_probabilities.cpu()[valid][::step].clamp(min=-1e3)
     targets = targets[valid][::step]
 
@@ -135,22 +135,22 @@ def _flat(targets: Tensor) -> Tensor:
 def warn_unreliable(
     data: HeldOutData, limits: DataLimits | None, choice: str, temperature: float, bound: str
 ) -> None:
-    """Warns about data that limit the calibration, too few examples, and data that the weights seem to have memorized.
+    """Warns about problems of the data, too few examples, and data that the weights seem to have memorized.
 
     A temperature below 0.8 means that the network is underconfident on the data, which is typical of training data. So is a
-    likelihood that grows as the temperature falls, because all examples are classified correctly. In a regression the temperature
-    depends on the noise scale and is not checked.
+    likelihood that grows as the temperature falls, which occurs if all examples are classified correctly. In a regression the
+    temperature depends on the noise scale and is not checked.
 
     Args:
         data: Network and held-out data.
-        limits: Limits of the data, if any.
+        limits: Problem of the data, if any.
         choice: Candidate that is returned.
         temperature: Temperature on all examples.
         bound: Bound of the temperature at which the likelihood is largest, if any.
     """
     if limits is not None:
-        returned = "; plain network returned" if choice == "plain" else ""
-        warn(f"{limits.message}{returned}", kind=limits.kind)
+        suffix = "; plain network returned" if choice == "plain" else ""
+        warn(f"{limits.message}{suffix}", kind=limits.kind)
     elif len(data) < 20:  # the standard error of an accuracy of 0.8 is then 0.09
         number = pluralize(len(data), "held-out example")
         warn(f"calibration is unreliable with {number}; provide at least 20", kind="examples")
