@@ -309,14 +309,16 @@ class FixedNoise(Noise):
         return self.mean()[None]
 
     def shared_maps(
-        self, at: Shape, start: int, stop: int, seed: int, device: torch.device, call: int = 0
+        self, positions: Shape, start: int, stop: int, seed: int, device: torch.device, call: int = 0
     ) -> Tensor:
-        name = "_".join(map(str, ("map", call, *at)))
+        name = "_".join(map(str, ("map", call, *positions)))
         if self._buffers.get(name) is None:
             assert self.source is not None
             noise, layer_seed, source_device, index = self.source
             maps = constant(
-                lambda: noise.shared_maps(at, index, index + 1, layer_seed, source_device, call).to(device)
+                lambda: noise.shared_maps(positions, index, index + 1, layer_seed, source_device, call).to(
+                    device
+                )
             )
             if torch.compiler.is_exporting():
                 return maps

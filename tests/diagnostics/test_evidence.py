@@ -39,7 +39,7 @@ def test_every_method_estimates_the_evidence(problem, method):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         estimate = fb.diagnostics.evidence(problem.wide, problem.loader, method, problem.chains, samples=2000)
-    assert estimate.trusted
+    assert estimate.reliable
     assert abs(estimate.value - problem.evidence) < 4 * estimate.error + 1e-3
     assert estimate.error < 0.3
 

@@ -13,8 +13,8 @@ def test_gap_is_split_into_correlation_within_and_across_layers(problem):
     within, across = 0.5 * float(diagonal - sum(blocks)), 0.5 * float(sum(blocks) - full)
     assert min(within, across) > 0.1
     gap = fb.diagnostics.elbo_gap(problem.factorized, problem.loader, problem.chains, samples=4000)
-    assert gap.within == pytest.approx(within, abs=0.05)
-    assert gap.across == pytest.approx(across, abs=0.05)
+    assert gap.within_layers == pytest.approx(within, abs=0.05)
+    assert gap.across_layers == pytest.approx(across, abs=0.05)
     assert abs(gap.remainder) < 0.15
     assert gap.per_example == pytest.approx(gap.nats / 20)
     assert gap.per_dimension == pytest.approx(gap.nats / 5)

@@ -218,7 +218,7 @@ def noise_posterior(model):
         (lambda m: sample_outputs(m, "images", 1), "value", "inputs"),
         (lambda m: fb.noise_mode(m, "loud"), "value", "mode"),
         (lambda m: fb.noise_mode(m, "shared", samples=0), "value", "samples"),
-        (lambda m: fb.noise.freeze(m, "bias"), "value", "part"),
+        (lambda m: fb.noise.freeze(m, "bias"), "value", "kind"),
         (lambda m: fb.noise_mode(nn.Linear(2, 2), "off").__enter__(), "network", None),
     ],
 )

@@ -117,14 +117,14 @@ class Evidence:
         value: Log-evidence in nats.
         error: Standard error in nats.
         method: Name of the estimator.
-        trusted: True if the estimate is reliable: k-hat is usable (``"psis"``), R-hat is at most 1.01 (``"bridge"``), or the standard
+        reliable: True if k-hat is usable (``"psis"``), R-hat is at most 1.01 (``"bridge"``), or the standard
             error is below one nat (``"tempered"``).
     """
 
     value: float
     error: float
     method: str
-    trusted: bool
+    reliable: bool
 
 
 @checked
@@ -146,7 +146,7 @@ def evidence(
                     (Del Moral et al. 2006, https://doi.org/10.1111/j.1467-9868.2006.00553.x). Finds modes that chains miss.
     ==============  =========================================================================================================
 
-    The cheaper estimates are computed as well. A :class:`~flowbnn.FlowBNNWarning` of kind ``"evidence"`` is raised if two trusted
+    The cheaper estimates are computed as well. A :class:`~flowbnn.FlowBNNWarning` of kind ``"evidence"`` is raised if two reliable
     estimates differ by more than four standard errors.
 
     Args:
@@ -174,8 +174,8 @@ def evidence(
 
 
 def warn_if_different(first: Evidence, second: Evidence | None) -> None:
-    """Warns if two trusted estimates of the log-evidence differ by more than four standard errors."""
-    if second is None or not (first.trusted and second.trusted):
+    """Warns if two reliable estimates of the log-evidence differ by more than four standard errors."""
+    if second is None or not (first.reliable and second.reliable):
         return
     difference, error = abs(first.value - second.value), math.hypot(first.error, second.error)
     if difference > 4.0 * error + 0.01:

@@ -1,4 +1,4 @@
-r"""KL divergence from a posterior of noise to the exact posterior, and its part that correlations explain.
+r"""KL divergence from a posterior of noise to the exact posterior, and the part of it that correlations explain.
 
 .. math:: \mathrm{KL}[q(z) \,\|\, p(z \mid D)] = \log p(D) - \mathrm{ELBO}(q)
 """
@@ -31,8 +31,8 @@ class Gap:
     Args:
         nats: KL divergence in nats.
         error: Standard error of the KL divergence.
-        within: Nats that correlation within layers would gain.
-        across: Nats that correlation across layers would gain.
+        within_layers: Nats that correlation within layers would gain.
+        across_layers: Nats that correlation across layers would gain.
         dimensions: Number of noise variables.
         examples: Number of examples.
         evidence: Estimate of the log-evidence.
@@ -41,8 +41,8 @@ class Gap:
 
     nats: float
     error: float
-    within: float
-    across: float
+    within_layers: float
+    across_layers: float
     dimensions: int
     examples: int
     evidence: Evidence
@@ -51,7 +51,7 @@ class Gap:
     @property
     def remainder(self) -> float:
         """Nats that no Gaussian correlation explains: wrong means and variances, and non-Gaussian shapes."""
-        return self.nats - self.within - self.across
+        return self.nats - self.within_layers - self.across_layers
 
     @property
     def per_dimension(self) -> float:
@@ -72,7 +72,7 @@ def elbo_gap(
     samples: Draws = 400,
     seed: Seed = 0,
 ) -> Gap:
-    r"""Returns the gap between the log-evidence and the ELBO, and its part that correlations would close.
+    r"""Returns the gap between the log-evidence and the ELBO, and the part of it that correlations would close.
 
     :math:`T(\Lambda)` denotes the nats that a Gaussian loses without its correlations within, or across, layers
     (:func:`correlation_nats`). :math:`\Lambda_r = E_r[G(z)] + V^{-1}` is the optimal precision at draws of :math:`r`, with the
@@ -85,8 +85,8 @@ def elbo_gap(
     Args:
         posterior: Fitted posterior of noise.
         loader: Data that the posterior was fitted to.
-        chains: Chains of :func:`~flowbnn.diagnostics.noise_chains`, of this posterior or of another one with the same prior. They are
-            run here by default.
+        chains: Chains of :func:`~flowbnn.diagnostics.noise_chains`, of this posterior or of another one with the same prior. None
+            runs chains.
         samples: Number of draws of the ELBO.
         seed: Seed of all draws.
     """
@@ -139,7 +139,7 @@ def correlation_nats(
         value, size = float(torch.linalg.slogdet(matrix.double())[1]), len(matrix)
         if degrees_of_freedom is None:
             return value
-        # the inverse of a diagonal block is Wishart with the degrees of freedom that the other dimensions leave
+        # the inverse of a diagonal block is Wishart, with fewer degrees of freedom by the number of other dimensions
         ranks = degrees_of_freedom - (dim - size) - torch.arange(size, dtype=torch.float64)
         return (
             value

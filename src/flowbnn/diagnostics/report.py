@@ -81,8 +81,8 @@ class Report:
         if self.good and (self.gap.per_example < self.small_gap or self.agreement.within_floor):
             return "none"
         gains: dict[Upgrade, float] = {
-            "within": self.gap.within,
-            "across": self.gap.across,
+            "within": self.gap.within_layers,
+            "across": self.gap.across_layers,
             "shape": self.gap.remainder,
         }
         return max(gains, key=lambda name: -1.0 if math.isnan(gains[name]) else gains[name])
@@ -161,8 +161,8 @@ def _chain_rows(
     return [
         ("log-evidence", f"{evidence.value:.2f} ± {evidence.error:.2f}", f"by {evidence.method}"),
         ("gap", f"{gap.nats:.2f} ± {gap.error:.2f}", f"{gap.per_dimension:.4f} per dimension, {gap.per_example:.4f} per example"),
-        ("  within layers", f"{gap.within:.2f}", "nats by correlation"),
-        ("  across layers", f"{gap.across:.2f}", "nats by correlation"),
+        ("  within layers", f"{gap.within_layers:.2f}", "nats by correlation"),
+        ("  across layers", f"{gap.across_layers:.2f}", "nats by correlation"),
         ("  remainder", f"{gap.remainder:.2f}", "means, variances, shape"),
         ("chains", f"R-hat {chains.rhat:.3f}", f"{draws:,} draws, ESS {chains.effective:.0f}, {chains.divergences} divergences"),
         ("total variation", f"{agreement.variation:.4f}", f"{agreement.variation_floor:.4f} {halves}"),

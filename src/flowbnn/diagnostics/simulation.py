@@ -1,4 +1,4 @@
-r"""Simulation-based calibration of a procedure that fits posteriors of noise."""
+r"""Simulation-based calibration, a test of a procedure that fits posteriors of noise."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -73,16 +73,21 @@ def simulation_ranks(
         FlowBNNError: If ``fit`` does not return a posterior of the noise of the same layers.
     """
     target = NoiseTarget(posterior, loader, seed)
-    truths = target.draw_prior(simulations)
+    prior_draws = target.draw_prior(simulations)
     ranks = []
-    for number, truth in enumerate(truths):
-        predictive = target.likelihood.predictive(target.outputs(truth[None]))
+    for number, noise_draw in enumerate(prior_draws):
+        predictive = target.likelihood.predictive(target.outputs(noise_draw[None]))
         targets = predictive.sample(1, seed=seed + number)[0]
         fitted = fit([(target.inputs, targets.reshape(target.targets.shape).to(target.targets))])
         noise = fitted.draws(draws, seed=seed + number) if isinstance(fitted, Posterior) else {}
-        vectors = torch.cat([noise[name] for name in target.names if name in noise] or [truth[None, :0]], -1)
-        check_shape(
-            "fit", vectors, ("draws", *truth.shape), hint="return a posterior of noise in the same layers"
+        vectors = torch.cat(
+            [noise[name] for name in target.names if name in noise] or [noise_draw[None, :0]], -1
         )
-        ranks.append((vectors.to(truth) < truth).sum(0))
+        check_shape(
+            "fit",
+            vectors,
+            ("draws", *noise_draw.shape),
+            hint="return a posterior of noise in the same layers",
+        )
+        ranks.append((vectors.to(noise_draw) < noise_draw).sum(0))
     return Ranks(torch.stack(ranks), draws)

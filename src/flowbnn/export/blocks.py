@@ -216,11 +216,11 @@ class BlockNoise:
                 results.append(results[-1])
                 continue
             skipped = (axis, x.ndim + feature_axis)
-            at = tuple([size for number, size in enumerate(x.shape) if number not in skipped])
-            at = at if self.noise.site == "position" else (1,) * len(at)
-            if at not in factors:
-                factors[at] = self._factor(at, axis).to(x.dtype)
-            factor = factors[at]
+            positions = tuple([size for number, size in enumerate(x.shape) if number not in skipped])
+            positions = positions if self.noise.site == "position" else (1,) * len(positions)
+            if positions not in factors:
+                factors[positions] = self._factor(positions, axis).to(x.dtype)
+            factor = factors[positions]
             if self.layout.split:
                 factor = factor.narrow(feature_axis, offset, self.layout.split[index])
                 offset += self.layout.split[index]
@@ -229,14 +229,16 @@ class BlockNoise:
             results.append(join_blocks(blocks, self.rows, axis))
         return tuple(results)
 
-    def _factor(self, at: tuple[Any, ...], axis: int) -> Tensor:
+    def _factor(self, positions: tuple[Any, ...], axis: int) -> Tensor:
         """Returns the draws of the next call, with the samples at ``axis`` and an axis of size 1 for the rows after it."""
         call = self.calls if self.noise.site == "position" else 0
         self.calls += 1
         draws = self.draws.get(self.names.get(call, ""))
-        if draws is None or draws[0].numel() != self.layout.dim * math.prod(at):
-            raise RowCountChanged(f"no draws at {at}, call {call}")
-        vectors = draws.reshape(self.samples, *at, self.layout.dim).movedim(-1, self.layout.feature_axis)
+        if draws is None or draws[0].numel() != self.layout.dim * math.prod(positions):
+            raise RowCountChanged(f"no draws at {positions}, call {call}")
+        vectors = draws.reshape(self.samples, *positions, self.layout.dim).movedim(
+            -1, self.layout.feature_axis
+        )
         return vectors.movedim(0, axis).unsqueeze(axis + 1)
 
     def _scale_output(self, module: nn.Module, blocks: Tensor, factor: Tensor) -> Tensor:

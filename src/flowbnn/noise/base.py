@@ -3,7 +3,7 @@ r"""Noise of a layer: :math:`z_l = NF_l(z_0)`, :math:`f_l = \mathrm{layer}_l(z_l
 A :class:`Noise` is a small module inside the layer that it serves. A forward hook multiplies the layer's input by a draw. The layer
 keeps its class, weights, place and name.
 
-A forward pass stores nothing on the module. What it needs is in its :class:`~flowbnn.noise.contexts.NoiseContext`.
+A forward pass stores nothing on the module. Its state is in a :class:`~flowbnn.noise.contexts.NoiseContext`.
 """
 
 import math
@@ -48,7 +48,7 @@ class Noise(nn.Module, ABC):
 
     ==========  ============================================================================================================
     ``sample``  every example gets its own draw in every pass of the network
-    ``shared``  ``samples`` fixed draws, the same for all inputs; the batch holds that many copies of the inputs, one per draw
+    ``shared``  ``samples`` fixed draws, the same for all inputs (the batch has one copy of the inputs per draw)
     ``mean``    the noise is the posterior mean
     ``off``     the noise is one, which gives the plain network
     ==========  ============================================================================================================
@@ -86,18 +86,20 @@ class Noise(nn.Module, ABC):
     def mean(self) -> Tensor:
         """Returns the posterior mean, ``[dim]``."""
 
-    def draw_rows(self, rows: int, at: Shape, generator: OptionalGenerator, shard: RowShard | None) -> Tensor:
-        """Returns draws ``[rows, *at, dim]`` for the rows of a batch, or for this process's shard of it."""
+    def draw_rows(
+        self, rows: int, positions: Shape, generator: OptionalGenerator, shard: RowShard | None
+    ) -> Tensor:
+        """Returns draws ``[rows, *positions, dim]`` for the rows of a batch, or for this process's shard of it."""
         if shard is None:
-            return self.draw((rows, *at), generator)
-        return shard.draw_local(rows, lambda number: self.draw((number, *at), generator))
+            return self.draw((rows, *positions), generator)
+        return shard.draw_local(rows, lambda number: self.draw((number, *positions), generator))
 
-    def draw_each(self, at: Shape, generators: Iterable[torch.Generator]) -> Tensor:
-        """Returns one draw at positions ``at`` per generator, ``[draws, *at, dim]``.
+    def draw_each(self, positions: Shape, generators: Iterable[torch.Generator]) -> Tensor:
+        """Returns one draw at positions ``positions`` per generator, ``[draws, *positions, dim]``.
 
         Each generator is used before the next is requested, so one that is seeded again may be yielded several times.
         """
-        return torch.stack([self.draw(at, generator) for generator in generators])
+        return torch.stack([self.draw(positions, generator) for generator in generators])
 
     def divergence(
         self, samples: int | None = None, generator: OptionalGenerator = None
@@ -113,33 +115,32 @@ class Noise(nn.Module, ABC):
         return self.layout.fan_out > 0 and self.site == "channel"
 
     def shared_vectors(
-        self, samples: int, seed: int, device: torch.device, seeded: SeededGenerator | None = None
+        self, samples: int, seed: int, device: torch.device, make_generator: SeededGenerator | None = None
     ) -> Tensor:
-        """Returns the draws of mode ``shared``, ``[samples, dim]``; at site ``position`` those of one position.
+        """Returns the draws of mode ``shared``, ``[samples, dim]``. At site ``position`` these are the draws of one position.
 
         Args:
             samples: Number of draws.
             seed: Seed of this layer's draws.
             device: Device of the draws.
-            seeded: Function that returns a generator with a given seed, for each block of draws. By default, one generator is seeded
-                again and again.
+            make_generator: Function from a seed to a generator, for each block of draws. By default, one generator is reseeded.
         """
         if self.site == "position":
             return self.shared_maps((), 0, samples, seed, device)
         with torch.no_grad():
-            seeded = seeded or torch.Generator(device).manual_seed
-            draws = self.draw_each((BLOCK,), map(seeded, block_seeds(samples, seed)))
+            make_generator = make_generator or torch.Generator(device).manual_seed
+            draws = self.draw_each((BLOCK,), map(make_generator, block_seeds(samples, seed)))
             return draws.flatten(0, 1)[:samples]
 
     def shared_maps(
-        self, at: Shape, start: int, stop: int, seed: int, device: torch.device, call: int = 0
+        self, positions: Shape, start: int, stop: int, seed: int, device: torch.device, call: int = 0
     ) -> Tensor:
-        """Returns the draws ``start`` to ``stop`` of mode ``shared`` at site ``position``, ``[stop - start, *at, dim]``.
+        """Returns the draws ``start`` to ``stop`` of mode ``shared`` at site ``position``, ``[stop - start, *positions, dim]``.
 
         The maps are large. Every draw therefore has its own seed, and only the requested ones are made.
 
         Args:
-            at: Sizes of the positions.
+            positions: Sizes of the positions.
             start: First draw.
             stop: End of the range of draws.
             seed: Seed of this layer's draws.
@@ -149,11 +150,11 @@ class Noise(nn.Module, ABC):
         generator, first = torch.Generator(device), seed + 15_485_863 * call
         with torch.no_grad():
             return self.draw_each(
-                at, (generator.manual_seed(first + 7919 * index) for index in range(start, stop))
+                positions, (generator.manual_seed(first + 7919 * index) for index in range(start, stop))
             )
 
-    def _vectors(self, context: NoiseContext, at: Shape, rows: int, device: torch.device) -> Tensor:
-        """Returns the noise of one call, ``[rows, *at, dim]``, or ``[1, *at, dim]`` if one draw serves all rows."""
+    def _vectors(self, context: NoiseContext, positions: Shape, rows: int, device: torch.device) -> Tensor:
+        """Returns the noise of one call, ``[rows, *positions, dim]``, or ``[1, *positions, dim]`` if one draw serves all rows."""
         mode, samples, *_ = context.modes[self.key]
         forward, dim = context.forward, self.layout.dim
         if mode == "mean":
@@ -161,30 +162,32 @@ class Noise(nn.Module, ABC):
             if (self.key, "mean") not in memo:
                 with torch.no_grad():
                     memo[self.key, "mean"] = self.mean()
-            return memo[self.key, "mean"].view(1, *(1,) * len(at), dim)
+            return memo[self.key, "mean"].view(1, *(1,) * len(positions), dim)
         source, mapped = context.source, context.mapped
         if source is not None or mapped is not None:
             call = 0 if self.site == "channel" else self._count_call(forward)
             if mapped is not None:
                 tensor, examples = mapped.tensors.get((self.key, call)), mapped.rows or 1
-                if tensor is None or tensor.numel() != examples * dim * math.prod(at):
-                    raise UnexpectedNoiseShape(f"no draws for {self.label} at positions {at}, call {call}")
-                vectors = tensor.view(examples, *at, dim)
+                if tensor is None or tensor.numel() != examples * dim * math.prod(positions):
+                    raise UnexpectedNoiseShape(
+                        f"no draws for {self.label} at positions {positions}, call {call}"
+                    )
+                vectors = tensor.view(examples, *positions, dim)
             elif source is not None:
-                vectors = source.draws(self, at, call, device)
+                vectors = source.draws(self, positions, call, device)
             if vectors.shape[0] not in (1, rows):  # len() would fix the number of rows of an exported graph
                 raise RowCountChanged(f"a layer has {rows} rows, but draws for {vectors.shape[0]}")
             return vectors
         if mode == "sample":
-            return self._example_vectors(context, rows, at)
-        vectors = self._shared(forward, at, context.modes[self.key], device)
+            return self._example_vectors(context, rows, positions)
+        vectors = self._shared(forward, positions, context.modes[self.key], device)
         if rows % samples:
             text = f"the noise holds {samples} shared draws, so the batch must hold as many blocks, got {rows} rows"
             raise FlowBNNError(text, kind="shape")
         return vectors if samples == 1 else vectors.repeat_interleave(rows // samples, 0, output_size=rows)
 
     def _count_call(self, forward: ForwardState | None) -> int:
-        """Returns the number of earlier calls of this layer in the pass; each has its own draws at site ``position``."""
+        """Returns the number of earlier calls of this layer in the pass. Each call has its own draws at site ``position``."""
         if forward is None or not forward.reuses_draws():
             return 0
         call = forward.calls.get(self.key, 0)
@@ -192,48 +195,48 @@ class Noise(nn.Module, ABC):
         return call
 
     def _shared(
-        self, forward: ForwardState | None, at: Shape, mode: NoiseMode, device: torch.device
+        self, forward: ForwardState | None, positions: Shape, mode: NoiseMode, device: torch.device
     ) -> Tensor:
-        """Returns the draws of mode ``shared``, ``[samples, *at, dim]``."""
+        """Returns the draws of mode ``shared``, ``[samples, *positions, dim]``."""
         if self.site == "position":
-            return self.shared_maps(at, 0, mode.samples, mode.seed, device, self._count_call(forward))
+            return self.shared_maps(positions, 0, mode.samples, mode.seed, device, self._count_call(forward))
         memo = {} if forward is None else forward.memo
         if self.key not in memo:
             memo[self.key] = self.shared_vectors(mode.samples, mode.seed, device)
-        return memo[self.key].view(mode.samples, *at, self.layout.dim)
+        return memo[self.key].view(mode.samples, *positions, self.layout.dim)
 
-    def _example_vectors(self, context: NoiseContext, rows: int, at: Shape) -> Tensor:
-        """Returns a draw of its own for every example, ``[rows, *at, dim]``, or one for all if the examples interact."""
+    def _example_vectors(self, context: NoiseContext, rows: int, positions: Shape) -> Tensor:
+        """Returns one draw per example, ``[rows, *positions, dim]``, or one draw for all examples if they interact."""
         forward, generator = context.forward, context.modes[self.key].generator
-        serves = forward is not None and forward.reuses_draws()
+        reuses_draws = forward is not None and forward.reuses_draws()
         required = context.prepared is not None and context.prepared.required
         one_draw = self.layout.one_draw and not required
         if required:
-            draws = forward.draws.get(self.key) if forward is not None and serves else None
+            draws = forward.draws.get(self.key) if forward is not None and reuses_draws else None
             if draws is None or forward is None or len(draws) != forward.split_rows(rows)[0]:
                 text = f"a layer of {rows} rows has no batch axis or runs twice (activation checkpointing); set its rule to None"
                 raise FlowBNNError(text, kind="unsupported", argument="rules", key=self.key)
-        if forward is None or not serves:
-            return self.draw_rows(1 if one_draw else rows, at, generator, context.shard)
+        if forward is None or not reuses_draws:
+            return self.draw_rows(1 if one_draw else rows, positions, generator, context.shard)
         examples, times = (1, 1) if one_draw else forward.split_rows(rows)
         if self.site == "channel":
             vectors = forward.draws.get(self.key)
             if vectors is None or len(vectors) != examples:
                 vectors = forward.group.draw_examples(self, examples, context)
-            vectors = vectors.view(examples, *at, self.layout.dim) if at else vectors
+            vectors = vectors.view(examples, *positions, self.layout.dim) if positions else vectors
         else:
-            self.record_shape(context, at)
+            self.record_shape(context, positions)
             vectors = forward.draws.pop(self.key, None)  # serves one call, because each call draws anew
-            if vectors is None or vectors.shape[:-1] != (examples, *at):
-                vectors = self.draw_rows(examples, at, generator, context.shard)
+            if vectors is None or vectors.shape[:-1] != (examples, *positions):
+                vectors = self.draw_rows(examples, positions, generator, context.shard)
         if times == 1:
             return vectors
         if self.layout.examples_first:
             return vectors.repeat_interleave(times, 0)
         return vectors.repeat(times, *(1,) * (vectors.ndim - 1))
 
-    def record_shape(self, context: NoiseContext, at: Shape) -> None:
-        """Writes the positions that this layer draws for into the context, where that helps later passes."""
+    def record_shape(self, context: NoiseContext, positions: Shape) -> None:
+        """Writes the positions of this layer's draws into the context, for later passes."""
 
     def multiply(self, inputs: tuple[Tensor, ...], module: nn.Module | None = None) -> tuple[Tensor, ...]:
         """Multiplies the inputs of the layer by one draw, or by pieces of one draw if their widths differ.
@@ -255,17 +258,19 @@ class Noise(nn.Module, ABC):
             if not layout.split and index and x is inputs[index - 1]:
                 results.append(results[-1])
                 continue
-            at: Shape = (1,) * (x.ndim - (1 if axis is None else 2))
+            positions: Shape = (1,) * (x.ndim - (1 if axis is None else 2))
             if self.site == "position":
-                skipped = (axis, x.ndim + layout.feature_axis)
-                at = tuple([size for number, size in enumerate(x.shape) if number not in skipped])
-            if at not in factors:
-                vectors = self._vectors(context, at, 1 if axis is None else x.shape[axis], x.device)
-                if at or axis != 0:  # the examples and the features move to their axes
+                excluded_axes = (axis, x.ndim + layout.feature_axis)
+                positions = tuple(
+                    [size for number, size in enumerate(x.shape) if number not in excluded_axes]
+                )
+            if positions not in factors:
+                vectors = self._vectors(context, positions, 1 if axis is None else x.shape[axis], x.device)
+                if positions or axis != 0:  # the examples and the features move to their axes
                     vectors = vectors[0] if axis is None else vectors.movedim(0, axis)
                     vectors = vectors.movedim(-1, layout.feature_axis)
-                factors[at] = vectors.to(x.dtype)
-            factor = factors[at]
+                factors[positions] = vectors.to(x.dtype)
+            factor = factors[positions]
             if layout.split:
                 factor = factor.narrow(layout.feature_axis, offset, layout.split[index])
                 offset += layout.split[index]
@@ -300,7 +305,7 @@ class Noise(nn.Module, ABC):
         return ((x, *args[1:]), kwargs) if args else (args, {**kwargs, name: x})
 
     def _scale_output(self, module: nn.Module, output: Tensor, factor: Tensor) -> Tensor:
-        """Returns what the layer would give for a multiplied input, from its output for the plain input."""
+        """Returns the output of the layer for a multiplied input, computed from its output for the plain input."""
         if self.layout.fan_out > 1:
             factor = factor.repeat_interleave(self.layout.fan_out, self.layout.feature_axis)
         bias: Any = getattr(module, "bias", None)
@@ -335,7 +340,7 @@ class Noise(nn.Module, ABC):
     # -------------------- copies
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leaves out a recipe that is code, which cannot be pickled."""
+        """Returns the state without a recipe that is code, which cannot be pickled."""
         state = dict(self.__dict__)
         if self.recipe is not None and "factory" in vars(self.recipe):
             state["recipe"] = None
@@ -407,9 +412,9 @@ def noise_layers(model: nn.Module, argument: str | None = None) -> dict[str, Noi
         raise value_error("the network", "an nn.Module", value, hint, kind="network", argument=argument)
     layers: dict[str, Noise] = {}
     visited: set[int] = set()
-    waiting: list[tuple[str, nn.Module]] = [("", model)]
-    while waiting:  # the order of named_modules, without the children of the noise, which are many
-        name, module = waiting.pop()
+    stack: list[tuple[str, nn.Module]] = [("", model)]
+    while stack:  # the order of named_modules, without the children of the noise, which are many
+        name, module = stack.pop()
         if id(module) in visited:
             continue
         visited.add(id(module))
@@ -420,12 +425,12 @@ def noise_layers(model: nn.Module, argument: str | None = None) -> dict[str, Noi
         prefix = f"{name}." if name else ""
         for child_name, child in reversed(module._modules.items()):
             if child is not None:
-                waiting.append((prefix + child_name, child))
+                stack.append((prefix + child_name, child))
     return layers
 
 
 def check_without_noise(model: nn.Module, owner: str) -> None:
-    """Raises FlowBNNError if a network has noise already.
+    """Raises FlowBNNError if a network already has noise.
 
     Args:
         model: Network.
@@ -460,7 +465,7 @@ def make_noise_modes(
         model: Stochastic network, or its layers from :func:`noise_layers`.
         mode: Name of the mode.
         samples: Number of draws in mode ``shared``.
-        seed: Seed of the draws; a random one in mode ``shared`` if None.
+        seed: Seed of the draws. In mode ``shared``, None draws a random seed.
         generator: Generator of the draws in mode ``sample``.
     """
     layers = model if isinstance(model, Mapping) else layers_with_noise(model)

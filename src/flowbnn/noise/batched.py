@@ -226,8 +226,8 @@ def _draw_positions_with_kl(
         normal = standard_normal(shape, block.mean.dtype, block.mean.device, generator)
         groups = [Group(chains, block.starts(normal), True)]
         for noise, chain in sampled:
-            at, half = shapes[noise.key]
-            start = noise.begin_rows(rows, at, generator, current_row_shard())
+            positions, half = shapes[noise.key]
+            start = noise.begin_rows(rows, positions, generator, current_row_shard())
             groups.append(Group([chain], start.reshape(-1, start.shape[-1]), False, half))
         (ends, log_dets), *draws = kernels.evaluate_many(groups)
         by_key, total = block.summary(normal, list(ends.split(sizes, -1)), log_dets)
@@ -241,7 +241,7 @@ def _draw_positions_with_kl(
 def example_draws(
     layers: list[Noise], shapes: Iterable[tuple[int, int, Shape]], rows: int, modes: Mapping[int, NoiseMode]
 ) -> dict[tuple[int, int], Tensor]:
-    """Returns draws of mode ``sample`` ``[rows, *at, dim]``, by layer key and call, as a pass over ``rows`` rows would draw them.
+    """Returns draws of mode ``sample`` ``[rows, *positions, dim]``, by layer key and call, for a pass over ``rows`` rows.
 
     Args:
         layers: Noise modules of the network.
@@ -253,10 +253,10 @@ def example_draws(
     forward = ForwardState(NoiseGroup(layers, draw_examples), (), {})
     context = NoiseContext(modes, sharded=False, forward=forward)
     result: dict[tuple[int, int], Tensor] = {}
-    for key, call, at in shapes:
+    for key, call, positions in shapes:
         layer = by_key[key]
         if layer.site == "position":
-            result[key, call] = layer.draw_rows(rows, at, modes[key].generator, None)
+            result[key, call] = layer.draw_rows(rows, positions, modes[key].generator, None)
         else:
             if key not in forward.draws:
                 draw_examples(layer, rows, context)

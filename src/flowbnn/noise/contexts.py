@@ -1,7 +1,7 @@
-"""Contexts that say how the noise of a network behaves in a forward pass.
+"""Contexts that define the noise of a network in a forward pass.
 
-A noise module holds its parameters and its default mode. Everything that a pass needs besides is in a :class:`NoiseContext`: the modes
-in force and where draws come from. Contexts are frozen. A ``with`` block makes one current in its thread and drops it at the end.
+A noise module holds its parameters and its default mode. A :class:`NoiseContext` holds everything else that a pass needs: the current
+modes and the source of the draws. Contexts are frozen. A ``with`` block activates a context in its thread until the block ends.
 Passes of several threads over one network are therefore independent.
 """
 
@@ -94,7 +94,7 @@ class _Process:
 
 
 def set_row_shard(shard: RowShard | None) -> None:
-    """Sets the rows of the global batch that this process holds; None stands for all of them."""
+    """Sets the rows of the global batch that this process holds, or None for all rows."""
     _Process.shard = shard
 
 
@@ -104,22 +104,22 @@ def current_row_shard() -> RowShard | None:
 
 
 class RowCountChanged(Exception):
-    """Raised if a layer has another number of rows than the draws that it is given."""
+    """Raised if the number of rows of a layer differs from that of its draws."""
 
 
 class UnexpectedNoiseShape(Exception):
-    """Raised if a layer multiplies a feature map of another shape than the draws that it is given."""
+    """Raised if the shape of a feature map differs from that of the draws of its layer."""
 
 
 class DrawSource(Protocol):
-    """Source of draws that a context hands to its layers."""
+    """Source of draws of the layers of a context."""
 
-    def draws(self, layer: Any, at: Shape, call: int, device: torch.device) -> Tensor:
-        """Returns draws ``[samples or rows, *at, dim]``.
+    def draws(self, layer: Any, positions: Shape, call: int, device: torch.device) -> Tensor:
+        """Returns draws ``[samples or rows, *positions, dim]``.
 
         Args:
-            layer: Noise module that asks.
-            at: Sizes of the positions of its feature map; ones at site ``channel``.
+            layer: Noise module that requests the draws.
+            positions: Sizes of the positions of its feature map. They are ones at site ``channel``.
             call: Number of earlier calls of the layer in this pass, at site ``position``.
             device: Device of the draws.
         """
@@ -128,10 +128,11 @@ class DrawSource(Protocol):
 
 @dataclass(frozen=True)
 class MappedDraws:
-    """Draws that are made before the pass: one sample of each layer.
+    """Draws of one sample of each layer, made before the pass.
 
     Args:
-        tensors: Draws ``[dim]``, ``[*at, dim]``, or ``[rows, *at, dim]`` where every example has its own, by layer key and call.
+        tensors: Draws ``[dim]``, ``[*positions, dim]``, or ``[rows, *positions, dim]`` where every example has its own, by layer key
+            and call.
         rows: Number of examples that have draws of their own, or 0 if one draw serves all.
     """
 
@@ -144,7 +145,7 @@ class PreparedDraws:
     """Draws per example that were made before the pass.
 
     Args:
-        tensors: Draws ``[rows, *at, dim]`` by layer key.
+        tensors: Draws ``[rows, *positions, dim]`` by layer key.
         gradients: True if they were made with gradients enabled. They serve passes with the same setting only.
         required: If True, layers without prepared draws raise an error instead of drawing.
     """
@@ -160,7 +161,7 @@ class ForwardState:
 
     Args:
         group: Noise modules of the network.
-        sizes: First two sizes of the first input tensor; empty if there is none.
+        sizes: First two sizes of the first input tensor, or empty without tensors.
         draws: Draws per example of this pass, by layer key.
         gradients: True if gradients were enabled when the pass began.
         calls: Number of calls of layers of site ``position`` in mode ``shared``, by layer key.
@@ -175,9 +176,9 @@ class ForwardState:
     memo: dict[Any, Tensor] = field(default_factory=dict)
 
     def reuses_draws(self) -> bool:
-        """Returns False in a part of the pass that will run again (activation checkpointing).
+        """Returns False while layers run that will run again in the backward pass (activation checkpointing).
 
-        Such a part draws for itself. Torch restores its generator for the second run, which therefore gives the same draws.
+        These layers make their own draws. Torch restores its generator for the second run, which therefore gives the same draws.
         """
         if torch.is_grad_enabled() != self.gradients:
             return False
@@ -211,12 +212,12 @@ class NoiseContext:
 
     Args:
         modes: Mode of each layer, by layer key. Other layers, and copies of these, are not affected.
-        source: Source of draws; None lets each layer draw.
+        source: Source of draws. If None, each layer makes its own.
         mapped: Draws of one sample, which are used instead of a source.
         prepared: Draws per example for the first forward pass in the block.
         sharded: If True, draws per example are those of this process's :class:`RowShard`.
         recorded_shapes: Dictionary into which layers of site ``position`` write the positions that they draw for.
-        forward: Forward pass that is running, or None outside of the network's root.
+        forward: Current forward pass, or None outside of the network's root.
     """
 
     modes: Mapping[int, NoiseMode]
@@ -247,10 +248,10 @@ class NoiseContext:
 
 
 class NoiseGroup:
-    """Noise of one network. Hooks on the root of the network mark the begin and the end of a forward pass.
+    """Noise of one network. Hooks on the root of the network mark the beginning and the end of a forward pass.
 
-    A layer of site ``channel`` that draws per example draws once per pass: if it is called again, it uses the same draw, because the
-    noise belongs to the network.
+    A layer of site ``channel`` with one draw per example draws once per pass. If the layer is called again, it uses the same draw,
+    because the noise belongs to the network.
 
     Args:
         layers: Noise modules of the network.
@@ -262,15 +263,15 @@ class NoiseGroup:
 
     def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Begins a forward pass, as a forward pre-hook of the root."""
-        stack, first = _thread.stack, self.layers[0].key
+        stack, first_key = _thread.stack, self.layers[0].key
         position = len(stack) - 1
-        while position >= 0 and first not in stack[position].modes:
+        while position >= 0 and first_key not in stack[position].modes:
             position -= 1
-        covered = position >= 0
+        covers_all = position >= 0
         for layer in self.layers:
-            covered = covered and layer.key in stack[position].modes
+            covers_all = covers_all and layer.key in stack[position].modes
         # without a single context that covers all layers, each has the mode of its own context
-        context = stack[position] if covered else NoiseContext(current_modes(self.layers))
+        context = stack[position] if covers_all else NoiseContext(current_modes(self.layers))
         sizes: Shape = ()
         for value in (*args, *kwargs.values()):
             if isinstance(value, Tensor):
@@ -279,15 +280,15 @@ class NoiseGroup:
         draws: dict[int, Tensor] = {}
         prepared = context.prepared
         if prepared is not None and prepared.tensors:
-            others = dict(prepared.tensors)
+            later_draws = dict(prepared.tensors)
             for layer in self.layers:
-                tensor = others.pop(layer.key, None)
-                # without gradients this is the first of two runs (activation checkpointing), which draw for themselves
+                tensor = later_draws.pop(layer.key, None)
+                # without gradients this is the first of two runs (activation checkpointing), which make their own draws
                 if tensor is not None and prepared.gradients == torch.is_grad_enabled():
                     draws[layer.key] = tensor
-            # later passes in the same context draw anew
+            # later passes in the same context make new draws
             context = context.change(
-                PreparedDraws(others, prepared.gradients, prepared.required), context.forward
+                PreparedDraws(later_draws, prepared.gradients, prepared.required), context.forward
             )
             stack = (*stack[:position], context, *stack[position + 1 :])
         _thread.stack = (*stack, context.change(context.prepared, ForwardState(self, sizes, draws)))
@@ -295,7 +296,7 @@ class NoiseGroup:
     def end(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """Ends a forward pass, as a forward hook of the root that is called even if the pass fails.
 
-        The context of the innermost pass of this network is dropped, and those that were entered inside it.
+        This removes the context of the innermost pass of this network, and all contexts that were entered inside it.
         """
         stack = _thread.stack
         for index in range(len(stack) - 1, -1, -1):
@@ -306,7 +307,7 @@ class NoiseGroup:
 
 
 def context_of(noise: Any) -> NoiseContext:
-    """Returns the context in force for this layer: the innermost of this thread, or one with the layer's default mode."""
+    """Returns the innermost context of this thread for a layer, or a context with the layer's default mode."""
     for context in reversed(_thread.stack):
         if noise.key in context.modes:
             return context
@@ -314,7 +315,7 @@ def context_of(noise: Any) -> NoiseContext:
 
 
 def current_modes(layers: Iterable[Any]) -> dict[int, NoiseMode]:
-    """Returns the modes in force for these layers, by layer key."""
+    """Returns the current modes of these layers, by layer key."""
     return {layer.key: context_of(layer).modes[layer.key] for layer in layers}
 
 
@@ -326,7 +327,7 @@ def forward_sample(
     Args:
         model: Stochastic network in evaluation mode.
         keys: Layer key and number of earlier calls of each draw.
-        draws: Draws ``[*at, dim]``, or ``[rows, *at, dim]`` where every example has its own.
+        draws: Draws ``[*positions, dim]``, or ``[rows, *positions, dim]`` where every example has its own.
         inputs: Inputs.
         rows: Number of examples that have draws of their own, or 0 if one draw serves all.
     """

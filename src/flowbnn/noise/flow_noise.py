@@ -125,29 +125,31 @@ class InputNoise(Noise):
         with nullcontext() if half is None else torch.autocast(device, enabled=False):
             return self.push(self._begin(shape, generator, half), False, half is not None)[0]
 
-    def draw_rows(self, rows: int, at: Shape, generator: OptionalGenerator, shard: RowShard | None) -> Tensor:
+    def draw_rows(
+        self, rows: int, positions: Shape, generator: OptionalGenerator, shard: RowShard | None
+    ) -> Tensor:
         if shard is None or self.reads_batch:
-            return super().draw_rows(rows, at, generator, shard)
+            return super().draw_rows(rows, positions, generator, shard)
         device, half = self._autocast()
         with nullcontext() if half is None else torch.autocast(device, enabled=False):
-            start = self.begin_rows(rows, at, generator, shard, half)
+            start = self.begin_rows(rows, positions, generator, shard, half)
             return self.push(start, False, half is not None)[0]
 
-    def draw_each(self, at: Shape, generators: Iterable[torch.Generator]) -> Tensor:
+    def draw_each(self, positions: Shape, generators: Iterable[torch.Generator]) -> Tensor:
         if (
             self.reads_batch
             or not self.uses_default_draw
             or (self.gaussian_base is None and self.mixture_base is None)
         ):
-            return super().draw_each(at, generators)
+            return super().draw_each(positions, generators)
         device, half = self._autocast()
         with nullcontext() if half is None else torch.autocast(device, enabled=False):
             # one draw of normals per generator, then everything else at once
             mean, deviation = self._normals()
-            shape, which, normal = torch.Size((*at, self.layout.dim)), [], []
+            shape, which, normal = torch.Size((*positions, self.layout.dim)), [], []
             for source in generators:
                 if self.mixture_base is not None:
-                    which.append(draw_components(len(mean), at, mean.device, source))
+                    which.append(draw_components(len(mean), positions, mean.device, source))
                 normal.append(standard_normal(shape, mean.dtype, mean.device, source))
             if self.mixture_base is None:
                 start = torch.addcmul(mean, torch.stack(normal), deviation)
@@ -158,15 +160,15 @@ class InputNoise(Noise):
     def begin_rows(
         self,
         rows: int,
-        at: Shape,
+        positions: Shape,
         generator: OptionalGenerator,
         shard: RowShard | None,
         half: torch.dtype | None = None,
     ) -> Tensor:
         """Returns the draws of the base for :meth:`draw_rows`: made for the global batch, of which this process keeps its rows."""
         if shard is None:
-            return self._begin((rows, *at), generator, half)
-        return shard.draw_local(rows, lambda number: self._begin((number, *at), generator, half))
+            return self._begin((rows, *positions), generator, half)
+        return shard.draw_local(rows, lambda number: self._begin((number, *positions), generator, half))
 
     def _begin(self, shape: Shape, generator: OptionalGenerator, half: torch.dtype | None = None) -> Tensor:
         """Returns draws of the base, after the affine map that follows a normal or a mixture of normals."""
@@ -203,17 +205,17 @@ class InputNoise(Noise):
                 total = value if total is None else total + value
         return z, total if total is not None or not log_det else z.new_zeros(z.shape[:-1])
 
-    def record_shape(self, context: NoiseContext, at: Shape) -> None:
+    def record_shape(self, context: NoiseContext, positions: Shape) -> None:
         """Writes the positions into the context, so that :func:`~flowbnn.noise.batched.draw_with_kl` can draw for the next pass."""
         shapes, forward = context.recorded_shapes, context.forward
         chain = self.gaussian_base is not None and self.flow_is_chain
         if shapes is None or not chain or not self.uses_default_draw:
             return
         half = self._autocast()[1] is not None
-        if shapes.get(self.key, (at, half))[1] != half and forward is not None:
+        if shapes.get(self.key, (positions, half))[1] != half and forward is not None:
             forward.draws.pop(self.key, None)  # prepared for another precision
         if not torch.compiler.is_compiling():
-            shapes[self.key] = (at, half)
+            shapes[self.key] = (positions, half)
 
     @property
     def reads_batch(self) -> bool:

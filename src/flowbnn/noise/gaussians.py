@@ -278,7 +278,7 @@ class SharedDraws:
     def tensors(
         self, shapes: Iterable[tuple[int, int, Shape]], start: int, stop: int
     ) -> dict[tuple[int, int], Tensor]:
-        """Returns draws ``[stop - start, *at, dim]`` by layer key and call.
+        """Returns draws ``[stop - start, *positions, dim]`` by layer key and call.
 
         Args:
             shapes: Layer key, number of earlier calls, and positions of each call of a layer in a pass.
@@ -286,12 +286,12 @@ class SharedDraws:
             stop: End of the range of samples.
         """
         result: dict[tuple[int, int], Tensor] = {}
-        for key, call, at in shapes:
+        for key, call, positions in shapes:
             if key in self.vectors:
                 result[key, call] = self.vectors[key][start:stop]
             elif (layer := self.layers.get(key)) is not None:
                 result[key, call] = layer.shared_maps(
-                    at, start, stop, self.modes[key].seed, self.device, call
+                    positions, start, stop, self.modes[key].seed, self.device, call
                 )
         return result
 
@@ -308,13 +308,13 @@ class SampleDraws:
         self.shared, self.index = shared, index
         self.maps: dict[Any, Tensor] = {}  # of this sample, for all chunks of rows
 
-    def draws(self, layer: Noise, at: Shape, call: int, device: torch.device) -> Tensor:
+    def draws(self, layer: Noise, positions: Shape, call: int, device: torch.device) -> Tensor:
         vectors = self.shared.vectors.get(layer.key)
         if vectors is not None:
-            return vectors[self.index : self.index + 1].view(1, *at, layer.layout.dim)
-        if (layer.key, call, at) not in self.maps:
+            return vectors[self.index : self.index + 1].view(1, *positions, layer.layout.dim)
+        if (layer.key, call, positions) not in self.maps:
             seed = self.shared.modes[layer.key].seed
-            self.maps[layer.key, call, at] = layer.shared_maps(
-                at, self.index, self.index + 1, seed, device, call
+            self.maps[layer.key, call, positions] = layer.shared_maps(
+                positions, self.index, self.index + 1, seed, device, call
             )
-        return self.maps[layer.key, call, at]
+        return self.maps[layer.key, call, positions]

@@ -55,12 +55,14 @@ class JointPart(Noise):
     def draw(self, shape: Shape, generator: OptionalGenerator = None) -> Tensor:
         return self.joint_noise.draw(shape, generator)[..., self.span]
 
-    def draw_rows(self, rows: int, at: Shape, generator: OptionalGenerator, shard: RowShard | None) -> Tensor:
+    def draw_rows(
+        self, rows: int, positions: Shape, generator: OptionalGenerator, shard: RowShard | None
+    ) -> Tensor:
         text = "joint noise is drawn for the whole network; call the network, not a layer, and without activation checkpointing"
         raise FlowBNNError(text, kind="unsupported", argument="joint")
 
-    def draw_each(self, at: Shape, generators: Iterable[torch.Generator]) -> Tensor:
-        return self.joint_noise.draw_each(at, generators)[..., self.span]
+    def draw_each(self, positions: Shape, generators: Iterable[torch.Generator]) -> Tensor:
+        return self.joint_noise.draw_each(positions, generators)[..., self.span]
 
     def mean(self) -> Tensor:
         return self.joint_noise.mean()[self.span]

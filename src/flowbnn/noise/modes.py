@@ -15,7 +15,7 @@ from flowbnn.noise.base import Noise, layers_with_noise, make_noise_modes, noise
 from flowbnn.noise.contexts import Mode, NoiseContext
 from flowbnn.options import Count, NonNegative, checked
 
-Part = Literal["weights", "noise"]
+ParameterKind = Literal["weights", "noise"]
 
 
 @checked
@@ -60,10 +60,10 @@ def weight_parameters(model: nn.Module) -> list[nn.Parameter]:
     return [p for p in model.parameters() if id(p) not in noise]
 
 
-def _named_part(model: nn.Module, part: Part) -> list[tuple[set[str], str, nn.Parameter]]:
-    """Returns the parameters of a part, each with its name and the set of frozen names of its module, which copies keep."""
+def _named_parameters(model: nn.Module, kind: ParameterKind) -> list[tuple[set[str], str, nn.Parameter]]:
+    """Returns parameters with their names and the set of frozen names of their module, which copies keep."""
     layers_with_noise(model)
-    ids = {id(p) for p in (noise_parameters(model) if part == "noise" else weight_parameters(model))}
+    ids = {id(p) for p in (noise_parameters(model) if kind == "noise" else weight_parameters(model))}
     parameters = []
     for module in model.modules():
         frozen = module.__dict__.setdefault("_frozen_by_flowbnn", set())
@@ -72,7 +72,7 @@ def _named_part(model: nn.Module, part: Part) -> list[tuple[set[str], str, nn.Pa
 
 
 @checked
-def freeze(model: nn.Module, part: Part) -> None:
+def freeze(model: nn.Module, kind: ParameterKind) -> None:
     """Freezes the ``"weights"`` or the ``"noise"`` until :func:`unfreeze`. BatchNorm then keeps its statistics as well.
 
     Args:
@@ -87,22 +87,24 @@ def freeze(model: nn.Module, part: Part) -> None:
     False
     """
     # a list, because a tied parameter is marked in each of its modules
-    for frozen, name, parameter in [entry for entry in _named_part(model, part) if entry[2].requires_grad]:
+    for frozen, name, parameter in [
+        entry for entry in _named_parameters(model, kind) if entry[2].requires_grad
+    ]:
         frozen.add(name)
         parameter.requires_grad_(False)
 
 
 @checked
-def unfreeze(model: nn.Module, part: Part) -> None:
+def unfreeze(model: nn.Module, kind: ParameterKind) -> None:
     """Unfreezes the ``"weights"`` or the ``"noise"`` that :func:`freeze` froze.
 
-    Parameters that were frozen by other means stay frozen. ``requires_grad_(True)`` on a network unfreezes all.
+    Parameters that were not frozen by :func:`freeze` stay frozen. ``requires_grad_(True)`` on a network unfreezes all.
 
     Args:
         model: Stochastic network.
         part: ``"weights"`` or ``"noise"``.
     """
-    for frozen, name, parameter in _named_part(model, part):
+    for frozen, name, parameter in _named_parameters(model, kind):
         if name in frozen:
             frozen.discard(name)
             parameter.requires_grad_(True)
@@ -118,7 +120,7 @@ def parameter_groups(
 ) -> list[dict[str, Any]]:
     """Returns optimizer groups with separate learning rates. The defaults are those of Xiong's report.
 
-    Frozen parameters are left out. Weight decay does not apply to the noise, whose prior is in the KL.
+    Frozen parameters are left out. Weight decay does not apply to the noise, whose prior is part of the KL divergence.
 
     Args:
         model: Stochastic network.
@@ -158,7 +160,7 @@ class LayerCalls(NamedTuple):
 
     Args:
         idle: Names of the layers that the network never calls.
-        constant: Names of the layers whose input does not depend on the examples, without those whose rule says so.
+        constant: Names of the layers whose input does not depend on the examples. Layers whose rule says so are left out.
     """
 
     idle: list[str]
@@ -171,10 +173,10 @@ def align_batch_axes(
     layer_inputs: Mapping[str, Tensor] | None = None,
     few_layer_inputs: Mapping[str, Tensor] | None = None,
 ) -> LayerCalls:
-    """Finds the axis of the examples in every layer with noise, from one pass over a batch and one over a few of its rows.
+    """Finds the axis of the examples in every layer with noise, from one pass over a batch and one pass over a few of its rows.
 
     A sequence-first layer has the examples on axis 1. A layer whose input does not depend on the examples, such as an embedding of
-    positions, has no such axis, so that one draw serves all examples. Rules that set ``batch_axis`` are respected.
+    positions, has no such axis. One draw then serves all examples. Rules that set ``batch_axis`` are respected.
 
     Args:
         model: Network with noise, whose layers are changed in place.
@@ -190,14 +192,14 @@ def align_batch_axes(
     if first is None:
         return LayerCalls([], [])
     idle, constant = [name for name in layers if name not in first], list[str]()
-    few = 0 if is_container(inputs) else min(2, size - 1)
+    subset_size = 0 if is_container(inputs) else min(2, size - 1)
     # without the first row, so that an input that depends on the examples changes
     second = few_layer_inputs
     if second is None:
-        second = (_noise_inputs(model, take(inputs, 1, 1 + few)) if few else None) or {}
+        second = (_noise_inputs(model, take(inputs, 1, 1 + subset_size)) if subset_size else None) or {}
     for name, layer in layers.items():
-        recorded = name in first and name in second and first[name].ndim == second[name].ndim
-        if recorded and _align_layer(layer, first[name], second[name], size, few):
+        is_comparable = name in first and name in second and first[name].ndim == second[name].ndim
+        if is_comparable and _align_layer(layer, first[name], second[name], size, subset_size):
             constant.append(name)
     return LayerCalls(idle, constant)
 
@@ -209,28 +211,34 @@ def warn_constant_inputs(names: Sequence[str]) -> None:
         warn(text, kind="axis", layer=name)
 
 
-def _align_layer(layer: Noise, first: Tensor, second: Tensor, size: int, few: int) -> bool:
-    """Sets the axis of the examples of one layer, from its inputs for a batch and for ``few`` rows of it.
+def _align_layer(layer: Noise, first: Tensor, second: Tensor, size: int, subset_size: int) -> bool:
+    """Sets the axis of the examples of one layer, from its inputs for a batch and for ``subset_size`` rows of it.
 
     Returns:
         True if the input does not depend on the examples.
     """
-    layout, free = layer.layout, layer.recipe is not None and layer.recipe.batch_axis is None
+    layout, has_no_rule = layer.layout, layer.recipe is not None and layer.recipe.batch_axis is None
     sizes = enumerate(zip(first.shape, second.shape, strict=True))
-    axes = [axis for axis, (a, b) in sizes if a != b and a * few == b * size]
-    constant = free and first.shape == second.shape and bool(first.numel()) and torch.equal(first, second)
+    axes = [axis for axis, (a, b) in sizes if a != b and a * subset_size == b * size]
+    constant = (
+        has_no_rule and first.shape == second.shape and bool(first.numel()) and torch.equal(first, second)
+    )
     if constant:
         layer.layout = layout._replace(batch_axis=None)
         layer.recipe = replace(layer.recipe, batch_axis="none")
-    elif free and len(axes) == 1 and axes[0] not in (layout.batch_axis, first.ndim + layout.feature_axis):
+    elif (
+        has_no_rule
+        and len(axes) == 1
+        and axes[0] not in (layout.batch_axis, first.ndim + layout.feature_axis)
+    ):
         layer.layout = layout._replace(batch_axis=axes[0], unbatched_ndim=first.ndim - 1)
         layer.recipe = replace(layer.recipe, batch_axis=axes[0])
     steps, remainder = divmod(len(first), size) if layer.layout.batch_axis == 0 and first.ndim else (1, 0)
-    if steps > 1 and not remainder and len(second) == steps * few:
+    if steps > 1 and not remainder and len(second) == steps * subset_size:
         # rows are time steps or frames: either those of one example or those of one step follow each other
-        by_step = first.unflatten(0, (steps, size))[:, 1 : 1 + few].flatten(0, 1)
-        by_example = first[steps : steps * (1 + few)]
-        gaps = [float((second - other).abs().max()) for other in (by_step, by_example)]
+        by_step = first.unflatten(0, (steps, size))[:, 1 : 1 + subset_size].flatten(0, 1)
+        by_example = first[steps : steps * (1 + subset_size)]
+        gaps = [float((second - expected).abs().max()) for expected in (by_step, by_example)]
         if gaps[0] < 0.1 * gaps[1]:
             layer.layout = layer.layout._replace(examples_first=False)
     return constant
@@ -248,10 +256,10 @@ def record_noise_inputs(model: nn.Module) -> Iterator[dict[str, Tensor]]:
 
 
 def _noise_inputs(model: nn.Module, inputs: Any) -> dict[str, Tensor] | None:
-    """Returns what the noise of every layer multiplies, or None if the network fails on these inputs."""
+    """Returns the tensor that the noise of every layer multiplies, or None if the network fails on these inputs."""
     try:
         with record_noise_inputs(model) as recorded, evaluation_mode(model), noise_mode(model, "off"):
             call(model, inputs)
-    except Exception:  # a network for batches of one size: its layers stay as they are
+    except Exception:  # a network for batches of one size: its layers do not change
         return None
     return recorded

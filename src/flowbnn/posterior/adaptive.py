@@ -92,22 +92,22 @@ class Adaptive:
 
         count, error = predictive.num_samples, predictive.sampling_error
         level = 1.0 - (1.0 - self.certainty) / (2 * max(1, len(self.test_sizes(samples)) - 1))
-        remaining = math.sqrt(1.0 - count / samples)
+        remaining_scale = math.sqrt(1.0 - count / samples)
         # standard errors by which the remaining samples may move a mean
-        reach = float(stdtrit(count - 1, level)) * remaining
+        max_shift = float(stdtrit(count - 1, level)) * remaining_scale
         identical = error == 0  # all samples are equal
         reliable = count >= 16  # the estimate of a standard error from fewer samples is unreliable
         if not isinstance(predictive, CategoricalPredictive) or self.criterion == "probabilities":
             if self.criterion == "decision":
                 value, hint = f"a {type(predictive).__name__}", "use criterion='probabilities'"
                 raise requirement_error("criterion='decision'", "classes", value, hint, argument="criterion")
-            return identical | ((error * reach <= self.tolerance) & reliable)
+            return identical | ((error * max_shift <= self.tolerance) & reliable)
         margin = predictive.decision_strength
         margin = margin.flatten(1).amin(1) if margin.ndim > 1 else margin  # all positions must be decided
         if self.criterion == "decision":
-            return margin >= reach
-        is_decided = (margin >= self.lead * remaining) | identical
-        return (margin >= reach) | ((error <= self.tolerance) & is_decided)
+            return margin >= max_shift
+        is_decided = (margin >= self.lead * remaining_scale) | identical
+        return (margin >= max_shift) | ((error <= self.tolerance) & is_decided)
 
 
 def adaptive_outputs(
@@ -126,7 +126,7 @@ def adaptive_outputs(
         Outputs ``[samples, B, ...]``, NaN for samples that were not drawn, and the number of samples of each input, ``[B]``.
     """
     rule = rule if isinstance(rule, Adaptive) else Adaptive(tolerance=rule)
-    low, batch, cut = 0, inputs, has_row_axis(inputs)
+    low, batch, has_rows = 0, inputs, has_row_axis(inputs)
     outputs = sample_counts = active = torch.empty(0)
     for high in rule.test_sizes(samples):
         new_outputs = draw(batch, range(low, high))
@@ -135,7 +135,7 @@ def adaptive_outputs(
             outputs = new_outputs.new_full((samples, number, *new_outputs.shape[2:]), math.nan)
             sample_counts = torch.full((number,), samples, device=device)
             active = torch.arange(number, device=device)
-        outputs[low:high, active] = new_outputs if cut else new_outputs[:, active]
+        outputs[low:high, active] = new_outputs if has_rows else new_outputs[:, active]
         if high == samples:
             break
         converged = rule.has_converged(predictive(outputs[:high, active]), samples)
@@ -143,5 +143,5 @@ def adaptive_outputs(
         active, low = active[~converged], high
         if not len(active):
             break
-        batch = pick(inputs, active) if cut else inputs
+        batch = pick(inputs, active) if has_rows else inputs
     return outputs, sample_counts

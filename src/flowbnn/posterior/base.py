@@ -1,15 +1,15 @@
 r"""Base class for posteriors, which every method's ``fit`` returns.
 
 A posterior is a distribution over networks together with a likelihood. It implements one method, :meth:`Posterior.outputs`, which
-returns the outputs of some of its samples for a batch of inputs. The base class does everything else. ``predict``
+returns the outputs of some of its samples for a batch of inputs. The base class does everything else. The steps of ``predict`` are:
 
-1. checks its options (:class:`PredictOptions`) and opens a :class:`Prediction`. This object holds the lock of the posterior
-   during the call, the number of samples, the seed, the device and the precision;
-2. reads the batches of a loader (a tensor of inputs is one batch), several small ones at a time;
-3. calls ``outputs`` for all samples, or in rounds until the prediction has converged (:mod:`flowbnn.posterior.adaptive`). If there are
-   views of the inputs, the outputs are averaged over them;
-4. collects the outputs ``[samples, rows, ...]`` in the order of the loader, gathered from all processes
-   (:mod:`flowbnn.posterior.loaders`), and passes them to the likelihood, which returns a predictive distribution.
+1. It checks its options (:class:`PredictOptions`) and opens a :class:`Prediction`. This object holds the lock of the posterior
+   during the call, the number of samples, the seed, the device and the precision.
+2. It reads the batches of a loader, and joins small ones. A tensor of inputs is one batch.
+3. It calls ``outputs`` for all samples, or in rounds until the prediction has converged (:mod:`flowbnn.posterior.adaptive`). If there
+   are views of the inputs, the outputs are averaged over them.
+4. It collects the outputs ``[samples, rows, ...]`` of all processes in the order of the loader (:mod:`flowbnn.posterior.loaders`). The
+   likelihood turns them into a predictive distribution.
 
 ``outputs`` usually calls ``prediction.run``, which runs a network over the rows in chunks that fit the memory of the device
 (:mod:`flowbnn.posterior.prediction`). A posterior of one network has three lines:
@@ -126,7 +126,7 @@ class Posterior:
         Args:
             inputs: Batch of inputs.
             samples: Range of sample numbers.
-            prediction: Prediction that is running.
+            prediction: Current prediction.
         """
         return self._unsupported("outputs; define it")
 
@@ -239,13 +239,13 @@ class Posterior:
         max_bytes: float = SAMPLE_BYTES
         if options.keep_samples != "auto":
             max_bytes = math.inf if options.keep_samples else SUMMARY_BYTES
-        outputs, *rest = self.collect(inputs, options, consume, max_bytes)
+        outputs, counts, values = self.collect(inputs, options, consume, max_bytes)
         reduce = summaries.num_rows > 0 or (options.keep_samples is False and not is_batch(inputs))
         complete = summaries.num_rows > 0 and not outputs.shape[1]
-        if complete or (reduce and consume(outputs, *rest)):
+        if complete or (reduce and consume(outputs, counts, values)):
             return summaries.result(), torch.cat(targets) if targets else None
-        predictive = self._predictive_or_error(outputs, rest[0], inputs, options)
-        return predictive, None if rest[1] is None else self.likelihood.canonical_targets(rest[1])
+        predictive = self._predictive_or_error(outputs, counts, inputs, options)
+        return predictive, None if values is None else self.likelihood.canonical_targets(values)
 
     def collect(
         self,
@@ -254,20 +254,20 @@ class Posterior:
         consume: Callable[[Tensor, Tensor | None, Tensor | None], bool] | None = None,
         max_bytes: float = math.inf,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Returns outputs ``[samples, rows, ...]``, the number of samples of each row if adaptive, and the targets if any.
+        """Returns outputs ``[samples, rows, ...]``, the number of samples of each row (if adaptive), and the targets (if any).
 
         Args:
             inputs: Inputs or a loader.
             options: Options of the prediction.
-            consume: Function that is called with the results for some rows of a loader whenever they have ``max_bytes`` bytes. They are
-                then left out of the result, unless the function returns False.
-            max_bytes: Number of bytes of outputs.
+            consume: Function that is called with the results for the last rows of a loader whenever these have ``max_bytes`` bytes. If
+                it returns True, these rows are left out of the result.
+            max_bytes: Number of bytes of outputs at which ``consume`` is called.
         """
         self._check_supported(inputs, options)
         one_batch, rule = is_batch(inputs), options.adaptive
         if one_batch:
             check_finite(inputs)
-        outputs_of = average_views(self.outputs, self.likelihood) if options.views else self.outputs
+        compute_outputs = average_views(self.outputs, self.likelihood) if options.views else self.outputs
         loaders = nullcontext() if one_batch else shard_loader(inputs, bool(options.sharded), options.shared)
         with loaders as loader:
             max_bytes = math.inf if consume is None else max_bytes
@@ -277,10 +277,10 @@ class Posterior:
                 for batch, targets in [(inputs, [])] if collector is None else collector.groups(prediction):
                     with rewrap_forward_errors(batch):
                         if rule is None:
-                            outputs, counts = outputs_of(batch, samples, prediction), None
+                            outputs, counts = compute_outputs(batch, samples, prediction), None
                         else:
                             outputs, counts = adaptive_outputs(
-                                lambda rows, numbers: outputs_of(rows, numbers, prediction),
+                                lambda rows, numbers: compute_outputs(rows, numbers, prediction),
                                 batch,
                                 len(samples),
                                 rule,
@@ -315,7 +315,7 @@ class Posterior:
             raise FlowBNNError(message, kind="unsupported", argument=argument)
 
     def _finish_batch(self, inputs: Any, outputs: Tensor, prediction: Prediction) -> Tensor:
-        """Returns the outputs for a batch as they are collected. A subclass may append columns for :meth:`_predictive`."""
+        """Returns the outputs of a batch. A subclass may append columns that :meth:`_predictive` reads."""
         return outputs
 
     def _round_predictive(self, outputs: Tensor) -> Any:
@@ -517,12 +517,12 @@ def load_posterior(
     Raises:
         FlowBNNError: If the file is damaged, was made from another architecture, or has another likelihood.
     """
-    kinds = {kind.kind: kind for kind in all_subclasses(Posterior)}
-    file = open_posterior_file(path, network, list(kinds))
-    stored = file.document.get("likelihood")
-    if likelihood is not None and isinstance(stored, Mapping):
+    classes = {posterior_class.kind: posterior_class for posterior_class in all_subclasses(Posterior)}
+    file = open_posterior_file(path, network, list(classes))
+    likelihood_document = file.document.get("likelihood")
+    if likelihood is not None and isinstance(likelihood_document, Mapping):
         cls = likelihood if isinstance(likelihood, type) else type(likelihood)
-        if stored.get("likelihood") != cls.__name__:
-            text = f"'{path}' has the likelihood {stored.get('likelihood')}, not {cls.__name__}"
+        if likelihood_document.get("likelihood") != cls.__name__:
+            text = f"'{path}' has the likelihood {likelihood_document.get('likelihood')}, not {cls.__name__}"
             raise FlowBNNError(text, kind="file", argument="likelihood")
-    return kinds[file.document["kind"]].load(file, network)
+    return classes[file.document["kind"]].load(file, network)

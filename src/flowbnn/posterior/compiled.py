@@ -39,14 +39,14 @@ def skip_guards() -> AbstractContextManager[Any]:
 
     Torch has this setting for all threads, so it is used only if no other thread may run compiled functions.
     """
-    others = [t for t in threading.enumerate() if not t.daemon and t is not threading.current_thread()]
-    if others or threading.current_thread() is not threading.main_thread():
+    other_threads = [t for t in threading.enumerate() if not t.daemon and t is not threading.current_thread()]
+    if other_threads or threading.current_thread() is not threading.main_thread():
         return nullcontext()
     return torch.compiler.set_stance(skip_guard_eval_unsafe=True)
 
 
 def forward_with_weights(model: nn.Module, weights: Mapping[str, Tensor], inputs: Any) -> Tensor:
-    """Runs the network with other weights, without changing it: compiled, this swaps nothing."""
+    """Runs the network with other weights by ``functional_call``, which does not change the network."""
     if not weights:
         return call(model, inputs)
 
@@ -57,7 +57,7 @@ def forward_with_weights(model: nn.Module, weights: Mapping[str, Tensor], inputs
 
 
 def forward_sample_by_rules(*args: Any, **options: Any) -> Tensor:
-    """Returns the same outputs, in the form of the operations that vmap handles best."""
+    """Runs :func:`forward_sample` with :class:`~flowbnn.posterior.vmap_rules.VmapRules`, which make vmap faster."""
     with VmapRules():
         return forward_sample(*args, **options)
 
@@ -67,14 +67,14 @@ def forward_samples(
 ) -> Tensor:
     """Returns outputs ``[samples, rows, ...]`` of several sampled networks in one pass, by ``torch.func.vmap``.
 
-    By definition every sample is one network, whatever the network does with its rows. What comes before the first noise is computed
-    once. Networks that draw random numbers or branch on values raise a RuntimeError.
+    Every sample is one network, even if rows interact. Layers before the first noise are computed once. Networks that draw random
+    numbers or branch on values raise a RuntimeError.
 
     Args:
         model: Stochastic network in evaluation mode.
         keys: Layer key and number of earlier calls of each draw.
         rules: If True, operations run by :class:`~flowbnn.posterior.vmap_rules.VmapRules`.
-        draws: Draws ``[samples, *at, dim]``.
+        draws: Draws ``[samples, *positions, dim]``.
         inputs: Inputs of all samples.
     """
     forward = partial(forward_sample_by_rules if rules else forward_sample, model, keys)
@@ -86,7 +86,7 @@ def forward_samples(
 def compile_once(
     prediction: Prediction, function: Callable[..., Tensor], graphs: bool, fullgraph: bool
 ) -> Any:
-    """Returns the compiled function, which the posterior keeps.
+    """Returns the compiled function from the cache of the posterior.
 
     Args:
         prediction: Prediction.
@@ -100,7 +100,7 @@ def compile_once(
 
 
 def compiled_forward(prediction: Prediction, weights: Mapping[str, Tensor], inputs: Any) -> Tensor:
-    """Runs one compiled pass of a network with these weights. Few rows, which are not worth padding, run as they are."""
+    """Runs one compiled pass of a network with these weights. Few rows run uncompiled, because padding would cost more."""
     count, size, model = rows(inputs), prediction.compiled_rows, prediction.model
     with quiet_compiler(), unlimited_recompiles():
         if 2 * count < size:
@@ -115,12 +115,12 @@ class CompiledSampler:
 
     Args:
         prediction: Prediction.
-        shared: Draws of all samples.
+        shared_draws: Draws of all samples.
         trace: Measurements of the network.
     """
 
-    def __init__(self, prediction: Prediction, shared: SharedDraws, trace: ForwardTrace) -> None:
-        self.prediction, self.shared, self.trace = prediction, shared, trace
+    def __init__(self, prediction: Prediction, shared_draws: SharedDraws, trace: ForwardTrace) -> None:
+        self.prediction, self.shared_draws, self.trace = prediction, shared_draws, trace
         self.keys = tuple([(key, call) for key, call, _ in trace.noise_shapes])
 
     def try_outputs(self, inputs: Any, samples: range) -> Tensor | None:
@@ -140,24 +140,24 @@ class CompiledSampler:
 
     def outputs(self, inputs: Any, samples: range) -> Tensor:
         """Returns outputs ``[len(samples), rows, ...]``."""
-        prediction, first, result = self.prediction, samples.start, None
-        count, graphs, chunks = self.cut(inputs, len(samples))
+        prediction, first_sample, result = self.prediction, samples.start, None
+        count, graphs, chunks = self.plan_passes(inputs, len(samples))
         with quiet_compiler(), unlimited_recompiles(), ExitStack() as stack:
-            while first < samples.stop:
-                last = min(first + count, samples.stop)
-                work = partial(self.run_chunks, chunks, graphs, first, last, count)
-                outputs = prediction.attempt(work, prediction.compiled_rows * count)
+            while first_sample < samples.stop:
+                last_sample = min(first_sample + count, samples.stop)
+                run_pass = partial(self.run_chunks, chunks, graphs, first_sample, last_sample, count)
+                outputs = prediction.attempt(run_pass, prediction.compiled_rows * count)
                 if outputs is None:
                     stack.close()
                     prediction.compiled_rows = 0
-                    count, graphs, chunks = self.cut(inputs, len(samples))
+                    count, graphs, chunks = self.plan_passes(inputs, len(samples))
                     continue
                 if result is None:
                     result = outputs.new_empty((len(samples), *outputs.shape[1:]))
                     if graphs:
                         stack.enter_context(skip_guards())
-                result[first - samples.start : last - samples.start] = outputs
-                first = last
+                result[first_sample - samples.start : last_sample - samples.start] = outputs
+                first_sample = last_sample
         assert result is not None
         return result
 
@@ -172,7 +172,7 @@ class CompiledSampler:
             count: Number of samples in a pass, to which the draws are padded.
         """
         model, chunk_outputs = self.prediction.model, []
-        tensors = self.shared.tensors(self.trace.noise_shapes, first, last)
+        tensors = self.shared_draws.tensors(self.trace.noise_shapes, first, last)
         draws = [pad(tensors[key], count) if last - first < count else tensors[key] for key in self.keys]
         function = compile_once(self.prediction, forward_samples, graphs, fullgraph=True)
         for size, inputs in chunks:
@@ -184,10 +184,10 @@ class CompiledSampler:
             chunk_outputs.append(outputs[: last - first, :size].to(dtype, copy=True))
         return torch.cat(chunk_outputs, 1) if len(chunk_outputs) > 1 else chunk_outputs[0]
 
-    def cut(self, inputs: Any, num_samples: int) -> tuple[int, bool, list[tuple[int, Any]]]:
+    def plan_passes(self, inputs: Any, num_samples: int) -> tuple[int, bool, list[tuple[int, Any]]]:
         """Returns the number of samples in a pass, whether to use CUDA graphs, and the chunks of the inputs.
 
-        A chunk is its number of rows and its inputs. A last chunk of at least half the size is padded.
+        A chunk consists of its number of rows and its inputs. A last chunk of at least half the size is padded.
         """
         prediction, total, chunks = self.prediction, rows(inputs), []
         size = min(prediction.compiled_rows or even_size(total, prediction.row_limit), prediction.row_limit)
@@ -197,23 +197,27 @@ class CompiledSampler:
             count = rows(chunk)
             chunks.append((count, pad(chunk, size) if size <= 2 * count < 2 * size else chunk))
         samples = self.samples_per_pass(num_samples)
-        work = self.trace.flops_per_row * size * samples
+        flops = self.trace.flops_per_row * size * samples
         # short passes wait for their launches, so they are replayed from a CUDA graph
-        return samples, prediction.device.type == "cuda" and work < 7e11, chunks
+        return samples, prediction.device.type == "cuda" and flops < 7e11, chunks
 
     def samples_per_pass(self, num_samples: int) -> int:
-        """Returns how many samples a pass takes to fill the device.
+        """Returns the number of samples in a pass that fill the device.
 
-        Every number is compiled anew, so it is a power of two. Requests for a part of the samples (adaptive sampling) take one.
+        Each number needs a compilation of its own, so it is a power of two. It is 1 for adaptive sampling, which requests few samples.
         """
         prediction, kind = self.prediction, "cpu" if self.prediction.device.type == "cpu" else "cuda"
         if num_samples < prediction.samples:
             return 1
-        work = max(1.0, self.trace.flops_per_row * prediction.compiled_rows)
-        count = min(int(FULL_PASS_FLOPS[kind] / work), prediction.row_limit // prediction.compiled_rows)
-        layers = self.shared.layers
-        numbers = sum(prod(at) * layers[key].layout.dim for key, _, at in self.trace.noise_shapes)
-        count = max(1, min(count, num_samples, 2**28 // (4 * numbers)))  # at most 256 MB of draws
+        flops_per_sample = max(1.0, self.trace.flops_per_row * prediction.compiled_rows)
+        count = min(
+            int(FULL_PASS_FLOPS[kind] / flops_per_sample), prediction.row_limit // prediction.compiled_rows
+        )
+        layers = self.shared_draws.layers
+        draw_size = sum(
+            prod(positions) * layers[key].layout.dim for key, _, positions in self.trace.noise_shapes
+        )
+        count = max(1, min(count, num_samples, 2**28 // (4 * draw_size)))  # at most 256 MB of draws
         count = 2 ** (count.bit_length() - 1)
         while -num_samples % count > 0.25 * num_samples:  # at most a quarter of the samples is padding
             count //= 2
@@ -221,7 +225,7 @@ class CompiledSampler:
 
 
 def _summary(error: BaseException) -> str:
-    """Returns the first line of an error message, and the next if torch names only who failed in the first."""
+    """Returns the first line of an error message, and the second line if the first only names the failed component."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     text = " ".join(lines[:2]) if lines[0].endswith("raised:") else lines[0]
     return text[:160].rstrip(" .:")

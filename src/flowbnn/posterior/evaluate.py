@@ -26,16 +26,16 @@ def evaluate(
 ) -> dict[str, float]:
     """Returns the metrics of a posterior on held-out data.
 
-    These are accuracy, negative log-likelihood (NLL), Brier score and expected calibration error (ECE) for classification, and root
-    mean squared error (RMSE), NLL, continuous ranked probability score (CRPS) and coverage for regression.
+    For classification these are accuracy, negative log-likelihood (NLL), Brier score and expected calibration error (ECE). For
+    regression they are root mean squared error (RMSE), NLL, continuous ranked probability score (CRPS) and coverage.
 
     Args:
         posterior: Posterior of any method.
         loader: Loader of ``(inputs, targets)``, ``Dataset``, or pair of tensors or arrays.
-        novel: Out-of-distribution inputs: a loader, a pair, or a tensor. They add one AUROC for each score of :func:`novelty_scores`,
-            the probability that a novel input has a larger score than an input of ``loader``: ``auroc_entropy``,
-            ``auroc_mutual_information`` and ``auroc_energy`` for classification, ``auroc_std`` and ``auroc_epistemic`` for regression,
-            and ``auroc_density`` with a density.
+        novel: Out-of-distribution inputs: a loader, a pair, or a tensor. They add one AUROC for each score of
+            :func:`novelty_scores`. It is the probability that a novel input has a larger score than an input of ``loader``.
+            Classification has ``auroc_entropy``, ``auroc_mutual_information`` and ``auroc_energy``. Regression has ``auroc_std`` and
+            ``auroc_epistemic``. A density adds ``auroc_density``.
         density: Density of the inputs, from :func:`~flowbnn.fit_density`. A posterior of :func:`~flowbnn.gated` has its own.
         seed: Seed of the prediction.
         options: Other options of :meth:`Posterior.predict`. Adaptive sampling adds ``sample_counts``, the mean number of samples.
@@ -74,7 +74,7 @@ def novelty_scores(predictive: Any) -> dict[str, Tensor]:
     """Returns scores ``[B]`` that tend to be larger for novel inputs, by name.
 
     For classes these are the entropy, the mutual information of several samples, and the energy of logits, each averaged over the
-    positions of an input. Predictives that are made from probabilities, as those of a mixture of posteriors, have no energy. For real
+    positions of an input. Predictives without logits, such as those of a mixture of posteriors, have no energy. For real
     values they are the standard deviation, and the epistemic variance of several samples. A posterior with a density gate adds minus
     the log-density.
 
@@ -92,18 +92,18 @@ def novelty_scores(predictive: Any) -> dict[str, Tensor]:
             for name, head in predictive.items()
             for score, values in novelty_scores(head).items()
         }
-    several = predictive.num_samples > 1
+    has_samples = predictive.num_samples > 1
     scores: dict[str, Tensor] = {}
     if "entropy" in predictive.uncertainties:
         scores["entropy"] = _mean_over_positions(predictive.entropy)
-        if several:
+        if has_samples:
             scores["mutual_information"] = _mean_over_positions(predictive.mutual_information)
         energy = _mean_over_positions(predictive.energy)
-        # predictives that are made from probabilities have rounding errors only
+        # the energy of predictives without logits consists of rounding errors
         if bool((energy.abs() > 1e-5).any()):
             scores["energy"] = energy
     else:
-        names = ("std", "epistemic") if several else ("std",)
+        names = ("std", "epistemic") if has_samples else ("std",)
         scores |= {name: getattr(predictive, name).reshape(len(predictive), -1).sum(-1) for name in names}
     if predictive.log_density is not None:
         scores["density"] = -predictive.log_density

@@ -1,8 +1,8 @@
 r"""Density gate: a posterior whose predictions fall back to a fixed distribution for unfamiliar inputs.
 
 A flow is fitted to the inputs, or to features of them. An input is unfamiliar if its log-density is below the ``false_alarm`` quantile
-of the log-densities of held-out rows. Its prediction is then the distribution of the targets without any input: class frequencies, or
-a Gaussian with the mean and the standard deviation of the targets. Elsewhere predictions do not change.
+of the log-densities of held-out rows. Its prediction is then the marginal distribution of the targets: class frequencies, or a Gaussian
+with the mean and the standard deviation of the targets. Predictions of other inputs do not change.
 """
 
 from collections.abc import Mapping
@@ -181,7 +181,7 @@ class GatedPosterior(WrappedPosterior):
     def from_inner(
         cls, posterior: Posterior, state: dict[str, Tensor], settings: dict[str, Any]
     ) -> "GatedPosterior":
-        """Returns the posterior of a file; see :meth:`WrappedPosterior.from_inner`. Densities are computed on the CPU."""
+        """Returns the posterior of a file, see :meth:`WrappedPosterior.from_inner`. Densities are computed on the CPU."""
         tensors = {name: value.cpu() for name, value in state.items()}
         return cls(posterior, DensityGate.from_state(tensors, settings))
 
@@ -218,9 +218,9 @@ def gated(
     r"""Adds a density gate to a posterior: predictions fall back to a fixed distribution for unfamiliar inputs.
 
     Far from the data most networks are confident. A flow :math:`p(h)` over the inputs, or over features :math:`h` of the network,
-    notices such inputs. The fallback is the frequency of the classes, or a Gaussian with the mean and the standard deviation of the
-    targets. A share ``false_alarm`` of familiar inputs gets it as well. It is measured on rows of the loader that the flow is not
-    fitted to, and the guarantee holds for any flow (:class:`~flowbnn.density.NoveltyDetector`).
+    detects such inputs. The fallback is the frequency of the classes, or a Gaussian with the mean and the standard deviation of the
+    targets. At most a share ``false_alarm`` of familiar inputs also gets the fallback. The threshold is set on rows of the loader that
+    the flow is not fitted to, so that this bound holds for any flow (:class:`~flowbnn.density.NoveltyDetector`).
 
     Args:
         posterior: Posterior of any method.
@@ -259,25 +259,29 @@ def gated(
     # predict must stay outside
     with temporary_seed(seed), preserve_rng_state(loader, seed):
         extractor = Features.fit(loader, components, features, network, context)
-    vectors, statistics, counts = [], TargetStatistics(), torch.zeros(0)
+    feature_batches, statistics, counts = [], TargetStatistics(), torch.zeros(0)
     with temporary_seed(seed), preserve_rng_state(loader, seed):
         for batch in loader:
             inputs, targets, _ = split_weighted_batch(batch)
             require_targets(targets)
-            vectors.append(extractor(inputs, network, context))
+            feature_batches.append(extractor(inputs, network, context))
             if isinstance(posterior.likelihood, RealLikelihood):
                 statistics.add(posterior.likelihood.link(targets))
             else:
                 counts = _add_counts(counts, posterior.likelihood.canonical_targets(targets).cpu())
-    rows = torch.cat(vectors)
-    order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed))
-    number = max(1, round(held_out_fraction * len(rows)))
-    if len(rows) - number < 2:
-        raise requirement_error("fb.gated", "at least 3 rows", len(rows), kind="data", argument="loader")
+    feature_rows = torch.cat(feature_batches)
+    order = torch.randperm(len(feature_rows), generator=torch.Generator().manual_seed(seed))
+    num_held_out = max(1, round(held_out_fraction * len(feature_rows)))
+    if len(feature_rows) - num_held_out < 2:
+        raise requirement_error(
+            "fb.gated", "at least 3 rows", len(feature_rows), kind="data", argument="loader"
+        )
     with temporary_seed(seed):
-        model = named_flows()[flow](rows.shape[1])
-        density = fit_density(model, rows[order[number:]], epochs=epochs, seed=seed, progress=progress)
-    detector = density.novelty(rows[order[:number]], rate=false_alarm)
+        model = named_flows()[flow](feature_rows.shape[1])
+        density = fit_density(
+            model, feature_rows[order[num_held_out:]], epochs=epochs, seed=seed, progress=progress
+        )
+    detector = density.novelty(feature_rows[order[:num_held_out]], rate=false_alarm)
     fallback = _fallback(posterior, statistics, counts, batch)
     return GatedPosterior(
         posterior, DensityGate(extractor, density, detector.held_out_scores, fallback, false_alarm, flow)
@@ -286,11 +290,11 @@ def gated(
 
 def _add_counts(counts: Tensor, labels: Tensor) -> Tensor:
     """Adds the numbers of labels ``[B]``, or the sums of soft labels ``[B, C]``, to counts."""
-    added = labels.double().sum(0) if labels.ndim == 2 else torch.bincount(labels).double()
-    size = max(len(counts), len(added))
+    batch_counts = labels.double().sum(0) if labels.ndim == 2 else torch.bincount(labels).double()
+    size = max(len(counts), len(batch_counts))
     total = torch.zeros(size, dtype=torch.float64)
     total[: len(counts)] += counts
-    total[: len(added)] += added
+    total[: len(batch_counts)] += batch_counts
     return total
 
 

@@ -1,6 +1,6 @@
 """Groups small batches of a loader into full passes, and collects their outputs in order.
 
-If several processes predict together, each reads its part of the batches from a :class:`ShardedLoader`, and all get the whole result.
+If several processes predict together, each reads its part of the batches from a :class:`ShardedLoader`. All return the whole result.
 """
 
 import math
@@ -97,14 +97,14 @@ class OutputCollector:
 
     def batch_index(self, index: int) -> int:
         """Returns the index in the whole loader of a batch of this process."""
-        sharded = isinstance(self.loader, ShardedLoader) and not self.loader.cut
+        sharded = isinstance(self.loader, ShardedLoader) and not self.loader.split_batches
         return self.loader.batch_indices[index] if sharded else index
 
     def groups(self, prediction: Prediction) -> Iterator[tuple[Any, list[Tensor]]]:
-        """Yields inputs and targets of the loader, those of several small batches at a time.
+        """Yields inputs and targets of the loader. Small batches are joined.
 
         Args:
-            prediction: Prediction, which has the size of the groups and gets the index of each.
+            prediction: Current prediction. It defines the size of the groups, and its ``batch_index`` is set.
         """
         prediction.total_rows = self.expected_rows
         show_progress = prediction.options.progress and is_main_process()
@@ -124,7 +124,7 @@ class OutputCollector:
             targets: Targets of the rows.
         """
         start, stop, previous = self.num_rows, self.num_rows + outputs.shape[1], self.tensor
-        if previous is not None and not previous.shape[1]:  # the rows before have been taken
+        if previous is not None and not previous.shape[1]:  # the previous rows have been consumed
             previous = None
         size = outputs.numel() * outputs.element_size()
         if previous is None and (stop >= self.expected_rows or size >= self.max_bytes):
@@ -173,23 +173,23 @@ def _allocate(outputs: Tensor, num_rows: int, previous: Tensor | None) -> Tensor
     """Returns an empty tensor for ``num_rows`` rows of outputs, on the device of the previous one."""
     shape = (outputs.shape[0], num_rows, *outputs.shape[2:])
     device = outputs.device if previous is None else previous.device
-    needed = outputs.element_size() * outputs.numel() // max(1, outputs.shape[1]) * num_rows
-    if previous is None and device.type == "cuda" and needed > torch.cuda.mem_get_info(device)[0] // 4:
+    num_bytes = outputs.element_size() * outputs.numel() // max(1, outputs.shape[1]) * num_rows
+    if previous is None and device.type == "cuda" and num_bytes > torch.cuda.mem_get_info(device)[0] // 4:
         device = torch.device("cpu")
     return torch.empty(shape, dtype=outputs.dtype, device=device)
 
 
-def shard_loader(loader: Any, sharded: bool, cut: bool) -> AbstractContextManager[Any]:
-    """Returns this process's part of a loader, as a context manager, or the loader itself if there is one process.
+def shard_loader(loader: Any, sharded: bool, split_batches: bool) -> AbstractContextManager[Any]:
+    """Returns a context manager of this process's part of a loader, or of the loader itself if there is one process.
 
-    Afterwards the random states of all processes are those of the first.
+    It sets the random states of all processes to that of the first process.
 
     Args:
         loader: Loader.
         sharded: If False, this process predicts everything.
-        cut: If True, batches are cut, which requires that all inputs share their draws.
+        split_batches: If True, each batch is divided among the processes. This requires that all inputs share their draws.
     """
-    return ShardedLoader(loader, cut) if sharded and num_processes() > 1 else nullcontext(loader)
+    return ShardedLoader(loader, split_batches) if sharded and num_processes() > 1 else nullcontext(loader)
 
 
 class ShardedLoader:
@@ -197,12 +197,12 @@ class ShardedLoader:
 
     Args:
         loader: Loader.
-        cut: If True, every process reads some rows of every batch. If False, because draws depend on the batch, whole batches go to
-            one process after the other.
+        split_batches: If True, every process reads some rows of every batch. If False, the processes read whole
+            batches in turn, because draws depend on the batch.
     """
 
-    def __init__(self, loader: Any, cut: bool) -> None:
-        self.loader, self.cut, self.reported = loader, cut, False
+    def __init__(self, loader: Any, split_batches: bool) -> None:
+        self.loader, self.split_batches, self.has_reported = loader, split_batches, False
         self.rank, self.world = distributed.get_rank(), distributed.get_world_size()
         nccl = distributed.get_backend() == "nccl"  # which communicates by the GPU
         device = torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
@@ -218,11 +218,11 @@ class ShardedLoader:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, Exception) and not self.reported and not is_connection_loss(error):
+        if isinstance(error, Exception) and not self.has_reported and not is_connection_loss(error):
             self.report(str(error))  # the other processes wait for this report
 
     def _select(self, index: int, num_rows: int) -> tuple[int, int]:
-        if self.cut:
+        if self.split_batches:
             start, stop = self.rank * num_rows // self.world, (self.rank + 1) * num_rows // self.world
         else:
             start, stop = 0, num_rows if index % self.world == self.rank else 0
@@ -248,7 +248,7 @@ class ShardedLoader:
         Returns:
             For each process its error, the sizes of its parts, and its tensors.
         """
-        self.reported = True
+        self.has_reported = True
         reports: list[Any] = [None] * self.world
         _communicate(lambda: distributed.all_gather_object(reports, (error, self.sizes, tensors)))
         for rank, (message, _, _) in enumerate(reports):
@@ -282,13 +282,13 @@ def _interleave(sizes: Sequence[list[int]], tensors: Sequence[Tensor | None], ax
         iter(() if tensor is None else tensor.split([size for size in local if size], axis))
         for tensor, local in zip(tensors, sizes, strict=True)
     ]
-    ordered = [
+    chunks = [
         next(piece)
         for batch in zip(*sizes, strict=True)
         for piece, size, tensor in zip(pieces, batch, tensors, strict=True)
         if size and tensor is not None
     ]
-    return torch.cat(ordered, axis) if ordered else None
+    return torch.cat(chunks, axis) if chunks else None
 
 
 def _communicate(exchange: Callable[[], Any]) -> None:

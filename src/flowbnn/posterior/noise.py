@@ -4,9 +4,9 @@ If all inputs share the draws, a sample is one network. There are two strategies
 (:meth:`NoisePosterior.outputs`):
 
 * *vmap*: several sampled networks in one pass, by ``torch.func.vmap`` over the draws of all layers. Long jobs on a GPU are compiled
-  (:class:`~flowbnn.posterior.compiled.CompiledSampler`);
-* *sequential*: one network after the other, with the noise multiplied into the weights of torch's linear layers and convolutions, and
-  by hooks elsewhere.
+  (:class:`~flowbnn.posterior.compiled.CompiledSampler`).
+* *sequential*: one network after the other. The noise is multiplied into the weights of torch's linear layers and convolutions. Hooks
+  apply it elsewhere.
 
 Both strategies run every sampled network on all rows of a chunk. They are therefore correct even if rows interact or are routed, as in
 BatchNorm or a mixture of experts. Vmap raises an error if the network branches on values or draws random numbers. The sequential
@@ -73,7 +73,7 @@ class NoisePosterior(Posterior):
     kind = "node noise"
     supports_compile = True
     report: FitReport | None = None  # set by fb.fit
-    rows_interact: bool = False  # True if outputs depend on other rows of a batch, found by fb.fit
+    rows_interact: bool = False  # True if outputs depend on other rows of a batch, set by fb.fit
 
     def set_rows_interact(self, rows_interact: bool) -> None:
         """Sets whether outputs depend on other rows of a batch, as in a graph. All rows then share the draws of a prediction."""
@@ -217,30 +217,30 @@ class NoiseSampler:
         if self.generator is None:
             self.modes = make_noise_modes(self.layers, "shared", prediction.samples, prediction.seed)
             layers = list(self.layers.values())
-            self.shared = shared_draws(layers, self.modes, prediction.device, prediction.cache)
+            self.shared_draws = shared_draws(layers, self.modes, prediction.device, prediction.cache)
         else:
             self.modes = make_noise_modes(self.layers, "sample", 1, None, self.generator)
 
     def seed_batch(self) -> None:
-        """Seeds the draws of this batch, if every example has its own."""
+        """Seeds the draws of this batch, if every example has its own draws."""
         if self.generator is not None:
             self.generator.manual_seed(self.prediction.seed + self.prediction.batch_index)
 
     def is_worth_compiling(self, inputs: Any, trace: ForwardTrace) -> bool:
         """Returns True if the passes of this job should be compiled."""
         prediction = self.prediction
-        requested = prediction.options.compile
-        if requested is True and not prediction.shared:
+        compile_option = prediction.options.compile
+        if compile_option is True and not prediction.shared:
             prediction.warn_once("compile", "compile=True is ignored with shared=False")
-        if not requested or not prediction.shared or not trace.noise_shapes:
+        if not compile_option or not prediction.shared or not trace.noise_shapes:
             return False
-        if requested is True:
+        if compile_option is True:
             return has_row_axis(inputs)
         # if most operations precede the first noise, vmap saves more, because it computes them once
         if trace.prefix_share > 0.5 or not math.isfinite(COMPILE_FLOPS[self.device_kind]):
             return False
-        work = trace.flops_per_row * prediction.samples * max(prediction.total_rows, rows(inputs))
-        return work >= COMPILE_FLOPS[self.device_kind] and has_row_axis(inputs)
+        flops = trace.flops_per_row * prediction.samples * max(prediction.total_rows, rows(inputs))
+        return flops >= COMPILE_FLOPS[self.device_kind] and has_row_axis(inputs)
 
     def prefers_vmap(self, inputs: Any, trace: ForwardTrace) -> bool:
         """Returns True if vmap is expected to be faster than the sequential strategy."""
@@ -276,31 +276,35 @@ class NoiseSampler:
 
     def run_compiled(self, inputs: Any, samples: range, trace: ForwardTrace) -> Tensor | None:
         """Returns outputs of compiled passes, or None after a warning if the network does not compile."""
-        make = partial(CompiledSampler, self.prediction, self.shared, trace)
-        compiled = self.prediction.state.get(("compiled", id(trace)), make)
-        return compiled.try_outputs(inputs, samples)
+        make = partial(CompiledSampler, self.prediction, self.shared_draws, trace)
+        sampler = self.prediction.state.get(("compiled", id(trace)), make)
+        return sampler.try_outputs(inputs, samples)
 
     # -------------------- vmap
 
     def run_vmap(self, inputs: Any, samples: range, trace: ForwardTrace) -> Tensor:
         """Returns outputs of several samples per pass, by vmap over their draws."""
-        prediction, first, results = self.prediction, samples.start, list[Tensor]()
+        prediction, first_sample, results = self.prediction, samples.start, list[Tensor]()
         keys, total = tuple([(key, call) for key, call, _ in trace.noise_shapes]), rows(inputs)
-        forward_one = forward_sample_by_rules if trace.image_layers else forward_sample
-        while first < samples.stop:
+        forward_function = forward_sample_by_rules if trace.image_layers else forward_sample
+        while first_sample < samples.stop:
             limit = prediction.row_limit
-            size, count = self.chunk_sizes(inputs, samples.stop - first, trace)
-            shared: list[Tensor] = []
+            size, count = self.chunk_sizes(inputs, samples.stop - first_sample, trace)
+            sample_draws: list[Tensor] = []
             if self.generator is None:
-                shared += self.shared.tensors(trace.noise_shapes, first, first + count).values()
+                sample_draws += self.shared_draws.tensors(
+                    trace.noise_shapes, first_sample, first_sample + count
+                ).values()
             chunk_outputs: list[Tensor] = []
             for start in range(0, total, size):
                 chunk = inputs if size >= total else take(inputs, start, start + size)
-                draws, examples = shared, 0
+                draws, examples = sample_draws, 0
                 if self.generator is not None:
                     examples = min(size, total - start)
                     draws = self.draw_examples(trace, count, examples)
-                forward = torch.vmap(partial(forward_one, self.model, keys, rows=examples), in_dims=(0, None))
+                forward = torch.vmap(
+                    partial(forward_function, self.model, keys, rows=examples), in_dims=(0, None)
+                )
                 outputs = prediction.attempt(partial(forward, draws, chunk), min(size, total) * count)
                 if outputs is None:  # fewer samples, or fewer rows
                     self.ran_out_of_memory = True
@@ -309,7 +313,7 @@ class NoiseSampler:
                 chunk_outputs.append(outputs.to(torch.promote_types(outputs.dtype, torch.float32)))
             else:
                 results.append(chunk_outputs[0] if len(chunk_outputs) == 1 else torch.cat(chunk_outputs, 1))
-                first += count
+                first_sample += count
         outputs = results[0] if len(results) == 1 else torch.cat(results)
         if has_row_axis(inputs):
             check_rows(outputs[0], total)
@@ -329,7 +333,7 @@ class NoiseSampler:
         return self.prediction.run(inputs, networks, len(samples))
 
     def example_networks(self, samples: range) -> Iterator[Callable[[Any], Tensor]]:
-        """Yields the network once per sample. Every example has its own draws."""
+        """Yields a function that runs the network, once per sample. Every example has its own draws."""
         for _ in samples:
             yield partial(self.forward, self.model, NoiseContext(self.modes, sharded=False))
 
@@ -342,7 +346,7 @@ class NoiseSampler:
         for index in samples:
             if weights is not None:
                 weights.fill(index)
-            source = SampleDraws(self.shared, index)
+            source = SampleDraws(self.shared_draws, index)
             yield partial(self.forward, model, NoiseContext(self.modes, source, sharded=False))
 
     @staticmethod
@@ -356,8 +360,8 @@ class NoiseSampler:
         if self.generator is not None:
             return ()
         calls: dict[int, list[tuple[int, ...]]] = {}
-        for key, _, at in trace.noise_shapes:
-            calls.setdefault(key, []).append(at)
+        for key, _, positions in trace.noise_shapes:
+            calls.setdefault(key, []).append(positions)
         names = []
         for name, layer in self.layers.items():
             module = self.model.get_submodule(name)
@@ -380,7 +384,7 @@ def errors_for_slow_vmap() -> Iterator[None]:
 class ScaledWeights:
     """Clone of a network in which some layers run with the noise of one sample in their weights.
 
-    Only the layer itself uses the scaled weight, during its forward pass. Other modules that read or share the weight see the original.
+    Only the layer itself uses the scaled weight, during its forward pass. Other modules that read or share the weight use the original.
 
     Args:
         model: Network. If it cannot be cloned, the noise hooks are used instead.
@@ -396,7 +400,7 @@ class ScaledWeights:
             weight: Any = module._parameters["weight"]
             scaled = nn.Parameter(torch.empty_like(weight.detach()), requires_grad=False)
             vectors = layer.shared_vectors(*modes[layer.key][1:3], weight.device)
-            _silence(module, layer)
+            _disable_noise_hook(module, layer)
             module.forward = partial(_forward_with_weight, module, scaled)
             self.scaled.append((module, weight, scaled, vectors))
 
@@ -415,7 +419,7 @@ def _forward_with_weight(module: nn.Module, weight: Tensor, *args: Any, **kwargs
         module._parameters["weight"] = original
 
 
-def _silence(module: nn.Module, noise: Noise) -> None:
+def _disable_noise_hook(module: nn.Module, noise: Noise) -> None:
     """Replaces the noise hook of a layer by an empty hook. Without any hook, torch's fast paths would skip the layer."""
     for hooks in (module._forward_hooks, module._forward_pre_hooks):
         for key, hook in hooks.items():

@@ -67,8 +67,8 @@ class PredictOptions:
             flows keep their precision.
         compile: If True, the network runs through ``torch.compile`` in passes of constant shape. Compiling takes up to a minute per
             posterior, so ``"auto"`` does it only on CUDA devices for jobs of minutes.
-        sharded: If several processes are connected (torchrun), all must call this with the same loader. Each predicts a part, and all
-            return the complete prediction in the order of the loader. False lets this process predict everything.
+        sharded: If several processes are connected (torchrun), all must call this with the same loader. Each process predicts a part,
+            and all return the complete prediction in the order of the loader. False lets this process predict everything.
         progress: If True, a progress bar is shown for loaders on a terminal.
         keep_samples: If True, the result has the outputs of all samples. If False, a loader is reduced batch by batch to a
             :class:`~flowbnn.predictive.PredictionSummary` of means and uncertainties, whose memory does not grow with the samples.
@@ -91,7 +91,7 @@ class PredictOptions:
 def new_seed() -> int:
     """Returns a seed from torch's global generator, for predictions without one.
 
-    A block of another thread that has seeded the generator comes to its end first.
+    It waits until no other thread is inside a block that seeds this generator.
     """
     with GENERATOR_LOCK:
         return int(torch.randint(2**31 - 1, ()))
@@ -159,11 +159,11 @@ class Prediction:
     Attributes:
         model: Network in evaluation mode. Other threads may use it, so it must not be changed. It is the network of the posterior, or
             :attr:`clone` if that is in training mode.
-        samples, seed, shared, half, device: Values of the options and the network.
-        total_rows: Number of rows of the loader; 0 if unknown or without a loader.
+        samples, seed, shared, autocast_dtype, device: Values of the options and the network.
+        total_rows: Number of rows of the loader, or 0 if it is unknown or without a loader.
         batch_index: Index of the batch in the loader, which seeds its draws if ``shared`` is False.
-        row_limit: Maximum number of rows in a pass, halved whenever memory runs out; 0 before the first inputs.
-        compiled_rows: Number of rows in a compiled pass; 0 before the first one.
+        row_limit: Maximum number of rows in a pass, halved whenever memory runs out. It is 0 before the first inputs.
+        compiled_rows: Number of rows in a compiled pass, or 0 before the first one.
         state: Cache of this prediction. It holds objects that the posterior makes at the first batch and reuses for later batches.
     """
 
@@ -172,7 +172,7 @@ class Prediction:
     ) -> None:
         self.model, self.options, self.cache = model, options, cache
         self.device, self.dtype = device_of(model), dtype_of(model)
-        self.half = AUTOCAST_DTYPES.get(options.precision)
+        self.autocast_dtype = AUTOCAST_DTYPES.get(options.precision)
         self.samples, self.shared = options.samples or samples, options.shared
         self.seed = new_seed() if options.seed is None else int(options.seed)
         self.total_rows = self.batch_index = self.row_limit = self.compiled_rows = 0
@@ -182,11 +182,11 @@ class Prediction:
             raise_malloc_trim_threshold()
 
     def __enter__(self) -> Self:
-        with ExitStack() as self.stack:  # which closes it if an error occurs here
+        with ExitStack() as self.stack:  # closed if an error occurs in this block
             self.stack.enter_context(self.cache.lock)
             self.stack.enter_context(torch.no_grad())
-            if self.half is not None:
-                self.stack.enter_context(torch.autocast(self.device.type, self.half))
+            if self.autocast_dtype is not None:
+                self.stack.enter_context(torch.autocast(self.device.type, self.autocast_dtype))
             for module in self.model.modules():
                 if module.training:
                     self.model = self.clone
@@ -240,7 +240,7 @@ class Prediction:
         """
         if rows(inputs) == 0:
             raise FlowBNNError("batch is empty", kind="empty")
-        key: tuple[Any, ...] = ("trace", self.half)
+        key: tuple[Any, ...] = ("trace", self.autocast_dtype)
         for tensor in tensors_of(inputs):
             key += (tensor.shape[1:], tensor.dtype)
         trace = self.cache.values.get(key)
@@ -289,10 +289,10 @@ class Prediction:
             kind = "batch" if trace.dependence == "rows" else "random"
             self.cache.get(("warning", kind), lambda: warn(text, kind=kind, layers=layers))
 
-    def attempt(self, work: Callable[[], Result], num_rows: int) -> Result | None:
-        """Returns the result of ``work`` on ``num_rows`` rows, or halves the row limit and returns None if memory ran out."""
+    def attempt(self, function: Callable[[], Result], num_rows: int) -> Result | None:
+        """Returns the result of a function of ``num_rows`` rows. If memory runs out, halves the row limit and returns None."""
         try:
-            return work()
+            return function()
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
@@ -313,7 +313,7 @@ class Prediction:
 
         Args:
             inputs: Inputs.
-            networks: Iterable of ``count`` functions from inputs to outputs. The default is the network as it is.
+            networks: Iterable of ``count`` functions from inputs to outputs. The default is the network itself.
             count: Number of networks.
         """
         inputs, result = self.to_device(inputs), None
@@ -360,9 +360,9 @@ class Prediction:
         name = first_nonfinite_tensor(self.model.named_parameters())
         if name is not None:
             return f"parameter '{name}' is not finite; load or train the posterior again"
-        network, half = self.clone, AUTOCAST_DTYPES.get(precision)
+        network, autocast_dtype = self.clone, AUTOCAST_DTYPES.get(precision)
         layers: dict[torch.dtype | None, str] = {}
-        for dtype in {None, half}:
+        for dtype in {None, autocast_dtype}:
             for batch in [inputs] if is_batch(inputs) else islice(inputs, 8):
                 values = move(
                     batch if is_batch(inputs) else split_weighted_batch(batch).inputs, self.device, self.dtype
@@ -372,8 +372,10 @@ class Prediction:
                 if name:
                     layers[dtype] = f"layer '{name}'"
                     break
-        if half is not None and None not in layers:
-            return f"{layers.get(half, 'a layer')} overflows in {precision}; use precision='32-true'"
+        if autocast_dtype is not None and None not in layers:
+            return (
+                f"{layers.get(autocast_dtype, 'a layer')} overflows in {precision}; use precision='32-true'"
+            )
         layer = layers.get(None, "a layer")
         return f"{layer} returns NaN or infinity; check its weights, and inputs far from the data"
 

@@ -1,4 +1,4 @@
-"""Measurements of one forward pass over a few rows: memory and work of the network, and the shapes of its noise."""
+"""Measurements of one forward pass over a few rows: memory, floating-point operations, and the shapes of the noise."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -31,10 +31,10 @@ from flowbnn.posterior.vmap_rules import has_image_layers
 Result = TypeVar("Result")
 
 
-def try_call(work: Callable[[], Result]) -> Result | Exception:
-    """Returns the result of ``work``, or the error that it raises. Raises only if memory runs out."""
+def try_call(function: Callable[[], Result]) -> Result | Exception:
+    """Returns the result of ``function``, or the error that it raises. Raises only if memory runs out."""
     try:
-        return work()
+        return function()
     except Exception as error:
         if is_out_of_memory(error):
             raise
@@ -50,18 +50,18 @@ class ForwardTrace:
 
     Args:
         rows: Number of rows of the inputs.
-        bytes_per_row: Bytes of one row in the input and output of the widest module; 0 if unknown.
+        bytes_per_row: Bytes of one row in the input and output of the widest module, or 0 if unknown.
         noisy_bytes_per_row: The same for the part of the network after the first noise.
-        output_bytes_per_row: Bytes of one row in the output of the network; 0 if unknown.
-        flops_per_row: Floating-point operations of one row in matrix products and convolutions; 0 if unknown.
+        output_bytes_per_row: Bytes of one row in the output of the network, or 0 if unknown.
+        flops_per_row: Floating-point operations of one row in matrix products and convolutions, or 0 if unknown.
         prefix_share: Share of these operations before the first noise.
         noise_shapes: Layer key, number of earlier calls, and positions of each draw, in the order of the pass.
         image_layers: True if the network has layers for which vmap needs :class:`~flowbnn.posterior.vmap_rules.VmapRules`.
         dependence: Result of :func:`find_dependence` on these rows.
         error: Error that the network raised, or None.
         vmap_works: True once vmap has run on such inputs.
-        vmap_error: Message of the error that vmap raised; empty if there was none.
-        compile_error: Message of the error that ``torch.compile`` raised; empty if there was none.
+        vmap_error: Message of the error that vmap raised, or empty.
+        compile_error: Message of the error that ``torch.compile`` raised, or empty.
     """
 
     rows: int
@@ -96,22 +96,22 @@ class FlopCounter(TorchDispatchMode):
 
 
 class ProbeDraws:
-    """Source of draws that are one, which records the shapes that layers request.
+    """Source of draws that are all one. It records the shapes that layers request.
 
     Args:
-        counter: Counter of operations, which is read at the first request.
+        counter: Counter of operations. Its value at the first request is stored.
     """
 
     def __init__(self, counter: FlopCounter) -> None:
         self.counter, self.prefix_flops = counter, 0.0
         self.shapes: list[tuple[int, int, Shape]] = []
 
-    def draws(self, layer: Noise, at: Shape, call: int, device: torch.device) -> Tensor:
+    def draws(self, layer: Noise, positions: Shape, call: int, device: torch.device) -> Tensor:
         if not self.shapes:
             self.prefix_flops = self.counter.total
-        if (layer.key, call, at) not in self.shapes:
-            self.shapes.append((layer.key, call, at))
-        return torch.ones(1, *at, layer.layout.dim, device=device)
+        if (layer.key, call, positions) not in self.shapes:
+            self.shapes.append((layer.key, call, positions))
+        return torch.ones(1, *positions, layer.layout.dim, device=device)
 
 
 def trace_forward(model: nn.Module, inputs: Any) -> ForwardTrace:
@@ -129,21 +129,21 @@ def trace_forward(model: nn.Module, inputs: Any) -> ForwardTrace:
     (64, 64.0)
     """
     trace, counter = ForwardTrace(max(1, rows(inputs)), image_layers=has_image_layers(model)), FlopCounter()
-    probe, started = ProbeDraws(counter), list[bool]()
+    probe_draws, noise_before = ProbeDraws(counter), list[bool]()
 
     def begin(name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
-        started.append(bool(probe.shapes))
+        noise_before.append(bool(probe_draws.shapes))
 
     def end(name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        noisy_input = started.pop()
-        read, written = _size(args) // trace.rows, _size((output,)) // trace.rows
-        trace.bytes_per_row = max(trace.bytes_per_row, read + written)
-        noisy = (read if noisy_input else 0) + (written if probe.shapes else 0)
+        noisy_input = noise_before.pop()
+        input_size, output_size = _size(args) // trace.rows, _size((output,)) // trace.rows
+        trace.bytes_per_row = max(trace.bytes_per_row, input_size + output_size)
+        noisy = (input_size if noisy_input else 0) + (output_size if probe_draws.shapes else 0)
         trace.noisy_bytes_per_row = max(trace.noisy_bytes_per_row, noisy)
 
     context: AbstractContextManager[Any] = nullcontext()
     if noise_layers(model):
-        context = NoiseContext(make_noise_modes(model, "shared", 1, 0), probe, sharded=False)
+        context = NoiseContext(make_noise_modes(model, "shared", 1, 0), probe_draws, sharded=False)
     modules = dict(model.named_modules())
     with watch_modules(modules, begin, end), evaluation_mode(model), context, counter:
         outputs = try_call(partial(call, model, inputs))
@@ -151,8 +151,8 @@ def trace_forward(model: nn.Module, inputs: Any) -> ForwardTrace:
         trace.error = outputs
         return trace
     trace.output_bytes_per_row = _size((outputs,)) // trace.rows
-    trace.flops_per_row, trace.noise_shapes = counter.total / trace.rows, probe.shapes
-    trace.prefix_share = probe.prefix_flops / counter.total if counter.total else 0.0
+    trace.flops_per_row, trace.noise_shapes = counter.total / trace.rows, probe_draws.shapes
+    trace.prefix_share = probe_draws.prefix_flops / counter.total if counter.total else 0.0
     with evaluation_mode(model), context:
         trace.dependence = find_dependence(partial(call, model), inputs, outputs)
     return trace
@@ -161,12 +161,12 @@ def trace_forward(model: nn.Module, inputs: Any) -> ForwardTrace:
 def find_dependence(
     forward: Callable[[Any], Tensor], inputs: Any, outputs: Tensor | None = None
 ) -> Dependence:
-    """Finds what the outputs of a network depend on beside their own row of the inputs, from a pass in which other rows are replaced.
+    """Tests whether outputs are random or depend on other rows of the batch, by a pass in which other rows are replaced.
 
     Args:
         forward: Function that runs the network, with its noise fixed.
         inputs: Few rows of inputs.
-        outputs: Outputs for these inputs, if they are known.
+        outputs: Outputs for these inputs, or None to compute them.
 
     Returns:
         ``"rows"`` if outputs depend on other rows, ``"random"`` if two passes over the same inputs differ, otherwise ``"none"``. A
@@ -180,47 +180,47 @@ def find_dependence(
         return "none"  # whose rows cannot be replaced
     total = rows(inputs)
     order = torch.randperm(total, generator=torch.Generator().manual_seed(0))
-    kept, replaced = order[: (total + 1) // 2], order[(total + 1) // 2 :]
-    source = torch.arange(total)
-    source[replaced] = kept[: len(replaced)]
+    source_rows, replaced_rows = order[: (total + 1) // 2], order[(total + 1) // 2 :]
+    row_index = torch.arange(total)
+    row_index[replaced_rows] = source_rows[: len(replaced_rows)]
 
     def replace_rows(tensor: Tensor) -> Tensor:
-        return tensor[source.to(tensor.device)] if tensor.shape[:1] == (total,) else tensor
+        return tensor[row_index.to(tensor.device)] if tensor.shape[:1] == (total,) else tensor
 
     def differs(first: Tensor, second: Tensor | Exception) -> bool:
         if isinstance(second, Exception) or first.shape != second.shape or first.shape[:1] != (total,):
             return False
-        index = kept.to(first.device)
+        index = source_rows.to(first.device)
         return rows_differ(first, second[index], index)
 
     outputs = forward(inputs) if outputs is None else outputs
     if not outputs.is_floating_point():
         return "none"
     state = _generator_state(outputs.device)
-    changed = differs(outputs, try_call(partial(forward, apply(inputs, replace_rows))))
+    rows_interact = differs(outputs, try_call(partial(forward, apply(inputs, replace_rows))))
     # dropout may draw the same mask again, so a network that draws runs several times
     tries = 1 if torch.equal(state, _generator_state(outputs.device)) else 8
-    if (changed or tries > 1) and any(
+    if (rows_interact or tries > 1) and any(
         differs(outputs, try_call(partial(forward, inputs))) for _ in range(tries)
     ):
         return "random"
-    return "rows" if changed else "none"
+    return "rows" if rows_interact else "none"
 
 
-def rows_differ(outputs: Tensor, others: Tensor, index: slice | Tensor) -> bool:
-    """Returns True if outputs of some rows in another batch differ from those in this batch by more than rounding.
+def rows_differ(outputs: Tensor, subset_outputs: Tensor, index: slice | Tensor) -> bool:
+    """Returns True if outputs of the same rows in two batches differ by more than rounding.
 
     Args:
         outputs: Outputs for a batch.
-        others: Outputs for some of its rows, in another batch.
-        index: Rows in the first batch.
+        subset_outputs: Outputs for some of its rows, in another batch.
+        index: Indices of these rows in the first batch.
     """
-    if outputs[index].shape != others.shape:
+    if outputs[index].shape != subset_outputs.shape:
         return True
     if not outputs.is_floating_point():
         return False
     tolerance = max(1e-4, 10.0 * torch.finfo(outputs.dtype).eps) * float(outputs.abs().max())
-    return float((outputs[index] - others).abs().max()) > tolerance  # False for NaN
+    return float((outputs[index] - subset_outputs).abs().max()) > tolerance  # False for NaN
 
 
 def _generator_state(device: torch.device) -> Tensor:

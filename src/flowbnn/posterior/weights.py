@@ -1,7 +1,7 @@
 r"""Posteriors over weights: a sample is the same network with other weights.
 
-Subclasses define how one set of weights is drawn (:meth:`WeightPosterior.weights`). The base class draws many, predicts with them,
-returns one as a network, and saves and loads them.
+Subclasses define how one set of weights is drawn (:meth:`WeightPosterior.weights`). The base class draws several sets, predicts
+with them, returns them as networks, and saves and loads them.
 """
 
 import math
@@ -29,7 +29,7 @@ def generator_of(seed: int, index: int, device: torch.device | str = "cpu") -> t
 
 
 def _named_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Returns all parameters and buffers of a network, tied ones under each of their names."""
+    """Returns all parameters and buffers of a network. Tied tensors have an entry for each of their names."""
     return {
         **dict(model.named_parameters(remove_duplicate=False)),
         **dict(model.named_buffers(remove_duplicate=False)),
@@ -158,7 +158,7 @@ class WeightPosterior(Posterior):
     def stream(self, samples: range, prediction: Prediction) -> Iterator[dict[str, Tensor]]:
         """Yields the weights of some samples of a prediction.
 
-        Subclasses may draw several at once. The weights are used before the next are requested.
+        Subclasses may draw several samples at once. Each set of weights is used before the next set is requested.
         """
         for index in samples:
             yield self.weights(index, prediction.seed)
@@ -169,11 +169,11 @@ class WeightPosterior(Posterior):
 
     @checked
     def draws(self, samples: SampleCount, seed: int | None = None) -> dict[str, Tensor]:
-        """Returns weights ``{name: [samples, ...]}``, those of a prediction with the same seed."""
+        """Returns the weights ``{name: [samples, ...]}`` of a prediction with the same seed."""
         seed = new_seed() if seed is None else seed
         with torch.no_grad():
-            sets = [self.weights(index, seed) for index in range(samples)]
-        return {name: torch.stack([values[name] for values in sets]) for name in sets[0]}
+            weights = [self.weights(index, seed) for index in range(samples)]
+        return {name: torch.stack([values[name] for values in weights]) for name in weights[0]}
 
     @checked
     def log_prob(self, values: Mapping[str, Tensor]) -> Tensor:
@@ -190,7 +190,7 @@ class WeightPosterior(Posterior):
 
     @checked
     def networks(self, samples: SampleCount, seed: int | None = None) -> list[nn.Module]:
-        """Returns copies of the network with weights drawn from the posterior, those of a prediction with the same seed."""
+        """Returns the networks of a prediction with the same seed, as copies with weights drawn from the posterior."""
         seed = new_seed() if seed is None else seed
         with torch.no_grad():
             return [self.network_of(self.weights(index, seed)) for index in range(samples)]
@@ -223,7 +223,7 @@ class WeightPosterior(Posterior):
 
 
 def state_of(model: nn.Module) -> dict[str, Tensor]:
-    """Returns copies of all weights and buffers of a network, tied ones once."""
+    """Returns copies of all weights and buffers of a network. Tied tensors have one entry."""
     tensors = dict(model.named_parameters()) | dict(model.named_buffers())
     return {name: tensor.detach().clone() for name, tensor in tensors.items()}
 
@@ -299,33 +299,33 @@ class MemberPosterior(WeightPosterior):
     def weights(self, index: int, seed: int) -> dict[str, Tensor]:
         return {name: value[index % self.size] for name, value in self.members.items()}
 
-    def chosen(self, index: int, samples: int, seed: int | None = None) -> int:
-        """Returns the member that is sample ``index`` of ``samples``.
+    def member_index(self, index: int, samples: int, seed: int | None = None) -> int:
+        """Returns the index of the member that is sample ``index`` of ``samples``.
 
         Fewer samples than members are spread over the list. A seed chooses the first member, and the others follow cyclically.
         """
         if seed is not None:
             first = int(torch.randint(self.size, (), generator=torch.Generator().manual_seed(seed)))
-            return (first + self.chosen(index, samples)) % self.size
+            return (first + self.member_index(index, samples)) % self.size
         return index * self.size // samples if samples < self.size else index % self.size
 
     @checked
     def draws(self, samples: SampleCount, seed: int | None = None) -> dict[str, Tensor]:
-        """Returns members ``{name: [samples, ...]}``, those of a prediction with as many samples and the same seed."""
-        taken = [self.chosen(index, samples, seed) for index in range(samples)]
-        return {name: value[taken] for name, value in self.members.items()}
+        """Returns the members ``{name: [samples, ...]}`` of a prediction with as many samples and the same seed."""
+        indices = [self.member_index(index, samples, seed) for index in range(samples)]
+        return {name: value[indices] for name, value in self.members.items()}
 
     def stream(self, samples: range, prediction: Prediction) -> Iterator[dict[str, Tensor]]:
         for index in samples:
-            yield self.weights(self.chosen(index, prediction.samples, prediction.options.seed), 0)
+            yield self.weights(self.member_index(index, prediction.samples, prediction.options.seed), 0)
 
     def outputs(self, inputs: Any, samples: range, prediction: Prediction) -> Tensor:
         """Returns the outputs of the members, with the log-variance of their noise if they have their own."""
         means = super().outputs(inputs, samples, prediction)
         if self.log_noise is None:
             return means
-        taken = [self.chosen(index, prediction.samples, prediction.options.seed) for index in samples]
-        return append_log_variance(means, self.log_noise[taken].to(means).unsqueeze(1))
+        indices = [self.member_index(index, prediction.samples, prediction.options.seed) for index in samples]
+        return append_log_variance(means, self.log_noise[indices].to(means).unsqueeze(1))
 
     def _observation_model(self) -> Likelihood:
         if self.log_noise is None:
@@ -336,8 +336,8 @@ class MemberPosterior(WeightPosterior):
 
     @checked
     def networks(self, samples: SampleCount, seed: int | None = None) -> list[nn.Module]:
-        """Returns members, those of a prediction with as many samples and the same seed."""
-        return [self.member(self.chosen(index, samples, seed)) for index in range(samples)]
+        """Returns the members of a prediction with as many samples and the same seed, as networks."""
+        return [self.member(self.member_index(index, samples, seed)) for index in range(samples)]
 
     @checked
     def sample(self, seed: int | None = None) -> nn.Module:
@@ -359,9 +359,9 @@ class MemberPosterior(WeightPosterior):
         return cls(point.model, point.likelihood, state, point.history, log_noise=log_noise)
 
 
-def check_members(like: nn.Module | Mapping[str, Tensor], members: Mapping[str, Tensor]) -> None:
+def check_members(reference: nn.Module | Mapping[str, Tensor], members: Mapping[str, Tensor]) -> None:
     """Raises FlowBNNError if members ``{name: [M, ...]}`` do not fit a network or named tensors."""
-    tensors = _named_tensors(like) if isinstance(like, nn.Module) else like
+    tensors = _named_tensors(reference) if isinstance(reference, nn.Module) else reference
     sizes = {len(value) for value in members.values()}
     if len(sizes) > 1 or 0 in sizes:
         raise value_error(
