@@ -65,8 +65,10 @@ from flowbnn.batches.networks import (
 )
 from flowbnn.batches.selection import (
     check_selectable,
+    enlarge,
     fingerprint,
     join,
+    join_padded,
     pad,
     pick,
     rebuild,
@@ -98,6 +100,7 @@ __all__ = [
     "convert_container",
     "device_of",
     "dtype_of",
+    "enlarge",
     "fingerprint",
     "first_nonfinite_tensor",
     "graph_arguments",
@@ -113,6 +116,7 @@ __all__ = [
     "is_leaf",
     "is_out_of_memory",
     "join",
+    "join_padded",
     "move",
     "move_data",
     "named_tensors",

@@ -67,6 +67,37 @@ def join(batches: Sequence[Any]) -> Any:
     return tuple(join(column) for column in zip(*batches, strict=True))
 
 
+def enlarge(tensor: Tensor, shape: Sequence[int], fill: float = 0.0) -> Tensor:
+    """Returns a tensor that is padded at the end of its axes.
+
+    >>> enlarge(torch.ones(2, 1, dtype=torch.long), (2, 3), fill=-100)
+    tensor([[   1, -100, -100],
+            [   1, -100, -100]])
+    """
+    if tuple(tensor.shape) == tuple(shape):
+        return tensor
+    result = tensor.new_full(shape, fill)
+    result[tuple(slice(0, size) for size in tensor.shape)] = tensor
+    return result
+
+
+def join_padded(tensors: Sequence[Tensor], axis: int = 0, fill: float = 0.0) -> Tensor:
+    """Concatenates tensors, padded to the largest size of every other axis.
+
+    Args:
+        tensors: Tensors with equally many axes.
+        axis: Axis of the rows.
+        fill: Value of the padding.
+    """
+    if len({tensor.shape[:axis] + tensor.shape[axis + 1 :] for tensor in tensors}) > 1:
+        widest = [max(sizes) for sizes in zip(*(tensor.shape for tensor in tensors), strict=True)]
+        tensors = [
+            enlarge(tensor, (*widest[:axis], tensor.shape[axis], *widest[axis + 1 :]), fill)
+            for tensor in tensors
+        ]
+    return torch.cat(list(tensors), axis)
+
+
 def shapes(inputs: Any) -> Any:
     """Returns the structure, row shapes, dtypes and devices of a batch. Batches can be joined if these are equal."""
     if isinstance(inputs, Tensor):

@@ -1,6 +1,6 @@
 """The network, the held-out data and the noise of a calibration, and the posteriors that are fitted to subsets of the data."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
@@ -9,7 +9,16 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from flowbnn.batches import call, device_of, move_data, pick, take
+from flowbnn.batches import (
+    call,
+    check_finite_batch,
+    device_of,
+    join_padded,
+    move_data,
+    pick,
+    split_batch,
+    take,
+)
 from flowbnn.calibrate.flow import FlowFit, fit_flow
 from flowbnn.convert import Rule, to_stochastic
 from flowbnn.data.formats import as_loader, columns_of
@@ -35,7 +44,7 @@ from flowbnn.posterior.noise import NoisePosterior
 from flowbnn.posterior.weights import PointPosterior
 from flowbnn.regression import set_noise_scale
 from flowbnn.training.device import device_kind
-from flowbnn.training.randomness import temporary_seed
+from flowbnn.training.randomness import preserve_rng_state, temporary_seed
 
 BATCH_SIZE = 256  # rows of a forward pass of the network without noise
 PriorName = Literal["fitted", "fixed"]
@@ -52,6 +61,9 @@ class HeldOutData:
         targets: Targets of all examples.
         likelihood: Observation model.
         scale_is_known: If True, the likelihood already has a noise scale. Otherwise, the scale is fitted to residuals.
+        whole_batches: Inputs of each batch, if rows of the inputs cannot be selected, as those of graphs and of batches with different
+            lengths. Only candidates that need no more than the outputs of the network are then possible.
+        refusal: Error of all other candidates in that case.
     """
 
     network: nn.Module
@@ -59,6 +71,8 @@ class HeldOutData:
     targets: Tensor
     likelihood: Likelihood
     scale_is_known: bool = True
+    whole_batches: Sequence[Any] = ()
+    refusal: FlowBNNError | None = None
 
     def __len__(self) -> int:
         return len(self.targets)
@@ -67,8 +81,9 @@ class HeldOutData:
     def outputs(self) -> Tensor:
         """Outputs of the network without noise, ``[N, ...]``."""
         with evaluation_mode(self.network), torch.no_grad():
-            batches = [take(self.inputs, low, low + BATCH_SIZE) for low in range(0, len(self), BATCH_SIZE)]
-            return torch.cat([call(self.network, batch) for batch in batches])
+            starts = range(0, len(self), BATCH_SIZE)
+            batches = self.whole_batches or [take(self.inputs, low, low + BATCH_SIZE) for low in starts]
+            return join_padded([call(self.network, batch) for batch in batches])
 
     @property
     def num_positions(self) -> float:
@@ -89,8 +104,14 @@ class HeldOutData:
                 set_noise_scale(likelihood, [(self.outputs[indices], self.targets[indices])])
         return PointPosterior(self.network, likelihood)
 
+    def check_rows(self) -> None:
+        """Raises FlowBNNError if rows of the inputs cannot be selected."""
+        if self.refusal is not None:
+            raise self.refusal
+
     def select(self, indices: Tensor) -> tuple[Any, Tensor]:
         """Returns the inputs and targets of the examples with these indices."""
+        self.check_rows()
         indices = indices.to(self.targets.device)
         return pick(self.inputs, indices), self.targets[indices]
 
@@ -116,25 +137,45 @@ def read_held_out(
         seed: Seed of the generators of the loader.
     """
     held_out = as_loader(held_out, stage="validation", columns=input_columns(network))
-    data = read_fixed_data(held_out, seed, "calibration")
+    data, whole_batches, refusal = None, list[Any](), None
+    try:
+        data = read_fixed_data(held_out, seed, "calibration")
+        batches = [take(data, low, low + BATCH_SIZE) for low in range(0, len(data[1]), BATCH_SIZE)]
+    except FlowBNNError as error:
+        if error.kind not in ("rows", "lengths"):
+            raise
+        refusal, batches = error, _read_batches(held_out, seed)
     kind = device_kind(accelerator)
     device = device_of(network)
-    network = (
-        set_input_columns(copy_network(network), columns_of(held_out))
-        .to(device if device.type == kind else torch.device(kind))
-        .eval()
-    )
+    network = set_input_columns(copy_network(network), columns_of(held_out))
+    network = network.to(device if device.type == kind else torch.device(kind)).eval()
     network.requires_grad_(False)
-    batches = [take(data, low, low + BATCH_SIZE) for low in range(0, len(data[1]), BATCH_SIZE)]
     prepared = prepare(network, batches, FitOptions(likelihood=likelihood, seed=seed), trained=False)
-    prepared.check_batch(data)
     prepared_likelihood = prepared.likelihood
-    inputs, targets = move_data(data, network)
+    for batch in [data] if data is not None else batches:
+        prepared.check_batch(batch)
+    if data is not None:
+        inputs, targets = move_data(data, network)
+    else:
+        inputs, parts = None, [move_data(batch, network) for batch in batches]
+        whole_batches = [batch for batch, _ in parts]
+        ignored = getattr(prepared_likelihood, "ignore_index", IGNORED)
+        targets = join_padded([values for _, values in parts], fill=ignored)
     targets = prepared_likelihood.canonical_targets(targets).to(device_of(network))
     scale_is_known = not learns_noise(prepared_likelihood) or (
         isinstance(likelihood, Gaussian) and bool(likelihood.log_scale.any())
     )
-    return HeldOutData(network, inputs, targets, prepared_likelihood, scale_is_known)
+    return HeldOutData(network, inputs, targets, prepared_likelihood, scale_is_known, whole_batches, refusal)
+
+
+def _read_batches(held_out: Any, seed: int) -> list[tuple[Any, Tensor]]:
+    """Returns the inputs and targets of all batches of a loader, and restores its generators."""
+    batches = []
+    with preserve_rng_state(held_out, seed):
+        for number, batch in enumerate(held_out):
+            check_finite_batch(batch, None, number)
+            batches.append(split_batch(batch))
+    return batches
 
 
 class CalibrationProblem:
@@ -161,6 +202,7 @@ class CalibrationProblem:
         structure: str = "auto",
         seed: int = 0,
     ) -> None:
+        data.check_rows()
         self.data, self.seed = data, seed
         rules = {"*": NormalAffine(prior_scale=prior_scale)} if rules is None else rules
         self.rules = self._exclude_idle_layers(_update_rules(rules, joint=None))

@@ -38,11 +38,13 @@ from flowbnn.batches import (
     check_finite,
     device_of,
     is_batch,
+    join_padded,
     rewrap_forward_errors,
 )
 from flowbnn.data.formats import as_inputs
 from flowbnn.errors import FlowBNNError, pluralize
 from flowbnn.likelihoods import Likelihood
+from flowbnn.metrics.checks import IGNORED
 from flowbnn.networks import copy_network, input_columns, output_selection
 from flowbnn.noise import noise_layers
 from flowbnn.options import Count, File, Positive, SampleCount, accepts_options_of, all_subclasses, checked
@@ -243,7 +245,7 @@ class Posterior:
         reduce = summaries.num_rows > 0 or (options.keep_samples is False and not is_batch(inputs))
         complete = summaries.num_rows > 0 and not outputs.shape[1]
         if complete or (reduce and consume(outputs, counts, values)):
-            return summaries.result(), torch.cat(targets) if targets else None
+            return summaries.result(), join_padded(targets, fill=IGNORED) if targets else None
         predictive = self._predictive_or_error(outputs, counts, inputs, options)
         return predictive, None if values is None else self.likelihood.canonical_targets(values)
 
@@ -271,7 +273,7 @@ class Posterior:
         loaders = nullcontext() if one_batch else shard_loader(inputs, bool(options.sharded), options.shared)
         with loaders as loader:
             max_bytes = math.inf if consume is None else max_bytes
-            collector = None if one_batch else OutputCollector(loader, max_bytes)
+            collector = None if one_batch else OutputCollector(loader, max_bytes, self.likelihood)
             with Prediction(self.model, options, self.default_samples, self.cache) as prediction:
                 samples = range(prediction.samples)
                 for batch, targets in [(inputs, [])] if collector is None else collector.groups(prediction):

@@ -14,8 +14,10 @@ from torch import Tensor, distributed
 
 from flowbnn.batches import (
     check_finite,
+    enlarge,
     has_row_axis,
     join,
+    join_padded,
     reported_size,
     rows,
     shapes,
@@ -23,6 +25,9 @@ from flowbnn.batches import (
     tensors_of,
 )
 from flowbnn.errors import FlowBNNError
+from flowbnn.likelihoods import Categorical, Likelihood
+from flowbnn.likelihoods.classes import ClassLikelihood
+from flowbnn.metrics.checks import IGNORED
 from flowbnn.posterior.prediction import Prediction
 from flowbnn.training import is_main_process, track
 from flowbnn.training.device import num_processes
@@ -86,9 +91,14 @@ class OutputCollector:
     Args:
         loader: Loader of the batches.
         max_bytes: Number of bytes of outputs at which the collector is full. Processes that share a loader have no limit.
+        likelihood: Observation model. Outputs for pixels or tokens may have other sizes in every batch. They are padded by zeros, and
+            their targets by its ``ignore_index``.
     """
 
-    def __init__(self, loader: Any, max_bytes: float = math.inf) -> None:
+    def __init__(
+        self, loader: Any, max_bytes: float = math.inf, likelihood: Likelihood | None = None
+    ) -> None:
+        self.likelihood, self.ignored = likelihood, getattr(likelihood, "ignore_index", IGNORED)
         self.loader, self.expected_rows, self.num_rows = loader, expected_rows(loader), 0
         self.max_bytes = math.inf if isinstance(loader, ShardedLoader) else max_bytes
         self.tensor: Tensor | None = None
@@ -123,6 +133,8 @@ class OutputCollector:
             sample_counts: Number of samples of each row, for adaptive sampling.
             targets: Targets of the rows.
         """
+        if self.tensor is not None and self.tensor.shape[2:] != outputs.shape[2:]:
+            outputs = self._pad(outputs)
         start, stop, previous = self.num_rows, self.num_rows + outputs.shape[1], self.tensor
         if previous is not None and not previous.shape[1]:  # the previous rows have been consumed
             previous = None
@@ -141,6 +153,27 @@ class OutputCollector:
         self.targets.extend([tensor.cpu() for tensor in targets])
         if sample_counts is not None:
             self.sample_counts.append(sample_counts)
+
+    def _pad(self, outputs: Tensor) -> Tensor:
+        """Pads the positions of the outputs, and of those collected so far, to the larger sizes.
+
+        Raises:
+            FlowBNNError: If the outputs have no positions, or another number of classes.
+        """
+        previous = self.tensor
+        assert previous is not None
+        axis = getattr(self.likelihood, "class_axis", None)
+        classes = 2 if axis == 1 else outputs.ndim - 1
+        one_axis = axis is None and isinstance(self.likelihood, Categorical)
+        fits = isinstance(self.likelihood, ClassLikelihood) and outputs.ndim == previous.ndim and not one_axis
+        if not fits or (axis is not None and outputs.shape[classes] != previous.shape[classes]):
+            text = (
+                f"a batch has outputs of shape {tuple(outputs.shape[1:])}, others {tuple(previous.shape[1:])}"
+            )
+            raise FlowBNNError(f"{text}; pad batches to one length", kind="shape", argument="loader")
+        widest = [max(sizes) for sizes in zip(outputs.shape[2:], previous.shape[2:], strict=True)]
+        self.tensor = enlarge(previous, (*previous.shape[:2], *widest))
+        return enlarge(outputs, (*outputs.shape[:2], *widest))
 
     @property
     def is_full(self) -> bool:
@@ -161,9 +194,11 @@ class OutputCollector:
         """Returns all outputs, sample counts and targets, of this process or of all that share the loader."""
         outputs = None if self.tensor is None else self.tensor[:, : self.num_rows]
         sample_counts = torch.cat(self.sample_counts) if self.sample_counts else None
-        targets = torch.cat(self.targets) if self.targets else None
+        targets = join_padded(self.targets, fill=self.ignored) if self.targets else None
         if isinstance(self.loader, ShardedLoader):
-            outputs, sample_counts, targets = self.loader.gather(outputs, sample_counts, targets)
+            outputs, sample_counts, targets = self.loader.gather(
+                outputs, sample_counts, targets, self.ignored
+            )
         if outputs is None:
             raise FlowBNNError("loader is empty", kind="empty")
         return outputs, sample_counts, targets
@@ -258,25 +293,35 @@ class ShardedLoader:
         return reports
 
     def gather(
-        self, outputs: Tensor | None, sample_counts: Tensor | None, targets: Tensor | None
+        self, outputs: Tensor | None, sample_counts: Tensor | None, targets: Tensor | None, ignored: int
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Returns the outputs ``[samples, rows, ...]``, sample counts and targets of all processes, in the order of the loader."""
+        """Returns the outputs ``[samples, rows, ...]``, sample counts and targets of all processes, in the order of the loader.
+
+        Args:
+            outputs: Outputs of this process, or None.
+            sample_counts: Number of samples of each row, or None.
+            targets: Targets, or None.
+            ignored: Value that pads targets.
+        """
         device = torch.device("cpu") if outputs is None else outputs.device
         local = [None if tensor is None else tensor.cpu() for tensor in (outputs, sample_counts, targets)]
         _, sizes, tensors = zip(*self.report(None, *local), strict=True)
         outputs, sample_counts, targets = map(
-            partial(_interleave, sizes), zip(*tensors, strict=True), (1, 0, 0)
+            partial(_interleave, sizes), zip(*tensors, strict=True), (1, 0, 0), (0, 0, ignored)
         )
         return None if outputs is None else outputs.to(device), sample_counts, targets
 
 
-def _interleave(sizes: Sequence[list[int]], tensors: Sequence[Tensor | None], axis: int) -> Tensor | None:
+def _interleave(
+    sizes: Sequence[list[int]], tensors: Sequence[Tensor | None], axis: int, fill: float
+) -> Tensor | None:
     """Returns the rows of all processes in the order of the loader, or None if there are none.
 
     Args:
         sizes: Rows of every process in every batch.
         tensors: Tensor of every process.
         axis: Axis of the rows.
+        fill: Value of the padding, if processes have other sizes of the other axes.
     """
     pieces = [
         iter(() if tensor is None else tensor.split([size for size in local if size], axis))
@@ -288,7 +333,7 @@ def _interleave(sizes: Sequence[list[int]], tensors: Sequence[Tensor | None], ax
         for piece, size, tensor in zip(pieces, batch, tensors, strict=True)
         if size and tensor is not None
     ]
-    return torch.cat(chunks, axis) if chunks else None
+    return join_padded(chunks, axis, fill) if chunks else None
 
 
 def _communicate(exchange: Callable[[], Any]) -> None:

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from flowbnn import plots
+from flowbnn.batches import enlarge
 from flowbnn.errors import FlowBNNError
 from flowbnn.metrics import ReliabilityBin, RiskCoverage, reliability, root_mean_squared_error
-from flowbnn.metrics.checks import mean_as_float
+from flowbnn.metrics.checks import IGNORED, mean_as_float
 from flowbnn.options import check
 from flowbnn.predictive.base import Decision, Predictive
 from flowbnn.predictive.categorical import CategoricalPredictive, entropy_of, risk_coverage_of
@@ -268,7 +269,7 @@ class SummaryCollector:
     """
 
     def __init__(self, summaries: Iterable[PredictionSummary] = ()) -> None:
-        self.num_rows, self.kind = 0, Predictive
+        self.num_rows, self.kind, self.num_classes = 0, Predictive, 1
         self.buffers: dict[tuple[str, str], Tensor] = {}
         for summary in summaries:
             self.add(summary)
@@ -276,9 +277,14 @@ class SummaryCollector:
     def add(self, summary: PredictionSummary) -> None:
         """Adds the summary of the next inputs."""
         start, stop, self.kind = self.num_rows, self.num_rows + len(summary), summary._kind
+        if "log_probabilities" in summary._values:
+            self.num_classes = summary._values["log_probabilities"].shape[-1]
         for group in ("_values", "_scores"):
             for name, value in getattr(summary, group).items():
                 buffer = self.buffers.get((group, name), value[:0])
+                if buffer.shape[1:] != value.shape[1:]:  # other numbers of pixels or tokens
+                    buffer, value = self._pad(name, buffer, value)
+                    self.buffers[group, name] = buffer
                 if stop > len(buffer):
                     shape = max(stop, 2 * len(buffer)), *value.shape[1:]
                     larger = torch.empty(shape, dtype=value.dtype, device=value.device)
@@ -286,6 +292,14 @@ class SummaryCollector:
                     self.buffers[group, name] = buffer = larger
                 buffer[start:stop] = value
         self.num_rows = stop
+
+    def _pad(self, name: str, buffer: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Pads two values to the larger sizes, by what the summary of equal outputs of all classes has."""
+        widest = [max(sizes) for sizes in zip(buffer.shape[1:], value.shape[1:], strict=True)]
+        equal = CategoricalPredictive(torch.zeros(1, 1, 1, self.num_classes))
+        values = summarize(equal)._values  # type: ignore[union-attr]
+        fill = float(values[name].flatten()[0]) if name in values else IGNORED
+        return enlarge(buffer, (len(buffer), *widest), fill), enlarge(value, (len(value), *widest), fill)
 
     def result(self) -> PredictionSummary:
         """Returns one summary of all inputs. The collector is empty afterwards."""

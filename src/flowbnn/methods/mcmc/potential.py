@@ -64,7 +64,7 @@ def gather_data(loader: Iterable[Any], check: Callable[[Any], None], seed: int) 
             check_selectable(batches[-1][0], "this method")
     if len({shapes(batch) for batch in batches}) > 1:
         text = "batches of different shapes or dtypes cannot be concatenated; pad them to one length"
-        raise FlowBNNError(text, kind="loader", argument="loader")
+        raise FlowBNNError(text, kind="lengths", argument="loader")
     return join(batches)
 
 
