@@ -1,8 +1,8 @@
 r"""
-Your own transform as noise
-===========================
+Your own transform and recipe
+=============================
 
-A transform needs two methods. It then works in flows, densities and as the noise of a network.
+A transform needs two methods. It then works in flows and densities. A recipe makes it the noise of a network.
 """
 
 import os
@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import flowbnn as fb
+from flowbnn.noise import Recipe
+from flowbnn.options import Count, options
 from flowbnn.transforms import Transform
 
 QUICK = bool(os.environ.get("FLOWBNN_EXAMPLES_QUICK"))
@@ -56,11 +58,34 @@ point = torch.tensor([0.3, -1.2])
 jacobian = torch.autograd.functional.jacobian(lambda z: transform(z)[0], point)
 print(f"log-determinant {transform(point)[1].item():.4f}, by autograd {jacobian.det().log().item():.4f}")
 
+
+# %%
+# The recipe
+# ----------
+# ``transforms`` returns the steps for a vector of ``dim`` factors. They follow the Gaussian that every recipe begins with. Settings
+# are fields. Those of :class:`~flowbnn.noise.Recipe`, such as ``prior_scale`` and ``joint``, are inherited.
+@options
+class TailNoise(Recipe):
+    """Gaussian noise whose tails are learned.
+
+    Args:
+        length: Number of transforms.
+    """
+
+    length: Count = 1
+
+    def transforms(self, dim: int) -> list[Transform]:
+        return [TailWeight(dim) for _ in range(self.length)]
+
+
 # %%
 # Use it as noise of a network
 # ----------------------------
 points, labels = fb.data.clusters(400, 1.95, torch.Generator().manual_seed(0))
-network = fb.to_stochastic(fb.models.MLP(2, (32,), 2), {"*": fb.noise.FlowNoise(TailWeight)})
+network = fb.to_stochastic(fb.models.MLP(2, (32,), 2), {"*": TailNoise(prior_scale=0.7)})
+print(fb.describe(network))
+
+# %%
 epochs = 2 if QUICK else 60
 posterior = fb.fit(
     network, (points, labels), epochs=epochs, weight_lr=0.01, validation=None, seed=0, progress=False

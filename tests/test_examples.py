@@ -8,12 +8,16 @@ import pytest
 EXAMPLES = sorted((Path(__file__).parents[1] / "examples").glob("plot_*.py"))
 
 
-# test_documents.py exports to ONNX as well
-PATHS = [pytest.param(path, marks=pytest.mark.slow if "onnx" in path.stem else ()) for path in EXAMPLES]
+# test_documents.py also exports to ONNX, and uses peft and torch-geometric, whose imports warn
+MARKS = {"plot_10_onnx": [pytest.mark.slow]}
+MARKS |= dict.fromkeys(
+    ("plot_19_lora", "plot_20_graphs"), [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+)
+PATHS = [pytest.param(path, marks=MARKS.get(path.stem, ())) for path in EXAMPLES]
 
 
-@pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
 @pytest.mark.filterwarnings("ignore::flowbnn.errors.FlowBNNWarning")  # a few epochs are too few
+@pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
 def test_example_runs(path, monkeypatch, tmp_path, capsys):
     monkeypatch.setenv("FLOWBNN_EXAMPLES_QUICK", "1")
     monkeypatch.chdir(tmp_path)  # files that a script writes
