@@ -58,7 +58,7 @@ for name, method in methods.items():
     scores[name] = fb.evaluate(posterior, held_out, samples=32, progress=False)["nll"]
     resolution = 10 if QUICK else 80
     ax = fb.plots.plot_class_map(
-        posterior, points, targets=labels, samples=32, resolution=resolution, margin=1.0
+        posterior, points, targets=labels, samples=32, resolution=resolution, margin=0.4
     )
     ax.set_title(f"{name}: NLL {scores[name]:.3f} on new points")
 plt.show()

@@ -27,22 +27,21 @@ points[:500] += torch.tensor([1.0, 0.5])
 # Fits
 # ----
 # ``FFJORD`` is trained by flow matching, which needs no solver. Densities of ``Planar`` need a root search for each step.
-flows = {
-    "couplings": (fb.flows.NSF(2, length=3, hidden=(32, 32)), {}),
-    "autoregressive": (fb.flows.MAF(2, length=4, hidden=(32, 32)), {}),
-    "planar": (fb.flows.Planar(2, length=8), {}),
-    "residual": (fb.flows.ResidualFlow(2, length=4, hidden=(32, 32)), {}),
-    "continuous": (fb.flows.FFJORD(2, hidden=(32, 32)), {"objective": "flow-matching"}),
+flows = {  # flow, number of epochs, further options
+    "couplings": (fb.flows.NSF(2, length=3, hidden=(32, 32)), 40, {}),
+    "autoregressive": (fb.flows.NAF(2, length=2, hidden=(32, 32)), 60, {}),
+    "planar": (fb.flows.Planar(2, length=12), 40, {}),
+    "residual": (fb.flows.ResidualFlow(2, length=6, hidden=(32, 32)), 40, {}),
+    "continuous": (fb.flows.FFJORD(2, hidden=(64, 64)), 200, {"objective": "flow-matching"}),
 }
 if QUICK:
     flows = {"couplings": flows["couplings"]}
 
 # %%
-for family, (flow, options) in flows.items():
+for family, (flow, epochs, options) in flows.items():
     start = time.perf_counter()
-    density = fb.fit_density(
-        flow, points, epochs=1 if QUICK else 25, lr=0.01, seed=0, progress=False, **options
-    )
+    options |= {"epochs": 1 if QUICK else epochs, "batch_size": 128, "lr": 0.01}
+    density = fb.fit_density(flow, points, seed=0, progress=False, **options)
     seconds = time.perf_counter() - start
     print(f"{family}: log-density {density.log_prob(points.numpy()).mean():.2f} nats, {seconds:.0f} s")
     ax = fb.plots.plot_density(density, points, samples=200, resolution=10 if QUICK else 60)

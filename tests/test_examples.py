@@ -10,9 +10,10 @@ EXAMPLES = sorted((Path(__file__).parents[1] / "examples").glob("plot_*.py"))
 
 # test_documents.py also exports to ONNX, and uses peft and torch-geometric, whose imports warn
 MARKS = {"plot_10_onnx": [pytest.mark.slow]}
-MARKS |= dict.fromkeys(
-    ("plot_19_lora", "plot_20_graphs"), [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
-)
+MARKS |= {
+    name: [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+    for name in ("plot_19_lora", "plot_20_graphs")
+}
 PATHS = [pytest.param(path, marks=MARKS.get(path.stem, ())) for path in EXAMPLES]
 
 

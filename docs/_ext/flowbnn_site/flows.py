@@ -6,7 +6,8 @@ from pathlib import Path
 
 from flowbnn_site.api import Name, gallery_picture, write
 
-NUM_PICTURES = 5  # families that the script of the gallery draws, in the order of FAMILIES
+# scripts of the gallery that draw the families, in the order of FAMILIES, and the number of their pictures
+PICTURES = {"plot_16_flow_families": 5, "plot_22_flows_of_other_data": 4}
 
 
 @dataclass(frozen=True)
@@ -128,7 +129,7 @@ FAMILIES = {
 }  # fmt: skip
 
 
-def _page(number: int, family: FlowFamily) -> str:
+def _page(script: str, number: int, family: FlowFamily) -> str:
     def listing(module: str, names: tuple[str, ...]) -> list[str]:
         package = import_module(f"flowbnn.{module}")
         lines = ["```{eval-rst}", ".. list-table::", "   :widths: 30 70", ""]
@@ -144,10 +145,7 @@ def _page(number: int, family: FlowFamily) -> str:
         f"- **Draw:** {family.draw}",
         "",
     ]
-    if number <= NUM_PICTURES:
-        lines += gallery_picture(
-            "plot_16_flow_families", number, f"A density learned by {family.title.lower()}"
-        )
+    lines += gallery_picture(script, number, f"A density learned by {family.title.lower()}")
     if family.flows:
         lines += ["## Flows", "", *listing("flows", family.flows)]
     lines += ["## Transforms", "", *listing("transforms", family.transforms)]
@@ -158,8 +156,9 @@ def _page(number: int, family: FlowFamily) -> str:
 def write_pages(folder: Path) -> None:
     """Writes a page for each family and their index."""
     rows = ["| family | density | draw | use when |", "|---|---|---|---|"]
-    for number, (key, family) in enumerate(FAMILIES.items(), start=1):
-        write(folder / f"{key}.md", _page(number, family))
+    pictures = [(script, number + 1) for script, count in PICTURES.items() for number in range(count)]
+    for (key, family), (script, number) in zip(FAMILIES.items(), pictures, strict=True):
+        write(folder / f"{key}.md", _page(script, number, family))
         rows.append(f"| [{family.title}]({key}.md) | {family.density} | {family.draw} | {family.use} |")
     toctree = ["```{toctree}", ":hidden:", "", *FAMILIES, "```"]
     intro = "A flow is a base distribution and a chain of transforms ([how to use them](../../flows.md)). Costs are passes through the networks."
