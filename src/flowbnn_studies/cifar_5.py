@@ -190,6 +190,7 @@ class Cifar5(ImageMethodStudy):
             f"{flows} vs {plain}",
             "test errors of multiplicative flows and of a deterministic network, same training",
             ("error", "nll", "ece", "auroc"),
+            rows=("map", "deep-ensemble", "mc-dropout", "mnf", "map-long", "mc-dropout-long", "mnf-long"),
         )
 
     def findings(self, settings: Settings, parts: SeedResults) -> Findings:

@@ -135,6 +135,7 @@ class Clusters2d(MethodStudy):
             f"{len(ranked) - len(above)} of {len(ranked)}",
             "methods are more certain far from the data than near it",
             ("auroc", "ring_entropy", "ece", "nll"),
+            rows=numbers.main_rows(*shown),
             figure="map",
             panels=tuple(numbers.label(key) for key in shown),
         )

@@ -234,6 +234,7 @@ class CompareStudy(MethodStudy):
             numbers.text(best, "nll", ".3f"),
             f"NLL of {numbers.name(best)}; {numbers.name(second)} has {numbers.text(second, 'nll', '.3f')}",
             ("nll", "ece", "training", "prediction"),
+            rows=numbers.main_rows(best, second),
         )
 
     def findings(self, settings: Settings, parts: SeedResults) -> Findings:

@@ -154,6 +154,7 @@ class Elephant(MethodStudy):
             found,
             f"of the images of the new class are found by {numbers.name(best)}",
             ("with_new_entropy", "never", "found", "lost"),
+            rows=numbers.main_rows(best, second),
         )
 
     def findings(self, settings: Settings, parts: SeedResults) -> Findings:

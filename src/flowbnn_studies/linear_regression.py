@@ -176,6 +176,7 @@ class LinearRegression(Study):
             "nats to the exact posterior of two weights: HMC and variational inference",
             ("kl_1", "kl_10", "kl_50"),
             figure="density",
+            panels=("Exact posterior", "HMC", "Variational inference"),
         )
 
     def findings(self, settings: Settings, parts: SeedResults) -> Findings:

@@ -136,6 +136,7 @@ class Regression1d(MethodStudy):
             f"{low:.0f}–{high:.0f} %",
             "of the targets outside the data lie in 90 % intervals",
             ("coverage_outside", "coverage_90", "nll"),
+            rows=numbers.main_rows(worst, best),
             figure="bands",
             panels=(numbers.label(worst), noise, numbers.label(best)),
         )

@@ -109,6 +109,7 @@ class RotatedMnist(ImageMethodStudy):
             f"{share[best]} vs {share[worst]}",
             f"of the answers are confident and wrong: {numbers.name(best)} and {numbers.name(worst)}",
             ("sure_wrong", "turned_nll", "ece", "accuracy"),
+            rows=numbers.main_rows(best, worst),
         )
 
     def findings(self, settings: Settings, parts: SeedResults) -> Findings:

@@ -214,7 +214,9 @@ def answer(parts: SeedResults, exact: SeedResults) -> str:
     )
     lead = gain.inconclusive.capitalize()
     if gain.significant or gain.mean <= 0:
-        lead = "Yes" if gain.mean > 0 else "No"
+        lead = (
+            "No" if gain.mean <= 0 else "Yes" if longer.significant and longer.mean > 0 else "Not by itself"
+        )
     relation = "at most" if parts.mean("flow", "ece") <= PUBLISHED["flow"]["ece"] else "above"
     text = (
         f"{lead}: with flow noise the expected calibration error (ECE) on test points is {ece('flow')} ({relation} the published "
@@ -250,9 +252,8 @@ def figures(labels: Mapping[str, str], parts: SeedResults) -> list[dict[str, Any
         figure(
             "field",
             "Predictions and uncertainty over the plane",
-            "Above: test points, and the predicted class on a grid. The size of a grid dot is the standard deviation of the "
-            "predicted probability over sampled networks; a single network has none. Below: accuracy by confidence; on the "
-            "diagonal the network is calibrated.",
+            "Test points, and the predicted class on a grid. The size of a grid dot is the standard deviation of the predicted "
+            "probability over sampled networks. A single network has none.",
             {"models": fields, "seed": first},
         ),
         reliability_figure("", labels, parts),

@@ -150,18 +150,7 @@ class Uci(MethodStudy):
         won = [table.removeprefix("log_likelihood_") for table, key in best.items() if key == noise]
         behind = {table: numbers.mean(best[table], table) - numbers.mean(noise, table) for table in tables}
         worst = max(behind, key=lambda table: behind[table])
-        shown = (
-            *(
-                "mle",
-                "mc-dropout",
-                "deep-ensemble",
-                "bayes-by-backprop",
-                "laplace-all",
-                "hmc",
-                "node-noise-gaussian",
-                noise,
-            ),
-        )
+        metrics = tuple(dict.fromkeys([*(table for table in tables if best[table] == noise), worst, *tables]))
         return Story(
             "Which methods predict the targets of tables best?",
             f"It depends on the table: {len(set(best.values()))} different methods win {len(tables)} tables, and node noise with a "
@@ -169,9 +158,9 @@ class Uci(MethodStudy):
             f"{worst.removeprefix('log_likelihood_')}, {behind[worst]:.1f} nats behind the best.",
             f"{len(won)} of {len(tables)}",
             "tables on which node noise with a predicted noise level is best",
-            tuple(tables),
-            rows=shown,
-            charts=tuple(tables[:3]),
+            metrics[:4],
+            rows=numbers.main_rows(noise),
+            charts=metrics[:3],
         )
 
     def findings(self, settings: Settings, parts: SeedResults) -> Findings:

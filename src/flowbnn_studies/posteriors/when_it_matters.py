@@ -112,8 +112,8 @@ class WhenItMatters(Study):
         closer = sum(full < factorized for full, factorized in zip(*means, strict=True))
         return Story(
             "When does a joint posterior of the noise predict better than a factorized one?",
-            f"Rarely: it is closer to the exact posterior in {closer} of {len(gains)} settings, but lowers the test NLL significantly "
-            f"by more than {MIN_EXCESS} nats in only {len(won)}{where}.",
+            f"Rarely: it is closer to the exact one in {closer} of {len(gains)} settings, but its test NLL is lower, significantly "
+            f"and by more than {MIN_EXCESS} nats, in only {len(won)}{where}.",
             f"{len(won)} of {len(gains)}",
             f"settings in which a joint posterior gains more than {MIN_EXCESS} nats",
             ("excess_factorized", "excess_full", "per_example_factorized", "per_example_full"),

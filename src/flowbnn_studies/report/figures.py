@@ -44,7 +44,13 @@ def split_figure(figure: JsonObject, titles: Sequence[str]) -> tuple[JsonObject,
         titles: Titles of panels. Empty: all panels.
     """
     data = figure["data"]
-    field_name, title = ("models", "label") if "models" in data else ("panels", "title")
+    title = "label" if "models" in data else "title"
+    fields = ("models", "panels", "pairs")
+    field_name = next(
+        (name for name in fields if any(panel[title] in titles for panel in data.get(name) or [])), ""
+    )
+    if not field_name:
+        return figure, None
     chosen = [panel for name in titles for panel in data[field_name] if panel[title] == name]
     others = [panel for panel in data[field_name] if panel[title] not in titles]
     if not chosen or not others:

@@ -8,6 +8,11 @@ from flowbnn_studies.runner.story import MissingNumber, Numbers, Story
 from flowbnn_studies.runner.study import STUDIES
 
 
+def _keep_units(text: str) -> str:
+    """Returns a text in which no line ends between a number and its percent sign."""
+    return text.replace(" %", "\N{NO-BREAK SPACE}%")
+
+
 def _capitalize(sentence: str) -> str:
     """Returns a sentence that begins with a capital letter, which may follow a quotation mark."""
     place = 1 if sentence.startswith("“") else 0
@@ -30,7 +35,8 @@ def story_of(results: dict[str, Any]) -> Story:
     if names and not results.get("trial"):
         try:
             if (story := STUDIES[max(names, key=len)].story(Numbers(results))) is not None:
-                return replace(story, answer=_capitalize(story.answer))
+                texts = {name: _keep_units(getattr(story, name)) for name in ("answer", "number", "meaning")}
+                return replace(story, **(texts | {"answer": _capitalize(texts["answer"])}))
         except MissingNumber:
             pass
     figure = results["figures"][0]["kind"] if results["figures"] else ""

@@ -12,6 +12,10 @@ from typing import Any
 from flowbnn_studies.runner.findings import PairedDifference, paired_difference
 
 PROPER_NOUNS = ("Bayes", "Gaussian", "Glow", "Householder", "Laplace", "Markov", "Sylvester")
+MAIN_METHODS = (  # rows of a story that compares all methods
+    *("mle", "mc-dropout", "deep-ensemble", "bayes-by-backprop", "mnf", "laplace-all", "hmc"),
+    *("node-noise-gaussian", "node-noise-planar"),
+)
 PLUS_MINUS = "\N{NO-BREAK SPACE}± "
 
 
@@ -90,6 +94,10 @@ class Numbers:
         if not isinstance(mean, int | float) or not math.isfinite(mean):
             raise MissingNumber(f"{key}, {metric}")
         return float(mean)
+
+    def main_rows(self, *keys: str) -> tuple[str, ...]:
+        """Returns one row of each kind of method and some others, in the order of the table."""
+        return tuple(key for key in self.rows if key in (*MAIN_METHODS, *keys))
 
     def text(self, key: str, metric: str, form: str = "") -> str:
         """Returns a mean over seeds as text, in the format of its column or in another one."""

@@ -45,7 +45,8 @@ def test_every_stored_study_has_a_story(path: Path) -> None:
     figures = [figure for figure in results["figures"] if figure["kind"] == story.figure]
     assert story.metrics
     if story.figure:
-        titles = [panel["title"] for panel in figures[story.place]["data"]["panels"]]
+        data = figures[story.place]["data"]
+        titles = [panel["title"] for panel in [*data["panels"], *data.get("pairs", [])]]
         assert set(story.panels) <= set(titles)
 
 
