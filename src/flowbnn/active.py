@@ -4,8 +4,8 @@ r"""Active learning and Bayesian optimization: inputs of a pool to label next.
 
 .. math:: I(y_1, \dots, y_n; w) = H(y_1, \dots, y_n) - \frac1S \sum_s H(y_1, \dots, y_n \mid w_s) ,
 
-is the information that labels are expected to give. BALD ([Houlsby 2011](https://arxiv.org/abs/1112.5745)) sums it over single inputs.
-BatchBALD ([Kirsch 2019](https://arxiv.org/abs/1906.08158)) takes it jointly, so that a batch has no duplicates.
+is the expected information of the labels. BALD ([Houlsby 2011](https://arxiv.org/abs/1112.5745)) sums it over single inputs.
+BatchBALD ([Kirsch 2019](https://arxiv.org/abs/1906.08158)) computes it jointly, so that a batch has no duplicates.
 """
 
 import math
@@ -30,7 +30,7 @@ class Selection(NamedTuple):
 
     Args:
         indices: Indices of the inputs in the pool, in the order of their selection.
-        gains: Information that each label is expected to add to those before it, in nats.
+        gains: Expected information of each label in addition to the previous labels, in nats.
     """
 
     indices: Tensor
@@ -72,7 +72,7 @@ def acquire(
         options: Other options of ``posterior.predict``.
 
     Raises:
-        FlowBNNError: If the pool has fewer than ``batch_size`` inputs, or if the score does not serve these predictions.
+        FlowBNNError: If the pool has fewer than ``batch_size`` inputs, or if the score does not support these predictions.
 
     >>> from flowbnn.likelihoods import Categorical
     >>> from flowbnn.posterior import PointPosterior
@@ -86,12 +86,12 @@ def acquire(
     predictive = posterior.predict(as_inputs(pool, "pool", posterior.columns), samples, seed=seed, **options)
     if batch_size > len(predictive):
         raise value_error("batch_size", f"at most {len(predictive)} (the pool)", batch_size, kind="pool")
-    classes = hasattr(predictive, "log_probabilities")
+    has_classes = hasattr(predictive, "log_probabilities")
     if joint:
         _check_joint(predictive, score)
     if score == "thompson":
         return _thompson(predictive.samples[..., 0], batch_size, maximize)
-    if score == "batchbald" and classes:
+    if score == "batchbald" and has_classes:
         return select_batchbald(
             predictive.samples, batch_size, configurations=configurations, seed=seed
         ).indices
@@ -110,7 +110,7 @@ def acquisition_scores(predictive: Any, score: str) -> Tensor:
         score: ``"bald"``, ``"entropy"``, ``"margin"`` or ``"variance"``.
 
     Raises:
-        FlowBNNError: If the score does not serve these predictions.
+        FlowBNNError: If the score does not support these predictions.
 
     >>> from flowbnn.predictive import CategoricalPredictive
     >>> predictive = CategoricalPredictive.from_probabilities(torch.tensor([[[0.5, 0.5], [0.9, 0.1]]]))
@@ -191,8 +191,8 @@ def _draw_configurations(p: Tensor, number: int, generator: torch.Generator) -> 
     sources = torch.arange(number, device=p.device) % samples
     labels = torch.multinomial(p[sources].flatten(0, 1), 1, generator=generator).view(number, inputs)
     log_joint = p.new_zeros(number, samples)
-    for place in range(inputs):
-        log_joint += p[:, place].log()[:, labels[:, place]].T
+    for index in range(inputs):
+        log_joint += p[:, index].log()[:, labels[:, index]].T
     return log_joint
 
 
@@ -259,25 +259,25 @@ def _thompson(values: Tensor, batch_size: int, maximize: bool) -> Tensor:
     """Returns the best remaining input of each sampled network in turn, for values ``[S, N]``."""
     values = values.clone() if maximize else -values
     indices = list[int]()
-    for place in range(batch_size):
-        indices.append(int(values[place % len(values)].argmax()))
+    for number in range(batch_size):
+        indices.append(int(values[number % len(values)].argmax()))
         values[:, indices[-1]] = -math.inf
     return torch.tensor(indices, device=values.device)
 
 
 def _check_joint(predictive: Any, score: str) -> None:
-    """Raises FlowBNNError if the joint prediction of several inputs does not serve a score."""
-    classes = hasattr(predictive, "log_probabilities")
-    if score == "batchbald" and classes and predictive.samples.ndim > 3:
+    """Raises FlowBNNError if a score does not support the joint prediction of several inputs."""
+    has_classes = hasattr(predictive, "log_probabilities")
+    if score == "batchbald" and has_classes and predictive.samples.ndim > 3:
         raise _unsupported(score, "single labels", predictive, "use score='bald'")
-    if not classes and not isinstance(predictive, ContinuousPredictive):
+    if not has_classes and not isinstance(predictive, ContinuousPredictive):
         raise _unsupported(score, "classes or numbers", predictive)
-    if score == "thompson" and (classes or predictive.samples.shape[-1] != 1):
+    if score == "thompson" and (has_classes or predictive.samples.shape[-1] != 1):
         raise _unsupported(score, "single real values", predictive)
 
 
 def _unsupported(score: str, requirement: str, predictive: Any, hint: str = "") -> FlowBNNError:
-    """Returns the error about predictions that a score does not serve."""
+    """Returns the error about predictions that a score does not support."""
     value = describe_value(predictive)
     return requirement_error(f"score='{score}'", requirement, value, hint, argument="score")
 

@@ -1,4 +1,4 @@
-"""Conversion of a network to a stochastic one (:func:`to_stochastic`), and back (:func:`to_deterministic`).
+"""Conversion of a network to a stochastic network (:func:`to_stochastic`), and back (:func:`to_deterministic`).
 
 Layers keep their class, name and weights. The noise is a child module of its layer, called by a forward hook.
 """
@@ -91,7 +91,7 @@ def to_stochastic(
 ) -> nn.Module:
     """Returns a stochastic copy of a network, whose layers multiply their input by learned noise.
 
-    Classes, names, weights, ties, hooks and parametrizations of the layers are kept. ``state_dict`` gains the entries of the noise.
+    Classes, names, weights, tied weights, hooks and parametrizations of the layers are kept. ``state_dict`` also has the noise.
     With the noise off (``with noise_mode(model, "off")``) the copy returns the same outputs as the original.
 
     Torch's nested tensors are disabled in a ``TransformerEncoder``, because they bypass its layers. In evaluation mode its
@@ -100,9 +100,10 @@ def to_stochastic(
     Args:
         model: Any ``nn.Module``. Linear, convolutional (also transposed), recurrent and attention layers have noise on their input,
             embeddings on their output. Other classes are added by :func:`~flowbnn.noise.register_layer`.
-        rules: Mapping from a layer's name, a glob (``"encoder.*"``), a module class or a predicate ``(name, module) -> bool`` to a
-            recipe, or to ``None`` for a layer without noise. The most specific rule wins: a name before a predicate, a class, a longer
-            glob and a shorter glob. Among equally specific rules the last one wins.
+        rules: Mapping from layers to recipes. A key is the name of a layer, a glob (``"encoder.*"``), a module class or a predicate
+            ``(name, module) -> bool``. ``None`` instead of a recipe means no noise. If several rules match a layer, the most specific
+            one applies: a name, then a predicate, a class, a longer glob, a shorter glob. Among equally specific rules the last one
+            applies.
         joint: Structure of one noise vector that all layers with the same recipe share, as ``joint`` of
             :class:`~flowbnn.noise.Recipe`.
         inplace: If True, the network itself is converted instead of a copy.
@@ -111,7 +112,7 @@ def to_stochastic(
         The stochastic network.
 
     Raises:
-        FlowBNNError: If a name is no layer, a rule matches nothing, no layer can have noise, or the network has noise already.
+        FlowBNNError: If a rule matches no layer, no layer can have noise, or the network already has noise.
 
     >>> from flowbnn.noise import NormalAffine, NormalPlanar
     >>> network = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
@@ -130,7 +131,7 @@ def to_stochastic(
         raise FlowBNNError(f"{type(model).__name__} already has noise; use to_deterministic", kind="model")
     if not layers:
         raise _no_layers(model)
-    recipes = _choose(model, layers, rules)
+    recipes = _choose_recipes(model, layers, rules)
     if joint is not None:
         recipes = {name: replace(recipe, joint=joint) for name, recipe in recipes.items()}
     groups: list[tuple[Recipe, list[str]]] = []
@@ -143,10 +144,10 @@ def to_stochastic(
         else:
             groups.append((group_recipe, [name]))
     for recipe, names in groups:
-        layouts = [_layout(model, name, layers[name], recipes[name]) for name in names]
+        layouts = [_noise_layout(model, name, layers[name], recipes[name]) for name in names]
         noises = [recipe.build(layouts[0])] if recipe.joint is None else recipe.build_joint(layouts)
         for name, noise in zip(names, noises, strict=True):
-            _wrap(layers[name], noise, recipes[name])
+            _attach_noise(layers[name], noise, recipes[name])
     _add_group_hooks(model, list(noise_layers(model).values()))
     guard_adapters(model, recipes)
     if len(recipes) == len(layers):
@@ -178,10 +179,10 @@ def _no_layers(model: nn.Module) -> FlowBNNError:
     owners = {n: module for n, module in model.named_modules() if [*module.parameters(recurse=False)]}
     if not owners:
         return FlowBNNError(f"{name} has no weights for noise", kind="model", argument="model")
-    first, module = next(iter(owners.items()))
-    where = f"layer '{first}' ({type(module).__name__})" if first else f"{name} itself"
+    first_name, module = next(iter(owners.items()))
+    owner = f"layer '{first_name}' ({type(module).__name__})" if first_name else f"{name} itself"
     weights = quote_names([n for n, _ in module.named_parameters(recurse=False)])
-    text = f"{name} has no layer for noise: {where} holds the parameters {weights}"
+    text = f"{name} has no layer for noise: {owner} holds the parameters {weights}"
     advice = registration_advice([type(module).__name__])
     return FlowBNNError(f"{text}; {advice}", kind="model", argument="model", layers=[*owners])
 
@@ -199,16 +200,16 @@ def _rank(rule: Rule, name: str, module: nn.Module) -> tuple[int, int] | None:
     return (2, 0) if rule(name, module) else None
 
 
-def _choose(
+def _choose_recipes(
     model: nn.Module, layers: dict[str, nn.Module], rules: Mapping[Rule, Recipe | None]
 ) -> dict[str, Recipe]:
     aliases = {name: id(module) for name, module in model.named_modules(remove_duplicate=False)}
-    first = {id(module): name for name, module in layers.items()}
+    canonical_names = {id(module): name for name, module in layers.items()}
     winners: dict[str, tuple[tuple[int, int], Recipe | None]] = {}
     problem = 'no layer has noise; use {"*": NormalAffine()}'
     for rule, recipe in rules.items():
         # a shared module matches each of its names
-        layer_rule = first.get(aliases.get(rule, 0), rule) if isinstance(rule, str) else rule
+        layer_rule = canonical_names.get(aliases.get(rule, 0), rule) if isinstance(rule, str) else rule
         ranks = {name: _rank(layer_rule, name, module) for name, module in layers.items()}
         if not any(ranks.values()):
             problem, winners = _describe_mismatch(rule, model, layers), {}
@@ -217,10 +218,10 @@ def _choose(
             if rank is not None and (name not in winners or rank >= winners[name][0]):
                 winners[name] = (rank, recipe)
     recipes = {name: winners[name][1] for name in layers if name in winners}
-    wrapped = {name: recipe for name, recipe in recipes.items() if recipe is not None}
-    if not wrapped:
+    noise_recipes = {name: recipe for name, recipe in recipes.items() if recipe is not None}
+    if not noise_recipes:
         raise FlowBNNError(problem, kind="rules", argument="rules")
-    return wrapped
+    return noise_recipes
 
 
 def _describe_mismatch(rule: Rule, model: nn.Module, layers: dict[str, nn.Module]) -> str:
@@ -240,7 +241,7 @@ def _describe_mismatch(rule: Rule, model: nn.Module, layers: dict[str, nn.Module
     return f"rule {rule!r}{kind} matches no layer{advice}"
 
 
-def _layout(model: nn.Module, name: str, module: nn.Module, recipe: Recipe) -> Layout:
+def _noise_layout(model: nn.Module, name: str, module: nn.Module, recipe: Recipe) -> Layout:
     layout = layout_of(module) if recipe.side == "input" else output_layout(module)
     axis = recipe.batch_axis
     if axis == "none":
@@ -262,7 +263,7 @@ def _sequence_first(model: nn.Module, name: str) -> bool:
     return False
 
 
-def _wrap(module: nn.Module, noise: Noise, recipe: Recipe | None = None) -> None:
+def _attach_noise(module: nn.Module, noise: Noise, recipe: Recipe | None = None) -> None:
     reference = next((t for t in (*module.parameters(), *module.buffers()) if t.is_floating_point()), None)
     if reference is not None:
         noise.to(reference.device)
@@ -305,7 +306,9 @@ class FixedNoise(Noise):
     def mean(self) -> Tensor:
         return self.get_buffer("vector")
 
-    def shared_vectors(self, samples: int, seed: int, device: torch.device, seeded: Any = None) -> Tensor:
+    def shared_vectors(
+        self, samples: int, seed: int, device: torch.device, make_generator: Any = None
+    ) -> Tensor:
         return self.mean()[None]
 
     def shared_maps(
@@ -368,18 +371,18 @@ def fix_noise(model: nn.Module, samples: int, seed: int | None) -> list[nn.Modul
     vectors = {name: noise.shared_vectors(samples, seeds[name], device) for name, noise in layers.items()}
     for index in range(samples):
         network = deepcopy(source)
-        fixed = {
+        factors = {
             name: FixedNoise(noise, vectors[name][index], seeds[name], index)
             for name, noise in layers.items()
         }
-        _replace_noise(network, fixed)
+        _replace_noise(network, factors)
         for module in network.modules():
             vars(module).pop("flowbnn_nested", None)  # nested tensors stay disabled, as in predictions
         networks.append(network)
     return networks
 
 
-def _replace_noise(model: nn.Module, fixed: Mapping[str, FixedNoise]) -> None:
+def _replace_noise(model: nn.Module, constants: Mapping[str, FixedNoise]) -> None:
     """Replaces all noise of a network by constant factors, in the weights where that is safe, otherwise in buffers."""
     buffers: dict[str, Noise] = {}
     layers = noise_layers(model)
@@ -390,16 +393,20 @@ def _replace_noise(model: nn.Module, fixed: Mapping[str, FixedNoise]) -> None:
         for child_name, child in list(module.named_children()):
             if child is noise:
                 delattr(module, child_name)
-        factors = fixed.get(name)
-        on_input = factors is not None and factors.site == "channel" and factors.layout.side == "input"
-        if factors is not None and on_input and _absorbs(model, name):
-            module.weight.data.mul_(weight_scale(module, factors.mean().to(module.weight)))
-        elif factors is not None:
-            _wrap(module, factors)
-            buffers[name] = factors
+        factor_noise = constants.get(name)
+        on_input = (
+            factor_noise is not None
+            and factor_noise.site == "channel"
+            and factor_noise.layout.side == "input"
+        )
+        if factor_noise is not None and on_input and _absorbs(model, name):
+            module.weight.data.mul_(weight_scale(module, factor_noise.mean().to(module.weight)))
+        elif factor_noise is not None:
+            _attach_noise(module, factor_noise)
+            buffers[name] = factor_noise
     if buffers:
         _add_group_hooks(model, list(buffers.values()))
-    guard_adapters(model, buffers, [name for name in fixed if name not in buffers])
+    guard_adapters(model, buffers, [name for name in constants if name not in buffers])
 
 
 def _add_group_hooks(model: nn.Module, layers: list[Noise]) -> None:
@@ -413,11 +420,11 @@ def _add_group_hooks(model: nn.Module, layers: list[Noise]) -> None:
 def _move_first(hooks: dict[int, Any], key: int) -> None:
     """Moves a hook before all others.
 
-    The others are inserted again. ``prepend=True`` moves the entry of an ordered dictionary only, but torch 2.11 compiles the order in
-    which hooks were inserted.
+    The other hooks are inserted again. ``prepend=True`` is not enough: it only moves the entry of an ordered dictionary, but torch 2.11
+    compiles hooks in the order of their insertion.
     """
-    for other in [other for other in hooks if other != key]:
-        hooks[other] = hooks.pop(other)
+    for other_key in [other_key for other_key in hooks if other_key != key]:
+        hooks[other_key] = hooks.pop(other_key)
 
 
 def _absorbs(model: nn.Module, name: str) -> bool:
@@ -446,7 +453,7 @@ def _warn_dropped_means(layers: Mapping[str, Noise]) -> None:
     shifts = {name: float((noise.mean() - 1).square().mean().sqrt()) for name, noise in fitted.items()}
     if shifts and max(shifts.values()) > 0.02:
         name = max(shifts, key=shifts.__getitem__)
-        text = f"the means of the noise (up to {shifts[name]:.2f} off one, in layer '{name}') are dropped; absorb=True keeps them"
+        text = f"means of the noise up to {shifts[name]:.2f} away from one (layer '{name}') are dropped; set absorb=True to keep them"
         warn(text, kind="mean", layers=[name])
 
 

@@ -1,4 +1,4 @@
-"""The exception and the warning of the library, and helpers that word their messages."""
+"""The exception and the warning of the library, and functions that write their messages."""
 
 import sys
 import warnings
@@ -11,7 +11,7 @@ from flowbnn.numerics import is_concrete
 
 
 class FlowBNNError(ValueError):
-    """Exception for invalid input, with a message of one line that says what is wrong and what to do.
+    """Exception for invalid input, with a message of one line: the problem, the value, and a remedy.
 
     The command line prints the message without a traceback. In Python the exception is an ordinary ``ValueError``. Programs read its
     fields instead of its text:
@@ -33,7 +33,7 @@ class FlowBNNError(ValueError):
 
 
 class MissingPackageError(FlowBNNError, ImportError):
-    """Exception for an optional package that is not installed. It is an ``ImportError``, too."""
+    """Exception for an optional package that is not installed. It is also an ``ImportError``."""
 
 
 class FlowBNNWarning(UserWarning):
@@ -70,7 +70,7 @@ def warn(message: str, **fields: Any) -> None:
 
 
 def quote_names(names: Sequence[str], limit: int = 5) -> str:
-    """Returns the first names in quotes, and how many are left out.
+    """Returns the first names in quotes, and the number of names that are left out.
 
     Args:
         names: Names to quote.
@@ -79,12 +79,12 @@ def quote_names(names: Sequence[str], limit: int = 5) -> str:
     >>> quote_names(["fc1", "fc2", "fc3"], limit=2)
     "'fc1', 'fc2' and 1 more"
     """
-    quoted = ", ".join(f"'{name}'" for name in names[:limit])
-    return quoted + (f" and {len(names) - limit} more" if len(names) > limit else "")
+    text = ", ".join(f"'{name}'" for name in names[:limit])
+    return text + (f" and {len(names) - limit} more" if len(names) > limit else "")
 
 
 def pluralize(number: int, noun: str) -> str:
-    """Returns a number with its noun, in the plural where needed.
+    """Returns a number with its noun in the singular or plural.
 
     >>> pluralize(1, "held-out example"), pluralize(3000, "epoch")
     ('1 held-out example', '3,000 epochs')
@@ -99,7 +99,7 @@ def close_words(word: str, choices: Sequence[str]) -> list[str]:
     ['noise_lr', 'weight_lr']
     """
     # "lr" stands for "learning_rate"
-    initials = "".join(part[:1] for part in word.split("_")) if "_" in word else word
+    initials = "".join(piece[:1] for piece in word.split("_")) if "_" in word else word
     compounds = [name for name in choices if {word, initials} & set(name.split("_"))]
     if compounds and not get_close_matches(word, choices, cutoff=0.8):
         return compounds[:3]
@@ -121,19 +121,19 @@ def nearest(word: str, choices: Iterable[str]) -> str:
 
 
 def with_hint(text: str, hint: str) -> str:
-    """Returns a message that ends with an advice, if there is one."""
+    """Returns a message with a hint at its end, unless the hint is empty."""
     return f"{text}; {hint}" if hint else text
 
 
 def requirement_error(
     subject: str, requirement: str, value: Any = None, hint: str = "", **fields: Any
 ) -> FlowBNNError:
-    """Returns the error for something that needs what it did not get, of the kind ``"unsupported"`` unless ``fields`` give another.
+    """Returns the error for a requirement that is not met. Its kind is ``"unsupported"`` by default.
 
     Args:
         subject: Name of the function, class or setting.
-        requirement: Words for what it needs.
-        value: Value that it got. Strings are shown without quotes. None is not shown.
+        requirement: Description of the requirement.
+        value: Value instead of it. Strings are shown without quotes. None is not shown.
         hint: Advice that follows the message.
         fields: Fields of the error.
 
@@ -150,8 +150,8 @@ def value_error(argument: str, /, expected: str, value: Any, hint: str = "", **f
 
     Args:
         argument: Name of the argument.
-        expected: Words for what it must be.
-        value: Wrong value, or words for it. Strings are shown without quotes.
+        expected: Description of the valid values.
+        value: Wrong value, or its description. Strings are shown without quotes.
         hint: Advice that follows the message.
         fields: Fields of the error. Its ``argument`` is that name by default.
 
@@ -163,7 +163,12 @@ def value_error(argument: str, /, expected: str, value: Any, hint: str = "", **f
 
 
 def nonfinite_error(
-    name: str, finite: Any, hint: str, where: str = "", cls: type[FlowBNNError] = FlowBNNError, **fields: Any
+    name: str,
+    finite: Any,
+    hint: str,
+    location: str = "",
+    cls: type[FlowBNNError] = FlowBNNError,
+    **fields: Any,
 ) -> FlowBNNError:
     """Returns the error for values that are NaN or infinite.
 
@@ -171,7 +176,7 @@ def nonfinite_error(
         name: Name of the values.
         finite: Mask ``[rows, ...]`` of the finite values.
         hint: Advice that follows the message.
-        where: Place of the first of them. The default is its row.
+        location: Description of the place of the first value. The default is its row.
         cls: Class of the error.
         fields: Fields of the error besides ``rows``, the number of rows.
 
@@ -180,8 +185,8 @@ def nonfinite_error(
     FlowBNNError('NaN or infinity in 1 of 3 rows of the outputs, first in row 1; check the weights')
     """
     rows = (~finite).reshape(len(finite), -1).any(1).nonzero()
-    where = where or f"row {int(rows[0])}"
-    text = f"NaN or infinity in {len(rows)} of {len(finite)} rows of {name}, first in {where}; {hint}"
+    location = location or f"row {int(rows[0])}"
+    text = f"NaN or infinity in {len(rows)} of {len(finite)} rows of {name}, first in {location}; {hint}"
     return cls(text, rows=len(rows), **fields)
 
 

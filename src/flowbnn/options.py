@@ -123,7 +123,7 @@ Probability = Annotated[float, Bounds(gt=0, lt=1)]
 Seed = Annotated[int, Bounds(ge=0, lt=2**32)]
 File = Annotated[str | PathLike[str], NonEmpty()]
 
-# words for types in error messages
+# descriptions of types in error messages
 PHRASES: dict[Any, str] = {
     bool: "True or False",
     int: "an integer",
@@ -183,59 +183,59 @@ def checked(function: F) -> F:
 def accepts_options_of(cls: type) -> Callable[[F], F]:
     """Adds the arguments of a class to the signature of a function with ``**kwargs``.
 
-    ``help``, editors and :func:`checked` then see them.
+    ``help``, editors and :func:`checked` use the new signature.
 
     Args:
         cls: Class of options.
     """
 
     def decorate(function: F) -> F:
-        own = signature(function)
-        parameters = own.parameters
-        named = [value for value in parameters.values() if value.kind is not Parameter.VAR_KEYWORD]
-        added = [
+        original = signature(function)
+        parameters = original.parameters
+        named_parameters = [value for value in parameters.values() if value.kind is not Parameter.VAR_KEYWORD]
+        new_parameters = [
             value.replace(kind=Parameter.KEYWORD_ONLY)
             for name, value in signature(cls).parameters.items()
             if name not in parameters
         ]
-        function.__signature__ = own.replace(parameters=[*named, *added])  # type: ignore[attr-defined]
+        function.__signature__ = original.replace(parameters=[*named_parameters, *new_parameters])  # type: ignore[attr-defined]
         annotations = cls.__init__.__annotations__  # type: ignore[misc]
-        function.__annotations__ |= {value.name: annotations[value.name] for value in added}
+        function.__annotations__ |= {value.name: annotations[value.name] for value in new_parameters}
         return function
 
     return decorate
 
 
 @cache
-def _layout(function: Any, annotated: Any) -> tuple[Signature, dict[str, Any]]:
-    """Returns the signature of a function and its annotations, without those that allow everything.
+def _signature_and_hints(function: Any, annotation_source: Any) -> tuple[Signature, dict[str, Any]]:
+    """Returns the signature of a function and its annotations, except annotations that allow every value.
 
-    They are read at its first call, because reading all of them would take a tenth of the time of an import.
+    They are read at the first call of the function. Reading all of them would take a tenth of the time of an import.
     """
-    hints = get_type_hints(annotated, include_extras=True)
+    hints = get_type_hints(annotation_source, include_extras=True)
     return signature(function), {name: hint for name, hint in hints.items() if hint is not Any}
 
 
-def _check_calls(function: F, annotated: Any, owner: str) -> F:
+def _check_calls(function: F, annotation_source: Any, owner: str) -> F:
     """Returns a function that checks its arguments.
 
     Args:
         function: Function to call after the checks.
-        annotated: Function or class with the annotations.
+        annotation_source: Function or class with the annotations.
         owner: Name of the function or class in messages. An empty name stands for the class of the first argument.
     """
 
     @wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         name = owner or type(args[0]).__name__
-        layout, hints = _layout(function, annotated)
+        call_signature, hints = _signature_and_hints(function, annotation_source)
         try:
-            bound = layout.bind(*args, **kwargs)
+            bound = call_signature.bind(*args, **kwargs)
         except TypeError as error:
-            raise _call_error(name, layout, kwargs, error) from None
+            raise _call_error(name, call_signature, kwargs, error) from None
         converted = False
         for argument, value in bound.arguments.items():
-            parameter = layout.parameters[argument]
+            parameter = call_signature.parameters[argument]
             if argument not in hints or value is parameter.default:
                 continue
             # equal strings of two modules may be two objects
@@ -246,46 +246,48 @@ def _check_calls(function: F, annotated: Any, owner: str) -> F:
                     check(argument, entry, hints[argument], name)
             elif parameter.kind is not Parameter.VAR_KEYWORD:
                 check(argument, value, hints[argument], name)
-                plain = type(value) in (bool, int, float)  # others, such as numpy.int64, are converted
-                if hints[argument] is not Any and isinstance(value, Real) and not plain:
+                is_builtin = type(value) in (bool, int, float)  # others, such as numpy.int64, are converted
+                if hints[argument] is not Any and isinstance(value, Real) and not is_builtin:
                     bound.arguments[argument] = int(value) if isinstance(value, Integral) else float(value)
                     converted = True
         return function(*bound.args, **bound.kwargs) if converted else function(*args, **kwargs)
 
-    wrapper.__signature__ = _readable(signature(function))  # type: ignore[attr-defined]
+    wrapper.__signature__ = _simplify_signature(signature(function))  # type: ignore[attr-defined]
     return wrapper  # type: ignore[return-value]
 
 
-def _readable(layout: Signature) -> Signature:
+def _simplify_signature(original: Signature) -> Signature:
     """Returns a signature for ``help`` and documentation, with plain types instead of conditions.
 
     >>> def optimize(steps: Count, rate: Positive | None = None): ...
-    >>> _readable(signature(optimize))
+    >>> _simplify_signature(signature(optimize))
     <Signature (steps: int, rate: float | None = None)>
     """
-    parameters = layout.parameters.values()
-    return layout.replace(
-        parameters=[value.replace(annotation=_plain(value.annotation)) for value in parameters]
+    parameters = original.parameters.values()
+    return original.replace(
+        parameters=[value.replace(annotation=_simplify_annotation(value.annotation)) for value in parameters]
     )
 
 
 @cache
-def _plain(annotation: Any) -> Any:
+def _simplify_annotation(annotation: Any) -> Any:
     """Returns an annotation without the conditions of ``Annotated``."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
-        return _plain(arguments[0])
+        return _simplify_annotation(arguments[0])
     if origin in (Union, UnionType):
-        return reduce(or_, map(_plain, arguments))
+        return reduce(or_, map(_simplify_annotation, arguments))
     if origin in (Sequence, Mapping, Iterable, list, dict):
-        return origin[tuple(map(_plain, arguments))]
+        return origin[tuple(map(_simplify_annotation, arguments))]
     return annotation
 
 
-def _call_error(owner: str, layout: Signature, kwargs: Mapping[str, Any], error: TypeError) -> FlowBNNError:
+def _call_error(
+    owner: str, call_signature: Signature, kwargs: Mapping[str, Any], error: TypeError
+) -> FlowBNNError:
     """Returns the error of a call with unknown, missing or too many arguments."""
-    names = [name for name in layout.parameters if name != "self"]
-    open_ended = any(value.kind is Parameter.VAR_KEYWORD for value in layout.parameters.values())
+    names = [name for name in call_signature.parameters if name != "self"]
+    open_ended = any(value.kind is Parameter.VAR_KEYWORD for value in call_signature.parameters.values())
     unknown = next((name for name in kwargs if not open_ended and name not in names), None)
     if unknown is None:
         return FlowBNNError(f"{owner}: {error}", kind="call")

@@ -2,7 +2,7 @@ r"""Regression: the units of the targets and the standard deviation of the obser
 
 .. math:: y \sim \mathcal N(\hat y, \sigma^2), \qquad \hat y = m + s \circ f(x)
 
-*Units.* Fresh weights give outputs of about zero mean and unit size, but targets come in any unit. The mean :math:`m` and the standard
+*Units.* Fresh weights give outputs of about zero mean and unit size, but targets may have any unit. The mean :math:`m` and the standard
 deviation :math:`s` of the training targets are two buffers of the network, which a forward hook applies. The weights are trained as if
 the targets had been standardized, and the outputs of the network are in the units of the targets.
 
@@ -74,7 +74,7 @@ class TargetStatistics:
             0
         ) + difference.square() * fraction * self.count
         self.mean = self.mean + difference * fraction
-        max_rows = 2**16  # that are searched for repeated values
+        max_rows = 2**16  # for the search of repeated values
         if self.count < max_rows:
             self._first_targets.append(values[: max_rows - self.count])
         self.count += len(values)
@@ -85,7 +85,10 @@ class TargetStatistics:
         return self._squares / self.count
 
     def repeated_share(self) -> Tensor:
-        """Returns the share of the first targets, ``[D]``, with a value that at least 0.5 % of them have, and at least three."""
+        """Returns the share ``[D]`` of repeated targets.
+
+        A value counts as repeated if it occurs in at least 0.5 % of the first targets, and at least three times.
+        """
         values, shares = torch.cat(self._first_targets), []
         for column in values.unbind(1):
             counts = column.unique(return_counts=True)[1]
@@ -123,7 +126,7 @@ def warn_repeated_targets(likelihood: ConditionalDensity, statistics: TargetStat
     shares = statistics.repeated_share()
     share, worst = shares.max(0)
     previous, likelihood.repeated_share = likelihood.repeated_share, float(share)
-    # a few zeros do not shape a density
+    # a few zeros hardly change a density
     if share >= 0.02 and float(share) != previous and is_main_process():
         target = f" of target {int(worst)}" if len(shares) > 1 else ""
         problem = f"{share:.0%} of the values{target} are repeated, where a density can be a spike"
@@ -135,7 +138,7 @@ def warn_repeated_targets(likelihood: ConditionalDensity, statistics: TargetStat
 
 
 def rescale_outputs(network: nn.Module, args: Any, outputs: Any) -> Tensor:
-    """Forward hook that brings the outputs of a network to the units of the targets."""
+    """Forward hook that converts the outputs of a network to the units of the targets."""
     return output_tensor(outputs) * network.get_buffer(SCALE) + network.get_buffer(LOC)
 
 
@@ -180,9 +183,9 @@ def scale_dtype(network: nn.Module, statistics: TargetStatistics) -> torch.dtype
     if dtype is None:
         return None
     error = torch.finfo(dtype).eps * statistics.mean.abs()
-    varying = is_varying(statistics.mean, statistics.variance)
-    far = varying & (error > 1e-3 * statistics.variance.sqrt())
-    return torch.float64 if dtype == torch.float32 and bool(far.any()) else dtype
+    varies = is_varying(statistics.mean, statistics.variance)
+    is_far = varies & (error > 1e-3 * statistics.variance.sqrt())
+    return torch.float64 if dtype == torch.float32 and bool(is_far.any()) else dtype
 
 
 def needs_standardization(
@@ -205,17 +208,17 @@ def needs_standardization(
     outputs, targets = (outputs - loc) / scale, (targets - loc) / scale
     output_mean, output_std = outputs.mean(0), outputs.var(0, correction=0).sqrt()
     slope = ((outputs - output_mean) * (targets - targets.mean(0))).mean(0) / output_std.square()
-    far = (mean.abs() > 2.0) | (
+    is_off_scale = (mean.abs() > 2.0) | (
         is_varying(statistics.mean, statistics.variance) & ((std > 3.0) | (std < 1.0 / 3.0))
     )
-    fresh = output_mean.square() + output_std.square() < 9.0
+    is_fresh = output_mean.square() + output_std.square() < 9.0
     error = (targets - outputs).square().mean(0).sqrt()
-    similar = (
+    is_similar = (
         ((output_std >= 0.1 * std) & (output_std <= 4.0 * std))
         | ((slope > 0.5) & (slope < 2.0))
         | ((std < 1.0 / 3.0) & (error <= 0.5 * std))
     )
-    return far & fresh & ~(similar & ((targets.mean(0) - output_mean).abs() <= std))
+    return is_off_scale & is_fresh & ~(is_similar & ((targets.mean(0) - output_mean).abs() <= std))
 
 
 @torch.no_grad()
@@ -244,12 +247,12 @@ def standardize_targets(
     """
     predictions = likelihood.mean(outputs).cpu().double()
     targets = targets.cpu().double().reshape(predictions.shape)
-    far = needs_standardization(network, predictions, targets, statistics) & trained
-    loc, scale = output_scale(network, len(far))
-    varying, std = is_varying(statistics.mean, statistics.variance), statistics.variance.sqrt()
-    if bool(far.any()):
-        loc = torch.where(far, statistics.mean, loc)
-        scale = torch.where(far & varying, std, scale)
+    is_off_scale = needs_standardization(network, predictions, targets, statistics) & trained
+    loc, scale = output_scale(network, len(is_off_scale))
+    is_varying_target, std = is_varying(statistics.mean, statistics.variance), statistics.variance.sqrt()
+    if bool(is_off_scale.any()):
+        loc = torch.where(is_off_scale, statistics.mean, loc)
+        scale = torch.where(is_off_scale & is_varying_target, std, scale)
         loc, scale = likelihood.output_units(loc, scale)
         device, dtype = device_of(network), scale_dtype(network, statistics)
         if SCALE in network._buffers:
@@ -257,11 +260,11 @@ def standardize_targets(
         set_output_scale(network, loc.to(device, dtype), scale.to(device, dtype))
         outputs = rescale_outputs(network, (), outputs)
     error = (targets - predictions).square().mean(0).sqrt()
-    mismatch = ~far & (error > (5.0 if trained else 3.0) * std) & varying
+    mismatch = ~is_off_scale & (error > (5.0 if trained else 3.0) * std) & is_varying_target
     if len(targets) >= 8 and bool(mismatch.any()):
         worst = int((error / std.clamp_min(1e-300) * mismatch).argmax())
-        where = f"mean {statistics.mean[worst]:.3g} and standard deviation {std[worst]:.3g}"
-        text = f"outputs are about {error[worst]:.3g} away from targets of {where}; check their units, or train the network first"
+        moments = f"mean {statistics.mean[worst]:.3g} and standard deviation {std[worst]:.3g}"
+        text = f"outputs are about {error[worst]:.3g} away from targets of {moments}; check their units, or train the network first"
         warn(text, kind="units", output=worst)
     return outputs
 

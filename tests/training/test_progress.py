@@ -86,7 +86,7 @@ def test_remaining_time_counts_from_the_step_at_which_a_task_was_resumed(clock):
     assert bar.seconds_left == pytest.approx(30.0)
     clock(4.0)  # within a step
     assert bar.seconds_left == pytest.approx(26.0)
-    uneven = ProgressBar("calibrating", 3, even=False)
+    uneven = ProgressBar("calibrating", 3, equal_steps=False)
     clock(1.0)
     uneven.update(1)
     assert uneven.seconds_left is None

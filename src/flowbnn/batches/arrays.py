@@ -93,10 +93,10 @@ def _plain_array(values: Any, name: str) -> np.ndarray:
 def _not_numbers(array: np.ndarray, name: str, column: Any = None) -> FlowBNNError:
     """Returns the error for an array whose dtype is no number."""
     first = array.reshape(-1)[0] if array.size else None
-    where = f"the {name} are" if column is None else f"column {column!r} of the {name} is"
-    text = f"{where} of dtype {array.dtype}"
+    subject = f"the {name} are" if column is None else f"column {column!r} of the {name} is"
+    text = f"{subject} of dtype {array.dtype}"
     if isinstance(first, str):
-        text = f"{where} of strings, such as {str(first)!r}"
+        text = f"{subject} of strings, such as {str(first)!r}"
         advice = (
             "classes, targets = np.unique(targets, return_inverse=True)"
             if name == "targets"
@@ -147,6 +147,6 @@ def _missing(name: str, bad: np.ndarray, columns: Sequence[Any] | None) -> FlowB
     """
     row, place = (int(index) for index in np.argwhere(bad)[0])
     column = place if columns is None else list(columns)[place]
-    where = f"row {row}" if bad.shape[1] == 1 and columns is None else f"row {row}, column {column!r}"
+    location = f"row {row}" if bad.shape[1] == 1 and columns is None else f"row {row}, column {column!r}"
     fields: dict[str, Any] = {"kind": "missing", "argument": name, "row": row, "column": column}
-    return nonfinite_error(f"the {name}", torch.from_numpy(~bad), "fill or drop them", where, **fields)
+    return nonfinite_error(f"the {name}", torch.from_numpy(~bad), "fill or drop them", location, **fields)

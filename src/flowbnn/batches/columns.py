@@ -13,20 +13,20 @@ ColumnOrders = Mapping[str, list[int]]
 def column_names(inputs: Any, path: str = "") -> dict[str, list[str]]:
     """Returns the names of the columns of each data frame among inputs by the path to it, and the keys of each mapping.
 
-    As in scikit-learn, names count only if all of them are strings.
+    As in scikit-learn, names are used only if all of them are strings.
 
     >>> column_names(({"age": [31], "income": [2.1]}, [[0.5]]))
     {'0{}': ['age', 'income']}
     """
     entries: Iterable[tuple[Any, Any]] = ()
-    place, labels = path, list[Any]()
+    label_path, labels = path, list[Any]()
     if is_frame(inputs):
         labels = list(inputs.columns)
     elif isinstance(inputs, Mapping):
-        place, labels, entries = f"{path}{{}}", list(inputs), inputs.items()
+        label_path, labels, entries = f"{path}{{}}", list(inputs), inputs.items()
     elif isinstance(inputs, tuple):
         entries = enumerate(inputs)
-    names = {place: labels} if labels and all(isinstance(label, str) for label in labels) else {}
+    names = {label_path: labels} if labels and all(isinstance(label, str) for label in labels) else {}
     for key, value in entries:
         names |= column_names(value, _join(path, key))
     return names
@@ -52,16 +52,18 @@ def column_orders(
     """
     orders = {}
     for path, columns in names.items():
-        fitted = expected.get(path, columns)
-        missing = [name for name in fitted if name not in columns]
-        unknown = [name for name in columns if name not in fitted]
-        if columns == fitted or (path.endswith("{}") and (missing or unknown)):
+        expected_names = expected.get(path, columns)
+        missing = [name for name in expected_names if name not in columns]
+        unknown = [name for name in columns if name not in expected_names]
+        if columns == expected_names or (path.endswith("{}") and (missing or unknown)):
             continue
-        if missing or unknown or len(columns) != len(fitted):
+        if missing or unknown or len(columns) != len(expected_names):
             value = f"no {quote_names(missing)}" if missing else f"also {quote_names(unknown or columns)}"
             fields: dict[str, Any] = {"kind": "columns", "missing": missing, "unknown": unknown}
-            raise value_error(argument, f"the columns {quote_names(fitted, 8)} of the fit", value, **fields)
-        orders[path] = [columns.index(name) for name in fitted]
+            raise value_error(
+                argument, f"the columns {quote_names(expected_names, 8)} of the fit", value, **fields
+            )
+        orders[path] = [columns.index(name) for name in expected_names]
     return orders
 
 
@@ -80,7 +82,7 @@ def reorder_columns(inputs: Any, orders: ColumnOrders, path: str = "") -> Any:
         return inputs
     if isinstance(inputs, Mapping):
         keys = list(inputs)
-        keys = [keys[place] for place in orders.get(f"{path}{{}}", range(len(keys)))]
+        keys = [keys[position] for position in orders.get(f"{path}{{}}", range(len(keys)))]
         return {key: reorder_columns(inputs[key], orders, _join(path, key)) for key in keys}
     if isinstance(inputs, tuple):
         return tuple(reorder_columns(value, orders, _join(path, key)) for key, value in enumerate(inputs))

@@ -1,4 +1,4 @@
-"""Batches as one forward pass needs them: inputs and targets, rows, checks, and calls of networks."""
+"""Batches of one forward pass: inputs and targets, rows, checks, and calls of networks."""
 
 import math
 import re
@@ -61,7 +61,7 @@ def split_batch(batch: Any) -> tuple[Any, Any]:
             ``model(**inputs)``).
 
     Raises:
-        FlowBNNError: If the targets are no numbers, or if the batch has weights, which :func:`split_weighted_batch` returns.
+        FlowBNNError: If the targets are not numbers, or if the batch has weights, which :func:`split_weighted_batch` returns.
 
     >>> import torch
     >>> split_batch((torch.zeros(1), torch.ones(1)))
@@ -138,7 +138,7 @@ def no_rows_error(inputs: Any, purpose: str) -> FlowBNNError:
 
     Args:
         inputs: Inputs of a batch.
-        purpose: Name of what selects rows.
+        purpose: Name of the operation that selects rows.
     """
     value, hint = describe_value(inputs), "use fb.Temperature or fb.fit"
     return requirement_error(purpose, "inputs with rows", value, hint, kind="rows", argument="inputs")
@@ -208,25 +208,25 @@ def take(inputs: Any, start: int, stop: int) -> Any:
 def has_row_axis(inputs: Any) -> bool:
     """Returns True if all tensors have the same number of rows, so that rows can be selected.
 
-    This is not the case for a graph with its edges, for a packed sequence, or if there is a list of strings.
+    Rows of a graph with edges, of a packed sequence and of a list of strings cannot be selected.
     """
     if isinstance(inputs, Tensor):
         return inputs.ndim > 0
-    if needs_whole_batch(inputs) or _has_whole_entries(inputs):
+    if needs_whole_batch(inputs) or _has_indivisible_entries(inputs):
         return False
     sizes = {tensor.shape[:1] for tensor in tensors_of(inputs)}
     return len(sizes) == 1 and len(sizes.pop()) == 1
 
 
-def _has_whole_entries(inputs: Any) -> bool:
+def _has_indivisible_entries(inputs: Any) -> bool:
     """Returns True if an entry of a tuple or a mapping cannot be split into rows."""
     entries: Iterable[Any] = ()
     if isinstance(inputs, Mapping):
         entries = inputs.values()
     elif isinstance(inputs, list | tuple):
         entries = inputs
-    others = [value for value in entries if not isinstance(value, Tensor)]
-    return any(needs_whole_batch(value) or _has_whole_entries(value) for value in others)
+    non_tensors = [value for value in entries if not isinstance(value, Tensor)]
+    return any(needs_whole_batch(value) or _has_indivisible_entries(value) for value in non_tensors)
 
 
 def call(model: nn.Module, inputs: Any) -> Tensor:
@@ -248,7 +248,7 @@ def call(model: nn.Module, inputs: Any) -> Tensor:
         names = _argument_names(getattr(type(inner), "forward", nn.Module.forward))[0]
         arguments = graph_arguments(inputs, names) if is_graph(inputs) else None
         outputs = model(inputs) if arguments is None else model(**arguments)
-    elif _takes_whole(model, inputs):
+    elif _takes_one_argument(model, inputs):
         outputs = model(inputs)
     elif isinstance(inputs, Mapping):
         outputs = model(**inputs)
@@ -259,7 +259,7 @@ def call(model: nn.Module, inputs: Any) -> Tensor:
     return outputs if isinstance(outputs, Tensor) and outputs.ndim != 1 else output_tensor(outputs)
 
 
-def _takes_whole(model: Any, inputs: Any) -> bool:
+def _takes_one_argument(model: Any, inputs: Any) -> bool:
     """Returns True if the ``forward`` of a network has too few arguments for the entries of a tuple or a mapping."""
     names, variadic = _argument_names(getattr(type(model), "forward", nn.Module.forward))
     if not names or Parameter.VAR_POSITIONAL in variadic or not isinstance(inputs, Mapping | list | tuple):
@@ -278,7 +278,7 @@ def _argument_names(forward: Callable[..., Any]) -> tuple[list[str], set[Any]]:
 
 
 def output_tensor(outputs: Any) -> Tensor:
-    """Returns the tensor of outputs among what a network returns.
+    """Returns the tensor of outputs from the return value of a network.
 
     It is the tensor itself, ``.logits`` of an object, ``["logits"]`` of a dictionary, or the first tensor of a tuple. One number for
     each example, ``[B]``, becomes ``[B, 1]``. Use :func:`flowbnn.select_output` for other entries.
@@ -334,19 +334,19 @@ def move(inputs: Any, device: torch.device, dtype: torch.dtype | None = None) ->
     return apply(inputs, convert, lambda value: convert_container(value, convert))
 
 
-def check_finite(inputs: Any, what: str = "inputs") -> None:
+def check_finite(inputs: Any, name: str = "inputs") -> None:
     """Raises an error if inputs have NaN or infinite values, or are sparse or meta tensors.
 
     Args:
         inputs: Tensor, or nested tuples, lists and mappings of tensors.
-        what: Name of the inputs in the message.
+        name: Name of the inputs in the message.
     """
     for tensor in tensors_of(inputs):
         if tensor.layout is not torch.strided or tensor.is_meta:
             kind = "a meta tensor" if tensor.is_meta else f"a {tensor.layout} tensor; use x.to_dense()"
-            raise FlowBNNError(f"the {what} are {kind}")
+            raise FlowBNNError(f"the {name} are {kind}")
         if tensor.is_floating_point() and not bool((finite := torch.isfinite(tensor)).all()):
-            raise nonfinite_error(f"the {what}", finite, "clean or remove them", kind="finite")
+            raise nonfinite_error(f"the {name}", finite, "clean or remove them", kind="finite")
 
 
 def is_finite(tensor: Tensor) -> bool:
@@ -362,7 +362,7 @@ def is_finite(tensor: Tensor) -> bool:
 
 
 def check_finite_tensors(tensors: Sequence[tuple[str, Tensor]], epoch: int | None, index: int) -> None:
-    """Raises an error if a named tensor has NaN or infinite values or no rows, as :func:`check_finite_batch`."""
+    """Raises an error if a named tensor has NaN or infinite values or no rows, like :func:`check_finite_batch`."""
     for name, tensor in tensors:
         empty = tensor.dim() > 0 and tensor.shape[0] == 0
         if not empty:
@@ -382,12 +382,12 @@ def check_finite_tensors(tensors: Sequence[tuple[str, Tensor]], epoch: int | Non
 
 
 @contextmanager
-def rewrap_forward_errors(inputs: Any, what: str = "the network fails on inputs of") -> Iterator[None]:
+def rewrap_forward_errors(inputs: Any, problem: str = "the network fails on inputs of") -> Iterator[None]:
     """Context manager that re-raises errors of the forward pass with the input shapes and a hint.
 
     Args:
         inputs: Inputs of the forward pass.
-        what: Beginning of the message, before the shapes.
+        problem: Beginning of the message, before the shapes.
     """
     try:
         yield
@@ -408,7 +408,7 @@ def rewrap_forward_errors(inputs: Any, what: str = "the network fails on inputs 
             hint = "; use inputs.float()"
         elif any(tensor.ndim in (1, 3) for tensor in tensors) and re.search("shape|channels|dim", message):
             hint = "; use inputs[None] for one example"
-        text = f"{what} shape {sizes}: {message}{hint}"
+        text = f"{problem} shape {sizes}: {message}{hint}"
         raise FlowBNNError(
             text, kind="network", shapes=[tuple(tensor.shape) for tensor in tensors]
         ) from error

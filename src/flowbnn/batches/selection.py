@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from flowbnn.batches.containers import needs_whole_batch
-from flowbnn.batches.inputs import _has_whole_entries, apply, named_tensors, no_rows_error
+from flowbnn.batches.inputs import _has_indivisible_entries, apply, named_tensors, no_rows_error
 
 
 def rebuild(inputs: Any, tensors: Iterator[Tensor]) -> Any:
@@ -36,7 +36,7 @@ def check_selectable(inputs: Any, purpose: str) -> None:
         inputs: Inputs of a batch.
         purpose: Use of the data, for the message.
     """
-    if not isinstance(inputs, Tensor) and (needs_whole_batch(inputs) or _has_whole_entries(inputs)):
+    if not isinstance(inputs, Tensor) and (needs_whole_batch(inputs) or _has_indivisible_entries(inputs)):
         raise no_rows_error(inputs, purpose)
 
 

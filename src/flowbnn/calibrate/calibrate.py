@@ -237,7 +237,9 @@ class _CandidateSearch:
     def compare(self, names: Sequence[str]) -> Posterior:
         """Returns the posterior of the best candidate, and sets the report."""
         visible = self.progress and is_main_process()
-        with ProgressBar("calibrating", len(names) + 1, unit="candidate", even=False, visible=visible) as bar:
+        with ProgressBar(
+            "calibrating", len(names) + 1, unit="candidate", equal_steps=False, visible=visible
+        ) as bar:
             for index, name in enumerate(names):
                 bar.update(index, label=f"calibrating: {name}")
                 self._predict(name)

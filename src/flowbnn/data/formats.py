@@ -1,7 +1,7 @@
-"""The one rule for data: everything that users have becomes a loader, or inputs of a network.
+"""Conversion of all data formats to a loader, or to inputs of a network.
 
-:func:`as_loader` serves functions that read inputs and targets. :func:`as_inputs` serves functions that predict. Every public function
-calls one of them once, before anything else.
+Functions that read inputs and targets call :func:`as_loader`. Functions that predict call :func:`as_inputs`. Every public function
+calls one of them first.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -41,7 +41,7 @@ from flowbnn.options import checked
 Names = int | str | list[int | str]
 Column = Names | tuple[Names, ...] | Callable[[Any], Any]
 Stage = Literal["train", "validation", "test"]
-BATCH_SIZE = 64  # examples in a training batch, where users set none
+BATCH_SIZE = 64  # default number of examples in a training batch
 READ_SIZE = 256  # examples of a Dataset that are read at once for a prediction
 
 
@@ -56,26 +56,26 @@ def as_loader(
 ) -> Any:
     """Returns data of any format as a loader of batches, which :func:`~flowbnn.batches.split_batch` splits.
 
-    * Tuple ``(inputs, targets)`` of tensors, arrays, data frames or lists of numbers. Inputs may be a tuple or a mapping. Of more than
-      two entries the last has the targets.
+    * Tuple ``(inputs, targets)`` of tensors, arrays, data frames or lists of numbers. Inputs may be a tuple or a mapping. If there are
+      more than two entries, the last one has the targets.
     * Mapping of tensors or arrays with a key ``labels`` or ``label``.
     * ``Dataset``, also of torch_geometric and Hugging Face, and a list of graphs.
     * One graph of torch_geometric with targets ``y``.
-    * Lightning data module, whose loader for ``stage`` is taken.
+    * Lightning data module, whose loader for ``stage`` is used.
     * Loaders, lists of batches and other objects are returned unchanged.
 
     Args:
         data: Data of any format.
-        batch_size: Number of examples in a batch, if the data are no loader. The default is 64 for training. Data in memory are one
+        batch_size: Number of examples in a batch, if the data are not a loader. The default is 64 for training. Data in memory are one
             batch otherwise.
-        shuffle: If True, data that are no loader are read in a new order at every pass.
+        shuffle: If True, data that are not a loader are read in a new order at every pass.
         stage: Loader of a data module.
         argument: Name of the argument that holds the data, for messages.
         columns: Names of the columns of the inputs at the fit, see :func:`~flowbnn.networks.input_columns`. Data frames with these
             columns in another order are reordered.
 
     Raises:
-        FlowBNNError: If the data are empty, are no numbers, have different numbers of inputs and targets, or have other columns.
+        FlowBNNError: If the data are empty, are not numbers, have different numbers of inputs and targets, or have other columns.
 
     >>> import numpy as np
     >>> loader = as_loader((np.zeros((100, 3)), np.arange(100) % 2), batch_size=50)
@@ -90,7 +90,7 @@ def as_loader(
         return [(as_tensor(data),)]
     if not is_in_memory(data):
         return data if columns is None else align_columns(data, columns)
-    # strings in an unknown column would be refused later, with advice that does not help
+    # strings in an unknown column would raise a less helpful error later
     column_orders(column_names(_inputs_of(data)), columns or {})
     loader = _memory_loader(data, batch_size, shuffle, argument)
     return loader if columns is None else align_columns(loader, columns)
@@ -164,7 +164,7 @@ def align_columns(loader: Any, columns: ColumnNames) -> Any:
 
 
 def _inputs_of(data: Any) -> Any:
-    """Returns the inputs of data in memory, as they are."""
+    """Returns the inputs of data in memory, unchanged."""
     if isinstance(data, Mapping):
         return split_labels(data)[0]
     if isinstance(data, Batch) or not isinstance(data, tuple):
@@ -175,7 +175,7 @@ def _inputs_of(data: Any) -> Any:
 def is_in_memory(data: Any) -> bool:
     """Returns True for a tuple of inputs and targets, a mapping of inputs with labels, or a graph, and False for a loader.
 
-    A tuple of batches is a loader: its last entry is no tensor and no array.
+    A tuple of batches is a loader, because its last entry is neither a tensor nor an array.
     """
     if isinstance(data, Mapping | Batch) or is_graph(data):
         return True
@@ -249,7 +249,7 @@ def _is_data_module(data: Any) -> bool:
 
 
 def _module_loader(module: Any, stage: Stage) -> Any:
-    """Returns the loader of a data module for a stage: that of the stage, or of the other held-out stage if there is none."""
+    """Returns the loader of a data module for a stage, or for the other held-out stage if there is none."""
     names = {"train": ("train",), "validation": ("val", "test"), "test": ("test", "val")}[stage]
     stages = {"train": "fit", "val": "validate", "test": "test"}
     module.prepare_data()
@@ -280,8 +280,9 @@ class Columns:
         targets: Position or key of the targets, a tuple or list of them, or a function. None has no targets.
         weights: Position or key of the weights of the examples ``[B]``, or a function. The log-likelihood of an example is multiplied
             by its weight. Weights with a mean of 1 keep the balance between data and prior.
-        batch_size: Number of examples in a batch, if ``data`` is no loader. The default is about 64 if the data are shuffled, or 256.
-        shuffle: If True, data that are no loader are read in a new order at every pass.
+        batch_size: Number of examples in a batch, if ``data`` is not a loader. The default is about 64 if the data are shuffled, or
+            256.
+        shuffle: If True, data that are not a loader are read in a new order at every pass.
 
     >>> import torch
     >>> batches = [(torch.zeros(4, 2), torch.arange(4), torch.arange(100, 104))]
@@ -289,7 +290,7 @@ class Columns:
     [(torch.Size([4, 2]), tensor([0, 1, 2, 3]))]
     """
 
-    structure: Any = None  # tuple or mapping in memory, whose tensors the loader has
+    structure: Any = None  # tuple or mapping in memory, whose tensors are in the loader
     input_columns: ColumnNames = MappingProxyType({})
     orders: ColumnOrders = MappingProxyType({})  # of the columns of the inputs, see align_columns
 
@@ -313,16 +314,21 @@ class Columns:
             self.loader = as_loader(data, batch_size=batch_size, shuffle=shuffle)
 
     def _read_frame(self, frame: Any, inputs: Column | None) -> Batch:
-        """Returns the inputs, the targets and the weights in a data frame. Inputs that are None are all other columns."""
-        others = [self.columns[name] for name in ("targets", "weights")]
-        used = {name for entry in others for name in (entry if isinstance(entry, list | tuple) else [entry])}
-        chosen = [name for name in frame.columns if name not in used] if inputs is None else inputs
-        parts = [
-            _frame_entry(frame, name, column) for name, column in (self.columns | {"inputs": chosen}).items()
+        """Returns the inputs, the targets and the weights in a data frame. If ``inputs`` is None, they are all other columns."""
+        other_columns = [self.columns[name] for name in ("targets", "weights")]
+        used_names = {
+            name
+            for entry in other_columns
+            for name in (entry if isinstance(entry, list | tuple) else [entry])
+        }
+        input_names = [name for name in frame.columns if name not in used_names] if inputs is None else inputs
+        values = [
+            _frame_entry(frame, name, column)
+            for name, column in (self.columns | {"inputs": input_names}).items()
         ]
-        self.input_columns = column_names(parts[0])
-        weights = parts[2] if parts[2] is None else as_tensor(parts[2], "weights")
-        return Batch(as_tensors(parts[0]), as_targets(parts[1]), weights)
+        self.input_columns = column_names(values[0])
+        weights = values[2] if values[2] is None else as_tensor(values[2], "weights")
+        return Batch(as_tensors(values[0]), as_targets(values[1]), weights)
 
     @property
     def has_weights(self) -> bool:
@@ -345,7 +351,7 @@ class Columns:
         return len(self.loader)
 
     def __getattr__(self, name: str) -> Any:
-        # what the library reads from loaders: number of examples, generators and batch size
+        # attributes of loaders that the library reads: number of examples, generators and batch size
         if name in ("sampler", "batch_sampler", "generator", "batch_size"):
             return getattr(self.loader, name)
         return super().__getattribute__(name)  # raises the AttributeError of Python

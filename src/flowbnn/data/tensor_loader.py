@@ -27,10 +27,10 @@ class TensorLoader:
         augment: Function ``(images, generator) -> images`` of the first tensor of a batch, such as a random crop.
         prepare: Function ``images -> images`` that follows it, such as a normalization.
         drop_last: If True, leaves out a smaller last batch. ``num_data`` counts the examples of one pass.
-        together: Number of batches that are gathered, augmented and prepared at once, which saves a GPU about thirty kernel
-            launches per batch. With a ``generator`` and complete passes the batches are the same as one by one. None is the number
-            that makes 16 MiB on a GPU, and 1 elsewhere. It is also 1 if ``augment`` or ``prepare`` may look at the whole batch,
-            which is assumed for everything but classes with the attribute ``row_wise``.
+        group_size: Number of batches that are gathered, augmented and prepared at once, which saves a GPU about thirty kernel
+            launches per batch. With a ``generator`` and complete passes it does not change the batches. None uses groups of 16 MiB on
+            a GPU, and single batches elsewhere. It is 1 if ``augment`` or ``prepare`` may depend on the whole batch, which is assumed
+            unless their class has the attribute ``row_wise``.
 
     >>> loader = TensorLoader(torch.arange(5.0), torch.arange(5), batch_size=2)
     >>> len(loader), loader.num_data, [targets.tolist() for _, targets in loader]
@@ -49,7 +49,7 @@ class TensorLoader:
         augment: Augment | None = None,
         prepare: Callable[[Tensor], Tensor] | None = None,
         drop_last: bool = False,
-        together: Count | None = None,
+        group_size: Count | None = None,
     ) -> None:
         self.tensors = tuple([_default_precision(values) for values in tensors])
         self.input_columns: ColumnNames = column_names(tensors[0]) if tensors else {}
@@ -69,19 +69,19 @@ class TensorLoader:
         if problem:
             raise FlowBNNError(f"TensorLoader {problem}", kind="loader")
         self.batch_size, self.shuffle, self.generator = batch_size, shuffle, generator
-        self.augment, self.prepare, self.drop_last, self.together = augment, prepare, drop_last, together
+        self.augment, self.prepare, self.drop_last, self.group_size = augment, prepare, drop_last, group_size
 
     def __len__(self) -> int:
         return -(-self.num_data // self.batch_size)
 
     def __iter__(self) -> Iterator[tuple[Tensor, ...]]:
-        """Yields batches. Several batches are made at once and split; random numbers are drawn batch by batch."""
+        """Yields batches. They are made in groups, but their random numbers are drawn batch by batch."""
         order = self._order() if self.shuffle else None
         device, augment = self.tensors[0].device, cast("Any", self.augment)
         # the attribute counts only on the class itself, because a subclass may override its methods
         steps = (self.augment, self.prepare)
         separable = all(step is None or "row_wise" in vars(type(step)) for step in steps)
-        length = self.batch_size * (self._num_together() if separable else 1)
+        length = self.batch_size * (self._batches_per_group() if separable else 1)
         for start in range(0, self.num_data, length):
             stop = min(start + length, self.num_data)
             sizes = [min(self.batch_size, stop - begin) for begin in range(start, stop, self.batch_size)]
@@ -99,11 +99,11 @@ class TensorLoader:
                 continue
             yield from zip(*(tensor.split(self.batch_size) for tensor in block), strict=True)
 
-    def _num_together(self) -> int:
-        """Returns the number of batches that are made at once."""
+    def _batches_per_group(self) -> int:
+        """Returns the number of batches in a group."""
         first = self.tensors[0]
-        if self.together is not None or first.device.type != "cuda":
-            return self.together or 1
+        if self.group_size is not None or first.device.type != "cuda":
+            return self.group_size or 1
         size = first[:1].numel() * self.batch_size * (4 if self.prepare is not None else first.element_size())
         return max(1, min(64, 2**24 // max(1, size)))  # up to 16 MiB
 

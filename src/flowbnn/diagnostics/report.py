@@ -210,7 +210,7 @@ def diagnose(
     >>> report.dimensions, report.examples, report.gap
     (3, 30, None)
     """
-    with ProgressBar("diagnosing", 6, unit="step", even=False, visible=progress) as bar:
+    with ProgressBar("diagnosing", 6, unit="step", equal_steps=False, visible=progress) as bar:
 
         def begin(step: int, name: str) -> None:
             bar.update(step - 1, label=f"diagnosing: {name}")

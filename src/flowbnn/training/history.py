@@ -56,7 +56,7 @@ class History:
             return self.records[name]
         if name not in self.names:
             hint = nearest(name, self.names) if isinstance(name, str) else f"; there are {self.epochs} epochs"
-            raise FlowBNNError(f"the history lacks {name!r}{hint}", kind="name", argument=name)
+            raise FlowBNNError(f"the history has no {name!r}{hint}", kind="name", argument=name)
         return [record.get(str(name), float("nan")) for record in self.records]
 
     def __contains__(self, name: object) -> bool:

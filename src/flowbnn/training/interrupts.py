@@ -21,21 +21,21 @@ class Terminated(RuntimeError):
 class Interrupts:
     """Signal handlers that can defer Ctrl-C to the end of a block.
 
-    Inside :meth:`deferred` a first Ctrl-C is raised at the end of the block, a second one at once. Outside of it, every Ctrl-C is
-    raised at once. Nothing is installed outside the main thread or if the program has its own handlers.
+    Inside :meth:`defer` a first Ctrl-C is raised at the end of the block, a second one at once. Outside of it, every Ctrl-C is
+    raised at once. No handler is installed outside the main thread, or if the program has its own handlers.
 
     Args:
         terminate: If True, SIGTERM is handled in the same way. torchrun sends it to the remaining processes when one has died.
 
     Attributes:
         pending: Exception class of a deferred signal, or None.
-        ending: True once the process is ending because of SIGTERM or the death of another process.
+        is_ending: True once the process is ending because of SIGTERM or the death of another process.
     """
 
     def __init__(self, terminate: bool) -> None:
         self.terminate = terminate
         self.handlers: dict[signal.Signals, Any] = {}  # the previous handlers
-        self.deferring = self.ending = False
+        self.is_deferring = self.is_ending = False
         self.pending: type[BaseException] | None = None
 
     def install(self) -> None:
@@ -51,32 +51,32 @@ class Interrupts:
         """Restores the previous handlers."""
         for number, handler in self.handlers.items():
             # SIGTERM must not end a process before it has reported the death of another one
-            ignored = number == signal.SIGTERM and self.ending
-            signal.signal(number, signal.SIG_IGN if ignored else handler)
+            is_ignored = number == signal.SIGTERM and self.is_ending
+            signal.signal(number, signal.SIG_IGN if is_ignored else handler)
 
     @contextmanager
-    def deferred(self) -> Iterator[None]:
+    def defer(self) -> Iterator[None]:
         """Context manager that raises a first signal at its end."""
-        self.deferring = True
+        self.is_deferring = True
         try:
             yield
         finally:
-            self.deferring = False
+            self.is_deferring = False
             if self.pending is not None:
                 raise self.pending
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         kind = KeyboardInterrupt if number == signal.SIGINT else Terminated
-        if kind is Terminated and self.ending:
+        if kind is Terminated and self.is_ending:
             return
-        self.ending = self.ending or kind is Terminated
-        if not self.deferring or self.pending is kind:
+        self.is_ending = self.is_ending or kind is Terminated
+        if not self.is_deferring or self.pending is kind:
             raise kind
         self.pending = self.pending or kind
 
 
 def explain_interruption(run: Any, error: BaseException, interrupts: Interrupts) -> None:
-    """Saves the last complete step of an interrupted run and says where, or raises a clearer error.
+    """Saves the last complete step of an interrupted run and prints the path, or raises a clearer error.
 
     Args:
         run: :class:`~flowbnn.training.loop.TrainingRun` that has ended.
@@ -84,10 +84,10 @@ def explain_interruption(run: Any, error: BaseException, interrupts: Interrupts)
         interrupts: Signal handlers of the run.
     """
     position = run.position
-    ending, interrupts.ending = interrupts.ending, True  # from here on SIGTERM changes nothing
-    lost = run.process.describe_lost_worker(error)
-    message = f"{lost} {position}; {_save_and_describe(run)}" if lost else ""
-    interrupts.ending = ending or lost is not None
+    was_ending, interrupts.is_ending = interrupts.is_ending, True  # from here on SIGTERM changes nothing
+    lost_worker = run.process.describe_lost_worker(error)
+    message = f"{lost_worker} {position}; {_save_and_describe(run)}" if lost_worker else ""
+    interrupts.is_ending = was_ending or lost_worker is not None
     if "more than 1 value per channel" in str(error) and batch_size(run.batch) == 1:
         message = (
             f"epoch {position.epoch + 1}, batch {position.batches + 1} has one example, and BatchNorm needs at least 2; use "
@@ -96,7 +96,7 @@ def explain_interruption(run: Any, error: BaseException, interrupts: Interrupts)
     if isinstance(error, CheckpointError):
         message = "activation checkpointing needs equal weights in both passes, but this method draws them; remove checkpoint(...)"
     if message:
-        raise FlowBNNError(message, kind="worker lost" if lost else "batch") from error
+        raise FlowBNNError(message, kind="worker lost" if lost_worker else "batch") from error
     if isinstance(error, KeyboardInterrupt) and run.path is not None and run.is_main:
         message = f"flowbnn: interrupted in epoch {position.epoch + 1}; {_save_and_describe(run)}"
         print(message, file=sys.stderr)
@@ -105,7 +105,7 @@ def explain_interruption(run: Any, error: BaseException, interrupts: Interrupts)
 def _save_and_describe(run: Any) -> str:
     """Saves the last complete step, unless an update was interrupted, and returns a sentence about the file."""
     try:
-        if not run.updating:
+        if not run.is_updating:
             run.save()
     except FlowBNNError as error:
         return str(error)

@@ -1,4 +1,4 @@
-"""The training loop of every method: an objective computes the loss of a batch, the loop does everything else."""
+"""The training loop of every method. An objective computes the loss of a batch, and the loop does everything else."""
 
 import math
 import time
@@ -56,14 +56,14 @@ def train(
     Args:
         objective: Module whose ``forward(batch, clock)`` returns the scalar loss of a batch and a dictionary of scalars to record, such
             as ``elbo``, ``log_likelihood`` and ``kl``. It contains everything that is trained (network, likelihood, noise) and stays on
-            the device it was trained on. An attribute ``capturable`` that is True allows recording a step as a CUDA graph: the
-            objective then reads nothing of its clock but ``progress`` and makes no decision on the host. Its method
+            the device it was trained on. If its attribute ``capturable`` is True, a step may be recorded as a CUDA graph.
+            The objective must then read only ``progress`` of its clock, and must not decide anything on the host. Its method
             ``check_batch(batch)``, if there is one, is called for the batches of the first epoch.
         optimizer: Optimizer of the objective's parameters whose ``step`` needs no closure.
         loader: ``DataLoader``, or any object that can be iterated once per epoch, such as a list of batches.
         options: Options of the run.
-        schedule: Learning-rate schedule, stepped as ``options.schedule_every`` says. ``ReduceLROnPlateau`` reads the value that early
-            stopping monitors, or else the loss.
+        schedule: Learning-rate schedule, stepped at every step or epoch (``options.schedule_every``). ``ReduceLROnPlateau`` reads the
+            value that early stopping monitors, or else the loss.
         validate: Function called after every epoch with the objective in evaluation mode. Its values are recorded as
             ``validation_...``.
         settings: Plain values to store in the checkpoint, such as the weight of the KL. A resumed run warns if they have changed.
@@ -151,7 +151,7 @@ class TrainingRun:
         self.loader = process.shard(loader)
         self.guard = FiniteGuard(self.state, process)
         self.recorder = make_recorder(objective, optimizer, options, process.device, process.num_processes)
-        self.updating = False  # True while weights and position may disagree
+        self.is_updating = False  # True while weights and position may disagree
         self.batch: Any = END
         self._begin()
         self.start_time = time.monotonic() - self.position.history.seconds
@@ -164,7 +164,7 @@ class TrainingRun:
             self.update_num_epochs()
             if process.num_processes == 1:
                 state.warn_changed_data(lambda: next(self.iterate_epoch(0), END))
-            if self.finished and state.last_step_rng is not None:
+            if self.is_finished and state.last_step_rng is not None:
                 self.random.restore(state.last_step_rng)  # code after the run continues from there
             return
         if options.seed is not None:
@@ -175,9 +175,9 @@ class TrainingRun:
 
     def train(self) -> History:
         """Takes all steps of the run and returns its record."""
-        with self.open() as interrupts:
-            while not self.finished:
-                with interrupts.deferred():
+        with self.run_context() as interrupts:
+            while not self.is_finished:
+                with interrupts.defer():
                     batches = self.begin_epoch()
                     while self.step(batches) and interrupts.pending is None:
                         pass
@@ -187,7 +187,7 @@ class TrainingRun:
         return self.position.history
 
     @contextmanager
-    def open(self) -> Iterator[Interrupts]:
+    def run_context(self) -> Iterator[Interrupts]:
         """Context manager of all epochs: signals, display, training mode and synchronization of the processes."""
         interrupts = Interrupts(terminate=self.process.num_processes > 1)
         console = terminal() if self.is_main and self.options.progress else None
@@ -216,7 +216,7 @@ class TrainingRun:
                 raise
 
     @property
-    def finished(self) -> bool:
+    def is_finished(self) -> bool:
         """True if no epoch is left."""
         return self.position.history.stopped_early or self.position.epoch >= self.state.epochs
 
@@ -273,7 +273,7 @@ class TrainingRun:
             "torch": torch.get_rng_state(),
             "cuda": [] if self.on_cpu else self.random.cuda_state(),
         }
-        for parameter in self.parameters:  # faster than zero_grad, which marks itself for the profiler
+        for parameter in self.parameters:  # faster than zero_grad, which records a profiler event
             parameter.grad = None
         with process.autocast():
             result = self.module(batch, clock)
@@ -284,8 +284,8 @@ class TrainingRun:
             guard.loss_check.start(loss)
         elif not math.isfinite(loss.item()):
             guard.fail_on_loss(batch, clock, logs, random_state)
-        weighted = loss if process.loss_weight == 1.0 else loss * process.loss_weight
-        (weighted if process.scaler is None else process.scaler.scale(weighted)).backward()
+        weighted_loss = loss if process.loss_weight == 1.0 else loss * process.loss_weight
+        (weighted_loss if process.scaler is None else process.scaler.scale(weighted_loss)).backward()
         if guard.loss_check is not None and not guard.loss_check.is_finite():
             guard.fail_on_loss(batch, clock, logs, random_state)
         values: Mapping[str, Any] = {"loss": loss, **logs}
@@ -315,7 +315,7 @@ class TrainingRun:
             if tensor.device != self.process.device or tensor.is_inference():
                 batch = move_batch(batch, self.process.device)
                 break
-        # the targets are the last, whose number is that of the examples also if the inputs are a graph
+        # the targets are last; their number is that of the examples, also if the inputs are a graph
         return batch, tensors[-1][1].shape[0] if tensors and tensors[-1][1].dim() else 1
 
     def update(self) -> None:
@@ -340,7 +340,7 @@ class TrainingRun:
             if max_norm is not None:
                 # a norm of NaN leaves the gradients unchanged, so that the one at fault can be named
                 clip_grads_with_norm_(self.parameters, max_norm, torch.where(torch.isnan(norm), 0.0, norm))
-        self.updating = True
+        self.is_updating = True
         if self.guard.gradient_check is not None:
             self.guard.gradient_check.update(gradients)
         elif scaler is not None:
@@ -366,7 +366,7 @@ class TrainingRun:
         position.step += 1
         position.batches += 1
         self.state.last_step_rng = None
-        self.updating = False
+        self.is_updating = False
         if options.checkpoint_every is not None and position.step % options.checkpoint_every == 0:
             self.save()
         if self.display is not None and self.display.is_due():
@@ -382,7 +382,7 @@ class TrainingRun:
         """Takes one step by the recorded CUDA graph. Returns False if the batch does not fit it or recording fails."""
         assert self.recorder is not None
         if self.recorder.step(batch, clock):
-            self.updating = True
+            self.is_updating = True
             return True
         if self.recorder.failure:
             self.synchronize()
@@ -393,7 +393,7 @@ class TrainingRun:
         return False
 
     def synchronize(self) -> None:
-        """Waits for the device and adds the values that a recorder keeps there to the totals."""
+        """Waits for the device, and adds the values that a recorder stores there to the totals."""
         self.guard.check_last_step(self.recorder, wait=True)
         if self.recorder is not None:
             self.add_to_totals(*self.recorder.means())
@@ -409,7 +409,7 @@ class TrainingRun:
         self.state.last_step_rng = self.random.state() if self.path is not None else None
         if (self.validate is not None or self.options.callbacks) and self.state.saved_step != position.step:
             with (
-                interrupts.deferred()
+                interrupts.defer()
             ):  # validation and callbacks may take long or fail; a resumed run begins with them
                 self.save()
         record = self.means() | {"learning_rate": float(self.optimizer.param_groups[0]["lr"])}
@@ -423,7 +423,7 @@ class TrainingRun:
         stop = False
         if self.options.callbacks:
             stop = self.process.broadcast(self.is_main and self._call_callbacks(record))
-        with interrupts.deferred():
+        with interrupts.defer():
             self._record_epoch(record, stop)
         if self.display is not None:
             self.display.update(position.epoch, position.step, record, self.state.epochs)
@@ -447,10 +447,10 @@ class TrainingRun:
 
     def _record_epoch(self, record: dict[str, float], stop: bool) -> None:
         position, options, state = self.position, self.options, self.state
-        self.updating = True
+        self.is_updating = True
         if self.schedule is not None and options.schedule_every == "epoch":
-            monitored = options.early_stop.read(record) if options.early_stop else record["loss"]
-            self.schedule.step(*([monitored] if isinstance(self.schedule, ReduceLROnPlateau) else []))  # type: ignore[arg-type]
+            metric = options.early_stop.read(record) if options.early_stop else record["loss"]
+            self.schedule.step(*([metric] if isinstance(self.schedule, ReduceLROnPlateau) else []))  # type: ignore[arg-type]
         if options.early_stop is not None and position.update_best(options.early_stop, record):
             state.best_weights = deepcopy(self.objective.state_dict())
         if stop:
@@ -462,8 +462,8 @@ class TrainingRun:
         self.update_num_epochs()
         position.totals, position.weights = {}, {}
         state.epoch_start_rng = state.last_step_rng = None
-        self.updating = False
-        if options.checkpoint_every is None or self.finished:
+        self.is_updating = False
+        if options.checkpoint_every is None or self.is_finished:
             self.save()
         if self.log is not None:
             self.log.write(position.history)

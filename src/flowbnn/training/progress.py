@@ -1,6 +1,6 @@
-"""Progress bars on a terminal: one line for each task that is running, the outermost first.
+"""Progress bars on a terminal: one line for each running task, the outermost task first.
 
-A task that begins while another one is running appears below it, as the epochs of a training below the methods of a comparison. A line
+A task that begins inside another task appears below it, such as the epochs of a training below the methods of a comparison. A line
 is never wider than the terminal. On a narrow one the bar shrinks first, then the elapsed time and the values are left out.
 """
 
@@ -47,24 +47,24 @@ def format_seconds(seconds: float) -> str:
     >>> format_seconds(75.4), format_seconds(3 * 3600 + 62)
     ('1:15', '3:01:02')
     """
-    minutes, rest = divmod(round(seconds), 60)
+    minutes, seconds_part = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+    return f"{hours}:{minutes:02d}:{seconds_part:02d}" if hours else f"{minutes}:{seconds_part:02d}"
 
 
 class ProgressBar:
     """Context manager that shows the progress of a task as a line on a terminal.
 
-    The line has the label, the counter, a bar, the values that are optimized, the elapsed time, and the estimated time that is left.
-    Nothing is shown if the output is no terminal.
+    The line has the label, the counter, a bar, the optimized values, the elapsed time, and the estimated remaining time. Nothing is
+    shown if the output is not a terminal.
 
     Args:
         label: Name of the task.
         total: Number of steps, or None if it is unknown.
         unit: Word before the number of the current step, such as ``"epoch"``. Without it, the number of finished steps is shown.
         visible: If False, nothing is shown.
-        start: Number of steps that were done before, if the task is resumed.
-        even: If False, the steps take different times, so the time that is left is not estimated.
+        start: Number of steps that were completed before, if the task is resumed.
+        equal_steps: If False, the steps take different times, so the remaining time is not estimated.
         keep: If True, the line stays on the terminal when the task ends, unless the task is part of another one.
         console: Console to draw on. The default is the terminal.
 
@@ -83,12 +83,12 @@ class ProgressBar:
         unit: str = "",
         visible: bool = True,
         start: int = 0,
-        even: bool = True,
+        equal_steps: bool = True,
         keep: bool = False,
         console: "Console | None" = None,
     ) -> None:
         self.label, self.total, self.unit = label, total, unit
-        self.even, self.keep = even, keep
+        self.equal_steps, self.keep = equal_steps, keep
         self.console = (console or terminal()) if visible else None
         self.counter = ""  # replaces the number of steps
         self.values: Sequence[str] = ()
@@ -121,10 +121,10 @@ class ProgressBar:
         counter: str | None = None,
         values: Sequence[str] | None = None,
     ) -> None:
-        """Sets what is given, and draws the line at most ten times a second.
+        """Sets the values that are not None, and draws the line at most ten times a second.
 
         Args:
-            completed: Number of steps that are done.
+            completed: Number of completed steps.
             total: Number of steps.
             label: Name of the task.
             counter: Text that replaces the number of steps.
@@ -143,10 +143,16 @@ class ProgressBar:
     @property
     def seconds_left(self) -> float | None:
         """Estimated time until the task ends, in seconds. None if it is unknown."""
-        done = self.completed - self.start
-        if self.finished or not self.even or self.total is None or done <= 0 or self.completed >= self.total:
+        new_steps = self.completed - self.start
+        if (
+            self.finished
+            or not self.equal_steps
+            or self.total is None
+            or new_steps <= 0
+            or self.completed >= self.total
+        ):
             return None
-        seconds_per_step = (self.step_time - self.start_time) / done
+        seconds_per_step = (self.step_time - self.start_time) / new_steps
         return max(
             0.0, seconds_per_step * (self.total - self.completed) - (time.monotonic() - self.step_time)
         )
@@ -162,11 +168,13 @@ class ProgressBar:
 
         before, bar_width, after = self._fit(width - indent)
         line = Text(" " * indent, no_wrap=True, overflow="ellipsis", end="")
-        line.append(before[0], "bold").append("".join(GAP + part for part in before[1:]))
+        line.append(before[0], "bold").append("".join(GAP + word for word in before[1:]))
         if bar_width and self.total:
-            filled = round(bar_width * min(1.0, self.completed / self.total))
-            line.append(GAP).append("━" * filled, "cyan").append("─" * (bar_width - filled), "dim")
-        line.append("".join(GAP + part for part in after))
+            filled_width = round(bar_width * min(1.0, self.completed / self.total))
+            line.append(GAP).append("━" * filled_width, "cyan").append(
+                "─" * (bar_width - filled_width), "dim"
+            )
+        line.append("".join(GAP + word for word in after))
         line.truncate(width, overflow="ellipsis")
         return line
 
@@ -178,29 +186,29 @@ class ProgressBar:
             counter = f"{current:,}/{self.total:,}"
         elif not counter and self.completed:
             counter = f"{self.completed:,}"
-        elapsed, left = format_seconds(time.monotonic() - self.start_time), self.seconds_left
-        times = [elapsed] if left is None else [f"{elapsed}, {format_seconds(left)} left"]
-        times += [] if left is None else [f"{format_seconds(left)} left"]
+        elapsed, seconds_left = format_seconds(time.monotonic() - self.start_time), self.seconds_left
+        times = [elapsed] if seconds_left is None else [f"{elapsed}, {format_seconds(seconds_left)} left"]
+        times += [] if seconds_left is None else [f"{format_seconds(seconds_left)} left"]
         before = [self.label, *([f"{self.unit} {counter}".strip()] if counter else [])]
-        most = list(self.values)
-        for values in [most[:count] for count in range(len(most), 0, -1)] or [[]]:
+        optimized_values = list(self.values)
+        for values in [optimized_values[:count] for count in range(len(optimized_values), 0, -1)] or [[]]:
             for text in times:
                 for bar_width in BAR_WIDTHS if self.total else (0,):
                     words = [*before, *values, text]
-                    used = len(GAP.join(words)) + (bar_width + len(GAP) if bar_width else 0)
-                    if used <= width:
+                    num_columns = len(GAP.join(words)) + (bar_width + len(GAP) if bar_width else 0)
+                    if num_columns <= width:
                         return before, bar_width, [*values, text]
-        for values in (most[:1], []):
+        for values in (optimized_values[:1], []):
             if len(GAP.join([*before, *values, times[-1]])) <= width:
                 return before, 0, [*values, times[-1]]
         words = [counter, times[-1]] if counter else [times[-1]]
-        room = max(2, width - len(GAP.join(["", *words])))
-        label = self.label if len(self.label) <= room else f"{self.label[: room - 1]}…"
+        label_width = max(2, width - len(GAP.join(["", *words])))
+        label = self.label if len(self.label) <= label_width else f"{self.label[: label_width - 1]}…"
         return [label, *words], 0, []
 
 
 class _Screen:
-    """Lines of all tasks that are running, the outermost first."""
+    """Lines of all running tasks, the outermost task first."""
 
     def __init__(self) -> None:
         self.bars: list[ProgressBar] = []
@@ -251,14 +259,14 @@ SCREEN = _Screen()
 
 
 class TrainingDisplay:
-    """Progress bar of a training run, with epoch, ELBO or log-likelihood, last validation, KL divergence, and the time that is left.
+    """Progress bar of a training run, with epoch, ELBO or log-likelihood, last validation, KL divergence, and the remaining time.
 
     Args:
         options: Options of the training run.
         steps: Number of steps per epoch, or None if unknown.
         console: Console to draw on.
-        epoch: Number of epochs that were done before, if the run is resumed.
-        step: Number of steps that were done before.
+        epoch: Number of epochs that were completed before, if the run is resumed.
+        step: Number of steps that were completed before.
     """
 
     labels: ClassVar[dict[str, str]] = {
@@ -292,7 +300,7 @@ class TrainingDisplay:
         self.bar.__exit__(*error)
 
     def is_due(self) -> bool:
-        """Returns True every tenth of a second, because reading the values may wait for the device."""
+        """Returns True at most ten times a second, because reading the values may wait for the device."""
         return self.bar.is_due()
 
     def update(self, epoch: int, step: int, means: Mapping[str, float], epochs: int) -> None:
@@ -300,14 +308,17 @@ class TrainingDisplay:
 
         Args:
             epoch: Index of the current epoch.
-            step: Number of steps that are done.
+            step: Number of completed steps.
             means: Means of the values logged in this epoch.
             epochs: Number of epochs of the run.
         """
         self.validation |= {name: means[name] for name in means if name.startswith("validation_")}
-        logged = [name for name in ("elbo", "log_likelihood", "kl") if name in means] or ["loss"]
-        validated = sorted(self.validation, key=lambda name: name != "validation_nll")[:2]
-        values = {name: {**means, **self.validation}[name] for name in [*logged[:1], *validated, *logged[1:]]}
+        objective_names = [name for name in ("elbo", "log_likelihood", "kl") if name in means] or ["loss"]
+        validation_names = sorted(self.validation, key=lambda name: name != "validation_nll")[:2]
+        values = {
+            name: {**means, **self.validation}[name]
+            for name in [*objective_names[:1], *validation_names, *objective_names[1:]]
+        }
         self.bar.update(
             epoch if self.steps is None else step,
             total=epochs if self.steps is None else self.steps * epochs,

@@ -23,20 +23,20 @@ def image_set(number: int = 22) -> ImageSet:
     )
 
 
-@pytest.mark.parametrize("together", [2, 3, 9])
+@pytest.mark.parametrize("group_size", [2, 3, 9])
 @pytest.mark.parametrize("augment", [None, CropAndFlip(padding=2, cutout=3)])
 @pytest.mark.parametrize("shuffle", [False, True])
-def test_batches_prepared_together_equal_single_batches(together, augment, shuffle):
+def test_batches_prepared_together_equal_single_batches(group_size, augment, shuffle):
     data = image_set(23)
 
     def loader(number: int | None) -> TensorLoader:
         normalize = data.normalizer()
         return TensorLoader(
             data.images, data.labels, batch_size=4, shuffle=shuffle, augment=augment, prepare=normalize,
-            generator=seeded(), together=number,
+            generator=seeded(), group_size=number,
         )  # fmt: skip
 
-    single, several = loader(None), loader(together)
+    single, several = loader(None), loader(group_size)
     for _ in range(2):
         for first, second in zip(single, several, strict=True):
             assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
@@ -50,12 +50,12 @@ def test_user_functions_receive_one_batch_at_a_time():
         sizes.append(len(images))
         return images
 
-    list(TensorLoader(torch.arange(10), batch_size=4, prepare=prepare, together=5))
-    list(TensorLoader(torch.arange(10), batch_size=4, augment=lambda x, _: prepare(x), together=5))
+    list(TensorLoader(torch.arange(10), batch_size=4, prepare=prepare, group_size=5))
+    list(TensorLoader(torch.arange(10), batch_size=4, augment=lambda x, _: prepare(x), group_size=5))
     assert sizes == 2 * [4, 4, 2]
     with pytest.raises(FlowBNNError) as caught:
-        TensorLoader(torch.arange(10), batch_size=4, together=0)
-    assert caught.value.argument == "together"
+        TensorLoader(torch.arange(10), batch_size=4, group_size=0)
+    assert caught.value.argument == "group_size"
 
 
 def test_subclasses_of_augmentation_and_normalization_are_called():
@@ -73,7 +73,7 @@ def test_subclasses_of_augmentation_and_normalization_are_called():
     centred = Centred(data.mean, data.std)
     batches = [
         batch
-        for batch, _ in TensorLoader(data.images, data.labels, batch_size=3, prepare=centred, together=2)
+        for batch, _ in TensorLoader(data.images, data.labels, batch_size=3, prepare=centred, group_size=2)
     ]
     assert torch.equal(batches[0], data.normalized()[:3] - 3)
 
