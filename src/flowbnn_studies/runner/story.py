@@ -21,7 +21,7 @@ PLUS_MINUS = "\N{NO-BREAK SPACE}± "
 
 @dataclass(frozen=True)
 class Story:
-    """What a reader learns of a study first.
+    """Summary of a study for the beginning of its page.
 
     Args:
         question: Question in one short sentence.
