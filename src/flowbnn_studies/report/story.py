@@ -35,8 +35,8 @@ def story_of(results: dict[str, Any]) -> Story:
     if names and not results.get("trial"):
         try:
             if (story := STUDIES[max(names, key=len)].story(Numbers(results))) is not None:
-                texts = {name: _keep_units(getattr(story, name)) for name in ("answer", "number", "meaning")}
-                return replace(story, **(texts | {"answer": _capitalize(texts["answer"])}))
+                answer, number, meaning = map(_keep_units, (story.answer, story.number, story.meaning))
+                return replace(story, answer=_capitalize(answer), number=number, meaning=meaning)
         except MissingNumber:
             pass
     figure = results["figures"][0]["kind"] if results["figures"] else ""
