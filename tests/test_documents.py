@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import flowbnn as fb
 from flowbnn.methods import METHODS
 from flowbnn_studies import get_study, run_study
+from flowbnn_studies.data import ImageSet
 from flowbnn_studies.runner.study import STUDIES
 
 ROOT = Path(__file__).parent.parent
@@ -50,6 +51,36 @@ def test_readme_is_short():
     text = (ROOT / "README.md").read_text()
     assert len(text.split()) <= 700
     assert len(re.findall(r"\d\.\d", text)) <= 20
+
+
+def test_every_page_with_code_is_executed():
+    """Every page with Python has a test that executes it, of all its blocks or in parts."""
+    tests = Path(__file__).read_text() + (ROOT / "tests" / "test_site.py").read_text()
+    pages = [path.relative_to(ROOT) for path in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]]
+    for page in pages:
+        if "generated" not in page.parts and code_blocks(str(page)):
+            assert f'"{page}"' in tests or f'"{page.name}"' in tests, page
+
+
+def test_commands_of_documents_exist():
+    """Studies and benchmarks that documents name exist."""
+    for path in [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]:
+        text = path.read_text()
+        assert set(re.findall(r"flowbnn run ([a-z][\w-]+)", text)) - {"slope"} <= set(STUDIES), path
+        for name in re.findall(r"python (benchmarks/\w+\.py)", text):
+            assert (ROOT / name).exists(), path
+
+
+def test_start_page():
+    (code,) = code_blocks("docs/index.md")
+    names = {
+        "network": torch.nn.Linear(4, 3),
+        "held_out": small_loader(),
+        "inputs": torch.randn(2, 4),
+        "fb": fb,
+    }
+    exec(code.replace("held_out)", "held_out, candidates=['temperature'], progress=False)"), names)
+    assert names["prediction"].labels.shape == (2,)
 
 
 def test_flows_page(tmp_path, monkeypatch):
@@ -107,6 +138,43 @@ def test_custom_training_loop():
     assert all(not torch.equal(before[name], value) for name, value in model.named_parameters())
 
 
+@pytest.mark.slow  # chains and modes
+@pytest.mark.filterwarnings("ignore::flowbnn.errors.FlowBNNWarning")  # few epochs and short chains
+def test_fitting_page(tmp_path, monkeypatch):
+    """The blocks that no other test executes, in their order."""
+    others = "fb.ELBO", "make_network", "likelihoods.Flow"
+    codes = [c for c in code_blocks("docs/fitting.md") if not any(name in c for name in others)]
+    assert len(codes) == 4
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(0)
+    network, loader = torch.nn.Sequential(torch.nn.Linear(4, 3)), small_loader()
+    names = {
+        "fb": fb,
+        "network": network,
+        "bayesian": fb.to_stochastic(network, {"*": fb.noise.NormalAffine()}),
+    }
+    names |= dict.fromkeys(("loader", "train_loader", "held_out", "train", "test"), loader)
+    names |= {
+        "inputs": torch.randn(2, 4),
+        "any_posterior": fb.MAP(epochs=1).fit(network, loader, progress=False),
+    }
+    names["fit"] = lambda data: names["posterior"]
+    monkeypatch.setattr(
+        fb.diagnostics, "noise_chains", partial(fb.diagnostics.noise_chains, samples=20, warmup=20)
+    )
+    monkeypatch.setattr(fb.diagnostics, "simulation_ranks", lambda *_: SimpleNamespace(p_value=0.5))
+    for code in codes:
+        if "fb.diagnose(" in code:  # of noise, not of the calibrators before it
+            names["posterior"] = fb.calibrate(network, loader, candidates=["noise"], folds=0, progress=False)
+        code = code.replace("resume=True", "resume=True, epochs=1, progress=False")
+        code = code.replace(
+            "fb.calibrate(network, held_out", "fb.calibrate(network, held_out, candidates=['noise'], folds=0"
+        )
+        code = code.replace("MCDropout()", "MCDropout(epochs=1)").replace("MAP()", "MAP(epochs=1)")
+        exec(code.replace("NUTS()", "NUTS(samples=2, warmup=2, chains=2, epochs=1)"), names)
+    assert names["gap"].per_example is not None
+
+
 @pytest.mark.filterwarnings("ignore::flowbnn.errors.FlowBNNWarning")  # two epochs, eight examples per fold
 def test_cross_fitting():
     code = next(code for code in code_blocks("docs/fitting.md") if "make_network" in code)
@@ -161,16 +229,32 @@ def test_active_learning_page():
     assert len(names["labelled"].unique()) == 25
 
 
+def random_images(name, partition):
+    """Returns 30 images with the shape of a published set."""
+    shape = (3, 32, 32) if name == "cifar10" else (1, 28, 28)
+    images = torch.randint(256, (30, *shape), dtype=torch.uint8)
+    return ImageSet(
+        images,
+        torch.arange(30) % 10,
+        tuple("abcdefghij"),
+        name,
+        partition,
+        (0.5,) * shape[0],
+        (0.2,) * shape[0],
+    )
+
+
 @pytest.mark.filterwarnings("ignore::flowbnn.errors.FlowBNNWarning")  # a few epochs are too few
-def test_data_page(capsys):
-    codes = [code for code in code_blocks("docs/data.md") if "load_images" not in code]
-    assert len(codes) == 4
+def test_data_page(capsys, monkeypatch):
+    codes = code_blocks("docs/data.md")
+    assert len(codes) == 5
     torch.manual_seed(0)
+    monkeypatch.setattr("flowbnn_studies.data.load_images", random_images)
     with warnings.catch_warnings():  # about functions of torch that other packages use
         warnings.simplefilter("ignore")
         for code in codes:
             assert len([line for line in code.splitlines() if line]) <= 18
-            exec(code, {})
+            exec(code.replace("validation=5000", "validation=10"), {})
     assert "torch.Size([24, 2])" in capsys.readouterr().out
 
 
