@@ -15,7 +15,7 @@ import torch
 
 from flowbnn import kernels
 from flowbnn.convert import to_stochastic
-from flowbnn.kernels import Group, chains, gpu, launch, reference, tasks
+from flowbnn.kernels import Group, flow_chains, gpu, launch, reference, tasks
 from flowbnn.noise import NormalInvConv
 from flowbnn.noise.batched import divergences
 from flowbnn.noise.flow_noise import InputNoise
@@ -177,7 +177,9 @@ def numpy_forward(task, save, x, log_dets, saved):
     """Computes the same as ``launch.forward`` by numpy."""
     for i, end in enumerate(x.split(task.dims, -1)):
         weights = task.weights[i].values()
-        value, log_det = chains.ChainFunction.apply(task.shapes[i], task.log_det, task.columns[i], *weights)
+        value, log_det = flow_chains.ChainFunction.apply(
+            task.shapes[i], task.log_det, task.columns[i], *weights
+        )
         end.copy_(value)
         if task.log_det:
             log_dets[i] = log_det
@@ -189,7 +191,7 @@ def numpy_backward(task, saved, grad_x, grad_log_dets, grad_vectors, grad_weight
     for i, output_grad in enumerate(grad_x.split(task.dims, -1)):
         leaves = [t.detach().requires_grad_() for t in (task.columns[i], *task.weights[i].values())]
         with torch.enable_grad():
-            outputs = chains.ChainFunction.apply(task.shapes[i], grad_log_dets is not None, *leaves)
+            outputs = flow_chains.ChainFunction.apply(task.shapes[i], grad_log_dets is not None, *leaves)
         grads = [output_grad] if grad_log_dets is None else [output_grad, grad_log_dets[i]]
         z_grad, *others = torch.autograd.grad(outputs[: len(grads)], leaves, grads)
         grad_vectors.split(task.dims, -1)[i].copy_(z_grad)
@@ -201,7 +203,7 @@ def numpy_backward(task, saved, grad_x, grad_log_dets, grad_vectors, grad_weight
 @pytest.fixture
 def gpu_operator(monkeypatch):
     """Uses the operator of GPUs, with numpy instead of the launches."""
-    monkeypatch.setattr(chains, "available", lambda z: True)
+    monkeypatch.setattr(flow_chains, "available", lambda z: True)
     monkeypatch.setattr(launch, "forward", numpy_forward)
     monkeypatch.setattr(launch, "backward", numpy_backward)
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from test_kernels import PLANAR, REPORT, make_flows, needs_gpu
 
-from flowbnn.kernels import Group, chains, evaluate, evaluate_many, gpu, reference
+from flowbnn.kernels import Group, evaluate, evaluate_many, flow_chains, gpu, reference
 
 POSITION = [
     ([(128, REPORT)], 32768, False),
@@ -72,8 +72,8 @@ def test_groups_are_evaluated_one_by_one_without_kernels(allow_tf32):
 
 def test_group_without_kernels_does_not_affect_the_others(monkeypatch):
     launched = []
-    monkeypatch.setattr(chains, "available", lambda vectors: True)
-    monkeypatch.setattr(chains, "_fits_kernels", lambda chain, vectors: chain.shape.dim < 40)
+    monkeypatch.setattr(flow_chains, "available", lambda vectors: True)
+    monkeypatch.setattr(flow_chains, "_fits_kernels", lambda chain, vectors: chain.shape.dim < 40)
     monkeypatch.setattr(
         gpu,
         "evaluate_groups",
