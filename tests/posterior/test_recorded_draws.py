@@ -8,7 +8,7 @@ import flowbnn as fb
 from flowbnn.noise.base import make_noise_modes, noise_layers
 from flowbnn.noise.gaussians import SharedDraws
 from flowbnn.posterior.prediction import PredictionCache
-from flowbnn.posterior.recorded_draws import RecordedDraws, block_seeds_of, is_recordable, shared_draws
+from flowbnn.posterior.recorded_draws import RecordedDraws, block_seeds_of, is_recordable, recorded_draws
 
 RULES = {
     "gaussian": fb.noise.NormalAffine(),
@@ -69,7 +69,7 @@ def test_replayed_draws_are_those_of_the_seed(name, half):
     def check(seed):
         modes = make_noise_modes(network, "shared", 70, seed)
         with torch.no_grad(), torch.autocast("cuda", torch.bfloat16, enabled=half):
-            drawn = shared_draws(layers, modes, device, cache)
+            drawn = recorded_draws(layers, modes, device, cache)
             expected = SharedDraws(layers, modes, device)
         for layer in layers:
             torch.testing.assert_close(drawn.vectors[layer.key], expected.vectors[layer.key], atol=0, rtol=0)

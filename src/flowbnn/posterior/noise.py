@@ -33,7 +33,7 @@ from flowbnn.noise.base import make_noise_modes
 from flowbnn.noise.batched import example_draws
 from flowbnn.noise.contexts import NoiseContext, NoiseMode, forward_sample
 from flowbnn.noise.flow_noise import InputNoise
-from flowbnn.noise.gaussians import SampleDraws
+from flowbnn.noise.gaussians import SampleDraws, SharedDraws
 from flowbnn.noise.joint import independent_vectors
 from flowbnn.noise.layout import absorbs, weight_scale
 from flowbnn.noise.recipes import recipe_from_dict
@@ -48,7 +48,7 @@ from flowbnn.posterior.files import (
     select_prefix,
 )
 from flowbnn.posterior.prediction import Prediction, check_rows, clone_sharing_tensors, even_size
-from flowbnn.posterior.recorded_draws import shared_draws
+from flowbnn.posterior.recorded_draws import recorded_draws
 from flowbnn.posterior.report import FitReport
 from flowbnn.posterior.trace import ForwardTrace
 from flowbnn.training.storage import TensorFile
@@ -81,10 +81,8 @@ class NoisePosterior(Posterior):
 
     def outputs(self, inputs: Any, samples: range, prediction: Prediction) -> Tensor:
         """Returns the outputs of some samples by the strategy that suits the network: compiled, vmap or sequential."""
-        trace, state = prediction.measure(inputs), prediction.state.values
-        if "sampler" not in state:
-            state["sampler"] = NoiseSampler(prediction)
-        sampler: NoiseSampler = state["sampler"]
+        trace = prediction.measure(inputs)
+        sampler = prediction.state.get("sampler", partial(NoiseSampler, prediction))
         inputs = move(inputs, prediction.device, prediction.dtype)
         sampler.seed_batch()
         if sampler.is_worth_compiling(inputs, trace):
@@ -216,8 +214,11 @@ class NoiseSampler:
         self.generator = None if prediction.shared else torch.Generator(prediction.device)
         if self.generator is None:
             self.modes = make_noise_modes(self.layers, "shared", prediction.samples, prediction.seed)
-            layers = list(self.layers.values())
-            self.shared_draws = shared_draws(layers, self.modes, prediction.device, prediction.cache)
+            layers, device = list(self.layers.values()), prediction.device
+            if device.type == "cuda":
+                self.shared_draws = recorded_draws(layers, self.modes, device, prediction.cache)
+            else:
+                self.shared_draws = SharedDraws(layers, self.modes, device)
         else:
             self.modes = make_noise_modes(self.layers, "sample", 1, None, self.generator)
 

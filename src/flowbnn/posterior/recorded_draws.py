@@ -52,19 +52,17 @@ class RecordedDraws:
         return self.draws
 
 
-def shared_draws(
+def recorded_draws(
     layers: Sequence[Noise], modes: Mapping[int, NoiseMode], device: torch.device, cache: PredictionCache
 ) -> SharedDraws:
-    """Returns the draws of all layers for a prediction. On a CUDA device, the second prediction of its kind records them.
+    """Returns the draws of all layers for a prediction on a CUDA device. The second prediction of its kind records them.
 
     Args:
         layers: Noise modules of the network.
         modes: Modes by layer key, which have the seeds and the number of samples.
-        device: Device of the draws.
+        device: CUDA device.
         cache: Cache of the posterior.
     """
-    if device.type != "cuda":
-        return SharedDraws(layers, modes, device)
     key = _signature(layers, modes, device)
     recorded = cache.values.get(key)
     if recorded is None:  # the first draws compile their kernels, which a recording cannot
