@@ -112,7 +112,10 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def watch_modules(
-    modules: Mapping[str, nn.Module], before: Callable[..., None] | None, after: Callable[..., None] | None
+    modules: Mapping[str, nn.Module],
+    before: Callable[..., None] | None,
+    after: Callable[..., None] | None,
+    unscaled: bool = False,
 ) -> Iterator[None]:
     """Context manager that calls functions before and after the forward pass of each module.
 
@@ -120,13 +123,15 @@ def watch_modules(
         modules: Modules by name.
         before: Function ``(name, module, args, kwargs)``, or None.
         after: Function ``(name, module, args, kwargs, output)``, or None.
+        unscaled: If True, ``after`` gets the output before other hooks, such as that of the units of the targets.
     """
     with ExitStack() as hooks:
         for name, module in modules.items():
             if before is not None:
                 hooks.enter_context(module.register_forward_pre_hook(partial(before, name), with_kwargs=True))
             if after is not None:
-                hooks.enter_context(module.register_forward_hook(partial(after, name), with_kwargs=True))
+                hook = partial(after, name)
+                hooks.enter_context(module.register_forward_hook(hook, with_kwargs=True, prepend=unscaled))
         yield
 
 

@@ -22,7 +22,7 @@ from flowbnn.methods.calibrators.base import Calibrator
 from flowbnn.methods.calibrators.folds import split_folds
 from flowbnn.methods.calibrators.lbfgs import minimize_batch
 from flowbnn.methods.data_summary import first_batch
-from flowbnn.methods.laplace.layer_selection import channels_last, record_calls
+from flowbnn.methods.laplace.layer_selection import channels_last, trace_layers
 from flowbnn.networks import evaluation_mode
 from flowbnn.options import Ge, Positive, checked, options
 from flowbnn.posterior.base import Posterior
@@ -178,7 +178,7 @@ class LastLayerProblem:
         model = posterior.model
         device, dtype = device_of(model), dtype_of(model)
         first = move(first_batch(held_out, purpose="calibration")[0], device, dtype)
-        layer = record_calls(model, first).unscaled_output_layer
+        layer = trace_layers(model, first).unscaled_output_layer
         if layer is None:
             has_classes = isinstance(posterior.likelihood, Categorical | Bernoulli)
             hint = "use fb.MatrixScaling" if has_classes else "use fb.Temperature"

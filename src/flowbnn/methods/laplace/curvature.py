@@ -20,7 +20,7 @@ from flowbnn.methods.laplace.accumulators import (
 )
 from flowbnn.methods.laplace.blocks import CurvatureBlock
 from flowbnn.methods.laplace.derivatives import Jacobian, output_hessian
-from flowbnn.methods.laplace.layer_selection import LayerCalls, Layers, shares_weights
+from flowbnn.methods.laplace.layer_selection import Layers, LayerTrace, shares_weights
 
 
 class Curvature(NamedTuple):
@@ -51,7 +51,7 @@ class CurvatureFit:
 
     model: nn.Module
     layers: Layers
-    calls: LayerCalls
+    calls: LayerTrace
     likelihood: Likelihood
     batches: Callable[[str], Iterable[Any]]
     check: Callable[[Any], None]

@@ -19,7 +19,7 @@ from flowbnn.methods.base import FitOptions, Method, register_method
 from flowbnn.methods.laplace.comparison import compare_with_network
 from flowbnn.methods.laplace.curvature import Curvature, CurvatureFit
 from flowbnn.methods.laplace.derivatives import check_likelihood
-from flowbnn.methods.laplace.layer_selection import record_calls, select_layers
+from flowbnn.methods.laplace.layer_selection import select_layers, trace_layers
 from flowbnn.methods.laplace.posterior import LaplacePosterior, PredictiveName
 from flowbnn.methods.laplace.prior import (
     PriorSearch,
@@ -90,7 +90,7 @@ class Laplace(Method):
         trains = self.trains or self.newton_steps > 0
         prepared = prepare(disable_nested_tensors(model), loader, options, trains)
         check_likelihood(prepared.likelihood, self.predictive)
-        calls = record_calls(model, prepared.inputs)
+        calls = trace_layers(model, prepared.inputs)
         layers = select_layers(model, calls, self.layers, self.structure)
         scale = None if isinstance(self.prior_scale, str) else float(self.prior_scale)
         point = PointPosterior(model, prepared.likelihood)

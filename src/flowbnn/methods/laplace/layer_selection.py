@@ -3,10 +3,9 @@
 import math
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +17,14 @@ from flowbnn.batches import call, device_of, has_row_axis, rewrap_forward_errors
 from flowbnn.errors import FlowBNNError, requirement_error
 from flowbnn.methods.laplace.blocks import Shapes
 from flowbnn.methods.network_layers import check_real_weights, no_layer_selected, unsupported_layer
-from flowbnn.networks import evaluation_mode
+from flowbnn.networks import evaluation_mode, watch_modules
 from flowbnn.noise.layout import FORWARD
 
 Layers = dict[str, Shapes]  # for each layer, the shapes of its parameters by their names in the network
 
 
 @dataclass
-class LayerCalls:
+class LayerTrace:
     """Record of the layers that a network called in one small forward pass."""
 
     num_rows: int  # examples in the pass
@@ -57,7 +56,7 @@ def parameter_modules(model: nn.Module) -> dict[str, nn.Module]:
     }
 
 
-def record_calls(model: nn.Module, inputs: Any) -> LayerCalls:
+def trace_layers(model: nn.Module, inputs: Any) -> LayerTrace:
     """Runs up to three examples and records the layers that are called.
 
     Raises:
@@ -68,27 +67,24 @@ def record_calls(model: nn.Module, inputs: Any) -> LayerCalls:
         requirement, value = "inputs with one row per example", f"shapes {sizes}"
         raise requirement_error("Laplace", requirement, value, "use SWAG", kind="shape", argument="loader")
     layers, results = parameter_modules(model), dict[str, Any]()
-    calls = LayerCalls(min(3, rows(inputs)))
+    calls = LayerTrace(min(3, rows(inputs)))
 
-    def before(name: str, module: nn.Module, args: Any) -> None:
+    def before(name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         calls.order.append(name)
         calls.counts[name] += 1
         if args and isinstance(args[0], Tensor):
             calls.shapes.setdefault(name, args[0].shape)
 
-    def after(name: str, module: nn.Module, args: Any, output: Any) -> None:
+    def after(name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         results[name] = output
         if _overrides_forward(module) and args and _computes_torch_layer(module, args[0], output):
             calls.equivalent.add(name)
 
-    def before_scaling(module: nn.Module, args: Any, output: Any) -> None:
+    def before_scaling(name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         results["unscaled"] = output
 
-    with ExitStack() as hooks, evaluation_mode(model):
-        hooks.enter_context(model.register_forward_hook(before_scaling, prepend=True))
-        for name, module in layers.items():
-            hooks.enter_context(module.register_forward_pre_hook(partial(before, name)))
-            hooks.enter_context(module.register_forward_hook(partial(after, name), prepend=True))
+    root = watch_modules({"": model}, None, before_scaling, unscaled=True)
+    with root, watch_modules(layers, before, after, unscaled=True), evaluation_mode(model):
         examples = take(inputs, 0, calls.num_rows)
         with rewrap_forward_errors(examples, f"Laplace fails on the first {calls.num_rows} examples, of"):
             outputs = call(model, examples)
@@ -108,7 +104,7 @@ def record_calls(model: nn.Module, inputs: Any) -> LayerCalls:
     return calls
 
 
-def select_layers(model: nn.Module, calls: LayerCalls, pattern: str, structure: str) -> Layers:
+def select_layers(model: nn.Module, calls: LayerTrace, pattern: str, structure: str) -> Layers:
     """Returns the layers that a pattern selects.
 
     Args:
@@ -206,7 +202,7 @@ def channels_last(module: nn.Module, values: Tensor) -> Tensor:
     return values if isinstance(module, nn.Linear) else values.movedim(1, -1)
 
 
-def _check_kronecker(model: nn.Module, name: str, module: nn.Module, calls: LayerCalls) -> None:
+def _check_kronecker(model: nn.Module, name: str, module: nn.Module, calls: LayerTrace) -> None:
     """Raises FlowBNNError if Kronecker factors do not support this layer."""
     reason = None
     if not _is_torch_layer(module) and name not in calls.equivalent:
