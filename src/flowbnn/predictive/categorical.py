@@ -95,8 +95,8 @@ class CategoricalPredictive(Predictive):
         )
         self._tensors = (logits,)
         normalizers = logits.logsumexp(-1, keepdim=True)
-        tensors = (F.log_softmax(logits, dim=-1), normalizers)
-        self._tensors = tuple(self._fill_missing(tensor, math.nan) for tensor in tensors)
+        log_samples = self._fill_missing(F.log_softmax(logits, dim=-1), math.nan)
+        self._tensors = (log_samples, self._fill_missing(normalizers, math.nan))
         check_finite_samples(self._fill_missing(self._tensors[0], 0.0).isnan())
 
     @classmethod
