@@ -6,8 +6,9 @@ r"""Regression: the units of the targets and the standard deviation of the obser
 deviation :math:`s` of the training targets are two buffers of the network, which a forward hook applies. The weights are trained as if
 the targets had been standardized, and the outputs of the network are in the units of the targets.
 
-*Noise.* A learned :math:`\sigma` starts at the size of the residuals. After training it is fitted once more: for a single network to
-its residuals (:func:`fit_residual_scale`), for a posterior to the likelihood of its predictions (:func:`fit_noise_scale`).
+*Noise.* A learned :math:`\sigma` starts at the size of the residuals (:func:`set_noise_scale`). After training it is fitted once more:
+for a single network to its residuals (:func:`fit_residual_scale`), for a posterior to the likelihood of its predictions
+(:func:`fit_noise_scale`). A fixed :math:`\sigma` is compared with the residuals (:func:`check_noise_scale`).
 """
 
 from collections.abc import Iterable, Iterator
@@ -353,7 +354,7 @@ class NoiseScale(NamedTuple):
 def fit_noise_scale(
     posterior: Any, loader: Iterable[Any], seed: int | None, min_ratio: float = 0.0, samples: int = 32
 ) -> NoiseScale | None:
-    r"""Sets a learned noise to the maximum of the predictive likelihood. Returns None if no noise is learned.
+    r"""Sets a learned noise to the maximum of the predictive likelihood, or checks a fixed one (:func:`check_noise_scale`).
 
     .. math:: \max_\sigma \sum_i \log \frac1S \sum_s \mathcal N(y_i \mid f_s(x_i), \sigma^2)
 
@@ -370,7 +371,7 @@ def fit_noise_scale(
     """
     likelihood = posterior.likelihood
     if not learns_noise(likelihood):
-        return None
+        return check_noise_scale(posterior, loader, seed)
     with preserve_rng_state(loader, seed or 0):
         predictive, targets = posterior.predict_with_targets(
             loader, samples, seed=0, progress=False, keep_samples=True

@@ -44,7 +44,7 @@ from flowbnn.methods.network_layers import (
 )
 from flowbnn.methods.preparation import prepare
 from flowbnn.methods.schedule import WEIGHT_SCHEDULE
-from flowbnn.methods.variational.noise_fit import NoiseFitOptions, fit_noise
+from flowbnn.methods.variational.noise_fit import NoiseFitOptions, fit_unverified
 from flowbnn.networks import deepcopy_network, evaluation_mode, record_calls
 from flowbnn.noise import Dropout
 from flowbnn.noise.layout import wrappable_layers
@@ -111,7 +111,7 @@ class MCDropout(Method):
             settings["schedule"] = self.schedule or WEIGHT_SCHEDULE
         settings["weight_decay"] = self._weight_decay(rate, loader, options)
         fit_options = NoiseFitOptions(weight_lr=self.lr, **settings, **kwargs)
-        return fit_noise(self._add_dropout(model, rate), loader, fit_options)
+        return fit_unverified(self._add_dropout(model, rate), loader, fit_options)
 
     def _loss(self, model: nn.Module) -> Callable[..., LossAndLogs]:
         """Returns the loss of :meth:`fit_point`, with ``repeats`` copies of each example."""

@@ -16,7 +16,7 @@ from flowbnn.convert import to_stochastic
 from flowbnn.methods.base import FitOptions, misplaced_setting, register_method
 from flowbnn.methods.schedule import WEIGHT_SCHEDULE, PlateauSchedule, SchedulerFactory
 from flowbnn.methods.variational.base import FLOWS, FlowName, Variational
-from flowbnn.methods.variational.noise_fit import NoiseFitOptions, fit_noise
+from flowbnn.methods.variational.noise_fit import NoiseFitOptions, fit_unverified
 from flowbnn.noise import NormalAffine, Recipe
 from flowbnn.options import Count, NonNegative, Positive, accepts_options_of, options
 from flowbnn.posterior.noise import NoisePosterior
@@ -101,4 +101,4 @@ class NodeNoise(Variational):
         settings = {name: getattr(self, name) for name in names}
         if self.epochs is None and self.schedule == "cosine":
             settings["schedule"] = WEIGHT_SCHEDULE
-        return fit_noise(noisy, loader, NoiseFitOptions(weight_lr=self.lr, **settings, **kwargs))
+        return fit_unverified(noisy, loader, NoiseFitOptions(weight_lr=self.lr, **settings, **kwargs))

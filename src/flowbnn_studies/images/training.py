@@ -24,7 +24,7 @@ from flowbnn.convert import to_stochastic
 from flowbnn.data import TensorLoader
 from flowbnn.errors import FlowBNNWarning
 from flowbnn.methods import MLE, FitOptions, Posterior
-from flowbnn.methods.variational.noise_fit import NoiseFitOptions, fit_noise
+from flowbnn.methods.variational.noise_fit import NoiseFitOptions, fit_unverified
 from flowbnn_studies.images.data import ImageData
 from flowbnn_studies.images.evaluation import predict
 from flowbnn_studies.images.settings import GROUPS, ImageSettings, Training, make_network, rules_for
@@ -116,7 +116,7 @@ def fit_variant(
     method_options |= {name: getattr(training, name) for name in names}
     method_options |= {"num_data": images.num_data, "validation_samples": curve_samples or 8}
     # not verified as by fb.fit: the curves are computed on test images, which must not decide on the result
-    return fit_noise(model, loader, NoiseFitOptions(**method_options, **fit_options))
+    return fit_unverified(model, loader, NoiseFitOptions(**method_options, **fit_options))
 
 
 # -------------------- cost of a method

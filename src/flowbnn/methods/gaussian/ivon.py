@@ -32,7 +32,7 @@ from flowbnn.methods.variational.weight_noise import gaussian_kl
 from flowbnn.methods.variational.weight_selection import LayerChoice, select_weights
 from flowbnn.objectives import ELBO
 from flowbnn.options import Bounds, Count, Positive, accepts_options_of, options
-from flowbnn.regression import check_noise_scale, fit_noise_scale
+from flowbnn.regression import fit_noise_scale
 from flowbnn.training.options import length_of
 
 
@@ -114,8 +114,7 @@ class IVON(Method):
         with torch.no_grad():
             for name, value in posterior.mean.items():
                 model.get_parameter(name).copy_(value)
-        if fit_noise_scale(posterior, loader, options.seed) is None:
-            check_noise_scale(posterior, loader, options.seed)
+        fit_noise_scale(posterior, loader, options.seed)
         return posterior
 
     def _plan(self, loader: Any, options: FitOptions) -> tuple[Any, FitOptions, TrainingPlan]:

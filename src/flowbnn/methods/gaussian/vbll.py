@@ -51,7 +51,7 @@ from flowbnn.objectives import ELBO, warm_up
 from flowbnn.options import Count, accepts_options_of, options
 from flowbnn.posterior.base import Posterior, Prediction
 from flowbnn.posterior.weights import WeightPosterior, generator_of
-from flowbnn.regression import SCALE, check_noise_scale, fit_noise_scale, rescale_outputs
+from flowbnn.regression import SCALE, fit_noise_scale, rescale_outputs
 from flowbnn.training import Clock, History
 
 
@@ -112,8 +112,7 @@ class VBLL(Variational):
             num_epochs=plan.num_epochs,
         ).train()
         module.hook.remove()
-        if fit_noise_scale(posterior, loader, options.seed) is None:
-            check_noise_scale(posterior, loader, options.seed)
+        fit_noise_scale(posterior, loader, options.seed)
         return posterior
 
     def _initial_covariance(self, model: nn.Module, layer: str) -> "RowCovariance":

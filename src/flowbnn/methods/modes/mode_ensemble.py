@@ -136,7 +136,7 @@ class ModeEnsemble(Method):
         roots = None if covariance == "none" else search.covariance_roots(modes, scale, covariance == "full")
         likelihood = deepcopy(search.network.likelihood)
         if learns_noise(likelihood):
-            search.fit_noise(likelihood, modes)
+            search.set_noise_scale(likelihood, modes)
         posterior = ModePosterior(noisy_model, likelihood)
         posterior.base.assign(modes, energy, roots)
         return posterior
@@ -237,7 +237,7 @@ class _ModeSearch:
         return torch.stack(roots)
 
     @torch.no_grad()
-    def fit_noise(self, likelihood: Gaussian, modes: Tensor) -> None:
+    def set_noise_scale(self, likelihood: Gaussian, modes: Tensor) -> None:
         """Sets the observation noise to the size of the residuals of all members."""
         passes = self.network.passes(modes, self.inputs, self.targets, self.rows)
         pairs = ((self.network.outputs(inputs, noise), targets) for _, inputs, targets, noise in passes)

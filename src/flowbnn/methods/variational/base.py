@@ -39,7 +39,7 @@ from flowbnn.noise.batched import Divergences
 from flowbnn.objectives import ELBO, warm_up
 from flowbnn.options import Count, NonNegative, Positive, UnitInterval, options
 from flowbnn.posterior.weights import WeightPosterior
-from flowbnn.regression import check_noise_scale, draw_variance_term, fit_noise_scale
+from flowbnn.regression import draw_variance_term, fit_noise_scale
 from flowbnn.training import Clock
 from flowbnn.training.options import length_of
 
@@ -138,8 +138,7 @@ def fit_elbo(
         settings={**settings, "num_data": num_data},
         num_epochs=plan.num_epochs,
     ).train()
-    if fit_noise_scale(posterior, loader, options.seed) is None:
-        check_noise_scale(posterior, loader, options.seed)
+    fit_noise_scale(posterior, loader, options.seed)
 
 
 def make_weight_loss(

@@ -2,7 +2,8 @@ r"""Fit of the noise and the weights of a stochastic network by the ELBO.
 
 .. math:: \max \; E_q[\log p(D \mid z)] - \beta \sum_l \mathrm{KL}[q(z_l) \| p(z_l)] + \gamma \sum_l H(q(z_l))
 
-``fb.fit``, :class:`~flowbnn.NodeNoise` and :class:`~flowbnn.MCDropout` use :func:`fit_noise`.
+``fb.fit`` calls :func:`maximize_elbo` and verifies the result on held-out data. The methods :class:`~flowbnn.NodeNoise` and
+:class:`~flowbnn.MCDropout` call :func:`fit_unverified`, which returns it in any case.
 """
 
 import math
@@ -37,9 +38,8 @@ from flowbnn.noise.base import layers_with_noise
 from flowbnn.objectives import ELBO, warm_up
 from flowbnn.options import Count, NonNegative, UnitInterval, options
 from flowbnn.posterior.noise import NoisePosterior
-from flowbnn.regression import NoiseScale, check_noise_scale, fit_noise_scale, set_noise_scale
+from flowbnn.regression import fit_noise_scale, set_noise_scale
 from flowbnn.training import Clock
-from flowbnn.training.options import length_of
 
 
 @options(kw_only=True, owner="fit")
@@ -61,7 +61,7 @@ class NoiseFitOptions(FitOptions):
     description: str = "fitting the noise"
 
 
-def fit_noise(model: nn.Module, loader: Iterable[Any], options: NoiseFitOptions) -> NoisePosterior:
+def fit_unverified(model: nn.Module, loader: Iterable[Any], options: NoiseFitOptions) -> NoisePosterior:
     """Fits the noise and the weights of a stochastic network in place, and returns the fit in any case.
 
     Args:
@@ -74,13 +74,13 @@ def fit_noise(model: nn.Module, loader: Iterable[Any], options: NoiseFitOptions)
     training, training_options = loader, replace(options, validation=options.validation_loader)
     if options.epochs is None:
         training, training_options = hold_out(loader, options)
-    fit = run_fit(model, training, training_options, initial, stops_early=True)
+    fit = maximize_elbo(model, training, training_options, initial, stops_early=True)
     comparison = compare_held_out(fit) if options.report else None
     gain = None if comparison is None else comparison.gain
     return finish_fit(FitDecision(fit, comparison, gain), options.report, options.progress)
 
 
-def run_fit(
+def maximize_elbo(
     model: nn.Module,
     loader: Iterable[Any],
     options: NoiseFitOptions,
@@ -111,7 +111,7 @@ def run_fit(
         run = make_training_run(
             posterior,
             NoiseObjective(model, elbo, options, len(targets), prepared.check_batch),
-            make_noise_optimizer(posterior, options, plan, length_of(loader)),
+            make_noise_optimizer(posterior, options, plan),
             loader,
             train_options,
             plan.scheduler,
@@ -122,7 +122,8 @@ def run_fit(
         posterior.history = run.train()
     for layer in noise_layers(model).values():
         layer.fitted = True
-    log_scale, noise_scale = finish_noise_scale(posterior, loader, options.seed)
+    log_scale = likelihood.log_scale.detach().clone() if learns_noise(likelihood) else None
+    noise_scale = fit_noise_scale(posterior, loader, options.seed)
     needs_batches = options.report or options.validation_loader is not None
     return FinishedFit(
         posterior,
@@ -199,7 +200,7 @@ def trains_weights(model: nn.Module, options: NoiseFitOptions) -> bool:
 
 
 def make_noise_optimizer(
-    posterior: NoisePosterior, options: NoiseFitOptions, plan: TrainingPlan, steps_per_epoch: int | None
+    posterior: NoisePosterior, options: NoiseFitOptions, plan: TrainingPlan
 ) -> torch.optim.Optimizer:
     """Returns the optimizer of weights, noise and likelihood.
 
@@ -207,12 +208,12 @@ def make_noise_optimizer(
         posterior: Posterior whose network and likelihood are trained.
         options: Options of the fit.
         plan: Length and schedule of the fit, which determine the default learning rate of the noise.
-        steps_per_epoch: Number of batches of the loader, or None if it has no length.
     """
     noise_lr, learned = options.noise_lr, learns_noise(posterior.likelihood)
     if noise_lr is None:
-        total_steps = (steps_per_epoch or 25) * plan.epochs
-        noise_lr = default_noise_lr(total_steps, plan.num_epochs is not None, learned)
+        noise_lr = default_noise_lr(
+            plan.plateau.steps_per_epoch * plan.epochs, plan.num_epochs is not None, learned
+        )
     groups = parameter_groups(
         posterior.model, posterior.likelihood, options.weight_lr, noise_lr, options.weight_decay
     )
@@ -223,23 +224,3 @@ def make_noise_optimizer(
             if group["name"] == "likelihood":
                 group["lr"] = max(group["lr"], NOISE_LR)
     return make_optimizer(groups, options.optimizer)
-
-
-def finish_noise_scale(
-    posterior: NoisePosterior, loader: Iterable[Any], seed: int | None
-) -> tuple[Tensor | None, NoiseScale | None]:
-    """Fits a learned noise scale to the predictions, or checks a fixed one.
-
-    Args:
-        posterior: Fitted posterior.
-        loader: Batches of training data.
-        seed: Seed for the order of a shuffled loader.
-
-    Returns:
-        The logarithm of the learned noise scale before this step, and the noise scale after it.
-    """
-    likelihood = posterior.likelihood
-    if not learns_noise(likelihood):
-        return None, check_noise_scale(posterior, loader, seed)
-    log_scale = likelihood.log_scale.detach().clone()
-    return log_scale, fit_noise_scale(posterior, loader, seed)

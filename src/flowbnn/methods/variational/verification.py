@@ -13,7 +13,7 @@ from flowbnn.methods.variational.held_out_comparison import (
     compare_retrained,
 )
 from flowbnn.methods.variational.initial_state import FinishedFit, InitialState, can_narrow, joint_noises
-from flowbnn.methods.variational.noise_fit import NoiseFitOptions, run_fit
+from flowbnn.methods.variational.noise_fit import NoiseFitOptions, maximize_elbo
 from flowbnn.methods.variational.report import FitDecision
 from flowbnn.posterior.noise import NoisePosterior
 from flowbnn.posterior.report import Gain
@@ -56,7 +56,7 @@ def verify_fit(fit: FinishedFit, all_data: DataAndOptions, training: DataAndOpti
 
 
 def _fit_retrained(network: nn.Module, loader: Iterable[Any], options: NoiseFitOptions) -> NoisePosterior:
-    return run_fit(network, loader, options, InitialState.of(network)).posterior
+    return maximize_elbo(network, loader, options, InitialState.of(network)).posterior
 
 
 def _decide_by_retrained(
@@ -68,7 +68,7 @@ def _decide_by_retrained(
     loader, options = all_data
     fit.initial.restore(fit.posterior.model)
     stage = options.for_stage("all-data", options.description, validation=None)
-    return FitDecision(run_fit(fit.posterior.model, loader, stage, fit.initial), comparison, gain)
+    return FitDecision(maximize_elbo(fit.posterior.model, loader, stage, fit.initial), comparison, gain)
 
 
 def _repeat_or_restore(
@@ -80,7 +80,7 @@ def _repeat_or_restore(
         fit.initial.restore(fit.posterior.model)
         rule = EarlyStop(patience=options.epochs or 10)
         stage = training[1].for_stage("early-stop", options.description, early_stop=rule)
-        repeated = run_fit(fit.posterior.model, training[0], stage, fit.initial)
+        repeated = maximize_elbo(fit.posterior.model, training[0], stage, fit.initial)
         second = compare_held_out(repeated)
         if second is not None and second.gain.after > second.gain.before:
             return FitDecision(repeated, comparison, second.gain)
