@@ -12,6 +12,7 @@ from flowbnn.density import Density
 from flowbnn.density.target import TargetFit
 from flowbnn.distributions import DiagonalNormal
 from flowbnn.errors import FlowBNNError
+from flowbnn.training import load_tensors, save_tensors
 from flowbnn.transforms import ActNorm, Affine, Compose, Dequantization, Exp
 
 TWO_EPOCHS = {"epochs": 2, "seed": 0, "progress": False, "accelerator": "cpu"}
@@ -438,6 +439,18 @@ def test_densities_with_another_base_or_bound_are_refused(tmp_path, other) -> No
     assert torch.equal(fb.load_density(path, flow).score(torch.ones(1, 2)), flow().log_prob(torch.ones(1, 2)))
     with pytest.raises(FlowBNNError) as caught:
         fb.load_density(path, other())
+    assert caught.value.kind == "architecture"
+
+
+@pytest.mark.parametrize("missing", ["loc", "scale"])
+def test_densities_without_one_of_their_units_are_refused(tmp_path, missing) -> None:
+    flow = fb.flows.NSF(2, length=2)
+    path = fb.density.Density(flow, torch.ones(2), torch.full((2,), 3.0)).save(tmp_path / "density.safetensors")
+    assert fb.load_density(path, flow).scale.tolist() == [3.0, 3.0]
+    tensors, document = load_tensors(path)
+    save_tensors(path, {name: value for name, value in tensors.items() if name != missing}, document)
+    with pytest.raises(FlowBNNError) as caught:
+        fb.load_density(path, flow)
     assert caught.value.kind == "architecture"
 
 

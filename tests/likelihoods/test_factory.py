@@ -25,7 +25,7 @@ def test_real_numbers_are_a_regression(targets):
 
 def test_rows_of_probabilities_are_soft_labels():
     targets = torch.tensor([[0.8, 0.1, 0.1], [0.0, 1.0, 0.0]])
-    for dtype in (torch.float32, torch.float64):
+    for dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16):
         assert isinstance(make_likelihood("auto", torch.zeros(2, 3), targets.to(dtype)), Categorical)
     assert isinstance(make_likelihood("gaussian", torch.zeros(2, 3), targets), Gaussian)
 

@@ -56,6 +56,8 @@ DEPENDENCES = {
     "randn": (lambda: Block(lambda h: h + torch.randn_like(h)), ["random"]),
     "attention": (lambda: Block(attention), ["batch"]),
     "batch norm": (BatchNormalized, ["batch"]),
+    "first row": (lambda: Block(lambda h: h - h[:1]), ["batch"]),
+    "last row": (lambda: Block(lambda h: h - h[-1:]), ["batch"]),
 }
 
 

@@ -113,6 +113,32 @@ def test_resume_with_another_activation_is_refused(tmp_path, activation):
     assert set(caught.value.fields["changed"]) == {"layer '1'"}
 
 
+class Activated(nn.Module):
+    """Network whose activation is a function, which no tensor of a file shows."""
+
+    def __init__(self, activation):
+        super().__init__()
+        self.activation, self.first, self.second = activation, nn.Linear(2, 4), nn.Linear(4, 1)
+
+    def forward(self, x):
+        return self.second(self.activation(self.first(x)))
+
+
+def test_resume_with_another_function_as_activation_is_refused(tmp_path):
+    assert describe_layers(Activated(torch.tanh))[""] == "Activated(activation=tanh)"
+    data = [(torch.randn(8, 2), torch.randn(8, 1))]
+
+    def fit(activation, epochs):
+        options = {"checkpoint": tmp_path / "run", "resume": True, "seed": 0, "progress": False}
+        return fb.MAP(epochs=epochs).fit(Activated(activation), data, **options)
+
+    fit(torch.tanh, 1)
+    with pytest.raises(FlowBNNError) as error:
+        fit(nn.functional.silu, 2)
+    assert error.value.kind == "checkpoint"
+    fit(torch.tanh, 2)
+
+
 @pytest.mark.parametrize("change", [{"clip_gradient": 0.5}, {"precision": "bf16-mixed"}])
 def test_resume_with_another_precision_or_gradient_norm_is_warned_about(tmp_path, change):
     with pytest.warns(FlowBNNWarning) as caught:

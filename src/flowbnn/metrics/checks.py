@@ -73,8 +73,8 @@ def are_probabilities(targets: Tensor) -> bool:
     """
     if not is_soft(targets) or not len(targets):
         return False
-    sums = targets.double().sum(-1)
-    return bool((targets >= 0).all()) and bool(((sums - 1.0).abs() <= 1e-3).all())
+    sums, tolerance = targets.double().sum(-1), max(1e-3, torch.finfo(targets.dtype).eps)
+    return bool((targets >= 0).all()) and bool(((sums - 1.0).abs() <= tolerance).all())
 
 
 def expected_value(values: Tensor, targets: Tensor) -> Tensor:

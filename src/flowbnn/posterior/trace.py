@@ -161,12 +161,14 @@ def trace_forward(model: nn.Module, inputs: Any) -> ForwardTrace:
 def find_dependence(
     forward: Callable[[Any], Tensor], inputs: Any, outputs: Tensor | None = None
 ) -> Dependence:
-    """Tests whether outputs are random or depend on other rows of the batch, by a pass in which other rows are replaced.
+    """Tests whether outputs are random or depend on other rows of the batch, by passes in which other rows are replaced.
+
+    Half of the rows are replaced, then the other half, because a network may compare all rows with one of them.
 
     Args:
         forward: Function that runs the network, with its noise fixed.
         inputs: Few rows of inputs.
-        outputs: Outputs for these inputs, or None to compute them.
+        outputs: Outputs for these inputs, if they are known.
 
     Returns:
         ``"rows"`` if outputs depend on other rows, ``"random"`` if two passes over the same inputs differ, otherwise ``"none"``. A
@@ -178,30 +180,33 @@ def find_dependence(
     """
     if is_container(inputs):
         return "none"  # whose rows cannot be replaced
-    total = rows(inputs)
-    order = torch.randperm(total, generator=torch.Generator().manual_seed(0))
-    source_rows, replaced_rows = order[: (total + 1) // 2], order[(total + 1) // 2 :]
-    row_index = torch.arange(total)
-    row_index[replaced_rows] = source_rows[: len(replaced_rows)]
-
-    def replace_rows(tensor: Tensor) -> Tensor:
-        return tensor[row_index.to(tensor.device)] if tensor.shape[:1] == (total,) else tensor
-
-    def differs(first: Tensor, second: Tensor | Exception) -> bool:
-        if isinstance(second, Exception) or first.shape != second.shape or first.shape[:1] != (total,):
-            return False
-        index = source_rows.to(first.device)
-        return rows_differ(first, second[index], index)
-
-    outputs = forward(inputs) if outputs is None else outputs
-    if not outputs.is_floating_point():
+    known, total = forward(inputs) if outputs is None else outputs, rows(inputs)
+    if not known.is_floating_point():
         return "none"
-    state = _generator_state(outputs.device)
-    rows_interact = differs(outputs, try_call(partial(forward, apply(inputs, replace_rows))))
+    order = torch.randperm(total, generator=torch.Generator().manual_seed(0))
+    halves = order[: (total + 1) // 2], order[(total + 1) // 2 :]
+
+    def differs(other: Tensor | Exception, row_index: Tensor) -> bool:
+        if isinstance(other, Exception) or known.shape != other.shape or known.shape[:1] != (total,):
+            return False
+        index = row_index.to(known.device)
+        return rows_differ(known, other[index], index)
+
+    def changes(source_rows: Tensor, replaced_rows: Tensor) -> bool:
+        row_index = torch.arange(total)
+        row_index[replaced_rows] = source_rows.repeat(2)[: len(replaced_rows)]
+
+        def replace_rows(tensor: Tensor) -> Tensor:
+            return tensor[row_index.to(tensor.device)] if tensor.shape[:1] == (total,) else tensor
+
+        return differs(try_call(partial(forward, apply(inputs, replace_rows))), source_rows)
+
+    state = _generator_state(known.device)
+    rows_interact = any(changes(*pair) for pair in (halves, halves[::-1]) if len(pair[0]))
     # dropout may draw the same mask again, so a network that draws runs several times
-    tries = 1 if torch.equal(state, _generator_state(outputs.device)) else 8
+    tries = 1 if torch.equal(state, _generator_state(known.device)) else 8
     if (rows_interact or tries > 1) and any(
-        differs(outputs, try_call(partial(forward, inputs))) for _ in range(tries)
+        differs(try_call(partial(forward, inputs)), order) for _ in range(tries)
     ):
         return "random"
     return "rows" if rows_interact else "none"
@@ -219,6 +224,7 @@ def rows_differ(outputs: Tensor, subset_outputs: Tensor, index: slice | Tensor) 
         return True
     if not outputs.is_floating_point():
         return False
+    outputs, subset_outputs = outputs.detach(), subset_outputs.detach()
     tolerance = max(1e-4, 10.0 * torch.finfo(outputs.dtype).eps) * float(outputs.abs().max())
     return float((outputs[index] - subset_outputs).abs().max()) > tolerance  # False for NaN
 

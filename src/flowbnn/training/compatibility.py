@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from os import PathLike
 from pathlib import Path
+from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 import torch
@@ -134,8 +135,9 @@ def _first_few(items: list[str], limit: int = 3) -> str:
 def describe_layers(model: nn.Module) -> dict[str, str]:
     """Returns the class of every layer, with its settings.
 
-    Layers are the modules without children and those of flows. Settings are the plain public attributes of layers of torch and of
-    flows. Those of user-defined layers may change in use and are left out.
+    Layers are the modules without children, those of flows, and those with a function as attribute, such as an activation. Settings are
+    the plain public attributes of layers of torch and of flows. Of user-defined layers only the functions are included, because other
+    attributes may change in use. The name of the network itself is empty.
 
     >>> describe_layers(nn.Sequential(nn.Linear(2, 3), nn.LeakyReLU(0.2)))
     {'0': 'Linear(in_features=2, out_features=3)', '1': 'LeakyReLU(negative_slope=0.2)'}
@@ -145,8 +147,8 @@ def describe_layers(model: nn.Module) -> dict[str, str]:
     packages = ("torch.nn.modules.", *(f"flowbnn.{name}." for name in subpackages))
     for name, module in model.named_modules():
         structural = f"{type(module).__module__}.".startswith(packages)
-        if name and (structural or next(module.children(), None) is None):
-            settings = _plain_attributes(module) if structural else {}
+        settings = _plain_attributes(module) if structural else _functions(module)
+        if (name and (structural or next(module.children(), None) is None)) or (settings and not structural):
             arguments = ", ".join(f"{key}={value}" for key, value in settings.items())
             descriptions[name] = f"{type(module).__name__}({arguments})"
     return descriptions
@@ -161,6 +163,17 @@ def _plain_attributes(module: nn.Module) -> dict[str, str]:
         if not name.startswith("_") and name not in transient
     }
     return {name: description for name, description in values.items() if description}
+
+
+def _functions(module: nn.Module) -> dict[str, str]:
+    """Returns the names of the functions among the public attributes of a user-defined layer."""
+    return {
+        name: value.__name__
+        for name, value in vars(module).items()
+        if isinstance(value, FunctionType | BuiltinFunctionType)
+        and not name.startswith("_")
+        and name != "forward"
+    }
 
 
 def _describe_setting(value: Any) -> str:
@@ -203,7 +216,7 @@ def warn_changed_layers(model: nn.Module, stored: Mapping[str, str], path: Any) 
     changed = changed_layers(model, stored) if stored else {}
     if changed:
         layers = _first_few(
-            [f"'{name}' was {before} and is {now}" for name, (before, now) in changed.items()]
+            [f"'{name or 'network'}' was {before} and is {now}" for name, (before, now) in changed.items()]
         )
         text = f"'{path}' was saved from a network with other layers ({layers}), so its predictions differ"
         warn(text, kind="layers", changed=changed)
@@ -253,7 +266,7 @@ def read_module(file: TensorFile, module: nn.Module, kind: str) -> History:
         history = History.from_dict(file.document["history"])
     if changed:
         layers = _first_few(
-            [f"'{name}' is {before} there, {now} here" for name, (before, now) in changed.items()]
+            [f"'{name or 'network'}' is {before} there, {now} here" for name, (before, now) in changed.items()]
         )
         text = f"'{file}' was saved from other layers: {layers}"
         raise FlowBNNError(text, kind="architecture", differences=changed)

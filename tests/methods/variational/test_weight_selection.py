@@ -6,6 +6,8 @@ import pytest
 import torch
 from torch import nn
 
+from flowbnn.errors import FlowBNNError
+from flowbnn.methods.variational.multiplicative_layers import layer_specs
 from flowbnn.methods.variational.weight_selection import initial_scales, select_estimators, select_weights
 
 
@@ -29,6 +31,31 @@ def test_auto_does_not_use_local_reparameterization_for_repeated_layers():
     network = nn.Sequential(block, block, nn.Linear(3, 2))
     choice = select_estimators(network, select_weights(network, None), "auto", torch.zeros(4, 3))
     assert choice.layers == {"2": "local"}
+
+
+class Centered(nn.Module):
+    """Network whose outputs depend on the other examples of the batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 4), nn.Linear(4, 2)
+
+    def forward(self, x):
+        hidden = torch.tanh(self.first(x))
+        return self.second(hidden - hidden.mean(0))
+
+
+def test_one_draw_serves_examples_that_interact():
+    network, inputs = Centered(), torch.randn(4, 3)
+    names = select_weights(network, None)
+    assert select_estimators(network, names, "auto", inputs).layers == {}
+    with pytest.raises(FlowBNNError) as error:
+        select_estimators(network, names, "local", inputs)
+    assert (error.value.kind, error.value.argument) == ("layer", "estimator")
+    assert {spec.estimator for spec in layer_specs(network, ["first", "second"], inputs)} == {
+        "reparameterization"
+    }
+    assert {spec.estimator for spec in layer_specs(network, ["first", "second"], inputs[:1])} == {"local"}
 
 
 def test_initial_scales_follow_the_size_of_the_weights():

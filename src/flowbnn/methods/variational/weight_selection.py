@@ -11,6 +11,7 @@ from flowbnn.batches import call, device_of, dtype_of, move
 from flowbnn.methods.network_layers import no_layer_selected, unsupported_layer
 from flowbnn.networks import evaluation_mode, record_calls
 from flowbnn.noise.layout import FORWARD, absorbs
+from flowbnn.posterior.trace import examples_interact
 
 Estimator = Literal["reparameterization", "local", "flipout"]
 LayerChoice = str | type[nn.Module] | Callable[[str, nn.Module], bool] | None
@@ -94,7 +95,12 @@ def initial_scales(mean: Mapping[str, Tensor], factor: float, fallback: float) -
 
 
 def input_axes(model: nn.Module, inputs: Any) -> dict[str, list[int]]:
-    """Returns the number of axes of the input of each call of the linear layers and convolutions in a forward pass."""
+    """Returns the number of axes of the input of each call of the linear layers and convolutions in a forward pass.
+
+    The result is empty if outputs depend on other examples of the batch, because one draw of the weights must then serve all of them.
+    """
+    if examples_interact(model, move(inputs, device_of(model), dtype_of(model))):
+        return {}
     modules = {name: module for name, module in model.named_modules() if is_linear_map(module)}
     with record_calls(modules) as calls, evaluation_mode(model):
         call(model, move(inputs, device_of(model), dtype_of(model)))
