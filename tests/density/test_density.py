@@ -445,7 +445,9 @@ def test_densities_with_another_base_or_bound_are_refused(tmp_path, other) -> No
 @pytest.mark.parametrize("missing", ["loc", "scale"])
 def test_densities_without_one_of_their_units_are_refused(tmp_path, missing) -> None:
     flow = fb.flows.NSF(2, length=2)
-    path = fb.density.Density(flow, torch.ones(2), torch.full((2,), 3.0)).save(tmp_path / "density.safetensors")
+    path = fb.density.Density(flow, torch.ones(2), torch.full((2,), 3.0)).save(
+        tmp_path / "density.safetensors"
+    )
     assert fb.load_density(path, flow).scale.tolist() == [3.0, 3.0]
     tensors, document = load_tensors(path)
     save_tensors(path, {name: value for name, value in tensors.items() if name != missing}, document)

@@ -55,7 +55,9 @@ VALID_ARGUMENTS: dict[str, Callable[[], Any]] = {
     "to_stochastic.model": network, "describe.model": noisy_network, "rules": lambda: {"*": fb.noise.NormalAffine()},
     "likelihood": fb.likelihoods.Categorical, "pool": lambda: vectors(12, 3), "acquire.batch_size": lambda: 2,
     "conformalize.coverage": lambda: 0.5, "thresholds": lambda: torch.linspace(0.0, 1.0, 5),
-    "conformal_quantile.scores": lambda: vectors(20), "losses": lambda: torch.rand(20, 5).sort(-1).values,
+    "conformal_quantile.scores": lambda: vectors(20), "losses": lambda: vectors(20, 5).sort(-1, descending=True).values,
+    "risk_threshold.level": lambda: 0.5,
+    "labels": lambda: torch.tensor([0, 1, 2, 1, 1]), "read_card.path": lambda: cached_fit("mle").save("saved.safetensors"),
     "conformal_quantile.coverage": lambda: 0.5, "Heads.heads": lambda: {"label": fb.likelihoods.Categorical()},
     "log_mean": lambda: vectors(4, 5, 1), "LogNormalPredictive.loc": lambda: vectors(4, 5, 1),
     "LogNormalPredictive.scale": lambda: vectors(4, 5, 1).exp(), "WeibullPredictive.loc": lambda: vectors(4, 5, 1),
@@ -152,6 +154,9 @@ def with_outputs(count: int, arguments: dict[str, Callable[[], Any]]) -> dict[st
 
 
 CLASS_ARGUMENTS = {
+    "Flow": with_outputs(25, REAL),
+    "ConformalClassifier": {"data": lambda: short_loader()},
+    "ConformalRegressor": {"data": lambda: loader(8, regression=True)},
     "CountPredictive": COUNTS,
     "Poisson": COUNTS,
     "NegativeBinomial": with_outputs(2, COUNTS),
@@ -169,10 +174,18 @@ CLASS_ARGUMENTS = {
     "Bernoulli": BINARY,
     "LogisticDecoder": {"outputs": lambda: vectors(5, 6)},
 }
+# objects that functions return, whose methods are tested
+RESULTS: dict[str, Callable[[], Any]] = {
+    "ConformalClassifier": lambda: fb.conformalize(cached_fit("mle"), loader(24), coverage=0.5),
+    "ConformalRegressor": lambda: fb.conformalize(
+        cached_fit(Fit("mle", regression=True)), loader(24, regression=True), coverage=0.5
+    ),
+}
 # Base classes, records that functions return, names for use inside the library, and functions that training calls in each step and
 # that therefore do not check their arguments. Everything else that users call is tested.
 INTERNAL = """
     Heads HeadsPredictive SurvivalPredictive CountLikelihood CountPredictive.hdr CountPredictive.rescale information link outputs_like
+    ConformalClassifier ConformalRegressor LabelSets ProgressBar plot flowbnn.likelihoods.Flow.log_prob flowbnn.likelihoods.Flow.mean
     ClassScore IntervalScore control_risk SelectiveClassifier scores region tuned Columns export PredictOptions target_weights
     hide_ignored attach parameters_of push_to_hub rescale Survival.mean NegativeBinomial.mean
     Poisson.mean Quantiles.mean Quantiles.quantiles Survival.log_prob NegativeBinomial.log_prob Poisson.log_prob Quantiles.log_prob
@@ -296,9 +309,13 @@ def entry_points() -> tuple[EntryPoint, ...]:
             if isinstance(instance, nn.Module):
                 instance.eval()
             name = instance.name if is_method else point.last_name
-            methods += methods_of(
-                name, instance, CLASS_ARGUMENTS.get(name) or _transform_arguments(name, instance)
+            arguments = _own_arguments(instance) | (
+                CLASS_ARGUMENTS.get(name) or _transform_arguments(name, instance)
             )
+            is_ambiguous = [other.last_name for other in points].count(name) > 1
+            methods += methods_of(point.name if is_ambiguous else name, instance, arguments)
+    for name, make in RESULTS.items():
+        methods += methods_of(name, make(), CLASS_ARGUMENTS[name])
     methods += [point for fit in FITS for point in entry_points_of_fit(fit)]
     return (*points, *methods)
 
@@ -311,16 +328,21 @@ def _draws_of(posterior: fb.Posterior) -> Mapping[str, Any]:
         return {}
 
 
+def _own_arguments(result: Any) -> dict[str, Callable[[], Any]]:
+    """Returns arguments of the methods of an object that depend on the object."""
+    arguments: dict[str, Callable[[], Any]] = {"index": lambda: 0}
+    if hasattr(result, "save"):
+        arguments["load.path"] = lambda: result.save("own.safetensors")
+    if isinstance(result, fb.Posterior):
+        arguments["log_prob.values"] = lambda: _draws_of(result)
+    return arguments
+
+
 def entry_points_of_fit(fit: Fit | str) -> list[EntryPoint]:
     """Returns the methods of the result of a fit."""
     result = cached_fit(fit)
     kind = "posterior" if isinstance(result, fb.Posterior) else "result"
-    valid_arguments = {
-        "load.path": lambda: result.save("own.safetensors"),
-        "log_prob.values": lambda: _draws_of(result),
-        "index": lambda: 0,
-    }
-    return methods_of(f"{fit}.{kind}", result, valid_arguments)
+    return methods_of(f"{fit}.{kind}", result, _own_arguments(result))
 
 
 # shapes of the inputs of transforms that do not take vectors of length 3

@@ -68,10 +68,9 @@ INVALID_VALUES: dict[str, Callable[[], Any]] = {
 
 def _has_nan(result: Any) -> bool:
     """Returns whether a result contains NaN."""
-    if is_dataclass(result) or isinstance(result, fb.predictive.Interval):
-        return (
-            False  # its NaN means that something could not be measured, or that a region has fewer intervals
-        )
+    if is_dataclass(result) or isinstance(result, fb.predictive.Interval | fb.predictive.Decision):
+        # its NaN means that something could not be measured, that a region has fewer intervals, or that a predictive abstains
+        return False
     if isinstance(result, tuple):
         return any(map(_has_nan, result))
     if isinstance(result, fb.predictive.Predictive):

@@ -249,7 +249,9 @@ def load_density(path: File, flow: nn.Module) -> Density:
     """
     file = TensorFile(path, count_weights(flow))
     # a file with one of them alone is incomplete, so both are expected then
-    units = next((torch.empty_like(file.views[name]) for name in ("loc", "scale") if name in file.views), None)
+    units = next(
+        (torch.empty_like(file.views[name]) for name in ("loc", "scale") if name in file.views), None
+    )
     density = Density(deepcopy(flow), units, None if units is None else units.clone())
     density.history = read_module(file, density, "density")
     return density.to(device_of(flow)).eval()

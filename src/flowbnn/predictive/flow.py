@@ -7,6 +7,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from flowbnn.errors import check_shape
 from flowbnn.options import checked
 from flowbnn.predictive.base import check_finite_samples, check_samples
 from flowbnn.predictive.continuous import ContinuousPredictive, gauss_legendre
@@ -46,6 +47,8 @@ class FlowPredictive(ContinuousPredictive):
     ) -> None:
         self.shape = shape
         loc, self._sample_counts = check_samples(loc, "loc", sample_counts)
+        check_shape("scale", scale, loc.shape)
+        check_shape("knots", knots, (*loc.shape, 3, "K + 1"))
         self._tensors = (loc, scale, knots)
         tensors = [self._fill_missing(tensor, 1.0) for tensor in self._tensors]
         finite = [torch.isfinite(tensor).reshape(*loc.shape, -1).all(-1) for tensor in tensors]

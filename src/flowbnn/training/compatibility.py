@@ -266,7 +266,10 @@ def read_module(file: TensorFile, module: nn.Module, kind: str) -> History:
         history = History.from_dict(file.document["history"])
     if changed:
         layers = _first_few(
-            [f"'{name or 'network'}' is {before} there, {now} here" for name, (before, now) in changed.items()]
+            [
+                f"'{name or 'network'}' is {before} there, {now} here"
+                for name, (before, now) in changed.items()
+            ]
         )
         text = f"'{file}' was saved from other layers: {layers}"
         raise FlowBNNError(text, kind="architecture", differences=changed)
