@@ -6,6 +6,7 @@ import torch
 from flowbnn.batches import output_tensor
 from flowbnn.errors import (
     FlowBNNError,
+    FlowBNNWarning,
     MissingPackageError,
     check_name,
     check_shape,
@@ -13,6 +14,7 @@ from flowbnn.errors import (
     optional_import,
     requirement_error,
     value_error,
+    warn,
 )
 
 
@@ -68,3 +70,11 @@ def test_outputs_that_are_no_tensors_are_described():
         output_tensor({"scores": 1})
     assert (caught.value.kind, caught.value.argument) == ("network", None)
     assert "'scores'" in str(caught.value)
+
+
+def test_messages_with_names_of_several_lines_have_one_line():
+    assert str(FlowBNNError("layer 'a\nb' has no weights")) == "layer 'a b' has no weights"
+    with pytest.warns(FlowBNNWarning) as caught:
+        warn("layer 'a\nb' has collapsed", layer="a\nb")
+    assert str(caught[0].message) == "layer 'a b' has collapsed"
+    assert caught[0].message.layer == "a\nb"

@@ -27,7 +27,7 @@ class FlowBNNError(ValueError):
     """
 
     def __init__(self, message: str = "", **fields: Any) -> None:
-        super().__init__(message if "\n" not in message else " ".join(message.split()))
+        super().__init__(_one_line(message))
         self.fields: dict[str, Any] = {"kind": "value", **fields}
         self.kind, self.argument, self.layer = map(self.fields.get, ("kind", "argument", "layer"))
 
@@ -49,9 +49,14 @@ class FlowBNNWarning(UserWarning):
     """
 
     def __init__(self, message: str = "", **fields: Any) -> None:
-        super().__init__(message)
+        super().__init__(_one_line(message))
         self.fields: dict[str, Any] = fields
         self.kind, self.argument, self.layer = map(fields.get, ("kind", "argument", "layer"))
+
+
+def _one_line(message: str) -> str:
+    """Returns a message without the line breaks that names of layers and files may have."""
+    return message if "\n" not in message else " ".join(message.split())
 
 
 def warn(message: str, **fields: Any) -> None:

@@ -217,3 +217,12 @@ def test_divergence_needs_reparameterized_draws():
     with pytest.raises(FlowBNNError) as caught:
         divergence(q, q)
     assert (caught.value.kind, caught.value.argument) == ("unsupported", "q")
+
+
+@pytest.mark.parametrize(
+    ("prior", "kind"), [("normal", "value"), (None, "value"), (Categorical(torch.ones(3)), "shape")]
+)
+def test_divergence_to_another_type_is_refused(prior, kind):
+    with pytest.raises(FlowBNNError) as caught:
+        divergence(DiagonalNormal(torch.zeros(3), torch.ones(3)), prior)
+    assert (caught.value.kind, caught.value.argument) == (kind, "prior")

@@ -5,6 +5,7 @@ import torch
 
 from flowbnn.errors import FlowBNNError
 from flowbnn.likelihoods import Bernoulli, Categorical, Gaussian, make_likelihood
+from flowbnn.packing import pack_targets
 
 
 def test_auto_chooses_by_the_targets():
@@ -77,6 +78,13 @@ def test_labels_and_probabilities_at_positions_are_categorical():
     assert isinstance(make_likelihood("auto", torch.zeros(2, 3, 4, 4), masks), Categorical)
     soft = torch.rand(2, 3, 4, 4).softmax(1)
     assert isinstance(make_likelihood("auto", torch.zeros(2, 3, 4, 4), soft), Categorical)
+
+
+def test_targets_of_several_heads_need_their_likelihoods():
+    targets = pack_targets((torch.tensor([0, 1]), torch.zeros(2, 1)))
+    with pytest.raises(FlowBNNError) as error:
+        make_likelihood("auto", torch.zeros(2, 2), targets)
+    assert (error.value.kind, error.value.argument) == ("targets", "likelihood")
 
 
 def test_names_override_the_targets():

@@ -78,3 +78,37 @@ def test_push_to_hub_without_the_package(monkeypatch):
     with pytest.raises(fb.FlowBNNError) as error:
         PointPosterior(mlp(), Categorical()).push_to_hub("user/model")
     assert error.value.kind == "missing package"
+
+
+class Annotated(nn.Linear):
+    """Layer with a state of its own beside its tensors."""
+
+    def __init__(self, extra):
+        super().__init__(3, 2)
+        self.extra = extra
+
+    def get_extra_state(self):
+        return self.extra
+
+    def set_extra_state(self, state):
+        self.extra = state
+
+
+def test_extra_states_of_layers_are_saved_if_they_are_tensors(tmp_path):
+    path = PointPosterior(Annotated(torch.ones(3)), Categorical()).save(tmp_path / "saved.safetensors")
+    assert fb.load_posterior(path, Annotated(torch.zeros(3))).model.extra.tolist() == [1.0, 1.0, 1.0]
+    with pytest.raises(fb.FlowBNNError) as error:
+        PointPosterior(Annotated({"note": "x"}), Categorical()).save(tmp_path / "other.safetensors")
+    assert error.value.kind == "file"
+    assert not (tmp_path / "other.safetensors").exists()
+
+
+@pytest.mark.filterwarnings("ignore:Lazy modules:UserWarning")
+def test_lazy_networks_must_be_called_before_loading(tmp_path):
+    path = PointPosterior(nn.Sequential(nn.Linear(3, 2)), Categorical()).save(tmp_path / "saved.safetensors")
+    network = nn.Sequential(nn.LazyLinear(2))
+    with pytest.raises(fb.FlowBNNError) as error:
+        fb.load_posterior(path, network)
+    assert (error.value.kind, error.value.argument) == ("network", "network")
+    network(torch.zeros(1, 3))
+    assert fb.load_posterior(path, network).predict(torch.zeros(1, 3)).probabilities.shape == (1, 2)

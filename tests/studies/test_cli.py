@@ -63,6 +63,7 @@ def test_run_writes_results_and_report_writes_the_page(tmp_path):
         (["run", "digits", "--set", "novel"], "--set expects name=value"),
         (["run", "digits", "--set", "novl=3"], "did you mean 'novel'"),
         (["run", "digits", "--set", "width=1.5"], "(width=...) must be an integer of at least 1, got 1.5"),
+        (["compare", "--set", "network=x"], "(network=...) must be 'mlp'"),
         (["report", "no-such-folder"], "no-such-folder"),
         (["playground", "--port", "70000"], "got 70000"),
     ],

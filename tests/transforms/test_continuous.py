@@ -255,3 +255,17 @@ def test_flow_matching_fits_two_clusters():
     options = {"epochs": 25, "validation": 0.0, "lr": 0.02, "seed": 0, "progress": False}
     density = fb.fit_density(fb.flows.FFJORD(1, hidden=(32,)), data, objective="flow-matching", **options)
     assert -density.log_prob(data).mean() < 1.3
+
+
+@pytest.mark.parametrize("trace", [None, "exact", "hutchinson"])
+def test_fields_without_hidden_layers_are_linear(trace):
+    torch.manual_seed(0)
+    flow = NeuralODE(2, hidden=(), trace=trace).double()
+    z = torch.randn(3, 2, dtype=torch.float64)
+    x, log_det = flow(z)
+    # one signed vector estimates the trace of a matrix with small entries off its diagonal
+    expected = flow.net.layers[0].weight.diagonal().sum()
+    torch.testing.assert_close(
+        log_det, expected.expand(3), atol=0.2 if trace == "hutchinson" else 1e-6, rtol=0
+    )
+    torch.testing.assert_close(flow.inverse(x)[0], z, atol=1e-4, rtol=0.0)

@@ -284,3 +284,13 @@ def test_inverses_have_all_digits_in_any_dimension(dim):
         z, _ = block.inverse(x)
         error = (z + block.net(z) - x).abs().max()
     assert error < 1e-12
+
+
+def test_net_without_hidden_layers_has_the_same_log_det_everywhere():
+    torch.manual_seed(0)
+    block = Residual(2, hidden=()).double().eval()
+    z = torch.randn(3, 2, dtype=torch.float64)
+    x, log_det = block(z)
+    jacobian = torch.autograd.functional.jacobian(lambda point: block(point)[0], z[0])
+    torch.testing.assert_close(log_det, torch.linalg.slogdet(jacobian).logabsdet.expand(3))
+    torch.testing.assert_close(block.inverse(x)[0], z)

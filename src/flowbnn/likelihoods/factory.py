@@ -10,6 +10,7 @@ from flowbnn.likelihoods.base import Likelihood, build_likelihood
 from flowbnn.likelihoods.classes import squeeze_channel
 from flowbnn.metrics.checks import are_binary, are_probabilities
 from flowbnn.options import checked
+from flowbnn.packing import read_layout
 
 
 @checked
@@ -76,6 +77,15 @@ def _choose_name(outputs: Tensor | None, targets: Tensor | None) -> str:
             {"kind": "targets", "argument": "likelihood"},
         )
         raise requirement_error("likelihood='auto'", "targets", hint=hint, **fields)
+    if read_layout(targets) is not None:
+        hint = "use likelihood=flowbnn.likelihoods.Heads(...), or pass the targets of one head"
+        raise requirement_error(
+            "a tuple or dictionary of targets",
+            "a likelihood for each head",
+            hint=hint,
+            kind="targets",
+            argument="likelihood",
+        )
     if outputs is not None and _are_logits_of_labels(outputs, targets):
         return "bernoulli"
     if not targets.is_floating_point():

@@ -177,7 +177,7 @@ class NeuralODE(BidirectionalTransform):
         def by_products(time: Tensor, z: Tensor, tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
             velocity, vjp, _ = net_at(time, tensors).linearize(z)
             products = (vjp(vectors) * vectors).sum(-1)
-            return velocity, products.sum(0) if exact else products
+            return velocity, products.sum(0).expand(z.shape[:-1]) if exact else products
 
         return by_products, tensors
 

@@ -163,6 +163,7 @@ class Residual(Transform):
         eye = torch.eye(self.dim, dtype=like.dtype, device=like.device)
         batch = like.shape[: like.ndim - self.event_dim]
         rows = vjp(eye.reshape(self.dim, *(1,) * len(batch), *self.shape))
+        rows = rows.expand(self.dim, *like.shape)  # the Jacobian of a net without hidden layers is constant
         return at_least_single(eye + rows.flatten(-self.event_dim).movedim(0, -2))
 
     def _fixed_point(self, net: Any, x: Tensor) -> Tensor:

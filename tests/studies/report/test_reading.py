@@ -1,5 +1,6 @@
 """Tests that invalid results are refused by an error that names the file and the field."""
 
+import contextlib
 import copy
 import json
 import os
@@ -55,6 +56,20 @@ def test_invalid_json_is_refused(tmp_path: Path, text: str) -> None:
         load_results(tmp_path)
     assert error.value.kind == "file"
     assert "results.json" in str(error.value)
+
+
+@pytest.mark.parametrize("digits", [30, 400, 5000])
+def test_huge_integers_are_drawn_as_gaps_or_refused(
+    tmp_path: Path, two_clusters: dict[str, Any], digits: int
+) -> None:
+    """Python cannot convert integers of more than 4,300 digits, nor numpy those of more than 19."""
+    results = copy.deepcopy(two_clusters)
+    for row in results["rows"]:
+        for value in row["values"].values():
+            value["mean"] = 123456789
+    path = put(tmp_path, json.dumps(results).replace("123456789", "9" * digits))
+    with contextlib.suppress(FlowBNNError):  # other exceptions fail
+        write_report([path], tmp_path / "report.html")
 
 
 def test_invalid_encoding_is_refused(tmp_path: Path) -> None:

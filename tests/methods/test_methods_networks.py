@@ -1,0 +1,98 @@
+"""Tests of methods on networks with unusual parameters and passes, against their sampled networks run one at a time."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import prune
+from torch.utils.checkpoint import checkpoint
+
+import flowbnn as fb
+from flowbnn.methods import Method
+
+QUIET: dict[str, Any] = {"progress": False, "seed": 1}
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::flowbnn.errors.FlowBNNWarning"),  # layers that keep their weights
+    pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning"),
+]
+
+
+class Scaled(nn.Module):
+    """Network with a parameter without axes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.scale, self.second = (
+            nn.Linear(4, 6),
+            nn.Parameter(torch.tensor(1.5)),
+            nn.Linear(6, 3),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.scale * torch.tanh(self.first(x)))
+
+
+class Checkpointed(nn.Module):
+    """Network whose activations are computed again in the backward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 6), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(checkpoint(lambda value: torch.tanh(self.first(value)), x, use_reentrant=False))
+
+
+def normalized() -> nn.Module:
+    """Returns a network with the old weight norm, whose weight is no parameter."""
+    return nn.Sequential(nn.utils.weight_norm(nn.Linear(4, 6)), nn.Tanh(), nn.Linear(6, 3))
+
+
+def pruned() -> nn.Module:
+    """Returns a network with a pruned layer, whose weight is no parameter."""
+    network = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
+    prune.l1_unstructured(network[0], "weight", amount=0.5)
+    return network
+
+
+METHODS: dict[str, Method] = {
+    "map": fb.MAP(epochs=1),
+    "ensemble": fb.DeepEnsemble(2, epochs=1),
+    "swag": fb.SWAG(epochs=4),
+    "sgld": fb.SGLD(epochs=4, samples=2, cycles=1),
+    "bayes by backprop": fb.BayesByBackprop(epochs=1),
+    "mnf": fb.MNF(epochs=1),
+    "hmc": fb.HMC(samples=2, warmup=2, chains=1, epochs=1),
+    "laplace": fb.Laplace("diag", layers="all", predictive="sampled", prior_scale=0.1, epochs=0),
+}
+SAMPLED = ["map", "ensemble", "swag", "sgld", "bayes by backprop", "mnf", "laplace"]
+CASES = [
+    *((Scaled, name) for name in ("swag", "bayes by backprop", "hmc", "laplace")),
+    *((make, name) for make in (normalized, pruned) for name in SAMPLED),
+    *((Checkpointed, name) for name in ("map", "swag")),
+]
+
+
+@pytest.mark.parametrize(("make", "name"), CASES)
+def test_predictions_are_those_of_the_sampled_networks(make: Any, name: str, tmp_path: Any) -> None:
+    torch.manual_seed(0)
+    network, data = make(), [(torch.randn(12, 4), torch.arange(12) % 3) for _ in range(2)]
+    posterior, inputs = METHODS[name].fit(network, data, **QUIET), data[0][0]
+    prediction = posterior.predict(inputs, 2, seed=0)
+    with torch.no_grad():
+        outputs = [sampled.eval()(inputs) for sampled in posterior.networks(2, seed=0)]
+    expected = torch.stack(outputs).softmax(-1).mean(0)
+    torch.testing.assert_close(prediction.probabilities, expected, atol=1e-5, rtol=0.0)
+    assert posterior.sample(seed=0)(inputs).shape == (12, 3)
+    if make is normalized:
+        return  # load_posterior refuses the old weight norm
+    loaded = fb.load_posterior(posterior.save(tmp_path / "saved.safetensors"), make())
+    torch.testing.assert_close(loaded.predict(inputs, 2, seed=0).probabilities, prediction.probabilities)
+
+
+@pytest.mark.parametrize("name", ["bayes by backprop", "mnf"])
+def test_activation_checkpointing_of_drawn_weights_is_refused(name: str) -> None:
+    with pytest.raises(fb.FlowBNNError) as error:
+        METHODS[name].fit(Checkpointed(), [(torch.randn(12, 4), torch.arange(12) % 3)], **QUIET)
+    assert error.value.kind == "batch"
