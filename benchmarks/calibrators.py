@@ -192,6 +192,7 @@ class Job(NamedTuple):
         device: Device of the network.
         threads: Number of threads.
         finished: Cells with results, which are left out.
+        sizes: Numbers of held-out examples; empty for all of the plan.
     """
 
     name: str
@@ -199,6 +200,7 @@ class Job(NamedTuple):
     device: str
     threads: int
     finished: frozenset[str]
+    sizes: tuple[int, ...]
 
 
 def run_job(job: Job) -> dict[str, Any]:
@@ -206,7 +208,8 @@ def run_job(job: Job) -> dict[str, Any]:
     torch.set_num_threads(job.threads)
     warnings.simplefilter("ignore")
     problem, seed, device = PROBLEMS[job.name], job.seed, job.device
-    sizes = [size for size in problem.sizes if f"{job.name}/{size}/{seed}" not in job.finished]
+    planned = [size for size in problem.sizes if not job.sizes or size in job.sizes]
+    sizes = [size for size in planned if f"{job.name}/{size}/{seed}" not in job.finished]
     if not sizes:
         return {}
     training, held_out, test = problem.load(seed)
@@ -274,6 +277,10 @@ def main() -> None:
     """Runs the benchmark."""
     parser = make_parser(__doc__, threads=2, seeds=10, jobs=1)
     parser.add_argument("--quick", action="store_true", help="two small networks that need no data files")
+    parser.add_argument("--first", type=int, default=0, help="first seed")
+    parser.add_argument(
+        "--sizes", type=int, nargs="+", help="numbers of held-out examples, out of those of the plan"
+    )
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--only", default="", help="words in the names of problems, with commas between them")
     parser.add_argument("--out", type=Path, default=None, help="folder of calibrators.json")
@@ -293,8 +300,8 @@ def main() -> None:
     names = [name for name in (QUICK if arguments.quick else PROBLEMS) if any(word in name for word in words)]
     finished, threads = frozenset(rows), 1 if arguments.jobs > 1 else arguments.threads
     jobs = [
-        Job(name, seed, arguments.device, threads, finished)
-        for seed in range(arguments.seeds)
+        Job(name, seed, arguments.device, threads, finished, tuple(arguments.sizes or ()))
+        for seed in range(arguments.first, arguments.first + arguments.seeds)
         for name in names
     ]
     with ExitStack() as stack:

@@ -8,11 +8,12 @@ The sets, networks and trainings are those of ``benchmarks/defaults.py``. All ar
 - ``ensemble``: a deep ensemble of five networks, each trained on all rows.
 - ``ensemble+temperature``: five networks trained on four fifths, and their temperature fitted to the other fifth.
 - ``cross``: ``fb.cross_calibrate`` with five folds. Its cost is that of five networks and their calibrations.
+- ``cross+temperature``: ``fb.cross_calibrate`` on nine tenths, and the temperature of the mixture fitted to the other tenth.
 
 Differences to ``cross`` are paired by seed, with a 95 % interval of Student's t distribution. NLL is the negative log-likelihood,
 ECE the expected calibration error. For regression the ECE column has the error of the coverage of 90 % intervals.
 
-With ``--out`` every finished run is written at once, and runs that are in the file are not repeated.
+With ``--out`` every finished run is written at once, and arms that are in the file are not repeated.
 """
 
 import json
@@ -31,13 +32,13 @@ import flowbnn as fb
 from flowbnn.data import TensorLoader
 from flowbnn_studies.runner.findings import paired_difference
 
-ARMS = ("one", "ensemble", "ensemble+temperature", "cross")
+ARMS = ("one", "ensemble", "ensemble+temperature", "cross", "cross+temperature")
 DEFAULT_SETS = ("digits", "breast_cancer", "flipped-500", "concrete", "fashion-2000")
 
 
-def measure(job: tuple[str, int]) -> dict[str, Any] | None:
-    """Fits all arms to one data set, and returns their test metrics. None if the data are missing."""
-    name, seed = job
+def measure(job: tuple[str, int, dict[str, Any]]) -> dict[str, Any] | None:
+    """Fits the arms that an earlier result of the same run lacks, and returns all test metrics. None if the data are missing."""
+    name, seed, result = job
     torch.set_num_threads(1)
     data, network, batch, epochs, lr = (SETS | IMAGES)[name]
     try:
@@ -64,12 +65,16 @@ def measure(job: tuple[str, int]) -> dict[str, Any] | None:
             return ensemble.fit(network(), loader(order), **quiet)
         if arm == "ensemble+temperature":
             return fb.Temperature().calibrate(ensemble.fit(network(), loader(training), **quiet), pair)
-        return fb.cross_calibrate(network, loader(order), method=point, **quiet)
+        if arm == "cross":
+            return fb.cross_calibrate(network, loader(order), method=point, **quiet)
+        tenth = len(order) // 10
+        mixture = fb.cross_calibrate(network, loader(order[tenth:]), method=point, **quiet)
+        return fb.Temperature().calibrate(mixture, (inputs[order[:tenth]], targets[order[:tenth]]))
 
-    result: dict[str, Any] = {"set": name, "seed": seed}
+    result = {"set": name, "seed": seed, **result}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for arm in ARMS:
+        for arm in (arm for arm in ARMS if arm not in result):
             torch.manual_seed(seed)
             started = time.perf_counter()
             posterior = fit(arm)
@@ -87,7 +92,7 @@ def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     for name in dict.fromkeys(row["set"] for row in rows):
         runs = sorted((row for row in rows if row["set"] == name), key=lambda row: row["seed"])
         line: dict[str, Any] = {"set": name, "seeds": len(runs)}
-        for arm in ARMS:
+        for arm in (arm for arm in ARMS if all(arm in run for run in runs)):
             line |= {f"{key} {arm}": mean(run[arm][key] for run in runs) for key in ("nll", "ece", "seconds")}
             if arm != "cross" and len(runs) > 1:
                 gap = paired_difference(
@@ -106,12 +111,18 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     if arguments.out is not None and arguments.out.exists():
         rows = json.loads(arguments.out.read_text())["rows"]
-    done = {(row["set"], row["seed"]) for row in rows}
-    jobs = [(name, seed) for name in arguments.sets[::-1] for seed in range(arguments.seeds)]
+    done = {(row["set"], row["seed"]): row for row in rows}
+    jobs = [
+        (name, seed, done.get((name, seed), {}))
+        for name in arguments.sets[::-1]
+        for seed in range(arguments.seeds)
+    ]
+    jobs = [job for job in jobs if not all(arm in job[2] for arm in ARMS)]
     with multiprocessing.get_context("spawn").Pool(arguments.jobs) as pool:
-        for row in pool.imap_unordered(measure, [job for job in jobs if job not in done]):
+        for row in pool.imap_unordered(measure, jobs):
             if row is None:
                 continue
+            rows = [other for other in rows if (other["set"], other["seed"]) != (row["set"], row["seed"])]
             rows.append(row)
             if arguments.out is not None:
                 arguments.out.parent.mkdir(parents=True, exist_ok=True)
@@ -120,7 +131,7 @@ def main() -> None:
                 )
     for line in summary(rows):
         cells = [f"{line['set']:14} ({line['seeds']} seeds)"]
-        for arm in ARMS:
+        for arm in (arm for arm in ARMS if f"nll {arm}" in line):
             values = (
                 f"NLL {line[f'nll {arm}']:.4f} ECE {line[f'ece {arm}']:.4f} {line[f'seconds {arm}']:.0f} s"
             )

@@ -64,8 +64,7 @@ def test_temperature_is_chosen_if_the_network_is_overconfident():
     assert list(posterior.calibration.nll) == ["plain", "temperature"]
 
 
-def test_mixture_of_candidates_is_returned_with_its_weights(tmp_path):
-    """Two calibrators that are each wrong in another way: no single one is right."""
+def test_mixture_of_candidates_is_returned_with_its_temperature(tmp_path):
     network, inputs = make_network(), make_inputs(400)
     labels = labels_of(network, inputs)
     broken = nn.Sequential(make_network(), Scale(3.0))
@@ -74,8 +73,10 @@ def test_mixture_of_candidates_is_returned_with_its_weights(tmp_path):
     names = ["temperature", "vector", "matrix", "mixture"]
     posterior = fb.calibrate(broken, (inputs, labels), **{**FAST, "candidates": names})
     assert list(posterior.calibration.nll) == ["plain", *names]
-    lowest = min(posterior.calibration.nll, key=posterior.calibration.nll.__getitem__)
-    assert posterior.calibration.choice == lowest
+    assert posterior.calibration.choice == "mixture"
+    assert posterior.posterior.kind == "mixture"
+    assert min(posterior.posterior.weights) >= 0.02
+    assert "energy" not in fb.posterior.novelty_scores(posterior.predict(inputs[:5], seed=0))
     loaded = fb.load_posterior(posterior.save(tmp_path / "posterior"), broken)
     assert loaded.calibration == posterior.calibration
     expected = posterior.predict(inputs[:5], seed=0).probabilities

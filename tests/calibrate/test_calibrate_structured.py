@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import flowbnn as fb
-from flowbnn.calibrate.cross_validation import position_log_likelihood, stacking_weights
+from flowbnn.calibrate.mixture import position_log_likelihood, stacking_weights
 from flowbnn.methods.calibrators.folds import split_folds
 from flowbnn.methods.calibrators.last_layer import LastLayerProblem
 from flowbnn.methods.calibrators.scaling import flatten_positions

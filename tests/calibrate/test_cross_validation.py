@@ -12,12 +12,11 @@ from flowbnn.calibrate.cross_validation import (
     Predictions,
     choose_candidate,
     choose_per_fold,
-    predict_mixture,
     predict_noise,
     predict_refit,
     predict_scaled,
-    stacking_weights,
 )
+from flowbnn.calibrate.mixture import MixtureProblem, predict_mixture, stacking_weights
 from flowbnn.calibrate.problem import CalibrationProblem, HeldOutData
 from flowbnn.methods.calibrators.last_layer import LastLayerProblem, LastLayerRefit
 from flowbnn.methods.variational import natural_gradient
@@ -71,6 +70,13 @@ def test_choice_has_the_lowest_nll_of_all_calibrators():
     assert choose_candidate(names).name == "noise"
 
 
+def test_mixture_is_chosen_unless_the_plain_network_is_better():
+    plain = torch.rand(400, generator=torch.Generator().manual_seed(0)).double()
+    for gain, expected in ((0.001, "mixture"), (-0.001, "plain")):
+        nll = {"plain": plain, "temperature": plain - 0.5, "mixture": plain - gain}
+        assert choose_candidate(nll).name == expected
+
+
 def test_stacking_weights_maximize_the_log_likelihood():
     """The truth is the best point of a fine grid over the simplex of three weights."""
     generator = torch.Generator().manual_seed(0)
@@ -97,7 +103,7 @@ class Labels:
 
 
 @pytest.mark.parametrize("soft", [False, True])
-def test_mixture_of_a_fold_is_scored_by_weights_of_the_other_folds(soft):
+def test_mixture_of_a_fold_is_scored_by_a_fit_to_the_other_folds(soft):
     generator = torch.Generator().manual_seed(1)
     probabilities = torch.rand(2, 20, 3, generator=generator).double().softmax(-1)
     targets = torch.randint(3, (20,), generator=generator)
@@ -106,18 +112,46 @@ def test_mixture_of_a_fold_is_scored_by_weights_of_the_other_folds(soft):
         labels = 0.9 * labels + 0.1 / 3
     groups = list(torch.arange(20).split(5))
     nll = -(labels * probabilities.log()).sum(-1)
+    data = Labels(labels if soft else targets)
 
     def predict(values):
         each = {str(k): Predictions(nll[k], values[k], None) for k in range(2)}
-        return predict_mixture(Folds(Labels(labels if soft else targets), groups), each)
+        return predict_mixture(Folds(data, groups), each)
 
-    weights = stacking_weights(-nll[:, 5:].T)  # of the folds without the first
-    mixed = torch.einsum("k,knc->nc", weights, probabilities[:, :5])
     result = predict(probabilities)
+    candidates = [Predictions(nll[k], probabilities[k], None) for k in range(2)]
+    mixture = MixtureProblem(candidates, data.targets).fit(torch.arange(5, 20))
+    torch.testing.assert_close(mixture.weights, stacking_weights(-nll[:, 5:].T, prior=1.0))
+    counts = (64 * mixture.weights).round()
+    sharpened = (probabilities[:, :5].log() / mixture.temperature).softmax(-1)
+    mixed = torch.einsum("k,knc->nc", counts / 64, sharpened)
     torch.testing.assert_close(result.probabilities[:5], mixed)
     torch.testing.assert_close(result.nll[:5], -(labels[:5] * mixed.log()).sum(-1))
     nll[:, 1:5] = 9.0  # other examples of the first fold do not matter
     assert torch.equal(predict(probabilities).nll[:1], result.nll[:1])
+
+
+def test_mixture_of_calibrated_networks_gets_a_temperature():
+    """Labels follow the product of two predictions, of which each alone is calibrated and their mean is underconfident."""
+    generator = torch.Generator().manual_seed(0)
+    evidence = torch.randn(2, 4000, 2, generator=generator).double()
+    labels = torch.multinomial(evidence.sum(0).softmax(-1), 1, generator=generator)[:, 0]
+    probabilities = evidence.softmax(-1)
+    rows = torch.arange(4000)
+    nll = -probabilities[:, rows, labels].log()
+    candidates = [Predictions(nll[k], probabilities[k], None) for k in range(2)]
+    problem = MixtureProblem(candidates, labels)
+    mixture = problem.fit(rows)
+    mean = -probabilities.mean(0)[rows, labels].log().mean()
+    assert mixture.temperature < 0.9
+    assert float(problem.predict(mixture, rows).nll(labels).mean()) < float(mean)
+
+
+def test_prior_of_the_weights_prefers_equal_ones():
+    log_likelihood = torch.tensor([[-1.0, -2.0]]).expand(10, 2)
+    weights = [float(stacking_weights(log_likelihood, prior=prior)[0]) for prior in (0.0, 1.0, 1e6)]
+    assert weights[0] > weights[1] > weights[2]
+    assert weights[2] == pytest.approx(0.5, abs=1e-3)
 
 
 @pytest.mark.parametrize("noise_scale", [None, 0.5])

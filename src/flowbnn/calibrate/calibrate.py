@@ -17,13 +17,13 @@ from flowbnn.calibrate.cross_validation import (
     Predictions,
     choose_candidate,
     fit_overall_temperature,
-    predict_mixture,
     predict_noise,
     predict_plain,
     predict_refit,
     predict_scaled,
 )
 from flowbnn.calibrate.flow import FlowFit
+from flowbnn.calibrate.mixture import predict_mixture
 from flowbnn.calibrate.problem import CalibrationProblem, HeldOutData, PriorName, read_held_out
 from flowbnn.calibrate.unfit_data import find_limits, hard_labels, warn_unreliable
 from flowbnn.convert import Rule
@@ -86,11 +86,12 @@ def calibrate(
     * ``"refit"``: a refit of the last layer (:class:`~flowbnn.LastLayerRefit`),
     * ``"noise"``: noise in all layers,
     * ``"noise+temperature"`` and ``"noise+matrix"``: noise followed by a scaling,
-    * ``"mixture"``: a mixture of all other candidates but the plain network, with weights fitted by stacking. Members with a weight
-      below 0.02 are dropped.
+    * ``"mixture"``: a mixture of all other candidates, with weights fitted by stacking, and a temperature. Members with a weight below
+      0.02 are dropped.
 
-    The candidate with the lowest negative log-likelihood (NLL) is returned, or the plain network if its NLL is within one standard
-    error of the lowest. The caller's network is not modified.
+    The mixture is returned, unless the plain network has a lower negative log-likelihood (NLL). Without a mixture among the candidates,
+    as in a regression, the one with the lowest NLL is returned, or the plain network if its NLL is within one standard error of the
+    lowest. The caller's network is not modified.
 
     The noise has a Gaussian posterior over all layers. It is fitted to the ELBO by natural gradients
     (:mod:`flowbnn.methods.variational.natural_gradient`), which takes ten to thirty passes over the held-out data and needs no tuning.
@@ -306,11 +307,10 @@ class _CandidateSearch:
                     return
                 result = predict_scaled(self.folds, name.removeprefix("noise+"), inner)
             elif name == "mixture":
-                members = {key: value for key, value in self.predictions.items() if key != "plain"}
-                if len(members) < 2:
+                if len(self.predictions) < 3:
                     self.excluded[name] = "it needs two other fitted candidates"
                     return
-                result = predict_mixture(self.folds, members)
+                result = predict_mixture(self.folds, self.predictions)
             else:
                 result = predict_scaled(self.folds, name)
         except FlowBNNError as error:

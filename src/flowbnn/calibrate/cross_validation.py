@@ -19,9 +19,7 @@ from flowbnn.methods.calibrators.log_temperature import (
 from flowbnn.methods.calibrators.scaling import MatrixScaling, VectorScaling
 from flowbnn.methods.calibrators.temperature import Temperature, TemperedPosterior
 from flowbnn.methods.variational.block_gaussian import BlockGaussian
-from flowbnn.metrics.checks import IGNORED, expected_value
 from flowbnn.posterior.base import Posterior, PredictOptions
-from flowbnn.posterior.mixture import MixturePosterior
 from flowbnn.posterior.report import Difference
 from flowbnn.posterior.weights import PointPosterior
 from flowbnn.predictive import CategoricalPredictive
@@ -63,12 +61,14 @@ class Predictions(NamedTuple):
         probabilities: Class probabilities ``[N, C]`` or ``[N, *positions, C]``, or None for a regression.
         finish: Function that fits the candidate to all examples and returns its posterior.
         outputs: Sampled outputs ``[S, N, ...]`` of the predictions, which other candidates may transform.
+        log_samples: Log-probabilities ``[S, N, ..., C]`` of several sampled networks, or None.
     """
 
     nll: Tensor
     probabilities: Tensor | None
     finish: Callable[[], Posterior]
     outputs: Tensor | None = None
+    log_samples: Tensor | None = None
 
 
 def gather(folds: Folds, predictives: Sequence[Any], finish: Callable[[], Posterior]) -> Predictions:
@@ -80,7 +80,7 @@ def gather(folds: Folds, predictives: Sequence[Any], finish: Callable[[], Poster
         finish: Function that fits the candidate to all examples.
     """
     nll = torch.zeros(len(folds.data), dtype=torch.float64)
-    probabilities = None
+    probabilities = log_samples = None
     for group, predictive in zip(folds.groups, predictives, strict=True):
         targets = folds.data.targets[group.to(folds.data.targets.device)]
         nll[group] = predictive.nll(targets.to(_device(predictive))).double().cpu()
@@ -91,7 +91,11 @@ def gather(folds: Folds, predictives: Sequence[Any], finish: Callable[[], Poster
             if probabilities is None:
                 probabilities = values.new_zeros(len(nll), *values.shape[1:])
             probabilities[group] = values
-    return Predictions(nll, probabilities, finish)
+            if predictive.num_samples > 1:
+                if log_samples is None:
+                    log_samples = torch.zeros(predictive.num_samples, *probabilities.shape)
+                log_samples[:, group] = predictive.log_samples.float().cpu()
+    return Predictions(nll, probabilities, finish, log_samples=log_samples)
 
 
 def _device(predictive: Any) -> torch.device:
@@ -292,85 +296,6 @@ def predict_noise(
     return predictions._replace(outputs=outputs[:, order].double()), prior
 
 
-# -------------------- mixture of candidates
-
-
-def stacking_weights(log_likelihood: Tensor, iterations: int = 300) -> Tensor:
-    r"""Returns the weights of a mixture that maximize the log-likelihood of predictions.
-
-    .. math:: \max_w \sum_i \log \sum_k w_k\, p_k(y_i), \qquad w_k \ge 0, \quad \sum_k w_k = 1
-
-    This is stacking of predictive distributions (Yao et al. 2018, https://arxiv.org/abs/1704.02030). The problem is concave, and
-    expectation maximization increases the log-likelihood in every iteration.
-
-    Args:
-        log_likelihood: Log-likelihoods ``[N, K]`` of N examples under K predictive distributions that were not fitted to them.
-        iterations: Number of iterations.
-
-    >>> good, bad = torch.full((50, 1), -0.1), torch.full((50, 1), -2.0)
-    >>> stacking_weights(torch.cat([good, bad], 1)).round(decimals=3).tolist()
-    [1.0, 0.0]
-    """
-    log_likelihood = log_likelihood.double()
-    weights = log_likelihood.new_full((log_likelihood.shape[1],), 1.0 / log_likelihood.shape[1])
-    for _ in range(iterations):
-        weights = (log_likelihood + weights.log()).softmax(1).mean(0)
-    return weights
-
-
-def predict_mixture(folds: Folds, candidates: Mapping[str, Predictions]) -> Predictions:
-    """Predicts classes with a mixture of all candidates. The weights for a fold are fitted to the predictions of the other folds.
-
-    Args:
-        folds: Folds of the data.
-        candidates: Predictions of the candidates, with class probabilities.
-    """
-    members = list(candidates.values())
-    member_probabilities = torch.stack(
-        [member.probabilities for member in members if member.probabilities is not None]
-    )
-    log_likelihood, examples = (
-        -torch.stack([member.nll for member in members], 1),
-        torch.arange(len(folds.data)),
-    )
-    if member_probabilities.ndim > 3:  # each pixel or token has a mixture of its own
-        log_likelihood, examples = position_log_likelihood(member_probabilities, folds.data.targets.cpu())
-    predictives = []
-    for group in folds.groups:
-        weights = stacking_weights(log_likelihood[~torch.isin(examples, group)])
-        probabilities = torch.einsum(
-            "k,k...->...", weights.to(member_probabilities), member_probabilities[:, group]
-        )
-        predictives.append(CategoricalPredictive(probabilities.log()[None]))
-
-    def finish() -> Posterior:
-        weights = stacking_weights(log_likelihood)
-        # members with less weight cost time and hardly change the prediction
-        indices = [index for index, weight in enumerate(weights.tolist()) if weight >= 0.02]
-        posteriors = [members[index].finish() for index in indices]
-        return posteriors[0] if len(indices) == 1 else MixturePosterior(posteriors, weights[indices].tolist())
-
-    return gather(folds, predictives, finish)
-
-
-def position_log_likelihood(probabilities: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the log-likelihoods ``[M, K]`` of all positions with a target, and the example of each, ``[M]``.
-
-    Args:
-        probabilities: Class probabilities of K candidates, ``[K, N, *positions, C]``.
-        targets: Class labels ``[N, *positions]``, or soft labels ``[N, *positions, C]``.
-    """
-    examples = torch.arange(len(targets)).view(-1, *(1,) * (probabilities.ndim - 3))
-    examples = examples.expand(probabilities.shape[1:-1])
-    if targets.is_floating_point():
-        values = torch.stack([expected_value(member.log(), targets) for member in probabilities], -1)
-        return values.flatten(0, -2), examples.flatten()
-    valid = targets != IGNORED
-    index = targets.clamp(min=0).unsqueeze(-1)
-    columns = [member.gather(-1, index).squeeze(-1)[valid].log() for member in probabilities]
-    return torch.stack(columns, -1), examples[valid]
-
-
 class Choice(NamedTuple):
     """Result of :func:`choose_candidate`.
 
@@ -384,9 +309,10 @@ class Choice(NamedTuple):
 
 
 def choose_candidate(nll: Mapping[str, Tensor]) -> Choice:
-    """Chooses the candidate with the lowest NLL, or the plain network if its NLL is within one standard error of the lowest.
+    """Chooses the mixture unless the NLL of the plain network is lower, or without a mixture the candidate with the lowest NLL.
 
-    The standard error is that of the paired difference. The plain network therefore wins every tie.
+    Without a mixture, the plain network is chosen if its NLL is within one standard error of the lowest. The standard error is that of
+    the paired difference. A mixture has no such margin, because it contains the plain network, and few examples change it little.
 
     Args:
         nll: Negative log-likelihoods of all examples, by candidate. It must contain ``"plain"``.
@@ -395,9 +321,9 @@ def choose_candidate(nll: Mapping[str, Tensor]) -> Choice:
     >>> choose_candidate({"plain": flat, "temperature": flat - 0.001 * better, "noise": better}).name
     'noise'
     """
-    best = min(nll, key=lambda name: float(nll[name].mean()))
+    best = "mixture" if "mixture" in nll else min(nll, key=lambda name: float(nll[name].mean()))
     gap = Difference.of(nll["plain"], nll[best])
     return Choice(
-        "plain" if gap.mean <= gap.error else best,
+        "plain" if gap.mean <= (0.0 if best == "mixture" else gap.error) else best,
         {key: Difference.of(values, nll["plain"]) for key, values in nll.items()},
     )

@@ -51,7 +51,7 @@ def find_limits(data: HeldOutData, groups: Sequence[Tensor], needs_folds: bool) 
         text = f"a comparison needs 4 held-out examples, got {len(data)}"
         too_few = DataLimits("examples", text)
     if not isinstance(data.likelihood, Categorical | Bernoulli):
-        if len(data) > 1 and bool((data.targets == data.targets[:1]).all()):
+        if needs_folds and len(data) > 1 and bool((data.targets == data.targets[:1]).all()):
             text = f"all {len(data)} held-out targets are equal; provide targets that differ"
             return DataLimits("targets", text)
         return too_few

@@ -83,23 +83,8 @@ class MixturePosterior(Posterior):
         return torch.stack([results[sample] for sample in samples])
 
     def schedule(self, samples: int) -> list[tuple[int, int]]:
-        """Returns the member of each sample, and the number of the sample within its member.
-
-        Each sample goes to the member that is farthest behind its weight, so that every prefix of the samples has nearly the weights of
-        the mixture.
-
-        >>> import flowbnn as fb
-        >>> members = [fb.posterior.PointPosterior(nn.Linear(2, 3), fb.likelihoods.Categorical()) for _ in range(2)]
-        >>> MixturePosterior(members, weights=[3, 1]).schedule(4)
-        [(0, 0), (0, 1), (1, 0), (0, 2)]
-        """
-        counts, result = [0] * len(self.members), list[tuple[int, int]]()
-        for total in range(1, samples + 1):
-            deficits = [weight * total - count for weight, count in zip(self.weights, counts, strict=True)]
-            index = max(range(len(deficits)), key=deficits.__getitem__)
-            result.append((index, counts[index]))
-            counts[index] += 1
-        return result
+        """Returns the member of each sample, and the number of the sample within its member; see :func:`assign_samples`."""
+        return assign_samples(self.weights, samples)
 
     @checked
     def networks(self, samples: SampleCount, seed: int | None = None) -> list[nn.Module]:
@@ -138,6 +123,28 @@ class MixturePosterior(Posterior):
         file.check_names(posterior.tensors())
         posterior.read_calibration(file)
         return posterior
+
+
+def assign_samples(weights: Sequence[float], samples: int) -> list[tuple[int, int]]:
+    """Returns the member of each sample of a mixture, and the number of the sample within its member.
+
+    Each sample goes to the member that is farthest behind its weight, so that every prefix of the samples has nearly the weights of
+    the mixture.
+
+    Args:
+        weights: Weights of the members, whose sum is 1.
+        samples: Number of samples.
+
+    >>> assign_samples([0.75, 0.25], 4)
+    [(0, 0), (0, 1), (1, 0), (0, 2)]
+    """
+    counts, result = [0] * len(weights), list[tuple[int, int]]()
+    for total in range(1, samples + 1):
+        deficits = [weight * total - count for weight, count in zip(weights, counts, strict=True)]
+        index = max(range(len(deficits)), key=deficits.__getitem__)
+        result.append((index, counts[index]))
+        counts[index] += 1
+    return result
 
 
 class MemberClasses(Categorical):

@@ -24,6 +24,8 @@ from flowbnn.methods.calibrators.log_temperature import (
 )
 from flowbnn.options import Positive, checked, options
 from flowbnn.posterior.base import Posterior
+from flowbnn.posterior.mixture import MemberClasses
+from flowbnn.predictive import CategoricalPredictive
 
 
 @register_method
@@ -105,7 +107,11 @@ class TemperedPosterior(CalibratedPosterior):
 
     def transform(self, predictive: Any, sample_counts: Tensor | None) -> Any:
         """Returns the predictive distribution at the temperature."""
-        return apply_temperature(predictive, self.temperature, sample_counts)
+        result = apply_temperature(predictive, self.temperature, sample_counts)
+        if isinstance(self.likelihood, MemberClasses):  # a mixture has no logits, and thus no energy
+            counts = None if sample_counts is None else result.sample_counts
+            return CategoricalPredictive(result.log_samples, counts)
+        return result
 
     def networks(self, samples: int, seed: int | None = None) -> list[nn.Module]:
         """Returns networks of the inner posterior; for classification, their logits are divided by the temperature."""
