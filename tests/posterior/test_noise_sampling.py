@@ -197,7 +197,8 @@ def test_the_row_limit_depends_on_the_width_of_the_network():
     limits = []
     for model in (wide, narrow):
         with Prediction(model, PredictOptions(), 1, PredictionCache()) as prediction:
-            limits.append(prediction.max_rows(torch.ones(3, 8)))
+            prediction.measure(torch.ones(3, 8))
+            limits.append(prediction.row_limit)
     few, many = limits
     assert 16 <= few < many
 

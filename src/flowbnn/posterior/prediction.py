@@ -214,7 +214,7 @@ class Prediction:
             return 0  # the draws depend on the batch, so each is predicted by itself
         bytes_per_row = max(1, self.samples * self.measure(inputs).output_bytes_per_row)
         # outputs of all samples: 65,536 rows of 64 samples and two classes
-        limit = min(self.max_rows(inputs), 2**25 // bytes_per_row)
+        limit = min(self.row_limit, 2**25 // bytes_per_row)
         # adaptive sampling drops converged inputs, so it needs many at a time to fill its passes
         return max(limit, 0 if self.options.adaptive is None else 4096)
 
@@ -224,19 +224,11 @@ class Prediction:
             self.measure(inputs)
         return move(inputs, self.device, self.dtype)
 
-    def max_rows(self, inputs: Any) -> int:
-        """Returns the maximum number of rows of such inputs in one pass.
-
-        The memory holds input and output of the widest layer, its noise, and the product of input and noise.
-        """
-        if not self.row_limit:
-            self.measure(inputs)
-        return self.row_limit
-
     def measure(self, inputs: Any) -> ForwardTrace:
         """Returns the measurements of a pass over two rows of the inputs, and sets the row limit if it is 0.
 
-        The measurements are empty if memory runs out.
+        The memory of a pass holds input and output of the widest layer, its noise, and the product of input and noise. The measurements
+        are empty if memory runs out.
         """
         if rows(inputs) == 0:
             raise FlowBNNError("batch is empty", kind="empty")
