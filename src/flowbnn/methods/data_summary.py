@@ -177,14 +177,14 @@ class DataSummary:
             first = next(reader)
             if not is_fixed and not has_row_axis(first[0]) and length_of(loader) is not None:
                 num_data, must_count = None, True  # the loader counts graphs, the likelihood targets
-            statistics = TargetStatistics() if is_regression(likelihood, first[1]) else None
-            link = link_of(likelihood)
+            link = regression_link(likelihood, first[1])
+            statistics = None if link is None else TargetStatistics()
             batches: list[tuple[Any, Tensor]] = []
             for number, batch in enumerate(chain([first], reader)):
                 if statistics is not None and count < min_rows:
                     batches.append(batch)
                 count += len(batch[1])
-                if statistics is not None:
+                if statistics is not None and link is not None:
                     check_finite_batch(batch, 0, number)
                     statistics.add(link(batch[1]))
                 elif not must_count:
@@ -220,16 +220,15 @@ def _known_size(number: int | None) -> int:
     return number
 
 
-def is_regression(likelihood: Likelihood | str, targets: Tensor) -> bool:
-    """Returns True if the likelihood is, or will be, one of real-valued targets."""
-    if likelihood == "auto":
-        return targets.is_floating_point() and not are_probabilities(targets) and not are_binary(targets)
-    return isinstance(make_likelihood(likelihood), RealLikelihood)
+def regression_link(likelihood: Likelihood | str, targets: Tensor) -> Callable[[Tensor], Tensor] | None:
+    """Returns the function from real-valued targets to the scale of the outputs, or None if targets are not real-valued.
 
-
-def link_of(likelihood: Likelihood | str) -> Callable[[Tensor], Tensor]:
-    """Returns the function from targets to the scale of the outputs."""
+    Args:
+        likelihood: Likelihood or its name. ``"auto"`` is chosen by the targets.
+        targets: Targets of the first batch.
+    """
     if likelihood == "auto":
-        return lambda targets: targets
+        is_real = targets.is_floating_point() and not are_probabilities(targets) and not are_binary(targets)
+        return (lambda values: values) if is_real else None
     model = make_likelihood(likelihood)
-    return model.link if isinstance(model, RealLikelihood) else lambda targets: targets
+    return model.link if isinstance(model, RealLikelihood) else None

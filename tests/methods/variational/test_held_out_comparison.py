@@ -13,9 +13,7 @@ import flowbnn as fb
 from flowbnn.data import TensorLoader
 from flowbnn.errors import FlowBNNWarning
 from flowbnn.methods.variational import verification
-from flowbnn.methods.variational.held_out_comparison import HeldOutComparison, compare_retrained
-from flowbnn.methods.variational.initial_state import InitialState
-from flowbnn.methods.variational.noise_fit import NoiseFitOptions
+from flowbnn.methods.variational.held_out_comparison import HeldOutComparison
 from flowbnn.methods.variational.report import example_elbos, spread_batches
 from flowbnn.models import MLP
 from flowbnn.noise import Dropout, NormalAffine, NormalFlow, NormalPlanar
@@ -118,49 +116,6 @@ def test_a_worse_fit_is_repeated_with_early_stopping(repeated_gain, monkeypatch)
         objective = fb.ELBO(posterior.likelihood, loader.num_data)
         elbos = example_elbos(posterior.model, objective, spread_batches(loader, 0))
         assert posterior.report.elbo.after == pytest.approx(float(elbos.mean()), abs=1e-5)
-
-
-def test_retrained_networks_have_not_seen_the_rows():
-    torch.manual_seed(0)
-    inputs, labels = torch.randn(60, 5), torch.randint(2, (60,))  # nothing to learn
-    loader = TensorLoader(inputs, labels, batch_size=20, shuffle=True)
-    plain = fb.MLE(epochs=30, lr=0.02).fit(MLP(5, (32,), 2), loader, seed=0, **QUIET)
-    model = fb.to_stochastic(plain.model, {"*": NormalAffine()})
-    fb.noise.freeze(model, "weights")
-    fits, state = [], torch.get_rng_state()
-
-    def fit(network, training, options):
-        assert not any(weight.requires_grad for weight in fb.noise.weight_parameters(network))
-        fits.append((network, training))
-        return fb.posterior.NoisePosterior(network, fb.likelihoods.Categorical())
-
-    options = NoiseFitOptions(validation=0.1, seed=0, **QUIET)
-    gain = compare_retrained(model, InitialState.of(model), loader, options, fit)
-    assert 1 <= len(fits) <= 5  # blocks of six rows, until the decision is clear
-    assert all(training.num_data == 54 for _, training in fits)
-    assert nll(plain, (inputs, labels)) < 0.4  # memorized
-    assert -gain.before > 0.6  # no better than guessing
-    for network, training in fits:
-        with fb.noise.noise_mode(network, "off"):
-            outputs = network(training.tensors[0])
-        assert nn.functional.cross_entropy(outputs, training.tensors[1]) < 0.5  # trained as far
-    assert torch.equal(torch.get_rng_state(), state)
-    for before, after in zip(weights_of(plain.model), weights_of(model), strict=True):
-        assert torch.equal(before, after)
-
-
-def test_weights_that_cannot_be_reset_are_not_retrained():
-    class Fixed(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer, self.factor = nn.Linear(2, 2), nn.Parameter(torch.randn(2))
-
-        def forward(self, x):
-            return self.layer(x) * self.factor
-
-    model = fb.to_stochastic(Fixed(), {"*": NormalAffine()})
-    options = NoiseFitOptions(validation=0.1, seed=0, **QUIET)
-    assert compare_retrained(model, InitialState.of(model), [rings(60, 1)], options, pytest.fail) is None
 
 
 @pytest.mark.filterwarnings("ignore::flowbnn.errors.FlowBNNWarning")

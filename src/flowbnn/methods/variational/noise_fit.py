@@ -33,7 +33,7 @@ from flowbnn.methods.schedule import PlateauSchedule, SchedulerFactory, Training
 from flowbnn.methods.variational.held_out_comparison import compare_held_out
 from flowbnn.methods.variational.initial_state import FinishedFit, InitialState
 from flowbnn.methods.variational.report import FitDecision, finish_fit, spread_batches
-from flowbnn.noise import noise_layers, noise_mode, parameter_groups, weight_parameters
+from flowbnn.noise import noise_layers, noise_mode, parameter_groups
 from flowbnn.noise.base import layers_with_noise
 from flowbnn.objectives import ELBO, warm_up
 from flowbnn.options import Count, NonNegative, UnitInterval, options
@@ -96,7 +96,7 @@ def maximize_elbo(
         initial: State of the network before the fit.
         stops_early: If True, the fit ends with the best epoch on held-out data.
     """
-    prepared = prepare(model, loader, options, trains_weights(model, options))
+    prepared = prepare(model, loader, options, trained=options.weight_lr > 0)
     likelihood, targets = prepared.likelihood, prepared.data.sample[1]
     if learns_noise(likelihood):  # starts at the residuals, even if the likelihood has another value
         set_noise_scale(likelihood, [(prepared.outputs, targets)])
@@ -192,11 +192,6 @@ def check_trainable(model: nn.Module, options: NoiseFitOptions) -> None:
         raise FlowBNNError(message, kind="network", argument="network")
     if options.precision in ("bf16-true", "16-true"):
         warn(f"precision={options.precision!r} rounds the noise; use 'bf16-mixed'", kind="precision")
-
-
-def trains_weights(model: nn.Module, options: NoiseFitOptions) -> bool:
-    """Returns True if the fit changes the weights of the network."""
-    return options.weight_lr > 0 and any(weight.requires_grad for weight in weight_parameters(model))
 
 
 def make_noise_optimizer(

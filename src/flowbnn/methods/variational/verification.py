@@ -4,18 +4,12 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-from torch import nn
-
 from flowbnn.errors import warn
-from flowbnn.methods.variational.held_out_comparison import (
-    HeldOutComparison,
-    compare_held_out,
-    compare_retrained,
-)
-from flowbnn.methods.variational.initial_state import FinishedFit, InitialState, can_narrow, joint_noises
+from flowbnn.methods.variational.held_out_comparison import HeldOutComparison, compare_held_out
+from flowbnn.methods.variational.initial_state import FinishedFit, can_narrow, joint_noises
 from flowbnn.methods.variational.noise_fit import NoiseFitOptions, maximize_elbo
 from flowbnn.methods.variational.report import FitDecision
-from flowbnn.posterior.noise import NoisePosterior
+from flowbnn.methods.variational.retrained_networks import compare_retrained
 from flowbnn.posterior.report import Gain
 from flowbnn.regression import check_noise_scale, fit_residual_scale
 from flowbnn.training import EarlyStop, History, is_main_process
@@ -47,16 +41,12 @@ def verify_fit(fit: FinishedFit, all_data: DataAndOptions, training: DataAndOpti
     if is_clear or not all(map(can_narrow, joint_noises(fit.posterior.model))):
         return FitDecision(fit, comparison, gain)
     if splits and not comparison.is_memorized:
-        retrained_gain = compare_retrained(fit.posterior.model, fit.initial, *all_data, _fit_retrained)
+        retrained_gain = compare_retrained(fit.posterior.model, fit.initial, *all_data)
         if retrained_gain is not None:
             return _decide_by_retrained(fit, comparison, retrained_gain, all_data)
     if gain.after >= gain.before:
         return FitDecision(fit, comparison, gain)
     return _repeat_or_restore(fit, comparison, all_data, training)
-
-
-def _fit_retrained(network: nn.Module, loader: Iterable[Any], options: NoiseFitOptions) -> NoisePosterior:
-    return maximize_elbo(network, loader, options, InitialState.of(network)).posterior
 
 
 def _decide_by_retrained(
