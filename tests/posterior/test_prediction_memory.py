@@ -191,3 +191,38 @@ def test_rows_are_predicted_one_at_a_time_if_two_do_not_fit(max_batch, noisy):
         found = posterior.predict(torch.randn(5, 4), 6 if noisy else 1, seed=0, max_batch=max_batch)
     assert found.probabilities.shape[0] == 5
     assert all((one.message.kind, one.message.fields["rows"]) == ("memory", 2) for one in raised)
+
+
+def test_one_batch_of_pixels_is_reduced_some_rows_at_a_time(monkeypatch):
+    torch.manual_seed(0)
+    network = fb.to_stochastic(nn.Conv2d(2, 3, 1), {"*": fb.noise.NormalAffine(base_scale=0.5)}).eval()
+    posterior = fb.posterior.NoisePosterior(network, fb.likelihoods.Categorical(class_axis=1))
+    images, rows = torch.randn(12, 2, 16, 16), []
+    expected = posterior.predict(images, 8, seed=0)
+    original = posterior.outputs
+    monkeypatch.setattr(posterior, "outputs", lambda *args: rows.append(len(args[0])) or original(*args))
+    monkeypatch.setattr("flowbnn.posterior.prediction.Prediction.rows_per_group", lambda *_: 5)
+    monkeypatch.setattr("flowbnn.posterior.base.SUMMARY_BYTES", 1000)
+    monkeypatch.setattr("flowbnn.posterior.base.SAMPLE_BYTES", 1000)
+    for keep_samples in ("auto", False):
+        summary = posterior.predict(images, 8, seed=0, keep_samples=keep_samples)
+        assert isinstance(summary, fb.predictive.PredictionSummary)
+        for name in ("probabilities", "entropy", "mutual_information"):
+            torch.testing.assert_close(getattr(summary, name), getattr(expected, name))
+    assert rows == [5, 5, 2] * 2
+    kept = posterior.predict(images, 8, seed=0, keep_samples=True)
+    torch.testing.assert_close(kept.samples, expected.samples)
+    assert rows[6:] == [12]
+
+
+def test_predictions_without_summaries_keep_the_samples_of_one_batch(monkeypatch):
+    torch.manual_seed(0)
+    network = fb.to_stochastic(nn.Linear(2, 4), {"*": fb.noise.NormalAffine()}).eval()
+    posterior = fb.posterior.NoisePosterior(network, fb.likelihoods.Quantiles([0.1, 0.5, 0.9]))
+    inputs = torch.randn(40, 2)
+    expected = posterior.predict(inputs, 8, seed=0)
+    monkeypatch.setattr("flowbnn.posterior.base.SAMPLE_BYTES", 100)
+    monkeypatch.setattr("flowbnn.posterior.prediction.Prediction.rows_per_group", lambda *_: 7)
+    result = posterior.predict(inputs, 8, seed=0)
+    assert type(result) is type(expected)
+    torch.testing.assert_close(result.mean, expected.mean)

@@ -57,7 +57,7 @@ from flowbnn.posterior.files import (
     select_prefix,
     upload,
 )
-from flowbnn.posterior.loaders import OutputCollector, shard_loader
+from flowbnn.posterior.loaders import OutputCollector, shard_loader, split_rows
 from flowbnn.posterior.prediction import (
     Prediction,
     PredictionCache,
@@ -164,8 +164,8 @@ class Posterior:
             compile: If True, the network runs through ``torch.compile``. ``"auto"`` does so for long jobs on CUDA devices.
             sharded: If several processes are connected, each predicts a part of the loader. False predicts everything here.
             progress: If True, a progress bar is shown for loaders on a terminal.
-            keep_samples: If True, the outputs of all samples are kept. If False, loaders are reduced to means and uncertainties.
-                ``"auto"`` keeps up to 128 MB of samples.
+            keep_samples: If True, the outputs of all samples are kept. If False, they are reduced to means and uncertainties, some
+                rows at a time. ``"auto"`` keeps up to 128 MB of samples.
 
         Returns:
             The predictive distribution of the likelihood, such as :class:`~flowbnn.predictive.CategoricalPredictive` for classes, or a
@@ -187,10 +187,7 @@ class Posterior:
         )
         if not isinstance(inputs, Tensor):
             inputs = as_inputs(inputs, columns=self.columns)
-        if not is_batch(inputs):
-            return self._predict_loader(inputs, options)[0]
-        outputs, sample_counts, _ = self.collect(inputs, options)
-        return self._predictive_or_error(outputs, sample_counts, inputs, options)
+        return self._predict_loader(inputs, options)[0]
 
     @checked
     @accepts_options_of(PredictOptions)
@@ -242,7 +239,7 @@ class Posterior:
         if options.keep_samples != "auto":
             max_bytes = math.inf if options.keep_samples else SUMMARY_BYTES
         outputs, counts, values = self.collect(inputs, options, consume, max_bytes)
-        reduce = summaries.num_rows > 0 or (options.keep_samples is False and not is_batch(inputs))
+        reduce = summaries.num_rows > 0 or options.keep_samples is False
         complete = summaries.num_rows > 0 and not outputs.shape[1]
         if complete or (reduce and consume(outputs, counts, values)):
             return summaries.result(), join_padded(targets, fill=IGNORED) if targets else None
@@ -273,10 +270,12 @@ class Posterior:
         loaders = nullcontext() if one_batch else shard_loader(inputs, bool(options.sharded), options.shared)
         with loaders as loader:
             max_bytes = math.inf if consume is None else max_bytes
-            collector = None if one_batch else OutputCollector(loader, max_bytes, self.likelihood)
+            collector = OutputCollector([] if one_batch else loader, max_bytes, self.likelihood)
             with Prediction(self.model, options, self.default_samples, self.cache) as prediction:
                 samples = range(prediction.samples)
-                for batch, targets in [(inputs, [])] if collector is None else collector.groups(prediction):
+                parts = split_rows(inputs, prediction, max_bytes) if one_batch else []
+                groups = [(part, list[Tensor]()) for part in parts]
+                for batch, targets in groups if one_batch else collector.groups(prediction):
                     with rewrap_forward_errors(batch):
                         if rule is None:
                             outputs, counts = compute_outputs(batch, samples, prediction), None
@@ -289,7 +288,7 @@ class Posterior:
                                 self._round_predictive,
                             )
                     outputs = self._finish_batch(batch, outputs, prediction)
-                    if collector is None:
+                    if len(parts) == 1:
                         return outputs, counts, None
                     collector.add(outputs, counts, targets)
                     if consume is not None and collector.is_full:
@@ -298,7 +297,6 @@ class Posterior:
                             collector.max_bytes = min(collector.max_bytes, SUMMARY_BYTES)
                         else:
                             collector.max_bytes = math.inf
-            assert collector is not None
             return collector.result()
 
     def _check_supported(self, inputs: Any, options: PredictOptions) -> None:

@@ -22,6 +22,7 @@ from flowbnn.batches import (
     rows,
     shapes,
     split_weighted_batch,
+    take,
     tensors_of,
 )
 from flowbnn.errors import FlowBNNError
@@ -80,6 +81,23 @@ def group_batches(
             group_targets.append(targets)
     if group:
         yield join(group), group_targets
+
+
+def split_rows(inputs: Any, prediction: Prediction, max_bytes: float) -> list[Any]:
+    """Returns one batch of inputs in parts if its outputs for all samples need more than ``max_bytes`` bytes.
+
+    Args:
+        inputs: Batch of inputs.
+        prediction: Prediction, which has the number of samples.
+        max_bytes: Number of bytes of outputs.
+    """
+    if math.isinf(max_bytes) or not prediction.shared or not has_row_axis(inputs):
+        return [inputs]
+    number, bytes_per_row = rows(inputs), prediction.samples * prediction.measure(inputs).output_bytes_per_row
+    if number * bytes_per_row <= max_bytes:
+        return [inputs]
+    size = max(1, prediction.rows_per_group(inputs))
+    return [take(inputs, start, start + size) for start in range(0, number, size)]
 
 
 class OutputCollector:

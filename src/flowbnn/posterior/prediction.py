@@ -70,9 +70,9 @@ class PredictOptions:
         sharded: If several processes are connected (torchrun), all must call this with the same loader. Each process predicts a part,
             and all return the complete prediction in the order of the loader. False lets this process predict everything.
         progress: If True, a progress bar is shown for loaders on a terminal.
-        keep_samples: If True, the result has the outputs of all samples. If False, a loader is reduced batch by batch to a
+        keep_samples: If True, the result has the outputs of all samples. If False, the outputs are reduced, some rows at a time, to a
             :class:`~flowbnn.predictive.PredictionSummary` of means and uncertainties, whose memory does not grow with the samples.
-            ``"auto"`` keeps up to 128 MB of samples. Tensors of inputs and processes that share a loader always keep them.
+            ``"auto"`` keeps up to 128 MB of samples. Processes that share a loader always keep them.
     """
 
     samples: SampleCount | None = None
