@@ -145,9 +145,9 @@ def test_a_trace_is_made_once_per_shape():
 
     posterior = fb.posterior.PointPosterior(Counted(4, 3), fb.likelihoods.Categorical())
     posterior.predict(torch.zeros(50, 4))
-    assert passes == [2, 2, 50]  # the second pass looks for rows that interact
+    assert passes == [2, 2, 2, 50]  # two passes look for rows that interact
     posterior.predict(torch.zeros(50, 4))
-    assert passes == [2, 2, 50, 50]
+    assert passes == [2, 2, 2, 50, 50]
     failed = trace_forward(nn.Linear(4, 3), torch.zeros(2, 5))
     assert failed.error is not None
     assert failed.flops_per_row == 0.0

@@ -172,23 +172,21 @@ def test_the_faster_strategy_is_chosen():
         # 24 x 24 positions x 6 x 25 and 8 x 8 x 16 x 150 multiplications, each with an addition, and three linear layers
         assert trace.flops_per_row == 2 * (24 * 24 * 150 + 8 * 8 * 16 * 150 + 256 * 120 + 120 * 84 + 84 * 10)
         assert trace.prefix_share == pytest.approx(2 * 24 * 24 * 150 / trace.flops_per_row)
-        assert draw.sampler.prefers_vmap(torch.empty(10_000, 1), trace), (
-            "the first convolution is computed once"
-        )
+        assert draw.sampler.prefers_vmap(10_000, trace), "the first convolution is computed once"
     with sampling(color, 4) as draw:
         trace = draw.prediction.measure(draw.prediction.to_device(torch.randn(2, 3, 32, 32)))
         assert (trace.prefix_share, len(draw.sampler.absorbed_layers(trace))) == (0.0, 5)
-        assert not draw.sampler.prefers_vmap(torch.empty(600, 1), trace), "one sample fills the pass"
-        assert draw.sampler.prefers_vmap(torch.empty(1, 1), trace), "passes of one row are mostly overhead"
+        assert not draw.sampler.prefers_vmap(600, trace), "one sample fills the pass"
+        assert draw.sampler.prefers_vmap(1, trace), "passes of one row are mostly overhead"
 
 
 def test_rows_stay_together_up_to_the_row_limit():
     model = fb.to_stochastic(LeNet(3), {"*": fb.noise.NormalAffine()})
     with sampling(model, 64, max_batch=100) as draw:
         trace = draw.prediction.measure(draw.prediction.to_device(torch.randn(2, 3, 32, 32)))
-        assert draw.sampler.chunk_sizes(torch.empty(100, 1), 64, trace) == (100, 1)
-        assert draw.sampler.chunk_sizes(torch.empty(30, 1), 64, trace) == (30, 3)
-        assert draw.sampler.chunk_sizes(torch.empty(120, 1), 64, trace) == (60, 1)
+        assert draw.sampler.chunk_sizes(100, 64, trace) == (100, 1)
+        assert draw.sampler.chunk_sizes(30, 64, trace) == (30, 3)
+        assert draw.sampler.chunk_sizes(120, 64, trace) == (60, 1)
 
 
 def test_a_network_for_a_single_row():

@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import flowbnn as fb
 from flowbnn.batches import is_out_of_memory
 from flowbnn.posterior.loaders import OutputCollector, expected_rows, group_batches
+from flowbnn.posterior.prediction import KEPT_BYTES
 
 KINDS = {
     "cuda": torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
@@ -203,7 +204,7 @@ def test_one_batch_of_pixels_is_reduced_some_rows_at_a_time(monkeypatch):
     monkeypatch.setattr(posterior, "outputs", lambda *args: rows.append(len(args[0])) or original(*args))
     monkeypatch.setattr("flowbnn.posterior.prediction.Prediction.rows_per_group", lambda *_: 5)
     monkeypatch.setattr("flowbnn.posterior.base.SUMMARY_BYTES", 1000)
-    monkeypatch.setattr("flowbnn.posterior.base.SAMPLE_BYTES", 1000)
+    monkeypatch.setitem(KEPT_BYTES, "auto", 1000)
     for keep_samples in ("auto", False):
         summary = posterior.predict(images, 8, seed=0, keep_samples=keep_samples)
         assert isinstance(summary, fb.predictive.PredictionSummary)
@@ -221,7 +222,7 @@ def test_predictions_without_summaries_keep_the_samples_of_one_batch(monkeypatch
     posterior = fb.posterior.NoisePosterior(network, fb.likelihoods.Categorical())
     inputs = torch.randn(40, 2)
     expected = posterior.predict(inputs, 8, seed=0)
-    monkeypatch.setattr("flowbnn.posterior.base.SAMPLE_BYTES", 100)
+    monkeypatch.setitem(KEPT_BYTES, "auto", 100)
     monkeypatch.setattr("flowbnn.posterior.base.summarize", lambda *_: None)
     monkeypatch.setattr("flowbnn.posterior.prediction.Prediction.rows_per_group", lambda *_: 7)
     result = posterior.predict(inputs, 8, seed=0)

@@ -7,6 +7,7 @@ from torch import nn
 import flowbnn as fb
 from flowbnn.errors import FlowBNNError
 from flowbnn.posterior import base
+from flowbnn.posterior.prediction import KEPT_BYTES
 from flowbnn.predictive import (
     CategoricalPredictive,
     ContinuousPredictive,
@@ -43,7 +44,7 @@ def make_posterior(case):
 @pytest.fixture
 def small_limit(monkeypatch):
     """Limits the samples in memory to 1 kB and records the number of bytes that a likelihood sees at once."""
-    monkeypatch.setattr(base, "SAMPLE_BYTES", 1000)
+    monkeypatch.setitem(KEPT_BYTES, "auto", 1000)
     sizes = []
     predictive = base.Posterior._predictive
 
@@ -95,7 +96,7 @@ def test_few_samples_are_reduced_at_a_time(case, small_limit, monkeypatch):
 def test_metrics_do_not_depend_on_the_limit(case, monkeypatch):
     posterior, loader, _ = make_posterior(case)
     expected = fb.evaluate(posterior, loader, novel=3.0 * torch.randn(20, 4), samples=8)
-    monkeypatch.setattr(base, "SAMPLE_BYTES", 100)
+    monkeypatch.setitem(KEPT_BYTES, "auto", 100)
     torch.manual_seed(0)
     found = fb.evaluate(posterior, loader, samples=8)
     assert found == pytest.approx({name: expected[name] for name in found}, rel=1e-5)
@@ -154,3 +155,13 @@ def test_labels_stay_integers_in_another_precision():
     summary = summarize(CategoricalPredictive(torch.randn(3, 4, 2))).to(torch.float64)
     assert summary.labels.dtype == torch.int64
     assert summary.entropy.dtype == torch.float64
+
+
+def test_one_batch_with_separate_draws_is_not_divided():
+    posterior, loader, _ = make_posterior("classes")
+    inputs = torch.cat([batch for batch, _ in loader])
+    options = {"samples": 4, "seed": 1, "shared": False}
+    expected = posterior.predict(inputs, keep_samples=True, **options)
+    found = posterior.predict(inputs, keep_samples=False, **options)
+    assert isinstance(found, PredictionSummary)
+    torch.testing.assert_close(found.probabilities, expected.probabilities)

@@ -137,8 +137,8 @@ def try_call(point: EntryPoint, labels: Mapping[str, str]) -> tuple[str, str]:
             return "failed", describe_error(error)
     if _has_nan(result) and not may_give_nan:
         return "failed", "accepted, with NaN in the result"
-    # a context may be unused, and a threshold infinite
-    if forbidden and forbidden[0] not in (VARIADIC, "context", "abstain_above"):
+    # a context or the name of an argument may be unused, and a threshold infinite
+    if forbidden and forbidden[0] not in (VARIADIC, "context", "argument", "abstain_above"):
         return "failed", f"accepted, though the annotation of {forbidden[0]} does not allow it"
     return "accepted", ""
 

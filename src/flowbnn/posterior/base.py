@@ -59,6 +59,7 @@ from flowbnn.posterior.files import (
 )
 from flowbnn.posterior.loaders import OutputCollector, shard_loader, split_rows
 from flowbnn.posterior.prediction import (
+    KEPT_BYTES,
     Prediction,
     PredictionCache,
     PredictOptions,
@@ -76,8 +77,6 @@ from flowbnn.training.compatibility import describe_layers
 from flowbnn.training.options import MixedPrecision
 from flowbnn.training.storage import TensorFile
 
-# samples of a loader that are in memory at once: those of 20,000 images, 10 classes and 128 samples
-SAMPLE_BYTES = 2**27
 # samples that are reduced to a summary at once, whose entropies and variances take about ten times as much memory
 SUMMARY_BYTES = 2**22
 
@@ -187,6 +186,13 @@ class Posterior:
         )
         if not isinstance(inputs, Tensor):
             inputs = as_inputs(inputs, columns=self.columns)
+        if is_batch(inputs):
+            check_finite(inputs)
+            with self._start(inputs, options) as prediction:
+                if fits := prediction.output_bytes(inputs) <= KEPT_BYTES[options.keep_samples]:
+                    outputs, counts = self._batch_outputs(inputs, prediction)
+            if fits:
+                return self._predictive_or_error(outputs, counts, inputs, options)
         return self._predict_loader(inputs, options)[0]
 
     @checked
@@ -235,10 +241,7 @@ class Posterior:
             targets.extend([] if rows_targets is None else [rows_targets])
             return True
 
-        max_bytes: float = SAMPLE_BYTES
-        if options.keep_samples != "auto":
-            max_bytes = math.inf if options.keep_samples else SUMMARY_BYTES
-        outputs, counts, values = self.collect(inputs, options, consume, max_bytes)
+        outputs, counts, values = self._collect_loader(inputs, options, consume)
         reduce = summaries.num_rows > 0 or options.keep_samples is False
         complete = summaries.num_rows > 0 and not outputs.shape[1]
         if complete or (reduce and consume(outputs, counts, values)):
@@ -246,61 +249,21 @@ class Posterior:
         predictive = self._predictive_or_error(outputs, counts, inputs, options)
         return predictive, None if values is None else self.likelihood.canonical_targets(values)
 
-    def collect(
-        self,
-        inputs: Any,
-        options: PredictOptions,
-        consume: Callable[[Tensor, Tensor | None, Tensor | None], bool] | None = None,
-        max_bytes: float = math.inf,
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    def collect(self, inputs: Any, options: PredictOptions) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Returns outputs ``[samples, rows, ...]``, the number of samples of each row (if adaptive), and the targets (if any).
 
         Args:
             inputs: Inputs or a loader.
             options: Options of the prediction.
-            consume: Function that is called with the results for the last rows of a loader whenever these have ``max_bytes`` bytes. If
-                it returns True, these rows are left out of the result.
-            max_bytes: Number of bytes of outputs at which ``consume`` is called.
         """
-        self._check_supported(inputs, options)
-        one_batch, rule = is_batch(inputs), options.adaptive
-        if one_batch:
-            check_finite(inputs)
-        compute_outputs = average_views(self.outputs, self.likelihood) if options.views else self.outputs
-        loaders = nullcontext() if one_batch else shard_loader(inputs, bool(options.sharded), options.shared)
-        with loaders as loader:
-            max_bytes = math.inf if consume is None else max_bytes
-            collector = OutputCollector([] if one_batch else loader, max_bytes, self.likelihood)
-            with Prediction(self.model, options, self.default_samples, self.cache) as prediction:
-                samples = range(prediction.samples)
-                parts = split_rows(inputs, prediction, max_bytes) if one_batch else []
-                groups = [(part, list[Tensor]()) for part in parts]
-                for batch, targets in groups if one_batch else collector.groups(prediction):
-                    with rewrap_forward_errors(batch):
-                        if rule is None:
-                            outputs, counts = compute_outputs(batch, samples, prediction), None
-                        else:
-                            outputs, counts = adaptive_outputs(
-                                lambda rows, numbers: compute_outputs(rows, numbers, prediction),
-                                batch,
-                                len(samples),
-                                rule,
-                                self._round_predictive,
-                            )
-                    outputs = self._finish_batch(batch, outputs, prediction)
-                    if len(parts) == 1:
-                        return outputs, counts, None
-                    collector.add(outputs, counts, targets)
-                    if consume is not None and collector.is_full:
-                        if consume(*collector.result()):
-                            collector.clear()
-                            collector.max_bytes = min(collector.max_bytes, SUMMARY_BYTES)
-                        else:
-                            collector.max_bytes = math.inf
-            return collector.result()
+        if not is_batch(inputs):
+            return self._collect_loader(inputs, replace(options, keep_samples=True))
+        check_finite(inputs)
+        with self._start(inputs, options) as prediction:
+            return *self._batch_outputs(inputs, prediction), None
 
-    def _check_supported(self, inputs: Any, options: PredictOptions) -> None:
-        """Raises FlowBNNError for options that this posterior does not support."""
+    def _start(self, inputs: Any, options: PredictOptions) -> Prediction:
+        """Returns a new prediction. Raises FlowBNNError for options that this posterior does not support."""
         name, argument, message = type(self).__name__, "", ""
         if not hasattr(inputs, "__iter__"):
             argument, message = "inputs", f"predict needs inputs, got a {type(inputs).__name__}"
@@ -313,6 +276,61 @@ class Posterior:
             message = f"{argument} requires shared=True"
         if argument:
             raise FlowBNNError(message, kind="unsupported", argument=argument)
+        return Prediction(self.model, options, self.default_samples, self.cache)
+
+    def _collect_loader(
+        self,
+        inputs: Any,
+        options: PredictOptions,
+        consume: Callable[[Tensor, Tensor | None, Tensor | None], bool] = lambda *_: False,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Returns outputs, numbers of samples and targets of a loader, or of a batch whose outputs need much memory.
+
+        Args:
+            inputs: Inputs or a loader.
+            options: Options of the prediction.
+            consume: Function that is called with the results for the last rows whenever these have the bytes that are kept in memory.
+                If it returns True, these rows are left out of the result.
+        """
+        one_batch = is_batch(inputs)
+        max_bytes = SUMMARY_BYTES if options.keep_samples is False else KEPT_BYTES[options.keep_samples]
+        loaders = (
+            nullcontext([]) if one_batch else shard_loader(inputs, bool(options.sharded), options.shared)
+        )
+        with self._start(inputs, options) as prediction, loaders as loader:
+            collector = OutputCollector(loader, max_bytes, self.likelihood)
+            groups = collector.groups(prediction)
+            if one_batch:
+                check_finite(inputs)
+                divisible = prediction.output_bytes(inputs) > 0
+                groups = split_rows(inputs, max(1, prediction.rows_per_group(inputs)) if divisible else 0)
+            for batch, batch_targets in groups:
+                collector.add(*self._batch_outputs(batch, prediction), batch_targets)
+                if not collector.is_full:
+                    continue
+                if consume(*collector.result()):
+                    collector.clear()
+                    collector.max_bytes = min(collector.max_bytes, SUMMARY_BYTES)
+                else:
+                    collector.max_bytes = math.inf
+            return collector.result()
+
+    def _batch_outputs(self, inputs: Any, prediction: Prediction) -> tuple[Tensor, Tensor | None]:
+        """Returns outputs ``[samples, rows, ...]`` of one batch, and the number of samples of each row (if adaptive)."""
+        options, counts = prediction.options, None
+        compute = average_views(self.outputs, self.likelihood) if options.views else self.outputs
+        with rewrap_forward_errors(inputs):
+            if options.adaptive is None:
+                outputs = compute(inputs, range(prediction.samples), prediction)
+            else:
+                outputs, counts = adaptive_outputs(
+                    lambda rows, numbers: compute(rows, numbers, prediction),
+                    inputs,
+                    prediction.samples,
+                    options.adaptive,
+                    self._round_predictive,
+                )
+        return self._finish_batch(inputs, outputs, prediction), counts
 
     def _finish_batch(self, inputs: Any, outputs: Tensor, prediction: Prediction) -> Tensor:
         """Returns the outputs of a batch. A subclass may append columns that :meth:`_predictive` reads."""

@@ -83,21 +83,21 @@ def group_batches(
         yield join(group), group_targets
 
 
-def split_rows(inputs: Any, prediction: Prediction, max_bytes: float) -> list[Any]:
-    """Returns one batch of inputs in parts if its outputs for all samples need more than ``max_bytes`` bytes.
+def split_rows(inputs: Any, size: int) -> Iterator[tuple[Any, list[Tensor]]]:
+    """Splits one batch of inputs as :func:`group_batches` joins those of a loader.
 
     Args:
         inputs: Batch of inputs.
-        prediction: Prediction, which has the number of samples.
-        max_bytes: Number of bytes of outputs.
+        size: Number of rows of a group, or 0 for one group.
+
+    Yields:
+        Inputs of a group, and an empty list of targets.
     """
-    if math.isinf(max_bytes) or not prediction.shared or not has_row_axis(inputs):
-        return [inputs]
-    number, bytes_per_row = rows(inputs), prediction.samples * prediction.measure(inputs).output_bytes_per_row
-    if number * bytes_per_row <= max_bytes:
-        return [inputs]
-    size = max(1, prediction.rows_per_group(inputs))
-    return [take(inputs, start, start + size) for start in range(0, number, size)]
+    if not size:
+        yield inputs, []
+        return
+    for start in range(0, rows(inputs), size):
+        yield take(inputs, start, start + size), []
 
 
 class OutputCollector:

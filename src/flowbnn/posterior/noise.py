@@ -89,7 +89,7 @@ class NoisePosterior(Posterior):
             outputs = sampler.run_compiled(inputs, samples, trace)
             if outputs is not None:
                 return outputs
-        if trace.noise_shapes and not trace.vmap_error and sampler.prefers_vmap(inputs, trace):
+        if trace.noise_shapes and not trace.vmap_error and sampler.prefers_vmap(rows(inputs), trace):
             try:
                 with nullcontext() if trace.vmap_works else errors_for_slow_vmap():
                     outputs = sampler.run_vmap(inputs, samples, trace)
@@ -243,11 +243,10 @@ class NoiseSampler:
         flops = trace.flops_per_row * prediction.samples * max(prediction.total_rows, rows(inputs))
         return flops >= COMPILE_FLOPS[self.device_kind] and has_row_axis(inputs)
 
-    def prefers_vmap(self, inputs: Any, trace: ForwardTrace) -> bool:
-        """Returns True if vmap is expected to be faster than the sequential strategy."""
+    def prefers_vmap(self, total: int, trace: ForwardTrace) -> bool:
+        """Returns True if vmap is expected to be faster than the sequential strategy for this number of rows."""
         if trace.prefix_share > PREFIX_SHARE[self.device_kind]:
             return True
-        total = rows(inputs)
         if 2 * total > self.prediction.row_limit:  # one sample fills the pass
             return False
         if self.device_kind == "cuda":  # the launches of one small pass per sample take longer than vmap
@@ -255,14 +254,22 @@ class NoiseSampler:
         # on a CPU scaling weights is cheaper than scaling feature maps from about 5e8 operations on
         return trace.flops_per_row * total < 5e8 or not self.absorbed_layers(trace)
 
-    def chunk_sizes(self, inputs: Any, num_samples: int, trace: ForwardTrace) -> tuple[int, int]:
+    def chunk_sizes(
+        self, total: int, num_samples: int, trace: ForwardTrace, divisible: bool = True
+    ) -> tuple[int, int]:
         """Returns the number of rows and of samples in a pass by vmap.
 
         Rows stay together unless they exceed the row limit. The number of samples is limited by the memory of the layers after the
         first noise, because earlier layers are computed once.
+
+        Args:
+            total: Number of rows.
+            num_samples: Number of samples.
+            trace: Measurements of the network.
+            divisible: True if the rows may be divided among passes.
         """
-        limit, total = self.prediction.row_limit, rows(inputs)
-        if not has_row_axis(inputs):
+        limit = self.prediction.row_limit
+        if not divisible:
             return total, max(1, min(num_samples, limit // total))
         noisy_limit = limit
         if not self.prediction.options.max_batch and not self.ran_out_of_memory:
@@ -286,11 +293,12 @@ class NoiseSampler:
     def run_vmap(self, inputs: Any, samples: range, trace: ForwardTrace) -> Tensor:
         """Returns outputs of several samples per pass, by vmap over their draws."""
         prediction, first_sample, results = self.prediction, samples.start, list[Tensor]()
-        keys, total = tuple([(key, call) for key, call, _ in trace.noise_shapes]), rows(inputs)
+        keys = tuple([(key, call) for key, call, _ in trace.noise_shapes])
+        total, divisible = rows(inputs), has_row_axis(inputs)
         forward_function = forward_sample_by_rules if trace.image_layers else forward_sample
         while first_sample < samples.stop:
             limit = prediction.row_limit
-            size, count = self.chunk_sizes(inputs, samples.stop - first_sample, trace)
+            size, count = self.chunk_sizes(total, samples.stop - first_sample, trace, divisible)
             sample_draws: list[Tensor] = []
             if self.generator is None:
                 sample_draws += self.shared_draws.tensors(
@@ -316,7 +324,7 @@ class NoiseSampler:
                 results.append(chunk_outputs[0] if len(chunk_outputs) == 1 else torch.cat(chunk_outputs, 1))
                 first_sample += count
         outputs = results[0] if len(results) == 1 else torch.cat(results)
-        if has_row_axis(inputs):
+        if divisible:
             check_rows(outputs[0], total)
         return outputs
 

@@ -1,5 +1,6 @@
 """One prediction: its options, and passes of a network over rows of inputs, in chunks that fit the memory of the device."""
 
+import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
@@ -46,6 +47,8 @@ Outputs = Callable[[Any, range, Any], Tensor]
 
 # larger passes are not faster on a CPU, whose caches they exceed, nor on a GPU that is busy
 PASS_BYTES = {"cpu": 3 * 2**24, "cuda": 2**33}
+# bytes of samples in memory by the option keep_samples: 2**27 are those of 20,000 images, 10 classes and 128 samples
+KEPT_BYTES: dict[str | bool, float] = {"auto": 2**27, True: math.inf, False: -1}
 
 
 @dataclass(frozen=True)
@@ -217,6 +220,12 @@ class Prediction:
         limit = min(self.row_limit, 2**25 // bytes_per_row)
         # adaptive sampling drops converged inputs, so it needs many at a time to fill its passes
         return max(limit, 0 if self.options.adaptive is None else 4096)
+
+    def output_bytes(self, inputs: Any) -> int:
+        """Returns the bytes of the outputs of all samples for a batch, or 0 if it must not be split."""
+        if not self.shared or not has_row_axis(inputs):
+            return 0
+        return rows(inputs) * self.samples * self.measure(inputs).output_bytes_per_row
 
     def to_device(self, inputs: Any) -> Any:
         """Returns the inputs on the device of the network and in its precision, and sets the row limit."""

@@ -106,16 +106,14 @@ class Predictive(ABC):
         return torch.full((values.shape[1],), self.num_samples, device=values.device)
 
     @cached_property
-    def _missing(self) -> Tensor | None:
-        """Mask ``[S, B]`` of samples that an input does not have, or None if all inputs have S samples."""
-        counts = self._sample_counts
-        if counts is None:
-            return None
+    def _missing(self) -> Tensor:
+        """Mask ``[S, B]`` of samples that an input does not have."""
+        counts = self.sample_counts
         return torch.arange(self.num_samples, device=counts.device).unsqueeze(1) >= counts
 
     def _fill_missing(self, values: Tensor, fill: float) -> Tensor:
         """Replaces the samples that an input does not have in values ``[S, B, ...]``."""
-        if self._missing is None:
+        if self._sample_counts is None:
             return values
         mask = self._missing.view(*self._missing.shape, *(1,) * (values.ndim - 2))
         return values.masked_fill(mask, fill)

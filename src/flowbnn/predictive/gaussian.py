@@ -111,7 +111,9 @@ class GaussianPredictive(ContinuousPredictive):
         pairs = self._fill_missing(_mean_absolute_value(torch.zeros_like(means), 2.0 * variances), 0.0).sum(0)
         for s in range(self.num_samples - 1):  # every pair once
             distances = _mean_absolute_value(means[s + 1 :] - means[s], variances[s + 1 :] + variances[s])
-            weight = 1.0 if self._missing is None else (~self._missing[s + 1 :]).unsqueeze(-1).to(distances)
+            weight = (
+                1.0 if self._sample_counts is None else (~self._missing[s + 1 :]).unsqueeze(-1).to(distances)
+            )
             pairs = pairs + 2.0 * (distances * weight).sum(0)
         return self._to_target_shape(to_target - 0.5 * pairs / counts.square())
 
