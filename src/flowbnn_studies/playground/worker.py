@@ -8,6 +8,7 @@ import _thread
 import json
 import os
 import queue
+import signal
 import sys
 import threading
 import time
@@ -198,7 +199,7 @@ class Process:
     """Loop over the commands of the standard input.
 
     Commands run in the main thread, where Ctrl-C ends them. Another thread reads the input, and interrupts the main thread when a
-    command is cancelled.
+    command is cancelled. An interrupt that arrives when its command has ended is ignored.
 
     Args:
         source: Stream of commands.
@@ -211,17 +212,23 @@ class Process:
         self.commands: queue.Queue[dict[str, Any]] = queue.Queue()
         self.lock = threading.Lock()
         self.current: int | None = None  # id of the running command
-        self.cancelled: set[int] = set()  # ids of commands that were cancelled before they began
+        self.cancelled: set[int] = set()  # ids of commands that were cancelled before they ended
 
     def run(self) -> None:
         """Reads and runs commands until the input ends."""
+        handler = signal.signal(signal.SIGINT, self.interrupt)
         threading.Thread(target=self.read, daemon=True).start()
-        self.send({"ready": True})
-        while True:
-            try:
+        try:
+            self.send({"ready": True})
+            while True:
                 self.run_command(self.commands.get())
-            except KeyboardInterrupt:
-                continue  # a command was cancelled while it ended
+        finally:
+            signal.signal(signal.SIGINT, handler)
+
+    def interrupt(self, number: int, frame: Any) -> None:
+        """Handles an interrupt of the main thread, which ends the running command."""
+        if self.current is not None:
+            raise KeyboardInterrupt
 
     def read(self) -> None:
         """Reads commands, and ends the process with the input."""
@@ -230,43 +237,43 @@ class Process:
             if "cancel" not in message:
                 self.commands.put(message)
                 continue
+            number = message["cancel"]
             with self.lock:
-                if self.current == message["cancel"]:
+                if (
+                    number == self.current and number not in self.cancelled
+                ):  # at most one interrupt of a command
                     _thread.interrupt_main()
-                else:
-                    self.cancelled.add(message["cancel"])
+                self.cancelled.add(number)
         os._exit(0)
 
     def run_command(self, command: dict[str, Any]) -> None:
         """Runs one command and sends its answers."""
-        number = command["id"]
         try:
             answer = self.answer(command)
         except KeyboardInterrupt:
-            answer = {"stopped": True}
-        with self.lock:
-            self.current = None
-        self.send({"id": number, **answer})
+            self.current, answer = None, {"stopped": True}
+        self.send({"id": command["id"], **answer})
 
     def answer(self, command: dict[str, Any]) -> dict[str, Any]:
         """Returns the last answer to a command."""
         number = command["id"]
-        with self.lock:
-            if number in self.cancelled:
-                self.cancelled.discard(number)
-                return {"stopped": True}
-            self.current = number
 
         def report(progress: dict[str, Any]) -> None:
             self.send({"id": number, "progress": progress})
 
         try:
+            with self.lock:
+                if number in self.cancelled:
+                    return {"stopped": True}
+                self.current = number
             return {"result": self.workbench.run(command, report)}
         except FlowBNNError as error:
             return {"error": str(error)}
         except Exception as error:  # the page shows one line, the terminal the rest
             traceback.print_exc()
             return {"error": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"}
+        finally:
+            self.current = None
 
     def send(self, message: dict[str, Any]) -> None:
         """Writes one answer."""

@@ -274,3 +274,27 @@ def test_errors_are_one_line(monkeypatch, capsys):
     assert messages[1] == {"id": 1, "error": "slot must be 'a' or 'b'"}
     assert messages[2]["error"].startswith("IndexError: ")
     assert "Traceback" in capsys.readouterr().err  # for the terminal
+
+
+def test_every_command_has_one_answer_whenever_it_is_cancelled():
+    """Each command is cancelled twice, at its first report, at its last one, or after its answer."""
+    total = 12
+
+    def react(message, source):
+        number = message.get("id", 0)
+        cancels = number % 3 == 0 or (number % 3 == 1 and message.get("progress", {}).get("epoch") == 30)
+        if "progress" in message and cancels:
+            source.put({"cancel": number})
+            source.put({"cancel": number})
+        if number and "progress" not in message:
+            if number == total:
+                raise Done
+            source.put({"cancel": number})
+            source.put(command(number + 1, epochs=30))
+
+    messages = run_process(command(1, epochs=30), react)
+    answers = [message for message in messages if "id" in message and "progress" not in message]
+    assert [answer["id"] for answer in answers] == list(range(1, total + 1))
+    assert all("result" in answer or answer.get("stopped") for answer in answers)
+    assert all("result" in answer for answer in answers if answer["id"] % 3 == 2)
+    assert any(answer.get("stopped") for answer in answers)
