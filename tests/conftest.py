@@ -1,9 +1,10 @@
-"""Makes the helper modules of the tests importable and starts every test from the same seed."""
+"""Makes the helper modules of the tests importable, starts every test from the same seed, and prints failures when they happen."""
 
 import gc
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 # parallel test workers share the cores, so each uses one thread and compiles in its own process
 if "PYTEST_XDIST_WORKER" in os.environ:
@@ -18,6 +19,29 @@ sys.path[:0] = [
 ]
 
 gc.disable()  # imports create half a million objects and no garbage
+
+
+class FailurePrinter:
+    """Plugin that prints the first line of an error at once, so that a run which is ended early has shown it.
+
+    Args:
+        config: Configuration of pytest.
+    """
+
+    def __init__(self, config: pytest.Config) -> None:
+        self.config = config
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            crash = getattr(report.longrepr, "reprcrash", None)
+            lines = (report.longreprtext if crash is None else crash.message).strip().splitlines() or [""]
+            reporter: Any = self.config.pluginmanager.get_plugin("terminalreporter")
+            reporter.write_line(f"\n{report.nodeid} failed after {report.duration:.0f} s: {lines[0]:.200}")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        config.pluginmanager.register(FailurePrinter(config))
 
 
 def pytest_collection_finish() -> None:
