@@ -267,3 +267,24 @@ def test_laplace_of_one_graph_is_refused(structure: Any) -> None:
     with pytest.raises(fb.FlowBNNError) as error:
         fb.Laplace(structure, epochs=0).fit(FixedGraph(4, 3), classes(), **QUIET)
     assert (error.value.kind, error.value.fields["shapes"]) == ("network", [(3, 4)])
+
+
+class OneArgument(nn.Module):
+    """Network that takes a dictionary or a list of tensors as one argument."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 3)
+
+    def forward(self, batch: Any) -> Tensor:
+        return self.linear(batch["x"] if isinstance(batch, dict) else batch[0])
+
+
+@pytest.mark.parametrize("name", mark_slow(CASES, ["map", "laplace", "bayes-by-backprop", "vbll"]))
+def test_dictionaries_and_lists_are_one_argument(name: str) -> None:
+    network, method = OneArgument(), CASES[name].make()
+    x, y = classes()[0]
+    for inputs in ({"x": x, "mask": x}, (x, x)):
+        posterior = method.fit(network, [(inputs, y)], **QUIET)
+        expected = posterior.predict([(inputs, y)], 2, seed=0).probabilities
+        torch.testing.assert_close(posterior.predict(inputs, 2, seed=0).probabilities, expected)

@@ -244,8 +244,7 @@ def call(model: nn.Module, inputs: Any) -> Tensor:
     if isinstance(inputs, Tensor):
         outputs = model(inputs)
     elif is_container(inputs):
-        inner = getattr(model, "network", getattr(model, "module", model))  # of a wrapper with *args
-        names = _argument_names(getattr(type(inner), "forward", nn.Module.forward))[0]
+        names = _arguments_of(model)[0]
         arguments = graph_arguments(inputs, names) if is_graph(inputs) else None
         outputs = model(inputs) if arguments is None else model(**arguments)
     elif _takes_one_argument(model, inputs):
@@ -261,12 +260,21 @@ def call(model: nn.Module, inputs: Any) -> Tensor:
 
 def _takes_one_argument(model: Any, inputs: Any) -> bool:
     """Returns True if the ``forward`` of a network has too few arguments for the entries of a tuple or a mapping."""
-    names, variadic = _argument_names(getattr(type(model), "forward", nn.Module.forward))
+    names, variadic = _arguments_of(model)
     if not names or Parameter.VAR_POSITIONAL in variadic or not isinstance(inputs, Mapping | list | tuple):
         return False
     if isinstance(inputs, Mapping):
         return Parameter.VAR_KEYWORD not in variadic and not inputs.keys() & set(names)
     return len(inputs) > len(names)
+
+
+def _arguments_of(model: Any) -> tuple[list[str], set[Any]]:
+    """Returns the arguments of a network, see :func:`_argument_names`. A wrapper with ``*args`` has those of the network inside."""
+    names, variadic = _argument_names(getattr(type(model), "forward", nn.Module.forward))
+    inner = getattr(model, "network", getattr(model, "module", None))
+    if names or inner is None or Parameter.VAR_POSITIONAL not in variadic:
+        return names, variadic
+    return _arguments_of(inner)
 
 
 @cache
