@@ -227,6 +227,15 @@ def test_heads_without_targets_are_refused(change):
     assert (caught.value.kind, caught.value.argument) == ("targets", "targets")
 
 
+@pytest.mark.parametrize("as_tuple", [False, True])
+@pytest.mark.parametrize("method", [fb.MLE(epochs=1), fb.Temperature()], ids=["mle", "temperature"])
+def test_targets_of_several_heads_need_a_likelihood(method, as_tuple):
+    with pytest.raises(FlowBNNError) as caught:
+        method.fit(TwoHeads(as_tuple), make_loader(32, as_tuple), progress=False)
+    assert (caught.value.kind, caught.value.argument) == ("targets", "likelihood")
+    assert "Heads(" in str(caught.value)
+
+
 @pytest.mark.parametrize("network", [nn.Linear(2, 4), TwoHeads(as_tuple=True)], ids=["tensor", "few"])
 def test_networks_without_a_head_are_refused(network):
     heads = Heads({"class": Categorical(), "value": Gaussian(), "count": Poisson()})

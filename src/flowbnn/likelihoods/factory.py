@@ -51,6 +51,19 @@ def make_likelihood(
     )
 
 
+def check_heads(likelihood: Likelihood | str, targets: Tensor) -> None:
+    """Raises FlowBNNError if there are targets of several heads, but no likelihood for each.
+
+    Args:
+        likelihood: Likelihood or its name.
+        targets: Targets, of several heads if they are packed (:mod:`flowbnn.packing`).
+    """
+    if likelihood == "auto" and read_layout(targets) is not None:
+        hint = "use likelihood=flowbnn.likelihoods.Heads(...), or pass the targets of one head"
+        words = "a tuple or dictionary of targets", "a likelihood for each head"
+        raise requirement_error(*words, hint=hint, kind="targets", argument="likelihood")
+
+
 def check_serializable(likelihood: Likelihood) -> None:
     """Raises FlowBNNError if a saved likelihood could not be loaded, so that a fit fails before it has trained.
 
@@ -77,15 +90,7 @@ def _choose_name(outputs: Tensor | None, targets: Tensor | None) -> str:
             {"kind": "targets", "argument": "likelihood"},
         )
         raise requirement_error("likelihood='auto'", "targets", hint=hint, **fields)
-    if read_layout(targets) is not None:
-        hint = "use likelihood=flowbnn.likelihoods.Heads(...), or pass the targets of one head"
-        raise requirement_error(
-            "a tuple or dictionary of targets",
-            "a likelihood for each head",
-            hint=hint,
-            kind="targets",
-            argument="likelihood",
-        )
+    check_heads("auto", targets)
     if outputs is not None and _are_logits_of_labels(outputs, targets):
         return "bernoulli"
     if not targets.is_floating_point():

@@ -29,7 +29,7 @@ from flowbnn.likelihoods import (
     learns_noise,
     make_likelihood,
 )
-from flowbnn.likelihoods.factory import check_serializable
+from flowbnn.likelihoods.factory import check_heads, check_serializable
 from flowbnn.likelihoods.probabilities import SigmoidRecorder, warn_probabilities
 from flowbnn.methods.data_summary import DataSummary
 from flowbnn.methods.fit_options import FitOptions
@@ -91,6 +91,7 @@ def prepare(
     """
     trained = trained and any(weight.requires_grad for weight in weight_parameters(model))
     data = DataSummary.read(loader, options.likelihood, options.seed, options.num_data)
+    check_heads(options.likelihood, data.targets)
     device, dtype = device_of(model), dtype_of(model)
     if isinstance(options.likelihood, Likelihood):
         options.likelihood.attach(model)
