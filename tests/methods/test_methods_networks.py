@@ -15,6 +15,7 @@ QUIET: dict[str, Any] = {"progress": False, "seed": 1}
 pytestmark = [
     pytest.mark.filterwarnings("ignore::flowbnn.errors.FlowBNNWarning"),  # layers that keep their weights
     pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad:UserWarning"),
 ]
 
 
@@ -36,12 +37,23 @@ class Scaled(nn.Module):
 class Checkpointed(nn.Module):
     """Network whose activations are computed again in the backward pass."""
 
-    def __init__(self) -> None:
+    def __init__(self, use_reentrant: bool = False) -> None:
         super().__init__()
         self.first, self.second = nn.Linear(4, 6), nn.Linear(6, 3)
+        self.use_reentrant = use_reentrant
+
+    def hidden(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.first(x))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.second(checkpoint(lambda value: torch.tanh(self.first(value)), x, use_reentrant=False))
+        return self.second(checkpoint(self.hidden, x, use_reentrant=self.use_reentrant))
+
+
+class Unchecked(Checkpointed):
+    """The same network without checkpointing."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.hidden(x))
 
 
 def normalized() -> nn.Module:
@@ -91,8 +103,30 @@ def test_predictions_are_those_of_the_sampled_networks(make: Any, name: str, tmp
     torch.testing.assert_close(loaded.predict(inputs, 2, seed=0).probabilities, prediction.probabilities)
 
 
-@pytest.mark.parametrize("name", ["bayes by backprop", "mnf"])
-def test_activation_checkpointing_of_drawn_weights_is_refused(name: str) -> None:
+DRAWN = [
+    fb.BayesByBackprop(epochs=1),
+    fb.MNF(epochs=1),
+    fb.IVON(epochs=1),
+    fb.DAMP(epochs=1),
+]
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("method", DRAWN, ids=lambda method: method.name)
+def test_activation_checkpointing_of_drawn_weights_is_refused(method: Method, use_reentrant: bool) -> None:
+    """The second run of the layers would see other weights, so that gradients would be wrong."""
+    network = nn.Sequential(nn.Linear(4, 4), Checkpointed(use_reentrant))
     with pytest.raises(fb.FlowBNNError) as error:
-        METHODS[name].fit(Checkpointed(), [(torch.randn(12, 4), torch.arange(12) % 3)], **QUIET)
-    assert error.value.kind == "batch"
+        method.fit(network, [(torch.randn(12, 4), torch.arange(12) % 3)], **QUIET)
+    assert (error.value.kind, error.value.argument) == ("unsupported", "network")
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_activation_checkpointing_leaves_the_fit_of_noise_as_it_is(use_reentrant: bool) -> None:
+    data, fits = [(torch.randn(12, 4), torch.arange(12) % 3)], []
+    for kind in (Checkpointed, Unchecked):
+        torch.manual_seed(0)
+        network = nn.Sequential(nn.Linear(4, 4), kind(use_reentrant))
+        fits.append(fb.MCDropout(0.3, epochs=2).fit(network, data, **QUIET).model.state_dict())
+    for name, value in fits[0].items():
+        torch.testing.assert_close(value, fits[1][name])

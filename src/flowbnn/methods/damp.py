@@ -17,8 +17,9 @@ from flowbnn.batches import device_of, has_row_axis, rows, split_weighted_batch,
 from flowbnn.likelihoods import Likelihood
 from flowbnn.methods.base import PointMethod, register_method
 from flowbnn.methods.fitting import LossAndLogs, NetworkFunction, negative_log_likelihood
+from flowbnn.methods.network_layers import refuse_checkpointing
 from flowbnn.options import Count, Positive, options
-from flowbnn.posterior.weights import SwappedTensors
+from flowbnn.posterior.weights import PointPosterior, SwappedTensors
 from flowbnn.training import Clock
 
 
@@ -40,6 +41,11 @@ class DAMP(PointMethod):
 
     scale: Positive = 0.2
     sub_batches: Count = 1
+
+    def fit_point(self, model: nn.Module, *args: Any, **kwargs: Any) -> PointPosterior:
+        """Trains the network; see :meth:`Method.fit_point`."""
+        with refuse_checkpointing(model):
+            return super().fit_point(model, *args, **kwargs)
 
     def _loss(self, model: nn.Module) -> Callable[..., LossAndLogs]:
         return partial(_perturbed_loss, model, self.scale, self.sub_batches)

@@ -151,6 +151,31 @@ def batch_norm_layers(model: nn.Module) -> list[nn.Module]:
     return [m for m in model.modules() if isinstance(m, norm) and m.running_mean is not None]
 
 
+@contextmanager
+def refuse_checkpointing(model: nn.Module) -> Iterator[None]:
+    """Context manager that raises FlowBNNError if layers with parameters run in a backward pass (activation checkpointing).
+
+    For methods that draw weights in every forward pass. The second run of a layer would see other weights than the first, and the
+    gradients would be wrong.
+
+    Args:
+        model: Network.
+    """
+
+    def check(module: nn.Module, args: Any) -> None:
+        if not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1:
+            text = "activation checkpointing needs equal weights in both passes, but this method draws them; remove checkpoint(...)"
+            raise FlowBNNError(text, kind="unsupported", argument="network")
+
+    layers = [module for module in model.modules() if module._parameters]
+    hooks = [layer.register_forward_pre_hook(check) for layer in layers]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
 def recompute_batch_norm(model: nn.Module, loader: Iterable[Any], seed: int) -> None:
     """Replaces running statistics by means over the batches of one pass, with all other layers in evaluation mode.
 

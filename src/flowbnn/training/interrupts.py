@@ -8,8 +8,6 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-from torch.utils.checkpoint import CheckpointError
-
 from flowbnn.batches import batch_size
 from flowbnn.errors import FlowBNNError
 
@@ -93,8 +91,6 @@ def explain_interruption(run: Any, error: BaseException, interrupts: Interrupts)
             f"epoch {position.epoch + 1}, batch {position.batches + 1} has one example, and BatchNorm needs at least 2; use "
             "drop_last=True or another batch size"
         )
-    if isinstance(error, CheckpointError):
-        message = "activation checkpointing needs equal weights in both passes, but this method draws them; remove checkpoint(...)"
     if message:
         raise FlowBNNError(message, kind="worker lost" if lost_worker else "batch") from error
     if isinstance(error, KeyboardInterrupt) and run.path is not None and run.is_main:

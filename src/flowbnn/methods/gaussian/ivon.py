@@ -25,6 +25,7 @@ from flowbnn.distributions import Divergence
 from flowbnn.methods.base import FitOptions, Method, register_method
 from flowbnn.methods.fitting import NOISE_LR, Objective, hold_out, make_training_run, plan_fit
 from flowbnn.methods.gaussian.weights import GaussianNetwork, GaussianWeightPosterior, GaussianWeights
+from flowbnn.methods.network_layers import refuse_checkpointing
 from flowbnn.methods.preparation import prepare
 from flowbnn.methods.schedule import WEIGHT_SCHEDULE, TrainingPlan
 from flowbnn.methods.variational.base import make_weight_loss
@@ -98,7 +99,7 @@ class IVON(Method):
 
         elbo = ELBO(prepared.likelihood, num_data, self.beta)
         loss = make_weight_loss(elbo, divergence, self.repeats)
-        posterior.history = make_training_run(
+        run = make_training_run(
             posterior,
             Objective(GaussianNetwork(model, weights, {}), prepared.likelihood, loss),
             self._optimizer(posterior, weights, optimized),
@@ -108,7 +109,9 @@ class IVON(Method):
             samples=8,
             settings=optimized,
             num_epochs=plan.num_epochs,
-        ).train()
+        )
+        with refuse_checkpointing(model):
+            posterior.history = run.train()
         posterior.update_from_training()
         posterior.training_weights = None
         with torch.no_grad():

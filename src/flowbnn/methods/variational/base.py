@@ -22,6 +22,7 @@ from flowbnn.methods.fitting import (
     plan_fit,
     should_check_targets,
 )
+from flowbnn.methods.network_layers import refuse_checkpointing
 from flowbnn.methods.preparation import PreparedFit
 from flowbnn.methods.schedule import WEIGHT_SCHEDULE, plan_training
 from flowbnn.noise import (
@@ -127,7 +128,7 @@ def fit_elbo(
     elbo = ELBO(likelihood, num_data, method.beta)
     settings = {name: getattr(method, name) for name in ("beta", "warmup", "repeats")}
     loss = make_weight_loss(elbo, divergence, method.repeats, method.warmup)
-    posterior.history = make_training_run(
+    run = make_training_run(
         posterior,
         Objective(module, likelihood, loss, prepared.check_batch),
         make_optimizer(groups, method.optimizer),
@@ -137,7 +138,9 @@ def fit_elbo(
         samples=8,  # enough to follow the validation NLL from epoch to epoch
         settings={**settings, "num_data": num_data},
         num_epochs=plan.num_epochs,
-    ).train()
+    )
+    with refuse_checkpointing(posterior.model):
+        posterior.history = run.train()
     fit_noise_scale(posterior, loader, options.seed)
 
 
