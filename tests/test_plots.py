@@ -346,6 +346,10 @@ def test_pairs_are_draws_of_the_posterior():
         ax.child_axes[1].collections[0].get_offsets(), draws[:, [0, 3]].detach(), rtol=1e-6
     )
     plots.close(ax)
+    network = fb.to_stochastic(torch.nn.Linear(2, 2), {"*": fb.noise.NormalAffine()})
+    ax = plots.plot_pairs(fb.posterior.NoisePosterior(network, fb.likelihoods.Categorical()), samples=25)
+    assert len(ax.child_axes) == 3  # both units, where the default of three is too many
+    plots.close(ax)
     for options, argument in (
         ({"layer": "fc"}, "layer"),
         ({"units": (0, 9)}, "units"),

@@ -118,6 +118,7 @@ def test_validation_data_with_context() -> None:
     density = fb.fit_density(fb.flows.RealNVP(2, 3), x, context=context, validation=(x, context), **ONE_EPOCH)
     nll = -float(density.score(x, context).double().mean())
     assert density.history.records[-1]["validation_nll"] == pytest.approx(nll, abs=1e-6)
+    assert repr(density) == f"Density(RealNVP, 1 epoch, validation NLL {nll:.4g} nats)"
     # labels of the validation data are ignored
     density = fb.fit_density(fb.flows.RealNVP(2), x, validation=(x, 100.0 + x), **ONE_EPOCH)
     assert density.history.records[-1]["validation_nll"] < 10
@@ -315,7 +316,7 @@ def test_fit_target_finds_target_and_constant() -> None:
 
     options = {"epochs": 4, "seed": 0, "progress": False, "lr": 0.05, "samples": 64, "accelerator": "cpu"}
     fitted = fb.fit_target(Gaussian(), log_density, **options)
-    assert repr(fitted) == "TargetFit(Gaussian, 4 epochs)"
+    assert repr(fitted) == f"TargetFit(Gaussian, 4 epochs, ELBO {fitted.history.last['elbo']:.4g} nats)"
     evidence = fitted.evidence(2000)
     assert evidence["elbo"] <= evidence["log_evidence"] + 1e-9
     assert evidence["log_evidence"] == pytest.approx(-4.0, abs=0.01)

@@ -41,8 +41,8 @@ METRICS = (
            "Novelty AUROC by the mutual information of label and network; a single network has none."),
     Metric("auroc_energy", "AUROC by energy", "higher", ".4f",
            "Novelty AUROC by the energy, minus the logarithm of the sum of the exponentials of the logits."),
-    Metric("training", "Training", "lower", ".2f", "Training time, as a multiple of the training time of the baseline."),
-    Metric("prediction", "Prediction", "lower", ".2f", "Prediction time, as a multiple of the prediction time of the baseline."),
+    Metric("training", "Training, ×", "lower", ".2f", "Training time, as a multiple of the training time of the baseline."),
+    Metric("prediction", "Prediction, ×", "lower", ".2f", "Prediction time, as a multiple of the prediction time of the baseline."),
     Metric("parameters", "Parameters", "lower", ",.0f", "Number of real numbers stored for prediction."),
     Metric("memory", "Memory, MB", "lower", ".0f", "Peak memory of training and prediction, beyond the memory in use before."),
 )
@@ -121,7 +121,7 @@ class Comparison:
         if not ranked:
             return "No results yet."
         best = ranked[0]
-        mean = f"{parts.mean(best.key, 'nll'):.4f}, {pluralize(len(parts.seeds), 'seed')}"
+        mean = f"{parts.mean(best.key, 'nll'):.4f} nats, {pluralize(len(parts.seeds), 'seed')}"
         lines = [f"{best.label} has the lowest NLL ({mean})."]
         if len(ranked) > 1:
             lines = [

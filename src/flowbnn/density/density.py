@@ -43,6 +43,8 @@ class Density(nn.Module):
     >>> density = Density(fb.flows.RealNVP(2), loc=torch.tensor([5.0, 0.0]), scale=torch.tensor([0.1, 10.0]))
     >>> density.log_prob(torch.zeros(3, 2)).shape, density.sample(4, seed=0).shape
     (torch.Size([3]), torch.Size([4, 2]))
+    >>> density
+    Density(RealNVP, 0 epochs)
     """
 
     loc: Tensor | None
@@ -60,6 +62,12 @@ class Density(nn.Module):
         self.flow, self.history = flow, history or History()
         self.register_buffer("loc", loc)
         self.register_buffer("scale", scale)
+
+    def __repr__(self) -> str:
+        best = -1 if self.history.best_epoch is None else self.history.best_epoch
+        nll = self.history[best].get("validation_nll") if self.history.epochs else None
+        quality = "" if nll is None else f", validation NLL {nll:.4g} nats"
+        return f"{type(self).__name__}({type(self.flow).__name__}, {pluralize(self.history.epochs, 'epoch')}{quality})"
 
     @property
     def lower_bound(self) -> bool:

@@ -42,7 +42,9 @@ class TargetFit:
     history: History
 
     def __repr__(self) -> str:
-        return f"TargetFit({type(self.flow).__name__}, {pluralize(self.history.epochs, 'epoch')})"
+        elbo = self.history.last.get("elbo")
+        quality = "" if elbo is None else f", ELBO {elbo:.4g} nats"
+        return f"TargetFit({type(self.flow).__name__}, {pluralize(self.history.epochs, 'epoch')}{quality})"
 
     plot, plot_history = plots.plot_density, plots.plot_history
 

@@ -15,7 +15,7 @@ def plot_pairs(
     posterior: Any,
     *,
     layer: str = "",
-    units: Sequence[Annotated[int, Ge(0)]] = (0, 1, 2),
+    units: Sequence[Annotated[int, Ge(0)]] | None = None,
     samples: SampleCount = 1000,
     seed: Seed = 0,
     ax: Any = None,
@@ -27,7 +27,7 @@ def plot_pairs(
     Args:
         posterior: Posterior with draws of noise or of weights.
         layer: Name of the layer or weight. The default is the first one.
-        units: Indices of the variables, from two to six.
+        units: Indices of the variables, from two to six. The default is the first three, or both of two.
         samples: Number of samples.
         seed: Seed of the samples.
         ax: Axes whose area the panels fill, or None for a new figure.
@@ -50,6 +50,7 @@ def plot_pairs(
     layer = layer or next(iter(draws))
     check_name(layer, draws, "layer", kind="name", argument="layer")
     values = to_array(draws[layer]).reshape(samples, -1)
+    units = range(min(3, values.shape[1])) if units is None else units
     if not 2 <= len(units) <= 6 or max(units) >= values.shape[1]:
         raise value_error("units", f"2 to 6 indices below {values.shape[1]}", tuple(units))
     size = 1.5 * len(units) + 1.2
