@@ -119,6 +119,34 @@ class NotLast(nn.Module):
         return 2.0 * self.layer(x)
 
 
+class OtherLinear(nn.Linear):
+    """Linear layer with a forward of its own, as that of timm."""
+
+    def forward(self, x):
+        return nn.functional.linear(x, self.weight, self.bias)
+
+
+class HalvedLinear(nn.Linear):
+    """Linear layer that computes something else."""
+
+    def forward(self, x):
+        return 0.5 * super().forward(x)
+
+
+def test_subclasses_of_linear_are_served_if_they_compute_the_same():
+    predictions = []
+    for layer in (nn.Linear(4, 2), OtherLinear(4, 2)):
+        network = nn.Sequential(*make_network()[:2], layer)
+        network.load_state_dict(make_network().state_dict())
+        posterior = fb.VBLL(epochs=2).fit(network, (X, Y), **OPTIONS)
+        predictions.append(posterior.predict(X, 4, seed=0).probabilities)
+    torch.testing.assert_close(*predictions)
+    with pytest.raises(FlowBNNError) as caught:
+        fb.VBLL(epochs=1).fit(nn.Sequential(*make_network()[:2], HalvedLinear(4, 2)), (X, Y), **OPTIONS)
+    assert caught.value.kind == "layer"
+    assert "'2' with a forward of its own" in str(caught.value)
+
+
 def test_unsupported_networks_and_likelihoods_are_refused():
     cases = [
         (NotLast(), "auto", "layer"),

@@ -27,7 +27,7 @@ from torch.nn import functional as F
 
 from flowbnn.batches import call, output_tensor, split_weighted_batch
 from flowbnn.distributions import Divergence
-from flowbnn.errors import FlowBNNError, check_shape
+from flowbnn.errors import FlowBNNError, check_shape, requirement_error
 from flowbnn.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood
 from flowbnn.methods.base import FitOptions, register_method
 from flowbnn.methods.fitting import (
@@ -40,7 +40,7 @@ from flowbnn.methods.fitting import (
     plan_fit,
     should_check_targets,
 )
-from flowbnn.methods.laplace.layer_selection import shares_weights
+from flowbnn.methods.laplace.layer_selection import computes_torch_layer, shares_weights
 from flowbnn.methods.preparation import prepare
 from flowbnn.methods.schedule import WEIGHT_SCHEDULE
 from flowbnn.methods.variational.base import Variational
@@ -210,13 +210,15 @@ def find_output_layer(model: nn.Module, inputs: Any) -> str:
         FlowBNNError: If there is no such layer, or if it shares its weights with another layer.
     """
     results: dict[str, Tensor] = {}
-    layers = {
-        name: module
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and is_unmodified(module, nn.Linear)
-    }
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    other: list[str] = []  # layers that compute something else
 
     def record(name: str, module: nn.Module, args: Any, output: Tensor) -> None:
+        if not is_unmodified(module, nn.Linear) and not (
+            args and computes_torch_layer(module, args[0], output)
+        ):
+            other.append(name)
+            return
         results.pop(name, None)  # the last call comes last
         results[name] = output
 
@@ -236,8 +238,10 @@ def find_output_layer(model: nn.Module, inputs: Any) -> str:
             expected = rescale_outputs(model, None, expected)
         if torch.equal(expected, outputs) and shares_weights(model, name) is None:
             return name
-    text = "VBLL needs a final, unshared nn.Linear layer; use Laplace or BayesByBackprop"
-    raise FlowBNNError(text, kind="layer", argument="network")
+    value = f"'{other[-1]}' with a forward of its own" if other else None
+    hint = "use Laplace or BayesByBackprop"
+    requirement = "a final, unshared nn.Linear layer"
+    raise requirement_error("VBLL", requirement, value, hint, kind="layer", argument="network")
 
 
 class RowCovariance(nn.Module):

@@ -77,7 +77,7 @@ def trace_layers(model: nn.Module, inputs: Any) -> LayerTrace:
 
     def after(name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         results[name] = output
-        if _overrides_forward(module) and args and _computes_torch_layer(module, args[0], output):
+        if _overrides_forward(module) and args and computes_torch_layer(module, args[0], output):
             calls.equivalent.add(name)
 
     def before_scaling(name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
@@ -173,7 +173,7 @@ def _overrides_forward(module: nn.Module) -> bool:
     return kind is not None and type(module).forward is not kind.forward
 
 
-def _computes_torch_layer(module: nn.Module, inputs: Any, output: Any) -> bool:
+def computes_torch_layer(module: nn.Module, inputs: Any, output: Any) -> bool:
     """Returns True if a layer with its own forward computes what its torch class does, as the Linear layers of timm do.
 
     Args:
