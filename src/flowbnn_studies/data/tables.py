@@ -58,7 +58,10 @@ def load_uci(name: str, split: int, root: File | None = None) -> tuple[Tensor, T
         )
 
     def read_indices(name: str) -> Tensor:
-        return torch.from_numpy(np.loadtxt(folder / f"index_{name}.txt", dtype=np.int64, ndmin=1))
+        indices = np.loadtxt(folder / f"index_{name}.txt", dtype=np.int64, ndmin=1)
+        if not indices.size or indices.min() < 0:
+            raise ValueError(f"index_{name}.txt needs numbers of at least 0")
+        return torch.from_numpy(indices)
 
     with _reading(folder):
         table = _table(folder / "data.txt")
@@ -84,7 +87,10 @@ def _array(path: Path) -> np.ndarray:
 
 @lru_cache
 def _table(path: Path) -> Tensor:
-    return torch.from_numpy(np.loadtxt(path)).float()
+    table = torch.from_numpy(np.loadtxt(path, ndmin=2)).float()
+    if not bool(table.isfinite().all()):
+        raise ValueError(f"{path.name} has NaN or infinity")
+    return table
 
 
 def standardize(reference: Tensor, *tables: Tensor) -> tuple[Tensor, ...]:

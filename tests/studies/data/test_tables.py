@@ -117,7 +117,19 @@ def test_pickles_are_never_read(tmp_path):
     assert not (tmp_path / "harm").exists()
 
 
-@pytest.mark.parametrize("damage", ["data.txt", "index_features.txt", "index_train_0.txt", "rows", "missing"])
+UCI_DAMAGES = {
+    "rows": ("index_test_0.txt", "77\n"),
+    "negative": ("index_train_0.txt", "-1\n"),
+    "no rows": ("index_train_0.txt", ""),
+    "no columns": ("index_features.txt", ""),
+    "nan": ("data.txt", "1 nan 2\n" * 6),
+}
+
+
+@pytest.mark.filterwarnings("ignore:loadtxt. input contained no data:UserWarning")
+@pytest.mark.parametrize(
+    "damage", ["data.txt", "index_features.txt", "index_train_0.txt", "missing", *UCI_DAMAGES]
+)
 def test_damaged_uci_files_are_refused(tmp_path, damage):
     folder = tmp_path / "uci" / "yacht"
     folder.mkdir(parents=True)
@@ -129,8 +141,9 @@ def test_damaged_uci_files_are_refused(tmp_path, damage):
         "test_0": [4, 5],
     }.items():
         np.savetxt(folder / f"index_{name}.txt", values, fmt="%d")
-    if damage == "rows":
-        (folder / "index_test_0.txt").write_text("77\n")
+    if damage in UCI_DAMAGES:
+        name, content = UCI_DAMAGES[damage]
+        (folder / name).write_text(content)
     elif damage == "missing":
         (folder / "index_test_0.txt").unlink()
     else:
