@@ -64,6 +64,36 @@ def test_tensors_of_inference_mode_can_be_used_by_autograd():
     nn.Linear(2, 1)(move(x, torch.device("cpu"))).sum().backward()
 
 
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda network, data: fb.MAP(epochs=1).fit(network, data, progress=False),
+        lambda network, data: fb.HMC(samples=2, warmup=2, epochs=0).fit(network, data, progress=False),
+        lambda network, data: fb.Laplace(layers="all", epochs=0).fit(network, data, progress=False),
+        lambda network, data: fb.calibrate(network, data, progress=False),
+        lambda network, data: fb.Temperature().fit(point_posterior(network), data, progress=False),
+    ],
+    ids=["map", "hmc", "laplace", "calibrate", "temperature"],
+)
+def test_fits_in_inference_mode_are_refused(use):
+    data = [(torch.ones(6, 4), torch.arange(6) % 3)]
+    with torch.inference_mode(), pytest.raises(FlowBNNError) as caught:
+        use(nn.Linear(4, 3), data)
+    assert caught.value.kind == "unsupported"
+    assert "inference_mode" in str(caught.value)
+
+
+def point_posterior(network):
+    return fb.posterior.PointPosterior(network, fb.likelihoods.Categorical())
+
+
+def test_training_in_no_grad_is_refused():
+    with torch.no_grad(), pytest.raises(FlowBNNError) as caught:
+        fb.MAP(epochs=1).fit(nn.Linear(4, 3), [(torch.ones(6, 4), torch.arange(6) % 3)], progress=False)
+    assert caught.value.kind == "unsupported"
+    assert "no_grad" in str(caught.value)
+
+
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 def test_torchscript_is_named_by_every_function():
     scripted = torch.jit.trace(nn.Linear(2, 3), torch.ones(1, 2))

@@ -19,7 +19,7 @@ from flowbnn.batches import (
     rows,
     split_weighted_batch,
 )
-from flowbnn.errors import FlowBNNError
+from flowbnn.errors import FlowBNNError, requirement_error
 from flowbnn.likelihoods import (
     ConditionalDensity,
     Heads,
@@ -89,6 +89,7 @@ def prepare(
         options: Options of the fit.
         trained: If True, the weights will be trained.
     """
+    refuse_inference_mode()
     trained = trained and any(weight.requires_grad for weight in weight_parameters(model))
     data = DataSummary.read(loader, options.likelihood, options.seed, options.num_data)
     check_heads(options.likelihood, data.targets)
@@ -127,6 +128,12 @@ def prepare(
         share_draws_in_batches(model, rows_interact)
     inputs = move(data.inputs, device, dtype)
     return PreparedFit(likelihood, inputs, outputs, check_batch, data, idle_layers, rows_interact)
+
+
+def refuse_inference_mode() -> None:
+    """Raises FlowBNNError in ``torch.inference_mode()``, where no gradients can be computed, now or later with the fitted tensors."""
+    if torch.is_inference_mode_enabled():
+        raise requirement_error("a fit", "gradients", hint="leave torch.inference_mode()")
 
 
 class FirstBatch(NamedTuple):

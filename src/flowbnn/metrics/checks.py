@@ -185,7 +185,8 @@ def check_classes(targets: Tensor, shape: Sequence[int], classes: int, kind: str
     valid = (targets >= 0) & (targets < classes)
     if positions:
         valid |= targets == IGNORED
-    check_entries("targets", targets, valid, f"from 0 to {classes - 1}", kind=kind or "range")
+    hint = f"the outputs have {classes} class{'es' if classes != 1 else ''}"
+    check_entries("targets", targets, valid, f"from 0 to {classes - 1}", hint, kind=kind or "range")
     return targets.long()
 
 

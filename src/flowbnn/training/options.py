@@ -5,11 +5,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from flowbnn.errors import FlowBNNError, nearest
+from flowbnn.errors import FlowBNNError, nearest, requirement_error
 from flowbnn.options import Count, File, Hint, NonNegative, Positive, Seed, options
 
 Accelerator = Literal["auto", "cpu", "cuda", "gpu", "mps"]
@@ -219,6 +220,8 @@ def check_result(result: Any) -> None:
         for name, value in logs.items():
             if isinstance(value, Tensor) and value.numel() != 1:
                 problem = f"{value.numel()} values of {name!r}"
+    if problem == "a detached loss" and not torch.is_grad_enabled():
+        raise requirement_error("training", "gradients", hint="leave torch.no_grad()")
     if problem:
         text = f"the objective must return a differentiable scalar loss and a dictionary of scalars, got {problem}"
         raise FlowBNNError(text, kind="objective", argument="objective")

@@ -236,10 +236,19 @@ def test_method_that_trains_nothing_leaves_all_data_to_the_calibration(regressio
 
 
 @pytest.mark.parametrize(
-    ("name", "advice"), [("epochs", "MAP(epochs="), ("epoch", "MAP(epochs="), ("sample", "(samples=")]
+    ("name", "advice"),
+    [
+        ("epochs", "Temperature(fb.MAP(epochs=2))"),
+        ("epoch", "Temperature(fb.MAP(epochs=2))"),
+        ("sample", "Temperature(samples=2)"),
+    ],
 )
 def test_settings_of_a_training_are_explained(name, advice):
     with pytest.raises(FlowBNNError) as caught:
         fb.Temperature().fit(small(), blobs(30).tensors, **{name: 2}, **QUIET)
     assert caught.value.kind == "unknown setting"
     assert advice in str(caught.value)
+    if name == "epochs":
+        with pytest.raises(FlowBNNError) as caught:
+            fb.Temperature(epochs=2)
+        assert advice in str(caught.value)

@@ -25,11 +25,11 @@ from torch import Tensor, nn
 
 from flowbnn.batches import device_of
 from flowbnn.data.formats import as_loader, columns_of
-from flowbnn.errors import close_words, requirement_error
+from flowbnn.errors import FlowBNNError, close_words, describe_value, requirement_error
 from flowbnn.methods.base import FitOptions, Method, PointMethod, misplaced_setting
 from flowbnn.methods.data_summary import check_loader, first_batch
 from flowbnn.methods.loader_split import split_loader
-from flowbnn.methods.preparation import prepare
+from flowbnn.methods.preparation import prepare, refuse_inference_mode
 from flowbnn.networks import copy_network, input_columns, set_input_columns
 from flowbnn.noise.base import check_without_noise
 from flowbnn.options import Count, Probability, accepts_options_of, checked, options
@@ -68,8 +68,10 @@ class Calibrator(Method, ABC):
         ]
         changed = next((s.name for s in inherited if getattr(self, s.name) != s.default), None)
         if changed is not None:
-            owner = "MAP" if self.method is None else type(self.method).__name__
-            raise misplaced_setting(changed, owner, getattr(self, changed))
+            value = getattr(self, changed)
+            if self.method is None:
+                raise _training_setting(type(self).__name__, changed, value, changed)
+            raise misplaced_setting(changed, type(self.method).__name__, value)
 
     @accepts_options_of(FitOptions)
     def fit(self, network: nn.Module | Posterior, loader: Any, **kwargs: Any) -> Posterior:
@@ -83,6 +85,7 @@ class Calibrator(Method, ABC):
                 and ``progress`` are used. With ``method`` the calibration uses ``validation``, by default a random fraction of the
                 loader. A method that trains nothing, such as ``MAP(epochs=0)``, leaves all of the loader to the calibration.
         """
+        refuse_inference_mode()
         if isinstance(network, GatedPosterior):
             return GatedPosterior(self.fit(network.posterior, loader, **kwargs), network.gate)
         if self.method is None:
@@ -119,7 +122,7 @@ class Calibrator(Method, ABC):
             if close in own:
                 raise misplaced_setting(close, name, kwargs[key])
             if close in trained:
-                raise misplaced_setting(close, "MAP", kwargs[key], key)
+                raise _training_setting(name, close, kwargs[key], key)
         options = FitOptions(**kwargs)
         used = "likelihood", "accelerator", "seed", "progress"
         unused = next((option for option in kwargs if option not in used), None)
@@ -184,6 +187,20 @@ class OutputCalibrator(Calibrator):
             outputs: Sampled outputs of the posterior for the held-out data, ``[S, N, ...]``, in float64.
             targets: Targets of the held-out data.
         """
+
+
+def _training_setting(calibrator: str, name: str, value: Any, argument: str) -> FlowBNNError:
+    """Returns the error for a setting of a training, passed to a calibrator that trains nothing.
+
+    Args:
+        calibrator: Name of the calibrator.
+        name: Name of the setting.
+        value: Value of the setting.
+        argument: Name of the argument, which may be misspelled.
+    """
+    hint = f"use {calibrator}(fb.MAP({name}={describe_value(value)}))"
+    requirement = "a method to train"
+    return requirement_error(name, requirement, hint=hint, kind="unknown setting", argument=argument)
 
 
 def point_posterior(network: Any, held_out: Any, options: FitOptions, owner: str) -> PointPosterior:
