@@ -1,12 +1,13 @@
 """Detection of novel inputs by a density gate, beside entropy, mutual information, energy, Mahalanobis distance and neighbours."""
 
 from collections.abc import Sequence
+from statistics import fmean
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from flowbnn.compare.results import SeedResults
+from flowbnn.compare.results import SeedResults, figure
 from flowbnn.data import TensorLoader, clusters, load_digits, ring
 from flowbnn.errors import FlowBNNError
 from flowbnn.methods import MLE, DeepEnsemble, Method, NodeNoise, Posterior
@@ -18,6 +19,7 @@ from flowbnn.training import cosine
 from flowbnn_studies.data.load import load_images
 from flowbnn_studies.runner.findings import pluralize
 from flowbnn_studies.runner.methods import predict, shuffled_loader
+from flowbnn_studies.runner.story import Numbers, Story
 from flowbnn_studies.runner.study import Findings, Job, Study, Variant, make_metrics
 
 VARIANTS = (
@@ -29,7 +31,7 @@ SETS = {
     "ring": "ring",
     "hole": "hole between clusters",
     "digits": "unseen digit",
-    "fashion": "Fashion-MNIST vs MNIST",
+    "fashion": "MNIST after Fashion-MNIST",
 }
 # fmt: off
 NUMBERS = {
@@ -96,10 +98,7 @@ class DensityGateStudy(Study):
     name = "density-gate"
     title = "Detection of novel inputs by a density gate"
     description = "entropy, mutual information, energy, density, Mahalanobis distance and neighbours on near and far novel inputs"
-    question = (
-        "A network is confident far from its data and in holes between them. Which score detects such inputs, and what does a gate "
-        "that replaces the predictions of inputs which a flow finds unfamiliar?"
-    )
+    question = "Which score detects inputs far from the data, in holes between them, and of unseen classes?"
     source = "Liu et al. 2020 (energy); Sun et al. 2022 (nearest neighbours); Lee et al. 2018 (Mahalanobis distance)"
     settings = Settings
     seeds = 5
@@ -130,6 +129,24 @@ class DensityGateStudy(Study):
             values |= {f"{key}_{name}": value for key, value in numbers.items()}
         return {"values": values}
 
+    def story(self, numbers: Numbers) -> Story:
+        keys = ("entropy_ring", "density_ring", "density_hole", "energy_digits", "density_digits")
+        far, near, hole, energy, density = (numbers.text("plain", key) for key in keys)
+        cost = max(
+            numbers.mean("plain", f"gated_nll_{name}") - numbers.mean("plain", f"nll_{name}")
+            for name in ("ring", "hole", "digits")
+        )
+        return Story(
+            self.question,
+            f"The density by a flow detects a ring around the data (AUROC {near}, entropy {far}) and the hole between clusters "
+            f"({hole}, Mahalanobis distance {numbers.text('plain', 'mahalanobis_hole')}), but the energy detects an unseen digit "
+            f"better ({energy} vs {density}), and the gate costs up to {cost:.2f} nats of NLL.",
+            f"{near} vs {far}",
+            "AUROC on the ring: density, entropy",
+            keys,
+            figure="bars",
+        )
+
     def findings(self, settings: Settings, parts: SeedResults) -> Findings:
         notes = [
             f"Four clusters of standard deviation {settings.spread:g} on a plane, with a ring of radius {settings.radius:g} or the "
@@ -140,7 +157,7 @@ class DensityGateStudy(Study):
         ]
         metrics = make_metrics(NUMBERS, {name: SETS[name] for name in settings.sets}, "{1}")
         rows = self.rows(settings, parts, metrics)
-        return Findings(answer(settings, parts), metrics, rows, [], notes)
+        return Findings(answer(settings, parts), metrics, rows, [score_figure(settings, parts)], notes)
 
 
 def make_problem(name: str, s: Settings, seed: int) -> Problem | None:
@@ -228,6 +245,32 @@ def neighbour_distances(train: Tensor, *tables: Tensor, number: int = 10) -> lis
     scale = train.std(0).clamp_min(1e-12)
     number = min(number, len(train))
     return [torch.cdist(table / scale, train / scale).kthvalue(number, 1).values for table in tables]
+
+
+def score_figure(settings: Settings, parts: SeedResults) -> dict[str, Any]:
+    """Returns the figure of the AUROC of every score on every problem."""
+    scores = {
+        "Entropy": ("plain", "entropy"),
+        "Energy": ("plain", "energy"),
+        "Mutual information": ("noise", "mutual_information"),
+        "Mahalanobis distance": ("plain", "mahalanobis"),
+        "Nearest neighbours": ("plain", "neighbour"),
+        "Density": ("plain", "density"),
+    }
+    panels = []
+    for name in settings.sets:
+        values = [(label, parts.values(key, f"{score}_{name}")) for label, (key, score) in scores.items()]
+        bars = [{"label": label, "value": round(fmean(found), 3)} for label, found in values if found]
+        panels += (
+            [{"title": SETS[name][0].upper() + SETS[name][1:], "x_label": "AUROC", "bars": bars}]
+            if bars
+            else []
+        )
+    caption = (
+        f"Mean of {pluralize(len(parts.seeds))}. Entropy and energy are those of the deterministic network, mutual information that "
+        "of joint node noise. Chance is 0.5."
+    )
+    return figure("bars", "Detection of novel inputs", caption, {"panels": panels})
 
 
 def answer(settings: Settings, parts: SeedResults) -> str:
