@@ -19,6 +19,7 @@ from flowbnn.training import EarlyStop, cosine
 from flowbnn_studies.data.tables import load_uci, standardize
 from flowbnn_studies.runner.findings import paired_difference, pluralize
 from flowbnn_studies.runner.methods import predict, shuffled_loader
+from flowbnn_studies.runner.story import Numbers, Story
 from flowbnn_studies.runner.study import Findings, Job, Study, Variant, make_metrics
 
 VARIANTS = (
@@ -87,8 +88,8 @@ class ConditionalDensityStudy(Study):
         "flow-shaped and mixture observation noise versus Gaussians, quantile regression and boosted trees"
     )
     question = (
-        "The noise of a target may be skewed or have two peaks. How much log-likelihood and CRPS does a network gain by predicting "
-        "a spline or a mixture instead of a Gaussian, and how do quantile regression and boosted trees compare?"
+        "How much likelihood does a network gain by predicting a spline instead of a Gaussian, "
+        "if the noise is skewed or has two peaks?"
     )
     source = "Bishop 1994 (mixture density networks); Durkan et al. 2019 (rational-quadratic splines)"
     settings = Settings
@@ -119,6 +120,26 @@ class ConditionalDensityStudy(Study):
                 numbers = evaluate_quantiles(levels, quantiles(job, data, levels), data.test[1])
             values |= {f"{key}_{name}": numbers[key] for key in NUMBERS}
         return {"values": values}
+
+    def story(self, numbers: Numbers) -> Story:
+        keys = [key for key in self.headline if key in numbers.metrics]
+        gains = []
+        for key in keys:
+            gaussian = numbers.ranked(key, ("gaussian", "predicted"))[0]
+            gains.append(
+                f"{numbers.difference('flow', gaussian, key).mean:.2f} nats on {numbers.metrics[key]['label']}"
+            )
+        mixture = max(abs(numbers.difference("flow", "mixture", key).mean) for key in keys)
+        best = numbers.ranked(keys[0])[0]
+        return Story(
+            self.question,
+            f"Compared with the better Gaussian it gains {', '.join(gains)}, but a mixture density network is within "
+            f"{mixture:.2f} nats of it, and the best method on {numbers.metrics[keys[0]]['label']} is {numbers.name(best)}.",
+            gains[0].partition(" ")[0],
+            f"nats gained by a spline on {numbers.metrics[keys[0]]['label']}",
+            tuple(keys),
+            charts=tuple(keys),
+        )
 
     def findings(self, settings: Settings, parts: SeedResults) -> Findings:
         notes = [
