@@ -93,12 +93,12 @@ def test_threads_and_soak():
 
 def test_networks_agree_with_those_built_by_hand():
     names = ("resnet", "raw_parameter", "old_weight_norm", "dictionary_inputs")
-    budget = Budget(math.inf, trials=12)
+    budget = Budget(math.inf, trials=16)
     result = networks.stress(
-        seed=0, budget=budget, names=names, methods=("node noise", "map", "bayes by backprop")
+        seed=0, budget=budget, names=names, methods=("node noise", "dropout", "map", "bayes by backprop")
     )
     assert result.failures == []
-    assert result.counts["right"] >= 8
+    assert result.counts["right"] >= 12
 
 
 @needs_fork

@@ -8,7 +8,7 @@ refused in one line.
 import random
 import tempfile
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +75,20 @@ def call(network: nn.Module, inputs: Any) -> Tensor:
     return network(*map(cast, inputs)) if isinstance(inputs, tuple) else network(cast(inputs))
 
 
+def have_one_mask(plain: nn.Module, layers: Collection[str], inputs: Any) -> bool:
+    """Returns True if every layer is called once, with inputs ``[B, D]``. Dropout has other masks at each position and call."""
+    sizes: list[int] = []
+    handles = [
+        plain.get_submodule(name).register_forward_pre_hook(lambda _, args: sizes.append(args[0].ndim))
+        for name in layers
+    ]
+    with torch.no_grad():
+        call(plain, inputs)
+    for handle in handles:
+        handle.remove()
+    return sizes == [2] * len(layers)
+
+
 def judge_noise(plain: nn.Module, draws: dict[str, Tensor], inputs: Any) -> Tensor:
     """Returns the outputs of the network for each draw of noise, which hooks multiply into the inputs of the layers."""
     results = []
@@ -123,8 +137,10 @@ def judge(posterior: Any, network: nn.Module, inputs: Any, method: str) -> Tenso
     network.eval()
     try:
         draws = posterior.draws(NUM_SAMPLES, seed=1)
-    except fb.FlowBNNError:  # then the sampled networks themselves are run one at a time
-        with torch.no_grad():
+    except fb.FlowBNNError:
+        draws = {}
+    if not draws or (method == "dropout" and not have_one_mask(network, draws, inputs)):
+        with torch.no_grad():  # the sampled networks themselves are run one at a time
             return torch.stack([call(sample, inputs) for sample in posterior.networks(NUM_SAMPLES, seed=1)])
     return judge_noise(network, draws, inputs) if noisy else judge_weights(network, draws, inputs)
 
