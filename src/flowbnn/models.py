@@ -7,7 +7,7 @@ from typing import Annotated
 import torch
 from torch import Tensor, nn
 
-from flowbnn.options import Bounds, Count, Positive, checked
+from flowbnn.options import Bounds, Count, Dim, Positive, checked
 
 __all__ = ["MLP", "VGG16", "LeNet", "PeriodicEmbedding", "ResNet18", "SmallConv"]
 
@@ -59,7 +59,7 @@ class MLP(nn.Module):
     """
 
     @checked
-    def __init__(self, inputs: Count = 2, hidden: Sequence[Count] = (32,), outputs: Count = 2) -> None:
+    def __init__(self, inputs: Count = 2, hidden: Sequence[Dim] = (32,), outputs: Count = 2) -> None:
         super().__init__()
         widths = (inputs, *hidden, outputs)
         self.depth = len(widths) - 1

@@ -134,6 +134,11 @@ def test_summaries_move_and_are_joined():
         lambda: fb.flows.NSF(2, length=10**30),
         lambda: fb.flows.Planar(2, length=10**9),
         lambda: fb.vae.VAE((1, 4, 4), 2, length=10**30),
+        lambda: fb.flows.RealNVP(2, hidden=(10**12,)),
+        lambda: fb.vae.VAE((1, 4, 4), 10**9),
+        lambda: fb.HMC(samples=10**12),
+        lambda: fb.SGLD(samples=10**12),
+        lambda: fb.DeepEnsemble(10**9),
         lambda: make_posterior("classes")[0].draws(10**9),
         lambda: make_posterior("classes")[0].predict(torch.zeros(1, 4), 10**9),
     ],
@@ -141,7 +146,7 @@ def test_summaries_move_and_are_joined():
 def test_sizes_that_cannot_fit_into_memory_are_refused(make):
     with pytest.raises(FlowBNNError) as caught:
         make()
-    assert caught.value.argument in ("dim", "length", "samples")
+    assert caught.value.argument in ("dim", "length", "samples", "hidden", "latent_dim", "members")
 
 
 def test_hasattr_is_false_for_what_needs_samples():

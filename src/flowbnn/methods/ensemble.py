@@ -17,7 +17,7 @@ from flowbnn.likelihoods import learns_noise
 from flowbnn.methods.base import FitOptions, Method, register_method
 from flowbnn.methods.network_layers import reset_parameters
 from flowbnn.networks import deepcopy_network
-from flowbnn.options import Count, accepts_options_of, options
+from flowbnn.options import Count, SampleCount, accepts_options_of, options
 from flowbnn.posterior.weights import MemberPosterior, PointPosterior, state_of
 from flowbnn.regression import SCALE, set_output_scale
 from flowbnn.training import History, is_main_process, track
@@ -49,7 +49,7 @@ class DeepEnsemble(Method):
     (EnsemblePosterior(3 networks of Linear, Categorical()), 3)
     """
 
-    members: Count = 5
+    members: SampleCount = 5
     epochs: Count | None = field(default=None, kw_only=True)
     initialize: Callable[[nn.Module], Any] | None = field(default=None, kw_only=True)
 

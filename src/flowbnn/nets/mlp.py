@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from flowbnn.errors import FlowBNNError, describe_value
 from flowbnn.numerics import soft_clamp
-from flowbnn.options import Count, Ge, Positive, call_factory, checked
+from flowbnn.options import Count, Dim, Ge, Positive, call_factory, checked
 
 Length = Annotated[int, Ge(0)]
 
@@ -155,7 +155,7 @@ class ConditionerMLP(nn.Module):
         self,
         dim_in: Count,
         dim_out: Count,
-        hidden: Sequence[Count] = (64, 64),
+        hidden: Sequence[Dim] = (64, 64),
         activation: Callable[[], nn.Module] = nn.ReLU,
         context_dim: Length = 0,
     ) -> None:
@@ -243,7 +243,7 @@ class MaskedMLP(ConditionerMLP):
         self,
         dim: Count,
         params_per_entry: Count,
-        hidden: Sequence[Count] = (64, 64),
+        hidden: Sequence[Dim] = (64, 64),
         order: Sequence[int] | None = None,
         activation: Callable[[], nn.Module] = nn.ReLU,
         context_dim: Length = 0,

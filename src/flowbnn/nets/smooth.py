@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from flowbnn.nets.mlp import Length, check_context, check_output
 from flowbnn.numerics import FORWARD_MODE_LOCK, at_least_single, inverse_softplus
-from flowbnn.options import Count, Probability, checked
+from flowbnn.options import Count, Dim, Probability, checked
 
 LinearMap = Callable[[Tensor], Tensor]
 
@@ -138,7 +138,7 @@ class SmoothMLP(nn.Module):
         self,
         dim_in: Count,
         dim_out: Count,
-        hidden: Sequence[Count] = (64, 64),
+        hidden: Sequence[Dim] = (64, 64),
         context_dim: Length = 0,
         init_scale: float = 1.0,
     ) -> None:
@@ -249,7 +249,7 @@ class LipschitzMLP(SmoothMLP):
         self,
         dim_in: Count,
         dim_out: Count,
-        hidden: Sequence[Count] = (64, 64),
+        hidden: Sequence[Dim] = (64, 64),
         context_dim: Length = 0,
         init_scale: float = 0.1,
         lipschitz: Probability = 0.9,
@@ -329,7 +329,7 @@ class LipschitzConv(LipschitzMLP):
     def __init__(
         self,
         shape: tuple[Count, Count, Count],
-        hidden: Sequence[Count] = (64, 64),
+        hidden: Sequence[Dim] = (64, 64),
         context_dim: Length = 0,
         init_scale: float = 0.1,
         lipschitz: Probability = 0.9,

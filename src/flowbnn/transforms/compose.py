@@ -12,7 +12,7 @@ from torch.func import functional_call, vmap
 from flowbnn.errors import FlowBNNError
 from flowbnn.nets.mlp import ConditionerMLP, batch_error, check_context
 from flowbnn.numerics import sum_rightmost
-from flowbnn.options import Count, Hint, checked
+from flowbnn.options import Count, Dim, Hint, checked
 from flowbnn.transforms.base import (
     BidirectionalTransform,
     Transform,
@@ -228,7 +228,7 @@ class Amortized(BidirectionalTransform):
     """
 
     @checked
-    def __init__(self, transform: Transform, context_dim: Count, hidden: Sequence[Count] = ()) -> None:
+    def __init__(self, transform: Transform, context_dim: Count, hidden: Sequence[Dim] = ()) -> None:
         super().__init__()
         self.transform, self.context_dim = transform, context_dim
         for name in ("event_dim", "inverse_kind", "linearity", "cheap", "solver"):

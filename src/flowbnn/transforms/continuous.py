@@ -74,7 +74,7 @@ class NeuralODE(BidirectionalTransform):
     def __init__(
         self,
         dim: Dim,
-        hidden: Sequence[Count] = (64, 64),
+        hidden: Sequence[Dim] = (64, 64),
         context_dim: Length = 0,
         trace: Literal["exact", "hutchinson"] | None = None,
         rtol: Positive = 1e-5,

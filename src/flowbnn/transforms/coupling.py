@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from flowbnn.errors import FlowBNNError
 from flowbnn.nets.mlp import ConditionerMLP, Length, MaskedMLP
 from flowbnn.numerics import sum_rightmost
-from flowbnn.options import Count, Dim, Ge, Positive, checked
+from flowbnn.options import Dim, Ge, Positive, checked
 from flowbnn.transforms.base import transform_error
 from flowbnn.transforms.compose import Compose
 from flowbnn.transforms.elementwise import ActNorm
@@ -59,7 +59,7 @@ class Coupling(ConditionedTransform):
         univariate: Univariate,
         mask: Mask = "half",
         flip: bool = False,
-        hidden: Sequence[Count] = (64, 64),
+        hidden: Sequence[Dim] = (64, 64),
         activation: Callable[[], nn.Module] = nn.ReLU,
         context_dim: Length = 0,
         net: nn.Module | None = None,
@@ -261,7 +261,7 @@ class Autoregressive(ConditionedTransform):
         dim: Dim,
         univariate: Univariate = AffineMap(),  # noqa: B008
         cheap: Literal["forward", "inverse"] = "inverse",
-        hidden: Sequence[Count] = (64, 64),
+        hidden: Sequence[Dim] = (64, 64),
         order: Sequence[int] | None = None,
         activation: Callable[[], nn.Module] = nn.ReLU,
         context_dim: Length = 0,

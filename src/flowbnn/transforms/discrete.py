@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from flowbnn.nets.mlp import ConditionalNormal, ConditionerMLP, Length
 from flowbnn.numerics import inverse_softplus
-from flowbnn.options import Count, Dim, Positive, checked, options
+from flowbnn.options import Dim, Positive, checked, options
 from flowbnn.transforms.base import check_events, check_tensor, check_vectors
 from flowbnn.transforms.surjective import AtLeastTwo, IntegerTransform
 from flowbnn.transforms.univariate import ShiftMap, Univariate
@@ -69,7 +69,7 @@ class Argmax(_CategoricalTransform):
         dim: Dim,
         categories: AtLeastTwo,
         noise: nn.Module | None = None,
-        hidden: Sequence[Count] = (64, 64),
+        hidden: Sequence[Dim] = (64, 64),
         context_dim: Length = 0,
     ) -> None:
         super().__init__(dim, categories)

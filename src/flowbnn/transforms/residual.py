@@ -68,7 +68,7 @@ class Residual(Transform):
     def __init__(
         self,
         dim: Dim | Sequence[Count],
-        hidden: Sequence[Count] = (64, 64),
+        hidden: Sequence[Dim] = (64, 64),
         context_dim: Length = 0,
         lipschitz: Probability = 0.9,
         log_det: Literal["exact", "truncated", "roulette"] | None = None,

@@ -102,7 +102,7 @@ class Augment(StochasticTransform):
         dim: Dim,
         extra_dim: Count,
         noise: nn.Module | None = None,
-        hidden: Sequence[Count] = (64, 64),
+        hidden: Sequence[Dim] = (64, 64),
         context_dim: Length = 0,
     ) -> None:
         super().__init__()
@@ -353,7 +353,7 @@ class VAELayer(StochasticTransform):
         latent_dim: Count,
         decoder: nn.Module | None = None,
         encoder: nn.Module | None = None,
-        hidden: Sequence[Count] = (64, 64),
+        hidden: Sequence[Dim] = (64, 64),
         context_dim: Length = 0,
     ) -> None:
         super().__init__()

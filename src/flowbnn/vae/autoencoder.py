@@ -18,17 +18,7 @@ from flowbnn.errors import FlowBNNError, check_shape
 from flowbnn.nets.mlp import check_context
 from flowbnn.networks import evaluation_mode
 from flowbnn.numerics import full_precision, is_concrete
-from flowbnn.options import (
-    Count,
-    File,
-    Ge,
-    Hint,
-    NonEmpty,
-    Seed,
-    accepts_options_of,
-    check,
-    checked,
-)
+from flowbnn.options import Count, Dim, File, Ge, Hint, NonEmpty, Seed, accepts_options_of, check, checked
 from flowbnn.training import Clock, History
 from flowbnn.training.compatibility import count_weights, read_module, save_module
 from flowbnn.training.randomness import sampling_context
@@ -81,9 +71,9 @@ class Autoencoder(nn.Module):
     def __init__(
         self,
         shape: Shape,
-        latent_dim: Count,
+        latent_dim: Dim,
         *,
-        hidden: Sequence[Count] = (400, 400),
+        hidden: Sequence[Dim] = (400, 400),
         encoder: nn.Module | None = None,
         decoder_net: nn.Module | None = None,
         decoder: Literal["bernoulli", "gaussian", "logistic"] | Decoder = "bernoulli",

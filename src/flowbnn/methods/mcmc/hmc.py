@@ -42,7 +42,7 @@ from flowbnn.methods.mcmc.potential import (
     noise_sites,
 )
 from flowbnn.methods.preparation import prepare
-from flowbnn.options import Bounds, Count, Ge, Positive, Probability, accepts_options_of, options
+from flowbnn.options import Bounds, Count, Ge, Positive, Probability, SampleCount, accepts_options_of, options
 from flowbnn.posterior.weights import generator_of, named_parts
 
 
@@ -80,7 +80,7 @@ class ChainMethod(Method):
     supports_weights: ClassVar[bool] = False
     max_variables: ClassVar[int] = 1_000_000  # above, a run takes hours, and a warning is raised
 
-    samples: Count | None = None
+    samples: SampleCount | None = None
     warmup: Annotated[int, Ge(0)] = 200
     chains: Count = 4
     thin: Count = 1

@@ -38,7 +38,7 @@ from flowbnn.methods.network_layers import (
     trainable_parameters,
 )
 from flowbnn.methods.preparation import prepare
-from flowbnn.options import Bounds, Count, Ge, NonNegative, Positive, accepts_options_of, options
+from flowbnn.options import Bounds, Count, Ge, NonNegative, Positive, SampleCount, accepts_options_of, options
 from flowbnn.posterior.base import Posterior
 from flowbnn.posterior.weights import NOISE_KEY, MemberPosterior, PointPosterior, state_of
 from flowbnn.regression import MAX_RATIO, fit_noise_scale
@@ -82,7 +82,7 @@ class SGLD(Method):
     lr: Positive = 1e-2
     optimizer: None = None  # SGLD has its own optimizer and schedule
     schedule: None = None
-    samples: Count = 20
+    samples: SampleCount = 20
     cycles: Annotated[int, Ge(0)] = 4
     exploration: Annotated[float, Bounds(ge=0, lt=1)] = 0.5
     preconditioned: bool = True
