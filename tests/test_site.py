@@ -142,3 +142,19 @@ def test_names_in_documents_exist(page):
         if value is None:
             missing.append(f"fb.{path}")
     assert not missing
+
+
+def test_summaries_end_after_the_reference(site):
+    api = site["api"]
+    assert api.first_sentence("Flow (Ho et al. 2019). More.\n\nFormula.") == "Flow (Ho et al. 2019)."
+    assert api.first_sentence("Densities:\n\n>>> 1") == "Densities."
+    assert not [name.path for name in api.canonical_names().values() if name.summary.endswith(" al.")]
+
+
+def test_figures_of_studies_are_not_folded(site, tmp_path, monkeypatch):
+    studies = site["studies"]
+    monkeypatch.setattr(studies, "_figures", lambda *_: ["![figure](figure.png)"])
+    for path in studies.find_results(DOCS / "results"):
+        before, _, after = studies._page(studies.load_results(path), path, tmp_path).partition("![figure]")
+        assert before.count("<details>") == before.count("</details>"), path
+        assert after, path

@@ -4,6 +4,7 @@ import importlib
 import inspect
 import os
 import pkgutil
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +15,16 @@ import flowbnn
 
 MAX_VALUE = 100  # characters of a constant that its page shows
 INTERNAL = {"batches", "kernels", "numerics", "options", "packing"}  # used by the library only
+
+
+def first_sentence(text: str) -> str:
+    """Returns the first sentence of a docstring. The full stop of "et al." does not end it.
+
+    Args:
+        text: Docstring, or an empty string.
+    """
+    paragraph = " ".join(text.strip().split("\n\n")[0].split())
+    return re.split(r"(?<!\bal)\. ", paragraph)[0].rstrip(".:") + "." if paragraph else ""
 
 
 @dataclass(frozen=True)
@@ -46,8 +57,7 @@ class Name:
     def summary(self) -> str:
         """First sentence of the docstring; empty for data."""
         text = (inspect.getdoc(self.value) or "") if self.kind != "data" else ""
-        paragraph = " ".join(text.split("\n\n")[0].split())
-        return paragraph.split(". ")[0].rstrip(".:") + "." if paragraph else ""
+        return first_sentence(text)
 
 
 def packages() -> list[str]:
@@ -170,8 +180,7 @@ def write_pages(folder: Path) -> None:
     lines += [".. list-table::", "   :widths: 30 70", ""]
     for room, package in rooms:
         summary = Name("", "", importlib.import_module(package)).value.__doc__ or ""
-        sentence = " ".join(summary.strip().split("\n\n")[0].split()).split(". ")[0].rstrip(".:") + "."
-        lines += [f"   * - :doc:`{package} <{room}/index>`", f"     - {sentence}"]
+        lines += [f"   * - :doc:`{package} <{room}/index>`", f"     - {first_sentence(summary)}"]
     lines += ["", ".. toctree::", "   :hidden:", "", *(f"   {room}/index" for room, _ in rooms), ""]
     write(folder / "index.rst", "\n".join(lines))
 

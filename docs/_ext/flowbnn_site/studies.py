@@ -60,10 +60,11 @@ def _figures(results: dict[str, Any], source: Path, folder: Path) -> list[str]:
 
 def _page(results: dict[str, Any], source: Path, folder: Path) -> str:
     text = "\n".join(study_markdown(results)).replace("## ", "# ", 1)
-    head, mark, tail = text.partition("\n|  |")  # figures stand between the answer and the first table
-    if not mark:
-        head, mark, tail = text.partition("\n<details>")
-    return "\n".join([head, "", *_figures(results, source, folder / "figures"), mark.lstrip("\n") + tail])
+    # figures stand between the answer and whatever follows it: a table, or a fold that would hide them
+    place = min((text.find(mark) for mark in ("\n|  |", "\n<details>") if mark in text), default=len(text))
+    return "\n".join(
+        [text[:place], "", *_figures(results, source, folder / "figures"), text[place:].lstrip("\n")]
+    )
 
 
 def write_pages(source: Path, folder: Path) -> None:
