@@ -117,9 +117,8 @@ def test_the_elbo_records_the_positions_of_each_batch_size(monkeypatch):
     )
     for rows in (6, 4, 6, 4):
         assert objective(model, torch.randn(rows, 3, 6, 6), torch.zeros(rows, dtype=torch.long)).kl > 0
-    assert [coarse for coarse in drew if len(coarse) > 1] == [
-        [False, False, False]
-    ] * 2  # the first pass of each size draws for itself
+    # the first pass of each size draws for itself
+    assert [coarse for coarse in drew if len(coarse) > 1] == [[False, False, False]] * 2
 
 
 def test_a_layer_called_twice_draws_anew():

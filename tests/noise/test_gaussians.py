@@ -48,7 +48,7 @@ def test_packed_draws_of_a_flow_follow_its_distribution():
     layers = list(noise_layers(model).values())
     with torch.no_grad():
         block = Gaussians(layers)
-        draws, _ = block.sample(block.start(40_000, 0, None, None), 40_000)
+        draws, _ = block.sample(block.draw_base(40_000, 0, None, None), 40_000)
         packed = draws[block.keys.index(layers[1].key)]
         single = layers[1].posterior().rsample((40_000,))
     spread = (packed.var(0) + single.var(0)).div(40_000).sqrt()

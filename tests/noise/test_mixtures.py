@@ -67,13 +67,13 @@ def test_draws_kl_and_gradients_are_those_of_the_layers(rules):
     model = network(rules, torch.float64)
     layers = mixture_layers(model)
     block = Mixtures(layers)
-    which, normal = block.components(7, 0, None, None)
+    which, normal = block.draw_components(7, 0, None, None)
     assert which.shape == (7, len(layers))
     assert set(which.unique().tolist()) == {0, 1, 2}
-    draws = block.draw(which, normal)
+    draws = block.select(which, normal)
     samples, log_dets = block.sample(draws, 0)
     ends = torch.cat(samples, -1)
-    parts, total = block.summary(draws, ends, log_dets)
+    parts, total = block.compute_divergences(draws, ends, log_dets)
 
     truth = []
     for index, (layer, some) in enumerate(zip(layers, normal.split(block.sizes, -1), strict=True)):
@@ -98,8 +98,8 @@ def test_centers_may_differ():
     rules = {"0": fb.noise.NormalAffine(components=3, base_loc=0.5), "*": fb.noise.NormalAffine(components=3)}
     layers = mixture_layers(network(rules, torch.float64))
     block = Mixtures(layers)
-    which, normal = block.components(5, 0, None, None)
-    draws = block.draw(which, normal).split(block.sizes, -1)
+    which, normal = block.draw_components(5, 0, None, None)
+    draws = block.select(which, normal).split(block.sizes, -1)
     for index, (layer, x) in enumerate(zip(layers, draws, strict=True)):
         some = normal.split(block.sizes, -1)[index]
         torch.testing.assert_close(x, by_layer(layer, which[:, index], some)[0])
@@ -140,8 +140,8 @@ def test_the_pass_uses_prepared_draws(rules):
 
 
 def test_a_pass_without_prepared_draws_draws_all_mixtures_at_once(monkeypatch):
-    model, calls, draw = network(BOTH), [], Mixtures.draw
-    monkeypatch.setattr(Mixtures, "draw", lambda *args: calls.append(len(args[0].sizes)) or draw(*args))
+    model, calls, draw = network(BOTH), [], Mixtures.select
+    monkeypatch.setattr(Mixtures, "select", lambda *args: calls.append(len(args[0].sizes)) or draw(*args))
     model(torch.randn(4, 3, 6, 6))
     assert calls == [2]
 
@@ -152,7 +152,7 @@ def test_draws_of_a_pass_have_the_moments_of_the_mixture():
     model[4].register_forward_hook(lambda module, args, output: seen.__setitem__("x", args[0].detach()))
     model[4].register_forward_pre_hook(lambda module, args: (torch.ones_like(args[0]),), prepend=True)
     model(torch.randn(40_000, 3, 6, 6))
-    truth = NormalMixture(*layers["4"]._normals())
+    truth = NormalMixture(*layers["4"]._merged_normals())
     error = truth.variance.sqrt() / math.sqrt(40_000)
     assert ((seen["x"].mean(0) - truth.mean).abs() < 5 * error).all()
     torch.testing.assert_close(seen["x"].var(0), truth.variance, rtol=0.06, atol=0.0)
@@ -165,7 +165,7 @@ def test_processes_draw_what_one_would_draw():
     def draws(share, rows):
         torch.manual_seed(3)
         block = Mixtures(layers)
-        return block.start(rows, 4, None, share)
+        return block.draw_base(rows, 4, None, share)
 
     whole = draws(None, 10)
     for start, stop in ((0, 4), (4, 10)):
@@ -278,11 +278,11 @@ def test_ten_layers_cost_a_few_operations_more_than_two():
 def test_many_rows_are_drawn_layer_by_layer_with_the_same_result(monkeypatch):
     layers = mixture_layers(network(dtype=torch.float64))
     block = Mixtures(layers)
-    which, normal = block.components(9, 0, None, None)
+    which, normal = block.draw_components(9, 0, None, None)
     parameters = [p for layer in layers for p in layer.parameters()]
 
     def found():
-        draws = block.draw(which, normal)
+        draws = block.select(which, normal)
         return draws, *torch.autograd.grad(draws.square().sum(), parameters, retain_graph=True)
 
     together = found()

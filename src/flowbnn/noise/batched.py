@@ -75,7 +75,7 @@ def draw_examples(noise: Noise, rows: int, context: NoiseContext) -> Tensor:
     if included and kind is not None and kind.are_compatible(group, generators):
         with without_autocast(group):
             block = kind(group)
-            draws, _ = block.sample(block.start(rows, 0, generator, context.shard), rows)
+            draws, _ = block.sample(block.draw_base(rows, 0, generator, context.shard), rows)
         forward.draws.update(zip(block.keys, draws, strict=True))
     else:
         forward.draws[noise.key] = noise.draw_rows(rows, (), generator, context.shard)
@@ -161,7 +161,7 @@ def _add_missing(
 def draw_with_kl(
     layers: dict[str, Noise], rows: int, modes: Mapping[int, NoiseMode], shapes: ShapeRecord
 ) -> tuple[PreparedDraws, Divergences] | None:
-    """Draws the noise of the next pass and fresh noise for the KL in one go, which takes half the operations.
+    """Draws the noise of the next pass together with further noise for the KL, which takes half the operations.
 
     The draws of the KL are independent of those of the pass, as in :func:`divergences`.
 
@@ -187,9 +187,9 @@ def draw_with_kl(
             generator = modes[members[0].key].generator
             with without_autocast(members):
                 block = kind(members)
-                start = block.start(rows, block.fresh, generator, current_row_shard())
-                draws, log_dets = block.sample(start, rows)
-                each, total = block.kl(start, draws, log_dets, rows)
+                base_draws = block.draw_base(rows, block.kl_samples, generator, current_row_shard())
+                draws, log_dets = block.sample(base_draws, rows)
+                each, total = block.divergences_of_draws(base_draws, draws, log_dets, rows)
             for key, vectors in zip(block.keys, draws, strict=True):
                 tensors[key] = vectors[:rows]
             by_key |= each
@@ -209,7 +209,7 @@ def _draw_positions_with_kl(
     modes: Mapping[int, NoiseMode],
     shapes: ShapeRecord,
 ) -> tuple[PreparedDraws, Divergences] | None:
-    """Does the same for noise at every position, on devices with kernels for many flows at once; else returns None."""
+    """Does the same for noise at every position, or returns None on devices without kernels for many flows at once."""
     block = Gaussians(group)
     chains: list[Any] = block.chains
     sampled = [
@@ -222,15 +222,15 @@ def _draw_positions_with_kl(
     with without_autocast(block.layers):
         generator = modes[block.layers[0].key].generator
         sizes = [noise.layout.dim for noise in block.flows]
-        shape = torch.Size((block.fresh, sum(sizes)))
+        shape = torch.Size((block.kl_samples, sum(sizes)))
         normal = standard_normal(shape, block.mean.dtype, block.mean.device, generator)
-        groups = [Group(chains, block.starts(normal), True)]
+        groups = [Group(chains, block.scale_and_shift(normal), True)]
         for noise, chain in sampled:
             positions, half = shapes[noise.key]
-            start = noise.begin_rows(rows, positions, generator, current_row_shard())
-            groups.append(Group([chain], start.reshape(-1, start.shape[-1]), False, half))
-        (ends, log_dets), *draws = kernels.evaluate_many(groups)
-        by_key, total = block.summary(normal, list(ends.split(sizes, -1)), log_dets)
+            base_draws = noise.draw_base_rows(rows, positions, generator, current_row_shard())
+            groups.append(Group([chain], base_draws.flatten(0, -2), False, half))
+        (flow_draws, log_dets), *draws = kernels.evaluate_many(groups)
+        by_key, total = block.compute_divergences(normal, list(flow_draws.split(sizes, -1)), log_dets)
     tensors: dict[int, Tensor] = {}
     for (noise, _), (x, _) in zip(sampled, draws, strict=True):
         tensors[noise.key] = x.view(rows, *shapes[noise.key][0], noise.layout.dim)

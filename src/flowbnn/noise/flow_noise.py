@@ -123,7 +123,7 @@ class InputNoise(Noise):
         """Returns noise vectors ``shape + (dim,)``, at least in float32: flows are not accurate in bfloat16."""
         device, half = self._autocast()
         with nullcontext() if half is None else torch.autocast(device, enabled=False):
-            return self.push(self._begin(shape, generator, half), False, half is not None)[0]
+            return self.push(self._draw_base(shape, generator, half), False, half is not None)[0]
 
     def draw_rows(
         self, rows: int, positions: Shape, generator: OptionalGenerator, shard: RowShard | None
@@ -132,8 +132,8 @@ class InputNoise(Noise):
             return super().draw_rows(rows, positions, generator, shard)
         device, half = self._autocast()
         with nullcontext() if half is None else torch.autocast(device, enabled=False):
-            start = self.begin_rows(rows, positions, generator, shard, half)
-            return self.push(start, False, half is not None)[0]
+            base_draws = self.draw_base_rows(rows, positions, generator, shard, half)
+            return self.push(base_draws, False, half is not None)[0]
 
     def draw_each(self, positions: Shape, generators: Iterable[torch.Generator]) -> Tensor:
         if (
@@ -145,19 +145,19 @@ class InputNoise(Noise):
         device, half = self._autocast()
         with nullcontext() if half is None else torch.autocast(device, enabled=False):
             # one draw of normals per generator, then everything else at once
-            mean, deviation = self._normals()
+            mean, deviation = self._merged_normals()
             shape, which, normal = torch.Size((*positions, self.layout.dim)), [], []
             for source in generators:
                 if self.mixture_base is not None:
                     which.append(draw_components(len(mean), positions, mean.device, source))
                 normal.append(standard_normal(shape, mean.dtype, mean.device, source))
             if self.mixture_base is None:
-                start = torch.addcmul(mean, torch.stack(normal), deviation)
+                base_draws = torch.addcmul(mean, torch.stack(normal), deviation)
             else:
-                start = select_normal(mean, deviation, torch.stack(which), torch.stack(normal))
-            return self.push(start, False, half is not None)[0]
+                base_draws = select_normal(mean, deviation, torch.stack(which), torch.stack(normal))
+            return self.push(base_draws, False, half is not None)[0]
 
-    def begin_rows(
+    def draw_base_rows(
         self,
         rows: int,
         positions: Shape,
@@ -167,14 +167,16 @@ class InputNoise(Noise):
     ) -> Tensor:
         """Returns the draws of the base for :meth:`draw_rows`: made for the global batch, of which this process keeps its rows."""
         if shard is None:
-            return self._begin((rows, *positions), generator, half)
-        return shard.draw_local(rows, lambda number: self._begin((number, *positions), generator, half))
+            return self._draw_base((rows, *positions), generator, half)
+        return shard.draw_local(rows, lambda number: self._draw_base((number, *positions), generator, half))
 
-    def _begin(self, shape: Shape, generator: OptionalGenerator, half: torch.dtype | None = None) -> Tensor:
+    def _draw_base(
+        self, shape: Shape, generator: OptionalGenerator, half: torch.dtype | None = None
+    ) -> Tensor:
         """Returns draws of the base, after the affine map that follows a normal or a mixture of normals."""
         if self.gaussian_base is None and self.mixture_base is None:
             return reparameterized_sample(self.base.distribution(), shape, generator)
-        mean, deviation = self._normals()
+        mean, deviation = self._merged_normals()
         if self.mixture_base is not None:
             return NormalMixture(mean, deviation).rsample(shape, generator)
         normal = standard_normal(torch.Size((*shape, len(mean))), mean.dtype, mean.device, generator)
@@ -183,7 +185,7 @@ class InputNoise(Noise):
             normal = normal.to(half).to(mean.dtype)
         return torch.addcmul(mean, normal, deviation)
 
-    def _normals(self) -> tuple[Tensor, Tensor]:
+    def _merged_normals(self) -> tuple[Tensor, Tensor]:
         """Returns mean and standard deviation of the learnable Gaussian or of all components, with base and affine map merged."""
         base, affine, _ = self.gaussian_base or self.mixture_base
         first = base if self.mixture_base is None else base.distribution()

@@ -26,20 +26,35 @@ HALF_LOG_2PI = 0.5 * math.log(2.0 * math.pi)  # minus the log-density of a stand
 
 
 class Gaussians:
-    """Layers whose noise begins as a learnable Gaussian, end to end: those without a flow first, so that the flows lie together."""
+    """Layers whose noise begins as a learnable Gaussian, concatenated.
+
+    The noise of all layers is one vector of "numbers". Layers without a flow come first, so that the numbers of the flows are adjacent.
+
+    Args:
+        layers: Noise modules.
+
+    Attributes:
+        layers, keys, sizes: Noise modules in the order of their numbers, their keys, and the length of each.
+        flows: Noise modules with a flow. They are the last layers.
+        chains: Flow of each of these as a chain of kernels, or None if it has other maps.
+        num_gaussians: Number of layers without a flow.
+        flow_start: Index of the first number of the flows.
+        kl_samples: Number of draws that estimate the KL of a flow, or 0 without flows.
+        mean, deviation: Mean and standard deviation of each number before the flows.
+    """
 
     def __init__(self, layers: list[Any]) -> None:
         gaussians: list[Any] = []
         self.flows: list[Any] = []
-        self.chains: list[Chain | None] = []  # of the flows; None for flows of other maps
+        self.chains: list[Chain | None] = []
         for noise in layers:
             if noise.flow_tail:
                 self.flows.append(noise)
                 self.chains.append(Chain.of(noise.flow_tail[0]) if noise.flow_is_chain else None)
             else:
                 gaussians.append(noise)
-        self.layers, self.plain = gaussians + self.flows, len(gaussians)
-        self.fresh = self.flows[0].kl_samples if self.flows else 0
+        self.layers, self.num_gaussians = gaussians + self.flows, len(gaussians)
+        self.kl_samples = self.flows[0].kl_samples if self.flows else 0
         sizes: list[int] = []
         keys: list[int] = []
         tensors: list[tuple[Tensor, ...]] = []
@@ -51,7 +66,7 @@ class Gaussians:
             affines.append(affine)
             tensors.append((prior.loc, prior.scale, base.loc, base.scale, affine.shift, affine.raw_log_scale))
         self.sizes, self.keys = tuple(sizes), tuple(keys)
-        self.cut = sum(sizes[: self.plain])  # index of the first number of the flows
+        self.flow_start = sum(sizes[: self.num_gaussians])
         columns = zip(*tensors, strict=True)
         self.prior_loc, self.prior_scale, loc, self.scale, shift, raw_log_scale = map(torch.cat, columns)
         center, bound = centers(affines), affines[0].bound
@@ -71,8 +86,26 @@ class Gaussians:
                 return False
         return True
 
-    def starts(self, normal: Tensor) -> Tensor:
-        r""":math:`\mu + \sigma \epsilon` of all layers, or of the flows alone, ``[draws, numbers]`` as the normal numbers."""
+    def draw_base(
+        self, rows: int, kl_samples: int, generator: OptionalGenerator, shard: RowShard | None
+    ) -> Tensor:
+        """Returns standard normal numbers ``[rows + kl_samples, numbers]``. A process with a shard keeps its own rows.
+
+        Args:
+            rows: Number of rows of this process.
+            kl_samples: Number of further draws, which are the same on all processes.
+            generator: Generator of the draws.
+            shard: Rows of the global batch that this process holds, or None.
+        """
+        global_rows = rows if shard is None else shard.global_rows(rows)
+        shape = torch.Size((global_rows + kl_samples, len(self.mean)))
+        normal = standard_normal(shape, self.mean.dtype, self.mean.device, generator)
+        if shard is None:
+            return normal
+        return torch.cat([shard.select(normal[:global_rows], rows), normal[global_rows:]])
+
+    def scale_and_shift(self, normal: Tensor) -> Tensor:
+        r"""Returns :math:`\mu + \sigma \epsilon` for normal numbers ``[draws, numbers]`` of all layers, or of the flows alone."""
         first = len(self.mean) - normal.shape[1]
         return torch.addcmul(self.mean[first:], normal, self.deviation[first:])
 
@@ -85,51 +118,53 @@ class Gaussians:
             normal: Normal numbers ``[draws, numbers]`` of all layers, or of the flows alone, which are then drawn alone.
             rows: Number of draws without log-determinants.
         """
-        first, sizes = len(self.mean) - normal.shape[1], self.sizes
-        starts, log_det = self.starts(normal), rows < len(normal)
-        draws = list(starts.split(sizes[self.plain :] if first else sizes, -1))
+        first, sizes = len(self.mean) - normal.shape[1], self.sizes  # index of the first number
+        values, needs_log_det = self.scale_and_shift(normal), rows < len(normal)
+        draws = list(values.split(sizes[self.num_gaussians :] if first else sizes, -1))
         if not self.flows:
             return draws, None
-        draws, flow_starts = draws[: -len(self.flows)], draws[-len(self.flows) :]
-        if None not in self.chains and kernels.available(starts):
-            group = Group(self.chains, starts[:, self.cut - first :], log_det)  # type: ignore[arg-type]
-            ends, log_dets = kernels.evaluate_many([group])[0]
-            draws += ends.split(sizes[self.plain :], -1)
-            return draws, None if log_dets is None else log_dets[:, rows:]
-        volumes: list[Any] = []
-        for noise, chain, start in zip(self.flows, self.chains, flow_starts, strict=True):
-            end, volume = (
-                noise.push(start, log_det) if chain is None else kernels.evaluate(chain, start, log_det)
-            )
-            draws.append(end)
-            volumes.append(volume)
-        return draws, torch.stack(volumes)[:, rows:] if log_det else None
+        draws, flow_inputs = draws[: -len(self.flows)], draws[-len(self.flows) :]
+        if None not in self.chains and kernels.available(values):
+            group = Group(self.chains, values[:, self.flow_start - first :], needs_log_det)  # type: ignore[arg-type]
+            flow_outputs, joined_log_dets = kernels.evaluate_many([group])[0]
+            draws += flow_outputs.split(sizes[self.num_gaussians :], -1)
+            return draws, None if joined_log_dets is None else joined_log_dets[:, rows:]
+        log_dets: list[Any] = []
+        for noise, chain, value in zip(self.flows, self.chains, flow_inputs, strict=True):
+            if chain is None:
+                draw, log_det = noise.push(value, needs_log_det)
+            else:
+                draw, log_det = kernels.evaluate(chain, value, needs_log_det)
+            draws.append(draw)
+            log_dets.append(log_det)
+        return draws, torch.stack(log_dets)[:, rows:] if needs_log_det else None
 
     def divergences(self, generator: OptionalGenerator) -> tuple[dict[int, Divergence], Divergence]:
         """Returns KL and entropy by layer key, and their sums."""
         if not self.flows:
-            return self.summary(None, [], None)
-        shape = torch.Size((self.fresh, len(self.mean) - self.cut))
+            return self.compute_divergences(None, [], None)
+        shape = torch.Size((self.kl_samples, len(self.mean) - self.flow_start))
         normal = standard_normal(shape, self.mean.dtype, self.mean.device, generator)
-        return self.summary(normal, *self.sample(normal, 0))
+        return self.compute_divergences(normal, *self.sample(normal, 0))
 
-    def kl(
+    def divergences_of_draws(
         self, normal: Tensor, samples: list[Tensor], log_dets: Tensor | None, rows: int
     ) -> tuple[dict[int, Divergence], Divergence]:
         """Returns KL and entropy by layer key and their sums, from the draws after the first ``rows``.
 
         Args:
-            normal: Result of :meth:`start`.
+            normal: Result of :meth:`draw_base`.
             samples: Draws of all layers, from :meth:`sample`.
             log_dets: Log-determinants, from :meth:`sample`.
             rows: Number of draws that are not used.
         """
         if not self.flows:
-            return self.summary(None, [], None)
-        return self.summary(normal[rows:, self.cut :], [x[rows:] for x in samples[self.plain :]], log_dets)
+            return self.compute_divergences(None, [], None)
+        flow_draws = [draws[rows:] for draws in samples[self.num_gaussians :]]
+        return self.compute_divergences(normal[rows:, self.flow_start :], flow_draws, log_dets)
 
-    def summary(
-        self, normal: Tensor | None, ends: list[Tensor], log_dets: Tensor | None
+    def compute_divergences(
+        self, normal: Tensor | None, flow_draws: list[Tensor], log_dets: Tensor | None
     ) -> tuple[dict[int, Divergence], Divergence]:
         r"""Returns KL and entropy by layer key and their sums: in closed form for Gaussians, as a mean over draws for flows.
 
@@ -137,16 +172,17 @@ class Gaussians:
                   + \log\frac{w_i}{\sigma_0}\Big) - E[\log|\det|]
 
         Args:
-            normal: Normal numbers :math:`\epsilon` of the flows, ``[draws, numbers]``.
-            ends: Draws :math:`x` of the flows, one tensor each.
+            normal: Normal numbers :math:`\epsilon` of the flows, ``[draws, numbers]``, or None without flows.
+            flow_draws: Draws :math:`x` of the flows, one tensor each.
             log_dets: Log-determinants of the flows, ``[flows, draws]``.
         """
-        cut, loc, width = len(self.mean) if normal is None else self.cut, self.prior_loc, self.prior_scale
+        cut = len(self.mean) if normal is None else self.flow_start
+        loc, width = self.prior_loc, self.prior_scale
         relative_scale = self.deviation[:cut] / width[:cut]
         offset = (self.mean[:cut] - loc[:cut]) / width[:cut]
         square = relative_scale.square() + offset.square() - 1
         if normal is not None:
-            x = ends[0] if len(ends) == 1 else torch.cat(ends, -1)
+            x = flow_draws[0] if len(flow_draws) == 1 else torch.cat(flow_draws, -1)
             sampled = (((x - loc[cut:]) / width[cut:]).square() - normal.square()).mean(0)
             square = torch.cat([square, sampled]) if cut else sampled
         log_deviation = self.log_scale + self.scale.log()
@@ -156,18 +192,9 @@ class Gaussians:
         segments = torch.cat([torch.full((n,), i, device=width.device) for i, n in enumerate(self.sizes)])
         kls, entropies = terms.new_zeros(2, len(self.sizes)).index_add(1, segments, terms).unbind()
         if log_dets is not None:
-            volume = F.pad(log_dets.mean(-1), (self.plain, 0))
-            kls, entropies = kls - volume, entropies + volume
-        return divergences_of(self.layers, kls, entropies)
-
-    def start(self, rows: int, fresh: int, generator: OptionalGenerator, shard: RowShard | None) -> Tensor:
-        """Returns normal numbers for ``rows`` rows and ``fresh`` more. A process with a shard keeps its own rows."""
-        global_rows = rows if shard is None else shard.global_rows(rows)
-        shape = torch.Size((global_rows + fresh, len(self.mean)))
-        normal = standard_normal(shape, self.mean.dtype, self.mean.device, generator)
-        if shard is None:
-            return normal
-        return torch.cat([shard.select(normal[:global_rows], rows), normal[global_rows:]])
+            mean_log_det = F.pad(log_dets.mean(-1), (self.num_gaussians, 0))
+            kls, entropies = kls - mean_log_det, entropies + mean_log_det
+        return count_divergences(self.layers, kls, entropies)
 
 
 def centers(affines: Any) -> Any:
@@ -179,7 +206,7 @@ def centers(affines: Any) -> Any:
     return affines[0].center
 
 
-def divergences_of(
+def count_divergences(
     layers: list[Any], kls: Tensor, entropies: Tensor
 ) -> tuple[dict[int, Divergence], Divergence]:
     """Returns KL and entropy by layer key and their sums, multiplied by the number of vectors that each layer counts."""
@@ -211,9 +238,10 @@ class SharedDraws:
         layers: Noise modules of the network.
         modes: Modes by layer key, which have the seeds and the number of samples.
         device: Device of the draws.
-        seeded: Function that returns a generator with a given seed. By default, one generator is seeded again and again.
+        make_generator: Function from a seed to a generator. By default, one generator is reseeded.
 
     Attributes:
+        vectors: Draws ``[samples, dim]`` of layers of site ``channel``, by layer key.
         order: Layers in the order of their draws. Each takes one generator for every block of draws.
     """
 
@@ -222,12 +250,12 @@ class SharedDraws:
         layers: Sequence[Noise],
         modes: Mapping[int, NoiseMode],
         device: torch.device,
-        seeded: SeededGenerator | None = None,
+        make_generator: SeededGenerator | None = None,
     ) -> None:
         self.layers, self.modes, self.device = dict[int, Noise](), modes, device
-        self.seeded = seeded or torch.Generator(device).manual_seed
+        self.make_generator = make_generator or torch.Generator(device).manual_seed
         self.order: list[Noise] = []
-        self.vectors: dict[int, Tensor] = {}  # [samples, dim] by layer key, of layers of site ``channel``
+        self.vectors: dict[int, Tensor] = {}
         group: list[Any] = []
         others: list[Noise] = []
         for layer in layers:
@@ -255,22 +283,25 @@ class SharedDraws:
         mean, normals = gaussians.mean, []
         self.order += gaussians.layers
         for layer in gaussians.layers:
-            _, samples, seed, _ = self.modes[layer.key]
+            mode = self.modes[layer.key]
             shape, blocks = torch.Size((BLOCK, layer.layout.dim)), []
-            for block_seed in block_seeds(samples, seed):
-                blocks.append(standard_normal(shape, mean.dtype, mean.device, self.seeded(block_seed)))
-            normals.append(torch.cat(blocks)[:samples])
+            for block_seed in block_seeds(mode.samples, mode.seed):
+                blocks.append(
+                    standard_normal(shape, mean.dtype, mean.device, self.make_generator(block_seed))
+                )
+            normals.append(torch.cat(blocks)[: mode.samples])
         return torch.cat(normals, -1)
 
     def _draw_alone(self, layer: Noise) -> None:
         """Draws one layer, or the joint vector of several layers for all of them."""
-        _, samples, seed, _ = self.modes[layer.key]
+        mode = self.modes[layer.key]
+        samples, seed = mode.samples, mode.seed
         if not isinstance(layer, JointPart):
             self.order.append(layer)
-            self.vectors[layer.key] = layer.shared_vectors(samples, seed, self.device, self.seeded)
+            self.vectors[layer.key] = layer.shared_vectors(samples, seed, self.device, self.make_generator)
         elif layer.key not in self.vectors:
             self.order.append(layer)
-            vectors = layer.joint_noise.shared_vectors(samples, seed, self.device, self.seeded)
+            vectors = layer.joint_noise.shared_vectors(samples, seed, self.device, self.make_generator)
             for other in self.layers.values():
                 if isinstance(other, JointPart) and other.joint_noise is layer.joint_noise:
                     self.vectors[other.key] = vectors[:, other.span]
