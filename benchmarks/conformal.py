@@ -321,9 +321,8 @@ def main() -> None:
     options = parser.parse_args()
     options.device = "cpu"
     torch.set_num_threads(options.threads)
-    warnings.simplefilter(
-        "ignore"
-    )  # warnings of the rivals about data types, and of flowbnn about few epochs
+    # warnings of the rivals about data types, and of flowbnn about few epochs
+    warnings.simplefilter("ignore")
     import_rivals()
     versions = {name: importlib.metadata.version(name) for name in ("mapie", "torchcp")}
     print(", ".join(f"{name} {version}" for name, version in versions.items()))

@@ -147,9 +147,8 @@ MADE_OF_OTHERS = (  # what is traced of them is traced in other networks too
 COMPILED = [case for case in NETWORKS if case.compiles and case.name not in MADE_OF_OTHERS]
 
 
-@pytest.mark.filterwarnings(
-    "ignore:The .grad attribute"
-)  # dynamo's own look at the hook's product, where the root is noisy
+# dynamo's own look at the hook's product, where the root is noisy
+@pytest.mark.filterwarnings("ignore:The .grad attribute")
 @pytest.mark.parametrize(
     "cases",
     [pytest.param(COMPILED[i::3], marks=pytest.mark.slow if i else ()) for i in range(3)],

@@ -356,9 +356,8 @@ def test_labels_are_checked_in_every_epoch():
         def __iter__(self):
             Turning.passes += 1
             x, y = blobs().tensors
-            return iter(
-                [(x, torch.full_like(y, -100) if Turning.passes > 3 else y)]
-            )  # from the third epoch on
+            # from the third epoch on
+            return iter([(x, torch.full_like(y, -100) if Turning.passes > 3 else y)])
 
     model = fb.to_stochastic(network(), {"*": fb.noise.NormalAffine()})
     with pytest.raises(FlowBNNError) as caught:

@@ -316,9 +316,8 @@ def test_density_of_two_numbers_has_regions_of_given_mass():
     levels = ax.collections[0].levels[:2]
     radii = [-2.0 * math.log(1 - mass) for mass in (0.9, 0.5)]  # squared radii of the regions, in closed form
     expected = [-0.5 * radius - math.log(2 * math.pi) for radius in radii]
-    np.testing.assert_allclose(
-        levels, expected, atol=0.12
-    )  # four standard errors of the quantile of 4,000 draws
+    # four standard errors of the quantile of 4,000 draws
+    np.testing.assert_allclose(levels, expected, atol=0.12)
     assert texts(ax) == ["data", "samples"]
     plots.close(ax)
     with pytest.raises(FlowBNNError) as error:

@@ -176,9 +176,8 @@ def test_targets_in_any_unit_are_learned_like_standardized_ones(unit, center):
     in_units = center + unit * (loc + scale * expected.mean)
     torch.testing.assert_close(predicted.mean, in_units, rtol=1e-3, atol=0.02 * unit)
     torch.testing.assert_close(predicted.std, unit * scale * expected.std, rtol=1e-2, atol=0)
-    torch.testing.assert_close(
-        scaled.model(x), predicted.mean
-    )  # the network returns the units of the targets
+    # the network returns the units of the targets
+    torch.testing.assert_close(scaled.model(x), predicted.mean)
     low, high = predicted.interval(0.9)
     assert 0.8 < float(((low < y) & (y < high)).float().mean()) < 0.99
 

@@ -71,9 +71,8 @@ def test_the_report_uses_the_initial_units():
         validation=None,
     )
     size = residual(network(), curve(500, 0, 1e3, 5e3))
-    divergence = 51 * (
-        math.log(5.0) + 0.5 / 5.0**2 - 0.5
-    )  # KL of 51 normals of width 0.1 to priors of width 0.5
+    # KL of 51 normals of width 0.1 to priors of width 0.5
+    divergence = 51 * (math.log(5.0) + 0.5 / 5.0**2 - 0.5)
     assert posterior.report.elbo.before == pytest.approx(-best_nll(size) - divergence / 500, abs=0.01)
     assert posterior.report.elbo.after > posterior.report.elbo.before + 0.5
 

@@ -154,9 +154,8 @@ def to_stochastic(
         warn_mostly_plain(model)
     for module in model.modules():
         if isinstance(module, nn.TransformerEncoder) and module.use_nested_tensor:
-            module.use_nested_tensor = (
-                False  # nested tensors bypass the forward of the layers, and so the noise
-            )
+            # nested tensors bypass the forward of the layers, and so the noise
+            module.use_nested_tensor = False
             vars(module)["flowbnn_nested"] = True
     if any(kind.__name__ == "LightningModule" for kind in type(model).__mro__):
         # a callback warns of a training without the KL divergence
@@ -167,9 +166,8 @@ def to_stochastic(
 def _lightning_callbacks(module: Any) -> list[Any]:
     """Returns the callbacks of a ``LightningModule``, and one that warns of training without the KL divergence."""
     callbacks = type(module).configure_callbacks(module)
-    guard = import_module(
-        "flowbnn.integrations.lightning"
-    ).KLGuard()  # a higher package, used by Lightning only
+    # a higher package, used by Lightning only
+    guard = import_module("flowbnn.integrations.lightning").KLGuard()
     return [*(callbacks if isinstance(callbacks, list | tuple) else [callbacks]), guard]
 
 

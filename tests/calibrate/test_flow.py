@@ -61,9 +61,8 @@ def test_flow_gains_if_the_posterior_is_not_gaussian():
     assert fit.better
     ours, theirs = (fb.diagnostics.pareto_k(q, data, 2000, seed=99) for q in (fit.posterior, gaussian))
     assert ours.elbo > theirs.elbo + 2 * math.hypot(ours.elbo_error, theirs.elbo_error)
-    assert ours.evidence - ours.elbo < 0.5 * (
-        ours.evidence - theirs.elbo
-    )  # half of the gap of the best Gaussian
+    # half of the gap of the best Gaussian
+    assert ours.evidence - ours.elbo < 0.5 * (ours.evidence - theirs.elbo)
 
 
 def test_gradient_has_no_variance_at_the_exact_posterior():

@@ -18,9 +18,8 @@ def test_methods_and_candidates_correspond():
         method = candidate.make(epochs=7, lr=0.5, prior_scale=2.0)
         assert type(method) is candidate.method
         assert (method if candidate.inner is None else method.method).epochs == 7
-        assert (
-            candidate.method is not NodeNoise or method.prior_scale == 0.5
-        )  # the scale of the noise, not of the weights
+        # the scale of the noise, not of the weights
+        assert candidate.method is not NodeNoise or method.prior_scale == 0.5
 
 
 def test_short_runs_have_valid_settings():

@@ -12,9 +12,8 @@ from flowbnn.errors import FlowBNNWarning
 def test_mean_and_standard_deviation():
     result = summary([1.0, 2.0, 4.0], published=3.0)
     assert result["mean"] == pytest.approx(7 / 3, abs=1e-15)
-    assert result["std"] == pytest.approx(
-        math.sqrt(7 / 3), abs=1e-15
-    )  # ((4/3)^2 + (1/3)^2 + (5/3)^2) / 2 = 42/18
+    # ((4/3)^2 + (1/3)^2 + (5/3)^2) / 2 = 42/18
+    assert result["std"] == pytest.approx(math.sqrt(7 / 3), abs=1e-15)
     assert result["per_seed"] == [1.0, 2.0, 4.0]
     assert result["published"] == 3.0
 

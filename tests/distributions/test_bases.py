@@ -38,9 +38,8 @@ def test_mixture_equals_torch():
     ours = NormalMixture(loc, scale)
     theirs = MixtureSameFamily(Categorical(torch.ones(3)), Independent(Normal(loc, scale), 1))
     x = torch.randn(7, 2, dtype=torch.float64)
-    torch.testing.assert_close(
-        ours.log_prob(x), theirs.log_prob(x), rtol=0, atol=1e-7
-    )  # torch's mixture has float32 weights
+    # torch's mixture has float32 weights
+    torch.testing.assert_close(ours.log_prob(x), theirs.log_prob(x), rtol=0, atol=1e-7)
     torch.testing.assert_close(ours.mean, theirs.mean.double(), rtol=0, atol=1e-7)
     torch.testing.assert_close(ours.variance, theirs.variance.double(), rtol=0, atol=1e-7)
     assert ours.rsample((4, 2)).shape == (4, 2, 2)

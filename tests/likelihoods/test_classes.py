@@ -74,9 +74,8 @@ def test_soft_labels_are_expectations_over_labels():
     )
     predictive = likelihood.predictive(logits[None])
     for name, value in predictive.evaluate(soft).items():
-        if (
-            name != "ece"
-        ):  # the other scores are sums over examples, so that their expectation is a sum over labels
+        # the other scores are sums over examples, so that their expectation is a sum over labels
+        if name != "ece":
             single = [
                 [
                     likelihood.predictive(logits[None, i : i + 1]).evaluate(label[None])[name]

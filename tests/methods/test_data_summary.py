@@ -60,9 +60,8 @@ CASES = {
 }
 
 
-@pytest.mark.filterwarnings(
-    "ignore::flowbnn.errors.FlowBNNWarning"
-)  # a short fit leaves the noise at its prior
+# a short fit leaves the noise at its prior
+@pytest.mark.filterwarnings("ignore::flowbnn.errors.FlowBNNWarning")
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("method", [fb.NodeNoise(epochs=1), fb.MCDropout(epochs=1), fb.MLE(epochs=1)])
 def test_passes_and_readings_before_the_first_step(case, method):

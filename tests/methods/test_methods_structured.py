@@ -27,9 +27,8 @@ METHODS = {
 
 PAIRS = [f"{method}, {problem}" for method in METHODS for problem in POSITIONS]
 SIZE = len(POSITIONS)
-DIAGONAL = [
-    pair for i, pair in enumerate(PAIRS) if i // SIZE % SIZE == i % SIZE
-]  # every method, every problem
+# every method, every problem
+DIAGONAL = [pair for i, pair in enumerate(PAIRS) if i // SIZE % SIZE == i % SIZE]
 
 
 @pytest.mark.filterwarnings("ignore::flowbnn.errors.FlowBNNWarning")

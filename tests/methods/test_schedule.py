@@ -87,9 +87,8 @@ class Killed(list):
             yield batch
 
 
-@pytest.mark.filterwarnings(
-    "ignore::flowbnn.errors.FlowBNNWarning"
-)  # so few examples leave the noise at its prior
+# so few examples leave the noise at its prior
+@pytest.mark.filterwarnings("ignore::flowbnn.errors.FlowBNNWarning")
 def test_a_fit_ends_at_the_plateau_also_after_an_interruption(tmp_path):
     torch.manual_seed(0)
     inputs, labels = rings(96, 1)
@@ -111,9 +110,8 @@ def test_a_fit_ends_at_the_plateau_also_after_an_interruption(tmp_path):
     assert rates[-1] == 0.0
     for name, done in (("early", plateau // 2), ("late", plateau + 1)):
         with pytest.raises(KeyboardInterrupt):
-            fit(
-                Killed(batches, at=12 * (1 + done) + 7), checkpoint=tmp_path / name
-            )  # one reading precedes training
+            # one reading precedes training
+            fit(Killed(batches, at=12 * (1 + done) + 7), checkpoint=tmp_path / name)
         resumed = fit(batches, checkpoint=tmp_path / name, resume=True)
         assert resumed.history.records == complete.history.records
         for a, b in zip(complete.model.parameters(), resumed.model.parameters(), strict=True):

@@ -62,9 +62,8 @@ def test_sample_is_the_first_network_of_a_prediction(case, site):
     assert bool(beside) == (site == "position" or case.name not in IN_WEIGHTS)
 
 
-@pytest.mark.filterwarnings(
-    "ignore:The tensor attribute:UserWarning"
-)  # torch's own recurrent layers, noise or not
+# torch's own recurrent layers, noise or not
+@pytest.mark.filterwarnings("ignore:The tensor attribute:UserWarning")
 @pytest.mark.parametrize("site", ["channel", "position"])
 @pytest.mark.parametrize(
     "name", ["conv-batchnorm-without-bias", "cross-attention", "gru-cell", "tied-weights"]

@@ -87,9 +87,8 @@ def test_summaries_of_positions_have_the_values_of_all_samples():
     assert summary.evaluate(targets) == pytest.approx(prediction.evaluate(targets))
     torch.testing.assert_close(summary[1:].entropy, prediction[1:].entropy)
     stored = sum(value[0].numel() for value in summary._values.values())
-    assert stored <= 20 * (
-        3 + 6
-    )  # a few numbers for each position besides the classes, whatever the number of samples
+    # a few numbers for each position besides the classes, whatever the number of samples
+    assert stored <= 20 * (3 + 6)
     with pytest.raises(FlowBNNError) as caught:
         summary.variance  # noqa: B018
     assert caught.value.argument == "keep_samples"

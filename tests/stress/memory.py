@@ -86,9 +86,8 @@ def stress(
                 size, problem = run_in_fork(partial(measure, name, action, rows, number, False), 300.0)
                 growth += sign * side * (size or 0.0)
                 failure = failure or problem
-        additional = (
-            0.75 * num_rows * (samples - FEW_SAMPLES) * 2 * 4 / 2**20
-        )  # MiB of two outputs in single precision
+        # MiB of two outputs in single precision
+        additional = 0.75 * num_rows * (samples - FEW_SAMPLES) * 2 * 4 / 2**20
         if not failure and growth > additional:
             failure = f"{growth:.0f} MiB more at {samples} than at {FEW_SAMPLES} samples, for {0.75 * num_rows:,.0f} more rows"
         largest = result.maxima.get("MiB for more samples", 0.0)

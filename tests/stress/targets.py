@@ -34,9 +34,8 @@ def predict(method: str, targets: Tensor) -> Any:
 def try_units(method: str, offset: float, scale: float) -> str:
     """Returns a description of the difference that the units of the targets make, or an empty string."""
     if 1e-2 <= scale <= 1e2 and abs(offset) <= 1e2:
-        return (
-            ""  # a network that predicts in these units already is left as it is, and learns in other steps
-        )
+        # a network that predicts in these units already is left as it is, and learns in other steps
+        return ""
     standard = torch.randn(NUM_ROWS, 2, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     targets = offset + scale * standard
     rounding = 1e-16 * abs(offset) / scale  # of the targets themselves, in units of their spread

@@ -55,9 +55,8 @@ def test_sigmoid_with_a_margin_reaches_zero_and_one(dtype: torch.dtype) -> None:
     torch.testing.assert_close(z, torch.tensor([-2.94443897917, 2.94443897917], dtype=dtype))
     torch.testing.assert_close(log_det, torch.full_like(ends, 2.94166505228))
     torch.testing.assert_close(transform(z), (ends, -log_det), atol=1e-6, rtol=1e-6)
-    torch.testing.assert_close(
-        transform.inverse(middle)[1], torch.full_like(middle, 1.28093384546)
-    )  # log 3.6
+    # log 3.6
+    torch.testing.assert_close(transform.inverse(middle)[1], torch.full_like(middle, 1.28093384546))
 
 
 @EVERY_MAP

@@ -67,9 +67,8 @@ class Stochastic:
     base: Any
     points: Tensor
     density: Callable[[Any, Tensor], Tensor]
-    log_scale: float = (
-        0.5  # added to the log-scales of the noise, because weights of narrow noise have infinite variance
-    )
+    # added to the log-scales of the noise, because weights of narrow noise have infinite variance
+    log_scale: float = 0.5
 
 
 def integers(transform: Transform, x: Tensor) -> Tensor:

@@ -326,9 +326,8 @@ def test_training_step_can_be_compiled_with_progress_as_tensor() -> None:
     torch.testing.assert_close(results[2][0], -logs["elbo"])
     assert not fb.vae.VAE((1, 4, 4), 2, hidden=(4,), prior=fb.flows.FFJORD(2)).capturable
     assert fb.flows.Glow((1, 4, 4), levels=1, hidden=(4,)).capturable
-    assert not fb.flows.ResidualFlow(
-        (1, 4, 4), levels=1, hidden=(4,)
-    ).capturable  # it draws the number of terms of a series
+    # it draws the number of terms of a series
+    assert not fb.flows.ResidualFlow((1, 4, 4), levels=1, hidden=(4,)).capturable
     with pytest.raises(fb.FlowBNNError) as caught:
         objective.check_batch((2 * x + 1,))
     assert (caught.value.kind, caught.value.argument) == ("data", "x")

@@ -126,9 +126,8 @@ class EnsemblePosterior(MemberPosterior):
             point.likelihood.log_scale.detach() for point in points if learns_noise(point.likelihood)
         ]
         likelihood = deepcopy(points[0].likelihood)
-        with (
-            torch.no_grad()
-        ):  # other parameters of a likelihood, such as the noise scales of its heads, are averaged
+        # other parameters of a likelihood, such as the noise scales of its heads, are averaged
+        with torch.no_grad():
             for parameter, *values in zip(
                 likelihood.parameters(), *(point.likelihood.parameters() for point in points), strict=True
             ):

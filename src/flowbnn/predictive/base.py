@@ -100,9 +100,8 @@ class Predictive(ABC):
         """Number of samples of each input, ``[B]``."""
         if self._sample_counts is not None:
             return self._sample_counts[0]
-        values = self._tensors[
-            0
-        ]  # its shape, because len() would fix the number of inputs of an exported graph
+        # its shape, because len() would fix the number of inputs of an exported graph
+        values = self._tensors[0]
         return torch.full((values.shape[1],), self.num_samples, device=values.device)
 
     @cached_property

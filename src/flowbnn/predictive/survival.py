@@ -247,9 +247,8 @@ class WeibullPredictive(SurvivalPredictive):
 
     @staticmethod
     def standard_log_survival(z: Tensor) -> Tensor:
-        inner = z.clamp_max(
-            30.0
-        )  # beyond it, exp(z) continues along its tangent, so that gradients stay finite
+        # beyond it, exp(z) continues along its tangent, so that gradients stay finite
+        inner = z.clamp_max(30.0)
         return -inner.exp() * (1.0 + (z - inner))
 
     @staticmethod

@@ -171,9 +171,8 @@ class RunState:
         }
         for name, words in describe_layers(self.objective).items():
             layer = strip_prefix(name, self.name_prefix)
-            if layer or (
-                name and "=" in words
-            ):  # the functions of the network itself, whose class may differ
+            # the functions of the network itself, whose class may differ
+            if layer or (name and "=" in words):
                 self.invariants[f"layer '{layer or 'network'}'"] = words
         for layer, facts in self.structure.items():
             self.invariants |= {f"{key} of layer '{layer}'": repr(value) for key, value in facts.items()}

@@ -408,9 +408,8 @@ class TrainingRun:
         self.process.synchronize_buffers(self.objective)
         self.state.last_step_rng = self.random.state() if self.path is not None else None
         if (self.validate is not None or self.options.callbacks) and self.state.saved_step != position.step:
-            with (
-                interrupts.defer()
-            ):  # validation and callbacks may take long or fail; a resumed run begins with them
+            # validation and callbacks may take long or fail, and are repeated if the run is resumed
+            with interrupts.defer():
                 self.save()
         record = self.means() | {"learning_rate": float(self.optimizer.param_groups[0]["lr"])}
         if self.validate is not None:
@@ -446,6 +445,7 @@ class TrainingRun:
         return any(map(_is_true, results))
 
     def _record_epoch(self, record: dict[str, float], stop: bool) -> None:
+        """Ends an epoch: schedule, early stopping, record and checkpoint. The run ends if ``stop``."""
         position, options, state = self.position, self.options, self.state
         self.is_updating = True
         if self.schedule is not None and options.schedule_every == "epoch":

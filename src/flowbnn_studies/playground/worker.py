@@ -239,9 +239,8 @@ class Process:
                 continue
             number = message["cancel"]
             with self.lock:
-                if (
-                    number == self.current and number not in self.cancelled
-                ):  # at most one interrupt of a command
+                # at most one interrupt of a command
+                if number == self.current and number not in self.cancelled:
                     _thread.interrupt_main()
                 self.cancelled.add(number)
         os._exit(0)

@@ -83,9 +83,8 @@ PROBLEMS = {
     "lenet": ProblemSize("Fashion-MNIST, LeNet, D = 467, N = 1,000", 1000, 1000, 1000),
 }
 LARGE, LARGE_SEEDS = ("conv", "lenet"), 3  # problems that need a GPU, and their number of seeds
-CHOICE_SEED = (
-    500_000  # added to the seed of draws that choose a posterior, which differ from those that measure it
-)
+# added to the seed of draws that choose a posterior, which differ from those that measure it
+CHOICE_SEED = 500_000
 COLUMNS = {
     "gap": ("Gap", "lower", ".2f", "Log-evidence minus ELBO in nats: the KL divergence to the exact posterior."),
     "per_example": ("Gap per example", "lower", ".4f", "Gap divided by the number of examples."),

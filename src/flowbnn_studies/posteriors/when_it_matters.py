@@ -190,9 +190,8 @@ def sorted_line(
 ) -> dict[str, Any]:
     """Returns a line of a figure, sorted by x."""
     order = sorted(range(len(keys)), key=lambda index: x[index] if math.isfinite(x[index]) else math.inf)
-    sorted_x = [
-        x[index] if x[index] > 0 else None for index in order
-    ]  # the axis is logarithmic, so only positive values are shown
+    # the axis is logarithmic, so only positive values are shown
+    sorted_x = [x[index] if x[index] > 0 else None for index in order]
     return line(label, sorted_x, (parts.values(keys[index], metric) for index in order))
 
 

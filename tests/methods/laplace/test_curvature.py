@@ -97,9 +97,8 @@ def test_kronecker_factors_of_convolution_and_linear_layers():
     posterior = fb.Laplace("kron", layers="all", prior_scale=SCALE, epochs=0).fit(
         network, truth.batches(inputs, labels), **QUIET
     )
-    assert posterior.names == [
-        f"{n}.{k}" for n in (0, 4, 7) for k in ("weight", "bias")
-    ]  # normalization layers are excluded
+    # normalization layers are excluded
+    assert posterior.names == [f"{n}.{k}" for n in (0, 4, 7) for k in ("weight", "bias")]
     hidden = network[0](inputs)
     offset = torch.zeros_like(hidden, requires_grad=True)
     outputs = network[1:]((hidden + offset).clone())

@@ -59,9 +59,8 @@ def test_network_without_vmap_support_is_sampled():
 
         def forward(self, x):
             outputs = self.layer(x)
-            return (
-                outputs * 0.5 if outputs.detach().sum().item() > 1e9 else outputs
-            )  # vmap does not support .item()
+            # vmap does not support .item()
+            return outputs * 0.5 if outputs.detach().sum().item() > 1e9 else outputs
 
     posterior = small().fit(Branching(), [blobs(30).tensors], seed=0, **QUIET)
     assert len(posterior) == 12

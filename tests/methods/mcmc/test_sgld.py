@@ -97,9 +97,8 @@ def test_step_follows_the_formula():
     noise = torch.randn(2, dtype=torch.float64)
     torch.manual_seed(5)
     optimizer.step()
-    metric = 1.0 / (
-        0.2 + torch.tensor([0.3, 0.0], dtype=torch.float64)
-    )  # the first step replaces the mean square
+    # the first step replaces the mean square
+    metric = 1.0 / (0.2 + torch.tensor([0.3, 0.0], dtype=torch.float64))
     drift = torch.tensor([0.3 + 0.5, -1.0], dtype=torch.float64)
     expected = (
         torch.tensor([1.0, -2.0]).double() - 0.1 * metric * drift + (2 * 0.1 * metric / 10).sqrt() * noise

@@ -113,9 +113,8 @@ def test_warning_if_the_elbo_decreases():
     assert loss.fields["after"] < loss.fields["before"]
 
 
-@pytest.mark.filterwarnings(
-    "ignore::flowbnn.errors.FlowBNNWarning"
-)  # wide predictions, layers that have not moved
+# wide predictions, layers that have not moved
+@pytest.mark.filterwarnings("ignore::flowbnn.errors.FlowBNNWarning")
 def test_the_elbo_is_compared_at_the_better_noise_scale():
     """The noise scale of the predictions leaves out the spread of the draws. There the ELBO of wide draws is low."""
     network, _, _ = trained(curve, 1)
@@ -203,9 +202,8 @@ def test_one_warning_for_each_problem():
     assert collapsed_layers(caught, "prior") == [f"deep.{number}" for number in range(8)]
 
 
-@pytest.mark.filterwarnings(
-    "ignore::flowbnn.errors.FlowBNNWarning"
-)  # a short fit leaves the noise at its prior
+# a short fit leaves the noise at its prior
+@pytest.mark.filterwarnings("ignore::flowbnn.errors.FlowBNNWarning")
 def test_networks_whose_buffers_are_resized_have_a_report():
     class Cached(nn.Linear):
         def __init__(self, *sizes):

@@ -70,9 +70,8 @@ def test_mixture_kl_against_quadrature(parameters):
 
 
 def test_log_uniform_kl_against_quadrature():
-    grid = torch.linspace(
-        -9.0, 9.0, 400_000, dtype=torch.float64
-    )  # an even number, so that no point is at the pole
+    # an even number, so that no point is at the pole
+    grid = torch.linspace(-9.0, 9.0, 400_000, dtype=torch.float64)
     density = Normal(torch.zeros((), dtype=torch.float64), 1.0).log_prob(grid).exp()
 
     def exact(alpha: float) -> float:  # minus its limit for alpha to infinity

@@ -123,9 +123,8 @@ def test_spatial_kinds_keep_constant_images(kind):
 def test_defocus_spreads_a_point_over_a_disk():
     point = torch.zeros(1, 1, 9, 9, dtype=torch.float64)
     point[..., 4, 4] = 1.0
-    result = corrupt(point, "defocus", 1)[
-        0, 0
-    ]  # radius 0.6: segments of the circle beyond half a pixel, and no corner
+    # radius 0.6: segments of the circle beyond half a pixel, and no corner
+    result = corrupt(point, "defocus", 1)[0, 0]
     segment = 0.36 * math.acos(0.5 / 0.6) - 0.5 * math.sqrt(0.36 - 0.25)
     assert float(result[4, 5]) == pytest.approx(segment / (math.pi * 0.36), rel=0.02)
     assert float(result.sum()) == pytest.approx(1.0)

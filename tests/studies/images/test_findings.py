@@ -107,9 +107,8 @@ def test_row_with_fewer_seeds_is_marked_and_never_best():
         (result_table,) = make_tables(results)
         row = next(row for row in result_table.rows if row.label.startswith("Best: mixture noise, position"))
         assert row.label.endswith("(1 of 5 seeds)") == (number == 1)
-        assert all(
-            cell.best == (number == 5) for cell in row.cells[:3]
-        )  # all rows have the same fourth value
+        # all rows have the same fourth value
+        assert all(cell.best == (number == 5) for cell in row.cells[:3])
         assert sum(cell.best for table_row in result_table.rows for cell in table_row.cells) == 3
         text = answer(current, VARIANTS, CLASSIFICATION, VGG16_CIFAR10)
         assert ("Accuracy 0.9900 (Best: mixture noise, position" in text) == (number == 5)
@@ -230,9 +229,8 @@ def test_influence_of_the_test_set_is_noted():
         assert not set(image_study.remarks) & set(quick)
 
 
-@pytest.mark.parametrize(
-    "scale", [0.5, 1.0, 1.5, 2.0, 3.7]
-)  # factor of the log-odds of a method relative to the deterministic network
+# factor of the log-odds of a method relative to the deterministic network
+@pytest.mark.parametrize("scale", [0.5, 1.0, 1.5, 2.0, 3.7])
 def test_matched_nll_equals_the_exact_value(scale):
     # two images with log-odds of log 4 for the class 0, of which one is right: -(log 0.8 + log 0.2) / 2
     odds = torch.tensor([[math.log(4.0), 0.0]], dtype=torch.float64).repeat(2, 1)
@@ -251,6 +249,5 @@ def test_matched_nll_equals_the_exact_value(scale):
     assert matched.mean("best-plain", "shift_matched_nll") == pytest.approx(truth, abs=1e-9)
     assert matched.mean("best-swag", "shift_matched_nll") == pytest.approx(truth, abs=1e-4)
     assert not matched.values("best-ensemble", "shift_matched_nll")
-    assert (
-        nll_at_entropy(curves["best-plain"], math.log(2.0)) is None
-    )  # no finite temperature gives the largest entropy
+    # no finite temperature gives the largest entropy
+    assert nll_at_entropy(curves["best-plain"], math.log(2.0)) is None

@@ -82,9 +82,8 @@ def test_study_runs_in_parts(tmp_path):
     ]
     assert redrawn["data"]["panels"][4]["levels"]
     assert len(json.dumps(results)) < 400_000
-    assert not list(
-        (tmp_path / name / "checkpoints").glob("best-*")
-    )  # networks that nothing starts from are deleted
+    # networks that nothing starts from are deleted
+    assert not list((tmp_path / name / "checkpoints").glob("best-*"))
     assert list((tmp_path / name / "checkpoints").glob("xiong-plain-seed0/posterior.safetensors"))
 
 

@@ -31,9 +31,8 @@ def test_study_runs(tmp_path, monkeypatch):
     assert not {f"{key}_blobs" for key in CHAIN_METRICS} & {key for row in rows.values() for key in row}
     assert "no chains have converged" in results["answer"]
     assert "R-hat is above 1.01: blobs seed 0, exact (" in results["notes"][-1]
-    assert (
-        seeds.count(study.CHOICE_SEED) == 4
-    )  # for the full covariance and the flow; other draws choose than measure
+    # for the full covariance and the flow; other draws choose than measure
+    assert seeds.count(study.CHOICE_SEED) == 4
     assert set(seeds) == {0, study.CHOICE_SEED}
 
 

@@ -106,9 +106,8 @@ def test_page_has_every_text_and_number(
 def test_page_loads_nothing(page: str) -> None:
     reader = Reader(page)
     assert all(load.startswith(("data:", "#")) for load in reader.loads)
-    cited = [
-        reference.link for reference in REFERENCES if reference.link
-    ]  # links to click on, nothing is loaded
+    # links to click on, nothing is loaded
+    cited = [reference.link for reference in REFERENCES if reference.link]
     assert [link for link in reader.links if not link.startswith("#")] == cited
     assert "http://" not in page
     assert page.count("https://") == len(cited)
