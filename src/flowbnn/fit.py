@@ -7,7 +7,7 @@ from torch import nn
 from flowbnn.data.formats import columns_of
 from flowbnn.methods.fitting import hold_out
 from flowbnn.methods.variational.initial_state import InitialState
-from flowbnn.methods.variational.noise_fit import NoiseFitOptions, check_trainable, maximize_elbo
+from flowbnn.methods.variational.noise_fit import FitData, NoiseFitOptions, check_trainable, maximize_elbo
 from flowbnn.methods.variational.report import finish_fit
 from flowbnn.methods.variational.verification import verify_fit
 from flowbnn.networks import copy_network, select_output, set_input_columns, unwrap_compiled
@@ -83,7 +83,7 @@ def fit(network: nn.Module, loader: Any, *, inplace: bool = False, **options: An
     check_trainable(model, fit_options)
     loader = fit_options.training_loader(loader)
     set_input_columns(model, columns_of(loader))
-    training, training_options = hold_out(loader, fit_options)
-    finished = maximize_elbo(model, training, training_options, InitialState.of(model))
-    decision = verify_fit(finished, (loader, fit_options), (training, training_options))
+    training = FitData(*hold_out(loader, fit_options))
+    finished = maximize_elbo(model, *training, InitialState.of(model))
+    decision = verify_fit(finished, FitData(loader, fit_options), training)
     return finish_fit(decision, fit_options.report, fit_options.progress)

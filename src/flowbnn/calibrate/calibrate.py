@@ -22,10 +22,10 @@ from flowbnn.calibrate.cross_validation import (
     predict_refit,
     predict_scaled,
 )
+from flowbnn.calibrate.data_limits import find_limits, hard_labels, warn_unreliable
 from flowbnn.calibrate.flow import FlowFit
 from flowbnn.calibrate.mixture import predict_mixture
 from flowbnn.calibrate.problem import CalibrationProblem, HeldOutData, PriorName, read_held_out
-from flowbnn.calibrate.unfit_data import find_limits, hard_labels, warn_unreliable
 from flowbnn.convert import Rule
 from flowbnn.errors import FlowBNNError, nonfinite_error, requirement_error, warn
 from flowbnn.likelihoods import Bernoulli, Categorical

@@ -277,8 +277,7 @@ def predict_noise(
                 def show_pass(number: int, elbo: float, labels: Sequence[str] = labels) -> None:
                     bar.update(values=[f"ELBO {elbo:.4g}", *labels, f"pass {number}"])
 
-                arguments = training, group, prior, samples, start, show_pass
-                results[-1][prior] = predict_fold(problem, *arguments)
+                results[-1][prior] = predict_fold(problem, training, group, prior, samples, start, show_pass)
                 start = results[-1][prior].gaussian
                 bar.update(bar.completed + 1)
     fold_predictions = [

@@ -153,7 +153,14 @@ def score(vector: InputNoise, value: Tensor) -> Tensor:
 
 @torch.no_grad()
 def _elbo_terms(vectors: list[InputNoise], target: NoiseTarget, draws: int, stream: int) -> Tensor:
-    """Returns the contribution of each draw to the ELBO, ``[S]``. Posteriors of equal shape share their random numbers."""
+    """Returns the contribution of each draw to the ELBO, ``[S]``.
+
+    Args:
+        vectors: Noise vectors with the posterior.
+        target: Log-density of data and noise.
+        draws: Number of draws.
+        stream: Number of the stream of random numbers. Posteriors of equal shape share the numbers of a stream.
+    """
     generator = torch.Generator(target.device).manual_seed(target.seed + 7919 * stream)
     samples = [vector.posterior().rsample_and_log_prob((draws,), generator) for vector in vectors]
     density = torch.stack([log_prob.double() for _, log_prob in samples]).sum(0)

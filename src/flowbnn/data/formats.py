@@ -388,8 +388,10 @@ def _entry(batch: Any, name: str, column: Any) -> Any:
 
 def _frame_entry(frame: Any, name: str, column: Any) -> Any:
     """Returns one or several columns of a data frame, as it has them."""
-    if column is None or callable(column):
-        return column and column(frame)
+    if column is None:
+        return None
+    if callable(column):
+        return column(frame)
     if isinstance(column, tuple):
         return tuple(_frame_entry(frame, name, entry) for entry in column)
     labels = list(frame.columns)

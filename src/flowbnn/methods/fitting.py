@@ -18,9 +18,7 @@ from flowbnn.batches import (
     split_weighted_batch,
 )
 from flowbnn.errors import FlowBNNError, warn
-from flowbnn.likelihoods import (
-    Likelihood,
-)
+from flowbnn.likelihoods import Likelihood
 from flowbnn.methods.data_summary import check_loader, count_examples, first_batch
 from flowbnn.methods.fit_options import AnyFitOptions, FitOptions
 from flowbnn.methods.loader_split import split_loader

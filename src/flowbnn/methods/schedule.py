@@ -107,10 +107,8 @@ class PlateauRun:
         last = self.max_epochs - self.max_epochs // 3 if self.decay else self.max_epochs
         self.plateau_epoch, self.elbo_gain, self.elbo_drop = last, 0.0, 0.0
         self.cut_epochs: list[int] = []
-        earliest = min(self.skip_epochs + 2 * self.window, last)
-        for epoch in range(earliest, min(len(values), last) + 1):
-            if epoch < earliest:
-                continue
+        epoch = min(self.skip_epochs + 2 * self.window, last)
+        while epoch <= min(len(values), last):
             self.elbo_gain = elbo_gain(values[:epoch], self.window)
             drop = 0.0
             if self.monitor == "elbo":
@@ -118,10 +116,13 @@ class PlateauRun:
             if drop > self.schedule.max_drop:
                 self.cut_epochs.append(epoch)
                 self.elbo_drop = max(self.elbo_drop, drop)
-                earliest = min(epoch + 2 * self.window, last)
-            elif self.elbo_gain <= self.schedule.tolerance:
+                # two windows at the lower rates, but at least one epoch, so that the loop ends
+                epoch = max(epoch + 1, min(epoch + 2 * self.window, last))
+                continue
+            if self.elbo_gain <= self.schedule.tolerance:
                 self.plateau_epoch = epoch
                 break
+            epoch += 1
         return self.plateau_epoch + self.decay_epochs
 
     @property

@@ -188,12 +188,13 @@ class Posterior:
             inputs = as_inputs(inputs, columns=self.columns)
         if is_batch(inputs):
             check_finite(inputs)
-            with self._start(inputs, options) as prediction:
-                if fits := prediction.output_bytes(inputs) <= KEPT_BYTES[options.keep_samples]:
+            outputs = None
+            with self._open_prediction(inputs, options) as prediction:
+                if prediction.output_bytes(inputs) <= KEPT_BYTES[options.keep_samples]:
                     outputs, counts = self._batch_outputs(inputs, prediction)
-            if fits:
+            if outputs is not None:
                 return self._predictive_or_error(outputs, counts, inputs, options)
-        return self._predict_loader(inputs, options)[0]
+        return self._predict_groups(inputs, options)[0]
 
     @checked
     @accepts_options_of(PredictOptions)
@@ -209,21 +210,21 @@ class Posterior:
         """
         predict_options = PredictOptions(samples, **options)
         loader = as_inputs(inputs, columns=self.columns)
-        return self._predict_loader(loader, predict_options, score=True)
+        return self._predict_groups(loader, predict_options, score=True)
 
-    def _predict_loader(
+    def _predict_groups(
         self, inputs: Any, options: PredictOptions, score: bool = False
     ) -> tuple[Any, Tensor | None]:
-        """Returns the predictive distribution and the targets of a loader, or None.
+        """Predicts groups of rows one after the other. Returns the predictive distribution, and the targets or None.
 
         Args:
-            inputs: Inputs or a loader.
+            inputs: Loader, or a batch whose outputs need much memory.
             options: Options of the prediction.
             score: If True, summaries have the scores of the targets.
         """
         summaries, targets = SummaryCollector(), list[Tensor]()
 
-        def consume(outputs: Tensor, sample_counts: Tensor | None, values: Tensor | None) -> bool:
+        def summarize_rows(outputs: Tensor, sample_counts: Tensor | None, values: Tensor | None) -> bool:
             """Adds the summary of some rows. Returns False if their predictive distribution has none."""
             rows_targets = None if values is None else self.likelihood.canonical_targets(values)
             bytes_per_row = outputs[:, :1].numel() * outputs.element_size()
@@ -241,10 +242,11 @@ class Posterior:
             targets.extend([] if rows_targets is None else [rows_targets])
             return True
 
-        outputs, counts, values = self._collect_loader(inputs, options, consume)
-        reduce = summaries.num_rows > 0 or options.keep_samples is False
-        complete = summaries.num_rows > 0 and not outputs.shape[1]
-        if complete or (reduce and consume(outputs, counts, values)):
+        outputs, counts, values = self._collect_groups(inputs, options, summarize_rows)
+        has_summaries, has_rows_left = summaries.num_rows > 0, outputs.shape[1] > 0
+        if (has_summaries and not has_rows_left) or (
+            (has_summaries or options.keep_samples is False) and summarize_rows(outputs, counts, values)
+        ):
             return summaries.result(), join_padded(targets, fill=IGNORED) if targets else None
         predictive = self._predictive_or_error(outputs, counts, inputs, options)
         return predictive, None if values is None else self.likelihood.canonical_targets(values)
@@ -257,12 +259,12 @@ class Posterior:
             options: Options of the prediction.
         """
         if not is_batch(inputs):
-            return self._collect_loader(inputs, replace(options, keep_samples=True))
+            return self._collect_groups(inputs, replace(options, keep_samples=True))
         check_finite(inputs)
-        with self._start(inputs, options) as prediction:
+        with self._open_prediction(inputs, options) as prediction:
             return *self._batch_outputs(inputs, prediction), None
 
-    def _start(self, inputs: Any, options: PredictOptions) -> Prediction:
+    def _open_prediction(self, inputs: Any, options: PredictOptions) -> Prediction:
         """Returns a new prediction. Raises FlowBNNError for options that this posterior does not support."""
         name, argument, message = type(self).__name__, "", ""
         if not hasattr(inputs, "__iter__"):
@@ -278,16 +280,16 @@ class Posterior:
             raise FlowBNNError(message, kind="unsupported", argument=argument)
         return Prediction(self.model, options, self.default_samples, self.cache)
 
-    def _collect_loader(
+    def _collect_groups(
         self,
         inputs: Any,
         options: PredictOptions,
         consume: Callable[[Tensor, Tensor | None, Tensor | None], bool] = lambda *_: False,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Returns outputs, numbers of samples and targets of a loader, or of a batch whose outputs need much memory.
+        """Returns outputs, numbers of samples and targets of all groups of rows.
 
         Args:
-            inputs: Inputs or a loader.
+            inputs: Loader, or a batch whose outputs need much memory.
             options: Options of the prediction.
             consume: Function that is called with the results for the last rows whenever these have the bytes that are kept in memory.
                 If it returns True, these rows are left out of the result.
@@ -297,7 +299,7 @@ class Posterior:
         loaders = (
             nullcontext([]) if one_batch else shard_loader(inputs, bool(options.sharded), options.shared)
         )
-        with self._start(inputs, options) as prediction, loaders as loader:
+        with self._open_prediction(inputs, options) as prediction, loaders as loader:
             collector = OutputCollector(loader, max_bytes, self.likelihood)
             groups = collector.groups(prediction)
             if one_batch:

@@ -293,7 +293,7 @@ class NoiseSampler:
     def run_vmap(self, inputs: Any, samples: range, trace: ForwardTrace) -> Tensor:
         """Returns outputs of several samples per pass, by vmap over their draws."""
         prediction, first_sample, results = self.prediction, samples.start, list[Tensor]()
-        keys = tuple([(key, call) for key, call, _ in trace.noise_shapes])
+        keys = tuple([(key, number) for key, number, _ in trace.noise_shapes])
         total, divisible = rows(inputs), has_row_axis(inputs)
         forward_function = forward_sample_by_rules if trace.image_layers else forward_sample
         while first_sample < samples.stop:
@@ -408,7 +408,8 @@ class ScaledWeights:
             module, layer = self.model.get_submodule(name), layers[name]
             weight: Any = module._parameters["weight"]
             scaled = nn.Parameter(torch.empty_like(weight.detach()), requires_grad=False)
-            vectors = layer.shared_vectors(*modes[layer.key][1:3], weight.device)
+            mode = modes[layer.key]
+            vectors = layer.shared_vectors(mode.samples, mode.seed, weight.device)
             _disable_noise_hook(module, layer)
             module.forward = partial(_forward_with_weight, module, scaled)
             self.scaled.append((module, weight, scaled, vectors))

@@ -47,7 +47,8 @@ Outputs = Callable[[Any, range, Any], Tensor]
 
 # larger passes are not faster on a CPU, whose caches they exceed, nor on a GPU that is busy
 PASS_BYTES = {"cpu": 3 * 2**24, "cuda": 2**33}
-# bytes of samples in memory by the option keep_samples: 2**27 are those of 20,000 images, 10 classes and 128 samples
+# largest number of bytes of samples in memory by the option keep_samples: 2**27 are those of 20,000 images, 10 classes and 128 samples;
+# -1 is less than the zero bytes of inputs that cannot be split
 KEPT_BYTES: dict[str | bool, float] = {"auto": 2**27, True: math.inf, False: -1}
 
 
@@ -167,7 +168,7 @@ class Prediction:
         batch_index: Index of the batch in the loader, which seeds its draws if ``shared`` is False.
         row_limit: Maximum number of rows in a pass, halved whenever memory runs out. It is 0 before the first inputs.
         compiled_rows: Number of rows in a compiled pass, or 0 before the first one.
-        state: Cache of this prediction. It holds objects that the posterior makes at the first batch and reuses for later batches.
+        state: Objects that the posterior makes at the first batch of this prediction and reuses for later batches.
     """
 
     def __init__(

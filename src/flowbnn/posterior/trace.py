@@ -28,6 +28,7 @@ from flowbnn.noise.base import make_noise_modes
 from flowbnn.noise.contexts import NoiseContext, Shape
 from flowbnn.posterior.vmap_rules import has_image_layers
 
+Dependence = Literal["none", "rows", "random"]  # result of find_dependence
 Result = TypeVar("Result")
 
 
@@ -39,9 +40,6 @@ def try_call(function: Callable[[], Result]) -> Result | Exception:
         if is_out_of_memory(error):
             raise
         return error
-
-
-Dependence = Literal["none", "rows", "random"]
 
 
 @dataclass

@@ -9,7 +9,7 @@ r"""Fit of the noise and the weights of a stochastic network by the ELBO.
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -59,6 +59,18 @@ class NoiseFitOptions(FitOptions):
     validation_samples: Count = 8
     report: bool = True
     description: str = "fitting the noise"
+
+
+class FitData(NamedTuple):
+    """Data of a fit, and its options.
+
+    Args:
+        loader: Batches of ``(inputs, targets)``.
+        options: Options of the fit to these data.
+    """
+
+    loader: Iterable[Any]
+    options: NoiseFitOptions
 
 
 def fit_unverified(model: nn.Module, loader: Iterable[Any], options: NoiseFitOptions) -> NoisePosterior:
@@ -179,6 +191,7 @@ class NoiseObjective(NetworkObjective):
         scale = warm_up(clock.progress, self.warmup) if self.warmup else 1.0
         check = should_check_targets(targets, clock)
         with self.full_precision() as outputs:
+            # without autocast and conversion the network itself runs, which saves two calls
             forward = self.network if outputs == self.outputs and self.is_ready(inputs) else outputs
             terms = self.elbo(self.network, inputs, targets, scale, self.repeats, forward, check, weights)
         return terms.loss, terms.logs()

@@ -112,14 +112,14 @@ def _compare_fold(
     with temporary_seed(options.seed):
         if reset_parameters(network):
             return None
-    before = _train_to(network, training, target, options, held_out)
+    before = _train_to_target(network, training, target, options, held_out)
     for parameter, flag in flags:
         parameter.requires_grad_(flag)
     posterior = maximize_elbo(network, training, options, InitialState.of(network)).posterior
     return initial_values, before, log_likelihoods(posterior, held_out)
 
 
-def _train_to(
+def _train_to_target(
     network: nn.Module, loader: Iterable[Any], target: float, options: FitOptions, held_out: Iterable[Any]
 ) -> Tensor:
     """Trains the weights until their log-likelihood reaches a target, and returns the log-likelihoods of held-out data."""

@@ -1,13 +1,11 @@
 """Verification of a fit: the given network is returned if the fit does not predict held-out data better."""
 
-from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any
 
 from flowbnn.errors import warn
 from flowbnn.methods.variational.held_out_comparison import HeldOutComparison, compare_held_out
 from flowbnn.methods.variational.initial_state import FinishedFit, can_narrow, joint_noises
-from flowbnn.methods.variational.noise_fit import NoiseFitOptions, maximize_elbo
+from flowbnn.methods.variational.noise_fit import FitData, maximize_elbo
 from flowbnn.methods.variational.report import FitDecision
 from flowbnn.methods.variational.retrained_networks import compare_retrained
 from flowbnn.posterior.report import Gain
@@ -15,10 +13,8 @@ from flowbnn.regression import check_noise_scale, fit_residual_scale
 from flowbnn.training import EarlyStop, History, is_main_process
 from flowbnn.training.randomness import preserve_rng_state
 
-DataAndOptions = tuple[Iterable[Any], NoiseFitOptions]
 
-
-def verify_fit(fit: FinishedFit, all_data: DataAndOptions, training: DataAndOptions) -> FitDecision:
+def verify_fit(fit: FinishedFit, all_data: FitData, training: FitData) -> FitDecision:
     """Compares a fit with the given network on held-out data, and returns the one to use.
 
     1. A fit that is clearly better is returned.
@@ -30,12 +26,12 @@ def verify_fit(fit: FinishedFit, all_data: DataAndOptions, training: DataAndOpti
     Args:
         fit: Fit to the training data.
         all_data: All data, and the options of a fit to them.
-        training: Data without the held-out data, and the options of the fit to them.
+        training: Training data, which are all data or all but the held-out ones, and the options of the fit.
     """
     comparison = compare_held_out(fit)
     if comparison is None:
         return FitDecision(fit)
-    gain, splits = comparison.gain, isinstance(all_data[1].validation, float)
+    gain, splits = comparison.gain, isinstance(all_data.options.validation, float)
     few_rows = splits and len(comparison.before) < comparison.enough_rows
     is_clear = gain.after >= gain.before and (gain.is_significant or not few_rows)
     if is_clear or not all(map(can_narrow, joint_noises(fit.posterior.model))):
@@ -50,7 +46,7 @@ def verify_fit(fit: FinishedFit, all_data: DataAndOptions, training: DataAndOpti
 
 
 def _decide_by_retrained(
-    fit: FinishedFit, comparison: HeldOutComparison, gain: Gain, all_data: DataAndOptions
+    fit: FinishedFit, comparison: HeldOutComparison, gain: Gain, all_data: FitData
 ) -> FitDecision:
     """Fits the noise to all data if it has improved retrained networks. Otherwise restores the given network."""
     if gain.after <= gain.before:
@@ -62,15 +58,14 @@ def _decide_by_retrained(
 
 
 def _repeat_or_restore(
-    fit: FinishedFit, comparison: HeldOutComparison, all_data: DataAndOptions, training: DataAndOptions
+    fit: FinishedFit, comparison: HeldOutComparison, all_data: FitData, training: FitData
 ) -> FitDecision:
     """Repeats a fit with early stopping. Restores the given network if the fit is still worse."""
-    options = all_data[1]
-    if options.early_stop is None:
+    if all_data.options.early_stop is None:
         fit.initial.restore(fit.posterior.model)
-        rule = EarlyStop(patience=options.epochs or 10)
-        stage = training[1].for_stage("early-stop", options.description, early_stop=rule)
-        repeated = maximize_elbo(fit.posterior.model, training[0], stage, fit.initial)
+        rule = EarlyStop(patience=training.options.epochs or 10)
+        stage = training.options.for_stage("early-stop", training.options.description, early_stop=rule)
+        repeated = maximize_elbo(fit.posterior.model, training.loader, stage, fit.initial)
         second = compare_held_out(repeated)
         if second is not None and second.gain.after > second.gain.before:
             return FitDecision(repeated, comparison, second.gain)
@@ -78,7 +73,7 @@ def _repeat_or_restore(
 
 
 def restore_given(
-    fit: FinishedFit, comparison: HeldOutComparison, gain: Gain, all_data: DataAndOptions
+    fit: FinishedFit, comparison: HeldOutComparison, gain: Gain, all_data: FitData
 ) -> FitDecision:
     """Restores the given network, with noise of almost no width. A warning is raised.
 
