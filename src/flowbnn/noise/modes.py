@@ -77,7 +77,7 @@ def freeze(model: nn.Module, kind: ParameterKind) -> None:
 
     Args:
         model: Stochastic network.
-        part: ``"weights"`` or ``"noise"``.
+        kind: ``"weights"`` or ``"noise"``.
 
     >>> from flowbnn import to_stochastic
     >>> from flowbnn.noise import NormalAffine
@@ -102,7 +102,7 @@ def unfreeze(model: nn.Module, kind: ParameterKind) -> None:
 
     Args:
         model: Stochastic network.
-        part: ``"weights"`` or ``"noise"``.
+        kind: ``"weights"`` or ``"noise"``.
     """
     for frozen, name, parameter in _named_parameters(model, kind):
         if name in frozen:
