@@ -331,6 +331,7 @@ BAD = {
     ),
     "labels as strings": (lambda: (np.zeros((2, 3)), np.array(["a", "b"])), "strings", "argument", "targets"),
     "missing labels": (lambda: (np.zeros((2, 3)), pd.Series([1, None], dtype="Int64")), "missing", "row", 1),
+    "missing targets": (lambda: (np.zeros((2, 3)), np.array([0.0, np.nan])), "missing", "row", 1),
     "one class": (lambda: (np.zeros((4, 3)), np.zeros(4, int)), "classes", "argument", "loader"),
     "lengths": (lambda: (np.zeros((4, 3)), np.arange(5)), "length", "argument", "loader"),
     "empty dataset": (lambda: Rows(size=0), "empty", "argument", "loader"),

@@ -1,9 +1,11 @@
-"""Every kind of network that users bring: converted, fitted, predicted, calibrated, saved and loaded, or refused in one line."""
+"""Networks that users bring: each is converted, fitted, predicted, calibrated, saved, loaded and exported, or refused in one line."""
 
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
+import onnxruntime
 import pytest
 import tests.user_networks.libraries
 import tests.user_networks.structures  # noqa: F401
@@ -12,9 +14,10 @@ from tests.user_networks.cases import CASES, Case
 from torch import nn
 
 import flowbnn as fb
-from flowbnn.batches import call, move, split_batch
+from flowbnn.batches import call, move, named_tensors, split_batch
 from flowbnn.data.formats import as_loader
 from flowbnn.errors import FlowBNNError
+from flowbnn.export.export import uncertainties
 from flowbnn.posterior import PredictOptions
 from slow_cases import mark_slow
 
@@ -27,6 +30,35 @@ RELATIVES = (
     "regression squeezed", "multilabel",
 )  # fmt: skip
 STEPS = ("convert", "fit", "predict", "calibrate", "load")
+
+
+# networks of the default run that are exported
+EXPORTED = ("dict inputs", "pyg gat nodes", "early exit")
+# networks that no format takes, with the layer that the message names: empty for code of the network itself, and for its inputs
+REFUSED_EXPORTS = {
+    "always dropout": "",  # random numbers
+    "bfloat16 model": "",  # rounding
+    "detr like queries": "",  # len(x)
+    "early exit": "",
+    "hf mixtral cls": "model.layers.0.mlp.experts",
+    "moe top1 routing": "",
+    "multichannel timeseries mha kv": "",  # len(x)
+    "nn transformer full": "transformer.decoder",  # compares its mask with that of a causal network
+    "packed collate natural": "",
+    "packed lstm lengths": "",
+    "pyg gat nodes": "",
+    "pyg gcn graph loader": "",
+    "pyg sage graphs": "",
+    "rnncell loop": "",  # len(x)
+    "vit sdpa rmsnorm": "",  # len(x)
+}
+# networks with operations that ONNX lacks
+WITHOUT_ONNX = ("complex inputs",)
+
+
+def trains(name: str) -> bool:
+    """Returns True if a network can be converted and fitted."""
+    return not {"convert", "fit"} & set(CASES[name].refusals)
 
 
 class Trial:
@@ -82,6 +114,29 @@ class Trial:
                 self.outputs(loaded), self.outputs(self.posterior), atol=1e-6, rtol=1e-5
             )
 
+    def export(self) -> str:
+        """Exports to ONNX, or to ``torch.export`` if ONNX lacks an operation, and returns the suffix of the file."""
+        try:
+            suffix = self.export_to("onnx")
+        except FlowBNNError:
+            suffix = self.export_to("pt2")
+        return suffix
+
+    def export_to(self, suffix: str) -> str:
+        inputs = self.inputs()  # more rows than those that are traced
+        file = fb.export(self.posterior, self.folder / f"model.{suffix}", inputs, samples=SAMPLES, seed=1)
+        feeds = dict(zip(file.inputs, [tensor for _, tensor in named_tensors(inputs)], strict=True))
+        if suffix == "onnx":
+            session = onnxruntime.InferenceSession(str(file.path))
+            values = session.run(None, {name: tensor.numpy() for name, tensor in feeds.items()})
+            outputs = dict(zip(file.outputs, map(torch.as_tensor, values), strict=True))
+        else:
+            outputs = torch.export.load(file.path).module()(*feeds.values())
+        torch.manual_seed(0)
+        for name, value in uncertainties(self.posterior.predict(inputs, SAMPLES, seed=1)).items():
+            torch.testing.assert_close(outputs[name], value, rtol=1e-5, atol=1e-5)
+        return suffix
+
 
 def run_steps(case: Case, folder: Any) -> dict[str, str]:
     """Returns the kind of the error of each step that is refused. After a refusal, steps that need its result are left out."""
@@ -107,6 +162,36 @@ def run_steps(case: Case, folder: Any) -> dict[str, str]:
 def test_network_passes_every_step_or_is_refused(name, tmp_path):
     case = CASES[name]
     assert run_steps(case, tmp_path) == dict(case.refusals)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.usefixtures("unrefined")
+@pytest.mark.parametrize("name", mark_slow([name for name in CASES if trains(name)], EXPORTED))
+def test_exported_file_equals_predictions_or_is_refused(name, tmp_path):
+    trial = Trial(replace(CASES[name], double=False), tmp_path)  # ONNX Runtime has few operations of float64
+    trial.convert()
+    trial.fit()
+    refusal = REFUSED_EXPORTS.get(name)
+    if refusal is None:
+        assert trial.export() == ("pt2" if name in WITHOUT_ONNX else "onnx")
+        return
+    with pytest.raises(FlowBNNError) as caught:
+        trial.export()
+    assert "\n" not in str(caught.value)
+    assert caught.value.kind == "export"
+    assert (caught.value.layer or "") == refusal
+
+
+def test_rounding_and_random_numbers_are_the_only_differences_from_single_networks(tmp_path):
+    inexact = {name for name, case in CASES.items() if case.tolerance != 1e-6}
+    # the second draws its dropout masks anew in every pass, without a seed
+    assert inexact == {"bfloat16 model", "always dropout"}
+    trial = Trial(CASES["bfloat16 model"], tmp_path)
+    trial.convert()
+    trial.noisy.double()
+    trial.fit()
+    trial.case = replace(trial.case, tolerance=1e-6)
+    trial.predict()
 
 
 def test_registered_layers_have_noise():

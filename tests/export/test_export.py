@@ -297,7 +297,106 @@ def test_example_may_be_a_loader_an_array_or_one_row(tmp_path):
         assert_predicts(file, posterior, vectors(6, 4))
 
 
+@pytest.mark.parametrize("predictive", ["linearized", "probit"])
+@pytest.mark.parametrize("structure", mark_slow(["kron", "diag"], ["kron"]))
+def test_linearized_output_layers_of_laplace(structure, predictive, tmp_path):
+    posterior = fitted(fb.Laplace(structure, epochs=0, predictive=predictive))
+    file = fb.export(posterior, tmp_path / "model.pt2", vectors(5, 4), samples=SAMPLES)
+    assert_predicts(file, posterior, vectors(1, 4))
+    assert_predicts(file, posterior, vectors(7, 4))
+
+
+@pytest.mark.parametrize(
+    "method",
+    [fb.Laplace(epochs=0, layers="all"), fb.Laplace("full", epochs=0, predictive="probit")],
+    ids=["all layers", "full"],
+)
+def test_laplace_predictives_that_need_derivatives_are_refused(method, tmp_path):
+    posterior = fitted(method)
+    with pytest.raises(fb.FlowBNNError) as error:
+        fb.export(posterior, tmp_path / "model.pt2", vectors(5, 4), samples=2)
+    assert (error.value.kind, error.value.argument) == ("unsupported", "model")
+    assert "sampled" in str(error.value)
+
+
+class Cells(nn.Module):
+    def __init__(self, kind, **options):
+        super().__init__()
+        self.cell, self.head = kind(3, 4, **options), nn.Linear(4, 3)
+
+    def forward(self, x):
+        state = None
+        for step in range(x.shape[1]):
+            state = self.cell(x[:, step], state)
+        return self.head(state[0] if isinstance(state, tuple) else state)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [(nn.GRUCell, {}), (nn.LSTMCell, {"bias": False}), (nn.RNNCell, {"nonlinearity": "relu"})],
+    ids=["gru", "lstm", "relu"],
+)
+def test_recurrent_cells_run_with_any_batch_size(kind, options, tmp_path):
+    torch.manual_seed(0)
+    posterior = add_noise(Cells(kind, **options))
+    file = fb.export(posterior, tmp_path / "model.pt2", vectors(5, 2, 3), samples=2)
+    assert_predicts(file, posterior, vectors(1, 2, 3))
+    assert_predicts(file, posterior, vectors(7, 2, 3))
+
+
+class Places(nn.Module):
+    """Network with an embedding of positions, whose noise has no axis of examples, and a layer that never runs."""
+
+    def __init__(self):
+        super().__init__()
+        self.unused, self.places, self.head = nn.Linear(3, 3), nn.Embedding(4, 3), nn.Linear(3, 3)
+
+    def forward(self, x):
+        return self.head(x + self.places(torch.arange(4))).sum(1)
+
+
+def test_noise_without_an_axis_of_examples_multiplies_rows(tmp_path):
+    torch.manual_seed(0)
+    noise = fb.noise.NormalAffine
+    posterior = add_noise(Places(), rules={"places": noise(batch_axis="none"), "*": noise()})
+    file = fb.export(posterior, tmp_path / "model.pt2", vectors(5, 4, 3), samples=SAMPLES)
+    assert_predicts(file, posterior, vectors(7, 4, 3))
+    program = torch.export.load(file.path)
+    products = [node for node in program.graph.nodes if "linear" in str(node.target)]
+    assert len(products) == 1  # one pass over the rows of all samples
+
+
 # -------------------- errors
+
+
+class FixedSize(nn.Module):
+    def forward(self, x):
+        return x.reshape(len(x), -1)
+
+
+def test_layer_that_fixes_the_batch_size_is_named(tmp_path):
+    posterior = PointPosterior(nn.Sequential(nn.Linear(4, 3), FixedSize()), Categorical())
+    with pytest.raises(fb.FlowBNNError) as error:
+        fb.export(posterior, tmp_path / "model.pt2", vectors(5, 4))
+    assert (error.value.kind, error.value.layer) == ("export", "1")
+    assert "x.shape[0]" in str(error.value)
+
+
+class LastSteps(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lstm = nn.LSTM(4, 3)
+
+    def forward(self, sequences):
+        return self.lstm(sequences)[1][0][0]
+
+
+def test_inputs_that_are_no_tensors_are_refused(tmp_path):
+    sequences = nn.utils.rnn.pack_sequence([torch.zeros(3, 4), torch.zeros(2, 4)])
+    posterior = PointPosterior(LastSteps(), Categorical())
+    with pytest.raises(fb.FlowBNNError) as error:
+        fb.export(posterior, tmp_path / "model.pt2", sequences)
+    assert (error.value.kind, error.value.argument) == ("export", "example_inputs")
 
 
 class Branching(nn.Module):

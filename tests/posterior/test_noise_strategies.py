@@ -341,6 +341,27 @@ def test_a_network_that_branches_on_values_runs_sequentially(refuses):
     torch.testing.assert_close(outputs, one_at_a_time(model.eval(), x, 3, 1))
 
 
+class UnusedLayer(nn.Module):
+    """Network whose first layer never runs."""
+
+    def __init__(self):
+        super().__init__()
+        self.unused, self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 4), nn.Linear(4, 2)
+
+    def forward(self, x):
+        return self.second(torch.tanh(self.first(x)))
+
+
+def test_layers_that_never_run_do_not_prevent_vmap():
+    torch.manual_seed(0)
+    model = fb.to_stochastic(UnusedLayer(), {"*": fb.noise.NormalAffine()}).eval()
+    x = torch.randn(20, 3)
+    with sampling(model, 3, seed=1) as draw:
+        outputs, trace = draw(x), draw.prediction.measure(x)
+    assert trace.vmap_works, trace.vmap_error
+    torch.testing.assert_close(outputs, one_at_a_time(model, x, 3, 1))
+
+
 def test_random_numbers_in_the_network_are_drawn_by_each_sample():
     class Random(nn.Module):
         def __init__(self):

@@ -46,7 +46,7 @@ def as_tensor(values: Any, name: str = "inputs", *, check: bool = True) -> Tenso
     Args:
         values: Values with the examples on the first axis.
         name: Name of the values in messages, ``"inputs"`` or ``"targets"``.
-        check: If True, raises an error if real inputs have missing or infinite values.
+        check: If True, raises an error if real values are missing or infinite.
 
     Raises:
         FlowBNNError: If the values are no numbers, or if some are missing. The message has the row and the column.
@@ -58,7 +58,7 @@ def as_tensor(values: Any, name: str = "inputs", *, check: bool = True) -> Tenso
         return values
     columns = values.columns if is_frame(values) else None
     array = _plain_array(values, name) if columns is None else _frame_array(values, columns, name)
-    if array.dtype.kind == "f" and check and name == "inputs":
+    if array.dtype.kind == "f" and check:
         _check_missing(array, name, columns)
     kind, size = array.dtype.kind, array.dtype.itemsize
     if kind == "f" and size > 8:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
 
 from flowbnn.batches import apply, call, tensors_of
 from flowbnn.methods.dropout import DropoutMasks, DropoutPosterior, MaskedDropout, example_axes
@@ -86,6 +87,12 @@ def as_blocks(tensor: Tensor, samples: int, rows: Any, axis: int = 0) -> Tensor:
         if size == rows:
             return tensor.unsqueeze(axis)
     raise RowCountChanged(f"shape {tuple(tensor.shape)} for {rows} rows")
+
+
+def add_row_axis(tensor: Tensor) -> Tensor:
+    """Returns a tensor that is the same for all examples with a first axis of one row."""
+    size = tensor.shape[0]
+    return tensor if isinstance(size, int) and size == 1 else tensor.unsqueeze(0)
 
 
 def join_blocks(blocks: Tensor, rows: Any, axis: int = 0) -> Tensor:
@@ -207,7 +214,8 @@ class BlockNoise:
         """Multiplies the inputs of the layer, or its output; see :meth:`Noise.multiply`."""
         axis, feature_axis = self.layout.batch_axis, self.layout.feature_axis
         if axis is None or inputs[0].ndim <= self.layout.unbatched_ndim:
-            raise RowCountChanged("no batch axis")
+            # the same for all examples, such as an embedding of positions
+            axis, inputs = 0, tuple([add_row_axis(x) for x in inputs])
         factors: dict[tuple[Any, ...], Tensor] = {}
         results: list[Tensor] = []
         offset = 0
@@ -228,6 +236,9 @@ class BlockNoise:
             blocks = blocks * factor if module is None else self._scale_output(module, blocks, factor)
             results.append(join_blocks(blocks, self.rows, axis))
         return tuple(results)
+
+    def _multiply_packed(self, packed: PackedSequence) -> PackedSequence:
+        raise RowCountChanged("packed sequences interleave their rows")
 
     def _factor(self, positions: tuple[Any, ...], axis: int) -> Tensor:
         """Returns the draws of the next call, with the samples at ``axis`` and an axis of size 1 for the rows after it."""
@@ -252,16 +263,16 @@ class BlockNoise:
         return (blocks - bias) * factor + bias  # the difference has fewer rows than the product
 
 
-class NoiseMaps(NoiseDraws):
-    """Sampled networks with multiplicative noise, by vmap over the draws: correct even if the rows of a batch interact."""
+class NoiseLoop(NoiseDraws):
+    """Sampled networks with multiplicative noise, one after the other: correct even if the rows of a batch interact.
+
+    The graph holds the weights once, and the operations once per sample.
+    """
 
     def forward(self, inputs: Any, draws: Mapping[str, Tensor]) -> Tensor:
         keys = tuple(self.keys.values())
-
-        def one_sample(vectors: list[Tensor]) -> Tensor:
-            return forward_sample(self.network, keys, vectors, inputs)
-
-        return torch.vmap(one_sample)([draws[name] for name in self.keys])
+        vectors = ([draws[name][index] for name in self.keys] for index in range(self.samples))
+        return torch.stack([forward_sample(self.network, keys, each, inputs) for each in vectors])
 
 
 # -------------------- dropout

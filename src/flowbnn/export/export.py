@@ -15,10 +15,21 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from flowbnn.batches import apply, has_row_axis, is_batch, move, named_tensors, pad, rows, split_batch, take
+from flowbnn.batches import (
+    apply,
+    has_row_axis,
+    is_batch,
+    is_container,
+    move,
+    named_tensors,
+    pad,
+    rows,
+    split_batch,
+    take,
+)
 from flowbnn.data.formats import as_inputs
 from flowbnn.density.density import Density
-from flowbnn.errors import FlowBNNError, requirement_error
+from flowbnn.errors import FlowBNNError, describe_value, requirement_error
 from flowbnn.export.blocks import SampledNetworks
 from flowbnn.export.densities import DensityGraph, SampleGraph, base_draws
 from flowbnn.export.gates import GateGraph
@@ -222,6 +233,7 @@ def _export_posterior(
     """Exports by the first kind of sampled networks that equals the prediction and can be traced."""
     inputs = as_inputs(example_inputs, "example_inputs", posterior.columns)
     inputs = inputs if is_batch(inputs) else split_batch(next(iter(inputs)))[0]
+    _check_tensors(inputs)
     batched = has_row_axis(inputs)
     inputs = pad(take(inputs, 0, EXAMPLE_ROWS), EXAMPLE_ROWS) if batched else inputs
     expected = uncertainties(posterior.predict(inputs, samples, seed=seed))
@@ -236,13 +248,26 @@ def _export_posterior(
                 _check_equal(graph(*tensors), expected)
                 batch_axes = [batched] * graph.count + [False] * len(graph.noise_names)
                 program = trace(graph, tensors, batch_axes)
+                _check_equal(program.module()(*tensors), expected)
             except Exception as error:  # the next kind is slower and serves more networks
                 errors.append(_as_export_error(error))
                 continue
             names = [*_input_names(posterior.model, inputs), *graph.noise_names]
             draw = partial(_draws, posterior, type(graph.sampler), inputs, samples)
             return write(program, tensors, names, expected, posterior.kind, draw, batch_axes)
-    raise errors[0]
+    raise errors[-1]  # of the kind that serves most networks
+
+
+def _check_tensors(inputs: Any) -> None:
+    """Raises FlowBNNError if inputs hold graphs or packed sequences, which are no inputs of a file."""
+    entries = (
+        inputs.values() if isinstance(inputs, Mapping) else inputs if type(inputs) is tuple else [inputs]
+    )
+    container = next((entry for entry in entries if is_container(entry)), None)
+    if container is not None:
+        hint = "export a network whose forward takes tensors, such as x and edge_index"
+        value, fields = describe_value(container), {"kind": "export", "argument": "example_inputs"}
+        raise requirement_error("export", "inputs of tensors", value, hint, **fields)
 
 
 def _as_export_error(error: Exception) -> FlowBNNError:
@@ -277,7 +302,7 @@ def _check_equal(values: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -
         if values[name].shape != value.shape or not torch.allclose(
             values[name], value.to(values[name]), rtol=0.0, atol=tolerance
         ):
-            text = f"the graph and predict give different {name}; remove random numbers from the network"
+            text = f"the graph and predict give different {name}; use a network in float32 without random numbers"
             raise FlowBNNError(text, kind="export", output=name)
 
 

@@ -6,12 +6,14 @@ import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from flowbnn.errors import FlowBNNError, MissingPackageError, requirement_error
@@ -73,6 +75,8 @@ class ConstantAlgebra(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is torch.linalg.solve_triangular:
             return self._solve(*args, **kwargs)
+        if func in CELLS:
+            return CELLS[func](*args, **kwargs)
         if func not in self.FACTORIZATIONS:
             return func(*args, **kwargs)
         return self._result(lambda: func(*args, **kwargs))
@@ -90,6 +94,40 @@ class ConstantAlgebra(TorchFunctionMode):
         constant = self.constants[self.position] if self.position < len(self.constants) else None
         self.position += 1
         return compute() if constant is None else constant
+
+
+# -------------------- recurrent cells, whose kernels fix the batch size of a trace
+
+
+def _simple_cell(activation: Callable[[Tensor], Tensor], x: Tensor, hidden: Tensor, *weights: Any) -> Tensor:
+    w_x, w_h, b_x, b_h = weights
+    return activation(F.linear(x, w_x, b_x) + F.linear(hidden, w_h, b_h))
+
+
+def _gru_cell(
+    x: Tensor, hidden: Tensor, w_x: Tensor, w_h: Tensor, b_x: Any = None, b_h: Any = None
+) -> Tensor:
+    reset_x, update_x, new_x = F.linear(x, w_x, b_x).chunk(3, -1)
+    reset_h, update_h, new_h = F.linear(hidden, w_h, b_h).chunk(3, -1)
+    new = torch.tanh(new_x + torch.sigmoid(reset_x + reset_h) * new_h)
+    return new + torch.sigmoid(update_x + update_h) * (hidden - new)
+
+
+def _lstm_cell(
+    x: Tensor, state: tuple[Tensor, Tensor], w_x: Tensor, w_h: Tensor, b_x: Any = None, b_h: Any = None
+) -> tuple[Tensor, Tensor]:
+    gates = (F.linear(x, w_x, b_x) + F.linear(state[0], w_h, b_h)).chunk(4, -1)
+    entry, forget, output = (torch.sigmoid(gates[index]) for index in (0, 1, 3))
+    cell = forget * state[1] + entry * torch.tanh(gates[2])
+    return output * torch.tanh(cell), cell
+
+
+CELLS: dict[Any, Callable[..., Any]] = {
+    torch.rnn_tanh_cell: partial(_simple_cell, torch.tanh),
+    torch.rnn_relu_cell: partial(_simple_cell, torch.relu),
+    torch.gru_cell: _gru_cell,
+    torch.lstm_cell: _lstm_cell,
+}
 
 
 def _equal(first: Any, second: Any) -> bool:
@@ -110,24 +148,46 @@ class ActiveModules:
     """
 
     def __init__(self, module: nn.Module) -> None:
+        self.module = module
         self.modules = {name: child for name, child in module.named_modules() if name}
         self.names: list[str] = []
+        self.sizes: list[torch.SymInt] = []
+        self.fixed: str | None = None
 
     @contextmanager
     def watch(self) -> Iterator[None]:
         """Context manager that follows the forward pass."""
-        with watch_modules(self.modules, self._begin, self._end):
+        with (
+            watch_modules({"": self.module}, self._record_sizes, None),
+            watch_modules(self.modules, self._begin, self._end),
+        ):
             yield
 
+    def _record_sizes(self, name: str, module: nn.Module, tensors: tuple[Tensor, ...], kwargs: Any) -> None:
+        sizes: list[Any] = [tensor.shape[0] for tensor in tensors if tensor.ndim]
+        self.sizes = [size for size in sizes if isinstance(size, torch.SymInt)]
+
     def _begin(self, name: str, *args: Any) -> None:
+        self._find_fixed()
         self.names.append(name)
 
     def _end(self, name: str, *args: Any) -> None:
+        self._find_fixed()
         self.names.pop()
 
+    def _find_fixed(self) -> None:
+        """Remembers the layer that is running if the batch size has become a constant."""
+        if self.fixed is None and self.names and any(map(is_constant_size, self.sizes)):
+            self.fixed = layer_name(self.names[-1])
+
     def layer(self) -> str | None:
-        """Returns the innermost module that was running."""
-        return layer_name(self.names[-1]) if self.names else None
+        """Returns the innermost layer that was running, or None outside of all layers."""
+        return (layer_name(self.names[-1]) or None) if self.names else None
+
+
+def is_constant_size(size: Any) -> bool:
+    """Returns True if a size of a traced tensor is a number, or a symbol whose value has been fixed."""
+    return isinstance(size, int) or size.node.maybe_as_int() is not None
 
 
 def layer_name(name: str) -> str:
@@ -135,8 +195,10 @@ def layer_name(name: str) -> str:
 
     >>> layer_name("sampler.network.0.conv1")
     '0.conv1'
+    >>> layer_name("sampler.network")  # the whole network
+    ''
     """
-    return re.sub(r"^(?:[\w.]*?\bsampler\.)?(?:network\.)*", "", name)
+    return re.sub(r"^(?:[\w.]*?\bsampler(?:\.|$))?(?:network(?:\.|$))*", "", name)
 
 
 @contextmanager
@@ -203,29 +265,32 @@ def _trace(
             )
     except Exception as error:
         layer = active.layer()  # None after the last layer, where torch solves conditions on the batch size
+        if layer is None and ("specialized" in str(error) or "generated guard" in str(error)):
+            raise _fixed_batch_size(active.fixed, constraint=True) from error
         where = f"layer '{layer}'" if layer else "the network"
-        text = f"{where} cannot be exported ({first_line(error)})"
+        text = f"{where} cannot be exported ({_reason(error)})"
         raise FlowBNNError(text, kind="export", layer=layer, constraint=layer is None) from error
     places = [node for node in program.graph.nodes if node.op == "placeholder"][-len(tensors) :]
     for place, free in zip(places, dynamic, strict=True):
-        if free and isinstance(place.meta["val"].shape[0], int):
-            raise FlowBNNError(_fixed_batch_size(), kind="export")
+        if free and is_constant_size(place.meta["val"].shape[0]):
+            raise _fixed_batch_size(active.fixed)
     return program
 
 
-def _fixed_batch_size() -> str:
-    """Returns the reason why a network cannot be traced for all batch sizes."""
-    return "the code of the network fixes the batch size"
+def _fixed_batch_size(layer: str | None, **fields: Any) -> FlowBNNError:
+    """Returns the error about a network that cannot be traced for all batch sizes."""
+    where = f"layer '{layer}'" if layer else "the network"
+    text = f"{where} cannot be exported (it fixes the batch size, as len(x) does; use x.shape[0])"
+    return FlowBNNError(text, kind="export", layer=layer or None, **fields)
 
 
-def first_line(error: BaseException) -> str:
+def _reason(error: BaseException) -> str:
     """Returns the line of an error message that says what happened."""
     lines = [line.strip(" -") for line in str(error).strip().splitlines() if line.strip(" -")]
-    lines = lines or [type(error).__name__]
-    for line in lines:
-        if "specialized" in line or "generated guard" in line:
-            return _fixed_batch_size()
-    return lines[0][:160].rstrip(" .:")
+    line = (lines or [type(error).__name__])[0]
+    if "data-dependent" in line:
+        return "its operations depend on the values of tensors"
+    return line[:160].rstrip(" .:")
 
 
 # -------------------- files
@@ -323,6 +388,7 @@ def _failed_operation(program: Any, error: BaseException) -> tuple[str, str | No
         ):
             stack = (node.meta.get("nn_module_stack") or {}).values()
             named = [name for name in (layer_name(path) for path, *_ in stack if path) if name]
+            named = [name for name in named if not name.startswith("_empty_nn_module_stack")]
             return operation, named[-1] if named else None
     return operation, None
 
@@ -332,4 +398,4 @@ def _cause(error: BaseException) -> str:
     with suppress(AttributeError):
         while error.__cause__ is not None:
             error = error.__cause__
-    return first_line(error)
+    return _reason(error)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from flowbnn.batches import call, has_row_axis
 from flowbnn.errors import requirement_error
-from flowbnn.export.blocks import DropoutRows, NoiseMaps, NoiseRows, SampledNetworks
+from flowbnn.export.blocks import DropoutRows, NoiseLoop, NoiseRows, SampledNetworks
 from flowbnn.likelihoods import append_log_variance
 from flowbnn.methods.calibrators.base import CalibratedPosterior
 from flowbnn.methods.dropout import DropoutPosterior
@@ -213,7 +213,7 @@ def make_samplers(
         interact = not has_row_axis(inputs) or prediction.measure(inputs).dependence == "rows"
         return [
             *([] if interact else by_rows),
-            partial(NoiseMaps, posterior, inputs, prediction, samples),
+            partial(NoiseLoop, posterior, inputs, prediction, samples),
         ]
     if isinstance(posterior, DropoutPosterior):
         masked = [
@@ -236,7 +236,8 @@ def make_samplers(
 
 def _make_laplace(posterior: LaplacePosterior, prediction: Prediction, samples: int) -> SampledNetworks:
     """Returns the networks of a Laplace approximation that needs no derivatives."""
-    if posterior.output_layer is None:
+    jacobian = posterior.predictive == "probit" and posterior.blocks[0].kind == "full"
+    if posterior.output_layer is None or jacobian:
         hint = "export posterior.use('sampled')"
         raise requirement_error(
             f"predictive='{posterior.predictive}'", "derivatives", hint=hint, argument="model"

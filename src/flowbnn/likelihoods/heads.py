@@ -264,4 +264,4 @@ class OutputPacker:
             raise missing_heads("outputs", missing or self.names)
         if self.shapes is None:
             self.shapes = [tuple(value.shape[1:]) for value in values]
-        return torch.cat([value.reshape(len(value), -1) for value in values], 1)
+        return torch.cat([value.reshape(value.shape[0], -1) for value in values], 1)

@@ -266,10 +266,16 @@ class NoiseGroup:
         stack, first_key = _thread.stack, self.layers[0].key
         position = len(stack) - 1
         while position >= 0 and first_key not in stack[position].modes:
+            if stack[position].mapped is not None and self._intersects(stack[position]):
+                break
             position -= 1
         covers_all = position >= 0
         for layer in self.layers:
             covers_all = covers_all and layer.key in stack[position].modes
+        if position >= 0 and not covers_all and stack[position].mapped is not None:
+            # layers without draws did not run when the draws were made; if they run now, they raise an error
+            covers_all, completed = True, self._complete(stack[position])
+            stack = (*stack[:position], completed, *stack[position + 1 :])
         # without a single context that covers all layers, each has the mode of its own context
         context = stack[position] if covers_all else NoiseContext(current_modes(self.layers))
         sizes: Shape = ()
@@ -292,6 +298,20 @@ class NoiseGroup:
             )
             stack = (*stack[:position], context, *stack[position + 1 :])
         _thread.stack = (*stack, context.change(context.prepared, ForwardState(self, sizes, draws)))
+
+    def _intersects(self, context: NoiseContext) -> bool:
+        """Returns True if a context has the mode of one of the layers."""
+        return any(layer.key in context.modes for layer in self.layers)
+
+    def _complete(self, context: NoiseContext) -> NoiseContext:
+        """Returns a context of draws that were made before the pass, with a mode for each layer."""
+        modes = dict(context.modes)
+        for layer in self.layers:
+            modes.setdefault(layer.key, NoiseMode("shared"))
+        return NoiseContext(
+            modes, context.source, context.mapped, context.prepared, context.sharded,
+            context.recorded_shapes, context.forward,
+        )  # fmt: skip
 
     def end(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """Ends a forward pass, as a forward hook of the root that is called even if the pass fails.

@@ -142,7 +142,9 @@ class LaplacePosterior(WeightPosterior):
                 outputs, features = self._outputs_and_features(network, inputs)
                 if diagonal or outputs.ndim == 2:  # positions depend on each other through the weights
                     shape, features = features.shape[:-1], features.flatten(0, -2)
-                    ones = features.new_ones(len(features), 1)
+                    ones = features.new_ones(
+                        features.shape[0], 1
+                    )  # len() would fix the batch size of an exported file
                     columns = [features if len(sizes) > 1 else ones for sizes in block.shapes.values()]
                     covariance = block.linear_variance(columns)
                     if not diagonal:
