@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from flowbnn.errors import FlowBNNError, nearest
+from flowbnn.options import checked
 
 
 def copy_network(
@@ -162,6 +163,7 @@ class SelectOutput:
             raise FlowBNNError(text, kind="network", argument="output") from None
 
 
+@checked
 def select_output(network: nn.Module, output: OutputSelection | None) -> nn.Module:
     """Makes a network return one of its outputs, by a hook on the network itself. Its layers keep their names.
 

@@ -451,3 +451,12 @@ def test_mixture_of_uniforms_as_base(dim):
     torch.testing.assert_close(flow.log_prob(x).exp(), expected)
     assert flow.support.check(x).tolist() == (expected > 0).tolist()
     assert bool(flow.log_prob(flow.sample((20,))).isfinite().all())
+
+
+@pytest.mark.parametrize("sample_shape", [2.5, ("a",), [(1, 2)]])
+def test_invalid_sample_shape_is_refused(sample_shape):
+    flow = Flow(DiagonalNormal(torch.zeros(2), torch.ones(2)), Planar(2))
+    for draw in (flow.sample, flow.rsample, flow.rsample_and_log_prob):
+        with pytest.raises(FlowBNNError) as error:
+            draw(sample_shape)
+        assert error.value.argument == "sample_shape"

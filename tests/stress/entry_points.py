@@ -184,6 +184,7 @@ RESULTS: dict[str, Callable[[], Any]] = {
 # Base classes, records that functions return, names for use inside the library, and functions that training calls in each step and
 # that therefore do not check their arguments. Everything else that users call is tested.
 INTERNAL = """
+    classes_last Epoch
     Heads HeadsPredictive SurvivalPredictive CountLikelihood CountPredictive.hdr CountPredictive.rescale information link outputs_like
     ConformalClassifier ConformalRegressor LabelSets ProgressBar plot flowbnn.likelihoods.Flow.log_prob flowbnn.likelihoods.Flow.mean
     ClassScore IntervalScore control_risk SelectiveClassifier scores region tuned Columns export PredictOptions target_weights

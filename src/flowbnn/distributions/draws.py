@@ -9,7 +9,7 @@ import numpy
 import torch
 from torch import Tensor
 
-from flowbnn.errors import FlowBNNError
+from flowbnn.errors import FlowBNNError, describe_value, value_error
 
 # torch draws normal numbers one by one on these CPUs; numpy's ziggurat takes less than half the time.
 _SCALAR_FILL = platform.machine().lower() in ("aarch64", "arm64")
@@ -90,6 +90,18 @@ def select_normal(loc: Tensor, scale: Tensor, component: Tensor, normal: Tensor)
         return torch.addcmul(codes @ loc, codes @ scale, normal)
 
 
+def as_size(sample_shape: Any) -> torch.Size:
+    """Returns the shape of draws. Raises FlowBNNError unless it is a sequence of integers.
+
+    >>> as_size((3, 2))
+    torch.Size([3, 2])
+    """
+    try:
+        return torch.Size(sample_shape)
+    except TypeError:
+        raise value_error("sample_shape", "a tuple of integers", describe_value(sample_shape)) from None
+
+
 def reparameterized_sample(
     distribution: Any, sample_shape: Any = torch.Size(), generator: torch.Generator | None = None
 ) -> Tensor:
@@ -110,10 +122,11 @@ def reparameterized_sample(
     if not distribution.has_rsample:
         name = type(distribution).__name__
         raise NotImplementedError(f"{name} has no rsample; use sample, or NormalMixture for a mixture")
+    shape = as_size(sample_shape)
     if generator is None:
-        return distribution.rsample(torch.Size(sample_shape))
+        return distribution.rsample(shape)
     try:
-        return distribution.rsample(torch.Size(sample_shape), generator=generator)
+        return distribution.rsample(shape, generator=generator)
     except TypeError as error:
         text = f"{type(distribution).__name__} accepts no generator; use flowbnn.distributions"
         raise FlowBNNError(text, kind="unsupported", argument="generator") from error

@@ -18,7 +18,7 @@ from torch.distributions import (
     register_kl,
 )
 
-from flowbnn.distributions.draws import GENERATOR_LOCK, reparameterized_sample
+from flowbnn.distributions.draws import GENERATOR_LOCK, as_size, reparameterized_sample
 from flowbnn.distributions.support import (
     any_rightmost,
     base_log_prob,
@@ -186,7 +186,7 @@ class Flow(Distribution):
             if self.has_rsample:
                 return self.rsample(sample_shape, generator)
             option: dict[str, Any] = {} if generator is None else {"generator": generator}
-            z = self.base.sample(torch.Size(sample_shape), **option)
+            z = self.base.sample(as_size(sample_shape), **option)
             return self._push(z, generator)[0]
 
     def log_prob(self, value: Tensor) -> Tensor:

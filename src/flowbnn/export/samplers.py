@@ -255,7 +255,7 @@ def _make_stacked(
     if not isinstance(posterior, MemberPosterior) or posterior.log_noise is None:
         return networks
     seed = prediction.options.seed
-    chosen = [posterior.member_index(index, prediction.samples, seed) for index in range(samples)]
+    chosen = posterior.member_indices(prediction.samples, seed)[:samples]
     return AppendedNoise(networks, posterior.log_noise[chosen])
 
 

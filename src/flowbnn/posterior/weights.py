@@ -299,32 +299,44 @@ class MemberPosterior(WeightPosterior):
     def weights(self, index: int, seed: int) -> dict[str, Tensor]:
         return {name: value[index % self.size] for name, value in self.members.items()}
 
-    def member_index(self, index: int, samples: int, seed: int | None = None) -> int:
-        """Returns the index of the member that is sample ``index`` of ``samples``.
+    @checked
+    def member_indices(self, samples: SampleCount, seed: int | None = None) -> list[int]:
+        """Returns the indices of the members that are the samples of a prediction.
 
         Fewer samples than members are spread over the list. A seed chooses the first member, and the others follow cyclically.
+
+        Args:
+            samples: Number of samples of the prediction.
+            seed: Seed of the prediction.
         """
+        first = 0
         if seed is not None:
             first = int(torch.randint(self.size, (), generator=torch.Generator().manual_seed(seed)))
-            return (first + self.member_index(index, samples)) % self.size
-        return index * self.size // samples if samples < self.size else index % self.size
+        steps = range(samples)
+        if samples < self.size:
+            return [(first + step * self.size // samples) % self.size for step in steps]
+        return [(first + step) % self.size for step in steps]
 
     @checked
     def draws(self, samples: SampleCount, seed: int | None = None) -> dict[str, Tensor]:
         """Returns the members ``{name: [samples, ...]}`` of a prediction with as many samples and the same seed."""
-        indices = [self.member_index(index, samples, seed) for index in range(samples)]
+        indices = self.member_indices(samples, seed)
         return {name: value[indices] for name, value in self.members.items()}
 
     def stream(self, samples: range, prediction: Prediction) -> Iterator[dict[str, Tensor]]:
-        for index in samples:
-            yield self.weights(self.member_index(index, prediction.samples, prediction.options.seed), 0)
+        for index in self.member_indices(prediction.samples, prediction.options.seed)[
+            samples.start : samples.stop
+        ]:
+            yield self.weights(index, 0)
 
     def outputs(self, inputs: Any, samples: range, prediction: Prediction) -> Tensor:
         """Returns the outputs of the members, with the log-variance of their noise if they have their own."""
         means = super().outputs(inputs, samples, prediction)
         if self.log_noise is None:
             return means
-        indices = [self.member_index(index, prediction.samples, prediction.options.seed) for index in samples]
+        indices = self.member_indices(prediction.samples, prediction.options.seed)[
+            samples.start : samples.stop
+        ]
         return append_log_variance(means, self.log_noise[indices].to(means).unsqueeze(1))
 
     def _observation_model(self) -> Likelihood:
@@ -337,7 +349,7 @@ class MemberPosterior(WeightPosterior):
     @checked
     def networks(self, samples: SampleCount, seed: int | None = None) -> list[nn.Module]:
         """Returns the members of a prediction with as many samples and the same seed, as networks."""
-        return [self.member(self.member_index(index, samples, seed)) for index in range(samples)]
+        return [self.member(index) for index in self.member_indices(samples, seed)]
 
     @checked
     def sample(self, seed: int | None = None) -> nn.Module:
