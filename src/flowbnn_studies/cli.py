@@ -195,10 +195,10 @@ def run(
             changes["epochs" if hasattr(selected.make_settings(), "epochs") else "*.epochs"] = epochs
         settings = selected.make_settings(quick=quick, **changes)
         device, _ = resolve_device(selected, accelerator)
-        together = devices * nodes > 1 or is_torchrun_worker()
-        if together and not is_torchrun_worker() and (jobs or 1) == 1:
+        has_several_processes = devices * nodes > 1 or is_torchrun_worker()
+        if has_several_processes and not is_torchrun_worker() and (jobs or 1) == 1:
             raise typer.Exit(launch(device, devices, nodes, sys.argv[1:]))
-        with _study_runner(context, _jobs(jobs, "several" if together else device)) as run_one:
+        with _study_runner(context, _jobs(jobs, "several" if has_several_processes else device)) as run_one:
             results = run_one(
                 selected,
                 settings=settings,

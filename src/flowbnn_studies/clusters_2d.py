@@ -126,7 +126,7 @@ class Clusters2d(MethodStudy):
         certain = [key for key in above if min(numbers.per_seed(key, "auroc")) <= 0.5]
         names = " and ".join(f"{numbers.name(key)} (AUROC {numbers.spread(key, 'auroc')})" for key in above)
         caveat = ", and not on every seed" if certain else ""
-        shown = ("mle", "deep-ensemble", "node-noise-planar", ranked[0])
+        keys = ("mle", "deep-ensemble", "node-noise-planar", ranked[0])
         return Story(
             "Which methods are uncertain far from the data?",
             f"Almost none: {len(ranked) - len(above)} of {len(ranked)} methods, node noise included, are more certain on a "
@@ -135,9 +135,9 @@ class Clusters2d(MethodStudy):
             f"{len(ranked) - len(above)} of {len(ranked)}",
             "methods are more certain far from the data than near it",
             ("auroc", "ring_entropy", "ece", "nll"),
-            rows=numbers.main_rows(*shown),
+            rows=numbers.main_rows(*keys),
             figure="map",
-            panels=tuple(numbers.label(key) for key in shown),
+            panels=tuple(numbers.label(key) for key in keys),
         )
 
     def findings(self, settings: Settings, parts: SeedResults) -> Findings:

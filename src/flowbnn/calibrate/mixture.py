@@ -84,19 +84,19 @@ class MixtureProblem:
             self.log_likelihood, self.examples = position_log_likelihood(torch.stack(probabilities), targets)
 
     def fit(
-        self, rows: Tensor, used: Sequence[int] | None = None, max_numbers: int = 2**22
+        self, rows: Tensor, selection: Sequence[int] | None = None, max_numbers: int = 2**22
     ) -> TemperedMixture:
         """Returns the weights and the temperature for some examples.
 
         Args:
             rows: Indices of the examples.
-            used: Indices of the candidates. The default is all.
+            selection: Indices of the candidates to mix. The default is all.
             max_numbers: Number of log-probabilities that the temperature is fitted to. Of more examples a part suffices.
         """
-        used = range(self.num_candidates) if used is None else used
-        log_likelihood = self.log_likelihood[torch.isin(self.examples, rows)][:, list(used)]
+        selection = range(self.num_candidates) if selection is None else selection
+        log_likelihood = self.log_likelihood[torch.isin(self.examples, rows)][:, list(selection)]
         fitted = stacking_weights(log_likelihood, prior=1.0)
-        weights = fitted.new_zeros(self.num_candidates).index_copy(0, torch.tensor(list(used)), fitted)
+        weights = fitted.new_zeros(self.num_candidates).index_copy(0, torch.tensor(list(selection)), fitted)
         size = self.num_samples * self.log_samples[0][0, 0].numel()
         rows = rows[:: max(1, len(rows) * size // max_numbers)]
         outputs = self.outputs(weights, rows)
@@ -130,7 +130,7 @@ def predict_mixture(folds: Folds, candidates: Mapping[str, Predictions]) -> Pred
         folds: Folds of the data.
         candidates: Predictions of the candidates, with class probabilities.
     """
-    members, everything = list(candidates.values()), torch.arange(len(folds.data))
+    members, all_rows = list(candidates.values()), torch.arange(len(folds.data))
     problem = MixtureProblem(members, folds.data.targets.cpu())
     predictives = [
         problem.predict(problem.fit(training.sort().values), group)
@@ -138,12 +138,12 @@ def predict_mixture(folds: Folds, candidates: Mapping[str, Predictions]) -> Pred
     ]
 
     def finish() -> Posterior:
-        weights = problem.fit(everything).weights.tolist()
+        weights = problem.fit(all_rows).weights.tolist()
         # members with less weight cost time and hardly change the prediction
-        used = [index for index, weight in enumerate(weights) if weight >= 0.02]
-        mixture = problem.fit(everything, used)
-        posteriors = [members[index].finish() for index in used]
-        posterior = MixturePosterior(posteriors, mixture.weights[used].tolist())
+        selection = [index for index, weight in enumerate(weights) if weight >= 0.02]
+        mixture = problem.fit(all_rows, selection)
+        posteriors = [members[index].finish() for index in selection]
+        posterior = MixturePosterior(posteriors, mixture.weights[selection].tolist())
         return TemperedPosterior(posterior, mixture.temperature)
 
     return gather(folds, predictives, finish)

@@ -141,8 +141,8 @@ class RAPS(APS):
         """Returns the score with the penalty and the rank of the smallest sets on some examples."""
         labels, last = targets.unsqueeze(-1), self.rank
         if last == "auto":
-            own = log_probabilities.gather(-1, labels)
-            last = int(_upper_quantile((log_probabilities >= own).sum(-1), coverage))
+            label_values = log_probabilities.gather(-1, labels)
+            last = int(_upper_quantile((log_probabilities >= label_values).sum(-1), coverage))
         ranks = range(1, last + 1) if self.rank == "auto" else (last,)
         # the penalties of the paper, and no penalty
         penalties = (0.0, 0.001, 0.01, 0.1, 0.2, 0.5) if self.penalty == "auto" else (self.penalty,)

@@ -42,8 +42,8 @@ def check_row_independence(network: NoisyNetwork, inputs: Any) -> None:
         raise FlowBNNError("outputs are NaN; look for NaN in the inputs and weights", kind="not finite")
     tolerance = max(1e-3, 10.0 * torch.finfo(batched.dtype).eps) * float(batched.abs().max())
     if not torch.allclose(batched[: len(single)], single, rtol=0.0, atol=tolerance):
-        again = network.outputs(small, ones[: len(tensors_of(small)[0])])
-        if not torch.allclose(again, single, rtol=0.0, atol=tolerance):
+        repeated = network.outputs(small, ones[: len(tensors_of(small)[0])])
+        if not torch.allclose(repeated, single, rtol=0.0, atol=tolerance):
             text = "outputs are random in evaluation mode; disable dropout that is always on"
             raise FlowBNNError(text, kind="random", argument="network")
         text = "outputs depend on the other examples of a batch; replace layers such as BatchNorm(track_running_stats=False)"

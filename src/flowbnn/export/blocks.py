@@ -155,15 +155,20 @@ class NoiseRows(NoiseDraws):
         inputs: Few examples on the device of the network.
         prediction: Prediction with the seed and the number of samples.
         samples: Number of samples.
-        late: If True, rows are repeated by the first noise, so that what comes before is computed once. Networks in which noisy and
-            other rows meet need False.
+        shares_prefix: If True, rows are repeated by the first noise, so that what comes before is computed once. Networks in which
+            noisy and other rows meet need False.
     """
 
     def __init__(
-        self, posterior: NoisePosterior, inputs: Any, prediction: Prediction, samples: int, late: bool
+        self,
+        posterior: NoisePosterior,
+        inputs: Any,
+        prediction: Prediction,
+        samples: int,
+        shares_prefix: bool,
     ) -> None:
         super().__init__(posterior, inputs, prediction, samples)
-        self.late, self.blocks = late, list[BlockNoise]()
+        self.shares_prefix, self.blocks = shares_prefix, list[BlockNoise]()
         names = {key: name for name, key in self.keys.items()}
         for module in self.network.modules():
             for hooks in (module._forward_hooks, module._forward_pre_hooks):
@@ -180,7 +185,7 @@ class NoiseRows(NoiseDraws):
         rows = batch_rows(inputs)
         for block in self.blocks:
             block.begin(draws, self.samples, rows)
-        if not self.late:
+        if not self.shares_prefix:
             inputs = apply(inputs, partial(repeat_rows, samples=self.samples))
         return split_samples(call(self.network, inputs), self.samples, rows)
 
@@ -286,11 +291,16 @@ class DropoutRows(SampledNetworks):
         inputs: Few examples on the device of the network.
         prediction: Prediction with the seed and the number of samples.
         samples: Number of samples.
-        late: If True, rows are repeated at the first dropout layer.
+        shares_prefix: If True, rows are repeated at the first dropout layer, so that what comes before is computed once.
     """
 
     def __init__(
-        self, posterior: DropoutPosterior, inputs: Any, prediction: Prediction, samples: int, late: bool
+        self,
+        posterior: DropoutPosterior,
+        inputs: Any,
+        prediction: Prediction,
+        samples: int,
+        shares_prefix: bool,
     ) -> None:
         network = clone_sharing_tensors(prediction.model)
         axes = posterior.axes if posterior.axes is not None else example_axes(network, inputs)
@@ -304,7 +314,7 @@ class DropoutRows(SampledNetworks):
                     for (number, *_), mask in masked.masks.items():
                         drawn.setdefault(f"mask.{names[layer]}.{number}", []).append(mask)
         super().__init__(network, {name: torch.stack(each) for name, each in drawn.items()}, samples)
-        self.late, self.masks = late, DropoutMasks(network, axes)
+        self.shares_prefix, self.masks = shares_prefix, DropoutMasks(network, axes)
         self.masks.layers = {
             layer: BlockMasks(layer, names[layer], axes.get(names[layer], [])) for layer in self.masks.layers
         }
@@ -314,7 +324,7 @@ class DropoutRows(SampledNetworks):
         layers: Any = self.masks.layers  # of BlockMasks
         for masked in layers.values():
             masked.draws, masked.rows, masked.samples = draws, rows, self.samples
-        if not self.late:
+        if not self.shares_prefix:
             inputs = apply(inputs, partial(repeat_rows, samples=self.samples))
         with self.masks:
             return split_samples(call(self.network, inputs), self.samples, rows)

@@ -244,7 +244,8 @@ def _export_posterior(
         for make in make_samplers(posterior, inputs, prediction, samples):
             try:
                 graph = PredictiveGraph(posterior, make(), inputs, noise).eval()
-                tensors = [*(tensor for _, tensor in named_tensors(inputs)), *_noise_values(graph)]
+                tensors = [*(tensor for _, tensor in named_tensors(inputs))]
+                tensors += [graph.sampler.draws[name] for name in graph.noise_names]
                 _check_equal(graph(*tensors), expected)
                 batch_axes = [batched] * graph.count + [False] * len(graph.noise_names)
                 program = trace(graph, tensors, batch_axes)
@@ -276,10 +277,6 @@ def _as_export_error(error: Exception) -> FlowBNNError:
         return error
     reason = " ".join(str(error).split())[:160] or type(error).__name__
     return FlowBNNError(f"export failed ({reason})", kind="export")
-
-
-def _noise_values(graph: PredictiveGraph) -> list[Tensor]:
-    return [graph.sampler.draws[name] for name in graph.noise_names]
 
 
 def _draws(
@@ -374,7 +371,8 @@ def _write(
         return shape, str(tensor.dtype).removeprefix("torch.")
 
     inputs = {
-        name: describe(tensor, free) for name, tensor, free in zip(names, tensors, batch_axes, strict=True)
+        name: describe(tensor, has_batch)
+        for name, tensor, has_batch in zip(names, tensors, batch_axes, strict=True)
     }
     outputs = {name: describe(value, any(batch_axes)) for name, value in expected.items()}
     result = ExportedModel(path, format, kind, inputs, outputs, samples, seed, noise, _draw=draw)

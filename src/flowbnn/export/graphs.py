@@ -256,7 +256,7 @@ def _trace(
     batch: Any,
 ) -> Any:
     """Traces a module once, with a kind of batch axis."""
-    active, shapes = ActiveModules(module), tuple({0: batch} if free else {} for free in dynamic)
+    active, shapes = ActiveModules(module), tuple({0: batch} if has_batch else {} for has_batch in dynamic)
     algebra.begin_trace()
     try:
         with active.watch():
@@ -271,8 +271,8 @@ def _trace(
         text = f"{where} cannot be exported ({_reason(error)})"
         raise FlowBNNError(text, kind="export", layer=layer, constraint=layer is None) from error
     places = [node for node in program.graph.nodes if node.op == "placeholder"][-len(tensors) :]
-    for place, free in zip(places, dynamic, strict=True):
-        if free and is_constant_size(place.meta["val"].shape[0]):
+    for place, has_batch in zip(places, dynamic, strict=True):
+        if has_batch and is_constant_size(place.meta["val"].shape[0]):
             raise _fixed_batch_size(active.fixed)
     return program
 

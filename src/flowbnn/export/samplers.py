@@ -48,7 +48,7 @@ class StackedWeights(SampledNetworks):
         for module in self.network.modules():
             for holder in (module._parameters, module._buffers):
                 for name, tensor in holder.items():
-                    if tensor is not None and any(tensor is used for used in _tensors(posterior, sets[0])):
+                    if tensor is not None and any(tensor is other for other in _tensors(posterior, sets[0])):
                         holder[name] = _placeholder(tensor)  # type: ignore[assignment]
 
     def forward(self, inputs: Any, draws: Mapping[str, Tensor]) -> Tensor:
@@ -184,8 +184,12 @@ class MixtureNetworks(SampledNetworks):
         values: dict[int, Tensor] = {}
         for index, member in self.network.items():  # type: ignore[operator]
             prefix = f"member.{index}."
-            own = {name.removeprefix(prefix): v for name, v in draws.items() if name.startswith(prefix)}
-            values[int(index)] = natural_outputs(self.posteriors[int(index)]._predictive(member(inputs, own)))
+            member_draws = {
+                name.removeprefix(prefix): v for name, v in draws.items() if name.startswith(prefix)
+            }
+            values[int(index)] = natural_outputs(
+                self.posteriors[int(index)]._predictive(member(inputs, member_draws))
+            )
         rows = [values[index][number if values[index].shape[0] > 1 else 0] for index, number in self.schedule]
         return torch.stack(rows)
 
@@ -209,7 +213,10 @@ def make_samplers(
     if isinstance(posterior, MixturePosterior):
         return [partial(_make_mixture, posterior, inputs, prediction, samples)]
     if isinstance(posterior, NoisePosterior):
-        by_rows = [partial(NoiseRows, posterior, inputs, prediction, samples, late) for late in (True, False)]
+        by_rows = [
+            partial(NoiseRows, posterior, inputs, prediction, samples, shares_prefix)
+            for shares_prefix in (True, False)
+        ]
         interact = not has_row_axis(inputs) or prediction.measure(inputs).dependence == "rows"
         return [
             *([] if interact else by_rows),
@@ -217,7 +224,8 @@ def make_samplers(
         ]
     if isinstance(posterior, DropoutPosterior):
         masked = [
-            partial(DropoutRows, posterior, inputs, prediction, samples, late) for late in (True, False)
+            partial(DropoutRows, posterior, inputs, prediction, samples, shares_prefix)
+            for shares_prefix in (True, False)
         ]
         return [*masked, lambda: NetworkList(posterior.networks(samples, prediction.seed))]
     if isinstance(posterior, LaplacePosterior) and posterior.predictive != "sampled":

@@ -282,7 +282,7 @@ def _launch_triangle(
     stages: Sequence[Stage],
     common: Arguments,
     upper: bool,
-    back: bool,
+    backward: bool,
 ) -> None:
     """Launches one triangular factor of some chains."""
     from flowbnn.kernels import triton_kernels
@@ -297,7 +297,7 @@ def _launch_triangle(
     triton_kernels.triangle[(-(-widest // tile["COLUMNS"]), -(-task.rows // tile["ROWS"]), len(chains))](
         **common, factors=tuple(task.weights[i]["f"][s.first] for i, s in zip(chains, stages, strict=True)),
         **task.chain_numbers(chains, "dims", "scales", "bounds"), num_rows=task.rows, COUNT=len(chains),
-        WIDTH=task.width(chains), UPPER=upper, BACKWARD=back, PRECISION=task.precision, **tile,
+        WIDTH=task.width(chains), UPPER=upper, BACKWARD=backward, PRECISION=task.precision, **tile,
     )  # fmt: skip
 
 

@@ -67,9 +67,9 @@ def _perturbed_loss(
         for key, parameter in parameters.items()
         if parameter is not None and parameter.requires_grad and "bias" not in key
     ]
-    whole = split_weighted_batch(batch)
-    total, num_rows = torch.zeros((), device=device_of(model)), rows(whole.targets)
-    sub_batches = sub_batches if has_row_axis(whole.inputs) else 1  # a graph cannot be cut
+    full_batch = split_weighted_batch(batch)
+    total, num_rows = torch.zeros((), device=device_of(model)), rows(full_batch.targets)
+    sub_batches = sub_batches if has_row_axis(full_batch.inputs) else 1  # a graph cannot be cut
     for index in range(sub_batches):
         low, high = num_rows * index // sub_batches, num_rows * (index + 1) // sub_batches
         if low == high:
@@ -80,7 +80,7 @@ def _perturbed_loss(
                 noise = torch.randn_like(parameter)
                 perturbed[id(parameter)] = parameter + scale * parameter.detach() * noise
         with SwappedTensors((parameters, key, perturbed[id(p)]) for parameters, key, p in locations):
-            part = whole if sub_batches == 1 else take(whole, low, high)
-            loss, _ = negative_log_likelihood(likelihood, forward, part, clock)
+            sub_batch = full_batch if sub_batches == 1 else take(full_batch, low, high)
+            loss, _ = negative_log_likelihood(likelihood, forward, sub_batch, clock)
         total = total + loss * ((high - low) / num_rows)
     return total, {"log_likelihood": -total.detach()}

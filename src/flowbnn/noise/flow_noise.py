@@ -146,15 +146,15 @@ class InputNoise(Noise):
         with nullcontext() if half is None else torch.autocast(device, enabled=False):
             # one draw of normals per generator, then everything else at once
             mean, deviation = self._merged_normals()
-            shape, which, normal = torch.Size((*positions, self.layout.dim)), [], []
+            shape, components, normal = torch.Size((*positions, self.layout.dim)), [], []
             for source in generators:
                 if self.mixture_base is not None:
-                    which.append(draw_components(len(mean), positions, mean.device, source))
+                    components.append(draw_components(len(mean), positions, mean.device, source))
                 normal.append(standard_normal(shape, mean.dtype, mean.device, source))
             if self.mixture_base is None:
                 base_draws = torch.addcmul(mean, torch.stack(normal), deviation)
             else:
-                base_draws = select_normal(mean, deviation, torch.stack(which), torch.stack(normal))
+                base_draws = select_normal(mean, deviation, torch.stack(components), torch.stack(normal))
             return self.push(base_draws, False, half is not None)[0]
 
     def draw_base_rows(

@@ -35,12 +35,12 @@ class GradientProbe:
         self.tensors: dict[int, list[Tensor]] = {}
         self.means: dict[int, Tensor] = {}
 
-    def draws(self, layer: Noise, at: Shape, call: int, device: torch.device) -> Tensor:
+    def draws(self, layer: Noise, positions: Shape, call: int, device: torch.device) -> Tensor:
         if layer.key not in self.means:
             with torch.no_grad():
                 mean = layer.mean() if self.fitted else torch.ones(layer.layout.dim)
                 self.means[layer.key] = mean
-        shape = (1, *(1,) * len(at), layer.layout.dim)
+        shape = (1, *(1,) * len(positions), layer.layout.dim)
         tensor = self.means[layer.key].view(shape).clone().to(device).requires_grad_()
         self.tensors.setdefault(layer.key, []).append(tensor)
         return tensor

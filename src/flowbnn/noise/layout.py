@@ -64,12 +64,12 @@ def _convolution(kind: type[nn.Module], axes: int, module: Any) -> Layout:
 
 def _attention(module: nn.MultiheadAttention) -> Layout:
     widths = (module.embed_dim, module.kdim, module.vdim)
-    same = widths == (module.embed_dim,) * 3
+    are_equal = widths == (module.embed_dim,) * 3
     return Layout(
-        module.embed_dim if same else sum(widths),
+        module.embed_dim if are_equal else sum(widths),
         batch_axis=0 if module.batch_first else 1,
         unbatched_ndim=2,
-        split=() if same else widths,
+        split=() if are_equal else widths,
     )
 
 

@@ -40,9 +40,9 @@ def _draw_images(ax: Any, palette: Palette, images: Tensor, columns: int) -> Non
     picture = tile(images, columns)
     low, high = float(np.nanmin(picture)), float(np.nanmax(picture))
     low, high = (0.0, 1.0) if low >= 0.0 and high <= 1.0 else (low, max(high, low + 1e-12))
-    shown = np.nan_to_num((picture - low) / (high - low), nan=1.0)
+    brightness = np.nan_to_num((picture - low) / (high - low), nan=1.0)
     height, width = images.shape[-2:]
-    ax.imshow(shown, cmap="gray", vmin=0.0, vmax=1.0, interpolation="nearest")
+    ax.imshow(brightness, cmap="gray", vmin=0.0, vmax=1.0, interpolation="nearest")
     style: dict[str, Any] = {"color": palette.background, "linewidth": 2.0}
     for column in range(1, columns):
         ax.axvline(column * width - 0.5, **style)

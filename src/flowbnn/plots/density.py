@@ -143,10 +143,12 @@ def _draw_line(
     x: np.ndarray, values: np.ndarray, samples: np.ndarray, examples: np.ndarray | None, ax: Any
 ) -> Any:
     """Draws a density of one number, and a histogram of the data or of the samples."""
-    name, shown = ("samples", samples) if examples is None else ("data", examples[:, 0])
-    heights, edges = np.histogram(shown, min(40, max(8, round(shown.size**0.5))), (x[0], x[-1]))
+    name, values_to_count = ("samples", samples) if examples is None else ("data", examples[:, 0])
+    heights, edges = np.histogram(
+        values_to_count, min(40, max(8, round(values_to_count.size**0.5))), (x[0], x[-1])
+    )
     with drawing(ax) as (ax, palette):
-        density = heights / shown.size / np.diff(edges)
+        density = heights / values_to_count.size / np.diff(edges)
         ax.stairs(density, edges, fill=True, color=palette.colour(1), alpha=0.35, label=name)
         ax.plot(x, values, color=palette.colour(0), label="density")
         ax.set_xlim(x[0], x[-1])

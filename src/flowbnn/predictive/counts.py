@@ -218,8 +218,8 @@ def _negative_binomial_cdf(mean: Tensor, log_dispersion: Tensor, counts: Tensor,
 
     r = (-log_dispersion).exp()
     share = torch.sigmoid(mean.log() + log_dispersion)  # mean / (mean + r)
-    first, second, at = (counts, r, share) if upper else (r, counts, 1.0 - share)
-    arrays = torch.broadcast_tensors(first, second, at)
+    first, second, point = (counts, r, share) if upper else (r, counts, 1.0 - share)
+    arrays = torch.broadcast_tensors(first, second, point)
     result = betainc(*(array.detach().cpu().numpy() for array in arrays))
     return torch.as_tensor(result, dtype=mean.dtype, device=mean.device)
 

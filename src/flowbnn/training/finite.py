@@ -101,13 +101,13 @@ class FiniteGuard:
                 cause = "the outputs of all layers are finite"
         self.fail(f"the loss is not finite {state.position}: {cause}", layer or None, term)
 
-    def fail_on_gradient(self, when: str, note: str = "") -> None:
+    def fail_on_gradient(self, position: str, note: str = "") -> None:
         """Raises an error that names the parameter whose gradient is not finite.
 
         Returns if all gradients are finite, because their norm may overflow.
 
         Args:
-            when: Epoch and step, for the message.
+            position: Epoch and step, for the message.
             note: End of the message.
         """
         pairs = zip(self.state.names, self.state.parameters, strict=True)
@@ -115,14 +115,14 @@ class FiniteGuard:
         if name is not None:
             name = strip_prefix(name, self.state.name_prefix)
             self.fail(
-                f"the gradient of {name!r} is not finite {when}, but the loss is; decrease the learning rate{note}",
+                f"the gradient of {name!r} is not finite {position}, but the loss is; decrease the learning rate{note}",
                 name,
             )
 
     def fail_on_recorded_step(self, recorder: Recorder) -> NoReturn:
         """Repeats the recent batches of a recorder with the same random numbers, and raises the error of the first bad one."""
         state, last = self.state, self.state.position.step
-        when = f"between steps {max(1, last - len(recorder.recent) + 1)} and {last}"
+        steps = f"between steps {max(1, last - len(recorder.recent) + 1)} and {last}"
         for batch, clock, cuda_state in recorder.recent:
             torch.cuda.set_rng_state(cuda_state, self.process.device)
             random_state = state.random.torch_state()
@@ -132,8 +132,8 @@ class FiniteGuard:
             if not math.isfinite(loss.item()):
                 self.fail_on_loss(batch, clock, logs, random_state)
             loss.backward()
-            self.fail_on_gradient(when)
-        self.fail(f"the loss or a gradient was not finite {when}, but finite when repeated")
+            self.fail_on_gradient(steps)
+        self.fail(f"the loss or a gradient was not finite {steps}, but finite when repeated")
 
     def fail(self, message: str, layer: str | None = None, term: str | None = None) -> NoReturn:
         """Raises the error that ends the run.

@@ -35,9 +35,9 @@ def trained_variants(parts: SeedResults, variants: Sequence[Variant]) -> list[Va
     return [variant for variant in variants if variant.in_table and parts.of(variant.key)]
 
 
-def missing_seeds(parts: SeedResults, shown: Sequence[Variant]) -> dict[str, str]:
+def missing_seeds(parts: SeedResults, variants: Sequence[Variant]) -> dict[str, str]:
     """Returns the number of seeds, in words, of variants that have fewer seeds than others of their recipe."""
-    counts = {v.key: len(parts.of(v.key)) for v in shown}
+    counts = {v.key: len(parts.of(v.key)) for v in variants}
     recipes = {key: split_key(key)[0] for key in counts}
     full = {key: max(counts[other] for other in counts if recipes[other] == recipes[key]) for key in counts}
     return {key: f"{counts[key]} of {full[key]} seeds" for key in counts if counts[key] < full[key]}

@@ -120,11 +120,6 @@ def _coverage(predictive: Any, targets: Tensor) -> dict[str, Any]:
     return {"kind": "coverage", "points": points}
 
 
-def variable_sizes(posterior: Posterior, seed: int) -> dict[str, int]:
-    """Returns the number of variables of each layer or weight that differ between samples."""
-    return {name: draws[0].numel() for name, draws in posterior.draws(1, seed).items()}
-
-
 def pair_of_variables(
     posterior: Posterior,
     layer: str | None = None,

@@ -137,7 +137,7 @@ class Settings:
 
     def relevant(self, variant: str) -> dict[str, Any]:
         """Returns the settings that the result of a variant depends on."""
-        return {name: value for name, value in asdict(self).items() if name not in ("problems", "sizes")}
+        return {name: value for name, value in asdict(self).items() if name != "problems"}
 
 
 @dataclass(frozen=True)

@@ -147,10 +147,10 @@ def assign_colours(rows: Iterable[Mapping[str, Any]]) -> dict[str, str]:
     count = len(methods)
     if 2 < count <= len(STEPS) and len(set(methods.values())) == 1 and all(methods.values()):
         last = 5.0 if count <= 6 else 7.0
-        return {label: STEPS[round(last * at / (count - 1) + 1e-9)] for at, label in enumerate(methods)}
+        return {label: STEPS[round(last * index / (count - 1) + 1e-9)] for index, label in enumerate(methods)}
     assigned = {label: family.colour for label, method in methods.items() if (family := family_of(method))}
-    spare = (family.colour for family in METHOD_FAMILIES if family.colour not in assigned.values())
-    hues = cycle(("teal", "indigo", "sand", "sky", *spare))
+    unused = (family.colour for family in METHOD_FAMILIES if family.colour not in assigned.values())
+    hues = cycle(("teal", "indigo", "sand", "sky", *unused))
     return {label: assigned.get(label) or next(hues) for label in methods}
 
 

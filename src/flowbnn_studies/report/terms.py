@@ -52,8 +52,8 @@ def explain_terms(texts: Iterable[str], known: set[str]) -> list[tuple[str, str]
     (['Noise', 'ECE'], [])
     """
     text = " ".join(texts)
-    found = [
+    new_terms = [
         (name, words) for pattern, name, words in TERMS if name not in known and re.search(pattern, text)
     ]
-    known.update(name for name, _ in found)
-    return found
+    known.update(name for name, _ in new_terms)
+    return new_terms

@@ -217,14 +217,14 @@ def run_study(
     started = time.monotonic()
     settings = study.make_settings() if settings is None else settings
     accelerator, precision = resolve_device(study, accelerator, precision)
-    where: dict[str, Any] = {"accelerator": accelerator, "precision": precision}
-    where |= {"devices": devices, "num_nodes": num_nodes, "acceleration": acceleration}
+    device_options: dict[str, Any] = {"accelerator": accelerator, "precision": precision}
+    device_options |= {"devices": devices, "num_nodes": num_nodes, "acceleration": acceleration}
     distributed = str(devices) != "1" or num_nodes > 1 or is_torchrun_worker()
     if distributed and (workers.number if workers is not None else jobs) > 1:
         raise FlowBNNError("jobs > 1 cannot be combined with several devices; set jobs=1", argument="jobs")
-    connect(TrainingOptions(**where))
+    connect(TrainingOptions(**device_options))
     folder = Path(out) / study.folder(settings)
-    all_jobs = _make_jobs(study, settings, folder, seeds, trial, resume=resume, **where)
+    all_jobs = _make_jobs(study, settings, folder, seeds, trial, resume=resume, **device_options)
     selected = _select_jobs(study, all_jobs, only)
     if not (collect or resume):
         study.check(settings, selected)
@@ -447,7 +447,7 @@ def _build_results(
     if collect and machine("precision") != default_precision and "--precision" not in command:
         command += f" --precision {machine('precision')}"
     fields = {name for entry in machines for name in entry}
-    where = [name for name in ("accelerator", "precision", "acceleration") if name in fields]
+    machine_settings = [name for name in ("accelerator", "precision", "acceleration") if name in fields]
     results = {
         "schema": SCHEMA,
         "study": study.folder(settings),
@@ -459,7 +459,7 @@ def _build_results(
         "device": machine("device"),
         "versions": {name: machine(name) for name in ("flowbnn", "torch", "python")},
         "seeds": parts.seeds,
-        "settings": {**asdict(settings), **{name: machine(name) for name in where}},
+        "settings": {**asdict(settings), **{name: machine(name) for name in machine_settings}},
         "metrics": [asdict(metric) for metric in findings.metrics],
         "rows": findings.rows,
         "figures": findings.figures,

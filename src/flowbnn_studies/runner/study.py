@@ -194,8 +194,8 @@ class Job:
             steps_per_epoch: Number of steps in an epoch.
         """
         names = ("resume", "accelerator", "precision", "devices", "num_nodes", "acceleration")
-        every = max(1, epochs // 10) * steps_per_epoch
-        checkpoints = {"checkpoint": self.checkpoint_folder, "checkpoint_every": every}
+        interval = max(1, epochs // 10) * steps_per_epoch
+        checkpoints = {"checkpoint": self.checkpoint_folder, "checkpoint_every": interval}
         options = {"epochs": epochs, "seed": 1 + self.seed, "progress": False}
         return {**options, **checkpoints, **{name: getattr(self, name) for name in names}}
 

@@ -115,17 +115,17 @@ class Calibrator(Method, ABC):
         """Returns the network as a posterior, with the held-out data and the options."""
         name = type(self).__name__
         trained = {setting.name for setting in fields(Method)}
-        own = {setting.name for setting in fields(self)} - trained
+        settings = {setting.name for setting in fields(self)} - trained
         accepted = {option.name for option in fields(FitOptions)} - trained
         for key in kwargs:
-            close = next(iter(close_words(key, [*accepted, *own, *trained])), "")
-            if close in own:
+            close = next(iter(close_words(key, [*accepted, *settings, *trained])), "")
+            if close in settings:
                 raise misplaced_setting(close, name, kwargs[key])
             if close in trained:
                 raise _training_setting(name, close, kwargs[key], key)
         options = FitOptions(**kwargs)
-        used = "likelihood", "accelerator", "seed", "progress"
-        unused = next((option for option in kwargs if option not in used), None)
+        supported = "likelihood", "accelerator", "seed", "progress"
+        unused = next((option for option in kwargs if option not in supported), None)
         if unused is not None:
             hint = f"use {name}(fb.MAP())"
             raise requirement_error(

@@ -322,8 +322,8 @@ def has_curvature(likelihood: Likelihood) -> bool:
         return likelihood.noise != "predicted"
     if isinstance(likelihood, Heads):
         return all(has_curvature(head) for head in likelihood.heads.values())
-    own = type(likelihood).information is not Likelihood.information
-    return own or isinstance(likelihood, Categorical | Bernoulli | ConditionalDensity)
+    defines_information = type(likelihood).information is not Likelihood.information
+    return defines_information or isinstance(likelihood, Categorical | Bernoulli | ConditionalDensity)
 
 
 def check_likelihood(likelihood: Likelihood, predictive: str) -> None:
@@ -392,8 +392,8 @@ def _information_hessian(
     likelihood: Likelihood, outputs: Tensor, targets: Tensor, kind: str, generator: torch.Generator
 ) -> OutputHessian:
     """Returns the curvature that the likelihood defines, or outer products of gradients for many outputs."""
-    many = outputs[:1].numel() > 64 and type(likelihood).information is Likelihood.information
-    if kind == "fisher" or many:
+    has_many_outputs = outputs[:1].numel() > 64 and type(likelihood).information is Likelihood.information
+    if kind == "fisher" or has_many_outputs:
         with torch.enable_grad():
             leaf = outputs.detach().requires_grad_()
             log_prob = likelihood.log_prob(leaf, targets).sum()

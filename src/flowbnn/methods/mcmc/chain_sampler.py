@@ -31,7 +31,7 @@ class ChainSampler:
         thin: Number of transitions per draw.
         target: Target of the mean acceptance probability.
         path: Checkpoint file, or None.
-        every: Number of transitions between checkpoints; None for every 30 seconds.
+        checkpoint_every: Number of transitions between checkpoints. None writes one every 30 seconds.
         settings: Plain values that a resumed run must share.
 
     >>> from functools import partial
@@ -57,13 +57,13 @@ class ChainSampler:
         thin: int = 1,
         target: float = 0.8,
         path: Path | None = None,
-        every: int | None = None,
+        checkpoint_every: int | None = None,
         settings: Mapping[str, Any] | None = None,
     ) -> None:
         self.potential, self.kernel, self.generators = potential, kernel, list(generators)
         self.num_warmup, self.samples, self.thin = warmup, samples, thin
         self.first_draw = warmup  # transition at which the draws begin
-        self.path, self.every, self.settings = path, every, dict(settings or {})
+        self.path, self.checkpoint_every, self.settings = path, checkpoint_every, dict(settings or {})
         self.warmup = Warmup(potential, self.generators, starts, warmup, target)
         self.starts = starts
         self.state: ChainState | None = None
@@ -138,8 +138,8 @@ class ChainSampler:
 
     def is_save_due(self) -> bool:
         """Returns True if it is time to write the checkpoint."""
-        if self.every is not None:
-            return self.number % self.every == 0
+        if self.checkpoint_every is not None:
+            return self.number % self.checkpoint_every == 0
         return time.monotonic() - self.last_save > 30.0
 
     def snapshot(self) -> dict[str, Any]:

@@ -180,7 +180,7 @@ class ChainMethod(Method):
             thin=self.thin,
             target=self.target_accept,
             path=path and path.with_name(f"{prefix}chains.safetensors"),
-            every=options.checkpoint_every,
+            checkpoint_every=options.checkpoint_every,
             settings=settings,
         )
 
