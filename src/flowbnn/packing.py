@@ -1,9 +1,9 @@
 """Targets of several heads as one tensor.
 
 The targets of a batch may be a dictionary or a tuple of tensors. All of the library handles them as one tensor ``[B, K]`` in float64.
-Each of its rows begins with a header: a magic number, a checksum of the names (0 for a tuple), the length of the header, and for each
-tensor whether it holds integers, its number of axes, and their sizes. The values follow. The tensor thus describes itself, and can be
-selected, concatenated and moved like any other.
+Each of its rows begins with a header: a magic number, a checksum of the names (0 for a tuple), and the length of the header. For each
+tensor follow a flag for integers, the number of axes, and their sizes. Then the values follow. The tensor thus describes itself, and
+can be selected, concatenated and moved like any other.
 """
 
 from collections.abc import Mapping, Sequence

@@ -333,7 +333,7 @@ def move(inputs: Any, device: torch.device, dtype: torch.dtype | None = None) ->
 
     def convert(tensor: Tensor) -> Tensor:
         target = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
-        if not torch.compiler.is_compiling() and tensor.is_inference():  # which autograd cannot use
+        if not torch.compiler.is_compiling() and tensor.is_inference():  # autograd cannot use these
             tensor = tensor.clone()
         return tensor.to(device, target, non_blocking=True)
 

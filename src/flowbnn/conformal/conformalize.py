@@ -2,7 +2,7 @@ r"""Prediction sets and intervals with a guaranteed coverage, for any posterior.
 
 A score :math:`s(x, y)` says how badly a target fits the prediction. Held-out data give a threshold :math:`\hat\lambda`
 (:mod:`flowbnn.conformal.thresholds`). The set :math:`\{y : s(x, y) \le \hat\lambda\}` then has the target of a new input with a
-probability of at least the coverage, whatever the network, if the held-out data and the new data are exchangeable.
+probability of at least the coverage. This holds for any network if the held-out data and the new data are exchangeable.
 
 An image or a text has many positions. Its loss is the fraction of positions whose label is not in the set, and the threshold controls
 the mean loss of images.

@@ -1,8 +1,10 @@
 """Data: loaders of tensors in memory, names of the columns of batches, toy data, and the digits of scikit-learn.
 
-Every function of the library takes data in any of these formats (:func:`~flowbnn.data.formats.as_loader`): a loader, a ``Dataset``, a
-pair of tensors or arrays (numpy, pandas), a dictionary of tensors with ``labels``, graphs of torch_geometric, or a data module of
-Lightning.
+Every function of the library takes data in any of these formats (:func:`~flowbnn.data.formats.as_loader`):
+
+* a loader or a ``Dataset``,
+* a pair of tensors or arrays (numpy, pandas), or a dictionary of tensors with ``labels``,
+* graphs of torch_geometric, or a data module of Lightning.
 """
 
 from flowbnn.data.formats import Columns

@@ -1,7 +1,7 @@
 r"""Observation models of class labels, of whole inputs or of their positions (pixels, tokens, several labels).
 
 The log-likelihood of an example is the *sum* over its positions, because the ELBO adds up independent targets:
-:math:`\log p(y \mid x) = \sum_t \log p(y_t \mid x)`. The loss of a fit is the mean of this sum over the examples of a batch, and thus
+:math:`\log p(y \mid x) = \sum_t \log p(y_t \mid x)`. The loss of a fit is the mean of this sum over the examples of a batch. It is
 larger than torch's mean over pixels by the number of pixels of an example. Metrics, the negative log-likelihood (NLL) included, are
 means over positions.
 

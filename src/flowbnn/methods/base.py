@@ -114,9 +114,9 @@ class Method(ABC):
     """
 
     name: ClassVar[str] = "method"
-    needs_weights: ClassVar[bool] = True  # whether the network must have trainable weights
-    supports_weights: ClassVar[bool] = True  # whether weights of examples are used, see flowbnn.data.Columns
-    has_prior: ClassVar[bool] = True  # whether training by gradients includes a prior of the weights
+    needs_weights: ClassVar[bool] = True  # True if the network must have trainable weights
+    supports_weights: ClassVar[bool] = True  # True if weights of examples are used, see flowbnn.data.Columns
+    has_prior: ClassVar[bool] = True  # True if training by gradients includes a prior of the weights
 
     epochs: Annotated[int, Ge(0)] | None = None
     lr: Positive = 1e-3
@@ -167,7 +167,7 @@ class Method(ABC):
         name = type(self).__name__
         settings, names = ({field.name for field in fields(cls)} for cls in (type(self), FitOptions))
         for key, value in kwargs.items():
-            # a typo of a setting of the method would be told to use it in fit, which refuses it
+            # settings of the method are searched as well, because options of a fit would be poor suggestions for their typos
             close = [key] if key in settings | names else close_words(key, [*settings, *names])[:1]
             if close and close[0] in settings:
                 raise misplaced_setting(close[0], name, value, key)

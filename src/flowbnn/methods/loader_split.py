@@ -1,6 +1,6 @@
 """Split of a loader into training data and held-out data.
 
-The split is a function of the number of examples. All fits on the same data therefore hold out the same rows, and a network that was
+The split is a function of the number of examples. All fits on the same data therefore hold out the same rows. A network that was
 trained with the default ``validation=0.1`` has not seen the rows on which ``fb.fit`` verifies its noise.
 """
 

@@ -310,7 +310,7 @@ class LipschitzConv(LipschitzMLP):
     """Contraction of images with channels last: convolutions instead of the matrices of a :class:`LipschitzMLP`.
 
     The first and the last convolution are 3x3 with zero padding, those between are 1x1 (Chen et al. 2019, appendix E). The largest
-    singular value of a 3x3 convolution is that of the map of whole images (Gouk et al. 2018), by power iteration; in ``eval()`` 20
+    singular value of a 3x3 convolution is that of the map of whole images, by power iteration (Gouk et al. 2018). In ``eval()``, 20
     steps start from the saved vectors. The estimate approaches the value from below. The bound is therefore exceeded slightly until
     the iteration has converged. Keep :math:`L` well below one.
 

@@ -27,8 +27,8 @@ class Layout(NamedTuple):
         fan_out: Number of outputs per input feature if every output reads one feature (a depthwise convolution, a convolution of a
             grey image), else 0. Noise on such an input passes through the layer, ``f(z x) - b = z (f(x) - b)``. It multiplies the
             output instead, which saves the gradient of the images, and at prediction all passes of the layer but one.
-        examples_first: If the network flattens time steps or frames into the rows, True if all rows of one example are adjacent
-            (``x.flatten(0, 1)`` of examples first), and False if all examples of one step are.
+        examples_first: Order of the rows in a network that flattens time steps or frames into them. True if all rows of one example
+            are adjacent (``x.flatten(0, 1)`` with the examples first), False if all examples of one step are.
         one_draw: True if one draw serves all examples of a batch in training, because the examples interact.
     """
 

@@ -257,7 +257,7 @@ class ShardedLoader:
     def __init__(self, loader: Any, split_batches: bool) -> None:
         self.loader, self.split_batches, self.has_reported = loader, split_batches, False
         self.rank, self.world = distributed.get_rank(), distributed.get_world_size()
-        nccl = distributed.get_backend() == "nccl"  # which communicates by the GPU
+        nccl = distributed.get_backend() == "nccl"  # this backend communicates by the GPU
         device = torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
         random = RandomState(loader_generators(loader), device)
         state = [random.torch_state()]

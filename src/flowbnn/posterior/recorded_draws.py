@@ -111,7 +111,7 @@ def _signature(
         noise = layer.joint_noise
         signature += (layer.key, modes[layer.key].samples, getattr(noise, "rate", None))
         modules: list[nn.Module | None] = [noise]
-        for module in modules:  # which grows; torch's own iterators take a millisecond
+        for module in modules:  # the list grows during the loop; torch's own iterators take a millisecond
             if module is not None:
                 tensors = (*module._parameters.values(), *module._buffers.values())
                 signature += [tensor.data_ptr() for tensor in tensors if tensor is not None]

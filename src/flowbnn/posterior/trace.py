@@ -177,7 +177,7 @@ def find_dependence(
     ('none', 'rows')
     """
     if is_container(inputs):
-        return "none"  # whose rows cannot be replaced
+        return "none"  # rows of containers cannot be replaced
     known, total = forward(inputs) if outputs is None else outputs, rows(inputs)
     if not known.is_floating_point():
         return "none"

@@ -97,7 +97,7 @@ def move_batch(batch: Any, device: torch.device) -> Any:
     (tensor([1.]), {'label': [tensor([0.])]})
     """
     if isinstance(batch, Tensor):
-        if not torch.compiler.is_compiling() and batch.is_inference():  # which autograd cannot use
+        if not torch.compiler.is_compiling() and batch.is_inference():  # autograd cannot use these
             batch = batch.clone()
         return batch if batch.device == device else batch.to(device, non_blocking=device.type == "cuda")
     if is_container(batch):

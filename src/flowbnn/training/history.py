@@ -12,8 +12,8 @@ from flowbnn.errors import FlowBNNError, nearest
 class History:
     """Record of a training run, epoch by epoch.
 
-    Each epoch records ``loss``, the objective's logs as means over the examples, ``learning_rate`` (of the first parameter group, at
-    the end of the epoch) and the values of ``validate`` as ``validation_...``.
+    Each epoch records ``loss``, the objective's logs as means over the examples, ``learning_rate``, and the values of ``validate`` as
+    ``validation_...``. The learning rate is that of the first parameter group at the end of the epoch.
 
     Args:
         records: Values of each epoch by name.

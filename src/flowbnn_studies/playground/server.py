@@ -1,8 +1,10 @@
 """Server of the page. It listens on the loopback address only, and refuses requests that other sites make through the browser.
 
-A web site that a user visits can send requests to the loopback address. Three checks keep it out: the ``Host`` header must be the
-address of the server, which refuses names that an attacker has pointed here (DNS rebinding); the ``Origin`` header must be that of the
-page; and bodies must be declared as JSON, which other origins may not send without asking first.
+A web site that a user visits can send requests to the loopback address. Three checks refuse them:
+
+* The ``Host`` header must be the address of the server. Names that an attacker has pointed here (DNS rebinding) differ from it.
+* The ``Origin`` header must be that of the page.
+* Bodies must be declared as JSON, which other origins may not send without asking first.
 """
 
 import json

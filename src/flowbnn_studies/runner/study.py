@@ -1,8 +1,8 @@
 """Base class of studies: a study reproduces one figure or table of the literature.
 
-A study has variants, each of which is trained once for every seed. To add one, subclass :class:`Study`: a class of settings, the
-list of variants, ``train`` for one variant and one seed (a :class:`Job`), and ``findings``, which makes rows, figures and an answer
-from the results of ``train``. Processes, checkpoints, resuming and ``results.json`` are the same for all studies and live in
+A study has variants, each of which is trained once for every seed. To add one, subclass :class:`Study`. It needs a class of
+settings, the list of variants, and ``train`` for one variant and one seed (a :class:`Job`). ``findings`` makes rows, figures and an
+answer from the results of ``train``. Processes, checkpoints, resuming and ``results.json`` are the same for all studies and live in
 :mod:`flowbnn_studies.runner.run`.
 """
 

@@ -14,6 +14,7 @@ precision :math:`\delta = \delta' / s^2` the mode depends on :math:`\delta'` alo
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -264,15 +265,24 @@ def fit_prior(fit: CurvatureFit, curvature: Curvature, prior: PriorSearch) -> tu
     return curvature, [delta / noise for delta in relative]
 
 
-def newton_step(
-    fit: CurvatureFit, curvature: Curvature, prior: PriorSearch
-) -> tuple[Curvature, list[float], bool, bool]:
-    """Takes a Newton step to the mode under the best prior and noise, halved until the log-density increases.
+class NewtonStep(NamedTuple):
+    """Result of :func:`newton_step`.
 
-    Returns:
-        The curvature at the new weights, the prior precision of each layer, True if the step gained log-density, and True if the best
-        prior is the narrowest, whose mode is the zero network.
+    Args:
+        curvature: Curvature at the new weights.
+        precisions: Prior precision of each layer.
+        gained: True if the step gained log-density.
+        at_bound: True if the best prior is the narrowest one. Its mode is the zero network.
     """
+
+    curvature: Curvature
+    precisions: list[float]
+    gained: bool
+    at_bound: bool
+
+
+def newton_step(fit: CurvatureFit, curvature: Curvature, prior: PriorSearch) -> NewtonStep:
+    """Takes a Newton step to the mode under the best prior and noise, halved until the log-density increases."""
     weights = fit.weights
     start = {name: value.detach().clone() for name, value in weights.items()}
     gradient = fit.gradient(curvature.num_examples)
@@ -311,7 +321,7 @@ def newton_step(
             scale_noise(fit, error / count)
             after = fit.measure()
             deltas = deltas if prior.scale is not None else [delta * count / error for delta in deltas]
-    return after, deltas, gain > 1e-9, at_bound  # nats
+    return NewtonStep(after, deltas, gain > 1e-9, at_bound)  # in nats
 
 
 @torch.no_grad()
