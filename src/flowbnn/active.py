@@ -348,8 +348,8 @@ class FunctionPosterior:
             sample_shape: Shape of the draws.
             base_samples: Numbers of the functions, from 0 to S - 1, in the shape of the draws.
         """
-        chosen = self.values[base_samples.reshape(-1).to(self.device)]
-        return chosen.reshape(self._extended_shape(sample_shape))
+        functions = self.values[base_samples.reshape(-1).to(self.device)]
+        return functions.reshape(self._extended_shape(sample_shape))
 
 
 class FunctionModel:

@@ -205,7 +205,7 @@ class PredictionSummary:
     plot_pit, plot_coverage, plot_novelty = plots.plot_pit, plots.plot_coverage, plots.plot_novelty
 
     def _score(self, name: str, targets: Tensor) -> Tensor:
-        """Returns a score that was computed when the samples were there."""
+        """Returns a score that :func:`summarize` computed from the samples. Raises MissingSamples for other targets."""
         stored = self._scores.get("targets")
         if (
             stored is None

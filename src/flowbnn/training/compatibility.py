@@ -69,7 +69,7 @@ def check_tensors(
         text = f"'{source}' does not fit {owner}: {description}"
         raise FlowBNNError(text, kind="architecture", differences=differences)
     for name in stored if finite else ():
-        if _is_spoiled(stored[name], expected[name]):
+        if _is_less_finite(stored[name], expected[name]):
             layer = strip_prefix(name, name_prefix)
             text = f"'{source}' has NaN or infinite values in {layer!r}; use an earlier file or start again"
             raise FlowBNNError(text, kind="not finite", layer=layer)
@@ -117,7 +117,7 @@ def _kind(value: Any) -> type:
     return float if isinstance(value, bool | int | float | None) else type(value)
 
 
-def _is_spoiled(value: Any, current: Any) -> bool:
+def _is_less_finite(value: Any, current: Any) -> bool:
     """Returns True if a stored tensor is not finite where the current one is."""
     if not isinstance(value, Tensor) or bool(value.isfinite().all()):
         return False
@@ -300,7 +300,7 @@ def check_optimizer_state(
 ) -> None:
     """Raises an error if a stored state is not one that this optimizer makes for these parameters.
 
-    Fused optimizers walk over the memory of their state without a look at its shape, so that a wrong shape would corrupt memory.
+    Fused optimizers walk over the memory of their state without checking its shape. A wrong shape would corrupt memory.
 
     Args:
         optimizer: Optimizer that is to load the state.

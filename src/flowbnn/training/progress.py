@@ -55,8 +55,8 @@ def format_seconds(seconds: float) -> str:
 class ProgressBar:
     """Context manager that shows the progress of a task as a line on a terminal.
 
-    The line has the label, the counter, a bar, the optimized values, the elapsed time, and the estimated remaining time. Nothing is
-    shown if the output is not a terminal.
+    The line has the label, the counter, a bar, the values of the task (such as the ELBO), the elapsed time, and the estimated remaining
+    time. Nothing is shown if the output is not a terminal.
 
     Args:
         label: Name of the task.
@@ -190,15 +190,15 @@ class ProgressBar:
         times = [elapsed] if seconds_left is None else [f"{elapsed}, {format_seconds(seconds_left)} left"]
         times += [] if seconds_left is None else [f"{format_seconds(seconds_left)} left"]
         before = [self.label, *([f"{self.unit} {counter}".strip()] if counter else [])]
-        optimized_values = list(self.values)
-        for values in [optimized_values[:count] for count in range(len(optimized_values), 0, -1)] or [[]]:
+        all_values = list(self.values)
+        for values in [all_values[:count] for count in range(len(all_values), 0, -1)] or [[]]:
             for text in times:
                 for bar_width in BAR_WIDTHS if self.total else (0,):
                     words = [*before, *values, text]
                     num_columns = len(GAP.join(words)) + (bar_width + len(GAP) if bar_width else 0)
                     if num_columns <= width:
                         return before, bar_width, [*values, text]
-        for values in (optimized_values[:1], []):
+        for values in (all_values[:1], []):
             if len(GAP.join([*before, *values, times[-1]])) <= width:
                 return before, 0, [*values, times[-1]]
         words = [counter, times[-1]] if counter else [times[-1]]

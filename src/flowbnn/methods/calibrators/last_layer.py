@@ -83,13 +83,13 @@ class LastLayerRefit(Calibrator):
             problem: Features and targets.
             groups: Indices of the examples of each fold.
         """
-        settings, everything = self.settings, torch.arange(len(problem.targets))
-        nll = problem.features.new_zeros(len(settings), len(everything))
+        settings, all_rows = self.settings, torch.arange(len(problem.targets))
+        nll = problem.features.new_zeros(len(settings), len(all_rows))
         outputs = problem.features.new_zeros(len(settings), *problem.features.shape[:-1], len(problem.weight))
-        keep = torch.ones(len(groups), len(everything), dtype=torch.bool)
-        for row, group in zip(keep, groups, strict=True):
+        is_training = torch.ones(len(groups), len(all_rows), dtype=torch.bool)
+        for row, group in zip(is_training, groups, strict=True):
             row[group] = False
-        pairs = [(everything[row], setting) for row in keep for setting in settings]
+        pairs = [(all_rows[row], setting) for row in is_training for setting in settings]
         weights = problem.fit(pairs).unflatten(0, (len(groups), len(settings)))
         for group, fold_weights in zip(groups, weights, strict=True):
             index = group.to(nll.device)
@@ -245,7 +245,7 @@ class LastLayerProblem:
         return torch.cat([self._fit_group(chunk) for chunk in chunks])
 
     def _fit_group(self, problems: Sequence[tuple[Tensor, RefitSetting]]) -> Tensor:
-        count, everything = len(problems), torch.arange(len(self.targets), device=self.features.device)
+        count, all_rows = len(problems), torch.arange(len(self.targets), device=self.features.device)
         mask = self.features.new_zeros(count, len(self.targets))
         for row, (subset, _) in zip(mask, problems, strict=True):
             row[subset.to(row.device)] = 1.0
@@ -257,7 +257,7 @@ class LastLayerProblem:
 
         def objective(x: Tensor, rows: Tensor) -> Tensor:
             outputs = self.outputs(x.reshape(-1, *self.weight.shape))
-            nll = -(self.log_prob(outputs, everything) * mask[rows]).sum(1)
+            nll = -(self.log_prob(outputs, all_rows) * mask[rows]).sum(1)
             return nll + 0.5 * penalties[rows] * (x - centers[rows]).square().sum(1)
 
         start = self.weight.flatten().expand(count, -1).clone()
