@@ -8,6 +8,7 @@ import torch
 from objectives import train
 from torch import nn
 
+import flowbnn as fb
 from flowbnn.errors import FlowBNNError
 from flowbnn.training import TrainingOptions, connect
 from flowbnn.training.device import device_kind, quiet_compiler, resolve_devices
@@ -60,6 +61,21 @@ def test_torchrun_decides_the_number_of_processes(monkeypatch):
         resolve_devices(TrainingOptions(accelerator="cpu", devices=3))
     assert (caught.value.kind, caught.value.argument) == ("devices", "devices")
     assert device_kind("cpu") == "cpu"
+
+
+def test_devices_that_torch_does_not_have_are_refused_by_fits_and_calibrators(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    network, data = torch.nn.Linear(2, 2), (torch.randn(40, 2), torch.arange(40) % 2)
+    calls = [
+        lambda: device_kind("cuda"),
+        lambda: resolve_devices(TrainingOptions(accelerator="cuda")),
+        lambda: fb.Temperature().fit(network, data, accelerator="cuda", progress=False),
+        lambda: fb.calibrate(network, data, accelerator="cuda", progress=False),
+    ]
+    for call in calls:
+        with pytest.raises(FlowBNNError) as caught:
+            call()
+        assert (caught.value.kind, caught.value.argument) == ("devices", "accelerator")
 
 
 def test_several_devices_without_torchrun_are_refused_with_its_command(monkeypatch):

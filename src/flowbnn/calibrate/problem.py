@@ -43,7 +43,7 @@ from flowbnn.noise.modes import align_batch_axes
 from flowbnn.posterior.noise import NoisePosterior
 from flowbnn.posterior.weights import PointPosterior
 from flowbnn.regression import set_noise_scale
-from flowbnn.training.device import device_kind
+from flowbnn.training.device import move_to_accelerator
 from flowbnn.training.randomness import preserve_rng_state, temporary_seed
 
 BATCH_SIZE = 256  # rows of a forward pass of the network without noise
@@ -145,11 +145,8 @@ def read_held_out(
         if error.kind not in ("rows", "lengths"):
             raise
         refusal, batches = error, _read_batches(held_out, seed)
-    kind = device_kind(accelerator)
-    device = device_of(network)
     network = set_input_columns(copy_network(network), columns_of(held_out))
-    network = network.to(device if device.type == kind else torch.device(kind)).eval()
-    network.requires_grad_(False)
+    network = move_to_accelerator(network, accelerator).eval().requires_grad_(False)
     prepared = prepare(network, batches, FitOptions(likelihood=likelihood, seed=seed), trained=False)
     prepared_likelihood = prepared.likelihood
     for batch in [data] if data is not None else batches:

@@ -88,15 +88,14 @@ def empty_loader(purpose: str = "training") -> FlowBNNError:
     return FlowBNNError(f"the loader for {purpose} is empty", kind="loader", argument="loader")
 
 
-def first_batch(loader: Iterable[Any], seed: int | None = None, purpose: str = "training") -> tuple[Any, Any]:
+def first_batch(loader: Iterable[Any], purpose: str) -> tuple[Any, Any]:
     """Returns inputs and targets of the first batch, and restores all generators.
 
     Args:
         loader: Batches of ``(inputs, targets)``.
-        seed: Seed for the order of a shuffled loader.
         purpose: Use of the data, for messages.
     """
-    with closing(_read(loader, seed, purpose)) as reader:
+    with closing(_read(loader, None, purpose)) as reader:
         inputs, targets = next(reader)
     if not len(targets):
         raise empty_loader(purpose)

@@ -201,7 +201,7 @@ def make_validator(
     """
     if validation is None:
         return None
-    inputs, targets = first_batch(validation, purpose="validation")
+    inputs, targets = first_batch(validation, "validation")
     check_finite(inputs, "validation inputs")
     check_finite(targets, "validation targets")
     model, device = posterior.model, device_of(posterior.model)

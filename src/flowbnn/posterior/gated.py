@@ -186,19 +186,11 @@ class GatedPosterior(WrappedPosterior):
         return cls(posterior, DensityGate.from_state(tensors, settings))
 
 
-def check_without_gate(
-    posterior: Any, argument: str = "posterior", hint: str = "use posterior.posterior and call fb.gated last"
-) -> None:
-    """Raises FlowBNNError if a posterior has a density gate, whose fallback must not be calibrated, mixed or exported.
-
-    Args:
-        posterior: Posterior to check.
-        argument: Name of the argument that holds it.
-        hint: Advice that follows the message.
-    """
+def check_without_gate(posterior: Any) -> None:
+    """Raises FlowBNNError if a posterior has a density gate, whose fallback must not be calibrated or mixed."""
     if isinstance(posterior, GatedPosterior):
-        value = "a gated posterior"
-        raise value_error(argument, "without a density gate", value, hint, kind="unsupported")
+        value, hint = "a gated posterior", "use posterior.posterior and call fb.gated last"
+        raise value_error("posterior", "without a density gate", value, hint, kind="unsupported")
 
 
 @checked

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, distributed, nn
 
-from flowbnn.batches import convert_container, is_container
+from flowbnn.batches import convert_container, device_of, is_container
 from flowbnn.errors import FlowBNNError, pluralize
 from flowbnn.training.options import TrainingOptions
 
@@ -213,12 +213,6 @@ def resolve_devices(options: TrainingOptions) -> tuple[str, int, int]:
     ('cpu', 1, 1)
     """
     kind, num_nodes = device_kind(options.accelerator), options.num_nodes
-    if not kind:
-        reason = "built without CUDA" if torch.version.cuda is None else "no driver found"
-        text = (
-            f"accelerator={options.accelerator!r} is not available to torch, {reason}; use accelerator='cpu'"
-        )
-        raise _device_error(text, "accelerator")
     if options.precision == "16-mixed" and kind != "cuda":
         raise _device_error("precision='16-mixed' needs a CUDA device; use 'bf16-mixed'", "precision")
     available = torch.cuda.device_count() if kind == "cuda" else 1
@@ -247,14 +241,33 @@ def _device_error(message: str, argument: str) -> FlowBNNError:
 
 
 def device_kind(accelerator: str) -> str:
-    """Returns ``"cpu"``, ``"cuda"`` or ``"mps"`` for an accelerator, or an empty string if it is not available.
+    """Returns ``"cpu"``, ``"cuda"`` or ``"mps"`` for an accelerator. Raises FlowBNNError if it is not available.
 
     >>> device_kind("cpu")
     'cpu'
     """
     available = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
     choices = {"auto": list(available), "gpu": ["cuda", "mps"]}.get(accelerator, [accelerator])
-    return next((kind for kind in choices if available[kind]), "")
+    for kind in choices:
+        if available[kind]:
+            return kind
+    reason = "built without CUDA" if torch.version.cuda is None else "no driver found"
+    text = f"accelerator={accelerator!r} is not available to torch, {reason}; use accelerator='cpu'"
+    raise _device_error(text, "accelerator")
+
+
+def move_to_accelerator(network: nn.Module, accelerator: str) -> nn.Module:
+    """Moves a network to a device of a type, in place. A network that is on such a device stays there.
+
+    Args:
+        network: Network to move.
+        accelerator: Type of the device, as in :class:`TrainingOptions`.
+
+    Returns:
+        The network.
+    """
+    kind, device = device_kind(accelerator), device_of(network)
+    return network.to(device if device.type == kind else torch.device(kind))
 
 
 def run_on_main(function: Callable[[], Result]) -> Result:

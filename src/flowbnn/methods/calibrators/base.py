@@ -20,10 +20,8 @@ from collections.abc import Iterable
 from dataclasses import field, fields, replace
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor, nn
 
-from flowbnn.batches import device_of
 from flowbnn.data.formats import as_loader, columns_of
 from flowbnn.errors import FlowBNNError, close_words, describe_value, requirement_error
 from flowbnn.methods.base import FitOptions, Method, PointMethod, misplaced_setting
@@ -39,7 +37,7 @@ from flowbnn.posterior.weights import PointPosterior
 from flowbnn.posterior.wrapper import WrappedPosterior
 from flowbnn.predictive import CategoricalPredictive
 from flowbnn.regression import fit_residual_scale
-from flowbnn.training.device import device_kind
+from flowbnn.training.device import move_to_accelerator
 from flowbnn.training.randomness import preserve_rng_state
 
 
@@ -216,8 +214,7 @@ def point_posterior(network: Any, held_out: Any, options: FitOptions, owner: str
         FlowBNNError: If the network is no module, or has noise.
     """
     check_without_noise(network, owner)
-    kind, device = device_kind(options.accelerator), device_of(network)
-    model = copy_network(network).to(device if device.type == kind else torch.device(kind)).eval()
+    model = move_to_accelerator(copy_network(network), options.accelerator).eval()
     likelihood = prepare(model, held_out, options, trained=False).likelihood
     with preserve_rng_state(held_out, options.seed or 0):
         fit_residual_scale(model, likelihood, held_out)
@@ -241,7 +238,7 @@ def collect_outputs(
     """
     check_without_gate(posterior)
     held_out = as_loader(held_out, stage="validation", argument="held_out", columns=posterior.columns)
-    first_batch(held_out, purpose="calibration")
+    first_batch(held_out, "calibration")
     outputs, _, targets = posterior.collect(held_out, PredictOptions(samples, seed=seed, progress=progress))
     assert targets is not None
     targets = posterior.likelihood.canonical_targets(targets).to(outputs.device)

@@ -177,7 +177,7 @@ class LastLayerProblem:
         held_out = as_loader(held_out, stage="validation", columns=posterior.columns)
         model = posterior.model
         device, dtype = device_of(model), dtype_of(model)
-        first = move(first_batch(held_out, purpose="calibration")[0], device, dtype)
+        first = move(first_batch(held_out, "calibration")[0], device, dtype)
         layer = trace_layers(model, first).unscaled_output_layer
         if layer is None:
             has_classes = isinstance(posterior.likelihood, Categorical | Bernoulli)

@@ -88,7 +88,7 @@ class ModeEnsemble(Method):
         if self.width == "laplace":
             check_likelihood(prepared.likelihood, "sampled")
         if options.validation_loader is not None:
-            first_batch(options.validation_loader, purpose="validation")
+            first_batch(options.validation_loader, "validation")
         num_data = options.num_examples(loader)
         data = gather_data(loader, prepared.check_batch, seed)
         point = self.fit_point(model, loader, options, weight_decay=1.0 / num_data, prepared=prepared)
