@@ -86,7 +86,14 @@ class Settings:
 
 
 class Problem(NamedTuple):
-    """Data of one problem, and its network."""
+    """Data of one problem, and its network.
+
+    Args:
+        train: Training inputs and targets.
+        test: Test inputs and targets.
+        novel: Novel inputs.
+        network: Untrained network.
+    """
 
     train: tuple[Tensor, Tensor]
     test: tuple[Tensor, Tensor]

@@ -47,7 +47,7 @@ FITS: dict[str, tuple[str, str, dict[str, Any]]] = {  # label, method, and argum
         {"structure": "full", "prior": "fixed", "flow": NormalCoupling()},
     ),
 }
-FIRST = {  # rows without noise
+ROWS_WITHOUT_NOISE = {
     "plain": ("Deterministic", "mle"),
     "temperature": ("Temperature scaling", "temperature"),
     "svs": ("Structured vector scaling", "temperature"),
@@ -56,11 +56,11 @@ FIRST = {  # rows without noise
     "laplace": ("Last-layer Laplace", "laplace"),
 }
 ROWS: dict[str, tuple[str, str]] = {
-    **FIRST,
+    **ROWS_WITHOUT_NOISE,
     **{key: (label, method) for key, (label, method, _) in FITS.items()},
     "all": ("Deterministic on all data, tempered", "temperature"),
 }
-RIVALS = {  # methods that joint noise is compared with
+COMPARED_METHODS = {  # methods that joint noise is compared with
     "temperature": "temperature scaling",
     "factorized": "factorized noise",
     "all": "a deterministic network on all data",
@@ -76,7 +76,7 @@ CORRUPTED = {
     f"shift_{key}": (f"{NUMBERS[key][0]}, corrupted", NUMBERS[key][1], ".3f", f"{NUMBERS[key][0]}, {SHIFT}")
     for key in ("accuracy", "nll", "ece")
 }
-BEYOND = {
+SHIFTED = {  # metrics of corrupted and of novel images
     "auroc_mnist": ("AUROC MNIST", "higher", ".3f", "Probability that a digit has a higher predictive entropy than a test image."),
     "mi_mnist": ("AUROC MNIST, by MI", "higher", ".3f",
                  "The same by the mutual information of label and network; a single network has none."),
@@ -199,7 +199,7 @@ class CalibrateStudy(Study):
         images = load_image_data(s.images(), s.data, ["mnist"], job.device)
         order = torch.randperm(images.num_data, generator=torch.Generator().manual_seed(job.seed))
         plain = train_lenet(select_images(images, order[:size]), size, job)
-        names = NUMBERS | BEYOND
+        names = NUMBERS | SHIFTED
         table = {}
         for case in s.cases()[job.variant]:
             number = case.partition("-")[2]
@@ -243,7 +243,7 @@ class CalibrateStudy(Study):
         )
         by_row = parts_by_row(parts.seeds, tables)
         cases = {case: case_label(case) for group in settings.cases().values() for case in group}
-        metrics = make_metrics(NUMBERS | BEYOND, cases)
+        metrics = make_metrics(NUMBERS | SHIFTED, cases)
         metrics += make_metrics(TABLE, {name: name for name in settings.tables})
         rows = [by_row.row(key, label, metrics, None, method) for key, (label, method) in ROWS.items()]
         notes = [
@@ -391,11 +391,11 @@ def train_on_all_data(
 
 
 def comparisons(parts: SeedResults, metrics: Sequence[Metric]) -> list[dict[str, Any]]:
-    """Compares joint noise with each rival in NLL, seed by seed."""
+    """Compares the NLL of joint noise with that of other methods, seed by seed."""
     table = []
-    for rival, label in RIVALS.items():
+    for method, label in COMPARED_METHODS.items():
         for metric in metrics:
-            values = parts.common("joint", rival, metric.key) if metric.key.startswith("nll_") else ([], [])
+            values = parts.common("joint", method, metric.key) if metric.key.startswith("nll_") else ([], [])
             if len(values[0]) > 1:
                 difference = asdict(paired_difference(*values))
                 table.append({"title": f"joint noise − {label}", "metric": metric.key, **difference})
@@ -406,10 +406,10 @@ def answer(settings: Settings, parts: SeedResults) -> str:
     """Returns the answer, computed from the numbers."""
     cases = [case for group in settings.cases().values() for case in group] + list(settings.tables)
     lines = []
-    for rival, label in RIVALS.items():
+    for method, label in COMPARED_METHODS.items():
         verdicts: dict[str, list[str]] = {}
         for case in cases:
-            values = parts.common("joint", rival, f"nll_{case}")
+            values = parts.common("joint", method, f"nll_{case}")
             if case.endswith("same") or not values[0]:
                 continue
             difference = paired_difference(*values)

@@ -18,8 +18,8 @@ from flowbnn_studies.images.training import fit_variant
 from flowbnn_studies.posteriors.calibrate import (
     CALIBRATE_DEFAULT,
     CORRUPTED,
-    FIRST,
     NUMBERS,
+    ROWS_WITHOUT_NOISE,
     EvaluationSettings,
     evaluate_images,
     fit_posteriors,
@@ -38,7 +38,7 @@ FITS: dict[str, tuple[str, dict[str, Any]]] = {  # label, and arguments of calib
     "own": (CALIBRATE_DEFAULT, {"folds": 5}),
 }
 ROWS = {
-    **FIRST,
+    **ROWS_WITHOUT_NOISE,
     **{key: (label, "node-noise-gaussian") for key, (label, _) in FITS.items()},
     "chosen": ("Noise, chosen by the ELBO", "node-noise-gaussian"),
     "all": ("Deterministic on all images, tempered", "temperature"),

@@ -42,7 +42,7 @@ def test_study_runs(tmp_path, monkeypatch) -> None:
     findings = calibrate_study.findings(settings, SeedResults([0], content))
     rows = {row["key"]: row["values"] for row in findings.rows}
     assert set(rows) == {"plain", "temperature", "svs", "sms", "refit", "laplace", *fits, "all"}
-    images = {f"{name}_{case}" for name in (*study.NUMBERS, *study.BEYOND) for case in ("80-60", "80-same")}
+    images = {f"{name}_{case}" for name in (*study.NUMBERS, *study.SHIFTED) for case in ("80-60", "80-same")}
     assert set(rows["flow-joint"]) == {
         f"{name}_energy" for name in study.TABLE
     }  # there are too many images for flows

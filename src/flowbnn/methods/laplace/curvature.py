@@ -24,11 +24,18 @@ from flowbnn.methods.laplace.layer_selection import Layers, LayerTrace, shares_w
 
 
 class Curvature(NamedTuple):
-    """Result of one pass over the data."""
+    """Curvature of the log-likelihood from one pass over the data.
 
-    blocks: list[CurvatureBlock]  # one for each layer, or one for all if the structure is full
-    matrix: Tensor | None  # the full curvature, if the structure is full
-    log_likelihood: float  # sum over all targets
+    Args:
+        blocks: Curvature of each layer, or of all layers as one block if the structure is ``"full"``.
+        matrix: Curvature of all layers as a matrix if the structure is ``"full"``, otherwise None.
+        log_likelihood: Log-likelihood of all targets.
+        num_examples: Number of examples.
+    """
+
+    blocks: list[CurvatureBlock]
+    matrix: Tensor | None
+    log_likelihood: float
     num_examples: int
 
 

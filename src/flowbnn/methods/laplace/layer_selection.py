@@ -25,18 +25,26 @@ Layers = dict[str, Shapes]  # for each layer, the shapes of its parameters by th
 
 @dataclass
 class LayerTrace:
-    """Record of the layers that a network called in one small forward pass."""
+    """Record of the layers that a network called in one small forward pass.
 
-    num_rows: int  # examples in the pass
-    order: list[str] = field(default_factory=list)  # layers with parameters, in the order of their calls
-    counts: Counter[str] = field(default_factory=Counter)  # number of calls of each layer
-    shapes: dict[str, torch.Size] = field(default_factory=dict)  # shape of the first input of each layer
-    # the Linear layer or 1x1 convolution whose output is that of the network, if there is one
+    Args:
+        num_rows: Number of examples in the pass.
+        order: Names of the layers with parameters, in the order of their calls.
+        counts: Number of calls of each layer.
+        shapes: Shape of the first input of each layer.
+        output_layer: Name of the linear layer or 1x1 convolution whose output is that of the network, or None.
+        unscaled_output_layer: The same for the outputs before they are scaled to the units of the targets.
+        output_shape: Shape of the outputs of one example.
+        equivalent: Names of the layers of subclasses whose own forward returned what that of their torch class returns.
+    """
+
+    num_rows: int
+    order: list[str] = field(default_factory=list)
+    counts: Counter[str] = field(default_factory=Counter)
+    shapes: dict[str, torch.Size] = field(default_factory=dict)
     output_layer: str | None = None
-    # the same for the outputs before they are scaled to the units of the targets
     unscaled_output_layer: str | None = None
-    output_shape: torch.Size = torch.Size()  # shape of the outputs of one example
-    # layers of subclasses whose own forward returned what that of their torch class returns
+    output_shape: torch.Size = torch.Size()
     equivalent: set[str] = field(default_factory=set)
 
 

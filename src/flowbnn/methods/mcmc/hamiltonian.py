@@ -28,7 +28,13 @@ Generators = torch.Generator | Sequence[torch.Generator]
 
 
 class ChainState(NamedTuple):
-    """State of several chains: positions ``[C, D]``, energies ``[C]`` in float64 and gradients ``[C, D]``."""
+    """State of several chains.
+
+    Args:
+        position: Positions ``[C, D]``.
+        energy: Potential energies ``[C]`` in float64.
+        gradient: Gradients of the energies, ``[C, D]``.
+    """
 
     position: Tensor
     energy: Tensor
@@ -44,12 +50,19 @@ class ChainState(NamedTuple):
 
 
 class Transition(NamedTuple):
-    """Statistics of a transition, for each chain."""
+    """Statistics of a transition of several chains, each ``[C]``.
 
-    acceptance: Tensor  # mean acceptance probability
-    divergent: Tensor  # True if the energy error exceeded the threshold
-    gradients: Tensor  # number of gradient evaluations
-    depth: Tensor  # depth of the tree of NUTS, 0 for other kernels
+    Args:
+        acceptance: Mean acceptance probability.
+        divergent: True if the energy error exceeded the threshold.
+        gradients: Number of gradient evaluations.
+        depth: Depth of the tree of NUTS, 0 for other kernels.
+    """
+
+    acceptance: Tensor
+    divergent: Tensor
+    gradients: Tensor
+    depth: Tensor
 
 
 def make_potential(function: Callable[[Tensor], Tensor]) -> Potential:

@@ -29,11 +29,17 @@ from flowbnn.methods.variational.noisy_network import NoisyNetwork
 
 @dataclass
 class PairEstimate:
-    """Estimate of the ELBO and its derivatives from pairs of draws."""
+    """Estimate of the ELBO and its derivatives from pairs of a draw and its mirror image.
 
-    log_likelihood: Tensor  # of all data, for each draw and its mirror image, [draws]
-    gradient: Tensor  # [D]
-    blocks: list[Tensor]  # expected Hessian of the negative log-likelihood, in the blocks of the Gaussian
+    Args:
+        log_likelihood: Log-likelihood of all data for each draw, ``[draws]``.
+        gradient: Expected gradient of the log-likelihood, ``[D]``.
+        blocks: Expected Hessian of the negative log-likelihood, in the blocks of the Gaussian.
+    """
+
+    log_likelihood: Tensor
+    gradient: Tensor
+    blocks: list[Tensor]
 
 
 class HessianRefinement:

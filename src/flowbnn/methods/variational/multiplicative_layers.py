@@ -21,12 +21,19 @@ from flowbnn.transforms import Transform
 
 
 class LayerSpec(NamedTuple):
-    """Layer with random weights."""
+    """Layer with random weights.
 
-    layer: str  # name of the layer
-    weight: str  # name of its weight in the network
-    bias: str  # name of its bias, empty if there is none to learn
-    estimator: str  # "local", or "reparameterization" if one draw must serve several positions or calls
+    Args:
+        layer: Name of the layer.
+        weight: Name of its weight in the network.
+        bias: Name of its bias in the network, or empty if there is none to learn.
+        estimator: ``"local"``, or ``"reparameterization"`` if one draw must serve several positions or calls.
+    """
+
+    layer: str
+    weight: str
+    bias: str
+    estimator: str
 
 
 def make_layer(

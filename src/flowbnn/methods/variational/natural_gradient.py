@@ -40,15 +40,25 @@ Structure = Literal["full", "chain", "layers", "factorized"]
 
 @dataclass
 class GaussianEstimate:
-    """Estimate of the ELBO and its derivatives from one pass over the data."""
+    """Estimate of the ELBO and its derivatives from one pass over the data.
 
-    log_likelihoods: Tensor  # of the examples
+    Args:
+        log_likelihoods: Expected log-likelihood of each example, ``[N]``.
+        kl: KL divergence from the prior.
+        gradient: Expected gradient of the log-likelihood of all data, ``[D]``.
+        blocks: Blocks on the diagonal of the Gauss-Newton matrix.
+        links: Blocks of neighboring layers of the Gauss-Newton matrix, for a chain.
+        squared_residuals: Mean squared residual of each target of a regression.
+        roots: Rows of a root of the Gauss-Newton matrix, for a factorized Gaussian.
+    """
+
+    log_likelihoods: Tensor
     kl: float
     gradient: Tensor
-    blocks: list[Tensor]  # Gauss-Newton blocks on the diagonal
-    links: list[Tensor]  # Gauss-Newton blocks of neighboring layers, for a chain
-    squared_residuals: Tensor  # mean over the examples of a regression
-    roots: list[Tensor]  # rows of a root of the Gauss-Newton matrix, for a factorized Gaussian
+    blocks: list[Tensor]
+    links: list[Tensor]
+    squared_residuals: Tensor
+    roots: list[Tensor]
 
     @property
     def elbo(self) -> float:

@@ -15,20 +15,33 @@ from flowbnn.noise.contexts import NoiseContext, PreparedDraws
 
 
 class NoiseDerivatives(NamedTuple):
-    """Derivatives of a log-likelihood in the noise."""
+    """Derivatives of a log-likelihood in the noise.
 
-    outputs: Tensor  # outputs of the network, [B, ...]
-    log_likelihood: Tensor  # log-likelihood of each example, [B]
-    gradient: Tensor  # sum of the gradients over examples, [D]
-    roots: Tensor  # rows of a root of the generalized Gauss-Newton matrix, [B K, D]
+    Args:
+        outputs: Outputs of the network, ``[B, ...]``.
+        log_likelihood: Log-likelihood of each example, ``[B]``.
+        gradient: Sum of the gradients over examples, ``[D]``.
+        roots: Rows of a root of the generalized Gauss-Newton matrix, ``[B K, D]``.
+    """
+
+    outputs: Tensor
+    log_likelihood: Tensor
+    gradient: Tensor
+    roots: Tensor
 
 
 class RowGradients(NamedTuple):
-    """Gradients of the log-likelihood of each example in its noise."""
+    """Gradients of the log-likelihood of each example in its noise.
 
-    outputs: Tensor  # outputs of the network, [B, ...]
-    log_likelihood: Tensor  # log-likelihood of each example, [B]
-    gradient: Tensor  # [B, D]
+    Args:
+        outputs: Outputs of the network, ``[B, ...]``.
+        log_likelihood: Log-likelihood of each example, ``[B]``.
+        gradient: Gradient for each example, ``[B, D]``.
+    """
+
+    outputs: Tensor
+    log_likelihood: Tensor
+    gradient: Tensor
 
 
 class NoisyNetwork:

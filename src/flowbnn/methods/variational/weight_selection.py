@@ -108,7 +108,12 @@ def input_axes(model: nn.Module, inputs: Any) -> dict[str, list[int]]:
 
 
 class EstimatorChoice(NamedTuple):
-    """Estimators ``"local"`` and ``"flipout"`` by layer and by parameter; all others use plain reparameterization."""
+    """Estimators of the gradient. All other parameters use plain reparameterization.
+
+    Args:
+        layers: Estimator ``"local"`` or ``"flipout"`` by the name of the layer.
+        parameters: The same by the name of the parameter.
+    """
 
     layers: dict[str, str]
     parameters: dict[str, Estimator]
