@@ -201,6 +201,7 @@ def _rank(rule: Rule, name: str, module: nn.Module) -> tuple[int, int] | None:
 def _choose_recipes(
     model: nn.Module, layers: dict[str, nn.Module], rules: Mapping[Rule, Recipe | None]
 ) -> dict[str, Recipe]:
+    """Returns the recipe of the most specific rule for each layer that gets noise."""
     aliases = {name: id(module) for name, module in model.named_modules(remove_duplicate=False)}
     canonical_names = {id(module): name for name, module in layers.items()}
     winners: dict[str, tuple[tuple[int, int], Recipe | None]] = {}
@@ -223,6 +224,7 @@ def _choose_recipes(
 
 
 def _describe_mismatch(rule: Rule, model: nn.Module, layers: dict[str, nn.Module]) -> str:
+    """Returns the message about a rule that matches no layer, with a suggestion."""
     if list(layers) == [""]:
         return f"rule {rule!r} matches no layer; use '*'"
     if not isinstance(rule, str):
@@ -240,6 +242,7 @@ def _describe_mismatch(rule: Rule, model: nn.Module, layers: dict[str, nn.Module
 
 
 def _noise_layout(model: nn.Module, name: str, module: nn.Module, recipe: Recipe) -> Layout:
+    """Returns the position of the noise on a layer, with the axis of the examples that the recipe or the network requires."""
     layout = layout_of(module) if recipe.side == "input" else output_layout(module)
     axis = recipe.batch_axis
     if axis == "none":
@@ -262,6 +265,7 @@ def _sequence_first(model: nn.Module, name: str) -> bool:
 
 
 def _attach_noise(module: nn.Module, noise: Noise, recipe: Recipe | None = None) -> None:
+    """Makes noise a child of its layer, on the same device, and registers its hook."""
     reference = next((t for t in (*module.parameters(), *module.buffers()) if t.is_floating_point()), None)
     if reference is not None:
         noise.to(reference.device)

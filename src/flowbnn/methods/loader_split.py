@@ -114,6 +114,7 @@ def _with_sampler(loader: Any, sampler: Any, drop_last: bool) -> Any:
 
 
 def _split_tensor_loader(loader: Any, fraction: float, seed: int, fold: int) -> tuple[Any, Any]:
+    """Splits the tensors of a :class:`~flowbnn.data.TensorLoader`."""
     number = len(loader.tensors[0])
     if number < 2:
         raise cannot_split(loader)

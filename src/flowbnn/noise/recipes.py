@@ -106,6 +106,7 @@ class Recipe:
         return join(self._noise(Layout(dim), transform, 0.0, 1.0), layouts)
 
     def _noise(self, layout: Layout, transform: Transform, loc: float, scale: float) -> InputNoise:
+        """Returns noise with a transform, a normal base with this mean and standard deviation, and the prior of the recipe."""
         if self.rank != Recipe.rank and self.joint != "low-rank":
             raise FlowBNNError(f"rank={self.rank} requires joint='low-rank'", argument="rank")
         if self.components != 1 and self.base_df is not None:

@@ -176,6 +176,7 @@ class Recorder:
             return self.objective(batch, Clock(0, 0, clock.steps_per_epoch, clock.epochs, progress, True))
 
     def _full_step(self, clock: Clock) -> None:
+        """Takes a complete step, which is recorded: loss, gradients, their checks and clipping, optimizer, and totals."""
         self.optimizer.zero_grad(set_to_none=True)
         # the first backward pass is compiled too
         with nullcontext() if self.warmup_steps else quiet_compiler():
@@ -203,6 +204,7 @@ class Recorder:
         self.totals.add_(row, alpha=batch_size(self.batch))
 
     def _evaluate(self, clock: Clock) -> tuple[Tensor, Mapping[str, Tensor | float]]:
+        """Returns the loss and its logs, compiled if possible."""
         if self.loss == self._loss:
             return self._loss(self.batch, self.progress, clock)
         modules = self.objective.modules()

@@ -215,6 +215,7 @@ def sharded_dropout(model: nn.Module, shard: Callable[[], RowShard | None]) -> I
 
 
 def _dropout(module: Any, shard: Callable[[], RowShard | None], x: Tensor) -> Tensor:
+    """Applies the rows of a dropout mask that is drawn for the global batch."""
     rows = shard()
     divisible = rows is not None and x.ndim > 1 and x.shape[0] % (rows.stop - rows.start) == 0
     if rows is None or not divisible or not module.training or not 0.0 < module.p < 1.0:

@@ -342,6 +342,7 @@ STEPS = (
 
 
 def _jpeg(images: Tensor, amount: float, generator: Random) -> Tensor:
+    """Compresses images as JPEG does, by quantized cosine transforms of blocks of 8 x 8 pixels."""
     height, width = images.shape[-2:]
     padded = F.pad(images, (0, -width % 8, 0, -height % 8), "replicate")
     place = torch.arange(8, dtype=torch.float64)

@@ -85,6 +85,7 @@ def _styles(panels: list[JsonObject], colours: Mapping[str, str]) -> dict[str, S
 
 
 def _curve_panel(panel: JsonObject, data: JsonObject, styles: Mapping[str, Style]) -> Panel:
+    """Returns a panel of curves with their spread and reference levels."""
     lines = {
         line["label"]: (to_floats(line["x"]), to_floats(line["mean"]), line.get("std"))
         for line in panel["lines"]
@@ -389,6 +390,8 @@ def _draw_labels(axes: Axes, labels: Sequence[str], places: np.ndarray, edge: np
 
 
 def _front_panel(panel: JsonObject, colours: Mapping[str, str]) -> Panel:
+    """Returns a panel of quality against cost, with a line through the Pareto-optimal methods."""
+
     def usable(item: JsonObject) -> bool:
         x, y = item.get("x"), item.get("y")
         return x is not None and y is not None and bool(np.isfinite([x, y]).all()) and x > 0

@@ -206,6 +206,7 @@ def make_tables(results: JsonObject, colours: Mapping[str, str] | None = None) -
 
 
 def _cell(value: JsonObject, metric: JsonObject, row: JsonObject, seeds: int, best: bool) -> Cell:
+    """Returns a cell of a table as text."""
     format_, per_seed = _format(metric), value.get("per_seed") or []
     if row.get("cited"):
         return Cell(format_number(value.get("published"), format_), "", "", False, [])

@@ -245,6 +245,7 @@ class LastLayerProblem:
         return torch.cat([self._fit_group(chunk) for chunk in chunks])
 
     def _fit_group(self, problems: Sequence[tuple[Tensor, RefitSetting]]) -> Tensor:
+        """Returns the weights of several problems, which are fitted at once."""
         count, all_rows = len(problems), torch.arange(len(self.targets), device=self.features.device)
         mask = self.features.new_zeros(count, len(self.targets))
         for row, (subset, _) in zip(mask, problems, strict=True):

@@ -103,6 +103,8 @@ class Jacobian:
         return _first_supported(self.push_functions, inputs, tangents)
 
     def _rows_vectorized(self, inputs: Any, columns: Tensor) -> dict[str, Tensor]:
+        """Computes :meth:`rows` by vmap over examples and columns."""
+
         def example_rows(example: Any, cotangents: Tensor) -> dict[str, Tensor]:
             batch = apply(example, lambda tensor: tensor.unsqueeze(0))
             pull = vjp(lambda values: self.outputs(values, batch).flatten(), self.values)[1]
@@ -113,6 +115,7 @@ class Jacobian:
         return {name.removeprefix("network."): value for name, value in rows.items()}
 
     def _rows_sequential(self, inputs: Any, columns: Tensor) -> dict[str, Tensor]:
+        """Computes :meth:`rows` by one backward pass per example and column."""
         rows: dict[str, list[Tensor]] = {name: [] for name in self.names}
         for index in range(len(columns)):
             leaves = self.leaves()
@@ -127,6 +130,7 @@ class Jacobian:
         return {name: torch.stack(values).unflatten(0, columns.shape[:2]) for name, values in rows.items()}
 
     def _push_forward(self, inputs: Any, tangents: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Computes :meth:`push` by forward-mode differentiation."""
         named_tangents = {f"network.{name}": tangents[name] for name in self.names}
         with _differentiable_attention():
             outputs = jvp(lambda values: self.outputs(values, inputs), (self.values,), (named_tangents,))
@@ -433,6 +437,7 @@ def _categorical_hessian(
 def _bernoulli_hessian(
     likelihood: Bernoulli, outputs: Tensor, targets: Tensor, kind: str, generator: torch.Generator
 ) -> OutputHessian:
+    """Returns the curvature of independent labels, with their weights in the loss."""
     logits = squeeze_channel(outputs)
     labels = likelihood.hide_ignored(targets.to(logits.device).reshape(logits.shape)).to(logits)
     zero, one = (values.reshape(len(outputs), -1) for values in likelihood.target_weights(labels))
@@ -448,6 +453,7 @@ def _bernoulli_hessian(
 def _gaussian_hessian(
     likelihood: Gaussian, outputs: Tensor, targets: Tensor, kind: str, generator: torch.Generator
 ) -> OutputHessian:
+    """Returns the curvature in the means, followed by the log-variances if they are predicted."""
     mean, variance = likelihood.moments(outputs)
     heteroscedastic = likelihood.noise == "predicted"
     if kind == "ggn":

@@ -136,15 +136,15 @@ class LaplacePosterior(WeightPosterior):
         return self._variance(clone_sharing_tensors(self.model), inputs, diagonal)
 
     def _variance(self, network: nn.Module, inputs: Any, diagonal: bool) -> Tensor:
+        """Returns the covariance of the outputs, or its diagonal, in closed form for the output layer and by the Jacobian otherwise."""
         inputs, block = move(inputs, device_of(network), dtype_of(network)), self.blocks[0]
         with evaluation_mode(network), rewrap_forward_errors(inputs):
             if self.output_layer is not None and isinstance(block, DiagonalBlock | KroneckerBlock):
                 outputs, features = self._outputs_and_features(network, inputs)
                 if diagonal or outputs.ndim == 2:  # positions depend on each other through the weights
                     shape, features = features.shape[:-1], features.flatten(0, -2)
-                    ones = features.new_ones(
-                        features.shape[0], 1
-                    )  # len() would fix the batch size of an exported file
+                    # len() would fix the batch size of an exported file
+                    ones = features.new_ones(features.shape[0], 1)
                     columns = [features if len(sizes) > 1 else ones for sizes in block.shapes.values()]
                     covariance = block.linear_variance(columns)
                     if not diagonal:

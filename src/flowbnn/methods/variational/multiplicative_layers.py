@@ -197,6 +197,8 @@ class MultiplicativeNetwork(SampledNetwork):
                 self.hooks.append(module.register_forward_hook(after, prepend=True))
 
     def _noise_hooks(self, name: str, layer: MultiplicativeLayer) -> tuple[Any, Any]:
+        """Returns the hooks that multiply the input of a layer by its noise, and that add the noise of the weights to its output."""
+
         def draw_z(x: Tensor) -> Tensor:
             shape = torch.Size((x.shape[0], layer.dim))
             return layer.z(draw_rows(current_row_shard(), shape, True, layer.z_mean))

@@ -132,6 +132,7 @@ class _GaussianProblem:
         return estimate
 
     def _estimate(self, q: BlockGaussian, labels: int) -> GaussianEstimate:
+        """Returns :meth:`estimate`, with ``rows`` examples in a forward pass."""
         blocks, links = ([torch.zeros_like(tensor) for tensor in group] for group in (q.blocks, q.links))
         stored_roots: list[Tensor] = []
         gradient, log_likelihoods = torch.zeros_like(q.mean), []

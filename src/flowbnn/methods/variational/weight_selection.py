@@ -38,6 +38,7 @@ def describe_layer(model: nn.Module, layer: str) -> str:
 
 
 def _matches(choice: Any, layer: str, module: nn.Module) -> bool:
+    """Returns True if a choice selects a layer. The choice None selects all layers except normalization."""
     if choice is None:
         norms = (
             nn.modules.batchnorm._NormBase,
