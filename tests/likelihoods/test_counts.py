@@ -272,3 +272,9 @@ def test_counts_are_asked_for_by_name():
     assert isinstance(make_likelihood("poisson"), Poisson)
     assert isinstance(make_likelihood("negative_binomial"), NegativeBinomial)
     assert make_likelihood(NegativeBinomial(2.0).to_dict()).dispersion == 2.0
+
+
+def test_an_odd_number_of_outputs_has_no_dispersions():
+    with pytest.raises(fb.FlowBNNError) as error:
+        fb.likelihoods.NegativeBinomial().predictive(torch.zeros(2, 4, 3))
+    assert (error.value.kind, error.value.argument) == ("shape", "outputs")

@@ -193,3 +193,11 @@ def test_levels_that_do_not_ascend_are_refused(levels):
 def test_settings_are_saved():
     loaded = make_likelihood(Quantiles(LEVELS, dim=2).to_dict())
     assert (loaded.levels, loaded.dim) == (LEVELS, 2)
+
+
+def test_sample_counts_of_other_inputs_are_refused():
+    likelihood = fb.likelihoods.Quantiles(levels=(0.1, 0.5, 0.9))
+    outputs = torch.zeros(2, 5, likelihood.num_outputs)
+    with pytest.raises(fb.FlowBNNError) as error:
+        likelihood.predictive(outputs, torch.ones(4, dtype=torch.int64))
+    assert error.value.argument == "sample_counts"

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flowbnn.errors import check_entries, check_shape
 from flowbnn.options import checked
-from flowbnn.predictive.base import check_finite_samples, quantile_levels
+from flowbnn.predictive.base import check_finite_samples, check_samples, quantile_levels
 from flowbnn.predictive.continuous import ContinuousPredictive
 
 
@@ -40,7 +40,8 @@ class QuantilePredictive(ContinuousPredictive):
         shape: tuple[int, ...] | None = None,
     ) -> None:
         check_shape("values", values, ("S", "B", "D", len(levels)))
-        self.shape, self._sample_counts = shape, None if sample_counts is None else sample_counts.unsqueeze(0)
+        self.shape = shape
+        _, self._sample_counts = check_samples(values, "values", sample_counts, positions=True)
         normals = normal_quantiles(levels, values).expand_as(values)
         self._tensors = values, normals
         filled = self._fill_missing(values, 1.0)
