@@ -2,7 +2,15 @@
 
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler, TensorDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    TensorDataset,
+)
 
 from flowbnn.data import TensorLoader
 from flowbnn.errors import FlowBNNError
@@ -87,3 +95,18 @@ def test_loaders_that_cannot_be_split_are_refused():
         with pytest.raises(FlowBNNError) as caught:
             split_loader(loader, 0.1)
         assert caught.value.kind == "split"
+
+
+def test_a_batch_sampler_is_split_by_its_own_sampler():
+    data = TensorDataset(INPUTS, LABELS)
+    generator = torch.Generator().manual_seed(0)
+    shuffled = BatchSampler(RandomSampler(data, generator=generator), 8, True)
+    train, held_out = split_loader(DataLoader(data, batch_sampler=shuffled), 0.1)
+    assert sorted(labels_of(held_out)) == RowSplit(40, 0.1).held_out_rows.tolist()
+    labels = labels_of(train)
+    assert len(labels) == 32
+    assert labels != sorted(labels)
+    half = BatchSampler(SubsetRandomSampler(range(20)), 8, False)
+    with pytest.raises(FlowBNNError) as caught:  # its other rows must not become training data
+        split_loader(DataLoader(data, batch_sampler=half), 0.1)
+    assert caught.value.kind == "split"

@@ -90,25 +90,27 @@ def split_loader(loader: Any, fraction: float, seed: int = 0, fold: int = 0) -> 
         return _split_batches(list(loader), fraction, seed, fold)
     if hasattr(loader, "tensors") and hasattr(loader, "num_data"):  # flowbnn.data.TensorLoader
         return _split_tensor_loader(loader, fraction, seed, fold)
-    has_batch_sampler = isinstance(loader, DataLoader) and type(loader.batch_sampler) is BatchSampler
-    if not has_batch_sampler or type(loader.sampler) not in (RandomSampler, SequentialSampler):
+    batches: Any = loader.batch_sampler if isinstance(loader, DataLoader) else None
+    # loader.sampler is not used by a DataLoader with batch_sampler=, such as that of a Trainer
+    sampler = batches.sampler if type(batches) is BatchSampler else None
+    if not isinstance(sampler, RandomSampler | SequentialSampler):
         raise cannot_split(loader)
     number = len(loader.dataset)
-    if number < 2 or len(loader.sampler) != number or getattr(loader.sampler, "replacement", False):
+    if number < 2 or len(sampler) != number or getattr(sampler, "replacement", False):
         raise cannot_split(loader)
-    split, sampler = RowSplit(number, fraction, seed, fold), loader.sampler
+    split = RowSplit(number, fraction, seed, fold)
     order: Any = split.training_rows.tolist()
     if isinstance(sampler, RandomSampler):
         order = SubsetRandomSampler(order, sampler.generator)
     held_out_rows = split.held_out_rows.tolist()
-    return _with_sampler(loader, order, loader.drop_last), _with_sampler(loader, held_out_rows, False)
+    return _with_sampler(loader, order, batches.drop_last), _with_sampler(loader, held_out_rows, False)
 
 
 def _with_sampler(loader: Any, sampler: Any, drop_last: bool) -> Any:
     """Returns a copy of a ``DataLoader`` with another sampler, which keeps all other attributes and the class."""
     result = copy(loader)
     # DataLoader refuses to set these attributes, because its own constructor derives them from each other
-    batches = BatchSampler(sampler, loader.batch_size, drop_last)
+    batches = BatchSampler(sampler, loader.batch_sampler.batch_size, drop_last)
     vars(result).update(sampler=sampler, batch_sampler=batches, drop_last=drop_last, _iterator=None)
     return result
 
