@@ -576,3 +576,31 @@ def test_tensor_loader_reads_dictionaries_in_memory_batch_by_batch():
     sizes = [len(batch.targets) for batch in loader]
     assert sizes == [5, 5, 2]
     assert isinstance(loader.loader, TensorLoader)
+
+
+class SumOfList(nn.Module):
+    """Network that takes a list of tensors."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(3, 2)
+
+    def forward(self, tensors):
+        return self.linear(tensors[0] + tensors[1])
+
+
+def test_a_list_of_tensors_in_a_tuple_is_one_argument():
+    posterior, x = PointPosterior(SumOfList(), Categorical()), torch.randn(6, 3)
+    expected = posterior.predict((x, x)).probabilities
+    assert torch.equal(posterior.predict(([x, x],)).probabilities, expected)
+    targets = torch.zeros(6).long()
+    batches = ([[x, x], targets], [[x, x], targets])  # a tuple of batches remains a loader
+    assert fb.evaluate(posterior, batches) == pytest.approx(fb.evaluate(posterior, [([x, x], targets)]))
+
+
+def test_pairs_without_targets_are_inputs_alone():
+    posterior, x = PointPosterior(nn.Linear(3, 2), Categorical()), torch.randn(30, 3)
+    for function in (fb.evaluate, fb.conformalize):
+        with pytest.raises(fb.FlowBNNError) as caught:
+            function(posterior, (x, None))
+        assert caught.value.kind == "loader"

@@ -89,6 +89,7 @@ def as_loader(
     if is_array(data):
         return [(as_tensor(data),)]
     if not is_in_memory(data):
+        data = list(data) if type(data) is tuple else data  # which as_inputs reads as a loader
         return data if columns is None else align_columns(data, columns)
     # strings in an unknown column would raise a less helpful error later
     column_orders(column_names(_inputs_of(data)), columns or {})
@@ -115,6 +116,8 @@ def as_inputs(data: Any, argument: str = "inputs", columns: ColumnNames | None =
     values = data if isinstance(data, tuple) else [data]
     if isinstance(data, Mapping):
         data = split_labels(data)[0]
+    elif isinstance(data, tuple) and any(map(_is_list_of_tensors, data)):
+        return [(data, None)]  # one batch of inputs, with a list that is one argument of the network
     elif not all(is_leaf(value) or is_array(value) for value in values):
         return data if is_batch(data) else as_loader(data, argument=argument, columns=columns)
     orders = column_orders(column_names(data), columns or {}, argument)
@@ -184,6 +187,8 @@ def is_in_memory(data: Any) -> bool:
     last = data[-1]
     if isinstance(last, tuple | list) and not is_array(last):  # targets of several heads, or a batch
         return isinstance(data[0], Tensor) and all(isinstance(value, Tensor) for value in last)
+    if last is None:  # inputs without targets
+        return isinstance(data[0], Tensor) or is_array(data[0])
     return isinstance(last, Tensor | Mapping) or is_array(last)
 
 
@@ -241,6 +246,11 @@ def _dataset_loader(data: Any, batch_size: int | None, shuffle: bool, argument: 
 def _is_graph_list(data: Any) -> bool:
     """Returns True for a list of graphs that are not batched."""
     return isinstance(data, list) and bool(data) and is_graph(data[0]) and not hasattr(data[0], "ptr")
+
+
+def _is_list_of_tensors(data: Any) -> bool:
+    """Returns True for a list of tensors, which is one argument of a network."""
+    return isinstance(data, list) and bool(data) and all(isinstance(value, Tensor) for value in data)
 
 
 def _is_data_module(data: Any) -> bool:
