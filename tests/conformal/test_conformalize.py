@@ -265,3 +265,10 @@ def test_counts_have_intervals_and_no_density():
     with pytest.raises(FlowBNNError) as caught:
         fb.conformalize(posterior, data, 0.9)
     assert (caught.value.kind, caught.value.argument) == ("unsupported", "score")
+
+
+def test_held_out_data_without_labels_are_refused():
+    posterior = PointPosterior(nn.Conv1d(2, 3, 1), Categorical(class_axis=1))
+    with pytest.raises(FlowBNNError) as caught:
+        fb.conformalize(posterior, (torch.randn(20, 2, 4), torch.full((20, 4), -100)))
+    assert caught.value.kind == "targets"

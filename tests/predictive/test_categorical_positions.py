@@ -92,3 +92,27 @@ def test_summaries_of_positions_have_the_values_of_all_samples():
     with pytest.raises(FlowBNNError) as caught:
         summary.variance  # noqa: B018
     assert caught.value.argument == "keep_samples"
+
+
+def test_labels_of_several_labels_may_be_floating_point_numbers():
+    logits = torch.randn(4, 5, 3, generator=torch.Generator().manual_seed(0))
+    prediction = CategoricalPredictive.from_bernoulli(logits)
+    labels = torch.arange(15).reshape(5, 3) % 2
+    assert torch.equal(prediction.nll(labels.double()), prediction.nll(labels))
+    assert prediction.evaluate(labels.float()) == prediction.evaluate(labels)
+    with pytest.raises(FlowBNNError):
+        prediction.nll(labels + 0.5)
+
+
+def test_masks_may_have_a_channel():
+    logits = torch.randn(4, 2, 3, 3, generator=torch.Generator().manual_seed(0))
+    prediction = CategoricalPredictive.from_bernoulli(logits)
+    mask = (torch.arange(18) % 2).reshape(2, 1, 3, 3)
+    assert prediction.evaluate(mask.float()) == prediction.evaluate(mask.squeeze(1))
+
+
+def test_ignored_targets_alone_have_no_risk():
+    prediction = CategoricalPredictive(make_logits())
+    with pytest.raises(FlowBNNError) as caught:
+        prediction.risk_coverage(torch.full((3, *SHAPE), -100))
+    assert caught.value.kind == "targets"

@@ -32,7 +32,7 @@ from flowbnn.errors import (
     warn,
 )
 from flowbnn.likelihoods import Bernoulli, Categorical
-from flowbnn.metrics.checks import IGNORED, check_hard_labels
+from flowbnn.metrics.checks import IGNORED, check_any_target, check_hard_labels
 from flowbnn.options import Probability, checked
 from flowbnn.posterior import Posterior
 from flowbnn.posterior.prediction import new_seed
@@ -343,7 +343,10 @@ def predict_data(posterior: Posterior, data: Any, options: Mapping[str, Any]) ->
     predictive, targets = posterior.predict_with_targets(
         as_loader(data, argument="held_out", columns=posterior.columns), **options
     )
-    return predictive, require_targets(targets, "held_out")
+    targets = require_targets(targets, "held_out")
+    if isinstance(posterior.likelihood, Categorical | Bernoulli) and not targets.is_floating_point():
+        check_any_target(targets != IGNORED)
+    return predictive, targets
 
 
 def class_labels(targets: Tensor) -> Tensor:

@@ -190,6 +190,23 @@ def check_classes(targets: Tensor, shape: Sequence[int], classes: int, kind: str
     return targets.long()
 
 
+def as_binary_labels(targets: Tensor, shape: Sequence[int]) -> Tensor:
+    """Returns labels 0 and 1 as integers of a shape. They may be floating point numbers, or have a second axis of size one.
+
+    Args:
+        targets: Labels, as :class:`~flowbnn.likelihoods.Bernoulli` accepts them. Other targets are returned unchanged.
+        shape: Shape of the labels, ``(inputs, *positions)``.
+
+    >>> as_binary_labels(torch.tensor([[1.0], [0.0]]), (2,))
+    tensor([1, 0])
+    """
+    inputs, *positions = shape
+    if targets.shape == (inputs, 1, *positions):
+        targets = targets.squeeze(1)
+    is_binary = (targets == 0) | (targets == 1) | (targets == IGNORED)
+    return targets.long() if targets.shape == tuple(shape) and bool(is_binary.all()) else targets
+
+
 def check_values(values: Tensor, name: str, shape: torch.Size | None = None) -> Tensor:
     """Returns finite real values ``[B, D]`` in at least single precision.
 

@@ -21,6 +21,8 @@ from flowbnn.metrics import (
 )
 from flowbnn.metrics.checks import (
     IGNORED,
+    as_binary_labels,
+    check_any_target,
     check_classes,
     check_hard_labels,
     check_probabilities,
@@ -266,7 +268,8 @@ class CategoricalPredictive(Predictive):
 
         Args:
             targets: Class indices ``[B]`` or ``[B, *positions]``, or soft labels ``[B, C]`` or ``[B, *positions, C]``, whose value is
-                the expectation over labels. The default is the predicted labels.
+                the expectation over labels. The default is the predicted labels. Positions with the label -100 add nothing, so an
+                input without labels has the value 0.
         """
         if targets is None:
             values = -self.log_probabilities.amax(-1)
@@ -419,6 +422,7 @@ class CategoricalPredictive(Predictive):
 
     def _check_targets(self, targets: Tensor) -> Tensor:
         *shape, classes = self.log_samples.shape[1:]
+        targets = as_binary_labels(targets, shape) if classes == 2 else targets
         return check_classes(targets, shape, classes).to(self.log_samples.device)
 
     def __repr__(self) -> str:
@@ -448,6 +452,7 @@ def risk_coverage_of(targets: Tensor, labels: Tensor, uncertainty: Tensor) -> Ri
     """
     check_hard_labels(targets, "risk_coverage")
     scored = targets != IGNORED
+    check_any_target(scored)
     return risk_coverage(uncertainty[scored], (labels == targets)[scored])
 
 
