@@ -318,3 +318,11 @@ def test_standard_scaling_is_inside(curve):
     scaled = StandardScaler().fit_transform(X)
     inner, outer = regressor().fit(1e4 * X + 3.0, y), regressor(standardize=False).fit(scaled, y)
     np.testing.assert_allclose(inner.predict(1e4 * X + 3.0), outer.predict(scaled), rtol=1e-3)
+
+
+def test_the_score_of_censored_times_is_their_concordance(curve):
+    X, y = curve
+    targets = np.column_stack([np.round(y) + 1.0, np.arange(len(y)) % 2])
+    model = regressor(likelihood=fb.likelihoods.Survival(), epochs=2).fit(X, targets)
+    expected = model.predict_dist(X).evaluate(torch.from_numpy(targets))["concordance"]
+    assert model.score(X, targets) == pytest.approx(expected)

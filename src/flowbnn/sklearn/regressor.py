@@ -10,7 +10,8 @@ from sklearn.base import RegressorMixin
 from sklearn.utils.validation import validate_data
 from torch import Tensor, nn
 
-from flowbnn.likelihoods import Flow, Gaussian, Mixture, RealLikelihood
+from flowbnn.errors import requirement_error
+from flowbnn.likelihoods import Flow, Gaussian, Mixture, RealLikelihood, Survival
 from flowbnn.methods import Calibrator, Method
 from flowbnn.options import Probability, check
 from flowbnn.sklearn.base import BayesianEstimator, NetworkFactory, draw_seed
@@ -181,6 +182,22 @@ class BayesianRegressor(RegressorMixin, BayesianEstimator):
         """
         draws = self.predict_dist(X).sample(n_samples, seed=draw_seed(random_state))
         return draws.movedim(0, -1).double().numpy()
+
+    def score(self, X: ArrayLike, y: ArrayLike, sample_weight: ArrayLike | None = None) -> float:
+        """Returns the coefficient of determination, or the concordance index of censored times.
+
+        Args:
+            X: Inputs ``[N, F]``.
+            y: Targets, or times and events ``[N, 2]``.
+            sample_weight: Weights of the rows. Censored times have none.
+        """
+        if not isinstance(self.likelihood, Survival):
+            return float(super().score(X, y, sample_weight))
+        if sample_weight is not None:
+            raise requirement_error("score of censored times", "no sample_weight", argument="sample_weight")
+        targets = torch.from_numpy(np.array(y, dtype=np.float64))
+        predictive: Any = self.predict_dist(X)
+        return float(predictive.evaluate(targets)["concordance"])
 
 
 def count_outputs(likelihood: RealLikelihood, targets: Tensor) -> int:
