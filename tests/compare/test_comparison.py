@@ -189,3 +189,12 @@ def test_comparison_continues_after_an_interruption(tmp_path, monkeypatch):
     assert "samples" in caught[0].message.fields["changed"]
     assert len(fits) == 11
     assert not list(tmp_path.rglob(".*"))
+
+
+def test_the_baseline_is_not_compared_with_itself():
+    alone = Comparison(find_candidates(["mle"]), make_parts(mle=(2.0, 0.5)))
+    assert "times" not in alone.answer
+    assert "lowest" not in alone.answer
+    best = Comparison(find_candidates(["mle", "map"]), make_parts(mle=(2.0, 0.5), map=(3.0, 0.6)))
+    assert "times" not in best.answer
+    assert "lowest" in best.answer

@@ -114,6 +114,9 @@ def test_predictive_is_a_dictionary_of_predictives():
     assert (drawn["value"].shape, drawn["class"].shape) == ((50, 6, 1), (50, 6))
     assert torch.equal(drawn["value"], predictive.sample(50, seed=0)["value"])
     assert set(predictive.decide({"class": 0.5, "value": 1.0})) == {"class", "value"}
+    with pytest.raises(FlowBNNError) as caught:
+        predictive.decide(0.5)
+    assert caught.value.argument == "abstain_above"
     assert torch.equal(predictive.uncertainty("class_entropy"), predictive["class"].uncertainty("entropy"))
     with pytest.raises(FlowBNNError) as caught:
         predictive["clas"]

@@ -173,3 +173,10 @@ def test_seed_determines_the_gate_in_any_thread():
     with ThreadPoolExecutor(4) as pool:
         for value in pool.map(scores, range(4)):
             assert torch.equal(value, expected)
+
+
+def test_several_labels_of_an_input_are_refused():
+    posterior = PointPosterior(nn.Linear(2, 6), Categorical())
+    with pytest.raises(FlowBNNError) as caught:
+        fb.gated(posterior, (torch.randn(20, 2), torch.zeros(20, 3).long()), progress=False)
+    assert (caught.value.kind, caught.value.argument) == ("targets", "loader")

@@ -123,15 +123,20 @@ class Comparison:
         best = ranked[0]
         mean = f"{parts.mean(best.key, 'nll'):.4f} nats, {pluralize(len(parts.seeds), 'seed')}"
         lines = [f"{best.label} has the lowest NLL ({mean})."]
+        if len(ranked) == 1 and best.key == BASELINE:
+            lines = [
+                f"{best.label}, the deterministic baseline, has an NLL of {mean}. Add methods to compare."
+            ]
         if len(ranked) > 1:
             lines = [
                 f"{lines[0][:-1]}, followed by {format_means(parts, ranked[1:3], 'nll', '.4f')}.",
                 self._describe_certainty(),
             ]
-        lines.append(
-            f"It takes {parts.mean(best.key, 'training'):.1f} times the training time and "
-            f"{parts.mean(best.key, 'prediction'):.0f} times the prediction time of the deterministic baseline."
-        )
+        if best.key != BASELINE:
+            lines.append(
+                f"It takes {parts.mean(best.key, 'training'):.1f} times the training time and "
+                f"{parts.mean(best.key, 'prediction'):.0f} times the prediction time of the deterministic baseline."
+            )
         if calibrated := best_first(parts, ranked, "ece")[:1]:
             lines.append(f"Best calibrated: {format_means(parts, calibrated, 'ece', '.4f')} (ECE).")
         if novelty := best_first(parts, ranked, "auroc", higher=True)[:1]:

@@ -4,6 +4,7 @@ from typing import Any
 
 import numpy as np
 
+from flowbnn.errors import describe_value, value_error
 from flowbnn.metrics import novelty_auroc
 from flowbnn.options import Count, checked
 from flowbnn.plots.style import add_legend, describe_axes, drawing, to_array
@@ -51,6 +52,9 @@ def plot_novelty(known: Any, novel: Any, *, by: str = "", bins: Count = 30, ax: 
     'AUROC 1.000'
     >>> fb.plots.close(ax)
     """
+    for name, predictive in (("known", known), ("novel", novel)):
+        if not hasattr(predictive, "uncertainty"):
+            raise value_error(name, "a predictive distribution", describe_value(predictive), "use predict()")
     by = by or known.uncertainties[0]
     scores = [each.uncertainty(by).detach().flatten().cpu() for each in (known, novel)]
     area = novelty_auroc(*scores)

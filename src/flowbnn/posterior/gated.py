@@ -232,7 +232,7 @@ def gated(
         A posterior whose predictions have ``log_density``. ``posterior.gate`` is the gate.
 
     Raises:
-        FlowBNNError: If the loader has no targets, or if the network has no such layer.
+        FlowBNNError: If the loader has no targets or several labels for an input, or if the network has no such layer.
 
     >>> from flowbnn.likelihoods import Categorical
     >>> from flowbnn.posterior import PointPosterior
@@ -282,7 +282,13 @@ def gated(
 
 def _add_counts(counts: Tensor, labels: Tensor) -> Tensor:
     """Adds the numbers of labels ``[B]``, or the sums of soft labels ``[B, C]``, to counts."""
-    batch_counts = labels.double().sum(0) if labels.ndim == 2 else torch.bincount(labels).double()
+    is_soft = labels.is_floating_point()
+    if labels.ndim != (2 if is_soft else 1):
+        fields = {"kind": "targets", "argument": "loader"}
+        raise requirement_error(
+            "fb.gated", "one label for each input", f"shape {tuple(labels.shape)}", **fields
+        )
+    batch_counts = labels.double().sum(0) if is_soft else torch.bincount(labels).double()
     size = max(len(counts), len(batch_counts))
     total = torch.zeros(size, dtype=torch.float64)
     total[: len(counts)] += counts

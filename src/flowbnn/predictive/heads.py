@@ -6,7 +6,7 @@ from typing import Any, Literal, Self
 import torch
 from torch import Tensor
 
-from flowbnn.errors import check_name
+from flowbnn.errors import check_name, describe_value, quote_names, value_error
 from flowbnn.metrics.checks import mean_as_float
 from flowbnn.options import Count, check, checked
 from flowbnn.predictive.base import Predictive
@@ -172,6 +172,9 @@ class HeadsPredictive(Predictive):
             abstain_above: Uncertainty of each head above which it abstains.
             by: Names of the uncertainties of some heads. The default is that of the head.
         """
+        if not isinstance(abstain_above, Mapping):
+            expected = f"a dictionary with a threshold of each head, {quote_names(list(self))}"
+            raise value_error("abstain_above", expected, describe_value(abstain_above))
         by = by or {}
         return {
             name: self[name].decide(threshold, **({"by": by[name]} if name in by else {}))
