@@ -328,6 +328,12 @@ class SWAGPosterior(WeightPosterior):
         moments = state.pop("mean"), state.pop("variance"), state.pop("deviations")
         statistics = {name.removeprefix("statistics."): value for name, value in state.items()}
         check_members(point.model, statistics)
+        mean, _, deviations = moments
+        numbers = sum(value.numel() for value in trainable_parameters(point.model).values())
+        shapes = {"mean": (numbers,), "variance": (numbers,), "deviations": (len(deviations), numbers)}
+        for (name, shape), moment in zip(shapes.items(), moments, strict=True):
+            if moment.shape != shape or moment.dtype != mean.dtype or not moment.is_floating_point():
+                raise ValueError(f"{name} has the shape {tuple(moment.shape)} and the dtype {moment.dtype}")
         scale, seed = float(settings["scale"]), int(settings["fixed_seed"])
         posterior = cls(point.model, point.likelihood, *moments, scale, point.history, statistics, seed)
         posterior.weights(0, seed)  # fails if the moments do not match the weights

@@ -90,13 +90,18 @@ def read_network(
         check_weights(module, select_prefix(file.views, prefix), file.path)
     if not read:
         return model, likelihood, history
-    bad = first_nonfinite_tensor(iter(file.tensors.items()))
-    if bad:
-        raise FlowBNNError(f"'{file}' is damaged: '{bad}' is not finite", kind="file")
+    check_finite_tensors(file)
     warn_changed_layers(model, file.document.get("layers") or {}, file)
     for prefix, module in modules.items():
         module.load_state_dict(select_prefix(file.tensors, prefix))
     return model, likelihood, history
+
+
+def check_finite_tensors(file: TensorFile) -> None:
+    """Raises FlowBNNError if a tensor of a file has NaN or infinite values."""
+    bad = first_nonfinite_tensor(iter(file.tensors.items()))
+    if bad:
+        raise FlowBNNError(f"'{file}' is damaged: '{bad}' is not finite", kind="file")
 
 
 # -------------------- model cards

@@ -8,7 +8,12 @@ from torch import Tensor, nn
 from flowbnn.batches import device_of
 from flowbnn.options import checked
 from flowbnn.posterior.base import Posterior, Prediction, load_posterior
-from flowbnn.posterior.files import open_posterior_file, rewrap_load_errors, select_prefix
+from flowbnn.posterior.files import (
+    check_finite_tensors,
+    open_posterior_file,
+    rewrap_load_errors,
+    select_prefix,
+)
 from flowbnn.training.storage import NestedTensorFile, TensorFile
 
 
@@ -69,6 +74,7 @@ class WrappedPosterior(Posterior):
             settings, inner_document = dict(file.document["settings"]), dict(file.document["inner"])
         inner = load_posterior(NestedTensorFile(file, "inner.", inner_document), network)
         device = device_of(inner.model)
+        check_finite_tensors(file)
         with rewrap_load_errors(file):
             tensors = select_prefix(file.tensors, "posterior")
             state = {name: value.to(device) for name, value in tensors.items()}

@@ -88,8 +88,11 @@ class RandomState:
             torch.Generator().set_state(value)
         if "python" in state:
             version, words, gauss = state["python"]
-            random.Random().setstate((version, tuple(words.tolist()), gauss))
             _, numbers, position, *_ = state["numpy"]
+            for values in (words, numbers):
+                if values.dtype != torch.int64 or not bool(((values >= 0) & (values < 2**32)).all()):
+                    raise ValueError("random states have 32-bit words")
+            random.Random().setstate((version, tuple(words.tolist()), gauss))
             # numpy's generator has 624 words; it would read memory outside of them
             if numbers.shape != (624,) or position not in range(625):
                 raise ValueError(f"random state {tuple(numbers.shape)} at position {position}")

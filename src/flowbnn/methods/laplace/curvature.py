@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from flowbnn.batches import device_of, dtype_of, move, split_batch
 from flowbnn.likelihoods import Categorical, Likelihood
+from flowbnn.methods.data_summary import empty_loader
 from flowbnn.methods.fitting import likelihood_not_finite
 from flowbnn.methods.laplace.accumulators import (
     CONVOLUTIONS,
@@ -114,6 +115,8 @@ class CurvatureFit:
                 outputs = accumulator.add(inputs, hessian)
                 log_likelihood += self.likelihood.log_prob(outputs, targets).double().sum().cpu()
                 num_examples += len(outputs)
+        if not num_examples:
+            raise empty_loader("the curvature")
         if not bool(torch.isfinite(log_likelihood)):
             raise likelihood_not_finite()
         weight = self.example_weight(num_examples)
