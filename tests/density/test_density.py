@@ -465,3 +465,15 @@ def test_densities_with_nan_are_refused(tmp_path) -> None:
     with pytest.raises(FlowBNNError) as caught:
         fb.load_density(path, fb.flows.NSF(2, length=2))
     assert caught.value.kind == "not finite"
+
+
+def test_mappings_in_memory_are_examples():
+    x = torch.randn(60, 2, generator=torch.Generator().manual_seed(0))
+    options = {"epochs": 1, "seed": 0, "batch_size": 20, "progress": False}
+    density = fb.fit_density(fb.flows.RealNVP(2), {"x": x, "labels": torch.zeros(60)}, **options)
+    scores = density.score({"x": x, "labels": torch.zeros(60)})
+    assert torch.allclose(scores, density.log_prob(x.numpy()))
+    same = fb.fit_density(fb.flows.RealNVP(2), (x, None), **options)
+    assert same.log_prob(x.numpy()).shape == (60,)
+    with pytest.raises(fb.FlowBNNError):  # labels alone
+        fb.fit_density(fb.flows.RealNVP(2), {"labels": x}, **options)

@@ -46,7 +46,8 @@ def make_loader(data: Any, context: Any, flow: nn.Module, batch_size: int = 4096
     if context is not None and not getattr(flow, "context_dim", 0):
         text = f"{type(flow).__name__} takes no context (it has no context_dim)"
         raise FlowBNNError(text, argument="context")
-    tensors = [as_tensor(values) for values in (data if isinstance(data, tuple) else (data,))]
+    values = data if isinstance(data, tuple) else (data,)
+    tensors = [as_tensor(value) for value in values if value is not None]  # (x, None) has no context
     return TensorLoader(*tensors, *(() if context is None else (context,)), batch_size=batch_size)
 
 
@@ -91,6 +92,8 @@ def split_batch(batch: Any, flow: nn.Module) -> tuple[Tensor, Tensor | None]:
 
     Labels and other tensors are left out. A flow without ``context_dim`` gets no context. The values of a mapping are in their order.
     """
+    if isinstance(batch, tuple) and batch and isinstance(batch[0], Mapping):  # inputs of a mapping in memory
+        batch = batch[0]
     if isinstance(batch, Mapping):
         batch = tuple(split_labels(batch)[0].values())
     if is_array(batch):
