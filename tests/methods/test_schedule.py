@@ -151,3 +151,18 @@ def test_elbo_drop_is_the_largest_of_all_windows(window):
         earlier = [values[start : start + width] for start in range(count - 2 * width + 1)]
         drops = [(sum(group) - sum(last)) / width for group in earlier if min(group) > max(last)]
         assert elbo_drop(values, window) == pytest.approx(max(drops, default=0.0))
+
+
+@pytest.mark.parametrize("max_epochs", [1, 2, 10])
+@pytest.mark.parametrize("decay", [True, False])
+def test_a_run_shorter_than_two_windows_has_no_plateau(max_epochs, decay):
+    run = PlateauRun(PlateauSchedule(window=400), steps_per_epoch=2, max_epochs=max_epochs, decay=decay)
+    for epochs in range(max_epochs + 1):
+        assert run.update(history_of(*[-1.0] * epochs)) == max_epochs
+
+
+def test_a_short_schedule_ends_a_fit():
+    data = torch.randn(60, 2), torch.arange(60) % 2
+    schedule = PlateauSchedule(max_steps=30)
+    point = fb.MLE(schedule=schedule).fit(torch.nn.Linear(2, 2), data, seed=0, progress=False)
+    assert 1 <= point.history.epochs <= schedule.max_epochs(1) == 10

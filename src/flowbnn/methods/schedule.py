@@ -108,7 +108,7 @@ class PlateauRun:
         self.plateau_epoch, self.elbo_gain, self.elbo_drop = last, 0.0, 0.0
         self.cut_epochs: list[int] = []
         epoch = min(self.skip_epochs + 2 * self.window, last)
-        while epoch <= min(len(values), last):
+        while 2 * self.window <= epoch <= min(len(values), last):  # two windows may be longer than the run
             self.elbo_gain = elbo_gain(values[:epoch], self.window)
             drop = 0.0
             if self.monitor == "elbo":
