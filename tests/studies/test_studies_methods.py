@@ -112,6 +112,14 @@ def test_accuracy_with_rejection():
     assert never == {"accuracy": 2 / 7, "found": 0.0, "lost": 0.0}
 
 
+def test_two_good_seeds_of_three_do_not_exceed_chance():
+    from flowbnn_studies.clusters_2d import exceeds_chance
+
+    assert not exceeds_chance([0.55, 0.47, 0.83])
+    assert not exceeds_chance([0.9])
+    assert exceeds_chance([0.80, 0.81, 0.82])
+
+
 def test_answers_follow_from_the_numbers():
     from flowbnn_studies.clusters_2d import answer as ring_answer
     from flowbnn_studies.regression_1d import answer as curve_answer
