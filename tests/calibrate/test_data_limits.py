@@ -53,17 +53,25 @@ def test_one_class_returns_the_plain_network():
     assert kinds == ["classes"]
     assert set(posterior.calibration.excluded) == AUTOMATIC - {"plain"}
     assert_unchanged(posterior, network, inputs)
-    posterior, kinds = calibrate(network, data, candidates=["temperature"], folds=0)
-    assert kinds == ["classes"]  # without a comparison the candidate is fitted as requested
 
 
-def test_equal_targets_return_the_plain_network():
+@pytest.mark.parametrize("candidate", ["temperature", "noise"])
+def test_one_class_returns_the_plain_network_without_a_comparison(candidate):
+    network, (inputs, labels) = make_network(), make_data()
+    posterior, kinds = calibrate(network, (inputs, torch.ones_like(labels)), candidates=[candidate], folds=0)
+    assert kinds == ["classes"]
+    assert list(posterior.calibration.excluded) == [candidate]
+    assert_unchanged(posterior, network, inputs)
+
+
+@pytest.mark.parametrize("options", [{}, {"folds": 0}], ids=["compared", "not compared"])
+def test_equal_targets_return_the_plain_network(options):
     torch.manual_seed(0)
     network, inputs = nn.Linear(4, 1), torch.randn(60, 4)
-    posterior, kinds = calibrate(network, (inputs, torch.full((60, 1), 2.0)))
+    posterior, kinds = calibrate(network, (inputs, torch.full((60, 1), 2.0)), **options)
     assert kinds == ["targets"]
     assert posterior.calibration.choice == "plain"
-    assert list(posterior.calibration.nll) == ["plain"]
+    assert list(posterior.calibration.nll) == ([] if options else ["plain"])
     torch.testing.assert_close(posterior.predict(inputs).mean, network(inputs).detach())
 
 
@@ -74,6 +82,9 @@ def test_labels_that_contradict_the_network_return_it():
     assert_unchanged(posterior, network, inputs)
     _, kinds = calibrate(network, (inputs, labels), candidates=["temperature"])
     assert kinds == []
+    for candidate in ("matrix", "refit"):  # fitted as requested without a comparison
+        posterior, kinds = calibrate(network, (inputs, (labels + 1) % 3), candidates=[candidate], folds=0)
+        assert (posterior.calibration.choice, kinds) == (candidate, ["labels"])
 
 
 def test_wrong_class_frequencies_do_not_contradict_the_network():

@@ -96,7 +96,7 @@ def test_calibrate_takes_a_flow_by_name(name, memorized, monkeypatch):
     "flow", ["river", Dropout(), Dropout(site="channel"), NormalAffine(), "gaussian"], ids=str
 )
 def test_noise_without_a_flow_is_refused(flow, structure):
-    data = [(torch.randn(30, 2), torch.zeros(30, dtype=torch.long))]
+    data = [(torch.randn(30, 2), torch.arange(30) % 2)]
     with pytest.raises(FlowBNNError) as caught:
         fb.calibrate(nn.Linear(2, 2), data, flow=flow, structure=structure, **OPTIONS)
     assert caught.value.argument == "flow"

@@ -1,4 +1,4 @@
-"""Calibration of a trained network on held-out data: the best of several calibrators, chosen by cross-validation.
+"""Calibration of a trained network on held-out data by several calibrators, weighted or chosen by cross-validation.
 
 On training data the likelihood is overconfident, so a more accurate posterior gives worse predictions. Always calibrate on held-out
 data.
@@ -22,7 +22,7 @@ from flowbnn.calibrate.cross_validation import (
     predict_refit,
     predict_scaled,
 )
-from flowbnn.calibrate.data_limits import find_limits, hard_labels, warn_unreliable
+from flowbnn.calibrate.data_limits import find_limits, warn_unreliable
 from flowbnn.calibrate.flow import FlowFit
 from flowbnn.calibrate.mixture import predict_mixture
 from flowbnn.calibrate.problem import CalibrationProblem, HeldOutData, PriorName, read_held_out
@@ -30,7 +30,8 @@ from flowbnn.convert import Rule
 from flowbnn.errors import FlowBNNError, nonfinite_error, requirement_error, warn
 from flowbnn.likelihoods import Bernoulli, Categorical
 from flowbnn.methods.calibrators.folds import split_folds
-from flowbnn.methods.calibrators.last_layer import LastLayerRefit
+from flowbnn.methods.calibrators.label_problems import hard_labels
+from flowbnn.methods.calibrators.last_layer import LastLayerProblem, LastLayerRefit
 from flowbnn.methods.fit_options import LikelihoodName
 from flowbnn.methods.variational.base import FlowName
 from flowbnn.metrics import calibration_error
@@ -76,7 +77,7 @@ def calibrate(
     seed: Seed = 0,
     progress: bool = True,
 ) -> Posterior:
-    r"""Returns the best calibrator of a trained network, chosen by cross-validation on held-out data.
+    r"""Calibrates a trained network on held-out data, by a mixture of calibrators with weights from cross-validation.
 
     The candidates are
 
@@ -91,7 +92,8 @@ def calibrate(
 
     The mixture is returned, unless the plain network has a lower negative log-likelihood (NLL). Without a mixture among the candidates,
     the one with the lowest NLL is returned, or the plain network if its NLL is within one standard error of the lowest. A regression
-    has no mixture. The caller's network is not modified.
+    has no mixture. The plain network is also returned, with a warning, if the data cannot calibrate it: examples of one class, equal
+    targets, or labels that contradict the network (unless ``folds`` is 0). The caller's network is not modified.
 
     The noise has a Gaussian posterior over all layers. It is fitted to the ELBO by natural gradients
     (:mod:`flowbnn.methods.variational.natural_gradient`), which takes ten to thirty passes over the held-out data and needs no tuning.
@@ -117,7 +119,7 @@ def calibrate(
             every layer has its own flow. It starts at the Gaussian, is trained by the ELBO (:mod:`flowbnn.calibrate.flow`), and is
             dropped if it does not improve the ELBO. Training takes hundreds of steps of 32 passes over the data, so use it for small
             networks or on a GPU.
-        folds: Number of folds of the cross-validation. If it is 0, the only candidate is returned without a comparison.
+        folds: Number of folds of the cross-validation. If it is 0, the only candidate is fitted to all data without a comparison.
         samples: Number of samples of the predictions in the cross-validation.
         likelihood: Observation model. ``"auto"`` chooses it by the targets. For a regression, pass the likelihood of the trained
             network (``posterior.likelihood``), which has its noise scale. Otherwise the scale is fitted to the residuals on
@@ -160,9 +162,9 @@ def calibrate(
     search = _CandidateSearch(
         data, Folds(data, groups), make_problem, prior, samples, seed, progress, exclude_failures
     )
-    if limits is not None and folds > 0:
+    if limits is not None and (folds > 0 or limits.kind in ("classes", "targets")):
         search.excluded = {name: limits.message for name in names if name not in limits.candidates}
-        names = [name for name in names if name in limits.candidates]
+        names = [name for name in names if name in limits.candidates] or ["plain"]
     posterior = search.compare(names) if num_folds else search.fit_without_folds(names)
     report = posterior.calibration = search.report
     warn_unreliable(data, limits, report.choice, report.temperature, search.temperature_bound)
@@ -278,7 +280,7 @@ class _CandidateSearch:
             posterior = self._fit_noise(default if self.prior == "auto" else self.prior)
         elif name == "refit":
             point, batches = self.data.point_posterior(all_rows), self.data.batches(all_rows)
-            posterior = LastLayerRefit().calibrate(point, batches, seed=self.seed, progress=False)
+            posterior = LastLayerRefit().fit_problem(LastLayerProblem.read(point, batches), self.seed)
         elif name in ("temperature", "vector", "matrix"):
             outputs = self.data.outputs.double()[None]
             point = self.data.point_posterior(all_rows)

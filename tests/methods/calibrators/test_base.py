@@ -150,6 +150,7 @@ def test_vector_scaling_corrects_factors_and_offsets():
     assert vector - entropy < 0.5 * (temperature - entropy)
 
 
+@pytest.mark.filterwarnings("ignore:class frequencies")  # the members are random
 def test_scaling_of_a_posterior_maximizes_the_likelihood_of_the_mixture():
     torch.manual_seed(0)
     members = {"weight": 3.0 * torch.randn(3, 3, 4).double(), "bias": torch.randn(3, 3).double()}
@@ -317,6 +318,19 @@ def test_few_examples_do_not_diverge(calibrator):
     nll = fb.evaluate(posterior, [(inputs[30:], labels[30:])], progress=False)["nll"]
     plain = nn.functional.cross_entropy(network(inputs[30:]), labels[30:]).item()
     assert nll < plain + 0.1
+
+
+@pytest.mark.parametrize("calibrator", CALIBRATORS[1:], ids=lambda calibrator: calibrator.name)
+@pytest.mark.parametrize("kind", ["classes", "labels"])
+def test_unfit_labels_are_named_and_one_class_changes_no_prediction(calibrator, kind, network):
+    inputs, labels = held_out()
+    targets = torch.ones_like(labels) if kind == "classes" else (labels + 1) % 3
+    with pytest.warns(FlowBNNWarning) as caught:
+        posterior = calibrator.fit(network, (inputs, targets), **QUIET)
+    assert [entry.message.kind for entry in caught] == [kind]
+    if kind == "classes":
+        expected = network.eval()(inputs).detach().softmax(-1)
+        torch.testing.assert_close(posterior.predict(inputs).probabilities, expected)
 
 
 def test_no_warning_is_raised_for_good_data(network, recwarn):

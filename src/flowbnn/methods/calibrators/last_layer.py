@@ -20,6 +20,7 @@ from flowbnn.errors import FlowBNNError, describe_value, requirement_error
 from flowbnn.likelihoods import Bernoulli, Categorical, Likelihood, learns_noise
 from flowbnn.methods.calibrators.base import Calibrator
 from flowbnn.methods.calibrators.folds import split_folds
+from flowbnn.methods.calibrators.label_problems import warn_unfit_labels
 from flowbnn.methods.calibrators.lbfgs import minimize_batch
 from flowbnn.methods.data_summary import first_batch
 from flowbnn.methods.laplace.layer_selection import channels_last, trace_layers
@@ -59,8 +60,24 @@ class LastLayerRefit(Calibrator):
     def calibrate(
         self, posterior: Posterior, held_out: Iterable[Any], *, seed: int = 0, progress: bool = True
     ) -> PointPosterior:
-        """Returns the network with the refitted layer; see :meth:`Calibrator.calibrate`."""
+        """Returns the network with the refitted layer; see :meth:`Calibrator.calibrate`.
+
+        A warning is raised if the labels contradict the predictions. If all are of one class, the network is returned as it is.
+        """
         problem = LastLayerProblem.read(posterior, held_out)
+        if isinstance(posterior.likelihood, Categorical | Bernoulli):
+            outputs = problem.network_outputs(problem.outputs(problem.weight[None])[0])
+            if warn_unfit_labels(posterior._predictive(outputs[None]), problem.targets):
+                return problem.posterior
+        return self.fit_problem(problem, seed)
+
+    def fit_problem(self, problem: "LastLayerProblem", seed: int = 0) -> PointPosterior:
+        """Returns the network with the layer that has the best setting in a cross-validation.
+
+        Args:
+            problem: Features and targets.
+            seed: Seed of the folds.
+        """
         groups = split_folds(problem.targets, self.folds, seed)
         scores = self.score_folds(problem, groups)
         best = min(range(len(scores.settings)), key=lambda index: float(scores.nll[index].mean()))

@@ -13,7 +13,7 @@ so that the more parameters a term has, the more it is shrunk towards temperatur
 If a posterior has several samples, each is mapped, and the likelihood of their mixture is maximized.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import field
 from typing import Any, ClassVar
 
@@ -23,7 +23,13 @@ from torch.nn import functional as F
 
 from flowbnn.batches import call
 from flowbnn.likelihoods import Bernoulli
-from flowbnn.methods.calibrators.base import CalibratedPosterior, OutputCalibrator, class_log_samples
+from flowbnn.methods.calibrators.base import (
+    CalibratedPosterior,
+    OutputCalibrator,
+    class_log_samples,
+    collect_outputs,
+)
+from flowbnn.methods.calibrators.label_problems import warn_unfit_labels
 from flowbnn.methods.calibrators.lbfgs import minimize_batch
 from flowbnn.methods.calibrators.log_temperature import fit_temperatures
 from flowbnn.metrics.checks import IGNORED, is_soft
@@ -39,6 +45,21 @@ class _Scaling(OutputCalibrator):
     matrix: ClassVar[bool]
 
     penalty: Positive = field(default=1.0, kw_only=True)
+
+    @checked
+    def calibrate(
+        self, posterior: Posterior, held_out: Iterable[Any], *, seed: int = 0, progress: bool = True
+    ) -> "ScaledPosterior":
+        """Returns the scaled posterior; see :meth:`Calibrator.calibrate`.
+
+        A warning is raised if the labels contradict the predictions. If all are of one class, predictions are not changed.
+        """
+        outputs, targets = collect_outputs(posterior, held_out, self.samples, seed, progress)
+        predictive = posterior._predictive(outputs)
+        if isinstance(predictive, CategoricalPredictive) and warn_unfit_labels(predictive, targets):
+            classes = predictive.log_probabilities.shape[-1]
+            return ScaledPosterior(posterior, 1.0, torch.eye(classes), torch.zeros(classes))
+        return self.calibrate_outputs(posterior, outputs, targets)
 
     def calibrate_outputs(self, posterior: Posterior, outputs: Tensor, targets: Tensor) -> "ScaledPosterior":
         """Returns the scaled posterior; see :meth:`OutputCalibrator.calibrate_outputs`."""
