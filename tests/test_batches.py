@@ -4,6 +4,8 @@ import pytest
 import torch
 from torch import nn
 
+from flowbnn.batches import rows
+from flowbnn.errors import FlowBNNError
 from flowbnn.networks import evaluation_mode
 
 
@@ -60,3 +62,9 @@ def test_a_network_in_evaluation_mode_is_not_changed():
     assert network.asked == asked + 3, "train, eval, and train again"
     assert network[1].training
     assert not network[0].training
+
+
+def test_single_examples_are_refused_with_a_hint():
+    with pytest.raises(FlowBNNError) as caught:
+        rows(torch.tensor(1))
+    assert caught.value.kind == "examples"

@@ -196,6 +196,9 @@ def rows(inputs: Any) -> int:
     tensors = tensors_of(inputs)
     if not tensors or tensors[0].ndim == 0:
         expected, value = "tensors or arrays with the examples on the first axis", describe_value(inputs)
+        if tensors:
+            hint = "use DataLoader(examples, batch_size=64) for a list of examples"
+            raise value_error("inputs", expected, "one number", hint, kind="examples")
         raise value_error("inputs", expected, value)
     return tensors[0].shape[0]
 

@@ -334,6 +334,8 @@ def check_likelihood(likelihood: Likelihood, predictive: str) -> None:
     """Raises FlowBNNError if the Hessian of the likelihood is unknown, or if it has no probit approximation."""
     if not has_curvature(likelihood):
         text = f"the curvature of {likelihood!r} is unknown; define its information(), or use DeepEnsemble"
+        if isinstance(likelihood, Gaussian):
+            text = "Laplace does not serve Gaussian('predicted'); use Gaussian(), or DeepEnsemble"
         raise FlowBNNError(text, kind="likelihood", argument="likelihood")
     if predictive == "probit" and isinstance(likelihood, RealLikelihood):
         fields = {"kind": "likelihood", "argument": "predictive"}
