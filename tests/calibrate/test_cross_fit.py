@@ -101,3 +101,18 @@ def test_bad_arguments_are_refused():
     with pytest.raises(FlowBNNError) as caught:
         MixturePosterior([member], [0.5, 0.5])
     assert caught.value.argument == "weights"
+
+
+def test_a_likelihood_without_a_mixture_is_refused_after_one_training():
+    likelihood, networks = fb.likelihoods.Mixture(2), list[nn.Module]()
+
+    def make_network() -> nn.Module:
+        networks.append(nn.Linear(2, likelihood.num_outputs))
+        return networks[-1]
+
+    data, options = (torch.randn(20, 2), torch.randn(20, 1)), {"likelihood": likelihood}
+    with pytest.raises(FlowBNNError) as caught:
+        fb.cross_calibrate(
+            make_network, data, folds=2, method=fb.MAP(epochs=1), options=options, progress=False
+        )
+    assert (caught.value.argument, len(networks)) == ("likelihood", 1)

@@ -91,6 +91,7 @@ def cross_calibrate(
         if not isinstance(point, PointPosterior):
             fields = {"kind": "method", "argument": "method"}
             raise requirement_error("cross_calibrate", "a single network", method, "use fb.MAP()", **fields)
+        MixturePosterior([point])  # refuses likelihoods without a mixture before the other folds are trained
         held_out = [(pick(inputs, group), targets[group])]
         arguments = {"likelihood": point.likelihood, "seed": seed, "progress": False, **calibration}
         members.append(calibrate(point.model, held_out, **arguments))
