@@ -258,7 +258,7 @@ def reliability_figure(
         {
             "label": label,
             "ece": parts.mean(key, "ece"),
-            "bins": pooled_bins([result["bins"] for result in parts.of(key)]),
+            "bins": pooled_bins([result["bins"] for result in parts.of(key) if "bins" in result]),
         }
         for key, label in labels.items()
     ]
