@@ -508,7 +508,7 @@ class Posterior:
         point = Posterior(*read_network(copy_network(network).cpu(), file, read=False))
         with rewrap_load_errors(file):  # shapes are checked before tensors are read
             tensors = cls.from_state(point, select_prefix(file.views, "posterior"), settings).tensors()
-        file.check_names(tensors)
+        file.check_tensors(tensors)
         point = Posterior(*read_network(copy_network(network), file))
         state = {name: value.to(device) for name, value in select_prefix(file.tensors, "posterior").items()}
         with rewrap_load_errors(file):

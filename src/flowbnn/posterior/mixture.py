@@ -120,7 +120,7 @@ class MixturePosterior(Posterior):
         members = [load_posterior(part, network) for part in parts]
         with rewrap_load_errors(file):
             posterior = cls(members, file.document["weights"])
-        file.check_names(posterior.tensors())
+        file.check_tensors(posterior.tensors())
         posterior.read_calibration(file)
         return posterior
 

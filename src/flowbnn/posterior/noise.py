@@ -186,7 +186,7 @@ class NoisePosterior(Posterior):
                     dtypes = {view.dtype for view in views.values()}
                     if len(dtypes) == 1 and dtypes < {*PRECISIONS}:  # recipes make noise in single precision
                         module.to(*dtypes)
-        file.check_names(cls(*read_network(network, file, read=False)).tensors())
+        file.check_tensors(cls(*read_network(network, file, read=False)).tensors())
         point = cls(*read_network(network, file))
         with rewrap_load_errors(file):
             posterior = cls.from_state(point, {}, file.document["settings"])

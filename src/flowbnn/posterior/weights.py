@@ -382,3 +382,6 @@ def check_members(reference: nn.Module | Mapping[str, Tensor], members: Mapping[
     for name, value in members.items():
         check_name(name, tensors, "weight", kind="shape")
         check_shape(name, value, ("members", *tensors[name].shape), argument=None)
+        if value.is_floating_point() != tensors[name].is_floating_point():
+            expected, dtype = f"of dtype {tensors[name].dtype}", str(value.dtype)
+            raise value_error(name, expected, dtype, kind="dtype", argument=None)

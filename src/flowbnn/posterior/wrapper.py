@@ -79,6 +79,6 @@ class WrappedPosterior(Posterior):
             tensors = select_prefix(file.tensors, "posterior")
             state = {name: value.to(device) for name, value in tensors.items()}
             posterior = cls.from_inner(inner, state, settings)
-        file.check_names(posterior.tensors())
+        file.check_tensors(posterior.tensors())
         posterior.read_calibration(file)
         return posterior

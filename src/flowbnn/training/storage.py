@@ -178,12 +178,16 @@ class TensorFile:
 
             yield read_bytes
 
-    def check_names(self, expected: Iterable[str]) -> None:
-        """Raises an error if the file has tensors with other names than expected."""
+    def check_tensors(self, expected: Mapping[str, Tensor]) -> None:
+        """Raises an error if tensors of the file have other names, shapes or dtypes than those of the object that was read."""
         unknown = sorted(self.views.keys() - set(expected))
         if unknown:
             text = f"'{self.path}' has unknown tensors, such as {unknown[0]!r:.80}"
             raise FlowBNNError(text, kind="file", names=unknown)
+        for name, view in self.views.items():
+            if (view.shape, view.dtype) != (expected[name].shape, expected[name].dtype):
+                text = f"'{self.path}' is damaged: {name!r:.80} has the shape {tuple(view.shape)} and the dtype {view.dtype}"
+                raise FlowBNNError(text, kind="file", names=[name])
 
     def _find_problem(self, weights: int | None) -> str:
         """Returns a problem that shows before torch or safetensors read the file, or an empty string."""

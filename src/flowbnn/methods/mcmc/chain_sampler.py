@@ -9,10 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flowbnn.batches import first_nonfinite_tensor
 from flowbnn.errors import FlowBNNError, warn
 from flowbnn.methods.mcmc.hamiltonian import ChainState, Potential, Transition, initial_state
 from flowbnn.methods.mcmc.warmup import Warmup
 from flowbnn.training import ProgressBar, check_writable, is_main_process
+from flowbnn.training.compatibility import check_tensors
 from flowbnn.training.storage import TensorFile, decode_state, encode_state, save_state
 
 Kernel = Callable[[ChainState, Tensor, Tensor, Sequence[torch.Generator]], tuple[ChainState, Transition]]
@@ -196,14 +198,21 @@ class ChainSampler:
             stored = settings.get(changed)
             text = f"'{path}' has {changed}={stored!r}, not {self.settings[changed]!r}; use the same value, or resume=False"
             raise FlowBNNError(text, kind="resume", argument=changed)
-        shapes = {name: view.shape for name, view in file.views.items()}
         number, first, thin = (file.document.get(name, 0) for name in ("number", "first_draw", "thin"))
-        # before any tensor is read
-        if shapes != self._expected_shapes(max(0, number - first) // max(1, thin)):
-            raise FlowBNNError(f"'{path}' is not a checkpoint of these chains", kind="file")
+        expected = self._expected_tensors(max(0, number - first) // max(1, thin))
+        for name, view in file.views.items():
+            if name in expected and name.removeprefix("draws/") in self.record_names:
+                expected[name] = expected[name].to(
+                    view.dtype
+                )  # booleans, integers and floating point numbers
+        check_tensors(expected, file.views, path, owner="these chains")  # before any tensor is read
+        numbers = {name: value for name, value in file.tensors.items() if value.is_floating_point()}
+        bad = first_nonfinite_tensor(iter(numbers.items()))
+        if bad:
+            raise FlowBNNError(f"'{path}' is damaged: '{bad}' is not finite", kind="file")
 
-    def _expected_shapes(self, count: int) -> dict[str, torch.Size]:
-        """Returns the shapes of all tensors in a checkpoint with this number of draws of each chain."""
+    def _expected_tensors(self, count: int) -> dict[str, Tensor]:
+        """Returns tensors like those of a checkpoint with this number of draws of each chain, without their values."""
         num_chains, dim = self.starts.shape
         positions = self.starts.new_empty(num_chains, count, dim, device="meta")
         draws = dict.fromkeys(self.record_names, positions[..., 0]) | {"position": positions}
@@ -216,4 +225,4 @@ class ChainSampler:
         }
         for name, values in contents.items():
             encode_state(values, name, tensors)
-        return {name: tensor.shape for name, tensor in tensors.items()}
+        return tensors
