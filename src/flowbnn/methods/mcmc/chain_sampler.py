@@ -201,10 +201,9 @@ class ChainSampler:
         number, first, thin = (file.document.get(name, 0) for name in ("number", "first_draw", "thin"))
         expected = self._expected_tensors(max(0, number - first) // max(1, thin))
         for name, view in file.views.items():
-            if name in expected and name.removeprefix("draws/") in self.record_names:
-                expected[name] = expected[name].to(
-                    view.dtype
-                )  # booleans, integers and floating point numbers
+            is_record = name in expected and name.removeprefix("draws/") in self.record_names
+            if is_record and view.dtype in (torch.bool, torch.int64, torch.float32, torch.float64):
+                expected[name] = expected[name].to(view.dtype)
         check_tensors(expected, file.views, path, owner="these chains")  # before any tensor is read
         numbers = {name: value for name, value in file.tensors.items() if value.is_floating_point()}
         bad = first_nonfinite_tensor(iter(numbers.items()))
