@@ -26,8 +26,10 @@ lint: $(STAMP)  ## run the linter and the type checker
 	$(BIN)/ruff format --check src tests benchmarks examples docs
 	$(BIN)/mypy
 
-test: lint  ## run the linter, the type checker, the tests and the doctests
-	$(BIN)/python -m pytest -n 2 --dist worksteal
+test: $(STAMP)  ## run the linter, the type checker beside the tests, and the doctests
+	$(BIN)/ruff check src tests benchmarks examples docs
+	$(BIN)/ruff format --check src tests benchmarks examples docs
+	$(BIN)/mypy & types=$$!; $(BIN)/python -m pytest -n 2 --dist worksteal; tests=$$?; wait $$types && exit $$tests
 
 test-slow: $(STAMP)  ## run the tests that make test leaves out: the same assertions on more cases
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m slow

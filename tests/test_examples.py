@@ -8,8 +8,9 @@ import pytest
 EXAMPLES = sorted((Path(__file__).parents[1] / "examples").glob("plot_*.py"))
 
 
-# test_documents.py also exports to ONNX, and uses peft and torch-geometric, whose imports warn
-MARKS = {"plot_10_onnx": [pytest.mark.slow]}
+# test_documents.py and the tests of their subjects run the same calls; imports of peft and torch-geometric warn
+SLOW = ("04", "06", "08", "10", "12", "14", "16", "18", "21", "22")
+MARKS = {path.stem: [pytest.mark.slow] for path in EXAMPLES if path.stem.split("_")[1] in SLOW}
 MARKS |= {
     name: [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
     for name in ("plot_19_lora", "plot_20_graphs")

@@ -33,7 +33,7 @@ STEPS = ("convert", "fit", "predict", "calibrate", "load")
 
 
 # networks of the default run that are exported
-EXPORTED = ("dict inputs", "pyg gat nodes", "early exit")
+EXPORTED = ("early exit",)
 # networks that no format takes, with the layer that the message names: empty for code of the network itself, and for its inputs
 REFUSED_EXPORTS = {
     "always dropout": "",  # random numbers

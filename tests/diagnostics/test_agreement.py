@@ -25,6 +25,7 @@ def test_exact_posterior_is_within_the_floor(problem):
     assert abs(exact.excess) < 0.02
 
 
+@pytest.mark.slow
 def test_total_variation_of_a_shifted_posterior(problem):
     """The predictive of each input is a normal distribution with a shifted mean."""
     posterior = problem.posterior(problem.mean + 0.5, problem.covariance)

@@ -421,7 +421,11 @@ def test_torch_distributions_of_a_flow():
     assert Independent(flow.expand((4,)), 1).log_prob(torch.ones(4, 3)).ndim == 0
 
 
-@pytest.mark.parametrize("transform", [Planar(3), Compose(Affine(3), Sigmoid())], ids=["planar", "sigmoid"])
+@pytest.mark.parametrize(
+    "transform",
+    [pytest.param(Planar(3), marks=pytest.mark.slow), Compose(Affine(3), Sigmoid())],
+    ids=["planar", "sigmoid"],
+)
 def test_density_and_draws_compile(transform, monkeypatch):
     monkeypatch.setattr(tanh_root, "__defaults__", (2,))  # all steps of the iteration compile alike
     base = DiagonalNormal(torch.zeros(3), torch.ones(3))

@@ -208,7 +208,7 @@ def gpu_operator(monkeypatch):
     monkeypatch.setattr(launch, "backward", numpy_backward)
 
 
-@pytest.mark.parametrize("log_det", [True, False])
+@pytest.mark.parametrize("log_det", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_operator_equals_the_reference(case, log_det, gpu_operator):
     flows, inputs = [flow.double() for flow in make_flows(case)], make_inputs(case, 5).detach().double()

@@ -165,7 +165,8 @@ def test_every_method_fits_predicts_saves_and_loads(name, tmp_path):
 
 @pytest.mark.usefixtures("unrefined")
 @pytest.mark.filterwarnings("ignore::flowbnn.errors.FlowBNNWarning")
-@pytest.mark.parametrize("distribution", mark_slow(DISTRIBUTIONS, ["weibull"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
 def test_calibrate_views_and_adaptive_sampling(distribution):
     inputs, targets = survival_data(40)
     likelihood = Survival(distribution)

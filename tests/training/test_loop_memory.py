@@ -95,6 +95,7 @@ def test_uncompiled_steps_save_a_second_copy() -> None:
     assert (LAYERS - 1) * MAP_BYTES <= extra < LAYERS * MAP_BYTES
 
 
+@pytest.mark.slow
 def test_noise_at_positions_is_saved_in_half_precision_under_autocast() -> None:
     """At site ``position`` there is one normal number for every value of the feature map."""
     torch.manual_seed(0)

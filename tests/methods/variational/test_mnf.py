@@ -153,6 +153,7 @@ def test_elbo_lies_between_mean_field_and_evidence(flow):
     assert ((draws.mean(0) - problem.mean).abs() / problem.covariance.diagonal().sqrt()).max() < 0.5
 
 
+@pytest.mark.slow
 def test_every_flow_is_fitted_saved_and_loaded(tmp_path):
     x, network = blobs()[:9][0], nn.Linear(4, 3)
     for flow in [*FLOWS, fb.noise.NormalPlanar(length=3)]:

@@ -174,16 +174,19 @@ class ChainPosterior(MemberPosterior):
     def from_state(cls, point: Posterior, state: dict[str, Tensor], settings: dict[str, Any]) -> Self:
         members = select_prefix(state, "member")
         record = {name: value.cpu() for name, value in select_prefix(state, "record").items()}
+        posterior = cls(
+            point.model, point.likelihood, members, point.history, record=record, sampler=settings
+        )
         chains, draws = record["energy"].shape
+        if chains * draws != len(posterior):
+            raise ValueError(f"there are {len(posterior)} networks of {chains * draws} draws")
         for name, value in record.items():
             shape = value.shape[:2] if name in ("outputs", LOG_NOISE) else value.shape
             kind = {"divergent": torch.bool, "gradients": torch.int64, "depth": torch.int64}.get(name)
             fits = value.is_floating_point() if kind is None else value.dtype == kind
             if shape != ((chains,) if name == "step_size" else (chains, draws)) or not fits:
                 raise ValueError(f"{name} has the shape {tuple(value.shape)} and the dtype {value.dtype}")
-        if any(len(value) != chains * draws for value in members.values()):
-            raise ValueError(f"there are {chains * draws} draws")
-        return cls(point.model, point.likelihood, members, point.history, record=record, sampler=settings)
+        return posterior
 
 
 class NoiseChainPosterior(ChainPosterior):
