@@ -129,8 +129,8 @@ class Clusters2d(MethodStudy):
         keys = ("mle", "deep-ensemble", "node-noise-planar", ranked[0])
         return Story(
             "Which methods are uncertain far from the data?",
-            f"Reliably {names or 'none'}, by an AUROC above 0.5 by more than its 95 % interval, and on average {number} methods are "
-            "more certain on a ring far from the data than near it.",
+            f"{f'Only {names}' if names else 'No method'} has an AUROC above 0.5 by more than its 95 % interval, and on average "
+            f"{number} methods are more certain on a ring far from the data than near it.",
             number,
             "methods are more certain far from the data than near it",
             ("auroc", "ring_entropy", "ece", "nll"),
