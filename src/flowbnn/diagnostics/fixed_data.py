@@ -78,7 +78,7 @@ def read_fixed_data(
                 text = f"{purpose} selects rows of the inputs, which is not possible for tensors of the shapes {sizes}; "
                 raise FlowBNNError(f"{text}use fb.Temperature or fb.fit", kind="rows", argument="inputs")
             shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors_of((inputs, targets)))
-            hint = "" if targets.ndim else "; for a list of examples, use DataLoader(examples, batch_size=64)"
+            hint = "" if targets.ndim else "; use DataLoader(examples)"
             text = f"inputs and targets {shapes} differ in length{hint}"
             raise FlowBNNError(text, kind="targets", argument="loader")
 

@@ -99,7 +99,7 @@ def as_size(sample_shape: Any) -> torch.Size:
     try:
         return torch.Size(sample_shape)
     except TypeError:
-        raise value_error("sample_shape", "a tuple of integers", describe_value(sample_shape)) from None
+        raise value_error("sample_shape", "integers", describe_value(sample_shape)) from None
 
 
 def reparameterized_sample(

@@ -24,7 +24,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from flowbnn.errors import FlowBNNError, pluralize
+from flowbnn.errors import pluralize, value_error
 from flowbnn.likelihoods.base import misfit_error, observed_information, stack_outputs, with_columns
 from flowbnn.likelihoods.regression import RealLikelihood
 from flowbnn.options import Positive, checked
@@ -137,8 +137,7 @@ class NegativeBinomial(CountLikelihood):
             log_mean = super().parameters_of(outputs)[0]
             return log_mean, torch.full_like(log_mean, math.log(float(self.dispersion)))
         if outputs.shape[-1] % 2:
-            text = f"the last axis of outputs must have a log-mean and a log-dispersion for each target, got {tuple(outputs.shape)}"
-            raise FlowBNNError(text, kind="shape", argument="outputs")
+            raise value_error("outputs", "log-means and log-dispersions", tuple(outputs.shape), kind="shape")
         outputs, log_dispersion = outputs.chunk(2, -1)
         limit = 15.0  # a smaller dispersion cannot be told from a Poisson distribution
         return super().parameters_of(outputs)[0], log_dispersion.double().clamp(-limit, limit)

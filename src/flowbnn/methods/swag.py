@@ -333,7 +333,7 @@ class SWAGPosterior(WeightPosterior):
         shapes = {"mean": (numbers,), "variance": (numbers,), "deviations": (len(deviations), numbers)}
         for (name, shape), moment in zip(shapes.items(), moments, strict=True):
             if moment.shape != shape or moment.dtype != mean.dtype or not moment.is_floating_point():
-                raise ValueError(f"{name} has the shape {tuple(moment.shape)} and the dtype {moment.dtype}")
+                raise ValueError(f"wrong {name}: {tuple(moment.shape)}, {moment.dtype}")
         scale, seed = float(settings["scale"]), int(settings["fixed_seed"])
         posterior = cls(point.model, point.likelihood, *moments, scale, point.history, statistics, seed)
         posterior.weights(0, seed)  # fails if the moments do not match the weights

@@ -173,7 +173,7 @@ class HeadsPredictive(Predictive):
             by: Names of the uncertainties of some heads. The default is that of the head.
         """
         if not isinstance(abstain_above, Mapping):
-            expected = f"a dictionary with a threshold of each head, {quote_names(list(self))}"
+            expected = f"thresholds by head, {quote_names(list(self))}"
             raise value_error("abstain_above", expected, describe_value(abstain_above))
         by = by or {}
         return {

@@ -194,7 +194,7 @@ class BayesianRegressor(RegressorMixin, BayesianEstimator):
         if not isinstance(self.likelihood, Survival):
             return float(super().score(X, y, sample_weight))
         if sample_weight is not None:
-            raise requirement_error("score of censored times", "no sample_weight", argument="sample_weight")
+            raise requirement_error("concordance", "no sample_weight", argument="sample_weight")
         targets = torch.from_numpy(np.array(y, dtype=np.float64))
         predictive: Any = self.predict_dist(X)
         return float(predictive.evaluate(targets)["concordance"])

@@ -91,7 +91,7 @@ class RandomState:
             _, numbers, position, *_ = state["numpy"]
             for values in (words, numbers):
                 if values.dtype != torch.int64 or not bool(((values >= 0) & (values < 2**32)).all()):
-                    raise ValueError("random states have 32-bit words")
+                    raise ValueError("no 32-bit words")
             random.Random().setstate((version, tuple(words.tolist()), gauss))
             # numpy's generator has 624 words; it would read memory outside of them
             if numbers.shape != (624,) or position not in range(625):

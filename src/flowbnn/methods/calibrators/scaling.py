@@ -252,10 +252,11 @@ class ScaledPosterior(CalibratedPosterior):
     @checked
     def __init__(self, posterior: Posterior, temperature: Positive, weight: Tensor, bias: Tensor) -> None:
         super().__init__(posterior)
-        if weight.shape != (len(bias), len(bias)) or bias.ndim != 1:
-            raise ValueError(f"shapes {tuple(weight.shape)} and {tuple(bias.shape)} do not fit")
-        if weight.dtype != bias.dtype or not bias.is_floating_point():
-            raise ValueError(f"dtypes {weight.dtype} and {bias.dtype} do not fit")
+        fits = weight.dtype == bias.dtype and bias.is_floating_point() and bias.ndim == 1
+        if not fits or weight.shape != (len(bias), len(bias)):
+            raise ValueError(
+                f"shapes {tuple(weight.shape)} and {tuple(bias.shape)} do not fit, or their dtypes"
+            )
         self.temperature, self.weight, self.bias = float(temperature), weight, bias
 
     def __repr__(self) -> str:

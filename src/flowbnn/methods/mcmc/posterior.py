@@ -179,13 +179,13 @@ class ChainPosterior(MemberPosterior):
         )
         chains, draws = record["energy"].shape
         if chains * draws != len(posterior):
-            raise ValueError(f"there are {len(posterior)} networks of {chains * draws} draws")
+            raise ValueError(f"{len(posterior)} networks, {chains * draws} draws")
         for name, value in record.items():
             shape = value.shape[:2] if name in ("outputs", LOG_NOISE) else value.shape
             kind = {"divergent": torch.bool, "gradients": torch.int64, "depth": torch.int64}.get(name)
             fits = value.is_floating_point() if kind is None else value.dtype == kind
             if shape != ((chains,) if name == "step_size" else (chains, draws)) or not fits:
-                raise ValueError(f"{name} has the shape {tuple(value.shape)} and the dtype {value.dtype}")
+                raise ValueError(f"wrong {name}: {tuple(value.shape)}, {value.dtype}")
         return posterior
 
 
