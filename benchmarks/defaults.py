@@ -90,8 +90,8 @@ def generated(name: str, seed: int, rows: int, **options: Any) -> Data:
     return split(torch.tensor(inputs, dtype=torch.float32), torch.tensor(labels), seed, 1.0, rows)
 
 
-def fashion(number: int, seed: int) -> Data:
-    train, test = load_images("fashion-mnist"), load_images("fashion-mnist", "test")
+def images(name: str, number: int, seed: int) -> Data:
+    train, test = load_images(name), load_images(name, "test")
     chosen = torch.randperm(len(train), generator=torch.Generator().manual_seed(seed))[:number]
     return train.normalized()[chosen], train.labels[chosen], test.normalized(), test.labels
 
@@ -121,8 +121,9 @@ SETS: dict[str, Setup] = {
     "yacht": (lambda seed: uci("yacht", seed), lambda: MLP(6, (50,), 1), 32, 60, 1e-2),
 }
 IMAGES: dict[str, Setup] = {
-    "fashion-2000": (lambda seed: fashion(2_000, seed), lambda: LeNet(1), 64, 30, 1e-3),
-    "fashion-60000": (lambda seed: fashion(60_000, seed), lambda: LeNet(1), 128, 10, 1e-3),
+    "fashion-2000": (lambda seed: images("fashion-mnist", 2_000, seed), lambda: LeNet(1), 64, 30, 1e-3),
+    "fashion-60000": (lambda seed: images("fashion-mnist", 60_000, seed), lambda: LeNet(1), 128, 10, 1e-3),
+    "cifar10-5000": (lambda seed: images("cifar10", 5_000, seed), lambda: LeNet(3), 64, 30, 1e-3),
 }
 
 

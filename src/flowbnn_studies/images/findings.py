@@ -224,6 +224,7 @@ def _rivals(parts: SeedResults, metrics: Sequence[Metric]) -> list[str]:
     """Compares other posteriors with Gaussian noise, if a study has them."""
     gaussian = "best-gaussian-channel"
     names = {
+        "best-repeated-channel": "Noise with repeated images",
         "best-joint-channel": "Joint noise",
         "best-output-channel": "Noise on outputs",
         "best-swag": "SWAG",

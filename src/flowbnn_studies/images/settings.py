@@ -17,7 +17,7 @@ GROUPS = (
     "dropout",
     *(f"{kind}_{site}" for site in SITES[::-1] for kind in ("gaussian", "flow", "mixture")),
 )
-RIVALS = ("joint_channel", "output_channel", "swag", "long")  # of ResNet18
+RIVALS = ("repeated_channel", "joint_channel", "output_channel", "swag", "long")  # only in some studies
 Natural = Annotated[int, Ge(0)]
 BelowOne = Annotated[float, Bounds(ge=0, lt=1)]
 
@@ -36,6 +36,7 @@ class Training:
         lr_warmup: Fraction of the run over which the learning rate first grows linearly from zero.
         padding, flip, cutout: Largest random translation in pixels; random mirroring; side length of a blank square.
         beta, warmup: Weight of the KL, and the fraction of the run over which it grows.
+        repeats: Number of copies of each image in a step, each with its own noise.
         prior_scale, base_scale: Standard deviation of the prior, and of the noise at the start.
         components: Number of components of the mixture base.
         positions: Number of positions that the KL counts at site ``"position"``; 0 for the mean, as in Xiong's report.
@@ -56,6 +57,7 @@ class Training:
     cutout: Natural = 0
     beta: NonNegative = 1.0
     warmup: UnitInterval = 0.0
+    repeats: Count = 1
     prior_scale: Positive = 0.5
     base_scale: Positive = 0.5
     components: Count = 16
@@ -117,6 +119,7 @@ class ImageSettings(ImageSource):
     gaussian_position: Training = Training()
     flow_position: Training = Training()
     mixture_position: Training = Training()
+    repeated_channel: Training = Training()
     joint_channel: Training = Training()
     output_channel: Training = Training()
     swag: Training = Training()
@@ -172,8 +175,8 @@ METHODS = {"gaussian": "Gaussian noise", "flow": "flow noise", "mixture": "mixtu
 JOINT = "low-rank"  # full within layers, low rank across layers, which SGD can fit
 NAMES = {
     "plain": "mle", "longer": "mle-longer", "dropout": "mc-dropout", "gaussian": "node-noise-gaussian", "flow": "node-noise-planar",
-    "mixture": "node-noise-mixture", "joint": "node-noise-gaussian-joint", "output": "node-noise-gaussian-output", "swag": "swag",
-    "ensemble": "deep-ensemble",
+    "mixture": "node-noise-mixture", "repeated": "node-noise-gaussian-repeated", "joint": "node-noise-gaussian-joint",
+    "output": "node-noise-gaussian-output", "swag": "swag", "ensemble": "deep-ensemble",
 }  # fmt: skip
 
 # Layers with flows in Xiong's report (section 4 and its code). The other layers have learnable Gaussian noise.
@@ -233,14 +236,15 @@ def rules_for(architecture: str, variant: str, training: Training) -> dict[Any, 
     return rules
 
 
-def image_variants(name: str, seeds: tuple[int, int]) -> tuple[Variant, ...]:
+def image_variants(name: str, seeds: tuple[int, int], repeated: bool = False) -> tuple[Variant, ...]:
     """Returns the variants: Xiong's recipe, the best recipe, and the measurement of costs.
 
     Args:
         name: Name of the network, for the labels.
         seeds: Number of seeds of each of the two recipes.
+        repeated: Add a variant with several copies of each image in a step, each with its own noise.
     """
-    cost = {"gaussian": 2.0, "flow": 4.0, "mixture": 3.0}
+    cost = {"gaussian": 2.0, "flow": 4.0, "mixture": 3.0, "repeated": 8.0}
     noisy = [(method, site) for site in SITES for method in METHODS]
 
     def variant(key: str, label: str, **options: Any) -> Variant:
@@ -264,6 +268,8 @@ def image_variants(name: str, seeds: tuple[int, int]) -> tuple[Variant, ...]:
         variant("best-dropout", "Best: dropout", cost=1.2),
         *(variant(f"best-{m}-{s}", f"Best: {METHODS[m]}, {s}") for m, s in noisy),
     ]
+    if repeated:
+        best.append(variant("best-repeated-channel", "Best: Gaussian noise, channel, repeated images"))
     return (*xiong, *best, Variant("cost", "Cost", in_table=False, seeds=1, exclusive=True))
 
 

@@ -97,7 +97,7 @@ class ImageStudy(Study):
         return ImageSettings(**{**self.defaults, **changes})
 
     def variants(self, settings: ImageSettings) -> tuple[Variant, ...]:
-        variants = image_variants(self.network, SEEDS)
+        variants = image_variants(self.network, SEEDS, "repeated_channel" in self.defaults)
         return variants if settings.cost_rounds else variants[:-1]
 
     def load_images(self, settings: ImageSettings, device: str) -> ImageData:
@@ -205,6 +205,7 @@ _FASHION = _trainings(
     _NOISE_LENET,
     _WIDER_LENET,
     dropout=replace(_BEST_LENET, dropout_rate=0.05),
+    repeated_channel=replace(_NOISE_LENET, repeats=4),  # not tuned
     mixture_channel=replace(_NOISE_LENET, components=4),
     mixture_position=replace(_WIDER_LENET, components=4),
 )
@@ -279,6 +280,7 @@ _RESNET18: dict[str, Any] = {
     "gaussian_channel": _NOISE_RESNET18,
     "mixture_channel": _NOISE_RESNET18,
     "output_channel": _NOISE_RESNET18,
+    "repeated_channel": replace(_NOISE_RESNET18, repeats=2),
     # a lower rate because a matrix accumulates many noisy gradients
     "joint_channel": replace(_NOISE_RESNET18, noise_lr=0.02),
     "swag": replace(SHORT_RESNET18, epochs=5, weight_lr=0.02, schedule="constant", lr_warmup=0.0),
@@ -325,6 +327,7 @@ class RivalStudy(ImageStudy):
         labels = {
             "best-plain": f"{self.network}, deterministic",
             "best-gaussian-channel": "Gaussian noise",
+            "best-repeated-channel": "Gaussian noise, repeated images",
             "best-mixture-channel": "Mixture noise",
             "best-joint-channel": "Joint Gaussian noise",
             "best-output-channel": "Gaussian noise on outputs",
@@ -334,7 +337,12 @@ class RivalStudy(ImageStudy):
             "long-joint-channel": "Longer: joint Gaussian noise",
         }
         start_from = dict.fromkeys(("best-swag", "best-ensemble"), "best-plain")
-        cost = {"best-ensemble": MEMBERS, "long-plain": 3.0, "long-joint-channel": 3.0}
+        cost = {
+            "best-ensemble": MEMBERS,
+            "best-repeated-channel": 2.0,
+            "long-plain": 3.0,
+            "long-joint-channel": 3.0,
+        }
         return tuple(
             Variant(key, label, NAMES[split_key(key)[1]], start_from.get(key), cost=cost.get(key, 1.0))
             for key, label in labels.items()

@@ -112,7 +112,7 @@ def fit_variant(
     if not rules:
         method = MLE(epochs=training.epochs, lr=training.weight_lr, **method_options)
         return method.fit_point(model, loader, FitOptions(**fit_options), training.weight_decay)
-    names = ("weight_lr", "noise_lr", "weight_decay", "beta", "warmup")
+    names = ("weight_lr", "noise_lr", "weight_decay", "beta", "warmup", "repeats")
     method_options |= {name: getattr(training, name) for name in names}
     method_options |= {"num_data": images.num_data, "validation_samples": curve_samples or 8}
     # not verified as by fb.fit: the curves are computed on test images, which must not decide on the result
