@@ -137,7 +137,7 @@ IMAGES_AND_TABLES = {
     "lenet-fashion": Problem(load_fashion, lambda: LeNet(1), epochs=60),
     "vgg16-cifar10": Problem(load_cifar10, lambda: VGG16(3), epochs=30, lr=0.05, batch=128, augment=True),
     "resnet18-cifar10": Problem(
-        load_cifar10, lambda: ResNet18(3), epochs=30, lr=0.1, batch=128, augment=True
+        load_cifar10, lambda: ResNet18(3), epochs=15, lr=0.1, batch=128, augment=True
     ),
     "mlp-protein": Problem(load_uci_classes("protein"), lambda: MLP(9, (50, 50), 5)),
     "mlp-kin8nm": Problem(load_uci_classes("kin8nm"), lambda: MLP(8, (50, 50), 5)),
