@@ -52,11 +52,6 @@ def test_invalid_arguments_are_refused():
         fb.Laplace("kron", layers="fc*", epochs=0).fit(network, data, **QUIET)
     assert (error.value.kind, error.value.argument) == ("layer", "layers")
     with pytest.raises(fb.FlowBNNError) as error:
-        fb.Laplace(epochs=0).fit(
-            nn.Linear(2, 2), regression_data, likelihood=fb.likelihoods.Gaussian("predicted"), **QUIET
-        )
-    assert (error.value.kind, error.value.argument) == ("likelihood", "likelihood")
-    with pytest.raises(fb.FlowBNNError) as error:
         fb.Laplace(epochs=0, predictive="probit").fit(nn.Linear(2, 1), regression_data, **QUIET)
     assert (error.value.kind, error.value.argument) == ("likelihood", "predictive")
     with pytest.raises(fb.FlowBNNError) as error:

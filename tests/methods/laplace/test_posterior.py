@@ -247,6 +247,47 @@ def test_curvature_of_predicted_noise_is_the_fisher_information():
     torch.testing.assert_close(gradient.flatten(), expected)
 
 
+def explicit_fisher(network, names, likelihood, inputs):
+    """Returns the Fisher matrix ``[P, P]`` of one predicted mean and log-variance, with the expectation by Gauss-Hermite quadrature.
+
+    Scores are quadratic in the target, so three nodes integrate their products exactly.
+    """
+    jacobian = truth.explicit_jacobian(network, names, inputs)
+    fisher = torch.zeros(jacobian.shape[2], jacobian.shape[2], dtype=torch.float64)
+    for node, weight in ((-(3.0**0.5), 1 / 6), (0.0, 2 / 3), (3.0**0.5, 1 / 6)):
+        outputs = network(inputs).detach().requires_grad_()
+        targets = (outputs[:, :1] + node * (0.5 * outputs[:, 1:]).exp()).detach()
+        (scores,) = torch.autograd.grad(likelihood.log_prob(outputs, targets).sum(), outputs)
+        gradients = torch.einsum("nc,ncp->np", scores, jacobian)
+        fisher += weight * gradients.T @ gradients
+    return fisher
+
+
+@pytest.mark.parametrize("layers", ["last", "all"])
+@pytest.mark.parametrize("structure", ["kron", "diag", "full"])
+def test_posterior_of_predicted_noise_has_the_fisher_matrix(structure, layers, tmp_path):
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    inputs, targets = torch.randn(6, 3).double(), torch.randn(6, 1).double()
+    rows = 1 if structure == "kron" else 6  # Kronecker products are exact for one example
+    posterior = fb.Laplace(structure, layers=layers, prior_scale=0.3, epochs=0).fit(
+        network, [(inputs[:rows], targets[:rows])], likelihood=Gaussian("predicted"), **QUIET
+    )
+    fisher = explicit_fisher(network, posterior.names, Gaussian("predicted"), inputs[:rows])
+    if structure != "full":  # layers are independent
+        sizes = [network.get_parameter(name).numel() for name in posterior.names]
+        layer = torch.repeat_interleave(torch.arange(len(sizes)) // 2, torch.tensor(sizes))
+        fisher = fisher * (layer[:, None] == layer)
+    fisher = fisher.diag().diag() if structure == "diag" else fisher
+    covariance = (fisher + torch.eye(len(fisher)).double() / 0.3**2).inverse()
+    assert torch.allclose(truth.covariance(posterior), covariance, atol=1e-9)
+    prediction = posterior.predict(inputs, samples=5, seed=0)
+    posterior.save(tmp_path / "laplace")
+    loaded = load_posterior(tmp_path / "laplace", network).predict(inputs, samples=5, seed=0)
+    assert torch.equal(loaded.mean, prediction.mean)
+    assert prediction.mean.shape == (6, 1)
+
+
 def test_network_with_predicted_noise_is_calibrated():
     torch.manual_seed(0)
     inputs = torch.randn(60, 3)

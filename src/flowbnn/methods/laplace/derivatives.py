@@ -322,20 +322,17 @@ OutputHessian = ExactHessian | OuterProductHessian | MatrixHessian | PositionHes
 
 def has_curvature(likelihood: Likelihood) -> bool:
     """Returns True if the curvature of a likelihood in the outputs is known."""
-    if isinstance(likelihood, Gaussian):
-        return likelihood.noise != "predicted"
     if isinstance(likelihood, Heads):
         return all(has_curvature(head) for head in likelihood.heads.values())
     defines_information = type(likelihood).information is not Likelihood.information
-    return defines_information or isinstance(likelihood, Categorical | Bernoulli | ConditionalDensity)
+    known = Categorical | Bernoulli | ConditionalDensity | Gaussian
+    return defines_information or isinstance(likelihood, known)
 
 
 def check_likelihood(likelihood: Likelihood, predictive: str) -> None:
     """Raises FlowBNNError if the Hessian of the likelihood is unknown, or if it has no probit approximation."""
     if not has_curvature(likelihood):
         text = f"the curvature of {likelihood!r} is unknown; define its information(), or use DeepEnsemble"
-        if isinstance(likelihood, Gaussian):
-            text = "Laplace does not serve Gaussian('predicted'); use Gaussian(), or DeepEnsemble"
         raise FlowBNNError(text, kind="likelihood", argument="likelihood")
     if predictive == "probit" and isinstance(likelihood, RealLikelihood):
         fields = {"kind": "likelihood", "argument": "predictive"}
