@@ -108,6 +108,9 @@ FORMATS = {
     "pair of dictionary": lambda: ({"x": X}, Y),
     "dataset": Rows,
     "dataset of dictionaries": lambda: Rows(as_dict=True),
+    "list of examples": lambda: [{"x": x, "labels": y} for x, y in zip(X, Y.tolist(), strict=True)],
+    "list of pairs": lambda: list(zip(X.numpy(), Y, strict=True)),
+    "list of lists": lambda: [{"x": x.tolist(), "label": int(y)} for x, y in zip(X, Y, strict=True)],
     "TensorDataset": lambda: TensorDataset(X, Y),
     "Hugging Face": HuggingFace,
     "DataLoader": lambda: DataLoader(TensorDataset(X, Y), 8),
@@ -131,7 +134,7 @@ def test_every_format_has_the_same_examples(name, shuffle):
     assert torch.equal(targets, Y[order])
 
 
-SMALL = ["numpy float64", "pandas", "dataset of dictionaries", "data module"]
+SMALL = ["numpy float64", "pandas", "dataset of dictionaries", "list of examples", "data module"]
 
 
 def posterior():
@@ -337,6 +340,18 @@ BAD = {
     "empty dataset": (lambda: Rows(size=0), "empty", "argument", "loader"),
     "empty array": (lambda: (np.zeros((0, 3)), np.arange(0)), "empty", "argument", "loader"),
     "inputs alone": (lambda: np.zeros((4, 3)), "loader", "argument", "loader"),
+    "examples of other lengths": (
+        lambda: [{"x": X[0, :n], "label": 0} for n in (2, 3)],
+        "examples",
+        "kind",
+        "examples",
+    ),
+    "examples of other keys": (
+        lambda: [{name: X[0], "label": 0} for name in "xz"],
+        "examples",
+        "kind",
+        "examples",
+    ),
     "dictionary without labels": (lambda: {"x": X, "y": Y}, "loader", "argument", "loader"),
 }
 
@@ -589,6 +604,21 @@ class SumOfList(nn.Module):
         return self.linear(tensors[0] + tensors[1])
 
 
+class UnpackedList(SumOfList):
+    def forward(self, tensors):
+        first, second = tensors
+        return self.linear(first + second)
+
+
+class SumOfColumns(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(1, 2)
+
+    def forward(self, age, income):
+        return self.linear((age + income).float().unsqueeze(-1))
+
+
 def test_a_list_of_tensors_in_a_tuple_is_one_argument():
     posterior, x = PointPosterior(SumOfList(), Categorical()), torch.randn(6, 3)
     expected = posterior.predict((x, x)).probabilities
@@ -596,6 +626,40 @@ def test_a_list_of_tensors_in_a_tuple_is_one_argument():
     targets = torch.zeros(6).long()
     batches = ([[x, x], targets], [[x, x], targets])  # a tuple of batches remains a loader
     assert fb.evaluate(posterior, batches) == pytest.approx(fb.evaluate(posterior, [([x, x], targets)]))
+
+
+def test_records_without_labels_are_examples():
+    posterior = PointPosterior(SumOfColumns(), Categorical())
+    expected = posterior.predict({"age": X[:, 0], "income": X[:, 1]}).probabilities
+    records = [{"age": float(row[0]), "income": float(row[1])} for row in X]
+    torch.testing.assert_close(posterior.predict(records).probabilities, expected)
+
+
+@pytest.mark.parametrize(
+    ("data", "advice"),
+    [
+        (lambda: [X, X], "([a, b],)"),
+        (lambda: list(X), "torch.stack"),
+        (lambda: [{"tensors": x} for x in X], "DataLoader"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:the outputs of the network depend on the other rows")
+def test_misread_inputs_are_explained_in_one_line(data, advice):
+    for likely in (SumOfList(), UnpackedList()):
+        with pytest.raises(fb.FlowBNNError) as caught:
+            PointPosterior(likely, Categorical()).predict(data())
+        assert caught.value.kind in ("network", "shape")
+        assert "\n" not in str(caught.value)
+        assert advice in str(caught.value)
+
+
+@pytest.mark.parametrize("call", [fb.acquire, lambda posterior, data: posterior.predict(data)])
+def test_targets_among_inputs_are_explained(call):
+    for data in ((X, Y), (X.numpy(), Y.numpy())):
+        with pytest.raises(fb.FlowBNNError) as caught:
+            call(posterior(), data)
+        assert caught.value.kind == "network"
+        assert str(caught.value).endswith("leave out targets")
 
 
 def test_pairs_without_targets_are_inputs_alone():

@@ -413,6 +413,9 @@ def rewrap_forward_errors(inputs: Any, problem: str = "the network fails on inpu
             hint = f"; the network takes {widths[2]} columns, got {widths[1]}"
         elif "unexpected keyword argument" in message and isinstance(inputs, Mapping):
             hint = "; use flowbnn.data.Columns(loader, inputs=[...], targets=...)"
+        elif isinstance(inputs, tuple) and re.search("(not|got a) tuple|takes .* positional", message):
+            message = message.partition("; ")[0]
+            hint = "; a tuple has several inputs of the network, so leave out targets"
         elif any(tensor.dtype == torch.uint8 for tensor in tensors):
             hint = "; use images.float() / 255"
         elif "same dtype" in message and any(not tensor.is_floating_point() for tensor in tensors):

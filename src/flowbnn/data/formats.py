@@ -34,6 +34,7 @@ from flowbnn.batches import (
     tensors_of,
 )
 from flowbnn.batches.arrays import as_tensor, is_array
+from flowbnn.data.collation import collate, collate_lists, is_example
 from flowbnn.data.tensor_loader import TensorLoader
 from flowbnn.errors import FlowBNNError, check_shape, nearest
 from flowbnn.options import checked
@@ -60,6 +61,7 @@ def as_loader(
       more than two entries, the last one has the targets.
     * Mapping of tensors or arrays with a key ``labels`` or ``label``.
     * ``Dataset``, also of torch_geometric and Hugging Face, and a list of graphs.
+    * List of examples ``(x, y)`` or ``{"x": x, "labels": y}``, each with a label that is one number.
     * One graph of torch_geometric with targets ``y``.
     * Lightning data module, whose loader for ``stage`` is used.
     * Loaders, lists of batches and other objects are returned unchanged.
@@ -84,7 +86,7 @@ def as_loader(
     """
     if _is_data_module(data):
         return _module_loader(data, stage)
-    if isinstance(data, Dataset) or hasattr(data, "with_format") or _is_graph_list(data):
+    if isinstance(data, Dataset) or hasattr(data, "with_format") or _is_list_of_examples(data):
         return _dataset_loader(data, batch_size, shuffle, argument)
     if is_array(data):
         return [(as_tensor(data),)]
@@ -240,12 +242,15 @@ def _dataset_loader(data: Any, batch_size: int | None, shuffle: bool, argument: 
         return GraphLoader(data, batch_size=size, shuffle=shuffle)
     if hasattr(data, "with_format"):  # a dataset of Hugging Face
         data = data.with_format("torch")
-    return DataLoader(data, size, shuffle=shuffle)
+    function = collate_lists if isinstance(data, list) else collate
+    return DataLoader(data, size, shuffle=shuffle, collate_fn=function)
 
 
-def _is_graph_list(data: Any) -> bool:
-    """Returns True for a list of graphs that are not batched."""
-    return isinstance(data, list) and bool(data) and is_graph(data[0]) and not hasattr(data[0], "ptr")
+def _is_list_of_examples(data: Any) -> bool:
+    """Returns True for a list of graphs or of other examples that are not batched."""
+    if not isinstance(data, list) or not data:
+        return False
+    return is_example(data[0]) or (is_graph(data[0]) and not hasattr(data[0], "ptr"))
 
 
 def _is_list_of_tensors(data: Any) -> bool:

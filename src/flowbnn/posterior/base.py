@@ -41,6 +41,7 @@ from flowbnn.batches import (
     join_padded,
     rewrap_forward_errors,
 )
+from flowbnn.data.collation import explain_lists
 from flowbnn.data.formats import as_inputs
 from flowbnn.errors import FlowBNNError, pluralize
 from flowbnn.likelihoods import Likelihood
@@ -299,7 +300,11 @@ class Posterior:
         loaders = (
             nullcontext([]) if one_batch else shard_loader(inputs, bool(options.sharded), options.shared)
         )
-        with self._open_prediction(inputs, options) as prediction, loaders as loader:
+        with (
+            explain_lists(inputs),
+            self._open_prediction(inputs, options) as prediction,
+            loaders as loader,
+        ):
             collector = OutputCollector(loader, max_bytes, self.likelihood)
             groups = collector.groups(prediction)
             if one_batch:
