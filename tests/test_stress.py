@@ -6,6 +6,7 @@ import os
 import pytest
 from tests.stress import (
     Budget,
+    StressResult,
     checkpoints,
     files,
     fuzz,
@@ -71,6 +72,16 @@ def test_fuzz():
 
 def test_suite_without_time_runs_one_trial():
     assert fuzz.stress(seed=0, budget=Budget(0.0), valid_first=False).trials == 1
+
+
+def test_counts_of_a_running_suite_are_reported(monkeypatch):
+    reports = []
+    monkeypatch.setattr("tests.stress.REPORT_INTERVAL", 0.0)
+    budget = Budget(math.inf, 3, lambda result: reports.append((result.trials, result.complete)))
+    result = StressResult("x", 0)
+    while budget.allows(result):
+        result.add("held")
+    assert reports == [(0, False), (1, False), (2, False), (3, False)]
 
 
 def test_damaged_files():

@@ -8,9 +8,12 @@ a hang, a lost or left-over file, or the execution of code inside a file is a fa
 """
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 __all__ = ["Budget", "StressResult", "first_line"]
+
+REPORT_INTERVAL = 5.0  # seconds between two reports of a running suite
 
 
 class Budget:
@@ -19,13 +22,24 @@ class Budget:
     Args:
         seconds: Seconds to spend.
         trials: Number of trials to run.
+        report: Function that gets the result every few seconds, so that the counts of a killed run are kept.
     """
 
-    def __init__(self, seconds: float, trials: float = float("inf")) -> None:
-        self.end, self.trials = time.monotonic() + seconds, trials
+    def __init__(
+        self,
+        seconds: float,
+        trials: float = float("inf"),
+        report: "Callable[[StressResult], object] | None" = None,
+    ) -> None:
+        self.start, self.trials, self.report = time.monotonic(), trials, report
+        self.end, self.last_report = self.start + seconds, self.start
 
     def allows(self, result: "StressResult") -> bool:
         """Returns whether another trial may run."""
+        if self.report is not None and time.monotonic() > self.last_report + REPORT_INTERVAL:
+            self.last_report = time.monotonic()
+            result.seconds = round(self.last_report - self.start, 1)
+            self.report(result)
         return not result.trials or (result.trials < self.trials and time.monotonic() < self.end)
 
 
@@ -40,6 +54,8 @@ class StressResult:
         failures: Description of each failure, with the input that reproduces it.
         counts: Number of trials by outcome.
         maxima: Largest values that were measured, by name.
+        seconds: Time since the start of the suite.
+        complete: True if the suite has ended, False if it is running or was killed.
     """
 
     suite: str
@@ -48,6 +64,8 @@ class StressResult:
     failures: list[str] = field(default_factory=list)
     counts: dict[str, int] = field(default_factory=dict)
     maxima: dict[str, float] = field(default_factory=dict)
+    seconds: float = 0.0
+    complete: bool = False
 
     def add(self, outcome: str, failure: str = "") -> None:
         """Adds one trial.
@@ -71,7 +89,16 @@ class StressResult:
             for word in self.maxima | other.maxima
         }
         trials, failures = self.trials + other.trials, self.failures + other.failures
-        return StressResult(self.suite, self.seed, trials, failures, counts, maxima)
+        return StressResult(
+            self.suite,
+            self.seed,
+            trials,
+            failures,
+            counts,
+            maxima,
+            max(self.seconds, other.seconds),
+            self.complete and other.complete,
+        )
 
 
 def first_line(text: object, limit: int = 200) -> str:

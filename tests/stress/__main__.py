@@ -11,17 +11,20 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from datetime import UTC, datetime
 from functools import reduce
 from importlib import import_module
-from importlib.metadata import version
 from operator import add
 from pathlib import Path
+from threading import Lock
 
+import torch
 from tests.stress import Budget, StressResult, first_line
+
+import flowbnn
 
 # suites, with their shares of the time
 SUITES = {
@@ -64,43 +67,63 @@ def table(results: list[StressResult]) -> str:
     return "\n".join(lines)
 
 
-def run_here(options: argparse.Namespace) -> Iterator[StressResult]:
-    """Runs the suites in this process and yields their results."""
+def run_here(options: argparse.Namespace, record: Callable[[StressResult], object]) -> None:
+    """Runs the suites in this process.
+
+    Args:
+        options: Options of the command line.
+        record: Function that gets the results of a suite while it runs and at its end.
+    """
     warnings.simplefilter("ignore")
     total = sum(SUITES[name] for name in options.suite)
     for name in options.suite:
+        budget = Budget(60.0 * options.minutes * SUITES[name] / total, options.trials, record)
         try:
-            stress = import_module(f"tests.stress.{name}").stress
+            result = import_module(f"tests.stress.{name}").stress(options.seed, budget)
         except ModuleNotFoundError as error:
-            yield StressResult(name, options.seed, counts={f"trials, since {error.name} is not installed": 0})
-            continue
-        start = time.monotonic()
-        result = stress(options.seed, Budget(60.0 * options.minutes * SUITES[name] / total, options.trials))
-        seconds = time.monotonic() - start
-        summary = f"{name}: {result.trials} trials in {seconds:.0f} s, seed {options.seed}"
+            result = StressResult(
+                name, options.seed, counts={f"trials, since {error.name} is not installed": 0}
+            )
+        result.seconds, result.complete = round(time.monotonic() - budget.start, 1), True
+        summary = f"{name}: {result.trials} trials in {result.seconds:.0f} s, seed {options.seed}"
         print("\n  ".join([summary, *result.failures[:20]]), flush=True)
-        yield result
+        record(result)
 
 
-def run_in_child(options: argparse.Namespace, seed: int) -> list[StressResult]:
-    """Runs the suites in a child process, in which torch has one thread."""
+def run_in_child(options: argparse.Namespace, seed: int, record: Callable[[StressResult], object]) -> None:
+    """Runs the suites in a child process, in which torch has one thread.
+
+    Args:
+        options: Options of the command line.
+        seed: Seed of the process.
+        record: Function that gets the results of a suite while it runs and at its end.
+    """
     suites = [word for name in options.suite for word in ("--suite", name)]
     limits = ["--minutes", str(options.minutes), "--trials", str(options.trials / options.jobs)]
     command = [sys.executable, "-m", "tests.stress", "--child", "--seed", str(seed), *limits, *suites]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    results = []
+    results: dict[str, StressResult] = {}
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         for line in process.stdout:
             if line.startswith(RESULT_PREFIX):
-                results.append(StressResult(**json.loads(line.removeprefix(RESULT_PREFIX))))
+                result = StressResult(**json.loads(line.removeprefix(RESULT_PREFIX)))
+                results[result.suite] = result
+                record(result)
             else:
                 print(line, end="", flush=True)
-    for name in options.suite[len(results) :]:
-        lost = StressResult(name, seed)
-        lost.add("failed", f"{name}, seed {seed}: the process ended with status {process.returncode}")
-        results.append(lost)
-    return results
+    for name in options.suite:
+        lost = results.get(name, StressResult(name, seed))
+        if not lost.complete:
+            lost.add("failed", f"{name}, seed {seed}: the process ended with status {process.returncode}")
+            record(lost)
+
+
+def merge(results: Iterable[StressResult], names: Sequence[str]) -> list[StressResult]:
+    """Returns one result for each suite, over all seeds."""
+    ordered = sorted(results, key=lambda result: result.seed)
+    of_suites = [[result for result in ordered if result.suite == name] for name in names]
+    return [reduce(add, parts) for parts in of_suites if parts]
 
 
 def write_results(path: Path, results: list[StressResult]) -> None:
@@ -108,13 +131,18 @@ def write_results(path: Path, results: list[StressResult]) -> None:
     content = {
         "command": " ".join(["python -m tests.stress", *sys.argv[1:]]),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "versions": {name: version(name) for name in ("flowbnn", "torch")}
-        | {"python": platform.python_version()},
+        "versions": {
+            "flowbnn": flowbnn.__version__,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+        },
         "trials": sum(result.trials for result in results),
         "failed": sum(len(result.failures) for result in results),
         "suites": [asdict(result) for result in results],
     }
-    path.write_text(json.dumps(content, indent=2) + "\n")
+    unfinished = path.with_name(path.name + ".tmp")
+    unfinished.write_text(json.dumps(content, indent=2) + "\n")
+    unfinished.replace(path)
 
 
 def parse_options() -> argparse.Namespace:
@@ -125,7 +153,9 @@ def parse_options() -> argparse.Namespace:
         epilog=LONG_RUNS,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--minutes", type=float, help="total time; 15 unless --trials is set")
+    parser.add_argument(
+        "--minutes", type=float, help="total time, also a limit on --trials; 15 unless --trials is set"
+    )
     parser.add_argument(
         "--trials", type=float, default=float("inf"), help="trials of each suite, over all jobs"
     )
@@ -134,10 +164,11 @@ def parse_options() -> argparse.Namespace:
         "--suite", choices=SUITES, action="append", help="suite to run, repeatable; default all"
     )
     parser.add_argument("--jobs", type=int, default=1, help="parallel processes, each with its own seed")
-    parser.add_argument("--out", type=Path, help="JSON file for the results, written after each suite")
+    parser.add_argument("--out", type=Path, help="JSON file for the results, written every few seconds")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     options.suite = options.suite or list(SUITES)
+    options.out = options.out and options.out.resolve()  # a suite may change the folder
     if options.minutes is None:
         options.minutes = 15.0 if options.trials == float("inf") else float("inf")
     return options
@@ -146,25 +177,33 @@ def parse_options() -> argparse.Namespace:
 def main() -> int:
     """Runs the suites and returns the exit status."""
     options = parse_options()
-    results = []
-    if options.jobs == 1:
-        for result in run_here(options):
-            results.append(result)
+    results: dict[tuple[str, int], StressResult] = {}
+    lock = Lock()
+
+    def record(result: StressResult) -> None:
+        """Writes the results so far to the file, or reports one to the parent process."""
+        if options.child:
+            print(RESULT_PREFIX + json.dumps(asdict(result)), flush=True)
+            return
+        with lock:
+            results[result.suite, result.seed] = result
             if options.out is not None:
-                write_results(options.out, results)
-            if options.child:
-                print(RESULT_PREFIX + json.dumps(asdict(result)), flush=True)
+                write_results(options.out, merge(results.values(), options.suite))
+
+    if options.jobs == 1:
+        run_here(options, record)
     else:
-        seeds = range(options.seed, options.seed + options.jobs)
         with ThreadPoolExecutor(options.jobs) as pool:
-            of_jobs = list(pool.map(lambda seed: run_in_child(options, seed), seeds))
-        for name in options.suite:
-            results.append(reduce(add, [result for job in of_jobs for result in job if result.suite == name]))
-    if options.out is not None:
-        write_results(options.out, results)
+            futures = [
+                pool.submit(run_in_child, options, options.seed + number, record)
+                for number in range(options.jobs)
+            ]
+        for future in futures:
+            future.result()
+    merged = merge(results.values(), options.suite)
     if not options.child:
-        print(table(results))
-    return int(not results or any(result.failures or not result.trials for result in results))
+        print(table(merged))
+    return int(any(result.failures or not result.trials for result in merged))
 
 
 if __name__ == "__main__":

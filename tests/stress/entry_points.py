@@ -195,7 +195,7 @@ INTERNAL = """
     Categorical.log_prob Categorical.mean check check_members check_weights chosen CircularUniform Clock collect compute
     ConditionalDensity connect context_of ContinuousPredictive coupling_options current_row_shard cut
     Decision Decoder Digits DiscretizedLogistic distribution Divergence divergences Divergences document draw draw_with_kl expand
-    extract_features first_nonfinite_layer fit_point fit_subsets FixedNoise flat_draw flatten FlowBNNError FlowBNNWarning
+    extract_features first_nonfinite_layer fit_point fit_problem fit_subsets FixedNoise flat_draw flatten FlowBNNError FlowBNNWarning
     FlowNoise forward_shape from_inner from_dict from_points from_state from_states GatedPosterior Gaussian.log_prob Gaussian.mean
     has_converged History improves initialize InputNoise Interval inverse_shape is_main_process is_torchrun_worker is_unfamiliar
     join kernel LayerHealth Layout layout_of like Likelihood log_densities log_density log_variance looks make_autoregressive

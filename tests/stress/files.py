@@ -17,7 +17,7 @@ import struct
 import tempfile
 import warnings
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,7 @@ __all__ = ["stress"]
 
 Reader = Callable[[Path], Any]
 BATCH_SIZE = 25  # files that one child process reads
+FITS_PER_ROUND, BATCHES_PER_ROUND = 4, 8  # whose files are read, and how often
 IMAGE_SHAPE = (1, 4, 4)
 
 
@@ -101,7 +102,7 @@ def write_image_files(root: Path) -> dict[str, tuple[Path, Reader]]:
     return files
 
 
-def write_files(root: Path, names: tuple[str, ...], rng: random.Random) -> dict[str, tuple[Path, Reader]]:
+def write_files(root: Path, names: Sequence[str], rng: random.Random) -> dict[str, tuple[Path, Reader]]:
     """Writes valid files of every kind. Returns the path and the reader of each."""
     files = write_image_files(root)
     for number, fit in enumerate(fit for name in names for fit in (Fit(name), random_fit(name, rng))):
@@ -256,25 +257,26 @@ def read_batch(
 
 
 def stress(seed: int, budget: Budget, names: tuple[str, ...] = FITS) -> StressResult:
-    """Reads damaged files, each batch in a child process."""
-    result = StressResult("files", seed)
+    """Reads damaged files of a few fits at a time, each batch in a child process."""
+    result, rng, number = StressResult("files", seed), random.Random(seed), 0
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as folder:
-        root = Path(folder)
-        files = write_files(root, names, random.Random(seed))
-        expected = {}
-        for name, (path, read) in files.items():
-            try:
-                expected[name] = read(path)
-            except fb.FlowBNNError:
-                expected[name] = None  # results that are too short for a report
-        number = 0
-        while budget.allows(result):
-            number += 1
-            work = partial(read_batch, files, expected, root, 1000 * seed + number)
-            for outcome in run_with_limited_memory(work, result):
-                result.add(*outcome)
+    while budget.allows(result):
+        with tempfile.TemporaryDirectory() as folder:
+            root, expected = Path(folder), {}
+            files = write_files(root, rng.sample(names, min(FITS_PER_ROUND, len(names))), rng)
+            for name, (path, read) in files.items():
+                try:
+                    expected[name] = read(path)
+                except fb.FlowBNNError:
+                    expected[name] = None  # results that are too short for a report
+            for _ in range(BATCHES_PER_ROUND):
+                if not budget.allows(result):
+                    break
+                number += 1
+                work = partial(read_batch, files, expected, root, 1000 * seed + number)
+                for outcome in run_with_limited_memory(work, result):
+                    result.add(*outcome)
     return result
 
 

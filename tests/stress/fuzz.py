@@ -27,11 +27,12 @@ from tests.stress.entry_points import VARIADIC, EntryPoint, entry_points, entry_
 from torch import nn
 
 import flowbnn as fb
+from flowbnn.errors import MissingPackageError
 from flowbnn.options import _allows as allows
 
 __all__ = ["describe_error", "silenced", "stress", "try_call"]
 
-TIMEOUT = 20  # seconds for one call
+TIMEOUT = 60  # seconds for one call, on a machine that is busy
 NAN = float("nan")
 
 # fmt: off
@@ -218,6 +219,8 @@ def _call_with_valid_arguments(point: EntryPoint) -> str:
     try:
         return "NaN in the result" if _has_nan(point.call(deepcopy(point.arguments()))) else ""
     except Exception as error:
+        if isinstance(error, MissingPackageError):
+            return ""
         if isinstance(error, fb.FlowBNNError) and error.kind == "unsupported":
             return ""
         return describe_error(error)
