@@ -1,6 +1,8 @@
 """Tests of the package structure: imports point from higher to lower packages, and the public names exist."""
 
 import ast
+import gc
+import importlib
 import sys
 from pathlib import Path
 
@@ -150,3 +152,13 @@ def test_files_of_tests_are_named_after_modules():
         modules |= {folder.name.removeprefix("flowbnn_")} | (set() if folders else package_wide)
         subject = name.removeprefix("test_")
         assert any(f"{subject}_".startswith(f"{module}_") for module in modules), f"{path} names no module"
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_an_import_pauses_the_garbage_collector_and_restores_it(enabled, monkeypatch):
+    switches = []
+    monkeypatch.setattr(gc, "isenabled", lambda: enabled)
+    monkeypatch.setattr(gc, "disable", lambda: switches.append("off"))
+    monkeypatch.setattr(gc, "enable", lambda: switches.append("on"))
+    importlib.reload(flowbnn)
+    assert switches == (["off", "on"] if enabled else ["off"])
