@@ -228,6 +228,39 @@ def test_calibration_on_held_out_rows(calibrate, curve):
     assert model.n_iter_ == model.posterior_.posterior.history.epochs == 20
 
 
+def test_functions_of_flowbnn_take_the_data_of_a_regressor(curve):
+    X, y = curve
+    model = regressor(network=None).fit(X[:60], y[:60])
+    rmse = np.sqrt(np.mean((model.predict(X) - y) ** 2))
+    assert fb.evaluate(model.posterior_, model.to_tensors(X, y))["rmse"] == pytest.approx(rmse, rel=1e-4)
+    intervals = fb.conformalize(model.posterior_, model.to_tensors(X[60:], y[60:]), score="absolute")
+    low, high = (end.double().numpy() for end in intervals.predict_interval(model.to_tensors(X)))
+    np.testing.assert_allclose((low + high) / 2, model.predict(X), rtol=1e-5)
+    residuals = np.sort(np.abs(model.predict(X[60:]) - y[60:]))
+    np.testing.assert_allclose((high - low) / 2, residuals[54], rtol=1e-3)  # ceil(61 * 0.9) = 55th
+
+
+def test_functions_of_flowbnn_take_the_data_of_a_classifier():
+    X, y = load_iris(return_X_y=True)
+    names = np.array(["setosa", "versicolor", "virginica"])[y]
+    model = classifier().fit(100.0 + 1e3 * X, names)
+    data = model.to_tensors(100.0 + 1e3 * X, names)
+    assert fb.evaluate(model.posterior_, data)["accuracy"] == model.score(100.0 + 1e3 * X, names) > 0.9
+    for function, argument in (
+        (fb.evaluate, "posterior"),
+        (fb.conformalize, "posterior"),
+        (fb.calibrate, "network"),
+    ):
+        for estimator, advice in ((model, "to_tensors"), (classifier(), "fit(X, y)")):
+            with pytest.raises(FlowBNNError) as caught:
+                function(estimator, (X, y))
+            assert caught.value.argument == argument
+            assert advice in str(caught.value)
+    with pytest.raises(FlowBNNError) as caught:
+        model.to_tensors(X[:1], ["rose"])
+    assert (caught.value.kind, caught.value.argument) == ("targets", "y")
+
+
 def test_a_network_of_the_user(curve):
     X, y = curve
     network = torch.nn.Sequential(torch.nn.Linear(2, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))

@@ -366,6 +366,12 @@ def _suggestion(annotation: Any, value: Any) -> str:
     if isinstance(value, type):
         classes = tuple(kind for kind in (annotation, *get_args(annotation)) if isinstance(kind, type))
         return f"; write {value.__name__}() with its brackets" if issubclass(value, classes) else ""
+    if hasattr(value, "to_tensors"):  # an estimator of flowbnn.sklearn
+        posterior = getattr(value, "posterior_", None)
+        if posterior is None:
+            return "; call its fit(X, y) first"
+        attribute = "posterior_" if _allows(annotation, posterior) else "posterior_.model"
+        return f"; use its .{attribute} with data to_tensors(X, y)"
     if hasattr(value, "model") and _allows(annotation, value.model):
         return "; use its .model"
     return ""

@@ -1,5 +1,6 @@
 """Base class of the estimators: parameters, fit and prediction of a posterior."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, Literal, Self
@@ -9,7 +10,7 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from sklearn.base import BaseEstimator
 from sklearn.preprocessing import StandardScaler
-from sklearn.utils import check_random_state
+from sklearn.utils import check_consistent_length, check_random_state
 from sklearn.utils.validation import check_is_fitted, validate_data
 from torch import Tensor, nn
 
@@ -49,7 +50,7 @@ PARAMETERS: dict[str, Any] = {  # valid values, checked by fit
 }
 
 
-class BayesianEstimator(BaseEstimator):
+class BayesianEstimator(BaseEstimator, ABC):
     """Base class of both estimators, see :class:`~flowbnn.sklearn.BayesianClassifier` for the parameters."""
 
     _max_rows = 8192  # rows of one prediction, which bounds the memory of its samples
@@ -171,6 +172,27 @@ class BayesianEstimator(BaseEstimator):
         check_is_fitted(self)
         X = validate_data(self, X, reset=False, dtype=(np.float64, np.float32))
         return self._to_inputs(X, dtype_of(self.posterior_.model))
+
+    @abstractmethod
+    def _encode_targets(self, y: Any) -> Tensor:
+        """Returns targets as ``posterior_`` expects them."""
+
+    def to_tensors(self, X: ArrayLike, y: ArrayLike | None = None) -> Any:
+        """Returns data as ``posterior_`` expects them, for functions of flowbnn such as ``fb.conformalize`` and ``fb.evaluate``.
+
+        Args:
+            X: Inputs ``[N, F]``.
+            y: Targets, or None.
+
+        Returns:
+            Standardized inputs, or a pair of them and of targets. Targets of a classifier are indices into ``classes_``. Those of a
+            regressor keep their units.
+        """
+        inputs = self._read_inputs(X)
+        if y is None:
+            return inputs
+        check_consistent_length(X, y)
+        return inputs, self._encode_targets(y)
 
     def _predict_rows(self, inputs: Tensor) -> Any:
         return self.posterior_.predict(

@@ -8,8 +8,9 @@ from numpy.typing import ArrayLike, NDArray
 from sklearn.base import ClassifierMixin
 from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import column_or_1d, validate_data
+from torch import Tensor
 
-from flowbnn.errors import requirement_error
+from flowbnn.errors import quote_names, requirement_error, value_error
 from flowbnn.options import Probability, check
 from flowbnn.sklearn.base import BayesianEstimator, draw_seed
 
@@ -39,7 +40,7 @@ class BayesianClassifier(ClassifierMixin, BayesianEstimator):
 
     Attributes:
         classes_: Labels in sorted order.
-        posterior_: Fitted :class:`~flowbnn.Posterior`. Its inputs are those of ``scaler_``.
+        posterior_: Fitted :class:`~flowbnn.Posterior`. Its data are those of :meth:`to_tensors`.
         scaler_: Scaler of the inputs, or None.
         n_iter_: Number of epochs.
         n_features_in_: Number of columns at fit.
@@ -75,6 +76,14 @@ class BayesianClassifier(ClassifierMixin, BayesianEstimator):
             value, fields = f"one class ({self.classes_.tolist()[0]!r})", {"kind": "targets", "argument": "y"}
             raise requirement_error("BayesianClassifier", "at least 2 classes", value, **fields)
         return self._fit(np.asarray(X), torch.from_numpy(labels).long(), "auto", len(self.classes_))
+
+    def _encode_targets(self, y: Any) -> Tensor:
+        labels = column_or_1d(y)
+        unknown = np.setdiff1d(labels, self.classes_)
+        if len(unknown):
+            expected = f"among the classes {quote_names([str(name) for name in self.classes_])} of the fit"
+            raise value_error("y", expected, repr(unknown.tolist()[0]), kind="targets")
+        return torch.from_numpy(np.searchsorted(self.classes_, labels))
 
     def predict(self, X: ArrayLike) -> NDArray[Any]:
         """Returns the most probable label of each row, ``[N]``.

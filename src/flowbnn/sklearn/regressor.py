@@ -56,7 +56,7 @@ class BayesianRegressor(RegressorMixin, BayesianEstimator):
         fit_options: Further options of ``method.fit``, such as ``{"accelerator": "cpu", "precision": "64-true"}``.
 
     Attributes:
-        posterior_: Fitted :class:`~flowbnn.Posterior`. Its inputs are those of ``scaler_``, its outputs are in the units of ``y``.
+        posterior_: Fitted :class:`~flowbnn.Posterior`. Its data are those of :meth:`to_tensors`, its outputs are in the units of ``y``.
         scaler_: Scaler of the inputs, or None.
         n_iter_: Number of epochs.
         n_features_in_: Number of columns at fit.
@@ -135,6 +135,9 @@ class BayesianRegressor(RegressorMixin, BayesianEstimator):
         targets = torch.from_numpy(np.array(y, dtype=np.float64))
         likelihood = self._make_likelihood(targets[0].numel())
         return self._fit(np.asarray(X), targets, likelihood, count_outputs(likelihood, targets))
+
+    def _encode_targets(self, y: Any) -> Tensor:
+        return torch.from_numpy(np.array(y, dtype=np.float64))
 
     def _make_likelihood(self, dim: int) -> RealLikelihood:
         """Returns the likelihood of ``dim`` targets."""
