@@ -180,3 +180,4 @@ def test_several_labels_of_an_input_are_refused():
     with pytest.raises(FlowBNNError) as caught:
         fb.gated(posterior, (torch.randn(20, 2), torch.zeros(20, 3).long()), progress=False)
     assert (caught.value.kind, caught.value.argument) == ("targets", "loader")
+    assert "fb.fit_density" in str(caught.value)

@@ -285,9 +285,9 @@ def _add_counts(counts: Tensor, labels: Tensor) -> Tensor:
     is_soft = labels.is_floating_point()
     if labels.ndim != (2 if is_soft else 1):
         fields = {"kind": "targets", "argument": "loader"}
-        raise requirement_error(
-            "fb.gated", "one label for each input", f"shape {tuple(labels.shape)}", **fields
-        )
+        hint = "detect unfamiliar inputs by fb.fit_density(flow, features).novelty(held_out)"
+        value = f"shape {tuple(labels.shape)}"
+        raise requirement_error("fb.gated", "one label for each input", value, hint, **fields)
     batch_counts = labels.double().sum(0) if is_soft else torch.bincount(labels).double()
     size = max(len(counts), len(batch_counts))
     total = torch.zeros(size, dtype=torch.float64)
