@@ -38,19 +38,14 @@ EXPORTED = ("early exit",)
 REFUSED_EXPORTS = {
     "always dropout": "",  # random numbers
     "bfloat16 model": "",  # rounding
-    "detr like queries": "",  # len(x)
     "early exit": "",
     "hf mixtral cls": "model.layers.0.mlp.experts",
     "moe top1 routing": "",
-    "multichannel timeseries mha kv": "",  # len(x)
-    "nn transformer full": "transformer.decoder",  # compares its mask with that of a causal network
     "packed collate natural": "",
     "packed lstm lengths": "",
     "pyg gat nodes": "",
     "pyg gcn graph loader": "",
     "pyg sage graphs": "",
-    "rnncell loop": "",  # len(x)
-    "vit sdpa rmsnorm": "",  # len(x)
 }
 # networks with operations that ONNX lacks
 WITHOUT_ONNX = ("complex inputs",)

@@ -369,9 +369,15 @@ def test_noise_without_an_axis_of_examples_multiplies_rows(tmp_path):
 # -------------------- errors
 
 
+def test_an_empty_example_is_refused(tmp_path):
+    with pytest.raises(fb.FlowBNNError) as error:
+        fb.export(PointPosterior(nn.Linear(4, 3), Categorical()), tmp_path / "model.pt2", [])
+    assert (error.value.kind, error.value.argument) == ("empty", "example_inputs")
+
+
 class FixedSize(nn.Module):
     def forward(self, x):
-        return x.reshape(len(x), -1)
+        return x.reshape(int(x.shape[0]), -1)
 
 
 def test_layer_that_fixes_the_batch_size_is_named(tmp_path):
@@ -389,6 +395,48 @@ class LastSteps(nn.Module):
 
     def forward(self, sequences):
         return self.lstm(sequences)[1][0][0]
+
+
+class Masked(nn.Module):
+    """Branches on a comparison of two masks, and on the inputs if ``branch`` is a function."""
+
+    def __init__(self, branch=None):
+        super().__init__()
+        self.branch = branch
+
+    def forward(self, x):
+        mask = torch.ones(x.shape[1], x.shape[1]).tril()
+        causal = bool((mask == torch.ones_like(mask).tril()).all())
+        x = x[..., None, :].expand(len(x), x.shape[1], x.shape[1]) * (mask if causal else 1.0)
+        negative = self.branch is not None and bool(self.branch(x, mask))
+        return -x.sum(-1) if negative else x.sum(-1)
+
+
+def overwrite(x, mask):
+    mask[0] = x[0, 0]
+    return mask.view(-1)[:3].max() > 10.0
+
+
+def test_conditions_without_inputs_are_constants(tmp_path, recwarn, capfd):
+    posterior = PointPosterior(nn.Sequential(nn.Linear(4, 3), Masked()), Categorical())
+    file = fb.export(posterior, tmp_path / "model.onnx", vectors(5, 4), samples=SAMPLES)
+    assert_predicts(file, posterior, vectors(7, 4))
+    assert "len" not in globals()
+    branches = [
+        lambda x, mask: x.max() > 10.0,
+        overwrite,
+        lambda x, mask: (mask.mul_(x[0, 0, 0]) > 10.0).any(),
+        lambda x, mask: torch.full((2,), x.max().item()).max() > 10.0,
+        lambda x, mask: torch.ones(len(x.flatten()[x.flatten() > 1.0])).sum() > 100.0,
+        lambda x, mask: torch.ones(len(x)).sum() > 2.0,
+    ]
+    for branch in branches:  # each is false for the examples, but not for all inputs
+        posterior = PointPosterior(nn.Sequential(nn.Linear(4, 3), Masked(branch)), Categorical())
+        with pytest.raises(fb.FlowBNNError) as error:
+            fb.export(posterior, tmp_path / "refused.onnx", vectors(5, 4))
+        assert error.value.kind == "export"
+    assert not (tmp_path / "refused.onnx").exists()
+    assert capfd.readouterr().err == ""
 
 
 def test_inputs_that_are_no_tensors_are_refused(tmp_path):

@@ -232,7 +232,11 @@ def _export_posterior(
 ) -> ExportedModel:
     """Exports by the first kind of sampled networks that equals the prediction and can be traced."""
     inputs = as_inputs(example_inputs, "example_inputs", posterior.columns)
-    inputs = inputs if is_batch(inputs) else split_batch(next(iter(inputs)))[0]
+    if not is_batch(inputs):
+        batch = next(iter(inputs), None)
+        if batch is None:
+            raise FlowBNNError("example_inputs is empty", kind="empty", argument="example_inputs")
+        inputs = split_batch(batch)[0]
     _check_tensors(inputs)
     batched = has_row_axis(inputs)
     inputs = pad(take(inputs, 0, EXAMPLE_ROWS), EXAMPLE_ROWS) if batched else inputs

@@ -4,19 +4,18 @@ import json
 import logging
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stderr, suppress
 from importlib.util import find_spec
+from io import StringIO
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
 
 from flowbnn.errors import FlowBNNError, MissingPackageError, requirement_error
+from flowbnn.export.constants import ConstantValues, traceable_len
 from flowbnn.networks import evaluation_mode, watch_modules
 from flowbnn.training.storage import atomic_write
 
@@ -29,112 +28,6 @@ def check_installed(format: Format) -> None:
     if format == "onnx" and missing:
         text = f"export needs {' and '.join(missing)}: pip install flowbnn[export]"
         raise MissingPackageError(text, kind="missing package", argument="path", packages=missing)
-
-
-# -------------------- values that do not depend on the inputs
-
-
-class ConstantAlgebra(TorchFunctionMode):
-    """Replaces linear algebra on parameters by its results, because ONNX has no factorizations and no triangular solves.
-
-    The module runs twice, on different inputs, before it is traced. A factorization with equal results is a constant of the graph. A
-    triangular system with equal matrices becomes a product with the inverse.
-    """
-
-    FACTORIZATIONS = (
-        torch.linalg.qr,
-        torch.linalg.slogdet,
-        torch.linalg.inv,
-        torch.linalg.cholesky,
-        torch.slogdet,
-        torch.logdet,
-    )
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.passes: list[list[Any]] = []
-        self.constants: list[Any] | None = None
-        self.position = 0
-
-    def begin_pass(self) -> None:
-        """Begins a pass that records results."""
-        self.passes.append([])
-
-    def begin_trace(self) -> None:
-        """Begins the pass that is traced."""
-        first, *others = self.passes
-        equal = [
-            [_equal(value, other[i]) for other in others if i < len(other)] for i, value in enumerate(first)
-        ]
-        self.constants = [value if all(same) else None for value, same in zip(first, equal, strict=True)]
-        self.position = 0
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func is torch.linalg.solve_triangular:
-            return self._solve(*args, **kwargs)
-        if func in CELLS:
-            return CELLS[func](*args, **kwargs)
-        if func not in self.FACTORIZATIONS:
-            return func(*args, **kwargs)
-        return self._result(lambda: func(*args, **kwargs))
-
-    def _solve(self, matrix: Tensor, value: Tensor, *, left: bool = True, **options: bool) -> Tensor:
-        identity = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
-        inverse = self._result(lambda: torch.linalg.solve_triangular(matrix, identity, **options))
-        return inverse @ value if left else value @ inverse
-
-    def _result(self, compute: Callable[[], Any]) -> Any:
-        if self.constants is None:
-            with torch._C.DisableTorchFunction():
-                self.passes[-1].append(compute())
-            return self.passes[-1][-1]
-        constant = self.constants[self.position] if self.position < len(self.constants) else None
-        self.position += 1
-        return compute() if constant is None else constant
-
-
-# -------------------- recurrent cells, whose kernels fix the batch size of a trace
-
-
-def _simple_cell(activation: Callable[[Tensor], Tensor], x: Tensor, hidden: Tensor, *weights: Any) -> Tensor:
-    w_x, w_h, b_x, b_h = weights
-    return activation(F.linear(x, w_x, b_x) + F.linear(hidden, w_h, b_h))
-
-
-def _gru_cell(
-    x: Tensor, hidden: Tensor, w_x: Tensor, w_h: Tensor, b_x: Any = None, b_h: Any = None
-) -> Tensor:
-    reset_x, update_x, new_x = F.linear(x, w_x, b_x).chunk(3, -1)
-    reset_h, update_h, new_h = F.linear(hidden, w_h, b_h).chunk(3, -1)
-    new = torch.tanh(new_x + torch.sigmoid(reset_x + reset_h) * new_h)
-    return new + torch.sigmoid(update_x + update_h) * (hidden - new)
-
-
-def _lstm_cell(
-    x: Tensor, state: tuple[Tensor, Tensor], w_x: Tensor, w_h: Tensor, b_x: Any = None, b_h: Any = None
-) -> tuple[Tensor, Tensor]:
-    gates = (F.linear(x, w_x, b_x) + F.linear(state[0], w_h, b_h)).chunk(4, -1)
-    entry, forget, output = (torch.sigmoid(gates[index]) for index in (0, 1, 3))
-    cell = forget * state[1] + entry * torch.tanh(gates[2])
-    return output * torch.tanh(cell), cell
-
-
-CELLS: dict[Any, Callable[..., Any]] = {
-    torch.rnn_tanh_cell: partial(_simple_cell, torch.tanh),
-    torch.rnn_relu_cell: partial(_simple_cell, torch.relu),
-    torch.gru_cell: _gru_cell,
-    torch.lstm_cell: _lstm_cell,
-}
-
-
-def _equal(first: Any, second: Any) -> bool:
-    """Returns True if two tensors, or all tensors of two tuples, are equal."""
-    if isinstance(first, Tensor):
-        return torch.equal(first, second)
-    return all(_equal(a, b) for a, b in zip(first, second, strict=True))
 
 
 # -------------------- traces
@@ -204,9 +97,14 @@ def layer_name(name: str) -> str:
 @contextmanager
 def quiet_exporter() -> Iterator[None]:
     """Context manager that silences warnings and log messages of torch's exporters, and saves no stack traces, which files omit."""
-    loggers = [
-        logging.getLogger(name) for name in ("torch.onnx", "torch.export", "torch._export", "onnxscript")
-    ]
+    names = (
+        "torch.onnx",
+        "torch.export",
+        "torch._export",
+        "torch.fx.experimental.symbolic_shapes",
+        "onnxscript",
+    )
+    loggers = [logging.getLogger(name) for name in names]
     levels = [logger.level for logger in loggers]
     config: Any = torch.fx.config  # the option is newer than the oldest supported torch
     no_stack_traces = getattr(config, "do_not_emit_stack_traces", False)
@@ -234,32 +132,40 @@ def trace(module: nn.Module, tensors: Sequence[Tensor], dynamic: Sequence[bool])
     Raises:
         FlowBNNError: If the module cannot be traced, with the layer.
     """
-    algebra = ConstantAlgebra()
-    with torch.no_grad(), evaluation_mode(module), quiet_exporter(), algebra:
+    constants = ConstantValues()
+    with torch.no_grad(), evaluation_mode(module), quiet_exporter(), traceable_len(module), constants:
         for scale in (1.0, 0.5):
-            algebra.begin_pass()
-            module(*(tensor * scale if tensor.is_floating_point() else tensor for tensor in tensors))
+            inputs = [tensor * scale if tensor.is_floating_point() else tensor for tensor in tensors]
+            constants.begin_pass(inputs)
+            module(*inputs)
+        if constants.has_conditions:
+            inputs = [
+                tensor[:2] if has_batch else tensor
+                for tensor, has_batch in zip(tensors, dynamic, strict=True)
+            ]
+            constants.begin_pass(inputs)
+            module(*inputs)
         try:
-            return _trace(module, tensors, dynamic, algebra, torch.export.Dim("batch", min=1))
+            return _trace(module, tensors, dynamic, constants, torch.export.Dim("batch", min=1))
         except FlowBNNError as error:
             if not error.fields.get("constraint"):
                 raise
         # torch cannot prove that a condition on strides holds for all batch sizes, so it becomes a check at run time
-        return _trace(module, tensors, dynamic, algebra, torch.export.Dim.AUTO)
+        return _trace(module, tensors, dynamic, constants, torch.export.Dim.AUTO)
 
 
 def _trace(
     module: nn.Module,
     tensors: Sequence[Tensor],
     dynamic: Sequence[bool],
-    algebra: ConstantAlgebra,
+    constants: ConstantValues,
     batch: Any,
 ) -> Any:
     """Traces a module once, with a kind of batch axis."""
     active, shapes = ActiveModules(module), tuple({0: batch} if has_batch else {} for has_batch in dynamic)
-    algebra.begin_trace()
+    constants.begin_trace()
     try:
-        with active.watch():
+        with active.watch(), redirect_stderr(StringIO()):  # torch prints the graph that it could not finish
             program = torch.export.export(
                 module, tuple(tensors), dynamic_shapes={"tensors": shapes}, strict=False
             )
@@ -280,7 +186,7 @@ def _trace(
 def _fixed_batch_size(layer: str | None, **fields: Any) -> FlowBNNError:
     """Returns the error about a network that cannot be traced for all batch sizes."""
     where = f"layer '{layer}'" if layer else "the network"
-    text = f"{where} cannot be exported (it fixes the batch size, as len(x) does; use x.shape[0])"
+    text = f"{where} cannot be exported (it fixes the batch size; use x.shape[0])"
     return FlowBNNError(text, kind="export", layer=layer or None, **fields)
 
 
