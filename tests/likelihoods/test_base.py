@@ -192,3 +192,22 @@ class ScaledGaussian(fb.likelihoods.RealLikelihood):
 
 def test_settings_of_a_real_likelihood_without_to_dict_are_saved():
     assert ScaledGaussian(3.0).to_dict()["width"] == 3.0
+
+
+@pytest.mark.parametrize(
+    ("likelihood", "shape"),
+    [
+        (fb.likelihoods.Gaussian(dim=3), (2, 4, 2)),
+        (fb.likelihoods.Gaussian("predicted"), (2, 4, 1)),
+        (fb.likelihoods.Survival(), (2, 4)),
+        (fb.likelihoods.Survival(), (2, 4, 4)),
+        (fb.likelihoods.Survival("weibull", 1.0), (2, 4, 2)),
+        (fb.likelihoods.NegativeBinomial(), ()),
+        (fb.likelihoods.NegativeBinomial(), (2, 4, 3)),
+        (fb.likelihoods.Poisson(), (4,)),
+    ],
+)
+def test_predictive_refuses_outputs_of_another_shape(likelihood, shape):
+    with pytest.raises(FlowBNNError) as caught:
+        likelihood.predictive(torch.zeros(shape))
+    assert (caught.value.kind, caught.value.argument) == ("shape", "outputs")

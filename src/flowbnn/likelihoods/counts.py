@@ -28,6 +28,7 @@ from flowbnn.errors import pluralize, value_error
 from flowbnn.likelihoods.base import misfit_error, observed_information, stack_outputs, with_columns
 from flowbnn.likelihoods.regression import RealLikelihood
 from flowbnn.options import Positive, checked
+from flowbnn.predictive.base import check_samples
 from flowbnn.predictive.counts import CountPredictive, check_counts, count_log_prob
 
 
@@ -68,7 +69,8 @@ class CountLikelihood(RealLikelihood):
     @checked
     def predictive(self, outputs: Tensor, sample_counts: Tensor | None = None) -> CountPredictive:
         """Returns the predictive distribution of samples of outputs ``[S, B, D * outputs_per_target]``, or ``[S, B]``."""
-        return CountPredictive(*self.parameters_of(with_columns(outputs, 3)), sample_counts, self.shape)
+        outputs = check_samples(with_columns(outputs, 3), "outputs")[0]
+        return CountPredictive(*self.parameters_of(outputs), sample_counts, self.shape)
 
     def check(self, outputs: Tensor, targets: Tensor) -> None:
         """Raises FlowBNNError if targets are no counts, or if their number does not fit the outputs.

@@ -8,7 +8,7 @@ from typing import Any, Literal, TypeGuard
 import torch
 from torch import Tensor, nn
 
-from flowbnn.errors import check_shape
+from flowbnn.errors import check_shape, value_error
 from flowbnn.likelihoods.base import Likelihood, misfit_error, stack_outputs
 from flowbnn.numerics import at_least_single
 from flowbnn.options import Count, Positive, checked
@@ -116,7 +116,11 @@ class Gaussian(RealLikelihood):
     @checked
     def predictive(self, outputs: Tensor, sample_counts: Tensor | None = None) -> GaussianPredictive:
         """Returns the predictive distribution of samples of outputs ``[S, B, D]``."""
-        outputs, _ = check_samples(outputs, "outputs")
+        outputs = check_samples(outputs, "outputs")[0]
+        if self.noise == "learned":
+            check_shape("outputs", outputs, ("samples", "batch", self.dim), owner="Gaussian")
+        if self.noise == "predicted" and outputs.shape[-1] % 2:
+            raise value_error("outputs", "means and log-variances", tuple(outputs.shape), kind="shape")
         return GaussianPredictive(*self.moments(outputs), sample_counts, self.shape)
 
     def check(self, outputs: Tensor, targets: Tensor) -> None:

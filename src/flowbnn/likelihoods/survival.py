@@ -115,8 +115,9 @@ class Survival(RealLikelihood):
     @checked
     def predictive(self, outputs: Tensor, sample_counts: Tensor | None = None) -> SurvivalPredictive:
         """Returns the predictive distribution of samples of outputs ``[S, B, num_outputs]``."""
-        parameters = self.parameters_of(with_columns(outputs, 3))
-        return self.predictive_cls(*parameters, sample_counts, self.shape)
+        outputs = with_columns(outputs, 3)
+        check_shape("outputs", outputs, ("samples", "batch", self.num_outputs), owner=repr(self))
+        return self.predictive_cls(*self.parameters_of(outputs), sample_counts, self.shape)
 
     def information(self, outputs: Tensor, targets: Tensor) -> Tensor:
         r"""Returns the Gauss-Newton matrix :math:`h''(z) \nabla z \nabla z^T` of the outputs, ``[B, C, C]``.
