@@ -45,6 +45,7 @@ PACKAGES = [  # from the highest to the lowest; each may import only those below
     "networks",
     "models",
     "options",
+    "memory",
     "errors",
     "numerics",
     "version",

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from flowbnn.errors import FlowBNNError, nearest
+from flowbnn.memory import check_memory
 from flowbnn.options import checked
 
 
@@ -73,6 +74,13 @@ def deepcopy_network(network: nn.Module) -> nn.Module:
             if isinstance(value, Tensor) and not value.is_leaf:
                 computed.append(value)
     return deepcopy(network, {id(value): value.detach().clone() for value in computed})
+
+
+def check_copies(network: nn.Module, samples: int) -> None:
+    """Raises FlowBNNError if a number of copies of a network does not fit the memory."""
+    tensors = [*network.parameters(), *network.buffers()]
+    device = tensors[0].device if tensors else torch.device("cpu")
+    check_memory("samples", samples, samples * sum([tensor.nbytes for tensor in tensors]), device)
 
 
 def unwrap_compiled(network: nn.Module) -> nn.Module:

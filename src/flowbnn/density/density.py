@@ -16,6 +16,7 @@ from flowbnn import plots
 from flowbnn.batches import device_of, dtype_of, move
 from flowbnn.density.examples import as_tensor, iterate_batches
 from flowbnn.errors import check_entries, check_shape, pluralize, warn
+from flowbnn.memory import check_memory
 from flowbnn.networks import evaluation_mode
 from flowbnn.options import Count, File, Probability, Seed, check, checked, options
 from flowbnn.training import History
@@ -24,6 +25,9 @@ from flowbnn.training.randomness import sampling_context
 from flowbnn.training.storage import TensorFile
 from flowbnn.transforms.base import check_tensor
 
+CHUNK_NUMBERS = (
+    2**20
+)  # numbers that are drawn at once, because the layers of a flow need much more memory than its draws
 Data = Any  # a tensor or an array with the examples on its first axis, or a loader
 
 
@@ -116,7 +120,14 @@ class Density(nn.Module):
             Examples, ``[count, ...]``, or ``[count, rows, ...]`` with a context.
         """
         with evaluation_mode(self), sampling_context(device_of(self), seed):
-            draws = self._distribution(context).sample((count,))
+            distribution = self._distribution(context)
+            shapes = (getattr(distribution, name, ()) for name in ("batch_shape", "event_shape"))
+            size = max(1, math.prod([length for shape in shapes for length in shape]))
+            check_memory("count", count, 8 * count * size, device_of(self))
+            chunk = max(1, CHUNK_NUMBERS // size)
+            draws = torch.cat(
+                [distribution.sample((min(chunk, count - start),)) for start in range(0, count, chunk)]
+            )
         return draws if self.loc is None or self.scale is None else self.loc + self.scale * draws
 
     @checked

@@ -117,7 +117,7 @@ class Gaussian(RealLikelihood):
     def predictive(self, outputs: Tensor, sample_counts: Tensor | None = None) -> GaussianPredictive:
         """Returns the predictive distribution of samples of outputs ``[S, B, D]``."""
         outputs = check_samples(outputs, "outputs")[0]
-        if self.noise == "learned":
+        if self.noise == "learned" and self.dim > 1:  # one value broadcasts
             check_shape("outputs", outputs, ("samples", "batch", self.dim), owner="Gaussian")
         if self.noise == "predicted" and outputs.shape[-1] % 2:
             raise value_error("outputs", "means and log-variances", tuple(outputs.shape), kind="shape")

@@ -45,11 +45,11 @@ from flowbnn.methods.network_layers import (
 from flowbnn.methods.preparation import prepare
 from flowbnn.methods.schedule import WEIGHT_SCHEDULE
 from flowbnn.methods.variational.noise_fit import NoiseFitOptions, fit_unverified
-from flowbnn.networks import deepcopy_network, evaluation_mode, record_calls
+from flowbnn.networks import check_copies, deepcopy_network, evaluation_mode, record_calls
 from flowbnn.noise import Dropout
 from flowbnn.noise.layout import wrappable_layers
 from flowbnn.numerics import constant
-from flowbnn.options import Count, Probability, accepts_options_of, checked, options
+from flowbnn.options import Count, Probability, SampleCount, accepts_options_of, checked, options
 from flowbnn.posterior.base import Posterior, Prediction
 from flowbnn.posterior.noise import NoisePosterior
 from flowbnn.posterior.prediction import new_seed
@@ -192,8 +192,9 @@ class DropoutPosterior(Posterior):
             return prediction.run(inputs, networks(), len(samples))
 
     @checked
-    def networks(self, samples: Count, seed: int | None = None) -> list[nn.Module]:
+    def networks(self, samples: SampleCount, seed: int | None = None) -> list[nn.Module]:
         """Returns copies of the network with fixed masks, those of a prediction with this seed."""
+        check_copies(self.model, samples)
         seed, networks = new_seed() if seed is None else seed, []
         for index in range(samples):
             network = deepcopy_network(self.model).eval()

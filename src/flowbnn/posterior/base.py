@@ -328,6 +328,7 @@ class Posterior:
         compute = average_views(self.outputs, self.likelihood) if options.views else self.outputs
         with rewrap_forward_errors(inputs):
             if options.adaptive is None:
+                prediction.check_outputs(inputs)
                 outputs = compute(inputs, range(prediction.samples), prediction)
             else:
                 outputs, counts = adaptive_outputs(

@@ -15,7 +15,7 @@ strategy is then used for inputs of that shape.
 
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -27,7 +27,8 @@ from torch import Tensor, nn
 from flowbnn.batches import call, device_of, has_row_axis, move, rows, take
 from flowbnn.convert import fix_noise, to_stochastic
 from flowbnn.errors import FlowBNNError, quote_names, requirement_error
-from flowbnn.networks import copy_network, evaluation_mode
+from flowbnn.memory import check_memory
+from flowbnn.networks import check_copies, copy_network, evaluation_mode
 from flowbnn.noise import Noise, noise_layers
 from flowbnn.noise.base import make_noise_modes
 from flowbnn.noise.batched import example_draws
@@ -113,6 +114,7 @@ class NoisePosterior(Posterior):
             samples: Number of networks.
             seed: Seed of the draws.
         """
+        check_copies(self.model, samples)
         return fix_noise(self.model, samples, seed)
 
     @checked
@@ -121,6 +123,7 @@ class NoisePosterior(Posterior):
 
         At site ``position`` these are the vectors at one position of the feature map.
         """
+        check_draws(noise_layers(self.model).values(), samples, device_of(self.model))
         device, modes = device_of(self.model), make_noise_modes(self.model, "shared", samples, seed)
         with evaluation_mode(self.model):
             return {
@@ -200,6 +203,11 @@ class NoisePosterior(Posterior):
 # -------------------- sampling
 
 
+def check_draws(layers: Iterable[Noise], samples: int, device: torch.device) -> None:
+    """Raises FlowBNNError if the draws of all layers do not fit the memory."""
+    check_memory("samples", samples, 4 * samples * sum([layer.layout.dim for layer in layers]), device)
+
+
 class NoiseSampler:
     """Samples outputs of a stochastic network during one prediction.
 
@@ -213,8 +221,9 @@ class NoiseSampler:
         self.layers = noise_layers(self.model)
         self.generator = None if prediction.shared else torch.Generator(prediction.device)
         if self.generator is None:
-            self.modes = make_noise_modes(self.layers, "shared", prediction.samples, prediction.seed)
             layers, device = list(self.layers.values()), prediction.device
+            check_draws(layers, prediction.samples, device)
+            self.modes = make_noise_modes(self.layers, "shared", prediction.samples, prediction.seed)
             if device.type == "cuda":
                 self.shared_draws = recorded_draws(layers, self.modes, device, prediction.cache)
             else:

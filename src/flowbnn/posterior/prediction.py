@@ -32,6 +32,7 @@ from flowbnn.batches import (
 from flowbnn.distributions.draws import GENERATOR_LOCK
 from flowbnn.errors import FlowBNNError, check_shape, pluralize, quote_names, warn
 from flowbnn.likelihoods import Likelihood
+from flowbnn.memory import check_memory
 from flowbnn.networks import evaluation_mode
 from flowbnn.noise import Noise
 from flowbnn.options import Count, Positive, SampleCount
@@ -227,6 +228,17 @@ class Prediction:
         if not self.shared or not has_row_axis(inputs):
             return 0
         return rows(inputs) * self.samples * self.measure(inputs).output_bytes_per_row
+
+    def check_outputs(self, inputs: Any) -> None:
+        """Raises FlowBNNError if the outputs of all samples do not fit the memory. Only the first inputs are checked."""
+        keep = self.options.keep_samples is True
+        count = max(rows(inputs), self.total_rows if keep else 0)
+        # outputs, and as much for the log-probabilities or moments of the predictive distribution
+        num_bytes = 2 * count * self.samples * self.measure(inputs).output_bytes_per_row
+        hint = "use keep_samples=False, or fewer" if keep else "use fewer"
+        self.state.get(
+            "memory of outputs", lambda: check_memory("samples", self.samples, num_bytes, self.device, hint)
+        )
 
     def to_device(self, inputs: Any) -> Any:
         """Returns the inputs on the device of the network and in its precision, and sets the row limit."""

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from flowbnn.batches import call
 from flowbnn.errors import FlowBNNError, check_name, check_shape, pluralize, value_error
 from flowbnn.likelihoods import Gaussian, Likelihood, append_log_variance
-from flowbnn.networks import deepcopy_network
+from flowbnn.networks import check_copies, deepcopy_network
 from flowbnn.options import Bounds, SampleCount, check, checked
 from flowbnn.posterior.base import Posterior, Prediction
 from flowbnn.posterior.compiled import compiled_forward
@@ -74,11 +74,13 @@ class PointPosterior(Posterior):
     @checked
     def networks(self, samples: SampleCount, seed: int | None = None) -> list[nn.Module]:
         """Returns copies of the network."""
+        check_copies(self.model, samples)
         return [deepcopy_network(self.model).eval() for _ in range(samples)]
 
     @checked
     def draws(self, samples: SampleCount, seed: int | None = None) -> dict[str, Tensor]:
         """Returns the weights of the network, ``samples`` times."""
+        check_copies(self.model, samples)
         parameters = self.model.named_parameters()
         return {name: value.detach().expand(samples, *value.shape).clone() for name, value in parameters}
 
@@ -170,6 +172,7 @@ class WeightPosterior(Posterior):
     @checked
     def draws(self, samples: SampleCount, seed: int | None = None) -> dict[str, Tensor]:
         """Returns the weights ``{name: [samples, ...]}`` of a prediction with the same seed."""
+        check_copies(self.model, samples)
         seed = new_seed() if seed is None else seed
         with torch.no_grad():
             weights = [self.weights(index, seed) for index in range(samples)]
@@ -191,6 +194,7 @@ class WeightPosterior(Posterior):
     @checked
     def networks(self, samples: SampleCount, seed: int | None = None) -> list[nn.Module]:
         """Returns the networks of a prediction with the same seed, as copies with weights drawn from the posterior."""
+        check_copies(self.model, samples)
         seed = new_seed() if seed is None else seed
         with torch.no_grad():
             return [self.network_of(self.weights(index, seed)) for index in range(samples)]
@@ -320,6 +324,7 @@ class MemberPosterior(WeightPosterior):
     @checked
     def draws(self, samples: SampleCount, seed: int | None = None) -> dict[str, Tensor]:
         """Returns the members ``{name: [samples, ...]}`` of a prediction with as many samples and the same seed."""
+        check_copies(self.model, samples)
         indices = self.member_indices(samples, seed)
         return {name: value[indices] for name, value in self.members.items()}
 
@@ -349,6 +354,7 @@ class MemberPosterior(WeightPosterior):
     @checked
     def networks(self, samples: SampleCount, seed: int | None = None) -> list[nn.Module]:
         """Returns the members of a prediction with as many samples and the same seed, as networks."""
+        check_copies(self.model, samples)
         return [self.member(index) for index in self.member_indices(samples, seed)]
 
     @checked

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from flowbnn import plots
 from flowbnn.errors import FlowBNNError, check_entries, check_shape, nonfinite_error
+from flowbnn.memory import check_memory
 from flowbnn.metrics.checks import check_integers, to_floating_point
 from flowbnn.numerics import is_concrete
 from flowbnn.options import Bounds, Hint, NonEmpty, Probability, UnitInterval, check, checked
@@ -196,6 +197,8 @@ class Predictive(ABC):
     def _draw_sample_indices(self, number: int, seed: int | None) -> tuple[Tensor, torch.Generator]:
         """Returns the index of the sample that each draw uses, ``[number, B]``, and the generator of the draws."""
         device = self._tensors[0].device
+        num_bytes = number * sum([tensor[0].nbytes for tensor in self._tensors])
+        check_memory("number", number, num_bytes, device)
         generator = torch.Generator(device)
         generator.manual_seed(int(torch.randint(2**31 - 1, ())) if seed is None else seed)
         uniform = torch.rand(number, 1, generator=generator, device=device, dtype=torch.float64)

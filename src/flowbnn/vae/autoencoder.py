@@ -1,5 +1,6 @@
 """Autoencoders: a network that maps examples to codes and back, its training and its files."""
 
+import math
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from flowbnn import plots
 from flowbnn.batches import as_tensor, device_of, dtype_of, is_array
 from flowbnn.density import DensityOptions, fit_density
 from flowbnn.errors import FlowBNNError, check_shape
+from flowbnn.memory import check_memory
 from flowbnn.nets.mlp import check_context
 from flowbnn.networks import evaluation_mode
 from flowbnn.numerics import full_precision, is_concrete
@@ -220,6 +222,7 @@ class Autoencoder(nn.Module):
         """
         if context is not None:
             self._check_rows(context, count)
+        check_memory("count", count, 8 * count * math.prod(self.shape), device_of(self))
         with evaluation_mode(self), sampling_context(device_of(self), seed):
             outputs = self.decode(self.sample_codes(count, context), context)
             return self.decoder.mean(outputs) if mean else self.decoder.sample(outputs)
@@ -237,6 +240,16 @@ class ExampleDistribution:
     support = constraints.dependent  # it is that of the decoder
     model: Autoencoder
     context: Tensor | None = None
+
+    @property
+    def batch_shape(self) -> torch.Size:
+        """Shape of the contexts, without their last axis."""
+        return torch.Size() if self.context is None else self.context.shape[:-1]
+
+    @property
+    def event_shape(self) -> torch.Size:
+        """Shape of an example."""
+        return torch.Size(self.model.shape)
 
     def log_prob(self, x: Tensor) -> Tensor:
         """Returns the result of :meth:`Autoencoder.log_prob`."""

@@ -11,7 +11,8 @@ import flowbnn as fb
 def test_insufficient_memory_is_refused(monkeypatch):
     network = nn.Sequential(nn.Linear(4, 100), nn.ReLU(), nn.Linear(100, 3))
     data = [(torch.randn(8, 4), torch.randint(3, (8,)))]
-    free_memory = "flowbnn.methods.laplace.layer_selection.free_memory"
+    free_memory = "flowbnn.memory.free_memory"
+    monkeypatch.setattr("flowbnn.memory.SMALL_BYTES", 0)
     monkeypatch.setattr(free_memory, lambda device: 10_000_000)
     with pytest.raises(fb.FlowBNNError) as error:
         fb.Laplace("full", layers="all", epochs=0).fit(network, data, **QUIET)

@@ -3,10 +3,8 @@
 import math
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,7 +12,8 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from flowbnn.batches import call, device_of, has_row_axis, rewrap_forward_errors, rows, take, tensors_of
-from flowbnn.errors import FlowBNNError, requirement_error
+from flowbnn.errors import requirement_error
+from flowbnn.memory import check_memory
 from flowbnn.methods.laplace.blocks import Shapes
 from flowbnn.methods.network_layers import check_real_weights, no_layer_selected, unsupported_layer
 from flowbnn.networks import evaluation_mode, watch_modules
@@ -147,7 +146,9 @@ def select_layers(model: nn.Module, calls: LayerTrace, pattern: str, structure: 
     if not selected:
         target = f"trainable weights (structure='{structure}')"
         raise no_layer_selected(pattern, ["last", "all", *modules], target, dict(model.named_parameters()))
-    _check_memory(structure, required_memory(structure, selected), free_memory(device_of(model)))
+    cheaper = "'kron' or 'diag'" if structure == "full" else "'diag'"
+    needed, hint = required_memory(structure, selected), f"use {cheaper}, or fewer layers"
+    check_memory("structure", structure, needed, device_of(model), hint)
     return selected
 
 
@@ -235,25 +236,3 @@ def required_memory(structure: str, layers: Layers) -> int:
         sides += [sum(math.prod(shape[1:]) for shape in shapes.values()) for shapes in layers.values()]
     # float64 sums and their eigenvectors, and the workspace of the largest eigendecomposition
     return 8 * (2 * sum(side**2 for side in sides) + 4 * max(sides) ** 2)
-
-
-def _check_memory(structure: str, needed: int, available: float) -> None:
-    """Raises FlowBNNError if a structure needs more than half of the available bytes."""
-    if needed > available / 2:
-        cheaper = "'kron' or 'diag'" if structure == "full" else "'diag'"
-        text = f"Laplace('{structure}') needs {needed / 2**30:.3g} of {available / 2**30:.3g} GiB free; use {cheaper}, or fewer layers"
-        raise FlowBNNError(text, kind="memory", argument="structure", needed=needed)
-
-
-def free_memory(device: torch.device) -> float:
-    """Returns the free memory of a device in bytes, infinity if it is unknown."""
-    if device.type == "cuda":
-        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return torch.cuda.mem_get_info(device)[0] + cached
-    limits = [math.inf]
-    with suppress(OSError, ValueError):
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        limits += [int(line.split()[1]) * 1024.0 for line in lines if line.startswith("MemAvailable:")]
-        group = Path("/sys/fs/cgroup")  # the limit of a container may be lower than that of the machine
-        limits.append(int((group / "memory.max").read_text()) - int((group / "memory.current").read_text()))
-    return max(0.0, min(limits))
