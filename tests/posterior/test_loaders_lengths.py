@@ -7,6 +7,7 @@ from torch import nn
 import flowbnn as fb
 from flowbnn.likelihoods import Categorical
 from flowbnn.posterior import MemberPosterior, NoisePosterior
+from flowbnn.posterior.prediction import KEPT_BYTES
 
 LENGTHS = (5, 7, 4)
 TOKENS = torch.randint(1, 12, (24, 7), generator=torch.Generator().manual_seed(0))
@@ -70,7 +71,7 @@ def test_predictions_of_tokens_do_not_depend_on_the_padding(axis, keep_samples):
 
 
 def test_small_summaries_of_different_lengths_are_joined(monkeypatch):
-    monkeypatch.setattr("flowbnn.posterior.base.SUMMARY_BYTES", 1)
+    monkeypatch.setitem(KEPT_BYTES, False, 1)
     likelihood = Categorical(class_axis=-1)
     options = {"seed": 0, "samples": 4, "keep_samples": False, "progress": False}
     results = [

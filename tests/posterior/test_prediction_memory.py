@@ -203,7 +203,7 @@ def test_one_batch_of_pixels_is_reduced_some_rows_at_a_time(monkeypatch):
     original = posterior.outputs
     monkeypatch.setattr(posterior, "outputs", lambda *args: rows.append(len(args[0])) or original(*args))
     monkeypatch.setattr("flowbnn.posterior.prediction.Prediction.rows_per_group", lambda *_: 5)
-    monkeypatch.setattr("flowbnn.posterior.base.SUMMARY_BYTES", 1000)
+    monkeypatch.setitem(KEPT_BYTES, False, 1000)
     monkeypatch.setitem(KEPT_BYTES, "auto", 1000)
     for keep_samples in ("auto", False):
         summary = posterior.predict(images, 8, seed=0, keep_samples=keep_samples)

@@ -85,7 +85,7 @@ def test_few_samples_are_reduced_at_a_time(case, small_limit, monkeypatch):
     posterior, loader, names = make_posterior(case)
     expected = posterior.predict(loader, 16, seed=1, keep_samples=True)
     small_limit.clear()
-    monkeypatch.setattr(base, "SUMMARY_BYTES", 600)
+    monkeypatch.setitem(KEPT_BYTES, False, 600)
     found = posterior.predict(loader, 16, seed=1, keep_samples=False)
     assert max(small_limit) <= 600
     for name in names:

@@ -78,9 +78,6 @@ from flowbnn.training.compatibility import describe_layers
 from flowbnn.training.options import MixedPrecision
 from flowbnn.training.storage import TensorFile
 
-# samples that are reduced to a summary at once, whose entropies and variances take about ten times as much memory
-SUMMARY_BYTES = 2**22
-
 
 class Posterior:
     """Base class for posteriors: a distribution over networks together with a likelihood.
@@ -191,7 +188,8 @@ class Posterior:
             check_finite(inputs)
             outputs = None
             with self._open_prediction(inputs, options) as prediction:
-                if prediction.output_bytes(inputs) <= KEPT_BYTES[options.keep_samples]:
+                keep = options.keep_samples
+                if keep is not False and prediction.output_bytes(inputs) <= KEPT_BYTES[keep]:
                     outputs, counts = self._batch_outputs(inputs, prediction)
             if outputs is not None:
                 return self._predictive_or_error(outputs, counts, inputs, options)
@@ -229,7 +227,7 @@ class Posterior:
             """Adds the summary of some rows. Returns False if their predictive distribution has none."""
             rows_targets = None if values is None else self.likelihood.canonical_targets(values)
             bytes_per_row = outputs[:, :1].numel() * outputs.element_size()
-            size = max(1, SUMMARY_BYTES // max(1, bytes_per_row))
+            size = max(1, int(KEPT_BYTES[False]) // max(1, bytes_per_row))
             for start in range(0, outputs.shape[1], size):
                 chunk = slice(start, start + size)
                 counts, chunk_targets = (
@@ -296,7 +294,7 @@ class Posterior:
                 If it returns True, these rows are left out of the result.
         """
         one_batch = is_batch(inputs)
-        max_bytes = SUMMARY_BYTES if options.keep_samples is False else KEPT_BYTES[options.keep_samples]
+        max_bytes = KEPT_BYTES[options.keep_samples]
         loaders = (
             nullcontext([]) if one_batch else shard_loader(inputs, bool(options.sharded), options.shared)
         )
@@ -317,7 +315,7 @@ class Posterior:
                     continue
                 if consume(*collector.result()):
                     collector.clear()
-                    collector.max_bytes = min(collector.max_bytes, SUMMARY_BYTES)
+                    collector.max_bytes = min(collector.max_bytes, KEPT_BYTES[False])
                 else:
                     collector.max_bytes = math.inf
             return collector.result()

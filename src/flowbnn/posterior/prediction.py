@@ -49,8 +49,8 @@ Outputs = Callable[[Any, range, Any], Tensor]
 # larger passes are not faster on a CPU, whose caches they exceed, nor on a GPU that is busy
 PASS_BYTES = {"cpu": 3 * 2**24, "cuda": 2**33}
 # largest number of bytes of samples in memory by the option keep_samples: 2**27 are those of 20,000 images, 10 classes and 128 samples;
-# -1 is less than the zero bytes of inputs that cannot be split
-KEPT_BYTES: dict[str | bool, float] = {"auto": 2**27, True: math.inf, False: -1}
+# 2**22 are reduced to a summary at once, whose entropies and variances take about ten times as much memory
+KEPT_BYTES: dict[str | bool, float] = {"auto": 2**27, True: math.inf, False: 2**22}
 
 
 @dataclass(frozen=True)

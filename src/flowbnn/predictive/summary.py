@@ -297,8 +297,7 @@ class SummaryCollector:
         """Pads two values to the larger sizes, by what the summary of equal outputs of all classes has."""
         widest = [max(sizes) for sizes in zip(buffer.shape[1:], value.shape[1:], strict=True)]
         equal = CategoricalPredictive(torch.zeros(1, 1, 1, self.num_classes))
-        values = summarize(equal)._values  # type: ignore[union-attr]
-        fill = float(values[name].flatten()[0]) if name in values else IGNORED
+        fill = float(getattr(equal, name).flatten()[0]) if name in equal.position_properties else IGNORED
         return enlarge(buffer, (len(buffer), *widest), fill), enlarge(value, (len(value), *widest), fill)
 
     def result(self) -> PredictionSummary:
