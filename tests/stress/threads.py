@@ -46,7 +46,8 @@ def seeded_calls(fit: Fit) -> dict[str, EntryPoint]:
     if isinstance(cached_fit(fit), fb.Posterior):
         for full_name, thing in public_names():
             name = full_name.split(".")[-1]
-            if name in FITS:  # fits seed the global generator, which predictions leave as it is
+            # fits seed the global generator, which predictions leave as it is; figures stay open until they are closed
+            if name in FITS or full_name.startswith("flowbnn.plots"):
                 continue
             if inspect.isfunction(thing) and "posterior" in inspect.signature(thing).parameters:
                 arguments: dict[str, Any] = {
