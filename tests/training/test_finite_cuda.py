@@ -49,6 +49,15 @@ def fit(model, at, fused=True, **options):
     return train(model, step_with_fault(at), optimizer, data(), settings)
 
 
+@pytest.mark.parametrize("precision", ["64-true", "bf16-true"])
+def test_infinite_gradients_are_found_in_every_precision(precision):
+    with pytest.raises(FlowBNNError) as caught:
+        fit(network(), 2, precision=precision)
+    assert (caught.value.kind, caught.value.layer) == ("not finite", "2.bias")
+    history = fit(network(), -1, precision=precision)
+    assert history.epochs == 2
+
+
 @pytest.mark.parametrize("clip", [None, 1.0])
 @pytest.mark.parametrize("at", [2, 3, 7])
 def test_nonfinite_gradient_is_named_and_fused_optimizers_keep_the_weights(tmp_path, at, clip):

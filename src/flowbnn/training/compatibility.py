@@ -344,6 +344,21 @@ def _fresh_states(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]) -> 
             yield trial.state[zeros]
 
 
+def move_optimizer_state(optimizer: Optimizer) -> None:
+    """Moves the state of an optimizer to the device and dtype of its parameters, except the step number.
+
+    Most optimizers make their state in the first step. Adagrad and a few others make it when they are created, and the parameters may
+    have moved since.
+
+    Args:
+        optimizer: Optimizer to change.
+    """
+    for parameter, state in optimizer.state.items():
+        for name, value in state.items():
+            if isinstance(value, Tensor) and value.shape == parameter.shape and name != "step":
+                state[name] = value.to(parameter.device, parameter.dtype)
+
+
 def load_optimizer(optimizer: Optimizer, stored: dict[str, Any]) -> None:
     """Loads the state of an optimizer, but keeps the implementation (``fused``, ``foreach``) of this run.
 

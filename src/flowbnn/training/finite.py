@@ -17,6 +17,8 @@ from flowbnn.training.cuda_graph import Recorder, is_fused
 from flowbnn.training.device import Process
 from flowbnn.training.options import Clock
 
+UNSCALE_DTYPES = (torch.float16, torch.float32, torch.float64)  # of the kernel of loss scaling on CUDA
+
 
 class FiniteGuard:
     """Checks of the losses, gradients and weights of one run.
@@ -195,7 +197,7 @@ class AsyncGradientCheck:
         """Starts the check and steps the optimizer."""
         self.nonfinite.zero_()
         layouts = {(gradient.dtype, gradient.layout) for gradient in gradients}
-        if len(layouts) == 1 and gradients[0].is_floating_point() and not gradients[0].is_sparse:
+        if len(layouts) == 1 and gradients[0].dtype in UNSCALE_DTYPES and not gradients[0].is_sparse:
             # the kernel of loss scaling, with a scale of 1: one launch for all gradients
             torch._amp_foreach_non_finite_check_and_unscale_(gradients, self.nonfinite, self.unit_scale)
         else:

@@ -18,6 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from flowbnn.batches import check_finite_tensors, fingerprint, named_tensors
 from flowbnn.errors import FlowBNNError, warn
 from flowbnn.training.checkpoint import RunState
+from flowbnn.training.compatibility import move_optimizer_state
 from flowbnn.training.cuda_graph import make_recorder
 from flowbnn.training.device import Process, connect, move_batch, preserve_training_modes
 from flowbnn.training.distributed import Worker
@@ -148,6 +149,7 @@ class TrainingRun:
         )
         self.position, self.parameters = self.state.position, self.state.parameters
         self.module = process.wrap(objective)
+        move_optimizer_state(optimizer)
         self.loader = process.shard(loader)
         self.guard = FiniteGuard(self.state, process)
         self.recorder = make_recorder(objective, optimizer, options, process.device, process.num_processes)

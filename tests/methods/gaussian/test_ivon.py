@@ -86,8 +86,9 @@ def test_colder_posteriors_are_narrower():
     assert ratio.max() < 0.3
 
 
-def test_resumed_fits_are_equal(tmp_path):
-    options = {"progress": False, "seed": 0, "accelerator": "cpu"}
+@pytest.mark.parametrize("precision", ["32-true", "64-true", "bf16-true"])
+def test_resumed_fits_are_equal(tmp_path, precision):
+    options = {"progress": False, "seed": 0, "accelerator": "cpu", "precision": precision}
     method = fb.IVON(epochs=4, hessian_momentum=0.9)
     whole = method.fit(make_network(), DATA, **options)
     fb.IVON(epochs=2, hessian_momentum=0.9).fit(make_network(), DATA, checkpoint=tmp_path, **options)

@@ -224,8 +224,6 @@ class OnlineNewton(torch.optim.Optimizer):
         """Updates the Hessian, the means and the standard deviations."""
         if mean.grad is None:
             return
-        for values, name in ((self.state[mean], "gradient"), (self.state[log_std], "hessian")):
-            values[name] = values[name].to(mean)  # the network may have moved to another device
         state, hessian = self.state[mean], self.state[log_std]["hessian"]
         beta1, beta2, decay = group["momentum"], group["hessian_momentum"], group["weight_decay"]
         state["step"] += 1
