@@ -33,6 +33,7 @@ from flowbnn.methods.network_layers import (
 from flowbnn.methods.preparation import prepare
 from flowbnn.options import Bounds, Count, Ge, Positive, accepts_options_of, options
 from flowbnn.posterior.base import Posterior
+from flowbnn.posterior.files import check_shapes
 from flowbnn.posterior.weights import (
     PointPosterior,
     WeightPosterior,
@@ -331,9 +332,7 @@ class SWAGPosterior(WeightPosterior):
         mean, _, deviations = moments
         numbers = sum(value.numel() for value in trainable_parameters(point.model).values())
         shapes = {"mean": (numbers,), "variance": (numbers,), "deviations": (len(deviations), numbers)}
-        for (name, shape), moment in zip(shapes.items(), moments, strict=True):
-            if moment.shape != shape or moment.dtype != mean.dtype or not moment.is_floating_point():
-                raise ValueError(f"wrong {name}: {tuple(moment.shape)}, {moment.dtype}")
+        check_shapes(dict(zip(shapes, moments, strict=True)), shapes, mean.dtype)
         scale, seed = float(settings["scale"]), int(settings["fixed_seed"])
         posterior = cls(point.model, point.likelihood, *moments, scale, point.history, statistics, seed)
         posterior.weights(0, seed)  # fails if the moments do not match the weights

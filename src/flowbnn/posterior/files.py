@@ -43,6 +43,29 @@ def rewrap_load_errors(path: Any) -> Iterator[None]:
         raise FlowBNNError(f"'{path}' cannot be loaded: {reason}", kind="file") from None
 
 
+def check_shapes(
+    tensors: Mapping[str, Tensor], shapes: Mapping[str, Sequence[int]], dtype: torch.dtype | None = None
+) -> None:
+    """Raises ValueError if tensors of a file do not have these names and shapes, or no floating-point numbers.
+
+    Args:
+        tensors: Tensors of the file by name.
+        shapes: Shapes by name.
+        dtype: Dtype of all tensors. None allows every floating-point dtype.
+
+    >>> check_shapes({"mean": torch.ones(3)}, {"mean": (2,)})
+    Traceback (most recent call last):
+    ValueError: wrong mean: (3,), torch.float32
+    """
+    if different := sorted(tensors.keys() ^ shapes.keys()):
+        raise ValueError(f"no {different[0]}" if different[0] in shapes else f"unknown tensor {different[0]}")
+    for name, shape in shapes.items():
+        tensor = tensors[name]
+        fits = tensor.dtype.is_floating_point and dtype in (None, tensor.dtype)
+        if not fits or tuple(tensor.shape) != tuple(shape):
+            raise ValueError(f"wrong {name}: {tuple(tensor.shape)}, {tensor.dtype}")
+
+
 def open_posterior_file(
     path: str | Path | TensorFile, network: nn.Module, kinds: Sequence[str]
 ) -> TensorFile:

@@ -22,6 +22,7 @@ from flowbnn.likelihoods import Heads, RealLikelihood
 from flowbnn.networks import copy_network
 from flowbnn.options import Count, Probability, Seed, checked
 from flowbnn.posterior.base import Posterior, Prediction
+from flowbnn.posterior.files import check_shapes
 from flowbnn.posterior.prediction import PredictOptions
 from flowbnn.posterior.wrapper import WrappedPosterior
 from flowbnn.regression import TargetStatistics, noise_at_mean
@@ -87,6 +88,7 @@ class DensityGate(nn.Module):
             "flow": self.flow,
             "dim": int(dim),
             "false_alarm": self.false_alarm,
+            "shapes": {name: list(value.shape) for name, value in self.named_buffers() if not _of_flow(name)},
         }
 
     @classmethod
@@ -97,6 +99,9 @@ class DensityGate(nn.Module):
             state: Tensors of its ``state_dict``.
             settings: Result of :meth:`settings`.
         """
+        buffers = {name: value for name, value in state.items() if not _of_flow(name)}
+        # flowbnn 0.1 stored no shapes
+        check_shapes(buffers, settings.get("shapes", {name: value.shape for name, value in buffers.items()}))
         features = Features(settings["layer"], state.get("features.center"), state.get("features.directions"))
         flow = named_flows()[settings["flow"]](int(settings["dim"]))
         density = Density(flow, state.get("density.loc"), state.get("density.scale"))
@@ -110,6 +115,11 @@ class DensityGate(nn.Module):
         )
         gate.load_state_dict(dict(state))
         return gate.eval()
+
+
+def _of_flow(name: str) -> bool:
+    """Returns True for the name of a tensor of the flow."""
+    return name.startswith("density.flow.")
 
 
 class GatedPosterior(WrappedPosterior):

@@ -38,6 +38,11 @@ class CurvatureBlock:
         self.size = sum(math.prod(shape) for shape in self.shapes.values())
 
     @property
+    def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of the tensors by name."""
+        return {"values": (self.size,)}
+
+    @property
     def eigenvalues(self) -> Tensor:
         """Eigenvalues of the curvature, in float64."""
         return self.tensors["values"]
@@ -135,6 +140,10 @@ class FullBlock(CurvatureBlock):
         values, vectors = torch.linalg.eigh(curvature)
         return cls(shapes, {"values": values.clamp_min(0.0), "vectors": vectors.to(dtype).contiguous()})
 
+    @property
+    def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
+        return {"values": (self.size,), "vectors": (self.size, self.size)}
+
     def to_basis(self, values: Tensor) -> Tensor:
         return values @ self.tensors["vectors"]
 
@@ -161,6 +170,13 @@ class KroneckerBlock(CurvatureBlock):
             values, vectors = torch.linalg.eigh(factor)
             tensors |= {name: values.clamp_min(0.0), f"{name}_vectors": vectors.to(dtype).contiguous()}
         return cls(shapes, tensors)
+
+    @property
+    def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
+        rows = next(iter(self.shapes.values()))[0]
+        columns = self.size // rows
+        factors = {"inner": (columns,), "outer": (rows,)}
+        return {**factors, "inner_vectors": (columns, columns), "outer_vectors": (rows, rows)}
 
     @property
     def eigenvalues(self) -> Tensor:

@@ -18,7 +18,7 @@ from flowbnn.methods.network_layers import disable_nested_tensors
 from flowbnn.networks import evaluation_mode
 from flowbnn.options import checked
 from flowbnn.posterior.base import Posterior, Prediction
-from flowbnn.posterior.files import select_prefix
+from flowbnn.posterior.files import check_shapes, select_prefix
 from flowbnn.posterior.prediction import clone_sharing_tensors
 from flowbnn.posterior.weights import WeightPosterior, generator_of
 from flowbnn.training import History
@@ -255,6 +255,7 @@ class LaplacePosterior(WeightPosterior):
         block_types = {cls.kind: cls for cls in (DiagonalBlock, FullBlock, KroneckerBlock)}
         for index, saved in enumerate(options.pop("blocks")):
             shapes = {name: point.model.get_parameter(name).shape for name in saved["names"]}
-            block_type = block_types[saved["kind"]]
-            blocks.append(block_type(shapes, select_prefix(state, str(index)), float(saved["prior"])))
+            tensors, prior = select_prefix(state, str(index)), float(saved["prior"])
+            blocks.append(block := block_types[saved["kind"]](shapes, tensors, prior))
+            check_shapes(block.tensors, block.tensor_shapes)
         return cls(point.model, point.likelihood, blocks, history=point.history, **options)
