@@ -100,8 +100,7 @@ class DensityGate(nn.Module):
             settings: Result of :meth:`settings`.
         """
         buffers = {name: value for name, value in state.items() if not _of_flow(name)}
-        # flowbnn 0.1 stored no shapes
-        check_shapes(buffers, settings.get("shapes", {name: value.shape for name, value in buffers.items()}))
+        check_shapes(buffers, settings["shapes"])
         features = Features(settings["layer"], state.get("features.center"), state.get("features.directions"))
         flow = named_flows()[settings["flow"]](int(settings["dim"]))
         density = Density(flow, state.get("density.loc"), state.get("density.scale"))
