@@ -193,9 +193,20 @@ def test_noise_of_a_frozen_network_is_fitted_to_the_members():
     )
 
 
-def test_predicted_noise_is_refused_for_laplace_width():
-    method = fb.ModeEnsemble(2, epochs=0, width="laplace")
-    data = TensorDataset(*(tensor[:, :4] for tensor in lines().tensors))
-    with pytest.raises(FlowBNNError) as error:
-        method.fit(small(4), loader(data), likelihood=fb.likelihoods.Gaussian("predicted"), seed=0, **QUIET)
-    assert error.value.kind == "likelihood"
+def test_laplace_width_of_predicted_noise_is_the_inverse_fisher_information(linear):
+    """Outputs are a mean and a log-variance, with Fisher information ``1 / variance`` and ``1 / 2``."""
+    torch.manual_seed(0)
+    network, (inputs, targets) = nn.Linear(3, 2).double(), linear[1][0]
+    method = fb.ModeEnsemble(2, epochs=0, prior_scale=SCALE, steps=100, width="laplace")
+    likelihood = fb.likelihoods.Gaussian("predicted")
+    posterior = method.fit(network, linear[1], likelihood=likelihood, seed=0, **QUIET)
+    draws, weight = posterior.draws(3840, seed=0)[""].double(), network.weight.detach()
+    for member, mode in enumerate(posterior.modes[""].double()):
+        log_variances = (inputs * mode) @ weight[1] + network.bias.detach()[1]
+        rows = torch.cat(
+            [inputs * weight[0] * (-0.5 * log_variances).exp()[:, None], inputs * weight[1] * 0.5**0.5]
+        )
+        precision = rows.T @ rows + torch.eye(3).double() / SCALE**2
+        white = (draws[member::2] - mode) @ torch.linalg.cholesky(precision)
+        assert (torch.cov(white.T) - torch.eye(3)).abs().max() < 5 * math.sqrt(2 / 1920)
+    assert posterior.predict(inputs, seed=0).mean.shape == targets.shape
