@@ -635,10 +635,41 @@ def test_records_without_labels_are_examples():
     torch.testing.assert_close(posterior.predict(records).probabilities, expected)
 
 
+class ListLengths(nn.Module):
+    """Network that takes a list, and not a tuple."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(3, 2)
+
+    def forward(self, batch):
+        assert type(batch["views"]) is list
+        return self.linear(sum(batch["views"]))
+
+
+def test_lists_inside_of_inputs_remain_lists(tmp_path):
+    x, y = torch.randn(8, 3), torch.arange(8) % 2
+    data = [({"views": [x, x]}, y), ({"views": [-x, x]}, y)]
+    posterior = fb.MLE(epochs=1).fit(ListLengths(), data, progress=False)
+    samples = posterior.predict(data).samples
+    torch.testing.assert_close(samples[:, :8], posterior.predict(data[:1]).samples)
+    file = fb.export(posterior, tmp_path / "model.pt2", {"views": [x, x]}, samples=1)
+    assert list(file.inputs) == ["views.0", "views.1"]
+
+
+def test_a_network_that_takes_a_list_is_exported(tmp_path):
+    x = torch.randn(6, 3)
+    file = fb.export(PointPosterior(SumOfList(), Categorical()), tmp_path / "model.pt2", ([x, x],), samples=1)
+    outputs = torch.export.load(file.path).module()(x, x)
+    expected = PointPosterior(SumOfList(), Categorical()).predict(([x, x],)).probabilities
+    assert outputs["probabilities"].shape == expected.shape
+
+
 @pytest.mark.parametrize(
     ("data", "advice"),
     [
         (lambda: [X, X], "([a, b],)"),
+        (lambda: [[X, X]], "([a, b],)"),
         (lambda: list(X), "torch.stack"),
         (lambda: [{"tensors": x} for x in X], "DataLoader"),
     ],

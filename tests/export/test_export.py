@@ -439,6 +439,58 @@ def test_conditions_without_inputs_are_constants(tmp_path, recwarn, capfd):
     assert capfd.readouterr().err == ""
 
 
+class Distances(nn.Module):
+    """Radial basis functions."""
+
+    def __init__(self):
+        super().__init__()
+        self.centers = nn.Parameter(torch.randn(5, 4))
+
+    def forward(self, x):
+        return torch.exp(-torch.cdist(x, self.centers))
+
+
+def test_distances_are_exported_for_any_batch_size(tmp_path):
+    """The kernel of torch for more than 25 rows is another one, which limits the batch size of a trace."""
+    posterior, x = PointPosterior(nn.Sequential(Distances(), nn.Linear(5, 3)), Categorical()), vectors(40, 4)
+    file = fb.export(posterior, tmp_path / "model.pt2", x[:3], samples=1)
+    operations = {str(node.target) for node in torch.export.load(file.path).graph.nodes}
+    assert not any("cdist" in name for name in operations)  # which ONNX lacks
+    outputs = torch.export.load(file.path).module()(x)
+    torch.testing.assert_close(outputs["probabilities"], posterior.predict(x).probabilities)
+
+
+@pytest.mark.parametrize("kind", ["matrix_exp", "cayley", "householder"])
+def test_orthogonal_weights_are_constants(kind, tmp_path):
+    layer = nn.utils.parametrizations.orthogonal(nn.Linear(4, 4), orthogonal_map=kind)
+    posterior, x = PointPosterior(nn.Sequential(layer, nn.Linear(4, 3)), Categorical()), vectors(6, 4)
+    file = fb.export(posterior, tmp_path / "model.pt2", x[:3], samples=1)
+    operations = {str(node.target) for node in torch.export.load(file.path).graph.nodes}
+    assert not any("linalg" in name or "householder" in name for name in operations)
+    outputs = torch.export.load(file.path).module()(x)
+    torch.testing.assert_close(outputs["probabilities"], posterior.predict(x).probabilities)
+
+
+class Slope(nn.Module):
+    """Network that differentiates in its forward pass."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
+
+    def forward(self, x):
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            return torch.autograd.grad(self.body(x).sum(), x)[0]
+
+
+def test_networks_that_differentiate_are_refused(tmp_path):
+    with pytest.raises(fb.FlowBNNError) as caught:
+        fb.export(PointPosterior(Slope(), Categorical()), tmp_path / "model.pt2", vectors(3, 4), samples=1)
+    assert caught.value.kind == "export"
+    assert "torch.autograd.grad" in str(caught.value)
+
+
 def test_inputs_that_are_no_tensors_are_refused(tmp_path):
     sequences = nn.utils.rnn.pack_sequence([torch.zeros(3, 4), torch.zeros(2, 4)])
     posterior = PointPosterior(LastSteps(), Categorical())

@@ -32,7 +32,10 @@ def as_tensors(inputs: Any) -> Any:
     if isinstance(inputs, Mapping):
         return {name: as_tensors(value) for name, value in inputs.items()}
     if isinstance(inputs, list | tuple) and not needs_whole_batch(inputs):
-        return tuple(as_tensors(value) for value in inputs)
+        values = [as_tensors(value) for value in inputs]
+        if isinstance(inputs, list):
+            return values
+        return type(inputs)(*values) if hasattr(inputs, "_fields") else tuple(values)
     return inputs
 
 

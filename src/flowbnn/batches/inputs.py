@@ -91,10 +91,10 @@ def split_weighted_batch(batch: Any) -> Batch:
         return Batch(batch, graph_targets(batch))
     if is_leaf(batch) or not isinstance(batch, list | tuple):
         return Batch(as_tensors(batch))
-    if len(batch) <= 1:
-        return Batch(as_tensors(batch[0]))
-    inputs = batch[0] if len(batch) == 2 else tuple(batch[:-1])
-    return Batch(as_tensors(inputs), as_targets(batch[-1]))
+    targets = None if len(batch) == 1 else as_targets(batch[-1])
+    inputs = as_tensors(batch[0] if len(batch) <= 2 else tuple(batch[:-1]))
+    # DataLoader collates a tuple of inputs as a list
+    return Batch(tuple(inputs) if isinstance(inputs, list) else inputs, targets)
 
 
 def is_batch(inputs: Any) -> bool:
@@ -129,6 +129,8 @@ def apply(
         return {name: apply(value, function, container) for name, value in inputs.items()}
     if isinstance(inputs, list | tuple) and not needs_whole_batch(inputs):
         values = [apply(value, function, container) for value in inputs]
+        if isinstance(inputs, list):
+            return values
         return type(inputs)(*values) if hasattr(inputs, "_fields") else tuple(values)
     return inputs
 
@@ -414,8 +416,7 @@ def rewrap_forward_errors(inputs: Any, problem: str = "the network fails on inpu
         elif "unexpected keyword argument" in message and isinstance(inputs, Mapping):
             hint = "; use flowbnn.data.Columns(loader, inputs=[...], targets=...)"
         elif isinstance(inputs, tuple) and re.search("(not|got a) tuple|takes .* positional", message):
-            message = message.partition("; ")[0]
-            hint = "; a tuple has several inputs of the network, so leave out targets"
+            message, hint = "a tuple has several inputs of the network", "; leave out targets"
         elif any(tensor.dtype == torch.uint8 for tensor in tensors):
             hint = "; use images.float() / 255"
         elif "same dtype" in message and any(not tensor.is_floating_point() for tensor in tensors):

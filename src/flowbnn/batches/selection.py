@@ -64,7 +64,10 @@ def join(batches: Sequence[Any]) -> Any:
         return {name: join([batch[name] for batch in batches]) for name in first}
     if not isinstance(first, list | tuple):
         return first  # a number, a string, a flag or None
-    return tuple(join(column) for column in zip(*batches, strict=True))
+    values = [join(column) for column in zip(*batches, strict=True)]
+    if isinstance(first, list):
+        return values
+    return type(first)(*values) if hasattr(first, "_fields") else tuple(values)
 
 
 def enlarge(tensor: Tensor, shape: Sequence[int], fill: float = 0.0) -> Tensor:

@@ -73,9 +73,11 @@ def explain_lists(data: Any) -> Iterator[None]:
         yield
     except FlowBNNError as error:
         first = data[0] if isinstance(data, list) and data else None
-        if error.kind not in ("network", "shape") or not isinstance(first, Tensor | Mapping):
+        if error.kind not in ("network", "shape") or not isinstance(first, Tensor | Mapping | list):
             raise
         hint = "the list was read as batches; use DataLoader(examples, batch_size=64) for examples"
+        if isinstance(first, list):
+            hint = "[a, b] was read as inputs and targets; use predict(([a, b],)) if the network takes a list"
         if isinstance(first, Tensor) and first.ndim == 1:
             hint = "the list was read as batches; use torch.stack(examples) for examples"
         elif isinstance(first, Tensor):

@@ -16,9 +16,10 @@ from torch.overrides import TorchFunctionMode
 class ConstantValues(TorchFunctionMode):
     """Replaces values that do not depend on the inputs by constants of the graph.
 
-    The module runs several times, on different inputs, before it is traced. A factorization with equal results is a constant, because
-    ONNX has no factorizations and no triangular solves. A triangular system with equal matrices becomes a product with the inverse. A
-    condition ``if tensor:`` is a constant if the tensor was computed without the inputs, as a comparison of two attention masks is.
+    The module runs several times, on different inputs, before it is traced. A factorization with equal results, as in an orthogonal
+    parametrization, is a constant, because ONNX has no factorizations and no triangular solves. A triangular system with equal matrices
+    becomes a product with the inverse. A condition ``if tensor:`` is a constant if the tensor was computed without the inputs, as a
+    comparison of two attention masks is.
     """
 
     FACTORIZATIONS = (
@@ -26,6 +27,11 @@ class ConstantValues(TorchFunctionMode):
         torch.linalg.slogdet,
         torch.linalg.inv,
         torch.linalg.cholesky,
+        torch.linalg.householder_product,
+        torch.linalg.matrix_exp,
+        torch.linalg.solve,
+        torch.linalg.svd,
+        torch.matrix_exp,
         torch.slogdet,
         torch.logdet,
     )
@@ -79,8 +85,8 @@ class ConstantValues(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is torch.linalg.solve_triangular:
             return self._solve(*args, **kwargs)
-        if func in CELLS:
-            return CELLS[func](*args, **kwargs)
+        if func in REPLACEMENTS:
+            return REPLACEMENTS[func](*args, **kwargs)
         if func in self.FACTORIZATIONS:
             return self._result(lambda: func(*args, **kwargs))
         depends = self.constants is None and self._depends((args, kwargs))
@@ -130,7 +136,7 @@ class ConstantValues(TorchFunctionMode):
         return compute() if constant is None else constant
 
 
-# -------------------- recurrent cells, whose kernels fix the batch size of a trace
+# -------------------- functions whose kernels fix the batch size of a trace
 
 
 def _simple_cell(activation: Callable[[Tensor], Tensor], x: Tensor, hidden: Tensor, *weights: Any) -> Tensor:
@@ -156,7 +162,12 @@ def _lstm_cell(
     return output * torch.tanh(cell), cell
 
 
-CELLS: dict[Any, Callable[..., Any]] = {
+def _cdist(x1: Tensor, x2: Tensor, p: float = 2.0, compute_mode: Any = None) -> Tensor:
+    return torch.linalg.vector_norm(x1.unsqueeze(-2) - x2.unsqueeze(-3), p, -1)
+
+
+REPLACEMENTS: dict[Any, Callable[..., Any]] = {
+    torch.cdist: _cdist,
     torch.rnn_tanh_cell: partial(_simple_cell, torch.tanh),
     torch.rnn_relu_cell: partial(_simple_cell, torch.relu),
     torch.gru_cell: _gru_cell,

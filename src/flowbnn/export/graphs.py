@@ -103,6 +103,7 @@ def quiet_exporter() -> Iterator[None]:
         "torch._export",
         "torch.fx.experimental.symbolic_shapes",
         "onnxscript",
+        "onnx_ir",
     )
     loggers = [logging.getLogger(name) for name in names]
     levels = [logger.level for logger in loggers]
@@ -196,6 +197,8 @@ def _reason(error: BaseException) -> str:
     line = (lines or [type(error).__name__])[0]
     if "data-dependent" in line:
         return "its operations depend on the values of tensors"
+    if "fake tensor" in line:
+        return "it has operations that torch cannot trace, such as torch.autograd.grad"
     return line[:160].rstrip(" .:")
 
 
