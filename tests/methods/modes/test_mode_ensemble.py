@@ -7,7 +7,6 @@ import torch
 from problems import QUIET, blobs, lines, loader, small
 from torch import nn
 from torch.distributions import Categorical, MixtureSameFamily, MultivariateNormal
-from torch.utils.data import TensorDataset
 
 import flowbnn as fb
 from flowbnn.errors import FlowBNNError
