@@ -385,11 +385,6 @@ def test_fit_target_finds_target_and_constant() -> None:
         ),
         (lambda: Density(Gaussian()).novelty(points(), rate=2), "value", "rate"),
         (lambda: fb.fit_density(fb.flows.RealNVP(2), list(points())), "shape", "data"),
-        (
-            lambda: fb.fit_density(fb.flows.RealNVP(2), [(points()[0], 1)]),
-            "shape",
-            "data",
-        ),
         (lambda: fb.fit_density(POSITIVE, points(), **TWO_EPOCHS), "range", None),
     ],
 )
@@ -477,3 +472,19 @@ def test_mappings_in_memory_are_examples():
     assert same.log_prob(x.numpy()).shape == (60,)
     with pytest.raises(fb.FlowBNNError):  # labels alone
         fb.fit_density(fb.flows.RealNVP(2), {"labels": x}, **options)
+
+
+@pytest.mark.parametrize(
+    "data", [points(), [(points(), torch.ones(len(points())))]], ids=["tensor", "loader"]
+)
+def test_validation_tensor_is_one_batch(data):
+    """Its rows are examples with either kind of training data, although a tensor can be iterated."""
+    density = fb.fit_density(fb.flows.RealNVP(2), data, validation=points(), standardize=False, **TWO_EPOCHS)
+    last = density.history["validation_nll"][-1]
+    assert last == pytest.approx(-float(density.log_prob(points()).detach().mean()), rel=1e-6)
+
+
+def test_examples_with_labels_are_fitted():
+    examples = [(row, 1) for row in points()]
+    density = fb.fit_density(fb.flows.RealNVP(2), examples, validation=None, **TWO_EPOCHS)
+    assert density.score(points()).isfinite().all()

@@ -192,7 +192,10 @@ def _make_loaders(data: Any, options: DensityOptions, flow: nn.Module) -> tuple[
     """Returns the loader of the training data and that of the validation data, or None without validation."""
     share = options.validation if isinstance(options.validation, float | int) else None
     held_out = None if share is not None else options.validation
-    if held_out is not None and not is_in_memory(held_out):
+    if is_in_memory(held_out):
+        held_out = make_loader(held_out, None, flow)
+        check_finite(held_out.tensors[0], "validation data")
+    elif held_out is not None:
         held_out = as_loader(held_out, stage="validation", argument="validation")
     if not is_in_memory(data):
         data = as_loader(data, batch_size=options.batch_size, shuffle=True, stage="train", argument="data")
@@ -201,9 +204,6 @@ def _make_loaders(data: Any, options: DensityOptions, flow: nn.Module) -> tuple[
     tensors = list(make_loader(data, options.context, flow).tensors)
     check_finite(tensors[0], "data")
     generator = None if options.seed is None else torch.Generator().manual_seed(options.seed)
-    if is_in_memory(held_out):
-        held_out = make_loader(held_out, None, flow)
-        check_finite(held_out.tensors[0], "validation data")
     if share:
         check("validation", share, Fraction)
         if len(tensors[0]) < 2:
