@@ -206,12 +206,8 @@ def accepts_options_of(cls: type) -> Callable[[F], F]:
     return decorate
 
 
-@cache
 def _signature_and_hints(function: Any, annotation_source: Any) -> tuple[Signature, dict[str, Any]]:
-    """Returns the signature of a function and its annotations, except annotations that allow every value.
-
-    They are read at the first call of the function. Reading all of them would take a tenth of the time of an import.
-    """
+    """Returns the signature of a function and its annotations, except annotations that allow every value."""
     hints = get_type_hints(annotation_source, include_extras=True)
     return signature(function), {name: hint for name, hint in hints.items() if hint is not Any}
 
@@ -224,11 +220,15 @@ def _check_calls(function: F, annotation_source: Any, owner: str) -> F:
         annotation_source: Function or class with the annotations.
         owner: Name of the function or class in messages. An empty name stands for the class of the first argument.
     """
+    # read at the first call, because reading all of them would take a tenth of the time of an import
+    declaration: list[tuple[Signature, dict[str, Any]]] = []
 
     @wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         name = owner or type(args[0]).__name__
-        call_signature, hints = _signature_and_hints(function, annotation_source)
+        if not declaration:
+            declaration.append(_signature_and_hints(function, annotation_source))
+        call_signature, hints = declaration[0]
         try:
             bound = call_signature.bind(*args, **kwargs)
         except TypeError as error:

@@ -149,7 +149,6 @@ def test_a_trace_is_made_once_per_shape():
     posterior.predict(torch.zeros(50, 4))
     assert passes == [2, 2, 2, 50, 50]
     failed = trace_forward(nn.Linear(4, 3), torch.zeros(2, 5))
-    assert failed.error is not None
     assert failed.flops_per_row == 0.0
     with Prediction(nn.Linear(4, 3), PredictOptions(), 1, PredictionCache()) as prediction:
         prediction.measure(torch.zeros(2, 5))

@@ -226,7 +226,7 @@ class Fit:
         if isinstance(result, fb.Posterior):
             return fb.load_posterior(path, network().to(next(result.model.parameters()).dtype))
         if isinstance(result, fb.vae.Autoencoder):
-            return fb.vae.load_autoencoder(path, autoencoder())
+            return fb.vae.load_autoencoder(path, autoencoder().to(next(result.parameters()).dtype))
         return fb.load_density(path, flow().to(next(result.parameters()).dtype))
 
 
@@ -342,4 +342,5 @@ def equal_bits(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> boo
 
 def as_bytes(tensor: Tensor) -> Tensor:
     """Returns the bytes of a tensor."""
-    return tensor.contiguous().flatten().view(torch.uint8)
+    # a tensor with one element may be contiguous with any stride
+    return tensor.flatten().clone(memory_format=torch.contiguous_format).view(torch.uint8)

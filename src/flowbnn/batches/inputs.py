@@ -4,9 +4,9 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cache
 from inspect import Parameter, signature
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +31,8 @@ from flowbnn.errors import (
     requirement_error,
     value_error,
 )
+
+_names_of_forwards: WeakKeyDictionary[Callable[..., Any], tuple[list[str], set[Any]]] = WeakKeyDictionary()
 
 
 class Batch(NamedTuple):
@@ -282,12 +284,15 @@ def _arguments_of(model: Any) -> tuple[list[str], set[Any]]:
     return _arguments_of(inner)
 
 
-@cache
 def _argument_names(forward: Callable[..., Any]) -> tuple[list[str], set[Any]]:
     """Returns the names of the arguments of a ``forward`` without ``self``, and the kinds of its variadic ones."""
-    parameters = list(signature(forward).parameters.values())[1:]
-    variadic = {Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD} & {value.kind for value in parameters}
-    return [value.name for value in parameters if value.kind not in variadic], variadic
+    found = _names_of_forwards.get(forward)
+    if found is None:
+        parameters = list(signature(forward).parameters.values())[1:]
+        variadic = {Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD} & {value.kind for value in parameters}
+        names = [value.name for value in parameters if value.kind not in variadic]
+        found = _names_of_forwards[forward] = names, variadic
+    return found
 
 
 def output_tensor(outputs: Any) -> Tensor:

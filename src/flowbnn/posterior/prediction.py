@@ -48,6 +48,7 @@ Outputs = Callable[[Any, range, Any], Tensor]
 
 # larger passes are not faster on a CPU, whose caches they exceed, nor on a GPU that is busy
 PASS_BYTES = {"cpu": 3 * 2**24, "cuda": 2**33}
+MAX_TRACES = 1000  # measurements that a posterior keeps, for as many shapes of inputs
 # largest number of bytes of samples in memory by the option keep_samples: 2**27 are those of 20,000 images, 10 classes and 128 samples;
 # 2**22 are reduced to a summary at once, whose entropies and variances take about ten times as much memory
 KEPT_BYTES: dict[str | bool, float] = {"auto": 2**27, True: math.inf, False: 2**22}
@@ -254,17 +255,20 @@ class Prediction:
         """
         if rows(inputs) == 0:
             raise FlowBNNError("batch is empty", kind="empty")
-        key: tuple[Any, ...] = ("trace", self.autocast_dtype)
+        key: tuple[Any, ...] = (self.autocast_dtype,)
         for tensor in tensors_of(inputs):
             key += (tensor.shape[1:], tensor.dtype)
-        trace = self.cache.values.get(key)
+        traces = self.cache.get("traces", dict[Any, ForwardTrace])
+        trace = traces.get(key)
         if trace is None:  # the first inputs of this shape and dtype
             two_rows = take(inputs, 0, 2) if has_row_axis(inputs) else inputs
             two_rows = move(two_rows, self.device, self.dtype)
             trace = self.attempt(partial(trace_forward, self.model, two_rows), 2)
             if trace is None:
                 return ForwardTrace(1)
-            self.cache.values[key] = trace
+            if len(traces) == MAX_TRACES:
+                del traces[next(iter(traces))]
+            traces[key] = trace
             self.warn_dependence(trace, inputs)
         if not self.row_limit:
             rows_in_memory = self.free_bytes() // max(1, 3 * trace.bytes_per_row)

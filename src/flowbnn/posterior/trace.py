@@ -56,7 +56,6 @@ class ForwardTrace:
         noise_shapes: Layer key, number of earlier calls, and positions of each draw, in the order of the pass.
         image_layers: True if the network has layers for which vmap needs :class:`~flowbnn.posterior.vmap_rules.VmapRules`.
         dependence: Result of :func:`find_dependence` on these rows.
-        error: Error that the network raised, or None.
         vmap_works: True once vmap has run on such inputs.
         vmap_error: Message of the error that vmap raised, or empty.
         compile_error: Message of the error that ``torch.compile`` raised, or empty.
@@ -71,7 +70,6 @@ class ForwardTrace:
     noise_shapes: list[tuple[int, int, Shape]] = field(default_factory=list)
     image_layers: bool = False
     dependence: Dependence = "none"
-    error: Exception | None = None
     vmap_works: bool = False
     vmap_error: str = ""
     compile_error: str = ""
@@ -146,7 +144,6 @@ def trace_forward(model: nn.Module, inputs: Any) -> ForwardTrace:
     with watch_modules(modules, begin, end), evaluation_mode(model), context, counter:
         outputs = try_call(partial(call, model, inputs))
     if isinstance(outputs, Exception):  # the prediction itself reports it
-        trace.error = outputs
         return trace
     trace.output_bytes_per_row = _size((outputs,)) // trace.rows
     trace.flops_per_row, trace.noise_shapes = counter.total / trace.rows, probe_draws.shapes
