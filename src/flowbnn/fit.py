@@ -33,6 +33,9 @@ def fit(network: nn.Module, loader: Any, *, inplace: bool = False, **options: An
        stopping.
     4. If it is still worse, the given network is returned with noise of almost no width, and a warning is raised.
 
+    On fewer than 20 rows, the noise is fitted to all data and cross-validated. The comparison of step 1 is then made on all rows, each
+    of which was left out of one fit. Steps 2 and 4 follow.
+
     Args:
         network: Network with noise, from :func:`~flowbnn.to_stochastic`. It is copied, unless ``inplace`` is True.
         loader: Training data: a ``DataLoader`` or a list of batches ``(inputs, targets)``, a ``Dataset``, a pair of tensors or arrays
@@ -73,7 +76,7 @@ def fit(network: nn.Module, loader: Any, *, inplace: bool = False, **options: An
     >>> import torch, flowbnn as fb
     >>> network = fb.to_stochastic(nn.Linear(2, 3), {"*": fb.noise.NormalAffine()})
     >>> loader = [(torch.randn(8, 2), torch.arange(8) % 3)]
-    >>> fb.fit(network, loader, epochs=2, report=False, progress=False)
+    >>> fb.fit(network, loader, epochs=2, validation=None, report=False, progress=False)
     NoisePosterior(Linear, 1 layer with noise, Categorical(), 2 epochs)
     """
     fit_options = NoiseFitOptions(**options)

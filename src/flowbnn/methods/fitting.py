@@ -35,6 +35,8 @@ from flowbnn.training.options import length_of
 
 # learning rate of the logarithm of a noise scale: under Adam it halves or doubles within 70 steps
 NOISE_LR = 0.01
+# a tenth of fewer examples is one row, which says nothing
+FEW_ROWS = 20
 NetworkFunction = Callable[[Any], Tensor]
 LossAndLogs = tuple[Tensor, dict[str, Tensor]]
 Loss = Callable[[NetworkFunction, Any, Clock], LossAndLogs]
@@ -129,7 +131,7 @@ def hold_out(
 ) -> tuple[Iterable[Any], AnyFitOptions]:
     """Splits off held-out data if ``validation`` is a fraction.
 
-    A warning is raised if the loader cannot be split. Fewer than 20 examples are not split.
+    A warning is raised if the loader cannot be split. Fewer than :data:`FEW_ROWS` examples are not split.
 
     Args:
         loader: Batches of ``(inputs, targets)``.
@@ -151,7 +153,7 @@ def hold_out(
         return loader, nothing
     num_data = options.num_data
     count = count_examples(training)
-    if count + count_examples(held_out) < 20:  # a tenth is one row or two, which says nothing
+    if count + count_examples(held_out) < FEW_ROWS:
         return loader, nothing
     if num_data is not None:
         num_data = max(1, round(num_data * (1.0 - fraction)))

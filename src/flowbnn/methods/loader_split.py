@@ -14,7 +14,7 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sequential
 
 from flowbnn.batches import Batch, has_row_axis, pick, rows, split_weighted_batch
 from flowbnn.data import Columns
-from flowbnn.errors import FlowBNNError, describe_value
+from flowbnn.errors import FlowBNNError, describe_value, pluralize
 
 
 @dataclass(frozen=True)
@@ -55,9 +55,15 @@ class RowSplit:
         return mask.nonzero().flatten()
 
 
-def cannot_split(loader: Any) -> FlowBNNError:
-    """Returns the error for a loader that cannot be split."""
-    text = f"{describe_value(loader)} cannot be split; set validation= to held-out data"
+def cannot_split(loader: Any, number: int | None = None) -> FlowBNNError:
+    """Returns the error for a loader that cannot be split.
+
+    Args:
+        loader: Loader.
+        number: Number of its examples, if these are too few.
+    """
+    data = describe_value(loader) if number is None else pluralize(number, "example")
+    text = f"{data} cannot be split; set validation= to held-out data"
     return FlowBNNError(text, kind="split", argument="validation")
 
 
@@ -119,7 +125,7 @@ def _split_tensor_loader(loader: Any, fraction: float, seed: int, fold: int) -> 
     """Splits the tensors of a :class:`~flowbnn.data.TensorLoader`."""
     number = len(loader.tensors[0])
     if number < 2:
-        raise cannot_split(loader)
+        raise cannot_split(loader, number)
     split = RowSplit(number, fraction, seed, fold)
     train, held_out = copy(loader), copy(loader)
     for subset, index in ((train, split.training_rows), (held_out, split.held_out_rows)):
@@ -142,7 +148,7 @@ def _split_batches(batches: list[Any], fraction: float, seed: int, fold: int) ->
     sizes = {key: rows(part.targets) for key, part in parts.items()}
     number = sum(sizes.values())
     if number < 2:
-        raise cannot_split(batches)
+        raise cannot_split(batches, number)
     mask = torch.zeros(number, dtype=torch.bool)
     mask[RowSplit(number, fraction, seed, fold).held_out_rows] = True
     masks = dict(zip(sizes, mask.split(list(sizes.values())), strict=True))

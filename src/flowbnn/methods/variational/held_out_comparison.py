@@ -3,7 +3,7 @@
 The fitted noise is returned only if it predicts held-out data better than the given network.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -32,6 +32,12 @@ class HeldOutComparison:
     before: Tensor
     after: Tensor
     training: Tensor
+
+    @classmethod
+    def concatenate(cls, comparisons: Sequence["HeldOutComparison"]) -> "HeldOutComparison":
+        """Returns the comparison on the examples of several comparisons."""
+        columns = zip(*((each.before, each.after, each.training) for each in comparisons), strict=True)
+        return cls(*map(torch.cat, columns))
 
     @property
     def gain(self) -> Gain:

@@ -61,6 +61,12 @@ class NoiseFitOptions(FitOptions):
     description: str = "fitting the noise"
 
 
+def without_outputs(options: NoiseFitOptions) -> NoiseFitOptions:
+    """Returns the options of a fit that the user never sees, without validation, files and progress."""
+    quiet = replace(options, validation=None, report=False, early_stop=None, progress=False)
+    return replace(quiet, checkpoint=None, checkpoint_every=None, resume=False, log=None, callbacks=())
+
+
 class FitData(NamedTuple):
     """Data of a fit, and its options.
 

@@ -32,7 +32,7 @@ from flowbnn.methods.preparation import prepare
 from flowbnn.methods.schedule import PlateauSchedule
 from flowbnn.methods.variational.held_out_comparison import HeldOutComparison, log_likelihoods
 from flowbnn.methods.variational.initial_state import InitialState
-from flowbnn.methods.variational.noise_fit import NoiseFitOptions, maximize_elbo
+from flowbnn.methods.variational.noise_fit import NoiseFitOptions, maximize_elbo, without_outputs
 from flowbnn.noise import noise_mode, weight_parameters
 from flowbnn.posterior.report import Gain
 from flowbnn.posterior.weights import PointPosterior
@@ -40,6 +40,9 @@ from flowbnn.regression import fit_residual_scale
 from flowbnn.training import History, is_main_process, track
 from flowbnn.training.options import length_of
 from flowbnn.training.randomness import preserve_rng_state, temporary_seed
+
+# the standard error of fewer rows is unreliable
+MIN_ROWS = 10
 
 
 def compare_retrained(
@@ -61,8 +64,7 @@ def compare_retrained(
     """
     initial_network = deepcopy(network)
     initial.restore(initial_network)
-    quiet = replace(options, validation=None, report=False, early_stop=None, progress=False)
-    quiet = replace(quiet, checkpoint=None, checkpoint_every=None, resume=False, log=None, callbacks=())
+    quiet = without_outputs(options)
     count = count_examples(split_loader(loader, options.validation)[1])
     num_folds = max(
         1, min(5, math.ceil(HeldOutComparison.enough_rows / count), count_examples(loader) // count)
@@ -83,7 +85,7 @@ def compare_retrained(
             results.append(result)
             initial_values, before, after = (torch.cat(values) for values in zip(*results, strict=True))
             gain = Gain.of(before, after, "held-out log-likelihood (retrained networks)")
-            if abs(gain.after - gain.before) > 3 * gain.standard_error:
+            if len(before) >= MIN_ROWS and abs(gain.after - gain.before) > 3 * gain.standard_error:
                 break  # further folds would not change the decision
     return gain if initial_values.mean() > before.mean() else None
 

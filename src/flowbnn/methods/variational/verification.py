@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 from flowbnn.errors import warn
+from flowbnn.methods.variational.cross_validation import FOLD, compare_folds
 from flowbnn.methods.variational.held_out_comparison import HeldOutComparison, compare_held_out
 from flowbnn.methods.variational.initial_state import FinishedFit, can_narrow, joint_noises
 from flowbnn.methods.variational.noise_fit import FitData, maximize_elbo
@@ -23,12 +24,14 @@ def verify_fit(fit: FinishedFit, all_data: FitData, training: FitData) -> FitDec
     3. If retrained networks cannot decide, a fit that is worse is repeated with early stopping.
     4. If it is still worse, the given network is restored.
 
+    Data that are too few to hold out a part are cross-validated, see :func:`compare_folds`. Such a fit is not repeated.
+
     Args:
         fit: Fit to the training data.
         all_data: All data, and the options of a fit to them.
         training: Training data, which are all data or all but the held-out ones, and the options of the fit.
     """
-    comparison = compare_held_out(fit)
+    comparison = compare_held_out(fit) or compare_folds(fit, *all_data)
     if comparison is None:
         return FitDecision(fit)
     gain, splits = comparison.gain, isinstance(all_data.options.validation, float)
@@ -37,7 +40,10 @@ def verify_fit(fit: FinishedFit, all_data: FitData, training: FitData) -> FitDec
     if is_clear or not all(map(can_narrow, joint_noises(fit.posterior.model))):
         return FitDecision(fit, comparison, gain)
     if splits and not comparison.is_memorized:
-        retrained_gain = compare_retrained(fit.posterior.model, fit.initial, *all_data)
+        loader, options = all_data
+        if fit.held_out is None:
+            options = replace(options, validation=FOLD)
+        retrained_gain = compare_retrained(fit.posterior.model, fit.initial, loader, options)
         if retrained_gain is not None:
             return _decide_by_retrained(fit, comparison, retrained_gain, all_data)
     if gain.after >= gain.before:
@@ -51,6 +57,8 @@ def _decide_by_retrained(
     """Fits the noise to all data if it has improved retrained networks. Otherwise restores the given network."""
     if gain.after <= gain.before:
         return restore_given(fit, comparison, gain, all_data)
+    if fit.held_out is None:  # has been fitted to all data
+        return FitDecision(fit, comparison, gain)
     loader, options = all_data
     fit.initial.restore(fit.posterior.model)
     stage = options.for_stage("all-data", options.description, validation=None)
@@ -61,7 +69,7 @@ def _repeat_or_restore(
     fit: FinishedFit, comparison: HeldOutComparison, all_data: FitData, training: FitData
 ) -> FitDecision:
     """Repeats a fit with early stopping. Restores the given network if the fit is still worse."""
-    if all_data.options.early_stop is None:
+    if all_data.options.early_stop is None and fit.held_out is not None:
         fit.initial.restore(fit.posterior.model)
         rule = EarlyStop(patience=training.options.epochs or 10)
         stage = training.options.for_stage("early-stop", training.options.description, early_stop=rule)
