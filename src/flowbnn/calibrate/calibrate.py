@@ -30,7 +30,7 @@ from flowbnn.convert import Rule
 from flowbnn.errors import FlowBNNError, nonfinite_error, requirement_error, warn
 from flowbnn.likelihoods import Bernoulli, Categorical
 from flowbnn.methods.calibrators.folds import split_folds
-from flowbnn.methods.calibrators.label_problems import hard_labels
+from flowbnn.methods.calibrators.label_problems import MIN_EXAMPLES, hard_labels
 from flowbnn.methods.calibrators.last_layer import LastLayerProblem, LastLayerRefit
 from flowbnn.methods.fit_options import LikelihoodName
 from flowbnn.methods.variational.base import FlowName
@@ -151,7 +151,9 @@ def calibrate(
         network = select_output(copy_network(network), output)
     data = read_held_out(network, held_out, likelihood, accelerator, seed)
     names = _candidate_names(candidates, folds > 0, data)
-    num_folds = min(folds, len(data) // 2) if len(data) >= 4 else 0  # a fold has at least two examples
+    num_folds = (
+        min(folds, len(data) // 2) if len(data) >= MIN_EXAMPLES else 0
+    )  # a fold has at least two examples
     groups = split_folds(data.targets, num_folds, seed) if num_folds else []
     limits = find_limits(data, groups, folds > 0)
 

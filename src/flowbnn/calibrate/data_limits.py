@@ -14,6 +14,8 @@ from flowbnn.likelihoods import Bernoulli, Categorical, RealLikelihood
 from flowbnn.methods.calibrators.label_problems import (
     distinct_classes,
     find_contradiction,
+    find_equal_targets,
+    find_few_examples,
     find_one_class,
     hard_labels,
 )
@@ -49,20 +51,14 @@ def find_limits(data: HeldOutData, groups: Sequence[Tensor], needs_folds: bool) 
     if not bool(finite.all()):
         fields: dict[str, Any] = {"kind": "not finite", "argument": "network"}
         raise nonfinite_error("the outputs", finite, "check inputs and weights", **fields)
-    too_few = None
-    if needs_folds and not groups:
-        text = f"a comparison needs 4 held-out examples, got {len(data)}"
-        too_few = DataLimits("examples", text)
-    if not isinstance(data.likelihood, Categorical | Bernoulli):
-        if len(data) > 1 and bool((data.targets == data.targets[:1]).all()):
-            text = f"all {len(data)} held-out targets are equal; provide targets that differ"
-            return DataLimits("targets", text)
-        return too_few
-    one_class = find_one_class(data.targets)
-    if one_class is not None:
-        return DataLimits(*one_class)
-    if too_few is not None:
-        return too_few
+    has_classes = isinstance(data.likelihood, Categorical | Bernoulli)
+    problem = find_one_class(data.targets) if has_classes else find_equal_targets(data.targets)
+    if problem is None and needs_folds:
+        problem = find_few_examples(len(data))
+    if problem is not None:
+        return DataLimits(*problem)
+    if not has_classes:
+        return None
     predictive = data.point_posterior(torch.arange(len(data)))._predictive(data.outputs.double()[None])
     contradiction = find_contradiction(predictive, data.targets)
     if contradiction is not None:

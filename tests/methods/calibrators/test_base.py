@@ -333,6 +333,40 @@ def test_unfit_labels_are_named_and_one_class_changes_no_prediction(calibrator, 
         torch.testing.assert_close(posterior.predict(inputs).probabilities, expected)
 
 
+@each_calibrator
+@pytest.mark.parametrize("count", [1, 2, 3, 40])
+def test_data_that_cannot_calibrate_raise_one_warning_and_change_no_prediction(calibrator, count, network):
+    inputs, labels = held_out()
+    same = (labels == 1).nonzero().flatten()[:count]
+    several = torch.arange(count)
+    for rows, kind in ((same, "classes"), (several, "examples"))[: 2 if count < 4 else 1]:
+        with pytest.warns(FlowBNNWarning) as caught:
+            posterior = calibrator.fit(network, (inputs[rows], labels[rows]), **QUIET)
+        expected = "classes" if len(labels[rows].unique()) == 1 else kind
+        assert [entry.message.kind for entry in caught] == [expected]
+        probabilities = network.eval()(inputs).detach().softmax(-1)
+        torch.testing.assert_close(posterior.predict(inputs).probabilities, probabilities)
+
+
+@pytest.mark.parametrize("calibrator", [fb.Temperature(), fb.LastLayerRefit()], ids=lambda each: each.name)
+@pytest.mark.parametrize(("count", "kind"), [(1, "examples"), (3, "examples"), (40, "targets")])
+def test_regressions_without_usable_targets_are_not_changed(calibrator, count, kind):
+    inputs, targets = lines(96).tensors
+    plain = fb.MLE(epochs=10, lr=0.05).fit(small(2), (inputs, targets), seed=0, **QUIET)
+    held_out = (inputs[:count], targets[:count] if kind == "examples" else torch.ones(count, 2))
+    with pytest.warns(FlowBNNWarning) as caught:
+        posterior = calibrator.fit(plain, held_out, **QUIET)
+    assert [entry.message.kind for entry in caught] == [kind]
+    nll = [fb.evaluate(each, (inputs, targets), progress=False)["nll"] for each in (posterior, plain)]
+    assert nll[0] == pytest.approx(nll[1], rel=1e-6)
+
+
+def test_a_refit_needs_a_problem(network):
+    with pytest.raises(FlowBNNError) as error:
+        fb.LastLayerRefit().fit_problem(network)
+    assert error.value.argument == "problem"
+
+
 def test_no_warning_is_raised_for_good_data(network, recwarn):
     for calibrator in CALIBRATORS:
         calibrator.fit(network, held_out(), **QUIET)

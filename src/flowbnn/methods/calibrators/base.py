@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from flowbnn.data.formats import as_loader, columns_of
 from flowbnn.errors import FlowBNNError, close_words, describe_value, requirement_error
 from flowbnn.methods.base import FitOptions, Method, PointMethod, misplaced_setting
+from flowbnn.methods.calibrators.label_problems import warn_contradiction, warn_unusable
 from flowbnn.methods.data_summary import check_loader, first_batch
 from flowbnn.methods.loader_split import split_loader
 from flowbnn.methods.preparation import prepare, refuse_inference_mode
@@ -160,7 +161,7 @@ class Calibrator(Method, ABC):
 class OutputCalibrator(Calibrator):
     """Base class for calibrators that need only the outputs of a posterior. They work with any posterior.
 
-    Subclasses define :meth:`calibrate_outputs`.
+    Subclasses define :meth:`calibrate_outputs` and :meth:`unchanged`.
 
     Args:
         method: Method that is fitted first. None calibrates the network as it is, and trains nothing.
@@ -168,12 +169,22 @@ class OutputCalibrator(Calibrator):
         samples: Number of samples of the predictions on the held-out data. None for the default of the posterior.
     """
 
+    checks_labels: ClassVar[bool] = False  # True to warn about labels that contradict the predictions
+
     @checked
     def calibrate(
         self, posterior: Posterior, held_out: Iterable[Any], *, seed: int = 0, progress: bool = True
     ) -> Posterior:
-        """Returns the calibrated posterior; see :meth:`Calibrator.calibrate`."""
+        """Returns the calibrated posterior; see :meth:`Calibrator.calibrate`.
+
+        A warning is raised, and predictions are not changed, if all targets are equal or if there are fewer than 4.
+        """
         outputs, targets = collect_outputs(posterior, held_out, self.samples, seed, progress)
+        predictive = posterior._predictive(outputs)
+        if warn_unusable(predictive, targets):
+            return self.unchanged(posterior, outputs)
+        if self.checks_labels:
+            warn_contradiction(predictive, targets)
         return self.calibrate_outputs(posterior, outputs, targets)
 
     @abstractmethod
@@ -184,6 +195,15 @@ class OutputCalibrator(Calibrator):
             posterior: Posterior of any method.
             outputs: Sampled outputs of the posterior for the held-out data, ``[S, N, ...]``, in float64.
             targets: Targets of the held-out data.
+        """
+
+    @abstractmethod
+    def unchanged(self, posterior: Posterior, outputs: Tensor) -> Posterior:
+        """Returns a calibrated posterior with the predictions of a posterior, for data that cannot calibrate it.
+
+        Args:
+            posterior: Posterior of any method.
+            outputs: Sampled outputs of the posterior for the held-out data, ``[S, N, ...]``, in float64.
         """
 
 

@@ -1,4 +1,4 @@
-"""Labels that cannot calibrate a network: all of one class, or in contradiction to its predictions."""
+"""Held-out data that cannot calibrate a network: too few or equal targets, or labels in contradiction to its predictions."""
 
 from typing import Any, NamedTuple
 
@@ -9,6 +9,10 @@ from flowbnn.errors import pluralize, warn
 from flowbnn.methods.calibrators.lbfgs import minimize_batch
 from flowbnn.metrics.checks import IGNORED
 from flowbnn.posterior.report import Difference
+from flowbnn.predictive import CategoricalPredictive
+
+# fewer examples cannot be split into two folds of two
+MIN_EXAMPLES = 4
 
 
 class LabelProblem(NamedTuple):
@@ -74,24 +78,59 @@ def find_contradiction(predictive: Any, targets: Tensor) -> LabelProblem | None:
     return LabelProblem("labels", text)
 
 
-def warn_unfit_labels(predictive: Any, targets: Tensor) -> bool:
-    """Warns if labels cannot calibrate a network.
+def find_equal_targets(targets: Tensor) -> LabelProblem | None:
+    """Returns a problem if several real-valued targets are equal.
+
+    Args:
+        targets: Targets ``[N, ...]``.
+    """
+    if len(targets) < 2 or not bool((targets == targets[:1]).all()):
+        return None
+    text = f"all {len(targets)} held-out targets are equal; provide targets that differ"
+    return LabelProblem("targets", text)
+
+
+def find_few_examples(number: int) -> LabelProblem | None:
+    """Returns a problem if there are fewer than :data:`MIN_EXAMPLES` examples.
+
+    Args:
+        number: Number of held-out examples.
+    """
+    if number >= MIN_EXAMPLES:
+        return None
+    return LabelProblem("examples", f"a calibration needs {MIN_EXAMPLES} held-out examples, got {number}")
+
+
+def warn_unusable(predictive: Any, targets: Tensor) -> bool:
+    """Warns if no calibrator can be fitted: too few examples, examples of one class, or equal targets.
 
     Args:
         predictive: Predictive distribution of the network for the held-out examples.
-        targets: Class labels or soft labels of the examples.
+        targets: Targets of the examples.
 
     Returns:
-        True if all examples are of one class, so that no calibrator can be fitted.
+        True if predictions must not be changed.
     """
-    one_class = find_one_class(targets)
-    if one_class is not None:
-        warn(f"{one_class.message}; predictions not changed", kind=one_class.kind)
-        return True
+    has_classes = isinstance(predictive, CategoricalPredictive)
+    problem = find_one_class(targets) if has_classes else find_equal_targets(targets)
+    problem = problem or find_few_examples(len(targets))
+    if problem is not None:
+        warn(f"{problem.message}; predictions not changed", kind=problem.kind)
+    return problem is not None
+
+
+def warn_contradiction(predictive: Any, targets: Tensor) -> None:
+    """Warns if labels contradict the predictions of a network.
+
+    Args:
+        predictive: Predictive distribution of the network for the held-out examples.
+        targets: Class labels or soft labels of the examples, or other targets, which are not checked.
+    """
+    if not isinstance(predictive, CategoricalPredictive):
+        return
     contradiction = find_contradiction(predictive, targets)
     if contradiction is not None:
         warn(contradiction.message, kind=contradiction.kind)
-    return False
 
 
 def hard_labels(targets: Tensor) -> Tensor:

@@ -20,12 +20,12 @@ from flowbnn.errors import FlowBNNError, describe_value, requirement_error
 from flowbnn.likelihoods import Bernoulli, Categorical, Likelihood, learns_noise
 from flowbnn.methods.calibrators.base import Calibrator
 from flowbnn.methods.calibrators.folds import split_folds
-from flowbnn.methods.calibrators.label_problems import warn_unfit_labels
+from flowbnn.methods.calibrators.label_problems import warn_contradiction, warn_unusable
 from flowbnn.methods.calibrators.lbfgs import minimize_batch
 from flowbnn.methods.data_summary import first_batch
 from flowbnn.methods.laplace.layer_selection import channels_last, trace_layers
 from flowbnn.networks import evaluation_mode
-from flowbnn.options import Ge, Positive, checked, options
+from flowbnn.options import Ge, Positive, check, checked, options
 from flowbnn.posterior.base import Posterior
 from flowbnn.posterior.weights import PointPosterior
 from flowbnn.regression import output_scale
@@ -46,9 +46,9 @@ class LastLayerRefit(Calibrator):
         center: Center of the penalty: the ``"trained"`` weights, ``"zero"``, or ``"auto"`` for the better one.
         folds: Number of folds of the cross-validation.
 
-    >>> inputs = torch.randn(60, 2, generator=torch.Generator().manual_seed(0))
-    >>> network = nn.Sequential(nn.Linear(2, 8), nn.ReLU(), nn.Linear(8, 3))
-    >>> LastLayerRefit().fit(network, (inputs, torch.arange(60) % 3), progress=False)
+    >>> inputs, network = torch.randn(60, 2), nn.Sequential(nn.Linear(2, 8), nn.ReLU(), nn.Linear(8, 3))
+    >>> labels = torch.multinomial(network(inputs).softmax(-1), 1)[:, 0]
+    >>> LastLayerRefit().fit(network, (inputs, labels), progress=False)
     PointPosterior(Sequential, Categorical(), 0 epochs)
     """
 
@@ -62,22 +62,25 @@ class LastLayerRefit(Calibrator):
     ) -> PointPosterior:
         """Returns the network with the refitted layer; see :meth:`Calibrator.calibrate`.
 
-        A warning is raised if the labels contradict the predictions. If all are of one class, the network is returned as it is.
+        A warning is raised if the labels contradict the predictions. If all targets are equal, or if there are fewer than 4, the
+        network is returned as it is.
         """
         problem = LastLayerProblem.read(posterior, held_out)
-        if isinstance(posterior.likelihood, Categorical | Bernoulli):
-            outputs = problem.network_outputs(problem.outputs(problem.weight[None])[0])
-            if warn_unfit_labels(posterior._predictive(outputs[None]), problem.targets):
-                return problem.posterior
+        outputs = problem.network_outputs(problem.outputs(problem.weight[None])[0])
+        predictive = posterior._predictive(outputs[None])
+        if warn_unusable(predictive, problem.targets):
+            return problem.posterior
+        warn_contradiction(predictive, problem.targets)
         return self.fit_problem(problem, seed)
 
     def fit_problem(self, problem: "LastLayerProblem", seed: int = 0) -> PointPosterior:
         """Returns the network with the layer that has the best setting in a cross-validation.
 
         Args:
-            problem: Features and targets.
+            problem: Features and targets, see :meth:`LastLayerProblem.read`.
             seed: Seed of the folds.
         """
+        check("problem", problem, LastLayerProblem, "fit_problem")
         groups = split_folds(problem.targets, self.folds, seed)
         scores = self.score_folds(problem, groups)
         best = min(range(len(scores.settings)), key=lambda index: float(scores.nll[index].mean()))

@@ -13,7 +13,7 @@ so that the more parameters a term has, the more it is shrunk towards temperatur
 If a posterior has several samples, each is mapped, and the likelihood of their mixture is maximized.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import field
 from typing import Any, ClassVar
 
@@ -27,9 +27,7 @@ from flowbnn.methods.calibrators.base import (
     CalibratedPosterior,
     OutputCalibrator,
     class_log_samples,
-    collect_outputs,
 )
-from flowbnn.methods.calibrators.label_problems import warn_unfit_labels
 from flowbnn.methods.calibrators.lbfgs import minimize_batch
 from flowbnn.methods.calibrators.log_temperature import fit_temperatures
 from flowbnn.metrics.checks import IGNORED, is_soft
@@ -43,23 +41,14 @@ class _Scaling(OutputCalibrator):
     """Base class for vector and matrix scaling."""
 
     matrix: ClassVar[bool]
+    checks_labels: ClassVar[bool] = True
 
     penalty: Positive = field(default=1.0, kw_only=True)
 
-    @checked
-    def calibrate(
-        self, posterior: Posterior, held_out: Iterable[Any], *, seed: int = 0, progress: bool = True
-    ) -> "ScaledPosterior":
-        """Returns the scaled posterior; see :meth:`Calibrator.calibrate`.
-
-        A warning is raised if the labels contradict the predictions. If all are of one class, predictions are not changed.
-        """
-        outputs, targets = collect_outputs(posterior, held_out, self.samples, seed, progress)
-        predictive = posterior._predictive(outputs)
-        if isinstance(predictive, CategoricalPredictive) and warn_unfit_labels(predictive, targets):
-            classes = predictive.log_probabilities.shape[-1]
-            return ScaledPosterior(posterior, 1.0, torch.eye(classes), torch.zeros(classes))
-        return self.calibrate_outputs(posterior, outputs, targets)
+    def unchanged(self, posterior: Posterior, outputs: Tensor) -> "ScaledPosterior":
+        """Returns a posterior with the same predictions; see :meth:`OutputCalibrator.unchanged`."""
+        classes = class_log_samples(posterior, outputs, type(self).__name__).shape[-1]
+        return ScaledPosterior(posterior, 1.0, torch.eye(classes), torch.zeros(classes))
 
     def calibrate_outputs(self, posterior: Posterior, outputs: Tensor, targets: Tensor) -> "ScaledPosterior":
         """Returns the scaled posterior; see :meth:`OutputCalibrator.calibrate_outputs`."""
@@ -113,8 +102,10 @@ class VectorScaling(_Scaling):
         samples: Number of samples of the predictions on the held-out data. None for the default of the posterior.
         penalty: Factor :math:`\lambda` of the penalty.
 
-    >>> inputs = torch.randn(60, 2, generator=torch.Generator().manual_seed(0))
-    >>> VectorScaling().fit(nn.Linear(2, 3), (inputs, torch.arange(60) % 3), progress=False).kind
+    >>> generator = torch.Generator().manual_seed(0)
+    >>> logits = torch.randn(60, 3, generator=generator)
+    >>> labels = torch.multinomial(logits.softmax(-1), 1, generator=generator)[:, 0]
+    >>> VectorScaling().fit(nn.Identity(), (logits, labels), progress=False).kind
     'scaled'
     """
 
@@ -134,8 +125,10 @@ class MatrixScaling(_Scaling):
         samples: Number of samples of the predictions on the held-out data. None for the default of the posterior.
         penalty: Factor :math:`\lambda` of the penalty.
 
-    >>> inputs = torch.randn(60, 2, generator=torch.Generator().manual_seed(0))
-    >>> MatrixScaling().fit(nn.Linear(2, 3), (inputs, torch.arange(60) % 3), progress=False).weight.shape
+    >>> generator = torch.Generator().manual_seed(0)
+    >>> logits = torch.randn(60, 3, generator=generator)
+    >>> labels = torch.multinomial(logits.softmax(-1), 1, generator=generator)[:, 0]
+    >>> MatrixScaling().fit(nn.Identity(), (logits, labels), progress=False).weight.shape
     torch.Size([3, 3])
     """
 

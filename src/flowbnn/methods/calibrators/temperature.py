@@ -58,6 +58,11 @@ class Temperature(OutputCalibrator):
         (fit,) = fit_temperatures(posterior, outputs, targets, prior_scale=self.prior_scale)
         return TemperedPosterior(posterior, check_temperature(fit, posterior, self.prior_scale is not None))
 
+    def unchanged(self, posterior: Posterior, outputs: Tensor) -> "TemperedPosterior":
+        """Returns a posterior with the same predictions; see :meth:`OutputCalibrator.unchanged`."""
+        apply_temperature(posterior._predictive(outputs), 1.0)  # refuses distributions without a temperature
+        return TemperedPosterior(posterior, 1.0)
+
 
 def check_temperature(fit: TemperatureFit, posterior: Posterior, has_prior: bool) -> float:
     """Returns the temperature to use, and warns if the likelihood alone does not determine it.
