@@ -23,6 +23,7 @@ from flowbnn.training.device import raise_malloc_trim_threshold
 from flowbnn.training.options import Clock
 
 __all__ = [
+    "CLOCKS",
     "MODELS",
     "TrainingStep",
     "input_shape",
@@ -50,6 +51,7 @@ def mlp(channels: int = 1) -> nn.Module:
     return nn.Sequential(OrderedDict(layers))
 
 
+CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 MODELS: dict[str, Callable[..., nn.Module]] = {"lenet": LeNet, "mlp": mlp, "vgg16": VGG16}
 # layers with flows in Xiong's report: convolutional and linear ones
 FLOWS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
@@ -160,7 +162,12 @@ class TrainingStep:
 
 
 def interleave(
-    steps: Mapping[str, Callable[[], Any]], rounds: int, device: str, each: int = 1, warm: int = 10
+    steps: Mapping[str, Callable[[], Any]],
+    rounds: int,
+    device: str,
+    each: int = 1,
+    warm: int = 10,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, list[float]]:
     """Measures variants in turns, so that other load of the machine affects all of them.
 
@@ -170,6 +177,7 @@ def interleave(
         device: ``"cpu"`` or ``"cuda"``.
         each: Number of calls in a round.
         warm: Number of rounds that are not counted.
+        clock: Clock to read, ``time.process_time`` for the CPU time of all threads.
 
     Returns:
         Seconds per call of each variant in every round.
@@ -179,13 +187,13 @@ def interleave(
         for name, step in steps.items():
             if device == "cuda":
                 torch.cuda.synchronize()
-            start = time.perf_counter()
+            start = clock()
             for _ in range(each):
                 step()
             if device == "cuda":
                 torch.cuda.synchronize()
             if index >= warm:
-                times[name].append((time.perf_counter() - start) / each)
+                times[name].append((clock() - start) / each)
     return times
 
 

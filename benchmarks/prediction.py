@@ -2,6 +2,7 @@
 
     python benchmarks/prediction.py [--model lenet|vgg16] [--batch 128] [--samples 128] [--rounds 10] [--threads 2] [--device cpu]
                                     [--precision bf16-mixed] [--compile] [--channels 3] [--only channel] [--out results]
+    python benchmarks/prediction.py --batch 1 --samples 32 --plain-rows 32 --rounds 200 --threads 1 --clock cpu --only channel
 
 The network without noise is compiled and in half precision if the options say so. It is measured with 128 to 16,384 rows in a pass (up
 to 2,048 on a CPU), and the fastest of these is the reference. ``images/s`` counts images with all their samples. ``speed`` is the
@@ -10,6 +11,10 @@ time of a prediction includes everything from the inputs to the mean probabiliti
 
 ``hand-written`` is a rival in a dozen lines of torch: every convolution and linear layer multiplies its inputs by Gaussian noise, and
 all samples are rows of one batch.
+
+With ``--plain-rows`` the reference is one pass of the network without noise, uncompiled, over this number of rows. The
+second command measures a request to a server this way: one image with 32 samples beside 32 rows. ``--compile`` compiles the noisy
+networks only then.
 """
 
 import argparse
@@ -20,7 +25,16 @@ from functools import partial
 from typing import Any
 
 import torch
-from common import MODELS, input_shape, interleave, parse_arguments, positive_int, rules, write_results
+from common import (
+    CLOCKS,
+    MODELS,
+    input_shape,
+    interleave,
+    parse_arguments,
+    positive_int,
+    rules,
+    write_results,
+)
 from torch import Tensor, nn
 
 import flowbnn as fb
@@ -31,6 +45,8 @@ EXTRA = {
     "compile": {"action": "store_true"},
     "channels": {"type": int, "help": "channels of the images: 1 (28x28, the default of LeNet) or 3 (32x32)"},
     "only": {"default": "", "help": "variants whose name contains this word"},
+    "plain-rows": {"type": positive_int, "help": "rows of the reference; the default is the fastest number"},
+    "clock": {"choices": sorted(CLOCKS), "default": "wall"},
 }
 ROWS = {"cpu": (128, 256, 512, 1024, 2048), "cuda": (128, 256, 512, 1024, 2048, 4096, 8192, 16384)}
 HAND_WRITTEN_ROWS = {"cpu": 512, "cuda": 16384}  # rows in a pass of the hand-written rival
@@ -83,10 +99,10 @@ def plain_runs(
     """Yields numbers of rows, and a function that runs the network without noise over as many."""
     dtype = torch.bfloat16 if options.precision == "bf16-mixed" else torch.float32
     network = deepcopy(network).to(dtype)
-    if options.compile:
+    if options.compile and not options.plain_rows:
         mode = "reduce-overhead" if options.device == "cuda" else "default"
         network = torch.compile(network, mode=mode, dynamic=False)
-    for rows in ROWS[options.device]:
+    for rows in (options.plain_rows,) if options.plain_rows else ROWS[options.device]:
         inputs = torch.randn(rows, *shape, device=options.device, dtype=dtype)
         yield rows, torch.no_grad()(partial(network, channels_last(inputs, options.device)))
 
@@ -118,7 +134,8 @@ def prediction_runs(
 
 def main() -> None:
     options = parse_arguments(__doc__, **EXTRA)
-    rounds, device, samples = min(options.rounds, 10), options.device, options.samples
+    rounds = options.rounds if options.plain_rows else min(options.rounds, 10)
+    device, samples, clock = options.device, options.samples, CLOCKS[options.clock]
     torch.manual_seed(0)
     torch._dynamo.config.recompile_limit = 64
     channels = options.channels or (1 if options.model == "lenet" else 3)
@@ -134,7 +151,7 @@ def main() -> None:
     rates: dict[int, float] = {}
     plain = dict(plain_runs(network, options, shape))
     for rows, run in plain.items():
-        seconds = interleave({"plain": run}, 10, device, each=4, warm=3)["plain"]
+        seconds = interleave({"plain": run}, 10, device, 4, warm=3, clock=clock)["plain"]
         rates[rows] = rows / statistics.median(seconds)
         print(f"  plain, {rows:6} rows in a pass: {rates[rows]:12,.0f} images/s", flush=True)
     best = max(rates, key=rates.__getitem__)
@@ -142,8 +159,10 @@ def main() -> None:
     runs = {name: run for name, run in prediction_runs(network, images, options) if options.only in name}
     if not runs:
         raise SystemExit(f"no variant contains '{options.only}'; variants are named like 'flow, channel'")
-    times = interleave({"plain": plain[best], **runs}, rounds, device, warm=1)
-    rate = max(rates[best], best / statistics.median(times.pop("plain")))
+    times = interleave({"plain": plain[best], **runs}, rounds, device, warm=3, clock=clock)
+    rate = best / statistics.median(times.pop("plain"))
+    if not options.plain_rows:
+        rate = max(rates[best], rate)
     print(
         f"{options.model} {'x'.join(map(str, shape))}, batch {options.batch}, {samples} samples, {device}, {options.precision}"
         f"{', compiled' if options.compile else ''}, {options.threads} threads, median of {rounds} rounds\n"

@@ -266,8 +266,9 @@ class Noise(nn.Module, ABC):
                 )
             if positions not in factors:
                 vectors = self._vectors(context, positions, 1 if axis is None else x.shape[axis], x.device)
-                if positions or axis != 0:  # the examples and the features move to their axes
+                if axis != 0:
                     vectors = vectors[0] if axis is None else vectors.movedim(0, axis)
+                if positions and layout.feature_axis != -1:
                     vectors = vectors.movedim(-1, layout.feature_axis)
                 factors[positions] = vectors.to(x.dtype)
             factor = factors[positions]
@@ -306,13 +307,13 @@ class Noise(nn.Module, ABC):
 
     def _scale_output(self, module: nn.Module, output: Tensor, factor: Tensor) -> Tensor:
         """Returns the output of the layer for a multiplied input, computed from its output for the plain input."""
-        if self.layout.fan_out > 1:
+        if self.layout.fan_out > 1 and self.layout.dim > 1:  # one number serves all outputs
             factor = factor.repeat_interleave(self.layout.fan_out, self.layout.feature_axis)
         bias: Any = getattr(module, "bias", None)
         if bias is None:
             return output * factor
         bias = bias.to(output.dtype).view(-1, *(1,) * (-1 - self.layout.feature_axis))
-        return output * factor + bias * (1.0 - factor)  # twice as fast as a broadcast addcmul on a CPU
+        return (output * factor).add_(bias * (1.0 - factor))  # twice as fast as a broadcast addcmul on a CPU
 
     def pass_through_hook(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Any:
         """Multiplies the output of a layer in which every output reads one input, as a forward hook."""

@@ -239,6 +239,7 @@ class SharedDraws:
         modes: Modes by layer key, which have the seeds and the number of samples.
         device: Device of the draws.
         make_generator: Function from a seed to a generator. By default, one generator is reseeded.
+        cache: Dictionary that keeps the normal numbers of the last seed, or None.
 
     Attributes:
         vectors: Draws ``[samples, dim]`` of layers of site ``channel``, by layer key.
@@ -251,6 +252,7 @@ class SharedDraws:
         modes: Mapping[int, NoiseMode],
         device: torch.device,
         make_generator: SeededGenerator | None = None,
+        cache: dict[Any, Any] | None = None,
     ) -> None:
         self.layers, self.modes, self.device = dict[int, Noise](), modes, device
         self.make_generator = make_generator or torch.Generator(device).manual_seed
@@ -267,7 +269,8 @@ class SharedDraws:
         with torch.no_grad():
             if len(group) > 1 and Gaussians.are_compatible(group, [None] * len(group)):
                 gaussians = Gaussians(group)
-                normal = self._normal_numbers(gaussians)
+                self.order += gaussians.layers
+                normal = self._normal_numbers(gaussians, {} if cache is None else cache)
                 with without_autocast(group):
                     draws, _ = gaussians.sample(normal, len(normal))
                 self.vectors.update(zip(gaussians.keys, draws, strict=True))
@@ -278,19 +281,24 @@ class SharedDraws:
         for key, vectors in self.vectors.items():  # compiled functions are specialized to strides
             self.vectors[key] = vectors.contiguous()
 
-    def _normal_numbers(self, gaussians: Gaussians) -> Tensor:
+    def _normal_numbers(self, gaussians: Gaussians, cache: dict[Any, Any]) -> Tensor:
         """Returns the normal numbers ``[samples, numbers]`` of concatenated layers, each layer from its own seeds."""
-        mean, normals = gaussians.mean, []
-        self.order += gaussians.layers
-        for layer in gaussians.layers:
-            mode = self.modes[layer.key]
-            shape, blocks = torch.Size((BLOCK, layer.layout.dim)), []
+        modes = [self.modes[key] for key in gaussians.keys]
+        dtype, device = gaussians.mean.dtype, gaussians.mean.device
+        # everything that the numbers depend on
+        signature = (modes, gaussians.sizes, dtype, device)
+        if "normal numbers" in cache and cache["normal numbers"][0] == signature:
+            return cache["normal numbers"][1]
+        normals = []
+        for size, mode in zip(gaussians.sizes, modes, strict=True):
+            shape, blocks = torch.Size((BLOCK, size)), []
             for block_seed in block_seeds(mode.samples, mode.seed):
-                blocks.append(
-                    standard_normal(shape, mean.dtype, mean.device, self.make_generator(block_seed))
-                )
+                blocks.append(standard_normal(shape, dtype, device, self.make_generator(block_seed)))
             normals.append(torch.cat(blocks)[: mode.samples])
-        return torch.cat(normals, -1)
+        normal = torch.cat(normals, -1)
+        if normal.numel() <= 2**22:  # 16 MB
+            cache["normal numbers"] = signature, normal
+        return normal
 
     def _draw_alone(self, layer: Noise) -> None:
         """Draws one layer, or the joint vector of several layers for all of them."""

@@ -23,8 +23,8 @@ from flowbnn.posterior.trace import ForwardTrace
 from flowbnn.posterior.vmap_rules import VmapRules
 from flowbnn.training.device import quiet_compiler, unlimited_recompiles
 
-# floating-point operations of a pass that keep a large GPU busy (8,192 images of VGG16); a CPU is busy with one sample
-FULL_PASS_FLOPS = {"cpu": 0.0, "cuda": 5.5e12}
+# floating-point operations of a pass that keep the device busy: 8,192 images of VGG16 on a large GPU, 600 of LeNet on a CPU
+FULL_PASS_FLOPS = {"cpu": 5e8, "cuda": 5.5e12}
 
 
 def compile_errors() -> tuple[type[Exception], ...]:
@@ -177,7 +177,7 @@ class CompiledSampler:
         function = compile_once(self.prediction, forward_samples, graphs, fullgraph=True)
         for size, inputs in chunks:
             run = function if rows(inputs) == self.prediction.compiled_rows else forward_samples
-            outputs = run(model, self.keys, self.trace.image_layers, draws, inputs)
+            outputs = run(model, self.keys, self.trace.vmap_rules, draws, inputs)
             check_rows(outputs[0], rows(inputs))
             dtype = torch.promote_types(outputs.dtype, torch.float32)
             # a copy, because the next replay of a CUDA graph overwrites its outputs

@@ -227,7 +227,7 @@ class NoiseSampler:
             if device.type == "cuda":
                 self.shared_draws = recorded_draws(layers, self.modes, device, prediction.cache)
             else:
-                self.shared_draws = SharedDraws(layers, self.modes, device)
+                self.shared_draws = SharedDraws(layers, self.modes, device, cache=prediction.cache.values)
         else:
             self.modes = make_noise_modes(self.layers, "sample", 1, None, self.generator)
 
@@ -304,7 +304,7 @@ class NoiseSampler:
         prediction, first_sample, results = self.prediction, samples.start, list[Tensor]()
         keys = tuple([(key, number) for key, number, _ in trace.noise_shapes])
         total, divisible = rows(inputs), has_row_axis(inputs)
-        forward_function = forward_sample_by_rules if trace.image_layers else forward_sample
+        forward_function = forward_sample_by_rules if trace.vmap_rules else forward_sample
         while first_sample < samples.stop:
             limit = prediction.row_limit
             size, count = self.chunk_sizes(total, samples.stop - first_sample, trace, divisible)

@@ -26,7 +26,7 @@ from flowbnn.networks import evaluation_mode, watch_modules
 from flowbnn.noise import Noise, noise_layers
 from flowbnn.noise.base import make_noise_modes
 from flowbnn.noise.contexts import NoiseContext, Shape
-from flowbnn.posterior.vmap_rules import has_image_layers
+from flowbnn.posterior.vmap_rules import RuleFinder
 
 Dependence = Literal["none", "rows", "random"]  # result of find_dependence
 Result = TypeVar("Result")
@@ -54,7 +54,7 @@ class ForwardTrace:
         flops_per_row: Floating-point operations of one row in matrix products and convolutions, or 0 if unknown.
         prefix_share: Share of these operations before the first noise.
         noise_shapes: Layer key, number of earlier calls, and positions of each draw, in the order of the pass.
-        image_layers: True if the network has layers for which vmap needs :class:`~flowbnn.posterior.vmap_rules.VmapRules`.
+        vmap_rules: True if vmap needs :class:`~flowbnn.posterior.vmap_rules.VmapRules`.
         dependence: Result of :func:`find_dependence` on these rows.
         vmap_works: True once vmap has run on such inputs.
         vmap_error: Message of the error that vmap raised, or empty.
@@ -68,7 +68,7 @@ class ForwardTrace:
     flops_per_row: float = 0.0
     prefix_share: float = 0.0
     noise_shapes: list[tuple[int, int, Shape]] = field(default_factory=list)
-    image_layers: bool = False
+    vmap_rules: bool = False
     dependence: Dependence = "none"
     vmap_works: bool = False
     vmap_error: str = ""
@@ -124,7 +124,7 @@ def trace_forward(model: nn.Module, inputs: Any) -> ForwardTrace:
     >>> trace.bytes_per_row, trace.flops_per_row
     (64, 64.0)
     """
-    trace, counter = ForwardTrace(max(1, rows(inputs)), image_layers=has_image_layers(model)), FlopCounter()
+    trace, counter = ForwardTrace(max(1, rows(inputs))), FlopCounter()
     probe_draws, noise_before = ProbeDraws(counter), list[bool]()
 
     def begin(name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -140,11 +140,12 @@ def trace_forward(model: nn.Module, inputs: Any) -> ForwardTrace:
     context: AbstractContextManager[Any] = nullcontext()
     if noise_layers(model):
         context = NoiseContext(make_noise_modes(model, "shared", 1, 0), probe_draws, sharded=False)
-    modules = dict(model.named_modules())
-    with watch_modules(modules, begin, end), evaluation_mode(model), context, counter:
+    modules, rules = dict(model.named_modules()), RuleFinder()
+    with watch_modules(modules, begin, end), evaluation_mode(model), context, counter, rules:
         outputs = try_call(partial(call, model, inputs))
     if isinstance(outputs, Exception):  # the prediction itself reports it
         return trace
+    trace.vmap_rules = rules.found
     trace.output_bytes_per_row = _size((outputs,)) // trace.rows
     trace.flops_per_row, trace.noise_shapes = counter.total / trace.rows, probe_draws.shapes
     trace.prefix_share = probe_draws.prefix_flops / counter.total if counter.total else 0.0

@@ -9,23 +9,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
-from torch.nn.modules.batchnorm import _NormBase
-from torch.nn.modules.conv import _ConvNd
-from torch.nn.modules.pooling import _AdaptiveAvgPoolNd
 from torch.overrides import TorchFunctionMode
 
 Samples = int | None  # axis of the samples, or None if they share a value
-
-
-def has_image_layers(model: nn.Module) -> bool:
-    """Returns True if the network has layers that :class:`VmapRules` serves.
-
-    >>> has_image_layers(nn.Sequential(nn.Conv2d(3, 8, 3))), has_image_layers(nn.Linear(3, 8))
-    (True, False)
-    """
-    return any(isinstance(module, _NormBase | _ConvNd | _AdaptiveAvgPoolNd) for module in model.modules())
 
 
 class VmapRules(TorchFunctionMode):
@@ -44,6 +32,37 @@ class VmapRules(TorchFunctionMode):
     ) -> Any:
         rule = RULES.get(func)
         return func(*args, **(kwargs or {})) if rule is None else rule(func, *args, **(kwargs or {}))
+
+
+class RuleFinder(TorchFunctionMode):
+    """Context manager that finds out whether :class:`VmapRules` change an operation of a forward pass.
+
+    Other networks run without rules. Torch passes every operation and every attribute of a tensor to them, which takes a tenth of a
+    small pass.
+
+    >>> with RuleFinder() as finder:
+    ...     outputs = nn.Conv2d(3, 8, 3)(torch.zeros(1, 3, 4, 4))
+    ...     before = finder.found
+    ...     outputs = nn.AdaptiveAvgPool2d(1)(outputs)
+    >>> before, finder.found
+    (False, True)
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found = False
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        rule = None if self.found else RULES.get(func)
+        if rule is adaptive_average_pool:
+            self.found = is_single(args[1] if len(args) > 1 else (kwargs or {}).get("output_size"))
+        elif rule is convolution:
+            self.found = args[0].is_cuda if args else True
+        elif rule is not None:
+            self.found = True
+        return func(*args, **(kwargs or {}))
 
 
 def batch_norm(
@@ -106,10 +125,15 @@ def convolution(
     return func(input, weight, bias, *args, **kwargs)
 
 
+def is_single(output_size: Any) -> bool:
+    """Returns True if the output of a pool has one position."""
+    return output_size == 1 or (isinstance(output_size, tuple | list) and all(n == 1 for n in output_size))
+
+
 def adaptive_average_pool(func: Callable[..., Tensor], input: Tensor, output_size: Any) -> Tensor:
     """Takes the mean over all positions if the output has one position."""
     axes = {F.adaptive_avg_pool1d: (-1,), F.adaptive_avg_pool2d: (-2, -1)}[func]
-    if output_size in (1, (1,) * len(axes), [1] * len(axes)):
+    if is_single(output_size):
         return input.mean(axes, keepdim=True)
     return func(input, output_size)
 

@@ -134,6 +134,8 @@ class Predictive(ABC):
 
     def _log_mean_exp(self, values: Tensor) -> Tensor:
         """Returns the logarithm of the mean of exponentials over samples."""
+        if self._sample_counts is None:
+            return values.logsumexp(0) - math.log(self.num_samples)
         return self._fill_missing(values, -math.inf).logsumexp(0) - self._counts_like(values).log()
 
     def __len__(self) -> int:
