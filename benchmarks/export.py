@@ -4,7 +4,7 @@
 
 The exported file predicts ``--batch`` inputs with all samples. The network without noise, exported by torch, gets as many rows as the
 file computes, ``batch * samples``. Both run in turn, so that other load of the machine affects both. ``ratio`` is the time of the
-posterior divided by the time of the network: of the fastest rounds, and the median over rounds.
+posterior divided by the time of the network: the median over rounds, and of the best of all blocks of 100 rounds, by their medians.
 """
 
 import logging
@@ -22,6 +22,8 @@ from common import MODELS, input_shape, make_parser, parse_with, rules, write_re
 
 import flowbnn as fb
 from flowbnn.posterior import NoisePosterior
+
+BLOCK = 100  # rounds
 
 
 def open_session(path: Path, threads: int, inputs: torch.Tensor) -> Callable[[], Any]:
@@ -83,12 +85,16 @@ def main() -> None:
         f"{options.model}, {options.batch} x {options.samples} rows, {options.threads} threads, {options.rounds} rounds"
     )
     for name, values in times.items():
-        fastest, median = 1e6 * min(values), 1e6 * statistics.median(values)
-        rows.append({"variant": name, "min_us": fastest, "median_us": median, "bytes": sizes[name]})
-        print(f"  {name:10} min {fastest:9.1f} us   median {median:9.1f} us   {sizes[name]:,} bytes")
+        blocks = [values[start : start + BLOCK] for start in range(0, len(values), BLOCK)]
+        best, median = 1e6 * min(map(statistics.median, blocks)), 1e6 * statistics.median(values)
+        rows.append({"variant": name, "best_us": best, "median_us": median, "bytes": sizes[name]})
+        print(f"  {name:10} best {best:9.1f} us   median {median:9.1f} us   {sizes[name]:,} bytes")
     ratios = [a / b for a, b in zip(times["posterior"], times["plain"], strict=True)]
-    rows[0] |= {"ratio_min": rows[0]["min_us"] / rows[1]["min_us"], "ratio_median": statistics.median(ratios)}
-    print(f"  ratio      min {rows[0]['ratio_min']:.3f}   median {rows[0]['ratio_median']:.3f}")
+    rows[0] |= {
+        "ratio_best": rows[0]["best_us"] / rows[1]["best_us"],
+        "ratio_median": statistics.median(ratios),
+    }
+    print(f"  ratio      best {rows[0]['ratio_best']:.3f}   median {rows[0]['ratio_median']:.3f}")
     write_results(options, f"export-{options.model}", rows)
 
 
