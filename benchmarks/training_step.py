@@ -1,8 +1,9 @@
 """Measures the time of a training step with noise, as a ratio to the network without noise in the same run.
 
-    python benchmarks/training_step.py [--model lenet] [--batch 128] [--rounds 60] [--threads 2] [--out results]
+    python benchmarks/training_step.py [--model lenet] [--batch 128] [--rounds 60] [--threads 2] [--clock wall] [--out results]
     python benchmarks/training_step.py --model vgg16 --device cuda --precision bf16-mixed --acceleration compile
     python benchmarks/training_step.py --each     # one kind of noise on every layer, site channel
+    python benchmarks/training_step.py --threads 1 --clock cpu   # CPU time, on a machine with other load
 
 A step uses one batch and fused Adam: forward, loss (with the KL divergence), backward, update. The variants take turns within every
 round, so that other load of the machine affects all of them. The ratio is the median over rounds. On a GPU all variants, also the
@@ -11,7 +12,15 @@ network without noise, are compiled or recorded according to ``--acceleration``.
 
 from typing import Any
 
-from common import TrainingStep, interleave, parse_arguments, print_ratios, select_variants, write_results
+from common import (
+    CLOCKS,
+    TrainingStep,
+    interleave,
+    parse_arguments,
+    print_ratios,
+    select_variants,
+    write_results,
+)
 
 from flowbnn import noise
 
@@ -45,6 +54,7 @@ def main() -> None:
         acceleration={"default": "graph", "choices": ("off", "graph", "compile")},
         only={"default": "", "help": "words of variant names to measure, separated by commas"},
         each={"action": "store_true", "help": "one kind of noise on every layer"},
+        clock={"choices": sorted(CLOCKS), "default": "wall", "help": "cpu: CPU time, for busy machines"},
     )
     variants = VARIANTS
     if options.each:
@@ -58,7 +68,7 @@ def main() -> None:
         for name in select_variants(options.only, variants)
     }
     each = 20 if options.device == "cuda" else 1
-    times = interleave(steps, options.rounds, options.device, each)
+    times = interleave(steps, options.rounds, options.device, each, clock=CLOCKS[options.clock])
     mode = (
         f"{options.precision}, {options.acceleration}"
         if options.device == "cuda"
