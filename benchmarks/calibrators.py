@@ -7,7 +7,11 @@
 A network is trained once for each seed. Each calibrator is then fitted to 100, 300, 1,000 and 5,000 other examples, and tested on the
 same test data. The full plan has LeNet on 1,000 images of Fashion-MNIST, VGG16 and ResNet18 on 45,000 images of CIFAR-10, and MLPs on
 1,000 rows of two UCI tables, whose targets are divided into five classes of equal size. The small networks of ``--quick`` are included.
-Results are written after every network, and a run with the same ``--out`` continues where another has stopped.
+``--only vgg16-cifar10-small`` adds VGG16 on the 10,000 images of ``test_batch.bin`` of CIFAR-10, of which 5,000 are for training, 2,000
+held out and 3,000 for the test.
+
+Results are written after every cell (network, number of examples, seed), and a run with the same ``--out`` continues where another has
+stopped. ``--only``, ``--sizes``, ``--first`` and ``--seeds`` select cells. The epochs of every training are stored in ``training``.
 
 The summary compares ``calibrate`` with the best rival of each cell (that with the lowest mean NLL over seeds), paired by seed, with
 Student's 95 % interval.
@@ -15,17 +19,19 @@ Student's 95 % interval.
 
 import json
 import multiprocessing
+import os
 import time
 import warnings
-from collections.abc import Callable
-from contextlib import ExitStack
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
+from queue import Empty
 from statistics import fmean
 from typing import Any, NamedTuple
 
 import torch
-from common import make_parser
+from common import make_parser, positive_int
 from torch import Tensor, nn
 
 import flowbnn as fb
@@ -38,6 +44,7 @@ from flowbnn_studies.data.tables import load_uci, standardize
 from flowbnn_studies.runner.findings import paired_difference
 
 Pair = tuple[Tensor, Tensor]
+cells: Any = None  # queue of a process of the pool
 RIVALS = ("plain", "temperature", "svs", "sms", "refit")
 
 
@@ -117,6 +124,12 @@ def load_cifar10(seed: int) -> tuple[Pair, Pair, Pair]:
     return parts[0], parts[1], parts[2]
 
 
+def load_cifar10_small(seed: int) -> tuple[Pair, Pair, Pair]:
+    """Returns 5,000 training images, 2,000 held-out images and 3,000 test images, all from the test batch of CIFAR-10."""
+    images = load_images("cifar10", "test")
+    return split(images.normalized(), images.labels, (5000, 2000), seed)
+
+
 def load_uci_classes(name: str) -> Callable[[int], tuple[Pair, Pair, Pair]]:
     """Returns a function that loads a UCI table, with the targets in five classes of equal size."""
 
@@ -141,6 +154,11 @@ IMAGES_AND_TABLES = {
     ),
     "mlp-protein": Problem(load_uci_classes("protein"), lambda: MLP(9, (50, 50), 5)),
     "mlp-kin8nm": Problem(load_uci_classes("kin8nm"), lambda: MLP(8, (50, 50), 5)),
+}
+ON_REQUEST = {
+    "vgg16-cifar10-small": Problem(
+        load_cifar10_small, lambda: VGG16(3), (100, 300, 1000), epochs=60, lr=0.05, batch=128, augment=True
+    ),
 }
 PROBLEMS = QUICK | IMAGES_AND_TABLES
 
@@ -193,6 +211,7 @@ class Job(NamedTuple):
         threads: Number of threads.
         finished: Cells with results, which are left out.
         sizes: Numbers of held-out examples; empty for all of the plan.
+        epochs: Number of epochs of the training; None for that of the plan.
     """
 
     name: str
@@ -201,21 +220,29 @@ class Job(NamedTuple):
     threads: int
     finished: frozenset[str]
     sizes: tuple[int, ...]
+    epochs: int | None
 
 
-def run_job(job: Job) -> dict[str, Any]:
-    """Trains one network, and returns the scores of all calibrators by cell."""
+Cell = tuple[
+    str, dict[str, Any], dict[str, Any]
+]  # name, scores of all calibrators, and settings of the training
+
+
+def run_job(job: Job) -> Iterator[Cell]:
+    """Trains one network, and yields the scores of all calibrators after every cell."""
     torch.set_num_threads(job.threads)
     warnings.simplefilter("ignore")
-    problem, seed, device = PROBLEMS[job.name], job.seed, job.device
+    problem, seed, device = (PROBLEMS | ON_REQUEST)[job.name], job.seed, job.device
+    problem = replace(problem, epochs=job.epochs or problem.epochs)
     planned = [size for size in problem.sizes if not job.sizes or size in job.sizes]
     sizes = [size for size in planned if f"{job.name}/{size}/{seed}" not in job.finished]
     if not sizes:
-        return {}
+        return
     training, held_out, test = problem.load(seed)
+    start = time.perf_counter()
     plain = train(problem, training, seed, device)
+    settings = {"epochs": problem.epochs, "seconds": time.perf_counter() - start}
     test = (test[0].to(device), test[1].to(device))
-    rows: dict[str, Any] = {}
     for size in sizes:
         examples = held_out[0][:size].to(device), held_out[1][:size].to(device)
         scores: dict[str, Any] = {}
@@ -229,8 +256,35 @@ def run_job(job: Job) -> dict[str, Any]:
             if key == "calibrate":
                 assert posterior.calibration is not None
                 scores[key] |= {"choice": posterior.calibration.choice}
-        rows[f"{job.name}/{size}/{seed}"] = scores
-    return rows
+        yield f"{job.name}/{size}/{seed}", scores, settings
+
+
+def set_queue(queue: Any) -> None:
+    """Sets the queue to which a process of the pool sends its cells."""
+    global cells
+    cells = queue
+
+
+def send_job(job: Job) -> None:
+    """Runs a job in a process of the pool."""
+    for cell in run_job(job):
+        cells.put(cell)
+
+
+def run_jobs(jobs: list[Job], processes: int) -> Iterator[Cell]:
+    """Yields the cells of all jobs as they finish."""
+    if processes == 1:
+        for job in jobs:
+            yield from run_job(job)
+        return
+    context = multiprocessing.get_context("spawn")
+    queue = context.Queue()
+    with context.Pool(processes, set_queue, (queue,), maxtasksperchild=1) as pool:
+        result = pool.map_async(send_job, jobs, chunksize=1)
+        while not (result.ready() and queue.empty()):
+            with suppress(Empty):
+                yield queue.get(timeout=1.0)
+        result.get()  # raises the error of a job
 
 
 def summarize(rows: dict[str, Any]) -> list[dict[str, Any]]:
@@ -281,39 +335,49 @@ def main() -> None:
     parser.add_argument(
         "--sizes", type=int, nargs="+", help="numbers of held-out examples, out of those of the plan"
     )
+    parser.add_argument(
+        "--epochs", type=positive_int, help="epochs of the training, instead of those of the plan"
+    )
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--only", default="", help="words in the names of problems, with commas between them")
     parser.add_argument("--out", type=Path, default=None, help="folder of calibrators.json")
     arguments = parser.parse_args()
     path = None if arguments.out is None else arguments.out / "calibrators.json"
-    rows: dict[str, Any] = {}
+    document: dict[str, Any] = {"torch": torch.__version__, "device": arguments.device, "rows": {}}
     if path is not None and path.is_file():
-        rows = json.loads(path.read_text())["rows"]
+        document |= json.loads(path.read_text())
+    rows = document["rows"]
 
     def save(table: Any = None) -> None:
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
-            document = {"torch": torch.__version__, "device": arguments.device, "rows": rows, "table": table}
-            path.write_text(json.dumps(document, indent=1))
+            part = path.with_suffix(".part")
+            part.write_text(json.dumps(document | {"table": table}, indent=1))
+            os.replace(part, path)  # a killed run leaves the old file or the new one
 
     words = [word.strip() for word in arguments.only.split(",")]
     names = [name for name in (QUICK if arguments.quick else PROBLEMS) if any(word in name for word in words)]
+    names += [name for name in ON_REQUEST if name in words]
     finished, threads = frozenset(rows), 1 if arguments.jobs > 1 else arguments.threads
     jobs = [
-        Job(name, seed, arguments.device, threads, finished, tuple(arguments.sizes or ()))
+        Job(
+            name,
+            seed,
+            arguments.device,
+            threads,
+            finished,
+            tuple(arguments.sizes or ()),
+            arguments.epochs,
+        )
         for seed in range(arguments.first, arguments.first + arguments.seeds)
         for name in names
     ]
-    with ExitStack() as stack:
-        results = map(run_job, jobs)
-        if arguments.jobs > 1:
-            pool = stack.enter_context(
-                multiprocessing.get_context("spawn").Pool(arguments.jobs, maxtasksperchild=1)
-            )
-            results = pool.imap_unordered(run_job, jobs)
-        for result in results:
-            rows |= result
-            save()
+    for cell, scores, settings in run_jobs(jobs, arguments.jobs):
+        rows[cell] = scores
+        document.setdefault("training", {})[cell] = settings
+        save()
+    if not rows:
+        raise SystemExit("no cell selected; see --only and --sizes")
     save(summarize(rows))
 
 

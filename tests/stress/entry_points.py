@@ -206,8 +206,8 @@ INTERNAL = """
     recipe_from_dict refit ReliabilityBin restore RiskCoverage rules run_on_main sample_codes schedule score_folds
     set_loc_and_scale set_row_shard set_rows_interact set_statistics settings settled setup shared_draws side side_length split
     standard standard_log_prob start state step step_schedule stream summarize SummaryCollector temperature.posterior.transform tensors
-    terms test_sizes to_dict track train training_loss Transform transform transforms Univariate vector-scaling.posterior.transform
-    velocity VGG16 weight_scale WeightPosterior weights with_fallback wrappable
+    terms test_sizes to_dict track train training_loss Transform transform transforms unchanged Univariate
+    vector-scaling.posterior.transform velocity VGG16 weight_scale WeightPosterior weights with_fallback wrappable
 """.split()  # noqa: SIM905
 SKIPPED_ARGUMENTS = {
     "devices",
