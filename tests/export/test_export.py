@@ -15,6 +15,7 @@ from flowbnn.export.export import uncertainties
 from flowbnn.likelihoods import Bernoulli, Categorical, Gaussian
 from flowbnn.methods.calibrators.scaling import ScaledPosterior
 from flowbnn.methods.calibrators.temperature import TemperedPosterior
+from flowbnn.numerics import is_concrete
 from flowbnn.posterior import MemberPosterior, MixturePosterior, NoisePosterior, PointPosterior
 from slow_cases import mark_slow
 
@@ -458,6 +459,28 @@ def test_distances_are_exported_for_any_batch_size(tmp_path):
     assert not any("cdist" in name for name in operations)  # which ONNX lacks
     outputs = torch.export.load(file.path).module()(x)
     torch.testing.assert_close(outputs["probabilities"], posterior.predict(x).probabilities)
+
+
+class Solves(nn.Module):
+    """Checks its inputs if Python can read them, and solves systems with two matrices."""
+
+    def __init__(self):
+        super().__init__()
+        self.matrices = nn.Parameter(torch.eye(4) + 0.3 * torch.randn(2, 4, 4))
+
+    def forward(self, x):
+        if is_concrete(x):
+            assert bool(x.isfinite().all())
+        for matrix in self.matrices.tril():
+            x = torch.linalg.solve_triangular(matrix, x, upper=False, left=False)
+        return x
+
+
+def test_constants_are_matched_if_a_trace_leaves_out_checks(tmp_path):
+    torch.manual_seed(0)
+    posterior = PointPosterior(nn.Sequential(Solves(), nn.Linear(4, 3)), Categorical())
+    file = fb.export(posterior, tmp_path / "model.onnx", vectors(5, 4), samples=1)
+    assert_predicts(file, posterior, vectors(7, 4))
 
 
 @pytest.mark.parametrize("kind", ["matrix_exp", "cayley", "householder"])

@@ -1,5 +1,7 @@
 """Values that a trace stores as constants, and functions that would fix the batch size of a trace."""
 
+import sys
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -20,6 +22,8 @@ class ConstantValues(TorchFunctionMode):
     parametrization, is a constant, because ONNX has no factorizations and no triangular solves. A triangular system with equal matrices
     becomes a product with the inverse. A condition ``if tensor:`` is a constant if the tensor was computed without the inputs, as a
     comparison of two attention masks is.
+
+    Results are matched by the line of code that calls the function, because a trace leaves out the checks of values.
     """
 
     FACTORIZATIONS = (
@@ -53,9 +57,9 @@ class ConstantValues(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.passes: list[list[Any]] = []
-        self.constants: list[Any] | None = None
-        self.position = 0
+        self.passes: list[dict[Any, list[Any]]] = []  # results of each line of code, in each pass
+        self.constants: dict[Any, list[Any]] | None = None
+        self.positions: Counter[Any] = Counter()
         self.has_conditions = False
         self.dependent = dict[Any, Any]()  # storages that hold values computed from the inputs
         self.has_escaped = False  # True if Python holds such a value
@@ -66,18 +70,22 @@ class ConstantValues(TorchFunctionMode):
         Args:
             inputs: Arguments of the module.
         """
-        self.passes.append([])
+        self.passes.append(defaultdict(list))
         self.dependent, self.has_escaped = {}, False
         self._mark(inputs)
 
     def begin_trace(self) -> None:
         """Begins the pass that is traced."""
         first, *others = self.passes
-        equal = [
-            [_equal(value, other[i]) for other in others if i < len(other)] for i, value in enumerate(first)
-        ]
-        self.constants = [value if all(same) else None for value, same in zip(first, equal, strict=True)]
-        self.position = 0
+        self.constants = {
+            line: [
+                value if all(_equal(value, other[line][i]) for other in others) else None
+                for i, value in enumerate(values)
+            ]
+            for line, values in first.items()
+            if all(len(other[line]) == len(values) for other in others)
+        }
+        self.positions.clear()
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
@@ -126,14 +134,24 @@ class ConstantValues(TorchFunctionMode):
         return inverse @ value if left else value @ inverse
 
     def _result(self, compute: Callable[[], Any], is_constant: bool = True) -> Any:
+        line = _calling_line()
         if self.constants is None:
             with torch._C.DisableTorchFunction():
                 result = compute()
-            self.passes[-1].append(result if is_constant else None)
+            self.passes[-1][line].append(result if is_constant else None)
             return result
-        constant = self.constants[self.position] if self.position < len(self.constants) else None
-        self.position += 1
+        values, position = self.constants.get(line, []), self.positions[line]
+        self.positions[line] += 1
+        constant = values[position] if position < len(values) else None
         return compute() if constant is None else constant
+
+
+def _calling_line() -> tuple[str, int]:
+    """Returns the file and the number of the innermost line that is neither of torch nor of this file."""
+    frame = sys._getframe(1)
+    while frame.f_back and (frame.f_globals is globals() or _is_torch(frame.f_globals)):
+        frame = frame.f_back
+    return frame.f_code.co_filename, frame.f_lineno
 
 
 # -------------------- functions whose kernels fix the batch size of a trace
