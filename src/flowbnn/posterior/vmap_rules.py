@@ -19,6 +19,7 @@ Samples = int | None  # axis of the samples, or None if they share a value
 class VmapRules(TorchFunctionMode):
     """Context manager in which operations run in the form that vmap handles best. Their results are the same.
 
+    >>> from torch import nn
     >>> layer, x = nn.BatchNorm2d(2).eval(), torch.randn(5, 4, 2, 3, 3)
     >>> def normalize(x):
     ...     with VmapRules():
@@ -40,6 +41,7 @@ class RuleFinder(TorchFunctionMode):
     Other networks run without rules. Torch passes every operation and every attribute of a tensor to them, which takes a tenth of a
     small pass.
 
+    >>> from torch import nn
     >>> with RuleFinder() as finder:
     ...     outputs = nn.Conv2d(3, 8, 3)(torch.zeros(1, 3, 4, 4))
     ...     before = finder.found

@@ -2,7 +2,7 @@
 
 import io
 import json
-import threading
+import queue
 import time
 
 import numpy as np
@@ -172,18 +172,14 @@ class Input(io.TextIOBase):
     """Stream that yields lines when they are put in, and never ends, because its end would end the process of the tests."""
 
     def __init__(self):
-        self.lines, self.added = [], threading.Condition()
+        self.lines = queue.SimpleQueue()  # an interrupt cannot leave it locked, as it can a condition
 
     def put(self, message):
-        with self.added:
-            self.lines.append(json.dumps(message) + "\n")
-            self.added.notify()
+        self.lines.put(json.dumps(message) + "\n")
 
     def __iter__(self):
         while True:
-            with self.added:
-                self.added.wait_for(lambda: self.lines)
-                yield self.lines.pop(0)
+            yield self.lines.get()
 
 
 class Output(io.StringIO):
