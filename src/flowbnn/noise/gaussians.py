@@ -287,8 +287,9 @@ class SharedDraws:
         dtype, device = gaussians.mean.dtype, gaussians.mean.device
         # everything that the numbers depend on
         signature = (modes, gaussians.sizes, dtype, device)
-        if "normal numbers" in cache and cache["normal numbers"][0] == signature:
-            return cache["normal numbers"][1]
+        last_signature, last_normal = cache.get("normal numbers", (None, None))  # one read, for threads
+        if last_signature == signature:
+            return last_normal
         normals = []
         for size, mode in zip(gaussians.sizes, modes, strict=True):
             shape, blocks = torch.Size((BLOCK, size)), []
