@@ -130,3 +130,58 @@ def test_networks_without_weights_or_layers_are_refused(name, use):
     assert (caught.value.kind, caught.value.argument) == ("network", "network")
     if name != "scripted":
         assert "'0'" in str(caught.value)
+
+
+class Decrements(nn.Linear):
+    """Network that changes its inputs in place."""
+
+    def forward(self, x):
+        x -= 1.0
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("as_tuple", [False, True], ids=["tensor", "tuple"])
+def test_inputs_that_a_network_changes_in_place_stay_as_they_are(as_tuple, tmp_path):
+    x, y = torch.randn(12, 4), torch.arange(12) % 3
+    inputs, original = ((x,) if as_tuple else x), x.clone()
+    posterior = fb.DeepEnsemble(members=2, epochs=2).fit(Decrements(4, 3), [(inputs, y)], progress=False)
+    loaded = fb.load_posterior(posterior.save(tmp_path / "p.safetensors"), Decrements(4, 3))
+    for each in (posterior, loaded):
+        weights = [member.get_parameter("weight") for member in each.networks(2, seed=0)]
+        biases = [member.get_parameter("bias") for member in each.networks(2, seed=0)]
+        expected = [((original - 1.0) @ w.T + b).softmax(-1) for w, b in zip(weights, biases, strict=True)]
+        torch.testing.assert_close(each.predict(inputs, 2, seed=0).probabilities, sum(expected) / 2)
+    assert torch.equal(x, original)
+
+
+def test_networks_that_differentiate_by_torch_func_are_refused():
+    class Force(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.energy = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 1))
+
+        def forward(self, x):
+            return torch.vmap(torch.func.grad(lambda row: self.energy(row).squeeze()))(x)
+
+    network = fb.to_stochastic(Force(), {"*": fb.noise.NormalAffine()})
+    with pytest.raises(FlowBNNError) as caught:
+        fb.fit(network, (torch.randn(12, 4), torch.randn(12, 4)), epochs=1, progress=False)
+    assert (caught.value.kind, caught.value.layer) == ("unsupported", "energy.0")
+
+
+def test_one_number_and_lists_of_examples_are_no_outputs():
+    class Mean(nn.Linear):
+        def forward(self, x):
+            return super().forward(x).mean()
+
+    class Images(nn.Linear):
+        def forward(self, images):
+            return torch.stack([super(Images, self).forward(image).mean(0) for image in images])
+
+    with pytest.raises(FlowBNNError) as caught:
+        fb.MAP(epochs=1).fit(Mean(4, 1), (torch.randn(12, 4), torch.randn(12)), progress=False)
+    assert "one row for each example" in str(caught.value)
+    data = [([torch.randn(2, 4) for _ in range(12)], torch.arange(12) % 3)]
+    with pytest.raises(FlowBNNError) as caught:
+        fb.MAP(epochs=1).fit(Images(4, 3), data, progress=False)
+    assert "pad them to one tensor" in str(caught.value)

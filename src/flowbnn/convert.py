@@ -4,7 +4,6 @@ Layers keep their class, name and weights. The noise is a child module of its la
 """
 
 from collections.abc import Callable, Mapping
-from copy import deepcopy
 from dataclasses import astuple, dataclass, fields, replace
 from fnmatch import fnmatchcase
 from functools import partial
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 
 from flowbnn.batches import device_of
 from flowbnn.errors import FlowBNNError, nearest, quote_names, warn
-from flowbnn.networks import copy_network
+from flowbnn.networks import copy_network, deepcopy_network
 from flowbnn.noise import Layout, Noise, Recipe, noise_layers
 from flowbnn.noise.adapters import calls_layers_only, enclosing_adapter, guard_adapters
 from flowbnn.noise.base import layers_with_noise, make_noise_modes
@@ -350,7 +349,7 @@ def to_deterministic(model: nn.Module, *, absorb: bool = False) -> nn.Module:
     >>> torch.equal(plain.weight, network.weight), len(plain.state_dict())
     (True, 2)
     """
-    model = deepcopy(model)
+    model = deepcopy_network(model)
     layers = noise_layers(model)
     if not absorb:
         _warn_dropped_means(layers)
@@ -366,13 +365,13 @@ def to_deterministic(model: nn.Module, *, absorb: bool = False) -> nn.Module:
 @torch.no_grad()
 def fix_noise(model: nn.Module, samples: int, seed: int | None) -> list[nn.Module]:
     """Returns copies of a stochastic network whose noise is fixed, one for each shared draw of ``seed``."""
-    source = deepcopy(model).eval()
+    source = deepcopy_network(model).eval()
     layers, device, networks = noise_layers(source), device_of(source), []
     modes = make_noise_modes(source, "shared", samples, seed)
     seeds = {name: modes[noise.key].seed for name, noise in layers.items()}
     vectors = {name: noise.shared_vectors(samples, seeds[name], device) for name, noise in layers.items()}
     for index in range(samples):
-        network = deepcopy(source)
+        network = deepcopy_network(source)
         factors = {
             name: FixedNoise(noise, vectors[name][index], seeds[name], index)
             for name, noise in layers.items()

@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._C._functorch import is_functorch_wrapped_tensor
+from torch._subclasses import FakeTensor
 from torch.nn.parameter import is_lazy
 
 from flowbnn.errors import FlowBNNError, nearest
@@ -54,33 +56,54 @@ def _copy_error(problem: str, advice: str) -> FlowBNNError:
     return FlowBNNError(text, kind="network", argument="network")
 
 
-def deepcopy_network(network: nn.Module) -> nn.Module:
+def deepcopy_network(
+    network: nn.Module, memo: Mapping[int, Any] | None = None, shares_tensors: bool = False
+) -> nn.Module:
     """Returns a deep copy of a network.
 
-    Tensors that hooks compute from parameters (old weight norm, pruning) are copied without their history, with which torch refuses to
-    copy them. The next forward pass computes them again.
+    Tensors that a forward pass has stored are copied without their history, with which torch refuses to copy them: weights that hooks
+    compute (old weight norm, pruning), and attributes such as ``self.features``. Those of a trace become empty.
+
+    Args:
+        network: Network.
+        memo: Copies of objects by their id, see ``copy.deepcopy``.
+        shares_tensors: If True, parameters, buffers and stored tensors are shared instead of copied.
 
     >>> from torch.nn.utils import prune
     >>> network = prune.identity(nn.Linear(2, 1), "weight")
     >>> deepcopy_network(network)(torch.zeros(1, 2)).shape
     torch.Size([1, 1])
     """
-    computed = []
+    memo = dict(memo or {})
     for module in network.modules():
-        for hook in module._forward_pre_hooks.values():
-            # old weight norm and spectral norm, and pruning
-            name = getattr(hook, "name", None) or getattr(hook, "_tensor_name", None)
-            value = vars(module).get(name) if isinstance(name, str) else None
-            if isinstance(value, Tensor) and not value.is_leaf:
-                computed.append(value)
-    return deepcopy(network, {id(value): value.detach().clone() for value in computed})
+        for name, attribute in vars(module).items():
+            if name not in ("_parameters", "_buffers", "_modules"):
+                for value in _tensors_in(attribute):
+                    if is_functorch_wrapped_tensor(value) or isinstance(value, FakeTensor):
+                        memo[id(value)] = torch.empty(0)
+                    elif not value.is_leaf:
+                        memo[id(value)] = value.detach() if shares_tensors else value.detach().clone()
+        if shares_tensors:
+            tensors = (*module._parameters.values(), *module._buffers.values())
+            memo |= {id(tensor): tensor for tensor in tensors if tensor is not None}
+    return deepcopy(network, memo)
+
+
+def _tensors_in(value: Any) -> list[Tensor]:
+    """Returns the tensors in nested lists, tuples and dictionaries."""
+    if isinstance(value, Tensor):
+        return [value]
+    entries = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    return [tensor for entry in entries for tensor in _tensors_in(entry)]
 
 
 def check_copies(network: nn.Module, samples: int) -> None:
     """Raises FlowBNNError if a number of copies of a network does not fit the memory."""
     tensors = [*network.parameters(), *network.buffers()]
     device = tensors[0].device if tensors else torch.device("cpu")
-    check_memory("samples", samples, samples * sum([tensor.nbytes for tensor in tensors]), device)
+    # sparse tensors have no nbytes
+    size = sum([tensor.numel() * tensor.element_size() for tensor in tensors])
+    check_memory("samples", samples, samples * size, device)
 
 
 def unwrap_compiled(network: nn.Module) -> nn.Module:
@@ -190,11 +213,17 @@ def select_output(network: nn.Module, output: OutputSelection | None) -> nn.Modu
     """
     if output is None:
         return network
-    for key, hook in list(network._forward_hooks.items()):
-        if isinstance(hook, SelectOutput):
-            del network._forward_hooks[key]
-    network.register_forward_hook(SelectOutput(output))
+    set_forward_hook(network, SelectOutput(output))
     return network
+
+
+def set_forward_hook(network: nn.Module, hook: Any) -> None:
+    """Adds a forward hook to a network, or replaces the one of the same class, which keeps its place among the hooks."""
+    keys = [key for key, other in network._forward_hooks.items() if type(other) is type(hook)]
+    if keys:
+        network._forward_hooks[keys[0]] = hook
+    else:
+        network.register_forward_hook(hook)
 
 
 def output_selection(network: nn.Module) -> str | int | None:

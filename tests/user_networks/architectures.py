@@ -8,6 +8,8 @@ from tests.user_networks.cases import ROWS, add, halves, normal, words
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import flowbnn as fb
+
 # -------------------- vision
 
 
@@ -163,6 +165,19 @@ add(
     "pixel shuffle regression",
     lambda: nn.Sequential(nn.Conv2d(2, 8, 3, padding=1), nn.PixelShuffle(2), nn.Flatten(), nn.Linear(288, 2)),
     lambda: halves(images(), normal(ROWS, 2)),
+    calibrator="noise",
+)
+add(
+    "image to image regression",
+    lambda: nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), nn.GELU(), nn.Conv2d(4, 1, 1)),
+    lambda: halves(images(), images()[:, :1]),
+    calibrator="noise",
+)
+add(
+    "mean and variance of every token",
+    lambda: nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 2)),
+    lambda: halves(normal(ROWS, 5, 3), normal(ROWS, 5)),
+    likelihood=fb.likelihoods.Gaussian("predicted"),
     calibrator="noise",
 )
 add(

@@ -273,3 +273,51 @@ add(
     ),
     lambda: halves(normal(ROWS, 4)),
 )
+
+
+class InPlace(nn.Module):
+    """Network that changes its inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = mlp()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x[:, 0] = 0.0
+        x *= 0.5
+        return self.layer(x)
+
+
+class StoredFeatures(nn.Module):
+    """Network that stores what it has computed, for a plot."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.head = nn.Linear(4, 6), nn.Linear(6, 3)
+        self.features: Any = None
+        self.maps: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.features = torch.relu(self.first(x))
+        self.maps = [self.features.mean(0)]
+        return self.head(self.features)
+
+
+class Tasks(nn.Module):
+    """Heads for several tasks, of which the batch names one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.heads = nn.Linear(4, 6), nn.ModuleList(nn.Linear(6, 3) for _ in range(2))
+
+    def forward(self, x: Tensor, task: Tensor) -> Tensor:
+        return self.heads[int(task)](torch.relu(self.body(x)))
+
+
+add("in-place inputs", InPlace, lambda: halves(normal(ROWS, 4)))
+add("stored features", StoredFeatures, lambda: halves(normal(ROWS, 4)))
+add(
+    "task of a batch",
+    Tasks,
+    lambda: [((x, torch.tensor(task)), y) for task, (x, y) in enumerate(halves(normal(ROWS, 4)))],
+)

@@ -208,8 +208,8 @@ def rows(inputs: Any) -> int:
 
 
 def take(inputs: Any, start: int, stop: int) -> Any:
-    """Returns the rows from ``start`` to ``stop`` of the inputs."""
-    return apply(inputs, lambda tensor: tensor[start:stop])
+    """Returns the rows from ``start`` to ``stop`` of the inputs. Tensors without axes serve all rows."""
+    return apply(inputs, lambda tensor: tensor[start:stop] if tensor.ndim else tensor)
 
 
 def has_row_axis(inputs: Any) -> bool:

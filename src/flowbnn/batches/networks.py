@@ -6,7 +6,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from flowbnn.batches.containers import convert_container
 from flowbnn.batches.inputs import (
+    apply,
     call,
     check_finite_tensors,
     device_of,
@@ -43,6 +45,35 @@ class NetworkCaller(nn.Module):
 
     def forward(self, inputs: Any) -> Tensor:
         return call(self.network, move(inputs, device_of(self.network), dtype_of(self.network)))
+
+
+class CopyInputs:
+    """Forward pre-hook that gives a network copies of its inputs, which it changes in place."""
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        return copy_tensors((args, kwargs))
+
+
+def copy_tensors(inputs: Any) -> Any:
+    """Returns inputs with copies of all tensors."""
+    return apply(inputs, Tensor.clone, lambda value: convert_container(value, Tensor.clone))
+
+
+def copy_inputs(network: nn.Module) -> None:
+    """Adds a hook to a network that changes its inputs in place, so that every pass gets the original inputs.
+
+    >>> network, x = nn.ReLU(inplace=True), -torch.ones(2)
+    >>> copy_inputs(network)
+    >>> network(x), x
+    (tensor([0., 0.]), tensor([-1., -1.]))
+    """
+    if not copies_inputs(network):
+        network.register_forward_pre_hook(CopyInputs(), with_kwargs=True)
+
+
+def copies_inputs(network: nn.Module) -> bool:
+    """Returns True if :func:`copy_inputs` has added its hook to a network."""
+    return any(isinstance(hook, CopyInputs) for hook in network._forward_pre_hooks.values())
 
 
 def is_out_of_memory(error: BaseException) -> bool:

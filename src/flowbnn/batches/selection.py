@@ -25,8 +25,8 @@ def rebuild(inputs: Any, tensors: Iterator[Tensor]) -> Any:
 
 
 def repeat_each(inputs: Any, times: int) -> Any:
-    """Repeats every row ``times`` times. The copies of a row are adjacent."""
-    return apply(inputs, lambda tensor: tensor.repeat_interleave(times, 0))
+    """Repeats every row ``times`` times. The copies of a row are adjacent. Tensors without axes serve all rows."""
+    return apply(inputs, lambda tensor: tensor.repeat_interleave(times, 0) if tensor.ndim else tensor)
 
 
 def check_selectable(inputs: Any, purpose: str) -> None:
@@ -113,8 +113,10 @@ def shapes(inputs: Any) -> Any:
 
 
 def repeat(inputs: Any, times: int) -> Any:
-    """Repeats the whole batch ``times`` times."""
-    return apply(inputs, lambda tensor: tensor.repeat(times, *(1,) * (tensor.ndim - 1)))
+    """Repeats the whole batch ``times`` times. Tensors without axes serve all rows."""
+    return apply(
+        inputs, lambda tensor: tensor.repeat(times, *(1,) * (tensor.ndim - 1)) if tensor.ndim else tensor
+    )
 
 
 def fingerprint(batch: Any) -> list[int]:

@@ -34,7 +34,7 @@ from flowbnn.methods.variational.block_gaussian import BlockGaussian
 from flowbnn.methods.variational.natural_gradient import NaturalFit, Structure, fit_gaussian
 from flowbnn.methods.variational.noisy_network import NoisyNetwork
 from flowbnn.metrics.checks import IGNORED
-from flowbnn.networks import copy_network, evaluation_mode, input_columns, set_input_columns
+from flowbnn.networks import copy_network, deepcopy_network, evaluation_mode, input_columns, set_input_columns
 from flowbnn.noise import Noise, NormalAffine, Recipe, noise_layers
 from flowbnn.noise.flow_noise import InputNoise
 from flowbnn.noise.inspection import check_called, remove_noise_without_gradient, warn_idle
@@ -343,7 +343,7 @@ class CalibrationProblem:
             network: Network with noise. It is copied.
         """
         q, start = fit.gaussian, 0
-        network = deepcopy(network)
+        network = deepcopy_network(network)
         std = q.variances().sqrt()
         for vector, _ in independent_vectors(network):
             entries = slice(start, start + vector.layout.dim)

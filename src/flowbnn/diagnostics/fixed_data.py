@@ -11,6 +11,7 @@ from flowbnn.batches import (
     check_selectable,
     device_of,
     has_row_axis,
+    rewrap_forward_errors,
     split_batch,
     take,
     tensors_of,
@@ -37,10 +38,16 @@ def check_row_independence(network: NoisyNetwork, inputs: Any) -> None:
     """
     large, small = take(inputs, 0, 8), take(inputs, 0, 2)
     ones = torch.ones(8, sum(network.sizes), dtype=network.dtype, device=device_of(network.model))
-    batched, single = (network.outputs(batch, ones[: len(tensors_of(batch)[0])]) for batch in (large, small))
+    with rewrap_forward_errors(small):
+        batched, single = (
+            network.outputs(batch, ones[: len(tensors_of(batch)[0])]) for batch in (large, small)
+        )
     if batched.isnan().any():
         raise FlowBNNError("outputs are NaN; look for NaN in the inputs and weights", kind="not finite")
     tolerance = max(1e-3, 10.0 * torch.finfo(batched.dtype).eps) * float(batched.abs().max())
+    if batched.shape[1:] != single.shape[1:]:
+        text = f"outputs have the shape {tuple(single.shape)} for 2 examples, {tuple(batched.shape)} for 8; use fb.fit"
+        raise FlowBNNError(text, kind="network")
     if not torch.allclose(batched[: len(single)], single, rtol=0.0, atol=tolerance):
         repeated = network.outputs(small, ones[: len(tensors_of(small)[0])])
         if not torch.allclose(repeated, single, rtol=0.0, atol=tolerance):

@@ -17,7 +17,7 @@ from flowbnn.diagnostics.fixed_data import check_row_independence, read_fixed_da
 from flowbnn.errors import FlowBNNError
 from flowbnn.methods.mcmc.hamiltonian import make_potential
 from flowbnn.methods.variational.noisy_network import NoisyNetwork
-from flowbnn.networks import input_columns
+from flowbnn.networks import deepcopy_network, input_columns
 from flowbnn.noise import noise_layers
 from flowbnn.noise.flow_noise import InputNoise
 from flowbnn.noise.joint import MAX_DENSE_DIM, independent_vectors
@@ -37,7 +37,7 @@ class NoiseTarget:
     def __init__(self, posterior: Posterior, loader: Iterable[Any], seed: int = 0) -> None:
         _check_density(posterior)
         self.posterior, self.seed = posterior, seed
-        model = deepcopy(posterior.model).requires_grad_(False).eval()
+        model = deepcopy_network(posterior.model).requires_grad_(False).eval()
         self.likelihood = deepcopy(posterior.likelihood).requires_grad_(False).eval()
         self.network = NoisyNetwork(model, self.likelihood)
         self.device, self.dtype = device_of(model), self.network.dtype

@@ -6,7 +6,7 @@ K draws of a seed, or takes draws as inputs. The same seed therefore gives the s
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from inspect import signature
 from pathlib import Path
@@ -90,7 +90,7 @@ class ExportedModel:
     def to_dict(self) -> dict[str, Any]:
         """Returns the description as plain values."""
         names = ("format", "kind", "inputs", "outputs", "samples", "seed", "noise")
-        return {name: value for name, value in asdict(self).items() if name in names}
+        return {name: getattr(self, name) for name in names}
 
     def __str__(self) -> str:
         lines = [

@@ -1,6 +1,7 @@
 """Choice of an observation model by its name or by the targets."""
 
 import json
+import math
 from typing import Any
 
 from torch import Tensor
@@ -45,7 +46,7 @@ def make_likelihood(
     if name == "auto":
         name = _choose_name(outputs, targets)
     if name == "gaussian" and outputs is not None and settings.get("noise", "learned") == "learned":
-        settings.setdefault("dim", outputs.shape[-1])
+        settings.setdefault("dim", math.prod(outputs.shape[1:]))
     return build_likelihood(
         {"likelihood": name, **settings} if isinstance(likelihood, dict) or settings else name
     )

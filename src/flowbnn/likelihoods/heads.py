@@ -91,8 +91,8 @@ class Heads(RealLikelihood):
         shapes = self._known_shapes()
         parts = outputs.split([int(torch.Size(shape).numel()) for shape in shapes], -1)
         return {
-            name: part.reshape(*part.shape[:-1], *shape)
-            for name, part, shape in zip(self.names, parts, shapes, strict=True)
+            name: part if _is_flat(head) else part.reshape(*part.shape[:-1], *shape)
+            for (name, head), part, shape in zip(self.heads.items(), parts, shapes, strict=True)
         }
 
     def _known_shapes(self) -> list[tuple[int, ...]]:
@@ -210,7 +210,7 @@ class Heads(RealLikelihood):
             width = int(torch.Size(shape).numel())
             head_loc, head_scale = torch.zeros(width, dtype=loc.dtype), torch.ones(width, dtype=loc.dtype)
             if isinstance(head, RealLikelihood):
-                size = head.mean(torch.zeros(1, *shape)).numel()
+                size = head.mean(torch.zeros(1, *((width,) if _is_flat(head) else shape))).numel()
                 columns = slice(place, place + size)
                 head_loc, head_scale = head.output_units(loc[columns], scale[columns])
                 place += size
@@ -227,6 +227,11 @@ class Heads(RealLikelihood):
             "heads": heads,
             "output_shapes": None if shapes is None else [list(shape) for shape in shapes],
         }
+
+
+def _is_flat(head: Likelihood) -> bool:
+    """Returns True for a head whose outputs are one number for each target, such as those of pixels."""
+    return isinstance(head, RealLikelihood) and head.outputs_per_target == 1
 
 
 def missing_heads(noun: str, names: Sequence[str]) -> FlowBNNError:

@@ -22,6 +22,7 @@ class RealLikelihood(Likelihood):
     """Base class for observation models of real-valued targets, whose units a fit may standardize."""
 
     shape: tuple[int, ...] | None = None  # shape of a target in the data, () for a number
+    outputs_per_target: int | None = None  # None if targets of pixels or tokens are not supported
 
     @abstractmethod
     def mean(self, outputs: Tensor) -> Tensor:
@@ -71,6 +72,7 @@ class Gaussian(RealLikelihood):
     def __init__(self, noise: Literal["learned", "predicted"] | Positive = "learned", dim: Count = 1) -> None:
         super().__init__()
         self.noise, self.dim = noise, dim
+        self.outputs_per_target = 2 if noise == "predicted" else 1
         if noise == "learned":
             self.log_scale = nn.Parameter(torch.zeros(dim))
 
@@ -130,8 +132,10 @@ class Gaussian(RealLikelihood):
             outputs: Outputs of the network, ``[B, D]``, or ``[B, 2 D]`` with predicted noise.
             targets: Targets ``[B, D]``, or ``[B]`` if D is 1.
         """
-        advice = "remove squeeze(-1)" if outputs.ndim == 1 else "flatten them"
-        check_shape("outputs", outputs, ("batch", "targets"), advice, "outputs", "Gaussian")
+        if outputs.ndim > 2:
+            number = "twice as many outputs" if self.noise == "predicted" else "one output"
+            raise misfit_error(outputs, targets, f"Gaussian needs {number} per target", "outputs")
+        check_shape("outputs", outputs, ("batch", "targets"), "remove squeeze(-1)", "outputs", "Gaussian")
         rows, width = outputs.shape
         if self.noise == "learned":
             advice = f"use Gaussian(dim={width})"

@@ -13,7 +13,6 @@ paper, :math:`\lambda` for regression belongs to the squared error and is divide
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from copy import deepcopy
 from dataclasses import field
 from functools import partial
 from typing import Any, Self
@@ -102,7 +101,7 @@ class MCDropout(Method):
             warn_unsampled(layers_with_inner_dropout(model))
         rate = 0.1 if self.rate is None else self.rate
         if not self.trains:
-            likelihood = self.fit_point(deepcopy(model), loader, options).likelihood
+            likelihood = self.fit_point(deepcopy_network(model), loader, options).likelihood
             posterior = NoisePosterior(self._add_dropout(model, rate).eval(), likelihood)
             fit_noise_scale(posterior, loader, options.seed)
             return posterior

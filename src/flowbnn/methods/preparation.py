@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 from flowbnn.batches import (
     call,
+    copy_inputs,
+    copy_tensors,
     device_of,
     dtype_of,
     has_row_axis,
@@ -18,6 +20,7 @@ from flowbnn.batches import (
     rewrap_forward_errors,
     rows,
     split_weighted_batch,
+    tensors_of,
 )
 from flowbnn.errors import FlowBNNError, requirement_error
 from flowbnn.likelihoods import (
@@ -41,6 +44,7 @@ from flowbnn.posterior.prediction import check_rows
 from flowbnn.posterior.trace import examples_interact, rows_differ
 from flowbnn.regression import (
     SCALE,
+    flatten_as_targets,
     noise_at_mean,
     set_noise_scale,
     standardize_targets,
@@ -101,6 +105,8 @@ def prepare(
     likelihood = deepcopy(make_likelihood(options.likelihood, outputs, targets)).to(device)
     likelihood.attach(model)
     check_serializable(likelihood)
+    if isinstance(likelihood, RealLikelihood):
+        outputs = flatten_as_targets(model, likelihood, outputs, targets)
     likelihood.check(outputs, targets)
     warn_probabilities(likelihood, outputs, first.from_sigmoid)
     if isinstance(likelihood, RealLikelihood) and data.statistics is not None:
@@ -159,7 +165,12 @@ class FirstBatch(NamedTuple):
 
 
 def try_first_batch(model: nn.Module, inputs: Any) -> FirstBatch:
-    """Runs the first batch through a network in evaluation mode, and restores torch's generators."""
+    """Runs the first batch through a network in evaluation mode, and restores torch's generators.
+
+    A network that changes the batch in place gets copies of its inputs from now on.
+    """
+    copies = copy_tensors(inputs)
+    versions = [tensor._version for tensor in tensors_of(copies)]
     with ExitStack() as stack:
         for context in (
             evaluation_mode(model),
@@ -169,7 +180,9 @@ def try_first_batch(model: nn.Module, inputs: Any) -> FirstBatch:
             stack.enter_context(context)
         noise_inputs = stack.enter_context(record_noise_inputs(model))
         sigmoids = stack.enter_context(SigmoidRecorder())
-        outputs = run_first_batch(model, inputs, "first batch")
+        outputs = run_first_batch(model, copies, "first batch")
+    if versions != [tensor._version for tensor in tensors_of(copies)]:
+        copy_inputs(model)
     probe = probe_rows(model, inputs) if noise_layers(model) else None
     return FirstBatch(inputs, outputs, noise_inputs, sigmoids.recorded(outputs), probe)
 
@@ -197,6 +210,11 @@ def run_first_batch(
         try:
             outputs = call(model, inputs)
             if has_row_axis(inputs):
+                if isinstance(inputs, list | tuple) and len(inputs) == len(outputs) != rows(inputs):
+                    value, hint = f"a list of {len(inputs)} examples", "pad them to one tensor"
+                    raise requirement_error(
+                        "a fit", "tensors with the examples on the first axis", value, hint
+                    )
                 check_rows(outputs, rows(inputs))
             if check is not None:
                 check(outputs)

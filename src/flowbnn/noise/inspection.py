@@ -4,7 +4,6 @@ Every fit runs :func:`probe_rows`, one pass over two rows. Further passes are ru
 """
 
 from collections.abc import Mapping, Sequence
-from copy import deepcopy
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 
 from flowbnn.batches import call, device_of, has_row_axis, rows, take
 from flowbnn.errors import FlowBNNError, quote_names, warn
-from flowbnn.networks import evaluation_mode
+from flowbnn.networks import deepcopy_network, evaluation_mode
 from flowbnn.noise.base import Noise, make_noise_modes, noise_layers
 from flowbnn.noise.contexts import NoiseContext, NoiseGroup, Shape
 from flowbnn.noise.joint import JointPart
@@ -111,7 +110,7 @@ def layers_without_gradient(model: nn.Module, inputs: Any, max_rows: int = 8) ->
     with evaluation_mode(model):
         names = _unreached_layers(model, inputs)
     if names:  # gradients may be off in evaluation mode only
-        unreached = _unreached_layers(deepcopy(model).train(), inputs)
+        unreached = _unreached_layers(deepcopy_network(model).train(), inputs)
         names = [name for name in names if name in unreached]
     return names
 

@@ -7,9 +7,10 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._C._functorch import is_functorch_wrapped_tensor
 
 from flowbnn.batches import call, is_container, rows, take
-from flowbnn.errors import warn
+from flowbnn.errors import FlowBNNError, warn
 from flowbnn.networks import evaluation_mode, record_calls
 from flowbnn.noise.base import Noise, layers_with_noise, make_noise_modes, noise_layers
 from flowbnn.noise.contexts import Mode, NoiseContext
@@ -252,6 +253,10 @@ def record_noise_inputs(model: nn.Module) -> Iterator[dict[str, Tensor]]:
         yield recorded
     for name, inputs, output in calls:
         value = inputs if layers[name].layout.side == "input" else output
+        if isinstance(value, Tensor) and is_functorch_wrapped_tensor(value):
+            hint = "use torch.autograd.grad, or set its rule to None"
+            text = f"layer '{name}' runs inside of torch.func, where noise has no axis of examples; {hint}"
+            raise FlowBNNError(text, kind="unsupported", layer=name)
         recorded.setdefault(name, value.detach() if isinstance(value, Tensor) else torch.empty(0))
 
 

@@ -36,6 +36,7 @@ from torch import Tensor, nn
 from flowbnn import plots
 from flowbnn.batches import (
     check_finite,
+    copies_inputs,
     device_of,
     is_batch,
     join_padded,
@@ -70,6 +71,7 @@ from flowbnn.posterior.prediction import (
 from flowbnn.posterior.report import Calibration
 from flowbnn.predictive import SummaryCollector, summarize
 from flowbnn.predictive.base import NonFiniteSamplesError
+from flowbnn.regression import flattening_of
 from flowbnn.training import (
     History,
     save_tensors,
@@ -432,6 +434,8 @@ class Posterior:
             "history": self.history.to_dict(),
             "layers": describe_layers(self.model),
             "output": output_selection(self.model),
+            "flattening": flattening_of(self.model),
+            "copies_inputs": copies_inputs(self.model),
             "columns": self.columns,
             "settings": self.settings(),
             "calibration": None if self.calibration is None else self.calibration.to_dict(),

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flowbnn.batches import device_of, first_nonfinite_tensor
+from flowbnn.batches import copy_inputs, device_of, first_nonfinite_tensor
 from flowbnn.errors import FlowBNNError, optional_import, pluralize
 from flowbnn.likelihoods import Likelihood, make_likelihood
 from flowbnn.networks import select_output, set_input_columns
 from flowbnn.options import File, checked
-from flowbnn.regression import LOC, SCALE, set_output_scale
+from flowbnn.regression import LOC, SCALE, flatten_outputs, set_output_scale
 from flowbnn.training import History, check_weights
 from flowbnn.training.compatibility import count_weights, warn_changed_layers
 from flowbnn.training.storage import TensorFile
@@ -102,6 +102,11 @@ def read_network(
         history = History.from_dict(file.document["history"])
     if isinstance(output := file.document.get("output"), str | int):
         select_output(model, output)
+    if flattening := file.document.get("flattening"):
+        with rewrap_load_errors(file):
+            flatten_outputs(model, *map(int, flattening))
+    if file.document.get("copies_inputs"):
+        copy_inputs(model)
     set_input_columns(model, file.document.get("columns"))
     likelihood.attach(model)
     modules = {"network": model, "likelihood": likelihood}

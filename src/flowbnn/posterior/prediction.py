@@ -4,7 +4,6 @@ import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from copy import deepcopy
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import islice
@@ -33,7 +32,7 @@ from flowbnn.distributions.draws import GENERATOR_LOCK
 from flowbnn.errors import FlowBNNError, check_shape, pluralize, quote_names, warn
 from flowbnn.likelihoods import Likelihood
 from flowbnn.memory import check_memory
-from flowbnn.networks import evaluation_mode
+from flowbnn.networks import deepcopy_network, evaluation_mode
 from flowbnn.noise import Noise
 from flowbnn.options import Count, Positive, SampleCount
 from flowbnn.posterior.adaptive import Adaptive
@@ -114,19 +113,14 @@ def clone_sharing_tensors(network: nn.Module) -> nn.Module:
     >>> clone.weight is network.weight, clone is network
     (True, False)
     """
-    memo: dict[int, Any] = {}
+    noises: dict[int, Any] = {}
     for module in network.modules():
         if isinstance(module, torch.jit.ScriptModule):
             return network
         if isinstance(module, Noise):
-            memo[id(module)] = module
-        for value in vars(module).values():
-            if isinstance(value, Tensor) and not value.is_leaf:
-                memo[id(value)] = value.detach()  # old weight norm and pruning compute them again
-        tensors = (*module._parameters.values(), *module._buffers.values())
-        memo |= {id(tensor): tensor for tensor in tensors if tensor is not None}
+            noises[id(module)] = module
     try:
-        return deepcopy(network, memo)
+        return deepcopy_network(network, noises, shares_tensors=True)
     except Exception:  # an attribute that cannot be copied
         return network
 
@@ -416,7 +410,7 @@ def even_size(count: int, limit: int) -> int:
 def check_rows(outputs: Tensor, count: int) -> Tensor:
     """Returns the outputs. Raises FlowBNNError unless they have ``count`` rows."""
     if outputs.shape[:1] != (count,):
-        hint = "use inputs[None] for one example"
+        hint = "use inputs[None] for one example" if outputs.ndim else "return one row for each example"
         check_shape("the network's output", outputs, (count, "..."), hint, argument=None)
     return outputs
 

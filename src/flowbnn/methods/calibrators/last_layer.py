@@ -24,11 +24,11 @@ from flowbnn.methods.calibrators.label_problems import warn_contradiction, warn_
 from flowbnn.methods.calibrators.lbfgs import minimize_batch
 from flowbnn.methods.data_summary import first_batch
 from flowbnn.methods.laplace.layer_selection import channels_last, trace_layers
-from flowbnn.networks import evaluation_mode
+from flowbnn.networks import deepcopy_network, evaluation_mode
 from flowbnn.options import Ge, Positive, check, checked, options
 from flowbnn.posterior.base import Posterior
 from flowbnn.posterior.weights import PointPosterior
-from flowbnn.regression import output_scale
+from flowbnn.regression import flattening_of, output_scale
 
 
 @options(repr=False)
@@ -199,7 +199,7 @@ class LastLayerProblem:
         device, dtype = device_of(model), dtype_of(model)
         first = move(first_batch(held_out, "calibration")[0], device, dtype)
         layer = trace_layers(model, first).unscaled_output_layer
-        if layer is None:
+        if layer is None or flattening_of(model) is not None:
             has_classes = isinstance(posterior.likelihood, Categorical | Bernoulli)
             hint = "use fb.MatrixScaling" if has_classes else "use fb.Temperature"
             raise _refusal("a final nn.Linear or 1x1 convolution", "layer", hint=hint)
@@ -294,7 +294,7 @@ class LastLayerProblem:
             weight: Weights ``[C, F]``, with the bias as last column.
             held_out_outputs: Outputs for examples that were left out, ``[N, C]``. A learned noise scale is fitted to them.
         """
-        model, likelihood = deepcopy(self.posterior.model), deepcopy(self.posterior.likelihood)
+        model, likelihood = deepcopy_network(self.posterior.model), deepcopy(self.posterior.likelihood)
         module: Any = model.get_submodule(self.layer)
         columns = module.weight.shape[1]
         module.weight.copy_(weight[:, :columns].reshape(module.weight.shape))

@@ -6,7 +6,6 @@ The noise is fitted once for each fold, without the rows of the fold, and compar
 import math
 import warnings
 from collections.abc import Iterable
-from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +16,7 @@ from flowbnn.methods.loader_split import RowSplit, split_loader
 from flowbnn.methods.variational.held_out_comparison import HeldOutComparison, compare_held_out
 from flowbnn.methods.variational.initial_state import FinishedFit
 from flowbnn.methods.variational.noise_fit import NoiseFitOptions, maximize_elbo, without_outputs
+from flowbnn.networks import deepcopy_network
 from flowbnn.training import is_main_process, track
 from flowbnn.training.randomness import preserve_rng_state
 
@@ -48,7 +48,7 @@ def compare_folds(
     if number >= FEW_ROWS:  # an unusual loader, whose split failed before the fit
         return None
     num_folds = math.ceil(number / RowSplit(number, FOLD).count)
-    model, quiet = deepcopy(fit.posterior.model), without_outputs(options)
+    model, quiet = deepcopy_network(fit.posterior.model), without_outputs(options)
     if options.num_data is not None:
         quiet = replace(quiet, num_data=max(1, round(options.num_data * (1.0 - FOLD))))
     comparisons: list[HeldOutComparison] = []

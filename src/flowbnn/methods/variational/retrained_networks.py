@@ -8,7 +8,6 @@ given network does. Noise is fitted to each, and both are compared on the rows t
 import math
 import warnings
 from collections.abc import Iterable
-from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -33,6 +32,7 @@ from flowbnn.methods.schedule import PlateauSchedule
 from flowbnn.methods.variational.held_out_comparison import HeldOutComparison, log_likelihoods
 from flowbnn.methods.variational.initial_state import InitialState
 from flowbnn.methods.variational.noise_fit import NoiseFitOptions, maximize_elbo, without_outputs
+from flowbnn.networks import deepcopy_network
 from flowbnn.noise import noise_mode, weight_parameters
 from flowbnn.posterior.report import Gain
 from flowbnn.posterior.weights import PointPosterior
@@ -62,7 +62,7 @@ def compare_retrained(
         Log-likelihood per left-out example without and with noise. None if retrained networks cannot decide. Either the weights
         cannot be initialized again, or the given network does not predict these rows better than networks that have not seen them.
     """
-    initial_network = deepcopy(network)
+    initial_network = deepcopy_network(network)
     initial.restore(initial_network)
     quiet = without_outputs(options)
     count = count_examples(split_loader(loader, options.validation)[1])
@@ -97,7 +97,7 @@ def _compare_fold(
     options: NoiseFitOptions,
 ) -> tuple[Tensor, Tensor, Tensor] | None:
     """Returns the log-likelihoods of held-out rows under the given network, a network trained without them, and its noise."""
-    network = deepcopy(initial_network)
+    network = deepcopy_network(initial_network)
     likelihood = prepare(initial_network, training, options, False).likelihood
     with noise_mode(initial_network, "off"):
         fit_residual_scale(initial_network, likelihood, training)
