@@ -56,6 +56,20 @@ def test_validation_data_are_checked_before_the_first_step(fit, validation, kind
     assert counted.passes == 0
 
 
+@pytest.mark.parametrize(
+    ("targets", "kind"),
+    [(torch.ones(40, 1), "targets"), (torch.ones(40), "targets"), (torch.ones(40).long(), "classes")],
+)
+def test_equal_targets_are_refused_if_the_noise_scale_is_learned(targets, kind):
+    torch.manual_seed(0)
+    layer, data = nn.Linear(INPUTS.shape[1], 3 if kind == "classes" else 1), (INPUTS, targets)
+    stochastic_layer = fb.to_stochastic(layer, {"*": fb.noise.NormalAffine()})
+    assert_refused(lambda: fb.fit(stochastic_layer, data, **QUIET), kind, "loader")
+    assert_refused(lambda: fb.MLE(epochs=1).fit(layer, data, **QUIET), kind, "loader")
+    if kind == "targets":
+        fb.MLE(epochs=1).fit(layer, data, likelihood=fb.likelihoods.Gaussian(1.5), **QUIET)
+
+
 @pytest.mark.filterwarnings("ignore:the noise of layers:flowbnn.errors.FlowBNNWarning")
 def test_a_pair_of_tensors_is_validation_data_and_the_check_changes_nothing():
     histories = []

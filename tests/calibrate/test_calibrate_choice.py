@@ -8,6 +8,7 @@ from tests.calibrate.problems import LinearRegression
 from torch import Tensor, nn
 
 import flowbnn as fb
+from flowbnn.calibrate.problem import CalibrationProblem
 from flowbnn.errors import FlowBNNError, FlowBNNWarning
 
 QUICK = {"folds": 0, "progress": False, "accelerator": "cpu"}
@@ -51,6 +52,24 @@ def test_the_plain_network_is_returned_if_it_is_calibrated():
     assert "the plain network is returned" in str(posterior.calibration)
     assert posterior.calibration.gain == 0.0
     assert not posterior.calibration.better
+
+
+def test_candidates_of_a_mixture_are_fitted_to_all_examples_once(monkeypatch):
+    fits = []
+    fit_gaussian = CalibrationProblem.fit_gaussian
+
+    def count(self, indices, *args, **kwargs):
+        fits.append(len(indices))
+        return fit_gaussian(self, indices, *args, **kwargs)
+
+    monkeypatch.setattr(CalibrationProblem, "fit_gaussian", count)
+    names = ["noise", "noise+temperature", "mixture"]
+    network, inputs = make_network(), make_inputs(60)
+    data = inputs, labels_of(network, inputs)
+    overconfident = nn.Sequential(network, Scale(4.0))
+    options = {**FAST, "candidates": names, "folds": 2, "samples": 4}
+    assert fb.calibrate(overconfident, data, **options).calibration.choice == "mixture"
+    assert fits.count(60) == 1
 
 
 def test_temperature_is_chosen_if_the_network_is_overconfident():

@@ -87,6 +87,18 @@ def test_labels_that_contradict_the_network_return_it():
         assert (posterior.calibration.choice, kinds) == (candidate, ["labels"])
 
 
+def test_a_missing_class_that_the_network_predicts_leaves_only_the_temperature():
+    network, (inputs, labels) = make_network(), make_data(200)
+    present = labels != 2
+    posterior, kinds = calibrate(network, (inputs[present], labels[present]))
+    assert kinds == ["missing class"]
+    assert set(posterior.calibration.nll) == {"plain", "temperature"}
+    # with ten examples chance explains the missing class
+    few = present.nonzero()[:10, 0]
+    _, kinds = calibrate(network, (inputs[few], labels[few]), candidates=["temperature"])
+    assert "missing class" not in kinds
+
+
 def test_wrong_class_frequencies_do_not_contradict_the_network():
     network, (inputs, labels) = make_network(), make_data(200)
     with torch.no_grad():

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -59,7 +60,7 @@ class Predictions(NamedTuple):
     Args:
         nll: Negative log-likelihoods ``[N]`` in float64, on the CPU.
         probabilities: Class probabilities ``[N, C]`` or ``[N, *positions, C]``, or None for a regression.
-        finish: Function that fits the candidate to all examples and returns its posterior.
+        finish: Function that fits the candidate to all examples and returns its posterior. Later calls return the same posterior.
         outputs: Sampled outputs ``[S, N, ...]`` of the predictions, which other candidates may transform.
         log_samples: Log-probabilities ``[S, N, ..., C]`` of several sampled networks, or None.
     """
@@ -95,7 +96,8 @@ def gather(folds: Folds, predictives: Sequence[Any], finish: Callable[[], Poster
                 if log_samples is None:
                     log_samples = torch.zeros(predictive.num_samples, *probabilities.shape)
                 log_samples[:, group] = predictive.log_samples.float().cpu()
-    return Predictions(nll, probabilities, finish, log_samples=log_samples)
+    # noise alone and noise with a temperature may be members of one mixture
+    return Predictions(nll, probabilities, cache(finish), log_samples=log_samples)
 
 
 def _device(predictive: Any) -> torch.device:

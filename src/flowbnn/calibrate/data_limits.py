@@ -16,6 +16,7 @@ from flowbnn.methods.calibrators.label_problems import (
     find_contradiction,
     find_equal_targets,
     find_few_examples,
+    find_missing_class,
     find_one_class,
     hard_labels,
 )
@@ -63,6 +64,9 @@ def find_limits(data: HeldOutData, groups: Sequence[Tensor], needs_folds: bool) 
     contradiction = find_contradiction(predictive, data.targets)
     if contradiction is not None:
         return DataLimits(*contradiction)
+    missing = find_missing_class(predictive, data.targets)
+    if missing is not None:
+        return DataLimits(*missing, ("plain", "temperature"))
     targets, classes = hard_labels(data.targets), predictive.log_probabilities.shape[-1]
     if len(data) < classes:
         text = f"{pluralize(len(data), 'held-out example')} for {classes} classes; provide all classes"

@@ -8,7 +8,7 @@ from typing import Any, Literal, Self, TypeVar
 from flowbnn.data.formats import align_columns, as_loader, columns_of
 from flowbnn.errors import describe_value, requirement_error
 from flowbnn.likelihoods import Likelihood
-from flowbnn.methods.data_summary import check_loader, check_several_classes, count_examples
+from flowbnn.methods.data_summary import check_loader, check_targets_differ, count_examples
 from flowbnn.networks import OutputSelection
 from flowbnn.options import Count, Probability, check, options
 from flowbnn.posterior.prediction import new_seed
@@ -69,7 +69,7 @@ class FitOptions(TrainingOptions):
             data: Training data. Data that are no loader are shuffled, in batches of ``batch_size``.
 
         Raises:
-            FlowBNNError: If the data have no targets, or only one class.
+            FlowBNNError: If the data have no targets, only one class, or only equal targets with a learned noise scale.
         """
         loader: Iterable[Any] = as_loader(data, batch_size=self.batch_size, shuffle=True, stage="train")
         check_loader(loader)
@@ -81,8 +81,13 @@ class FitOptions(TrainingOptions):
                 subject, value = f"batch_size={self.batch_size}", describe_value(data)
                 fields = {"kind": "loader", "argument": "batch_size"}
                 raise requirement_error(subject, "data without batches", value, **fields)
-        if isinstance(self.likelihood, str) and self.likelihood in ("auto", "categorical", "bernoulli"):
-            check_several_classes(loader)
+        if isinstance(self.likelihood, str) and self.likelihood in (
+            "auto",
+            "categorical",
+            "bernoulli",
+            "gaussian",
+        ):
+            check_targets_differ(loader)
         return loader
 
     @property

@@ -1,5 +1,6 @@
 """Held-out data that cannot calibrate a network: too few or equal targets, or labels in contradiction to its predictions."""
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -39,6 +40,32 @@ def find_one_class(targets: Tensor) -> LabelProblem | None:
     number = pluralize(len(targets), "held-out example")
     text = f"{number} of class {int(present)} and of no other class; provide all classes"
     return LabelProblem("classes", text)
+
+
+def find_missing_class(predictive: Any, targets: Tensor) -> LabelProblem | None:
+    r"""Returns a problem if a class has no example although the network often predicts it.
+
+    If the probabilities :math:`p_i` of a class are right, it has no example with probability
+    :math:`\prod_i (1 - p_i) \le e^{-\sum_i p_i}`. This is a problem if the bound is below 0.01, divided by the number of classes.
+
+    Args:
+        predictive: Predictive distribution of the network for the examples.
+        targets: Class labels ``[N]`` or ``[N, *positions]``, or soft labels with an axis of classes.
+    """
+    probabilities = predictive.probabilities.cpu()
+    classes = probabilities.shape[-1]
+    # the positions of an example are not independent, so that they count as one
+    expected = probabilities.reshape(len(probabilities), -1, classes).mean(1).sum(0)
+    labels = hard_labels(targets)
+    expected[labels[labels != IGNORED]] = 0.0
+    missing = int(expected.argmax())
+    if float(expected[missing]) <= math.log(100.0 * classes):
+        return None
+    number = f"{float(expected[missing]):.0f} of {len(targets)}"
+    text = (
+        f"no held-out example of class {missing}, of which the network expects {number}; provide all classes"
+    )
+    return LabelProblem("missing class", text)
 
 
 def find_contradiction(predictive: Any, targets: Tensor) -> LabelProblem | None:
