@@ -44,6 +44,7 @@ PACKAGES = [  # from the highest to the lowest; each may import only those below
     "packing",
     "networks",
     "models",
+    "records",
     "options",
     "memory",
     "errors",

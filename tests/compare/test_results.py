@@ -5,7 +5,7 @@ import warnings
 
 import pytest
 
-from flowbnn.compare.results import SeedResults, pooled_bins, record_warnings, summary
+from flowbnn.compare.results import ResultCache, SeedResults, pooled_bins, record_warnings, summary
 from flowbnn.errors import FlowBNNWarning
 
 
@@ -73,3 +73,15 @@ def test_pooled_bins_are_weighted_and_keep_empty_bins():
     assert pooled["confidence"] == pytest.approx(0.35)  # (0.3 * 0.4 + 0.1 * 0.2) / 0.4
     assert pooled["accuracy"] == pytest.approx(0.4)
     assert pooled_bins([[full], [empty]])[0]["confidence"] == pytest.approx(0.4)
+
+
+@pytest.mark.parametrize(
+    "content", ['{"settings": {}}', '{"settings": 3, "part": {}}', '{"part": 2}', "[]", "{"]
+)
+def test_stored_results_that_are_incomplete_are_ignored(tmp_path, content):
+    cache = ResultCache(tmp_path, {"epochs": 1})
+    cache.put("mle", 0, "MLE()", {"values": {"nll": 0.5}})
+    assert cache.get("mle", 0, "MLE()") == {"values": {"nll": 0.5}}
+    (path,) = tmp_path.rglob("*.json")
+    path.write_text(content)
+    assert cache.get("mle", 0, "MLE()") is None

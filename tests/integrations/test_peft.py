@@ -9,6 +9,7 @@ from torch import nn
 import flowbnn as fb
 from flowbnn.errors import FlowBNNError
 from flowbnn.integrations.peft import load_adapters, save_adapters, to_stochastic_lora
+from flowbnn.training import load_tensors, save_tensors
 
 pytestmark = pytest.mark.filterwarnings("ignore::flowbnn.FlowBNNWarning", "ignore::FutureWarning")
 RECIPES = {
@@ -81,6 +82,11 @@ def test_invalid_models_and_files_are_refused(tmp_path):
     with pytest.raises(FlowBNNError) as caught:
         load_adapters(path, nn.Linear(2, 2))
     assert caught.value.kind == "architecture"
+    tensors, document = load_tensors(path)
+    save_tensors(path, dict(list(tensors.items())[1:]), document)  # the base model must not replace it
+    with pytest.raises(FlowBNNError) as caught:
+        load_adapters(path, make_bert())
+    assert (caught.value.kind, caught.value.fields["names"]) == ("file", [next(iter(tensors))])
     whole = posterior.save(tmp_path / "whole.safetensors")
     with pytest.raises(FlowBNNError) as caught:
         load_adapters(whole, make_bert())

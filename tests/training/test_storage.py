@@ -7,6 +7,7 @@ import pickle
 import struct
 import subprocess
 import sys
+import zlib
 from contextlib import contextmanager
 
 import pytest
@@ -241,7 +242,9 @@ def sparse(path, tensors, document):
         entries[name] = {"dtype": "F32", "shape": list(shape), "data_offsets": [start, stop]}
         start = stop
     content = json.dumps({"aliases": {}, "document": document})
-    text = json.dumps({"format": FORMAT, "checksum": 0, "content": content})
+    document_checksum = zlib.crc32(content.encode())
+    header = {"format": FORMAT, "document_checksum": document_checksum, "checksum": 0, "content": content}
+    text = json.dumps(header)
     raw = json.dumps({"__metadata__": {"flowbnn": text}, **entries}).encode()
     with path.open("wb") as file:
         file.write(struct.pack("<Q", len(raw)) + raw)
@@ -253,8 +256,9 @@ def sparse(path, tensors, document):
 def test_huge_files_are_refused_before_their_tensors_are_read(tmp_path, monkeypatch, name, width):
     network, path = nn.Linear(width, width), tmp_path / "a.safetensors"
     fit = fb.MLE(epochs=1).fit(network, [(torch.zeros(2, width), torch.zeros(2, width))], progress=False)
-    shapes = {key: tuple(value.shape) for key, value in fit.tensors().items()}
-    sparse(path, {**shapes, name: (2**30,)}, fit.document())
+    shapes = {key: tuple(value.shape) for key, value in fit.tensors().items()} | {name: (2**30,)}
+    listed = {key: ["float32", *shape] for key, shape in shapes.items()}
+    sparse(path, shapes, {**fit.document(), "tensors": listed})
     monkeypatch.setattr(storage.TensorFile, "tensors", property(lambda self: pytest.fail("it was read")))
     with pytest.raises(FlowBNNError) as caught:
         fb.load_posterior(path, network)
@@ -266,7 +270,8 @@ def test_huge_files_are_refused_before_their_tensors_are_read(tmp_path, monkeypa
 def test_posteriors_without_networks_are_refused(tmp_path, kind):
     network, path = nn.Linear(2, 2), tmp_path / "a.safetensors"
     fit = fb.MLE(epochs=1).fit(network, [(torch.zeros(2, 2), torch.zeros(2, 2))], progress=False)
-    save_tensors(path, fit.tensors(), {**fit.document(), "kind": kind})
+    tensors, document = load_tensors(fit.save(path))
+    save_tensors(path, tensors, {**document, "kind": kind})
     with pytest.raises(FlowBNNError) as caught:
         fb.load_posterior(path, network)
     assert caught.value.kind == "file"

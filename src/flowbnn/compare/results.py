@@ -329,10 +329,10 @@ class ResultCache:
             method: Representation of the method with its settings.
         """
         stored = self.folder and read_json(self.folder / f"{key}-seed{seed}.json")
-        if not stored:
+        if not stored or not all(isinstance(stored.get(name), dict) for name in ("settings", "part")):
             return None
         now = to_plain_values({**self.settings, "method": method})
-        before = stored.get("settings") or {}
+        before = stored["settings"]
         changed = sorted(name for name in now | before if now.get(name) != before.get(name))
         if changed and not self.warned:
             text = f"recomputing results in '{self.folder}', whose settings differ: {', '.join(changed)}"

@@ -22,6 +22,7 @@ from flowbnn.convert import to_stochastic
 from flowbnn.networks import copy_network
 from flowbnn.noise import NormalAffine, Recipe, freeze, noise_layers
 from flowbnn.posterior.base import Posterior, load_posterior
+from flowbnn.posterior.files import check_listed_tensors, list_tensors
 from flowbnn.training import save_tensors
 from flowbnn.training.storage import TensorFile
 
@@ -76,7 +77,9 @@ def save_adapters(posterior: Posterior, path: str | Path) -> Path:
     tensors = {name: value for name, value in posterior.tensors().items() if name not in frozen}
     settings = _plain({**config.to_dict(), "inference_mode": False})
     document = {**posterior.document(), "adapter": {"name": adapter, "config": settings}}
-    return save_tensors(path, tensors, {**document, "card": posterior.card()})
+    return save_tensors(
+        path, tensors, {**document, "tensors": list_tensors(tensors), "card": posterior.card()}
+    )
 
 
 def load_adapters(path: str | Path, base: nn.Module) -> Posterior:
@@ -116,6 +119,7 @@ class AdapterFile(TensorFile):
 
     def __init__(self, path: str | Path, network: nn.Module) -> None:
         super().__init__(path)
+        check_listed_tensors(self)
         state = {f"network.{name}": value.detach().cpu() for name, value in network.state_dict().items()}
         self.base = {name: value for name, value in state.items() if name in _base_tensors(network)}
         self.views = {**self.base, **self.views}

@@ -52,6 +52,7 @@ from flowbnn.noise import noise_layers
 from flowbnn.options import Count, File, Positive, SampleCount, accepts_options_of, all_subclasses, checked
 from flowbnn.posterior.adaptive import Adaptive, adaptive_outputs
 from flowbnn.posterior.files import (
+    list_tensors,
     model_card,
     open_posterior_file,
     read_network,
@@ -467,7 +468,9 @@ class Posterior:
             metrics: Metrics on held-out data, from :func:`~flowbnn.evaluate`, for the model card in the file. The function
                 :func:`~flowbnn.posterior.read_card` returns the card.
         """
-        return save_tensors(path, self.tensors(), {**self.document(), "card": self.card(metrics)})
+        tensors = self.tensors()
+        document = {**self.document(), "tensors": list_tensors(tensors), "card": self.card(metrics)}
+        return save_tensors(path, tensors, document)
 
     @checked
     def card(self, metrics: Mapping[str, float] | None = None) -> str:

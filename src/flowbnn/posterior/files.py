@@ -15,10 +15,11 @@ from flowbnn.errors import FlowBNNError, optional_import, pluralize
 from flowbnn.likelihoods import Likelihood, make_likelihood
 from flowbnn.networks import select_output, set_input_columns
 from flowbnn.options import File, checked
+from flowbnn.records import restore
 from flowbnn.regression import LOC, SCALE, flatten_outputs, set_output_scale
 from flowbnn.training import History, check_weights
 from flowbnn.training.compatibility import count_weights, warn_changed_layers
-from flowbnn.training.storage import TensorFile
+from flowbnn.training.storage import TensorFile, describe_tensor
 from flowbnn.version import __version__
 
 # dtypes of weights and noise in files
@@ -37,7 +38,7 @@ def rewrap_load_errors(path: Any) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        reason = " ".join(str(error).split()) or type(error).__name__
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
         if isinstance(error, KeyError):
             reason = f"it has no {error}"
         raise FlowBNNError(f"'{path}' cannot be loaded: {reason}", kind="file") from None
@@ -66,6 +67,28 @@ def check_shapes(
             raise ValueError(f"wrong {name}: {tuple(tensor.shape)}, {tensor.dtype}")
 
 
+def list_tensors(tensors: Mapping[str, Tensor]) -> dict[str, list[Any]]:
+    """Returns the dtype and the shape of every tensor, for the document of a file.
+
+    >>> list_tensors({"weight": torch.ones(2, 3)})
+    {'weight': ['float32', 2, 3]}
+    """
+    # save_tensors refuses other values
+    return {name: describe_tensor(value) for name, value in tensors.items() if isinstance(value, Tensor)}
+
+
+def check_listed_tensors(file: TensorFile) -> None:
+    """Raises FlowBNNError if the tensors of a file are not those that its document lists, with the same dtypes and shapes."""
+    listed, stored = file.document.get("tensors"), list_tensors(file.views)
+    if not isinstance(listed, Mapping):
+        raise FlowBNNError(f"'{file}' is damaged: it has no list of its tensors", kind="file")
+    names = [name for name in {**listed, **stored} if listed.get(name) != stored.get(name)]
+    if names:
+        before, now = (values.get(names[0], "no tensor") for values in (listed, stored))
+        text = f"'{file}' is damaged: {names[0]!r:.80} is {now!s:.80}, and was saved as {before!s:.80}"
+        raise FlowBNNError(text, kind="file", names=names)
+
+
 def open_posterior_file(
     path: str | Path | TensorFile, network: nn.Module, kinds: Sequence[str]
 ) -> TensorFile:
@@ -77,6 +100,8 @@ def open_posterior_file(
         kinds: Kinds of posteriors that are accepted.
     """
     file = path if isinstance(path, TensorFile) else TensorFile(path, count_weights(network))
+    if file is not path:
+        check_listed_tensors(file)
     kind = file.document.get("kind")
     if kind not in kinds:
         expected = f"'{kinds[0]}'" if len(kinds) == 1 else "a posterior"
@@ -100,6 +125,8 @@ def read_network(
             if view.dtype in PRECISIONS:
                 likelihood.to(view.dtype)
         history = History.from_dict(file.document["history"])
+        layers = restore(dict[str, str], file.document["layers"], "layers")
+        columns = restore(dict[str, list[Any]] | None, file.document["columns"], "columns")
     if isinstance(output := file.document.get("output"), str | int):
         select_output(model, output)
     if flattening := file.document.get("flattening"):
@@ -107,7 +134,7 @@ def read_network(
             flatten_outputs(model, *map(int, flattening))
     if file.document.get("copies_inputs"):
         copy_inputs(model)
-    set_input_columns(model, file.document.get("columns"))
+    set_input_columns(model, columns)
     likelihood.attach(model)
     modules = {"network": model, "likelihood": likelihood}
     units = [view for name, view in select_prefix(file.views, "network").items() if name in (LOC, SCALE)]
@@ -119,7 +146,7 @@ def read_network(
     if not read:
         return model, likelihood, history
     check_finite_tensors(file)
-    warn_changed_layers(model, file.document.get("layers") or {}, file)
+    warn_changed_layers(model, layers, file)
     for prefix, module in modules.items():
         module.load_state_dict(select_prefix(file.tensors, prefix))
     return model, likelihood, history

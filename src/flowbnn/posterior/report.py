@@ -2,12 +2,13 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from torch import Tensor
 
 from flowbnn.errors import pluralize
+from flowbnn.records import Record
 from flowbnn.regression import NoiseScale
 
 
@@ -79,7 +80,7 @@ class Gain(NamedTuple):
 
 
 @dataclass(frozen=True)
-class FitReport:
+class FitReport(Record):
     """Report of ``fb.fit``. Each entry that points to a problem has also been raised as a warning.
 
     All entries but ``held_out_gain`` describe the posterior that is returned. If ``accepted`` is False, ``held_out_gain`` describes
@@ -120,23 +121,9 @@ class FitReport:
             lines.append("the fit was not better than the given network, which is returned")
         return "\n".join(lines)
 
-    def to_dict(self) -> dict[str, Any]:
-        """Returns plain values for a file."""
-        return {**asdict(self), "collapsed": dict(self.collapsed)}
-
-    @classmethod
-    def from_dict(cls, document: Mapping[str, Any]) -> "FitReport":
-        """Returns the report that :meth:`to_dict` stored."""
-        values = dict(document)
-        kinds = {"elbo": Gain, "held_out_gain": Gain, "noise_scale": NoiseScale}
-        for name, kind in kinds.items():
-            if values.get(name) is not None:
-                values[name] = kind(*values[name])
-        return cls(**values)
-
 
 @dataclass(frozen=True)
-class Calibration:
+class Calibration(Record):
     """Comparison of the candidates of a calibration, each predicted on folds that it was not fitted to.
 
     Args:
@@ -223,13 +210,3 @@ class Calibration:
         if self.choice == "plain":
             return f"{start}: the plain network is returned, no calibrator is better by more than one standard error."
         return f"{start}: {self.choice} is chosen (NLL {self.difference[self.choice]} relative to the plain network)."
-
-    def to_dict(self) -> dict[str, Any]:
-        """Returns plain values for a file."""
-        return {**asdict(self), "difference": {name: list(value) for name, value in self.difference.items()}}
-
-    @classmethod
-    def from_dict(cls, document: Mapping[str, Any]) -> "Calibration":
-        """Returns the report that :meth:`to_dict` stored."""
-        difference = {name: Difference(*map(float, value)) for name, value in document["difference"].items()}
-        return cls(**{**document, "difference": difference})

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import nn
@@ -12,6 +12,8 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from flowbnn.batches import fingerprint
 from flowbnn.errors import FlowBNNError, warn
+from flowbnn.options import Ge
+from flowbnn.records import Record
 from flowbnn.training.compatibility import (
     check_optimizer_state,
     check_tensors,
@@ -28,7 +30,7 @@ from flowbnn.training.storage import TensorFile, copy_file, decode_state, save_s
 
 
 @dataclass
-class Position:
+class Position(Record):
     """Position of a run: epoch, step, totals of the current epoch, and history.
 
     Attributes:
@@ -43,11 +45,11 @@ class Position:
         history: Record of the finished epochs.
     """
 
-    epoch: int = 0
-    batches: int = 0
-    step: int = 0
+    epoch: Annotated[int, Ge(0)] = 0
+    batches: Annotated[int, Ge(0)] = 0
+    step: Annotated[int, Ge(0)] = 0
     best: float | None = None
-    epochs_since_best: int = 0
+    epochs_since_best: Annotated[int, Ge(0)] = 0
     stopped_by_callback: bool = False
     totals: dict[str, Any] = field(default_factory=dict)
     weights: dict[str, float] = field(default_factory=dict)
@@ -57,14 +59,6 @@ class Position:
         """Returns plain values that JSON can store."""
         totals = {name: float(total) for name, total in self.totals.items()}
         return {**vars(self), "totals": totals, "history": self.history.to_dict()}
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> "Position":
-        """Returns the position that :meth:`to_dict` stored."""
-        counts = [values[name] for name in ("epoch", "batches", "step", "epochs_since_best")]
-        if any(type(count) is not int or count < 0 for count in counts):
-            raise ValueError(f"position {counts}")
-        return cls(**{**values, "history": History.from_dict(values["history"])})
 
     def __str__(self) -> str:
         return f"in epoch {self.epoch + 1}, step {self.step + 1}"

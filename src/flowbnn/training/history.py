@@ -1,15 +1,15 @@
 """The record of a training run, epoch by epoch."""
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from flowbnn import plots
 from flowbnn.errors import FlowBNNError, nearest
+from flowbnn.records import Record
 
 
 @dataclass
-class History:
+class History(Record):
     """Record of a training run, epoch by epoch.
 
     Each epoch records ``loss``, the objective's logs as means over the examples, ``learning_rate``, and the values of ``validate`` as
@@ -66,12 +66,3 @@ class History:
         return len(self.records)
 
     plot, plot_kl = plots.plot_history, plots.plot_kl
-
-    def to_dict(self) -> dict[str, Any]:
-        """Returns plain values that JSON can store."""
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> "History":
-        """Returns the history that :meth:`to_dict` stored."""
-        return cls(**values)

@@ -1,8 +1,8 @@
 """Storage of tensors and a JSON document in one safetensors file that is written atomically.
 
 The document is stored in the header of the file. A file is written next to its target, flushed to the disk, and renamed. A reader, or
-a run that is killed, therefore sees the old file or the new one. One checksum covers the document and all tensors. Nothing is
-unpickled, so loading a file cannot run code.
+a run that is killed, therefore sees the old file or the new one. One checksum covers the document, and another one all of the file.
+Nothing is unpickled, so loading a file cannot run code.
 """
 
 import json
@@ -60,7 +60,11 @@ def save_tensors(path: File, tensors: Mapping[str, Any], document: Mapping[str, 
     with atomic_write(path) as temporary:
         stored, aliases = _without_aliases(tensors)
         content = json.dumps({"aliases": aliases, "document": document, "order": list(tensors)})
-        header = {"format": TensorFile.format, "checksum": _checksum(stored, content), "content": content}
+        checksums = {
+            "document_checksum": zlib.crc32(content.encode()),
+            "checksum": _checksum(stored, content),
+        }
+        header = {"format": TensorFile.format, **checksums, "content": content}
         save_file(stored, temporary, metadata={TensorFile.metadata_key: json.dumps(header)})
     return path
 
@@ -96,7 +100,7 @@ class TensorFile:
         views: Tensors by name, which stay on the disk until they are used.
     """
 
-    format = 4  # version of the file format
+    format = 5  # version of the file format
     metadata_key = "flowbnn"  # key of the document in the metadata of safetensors
     chunk_bytes = 2**24  # bytes that are read at once for the checksum
 
@@ -113,6 +117,8 @@ class TensorFile:
                 text = f"'{path}' has format {header['format']!r}, this version reads {self.format}"
                 raise FlowBNNError(text, kind="file")
             self.checksum, self.content = header["checksum"], header["content"]
+            if header["document_checksum"] != zlib.crc32(self.content.encode()):
+                raise FlowBNNError(f"'{path}' is damaged (wrong checksum)", kind="file")
             content = json.loads(self.content)
             self.aliases, self.document = dict(content["aliases"]), dict(content["document"])
             self.order = content.get("order", [])  # safetensors sorts by name
@@ -281,7 +287,7 @@ def encode_state(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
     """
     if isinstance(value, Tensor):
         tensors[name] = value
-        return {KIND: "tensor", "name": name}
+        return {KIND: "tensor", "name": name, "like": describe_tensor(value)}
     if isinstance(value, Mapping):
         items = [[key, encode_state(entry, f"{name}/{key}", tensors)] for key, entry in value.items()]
         if isinstance(value, Counter) or KIND in value or not all(isinstance(key, str) for key in value):
@@ -294,20 +300,42 @@ def encode_state(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
 
 
 def decode_state(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """Returns the value that :func:`encode_state` encoded."""
+    """Returns the value that :func:`encode_state` encoded. Raises ValueError if the tensors are not those of the tree."""
+    remaining = dict(tensors)
+    value = _decode(tree, remaining)
+    if remaining:
+        raise ValueError(f"unknown tensor {next(iter(remaining))!r:.80}")
+    return value
+
+
+def describe_tensor(tensor: Tensor) -> list[Any]:
+    """Returns the dtype and the shape of a tensor as JSON.
+
+    >>> describe_tensor(torch.ones(2, 3))
+    ['float32', 2, 3]
+    """
+    return [str(tensor.dtype).removeprefix("torch."), *tensor.shape]
+
+
+def _decode(tree: Any, tensors: dict[str, Tensor]) -> Any:
+    """Returns the value of a tree, and removes its tensors from the dictionary."""
     if isinstance(tree, list):
-        return [decode_state(entry, tensors) for entry in tree]
+        return [_decode(entry, tensors) for entry in tree]
     if not isinstance(tree, dict):
         return tree
     kind = tree.get(KIND)
     if kind is None:
-        return {key: decode_state(value, tensors) for key, value in tree.items()}
+        return {key: _decode(value, tensors) for key, value in tree.items()}
     if kind == "tensor":
-        return tensors[tree["name"]]
+        tensor = tensors.pop(tree["name"])
+        if describe_tensor(tensor) != tree["like"]:
+            text = f"{tree['name']!r:.80} is {describe_tensor(tensor)}, and was saved as {tree['like']!s:.80}"
+            raise ValueError(text)
+        return tensor
     if kind in ("map", "counter"):
-        pairs = {key: decode_state(value, tensors) for key, value in tree["items"]}
+        pairs = {key: _decode(value, tensors) for key, value in tree["items"]}
         return Counter(pairs) if kind == "counter" else pairs
-    return {"tuple": tuple, "deque": deque}[kind](decode_state(entry, tensors) for entry in tree["items"])
+    return {"tuple": tuple, "deque": deque}[kind](_decode(entry, tensors) for entry in tree["items"])
 
 
 def copy_file(path: Path, other: Path) -> None:

@@ -174,7 +174,8 @@ class ChainSampler:
         """
         file = TensorFile(path, self.starts.shape[1])
         self._check_file(path, file)
-        saved = decode_state(file.document, file.tensors)
+        with file.reading():
+            saved = decode_state(file.document, file.tensors)
         self.number, self.first_draw, self.thin = saved["number"], saved["first_draw"], saved["thin"]
         self.state = ChainState(
             **{name: value.to(self.starts.device) for name, value in saved["state"].items()}
