@@ -567,6 +567,10 @@ def test_outputs_are_selected_by_name_or_function(output, tmp_path):
     posterior = fb.MLE(epochs=1).fit(Heads("other"), (X, Y), output=output, progress=False)
     assert posterior.predict(X).probabilities.shape == (24, 2)
     posterior.save(tmp_path / "posterior.safetensors")
+    if not isinstance(output, str):
+        with pytest.raises(fb.FlowBNNError) as caught:
+            fb.load_posterior(tmp_path / "posterior.safetensors", Heads("other"))
+        assert (caught.value.kind, caught.value.argument) == ("network", "network")
     fresh = Heads("other") if isinstance(output, str) else fb.select_output(Heads("other"), output)
     loaded = fb.load_posterior(tmp_path / "posterior.safetensors", fresh)
     assert torch.equal(loaded.predict(X).probabilities, posterior.predict(X).probabilities)

@@ -134,9 +134,8 @@ def test_predictions_of_other_methods_that_are_not_finite_name_the_layer(method)
         torch.jit.script,
         lambda plain: nn.Sequential(plain[0], nn.LazyLinear(3)),
         lambda plain: plain.to("meta"),
-        lambda plain: setattr(plain, "cache", plain[0].weight * 2) or plain,
     ],
-    ids=["script", "lazy", "meta", "cache"],
+    ids=["script", "lazy", "meta"],
 )
 def test_networks_that_cannot_be_copied(change):
     for act in (

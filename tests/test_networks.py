@@ -50,7 +50,9 @@ def test_dictionaries_of_outputs_with_logits():
 def test_networks_whose_weights_are_computed_can_be_copied():
     old = nn.utils.weight_norm(nn.Linear(2, 3))
     pruned = prune.l1_unstructured(nn.Linear(2, 3), "weight", amount=0.5)
-    for network in (old, pruned):
+    cached = nn.Linear(2, 3)
+    cached.cache = [cached.weight * 2]
+    for network in (old, pruned, cached):
         network(torch.ones(1, 2)).sum().backward()  # the weight has a history now
         copy = copy_network(network)
         assert torch.equal(copy(torch.ones(1, 2)), network(torch.ones(1, 2)))

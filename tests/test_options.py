@@ -3,6 +3,7 @@
 from fractions import Fraction
 
 import numpy as np
+import pandas
 import pytest
 import torch
 from torch import nn
@@ -28,6 +29,19 @@ def test_numbers_of_other_types_become_plain_numbers():
         seed: Seed = 0
 
     assert type(Settings(seed=np.uint8(7)).seed) is int
+
+
+def test_tensors_may_be_arrays():
+    labels, values = np.array([0, 1, 1]), np.array([[0.9, 0.1], [0.2, 0.8], [0.6, 0.4]], dtype=np.float32)
+    values.flags.writeable = False
+    expected = fb.metrics.brier_score(torch.tensor(values.tolist()), torch.tensor([0, 1, 1]))
+    assert fb.metrics.brier_score(values, pandas.Series(labels)) == expected
+    prediction = fb.predictive.CategoricalPredictive(torch.zeros(2, 3, 2))
+    assert torch.equal(prediction.nll(labels.astype(np.uint8)), prediction.nll(torch.tensor([0, 1, 1])))
+    for strings in (np.array(["a", "b", "c"]), np.array(1.0)):
+        with pytest.raises(FlowBNNError) as caught:
+            fb.metrics.accuracy(values, strings)
+        assert caught.value.argument == "targets"
 
 
 @pytest.mark.parametrize(

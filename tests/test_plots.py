@@ -17,6 +17,7 @@ from flowbnn.density.target import TargetFit
 from flowbnn.errors import FlowBNNError
 from flowbnn.plots.style import binomial_band
 from flowbnn.predictive import CategoricalPredictive, GaussianPredictive, summarize
+from flowbnn.sklearn import BayesianRegressor
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
@@ -435,3 +436,17 @@ def test_reconstructions_and_samples_of_a_vae():
     plots.close(ax)
     vectors = fb.vae.VAE((6,), latent_dim=2, hidden=(8,))
     assert len(vectors.plot_reconstructions(torch.rand(2, 6)).lines) == 4
+
+
+def test_estimators_and_posteriors_in_place_of_predictions_are_explained():
+    estimator = BayesianRegressor(epochs=1).fit(X.numpy()[:, None], Y.numpy().ravel())
+    posterior = estimator.posterior_
+    for call, advice in (
+        (lambda: plots.plot_coverage(estimator, Y), "predict_dist"),
+        (lambda: plots.plot_intervals(posterior, X), "predict(inputs)"),
+        (lambda: plots.plot_functions(estimator, X), "predict_dist"),
+        (lambda: plots.plot_class_map(estimator, torch.zeros(3, 2)), "posterior_"),
+    ):
+        with pytest.raises(FlowBNNError) as error:
+            call()
+        assert advice in str(error.value)

@@ -226,10 +226,10 @@ def set_forward_hook(network: nn.Module, hook: Any) -> None:
         network.register_forward_hook(hook)
 
 
-def output_selection(network: nn.Module) -> str | int | None:
-    """Returns the name or position that :func:`select_output` has set, or None if there is none or if it is a function."""
+def output_selection(network: nn.Module) -> OutputSelection | None:
+    """Returns the name, the position or the function that :func:`select_output` has set, or None."""
     hooks = [hook for hook in network._forward_hooks.values() if isinstance(hook, SelectOutput)]
-    return hooks[0].selection if hooks and isinstance(hooks[0].selection, str | int) else None
+    return hooks[0].selection if hooks else None
 
 
 def set_input_columns(network: nn.Module, columns: Any) -> nn.Module:

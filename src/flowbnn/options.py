@@ -43,6 +43,7 @@ from typing import (
     is_typeddict,
 )
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -245,6 +246,11 @@ def _check_calls(function: F, annotation_source: Any, owner: str) -> F:
                 for entry in value:
                     check(argument, entry, hints[argument], name)
             elif parameter.kind is not Parameter.VAR_KEYWORD:
+                if hasattr(value, "__array__") and not isinstance(value, Tensor):
+                    array = numbers_as_tensor(value)
+                    if array is not None and _allows(hints[argument], array):
+                        value = bound.arguments[argument] = array
+                        converted = True
                 check(argument, value, hints[argument], name)
                 is_builtin = type(value) in (bool, int, float)  # others, such as numpy.int64, are converted
                 if hints[argument] is not Any and isinstance(value, Real) and not is_builtin:
@@ -254,6 +260,21 @@ def _check_calls(function: F, annotation_source: Any, owner: str) -> F:
 
     wrapper.__signature__ = _simplify_signature(signature(function))  # type: ignore[attr-defined]
     return wrapper  # type: ignore[return-value]
+
+
+def numbers_as_tensor(values: Any) -> Tensor | None:
+    """Returns an array of numpy or a series of pandas as a tensor, or None if it does not hold numbers.
+
+    >>> numbers_as_tensor(np.array([1, 2])), numbers_as_tensor(np.array(["a"]))
+    (tensor([1, 2]), None)
+    """
+    array = np.asarray(values)
+    kinds: dict[str, Any] = {"b": bool, "i": np.int64, "u": np.int64, "f": np.float64}
+    if array.ndim == 0 or array.dtype.kind not in kinds:
+        return None
+    is_single = array.dtype.kind == "f" and array.dtype.itemsize <= 4
+    # a copy, because torch warns about arrays that it cannot write
+    return torch.from_numpy(np.array(array, dtype=np.float32 if is_single else kinds[array.dtype.kind]))
 
 
 def _simplify_signature(original: Signature) -> Signature:

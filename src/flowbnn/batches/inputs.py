@@ -420,6 +420,9 @@ def rewrap_forward_errors(inputs: Any, problem: str = "the network fails on inpu
             hint = f"; the network takes {widths[2]} columns, got {widths[1]}"
         elif "unexpected keyword argument" in message and isinstance(inputs, Mapping):
             hint = "; use flowbnn.data.Columns(loader, inputs=[...], targets=...)"
+        elif isinstance(inputs, Mapping) and "not dict" in message:
+            problem = f"no argument of the network is named {quote_names([str(name) for name in inputs])}: {problem}"
+            hint = "; rename the entries"
         elif isinstance(inputs, tuple) and re.search("(not|got a) tuple|takes .* positional", message):
             message, hint = "a tuple has several inputs of the network", "; leave out targets"
         elif any(tensor.dtype == torch.uint8 for tensor in tensors):

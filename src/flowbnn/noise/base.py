@@ -409,6 +409,8 @@ def noise_layers(model: nn.Module, argument: str | None = None) -> dict[str, Noi
     """
     if not isinstance(model, nn.Module):
         hint = "pass its .model" if isinstance(getattr(model, "model", None), nn.Module) else ""
+        if hasattr(model, "to_tensors"):  # an estimator of flowbnn.sklearn
+            hint = "pass its .posterior_.model, with data to_tensors(X, y)"
         value = describe_value(model)
         raise value_error("the network", "an nn.Module", value, hint, kind="network", argument=argument)
     layers: dict[str, Noise] = {}

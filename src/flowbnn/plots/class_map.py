@@ -59,6 +59,7 @@ def plot_class_map(
         torch.linspace(float(low[axis]), float(high[axis]), resolution, dtype=points.dtype) for axis in (0, 1)
     ]
     grid = torch.cartesian_prod(*sides)
+    check_kind(posterior, "collect", "a posterior")
     predictive = posterior.predict(grid, samples, seed=seed, progress=False)
     check_kind(predictive, "probabilities", "classes")
     shape = (resolution, resolution)

@@ -121,6 +121,7 @@ def plot_functions(
     3
     >>> fb.plots.close(ax)
     """
+    check_kind(predictive, "sample_counts", "a predictive distribution")
     x, order = ordered_inputs(inputs, len(predictive))
     number = min(number, int(predictive.sample_counts.min()))
     samples = to_array(predictive.samples[:number]).reshape(number, len(predictive), -1)[:, order, output]

@@ -238,8 +238,12 @@ def check_kind(predictive: Any, attribute: str, kind: str) -> None:
         kind: Words for the right kind, such as ``"classes"``.
     """
     if not hasattr(predictive, attribute):
-        value = f"a {type(predictive).__name__}"
-        raise requirement_error("this figure", kind, value, argument="predictive")
+        value, hint = f"a {type(predictive).__name__}", ""
+        if hasattr(predictive, "predict_dist"):  # an estimator of flowbnn.sklearn
+            hint = "use its posterior_" if kind == "a posterior" else "use its predict_dist(X)"
+        elif hasattr(predictive, "predict"):
+            hint = "use its predict(inputs)"
+        raise requirement_error("this figure", kind, value, hint, argument="predictive")
 
 
 def add_headroom(ax: Any, share: float) -> None:

@@ -429,12 +429,14 @@ class Posterior:
 
     def document(self) -> dict[str, Any]:
         """Returns the JSON document of a saved file, with everything except the tensors."""
+        output = output_selection(self.model)
         return {
             "kind": self.kind,
             "likelihood": self.likelihood.to_dict(),
             "history": self.history.to_dict(),
             "layers": describe_layers(self.model),
-            "output": output_selection(self.model),
+            "output": output if isinstance(output, str | int) else None,
+            "output_function": getattr(output, "__name__", "a function") if callable(output) else None,
             "flattening": flattening_of(self.model),
             "copies_inputs": copies_inputs(self.model),
             "columns": self.columns,

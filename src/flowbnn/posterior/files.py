@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from flowbnn.batches import copy_inputs, device_of, first_nonfinite_tensor
 from flowbnn.errors import FlowBNNError, optional_import, pluralize
 from flowbnn.likelihoods import Likelihood, make_likelihood
-from flowbnn.networks import select_output, set_input_columns
+from flowbnn.networks import output_selection, select_output, set_input_columns
 from flowbnn.options import File, checked
 from flowbnn.records import restore
 from flowbnn.regression import LOC, SCALE, flatten_outputs, set_output_scale
@@ -129,6 +129,10 @@ def read_network(
         columns = restore(dict[str, list[Any]] | None, file.document["columns"], "columns")
     if isinstance(output := file.document.get("output"), str | int):
         select_output(model, output)
+    elif (name := file.document.get("output_function")) and not callable(output_selection(model)):
+        text = f"the posterior selects the outputs of its network by {name}"
+        hint = "use load_posterior(path, flowbnn.select_output(network, function))"
+        raise FlowBNNError(f"{text}; {hint}", kind="network", argument="network")
     if flattening := file.document.get("flattening"):
         with rewrap_load_errors(file):
             flatten_outputs(model, *map(int, flattening))
