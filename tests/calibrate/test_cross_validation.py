@@ -70,11 +70,21 @@ def test_choice_has_the_lowest_nll_of_all_calibrators():
     assert choose_candidate(names).name == "noise"
 
 
-def test_mixture_is_chosen_unless_the_plain_network_is_better():
+@pytest.mark.parametrize(
+    ("temperature", "mixture", "expected"),
+    [
+        (-0.5, -0.001, "mixture"),
+        (-0.001, 0.001, "temperature"),
+        (0.001, 0.001, "plain"),
+        (None, 0.001, "plain"),
+    ],
+)
+def test_mixture_is_chosen_unless_the_plain_network_is_better(temperature, mixture, expected):
     plain = torch.rand(400, generator=torch.Generator().manual_seed(0)).double()
-    for gain, expected in ((0.001, "mixture"), (-0.001, "plain")):
-        nll = {"plain": plain, "temperature": plain - 0.5, "mixture": plain - gain}
-        assert choose_candidate(nll).name == expected
+    nll = {"plain": plain, "noise": plain - 0.5, "mixture": plain + mixture}
+    if temperature is not None:
+        nll["temperature"] = plain + temperature
+    assert choose_candidate(nll).name == expected
 
 
 def test_stacking_weights_maximize_the_log_likelihood():

@@ -312,8 +312,12 @@ class Choice(NamedTuple):
 def choose_candidate(nll: Mapping[str, Tensor]) -> Choice:
     """Chooses the mixture unless the NLL of the plain network is lower, or without a mixture the candidate with the lowest NLL.
 
+    If the plain network has a lower NLL than the mixture, the temperature is chosen if its NLL is lower still. A single parameter
+    can be fitted to examples that are too few for the mixture. A mixture and a temperature have no margin, because the mixture
+    contains the plain network, and few examples change both little.
+
     Without a mixture, the plain network is chosen if its NLL is within one standard error of the lowest. The standard error is that of
-    the paired difference. A mixture has no such margin, because it contains the plain network, and few examples change it little.
+    the paired difference.
 
     Args:
         nll: Negative log-likelihoods of all examples, by candidate. It must contain ``"plain"``.
@@ -322,9 +326,13 @@ def choose_candidate(nll: Mapping[str, Tensor]) -> Choice:
     >>> choose_candidate({"plain": flat, "temperature": flat - 0.001 * better, "noise": better}).name
     'noise'
     """
-    best = "mixture" if "mixture" in nll else min(nll, key=lambda name: float(nll[name].mean()))
-    gap = Difference.of(nll["plain"], nll[best])
-    return Choice(
-        "plain" if gap.mean <= (0.0 if best == "mixture" else gap.error) else best,
-        {key: Difference.of(values, nll["plain"]) for key, values in nll.items()},
-    )
+    means = {name: float(values.mean()) for name, values in nll.items()}
+    if "mixture" not in means:
+        best = min(means, key=means.__getitem__)
+        gap = Difference.of(nll["plain"], nll[best])
+        best = "plain" if gap.mean <= gap.error else best
+    elif means["mixture"] < means["plain"]:
+        best = "mixture"
+    else:
+        best = min((name for name in ("plain", "temperature") if name in means), key=means.__getitem__)
+    return Choice(best, {key: Difference.of(values, nll["plain"]) for key, values in nll.items()})
