@@ -60,7 +60,7 @@ def test_a_block_follows_the_priors_it_was_made_of():
     model = stochastic()
     layers = list(noise_layers(model).values())
     layers[0].prior.loc.data.fill_(3.0)  # torch counts no version of this
-    assert (Gaussians(layers).prior_loc == 3.0).sum() == layers[0].layout.dim
+    assert (Gaussians(layers).priors[0] == 3.0).sum() == layers[0].layout.dim
 
 
 def test_draw_with_kl_has_the_draws_and_the_kl_of_separate_calls():

@@ -1,6 +1,19 @@
-"""Fast evaluation of chains of planar and LU maps, by the best code for the device (:mod:`flowbnn.kernels.flow_chains`)."""
+"""Fast code for the device: chains of planar and LU maps (:mod:`flowbnn.kernels.flow_chains`), moments of Gaussians
+(:mod:`flowbnn.kernels.gaussian_moments`).
+"""
 
 from flowbnn.kernels.flow_chains import Chain, Group, available, evaluate, evaluate_many
+from flowbnn.kernels.gaussian_moments import HALF_LOG_2PI, MomentsFunction, moments_available
 from flowbnn.kernels.reference import ChainShape
 
-__all__ = ["Chain", "ChainShape", "Group", "available", "evaluate", "evaluate_many"]
+__all__ = [
+    "HALF_LOG_2PI",
+    "Chain",
+    "ChainShape",
+    "Group",
+    "MomentsFunction",
+    "available",
+    "evaluate",
+    "evaluate_many",
+    "moments_available",
+]

@@ -191,7 +191,7 @@ def draw_with_kl(
                 draws, log_dets = block.sample(base_draws, rows)
                 each, total = block.divergences_of_draws(base_draws, draws, log_dets, rows)
             for key, vectors in zip(block.keys, draws, strict=True):
-                tensors[key] = vectors[:rows]
+                tensors[key] = vectors[:rows] if len(vectors) > rows else vectors
             by_key |= each
             totals.append(total)
     if totals:

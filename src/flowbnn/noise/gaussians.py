@@ -5,7 +5,6 @@ Layer :math:`l` starts its noise at :math:`\mathcal N(\mu, \sigma^2)` with :math
 follow. :class:`Gaussians` draws such layers at once, and :class:`SharedDraws` the noise of all layers for a prediction.
 """
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -17,12 +16,10 @@ from torch.nn import functional as F
 from flowbnn import kernels
 from flowbnn.distributions import Divergence
 from flowbnn.distributions.draws import standard_normal
-from flowbnn.kernels import Chain, Group
+from flowbnn.kernels import HALF_LOG_2PI, Chain, Group
 from flowbnn.noise.base import BLOCK, Noise, SeededGenerator, block_seeds
 from flowbnn.noise.contexts import NoiseMode, OptionalGenerator, RowShard, Shape
 from flowbnn.noise.joint import JointPart
-
-HALF_LOG_2PI = 0.5 * math.log(2.0 * math.pi)  # minus the log-density of a standard normal at 0
 
 
 class Gaussians:
@@ -41,6 +38,7 @@ class Gaussians:
         flow_start: Index of the first number of the flows.
         kl_samples: Number of draws that estimate the KL of a flow, or 0 without flows.
         mean, deviation: Mean and standard deviation of each number before the flows.
+        sums: KL and entropy of each layer without the part that depends on draws, or None if they have not been computed.
     """
 
     def __init__(self, layers: list[Any]) -> None:
@@ -57,23 +55,73 @@ class Gaussians:
         self.kl_samples = self.flows[0].kl_samples if self.flows else 0
         sizes: list[int] = []
         keys: list[int] = []
-        tensors: list[tuple[Tensor, ...]] = []
+        constants: list[tuple[Tensor, ...]] = []
         affines = []
         for noise in self.layers:
             base, affine, prior = noise.gaussian_base
             sizes.append(noise.layout.dim)
             keys.append(noise.key)
             affines.append(affine)
-            tensors.append((prior.loc, prior.scale, base.loc, base.scale, affine.shift, affine.raw_log_scale))
-        self.sizes, self.keys = tuple(sizes), tuple(keys)
+            constants.append((prior.loc, prior.scale, base.loc, base.scale))
+        self.sizes, self.keys, self.affines = tuple(sizes), tuple(keys), affines
         self.flow_start = sum(sizes[: self.num_gaussians])
-        columns = zip(*tensors, strict=True)
-        self.prior_loc, self.prior_scale, loc, self.scale, shift, raw_log_scale = map(torch.cat, columns)
-        center, bound = centers(affines), affines[0].bound
-        self.log_scale = bound * torch.tanh(raw_log_scale * (1.0 / bound))
-        factor = self.log_scale.exp()
-        self.mean = torch.addcmul(shift + center, loc - center, factor)
-        self.deviation = self.scale * factor
+        self.constants = list(zip(*constants, strict=True))
+        parameters = [affine.shift for affine in affines] + [affine.raw_log_scale for affine in affines]
+        tensors = [tensor for column in self.constants for tensor in column]
+        self.sums: tuple[Tensor, Tensor] | None = None
+        if kernels.moments_available(tensors, parameters):
+            centers = [affine.center for affine in affines]
+            settings = self.sizes, self.flow_start, affines[0].bound, centers, self.constants
+            self.mean, self.deviation, *sums = kernels.MomentsFunction.apply(
+                *settings, self._compute_moments, *parameters
+            )
+            self.sums = sums[0], sums[1]
+        else:
+            self.mean, self.deviation, self.log_deviation = self._merge(parameters)
+
+    @property
+    def priors(self) -> tuple[Tensor, Tensor]:
+        """Means and standard deviations of the priors of all numbers."""
+        return torch.cat(self.constants[0]), torch.cat(self.constants[1])
+
+    def _merge(self, parameters: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns mean, standard deviation and its logarithm of each number, for the shifts and the raw log-scales of the layers."""
+        count = len(self.sizes)
+        loc, scale = torch.cat(self.constants[2]), torch.cat(self.constants[3])
+        shift, raw_log_scale = torch.cat(parameters[:count]), torch.cat(parameters[count:])
+        center, bound = centers(self.affines), self.affines[0].bound
+        log_scale = bound * torch.tanh(raw_log_scale * (1.0 / bound))
+        factor = log_scale.exp()
+        mean = torch.addcmul(shift + center, loc - center, factor)
+        return mean, scale * factor, log_scale + scale.log()
+
+    def _compute_moments(self, *parameters: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Computes :class:`flowbnn.kernels.MomentsFunction` by torch's operations."""
+        mean, deviation, log_deviation = self._merge(list(parameters))
+        numbers = mean.new_zeros(len(mean) - self.flow_start)
+        return mean, deviation, *self._add_up(mean, deviation, log_deviation, numbers)
+
+    def _add_up(
+        self, mean: Tensor, deviation: Tensor, log_deviation: Tensor, sampled: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Returns KL and entropy of each layer, without the log-determinants of the flows.
+
+        Args:
+            mean, deviation, log_deviation: Moments of each number.
+            sampled: Mean over draws of the difference of squares in the formula of :meth:`compute_divergences`, for each number of the
+                flows. None without flows.
+        """
+        (loc, width), cut = self.priors, self.flow_start
+        relative_scale, offset = deviation / width, (mean - loc) / width
+        square = relative_scale.square() + offset.square() - 1
+        if sampled is not None:
+            square = torch.cat([square[:cut], sampled]) if cut else sampled
+        entropy = log_deviation + (HALF_LOG_2PI + 0.5)
+        terms = torch.stack([0.5 * square - log_deviation + width.log(), entropy])
+        # made on the device, so that compiled steps and CUDA graphs have no copy from the host
+        segments = torch.cat([torch.full((n,), i, device=width.device) for i, n in enumerate(self.sizes)])
+        kls, entropies = terms.new_zeros(2, len(self.sizes)).index_add(1, segments, terms).unbind()
+        return kls, entropies
 
     @staticmethod
     def are_compatible(layers: list[Any], generators: list[OptionalGenerator]) -> bool:
@@ -107,7 +155,10 @@ class Gaussians:
     def scale_and_shift(self, normal: Tensor) -> Tensor:
         r"""Returns :math:`\mu + \sigma \epsilon` for normal numbers ``[draws, numbers]`` of all layers, or of the flows alone."""
         first = len(self.mean) - normal.shape[1]
-        return torch.addcmul(self.mean[first:], normal, self.deviation[first:])
+        mean, deviation = (
+            (self.mean[first:], self.deviation[first:]) if first else (self.mean, self.deviation)
+        )
+        return torch.addcmul(mean, normal, deviation)
 
     def sample(self, normal: Tensor, rows: int) -> tuple[list[Tensor], Tensor | None]:
         """Returns draws of all layers, and the log-determinants of the flows after the first ``rows`` draws.
@@ -176,21 +227,19 @@ class Gaussians:
             flow_draws: Draws :math:`x` of the flows, one tensor each.
             log_dets: Log-determinants of the flows, ``[flows, draws]``.
         """
-        cut = len(self.mean) if normal is None else self.flow_start
-        loc, width = self.prior_loc, self.prior_scale
-        relative_scale = self.deviation[:cut] / width[:cut]
-        offset = (self.mean[:cut] - loc[:cut]) / width[:cut]
-        square = relative_scale.square() + offset.square() - 1
+        sampled = None
         if normal is not None:
             x = flow_draws[0] if len(flow_draws) == 1 else torch.cat(flow_draws, -1)
-            sampled = (((x - loc[cut:]) / width[cut:]).square() - normal.square()).mean(0)
-            square = torch.cat([square, sampled]) if cut else sampled
-        log_deviation = self.log_scale + self.scale.log()
-        entropy = log_deviation + (HALF_LOG_2PI + 0.5)
-        terms = torch.stack([0.5 * square - log_deviation + width.log(), entropy])
-        # made on the device, so that compiled steps and CUDA graphs have no copy from the host
-        segments = torch.cat([torch.full((n,), i, device=width.device) for i, n in enumerate(self.sizes)])
-        kls, entropies = terms.new_zeros(2, len(self.sizes)).index_add(1, segments, terms).unbind()
+            loc, width = (torch.cat(column[self.num_gaussians :]) for column in self.constants[:2])
+            sampled = (((x - loc) / width).square() - normal.square()).mean(0)
+        if self.sums is None:
+            kls, entropies = self._add_up(self.mean, self.deviation, self.log_deviation, sampled)
+        else:
+            kls, entropies = self.sums
+            if sampled is not None:
+                parts = sampled.split(self.sizes[self.num_gaussians :])
+                sums = torch.stack([0.5 * part.sum() for part in parts])
+                kls = kls + F.pad(sums, (self.num_gaussians, 0))
         if log_dets is not None:
             mean_log_det = F.pad(log_dets.mean(-1), (self.num_gaussians, 0))
             kls, entropies = kls - mean_log_det, entropies + mean_log_det
