@@ -101,11 +101,8 @@ def safe_norm(value: Tensor) -> Tensor:
     >>> x.grad
     tensor([0., 0., 0.])
     """
-    scale = value.detach().abs().amax(-1)
-    positive = scale > 0
-    scale = torch.where(positive, scale, 1.0)
-    square = (value / scale.unsqueeze(-1)).square().sum(-1)
-    return scale * torch.where(positive, torch.where(positive, square, 1.0).sqrt(), square)
+    scale = value.detach().abs().amax(-1).clamp(min=torch.finfo(value.dtype).tiny)
+    return scale * torch.linalg.vector_norm(value / scale.unsqueeze(-1), dim=-1)
 
 
 def monotone_root(

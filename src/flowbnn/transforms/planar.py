@@ -172,10 +172,12 @@ class Radial(BidirectionalTransform):
             total = half.abs() + root
             radius = torch.where(half >= 0, total, alpha * (distance / total))
         reach, stretched = radius + alpha, radius + stretch
-        factor = reach / stretched if inverse else stretched / reach
-        near, far, center = alpha / reach, radius / reach, stretch / reach
-        log_det = torch.log(far * (1 + near) + near * center) + (self.dim - 1) * torch.log(far + center)
-        return self.center + factor.unsqueeze(-1) * offset, -log_det if inverse else log_det
+        growth = stretched / reach
+        slope = torch.addcmul(radius / reach, alpha / reach, growth)
+        log_det = torch.add(slope.log(), growth.log(), alpha=self.dim - 1)
+        factor = reach / stretched if inverse else growth
+        moved = torch.addcmul(self.center, factor.unsqueeze(-1), offset)
+        return moved, -log_det if inverse else log_det
 
 
 class Sylvester(BidirectionalTransform):

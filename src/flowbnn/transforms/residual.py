@@ -100,7 +100,10 @@ class Residual(Transform):
         with torch.no_grad():
             z = self._fixed_point(net, x)
             _, vjp, jvp = net.linearize(z)
-            matrix = self._one_plus_jacobian(vjp, z) if self.dim <= EXACT_IN_EVAL else None
+            # an unknown number of products, which a graph cannot hold, costs less than a large matrix
+            cheap = isinstance(self.net, SmoothMLP) and is_concrete(x)
+            small = self.dim <= (EXACT_IN_TRAINING if cheap else EXACT_IN_EVAL)
+            matrix = self._one_plus_jacobian(vjp, z) if small else None
         for step in range(2):
             error = z + net(z) - x
             if matrix is None:
