@@ -62,11 +62,11 @@ def make_step(
 
     captured: list[Any] = []
 
-    def train(*args: Any, **kwargs: Any) -> Any:
+    def run(*args: Any, **kwargs: Any) -> Any:
         captured.extend(args)
         raise StepCaptured
 
-    with mock.patch.object(fitting, "train", train), suppress(StepCaptured):
+    with mock.patch.object(fitting, "TrainingRun", run), suppress(StepCaptured):
         method.fit(model, [batch], num_data=50_000, progress=False)
     objective, optimizer = captured[:2]
     clock = Clock(0, 1, 100, 10)

@@ -1,6 +1,6 @@
 """Measures the time of a Laplace approximation of a LeNet, in forward passes over the same images in the same run.
 
-    python benchmarks/laplace.py [--images 10000] [--batch 250] [--rounds 15] [--threads 2] [--device cpu] [--all] [--out results]
+    python benchmarks/laplace_cost.py [--images 10000] [--batch 250] [--rounds 15] [--threads 2] [--device cpu] [--all] [--out results]
 
 ``plain`` is one forward pass over all images, without gradients. The other variants fit ``Laplace(..., epochs=0)`` on the same
 batches. Their time includes the copy of the network, the pass, the decomposition of the curvature and the search for the prior by
