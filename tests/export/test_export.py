@@ -345,6 +345,37 @@ def test_recurrent_cells_run_with_any_batch_size(kind, options, tmp_path):
     assert_predicts(file, posterior, vectors(7, 2, 3))
 
 
+class Projected(nn.Module):
+    """LSTM with projections, or with packed sequences."""
+
+    def __init__(self, packs=False, **options):
+        super().__init__()
+        self.lstm, self.packs = nn.LSTM(3, 4, batch_first=True, bidirectional=True, **options), packs
+        self.head = nn.Linear(2 * (self.lstm.proj_size or 4), 3)
+
+    def forward(self, x):
+        if self.packs:
+            lengths = (x[..., 0] != 0).sum(1)
+            x = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+            return self.head(self.lstm(x)[1][0].transpose(0, 1).flatten(1))
+        return self.head(self.lstm(x)[0][:, -1])
+
+
+@pytest.mark.filterwarnings("ignore:LSTM with projections:UserWarning")
+def test_projected_lstms_run_in_onnx(tmp_path):
+    torch.manual_seed(0)
+    posterior = add_noise(Projected(proj_size=2))
+    file = export_or_skip(posterior, tmp_path / "model.onnx", vectors(5, 2, 3), samples=2)
+    assert_predicts(file, posterior, vectors(7, 2, 3))
+
+
+def test_packed_sequences_are_refused_with_advice(tmp_path):
+    with pytest.raises(fb.FlowBNNError) as caught:
+        fb.export(add_noise(Projected(packs=True)), tmp_path / "model.pt2", vectors(5, 2, 3), samples=2)
+    assert caught.value.kind == "export"
+    assert "padded sequences" in str(caught.value)
+
+
 class Places(nn.Module):
     """Network with an embedding of positions, whose noise has no axis of examples, and a layer that never runs."""
 

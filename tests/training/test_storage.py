@@ -368,3 +368,12 @@ def test_files_replaced_during_reading_are_read_from_memory(tmp_path, monkeypatc
     monkeypatch.setattr(storage, "_identity", identify_and_replace)
     assert file.tensors["x"].tolist() == [1.0, 1.0, 1.0]
     assert load_tensors(path)[0]["x"].tolist() == [0.0, 0.0, 0.0]
+
+
+def test_sparse_tensors_are_refused_by_name(tmp_path):
+    with pytest.raises(FlowBNNError) as caught:
+        save_tensors(
+            tmp_path / "a.safetensors", {"w": torch.ones(2), "adjacency": torch.eye(3).to_sparse()}, {}
+        )
+    assert (caught.value.kind, caught.value.fields["tensor"]) == ("file", "adjacency")
+    assert not (tmp_path / "a.safetensors").exists()

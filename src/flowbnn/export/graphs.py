@@ -9,10 +9,12 @@ from contextlib import contextmanager, redirect_stderr, suppress
 from importlib.util import find_spec
 from io import StringIO
 from pathlib import Path
+from traceback import extract_tb
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch._decomp import decomposition_table
 
 from flowbnn.errors import FlowBNNError, MissingPackageError, requirement_error
 from flowbnn.export.constants import ConstantValues, traceable_len
@@ -175,7 +177,7 @@ def _trace(
         if layer is None and ("specialized" in str(error) or "generated guard" in str(error)):
             raise _fixed_batch_size(active.fixed, constraint=True) from error
         where = f"layer '{layer}'" if layer else "the network"
-        text = f"{where} cannot be exported ({_reason(error)})"
+        text = f"{where} cannot be exported ({_reason(error)}){_advice(error)}"
         raise FlowBNNError(text, kind="export", layer=layer, constraint=layer is None) from error
     places = [node for node in program.graph.nodes if node.op == "placeholder"][-len(tensors) :]
     for place, has_batch in zip(places, dynamic, strict=True):
@@ -198,8 +200,18 @@ def _reason(error: BaseException) -> str:
     if "data-dependent" in line:
         return "its operations depend on the values of tensors"
     if "fake tensor" in line:
-        return "it has operations that torch cannot trace, such as torch.autograd.grad"
+        return "it has operations that torch cannot trace, such as torch.autograd.grad or changes of .data"
     return line[:160].rstrip(" .:")
+
+
+def _advice(error: BaseException) -> str:
+    """Returns the end of an error message that says what to change, for conditions on values and for packed sequences."""
+    if "data-dependent" not in str(error):
+        return ""
+    frames = [frame.name for frame in extract_tb(error.__traceback__)]
+    if any("pack" in name for name in frames):
+        return "; use padded sequences"
+    return "; compute all branches, and select by torch.where"
 
 
 # -------------------- files
@@ -263,6 +275,7 @@ def to_onnx(program: Any, inputs: Sequence[str], outputs: Sequence[str]) -> Any:
     """
     try:
         with quiet_exporter():
+            program = unroll_projected_lstms(program)
             return torch.onnx.export(
                 program, dynamo=True, verbose=False, input_names=list(inputs), output_names=list(outputs)
             )
@@ -271,6 +284,16 @@ def to_onnx(program: Any, inputs: Sequence[str], outputs: Sequence[str]) -> Any:
         where = f"layer '{layer}'" if layer else "the network"
         problem = f"uses {operation}" if operation else f"fails ({_cause(error)})"
         raise _unsupported(where, problem, layer=layer) from error
+
+
+def unroll_projected_lstms(program: Any) -> Any:
+    """Returns a program whose LSTMs with ``proj_size``, which ONNX lacks, are products of matrices, step by step."""
+    lstm = torch.ops.aten.lstm.input
+    calls = [node for node in program.graph.nodes if node.target == lstm]
+    # the state and the cell have the same size without a projection
+    if all(node.args[1][0].meta["val"].shape == node.args[1][1].meta["val"].shape for node in calls):
+        return program
+    return program.run_decompositions({lstm: decomposition_table[lstm]})
 
 
 def _unsupported(where: str, problem: str, **fields: Any) -> FlowBNNError:

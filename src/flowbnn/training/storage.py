@@ -57,6 +57,11 @@ def save_tensors(path: File, tensors: Mapping[str, Any], document: Mapping[str, 
     (True, {'epoch': 3})
     """
     path = Path(path)
+    sparse = next((name for name, tensor in tensors.items() if tensor.layout is not torch.strided), None)
+    if sparse is not None:
+        hint = "use register_buffer(..., persistent=False), or a dense tensor"
+        text = f"tensor '{sparse}' is {tensors[sparse].layout}, which a file cannot hold; {hint}"
+        raise FlowBNNError(text, kind="file", tensor=sparse)
     with atomic_write(path) as temporary:
         stored, aliases = _without_aliases(tensors)
         content = json.dumps({"aliases": aliases, "document": document, "order": list(tensors)})
