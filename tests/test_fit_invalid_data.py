@@ -115,6 +115,20 @@ def test_a_posterior_instead_of_a_network_is_refused():
     assert_refused(lambda: fb.describe(3), "value", "model")
 
 
+class ReshapesListOfInputs(nn.Module):
+    """Network whose first input is a list of one tensor, and whose second input is a number for each batch."""
+
+    def forward(self, tensors, scale):
+        return tensors[0].reshape(3, 5) * scale
+
+
+def test_hint_for_single_examples_needs_a_single_input():
+    posterior = fb.posterior.PointPosterior(ReshapesListOfInputs(), fb.likelihoods.Categorical())
+    message = assert_refused(lambda: posterior.predict(([torch.ones(20, 5)], torch.ones(1))), "network")
+    assert "invalid for input" in message
+    assert "inputs[None]" not in message
+
+
 def test_inputs_that_do_not_fit_are_refused(tmp_path):
     posterior = fb.posterior.NoisePosterior(stochastic(), fb.likelihoods.Categorical())
     assert "inputs[None]" in assert_refused(lambda: posterior.predict(INPUTS[0], 2), "shape")

@@ -429,7 +429,9 @@ def rewrap_forward_errors(inputs: Any, problem: str = "the network fails on inpu
             hint = "; use images.float() / 255"
         elif "same dtype" in message and any(not tensor.is_floating_point() for tensor in tensors):
             hint = "; use inputs.float()"
-        elif any(tensor.ndim in (1, 3) for tensor in tensors) and re.search("shape|channels|dim", message):
+        elif (
+            isinstance(inputs, Tensor) and inputs.ndim in (1, 3) and re.search("shape|channels|dim", message)
+        ):
             hint = "; use inputs[None] for one example"
         text = f"{problem} shape {sizes}: {message}{hint}"
         raise FlowBNNError(

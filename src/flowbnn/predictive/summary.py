@@ -269,7 +269,8 @@ class SummaryCollector:
     """
 
     def __init__(self, summaries: Iterable[PredictionSummary] = ()) -> None:
-        self.num_rows, self.kind, self.num_classes = 0, Predictive, 1
+        self.num_rows, self.num_classes = 0, 1
+        self.kind: type[Any] = Predictive
         self.buffers: dict[tuple[str, str], Tensor] = {}
         for summary in summaries:
             self.add(summary)
@@ -307,4 +308,4 @@ class SummaryCollector:
             (group, name), buffer = self.buffers.popitem()
             groups[group][name] = buffer if len(buffer) == self.num_rows else buffer[: self.num_rows].clone()
         self.num_rows = 0
-        return PredictionSummary(groups["_values"], groups["_scores"], self.kind)  # type: ignore[type-abstract]
+        return PredictionSummary(groups["_values"], groups["_scores"], self.kind)
