@@ -32,7 +32,7 @@ LIKELIHOODS: dict[str, Case] = {
     "Gaussian fixed": (lambda: likelihoods.Gaussian(0.5), 1, reals),
     "Poisson": (likelihoods.Poisson, 1, counts),
     "NegativeBinomial": (likelihoods.NegativeBinomial, 2, counts),
-    "Quantiles": (lambda: likelihoods.Quantiles((0.1, 0.5, 0.9)), 3, reals),
+    "Quantiles": (lambda: likelihoods.Quantiles((0.1, 0.5, 0.9)), 4, reals),
     "Mixture": (lambda: likelihoods.Mixture(2), 6, reals),
     "Flow": (lambda: likelihoods.Flow("nsf"), 25, reals),
     "Survival": (

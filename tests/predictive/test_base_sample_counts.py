@@ -7,6 +7,7 @@ import torch
 
 from flowbnn.errors import FlowBNNError
 from flowbnn.predictive import CategoricalPredictive, GaussianPredictive
+from likelihood_cases import LIKELIHOODS
 
 COUNTS = torch.tensor([1, 3, 7, 8, 4])
 LOGITS = torch.randn(8, 5, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * 3
@@ -120,9 +121,11 @@ def test_decision_strength_by_hand():
         (torch.tensor([1, 1, 1, 1, 9]), "range"),
     ],
 )
-def test_bad_sample_counts_are_refused(sample_counts, kind):
+@pytest.mark.parametrize("name", sorted({*LIKELIHOODS} - {"Heads"}))
+def test_bad_sample_counts_are_refused(name, sample_counts, kind):
+    make, outputs, _ = LIKELIHOODS[name]
     with pytest.raises(FlowBNNError) as caught:
-        CategoricalPredictive(LOGITS, sample_counts)
+        make().predictive(torch.ones(8, 5, outputs), sample_counts)
     assert (caught.value.kind, caught.value.argument) == (kind, "sample_counts")
 
 

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from flowbnn.errors import check_shape
 from flowbnn.options import checked
-from flowbnn.predictive.base import check_finite_samples
+from flowbnn.predictive.base import check_finite_samples, check_samples
 from flowbnn.predictive.continuous import ContinuousPredictive
 
 
@@ -39,8 +39,10 @@ class MixturePredictive(ContinuousPredictive):
         shape: tuple[int, ...] | None = None,
     ) -> None:
         check_shape("means", means, ("S", "B", "D", "K"))
-        self.shape, self._tensors = shape, (means, stds, F.log_softmax(logits, -1))
-        self._sample_counts = None if sample_counts is None else sample_counts.unsqueeze(0)
+        means, self._sample_counts = check_samples(means, "means", sample_counts, positions=True)
+        check_shape("stds", stds, means.shape)
+        check_shape("logits", logits, means.shape)
+        self.shape, self._tensors = shape, (means, stds.to(means), F.log_softmax(logits.to(means), -1))
         filled = [self._fill_missing(tensor, 1.0) for tensor in self._tensors]
         # a weight of zero has the logarithm minus infinity
         valid = torch.isfinite(filled[0]) & torch.isfinite(filled[1]) & (filled[2] < math.inf)

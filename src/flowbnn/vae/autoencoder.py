@@ -41,6 +41,7 @@ def takes_arrays(method: Callable[..., Any]) -> Callable[..., Any]:
         with torch.no_grad():
             return method(self, as_tensor(x).to(device_of(self), dtype_of(self)), *args, **kwargs)
 
+    call.__annotations__ = {**method.__annotations__, "x": Any}
     return call
 
 
