@@ -261,6 +261,7 @@ def test_data_page(capsys, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::flowbnn.errors.FlowBNNWarning")  # one epoch is too few
 def test_scikit_learn_page():
+    scope = {}
     for code in code_blocks("docs/scikit-learn.md"):
         exec(
             re.sub(
@@ -268,7 +269,7 @@ def test_scikit_learn_page():
                 lambda m: m[0].replace("30", "1").replace("0)", "0, epochs=1)"),
                 code,
             ),
-            {},
+            scope,
         )
 
 
