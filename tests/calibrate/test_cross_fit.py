@@ -88,6 +88,10 @@ def test_regression_members_have_their_own_noise():
 
 
 def test_bad_arguments_are_refused():
+    for factory in (make_network(), lambda: None):
+        with pytest.raises(FlowBNNError) as caught:
+            fb.cross_calibrate(factory, make_data(), **QUIET)
+        assert caught.value.argument == "make_network"
     with pytest.raises(FlowBNNError) as caught:
         fb.cross_calibrate(make_network, make_data(8), folds=5, **QUIET)
     assert (caught.value.kind, caught.value.argument) == ("examples", "folds")

@@ -11,12 +11,12 @@ from flowbnn.calibrate.calibrate import calibrate
 from flowbnn.data import TensorLoader
 from flowbnn.data.formats import as_loader, columns_of
 from flowbnn.diagnostics.fixed_data import read_fixed_data
-from flowbnn.errors import requirement_error
+from flowbnn.errors import describe_value, requirement_error, value_error
 from flowbnn.methods.base import Method
 from flowbnn.methods.calibrators.folds import split_folds
 from flowbnn.methods.point import MAP
 from flowbnn.networks import set_input_columns
-from flowbnn.options import Count, Ge, Seed, checked
+from flowbnn.options import Count, Ge, Seed, call_factory, checked
 from flowbnn.posterior.mixture import MixturePosterior
 from flowbnn.posterior.weights import PointPosterior
 from flowbnn.training.progress import terminal, track
@@ -67,6 +67,9 @@ def cross_calibrate(
     >>> len(posterior.members), posterior.predict(inputs).probabilities.shape
     (3, torch.Size([300, 2]))
     """
+    if isinstance(make_network, nn.Module):  # callable as well
+        value, hint = describe_value(make_network), "use lambda: Network()"
+        raise value_error("make_network", "a function that returns a network", value, hint)
     data = as_loader(data, stage="train", argument="data")
     inputs, targets = read_fixed_data(data, seed, "cross-calibration")
     if len(targets) < 2 * folds:
@@ -84,7 +87,8 @@ def cross_calibrate(
         training_mask = torch.ones(len(targets), dtype=torch.bool)
         training_mask[group] = False
         with temporary_seed(seed * 1_000_003 + number):
-            network = set_input_columns(make_network(), columns_of(data))
+            network = call_factory(make_network, name="make_network", kind=nn.Module)
+        set_input_columns(network, columns_of(data))
         loader = _make_loader(inputs, targets, training_mask.nonzero()[:, 0], batch_size, seed + number)
         description = f"training of fold {number + 1}"
         point = method.fit(network, loader, **{"description": description, **training_options})
