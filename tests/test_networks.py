@@ -1,5 +1,7 @@
 """Tests of calls and copies of networks that take or return unusual objects."""
 
+import threading
+
 import pytest
 import torch
 from torch import nn
@@ -187,3 +189,37 @@ def test_one_number_and_lists_of_examples_are_no_outputs():
     with pytest.raises(FlowBNNError) as caught:
         fb.MAP(epochs=1).fit(Images(4, 3), data, progress=False)
     assert "pad them to one tensor" in str(caught.value)
+
+
+def test_attributes_that_cannot_be_copied_are_named():
+    network = nn.Sequential(nn.Linear(4, 3))
+    network[0].lock = threading.Lock()
+    for use in (
+        lambda: fb.MAP(epochs=1).fit(network, (torch.randn(6, 4), torch.arange(6) % 3), progress=False),
+        lambda: fb.to_stochastic(network, {"*": fb.noise.NormalAffine()}),
+    ):
+        with pytest.raises(FlowBNNError) as caught:
+            use()
+        assert (caught.value.kind, caught.value.argument) == ("network", "network")
+        assert "'0.lock' is a lock" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("result", "advice"),
+    [
+        (lambda y: None, "return a tensor"),
+        (lambda y: y.detach().numpy(), "return a tensor"),
+        (lambda y: {"loss_boxes": y.sum(), "loss_labels": y.sum()}, "in training mode as well"),
+        (lambda y: y.T, "one row for each example"),
+        (lambda y: torch.complex(y, y), "a complex Tensor"),
+    ],
+    ids=["none", "array", "losses", "transposed", "complex"],
+)
+def test_outputs_that_are_no_rows_of_numbers_are_refused(result, advice):
+    class Returns(nn.Linear):
+        def forward(self, x):
+            return result(super().forward(x))
+
+    with pytest.raises(FlowBNNError) as caught:
+        fb.MAP(epochs=1).fit(Returns(4, 3), (torch.randn(6, 4), torch.arange(6) % 3), progress=False)
+    assert advice in str(caught.value)

@@ -322,4 +322,8 @@ def describe_value(value: object) -> str:
     """
     if isinstance(value, type):
         return f"the class {value.__name__}"
-    return f"{value!r:.60}" if isinstance(value, str | int | float) else f"a {type(value).__name__}"
+    if isinstance(value, str | int | float):
+        return f"{value!r:.60}"
+    dtype = getattr(value, "dtype", None)  # of a tensor or an array
+    is_complex = dtype is not None and "complex" in str(dtype)
+    return f"a complex {type(value).__name__}" if is_complex else f"a {type(value).__name__}"

@@ -12,7 +12,7 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 from torch._subclasses import FakeTensor
 from torch.nn.parameter import is_lazy
 
-from flowbnn.errors import FlowBNNError, nearest
+from flowbnn.errors import FlowBNNError, describe_value, nearest
 from flowbnn.memory import check_memory
 from flowbnn.options import checked
 
@@ -35,6 +35,31 @@ def copy_network(
         return unwrap_compiled(deepcopy_network(network))
     except RuntimeError as error:
         raise _copy_error(str(error).splitlines()[0], advice) from error
+    except TypeError as error:  # a lock, a file or a generator
+        culprits = [(name, value) for name, value in _attributes(network) if not _can_copy(value)]
+        problem = (
+            f"attribute '{culprits[0][0]}' is {describe_value(culprits[0][1])}" if culprits else str(error)
+        )
+        raise _copy_error(problem, "create it in forward, or delete it") from error
+
+
+def _attributes(network: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yields the attributes of all modules that are neither modules nor tensors, with their paths."""
+    for prefix, module in network.named_modules():
+        for name, value in vars(module).items():
+            if name not in ("_parameters", "_buffers", "_modules"):
+                yield f"{prefix}.{name}" if prefix else name, value
+
+
+def _can_copy(value: Any) -> bool:
+    """Returns False for an object that Python cannot copy."""
+    try:
+        deepcopy(value)
+    except TypeError:
+        return False
+    except Exception:  # a tensor with a history
+        return True
+    return True
 
 
 def check_copyable(network: nn.Module) -> None:

@@ -11,6 +11,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from flowbnn.batches.arrays import is_array
 from flowbnn.batches.containers import (
     container_rows,
     container_tensors,
@@ -315,6 +316,10 @@ def output_tensor(outputs: Any) -> Tensor:
     names = [str(name) for name in outputs] if isinstance(outputs, Mapping) else []
     value = f"a {type(outputs).__name__}" + (f" with {quote_names(names)}" if names else "")
     hint = f"use flowbnn.select_output(network, {names[0] if names else 'logits'!r})"
+    if names and all("loss" in name for name in names):
+        hint = "return the outputs in training mode as well"
+    elif outputs is None or is_array(outputs):
+        hint = "return a tensor from forward"
     raise value_error("the network's output", "a tensor", value, hint, kind="network", argument=None)
 
 

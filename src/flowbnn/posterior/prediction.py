@@ -410,7 +410,8 @@ def even_size(count: int, limit: int) -> int:
 def check_rows(outputs: Tensor, count: int) -> Tensor:
     """Returns the outputs. Raises FlowBNNError unless they have ``count`` rows."""
     if outputs.shape[:1] != (count,):
-        hint = "use inputs[None] for one example" if outputs.ndim else "return one row for each example"
+        is_one_example = outputs.ndim > 0 and (outputs.shape[0] == 1 or outputs.shape[1:] == (1,))
+        hint = "use inputs[None] for one example" if is_one_example else "return one row for each example"
         check_shape("the network's output", outputs, (count, "..."), hint, argument=None)
     return outputs
 
