@@ -71,6 +71,8 @@ FIXED_SETTINGS = {
     "log",
     "callbacks",
     "calibrate.flow",
+    "hmc.samples",
+    "nuts.samples",
     "flowpp",
 }
 

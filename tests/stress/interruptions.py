@@ -6,7 +6,6 @@ themselves just before or after a file is replaced. Without ``fork`` nothing is 
 
 import os
 import random
-import shutil
 import signal
 import tempfile
 import time
@@ -129,10 +128,10 @@ def stress(seed: int, budget: Budget, names: tuple[str, ...] = RESUMABLE) -> Str
     if not hasattr(os, "fork"):
         return result
     torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as root:
-        while budget.allows(result):
-            # it fits once here, so that late imports are done before the time is measured
-            fit = random_fit(names[result.trials % len(names)], rng)
+    while budget.allows(result):
+        # it fits once here, so that late imports are done before the time is measured
+        fit = random_fit(names[result.trials % len(names)], rng)
+        with tempfile.TemporaryDirectory() as root:
             reference, folder = Path(root) / "uninterrupted", Path(root) / "interrupted"
             start = time.monotonic()
             outcome = Child(partial(train, fit, reference)).join()
@@ -144,8 +143,6 @@ def stress(seed: int, budget: Budget, names: tuple[str, ...] = RESUMABLE) -> Str
             failure = compare_folders(reference, folder) if outcome == "done" else f"the last run: {outcome}"
             result.counts["kills"] = result.counts.get("kills", 0) + kills
             result.add("failed" if failure else "resumed", failure and f"{fit}, killed {plan}: {failure}")
-            for path in (reference, folder):
-                shutil.rmtree(path, ignore_errors=True)
     return result
 
 

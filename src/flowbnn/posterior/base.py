@@ -72,6 +72,7 @@ from flowbnn.posterior.prediction import (
 from flowbnn.posterior.report import Calibration
 from flowbnn.predictive import SummaryCollector, summarize
 from flowbnn.predictive.base import NonFiniteSamplesError
+from flowbnn.records import restore
 from flowbnn.regression import flattening_of
 from flowbnn.training import (
     History,
@@ -446,9 +447,8 @@ class Posterior:
 
     def read_calibration(self, file: TensorFile) -> None:
         """Reads the report of a calibration from a file, if it has one."""
-        calibration = file.document.get("calibration")
         with rewrap_load_errors(file):
-            self.calibration = None if calibration is None else Calibration.from_dict(calibration)
+            self.calibration = restore(Calibration | None, file.document["calibration"], "calibration")
 
     def tensors(self) -> dict[str, Tensor]:
         """Returns all tensors to save, from the network, the likelihood and the posterior."""

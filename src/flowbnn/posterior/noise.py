@@ -52,6 +52,7 @@ from flowbnn.posterior.prediction import Prediction, check_rows, clone_sharing_t
 from flowbnn.posterior.recorded_draws import recorded_draws
 from flowbnn.posterior.report import FitReport
 from flowbnn.posterior.trace import ForwardTrace
+from flowbnn.records import restore
 from flowbnn.training.storage import TensorFile
 
 # fraction of the operations before the first noise above which vmap is faster, because it computes them once
@@ -155,9 +156,9 @@ class NoisePosterior(Posterior):
 
     @classmethod
     def from_state(cls, point: Posterior, state: dict[str, Tensor], settings: dict[str, Any]) -> Self:
-        posterior, report = cls(point.model, point.likelihood, point.history), settings.get("report")
-        posterior.report = None if report is None else FitReport.from_dict(report)
-        posterior.set_rows_interact(bool(settings.get("rows_interact", False)))
+        posterior = cls(point.model, point.likelihood, point.history)
+        posterior.report = restore(FitReport | None, settings["report"], "report")
+        posterior.set_rows_interact(restore(bool, settings["rows_interact"], "rows_interact"))
         return posterior
 
     def document(self) -> dict[str, Any]:

@@ -57,10 +57,13 @@ def save_tensors(path: File, tensors: Mapping[str, Any], document: Mapping[str, 
     (True, {'epoch': 3})
     """
     path = Path(path)
-    sparse = next((name for name, tensor in tensors.items() if tensor.layout is not torch.strided), None)
+    dense = torch.strided, None  # atomic_write refuses what is no tensor
+    sparse = next(
+        (name for name, value in tensors.items() if getattr(value, "layout", None) not in dense), None
+    )
     if sparse is not None:
         hint = "use register_buffer(..., persistent=False), or a dense tensor"
-        text = f"tensor '{sparse}' is {tensors[sparse].layout}, which a file cannot hold; {hint}"
+        text = f"cannot write '{path}': tensor '{sparse}' is {tensors[sparse].layout}; {hint}"
         raise FlowBNNError(text, kind="file", tensor=sparse)
     with atomic_write(path) as temporary:
         stored, aliases = _without_aliases(tensors)
