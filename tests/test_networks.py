@@ -136,6 +136,25 @@ def test_networks_without_weights_or_layers_are_refused(name, use):
         assert "'0'" in str(caught.value)
 
 
+def test_embeddings_with_sparse_gradients_are_trained():
+    tokens, network = torch.arange(12) % 5, nn.Sequential(nn.Embedding(5, 4, sparse=True), nn.Linear(4, 3))
+    posterior = fb.MAP(epochs=2).fit(network, (tokens, tokens % 3), progress=False)
+    assert network[0].sparse
+    assert not torch.equal(posterior.model.get_parameter("0.weight"), network[0].weight)
+
+
+def test_dictionaries_of_strings_have_rows():
+    class Lengths(nn.Linear):
+        def forward(self, text):
+            return super().forward(torch.tensor([[float(len(word))] for word in text]))
+
+    inputs, targets = {"text": ["a", "bb", "ccc", "dddd"]}, torch.arange(4) % 2
+    posterior = fb.MAP(epochs=1).fit(Lengths(1, 2), [(inputs, targets)], progress=False)
+    expected = posterior.model(inputs["text"]).softmax(-1)
+    torch.testing.assert_close(posterior.predict(inputs).probabilities, expected)
+    assert fb.evaluate(posterior, [(inputs, targets)])["nll"] > 0.0
+
+
 class Decrements(nn.Linear):
     """Network that changes its inputs in place."""
 

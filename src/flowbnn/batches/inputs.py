@@ -191,8 +191,8 @@ def batch_size(batch: Any) -> int:
 def rows(inputs: Any) -> int:
     """Returns the number of examples.
 
-    >>> rows({"x": torch.zeros(3, 2)})
-    3
+    >>> rows({"x": torch.zeros(3, 2)}), rows({"text": ["a", "b"]})
+    (3, 2)
     """
     if isinstance(inputs, Tensor) and inputs.ndim:
         return inputs.shape[0]
@@ -204,6 +204,10 @@ def rows(inputs: Any) -> int:
         if tensors:
             hint = "use DataLoader(examples, batch_size=64) for a list of examples"
             raise value_error("inputs", expected, "one number", hint, kind="examples")
+        entries = inputs.values() if isinstance(inputs, Mapping) else ()
+        texts = next((entry for entry in entries if needs_whole_batch(entry)), None)
+        if texts is not None:
+            return len(texts)
         raise value_error("inputs", expected, value)
     return tensors[0].shape[0]
 

@@ -95,6 +95,9 @@ def prepare(
     """
     refuse_inference_mode()
     trained = trained and any(weight.requires_grad for weight in weight_parameters(model))
+    for module in model.modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and trained:
+            module.sparse = False  # Adam needs dense gradients
     data = DataSummary.read(loader, options.likelihood, options.seed, options.num_data)
     check_heads(options.likelihood, data.targets)
     device, dtype = device_of(model), dtype_of(model)
