@@ -132,7 +132,7 @@ class ChainMethod(Method):
         posterior = posterior_cls(
             point.model, point.likelihood, members, point.history, record=record, sampler=sampler.settings
         )
-        posterior.warn_not_converged()
+        posterior.warn_not_converged(sampler.thin)
         return posterior
 
     def _sample(

@@ -150,8 +150,12 @@ class ChainPosterior(MemberPosterior):
 
     plot_trace, plot_ranks = plots.plot_trace, plots.plot_ranks
 
-    def warn_not_converged(self) -> None:
-        """Warns if transitions diverged, or if the chains disagree."""
+    def warn_not_converged(self, thin: int | None = None) -> None:
+        """Warns if transitions diverged, or if the chains disagree.
+
+        Args:
+            thin: Number of transitions per draw. The default is that of the settings, which an extended run has increased.
+        """
         divergent = self.record["divergent"]
         divergences = int(divergent.sum())
         if divergences:
@@ -160,7 +164,9 @@ class ChainPosterior(MemberPosterior):
             warn(text, kind="divergence", divergences=divergences)
         rhat = outputs_rhat(self.record["outputs"])
         if rhat is not None and rhat > self.max_rhat:
-            text = f"the chains have not converged (R-hat {rhat:.2f}); increase samples or warmup, and see posterior.diagnostics()"
+            thin, warmup = thin or self.sampler["thin"], self.sampler["warmup"]
+            advice = f"set thin={2 * thin} and warmup={max(200, 2 * warmup)}, and see posterior.diagnostics()"
+            text = f"the chains have not converged (R-hat {rhat:.2f}); {advice}"
             warn(text, kind="rhat", rhat=rhat)
 
     def state(self) -> dict[str, Tensor]:
