@@ -164,10 +164,10 @@ class ChainPosterior(MemberPosterior):
             warn(text, kind="divergence", divergences=divergences)
         rhat = outputs_rhat(self.record["outputs"])
         if rhat is not None and rhat > self.max_rhat:
-            thin, warmup = thin or self.sampler["thin"], self.sampler["warmup"]
-            advice = f"set thin={2 * thin} and warmup={max(200, 2 * warmup)}, and see posterior.diagnostics()"
+            thin, warmup = 2 * (thin or self.sampler["thin"]), max(200, 2 * self.sampler["warmup"])
+            advice = f"set thin={thin} and warmup={warmup}, and see posterior.diagnostics()"
             text = f"the chains have not converged (R-hat {rhat:.2f}); {advice}"
-            warn(text, kind="rhat", rhat=rhat)
+            warn(text, kind="rhat", rhat=rhat, thin=thin, warmup=warmup)
 
     def state(self) -> dict[str, Tensor]:
         members = {f"member.{name}": value for name, value in self.members.items()}
