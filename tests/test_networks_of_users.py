@@ -54,6 +54,7 @@ REFUSED_EXPORTS = {
     "pyg gat nodes": "",
     "pyg gcn graph loader": "",
     "pyg sage graphs": "",
+    "task of a batch": "",
 }
 # networks with operations that ONNX lacks
 WITHOUT_ONNX = ("complex inputs", "fourier operator")

@@ -174,11 +174,14 @@ def _trace(
             )
     except Exception as error:
         layer = active.layer()  # None after the last layer, where torch solves conditions on the batch size
-        if layer is None and ("specialized" in str(error) or "generated guard" in str(error)):
+        words = str(error)
+        by_value = "data-dependent" in words  # such as int(x), not a condition on the batch size
+        if layer is None and not by_value and ("specialized" in words or "generated guard" in words):
             raise _fixed_batch_size(active.fixed, constraint=True) from error
         where = f"layer '{layer}'" if layer else "the network"
         text = f"{where} cannot be exported ({_reason(error)}){_advice(error)}"
-        raise FlowBNNError(text, kind="export", layer=layer, constraint=layer is None) from error
+        constraint = layer is None and not by_value
+        raise FlowBNNError(text, kind="export", layer=layer, constraint=constraint) from error
     places = [node for node in program.graph.nodes if node.op == "placeholder"][-len(tensors) :]
     for place, has_batch in zip(places, dynamic, strict=True):
         if has_batch and is_constant_size(place.meta["val"].shape[0]):
