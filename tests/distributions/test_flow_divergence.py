@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from torch import distributions as D
 from torch.distributions import Categorical, Independent, Laplace, MultivariateNormal, Normal, kl_divergence
 
 from flowbnn.distributions import DiagonalNormal, Flow, MixtureBase, NormalMixture, divergence
@@ -210,6 +211,21 @@ def test_divergence_compiles_without_a_graph_break(base, make):
     actual = compiled()
     torch.manual_seed(0)
     torch.testing.assert_close(actual, total())
+
+
+@pytest.mark.parametrize("prior", [D.Uniform(0.0, 1.0), D.Gamma(1.0, 1.0)])
+def test_priors_with_a_smaller_support_are_refused(prior):
+    with pytest.raises(FlowBNNError) as caught:
+        divergence(D.Normal(0.0, 1.0), prior)
+    assert (caught.value.kind, caught.value.argument) == ("range", "prior")
+    assert "\n" not in str(caught.value)
+
+
+def test_divergence_to_a_mixture_with_gaps():
+    uniforms = D.Uniform(torch.tensor([0.0, 1.0]), torch.tensor([1.0, 3.0]))
+    mixture = D.MixtureSameFamily(D.Categorical(torch.tensor([0.5, 0.5])), uniforms)
+    assert divergence(D.Uniform(0.0, 1.0), mixture, samples=4).kl.item() == pytest.approx(math.log(2.0))
+    assert divergence(D.Normal(0.0, 1.0), mixture, samples=64).kl.item() == math.inf
 
 
 def test_divergence_needs_reparameterized_draws():

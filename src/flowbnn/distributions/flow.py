@@ -346,7 +346,19 @@ def divergence(q: Any, prior: Any, samples: int = 16, generator: torch.Generator
         log_q = log_base - log_det
         base = as_diagonal_normal(q.base, len(q.event_shape))
         entropy = -log_q.mean(0) if base is None else base.entropy() + log_det.mean(0)
-    return Divergence((log_q - prior.log_prob(x)).mean(0), entropy)
+    return Divergence((log_q - _prior_log_prob(prior, x)).mean(0), entropy)
+
+
+def _prior_log_prob(prior: Any, x: Tensor) -> Tensor:
+    """Returns log-densities of a prior. Raises FlowBNNError if points lie outside of its support."""
+    try:
+        return prior.log_prob(x) if isinstance(prior, Flow) else base_log_prob(prior, x)
+    except FlowBNNError:
+        raise
+    except ValueError as error:  # by the validation of torch
+        text = f"the posterior has draws outside of the support of the prior ({type(prior).__name__}), so their divergence is infinite"
+        hint = "use a prior with the support of the posterior"
+        raise FlowBNNError(f"{text}; {hint}", kind="range", argument="prior") from error
 
 
 def _closed_form(q: Any, p: Any) -> Divergence | None:
