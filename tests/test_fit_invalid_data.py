@@ -115,6 +115,38 @@ def test_a_posterior_instead_of_a_network_is_refused():
     assert_refused(lambda: fb.describe(3), "value", "model")
 
 
+class ConstantOutputs(nn.Linear):
+    """Layer whose outputs do not depend on its weights, in another dtype."""
+
+    def __init__(self, dtype):
+        super().__init__(4, 3)
+        self.dtype = dtype
+
+    def forward(self, x):
+        return super().forward(x).detach().to(self.dtype)
+
+
+@pytest.mark.parametrize(
+    "method", [fb.MLE(epochs=1), fb.Laplace(epochs=1), fb.HMC(samples=2, warmup=2, epochs=0)]
+)
+def test_outputs_that_cannot_be_fitted_are_refused(method):
+    fit = lambda dtype: method.fit(ConstantOutputs(dtype), loader(), **QUIET)  # noqa: E731
+    for dtype in (torch.long, torch.bool):
+        assert_refused(lambda dtype=dtype: fit(dtype), "dtype", "outputs")
+    expected = ("gradient", "network") if isinstance(method, fb.HMC) else ("objective", "objective")
+    assert_refused(lambda: fit(torch.float32), *expected)
+
+
+class ReturnsText(fb.likelihoods.Categorical):
+    def log_prob(self, outputs, targets):
+        return "x"
+
+
+def test_likelihoods_must_return_tensors():
+    fit = lambda: fb.MLE(epochs=1).fit(network(), loader(), likelihood=ReturnsText(), **QUIET)  # noqa: E731
+    assert "ReturnsText.log_prob" in assert_refused(fit, "value", "likelihood")
+
+
 class ReshapesListOfInputs(nn.Module):
     """Network whose first input is a list of one tensor, and whose second input is a number for each batch."""
 

@@ -26,7 +26,7 @@ from flowbnn.batches import (
     tensors_of,
 )
 from flowbnn.distributions import Divergence
-from flowbnn.errors import FlowBNNError, check_shape
+from flowbnn.errors import FlowBNNError, check_shape, describe_value, value_error
 from flowbnn.likelihoods.base import Likelihood
 from flowbnn.noise import noise_layers
 from flowbnn.noise.batched import Divergences, divergences, draw_with_kl
@@ -66,6 +66,9 @@ def mean_log_prob(
             relative to the KL divergence.
     """
     values = likelihood.log_prob(outputs, targets)
+    if not isinstance(values, Tensor):
+        name, value = f"the result of {type(likelihood).__name__}.log_prob", describe_value(values)
+        raise value_error(name, "a tensor", value, kind="value", argument="likelihood")
     if values.shape != outputs.shape[:1]:
         name, hint = f"{type(likelihood).__name__}.log_prob", "sum over all other axes"
         check_shape(name, values, outputs.shape[:1], hint, argument="likelihood")

@@ -22,7 +22,7 @@ from flowbnn.batches import (
     split_weighted_batch,
     tensors_of,
 )
-from flowbnn.errors import FlowBNNError, requirement_error
+from flowbnn.errors import FlowBNNError, requirement_error, value_error
 from flowbnn.likelihoods import (
     ConditionalDensity,
     Heads,
@@ -212,6 +212,9 @@ def run_first_batch(
     with rewrap_forward_errors(inputs, f"the network fails on the {name}, of"):
         try:
             outputs = call(model, inputs)
+            if not outputs.is_floating_point():
+                hint = "return logits or real numbers"
+                raise value_error("outputs", "floating-point numbers", str(outputs.dtype), hint, kind="dtype")
             if has_row_axis(inputs):
                 if isinstance(inputs, list | tuple) and len(inputs) == len(outputs) != rows(inputs):
                     value, hint = f"a list of {len(inputs)} examples", "pad them to one tensor"

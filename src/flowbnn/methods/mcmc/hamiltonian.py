@@ -23,6 +23,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from flowbnn.errors import FlowBNNError
+
 Potential = Callable[[Tensor], tuple[Tensor, Tensor]]
 Generators = torch.Generator | Sequence[torch.Generator]
 
@@ -72,6 +74,9 @@ def make_potential(function: Callable[[Tensor], Tensor]) -> Potential:
         with torch.enable_grad():
             leaf = position.detach().requires_grad_()
             energy = function(leaf)
+            if not energy.requires_grad:
+                text = "the log-likelihood does not depend on the weights; use them in forward, without detach or no_grad"
+                raise FlowBNNError(text, kind="gradient", argument="network")
             (gradient,) = torch.autograd.grad(energy.sum(), leaf)
         return energy.detach().double(), gradient
 
