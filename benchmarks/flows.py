@@ -362,6 +362,7 @@ def main() -> None:
     if missing:
         print(f"not installed: {', '.join(missing)}")
     arguments.packages = [name for name in PEERS if name not in missing]
+    arguments.versions = {name: version(name) for name in arguments.packages}
     rows = []
     for kind, direction in product(arguments.only, arguments.directions):
         if kind in SAMPLE_ONLY and direction == "density":
@@ -373,14 +374,13 @@ def main() -> None:
             if row is None:
                 continue
             rows.append(row)
+            write_results(arguments, "flows_compiled" if arguments.compile else "flows", rows)
             ratios = "  ".join(format(row[key], ".2f") for key in row if key.startswith("ratio"))
             times = "  ".join(f"{name} {value:.2f}" for name, value in row["milliseconds"].items())
             label = f"{kind} {direction}, D={dim}, batch {batch}"
             print(f"{label:48} {ratios:12} ({row['fastest_peer']})  ms: {times}", flush=True)
             for name, text in row["failures"].items():
                 print(f"    {name}: {text}")
-    arguments.versions = {name: version(name) for name in arguments.packages}
-    write_results(arguments, "flows_compiled" if arguments.compile else "flows", rows)
 
 
 if __name__ == "__main__":

@@ -6,8 +6,8 @@ A perceptron with two hidden layers of 64 units and ten classes is fitted to 1,0
 compared in steps, the other methods in whole fits with the same number of epochs. Predictions are mean probabilities of ``images``
 inputs with ``samples`` samples. MC dropout and SWAG have no package of their own and are compared with loops in torch.
 
-Hamiltonian Monte Carlo and NUTS sample a perceptron with 16 hidden units, with 200 examples and four chains. Their time is divided by
-the number of leapfrog steps of all chains. Packages on JAX are compiled before the measurement.
+Hamiltonian Monte Carlo and NUTS sample a perceptron with 16 hidden units, with 200 examples and four chains (Pyro: one). Their time
+is divided by the number of leapfrog steps of all chains. blackjax is compiled before the measurement.
 
 Packages that are not installed are left out and listed. The variants take turns within every round. The ratio is the time of flowbnn
 over that of the other package, and the median over rounds.
@@ -298,7 +298,7 @@ def sgld(problem: Problem, missing: list[str]) -> list[Group]:
 
 # -------------------- chains
 
-SAMPLES, WARMUP, CHAINS, LEAPFROG, SIZES = 50, 50, 4, 16, (4, 16, 3)
+SAMPLES, WARMUP, CHAINS, LEAPFROG, SIZES = 20, 20, 4, 16, (4, 16, 3)
 
 
 def chains(problem: Problem, missing: list[str]) -> list[Group]:
@@ -351,7 +351,7 @@ NUM_WEIGHTS = SIZES[0] * SIZES[1] + SIZES[1] + SIZES[1] * SIZES[2] + SIZES[2]
 
 
 def pyro_chains(name: str, x: Tensor, y: Tensor) -> int:
-    """Samples with Pyro, which runs the chains one after the other."""
+    """Samples one chain with Pyro, which would run several one after the other."""
     from pyro.infer import HMC, MCMC, NUTS
 
     calls = [0]
@@ -362,16 +362,14 @@ def pyro_chains(name: str, x: Tensor, y: Tensor) -> int:
         loss = F.cross_entropy(torch.tanh(x @ w1 + b1) @ w2 + b2, y, reduction="sum")
         return loss + 0.5 * values["w"].square().sum()
 
-    for chain in range(CHAINS):
-        torch.manual_seed(chain)
-        # trajectories of the same mean length as those of flowbnn, which are random
-        kernel = (
-            HMC(potential_fn=potential, num_steps=LEAPFROG // 2, target_accept_prob=0.8)
-            if name == "HMC"
-            else NUTS(potential_fn=potential)
-        )
-        start = {"w": 0.1 * torch.randn(NUM_WEIGHTS)}
-        MCMC(kernel, SAMPLES, WARMUP, initial_params=start, disable_progbar=True).run()
+    torch.manual_seed(0)
+    kernel = (
+        HMC(potential_fn=potential, num_steps=LEAPFROG // 2, target_accept_prob=0.8)
+        if name == "HMC"
+        else NUTS(potential_fn=potential)
+    )
+    start = {"w": 0.1 * torch.randn(NUM_WEIGHTS)}
+    MCMC(kernel, num_samples=SAMPLES, warmup_steps=WARMUP, initial_params=start, disable_progbar=True).run()
     return calls[0]
 
 
@@ -458,7 +456,8 @@ METHODS: dict[str, Callable[[Problem, list[str]], list[Group]]] = {
 
 def measure(title: str, runs: Runs, steps: dict[str, int], arguments: Any) -> dict[str, Any]:
     """Returns the times and ratios of one comparison."""
-    times = interleave(runs, arguments.rounds, "cpu", warm=1, clock=CLOCKS[arguments.clock])
+    rounds = max(3, arguments.rounds // 5) if steps else arguments.rounds
+    times = interleave(runs, rounds, "cpu", warm=0 if steps else 1, clock=CLOCKS[arguments.clock])
     for package, count in steps.items():
         times[package] = [seconds / count for seconds in times[package]]
     row: dict[str, Any] = {"title": title, "leapfrog_steps": steps, "ratios": {}, "quartiles": {}}
@@ -483,17 +482,17 @@ def main() -> None:
     missing = [name for name in PEERS if importlib.util.find_spec(name) is None]
     if missing:
         print(f"not installed: {', '.join(missing)}")
+    arguments.versions = {
+        name: version(DISTRIBUTIONS.get(name, name)) for name in PEERS if name not in missing
+    }
     problem, rows = Problem(arguments.images, arguments.samples), []
     for name in arguments.only:
         for title, runs, steps in METHODS[name](problem, missing):
             row = measure(title, runs, steps, arguments)
             rows.append(row)
+            write_results(arguments, "method_peers", rows)
             ratios = "  ".join(f"{package} {ratio:.2f}" for package, ratio in row["ratios"].items())
             print(f"{title:40} {row['milliseconds']['flowbnn']:10.4f} ms   ratio to {ratios}", flush=True)
-    arguments.versions = {
-        name: version(DISTRIBUTIONS.get(name, name)) for name in PEERS if name not in missing
-    }
-    write_results(arguments, "method_peers", rows)
 
 
 if __name__ == "__main__":
