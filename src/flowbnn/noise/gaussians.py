@@ -7,6 +7,7 @@ follow. :class:`Gaussians` draws such layers at once, and :class:`SharedDraws` t
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from copy import copy
 from typing import Any
 
 import torch
@@ -72,8 +73,10 @@ class Gaussians:
         if kernels.moments_available(tensors, parameters):
             centers = [affine.center for affine in affines]
             settings = self.sizes, self.flow_start, affines[0].bound, centers, self.constants
+            # a copy without results: autograd would hide a cycle of results and their history from the garbage collector
+            reference = copy(self)._compute_moments
             self.mean, self.deviation, *sums = kernels.MomentsFunction.apply(
-                *settings, self._compute_moments, *parameters
+                *settings, reference, *parameters
             )
             self.sums = sums[0], sums[1]
         else:
