@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from flowbnn.batches import rows
+from flowbnn.batches.arrays import is_array
 from flowbnn.errors import FlowBNNError
 from flowbnn.networks import evaluation_mode
 
@@ -68,3 +69,9 @@ def test_single_examples_are_refused_with_a_hint():
     with pytest.raises(FlowBNNError) as caught:
         rows(torch.tensor(1))
     assert caught.value.kind == "examples"
+
+
+def test_lists_that_hold_themselves_are_no_arrays():
+    values: list[object] = []
+    values.append(values)
+    assert not is_array(values)

@@ -24,7 +24,9 @@ def is_array(values: Any) -> bool:
         return True
     if isinstance(values, list):
         first: Any = values
-        while isinstance(first, list | tuple) and len(first):
+        for _ in range(64):  # the most axes of an array; a list may hold itself
+            if not isinstance(first, list | tuple) or not len(first):
+                break
             first = first[0]
             if isinstance(first, np.ndarray) and first.ndim:
                 return all(isinstance(value, np.ndarray) for value in values)
