@@ -301,21 +301,16 @@ def sgld(problem: Problem, missing: list[str]) -> list[Group]:
 SAMPLES, WARMUP, CHAINS, LEAPFROG, SIZES = 20, 20, 4, 16, (4, 16, 3)
 
 
-def chains(problem: Problem, missing: list[str]) -> list[Group]:
-    """Hamiltonian Monte Carlo and NUTS."""
+def chains(name: str, problem: Problem, missing: list[str]) -> list[Group]:
+    """Hamiltonian Monte Carlo or NUTS."""
     torch.manual_seed(1)
     x = torch.randn(200, SIZES[0])
     y = (x @ torch.randn(SIZES[0], SIZES[2])).argmax(-1)
     makers = {"pyro": pyro_chains, "numpyro": numpyro_chains, "blackjax": blackjax_chains}
-    groups: list[Group] = []
-    for name in ("HMC", "NUTS"):
-        runs: Runs = {"flowbnn": partial(flowbnn_chains, name, x, y)}
-        runs |= {
-            package: partial(make, name, x, y) for package, make in makers.items() if package not in missing
-        }
-        steps = {package: run() for package, run in runs.items()}  # also compiles
-        groups.append((f"{name}: sampling", runs, steps))
-    return groups
+    runs: Runs = {"flowbnn": partial(flowbnn_chains, name, x, y)}
+    runs |= {package: partial(make, name, x, y) for package, make in makers.items() if package not in missing}
+    steps = {package: run() for package, run in runs.items()}  # also compiles
+    return [(f"{name}: sampling", runs, steps)]
 
 
 def flowbnn_chains(name: str, x: Tensor, y: Tensor) -> int:
@@ -450,7 +445,8 @@ METHODS: dict[str, Callable[[Problem, list[str]], list[Group]]] = {
     "dropout": dropout,
     "swag": swag,
     "sgld": sgld,
-    "chains": chains,
+    "hmc": partial(chains, "HMC"),
+    "nuts": partial(chains, "NUTS"),
 }
 
 
