@@ -338,3 +338,10 @@ def test_default_chains_are_extended(monkeypatch, samples, rhats, rounds):
     fb.HMC(samples=samples)._sample(sampler, potential, options)
     assert [thin for thin, _ in sampler.rounds] == rounds
     assert [resume for _, resume in sampler.rounds] == [True] + [False] * (len(rounds) - 1)
+
+
+def test_thin_of_the_warning_about_chains_is_checked():
+    posterior = small(samples=4).fit(network(), [blobs(12).tensors], seed=0, **QUIET)
+    with pytest.raises(FlowBNNError) as error:
+        posterior.warn_not_converged(thin=-1)
+    assert (error.value.kind, error.value.argument) == ("value", "thin")

@@ -13,6 +13,7 @@ from flowbnn.likelihoods import Likelihood
 from flowbnn.methods.mcmc.potential import LOG_NOISE, NoiseSites, noisy_weights
 from flowbnn.metrics.convergence import MIN_DRAWS, arviz_is_installed, effective_sample_size, split_rhat
 from flowbnn.noise.layout import layout_of
+from flowbnn.options import Count, checked
 from flowbnn.posterior.base import Posterior
 from flowbnn.posterior.files import select_prefix
 from flowbnn.posterior.weights import MemberPosterior, check_members
@@ -150,7 +151,8 @@ class ChainPosterior(MemberPosterior):
 
     plot_trace, plot_ranks = plots.plot_trace, plots.plot_ranks
 
-    def warn_not_converged(self, thin: int | None = None) -> None:
+    @checked
+    def warn_not_converged(self, thin: Count | None = None) -> None:
         """Warns if transitions diverged, or if the chains disagree.
 
         Args:
