@@ -30,7 +30,7 @@ def network(width=16):
 
 def step_with_fault(at):
     def step(model, batch, clock):
-        loss = model(batch[0]).square().mean()
+        loss = model(batch[0].to(model[2].bias.dtype)).square().mean()
         # finite, with an infinite gradient
         fault = (model[2].bias * 0.0).abs().pow(0.5).sum() if clock.step == at else 0.0
         return loss + fault, {"log_likelihood": -loss}
