@@ -230,7 +230,7 @@ def test_attributes_that_cannot_be_copied_are_named():
         (lambda y: y.detach().numpy(), "return a tensor"),
         (lambda y: {"loss_boxes": y.sum(), "loss_labels": y.sum()}, "in training mode as well"),
         (lambda y: y.T, "one row for each example"),
-        (lambda y: torch.complex(y, y), "a complex Tensor"),
+        (lambda y: torch.complex(y, y), "return logits or real numbers"),
     ],
     ids=["none", "array", "losses", "transposed", "complex"],
 )

@@ -65,22 +65,23 @@ def _advice_for_keys(batch: Mapping[str, Any]) -> str:
     return f"use flowbnn.data.Columns(loader, inputs={inputs!r}, targets={target!r})"
 
 
-def check_targets_differ(loader: Any) -> None:
+def check_targets_differ(loader: Any, likelihood: str) -> None:
     """Raises FlowBNNError if all targets of data in memory are equal.
 
     Args:
         loader: Loader of the training data. Nothing is read from it unless it has its tensors in memory.
+        likelihood: Name of the likelihood.
     """
-    targets = loader.tensors[-1] if isinstance(loader, TensorLoader) else None
+    targets = loader.tensors[-1] if isinstance(loader, TensorLoader) and len(loader.tensors) > 1 else None
     if targets is None or len(targets) < 2 or not bool((targets == targets[:1]).all()):
         return
-    if targets.is_floating_point():
+    if targets.is_floating_point() and likelihood in ("auto", "gaussian"):
         hint = "to fix the noise scale, set likelihood=fb.likelihoods.Gaussian(0.1)"
         fields = {"kind": "targets", "argument": "loader"}
         raise requirement_error(
             "training", "targets that differ", f"{len(targets)} equal ones", hint, **fields
         )
-    if targets.ndim == 1:
+    if targets.ndim == 1 and likelihood != "gaussian":
         value = f"class {int(targets[0])} for all {len(targets)} examples"
         raise requirement_error("training", "several classes", value, kind="classes", argument="loader")
 

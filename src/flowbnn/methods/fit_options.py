@@ -87,7 +87,7 @@ class FitOptions(TrainingOptions):
             "bernoulli",
             "gaussian",
         ):
-            check_targets_differ(loader)
+            check_targets_differ(loader, self.likelihood)
         return loader
 
     @property
