@@ -33,8 +33,8 @@ def fit(network: nn.Module, loader: Any, *, inplace: bool = False, **options: An
        stopping.
     4. If it is still worse, the given network is returned with noise of almost no width, and a warning is raised.
 
-    On fewer than 20 rows, the noise is fitted to all data and cross-validated. The comparison of step 1 is then made on all rows, each
-    of which was left out of one fit. Steps 2 and 4 follow.
+    With fewer than 20 rows, the noise is fitted to all rows, and step 1 uses a cross-validation of about five folds. Steps 2 to 4
+    follow, but nothing is fitted again: if step 2 accepts the noise, the fit to all rows is returned, and step 3 has no early stopping.
 
     Args:
         network: Network with noise, from :func:`~flowbnn.to_stochastic`. It is copied, unless ``inplace`` is True.

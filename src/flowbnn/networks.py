@@ -86,8 +86,9 @@ def deepcopy_network(
 ) -> nn.Module:
     """Returns a deep copy of a network.
 
-    Tensors that a forward pass has stored are copied without their history, with which torch refuses to copy them: weights that hooks
-    compute (old weight norm, pruning), and attributes such as ``self.features``. Those of a trace become empty.
+    Tensors that a forward pass has stored are detached before they are copied, because torch copies no tensors with a history:
+    weights that hooks compute (old weight norm, pruning), and attributes such as ``self.features``. Those of a trace are replaced by
+    empty tensors.
 
     Args:
         network: Network.

@@ -39,7 +39,7 @@ class Record:
 
 
 def restore(annotation: Any, value: Any, name: str) -> Any:
-    """Returns a value that was stored as JSON with the type of its annotation.
+    """Converts a value that was read from JSON to its annotated type.
 
     Lists become tuples and named tuples, and dictionaries become dataclasses. Numbers may be NaN or infinite.
 

@@ -32,7 +32,7 @@ def test_rules_are_used_only_where_they_change_an_operation():
         assert trace_forward(network.eval(), x).vmap_rules is expected
         with RuleFinder() as finder:
             network(x)
-        assert finder.found is expected
+        assert finder.needs_rules is expected
 
 
 def test_normal_numbers_are_kept_for_one_seed_and_never_wrong():

@@ -431,9 +431,9 @@ def rewrap_forward_errors(inputs: Any, problem: str = "the network fails on inpu
             hint = "; use flowbnn.data.Columns(loader, inputs=[...], targets=...)"
         elif isinstance(inputs, Mapping) and "not dict" in message:
             problem = f"no argument of the network is named {quote_names([str(name) for name in inputs])}: {problem}"
-            hint = "; rename the entries"
+            hint = "; name the entries after the arguments of forward"
         elif isinstance(inputs, tuple) and re.search("(not|got a) tuple|takes .* positional", message):
-            message, hint = "a tuple has several inputs of the network", "; leave out targets"
+            message, hint = "a tuple has several arguments of forward", "; leave out targets"
         elif any(tensor.dtype == torch.uint8 for tensor in tensors):
             hint = "; use images.float() / 255"
         elif "same dtype" in message and any(not tensor.is_floating_point() for tensor in tensors):

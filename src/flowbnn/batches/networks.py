@@ -47,33 +47,33 @@ class NetworkCaller(nn.Module):
         return call(self.network, move(inputs, device_of(self.network), dtype_of(self.network)))
 
 
-class CopyInputs:
-    """Forward pre-hook that gives a network copies of its inputs, which it changes in place."""
+class InputCloneHook:
+    """Forward pre-hook that clones the inputs of a network that modifies them in place."""
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        return copy_tensors((args, kwargs))
+        return clone_tensors((args, kwargs))
 
 
-def copy_tensors(inputs: Any) -> Any:
-    """Returns inputs with copies of all tensors."""
+def clone_tensors(inputs: Any) -> Any:
+    """Returns inputs with clones of all tensors."""
     return apply(inputs, Tensor.clone, lambda value: convert_container(value, Tensor.clone))
 
 
-def copy_inputs(network: nn.Module) -> None:
-    """Adds a hook to a network that changes its inputs in place, so that every pass gets the original inputs.
+def clone_inputs_of(network: nn.Module) -> None:
+    """Adds a hook to a network that modifies its inputs in place, which passes clones to it, so that inputs do not change.
 
     >>> network, x = nn.ReLU(inplace=True), -torch.ones(2)
-    >>> copy_inputs(network)
+    >>> clone_inputs_of(network)
     >>> network(x), x
     (tensor([0., 0.]), tensor([-1., -1.]))
     """
-    if not copies_inputs(network):
-        network.register_forward_pre_hook(CopyInputs(), with_kwargs=True)
+    if not clones_inputs(network):
+        network.register_forward_pre_hook(InputCloneHook(), with_kwargs=True)
 
 
-def copies_inputs(network: nn.Module) -> bool:
-    """Returns True if :func:`copy_inputs` has added its hook to a network."""
-    return any(isinstance(hook, CopyInputs) for hook in network._forward_pre_hooks.values())
+def clones_inputs(network: nn.Module) -> bool:
+    """Returns True if :func:`clone_inputs_of` has added its hook to a network."""
+    return any(isinstance(hook, InputCloneHook) for hook in network._forward_pre_hooks.values())
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -46,7 +46,8 @@ def check_row_independence(network: NoisyNetwork, inputs: Any) -> None:
         raise FlowBNNError("outputs are NaN; look for NaN in the inputs and weights", kind="not finite")
     tolerance = max(1e-3, 10.0 * torch.finfo(batched.dtype).eps) * float(batched.abs().max())
     if batched.shape[1:] != single.shape[1:]:
-        text = f"outputs have the shape {tuple(single.shape)} for 2 examples, {tuple(batched.shape)} for 8; use fb.fit"
+        shapes = f"{tuple(single.shape)} for 2 examples, {tuple(batched.shape)} for 8"
+        text = f"the shape of the outputs is {shapes}; return one shape per example, or use fb.fit"
         raise FlowBNNError(text, kind="network")
     if not torch.allclose(batched[: len(single)], single, rtol=0.0, atol=tolerance):
         repeated = network.outputs(small, ones[: len(tensors_of(small)[0])])

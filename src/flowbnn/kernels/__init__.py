@@ -1,4 +1,4 @@
-"""Fast code for the device: chains of planar and LU maps (:mod:`flowbnn.kernels.flow_chains`), moments of Gaussians
+"""Kernels for chains of planar and LU maps (:mod:`flowbnn.kernels.flow_chains`), and for the moments of Gaussians
 (:mod:`flowbnn.kernels.gaussian_moments`).
 """
 

@@ -49,19 +49,24 @@ def moments_available(constants: Sequence[Tensor], parameters: Sequence[Tensor])
 
 
 class MomentsFunction(torch.autograd.Function):
-    """Returns the moments of Gaussians: mean and standard deviation ``[numbers]``, KL and entropy ``[layers]``.
+    """Computes the moments of Gaussians: mean and standard deviation ``[numbers]``, KL and entropy ``[layers]``.
 
-    The arguments are the lengths of the layers, the number of numbers that the KL counts in closed form (the others add the part
-    that does not depend on draws), the bound of the log-scales, the centers of the layers, the means and standard deviations of
-    priors and bases of all layers, and then the shifts and the raw log-scales of the layers. Second derivatives use ``reference``,
-    the same function of shifts and raw log-scales by torch's operations.
+    Args:
+        sizes: Length of the noise vector of each layer.
+        num_closed_form: Number of leading numbers whose KL is in closed form. For the others, only the part that does not depend on
+            draws is added.
+        bound: Bound of the log-scales.
+        centers: Center of each layer.
+        constants: Means and standard deviations of the priors, and of the bases, of all layers.
+        reference: The same function of ``parameters`` by torch's operations, for second derivatives. It must not hold the results.
+        parameters: Shifts of all layers, and then their raw log-scales.
     """
 
     @staticmethod
     def forward(
         ctx: Any,
         sizes: Sequence[int],
-        closed: int,
+        num_closed_form: int,
         bound: float,
         centers: Sequence[float],
         constants: Sequence[Sequence[Tensor]],
@@ -76,9 +81,9 @@ class MomentsFunction(torch.autograd.Function):
         mean, deviation = shift + center + (loc - center) * factor, scale * factor
         log_deviation = bound * tanh + np.log(scale)
         relative, offset = deviation / prior_scale, (mean - prior_loc) / prior_scale
-        relative[closed:] = offset[closed:] = 0.0
+        relative[num_closed_form:] = offset[num_closed_form:] = 0.0
         kl = 0.5 * (relative * relative + offset * offset)
-        kl[:closed] -= 0.5
+        kl[:num_closed_form] -= 0.5
         kl += np.log(prior_scale) - log_deviation
         starts = np.concatenate([[0], np.cumsum(sizes[:-1])]).astype(np.intp)
         entropy = np.add.reduceat(log_deviation + (HALF_LOG_2PI + 0.5), starts)

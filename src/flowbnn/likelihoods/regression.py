@@ -133,7 +133,7 @@ class Gaussian(RealLikelihood):
             targets: Targets ``[B, D]``, or ``[B]`` if D is 1.
         """
         if outputs.ndim > 2:
-            number = "twice as many outputs" if self.noise == "predicted" else "one output"
+            number = "two outputs" if self.noise == "predicted" else "one output"
             raise misfit_error(outputs, targets, f"Gaussian needs {number} per target", "outputs")
         check_shape("outputs", outputs, ("batch", "targets"), "remove squeeze(-1)", "outputs", "Gaussian")
         rows, width = outputs.shape

@@ -76,10 +76,10 @@ def check_targets_differ(loader: Any, likelihood: str) -> None:
     if targets is None or len(targets) < 2 or not bool((targets == targets[:1]).all()):
         return
     if targets.is_floating_point() and likelihood in ("auto", "gaussian"):
-        hint = "to fix the noise scale, set likelihood=fb.likelihoods.Gaussian(0.1)"
+        hint = "check the targets, or fix the noise scale by likelihood=fb.likelihoods.Gaussian(0.1)"
         fields = {"kind": "targets", "argument": "loader"}
         raise requirement_error(
-            "training", "targets that differ", f"{len(targets)} equal ones", hint, **fields
+            "a learned noise scale", "targets that differ", f"{len(targets)} equal targets", hint, **fields
         )
     if targets.ndim == 1 and likelihood != "gaussian":
         value = f"class {int(targets[0])} for all {len(targets)} examples"

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from flowbnn.batches import (
     call,
-    copy_inputs,
-    copy_tensors,
+    clone_inputs_of,
+    clone_tensors,
     device_of,
     dtype_of,
     has_row_axis,
@@ -172,7 +172,7 @@ def try_first_batch(model: nn.Module, inputs: Any) -> FirstBatch:
 
     A network that changes the batch in place gets copies of its inputs from now on.
     """
-    copies = copy_tensors(inputs)
+    copies = clone_tensors(inputs)
     versions = [tensor._version for tensor in tensors_of(copies)]
     with ExitStack() as stack:
         for context in (
@@ -185,7 +185,7 @@ def try_first_batch(model: nn.Module, inputs: Any) -> FirstBatch:
         sigmoids = stack.enter_context(SigmoidRecorder())
         outputs = run_first_batch(model, copies, "first batch")
     if versions != [tensor._version for tensor in tensors_of(copies)]:
-        copy_inputs(model)
+        clone_inputs_of(model)
     probe = probe_rows(model, inputs) if noise_layers(model) else None
     return FirstBatch(inputs, outputs, noise_inputs, sigmoids.recorded(outputs), probe)
 

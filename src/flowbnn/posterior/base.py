@@ -36,7 +36,7 @@ from torch import Tensor, nn
 from flowbnn import plots
 from flowbnn.batches import (
     check_finite,
-    copies_inputs,
+    clones_inputs,
     device_of,
     is_batch,
     join_padded,
@@ -439,7 +439,7 @@ class Posterior:
             "output": output if isinstance(output, str | int) else None,
             "output_function": getattr(output, "__name__", "a function") if callable(output) else None,
             "flattening": flattening_of(self.model),
-            "copies_inputs": copies_inputs(self.model),
+            "clones_inputs": clones_inputs(self.model),
             "columns": self.columns,
             "settings": self.settings(),
             "calibration": None if self.calibration is None else self.calibration.to_dict(),

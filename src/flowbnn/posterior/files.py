@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flowbnn.batches import copy_inputs, device_of, first_nonfinite_tensor
+from flowbnn.batches import clone_inputs_of, device_of, first_nonfinite_tensor
 from flowbnn.errors import FlowBNNError, optional_import, pluralize
 from flowbnn.likelihoods import Likelihood, make_likelihood
 from flowbnn.networks import output_selection, select_output, set_input_columns
@@ -136,8 +136,8 @@ def read_network(
     if flattening := file.document.get("flattening"):
         with rewrap_load_errors(file):
             flatten_outputs(model, *map(int, flattening))
-    if file.document.get("copies_inputs"):
-        copy_inputs(model)
+    if file.document.get("clones_inputs"):
+        clone_inputs_of(model)
     set_input_columns(model, columns)
     likelihood.attach(model)
     modules = {"network": model, "likelihood": likelihood}

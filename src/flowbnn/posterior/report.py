@@ -209,6 +209,6 @@ class Calibration(Record):
             return f"{start}: only the plain network was scored."
         if self.choice == "plain":
             if "mixture" in self.difference:
-                return f"{start}: the plain network is returned, no mixture and no temperature is better."
+                return f"{start}: the plain network is returned because neither the mixture nor temperature scaling has a lower NLL."
             return f"{start}: the plain network is returned, no calibrator is better by more than one standard error."
         return f"{start}: {self.choice} is chosen (NLL {self.difference[self.choice]} relative to the plain network)."

@@ -145,7 +145,7 @@ def trace_forward(model: nn.Module, inputs: Any) -> ForwardTrace:
         outputs = try_call(partial(call, model, inputs))
     if isinstance(outputs, Exception):  # the prediction itself reports it
         return trace
-    trace.vmap_rules = rules.found
+    trace.vmap_rules = rules.needs_rules
     trace.output_bytes_per_row = _size((outputs,)) // trace.rows
     trace.flops_per_row, trace.noise_shapes = counter.total / trace.rows, probe_draws.shapes
     trace.prefix_share = probe_draws.prefix_flops / counter.total if counter.total else 0.0

@@ -36,34 +36,37 @@ class VmapRules(TorchFunctionMode):
 
 
 class RuleFinder(TorchFunctionMode):
-    """Context manager that finds out whether :class:`VmapRules` change an operation of a forward pass.
+    """Context manager that finds out whether a forward pass has an operation that :class:`VmapRules` change.
 
-    Other networks run without rules. Torch passes every operation and every attribute of a tensor to them, which takes a tenth of a
-    small pass.
+    Networks without such operations run without rules, because torch passes every operation and every attribute of a tensor to a
+    context manager of this kind, which takes a tenth of a small pass.
+
+    Attributes:
+        needs_rules: True if the pass has such an operation.
 
     >>> from torch import nn
     >>> with RuleFinder() as finder:
     ...     outputs = nn.Conv2d(3, 8, 3)(torch.zeros(1, 3, 4, 4))
-    ...     before = finder.found
+    ...     before = finder.needs_rules
     ...     outputs = nn.AdaptiveAvgPool2d(1)(outputs)
-    >>> before, finder.found
+    >>> before, finder.needs_rules
     (False, True)
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.found = False
+        self.needs_rules = False
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        rule = None if self.found else RULES.get(func)
+        rule = None if self.needs_rules else RULES.get(func)
         if rule is adaptive_average_pool:
-            self.found = is_single(args[1] if len(args) > 1 else (kwargs or {}).get("output_size"))
+            self.needs_rules = is_single(args[1] if len(args) > 1 else (kwargs or {}).get("output_size"))
         elif rule is convolution:
-            self.found = args[0].is_cuda if args else True
+            self.needs_rules = args[0].is_cuda if args else True
         elif rule is not None:
-            self.found = True
+            self.needs_rules = True
         return func(*args, **(kwargs or {}))
 
 

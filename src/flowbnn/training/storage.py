@@ -1,8 +1,8 @@
 """Storage of tensors and a JSON document in one safetensors file that is written atomically.
 
 The document is stored in the header of the file. A file is written next to its target, flushed to the disk, and renamed. A reader, or
-a run that is killed, therefore sees the old file or the new one. One checksum covers the document, and another one all of the file.
-Nothing is unpickled, so loading a file cannot run code.
+a run that is killed, therefore sees the old file or the new one. One checksum covers the document, a second one the document and
+all tensors. Nothing is unpickled, so loading a file cannot run code.
 """
 
 import json

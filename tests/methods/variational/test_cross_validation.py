@@ -8,7 +8,7 @@ from report_problems import curve, rings, trained
 import flowbnn as fb
 from flowbnn.errors import FlowBNNError, FlowBNNWarning
 from flowbnn.methods.variational import cross_validation, verification
-from flowbnn.methods.variational.cross_validation import compare_folds
+from flowbnn.methods.variational.cross_validation import cross_validate_noise
 from flowbnn.methods.variational.initial_state import InitialState
 from flowbnn.methods.variational.noise_fit import NoiseFitOptions, maximize_elbo
 from flowbnn.noise import NormalAffine
@@ -30,7 +30,7 @@ def test_every_row_is_compared_once(data, outputs, number):
     loader = options.training_loader(rows)
     fit = maximize_elbo(model, loader, NoiseFitOptions(validation=None, **SHORT), InitialState.of(model))
     state, weights = torch.get_rng_state(), [weight.clone() for weight in model.parameters()]
-    comparison = compare_folds(fit, loader, options)
+    comparison = cross_validate_noise(fit, loader, options)
     assert torch.equal(torch.get_rng_state(), state)
     assert all(map(torch.equal, weights, model.parameters()))
     assert len(comparison.before) == len(comparison.after) == number
@@ -50,7 +50,7 @@ def test_few_rows_are_cross_validated(gain, monkeypatch, recwarn):
 
     monkeypatch.setattr(verification, "compare_retrained", compare_retrained)
     posterior = fb.fit(noisy(), rings(12, 1), **SHORT)
-    assert fractions == [cross_validation.FOLD]
+    assert fractions == [cross_validation.FOLD_FRACTION]
     assert posterior.report.accepted == (gain > 0)
     assert posterior.report.held_out_gain == Gain(-0.5, -0.5 + gain, 0.01)
     assert len(of_kind(recwarn, "gain")) == (gain < 0)

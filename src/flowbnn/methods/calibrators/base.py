@@ -161,7 +161,7 @@ class Calibrator(Method, ABC):
 class OutputCalibrator(Calibrator):
     """Base class for calibrators that need only the outputs of a posterior. They work with any posterior.
 
-    Subclasses define :meth:`calibrate_outputs` and :meth:`unchanged`.
+    Subclasses define :meth:`calibrate_outputs` and :meth:`identity_calibration`.
 
     Args:
         method: Method that is fitted first. None calibrates the network as it is, and trains nothing.
@@ -182,7 +182,7 @@ class OutputCalibrator(Calibrator):
         outputs, targets = collect_outputs(posterior, held_out, self.samples, seed, progress)
         predictive = posterior._predictive(outputs)
         if warn_unusable(predictive, targets):
-            return self.unchanged(posterior, outputs)
+            return self.identity_calibration(posterior, outputs)
         if self.checks_labels:
             warn_contradiction(predictive, targets)
         return self.calibrate_outputs(posterior, outputs, targets)
@@ -198,8 +198,8 @@ class OutputCalibrator(Calibrator):
         """
 
     @abstractmethod
-    def unchanged(self, posterior: Posterior, outputs: Tensor) -> Posterior:
-        """Returns a calibrated posterior with the predictions of a posterior, for data that cannot calibrate it.
+    def identity_calibration(self, posterior: Posterior, outputs: Tensor) -> Posterior:
+        """Returns a calibrated posterior with the same predictions as ``posterior``, for held-out data that cannot calibrate it.
 
         Args:
             posterior: Posterior of any method.

@@ -1,4 +1,4 @@
-"""Held-out data that cannot calibrate a network: too few or equal targets, or labels in contradiction to its predictions."""
+"""Held-out data that cannot calibrate a network: too few examples, equal targets, a missing class, or labels that contradict it."""
 
 import math
 from typing import Any, NamedTuple
@@ -62,9 +62,7 @@ def find_missing_class(predictive: Any, targets: Tensor) -> LabelProblem | None:
     if float(expected[missing]) <= math.log(100.0 * classes):
         return None
     number = f"{float(expected[missing]):.0f} of {len(targets)}"
-    text = (
-        f"no held-out example of class {missing}, of which the network expects {number}; provide all classes"
-    )
+    text = f"no held-out example has class {missing}, but the network expects {number}; provide examples of all classes"
     return LabelProblem("missing class", text)
 
 
@@ -125,7 +123,9 @@ def find_few_examples(number: int) -> LabelProblem | None:
     """
     if number >= MIN_EXAMPLES:
         return None
-    return LabelProblem("examples", f"a calibration needs {MIN_EXAMPLES} held-out examples, got {number}")
+    return LabelProblem(
+        "examples", f"a calibration needs at least {MIN_EXAMPLES} held-out examples, got {number}"
+    )
 
 
 def warn_unusable(predictive: Any, targets: Tensor) -> bool:

@@ -45,8 +45,8 @@ class _Scaling(OutputCalibrator):
 
     penalty: Positive = field(default=1.0, kw_only=True)
 
-    def unchanged(self, posterior: Posterior, outputs: Tensor) -> "ScaledPosterior":
-        """Returns a posterior with the same predictions; see :meth:`OutputCalibrator.unchanged`."""
+    def identity_calibration(self, posterior: Posterior, outputs: Tensor) -> "ScaledPosterior":
+        """Returns a posterior with the same predictions; see :meth:`OutputCalibrator.identity_calibration`."""
         classes = class_log_samples(posterior, outputs, type(self).__name__).shape[-1]
         return ScaledPosterior(posterior, 1.0, torch.eye(classes), torch.zeros(classes))
 

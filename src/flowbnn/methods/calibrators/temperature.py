@@ -58,8 +58,8 @@ class Temperature(OutputCalibrator):
         (fit,) = fit_temperatures(posterior, outputs, targets, prior_scale=self.prior_scale)
         return TemperedPosterior(posterior, check_temperature(fit, posterior, self.prior_scale is not None))
 
-    def unchanged(self, posterior: Posterior, outputs: Tensor) -> "TemperedPosterior":
-        """Returns a posterior with the same predictions; see :meth:`OutputCalibrator.unchanged`."""
+    def identity_calibration(self, posterior: Posterior, outputs: Tensor) -> "TemperedPosterior":
+        """Returns a posterior with the same predictions; see :meth:`OutputCalibrator.identity_calibration`."""
         apply_temperature(posterior._predictive(outputs), 1.0)  # refuses distributions without a temperature
         return TemperedPosterior(posterior, 1.0)
 

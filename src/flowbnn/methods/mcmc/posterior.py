@@ -156,7 +156,7 @@ class ChainPosterior(MemberPosterior):
         """Warns if transitions diverged, or if the chains disagree.
 
         Args:
-            thin: Number of transitions per draw. The default is that of the settings, which an extended run has increased.
+            thin: Number of transitions per draw. The default is that of the settings. It is larger if the run was extended.
         """
         divergent = self.record["divergent"]
         divergences = int(divergent.sum())

@@ -15,15 +15,15 @@ from flowbnn.methods.fitting import FEW_ROWS
 from flowbnn.methods.loader_split import RowSplit, split_loader
 from flowbnn.methods.variational.held_out_comparison import HeldOutComparison, compare_held_out
 from flowbnn.methods.variational.initial_state import FinishedFit
-from flowbnn.methods.variational.noise_fit import NoiseFitOptions, maximize_elbo, without_outputs
+from flowbnn.methods.variational.noise_fit import NoiseFitOptions, maximize_elbo, without_reporting
 from flowbnn.networks import deepcopy_network
 from flowbnn.training import is_main_process, track
 from flowbnn.training.randomness import preserve_rng_state
 
-FOLD = 0.2  # fraction of the rows of a fold
+FOLD_FRACTION = 0.2  # fraction of the rows that a fold has
 
 
-def compare_folds(
+def cross_validate_noise(
     fit: FinishedFit, loader: Iterable[Any], options: NoiseFitOptions
 ) -> HeldOutComparison | None:
     """Compares noise with the given network on rows that the noise was not fitted to, each row once. All generators are restored.
@@ -41,23 +41,23 @@ def compare_folds(
     if not isinstance(options.validation, float):
         return None
     try:
-        training, held_out = split_loader(loader, FOLD)
+        training, held_out = split_loader(loader, FOLD_FRACTION)
     except FlowBNNError:  # a warning has been raised before the fit
         return None
     number = count_examples(training) + count_examples(held_out)
     if number >= FEW_ROWS:  # an unusual loader, whose split failed before the fit
         return None
-    num_folds = math.ceil(number / RowSplit(number, FOLD).count)
-    model, quiet = deepcopy_network(fit.posterior.model), without_outputs(options)
+    num_folds = math.ceil(number / RowSplit(number, FOLD_FRACTION).count)
+    model, quiet = deepcopy_network(fit.posterior.model), without_reporting(options)
     if options.num_data is not None:
-        quiet = replace(quiet, num_data=max(1, round(options.num_data * (1.0 - FOLD))))
+        quiet = replace(quiet, num_data=max(1, round(options.num_data * (1.0 - FOLD_FRACTION))))
     comparisons: list[HeldOutComparison] = []
     with warnings.catch_warnings(), preserve_rng_state(loader, 0):
         # warnings would describe networks that the user never sees
         warnings.simplefilter("ignore", FlowBNNWarning)
         label = "cross-validating the noise"
         for fold in track(range(num_folds), label, options.progress and is_main_process(), "fold"):
-            training, held_out = split_loader(loader, FOLD, fold=fold)
+            training, held_out = split_loader(loader, FOLD_FRACTION, fold=fold)
             fit.initial.restore(model)
             try:
                 finished = maximize_elbo(model, training, replace(quiet, seed=fold), fit.initial)

@@ -61,8 +61,8 @@ class NoiseFitOptions(FitOptions):
     description: str = "fitting the noise"
 
 
-def without_outputs(options: NoiseFitOptions) -> NoiseFitOptions:
-    """Returns the options of a fit that the user never sees, without validation, files and progress."""
+def without_reporting(options: NoiseFitOptions) -> NoiseFitOptions:
+    """Returns options for an internal fit, without validation, report, early stopping, files, callbacks and progress bar."""
     quiet = replace(options, validation=None, report=False, early_stop=None, progress=False)
     return replace(quiet, checkpoint=None, checkpoint_every=None, resume=False, log=None, callbacks=())
 

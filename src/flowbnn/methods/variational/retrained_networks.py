@@ -31,7 +31,7 @@ from flowbnn.methods.preparation import prepare
 from flowbnn.methods.schedule import PlateauSchedule
 from flowbnn.methods.variational.held_out_comparison import HeldOutComparison, log_likelihoods
 from flowbnn.methods.variational.initial_state import InitialState
-from flowbnn.methods.variational.noise_fit import NoiseFitOptions, maximize_elbo, without_outputs
+from flowbnn.methods.variational.noise_fit import NoiseFitOptions, maximize_elbo, without_reporting
 from flowbnn.networks import deepcopy_network
 from flowbnn.noise import noise_mode, weight_parameters
 from flowbnn.posterior.report import Gain
@@ -64,7 +64,7 @@ def compare_retrained(
     """
     initial_network = deepcopy_network(network)
     initial.restore(initial_network)
-    quiet = without_outputs(options)
+    quiet = without_reporting(options)
     count = count_examples(split_loader(loader, options.validation)[1])
     num_folds = max(
         1, min(5, math.ceil(HeldOutComparison.enough_rows / count), count_examples(loader) // count)

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from flowbnn.errors import warn
-from flowbnn.methods.variational.cross_validation import FOLD, compare_folds
+from flowbnn.methods.variational.cross_validation import FOLD_FRACTION, cross_validate_noise
 from flowbnn.methods.variational.held_out_comparison import HeldOutComparison, compare_held_out
 from flowbnn.methods.variational.initial_state import FinishedFit, can_narrow, joint_noises
 from flowbnn.methods.variational.noise_fit import FitData, maximize_elbo
@@ -24,14 +24,14 @@ def verify_fit(fit: FinishedFit, all_data: FitData, training: FitData) -> FitDec
     3. If retrained networks cannot decide, a fit that is worse is repeated with early stopping.
     4. If it is still worse, the given network is restored.
 
-    Data that are too few to hold out a part are cross-validated, see :func:`compare_folds`. Such a fit is not repeated.
+    Data that are too few to hold out a part are cross-validated, see :func:`cross_validate_noise`. Such a fit is not repeated.
 
     Args:
         fit: Fit to the training data.
         all_data: All data, and the options of a fit to them.
         training: Training data, which are all data or all but the held-out ones, and the options of the fit.
     """
-    comparison = compare_held_out(fit) or compare_folds(fit, *all_data)
+    comparison = compare_held_out(fit) or cross_validate_noise(fit, *all_data)
     if comparison is None:
         return FitDecision(fit)
     gain, splits = comparison.gain, isinstance(all_data.options.validation, float)
@@ -42,7 +42,7 @@ def verify_fit(fit: FinishedFit, all_data: FitData, training: FitData) -> FitDec
     if splits and not comparison.is_memorized:
         loader, options = all_data
         if fit.held_out is None:
-            options = replace(options, validation=FOLD)
+            options = replace(options, validation=FOLD_FRACTION)
         retrained_gain = compare_retrained(fit.posterior.model, fit.initial, loader, options)
         if retrained_gain is not None:
             return _decide_by_retrained(fit, comparison, retrained_gain, all_data)
