@@ -10,7 +10,7 @@ from torch.nn.utils import prune
 import flowbnn as fb
 from flowbnn.batches import call, move
 from flowbnn.errors import FlowBNNError
-from flowbnn.networks import copy_network
+from flowbnn.networks import copy_network, deepcopy_network
 
 
 class TakesOne(nn.Linear):
@@ -141,6 +141,31 @@ def test_embeddings_with_sparse_gradients_are_trained():
     posterior = fb.MAP(epochs=2).fit(network, (tokens, tokens % 3), progress=False)
     assert network[0].sparse
     assert not torch.equal(posterior.model.get_parameter("0.weight"), network[0].weight)
+
+
+def test_sparse_adam_is_refused():
+    tokens, network = torch.arange(12) % 5, nn.Sequential(nn.Embedding(5, 4, sparse=True), nn.Linear(4, 3))
+    method = fb.MAP(epochs=1, optimizer=torch.optim.SparseAdam)
+    with pytest.raises(FlowBNNError) as caught:
+        method.fit(network, (tokens, tokens % 3), progress=False)
+    assert caught.value.argument == "optimizer"
+
+
+def test_networks_whose_attributes_contain_themselves_are_copied():
+    network, settings = nn.Linear(2, 1), {"stored": torch.ones(1, requires_grad=True) * 2.0}
+    settings["self"] = settings
+    network.settings = settings
+    copied = deepcopy_network(network)
+    assert copied.settings["self"] is copied.settings
+    assert copied.settings["stored"].is_leaf
+
+
+def test_dropout_in_place_changes_no_data():
+    torch.manual_seed(0)
+    inputs = torch.randn(20, 4)
+    expected, data = inputs.clone(), [(inputs, torch.arange(20) % 3)]
+    fb.MAP(epochs=2).fit(nn.Sequential(nn.Dropout(0.5, inplace=True), nn.Linear(4, 3)), data, progress=False)
+    assert torch.equal(inputs, expected)
 
 
 def test_dictionaries_of_strings_have_rows():

@@ -102,9 +102,9 @@ def deepcopy_network(
     """
     memo = dict(memo or {})
     for module in network.modules():
-        for name, attribute in vars(module).items():
+        for name, attribute in list(vars(module).items()):  # other threads may store attributes
             if name not in ("_parameters", "_buffers", "_modules"):
-                for value in _tensors_in(attribute):
+                for value in _tensors_in(attribute, set()):
                     if is_functorch_wrapped_tensor(value) or isinstance(value, FakeTensor):
                         memo[id(value)] = torch.empty(0)
                     elif not value.is_leaf:
@@ -115,12 +115,19 @@ def deepcopy_network(
     return deepcopy(network, memo)
 
 
-def _tensors_in(value: Any) -> list[Tensor]:
-    """Returns the tensors in nested lists, tuples and dictionaries."""
+def _tensors_in(value: Any, visited: set[int]) -> Iterator[Tensor]:
+    """Yields the tensors in nested lists, tuples and dictionaries, which may contain themselves.
+
+    Args:
+        value: Tensor, container or any other object.
+        visited: Ids of the containers that have been read, to which others are added.
+    """
     if isinstance(value, Tensor):
-        return [value]
-    entries = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
-    return [tensor for entry in entries for tensor in _tensors_in(entry)]
+        yield value
+    elif isinstance(value, dict | list | tuple) and id(value) not in visited:
+        visited.add(id(value))
+        for entry in list(value.values() if isinstance(value, dict) else value):
+            yield from _tensors_in(entry, visited)
 
 
 def check_copies(network: nn.Module, samples: int) -> None:

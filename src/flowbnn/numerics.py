@@ -94,15 +94,20 @@ def inverse_softplus(value: Tensor) -> Tensor:
 def safe_norm(value: Tensor) -> Tensor:
     """Returns the Euclidean norm of the last axis.
 
-    Its gradient at zero is zero instead of NaN, and its squares neither overflow nor underflow.
+    Its first and second derivatives at zero are zero instead of NaN, and its squares neither overflow nor underflow.
 
     >>> x = torch.zeros(3, requires_grad=True)
     >>> safe_norm(x).backward()
     >>> x.grad
     tensor([0., 0., 0.])
     """
-    scale = value.detach().abs().amax(-1).clamp(min=torch.finfo(value.dtype).tiny)
-    return scale * torch.linalg.vector_norm(value / scale.unsqueeze(-1), dim=-1)
+    scale = value.detach().abs().amax(-1)
+    positive = scale > 0
+    scale = torch.where(positive, scale, 1.0)
+    unit = torch.where(
+        positive.unsqueeze(-1), value / scale.unsqueeze(-1), 1.0
+    )  # the norm has no second derivative at zero
+    return torch.where(positive, scale * torch.linalg.vector_norm(unit, dim=-1), 0.0)
 
 
 def monotone_root(

@@ -82,6 +82,6 @@ def restore(annotation: Any, value: Any, name: str) -> Any:
         return tuple(entries) if origin is tuple else entries
     elif isinstance(value, Mapping) and issubclass(origin, Mapping):
         return {str(key): restore(arguments[1], entry, str(key)) for key, entry in value.items()}
-    elif type(value) is origin or (origin is float and isinstance(value, int)):
+    elif type(value) is origin or (origin is float and type(value) is int):
         return value
     raise ValueError(f"{name} is {value!r:.50}, not {getattr(origin, '__name__', origin)}")

@@ -9,7 +9,9 @@ from torch import Tensor, nn
 import flowbnn as fb
 from flowbnn.calibrate import CANDIDATES
 from flowbnn.errors import FlowBNNError, FlowBNNWarning
+from flowbnn.methods.calibrators.label_problems import find_missing_class
 from flowbnn.posterior import PointPosterior
+from flowbnn.predictive import CategoricalPredictive
 
 QUIET = {"progress": False, "accelerator": "cpu"}
 AUTOMATIC = set(CANDIDATES) - {"noise+matrix"}  # names that "auto" compares
@@ -97,6 +99,21 @@ def test_a_missing_class_that_the_network_predicts_leaves_only_the_temperature()
     few = present.nonzero()[:10, 0]
     _, kinds = calibrate(network, (inputs[few], labels[few]), candidates=["temperature"])
     assert "missing class" not in kinds
+
+
+def test_ignored_positions_and_soft_labels_are_not_missing_classes():
+    torch.manual_seed(0)
+    logits = torch.randn(100, 4, 3)
+    logits[:, 2:, 2] += 9.0  # class 2 is predicted at the ignored positions only
+    logits[:, :2, 2] -= 9.0
+    labels = torch.full((100, 4), -100)
+    labels[:, :2] = logits[:, :2].argmax(-1)
+    predictive = CategoricalPredictive(logits[None])
+    assert find_missing_class(predictive, labels) is None
+    labels[:, 2:] = 0
+    assert find_missing_class(predictive, labels).kind == "missing class"
+    unlikely = CategoricalPredictive(torch.tensor([0.5, 0.3, 0.2]).log().expand(1, 600, 3))
+    assert find_missing_class(unlikely, unlikely.probabilities) is None
 
 
 def test_wrong_class_frequencies_do_not_contradict_the_network():

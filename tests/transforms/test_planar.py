@@ -281,6 +281,13 @@ def test_tanh_root_has_the_gradients_of_the_implicit_function() -> None:
     assert torch.autograd.gradcheck(tanh_root, (target, slope))
 
 
+def test_radial_maps_have_second_derivatives_at_their_center() -> None:
+    radial = Radial(3).double()
+    center = radial.center.detach().clone()
+    hessian = torch.autograd.functional.hessian(lambda z: radial(z[None])[1].sum(), center)
+    assert hessian.isfinite().all()
+
+
 def test_compose_and_inverse_sum_log_dets() -> None:
     transforms = [Affine(3), Planar(3), Radial(3)]
     z = normal(4, 3)

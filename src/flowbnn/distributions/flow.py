@@ -356,6 +356,8 @@ def _prior_log_prob(prior: Any, x: Tensor) -> Tensor:
     except FlowBNNError:
         raise
     except ValueError as error:  # by the validation of torch
+        if "support" not in str(error):
+            raise
         text = f"the posterior has draws outside of the support of the prior ({type(prior).__name__}), so their divergence is infinite"
         hint = "use a prior with the support of the posterior"
         raise FlowBNNError(f"{text}; {hint}", kind="range", argument="prior") from error

@@ -63,6 +63,7 @@ class MomentsFunction(torch.autograd.Function):
     """
 
     @staticmethod
+    @np.errstate(all="ignore")  # a diverging fit is reported by the check of the loss
     def forward(
         ctx: Any,
         sizes: Sequence[int],
@@ -93,6 +94,7 @@ class MomentsFunction(torch.autograd.Function):
         return tuple(map(torch.from_numpy, (mean, deviation, np.add.reduceat(kl, starts), entropy)))
 
     @staticmethod
+    @np.errstate(all="ignore")
     def backward(ctx: Any, *grads: Any) -> Any:
         parameters = ctx.saved_tensors  # torch checks that no parameter has changed
         if torch.is_grad_enabled():

@@ -75,13 +75,13 @@ def check_targets_differ(loader: Any, likelihood: str) -> None:
     targets = loader.tensors[-1] if isinstance(loader, TensorLoader) and len(loader.tensors) > 1 else None
     if targets is None or len(targets) < 2 or not bool((targets == targets[:1]).all()):
         return
-    if targets.is_floating_point() and likelihood in ("auto", "gaussian"):
+    if targets.is_floating_point() and likelihood in ("auto", "gaussian") and len(loader.tensors) == 2:
         hint = "check the targets, or fix the noise scale by likelihood=fb.likelihoods.Gaussian(0.1)"
         fields = {"kind": "targets", "argument": "loader"}
         raise requirement_error(
             "a learned noise scale", "targets that differ", f"{len(targets)} equal targets", hint, **fields
         )
-    if targets.ndim == 1 and likelihood != "gaussian":
+    if targets.ndim == 1 and not targets.is_floating_point() and likelihood != "gaussian":
         value = f"class {int(targets[0])} for all {len(targets)} examples"
         raise requirement_error("training", "several classes", value, kind="classes", argument="loader")
 

@@ -17,7 +17,7 @@ from flowbnn.batches import (
     move,
     split_weighted_batch,
 )
-from flowbnn.errors import FlowBNNError, warn
+from flowbnn.errors import FlowBNNError, requirement_error, warn
 from flowbnn.likelihoods import Likelihood
 from flowbnn.methods.data_summary import check_loader, count_examples, first_batch
 from flowbnn.methods.fit_options import AnyFitOptions, FitOptions
@@ -235,6 +235,9 @@ def make_optimizer(
     result: torch.optim.Optimizer = call_factory(
         optimizer, groups, name="optimizer", kind=torch.optim.Optimizer
     )
+    if isinstance(result, torch.optim.SparseAdam):
+        hint = "use torch.optim.Adam, which trains embeddings with sparse=True as well"
+        raise requirement_error("SparseAdam", "sparse gradients", "dense ones", hint, argument="optimizer")
     return result
 
 

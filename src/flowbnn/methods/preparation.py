@@ -170,7 +170,7 @@ class FirstBatch(NamedTuple):
 def try_first_batch(model: nn.Module, inputs: Any) -> FirstBatch:
     """Runs the first batch through a network in evaluation mode, and restores torch's generators.
 
-    A network that changes the batch in place gets copies of its inputs from now on.
+    A network that changes the batch in place gets clones of its inputs from now on. Dropout in place changes it in training mode only.
     """
     copies = clone_tensors(inputs)
     versions = [tensor._version for tensor in tensors_of(copies)]
@@ -184,7 +184,10 @@ def try_first_batch(model: nn.Module, inputs: Any) -> FirstBatch:
         noise_inputs = stack.enter_context(record_noise_inputs(model))
         sigmoids = stack.enter_context(SigmoidRecorder())
         outputs = run_first_batch(model, copies, "first batch")
-    if versions != [tensor._version for tensor in tensors_of(copies)]:
+    drops_inplace = any(
+        getattr(module, "inplace", False) and "p" in vars(module) for module in model.modules()
+    )
+    if drops_inplace or versions != [tensor._version for tensor in tensors_of(copies)]:
         clone_inputs_of(model)
     probe = probe_rows(model, inputs) if noise_layers(model) else None
     return FirstBatch(inputs, outputs, noise_inputs, sigmoids.recorded(outputs), probe)

@@ -45,6 +45,8 @@ def find_one_class(targets: Tensor) -> LabelProblem | None:
 def find_missing_class(predictive: Any, targets: Tensor) -> LabelProblem | None:
     r"""Returns a problem if a class has no example although the network often predicts it.
 
+    Ignored positions do not count, and soft labels are not checked.
+
     If the probabilities :math:`p_i` of a class are right, it has no example with probability
     :math:`\prod_i (1 - p_i) \le e^{-\sum_i p_i}`. This is a problem if the bound is below 0.01, divided by the number of classes.
 
@@ -52,16 +54,20 @@ def find_missing_class(predictive: Any, targets: Tensor) -> LabelProblem | None:
         predictive: Predictive distribution of the network for the examples.
         targets: Class labels ``[N]`` or ``[N, *positions]``, or soft labels with an axis of classes.
     """
+    if targets.is_floating_point():  # soft labels give every class some probability
+        return None
     probabilities = predictive.probabilities.cpu()
-    classes = probabilities.shape[-1]
+    rows, classes = len(probabilities), probabilities.shape[-1]
+    labels = hard_labels(targets).reshape(rows, -1)
+    counts = labels != IGNORED
     # the positions of an example are not independent, so that they count as one
-    expected = probabilities.reshape(len(probabilities), -1, classes).mean(1).sum(0)
-    labels = hard_labels(targets)
-    expected[labels[labels != IGNORED]] = 0.0
+    shares = counts / counts.sum(1, keepdim=True).clamp(min=1)
+    expected = (probabilities.reshape(rows, -1, classes) * shares.unsqueeze(-1)).sum((0, 1))
+    expected[labels[counts]] = 0.0
     missing = int(expected.argmax())
     if float(expected[missing]) <= math.log(100.0 * classes):
         return None
-    number = f"{float(expected[missing]):.0f} of {len(targets)}"
+    number = f"{float(expected[missing]):.0f} of {int(counts.any(1).sum())}"
     text = f"no held-out example has class {missing}, but the network expects {number}; provide examples of all classes"
     return LabelProblem("missing class", text)
 
