@@ -8,7 +8,6 @@ follow. :class:`Gaussians` draws such layers at once, and :class:`SharedDraws` t
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import copy
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -83,7 +82,7 @@ class Gaussians:
         else:
             self.mean, self.deviation, self.log_deviation = self._merge(parameters)
 
-    @cached_property
+    @property
     def priors(self) -> tuple[Tensor, Tensor]:
         """Means and standard deviations of the priors of all numbers."""
         return torch.cat(self.constants[0]), torch.cat(self.constants[1])
@@ -234,7 +233,7 @@ class Gaussians:
         sampled = None
         if normal is not None:
             x = flow_draws[0] if len(flow_draws) == 1 else torch.cat(flow_draws, -1)
-            loc, width = (values[self.flow_start :] for values in self.priors)
+            loc, width = (torch.cat(column[self.num_gaussians :]) for column in self.constants[:2])
             sampled = (((x - loc) / width).square() - normal.square()).mean(0)
         if self.sums is None:
             kls, entropies = self._add_up(self.mean, self.deviation, self.log_deviation, sampled)
