@@ -299,7 +299,7 @@ def write_results(options: argparse.Namespace, name: str, rows: Any) -> None:
     document = {
         "torch": torch.__version__,
         "machine": torch.cuda.get_device_name(0) if options.device == "cuda" else platform.machine(),
-        "settings": {key: str(value) for key, value in vars(options).items()},
+        "settings": {key: str(value) for key, value in vars(options).items() if key != "out"},
         "rows": rows,
     }
     (options.out / f"{name}.json").write_text(json.dumps(document, indent=1))

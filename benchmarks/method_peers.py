@@ -22,6 +22,7 @@ from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from common import CLOCKS, MODELS, interleave, make_parser, parse_with, write_results
@@ -326,11 +327,8 @@ def flowbnn_chains(name: str, x: Tensor, y: Tensor) -> int:
         calls[0] += len(position)
         return original(self, position)
 
-    NetworkPotential.__call__ = count  # type: ignore[method-assign]
-    try:
+    with patch.object(NetworkPotential, "__call__", count):
         method.fit(network, [(x, y)], num_data=len(x), **QUIET)
-    finally:
-        NetworkPotential.__call__ = original  # type: ignore[method-assign]
     return calls[0]
 
 
