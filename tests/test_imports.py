@@ -28,6 +28,7 @@ PACKAGES = [  # from the highest to the lowest; each may import only those below
     "regression",
     "training",
     "convert",
+    "flattening",
     "objectives",
     "likelihoods",
     "predictive",

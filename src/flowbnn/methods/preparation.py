@@ -23,6 +23,7 @@ from flowbnn.batches import (
     tensors_of,
 )
 from flowbnn.errors import FlowBNNError, requirement_error, value_error
+from flowbnn.flattening import flatten_as_targets
 from flowbnn.likelihoods import (
     ConditionalDensity,
     Heads,
@@ -44,7 +45,6 @@ from flowbnn.posterior.prediction import check_rows
 from flowbnn.posterior.trace import examples_interact, rows_differ
 from flowbnn.regression import (
     SCALE,
-    flatten_as_targets,
     noise_at_mean,
     set_noise_scale,
     standardize_targets,

@@ -45,6 +45,7 @@ from flowbnn.batches import (
 from flowbnn.data.collation import explain_lists
 from flowbnn.data.formats import as_inputs
 from flowbnn.errors import FlowBNNError, pluralize
+from flowbnn.flattening import flattening_of
 from flowbnn.likelihoods import Likelihood
 from flowbnn.metrics.checks import IGNORED
 from flowbnn.networks import copy_network, input_columns, output_selection
@@ -73,7 +74,6 @@ from flowbnn.posterior.report import Calibration
 from flowbnn.predictive import SummaryCollector, summarize
 from flowbnn.predictive.base import NonFiniteSamplesError
 from flowbnn.records import restore
-from flowbnn.regression import flattening_of
 from flowbnn.training import (
     History,
     save_tensors,

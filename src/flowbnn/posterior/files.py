@@ -12,11 +12,12 @@ from torch import Tensor, nn
 
 from flowbnn.batches import clone_inputs_of, device_of, first_nonfinite_tensor
 from flowbnn.errors import FlowBNNError, optional_import, pluralize
+from flowbnn.flattening import flatten_outputs
 from flowbnn.likelihoods import Likelihood, make_likelihood
 from flowbnn.networks import output_selection, select_output, set_input_columns
 from flowbnn.options import File, checked
 from flowbnn.records import restore
-from flowbnn.regression import LOC, SCALE, flatten_outputs, set_output_scale
+from flowbnn.regression import LOC, SCALE, set_output_scale
 from flowbnn.training import History, check_weights
 from flowbnn.training.compatibility import count_weights, warn_changed_layers
 from flowbnn.training.storage import TensorFile, describe_tensor

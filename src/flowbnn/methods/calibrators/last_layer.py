@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from flowbnn.batches import call, device_of, dtype_of, move, split_batch
 from flowbnn.data.formats import as_loader
 from flowbnn.errors import FlowBNNError, describe_value, requirement_error
+from flowbnn.flattening import flattening_of
 from flowbnn.likelihoods import Bernoulli, Categorical, Likelihood, learns_noise
 from flowbnn.methods.calibrators.base import Calibrator
 from flowbnn.methods.calibrators.folds import split_folds
@@ -28,7 +29,7 @@ from flowbnn.networks import deepcopy_network, evaluation_mode
 from flowbnn.options import Ge, Positive, check, checked, options
 from flowbnn.posterior.base import Posterior
 from flowbnn.posterior.weights import PointPosterior
-from flowbnn.regression import flattening_of, output_scale
+from flowbnn.regression import output_scale
 
 
 @options(repr=False)
