@@ -6,10 +6,10 @@ from torch import nn
 
 from flowbnn.data.formats import columns_of
 from flowbnn.methods.fitting import hold_out
+from flowbnn.methods.variational.held_out.verification import verify_fit
 from flowbnn.methods.variational.initial_state import InitialState
 from flowbnn.methods.variational.noise_fit import FitData, NoiseFitOptions, check_trainable, maximize_elbo
 from flowbnn.methods.variational.report import finish_fit
-from flowbnn.methods.variational.verification import verify_fit
 from flowbnn.networks import copy_network, select_output, set_input_columns, unwrap_compiled
 from flowbnn.options import accepts_options_of, check
 from flowbnn.posterior.noise import NoisePosterior

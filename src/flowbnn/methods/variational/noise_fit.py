@@ -30,7 +30,7 @@ from flowbnn.methods.fitting import (
 )
 from flowbnn.methods.preparation import prepare
 from flowbnn.methods.schedule import PlateauSchedule, SchedulerFactory, TrainingPlan, default_noise_lr
-from flowbnn.methods.variational.held_out_comparison import compare_held_out
+from flowbnn.methods.variational.held_out.comparison import compare_held_out
 from flowbnn.methods.variational.initial_state import FinishedFit, InitialState
 from flowbnn.methods.variational.report import FitDecision, finish_fit, spread_batches
 from flowbnn.noise import noise_layers, noise_mode, parameter_groups

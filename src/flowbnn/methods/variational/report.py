@@ -13,7 +13,7 @@ from flowbnn.errors import warn
 from flowbnn.likelihoods import learns_noise
 from flowbnn.methods.data_summary import empty_loader
 from flowbnn.methods.schedule import PlateauRun, elbo_drop, elbo_gain
-from flowbnn.methods.variational.held_out_comparison import HeldOutComparison
+from flowbnn.methods.variational.held_out.comparison import HeldOutComparison
 from flowbnn.methods.variational.initial_state import FinishedFit, copy_into
 from flowbnn.networks import evaluation_mode
 from flowbnn.noise import noise_mode

@@ -3,12 +3,12 @@
 from dataclasses import replace
 
 from flowbnn.errors import warn
-from flowbnn.methods.variational.cross_validation import FOLD_FRACTION, cross_validate_noise
-from flowbnn.methods.variational.held_out_comparison import HeldOutComparison, compare_held_out
+from flowbnn.methods.variational.held_out.comparison import HeldOutComparison, compare_held_out
+from flowbnn.methods.variational.held_out.cross_validation import FOLD_FRACTION, cross_validate_noise
+from flowbnn.methods.variational.held_out.retrained_networks import compare_retrained
 from flowbnn.methods.variational.initial_state import FinishedFit, can_narrow, joint_noises
 from flowbnn.methods.variational.noise_fit import FitData, maximize_elbo
 from flowbnn.methods.variational.report import FitDecision
-from flowbnn.methods.variational.retrained_networks import compare_retrained
 from flowbnn.posterior.report import Gain
 from flowbnn.regression import check_noise_scale, fit_residual_scale
 from flowbnn.training import EarlyStop, History, is_main_process

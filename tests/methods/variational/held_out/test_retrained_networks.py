@@ -10,10 +10,10 @@ from torch import nn
 
 import flowbnn as fb
 from flowbnn.data import TensorLoader
-from flowbnn.methods.variational import retrained_networks
+from flowbnn.methods.variational.held_out import retrained_networks
+from flowbnn.methods.variational.held_out.retrained_networks import compare_retrained
 from flowbnn.methods.variational.initial_state import InitialState
 from flowbnn.methods.variational.noise_fit import NoiseFitOptions
-from flowbnn.methods.variational.retrained_networks import compare_retrained
 from flowbnn.models import MLP
 from flowbnn.noise import NormalAffine
 from flowbnn.posterior import NoisePosterior

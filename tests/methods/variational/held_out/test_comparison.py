@@ -12,8 +12,8 @@ from torch.utils.data import DataLoader, TensorDataset
 import flowbnn as fb
 from flowbnn.data import TensorLoader
 from flowbnn.errors import FlowBNNWarning
-from flowbnn.methods.variational import verification
-from flowbnn.methods.variational.held_out_comparison import HeldOutComparison
+from flowbnn.methods.variational.held_out import verification
+from flowbnn.methods.variational.held_out.comparison import HeldOutComparison
 from flowbnn.methods.variational.report import example_elbos, spread_batches
 from flowbnn.models import MLP
 from flowbnn.noise import Dropout, NormalAffine, NormalFlow, NormalPlanar

@@ -13,7 +13,7 @@ from flowbnn.errors import FlowBNNError, FlowBNNWarning, pluralize, warn
 from flowbnn.methods.data_summary import count_examples
 from flowbnn.methods.fitting import FEW_ROWS
 from flowbnn.methods.loader_split import RowSplit, split_loader
-from flowbnn.methods.variational.held_out_comparison import HeldOutComparison, compare_held_out
+from flowbnn.methods.variational.held_out.comparison import HeldOutComparison, compare_held_out
 from flowbnn.methods.variational.initial_state import FinishedFit
 from flowbnn.methods.variational.noise_fit import NoiseFitOptions, maximize_elbo, without_reporting
 from flowbnn.networks import deepcopy_network

@@ -7,8 +7,8 @@ from report_problems import curve, rings, trained
 
 import flowbnn as fb
 from flowbnn.errors import FlowBNNError, FlowBNNWarning
-from flowbnn.methods.variational import cross_validation, verification
-from flowbnn.methods.variational.cross_validation import cross_validate_noise
+from flowbnn.methods.variational.held_out import cross_validation, verification
+from flowbnn.methods.variational.held_out.cross_validation import cross_validate_noise
 from flowbnn.methods.variational.initial_state import InitialState
 from flowbnn.methods.variational.noise_fit import NoiseFitOptions, maximize_elbo
 from flowbnn.noise import NormalAffine

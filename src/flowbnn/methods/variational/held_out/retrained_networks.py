@@ -29,7 +29,7 @@ from flowbnn.methods.loader_split import split_loader
 from flowbnn.methods.network_layers import reset_parameters
 from flowbnn.methods.preparation import prepare
 from flowbnn.methods.schedule import PlateauSchedule
-from flowbnn.methods.variational.held_out_comparison import HeldOutComparison, log_likelihoods
+from flowbnn.methods.variational.held_out.comparison import HeldOutComparison, log_likelihoods
 from flowbnn.methods.variational.initial_state import InitialState
 from flowbnn.methods.variational.noise_fit import NoiseFitOptions, maximize_elbo, without_reporting
 from flowbnn.networks import deepcopy_network
