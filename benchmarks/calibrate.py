@@ -42,7 +42,9 @@ def print_seconds(
     torch.manual_seed(0)
     name, inputs = type(network).__name__, torch.randn(examples, *shape)
     with torch.no_grad():
-        targets = torch.cat([network.eval()(batch).argmax(-1) for batch in inputs.split(250)])
+        # drawn from the predictions: calibrators are not fitted to labels of one class
+        logits = torch.cat([network.eval()(batch) for batch in inputs.split(250)])
+    targets = torch.distributions.Categorical(logits=logits).sample()
     loader = TensorLoader(inputs.to(device), targets.to(device), batch_size=250)
     options = {"structure": structure, "progress": False, "accelerator": device}
     for folds in (4, 0):
