@@ -56,6 +56,9 @@ needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork and 
         ("fit_density.result.bits_per_dimension", "data", "empty batches"),
         ("fit_autoencoder.result.decode", "z", "a list of lists"),
         ("flowbnn.training.cosine", "steps", "'x'"),
+        ("flowbnn.gated", "loader", "object()"),
+        ("flowbnn.fit", "inplace", "[]"),
+        ("flowbnn.conformal.risk_threshold", "thresholds", "no columns"),
     ],
 )
 def test_invalid_arguments_are_rejected(name, argument, label, tmp_path, monkeypatch):

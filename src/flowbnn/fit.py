@@ -81,6 +81,7 @@ def fit(network: nn.Module, loader: Any, *, inplace: bool = False, **options: An
     """
     fit_options = NoiseFitOptions(**options)
     check("network", network, nn.Module, "fit")
+    check("inplace", inplace, bool, "fit")
     model = unwrap_compiled(network) if inplace else copy_network(network)
     model = select_output(model, fit_options.output)
     check_trainable(model, fit_options)

@@ -33,6 +33,14 @@ def test_diagonal_normal_equals_torch():
     assert ours.expand((2, 4)).rsample((5,)).shape == (5, 2, 4, 3)
 
 
+@pytest.mark.parametrize("kind", [DiagonalNormal, DiagonalLaplace, DiagonalLogistic])
+def test_integer_locations_keep_scales_that_are_not_integers(kind):
+    loc = torch.tensor([0, 1, 7])
+    ours, x = kind(loc, 0.5, validate_args=True), torch.tensor([0.3, 2.0, 6.5])
+    torch.testing.assert_close(ours.log_prob(x), kind(loc.float(), torch.full((3,), 0.5)).log_prob(x))
+    assert ours.rsample().dtype == torch.float32
+
+
 def test_mixture_equals_torch():
     loc, scale = torch.randn(3, 2, dtype=torch.float64), torch.rand(3, 2, dtype=torch.float64) + 0.1
     ours = NormalMixture(loc, scale)

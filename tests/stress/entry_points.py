@@ -198,8 +198,8 @@ INTERNAL = """
     extract_features first_nonfinite_layer fit_point fit_problem fit_subsets FixedNoise flat_draw flatten FlowBNNError FlowBNNWarning
     FlowNoise forward_shape from_inner from_dict from_points from_state from_states GatedPosterior Gaussian.log_prob Gaussian.mean
     has_converged History improves initialize InputNoise Interval inverse_shape is_main_process is_torchrun_worker is_unfamiliar
-    join kernel LayerHealth Layout layout_of like Likelihood log_densities log_density log_variance looks make_autoregressive
-    make_coupling make_levels make_noise_modes make_pixel_noise make_split_noise make_step Marginal MemberPosterior
+    identity_calibration join kernel LayerHealth Layout layout_of like Likelihood log_densities log_density log_variance looks
+    make_autoregressive make_coupling make_levels make_noise_modes make_pixel_noise make_split_noise make_step Marginal MemberPosterior
     Mixture.log_prob Mixture.mean moments move net network_of nodes Noise NoiseContext NoiseGroup NoiseMode novelty_scores
     num_processes OneHotVectors Optimum output_units outputs passes plan plan_training Posterior posterior potential Prediction
     PredictionSummary Predictive prior_log_prob problem push push_normal read read_calibration RealLikelihood rearrange Recipe

@@ -29,6 +29,7 @@ from torch import nn
 import flowbnn as fb
 from flowbnn.errors import MissingPackageError
 from flowbnn.options import _allows as allows
+from flowbnn.options import numbers_as_tensor
 
 __all__ = ["describe_error", "silenced", "stress", "try_call"]
 
@@ -111,6 +112,12 @@ def silenced() -> Iterator[None]:
             signal.signal(number, handler)
 
 
+def _permits(annotation: Any, value: Any) -> bool:
+    """Returns whether an annotation allows a value, or the tensor that an array is converted to."""
+    array = numbers_as_tensor(value) if isinstance(value, np.ndarray) else None
+    return allows(annotation, value) or (array is not None and allows(annotation, array))
+
+
 def try_call(point: EntryPoint, labels: Mapping[str, str]) -> tuple[str, str]:
     """Calls an entry point with some invalid arguments.
 
@@ -124,7 +131,9 @@ def try_call(point: EntryPoint, labels: Mapping[str, str]) -> tuple[str, str]:
     with silenced():
         arguments = point.arguments()
         changes = {name: INVALID_VALUES[label]() for name, label in labels.items()}
-        forbidden = [name for name, value in changes.items() if not allows(point.parameters[name][0], value)]
+        forbidden = [
+            name for name, value in changes.items() if not _permits(point.parameters[name][0], value)
+        ]
         arguments |= {name: [value] if name == VARIADIC else value for name, value in changes.items()}
         # transforms are exact up to inputs of scale 100, so a huge tensor may give NaN
         prefixes = ("nan", "inf", "huge") if point.name.endswith((".forward", ".inverse")) else ("nan", "inf")

@@ -142,6 +142,12 @@ def test_samples_have_precision_of_weights() -> None:
     assert fb.vae.VAE((1, 4, 4), 2, hidden=(8,)).double().sample(3, mean=True).dtype == torch.float64
 
 
+def test_codes_of_another_precision_are_decoded() -> None:
+    model, codes = fb.vae.Autoencoder((1, 4, 4), 2, hidden=(8,)).double(), torch.randn(3, 2)
+    torch.testing.assert_close(model.decode(codes), model.decode(codes.double()).float())
+    assert model.decode(codes).dtype == torch.float32
+
+
 def test_amortized_transform_declares_iterative_inverse() -> None:
     amortized = Amortized(Residual(2, hidden=(4,)), 3)
     assert (amortized.solver, amortized.cheap) == ("inverse", "forward")

@@ -124,6 +124,7 @@ def risk_threshold(losses: Tensor, thresholds: Tensor, level: Probability = 0.1)
     >>> risk_threshold(losses, torch.tensor([0.1, 0.2, 0.3]), level=0.6)
     0.2...
     """
+    check_shape("thresholds", thresholds, ("T",))
     check_shape("losses", losses, ("examples >= 1", len(thresholds)))
     valid = (losses >= 0) & (losses <= 1)
     valid[:, 1:] &= losses.diff(dim=1) <= 0

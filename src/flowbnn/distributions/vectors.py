@@ -38,6 +38,7 @@ class _VectorDistribution(Distribution):
             check_shape("loc", loc, ("...", *("any",) * self.axes), owner=name)
         if not isinstance(loc, Tensor) or not loc.is_floating_point() or loc.layout is not torch.strided:
             check("loc", loc, Tensor, name)
+            loc = loc.to(torch.promote_types(loc.dtype, torch.get_default_dtype()))  # of integers
         if not isinstance(validate_args, bool | None):
             check("validate_args", validate_args, bool | None, name)
         if not (isinstance(scale, Tensor) and scale.is_floating_point()):

@@ -5,7 +5,7 @@ of the log-densities of held-out rows. Its prediction is then the marginal distr
 with the mean and the standard deviation of the targets. Predictions of other inputs do not change.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any, ClassVar, Literal
 
@@ -20,7 +20,7 @@ from flowbnn.errors import check_shape, requirement_error, value_error
 from flowbnn.flows import named_flows
 from flowbnn.likelihoods import Heads, RealLikelihood
 from flowbnn.networks import copy_network
-from flowbnn.options import Count, Probability, Seed, checked
+from flowbnn.options import Count, Probability, Seed, check, checked
 from flowbnn.posterior.base import Posterior, Prediction
 from flowbnn.posterior.files import check_shapes
 from flowbnn.posterior.prediction import PredictOptions
@@ -254,7 +254,9 @@ def gated(
     if isinstance(posterior.likelihood, Heads):
         value, hint = posterior.likelihood, "fit a posterior per head"
         raise requirement_error("fb.gated", "one head", value, hint, argument="posterior")
-    loader, network = as_loader(loader, columns=posterior.columns), copy_network(posterior.model).eval()
+    loader = as_loader(loader, columns=posterior.columns)
+    check("loader", loader, Iterable, "gated")
+    network = copy_network(posterior.model).eval()
     context = partial(noise_at_mean, network)
     # temporary_seed holds the lock of torch's global generator, which loaders, initial weights and the fit use;
     # predict must stay outside

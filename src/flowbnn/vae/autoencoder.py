@@ -126,7 +126,8 @@ class Autoencoder(nn.Module):
         """Returns the outputs of the decoder network for codes ``[B, latent_dim]``."""
         check("z", z, Tensor, type(self).__name__)
         check_shape("z", z, ("batch", self.latent_dim), owner=type(self).__name__)
-        return self.decoder_net(self._append_context(z, context)).to(z.dtype)
+        codes = z.to(self.code.weight.dtype)
+        return self.decoder_net(self._append_context(codes, context)).to(z.dtype)
 
     @takes_arrays
     def encode(self, x: Tensor, context: Tensor | None = None) -> Tensor:
