@@ -23,7 +23,7 @@ from flowbnn.errors import FlowBNNError, warn
 from flowbnn.methods import Calibrator, Method
 from flowbnn.methods.fit_options import FitOptions, LikelihoodName
 from flowbnn.networks import check_copyable
-from flowbnn.options import Count, File, NonEmpty, Positive, Seed, checked
+from flowbnn.options import Count, File, NonEmpty, Positive, Seed, check, checked
 from flowbnn.training import ProgressBar
 from flowbnn.training.options import Accelerator, Precision, length_of
 
@@ -96,6 +96,8 @@ def compare(
         train_loader, batch_size=batch_size, shuffle=True, stage="train", argument="train_loader"
     )
     test_loader = as_loader(test_loader, argument="test_loader", columns=columns_of(train_loader))
+    for argument, loader in (("train_loader", train_loader), ("test_loader", test_loader)):
+        check(argument, loader, Iterable, "compare")
     if validation is not None:
         validation = as_loader(
             validation, stage="validation", argument="validation", columns=columns_of(train_loader)

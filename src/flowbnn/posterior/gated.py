@@ -19,6 +19,7 @@ from flowbnn.density.features import Features
 from flowbnn.errors import check_shape, requirement_error, value_error
 from flowbnn.flows import named_flows
 from flowbnn.likelihoods import Heads, RealLikelihood
+from flowbnn.metrics.checks import check_classes
 from flowbnn.networks import copy_network
 from flowbnn.options import Count, Probability, Seed, check, checked
 from flowbnn.posterior.base import Posterior, Prediction
@@ -279,13 +280,13 @@ def gated(
         raise requirement_error(
             "fb.gated", "at least 3 rows", len(feature_rows), kind="data", argument="loader"
         )
+    fallback = _fallback(posterior, statistics, counts, batch)
     with temporary_seed(seed):
         model = named_flows()[flow](feature_rows.shape[1])
         density = fit_density(
             model, feature_rows[order[num_held_out:]], epochs=epochs, seed=seed, progress=progress
         )
     detector = density.novelty(feature_rows[order[:num_held_out]], rate=false_alarm)
-    fallback = _fallback(posterior, statistics, counts, batch)
     return GatedPosterior(
         posterior, DensityGate(extractor, density, detector.held_out_scores, fallback, false_alarm, flow)
     )
@@ -312,6 +313,8 @@ def _fallback(posterior: Posterior, statistics: TargetStatistics, counts: Tensor
     if isinstance(posterior.likelihood, RealLikelihood):
         return torch.stack([statistics.mean, statistics.variance]).float()
     predictive = posterior.predict(take(split_weighted_batch(batch).inputs, 0, 1), 1, seed=0, progress=False)
-    frequencies = torch.ones(predictive.probabilities.shape[-1], dtype=torch.float64)
+    classes = predictive.probabilities.shape[-1]
+    check_classes(torch.arange(len(counts)), (len(counts),), classes)
+    frequencies = torch.ones(classes, dtype=torch.float64)
     frequencies[: len(counts)] += counts
     return (frequencies / frequencies.sum()).float()

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from flowbnn.batches import device_of
 from flowbnn.distributions import DiagonalNormal, Flow
-from flowbnn.errors import FlowBNNError, nearest
+from flowbnn.errors import FlowBNNError, check_shape, nearest
 from flowbnn.flows import FlowModel, make_posterior_transform, named_flows
 from flowbnn.networks import evaluation_mode
 from flowbnn.numerics import full_precision, soft_clamp
@@ -182,6 +182,9 @@ class VAE(Autoencoder):
         """
         device = device_of(self)
         self.check(x)
+        check_shape("x", x, ("batch", *self.shape), owner=type(self).__name__)
+        if context is not None:
+            self._check_rows(context, len(x))
         results = [torch.zeros(0, dtype=self.code.weight.dtype)]
         with evaluation_mode(self), sampling_context(device, seed):
             for start in range(0, len(x), rows):
