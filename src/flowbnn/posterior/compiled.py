@@ -18,9 +18,9 @@ from torch.func import functional_call
 from flowbnn.batches import call, pad, rows, take
 from flowbnn.noise.contexts import UnexpectedNoiseShape, forward_sample
 from flowbnn.noise.gaussians import SharedDraws
+from flowbnn.posterior.operation_rules import OperationRules
 from flowbnn.posterior.prediction import Prediction, check_rows, even_size
 from flowbnn.posterior.trace import ForwardTrace
-from flowbnn.posterior.vmap_rules import VmapRules
 from flowbnn.training.device import quiet_compiler, unlimited_recompiles
 
 # floating-point operations of a pass that keep the device busy: 8,192 images of VGG16 on a large GPU, 600 of LeNet on a CPU
@@ -57,8 +57,8 @@ def forward_with_weights(model: nn.Module, weights: Mapping[str, Tensor], inputs
 
 
 def forward_sample_by_rules(*args: Any, **options: Any) -> Tensor:
-    """Runs :func:`forward_sample` with :class:`~flowbnn.posterior.vmap_rules.VmapRules`, which make vmap faster."""
-    with VmapRules():
+    """Runs :func:`forward_sample` with :class:`~flowbnn.posterior.operation_rules.OperationRules`."""
+    with OperationRules():
         return forward_sample(*args, **options)
 
 
@@ -73,7 +73,7 @@ def forward_samples(
     Args:
         model: Stochastic network in evaluation mode.
         keys: Layer key and number of earlier calls of each draw.
-        rules: If True, operations run by :class:`~flowbnn.posterior.vmap_rules.VmapRules`.
+        rules: If True, operations run by :class:`~flowbnn.posterior.operation_rules.OperationRules`.
         draws: Draws ``[samples, *positions, dim]``.
         inputs: Inputs of all samples.
     """
@@ -177,7 +177,7 @@ class CompiledSampler:
         function = compile_once(self.prediction, forward_samples, graphs, fullgraph=True)
         for size, inputs in chunks:
             run = function if rows(inputs) == self.prediction.compiled_rows else forward_samples
-            outputs = run(model, self.keys, self.trace.vmap_rules, draws, inputs)
+            outputs = run(model, self.keys, self.trace.operation_rules, draws, inputs)
             check_rows(outputs[0], rows(inputs))
             dtype = torch.promote_types(outputs.dtype, torch.float32)
             # a copy, because the next replay of a CUDA graph overwrites its outputs

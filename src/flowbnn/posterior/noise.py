@@ -305,7 +305,7 @@ class NoiseSampler:
         prediction, first_sample, results = self.prediction, samples.start, list[Tensor]()
         keys = tuple([(key, number) for key, number, _ in trace.noise_shapes])
         total, divisible = rows(inputs), has_row_axis(inputs)
-        forward_function = forward_sample_by_rules if trace.vmap_rules else forward_sample
+        forward_function = forward_sample_by_rules if trace.operation_rules else forward_sample
         while first_sample < samples.stop:
             limit = prediction.row_limit
             size, count = self.chunk_sizes(total, samples.stop - first_sample, trace, divisible)

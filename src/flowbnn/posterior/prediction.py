@@ -3,7 +3,7 @@
 import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import islice
@@ -36,6 +36,7 @@ from flowbnn.networks import deepcopy_network, evaluation_mode
 from flowbnn.noise import Noise
 from flowbnn.options import Count, Positive, SampleCount
 from flowbnn.posterior.adaptive import Adaptive
+from flowbnn.posterior.operation_rules import OperationRules
 from flowbnn.posterior.trace import ForwardTrace, trace_forward
 from flowbnn.training import first_nonfinite_layer
 from flowbnn.training.device import AUTOCAST_DTYPES, raise_malloc_trim_threshold
@@ -175,6 +176,8 @@ class Prediction:
         batch_index: Index of the batch in the loader, which seeds its draws if ``shared`` is False.
         row_limit: Maximum number of rows in a pass, halved whenever memory runs out. It is 0 before the first inputs.
         compiled_rows: Number of rows in a compiled pass, or 0 before the first one.
+        uses_rules: True if passes of single networks run by :class:`~flowbnn.posterior.operation_rules.OperationRules`. False before
+            the first inputs.
         state: Objects that the posterior makes at the first batch of this prediction and reuses for later batches.
     """
 
@@ -187,6 +190,7 @@ class Prediction:
         self.samples, self.shared = options.samples or samples, options.shared
         self.seed = new_seed() if options.seed is None else int(options.seed)
         self.total_rows = self.batch_index = self.row_limit = self.compiled_rows = 0
+        self.uses_rules = False
         self.state = PredictionCache()
         self.stack = ExitStack()
         if self.device.type == "cpu":
@@ -273,6 +277,10 @@ class Prediction:
                 del traces[next(iter(traces))]
             traces[key] = trace
             self.warn_dependence(trace, inputs)
+        # compiled, torch makes fast kernels of its own operations
+        self.uses_rules = (
+            trace.operation_rules and self.device.type == "cpu" and self.options.compile is not True
+        )
         if not self.row_limit:
             rows_in_memory = self.free_bytes() // max(1, 3 * trace.bytes_per_row)
             self.row_limit = self.options.max_batch or int(min(max(rows_in_memory, 16), 2**17))
@@ -364,7 +372,8 @@ class Prediction:
                 self.compiled_rows = size = min(self.compiled_rows or size, self.row_limit)
             stop = min(start + size, total)
             chunk = inputs if stop - start == total else take(inputs, start, stop)
-            chunk_outputs = self.attempt(partial(network, chunk), stop - start)
+            with OperationRules() if self.uses_rules else nullcontext():
+                chunk_outputs = self.attempt(partial(network, chunk), stop - start)
             if chunk_outputs is None:
                 self.compiled_rows = 0
                 continue

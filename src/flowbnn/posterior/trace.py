@@ -26,7 +26,7 @@ from flowbnn.networks import evaluation_mode, watch_modules
 from flowbnn.noise import Noise, noise_layers
 from flowbnn.noise.base import make_noise_modes
 from flowbnn.noise.contexts import NoiseContext, Shape
-from flowbnn.posterior.vmap_rules import RuleFinder
+from flowbnn.posterior.operation_rules import RuleFinder
 
 Dependence = Literal["none", "rows", "random"]  # result of find_dependence
 Result = TypeVar("Result")
@@ -54,7 +54,7 @@ class ForwardTrace:
         flops_per_row: Floating-point operations of one row in matrix products and convolutions, or 0 if unknown.
         prefix_share: Share of these operations before the first noise.
         noise_shapes: Layer key, number of earlier calls, and positions of each draw, in the order of the pass.
-        vmap_rules: True if vmap needs :class:`~flowbnn.posterior.vmap_rules.VmapRules`.
+        operation_rules: True if the pass has an operation that :class:`~flowbnn.posterior.operation_rules.OperationRules` change.
         dependence: Result of :func:`find_dependence` on these rows.
         vmap_works: True once vmap has run on such inputs.
         vmap_error: Message of the error that vmap raised, or empty.
@@ -68,7 +68,7 @@ class ForwardTrace:
     flops_per_row: float = 0.0
     prefix_share: float = 0.0
     noise_shapes: list[tuple[int, int, Shape]] = field(default_factory=list)
-    vmap_rules: bool = False
+    operation_rules: bool = False
     dependence: Dependence = "none"
     vmap_works: bool = False
     vmap_error: str = ""
@@ -145,7 +145,7 @@ def trace_forward(model: nn.Module, inputs: Any) -> ForwardTrace:
         outputs = try_call(partial(call, model, inputs))
     if isinstance(outputs, Exception):  # the prediction itself reports it
         return trace
-    trace.vmap_rules = rules.needs_rules
+    trace.operation_rules = rules.needs_rules
     trace.output_bytes_per_row = _size((outputs,)) // trace.rows
     trace.flops_per_row, trace.noise_shapes = counter.total / trace.rows, probe_draws.shapes
     trace.prefix_share = probe_draws.prefix_flops / counter.total if counter.total else 0.0

@@ -1,4 +1,4 @@
-"""Tests of flowbnn.posterior.vmap_rules: the same results as torch, in any memory format."""
+"""Tests of flowbnn.posterior.operation_rules: the same results as torch, in any memory format."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import flowbnn as fb
-from flowbnn.posterior.vmap_rules import VmapRules
+from flowbnn.posterior.operation_rules import OperationRules
 
 
 def random_batch_norm(layer):
@@ -21,7 +21,7 @@ def random_batch_norm(layer):
 
 def vmap_by_rules(function):
     def run(x):
-        with VmapRules():
+        with OperationRules():
             return function(x)
 
     return torch.vmap(run)
@@ -45,7 +45,7 @@ def test_batch_norm_keeps_the_memory_format_and_reads_inputs_without_samples():
     strides = []
 
     def forward(scale):
-        with VmapRules():
+        with OperationRules():
             outputs = layer(layer(x) * scale)  # the first call is the same for all samples
             strides.append(outputs.stride())
             return outputs
@@ -56,6 +56,52 @@ def test_batch_norm_keeps_the_memory_format_and_reads_inputs_without_samples():
         expected = torch.stack([layer(layer(x) * scale) for scale in scales])
     assert strides == [x.stride()]
     torch.testing.assert_close(outputs, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("pool", "shape"),
+    [
+        (nn.MaxPool2d(2), (2, 3, 9, 8)),
+        (nn.MaxPool2d((3, 2), (2, 1)), (3, 9, 9)),
+        (nn.MaxPool2d(2, padding=1), (2, 3, 8, 8)),
+        (nn.MaxPool2d(2, dilation=2), (2, 3, 8, 8)),
+        (nn.MaxPool2d(3, 2, ceil_mode=True), (2, 3, 8, 8)),
+        (nn.MaxPool1d(3, 2), (2, 3, 8)),
+        (nn.AdaptiveAvgPool2d((4, None)), (2, 3, 8, 7)),
+        (nn.AdaptiveAvgPool2d(5), (2, 3, 8, 8)),
+        (nn.AdaptiveAvgPool2d(8), (2, 3, 8, 8)),
+        (nn.AdaptiveAvgPool1d(4), (2, 3, 8)),
+    ],
+)
+@pytest.mark.parametrize("has_nan", [False, True])
+def test_pools_equal_those_of_torch(pool, shape, has_nan):
+    x = torch.randn(5, *shape, generator=torch.Generator().manual_seed(0))
+    if has_nan:
+        x[..., 0, 1] = torch.nan
+    expected = torch.stack([pool(sample) for sample in x])
+    torch.testing.assert_close(vmap_by_rules(pool)(x), expected, rtol=0, atol=1e-6, equal_nan=True)
+    with OperationRules():
+        outputs = pool(x[0])
+    torch.testing.assert_close(outputs, expected[0], rtol=0, atol=1e-6, equal_nan=True)
+
+
+def test_pools_with_gradients_or_windows_larger_than_the_input_are_left_to_torch():
+    x = torch.zeros(2, 3, 4, 4, requires_grad=True)
+    with OperationRules():
+        (gradient,) = torch.autograd.grad(F.max_pool2d(x, 2).sum(), x)
+        with pytest.raises(RuntimeError):
+            F.max_pool2d(x.detach(), 5)
+        values, indices = F.max_pool2d(x.detach(), 2, return_indices=True)
+    (expected,) = torch.autograd.grad(F.max_pool2d(x, 2).sum(), x)
+    assert torch.equal(gradient, expected)  # of tied entries only the first has a gradient
+    assert values.shape == indices.shape == (2, 3, 2, 2)
+
+
+def test_adaptive_pool_of_the_same_size_does_not_return_its_input():
+    x = torch.zeros(2, 3, 4, 4)
+    with OperationRules():
+        F.adaptive_avg_pool2d(x, 4).add_(1.0)
+    assert not x.any()
 
 
 def test_batch_norm_by_batch_statistics_is_left_to_torch():

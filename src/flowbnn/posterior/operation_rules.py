@@ -1,11 +1,13 @@
-"""Equivalent forms of torch operations that ``torch.vmap`` runs slowly or not at all.
+"""Equivalent forms of torch operations that torch, or ``torch.vmap``, runs slowly or not at all.
 
 Vmap moves the samples of a BatchNorm layer into its channels, which copies every feature map and loses the ``channels_last`` memory
 format. It has no rule for adaptive average pooling of such feature maps. On CUDA devices it refuses a convolution under autocast whose
-bias has another dtype than its input (torch 2.11). An operation without an entry here runs as torch runs it.
+bias has another dtype than its input (torch 2.11). On a CPU torch's max-pooling takes ten times as long as maxima of shifted feature
+maps, and its adaptive average pooling three times as long as average pooling. An operation without an entry here runs as torch runs it.
 """
 
 from collections.abc import Callable
+from functools import reduce
 from typing import Any
 
 import torch
@@ -16,13 +18,13 @@ from torch.overrides import TorchFunctionMode
 Samples = int | None  # axis of the samples, or None if they share a value
 
 
-class VmapRules(TorchFunctionMode):
+class OperationRules(TorchFunctionMode):
     """Context manager in which operations run in the form that vmap handles best. Their results are the same.
 
     >>> from torch import nn
     >>> layer, x = nn.BatchNorm2d(2).eval(), torch.randn(5, 4, 2, 3, 3)
     >>> def normalize(x):
-    ...     with VmapRules():
+    ...     with OperationRules():
     ...         return layer(x)
     >>> torch.equal(torch.vmap(normalize)(x), layer(x.flatten(0, 1)).view_as(x))
     True
@@ -36,7 +38,7 @@ class VmapRules(TorchFunctionMode):
 
 
 class RuleFinder(TorchFunctionMode):
-    """Context manager that finds out whether a forward pass has an operation that :class:`VmapRules` change.
+    """Context manager that finds out whether a forward pass has an operation that :class:`OperationRules` change.
 
     Networks without such operations run without rules, because torch passes every operation and every attribute of a tensor to a
     context manager of this kind, which takes a tenth of a small pass.
@@ -62,7 +64,10 @@ class RuleFinder(TorchFunctionMode):
     ) -> Any:
         rule = None if self.needs_rules else RULES.get(func)
         if rule is adaptive_average_pool:
-            self.needs_rules = is_single(args[1] if len(args) > 1 else (kwargs or {}).get("output_size"))
+            size = args[1] if len(args) > 1 else (kwargs or {}).get("output_size")
+            self.needs_rules = is_single(size) or pool_kernel(args[0], size) is not None
+        elif rule is max_pool:
+            self.needs_rules = max_pool_windows(func, *args, **(kwargs or {})) is not None
         elif rule is convolution:
             self.needs_rules = args[0].is_cuda if args else True
         elif rule is not None:
@@ -82,7 +87,7 @@ def batch_norm(
     eps: float = 1e-5,
 ) -> Tensor:
     """Normalizes by the running statistics without moving the samples into the channels."""
-    if training or running_mean is None or running_var is None:
+    if training or running_mean is None or running_var is None or needs_gradient(input):
         return func(input, running_mean, running_var, weight, bias, training, momentum, eps)
     if not torch.compiler.is_compiling():
         return BatchNormInEvaluation.apply(input, running_mean, running_var, weight, bias, eps)
@@ -94,7 +99,7 @@ def batch_norm(
 
 
 class BatchNormInEvaluation(torch.autograd.Function):
-    """BatchNorm by running statistics, whose samples are rows for vmap. Predictions need no gradients, so it has no backward pass."""
+    """BatchNorm by running statistics, whose samples are rows for vmap. It has no backward pass."""
 
     @staticmethod
     def forward(
@@ -136,15 +141,97 @@ def is_single(output_size: Any) -> bool:
 
 
 def adaptive_average_pool(func: Callable[..., Tensor], input: Tensor, output_size: Any) -> Tensor:
-    """Takes the mean over all positions if the output has one position."""
-    axes = {F.adaptive_avg_pool1d: (-1,), F.adaptive_avg_pool2d: (-2, -1)}[func]
+    """Takes the mean over all positions if the output has one position, or over windows of equal size on a CPU."""
+    axes = AVERAGE_AXES[func]
     if is_single(output_size):
         return input.mean(axes, keepdim=True)
-    return func(input, output_size)
+    if (kernel := pool_kernel(input, output_size, len(axes))) is None:
+        return func(input, output_size)
+    if max(kernel) == 1:
+        return input.clone()
+    pool: Callable[..., Tensor] = F.avg_pool1d if len(axes) == 1 else F.avg_pool2d
+    return pool(input, kernel)
 
 
-RULES: dict[Any, Callable[..., Tensor]] = {
+def pool_kernel(input: Tensor, output_size: Any, axes: int = 2) -> tuple[int, ...] | None:
+    """Returns the size of the windows of an adaptive pool, or None if they differ, or if torch's own operation is used.
+
+    Args:
+        input: Feature maps ``[..., height, width]`` or ``[..., length]``.
+        output_size: Size of the output, or a size per axis, where None keeps that of the input.
+        axes: Number of axes of the pool.
+
+    >>> pool_kernel(torch.zeros(1, 3, 8, 6), (4, None)), pool_kernel(torch.zeros(1, 3, 8, 6), 5)
+    ((2, 1), None)
+    """
+    if not is_plain_cpu(input):
+        return None
+    sizes = input.shape[-axes:]
+    outputs = output_size if isinstance(output_size, tuple | list) else (output_size,) * axes
+    outputs = [size if output is None else output for size, output in zip(sizes, outputs, strict=True)]
+    if any(output == 0 or size % output for size, output in zip(sizes, outputs, strict=True)):
+        return None
+    return tuple(size // output for size, output in zip(sizes, outputs, strict=True))
+
+
+def needs_gradient(input: Tensor) -> bool:
+    """Returns True if gradients are computed through a tensor."""
+    return torch.is_grad_enabled() and input.requires_grad
+
+
+def is_plain_cpu(input: Any) -> bool:
+    """Returns True for a tensor on a CPU outside of ``torch.compile``, which makes fast kernels of torch's own pools."""
+    return isinstance(input, Tensor) and input.device.type == "cpu" and not torch.compiler.is_compiling()
+
+
+def max_pool(func: Callable[..., Any], input: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Takes maxima of shifted feature maps, one axis after the other."""
+    windows = max_pool_windows(func, input, *args, **kwargs)
+    if windows is None:
+        return func(input, *args, **kwargs)
+    for axis, (kernel, stride) in windows.items():
+        input = input.movedim(axis, -1)
+        starts, length = range(kernel), input.shape[-1] - kernel + 1
+        shifted = [input[..., start : start + length : stride] for start in starts]
+        input = reduce(torch.maximum, shifted).movedim(-1, axis)
+    return input
+
+
+def max_pool_windows(
+    func: Callable[..., Any],
+    input: Tensor,
+    kernel_size: Any,
+    stride: Any = None,
+    padding: Any = 0,
+    dilation: Any = 1,
+    ceil_mode: bool = False,
+    return_indices: bool = False,
+) -> dict[int, tuple[int, int]] | None:
+    """Returns size and stride of the windows of a max-pool for each of its axes, or None if torch's own operation is used.
+
+    The maxima of shifted feature maps have no fast gradient, and leave out padding, dilation and indices.
+
+    >>> x = torch.zeros(1, 3, 8, 8)
+    >>> max_pool_windows(F.max_pool2d, x, (3, 2)), max_pool_windows(F.max_pool2d, x, 3, padding=1)
+    ({-2: (3, 3), -1: (2, 2)}, None)
+    """
+    if not is_plain_cpu(input) or needs_gradient(input) or ceil_mode or return_indices:
+        return None
+    axes = (-1,) if func is F.max_pool1d else (-2, -1)
+    kernels, strides, paddings, dilations = (
+        tuple(value) * (len(axes) // len(value)) if isinstance(value, tuple | list) else (value,) * len(axes)
+        for value in (kernel_size, stride or kernel_size, padding, dilation)
+    )
+    is_plain = not any(paddings) and all(value == 1 for value in dilations)
+    if not is_plain or any(input.shape[axis] < kernel for axis, kernel in zip(axes, kernels, strict=True)):
+        return None
+    return dict(zip(axes, zip(kernels, strides, strict=True), strict=True))
+
+
+AVERAGE_AXES: dict[Any, tuple[int, ...]] = {F.adaptive_avg_pool1d: (-1,), F.adaptive_avg_pool2d: (-2, -1)}
+RULES: dict[Any, Callable[..., Any]] = {
     F.batch_norm: batch_norm,
+    **dict.fromkeys([F.max_pool1d, F.max_pool2d], max_pool),
     F.adaptive_avg_pool1d: adaptive_average_pool,
     F.adaptive_avg_pool2d: adaptive_average_pool,
     **dict.fromkeys([F.conv1d, F.conv2d, F.conv3d], convolution),
