@@ -88,12 +88,14 @@ def _refine(
     for _ in range(60):
         _, slope, curvature = _nll_at(posterior, outputs, targets, u, derivatives=True)
         slope, curvature = slope + u / prior_scale**2, curvature + prior_scale**-2
+        if slope == 0.0:
+            break
         left, right = (u, right) if slope < 0 else (left, u)
         newton = u - slope / curvature if curvature > 0 else math.inf
         proposal = newton if left < newton < right else (left + right) / 2
-        if abs(proposal - u) < 1e-12 or slope == 0.0:
+        change, u = abs(proposal - u), proposal
+        if change < 1e-7:  # the error after a step of Newton's method is about its square
             break
-        u = proposal
     return u
 
 
