@@ -84,6 +84,7 @@ FORMATS = {
     "dataset of dictionaries": lambda: Rows(as_dict=True),
     "list of examples": lambda: [{"x": x, "labels": y} for x, y in zip(X, Y.tolist(), strict=True)],
     "list of pairs": lambda: list(zip(X.numpy(), Y, strict=True)),
+    "list of pairs of lists": lambda: [(x.tolist(), int(y)) for x, y in zip(X, Y, strict=True)],
     "list of lists": lambda: [{"x": x.tolist(), "label": int(y)} for x, y in zip(X, Y, strict=True)],
     "TensorDataset": lambda: TensorDataset(X, Y),
     "Hugging Face": HuggingFace,
@@ -108,7 +109,14 @@ def test_every_format_has_the_same_examples(name, shuffle):
     assert torch.equal(targets, Y[order])
 
 
-SMALL = ["numpy float64", "pandas", "dataset of dictionaries", "list of examples", "data module"]
+SMALL = [
+    "numpy float64",
+    "pandas",
+    "dataset of dictionaries",
+    "list of examples",
+    "list of pairs of lists",
+    "data module",
+]
 
 
 def compare(data):
@@ -296,6 +304,14 @@ BAD = {
         "argument",
         "inputs",
     ),
+    "place in an object array": (
+        lambda: (np.array([[1, 2], [2, None]], object), np.array([0, 1])),
+        "dtype",
+        "row",
+        1,
+    ),
+    "list instead of a tuple": (lambda: [X, Y], "loader", "argument", "loader"),
+    "ignored labels": (lambda: (X, torch.full((24,), -100)), "targets", "kind", "targets"),
     "missing in an array": (
         lambda: (np.array([[0, 1], [2, np.nan]]), np.array([0, 1])),
         "missing",
@@ -333,6 +349,23 @@ def test_bad_data_are_refused_with_their_place(name):
         fb.MLE(epochs=1).fit(network(), make(), progress=False)
     assert caught.value.kind == kind
     assert caught.value.fields[field] == value
+
+
+@pytest.mark.parametrize(("values", "kind"), [([0, 1], "int"), ([0.5, 1], "float")])
+def test_advice_for_object_targets_keeps_their_kind(values, kind):
+    """Targets of integers are classes, and those of real numbers a regression."""
+    with pytest.raises(fb.FlowBNNError, match=rf"targets.astype\({kind}\)"):
+        fb.MLE(epochs=1).fit(network(), (X[:2], np.array(values, object)), progress=False)
+
+
+def test_a_list_of_inputs_and_targets_is_refused_by_densities():
+    data = [X, Y]  # read as two batches
+    with pytest.raises(fb.FlowBNNError) as caught:
+        fb.fit_density(fb.flows.RealNVP(3, length=1), data, epochs=1, progress=False)
+    assert caught.value.argument == "data"
+    with pytest.raises(fb.FlowBNNError) as caught:
+        fb.gated(posterior(), data, progress=False)
+    assert caught.value.argument == "loader"
 
 
 def test_labels_as_strings_in_a_loader_are_refused():

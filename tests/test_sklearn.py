@@ -21,6 +21,7 @@ from sklearn.utils.estimator_checks import parametrize_with_checks
 
 import flowbnn as fb
 from flowbnn.errors import FlowBNNError
+from flowbnn.likelihoods import make_likelihood
 from flowbnn.methods import METHODS
 from flowbnn.sklearn import BayesianClassifier, BayesianRegressor, log_likelihood_score
 from flowbnn.sklearn.base import find_method
@@ -351,6 +352,20 @@ def test_standard_scaling_is_inside(curve):
     scaled = StandardScaler().fit_transform(X)
     inner, outer = regressor().fit(1e4 * X + 3.0, y), regressor(standardize=False).fit(scaled, y)
     np.testing.assert_allclose(inner.predict(1e4 * X + 3.0), outer.predict(scaled), rtol=1e-3)
+
+
+@pytest.mark.parametrize("name", ["poisson", "negative_binomial", "quantiles", "survival"])
+def test_names_of_likelihoods_are_their_objects(curve, name):
+    X, y = curve
+    targets = (
+        np.column_stack([np.round(y) + 1.0, np.arange(len(y)) % 2]) if name == "survival" else np.round(y)
+    )
+    likelihood = make_likelihood(name)
+    by_name, by_object = (
+        regressor(likelihood=value, epochs=2).fit(X, targets) for value in (name, likelihood)
+    )
+    np.testing.assert_array_equal(by_name.predict(X), by_object.predict(X))
+    assert by_name.score(X, targets) == by_object.score(X, targets)
 
 
 def test_the_score_of_censored_times_is_their_concordance(curve):

@@ -219,6 +219,16 @@ def test_file_holds_a_model_card(tmp_path):
     assert "Metrics" not in posterior.card()
 
 
+class OwnCategorical(Categorical):
+    """Likelihood that is not part of the library."""
+
+
+def test_card_imports_a_likelihood_of_the_user():
+    card = add_noise(mlp(), OwnCategorical()).card()
+    assert f"from {__name__} import OwnCategorical" in card
+    assert "network, likelihood=OwnCategorical)" in card
+
+
 def test_other_files_have_no_card(tmp_path):
     path = fb.training.storage.save_tensors(tmp_path / "other.safetensors", {"a": torch.ones(1)}, {})
     with pytest.raises(fb.FlowBNNError) as error:

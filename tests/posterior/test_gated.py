@@ -9,9 +9,10 @@ from torch import nn
 
 import flowbnn as fb
 from flowbnn.errors import FlowBNNError
-from flowbnn.likelihoods import Categorical, Flow, Gaussian, Mixture
+from flowbnn.likelihoods import Categorical, Flow, Gaussian, Likelihood, Mixture
 from flowbnn.methods.calibrators.temperature import TemperedPosterior
 from flowbnn.posterior import PointPosterior
+from flowbnn.predictive import GaussianPredictive
 
 QUIET = {"progress": False, "seed": 0}
 
@@ -140,6 +141,28 @@ def test_regression_falls_back_to_the_distribution_of_the_targets(likelihood):
     assert prediction.epistemic[1] > 0.4 * prediction.variance[1]
     single = posterior.predict(torch.tensor([[50.0]]), samples=1)
     assert single.std[0].item() == pytest.approx(targets.std(correction=0).item(), rel=1e-3)
+
+
+class UnitGaussian(Likelihood):
+    """Likelihood with the two methods that a user has to define."""
+
+    def log_prob(self, outputs, targets):
+        return -0.5 * (targets.reshape(outputs.shape) - outputs).square().flatten(1).sum(1)
+
+    def predictive(self, outputs, sample_counts=None):
+        return GaussianPredictive(outputs, 1.0, sample_counts)
+
+
+@pytest.mark.parametrize("width", [1, 2])
+def test_real_targets_of_a_user_defined_likelihood(width):
+    inputs = torch.randn(300, width, generator=torch.Generator().manual_seed(0))
+    targets = 5.0 + 2.0 * inputs
+    posterior = fb.gated(
+        PointPosterior(nn.Linear(width, width), UnitGaussian()), (inputs, targets), epochs=2, progress=False
+    )
+    prediction = posterior.predict(torch.full((1, width), 50.0))
+    torch.testing.assert_close(prediction.mean[0], targets.mean(0), atol=1e-4, rtol=0.0)
+    torch.testing.assert_close(prediction.std[0], targets.std(0, correction=0), atol=0.0, rtol=1e-3)
 
 
 @pytest.mark.parametrize(

@@ -2,14 +2,14 @@
 
 from collections.abc import Sequence
 from contextlib import suppress
-from numbers import Number
+from numbers import Integral, Number
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from flowbnn.errors import FlowBNNError, nonfinite_error, value_error
+from flowbnn.errors import FlowBNNError, describe_value, nonfinite_error, value_error
 
 
 def is_array(values: Any) -> bool:
@@ -106,8 +106,17 @@ def _not_numbers(array: np.ndarray, name: str, column: Any = None) -> FlowBNNErr
         )
         text += f"; use {advice}"
         return FlowBNNError(text, kind="strings", argument=name, column=column)
-    advice = "select numeric columns" if column is not None else f"use {name}.astype(float)"
-    return FlowBNNError(f"{text}, not numbers; {advice}", kind="dtype", argument=name, column=column)
+    fields = {"kind": "dtype", "argument": name, "column": column}
+    if array.dtype.kind != "O" or column is not None:
+        advice = "select numeric columns" if column is not None else f"use {name}.astype(float)"
+        return FlowBNNError(f"{text}, not numbers; {advice}", **fields)
+    for place in np.ndindex(array.shape):
+        if not isinstance(array[place], Number):
+            position = f"row {place[0]}" + "".join(f", column {axis}" for axis in place[1:])
+            text += f", with {describe_value(array[place])} in {position}; replace it by a number"
+            return FlowBNNError(text, row=place[0], **fields)
+    dtype = "int" if all(isinstance(value, Integral) for value in array.flat) else "float"
+    return FlowBNNError(f"{text}, not numbers; use {name}.astype({dtype})", **fields)
 
 
 def _frame_array(frame: Any, columns: Any, name: str) -> np.ndarray:

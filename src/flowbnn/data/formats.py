@@ -86,7 +86,7 @@ def as_loader(
     """
     if _is_data_module(data):
         return _module_loader(data, stage)
-    if isinstance(data, Dataset) or hasattr(data, "with_format") or _is_list_of_examples(data):
+    if isinstance(data, Dataset) or hasattr(data, "with_format") or is_list_of_examples(data):
         return _dataset_loader(data, batch_size, shuffle, argument)
     if is_array(data):
         return [(as_tensor(data),)]
@@ -120,7 +120,7 @@ def as_inputs(data: Any, argument: str = "inputs", columns: ColumnNames | None =
         data = split_labels(data)[0]
     elif isinstance(data, tuple) and any(map(_is_list_of_tensors, data)):
         return [(data, None)]  # one batch of inputs, with a list that is one argument of the network
-    elif not all(is_leaf(value) or is_array(value) for value in values):
+    elif is_list_of_examples(data) or not all(is_leaf(value) or is_array(value) for value in values):
         return data if is_batch(data) else as_loader(data, argument=argument, columns=columns)
     orders = column_orders(column_names(data), columns or {}, argument)
     return reorder_columns(as_tensor(data) if is_array(data) else as_tensors(data), orders)
@@ -246,7 +246,7 @@ def _dataset_loader(data: Any, batch_size: int | None, shuffle: bool, argument: 
     return DataLoader(data, size, shuffle=shuffle, collate_fn=function)
 
 
-def _is_list_of_examples(data: Any) -> bool:
+def is_list_of_examples(data: Any) -> bool:
     """Returns True for a list of graphs or of other examples that are not batched."""
     if not isinstance(data, list) or not data:
         return False

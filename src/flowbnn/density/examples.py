@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from flowbnn.batches import device_of, dtype_of, is_array, move, split_labels
 from flowbnn.batches.arrays import as_tensor as array_tensor
 from flowbnn.data import TensorLoader
-from flowbnn.data.formats import as_loader
+from flowbnn.data.formats import as_loader, is_list_of_examples
 from flowbnn.errors import FlowBNNError
 from flowbnn.options import Hint, check
 
@@ -27,6 +27,8 @@ def is_in_memory(data: Any) -> bool:
     >>> is_in_memory(torch.zeros(3, 2)), is_in_memory([[0.0, 1.0]]), is_in_memory([torch.zeros(3, 2)])
     (True, True, False)
     """
+    if is_list_of_examples(data):  # (x, y), which as_loader collates
+        return False
     first = data[0] if isinstance(data, list) and data else None
     while isinstance(first, list | tuple) and first and not isinstance(first[0], np.ndarray):
         first = first[0]

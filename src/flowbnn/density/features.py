@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from flowbnn.batches import call, device_of, dtype_of, move, rows, split_batch, take
-from flowbnn.errors import FlowBNNError, nearest
+from flowbnn.errors import FlowBNNError, check_shape, nearest
 from flowbnn.networks import evaluation_mode
 
 
@@ -62,8 +62,10 @@ class Features(nn.Module):
             text = f"unknown layer '{layer}'{nearest(layer, names)}"
             raise FlowBNNError(text, argument="features")
         plain, collected, count = cls(layer), list[Tensor](), 0
+        hint = "use inputs of one size, and the tuple (inputs, targets) instead of a list of both"
         for batch in batches:
             collected.append(plain(split_batch(batch)[0], network, context))
+            check_shape("features", collected[-1], ("batch", collected[0].shape[1]), hint, argument="loader")
             count += len(collected[-1])
             if count >= 5000:  # far more than 16 principal components need
                 break

@@ -257,7 +257,11 @@ def _mean_and_scale(
     count, origin = 0, first[0].double().cpu()
     total, square = torch.zeros_like(origin), torch.zeros_like(origin)
     for batch in loader:
-        x = split_batch(batch, flow)[0].double().cpu() - origin
+        x = split_batch(batch, flow)[0].double().cpu()
+        check_shape(
+            "data", x, ("batch", *origin.shape), "use a tuple (data, context) instead of a list of them"
+        )
+        x = x - origin
         count, total, square = count + len(x), total + x.sum(0), square + x.square().sum(0)
     loc = origin + total / count
     scale = (square / count - (total / count).square()).clamp_min(0.0).sqrt()

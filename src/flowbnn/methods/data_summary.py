@@ -47,6 +47,11 @@ def check_loader(loader: Any, purpose: str = "training", needs_length: str = "")
         requirement, value = "batches of (inputs, targets)", "inputs alone"
         if isinstance(first.inputs, Mapping):
             value, hint = "a dictionary", _advice_for_keys(first.inputs)
+        elif isinstance(loader[0], Tensor):
+            value, hint = (
+                "a list of inputs alone",
+                "use the tuple (inputs, targets) for all examples or one batch",
+            )
     elif needs_length and length_of(loader) is None:
         purpose, requirement, value = needs_length, "len(loader)", describe_value(loader)
     if requirement:
@@ -81,7 +86,8 @@ def check_targets_differ(loader: Any, likelihood: str) -> None:
         raise requirement_error(
             "a learned noise scale", "targets that differ", f"{len(targets)} equal targets", hint, **fields
         )
-    if targets.ndim == 1 and not targets.is_floating_point() and likelihood != "gaussian":
+    is_class = targets.ndim == 1 and not targets.is_floating_point() and int(targets[0]) >= 0
+    if is_class and likelihood != "gaussian":
         value = f"class {int(targets[0])} for all {len(targets)} examples"
         raise requirement_error("training", "several classes", value, kind="classes", argument="loader")
 

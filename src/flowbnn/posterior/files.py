@@ -176,12 +176,16 @@ def model_card(posterior: Any, metrics: Mapping[str, float] | None = None) -> st
     """
     network, history = posterior.model, posterior.history
     weights = f"{sum(value.numel() for value in network.parameters()):,}"
+    likelihood, imports, argument = type(posterior.likelihood), "", ""
+    if not likelihood.__module__.startswith("flowbnn."):  # the file has no code
+        imports = f"\nfrom {likelihood.__module__} import {likelihood.__name__}"
+        argument = f", likelihood={likelihood.__name__}"
     lines = [
         "---\nlibrary_name: flowbnn\ntags: [uncertainty, bayesian, calibration]\n---",
         f"# {type(network).__name__} with calibrated uncertainty\n",
         f"- Method: {type(posterior).__name__} (`{posterior.kind}`)",
         f"- Network: {type(network).__name__}, {weights} parameters",
-        f"- Likelihood: {type(posterior.likelihood).__name__}",
+        f"- Likelihood: {likelihood.__name__}",
         f"- Samples: {posterior.default_samples}",
         f"- Training: {pluralize(history.epochs, 'epoch')}, {history.seconds:.0f} s",
         f"- Versions: flowbnn {__version__}, torch {torch.__version__}, Python {platform.python_version()}",
@@ -193,9 +197,9 @@ def model_card(posterior: Any, metrics: Mapping[str, float] | None = None) -> st
         lines += ["\n## Calibration\n", f"```\n{posterior.calibration}\n```"]
     lines += [
         "\n## Use\n",
-        "```python\nimport flowbnn as fb\n",
+        f"```python\nimport flowbnn as fb{imports}\n",
         "network = ...  # the architecture, with any weights",
-        'posterior = fb.load_posterior("posterior.safetensors", network)',
+        f'posterior = fb.load_posterior("posterior.safetensors", network{argument})',
         "prediction = posterior.predict(inputs, seed=0)\n```\n",
     ]
     return "\n".join(lines)

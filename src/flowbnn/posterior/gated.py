@@ -26,6 +26,7 @@ from flowbnn.posterior.base import Posterior, Prediction
 from flowbnn.posterior.files import check_shapes
 from flowbnn.posterior.prediction import PredictOptions
 from flowbnn.posterior.wrapper import WrappedPosterior
+from flowbnn.predictive import ContinuousPredictive
 from flowbnn.regression import TargetStatistics, noise_at_mean
 from flowbnn.training.randomness import preserve_rng_state, temporary_seed
 
@@ -263,16 +264,12 @@ def gated(
     # predict must stay outside
     with temporary_seed(seed), preserve_rng_state(loader, seed):
         extractor = Features.fit(loader, components, features, network, context)
-    feature_batches, statistics, counts = [], TargetStatistics(), torch.zeros(0)
+    feature_batches, target_batches = [], []
     with temporary_seed(seed), preserve_rng_state(loader, seed):
         for batch in loader:
             inputs, targets, _ = split_weighted_batch(batch)
-            require_targets(targets)
             feature_batches.append(extractor(inputs, network, context))
-            if isinstance(posterior.likelihood, RealLikelihood):
-                statistics.add(posterior.likelihood.link(targets))
-            else:
-                counts = _add_counts(counts, posterior.likelihood.canonical_targets(targets).cpu())
+            target_batches.append(require_targets(targets))
     feature_rows = torch.cat(feature_batches)
     order = torch.randperm(len(feature_rows), generator=torch.Generator().manual_seed(seed))
     num_held_out = max(1, round(held_out_fraction * len(feature_rows)))
@@ -280,7 +277,7 @@ def gated(
         raise requirement_error(
             "fb.gated", "at least 3 rows", len(feature_rows), kind="data", argument="loader"
         )
-    fallback = _fallback(posterior, statistics, counts, batch)
+    fallback = _fallback(posterior, target_batches, inputs)
     with temporary_seed(seed):
         model = named_flows()[flow](feature_rows.shape[1])
         density = fit_density(
@@ -308,13 +305,33 @@ def _add_counts(counts: Tensor, labels: Tensor) -> Tensor:
     return total
 
 
-def _fallback(posterior: Posterior, statistics: TargetStatistics, counts: Tensor, batch: Any) -> Tensor:
-    """Returns class frequencies with one more example of each class, or the mean and the variance of each target."""
-    if isinstance(posterior.likelihood, RealLikelihood):
-        return torch.stack([statistics.mean, statistics.variance]).float()
-    predictive = posterior.predict(take(split_weighted_batch(batch).inputs, 0, 1), 1, seed=0, progress=False)
+def _fallback(posterior: Posterior, target_batches: list[Any], inputs: Any) -> Tensor:
+    """Returns class frequencies with one more example of each class, or the mean and the variance of each target.
+
+    Args:
+        posterior: Posterior whose predictions show the kind of the targets.
+        target_batches: Targets of all examples.
+        inputs: Inputs of a batch.
+    """
+    likelihood = posterior.likelihood
+    if isinstance(likelihood, RealLikelihood):
+        return _mean_and_variance(map(likelihood.link, target_batches))
+    predictive = posterior.predict(take(inputs, 0, 1), 1, seed=0, progress=False)
+    if isinstance(predictive, ContinuousPredictive):  # user-defined likelihood of real values
+        return _mean_and_variance(target_batches)
+    counts = torch.zeros(0)
+    for targets in target_batches:
+        counts = _add_counts(counts, likelihood.canonical_targets(targets).cpu())
     classes = predictive.probabilities.shape[-1]
     check_classes(torch.arange(len(counts)), (len(counts),), classes)
     frequencies = torch.ones(classes, dtype=torch.float64)
     frequencies[: len(counts)] += counts
     return (frequencies / frequencies.sum()).float()
+
+
+def _mean_and_variance(target_batches: Iterable[Tensor]) -> Tensor:
+    """Returns the mean and the variance of each target, ``[2, D]``."""
+    statistics = TargetStatistics()
+    for targets in target_batches:
+        statistics.add(targets)
+    return torch.stack([statistics.mean, statistics.variance]).float()

@@ -11,7 +11,8 @@ from sklearn.utils.validation import validate_data
 from torch import Tensor, nn
 
 from flowbnn.errors import requirement_error
-from flowbnn.likelihoods import Flow, Gaussian, Mixture, RealLikelihood, Survival
+from flowbnn.likelihoods import RealLikelihood, Survival
+from flowbnn.likelihoods.base import build_likelihood
 from flowbnn.methods import Calibrator, Method
 from flowbnn.options import Probability, check
 from flowbnn.sklearn.base import BayesianEstimator, NetworkFactory, draw_seed
@@ -36,8 +37,9 @@ class BayesianRegressor(RegressorMixin, BayesianEstimator):
         method: Method that fits the posterior: a name (``"ensemble"``, ``"map"``, ``"laplace"``, ``"node-noise"``, ``"mc-dropout"``,
             ``"swag"``, ``"hmc"`` and all others of :data:`flowbnn.methods.METHODS`), or an object such as ``fb.DeepEnsemble(10)``.
         likelihood: Distribution of the targets. ``"gaussian"`` has one learned noise scale, ``"heteroscedastic"`` a noise scale that
-            depends on the inputs. ``"mixture"`` and ``"flow"`` have noise of any shape. An object of :mod:`flowbnn.likelihoods` is
-            also possible.
+            depends on the inputs. ``"mixture"`` and ``"flow"`` have noise of any shape. ``"poisson"`` and ``"negative_binomial"`` are
+            for counts, ``"quantiles"`` for quantiles, and ``"survival"`` for times and events in two columns. An object of
+            :mod:`flowbnn.likelihoods` is also possible.
         hidden_sizes: Widths of the hidden layers.
         activation: Activation function, ``"relu"``, ``"tanh"``, ``"silu"`` or ``"gelu"``.
         embedding: ``"periodic"`` adds sines and cosines of each input (:class:`~flowbnn.models.PeriodicEmbedding`), for functions that
@@ -141,15 +143,26 @@ class BayesianRegressor(RegressorMixin, BayesianEstimator):
 
     def _make_likelihood(self, dim: int) -> RealLikelihood:
         """Returns the likelihood of ``dim`` targets."""
-        names = Literal["gaussian", "heteroscedastic", "mixture", "flow"]
+        names = Literal[
+            "gaussian",
+            "heteroscedastic",
+            "mixture",
+            "flow",
+            "poisson",
+            "negative_binomial",
+            "quantiles",
+            "survival",
+        ]
         check("likelihood", self.likelihood, names | RealLikelihood, owner=type(self).__name__)
         if isinstance(self.likelihood, RealLikelihood):
             return self.likelihood
-        if self.likelihood == "gaussian":
-            return Gaussian(dim=dim)
+        settings: dict[str, Any] = {"likelihood": self.likelihood}
         if self.likelihood == "heteroscedastic":
-            return Gaussian("predicted", dim=dim)
-        return Flow(dim=dim) if self.likelihood == "flow" else Mixture(dim=dim)
+            settings = {"likelihood": "gaussian", "noise": "predicted"}
+        if self.likelihood in ("gaussian", "heteroscedastic", "mixture", "flow"):
+            settings["dim"] = dim
+        likelihood: Any = build_likelihood(settings)
+        return likelihood
 
     def predict(self, X: ArrayLike, return_std: bool = False) -> Any:
         """Returns the predictive mean, ``[N]`` or ``[N, D]``, and the predictive standard deviation on request.
@@ -194,7 +207,7 @@ class BayesianRegressor(RegressorMixin, BayesianEstimator):
             y: Targets, or times and events ``[N, 2]``.
             sample_weight: Weights of the rows. Censored times have none.
         """
-        if not isinstance(self.likelihood, Survival):
+        if self.likelihood != "survival" and not isinstance(self.likelihood, Survival):
             return float(super().score(X, y, sample_weight))
         if sample_weight is not None:
             raise requirement_error("concordance", "no sample_weight", argument="sample_weight")
