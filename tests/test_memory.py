@@ -75,6 +75,14 @@ def test_samples_that_do_not_fit_the_memory_are_refused(name, monkeypatch):
             assert (caught.value.kind, caught.value.argument) == ("memory", "samples")
 
 
+@pytest.mark.parametrize("kind", [fb.transforms.LULinear, fb.transforms.Sylvester, fb.transforms.GlowStep])
+def test_modules_that_do_not_fit_the_memory_are_refused(kind):
+    with pytest.raises(fb.FlowBNNError) as caught:
+        kind(10**7)  # the matrix has 364 TiB, more than a process can address
+    assert caught.value.kind == "memory"
+    assert "10000000" in str(caught.value)
+
+
 def test_draws_of_densities_do_not_depend_on_their_chunks(monkeypatch):
     flow = density(1)
     context = torch.randn(3, 1)

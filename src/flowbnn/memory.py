@@ -1,4 +1,4 @@
-"""Free memory of a device, and the check of results that would not fit it."""
+"""Free memory of a device, the check of results that would not fit it, and errors of memory that ran out."""
 
 import math
 from contextlib import suppress
@@ -24,6 +24,14 @@ def free_memory(device: torch.device) -> float:
         group = Path("/sys/fs/cgroup")  # the limit of a container may be lower than that of the machine
         limits.append(int((group / "memory.max").read_text()) - int((group / "memory.current").read_text()))
     return max(0.0, min(limits))
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Returns True if an exception means that memory ran out, on a CUDA device or on the CPU."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    phrases = "out of memory", "not enough memory", "can't allocate memory", "ALLOC_FAILED"
+    return isinstance(error, RuntimeError) and any(phrase in str(error) for phrase in phrases)
 
 
 def check_memory(

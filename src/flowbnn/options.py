@@ -45,9 +45,10 @@ from typing import (
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from flowbnn.errors import FlowBNNError, close_words, describe_value, nearest
+from flowbnn.memory import is_out_of_memory
 
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
@@ -223,6 +224,7 @@ def _check_calls(function: F, annotation_source: Any, owner: str) -> F:
     """
     # read at the first call, because reading all of them would take a tenth of the time of an import
     declaration: list[tuple[Signature, dict[str, Any]]] = []
+    is_constructor = function.__name__ == "__init__"
 
     @wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -256,7 +258,17 @@ def _check_calls(function: F, annotation_source: Any, owner: str) -> F:
                 if hints[argument] is not Any and isinstance(value, Real) and not is_builtin:
                     bound.arguments[argument] = int(value) if isinstance(value, Integral) else float(value)
                     converted = True
-        return function(*bound.args, **bound.kwargs) if converted else function(*args, **kwargs)
+        if converted:
+            args, kwargs = bound.args, bound.kwargs
+        try:
+            return function(*args, **kwargs)
+        except (RuntimeError, MemoryError) as error:
+            # predictions catch such errors, and continue with fewer rows
+            if not is_constructor or not isinstance(args[0], nn.Module) or not is_out_of_memory(error):
+                raise
+        sizes = ", ".join(f"{key}={value}" for key, value in bound.arguments.items() if type(value) is int)
+        text = f"{name}({sizes}) needs more memory than is free; use smaller sizes"
+        raise FlowBNNError(text, kind="memory")
 
     wrapper.__signature__ = _simplify_signature(signature(function))  # type: ignore[attr-defined]
     return wrapper  # type: ignore[return-value]

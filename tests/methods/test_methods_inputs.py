@@ -245,6 +245,9 @@ class ComplexWeights(nn.Module):
         fb.HMC(samples=2, warmup=2, chains=1),
         fb.Laplace("diag", layers="all", epochs=0),
         fb.Laplace("full", layers="all", epochs=0),
+        fb.BayesByBackprop(epochs=1),
+        fb.IVON(epochs=1),
+        fb.MNF(epochs=1),
     ],
     ids=lambda method: repr(method),
 )

@@ -71,6 +71,19 @@ def test_networks_are_those_of_a_prediction(posterior):
         torch.testing.assert_close(probabilities, expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("predictive", ["linearized", "probit"])
+def test_networks_of_laplace_are_those_of_sampled_predictions(predictive):
+    method = fb.Laplace("diag", layers="all", epochs=1, predictive=predictive)
+    posterior = method.fit(
+        nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)), loader(blobs()), seed=0, **QUIET
+    )
+    x = blobs(16).tensors[0]
+    with torch.no_grad():
+        probabilities = torch.stack([network(x).softmax(-1) for network in posterior.networks(3, seed=4)])
+    expected = posterior.use("sampled").predict(x, 3, seed=4).samples
+    torch.testing.assert_close(probabilities, expected, rtol=1e-5, atol=1e-6)
+
+
 def test_seeded_predictions_do_not_use_the_global_generator(posterior):
     x, before = blobs(16).tensors[0], torch.get_rng_state()
     posterior.predict(x, 4, seed=0)

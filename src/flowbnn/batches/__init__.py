@@ -63,7 +63,6 @@ from flowbnn.batches.networks import (
     clones_inputs,
     first_nonfinite_tensor,
     halve_rows_on_oom,
-    is_out_of_memory,
     move_data,
 )
 from flowbnn.batches.selection import (
@@ -79,6 +78,7 @@ from flowbnn.batches.selection import (
     repeat_each,
     shapes,
 )
+from flowbnn.memory import is_out_of_memory
 
 __all__ = [
     "Batch",

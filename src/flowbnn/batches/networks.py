@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
-import torch
 from torch import Tensor, nn
 
 from flowbnn.batches.containers import convert_container
@@ -17,6 +16,7 @@ from flowbnn.batches.inputs import (
     move,
     named_tensors,
 )
+from flowbnn.memory import is_out_of_memory
 
 Result = TypeVar("Result")
 
@@ -62,6 +62,7 @@ def clone_tensors(inputs: Any) -> Any:
 def clone_inputs_of(network: nn.Module) -> None:
     """Adds a hook to a network that modifies its inputs in place, which passes clones to it, so that inputs do not change.
 
+    >>> import torch
     >>> network, x = nn.ReLU(inplace=True), -torch.ones(2)
     >>> clone_inputs_of(network)
     >>> network(x), x
@@ -74,14 +75,6 @@ def clone_inputs_of(network: nn.Module) -> None:
 def clones_inputs(network: nn.Module) -> bool:
     """Returns True if :func:`clone_inputs_of` has added its hook to a network."""
     return any(isinstance(hook, InputCloneHook) for hook in network._forward_pre_hooks.values())
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Returns True if an exception means that memory ran out, on a CUDA device or on the CPU."""
-    if isinstance(error, MemoryError | torch.OutOfMemoryError):
-        return True
-    phrases = "out of memory", "not enough memory", "can't allocate memory", "ALLOC_FAILED"
-    return isinstance(error, RuntimeError) and any(phrase in str(error) for phrase in phrases)
 
 
 def halve_rows_on_oom(holder: Any, function: Callable[[], Result]) -> Result:
@@ -113,6 +106,7 @@ def check_finite_batch(batch: Any, epoch: int | None, index: int) -> None:
         epoch: Index of the epoch for the message, or None if there are no epochs.
         index: Index of the batch for the message.
 
+    >>> import torch
     >>> check_finite_batch((torch.tensor([[1.0], [float("nan")]]), torch.tensor([0, 1])), epoch=2, index=5)
     Traceback (most recent call last):
     ...

@@ -382,6 +382,9 @@ class Posterior:
     def networks(self, samples: int, seed: int | None = None) -> list[nn.Module]:
         """Returns the networks of ``predict(inputs, samples, seed=seed)`` in evaluation mode, each an independent plain network.
 
+        Linearized and probit predictions of :class:`flowbnn.Laplace` are not outputs of networks. Its networks are those of
+        ``predictive="sampled"``.
+
         Args:
             samples: Number of networks.
             seed: Seed of the draws.

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from flowbnn.batches import call, device_of, dtype_of, move
-from flowbnn.methods.network_layers import no_layer_selected, unsupported_layer
+from flowbnn.methods.network_layers import check_real_weights, no_layer_selected, unsupported_layer
 from flowbnn.networks import evaluation_mode, record_calls
 from flowbnn.noise.layout import FORWARD, absorbs
 from flowbnn.posterior.trace import examples_interact
@@ -65,20 +65,24 @@ def select_weights(model: nn.Module, choice: LayerChoice) -> list[str]:
         model: Network.
         choice: Name or glob, class, or predicate ``(name, module) -> bool``; None for all but normalization layers.
 
+    Raises:
+        FlowBNNError: If no parameter is chosen, or if one of them is complex.
+
     >>> select_weights(nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)), None)
     ['0.weight', '0.bias']
     """
     layers_of = parameter_layers(model)
     layers = dict.fromkeys(layer for holders in layers_of.values() for layer in holders)
     chosen = {layer for layer in layers if _matches(choice, layer, model.get_submodule(layer))}
-    names = [
-        name
+    parameters = {
+        name: parameter
         for name, parameter in model.named_parameters()
-        if parameter.requires_grad and parameter.is_floating_point() and chosen.intersection(layers_of[name])
-    ]
-    if not names:
+        if parameter.requires_grad and chosen.intersection(layers_of[name])
+    }
+    if not parameters:
         raise no_layer_selected(choice, layers, parameters=layers_of)
-    return names
+    check_real_weights(parameters)
+    return list(parameters)
 
 
 def initial_scales(mean: Mapping[str, Tensor], factor: float, fallback: float) -> dict[str, Tensor]:
