@@ -174,7 +174,8 @@ def observed_information(likelihood: Likelihood, outputs: Tensor, targets: Tenso
     tensor([[[1.]]])
     """
     with torch.enable_grad():
-        leaf = outputs.detach().requires_grad_()
+        # torch has no eigenvalues in half precision
+        leaf = outputs.detach().to(torch.promote_types(outputs.dtype, torch.float32)).requires_grad_()
         loss = -likelihood.log_prob(leaf, targets).sum()
         (gradient,) = torch.autograd.grad(loss, leaf, create_graph=True)
         flat = gradient.flatten(1)
@@ -184,9 +185,9 @@ def observed_information(likelihood: Likelihood, outputs: Tensor, targets: Tenso
         ]
     hessian = torch.stack(rows, 1) if rows else flat.new_zeros(*flat.shape, flat.shape[1])
     if not bool(hessian.any()):
-        return (flat.unsqueeze(2) * flat.unsqueeze(1)).detach()
+        return (flat.unsqueeze(2) * flat.unsqueeze(1)).detach().to(outputs.dtype)
     values, vectors = torch.linalg.eigh(hessian)
-    return (vectors * values.clamp_min(0.0).unsqueeze(1)) @ vectors.mT
+    return ((vectors * values.clamp_min(0.0).unsqueeze(1)) @ vectors.mT).to(outputs.dtype)
 
 
 def misfit_error(outputs: Tensor, targets: Tensor, hint: str, argument: str) -> FlowBNNError:

@@ -372,3 +372,17 @@ def test_prior_on_validation_data_is_not_worse_than_the_network():
     with torch.no_grad():
         plain = nn.functional.cross_entropy(network(validation[0][0]), validation[0][1]).item()
     assert min(posterior.validation_nll.values()) <= plain + 2e-3
+
+
+@pytest.mark.parametrize("layers", ["last", "all"])
+@pytest.mark.parametrize("structure", ["kron", "diag", "full"])
+def test_networks_in_half_precision_have_counts_as_targets(structure, layers):
+    torch.manual_seed(0)
+    network, inputs = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)), torch.randn(40, 3)
+    data, options = (
+        [(inputs, torch.poisson(torch.ones(40, 1)))],
+        {"precision": "bf16-true", "progress": False},
+    )
+    method = fb.Laplace(structure, layers=layers, epochs=1)
+    posterior = method.fit(network, data, likelihood="negative_binomial", **options)
+    assert posterior.predict(inputs, progress=False).mean.isfinite().all()

@@ -261,8 +261,11 @@ class MatrixHessian:
         return self.matrices[:, index]
 
     def columns(self, low: int, high: int) -> Tensor:
-        values, vectors = torch.linalg.eigh(self.matrices)
-        return (vectors * values.clamp_min(0.0).sqrt().unsqueeze(1)).mT[:, low:high]
+        # torch has no eigenvalues in half precision
+        single = self.matrices.to(torch.promote_types(self.matrices.dtype, torch.float32))
+        values, vectors = torch.linalg.eigh(single)
+        roots = (vectors * values.clamp_min(0.0).sqrt().unsqueeze(1)).mT
+        return roots[:, low:high].to(self.matrices.dtype)
 
 
 class PositionHessian:
