@@ -358,6 +358,16 @@ def test_advice_for_object_targets_keeps_their_kind(values, kind):
         fb.MLE(epochs=1).fit(network(), (X[:2], np.array(values, object)), progress=False)
 
 
+@pytest.mark.parametrize("convert", [torch.tensor, np.array, list])
+def test_lists_of_token_rows_are_examples(convert):
+    """The labels of the tokens of one example are not a batch of labels."""
+    row = {"input_ids": convert([3, 1, 4, 1]), "labels": convert([-100, 0, 1, -100])}
+    (batch,) = as_loader([row, row, row])
+    assert batch["input_ids"].shape == batch["labels"].shape == (3, 4)
+    batches = [{"input_ids": torch.zeros(2, 4).long(), "labels": torch.zeros(2, 4).long()}]
+    assert as_loader(batches) is batches
+
+
 def test_a_list_of_inputs_and_targets_is_refused_by_densities():
     data = [X, Y]  # read as two batches
     with pytest.raises(fb.FlowBNNError) as caught:

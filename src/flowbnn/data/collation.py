@@ -17,13 +17,16 @@ def is_example(value: Any) -> bool:
     """Returns True for one example of a list of examples, and False for a batch.
 
     The label of an example is one number or string: ``(x, y)`` and ``{"x": x, "labels": y}``. An example without a label is a mapping
-    of single numbers.
+    of single numbers. Tokens ``input_ids`` in one row are an example as well, whatever its labels, as in the datasets of Hugging Face.
 
     >>> is_example({"x": [0.5, 1.5], "labels": 1}), is_example({"x": [0.5, 1.5], "labels": [1, 0]}), is_example({"age": 31})
     (True, False, True)
     """
     if isinstance(value, Mapping):
         inputs, labels = split_labels(value)
+        tokens = inputs.get("input_ids", [[]])  # a batch has a row of them for each example
+        if (tokens.ndim == 1) if hasattr(tokens, "ndim") else all(map(_is_single, tokens)):
+            return True
         return _is_single(inputs if labels is None else labels)
     if not isinstance(value, tuple | list) or len(value) < 2:
         return False
