@@ -293,7 +293,7 @@ def test_example_may_be_a_loader_an_array_or_one_row(tmp_path):
     posterior = add_noise(mlp())
     loader = [(vectors(5, 4), torch.zeros(5).long())]
     for example in (loader, vectors(1, 4).numpy()):
-        file = fb.export(posterior, tmp_path / "model", example, samples=SAMPLES)
+        file = fb.export(posterior, tmp_path / "model.pt2", example, samples=SAMPLES)
         assert file.format == "torch"
         assert_predicts(file, posterior, vectors(6, 4))
 
@@ -600,3 +600,12 @@ def test_unsupported_posteriors_and_draws(tmp_path):
     with pytest.raises(fb.FlowBNNError) as error:
         file.draws(0)
     assert error.value.argument == "noise"
+
+
+def test_paths_of_unknown_formats_are_refused(tmp_path):
+    posterior = add_noise(mlp())
+    with pytest.raises(fb.FlowBNNError, match=r"\.onnx or \.pt2, got model\.tflite; or set format") as caught:
+        fb.export(posterior, tmp_path / "model.tflite", vectors(5, 4))
+    assert caught.value.argument == "path"
+    assert not list(tmp_path.iterdir())
+    assert fb.export(posterior, tmp_path / "model", vectors(5, 4), samples=2, format="torch").path.exists()

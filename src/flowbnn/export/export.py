@@ -29,7 +29,7 @@ from flowbnn.batches import (
 )
 from flowbnn.data.formats import as_inputs
 from flowbnn.density.density import Density
-from flowbnn.errors import FlowBNNError, describe_value, requirement_error
+from flowbnn.errors import FlowBNNError, describe_value, requirement_error, value_error
 from flowbnn.export.blocks import SampledNetworks
 from flowbnn.export.densities import DensityGraph, SampleGraph, base_draws
 from flowbnn.export.gates import GateGraph
@@ -41,6 +41,7 @@ from flowbnn.posterior.gated import GatedPosterior
 from flowbnn.posterior.prediction import Prediction, PredictOptions, clone_sharing_tensors
 from flowbnn.predictive import CategoricalPredictive, HeadsPredictive
 
+FORMATS: dict[str, Format] = {".onnx": "onnx", ".pt2": "torch"}
 EXAMPLE_ROWS = 3  # rows of the examples that are traced; torch.export treats one row as a constant
 
 
@@ -194,13 +195,13 @@ def export(
 
     Args:
         model: Posterior of any method, or density.
-        path: Path of the file. ``.onnx`` is written for ONNX Runtime, everything else, usually ``.pt2``, for ``torch.export.load``.
+        path: Path of the file, which ends in ``.onnx`` for ONNX Runtime, or in ``.pt2`` for ``torch.export.load``.
         example_inputs: Inputs of the network, a batch of any size or a loader. Densities draw examples if it is None.
         samples: Number K of sampled networks.
         seed: Seed of the draws.
         noise: ``"fixed"`` stores the draws in the file. ``"input"`` makes them inputs of the graph, and
             :meth:`ExportedModel.draws` returns them for any seed.
-        format: ``"onnx"`` or ``"torch"``. None decides by the suffix of the path.
+        format: ``"onnx"`` or ``"torch"``. None decides by the end of the path. With a format, the path may have any end.
 
     Returns:
         A description of the file, with the names, shapes and dtypes of its inputs and outputs.
@@ -218,7 +219,12 @@ def export(
     {'probabilities': (2, 3), 'epistemic': (2,), 'aleatoric': (2,)}
     """
     path = Path(os.fspath(path))
-    format = format or ("onnx" if path.suffix == ".onnx" else "torch")
+    format = format or FORMATS.get(path.suffix)
+    if format is None:
+        hint = "or set format"
+        raise value_error(
+            "path", f"a file that ends in {' or '.join(FORMATS)}", path.name, hint, kind="format"
+        )
     check_installed(format)
     write = partial(_write, path=path, format=format, samples=samples, seed=seed, noise=noise)
     if isinstance(model, Density):
