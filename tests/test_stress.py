@@ -61,7 +61,6 @@ needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork and 
         ("flowbnn.compare", "train_loader", "object()"),
         ("VAE.log_likelihood", "x", "a scalar"),
         ("VAE.log_likelihood", "context", "a scalar"),
-        ("flowbnn.distributions.DiagonalLogistic", "loc", "meta tensor"),
         ("flowbnn.fit", "inplace", "[]"),
         ("flowbnn.conformal.risk_threshold", "thresholds", "no columns"),
     ],

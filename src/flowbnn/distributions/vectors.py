@@ -36,12 +36,7 @@ class _VectorDistribution(Distribution):
         name = type(self).__name__
         if not isinstance(loc, Tensor) or loc.ndim < self.axes:
             check_shape("loc", loc, ("...", *("any",) * self.axes), owner=name)
-        if (
-            not isinstance(loc, Tensor)
-            or not loc.is_floating_point()
-            or loc.layout is not torch.strided
-            or loc.is_meta
-        ):
+        if not isinstance(loc, Tensor) or not loc.is_floating_point() or loc.layout is not torch.strided:
             check("loc", loc, Tensor, name)
             loc = loc.to(torch.promote_types(loc.dtype, torch.get_default_dtype()))  # of integers
         if not isinstance(validate_args, bool | None):
