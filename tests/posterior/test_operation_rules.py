@@ -71,6 +71,7 @@ def test_batch_norm_keeps_the_memory_format_and_reads_inputs_without_samples():
         (nn.AdaptiveAvgPool2d(5), (2, 3, 8, 8)),
         (nn.AdaptiveAvgPool2d(8), (2, 3, 8, 8)),
         (nn.AdaptiveAvgPool1d(4), (2, 3, 8)),
+        (nn.AdaptiveAvgPool1d((4,)), (2, 3, 8)),
     ],
 )
 @pytest.mark.parametrize("has_nan", [False, True])

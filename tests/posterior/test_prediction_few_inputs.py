@@ -26,6 +26,8 @@ def test_rules_are_used_only_where_they_change_an_operation():
     cases = {
         nn.Sequential(nn.Conv2d(3, 4, 3), nn.AdaptiveAvgPool2d(4), nn.MaxPool2d(2, padding=1)): False,
         nn.Sequential(nn.Conv2d(3, 4, 3), nn.MaxPool2d(2)): True,
+        nn.Sequential(nn.Flatten(2), nn.Conv1d(3, 4, 3), nn.AdaptiveAvgPool1d((31,))): True,
+        nn.Sequential(nn.Flatten(2), nn.Conv1d(3, 4, 3), nn.AdaptiveAvgPool1d(4)): False,
         nn.Sequential(nn.Conv2d(3, 4, 3), FunctionalPool()): True,
         nn.Sequential(norm, nn.Conv2d(3, 4, 3)): True,
     }

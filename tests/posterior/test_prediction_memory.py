@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import flowbnn as fb
-from flowbnn.batches import is_out_of_memory
+from flowbnn.memory import is_out_of_memory
 from flowbnn.posterior.loaders import OutputCollector, expected_rows, group_batches
 from flowbnn.posterior.prediction import KEPT_BYTES
 

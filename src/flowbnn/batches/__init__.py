@@ -78,7 +78,6 @@ from flowbnn.batches.selection import (
     repeat_each,
     shapes,
 )
-from flowbnn.memory import is_out_of_memory
 
 __all__ = [
     "Batch",
@@ -120,7 +119,6 @@ __all__ = [
     "is_frame",
     "is_graph",
     "is_leaf",
-    "is_out_of_memory",
     "join",
     "join_padded",
     "move",

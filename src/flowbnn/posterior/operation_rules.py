@@ -19,7 +19,7 @@ Samples = int | None  # axis of the samples, or None if they share a value
 
 
 class OperationRules(TorchFunctionMode):
-    """Context manager in which operations run in the form that vmap handles best. Their results are the same.
+    """Context manager in which operations run in a form that is faster, or that vmap supports. Their results are the same.
 
     >>> from torch import nn
     >>> layer, x = nn.BatchNorm2d(2).eval(), torch.randn(5, 4, 2, 3, 3)
@@ -64,8 +64,7 @@ class RuleFinder(TorchFunctionMode):
     ) -> Any:
         rule = None if self.needs_rules else RULES.get(func)
         if rule is adaptive_average_pool:
-            size = args[1] if len(args) > 1 else (kwargs or {}).get("output_size")
-            self.needs_rules = is_single(size) or pool_kernel(args[0], size) is not None
+            self.needs_rules = changes_average_pool(func, *args, **(kwargs or {}))
         elif rule is max_pool:
             self.needs_rules = max_pool_windows(func, *args, **(kwargs or {})) is not None
         elif rule is convolution:
@@ -145,33 +144,41 @@ def adaptive_average_pool(func: Callable[..., Tensor], input: Tensor, output_siz
     axes = AVERAGE_AXES[func]
     if is_single(output_size):
         return input.mean(axes, keepdim=True)
-    if (kernel := pool_kernel(input, output_size, len(axes))) is None:
+    if (windows := average_pool_windows(func, input, output_size)) is None:
         return func(input, output_size)
-    if max(kernel) == 1:
+    if max(windows) == 1:
         return input.clone()
     pool: Callable[..., Tensor] = F.avg_pool1d if len(axes) == 1 else F.avg_pool2d
-    return pool(input, kernel)
+    return pool(input, windows)
 
 
-def pool_kernel(input: Tensor, output_size: Any, axes: int = 2) -> tuple[int, ...] | None:
+def changes_average_pool(func: Callable[..., Tensor], input: Tensor, output_size: Any) -> bool:
+    """Returns True if :func:`adaptive_average_pool` does not use torch's own operation."""
+    return is_single(output_size) or average_pool_windows(func, input, output_size) is not None
+
+
+def average_pool_windows(
+    func: Callable[..., Tensor], input: Tensor, output_size: Any
+) -> tuple[int, ...] | None:
     """Returns the size of the windows of an adaptive pool, or None if they differ, or if torch's own operation is used.
 
     Args:
+        func: Operation of torch.
         input: Feature maps ``[..., height, width]`` or ``[..., length]``.
         output_size: Size of the output, or a size per axis, where None keeps that of the input.
-        axes: Number of axes of the pool.
 
-    >>> pool_kernel(torch.zeros(1, 3, 8, 6), (4, None)), pool_kernel(torch.zeros(1, 3, 8, 6), 5)
+    >>> x = torch.zeros(1, 3, 8, 6)
+    >>> average_pool_windows(F.adaptive_avg_pool2d, x, (4, None)), average_pool_windows(F.adaptive_avg_pool2d, x, 5)
     ((2, 1), None)
     """
-    if not is_plain_cpu(input):
+    sizes = input.shape[-len(AVERAGE_AXES[func]) :]
+    outputs = tuple(output_size) if isinstance(output_size, tuple | list) else (output_size,) * len(sizes)
+    if not is_plain_cpu(input) or len(outputs) != len(sizes):
         return None
-    sizes = input.shape[-axes:]
-    outputs = output_size if isinstance(output_size, tuple | list) else (output_size,) * axes
-    outputs = [size if output is None else output for size, output in zip(sizes, outputs, strict=True)]
-    if any(output == 0 or size % output for size, output in zip(sizes, outputs, strict=True)):
+    pairs = [(size, size if output is None else output) for size, output in zip(sizes, outputs, strict=True)]
+    if any(output == 0 or size % output for size, output in pairs):
         return None
-    return tuple(size // output for size, output in zip(sizes, outputs, strict=True))
+    return tuple(size // output for size, output in pairs)
 
 
 def needs_gradient(input: Tensor) -> bool:

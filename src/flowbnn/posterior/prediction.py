@@ -20,7 +20,6 @@ from flowbnn.batches import (
     first_nonfinite_tensor,
     has_row_axis,
     is_batch,
-    is_out_of_memory,
     move,
     rewrap_forward_errors,
     rows,
@@ -31,7 +30,7 @@ from flowbnn.batches import (
 from flowbnn.distributions.draws import GENERATOR_LOCK
 from flowbnn.errors import FlowBNNError, check_shape, pluralize, quote_names, warn
 from flowbnn.likelihoods import Likelihood
-from flowbnn.memory import check_memory
+from flowbnn.memory import check_memory, is_out_of_memory
 from flowbnn.networks import deepcopy_network, evaluation_mode
 from flowbnn.noise import Noise
 from flowbnn.options import Count, Positive, SampleCount

@@ -18,10 +18,10 @@ from flowbnn.batches import (
     has_row_axis,
     is_container,
     is_graph,
-    is_out_of_memory,
     rows,
     take,
 )
+from flowbnn.memory import is_out_of_memory
 from flowbnn.networks import evaluation_mode, watch_modules
 from flowbnn.noise import Noise, noise_layers
 from flowbnn.noise.base import make_noise_modes

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, jvp, vjp, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from flowbnn.batches import NetworkCaller, apply, call, is_out_of_memory, rows, take
+from flowbnn.batches import NetworkCaller, apply, call, rows, take
 from flowbnn.errors import FlowBNNError, requirement_error
 from flowbnn.likelihoods import (
     Bernoulli,
@@ -27,6 +27,7 @@ from flowbnn.likelihoods import (
     RealLikelihood,
 )
 from flowbnn.likelihoods.classes import squeeze_channel
+from flowbnn.memory import is_out_of_memory
 from flowbnn.methods.laplace.layer_selection import channels_last
 from flowbnn.numerics import FORWARD_MODE_LOCK
 
