@@ -105,7 +105,42 @@ class CurvatureBlock:
         return (coordinates * self.precision.rsqrt().to(coordinates.dtype)).flatten(2)
 
 
-class DiagonalBlock(CurvatureBlock):
+class LayerBlock(CurvatureBlock):
+    """Base class for Gaussians over the weights of one layer, with independent outputs of a linear layer in some basis."""
+
+    @abstractmethod
+    def output_variances(self, columns: Sequence[Tensor]) -> Tensor:
+        """Returns the variances ``[b, out]`` of the outputs of a linear layer in the basis of :meth:`to_output_basis`.
+
+        Args:
+            columns: Inputs ``[b, D]`` that multiply each of the weights of the layer.
+        """
+
+    @abstractmethod
+    def to_output_basis(self, rows: Tensor | None) -> Tensor | None:
+        """Transforms vectors ``[..., out]`` to the basis in which the outputs are independent. None stands for the identity matrix."""
+
+    def linear_variance(
+        self, columns: Sequence[Tensor], gradients: Tensor | None = None, diagonal: bool = False
+    ) -> Tensor:
+        """Returns the covariance ``[b, C, C]`` of outputs of the network by the weights of a linear layer.
+
+        Args:
+            columns: Inputs ``[b, D]`` that multiply each of the weights of the layer.
+            gradients: Gradients ``[b, C, out]`` of the outputs of the network in those of the layer. None for the output layer.
+            diagonal: If True, returns only the diagonal ``[b, C]``.
+        """
+        variances, rows = self.output_variances(columns), self.to_output_basis(gradients)
+        if rows is None:
+            return variances if diagonal else torch.diag_embed(variances)
+        if not diagonal:
+            return (rows * variances.unsqueeze(1)) @ rows.mT
+        if rows.ndim == 2:
+            return variances @ rows.square().T
+        return (rows.square() @ variances.unsqueeze(2)).squeeze(2)
+
+
+class DiagonalBlock(LayerBlock):
     """Gaussian with independent weights."""
 
     kind = "diag"
@@ -115,18 +150,16 @@ class DiagonalBlock(CurvatureBlock):
 
     from_basis = to_basis
 
-    def linear_variance(self, columns: Sequence[Tensor]) -> Tensor:
-        """Returns the covariance ``[b, C, C]`` of the outputs of a linear layer.
-
-        Args:
-            columns: Inputs ``[b, D]`` that multiply each of the weights of the layer.
-        """
+    def output_variances(self, columns: Sequence[Tensor]) -> Tensor:
         variances = self.unpack(self.precision.reciprocal().to(columns[0].dtype)).values()
         terms = [
             column.square() @ variance.view(len(variance), -1).T
             for column, variance in zip(columns, variances, strict=True)
         ]
-        return torch.diag_embed(torch.stack(terms).sum(0))
+        return torch.stack(terms).sum(0)
+
+    def to_output_basis(self, rows: Tensor | None) -> Tensor | None:
+        return rows
 
 
 class FullBlock(CurvatureBlock):
@@ -151,7 +184,7 @@ class FullBlock(CurvatureBlock):
         return values @ self.tensors["vectors"].T
 
 
-class KroneckerBlock(CurvatureBlock):
+class KroneckerBlock(LayerBlock):
     r"""Gaussian over one layer with the curvature :math:`B \otimes A`: factor B of the outputs and factor A of the inputs.
 
     The bias is one more column of the weight matrix, whose input is always one.
@@ -188,9 +221,10 @@ class KroneckerBlock(CurvatureBlock):
     def from_basis(self, values: Tensor) -> Tensor:
         return self.tensors["outer_vectors"] @ values @ self.tensors["inner_vectors"].T
 
-    def linear_variance(self, columns: Sequence[Tensor]) -> Tensor:
-        """Returns the covariance ``[b, C, C]`` of the outputs of a linear layer; see :meth:`DiagonalBlock.linear_variance`."""
+    def output_variances(self, columns: Sequence[Tensor]) -> Tensor:
         coordinates = torch.cat(list(columns), 1) @ self.tensors["inner_vectors"]
-        variances = coordinates.square() @ self.precision.reciprocal().to(coordinates.dtype).T  # [b, out]
+        return coordinates.square() @ self.precision.reciprocal().to(coordinates.dtype).T
+
+    def to_output_basis(self, rows: Tensor | None) -> Tensor:
         outer = self.tensors["outer_vectors"]
-        return (outer * variances.unsqueeze(1)) @ outer.T
+        return outer if rows is None else rows @ outer

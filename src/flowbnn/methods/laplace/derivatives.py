@@ -45,7 +45,7 @@ def batched_outputs(model: nn.Module, inputs: Any) -> Tensor:
 
 
 @contextmanager
-def _differentiable_attention() -> Iterator[None]:
+def differentiable_attention() -> Iterator[None]:
     """Context manager that selects an attention kernel with vmap and forward-mode support, and silences torch's own warnings.
 
     The kernel, the filters of warnings and the levels of forward mode belong to the process, so one thread at a time enters.
@@ -111,7 +111,7 @@ class Jacobian:
             pull = vjp(lambda values: self.outputs(values, batch).flatten(), self.values)[1]
             return vmap(pull)(cotangents)[0]
 
-        with _differentiable_attention():
+        with differentiable_attention():
             rows = vmap(example_rows)(inputs, columns)
         return {name.removeprefix("network."): value for name, value in rows.items()}
 
@@ -133,14 +133,14 @@ class Jacobian:
     def _push_forward(self, inputs: Any, tangents: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Computes :meth:`push` by forward-mode differentiation."""
         named_tangents = {f"network.{name}": tangents[name] for name in self.names}
-        with _differentiable_attention():
+        with differentiable_attention():
             outputs = jvp(lambda values: self.outputs(values, inputs), (self.values,), (named_tangents,))
         return outputs[0], outputs[1]
 
     def _push_backward(self, inputs: Any, tangents: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Differentiates twice: cotangents times the Jacobian are linear in the cotangents, with the Jacobian as derivative."""
         leaves = self.leaves()
-        with torch.enable_grad(), _differentiable_attention():
+        with torch.enable_grad(), differentiable_attention():
             outputs = self.outputs(leaves, inputs)
             cotangents = torch.zeros_like(outputs, requires_grad=True)
             gradients = torch.autograd.grad(

@@ -11,9 +11,16 @@ from torch import Tensor, nn
 from flowbnn.batches import call, check_finite, device_of, dtype_of, move, rewrap_forward_errors, take
 from flowbnn.errors import pluralize
 from flowbnn.likelihoods import Likelihood
-from flowbnn.methods.laplace.blocks import CurvatureBlock, DiagonalBlock, FullBlock, KroneckerBlock
+from flowbnn.methods.laplace.blocks import (
+    CurvatureBlock,
+    DiagonalBlock,
+    FullBlock,
+    KroneckerBlock,
+    LayerBlock,
+)
 from flowbnn.methods.laplace.derivatives import Jacobian, check_likelihood, flat_outputs
 from flowbnn.methods.laplace.layer_selection import channels_last
+from flowbnn.methods.laplace.linear_layers import LinearLayers
 from flowbnn.methods.network_layers import disable_nested_tensors
 from flowbnn.networks import evaluation_mode
 from flowbnn.options import checked
@@ -136,22 +143,25 @@ class LaplacePosterior(WeightPosterior):
         return self._variance(clone_sharing_tensors(self.model), inputs, diagonal)
 
     def _variance(self, network: nn.Module, inputs: Any, diagonal: bool) -> Tensor:
-        """Returns the covariance of the outputs, or its diagonal, in closed form for the output layer and by the Jacobian otherwise."""
+        """Returns the covariance of the outputs, or its diagonal, in closed form for linear layers and by the Jacobian otherwise."""
         inputs, block = move(inputs, device_of(network), dtype_of(network)), self.blocks[0]
         with evaluation_mode(network), rewrap_forward_errors(inputs):
-            if self.output_layer is not None and isinstance(block, DiagonalBlock | KroneckerBlock):
+            if self.output_layer is not None and isinstance(block, LayerBlock):
                 outputs, features = self._outputs_and_features(network, inputs)
                 if diagonal or outputs.ndim == 2:  # positions depend on each other through the weights
                     shape, features = features.shape[:-1], features.flatten(0, -2)
                     # len() would fix the batch size of an exported file
                     ones = features.new_ones(features.shape[0], 1)
                     columns = [features if len(sizes) > 1 else ones for sizes in block.shapes.values()]
-                    covariance = block.linear_variance(columns)
+                    variance = block.linear_variance(columns, diagonal=diagonal)
                     if not diagonal:
-                        return covariance
-                    variance = covariance.diagonal(dim1=1, dim2=2).unflatten(0, shape)
-                    return self._to_network_layout(variance).flatten(1)
+                        return variance
+                    return self._to_network_layout(variance.unflatten(0, shape)).flatten(1)
             num_outputs = flat_outputs(network, take(inputs, 0, 1)).shape[1]
+            if network is not self.model:  # hooks are set on the layers of a clone
+                covariance = LinearLayers(network, self.blocks).variance(inputs, num_outputs, diagonal)
+                if covariance is not None:
+                    return covariance
             jacobian = Jacobian(network, self.names)
             identity = torch.eye(num_outputs, dtype=dtype_of(network), device=device_of(network))
             roots: dict[int, list[Tensor]] = {}  # by the first example of a chunk
