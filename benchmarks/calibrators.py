@@ -12,6 +12,7 @@ held out and 3,000 for the test.
 
 Results are written after every cell (network, number of examples, seed), and a run with the same ``--out`` continues where another has
 stopped. ``--only``, ``--sizes``, ``--first`` and ``--seeds`` select cells. The epochs of every training are stored in ``training``.
+``--networks`` is a folder of trained networks: a network that is not there is trained and stored, and ``--train`` stops after that.
 
 The summary compares ``calibrate`` with the best rival of each cell (that with the lowest mean NLL over seeds), paired by seed, with
 Student's 95 % interval.
@@ -185,6 +186,23 @@ def train(problem: Problem, data: Pair, seed: int, device: str) -> PointPosterio
     return method.fit(problem.network().to(device), loader, **options)
 
 
+def load_or_train(job: "Job", problem: Problem, data: Pair) -> tuple[PointPosterior, dict[str, Any]]:
+    """Returns the network of a job and the settings of its training. A network in the folder of trained networks is not trained again."""
+    path = None if job.networks is None else job.networks / f"{job.name}-{job.seed}.flowbnn"
+    settings_path = None if path is None else path.with_suffix(".json")
+    if path is not None and settings_path is not None and settings_path.is_file():
+        posterior = fb.load_posterior(path, problem.network().to(job.device))
+        return posterior, json.loads(settings_path.read_text())
+    start = time.perf_counter()
+    posterior = train(problem, data, job.seed, job.device)
+    settings = {"epochs": problem.epochs, "seconds": time.perf_counter() - start}
+    if path is not None and settings_path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        posterior.save(path)
+        settings_path.write_text(json.dumps(settings))
+    return posterior, settings
+
+
 def fit_calibrators(
     plain: PointPosterior, held_out: Pair, seed: int, device: str
 ) -> dict[str, Callable[[], fb.Posterior]]:
@@ -212,6 +230,8 @@ class Job(NamedTuple):
         finished: Cells with results, which are left out.
         sizes: Numbers of held-out examples; empty for all of the plan.
         epochs: Number of epochs of the training; None for that of the plan.
+        networks: Folder of trained networks, or None.
+        train_only: True to stop after the training.
     """
 
     name: str
@@ -221,6 +241,8 @@ class Job(NamedTuple):
     finished: frozenset[str]
     sizes: tuple[int, ...]
     epochs: int | None
+    networks: Path | None
+    train_only: bool
 
 
 Cell = tuple[
@@ -239,9 +261,11 @@ def run_job(job: Job) -> Iterator[Cell]:
     if not sizes:
         return
     training, held_out, test = problem.load(seed)
-    start = time.perf_counter()
-    plain = train(problem, training, seed, device)
-    settings = {"epochs": problem.epochs, "seconds": time.perf_counter() - start}
+    plain, settings = load_or_train(job, problem, training)
+    if job.train_only:
+        return
+    if device == "cuda":
+        plain.model.to(memory_format=torch.channels_last)  # saves conversions in every convolution
     test = (test[0].to(device), test[1].to(device))
     for size in sizes:
         examples = held_out[0][:size].to(device), held_out[1][:size].to(device)
@@ -341,6 +365,10 @@ def main() -> None:
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--only", default="", help="words in the names of problems, with commas between them")
     parser.add_argument("--out", type=Path, default=None, help="folder of calibrators.json")
+    parser.add_argument(
+        "--networks", type=Path, help="folder of trained networks, which are trained if missing"
+    )
+    parser.add_argument("--train", action="store_true", help="train the networks without calibrating them")
     arguments = parser.parse_args()
     path = None if arguments.out is None else arguments.out / "calibrators.json"
     document: dict[str, Any] = {"torch": torch.__version__, "device": arguments.device, "rows": {}}
@@ -368,6 +396,8 @@ def main() -> None:
             finished,
             tuple(arguments.sizes or ()),
             arguments.epochs,
+            arguments.networks,
+            arguments.train,
         )
         for seed in range(arguments.first, arguments.first + arguments.seeds)
         for name in names
@@ -376,6 +406,8 @@ def main() -> None:
         rows[cell] = scores
         document.setdefault("training", {})[cell] = settings
         save()
+    if arguments.train:
+        return
     if not rows:
         raise SystemExit("no cell selected; see --only and --sizes")
     save(summarize(rows))
