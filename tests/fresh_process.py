@@ -12,6 +12,7 @@ import resource
 import runpy
 import sys
 import warnings
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -112,6 +113,8 @@ if __name__ == "__main__":
 
     assert state() == before
     assert not {"matplotlib", "rich", "sklearn"} & set(sys.modules)
+    # without Triton, nothing calls the operator of its kernels, and registering it takes time
+    assert ("flowbnn.kernels.gpu" in sys.modules) == (find_spec("triton") is not None)
     assert not logging.root.handlers
     report = memory()
     warnings.simplefilter("ignore")

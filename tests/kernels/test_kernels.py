@@ -241,6 +241,7 @@ def numpy_backward(task, saved, grad_x, grad_log_dets, grad_vectors, grad_weight
 def gpu_operator(monkeypatch):
     """Uses the operator of GPUs, with numpy instead of the launches."""
     monkeypatch.setattr(flow_chains, "available", lambda z: True)
+    monkeypatch.setattr(flow_chains, "gpu", gpu, raising=False)  # imported only if Triton is installed
     monkeypatch.setattr(launch, "forward", numpy_forward)
     monkeypatch.setattr(launch, "backward", numpy_backward)
 

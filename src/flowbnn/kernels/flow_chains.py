@@ -31,10 +31,12 @@ from torch._C._functorch import maybe_current_level
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
-from flowbnn.kernels import gpu, reference
+from flowbnn.kernels import reference
 from flowbnn.kernels.reference import ChainShape
 
 _TRITON = find_spec("triton") is not None
+if _TRITON:  # registering the operator takes a twentieth of the time of importing flowbnn
+    from flowbnn.kernels import gpu
 _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # tests run Triton's kernels on a CPU
 
 Array = NDArray[Any]
