@@ -115,7 +115,7 @@ class Categorical(ClassLikelihood):
             ignored = IGNORED if targets.ndim > 1 else -(2**62)
             weights = None if self._class_weights is None else self._class_weights.to(logits)
             values = -F.cross_entropy(
-                logits.movedim(-1, 1),
+                logits if logits.ndim == 2 else logits.movedim(-1, 1),
                 targets.long(),
                 weights,
                 reduction="none",
@@ -152,7 +152,7 @@ class Categorical(ClassLikelihood):
             FlowBNNError: If the axis of the classes is ambiguous.
         """
         axis = self._find_axis(outputs, targets)
-        logits = outputs.movedim(axis, -1)
+        logits = outputs if axis == -1 else outputs.movedim(axis, -1)
         if not targets.is_floating_point():
             return logits, self.hide_ignored(targets)
         if outputs.ndim > 1 and targets.shape == outputs.shape:
@@ -229,7 +229,7 @@ class Categorical(ClassLikelihood):
         if outputs.ndim < 2:
             check_shape("outputs", outputs, ("batch", "classes"), kind="outputs", owner="Categorical")
         axis = self._find_axis(outputs, targets)
-        *shape, classes = outputs.movedim(axis, -1).shape
+        *shape, classes = outputs.shape if axis == -1 else outputs.movedim(axis, -1).shape
         if self._class_weights is not None:
             check_shape("class_weights", self._class_weights, (classes,), kind="outputs")
         if targets.is_floating_point() and targets.shape == outputs.shape:

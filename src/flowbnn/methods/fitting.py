@@ -14,6 +14,7 @@ from flowbnn.batches import (
     check_finite,
     device_of,
     dtype_of,
+    first_parameter,
     move,
     split_weighted_batch,
 )
@@ -70,7 +71,7 @@ class NetworkObjective(nn.Module):
     @contextmanager
     def full_precision(self) -> Iterator[NetworkFunction]:
         """Disables autocast for the loss. Yields the function that runs the network, which alone computes in half precision."""
-        weight = next(self.network.parameters(), None)
+        weight = first_parameter(self.network)
         device = "cpu" if weight is None else weight.device.type
         if not torch.is_autocast_enabled(device):
             yield self.outputs
@@ -86,7 +87,7 @@ class NetworkObjective(nn.Module):
 
     def is_ready(self, inputs: Any) -> bool:
         """Returns True if inputs are a tensor with the device and the dtype of the network."""
-        weight = next(self.network.parameters(), None)
+        weight = first_parameter(self.network)
         same_device = isinstance(inputs, Tensor) and weight is not None and inputs.device == weight.device
         return same_device and weight is not None and inputs.dtype == weight.dtype
 

@@ -138,7 +138,7 @@ class SWAG(Method):
         }
         noise = [parameter for parameter in likelihood.parameters() if parameter.requires_grad]
         groups: list[dict[str, Any]] = [weights, {"params": noise}] if noise else [weights]
-        optimizer = torch.optim.SGD(groups, lr=self.swag_lr, momentum=self.momentum)
+        optimizer = torch.optim.SGD(groups, lr=self.swag_lr, momentum=self.momentum, fused=True)
 
         def loss(forward: NetworkFunction, batch: Any, clock: Clock) -> LossAndLogs:
             if self._is_snapshot_due(clock, int(moments.count)):
