@@ -101,13 +101,11 @@ def safe_norm(value: Tensor) -> Tensor:
     >>> x.grad
     tensor([0., 0., 0.])
     """
-    scale = value.detach().abs().amax(-1)
-    positive = scale > 0
-    scale = torch.where(positive, scale, 1.0)
-    unit = torch.where(
-        positive.unsqueeze(-1), value / scale.unsqueeze(-1), 1.0
-    )  # the norm has no second derivative at zero
-    return torch.where(positive, scale * torch.linalg.vector_norm(unit, dim=-1), 0.0)
+    scale = value.detach().abs().amax(-1, keepdim=True)
+    is_zero = scale == 0
+    # the norm has no second derivative at zero, so that a zero vector is replaced by ones, whose norm is multiplied by zero
+    unit = torch.addcdiv(is_zero.to(value.dtype), value, scale.masked_fill(is_zero, 1.0))
+    return scale.squeeze(-1) * torch.linalg.vector_norm(unit, dim=-1)
 
 
 def monotone_root(

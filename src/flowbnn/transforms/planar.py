@@ -173,7 +173,7 @@ class Radial(BidirectionalTransform):
             radius = torch.where(half >= 0, total, alpha * (distance / total))
         reach, stretched = radius + alpha, radius + stretch
         growth = stretched / reach
-        slope = torch.addcmul(radius / reach, alpha / reach, growth)
+        slope = torch.addcmul(radius, alpha, growth) / reach
         log_det = torch.add(slope.log(), growth.log(), alpha=self.dim - 1)
         factor = reach / stretched if inverse else growth
         moved = torch.addcmul(self.center, factor.unsqueeze(-1), offset)
