@@ -103,7 +103,11 @@ def deepcopy_network(
     memo = dict(memo or {})
     for module in network.modules():
         for name, attribute in list(vars(module).items()):  # other threads may store attributes
-            if name not in ("_parameters", "_buffers", "_modules"):
+            # most attributes are flags and empty dictionaries of hooks
+            may_have_tensors = isinstance(attribute, Tensor) or (
+                isinstance(attribute, dict | list | tuple) and len(attribute) > 0
+            )
+            if may_have_tensors and name not in ("_parameters", "_buffers", "_modules"):
                 for value in _tensors_in(attribute, set()):
                     if is_functorch_wrapped_tensor(value) or isinstance(value, FakeTensor):
                         memo[id(value)] = torch.empty(0)

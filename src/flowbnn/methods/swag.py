@@ -290,10 +290,12 @@ class SWAGPosterior(WeightPosterior):
         def normal(count: int) -> Tensor:
             return torch.randn(count, generator=generator).to(self.mean)
 
-        deviation = self.variance.sqrt() * normal(len(self.mean))
+        size = math.sqrt(self.scale)
+        draw = torch.addcmul(self.mean, self.variance.sqrt(), normal(len(self.mean)), value=size)
         if self.rank:
-            deviation += normal(self.rank) / math.sqrt(self.rank - 1) @ self.deviations
-        return self.mean + math.sqrt(self.scale) * deviation
+            factor = size / math.sqrt(self.rank - 1)
+            draw = torch.addmv(draw, self.deviations.T, normal(self.rank), alpha=factor)
+        return draw
 
     def weights(self, index: int, seed: int) -> dict[str, Tensor]:
         if not self.size:

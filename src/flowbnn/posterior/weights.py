@@ -46,7 +46,7 @@ def named_parts(vectors: Tensor, shapes: Mapping[str, Sequence[int]]) -> dict[st
     >>> named_parts(torch.arange(3.0), {"weight": (1, 2), "bias": (1,)})
     {'weight': tensor([[0., 1.]]), 'bias': tensor([2.])}
     """
-    pieces = vectors.split([math.prod(shape) for shape in shapes.values()], -1)
+    pieces = vectors.split_with_sizes([math.prod(shape) for shape in shapes.values()], -1)
     named = zip(shapes.items(), pieces, strict=True)
     return {name: piece.reshape((*vectors.shape[:-1], *shape)) for (name, shape), piece in named}
 
