@@ -9,6 +9,9 @@ than 5,000 training rows. Inputs are standardized by the training rows. Everythi
 A method reaches a published mean if its own mean is not lower by more than one standard error of the published mean. MAP and node noise
 are compared with published dropout. Deep ensembles predict the noise level from the inputs, as the published ones do.
 
+The likelihood at the test error replaces the noise scale of every split by the error on its test rows. If it is no higher than the
+likelihood, a single noise scale cannot explain a gap, and the predicted means are the reason.
+
 With ``--out`` every finished run is written at once, and runs that are in the file are not repeated.
 """
 
@@ -66,10 +69,15 @@ def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     for name, key in sorted({(row["set"], row["method"]) for row in rows}):
         values = [row["log_likelihood"] for row in rows if (row["set"], row["method"]) == (name, key)]
         reference = METHODS[key][1]
-        published, deviation = PUBLISHED[reference][name][:2]
+        errors = [row["rmse"] for row in rows if (row["set"], row["method"]) == (name, key)]
+        published, deviation, published_rmse = PUBLISHED[reference][name][:3]
         error = deviation / math.sqrt(SPLITS[name])
         line: dict[str, Any] = {"set": name, "method": key, "splits": len(values), "mean": mean(values)}
         line["standard error"] = stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
+        line |= {"rmse": mean(errors), "published rmse": published_rmse}
+        line["likelihood at test error"] = -mean(math.log(error) for error in errors) - 0.5 * math.log(
+            2.0 * math.pi * math.e
+        )
         line |= {"published": published, "published error": error, "published method": reference}
         line["reached"] = mean(values) >= published - error
         lines.append(line)
@@ -101,6 +109,8 @@ def main() -> None:
                 arguments.out.write_text(
                     json.dumps({"summary": summary(rows), "rows": rows}, indent=1) + "\n"
                 )
+    if arguments.out is not None and rows:
+        arguments.out.write_text(json.dumps({"summary": summary(rows), "rows": rows}, indent=1) + "\n")
     for line in summary(rows):
         error = "" if line["standard error"] is None else f" +- {line['standard error']:.3f}"
         print(
